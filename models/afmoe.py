@@ -9,7 +9,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from nnxmoe.config.bounds import check_at_most, count
+from nnxmoe.config.bounds import count
 from nnxmoe.config.layer_windows import FULL, SLIDING, LayerWindowsConfig
 from nnxmoe.layers.embed import Embed, MuPEmbed
 from nnxmoe.layers.gqa import GQA, OutputGate
@@ -65,12 +65,6 @@ class AfmoeConfig(LayerWindowsConfig):
     num_shared_experts: int = count(2, most=4096)
     route_scale: float = 1.0
     mup_enabled: bool = False
-    bos_token_id: int | None = None
-    eos_token_id: int | Sequence[int] | None = None
-
-    def _check(self) -> None:
-        super()._check()
-        check_at_most(self, "num_experts_per_tok", "num_experts")
 
     @property
     def layer_kinds(self) -> Sequence[str]:
@@ -87,8 +81,8 @@ class AfmoeConfig(LayerWindowsConfig):
         return self.route_scale
 
     @property
-    def sparse_layers(self) -> Sequence[bool]:
-        return tuple(i >= self.num_dense_layers for i in range(self.num_hidden_layers))
+    def first_k_dense_replace(self) -> int:
+        return self.num_dense_layers
 
 
 _NANO = AfmoeConfig(

@@ -50,7 +50,7 @@ class DeepSeekV2Config(DeepSeekV3Config):
     bos_token_id: int | None = 1
     eos_token_id: int | Sequence[int] | None = 2
 
-    def _check_groups(self) -> None:
+    def _check_experts(self) -> None:
         if self.num_experts_per_tok is None:
             raise ConfigError("num_experts_per_tok is null or missing: give the number of experts per token")
         if self.topk_method == GREEDY:
@@ -60,7 +60,7 @@ class DeepSeekV2Config(DeepSeekV3Config):
                 f"topk_method {IN_GROUPS!r} needs n_group and topk_group, got {self.n_group} and {self.topk_group}"
             )
         else:
-            super()._check_groups()
+            super()._check_experts()
 
 
 def _yarn(mscale: float) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nnxmoe.config.base import DecoderConfig
-from nnxmoe.config.bounds import check_at_most, count, one_of, per_layer, sparse_by_kind
+from nnxmoe.config.bounds import check_at_most, count, one_of, per_layer
 from nnxmoe.layers.indexer import Indexer
 from nnxmoe.layers.rope import rotate_halves
 from nnxmoe.layers.sparse_mla import SparseMLA
@@ -53,10 +53,6 @@ class DeepSeekV32Config(LatentMoEConfig):
     def keys_per_query(self) -> int:
         """Maximum number of keys per query."""
         return self.index_topk
-
-    @property
-    def sparse_layers(self) -> Sequence[bool]:
-        return sparse_by_kind(self, self.first_k_dense_replace)
 
 
 _OF_V3 = ("rope_scaling", "dtype")

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nnxmoe.config.base import DecoderConfig
-from nnxmoe.config.bounds import ConfigError, check_at_most, count, number, per_layer
+from nnxmoe.config.bounds import ConfigError, count, number, per_layer
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.printable import short
 from nnxmoe.config.rope import Rope
@@ -44,6 +44,7 @@ class DeepSeekV4Config(DecoderConfig):
 
     model_type = "deepseek_v4"
     architecture = "DeepseekV4ForCausalLM"
+    experts_field = "n_routed_experts"
     scale_in_queries = False
     rope_field = "qk_rope_head_dim"
     aliases = {"num_local_experts": "n_routed_experts", "intermediate_size": "moe_intermediate_size"}
@@ -98,7 +99,6 @@ class DeepSeekV4Config(DecoderConfig):
 
     def _check(self) -> None:
         super()._check()
-        check_at_most(self, "num_experts_per_tok", "n_routed_experts")
         ratios = self.compress_ratios or ()
         if odd := [ratio for ratio in ratios if ratio not in OF_RATIO]:
             raise ConfigError(f"compress_ratios: {short(odd[0])} is not supported; supported: 0, 4 and 128")
@@ -156,14 +156,6 @@ class DeepSeekV4Config(DecoderConfig):
     @property
     def windows(self) -> Sequence[int | None]:
         return [self.sliding_window if kind == WINDOW else None for kind in self.kinds]
-
-    @property
-    def experts(self) -> int:
-        return self.n_routed_experts
-
-    @property
-    def experts_per_token(self) -> int:
-        return self.num_experts_per_tok
 
     @property
     def rope_dim(self) -> int:

@@ -1,7 +1,6 @@
 """dots.llm1 (Huo et al. 2025): GLM-4.5's layers with whole heads rotated and normalised, and optional windows."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 from nnxmoe.config.base import DecoderConfig
@@ -34,8 +33,6 @@ class Dots1Config(LayerWindowsConfig, GroupedExpertsConfig):
     num_experts_per_tok: int = count(None)
     norm_topk_prob: bool = False
     max_window_layers: int = count(62, least=0)
-    bos_token_id: int | None = None
-    eos_token_id: int | Sequence[int] | None = None
 
 
 PRESETS: dict[str, DecoderConfig] = {

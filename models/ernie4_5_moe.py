@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nnxmoe.config.base import DecoderConfig
-from nnxmoe.config.bounds import check_at_most, count, number
+from nnxmoe.config.bounds import count, number
 from nnxmoe.layers.gqa import GQA
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.rope import rotate_pairs
@@ -26,7 +26,7 @@ class Ernie45MoeConfig(DecoderConfig):
 
     model_type = "ernie4_5_moe"
     architecture = "Ernie4_5_MoeForCausalLM"
-    experts_field = "moe_num_experts"
+    experts_field, chosen_field = "moe_num_experts", "moe_k"
     scale_in_queries = False
     aliases = {"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"}
     fixed = {"use_bias": (None, False)}
@@ -53,15 +53,6 @@ class Ernie45MoeConfig(DecoderConfig):
     pad_token_id: int | None = 0
     bos_token_id: int | None = 1
     eos_token_id: int | Sequence[int] | None = 2
-
-    def _check(self) -> None:
-        super()._check()
-        check_at_most(self, "moe_k", "moe_num_experts")
-
-    @property
-    def num_experts_per_tok(self) -> int:
-        """The name in other configs."""
-        return self.moe_k
 
     @property
     def n_shared_experts(self) -> int:

@@ -8,7 +8,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from nnxmoe.config.bounds import ConfigError, count, per_layer, sparse_by_kind
+from nnxmoe.config.bounds import ConfigError, count, per_layer
 from nnxmoe.config.layer_windows import FULL, SLIDING, LayerWindowsConfig
 from nnxmoe.layers.gqa import GQA
 from nnxmoe.layers.mlp import MLP
@@ -50,6 +50,7 @@ class ExaoneMoeConfig(LayerWindowsConfig):
     routed_scaling_factor: float = 2.5
     n_group: int = 1
     topk_group: int = 1
+    bos_token_id: int | None = 1
     eos_token_id: int | Sequence[int] | None = 53
     pad_token_id: int | None = 0
 
@@ -58,7 +59,9 @@ class ExaoneMoeConfig(LayerWindowsConfig):
         if self.layer_types is None and (type(every) is not int or every < 1):
             raise ConfigError(f"sliding_window_pattern {every!r} without layer_types: give layer_types, or a number")
         super()._check()
-        check_groups(self, "num_experts")
+
+    def _check_experts(self) -> None:
+        check_groups(self)
 
     @property
     def layer_kinds(self) -> Sequence[str]:
@@ -69,10 +72,6 @@ class ExaoneMoeConfig(LayerWindowsConfig):
     def n_shared_experts(self) -> int:
         """The name in DeepSeek-V3's config."""
         return self.num_shared_experts
-
-    @property
-    def sparse_layers(self) -> Sequence[bool]:
-        return sparse_by_kind(self, self.first_k_dense_replace)
 
 
 class ExaoneMoe(CausalLM):

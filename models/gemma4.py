@@ -72,7 +72,7 @@ class Gemma4TextConfig(LayerRopesConfig):
 
     model_type = "gemma4_text"
     architecture = "Gemma4ForCausalLM"
-    experts_field = "num_experts"
+    experts_field, chosen_field = "num_experts", "top_k_experts"
     default_ropes = FrozenDict(
         {
             FULL: {"rope_type": PROPORTIONAL, FACTOR: 0.25, "rope_theta": 1e6},
@@ -153,7 +153,6 @@ class Gemma4TextConfig(LayerRopesConfig):
             for name in ("num_experts", "top_k_experts", "moe_intermediate_size"):
                 if getattr(self, name) is None:
                     raise ConfigError(f"enable_moe_block needs {name}, which is null or missing")
-            check_at_most(self, "top_k_experts", "num_experts")
 
     def to_hf(self) -> dict[str, Any]:
         unused = "hidden_act", "per_layer_config"  # the second wins over other fields, null too
@@ -211,11 +210,6 @@ class Gemma4TextConfig(LayerRopesConfig):
     @property
     def experts(self) -> int:
         return (self.num_experts or 0) if self.enable_moe_block else 0
-
-    @property
-    def num_experts_per_tok(self) -> int:
-        """The name in other configs."""
-        return (self.top_k_experts or 0) if self.enable_moe_block else 0
 
 
 _26B = Gemma4TextConfig(
@@ -348,7 +342,7 @@ class Gemma4Text(CausalLM):
         c = self.config
         if not c.experts:
             return self._dense(index, **kw)
-        router = ScaledRouter(c.hidden_size, c.experts, SoftmaxTopK(c.num_experts_per_tok), eps=c.rms_norm_eps, **kw)
+        router = ScaledRouter(c.hidden_size, c.experts, SoftmaxTopK(c.experts_per_token), eps=c.rms_norm_eps, **kw)
         norm = RMSNorm(c.hidden_size, c.rms_norm_eps, **kw)
         return self.moe(router, c.moe_intermediate_size, None, activation=GeGLU(), norm=norm, **kw)
 

@@ -7,7 +7,6 @@ The layer for multi-token prediction is skipped unless asked for with ``mtp=True
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 from nnxmoe.config.bounds import count
@@ -43,8 +42,6 @@ class Glm4MoeConfig(GroupedExpertsConfig, PartialRotaryConfig):
     use_qk_norm: bool = False
     first_k_dense_replace: int = count(1, least=0)
     num_nextn_predict_layers: int = 1
-    bos_token_id: int | None = None
-    eos_token_id: int | Sequence[int] | None = None
 
 
 _AIR = Glm4MoeConfig(

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from nnxmoe.config.base import DecoderConfig
-from nnxmoe.config.bounds import count, per_layer, sparse_by_kind
+from nnxmoe.config.bounds import count, per_layer
 from nnxmoe.models.deepseek_v3 import DeepSeekV3
 from nnxmoe.models.latent import LatentMoEConfig
 
@@ -17,6 +17,7 @@ class Glm4MoeLiteConfig(LatentMoEConfig):
     architecture = "Glm4MoeLiteForCausalLM"
     aliases = {"head_dim": "qk_rope_head_dim"}
     fixed = {"first_k_dense_replace": (1,)}  # published beside mlp_layer_types, which decides
+    first_k_dense_replace = 1
 
     vocab_size: int = 154880
     hidden_size: int = 2048
@@ -36,10 +37,6 @@ class Glm4MoeLiteConfig(LatentMoEConfig):
     topk_group: int = 1
     routed_scaling_factor: float = 1.8
     mlp_layer_types: Sequence[str] | None = per_layer("dense", "sparse")
-
-    @property
-    def sparse_layers(self) -> Sequence[bool]:
-        return sparse_by_kind(self, dense=1)
 
 
 PRESETS: dict[str, DecoderConfig] = {

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nnxmoe.config.bounds import check_at_most, count, number
+from nnxmoe.config.bounds import count, number
 from nnxmoe.config.layer_windows import FULL, SLIDING, LayerWindowsConfig
 from nnxmoe.layers.gated import ClampedSwiGLU
 from nnxmoe.layers.gqa import GQA
@@ -54,12 +54,6 @@ class GptOssConfig(LayerWindowsConfig):
     num_experts_per_tok: int = 4
     swiglu_alpha: float = number(1.702, above=0.0, most=1e6)
     swiglu_limit: float = number(7.0, above=0.0, most=1e6)
-    bos_token_id: int | None = None
-    eos_token_id: int | Sequence[int] | None = None
-
-    def _check(self) -> None:
-        super()._check()
-        check_at_most(self, "num_experts_per_tok", "num_local_experts")
 
     @property
     def layer_kinds(self) -> Sequence[str]:

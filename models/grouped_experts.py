@@ -4,7 +4,7 @@ Also in GLM-4.5, dots.llm1 and Solar Open, mostly with a single group.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from nnxmoe.config.base import DecoderConfig
@@ -30,7 +30,6 @@ class GroupedExpertsConfig(DecoderConfig):
     aliases = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"}
     fixed = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)}
     ignored = "aux_loss_alpha seq_aux ep_size output_router_logits router_aux_loss_coef"
-    first_k_dense_replace = 0
     least_group: ClassVar[int] = 2  # experts of a group, whose score is the sum of its two best
 
     moe_intermediate_size: int = count(1408, most=2**24)
@@ -43,12 +42,8 @@ class GroupedExpertsConfig(DecoderConfig):
     routed_scaling_factor: float = 1.0
     num_nextn_predict_layers: int = count(0, least=0, most=1024)
 
-    def _check(self) -> None:
-        super()._check()
-        self._check_groups()
-
-    def _check_groups(self) -> None:
-        check_groups(self, "n_routed_experts")
+    def _check_experts(self) -> None:
+        check_groups(self)
 
     @property
     def empty_tensors(self) -> Mapping[str, tuple[int, ...]]:
@@ -57,16 +52,14 @@ class GroupedExpertsConfig(DecoderConfig):
         names = {f"mlp.shared_experts.{x}_proj.weight": shape for x, shape in shapes.items()}
         return names if self.n_shared_experts == 0 else {}
 
-    @property
-    def sparse_layers(self) -> Sequence[bool]:
-        return tuple(i >= self.first_k_dense_replace for i in range(self.num_hidden_layers))
 
-
-def check_groups(config: Any, name: str) -> None:
-    """Raises ConfigError if the experts, in the field ``name``, do not divide into groups with enough to choose."""
+def check_groups(config: Any) -> None:
+    """Raise ConfigError if the experts do not divide into groups with enough to choose."""
     c, (size, rest) = config, divmod(config.experts, config.n_group)
     if rest or size < c.least_group:
-        raise ConfigError(f"n_group {c.n_group} must divide {name} {c.experts} into groups of at least {c.least_group}")
+        raise ConfigError(
+            f"n_group {c.n_group} must divide {c.experts_field} {c.experts} into groups of at least {c.least_group}"
+        )
     check_at_most(c, "topk_group", "n_group")
     if c.num_experts_per_tok > c.topk_group * size:
         raise ConfigError(

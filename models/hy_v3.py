@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nnxmoe.config.base import DecoderConfig
-from nnxmoe.config.bounds import check_at_most, count, per_layer, sparse_by_kind
+from nnxmoe.config.bounds import count, per_layer
 from nnxmoe.layers.gqa import GQA
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.qk_norm import QKNorm
@@ -46,6 +46,7 @@ class HyV3Config(DecoderConfig):
         output_router_logits"""
     n_group = topk_group = 1
     norm_topk_prob = True
+    first_k_dense_replace = 1
 
     vocab_size: int = 120832
     hidden_size: int = 4096
@@ -65,12 +66,6 @@ class HyV3Config(DecoderConfig):
     num_experts_per_tok: int = 8
     router_scaling_factor: float = 2.826
     num_nextn_predict_layers: int = count(1, least=0, most=1024)
-    bos_token_id: int | None = None
-    eos_token_id: int | Sequence[int] | None = None
-
-    def _check(self) -> None:
-        super()._check()
-        check_at_most(self, "num_experts_per_tok", "num_experts")
 
     @property
     def n_shared_experts(self) -> int:
@@ -80,10 +75,6 @@ class HyV3Config(DecoderConfig):
     @property
     def routed_scaling_factor(self) -> float:
         return self.router_scaling_factor
-
-    @property
-    def sparse_layers(self) -> Sequence[bool]:
-        return sparse_by_kind(self, dense=1)
 
 
 PRESETS: dict[str, DecoderConfig] = {

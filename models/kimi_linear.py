@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nnxmoe.config.bounds import ConfigError, count, one_of, per_layer, sparse_by_kind
+from nnxmoe.config.bounds import ConfigError, count, one_of, per_layer
 from nnxmoe.config.printable import short
 from nnxmoe.layers.kimi_delta import FreeDecays, KimiDelta
 from nnxmoe.model.weight_names import W, options
@@ -41,10 +41,6 @@ class KimiMoEConfig(LatentMoEConfig, KimiHybridConfig):
 
     def to_hf(self) -> dict[str, Any]:
         return {"num_experts" if name == "n_routed_experts" else name: x for name, x in super().to_hf().items()}
-
-    @property
-    def sparse_layers(self) -> Sequence[bool]:
-        return sparse_by_kind(self, self.first_k_dense_replace)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from nnxmoe.config.bounds import ConfigError, check_at_most, count, number, one_of, per_layer, sparse_by_kind
+from nnxmoe.config.bounds import ConfigError, count, number, one_of, per_layer
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.layer_ropes import PartialRopesConfig
 from nnxmoe.config.layer_windows import FULL, SLIDING
@@ -47,6 +47,7 @@ class LagunaConfig(PartialRopesConfig):
     default_ropes = FrozenDict(
         {FULL: {"rope_theta": 5e5, "partial_rotary_factor": 0.5}, SLIDING: {"rope_theta": 1e4}}
     )  # fmt: skip
+    first_k_dense_replace = 1
 
     vocab_size: int = 100352
     hidden_size: int = 2048
@@ -68,12 +69,9 @@ class LagunaConfig(PartialRopesConfig):
     num_experts_per_tok: int = 8
     moe_routed_scaling_factor: float = 1.0
     moe_router_logit_softcapping: float = number(0.0, above=-1e-9, most=1e6)
-    bos_token_id: int | None = None
-    eos_token_id: int | Sequence[int] | None = None
 
     def _check(self) -> None:
         super()._check()
-        check_at_most(self, "num_experts_per_tok", "num_experts")
         counts, most = self.heads_per_layer, 2**14
         if len(counts) != self.num_hidden_layers or any(
             type(n) is not int or not 0 < n <= most or n % self.kv_heads for n in counts
@@ -92,10 +90,6 @@ class LagunaConfig(PartialRopesConfig):
     @property
     def layer_kinds(self) -> Sequence[str]:
         return self.layer_types or [FULL] * self.num_hidden_layers
-
-    @property
-    def sparse_layers(self) -> Sequence[bool]:
-        return sparse_by_kind(self, dense=1)
 
 
 @dataclasses.dataclass(frozen=True)

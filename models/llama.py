@@ -4,6 +4,7 @@ Grouped-query attention, rotary embedding of halves, SwiGLU; optional biases.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from nnxmoe.config.base import DecoderConfig
@@ -23,6 +24,8 @@ class LlamaConfig(DecoderConfig):
 
     attention_bias: bool = False
     mlp_bias: bool = False
+    bos_token_id: int | None = 1
+    eos_token_id: int | Sequence[int] | None = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,6 +39,8 @@ class MistralConfig(DecoderConfig):
     num_key_value_heads: int | None = 8
     max_position_embeddings: int = 131072
     sliding_window: int | None = count(4096)
+    bos_token_id: int | None = 1
+    eos_token_id: int | Sequence[int] | None = 2
 
     attention_bias = False
     mlp_bias = False

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from nnxmoe.config.bounds import check_at_most, count, per_layer, sparse_by_kind
+from nnxmoe.config.bounds import count, per_layer
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.layer_ropes import LayerRopesConfig
 from nnxmoe.config.layer_windows import FULL, SLIDING
@@ -43,20 +43,10 @@ class MellumConfig(LayerRopesConfig):
     num_experts: int = count(64, most=4096)
     num_experts_per_tok: int = 8
     norm_topk_prob: bool = True
-    bos_token_id: int | None = None
-    eos_token_id: int | Sequence[int] | None = None
-
-    def _check(self) -> None:
-        super()._check()
-        check_at_most(self, "num_experts_per_tok", "num_experts")
 
     @property
     def layer_kinds(self) -> Sequence[str]:
         return self.layer_types or [FULL] * self.num_hidden_layers
-
-    @property
-    def sparse_layers(self) -> Sequence[bool]:
-        return sparse_by_kind(self, dense=0)
 
 
 _YARN = {

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from nnxmoe.config.bounds import count, number, per_layer, sparse_by_kind
+from nnxmoe.config.bounds import count, number, per_layer
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.layer_ropes import PartialRopesConfig
 from nnxmoe.config.layer_windows import FULL, SLIDING
@@ -42,6 +42,7 @@ class MiMoV2FlashConfig(PartialRopesConfig):
     default_rotary_factor = 0.334
     least_group = 2
     n_shared_experts = None
+    first_k_dense_replace = 1
 
     vocab_size: int = 152576
     intermediate_size: int = 16384
@@ -66,7 +67,6 @@ class MiMoV2FlashConfig(PartialRopesConfig):
     norm_topk_prob: bool = True
     routed_scaling_factor: float | None = 1.0
     bos_token_id: int | None = 1
-    eos_token_id: int | Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         if isinstance(size := self.sliding_window_size, int):
@@ -76,17 +76,12 @@ class MiMoV2FlashConfig(PartialRopesConfig):
             object.__setattr__(self, "routed_scaling_factor", 1.0)
         super().__post_init__()
 
-    def _check(self) -> None:
-        super()._check()
-        check_groups(self, "n_routed_experts")
+    def _check_experts(self) -> None:
+        check_groups(self)
 
     @property
     def layer_kinds(self) -> Sequence[str]:
         return self.layer_types or [FULL if i == 0 or i % 6 == 5 else SLIDING for i in range(self.num_hidden_layers)]
-
-    @property
-    def sparse_layers(self) -> Sequence[bool]:
-        return sparse_by_kind(self, dense=1)
 
 
 class MiMoV2Flash(CausalLM):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nnxmoe.config.base import DecoderConfig
-from nnxmoe.config.bounds import ConfigError, check_at_most, count
+from nnxmoe.config.bounds import ConfigError, count
 from nnxmoe.config.partial_rotary import PartialRotaryConfig
 from nnxmoe.config.printable import short
 from nnxmoe.layers.gqa import GQA
@@ -76,14 +76,16 @@ class MiniMaxM2Config(PartialRotaryConfig):
             raise ConfigError(f"rotary_dim {self.rotary_dim} is more than head_dim {wide}")
         if self.rotary_dim is not None and given is not None and int(wide * given) != self.rotary_dim:
             raise ConfigError(f"rotary_dim {self.rotary_dim} and partial_rotary_factor {given} differ: remove one")
-        if self.num_local_experts < 2:
-            raise ConfigError(f"num_local_experts {self.num_local_experts} is not supported: at least 2")
-        check_at_most(self, "num_experts_per_tok", "num_local_experts")
         if self.attn_type_list not in (None, (1,) * self.num_hidden_layers):
             raise ConfigError(
                 f"attn_type_list {short(self.attn_type_list)} is not supported; supported: null, or 1 (softmax "
                 f"attention) for each of the {self.num_hidden_layers} layers"
             )
+
+    def _check_experts(self) -> None:
+        if self.num_local_experts < 2:
+            raise ConfigError(f"num_local_experts {self.num_local_experts} is not supported: at least 2")
+        super()._check_experts()
 
     @property
     def rope_dim(self) -> int:

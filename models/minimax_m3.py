@@ -10,7 +10,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nnxmoe.config.bounds import ConfigError, check_at_most, count, number, per_layer, sparse_by_kind
+from nnxmoe.config.bounds import ConfigError, check_at_most, count, number, per_layer
 from nnxmoe.config.partial_rotary import PartialRotaryConfig
 from nnxmoe.config.printable import short
 from nnxmoe.layers.block_indexer import BlockIndexer, IndexedGQA, KeyBlocks
@@ -105,7 +105,6 @@ class MiniMaxM3VLTextConfig(PartialRotaryConfig):
 
     def _check(self) -> None:
         super()._check()
-        check_at_most(self, "num_experts_per_tok", "num_local_experts")
         if _SPARSE not in (self.layer_types or ()):
             return
         (more, fewer), heads = sorted((self.index_n_heads, self.kv_heads), reverse=True), self.num_attention_heads
@@ -122,10 +121,6 @@ class MiniMaxM3VLTextConfig(PartialRotaryConfig):
     def indexed(self) -> Sequence[bool]:
         """Whether each layer has an indexer."""
         return tuple(kind == _SPARSE for kind in self.layer_types or [""] * self.num_hidden_layers)
-
-    @property
-    def sparse_layers(self) -> Sequence[bool]:
-        return sparse_by_kind(self, dense=0)
 
 
 _MOE, _GATE_UP = "block_sparse_moe", W("mlp.experts.gate_up_proj")

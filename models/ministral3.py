@@ -51,6 +51,7 @@ class Ministral3Config(DecoderConfig):
     rms_norm_eps: float = 1e-5
     rope_theta: float = 1e6
     sliding_window: int | None = count(None)
+    bos_token_id: int | None = 1
     eos_token_id: int | Sequence[int] | None = 2
     pad_token_id: int | None = 11
 

@@ -74,7 +74,7 @@ class Mistral4Config(DeepSeekV3Config):
             part = f"qk_rope_head_dim {self.qk_rope_head_dim} of {width}"
             raise ConfigError(f"rope: {FACTOR} {short(factor)} must be {part}: remove it")
 
-    def _check_groups(self) -> None:
+    def _check_experts(self) -> None:
         check_at_most(self, "num_experts_per_tok", "n_routed_experts")
 
     @property

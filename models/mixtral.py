@@ -4,10 +4,11 @@ The router applies a softmax over all experts, keeps the top two and rescales th
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from nnxmoe.config.base import DecoderConfig
-from nnxmoe.config.bounds import ConfigError, check_at_most, count
+from nnxmoe.config.bounds import ConfigError, count
 from nnxmoe.config.printable import short
 from nnxmoe.layers.gqa import GQA
 from nnxmoe.model.causal_lm import CausalLM
@@ -36,13 +37,14 @@ class MixtralConfig(DecoderConfig):
     num_local_experts: int = count(8, most=4096)
     num_experts_per_tok: int = 2
     router_jitter_noise: float | None = 0.0
+    bos_token_id: int | None = 1
+    eos_token_id: int | Sequence[int] | None = 2
 
     def _check(self) -> None:
         super()._check()
         noise = 0.0 if self.router_jitter_noise is None else self.router_jitter_noise
         if isinstance(noise, bool) or not isinstance(noise, int | float) or not 0 <= noise < 1:
             raise ConfigError(f"router_jitter_noise must be at least 0 and below 1, got {short(noise)}")
-        check_at_most(self, "num_experts_per_tok", "num_local_experts")
 
     @property
     def window(self) -> int | None:

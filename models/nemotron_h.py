@@ -100,10 +100,6 @@ class NemotronHConfig(GroupedExpertsConfig):
         if self.mamba_num_heads % self.n_groups:
             raise ConfigError(f"mamba_num_heads {self.mamba_num_heads} is not a multiple of n_groups {self.n_groups}")
 
-    def _check_groups(self) -> None:
-        if self.experts:
-            super()._check_groups()
-
     @classmethod
     def _given(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
         given = super()._given(fields)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nnxmoe.config.base import DecoderConfig
-from nnxmoe.config.bounds import check_at_most, count
+from nnxmoe.config.bounds import count
 from nnxmoe.layers.gqa import GQA
 from nnxmoe.layers.qk_norm import QKNorm
 from nnxmoe.model.causal_lm import CausalLM
@@ -42,13 +42,8 @@ class OlmoeConfig(DecoderConfig):
     num_experts: int = count(64, most=4096)
     num_experts_per_tok: int = 8
     norm_topk_prob: bool = False
-    bos_token_id: int | None = None
     eos_token_id: int | Sequence[int] | None = 50279
     pad_token_id: int | None = 1
-
-    def _check(self) -> None:
-        super()._check()
-        check_at_most(self, "num_experts_per_tok", "num_experts")
 
 
 class Olmoe(CausalLM):

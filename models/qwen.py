@@ -5,7 +5,6 @@ Some layers may attend to a sliding window.
 """
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 from nnxmoe.config.bounds import count
@@ -40,8 +39,6 @@ class Qwen2Config(LayerWindowsConfig):
     max_position_embeddings: int = 32768
     use_sliding_window: bool = False
     max_window_layers: int = count(28, least=0)
-    bos_token_id: int | None = None
-    eos_token_id: int | Sequence[int] | None = None
 
     @property
     def needed_for_windows(self) -> str:

@@ -53,8 +53,6 @@ class QwenHybridConfig(PartialRotaryConfig):
     linear_num_value_heads: int = count(32, most=2**14)
     full_attention_interval: int = count(4)
     layer_types: Sequence[str] | None = per_layer(_LINEAR, _FULL)
-    bos_token_id: int | None = None
-    eos_token_id: int | Sequence[int] | None = None
 
     def _check(self) -> None:
         super()._check()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nnxmoe.config.base import DecoderConfig
-from nnxmoe.config.bounds import ConfigError, check_at_most, count
+from nnxmoe.config.bounds import ConfigError, count
 from nnxmoe.config.printable import short
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.model.causal_lm import CausalLM
@@ -37,12 +37,9 @@ class QwenMoeConfig(DecoderConfig):
     num_experts: int = count(128, most=4096)
     num_experts_per_tok: int = 8
     norm_topk_prob: bool = False
-    bos_token_id: int | None = None
-    eos_token_id: int | Sequence[int] | None = None
 
     def _check(self) -> None:
         super()._check()
-        check_at_most(self, "num_experts_per_tok", "num_experts")
         only, layers = self.mlp_only_layers, range(self.num_hidden_layers)
         if only is not None and not (isinstance(only, tuple) and all(type(i) is int and i in layers for i in only)):
             raise ConfigError(f"mlp_only_layers must list numbers of layers, 0 to {layers[-1]}, got {short(only)}")

@@ -1,7 +1,6 @@
 """Solar Open (Upstage 2026): layers of GLM-4.5, all with experts, with whole heads rotated and without QK norm."""
 
 import dataclasses
-from collections.abc import Sequence
 
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import count
@@ -28,8 +27,6 @@ class SolarOpenConfig(GroupedExpertsConfig):
     rope_theta: float = 1e6
     attention_bias: bool = False
     moe_intermediate_size: int = 1280
-    bos_token_id: int | None = None
-    eos_token_id: int | Sequence[int] | None = None
 
 
 PRESETS: dict[str, DecoderConfig] = {

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from nnxmoe.config.bounds import ConfigError, Number, check_at_most, count, per_layer, sparse_by_kind
+from nnxmoe.config.bounds import ConfigError, Number, count, per_layer
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.layer_ropes import PartialRopesConfig
 from nnxmoe.config.layer_windows import FULL, SLIDING
@@ -132,6 +132,7 @@ class Step3p5Config(PartialRopesConfig):
         attention_other_setting partial_rotary_factors per_layer_config"""  # `_translated` reads the last four
     default_ropes = FrozenDict({kind: {"rope_theta": 1e4} for kind in (FULL, SLIDING)})
     scale_in_queries = True
+    first_k_dense_replace = 3
 
     vocab_size: int = 128815
     intermediate_size: int = 11264
@@ -154,8 +155,6 @@ class Step3p5Config(PartialRopesConfig):
     swiglu_limits: Sequence[float | None] | None = None
     swiglu_limits_shared: Sequence[float | None] | None = None
     num_nextn_predict_layers: int = count(0, least=0, most=1024)
-    bos_token_id: int | None = None
-    eos_token_id: int | Sequence[int] | None = None
     pad_token_id: int | None = 1
 
     @classmethod
@@ -166,7 +165,6 @@ class Step3p5Config(PartialRopesConfig):
 
     def _check(self) -> None:
         super()._check()
-        check_at_most(self, "num_experts_per_tok", "n_routed_experts")
         if self.heads_of(SLIDING) % self.kv_heads:
             raise ConfigError(
                 f"num_sliding_attention_heads {self.num_sliding_attention_heads} is not a multiple of "
@@ -190,10 +188,6 @@ class Step3p5Config(PartialRopesConfig):
     @property
     def layer_kinds(self) -> Sequence[str]:
         return self.layer_types or [FULL] * self.num_hidden_layers
-
-    @property
-    def sparse_layers(self) -> Sequence[bool]:
-        return sparse_by_kind(self, dense=3)
 
     def activation(self, index: int, *, shared: bool) -> Gated:
         """The activation of a layer's routed experts, or of its shared expert or dense feed-forward."""

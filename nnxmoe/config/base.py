@@ -12,6 +12,7 @@ from nnxmoe.config.bounds import (
     MOST_EXPERTS,
     TOKEN_IDS,
     ConfigError,
+    check_at_most,
     check_fields,
     check_token_ids,
     count,
@@ -49,10 +50,14 @@ class DecoderConfig:
     aliases: ClassVar[Mapping[str, str]] = {}
     fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {"partial_rotary_factor": (None, 1)}
     experts_field: ClassVar[str] = ""  # the field with the number of experts per layer; empty: dense models
+    chosen_field: ClassVar[str] = "num_experts_per_tok"  # the field with the number of experts per token
     rope_field: ClassVar[str] = "head_dim"  # the field with the rotated width
     rope_keys: ClassVar[frozenset[str]] = ROPE_FIELDS  # the fields of a rope object that are read
     scale_in_queries: ClassVar[bool] = True  # whether the query kernel can carry the scale of the scores
     ignored: ClassVar[str] = ""
+    # Fields of some families, with the value of the others. Without annotation, so that they are no fields here.
+    mlp_layer_types = None
+    first_k_dense_replace = 0
 
     vocab_size: int = count(32000, most=2**24)
     hidden_size: int = count(4096, most=2**20)
@@ -70,8 +75,8 @@ class DecoderConfig:
     rope_theta: float = number(10000.0, above=1.0, most=1e15)
     rope_scaling: Mapping[str, Any] | None = None
     rope_parameters: Mapping[str, Any] | None = None
-    bos_token_id: int | None = 1
-    eos_token_id: int | Sequence[int] | None = 2
+    bos_token_id: int | None = None
+    eos_token_id: int | Sequence[int] | None = None
     pad_token_id: int | None = None
     dtype: str | None = None
 
@@ -111,6 +116,11 @@ class DecoderConfig:
             raise ConfigError(f"dtype {short(self.dtype)} is not supported; supported: {', '.join(DTYPES)}")
         check_token_ids({name: getattr(self, name) for name in TOKEN_IDS}, self.vocab_size)
         _ = self.rope
+        if self.experts:
+            self._check_experts()
+
+    def _check_experts(self) -> None:
+        check_at_most(self, self.chosen_field, self.experts_field)
 
     @classmethod
     def from_hf(cls, fields: Mapping[str, Any]) -> Self:
@@ -248,7 +258,7 @@ class DecoderConfig:
     @property
     def experts_per_token(self) -> int:
         """Experts per token (X); 0 if dense."""
-        return self.num_experts_per_tok if self.experts_field else 0  # pyright: ignore[reportAttributeAccessIssue]
+        return getattr(self, self.chosen_field) if self.experts else 0
 
     @property
     def empty_tensors(self) -> Mapping[str, tuple[int, ...]]:
@@ -262,8 +272,12 @@ class DecoderConfig:
 
     @property
     def sparse_layers(self) -> Sequence[bool]:
-        """Whether each layer has experts."""
-        return (self.experts > 0,) * self.num_hidden_layers
+        """Whether each layer has experts: as ``mlp_layer_types`` says; null: all but the first
+        ``first_k_dense_replace``."""
+        kinds: Sequence[str] | None = self.mlp_layer_types
+        if kinds is not None:
+            return tuple(kind != "dense" for kind in kinds)
+        return tuple(self.experts > 0 and i >= self.first_k_dense_replace for i in range(self.num_hidden_layers))
 
     @property
     def rope_dim(self) -> int:

@@ -97,22 +97,15 @@ def per_layer(*allowed: str) -> Any:
     return dataclasses.field(default=None, metadata={"check": Kinds(allowed)})
 
 
-def sparse_by_kind(config: Any, dense: int) -> tuple[bool, ...]:
-    """Whether each layer has experts: as ``mlp_layer_types`` of a config says; null: all but the first ``dense``."""
-    if config.mlp_layer_types is None:
-        return tuple(i >= dense for i in range(config.num_hidden_layers))
-    return tuple(kind == "sparse" for kind in config.mlp_layer_types)
-
-
 def one_of(*allowed: Any) -> Any:
     """A config field with one of these values; the default is the first."""
     return dataclasses.field(default=allowed[0], metadata={"check": OneOf(allowed)})
 
 
 def check_at_most(config: Any, name: str, other: str) -> None:
-    """Raise ConfigError if the field ``name`` of a config is greater than the field ``other``."""
+    """Raise ConfigError if the field ``name`` of a config is greater than the field ``other``; null is not."""
     value, most = getattr(config, name), getattr(config, other)
-    if value > most:
+    if value is not None and value > most:
         raise ConfigError(f"{name} {value} is more than {other} {most}")
 
 

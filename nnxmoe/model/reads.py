@@ -18,6 +18,7 @@ def refuse_unread(family: type[CausalLM]) -> None:
     common = {field.name for field in dataclasses.fields(DecoderConfig)}
     for config in family.configs:
         names = {name for code in _codes(config, family) for name in _names(code)}
+        names |= {config.experts_field, config.chosen_field}
         checks = {field.name: field.metadata.get("check") for field in dataclasses.fields(config)}
         fixed = {name for name, check in checks.items() if isinstance(check, OneOf | Kinds) and len(check.allowed) == 1}
         if unread := checks.keys() - common - fixed - names:

@@ -100,15 +100,13 @@ class OpenConfig(DecoderConfig):
 
     model_type = "openings"
     architecture = "OpeningsForCausalLM"
+    experts_field = "num_local_experts"
 
     intermediate_size: int = 32
     forms: str = "llgnrr"
     local_theta: float = 50.0
     num_local_experts: int = 4
-
-    @property
-    def experts(self) -> int:
-        return self.num_local_experts
+    num_experts_per_tok: int = 2
 
 
 class Openings(CausalLM):
@@ -155,5 +153,5 @@ class Openings(CausalLM):
         c = self.config
         if self.kind(index) in "nr":
             return MLP(c.hidden_size, c.intermediate_size, bias=False, **kw)
-        router = HashRouter(c.hidden_size, c.num_local_experts, SoftmaxTopK(2), bias=False, **kw)
+        router = HashRouter(c.hidden_size, c.num_local_experts, SoftmaxTopK(c.num_experts_per_tok), bias=False, **kw)
         return self.moe(router, c.intermediate_size, **kw)
