@@ -5,7 +5,6 @@ normalised.
 """
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,16 +12,14 @@ from nnxmoe.config.bounds import count
 from nnxmoe.config.layer_windows import FULL, SLIDING, LayerWindowsConfig
 from nnxmoe.layers.embed import Embed, MuPEmbed
 from nnxmoe.layers.gqa import GQA, OutputGate
-from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.layers.qk_norm import QKNorm
-from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.layer import Layer
 from nnxmoe.model.strategy import Strategy
 from nnxmoe.model.weight_names import W
-from nnxmoe.models.grouped_experts import HF_GROUPED_EXPERTS, corrected_router, grouped_experts
+from nnxmoe.models.grouped_experts import HF_GROUPED_EXPERTS, DenseOrMoE, corrected_router
 from nnxmoe.models.tables import HF_DECODER, HF_GQA, HF_MLP, HF_QK_NORM
-from nnxmoe.moe.block import MoE
+from nnxmoe.moe.router import Router
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,8 +42,8 @@ class AfmoeConfig(LayerWindowsConfig):
         "score_func": ("sigmoid",),
     }
     ignored = "use_grouped_mm load_balance_coeff output_router_logits"
-    n_group = topk_group = 1
-    norm_topk_prob = True
+    n_shared_experts = property(lambda self: self.num_shared_experts)  # its name in DeepSeek-V3, as below
+    first_k_dense_replace = property(lambda self: self.num_dense_layers)
 
     vocab_size: int = 200192
     hidden_size: int = 2048
@@ -71,19 +68,6 @@ class AfmoeConfig(LayerWindowsConfig):
         every = self.global_attn_every_n_layers
         return self.layer_types or [SLIDING if (i + 1) % every else FULL for i in range(self.num_hidden_layers)]
 
-    @property
-    def n_shared_experts(self) -> int:
-        """The name in DeepSeek-V3's config; likewise below."""
-        return self.num_shared_experts
-
-    @property
-    def routed_scaling_factor(self) -> float:
-        return self.route_scale
-
-    @property
-    def first_k_dense_replace(self) -> int:
-        return self.num_dense_layers
-
 
 _NANO = AfmoeConfig(
     hidden_size=1024, intermediate_size=3072, num_hidden_layers=56, num_attention_heads=8, num_key_value_heads=2,
@@ -97,7 +81,7 @@ _MINI = dataclasses.replace(
 )  # fmt: skip
 
 
-class Afmoe(CausalLM):
+class Afmoe(DenseOrMoE):
     """Trinity."""
 
     configs = (AfmoeConfig,)
@@ -132,5 +116,5 @@ class Afmoe(CausalLM):
         rotary = c.rope if window else None
         return self.gqa(window=window, rotary=rotary, bias=c.attention_bias, qk_norm=norm, gate=gate, **kw)
 
-    def feed_forward(self, index: int, **kw: Any) -> MLP | MoE:
-        return grouped_experts(self, index, functools.partial(corrected_router, self.config), **kw)
+    def router(self, **kw: Any) -> Router:
+        return corrected_router(self.config, scale=self.config.route_scale, **kw)

@@ -12,11 +12,9 @@ from typing import Any
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import count
 from nnxmoe.layers.mla import MLA, LatentWidths
-from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.rope import rotate_halves, rotate_pairs
-from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.maxtext_layers import LayerGroups
-from nnxmoe.models.grouped_experts import HF_GROUPED_EXPERTS, corrected_router, grouped_experts
+from nnxmoe.models.grouped_experts import HF_GROUPED_EXPERTS, DenseOrMoE
 from nnxmoe.models.latent import LatentMoEConfig
 from nnxmoe.models.tables import (
     HF_DECODER,
@@ -29,8 +27,6 @@ from nnxmoe.models.tables import (
     maxtext_experts,
     maxtext_mlp,
 )
-from nnxmoe.moe.block import MoE
-from nnxmoe.moe.router import Router
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,7 +72,7 @@ MAXTEXT_TABLE = (
 )
 
 
-class DeepSeekV3(CausalLM):
+class DeepSeekV3(DenseOrMoE):
     """DeepSeek-V3 and R1."""
 
     configs = (DeepSeekV3Config,)
@@ -90,10 +86,6 @@ class DeepSeekV3(CausalLM):
     hf_table = HF_TABLE
     maxtext_table = MAXTEXT_TABLE
     maxtext_layers = LayerGroups("dense_layers", "moe_layers")
-
-    def router(self, **kw: Any) -> Router:
-        """The router of a layer with experts."""
-        return corrected_router(self.config, **kw)
 
     def attention(self, index: int, form: Callable[..., MLA] = MLA, **kw: Any) -> MLA:
         c = self.config
@@ -116,6 +108,3 @@ class DeepSeekV3(CausalLM):
             attend=self.strategy.attend,
             **kw,
         )
-
-    def feed_forward(self, index: int, **kw: Any) -> MLP | MoE:
-        return grouped_experts(self, index, self.router, **kw)

@@ -8,13 +8,10 @@ from typing import Any
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import count, number
 from nnxmoe.layers.gqa import GQA
-from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.rope import rotate_pairs
-from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.weight_names import W
-from nnxmoe.models.grouped_experts import HF_GROUPED_EXPERTS, grouped_experts
+from nnxmoe.models.grouped_experts import HF_GROUPED_EXPERTS, DenseOrMoE
 from nnxmoe.models.tables import HF_DECODER, HF_GQA, HF_MLP
-from nnxmoe.moe.block import MoE
 from nnxmoe.moe.router import Router, SoftmaxTopK
 
 
@@ -28,6 +25,7 @@ class Ernie45MoeConfig(DecoderConfig):
     architecture = "Ernie4_5_MoeForCausalLM"
     experts_field, chosen_field = "moe_num_experts", "moe_k"
     scale_in_queries = False
+    n_shared_experts = property(lambda self: self.moe_num_shared_experts)  # its name in DeepSeek-V3
     aliases = {"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"}
     fixed = {"use_bias": (None, False)}
     ignored = "output_router_logits router_aux_loss_coef"
@@ -55,18 +53,13 @@ class Ernie45MoeConfig(DecoderConfig):
     eos_token_id: int | Sequence[int] | None = 2
 
     @property
-    def n_shared_experts(self) -> int:
-        """The name in DeepSeek-V3's config."""
-        return self.moe_num_shared_experts
-
-    @property
     def sparse_layers(self) -> Sequence[bool]:
         first, every = self.moe_layer_start_index, self.moe_layer_interval
         last = self.num_hidden_layers if self.moe_layer_end_index == -1 else self.moe_layer_end_index
         return tuple(first <= i <= last and (i + 1) % every == 0 for i in range(self.num_hidden_layers))
 
 
-class Ernie45Moe(CausalLM):
+class Ernie45Moe(DenseOrMoE):
     """ERNIE 4.5 with experts."""
 
     configs = (Ernie45MoeConfig,)
@@ -83,10 +76,7 @@ class Ernie45Moe(CausalLM):
     def attention(self, index: int, **kw: Any) -> GQA:
         return self.gqa(window=None, bias=False, rotate=rotate_pairs, **kw)
 
-    def feed_forward(self, index: int, **kw: Any) -> MLP | MoE:
-        return grouped_experts(self, index, self._router, **kw)
-
-    def _router(self, **kw: Any) -> Router:
+    def router(self, **kw: Any) -> Router:
         c = self.config
         made = Router(c.hidden_size, c.experts, SoftmaxTopK(c.moe_k, least=c.moe_norm_min), bias=True, **kw)
         assert made.bias is not None

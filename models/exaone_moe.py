@@ -4,20 +4,16 @@ Only layers with a window rotate their queries and keys. The layers for multi-to
 """
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 from nnxmoe.config.bounds import ConfigError, count, per_layer
 from nnxmoe.config.layer_windows import FULL, SLIDING, LayerWindowsConfig
 from nnxmoe.layers.gqa import GQA
-from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.qk_norm import QKNorm
-from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.weight_names import W
-from nnxmoe.models.grouped_experts import HF_GROUPED_EXPERTS, check_groups, corrected_router, grouped_experts
+from nnxmoe.models.grouped_experts import HF_GROUPED_EXPERTS, DenseOrMoE, check_groups
 from nnxmoe.models.tables import HF_DECODER, HF_GQA, HF_MLP, HF_QK_NORM
-from nnxmoe.moe.block import MoE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,6 +29,7 @@ class ExaoneMoeConfig(LayerWindowsConfig):
     fixed = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
     ignored = "output_router_logits"
     least_group = 2
+    n_shared_experts = property(lambda self: self.num_shared_experts)  # its name in DeepSeek-V3
 
     vocab_size: int = 102400
     intermediate_size: int = 16384
@@ -68,13 +65,8 @@ class ExaoneMoeConfig(LayerWindowsConfig):
         every: Any = self.sliding_window_pattern  # a number without layer_types
         return self.layer_types or [SLIDING if (i + 1) % every else FULL for i in range(self.num_hidden_layers)]
 
-    @property
-    def n_shared_experts(self) -> int:
-        """The name in DeepSeek-V3's config."""
-        return self.num_shared_experts
 
-
-class ExaoneMoe(CausalLM):
+class ExaoneMoe(DenseOrMoE):
     """K-EXAONE."""
 
     configs = (ExaoneMoeConfig,)
@@ -98,6 +90,3 @@ class ExaoneMoe(CausalLM):
         norm = QKNorm.per_head(c.head_width, c.rms_norm_eps, **kw)
         window = c.windows[index]
         return self.gqa(window=window, rotary=c.rope if window else None, bias=False, qk_norm=norm, **kw)
-
-    def feed_forward(self, index: int, **kw: Any) -> MLP | MoE:
-        return grouped_experts(self, index, functools.partial(corrected_router, self.config), **kw)

@@ -6,19 +6,15 @@ The layer for multi-token prediction is skipped unless asked for with ``mtp=True
 """
 
 import dataclasses
-import functools
 from typing import Any
 
 from nnxmoe.config.bounds import count
 from nnxmoe.config.partial_rotary import PartialRotaryConfig
 from nnxmoe.layers.gqa import GQA
-from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.qk_norm import QKNorm
 from nnxmoe.layers.rope import PartialRotary
-from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.models.grouped_experts import HF_GROUPED_EXPERTS, GroupedExpertsConfig, corrected_router, grouped_experts
+from nnxmoe.models.grouped_experts import HF_GROUPED_EXPERTS, DenseOrMoE, GroupedExpertsConfig
 from nnxmoe.models.tables import HF_DECODER, HF_GQA, HF_MLP, HF_MTP, HF_QK_NORM
-from nnxmoe.moe.block import MoE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,7 +63,7 @@ _LARGE = dataclasses.replace(
 _LONG = dataclasses.replace(_LARGE, max_position_embeddings=202752)
 
 
-class Glm4Moe(CausalLM):
+class Glm4Moe(DenseOrMoE):
     """GLM-4.5, 4.6 and 4.7."""
 
     configs = (Glm4MoeConfig,)
@@ -86,6 +82,3 @@ class Glm4Moe(CausalLM):
         norm = QKNorm.per_head(c.head_width, c.rms_norm_eps, **kw) if c.use_qk_norm else None
         options = {"window": c.windows[index], "bias": c.attention_bias, "out_bias": False}
         return self.gqa(qk_norm=norm, rotate=PartialRotary(c.rope_dim), **options, **kw)
-
-    def feed_forward(self, index: int, **kw: Any) -> MLP | MoE:
-        return grouped_experts(self, index, functools.partial(corrected_router, self.config), **kw)

@@ -6,7 +6,6 @@ the final norm is applied to their mean. The layer for multi-token prediction is
 """
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,15 +13,12 @@ from nnxmoe.config.bounds import ConfigError, count, number, one_of, per_layer
 from nnxmoe.layers.gated import LimitedSwiGLU
 from nnxmoe.layers.hyper import MeanNorm
 from nnxmoe.layers.kimi_delta import BoundedDecays, FreeDecays, KimiDelta
-from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.pooled_indexer import PooledIndexer
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.deepseek_v32 import DeepSeekV32
 from nnxmoe.models.glm_moe_dsa import GlmMoeDsa, GlmMoeDsaConfig
-from nnxmoe.models.grouped_experts import corrected_router, grouped_experts
 from nnxmoe.models.kimi_hybrid import FULL, HF_KIMI_DELTA, LINEAR, KimiHybrid, NestedDeltaConfig
 from nnxmoe.models.streamed import StreamedLM
-from nnxmoe.moe.block import MoE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,6 +117,6 @@ class Glm5NextText(StreamedLM, KimiHybrid, DeepSeekV32):
             c.hidden_size, c.q_lora_rank, c.index_n_heads, c.index_head_dim, pool=c.index_kpool, **kw
         )  # fmt: skip
 
-    def feed_forward(self, index: int, **kw: Any) -> MLP | MoE:
-        router = functools.partial(corrected_router, self.config)
-        return grouped_experts(self, index, router, LimitedSwiGLU(self.config.swiglu_limit), **kw)
+    @property
+    def activation(self) -> LimitedSwiGLU:
+        return LimitedSwiGLU(self.config.swiglu_limit)

@@ -4,11 +4,12 @@ Also in GLM-4.5, dots.llm1 and Solar Open, mostly with a single group.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import ConfigError, check_at_most, count
+from nnxmoe.layers.context import FeedForward
 from nnxmoe.layers.gated import SWIGLU, Gated
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.model.causal_lm import CausalLM
@@ -68,24 +69,43 @@ def check_groups(config: Any) -> None:
         )
 
 
-def corrected_router(config: Any, **kw: Any) -> Router:
-    """The router of DeepSeek-V3: sigmoids, a correction bias, and the groups of the two best experts each. ``config``:
-    a `GroupedExpertsConfig`, or another with the properties that are read here."""
-    c = config
-    select = SigmoidGroupTopK(c.num_experts_per_tok, c.n_group, c.topk_group, c.norm_topk_prob, c.routed_scaling_factor)
-    return Router(c.hidden_size, c.experts, select, bias=True, **kw)
+def corrected_router(
+    config: DecoderConfig, *, scale: float, groups: int = 1, top_groups: int = 1, normalise: bool = True, **kw: Any
+) -> Router:
+    """The router of DeepSeek-V3: sigmoids with a correction bias, see `SigmoidGroupTopK`. ``kw``: dtype and rngs."""
+    select = SigmoidGroupTopK(config.experts_per_token, groups, top_groups, normalise, scale)
+    return Router(config.hidden_size, config.experts, select, bias=True, **kw)
 
 
-def grouped_experts(
-    model: CausalLM, index: int, router: Callable[..., Router], activation: Gated = SWIGLU, **kw: Any
-) -> MLP | MoE:
-    """The feed-forward of a layer: dense, or with experts. ``kw``: dtype and rngs."""
-    c, dim, options = model.config, model.config.hidden_size, {"activation": activation, **kw}
-    if not c.sparse_layers[index]:
-        return MLP(dim, c.intermediate_size, bias=False, **options)
-    made, width = router(**kw), c.moe_intermediate_size
-    shared = MLP(dim, width * c.n_shared_experts, bias=False, **options) if c.n_shared_experts else None
-    return model.moe(made, width, shared, **options)
+class DenseOrMoE(CausalLM):
+    """A decoder whose layers are dense or have experts, as `DecoderConfig.sparse_layers` says.
+
+    Router and shared expert are those of DeepSeek-V3, which read the fields of `GroupedExpertsConfig`, unless a family
+    overrides them. ``kw``: dtype and rngs.
+    """
+
+    @property
+    def activation(self) -> Gated:
+        """The activation of dense feed-forwards and of experts."""
+        return SWIGLU
+
+    def router(self, **kw: Any) -> Router:
+        """The router of a layer with experts."""
+        c = self.config
+        groups = {"groups": c.n_group, "top_groups": c.topk_group, "normalise": c.norm_topk_prob}
+        return corrected_router(c, scale=c.routed_scaling_factor, **groups, **kw)
+
+    def shared(self, **kw: Any) -> FeedForward | None:
+        """The shared expert of a layer with experts, or None."""
+        c = self.config
+        width = c.moe_intermediate_size * (c.n_shared_experts or 0)
+        return MLP(c.hidden_size, width, bias=False, activation=self.activation, **kw) if width else None
+
+    def feed_forward(self, index: int, **kw: Any) -> MLP | MoE:
+        c, activation = self.config, self.activation
+        if not c.sparse_layers[index]:
+            return MLP(c.hidden_size, c.intermediate_size, bias=False, activation=activation, **kw)
+        return self.moe(self.router(**kw), c.moe_intermediate_size, self.shared(**kw), activation=activation, **kw)
 
 
 HF_GROUPED_EXPERTS = (

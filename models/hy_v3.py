@@ -6,20 +6,17 @@ has a name of its own.
 """
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import count, per_layer
 from nnxmoe.layers.gqa import GQA
-from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.qk_norm import QKNorm
-from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.weight_names import W
-from nnxmoe.models.grouped_experts import corrected_router, grouped_experts
+from nnxmoe.models.grouped_experts import DenseOrMoE, corrected_router
 from nnxmoe.models.tables import HF_DECODER, HF_GQA, HF_MLP, HF_MOE, HF_MTP, HF_QK_NORM
-from nnxmoe.moe.block import MoE
+from nnxmoe.moe.router import Router
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,8 +41,7 @@ class HyV3Config(DecoderConfig):
     # The first three decide which results are rounded to 16 bits.
     ignored = """enable_attention_fp32_softmax enable_lm_head_fp32 enable_moe_fp32_combine eod_token_id use_grouped_mm
         output_router_logits"""
-    n_group = topk_group = 1
-    norm_topk_prob = True
+    n_shared_experts = property(lambda self: self.num_shared_experts)  # its name in DeepSeek-V3
     first_k_dense_replace = 1
 
     vocab_size: int = 120832
@@ -66,15 +62,6 @@ class HyV3Config(DecoderConfig):
     num_experts_per_tok: int = 8
     router_scaling_factor: float = 2.826
     num_nextn_predict_layers: int = count(1, least=0, most=1024)
-
-    @property
-    def n_shared_experts(self) -> int:
-        """The name in DeepSeek-V3's config; likewise below."""
-        return self.num_shared_experts
-
-    @property
-    def routed_scaling_factor(self) -> float:
-        return self.router_scaling_factor
 
 
 PRESETS: dict[str, DecoderConfig] = {
@@ -98,7 +85,7 @@ _MTP = {key: row for key, row in HF_MTP.items() if key.endswith((".scale", "proj
 _MTP |= {"layer.mtp.norm.scale": W("final_layernorm.weight")}
 
 
-class HyV3(CausalLM):
+class HyV3(DenseOrMoE):
     """Hy3."""
 
     configs = (HyV3Config,)
@@ -124,5 +111,5 @@ class HyV3(CausalLM):
         norm = QKNorm.per_head(c.head_width, c.rms_norm_eps, **kw)
         return self.gqa(window=None, bias=c.attention_bias, qk_norm=norm, **kw)
 
-    def feed_forward(self, index: int, **kw: Any) -> MLP | MoE:
-        return grouped_experts(self, index, functools.partial(corrected_router, self.config), **kw)
+    def router(self, **kw: Any) -> Router:
+        return corrected_router(self.config, scale=self.config.router_scaling_factor, **kw)

@@ -23,6 +23,7 @@ class MellumConfig(LayerRopesConfig):
     model_type = "mellum"
     architecture = "MellumForCausalLM"
     experts_field = "num_experts"
+    shared_expert_intermediate_size = 0
     default_ropes = FrozenDict({FULL: {"rope_type": "default", "rope_theta": 5e5}, SLIDING: {"rope_theta": 1e4}})
     aliases = {"num_local_experts": "num_experts"}
     ignored = """use_sliding_window max_window_layers output_router_logits router_aux_loss_coef num_mtp_layers

@@ -5,7 +5,6 @@ attention sinks. The experts are DeepSeek-V3's, without a shared one. Layers for
 """
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,14 +13,11 @@ from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.layer_ropes import PartialRopesConfig
 from nnxmoe.config.layer_windows import FULL, SLIDING
 from nnxmoe.layers.gqa import GQA, Heads, OutputFactor
-from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.rope import PartialRotary
 from nnxmoe.layers.sinks import Sinks
-from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.weight_names import W
-from nnxmoe.models.grouped_experts import HF_GROUPED_EXPERTS, check_groups, corrected_router, grouped_experts
+from nnxmoe.models.grouped_experts import HF_GROUPED_EXPERTS, DenseOrMoE, check_groups
 from nnxmoe.models.tables import HF_DECODER, HF_GQA, HF_MLP
-from nnxmoe.moe.block import MoE
 
 _FACTOR = {"partial_rotary_factor": 0.334}
 
@@ -84,7 +80,7 @@ class MiMoV2FlashConfig(PartialRopesConfig):
         return self.layer_types or [FULL if i == 0 or i % 6 == 5 else SLIDING for i in range(self.num_hidden_layers)]
 
 
-class MiMoV2Flash(CausalLM):
+class MiMoV2Flash(DenseOrMoE):
     """MiMo-V2-Flash."""
 
     configs = (MiMoV2FlashConfig,)
@@ -116,6 +112,3 @@ class MiMoV2Flash(CausalLM):
             gate=None if c.attention_value_scale is None else OutputFactor(c.attention_value_scale),
             **kw,
         )
-
-    def feed_forward(self, index: int, **kw: Any) -> MLP | MoE:
-        return grouped_experts(self, index, functools.partial(corrected_router, self.config), **kw)

@@ -17,10 +17,10 @@ from nnxmoe.layers.qk_norm import QKNorm
 from nnxmoe.layers.rope import PartialRotary
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.weight_names import W
+from nnxmoe.models.grouped_experts import corrected_router
 from nnxmoe.models.mixtral import HF_TABLE as MIXTRAL_TABLE
 from nnxmoe.models.tables import HF_QK_NORM
 from nnxmoe.moe.block import MoE
-from nnxmoe.moe.router import Router, SigmoidGroupTopK
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,5 +121,4 @@ class MiniMaxM2(CausalLM):
 
     def feed_forward(self, index: int, **kw: Any) -> MoE:
         c = self.config
-        select = SigmoidGroupTopK(c.num_experts_per_tok, groups=1, top_groups=1, normalise=True, scale=1.0)
-        return self.moe(Router(c.hidden_size, c.num_local_experts, select, bias=True, **kw), c.intermediate_size, **kw)
+        return self.moe(corrected_router(c, scale=1.0, **kw), c.intermediate_size, **kw)

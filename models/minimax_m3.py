@@ -22,9 +22,9 @@ from nnxmoe.layers.qk_norm import QKNorm
 from nnxmoe.layers.rope import PartialRotary
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.weight_names import W
+from nnxmoe.models.grouped_experts import corrected_router
 from nnxmoe.models.tables import HF_DECODER, HF_GQA, HF_QK_NORM
 from nnxmoe.moe.block import MoE
-from nnxmoe.moe.router import Router, SigmoidGroupTopK
 
 _SPARSE = "minimax_m3_sparse"
 # Fields inside of sparse_attention_config in published files -> fields of transformers.
@@ -186,7 +186,6 @@ class MiniMaxM3VLText(CausalLM):
         dense = functools.partial(MLP, dim, bias=False, activation=clamped, **kw)
         if not c.sparse_layers[index]:
             return dense(width=c.dense_intermediate_size)
-        select = SigmoidGroupTopK(c.num_experts_per_tok, 1, 1, True, c.routed_scaling_factor)
-        router = Router(dim, c.num_local_experts, select, bias=True, **kw)
+        router = corrected_router(c, scale=c.routed_scaling_factor, **kw)
         shared = dense(width=c.shared_intermediate_size)
         return self.moe(router, c.intermediate_size, shared, activation=clamped, **kw)

@@ -19,10 +19,9 @@ from nnxmoe.layers.gqa import GQA
 from nnxmoe.layers.linear import Linear
 from nnxmoe.layers.mamba2 import Mamba2
 from nnxmoe.layers.mlp import UngatedMLP
-from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.layer import Layer, SingleLayer
 from nnxmoe.model.weight_names import W
-from nnxmoe.models.grouped_experts import GroupedExpertsConfig, corrected_router
+from nnxmoe.models.grouped_experts import DenseOrMoE, GroupedExpertsConfig
 from nnxmoe.models.tables import Hf
 from nnxmoe.moe.block import LatentMoE, MoE
 from nnxmoe.moe.experts import UngatedExperts
@@ -169,7 +168,7 @@ _HF |= {
 }
 
 
-class NemotronH(CausalLM):
+class NemotronH(DenseOrMoE):
     """Nemotron-H and Nemotron 3."""
 
     configs = (NemotronHConfig,)
@@ -215,15 +214,15 @@ class NemotronH(CausalLM):
             activation=relu2, **kw,
         )  # fmt: skip
         shared = self._dense(c.moe_shared_expert_intermediate_size, **kw)
-        parts = self._router(**kw), experts, s.dispatch, shared, s.mesh
+        parts = self.router(**kw), experts, s.dispatch, shared, s.mesh
         if latent is None:
             return MoE(*parts)
         reduce = Linear((c.hidden_size,), (latent,), ("embed", "latent"), bias=c.mlp_bias, **kw)
         expand = Linear((latent,), (c.hidden_size,), ("latent", "embed"), bias=c.mlp_bias, **kw)
         return LatentMoE(*parts, reduce=reduce, expand=expand)
 
-    def _router(self, dtype: Any, rngs: Any) -> Router:
+    def router(self, **kw: Any) -> Router:
         """Its kernel stays in float32, as in transformers."""
-        made = corrected_router(self.config, dtype=jnp.dtype(jnp.float32), rngs=rngs)
+        made = super().router(**kw | {"dtype": jnp.dtype(jnp.float32)})
         made.kernel.set_metadata(keeps_dtype=True)
         return made

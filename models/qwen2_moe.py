@@ -13,7 +13,6 @@ from nnxmoe.layers.gqa import GQA
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.qwen_moe import QwenMoe, QwenMoeConfig
 from nnxmoe.models.tables import HF_DECODER, HF_GQA, HF_MLP, HF_MOE
-from nnxmoe.moe.shared import GatedShared
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,6 +63,3 @@ class Qwen2Moe(QwenMoe):
 
     def attention(self, index: int, **kw: Any) -> GQA:
         return self.gqa(window=None, bias=self.config.qkv_bias, out_bias=False, **kw)
-
-    def shared(self, **kw: Any) -> GatedShared:
-        return GatedShared(self.config.hidden_size, self.config.shared_expert_intermediate_size, **kw)

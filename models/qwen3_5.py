@@ -14,13 +14,11 @@ import numpy as np
 
 from nnxmoe.config.bounds import count, one_of
 from nnxmoe.layers.delta import DeltaHeads, SeparateProjection
-from nnxmoe.layers.mlp import MLP
 from nnxmoe.model.maxtext_layers import LayerBlocks
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.qwen3_vl import MROPE
 from nnxmoe.models.qwen_hybrid import HF_HYBRID, HF_SHARED, MAXTEXT_HYBRID, QwenHybrid, QwenHybridConfig
 from nnxmoe.models.qwen_moe import QwenMoe, QwenMoeConfig
-from nnxmoe.moe.shared import GatedShared
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,9 +94,6 @@ class Qwen3_5Text(QwenHybrid):
     def project(self, heads: DeltaHeads, **kw: Any) -> SeparateProjection:
         return SeparateProjection(heads, **kw)
 
-    def feed_forward(self, index: int, **kw: Any) -> MLP:
-        return MLP(self.config.hidden_size, self.config.intermediate_size, bias=False, **kw)
-
 
 class Qwen3_5MoeText(QwenHybrid, QwenMoe):
     """The text model of Qwen3.5 with experts."""
@@ -126,6 +121,3 @@ class Qwen3_5MoeText(QwenHybrid, QwenMoe):
 
     def project(self, heads: DeltaHeads, **kw: Any) -> SeparateProjection:
         return SeparateProjection(heads, **kw)
-
-    def shared(self, **kw: Any) -> GatedShared:
-        return GatedShared(self.config.hidden_size, self.config.shared_expert_intermediate_size, **kw)

@@ -10,7 +10,6 @@ from nnxmoe.layers.delta import DeltaHeads, FusedProjection
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.qwen_hybrid import HF_HYBRID, HF_SHARED, MAXTEXT_HYBRID, QwenHybrid, QwenHybridConfig
 from nnxmoe.models.qwen_moe import QwenMoe, QwenMoeConfig
-from nnxmoe.moe.shared import GatedShared
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,6 +61,3 @@ class Qwen3Next(QwenHybrid, QwenMoe):
 
     def project(self, heads: DeltaHeads, **kw: Any) -> FusedProjection:
         return FusedProjection(heads, **kw)
-
-    def shared(self, **kw: Any) -> GatedShared:
-        return GatedShared(self.config.hidden_size, self.config.shared_expert_intermediate_size, **kw)

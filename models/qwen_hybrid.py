@@ -15,10 +15,10 @@ from nnxmoe.layers.gqa import QueryGate
 from nnxmoe.layers.norm import OffsetNorm
 from nnxmoe.layers.qk_norm import QKNorm
 from nnxmoe.layers.rope import PartialRotary
-from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.maxtext_layers import LayerBlocks
 from nnxmoe.model.mtp import last_layer
 from nnxmoe.model.weight_names import W
+from nnxmoe.models.grouped_experts import DenseOrMoE
 from nnxmoe.models.tables import (
     HF_DECODER,
     HF_GQA,
@@ -119,7 +119,7 @@ MAXTEXT_HYBRID: Linen = {
 }
 
 
-class QwenHybrid(CausalLM):
+class QwenHybrid(DenseOrMoE):
     """The attention of both kinds; each family has feed-forwards and a projection of its own."""
 
     norm_class = OffsetNorm

@@ -10,10 +10,9 @@ from typing import Any
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import ConfigError, count
 from nnxmoe.config.printable import short
-from nnxmoe.layers.mlp import MLP
-from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.moe.block import MoE
+from nnxmoe.models.grouped_experts import DenseOrMoE
 from nnxmoe.moe.router import Router, SoftmaxTopK
+from nnxmoe.moe.shared import GatedShared
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,6 +25,7 @@ class QwenMoeConfig(DecoderConfig):
     scale_in_queries = False
     aliases = {"num_local_experts": "num_experts"}
     ignored = "output_router_logits router_aux_loss_coef"
+    shared_expert_intermediate_size = 0  # width of the shared expert, a field of the families that have one
 
     vocab_size: int = 151936
     hidden_size: int = 2048
@@ -50,17 +50,14 @@ class QwenMoeConfig(DecoderConfig):
         return tuple((i + 1) % step == 0 and i not in only for i in range(self.num_hidden_layers))
 
 
-class QwenMoe(CausalLM):
-    """The part that the families share; each has an attention of its own, and may have a shared expert."""
+class QwenMoe(DenseOrMoE):
+    """The part that the families share; each has an attention of its own."""
 
-    def shared(self, **kw: Any) -> MLP | None:
-        """The shared expert of a layer with experts, or None."""
-        return None
-
-    def feed_forward(self, index: int, **kw: Any) -> MLP | MoE:
+    def router(self, **kw: Any) -> Router:
         c = self.config
-        if not c.sparse_layers[index]:
-            return MLP(c.hidden_size, c.intermediate_size, bias=False, **kw)
         select = SoftmaxTopK(c.num_experts_per_tok, c.norm_topk_prob)
-        router = Router(c.hidden_size, c.num_experts, select, bias=False, **kw)
-        return self.moe(router, c.moe_intermediate_size, self.shared(**kw), **kw)
+        return Router(c.hidden_size, c.num_experts, select, bias=False, **kw)
+
+    def shared(self, **kw: Any) -> GatedShared | None:
+        width = self.config.shared_expert_intermediate_size
+        return GatedShared(self.config.hidden_size, width, **kw) if width else None

@@ -27,9 +27,9 @@ from nnxmoe.layers.qk_norm import QKNorm
 from nnxmoe.layers.rope import PartialRotary
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.weight_names import W
+from nnxmoe.models.grouped_experts import corrected_router
 from nnxmoe.models.tables import HF_DECODER, HF_GQA, HF_MLP, HF_QK_NORM
 from nnxmoe.moe.block import MoE
-from nnxmoe.moe.router import Router, SigmoidGroupTopK
 
 # Lists to which published files append an entry per prediction layer.
 _PADDED = "layer_types mlp_layer_types swiglu_limits swiglu_limits_shared rope_theta partial_rotary_factors".split()
@@ -270,7 +270,6 @@ class Step3p5(CausalLM):
         dense = functools.partial(MLP, dim, bias=c.mlp_bias, activation=c.activation(index, shared=True), **kw)
         if not c.sparse_layers[index]:
             return dense(width=c.intermediate_size)
-        select = SigmoidGroupTopK(c.num_experts_per_tok, 1, 1, True, c.moe_router_scaling_factor)
-        router = Router(dim, c.experts, select, bias=True, **kw)
+        router = corrected_router(c, scale=c.moe_router_scaling_factor, **kw)
         activation = c.activation(index, shared=False)
         return self.moe(router, c.moe_intermediate_size, dense(width=c.share_expert_dim), activation=activation, **kw)
