@@ -110,11 +110,11 @@ class Afmoe(DenseOrMoE):
         return super().layer(index, form, post_norms=(one, other), **options)
 
     def attention(self, index: int, **kw: Any) -> GQA:
-        c, window = self.config, self.config.windows[index]
+        c = self.config
         norm = QKNorm.per_head(c.head_width, c.rms_norm_eps, **kw)
         gate = OutputGate(c.hidden_size, c.num_attention_heads, c.head_width, **kw)
-        rotary = c.rope if window else None
-        return self.gqa(window=window, rotary=rotary, bias=c.attention_bias, qk_norm=norm, gate=gate, **kw)
+        rotary = c.rope if c.windows[index] else None
+        return self.gqa(index, rotary=rotary, bias=c.attention_bias, qk_norm=norm, gate=gate, **kw)
 
     def router(self, **kw: Any) -> Router:
         return corrected_router(self.config, scale=self.config.route_scale, **kw)

@@ -65,4 +65,4 @@ class Dots1(Glm4Moe):
     def attention(self, index: int, **kw: Any) -> GQA:
         c = self.config
         norm = QKNorm.per_head(c.head_width, c.rms_norm_eps, **kw)
-        return self.gqa(window=c.windows[index], bias=c.attention_bias, qk_norm=norm, **kw)
+        return self.gqa(index, bias=c.attention_bias, qk_norm=norm, **kw)

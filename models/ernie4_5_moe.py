@@ -74,7 +74,7 @@ class Ernie45Moe(DenseOrMoE):
     }  # fmt: skip
 
     def attention(self, index: int, **kw: Any) -> GQA:
-        return self.gqa(window=None, bias=False, rotate=rotate_pairs, **kw)
+        return self.gqa(index, bias=False, rotate=rotate_pairs, **kw)
 
     def router(self, **kw: Any) -> Router:
         c = self.config

@@ -88,5 +88,5 @@ class ExaoneMoe(DenseOrMoE):
     def attention(self, index: int, **kw: Any) -> GQA:
         c = self.config
         norm = QKNorm.per_head(c.head_width, c.rms_norm_eps, **kw)
-        window = c.windows[index]
-        return self.gqa(window=window, rotary=c.rope if window else None, bias=False, qk_norm=norm, **kw)
+        rotary = c.rope if c.windows[index] else None
+        return self.gqa(index, rotary=rotary, bias=False, qk_norm=norm, **kw)

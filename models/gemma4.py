@@ -22,7 +22,6 @@ from nnxmoe.config.rope_fields import kind_of, rope_from_fields
 from nnxmoe.layers.capped import CappedKernel
 from nnxmoe.layers.embed import Embed, MuPEmbed
 from nnxmoe.layers.gated import GeGLU
-from nnxmoe.layers.gqa import Heads
 from nnxmoe.layers.kernel import Kernel
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.norm import RMSNorm
@@ -49,6 +48,7 @@ from nnxmoe.models.tables import (
     MAXTEXT_QK_NORM,
     Hf,
     Linen,
+    hf_mlp,
     maxtext_experts,
     maxtext_mlp,
 )
@@ -237,7 +237,7 @@ _NORMS = {
 _HF_TABLE: Hf = {
     **HF_DECODER, **HF_GQA, **HF_QK_NORM, **HF_MLP,
     **{f"layer.{ours}.scale": W(f"{theirs}.weight") for ours, theirs in _NORMS.items()},
-    **{f"layer.dense.{x}.kernel": W(f"mlp.{x}_proj.weight") for x in ("gate", "up", "down")},
+    **hf_mlp("mlp", "layer.dense"),
     "layer.output_scale.factor": W("layer_scalar"),
     "embed.per_layer.table": W("model.embed_tokens_per_layer.weight"),
     "embed.project.kernel": W("model.per_layer_model_projection.weight"),
@@ -330,13 +330,12 @@ class Gemma4Text(CausalLM):
         c, kind = self.config, self.config.layer_kinds[index]
         whole, width = kind == FULL, self.config.width_of(kind)
         kv_heads = c.whole_kv_heads if whole else c.kv_heads
-        heads = Heads(c.hidden_size, c.num_attention_heads, kv_heads, width, c.attention_bias, scale=1.0)
-        options = {"eps": c.rms_norm_eps, "rotary": c.rope_of(kind), "window": c.windows[index]}
-        options |= {"attend": self.strategy.attend, **kw}
+        options = {"kv_heads": kv_heads, "head_dim": width, "scale": 1.0, "bias": c.attention_bias}
+        options |= {"eps": c.rms_norm_eps, "rotary": c.rope_of(kind), **kw}
         if index >= c.first_shared:
-            return ReusedKeys(heads, **options)
-        norm = QKNorm.per_head(width, c.rms_norm_eps, **kw)
-        return NormedValues(heads, keys_as_values=whole and c.attention_k_eq_v, qk_norm=norm, **options)
+            return self.gqa(index, ReusedKeys, **options)
+        norm, same = QKNorm.per_head(width, c.rms_norm_eps, **kw), whole and c.attention_k_eq_v
+        return self.gqa(index, NormedValues, keys_as_values=same, qk_norm=norm, **options)
 
     def feed_forward(self, index: int, **kw: Any) -> MLP | MoE:
         c = self.config

@@ -80,5 +80,5 @@ class Glm4Moe(DenseOrMoE):
     def attention(self, index: int, **kw: Any) -> GQA:
         c = self.config
         norm = QKNorm.per_head(c.head_width, c.rms_norm_eps, **kw) if c.use_qk_norm else None
-        options = {"window": c.windows[index], "bias": c.attention_bias, "out_bias": False}
-        return self.gqa(qk_norm=norm, rotate=PartialRotary(c.rope_dim), **options, **kw)
+        options = {"qk_norm": norm, "rotate": PartialRotary(c.rope_dim), **kw}
+        return self.gqa(index, bias=c.attention_bias, out_bias=False, **options)

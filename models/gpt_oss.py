@@ -128,7 +128,7 @@ class GptOss(CausalLM):
     def attention(self, index: int, **kw: Any) -> GQA:
         c = self.config
         sinks = Sinks(c.num_attention_heads, **kw)
-        return self.gqa(window=c.windows[index], bias=c.attention_bias, sinks=sinks, **kw)
+        return self.gqa(index, bias=c.attention_bias, sinks=sinks, **kw)
 
     def feed_forward(self, index: int, **kw: Any) -> MoE:
         c = self.config

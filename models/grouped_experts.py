@@ -14,7 +14,7 @@ from nnxmoe.layers.gated import SWIGLU, Gated
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.weight_names import W
-from nnxmoe.models.tables import HF_MOE
+from nnxmoe.models.tables import HF_MOE, Hf, hf_mlp
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.router import Router, SigmoidGroupTopK
 
@@ -108,8 +108,8 @@ class DenseOrMoE(CausalLM):
         return self.moe(self.router(**kw), c.moe_intermediate_size, self.shared(**kw), activation=activation, **kw)
 
 
-HF_GROUPED_EXPERTS = (
-    HF_MOE
-    | {"layer.moe.router.bias": W("mlp.gate.e_score_correction_bias")}
-    | {f"layer.moe.shared.{x}.kernel": W(f"mlp.shared_experts.{x}_proj.weight") for x in ("gate", "up", "down")}
-)
+HF_GROUPED_EXPERTS: Hf = {
+    **HF_MOE,
+    **hf_mlp("mlp.shared_experts"),
+    "layer.moe.router.bias": W("mlp.gate.e_score_correction_bias"),
+}

@@ -82,7 +82,6 @@ _SHARED = {
 }
 # Without copies of the embedding and the head.
 _MTP = {key: row for key, row in HF_MTP.items() if key.endswith((".scale", "project.kernel"))}
-_MTP |= {"layer.mtp.norm.scale": W("final_layernorm.weight")}
 
 
 class HyV3(DenseOrMoE):
@@ -92,24 +91,17 @@ class HyV3(DenseOrMoE):
     presets = PRESETS
     hub_ids = {"hy3": "tencent/Hy3"}
     hub_notes = {"hy3": "the layer for multi-token prediction is left out without mtp=True"}
-    hf_table = (
-        HF_DECODER
-        | HF_GQA
-        | HF_QK_NORM
-        | HF_MLP
-        | HF_MOE
-        | _SHARED
-        | {
-            "layer.moe.router.kernel": (W("mlp.router.gate.weight"), W("mlp.gate.weight")),
-            "layer.moe.router.bias": (W("mlp.expert_bias"), W("mlp.e_score_correction_bias")),
-        }
-        | _MTP
-    )
+    hf_table = {
+        **HF_DECODER, **HF_GQA, **HF_QK_NORM, **HF_MLP, **HF_MOE, **_SHARED, **_MTP,
+        "layer.moe.router.kernel": (W("mlp.router.gate.weight"), W("mlp.gate.weight")),
+        "layer.moe.router.bias": (W("mlp.expert_bias"), W("mlp.e_score_correction_bias")),
+        "layer.mtp.norm.scale": W("final_layernorm.weight"),
+    }  # fmt: skip
 
     def attention(self, index: int, **kw: Any) -> GQA:
         c = self.config
         norm = QKNorm.per_head(c.head_width, c.rms_norm_eps, **kw)
-        return self.gqa(window=None, bias=c.attention_bias, qk_norm=norm, **kw)
+        return self.gqa(index, bias=c.attention_bias, qk_norm=norm, **kw)
 
     def router(self, **kw: Any) -> Router:
         return corrected_router(self.config, scale=self.config.router_scaling_factor, **kw)

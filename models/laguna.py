@@ -18,7 +18,7 @@ from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.layer_ropes import PartialRopesConfig
 from nnxmoe.config.layer_windows import FULL, SLIDING
 from nnxmoe.config.printable import short
-from nnxmoe.layers.gqa import GQA, Heads, OutputGate
+from nnxmoe.layers.gqa import GQA, OutputGate
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.qk_norm import QKNorm
 from nnxmoe.layers.rope import PartialRotary
@@ -128,12 +128,12 @@ class Laguna(CausalLM):
     def attention(self, index: int, **kw: Any) -> GQA:
         c, count = self.config, self.config.heads_per_layer[index]
         rope, width = c.rope_of(c.layer_kinds[index]), c.head_width if c.gating == "per-element" else 1
-        return GQA(
-            Heads(c.hidden_size, count, c.kv_heads, c.head_width, c.attention_bias),
+        return self.gqa(
+            index,
+            heads=count,
+            bias=c.attention_bias,
             rotary=rope,
             rotate=PartialRotary(rope.dim),
-            window=c.windows[index],
-            attend=self.strategy.attend,
             qk_norm=QKNorm.per_head(c.head_width, c.rms_norm_eps, **kw),
             gate=OutputGate(c.hidden_size, count, width, activation=jax.nn.softplus, **kw),
             **kw,

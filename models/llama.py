@@ -133,19 +133,23 @@ HUB_IDS = {
 }
 
 
-class Llama(CausalLM):
+class LlamaLike(CausalLM):
+    """Llama's layers, which other families change in part."""
+
+    hf_table = HF_DECODER | HF_GQA | HF_MLP
+    maxtext_table = MAXTEXT_DECODER | MAXTEXT_GQA | MAXTEXT_MLP
+
+    def attention(self, index: int, **kw: Any) -> GQA:
+        return self.gqa(index, bias=self.config.attention_bias, **kw)
+
+    def feed_forward(self, index: int, **kw: Any) -> MLP:
+        return MLP(self.config.hidden_size, self.config.intermediate_size, bias=self.config.mlp_bias, **kw)
+
+
+class Llama(LlamaLike):
     """Llama and Mistral."""
 
     configs = (LlamaConfig, MistralConfig)
     presets = PRESETS
     hub_ids = HUB_IDS
     hub_notes = {_SMALL: "the vision tower and the projector beside the text model are left out"}
-    hf_table = HF_DECODER | HF_GQA | HF_MLP
-    maxtext_table = MAXTEXT_DECODER | MAXTEXT_GQA | MAXTEXT_MLP
-
-    def attention(self, index: int, **kw: Any) -> GQA:
-        c = self.config
-        return self.gqa(scale=c.query_scale, window=c.window, bias=c.attention_bias, **kw)
-
-    def feed_forward(self, index: int, **kw: Any) -> MLP:
-        return MLP(self.config.hidden_size, self.config.intermediate_size, bias=self.config.mlp_bias, **kw)

@@ -83,4 +83,4 @@ class Mellum(QwenMoe):
         c = self.config
         norm = QKNorm.per_head(c.head_width, c.rms_norm_eps, **kw)
         rope = c.rope_of(c.layer_kinds[index])
-        return self.gqa(window=c.windows[index], rotary=rope, bias=c.attention_bias, qk_norm=norm, **kw)
+        return self.gqa(index, rotary=rope, bias=c.attention_bias, qk_norm=norm, **kw)

@@ -12,7 +12,7 @@ from nnxmoe.config.bounds import count, number, per_layer
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.layer_ropes import PartialRopesConfig
 from nnxmoe.config.layer_windows import FULL, SLIDING
-from nnxmoe.layers.gqa import GQA, Heads, OutputFactor
+from nnxmoe.layers.gqa import GQA, OutputFactor
 from nnxmoe.layers.rope import PartialRotary
 from nnxmoe.layers.sinks import Sinks
 from nnxmoe.model.weight_names import W
@@ -98,16 +98,14 @@ class MiMoV2Flash(DenseOrMoE):
     def attention(self, index: int, **kw: Any) -> GQA:
         c, kind, window = self.config, self.config.layer_kinds[index], self.config.windows[index]
         rope, kv_heads = c.rope_of(kind), c.kv_heads if window is None else 2 * c.kv_heads
-        heads = Heads(
-            c.hidden_size, c.num_attention_heads, kv_heads, c.head_width, c.attention_bias, False,
+        return self.gqa(
+            index,
+            kv_heads=kv_heads,
             value_dim=c.v_head_dim,
-        )  # fmt: skip
-        return GQA(
-            heads,
+            bias=c.attention_bias,
+            out_bias=False,
             rotary=rope,
             rotate=PartialRotary(rope.dim),
-            window=window,
-            attend=self.strategy.attend,
             sinks=None if window is None else Sinks(c.num_attention_heads, **kw),
             gate=None if c.attention_value_scale is None else OutputFactor(c.attention_value_scale),
             **kw,

@@ -117,7 +117,7 @@ class MiniMaxM2(CausalLM):
     def attention(self, index: int, **kw: Any) -> GQA:
         c = self.config
         norm = QKNorm.whole(c.num_attention_heads, c.kv_heads, c.head_width, c.rms_norm_eps, **kw)
-        return self.gqa(window=None, bias=False, qk_norm=norm, rotate=PartialRotary(c.rope_dim), **kw)
+        return self.gqa(index, bias=False, qk_norm=norm, rotate=PartialRotary(c.rope_dim), **kw)
 
     def feed_forward(self, index: int, **kw: Any) -> MoE:
         c = self.config

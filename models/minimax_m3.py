@@ -172,13 +172,13 @@ class MiniMaxM3VLText(CausalLM):
         norm = QKNorm.per_head(c.head_width, c.rms_norm_eps, norm=OffsetNorm, **kw)
         options: dict[str, Any] = {"bias": False, "qk_norm": norm, "rotate": rotate, **kw}
         if not c.indexed[index]:
-            return self.gqa(window=None, **options)
+            return self.gqa(index, **options)
         indexer = BlockIndexer(
             c.hidden_size, c.index_n_heads, c.index_head_dim,
             blocks=KeyBlocks(c.index_block_size, c.index_topk_blocks, c.index_local_blocks),
             eps=c.rms_norm_eps, rotary=c.rope, rotate=rotate, **kw,
         )  # fmt: skip
-        return self.gqa(form=IndexedGQA, indexer=indexer, **options)
+        return self.gqa(index, IndexedGQA, indexer=indexer, **options)
 
     def feed_forward(self, index: int, **kw: Any) -> MLP | MoE:
         c, dim = self.config, self.config.hidden_size

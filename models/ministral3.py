@@ -10,10 +10,8 @@ from nnxmoe.config.bounds import ConfigError, count
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.printable import short
 from nnxmoe.layers.gqa import GQA
-from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.scaled_queries import ScaledQueries
-from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.models.tables import HF_DECODER, HF_GQA, HF_MLP
+from nnxmoe.models.llama import LlamaLike
 
 BETA, ORIGINAL = "llama_4_scaling_beta", "original_max_position_embeddings"
 _YARN = FrozenDict(
@@ -39,6 +37,7 @@ class Ministral3Config(DecoderConfig):
     model_type = "ministral3"
     architecture = "Ministral3ForCausalLM"
     scale_in_queries = False
+    mlp_bias = False
     rope_keys = DecoderConfig.rope_keys | {BETA}
     ignored = "rope_parameters.max_position_embeddings rope_scaling.max_position_embeddings"
 
@@ -78,18 +77,15 @@ def position_scale(rope_fields: Mapping[str, Any]) -> dict[str, Any]:
     return {"beta": float(beta), "original": original}
 
 
-class Ministral3(CausalLM):
+class Ministral3(LlamaLike):
     """Ministral 3."""
 
     configs = (Ministral3Config,)
     presets = {"ministral-3-8b": Ministral3Config(rope_parameters=_YARN, dtype="bfloat16")}
     hub_ids = {"ministral-3-8b": "mistralai/Ministral-3-8B-Base-2512"}
     hub_notes = dict.fromkeys(presets, "the vision tower beside the text model is left out")
-    hf_table = HF_DECODER | HF_GQA | HF_MLP
+    maxtext_table = {}
 
     def attention(self, index: int, **kw: Any) -> GQA:
         scaled = position_scale(self.config.rope_fields)
-        return self.gqa(window=self.config.window, bias=False, form=ScaledQueries, **scaled, **kw)
-
-    def feed_forward(self, index: int, **kw: Any) -> MLP:
-        return MLP(self.config.hidden_size, self.config.intermediate_size, bias=False, **kw)
+        return self.gqa(index, ScaledQueries, bias=False, **scaled, **kw)

@@ -101,8 +101,7 @@ class Mixtral(CausalLM):
     maxtext_table = MAXTEXT_TABLE
 
     def attention(self, index: int, **kw: Any) -> GQA:
-        c = self.config
-        return self.gqa(scale=c.query_scale, window=c.window, bias=False, **kw)
+        return self.gqa(index, bias=False, **kw)
 
     def feed_forward(self, index: int, **kw: Any) -> MoE:
         c, select = self.config, SoftmaxTopK(self.config.num_experts_per_tok)

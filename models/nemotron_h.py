@@ -6,6 +6,7 @@ layers for multi-token prediction are skipped.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,6 @@ from nnxmoe.config.bounds import ConfigError, Kinds, count, number, one_of
 from nnxmoe.config.printable import short
 from nnxmoe.layers.delta import DeltaHeads
 from nnxmoe.layers.gated import relu2
-from nnxmoe.layers.gqa import GQA
 from nnxmoe.layers.linear import Linear
 from nnxmoe.layers.mamba2 import Mamba2
 from nnxmoe.layers.mlp import UngatedMLP
@@ -191,7 +191,8 @@ class NemotronH(DenseOrMoE):
 
     def layer(self, index: int, form: type[Layer] = Layer, *, dtype: Any, rngs: Any, **options: Any) -> SingleLayer:
         c, kw = self.config, {"dtype": dtype, "rngs": rngs}
-        make = {MAMBA: self._mamba, ATTENTION: self._attention, DENSE: self._dense, EXPERTS: self._experts}
+        attention = functools.partial(self.gqa, index, bias=False, rotary=None)
+        make = {MAMBA: self._mamba, ATTENTION: attention, DENSE: self._dense, EXPERTS: self._experts}
         return SingleLayer(self.norm_class(c.hidden_size, c.rms_norm_eps, **kw), make[self.kind(index)](**kw))
 
     def _mamba(self, **kw: Any) -> Mamba2:
@@ -199,9 +200,6 @@ class NemotronH(DenseOrMoE):
         heads = DeltaHeads(c.hidden_size, c.n_groups, c.mamba_num_heads, c.ssm_state_size, c.mamba_head_dim)
         options = {"taps": c.conv_kernel, "bias": c.use_bias, "conv_bias": c.use_conv_bias, **kw}
         return Mamba2(heads, eps=c.rms_norm_eps, least_step=c.time_step_min, mesh=self.strategy.mesh, **options)
-
-    def _attention(self, **kw: Any) -> GQA:
-        return self.gqa(bias=False, window=None, rotary=None, **kw)
 
     def _dense(self, width: int | None = None, **kw: Any) -> UngatedMLP:
         c = self.config

@@ -57,7 +57,7 @@ class Olmoe(CausalLM):
     def attention(self, index: int, **kw: Any) -> GQA:
         c = self.config
         norm = QKNorm.whole(c.num_attention_heads, c.kv_heads, c.head_width, c.rms_norm_eps, **kw)
-        return self.gqa(window=None, bias=c.attention_bias, qk_norm=norm, **kw)
+        return self.gqa(index, bias=c.attention_bias, qk_norm=norm, **kw)
 
     def feed_forward(self, index: int, **kw: Any) -> MoE:
         c = self.config

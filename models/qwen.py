@@ -10,19 +10,9 @@ from typing import Any
 from nnxmoe.config.bounds import count
 from nnxmoe.config.layer_windows import LayerWindowsConfig
 from nnxmoe.layers.gqa import GQA
-from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.qk_norm import QKNorm
-from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.models.tables import (
-    HF_DECODER,
-    HF_GQA,
-    HF_MLP,
-    HF_QK_NORM,
-    MAXTEXT_DECODER,
-    MAXTEXT_GQA,
-    MAXTEXT_MLP,
-    MAXTEXT_QK_NORM,
-)
+from nnxmoe.models.llama import LlamaLike
+from nnxmoe.models.tables import HF_QK_NORM, MAXTEXT_QK_NORM
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,6 +22,7 @@ class Qwen2Config(LayerWindowsConfig):
     model_type = "qwen2"
     architecture = "Qwen2ForCausalLM"
     scale_in_queries = False
+    mlp_bias = False
 
     vocab_size: int = 151936
     intermediate_size: int = 22016
@@ -77,14 +68,7 @@ def _qwen3(hidden: int, width: int, layers: int, heads: int, kv_heads: int, tied
     )  # fmt: skip
 
 
-class _Qwen(CausalLM):
-    """The part that the families share; each has an attention of its own."""
-
-    def feed_forward(self, index: int, **kw: Any) -> MLP:
-        return MLP(self.config.hidden_size, self.config.intermediate_size, bias=False, **kw)
-
-
-class Qwen2(_Qwen):
+class Qwen2(LlamaLike):
     """Qwen2 and Qwen2.5."""
 
     configs = (Qwen2Config,)
@@ -96,15 +80,12 @@ class Qwen2(_Qwen):
         "qwen2.5-72b": _qwen2(152064, 8192, 29568, 80, 64, 8, tied=False),
     }
     hub_ids = {name: f"Qwen/Qwen{name[4:].upper()}-Instruct" for name in presets}
-    hf_table = HF_DECODER | HF_GQA | HF_MLP
-    maxtext_table = MAXTEXT_DECODER | MAXTEXT_GQA | MAXTEXT_MLP
 
     def attention(self, index: int, **kw: Any) -> GQA:
-        c = self.config
-        return self.gqa(window=c.windows[index], scale=c.query_scale, bias=True, out_bias=False, **kw)
+        return self.gqa(index, bias=True, out_bias=False, **kw)
 
 
-class Qwen3(_Qwen):
+class Qwen3(LlamaLike):
     """The dense models of Qwen3."""
 
     configs = (Qwen3Config,)
@@ -117,10 +98,10 @@ class Qwen3(_Qwen):
         "qwen3-32b": _qwen3(5120, 25600, 64, 64, 8, tied=False),
     }
     hub_ids = {name: f"Qwen/Qwen{name[4:].upper()}" for name in presets}
-    hf_table = HF_DECODER | HF_GQA | HF_MLP | HF_QK_NORM
-    maxtext_table = MAXTEXT_DECODER | MAXTEXT_GQA | MAXTEXT_MLP | MAXTEXT_QK_NORM
+    hf_table = {**LlamaLike.hf_table, **HF_QK_NORM}
+    maxtext_table = {**LlamaLike.maxtext_table, **MAXTEXT_QK_NORM}
 
     def attention(self, index: int, **kw: Any) -> GQA:
         c = self.config
         norm = QKNorm.per_head(c.head_width, c.rms_norm_eps, **kw)
-        return self.gqa(window=c.windows[index], bias=c.attention_bias, qk_norm=norm, **kw)
+        return self.gqa(index, bias=c.attention_bias, qk_norm=norm, **kw)

@@ -10,9 +10,8 @@ from typing import Any
 
 from nnxmoe.config.bounds import count, per_layer
 from nnxmoe.layers.gqa import GQA
-from nnxmoe.model.weight_names import W
-from nnxmoe.models.qwen_moe import QwenMoe, QwenMoeConfig
-from nnxmoe.models.tables import HF_DECODER, HF_GQA, HF_MLP, HF_MOE
+from nnxmoe.models.qwen_moe import HF_SHARED, QwenMoe, QwenMoeConfig
+from nnxmoe.models.tables import HF_DECODER, HF_GQA, HF_MLP
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,14 +51,7 @@ class Qwen2Moe(QwenMoe):
     configs = (Qwen2MoeConfig,)
     presets = {"qwen1.5-moe-a2.7b": _A2_7B, "qwen2-57b-a14b": _A14B}
     hub_ids = {"qwen1.5-moe-a2.7b": "Qwen/Qwen1.5-MoE-A2.7B", "qwen2-57b-a14b": "Qwen/Qwen2-57B-A14B"}
-    hf_table = (
-        HF_DECODER
-        | HF_GQA
-        | HF_MLP
-        | HF_MOE
-        | {f"layer.moe.shared.{x}.kernel": W(f"mlp.shared_expert.{x}_proj.weight") for x in ("gate", "up", "down")}
-        | {"layer.moe.shared.output_gate.kernel": W("mlp.shared_expert_gate.weight")}
-    )
+    hf_table = HF_DECODER | HF_GQA | HF_MLP | HF_SHARED
 
     def attention(self, index: int, **kw: Any) -> GQA:
-        return self.gqa(window=None, bias=self.config.qkv_bias, out_bias=False, **kw)
+        return self.gqa(index, bias=self.config.qkv_bias, out_bias=False, **kw)

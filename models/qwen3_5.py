@@ -17,8 +17,8 @@ from nnxmoe.layers.delta import DeltaHeads, SeparateProjection
 from nnxmoe.model.maxtext_layers import LayerBlocks
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.qwen3_vl import MROPE
-from nnxmoe.models.qwen_hybrid import HF_HYBRID, HF_SHARED, MAXTEXT_HYBRID, QwenHybrid, QwenHybridConfig
-from nnxmoe.models.qwen_moe import QwenMoe, QwenMoeConfig
+from nnxmoe.models.qwen_hybrid import HF_HYBRID, MAXTEXT_HYBRID, QwenHybrid, QwenHybridConfig
+from nnxmoe.models.qwen_moe import HF_SHARED, QwenMoe, QwenMoeConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,19 +10,9 @@ from typing import Any
 from nnxmoe.config.bounds import ConfigError, count
 from nnxmoe.layers.gqa import GQA
 from nnxmoe.layers.qk_norm import QKNorm
+from nnxmoe.models.qwen import Qwen3
 from nnxmoe.models.qwen_moe import QwenMoe, QwenMoeConfig
-from nnxmoe.models.tables import (
-    HF_DECODER,
-    HF_GQA,
-    HF_MLP,
-    HF_MOE,
-    HF_QK_NORM,
-    MAXTEXT_DECODER,
-    MAXTEXT_GQA,
-    MAXTEXT_MLP,
-    MAXTEXT_QK_NORM,
-    maxtext_experts,
-)
+from nnxmoe.models.tables import HF_MOE, maxtext_experts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,17 +74,14 @@ class Qwen3Moe(QwenMoe):
         "qwen3-coder-30b-a3b": "Qwen/Qwen3-Coder-30B-A3B-Instruct",
         "qwen3-coder-480b-a35b": "Qwen/Qwen3-Coder-480B-A35B-Instruct",
     }
-    hf_table = HF_DECODER | HF_GQA | HF_QK_NORM | HF_MLP | HF_MOE
-    maxtext_table = (
-        MAXTEXT_DECODER
-        | MAXTEXT_GQA
-        | MAXTEXT_QK_NORM
-        | MAXTEXT_MLP
-        | {"layer.moe.router.kernel": ("moe_block/gate/kernel", ("embed", None))}
-        | maxtext_experts("moe_block")
-    )
+    hf_table = {**Qwen3.hf_table, **HF_MOE}
+    maxtext_table = {
+        **Qwen3.maxtext_table,
+        **maxtext_experts("moe_block"),
+        "layer.moe.router.kernel": ("moe_block/gate/kernel", ("embed", None)),
+    }
 
     def attention(self, index: int, **kw: Any) -> GQA:
         c = self.config
         norm = QKNorm.per_head(c.head_width, c.rms_norm_eps, **kw)
-        return self.gqa(window=c.window, bias=c.attention_bias, qk_norm=norm, **kw)
+        return self.gqa(index, bias=c.attention_bias, qk_norm=norm, **kw)

@@ -8,8 +8,8 @@ from typing import Any
 from nnxmoe.config.bounds import count
 from nnxmoe.layers.delta import DeltaHeads, FusedProjection
 from nnxmoe.model.weight_names import W
-from nnxmoe.models.qwen_hybrid import HF_HYBRID, HF_SHARED, MAXTEXT_HYBRID, QwenHybrid, QwenHybridConfig
-from nnxmoe.models.qwen_moe import QwenMoe, QwenMoeConfig
+from nnxmoe.models.qwen_hybrid import HF_HYBRID, MAXTEXT_HYBRID, QwenHybrid, QwenHybridConfig
+from nnxmoe.models.qwen_moe import HF_SHARED, QwenMoe, QwenMoeConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,6 @@ from nnxmoe.models.tables import (
     HF_DECODER,
     HF_GQA,
     HF_MLP,
-    HF_MOE,
     HF_QK_NORM,
     MAXTEXT_DECODER,
     Linen,
@@ -93,11 +92,6 @@ HF_HYBRID = (
         "layer.mtp.norm.scale": W("norm.weight"),
     }
 )
-HF_SHARED = {
-    **HF_MOE,
-    **{f"layer.moe.shared.{x}.kernel": W(f"mlp.shared_expert.{x}_proj.weight") for x in ("gate", "up", "down")},
-    "layer.moe.shared.output_gate.kernel": W("mlp.shared_expert_gate.weight"),
-}
 _FULL_ATTENTION, _EXPERTS = "attention/attention", "mlp/routed_experts"
 MAXTEXT_HYBRID: Linen = {
     **MAXTEXT_DECODER,
@@ -158,4 +152,4 @@ class QwenHybrid(DenseOrMoE):
             return GatedDeltaNet(heads, self.project(heads, **kw), **options)
         norm = QKNorm.per_head(c.head_width, c.rms_norm_eps, norm=OffsetNorm, **kw)
         options = {"qk_norm": norm, "gate": QueryGate(c.head_width), "rotate": PartialRotary(c.rope_dim)}
-        return self.gqa(window=None, bias=False, **options, **kw)
+        return self.gqa(index, bias=False, **options, **kw)

@@ -10,7 +10,9 @@ from typing import Any
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import ConfigError, count
 from nnxmoe.config.printable import short
+from nnxmoe.model.weight_names import W
 from nnxmoe.models.grouped_experts import DenseOrMoE
+from nnxmoe.models.tables import HF_MOE, Hf, hf_mlp
 from nnxmoe.moe.router import Router, SoftmaxTopK
 from nnxmoe.moe.shared import GatedShared
 
@@ -48,6 +50,13 @@ class QwenMoeConfig(DecoderConfig):
     def sparse_layers(self) -> Sequence[bool]:
         step, only = self.decoder_sparse_step, self.mlp_only_layers or ()
         return tuple((i + 1) % step == 0 and i not in only for i in range(self.num_hidden_layers))
+
+
+HF_SHARED: Hf = {
+    **HF_MOE,
+    **hf_mlp("mlp.shared_expert"),
+    "layer.moe.shared.output_gate.kernel": W("mlp.shared_expert_gate.weight"),
+}
 
 
 class QwenMoe(DenseOrMoE):

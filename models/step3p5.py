@@ -20,7 +20,7 @@ from nnxmoe.config.layer_ropes import PartialRopesConfig
 from nnxmoe.config.layer_windows import FULL, SLIDING
 from nnxmoe.config.printable import short
 from nnxmoe.layers.gated import SWIGLU, Gated
-from nnxmoe.layers.gqa import GQA, Heads, OutputGate
+from nnxmoe.layers.gqa import GQA, OutputGate
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.norm import OffsetNorm
 from nnxmoe.layers.qk_norm import QKNorm
@@ -254,12 +254,12 @@ class Step3p5(CausalLM):
     def attention(self, index: int, **kw: Any) -> GQA:
         c, kind = self.config, self.config.layer_kinds[index]
         rope, count = c.rope_of(kind), c.heads_of(kind)
-        return GQA(
-            Heads(c.hidden_size, count, c.kv_heads, c.head_width, c.attention_bias, scale=c.query_scale),
+        return self.gqa(
+            index,
+            heads=count,
+            bias=c.attention_bias,
             rotary=rope,
             rotate=PartialRotary(rope.dim),
-            window=c.windows[index],
-            attend=self.strategy.attend,
             qk_norm=QKNorm.per_head(c.head_width, c.rms_norm_eps, norm=OffsetNorm, **kw),
             gate=OutputGate(c.hidden_size, count, 1, **kw),
             **kw,

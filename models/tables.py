@@ -35,12 +35,18 @@ HF_LATENT: Hf = {
     "layer.attention.o.kernel": W("self_attn.o_proj.weight"),
     "layer.attention.o.bias": W("self_attn.o_proj.bias"),
 }
-HF_MLP: Hf = {"layer.mlp_norm.scale": W("post_attention_layernorm.weight")}
-HF_MLP |= {
-    f"layer.mlp.{x}.{ours}": W(f"mlp.{x}_proj.{theirs}")
-    for x in ("gate", "up", "down")
-    for ours, theirs in (("kernel", "weight"), ("bias", "bias"))
-}
+
+
+def hf_mlp(block: str, ours: str = "layer.moe.shared") -> Hf:
+    """Table rows of a shared or dense feed-forward, which is the submodule ``block`` of a layer."""
+    return {
+        f"{ours}.{x}.{end}": W(f"{block}.{x}_proj.{theirs}")
+        for x in ("gate", "up", "down")
+        for end, theirs in (("kernel", "weight"), ("bias", "bias"))
+    }
+
+
+HF_MLP: Hf = {"layer.mlp_norm.scale": W("post_attention_layernorm.weight"), **hf_mlp("mlp", "layer.mlp")}
 HF_QK_NORM: Hf = {f"layer.attention.qk_norm.{x}.scale": W(f"self_attn.{x}_norm.weight") for x in ("q", "k")}
 _EXPERTS, _GATE_UP = W("mlp.experts"), W("mlp.experts.gate_up_proj")
 # The second names are those of transformers 5 in memory, also found in some saved checkpoints.

@@ -143,7 +143,7 @@ class IndexedGQA(GQA):
     over_context: ClassVar[bool] = False
 
     def __init__(self, heads: Heads, *, indexer: BlockIndexer, **options: Any):
-        super().__init__(heads, window=None, **options)
+        super().__init__(heads, **options)
         self.indexer, self.topk = indexer, indexer.topk
 
     def _seen(

@@ -113,11 +113,15 @@ class CausalLM(nnx.Module):
         """What prediction layers (`MTP`) read of tokens, from the input and the result of the last norm."""
         return after
 
-    def gqa(self, *, bias: bool, out_bias: bool | None = None, scale: float | None = None, **options: Any) -> GQA:
-        """`GQA`, or another ``form`` of it, with the heads and rotation of the config, or with other ``options``."""
+    def gqa(self, index: int, form: Callable[..., Any] = GQA, *, bias: bool, **options: Any) -> Any:
+        """`GQA`, or another ``form`` of it, as the config says for a layer. ``options``: arguments of `Heads` and `GQA`
+        in place of the config's, and those of the form."""
         c = self.config
-        heads = Heads(c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_width, bias, out_bias, scale)
-        return options.pop("form", GQA)(heads, **{"rotary": c.rope, "attend": self.strategy.attend, **options})
+        sizes = {"heads": c.num_attention_heads, "kv_heads": c.kv_heads, "head_dim": c.head_width}
+        sizes |= {"scale": c.query_scale, "out_bias": None, "value_dim": None}
+        heads = Heads(c.hidden_size, bias=bias, **{name: options.pop(name, size) for name, size in sizes.items()})
+        chosen = {"rotary": c.rope, "window": c.windows[index], "attend": self.strategy.attend, **options}
+        return form(heads, **chosen)
 
     def moe(self, router: Router, width: int, shared: Any = None, **options: Any) -> MoE:
         """A feed-forward with an expert of ``width`` for each logit of the router, computed as the strategy says.

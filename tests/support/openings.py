@@ -147,7 +147,7 @@ class Openings(CausalLM):
             return Recurrence(c.hidden_size, **kw)
         rotary = {"g": c.rope, "l": Rope(c.head_width, c.local_theta), "n": None}[kind]
         gate = OutputGate(c.hidden_size, c.num_attention_heads, c.head_width, **kw)
-        return self.gqa(rotary=rotary, window=5 if kind == "l" else None, bias=False, gate=gate, **kw)
+        return self.gqa(index, rotary=rotary, window=5 if kind == "l" else None, bias=False, gate=gate, **kw)
 
     def feed_forward(self, index: int, **kw: Any) -> Any:
         c = self.config

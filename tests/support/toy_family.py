@@ -48,7 +48,7 @@ class Toy(CausalLM):
     def attention(self, index: int, **kw: Any) -> GQA:
         c = self.config
         norm = QKNorm.per_head(c.head_width, c.rms_norm_eps, **kw)
-        return self.gqa(window=None, bias=c.attention_bias, qk_norm=norm, **kw)
+        return self.gqa(index, bias=c.attention_bias, qk_norm=norm, **kw)
 
     def feed_forward(self, index: int, **kw: Any) -> MLP:
         return MLP(self.config.hidden_size, self.config.intermediate_size, bias=False, **kw)
@@ -108,7 +108,7 @@ class Granite(CausalLM):
 
     def attention(self, index: int, **kw: Any) -> GQA:
         c = self.config
-        return self.gqa(scale=c.attention_multiplier, window=None, bias=c.attention_bias, **kw)
+        return self.gqa(index, scale=c.attention_multiplier, bias=c.attention_bias, **kw)
 
     def feed_forward(self, index: int, **kw: Any) -> MLP:
         c = self.config
