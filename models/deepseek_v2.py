@@ -8,7 +8,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import ConfigError, check_at_most, count, one_of
 from nnxmoe.models.deepseek_v3 import DeepSeekV3, DeepSeekV3Config
 from nnxmoe.moe.router import Router, SoftmaxGroupTopK, SoftmaxTopK
@@ -79,16 +78,14 @@ _V2 = dataclasses.replace(
     num_key_value_heads=128, rope_scaling=_yarn(1.0), q_lora_rank=1536, moe_intermediate_size=1536,
     n_routed_experts=160, topk_method=IN_GROUPS, n_group=8, topk_group=3, routed_scaling_factor=16.0,
 )  # fmt: skip
-PRESETS: dict[str, DecoderConfig] = {"deepseek-v2": _V2, "deepseek-v2-lite": _LITE}
 
 
 class DeepSeekV2(DeepSeekV3):
     """DeepSeek-V2, V2-Lite and their Coder models."""
 
     configs = (DeepSeekV2Config,)
-    presets = PRESETS
+    presets = {"deepseek-v2": _V2, "deepseek-v2-lite": _LITE}
     hub_ids = {"deepseek-v2": "deepseek-ai/DeepSeek-V2", "deepseek-v2-lite": "deepseek-ai/DeepSeek-V2-Lite"}
-    hub_notes = {}
 
     def router(self, **kw: Any) -> Router:
         c, k, scale = self.config, self.config.num_experts_per_tok, self.config.routed_scaling_factor

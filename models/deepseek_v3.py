@@ -9,7 +9,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import count
 from nnxmoe.layers.mla import MLA, LatentWidths
 from nnxmoe.layers.rope import rotate_halves, rotate_pairs
@@ -42,49 +41,33 @@ class DeepSeekV3Config(LatentMoEConfig):
 _DEEPSEEK_V3 = DeepSeekV3Config(
     max_position_embeddings=163840,
     rope_scaling={
-        "type": "yarn",
-        "factor": 40.0,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
+        "type": "yarn", "factor": 40.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
         "original_max_position_embeddings": 4096,
     },
     dtype="bfloat16",
-)
-
-PRESETS: dict[str, DecoderConfig] = {"deepseek-v3": _DEEPSEEK_V3, "deepseek-r1": _DEEPSEEK_V3}
-HUB_IDS = {"deepseek-v3": "deepseek-ai/DeepSeek-V3", "deepseek-r1": "deepseek-ai/DeepSeek-R1"}
-
-HF_TABLE = HF_DECODER | HF_LATENT | HF_MLP | HF_GROUPED_EXPERTS | HF_MTP
+)  # fmt: skip
 
 _BLOCK = "DeepSeekMoeBlock_0"
-MAXTEXT_TABLE = (
-    MAXTEXT_DECODER
-    | MAXTEXT_LATENT
-    | MAXTEXT_MLP
-    | maxtext_mlp("layer.moe.shared", f"{_BLOCK}/shared_experts")
-    | maxtext_experts(f"{_BLOCK}/MoeBlock_0")
-    | {
-        "layer.moe.router.kernel": (f"{_BLOCK}/MoeBlock_0/gate/kernel", ("embed_moe", None)),
-        "layer.moe.router.bias": (f"{_BLOCK}/MoeBlock_0/gate/bias", (None,)),
-    }
-)
 
 
 class DeepSeekV3(DenseOrMoE):
     """DeepSeek-V3 and R1."""
 
     configs = (DeepSeekV3Config,)
-    presets = PRESETS
-    hub_ids = HUB_IDS
+    presets = {"deepseek-v3": _DEEPSEEK_V3, "deepseek-r1": _DEEPSEEK_V3}
+    hub_ids = {"deepseek-v3": "deepseek-ai/DeepSeek-V3", "deepseek-r1": "deepseek-ai/DeepSeek-R1"}
     hub_notes = dict.fromkeys(
-        PRESETS,
+        presets,
         "685B parameters in FP8 blocks, 0.69 TB, loaded as bfloat16; the layer for multi-token prediction (11.5B "
         "parameters) is left out without mtp=True",
     )
-    hf_table = HF_TABLE
-    maxtext_table = MAXTEXT_TABLE
+    hf_table = HF_DECODER | HF_LATENT | HF_MLP | HF_GROUPED_EXPERTS | HF_MTP
+    maxtext_table = {
+        **MAXTEXT_DECODER, **MAXTEXT_LATENT, **MAXTEXT_MLP,
+        **maxtext_mlp("layer.moe.shared", f"{_BLOCK}/shared_experts"), **maxtext_experts(f"{_BLOCK}/MoeBlock_0"),
+        "layer.moe.router.kernel": (f"{_BLOCK}/MoeBlock_0/gate/kernel", ("embed_moe", None)),
+        "layer.moe.router.bias": (f"{_BLOCK}/MoeBlock_0/gate/bias", (None,)),
+    }  # fmt: skip
     maxtext_layers = LayerGroups("dense_layers", "moe_layers")
 
     def attention(self, index: int, form: Callable[..., MLA] = MLA, **kw: Any) -> MLA:

@@ -9,15 +9,11 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import check_at_most, count, one_of, per_layer
 from nnxmoe.layers.indexer import Indexer
 from nnxmoe.layers.rope import rotate_halves
 from nnxmoe.layers.sparse_mla import SparseMLA
 from nnxmoe.model.weight_names import W
-from nnxmoe.models.deepseek_v3 import HF_TABLE as HF_DENSE
-from nnxmoe.models.deepseek_v3 import MAXTEXT_TABLE as MAXTEXT_DENSE
-from nnxmoe.models.deepseek_v3 import PRESETS as DENSE
 from nnxmoe.models.deepseek_v3 import DeepSeekV3
 from nnxmoe.models.latent import LatentMoEConfig
 from nnxmoe.models.tables import Linen
@@ -55,12 +51,6 @@ class DeepSeekV32Config(LatentMoEConfig):
         return self.index_topk
 
 
-_OF_V3 = ("rope_scaling", "dtype")
-PRESETS: dict[str, DecoderConfig] = dict.fromkeys(
-    ("deepseek-v3.2-exp", "deepseek-v3.2"),
-    DeepSeekV32Config(**{name: getattr(DENSE["deepseek-v3"], name) for name in _OF_V3}),
-)
-
 HF_INDEXER = {
     "layer.attention.indexer.q.kernel": W("self_attn.indexer.wq_b.weight"),
     "layer.attention.indexer.k.kernel": W("self_attn.indexer.wk.weight"),
@@ -84,14 +74,17 @@ class DeepSeekV32(DeepSeekV3):
     """DeepSeek-V3.2."""
 
     configs = (DeepSeekV32Config,)
-    presets = PRESETS
-    hub_ids = {name: f"deepseek-ai/DeepSeek-V3.2{'-Exp' * name.endswith('exp')}" for name in PRESETS}
+    presets = dict.fromkeys(
+        ("deepseek-v3.2-exp", "deepseek-v3.2"),
+        DeepSeekV32Config(rope_scaling=DeepSeekV3.presets["deepseek-v3"].rope_scaling, dtype="bfloat16"),
+    )
+    hub_ids = {name: f"deepseek-ai/DeepSeek-V3.2{'-Exp' * name.endswith('exp')}" for name in presets}
     hub_notes = dict.fromkeys(
-        PRESETS,
+        presets,
         "FP8 blocks, 0.69 TB, loaded as bfloat16; the layer for multi-token prediction is left out without mtp=True",
     )
-    hf_table = HF_DENSE | HF_INDEXER
-    maxtext_table = MAXTEXT_DENSE | _MAXTEXT_INDEXER
+    hf_table = {**DeepSeekV3.hf_table, **HF_INDEXER}
+    maxtext_table = {**DeepSeekV3.maxtext_table, **_MAXTEXT_INDEXER}
     rotate_index = staticmethod(rotate_halves)
 
     def attention(self, index: int, **kw: Any) -> Any:

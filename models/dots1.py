@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Any
 
-from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import count
 from nnxmoe.config.layer_windows import LayerWindowsConfig
 from nnxmoe.layers.gqa import GQA
@@ -35,32 +34,18 @@ class Dots1Config(LayerWindowsConfig, GroupedExpertsConfig):
     max_window_layers: int = count(62, least=0)
 
 
-PRESETS: dict[str, DecoderConfig] = {
-    "dots.llm1": Dots1Config(
-        hidden_size=4096,
-        max_position_embeddings=32768,
-        rms_norm_eps=1e-5,
-        rope_theta=1e7,
-        first_k_dense_replace=1,
-        n_routed_experts=128,
-        n_shared_experts=2,
-        num_experts_per_tok=6,
-        norm_topk_prob=True,
-        routed_scaling_factor=2.5,
-        sliding_window=None,
-        eos_token_id=151649,
-        dtype="bfloat16",
-    )
-}
-
-
 class Dots1(Glm4Moe):
     """dots.llm1."""
 
     configs = (Dots1Config,)
-    presets = PRESETS
+    presets = {
+        "dots.llm1": Dots1Config(
+            hidden_size=4096, max_position_embeddings=32768, rms_norm_eps=1e-5, rope_theta=1e7, first_k_dense_replace=1,
+            n_routed_experts=128, n_shared_experts=2, num_experts_per_tok=6, norm_topk_prob=True,
+            routed_scaling_factor=2.5, sliding_window=None, eos_token_id=151649, dtype="bfloat16",
+        )
+    }  # fmt: skip
     hub_ids = {"dots.llm1": "rednote-hilab/dots.llm1.inst"}
-    hub_notes = {}
 
     def attention(self, index: int, **kw: Any) -> GQA:
         c = self.config

@@ -41,25 +41,13 @@ class Glm4MoeConfig(GroupedExpertsConfig, PartialRotaryConfig):
 
 
 _AIR = Glm4MoeConfig(
-    head_dim=128,
-    attention_bias=True,
-    rope_theta=1e6,
-    partial_rotary_factor=0.5,
-    eos_token_id=(151329, 151336, 151338),
-    pad_token_id=151329,
-    dtype="bfloat16",
-)
+    head_dim=128, attention_bias=True, rope_theta=1e6, partial_rotary_factor=0.5, eos_token_id=(151329, 151336, 151338),
+    pad_token_id=151329, dtype="bfloat16",
+)  # fmt: skip
 _LARGE = dataclasses.replace(
-    _AIR,
-    hidden_size=5120,
-    intermediate_size=12288,
-    num_hidden_layers=92,
-    use_qk_norm=True,
-    first_k_dense_replace=3,
-    moe_intermediate_size=1536,
-    n_routed_experts=160,
-    routed_scaling_factor=2.5,
-)
+    _AIR, hidden_size=5120, intermediate_size=12288, num_hidden_layers=92, use_qk_norm=True, first_k_dense_replace=3,
+    moe_intermediate_size=1536, n_routed_experts=160, routed_scaling_factor=2.5,
+)  # fmt: skip
 _LONG = dataclasses.replace(_LARGE, max_position_embeddings=202752)
 
 

@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Sequence
 
-from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import count, per_layer
 from nnxmoe.models.deepseek_v3 import DeepSeekV3
 from nnxmoe.models.latent import LatentMoEConfig
@@ -39,21 +38,15 @@ class Glm4MoeLiteConfig(LatentMoEConfig):
     mlp_layer_types: Sequence[str] | None = per_layer("dense", "sparse")
 
 
-PRESETS: dict[str, DecoderConfig] = {
-    "glm-4.7-flash": Glm4MoeLiteConfig(
-        rope_theta=1e6,
-        eos_token_id=(154820, 154827, 154829),
-        pad_token_id=154820,
-        dtype="bfloat16",
-    )
-}
-
-
 class Glm4MoeLite(DeepSeekV3):
     """GLM-4.7-Flash."""
 
     configs = (Glm4MoeLiteConfig,)
-    presets = PRESETS
+    presets = {
+        "glm-4.7-flash": Glm4MoeLiteConfig(
+            rope_theta=1e6, eos_token_id=(154820, 154827, 154829), pad_token_id=154820, dtype="bfloat16",
+        )
+    }  # fmt: skip
     hub_ids = {"glm-4.7-flash": "zai-org/GLM-4.7-Flash"}
     hub_notes = {"glm-4.7-flash": "the layer for multi-token prediction is left out without mtp=True"}
     maxtext_table = {}

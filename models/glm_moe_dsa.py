@@ -11,7 +11,6 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import ConfigError, count, per_layer
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.indexer import NONE, Indexer, Selection
@@ -86,25 +85,20 @@ class IndexedLayer(Layer):
 
 
 _GLM_5 = GlmMoeDsaConfig(rope_theta=1e6, eos_token_id=(154820, 154827, 154829), pad_token_id=154820, dtype="bfloat16")
-PRESETS: dict[str, DecoderConfig] = {
-    "glm-5": _GLM_5,
-    "glm-5.2": dataclasses.replace(
-        _GLM_5,
-        max_position_embeddings=2**20,
-        rope_theta=8e6,
-        index_topk_freq=4,
-        index_skip_topk_offset=3,
-    ),
-}
 
 
 class GlmMoeDsa(DeepSeekV32):
     """GLM-5, 5.1 and 5.2."""
 
     configs = (GlmMoeDsaConfig,)
-    presets = PRESETS
+    presets = {
+        "glm-5": _GLM_5,
+        "glm-5.2": dataclasses.replace(
+            _GLM_5, max_position_embeddings=2**20, rope_theta=8e6, index_topk_freq=4, index_skip_topk_offset=3,
+        ),
+    }  # fmt: skip
     hub_ids = {"glm-5": "zai-org/GLM-5", "glm-5.2": "zai-org/GLM-5.2"}
-    hub_notes = dict.fromkeys(PRESETS, "the layer for multi-token prediction is left out without mtp=True")
+    hub_notes = dict.fromkeys(presets, "the layer for multi-token prediction is left out without mtp=True")
     maxtext_table = {}
     rotate_index = staticmethod(rotate_pairs)
 

@@ -65,11 +65,6 @@ class GptOssConfig(LayerWindowsConfig):
 
 
 _GPT_OSS_120B = GptOssConfig(rope_parameters=YARN, eos_token_id=200002, pad_token_id=199999, dtype="bfloat16")
-_PRESETS = {
-    "gpt-oss-120b": _GPT_OSS_120B,
-    "gpt-oss-20b": dataclasses.replace(_GPT_OSS_120B, num_hidden_layers=24, num_local_experts=32),
-}
-
 _GATE_UP, _DOWN = W("mlp.experts.gate_up_proj").T, W("mlp.experts.down_proj").T
 _GATE_UP_BLOCKS, _GATE_UP_BIAS = W("mlp.experts.gate_up_proj_blocks").in_files, W("mlp.experts.gate_up_proj_bias")
 
@@ -82,10 +77,18 @@ def _others(kind: str, ending: str) -> tuple[W, W]:
     return one, W("mlp.experts.gate_up_projs").each(ending).every(int(kind == "up"), 2)
 
 
-_HF_TABLE = (
-    HF_DECODER
-    | HF_GQA
-    | {
+class GptOss(CausalLM):
+    """gpt-oss."""
+
+    configs = (GptOssConfig,)
+    presets = {
+        "gpt-oss-120b": _GPT_OSS_120B,
+        "gpt-oss-20b": dataclasses.replace(_GPT_OSS_120B, num_hidden_layers=24, num_local_experts=32),
+    }
+    hub_ids = {name: f"openai/{name}" for name in presets}
+    hub_notes = dict.fromkeys(presets, "the experts' kernels are in MXFP4, loaded as bfloat16")
+    hf_table = {
+        **HF_DECODER, **HF_GQA,
         "layer.attention.sinks.scores": W("self_attn.sinks"),
         "layer.moe_norm.scale": W("post_attention_layernorm.weight"),
         "layer.moe.router.kernel": (W("mlp.router.weight"), W("mlp.router.linear.weight").in_files),
@@ -96,33 +99,16 @@ _HF_TABLE = (
         "layer.moe.experts.biases.gate": (_GATE_UP_BIAS.every(0, 2), *_others("gate", "bias")),
         "layer.moe.experts.biases.up": (_GATE_UP_BIAS.every(1, 2), *_others("up", "bias")),
         "layer.moe.experts.biases.down": (W("mlp.experts.down_proj_bias"), *_others("down", "bias")),
-    }
-)
-
-_MAXTEXT_TABLE = (
-    MAXTEXT_DECODER
-    | maxtext_gqa("GptOssAttention")
-    | maxtext_experts("GptOssMlp")
-    | {
+    }  # fmt: skip
+    maxtext_table = {
+        **MAXTEXT_DECODER, **maxtext_gqa("GptOssAttention"), **maxtext_experts("GptOssMlp"),
         "layer.attention.sinks.scores": ("GptOssAttention/sinks", (None,)),
         "layer.moe.router.kernel": ("GptOssMlp/gate/kernel", ("embed", None)),
         "layer.moe.router.logit_bias.values": ("GptOssMlp/gate/bias", (None,)),
         "layer.moe.experts.biases.gate": ("GptOssMlp/wi_0_bias", ("exp", "activation_mlp")),
         "layer.moe.experts.biases.up": ("GptOssMlp/wi_1_bias", ("exp", "activation_mlp")),
         "layer.moe.experts.biases.down": ("GptOssMlp/wo_bias", ("exp", "activation_embed")),
-    }
-)
-
-
-class GptOss(CausalLM):
-    """gpt-oss."""
-
-    configs = (GptOssConfig,)
-    presets = _PRESETS
-    hub_ids = {name: f"openai/{name}" for name in presets}
-    hub_notes = dict.fromkeys(presets, "the experts' kernels are in MXFP4, loaded as bfloat16")
-    hf_table = _HF_TABLE
-    maxtext_table = _MAXTEXT_TABLE
+    }  # fmt: skip
     maxtext_layers = LayerBlocks(("local", "global"))
 
     def attention(self, index: int, **kw: Any) -> GQA:

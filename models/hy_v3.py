@@ -64,17 +64,6 @@ class HyV3Config(DecoderConfig):
     num_nextn_predict_layers: int = count(1, least=0, most=1024)
 
 
-PRESETS: dict[str, DecoderConfig] = {
-    "hy3": HyV3Config(
-        max_position_embeddings=262144,
-        rope_parameters={"rope_theta": 11158840.0, "rope_type": "default"},
-        bos_token_id=120000,
-        eos_token_id=120025,
-        pad_token_id=120002,
-        dtype="bfloat16",
-    )
-}
-
 # The second names are those of transformers in memory.
 _SHARED = {
     f"layer.moe.shared.{x}.kernel": (W(f"mlp.shared_mlp.{x}_proj.weight"), W(f"mlp.shared_experts.{x}_proj.weight"))
@@ -88,7 +77,12 @@ class HyV3(DenseOrMoE):
     """Hy3."""
 
     configs = (HyV3Config,)
-    presets = PRESETS
+    presets = {
+        "hy3": HyV3Config(
+            max_position_embeddings=262144, rope_parameters={"rope_theta": 11158840.0, "rope_type": "default"},
+            bos_token_id=120000, eos_token_id=120025, pad_token_id=120002, dtype="bfloat16",
+        )
+    }  # fmt: skip
     hub_ids = {"hy3": "tencent/Hy3"}
     hub_notes = {"hy3": "the layer for multi-token prediction is left out without mtp=True"}
     hf_table = {

@@ -7,7 +7,6 @@ text functions need. K2-Thinking has experts in packed int4, and so have K2.5 an
 
 import dataclasses
 
-from nnxmoe.config.base import DecoderConfig
 from nnxmoe.models.deepseek_v3 import DeepSeekV3, DeepSeekV3Config
 
 
@@ -20,72 +19,36 @@ class KimiK2Config(DeepSeekV3Config):
 
 
 _KIMI_K2 = KimiK2Config(
-    vocab_size=163840,
-    num_attention_heads=64,
-    num_key_value_heads=64,
-    max_position_embeddings=131072,
-    n_routed_experts=384,
-    n_group=1,
-    topk_group=1,
-    routed_scaling_factor=2.827,
-    first_k_dense_replace=1,
-    num_nextn_predict_layers=0,
-    rope_theta=50000.0,
+    vocab_size=163840, num_attention_heads=64, num_key_value_heads=64, max_position_embeddings=131072,
+    n_routed_experts=384, n_group=1, topk_group=1, routed_scaling_factor=2.827, first_k_dense_replace=1,
+    num_nextn_predict_layers=0, rope_theta=50000.0,
     rope_scaling={
-        "type": "yarn",
-        "factor": 32.0,
-        "beta_fast": 1.0,
-        "beta_slow": 1.0,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
+        "type": "yarn", "factor": 32.0, "beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
         "original_max_position_embeddings": 4096,
     },
-    bos_token_id=163584,
-    eos_token_id=163585,
-    dtype="bfloat16",
-)
+    bos_token_id=163584, eos_token_id=163585, dtype="bfloat16",
+)  # fmt: skip
 _YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 64.0, "mscale": 1.0, "mscale_all_dim": 1.0}
-PRESETS: dict[str, DecoderConfig] = {
-    "kimi-k2": _KIMI_K2,
-    "kimi-k2.5": dataclasses.replace(
-        _KIMI_K2,
-        max_position_embeddings=262144,
-        rms_norm_eps=1e-5,
-        rope_scaling={"type": "yarn", "original_max_position_embeddings": 4096, **_YARN},
-        pad_token_id=163839,
-    ),
-    "moonlight-16b-a3b": DeepSeekV3Config(
-        vocab_size=163840,
-        hidden_size=2048,
-        intermediate_size=11264,
-        num_hidden_layers=27,
-        num_attention_heads=16,
-        num_key_value_heads=16,
-        max_position_embeddings=8192,
-        rms_norm_eps=1e-5,
-        rope_theta=50000.0,
-        q_lora_rank=None,
-        moe_intermediate_size=1408,
-        n_routed_experts=64,
-        n_shared_experts=2,
-        num_experts_per_tok=6,
-        n_group=1,
-        topk_group=1,
-        routed_scaling_factor=2.446,
-        first_k_dense_replace=1,
-        num_nextn_predict_layers=0,
-        bos_token_id=163584,
-        eos_token_id=163585,
-        dtype="bfloat16",
-    ),
-}
 
 
 class KimiK2(DeepSeekV3):
     """Kimi K2."""
 
     configs = (KimiK2Config,)
-    presets = PRESETS
+    presets = {
+        "kimi-k2": _KIMI_K2,
+        "kimi-k2.5": dataclasses.replace(
+            _KIMI_K2, max_position_embeddings=262144, rms_norm_eps=1e-5,
+            rope_scaling={"type": "yarn", "original_max_position_embeddings": 4096, **_YARN}, pad_token_id=163839,
+        ),
+        "moonlight-16b-a3b": DeepSeekV3Config(
+            vocab_size=163840, hidden_size=2048, intermediate_size=11264, num_hidden_layers=27, num_attention_heads=16,
+            num_key_value_heads=16, max_position_embeddings=8192, rms_norm_eps=1e-5, rope_theta=50000.0,
+            q_lora_rank=None, moe_intermediate_size=1408, n_routed_experts=64, n_shared_experts=2,
+            num_experts_per_tok=6, n_group=1, topk_group=1, routed_scaling_factor=2.446, first_k_dense_replace=1,
+            num_nextn_predict_layers=0, bos_token_id=163584, eos_token_id=163585, dtype="bfloat16",
+        ),
+    }  # fmt: skip
     hub_ids = {
         "kimi-k2": "moonshotai/Kimi-K2-Instruct",
         "kimi-k2.5": "moonshotai/Kimi-K2.5",

@@ -24,13 +24,10 @@ class KimiMoEConfig(LatentMoEConfig, KimiHybridConfig):
     ``sparse`` per layer; null: the first ``first_k_dense_replace`` are dense."""
 
     aliases = {
-        "model_max_length": "max_position_embeddings",
-        "moe_renormalize": "norm_topk_prob",
-        "num_expert_group": "n_group",
-        "num_experts": "n_routed_experts",
-        "num_experts_per_token": "num_experts_per_tok",
-        "num_shared_experts": "n_shared_experts",
-    }
+        "model_max_length": "max_position_embeddings", "moe_renormalize": "norm_topk_prob",
+        "num_expert_group": "n_group", "num_experts": "n_routed_experts",
+        "num_experts_per_token": "num_experts_per_tok", "num_shared_experts": "n_shared_experts",
+    }  # fmt: skip
     fixed = {"moe_router_activation_func": (None, "sigmoid"), "use_grouped_topk": (None, True)}
 
     q_lora_rank: int | None = count(None, most=2**20)
@@ -115,7 +112,6 @@ class KimiLinear(KimiHybrid):
         )
     }
     hub_ids = {"kimi-linear-48b-a3b": "moonshotai/Kimi-Linear-48B-A3B-Instruct"}
-    hub_notes = {}
     hf_table = _TABLE
 
     def recurrent(self, **kw: Any) -> KimiDelta:

@@ -109,8 +109,6 @@ class Laguna(CausalLM):
     """Laguna."""
 
     configs = (LagunaConfig,)
-    presets = {}
-    hub_ids = {}
     hf_table = {
         **HF_DECODER, **HF_GQA, **HF_QK_NORM, **HF_MLP, **HF_GROUPED_EXPERTS,
         "layer.attention.gate.g.kernel": W("self_attn.g_proj.weight"),

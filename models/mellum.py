@@ -51,14 +51,9 @@ class MellumConfig(LayerRopesConfig):
 
 
 _YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 500000.0,
-    "factor": 16.0,
-    "original_max_position_embeddings": 8192,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "attention_factor": 1.2772588722239782,
-}
+    "rope_type": "yarn", "rope_theta": 500000.0, "factor": 16.0, "original_max_position_embeddings": 8192,
+    "beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": 1.2772588722239782,
+}  # fmt: skip
 
 
 class Mellum(QwenMoe):
@@ -67,16 +62,12 @@ class Mellum(QwenMoe):
     configs = (MellumConfig,)
     presets = {
         "mellum2-12b-a2.5b": MellumConfig(
-            layer_types=(SLIDING, SLIDING, SLIDING, FULL) * 7,
-            mlp_layer_types=("sparse",) * 28,
-            rope_parameters={FULL: _YARN, SLIDING: {"rope_type": "default", "rope_theta": 500000.0}},
-            bos_token_id=0,
-            eos_token_id=28,
-            dtype="bfloat16",
+            layer_types=(SLIDING, SLIDING, SLIDING, FULL) * 7, mlp_layer_types=("sparse",) * 28,
+            rope_parameters={FULL: _YARN, SLIDING: {"rope_type": "default", "rope_theta": 500000.0}}, bos_token_id=0,
+            eos_token_id=28, dtype="bfloat16",
         )
-    }
+    }  # fmt: skip
     hub_ids = {"mellum2-12b-a2.5b": "JetBrains/Mellum2-12B-A2.5B-Base"}
-    hub_notes = {}
     hf_table = HF_DECODER | HF_GQA | HF_QK_NORM | HF_MLP | HF_MOE
 
     def attention(self, index: int, **kw: Any) -> GQA:

@@ -8,7 +8,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import ConfigError, count
 from nnxmoe.config.partial_rotary import PartialRotaryConfig
 from nnxmoe.config.printable import short
@@ -18,7 +17,7 @@ from nnxmoe.layers.rope import PartialRotary
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.grouped_experts import corrected_router
-from nnxmoe.models.mixtral import HF_TABLE as MIXTRAL_TABLE
+from nnxmoe.models.mixtral import Mixtral
 from nnxmoe.models.tables import HF_QK_NORM
 from nnxmoe.moe.block import MoE
 
@@ -92,10 +91,6 @@ class MiniMaxM2Config(PartialRotaryConfig):
         return self.rotary_dim or super().rope_dim
 
 
-PRESETS: dict[str, DecoderConfig] = {
-    "minimax-m2": MiniMaxM2Config(rotary_dim=64, attn_type_list=(1,) * 62, dtype="bfloat16")
-}
-
 _BIAS = "e_score_correction_bias"
 
 
@@ -103,16 +98,13 @@ class MiniMaxM2(CausalLM):
     """MiniMax-M2."""
 
     configs = (MiniMaxM2Config,)
-    presets = PRESETS
+    presets = {"minimax-m2": MiniMaxM2Config(rotary_dim=64, attn_type_list=(1,) * 62, dtype="bfloat16")}
     hub_ids = {"minimax-m2": "MiniMaxAI/MiniMax-M2"}
     hub_notes = {"minimax-m2": "FP8 blocks, 0.23 TB, loaded as bfloat16"}
-    hf_table = (
-        MIXTRAL_TABLE
-        | HF_QK_NORM
-        | {
-            "layer.moe.router.bias": (W(f"block_sparse_moe.{_BIAS}"), W(f"mlp.{_BIAS}")),
-        }
-    )
+    hf_table = {
+        **Mixtral.hf_table, **HF_QK_NORM,
+        "layer.moe.router.bias": (W(f"block_sparse_moe.{_BIAS}"), W(f"mlp.{_BIAS}")),
+    }  # fmt: skip
 
     def attention(self, index: int, **kw: Any) -> GQA:
         c = self.config

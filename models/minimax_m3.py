@@ -29,12 +29,10 @@ from nnxmoe.moe.block import MoE
 _SPARSE = "minimax_m3_sparse"
 # Fields inside of sparse_attention_config in published files -> fields of transformers.
 _NESTED = {
-    "sparse_num_index_heads": "index_n_heads",
-    "sparse_index_dim": "index_head_dim",
-    "sparse_block_size": "index_block_size",
-    "sparse_topk_blocks": "index_topk_blocks",
+    "sparse_num_index_heads": "index_n_heads", "sparse_index_dim": "index_head_dim",
+    "sparse_block_size": "index_block_size", "sparse_topk_blocks": "index_topk_blocks",
     "sparse_local_block": "index_local_blocks",
-}
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,17 +16,10 @@ from nnxmoe.models.llama import LlamaLike
 BETA, ORIGINAL = "llama_4_scaling_beta", "original_max_position_embeddings"
 _YARN = FrozenDict(
     {
-        "type": "yarn",
-        "rope_theta": 1e6,
-        "factor": 16.0,
-        ORIGINAL: 16384,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        BETA: 0.1,
+        "type": "yarn", "rope_theta": 1e6, "factor": 16.0, ORIGINAL: 16384, "beta_fast": 32.0, "beta_slow": 1.0,
+        "mscale": 1.0, "mscale_all_dim": 1.0, BETA: 0.1,
     }
-)
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -19,17 +19,10 @@ FACTOR = "partial_rotary_factor"
 _EXPERTS = tuple(f"layer.moe.experts.{x}" for x in ("gate", "up", "down"))
 _YARN = FrozenDict(
     {
-        "type": "yarn",
-        "rope_theta": 10000.0,
-        "factor": 128.0,
-        ORIGINAL: 8192,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        BETA: 0.1,
+        "type": "yarn", "rope_theta": 10000.0, "factor": 128.0, ORIGINAL: 8192, "beta_fast": 32.0, "beta_slow": 1.0,
+        "mscale": 1.0, "mscale_all_dim": 1.0, BETA: 0.1,
     }
-)
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -53,52 +53,37 @@ class MixtralConfig(DecoderConfig):
 
 _MIXTRAL_8X7B = MixtralConfig(max_position_embeddings=32768, dtype="bfloat16")
 
-PRESETS: dict[str, DecoderConfig] = {
-    "mixtral-8x7b": _MIXTRAL_8X7B,
-    "mixtral-8x22b": dataclasses.replace(
-        _MIXTRAL_8X7B,
-        hidden_size=6144,
-        intermediate_size=16384,
-        num_hidden_layers=56,
-        num_attention_heads=48,
-        max_position_embeddings=65536,
-    ),
-}
-
-HUB_IDS = {"mixtral-8x7b": "mistralai/Mixtral-8x7B-v0.1", "mixtral-8x22b": "mistralai/Mixtral-8x22B-v0.1"}
 
 # The first names are those of checkpoints on the hub, the others those of transformers 5 in memory, which some saved
 # checkpoints have.
 _HUB, _SAVED, _FUSED = W("block_sparse_moe.experts"), W("mlp.experts"), W("mlp.experts.gate_up_proj")
-
-HF_TABLE = (
-    HF_DECODER
-    | HF_GQA
-    | {
-        "layer.moe_norm.scale": W("post_attention_layernorm.weight"),
-        "layer.moe.router.kernel": (W("block_sparse_moe.gate.weight"), W("mlp.gate.weight")),
-        "layer.moe.experts.gate": (_HUB.each("w1.weight"), _SAVED.each("w1.weight"), _FUSED.rows(0, 2)),
-        "layer.moe.experts.up": (_HUB.each("w3.weight"), _SAVED.each("w3.weight"), _FUSED.rows(1, 2)),
-        "layer.moe.experts.down": (_HUB.each("w2.weight"), _SAVED.each("w2.weight"), W("mlp.experts.down_proj")),
-    }
-)
-
-MAXTEXT_TABLE = (
-    MAXTEXT_DECODER
-    | MAXTEXT_GQA
-    | {"layer.moe.router.kernel": ("MoeBlock_0/gate/kernel", ("embed", None))}
-    | maxtext_experts("MoeBlock_0")
-)
 
 
 class Mixtral(CausalLM):
     """Mixtral."""
 
     configs = (MixtralConfig,)
-    presets = PRESETS
-    hub_ids = HUB_IDS
-    hf_table = HF_TABLE
-    maxtext_table = MAXTEXT_TABLE
+    presets = {
+        "mixtral-8x7b": _MIXTRAL_8X7B,
+        "mixtral-8x22b": dataclasses.replace(
+            _MIXTRAL_8X7B, hidden_size=6144, intermediate_size=16384, num_hidden_layers=56, num_attention_heads=48,
+            max_position_embeddings=65536,
+        ),
+    }  # fmt: skip
+    hub_ids = {"mixtral-8x7b": "mistralai/Mixtral-8x7B-v0.1", "mixtral-8x22b": "mistralai/Mixtral-8x22B-v0.1"}
+    hf_table = {
+        **HF_DECODER, **HF_GQA,
+        "layer.moe_norm.scale": W("post_attention_layernorm.weight"),
+        "layer.moe.router.kernel": (W("block_sparse_moe.gate.weight"), W("mlp.gate.weight")),
+        "layer.moe.experts.gate": (_HUB.each("w1.weight"), _SAVED.each("w1.weight"), _FUSED.rows(0, 2)),
+        "layer.moe.experts.up": (_HUB.each("w3.weight"), _SAVED.each("w3.weight"), _FUSED.rows(1, 2)),
+        "layer.moe.experts.down": (_HUB.each("w2.weight"), _SAVED.each("w2.weight"), W("mlp.experts.down_proj")),
+    }  # fmt: skip
+    maxtext_table = {
+        **MAXTEXT_DECODER, **MAXTEXT_GQA,
+        "layer.moe.router.kernel": ("MoeBlock_0/gate/kernel", ("embed", None)),
+        **maxtext_experts("MoeBlock_0"),
+    }  # fmt: skip
 
     def attention(self, index: int, **kw: Any) -> GQA:
         return self.gqa(index, bias=False, **kw)

@@ -46,13 +46,9 @@ class NemotronHConfig(GroupedExpertsConfig):
     model_type = "nemotron_h"
     architecture = "NemotronHForCausalLM"
     aliases = {
-        "layer_norm_epsilon": "rms_norm_eps",
-        "layers_block_type": "layer_types",
-        "mamba_conv_bias": "use_conv_bias",
-        "mamba_d_conv": "conv_kernel",
-        "mamba_dt_min": "time_step_min",
-        "mamba_n_groups": "n_groups",
-    }
+        "layer_norm_epsilon": "rms_norm_eps", "layers_block_type": "layer_types", "mamba_conv_bias": "use_conv_bias",
+        "mamba_d_conv": "conv_kernel", "mamba_dt_min": "time_step_min", "mamba_n_groups": "n_groups",
+    }  # fmt: skip
     fixed = {"attention_bias": (False,), "mlp_hidden_act": ("relu2",), "mamba_hidden_act": ("silu",)}
     ignored = (  # of training and of kernels, or read by nothing in transformers
         "chunk_size mamba_chunk_size expand mamba_expand time_step_max mamba_dt_max time_step_limit mamba_dt_limit "

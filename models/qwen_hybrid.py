@@ -75,23 +75,18 @@ class QwenHybridConfig(PartialRotaryConfig):
         return DeltaHeads(self.hidden_size, keys, values, self.linear_key_head_dim, self.linear_value_head_dim)
 
 
-HF_HYBRID = (
-    HF_DECODER
-    | HF_GQA
-    | HF_QK_NORM
-    | HF_MLP
-    | {
-        "layer.attention.conv.weight": W("linear_attn.conv1d.weight"),
-        "layer.attention.a_log": W("linear_attn.A_log"),
-        "layer.attention.dt_bias": W("linear_attn.dt_bias"),
-        "layer.attention.norm.scale": W("linear_attn.norm.weight"),
-        "layer.attention.out.kernel": W("linear_attn.out_proj.weight"),
-        "layer.mtp.token_norm.scale": W("pre_fc_norm_embedding.weight"),
-        "layer.mtp.hidden_norm.scale": W("pre_fc_norm_hidden.weight"),
-        "layer.mtp.project.kernel": W("fc.weight"),
-        "layer.mtp.norm.scale": W("norm.weight"),
-    }
-)
+HF_HYBRID = {
+    **HF_DECODER, **HF_GQA, **HF_QK_NORM, **HF_MLP,
+    "layer.attention.conv.weight": W("linear_attn.conv1d.weight"),
+    "layer.attention.a_log": W("linear_attn.A_log"),
+    "layer.attention.dt_bias": W("linear_attn.dt_bias"),
+    "layer.attention.norm.scale": W("linear_attn.norm.weight"),
+    "layer.attention.out.kernel": W("linear_attn.out_proj.weight"),
+    "layer.mtp.token_norm.scale": W("pre_fc_norm_embedding.weight"),
+    "layer.mtp.hidden_norm.scale": W("pre_fc_norm_hidden.weight"),
+    "layer.mtp.project.kernel": W("fc.weight"),
+    "layer.mtp.norm.scale": W("norm.weight"),
+}  # fmt: skip
 _FULL_ATTENTION, _EXPERTS = "attention/attention", "mlp/routed_experts"
 MAXTEXT_HYBRID: Linen = {
     **MAXTEXT_DECODER,

@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import count
 from nnxmoe.models.deepseek_v3 import DeepSeekV3, DeepSeekV3Config
 
@@ -39,29 +38,19 @@ class SarvamMLAConfig(DeepSeekV3Config):
         return {name: "yarn" if value == "deepseek_yarn" else value for name, value in fields.items()}
 
 
-PRESETS: dict[str, DecoderConfig] = {
-    "sarvam-105b": SarvamMLAConfig(
-        max_position_embeddings=131072,
-        rope_scaling={
-            "rope_type": "deepseek_yarn",
-            "factor": 40,
-            "beta_fast": 32,
-            "beta_slow": 1,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            "original_max_position_embeddings": 4096,
-        },
-        pad_token_id=0,
-        dtype="bfloat16",
-    )
-}
-
-
 class SarvamMLA(DeepSeekV3):
     """Sarvam 105B."""
 
     configs = (SarvamMLAConfig,)
-    presets = PRESETS
+    presets = {
+        "sarvam-105b": SarvamMLAConfig(
+            max_position_embeddings=131072,
+            rope_scaling={
+                "rope_type": "deepseek_yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0,
+                "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096,
+            },
+            pad_token_id=0, dtype="bfloat16",
+        )
+    }  # fmt: skip
     hub_ids = {"sarvam-105b": "sarvamai/sarvam-105b"}
-    hub_notes = {}
     maxtext_table = {}

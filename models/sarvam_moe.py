@@ -7,7 +7,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import count
 from nnxmoe.model.weight_names import Table, W, options
 from nnxmoe.models.glm4_moe import Glm4Moe, Glm4MoeConfig
@@ -51,8 +50,6 @@ class SarvamMoEConfig(Glm4MoeConfig):
     pad_token_id: int | None = 0
 
 
-PRESETS: dict[str, DecoderConfig] = {"sarvam-30b": SarvamMoEConfig()}
-
 # Beside these, the names of transformers in memory are read.
 _RENAMED = {
     "embed.table": W("model.word_embeddings.weight"),
@@ -67,9 +64,8 @@ class SarvamMoE(Glm4Moe):
     """Sarvam 30B."""
 
     configs = (SarvamMoEConfig,)
-    presets = PRESETS
+    presets = {"sarvam-30b": SarvamMoEConfig()}
     hub_ids = {"sarvam-30b": "sarvamai/sarvam-30b"}
-    hub_notes = {}
     hf_table = HF_DECODER | HF_GQA | HF_QK_NORM | HF_MLP | HF_GROUPED_EXPERTS
 
     @classmethod

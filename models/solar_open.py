@@ -2,7 +2,6 @@
 
 import dataclasses
 
-from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import count
 from nnxmoe.models.glm4_moe import Glm4Moe
 from nnxmoe.models.grouped_experts import GroupedExpertsConfig
@@ -29,22 +28,15 @@ class SolarOpenConfig(GroupedExpertsConfig):
     moe_intermediate_size: int = 1280
 
 
-PRESETS: dict[str, DecoderConfig] = {
-    "solar-open-100b": SolarOpenConfig(
-        intermediate_size=10240,
-        rope_scaling={"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 65536},
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=2,
-        dtype="bfloat16",
-    )
-}
-
-
 class SolarOpen(Glm4Moe):
     """Solar Open."""
 
     configs = (SolarOpenConfig,)
-    presets = PRESETS
+    presets = {
+        "solar-open-100b": SolarOpenConfig(
+            intermediate_size=10240,
+            rope_scaling={"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 65536}, bos_token_id=1,
+            eos_token_id=2, pad_token_id=2, dtype="bfloat16",
+        )
+    }  # fmt: skip
     hub_ids = {"solar-open-100b": "upstage/Solar-Open-100B"}
-    hub_notes = {}
