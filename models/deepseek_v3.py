@@ -6,15 +6,16 @@ without the bias. The multi-token-prediction layers of a checkpoint are skipped 
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
-from nnxmoe.config.bounds import count
-from nnxmoe.layers.mla import MLA, LatentWidths
+from nnxmoe.config.bounds import ConfigError, count
+from nnxmoe.config.rope import yarn_mscale
+from nnxmoe.config.rope_fields import kind_of
+from nnxmoe.layers.mla import LATENT_NORM_EPS, MLA, LatentWidths
 from nnxmoe.layers.rope import rotate_halves, rotate_pairs
 from nnxmoe.model.maxtext_layers import LayerGroups
-from nnxmoe.models.grouped_experts import HF_GROUPED_EXPERTS, DenseOrMoE
-from nnxmoe.models.latent import LatentMoEConfig
+from nnxmoe.models.grouped_experts import HF_GROUPED_EXPERTS, DenseOrMoE, GroupedExpertsConfig
 from nnxmoe.models.tables import (
     HF_DECODER,
     HF_LATENT,
@@ -29,13 +30,69 @@ from nnxmoe.models.tables import (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DeepSeekV3Config(LatentMoEConfig):
-    """``first_k_dense_replace``: number of dense layers, which come first."""
+class DeepSeekV3Config(GroupedExpertsConfig):
+    """``first_k_dense_replace``: number of dense layers, which come first. ``q_lora_rank`` None: a single query
+    projection. ``head_dim`` is ignored: the rotated width is ``qk_rope_head_dim``."""
 
     model_type = "deepseek_v3"
     architecture = "DeepseekV3ForCausalLM"
+    rope_field = "qk_rope_head_dim"
+    ignored = "qk_head_dim"
+    rotates: ClassVar[bool] = True  # False: no rotary embedding; the rope fields are ignored
 
+    vocab_size: int = 129280
+    hidden_size: int = 7168
+    intermediate_size: int = 18432
+    num_hidden_layers: int = 61
+    num_attention_heads: int = 128
+    num_key_value_heads: int | None = 128
+    max_position_embeddings: int = 4096
+    attention_bias: bool = False
+    q_lora_rank: int | None = count(1536, most=2**20)
+    kv_lora_rank: int = count(512, most=2**20)
+    qk_nope_head_dim: int = count(128, most=2**16)
+    qk_rope_head_dim: int = count(64, most=2**16)
+    v_head_dim: int = count(128, most=2**16)
+    rope_interleave: bool = True
+    moe_intermediate_size: int = count(2048, most=2**24)
+    n_routed_experts: int = count(256, most=4096)
+    n_group: int = 8
+    topk_group: int = 4
+    routed_scaling_factor: float = 2.5
     first_k_dense_replace: int = count(3, least=0)
+    num_nextn_predict_layers: int = 1
+    bos_token_id: int | None = 0
+    eos_token_id: int | Sequence[int] | None = 1
+
+    def _check(self) -> None:
+        super()._check()
+        if self.kv_heads != self.num_attention_heads:
+            raise ConfigError(
+                f"num_key_value_heads {self.kv_heads} must equal num_attention_heads {self.num_attention_heads}: "
+                "latent attention has no grouped heads"
+            )
+
+    @property
+    def head_width(self) -> int:
+        return self.qk_rope_head_dim
+
+    @property
+    def rope_fields(self) -> Mapping[str, Any]:
+        return super().rope_fields if self.rotates else {}
+
+    @property
+    def latent_norm_eps(self) -> float:
+        """Epsilon of the norms of the query and key/value latents."""
+        return LATENT_NORM_EPS
+
+    @property
+    def softmax_scale(self) -> float:
+        """1 / sqrt(query width), times YaRN's temperature squared if ``mscale_all_dim`` is set."""
+        fields, scale = self.rope_fields, (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
+        if kind_of(fields) != "default" and fields.get("mscale_all_dim"):
+            stretch = float(fields.get("factor") or getattr(self.rope, "scale", 1.0))
+            scale *= yarn_mscale(stretch, float(fields["mscale_all_dim"])) ** 2
+        return scale
 
 
 _DEEPSEEK_V3 = DeepSeekV3Config(

@@ -14,13 +14,12 @@ from nnxmoe.layers.indexer import Indexer
 from nnxmoe.layers.rope import rotate_halves
 from nnxmoe.layers.sparse_mla import SparseMLA
 from nnxmoe.model.weight_names import W
-from nnxmoe.models.deepseek_v3 import DeepSeekV3
-from nnxmoe.models.latent import LatentMoEConfig
+from nnxmoe.models.deepseek_v3 import DeepSeekV3, DeepSeekV3Config
 from nnxmoe.models.tables import Linen
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DeepSeekV32Config(LatentMoEConfig):
+class DeepSeekV32Config(DeepSeekV3Config):
     """``index_topk``: keys per query; ``index_n_heads``, ``index_head_dim``: of the indexer, whose first
     ``qk_rope_head_dim`` components are rotated. ``mlp_layer_types``: ``dense`` or ``sparse`` per layer; null: the first
     ``first_k_dense_replace`` are dense."""
@@ -34,7 +33,6 @@ class DeepSeekV32Config(LatentMoEConfig):
     max_position_embeddings: int = 163840
     q_lora_rank: int = count(1536, most=2**20)
     rope_interleave: bool = one_of(True)
-    first_k_dense_replace: int = count(3, least=0)
     mlp_layer_types: Sequence[str] | None = per_layer("dense", "sparse")
     layer_types: Sequence[str] | None = per_layer("indexed_attention")
     index_topk: int = count(2048)

@@ -3,20 +3,17 @@
 import dataclasses
 from collections.abc import Sequence
 
-from nnxmoe.config.bounds import count, per_layer
-from nnxmoe.models.deepseek_v3 import DeepSeekV3
-from nnxmoe.models.latent import LatentMoEConfig
+from nnxmoe.config.bounds import count, one_of, per_layer
+from nnxmoe.models.deepseek_v3 import DeepSeekV3, DeepSeekV3Config
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Glm4MoeLiteConfig(LatentMoEConfig):
+class Glm4MoeLiteConfig(DeepSeekV3Config):
     """``mlp_layer_types``: ``dense`` or ``sparse`` per layer; null: all but the first are sparse."""
 
     model_type = "glm4_moe_lite"
     architecture = "Glm4MoeLiteForCausalLM"
     aliases = {"head_dim": "qk_rope_head_dim"}
-    fixed = {"first_k_dense_replace": (1,)}  # published beside mlp_layer_types, which decides
-    first_k_dense_replace = 1
 
     vocab_size: int = 154880
     hidden_size: int = 2048
@@ -35,6 +32,7 @@ class Glm4MoeLiteConfig(LatentMoEConfig):
     n_group: int = 1
     topk_group: int = 1
     routed_scaling_factor: float = 1.8
+    first_k_dense_replace: int = one_of(1)  # published beside mlp_layer_types, which decides
     mlp_layer_types: Sequence[str] | None = per_layer("dense", "sparse")
 
 

@@ -12,14 +12,14 @@ from nnxmoe.config.bounds import ConfigError, count, one_of, per_layer
 from nnxmoe.config.printable import short
 from nnxmoe.layers.kimi_delta import FreeDecays, KimiDelta
 from nnxmoe.model.weight_names import W, options
+from nnxmoe.models.deepseek_v3 import DeepSeekV3Config
 from nnxmoe.models.grouped_experts import HF_GROUPED_EXPERTS
 from nnxmoe.models.kimi_hybrid import FULL, HF_KIMI_DELTA, LINEAR, KimiHybrid, KimiHybridConfig, NestedDeltaConfig
-from nnxmoe.models.latent import LatentMoEConfig
 from nnxmoe.models.tables import HF_DECODER, HF_LATENT, HF_MLP, Hf
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class KimiMoEConfig(LatentMoEConfig, KimiHybridConfig):
+class KimiMoEConfig(DeepSeekV3Config, KimiHybridConfig):
     """The fields of Kimi Linear and Ling 3, under the names that both publish. ``mlp_layer_types``: ``dense`` or
     ``sparse`` per layer; null: the first ``first_k_dense_replace`` are dense."""
 
