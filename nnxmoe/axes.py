@@ -12,7 +12,7 @@ MLA's widths are words: ``q_rank kv_rank nope rope``. ``asked``: T, or 1 if only
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -223,16 +223,10 @@ def split_batch(x: jax.Array, mesh: AnyMesh | None) -> jax.Array:
     return constrain(x, mesh, axes, over)
 
 
-@runtime_checkable
-class OnMesh(Protocol):
-    """A choice that XLA cannot partition: it has to know the mesh, and shards its operands itself."""
-
-    def on_mesh(self, mesh: Mesh | None, rules: Rules) -> Any: ...
-
-
 def placed_on(choice: Any, mesh: Mesh | None, rules: Rules) -> Any:
-    """The choice for a model on this mesh; itself if XLA partitions it."""
-    return choice.on_mesh(mesh, rules) if isinstance(choice, OnMesh) else choice
+    """The choice for a model on this mesh: what its ``on_mesh`` returns if XLA cannot partition it and it shards its
+    operands itself, else the choice."""
+    return choice.on_mesh(mesh, rules) if hasattr(choice, "on_mesh") else choice
 
 
 def everywhere(x: jax.Array, mesh: AnyMesh | None) -> jax.Array:

@@ -27,8 +27,7 @@ from nnxmoe.model.inputs import as_array, call
 from nnxmoe.model.layer import Layer
 from nnxmoe.model.maxtext_layers import LayerBlocks, LayerGroups
 from nnxmoe.model.output import Body, Ids, Output, TokenMask
-from nnxmoe.model.runs import runs_of, stacks_of
-from nnxmoe.model.stack import in_turn
+from nnxmoe.model.stack import in_turn, stacks_of
 from nnxmoe.model.strategy import Strategy, check_arguments
 from nnxmoe.model.weight_names import Table
 from nnxmoe.moe.block import MoE
@@ -156,7 +155,6 @@ class CausalLM(nnx.Module):
         strategy, dtype = strategy or Strategy(), jnp.dtype(dtype)
         check_arguments(type(self), config, strategy, rngs)
         self.config, self.strategy = config, strategy
-        layers = runs_of(self, dtype)
         ahead = self._prediction_layers() if mtp else lambda **kw: []
         self.generation_config = {}
         self.load_report: Any = None
@@ -166,7 +164,7 @@ class CausalLM(nnx.Module):
             kw: dict[str, Any] = {"dtype": dtype, "rngs": None if key is None else nnx.Rngs(key)}
             return {
                 "embed": self.embedding(config, strategy, **kw),
-                "stacks": nnx.List(stacks_of(layers, strategy, kw["rngs"])),
+                "stacks": nnx.List(stacks_of(self, strategy, **kw)),
                 "norm": self.final_norm(config, **kw),
                 "head": self.output_head(config, **kw),
                 "mtp": nnx.List(ahead(**kw)),

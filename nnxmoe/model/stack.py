@@ -2,8 +2,9 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -186,12 +187,8 @@ def _unstack(count: int, place: Any) -> Callable[[Array], list[Array]]:
 Stack = UnrolledStack | ScannedStack
 
 
-class Stacking(Protocol):
-    """How ``count`` equal layers, each made by ``make``, become one stack; without ``rngs`` it holds shapes only."""
-
-    def __call__(
-        self, count: int, make: MakeLayer, rngs: nnx.Rngs | None, remat: Remat | None = None
-    ) -> UnrolledStack | ScannedStack: ...
+# ``(count, make, rngs, remat)`` -> ``count`` equal layers, each made by ``make``; without ``rngs`` shapes only.
+Stacking = Callable[[int, MakeLayer, nnx.Rngs | None, Remat | None], Stack]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,3 +206,19 @@ class Scanned:
 
     def __call__(self, count: int, make: MakeLayer, rngs: nnx.Rngs | None, remat: Remat | None = None) -> ScannedStack:
         return ScannedStack(count, make, None if rngs is None else layer_keys(rngs, count), remat)
+
+
+def stacks_of(model: Any, strategy: Any, *, dtype: Any, rngs: nnx.Rngs | None) -> list[Stack]:
+    """The layers of a model: a stack per run of consecutive layers of one kind, of which a pipeline computes the
+    longest. Raises ValueError if that has fewer layers than there are stages."""
+    runs = [list(run) for _, run in itertools.groupby(range(model.config.num_hidden_layers), model.kind)]
+    longest, stacks = max(runs, key=len), []
+    for run in runs:
+
+        def make(rngs: nnx.Rngs | None, index: int = run[0]) -> Layer:
+            return model.layer(index, dtype=dtype, rngs=rngs)
+
+        pipeline = strategy.pipeline if run is longest else None
+        stack = strategy.stacking if pipeline is None else functools.partial(pipeline.stack, strategy.mesh)
+        stacks.append(stack(len(run), make, rngs, strategy.remat))
+    return stacks

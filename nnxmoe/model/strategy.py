@@ -6,7 +6,7 @@ Results differ by rounding only, except where an object says that it drops assig
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from nnxmoe.layers.attend import Attend
 from nnxmoe.layers.cache import CacheFormat
 from nnxmoe.layers.over_context import GatherKeys, OverContext
 from nnxmoe.model.remat import Remat
-from nnxmoe.model.stack import Scanned, Stack, Stacking, Unrolled
+from nnxmoe.model.stack import Scanned, Stacking, Unrolled
 from nnxmoe.moe.dispatch import Dispatch, Sorted
 from nnxmoe.moe.grouped_matmul import GroupedMatmul, RaggedDot
 
@@ -49,39 +49,30 @@ _WHY = {  # (type, backend or None for any) -> reason; measured by python -m tes
 }
 
 
-# The defaults are imported when a strategy is made, so that the code of a model does not depend on kernels.
-
-
-def _default_matmul(platform: str | None = None) -> GroupedMatmul:
-    from nnxmoe.kernels import tokamax
-    from nnxmoe.kernels.triton import Triton
+def _defaults(platform: str | None = None) -> dict[str, Any]:
+    """The default of each choice that depends on the platform, or whose code the code of a model does not import."""
+    from nnxmoe.kernels import attention, tokamax
+    from nnxmoe.kernels.triton import Triton, TritonProduct
+    from nnxmoe.layers.mla import ByLength
+    from nnxmoe.layers.quantized_products import ByBackend
     from nnxmoe.moe.blocked import Blocked
 
     backend = platform or jax.default_backend()
-    if backend == "gpu":
-        return Triton()
+    matmul, quantized = Blocked(), ByBackend()
     if backend == "tpu":
-        return tokamax.Tokamax() if tokamax.installed() else RaggedDot()
-    return Blocked()
+        matmul = tokamax.Tokamax() if tokamax.installed() else RaggedDot()
+    elif backend == "gpu":
+        matmul, quantized = Triton(), TritonProduct()
+    return {
+        "matmul": matmul,
+        "attend": attention.default_attend(platform),
+        "latent": ByLength(),
+        "quantized": quantized,
+    }
 
 
-def _default_latent() -> Callable[..., Any]:
-    from nnxmoe.layers.mla import ByLength
-
-    return ByLength()
-
-
-def _default_quantized(platform: str | None = None) -> Callable[..., Any]:
-    from nnxmoe.kernels.triton import TritonProduct
-    from nnxmoe.layers.quantized_products import ByBackend
-
-    return TritonProduct() if (platform or jax.default_backend()) == "gpu" else ByBackend()
-
-
-def _default_attend(platform: str | None = None) -> Attend:
-    from nnxmoe.kernels import attention
-
-    return attention.default_attend(platform)
+def _default(name: str) -> Any:
+    return dataclasses.field(default_factory=lambda: _defaults()[name])
 
 
 _EXAMPLES = {
@@ -92,23 +83,6 @@ _EXAMPLES = {
     "quantized": "ByBackend()",
     "stacking": "Unrolled()",
 }
-
-
-@runtime_checkable
-class Staging(Protocol):
-    """``Strategy.pipeline``: how layers are split into stages on several devices (`nnxmoe.model.pipeline.Pipeline`)."""
-
-    @property
-    def microbatches(self) -> int: ...
-
-    @property
-    def stages(self) -> int | None: ...
-
-    def check(self, mesh: Mesh | None) -> None: ...
-
-    def stack(self, mesh: Mesh | None, *given: Any) -> Stack: ...
-
-    def explain(self, stages: int) -> str: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,10 +101,10 @@ class Strategy:
     """
 
     dispatch: Dispatch = Sorted()
-    matmul: GroupedMatmul = dataclasses.field(default_factory=_default_matmul)
-    attend: Attend = dataclasses.field(default_factory=_default_attend)
-    latent: Callable[..., Any] = dataclasses.field(default_factory=_default_latent)  # a LatentAttend
-    quantized: Callable[..., Any] = dataclasses.field(default_factory=_default_quantized)  # a QuantizedProduct
+    matmul: GroupedMatmul = _default("matmul")
+    attend: Attend = _default("attend")
+    latent: Callable[..., Any] = _default("latent")  # a LatentAttend
+    quantized: Callable[..., Any] = _default("quantized")  # a QuantizedProduct
     recurrence: Callable[..., Any] | None = None  # a Recurrence
     stacking: Stacking | None = None
     remat: Remat | None = None
@@ -138,7 +112,7 @@ class Strategy:
     compute_dtype: Any = None
     mesh: Mesh | None = None
     rules: Rules = RULES
-    pipeline: Staging | None = None
+    pipeline: Any = None  # a Pipeline
 
     def __post_init__(self) -> None:
         self._check_mesh()
@@ -185,7 +159,9 @@ class Strategy:
         object.__setattr__(self, "rules", FrozenDict(self.rules))
 
     def _check_pipeline(self, pipeline: Any) -> None:
-        if not isinstance(pipeline, Staging):
+        from nnxmoe.model.pipeline import Pipeline
+
+        if not isinstance(pipeline, Pipeline):
             raise ValueError(f"Strategy(pipeline={pipeline!r}): give nnxmoe.Pipeline(microbatches), or None")
         if not isinstance(self.stacking, Scanned):
             raise ValueError(
@@ -208,8 +184,7 @@ class Strategy:
         """
         if platform not in (None, "cpu", "gpu", "tpu"):
             raise ValueError(f"Strategy.auto({platform!r}): give 'cpu', 'gpu' or 'tpu', or None")
-        choices = {"matmul": _default_matmul, "attend": _default_attend, "quantized": _default_quantized}
-        return cls(**{name: default(platform) for name, default in choices.items()})
+        return cls(**_defaults(platform))
 
     def sharding_of(self, variable: nnx.Variable) -> NamedSharding | None:
         """The sharding of a parameter on the mesh; None without a mesh."""
