@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nnxmoe.config.bounds import count
-from nnxmoe.config.layer_windows import FULL, SLIDING, LayerWindowsConfig
+from nnxmoe.config.layer_types import FULL, SLIDING, LayerWindowsConfig
 from nnxmoe.layers.embed import Embed, MuPEmbed
 from nnxmoe.layers.gqa import GQA, OutputGate
 from nnxmoe.layers.norm import RMSNorm

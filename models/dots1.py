@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from nnxmoe.config.bounds import count
-from nnxmoe.config.layer_windows import LayerWindowsConfig
+from nnxmoe.config.layer_types import LayerWindowsConfig
 from nnxmoe.layers.gqa import GQA
 from nnxmoe.layers.qk_norm import QKNorm
 from nnxmoe.models.glm4_moe import Glm4Moe

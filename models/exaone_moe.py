@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nnxmoe.config.bounds import ConfigError, count, per_layer
-from nnxmoe.config.layer_windows import FULL, SLIDING, LayerWindowsConfig
+from nnxmoe.config.layer_types import FULL, SLIDING, LayerWindowsConfig
 from nnxmoe.layers.gqa import GQA
 from nnxmoe.layers.qk_norm import QKNorm
 from nnxmoe.model.weight_names import W

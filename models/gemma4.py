@@ -14,8 +14,7 @@ from jaxtyping import Array, Float
 
 from nnxmoe.config.bounds import ConfigError, check_at_most, count, number, one_of
 from nnxmoe.config.frozen import FrozenDict
-from nnxmoe.config.layer_ropes import LayerRopesConfig
-from nnxmoe.config.layer_windows import FULL, SLIDING
+from nnxmoe.config.layer_types import FULL, SLIDING, LayerRopesConfig
 from nnxmoe.config.printable import short
 from nnxmoe.config.rope import ProportionalRope, Rope
 from nnxmoe.config.rope_fields import kind_of, rope_from_fields

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nnxmoe.config.bounds import count, number
-from nnxmoe.config.layer_windows import FULL, SLIDING, LayerWindowsConfig
+from nnxmoe.config.layer_types import FULL, SLIDING, LayerWindowsConfig
 from nnxmoe.layers.gated import ClampedSwiGLU
 from nnxmoe.layers.gqa import GQA
 from nnxmoe.layers.sinks import Sinks

@@ -15,8 +15,7 @@ from jaxtyping import Array, Float
 
 from nnxmoe.config.bounds import ConfigError, count, number, one_of, per_layer
 from nnxmoe.config.frozen import FrozenDict
-from nnxmoe.config.layer_ropes import PartialRopesConfig
-from nnxmoe.config.layer_windows import FULL, SLIDING
+from nnxmoe.config.layer_types import FULL, SLIDING, PartialRopesConfig
 from nnxmoe.config.printable import short
 from nnxmoe.layers.gqa import GQA, OutputGate
 from nnxmoe.layers.mlp import MLP

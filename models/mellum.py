@@ -6,8 +6,7 @@ from typing import Any
 
 from nnxmoe.config.bounds import count, per_layer
 from nnxmoe.config.frozen import FrozenDict
-from nnxmoe.config.layer_ropes import LayerRopesConfig
-from nnxmoe.config.layer_windows import FULL, SLIDING
+from nnxmoe.config.layer_types import FULL, SLIDING, LayerRopesConfig
 from nnxmoe.layers.gqa import GQA
 from nnxmoe.layers.qk_norm import QKNorm
 from nnxmoe.models.qwen_moe import QwenMoe

@@ -10,8 +10,7 @@ from typing import Any
 
 from nnxmoe.config.bounds import count, number, per_layer
 from nnxmoe.config.frozen import FrozenDict
-from nnxmoe.config.layer_ropes import PartialRopesConfig
-from nnxmoe.config.layer_windows import FULL, SLIDING
+from nnxmoe.config.layer_types import FULL, SLIDING, PartialRopesConfig
 from nnxmoe.layers.gqa import GQA, OutputFactor
 from nnxmoe.layers.rope import PartialRotary
 from nnxmoe.layers.sinks import Sinks

@@ -16,8 +16,7 @@ from jaxtyping import Array, Float
 
 from nnxmoe.config.bounds import ConfigError, Number, count, per_layer
 from nnxmoe.config.frozen import FrozenDict
-from nnxmoe.config.layer_ropes import PartialRopesConfig
-from nnxmoe.config.layer_windows import FULL, SLIDING
+from nnxmoe.config.layer_types import FULL, SLIDING, PartialRopesConfig
 from nnxmoe.config.printable import short
 from nnxmoe.layers.gated import SWIGLU, Gated
 from nnxmoe.layers.gqa import GQA, OutputGate
