@@ -1,14 +1,12 @@
 """dots.llm1 (Huo et al. 2025): GLM-4.5's layers with whole heads rotated and normalised, and optional windows."""
 
 import dataclasses
-from typing import Any
 
 from nnxmoe.config.bounds import count
 from nnxmoe.config.layer_types import LayerWindowsConfig
-from nnxmoe.layers.gqa import GQA
-from nnxmoe.layers.qk_norm import QKNorm
 from nnxmoe.models.glm4_moe import Glm4Moe
 from nnxmoe.models.grouped_experts import GroupedExpertsConfig
+from nnxmoe.models.qwen import NormedHeads
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +32,7 @@ class Dots1Config(LayerWindowsConfig, GroupedExpertsConfig):
     max_window_layers: int = count(62, least=0)
 
 
-class Dots1(Glm4Moe):
+class Dots1(NormedHeads, Glm4Moe):
     """dots.llm1."""
 
     configs = (Dots1Config,)
@@ -46,8 +44,3 @@ class Dots1(Glm4Moe):
         )
     }  # fmt: skip
     hub_ids = {"dots.llm1": "rednote-hilab/dots.llm1.inst"}
-
-    def attention(self, index: int, **kw: Any) -> GQA:
-        c = self.config
-        norm = QKNorm.per_head(c.head_width, c.rms_norm_eps, **kw)
-        return self.gqa(index, bias=c.attention_bias, qk_norm=norm, **kw)

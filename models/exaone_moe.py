@@ -10,9 +10,9 @@ from typing import Any
 from nnxmoe.config.bounds import ConfigError, count, per_layer
 from nnxmoe.config.layer_types import FULL, SLIDING, LayerWindowsConfig
 from nnxmoe.layers.gqa import GQA
-from nnxmoe.layers.qk_norm import QKNorm
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.grouped_experts import HF_GROUPED_EXPERTS, DenseOrMoE, check_groups
+from nnxmoe.models.qwen import NormedHeads
 from nnxmoe.models.tables import HF_DECODER, HF_GQA, HF_MLP, HF_QK_NORM
 
 
@@ -29,6 +29,7 @@ class ExaoneMoeConfig(LayerWindowsConfig):
     fixed = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
     ignored = "output_router_logits"
     least_group = 2
+    attention_bias = False
     n_shared_experts = property(lambda self: self.num_shared_experts)  # its name in DeepSeek-V3
 
     vocab_size: int = 102400
@@ -66,7 +67,7 @@ class ExaoneMoeConfig(LayerWindowsConfig):
         return self.layer_types or [SLIDING if (i + 1) % every else FULL for i in range(self.num_hidden_layers)]
 
 
-class ExaoneMoe(DenseOrMoE):
+class ExaoneMoe(NormedHeads, DenseOrMoE):
     """K-EXAONE."""
 
     configs = (ExaoneMoeConfig,)
@@ -86,7 +87,5 @@ class ExaoneMoe(DenseOrMoE):
     }  # fmt: skip
 
     def attention(self, index: int, **kw: Any) -> GQA:
-        c = self.config
-        norm = QKNorm.per_head(c.head_width, c.rms_norm_eps, **kw)
-        rotary = c.rope if c.windows[index] else None
-        return self.gqa(index, rotary=rotary, bias=False, qk_norm=norm, **kw)
+        rotary = self.config.rope if self.config.windows[index] else None
+        return super().attention(index, rotary=rotary, **kw)

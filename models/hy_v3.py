@@ -11,10 +11,9 @@ from typing import Any
 
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import count, per_layer
-from nnxmoe.layers.gqa import GQA
-from nnxmoe.layers.qk_norm import QKNorm
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.grouped_experts import DenseOrMoE, corrected_router
+from nnxmoe.models.qwen import NormedHeads
 from nnxmoe.models.tables import HF_DECODER, HF_GQA, HF_MLP, HF_MOE, HF_MTP, HF_QK_NORM
 from nnxmoe.moe.router import Router
 
@@ -73,7 +72,7 @@ _SHARED = {
 _MTP = {key: row for key, row in HF_MTP.items() if key.endswith((".scale", "project.kernel"))}
 
 
-class HyV3(DenseOrMoE):
+class HyV3(NormedHeads, DenseOrMoE):
     """Hy3."""
 
     configs = (HyV3Config,)
@@ -91,11 +90,6 @@ class HyV3(DenseOrMoE):
         "layer.moe.router.bias": (W("mlp.expert_bias"), W("mlp.e_score_correction_bias")),
         "layer.mtp.norm.scale": W("final_layernorm.weight"),
     }  # fmt: skip
-
-    def attention(self, index: int, **kw: Any) -> GQA:
-        c = self.config
-        norm = QKNorm.per_head(c.head_width, c.rms_norm_eps, **kw)
-        return self.gqa(index, bias=c.attention_bias, qk_norm=norm, **kw)
 
     def router(self, **kw: Any) -> Router:
         return corrected_router(self.config, scale=self.config.router_scaling_factor, **kw)

@@ -8,7 +8,7 @@ from nnxmoe.config.bounds import count, per_layer
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.layer_types import FULL, SLIDING, LayerRopesConfig
 from nnxmoe.layers.gqa import GQA
-from nnxmoe.layers.qk_norm import QKNorm
+from nnxmoe.models.qwen import NormedHeads
 from nnxmoe.models.qwen_moe import QwenMoe
 from nnxmoe.models.tables import HF_DECODER, HF_GQA, HF_MLP, HF_MOE, HF_QK_NORM
 
@@ -55,7 +55,7 @@ _YARN = {
 }  # fmt: skip
 
 
-class Mellum(QwenMoe):
+class Mellum(NormedHeads, QwenMoe):
     """Mellum 2."""
 
     configs = (MellumConfig,)
@@ -70,7 +70,5 @@ class Mellum(QwenMoe):
     hf_table = HF_DECODER | HF_GQA | HF_QK_NORM | HF_MLP | HF_MOE
 
     def attention(self, index: int, **kw: Any) -> GQA:
-        c = self.config
-        norm = QKNorm.per_head(c.head_width, c.rms_norm_eps, **kw)
-        rope = c.rope_of(c.layer_kinds[index])
-        return self.gqa(index, rotary=rope, bias=c.attention_bias, qk_norm=norm, **kw)
+        rope = self.config.rope_of(self.config.layer_kinds[index])
+        return super().attention(index, rotary=rope, **kw)

@@ -11,6 +11,7 @@ from nnxmoe.config.bounds import count
 from nnxmoe.config.layer_types import LayerWindowsConfig
 from nnxmoe.layers.gqa import GQA
 from nnxmoe.layers.qk_norm import QKNorm
+from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.models.llama import LlamaLike
 from nnxmoe.models.tables import HF_QK_NORM, MAXTEXT_QK_NORM
 
@@ -85,7 +86,16 @@ class Qwen2(LlamaLike):
         return self.gqa(index, bias=True, out_bias=False, **kw)
 
 
-class Qwen3(LlamaLike):
+class NormedHeads(CausalLM):
+    """The attention of Qwen3: heads of queries and keys are normalised. ``options``: those of `CausalLM.gqa`."""
+
+    def attention(self, index: int, *, dtype: Any, rngs: Any, **options: Any) -> GQA:
+        c, kw = self.config, {"dtype": dtype, "rngs": rngs}
+        norm = QKNorm.per_head(c.head_width, c.rms_norm_eps, norm=self.norm_class, **kw)
+        return self.gqa(index, bias=c.attention_bias, qk_norm=norm, **options, **kw)
+
+
+class Qwen3(NormedHeads, LlamaLike):
     """The dense models of Qwen3."""
 
     configs = (Qwen3Config,)
@@ -100,8 +110,3 @@ class Qwen3(LlamaLike):
     hub_ids = {name: f"Qwen/Qwen{name[4:].upper()}" for name in presets}
     hf_table = {**LlamaLike.hf_table, **HF_QK_NORM}
     maxtext_table = {**LlamaLike.maxtext_table, **MAXTEXT_QK_NORM}
-
-    def attention(self, index: int, **kw: Any) -> GQA:
-        c = self.config
-        norm = QKNorm.per_head(c.head_width, c.rms_norm_eps, **kw)
-        return self.gqa(index, bias=c.attention_bias, qk_norm=norm, **kw)

@@ -8,9 +8,7 @@ import dataclasses
 from typing import Any
 
 from nnxmoe.config.bounds import ConfigError, count
-from nnxmoe.layers.gqa import GQA
-from nnxmoe.layers.qk_norm import QKNorm
-from nnxmoe.models.qwen import Qwen3
+from nnxmoe.models.qwen import NormedHeads, Qwen3
 from nnxmoe.models.qwen_moe import QwenMoe, QwenMoeConfig
 from nnxmoe.models.tables import HF_MOE, maxtext_experts
 
@@ -58,7 +56,7 @@ _CODER: dict[str, Any] = {"max_position_embeddings": 262144, "rope_theta": 1e7, 
 _480B = dataclasses.replace(_preset(6144, 8192, 62, 96, 2560, 160), num_key_value_heads=8, **_CODER)
 
 
-class Qwen3Moe(QwenMoe):
+class Qwen3Moe(NormedHeads, QwenMoe):
     """Qwen3's mixture-of-experts models."""
 
     configs = (Qwen3MoeConfig,)
@@ -80,8 +78,3 @@ class Qwen3Moe(QwenMoe):
         **maxtext_experts("moe_block"),
         "layer.moe.router.kernel": ("moe_block/gate/kernel", ("embed", None)),
     }
-
-    def attention(self, index: int, **kw: Any) -> GQA:
-        c = self.config
-        norm = QKNorm.per_head(c.head_width, c.rms_norm_eps, **kw)
-        return self.gqa(index, bias=c.attention_bias, qk_norm=norm, **kw)

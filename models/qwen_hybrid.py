@@ -13,12 +13,12 @@ from nnxmoe.config.partial_rotary import PartialRotaryConfig
 from nnxmoe.layers.delta import DeltaHeads, DeltaProjection, GatedDeltaNet
 from nnxmoe.layers.gqa import QueryGate
 from nnxmoe.layers.norm import OffsetNorm
-from nnxmoe.layers.qk_norm import QKNorm
 from nnxmoe.layers.rope import PartialRotary
 from nnxmoe.model.maxtext_layers import LayerBlocks
 from nnxmoe.model.mtp import last_layer
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.grouped_experts import DenseOrMoE
+from nnxmoe.models.qwen import NormedHeads
 from nnxmoe.models.tables import (
     HF_DECODER,
     HF_GQA,
@@ -108,7 +108,7 @@ MAXTEXT_HYBRID: Linen = {
 }
 
 
-class QwenHybrid(DenseOrMoE):
+class QwenHybrid(NormedHeads, DenseOrMoE):
     """The attention of both kinds; each family has feed-forwards and a projection of its own."""
 
     norm_class = OffsetNorm
@@ -145,6 +145,4 @@ class QwenHybrid(DenseOrMoE):
             options = {"taps": taps, "eps": c.rms_norm_eps, "mesh": self.strategy.mesh, **kw}
             options["recurrence"] = self.strategy.recurrence
             return GatedDeltaNet(heads, self.project(heads, **kw), **options)
-        norm = QKNorm.per_head(c.head_width, c.rms_norm_eps, norm=OffsetNorm, **kw)
-        options = {"qk_norm": norm, "gate": QueryGate(c.head_width), "rotate": PartialRotary(c.rope_dim)}
-        return self.gqa(index, bias=False, **options, **kw)
+        return super().attention(index, gate=QueryGate(c.head_width), rotate=PartialRotary(c.rope_dim), **kw)

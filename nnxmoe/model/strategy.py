@@ -221,15 +221,12 @@ class Strategy:
             cpu = self.mesh.devices.flat[0].platform == "cpu"
             exchange = "a padded all-to-all" if cpu else "jax.lax.ragged_all_to_all"
             where = f"{dict(self.mesh.shape)}; rows between experts by {exchange}"
+        choices = "dispatch", "matmul", "attend", "latent", "quantized"
         return "\n".join(
             [
                 f"backend   {backend}",
                 f"mesh      {where}",
-                f"dispatch  {why(self.dispatch)}",
-                f"matmul    {why(self.matmul)}",
-                f"attend    {why(self.attend)}",
-                f"latent    {why(self.latent)}",
-                f"quantized {why(self.quantized)}",
+                *(f"{name:<9} {why(getattr(self, name))}" for name in choices),
                 *([] if self.recurrence is None else [f"recurrence {self.recurrence}"]),
                 f"stacking  {why(self.stacking)}",
                 *([] if self.pipeline is None else [f"pipeline  {self.pipeline.explain(stages)}"]),
