@@ -69,8 +69,6 @@ _MAXTEXT_INDEXER: Linen = {
 
 
 class DeepSeekV32(DeepSeekV3):
-    """DeepSeek-V3.2."""
-
     configs = (DeepSeekV32Config,)
     presets = dict.fromkeys(
         ("deepseek-v3.2-exp", "deepseek-v3.2"),

@@ -296,8 +296,6 @@ MAXTEXT_TABLE: Linen = {
 
 
 class DeepSeekV4(StreamedLM):
-    """DeepSeek-V4."""
-
     configs = (DeepSeekV4Config,)
     presets = {"deepseek-v4-flash": _FLASH}
     hub_ids = {"deepseek-v4-flash": "deepseek-ai/DeepSeek-V4-Flash"}

@@ -33,8 +33,6 @@ class Dots1Config(LayerWindowsConfig, GroupedExpertsConfig):
 
 
 class Dots1(NormedHeads, Glm4Moe):
-    """dots.llm1."""
-
     configs = (Dots1Config,)
     presets = {
         "dots.llm1": Dots1Config(

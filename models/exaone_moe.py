@@ -68,8 +68,6 @@ class ExaoneMoeConfig(LayerWindowsConfig):
 
 
 class ExaoneMoe(NormedHeads, DenseOrMoE):
-    """K-EXAONE."""
-
     configs = (ExaoneMoeConfig,)
     presets = {
         "k-exaone-236b-a23b": ExaoneMoeConfig(

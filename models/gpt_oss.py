@@ -78,8 +78,6 @@ def _others(kind: str, ending: str) -> tuple[W, W]:
 
 
 class GptOss(CausalLM):
-    """gpt-oss."""
-
     configs = (GptOssConfig,)
     presets = {
         "gpt-oss-120b": _GPT_OSS_120B,

@@ -73,8 +73,6 @@ _MTP = {key: row for key, row in HF_MTP.items() if key.endswith((".scale", "proj
 
 
 class HyV3(NormedHeads, DenseOrMoE):
-    """Hy3."""
-
     configs = (HyV3Config,)
     presets = {
         "hy3": HyV3Config(

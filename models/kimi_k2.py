@@ -32,8 +32,6 @@ _YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 64.0, "mscale": 1.0, "ms
 
 
 class KimiK2(DeepSeekV3):
-    """Kimi K2."""
-
     configs = (KimiK2Config,)
     presets = {
         "kimi-k2": _KIMI_K2,

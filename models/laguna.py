@@ -105,8 +105,6 @@ _BIAS, _SHARED = "e_score_correction_bias", ("shared_expert", "shared_experts")
 
 
 class Laguna(CausalLM):
-    """Laguna."""
-
     configs = (LagunaConfig,)
     hf_table = {
         **HF_DECODER, **HF_GQA, **HF_QK_NORM, **HF_MLP, **HF_GROUPED_EXPERTS,

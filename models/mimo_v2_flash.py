@@ -80,8 +80,6 @@ class MiMoV2FlashConfig(PartialRopesConfig):
 
 
 class MiMoV2Flash(DenseOrMoE):
-    """MiMo-V2-Flash."""
-
     configs = (MiMoV2FlashConfig,)
     presets = {"mimo-v2-flash": MiMoV2FlashConfig(dtype="bfloat16")}
     hub_ids = {"mimo-v2-flash": "XiaomiMiMo/MiMo-V2-Flash"}

@@ -95,8 +95,6 @@ _BIAS = "e_score_correction_bias"
 
 
 class MiniMaxM2(CausalLM):
-    """MiniMax-M2."""
-
     configs = (MiniMaxM2Config,)
     presets = {"minimax-m2": MiniMaxM2Config(rotary_dim=64, attn_type_list=(1,) * 62, dtype="bfloat16")}
     hub_ids = {"minimax-m2": "MiniMaxAI/MiniMax-M2"}

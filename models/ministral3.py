@@ -71,8 +71,6 @@ def position_scale(rope_fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Ministral3(LlamaLike):
-    """Ministral 3."""
-
     configs = (Ministral3Config,)
     presets = {"ministral-3-8b": Ministral3Config(rope_parameters=_YARN, dtype="bfloat16")}
     hub_ids = {"ministral-3-8b": "mistralai/Ministral-3-8B-Base-2512"}

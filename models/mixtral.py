@@ -60,8 +60,6 @@ _HUB, _SAVED, _FUSED = W("block_sparse_moe.experts"), W("mlp.experts"), W("mlp.e
 
 
 class Mixtral(CausalLM):
-    """Mixtral."""
-
     configs = (MixtralConfig,)
     presets = {
         "mixtral-8x7b": _MIXTRAL_8X7B,

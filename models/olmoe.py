@@ -47,8 +47,6 @@ class OlmoeConfig(DecoderConfig):
 
 
 class Olmoe(CausalLM):
-    """OLMoE."""
-
     configs = (OlmoeConfig,)
     presets = {"olmoe-1b-7b": OlmoeConfig(intermediate_size=1024, num_key_value_heads=16, dtype="bfloat16")}
     hub_ids = {"olmoe-1b-7b": "allenai/OLMoE-1B-7B-0924"}

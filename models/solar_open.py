@@ -29,8 +29,6 @@ class SolarOpenConfig(GroupedExpertsConfig):
 
 
 class SolarOpen(Glm4Moe):
-    """Solar Open."""
-
     configs = (SolarOpenConfig,)
     presets = {
         "solar-open-100b": SolarOpenConfig(
