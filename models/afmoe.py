@@ -18,7 +18,7 @@ from nnxmoe.model.layer import Layer
 from nnxmoe.model.strategy import Strategy
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.grouped_experts import HF_GROUPED_EXPERTS, DenseOrMoE, corrected_router
-from nnxmoe.models.tables import HF_DECODER, HF_GQA, HF_MLP, HF_QK_NORM
+from nnxmoe.models.tables import HF_DECODER
 from nnxmoe.moe.router import Router
 
 
@@ -89,9 +89,6 @@ class Afmoe(DenseOrMoE):
     hub_ids = {"trinity-nano": "arcee-ai/Trinity-Nano-Preview", "trinity-mini": "arcee-ai/Trinity-Mini"}
     hf_table = {
         **HF_DECODER,
-        **HF_GQA,
-        **HF_QK_NORM,
-        **HF_MLP,
         **HF_GROUPED_EXPERTS,
         "layer.attention.gate.g.kernel": W("self_attn.gate_proj.weight"),
         "layer.attention_post_norm.scale": W("post_attention_layernorm.weight"),

@@ -16,7 +16,7 @@ from nnxmoe.model.weight_names import W, options
 from nnxmoe.models.grouped_experts import HF_GROUPED_EXPERTS
 from nnxmoe.models.kimi_hybrid import HF_KIMI_DELTA, KimiHybrid
 from nnxmoe.models.kimi_linear import KimiMoEConfig
-from nnxmoe.models.tables import HF_DECODER, HF_LATENT, HF_MLP, Hf
+from nnxmoe.models.tables import HF_DECODER, HF_LATENT, Hf
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class BailingHybridConfig(KimiMoEConfig):
         return (index + 1) % self.layer_group_size > 0
 
 
-_TABLE: Hf = HF_DECODER | HF_LATENT | HF_MLP | HF_GROUPED_EXPERTS | HF_KIMI_DELTA
+_TABLE: Hf = HF_DECODER | HF_LATENT | HF_GROUPED_EXPERTS | HF_KIMI_DELTA
 _TABLE |= {"layer.attention.gate.g.kernel": W("self_attn.g_proj.weight")}
 _RENAMED = {"self_attn.o_proj": "attention.dense", "self_attn": "attention", "embed_tokens": "word_embeddings",
             "e_score_correction_bias": "expert_bias"}  # fmt: skip

@@ -19,7 +19,6 @@ from nnxmoe.models.grouped_experts import HF_GROUPED_EXPERTS, DenseOrMoE, Groupe
 from nnxmoe.models.tables import (
     HF_DECODER,
     HF_LATENT,
-    HF_MLP,
     HF_MTP,
     MAXTEXT_DECODER,
     MAXTEXT_LATENT,
@@ -118,7 +117,7 @@ class DeepSeekV3(DenseOrMoE):
         "685B parameters in FP8 blocks, 0.69 TB, loaded as bfloat16; the layer for multi-token prediction (11.5B "
         "parameters) is left out without mtp=True",
     )
-    hf_table = HF_DECODER | HF_LATENT | HF_MLP | HF_GROUPED_EXPERTS | HF_MTP
+    hf_table = HF_DECODER | HF_LATENT | HF_GROUPED_EXPERTS | HF_MTP
     maxtext_table = {
         **MAXTEXT_DECODER, **MAXTEXT_LATENT, **MAXTEXT_MLP,
         **maxtext_mlp("layer.moe.shared", f"{_BLOCK}/shared_experts"), **maxtext_experts(f"{_BLOCK}/MoeBlock_0"),

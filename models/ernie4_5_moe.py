@@ -11,7 +11,7 @@ from nnxmoe.layers.gqa import GQA
 from nnxmoe.layers.rope import rotate_pairs
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.grouped_experts import HF_GROUPED_EXPERTS, DenseOrMoE
-from nnxmoe.models.tables import HF_DECODER, HF_GQA, HF_MLP
+from nnxmoe.models.tables import HF_DECODER
 from nnxmoe.moe.router import Router, SoftmaxTopK
 
 
@@ -67,7 +67,7 @@ class Ernie45Moe(DenseOrMoE):
     hub_ids = {"ernie-4.5-21b-a3b": "baidu/ERNIE-4.5-21B-A3B-PT"}
     hub_notes = dict.fromkeys(presets, "the layer for multi-token prediction is left out")
     hf_table = {
-        **HF_DECODER, **HF_GQA, **HF_MLP, **HF_GROUPED_EXPERTS,
+        **HF_DECODER, **HF_GROUPED_EXPERTS,
         "layer.moe.router.bias": (
             W("mlp.moe_statics.e_score_correction_bias"), W("mlp.gate.moe_statics.e_score_correction_bias")
         ),

@@ -13,7 +13,7 @@ from nnxmoe.layers.gqa import GQA
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.grouped_experts import HF_GROUPED_EXPERTS, DenseOrMoE, check_groups
 from nnxmoe.models.qwen import NormedHeads
-from nnxmoe.models.tables import HF_DECODER, HF_GQA, HF_MLP, HF_QK_NORM
+from nnxmoe.models.tables import HF_DECODER
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ class ExaoneMoe(NormedHeads, DenseOrMoE):
     hub_ids = {"k-exaone-236b-a23b": "LGAI-EXAONE/K-EXAONE-236B-A23B"}
     hub_notes = dict.fromkeys(presets, "the layer for multi-token prediction is left out")
     hf_table = {
-        **HF_DECODER, **HF_GQA, **HF_QK_NORM, **HF_MLP, **HF_GROUPED_EXPERTS,
+        **HF_DECODER, **HF_GROUPED_EXPERTS,
         "layer.moe.router.bias": (W("mlp.e_score_correction_bias"), W("mlp.gate.e_score_correction_bias")),
     }  # fmt: skip
 

@@ -38,9 +38,6 @@ from nnxmoe.model.weight_names import W
 from nnxmoe.models.gemma_layers import EdgeLayer, GemmaLayer
 from nnxmoe.models.tables import (
     HF_DECODER,
-    HF_GQA,
-    HF_MLP,
-    HF_QK_NORM,
     MAXTEXT_DECODER,
     MAXTEXT_GQA,
     MAXTEXT_MLP,
@@ -234,7 +231,7 @@ _NORMS = {
     "moe.norm": "pre_feedforward_layernorm_2",
 }
 _HF_TABLE: Hf = {
-    **HF_DECODER, **HF_GQA, **HF_QK_NORM, **HF_MLP,
+    **HF_DECODER,
     **{f"layer.{ours}.scale": W(f"{theirs}.weight") for ours, theirs in _NORMS.items()},
     **hf_mlp("mlp", "layer.dense"),
     "layer.output_scale.factor": W("layer_scalar"),

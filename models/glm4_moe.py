@@ -14,7 +14,7 @@ from nnxmoe.layers.gqa import GQA
 from nnxmoe.layers.qk_norm import QKNorm
 from nnxmoe.layers.rope import PartialRotary
 from nnxmoe.models.grouped_experts import HF_GROUPED_EXPERTS, DenseOrMoE, GroupedExpertsConfig
-from nnxmoe.models.tables import HF_DECODER, HF_GQA, HF_MLP, HF_MTP, HF_QK_NORM
+from nnxmoe.models.tables import HF_DECODER, HF_MTP
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class Glm4Moe(DenseOrMoE):
         "glm-4.7": "zai-org/GLM-4.7",
     }
     hub_notes = dict.fromkeys(presets, "the layer for multi-token prediction is left out without mtp=True")
-    hf_table = HF_DECODER | HF_GQA | HF_QK_NORM | HF_MLP | HF_GROUPED_EXPERTS | HF_MTP
+    hf_table = HF_DECODER | HF_GROUPED_EXPERTS | HF_MTP
 
     def attention(self, index: int, **kw: Any) -> GQA:
         c = self.config

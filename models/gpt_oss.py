@@ -17,7 +17,7 @@ from nnxmoe.layers.sinks import Sinks
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.maxtext_layers import LayerBlocks
 from nnxmoe.model.weight_names import W
-from nnxmoe.models.tables import HF_DECODER, HF_GQA, MAXTEXT_DECODER, maxtext_experts, maxtext_gqa
+from nnxmoe.models.tables import HF_DECODER, MAXTEXT_DECODER, maxtext_experts, maxtext_gqa
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.expert_biases import ExpertBiases
 from nnxmoe.moe.router import LogitBias, Router, SoftmaxTopK
@@ -86,7 +86,7 @@ class GptOss(CausalLM):
     hub_ids = {name: f"openai/{name}" for name in presets}
     hub_notes = dict.fromkeys(presets, "the experts' kernels are in MXFP4, loaded as bfloat16")
     hf_table = {
-        **HF_DECODER, **HF_GQA,
+        **HF_DECODER,
         "layer.attention.sinks.scores": W("self_attn.sinks"),
         "layer.moe_norm.scale": W("post_attention_layernorm.weight"),
         "layer.moe.router.kernel": (W("mlp.router.weight"), W("mlp.router.linear.weight").in_files),

@@ -14,7 +14,7 @@ from nnxmoe.config.bounds import count, per_layer
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.grouped_experts import DenseOrMoE, corrected_router
 from nnxmoe.models.qwen import NormedHeads
-from nnxmoe.models.tables import HF_DECODER, HF_GQA, HF_MLP, HF_MOE, HF_MTP, HF_QK_NORM
+from nnxmoe.models.tables import HF_DECODER, HF_MOE, HF_MTP
 from nnxmoe.moe.router import Router
 
 
@@ -83,7 +83,7 @@ class HyV3(NormedHeads, DenseOrMoE):
     hub_ids = {"hy3": "tencent/Hy3"}
     hub_notes = {"hy3": "the layer for multi-token prediction is left out without mtp=True"}
     hf_table = {
-        **HF_DECODER, **HF_GQA, **HF_QK_NORM, **HF_MLP, **HF_MOE, **_SHARED, **_MTP,
+        **HF_DECODER, **HF_MOE, **_SHARED, **_MTP,
         "layer.moe.router.kernel": (W("mlp.router.gate.weight"), W("mlp.gate.weight")),
         "layer.moe.router.bias": (W("mlp.expert_bias"), W("mlp.e_score_correction_bias")),
         "layer.mtp.norm.scale": W("final_layernorm.weight"),

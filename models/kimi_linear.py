@@ -15,7 +15,7 @@ from nnxmoe.model.weight_names import W, options
 from nnxmoe.models.deepseek_v3 import DeepSeekV3Config
 from nnxmoe.models.grouped_experts import HF_GROUPED_EXPERTS
 from nnxmoe.models.kimi_hybrid import FULL, HF_KIMI_DELTA, LINEAR, KimiHybrid, KimiHybridConfig, NestedDeltaConfig
-from nnxmoe.models.tables import HF_DECODER, HF_LATENT, HF_MLP, Hf
+from nnxmoe.models.tables import HF_DECODER, HF_LATENT, Hf
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ _NAMES = {
     **{f"layer.moe.experts.{x}": W(f"{_SPARSE}.experts").each(f"{w}.weight") for x, w in _PARTS.items()},
     **{f"layer.moe.shared.{x}.kernel": W(f"{_SPARSE}.shared_experts.{x}_proj.weight") for x in _PARTS},
 }
-_TABLE: Hf = HF_DECODER | HF_LATENT | HF_MLP | HF_GROUPED_EXPERTS | HF_KIMI_DELTA
+_TABLE: Hf = HF_DECODER | HF_LATENT | HF_GROUPED_EXPERTS | HF_KIMI_DELTA
 _TABLE |= {key: (name, *options(_TABLE, key)) for key, name in _NAMES.items()}
 # The hub's name, the name that transformers 5.24 saves, and its name in memory, which has to be the last.
 _DENSE = "mlp", _SPARSE, "mlp"

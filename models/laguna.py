@@ -24,7 +24,7 @@ from nnxmoe.layers.rope import PartialRotary
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.grouped_experts import HF_GROUPED_EXPERTS
-from nnxmoe.models.tables import HF_DECODER, HF_GQA, HF_MLP, HF_QK_NORM
+from nnxmoe.models.tables import HF_DECODER
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.router import Router, Routing, SigmoidGroupTopK
 
@@ -107,7 +107,7 @@ _BIAS, _SHARED = "e_score_correction_bias", ("shared_expert", "shared_experts")
 class Laguna(CausalLM):
     configs = (LagunaConfig,)
     hf_table = {
-        **HF_DECODER, **HF_GQA, **HF_QK_NORM, **HF_MLP, **HF_GROUPED_EXPERTS,
+        **HF_DECODER, **HF_GROUPED_EXPERTS,
         "layer.attention.gate.g.kernel": W("self_attn.g_proj.weight"),
         "layer.moe.router.bias": (W(f"mlp.experts.{_BIAS}"), W(f"mlp.gate.{_BIAS}")),
         **{

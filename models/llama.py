@@ -12,7 +12,7 @@ from nnxmoe.config.bounds import count
 from nnxmoe.layers.gqa import GQA
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.models.tables import HF_DECODER, HF_GQA, HF_MLP, MAXTEXT_DECODER, MAXTEXT_GQA, MAXTEXT_MLP
+from nnxmoe.models.tables import HF_DECODER, MAXTEXT_DECODER, MAXTEXT_GQA, MAXTEXT_MLP
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ _SMALL = "mistral-small-3.1-24b"
 class LlamaLike(CausalLM):
     """Llama's layers, which other families change in part."""
 
-    hf_table = HF_DECODER | HF_GQA | HF_MLP
+    hf_table = HF_DECODER
     maxtext_table = MAXTEXT_DECODER | MAXTEXT_GQA | MAXTEXT_MLP
 
     def attention(self, index: int, **kw: Any) -> GQA:

@@ -10,7 +10,7 @@ from nnxmoe.config.layer_types import FULL, SLIDING, LayerRopesConfig
 from nnxmoe.layers.gqa import GQA
 from nnxmoe.models.qwen import NormedHeads
 from nnxmoe.models.qwen_moe import QwenMoe
-from nnxmoe.models.tables import HF_DECODER, HF_GQA, HF_MLP, HF_MOE, HF_QK_NORM
+from nnxmoe.models.tables import HF_DECODER, HF_MOE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class Mellum(NormedHeads, QwenMoe):
         )
     }  # fmt: skip
     hub_ids = {"mellum2-12b-a2.5b": "JetBrains/Mellum2-12B-A2.5B-Base"}
-    hf_table = HF_DECODER | HF_GQA | HF_QK_NORM | HF_MLP | HF_MOE
+    hf_table = HF_DECODER | HF_MOE
 
     def attention(self, index: int, **kw: Any) -> GQA:
         rope = self.config.rope_of(self.config.layer_kinds[index])

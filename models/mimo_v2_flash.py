@@ -16,7 +16,7 @@ from nnxmoe.layers.rope import PartialRotary
 from nnxmoe.layers.sinks import Sinks
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.grouped_experts import HF_GROUPED_EXPERTS, DenseOrMoE, check_groups
-from nnxmoe.models.tables import HF_DECODER, HF_GQA, HF_MLP
+from nnxmoe.models.tables import HF_DECODER
 
 _FACTOR = {"partial_rotary_factor": 0.334}
 
@@ -85,7 +85,7 @@ class MiMoV2Flash(DenseOrMoE):
     hub_ids = {"mimo-v2-flash": "XiaomiMiMo/MiMo-V2-Flash"}
     hub_notes = {"mimo-v2-flash": "FP8 blocks, loaded as bfloat16; the layers for multi-token prediction are left out"}
     hf_table = {
-        **HF_DECODER, **HF_GQA, **HF_MLP, **HF_GROUPED_EXPERTS,
+        **HF_DECODER, **HF_GROUPED_EXPERTS,
         "layer.attention.sinks.scores": (W("self_attn.attention_sink_bias"), W("self_attn.sinks")),
     }  # fmt: skip
 

@@ -18,7 +18,6 @@ from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.grouped_experts import corrected_router
 from nnxmoe.models.mixtral import Mixtral
-from nnxmoe.models.tables import HF_QK_NORM
 from nnxmoe.moe.block import MoE
 
 
@@ -100,7 +99,7 @@ class MiniMaxM2(CausalLM):
     hub_ids = {"minimax-m2": "MiniMaxAI/MiniMax-M2"}
     hub_notes = {"minimax-m2": "FP8 blocks, 0.23 TB, loaded as bfloat16"}
     hf_table = {
-        **Mixtral.hf_table, **HF_QK_NORM,
+        **Mixtral.hf_table,
         "layer.moe.router.bias": (W(f"block_sparse_moe.{_BIAS}"), W(f"mlp.{_BIAS}")),
     }  # fmt: skip
 

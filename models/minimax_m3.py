@@ -23,7 +23,7 @@ from nnxmoe.layers.rope import PartialRotary
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.grouped_experts import corrected_router
-from nnxmoe.models.tables import HF_DECODER, HF_GQA, HF_QK_NORM
+from nnxmoe.models.tables import HF_DECODER
 from nnxmoe.moe.block import MoE
 
 _SPARSE = "minimax_m3_sparse"
@@ -139,7 +139,7 @@ class MiniMaxM3VLText(CausalLM):
     not_for_peft = ("mlp.gate", "mlp.up", "shared.gate", "shared.up")  # halves of one linear layer in transformers
     # The first names are those of the text model in transformers, the others those of published files.
     hf_table = {
-        **HF_DECODER, **HF_GQA, **HF_QK_NORM,
+        **HF_DECODER,
         **{
             f"layer.attention.indexer.{x}{ours}": (
                 W(f"self_attn.indexer.{x}_{end}"), W(f"self_attn.index_{x}_{end}").in_files

@@ -13,7 +13,7 @@ from nnxmoe.config.printable import short
 from nnxmoe.layers.gqa import GQA
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.weight_names import W
-from nnxmoe.models.tables import HF_DECODER, HF_GQA, MAXTEXT_DECODER, MAXTEXT_GQA, maxtext_experts
+from nnxmoe.models.tables import HF_DECODER, MAXTEXT_DECODER, MAXTEXT_GQA, maxtext_experts
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.router import Router, SoftmaxTopK
 
@@ -70,7 +70,7 @@ class Mixtral(CausalLM):
     }  # fmt: skip
     hub_ids = {"mixtral-8x7b": "mistralai/Mixtral-8x7B-v0.1", "mixtral-8x22b": "mistralai/Mixtral-8x22B-v0.1"}
     hf_table = {
-        **HF_DECODER, **HF_GQA,
+        **HF_DECODER,
         "layer.moe_norm.scale": W("post_attention_layernorm.weight"),
         "layer.moe.router.kernel": (W("block_sparse_moe.gate.weight"), W("mlp.gate.weight")),
         "layer.moe.experts.gate": (_HUB.each("w1.weight"), _SAVED.each("w1.weight"), _FUSED.rows(0, 2)),

@@ -13,7 +13,7 @@ from nnxmoe.config.bounds import count
 from nnxmoe.layers.gqa import GQA
 from nnxmoe.layers.qk_norm import QKNorm
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.models.tables import HF_DECODER, HF_GQA, HF_MOE, HF_QK_NORM
+from nnxmoe.models.tables import HF_DECODER, HF_MOE
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.router import Router, SoftmaxTopK
 
@@ -50,7 +50,7 @@ class Olmoe(CausalLM):
     configs = (OlmoeConfig,)
     presets = {"olmoe-1b-7b": OlmoeConfig(intermediate_size=1024, num_key_value_heads=16, dtype="bfloat16")}
     hub_ids = {"olmoe-1b-7b": "allenai/OLMoE-1B-7B-0924"}
-    hf_table = HF_DECODER | HF_GQA | HF_QK_NORM | HF_MOE
+    hf_table = HF_DECODER | HF_MOE
 
     def attention(self, index: int, **kw: Any) -> GQA:
         c = self.config

@@ -13,7 +13,7 @@ from nnxmoe.layers.gqa import GQA
 from nnxmoe.layers.qk_norm import QKNorm
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.models.llama import LlamaLike
-from nnxmoe.models.tables import HF_QK_NORM, MAXTEXT_QK_NORM
+from nnxmoe.models.tables import MAXTEXT_QK_NORM
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,5 +108,4 @@ class Qwen3(NormedHeads, LlamaLike):
         "qwen3-32b": _qwen3(5120, 25600, 64, 64, 8, tied=False),
     }
     hub_ids = {name: f"Qwen/Qwen{name[4:].upper()}" for name in presets}
-    hf_table = {**LlamaLike.hf_table, **HF_QK_NORM}
     maxtext_table = {**LlamaLike.maxtext_table, **MAXTEXT_QK_NORM}

@@ -11,7 +11,7 @@ from typing import Any
 from nnxmoe.config.bounds import count, per_layer
 from nnxmoe.layers.gqa import GQA
 from nnxmoe.models.qwen_moe import HF_SHARED, QwenMoe, QwenMoeConfig
-from nnxmoe.models.tables import HF_DECODER, HF_GQA, HF_MLP
+from nnxmoe.models.tables import HF_DECODER
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class Qwen2Moe(QwenMoe):
     configs = (Qwen2MoeConfig,)
     presets = {"qwen1.5-moe-a2.7b": _A2_7B, "qwen2-57b-a14b": _A14B}
     hub_ids = {"qwen1.5-moe-a2.7b": "Qwen/Qwen1.5-MoE-A2.7B", "qwen2-57b-a14b": "Qwen/Qwen2-57B-A14B"}
-    hf_table = HF_DECODER | HF_GQA | HF_MLP | HF_SHARED
+    hf_table = HF_DECODER | HF_SHARED
 
     def attention(self, index: int, **kw: Any) -> GQA:
         return self.gqa(index, bias=self.config.qkv_bias, out_bias=False, **kw)

@@ -10,7 +10,7 @@ from typing import Any
 from nnxmoe.config.bounds import ConfigError, count
 from nnxmoe.models.qwen import NormedHeads, Qwen3
 from nnxmoe.models.qwen_moe import QwenMoe, QwenMoeConfig
-from nnxmoe.models.tables import HF_MOE, maxtext_experts
+from nnxmoe.models.tables import HF_DECODER, HF_MOE, maxtext_experts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ class Qwen3Moe(NormedHeads, QwenMoe):
         "qwen3-coder-30b-a3b": "Qwen/Qwen3-Coder-30B-A3B-Instruct",
         "qwen3-coder-480b-a35b": "Qwen/Qwen3-Coder-480B-A35B-Instruct",
     }
-    hf_table = {**Qwen3.hf_table, **HF_MOE}
+    hf_table = HF_DECODER | HF_MOE
     maxtext_table = {
         **Qwen3.maxtext_table,
         **maxtext_experts("moe_block"),

@@ -21,9 +21,6 @@ from nnxmoe.models.grouped_experts import DenseOrMoE
 from nnxmoe.models.qwen import NormedHeads
 from nnxmoe.models.tables import (
     HF_DECODER,
-    HF_GQA,
-    HF_MLP,
-    HF_QK_NORM,
     MAXTEXT_DECODER,
     Linen,
     maxtext_experts,
@@ -76,7 +73,7 @@ class QwenHybridConfig(PartialRotaryConfig):
 
 
 HF_HYBRID = {
-    **HF_DECODER, **HF_GQA, **HF_QK_NORM, **HF_MLP,
+    **HF_DECODER,
     "layer.attention.conv.weight": W("linear_attn.conv1d.weight"),
     "layer.attention.a_log": W("linear_attn.A_log"),
     "layer.attention.dt_bias": W("linear_attn.dt_bias"),

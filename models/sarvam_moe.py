@@ -11,7 +11,7 @@ from nnxmoe.config.bounds import count
 from nnxmoe.model.weight_names import Table, W, options
 from nnxmoe.models.glm4_moe import Glm4Moe, Glm4MoeConfig
 from nnxmoe.models.grouped_experts import HF_GROUPED_EXPERTS
-from nnxmoe.models.tables import HF_DECODER, HF_GQA, HF_MLP, HF_QK_NORM
+from nnxmoe.models.tables import HF_DECODER
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ class SarvamMoE(Glm4Moe):
     configs = (SarvamMoEConfig,)
     presets = {"sarvam-30b": SarvamMoEConfig()}
     hub_ids = {"sarvam-30b": "sarvamai/sarvam-30b"}
-    hf_table = HF_DECODER | HF_GQA | HF_QK_NORM | HF_MLP | HF_GROUPED_EXPERTS
+    hf_table = HF_DECODER | HF_GROUPED_EXPERTS
 
     @classmethod
     def hf_names(cls, config: Any) -> Table:

@@ -27,7 +27,7 @@ from nnxmoe.layers.rope import PartialRotary
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.grouped_experts import corrected_router
-from nnxmoe.models.tables import HF_DECODER, HF_GQA, HF_MLP, HF_QK_NORM
+from nnxmoe.models.tables import HF_DECODER
 from nnxmoe.moe.block import MoE
 
 # Lists to which published files append an entry per prediction layer.
@@ -230,7 +230,7 @@ class Step3p5(CausalLM):
     hub_ids = {"step-3.5-flash": "stepfun-ai/Step-3.5-Flash"}
     hub_notes = {"step-3.5-flash": "the layers for multi-token prediction are left out"}
     hf_table = {
-        **HF_DECODER, **HF_GQA, **HF_QK_NORM, **HF_MLP,
+        **HF_DECODER,
         "layer.attention.gate.g.kernel": W("self_attn.g_proj.weight"),
         "layer.moe_norm.scale": W("post_attention_layernorm.weight"),
         "layer.moe.router.kernel": (W("moe.gate.weight"), W("mlp.gate.weight")),

@@ -11,16 +11,30 @@ from nnxmoe.model.weight_names import W
 Hf = dict[str, W | tuple[W, ...]]
 Linen = dict[str, tuple[Any, ...]]  # the values: `nnxmoe.convert.maxtext_layout.MaxTextRow`
 
+
+def hf_mlp(block: str, ours: str = "layer.moe.shared") -> Hf:
+    """Table rows of a shared or dense feed-forward, which is the submodule ``block`` of a layer."""
+    return {
+        f"{ours}.{x}.{end}": W(f"{block}.{x}_proj.{theirs}")
+        for x in ("gate", "up", "down")
+        for end, theirs in (("kernel", "weight"), ("bias", "bias"))
+    }
+
+
+# What most decoders have. Rows of parameters that a model does not have are not used.
 HF_DECODER: Hf = {
     "embed.table": W("model.embed_tokens.weight"),
     "norm.scale": W("model.norm.weight"),
     "head.kernel": W("lm_head.weight"),
     "layer.attention_norm.scale": W("input_layernorm.weight"),
-}
-HF_GQA: Hf = {
-    f"layer.attention.{x}.{ours}": W(f"self_attn.{x}_proj.{theirs}")
-    for x in "qkvo"
-    for ours, theirs in (("kernel", "weight"), ("bias", "bias"))
+    **{
+        f"layer.attention.{x}.{ours}": W(f"self_attn.{x}_proj.{theirs}")
+        for x in "qkvo"
+        for ours, theirs in (("kernel", "weight"), ("bias", "bias"))
+    },
+    **{f"layer.attention.qk_norm.{x}.scale": W(f"self_attn.{x}_norm.weight") for x in "qk"},
+    "layer.mlp_norm.scale": W("post_attention_layernorm.weight"),
+    **hf_mlp("mlp", "layer.mlp"),
 }
 HF_LATENT: Hf = {
     "layer.attention.q.kernel": W("self_attn.q_proj.weight"),
@@ -35,19 +49,6 @@ HF_LATENT: Hf = {
     "layer.attention.o.kernel": W("self_attn.o_proj.weight"),
     "layer.attention.o.bias": W("self_attn.o_proj.bias"),
 }
-
-
-def hf_mlp(block: str, ours: str = "layer.moe.shared") -> Hf:
-    """Table rows of a shared or dense feed-forward, which is the submodule ``block`` of a layer."""
-    return {
-        f"{ours}.{x}.{end}": W(f"{block}.{x}_proj.{theirs}")
-        for x in ("gate", "up", "down")
-        for end, theirs in (("kernel", "weight"), ("bias", "bias"))
-    }
-
-
-HF_MLP: Hf = {"layer.mlp_norm.scale": W("post_attention_layernorm.weight"), **hf_mlp("mlp", "layer.mlp")}
-HF_QK_NORM: Hf = {f"layer.attention.qk_norm.{x}.scale": W(f"self_attn.{x}_norm.weight") for x in ("q", "k")}
 _EXPERTS, _GATE_UP = W("mlp.experts"), W("mlp.experts.gate_up_proj")
 # The second names are those of transformers 5 in memory, also found in some saved checkpoints.
 HF_MOE: Hf = {

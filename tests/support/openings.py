@@ -20,7 +20,7 @@ from nnxmoe.layers.recurrent import RecurrentState, recurrence
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.layer import Layer, LayerOutput
 from nnxmoe.model.weight_names import W
-from nnxmoe.models.llama import HF_DECODER, HF_GQA, HF_MLP
+from nnxmoe.models.llama import HF_DECODER
 from nnxmoe.moe.router import Router, Routing, SoftmaxTopK
 
 WINDOW = 3  # of the convolution
@@ -115,8 +115,6 @@ class Openings(CausalLM):
     configs = (OpenConfig,)
     hf_table = (
         HF_DECODER
-        | HF_GQA
-        | HF_MLP
         | {f"layer.attention.{x}.kernel": W(f"mixer.{x}.weight") for x in ("taps", "decay", "gate.g")}
         | {f"layer.{x}_post_norm.scale": W(f"{x}_post_norm.weight") for x in ("attention", "mlp", "moe")}
         | {

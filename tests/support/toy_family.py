@@ -14,8 +14,7 @@ from nnxmoe.layers.qk_norm import QKNorm
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.layer import Layer
 from nnxmoe.model.strategy import Strategy
-from nnxmoe.model.weight_names import W
-from nnxmoe.models.llama import HF_DECODER, HF_GQA, HF_MLP, LlamaConfig
+from nnxmoe.models.llama import HF_DECODER, LlamaConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,12 +37,7 @@ class Toy(CausalLM):
 
     configs = (ToyConfig,)
     presets = {"toy-8b": ToyConfig()}
-    hf_table = (
-        HF_DECODER
-        | HF_GQA
-        | HF_MLP
-        | {f"layer.attention.qk_norm.{x}.scale": W(f"self_attn.{x}_norm.weight") for x in ("q", "k")}
-    )
+    hf_table = HF_DECODER
 
     def attention(self, index: int, **kw: Any) -> GQA:
         c = self.config
@@ -94,7 +88,7 @@ class Granite(CausalLM):
     """Llama with four factors: what to do where embedding, residual, scores and logits differ."""
 
     configs = (GraniteConfig,)
-    hf_table = HF_DECODER | HF_GQA | HF_MLP
+    hf_table = HF_DECODER
 
     def embedding(self, config: GraniteConfig, strategy: Strategy, **kw: Any) -> Embed:
         factor, sizes = config.embedding_multiplier, (config.vocab_size, config.hidden_size)
