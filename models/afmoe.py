@@ -15,7 +15,6 @@ from nnxmoe.layers.gqa import GQA, OutputGate
 from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.layers.qk_norm import QKNorm
 from nnxmoe.model.layer import Layer
-from nnxmoe.model.strategy import Strategy
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.grouped_experts import HF_GROUPED_EXPERTS, DenseOrMoE, corrected_router
 from nnxmoe.models.tables import HF_DECODER
@@ -98,9 +97,8 @@ class Afmoe(DenseOrMoE):
         **{f"layer.{x}_post_norm.scale": W("post_mlp_layernorm.weight") for x in ("mlp", "moe")},
     }
 
-    def embedding(self, config: AfmoeConfig, strategy: Strategy, **kw: Any) -> Embed:
-        form = MuPEmbed if config.mup_enabled else Embed
-        return form(config.vocab_size, config.hidden_size, mesh=strategy.mesh, rules=strategy.rules, **kw)
+    def embedding(self, **kw: Any) -> Embed:
+        return super().embedding(MuPEmbed if self.config.mup_enabled else Embed, **kw)
 
     def layer(self, index: int, form: type[Layer] = Layer, **options: Any) -> Layer:
         one, other = (RMSNorm(self.config.hidden_size, self.config.rms_norm_eps, **options) for _ in range(2))

@@ -332,8 +332,8 @@ class DeepSeekV4(StreamedLM):
             )
         return c.num_hidden_layers
 
-    def final_norm(self, config: Any, **kw: Any) -> CollapsedNorm:
-        c = config
+    def final_norm(self, **kw: Any) -> CollapsedNorm:
+        c = self.config
         return CollapsedNorm(c.hidden_size, c.hc_mult, eps=c.hc_eps, norm_eps=c.rms_norm_eps, **kw)
 
     def attention(self, index: int, **kw: Any) -> SharedKV:

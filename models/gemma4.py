@@ -33,7 +33,6 @@ from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.layer import Layer
 from nnxmoe.model.maxtext_layers import LayerBlocks
 from nnxmoe.model.output import Ids
-from nnxmoe.model.strategy import Strategy
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.gemma_layers import EdgeLayer, GemmaLayer
 from nnxmoe.models.tables import (
@@ -285,12 +284,12 @@ class Gemma4Text(CausalLM):
     maxtext_layers = LayerBlocks(("local",) * 5 + ("global",), "scanned_blocks", nested=True)
     maxtext_scales_embeddings = True
 
-    def embedding(self, config: Gemma4TextConfig, strategy: Strategy, **kw: Any) -> Embed:
-        c, kw = config, {"mesh": strategy.mesh, "rules": strategy.rules, **kw}
+    def embedding(self, **kw: Any) -> Embed:
+        c = self.config
         if not (width := c.hidden_size_per_layer_input):
-            return MuPEmbed(c.vocab_size, c.hidden_size, **kw)
+            return super().embedding(MuPEmbed, **kw)
         own = {"own_vocab": c.vocab_size_per_layer_input, "layers": c.num_hidden_layers, "width": width}
-        return PerLayerEmbed(c.vocab_size, c.hidden_size, eps=c.rms_norm_eps, **own, **kw)
+        return super().embedding(PerLayerEmbed, eps=c.rms_norm_eps, **own, **kw)
 
     def __init__(self, config: Gemma4TextConfig, *given: Any, **options: Any):
         super().__init__(config, *given, **options)

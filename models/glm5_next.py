@@ -103,8 +103,8 @@ class Glm5NextText(StreamedLM, KimiHybrid, DeepSeekV32):
         },
     }
 
-    def final_norm(self, config: Any, **kw: Any) -> MeanNorm:
-        return MeanNorm(config.hidden_size, config.hc_mult, config.rms_norm_eps, **kw)
+    def final_norm(self, **kw: Any) -> MeanNorm:
+        return MeanNorm(self.config.hidden_size, self.config.hc_mult, self.config.rms_norm_eps, **kw)
 
     def recurrent(self, **kw: Any) -> KimiDelta:
         c, bound = self.config, self.config.linear_lower_bound

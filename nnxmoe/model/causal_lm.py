@@ -130,18 +130,19 @@ class CausalLM(nnx.Module):
         experts = Experts(dim, width, count, matmul=s.matmul, rules=s.rules, **options)
         return MoE(router, experts, s.dispatch, shared, s.mesh, norm)
 
-    def embedding(self, config: Any, strategy: Strategy, **kw: Any) -> Embed:
+    def embedding(self, form: Callable[..., Embed] = Embed, **options: Any) -> Embed:
         """The embedding, which is also the head if the two are tied."""
-        return Embed(config.vocab_size, config.hidden_size, mesh=strategy.mesh, rules=strategy.rules, **kw)
+        c, s = self.config, self.strategy
+        return form(c.vocab_size, c.hidden_size, mesh=s.mesh, rules=s.rules, **options)
 
-    def final_norm(self, config: Any, **kw: Any) -> RMSNorm:
+    def final_norm(self, **kw: Any) -> RMSNorm:
         """The norm after the layers."""
-        return self.norm_class(config.hidden_size, config.rms_norm_eps, **kw)
+        return self.norm_class(self.config.hidden_size, self.config.rms_norm_eps, **kw)
 
-    def output_head(self, config: Any, **kw: Any) -> Linear | None:
+    def output_head(self, **kw: Any) -> Linear | None:
         """The output head; None if it is the embedding."""
-        tied = config.tie_word_embeddings
-        return None if tied else Linear((config.hidden_size,), (config.vocab_size,), ("embed", "vocab"), **kw)
+        c = self.config
+        return None if c.tie_word_embeddings else Linear((c.hidden_size,), (c.vocab_size,), ("embed", "vocab"), **kw)
 
     def __init__(
         self,
@@ -163,10 +164,10 @@ class CausalLM(nnx.Module):
         def parts(key: Array | None) -> dict[str, Any]:
             kw: dict[str, Any] = {"dtype": dtype, "rngs": None if key is None else nnx.Rngs(key)}
             return {
-                "embed": self.embedding(config, strategy, **kw),
+                "embed": self.embedding(**kw),
                 "stacks": nnx.List(stacks_of(self, strategy, **kw)),
-                "norm": self.final_norm(config, **kw),
-                "head": self.output_head(config, **kw),
+                "norm": self.final_norm(**kw),
+                "head": self.output_head(**kw),
                 "mtp": nnx.List(ahead(**kw)),
             }
 

@@ -32,7 +32,7 @@ class MTP(nnx.Module):
         self.token_norm, self.hidden_norm = (model.norm_class(dim, config.rms_norm_eps, **kw) for _ in range(2))
         self.project = self.projection(dim, **kw)
         self.layer = layer
-        self.norm = model.final_norm(config, **kw)
+        self.norm = model.final_norm(**kw)
         self.remat = model.strategy.remat
 
     def projection(self, dim: int, **kw: Any) -> Any:

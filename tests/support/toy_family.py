@@ -2,6 +2,7 @@
 (IBM 2024), a Llama with factors of the embedding, the scores, what layers add, and the logits."""
 
 import dataclasses
+import functools
 from typing import Any
 
 from nnxmoe.config.base import DecoderConfig
@@ -13,7 +14,6 @@ from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.layers.qk_norm import QKNorm
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.layer import Layer
-from nnxmoe.model.strategy import Strategy
 from nnxmoe.models.llama import HF_DECODER, LlamaConfig
 
 
@@ -90,12 +90,12 @@ class Granite(CausalLM):
     configs = (GraniteConfig,)
     hf_table = HF_DECODER
 
-    def embedding(self, config: GraniteConfig, strategy: Strategy, **kw: Any) -> Embed:
-        factor, sizes = config.embedding_multiplier, (config.vocab_size, config.hidden_size)
-        return ScaledEmbed(factor, *sizes, mesh=strategy.mesh, rules=strategy.rules, **kw)
+    def embedding(self, **kw: Any) -> Embed:
+        return super().embedding(functools.partial(ScaledEmbed, self.config.embedding_multiplier), **kw)
 
-    def final_norm(self, config: GraniteConfig, **kw: Any) -> RMSNorm:
-        return ScaledNorm(1 / config.logits_scaling, config.hidden_size, config.rms_norm_eps, **kw)
+    def final_norm(self, **kw: Any) -> RMSNorm:
+        c = self.config
+        return ScaledNorm(1 / c.logits_scaling, c.hidden_size, c.rms_norm_eps, **kw)
 
     def layer(self, index: int, **kw: Any) -> Layer:
         return super().layer(index, scale=self.config.residual_multiplier, **kw)
