@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 from nnxmoe.config.bounds import (
-    DTYPES,
     MOST_EXPERTS,
     TOKEN_IDS,
     ConfigError,
@@ -18,6 +17,7 @@ from nnxmoe.config.bounds import (
     count,
     is_one_of,
     number,
+    one_of,
 )
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.printable import short, some
@@ -67,7 +67,7 @@ class DecoderConfig:
     num_key_value_heads: int | None = count(None, most=2**14)
     head_dim: int | None = count(None, most=2**16)
     query_pre_attn_scalar: float | None = number(None, above=0.0, most=2**16)
-    hidden_act: str = "silu"
+    hidden_act: str = one_of("silu", "swish")
     max_position_embeddings: int = 2048
     original_max_position_embeddings: int | None = count(None)
     rms_norm_eps: float = number(1e-6, above=1e-20, most=1.0)
@@ -78,7 +78,7 @@ class DecoderConfig:
     bos_token_id: int | None = None
     eos_token_id: int | Sequence[int] | None = None
     pad_token_id: int | None = None
-    dtype: str | None = None
+    dtype: str | None = one_of(None, "float32", "bfloat16", "float16", "float64")
 
     def __post_init__(self) -> None:
         for name in ("rope_scaling", "rope_parameters"):
@@ -110,10 +110,6 @@ class DecoderConfig:
             )
         if self.query_pre_attn_scalar is not None and not self.scale_in_queries:
             raise ConfigError(f"query_pre_attn_scalar is not supported for {self.model_type}: remove it")
-        if self.hidden_act not in ("silu", "swish"):
-            raise ConfigError(f"hidden_act {short(self.hidden_act)} is not supported; supported: 'silu'")
-        if self.dtype is not None and self.dtype not in DTYPES:
-            raise ConfigError(f"dtype {short(self.dtype)} is not supported; supported: {', '.join(DTYPES)}")
         check_token_ids({name: getattr(self, name) for name in TOKEN_IDS}, self.vocab_size)
         _ = self.rope
         if self.experts:

@@ -127,7 +127,6 @@ def check_fields(config: Any) -> None:
                 raise ConfigError(f"{field.name} lists {len(value)} layers, not {layers} as num_hidden_layers says")
 
 
-DTYPES = ("float32", "bfloat16", "float16", "float64")
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
