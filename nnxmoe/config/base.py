@@ -55,7 +55,7 @@ class DecoderConfig:
     rope_keys: ClassVar[frozenset[str]] = ROPE_FIELDS  # the fields of a rope object that are read
     scale_in_queries: ClassVar[bool] = True  # whether the query kernel can carry the scale of the scores
     ignored: ClassVar[str] = ""
-    # Fields of some families, with the value of the others. Without annotation, so that they are no fields here.
+    # Fields that only some families have, with the value for the others; unannotated, so that they are no fields here.
     mlp_layer_types = None
     first_k_dense_replace = 0
 
