@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from nnxmoe.config.bounds import ConfigError, check_at_most, count, number, one_of
+from nnxmoe.config.bounds import ConfigError, check_at_most, check_multiple, count, number, one_of
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.layer_types import FULL, SLIDING, LayerRopesConfig
 from nnxmoe.config.printable import short
@@ -139,11 +139,8 @@ class Gemma4TextConfig(LayerRopesConfig):
                 f"num_kv_shared_layers {self.num_kv_shared_layers}: layer {lost[0]} has no {kinds[lost[0]]} layer "
                 f"before layer {first} whose keys it could share"
             )
-        if self.num_attention_heads % self.whole_kv_heads:
-            raise ConfigError(
-                f"num_attention_heads {self.num_attention_heads} is not a multiple of num_global_key_value_heads "
-                f"{self.whole_kv_heads}"
-            )
+        if self.attention_k_eq_v:
+            check_multiple(self, "num_attention_heads", "num_global_key_value_heads")
         if self.enable_moe_block:
             for name in ("num_experts", "top_k_experts", "moe_intermediate_size"):
                 if getattr(self, name) is None:

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nnxmoe.config.bounds import ConfigError, count, number, one_of, per_layer
+from nnxmoe.config.bounds import ConfigError, check_multiple, count, number, one_of, per_layer
 from nnxmoe.layers.gated import LimitedSwiGLU
 from nnxmoe.layers.hyper import MeanNorm
 from nnxmoe.layers.kimi_delta import BoundedDecays, FreeDecays, KimiDelta
@@ -62,8 +62,7 @@ class Glm5NextTextConfig(GlmMoeDsaConfig, NestedDeltaConfig):
 
     def _check(self) -> None:
         super()._check()
-        if self.index_topk % self.index_kpool:
-            raise ConfigError(f"index_topk {self.index_topk} is not a multiple of index_kpool {self.index_kpool}")
+        check_multiple(self, "index_topk", "index_kpool")
         shared = [i for i, recurrent in enumerate(self.recurrent_layers) if not recurrent and not self.indexed[i]]
         if shared:
             raise ConfigError(

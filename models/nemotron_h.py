@@ -12,7 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from nnxmoe.config.bounds import ConfigError, Kinds, count, number, one_of
+from nnxmoe.config.bounds import ConfigError, Kinds, check_multiple, count, number, one_of
 from nnxmoe.config.printable import short
 from nnxmoe.layers.delta import DeltaHeads
 from nnxmoe.layers.gated import relu2
@@ -92,8 +92,7 @@ class NemotronHConfig(GroupedExpertsConfig):
 
     def _check(self) -> None:
         super()._check()
-        if self.mamba_num_heads % self.n_groups:
-            raise ConfigError(f"mamba_num_heads {self.mamba_num_heads} is not a multiple of n_groups {self.n_groups}")
+        check_multiple(self, "mamba_num_heads", "n_groups")
 
     @classmethod
     def _given(cls, fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from nnxmoe.config.bounds import ConfigError, count, one_of, per_layer
+from nnxmoe.config.bounds import check_multiple, count, one_of, per_layer
 from nnxmoe.config.partial_rotary import PartialRotaryConfig
 from nnxmoe.layers.delta import DeltaHeads, DeltaProjection, GatedDeltaNet
 from nnxmoe.layers.gqa import QueryGate
@@ -52,11 +52,7 @@ class QwenHybridConfig(PartialRotaryConfig):
 
     def _check(self) -> None:
         super()._check()
-        if self.linear_num_value_heads % self.linear_num_key_heads:
-            raise ConfigError(
-                f"linear_num_value_heads {self.linear_num_value_heads} is not a multiple of linear_num_key_heads "
-                f"{self.linear_num_key_heads}"
-            )
+        check_multiple(self, "linear_num_value_heads", "linear_num_key_heads")
 
     @property
     def recurrent_layers(self) -> Sequence[bool]:

@@ -13,6 +13,7 @@ from nnxmoe.config.bounds import (
     ConfigError,
     check_at_most,
     check_fields,
+    check_multiple,
     check_token_ids,
     count,
     is_one_of,
@@ -98,11 +99,7 @@ class DecoderConfig:
 
     def _check(self) -> None:
         check_fields(self)
-        if self.num_attention_heads % self.kv_heads:
-            raise ConfigError(
-                f"num_attention_heads {self.num_attention_heads} is not a multiple of "
-                f"num_key_value_heads {self.kv_heads}"
-            )
+        check_multiple(self, "num_attention_heads", "num_key_value_heads")
         if self.experts * self.num_hidden_layers > MOST_EXPERTS:
             raise ConfigError(
                 f"num_hidden_layers {self.num_hidden_layers} with {self.experts} experts each is beyond what is "

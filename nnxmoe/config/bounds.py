@@ -109,6 +109,13 @@ def check_at_most(config: Any, name: str, other: str) -> None:
         raise ConfigError(f"{name} {value} is more than {other} {most}")
 
 
+def check_multiple(config: Any, name: str, other: str) -> None:
+    """Raise ConfigError if the field ``name`` of a config is not a multiple of the field ``other``; null is."""
+    value, divisor = getattr(config, name), getattr(config, other)
+    if divisor is not None and value % divisor:
+        raise ConfigError(f"{name} {value} is not a multiple of {other} {divisor}")
+
+
 def check_fields(config: Any) -> None:
     """Raise ConfigError for the first field of a config dataclass with a wrong type or out of its bounds.
 
