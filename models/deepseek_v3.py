@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from nnxmoe.config.bounds import ConfigError, count
-from nnxmoe.config.rope import yarn_mscale
-from nnxmoe.config.rope_fields import kind_of
+from nnxmoe.config.rope import kind_of, yarn_mscale
 from nnxmoe.layers.mla import LATENT_NORM_EPS, MLA, LatentWidths
 from nnxmoe.layers.rope import rotate_halves, rotate_pairs
 from nnxmoe.model.maxtext_layers import LayerGroups

@@ -13,8 +13,7 @@ from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import ConfigError, count, number, per_layer
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.printable import short
-from nnxmoe.config.rope import Rope
-from nnxmoe.config.rope_fields import rope_from_fields
+from nnxmoe.config.rope import Rope, rope_from_fields
 from nnxmoe.layers.compressed import Compressor
 from nnxmoe.layers.gated import LimitedSwiGLU
 from nnxmoe.layers.hyper import CollapsedNorm

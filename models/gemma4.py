@@ -16,8 +16,7 @@ from nnxmoe.config.bounds import ConfigError, check_at_most, check_multiple, cou
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.layer_types import FULL, SLIDING, LayerRopesConfig
 from nnxmoe.config.printable import short
-from nnxmoe.config.rope import ProportionalRope, Rope
-from nnxmoe.config.rope_fields import kind_of, rope_from_fields
+from nnxmoe.config.rope import ProportionalRope, Rope, kind_of, rope_from_fields
 from nnxmoe.layers.capped import CappedKernel
 from nnxmoe.layers.embed import Embed, MuPEmbed
 from nnxmoe.layers.gated import GeGLU

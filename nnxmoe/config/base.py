@@ -22,9 +22,8 @@ from nnxmoe.config.bounds import (
 )
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.printable import short, some
-from nnxmoe.config.rope import Rope
-from nnxmoe.config.rope_fields import FIELDS as ROPE_FIELDS
-from nnxmoe.config.rope_fields import rope_from_fields
+from nnxmoe.config.rope import FIELDS as ROPE_FIELDS
+from nnxmoe.config.rope import Rope, rope_from_fields
 
 _ROPES = {"rope_scaling", "rope_parameters"}
 
