@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from nnxmoe.cli import commands
 from nnxmoe.cli.options import add_quantize, count, mesh
 from nnxmoe.config.printable import bytes_text
 
@@ -81,12 +82,11 @@ def run(options: argparse.Namespace) -> None:
     from nnxmoe.planning.plan import plan
     from nnxmoe.planning.torus import hardware
     from nnxmoe.planning.work import Work
-    from nnxmoe.quantization.methods import parse
 
     jax.config.update("jax_platforms", "cpu")  # a plan uses no device, and compilers without one print errors
     changed = {name: value for name in RATES if (value := getattr(options, name)) is not None}
     asked = {field.name: getattr(options, field.name) for field in dataclasses.fields(Work)}
-    asked["quantize"] = None if options.quantize is None else parse(options.quantize)
+    asked["quantize"] = commands.method(options)
     asked |= {"on": dataclasses.replace(hardware(options.on), **changed), "rules": {**RULES, **dict(options.rules)}}
     if options.search and options.compile_for:
         raise ValueError("--search compares meshes by arithmetic: leave --compile out, then compile the best one")

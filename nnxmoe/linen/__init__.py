@@ -132,7 +132,7 @@ def _call(module: nn.Module, plan: LinenPlan, args: tuple[Any, ...], kwargs: dic
         path: slot.read(stored[path]) if isinstance(slot, LinenSlot) else _random(module, slot)
         for path, slot in plan.leaves.items()
     }
-    part = plan.merge(values.values())
+    part = nnx.merge(plan.graph, jax.tree.unflatten(plan.tree, values.values()))
     if isinstance(part, CausalLM):
         slots = ((path, slot) for path, slot in plan.leaves.items() if isinstance(slot, LinenSlot))
         kinds = {values[path].dtype for path, slot in slots if slot.matrix}

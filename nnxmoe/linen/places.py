@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -107,10 +107,6 @@ class LinenPlan:
     tree: Any
     leaves: Mapping[Path, LinenSlot | nnx.RngState]
     places: Mapping[Place, list[Path]]
-
-    def merge(self, values: Iterable[Any]) -> Any:
-        """The module with these leaf values."""
-        return nnx.merge(self.graph, jax.tree.unflatten(self.tree, values))
 
 
 @dataclasses.dataclass(frozen=True)

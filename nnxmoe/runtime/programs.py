@@ -37,8 +37,10 @@ class JitProgram:
         """The compiled program for such arguments."""
         shapes = shapes_of(arguments)
         if shapes not in self._known:
-            places = [getattr(leaf, "sharding", leaf) for leaf in jax.tree.leaves((arguments, self._options))]
-            in_order = any(isinstance(place, Sharding) and _on_cpus(place) for place in places)
+            leaves = jax.tree.leaves((arguments, self._options))
+            places = [place for leaf in leaves if isinstance(place := getattr(leaf, "sharding", leaf), Sharding)]
+            several = [place.device_set for place in places if len(place.device_set) > 1]
+            in_order = any(device.platform == "cpu" for devices in several for device in devices)
             lowered = self.jitted.lower(*arguments)
             with contextlib.nullcontext() if self._name is None else announced(f"compiling {self._name}"):
                 self._known[shapes] = lowered.compile(_IN_ORDER if in_order else None)
@@ -75,11 +77,6 @@ def announced(message: str) -> Iterator[list[str]]:
     finally:
         logger.setLevel(before)
         logger.removeFilter(on_record)
-
-
-def _on_cpus(place: Sharding) -> bool:
-    """Whether arrays are sharded over several CPU devices."""
-    return len(place.device_set) > 1 and next(iter(place.device_set)).platform == "cpu"
 
 
 def shapes_of(arguments: Any) -> Any:

@@ -35,7 +35,8 @@ def atomic_dir(folder: str | os.PathLike[str], overwrite: bool | None = None) ->
     present = _present(target, overwrite)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        _warn_of_leftovers(target)
+        if left := [path.name for path in target.parent.glob(f".{glob.escape(target.name[:50])}.*-*.*")]:
+            logger.warning("%s has folders of saves that are running or were killed: %s", target.parent, some(left))
         inside = os.path.isdir(target) and _must_stay(target)
         if inside and any(map(_CHECKPOINT_FILE.fullmatch, present)):
             raise CheckpointError(
@@ -53,7 +54,6 @@ def atomic_dir(folder: str | os.PathLike[str], overwrite: bool | None = None) ->
         if inside:
             _move_in(stage, target)
         elif present:
-            _look_alike(target, stage)
             _replace(stage, target, old)
             state = f"it was replaced, and its other files are in {old}"
             _carry_over(old, target)
@@ -131,26 +131,17 @@ def _must_stay(target: Path) -> str | None:
     return None
 
 
-def _look_alike(target: Path, stage: Path) -> None:
-    """Copy the old folder's mode and, if permitted, its owner to the new one."""
+def _replace(stage: Path, target: Path, old: Path) -> None:
+    """Rename the folders; the new one gets the old one's mode and, if permitted, its owner."""
     shutil.copymode(target, stage)
     with contextlib.suppress(PermissionError):
         os.chown(stage, target.stat().st_uid, target.stat().st_gid)
-
-
-def _replace(stage: Path, target: Path, old: Path) -> None:
     os.rename(target, old)
     try:
         os.rename(stage, target)
     except BaseException:
         os.rename(old, target)
         raise
-
-
-def _warn_of_leftovers(target: Path) -> None:
-    left = [path.name for path in target.parent.glob(f".{glob.escape(target.name[:50])}.*-*.*")]
-    if left:
-        logger.warning("%s has folders of saves that are running or were killed: %s", target.parent, some(left))
 
 
 def _carry_over(old: Path, new: Path) -> None:

@@ -98,7 +98,10 @@ def config_fields(model: GGUF) -> tuple[dict[str, Any], tuple[str, ...]]:
     fields = dict(missing) | {
         field: _one(model, f"{name}.{key}", given[key]) for key, field in known.items() if key in given
     }
-    fields |= {"model_type": kind, **_tokens(model), **_rope(model, name, given, fields)}
+    ids = {key: model.fields.get(f"tokenizer.ggml.{key}_token_id") for key in ("bos", "padding", "eos", "eot", "eom")}
+    ends = list(dict.fromkeys(ids[key] for key in ("eos", "eot", "eom") if ids[key] is not None))  # of turns too
+    fields |= {"bos_token_id": ids["bos"], "pad_token_id": ids["padding"], "eos_token_id": ends or None}
+    fields |= {"model_type": kind, **_rope(model, name, given, fields)}
     _add_shapes(model, given, fields)
     unused = sorted(given.keys() - known.keys() - _IMPLIED)
     return fields, (f"metadata without effect: {some(unused)}",) if unused else ()
@@ -111,15 +114,6 @@ def _one(model: GGUF, key: str, value: Any) -> Any:
             raise model.error(f"{key} differs between layers, which is not supported: {short(value)}")
         value = value[0]
     return float(str(np.float32(value))) if isinstance(value, float) else value
-
-
-def _tokens(model: GGUF) -> dict[str, Any]:
-    """The ids of special tokens; those that end a turn end the text too."""
-    ids = {
-        name: model.fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "padding", "eos", "eot", "eom")
-    }
-    ends = list(dict.fromkeys(ids[name] for name in ("eos", "eot", "eom") if ids[name] is not None))
-    return {"bos_token_id": ids["bos"], "pad_token_id": ids["padding"], "eos_token_id": ends or None}
 
 
 def _add_shapes(model: GGUF, given: Mapping[str, Any], fields: dict[str, Any]) -> None:

@@ -75,7 +75,11 @@ def find(path_or_hub_id: str | os.PathLike[str], revision: str | None, local_fil
     repo_id = os.fspath(path_or_hub_id)
     folder = download(repo_id, revision, local_files_only)
     try:
-        if lost := [name for name in _in_subfolders(folder) if not os.path.lexists(folder / name)]:
+        listed = set[str]()
+        if os.path.lexists(folder / INDEX_FILE) and not os.path.lexists(folder / SINGLE_FILE):
+            listed = set(_read_weight_map(folder / INDEX_FILE).values())
+        # `download` leaves out weight files in subfolders, which an index may name.
+        if lost := sorted(name for name in listed if "/" in name and not os.path.lexists(folder / name)):
             snapshot(repo_id, revision, local_files_only, list(map(glob.escape, lost)), [], CheckpointError)
         return find_in_folder(folder)
     except CheckpointError as error:
@@ -223,14 +227,6 @@ def _read_weight_map(index: Path) -> dict[str, str]:
 def _is_plain_name(value: str) -> bool:
     plain = value not in ("", ".", "..") and len(value) <= 255 and value.isprintable() and Path(value).name == value
     return plain and "\\" not in value and ":" not in value
-
-
-def _in_subfolders(folder: Path) -> list[str]:
-    """The weight files that the index of a snapshot names in subfolders, which `download` leaves out."""
-    if os.path.lexists(folder / SINGLE_FILE) or not os.path.lexists(folder / INDEX_FILE):
-        return []
-    found = _read_weight_map(folder / INDEX_FILE).values()
-    return sorted({name for name in found if "/" in name})
 
 
 def prefixed(tensors: dict[str, T]) -> dict[str, T]:

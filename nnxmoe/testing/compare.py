@@ -100,11 +100,18 @@ def _first_parting(pairs: list[Pair], rows: Mapping[str, Row], tolerance: float)
     first = next(iter(sure or differing), len(pairs))
     lines = [f"first difference, of {len(pairs)} calls of submodules in order of execution:"]
     for i in [i for i in range(first) if agree[i]][-1:] + [i for i in differing if i < first]:
-        lines.append(f"  {'agree' if agree[i] else 'maybe'}  {_names(pairs[i])}  {gaps[i]}")
+        lines.append(f"  {'agree' if agree[i] else 'maybe'}  {' = '.join(map(str, pairs[i]))}  {gaps[i]}")
         lines[-1] += "" if agree[i] else " (perhaps intended: the mapping changes its parameters)"
     if first == len(pairs):
         return [*lines, "  this is the last: the cause comes after it, outside all submodules"]
-    return [*lines, f"  DIFFER {_names(pairs[first])}  {gaps[first]}", *_cause(*pairs[first], tolerance)]
+    ours, theirs = pairs[first]
+    lines.append(f"  DIFFER {ours} = {theirs}  {gaps[first]}")
+    if ours.given is not None and theirs.given is not None and ours.given.shape == theirs.given.shape:
+        gap = _gap(ours.given, theirs.given).error
+        inside = f"  its inputs agree, {gap:.1e}: the cause is inside it"
+        before = f"  its inputs differ already, {gap:.1e}: the cause is before it, between the two"
+        lines.append(inside if gap <= tolerance else before)
+    return lines
 
 
 def _is_healed(i: int, pairs: list[Pair], agree: list[bool]) -> bool:
@@ -116,19 +123,6 @@ def _is_healed(i: int, pairs: list[Pair], agree: list[bool]) -> bool:
         if len(other) < len(path) and other == path[: len(other)]:
             around.setdefault(other, agree[j])
     return any(around.values())
-
-
-def _cause(ours: Call, theirs: Call, tolerance: float) -> list[str]:
-    if ours.given is None or theirs.given is None or ours.given.shape != theirs.given.shape:
-        return []
-    gap = _gap(ours.given, theirs.given)
-    if gap.error <= tolerance:
-        return [f"  its inputs agree, {gap.error:.1e}: the cause is inside it"]
-    return [f"  its inputs differ already, {gap.error:.1e}: the cause is before it, between the two"]
-
-
-def _names(pair: Pair) -> str:
-    return " = ".join(map(str, pair))
 
 
 # Which submodules correspond
