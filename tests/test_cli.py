@@ -611,7 +611,7 @@ def test_prompts_are_read_line_by_line(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"prompts is not UTF-8 .*: save it as UTF-8"):
         prompts.read(str(file))
     file.write_text('[{"prompt": "a"}, 7]')
-    with pytest.raises(ValueError, match=r"prompts: an item of the array must be an object, got 7"):
+    with pytest.raises(ValueError, match=r"prompts: item 2 of the array must be an object, got 7"):
         prompts.read(str(file))
 
 

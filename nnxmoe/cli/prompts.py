@@ -35,47 +35,43 @@ def read(path: str) -> list[Line]:
         text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 ({error}): save it as UTF-8") from None
-    plain, found, of_line = path.endswith(".txt"), list[Line](), "line"
+    plain, kind, found = path.endswith(".txt"), "line", list[Line]()
+    given: list[Any] = text.split("\n")  # splitlines would also split within a JSON string
     if not plain and re.match(r"\s*\[\s*\{", text):
-        text, of_line = _lines_of_array(text, path), "item"
-    for number, line in enumerate(text.split("\n"), 1):  # splitlines would also split within a JSON string
-        if line.strip():
-            line = line.rstrip("\r")
-            is_text = plain or not line.lstrip().startswith("{")
-            found.append(Line(line, number, {}) if is_text else _record(line, f"{path}: {of_line} {number}", number))
+        given, kind = _json(text, f"{path} begins with [{{"), "item"
+    for number, one in enumerate(given, 1):
+        where = f"{path}: {kind} {number}"
+        if kind == "line" and not plain and one.lstrip().startswith("{"):
+            one = _json(one, f"{where} begins with {{")
+        if isinstance(one, dict):
+            found.append(_record(one, where, number))
+        elif kind == "item":
+            raise ValueError(f"{where} of the array must be an object, got {one!r:.60}")
+        elif one.strip():
+            found.append(Line(one.rstrip("\r"), number, {}))
     if lost := sorted({name for one in found for name in one.fields.keys() & set(OUTPUT)}):
         logger.warning("%s: the output has its own fields %s, which replace those of the prompts", path, lost)
     return found
 
 
-def _lines_of_array(text: str, path: str) -> str:
-    """The objects of a JSON array, one per line."""
+def _json(text: str, what: str) -> Any:
     try:
-        found = json.loads(text)
-        if wrong := [one for one in found if not isinstance(one, dict)]:
-            raise ValueError(f"{path}: an item of the array must be an object, got {wrong[0]!r:.60}")
-        return "\n".join(map(json.dumps, found))
+        return json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path} begins with [{{ and is not JSON ({error}); if it is text, name it .txt") from None
+        raise ValueError(f"{what} and is not JSON ({error}); if it is text, name the file .txt") from None
 
 
-def _record(line: str, where: str, number: int) -> Line:
-    try:
-        fields = {name: value for name, value in json.loads(line).items() if value is not None}
-    except json.JSONDecodeError as error:
-        why = f"{where} begins with {{ and is not JSON ({error})"
-        raise ValueError(f"{why}; if it is text, name the file .txt") from None
+def _record(one: dict[str, Any], where: str, number: int) -> Line:
+    fields = {name: value for name, value in one.items() if value is not None}
     if len(known := {"prompt", "messages"} & fields.keys()) != 1:
         raise ValueError(f'{where}: give "prompt" or "messages", one of them, got {sorted(fields)}')
     prompt = fields.pop(name := known.pop())
-    kind = int if name == "prompt" else dict
-    if not (name == "prompt" and isinstance(prompt, str)) and not (
-        isinstance(prompt, list) and prompt and all(isinstance(part, kind) for part in prompt)
-    ):
-        wanted = "a text or a list of ids" if name == "prompt" else "a list of messages"
-        raise ValueError(f"{where}: {name} must be {wanted}, got {prompt!r:.60}")
-    if not prompt:
+    if name == "prompt" and prompt == "":
         raise ValueError(f"{where}: prompt is empty")
+    kind, wanted = (int, "a text or a list of ids") if name == "prompt" else (dict, "a list of messages")
+    several = isinstance(prompt, list) and prompt and all(isinstance(part, kind) for part in prompt)
+    if not several and not (name == "prompt" and isinstance(prompt, str)):
+        raise ValueError(f"{where}: {name} must be {wanted}, got {prompt!r:.60}")
     return Line(prompt, number, fields)
 
 
