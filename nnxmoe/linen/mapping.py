@@ -23,6 +23,7 @@ from nnxmoe.model.strategy import Strategy
 
 Source = str | tuple[str | tuple[str, ...], Callable[..., Any]]
 Mapped = Mapping[str, Source]
+Part = tuple[str, int | None]  # a parameter, or one layer of it
 LAYER = "{layer}"
 # the number of a layer in a name whose parts are separated by slashes or dots
 NUMBERED = re.compile(r"(^|[/. ])((?:[^/. ]*(?:layer|block)s?_?|h_?)?)(\d+)(?=[/.])", re.IGNORECASE)
@@ -38,7 +39,7 @@ def from_mapping(
     rows, faults = read_mapping(mapping, {name: leaf.shape for name, leaf in wanted.items()}, theirs)
     for name, row in rows.items():
         try:
-            found[name] = LazyArray.of(row(*(theirs[source] for source in row.sources)))
+            found[name] = LazyArray.of(row(theirs))
         except ValueError as error:
             faults.append(str(error))
     used = {source for row in rows.values() for source in row.sources}
@@ -63,36 +64,29 @@ def flat(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Taken:
-    """A parameter of ours as a function of arrays of theirs. ``at``: layer to take from a source that stacks them on
-    axis 0, else None; ``changed``: the mapping gives a function."""
+class Row:
+    """A parameter of one module as a function of parameters of the other, or of layers of them. ``changed``: the
+    function does more than stack them."""
 
-    name: str
-    shape: tuple[int, ...]
-    sources: tuple[str, ...]
-    at: tuple[int | None, ...]
+    parts: tuple[Part, ...]
     make: Callable[..., Any]
     changed: bool
 
-    def __call__(self, *arrays: Any) -> Any:
-        """Raise ValueError if the function fails or its result has another shape."""
-        given = [a if at is None else jnp.asarray(a)[at] for a, at in zip(arrays, self.at, strict=True)]
-        try:
-            made = self.make(*given)
-        except Exception as error:
-            kinds = ", ".join(f"{jax.dtypes.result_type(a)}{list(np.shape(a))}" for a in given)
-            raise ValueError(f"{self.name}: its function fails for {kinds}: {type(error).__name__}: {error}") from error
-        if not splits(np.shape(made), self.shape):
-            gives = f"{' and '.join(self.sources)} give {list(np.shape(made))}"
-            raise ValueError(f"{self.name} is {list(self.shape)}, {gives}")
-        return jnp.reshape(made, self.shape)
+    @property
+    def sources(self) -> list[str]:
+        """The names of the other module's parameters."""
+        return list(dict.fromkeys(name for name, _ in self.parts))
+
+    def __call__(self, params: Mapping[str, Any]) -> Any:
+        return self.make(*(params[name] if at is None else jnp.asarray(params[name])[at] for name, at in self.parts))
 
 
 def read_mapping(
     mapping: Mapped, wanted: Mapping[str, tuple[int, ...]], theirs: Container[str]
-) -> tuple[dict[str, Taken], list[str]]:
-    """The row of each wanted parameter (name -> shape), and the faults of all names."""
-    rows, faults = dict[str, Taken](), list[str]()
+) -> tuple[dict[str, Row], list[str]]:
+    """The row of each wanted parameter (name -> shape), and the faults of all names. Rows raise ValueError if their
+    function fails or its result has another shape."""
+    rows, faults = dict[str, Row](), list[str]()
     if not isinstance(mapping, Mapping):
         raise ValueError(f"the mapping is a {type(mapping).__name__}: give a dict from our names to theirs")
     for name, shape in wanted.items():
@@ -107,12 +101,28 @@ def read_mapping(
         if missing := [each for each in sources if each not in theirs]:
             faults.append(f"{name}: the tree has no {', '.join(missing)}")
             continue
-        at = tuple(None if LAYER in each else layer for each in names)
-        rows[name] = Taken(name, shape, sources, at, make, not isinstance(source, str))
+        parts = tuple((each, None if LAYER in general else layer) for general, each in zip(names, sources, strict=True))
+        rows[name] = Row(parts, _checked(name, shape, sources, make), not isinstance(source, str))
     known = {*wanted, *(general_name(name)[0] for name in wanted)}
     return rows, faults + [
         f"{name} of the mapping is no parameter of this model" for name in mapping if name not in known
     ]
+
+
+def _checked(
+    name: str, shape: tuple[int, ...], sources: tuple[str, ...], make: Callable[..., Any]
+) -> Callable[..., Any]:
+    def checked(*given: Any) -> Any:
+        try:
+            made = make(*given)
+        except Exception as error:
+            kinds = ", ".join(f"{jax.dtypes.result_type(a)}{list(np.shape(a))}" for a in given)
+            raise ValueError(f"{name}: its function fails for {kinds}: {type(error).__name__}: {error}") from error
+        if not splits(np.shape(made), shape):
+            raise ValueError(f"{name} is {list(shape)}, {' and '.join(sources)} give {list(np.shape(made))}")
+        return jnp.reshape(made, shape)
+
+    return checked
 
 
 def checked_pair(name: str, source: Any) -> tuple[Any, Callable[..., Any]]:

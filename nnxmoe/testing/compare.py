@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nnxmoe.testing.parameters import Arrays, Part, Row, kind
+from nnxmoe.linen.mapping import Part, Row
+from nnxmoe.testing.parameters import Arrays, kind
 from nnxmoe.testing.record import Call
 
 Pair = tuple[Call, Call]

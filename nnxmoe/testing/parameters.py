@@ -1,6 +1,5 @@
 """Maps the parameters of an NNX module to those of a Linen module, and checks that the two trees match."""
 
-import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -15,30 +14,12 @@ from jaxtyping import Array
 from nnxmoe.config.printable import some
 from nnxmoe.convert import maxtext_layout, native
 from nnxmoe.convert.core.layout import Leaf, Parameter
-from nnxmoe.linen.mapping import LAYER, Mapped, Taken, by_layer, checked_pair, read_mapping
+from nnxmoe.linen.mapping import LAYER, Mapped, Part, Row, by_layer, checked_pair, read_mapping
 from nnxmoe.model.causal_lm import CausalLM
 
 Target = str | tuple[str, Callable[..., Array]]
 Names = Mapping[str | tuple[str, ...], Target | list[Target]]
-Part = tuple[str, int | None]  # an NNX parameter, or one layer of it
 Arrays = dict[str, Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """The NNX parts of a Linen parameter and the function that makes it; ``changed``: it does more than stack them."""
-
-    parts: tuple[Part, ...]
-    make: Callable[..., Any]
-    changed: bool
-
-    @property
-    def source(self) -> str:
-        """The names of the NNX parameters."""
-        return " + ".join(dict.fromkeys(name for name, _ in self.parts))
-
-    def __call__(self, params: Arrays) -> Any:
-        return self.make(*(params[name] if i is None else params[name][i] for name, i in self.parts))
 
 
 class _Origin(NamedTuple):
@@ -63,7 +44,7 @@ def compare_trees(
         rows, faults = _rows(cast(Names, mapping), params)
     faults += [f"Linen's {name} {kind(a)} has no NNX parameter" for name, a in shapes.items() if name not in rows]
     for name, row in rows.items():
-        source = f"{row.source} -> {name}"
+        source = f"{' + '.join(row.sources)} -> {name}"
         try:
             made = jax.eval_shape(row, params)
         except Exception as error:
@@ -95,7 +76,7 @@ def _rows(mapping: Names, params: Arrays) -> tuple[dict[str, Row], list[str]]:
             if unknown := [name for name in names if name not in params]:
                 faults.append(f"{source} -> {there}: NNX has no such parameter{f', {unknown[0]}' * (len(names) > 1)}")
             elif there in rows:
-                faults.append(f"{source} -> {there}: already mapped from {rows[there].source}")
+                faults.append(f"{source} -> {there}: already mapped from {' + '.join(rows[there].sources)}")
             elif make is None and len(names) > 1:
                 faults.append(f"{source} -> {there}: give a pair of the name and a function of {len(names)} arrays")
             else:
@@ -122,38 +103,38 @@ def _taken_rows(model: CausalLM, mapping: Mapped, params: Arrays, shapes: Arrays
     leaves = native.layout(model, False)
     taken, faults = read_mapping(mapping, {name: leaf.shape for name, leaf in leaves.items()}, shapes)
     users: dict[str, list[tuple[Part, _Origin]]] = {}
-    for one in taken.values():
+    for name, one in taken.items():
         try:
             origins = _origins(one, shapes)
         except ValueError as error:
             faults.append(str(error))
             continue
         for source, origin in origins.items():
-            users.setdefault(source, []).append((_part(leaves[one.name].parts[0]), origin))
+            users.setdefault(source, []).append((_part(leaves[name].parts[0]), origin))
     changed = {source for one in taken.values() if one.changed for source in one.sources}
     rows = {
         name: Row(tuple(part for part, _ in used), _undo([origin for _, origin in used], shapes[name]), name in changed)
         for name, used in users.items()
     }
-    for one in [] if faults else taken.values():
-        (name, at), values = _part(leaves[one.name].parts[0]), [rows[source](params) for source in one.sources]
-        ours = np.asarray(params[name] if at is None else params[name][at], np.float64)
-        gap = np.abs(np.asarray(one(*values), np.float64) - ours.reshape(one.shape)).max(initial=0.0)
-        if not gap <= 1e-5 * np.abs(ours).max(initial=1e-30):
-            texts = f"{one.name}: its function of {' and '.join(one.sources)}"
+    for name, one in {} if faults else taken.items():
+        key, at = _part(leaves[name].parts[0])
+        made = np.asarray(one({source: rows[source](params) for source in one.sources}), np.float64)
+        ours = np.asarray(params[key] if at is None else params[key][at], np.float64).reshape(made.shape)
+        if not np.abs(made - ours).max(initial=0.0) <= 1e-5 * np.abs(ours).max(initial=1e-30):
+            texts = f"{name}: its function of {' and '.join(one.sources)}"
             faults.append(f"{texts} cannot be undone; it may select, reorder, reshape, scale and shift")
     return rows, faults
 
 
-def _origins(one: Taken, shapes: Arrays) -> dict[str, _Origin]:
+def _origins(one: Row, shapes: Arrays) -> dict[str, _Origin]:
     """Where each number of a parameter comes from, found by passing positions through the function of the mapping."""
     sizes = [math.prod(shapes[source].shape) for source in one.sources]
     numbers = np.arange(sum(sizes))
 
     def through(values: np.ndarray) -> np.ndarray:
         arrays = np.split(values.astype(np.float32), np.cumsum(sizes)[:-1])
-        given = (array.reshape(shapes[source].shape) for array, source in zip(arrays, one.sources, strict=True))
-        return np.asarray(one(*given), np.float64).reshape(-1)
+        given = {name: array.reshape(shapes[name].shape) for name, array in zip(one.sources, arrays, strict=True)}
+        return np.asarray(one(given), np.float64).reshape(-1)
 
     shift = through(0 * numbers)
     scale = through(0 * numbers + 1) - shift
