@@ -9,18 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from flax import nnx
 
 import nnxmoe
 from nnxmoe.cli import drafts, prompts
 from nnxmoe.cli.prompts import Speed
-from nnxmoe.config.printable import bytes_text, count_text
+from nnxmoe.config.printable import bytes_text
 from nnxmoe.generation.complete import StoppedText, split_stops
 from nnxmoe.generation.request import eos_ids
 from nnxmoe.generation.sampling import effective_fields, listed
 from nnxmoe.runtime import processes
 from nnxmoe.runtime.progress import say
-from nnxmoe.storage.hub import DEMO
 from nnxmoe.storage.source import gguf_in
 
 MODEL_FILES = ("config.json", "adapter_config.json")
@@ -198,14 +196,3 @@ def finetune(options: argparse.Namespace) -> None:
         chats = nnxmoe.Tokenizer.from_pretrained(task.model, **hub).chat_template is not None
         asked = ["chat", options.out] if chats else ["generate", options.out, "Once upon a time"]
         print(f"{options.out}: {kind}; its losses are in metrics.jsonl. Try it: {shlex.join(['nnxmoe', *asked])}")
-
-
-def demo(options: argparse.Namespace) -> None:
-    """Run the embedded tiny Mixtral, and show which experts it uses."""
-    from nnxmoe.cli import demo as shown
-
-    tokenizer, model = nnxmoe.Tokenizer.from_pretrained(DEMO), nnxmoe.from_pretrained(DEMO)
-    what = "the embedded model: a Mixtral of %s parameters, trained on generated text, on %s"
-    size = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
-    say(what, count_text(size), devices_text(None))
-    shown.run(model, tokenizer, options.max_new_tokens)

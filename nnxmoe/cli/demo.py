@@ -1,13 +1,19 @@
 """``nnxmoe demo``: a conversation with the embedded model, and a picture of the experts that it used."""
 
+import argparse
 import time
 from collections.abc import Sequence
 
+import jax
 import numpy as np
+from flax import nnx
 
-from nnxmoe.generation.decode import stream
-from nnxmoe.generation.text import Tokenizer
-from nnxmoe.model.causal_lm import CausalLM
+import nnxmoe
+from nnxmoe.cli import commands
+from nnxmoe.cli.options import count
+from nnxmoe.config.printable import count_text
+from nnxmoe.runtime.progress import say
+from nnxmoe.storage.hub import DEMO
 
 QUESTIONS = (
     "What is the capital of France?",
@@ -22,14 +28,24 @@ TRY = """try next:
   nnxmoe inspect deepseek-v3"""
 
 
-def run(model: CausalLM, tokenizer: Tokenizer, max_new_tokens: int) -> None:
-    """Print the answers while they are generated, their speed, a picture of the experts, and what to try next."""
-    talks, count, seconds = [], 0, 0.0
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    what = "maximum number of new tokens per prompt (default 80)"
+    parser.add_argument("--max-new-tokens", type=count, default=80, metavar="N", help=what)
+
+
+def demo(options: argparse.Namespace) -> None:
+    """Run the embedded tiny Mixtral, and show which experts it uses."""
+    tokenizer, model = nnxmoe.Tokenizer.from_pretrained(DEMO), nnxmoe.from_pretrained(DEMO)
+    what = "the embedded model: a Mixtral of %s parameters, trained on generated text, on %s"
+    size = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    say(what, count_text(size), commands.devices_text(None))
+    talks, made, seconds = [], 0, 0.0
     for question in QUESTIONS:
         message = [{"role": "user", "content": question}]
         ids = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=True)
         print(f"you:  {question}")
-        pieces, answer = stream(model, tokenizer, ids, max_new_tokens=max_new_tokens), ""
+        pieces, answer = nnxmoe.stream(model, tokenizer, ids, max_new_tokens=options.max_new_tokens), ""
         for piece in pieces:
             if not answer:
                 started, first = time.perf_counter(), pieces.tokens
@@ -37,16 +53,16 @@ def run(model: CausalLM, tokenizer: Tokenizer, max_new_tokens: int) -> None:
             print(piece, end="", flush=True)
             answer += piece
         if answer:
-            seconds, count = seconds + time.perf_counter() - started, count + pieces.tokens - first
+            seconds, made = seconds + time.perf_counter() - started, made + pieces.tokens - first
         print("\n")
         talks.append(ids + tokenizer.encode(answer, add_special_tokens=False))
-    if count:
-        print(f"{count / seconds:.0f} tokens per second, after the first of each answer\n")
-    show_experts(model, talks)
+    if made:
+        print(f"{made / seconds:.0f} tokens per second, after the first of each answer\n")
+    _show_experts(model, talks)
     print(TRY)
 
 
-def show_experts(model: CausalLM, talks: Sequence[Sequence[int]]) -> None:
+def _show_experts(model: nnxmoe.CausalLM, talks: Sequence[Sequence[int]]) -> None:
     """A row per layer and a column per expert, shaded by the expert's share of all tokens' weights."""
     tokens, mask = np.zeros((2, len(talks), max(map(len, talks))), np.int32)
     for row, ids in enumerate(talks):

@@ -110,9 +110,7 @@ def add_sampling(parser: argparse.ArgumentParser, tokens: int, default: str) -> 
     add("--max-new-tokens", type=count, default=tokens, metavar="N", help=what)
     add("--temperature", type=float, metavar="T", help=f"0: always the most likely token (default: {default})")
     add("--top-k", type=int, metavar="K", help="sample from the K most likely tokens (0: all)")
-    what = "sample from the most likely tokens whose probabilities sum to P"
-    add("--top-p", type=float, metavar="P", help=what)
-    what = "sample from tokens at least P times as likely as the best"
-    add("--min-p", type=float, metavar="P", help=what)
+    add("--top-p", type=float, metavar="P", help="sample from the most likely tokens whose probabilities sum to P")
+    add("--min-p", type=float, metavar="P", help="sample from tokens at least P times as likely as the best")
     add("--repetition-penalty", type=float, metavar="R", help="above 1: discourages repetition")
     add("--seed", type=int, default=0, metavar="S", help="the same seed gives the same text")

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import nnxmoe
 from nnxmoe.cli import chat as talk
-from nnxmoe.cli import commands, drafts, evaluating, inspecting, serving
+from nnxmoe.cli import commands, demo, drafts, evaluating, inspecting, serving
 from nnxmoe.cli import options as shared
 from nnxmoe.cli import plans as plan_options
 from nnxmoe.cli.exit_codes import INTERRUPTED, PIPE_CLOSED
@@ -127,11 +127,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _demo_options(parser: argparse.ArgumentParser) -> None:
-    what = "maximum number of new tokens per prompt (default 80)"
-    parser.add_argument("--max-new-tokens", type=shared.count, default=80, metavar="N", help=what)
-
-
 def _generate_options(parser: argparse.ArgumentParser) -> None:
     shared.add_loading(parser)
     prompt = parser.add_mutually_exclusive_group(required=True)
@@ -173,8 +168,7 @@ def _convert_options(parser: argparse.ArgumentParser) -> None:
     add("--scan", action="store_true", help=what)
     add("--dtype", choices=shared.DTYPES, help="dtype of the weights (default: as stored)")
     shared.add_mesh(parser)
-    what = "a folder with config.json, or a preset: MaxText does not store the config"
-    add("--config", metavar="FOLDER", help=what)
+    add("--config", metavar="FOLDER", help="a folder with config.json, or a preset: MaxText does not store the config")
     shared.add_adapter(parser)
     shared.add_quantize(parser, keep=False)
     add("--verify", action="store_true", help="read the result back and compare arrays and logits")
@@ -189,31 +183,25 @@ def _finetune_options(parser: argparse.ArgumentParser) -> None:
         help='objects {"text": …}, {"messages": [{"role": …}, …]}, {"prompt": …, "completion": …}, or of Alpaca and '
         "ShareGPT, one per line or in a JSON array, also as .gz",
     )
-    what = "new, empty or the folder of a run; gets metrics.jsonl"
-    add("--out", required=True, metavar="DIR", help=what)
-    what = "train LoRA adapters of this rank (default: all weights)"
-    add("--lora", type=shared.count, metavar="RANK", help=what)
+    add("--out", required=True, metavar="DIR", help="new, empty or the folder of a run; gets metrics.jsonl")
+    add("--lora", type=shared.count, metavar="RANK", help="train LoRA adapters of this rank (default: all weights)")
     shared.add_quantize(parser)
     add("--adapter-only", action="store_true", help="write the adapter in peft's format, unmerged")
     add("--lora-alpha", type=float, metavar="A", help="scale adapters by A / rank (default: the rank)")
-    what = "divide the experts' ranks by the experts per token"
-    add("--split-rank", action="store_true", help=what)
+    add("--split-rank", action="store_true", help="divide the experts' ranks by the experts per token")
     length = parser.add_mutually_exclusive_group().add_argument
     length("--steps", type=shared.count, metavar="N", help="training steps in all (default 200)")
     length("--epochs", type=shared.count, metavar="N", help="passes over the data, instead of --steps")
     add("--warmup", type=int, metavar="N", help="steps to the peak learning rate (default: a tenth)")
-    what = "DATA has chosen and rejected completions: use DPO"
-    add("--preferences", action="store_true", help=what)
+    add("--preferences", action="store_true", help="DATA has chosen and rejected completions: use DPO")
     add("--beta", type=float, metavar="B", help="how closely DPO keeps to the original (default 0.1)")
     what = "compute each batch in N parts, for less memory"
     add("--accumulate", type=shared.count, default=1, metavar="N", help=what)
-    what = "data held out; evaluated with every checkpoint"
-    add("--eval", dest="evaluation", metavar="DATA.json", help=what)
+    add("--eval", dest="evaluation", metavar="DATA.json", help="data held out; evaluated with every checkpoint")
     add("--batch-size", type=shared.count, default=8, metavar="B", help="rows per step (default 8)")
     add("--seq-len", type=shared.count, default=512, metavar="T", help="tokens per row (default 512)")
     add("--optimizer", default="adam", metavar="NAME", help="adam (default), muon, adafactor or lion")
-    what = "peak (2e-4 with --lora or 2e-5; lion / 5; DPO / 20)"
-    add("--learning-rate", type=float, metavar="LR", help=what)
+    add("--learning-rate", type=float, metavar="LR", help="peak (2e-4 with --lora or 2e-5; lion / 5; DPO / 20)")
     what = "save a checkpoint every K steps (default 100)"
     add("--save-every", type=shared.count, default=100, metavar="K", help=what)
     add("--profile", type=shared.count, metavar="N", help="write a trace of N steps for xprof or Perfetto")
@@ -223,7 +211,7 @@ def _finetune_options(parser: argparse.ArgumentParser) -> None:
 
 # Command -> its function, whose docstring is the help, its options, and examples.
 _COMMANDS: dict[str, tuple[Callable[..., None], Callable[[argparse.ArgumentParser], None], str]] = {
-    "demo": (commands.demo, _demo_options, "demo"),
+    "demo": (demo.demo, demo.options, "demo"),
     "generate": (
         commands.generate,
         _generate_options,

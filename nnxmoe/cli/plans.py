@@ -20,46 +20,44 @@ RATES |= {"efficiency": "share of the peak, 0 to 1"}
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Define the options of ``nnxmoe plan``."""
-    parser.add_argument("model", metavar="MODEL", help="a preset such as deepseek-v3, 'demo', a folder or a hub id")
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="a preset such as deepseek-v3, 'demo', a folder or a hub id")
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--mesh", type=mesh, metavar="AXES", help="sizes of mesh axes, such as fsdp=16,expert=16")
     what = "compare the meshes of N devices, and without --batch also numbers of rows: the best ten"
     where.add_argument("--devices", "--search", dest="search", type=count, metavar="N", help=what)
-    parser.add_argument("--batch", type=count, metavar="B", help="rows of one step, over all devices")
-    what = "tokens per row, with --decode those in the cache (4096)"
-    parser.add_argument("--seq", type=count, default=4096, metavar="T", help=what)
-    parser.add_argument("--on", default="h100", metavar="DEVICE", help="h100, h200, b200, tpu-v5p:4x4x4, … (h100)")
+    add("--batch", type=count, metavar="B", help="rows of one step, over all devices")
+    add("--seq", type=count, default=4096, metavar="T", help="tokens per row, with --decode those in the cache (4096)")
+    add("--on", default="h100", metavar="DEVICE", help="h100, h200, b200, tpu-v5p:4x4x4, … (h100)")
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--train", dest="train", action="store_true", default=True, help="a training step (default)")
     kind.add_argument("--decode", dest="train", action="store_false", help="one token for every row, with a full cache")
-    parser.add_argument("--accumulate", type=count, default=1, metavar="N", help="compute each batch in N parts")
+    add("--accumulate", type=count, default=1, metavar="N", help="compute each batch in N parts")
     what = "most rows that a device receives for its experts, as a multiple of the even load; others are dropped"
-    parser.add_argument("--buffer-factor", type=float, metavar="F", help=what)
+    add("--buffer-factor", type=float, metavar="F", help=what)
     what = "send tokens to experts in N parts, one after another (default: so many that buffers hold 8 x the even load)"
-    parser.add_argument("--chunks", type=count, metavar="N", help=what)
+    add("--chunks", type=count, metavar="N", help=what)
     what = "parts of a batch in the pipeline of --mesh pipe=…; a multiple of its stages"
-    parser.add_argument("--microbatches", type=count, metavar="M", help=what)
-    parser.add_argument("--no-remat", dest="remat", action="store_false", help="keep all activations for the backward")
+    add("--microbatches", type=count, metavar="M", help=what)
+    add("--no-remat", dest="remat", action="store_false", help="keep all activations for the backward")
     what = "mesh axes that shard an axis of parameters, such as embed=fsdp+expert"
-    parser.add_argument("--rule", dest="rules", action="append", default=[], type=_rule, metavar="NAME=AXES", help=what)
-    parser.add_argument("--across", metavar="AXIS", help="the mesh axis that crosses nodes or slices")
-    parser.add_argument("--compare", type=mesh, metavar="AXES", help="a second mesh, to be planned too")
+    add("--rule", dest="rules", action="append", default=[], type=_rule, metavar="NAME=AXES", help=what)
+    add("--across", metavar="AXIS", help="the mesh axis that crosses nodes or slices")
+    add("--compare", type=mesh, metavar="AXES", help="a second mesh, to be planned too")
     what = "how long so many tokens take, such as 15T; with --price in money too"
-    parser.add_argument("--tokens", type=tokens, metavar="N", help=what)
-    parser.add_argument("--price", type=float, metavar="P", help="of a device and hour")
-    parser.add_argument("--offload", action="store_true", help="the host keeps the inputs of layers")
+    add("--tokens", type=tokens, metavar="N", help=what)
+    add("--price", type=float, metavar="P", help="of a device and hour")
+    add("--offload", action="store_true", help="the host keeps the inputs of layers")
     what = "groups of layers of each pipeline stage, one after another (arithmetic only)"
-    parser.add_argument("--interleaved", type=count, default=1, metavar="V", help=what)
+    add("--interleaved", type=count, default=1, metavar="V", help=what)
     what = "the exchange sends one copy of a token per node, as DeepEP's (arithmetic only)"
-    parser.add_argument("--node-copies", action="store_true", help=what)
+    add("--node-copies", action="store_true", help=what)
     what = "train adapters of this rank only; the weights are frozen (arithmetic only)"
-    parser.add_argument("--lora", type=count, default=0, metavar="R", help=what)
-    what = "adapters of experts have the rank / experts per token"
-    parser.add_argument("--split-rank", action="store_true", help=what)
+    add("--lora", type=count, default=0, metavar="R", help=what)
+    add("--split-rank", action="store_true", help="adapters of experts have the rank / experts per token")
     add_quantize(parser, keep=False)
-    what = "how products are computed (arithmetic only)"
-    parser.add_argument("--compute", choices=["bf16", "fp8"], default="bf16", help=what)
-    parser.add_argument(
+    add("--compute", choices=["bf16", "fp8"], default="bf16", help="how products are computed (arithmetic only)")
+    add(
         "--compile",
         dest="compile_for",
         nargs="?",
@@ -68,9 +66,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="compile the step: for the devices of --on (nnxmoe[plan-gpu], nnxmoe[plan-tpu]), or for virtual CPUs",
     )
     for name, unit in RATES.items():
-        what = f"{name} of a device, in {unit}, instead of the table's"
-        parser.add_argument(f"--{name}", type=float, metavar="X", help=what)
-    parser.add_argument("--plot", metavar="FILE.png", help="also draw the bytes and the time (nnxmoe[notebooks])")
+        add(f"--{name}", type=float, metavar="X", help=f"{name} of a device, in {unit}, instead of the table's")
+    add("--plot", metavar="FILE.png", help="also draw the bytes and the time (nnxmoe[notebooks])")
 
 
 def run(options: argparse.Namespace) -> None:
