@@ -23,6 +23,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 def inspect(options: argparse.Namespace) -> None:
     """Print a model's sizes and whether it fits in memory, without reading its weights."""
     from nnxmoe.cli.summary import spread_lines, summarise
+    from nnxmoe.generation.draft_cost import auto_cost
     from nnxmoe.model.strategy import Strategy
 
     if options.mesh and options.keep_quantized:
@@ -32,7 +33,8 @@ def inspect(options: argparse.Namespace) -> None:
     spread = spread_lines(s.config, s.weight_dtype, options.mesh, method) if options.mesh else []
     batch, context = options.batch, options.context or min(s.config.max_position_embeddings, 4096)
     _print_memory(s, batch, context, spread[-1:])
-    _print_sizes(s, batch, context)
+    cost = auto_cost(s.model, batch, context)
+    _print_sizes(s, batch, context, cost.plain_bytes)
     if s.stored:
         _print_files(s)
     fixed, per_token = s.cache.get(1, 0), s.cache_token - s.cache.get(1, 0)  # states do not grow with the length
@@ -52,7 +54,9 @@ def inspect(options: argparse.Namespace) -> None:
             print(f"  {line}")
     for line in spread[:-1]:
         print(line)
-    _print_drafts(s, batch, context)
+    reads = f"{bytes_text(cost.plain_bytes)} at batch {batch}; with {cost.name} {bytes_text(cost.bytes)}"
+    print(f"drafts      a step reads {reads}, in {cost.ratio:.2f} x the time")
+    print(f"            they {cost.pays}; --draft auto expects {cost.expected:.0%}")
     if s.missing or s.misshapen:
         raise ValueError(
             f"{s.source} cannot be loaded: {len(s.missing)} tensors are missing and {len(s.misshapen)} do not fit "
@@ -65,37 +69,38 @@ def _print_memory(s: Any, batch: int, context: int, spread: list[str]) -> None:
     from nnxmoe.runtime.memory import memory_bytes
 
     need, (have, where) = s.needed(batch, context), memory_bytes()
-    print(
-        f"{s.source}: {s.config.model_type} of {count_text(s.parameters)} parameters, "
-        f"{count_text(s.active)} active per token"
-    )
+    size = f"{count_text(s.parameters)} parameters, {count_text(s.active)} active per token"
+    print(f"{s.source}: {s.config.model_type} of {size}")
     fits = f"{'fits' if need <= have else 'does not fit'}: {bytes_text(need)} of {bytes_text(have)} ({where})"
     print(f"memory      {bytes_text(need)} on all devices together" if spread else f"memory      {fits}")
-    print(
-        f"            {bytes_text(s.weight_bytes)} of weights in {' and '.join(s.weights)}, "
-        f"{bytes_text(need - s.weight_bytes)} of cache for batch {batch}, {context} tokens"
-    )
+    cache = f"{bytes_text(need - s.weight_bytes)} of cache for batch {batch}, {context} tokens"
+    print(f"            {bytes_text(s.weight_bytes)} of weights in {' and '.join(s.weights)}, {cache}")
     for line in spread:
         print(line)
 
 
-def _print_sizes(s: Any, batch: int, context: int) -> None:
-    """Print the bytes that a token reads, the GPUs that hold the model, and the parameters by kind."""
+def _print_sizes(s: Any, batch: int, context: int, step: float) -> None:
+    """Print the bytes that a token reads, the GPUs that hold the model and how fast they decode (``step``: the bytes
+    that a step reads), and the parameters by kind."""
+    from nnxmoe.planning.published import Efficiency
     from nnxmoe.runtime.hardware import TABLE
 
-    need = s.needed(batch, context)
-    print(
-        f"per token   {bytes_text(s.active_bytes)} of weights are read at batch 1, "
-        f"and {count_text(2 * s.active)} floating-point operations are computed"
-    )
+    computed = f"and {count_text(2 * s.active)} floating-point operations are computed"
+    print(f"per token   {bytes_text(s.active_bytes)} of weights are read at batch 1, {computed}")
     buffers = batch * context * s.buffer_token
-    sizes = {f"{gib} GiB": gib * 2**30 for gib in (16, 24, 48)} | {
-        name: TABLE[name.lower()].memory for name in ("H100", "H200")
-    }
-    room = ", ".join(f"{name} {'yes' if need + buffers <= size else 'no'}" for name, size in sizes.items())
+    need = s.needed(batch, context) + buffers
+    sizes = {f"{gib} GiB": gib * 2**30 for gib in (16, 24, 48)}
+    sizes |= {name: TABLE[name.lower()].memory for name in ("H100", "H200")}
+    room = ", ".join(f"{name} {'yes' if need <= size else 'no'}" for name, size in sizes.items())
     print(f"one GPU     {room}; with about {bytes_text(buffers)} of buffers for a prompt of {context} tokens")
-    if rates := _rates(s, batch, context, need + buffers):
-        print(f"            decodes {rates} tokens per second, by the share of bandwidth of published servers")
+    rates = list[str]()
+    for kind in (TABLE[name] for name in ("t4", "rtx4090", "rtx5090", "l40s", "h100", "h200", "b200")):
+        share = Efficiency.of(kind, s.config.experts > 0, train=False)
+        low, high = (batch * kind.bandwidth * one / step for one in (share.low, share.high))
+        rates += [f"on {kind.name} {low:,.0f} to {high:,.0f}"] if need <= kind.memory else []
+    if rates:
+        shown = ", ".join(rates[:3])
+        print(f"            decodes {shown} tokens per second, by the share of bandwidth of published servers")
     if len(s.weights) > 1:
         print("weights     " + ", ".join(f"{kind} {bytes_text(size)}" for kind, size in s.weights.items()))
     if s.published:
@@ -104,33 +109,6 @@ def _print_sizes(s: Any, batch: int, context: int) -> None:
     for part, size in s.parts.items():
         print(f"  {part:16}{size:>14,}  {size / s.parameters:6.1%}")
     print(f"active      {s.active:>20,}  per token")
-
-
-def _rates(s: Any, batch: int, context: int, need: int) -> str:
-    """Tokens per second of the common GPUs that hold the model, from the bytes of a step."""
-    from nnxmoe.generation.draft_cost import auto_cost
-    from nnxmoe.planning.published import Efficiency
-    from nnxmoe.runtime.hardware import TABLE
-
-    step, found = auto_cost(s.model, batch, context).plain_bytes, list[str]()
-    for kind in (TABLE[name] for name in ("t4", "rtx4090", "rtx5090", "l40s", "h100", "h200", "b200")):
-        if need <= kind.memory and len(found) < 3:
-            share = Efficiency.of(kind, s.config.experts > 0, train=False)
-            low, high = (batch * kind.bandwidth * one / step for one in (share.low, share.high))
-            found.append(f"on {kind.name} {low:,.0f} to {high:,.0f}")
-    return ", ".join(found)
-
-
-def _print_drafts(s: Any, batch: int, context: int) -> None:
-    """Print the bytes that a step reads with and without drafts, and when drafts pay."""
-    from nnxmoe.generation.draft_cost import auto_cost
-
-    cost = auto_cost(s.model, batch, context)
-    print(
-        f"drafts      a step reads {bytes_text(cost.plain_bytes)} at batch {batch}; with {cost.name} "
-        f"{bytes_text(cost.bytes)}, in {cost.ratio:.2f} x the time"
-    )
-    print(f"            they {cost.pays}; --draft auto expects {cost.expected:.0%}")
 
 
 def _print_files(s: Any) -> None:
