@@ -175,8 +175,7 @@ def finetune(
     say("metrics of every step are written to %s", folder / _METRICS)
     model = from_pretrained(task.model, task.dtype, mesh, _strategy(), keep_quantized=task.keep_quantized, **how)
     say("%s", model.load_report.summary())
-    length = min(task.seq_len, model.config.max_position_embeddings)
-    if length < task.seq_len:
+    if (length := min(task.seq_len, model.config.max_position_embeddings)) < task.seq_len:
         say("rows have %d tokens, the longest context of the model", length)
     if task.lora is not None:
         rank = lora.split_ranks(model, task.lora) if task.split_rank else task.lora
