@@ -47,7 +47,7 @@ def load(loads: Loads, names: Sequence[str] | None = None, ax: Axes = None) -> A
     values = values * values.shape[1]
     names = _names(loads, values, names)
     ax = _axes(ax, (1.5 + 0.5 * values.shape[1], 1.1 + 0.34 * len(values)))
-    _heat(ax, values, "load / even load")
+    _heat(ax, values)
     ax.set(xlabel="expert", yticks=range(len(names)), yticklabels=names)
     ax.xaxis.get_major_locator().set_params(integer=True)
     if values.size <= _CELLS:
@@ -80,7 +80,7 @@ def over_steps(loads: Any, steps: Sequence[int] | None = None, ax: Axes = None) 
     first, last = (1, values.shape[1]) if steps is None else (steps[0], steps[-1])
     half = (last - first) / max(values.shape[1] - 1, 1) / 2 or 0.5
     ax = _axes(ax, (6, 1.1 + 0.22 * len(values)))
-    _heat(ax, values, "load / even load", extent=(first - half, last + half, len(values) - 0.5, -0.5))
+    _heat(ax, values, extent=(first - half, last + half, len(values) - 0.5, -0.5))
     ax.set(xlabel="step", ylabel="expert")
     return ax
 
@@ -215,6 +215,6 @@ def _names(loads: Loads, values: np.ndarray, names: Sequence[str] | None) -> lis
     return found
 
 
-def _heat(ax: Axes, values: np.ndarray, label: str, **options: Any) -> None:
+def _heat(ax: Axes, values: np.ndarray, **options: Any) -> None:
     image = ax.imshow(values, cmap=_MAP, vmin=0, vmax=max(2.0, values.max()), aspect="auto", **options)
-    ax.figure.colorbar(image, ax=ax, label=label, pad=0.02)
+    ax.figure.colorbar(image, ax=ax, label="load / even load", pad=0.02)

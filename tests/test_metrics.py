@@ -26,12 +26,6 @@ from tests.support import families
 from tests.support.tiny import build_tiny, random_tokens
 
 
-def rows_of(log: Any) -> list[dict[str, Any]]:
-    """The metrics in the complete lines of a log's file."""
-    lines = [line for line in log.path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-    return list(csv.DictReader(lines)) if isinstance(log, train.CsvLog) else list(map(json.loads, lines))
-
-
 def progress(step: int, **metrics: float) -> train.Progress:
     return train.Progress(step, 9, {"step": step, "loss": 1 / step, **metrics}, np.zeros((0, 0)), lambda: None)  # pyright: ignore
 
@@ -46,7 +40,8 @@ def test_resumed_run_logs_each_step_once(kind: Any, tmp_path: Path) -> None:
     again = kind(path)
     for step in (3, 4, 5):  # resumed from the checkpoint of step 2
         again(progress(step, **({"evaluation": 0.25} if step == 4 else {})))
-    rows = rows_of(again)
+    text = path.read_text()
+    rows = list(csv.DictReader(text.splitlines())) if kind is train.CsvLog else list(map(json.loads, text.splitlines()))
     assert [int(row["step"]) for row in rows] == [1, 2, 3, 4, 5]
     np.testing.assert_allclose([float(row["loss"]) for row in rows], [1, 1 / 2, 1 / 3, 1 / 4, 1 / 5])
     assert [float(row["evaluation"]) for row in rows if row.get("evaluation")] == [0.5, 0.25]
@@ -61,12 +56,10 @@ def test_truncated_last_line_is_dropped(kind: Any, tmp_path: Path) -> None:
     for step in (1, 2, 13):
         log(progress(step))
     log.path.write_text(log.path.read_text()[:-15])
-    assert [int(row["step"]) for row in rows_of(log)] == [1, 2]
+    assert [int(row["step"]) for row in log.read()] == [1, 2]
     for step in (13, 14, 1, 2):
         log(progress(step))
-        assert [int(row["step"]) for row in rows_of(log)] == {13: [1, 2, 13], 14: [1, 2, 13, 14]}.get(
-            step, [1, 2][:step]
-        )
+        assert [int(row["step"]) for row in log.read()] == {13: [1, 2, 13], 14: [1, 2, 13, 14]}.get(step, [1, 2][:step])
 
 
 def test_csv_log_rejects_new_columns(tmp_path: Path) -> None:
@@ -151,8 +144,8 @@ def test_the_parts_of_a_step_have_the_same_names_in_every_log(tmp_path: Path) ->
     assert sum(metrics["data_seconds"] for metrics in done) >= 4 * 0.05
     assert done[2]["checkpoint_seconds"] > 0 == done[0]["checkpoint_seconds"]  # that of step 2
     assert [m["step"] for m in done if "evaluation_seconds" in m] == [4] and done[3]["evaluation_seconds"] > 0
-    assert [row.keys() for row in rows_of(logs[0])] == [metrics.keys() for metrics in done]
-    assert set(rows_of(logs[1])[0]) == done[3].keys()
+    assert [row.keys() for row in logs[0].read()] == [metrics.keys() for metrics in done]
+    assert set(logs[1].read()[0]) == done[3].keys()
 
 
 def test_the_bar_shows_load_drops_and_skips() -> None:

@@ -110,10 +110,9 @@ def _remove(path: Path, process: int) -> None:
 
 
 def _written(parts: Iterable[bytes]) -> Path:
-    descriptor, name = tempfile.mkstemp(prefix="nnxmoe-", suffix=".jsonl")
-    with os.fdopen(descriptor, "wb") as file:
+    with tempfile.NamedTemporaryFile(prefix="nnxmoe-", suffix=".jsonl", delete=False) as file:
         file.writelines(parts)
-    return Path(name)
+    return Path(file.name)
 
 
 def _lines(path: Path, where: str) -> Iterator[tuple[int, int, bytes]]:

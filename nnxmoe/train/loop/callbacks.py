@@ -36,20 +36,23 @@ class _Log(abc.ABC):
         self._next = progress.step + 1
 
     def _begin(self, step: int) -> None:
-        """Keep the lines of earlier steps, without one that was cut off, such as by a full disk."""
-        kept: list[str] = []
-        if self.path.exists():
-            with self.path.open(newline="", encoding="utf-8") as file:
-                kept = [line for line in file if line.endswith("\n") and self.step_of(line) < step]
+        lines, rows = (self._lines(), self.read()) if self.path.exists() else ([], [])
+        head = len(lines) - len(rows)  # lines with names of columns
+        kept = [line for line, row in zip(lines[head:], rows, strict=True) if int(row["step"]) < step]
         self.path.parent.mkdir(parents=True, exist_ok=True)
         beside = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
         with beside.open("w", newline="", encoding="utf-8") as file:
-            file.writelines(kept)
+            file.writelines(lines[:head] + kept if kept else [])
         os.replace(beside, self.path)
 
+    def _lines(self) -> list[str]:
+        """The complete lines of the file, without one that was cut off, such as by a full disk."""
+        with self.path.open(newline="", encoding="utf-8") as file:
+            return [line for line in file if line.endswith("\n")]
+
     @abc.abstractmethod
-    def step_of(self, line: str) -> int:
-        """The step of a line of the file."""
+    def read(self) -> list[dict[str, Any]]:
+        """The metrics in the file, one dict per step."""
 
     @abc.abstractmethod
     def add(self, metrics: Metrics) -> None:
@@ -59,8 +62,8 @@ class _Log(abc.ABC):
 class JsonLog(_Log):
     """One JSON object per line and step."""
 
-    def step_of(self, line: str) -> int:
-        return json.loads(line)["step"]
+    def read(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self._lines()]
 
     def add(self, metrics: Metrics) -> None:
         with self.path.open("a", encoding="utf-8") as file:
@@ -70,9 +73,8 @@ class JsonLog(_Log):
 class CsvLog(_Log):
     """One line per step; the columns are the metrics of the first step and of evaluations, empty if not measured."""
 
-    def step_of(self, line: str) -> int:
-        first = line.partition(",")[0]
-        return 1 if first == "step" else int(first)  # a run from step 1 on writes column names of its own
+    def read(self) -> list[dict[str, Any]]:
+        return list(csv.DictReader(self._lines()))
 
     def add(self, metrics: Metrics) -> None:
         new = not self.path.stat().st_size

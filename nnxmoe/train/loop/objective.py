@@ -145,8 +145,7 @@ class RouterLosses:
     ) -> tuple[Float[Array, ""], tuple[Array, Array, Array, Array]]:
         """The weighted sum of the routers' losses, and the fields ``balance`` to ``dropped`` of `Losses`."""
         even, router_z = (share * _mean([info.routing[i] for info in infos]) for i in range(2))
-        experts = infos[0].dispatch.load.shape[-1] if infos else 0
-        load = jnp.stack([info.dispatch.load for info in infos]) if infos else jnp.zeros((0, experts), jnp.int32)
+        load = jnp.stack([info.dispatch.load for info in infos]) if infos else jnp.zeros((0, 0), jnp.int32)
         dropped = jnp.stack([info.dispatch.dropped for info in infos]) if infos else jnp.zeros((0,), jnp.int32)
         return self.balance * even + self.router_z_loss * router_z, (even, router_z, load, dropped)
 
@@ -185,7 +184,6 @@ class Objective(RouterLosses):
         return dataclasses.replace(self, depths=len(model.mtp) if self.mtp else 0)
 
     def check(self, batch: Batch) -> None:
-        """Raise ValueError for a batch that `check_batch` refuses."""
         check_batch(batch)
 
     def count(self, batch: Batch) -> tuple[Float[Array, ""], ...]:

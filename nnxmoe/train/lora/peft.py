@@ -30,7 +30,7 @@ from nnxmoe.storage.safetensors import dtype_code
 from nnxmoe.storage.write import Tensors, write_json, write_shares
 from nnxmoe.train.lora.adapter_file import WEIGHTS_FILE as WEIGHTS_FILE
 from nnxmoe.train.lora.adapter_file import AdapterFile, expert_by_expert
-from nnxmoe.train.lora.peft_config import CONFIG_FILE, Numbers, Settings
+from nnxmoe.train.lora.peft_config import CONFIG_FILE, Numbers, Settings, settings_of
 from nnxmoe.train.lora.pieces import OneLayer, Piece, Stored, joined, parameter_name, pieces_of, scaled
 from nnxmoe.train.lora.slots import Slot, adapted, refuse_adapted, slots
 
@@ -60,7 +60,7 @@ def save(model: CausalLM, folder: str | os.PathLike[str], *, overwrite: bool = F
     base = {"base_model_name_or_path": report and report.source, "revision": report and report.revision}
     with shared_folder(folder, overwrite) as stage:
         if jax.process_index() == 0:
-            write_json(stage / CONFIG_FILE, {**_settings(model, pieces).fields, **base})
+            write_json(stage / CONFIG_FILE, {**_settings(model, pieces), **base})
         shares = [(None, _tensors(model, pieces))]
         write_shares(stage, shares, 1 << 62, process=jax.process_index(), single=WEIGHTS_FILE)
 
@@ -77,7 +77,7 @@ def base_of(folder: str | os.PathLike[str]) -> str | None:
     return name
 
 
-def _settings(model: CausalLM, pieces: list[Piece]) -> Settings:
+def _settings(model: CausalLM, pieces: list[Piece]) -> dict[str, Any]:
     """The settings of adapters, by names within a layer where all layers have equal adapters, else by full names."""
     numbers = {(piece.slot.name, piece.layer): piece.numbers for piece in pieces}
     groups: dict[str, dict[str, Numbers | None]] = collections.defaultdict(dict)
@@ -90,7 +90,7 @@ def _settings(model: CausalLM, pieces: list[Piece]) -> Settings:
         end = layer_of(next(iter(group)))[1].removeprefix("model.")
         found |= {end: next(iter(group.values()))} if alike else group
     has_experts = any(slot.name == "router" for slot in slots(model))
-    return Settings.of({name: own for name, own in found.items() if own is not None}, has_experts=has_experts)
+    return settings_of({name: own for name, own in found.items() if own is not None}, has_experts=has_experts)
 
 
 def _tensors(model: CausalLM, pieces: list[Piece]) -> Tensors:

@@ -32,43 +32,40 @@ _MERGE = "merge it into its base model with peft (merge_and_unload), and load th
 Numbers = tuple[int, float]
 
 
+def settings_of(numbers: Mapping[str, Numbers], *, has_experts: bool) -> dict[str, Any]:
+    """The fields for adapters, given (rank, alpha) per parameter name, or its end: ``mlp.up_proj.weight``."""
+
+    def is_module(name: str) -> bool:
+        module, _, last = name.rpartition(".")
+        return last == "weight" and not (has_experts and module.rpartition(".")[2] in _TAKEN)
+
+    (rank, alpha), _ = collections.Counter(numbers.values()).most_common(1)[0]
+    named = {name.removesuffix(".weight") if is_module(name) else name: both for name, both in numbers.items()}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "inference_mode": True,
+        "r": rank,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "rank_pattern": {re.escape(name): r for name, (r, _) in named.items() if r != rank},
+        "alpha_pattern": {re.escape(name): a for name, (_, a) in named.items() if a != alpha},
+        "target_modules": sorted(named.keys() - numbers.keys()),
+        "target_parameters": sorted(named.keys() & numbers.keys()) or None,
+        "bias": "none",
+        "lora_dropout": 0.0,
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "use_dora": False,
+        "init_lora_weights": True,
+    }
+
+
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """The fields of an adapter_config.json, and the file they were read from."""
 
     fields: Mapping[str, Any]
     path: Path | None = None
-
-    @classmethod
-    def of(cls, numbers: Mapping[str, Numbers], *, has_experts: bool) -> Self:
-        """The settings of adapters, given (rank, alpha) per parameter name, or its end: ``mlp.up_proj.weight``."""
-
-        def is_module(name: str) -> bool:
-            module, _, last = name.rpartition(".")
-            return last == "weight" and not (has_experts and module.rpartition(".")[2] in _TAKEN)
-
-        (rank, alpha), _ = collections.Counter(numbers.values()).most_common(1)[0]
-        named = {name.removesuffix(".weight") if is_module(name) else name: both for name, both in numbers.items()}
-        parameters = [name for name in named if name in numbers]
-        return cls(
-            {
-                "peft_type": "LORA",
-                "task_type": "CAUSAL_LM",
-                "inference_mode": True,
-                "r": rank,
-                "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
-                "rank_pattern": {re.escape(name): r for name, (r, _) in named.items() if r != rank},
-                "alpha_pattern": {re.escape(name): a for name, (_, a) in named.items() if a != alpha},
-                "target_modules": sorted(named.keys() - numbers.keys()),
-                "target_parameters": sorted(parameters) or None,
-                "bias": "none",
-                "lora_dropout": 0.0,
-                "fan_in_fan_out": False,
-                "use_rslora": False,
-                "use_dora": False,
-                "init_lora_weights": True,
-            }
-        )
 
     @classmethod
     def read(cls, path: Path) -> Self:
