@@ -91,11 +91,11 @@ def strip(pieces: Sequence[str], routing: Mapping[int, Routing] | Routing, row: 
     ``pieces``: the text of the first tokens, or of all T. ``routing``: ``{layer: Routing [B, T, …]}``, or a single
     Routing to show all its choices, best first. ``row``: index into the batch. Cells of padding stay empty.
     """
-    many = {0: routing} if isinstance(routing, Routing) else dict(sorted(routing.items()))
-    cells = {f"layer {i}": (np.asarray(r.experts)[row, :, 0], r.valid) for i, r in many.items()}
     if isinstance(routing, Routing):
         choices = np.asarray(routing.experts)[row].T
-        cells = {f"choice {i + 1}": (choice, routing.valid) for i, choice in enumerate(choices)}
+        cells = {f"choice {i}": (choice, routing.valid) for i, choice in enumerate(choices, 1)}
+    else:
+        cells = {f"layer {i}": (np.asarray(r.experts)[row, :, 0], r.valid) for i, r in sorted(routing.items())}
     if short := [len(experts) for experts, _ in cells.values() if len(experts) < len(pieces)]:
         raise ValueError(f"{len(pieces)} pieces of text for {short[0]} tokens")
     ax = _axes(ax, (1 + 0.27 * len(pieces), 0.9 + 0.27 * len(cells)))
@@ -129,16 +129,16 @@ def history(
     metrics = [metrics] if isinstance(metrics, str) else list(metrics)
     ax = _axes(ax, (6, 3))
     colors = itertools.cycle(PALETTE[i] for i in (0, 4, 2, 6, 1, 5))  # yellow lines fade on white
-    words = [metric.replace("_", " ") for metric in metrics]
+    words = {metric: metric.replace("_", " ") for metric in metrics}
     for i, ((label, steps), metric) in enumerate(itertools.product(runs.items(), metrics)):
         found = [(step["step"], step[metric]) for step in steps if metric in step]
         if not found:
             known = ", ".join(sorted({name for step in steps for name in step} - {"step"}))
             raise ValueError(f"no step has the metric {metric!r}; there are: {known or 'none'}")
-        named = " ".join(part for part in (label, metric.replace("_", " ") if len(metrics) > 1 else "") if part)
+        named = " ".join(part for part in (label, words[metric] if len(metrics) > 1 else "") if part)
         style: dict[str, Any] = {"marker": "o" if len(found) < 10 else "", "linestyle": ("-", "--", "-.", ":")[i % 4]}
         ax.plot(*zip(*found, strict=True), label=named, color=next(colors), linewidth=max(1.6, 3.6 - i), **style)
-    ax.set(xlabel="step", ylabel=", ".join(words))
+    ax.set(xlabel="step", ylabel=", ".join(words.values()))
     ax.grid(alpha=0.3)
     if len(runs) * len(metrics) > 1:
         ax.legend(frameon=False)

@@ -231,11 +231,11 @@ def _strategy() -> Strategy:
 
 
 def _look(folder: Path, task: Finetune) -> str:
-    """The state of a folder: ``new``, or ``begun`` or ``done`` by the same task. Raises CheckpointError otherwise."""
+    """Return ``done`` if the task has finished in the folder. Raises CheckpointError if that holds something else."""
     record, asked = folder / _RECORD, dataclasses.asdict(task)
     if not os.path.lexists(record):
         refuse_unless_empty(folder)
-        return "new"
+        return ""
     found = read_object(record, "use a new folder", CheckpointError)
     finished = found.pop(_FINISHED, None)
     lengths = [(found.get(name), asked[name]) for name in _LENGTHS]
@@ -249,7 +249,7 @@ def _look(folder: Path, task: Finetune) -> str:
         raise CheckpointError(f"{folder} holds another run ({what}): use the same command line, or a new folder")
     written_last = (CONFIG_FILE, WEIGHTS_FILE) if task.adapter_only else ("config.json",)
     complete = finished and all((folder / name).is_file() for name in written_last)
-    return "done" if complete and all(old == new for old, new in lengths) else "begun"
+    return "done" if complete and all(old == new for old, new in lengths) else ""
 
 
 def _record(folder: Path, task: Finetune, finished: int | None) -> str:
