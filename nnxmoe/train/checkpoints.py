@@ -140,18 +140,15 @@ class Checkpoints:
         wanted = named(like, "like")
         if lines := differences(signature(wanted), run["arrays"]):
             raise CheckpointError(f"{where} does not match the requested arrays:{lines}")
-        places = {name: leaf.sharding or SingleDeviceSharding(jax.local_devices()[0]) for name, leaf in wanted.items()}
-        found = {name: jnp.zeros(a.shape, a.dtype, device=places[name]) for name, a in wanted.items() if not a.size}
-        specs = {
-            name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=places[name])
-            for name, leaf in wanted.items()
-            if leaf.size
-        }
+        first = SingleDeviceSharding(jax.local_devices()[0])
+        specs = {n: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding or first) for n, a in wanted.items()}
+        found = {name: jnp.zeros(a.shape, a.dtype, device=a.sharding) for name, a in specs.items() if not a.size}
+        stored = {name: a for name, a in specs.items() if a.size}
         with (
             _failing(f"cannot read {where}", remedy),
             ocp.Checkpointer(ocp.StandardCheckpointHandler()) as reader,
         ):
-            found |= reader.restore(where / _ARRAYS, args=ocp.args.StandardRestore(specs)) if specs else {}
+            found |= reader.restore(where / _ARRAYS, args=ocp.args.StandardRestore(stored)) if stored else {}
         if lines := differences(signature(wanted), signature(found)):  # random keys whose metadata is lost
             raise CheckpointError(f"{where} is damaged; {remedy}:{lines}")
         return jax.tree.unflatten(jax.tree.structure(like), [found[name] for name in wanted]), run["extra"]
