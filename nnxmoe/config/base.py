@@ -285,14 +285,8 @@ class DecoderConfig:
     @property
     def rope(self) -> Rope:
         """The rotary embedding these fields ask for."""
-        return rope_from_fields(
-            self.rope_fields,
-            self.rope_dim,
-            self.rope_theta,
-            self.max_position_embeddings,
-            self.original_max_position_embeddings,
-            self.rope_field,
-        )
+        positions = self.max_position_embeddings, self.original_max_position_embeddings
+        return rope_from_fields(self.rope_fields, self.rope_dim, self.rope_theta, *positions, self.rope_field)
 
 
 def _families(kind: type[DecoderConfig]) -> Iterator[type[DecoderConfig]]:
