@@ -26,7 +26,7 @@ from nnxmoe.convert.core.dtypes import float_dtype
 from nnxmoe.convert.core.layout import QUERY, Leaf
 from nnxmoe.convert.core.lazy_array import LazyArray, LazyArrays
 from nnxmoe.convert.core.report import LoadReport
-from nnxmoe.convert.core.restore import abstract, check_config, restore, unless_cast
+from nnxmoe.convert.core.restore import abstract, check_config, checked, restore, unless_cast
 from nnxmoe.convert.hf.side_files import parse_config, read_generation_config, write_side_files
 from nnxmoe.convert.maxtext_layout import EMBED, KEY, arrays, changes, layout, ours, scanned
 from nnxmoe.model.causal_lm import CausalLM
@@ -45,6 +45,7 @@ _BARE = ("decoder", "token_embedder")  # the tops of a tree without ``params``
 _AROUND = re.compile(
     rf"^(params/){{0,2}}(?P<aux>nnx_aux/((model|params)/)?|[A-Z]\w*Var/)?(?=({'|'.join(_BARE)}|{_MTP})/)"
 )
+_ARRAYS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, int, float)
 _NO_ITEM = re.compile(r"^\d+$|\.orbax-checkpoint-tmp")  # a step, or what an interrupted save left
 
 
@@ -125,10 +126,12 @@ def _model(
     names = {name: found for name, found in names.items() if name not in ahead | aside}
     stacked = {name for name, leaf in wanted.items() if leaf.axis is not None}
     turned = _layers_first({n: a.shape for n, (a, aux) in names.items() if not aux}, wanted)
-    given = {n: _layers_second(a) if (aux or turned) and n in stacked else a for n, (a, aux) in names.items()}
+    # In MaxText 0.2.5's ``nnx_aux`` layers are on axis 0 too.
+    given = {n: a.swapped() if (aux or turned) and n in stacked else a for n, (a, aux) in names.items()}
     given = ours(wanted, given, model.maxtext_streams)
     misfit = f"{report.source} does not fit the config ({config.model_type})"
-    restore(model, wanted, given, kind, dataclasses.replace(report, skipped=skipped), misfit)
+    report = checked(wanted, given, dataclasses.replace(report, skipped=skipped), strict=True)
+    restore(model, wanted, given, kind, report, misfit)
     return model
 
 
@@ -146,7 +149,7 @@ def save(
     _warn_of_rounding(model, found)
     with shared_folder(folder) as stage, bytes_bar(sum(a.nbytes for a in found.values()), "writing") as bar:
         row = model.maxtext_table.get("layer.moe.router.bias", ("/",))[0]
-        biases = {n: a.transposed((1, 0)) for n, a in found.items() if n.endswith(f"/{row}") and len(a.shape) == 2}
+        biases = {n: a.swapped() for n, a in found.items() if n.endswith(f"/{row}") and len(a.shape) == 2}
         both = {"params": unflatten_dict(found, sep="/"), BIASES: unflatten_dict(biases, sep="/")}
         params = {"params": both if biases else {"params": both["params"]}}
         if parameters_only:
@@ -236,11 +239,6 @@ def _layers_first(shapes: Mapping[str, tuple[int, ...]], wanted: Mapping[str, Le
     return bool(telling) and all(shape == there for shape, there in telling)
 
 
-def _layers_second(array: LazyArray) -> LazyArray:
-    """An array with layers on axis 0, as in MaxText 0.2.5's ``nnx_aux``, with layers moved to axis 1."""
-    return array.transposed((1, 0, *range(2, len(array.shape)))) if len(array.shape) > 1 else array
-
-
 def leaves(tree: Tree) -> dict[str, Any]:
     """Name -> array of a tree of mappings, boxed or not, without random keys; variables of NNX other than parameters
     are below ``nnx_aux``, where MaxText has them. Raises ValueError for other values."""
@@ -250,13 +248,9 @@ def leaves(tree: Tree) -> dict[str, Any]:
             "nnx.state(module)"
         )
     found = dict(_leaves(tree, ()))
-    if odd := [f"{name} ({type(a).__name__})" for name, a in found.items() if not _is_array(a)]:
+    if odd := [f"{name} ({type(a).__name__})" for name, a in found.items() if not isinstance(a, _ARRAYS)]:
         raise ValueError(f"the tree holds values that are not arrays of JAX or NumPy: {some(odd)}")
     return found
-
-
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic | int | float)
 
 
 def _leaves(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:

@@ -174,5 +174,5 @@ def ours(leaves: Mapping[str, Leaf], given: LazyArrays, streams: int) -> dict[st
             fault = f"{plain(file)} has shape {list(array.shape)}, the config asks for {list(wanted)}"
             found[name] = LazyArray.faulty(fault, (file,))
         else:
-            found[name] = stored.read(array if stored.columns is None else array.columns(stored.columns), leaf.shape)
+            found[name] = stored.read(array if stored.columns is None else array.take(stored.columns, -1), leaf.shape)
     return found

@@ -22,9 +22,9 @@ def split(found: LazyArrays, streams: int) -> dict[str, LazyArray]:
         folder, kind = _of_streams(name)
         if kind:
             del made[name]
-            rows = array if kind == "alpha" else _turned(array)
+            rows = array if kind == "alpha" else array.swapped()
             for part, columns, shape in _sections(kind, streams):
-                made[f"{folder}/{part}_{kind}"] = _shaped(rows.columns(columns), shape, kind)
+                made[f"{folder}/{part}_{kind}"] = _shaped(rows.take(columns, -1), shape, kind)
         if kind == "alpha":
             made[f"{folder}/{_NORM}"] = LazyArray.of(np.ones(array.shape[:-1], array.dtype))
     return made
@@ -54,7 +54,7 @@ def join(given: LazyArrays, names: Iterable[str], streams: int) -> dict[str, Laz
             continue
         joined = LazyArray.of_columns(parts)
         joined = joined if norm is None else _times(joined, norm)
-        made[name] = joined if kind == "alpha" else _turned(joined)
+        made[name] = joined if kind == "alpha" else joined.swapped()
     return made
 
 
@@ -74,17 +74,12 @@ def _sections(kind: str, streams: int) -> Iterator[tuple[str, range, tuple[int, 
         first += math.prod(shape)
 
 
-def _turned(array: LazyArray) -> LazyArray:
-    """A vector per layer with layers before the vector, or the inverse."""
-    return array.transposed(tuple(range(len(array.shape)))[::-1])
-
-
 def _shaped(rows: LazyArray, shape: tuple[int, ...], kind: str) -> LazyArray:
     """Columns of ``[…, n]`` in MaxText's shape, with layers on axis 1."""
     if kind == "alpha":
         return rows
     made = rows.reshaped((*rows.shape[:-1], *shape))
-    return made.transposed((1, 0, *range(2, len(made.shape)))) if len(rows.shape) > 1 else made
+    return made.swapped() if len(rows.shape) > 1 else made
 
 
 def _flat(array: LazyArray, shape: tuple[int, ...], kind: str) -> LazyArray:
@@ -92,8 +87,7 @@ def _flat(array: LazyArray, shape: tuple[int, ...], kind: str) -> LazyArray:
     if kind == "alpha":
         return array
     layers = array.shape[1:2] if len(array.shape) > len(shape) else ()
-    made = array.transposed((1, 0, *range(2, len(array.shape)))) if layers else array
-    return made.reshaped((*layers, math.prod(shape)))
+    return (array.swapped() if layers else array).reshaped((*layers, math.prod(shape)))
 
 
 def _fits(found: tuple[int, ...], shape: tuple[int, ...], kind: str) -> bool:

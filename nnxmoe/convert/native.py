@@ -20,7 +20,7 @@ from nnxmoe.convert.core.layout import SAME, Change, Leaf, add_part, parameters
 from nnxmoe.convert.core.lazy_array import LazyArray
 from nnxmoe.convert.core.lazy_leaves import arrays_of
 from nnxmoe.convert.core.report import LoadReport
-from nnxmoe.convert.core.restore import abstract, restore, unless_cast
+from nnxmoe.convert.core.restore import abstract, checked, restore, unless_cast
 from nnxmoe.convert.hf.side_files import read_config, read_generation_config, write_side_files
 from nnxmoe.layers.kernel import flax_order
 from nnxmoe.model.causal_lm import CausalLM
@@ -92,9 +92,9 @@ def load(
     except ValueError as error:
         raise CheckpointError(f"{where / NATIVE_FILE}: {_QUANTIZED}: {error}") from None
     scanned = any(name.startswith("stacks/") for name in found)
-    misfit = f"{where / PARAMETERS} does not fit config.json"
-    report = LoadReport(str(where), files=str(where))
-    restore(model, layout(model, scanned, Change(times=times)), found, kind, report, misfit)
+    leaves = layout(model, scanned, Change(times=times))
+    report = checked(leaves, found, LoadReport(str(where), files=str(where)), strict=True)
+    restore(model, leaves, found, kind, report, f"{where / PARAMETERS} does not fit config.json")
     model.generation_config = read_generation_config(where, config)
     return model
 

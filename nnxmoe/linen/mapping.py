@@ -17,7 +17,7 @@ from nnxmoe.config.printable import some
 from nnxmoe.convert import maxtext, native
 from nnxmoe.convert.core.lazy_array import LazyArray
 from nnxmoe.convert.core.report import LoadReport
-from nnxmoe.convert.core.restore import abstract, check_config, restore
+from nnxmoe.convert.core.restore import abstract, check_config, checked, restore
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.strategy import Strategy
 
@@ -51,7 +51,7 @@ def from_mapping(
             f"the mapping does not take this Linen tree to {type(model).__name__} (nnxmoe.linen.propose_mapping lists "
             f"the names of both sides):\n  {lines}"
         )
-    report = LoadReport(f"a Linen tree ({some(sorted(theirs), 2)})")
+    report = checked(wanted, found, LoadReport(f"a Linen tree ({some(sorted(theirs), 2)})"), strict=True)
     restore(model, wanted, found, None, report, "the Linen tree does not fit the config")
     return model
 

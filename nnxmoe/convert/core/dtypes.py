@@ -1,4 +1,4 @@
-"""Dtypes: which are supported for weights, the default dtype when loading, and the dtype of activations."""
+"""Dtypes: which are supported for weights, the default dtype when loading, and that of a model's matrices."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -10,7 +10,6 @@ from flax import nnx
 from nnxmoe.axes import axes_of
 from nnxmoe.convert.core.lazy_array import LazyArray
 from nnxmoe.layers.kernel import LEAD
-from nnxmoe.model.strategy import Strategy
 
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "half": "float16", "float": "float32"}
 
@@ -36,11 +35,6 @@ def natural_dtype(arrays: Iterable[LazyArray]) -> np.dtype:
     """The default dtype for loading arrays: the widest, with float64 as float32; codes as what their tool defines, FP8
     blocks as bfloat16."""
     return np.dtype(jnp.result_type(*{array.loaded for array in arrays}))
-
-
-def activations_dtype(strategy: Strategy, variables: Iterable[nnx.Variable]) -> Any:
-    """The strategy's ``compute_dtype``, or else the dtype of the model's matrices."""
-    return matrices_dtype(variables) if strategy.compute_dtype is None else jnp.dtype(strategy.compute_dtype)
 
 
 def matrices_dtype(variables: Iterable[nnx.Variable]) -> Any:

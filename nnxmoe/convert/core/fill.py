@@ -9,22 +9,22 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Executor, Future, wait
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Sharding
 
 from nnxmoe.axes import keeps_dtype
 from nnxmoe.config.printable import plain
-from nnxmoe.convert.core.dtypes import activations_dtype, natural_dtype
-from nnxmoe.convert.core.layout import Change, Leaf, Parameter, Path, parameters
+from nnxmoe.convert.core.dtypes import matrices_dtype, natural_dtype
+from nnxmoe.convert.core.layout import Leaf, Parameter, Path, parameters
 from nnxmoe.convert.core.lazy_array import Box, LazyArray, LazyArrays, overlap, sizes, within
 from nnxmoe.convert.core.report import LoadReport
-from nnxmoe.convert.core.targets import Buffers, Ranges, Target, blocks, targets_of
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.quantization.kernels import bytes_by_kind
 from nnxmoe.runtime.memory import local_bytes, refuse_beyond_memory
@@ -35,8 +35,10 @@ from nnxmoe.storage.host import Blocks, Scratch, copy_into, count_nonfinite, few
 AHEAD_BYTES = 128 << 20  # limit on the parameters that are read but not yet placed on devices
 
 
-# Parameters that share arrays, with their dtypes and shardings, and the names of those arrays.
-Group = tuple[list[tuple[Parameter, np.dtype, Sharding | None]], list[str]]
+Ranges = tuple[tuple[int, int], ...]  # (start, stop) per dimension
+Buffers = dict[Ranges, np.ndarray]
+Wanted = tuple[Parameter, np.dtype, Sharding | None]
+Group = tuple[list[Wanted], list[str]]  # parameters that share arrays, and the names of those arrays
 
 
 def fill(
@@ -55,7 +57,8 @@ def fill(
         values = filler.place(groups)
     state = {path: variable.replace(values[path]) for path, variable in nnx.to_flat_state(nnx.state(model))}
     nnx.update(model, nnx.from_flat_state(state))
-    model.dtype = activations_dtype(model.strategy, state.values())
+    compute_dtype = model.strategy.compute_dtype
+    model.dtype = matrices_dtype(state.values()) if compute_dtype is None else jnp.dtype(compute_dtype)
     model.load_report = dataclasses.replace(
         report,
         loaded=report.loaded or tuple(sorted(leaves)),
@@ -81,30 +84,26 @@ def _casts(groups: list[Group], leaves: Mapping[str, Leaf], arrays: LazyArrays) 
 
 def grouped(model: CausalLM, leaves: Mapping[str, Leaf], arrays: LazyArrays, dtype: np.dtype | None) -> list[Group]:
     """The model's parameters in disjoint groups, in the model's order; parameters that share an array share a group."""
-    names: dict[Path, list[str]] = {}
+    groups = {p.path: ([p], list[str]()) for p in parameters(model, codes=True)}
+    stored: dict[Path, list[LazyArray]] = {path: [] for path in groups}
     for name, leaf in leaves.items():
-        for path in {part.path for part in leaf.parts}:
-            names.setdefault(path, []).append(name)
-    every, done, groups = {p.path: p for p in parameters(model, codes=True)}, set[Path](), []
-    for path in every:
-        paths, of_group = [path] if path not in done else [], dict[str, None]()
-        done.add(path)
-        for each in paths:  # the list grows during the loop, by parameters that share an array
-            for name in names[each]:
-                of_group[name] = None
-                beside = dict.fromkeys(p.path for p in leaves[name].parts)
-                paths += [other for other in beside if other not in done]
-                done |= beside.keys()
-        if paths:
-            wanted = []
-            for each in paths:
-                variable = every[each].variable
-                kind = dtype or natural_dtype(arrays[name] for name in names[each])
-                if keeps_dtype(variable):
-                    kind = np.dtype(variable.dtype)
-                wanted.append((every[each], kind, model.strategy.sharding_of(every[each].variable)))
-            groups.append((wanted, list(of_group)))
-    return groups
+        paths = {part.path: None for part in leaf.parts}
+        group, *others = {id(groups[path]): groups[path] for path in paths}.values()
+        group[1].append(name)
+        for members, names in others:
+            group[0].extend(members)
+            group[1].extend(names)
+            groups |= dict.fromkeys((member.path for member in members), group)
+        for path in paths:
+            stored[path].append(arrays[name])
+
+    def wanted(parameter: Parameter) -> Wanted:
+        variable = parameter.variable
+        kind = np.dtype(variable.dtype) if keeps_dtype(variable) else dtype or natural_dtype(stored[parameter.path])
+        return parameter, kind, model.strategy.sharding_of(variable)
+
+    distinct = {id(group): group for group in groups.values()}.values()
+    return [([wanted(member) for member in members], names) for members, names in distinct]
 
 
 class Filler:
@@ -120,48 +119,56 @@ class Filler:
     def place(self, groups: Iterable[Group]) -> dict[Path, jax.Array]:
         """The parameters of all groups as JAX arrays with their shardings."""
         placed: dict[Path, jax.Array] = {}
-        begun: deque[tuple[Any, dict[Path, Buffers], list[Future[Any]]]] = deque()
+        begun: deque[tuple[Any, dict[Path, Buffers], int, list[Future[Any]]]] = deque()
         ahead = 0
 
         def place_first() -> int:
-            group, buffers, reads = begun.popleft()
+            group, buffers, size, reads = begun.popleft()
             self.finish(reads)
             for parameter, _, sharding in group:
                 placed[parameter.path] = _placed(parameter.shape, buffers[parameter.path], sharding)
-            return _nbytes(buffers)
+            return size
 
         with few_threads() as pool:
             for group, names in groups:
-                ranges = {p.path: _ranges_on(p, sharding) for p, _, sharding in group}
-                size = sum(_size(ranges[p.path]) * kind.itemsize for p, kind, _ in group)
+                buffers = {wanted[0].path: self._buffers(*wanted) for wanted in group}
+                size = sum(buffer.nbytes for each in buffers.values() for buffer in each.values())
                 while begun and ahead + size > AHEAD_BYTES:
                     ahead -= place_first()
-                buffers = {p.path: {r: self._empty(r, kind) for r in ranges[p.path]} for p, kind, _ in group}
-                begun.append((group, buffers, self.begin(names, buffers, pool)))
+                begun.append((group, buffers, size, self.begin(names, buffers, pool)))
                 ahead += size
             while begun:
                 place_first()
         return placed
 
-    def _empty(self, ranges: Ranges, dtype: np.dtype) -> np.ndarray:
-        return self._blocks.empty(tuple(stop - start for start, stop in ranges), dtype)
+    def _buffers(self, parameter: Parameter, dtype: np.dtype, sharding: Sharding | None) -> Buffers:
+        """A buffer for each distinct shard of a parameter on this process's devices."""
+        shape, indices = parameter.shape, [(slice(None),) * len(parameter.shape)]
+        if sharding is not None:
+            indices = sharding.addressable_devices_indices_map(shape).values()
+        shards = sorted({_ranges(index, shape) for index in indices})
+        return {r: self._blocks.empty(tuple(stop - start for start, stop in r), dtype) for r in shards}
 
     def begin(self, names: Iterable[str], buffers: Mapping[Path, Buffers], pool: Executor) -> list[Future[Any]]:
         """Submit the reads of arrays into the buffers of parameters."""
-        found = []
+        reads = []
         for name in names:
             leaf, array = self.leaves[name], self.arrays[name]
-            into = [buffers.get(part.path, {}) for part in leaf.parts]
-            targets = [target for i, each in enumerate(into) for target in targets_of(leaf, i, each)]
-            for box in blocks(targets, array):
-                reached = [(target, both) for target in targets if (both := overlap(target.box, box))]
-                if reached:
-                    tight = tuple(
-                        slice(min(part.start for part in parts), max(part.stop for part in parts))
-                        for parts in zip(*(both for _, both in reached), strict=True)
-                    )
-                    found.append(pool.submit(self._read, name, array, tight, reached, leaf.change))
-        return found
+            targets = _targets(leaf, buffers)
+            if not targets:
+                continue
+            item = -(-array.nbytes // max(1, array.size))
+            lines = 1 if all(view.flags.c_contiguous for _, view in targets) else 64
+            for block in _cut(_hull(box for box, _ in targets), item, array.block, lines):
+                into = [
+                    (both, view[within(both, box)])
+                    for box, view in targets
+                    if (both := overlap(box, block)) is not None
+                ]
+                if into:
+                    box = _hull(both for both, _ in into)
+                    reads.append(pool.submit(self._read, name, leaf.change.of(array), box, into))
+        return reads
 
     def finish(self, reads: list[Future[tuple[str, int, int]]]) -> None:
         """Wait for the reads and raise the first exception of a thread."""
@@ -175,38 +182,27 @@ class Filler:
             if self.bar is not None:
                 self.bar.update(self.bytes_read - self.bar.n)
 
-    def _read(
-        self, name: str, array: LazyArray, box: Box, targets: list[tuple[Target, Box]], change: Change
-    ) -> tuple[str, int, int]:
-        """Read a block into its targets. Returns (array name, number of non-finite values, bytes read)."""
-        shape, straight = sizes(box), None
-        if len(targets) == 1 and change.none:
-            target, both = targets[0]
-            view = target.view[within(both, target.box)]
-            straight = view if view.flags.c_contiguous else None
+    def _read(self, name: str, array: LazyArray, box: Box, into: list[tuple[Box, np.ndarray]]) -> tuple[str, int, int]:
+        """Read a box into views of its parts. Returns (array name, number of non-finite values, bytes read)."""
+        straight = into[0][1] if len(into) == 1 and into[0][1].flags.c_contiguous else None
 
         def empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
             if straight is not None and straight.dtype == dtype:
                 return straight
             return self._scratch.empty("raw", (1, math.prod(shape)), dtype).reshape(shape)
 
-        block, bad = array.read_box(box, empty), 0
-        assert block.shape == shape, (name, block.shape, shape)
+        block = array.read_box(box, empty)
+        assert block.shape == sizes(box), (name, block.shape, box)
         below = getattr(self.leaves[name].parts[0].variable, "below", None)
         if below is not None and (odd := block[(block < 0) | (block >= below)]).size:
             raise CheckpointError(
                 f"{plain(name)} in {array.file} has {odd[0]}: it must hold integers of 0 … {below - 1}"
             )
-        if straight is not None and block is straight:
+        if block is straight:
             bad = count_nonfinite(block)
         else:
-            for target, both in targets:
-                piece = change(block[within(both, box)])
-                piece = piece if target.cut is None else piece[..., target.cut]
-                at = within(both, target.box)
-                at = at if target.cut is None else (*at[:-1], slice(None))
-                bad += self._put(target.view[at], piece)
-        return name, bad, array.bytes_of(box)
+            bad = sum(self._put(view, block[within(part, box)]) for part, view in into)
+        return name, bad, self.arrays[name].bytes_of(box)
 
     def _put(self, view: np.ndarray, piece: np.ndarray) -> int:
         """``view[...] = piece``, cast. Returns the number of non-finite values in the result."""
@@ -234,24 +230,45 @@ def _merged(view: np.ndarray, piece: np.ndarray) -> tuple[np.ndarray, np.ndarray
     return view.reshape(shape), piece.reshape(shape)
 
 
-def _ranges_on(parameter: Parameter, sharding: Sharding | None) -> list[Ranges]:
-    """The distinct shards of a parameter on this process's devices, as ranges."""
-    if sharding is None:
-        return [tuple((0, size) for size in parameter.shape)]
-    indices = sharding.addressable_devices_indices_map(parameter.shape).values()
-    return sorted({_ranges(index, parameter.shape) for index in indices})
+def _targets(leaf: Leaf, buffers: Mapping[Path, Buffers]) -> list[tuple[Box, np.ndarray]]:
+    """Boxes of an array, and the views of buffers that receive their values, with the dimensions of the array."""
+    found = []
+    for number, part in enumerate(leaf.parts):
+        for ranges, buffer in buffers.get(part.path, {}).items():
+            lead = ranges[: len(part.at)]
+            if all(start <= at < stop for at, (start, stop) in zip(part.at, lead, strict=True)):
+                values = buffer[tuple(at - start for at, (start, _) in zip(part.at, lead, strict=True))]
+                box = leaf.inner_box(tuple(slice(*ends) for ends in ranges[len(lead) :]), part)
+                view = leaf.view(values, part, sizes(box))
+                view = view if leaf.axis is None else np.expand_dims(view, leaf.axis)
+                found.append((leaf.stacked(box, number), view))
+    return found
+
+
+def _hull(boxes: Iterable[Box]) -> Box:
+    """The smallest box that contains all boxes."""
+    ends = zip(*boxes, strict=True)
+    return tuple(slice(min(part.start for part in parts), max(part.stop for part in parts)) for parts in ends)
+
+
+def _cut(box: Box, item: int, limit: int, lines: int) -> Iterator[Box]:
+    """A box in pieces of about ``limit`` bytes; row counts are multiples of ``lines``, to fill whole cache lines."""
+    if not box:
+        yield box
+        return
+    first, rest = box[0], box[1:]
+    row = max(1, item * math.prod(sizes(rest)))
+    if len(rest) > 1 and row > limit:
+        for i in range(first.start, first.stop):
+            yield from ((slice(i, i + 1), *inner) for inner in _cut(rest, item, limit, lines))
+        return
+    step = max(lines, limit // row // lines * lines)
+    for start in range(first.start, first.stop, step):
+        yield slice(start, min(start + step, first.stop)), *rest
 
 
 def _ranges(index: Any, shape: tuple[int, ...]) -> Ranges:
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
-
-
-def _size(ranges: Iterable[Ranges]) -> int:
-    return sum(math.prod(stop - start for start, stop in each) for each in ranges)
-
-
-def _nbytes(buffers: Mapping[Path, Buffers]) -> int:
-    return sum(buffer.nbytes for each in buffers.values() for buffer in each.values())
 
 
 def _placed(shape: tuple[int, ...], buffers: Buffers, sharding: Sharding | None) -> jax.Array:

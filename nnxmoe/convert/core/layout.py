@@ -27,10 +27,6 @@ T = TypeVar("T")
 QUERY = "layer.attention.q."
 
 
-class TableError(AssertionError):
-    """Raised for a parameter without a row in its model's table: a bug in the model, not in the checkpoint."""
-
-
 @dataclass(frozen=True)
 class Parameter:
     """A parameter of a model: its name (see `name_of`) and its variable, with shape and metadata. ``at``: which of
@@ -128,11 +124,6 @@ class Change:
     features: Literal["as they are", "halves", "pairs"] = "as they are"
 
     @property
-    def none(self) -> bool:
-        """Whether this is the identity."""
-        return self == SAME
-
-    @property
     def inverse(self) -> "Change":
         """The transformation back."""
         back: dict[str, Any] = {"halves": "pairs", "pairs": "halves"}
@@ -150,6 +141,15 @@ class Change:
         if self.over != 1:
             array = array.astype(np.float32) / np.float32(self.over)
         return array
+
+    def of(self, array: LazyArray) -> LazyArray:
+        """The array whose values are transformed when they are read."""
+        if self == SAME:
+            return array
+        dtype = array.dtype if self.times == self.over == 1 else np.float32
+        if self.features == "as they are":
+            return array.each(self, dtype)
+        return array.in_blocks(array.shape[-1], array.shape[-1], self, dtype)
 
 
 SAME = Change()

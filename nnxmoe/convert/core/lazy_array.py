@@ -92,8 +92,26 @@ class LazyArray:
 
     def cast(self, dtype: np.dtype) -> "LazyArray":
         """The array with its values in another dtype."""
+        return replace(self.each(lambda values: values.astype(dtype), dtype), codes=None)
+
+    def each(self, change: Callable[[Any], Any], dtype: Any = None) -> "LazyArray":
+        """Apply an elementwise function to every box that is read; ``dtype``: of its results, None: unchanged."""
         read = self.read_box
-        return replace(self, dtype=dtype, codes=None, read_box=lambda box, empty: read(box, empty).astype(dtype))
+        made = self._derived(self.shape, lambda box, empty: change(read(box, empty)), change)
+        return made if dtype is None else replace(made, dtype=np.dtype(dtype))
+
+    def in_blocks(self, width: int, made: int, change: Callable[[Any], Any], dtype: Any = None) -> "LazyArray":
+        """Apply a function that turns each block of ``width`` values of the last dimension into ``made`` values.
+        Whole blocks are read; ``dtype``: of the results, None: unchanged."""
+
+        def read(box: Box, empty: Empty) -> np.ndarray:
+            *rows, columns = box
+            first, last = columns.start // made, -(-columns.stop // made)
+            found = change(self.read_box((*rows, slice(first * width, last * width)), np.empty))
+            return found[..., columns.start - first * made : columns.stop - first * made]
+
+        blocks = self._derived((*self.shape[:-1], self.shape[-1] // width * made), read, change)
+        return blocks if dtype is None else replace(blocks, dtype=np.dtype(dtype))
 
     def mapped(
         self, shape: tuple[int, ...], dtype: np.dtype, change: Callable[[np.ndarray], np.ndarray]
@@ -140,15 +158,28 @@ class LazyArray:
 
         return self._derived(tuple(self.shape[i] for i in order), turned, lambda whole: whole.transpose(order))
 
-    def columns(self, columns: Sequence[int]) -> "LazyArray":
-        """Some columns, the last dimension, in this order. All are read."""
-        read, at = self.read_box, np.asarray(columns)
+    def swapped(self) -> "LazyArray":
+        """The first two dimensions exchanged; a vector as it is."""
+        return self.transposed((1, 0, *range(2, len(self.shape)))) if len(self.shape) > 1 else self
 
-        def some(box: Box, empty: Empty) -> np.ndarray:
-            found = read((*box[:-1], slice(0, self.shape[-1])), np.empty)
-            return np.ascontiguousarray(found[..., at[box[-1]]])
+    def take(self, index: Sequence[int] | np.ndarray, axis: int) -> "LazyArray":
+        """The entries of a dimension that `numpy.take` selects. Of each box the smallest range with its entries is
+        read."""
+        axis %= len(self.shape)
+        lead, at = (slice(None),) * axis, index if isinstance(index, range) else np.asarray(index)
 
-        return self._derived((*self.shape[:-1], len(at)), some, lambda whole: whole[..., at])
+        def read(box: Box, empty: Empty) -> np.ndarray:
+            found = at[box[axis]]
+            first, last = (found[0], found[-1]) if isinstance(found, range) else (int(found.min()), int(found.max()))
+            outer = (*box[:axis], slice(first, last + 1), *box[axis + 1 :])
+            if not isinstance(found, range):
+                return np.take(self.read_box(outer, np.empty), found - first, axis)
+            if found.step == 1:
+                return self.read_box(outer, empty)
+            return self.read_box(outer, np.empty)[(*lead, slice(None, None, found.step))]
+
+        shape = (*self.shape[:axis], len(at), *self.shape[axis + 1 :])
+        return self._derived(shape, read, lambda whole: whole[(*lead, np.asarray(at))])
 
     def _derived(
         self, shape: tuple[int, ...], read: Callable[[Box, Empty], np.ndarray], change: Callable[[jax.Array], jax.Array]
@@ -159,7 +190,7 @@ class LazyArray:
 
     @classmethod
     def of_columns(cls, parts: Sequence[tuple["LazyArray", Sequence[int]]]) -> "LazyArray":
-        """The inverse of `columns`: the array with these columns, each of which is in one of the parts."""
+        """The inverse of `take` for the last dimension; ``parts``: arrays, and the numbers of their columns."""
         back, first = np.argsort(np.concatenate([at for _, at in parts])), parts[0][0]
 
         def read(box: Box, empty: Empty) -> np.ndarray:

@@ -21,15 +21,16 @@ def arrays_of(leaves: Mapping[str, Leaf], dtype: Any = None) -> dict[str, LazyAr
         values = [part.variable.get_value() for part in leaf.parts]
         if any(isinstance(value, jax.ShapeDtypeStruct) for value in values):
             raise ValueError(f"the parameter {leaf.key} has a shape but no values: this model cannot be saved")
-        kind = np.dtype(jnp.result_type(*{value.dtype for value in values}))
-        if dtype is not None and kind.kind not in "iu":  # integers are not cast
-            kind = np.dtype(dtype)
+        own = np.dtype(jnp.result_type(*{value.dtype for value in values}))
+        wanted = own if dtype is None or own.kind in "iu" else np.dtype(dtype)  # integers are not cast
         if any(map(spans_hosts, values)):
-            made = _Made(leaf, values, kind, together=not held[_tensor(name, leaf)])
-            who = tuple(sorted(held[_tensor(name, leaf)]))
-            found[name] = LazyArray(leaf.shape, kind, made.read, holders=who, joined=made.join)
+            holders = tuple(sorted(held[_tensor(name, leaf)]))
+            made = _Made(leaf, values, own, together=not holders)
+            array = LazyArray(leaf.shape, own, made.read, holders=holders, joined=made.join)
         else:
-            found[name] = LazyArray(leaf.shape, kind, _Made(leaf, values, kind).read)
+            array = LazyArray(leaf.shape, own, _Made(leaf, values, own).read)
+        array = leaf.change.of(array)
+        found[name] = array if array.dtype == wanted else array.cast(wanted)
     return found
 
 
@@ -69,7 +70,7 @@ class _Made:
         if leaf.axis is None:
             (part,), (value,) = leaf.parts, self.values
             one = _fetch(value, part.at, box == whole(leaf.shape), self.together)
-            return self._cast(leaf.view(one, part)[box])
+            return leaf.view(one, part)[box]
         out, stacks = np.empty(sizes(box), self.dtype), dict[Any, np.ndarray]()
         for number, (part, value) in enumerate(zip(leaf.parts, self.values, strict=True)):
             place, at = leaf.stacked(whole(leaf.inner), number), _stack(leaf, part)
@@ -78,7 +79,7 @@ class _Made:
                     stacks[id(value), at] = _fetch(value, at, False, self.together)
                 one = leaf.view(stacks[id(value), at][part.at[len(at) :]], part)
                 one = np.expand_dims(one, leaf.axis)[within(both, place)]
-                out[within(both, box)] = self._cast(one)
+                out[within(both, box)] = one
         return out
 
     def join(self) -> Array:
@@ -87,14 +88,10 @@ class _Made:
 
         def run(values: list[Array]) -> Array:
             pairs = zip(leaf.parts, values, strict=True)
-            made = [self._cast(leaf.view(value[part.at], part)) for part, value in pairs]
+            made = [leaf.view(value[part.at], part).astype(self.dtype) for part, value in pairs]
             return made[0] if leaf.axis is None else jnp.stack(made, axis=leaf.axis)
 
         return jax.jit(run)(self.values)
-
-    def _cast(self, array: AnyArray) -> AnyArray:
-        array = self.leaf.change(array)
-        return array if array.dtype == self.dtype else array.astype(self.dtype)
 
 
 def _fetch(value: AnyArray, at: tuple[int, ...], once: bool, together: bool) -> np.ndarray:

@@ -29,25 +29,21 @@ class LoadReport:
     missing: tuple[str, ...] = ()
     wrong: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
-    skipped: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
-    casts: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
-    nonfinite: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    skipped: Mapping[str, tuple[str, ...]] = FrozenDict({})
+    casts: Mapping[str, tuple[str, ...]] = FrozenDict({})
+    nonfinite: Mapping[str, int] = FrozenDict({})
     notes: tuple[str, ...] = ()
     bytes_read: int = 0
     seconds: float = dataclasses.field(default=0.0, compare=False)
     files: str | None = None
     revision: str | None = None
-    weights: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    weights: Mapping[str, int] = FrozenDict({})
     quantization_error: float | None = None
     towers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in (
-            "skipped",
-            "casts",
-            "nonfinite",
-            "weights",
-        ):  # the report is a static attribute of a model and must be hashable
+        # The report is a static attribute of a model and must be hashable.
+        for name in ("skipped", "casts", "nonfinite", "weights"):
             object.__setattr__(self, name, FrozenDict(getattr(self, name)))
 
     @property
@@ -62,7 +58,7 @@ class LoadReport:
         if self.towers:
             found.insert(0, f"this is the text model of a multimodal checkpoint, without {', '.join(self.towers)}")
         if self.unexpected:
-            count, names = len(self.unexpected), some(list(self.unexpected), 5)
+            count, names = len(self.unexpected), some(self.unexpected, 5)
             what = "1 tensor belongs" if count == 1 else f"{count} tensors belong"
             was = "was" if count == 1 else "were"
             found.insert(0, f"{what} to no parameter of the model and {was} not read: {names}")
@@ -78,7 +74,7 @@ class LoadReport:
             f"{self.source}: {len(self.loaded)} tensors, {bytes_text(self.bytes_read)} "
             f"in {self.seconds:.2f} s ({bytes_text(self.bytes_per_second)}/s)"
         ]
-        lines += [f"  skipped     {rule}: {_names(names)}" for rule, names in self.skipped.items()]
+        lines += [f"  skipped     {rule}: {some(names, 4)}" for rule, names in self.skipped.items()]
         lines += [f"  cast        {cast}: {len(names)} tensors" for cast, names in self.casts.items()]
         sizes = ", ".join(f"{kind} {bytes_text(size)}" for kind, size in self.weights.items())
         lines += [f"  in memory   {sizes}"] if sizes else []
@@ -88,8 +84,8 @@ class LoadReport:
 
     def __str__(self) -> str:
         lines = [self.summary()]
-        lines += [f"  missing     {_names(self.missing)}"] if self.missing else []
-        lines += [f"  unexpected  {_names(self.unexpected)}"] if self.unexpected else []
+        lines += [f"  missing     {some(self.missing, 4)}"] if self.missing else []
+        lines += [f"  unexpected  {some(self.unexpected, 4)}"] if self.unexpected else []
         lines += [f"  NaN or Inf  {plain(name)}: {count} values" for name, count in self.nonfinite.items()]
         lines += [f"  note        {note}" for note in self.notes]
         return "\n".join(lines)
@@ -101,8 +97,3 @@ class LoadError(CheckpointError):
     def __init__(self, message: str, report: LoadReport):
         super().__init__(message)
         self.report = report
-
-
-def _names(names: tuple[str, ...], limit: int = 4) -> str:
-    shown = ", ".join(map(plain, names[:limit]))
-    return shown if len(names) <= limit else f"{shown}, … ({len(names)} in all)"

@@ -45,14 +45,14 @@ def unless_cast(
     return (config, 1.0) if kept else config.folded()
 
 
-def checked(leaves: Mapping[str, Leaf], arrays: LazyArrays, report: LoadReport) -> LoadReport:
-    """A report with the differences between the arrays that a layout needs and those that are stored."""
-    return dataclasses.replace(
-        report,
-        missing=tuple(sorted(leaves.keys() - arrays.keys())),
-        unexpected=tuple(sorted(arrays.keys() - leaves.keys())),
-        wrong=tuple(line for name in leaves if name in arrays for line in _wrong(name, leaves[name], arrays)),
-    )
+def checked(leaves: Mapping[str, Leaf], arrays: LazyArrays, report: LoadReport, *, strict: bool = False) -> LoadReport:
+    """A report with the differences between the arrays that a layout needs and those that are stored. ``strict``:
+    unexpected arrays are wrong."""
+    unexpected = tuple(sorted(arrays.keys() - leaves.keys()))
+    strange = [f"{name} {list(arrays[name].shape)} is not a parameter" for name in unexpected if strict]
+    wrong = [line for name in leaves if name in arrays for line in _wrong(name, leaves[name], arrays)]
+    missing = tuple(sorted(leaves.keys() - arrays.keys()))
+    return dataclasses.replace(report, missing=missing, unexpected=unexpected, wrong=(*strange, *wrong))
 
 
 def _wrong(name: str, leaf: Leaf, arrays: LazyArrays) -> Iterator[str]:
@@ -70,17 +70,6 @@ def _wrong(name: str, leaf: Leaf, arrays: LazyArrays) -> Iterator[str]:
         yield f"{where} is {array.dtype}: weights are {', '.join(map(str, allowed))}"
 
 
-def refuse(leaves: Mapping[str, Leaf], report: LoadReport, misfit: str, remedy: str = "") -> None:
-    """Raise LoadError if arrays are missing or wrong. The message begins with ``misfit`` and lists up to 20 of them;
-    ``remedy`` is for missing ones."""
-    lines = [f"{name} is missing, {list(leaves[name].shape)}" for name in report.missing] + list(report.wrong)
-    if lines:
-        more = [f"… and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
-        more += [f"and nothing reads {some(report.unexpected)}"] if report.missing and report.unexpected else []
-        shown = "\n  ".join(lines[:_SHOWN] + more)
-        raise LoadError(f"{misfit}:\n  {shown}{remedy if report.missing else ''}", report)
-
-
 def restore(
     model: CausalLM,
     leaves: Mapping[str, Leaf],
@@ -88,10 +77,14 @@ def restore(
     dtype: np.dtype | None,
     report: LoadReport,
     misfit: str,
+    remedy: str = "",
 ) -> None:
-    """Set the values and ``load_report`` of an abstract model. Raises LoadError, whose message begins with ``misfit``,
-    if arrays are missing, unexpected or wrong."""
-    report = checked(leaves, arrays, report)
-    strange = tuple(f"{name} {list(arrays[name].shape)} is not a parameter" for name in report.unexpected)
-    refuse(leaves, dataclasses.replace(report, wrong=(*strange, *report.wrong)), misfit)
+    """Set the values and ``load_report`` of an abstract model. Raises LoadError if, according to the report, arrays are
+    missing or wrong: its message begins with ``misfit`` and lists up to 20 of them; ``remedy`` is for missing ones."""
+    lines = [f"{name} is missing, {list(leaves[name].shape)}" for name in report.missing] + list(report.wrong)
+    if lines:
+        more = [f"… and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+        more += [f"and nothing reads {some(report.unexpected)}"] if report.missing and report.unexpected else []
+        shown = "\n  ".join(lines[:_SHOWN] + more)
+        raise LoadError(f"{misfit}:\n  {shown}{remedy if report.missing else ''}", report)
     fill(model, leaves, arrays, dtype, report)

@@ -30,16 +30,12 @@ class View:
         """The name of this part."""
         return self.w.label(self.tensor)
 
-    def place(self, box: Box, outs: int) -> Box:
-        """A box of this part, which has so many outputs, as slices of the tensor, perhaps with a step."""
-        w, cut = self.w, box[self.dim]
+    def outputs(self, size: int) -> range:
+        """Those of the tensor's ``size`` outputs that this part has."""
+        w = self.w
         if w.alternate:
-            cut = slice(w.part + cut.start * w.parts, w.part + (cut.stop - 1) * w.parts + 1, w.parts)
-        else:
-            first = w.part * (outs // w.span)
-            cut = slice(first + cut.start, first + cut.stop)
-        box = (*box[: self.dim], cut, *box[self.dim + 1 :])
-        return (*box[:-2], box[-1], box[-2]) if w.turned else box
+            return range(w.part, size, w.parts)
+        return range(w.part * (size // w.parts), (w.part + w.span) * (size // w.parts))
 
     def of(self, array: LazyArray) -> LazyArray:
         """The part of a tensor, with a fault if the tensor cannot be divided."""
@@ -51,23 +47,17 @@ class View:
             where = f"{self.tensor} in {array.file}" if array.file else self.tensor
             several = f"{w.parts} parts of equal size" if w.parts > 1 else "a kernel per expert"
             return dataclasses.replace(array, fault=f"{where} has shape {list(array.shape)}: it must hold {several}")
-        outs = shape[self.dim] // w.parts * w.span
-        shape = (*shape[: self.dim], outs, *shape[self.dim + 1 :])
+        made = part = array.take(self.outputs(shape[self.dim]), self.dim + w.turned)
+        if w.turned:
 
-        def read(box: Box, empty: Empty) -> np.ndarray:
-            place = self.place(box, outs)
-            if not w.alternate and not w.turned:
-                return array.read_box(place, empty)
-            hull = tuple(slice(part.start, part.stop) for part in place)
-            found = array.read_box(hull, np.empty)[tuple(slice(None, None, part.step) for part in place)]
-            if not w.turned:
-                return np.ascontiguousarray(found)
-            _transpose(out := np.empty(sizes(box), array.dtype), found)
-            return out
+            def read(box: Box, empty: Empty) -> np.ndarray:
+                found = part.read_box((*box[:-2], box[-1], box[-2]), np.empty)
+                _transpose(out := np.empty(sizes(box), array.dtype), found)
+                return out
 
-        # A transpose is read a matrix at a time, because its rows in memory are columns of the tensor.
-        block = math.prod(shape[-2:]) * array.dtype.itemsize if w.turned else array.block
-        made = dataclasses.replace(array, shape=shape, read_box=read, block=block)
+            # A transpose is read a matrix at a time, because its rows in memory are columns of the tensor.
+            block = math.prod(part.shape[-2:]) * array.dtype.itemsize
+            made = dataclasses.replace(part, shape=_turned(part.shape), read_box=read, block=block)
         return made if array.codes is None else self._quantized(array, made)
 
     def _quantized(self, array: LazyArray, floats: LazyArray) -> LazyArray:
@@ -128,7 +118,8 @@ def _joined(parts: Mapping[View, LazyArray]) -> LazyArray:
     view, first = next(iter(parts.items()))
     assert sum(view.w.span for view in parts) == view.w.parts, parts.keys()
     dim = view.dim
-    shape = (*first.shape[:dim], first.shape[dim] // view.w.span * view.w.parts, *first.shape[dim + 1 :])
+    total = first.shape[dim] // view.w.span * view.w.parts
+    shape = (*first.shape[:dim], total, *first.shape[dim + 1 :])
     shape = _turned(shape) if view.w.turned else shape
 
     def read(box: Box, empty: Empty) -> np.ndarray:
@@ -137,7 +128,8 @@ def _joined(parts: Mapping[View, LazyArray]) -> LazyArray:
         for view, array in parts.items():
             rest = whole(array.shape)[len(lead) :]
             values = array.read_box((*lead, *rest), np.empty)
-            part = out[view.place((*whole(sizes(lead)), *rest), array.shape[dim])]
+            outs = view.outputs(total)
+            part = out[(*(slice(None),) * (dim + view.w.turned), slice(outs.start, outs.stop, outs.step))]
             if view.w.turned:
                 _transpose(part, values)
             else:

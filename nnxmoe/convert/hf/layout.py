@@ -9,7 +9,7 @@ import numpy as np
 
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.printable import some
-from nnxmoe.convert.core.layout import Change, Leaf, Parameter, TableError, add_part, parameters
+from nnxmoe.convert.core.layout import Change, Leaf, Parameter, add_part, parameters
 from nnxmoe.convert.core.lazy_array import LazyArray, LazyArrays
 from nnxmoe.convert.core.report import LoadReport
 from nnxmoe.convert.core.restore import checked
@@ -36,8 +36,7 @@ def layout(model: CausalLM, arrays: LazyArrays | None = None, times: float = 1.0
     found: dict[str, Leaf] = {}
     for parameter in parameters(model, codes=True):
         key = parameter.key.removesuffix(parameter.ending)
-        if key not in table:
-            raise TableError(f"the parameter {key} has no row in the table of {type(model).__name__}")
+        assert key in table, f"the parameter {key} has no row in the table of {type(model).__name__}"
         change = Change(times=times if parameter.takes_query_scalar else 1.0)
         for layer, one in parameter.layers():
             prefix = _prefix(model, key, layer)

@@ -19,12 +19,10 @@ from nnxmoe.config.arguments import answers_transformers
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.printable import parse_bytes, some
 from nnxmoe.convert.core.dtypes import float_dtype
-from nnxmoe.convert.core.fill import fill
-from nnxmoe.convert.core.layout import Leaf
 from nnxmoe.convert.core.lazy_array import LazyArray, LazyArrays
 from nnxmoe.convert.core.lazy_leaves import arrays_of
 from nnxmoe.convert.core.report import LoadReport
-from nnxmoe.convert.core.restore import refuse
+from nnxmoe.convert.core.restore import restore
 from nnxmoe.convert.core.views import with_views
 from nnxmoe.convert.hf.compressed_writer import compressed
 from nnxmoe.convert.hf.layout import EMBED, HEAD, copies, empty, judge, layout, refuse_unjustified
@@ -98,19 +96,13 @@ def from_pretrained(
         elif quantize is not None:
             found, error = quantize_on_reading(model, found, quantize, dtype)
         report = LoadReport(os.fspath(path_or_hub_id), notes=notes, files=str(checkpoint.folder), revision=revision)
-        restore(model, layout(model, found), found, dtype, report)
+        leaves = layout(model, found)
+        misfit = f"{report.source}: the tensors do not fit config.json ({config.model_type})"
+        remedy = "\nCheck that config.json belongs to these files and that all of them are here."
+        restore(model, leaves, found, dtype, judge(model, leaves, found, report), misfit, remedy)
         if error is not None:
             model.load_report = dataclasses.replace(model.load_report, quantization_error=error.relative)
         return model
-
-
-def restore(model: CausalLM, leaves: Mapping[str, Leaf], arrays: LazyArrays, dtype: Any, report: LoadReport) -> None:
-    """Set the values and ``load_report`` of an abstract model. Raises LoadError if tensors are missing or wrong."""
-    report = judge(model, leaves, arrays, report)
-    misfit = f"{report.source}: the tensors do not fit config.json ({model.config.model_type})"
-    remedy = "\nCheck that config.json belongs to these files and that all of them are here."
-    refuse(leaves, report, misfit, remedy)
-    fill(model, leaves, arrays, dtype, report)
 
 
 def _config(checkpoint: Checkpoint) -> tuple[DecoderConfig, tuple[str, ...]]:
