@@ -35,6 +35,7 @@ from nnxmoe.storage.checkpoint import Checkpoint
 from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.storage.files import absolute
 from nnxmoe.storage.gguf import is_gguf
+from nnxmoe.storage.host import bits
 from nnxmoe.storage.hub import local_folder
 from nnxmoe.storage.source import INDEX_FILE, NATIVE_FILE, SINGLE_FILE, prefixed
 
@@ -45,61 +46,45 @@ _PROMPT = 8  # tokens whose logits are compared
 class Kind:
     """Functions that read and write one checkpoint format.
 
-    ``stored(folder)``: the arrays of a folder, codes decoded to floats; ``written(folder)``: the same without decoding.
-    ``made(model, scan)``: the arrays that ``save(model, folder, scan)`` writes. ``load(folder, config, dtype,
-    strategy)``: a model.
+    ``read(folder, decoded)``: the arrays of a folder, codes as floats if ``decoded``. ``made(model, scan)``: the arrays
+    that ``save(model, folder, scan)`` writes. ``load(folder, config, dtype, strategy)``: a model.
     """
 
-    stored: Callable[[str], contextlib.AbstractContextManager[LazyArrays]]
-    written: Callable[[str], contextlib.AbstractContextManager[LazyArrays]]
+    read: Callable[[str, bool], contextlib.AbstractContextManager[LazyArrays]]
     made: Callable[[CausalLM, bool], LazyArrays]
     load: Callable[[str, DecoderConfig | None, Any, Strategy], CausalLM]
     save: Callable[[CausalLM, str, bool], None]
 
 
 @contextlib.contextmanager
-def _tensors(folder: str) -> Iterator[LazyArrays]:
+def _tensors(folder: str, decoded: bool) -> Iterator[LazyArrays]:
     with Checkpoint.open(folder) as checkpoint:
-        yield stored(checkpoint.tensors, checkpoint.config, checkpoint.config_file, checkpoint)
+        if decoded:
+            yield stored(checkpoint.tensors, checkpoint.config, checkpoint.config_file, checkpoint)
+        else:
+            yield {name: raw(checkpoint, info) for name, info in checkpoint.tensors.items()}
 
 
-@contextlib.contextmanager
-def _as_written(folder: str) -> Iterator[LazyArrays]:
-    with Checkpoint.open(folder) as checkpoint:
-        yield {name: raw(checkpoint, info) for name, info in checkpoint.tensors.items()}
-
-
-def _maxtext(folder: str) -> contextlib.AbstractContextManager[LazyArrays]:
-    return contextlib.nullcontext(maxtext.read(folder))
-
-
-def _maxtext_written(folder: str) -> contextlib.AbstractContextManager[LazyArrays]:
+def _maxtext(folder: str, _: bool) -> contextlib.AbstractContextManager[LazyArrays]:
     """Without the copies of `maxtext.BIASES`."""
     return contextlib.nullcontext({n: a for n, a in maxtext.read(folder).items() if maxtext.BIASES not in n})
-
-
-def _native(folder: str) -> contextlib.AbstractContextManager[LazyArrays]:
-    return contextlib.nullcontext(native.read(folder))
 
 
 KINDS = {
     "hf": Kind(
         _tensors,
-        _as_written,
         lambda model, _: prefixed(pretrained.arrays(model)),  # the names that `Checkpoint` has
         lambda folder, _, dtype, strategy: pretrained.from_pretrained(folder, dtype=dtype, strategy=strategy),
         lambda model, folder, _: pretrained.save_pretrained(model, folder),
     ),
     "maxtext": Kind(
         _maxtext,
-        _maxtext_written,
         lambda model, scan: {f"params/params/{name}": a for name, a in maxtext_layout.arrays(model, scan).items()},
         lambda folder, config, dtype, strategy: maxtext.load(folder, config, strategy, dtype=dtype),
         maxtext.save,
     ),
     "orbax": Kind(
-        _native,
-        _native,
+        lambda folder, _: contextlib.nullcontext(native.read(folder)),
         native.arrays,
         lambda folder, _, dtype, strategy: native.load(folder, dtype, strategy=strategy),
         lambda model, folder, scan: native.save(model, folder, scan_layers=scan),
@@ -168,7 +153,7 @@ def convert(
     given = _given_config(config)
     strategy = dataclasses.replace(Strategy.auto(), mesh=mesh, stacking=Scanned() if scan else Unrolled())
     if kind is not KINDS["hf"] or local_folder(source, CheckpointError) is not None:
-        with kind.stored(source) as arrays:
+        with kind.read(source, True) as arrays:
             _announce(arrays, dtype)
             if kind is KINDS["hf"] and quantize is None and any(array.codes for array in arrays.values()):
                 say("quantised kernels become floats; --quantize METHOD rounds them to codes again")
@@ -246,26 +231,18 @@ def _announce(arrays: LazyArrays, dtype: Any) -> None:
 
 def _compare(made: LazyArrays, writer: Kind, target: str) -> None:
     """Raise CheckpointError unless every array in the folder is bitwise equal to the model's."""
-    with writer.written(target) as found, bytes_bar(sum(a.nbytes for a in made.values()), "verifying") as bar:
+    with writer.read(target, False) as found, bytes_bar(sum(a.nbytes for a in made.values()), "verifying") as bar:
         if odd := sorted(found.keys() ^ made.keys()):
             raise CheckpointError(
                 f"{target}: {odd[0]} is not in both files and model: remove the folder and convert again"
             )
         for name, array in made.items():
-            ours, theirs = np.asarray(array), np.asarray(found[name])
-            if (
-                ours.dtype != theirs.dtype
-                or ours.shape != theirs.shape
-                or not np.array_equal(_bits(ours), _bits(theirs))
-            ):
+            ours, theirs = np.asarray(array, order="C"), np.asarray(found[name], order="C")
+            if ours.dtype != theirs.dtype or not np.array_equal(bits(ours), bits(theirs)):
                 raise CheckpointError(
                     f"{target}: {name} is not what was written: check the disk, remove the folder and convert again"
                 )
             bar.update(array.nbytes)
-
-
-def _bits(array: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(array).view(np.dtype(f"u{array.dtype.itemsize}"))
 
 
 def _logits(model: CausalLM) -> np.ndarray:
