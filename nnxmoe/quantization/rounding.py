@@ -9,7 +9,6 @@ import numpy as np
 from flax import nnx
 
 from nnxmoe.axes import AnyMesh
-from nnxmoe.layers.kernel import KernelParam
 from nnxmoe.layers.quantized import QuantizedWeight
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.compiled import refuse_shapes
@@ -65,14 +64,7 @@ def round_to_codes(place: Place, method: Method, model: CausalLM, error: Error) 
         raise ValueError(f"{place.key} is quantised already: call nnxmoe.dequantize(model) first")
     if spans_hosts(kernel.get_value()):
         raise ValueError("the model spans processes: quantise it while loading, from_pretrained(…, quantize=…)")
-    exchange(place, codes_for(method, kernel.dtype), model.strategy, scale=kernel.dtype)
-    try:
-        _set(place.weight, method, kernel, model, error)
-    except ValueError as problem:
-        raise ValueError(f"{place.key}: {problem}") from None
-
-
-def _set(weight: QuantizedWeight, method: Method, kernel: KernelParam, model: CausalLM, error: Error) -> None:
+    weight = exchange(place, codes_for(method, kernel.dtype), model.strategy, scale=kernel.dtype)
     lead, ins, outs = kernel.split(kernel.shape)
     value = np.asarray(kernel.get_value())
     if kernel.ins_first:
@@ -80,7 +72,10 @@ def _set(weight: QuantizedWeight, method: Method, kernel: KernelParam, model: Ca
     rows = value.reshape(*lead, math.prod(outs), math.prod(ins))
     codes, scale = (np.empty(v.shape, v.dtype) for v in (weight.codes, weight.scale))
     for at in np.ndindex(*lead):
-        scale[at] = scales(method, rows[at], scale.dtype)
+        try:
+            scale[at] = scales(method, rows[at], scale.dtype)
+        except ValueError as problem:
+            raise ValueError(f"{place.key}: {problem}") from None
         codes[at] = encode(weight.kind, rows[at], scale[at])
         error.add(rows[at], weight.kind.decode(codes[at], scale[at], None, slice(0, len(rows[at]))))
     for variable, values in ((weight.codes, codes), (weight.scale, scale)):

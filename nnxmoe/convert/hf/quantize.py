@@ -1,6 +1,5 @@
 """Load into quantised kernels: keep the codes of the checkpoint, or round floats while they are read."""
 
-import dataclasses
 from typing import Any
 
 import numpy as np
@@ -66,56 +65,43 @@ def quantize_on_reading(
         exchange(place, codes, model.strategy, scale=kind)
         for name, array in zip(names, stored, strict=True):
             del found[name]
-            found |= _OnReading(name, array, one, codes, kind, error).arrays()
+            found |= _on_reading(name, array, one, codes, kind, error)
     return found, error
 
 
-@dataclasses.dataclass(frozen=True)
-class _OnReading:
-    """Computes codes and scales of a float array ``[O, I]`` from its rows. Each of the two reads all rows."""
+def _on_reading(
+    name: str, array: LazyArray, method: Method, kind: Codes, dtype: np.dtype, error: Error
+) -> dict[str, LazyArray]:
+    """Codes and scales of a float array ``[O, I]``, computed from its rows. Each of the two reads all rows."""
+    outs, ins = array.shape
+    tile = min(kind.tile[0], outs)
 
-    name: str
-    array: LazyArray
-    method: Method
-    kind: Codes
-    dtype: np.dtype
-    error: Error
-
-    def arrays(self) -> dict[str, LazyArray]:
-        """The codes and scales."""
-        outs, ins = self.array.shape
-        common: dict[str, Any] = {"file": self.array.file, "tensors": self.array.tensors or (self.name,)}
-        codes, stored = self.kind, STORED[self.kind.kind]
-        # Blocks of about CHUNK_BYTES floats, unless each read of the source reads all of it.
-        of_codes, of_scales = (max(AT_ONCE if self.array.block >= AT_ONCE else 0, CHUNK_BYTES // n) for n in (8, 256))
-        return {
-            f"{self.name}.codes": LazyArray(codes.stored(outs, ins), stored, self.codes, of_codes, **common),
-            f"{self.name}.scale": LazyArray(codes.grid(outs, ins), self.dtype, self.scale, of_scales, **common),
-        }
-
-    def _rows(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
+    def rounded(first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
         """Weights and scales of rows that begin with a tile and end with one."""
-        box = slice(first, min(last, self.array.shape[0])), slice(0, self.array.shape[1])
-        rows = self.array.read_box(box, np.empty)
+        rows = array.read_box((slice(first, min(last, outs)), slice(0, ins)), np.empty)
         try:
-            return rows, scales(self.method, rows, self.dtype)
-        except ValueError as error:
-            raise CheckpointError(f"{plain(self.name)}: {error}") from None
+            return rows, scales(method, rows, dtype)
+        except ValueError as problem:
+            raise CheckpointError(f"{plain(name)}: {problem}") from None
 
-    def codes(self, box: Box, empty: Empty) -> np.ndarray:
-        """A box of the codes."""
-        tile = min(self.kind.tile[0], self.array.shape[0])
+    def codes(box: Box, empty: Empty) -> np.ndarray:
         first = box[0].start // tile * tile
-        rows, scale = self._rows(first, -(-box[0].stop // tile) * tile)
-        found = encode(self.kind, rows, scale)
+        rows, scale = rounded(first, -(-box[0].stop // tile) * tile)
+        found = encode(kind, rows, scale)
         part = slice(box[0].start - first, box[0].stop - first)
-        self.error.add(rows[part], self.kind.decode(found, scale, None, slice(0, len(found)))[part])
+        error.add(rows[part], kind.decode(found, scale, None, slice(0, len(found)))[part])
         return found[part, box[1]]
 
-    def scale(self, box: Box, empty: Empty) -> np.ndarray:
-        """A box of the scales."""
-        tile = min(self.kind.tile[0], self.array.shape[0])
-        return self._rows(box[0].start * tile, box[0].stop * tile)[1][:, box[1]].reshape(sizes(box))
+    def scale(box: Box, empty: Empty) -> np.ndarray:
+        return rounded(box[0].start * tile, box[0].stop * tile)[1][:, box[1]].reshape(sizes(box))
+
+    common: dict[str, Any] = {"file": array.file, "tensors": array.tensors or (name,)}
+    # Blocks of about CHUNK_BYTES floats, unless each read of the source reads all of it.
+    of_codes, of_scales = (max(AT_ONCE if array.block >= AT_ONCE else 0, CHUNK_BYTES // n) for n in (8, 256))
+    return {
+        f"{name}.codes": LazyArray(kind.stored(outs, ins), STORED[kind.kind], codes, of_codes, **common),
+        f"{name}.scale": LazyArray(kind.grid(outs, ins), dtype, scale, of_scales, **common),
+    }
 
 
 def _names(model: CausalLM, arrays: LazyArrays) -> list[tuple[Place, list[str]]]:
@@ -139,10 +125,9 @@ def _checked(array: LazyArray, part: str, kind: str) -> LazyArray:
     if part != "codes" or kind != "fp8":
         return array
 
-    def read(box: Box, empty: Empty) -> np.ndarray:
-        found = array.read_box(box, empty)
+    def checked(found: np.ndarray) -> np.ndarray:
         if ((found & 127) == 127).any():
             raise CheckpointError(f"{', '.join(array.tensors)} in {array.file} has NaN: load it without keep_quantized")
         return found
 
-    return dataclasses.replace(array, read_box=read)
+    return array.each(checked)
