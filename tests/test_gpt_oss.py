@@ -134,7 +134,7 @@ def test_mxfp4_is_read_to_the_bit(tmp_path: Path) -> None:
 def test_scales_of_nan_are_refused(tmp_path: Path) -> None:
     stored, _ = in_mxfp4(tiny_weights(FIELDS["mxfp4"]))
     stored[f"{GATE_UP}_scales"][1, 2, 0] = 255
-    with pytest.raises(nnxmoe.CheckpointError, match=r"_scales in .* has a scale of NaN \(255\) at \[1, 2, 0\]"):
+    with pytest.raises(nnxmoe.CheckpointError, match=r"_scales in .* has a scale of nan at tile \[1, 2, 0\]"):
         nnxmoe.from_pretrained(write_checkpoint(tmp_path, FIELDS["mxfp4"], stored))
 
 

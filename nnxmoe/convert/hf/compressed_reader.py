@@ -6,9 +6,8 @@ import numpy as np
 
 from nnxmoe.convert.core.lazy_array import AT_ONCE, LazyArray
 from nnxmoe.convert.hf import words
-from nnxmoe.convert.hf.fp4 import NVFP4, in_pairs, nvfp4
-from nnxmoe.convert.hf.module_tensors import ModuleTensors, rounded_to
-from nnxmoe.convert.hf.mxfp4 import CODES
+from nnxmoe.convert.hf.fp4 import MXFP4, NVFP4, in_pairs, nvfp4
+from nnxmoe.convert.hf.module_tensors import FLOATS, ModuleTensors, rounded_to
 from nnxmoe.convert.hf.raw import CHUNK_BYTES
 from nnxmoe.convert.hf.scheme import Malformed, Weights
 from nnxmoe.layers.codes import WHOLE, Codes
@@ -17,26 +16,24 @@ from nnxmoe.storage.safetensors import TensorInfo
 
 def plain_codes(files: ModuleTensors, info: TensorInfo) -> LazyArray:
     """compressed-tensors' ``float-quantized``, ``int-quantized`` and ``mxfp8-quantized``: one code per element."""
-    shape, settings = files.matrix(info), _weights_of(files)
+    shape, settings = files.matrix(info), files.scheme.weights(files.module)
     kind = "fp8" if info.dtype == "F8_E4M3" else "int8"
     tile, shapes = _tile(files, settings, shape)
     exponents = ("U8",) if kind == "fp8" else ()
-    scale = files.tensor("weight_scale", ("F32", "BF16", "F16", *exponents), shapes)
-    codes = Codes(kind, tile, rounded_to(scale))
-    grid = codes.grid(*shape)
-    parts = {"codes": files.octets(codes, info), "scale": files.scale(scale, grid, signed=kind == "int8")}
+    scale = files.tensor("weight_scale", (*FLOATS, *exponents), shapes)
+    codes, zero = Codes(kind, tile, rounded_to(scale)), {}
     if _has_zero_points(files, settings):
         if kind == "fp8":
             raise Malformed(f"{files.module}.weight_zero_point: FP8 codes have no zero points")
-        zero = files.tensor("weight_zero_point", ("I8", "I32", "I64"), shapes)
-        parts["zero"] = files.zero_numbers(zero, grid)
-    return files.made(codes, shape, parts)
+        stored = files.tensor("weight_zero_point", ("I8", "I32", "I64"), shapes)
+        zero = {"zero": files.zero_numbers(stored, codes.grid(*shape))}
+    return files.octets(codes, info, scale, "not zero" if kind == "int8" else "positive", **zero)
 
 
 def packed(files: ModuleTensors, info: TensorInfo) -> LazyArray:
     """compressed-tensors' ``pack-quantized``: words along the inputs; zero points in words along the outputs. In bytes:
     ``nvfp4-pack-quantized`` and ``mxfp4-pack-quantized``."""
-    settings = _weights_of(files)
+    settings = files.scheme.weights(files.module)
     if info.dtype == "U8":
         return _packed_fp4(files, info, settings)
     if info.dtype != "I32":
@@ -56,7 +53,7 @@ def packed(files: ModuleTensors, info: TensorInfo) -> LazyArray:
         )
     shape = (outs, ins)
     tile, shapes = _tile(files, settings, shape)
-    scale = files.tensor("weight_scale", ("F32", "BF16", "F16"), shapes)
+    scale = files.tensor("weight_scale", FLOATS, shapes)
     kind = "int4" if bits == 4 else "int8"
     codes = Codes(kind, (tile[0], min(tile[1], ins)) if bits == 4 else tile, rounded_to(scale))
     asymmetric = _has_zero_points(files, settings)
@@ -65,7 +62,10 @@ def packed(files: ModuleTensors, info: TensorInfo) -> LazyArray:
     def unpack(stored: LazyArray, rows: slice) -> np.ndarray:
         return words.along_columns(stored.rows(rows), bits, ins)
 
-    parts = {"codes": files.codes(codes, shape, info, unpack, block), "scale": files.scale(scale, grid, signed=True)}
+    parts = {
+        "codes": files.codes(codes, shape, info, unpack, block),
+        "scale": files.scale(scale, grid, allowed="not zero"),
+    }
     if asymmetric:
         zero = files.tensor("weight_zero_point", ("I32",), [(-(-grid[0] * bits // 32), grid[1])])
         parts["zero"] = files.zero_words(codes, shape, zero, lambda z: words.along_rows(z, bits, grid[0]).T)
@@ -77,19 +77,12 @@ def _packed_fp4(files: ModuleTensors, info: TensorInfo, settings: Weights) -> La
         # The library computes in bfloat16, in which MXFP4 is exact.
         return nvfp4(files, info, replace(NVFP4, rounded="bfloat16"), "weight_global_scale", divides=True)
     if (settings.bits, settings.strategy, settings.size, settings.floats) == (4, "group", 32, True):
-        return in_pairs(files, info, CODES, "weight_scale", ("U8", "F8_E8M0"))
+        return in_pairs(files, info, MXFP4, "weight_scale", ("U8", "F8_E8M0"))
     said = f"num_bits {settings.bits}, strategy {settings.strategy!r}, group_size {settings.size}"
     raise Malformed(
         f"{files.where(info)} is U8, and config_groups says {said}, type {'float' if settings.floats else 'int'!r}: "
         "FP4 has type 'float' and groups of 16 ('tensor_group') or 32 ('group')"
     )
-
-
-def _weights_of(files: ModuleTensors) -> Weights:
-    found = files.scheme.weights(files.module)
-    if found is None:
-        raise Malformed(f"{files.module} is quantised, but no group of config_groups names it in its targets")
-    return found
 
 
 def _has_zero_points(files: ModuleTensors, settings: Weights) -> bool:

@@ -4,23 +4,21 @@ int8 and int4 codes become ``pack-quantized``, FP8 codes ``float-quantized``, MX
 blocks of gpt-oss where a tensor holds all experts; nothing is rounded.
 """
 
-import dataclasses
 import json
 import re
 from collections.abc import Mapping
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from nnxmoe.config.printable import plain
 from nnxmoe.convert.core.layout import Leaf
-from nnxmoe.convert.core.lazy_array import Box, Empty, LazyArray
+from nnxmoe.convert.core.lazy_array import LazyArray
 from nnxmoe.convert.core.views import joined
-from nnxmoe.convert.hf import mxfp4
+from nnxmoe.convert.hf import fp4
 from nnxmoe.convert.hf.layout import layout
 from nnxmoe.convert.hf.words import packed
-from nnxmoe.layers.codes import WHOLE, Codes
+from nnxmoe.layers.codes import FP8, WHOLE, Codes
 from nnxmoe.layers.quantized import ARRAYS, QuantizedWeight
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.quantization.kernels import places, quantized_weights
@@ -38,8 +36,8 @@ def compressed(
     quantised kernels. Raises CheckpointError for codes that the format does not have."""
     kinds = {(*place.path, "codes"): place.weight.kind for place in quantized_weights(model)}
     fused = all(len(array.shape) == 3 for name, array in arrays.items() if name.endswith(".codes"))
-    if kinds and fused and all(kind == mxfp4.CODES for kind in kinds.values()):
-        return mxfp4.in_blocks(arrays, leaves), mxfp4.CONFIG
+    if kinds and fused and all(kind == fp4.MXFP4 for kind in kinds.values()):
+        return fp4.in_blocks(arrays, leaves), fp4.GPT_OSS
     found, groups = dict(arrays), dict[str, list[str]]()
     for name, leaf in leaves.items():
         codes = kinds.get(leaf.parts[0].path)
@@ -52,7 +50,7 @@ def compressed(
         odd = {
             "inputs in another order (act order)": "order" in parts,
             "NF4 codes": codes.kind == "nf4",
-            "FP4 codes in groups of other than 32": codes.kind == "fp4" and codes.tile != mxfp4.CODES.tile,
+            "FP4 codes in groups of other than 32": codes.kind == "fp4" and codes.tile != fp4.MXFP4.tile,
             "offsets": codes.offset,
         }
         if has := next((what for what, found_here in odd.items() if found_here), None):
@@ -70,44 +68,34 @@ def _words(codes: Codes, parts: Mapping[str, LazyArray]) -> dict[str, LazyArray]
     kept, bits = parts["codes"], codes.bits
     outs, ins = kept.shape[0], codes.ins(kept)
 
-    def unsigned(values: np.ndarray) -> np.ndarray:
-        return codes.unpack(values) if codes.halves else values.view(np.uint8) ^ 128
+    def in_words(values: np.ndarray) -> np.ndarray:
+        return packed(codes.unpack(values) if codes.halves else values.view(np.uint8) ^ 128, bits)
 
-    def read(box: Box, empty: Empty) -> np.ndarray:
-        rows = kept.read_box((box[0], slice(0, kept.shape[1])), np.empty)
-        return packed(unsigned(rows), bits)[:, box[1]]
+    def zeros(values: np.ndarray) -> np.ndarray:
+        flat = values if codes.halves else values.view(np.uint8) ^ 128
+        return packed(np.ascontiguousarray(flat.T), bits).T
 
-    words, shape = np.dtype(np.int32), np.array([outs, ins], np.int64)
     made = {
-        "weight_packed": dataclasses.replace(kept, shape=(outs, -(-ins * bits // 32)), dtype=words, read_box=read),
+        "weight_packed": kept.in_blocks(kept.shape[1], -(-ins * bits // 32), in_words, np.int32),
         "weight_scale": _scale(codes, parts["scale"]),
-        "weight_shape": LazyArray.of(shape),
+        "weight_shape": LazyArray.of(np.array([outs, ins], np.int64)),
     }
     if "zero" in parts:
-        grid = parts["zero"].shape
-
-        def zeros(values: np.ndarray) -> np.ndarray:
-            flat = values if codes.halves else values.view(np.uint8) ^ 128
-            return packed(np.ascontiguousarray(flat.T), bits).T
-
-        made["weight_zero_point"] = parts["zero"].mapped((-(-grid[0] * bits // 32), grid[1]), words, zeros)
+        rows, columns = parts["zero"].shape
+        shape = -(-rows * bits // 32), columns
+        made["weight_zero_point"] = parts["zero"].mapped(shape, np.dtype(np.int32), zeros)
     return made
 
 
 def _pairs(codes: Codes, parts: Mapping[str, LazyArray]) -> dict[str, LazyArray]:
     """``mxfp4-pack-quantized``."""
-    return {"weight_packed": mxfp4.as_pairs(parts["codes"]), "weight_scale": mxfp4.as_exponents(parts["scale"])}
+    return {"weight_packed": fp4.as_pairs(parts["codes"]), "weight_scale": fp4.as_exponents(parts["scale"])}
 
 
 def _floats(codes: Codes, parts: Mapping[str, LazyArray]) -> dict[str, LazyArray]:
     """``float-quantized``."""
-    kept, kind = parts["codes"], np.dtype(ml_dtypes.float8_e4m3fn)
-
-    def read(box: Box, empty: Empty) -> np.ndarray:
-        return kept.read_box(box, np.empty).view(kind)
-
     return {
-        "weight": dataclasses.replace(kept, dtype=kind, read_box=read),
+        "weight": parts["codes"].each(lambda octets: octets.view(FP8), FP8),
         "weight_scale": _scale(codes, parts["scale"]),
     }
 
@@ -116,9 +104,7 @@ def _scale(codes: Codes, scale: LazyArray) -> LazyArray:
     """The scales; that of a whole tensor as a vector. Readers round weights to the dtype of the scales, so that codes
     whose weights are not rounded (GGUF's) have them in float32."""
     scale = scale.cast(np.dtype(np.float32)) if codes.rounded is None else scale
-    if codes.tile[0] < WHOLE or scale.shape != (1, 1):
-        return scale
-    return scale.mapped((1,), scale.dtype, lambda values: values.reshape(1))
+    return scale.reshaped((1,)) if codes.tile[0] == WHOLE and scale.shape == (1, 1) else scale
 
 
 def _settings(codes: Codes, ins: int, zero: bool) -> dict[str, Any]:

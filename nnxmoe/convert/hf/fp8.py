@@ -1,23 +1,20 @@
-"""FP8 of DeepSeek-V3 (README_WEIGHTS.md) and V4, whose experts are FP4, of AutoFP8, and of transformers, which stores
-the scales of experts fused."""
+"""FP8 of DeepSeek-V3 (README_WEIGHTS.md) and V4, whose experts are FP4, of AutoFP8, ModelOpt, and of
+transformers, which stores the scales of experts fused."""
 
 import re
 from collections.abc import Mapping
 from dataclasses import replace
 
-import numpy as np
-
-from nnxmoe.convert.core.lazy_array import Box, Empty, LazyArray
-from nnxmoe.convert.hf.fp4 import in_pairs
-from nnxmoe.convert.hf.module_tensors import ModuleTensors
-from nnxmoe.convert.hf.mxfp4 import CODES
+from nnxmoe.convert.core.lazy_array import LazyArray
+from nnxmoe.convert.hf.fp4 import MXFP4, in_pairs
+from nnxmoe.convert.hf.module_tensors import FLOATS, ModuleTensors
 from nnxmoe.convert.hf.raw import raw
 from nnxmoe.convert.hf.scheme import Malformed
 from nnxmoe.layers.codes import WHOLE, Codes
 from nnxmoe.storage.safetensors import TensorInfo
 
 FUSED = re.compile(r"(?P<experts>.*\.experts)\.(?P<kernel>gate_up_proj|down_proj)")
-_SCALE = "_scale_inv"
+_SCALE, _BLOCK = "_scale_inv", (128, 128)
 _KERNELS = {"gate_up_proj": (("gate_proj", "w1"), ("up_proj", "w3")), "down_proj": (("down_proj", "w2"),)}
 
 
@@ -25,22 +22,35 @@ def fp8(files: ModuleTensors, info: TensorInfo) -> LazyArray:
     """``quant_method: fp8``: blocks with ``weight_scale_inv`` (DeepSeek-V3; Qwen's are bfloat16) or ``scale``
     (DeepSeek-V4), or one scale per tensor (AutoFP8's ``weight_scale``; transformers' ``weight_scale_inv``)."""
     shape, block, ending = files.matrix(info), files.scheme.block(), _ending(files)
-    if block is None and files.has(ending):
-        scale = files.tensor(ending, ("F32", "BF16", "F16"), [(), (1,), (1, 1)])
-        codes = Codes("fp8", (WHOLE, WHOLE))
-        return files.made(codes, shape, {"codes": files.octets(codes, info), "scale": files.scale(scale, (1, 1))})
-    if block is None:
+    if block is None and not files.has(ending):
         raise Malformed(f"{files.where(info)}: config.json has no weight_block_size, and weight_scale is missing")
-    codes = Codes("fp8", block)
-    scale = files.tensor(ending, _dtypes(files), [codes.grid(*shape)])
-    parts = {"codes": files.octets(codes, info), "scale": files.scale(scale, codes.grid(*shape))}
-    return files.made(codes, shape, parts)
+    codes = Codes("fp8", block or (WHOLE, WHOLE))
+    dtypes, shapes = (_dtypes(files), [codes.grid(*shape)]) if block else (FLOATS, [(), (1,), (1, 1)])
+    return files.octets(codes, info, files.tensor(ending, dtypes, shapes))
 
 
-def fp4(files: ModuleTensors, info: TensorInfo) -> LazyArray:
-    """Experts of DeepSeek-V4: ``weight [O, I / 2]`` with two codes in a byte, that of the even input in the low bits,
-    and ``scale [O, I / 32]`` of exponents. The formats are those of `nnxmoe.convert.hf.mxfp4`."""
-    return in_pairs(files, info, CODES, _ending(files), ("F8_E8M0", "U8"))
+def modelopt(files: ModuleTensors, info: TensorInfo) -> LazyArray:
+    """FP8 of NVIDIA's ModelOpt, by the formulas of its ``QTensor``s. The shape of ``weight_scale`` tells the kind: one
+    scale, one per output, one per block (4 dimensions), or bytes that are exponents of 32 inputs (MXFP8). Scales of
+    activations are left out; a factor on inputs (NVFP4_AWQ) is refused by its tensor's name."""
+    outs, ins = files.matrix(info)
+    scale = files.tensor("weight_scale", ("F32", "BF16", "U8"))
+    blocks = -(-outs // _BLOCK[0]), -(-ins // _BLOCK[1])
+    if scale.dtype == "U8":
+        tile, wanted = (1, 32), [(outs, -(-ins // 32))]
+    elif len(scale.shape) > 2 or scale.shape == blocks != (outs, 1):
+        tile, wanted = _BLOCK, [blocks, (blocks[0], 1, blocks[1], 1)]
+    elif scale.shape in ((), (1,)):
+        tile, wanted = (WHOLE, WHOLE), [(), (1,)]
+    else:
+        tile, wanted = (1, WHOLE), [(outs,), (outs, 1)]
+    files.tensor("weight_scale", (scale.dtype,), wanted)
+    return files.octets(Codes("fp8", tile), info, replace(scale, shape=blocks) if len(scale.shape) > 2 else scale)
+
+
+def packed(files: ModuleTensors, info: TensorInfo) -> LazyArray:
+    """Experts of DeepSeek-V4: ``weight [O, I / 2]`` of FP4 codes and ``scale [O, I / 32]`` of exponents."""
+    return in_pairs(files, info, MXFP4, _ending(files), ("F8_E8M0", "U8"))
 
 
 def _ending(files: ModuleTensors) -> str:
@@ -51,24 +61,19 @@ def _ending(files: ModuleTensors) -> str:
     return found[0] if found else "weight_scale_inv"
 
 
-def fused(files: ModuleTensors, info: TensorInfo, kernel: str) -> LazyArray:
+def fused(files: ModuleTensors, info: TensorInfo) -> LazyArray:
     """The kernels ``[E, O, I]`` of all experts in one tensor, each in blocks or with one scale. Raises Malformed."""
     files.used[info.name] = None
     if len(info.shape) != 3 or 0 in info.shape:
         raise Malformed(f"{files.where(info)} has shape {list(info.shape)}: it must be [experts, outputs, inputs]")
-    experts, outs, ins = info.shape
-    block = files.scheme.block()
+    (experts, outs, ins), block, kernel = info.shape, files.scheme.block(), info.name.rpartition(".")[2]
     # With one scale per expert, gate and up get a tile each, so that the tensor can be split into their kernels.
     codes = Codes("fp8", block or (-(-outs // len(_KERNELS[kernel])), WHOLE))
     grid = (experts, *codes.grid(outs, ins))
     whole = grid if block else (experts, 1, 1)
     one = files.scale(files.tensor(kernel + _SCALE, _dtypes(files), [whole]), whole)
 
-    def spread(box: Box, empty: Empty) -> np.ndarray:
-        found = one.read_box((box[0], slice(0, 1), slice(0, 1)), empty)
-        return np.repeat(found, box[1].stop - box[1].start, axis=1)
-
-    scale = one if block else replace(one, shape=grid, read_box=spread)
+    scale = one if block else one.take([0] * grid[1], 1)
     parts = {"codes": raw(files.checkpoint, replace(info, dtype="U8")), "scale": scale}
     return files.made(codes, info.shape, parts)
 
@@ -101,4 +106,4 @@ def _rows(info: TensorInfo, i: int, n: int) -> TensorInfo:
 
 def _dtypes(files: ModuleTensors) -> tuple[str, ...]:
     """Dtypes of scales; bytes are exponents if the settings say so."""
-    return ("F32", "BF16", "F16", "F8_E8M0", *(("U8",) if files.scheme.fields.get("scale_fmt") == "ue8m0" else ()))
+    return (*FLOATS, "F8_E8M0", *(("U8",) if files.scheme.fields.get("scale_fmt") == "ue8m0" else ()))

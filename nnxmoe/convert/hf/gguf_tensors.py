@@ -15,7 +15,7 @@ from nnxmoe.convert.core.lazy_array import Box, Empty, LazyArray
 from nnxmoe.convert.core.views import View
 from nnxmoe.convert.hf.raw import raw
 from nnxmoe.convert.hf.side_files import parse_config
-from nnxmoe.layers.codes import Codes
+from nnxmoe.layers.codes import STORED, Codes
 from nnxmoe.model.weight_names import Table, W, options
 from nnxmoe.models import model_class
 from nnxmoe.storage.checkpoint import Checkpoint
@@ -146,44 +146,26 @@ def _array(info: GGUFInfo, checkpoint: Checkpoint) -> LazyArray:
         return dataclasses.replace(LazyArray.quantized(codes, info.values, parts), stored=(info.kind, info.nbytes))
     if info.shape == info.values:
         return octets
-    group, width = library().GGML_QUANT_SIZES[library().GGMLQuantizationType[info.kind]]
-
-    def read(box: Box, empty: Empty) -> np.ndarray:
-        *rows, columns = box
-        first, last = columns.start // group, -(-columns.stop // group)
-        found = octets.read_box((*rows, slice(first * width, last * width)), np.empty)
-        values = library().dequantize(found, library().GGMLQuantizationType[info.kind])
-        return values[..., columns.start - first * group : columns.stop - first * group]
-
-    floats = {"dtype": np.dtype(np.float32), "stored": (info.kind, info.nbytes)}
-    return dataclasses.replace(octets, shape=info.values, read_box=read, **floats)
+    kind = library().GGMLQuantizationType[info.kind]
+    group, width = library().GGML_QUANT_SIZES[kind]
+    floats = octets.in_blocks(width, group, lambda found: library().dequantize(found, kind), np.float32)
+    return dataclasses.replace(floats, stored=(info.kind, info.nbytes))
 
 
 def _part(octets: LazyArray, codes: Codes, info: GGUFInfo, name: str, place: tuple[int, int]) -> LazyArray:
     """One of the arrays of a quantised kernel: these bytes of every block."""
-    outs, (begin, end) = info.values[:-1], place
-    groups, ins = info.values[-1] // 32, info.values[-1]
-    width = info.shape[-1] // groups
-    if name == "codes":
-        per_block, dtype = ins // groups // (1 + codes.halves), np.dtype(np.int8 if codes.kind == "int8" else np.uint8)
-    else:
-        per_block, dtype = 1, np.dtype(np.float16 if end - begin == 2 else np.uint8)
+    begin, end = place
+    width = info.shape[-1] // (info.values[-1] // 32)
+    dtype = STORED[codes.kind] if name == "codes" else np.dtype(np.float16 if end - begin == 2 else np.uint8)
 
-    def read(box: Box, empty: Empty) -> np.ndarray:
-        *rows, columns = box
-        first, last = columns.start // per_block, -(-columns.stop // per_block)
-        found = octets.read_box((*rows, slice(first * width, last * width)), np.empty)
+    def read(found: np.ndarray) -> np.ndarray:
         blocks = found.reshape(*found.shape[:-1], -1, width)[..., begin:end]
-        values = np.ascontiguousarray(blocks).view(dtype).reshape(*found.shape[:-1], -1)
-        values = values[..., columns.start - first * per_block : columns.stop - first * per_block]
-        return (
-            np.ldexp(np.float32(1), values.astype(np.int32) - 127)
-            if name == "scale" and dtype.itemsize == 1
-            else values
-        )
+        return np.ascontiguousarray(blocks).view(dtype).reshape(*found.shape[:-1], -1)
 
-    made = np.dtype(np.float32) if name == "scale" and dtype.itemsize == 1 else dtype
-    return dataclasses.replace(octets, shape=(*outs, groups * per_block), dtype=made, read_box=read)
+    part = octets.in_blocks(width, (end - begin) // dtype.itemsize, read, dtype)
+    if name == "codes" or dtype != np.uint8:
+        return part
+    return part.each(lambda exponents: np.ldexp(np.float32(1), exponents.astype(np.int32) - 127), np.float32)
 
 
 def _turned_back(array: LazyArray, heads: int, width: int) -> LazyArray:
@@ -192,19 +174,10 @@ def _turned_back(array: LazyArray, heads: int, width: int) -> LazyArray:
     if array.fault is not None or array.shape[0] != heads * width:
         return array  # its shape is refused when the model is filled
     order = np.arange(heads * width).reshape(heads, width // 2, 2).swapaxes(1, 2).reshape(-1)
-
-    def change(part: LazyArray) -> LazyArray:
-        def read(box: Box, empty: Empty) -> np.ndarray:
-            rows = order[box[0]]
-            first, last = int(rows.min()), int(rows.max()) + 1
-            return part.read_box((slice(first, last), *box[1:]), np.empty)[rows - first]
-
-        return dataclasses.replace(part, read_box=read)
-
-    if array.codes is not None:
-        parts = {name: change(part) for name, part in array.parts.items()}
-        return dataclasses.replace(LazyArray.quantized(array.codes, array.shape, parts), stored=array.stored)
-    return change(array)
+    if array.codes is None:
+        return array.take(order, 0)
+    parts = {name: part.take(order, 0) for name, part in array.parts.items()}
+    return dataclasses.replace(LazyArray.quantized(array.codes, array.shape, parts), stored=array.stored)
 
 
 def _joined(both: Mapping[str, LazyArray], config: DecoderConfig, name: str) -> LazyArray:

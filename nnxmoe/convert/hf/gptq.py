@@ -10,7 +10,7 @@ import numpy as np
 
 from nnxmoe.convert.core.lazy_array import LazyArray
 from nnxmoe.convert.hf import words
-from nnxmoe.convert.hf.module_tensors import ModuleTensors, rounded_to
+from nnxmoe.convert.hf.module_tensors import FLOATS, ModuleTensors, rounded_to
 from nnxmoe.convert.hf.scheme import Malformed
 from nnxmoe.layers.codes import Codes
 from nnxmoe.storage.safetensors import TensorInfo
@@ -19,18 +19,11 @@ from nnxmoe.storage.safetensors import TensorInfo
 def awq(files: ModuleTensors, info: TensorInfo) -> LazyArray:
     """AWQ's ``gemm``: inputs first, eight outputs to a word."""
     ins, width = files.matrix(info)
-    group = files.scheme.group_size() or ins
-    shape, groups = (width * 8, ins), -(-ins // group)
-    if info.dtype != "I32":
-        raise Malformed(f"{files.where(info)} is {info.dtype}: it must be I32")
-    scale = files.tensor("scales", ("F16", "BF16", "F32"), [(groups, shape[0])])
-    zero = files.tensor("qzeros", ("I32",), [(groups, width)])
-    codes = Codes("int4", (1, group), rounded_to(scale))
 
     def unpack(packed: np.ndarray) -> np.ndarray:
         return words.awq(packed).T
 
-    return _inputs_first(files, info, shape, codes, scale, zero, unpack, unpack)
+    return _inputs_first(files, info, (width * 8, ins), 4, files.scheme.group_size() or ins, unpack, unpack)
 
 
 def gptq(files: ModuleTensors, info: TensorInfo) -> LazyArray:
@@ -38,13 +31,7 @@ def gptq(files: ModuleTensors, info: TensorInfo) -> LazyArray:
     tall, outs = files.matrix(info)
     bits, group = _settings(files, tall, outs)
     ins, limit = tall * 32 // bits, (1 << bits) - 1
-    groups = -(-ins // group)
-    if info.dtype != "I32":
-        raise Malformed(f"{files.where(info)} is {info.dtype}: it must be I32")
-    scale = files.tensor("scales", ("F16", "BF16", "F32"), [(groups, outs)])
-    zero = files.tensor("qzeros", ("I32",), [(groups, -(-outs * bits // 32))])
     less = files.scheme.fields.get("checkpoint_format") != "gptq_v2"
-    codes = Codes("int4" if bits == 4 else "int8", (1, group), rounded_to(scale))
 
     def unpack(packed: np.ndarray) -> np.ndarray:
         return words.along_rows(packed, bits, ins)
@@ -53,7 +40,7 @@ def gptq(files: ModuleTensors, info: TensorInfo) -> LazyArray:
         return (words.along_columns(packed, bits, outs) + np.uint8(less) & np.uint8(limit)).T
 
     order = _order(files, ins, group)
-    return _inputs_first(files, info, (outs, ins), codes, scale, zero, unpack, unpack_zero, order)
+    return _inputs_first(files, info, (outs, ins), bits, group, unpack, unpack_zero, order)
 
 
 def _settings(files: ModuleTensors, tall: int, outs: int) -> tuple[int, int]:
@@ -62,7 +49,7 @@ def _settings(files: ModuleTensors, tall: int, outs: int) -> tuple[int, int]:
     bits, scheme = files.scheme.one_of("bits", (4, 8), 4), files.scheme
     if not scheme.fields.get("dynamic"):
         return bits, scheme.group_size() or tall * 32 // bits
-    zeros, scales = files.tensor("qzeros", ("I32",)), files.tensor("scales", ("F16", "BF16", "F32"))
+    zeros, scales = files.tensor("qzeros", ("I32",)), files.tensor("scales", FLOATS)
     bits = next((b for b in (bits, 4, 8) if zeros.shape[-1:] == (-(-outs * b // 32),)), bits)
     ins = tall * 32 // bits
     group, groups = scheme.group_size() or ins, scales.shape[0] if scales.shape else 0
@@ -98,15 +85,19 @@ def _inputs_first(
     files: ModuleTensors,
     info: TensorInfo,
     shape: tuple[int, int],
-    codes: Codes,
-    scale: TensorInfo,
-    zero: TensorInfo,
+    bits: int,
+    group: int,
     unpack: Callable[[np.ndarray], np.ndarray],
     unpack_zero: Callable[[np.ndarray], np.ndarray],
     order: np.ndarray | None = None,
 ) -> LazyArray:
-    """A weight whose tensors have inputs first. ``unpack`` returns codes ``[O, I]``, ``unpack_zero`` ``[O, groups]``;
-    ``order``: see `QuantizedKernel`."""
+    """A weight of this shape whose tensors have inputs first. ``unpack`` returns codes ``[O, I]``, ``unpack_zero``
+    ``[O, groups]``; ``order``: see `QuantizedWeight`."""
+    (outs, ins), groups = shape, -(-shape[1] // group)
+    files.tensor("qweight", ("I32",))
+    scale = files.tensor("scales", FLOATS, [(groups, outs)])
+    zero = files.tensor("qzeros", ("I32",), [(groups, -(-outs * bits // 32))])
+    codes = Codes("int4" if bits == 4 else "int8", (1, group), rounded_to(scale))
 
     def rows_of(stored: LazyArray, rows: slice) -> np.ndarray:
         found = unpack(np.asarray(stored))[rows]
@@ -114,7 +105,7 @@ def _inputs_first(
 
     parts = {
         "codes": files.codes(codes, shape, info, rows_of),
-        "scale": files.scale(scale, codes.grid(*shape), turned=True, signed=True),
+        "scale": files.scale(scale, codes.grid(outs, ins), turned=True, allowed="not zero"),
         "zero": files.zero_words(codes, shape, zero, unpack_zero),
     }
     if order is not None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -22,6 +23,9 @@ OF_ACTIVATIONS = tuple(
     for kind in ("scale", "global_scale", "zero_point")
 )
 Unpack = Callable[[LazyArray, slice], np.ndarray]  # the tensor in the file, and rows of the weight -> their codes
+FLOATS = ("F32", "BF16", "F16")
+Allowed = Literal["positive", "not zero", "not negative"]
+_ALLOWED = {"positive": np.greater, "not zero": np.not_equal, "not negative": np.greater_equal}
 _SCALES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _SCALES |= dict.fromkeys(("F8_E8M0", "U8", "F8_E4M3"), "float32")
 
@@ -67,13 +71,13 @@ class ModuleTensors:
         return info.shape[0], info.shape[1]
 
     def scale(
-        self, info: TensorInfo, grid: tuple[int, ...], turned: bool = False, signed: bool = False, zero: bool = False
+        self, info: TensorInfo, grid: tuple[int, ...], turned: bool = False, allowed: Allowed = "positive"
     ) -> LazyArray:
         """Scales as ``[*experts, rows, columns]`` of tiles, checked when read. ``turned``: the file has columns first.
-        ``signed``: scales may be negative, as AutoRound makes them to use the code -8 for the largest weight of either
-        sign. ``zero``: they may be zero, as those of FP8 that are too small for it."""
+        ``allowed``: AutoRound makes negative scales, to use the code -8 for the largest weight of either sign; scales
+        in FP8 that are too small for it are zero."""
         dtype = jnp.dtype(_SCALES[info.dtype])
-        stored = raw(self.checkpoint, info)
+        stored, compare = raw(self.checkpoint, info), _ALLOWED[allowed]
 
         def read(box: Box, empty: Empty) -> np.ndarray:
             at_once = turned or info.shape != grid
@@ -84,14 +88,12 @@ class ModuleTensors:
             if at_once:
                 found = np.ascontiguousarray(found.T if turned else found).reshape(grid)[box]
             values = found.astype(np.float32)
-            valid = np.isfinite(values) & ((values != 0) if signed else (values >= 0) if zero else (values > 0))
+            valid = np.isfinite(values) & compare(values, 0)
             if not valid.all():
                 at = tuple(int(i) for i in np.argwhere(~valid)[0])
                 tile = [part.start + i for part, i in zip(box, at, strict=True)]
-                wanted = (
-                    "finite and not zero" if signed else "finite and not negative" if zero else "positive and finite"
-                )
-                raise Malformed(f"{self.where(info)} has a scale of {values[at]} at tile {tile}: it must be {wanted}")
+                wanted = f"it must be finite and {allowed}"
+                raise Malformed(f"{self.where(info)} has a scale of {values[at]} at tile {tile}: {wanted}")
             return found
 
         return dataclasses.replace(stored, shape=grid, dtype=dtype, read_box=read)
@@ -107,9 +109,14 @@ class ModuleTensors:
         first = dataclasses.replace(parts["codes"], tensors=rest)
         return LazyArray.quantized(codes, shape, {**parts, "codes": first})
 
-    def octets(self, codes: Codes, info: TensorInfo) -> LazyArray:
-        """Codes of a byte each, as they are in the file."""
-        return raw(self.checkpoint, dataclasses.replace(info, dtype="I8" if codes.kind == "int8" else "U8"))
+    def octets(
+        self, codes: Codes, info: TensorInfo, scale: TensorInfo, allowed: Allowed = "positive", **more: LazyArray
+    ) -> LazyArray:
+        """The weight of codes of a byte each, as they are in the file; ``more``: parts beside codes and scales."""
+        shape = self.matrix(info)
+        stored = raw(self.checkpoint, dataclasses.replace(info, dtype="I8" if codes.kind == "int8" else "U8"))
+        scales = self.scale(scale, codes.grid(*shape), allowed=allowed)
+        return self.made(codes, shape, {"codes": stored, "scale": scales, **more})
 
     def codes(
         self, codes: Codes, shape: tuple[int, int], info: TensorInfo, unpack: Unpack, block: int = AT_ONCE

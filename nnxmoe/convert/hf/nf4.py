@@ -79,29 +79,22 @@ def _scales(files: ModuleTensors, state: Mapping[str, Any], codes: Codes) -> Laz
     scale."""
     (outs, ins), block = state["shape"], state["blocksize"]
     grid, count = codes.grid(outs, ins), -(-outs * ins // block)
-    names = [f"{files.module}.weight.absmax", f"{files.module}.weight.quant_map"]
-    if not files.has("weight.nested_absmax"):
-        flat = files.tensor("weight.absmax", ("F32",), [(count,)])
-
-        def values() -> np.ndarray:
-            assert files.checkpoint is not None
-            return files.checkpoint.read(flat.name)
-
-    else:
-        coarse = state.get("nested_blocksize")
-        offset = state.get("nested_offset")
-        number = isinstance(offset, int | float) and math.isfinite(offset)
-        if type(coarse) is not int or coarse < 1 or not number:
+    nested = files.has("weight.nested_absmax")
+    flat = files.tensor("weight.absmax", ("U8" if nested else "F32",), [(count,)])
+    used, coarse, offset = [flat], state.get("nested_blocksize", 0), state.get("nested_offset")
+    if nested:
+        if type(coarse) is not int or coarse < 1 or not (isinstance(offset, int | float) and math.isfinite(offset)):
             raise Malformed(f"{files.module}.weight.{_STATE} lacks nested_blocksize or nested_offset")
-        flat = files.tensor("weight.absmax", ("U8",), [(count,)])
-        outer = files.tensor("weight.nested_absmax", ("F32",), [(-(-count // coarse),)])
-        table = files.tensor("weight.nested_quant_map", ("F32",), [(256,)])
-        names += [outer.name, table.name]
+        used.append(files.tensor("weight.nested_quant_map", ("F32",), [(256,)]))
+        used.append(files.tensor("weight.nested_absmax", ("F32",), [(-(-count // coarse),)]))
 
-        def values() -> np.ndarray:
-            assert files.checkpoint is not None
-            fine = files.checkpoint.read(table.name)[files.checkpoint.read(flat.name)]
-            return fine * np.repeat(files.checkpoint.read(outer.name), coarse)[:count] + np.float32(offset)
+    def values() -> np.ndarray:
+        assert files.checkpoint is not None
+        found, *outer = (files.checkpoint.read(info.name) for info in used)
+        if not nested:
+            return found
+        table, scales = outer
+        return table[found] * np.repeat(scales, coarse)[:count] + np.float32(offset)
 
     def read(box: Box, empty: Empty) -> np.ndarray:
         starts = np.arange(outs)[box[0], None] * ins + np.arange(grid[1])[None, box[1]] * codes.tile[1]
@@ -110,4 +103,5 @@ def _scales(files: ModuleTensors, state: Mapping[str, Any], codes: Codes) -> Laz
             raise Malformed(f"{files.where(flat)}: scales must be finite")
         return found
 
-    return LazyArray(grid, np.dtype(np.float32), read, AT_ONCE, file=flat.file.name, tensors=tuple(names))
+    tensors = (f"{files.module}.weight.quant_map", *(info.name for info in used))
+    return LazyArray(grid, np.dtype(np.float32), read, AT_ONCE, file=flat.file.name, tensors=tensors)

@@ -23,11 +23,22 @@ _FORMATS = ("float-quantized", "int-quantized", "pack-quantized", "naive-quantiz
 _FORMATS += ("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized")
 _ALGORITHMS = ("fp8", "fp8_per_channel_per_token", "fp8_pb_wo", "fp8_pb_real", "nvfp4", "w4a16_nvfp4", "w4a8_nvfp4_fp8")
 _ALGORITHMS += ("mxfp8", "mixed_precision")
-_GPTQ, _GPTQ_V2, _AWQ = (
-    {"quant_method": "gptq"},
-    {"quant_method": "gptq", "checkpoint_format": "gptq_v2"},
-    {"quant_method": "awq"},
-)
+# The fields of each method that must have one of some values, and what they are if absent.
+_FIELDS: dict[str, list[tuple[str, tuple[Any, ...], Any]]] = {
+    "fp8": [("fmt", ("e4m3", "float8_e4m3fn"), "e4m3"), ("activation_scheme", ("dynamic", "static"), "dynamic")],
+    "compressed-tensors": [("format", _FORMATS, "dense")],
+    "modelopt": [("quant_algo", _ALGORITHMS, "mixed_precision")],
+    "awq": [("version", ("gemm",), "gemm"), ("bits", (4,), 4)],
+    "gptq": [("bits", (4, 8), 4), ("checkpoint_format", ("gptq", "gptq_v2", None), "gptq")],
+    "bitsandbytes": [
+        ("load_in_8bit", (False,), False),
+        ("_load_in_8bit", (False,), False),
+        ("bnb_4bit_quant_type", ("nf4",), "nf4"),
+    ],
+    "mxfp4": [],
+}
+_GPTQ, _AWQ = {"quant_method": "gptq"}, {"quant_method": "awq"}
+_GPTQ_V2 = _GPTQ | {"checkpoint_format": "gptq_v2"}
 # AutoRound's ``packing_format`` -> settings of the tool that packs like this (``auto_round/inference/backend.py``).
 _PACKINGS = {"auto_round:auto_gptq": _GPTQ, "auto_round:gptq": _GPTQ, "auto_round:gptqmodel": _GPTQ_V2}
 _PACKINGS |= {"auto_round": _GPTQ_V2, "auto_round:auto_awq": _AWQ, "auto_round:awq": _AWQ}
@@ -67,7 +78,16 @@ class Scheme:
         made = cls(method, fields, where)
         if method == "auto-round":
             made = made._repacked()
-        _CHECKS[made.method](made)
+        for name, allowed, default in _FIELDS[made.method]:
+            made.one_of(name, allowed, default)
+        if made.method == "compressed-tensors":
+            _check_groups(made)
+        elif made.method == "fp8":
+            made.block()
+        elif made.method in ("awq", "gptq"):
+            made.group_size()
+        if made.method == "gptq" and not isinstance(dynamic := made.fields.get("dynamic"), Mapping | None):
+            raise CheckpointError(f"{made.where}: dynamic must be an object, got {short(dynamic)}")
         return made
 
     def _repacked(self) -> "Scheme":
@@ -116,14 +136,16 @@ class Scheme:
             raise CheckpointError(f"{self.where}: {name} must be two positive integers, got {short(value)}")
         return value[0], value[1]
 
-    def weights(self, module: str) -> "Weights | None":
-        """Settings of compressed-tensors for the weight of a module; None if no group matches it."""
+    def weights(self, module: str) -> "Weights":
+        """Settings of compressed-tensors for the weight of a module. Raises Malformed if no group matches it."""
         groups, found = self.fields.get("config_groups"), list[tuple[int, Mapping[str, Any]]]()
         for group in groups.values() if isinstance(groups, Mapping) else ():
             if group["weights"] is not None:  # null: a group for activations or caches
                 found += [(_nearness(target, module), group["weights"]) for target in group["targets"]]
-        best = max(found, key=lambda pair: pair[0], default=(0, {}))
-        return Weights.of(best[1], self) if best[0] else None
+        rank, fields = max(found, key=lambda pair: pair[0], default=(0, {}))
+        if not rank:
+            raise Malformed(f"{module} is quantised, but no group of config_groups names it in its targets")
+        return Weights.of(fields, self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,14 +198,8 @@ def _nearness(target: str, module: str) -> int:
     return int(target == "Linear")
 
 
-def _check_fp8(scheme: Scheme) -> None:
-    scheme.one_of("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
-    scheme.one_of("activation_scheme", ("dynamic", "static"), "dynamic")
-    scheme.block()
-
-
-def _check_compressed(scheme: Scheme) -> None:
-    scheme.one_of("format", _FORMATS, "dense")
+def _check_groups(scheme: Scheme) -> None:
+    """Raise CheckpointError for malformed settings of compressed-tensors."""
     groups = scheme.fields.get("config_groups")
     if not isinstance(groups, Mapping):
         raise CheckpointError(f"{scheme.where}: config_groups must be an object, got {short(groups)}")
@@ -206,7 +222,6 @@ def _check_compressed(scheme: Scheme) -> None:
             )
         if weights is not None:
             Weights.of(weights, scheme)
-
     _refuse_rotations(scheme)
 
 
@@ -223,34 +238,3 @@ def _refuse_rotations(scheme: Scheme) -> None:
             f"{where} rotates activations at run time (location {', '.join(map(short, online))}), which is not "
             "supported; rotations that are fused into the weights are"
         )
-
-
-def _check_awq(scheme: Scheme) -> None:
-    scheme.one_of("version", ("gemm",), "gemm")
-    scheme.one_of("bits", (4,), 4)
-    scheme.group_size()
-
-
-def _check_gptq(scheme: Scheme) -> None:
-    scheme.one_of("bits", (4, 8), 4)
-    scheme.one_of("checkpoint_format", ("gptq", "gptq_v2", None), "gptq")
-    if not isinstance(dynamic := scheme.fields.get("dynamic"), Mapping | None):
-        raise CheckpointError(f"{scheme.where}: dynamic must be an object, got {short(dynamic)}")
-    scheme.group_size()
-
-
-def _check_bitsandbytes(scheme: Scheme) -> None:
-    for name in ("load_in_8bit", "_load_in_8bit"):
-        scheme.one_of(name, (False,), False)
-    scheme.one_of("bnb_4bit_quant_type", ("nf4",), "nf4")
-
-
-_CHECKS = {
-    "fp8": _check_fp8,
-    "compressed-tensors": _check_compressed,
-    "awq": _check_awq,
-    "gptq": _check_gptq,
-    "bitsandbytes": _check_bitsandbytes,
-    "mxfp4": lambda scheme: None,
-    "modelopt": lambda scheme: scheme.one_of("quant_algo", _ALGORITHMS, "mixed_precision"),
-}
