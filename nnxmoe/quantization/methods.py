@@ -5,27 +5,13 @@ import math
 import re
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from nnxmoe.config.validate import check_positive
 from nnxmoe.layers.codes import FP8, MIDDLE, WHOLE, Codes
-
-
-class Method(Protocol):
-    """Quantises kernels ``[outs, ins]``."""
-
-    @property
-    def codes(self) -> Codes:
-        """The kind of code and the tile."""
-        ...
-
-    @property
-    def largest(self) -> float:
-        """The value to which a tile's largest magnitude is scaled before rounding."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +51,11 @@ class Float8:
     @property
     def codes(self) -> Codes:
         return Codes("fp8", (self.block, self.block))
+
+
+# Quantises kernels ``[outs, ins]``: ``codes`` is the kind of code and the tile, ``largest`` the value to which a tile's
+# largest magnitude is scaled before rounding.
+Method = Int8 | Int4 | Float8
 
 
 @dataclasses.dataclass(frozen=True)
