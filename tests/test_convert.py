@@ -277,12 +277,12 @@ def test_invalid_command_lines(line: list[str], capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize("kind", ["hf", "maxtext", "orbax"])
 def test_verify_detects_one_flipped_bit(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One bit of one array is flipped when the output is read back."""
-    real = conversion.KINDS[kind].written
+    real = conversion.KINDS[kind].read
 
-    def stored(folder: str) -> Any:
+    def read(folder: str, decoded: bool) -> Any:
         @contextlib.contextmanager
         def spoiled() -> Any:
-            with real(folder) as found:
+            with real(folder, decoded) as found:
                 if folder == str(tmp_path / "out"):
                     name = sorted(found)[len(found) // 2]
                     array = np.array(found[name])
@@ -292,7 +292,7 @@ def test_verify_detects_one_flipped_bit(kind: str, tmp_path: Path, monkeypatch: 
 
         return spoiled()
 
-    monkeypatch.setitem(conversion.KINDS, kind, dataclasses.replace(conversion.KINDS[kind], written=stored))
+    monkeypatch.setitem(conversion.KINDS, kind, dataclasses.replace(conversion.KINDS[kind], read=read))
     with pytest.raises(CheckpointError, match="is not what was written: check the disk, remove the folder and convert"):
         convert(MIXTRAL, str(tmp_path / "out"), kind, verify=True)
     monkeypatch.undo()

@@ -55,12 +55,8 @@ def _warn_of_rounding(model: CausalLM, found: LazyArrays) -> None:
     for what, factor in factors if narrow else ():
         if math.frexp(factor)[0] != 0.5:
             kinds = ", ".join(sorted(map(str, narrow)))
-            logger.warning(
-                "%s by sqrt(%d) are rounded to %s, as in MaxText; float32 avoids the rounding",
-                what,
-                round(factor**2),
-                kinds,
-            )
+            by = f"{what} by sqrt({round(factor**2)})"
+            logger.warning("%s are rounded to %s, as in MaxText; float32 avoids the rounding", by, kinds)
 
 
 def to_tree(model: CausalLM, scan_layers: bool = True, dtype: Any = None) -> dict[str, Any]:
@@ -152,10 +148,8 @@ def save(
         biases = {n: a.swapped() for n, a in found.items() if n.endswith(f"/{row}") and len(a.shape) == 2}
         both = {"params": unflatten_dict(found, sep="/"), BIASES: unflatten_dict(biases, sep="/")}
         params = {"params": both if biases else {"params": both["params"]}}
-        if parameters_only:
-            orbax_folder.write(stage, params, bar)
-        else:
-            orbax_folder.write_step(stage, {"step": 0, **params, "opt_state": {}}, bar)
+        tree = params if parameters_only else {"step": 0, **params, "opt_state": {}}
+        orbax_folder.write(stage, tree, bar, step=not parameters_only)
         if jax.process_index() == 0:
             write_side_files(stage, model, folder, model.config.folded()[0])
 

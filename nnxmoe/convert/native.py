@@ -6,14 +6,12 @@ stack stacked on axis 0.
 """
 
 import os
-from pathlib import Path
 from typing import Any
 
 import jax
 from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh
 
-from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.printable import short
 from nnxmoe.convert.core.dtypes import float_dtype
 from nnxmoe.convert.core.layout import SAME, Change, Leaf, add_part, parameters
@@ -84,11 +82,18 @@ def load(
     ``dtype`` None: as stored. Raises CheckpointError (a ValueError) that lists all arrays that do not fit.
     """
     where, kind = absolute(folder), float_dtype(dtype)
-    (stored, quantized), found = _config(where), read(where)
+    stored = read_config(where)
+    fields = read_object(where / NATIVE_FILE, "give a folder that nnxmoe.save wrote", CheckpointError)
+    version = fields.get("version")
+    if type(version) is not int or version != _VERSION:
+        raise CheckpointError(
+            f"{where / NATIVE_FILE}: version {short(version)} is not {_VERSION}: use the nnxmoe that wrote it"
+        )
+    found = read(where)
     config, times = unless_cast(stored, found.values(), kind)
     model = abstract(config, strategy, mesh, mtp=any("/mtp/" in name for name in found))
     try:
-        exchange_described(model, quantized)
+        exchange_described(model, fields.get(_QUANTIZED, []))
     except ValueError as error:
         raise CheckpointError(f"{where / NATIVE_FILE}: {_QUANTIZED}: {error}") from None
     scanned = any(name.startswith("stacks/") for name in found)
@@ -104,13 +109,3 @@ def read(folder: str | os.PathLike[str]) -> dict[str, LazyArray]:
     from nnxmoe.convert import orbax_folder
 
     return orbax_folder.read(absolute(folder) / PARAMETERS, None)
-
-
-def _config(folder: Path) -> tuple[DecoderConfig, Any]:
-    """The config of a folder that `save` wrote, and its quantised kernels."""
-    config, path = read_config(folder), folder / NATIVE_FILE
-    fields = read_object(path, "give a folder that nnxmoe.save wrote", CheckpointError)
-    version = fields.get("version")
-    if type(version) is not int or version != _VERSION:
-        raise CheckpointError(f"{path}: version {short(version)} is not {_VERSION}: use the nnxmoe that wrote it")
-    return config, fields.get(_QUANTIZED, [])

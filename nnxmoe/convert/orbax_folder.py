@@ -117,22 +117,17 @@ def _writer(folder: Path, bar: Any) -> Iterator[Any]:
         raise CheckpointError(f"cannot write: {summary(failure)}; make room, or choose another folder") from failure
 
 
-def write(folder: Path, tree: Mapping[str, Any], bar: Any) -> None:
-    """Write a tree of `LazyArray` leaves to a folder."""
-    with _writer(folder, bar) as writer, ocp.Checkpointer(writer) as checkpointer:
-        checkpointer.save(folder, args=_save_args(tree), force=True)
-
-
-def write_step(folder: Path, tree: Mapping[str, Any], bar: Any) -> None:
-    """Write a tree of `LazyArray` leaves to ``0/items`` in a folder, as step 0."""
-    with _writer(folder, bar) as writer, ocp.CheckpointManager(folder, item_handlers={"items": writer}) as manager:
-        manager.save(0, args=ocp.args.Composite(items=_save_args(tree)))
-
-
-def _save_args(tree: Mapping[str, Any]) -> Any:
-    tree = jax.tree.map(lambda x: _Spread(x, x.joined) if isinstance(x, LazyArray) and x.joined else x, tree)
-    chunks = jax.tree.map(_chunks, tree)
-    return ocp.args.PyTreeSave(tree, save_args=chunks)
+def write(folder: Path, tree: Mapping[str, Any], bar: Any, *, step: bool = False) -> None:
+    """Write a tree of `LazyArray` leaves to a folder; ``step``: to its ``0/items``, as step 0."""
+    spread = jax.tree.map(lambda x: _Spread(x, x.joined) if isinstance(x, LazyArray) and x.joined else x, tree)
+    args = ocp.args.PyTreeSave(spread, save_args=jax.tree.map(_chunks, spread))
+    with _writer(folder, bar) as writer:
+        if step:
+            with ocp.CheckpointManager(folder, item_handlers={"items": writer}) as manager:
+                manager.save(0, args=ocp.args.Composite(items=args))
+        else:
+            with ocp.Checkpointer(writer) as checkpointer:
+                checkpointer.save(folder, args=args, force=True)
 
 
 def _chunks(leaf: Any) -> ocp.SaveArgs:
