@@ -5,9 +5,8 @@ from dataclasses import replace
 import numpy as np
 
 from nnxmoe.convert.core.lazy_array import AT_ONCE, LazyArray
-from nnxmoe.convert.hf import words
 from nnxmoe.convert.hf.fp4 import MXFP4, NVFP4, in_pairs, nvfp4
-from nnxmoe.convert.hf.module_tensors import FLOATS, ModuleTensors, rounded_to
+from nnxmoe.convert.hf.module_tensors import FLOATS, ModuleTensors, rounded_to, unpacked
 from nnxmoe.convert.hf.raw import CHUNK_BYTES
 from nnxmoe.convert.hf.scheme import Malformed, Weights
 from nnxmoe.layers.codes import WHOLE, Codes
@@ -60,7 +59,7 @@ def packed(files: ModuleTensors, info: TensorInfo) -> LazyArray:
     grid, block = codes.grid(*shape), AT_ONCE if asymmetric else CHUNK_BYTES
 
     def unpack(stored: LazyArray, rows: slice) -> np.ndarray:
-        return words.along_columns(stored.rows(rows), bits, ins)
+        return unpacked(stored.rows(rows), bits)[:, :ins]
 
     parts = {
         "codes": files.codes(codes, shape, info, unpack, block),
@@ -68,7 +67,7 @@ def packed(files: ModuleTensors, info: TensorInfo) -> LazyArray:
     }
     if asymmetric:
         zero = files.tensor("weight_zero_point", ("I32",), [(-(-grid[0] * bits // 32), grid[1])])
-        parts["zero"] = files.zero_words(codes, shape, zero, lambda z: words.along_rows(z, bits, grid[0]).T)
+        parts["zero"] = files.zero_words(codes, shape, zero, lambda z: unpacked(z.T, bits)[:, : grid[0]].T)
     return files.made(codes, shape, parts)
 
 

@@ -17,7 +17,6 @@ from nnxmoe.convert.core.lazy_array import LazyArray
 from nnxmoe.convert.core.views import joined
 from nnxmoe.convert.hf import fp4
 from nnxmoe.convert.hf.layout import layout
-from nnxmoe.convert.hf.words import packed
 from nnxmoe.layers.codes import FP8, WHOLE, Codes
 from nnxmoe.layers.quantized import ARRAYS, QuantizedWeight
 from nnxmoe.model.causal_lm import CausalLM
@@ -55,29 +54,42 @@ def compressed(
         }
         if has := next((what for what, found_here in odd.items() if found_here), None):
             raise CheckpointError(f"{plain(module)} has {has}, {WHAT}")
-        stored = {"fp8": _floats, "fp4": _pairs}.get(codes.kind, _words)(codes, parts)
-        found |= {f"{module}.{ending}": array for ending, array in stored.items()}
+        found |= {f"{module}.{ending}": array for ending, array in _stored(codes, parts).items()}
         settings = _settings(codes, codes.ins(parts["codes"]), "zero" in parts)
         groups.setdefault(json.dumps(settings, sort_keys=True), []).append(module)
     views = {name: leaf.part_of for name, leaf in leaves.items()}
     return joined(found, views), _config(model, groups) if groups else None
 
 
-def _words(codes: Codes, parts: Mapping[str, LazyArray]) -> dict[str, LazyArray]:
-    """``pack-quantized``."""
+def _stored(codes: Codes, parts: Mapping[str, LazyArray]) -> dict[str, LazyArray]:
+    """The tensors of a kernel, by the ends of their names."""
     kept, bits = parts["codes"], codes.bits
+    if codes.kind == "fp4":
+        return {"weight_packed": fp4.as_pairs(kept), "weight_scale": fp4.as_exponents(parts["scale"])}
+    # Readers round weights to the dtype of the scales, so that those of weights that are not rounded are float32.
+    scale = parts["scale"] if codes.rounded is not None else parts["scale"].cast(np.dtype(np.float32))
+    if codes.tile[0] == WHOLE and scale.shape == (1, 1):  # that of a whole tensor is a vector
+        scale = scale.reshaped((1,))
+    if codes.kind == "fp8":
+        return {"weight": kept.each(lambda octets: octets.view(FP8), FP8), "weight_scale": scale}
     outs, ins = kept.shape[0], codes.ins(kept)
 
+    def packed(numbers: np.ndarray) -> np.ndarray:
+        """Unsigned numbers in words, the last of which is filled up with zeros."""
+        numbers = numbers if codes.halves else numbers.view(np.uint8) ^ 128
+        padded = np.pad(numbers, ((0, 0), (0, -numbers.shape[1] % (32 // bits))))
+        octets = padded if bits == 8 else padded[:, ::2] | padded[:, 1::2] << 4
+        return np.ascontiguousarray(octets).view(np.int32)
+
     def in_words(values: np.ndarray) -> np.ndarray:
-        return packed(codes.unpack(values) if codes.halves else values.view(np.uint8) ^ 128, bits)
+        return packed(codes.unpack(values))
 
     def zeros(values: np.ndarray) -> np.ndarray:
-        flat = values if codes.halves else values.view(np.uint8) ^ 128
-        return packed(np.ascontiguousarray(flat.T), bits).T
+        return packed(np.ascontiguousarray(values.T)).T
 
     made = {
         "weight_packed": kept.in_blocks(kept.shape[1], -(-ins * bits // 32), in_words, np.int32),
-        "weight_scale": _scale(codes, parts["scale"]),
+        "weight_scale": scale,
         "weight_shape": LazyArray.of(np.array([outs, ins], np.int64)),
     }
     if "zero" in parts:
@@ -85,26 +97,6 @@ def _words(codes: Codes, parts: Mapping[str, LazyArray]) -> dict[str, LazyArray]
         shape = -(-rows * bits // 32), columns
         made["weight_zero_point"] = parts["zero"].mapped(shape, np.dtype(np.int32), zeros)
     return made
-
-
-def _pairs(codes: Codes, parts: Mapping[str, LazyArray]) -> dict[str, LazyArray]:
-    """``mxfp4-pack-quantized``."""
-    return {"weight_packed": fp4.as_pairs(parts["codes"]), "weight_scale": fp4.as_exponents(parts["scale"])}
-
-
-def _floats(codes: Codes, parts: Mapping[str, LazyArray]) -> dict[str, LazyArray]:
-    """``float-quantized``."""
-    return {
-        "weight": parts["codes"].each(lambda octets: octets.view(FP8), FP8),
-        "weight_scale": _scale(codes, parts["scale"]),
-    }
-
-
-def _scale(codes: Codes, scale: LazyArray) -> LazyArray:
-    """The scales; that of a whole tensor as a vector. Readers round weights to the dtype of the scales, so that codes
-    whose weights are not rounded (GGUF's) have them in float32."""
-    scale = scale.cast(np.dtype(np.float32)) if codes.rounded is None else scale
-    return scale.reshaped((1,)) if codes.tile[0] == WHOLE and scale.shape == (1, 1) else scale
 
 
 def _settings(codes: Codes, ins: int, zero: bool) -> dict[str, Any]:
@@ -129,7 +121,10 @@ def _config(model: CausalLM, groups: Mapping[str, list[str]]) -> dict[str, Any]:
         form = _FORMATS[weights["type"], weights["num_bits"]]
         made[f"group_{i}"] = {"targets": targets, "weights": weights, "input_activations": None, "format": form}
     formats = {group["format"] for group in made.values()}
-    floats = [name.removesuffix(".weight") for name in _linear_names(model)]
+    # Linear maps that stay floats: routers, and kernels that are not quantised.
+    keys = {place.key for place in places(model) if not isinstance(place.weight, QuantizedWeight)}
+    linear = [name for name, leaf in layout(model).items() if leaf.key in keys or ".router.kernel" in leaf.key]
+    floats = [name.removesuffix(".weight") for name in linear]
     return {
         "quant_method": "compressed-tensors",
         "format": formats.pop() if len(formats) == 1 else "mixed-precision",
@@ -137,12 +132,6 @@ def _config(model: CausalLM, groups: Mapping[str, list[str]]) -> dict[str, Any]:
         "ignore": _targets([name for name in floats if name not in chosen]),
         "config_groups": made,
     }
-
-
-def _linear_names(model: CausalLM) -> list[str]:
-    """Names of the weights of linear maps that stay floats: routers, and kernels that are not quantised."""
-    keys = {place.key for place in places(model) if not isinstance(place.weight, QuantizedWeight)}
-    return [name for name, leaf in layout(model).items() if leaf.key in keys or ".router.kernel" in leaf.key]
 
 
 def _targets(modules: list[str]) -> list[str]:

@@ -1,6 +1,7 @@
 """AWQ and GPTQ: codes with inputs first, packed into 32-bit words.
 
-The formulas are those of AutoAWQ (``modules/linear/gemm.py``), AutoGPTQ and GPTQModel (``nn_modules/qlinear``).
+The formulas are those of AutoAWQ (``modules/linear/gemm.py``, ``utils/packing_utils``), AutoGPTQ and GPTQModel
+(``nn_modules/qlinear``).
 """
 
 import dataclasses
@@ -9,11 +10,12 @@ from collections.abc import Callable
 import numpy as np
 
 from nnxmoe.convert.core.lazy_array import LazyArray
-from nnxmoe.convert.hf import words
-from nnxmoe.convert.hf.module_tensors import FLOATS, ModuleTensors, rounded_to
+from nnxmoe.convert.hf.module_tensors import FLOATS, ModuleTensors, rounded_to, unpacked
 from nnxmoe.convert.hf.scheme import Malformed
 from nnxmoe.layers.codes import Codes
 from nnxmoe.storage.safetensors import TensorInfo
+
+_AWQ_COLUMNS = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # the nibble of a word that holds each of its eight columns
 
 
 def awq(files: ModuleTensors, info: TensorInfo) -> LazyArray:
@@ -21,7 +23,7 @@ def awq(files: ModuleTensors, info: TensorInfo) -> LazyArray:
     ins, width = files.matrix(info)
 
     def unpack(packed: np.ndarray) -> np.ndarray:
-        return words.awq(packed).T
+        return unpacked(packed, 4).reshape(*packed.shape, 8)[..., _AWQ_COLUMNS].reshape(len(packed), -1).T
 
     return _inputs_first(files, info, (width * 8, ins), 4, files.scheme.group_size() or ins, unpack, unpack)
 
@@ -34,10 +36,10 @@ def gptq(files: ModuleTensors, info: TensorInfo) -> LazyArray:
     less = files.scheme.fields.get("checkpoint_format") != "gptq_v2"
 
     def unpack(packed: np.ndarray) -> np.ndarray:
-        return words.along_rows(packed, bits, ins)
+        return unpacked(packed.T, bits)[:, :ins]
 
     def unpack_zero(packed: np.ndarray) -> np.ndarray:
-        return (words.along_columns(packed, bits, outs) + np.uint8(less) & np.uint8(limit)).T
+        return (unpacked(packed, bits)[:, :outs] + np.uint8(less) & np.uint8(limit)).T
 
     order = _order(files, ins, group)
     return _inputs_first(files, info, (outs, ins), bits, group, unpack, unpack_zero, order)

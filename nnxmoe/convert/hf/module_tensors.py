@@ -7,9 +7,9 @@ from typing import Literal
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jaxtyping import Shaped, UInt8
 
 from nnxmoe.convert.core.lazy_array import AT_ONCE, Box, Empty, LazyArray
-from nnxmoe.convert.hf import words
 from nnxmoe.convert.hf.raw import raw
 from nnxmoe.convert.hf.scheme import Malformed, Scheme
 from nnxmoe.layers.codes import STORED, Codes
@@ -127,7 +127,7 @@ class ModuleTensors:
 
         def read(box: Box, empty: Empty) -> np.ndarray:
             found = np.ascontiguousarray(unpack(stored, box[0]))
-            return (codes.pack(found) if codes.halves else words.signed(found))[:, box[1]]
+            return (codes.pack(found) if codes.halves else _signed(found))[:, box[1]]
 
         return LazyArray(codes.stored(*shape), STORED[codes.kind], read, block, file=info.file.name)
 
@@ -135,7 +135,7 @@ class ModuleTensors:
         self, codes: Codes, shape: tuple[int, int], info: TensorInfo, unpack: Callable[[np.ndarray], np.ndarray]
     ) -> LazyArray:
         """Packed zero points of the codes of a weight of this shape. ``unpack`` returns all of them, unsigned."""
-        change = unpack if codes.halves else lambda packed: words.signed(np.ascontiguousarray(unpack(packed)))
+        change = unpack if codes.halves else lambda packed: _signed(np.ascontiguousarray(unpack(packed)))
         return raw(self.checkpoint, info).mapped(codes.grid(*shape), STORED[codes.kind], change)
 
     def zero_numbers(self, info: TensorInfo, grid: tuple[int, int]) -> LazyArray:
@@ -147,6 +147,20 @@ class ModuleTensors:
             return found.astype(np.int8).reshape(grid)
 
         return raw(self.checkpoint, info).mapped(grid, np.dtype(np.int8), checked)
+
+
+def unpacked(words: Shaped[np.ndarray, "... W"], bits: int) -> UInt8[np.ndarray, "... N"]:
+    """The unsigned numbers of 4 or 8 bits in little-endian 32-bit words, the lowest bits first, as the readers of
+    compressed-tensors (``compressors/pack_quantized``), AutoGPTQ and GPTQModel (``nn_modules/qlinear``) have them."""
+    octets = np.ascontiguousarray(words).view(np.uint8)
+    if bits == 8:
+        return octets
+    return np.stack([octets & 15, octets >> 4], axis=-1).reshape(*octets.shape[:-1], -1)
+
+
+def _signed(codes: UInt8[np.ndarray, "..."]) -> Shaped[np.ndarray, "..."]:
+    """Bytes in offset binary (value + 128) as int8."""
+    return (codes ^ 128).view(np.int8)
 
 
 def rounded_to(scale: TensorInfo) -> str | None:

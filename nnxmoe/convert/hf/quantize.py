@@ -36,7 +36,9 @@ def keep(model: CausalLM, arrays: LazyArrays) -> dict[str, LazyArray]:
                 )
         for name, each in kept.items():
             found.pop(name, None)  # two kernels may share a fused tensor
-            found |= {f"{name}.{part}": _checked(array, part, each.kind) for part, array in each.parts.items()}
+            found |= {f"{name}.{part}": array for part, array in each.parts.items()}
+            if each.kind == "fp8":
+                found[f"{name}.codes"] = _without_nan(each.parts["codes"])
         assert one.codes is not None
         zero, order = "zero" in one.parts, "order" in one.parts
         exchange(place, one.codes, model.strategy, scale=one.parts["scale"].dtype, zero=zero, order=order)
@@ -120,14 +122,12 @@ def _form(array: LazyArray) -> Any:
     return array.codes, {name: part.dtype for name, part in array.parts.items()}
 
 
-def _checked(array: LazyArray, part: str, kind: str) -> LazyArray:
-    """FP8 codes without NaN, which products on CPUs take for a number."""
-    if part != "codes" or kind != "fp8":
-        return array
+def _without_nan(codes: LazyArray) -> LazyArray:
+    """FP8 codes that are refused if there is NaN among them, which products on CPUs take for a number."""
 
     def checked(found: np.ndarray) -> np.ndarray:
         if ((found & 127) == 127).any():
-            raise CheckpointError(f"{', '.join(array.tensors)} in {array.file} has NaN: load it without keep_quantized")
+            raise CheckpointError(f"{', '.join(codes.tensors)} in {codes.file} has NaN: load it without keep_quantized")
         return found
 
-    return array.each(checked)
+    return codes.each(checked)

@@ -50,11 +50,13 @@ class Malformed(CheckpointError):
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-    """The settings. ``method``: a key of `METHODS`; empty without quantization. ``where``: the file, for messages."""
+    """The settings. ``method``: a key of `METHODS`; empty without quantization. ``where``: the file, for messages.
+    ``groups``: those of compressed-tensors, the modules of each and how their weights are stored."""
 
     method: str
     fields: Mapping[str, Any]
     where: str
+    groups: tuple[tuple[list[str], "Weights"], ...] = ()
 
     @classmethod
     def of(cls, config: Mapping[str, Any], where: str) -> "Scheme":
@@ -81,8 +83,8 @@ class Scheme:
         for name, allowed, default in _FIELDS[made.method]:
             made.one_of(name, allowed, default)
         if made.method == "compressed-tensors":
-            _check_groups(made)
-        elif made.method == "fp8":
+            return dataclasses.replace(made, groups=_groups(made))
+        if made.method == "fp8":
             made.block()
         elif made.method in ("awq", "gptq"):
             made.group_size()
@@ -138,14 +140,11 @@ class Scheme:
 
     def weights(self, module: str) -> "Weights":
         """Settings of compressed-tensors for the weight of a module. Raises Malformed if no group matches it."""
-        groups, found = self.fields.get("config_groups"), list[tuple[int, Mapping[str, Any]]]()
-        for group in groups.values() if isinstance(groups, Mapping) else ():
-            if group["weights"] is not None:  # null: a group for activations or caches
-                found += [(_nearness(target, module), group["weights"]) for target in group["targets"]]
-        rank, fields = max(found, key=lambda pair: pair[0], default=(0, {}))
-        if not rank:
+        found = [(_nearness(target, module), weights) for targets, weights in self.groups for target in targets]
+        rank, weights = max(found, key=lambda pair: pair[0], default=(0, None))
+        if not rank or weights is None:
             raise Malformed(f"{module} is quantised, but no group of config_groups names it in its targets")
-        return Weights.of(fields, self)
+        return weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,9 +197,9 @@ def _nearness(target: str, module: str) -> int:
     return int(target == "Linear")
 
 
-def _check_groups(scheme: Scheme) -> None:
-    """Raise CheckpointError for malformed settings of compressed-tensors."""
-    groups = scheme.fields.get("config_groups")
+def _groups(scheme: Scheme) -> tuple[tuple[list[str], Weights], ...]:
+    """The groups of compressed-tensors. Raises CheckpointError for malformed ones."""
+    groups, found = scheme.fields.get("config_groups"), []
     if not isinstance(groups, Mapping):
         raise CheckpointError(f"{scheme.where}: config_groups must be an object, got {short(groups)}")
     for name, group in groups.items():
@@ -220,9 +219,10 @@ def _check_groups(scheme: Scheme) -> None:
             raise CheckpointError(
                 f"{where}: format {short(group['format'])} is not supported; supported: {', '.join(_FORMATS)}"
             )
-        if weights is not None:
-            Weights.of(weights, scheme)
+        if weights is not None:  # null: a group for activations or caches
+            found.append((targets, Weights.of(weights, scheme)))
     _refuse_rotations(scheme)
+    return tuple(found)
 
 
 def _refuse_rotations(scheme: Scheme) -> None:
