@@ -140,9 +140,8 @@ def test_chat_and_serve_take_the_checkpoints_sampling(model: nnxmoe.CausalLM) ->
     flags = {"temperature": None, "top_k": None, "top_p": 0.5, "min_p": None, "repetition_penalty": None}
     assert sampling_of(argparse.Namespace(**flags), sampling) == dataclasses.replace(sampling, top_p=0.5)
     assert sampling_of(argparse.Namespace(**flags | {"top_p": None})) == nnxmoe.Sampling(temperature=0.0)
-    engine, ends = serving_engine(model, slots=1, capacity=64)
-    tokenizer = nnxmoe.Tokenizer.from_pretrained(MODEL)
-    planner = Planner(ServerSettings("tiny"), tokenizer, 64, 320, ends, engine.limits, default_sampling(model))
+    engine = serving_engine(model, slots=1, capacity=64)
+    planner = Planner(engine, nnxmoe.Tokenizer.from_pretrained(MODEL), ServerSettings("tiny"))
     for fields, expected in (
         ({}, sampling),
         ({"temperature": 0.0}, dataclasses.replace(sampling, temperature=0.0)),

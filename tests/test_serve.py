@@ -707,7 +707,7 @@ def test_a_model_over_several_processes_is_refused() -> None:
     engine: Any = SimpleNamespace(model=SimpleNamespace(mesh=SimpleNamespace(is_multi_process=True, shape={"fsdp": 2})))
     settings: Any = None
     with pytest.raises(ValueError, match="sharded over several processes"):
-        Endpoints(engine, None, (), settings)
+        Endpoints(engine, None, settings, lambda: None)
 
 
 @pytest.mark.slow

@@ -60,7 +60,7 @@ def serve(options: argparse.Namespace) -> None:
     model, tokenizer = commands.load(options)
     draft = drafts.draft_of(options.draft, model)
     sizes = {"slots": options.slots, "capacity": options.capacity, "prefix_bytes": options.prefix_bytes}
-    engine, stop_ids = server.serving_engine(model, draft=draft, **sizes)
+    engine = server.serving_engine(model, draft=draft, **sizes)
     said = f"serving {name} with {engine.slots} slots of {engine.capacity} tokens on %s; Ctrl-C ends"
     where = options.host, options.port
-    server.serve(engine, tokenizer, stop_ids, settings, *where, lambda address: say(said, address))
+    server.serve(engine, tokenizer, settings, *where, lambda address: say(said, address))

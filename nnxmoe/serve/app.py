@@ -22,7 +22,7 @@ from nnxmoe.runtime.progress import say
 from nnxmoe.serve.engine_thread import EngineThread
 from nnxmoe.serve.formats import ChatFormat, CompletionFormat, Format
 from nnxmoe.serve.reply import COUNTS, Reply, Service, json_response
-from nnxmoe.serve.requests import Planned, Planner, default_sampling
+from nnxmoe.serve.requests import Planned, Planner
 from nnxmoe.serve.schema import BaseRequest, ChatRequest, CompletionRequest, decode
 from nnxmoe.serve.settings import Refused, ServerSettings, public
 from nnxmoe.serve.token_texts import TokenTexts
@@ -38,18 +38,15 @@ DISCARD_SECONDS = 1.0
 class Endpoints:
     """The endpoints of one model. ``service`` is set while the application runs; ``started`` is called first."""
 
-    def __init__(self, engine: Engine, tokenizer: Any, stop_ids: tuple[int, ...], settings: ServerSettings):
+    def __init__(self, engine: Engine, tokenizer: Any, settings: ServerSettings, started: Callable[[], None]):
         if (mesh := engine.model.mesh) is not None and mesh.is_multi_process:
             raise ValueError(
                 f"the engine's model is sharded over several processes (mesh {dict(mesh.shape)}), and only one gets "
                 "the requests: load it on a mesh of this process's devices, "
                 "nnxmoe.make_mesh(…, devices=jax.local_devices())"
             )
-        self.started: Callable[[], None] = lambda: None
-        vocab = int(engine.model.embed.table.shape[0])
-        self.engine, self.tokenizer, self.settings = engine, tokenizer, settings
-        sampling = default_sampling(engine.model)
-        self.planner = Planner(settings, tokenizer, engine.capacity, vocab, stop_ids, engine.limits, sampling)
+        self.engine, self.tokenizer, self.settings, self.started = engine, tokenizer, settings, started
+        self.planner = Planner(engine, tokenizer, settings)
         self.texts, self.since = TokenTexts(tokenizer), int(time.time())
         self._service: Service | None = None
 
@@ -241,35 +238,23 @@ def _error(refused: Refused) -> Response:
     return json_response(refused.body(), refused.status, headers)
 
 
-async def _on_refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, Refused)
-    request.scope[COUNTS][2] = error.why
-    return _error(error)
+async def _failed(request: Request, error: Exception) -> Response:
+    """The response to an exception of an endpoint."""
+    match error:
+        case Refused():
+            request.scope[COUNTS][2] = error.why
+            return _error(error)
+        case HTTPException():
+            return _error(Refused(error.status_code, f"{request.method} {request.url.path:.80}: {error.detail}"))
+        case ClientDisconnect():  # while it sent its body: no one reads this
+            return Response(status_code=499)
+        case _:
+            return _error(Refused(500, f"internal error: {type(error).__name__}; see its log"))
 
 
-async def _on_http(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return _error(Refused(error.status_code, f"{request.method} {request.url.path:.80}: {error.detail}"))
-
-
-async def _on_gone(_: Request, __: Exception) -> Response:
-    return Response(status_code=499)  # the client went away while it sent its body: no one reads this
-
-
-async def _on_failure(_: Request, error: Exception) -> Response:
-    return _error(Refused(500, f"internal error: {type(error).__name__}; see its log"))
-
-
-def make_app(
-    engine: Engine,
-    tokenizer: Any,
-    stop_ids: tuple[int, ...],
-    settings: ServerSettings,
-    started: Callable[[], None],
-) -> ASGIApp:
+def make_app(engine: Engine, tokenizer: Any, settings: ServerSettings, started: Callable[[], None]) -> ASGIApp:
     """The application that serves an engine, which it closes at its end. ``started`` is called once it runs."""
-    ends = Endpoints(engine, tokenizer, stop_ids, settings)
-    ends.started = started
+    ends = Endpoints(engine, tokenizer, settings, started)
     routes = [
         Route("/", ends.page),
         Route("/health", ends.health),
@@ -279,6 +264,6 @@ def make_app(
         Route("/v1/completions", ends.completions, methods=["POST"]),
         Route("/v1/chat/completions", ends.chat, methods=["POST"]),
     ]
-    handlers: Any = {Refused: _on_refused, HTTPException: _on_http, ClientDisconnect: _on_gone, Exception: _on_failure}
+    handlers: Any = dict.fromkeys((Refused, HTTPException, ClientDisconnect, Exception), _failed)
     app = Starlette(routes=routes, exception_handlers=handlers, lifespan=ends.lifespan)
     return Guard(app, ends, frozenset(route.path for route in routes))

@@ -17,14 +17,26 @@ from nnxmoe.generation.score import TOKENS, Score, score
 logger = logging.getLogger("nnxmoe")
 
 
-class SamplePiece(NamedTuple):
-    """The part of a sample that one step added. ``text`` may lag behind ``ids``; ``finish``: why the sample is done."""
+@dataclasses.dataclass
+class Sample:
+    """A sample, or what one step added to it. ``text`` may lag behind ``ids``; ``finish``: why the sample is done. In a
+    response ``echoed`` ids of the prompt come first, and the new text begins at ``start``."""
 
-    text: str
-    ids: list[int]
-    logprobs: list[float]
-    top: list[list[tuple[int, float]]]
-    finish: Finish | None
+    text: str = ""
+    ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float | None] = dataclasses.field(default_factory=list)
+    top: list[list[tuple[int, float]] | None] = dataclasses.field(default_factory=list)
+    finish: Finish | None = None
+    echoed: int = 0
+    start: int = 0
+
+    def add(self, piece: "Sample") -> None:
+        """Append what a step has made."""
+        self.text += piece.text
+        self.ids += piece.ids
+        self.logprobs += piece.logprobs
+        self.top += piece.top
+        self.finish = piece.finish
 
 
 @dataclasses.dataclass(eq=False)
@@ -35,7 +47,7 @@ class SampleJob:
     ids: tuple[int, ...]
     wanted: Wanted
     stop: tuple[str, ...]
-    put: Callable[[SamplePiece | BaseException], None]
+    put: Callable[[Sample | BaseException], None]
     prefix: Prefix | None = None
     keep: frozenset[int] = frozenset()
     request: Request | None = None
@@ -144,7 +156,7 @@ class EngineThread:
         for job in jobs:
             assert job.request is not None
             if job.request.done:  # no new ids were asked for
-                done.append((job, SamplePiece("", [], [], [], job.request.finish)))
+                done.append((job, Sample(finish=job.request.finish)))
             else:
                 self._running[job.request] = job
         self._tell(lambda: _settle(accepted, None))
@@ -157,7 +169,7 @@ class EngineThread:
                 self._running.pop(job.request, None)
 
     def _deliver(self, events: Sequence[Event]) -> None:
-        pieces = list[tuple[SampleJob, SamplePiece | BaseException]]()
+        pieces = list[tuple[SampleJob, Sample | BaseException]]()
         for event in events:
             if (job := self._running.get(event.request)) is None:
                 continue
@@ -169,7 +181,7 @@ class EngineThread:
                 pieces.append((job, error))
         self._hand_out(pieces)
 
-    def _piece(self, event: Event, text: Any) -> SamplePiece:
+    def _piece(self, event: Event, text: Any) -> Sample:
         """Convert an event to text. At a stop string end the request and drop the ids that follow."""
         request, new, kept = event.request, "", 0
         for token in event.ids:
@@ -185,7 +197,7 @@ class EngineThread:
         if finish is not None:
             del self._running[request]
         at = slice(event.start, event.start + kept)
-        return SamplePiece(new, event.ids[:kept], request.logprobs[at], request.top[at], finish)
+        return Sample(new, event.ids[:kept], [*request.logprobs[at]], [*request.top[at]], finish)
 
     def _score(self) -> None:
         """One pass over texts that wait to be scored, so that the steps of others do not wait for more."""
@@ -207,7 +219,7 @@ class EngineThread:
             raise
         self._tell(lambda: [_settle(one.done, None, each) for one, each in zip(batch, found, strict=True)])
 
-    def _hand_out(self, pieces: Sequence[tuple[SampleJob, SamplePiece | BaseException]]) -> None:
+    def _hand_out(self, pieces: Sequence[tuple[SampleJob, Sample | BaseException]]) -> None:
         if pieces:
             self._tell(lambda: [job.put(piece) for job, piece in pieces])
 

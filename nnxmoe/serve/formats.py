@@ -8,36 +8,13 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from nnxmoe.generation.request import Finish
 from nnxmoe.generation.text import TextStream
 from nnxmoe.serve.answer_form import PLAIN, AnswerForm, AnswerSplit
 from nnxmoe.serve.call_split import CallPiece
-from nnxmoe.serve.engine_thread import SamplePiece
+from nnxmoe.serve.engine_thread import Sample
 from nnxmoe.serve.token_texts import TokenTexts
 
 Json = dict[str, Any]
-
-
-@dataclasses.dataclass
-class Sample:
-    """The part of one sample that was made so far. ``echoed`` ids of the prompt come first; the new text begins at
-    ``start``."""
-
-    text: str = ""
-    ids: list[int] = dataclasses.field(default_factory=list)
-    logprobs: list[float | None] = dataclasses.field(default_factory=list)
-    top: list[list[tuple[int, float]] | None] = dataclasses.field(default_factory=list)
-    finish: Finish | None = None
-    echoed: int = 0
-    start: int = 0
-
-    def add(self, piece: SamplePiece) -> None:
-        """Append what a step has made."""
-        self.text += piece.text
-        self.ids += piece.ids
-        self.logprobs += piece.logprobs
-        self.top += piece.top
-        self.finish = piece.finish
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,8 +15,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from nnxmoe.generation.score import Score
-from nnxmoe.serve.engine_thread import EngineThread, SampleJob, SamplePiece
-from nnxmoe.serve.formats import Format, Json, Sample, usage
+from nnxmoe.serve.engine_thread import EngineThread, Sample, SampleJob
+from nnxmoe.serve.formats import Format, Json, usage
 from nnxmoe.serve.prometheus import Metrics
 from nnxmoe.serve.requests import Planned
 from nnxmoe.serve.settings import Refused, ServerSettings, public
@@ -43,30 +43,6 @@ class Service:
         }
         self.metrics = Metrics(gauges)
 
-    @contextlib.asynccontextmanager
-    async def run(self, plan: Planned, since: float) -> AsyncIterator["RunningRequest"]:
-        """Start the samples of a plan, and cancel those that are not done at the end. Raises Refused."""
-        samples, most = plan.samples(), self.thread.engine.slots + self.settings.queue
-        if len(samples) > most:
-            raise Refused(400, f"{len(samples)} samples are more than the {most} that this server admits", "n")
-        if self.admitted + len(samples) > most:
-            raise Refused(429, f"{self.admitted} samples are running or waiting, of {most} at most: try again later")
-        self.admitted += len(samples)
-        run = RunningRequest(plan, since, self.metrics)
-        keep = frozenset(plan.answer.tokens.values())
-        run.jobs = [
-            SampleJob(ids, wanted, plan.stop, run.sink(i), prefix, keep)
-            for i, (ids, wanted, prefix) in enumerate(samples)
-        ]
-        try:
-            await _refusing(self.thread.submit(run.jobs))
-            self.metrics.counters["prompt_tokens_total"] += sum(map(len, plan.prompts))
-            yield run
-        finally:
-            self.admitted -= len(samples)
-            if not all(sample.finish for sample in run.samples):
-                self.thread.cancel(run.jobs)
-
     async def scores(self, plan: Planned) -> list[Score | None]:
         """The scores of a plan's prompts; None for a prompt of a single id, which has nothing to score."""
         top = min(1, plan.wanted.logprobs or 0) if (plan.wanted.logprobs or 0) < 2 else 5
@@ -77,38 +53,6 @@ class Service:
             for future in futures:
                 if future is not None:
                     future.cancel()
-
-
-class RunningRequest:
-    """The samples of one request. ``made``: their new tokens so far."""
-
-    def __init__(self, plan: Planned, since: float, metrics: Metrics):
-        self.samples = [Sample() for _ in range(len(plan.prompts) * plan.n)]
-        self.jobs: Sequence[SampleJob] = ()
-        self.made = 0
-        self._queue: asyncio.Queue[tuple[int, SamplePiece | BaseException]] = asyncio.Queue()
-        self._since, self._metrics = since, metrics
-
-    def sink(self, index: int) -> Any:
-        """Receive the pieces of a sample."""
-        return lambda piece: self._queue.put_nowait((index, piece))
-
-    async def parts(self) -> AsyncIterator[dict[int, Sample]]:
-        """Yield the new pieces by sample, each time the reader is ready for more, until all samples are done."""
-        while not all(sample.finish for sample in self.samples):
-            news, pending = dict[int, Sample](), [await self._queue.get()]
-            while not self._queue.empty():
-                pending.append(self._queue.get_nowait())
-            for index, piece in pending:
-                if isinstance(piece, BaseException):
-                    raise Refused(503, f"the server cannot go on: {public(piece)}") from piece
-                if piece.ids and not self.made:
-                    self._metrics.first_token.add(time.monotonic() - self._since)
-                self.made += len(piece.ids)
-                self._metrics.counters["generated_tokens_total"] += len(piece.ids)
-                self.samples[index].add(piece)
-                news.setdefault(index, Sample()).add(piece)
-            yield news
 
 
 class Reply(Response):
@@ -125,10 +69,11 @@ class Reply(Response):
         since: float,
     ):
         super().__init__()
-        self._run: RunningRequest | None = None
         self._service, self._plan, self._form, self._head = service, plan, form, head
         self._stream, self._with_usage, self._since = stream, with_usage, since
-        self._started = False
+        self._samples = [Sample() for _ in range(len(plan.prompts) * plan.n)]
+        self._queue: asyncio.Queue[tuple[int, Sample | BaseException]] = asyncio.Queue()
+        self._admitted, self._started, self._made = False, False, 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response; stop if the client disconnects or the time limit is reached."""
@@ -142,8 +87,8 @@ class Reply(Response):
             for task in (work, gone):
                 task.cancel()
             await asyncio.gather(work, gone, return_exceptions=True)
-            if self._run is not None:
-                scope[COUNTS][:2] = sum(map(len, self._plan.prompts)), self._run.made
+            if self._admitted:
+                scope[COUNTS][:2] = sum(map(len, self._plan.prompts)), self._made
             self._service.metrics.seconds.add(time.monotonic() - self._since)
         if work in done:
             try:
@@ -164,33 +109,73 @@ class Reply(Response):
             async with asyncio.timeout(LAST_WORDS):
                 await send({"type": "http.response.body", "body": _event(refused.body()), "more_body": False})
 
+    @contextlib.asynccontextmanager
+    async def _running(self) -> AsyncIterator[None]:
+        """Start the samples of the plan, and cancel those that are not done at the end. Raises Refused."""
+        service, plan, count = self._service, self._plan, len(self._samples)
+        most = service.thread.engine.slots + service.settings.queue
+        if count > most:
+            raise Refused(400, f"{count} samples are more than the {most} that this server admits", "n")
+        if service.admitted + count > most:
+            raise Refused(429, f"{service.admitted} samples are running or waiting, of {most} at most: try again later")
+        service.admitted, self._admitted = service.admitted + count, True
+        keep = frozenset(plan.answer.tokens.values())
+        jobs = [
+            SampleJob(ids, wanted, plan.stop, lambda piece, i=i: self._queue.put_nowait((i, piece)), prefix, keep)
+            for i, (ids, wanted, prefix) in enumerate(plan.samples())
+        ]
+        try:
+            await _refusing(service.thread.submit(jobs))
+            service.metrics.counters["prompt_tokens_total"] += sum(map(len, plan.prompts))
+            yield
+        finally:
+            service.admitted -= count
+            if not all(sample.finish for sample in self._samples):
+                service.thread.cancel(jobs)
+
+    async def _parts(self) -> AsyncIterator[dict[int, Sample]]:
+        """Yield the new pieces by sample, each time the reader is ready for more, until all samples are done."""
+        metrics = self._service.metrics
+        while not all(sample.finish for sample in self._samples):
+            news, pending = dict[int, Sample](), [await self._queue.get()]
+            while not self._queue.empty():
+                pending.append(self._queue.get_nowait())
+            for index, piece in pending:
+                if isinstance(piece, BaseException):
+                    raise Refused(503, f"the server cannot go on: {public(piece)}") from piece
+                if piece.ids and not self._made:
+                    metrics.first_token.add(time.monotonic() - self._since)
+                self._made += len(piece.ids)
+                metrics.counters["generated_tokens_total"] += len(piece.ids)
+                self._samples[index].add(piece)
+                news.setdefault(index, Sample()).add(piece)
+            yield news
+
     async def _send_whole(self, send: Send) -> None:
         plan = self._plan
-        async with self._service.run(plan, self._since) as self._run:
-            run = self._run
+        async with self._running():
             scores = await self._service.scores(plan) if plan.scored else [None] * len(plan.prompts)
-            async for _ in run.parts():
+            async for _ in self._parts():
                 pass
-        for index, sample in enumerate(run.samples):
+        for index, sample in enumerate(self._samples):
             _echo(sample, plan, index // plan.n, scores)
-        choices = [self._form.choice(index, sample) for index, sample in enumerate(run.samples)]
-        body = {**self._head, "object": self._form.name, "choices": choices, "usage": usage(plan.prompts, run.made)}
+        choices = [self._form.choice(index, sample) for index, sample in enumerate(self._samples)]
+        body = {**self._head, "object": self._form.name, "choices": choices, "usage": usage(plan.prompts, self._made)}
         self._started = True
         await json_response(body)({"type": "http"}, _never, send)
 
     async def _send_stream(self, send: Send) -> None:
         head = {**self._head, "object": self._form.chunk}
-        async with self._service.run(self._plan, self._since) as self._run:
-            run = self._run
+        async with self._running():
             self._started = True
             headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
-            for index in range(len(run.samples)):
+            for index in range(len(self._samples)):
                 await self._chunks(send, head, self._form.opening(index))
-            async for news in run.parts():
+            async for news in self._parts():
                 await self._chunks(send, head, [self._form.delta(index, part) for index, part in sorted(news.items())])
         if self._with_usage:
-            await _send(send, _event({**head, "choices": [], "usage": usage(self._plan.prompts, run.made)}))
+            await _send(send, _event({**head, "choices": [], "usage": usage(self._plan.prompts, self._made)}))
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
 
     async def _chunks(self, send: Send, head: Json, choices: Sequence[Json]) -> None:

@@ -1,14 +1,14 @@
 """From request bodies to what the engine is asked for."""
 
 import dataclasses
-import functools
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nnxmoe.generation.complete import split_stops
+from nnxmoe.generation.engine import Engine
 from nnxmoe.generation.grammar import Grammar, symbols
-from nnxmoe.generation.request import Limits, Prefix, Wanted, refuse_ids
+from nnxmoe.generation.request import Prefix, Wanted, eos_ids, refuse_ids
 from nnxmoe.generation.sampling import Sampling
 from nnxmoe.generation.text import TokenizerError
 from nnxmoe.model.causal_lm import CausalLM
@@ -49,22 +49,14 @@ class Planned:
         return found
 
 
-@dataclasses.dataclass(frozen=True)
 class Planner:
-    """Plans requests for one model. ``capacity``: tokens of a slot; ``stop_ids``: the model's end tokens.
-    ``sampling``: of requests that leave it out."""
+    """Plans requests for an engine. ``sampling``: of requests that leave it out."""
 
-    settings: ServerSettings
-    tokenizer: Any
-    capacity: int
-    vocab: int
-    stop_ids: tuple[int, ...]
-    limits: Limits
-    sampling: Sampling = Sampling()
-
-    @functools.cached_property
-    def _symbols(self) -> Mapping[str, int]:
-        return symbols(self.tokenizer)
+    def __init__(self, engine: Engine, tokenizer: Any, settings: ServerSettings):
+        self.tokenizer, self.settings, self.capacity = tokenizer, settings, engine.capacity
+        self.vocab, self.biases = int(engine.model.embed.table.shape[0]), engine.limits.biases
+        self.stop_ids, self.sampling = eos_ids(engine.model, ...), default_sampling(engine.model)
+        self.symbols = symbols(tokenizer)
 
     def completion(self, request: CompletionRequest) -> Planned:
         """Plan the response to ``/v1/completions``. Raises Refused."""
@@ -89,7 +81,7 @@ class Planner:
         asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
         most = max(1, self.capacity - len(ids)) if asked is None else asked
         answer = AnswerForm.of(
-            self._template_for(calls is not None), self.tokenizer.decode(ids[-8:]), calls, self._symbols
+            self._template_for(calls is not None), self.tokenizer.decode(ids[-8:]), calls, self.symbols
         )
         return self._plan(request, [tuple(ids)], most, logprobs if request.logprobs else None, answer)
 
@@ -177,7 +169,7 @@ class Planner:
     ) -> Planned:
         n = _at_most("n", request.n, self.settings.samples) or 1
         biases, least = request.logit_bias or {}, request.min_tokens or 0
-        _at_most("logit_bias", len(biases), self.limits.biases)
+        _at_most("logit_bias", len(biases), self.biases)
         if least > most:
             raise Refused(400, f"min_tokens={least} is more than the {most} of max_tokens", "min_tokens")
         for ids in prompts:

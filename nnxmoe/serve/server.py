@@ -32,23 +32,19 @@ LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 def serving_engine(
     model: CausalLM, *, slots: int = 8, capacity: int = 2048, draft: Drafting = None, prefix_bytes: int | None = None
-) -> tuple[Engine, tuple[int, ...]]:
-    """An engine with room for every option of the API, and the model's end tokens. ``prefix_bytes`` None: as much as
-    KEPT slots take."""
-    stop_ids, most = eos_ids(model, ...), model.config.max_position_embeddings
+) -> Engine:
+    """An engine with room for every option of the API. ``prefix_bytes`` None: as much as KEPT slots take."""
     rules = default_sampling(model).rules
     steps = Steps(rules=() if rules is None else (rules,))
-    limits = Limits(len(stop_ids) + ServerSettings.stops, BIASES, CHAT_LOGPROBS, steps)
-    capacity = min(capacity, most)
-    prefix_bytes = KEPT * cache_bytes(model, 1, Room(capacity, 0)) if prefix_bytes is None else prefix_bytes
-    sizes: dict[str, Any] = {"slots": slots, "capacity": capacity, "prefix_bytes": prefix_bytes}
-    return Engine(model, limits=limits, draft=draft, **sizes), stop_ids
+    limits = Limits(len(eos_ids(model, ...)) + ServerSettings.stops, BIASES, CHAT_LOGPROBS, steps)
+    capacity = min(capacity, model.config.max_position_embeddings)
+    kept = KEPT * cache_bytes(model, 1, Room(capacity, 0)) if prefix_bytes is None else prefix_bytes
+    return Engine(model, slots=slots, capacity=capacity, limits=limits, draft=draft, prefix_bytes=kept)
 
 
 def serve(
     engine: Engine,
     tokenizer: Tokenizer,
-    stop_ids: tuple[int, ...],
     settings: ServerSettings,
     host: str = "127.0.0.1",
     port: int = 8000,
@@ -64,7 +60,7 @@ def serve(
     engine.warm_up()
     name = f"[{host}]" if ":" in host else host
     address = f"http://{name}:{listener.getsockname()[1]}"
-    app = make_app(engine, tokenizer, stop_ids, settings, lambda: started(address))
+    app = make_app(engine, tokenizer, settings, lambda: started(address))
     with listener, _quiet_signals():
         make_server(app, settings).run([listener])
     say("the server has stopped")

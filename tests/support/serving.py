@@ -11,7 +11,6 @@ from typing import Any
 
 import nnxmoe
 from nnxmoe.generation.engine import Engine
-from nnxmoe.generation.request import eos_ids
 from nnxmoe.serve.app import make_app
 from nnxmoe.serve.server import make_server, serving_engine
 from nnxmoe.serve.settings import ServerSettings
@@ -127,11 +126,10 @@ def serving(
     model: nnxmoe.CausalLM, tokenizer: Any, *, slots: int = 2, capacity: int = 256, **settings: Any
 ) -> Iterator[Running]:
     """A server of a model named "tiny" on a free port; at the end it must stop, and its engine be closed."""
-    engine, stop_ids = serving_engine(model, slots=slots, capacity=capacity)
-    assert stop_ids == eos_ids(model, ...)
+    engine = serving_engine(model, slots=slots, capacity=capacity)
     chosen = ServerSettings(**{"name": "tiny", "drain": 20.0, **settings})
     started, listener = threading.Event(), socket.create_server(("127.0.0.1", 0), backlog=256)
-    server = make_server(make_app(engine, tokenizer, stop_ids, chosen, started.set), chosen)
+    server = make_server(make_app(engine, tokenizer, chosen, started.set), chosen)
     thread = threading.Thread(target=server.run, args=([listener],), name="server")
     thread.start()
     running = Running(engine, listener.getsockname()[1], server)
