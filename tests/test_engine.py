@@ -14,7 +14,7 @@ import pytest
 
 import nnxmoe
 from nnxmoe import Engine, Limits, Prefix, PromptLookup, Sampling, Wanted
-from nnxmoe.generation.complete import Continuation, complete
+from nnxmoe.generation.complete import StoppedText, complete
 from nnxmoe.generation.draft import ModelDraft, MTPDraft
 from nnxmoe.generation.engine import Request
 from nnxmoe.generation.rows import History
@@ -571,8 +571,8 @@ class Letters:
 def test_text_ends_before_a_stop_string(text: str, stop: list[str], wanted: str, pieces: list[str]) -> None:
     """What may begin a stop string is held back; no piece is ever taken back."""
     tokenizer = Letters()
-    continuation = Continuation(tokenizer, stop, [])
-    found = [*(continuation.put(i) for i in tokenizer.encode(text)), continuation.end()]
+    continuation = StoppedText(stop, tokenizer)
+    found = [*(continuation.take([i], None) for i in tokenizer.encode(text)), continuation.take([], "stop")]
     assert continuation.text == "".join(found) == wanted
     assert continuation.stopped == any(one in text for one in stop)
     assert stop == ["aac"] or found[: len(pieces)] == pieces

@@ -23,8 +23,8 @@ from nnxmoe import cli
 from nnxmoe.serve import engine_thread
 from nnxmoe.serve.answer_form import AnswerForm
 from nnxmoe.serve.app import PAGE, Endpoints
+from nnxmoe.serve.formats import TokenTexts
 from nnxmoe.serve.reasoning import Reasoning, ReasoningSplit
-from nnxmoe.serve.token_texts import TokenTexts
 from tests.benchmarks.server import Load
 from tests.support.serving import TIMEOUT, Client, Json, Running, serving, serving_tools
 

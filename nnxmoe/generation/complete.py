@@ -50,13 +50,35 @@ class Completion:
 
 
 class StoppedText:
-    """Streamed text, cut before the first stop string. ``stopped``: whether one was found.
+    """Streamed text, cut before the first stop string. ``stopped``: whether one was found. It comes in pieces, or as
+    ids of a ``tokenizer`` (None: these have no text), of which ``count`` precede the end of the stop string. ``keep``:
+    special tokens that are in the text.
 
     A possible start of a stop string is held back until the next pieces decide.
     """
 
-    def __init__(self, stop: Sequence[str]):
-        self._stop, self._held, self.text, self.stopped = tuple(stop), "", "", False
+    def __init__(
+        self,
+        stop: Sequence[str],
+        tokenizer: Any = None,
+        context: Sequence[int] = (),
+        keep: frozenset[int] = frozenset(),
+    ):
+        self._stop, self._held, self.text, self.stopped, self.count = tuple(stop), "", "", False, 0
+        self._stream = None if tokenizer is None else TextStream(tokenizer, context=context, keep=keep)
+
+    def take(self, ids: Sequence[int], finish: Finish | None) -> str:
+        """The text that is certain after these ids; empty once it was stopped. ``finish``: why the ids end there; None:
+        they go on."""
+        text = ""
+        for token in ids:
+            if self.stopped:
+                break
+            text += "" if self._stream is None else self.add(self._stream.put(token))
+            self.count += 1
+        if finish is not None and not self.stopped:
+            text += self.add("" if self._stream is None else self._stream.end()) + self.rest()
+        return text
 
     def add(self, piece: str) -> str:
         """The text that is certain after this piece; empty once it was stopped."""
@@ -78,23 +100,6 @@ class StoppedText:
         rest, self._held = "" if self.stopped else self._held, ""
         self.text += rest
         return rest
-
-
-class Continuation(StoppedText):
-    """The text of new ids as they come, cut before the first stop string. ``keep``: special tokens that are in it."""
-
-    def __init__(self, tokenizer: Any, stop: Sequence[str], context: Sequence[int], keep: frozenset[int] = frozenset()):
-        super().__init__(stop)
-        self._stream = TextStream(tokenizer, context=context, keep=keep)
-
-    def put(self, token: int) -> str:
-        """Return the text that can be emitted after this id: without a possible start of a stop string, and empty once
-        stopped."""
-        return "" if self.stopped else self.add(self._stream.put(token))
-
-    def end(self) -> str:
-        """Return the text that was held back, at the end of the ids."""
-        return "" if self.stopped else self.add(self._stream.end()) + self.rest()
 
 
 class MoreOptions(TypedDict, total=False):
@@ -147,34 +152,34 @@ def complete(
     given = _several(prompts)
     stops = _stop_strings(stop)
     seeds = _seeds(seed, len(given))
-    n, most = whole_number("n", n, 1), whole_number("max_new_tokens", max_new_tokens, 0)
+    n = whole_number("n", n, 1)
     tokenizer = tokenizer_of(model) if tokenizer is None else tokenizer
     if tokenizer is None and stops:
         raise ValueError("stop strings need a tokenizer: pass tokenizer=")
     stops, special = ((), ()) if tokenizer is None else split_stops(stops, tokenizer)
     prompt_ids = [encoded(prompt, tokenizer) for prompt in given]
-    if not given:
-        return iter(())
-    warn_of_unused(model, sampling)
     wanted = Wanted(
-        most,
-        whole_number("min_new_tokens", options.get("min_new_tokens", 0), 0),
+        max_new_tokens,
+        options.get("min_new_tokens", 0),
         sampling=sampling,
         stop_ids=(*eos_ids(model, options.get("eos_token_id", ...)), *special),
         logit_bias=options.get("logit_bias") or {},
         logprobs=options.get("logprobs"),
         constraint=_constraint(options, tokenizer),
     )
+    if not given:
+        return iter(())
+    warn_of_unused(model, sampling)
     engine = Engine(
         model,
         slots=min(whole_number("slots", slots, 1), n * len(given)),
-        capacity=_capacity(model, max(map(len, prompt_ids)) + most),
+        capacity=_capacity(model, max(map(len, prompt_ids)) + wanted.max_new_tokens),
         limits=wanted.limits(int(model.embed.table.shape[0])),
         process=options.get("process"),
         draft=options.get("draft"),
     )
     ids = (dataclasses.replace(wanted, seed=one) for one in seeds)
-    return _in_order(engine, list(_jobs(prompt_ids, list(ids), n)), tokenizer, stops)
+    return _in_order(engine, collections.deque(_jobs(prompt_ids, list(ids), n)), tokenizer, stops)
 
 
 def _constraint(options: MoreOptions, tokenizer: Any) -> Constraint | None:
@@ -226,72 +231,52 @@ def split_stops(stops: Sequence[str], tokenizer: Any) -> tuple[tuple[str, ...], 
     return tuple(text for text in stops if text not in found), tuple(found.values())
 
 
-@dataclasses.dataclass
-class _Sampled:
-    """One sample of a prompt, its request once it is submitted, and its text so far."""
-
-    prompt: int
-    ids: tuple[int, ...]
-    wanted: Wanted
-    prefix: Prefix | None
-    request: Request | None = None
-    text: Continuation | None = None
-    kept: int = 0  # ids up to the one that completed a stop string
+_Job = tuple[int, tuple[int, ...], Wanted, Prefix | None]  # number of the prompt, its ids, options, shared first ids
 
 
-def _jobs(prompts: Sequence[tuple[int, ...]], wanted: Sequence[Wanted], n: int) -> Iterator[_Sampled]:
+def _jobs(prompts: Sequence[tuple[int, ...]], wanted: Sequence[Wanted], n: int) -> Iterator[_Job]:
     common: Any = os.path.commonprefix(prompts) if len(prompts) > 1 else ()  # pyright: ignore
     shared = Prefix(common) if len(common) >= SMALL else None
     for number, (ids, one) in enumerate(zip(prompts, wanted, strict=True)):
         prefix = Prefix(ids, shared) if n > 1 and (shared is None or ids != shared.ids) else shared
         for sample in range(n):
-            yield _Sampled(number, ids, dataclasses.replace(one, sample=sample), prefix)
+            yield number, ids, dataclasses.replace(one, sample=sample), prefix
 
 
-def _in_order(engine: Engine, jobs: list[_Sampled], tokenizer: Any, stop: Sequence[str]) -> Iterator[Completion]:
+def _in_order(
+    engine: Engine, waiting: collections.deque[_Job], tokenizer: Any, stop: Sequence[str]
+) -> Iterator[Completion]:
     """Run the jobs, submitting only as many as can start soon, and yield each one once it is first in the order and
     done."""
-    waiting, started, of = collections.deque(jobs), collections.deque[_Sampled](), dict[Request, _Sampled]()
+    started = dict[Request, tuple[int, StoppedText]]()
     try:
         while waiting or started:
             while waiting and engine.waiting < engine.slots:
-                job = waiting.popleft()
-                job.request = engine.submit(job.ids, job.wanted, job.prefix)
-                job.text = None if tokenizer is None else Continuation(tokenizer, stop, job.ids)
-                job.prefix, of[job.request] = None, job
-                started.append(job)
+                prompt, ids, wanted, prefix = waiting.popleft()
+                started[engine.submit(ids, wanted, prefix)] = prompt, StoppedText(stop, tokenizer, ids)
+                del prefix  # the engine frees it with the last request that needs it
             for event in engine.step():
-                job = of[event.request]
-                for token in event.ids:
-                    if job.text is None or not job.text.stopped:
-                        job.kept += 1
-                    if job.text is not None:
-                        job.text.put(token)
-                if job.text is not None and job.text.stopped:
+                text = started[event.request][1]
+                text.take(event.ids, event.finish)
+                if text.stopped:
                     engine.cancel(event.request)
-            while started and started[0].request is not None and started[0].request.done:
-                done = started.popleft()
-                yield _completion(done)
-                del of[done.request]  # pyright: ignore
+            while started and (first := next(iter(started))).done:
+                yield _completion(first, *started.pop(first))
     finally:
         engine.close()
 
 
-def _completion(job: _Sampled) -> Completion:
-    request, text = job.request, job.text
-    assert request is not None and request.finish is not None
-    if text is not None:
-        text.end()
-    stopped = text is not None and text.stopped
+def _completion(request: Request, prompt: int, text: StoppedText) -> Completion:
+    assert request.finish is not None
     return Completion(
-        job.prompt,
-        job.wanted.sample,
+        prompt,
+        request.wanted.sample,
         request.prompt,
-        tuple(request.ids[: job.kept]),
-        "" if text is None else text.text,
-        "stop" if stopped else request.finish,
-        tuple(request.logprobs[: job.kept]),
-        tuple(request.top[: job.kept]),
+        tuple(request.ids[: text.count]),
+        text.text,
+        "stop" if text.stopped else request.finish,
+        tuple(request.logprobs[: text.count]),
+        tuple(request.top[: text.count]),
         dict(request.accepted),
     )
 

@@ -44,9 +44,9 @@ class AnswerForm:
         ends = harmony.ENDS[1:] if self.harmony else ()
         return tuple(self.tokens[end] for end in ends if end in self.tokens)
 
-    def splitter(self) -> "AnswerSplit":
+    def splitter(self) -> "AnswerSplit | harmony.HarmonySplit":
         """Divide a text that comes in pieces."""
-        return AnswerSplit(self)
+        return harmony.HarmonySplit() if self.harmony else AnswerSplit(self)
 
     def split(self, text: str) -> tuple[AnswerPart, int]:
         """The parts of a whole text, and the number of its calls."""
@@ -106,33 +106,24 @@ PLAIN = AnswerForm()
 
 
 class AnswerSplit:
-    """Divides a text that comes in pieces."""
+    """Divides a text that comes in pieces into reasoning, and what is said, with calls."""
 
     def __init__(self, form: AnswerForm):
-        self._channels = harmony.HarmonySplit() if form.harmony else None
         self._reasoning = None if form.reasoning is None else ReasoningSplit(form.reasoning)
-        self._calls = CallSplit(form.calls) if form.calls is not None and not form.harmony else None
+        self._calls = None if form.calls is None else CallSplit(form.calls)
 
     @property
     def count(self) -> int:
-        """The calls so far."""
-        split = self._channels or self._calls
-        return 0 if split is None else split.count
+        return 0 if self._calls is None else self._calls.count
 
     def put(self, piece: str) -> AnswerPart:
         """The parts that are certain after this piece."""
-        if self._channels is not None:
-            return self._channels.put(piece)
-        thought, said = ("", piece) if self._reasoning is None else self._reasoning.put(piece)
-        return AnswerPart(reasoning=thought).followed_by(self._said(said))
+        return self._part(*(("", piece) if self._reasoning is None else self._reasoning.put(piece)))
 
     def end(self) -> AnswerPart:
-        """What was held back, at the end of the text."""
-        if self._channels is not None:
-            return self._channels.end()
-        thought, said = ("", "") if self._reasoning is None else self._reasoning.end()
-        found = AnswerPart(reasoning=thought).followed_by(self._said(said))
+        found = self._part(*(("", "") if self._reasoning is None else self._reasoning.end()))
         return found if self._calls is None else found.followed_by(self._calls.end())
 
-    def _said(self, text: str) -> AnswerPart:
-        return AnswerPart(content=text) if self._calls is None else self._calls.put(text)
+    def _part(self, thought: str, said: str) -> AnswerPart:
+        part = AnswerPart(content=said) if self._calls is None else self._calls.put(said)
+        return part._replace(reasoning=thought)

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import hmac
-import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
@@ -20,12 +19,11 @@ from nnxmoe.config.printable import plain
 from nnxmoe.generation.engine import Engine
 from nnxmoe.runtime.progress import say
 from nnxmoe.serve.engine_thread import EngineThread
-from nnxmoe.serve.formats import ChatFormat, CompletionFormat, Format
+from nnxmoe.serve.formats import ChatFormat, CompletionFormat, TokenTexts
 from nnxmoe.serve.reply import COUNTS, Reply, Service, json_response
-from nnxmoe.serve.requests import Planned, Planner
-from nnxmoe.serve.schema import BaseRequest, ChatRequest, CompletionRequest, decode
+from nnxmoe.serve.requests import Planner
+from nnxmoe.serve.schema import ChatRequest, CompletionRequest, decode
 from nnxmoe.serve.settings import Refused, ServerSettings, public
-from nnxmoe.serve.token_texts import TokenTexts
 
 PAGE = Path(__file__).with_name("page.html")
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
@@ -48,19 +46,13 @@ class Endpoints:
         self.engine, self.tokenizer, self.settings, self.started = engine, tokenizer, settings, started
         self.planner = Planner(engine, tokenizer, settings)
         self.texts, self.since = TokenTexts(tokenizer), int(time.time())
-        self._service: Service | None = None
-
-    @property
-    def service(self) -> Service:
-        """State that the requests share."""
-        assert self._service is not None, "the application has not started"
-        return self._service
+        self.service: Service
 
     @contextlib.asynccontextmanager
     async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
         """Run the engine's thread while the application runs."""
         thread = EngineThread(self.engine, self.tokenizer, asyncio.get_running_loop())
-        self._service = Service(thread, self.settings)
+        self.service = Service(thread, self.settings)
         self.started()
         try:
             yield
@@ -68,7 +60,6 @@ class Endpoints:
             await asyncio.to_thread(thread.close)
 
     async def page(self, _: Request) -> Response:
-        """A page to chat on."""
         headers = {
             "content-security-policy": POLICY,
             "x-content-type-options": "nosniff",
@@ -102,30 +93,14 @@ class Endpoints:
         return json_response({"object": "list", "data": [card]} if asked is None else card)
 
     async def completions(self, request: Request) -> Response:
-        """``POST /v1/completions``."""
-        made = lambda plan: CompletionFormat(self.texts, plan.wanted.logprobs)  # noqa: E731
-        return await self._reply(request, CompletionRequest, self.planner.completion, made)
+        since, asked = time.monotonic(), decode(await self._body(request), CompletionRequest)
+        plan = await asyncio.to_thread(self.planner.completion, asked)  # tokenizers may take a second
+        return Reply(self.service, plan, CompletionFormat(self.texts, plan.wanted.logprobs), since)
 
     async def chat(self, request: Request) -> Response:
-        """``POST /v1/chat/completions``."""
-        made = lambda plan: ChatFormat(self.texts, plan.wanted.logprobs, plan.answer)  # noqa: E731
-        return await self._reply(request, ChatRequest, self.planner.chat, made)
-
-    async def _reply(
-        self,
-        request: Request,
-        kind: type[BaseRequest],
-        plan: Callable[[Any], Planned],
-        form: Callable[[Planned], Format],
-    ) -> Response:
-        since = time.monotonic()
-        asked = decode(await self._body(request), kind)
-        # Tokenizers and templates may take a second, which would stop all other requests.
-        planned = await asyncio.to_thread(plan, asked)
-        format_ = form(planned)
-        head = {"id": format_.prefix + secrets.token_hex(12), "created": int(time.time()), "model": self.settings.name}
-        with_usage = asked.stream_options is not None and asked.stream_options.include_usage
-        return Reply(self.service, planned, format_, head, bool(asked.stream), with_usage, since)
+        since, asked = time.monotonic(), decode(await self._body(request), ChatRequest)
+        plan = await asyncio.to_thread(self.planner.chat, asked)  # tokenizers and templates may take a second
+        return Reply(self.service, plan, ChatFormat(self.texts, plan.wanted.logprobs, plan.answer), since)
 
     async def _body(self, request: Request) -> bytes:
         """The body, of a bounded size and in a bounded time."""
@@ -157,7 +132,6 @@ class _Body:
         self.unread = headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
 
     async def receive(self) -> Message:
-        """The next message."""
         message = await self._receive()
         self.unread = self.unread and message["type"] == "http.request" and message.get("more_body", False)
         return message
@@ -239,7 +213,6 @@ def _error(refused: Refused) -> Response:
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    """The response to an exception of an endpoint."""
     match error:
         case Refused():
             request.scope[COUNTS][2] = error.why

@@ -2,17 +2,18 @@
 
 import asyncio
 import collections
+import concurrent.futures
 import dataclasses
 import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from nnxmoe.generation.complete import Continuation
+from nnxmoe.generation.complete import StoppedText
 from nnxmoe.generation.engine import Engine
 from nnxmoe.generation.request import Event, Finish, Prefix, Request, Wanted
-from nnxmoe.generation.score import TOKENS, Score, score
+from nnxmoe.generation.score import Score, score
 
 logger = logging.getLogger("nnxmoe")
 
@@ -31,7 +32,6 @@ class Sample:
     start: int = 0
 
     def add(self, piece: "Sample") -> None:
-        """Append what a step has made."""
         self.text += piece.text
         self.ids += piece.ids
         self.logprobs += piece.logprobs
@@ -42,7 +42,7 @@ class Sample:
 @dataclasses.dataclass(eq=False)
 class SampleJob:
     """One sample to make. ``put`` gets its pieces, in the event loop's thread, or the exception that ended it.
-    ``keep``: special tokens that are in its text. ``request`` and ``text``: while the engine makes it."""
+    ``keep``: special tokens that are in its text. ``request``: once the engine has it."""
 
     ids: tuple[int, ...]
     wanted: Wanted
@@ -51,18 +51,6 @@ class SampleJob:
     prefix: Prefix | None = None
     keep: frozenset[int] = frozenset()
     request: Request | None = None
-    text: Continuation | None = None
-
-
-class _Scoring(NamedTuple):
-    ids: tuple[int, ...]
-    top: int
-    done: asyncio.Future[Score]
-
-
-class _Command(NamedTuple):
-    run: Callable[[], None]
-    result: asyncio.Future[Any] | None
 
 
 class EngineThread:
@@ -75,28 +63,28 @@ class EngineThread:
         self.engine = engine
         self.failure: BaseException | None = None
         self._tokenizer, self._loop = tokenizer, loop
-        self._inbox: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._lock, self._open = threading.Lock(), True  # an open inbox is read
-        self._running: dict[Request, SampleJob] = {}
-        self._scoring: collections.deque[_Scoring] = collections.deque()
+        self._running: dict[Request, tuple[SampleJob, StoppedText]] = {}
+        self._scoring: collections.deque[Callable[[], None]] = collections.deque()
         self._thread = threading.Thread(target=self._run, name="nnxmoe engine", daemon=True)
         self._thread.start()
 
     def submit(self, jobs: Sequence[SampleJob]) -> asyncio.Future[None]:
         """Append jobs to the engine's queue: all, or none if the result is a ValueError."""
-        accepted: asyncio.Future[None] = self._loop.create_future()
-        self._send(lambda: self._accept(jobs, accepted), accepted)
+        task, accepted = self._task(self._accept, jobs)
+        self._send(task, task)
         return accepted
 
     def cancel(self, jobs: Sequence[SampleJob]) -> None:
         """End jobs and free their slots; without effect on those that are done."""
         self._send(lambda: self._cancel(jobs))
 
-    def score(self, ids: tuple[int, ...], top: int) -> asyncio.Future[Score]:
+    def score(self, texts: Sequence[tuple[int, ...]], top: int) -> asyncio.Future[list[Score]]:
         """Log-probabilities of ids, computed between two steps. Cancelling the result cancels the work."""
-        done: asyncio.Future[Score] = self._loop.create_future()
-        self._send(lambda: self._scoring.append(_Scoring(ids, top, done)), done)
-        return done
+        task, scores = self._task(self._score, texts, top)
+        self._send(lambda: self._scoring.append(task), task)
+        return scores
 
     def close(self, seconds: float = 60.0) -> None:
         """End all jobs and the thread, which finishes its step first."""
@@ -104,62 +92,69 @@ class EngineThread:
             self._inbox.put(None)
         self._thread.join(seconds)
 
-    def _send(self, run: Callable[[], None], result: asyncio.Future[Any] | None = None) -> None:
+    def _task(self, call: Callable[..., Any], *given: Any) -> tuple[Callable[[], None], asyncio.Future[Any]]:
+        """A call for the engine's thread, and the future of its result, or of `failure`."""
+        future = concurrent.futures.Future[Any]()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():  # its client is gone
+                return
+            try:
+                if self.failure is not None:
+                    raise self.failure
+                future.set_result(call(*given))
+            except BaseException as error:
+                future.set_exception(error)
+
+        return run, asyncio.wrap_future(future, loop=self._loop)
+
+    def _send(self, run: Callable[[], object], otherwise: Callable[[], object] = lambda: None) -> None:
+        """Let the thread ``run`` something; ``otherwise`` is run here if it has ended."""
         with self._lock:
             if self._open:
-                self._inbox.put(_Command(run, result))
-            elif result is not None:
-                result.set_exception(self._why())
-
-    def _why(self) -> BaseException:
-        return self.failure or RuntimeError("the server stops")
+                return self._inbox.put(run)
+        otherwise()
 
     # What follows runs in the engine's thread.
 
     def _run(self) -> None:
         try:
-            while self._obey(wait=not (self._running or self._scoring)):
-                if self._scoring:
-                    self._score()
+            while self.failure is None and self._obey(wait=not (self._running or self._scoring)):
+                if self._scoring:  # one pass, so that the steps of others do not wait for more
+                    self._scoring.popleft()()
                 if self._running:
                     self._deliver(self.engine.step())
         except BaseException as error:
             logger.exception("the engine failed")
             self.failure = error
-        self._end(self._why())
+        self._end()
 
     def _obey(self, wait: bool) -> bool:
         """Run the commands that were sent. Returns False to end the thread."""
         try:
             while (command := self._inbox.get(block=wait)) is not None:
                 wait = False
-                try:
-                    command.run()
-                except BaseException:
-                    self._inbox.put(command)  # unanswered: _end answers it, after `failure` is set
-                    raise
+                command()
         except queue.Empty:
             return True
         return False
 
-    def _accept(self, jobs: Sequence[SampleJob], accepted: asyncio.Future[None]) -> None:
+    def _accept(self, jobs: Sequence[SampleJob]) -> None:
         try:
-            for job in jobs:
-                job.text = Continuation(self._tokenizer, job.stop, job.ids, job.keep)
+            texts = [StoppedText(job.stop, self._tokenizer, job.ids, job.keep) for job in jobs]
             for job in jobs:
                 job.request = self.engine.submit(job.ids, job.wanted, job.prefix)
                 job.prefix = None  # the engine frees a prefix with the last request that needs it
-        except Exception as error:  # of a tokenizer: it must not end other requests
+        except Exception:  # of a tokenizer: it must not end other requests
             self._cancel(jobs)
-            return self._tell(lambda error=error: _settle(accepted, error))
+            raise
         done = []
-        for job in jobs:
+        for job, text in zip(jobs, texts, strict=True):
             assert job.request is not None
             if job.request.done:  # no new ids were asked for
                 done.append((job, Sample(finish=job.request.finish)))
             else:
-                self._running[job.request] = job
-        self._tell(lambda: _settle(accepted, None))
+                self._running[job.request] = job, text
         self._hand_out(done)
 
     def _cancel(self, jobs: Sequence[SampleJob]) -> None:
@@ -171,80 +166,54 @@ class EngineThread:
     def _deliver(self, events: Sequence[Event]) -> None:
         pieces = list[tuple[SampleJob, Sample | BaseException]]()
         for event in events:
-            if (job := self._running.get(event.request)) is None:
+            if event.request not in self._running:
                 continue
+            job, text = self._running[event.request]
             try:
-                pieces.append((job, self._piece(event, job.text)))
+                pieces.append((job, self._piece(event, text)))
             except Exception as error:  # of a tokenizer: it must not end other requests
                 logger.exception("a request failed")
                 self._cancel([job])
                 pieces.append((job, error))
         self._hand_out(pieces)
 
-    def _piece(self, event: Event, text: Any) -> Sample:
+    def _piece(self, event: Event, text: StoppedText) -> Sample:
         """Convert an event to text. At a stop string end the request and drop the ids that follow."""
-        request, new, kept = event.request, "", 0
-        for token in event.ids:
-            new, kept = new + text.put(token), kept + 1
-            if text.stopped:
-                break
-        finish = event.finish
+        request, before = event.request, text.count
+        new = text.take(event.ids, event.finish)
+        finish = "stop" if text.stopped else event.finish
         if finish is not None:
-            new += text.end()
-        if text.stopped:
             self.engine.cancel(request)
-            finish = "stop"
-        if finish is not None:
             del self._running[request]
-        at = slice(event.start, event.start + kept)
-        return Sample(new, event.ids[:kept], [*request.logprobs[at]], [*request.top[at]], finish)
+        at = slice(before, text.count)
+        return Sample(new, request.ids[at], [*request.logprobs[at]], [*request.top[at]], finish)
 
-    def _score(self) -> None:
-        """One pass over texts that wait to be scored, so that the steps of others do not wait for more."""
-        batch, room = list[_Scoring](), TOKENS
-        while self._scoring and (not batch or len(self._scoring[0].ids) <= room):
-            one = self._scoring.popleft()
-            if not one.done.cancelled():
-                batch.append(one)
-                room -= len(one.ids)
-        if not batch:
-            return
+    def _score(self, texts: Sequence[tuple[int, ...]], top: int) -> list[Score]:
         try:
-            top = max(one.top for one in batch)
-            found = score(self.engine.model, [one.ids for one in batch], top=top)
-        except ValueError as error:
-            return self._tell(lambda error=error: [_settle(one.done, error) for one in batch])
-        except BaseException:
-            self._scoring.extend(batch)  # unanswered: _end answers them, after `failure` is set
+            return score(self.engine.model, texts, top=top)
+        except ValueError:
             raise
-        self._tell(lambda: [_settle(one.done, None, each) for one, each in zip(batch, found, strict=True)])
+        except BaseException as error:
+            logger.exception("the engine failed")
+            self.failure = error
+            raise
 
     def _hand_out(self, pieces: Sequence[tuple[SampleJob, Sample | BaseException]]) -> None:
-        if pieces:
-            self._tell(lambda: [job.put(piece) for job, piece in pieces])
-
-    def _end(self, error: BaseException) -> None:
-        with self._lock:
-            self._open = False
-        unread = [self._inbox.get() for _ in range(self._inbox.qsize())]
-        results = [command.result for command in unread if command is not None and command.result is not None]
-        self._hand_out([(job, error) for job in self._running.values()])
-        results += [one.done for one in self._scoring]
-        self._tell(lambda: [_settle(result, error) for result in results])
-        self._running.clear()
-        self.engine.close()
-
-    def _tell(self, call: Callable[[], object]) -> None:
         try:
-            self._loop.call_soon_threadsafe(call)
+            if pieces:
+                self._loop.call_soon_threadsafe(lambda: [job.put(piece) for job, piece in pieces])
         except RuntimeError:  # the event loop is closed: the server has ended
             logger.debug("an answer came after the server's end")
 
-
-def _settle(future: asyncio.Future[Any], error: BaseException | None, value: Any = None) -> None:
-    if future.done():  # cancelled, its client is gone
-        return
-    if error is None:
-        future.set_result(value)
-    else:
-        future.set_exception(error)
+    def _end(self) -> None:
+        self.failure = error = self.failure or RuntimeError("the server stops")
+        with self._lock:
+            self._open = False
+        self._hand_out([(job, error) for job, _ in self._running.values()])
+        self._running.clear()
+        self.engine.close()
+        unread = [self._inbox.get() for _ in range(self._inbox.qsize())]
+        for command in filter(None, unread):
+            command()
+        for task in self._scoring:
+            task()

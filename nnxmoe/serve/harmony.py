@@ -30,7 +30,6 @@ class HarmonySplit:
         return found
 
     def end(self) -> AnswerPart:
-        """What was held back, at the end of the text."""
         rest, self._buffer = self._buffer, ""
         if self._in == "header":  # a text without any message is said
             return AnswerPart() if self._seen else AnswerPart(content=rest)

@@ -29,7 +29,6 @@ class Histogram:
         self.counts, self.sum = [0] * (len(SECONDS) + 1), 0.0
 
     def add(self, value: float) -> None:
-        """Count a value."""
         self.counts[bisect.bisect_left(SECONDS, value)] += 1
         self.sum += value
 
@@ -54,7 +53,6 @@ class Metrics:
         self.first_token, self.seconds, self._gauges = Histogram(), Histogram(), gauges
 
     def text(self) -> str:
-        """All metrics as Prometheus text."""
         lines = []
 
         def say(name: str, kind: str, values: Iterator[str] | list[str]) -> None:

@@ -5,7 +5,8 @@ A request that ends in any way, and a client that goes away, cancels its samples
 
 import asyncio
 import contextlib
-import logging
+import itertools
+import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -14,14 +15,13 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from nnxmoe.generation.score import Score
+from nnxmoe.generation.score import TOKENS, Score
 from nnxmoe.serve.engine_thread import EngineThread, Sample, SampleJob
 from nnxmoe.serve.formats import Format, Json, usage
 from nnxmoe.serve.prometheus import Metrics
 from nnxmoe.serve.requests import Planned
 from nnxmoe.serve.settings import Refused, ServerSettings, public
 
-logger = logging.getLogger("nnxmoe")
 COUNTS = "nnxmoe.counts"  # in a request's scope: the tokens of its prompts, those made, and why it was refused
 LAST_WORDS = 1.0  # seconds to send an error into a stream whose reader may be stuck
 
@@ -43,41 +43,22 @@ class Service:
         }
         self.metrics = Metrics(gauges)
 
-    async def scores(self, plan: Planned) -> list[Score | None]:
-        """The scores of a plan's prompts; None for a prompt of a single id, which has nothing to score."""
-        top = min(1, plan.wanted.logprobs or 0) if (plan.wanted.logprobs or 0) < 2 else 5
-        futures = [self.thread.score(ids, top) if len(ids) > 1 else None for ids in plan.prompts]
-        try:
-            return [None if future is None else await _refusing(future) for future in futures]
-        finally:
-            for future in futures:
-                if future is not None:
-                    future.cancel()
-
 
 class Reply(Response):
     """The response to a plan: whole, or as server-sent events. Made while it is sent."""
 
-    def __init__(
-        self,
-        service: Service,
-        plan: Planned,
-        form: Format,
-        head: Json,
-        stream: bool,
-        with_usage: bool,
-        since: float,
-    ):
+    def __init__(self, service: Service, plan: Planned, form: Format, since: float):
         super().__init__()
-        self._service, self._plan, self._form, self._head = service, plan, form, head
-        self._stream, self._with_usage, self._since = stream, with_usage, since
+        self._service, self._plan, self._form, self._since = service, plan, form, since
+        made = {"created": int(time.time()), "model": service.settings.name}
+        self._head: Json = {"id": form.prefix + secrets.token_hex(12), **made}
         self._samples = [Sample() for _ in range(len(plan.prompts) * plan.n)]
         self._queue: asyncio.Queue[tuple[int, Sample | BaseException]] = asyncio.Queue()
         self._admitted, self._started, self._made = False, False, 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response; stop if the client disconnects or the time limit is reached."""
-        work = asyncio.ensure_future(self._send_stream(send) if self._stream else self._send_whole(send))
+        work = asyncio.ensure_future(self._send_stream(send) if self._plan.stream else self._send_whole(send))
         gone = asyncio.ensure_future(_gone(receive))
         try:
             done, _ = await asyncio.wait(
@@ -133,6 +114,17 @@ class Reply(Response):
             if not all(sample.finish for sample in self._samples):
                 service.thread.cancel(jobs)
 
+    async def _scores(self) -> list[Score | None]:
+        """The scores of the plan's prompts; None for a prompt of a single id, which has nothing to score."""
+        plan, found = self._plan, list[Score | None]()
+        top = min(1, plan.wanted.logprobs or 0) if (plan.wanted.logprobs or 0) < 2 else 5
+        while texts := plan.prompts[len(found) :]:
+            sizes = itertools.accumulate(map(len, texts))
+            some = texts[: max(1, sum(size <= TOKENS for size in sizes))]  # what one pass holds
+            scores = iter(await _refusing(self._service.thread.score([ids for ids in some if len(ids) > 1], top)))
+            found += [next(scores) if len(ids) > 1 else None for ids in some]
+        return found
+
     async def _parts(self) -> AsyncIterator[dict[int, Sample]]:
         """Yield the new pieces by sample, each time the reader is ready for more, until all samples are done."""
         metrics = self._service.metrics
@@ -154,7 +146,7 @@ class Reply(Response):
     async def _send_whole(self, send: Send) -> None:
         plan = self._plan
         async with self._running():
-            scores = await self._service.scores(plan) if plan.scored else [None] * len(plan.prompts)
+            scores = await self._scores() if plan.scored else []
             async for _ in self._parts():
                 pass
         for index, sample in enumerate(self._samples):
@@ -162,7 +154,8 @@ class Reply(Response):
         choices = [self._form.choice(index, sample) for index, sample in enumerate(self._samples)]
         body = {**self._head, "object": self._form.name, "choices": choices, "usage": usage(plan.prompts, self._made)}
         self._started = True
-        await json_response(body)({"type": "http"}, _never, send)
+        unread: Any = None  # a whole response reads nothing
+        await json_response(body)({"type": "http"}, unread, send)
 
     async def _send_stream(self, send: Send) -> None:
         head = {**self._head, "object": self._form.chunk}
@@ -174,13 +167,12 @@ class Reply(Response):
                 await self._chunks(send, head, self._form.opening(index))
             async for news in self._parts():
                 await self._chunks(send, head, [self._form.delta(index, part) for index, part in sorted(news.items())])
-        if self._with_usage:
+        if self._plan.with_usage:
             await _send(send, _event({**head, "choices": [], "usage": usage(self._plan.prompts, self._made)}))
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
 
     async def _chunks(self, send: Send, head: Json, choices: Sequence[Json]) -> None:
-        """One event per choice."""
-        extra = {"usage": None} if self._with_usage else {}
+        extra = {"usage": None} if self._plan.with_usage else {}
         if events := b"".join(_event({**head, "choices": [choice], **extra}) for choice in choices):
             await _send(send, events)
 
@@ -207,10 +199,6 @@ def _event(body: Any) -> bytes:
 
 async def _send(send: Send, body: bytes) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": True})
-
-
-async def _never() -> Any:
-    raise RuntimeError("the body was read already")
 
 
 async def _gone(receive: Receive) -> None:

@@ -1,8 +1,9 @@
 """From request bodies to what the engine is asked for."""
 
+import contextlib
 import dataclasses
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from nnxmoe.generation.complete import split_stops
@@ -21,13 +22,20 @@ COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for completions; of cha
 COMPLETION_LOGPROBS, CHAT_LOGPROBS = 5, 20  # the most that the API allows
 OURS = {"messages", "tools", "documents", "tokenize", "add_generation_prompt", "continue_final_message"}
 OURS |= {"chat_template"}  # a client's template would run in this process
+_GUIDES: Mapping[str, Callable[[Any, Any], Grammar]] = {
+    "guided_json": Grammar.json_schema,
+    "guided_regex": Grammar.regex,
+    "guided_choice": Grammar.choice,
+    "guided_grammar": Grammar.lark,
+}
 CONTENT = ("tool_calls", "function_call", "audio", "refusal")  # fields of a message that are part of what was said
 
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
     """A validated request: ``n`` samples of each prompt. ``texts``: of the prompts, where they are echoed.
-    ``seeded``: the client gave a seed; without one each prompt has its own. ``scored``: the log-probabilities of echoed
+    ``seeded``: the client gave a seed; without one each prompt has its own. ``with_usage``: a ``stream`` ends with the
+    numbers of tokens. ``scored``: the log-probabilities of echoed
     prompts are wanted too. ``answer``: how the texts are divided."""
 
     prompts: list[tuple[int, ...]]
@@ -35,6 +43,8 @@ class Planned:
     n: int
     stop: tuple[str, ...]
     seeded: bool
+    stream: bool = False
+    with_usage: bool = False
     texts: list[str] | None = None
     scored: bool = False
     answer: AnswerForm = PLAIN
@@ -64,9 +74,10 @@ class Planner:
         prompts, texts = self._prompts(request.prompt)
         most = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
         logprobs = _at_most("logprobs", request.logprobs, COMPLETION_LOGPROBS)
-        echo = bool(request.echo)
         plan = self._plan(request, prompts, most, logprobs)
-        return dataclasses.replace(plan, texts=texts if echo else None, scored=echo and logprobs is not None)
+        if not request.echo:
+            return plan
+        return dataclasses.replace(plan, texts=texts, scored=logprobs is not None)
 
     def chat(self, request: ChatRequest) -> Planned:
         """Plan the response to ``/v1/chat/completions``. Raises Refused, also if the chat template raises."""
@@ -80,9 +91,8 @@ class Planner:
             raise Refused(400, "give max_completion_tokens or max_tokens, not both", "max_tokens")
         asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
         most = max(1, self.capacity - len(ids)) if asked is None else asked
-        answer = AnswerForm.of(
-            self._template_for(calls is not None), self.tokenizer.decode(ids[-8:]), calls, self.symbols
-        )
+        template, end = self._template_for(calls is not None), self.tokenizer.decode(ids[-8:])
+        answer = AnswerForm.of(template, end, calls, self.symbols)
         return self._plan(request, [tuple(ids)], most, logprobs if request.logprobs else None, answer)
 
     def _rendered(self, request: ChatRequest, calls: Calls | None, variables: Mapping[str, Any]) -> list[int]:
@@ -135,13 +145,13 @@ class Planner:
         return (templates.get("tool_use") if tools else None) or self.tokenizer.chat_template or ""
 
     def _variables(self, request: ChatRequest) -> dict[str, Any]:
-        """Variables of the chat template."""
         variables, effort = dict(request.chat_template_kwargs or {}), request.reasoning_effort
         if taken := sorted(OURS & set(variables)):
             raise Refused(400, f"chat_template_kwargs cannot set {taken[0]}", "chat_template_kwargs")
-        if effort is None or (effort == "none" and not self._reads("reasoning_effort")):
+        reads = self._reads("reasoning_effort")
+        if effort is None or (effort == "none" and not reads):
             return variables
-        if not self._reads("reasoning_effort"):
+        if not reads:
             why = "reasoning_effort is not supported: the model's chat template does not read it"
             raise Refused(400, why, "reasoning_effort")
         return {"reasoning_effort": effort, **variables}
@@ -179,51 +189,43 @@ class Planner:
                 why = f"the prompt ({len(ids)} tokens) and max_tokens ({most}) exceed {self.capacity} tokens per row"
                 why += ": shorten the prompt, lower max_tokens, or start the server with a larger --capacity"
                 raise Refused(400, why, "max_tokens", "context_length_exceeded")
-        self._refuse_ids("logit_bias", biases)
+        with _refusing("logit_bias"):
+            refuse_ids(biases, self.vocab)
         texts, ids = split_stops(self._stops(request.stop), self.tokenizer)
         stop_ids, seed = (*self.stop_ids, *answer.stop_ids, *ids), request.seed or 0
         sampling = _sampling(request, self.sampling)
         form = self._constraint(request, stop_ids, answer)
         more: dict[str, Any] = {"logit_bias": biases, "logprobs": logprobs, "constraint": form}
         wanted = Wanted(most, least, sampling, stop_ids, seed, **more)
-        return Planned(prompts, wanted, n, texts, request.seed is not None, answer=answer)
+        usage = request.stream_options is not None and request.stream_options.include_usage
+        seeded, stream = request.seed is not None, bool(request.stream)
+        return Planned(prompts, wanted, n, texts, seeded, stream, usage, answer=answer)
 
     def _constraint(self, request: BaseRequest, stop_ids: tuple[int, ...], answer: AnswerForm) -> Grammar | None:
         """What the answer must follow. Raises Refused."""
         name = next((name for name in GUIDED if getattr(request, name) is not None), None)
-        try:
+        with _refusing(name or "tools"):
             form = None if name is None else self._form(name, getattr(request, name))
             found = answer.grammar(form, self.tokenizer)
             if found is not None:
                 found.start(self.vocab, stop_ids)  # here, and not in the engine's thread, it takes its time
             return found
-        except ValueError as error:
-            name = name or "tools"
-            raise Refused(400, f"{name}: {error}", name) from None
 
     def _form(self, name: str, value: Any) -> Grammar:
-        match name:
-            case "response_format" if value.type == "json_object":
-                return Grammar.json_object(self.tokenizer)
-            case "response_format":
-                return Grammar.json_schema(value.json_schema.schema, self.tokenizer)
-            case "guided_json":
-                return Grammar.json_schema(value, self.tokenizer)
-            case "guided_regex":
-                return Grammar.regex(value, self.tokenizer)
-            case "guided_choice":
-                return Grammar.choice(value, self.tokenizer)
-            case _:
-                return Grammar.lark(value, self.tokenizer)
+        if name == "response_format":
+            schema = None if value.json_schema is None else value.json_schema.schema
+            return (
+                Grammar.json_object(self.tokenizer) if schema is None else Grammar.json_schema(schema, self.tokenizer)
+            )
+        return _GUIDES[name](value, self.tokenizer)
 
     def _stops(self, stop: str | Sequence[str] | None) -> tuple[str, ...]:
         stops = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
         _at_most("stop", len(stops), self.settings.stops)
         for text in stops:
             if not 0 < len(text) <= self.settings.stop_length:
-                raise Refused(
-                    400, f"stop: a string of {len(text)} characters, not 1 to {self.settings.stop_length}", "stop"
-                )
+                why = f"stop: a string of {len(text)} characters, not 1 to {self.settings.stop_length}"
+                raise Refused(400, why, "stop")
         return stops
 
     def _prompts(self, prompt: Any) -> tuple[list[tuple[int, ...]], list[str]]:
@@ -231,29 +233,32 @@ class Planner:
         if isinstance(prompt, str) or all(isinstance(part, int) for part in prompt):
             prompt = [prompt]
         if any(isinstance(part, int) for part in prompt):
-            raise Refused(
-                400, "prompt mixes token ids and texts: give one text, several, ids, or lists of ids", "prompt"
-            )
+            why = "prompt mixes token ids and texts: give one text, several, ids, or lists of ids"
+            raise Refused(400, why, "prompt")
         _at_most("prompt", len(prompt), self.settings.prompts)
         try:
             ids = [tuple(self.tokenizer.encode(one) if isinstance(one, str) else one) for one in prompt]
         except TokenizerError as error:
             raise Refused(400, error.public, "prompt") from None
-        for one in ids:
-            self._refuse_ids("prompt", one)
+        with _refusing("prompt"):
+            for one in ids:
+                refuse_ids(one, self.vocab)
         texts = [one if isinstance(one, str) else self.tokenizer.decode(one) for one in prompt]
         return ids, texts
-
-    def _refuse_ids(self, name: str, ids: Sequence[int] | Mapping[int, float]) -> None:
-        try:
-            refuse_ids(ids, self.vocab)
-        except ValueError as error:
-            raise Refused(400, f"{name}: {error}", name) from None
 
     def _refuse_model(self, request: BaseRequest) -> None:
         if request.model != self.settings.name:
             why = f"there is no model {request.model!r:.80} here, only {self.settings.name!r}"
             raise Refused(404, why, "model", "model_not_found")
+
+
+@contextlib.contextmanager
+def _refusing(field: str) -> Iterator[None]:
+    """Refuse the request for a ValueError in this block."""
+    try:
+        yield
+    except ValueError as error:
+        raise Refused(400, f"{field}: {error}", field) from None
 
 
 def default_sampling(model: CausalLM) -> Sampling:
@@ -263,7 +268,6 @@ def default_sampling(model: CausalLM) -> Sampling:
 
 
 def _sampling(request: BaseRequest, default: Sampling) -> Sampling:
-    """Sampling of a request."""
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     given = {name: value for name in names if (value := getattr(request, name)) is not None}
     return dataclasses.replace(default, **given | ({"top_k": None} if given.get("top_k") == -1 else {}))

@@ -34,10 +34,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 GUIDED = ("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
 LABELS = {"metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "user"}
-_INSTEAD = {
-    "frequency_penalty": ", or use repetition_penalty",
-    "presence_penalty": ", or use repetition_penalty",
-}
+_INSTEAD: dict[str, str] = dict.fromkeys(("frequency_penalty", "presence_penalty"), ", or use repetition_penalty")
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):

@@ -67,7 +67,6 @@ def serve(
 
 
 def make_server(app: ASGIApp, settings: ServerSettings) -> uvicorn.Server:
-    """uvicorn with an application."""
     config = uvicorn.Config(
         app,
         http=_Punctual,

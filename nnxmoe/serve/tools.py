@@ -74,7 +74,6 @@ class CallFormat:
 
     @functools.cached_property
     def parameter(self) -> re.Pattern[str]:
-        """One argument."""
         assert self.argument is not None
         found = _pattern(self.argument, r"\n?").replace("KEY", r"(?P<key>[^<>\"]+)").replace("VALUE", r"(?P<value>.*?)")
         return re.compile(rf"\s*{found}", re.DOTALL)
