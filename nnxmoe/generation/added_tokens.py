@@ -4,7 +4,7 @@
 Folders without ``added_tokens_decoder`` may also have ``added_tokens.json`` and ``special_tokens_map.json``.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +21,16 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 
 def named_tokens(folder: Path, config: Mapping[str, Any], defaults: Mapping[str, str]) -> dict[str, Any]:
     """The ``*_token`` fields, each a str or an object, from the map too unless the config has the decoder."""
-    places = [(config, CONFIG)]
-    if "added_tokens_decoder" not in config:
-        places.append((read_json(folder / SPECIAL), SPECIAL))
     found: dict[str, Any] = dict(defaults)
-    for fields, file in places:
+    for fields, path, extra in _files(folder, config):
         for name, value in fields.items():
             if name.endswith("_token") and (name in NAMED or isinstance(value, str | dict)):
                 if value is None:
                     found.pop(name, None)
                 elif name in NAMED or _content(value) is not None:
-                    found[name] = _checked(value, f"{folder / file}: {name}")
-        if isinstance(extra := next((fields[name] for name in _EXTRA if fields.get(name)), None), dict):
-            found |= {name: _checked(value, f"{folder / file}: extra_special_tokens") for name, value in extra.items()}
+                    found[name] = _checked(value, f"{path}: {name}")
+        if isinstance(extra, dict):
+            found |= {name: _checked(value, f"{path}: extra_special_tokens") for name, value in extra.items()}
     order = {name: place for place, name in enumerate(NAMED)}  # that of new ids in transformers
     return dict(sorted(found.items(), key=lambda item: order.get(item[0], len(order))))
 
@@ -43,8 +40,12 @@ def add_declared(
 ) -> None:
     """Add what the files declare and the tokenizer lacks. Raises TokenizerError if a token gets another id than the
     declared one."""
-    extra, where = _extra(folder, config), folder / CONFIG
-    declared = config.get("added_tokens_decoder")
+    extra = [
+        _checked(one, f"{path}: extra_special_tokens")
+        for _, path, found in _files(folder, config)
+        for one in (found if isinstance(found, list) else ())
+    ]
+    declared, where = config.get("added_tokens_decoder"), folder / CONFIG
     if declared is None:
         declared, where = _legacy(folder, [*map(_content, named.values()), *map(_content, extra)]), folder / ADDED
     if not isinstance(declared, dict) or not all(str(number).isdecimal() for number in declared):
@@ -80,17 +81,14 @@ def _match_raw_text(backend: tokenizers.Tokenizer) -> None:
             backend.add_tokens([tokenizers.AddedToken(token.content, normalized=False, special=True, **sides)])
 
 
-def _extra(folder: Path, config: Mapping[str, Any]) -> list[Any]:
-    """``extra_special_tokens``, called ``additional_special_tokens`` in older files."""
-    places = [(config, CONFIG)]
+def _files(folder: Path, config: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], Path, Any]]:
+    """The files with special tokens: their fields, path, and ``extra_special_tokens``, called
+    ``additional_special_tokens`` in older files."""
+    files = {CONFIG: config}
     if "added_tokens_decoder" not in config:
-        places.append((read_json(folder / SPECIAL), SPECIAL))
-    found: list[Any] = []
-    for fields, file in places:
-        value = next((fields[name] for name in _EXTRA if fields.get(name)), None)
-        if isinstance(value, list):
-            found += [_checked(one, f"{folder / file}: extra_special_tokens") for one in value]
-    return found
+        files[SPECIAL] = read_json(folder / SPECIAL)
+    for file, fields in files.items():
+        yield fields, folder / file, next((fields[name] for name in _EXTRA if fields.get(name)), None)
 
 
 def _legacy(folder: Path, special: list[str | None]) -> dict[str, Any]:

@@ -37,16 +37,8 @@ class Rendered:
     answers: tuple[tuple[int, int], ...]
 
 
-@dataclasses.dataclass
-class _Tracker:
-    """The text so far, and the enclosed parts with their starts."""
-
-    pieces: list[str] = dataclasses.field(default_factory=list)
-    length: int = 0
-    found: list[tuple[int, str]] = dataclasses.field(default_factory=list)
-
-
-_tracker: contextvars.ContextVar[_Tracker] = contextvars.ContextVar("tracker")
+# While a template is rendered: the pieces of its text so far, and the enclosed parts with their starts.
+_tracked: contextvars.ContextVar[tuple[list[str], list[tuple[int, str]]]] = contextvars.ContextVar("tracked")
 
 
 class _GenerationTag(jinja2.ext.Extension):
@@ -63,7 +55,8 @@ class _GenerationTag(jinja2.ext.Extension):
     def body(self, caller: Callable[[], str]) -> str:
         """Render the enclosed part, and note where it stands."""
         text = caller()
-        _tracker.get().found.append((_tracker.get().length, text))
+        pieces, found = _tracked.get()
+        found.append((sum(map(len, pieces)), text))
         return text
 
 
@@ -90,7 +83,6 @@ class _DictMaker:
         return dict(*args, **kwargs)
 
     def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        """A dictionary with the given keys."""
         return dict.fromkeys(*args)
 
 
@@ -143,22 +135,21 @@ def names_read(template: str) -> frozenset[str]:
 
 def render_chat_template(template: str, variables: Mapping[str, Any]) -> Rendered:
     """Render a template in the sandbox. Raises ChatTemplateError, whatever fails in it."""
-    compiled, tracker = None, _Tracker()
-    token = _tracker.set(tracker)
+    compiled, pieces, found = None, list[str](), list[tuple[int, str]]()
+    token = _tracked.set((pieces, found))
     try:
         compiled = _compiled(template)
         # root_render_func leaves the traceback as it is, which tells the line of an error
         for piece in compiled.root_render_func(compiled.new_context(plain_values(variables))):
-            tracker.pieces.append(piece)
-            tracker.length += len(piece)
+            pieces.append(piece)
     except Exception as error:
         raise _fault(error, compiled) from None
     finally:
-        _tracker.reset(token)
-    text = "".join(tracker.pieces)
+        _tracked.reset(token)
+    text = "".join(pieces)
     # Inside a macro or {% set %} a tag is rendered before the text that precedes it is known.
-    whole = all(text.startswith(part, at) for at, part in tracker.found)
-    answers = tuple((at, at + len(part)) for at, part in tracker.found if part) if whole else ()
+    whole = all(text.startswith(part, at) for at, part in found)
+    answers = tuple((at, at + len(part)) for at, part in found if part) if whole else ()
     return Rendered(text, answers)
 
 

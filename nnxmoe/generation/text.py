@@ -59,13 +59,10 @@ class Tokenizer:
         self._template_file = template_file or source
         self.vocab_size: int = max(backend.get_vocab().values(), default=-1) + 1
         self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
-        self.bos_token = special_tokens.get("bos_token")
-        self.eos_token = special_tokens.get("eos_token")
-        self.pad_token = special_tokens.get("pad_token")
-        self.unk_token = special_tokens.get("unk_token")
-        self.bos_token_id = self._id_of(self.bos_token)
-        self.eos_token_id = self._id_of(self.eos_token)
-        self.pad_token_id = self._id_of(self.pad_token)
+        named = [special_tokens.get(f"{name}_token") for name in ("bos", "eos", "pad", "unk")]
+        self.bos_token, self.eos_token, self.pad_token, self.unk_token = named
+        ids = [None if token is None else backend.token_to_id(token) for token in named]
+        self.bos_token_id, self.eos_token_id, self.pad_token_id, _ = ids
         self._warned: set[str] = set()
 
     @classmethod
@@ -129,7 +126,6 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """The default template."""
         return self.chat_templates.get("default")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -240,14 +236,9 @@ class Tokenizer:
             named = f"{self._template_file}: no chat template is named {name!r:.60}"
             known = f"Pass chat_template= one of {sorted(self.chat_templates)!r:.300}"
             raise TokenizerError(f"{named}. {known}", self.source)
-        why = (
-            f"{self.source}: no chat template, neither {TEMPLATE} nor 'chat_template' in {CONFIG}. This may be a base "
-        )
-        remedy = "model: encode plain text instead, or add the template of its chat variant"
+        why = f"{self.source}: no chat template, neither {TEMPLATE} nor 'chat_template' in {CONFIG}. This may be a "
+        remedy = "base model: encode plain text instead, or add the template of its chat variant"
         raise TokenizerError(why + remedy, self.source)
-
-    def _id_of(self, token: str | None) -> int | None:
-        return None if token is None else self.backend.token_to_id(token)
 
 
 class TextStream:

@@ -13,11 +13,7 @@ from typing import Any
 import tokenizers
 
 from nnxmoe.config.printable import short
-from nnxmoe.storage.files import (
-    parse_json,
-    read_bounded,
-    read_object,
-)
+from nnxmoe.storage.files import parse_json, read_bounded, read_object
 from nnxmoe.storage.gguf import GGUF, is_gguf
 from nnxmoe.storage.gguf_tokenizer import tokenizer_files
 from nnxmoe.storage.hub import TOKENIZER_FILES, local_folder, snapshot
@@ -55,31 +51,27 @@ def read_backend(folder: Path) -> tokenizers.Tokenizer:
     """The tokenizer in tokenizer.json, or in a GGUF file. Raises TokenizerError if it is missing or invalid."""
     path = folder / TOKENIZER
     if is_gguf(folder):
-        return _parsed(path, json.dumps(tokenizer_files(GGUF.open(folder))[TOKENIZER]).encode())
-    if not os.path.lexists(path):
+        data = json.dumps(tokenizer_files(GGUF.open(folder))[TOKENIZER]).encode()
+    elif os.path.lexists(path):
+        data = read_bounded(path, MAX_BYTES, REMEDY, TokenizerError)
+    else:
         raise TokenizerError(f"{path} is missing. {_found_instead(folder)}")
-    return _parsed(path, read_bounded(path, MAX_BYTES, REMEDY, TokenizerError))
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """The content of tokenizer_config.json, empty if missing, or what stands for it in a GGUF file."""
-    return tokenizer_files(GGUF.open(folder))[CONFIG] if is_gguf(folder) else read_json(folder / CONFIG)
-
-
-def _parsed(path: Path, data: bytes) -> tokenizers.Tokenizer:
-    """The tokenizer of the content of a tokenizer.json."""
     _check_precompiled(path, data)
     try:
         backend = tokenizers.Tokenizer.from_buffer(data)
     except BaseException as error:
         if len(data) < EXPLAINED_BYTES and os.path.lexists(path):
             _explain(path)
-        raise backend_failure(
-            error, f"{path} is not a tokenizer that 'tokenizers' {tokenizers.__version__} reads"
-        ) from None
+        what = f"{path} is not a tokenizer that 'tokenizers' {tokenizers.__version__} reads"
+        raise backend_failure(error, what) from None
     _check_growth(path, backend)
     _check_added_tokens(path, data, backend)
     return backend
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The content of tokenizer_config.json, empty if missing, or what stands for it in a GGUF file."""
+    return tokenizer_files(GGUF.open(folder))[CONFIG] if is_gguf(folder) else read_json(folder / CONFIG)
 
 
 def _found_instead(folder: Path) -> str:
