@@ -39,7 +39,7 @@ class PromptLookup:
         """No memory: drafts depend on the history only."""
 
     def read(self, memory: None, ids: Array, valid: Array, states: Array) -> None:
-        """No-op."""
+        pass
 
     def propose(
         self, memory: None, history: History, ids: Array, states: Any, count: Array, choose: Choose
@@ -69,34 +69,24 @@ class _Memory(NamedTuple):
     known: Bool[Array, "B"]
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Modelled(abc.ABC):
     """Drafts of a model that has a cache of its own. A pytree whose leaves are the model's arrays."""
 
-    def __init__(self, graph: Any, tree: Any, leaves: list[Array], count: int):
-        self._graph, self._tree, self._leaves, self.count = graph, tree, leaves, count
+    graph: Any = dataclasses.field(metadata={"static": True}, repr=False)
+    tree: Any = dataclasses.field(metadata={"static": True}, repr=False)
+    leaves: list[Array] = dataclasses.field(repr=False)
+    count: int = dataclasses.field(metadata={"static": True})
 
     @classmethod
     def _of(cls, parts: Any, count: int) -> Self:
         check_positive(cls.__name__, "count", count)
         return cls(*split_arrays(parts), count)
 
-    def tree_flatten(self) -> tuple[list[Array], Any]:
-        """Leaves and structure, for JAX."""
-        return self._leaves, (self._graph, self._tree, self.count)
-
-    @classmethod
-    def tree_unflatten(cls, aux: Any, leaves: Any) -> Self:
-        """The inverse of `tree_flatten`."""
-        graph, tree, count = aux
-        return cls(graph, tree, list(leaves), count)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(…, {self.count})"
-
     @property
     def modules(self) -> Any:
         """The modules that draft, ``decoder`` among them: a model with the embedding and the output head."""
-        return nnx.merge(self._graph, jax.tree.unflatten(self._tree, self._leaves))
+        return nnx.merge(self.graph, jax.tree.unflatten(self.tree, self.leaves))
 
     @property
     def vocab_size(self) -> int:
@@ -129,18 +119,16 @@ class Modelled(abc.ABC):
         return drafts, memory._replace(cache=dataclasses.replace(cache, length=length))  # of drafts nothing is kept
 
 
-@jax.tree_util.register_pytree_node_class
+@jax.tree_util.register_dataclass
 class ModelDraft(Modelled):
     """Drafts of a smaller model: ``ModelDraft.of(small, 4)`` (Leviathan et al. 2023). `Engine` raises ValueError for
     one with a vocabulary of another size."""
 
     @classmethod
     def of(cls, model: CausalLM, count: int = 4) -> Self:
-        """Drafts of ``count`` ids by this model."""
         return cls._of(nnx.Dict(decoder=bare(unrolled(model))), count)
 
     def empty(self, rows: int, capacity: int) -> _Memory:
-        """Its cache."""
         cache = self.modules["decoder"].empty_cache(rows, capacity + self.count, self.count)
         return _Memory(cache, jnp.zeros((rows, 1)), jnp.zeros(rows, bool))
 
@@ -152,7 +140,7 @@ class ModelDraft(Modelled):
         return parts["decoder"].body(ids, valid, cache=cache, of_routing=nothing, keep_hidden=False)
 
 
-@jax.tree_util.register_pytree_node_class
+@jax.tree_util.register_dataclass
 class MTPDraft(Modelled):
     """Drafts of the model's own multi-token prediction layer: ``MTPDraft.of(model)``, loaded with ``mtp=True``.
 
@@ -168,7 +156,6 @@ class MTPDraft(Modelled):
         return cls._of(mtp_modules(model), count)
 
     def empty(self, rows: int, capacity: int) -> _Memory:
-        """The layer's cache."""
         parts = self.modules
         cache = parts["mtp"].empty_cache(parts["decoder"], rows, capacity + self.count)
         return _Memory(cache, jnp.zeros((rows, parts["mtp"].width), parts["decoder"].dtype), jnp.zeros(rows, bool))
