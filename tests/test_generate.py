@@ -22,7 +22,7 @@ from nnxmoe.generation.sampling import pick, prepare
 from nnxmoe.generation.text import TextStream
 from nnxmoe.model.inputs import bucket
 from tests.support.cases import HF_CASES, load_case_model
-from tests.support.running import compiled_in
+from tests.support.running import compiled_in, greedy_ids
 from tests.support.tiny import build_tiny, random_tokens
 
 PROMPT = random_tokens(2, 7, seed=5)
@@ -508,9 +508,7 @@ def test_interrupted_decode_step_raises_keyboard_interrupt(monkeypatch: pytest.M
         return result
 
     _wrap_passes(monkeypatch, interrupted)
-    tokens = decode.generate_tokens(
-        build_tiny("mixtral", nnxmoe.Strategy()), np.ones((1, 4), np.int32), None, 6, None, 0
-    )
+    tokens = greedy_ids(build_tiny("mixtral", nnxmoe.Strategy()), np.ones((1, 4), np.int32), 6)
     with pytest.raises(KeyboardInterrupt):
         next(tokens)
 
@@ -529,7 +527,7 @@ def test_next_step_starts_before_the_last_token_is_read(
         return passed._replace(dropped=passed.dropped + decoding)
 
     _wrap_passes(monkeypatch, one_more_dropped)
-    tokens = decode.generate_tokens(model, np.ones((1, 4), np.int32), None, 5, None, 0)
+    tokens = greedy_ids(model, np.ones((1, 4), np.int32), 5)
     assert [len(started) for _ in tokens] == [1, 2, 3, 4, 4]
     assert [record.args and record.args[0] for record in caplog.records] == [4]
 

@@ -1,11 +1,13 @@
 """The tokenizer, streaming decoding, and untrusted chat templates."""
 
+import contextlib
 import dataclasses
 import json
 import random
 import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -533,8 +535,14 @@ def test_stream_continues_a_prompt_that_ends_in_special_tokens() -> None:
 def test_stream_of_a_model_continues_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = sentencepiece_like(llama2_decoder())
     hello, fox = 3, 4
-    new = [fox, hello, fox]
-    monkeypatch.setattr(decode, "_ids_of_one", lambda *_: iter(new))
+    request = SimpleNamespace(done=False, finish="length")
+
+    def step() -> list[Any]:
+        request.done = True
+        return [SimpleNamespace(ids=[fox, hello, fox])]
+
+    running = contextlib.nullcontext((SimpleNamespace(step=step), [request]))
+    monkeypatch.setattr(decode, "_requests", lambda *_: running)
     model: Any = None  # the only use of it is patched away
     pieces = list(decode.stream(model, tokenizer, [hello], sampling=nnxmoe.Sampling(0.0), eos_token_id=None))
     assert "Hello" + "".join(pieces) == tokenizer.decode([hello, fox, hello, fox]) == "Hello fox Hello fox"

@@ -5,11 +5,11 @@ Batches and caches are rounded up to a few sizes, so that new lengths seldom nee
 
 import contextlib
 import dataclasses
-from collections.abc import Generator, Iterator, Sequence, Set
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int, Integer
+from jaxtyping import Integer
 
 from nnxmoe.config.arguments import answers_transformers
 from nnxmoe.generation.complete import Prompt, encoded
@@ -18,13 +18,14 @@ from nnxmoe.generation.engine import Engine
 from nnxmoe.generation.grammar import Constraint
 from nnxmoe.generation.grouping import LARGE, SMALL, PrefillGroup, chunk_sizes
 from nnxmoe.generation.passes import Room, cache_bytes, fits
-from nnxmoe.generation.request import Eos, Finish, Request, Wanted, eos_ids, refuse_ids, whole_number
+from nnxmoe.generation.request import Eos, Finish, Request, Wanted, eos_ids, refuse_ids
 from nnxmoe.generation.sampling import Sampling, warn_of_unused
 from nnxmoe.generation.text import TextStream
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.inputs import bucket
 from nnxmoe.runtime.progress import logger
 
+_Requests = contextlib.AbstractContextManager[tuple[Engine, list[Request]]]
 SMALLEST_CACHE, SMALLEST_BATCH = 512, 8  # tokens, for up to 8 rows; rows, if there are several
 
 
@@ -48,7 +49,7 @@ def generate(
     """
     tokens, eos = _ids(tokens), eos_ids(model, eos_token_id)
     warn_of_unused(model, sampling)
-    wanted = Wanted(whole_number("max_new_tokens", max_new_tokens, 0), 0, sampling, eos, seed)
+    wanted = Wanted(max_new_tokens, 0, sampling, eos, seed)
     # Dynamic NTK scaling follows the longest row of the batch, which in transformers grows after its end: rows go on.
     ends = set(eos) if model.fixed_positions is not None and len(tokens) > 1 else set[int]()
     if ends and sampling is not None and sampling.least(0):
@@ -60,16 +61,14 @@ def generate(
     with _requests(model, tokens, attention_mask, asked, draft) as (engine, requests):
         while not all(request.done or not ends.isdisjoint(request.ids) for request in requests):
             engine.step()
-    made = [_through_end(request.ids, ends) for request in requests]
+    made = list[list[int]]()
+    for request in requests:
+        through_end = next((i + 1 for i, one in enumerate(request.ids) if one in ends), None)
+        made.append(request.ids[:through_end])
     new = np.full((len(tokens), max(map(len, made))), _pad_id(model, eos), tokens.dtype)
     for row, ids in zip(new, made, strict=True):
         row[: len(ids)] = ids
     return np.concatenate([tokens, new], axis=1)
-
-
-def _through_end(ids: list[int], ends: Set[int]) -> list[int]:
-    """The ids up to the first of ``ends``, which is included."""
-    return ids[: next((i + 1 for i, one in enumerate(ids) if one in ends), len(ids))]
 
 
 @answers_transformers
@@ -90,39 +89,30 @@ def stream(
     ``tokenizer``: a `Tokenizer`, or one of transformers. ``draft``: see `Engine`. ``constraint``: what the text must
     follow, such as a `Grammar`.
     """
-    ids = list(encoded(prompt, tokenizer))
-    eos = eos_ids(model, eos_token_id)
+    ids, eos = encoded(prompt, tokenizer), eos_ids(model, eos_token_id)
     warn_of_unused(model, sampling)
-    most = whole_number("max_new_tokens", max_new_tokens, 0)
-    wanted = Wanted(most, 0, sampling, eos, seed, constraint=constraint)
-    return Stream(_ids_of_one(model, _ids([ids]), wanted, draft), eos, TextStream(tokenizer, context=ids))
-
-
-def _ids_of_one(model: CausalLM, tokens: np.ndarray, wanted: Wanted, draft: Drafting) -> Iterator[int]:
-    with _requests(model, tokens, None, wanted, draft) as (engine, (request,)):
-        while not request.done:
-            for event in engine.step():
-                yield from event.ids
+    wanted = Wanted(max_new_tokens, 0, sampling, eos, seed, constraint=constraint)
+    return Stream(_requests(model, np.array([ids]), None, wanted, draft), eos, TextStream(tokenizer, context=ids))
 
 
 class Stream(Iterator[str]):
     """Pieces of text as they are generated. ``tokens``: how many new tokens there are so far; ``finish``: why there are
     no more, as of a `Request`: "stop" for an end token, which has no text, "length", "cancelled"; None before."""
 
-    def __init__(self, tokens: Iterator[int], eos: tuple[int, ...], text: TextStream) -> None:
+    def __init__(self, requests: _Requests, eos: tuple[int, ...], text: TextStream) -> None:
         self.tokens: int = 0
         self.finish: Finish | None = None
-        self._pieces = self._decoded(tokens, eos, text)
+        self._pieces = self._decoded(requests, eos, text)
 
-    def _decoded(self, tokens: Iterator[int], eos: tuple[int, ...], text: TextStream) -> Generator[str, None, None]:
-        for new in tokens:
-            self.tokens += 1
-            if new in eos:
-                self.finish = "stop"
-                break
-            if piece := text.put(new):
-                yield piece
-        self.finish = self.finish or "length"
+    def _decoded(self, requests: _Requests, eos: tuple[int, ...], text: TextStream) -> Generator[str, None, None]:
+        with requests as (engine, (request,)):
+            while not request.done:
+                for event in engine.step():
+                    for new in event.ids:
+                        self.tokens += 1
+                        if new not in eos and (piece := text.put(new)):
+                            yield piece
+        self.finish = request.finish
         if piece := text.end():
             yield piece
 
@@ -130,28 +120,8 @@ class Stream(Iterator[str]):
         return next(self._pieces)
 
     def close(self) -> None:
-        """Stop generating."""
         self._pieces.close()
         self.finish = self.finish or "cancelled"
-
-
-def generate_tokens(
-    model: CausalLM,
-    tokens: Integer[np.ndarray, "B T"],
-    attention_mask: Any,
-    max_new_tokens: int,
-    sampling: Sampling | None,
-    seed: int,
-) -> Iterator[Int[np.ndarray, "B"]]:
-    """Yield the next id of every row ``max_new_tokens`` times; does not stop at end tokens."""
-    wanted = Wanted(whole_number("max_new_tokens", max_new_tokens, 0), 0, sampling, None, seed)
-    with _requests(model, tokens, attention_mask, wanted) as (engine, requests):
-        made = 0
-        while made < max_new_tokens:
-            engine.step()
-            while made < min(len(request.ids) for request in requests):
-                yield np.array([request.ids[made] for request in requests], np.int32)
-                made += 1
 
 
 @contextlib.contextmanager

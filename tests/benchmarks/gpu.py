@@ -33,7 +33,6 @@ from flax import nnx
 import nnxmoe
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.convert.core.layout import parameters
-from nnxmoe.generation.decode import generate_tokens
 from nnxmoe.kernels import tokamax
 from nnxmoe.layers.attend import Mask, Scores
 from nnxmoe.layers.cache import Slots
@@ -51,6 +50,7 @@ from tests.benchmarks.ours import Ours
 from tests.benchmarks.plan import Plan, measure
 from tests.benchmarks.processes import Job, have_transformers
 from tests.benchmarks.results import Record, table
+from tests.support.running import greedy_ids
 
 KINDS = ["numbers", "decoding", "layers", "attention", "training", "models"]
 LAYERS = {
@@ -150,14 +150,14 @@ def decoding_speeds(
             what = f"decode batch {batch}, tok/s"
             ids = np.random.default_rng(batch).integers(0, config.vocab_size, (batch, 16))
             try:
-                stamps = [time.perf_counter() for _ in generate_tokens(model, ids, None, 16 + steps, None, 0)]
+                stamps = [time.perf_counter() for _ in greedy_ids(model, ids, 16 + steps)]
             except jax.errors.JaxRuntimeError as error:
                 yield Record(f"{case} | {what}", case, "ours", error=f"{type(error).__name__}: {str(error)[:200]}")
                 continue
             speed = batch / median(np.diff(stamps)[15:])
             yield Record(f"{case} | {what}", case, "ours", {what: speed}, {what: batch * rate / _read(model, batch)})
         what, ids = f"prefill {prompt}, tok/s", np.arange(prompt)[None] % config.vocab_size
-        took = [seconds(lambda: list(generate_tokens(model, ids, None, 1, None, 0))) for _ in range(6)][1:]  # noqa: B023
+        took = [seconds(lambda: list(greedy_ids(model, ids, 1))) for _ in range(6)][1:]  # noqa: B023
         best = prompt * flops / forward_flops(config.to_hf(), prompt, heads=1)
         yield Record(f"{case} | {what}", case, "ours", {what: prompt / median(took)}, {what: best})
         del model

@@ -15,12 +15,12 @@ import numpy as np
 from flax import nnx
 
 import nnxmoe
-from nnxmoe.generation.decode import generate_tokens
 from nnxmoe.models import config_from_hf, model_class
 from nnxmoe.quantization.methods import parse
 from tests.benchmarks import engine
 from tests.benchmarks.clock import interleaved
 from tests.benchmarks.models import Fields
+from tests.support.running import greedy_ids
 
 
 class Ours:
@@ -43,7 +43,7 @@ class Ours:
 
     def stamps(self, ids: np.ndarray, new: int) -> Sequence[float]:
         """Of the loop that ``generate`` and ``stream`` both consume."""
-        return [time.perf_counter() for _ in generate_tokens(self.model, ids, None, new, None, 0)]
+        return [time.perf_counter() for _ in greedy_ids(self.model, ids, new)]
 
     def training(self, fields: Fields, tokens: np.ndarray, rank: int | None) -> Callable[[], Any]:
         import optax  # here, since loading reports the time of the imports that it needs

@@ -10,6 +10,8 @@ import numpy as np
 from flax import nnx
 
 import nnxmoe
+from nnxmoe.generation import decode
+from nnxmoe.generation.request import Wanted
 from nnxmoe.layers.context import Context
 
 MODEL_TOLERANCE = 2e-4
@@ -92,3 +94,12 @@ def randomise(model: Any, seed: int = 0) -> Any:
         state.append((path, variable.replace(jnp.asarray(value, variable.dtype))))
     nnx.update(model, nnx.from_flat_state(state))
     return model
+
+
+def greedy_ids(model: Any, tokens: np.ndarray, new: int) -> Iterator[np.ndarray]:
+    """Yield the next id of every row ``new`` times, by the loop of ``generate`` and ``stream``."""
+    with decode._requests(model, tokens, None, Wanted(new, stop_ids=None)) as (engine, requests):
+        for place in range(new):
+            while place >= min(len(request.ids) for request in requests):
+                engine.step()
+            yield np.array([request.ids[place] for request in requests], np.int32)
