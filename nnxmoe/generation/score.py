@@ -79,7 +79,8 @@ def score(
             raise ValueError(f"text {number} has nothing to score: {why}")
     scores: list[Score | None] = [None] * len(items)
     order = sorted(range(len(items)), key=lambda i: len(items[i][0]))
-    run, fixed = _scorer(model, top), model.fixed_positions
+    program, parts = compiled(model, _score, static=(2,)), shards(model.mesh, batch_axes(model.mesh))
+    fixed = model.fixed_positions
     warn_beyond_positions(model, max((len(ids) for ids, _ in items), default=0))
     while order:
         longest = len(items[order[-1]][0])
@@ -88,9 +89,15 @@ def score(
         if fixed is not None and longest > fixed:
             rows = 1  # it would change the rotary embedding of shorter texts beside it
         batch, order = order[-rows:], order[:-rows]
-        for i, found in zip(batch, run([items[i][0] for i in batch], rows, length), strict=True):
+        shape = rows + -rows % parts, length
+        padded, valid = np.zeros(shape, np.int32), np.zeros(shape, bool)
+        for row, i in enumerate(batch):
+            ids, _ = items[i]
+            padded[row, : len(ids)], valid[row, : len(ids)] = ids, True
+        found = [np.asarray(a) for a in program(padded, valid, top)]
+        for row, i in enumerate(batch):
             ids, first = items[i]
-            scores[i] = Score(ids[first:], *(each[first - 1 : len(ids) - 1] for each in found))
+            scores[i] = Score(ids[first:], *(each[row, first - 1 : len(ids) - 1] for each in found))
     return [one for one in scores if one is not None]
 
 
@@ -117,23 +124,9 @@ def _split(item: Any, tokenizer: Any) -> tuple[tuple[int, ...], int]:
     return (*whole_ids(context if len(context) else ()), *whole_ids(text)), max(1, len(context))
 
 
-def _scorer(model: CausalLM, top: int) -> Any:
-    """``(rows of ids, B, T) -> (log-probability of each next id, whether it is the most likely, the most likely ids,
-    their log-probabilities)`` per row."""
-    program, parts = compiled(model, _score, static=(2,)), shards(model.mesh, batch_axes(model.mesh))
-
-    def run(rows: list[tuple[int, ...]], batch: int, length: int) -> Any:
-        batch += -batch % parts
-        ids, valid = np.zeros((batch, length), np.int32), np.zeros((batch, length), bool)
-        for row, given in enumerate(rows):
-            ids[row, : len(given)], valid[row, : len(given)] = given, True
-        found = (np.asarray(a) for a in program(ids, valid, top))
-        return list(zip(*found, strict=True))[: len(rows)]
-
-    return run
-
-
 def _score(model: CausalLM, ids: Int[Array, "B T"], valid: Bool[Array, "B T"], top: int) -> tuple[Array, ...]:
+    """``[B, T]`` of each id: the log-probability of the next one, whether that is the most likely, the most likely ids,
+    and their log-probabilities."""
     mesh = model.mesh
     x = model.body(constrain(ids, mesh, batch_axes(mesh)), valid, of_routing=nothing, keep_hidden=False).x
     kernel = model.head_weight()
