@@ -9,7 +9,7 @@ import pytest
 
 import nnxmoe
 from nnxmoe import Engine, Prefix, PromptLookup, Wanted
-from nnxmoe.generation.kept_prefixes import KeptPrefixes
+from nnxmoe.generation.grouping import KeptPrefixes
 from nnxmoe.generation.passes import Room, cache_bytes
 from tests.support.families import load
 from tests.support.tiny import build, build_tiny

@@ -24,12 +24,12 @@ from nnxmoe.generation.grouping import (
     MOST_SMALL,
     SMALL,
     Grouping,
+    KeptPrefixes,
     PrefillGroup,
     as_one_large_chunk,
     chunk_sizes,
     one_by_one,
 )
-from nnxmoe.generation.kept_prefixes import KeptPrefixes
 from nnxmoe.generation.passes import Passed, PassPart, Room, cache_bytes
 from nnxmoe.generation.request import (
     Event,
@@ -44,7 +44,18 @@ from nnxmoe.generation.request import (
     whole_ids,
     whole_number,
 )
-from nnxmoe.generation.rows import FULL, RUNNING, STOPPED, History, Process, RowOptions, RowReport
+from nnxmoe.generation.rows import (
+    FULL,
+    RUNNING,
+    STOPPED,
+    History,
+    Process,
+    RowOptions,
+    RowReport,
+    advance,
+    begin,
+    empty_rows,
+)
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.inputs import warn_beyond_positions
 from nnxmoe.runtime.memory import refuse_beyond_memory
@@ -133,7 +144,7 @@ class Engine:
         # Whether nothing may be added to a row that has ended: there are others, drafts, or its cache may be kept.
         self._stays = self.slots > 1 or spare > 0 or self.kept.most > 0
         self._nothing = Wanted(stop_ids=None).asked(limits, self._vocab)  # for rows without a request
-        self._rows: Any = passes.empty_rows(self._nothing, self.slots, self._room.tokens, 1 + spare, memory, self._mesh)
+        self._rows: Any = empty_rows(self._nothing, self.slots, self._room.tokens, 1 + spare, memory, self._mesh)
         self._cache: Any = None
         self._dropped: Any = np.int32(0)
         self._slots: list[Request | None] = [None] * self.slots
@@ -147,22 +158,19 @@ class Engine:
         draft, arguments = self.draft, (self.slots, self._room.tokens)
         parts = [] if draft is None else jax.eval_shape(lambda: jax.tree.leaves(draft.empty(*arguments)))
         drafting = sum(part.size * part.dtype.itemsize for part in parts)
+        reading = 0
+        if self.slots > 1 and self._grouping in (as_one_large_chunk, one_by_one):  # prompts read while other rows run
+            rows = self._grouping([SMALL] * self.slots, self.slots).rows
+            reading = cache_bytes(self.model, rows + -rows % self._parts, self._room)
         what = f"a cache of {self._room.tokens} tokens for batch {self.slots} takes"
         remedy = "use fewer max_new_tokens, a smaller capacity, or a smaller batch"
-        refuse_beyond_memory(self.cache_bytes + self._reading_bytes + drafting + kept, what, remedy)
+        refuse_beyond_memory(self.cache_bytes + reading + drafting + kept, what, remedy)
 
     @property
     def cache_bytes(self) -> int:
         """Bytes of the cache of all slots that this process holds. Prompts that are being read take up to 8 slots'
         more, and each `Prefix` in use takes one slot's."""
         return cache_bytes(self.model, self.slots, self._room)
-
-    @property
-    def _reading_bytes(self) -> int:
-        """Bytes of the caches of prompts that are read while other rows run."""
-        most: dict[Grouping, int] = {as_one_large_chunk: min(self.slots, LARGE // SMALL), one_by_one: self._parts}
-        rows = most.get(self._grouping, 0)
-        return cache_bytes(self.model, rows + -rows % self._parts, self._room) if rows and self.slots > 1 else 0
 
     @property
     def dropped(self) -> int:
@@ -182,7 +190,9 @@ class Engine:
     def submit(self, ids: Ids, wanted: Wanted | None = None, prefix: Prefix | None = None) -> Request:
         """Append a request to the queue. ``prefix``: common first ids, read once for all requests with the same object.
         Raises ValueError if the request does not fit in this engine."""
-        prompt, wanted = whole_ids(ids), (wanted or Wanted()).ended_by(self.model)
+        prompt, wanted = whole_ids(ids), wanted or Wanted()
+        if wanted.stop_ids is ...:
+            wanted = dataclasses.replace(wanted, stop_ids=eos_ids(self.model, ...))
         if self._rows is None:
             raise ValueError("the engine is closed")
         if not prompt:
@@ -282,41 +292,32 @@ class Engine:
         return (r for r, keep in zip(self._slots, self._keep, strict=True) if r is not None and keep)
 
     def _next_reading(self) -> _Reading | None:
-        """The next prompts to read, with slots for them, or a prefix of theirs that has not been read."""
+        """The next prompts to read, with slots for them, or a prefix of theirs that has not been read: their chunks,
+        padded on the left, and a copy of what was read before them."""
         free = [i for i, occupant in enumerate(self._slots) if occupant is None]
         if not self._waiting or not free:
             return None
-        prefix = self._waiting[0].prefix
-        if prefix is not None and prefix not in self._begun:
-            while prefix.start is not None and prefix.start not in self._begun:
-                prefix = prefix.start
-            rest = prefix.ids[len(prefix.start.ids) if prefix.start else 0 :]
-            group = PrefillGroup(1, self._parts, chunk_sizes(len(rest)))
-            return self._start(group, [rest], [], prefix, prefix.start)
-        alike = list(itertools.takewhile(lambda r: r.prefix is prefix, itertools.islice(self._waiting, len(free))))
-        rests = [r.prompt[len(prefix.ids) if prefix else 0 :] for r in alike]
-        if rests[0]:
-            group = self._grouping([len(rest) for rest in itertools.takewhile(bool, rests)], self.slots)
-        else:  # the prefix is all of the prompt
-            group = PrefillGroup(1, self._parts, [])
-        requests = [self._waiting.popleft() for _ in range(group.count)]
-        for slot, request in zip(free, requests, strict=False):
-            self._slots[slot] = request
-        return self._start(group, rests[: group.count], requests, None, prefix)
-
-    def _start(
-        self,
-        group: PrefillGroup,
-        prompts: list[tuple[int, ...]],
-        requests: list[Request],
-        target: Prefix | None,
-        start: Prefix | None,
-    ) -> _Reading:
-        """The chunks of prompts, padded on the left, and a copy of what was read before them."""
+        start, target, requests = self._waiting[0].prefix, None, list[Request]()
+        if start is not None and start not in self._begun:
+            while start is not None and start not in self._begun:
+                target, start = start, start.start
+            assert target is not None
+            rests = [target.ids[len(start.ids) if start else 0 :]]
+            group = PrefillGroup(1, self._parts, chunk_sizes(len(rests[0])))
+        else:
+            alike = itertools.takewhile(lambda r: r.prefix is start, itertools.islice(self._waiting, len(free)))
+            rests = [r.prompt[len(start.ids) if start else 0 :] for r in alike]
+            if rests[0]:
+                group = self._grouping([len(rest) for rest in itertools.takewhile(bool, rests)], self.slots)
+            else:  # the prefix is all of the prompt
+                group = PrefillGroup(1, self._parts, [])
+            requests = [self._waiting.popleft() for _ in range(group.count)]
+            for slot, request in zip(free, requests, strict=False):
+                self._slots[slot] = request
         length, rows = sum(group.sizes), group.rows + -group.rows % self._parts
         ids, valid = np.zeros((rows, length), np.int32), np.zeros((rows, length), bool)
-        for row, prompt in enumerate(prompts):
-            ids[row, length - len(prompt) :], valid[row, length - len(prompt) :] = prompt, True
+        for row, rest in enumerate(rests[: group.count]):
+            ids[row, length - len(rest) :], valid[row, length - len(rest) :] = rest, True
         ends = list(itertools.accumulate(group.sizes))
         chunks = [(ids[:, e - n : e], valid[:, e - n : e]) for e, n in zip(ends, group.sizes, strict=True)]
         passed = None if start is None else self._begun[start]
@@ -329,11 +330,8 @@ class Engine:
         """One chunk; after the last one the prompts' rows begin."""
         if reading.chunks:
             ids, valid = reading.chunks.popleft()
-            cache = None if reading.passed is None else reading.passed.cache
-            memory, part = (
-                None if reading.passed is None else reading.passed.memory,
-                PassPart(True, self.draft is not None),
-            )
+            before, part = reading.passed, PassPart(True, self.draft is not None)
+            cache, memory = (None, None) if before is None else (before.cache, before.memory)
             passed = self._pass(ids, valid, cache, self._dropped, self._room, part)
             if self.draft is not None:
                 memory = self.draft.empty(len(ids), self._room.tokens) if memory is None else memory
@@ -374,7 +372,7 @@ class Engine:
         kept = self._keep.copy()  # what a program is given may be read later
         known: Any = prompts, lengths, np.zeros_like(lengths)
         given = together, History(*known), passed.logits, passed.memory, kept, self._masks(requests, rows, 1)
-        self._rows, report = passes.begin(self._rows, at, *given, self._options, self.draft)
+        self._rows, report = begin(self._rows, at, *given, self._options, self.draft)
         here: list[Request | None] = [None] * rows
         for row, request in enumerate(requests):
             if not request.done:
@@ -402,14 +400,13 @@ class Engine:
         if any(request.progress is not None for request in self._going()):
             while self._reports:
                 events += self._look()
-        kept = [request if keep else None for request, keep in zip(self._slots, self._keep, strict=True)]
-        masks = self._masks(kept, self.slots, state.ids.shape[1])
+        here = [request if keep else None for request, keep in zip(self._slots, self._keep, strict=True)]
+        masks = self._masks(here, self.slots, state.ids.shape[1])
         after = passed.logits, passed.states, passed.cache.length, self._keep.copy(), masks
-        self._rows, length, report = passes.advance(state, *after, self._options, self.draft)
+        self._rows, length, report = advance(state, *after, self._options, self.draft)
         self._cache = dataclasses.replace(passed.cache, length=length)
         for request in self._going():
             request.steps += 1
-        here = [request if keep else None for request, keep in zip(self._slots, self._keep, strict=True)]
         self._reports.append((report, here))
         return events
 
@@ -421,7 +418,7 @@ class Engine:
         for row, request in enumerate(requests):
             if request is None or request.done or not (count := int(found.count[row])):
                 continue
-            new, start = found.ids[row, :count].tolist(), len(request.ids)
+            new = found.ids[row, :count].tolist()
             request.ids += new
             if request.progress is not None:
                 request.progress.advance(new)
@@ -436,5 +433,5 @@ class Engine:
             if (why := finish[int(found.end[row])]) is not None:
                 self._keep_row(request)
                 self._end(request, why)
-            events.append(Event(request, new, why, start))
+            events.append(Event(request, new, why))
         return events

@@ -1,11 +1,16 @@
-"""Policies for reading waiting prompts: which share a batch, and the sizes of their chunks."""
+"""Policies for reading waiting prompts: which share a batch, sizes of chunks, and which beginnings are kept."""
 
+import collections
 import itertools
+import os.path
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from nnxmoe.generation.request import Prefix
+
 SMALL, LARGE = 64, 512  # tokens per chunk of a prompt
 MOST_SMALL = 6  # small chunks that are less work than a large one
+_RECENT = 32  # prompts that a new one is compared with
 
 
 def chunk_sizes(length: int) -> list[int]:
@@ -40,3 +45,37 @@ def one_by_one(lengths: Sequence[int], slots: int) -> PrefillGroup:
 
 
 Grouping = Callable[[Sequence[int], int], PrefillGroup]  # (lengths of the waiting prompts, slots) -> PrefillGroup
+
+
+class KeptPrefixes:
+    """Up to ``most`` prefixes, the least recently used out. The engine keeps the cache of a prefix as long as the
+    object lives. ``hits``: prompts that began with one that was read before; ``tokens``: how many ids they saved."""
+
+    def __init__(self, most: int):
+        self.most, self.hits, self.tokens = most, 0, 0
+        self._kept = collections.OrderedDict[tuple[int, ...], Prefix]()
+        self._recent = collections.deque[tuple[int, ...]](maxlen=_RECENT)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def find(self, ids: tuple[int, ...]) -> Prefix | None:
+        """The longest prefix of a prompt, shorter than it: one that is kept, or, if that is at least SMALL ids longer,
+        what it has in common with a recent prompt, which is kept from now on."""
+        found = [kept for kept in self._kept if len(kept) < len(ids) and ids[: len(kept)] == kept]
+        best = max(found, key=len, default=())
+        alike = (len(os.path.commonprefix([ids, recent])) for recent in self._recent)  # pyright: ignore
+        common = min(max(alike, default=0), len(ids) - 1)
+        self._recent.append(ids)
+        kept = self._kept.get(best)
+        if kept is not None:
+            self._kept.move_to_end(best)
+            self.hits, self.tokens = self.hits + 1, self.tokens + len(best)
+        return kept if common - len(best) < SMALL else self.add(Prefix(ids[:common], kept))
+
+    def add(self, prefix: Prefix) -> Prefix:
+        self._kept[prefix.ids] = prefix
+        self._kept.move_to_end(prefix.ids)
+        while len(self._kept) > self.most:
+            self._kept.popitem(last=False)
+        return prefix

@@ -76,9 +76,23 @@ def _pass(
 
 
 def passes(model: CausalLM) -> Callable[..., Passed]:
-    """`_pass` of a model, compiled; the cache is donated. Raises ValueError for a model without values."""
+    """`_pass` of a model, compiled, of which the log tells once per size; the cache is donated. Raises ValueError for a
+    model without values."""
     run = compiled(model, _pass, static=(4, 5), donated=(2,), by_run=True)
-    return functools.partial(_announced, run, split_once(model)[0].program(_sizes))
+    compiled_sizes, said = split_once(model)[0].program(_sizes)
+
+    def announcing(ids: Any, valid: Any, cache: Any, dropped: Any, room: Room, part: PassPart) -> Passed:
+        given, size = (ids, valid, cache, dropped, room, part), (ids.shape, valid is None, cache is None, room, part)
+        if size in compiled_sizes:
+            return run(*given)
+        compiled_sizes.add(size)
+        text = "compiling a pass of {} x {} ids, up to {} tokens (once per such size)".format(*ids.shape, room.tokens)
+        with contextlib.nullcontext(()) if text in said else announced(text) as new:
+            passed = run(*given)
+        said.update(new)
+        return passed
+
+    return announcing
 
 
 @functools.lru_cache(maxsize=16)
@@ -87,32 +101,9 @@ def _sizes(graph: Any, tree: Any) -> tuple[set[Any], set[str]]:
     return set(), set()
 
 
-def _announced(
-    run: Callable[..., Passed],
-    sizes: tuple[set[Any], set[str]],
-    ids: Any,
-    valid: Any,
-    cache: Any,
-    dropped: Any,
-    room: Room,
-    part: PassPart,
-) -> Passed:
-    """A pass; the log says so if it is compiled, once per size."""
-    (compiled_sizes, said), kind = sizes, (ids.shape, valid is None, cache is None, room, part)
-    if kind in compiled_sizes:
-        return run(ids, valid, cache, dropped, room, part)
-    compiled_sizes.add(kind)
-    size = "compiling a pass of {} x {} ids, up to {} tokens (once per such size)".format(*ids.shape, room.tokens)
-    with contextlib.nullcontext(()) if size in said else announced(size) as new:
-        passed = run(ids, valid, cache, dropped, room, part)
-    said.update(new)
-    return passed
-
-
-begin = jax.jit(rows.begin, static_argnums=(8,), donate_argnums=(0,))
-advance = jax.jit(rows.advance, static_argnums=(6,), donate_argnums=(0,))
-read = jax.jit(lambda draft, *given: draft.read(*given), donate_argnums=(1,))
-empty_rows = jax.jit(rows.empty_rows, static_argnums=(1, 2, 3, 5))
+@functools.partial(jax.jit, donate_argnums=(1,))
+def read(draft: rows.Draft, *given: Any) -> Any:
+    return draft.read(*given)
 
 
 # Scanned models, each with the structure and the arrays of which its unrolled copy was made, and that copy.

@@ -5,7 +5,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from types import EllipsisType
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -63,10 +63,6 @@ class Wanted:
                 raise ValueError(f"logit_bias[{i}]={short(bias)}: give a finite number, or -inf to exclude the id")
         if self.min_new_tokens > self.max_new_tokens:
             raise ValueError(f"min_new_tokens={self.min_new_tokens} is more than max_new_tokens={self.max_new_tokens}")
-
-    def ended_by(self, model: Any) -> Self:
-        """These options, with the checkpoint's end ids as ``stop_ids`` if they are the default."""
-        return dataclasses.replace(self, stop_ids=eos_ids(model, ...)) if self.stop_ids is ... else self
 
     @property
     def _stops(self) -> tuple[int, ...]:
@@ -152,17 +148,15 @@ class Request:
 
     @property
     def done(self) -> bool:
-        """Whether the request has finished."""
         return self.finish is not None
 
 
 class Event(NamedTuple):
-    """New ids of a request, why it is done if it is, and the place of the first of them among its ids."""
+    """New ids of a request, and why it is done if it is."""
 
     request: Request
     ids: list[int]
     finish: Finish | None
-    start: int
 
 
 def eos_ids(model: Any, eos_token_id: Eos) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ Row b is independent of all others: its ids are a function of its prompt, its op
 number of the sample, and how many ids it has made). So neither its place in the batch nor its neighbours matter.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -121,16 +122,17 @@ class Draft(Protocol):
         ...
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 5))
 def empty_rows(like: Asked, count: int, capacity: int, width: int, memory: Any, mesh: AnyMesh | None) -> RowStates:
     """Rows that are not active. ``like``: what is asked for in one row."""
     asked = jax.tree.map(lambda a: jnp.zeros((count, *a.shape), a.dtype), like)
     none = jnp.zeros((count,), jnp.int32)
     history = History(jnp.zeros((count, capacity), jnp.int32), none, none)
     ids = jnp.zeros((count, width), jnp.int32)
-    rows = RowStates(asked, history, ids, ids > 0, memory)
-    return jax.tree.map(lambda a: everywhere(a, mesh), rows)
+    return _everywhere(RowStates(asked, history, ids, ids > 0, memory), mesh)
 
 
+@functools.partial(jax.jit, static_argnums=(8,), donate_argnums=(0,))
 def begin(
     rows: RowStates,
     at: Int[Array, "R"],
@@ -162,6 +164,7 @@ def begin(
     return _everywhere((moved, report), options.mesh)
 
 
+@functools.partial(jax.jit, static_argnums=(6,), donate_argnums=(0,))
 def advance(
     rows: RowStates,
     logits: Float[Array, "B W V"],
