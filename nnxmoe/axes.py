@@ -12,7 +12,7 @@ MLA's widths are words: ``q_rank kv_rank nope rope``. ``asked``: T, or 1 if only
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -59,16 +59,22 @@ RULES: Rules = FrozenDict(
 _NOUNS = {"expert": "experts", "kv_heads": "KV heads", "stages": "layers", "vocab": "vocabulary ids"}
 
 
+class ParamOptions(TypedDict):
+    """What every constructor of parameters takes: their dtype, and random keys for their values (None: only shapes)."""
+
+    dtype: jnp.dtype
+    rngs: nnx.Rngs | None
+
+
 def parameter(
     shape: Sequence[int],
     axes: Sequence[str | None],
     init: nnx.Initializer,
     *,
-    dtype: jnp.dtype,
-    rngs: nnx.Rngs | None,
     kind: type[nnx.Variable] = nnx.Param,
     inputs: int | None = None,
     keeps_dtype: bool = False,
+    **kw: Unpack[ParamOptions],
 ) -> nnx.Variable:
     """A parameter labelled with its logical axes; ``rngs`` None: a ShapeDtypeStruct instead of a value.
 
@@ -77,6 +83,7 @@ def parameter(
     """
     shape, axes = tuple(shape), tuple(axes)
     assert len(shape) == len(axes), (shape, axes)
+    dtype, rngs = kw["dtype"], kw["rngs"]
     value = jax.ShapeDtypeStruct(shape, dtype) if rngs is None else init(rngs.params(), shape, dtype)
     return kind(value, axes=axes, inputs=inputs, keeps_dtype=keeps_dtype, eager_sharding=False)
 

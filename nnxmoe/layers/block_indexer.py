@@ -1,13 +1,14 @@
 """Grouped-query attention to blocks of keys that an indexer chooses (MiniMax-M3, 2026)."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from nnxmoe.axes import ParamOptions
 from nnxmoe.config.rope import Rope
 from nnxmoe.layers.attend import Attend, Mask, Scores
 from nnxmoe.layers.cache import KVCache, Past, Slots
@@ -58,12 +59,10 @@ class BlockIndexer(nnx.Module):
         eps: float,
         rotary: Rope,
         rotate: Rotate,
-        dtype: jnp.dtype,
-        rngs: nnx.Rngs | None,
+        **kw: Unpack[ParamOptions],
     ):
         self.blocks = blocks
         self.rotary, self.rotate = rotary, rotate
-        kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
         self.q = Linear((dim,), (heads, head_dim), ("embed", None, "head"), **kw)
         self.k = Linear((dim,), (head_dim,), ("embed", "latent"), **kw)
         self.q_norm, self.k_norm = (OffsetNorm(head_dim, eps, **kw) for _ in "qk")

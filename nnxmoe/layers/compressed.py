@@ -5,14 +5,14 @@ entry of a window exists once its last token does, in slot ``index of that token
 """
 
 import dataclasses
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from nnxmoe.axes import parameter
+from nnxmoe.axes import ParamOptions, parameter
 from nnxmoe.config.rope import Rope
 from nnxmoe.layers.cache import Buffer, Slots, floats, written
 from nnxmoe.layers.context import Context
@@ -131,16 +131,16 @@ class Compressor(nnx.Module):
         eps: float,
         rotary: Rope,
         rotate: Rotate,
-        dtype: jnp.dtype,
-        rngs: nnx.Rngs | None,
+        **kw: Unpack[ParamOptions],
     ):
         self.rate, self.series, self.rotary, self.rotate = rate, series, rotary, rotate
-        kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
         self.kv = Linear((dim,), (series * width,), ("embed", "latent"), **kw)
         self.gate = Linear((dim,), (series * width,), ("embed", "latent"), **kw)
         self.norm = RMSNorm(width, eps, **kw)
         zeros, f32 = nnx.initializers.zeros, jnp.dtype(jnp.float32)
-        self.place = parameter((rate, series * width), (None, None), zeros, dtype=f32, rngs=rngs, keeps_dtype=True)
+        self.place = parameter(
+            (rate, series * width), (None, None), zeros, dtype=f32, rngs=kw["rngs"], keeps_dtype=True
+        )
 
     @property
     def reach(self) -> int:

@@ -1,13 +1,13 @@
 """Short causal convolution over the tokens of a row, one filter per channel (Mamba, Gu & Dao 2023)."""
 
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from nnxmoe.axes import parameter
+from nnxmoe.axes import ParamOptions, parameter
 from nnxmoe.layers.recurrent import taken
 
 
@@ -16,10 +16,10 @@ class ShortConv(nnx.Module):
 
     bias: Any = None
 
-    def __init__(self, channels: int, taps: int, *, bias: bool = False, dtype: jnp.dtype, rngs: nnx.Rngs | None):
+    def __init__(self, channels: int, taps: int, *, bias: bool = False, **kw: Unpack[ParamOptions]):
         init, zeros = nnx.initializers.normal(taps**-0.5), nnx.initializers.zeros
-        self.weight = parameter((channels, 1, taps), ("mlp", None, None), init, dtype=dtype, rngs=rngs)
-        self.bias = parameter((channels,), ("mlp",), zeros, dtype=dtype, rngs=rngs) if bias else None
+        self.weight = parameter((channels, 1, taps), ("mlp", None, None), init, **kw)
+        self.bias = parameter((channels,), ("mlp",), zeros, **kw) if bias else None
 
     @property
     def taps(self) -> int:
@@ -68,8 +68,8 @@ class ShortConv(nnx.Module):
 class SeparateConvs(ShortConv):
     """`ShortConv` for queries, keys and values of ``channels`` each, with a weight each as in checkpoints."""
 
-    def __init__(self, channels: int, taps: int, *, dtype: jnp.dtype, rngs: nnx.Rngs | None):
-        self.q, self.k, self.v = (ShortConv(channels, taps, dtype=dtype, rngs=rngs) for _ in "qkv")
+    def __init__(self, channels: int, taps: int, **kw: Unpack[ParamOptions]):
+        self.q, self.k, self.v = (ShortConv(channels, taps, **kw) for _ in "qkv")
 
     @property
     def taps(self) -> int:

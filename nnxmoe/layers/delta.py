@@ -1,14 +1,14 @@
 """GatedDeltaNet (Yang et al. 2024), as in Qwen3-Next and Qwen3.5: attention whose memory has a fixed size."""
 
 import dataclasses
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, Unpack
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Shaped
 
-from nnxmoe.axes import AnyMesh, context_over, parameter
+from nnxmoe.axes import AnyMesh, ParamOptions, context_over, parameter
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.conv import ShortConv
 from nnxmoe.layers.delta_rule import DeltaInputs, Recurrence, in_chunks, in_steps
@@ -55,8 +55,7 @@ class DeltaProjection(Protocol):
 class SeparateProjection(nnx.Module):
     """A kernel each for queries, keys and values together, for z, b and a (Qwen3.5)."""
 
-    def __init__(self, heads: DeltaHeads, *, dtype: jnp.dtype, rngs: nnx.Rngs | None):
-        kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
+    def __init__(self, heads: DeltaHeads, **kw: Unpack[ParamOptions]):
         dim, count = (heads.dim,), heads.values
         self.qkv = Linear(dim, (heads.channels,), ("embed", "mlp"), **kw)
         self.z = Linear(dim, (count, heads.value_dim), ("embed", "heads", "head"), **kw)
@@ -70,8 +69,7 @@ class SeparateProjection(nnx.Module):
 class FusedProjection(nnx.Module):
     """Two kernels, whose outputs are sorted by heads of the keys: q, k, v and z of each, and b and a (Qwen3-Next)."""
 
-    def __init__(self, heads: DeltaHeads, *, dtype: jnp.dtype, rngs: nnx.Rngs | None):
-        kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
+    def __init__(self, heads: DeltaHeads, **kw: Unpack[ParamOptions]):
         self.heads, (groups, axes) = heads, (heads.values // heads.keys, ("embed", "heads", "head"))
         width = 2 * heads.key_dim + 2 * groups * heads.value_dim
         self.qkvz = Linear((heads.dim,), (heads.keys, width), axes, **kw)
@@ -102,10 +100,8 @@ class GatedDeltaNet(nnx.Module):
         eps: float,
         mesh: AnyMesh | None = None,
         recurrence: Recurrence | None = None,
-        dtype: jnp.dtype,
-        rngs: nnx.Rngs | None,
+        **kw: Unpack[ParamOptions],
     ):
-        kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
         self.heads, self.project, self.mesh, self.recurrence = heads, project, mesh, recurrence
         self.conv = ShortConv(heads.channels, taps, **kw)
         self.a_log = parameter((heads.values,), ("heads",), log_rates, **kw)

@@ -1,6 +1,6 @@
 """Token embedding, which is also the output head of models with tied embeddings."""
 
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,17 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from nnxmoe.axes import RULES, AnyMesh, Rules, axes_per_dimension, context_over, divided_over, parameter, shard_map
+from nnxmoe.axes import (
+    RULES,
+    AnyMesh,
+    ParamOptions,
+    Rules,
+    axes_per_dimension,
+    context_over,
+    divided_over,
+    parameter,
+    shard_map,
+)
 from nnxmoe.layers.kernel import Adapter, DenseKernel, Kernel, with_adapter
 
 
@@ -24,20 +34,13 @@ class Embed(nnx.Module):
     ins_first = False  # whether products with the head are those of Flax, as in the Linen bridge
 
     def __init__(
-        self,
-        vocab: int,
-        dim: int,
-        *,
-        dtype: jnp.dtype,
-        rngs: nnx.Rngs | None,
-        mesh: AnyMesh | None = None,
-        rules: Rules = RULES,
+        self, vocab: int, dim: int, *, mesh: AnyMesh | None = None, rules: Rules = RULES, **kw: Unpack[ParamOptions]
     ):
         self.mesh, self.rules = mesh, rules
         self.lora: Adapter | None = None
         self.lora_head: Adapter | None = None
         init = nnx.initializers.normal(dim**-0.5)
-        self.table = parameter((vocab, dim), ("vocab", "embed"), init, dtype=dtype, rngs=rngs)
+        self.table = parameter((vocab, dim), ("vocab", "embed"), init, **kw)
 
     def __call__(self, tokens: Int[Array, "B T"], dtype: Any = None) -> Float[Array, "B T D"]:
         """The embeddings; ``dtype`` None: as in the table."""

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from nnxmoe.axes import ParamOptions
 from nnxmoe.config.rope import Rope
 from nnxmoe.layers.attend import Attend, Mask, Scores
 from nnxmoe.layers.cache import KVCache, RingCache
@@ -54,11 +55,10 @@ class OutputGate(nnx.Module):
         width: int,
         *,
         activation: Callable[[Array], Array] = jax.nn.sigmoid,
-        dtype: jnp.dtype,
-        rngs: nnx.Rngs | None,
+        **kw: Unpack[ParamOptions],
     ):
         self.activation = activation
-        self.g = Linear((dim,), (heads, width), ("embed", "heads", "head"), dtype=dtype, rngs=rngs)
+        self.g = Linear((dim,), (heads, width), ("embed", "heads", "head"), **kw)
 
     def __call__(
         self, x: Float[Array, "B asked D"], beside: Float[Array, "B asked N _"], y: Float[Array, "B asked N H"]
@@ -126,8 +126,7 @@ class GQA(nnx.Module):
         qk_norm: Callable[[Array, Array], tuple[Array, Array]] | None = None,
         sinks: Callable[[], Array] | None = None,
         gate: Gate | None = None,
-        dtype: jnp.dtype,
-        rngs: nnx.Rngs | None,
+        **kw: Unpack[ParamOptions],
     ):
         self.window = window
         self.attend = attend
@@ -137,14 +136,14 @@ class GQA(nnx.Module):
         extra = 0 if gate is None else gate.extra
         plain = heads.head_dim**-0.5
         self.scale = plain if heads.scale is None else heads.scale
-        kw: dict[str, Any] = {"bias": heads.bias, "dtype": dtype, "rngs": rngs}
+        biased: dict[str, Any] = {"bias": heads.bias, **kw}
         self.q = Linear(
-            dim, (heads.heads, heads.head_dim + extra), ("embed", "heads", "head"), gain=plain / self.scale, **kw
+            dim, (heads.heads, heads.head_dim + extra), ("embed", "heads", "head"), gain=plain / self.scale, **biased
         )
-        self.k = Linear(dim, (heads.kv_heads, heads.head_dim), ("embed", "kv_heads", "head"), **kw)
-        self.v = Linear(dim, (heads.kv_heads, width), ("embed", "kv_heads", "head"), **kw)
-        kw["bias"] = heads.bias if heads.out_bias is None else heads.out_bias
-        self.o = Linear((heads.heads, width), dim, ("heads", "head", "embed"), **kw)
+        self.k = Linear(dim, (heads.kv_heads, heads.head_dim), ("embed", "kv_heads", "head"), **biased)
+        self.v = Linear(dim, (heads.kv_heads, width), ("embed", "kv_heads", "head"), **biased)
+        out_bias = heads.bias if heads.out_bias is None else heads.out_bias
+        self.o = Linear((heads.heads, width), dim, ("heads", "head", "embed"), bias=out_bias, **kw)
 
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, cache: KVCache | None = None

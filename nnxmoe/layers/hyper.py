@@ -1,13 +1,13 @@
 """Manifold-constrained hyper-connections: several residual streams (Xie et al. 2026; DeepSeek-V4, 2026)."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from nnxmoe.axes import parameter
+from nnxmoe.axes import ParamOptions, parameter
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.linear import Linear
 from nnxmoe.layers.norm import RMSNorm, unit_rms
@@ -90,8 +90,8 @@ def mixed(
 class MeanNorm(RMSNorm):
     """The norm after the last layer, of the mean of the streams (GLM-5.3, 2026)."""
 
-    def __init__(self, dim: int, streams: int, eps: float, *, dtype: jnp.dtype, rngs: nnx.Rngs | None):
-        super().__init__(dim, eps, dtype=dtype, rngs=rngs)
+    def __init__(self, dim: int, streams: int, eps: float, **kw: Unpack[ParamOptions]):
+        super().__init__(dim, eps, **kw)
         self.streams = streams
 
     def __call__(self, x: Float[Array, "B T streams D"]) -> Float[Array, "B T D"]:
@@ -101,10 +101,10 @@ class MeanNorm(RMSNorm):
 class CollapsedNorm(RMSNorm):
     """The norm after the last layer, of the streams collapsed to one."""
 
-    def __init__(self, dim: int, streams: int, *, eps: float, norm_eps: float, dtype: jnp.dtype, rngs: nnx.Rngs | None):
-        super().__init__(dim, norm_eps, dtype=dtype, rngs=rngs)
+    def __init__(self, dim: int, streams: int, *, eps: float, norm_eps: float, **kw: Unpack[ParamOptions]):
+        super().__init__(dim, norm_eps, **kw)
         self.streams = streams
-        self.weights, self.floor = StreamWeights(dim, streams, (streams,), norm_eps, rngs=rngs), eps
+        self.weights, self.floor = StreamWeights(dim, streams, (streams,), norm_eps, rngs=kw["rngs"]), eps
 
     def __call__(self, x: Float[Array, "B T streams D"]) -> Float[Array, "B T D"]:
         return super().__call__(collapsed(x, jax.nn.sigmoid(self.weights(x)) + self.floor))

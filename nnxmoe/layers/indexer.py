@@ -6,7 +6,7 @@ kept are the chosen keys, as slot numbers ``[B, T, X]``.
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from nnxmoe.axes import ParamOptions
 from nnxmoe.config.rope import Rope
 from nnxmoe.layers.attend import Attend, Mask, Reference, Scores
 from nnxmoe.layers.cache import LatentCache, Past, Slots
@@ -52,11 +53,9 @@ class Indexer(nnx.Module):
         *,
         rotary: Rope | None,
         rotate: Rotate,
-        dtype: jnp.dtype,
-        rngs: nnx.Rngs | None,
+        **kw: Unpack[ParamOptions],
     ):
         self.rotary, self.rotate = rotary, rotate
-        kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
         self.q = Linear((q_rank,), (heads, head_dim), ("q_rank", None, "head"), **kw)
         self.k = Linear((dim,), (head_dim,), ("embed", "latent"), **kw)
         self.k_norm = LayerNorm(head_dim, KEY_NORM_EPS, **kw)

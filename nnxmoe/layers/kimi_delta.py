@@ -1,14 +1,14 @@
 """Kimi Delta Attention (Kimi Linear, Kimi team 2025): a `GatedDeltaNet` whose decays differ by channel."""
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Protocol, Unpack
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from nnxmoe.axes import AnyMesh, parameter
+from nnxmoe.axes import AnyMesh, ParamOptions, parameter
 from nnxmoe.layers.channel_decay import in_chunks_by_channel
 from nnxmoe.layers.conv import SeparateConvs
 from nnxmoe.layers.delta import DeltaHeads, GatedDeltaNet, Projected, log_rates
@@ -20,8 +20,7 @@ from nnxmoe.layers.norm import GatedNorm
 class LowRank(nnx.Module):
     """Low-rank projection ``b(a(x))``: ``[B T D] -> [B T rank] -> [B T N H]``."""
 
-    def __init__(self, heads: DeltaHeads, rank: int, *, dtype: jnp.dtype, rngs: nnx.Rngs | None):
-        kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
+    def __init__(self, heads: DeltaHeads, rank: int, **kw: Unpack[ParamOptions]):
         self.a = Linear((heads.dim,), (rank,), ("embed", "latent"), **kw)
         self.b = Linear((rank,), (heads.keys, heads.key_dim), ("q_rank", "heads", "head"), **kw)
 
@@ -35,9 +34,7 @@ class KimiProjection(nnx.Module):
     ``rank``: of ``f`` and ``g``, which are `LowRank`; None: full rank.
     """
 
-    def __init__(self, heads: DeltaHeads, rank: int | None, *, dtype: jnp.dtype, rngs: nnx.Rngs | None):
-        kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
-
+    def __init__(self, heads: DeltaHeads, rank: int | None, **kw: Unpack[ParamOptions]):
         def by_head() -> Linear:
             return Linear((heads.dim,), (heads.keys, heads.key_dim), ("embed", "heads", "head"), **kw)
 
@@ -92,10 +89,8 @@ class KimiDelta(GatedDeltaNet):
         eps: float,
         mesh: AnyMesh | None = None,
         recurrence: Recurrence | None = None,
-        dtype: jnp.dtype,
-        rngs: nnx.Rngs | None,
+        **kw: Unpack[ParamOptions],
     ):
-        kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
         self.heads, self.project, self.decays = heads, project, decays
         self.mesh, self.recurrence = mesh, recurrence
         width = heads.keys * heads.key_dim

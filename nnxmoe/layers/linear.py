@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import ClassVar, Unpack
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from nnxmoe.axes import parameter
+from nnxmoe.axes import ParamOptions, parameter
 from nnxmoe.layers.kernel import Adapter, Kernel, kernel_param, with_adapter
 
 
@@ -29,14 +29,13 @@ class Linear(nnx.Module):
         *,
         bias: bool = False,
         gain: float = 1.0,
-        dtype: jnp.dtype,
-        rngs: nnx.Rngs | None,
+        **kw: Unpack[ParamOptions],
     ):
         self.lora: Adapter | None = None
-        self.kernel = kernel_param(ins, outs, axes, gain=gain, dtype=dtype, rngs=rngs)
+        self.kernel = kernel_param(ins, outs, axes, gain=gain, **kw)
         if bias:
             zeros = nnx.initializers.zeros
-            self.bias = parameter((math.prod(outs),), (axes[len(ins)],), zeros, dtype=dtype, rngs=rngs)
+            self.bias = parameter((math.prod(outs),), (axes[len(ins)],), zeros, **kw)
             self.bias.set_metadata(outs=tuple(outs))  # its shape in layouts with a separate head dimension
         else:
             self.bias = None

@@ -1,13 +1,13 @@
 """Mamba-2 (Dao & Gu 2024), as in Nemotron-H: a recurrence that decays a matrix per head and adds to it."""
 
-from typing import Any, ClassVar
+from typing import ClassVar, Unpack
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from nnxmoe.axes import AnyMesh, parameter
+from nnxmoe.axes import AnyMesh, ParamOptions, parameter
 from nnxmoe.layers.conv import ShortConv
 from nnxmoe.layers.delta import DeltaHeads, GatedDeltaNet, Projected, log_rates
 from nnxmoe.layers.delta_rule import DeltaInputs
@@ -19,9 +19,9 @@ from nnxmoe.layers.recurrent import OrderedTokens
 class MambaProjection(Linear):
     """One kernel for gates, the input of the convolution, and step sizes."""
 
-    def __init__(self, heads: DeltaHeads, *, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs | None):
+    def __init__(self, heads: DeltaHeads, *, bias: bool, **kw: Unpack[ParamOptions]):
         width = heads.values * heads.value_dim + heads.channels + heads.values
-        super().__init__((heads.dim,), (width,), ("embed", "mlp"), bias=bias, dtype=dtype, rngs=rngs)
+        super().__init__((heads.dim,), (width,), ("embed", "mlp"), bias=bias, **kw)
         self.heads = heads
 
     def __call__(self, x: Float[Array, "B T D"]) -> Projected:
@@ -35,10 +35,10 @@ class GroupedGatedNorm(nnx.Module):
     """``x * silu(gate)``, normalised within ``groups`` of consecutive heads in float32, cast to ``x``'s dtype, times
     the scale."""
 
-    def __init__(self, heads: DeltaHeads, groups: int, eps: float, *, dtype: jnp.dtype, rngs: nnx.Rngs | None):
+    def __init__(self, heads: DeltaHeads, groups: int, eps: float, **kw: Unpack[ParamOptions]):
         self.groups, self.eps = groups, eps
         width = heads.values * heads.value_dim
-        self.scale = parameter((width,), ("heads",), nnx.initializers.ones, dtype=dtype, rngs=rngs)
+        self.scale = parameter((width,), ("heads",), nnx.initializers.ones, **kw)
 
     def __call__(self, x: Float[Array, "B T N W"], gate: Float[Array, "B T N W"]) -> Float[Array, "B T N W"]:
         gated = x.astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))
@@ -66,10 +66,8 @@ class Mamba2(GatedDeltaNet):
         eps: float,
         least_step: float,
         mesh: AnyMesh | None = None,
-        dtype: jnp.dtype,
-        rngs: nnx.Rngs | None,
+        **kw: Unpack[ParamOptions],
     ):
-        kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
         self.heads, self.least_step, self.mesh, self.recurrence = heads, least_step, mesh, None
         self.project = MambaProjection(heads, bias=bias, **kw)
         self.conv = ShortConv(heads.channels, taps, bias=conv_bias, **kw)

@@ -7,13 +7,14 @@ which reads nothing but the cache: faster decoding. Both compute the same functi
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, Unpack
 
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from nnxmoe.axes import ParamOptions
 from nnxmoe.config.rope import Rope
 from nnxmoe.layers.attend import Attend, Mask, Scores
 from nnxmoe.layers.cache import LatentCache
@@ -125,12 +126,11 @@ class Query(nnx.Module):
         *,
         bias: bool,
         eps: float = LATENT_NORM_EPS,
-        dtype: jnp.dtype,
-        rngs: nnx.Rngs | None,
+        **kw: Unpack[ParamOptions],
     ):
-        self.a = Linear((dim,), (rank,), ("embed", "latent"), bias=bias, dtype=dtype, rngs=rngs)
-        self.norm = RMSNorm(rank, eps, dtype=dtype, rngs=rngs)
-        self.b = Linear((rank,), (heads, head_dim), ("q_rank", "heads", "head"), dtype=dtype, rngs=rngs)
+        self.a = Linear((dim,), (rank,), ("embed", "latent"), bias=bias, **kw)
+        self.norm = RMSNorm(rank, eps, **kw)
+        self.b = Linear((rank,), (heads, head_dim), ("q_rank", "heads", "head"), **kw)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T N H"]:
         return self.b(self.latent(x))
@@ -177,13 +177,11 @@ class MLA(nnx.Module):
         form: LatentAttend,
         attend: Attend,
         gate: Gate | None = None,
-        dtype: jnp.dtype,
-        rngs: nnx.Rngs | None,
+        **kw: Unpack[ParamOptions],
     ):
         w, dim, heads = widths, widths.dim, widths.heads
         self.nope, self.kv_rank, self.scale = w.nope, w.kv_rank, scale
         self.rotary, self.rotate, self.form, self.attend, self.gate = rotary, rotate, form, attend, gate
-        kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
         if w.q_rank is None:
             self.q = Linear((dim,), (heads, w.nope + w.rope), ("embed", "heads", "head"), **kw)
         else:

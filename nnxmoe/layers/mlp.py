@@ -1,13 +1,13 @@
 """Feed-forward networks, with a gate (SwiGLU, Shazeer 2020) and without."""
 
 from collections.abc import Callable
-from typing import ClassVar
+from typing import ClassVar, Unpack
 
-import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Key
 
+from nnxmoe.axes import ParamOptions
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.gated import SWIGLU, Gated
 from nnxmoe.layers.linear import Linear
@@ -18,20 +18,11 @@ class MLP(nnx.Module):
 
     name: ClassVar[str] = "mlp"
 
-    def __init__(
-        self,
-        dim: int,
-        width: int,
-        *,
-        bias: bool,
-        activation: Gated = SWIGLU,
-        dtype: jnp.dtype,
-        rngs: nnx.Rngs | None,
-    ):
+    def __init__(self, dim: int, width: int, *, bias: bool, activation: Gated = SWIGLU, **kw: Unpack[ParamOptions]):
         self.activation = activation
-        self.gate = Linear((dim,), (width,), ("embed", "mlp"), bias=bias, dtype=dtype, rngs=rngs)
-        self.up = Linear((dim,), (width,), ("embed", "mlp"), bias=bias, dtype=dtype, rngs=rngs)
-        self.down = Linear((width,), (dim,), ("mlp", "embed"), bias=bias, dtype=dtype, rngs=rngs)
+        self.gate = Linear((dim,), (width,), ("embed", "mlp"), bias=bias, **kw)
+        self.up = Linear((dim,), (width,), ("embed", "mlp"), bias=bias, **kw)
+        self.down = Linear((width,), (dim,), ("mlp", "embed"), bias=bias, **kw)
 
     def __call__(self, x: Float[Array, "*rows D"], context: Context | None = None) -> Float[Array, "*rows D"]:
         gate, up = checkpoint_name(self.gate(x), "gate"), checkpoint_name(self.up(x), "up")
@@ -46,18 +37,11 @@ class UngatedMLP(MLP):
     """``down(activation(up(x)))``."""
 
     def __init__(
-        self,
-        dim: int,
-        width: int,
-        *,
-        bias: bool,
-        activation: Callable[[Array], Array],
-        dtype: jnp.dtype,
-        rngs: nnx.Rngs | None,
+        self, dim: int, width: int, *, bias: bool, activation: Callable[[Array], Array], **kw: Unpack[ParamOptions]
     ):
         self.activation = activation
-        self.up = Linear((dim,), (width,), ("embed", "mlp"), bias=bias, dtype=dtype, rngs=rngs)
-        self.down = Linear((width,), (dim,), ("mlp", "embed"), bias=bias, dtype=dtype, rngs=rngs)
+        self.up = Linear((dim,), (width,), ("embed", "mlp"), bias=bias, **kw)
+        self.down = Linear((width,), (dim,), ("mlp", "embed"), bias=bias, **kw)
 
     def __call__(self, x: Float[Array, "*rows D"], context: Context | None = None) -> Float[Array, "*rows D"]:
         return checkpoint_name(self.down(self.activation(checkpoint_name(self.up(x), "up"))), "down")

@@ -1,13 +1,14 @@
 """Root mean square normalisation (Zhang & Sennrich 2019), and layer normalisation (Ba et al. 2016)."""
 
 from collections.abc import Callable
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from nnxmoe.axes import parameter
+from nnxmoe.axes import ParamOptions, parameter
 
 
 def unit_rms(x: Float[Array, "*rows D"], eps: float) -> Float[Array, "*rows D"]:
@@ -19,9 +20,9 @@ def unit_rms(x: Float[Array, "*rows D"], eps: float) -> Float[Array, "*rows D"]:
 class RMSNorm(nnx.Module):
     """``x / sqrt(mean(x^2) + eps)`` in float32, cast back to ``x``'s dtype, then times the scale, as in Llama."""
 
-    def __init__(self, dim: int, eps: float, *, dtype: jnp.dtype, rngs: nnx.Rngs | None):
+    def __init__(self, dim: int, eps: float, **kw: Unpack[ParamOptions]):
         self.eps = eps
-        self.scale = parameter((dim,), ("norm",), nnx.initializers.ones, dtype=dtype, rngs=rngs)
+        self.scale = parameter((dim,), ("norm",), nnx.initializers.ones, **kw)
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
         return unit_rms(x, self.eps) * jnp.broadcast_to(self.scale[...].astype(x.dtype), x.shape)
@@ -30,9 +31,9 @@ class RMSNorm(nnx.Module):
 class OffsetNorm(RMSNorm):
     """``x / sqrt(mean(x^2) + eps) * (1 + scale)`` in float32, cast back to ``x``'s dtype (Gemma, Qwen3-Next)."""
 
-    def __init__(self, dim: int, eps: float, *, dtype: jnp.dtype, rngs: nnx.Rngs | None):
+    def __init__(self, dim: int, eps: float, **kw: Unpack[ParamOptions]):
         self.eps = eps
-        self.scale = parameter((dim,), ("norm",), nnx.initializers.zeros, dtype=dtype, rngs=rngs)
+        self.scale = parameter((dim,), ("norm",), nnx.initializers.zeros, **kw)
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
         x32 = x.astype(jnp.float32)
@@ -45,16 +46,10 @@ class GatedNorm(nnx.Module):
     2024)."""
 
     def __init__(
-        self,
-        dim: int,
-        eps: float,
-        *,
-        activation: Callable[[Array], Array] = jax.nn.silu,
-        dtype: jnp.dtype,
-        rngs: nnx.Rngs | None,
+        self, dim: int, eps: float, *, activation: Callable[[Array], Array] = jax.nn.silu, **kw: Unpack[ParamOptions]
     ):
         self.eps, self.activation = eps, activation
-        self.scale = parameter((dim,), ("norm",), nnx.initializers.ones, dtype=dtype, rngs=rngs)
+        self.scale = parameter((dim,), ("norm",), nnx.initializers.ones, **kw)
 
     def __call__(self, x: Float[Array, "*rows D"], gate: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
         x32 = x.astype(jnp.float32)
@@ -66,10 +61,10 @@ class GatedNorm(nnx.Module):
 class LayerNorm(nnx.Module):
     """``(x - mean(x)) / sqrt(var(x) + eps)`` in float32, times the scale plus the bias, cast back to ``x``'s dtype."""
 
-    def __init__(self, dim: int, eps: float, *, dtype: jnp.dtype, rngs: nnx.Rngs | None):
+    def __init__(self, dim: int, eps: float, **kw: Unpack[ParamOptions]):
         self.eps = eps
-        self.scale = parameter((dim,), ("norm",), nnx.initializers.ones, dtype=dtype, rngs=rngs)
-        self.bias = parameter((dim,), ("norm",), nnx.initializers.zeros, dtype=dtype, rngs=rngs)
+        self.scale = parameter((dim,), ("norm",), nnx.initializers.ones, **kw)
+        self.bias = parameter((dim,), ("norm",), nnx.initializers.zeros, **kw)
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
         x32 = x.astype(jnp.float32)

@@ -1,10 +1,12 @@
 """A factor of a layer's output (Gemma 4, 2026)."""
 
+from typing import Unpack
+
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from nnxmoe.axes import parameter
+from nnxmoe.axes import ParamOptions, parameter
 
 
 class Factor(nnx.Variable):
@@ -14,8 +16,8 @@ class Factor(nnx.Variable):
 class OutputScale(nnx.Module):
     """``x * factor``, in ``x``'s dtype."""
 
-    def __init__(self, *, dtype: jnp.dtype, rngs: nnx.Rngs | None):
-        self.factor = parameter((1,), (None,), nnx.initializers.ones, kind=Factor, dtype=dtype, rngs=rngs)
+    def __init__(self, **kw: Unpack[ParamOptions]):
+        self.factor = parameter((1,), (None,), nnx.initializers.ones, kind=Factor, **kw)
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
         return x * jnp.broadcast_to(self.factor[...].astype(x.dtype), x.shape)

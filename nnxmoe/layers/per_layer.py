@@ -1,12 +1,12 @@
 """Inputs of every layer beside the hidden states (Gemma 3n, 2025; Gemma 4 E2B and E4B)."""
 
-from typing import Any
+from typing import Any, Unpack
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from nnxmoe.axes import ParamOptions
 from nnxmoe.layers.embed import Embed, MuPEmbed
 from nnxmoe.layers.linear import Linear
 from nnxmoe.layers.norm import RMSNorm
@@ -35,8 +35,7 @@ class PerLayerEmbed(MuPEmbed):
 class PerLayerInput(nnx.Module):
     """What a layer adds because of its own input: ``norm(project(gelu(gate(x)) * own))``."""
 
-    def __init__(self, dim: int, width: int, eps: float, *, dtype: jnp.dtype, rngs: nnx.Rngs | None):
-        kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
+    def __init__(self, dim: int, width: int, eps: float, **kw: Unpack[ParamOptions]):
         self.gate = Linear((dim,), (width,), ("embed", "latent"), **kw)
         self.project = Linear((width,), (dim,), ("latent", "embed"), **kw)
         self.norm = RMSNorm(dim, eps, **kw)

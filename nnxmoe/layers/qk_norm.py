@@ -1,11 +1,11 @@
 """Normalised queries and keys (query-key normalisation; Henry et al. 2020, Dehghani et al. 2023)."""
 
-from typing import Self
+from typing import Self, Unpack
 
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from nnxmoe.axes import ParamOptions
 from nnxmoe.layers.norm import RMSNorm
 
 
@@ -27,24 +27,14 @@ class QKNorm(nnx.Module):
         self.q, self.k = q, k
 
     @classmethod
-    def per_head(
-        cls,
-        head_dim: int,
-        eps: float,
-        *,
-        norm: type[RMSNorm] = RMSNorm,
-        dtype: jnp.dtype,
-        rngs: nnx.Rngs | None,
-    ) -> Self:
+    def per_head(cls, head_dim: int, eps: float, *, norm: type[RMSNorm] = RMSNorm, **kw: Unpack[ParamOptions]) -> Self:
         """Every head on its own, with one scale ``[H]`` for all of them (Qwen3 technical report, 2025)."""
-        return cls(*(norm(head_dim, eps, dtype=dtype, rngs=rngs) for _ in "qk"))
+        return cls(*(norm(head_dim, eps, **kw) for _ in "qk"))
 
     @classmethod
-    def whole(
-        cls, heads: int, kv_heads: int, head_dim: int, eps: float, *, dtype: jnp.dtype, rngs: nnx.Rngs | None
-    ) -> Self:
+    def whole(cls, heads: int, kv_heads: int, head_dim: int, eps: float, **kw: Unpack[ParamOptions]) -> Self:
         """Norm over all heads of a token, with scales ``[N * H]`` and ``[K * H]`` (OLMoE; Muennighoff et al. 2024)."""
-        return cls(*(WholeNorm(count * head_dim, eps, dtype=dtype, rngs=rngs) for count in (heads, kv_heads)))
+        return cls(*(WholeNorm(count * head_dim, eps, **kw) for count in (heads, kv_heads)))
 
     def __call__(
         self, q: Float[Array, "B asked N H"], k: Float[Array, "B T K H"]

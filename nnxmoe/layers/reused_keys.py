@@ -1,11 +1,12 @@
 """Attention to the keys and values of an earlier layer (Gemma 3n, 2025; Gemma 4 E2B and E4B)."""
 
-from typing import Any, ClassVar
+from typing import ClassVar, Unpack
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from nnxmoe.axes import ParamOptions
 from nnxmoe.config.rope import Rope
 from nnxmoe.layers.attend import Attend, Mask, Scores
 from nnxmoe.layers.context import Context
@@ -26,23 +27,14 @@ class ReusedKeys(nnx.Module):
     over_context: ClassVar[bool] = True  # as in `GQA`
 
     def __init__(
-        self,
-        heads: Heads,
-        *,
-        rotary: Rope,
-        window: int | None,
-        attend: Attend,
-        eps: float,
-        dtype: jnp.dtype,
-        rngs: nnx.Rngs | None,
+        self, heads: Heads, *, rotary: Rope, window: int | None, attend: Attend, eps: float, **kw: Unpack[ParamOptions]
     ):
         self.rotary, self.window, self.attend = rotary, window, attend
         self.scale = heads.head_dim**-0.5 if heads.scale is None else heads.scale
         size, axes = (heads.heads, heads.head_dim), ("heads", "head")
-        kw: dict[str, Any] = {"bias": heads.bias, "dtype": dtype, "rngs": rngs}
-        self.q = Linear((heads.dim,), size, ("embed", *axes), **kw)
-        self.q_norm = RMSNorm(heads.head_dim, eps, dtype=dtype, rngs=rngs)
-        self.o = Linear(size, (heads.dim,), (*axes, "embed"), **kw)
+        self.q = Linear((heads.dim,), size, ("embed", *axes), bias=heads.bias, **kw)
+        self.q_norm = RMSNorm(heads.head_dim, eps, **kw)
+        self.o = Linear(size, (heads.dim,), (*axes, "embed"), bias=heads.bias, **kw)
 
     def __call__(self, x: Float[Array, "B T D"], kept: Kept, context: Context) -> Float[Array, "B asked D"]:
         k, v, mask = kept

@@ -6,13 +6,14 @@ Queries attend to a window of tokens and, in compressed layers, to the entries o
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from nnxmoe.axes import ParamOptions
 from nnxmoe.config.rope import Rope
 from nnxmoe.layers.attend import Attend, JoinedMask, Mask, Reference, Scores
 from nnxmoe.layers.cache import LatentCache, LatentRing, Slots
@@ -63,21 +64,11 @@ class EntryIndex(nnx.Module):
     """Scores of entries, of which a query attends to the ``k`` best: ``sum_h w_h(x) relu(q_h . key)`` with keys from a
     compressor of its own (lightning indexer; paper 2.3.1, equations 13 to 17). Of equal scores the earlier wins."""
 
-    def __init__(
-        self,
-        dim: int,
-        q_rank: int,
-        heads: int,
-        *,
-        k: int,
-        keys: Compressor,
-        dtype: jnp.dtype,
-        rngs: nnx.Rngs | None,
-    ):
+    def __init__(self, dim: int, q_rank: int, heads: int, *, k: int, keys: Compressor, **kw: Unpack[ParamOptions]):
         self.k, self.keys = k, keys
         width = keys.norm.scale.shape[-1]
-        self.q = Linear((q_rank,), (heads, width), ("q_rank", "heads", "head"), dtype=dtype, rngs=rngs)
-        self.weights = Linear((dim,), (heads,), ("embed", "heads"), dtype=dtype, rngs=rngs)
+        self.q = Linear((q_rank,), (heads, width), ("q_rank", "heads", "head"), **kw)
+        self.weights = Linear((dim,), (heads,), ("embed", "heads"), **kw)
 
     def _queries(
         self, x: Float[Array, "B asked D"], low: Float[Array, "B asked q_rank"], context: Context
@@ -115,11 +106,10 @@ class SharedKV(nnx.Module):
         attend: Attend,
         compressor: Compressor | None,
         indexer: EntryIndex | None,
-        dtype: jnp.dtype,
-        rngs: nnx.Rngs | None,
+        **kw: Unpack[ParamOptions],
     ):
         self.window, self.eps, self.attend, self.rotary = window, eps, attend, rotary
-        w, kw = widths, {"dtype": dtype, "rngs": rngs}
+        w = widths
         self.rotate, self.scale = TrailingPairs(rotary.dim), w.head_dim**-0.5
         self.q_a = Linear((dim,), (w.q_rank,), ("embed", "latent"), **kw)
         self.q_norm = RMSNorm(w.q_rank, eps, **kw)

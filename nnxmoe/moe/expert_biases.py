@@ -1,10 +1,12 @@
 """Biases of experts, added to rows that are grouped by expert."""
 
+from typing import Unpack
+
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from nnxmoe.axes import parameter
+from nnxmoe.axes import ParamOptions, parameter
 from nnxmoe.layers.dots import einsum
 from nnxmoe.layers.multilinear import multilinear
 
@@ -16,11 +18,11 @@ class AddedOnce(nnx.Param):
 class ExpertBiases(nnx.Module):
     """``gate up [E F]`` and ``down [E D]``, for `Experts`."""
 
-    def __init__(self, dim: int, width: int, experts: int, *, dtype: jnp.dtype, rngs: nnx.Rngs | None):
+    def __init__(self, dim: int, width: int, experts: int, **kw: Unpack[ParamOptions]):
         zeros, into, out = nnx.initializers.zeros, ("expert", "mlp"), ("expert", "embed")
-        self.gate = parameter((experts, width), into, zeros, dtype=dtype, rngs=rngs)
-        self.up = parameter((experts, width), into, zeros, dtype=dtype, rngs=rngs)
-        self.down = parameter((experts, dim), out, zeros, dtype=dtype, rngs=rngs, kind=AddedOnce)
+        self.gate = parameter((experts, width), into, zeros, **kw)
+        self.up = parameter((experts, width), into, zeros, **kw)
+        self.down = parameter((experts, dim), out, zeros, **kw, kind=AddedOnce)
 
     def __call__(self, name: str, rows: Float[Array, "*E R F"], sizes: Int[Array, "E"] | None) -> Array:
         """Rows with the biases of this name; see `add_bias`."""

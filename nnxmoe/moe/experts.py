@@ -1,14 +1,13 @@
 """Experts: feed-forward networks, one per group of rows."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol, Unpack
 
-import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from nnxmoe.axes import RULES, Rules
+from nnxmoe.axes import RULES, ParamOptions, Rules
 from nnxmoe.layers.gated import SWIGLU, Gated
 from nnxmoe.layers.kernel import Adapter, Kernel, Product, kernel_param, with_adapter
 from nnxmoe.moe.grouped_matmul import GroupedMatmul, equal_groups
@@ -46,11 +45,10 @@ class Experts(nnx.Module):
         experts: int,
         *,
         matmul: GroupedMatmul,
-        dtype: jnp.dtype,
-        rngs: nnx.Rngs | None,
         rules: Rules = RULES,
         activation: Gated = SWIGLU,
         biases: Callable[..., Array] | None = None,
+        **kw: Unpack[ParamOptions],
     ):
         self.lora_gate_up: Adapter | None = None
         self.lora_down: Adapter | None = None
@@ -59,9 +57,9 @@ class Experts(nnx.Module):
         self.activation = activation
         self.biases = biases
         into, out = ("expert", "embed", "mlp"), ("expert", "mlp", "embed")
-        self.gate = kernel_param((dim,), (width,), into, lead=(experts,), dtype=dtype, rngs=rngs)
-        self.up = kernel_param((dim,), (width,), into, lead=(experts,), dtype=dtype, rngs=rngs)
-        self.down = kernel_param((width,), (dim,), out, lead=(experts,), dtype=dtype, rngs=rngs)
+        self.gate = kernel_param((dim,), (width,), into, lead=(experts,), **kw)
+        self.up = kernel_param((dim,), (width,), into, lead=(experts,), **kw)
+        self.down = kernel_param((width,), (dim,), out, lead=(experts,), **kw)
 
     @property
     def count(self) -> int:
@@ -101,17 +99,15 @@ class UngatedExperts(Experts):
         experts: int,
         *,
         matmul: GroupedMatmul,
-        dtype: jnp.dtype,
-        rngs: nnx.Rngs | None,
         rules: Rules = RULES,
         activation: Callable[[Array], Array],
+        **kw: Unpack[ParamOptions],
     ):
         self.lora_up: Adapter | None = None
         self.lora_down: Adapter | None = None
         self.matmul, self.rules, self.activation = matmul, rules, activation
-        kw: dict[str, Any] = {"lead": (experts,), "dtype": dtype, "rngs": rngs}
-        self.up = kernel_param((dim,), (width,), ("expert", "embed", "mlp"), **kw)
-        self.down = kernel_param((width,), (dim,), ("expert", "mlp", "embed"), **kw)
+        self.up = kernel_param((dim,), (width,), ("expert", "embed", "mlp"), lead=(experts,), **kw)
+        self.down = kernel_param((width,), (dim,), ("expert", "mlp", "embed"), lead=(experts,), **kw)
 
     def __call__(self, rows: Float[Array, "..."], sizes: Int[Array, "E"] | None) -> Float[Array, "..."]:
         product = self._product(sizes)

@@ -6,7 +6,7 @@ NaN logits produce NaN weights and so NaN outputs.
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from nnxmoe.axes import AnyMesh, context_over, divided_over, parameter, shard_map
+from nnxmoe.axes import AnyMesh, ParamOptions, context_over, divided_over, parameter, shard_map
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.kernel import Adapter, kernel_param, with_adapter
 
@@ -53,8 +53,8 @@ class RouterBias(nnx.Variable):
 class LogitBias(nnx.Module):
     """A trained bias ``[E]`` of the logits, for the choice and the weights (gpt-oss 2025)."""
 
-    def __init__(self, experts: int, *, dtype: jnp.dtype, rngs: nnx.Rngs | None):
-        self.values = parameter((experts,), ("router",), nnx.initializers.zeros, dtype=dtype, rngs=rngs)
+    def __init__(self, experts: int, **kw: Unpack[ParamOptions]):
+        self.values = parameter((experts,), ("router",), nnx.initializers.zeros, **kw)
 
     def __call__(self, logits: Float[Array, "*rows E"]) -> Float[Array, "*rows E"]:
         return logits + jnp.broadcast_to(self.values[...].astype(logits.dtype), logits.shape)
@@ -216,19 +216,18 @@ class Router(nnx.Module):
         select: Select,
         *,
         bias: bool,
-        dtype: jnp.dtype,
-        rngs: nnx.Rngs | None,
         jitter: float = 0.0,
         logit_bias: LogitBias | None = None,
+        **kw: Unpack[ParamOptions],
     ):
         self.lora: Adapter | None = None
         self.select = select
         self.jitter = jitter
         self.logit_bias = logit_bias
-        self.kernel = kernel_param((dim,), (experts,), ("embed", "router"), dtype=dtype, rngs=rngs)
+        self.kernel = kernel_param((dim,), (experts,), ("embed", "router"), **kw)
         zeros, f32 = nnx.initializers.zeros, jnp.dtype(jnp.float32)
         self.bias = (
-            parameter((experts,), ("router",), zeros, dtype=f32, rngs=rngs, kind=RouterBias, keeps_dtype=True)
+            parameter((experts,), ("router",), zeros, dtype=f32, rngs=kw["rngs"], kind=RouterBias, keeps_dtype=True)
             if bias
             else None
         )

@@ -1,10 +1,11 @@
 """A shared expert whose output is weighted per token."""
 
+from typing import Unpack
+
 import jax
-import jax.numpy as jnp
-from flax import nnx
 from jaxtyping import Array, Float
 
+from nnxmoe.axes import ParamOptions
 from nnxmoe.layers.linear import Linear
 from nnxmoe.layers.mlp import MLP
 
@@ -15,9 +16,9 @@ class GatedShared(MLP):
     The shared expert of Qwen1.5-MoE and Qwen2-MoE (Yang et al. 2024), after transformers' Qwen2MoeSparseMoeBlock.
     """
 
-    def __init__(self, dim: int, width: int, *, dtype: jnp.dtype, rngs: nnx.Rngs | None):
-        super().__init__(dim, width, bias=False, dtype=dtype, rngs=rngs)
-        self.output_gate = Linear((dim,), (1,), ("embed", "router"), dtype=dtype, rngs=rngs)
+    def __init__(self, dim: int, width: int, **kw: Unpack[ParamOptions]):
+        super().__init__(dim, width, bias=False, **kw)
+        self.output_gate = Linear((dim,), (1,), ("embed", "router"), **kw)
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
         return jax.nn.sigmoid(self.output_gate(x)) * super().__call__(x)

@@ -1,12 +1,13 @@
 """Routing by token ids (Roller et al. 2021; the first layers of DeepSeek-V4, 2026)."""
 
 import dataclasses
+from typing import Unpack
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from nnxmoe.axes import AnyMesh, parameter
+from nnxmoe.axes import AnyMesh, ParamOptions, parameter
 from nnxmoe.layers.context import Context
 from nnxmoe.moe.router import Router, Routing, SqrtSoftplusTopK
 
@@ -23,12 +24,12 @@ class TokenRouter(Router):
 
     select: SqrtSoftplusTopK
 
-    def __init__(
-        self, dim: int, experts: int, select: SqrtSoftplusTopK, vocab: int, *, dtype: jnp.dtype, rngs: nnx.Rngs | None
-    ):
-        super().__init__(dim, experts, select, bias=False, dtype=dtype, rngs=rngs)
-        kw = {"dtype": jnp.dtype(jnp.int32), "rngs": rngs, "kind": TokenExperts, "keeps_dtype": True}
-        self.table = parameter((vocab, select.k), (None, None), nnx.initializers.zeros, **kw)
+    def __init__(self, dim: int, experts: int, select: SqrtSoftplusTopK, vocab: int, **kw: Unpack[ParamOptions]):
+        super().__init__(dim, experts, select, bias=False, **kw)
+        int32, zeros = jnp.dtype(jnp.int32), nnx.initializers.zeros
+        self.table = parameter(
+            (vocab, select.k), (None, None), zeros, dtype=int32, rngs=kw["rngs"], kind=TokenExperts, keeps_dtype=True
+        )
         self.table.set_metadata(below=experts)
 
     def __call__(
