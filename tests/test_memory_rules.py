@@ -22,7 +22,7 @@ from nnxmoe import axes
 from nnxmoe.layers import cache, dots
 from nnxmoe.layers import kernel as kernels
 from nnxmoe.layers.attend import Mask, Scores
-from nnxmoe.layers.cache import KVCache, Past, RingCache, Slots
+from nnxmoe.layers.cache import Past, Slots, TokenCache
 from nnxmoe.layers.embed import Embed
 from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.model.remat import NAMES
@@ -413,18 +413,18 @@ def test_scanned_caches_are_updated_in_place(kind: str, changes: Any, monkeypatc
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
-@pytest.mark.parametrize("kind", [KVCache, RingCache])
-def test_unrolled_caches_are_updated_in_place(kind: type[KVCache], dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ring", [False, True])
+def test_unrolled_caches_are_updated_in_place(ring: bool, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """With one cache per layer there is no second copy either; head width as in real models."""
     buffers = [(shape(1, 4, 512, 64, dtype=dtype),) * 2] * 4
 
     def decode(buffers: Any, x: Any, past: Any) -> Any:
         after = []
         for k, v in buffers:
-            new, (keys, values), _ = kind(k, v).append((x[:, :, :1], x[:, :, 1:2]), Past(*past))
+            new, (keys, values), _ = TokenCache((k, v), ring).append((x[:, :, :1], x[:, :, 1:2]), Past(*past))
             scores = dots.batched(x, keys, -1)
             x = dots.batched(jax.nn.softmax(scores).astype(dtype), values, -2).astype(dtype)
-            after.append((new.k, new.v))
+            after.append(new.buffers)
         return after, x
 
     def copied() -> float:

@@ -11,7 +11,7 @@ from flax import nnx
 import nnxmoe
 from nnxmoe import Capacity, Chunked, Dense, ExpertParallel, Reference, RingOfExperts, Sorted
 from nnxmoe.layers.attend import Scores
-from nnxmoe.layers.cache import KVCache, LatentCache
+from nnxmoe.layers.cache import TokenCache
 from nnxmoe.moe.router import RandomTopK
 from nnxmoe.train import lora
 from tests.support.arrays import max_error
@@ -46,9 +46,9 @@ def prefill(model: nnxmoe.CausalLM, capacity: int = 24, **options: Any) -> Any:
 def caches_apart(one: Any, other: Any, mask: np.ndarray) -> float:
     """Largest difference between two caches over the slots of real tokens; padding slots are ignored."""
     assert one.length.tolist() == other.length.tolist() == mask.sum(axis=1).tolist()
-    layers = jax.tree.leaves(one.layers, is_leaf=lambda layer: isinstance(layer, KVCache | LatentCache))
-    latent, errors = isinstance(layers[0], LatentCache), []
-    slots = layers[0].latent.shape[-2] if latent else layers[0].k.shape[-2]
+    layers = jax.tree.leaves(one.layers, is_leaf=lambda layer: isinstance(layer, TokenCache))
+    latent, errors = not isinstance(layers[0].buffers, tuple), []
+    slots = jax.tree.leaves(layers[0])[0].shape[-2]
     valid = np.arange(slots) < np.asarray(one.length)[:, None]
     where = valid[..., None] if latent else valid[:, None, :, None]
     for a, b in zip(jax.tree.leaves(one.layers), jax.tree.leaves(other.layers), strict=True):

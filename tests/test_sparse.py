@@ -19,11 +19,11 @@ from nnxmoe.generation.request import Wanted
 from nnxmoe.layers import indexer, pooled_indexer
 from nnxmoe.layers.attend import Mask
 from nnxmoe.layers.block_indexer import BlockIndexer, KeyBlocks
-from nnxmoe.layers.cache import Slots
+from nnxmoe.layers.cache import Slots, TokenCache
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.gated import LimitedSwiGLU
 from nnxmoe.layers.hyper import MeanNorm
-from nnxmoe.layers.indexer import NONE, IndexedCache, Indexer, chosen_keys, highest
+from nnxmoe.layers.indexer import NONE, Indexer, chosen_keys, highest
 from nnxmoe.layers.mla import MLA, LatentWidths
 from nnxmoe.layers.norm import LayerNorm, RMSNorm
 from nnxmoe.layers.pooled_indexer import PooledIndexer
@@ -486,20 +486,20 @@ def test_mistakes_with_pools_change_the_logits(plant: Plant, made: Made, monkeyp
     assert NOTICED < max_error(eager_logits(model, case.arrays["tokens"]), case.arrays["logits"]) < np.inf
 
 
-class Kept(IndexedCache):
+class Kept(TokenCache):
     """Keys that are written once, so that those of rejected tokens stay."""
 
     def append(self, new: Any, past: Any) -> Any:
         cache, seen, slots = super().append(new, past)
-        old = jnp.any(self.keys != 0, axis=-1, keepdims=True)
-        keys = jnp.where(old, self.keys, cache.keys)
-        return Kept(cache.latent, keys=keys), (seen[0], keys), slots
+        before, (latents, keys) = self.buffers[1], cache.buffers
+        keys = jnp.where(jnp.any(before != 0, axis=-1, keepdims=True), before, keys)
+        return Kept((latents, keys)), (seen[0], keys), slots
 
 
 def test_keys_that_are_not_taken_back_are_noticed(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    jax.tree_util.register_dataclass(Kept, ["latent", "keys"], ["spare"])
+    jax.tree_util.register_dataclass(Kept, ["buffers"], ["ring", "spare"])
     case, model = made("deepseek_v32")
-    monkeypatch.setattr("nnxmoe.layers.sparse_mla.IndexedCache", Kept)
+    monkeypatch.setattr("nnxmoe.layers.sparse_mla.TokenCache", Kept)
     pieces = np.split(case.arrays["tokens"][:, :16], [8, 12], axis=1)
     first, cache = eager_pass(model, pieces[0], model.empty_cache(2, 24, 4))
     assert max_error(first, eager_logits(model, pieces[0])) < MODEL_TOLERANCE

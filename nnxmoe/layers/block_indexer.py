@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from nnxmoe.axes import ParamOptions
 from nnxmoe.config.rope import Rope
 from nnxmoe.layers.attend import Attend, Mask, Scores
-from nnxmoe.layers.cache import KVCache, Past, Slots
+from nnxmoe.layers.cache import TokenCache
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.gqa import GQA, Heads
 from nnxmoe.layers.indexer import (
@@ -155,10 +155,10 @@ class IndexedGQA(GQA):
             attend = HeadsApart(ChosenAttend(chosen, attend), self.indexer.q.kernel.outs[0])
         return cache, k, v, mask, attend
 
-    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, spare: int = 0) -> "IndexedKVCache":
+    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, spare: int = 0) -> TokenCache:
         """A slot per token, for its keys and values, and the indexer's key."""
         cache, width = super().empty_cache(batch, capacity, dtype, spare), self.indexer.k.kernel.outs[0]
-        return IndexedKVCache(cache.k, cache.v, cache.spare, jnp.zeros((batch, capacity, width), dtype))
+        return dataclasses.replace(cache, buffers=(*cache.buffers, jnp.zeros((batch, capacity, width), dtype)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,17 +185,3 @@ class HeadsApart:
         q, k, v = (a.reshape(batch * groups, -1, *a.shape[2:]) for a in (q, k, v))
         out = self.attend(q, k, v, dataclasses.replace(scores, mask=jax.tree.map(of_rows, scores.mask)))
         return out.reshape(batch, -1, *out.shape[2:])
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class IndexedKVCache(KVCache):
-    """A `KVCache` and the indexer's key of each token, ``[*L, B, S, H]``."""
-
-    keys: Any = None
-
-    def append(self, new: tuple[Array, ...], past: Past) -> tuple["IndexedKVCache", tuple[Array, ...], Slots]:
-        """Add keys and values ``[B, K, T, H]``, and the indexer's keys ``[B, T, H]``."""
-        cache, seen, slots = super().append((new[0], new[1]), past)
-        keys, (seen_keys, _) = self.write(self.keys, new[2], past, 1, self.spare)
-        return dataclasses.replace(cache, keys=keys), (*seen, seen_keys), slots

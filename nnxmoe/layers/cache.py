@@ -6,7 +6,8 @@ caches are pytrees: passed in, returned, and safe to donate.
 """
 
 import dataclasses
-from typing import Any, Protocol, Self
+from collections.abc import Callable
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -91,7 +92,7 @@ class Past:
         return Slots(index, None, segment)
 
 
-Seen = tuple[Array, Int[Array, "B S"]]  # what may be attended to, and the index of each of its tokens in its row
+Stored = tuple[Buffer, Array, Int[Array, "B S"]]  # the buffer, what may be attended to, and the index of its tokens
 
 
 def floats(buffer: Buffer, like: Array) -> Array:
@@ -99,25 +100,25 @@ def floats(buffer: Buffer, like: Array) -> Array:
     return buffer.floats(like.dtype) if isinstance(buffer, Int8Array) else buffer
 
 
-def append_full(buffer: Buffer, new: Array, past: Past, axis: int, spare: int) -> tuple[Buffer, Seen]:
-    """Write token i to slot i. Returns the buffer, and as ``seen`` all of it."""
-    size = buffer.shape[axis]
+def append_full(buffer: Buffer, new: Array, past: Past, spare: int) -> Stored:
+    """Write token i to slot i; all slots may be attended to."""
+    size, axis = buffer.shape[-2], new.ndim - 2
     buffer = written(buffer, new, jnp.where(past.index < 0, size, past.index), axis)
     slots = jnp.arange(size, dtype=jnp.int32)[None]
-    return buffer, (floats(buffer, new), jnp.where(slots < past.after[:, None], slots, -1))
+    return buffer, floats(buffer, new), jnp.where(slots < past.after[:, None], slots, -1)
 
 
-def append_ring(buffer: Buffer, new: Array, past: Past, axis: int, spare: int) -> tuple[Buffer, Seen]:
+def append_ring(buffer: Buffer, new: Array, past: Past, spare: int) -> Stored:
     """Write token i to slot ``i % size``. More new tokens than one and the spare slots attend to the previous ring
     followed by themselves, since later ones of them overwrite slots that earlier ones attend to."""
-    size, index = buffer.shape[axis], past.index
+    size, axis, index = buffer.shape[-2], new.ndim - 2, past.index
     kept = (index >= 0) & (index >= past.after[:, None] - size)
     after = written(buffer, new, jnp.where(kept, index % size, size), axis)
     if index.shape[1] <= 1 + spare:
-        return after, (floats(after, new), _ring_index(past.after, size))
+        return after, floats(after, new), _ring_index(past.after, size)
     own = Int8Array.of(new).floats(new.dtype) if isinstance(buffer, Int8Array) else new.astype(buffer.dtype)
     seen = jnp.concatenate([floats(buffer, new), own], axis=axis)
-    return after, (seen, jnp.concatenate([_ring_index(past.before, size), index], axis=1))
+    return after, seen, jnp.concatenate([_ring_index(past.before, size), index], axis=1)
 
 
 def _ring_index(length: Int[Array, "B"], size: int) -> Int[Array, "B S"]:
@@ -126,72 +127,32 @@ def _ring_index(length: Int[Array, "B"], size: int) -> Int[Array, "B S"]:
     return newest - (newest - jnp.arange(size, dtype=jnp.int32)[None]) % size
 
 
-class LayerCache(Protocol):
-    """One layer's cache."""
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TokenCache:
+    """One layer's cache with a slot per token. ``buffers``: a pytree of ``[*L, B, …, S, W]``, such as keys and values
+    ``[*L, B, K, S, H]``, or MLA's latents ``[*L, B, S, W]``, each followed by its rotated key (DeepSeek-V2).
+
+    ``ring``: only for the last tokens, as many as a sliding window covers. ``spare``: how many of the slots are for
+    tokens that may be taken back.
+    """
+
+    buffers: Any
+    ring: bool = dataclasses.field(default=False, metadata={"static": True})
+    spare: int = dataclasses.field(default=0, metadata={"static": True})
 
     def append(self, new: Any, past: Past) -> tuple[Self, Any, Slots]:
-        """Store ``new``; return the cache, everything that may be attended to, and the tokens that it holds."""
-        ...
+        """Store ``new``, arrays ``[B, …, T, W]`` in the structure of the buffers. Returns the cache, all that may be
+        attended to, and the tokens that it holds."""
+        arrays, tree = jax.tree.flatten(new)
+        store, buffers = append_ring if self.ring else append_full, tree.flatten_up_to(self.buffers)
+        stored = [store(buffer, array, past, self.spare) for buffer, array in zip(buffers, arrays, strict=True)]
+        buffers, seen, (index, *_) = zip(*stored, strict=True)
+        return dataclasses.replace(self, buffers=tree.unflatten(buffers)), tree.unflatten(seen), past.slots(index)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class KVCache:
-    """Keys and values of every token, ``[*L, B, K, S, H]``; as many slots as tokens, and ``spare`` ones for tokens that
-    may be taken back."""
-
-    k: Buffer
-    v: Buffer
-    spare: int = dataclasses.field(default=0, metadata={"static": True})
-
-    def append(self, new: tuple[Array, Array], past: Past) -> tuple[Self, tuple[Array, Array], Slots]:
-        """Add keys and values ``[B, K, T, H]``."""
-        k, (seen_k, index) = self.write(self.k, new[0], past, 2, self.spare)
-        v, (seen_v, _) = self.write(self.v, new[1], past, 2, self.spare)
-        return type(self)(k, v, self.spare), (seen_k, seen_v), past.slots(index)
-
-    write = staticmethod(append_full)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class RingCache(KVCache):
-    """Keys and values of the last tokens only, as many as a sliding window covers."""
-
-    write = staticmethod(append_ring)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class LatentCache:
-    """MLA's compressed keys and values, ``[*L, B, S, W]``: one latent and one rotated key per token, shared by all
-    heads (DeepSeek-V2)."""
-
-    latent: Buffer
-    spare: int = dataclasses.field(default=0, metadata={"static": True})
-
-    def append(self, new: Array, past: Past) -> tuple[Self, Array, Slots]:
-        """Add latents ``[B, T, W]``."""
-        latent, (seen, index) = self.write(self.latent, new, past, 1, self.spare)
-        return type(self)(latent, self.spare), seen, past.slots(index)
-
-    write = staticmethod(append_full)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class LatentRing(LatentCache):
-    """The same of the last tokens only, as many as a sliding window covers, and ``spare`` that may be taken back."""
-
-    write = staticmethod(append_ring)
-
-
-class CacheFormat(Protocol):
-    """``Strategy.cache``: how the caches of layers are stored."""
-
-    def __call__(self, buffer: Array) -> Buffer:
-        """An empty buffer ``[..., W]`` of a layer's cache in this format."""
-        ...
+CacheFormat = Callable[[Array], Buffer]
+"""``Strategy.cache``: returns an empty buffer ``[..., W]`` of a layer's cache in the format in which it is stored."""
 
 
 def formatted(layers: Any, cache_format: CacheFormat | None) -> Any:

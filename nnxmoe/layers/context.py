@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
 from nnxmoe.config.rope import Rope
 from nnxmoe.layers.attend import Mask
-from nnxmoe.layers.cache import Cache, LayerCache, Past, Slots
+from nnxmoe.layers.cache import Cache, Past, Slots
 from nnxmoe.layers.rope import Rotate, Rotations, rotation_at
 
 
@@ -144,7 +144,7 @@ class Attention(Protocol):
         self, x: Float[Array, "B T D"], context: Context, cache: Any = None
     ) -> tuple[Float[Array, "B asked D"], Any]: ...
 
-    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, spare: int = 0) -> LayerCache:
+    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, spare: int = 0) -> Any:
         """A cache for ``capacity`` tokens, of which the ``spare`` newest may be taken back."""
         ...
 

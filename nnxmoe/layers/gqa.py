@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from nnxmoe.axes import ParamOptions
 from nnxmoe.config.rope import Rope
 from nnxmoe.layers.attend import Attend, Mask, Scores
-from nnxmoe.layers.cache import KVCache, RingCache
+from nnxmoe.layers.cache import TokenCache
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.linear import Linear
 from nnxmoe.layers.rope import Rotate, rotate_halves
@@ -146,8 +146,8 @@ class GQA(nnx.Module):
         self.o = Linear((heads.heads, width), dim, ("heads", "head", "embed"), bias=out_bias, **kw)
 
     def __call__(
-        self, x: Float[Array, "B T D"], context: Context, cache: KVCache | None = None
-    ) -> tuple[Float[Array, "B asked D"], KVCache | None]:
+        self, x: Float[Array, "B T D"], context: Context, cache: TokenCache | None = None
+    ) -> tuple[Float[Array, "B asked D"], TokenCache | None]:
         y, cache, _ = self._attended(x, context=context, cache=cache)
         return y, cache
 
@@ -186,10 +186,9 @@ class GQA(nnx.Module):
         """Queries with their positions."""
         return context.rotated(q, self.rotary, self.rotate)
 
-    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, spare: int = 0) -> KVCache:
+    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, spare: int = 0) -> TokenCache:
         """A ring of the window's size and ``spare`` slots more if there is a window, else one slot per token."""
         kv_heads, widths = self.k.kernel.outs[0], (self.k.kernel.outs[1], self.o.kernel.ins[1])
         slots = capacity if self.window is None else min(self.window + spare, capacity)
-        kind = KVCache if self.window is None else RingCache
         k, v = (jnp.zeros((batch, kv_heads, slots, width), dtype) for width in widths)
-        return kind(k, v, spare)
+        return TokenCache((k, v), ring=self.window is not None, spare=spare)

@@ -6,7 +6,7 @@ kept are the chosen keys, as slot numbers ``[B, T, X]``.
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, Unpack
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from nnxmoe.axes import ParamOptions
 from nnxmoe.config.rope import Rope
 from nnxmoe.layers.attend import Attend, Mask, Reference, Scores
-from nnxmoe.layers.cache import LatentCache, Past, Slots
+from nnxmoe.layers.cache import Slots
 from nnxmoe.layers.chunks import chunk_by_chunk
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.dots import dot_f32
@@ -274,17 +274,3 @@ def _in_blocks(run: Callable[..., Array], block: int, *arrays: Array) -> Array:
     if length <= block:
         return run(*arrays)
     return chunk_by_chunk(lambda *part: (run(*part), ()), -(-length // max(block, 1)), *arrays)[0]
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class IndexedCache(LatentCache):
-    """A `LatentCache` and the indexer's key of each token, ``[*L, B, S, H]``."""
-
-    keys: Any = None
-
-    def append(self, new: tuple[Array, Array], past: Past) -> tuple["IndexedCache", tuple[Array, Array], Slots]:
-        """Add latents ``[B, T, kv_rank + rope]`` and keys ``[B, T, H]``."""
-        latent, (seen, index) = self.write(self.latent, new[0], past, 1, 0)
-        keys, (seen_keys, _) = self.write(self.keys, new[1], past, 1, 0)
-        return type(self)(latent, keys=keys), (seen, seen_keys), past.slots(index)

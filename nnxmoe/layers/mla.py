@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 from nnxmoe.axes import ParamOptions
 from nnxmoe.config.rope import Rope
 from nnxmoe.layers.attend import Attend, Mask, Scores
-from nnxmoe.layers.cache import LatentCache
+from nnxmoe.layers.cache import TokenCache
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.gqa import Gate
 from nnxmoe.layers.kernel import Kernel
@@ -192,8 +192,8 @@ class MLA(nnx.Module):
         self.o = Linear((heads, w.v_dim), (dim,), ("heads", "head", "embed"), bias=bias, **kw)
 
     def __call__(
-        self, x: Float[Array, "B T D"], context: Context, cache: LatentCache | None = None
-    ) -> tuple[Float[Array, "B asked D"], LatentCache | None]:
+        self, x: Float[Array, "B T D"], context: Context, cache: TokenCache | None = None
+    ) -> tuple[Float[Array, "B asked D"], TokenCache | None]:
         cache, seen, mask = context.remember(cache, self._latents(x, context), window=None)
         asked = context.asked(x)
         return self._out(asked, self._attended(self.q(asked), seen, mask, context, self.attend)), cache
@@ -223,6 +223,6 @@ class MLA(nnx.Module):
         heads = checkpoint_name(heads, "head_outputs")
         return self.o(heads if self.gate is None else self.gate(x, heads[..., :0], heads))
 
-    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, spare: int = 0) -> LatentCache:
+    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, spare: int = 0) -> TokenCache:
         """A slot per token, for its latent and its rotated key."""
-        return LatentCache(jnp.zeros((batch, capacity, self.kv_a.kernel.outs[0]), dtype))
+        return TokenCache(jnp.zeros((batch, capacity, self.kv_a.kernel.outs[0]), dtype))

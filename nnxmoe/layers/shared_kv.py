@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from nnxmoe.axes import ParamOptions
 from nnxmoe.config.rope import Rope
 from nnxmoe.layers.attend import Attend, JoinedMask, Mask, Reference, Scores
-from nnxmoe.layers.cache import LatentCache, LatentRing, Slots
+from nnxmoe.layers.cache import Slots, TokenCache
 from nnxmoe.layers.chunks import chunk_by_chunk
 from nnxmoe.layers.compressed import CompressedCache, Compressor, PassRows, by_index
 from nnxmoe.layers.context import Context
@@ -34,7 +34,7 @@ MOST_SCORES, MOST_QUERIES = 2**23, 256  # of a row, in one block
 class SharedKVCache:
     """The window of a layer, its entries, and those of its `EntryIndex`; None for what a layer does not have."""
 
-    window: LatentCache
+    window: TokenCache
     entries: CompressedCache | None
     index: CompressedCache | None
 
@@ -238,7 +238,7 @@ class SharedKV(nnx.Module):
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, spare: int = 0) -> SharedKVCache:
         """A ring of the window's size and ``spare`` slots more, and the entries of the compressors."""
         size = min(self.window + spare, capacity)
-        window = LatentRing(jnp.zeros((batch, size, self.kv.kernel.outs[0]), dtype), spare)
+        window = TokenCache(jnp.zeros((batch, size, self.kv.kernel.outs[0]), dtype), ring=True, spare=spare)
         parts = self.compressor, None if self.indexer is None else self.indexer.keys
         made = (None if part is None else part.empty_cache(batch, capacity, dtype, spare) for part in parts)
         return SharedKVCache(window, *made)

@@ -5,8 +5,9 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from nnxmoe.layers.cache import TokenCache
 from nnxmoe.layers.context import Context
-from nnxmoe.layers.indexer import ChosenAttend, IndexedCache, Indexer, Selection
+from nnxmoe.layers.indexer import ChosenAttend, Indexer, Selection
 from nnxmoe.layers.mla import MLA, LatentWidths, Query
 
 
@@ -45,9 +46,9 @@ class SparseMLA(MLA):
             attend = ChosenAttend(chosen, self.attend)
         return self._out(asked, self._attended(self.q.b(latent), seen, mask, context, attend)), chosen, cache
 
-    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, spare: int = 0) -> Any:
+    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, spare: int = 0) -> TokenCache:
         """A slot per token, for its latent, its rotated key, and the indexer's key."""
         cache = super().empty_cache(batch, capacity, dtype, spare)
         if self.indexer is None:
             return cache
-        return IndexedCache(cache.latent, keys=jnp.zeros((batch, capacity, self.indexer.key_width), dtype))
+        return TokenCache((cache.buffers, jnp.zeros((batch, capacity, self.indexer.key_width), dtype)))
