@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
@@ -48,23 +49,15 @@ class Mask:
             seen &= self.query_segment[:, :, None] == self.keys.segment[:, None, :]
         return seen if self.keys.valid is None else seen & self.keys.valid[:, None, :]
 
-    def part(self, queries: slice, keys: slice) -> "Mask":
-        """The mask of a slice of the queries and a slice of the keys; causal if both are the same tokens."""
-        segment = None if self.query_segment is None else self.query_segment[:, queries]
-        valid, key_segment = (None if a is None else a[:, keys] for a in (self.keys.valid, self.keys.segment))
-        slots = Slots(self.keys.index[..., keys], valid, key_segment)
-        return Mask(self.query_index[..., queries], segment, slots, self.window, self.causal and queries == keys)
+    def map(self, of_queries: Callable[[Array], Array], of_keys: Callable[[Array], Array]) -> "Mask":
+        """The mask of other queries and keys, by functions of the arrays of each, whose last dimension is the tokens."""
+        index, segment = jax.tree.map(of_queries, (self.query_index, self.query_segment))
+        return Mask(index, segment, jax.tree.map(of_keys, self.keys), self.window)
 
-    def gathered(self, slots: Int[Array, "B n"], real: Bool[Array, "B n"]) -> "Mask":
-        """The mask of the keys in these slots of each row, of which those are ``real``; keys without ``valid``, whose
-        ``index`` is by row."""
-        index, segment = jnp.take_along_axis(self.keys.index, slots, axis=1), self.keys.segment
-        segment = None if segment is None else jnp.take_along_axis(segment, slots, axis=1)
-        return dataclasses.replace(self, keys=Slots(jnp.where(real, index, -1), None, segment), causal=False)
-
-    def hide(self, scores: Float[Array, "B K G T S"], after: Array) -> Float[Array, "B K G T S"]:
-        """Scores with the lowest float32 where a query may not attend. ``after``: an input of the scores."""
-        return _hide(self, scores, after)
+    def part(self, queries: slice | Int[Array, "t"], keys: slice | Int[Array, "s"]) -> "Mask":
+        """The mask of the queries and keys at these places; causal if both are the same slice of tokens."""
+        same = self.causal and isinstance(queries, slice) and queries == keys
+        return dataclasses.replace(self.map(lambda a: a[..., queries], lambda a: a[..., keys]), causal=same)
 
 
 @jax.tree_util.register_dataclass
@@ -84,15 +77,14 @@ class JoinedMask:
         batch = max(len(near), len(far))
         return jnp.concatenate([jnp.broadcast_to(a, (batch, *a.shape[1:])) for a in (near, far)], axis=2)
 
-    def hide(self, scores: Float[Array, "B K G T S"], after: Array) -> Float[Array, "B K G T S"]:
-        """As in `Mask`."""
-        return _hide(self, scores, after)
-
 
 def _hide(mask: Mask | JoinedMask, scores: Float[Array, "B K G T S"], after: Array) -> Float[Array, "B K G T S"]:
-    """JAX and XLA would hoist the comparison of indices out of the layers and keep its T x S result in memory for all
-    of them. The barrier makes the comparison depend on ``after``, which differs between layers, so each layer computes
-    its own."""
+    """Scores with the lowest float32 where a query may not attend. ``after``: an input of the scores.
+
+    JAX and XLA would hoist the comparison of indices out of the layers and keep its T x S result in memory for all of
+    them. The barrier makes the comparison depend on ``after``, which differs between layers, so each layer computes its
+    own.
+    """
     least = jnp.float32(jnp.finfo(jnp.float32).min)
     mask, least, _ = jax.lax.optimization_barrier((mask, least, jax.lax.stop_gradient(after)))
     return _hidden(scores, mask.allowed()[:, None, None], least)
@@ -139,8 +131,8 @@ class Scores:
         return scores if self.softcap is None else self.softcap * jnp.tanh(scores / self.softcap)
 
     def weights(self, products: Float[Array, "B K G T S"], after: Array) -> Float[Array, "B K G T S"]:
-        """The weights of all values, from products of ``after`` (see `Mask.hide`) with the keys."""
-        scores = self.mask.hide(self.capped(products), after)
+        """The weights of all values, from products of ``after`` (see `_hide`) with the keys."""
+        scores = _hide(self.mask, self.capped(products), after)
         if self.sinks is None:
             return jax.nn.softmax(scores, axis=-1)
         sinks = self.sinks.astype(scores.dtype).reshape(scores.shape[1], scores.shape[2], 1, 1)

@@ -19,7 +19,6 @@ from nnxmoe.axes import CONTEXT, Rules, context_over, placed_on, shard_map
 from nnxmoe.config.validate import check_object
 from nnxmoe.layers.attend import Attend, Mask, Scores
 from nnxmoe.layers.blockwise import Blockwise
-from nnxmoe.layers.cache import Slots
 
 
 @runtime_checkable
@@ -78,14 +77,6 @@ class Pieces:
 
 def _swapped(first: Array, second: Array, keep: Array) -> tuple[Array, Array]:
     return jnp.where(keep, first, second), jnp.where(keep, second, first)
-
-
-def part_of_mask(mask: Mask, queries: Int[Array, "T"], keys: Int[Array, "S"] | slice) -> Mask:
-    """The mask of the queries and keys at these places."""
-    index, segment, valid = mask.keys.index, mask.keys.segment, mask.keys.valid
-    slots = Slots(index[..., keys], *(None if a is None else a[:, keys] for a in (valid, segment)))
-    own = None if mask.query_segment is None else mask.query_segment[:, queries]
-    return Mask(mask.query_index[..., queries], own, slots, mask.window)
 
 
 def on_context(run: Callable[..., Any], mesh: Any, split: tuple[Any, ...], whole: tuple[Any, ...], axis: int) -> Any:
@@ -182,5 +173,5 @@ class GatherKeys:
         """``attended(q, scores)`` for the queries that this device computes."""
         count = jax.lax.axis_size(CONTEXT)
         pieces = Pieces.of(q.shape[axis] * count, count, scores.mask.window)
-        mask = part_of_mask(scores.mask, pieces.tokens(jax.lax.axis_index(CONTEXT)), slice(None))
+        mask = scores.mask.part(pieces.tokens(jax.lax.axis_index(CONTEXT)), slice(None))
         return pieces.restored(attended(pieces.arranged(q, axis), dataclasses.replace(scores, mask=mask)), axis)

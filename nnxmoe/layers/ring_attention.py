@@ -13,7 +13,7 @@ from nnxmoe.axes import CONTEXT, Rules, placed_on
 from nnxmoe.config.validate import check_object
 from nnxmoe.layers.attend import Attend, Scores
 from nnxmoe.layers.blockwise import Blockwise
-from nnxmoe.layers.over_context import Pieces, on_context, part_of_mask, splits, to_next
+from nnxmoe.layers.over_context import Pieces, on_context, splits, to_next
 from nnxmoe.layers.streaming import LOWEST, Streaming, slope_of_sinks
 
 Sinks = Float[Array, "N"] | None
@@ -133,7 +133,7 @@ class Ring:
         """Of this device's queries and the keys that it has in this turn."""
         scores, me = self.tree.unflatten(leaves), jax.lax.axis_index(CONTEXT)
         mine, theirs = (self.pieces.tokens(device) for device in (me, (me - turn) % self.pieces.count))
-        return dataclasses.replace(scores, mask=part_of_mask(scores.mask, mine, theirs))
+        return dataclasses.replace(scores, mask=scores.mask.part(mine, theirs))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -209,10 +209,10 @@ class SharedKV(nnx.Module):
             best = self.indexer._chosen(wanted, weights, far, jnp.broadcast_to(seen, (len(q), *seen.shape[1:])))
             if q.shape[1] == 1:  # one query reads what it attends to, and no more
                 at = jnp.minimum(best[:, 0], entries.shape[1] - 1)
-                entries, of_far = (
-                    jnp.take_along_axis(entries, at[..., None], axis=1),
-                    of_far.gathered(at, best[:, 0] != NONE),
-                )
+                entries = jnp.take_along_axis(entries, at[..., None], axis=1)
+                of_far = of_far.map(lambda a: a, lambda a: jnp.take_along_axis(a, at, axis=1))
+                index = jnp.where(best[:, 0] != NONE, of_far.keys.index, -1)
+                of_far = dataclasses.replace(of_far, keys=dataclasses.replace(of_far.keys, index=index))
             else:
                 chosen = Chosen(mask.query_index, None, far.slots, None, slots=best).allowed()
         keys = jnp.concatenate([near.astype(q.dtype), entries.astype(q.dtype)], axis=1)[:, None]

@@ -7,8 +7,7 @@ et al. 2022; FlashAttention-2, Dao 2023).
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +20,6 @@ from nnxmoe.layers.dots import dot_f32
 from nnxmoe.layers.xla_cpu import as_bits, from_bits
 
 LOWEST = float(jnp.finfo(jnp.float32).min)
-T = TypeVar("T")
 Sizes = tuple[int, int]  # queries and keys per block
 Form = tuple[Sizes, Any]  # and the structure of `Scores`
 Grouped = Float[Array, "B K G T _"]
@@ -115,14 +113,8 @@ def _padded_mask(mask: Mask, queries: int, keys: int) -> Mask:
     """Pad the mask with queries and keys that nothing may attend to; padding keys have index -1."""
     slots = mask.keys
     index = slots.index if slots.valid is None else jnp.where(slots.valid, slots.index, -1)
-    of_queries = _map(lambda x: _padded(x, queries, -1, -1), mask.query_index, mask.query_segment)
-    index, segment = _map(lambda x: _padded(x, keys, -1, -1), index, slots.segment)
-    return Mask(*of_queries, Slots(index, None, segment), mask.window)
-
-
-def _map(function: Callable[[Array], T], index: Array, segment: Array | None) -> tuple[T, T | None]:
-    """The function of an array of indices and one of segments, if there is one."""
-    return function(index), None if segment is None else function(segment)
+    mask = dataclasses.replace(mask, keys=Slots(index, None, slots.segment))
+    return mask.map(lambda x: _padded(x, queries, -1, -1), lambda x: _padded(x, keys, -1, -1))
 
 
 def _block(x: Array, at: Int[Array, ""], size: int, axis: int = -2) -> Array:
@@ -135,9 +127,7 @@ def _put(x: Array, block: Array, at: Int[Array, ""], axis: int = -2) -> Array:
 
 def _block_of_mask(mask: Mask, i: Int[Array, ""], j: Int[Array, ""], sizes: Sizes) -> Bool[Array, "_ _ _"]:
     """Mask between the queries of block i and the keys of block j."""
-    of_queries = _map(lambda x: _block(x, i, sizes[0], -1), mask.query_index, mask.query_segment)
-    index, segment = _map(lambda x: _block(x, j, sizes[1], -1), mask.keys.index, mask.keys.segment)
-    return Mask(*of_queries, Slots(index, None, segment), mask.window).allowed()
+    return mask.map(lambda x: _block(x, i, sizes[0], -1), lambda x: _block(x, j, sizes[1], -1)).allowed()
 
 
 def _bounds(mask: Mask, sizes: Sizes) -> tuple[Int[Array, "_"], Int[Array, "_"]]:
@@ -146,14 +136,16 @@ def _bounds(mask: Mask, sizes: Sizes) -> tuple[Int[Array, "_"], Int[Array, "_"]]
     They follow from the range of indices and of segments in each block, so blocks without an allowed pair may be among
     them.
     """
-    queries, query_segments = _map(
-        lambda x: _ranges(x, mask.query_index, sizes[0]), mask.query_index, mask.query_segment
+    queries, keys = (
+        _ranges(mask.query_index, mask.query_index, sizes[0]),
+        _ranges(mask.keys.index, mask.keys.index, sizes[1]),
     )
-    keys, key_segments = _map(lambda x: _ranges(x, mask.keys.index, sizes[1]), mask.keys.index, mask.keys.segment)
     needed = keys[0][:, None] <= queries[1][:, :, None]
     if mask.window is not None:
         needed &= keys[1][:, None] > queries[0][:, :, None] - mask.window
-    if query_segments is not None and key_segments is not None:
+    if mask.query_segment is not None and mask.keys.segment is not None:
+        query_segments = _ranges(mask.query_segment, mask.query_index, sizes[0])
+        key_segments = _ranges(mask.keys.segment, mask.keys.index, sizes[1])
         needed &= key_segments[0][:, None] <= query_segments[1][:, :, None]
         needed &= key_segments[1][:, None] >= query_segments[0][:, :, None]
     needed = needed.any(axis=0)
