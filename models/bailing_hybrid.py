@@ -10,7 +10,7 @@ from typing import Any
 
 from nnxmoe.config.bounds import count, number
 from nnxmoe.layers.gqa import OutputGate
-from nnxmoe.layers.kimi_delta import BoundedDecays, FreeDecays, KimiDelta
+from nnxmoe.layers.kimi_delta import BoundedDecays, KimiDelta, free_decays
 from nnxmoe.layers.mla import MLA
 from nnxmoe.model.weight_names import W, options
 from nnxmoe.models.grouped_experts import HF_GROUPED_EXPERTS
@@ -94,5 +94,5 @@ class BailingHybrid(KimiHybrid):
 
     def recurrent(self, **kw: Any) -> KimiDelta:
         c = self.config
-        decays = BoundedDecays(c.kda_lower_bound) if c.kda_safe_gate else FreeDecays()
+        decays = BoundedDecays(c.kda_lower_bound) if c.kda_safe_gate else free_decays
         return self.delta(decays, None, (c.linear_num_heads,), **kw)

@@ -19,7 +19,7 @@ from nnxmoe.config.printable import short
 from nnxmoe.config.rope import ProportionalRope, Rope, kind_of, rope_from_fields
 from nnxmoe.layers.capped import CappedKernel
 from nnxmoe.layers.embed import Embed, MuPEmbed
-from nnxmoe.layers.gated import GeGLU
+from nnxmoe.layers.gated import geglu
 from nnxmoe.layers.kernel import Kernel
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.norm import RMSNorm
@@ -334,9 +334,9 @@ class Gemma4Text(CausalLM):
             return self._dense(index, **kw)
         router = ScaledRouter(c.hidden_size, c.experts, SoftmaxTopK(c.experts_per_token), eps=c.rms_norm_eps, **kw)
         norm = RMSNorm(c.hidden_size, c.rms_norm_eps, **kw)
-        return self.moe(router, c.moe_intermediate_size, None, activation=GeGLU(), norm=norm, **kw)
+        return self.moe(router, c.moe_intermediate_size, None, activation=geglu, norm=norm, **kw)
 
     def _dense(self, index: int, **kw: Any) -> MLP:
         c = self.config
         times = 2 if c.use_double_wide_mlp and index >= c.first_shared else 1
-        return MLP(c.hidden_size, times * c.intermediate_size, bias=False, activation=GeGLU(), **kw)
+        return MLP(c.hidden_size, times * c.intermediate_size, bias=False, activation=geglu, **kw)

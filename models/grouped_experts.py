@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import ConfigError, check_at_most, count
 from nnxmoe.layers.context import FeedForward
-from nnxmoe.layers.gated import SWIGLU, Gated
+from nnxmoe.layers.gated import Gated, swiglu
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.weight_names import W
@@ -87,7 +87,7 @@ class DenseOrMoE(CausalLM):
     @property
     def activation(self) -> Gated:
         """The activation of dense feed-forwards and of experts."""
-        return SWIGLU
+        return swiglu
 
     def router(self, **kw: Any) -> Router:
         """The router of a layer with experts."""

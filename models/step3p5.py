@@ -18,7 +18,7 @@ from nnxmoe.config.bounds import ConfigError, Number, count, per_layer
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.layer_types import FULL, SLIDING, PartialRopesConfig
 from nnxmoe.config.printable import short
-from nnxmoe.layers.gated import SWIGLU, Gated
+from nnxmoe.layers.gated import Gated, swiglu
 from nnxmoe.layers.gqa import GQA, OutputGate
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.norm import OffsetNorm
@@ -192,7 +192,7 @@ class Step3p5Config(PartialRopesConfig):
         """The activation of a layer's routed experts, or of its shared expert or dense feed-forward."""
         limits = self.swiglu_limits_shared if shared else self.swiglu_limits
         limit = limits[index] if limits else None
-        return BoundedSwiGLU(limit) if limit else SWIGLU
+        return BoundedSwiGLU(limit) if limit else swiglu
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,7 +25,7 @@ from nnxmoe.layers.conv import SeparateConvs, ShortConv
 from nnxmoe.layers.delta import DeltaHeads, FusedProjection, GatedDeltaNet, SeparateProjection
 from nnxmoe.layers.delta_rule import DeltaInputs, in_chunks, in_steps
 from nnxmoe.layers.gqa import GQA, QueryGate
-from nnxmoe.layers.kimi_delta import BoundedDecays, FreeDecays, KimiDelta, KimiProjection
+from nnxmoe.layers.kimi_delta import BoundedDecays, KimiDelta, KimiProjection, free_decays
 from nnxmoe.layers.mamba2 import GroupedGatedNorm, Mamba2
 from nnxmoe.layers.mla import MLA
 from nnxmoe.layers.mlp import UngatedMLP
@@ -289,7 +289,7 @@ PLANTED: list[tuple[str, str, Plant]] = [
     ("kimi_linear", "decays for gates", in_layers(KimiProjection, exchange("f", "g"))),
     ("kimi_linear", "convolutions exchanged", in_layers(SeparateConvs, exchange("q", "v"))),
     ("kimi_linear", "rotated attention", in_layers(MLA, put("rotary", Rope(4, 1e4)))),
-    ("bailing_hybrid", "decays without a bound", in_layers(KimiDelta, put("decays", FreeDecays()))),
+    ("bailing_hybrid", "decays without a bound", in_layers(KimiDelta, put("decays", free_decays))),
     ("bailing_hybrid", "no gate of the heads", in_layers(MLA, put("gate", None))),
     ("bailing_hybrid", "attention without rotation", in_layers(MLA, put("rotary", None))),
     ("bailing_hybrid", "unnormalised keys", unnormalised_keys),

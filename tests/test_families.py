@@ -25,7 +25,7 @@ from nnxmoe.config.rope import Rope
 from nnxmoe.convert import maxtext
 from nnxmoe.convert.hf.layout import layout
 from nnxmoe.layers.block_indexer import BlockIndexer, IndexedGQA, KeyBlocks
-from nnxmoe.layers.gated import SWIGLU, LimitedSwiGLU
+from nnxmoe.layers.gated import LimitedSwiGLU, swiglu
 from nnxmoe.layers.gqa import GQA, Heads
 from nnxmoe.layers.norm import RMSNorm, unit_rms
 from nnxmoe.layers.qk_norm import QKNorm, WholeNorm
@@ -782,7 +782,7 @@ def bound_before_the_activation(model: Any) -> None:
     """As DeepSeek-V4 does."""
     dense = (layer.mlp for stack in model.stacks for layer in stack.layers if hasattr(layer, "mlp"))
     for part in (*dense, *(part for x in routed(model) for part in (x.experts, x.shared))):
-        if part.activation != SWIGLU:
+        if part.activation != swiglu:
             part.activation = LimitedSwiGLU(part.activation.limit)
 
 

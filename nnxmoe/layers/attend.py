@@ -50,7 +50,7 @@ class Mask:
         return seen if self.keys.valid is None else seen & self.keys.valid[:, None, :]
 
     def map(self, of_queries: Callable[[Array], Array], of_keys: Callable[[Array], Array]) -> "Mask":
-        """The mask of other queries and keys, by functions of the arrays of each, whose last dimension is the tokens."""
+        """The mask of other queries and keys, by functions of the arrays of each, whose last axis is the tokens."""
         index, segment = jax.tree.map(of_queries, (self.query_index, self.query_segment))
         return Mask(index, segment, jax.tree.map(of_keys, self.keys), self.window)
 

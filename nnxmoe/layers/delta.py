@@ -1,7 +1,8 @@
 """GatedDeltaNet (Yang et al. 2024), as in Qwen3-Next and Qwen3.5: attention whose memory has a fixed size."""
 
 import dataclasses
-from typing import Any, ClassVar, Protocol, Unpack
+from collections.abc import Callable
+from typing import Any, ClassVar, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,9 @@ from nnxmoe.layers.passed_states import passed_on
 from nnxmoe.layers.recurrent import OrderedTokens, RecurrentState, taken
 
 Projected = tuple[Array, Array, Array, Array]
+"""Queries, keys and values ``[B T channels]``, gates ``z [B T N W]``, and ``b``, ``a [B T N]``."""
+
+DeltaProjection = Callable[[Array], Projected]  # of ``x [B T D]``
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,19 +41,13 @@ class DeltaHeads:
         return 2 * self.keys * self.key_dim + self.values * self.value_dim
 
     def split(self, qkvz: Shaped[Array, "*B keys _"], ba: Shaped[Array, "*B keys _"]) -> Projected:
-        """What `DeltaProjection` returns, from outputs sorted by heads of keys: q, k, v and z of each, and b and a."""
+        """`Projected` from outputs sorted by heads of keys: q, k, v and z of each, and b and a."""
         lead, groups = qkvz.shape[:-2], self.values // self.keys
         ends = self.key_dim, 2 * self.key_dim, 2 * self.key_dim + groups * self.value_dim
         q, k, v, z = jnp.split(qkvz, ends, axis=-1)
         b, a = (part.reshape(*lead, self.values) for part in jnp.split(ba, 2, axis=-1))
         mixed = jnp.concatenate([part.reshape(*lead, -1) for part in (q, k, v)], axis=-1)
         return mixed, z.reshape(*lead, self.values, self.value_dim), b, a
-
-
-class DeltaProjection(Protocol):
-    """``x [B T D] ->`` queries, keys and values ``[B T channels]``, gates ``z [B T N W]``, and ``b``, ``a [B T N]``."""
-
-    def __call__(self, x: Float[Array, "B T D"]) -> Projected: ...
 
 
 class SeparateProjection(nnx.Module):

@@ -7,7 +7,7 @@ Values have N heads, queries and keys K, each for N / K consecutive heads of the
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,10 +32,8 @@ Chunked = Callable[[DeltaInputs, Array], tuple[Array, Array]]
 """``(inputs, state) ->`` the outputs ``[B T N W]`` and the state ``[B N H W]`` after all tokens."""
 
 
-class Recurrence(Protocol):
-    """``Strategy.recurrence``: how the rule is computed for passes; ``chunked``: the layer's own way, without one."""
-
-    def __call__(self, inputs: DeltaInputs, state: Array, chunked: Chunked) -> tuple[Array, Array]: ...
+Recurrence = Callable[[DeltaInputs, Array, Chunked], tuple[Array, Array]]
+"""``Strategy.recurrence``: how the rule is computed for passes; last argument: the layer's own way, without one."""
 
 
 def product(spec: str, *operands: Array) -> Array:

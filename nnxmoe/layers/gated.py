@@ -2,28 +2,24 @@
 that of networks without gate."""
 
 import dataclasses
-from typing import Protocol
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-
-class Gated(Protocol):
-    """``(gate, up) -> hidden``, elementwise; zero where both are zero."""
-
-    def __call__(self, gate: Float[Array, "*rows F"], up: Float[Array, "*rows F"]) -> Float[Array, "*rows F"]: ...
+Gated = Callable[[Array, Array], Array]
+"""``(gate, up) -> hidden``, elementwise ``[*rows F]``; zero where both are zero. Hashable."""
 
 
-@dataclasses.dataclass(frozen=True)
-class SwiGLU:
+def swiglu(gate: Float[Array, "*rows F"], up: Float[Array, "*rows F"]) -> Float[Array, "*rows F"]:
     """``silu(gate) * up``."""
-
-    def __call__(self, gate: Float[Array, "*rows F"], up: Float[Array, "*rows F"]) -> Float[Array, "*rows F"]:
-        return jax.nn.silu(gate) * up
+    return jax.nn.silu(gate) * up
 
 
-SWIGLU = SwiGLU()
+def geglu(gate: Float[Array, "*rows F"], up: Float[Array, "*rows F"]) -> Float[Array, "*rows F"]:
+    """``gelu(gate) * up``, with the approximation by tanh (Shazeer 2020; Gemma)."""
+    return jax.nn.gelu(gate, approximate=True) * up
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,14 +33,6 @@ class ClampedSwiGLU:
     def __call__(self, gate: Float[Array, "*rows F"], up: Float[Array, "*rows F"]) -> Float[Array, "*rows F"]:
         gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
         return (up + 1) * gate * jax.nn.sigmoid(self.alpha * gate)
-
-
-@dataclasses.dataclass(frozen=True)
-class GeGLU:
-    """``gelu(gate) * up``, with the approximation by tanh (Shazeer 2020; Gemma)."""
-
-    def __call__(self, gate: Float[Array, "*rows F"], up: Float[Array, "*rows F"]) -> Float[Array, "*rows F"]:
-        return jax.nn.gelu(gate, approximate=True) * up
 
 
 @dataclasses.dataclass(frozen=True)

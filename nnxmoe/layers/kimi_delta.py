@@ -1,7 +1,8 @@
 """Kimi Delta Attention (Kimi Linear, Kimi team 2025): a `GatedDeltaNet` whose decays differ by channel."""
 
 import dataclasses
-from typing import Protocol, Unpack
+from collections.abc import Callable
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
@@ -47,18 +48,13 @@ class KimiProjection(nnx.Module):
         return mixed, self.g(x), self.b(x), self.f(x)
 
 
-class Decays(Protocol):
-    """``(x [B T N H], log rates [N 1]) ->`` logarithms of the decays, at most 0."""
-
-    def __call__(self, x: Float[Array, "B T N H"], rates: Float[Array, "N 1"]) -> Float[Array, "B T N H"]: ...
+Decays = Callable[[Array, Array], Array]
+"""``(x [B T N H], log rates [N 1]) ->`` logarithms of the decays ``[B T N H]``, at most 0."""
 
 
-@dataclasses.dataclass(frozen=True)
-class FreeDecays:
+def free_decays(x: Float[Array, "B T N H"], rates: Float[Array, "N 1"]) -> Float[Array, "B T N H"]:
     """``-exp(rate) softplus(x)``."""
-
-    def __call__(self, x: Float[Array, "B T N H"], rates: Float[Array, "N 1"]) -> Float[Array, "B T N H"]:
-        return -jnp.exp(rates) * jax.nn.softplus(x)
+    return -jnp.exp(rates) * jax.nn.softplus(x)
 
 
 @dataclasses.dataclass(frozen=True)

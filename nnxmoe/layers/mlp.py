@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Key
 
 from nnxmoe.axes import ParamOptions
 from nnxmoe.layers.context import Context
-from nnxmoe.layers.gated import SWIGLU, Gated
+from nnxmoe.layers.gated import Gated, swiglu
 from nnxmoe.layers.linear import Linear
 
 
@@ -18,7 +18,7 @@ class MLP(nnx.Module):
 
     name: ClassVar[str] = "mlp"
 
-    def __init__(self, dim: int, width: int, *, bias: bool, activation: Gated = SWIGLU, **kw: Unpack[ParamOptions]):
+    def __init__(self, dim: int, width: int, *, bias: bool, activation: Gated = swiglu, **kw: Unpack[ParamOptions]):
         self.activation = activation
         self.gate = Linear((dim,), (width,), ("embed", "mlp"), bias=bias, **kw)
         self.up = Linear((dim,), (width,), ("embed", "mlp"), bias=bias, **kw)

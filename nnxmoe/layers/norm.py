@@ -36,9 +36,8 @@ class OffsetNorm(RMSNorm):
         self.scale = parameter((dim,), ("norm",), nnx.initializers.zeros, **kw)
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
-        x32 = x.astype(jnp.float32)
-        unit = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
-        return (unit * (1 + jnp.broadcast_to(self.scale[...].astype(jnp.float32), x.shape))).astype(x.dtype)
+        scale = jnp.broadcast_to(self.scale[...].astype(jnp.float32), x.shape)
+        return (unit_rms(x.astype(jnp.float32), self.eps) * (1 + scale)).astype(x.dtype)
 
 
 class GatedNorm(nnx.Module):
@@ -52,9 +51,7 @@ class GatedNorm(nnx.Module):
         self.scale = parameter((dim,), ("norm",), nnx.initializers.ones, **kw)
 
     def __call__(self, x: Float[Array, "*rows D"], gate: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
-        x32 = x.astype(jnp.float32)
-        unit = (x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)).astype(x.dtype)
-        scaled = unit * jnp.broadcast_to(self.scale[...].astype(x.dtype), x.shape)
+        scaled = unit_rms(x, self.eps) * jnp.broadcast_to(self.scale[...].astype(x.dtype), x.shape)
         return (scaled.astype(jnp.float32) * self.activation(gate.astype(jnp.float32))).astype(x.dtype)
 
 
@@ -68,7 +65,6 @@ class LayerNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
         x32 = x.astype(jnp.float32)
-        centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
-        unit = centred * jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + self.eps)
+        unit = unit_rms(x32 - jnp.mean(x32, axis=-1, keepdims=True), self.eps)
         scale, bias = (jnp.broadcast_to(a[...].astype(jnp.float32), x.shape) for a in (self.scale, self.bias))
         return (unit * scale + bias).astype(x.dtype)

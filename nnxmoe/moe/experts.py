@@ -8,7 +8,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from nnxmoe.axes import RULES, ParamOptions, Rules
-from nnxmoe.layers.gated import SWIGLU, Gated
+from nnxmoe.layers.gated import Gated, swiglu
 from nnxmoe.layers.kernel import Adapter, Kernel, Product, kernel_param, with_adapter
 from nnxmoe.moe.grouped_matmul import GroupedMatmul, equal_groups
 
@@ -46,7 +46,7 @@ class Experts(nnx.Module):
         *,
         matmul: GroupedMatmul,
         rules: Rules = RULES,
-        activation: Gated = SWIGLU,
+        activation: Gated = swiglu,
         biases: Callable[..., Array] | None = None,
         **kw: Unpack[ParamOptions],
     ):
