@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from nnxmoe.moe import balance
-from nnxmoe.moe.dispatch import count_experts
+from nnxmoe.moe.dispatch import information
 from nnxmoe.moe.router import Routing, SigmoidGroupTopK, SoftmaxTopK
 from tests.support.arrays import max_error
 
@@ -110,7 +110,7 @@ def test_gradient_descent_on_switch_loss_balances_the_load() -> None:
     shift = jnp.zeros(E)
     for _ in range(60):
         shift -= 0.3 * jax.grad(of)(shift)
-    before, after = (count_experts(SoftmaxTopK(X)(logits + s, None)) for s in (jnp.zeros(E), shift))
+    before, after = (information(SoftmaxTopK(X)(logits + s, None)).load for s in (jnp.zeros(E), shift))
     assert int(after.max()) < 0.7 * int(before.max())
 
 

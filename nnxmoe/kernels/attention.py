@@ -69,11 +69,7 @@ class Splash:
         return dataclasses.replace(self, mesh=mesh, rules=rules)
 
     def __call__(
-        self,
-        q: Float[Array, "B N T H"],
-        k: Float[Array, "B K S H"],
-        v: Float[Array, "B K S Hv"],
-        scores: Scores,
+        self, q: Float[Array, "B N T H"], k: Float[Array, "B K S H"], v: Float[Array, "B K S Hv"], scores: Scores
     ) -> Float[Array, "B N T Hv"]:
         mask = scores.mask
         padded_window = mask.window is not None and mask.keys.valid is not None

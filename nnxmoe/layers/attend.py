@@ -145,11 +145,7 @@ class Attend(Protocol):
     """``(q, k, v, scores) -> o``; N is a multiple of K: query head n uses key head ``n // (N / K)``."""
 
     def __call__(
-        self,
-        q: Float[Array, "B N T H"],
-        k: Float[Array, "B K S H"],
-        v: Float[Array, "B K S Hv"],
-        scores: Scores,
+        self, q: Float[Array, "B N T H"], k: Float[Array, "B K S H"], v: Float[Array, "B K S Hv"], scores: Scores
     ) -> Float[Array, "B N T Hv"]: ...
 
 
@@ -161,11 +157,7 @@ class Reference:
     """
 
     def __call__(
-        self,
-        q: Float[Array, "B N T H"],
-        k: Float[Array, "B K S H"],
-        v: Float[Array, "B K S Hv"],
-        scores: Scores,
+        self, q: Float[Array, "B N T H"], k: Float[Array, "B K S H"], v: Float[Array, "B K S Hv"], scores: Scores
     ) -> Float[Array, "B N T Hv"]:
         batch, heads, count, _ = q.shape
         kv_heads = k.shape[1]

@@ -34,11 +34,7 @@ class Blockwise:
         check_object("Blockwise", "long", self.long, "Streaming()")
 
     def __call__(
-        self,
-        q: Float[Array, "B N T H"],
-        k: Float[Array, "B K S H"],
-        v: Float[Array, "B K S Hv"],
-        scores: Scores,
+        self, q: Float[Array, "B N T H"], k: Float[Array, "B K S H"], v: Float[Array, "B K S Hv"], scores: Scores
     ) -> Float[Array, "B N T Hv"]:
         length, mask = q.shape[2], scores.mask
         if length > 1 and length * k.shape[2] > MOST_PAIRS:

@@ -68,11 +68,7 @@ class Fused:
         return dataclasses.replace(self, mesh=mesh, rules=rules)
 
     def __call__(
-        self,
-        q: Float[Array, "B N T H"],
-        k: Float[Array, "B K S H"],
-        v: Float[Array, "B K S Hv"],
-        scores: Scores,
+        self, q: Float[Array, "B N T H"], k: Float[Array, "B K S H"], v: Float[Array, "B K S Hv"], scores: Scores
     ) -> Float[Array, "B N T Hv"]:
         width, mask, refusal = v.shape[3], scores.mask, self._refusal(q, v, scores)
         if self.otherwise is not None and (refusal is not None or not mask.plain):

@@ -135,11 +135,7 @@ class GatherKeys:
         return dataclasses.replace(self, inner=placed_on(self.inner, mesh, rules), mesh=mesh)
 
     def __call__(
-        self,
-        q: Float[Array, "B N T H"],
-        k: Float[Array, "B K S H"],
-        v: Float[Array, "B K S Hv"],
-        scores: Scores,
+        self, q: Float[Array, "B N T H"], k: Float[Array, "B K S H"], v: Float[Array, "B K S Hv"], scores: Scores
     ) -> Float[Array, "B N T Hv"]:
         if not splits(scores.mask, q.shape[2], self.mesh):
             return self.inner(q, k, v, scores)

@@ -44,11 +44,7 @@ class RingAttention:
         return dataclasses.replace(self, otherwise=placed_on(self.otherwise, mesh, rules), mesh=mesh)
 
     def __call__(
-        self,
-        q: Float[Array, "B N T H"],
-        k: Float[Array, "B K S H"],
-        v: Float[Array, "B K S Hv"],
-        scores: Scores,
+        self, q: Float[Array, "B N T H"], k: Float[Array, "B K S H"], v: Float[Array, "B K S Hv"], scores: Scores
     ) -> Float[Array, "B N T Hv"]:
         if not splits(scores.mask, q.shape[2], self.mesh):
             return self.otherwise(q, k, v, scores)

@@ -45,11 +45,7 @@ class Streaming:
         check_positive("Streaming", "keys", self.keys)
 
     def __call__(
-        self,
-        q: Float[Array, "B N T H"],
-        k: Float[Array, "B K S H"],
-        v: Float[Array, "B K S Hv"],
-        scores: Scores,
+        self, q: Float[Array, "B N T H"], k: Float[Array, "B K S H"], v: Float[Array, "B K S Hv"], scores: Scores
     ) -> Float[Array, "B N T Hv"]:
         form, *given, leaves = self._in_blocks(q, k, v, scores)
         out: Array = _attend(form, *given, scores.sinks, leaves)

@@ -55,17 +55,13 @@ class Capacity:
         slot = jax.nn.one_hot(jnp.sum(place * kept, axis=2), slots, dtype=x.dtype)
         mask = slot * jnp.sum(kept, axis=2)[..., None].astype(x.dtype)
         weights = jnp.sum(kept * scales[..., None], axis=2).astype(x.dtype)[..., None] * mask
-        sent = self._to_experts(jnp.einsum("BTEC,BTD->EBCD", mask, x), mesh)
-        rows = sent.reshape(count, batch * slots, x.shape[-1])
-        back = self._from_experts(experts(rows, None).reshape(sent.shape), mesh)
+        axes, by_batch = by_expert(batch_axes(mesh)), (None, batch_axes(mesh))
+        sent = constrain(jnp.einsum("BTEC,BTD->EBCD", mask, x), mesh, *by_batch)
+        rows = constrain(sent, mesh, *axes).reshape(count, batch * slots, x.shape[-1])
+        back = constrain(experts(rows, None).reshape(sent.shape), mesh, *axes)
+        back = constrain(back, mesh, *by_batch)
         y = einsum("BTEC,EBCD->BTD", weights, back)
         return y.astype(x.dtype), information(routing, jnp.sum(wanted) - jnp.sum(kept))
-
-    def _to_experts(self, rows: Float[Array, "E B C D"], mesh: AnyMesh | None) -> Float[Array, "E B C D"]:
-        return constrain(constrain(rows, mesh, None, batch_axes(mesh)), mesh, *by_expert(batch_axes(mesh)))
-
-    def _from_experts(self, rows: Float[Array, "E B C D"], mesh: AnyMesh | None) -> Float[Array, "E B C D"]:
-        return constrain(constrain(rows, mesh, *by_expert(batch_axes(mesh))), mesh, None, batch_axes(mesh))
 
 
 @dataclasses.dataclass(frozen=True)

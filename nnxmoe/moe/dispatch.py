@@ -5,9 +5,8 @@ assignments that they report as dropped. Padding is not sent to any expert and i
 """
 
 import dataclasses
-import functools
 from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +27,13 @@ class DispatchInfo:
     load: Int[Array, "*L E"]
     dropped: Int[Array, "*L"]
     dropped_by_shard: Int[Array, "*L S"]
+
+
+class Assignments(NamedTuple):
+    """The experts of each token and their weights; ids that are out of range are skipped."""
+
+    ids: Int[Array, "*rows X"]
+    weights: Float[Array, "*rows X"]
 
 
 class Dispatch(Protocol):
@@ -76,44 +82,39 @@ class Sorted:
     def __call__(
         self, x: Float[Array, "B T D"], routing: Routing, experts: ExpertFn, mesh: AnyMesh | None = None
     ) -> tuple[Float[Array, "B T D"], DispatchInfo]:
-        ids, weights = assignments(routing)
         axes = divided_over(x.shape[0], mesh)
         if mesh is None or not (axes or context_over(x.shape[1], mesh)):
-            y, _ = sorted_rows(x, ids, weights, experts, limit=None)
-            return y.astype(x.dtype), information(routing)
-        from nnxmoe.moe.on_shards import on_shards
+            y, _ = sorted_rows(x, assignments(routing), experts)
+        else:
+            from nnxmoe.moe.on_shards import on_shards
 
-        body = functools.partial(sorted_rows, limit=None)
-        y, _ = on_shards(body, x, ids, weights, experts, mesh, axes, expert_axis=None)
+            y, _ = on_shards(sorted_rows, x, assignments(routing), experts, mesh, axes, expert_axis=None)
         return y.astype(x.dtype), information(routing)
 
 
 def sorted_rows(
-    x: Float[Array, "B T D"],
-    ids: Int[Array, "B T X"],
-    weights: Float[Array, "B T X"],
-    experts: ExpertFn,
-    limit: int | None,
+    x: Float[Array, "B T D"], chosen: Assignments, experts: ExpertFn, limit: int | None = None
 ) -> tuple[Float[Array, "B T D"], Int[Array, ""]]:
     """``y`` in float32, and the number of assignments beyond the first ``limit`` rows, which are dropped.
 
-    Out-of-range ids are skipped. Rows are sorted by expert, so the last experts lose rows first.
+    Rows are sorted by expert, so the last experts lose rows first.
     """
-    tokens, chosen = x.shape[0] * x.shape[1], ids.shape[-1]
+    ids, weights = (a.reshape(-1, a.shape[-1]) for a in chosen)
     total = ids.size if limit is None else min(limit, ids.size)
-    rows, order = permute(x.reshape(tokens, x.shape[-1]), ids.reshape(tokens, chosen), total, experts.count)
+    rows, order = permute(x.reshape(-1, x.shape[-1]), ids, total, experts.count)
     sizes = jnp.bincount(ids.reshape(-1), length=experts.count).astype(jnp.int32)
     kept = fitting(sizes, total)
-    y = combine(experts(rows, kept), order, weights.reshape(tokens, chosen))
+    y = combine(experts(rows, kept), order, weights)
     return y.reshape(x.shape), jnp.sum(sizes) - jnp.sum(kept)
 
 
-def assignments(routing: Routing) -> tuple[Int[Array, "*rows X"], Float[Array, "*rows X"]]:
+def assignments(routing: Routing) -> Assignments:
     """Expert ids and weights; padding gets the out-of-range id E and weight 0."""
     if routing.valid is None:
-        return routing.experts, routing.weights
+        return Assignments(routing.experts, routing.weights)
     valid = routing.valid[..., None]
-    return jnp.where(valid, routing.experts, routing.scores.shape[-1]), jnp.where(valid, routing.weights, 0)
+    ids = jnp.where(valid, routing.experts, routing.scores.shape[-1])
+    return Assignments(ids, jnp.where(valid, routing.weights, 0))
 
 
 def by_expert(axes: Sequence[str]) -> tuple[str | None, tuple[str, ...]]:
@@ -125,10 +126,6 @@ def information(routing: Routing, dropped: Any = 0, by_shard: Any = None) -> Dis
     """The `DispatchInfo` for all shards together."""
     dropped = jnp.asarray(dropped, jnp.int32)
     by_shard = dropped[None] if by_shard is None else by_shard
-    return DispatchInfo(count_experts(routing), dropped, by_shard)
-
-
-def count_experts(routing: Routing) -> Int[Array, "E"]:
-    """Number of assignments per expert, padding excluded."""
-    hits = jax.nn.one_hot(assignments(routing)[0], routing.scores.shape[-1], dtype=bool)
-    return jnp.sum(hits, axis=tuple(range(hits.ndim - 1)), dtype=jnp.int32)
+    hits = jax.nn.one_hot(assignments(routing).ids, routing.scores.shape[-1], dtype=bool)
+    load = jnp.sum(hits, axis=tuple(range(hits.ndim - 1)), dtype=jnp.int32)
+    return DispatchInfo(load, dropped, by_shard)

@@ -17,7 +17,7 @@ from nnxmoe.axes import AnyMesh, batch_axes
 from nnxmoe.config.validate import check_object, check_positive
 from nnxmoe.layers.chunks import chunk_by_chunk
 from nnxmoe.moe.capacity import check_batch, check_factor
-from nnxmoe.moe.dispatch import Dispatch, DispatchInfo, assignments, information, sorted_rows
+from nnxmoe.moe.dispatch import Assignments, Dispatch, DispatchInfo, assignments, information, sorted_rows
 from nnxmoe.moe.experts import ExpertFn
 from nnxmoe.moe.on_shards import on_shards
 from nnxmoe.moe.permute import combine, fitting, permute, unpermute
@@ -29,12 +29,7 @@ class Exchange(Protocol):
     """Exchange of tokens between shards, called inside ``shard_map``; returns y in float32 and the dropped count."""
 
     def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        ids: Int[Array, "B T X"],
-        weights: Float[Array, "B T X"],
-        experts: ExpertFn,
-        axis: str,
+        self, x: Float[Array, "B T D"], chosen: Assignments, experts: ExpertFn, axis: str
     ) -> tuple[Float[Array, "B T D"], Int[Array, ""]]: ...
 
 
@@ -90,9 +85,8 @@ class ExpertParallel:
             raise ValueError(
                 f"ExpertParallel: the rules split experts over {experts.rules['expert']!r}, not over {self.axis!r}"
             )
-        ids, weights = assignments(routing)
         body = functools.partial(self.exchange, axis=self.axis)
-        y, dropped = on_shards(body, x, ids, weights, experts, mesh, axes, self.axis)
+        y, dropped = on_shards(body, x, assignments(routing), experts, mesh, axes, self.axis)
         return y.astype(x.dtype), information(routing, jnp.sum(dropped), dropped)
 
 
@@ -111,22 +105,18 @@ class RaggedAllToAll:
             check_factor(f"{type(self).__name__}(buffer_factor", self.buffer_factor)
 
     def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        ids: Int[Array, "B T X"],
-        weights: Float[Array, "B T X"],
-        experts: ExpertFn,
-        axis: str,
+        self, x: Float[Array, "B T D"], chosen: Assignments, experts: ExpertFn, axis: str
     ) -> tuple[Float[Array, "B T D"], Int[Array, ""]]:
         size, me, mine = jax.lax.axis_size(axis), jax.lax.axis_index(axis), experts.count
-        tokens, chosen = x.shape[0] * x.shape[1], ids.shape[-1]
-        room = buffer_rows(self.buffer_factor, tokens, chosen, size, mine)
+        ids, weights = (a.reshape(-1, a.shape[-1]) for a in chosen)
+        tokens, count = ids.shape
+        room = buffer_rows(self.buffer_factor, tokens, count, size, mine)
         # Permute: this shard's rows sorted by global expert, and the number of rows per expert.
-        rows, order = permute(x.reshape(tokens, x.shape[-1]), ids.reshape(tokens, chosen), ids.size, size * mine)
+        rows, order = permute(x.reshape(tokens, x.shape[-1]), ids, ids.size, size * mine)
         counts = jnp.bincount(ids.reshape(-1), length=size * mine).astype(jnp.int32)
         plan = ExchangePlan.of(jax.lax.all_gather(counts, axis).reshape(size, size, mine), me, room)
         # Exchange.
-        most = min(tokens * min(chosen, mine), room)  # upper bound on rows from one shard to another
+        most = min(tokens * min(count, mine), room)  # upper bound on rows from one shard to another
         move = functools.partial(ragged_all_to_all, axis=axis, most=most)
         received = move(rows, room, plan.send, plan.receive)
         # Local permute, this shard's experts, local unpermute.
@@ -134,7 +124,7 @@ class RaggedAllToAll:
         back = unpermute(experts(grouped, plan.sizes), local)
         # Exchange back; dropped rows stay zero.
         returned = move(back, ids.size, plan.receive, plan.send)
-        return combine(returned, order, weights.reshape(tokens, chosen)).reshape(x.shape), plan.dropped
+        return combine(returned, order, weights).reshape(x.shape), plan.dropped
 
 
 @jax.tree_util.register_dataclass
@@ -186,22 +176,16 @@ class RingOfExperts:
             check_factor(f"{type(self).__name__}(buffer_factor", self.buffer_factor)
 
     def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        ids: Int[Array, "B T X"],
-        weights: Float[Array, "B T X"],
-        experts: ExpertFn,
-        axis: str,
+        self, x: Float[Array, "B T D"], chosen: Assignments, experts: ExpertFn, axis: str
     ) -> tuple[Float[Array, "B T D"], Int[Array, ""]]:
         size, mine = jax.lax.axis_size(axis), experts.count
-        tokens, chosen = x.shape[0] * x.shape[1], ids.shape[-1]
         everyone = jax.lax.all_gather(x, axis, axis=0, tiled=True)
-        routing = jnp.concatenate([ids.astype(jnp.float32), weights.astype(jnp.float32)], axis=-1)
-        routing = jax.lax.all_gather(routing, axis, axis=0, tiled=True)
-        local = routing[..., :chosen].astype(jnp.int32) - jax.lax.axis_index(axis) * mine
+        routing = jnp.concatenate([a.astype(jnp.float32) for a in chosen], axis=-1)
+        ids, weights = jnp.split(jax.lax.all_gather(routing, axis, axis=0, tiled=True), 2, axis=-1)
+        local = ids.astype(jnp.int32) - jax.lax.axis_index(axis) * mine
         local = jnp.where((local >= 0) & (local < mine), local, mine)
-        room = buffer_rows(self.buffer_factor, tokens, chosen, size, mine)
-        part, dropped = sorted_rows(everyone, local, routing[..., chosen:], experts, limit=room)
+        room = buffer_rows(self.buffer_factor, x.shape[0] * x.shape[1], ids.shape[-1], size, mine)
+        part, dropped = sorted_rows(everyone, Assignments(local, weights), experts, limit=room)
         y = jax.lax.psum_scatter(part.astype(x.dtype), axis, scatter_dimension=0, tiled=True)
         return y.astype(jnp.float32), dropped
 
@@ -233,24 +217,19 @@ class InChunks:
         return getattr(self.exchange, "buffer_factor", 0.0)
 
     def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        ids: Int[Array, "B T X"],
-        weights: Float[Array, "B T X"],
-        experts: ExpertFn,
-        axis: str,
+        self, x: Float[Array, "B T D"], chosen: Assignments, experts: ExpertFn, axis: str
     ) -> tuple[Float[Array, "B T D"], Int[Array, ""]]:
         size, factor, chunks = jax.lax.axis_size(axis), self.buffer_factor, self.chunks
         if chunks is None:
-            chunks = fewest_chunks(factor, ids.shape[-1], size, experts.count)
+            chunks = fewest_chunks(factor, chosen.ids.shape[-1], size, experts.count)
         if min(chunks, x.shape[1]) == 1:
-            return self.exchange(x, ids, weights, experts, axis)
+            return self.exchange(x, chosen, experts, axis)
         none = size * experts.count  # the id of no expert, as which the zeros of padding count
 
         def one(x: Array, ids: Array, weights: Array) -> tuple[Array, Array]:
-            return self.exchange(x, ids + none, weights, experts, axis)
+            return self.exchange(x, Assignments(ids + none, weights), experts, axis)
 
-        y, dropped = chunk_by_chunk(one, chunks, x, ids - none, weights)
+        y, dropped = chunk_by_chunk(one, chunks, x, chosen.ids - none, chosen.weights)
         return y, jnp.sum(dropped)
 
 

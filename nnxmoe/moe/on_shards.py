@@ -20,15 +20,14 @@ Body = Callable[..., tuple[Float[Array, "B T D"], Int[Array, ""]]]
 def on_shards(
     body: Body,
     x: Float[Array, "B T D"],
-    ids: Int[Array, "B T X"],
-    weights: Float[Array, "B T X"],
+    chosen: Any,
     experts: Any,
     mesh: AnyMesh,
     axes: Sequence[str],
     expert_axis: str | None,
 ) -> tuple[Float[Array, "B T D"], Int[Array, "S"]]:
-    """Run ``body(x, ids, weights, experts) -> y, dropped`` on every device, with the batch sharded over ``axes`` and
-    the tokens of each row over ``context``.
+    """Run ``body(x, chosen, experts) -> y, dropped`` on every device, with the batch of x and of the `Assignments`
+    sharded over ``axes`` and the tokens of each row over ``context``.
 
     Experts stay sharded over ``expert_axis``. The feed-forward width stays sharded over mesh axes that do not shard
     tokens, and the partial y are summed; only one of them includes parameters that are `AddedOnce`. All other kernel
@@ -51,15 +50,15 @@ def on_shards(
         once = summed and isinstance(variable, AddedOnce)
         return jnp.where(jax.lax.axis_index(summed) == 0, value, 0) if once else value
 
-    def local(x: Any, ids: Any, weights: Any, kernels: Any) -> Any:
+    def local(x: Any, chosen: Any, kernels: Any) -> Any:
         kernels = [v.replace(used(v, k, split)) for (_, v), k, split in zip(flat, kernels, dims, strict=True)]
         mine = nnx.merge(graph, nnx.from_flat_state(zip([path for path, _ in flat], kernels, strict=True)))
-        y, dropped = body(x, ids, weights, mine)
+        y, dropped = body(x, chosen, mine)
         return (jax.lax.psum(y, summed) if summed else y), dropped[None]
 
     rows, each = PartitionSpec(tuple(axes) or None, over or None), PartitionSpec((*axes, *over))
     kernels = [v.get_value() for _, v in flat]
-    return shard_map(local, mesh, (rows, rows, rows, specs), (rows, each))(x, ids, weights, kernels)
+    return shard_map(local, mesh, (rows, rows, specs), (rows, each))(x, chosen, kernels)
 
 
 def _gathered(value: Array, axes: tuple[str, ...], dim: int, dtype: Any) -> Array:
