@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import importlib
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,10 +14,9 @@ from jaxtyping import Array, Float, Int
 from nnxmoe.axes import Rules
 from nnxmoe.layers.codes import MIDDLE, Codes
 from nnxmoe.layers.kernel import DenseKernel, Kernel, as_kernel
-from nnxmoe.layers.multilinear import multilinear
 from nnxmoe.layers.quantized import QuantizedKernel, QuantizedProduct
 from nnxmoe.layers.quantized_products import Converted
-from nnxmoe.moe.blocked import Blocked
+from nnxmoe.moe.blocked import Blocked, grouped_product
 from nnxmoe.moe.grouped_matmul import GroupedMatmul, Weights
 
 SIZES = (128, 64, 32, 16)  # of tiles: the first that divides
@@ -54,7 +52,19 @@ class Triton:
         if rows.shape[0] == 0 or rows.dtype.itemsize != 2 or _tiles(rows, kernel, False) is None:
             return self.otherwise(rows, kernel, sizes)
         leaves, tree = jax.tree.flatten(kernel)
-        return _product(self, tree, kernel.trained, False)(rows, sizes, *leaves)
+
+        def multiply(back: bool, rows: Array, sizes: Array, *leaves: Array) -> Array:
+            kernel = tree.unflatten(leaves)
+            tiles = _tiles(rows, kernel, back)
+            if tiles is not None:
+                return _multiply(rows, kernel, sizes, back, tiles, self.interpret)
+            return self.otherwise(rows, DenseKernel(kernel.turned(rows.dtype), ins_first=back), sizes)
+
+        def outer(rows: Array, d_out: Array, sizes: Array) -> Array:
+            ins_first = tree.unflatten([0]).ins_first
+            return _sums(*((rows, d_out) if ins_first else (d_out, rows)), sizes, self.interpret)
+
+        return grouped_product(multiply, outer, kernel.trained)(rows, sizes, *leaves)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,42 +90,6 @@ class TritonProduct:
         if tiles is None:
             return self.otherwise(x, kernel, back)
         return _multiply(x, one, jnp.array([x.shape[0]]), back, tiles, self.interpret, jnp.dtype(jnp.float32))
-
-
-def _product(way: Triton, tree: Any, trained: bool, back: bool) -> Callable[..., Array]:
-    """``(rows, sizes, *leaves) -> rows``, the product with every kernel or with its transpose, with derivatives."""
-
-    def run(rows: Array, sizes: Array, *leaves: Array) -> Array:
-        kernel = tree.unflatten(leaves)
-        tiles = _tiles(rows, kernel, back)
-        if tiles is not None:
-            return _multiply(rows, kernel, sizes, back, tiles, way.interpret)
-        return way.otherwise(rows, DenseKernel(kernel.turned(rows.dtype), ins_first=back), sizes)
-
-    def d_rows(sizes: Array, *rest: Array) -> Array:
-        *leaves, d_out = rest
-        return _product(way, tree, trained, not back)(d_out, sizes, *leaves)
-
-    def d_kernel(rows: Array, sizes: Array, d_out: Array) -> Array:
-        return _outer(way, tree)(*((d_out, rows) if back else (rows, d_out)), sizes)
-
-    return multilinear(run, {0: d_rows, 2: d_kernel} if trained else {0: d_rows})
-
-
-def _outer(way: Triton, tree: Any) -> Callable[..., Array]:
-    """``(rows, d_out, sizes) -> leaf``: ``rows.T @ d_out`` of every group, with derivatives."""
-
-    def run(rows: Array, d_out: Array, sizes: Array) -> Array:
-        ins_first = tree.unflatten([0]).ins_first
-        return _sums(*((rows, d_out) if ins_first else (d_out, rows)), sizes, way.interpret)
-
-    def d_rows(d_out: Array, sizes: Array, d_kernel: Array) -> Array:
-        return _product(way, tree, True, True)(d_out, sizes, d_kernel)
-
-    def d_d_out(rows: Array, sizes: Array, d_kernel: Array) -> Array:
-        return _product(way, tree, True, False)(rows, sizes, d_kernel)
-
-    return multilinear(run, {0: d_rows, 1: d_d_out})
 
 
 def _tiles(rows: Array, kernel: Kernel, back: bool) -> Tiles | None:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -167,46 +167,59 @@ def _blocked(blocks, fewer, rows, kernel, sizes):
     """``blocks``: block sizes of the forward pass; ``fewer``: block sizes under differentiation."""
     leaves, tree = jax.tree.flatten(kernel)
     form = _Form(tree, tuple((leaf.shape, jnp.dtype(leaf.dtype)) for leaf in leaves), kernel.trained)
-    return _product(blocks, fewer, form, False)(rows, sizes, *leaves)
 
+    def multiply(back, rows, sizes, *leaves, blocks=fewer):
+        return _apply(blocks, rows, tree.unflatten(leaves), sizes, back)
 
-# The product, the product with the transpose and the outer product are closed under differentiation, to any order.
-
-
-def _product(blocks, fewer, form, back):
-    """``(rows, sizes, *leaves) -> rows``: `_apply` with derivatives."""
-
-    def run(blocks, rows, sizes, *leaves):
-        return _apply(blocks, rows, form.tree.unflatten(leaves), sizes, back)
-
-    def d_rows(sizes, *rest):
-        *leaves, d_out = rest
-        return _product(fewer, fewer, form, not back)(d_out, sizes, *leaves)
-
-    def d_kernel(rows, sizes, d_out):
-        return _outer(fewer, form)(*((d_out, rows) if back else (rows, d_out)), sizes)
-
-    def forward(*given):
-        return _product(fewer, fewer, form, back)(*given)
-
-    transposes = {0: d_rows, 2: d_kernel} if form.trained else {0: d_rows}
-    return multilinear(functools.partial(run, blocks), transposes, forward)
-
-
-def _outer(blocks, form):
-    """``(rows, d_out, sizes) -> leaf``: `_kernel_gradient` with derivatives."""
-
-    def run(rows, d_out, sizes):
-        (leaf,) = jax.tree.leaves(_kernel_gradient(blocks, form, rows, d_out, sizes))
+    def outer(rows, d_out, sizes):
+        (leaf,) = jax.tree.leaves(_kernel_gradient(fewer, form, rows, d_out, sizes))
         return leaf
 
-    def d_rows(d_out, sizes, d_kernel):
-        return _product(blocks, blocks, form, True)(d_out, sizes, d_kernel)
+    first = functools.partial(multiply, False, blocks=blocks)
+    return grouped_product(multiply, outer, kernel.trained, first=first)(rows, sizes, *leaves)
 
-    def d_d_out(rows, sizes, d_kernel):
-        return _product(blocks, blocks, form, False)(rows, sizes, d_kernel)
 
-    def forward(*given):
-        return _outer(blocks, form)(*given)
+def grouped_product(
+    multiply: Callable[..., Array],
+    outer: Callable[..., Array],
+    trained: bool,
+    back: bool = False,
+    first: Callable[..., Array] | None = None,
+) -> Callable[..., Array]:
+    """``(rows, sizes, *leaves) -> rows``: the product with each group's kernel with derivatives, to any order, because
+    the product, the product with the transpose and the outer product are closed under differentiation.
 
-    return multilinear(run, {0: d_rows, 1: d_d_out}, forward)
+    Args:
+        multiply: ``(back, rows, sizes, *leaves) -> rows``; ``back``: with each kernel's transpose.
+        outer: ``(rows, d_out, sizes) -> leaf``: ``rows.T @ d_out`` of every group, for kernels of one leaf.
+        trained: whether the kernel has a gradient.
+        first: the product where nothing is differentiated; None: ``multiply``.
+    """
+
+    def d_rows(sizes: Array, *rest: Array) -> Array:
+        *leaves, d_out = rest
+        return grouped_product(multiply, outer, trained, not back)(d_out, sizes, *leaves)
+
+    def d_kernel(rows: Array, sizes: Array, d_out: Array) -> Array:
+        return _outer_product(multiply, outer)(*((d_out, rows) if back else (rows, d_out)), sizes)
+
+    def forward(*given: Array) -> Array:
+        return grouped_product(multiply, outer, trained, back)(*given)
+
+    transposes = {0: d_rows, 2: d_kernel} if trained else {0: d_rows}
+    return multilinear(first or functools.partial(multiply, back), transposes, forward)
+
+
+def _outer_product(multiply: Callable[..., Array], outer: Callable[..., Array]) -> Callable[..., Array]:
+    """``outer`` with derivatives."""
+
+    def d_rows(d_out: Array, sizes: Array, d_kernel: Array) -> Array:
+        return grouped_product(multiply, outer, True, back=True)(d_out, sizes, d_kernel)
+
+    def d_d_out(rows: Array, sizes: Array, d_kernel: Array) -> Array:
+        return grouped_product(multiply, outer, True)(rows, sizes, d_kernel)
+
+    def forward(*given: Array) -> Array:
+        return _outer_product(multiply, outer)(*given)
+
+    return multilinear(outer, {0: d_rows, 1: d_d_out}, forward)
