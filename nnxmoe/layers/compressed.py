@@ -5,7 +5,7 @@ entry of a window exists once its last token does, in slot ``index of that token
 """
 
 import dataclasses
-from typing import ClassVar, NamedTuple, Unpack
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
@@ -14,46 +14,33 @@ from jaxtyping import Array, Float, Int
 
 from nnxmoe.axes import ParamOptions, parameter
 from nnxmoe.config.rope import Rope
-from nnxmoe.layers.cache import Buffer, Slots, floats, written
+from nnxmoe.layers.cache import Buffer, Past, Slots, append_ring, floats, written
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.linear import Linear
 from nnxmoe.layers.norm import RMSNorm
+from nnxmoe.layers.recurrent import RecurrentState
 from nnxmoe.layers.rope import Rotate, rotation_at
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class OpenTokens:
-    """What the newest tokens of a row contribute to entries, ``[*L, B, R, W]``: that of token i at ``i % R``."""
-
-    values: Array
-
-    exact: ClassVar[bool] = True  # whatever the `CacheFormat`
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
 class CompressedCache:
-    """The entries of a layer, ``[*L, B, C / rate, W]``, and the tokens of windows that are not complete."""
+    """The entries of a layer, ``[*L, B, C / rate, W]``, and what the newest tokens of a row contribute to entries,
+    ``[*L, B, R, W]``: that of token i at ``i % R``."""
 
     entries: Buffer
-    open: OpenTokens
+    open: RecurrentState
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class PassRows:
-    """The tokens of a pass and those before it by their index, for parts that look back.
+class PassRows(Past):
+    """The `Past` of a pass, also of one without a cache, for parts that look back.
 
-    ``before``: tokens of each row before this pass. ``index``: of each new token, -1 for padding. ``own``: for every
-    stored token by its index, its index in its segment. ``segment``: likewise. ``after``: tokens after this pass.
+    ``own``: for every stored token by its index, its index in its segment.
     """
 
-    before: Int[Array, "B"]
-    after: Int[Array, "B"]
-    index: Int[Array, "B T"]
     own: Int[Array, "B C"]
-    segment: Int[Array, "B C"]
 
     @classmethod
     def of(cls, context: Context, batch: int, length: int) -> "PassRows":
@@ -71,7 +58,7 @@ class PassRows:
         places = jnp.arange(segment.shape[1], dtype=jnp.int32)
         starts = jnp.where(segment[:, 1:] != segment[:, :-1], places[1:], 0)
         first = jax.lax.cummax(jnp.pad(starts, ((0, 0), (1, 0))), axis=1)
-        return cls(before, after, index, places - first, segment)
+        return cls(index, before, after, segment, places - first)
 
     def closing(self, rate: int) -> Int[Array, "B n"]:
         """The index of the last token of each slot's window; -1 for slots without an entry."""
@@ -103,14 +90,6 @@ def by_index(
     empty = jnp.full((len(values), count), values.shape[1], jnp.int32)
     where = jax.vmap(lambda row, at: row.at[at].set(jnp.arange(len(at), dtype=jnp.int32), mode="drop"))(empty, at)
     return jnp.take_along_axis(values, where[..., None], axis=1, mode="fill", fill_value=0)
-
-
-class Entries(NamedTuple):
-    """The cache of a `Compressor`, all entries of the rows, and the slots of their last tokens."""
-
-    cache: CompressedCache | None
-    values: Float[Array, "B n W"]
-    slots: Slots
 
 
 class Compressor(nnx.Module):
@@ -149,12 +128,12 @@ class Compressor(nnx.Module):
 
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, rows: PassRows, cache: CompressedCache | None
-    ) -> "Entries":
-        """Return the entries of the rows, with those of the tokens x."""
+    ) -> tuple[CompressedCache | None, Float[Array, "B n W"], Slots]:
+        """Return the cache, all entries of the rows with those of the tokens x, and the slots of their last tokens."""
         new, index, open_tokens = jnp.concatenate([self.kv(x), self.gate(x)], axis=-1), rows.index, None
         length, seen = x.shape[1], new
-        if cache is not None:
-            open_tokens, seen, index = self._open(cache.open.values, new, rows)
+        if cache is not None:  # -1 spare slots: even one token is seen beside those that were stored before it
+            open_tokens, seen, index = append_ring(cache.open.states, new, rows, -1)
         seen = by_index(seen, index, rows.before - self.reach, self.reach + length)
         closing, alone = rows.closing(self.rate), cache is None or context.fresh
         count = min(-(-length // self.rate) + (not alone), closing.shape[1])
@@ -163,20 +142,12 @@ class Compressor(nnx.Module):
         last = jnp.where(last >= rows.before[:, None], last, -1)
         entries = self._entries(seen, last, rows, context)
         if cache is None or open_tokens is None:
-            return Entries(None, entries, rows.slots(last))
+            return None, entries, rows.slots(last)
         at = jnp.where(last < 0, closing.shape[1], slots)
-        cache = CompressedCache(written(cache.entries, entries, at, 1), OpenTokens(open_tokens))
+        cache = CompressedCache(written(cache.entries, entries, at, 1), RecurrentState(open_tokens))
         if context.fresh:
-            return Entries(cache, entries, rows.slots(last))
-        return Entries(cache, floats(cache.entries, entries), rows.slots(closing))
-
-    def _open(self, stored: Array, new: Array, rows: PassRows) -> tuple[Array, Array, Int[Array, "B S"]]:
-        """The stored tokens with the new ones; both before that, one after the other, and the index of each."""
-        size, newest = stored.shape[1], rows.before[:, None] - 1
-        old = newest - (newest - jnp.arange(size, dtype=jnp.int32)) % size
-        kept = (rows.index >= 0) & (rows.index >= rows.after[:, None] - size)
-        after = written(stored, new, jnp.where(kept, rows.index % size, size), 1)
-        return after, jnp.concatenate([stored, new.astype(stored.dtype)], 1), jnp.concatenate([old, rows.index], 1)
+            return cache, entries, rows.slots(last)
+        return cache, floats(cache.entries, entries), rows.slots(closing)
 
     def _entries(
         self, seen: Float[Array, "B S _"], last: Int[Array, "B n"], rows: PassRows, context: Context
@@ -208,4 +179,4 @@ class Compressor(nnx.Module):
         width = self.norm.scale.shape[-1]
         entries = jnp.zeros((batch, -(-capacity // self.rate), width), dtype)
         values = jnp.zeros((batch, self.reach + spare, 2 * self.series * width), dtype)
-        return CompressedCache(entries, OpenTokens(values))
+        return CompressedCache(entries, RecurrentState(values))
