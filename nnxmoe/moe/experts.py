@@ -1,5 +1,6 @@
 """Experts: feed-forward networks, one per group of rows."""
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import ClassVar, Protocol, Unpack
 
@@ -9,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from nnxmoe.axes import RULES, ParamOptions, Rules
 from nnxmoe.layers.gated import Gated, swiglu
-from nnxmoe.layers.kernel import Adapter, Kernel, Product, kernel_param, with_adapter
+from nnxmoe.layers.kernel import Adapter, Kernel, kernel_param, with_adapter
 from nnxmoe.moe.grouped_matmul import GroupedMatmul, equal_groups
 
 
@@ -67,7 +68,7 @@ class Experts(nnx.Module):
         return self.up.lead[-1]
 
     def __call__(self, rows: Float[Array, "..."], sizes: Int[Array, "E"] | None) -> Float[Array, "..."]:
-        product = self._product(sizes)
+        product = functools.partial(self._product, sizes=sizes)
         gate, up = product(rows, self.gate.read()), product(rows, self.up.read())
         if self.lora_gate_up is not None:
             more, over = self.lora_gate_up.each(rows, product)
@@ -78,13 +79,8 @@ class Experts(nnx.Module):
         y = checkpoint_name(with_adapter(self.down.read(), self.lora_down).apply(y, product), "down")
         return y if self.biases is None else self.biases("down", y, sizes)
 
-    def _product(self, sizes: Int[Array, "E"] | None) -> Product:
-        """The product of the rows with each expert's kernel."""
-
-        def product(rows: Float[Array, "..."], kernel: Kernel) -> Float[Array, "..."]:
-            return equal_groups(rows, kernel) if sizes is None else self.matmul(rows, kernel, sizes)
-
-        return product
+    def _product(self, rows: Array, kernel: Kernel, sizes: Int[Array, "E"] | None) -> Array:
+        return equal_groups(rows, kernel) if sizes is None else self.matmul(rows, kernel, sizes)
 
 
 class UngatedExperts(Experts):
@@ -110,7 +106,7 @@ class UngatedExperts(Experts):
         self.down = kernel_param((width,), (dim,), ("expert", "mlp", "embed"), lead=(experts,), **kw)
 
     def __call__(self, rows: Float[Array, "..."], sizes: Int[Array, "E"] | None) -> Float[Array, "..."]:
-        product = self._product(sizes)
+        product = functools.partial(self._product, sizes=sizes)
         up = checkpoint_name(with_adapter(self.up.read(), self.lora_up).apply(rows, product), "up")
         y = with_adapter(self.down.read(), self.lora_down).apply(self.activation(up), product)
         return checkpoint_name(y, "down")

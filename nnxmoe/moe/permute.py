@@ -18,23 +18,19 @@ class Order(NamedTuple):
 
 
 def sort_by_expert(ids: Int[Array, "R"], rows: int, groups: int) -> Order:
-    """The first ``rows`` assignments, sorted by expert (stable); ids are 0 to ``groups``, the last one of none."""
-    order = _stable_order(ids, groups)
-    back = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=jnp.int32), unique_indices=True)
-    return Order(order[:rows], jnp.minimum(back, rows))
-
-
-def _stable_order(ids: Int[Array, "R"], groups: int) -> Int[Array, "R"]:
-    """``argsort(ids, stable=True)`` for ids of 0 to ``groups``.
+    """The first ``rows`` assignments, sorted by expert (stable); ids are 0 to ``groups``, the last one of none.
 
     Sorts one int32 of id and index, which is distinct, instead of pairs: 0.05 ms instead of 0.54 for 4096 assignments
     on XLA:CPU, and a program that XLA:TPU compiles in 1.5 s instead of 6 to 17 s.
     """
     bits = max(1, (ids.size - 1).bit_length())
     if (groups + 1) << bits > jnp.iinfo(jnp.int32).max:
-        return jnp.argsort(ids, stable=True).astype(jnp.int32)
-    packed = (ids.astype(jnp.int32) << bits) | jnp.arange(ids.size, dtype=jnp.int32)
-    return jnp.sort(packed, stable=False) & ((1 << bits) - 1)
+        order = jnp.argsort(ids, stable=True).astype(jnp.int32)
+    else:
+        packed = (ids.astype(jnp.int32) << bits) | jnp.arange(ids.size, dtype=jnp.int32)
+        order = jnp.sort(packed, stable=False) & ((1 << bits) - 1)
+    back = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=jnp.int32), unique_indices=True)
+    return Order(order[:rows], jnp.minimum(back, rows))
 
 
 def gather_rows(rows: Float[Array, "N D"], index: Int[Array, "M"], back: Int[Array, "N K"]) -> Float[Array, "M D"]:
@@ -42,19 +38,15 @@ def gather_rows(rows: Float[Array, "N D"], index: Int[Array, "M"], back: Int[Arr
 
     ``back`` makes the backward pass a gather and a sum; the transpose of a gather would be a scatter-add.
     """
-    return _gather(rows, index, back)
 
+    def gather(rows: Array, index: Array, back: Array) -> Array:
+        return rows.at[index].get(mode="fill", fill_value=0)
 
-def _gathered(rows: Array, index: Array, back: Array) -> Array:
-    return rows.at[index].get(mode="fill", fill_value=0)
+    def sums(index: Array, back: Array, d_out: Array) -> Array:
+        d_rows = d_out.at[back].get(mode="fill", fill_value=0)
+        return jnp.sum(d_rows, axis=1, dtype=jnp.float32).astype(d_out.dtype)
 
-
-def _gathered_back(index: Array, back: Array, d_out: Array) -> Array:
-    d_rows = d_out.at[back].get(mode="fill", fill_value=0)
-    return jnp.sum(d_rows, axis=1, dtype=jnp.float32).astype(d_out.dtype)
-
-
-_gather = multilinear(_gathered, {0: _gathered_back})
+    return multilinear(gather, {0: sums})(rows, index, back)
 
 
 def permute(
