@@ -30,13 +30,7 @@ class LoRA(nnx.Module):
     without a pair have no adapter. What a layer lacks is zero in ``a`` and ``b``, which gets no gradient.
     """
 
-    def __init__(
-        self,
-        a: KernelParam,
-        b: KernelParam,
-        alpha: float,
-        layers: tuple[tuple[int, tuple[int, float]], ...] | None = None,
-    ):
+    def __init__(self, a: KernelParam, b: KernelParam, alpha: float, layers: Layers | None = None):
         self.a = a
         self.b = b
         self.alpha = alpha

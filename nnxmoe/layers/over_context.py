@@ -51,17 +51,12 @@ class Pieces:
         half = jnp.arange(size // 2)
         return jnp.concatenate([device * size // 2 + half, (2 * self.count - 1 - device) * size // 2 + half])
 
-    def arranged(self, x: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
-        """A device's run of tokens exchanged for those of `tokens`."""
-        return self._exchanged(x, axis, back=False)
+    def exchanged(self, x: Float[Array, "..."], axis: int, back: bool = False) -> Float[Array, "..."]:
+        """A device's run of tokens exchanged for those of `tokens`; ``back``: the inverse.
 
-    def restored(self, x: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
-        """The inverse of `arranged`."""
-        return self._exchanged(x, axis, back=True)
-
-    def _exchanged(self, x: Array, axis: int, back: bool) -> Array:
-        """Device d has pieces 2d and 2d + 1 of a row in order. Of the even pieces each device gets one, and one of the
-        odd ones: the even one comes first on devices with an even number."""
+        Device d has pieces 2d and 2d + 1 of a row in order. Of the even pieces each device gets one, and one of the
+        odd ones: the even one comes first on devices with an even number.
+        """
         if not self.balanced:
             return x
         numbers, last = np.arange(self.count), 2 * self.count - 1
@@ -170,4 +165,5 @@ class GatherKeys:
         count = jax.lax.axis_size(CONTEXT)
         pieces = Pieces.of(q.shape[axis] * count, count, scores.mask.window)
         mask = scores.mask.part(pieces.tokens(jax.lax.axis_index(CONTEXT)), slice(None))
-        return pieces.restored(attended(pieces.arranged(q, axis), dataclasses.replace(scores, mask=mask)), axis)
+        out = attended(pieces.exchanged(q, axis), dataclasses.replace(scores, mask=mask))
+        return pieces.exchanged(out, axis, back=True)

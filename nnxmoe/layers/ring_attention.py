@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from typing import Any, Protocol, Self
+from collections.abc import Callable
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -73,7 +74,7 @@ class RingAttention:
         """On one device: arrays come with the axis of their tokens."""
         count = jax.lax.axis_size(CONTEXT)
         pieces = Pieces.of(q[0].shape[q[1]] * count, count, scores.mask.window)
-        own, theirs = (pieces.arranged(*array) for array in (q, stored))
+        own, theirs = (pieces.exchanged(*array) for array in (q, stored))
         leaves, tree = jax.tree.flatten(dataclasses.replace(scores, sinks=None))
         arrays, tree_of_kernel = jax.tree.flatten(kernel)
         trained = tuple(jnp.issubdtype(a.dtype, jnp.inexact) for a in arrays)
@@ -82,13 +83,10 @@ class RingAttention:
         )
         ring = Ring(self.blocks, pieces, tree, keys, trained, tree_of_kernel)
         out: Array = _ring(ring, own, theirs, floats, scores.sinks, (leaves, codes))
-        return pieces.restored(out, 2)
+        return pieces.exchanged(out, 2, back=True)
 
 
-class Keys(Protocol):
-    """``(stored, kernel) -> k, v`` of what goes round; hashable."""
-
-    def __call__(self, stored: Array, kernel: Any) -> tuple[Array, Array]: ...
+Keys = Callable[[Array, Any], tuple[Array, Array]]  # ``(stored, kernel) -> k, v`` of what goes round; hashable
 
 
 @dataclasses.dataclass(frozen=True)
