@@ -23,11 +23,9 @@ from nnxmoe.layers.gated import geglu
 from nnxmoe.layers.kernel import Kernel
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.norm import RMSNorm
-from nnxmoe.layers.normed_values import NormedValues
-from nnxmoe.layers.output_scale import OutputScale
-from nnxmoe.layers.per_layer import PerLayerEmbed, PerLayerInput
+from nnxmoe.layers.per_layer import OutputScale, PerLayerEmbed, PerLayerInput
 from nnxmoe.layers.qk_norm import QKNorm
-from nnxmoe.layers.reused_keys import ReusedKeys
+from nnxmoe.layers.reused_keys import NormedValues, ReusedKeys
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.layer import Layer
 from nnxmoe.model.maxtext_layers import LayerBlocks

@@ -9,8 +9,7 @@ from jaxtyping import Array, Float
 from nnxmoe.layers.context import Context, Fed
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.norm import RMSNorm
-from nnxmoe.layers.output_scale import OutputScale
-from nnxmoe.layers.per_layer import PerLayerInput
+from nnxmoe.layers.per_layer import OutputScale, PerLayerInput
 from nnxmoe.layers.reused_keys import ReusedKeys
 from nnxmoe.model.layer import Layer, LayerOutput
 

@@ -10,11 +10,11 @@ from typing import Any
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import ConfigError, count
 from nnxmoe.config.printable import short
+from nnxmoe.layers.mlp import GatedShared
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.grouped_experts import DenseOrMoE
 from nnxmoe.models.tables import HF_MOE, Hf, hf_mlp
 from nnxmoe.moe.router import Router, SoftmaxTopK
-from nnxmoe.moe.shared import GatedShared
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -34,10 +34,10 @@ from nnxmoe import (
 from nnxmoe.axes import CONTEXT, RULES
 from nnxmoe.layers.attend import Mask, Scores
 from nnxmoe.layers.cache import Slots
+from nnxmoe.layers.delta import passed_on
 from nnxmoe.layers.delta_rule import DeltaInputs, in_chunks
 from nnxmoe.layers.lora import LoRAParam
 from nnxmoe.layers.over_context import Pieces
-from nnxmoe.layers.passed_states import passed_on
 from nnxmoe.models import config_from_hf, model_class
 from nnxmoe.moe.balance import sequence_loss
 from nnxmoe.train.loop.feed import put_batch

@@ -1,8 +1,9 @@
-"""Feed-forward networks, with a gate (SwiGLU, Shazeer 2020) and without."""
+"""Feed-forward networks, with a gate (SwiGLU, Shazeer 2020) and without, and a shared expert."""
 
 from collections.abc import Callable
 from typing import ClassVar, Unpack
 
+import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Key
@@ -45,3 +46,17 @@ class UngatedMLP(MLP):
 
     def __call__(self, x: Float[Array, "*rows D"], context: Context | None = None) -> Float[Array, "*rows D"]:
         return checkpoint_name(self.down(self.activation(checkpoint_name(self.up(x), "up"))), "down")
+
+
+class GatedShared(MLP):
+    """``sigmoid(x @ w) * mlp(x)`` with one gate per token; ``output_gate`` kernel ``[1, D]``, without bias.
+
+    The shared expert of Qwen1.5-MoE and Qwen2-MoE (Yang et al. 2024), after transformers' Qwen2MoeSparseMoeBlock.
+    """
+
+    def __init__(self, dim: int, width: int, **kw: Unpack[ParamOptions]):
+        super().__init__(dim, width, bias=False, **kw)
+        self.output_gate = Linear((dim,), (1,), ("embed", "router"), **kw)
+
+    def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+        return jax.nn.sigmoid(self.output_gate(x)) * super().__call__(x)

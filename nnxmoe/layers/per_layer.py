@@ -1,12 +1,13 @@
-"""Inputs of every layer beside the hidden states (Gemma 3n, 2025; Gemma 4 E2B and E4B)."""
+"""Inputs of every layer beside the hidden states (Gemma 3n, 2025; Gemma 4 E2B and E4B), and a factor of its output."""
 
 from typing import Any, Unpack
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from nnxmoe.axes import ParamOptions
+from nnxmoe.axes import ParamOptions, parameter
 from nnxmoe.layers.embed import Embed, MuPEmbed
 from nnxmoe.layers.linear import Linear
 from nnxmoe.layers.norm import RMSNorm
@@ -42,3 +43,17 @@ class PerLayerInput(nnx.Module):
 
     def __call__(self, x: Float[Array, "B asked D"], own: Float[Array, "B asked P"]) -> Float[Array, "B asked D"]:
         return self.norm(self.project(jax.nn.gelu(self.gate(x), approximate=True) * own))
+
+
+class Factor(nnx.Variable):
+    """A number ``[1]`` that nothing trains."""
+
+
+class OutputScale(nnx.Module):
+    """``x * factor``, in ``x``'s dtype (Gemma 4, 2026)."""
+
+    def __init__(self, **kw: Unpack[ParamOptions]):
+        self.factor = parameter((1,), (None,), nnx.initializers.ones, kind=Factor, **kw)
+
+    def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+        return x * jnp.broadcast_to(self.factor[...].astype(x.dtype), x.shape)

@@ -1,6 +1,6 @@
-"""Attention to the keys and values of an earlier layer (Gemma 3n, 2025; Gemma 4 E2B and E4B)."""
+"""Attention to the keys and values of an earlier layer (Gemma 3n, 2025; Gemma 4 E2B and E4B), and normalised values."""
 
-from typing import ClassVar, Unpack
+from typing import Any, ClassVar, Unpack
 
 import jax.numpy as jnp
 from flax import nnx
@@ -10,12 +10,35 @@ from nnxmoe.axes import ParamOptions
 from nnxmoe.config.rope import Rope
 from nnxmoe.layers.attend import Attend, Mask, Scores
 from nnxmoe.layers.context import Context
-from nnxmoe.layers.gqa import Heads
+from nnxmoe.layers.gqa import GQA, Heads
 from nnxmoe.layers.linear import Linear
-from nnxmoe.layers.norm import RMSNorm
+from nnxmoe.layers.norm import RMSNorm, unit_rms
 from nnxmoe.layers.rope import rotate_halves
 
 Kept = tuple[Float[Array, "B K S H"], Float[Array, "B K S W"], Mask]
+
+
+class NormedValues(GQA):
+    """`GQA` whose values are normalised per head, without a scale (Gemma 4, 2026); other arguments are those of `GQA`.
+
+    ``keys_as_values``: the values are the keys before their norm and rotation, without a kernel of their own.
+    """
+
+    def __init__(self, heads: Heads, *, keys_as_values: bool, eps: float, **options: Any):
+        super().__init__(heads, **options)
+        self.keys_as_values, self.eps = keys_as_values, eps
+        if keys_as_values:
+            del self.v
+
+    def keys_and_values(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T K H"], Float[Array, "B T K W"]]:
+        k = self.k(x)
+        return k, unit_rms(k if self.keys_as_values else self.v(x), self.eps)
+
+    def keeping(
+        self, x: Float[Array, "B T D"], context: Context, cache: Any = None
+    ) -> tuple[Float[Array, "B asked D"], Any, Kept]:
+        """Output, cache, and what `ReusedKeys` of later layers attend to."""
+        return self._attended(x, context=context, cache=cache)
 
 
 class ReusedKeys(nnx.Module):
