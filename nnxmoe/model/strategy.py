@@ -20,7 +20,6 @@ from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.validate import check_object
 from nnxmoe.layers.attend import Attend
 from nnxmoe.layers.cache import CacheFormat
-from nnxmoe.layers.over_context import GatherKeys, OverContext
 from nnxmoe.model.remat import Remat
 from nnxmoe.model.stack import Scanned, Stacking, Unrolled
 from nnxmoe.moe.dispatch import Dispatch, Sorted
@@ -238,8 +237,10 @@ class Strategy:
 
 def attend_on(attend: Attend, mesh: Mesh | None, rules: Rules) -> Attend:
     """The attention for a model on this mesh, which gathers keys if the mesh has an axis ``context``."""
-    if mesh is not None and mesh.shape.get(CONTEXT, 1) > 1 and not isinstance(attend, OverContext):
-        attend = GatherKeys(attend)
+    if mesh is not None and mesh.shape.get(CONTEXT, 1) > 1:
+        from nnxmoe.layers.over_context import GatherKeys, OverContext
+
+        attend = attend if isinstance(attend, OverContext) else GatherKeys(attend)
     return placed_on(attend, mesh, rules)
 
 
