@@ -3,18 +3,16 @@
 import dataclasses
 import importlib
 import re
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from nnxmoe.axes import RULES, Rules
 from nnxmoe.config.validate import check_object
 from nnxmoe.layers.attend import Attend, Scores
 from nnxmoe.layers.blockwise import Blockwise
-from nnxmoe.layers.fused import Fused, by_head
+from nnxmoe.layers.fused import Fused, OnDevices, by_head
 from nnxmoe.layers.streaming import Streaming
 
 LANES = 128  # the kernel's blocks are multiples of a TPU register's lanes
@@ -47,26 +45,19 @@ def _cuda_capability(device: Any) -> tuple[int, int]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Splash:
+class Splash(OnDevices):
     """``jax.experimental.pallas.ops.tpu.splash_attention``, FlashAttention for TPUs that skips masked blocks.
 
     It computes causal passes of multiples of 128 tokens, with window, segments, padding and soft cap; ``otherwise``
-    computes the rest: steps and chunks with a cache, sinks, and a window with padding. ``mesh``, ``rules``: of
-    `by_head`; ``Strategy`` sets them. ``interpret``: run in Pallas's interpreter, on any backend. Raises ValueError if
-    ``otherwise`` is not an object.
+    computes the rest: steps and chunks with a cache, sinks, and a window with padding. ``interpret``: run in Pallas's
+    interpreter, on any backend. Raises ValueError if ``otherwise`` is not an object.
     """
 
     otherwise: Attend = Blockwise()
-    mesh: Mesh | None = dataclasses.field(default=None, repr=False)
-    rules: Rules = dataclasses.field(default=RULES, repr=False)
     interpret: bool = False
 
     def __post_init__(self) -> None:
         check_object("Splash", "otherwise", self.otherwise, "Blockwise()")
-
-    def on_mesh(self, mesh: Mesh | None, rules: Rules) -> Self:
-        """The same for a model on this mesh."""
-        return dataclasses.replace(self, mesh=mesh, rules=rules)
 
     def __call__(
         self, q: Float[Array, "B N T H"], k: Float[Array, "B K S H"], v: Float[Array, "B K S Hv"], scores: Scores

@@ -1,41 +1,34 @@
 """The gated delta rule (`nnxmoe.layers.delta_rule`) with tokamax's Pallas kernels for TPUs."""
 
 import dataclasses
-from typing import Self
 
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from nnxmoe.axes import RULES, Rules, shard_map
+from nnxmoe.axes import shard_map
 from nnxmoe.kernels.tokamax import delta_attention
 from nnxmoe.layers.delta_rule import CHUNK, Chunked, DeltaInputs
-from nnxmoe.layers.fused import rows_and_heads
+from nnxmoe.layers.fused import OnDevices, rows_and_heads
 
 WIDEST = 256  # keys
 
 
 @dataclasses.dataclass(frozen=True)
-class TokamaxDelta:
+class TokamaxDelta(OnDevices):
     """``tokamax.ops.kimi_delta_attention``, for recurrent layers with a decay per channel of the keys (Kimi Linear,
     Ling 3, GLM-5.3) and with one per head, repeated for all channels (Qwen3-Next, Qwen3.5).
 
     It computes passes of one segment per row with keys of up to 256 numbers, and the layer's own chunks the rest:
     packed rows, and rows sharded over ``context``. ``implementation``: "mosaic", the kernels for TPUs, or "xla", token
-    by token on any backend. ``mesh``, ``rules``: each device computes its rows and heads; ``Strategy`` sets them.
+    by token on any backend.
     Raises ValueError if tokamax is not installed, or has no such function, as versions before 0.0.17.
     """
 
     implementation: str = "mosaic"
-    mesh: Mesh | None = dataclasses.field(default=None, repr=False)
-    rules: Rules = dataclasses.field(default=RULES, repr=False)
 
     def __post_init__(self) -> None:
         delta_attention()
-
-    def on_mesh(self, mesh: Mesh | None, rules: Rules) -> Self:
-        """The same for a model on this mesh."""
-        return dataclasses.replace(self, mesh=mesh, rules=rules)
 
     def __call__(
         self, inputs: DeltaInputs, state: Float[Array, "B N H W"], chunked: Chunked

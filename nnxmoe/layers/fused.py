@@ -42,30 +42,35 @@ def rows_and_heads(rows: int, heads: int, axis: str, mesh: Mesh, rules: Rules) -
 
 
 @dataclasses.dataclass(frozen=True)
-class Fused:
+class OnDevices:
+    """A kernel that XLA cannot partition: each device of ``mesh`` computes its rows and heads. Set by ``Strategy``."""
+
+    mesh: Mesh | None = dataclasses.field(default=None, repr=False, kw_only=True)
+    rules: Rules = dataclasses.field(default=RULES, repr=False, kw_only=True)
+
+    def on_mesh(self, mesh: Mesh | None, rules: Rules) -> Self:
+        """The same for a model on this mesh."""
+        return dataclasses.replace(self, mesh=mesh, rules=rules)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fused(OnDevices):
     """``jax.nn.dot_product_attention``: cuDNN or XLA's own fusion on accelerators; slower than `Reference` on CPU.
 
     Causal order and a window are passed as such; caches, padding and segments as a boolean mask ``[B, 1, T, S]``.
     ``otherwise`` computes what the kernel cannot: sinks, a soft cap, values wider than keys, and for cuDNN dtypes other
     than bfloat16 and float16 and heads wider than ``widest`` (128; 256 from Hopper on) or of no multiple of 8; also all
-    masks that would be an array. Without it, all of these but the masks are a ValueError. ``mesh``, ``rules``: of
-    `by_head`, for cuDNN; ``Strategy`` sets them.
+    masks that would be an array. Without it, all of these but the masks are a ValueError.
     """
 
     implementation: Literal["xla", "cudnn"] | None = None
     otherwise: Attend | None = None
     widest: int = 256
-    mesh: Mesh | None = dataclasses.field(default=None, repr=False)
-    rules: Rules = dataclasses.field(default=RULES, repr=False)
 
     def __post_init__(self) -> None:
         check_positive("Fused", "widest", self.widest)
         if self.otherwise is not None:
             check_object("Fused", "otherwise", self.otherwise, "Blockwise()")
-
-    def on_mesh(self, mesh: Mesh | None, rules: Rules) -> Self:
-        """The same for a model on this mesh."""
-        return dataclasses.replace(self, mesh=mesh, rules=rules)
 
     def __call__(
         self, q: Float[Array, "B N T H"], k: Float[Array, "B K S H"], v: Float[Array, "B K S Hv"], scores: Scores

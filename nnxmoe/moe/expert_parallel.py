@@ -91,10 +91,8 @@ class ExpertParallel:
 
 
 @dataclasses.dataclass(frozen=True)
-class RaggedAllToAll:
-    """Sends each row to its expert's device and back: permute, exchange, local permute, experts, and the inverses.
-
-    ``buffer_factor`` None: the receive buffer fits the worst case, all rows of the axis on one device, so nothing is
+class Buffered:
+    """``buffer_factor`` None: the receive buffer fits the worst case, all rows of the axis on one device, so nothing is
     dropped. A number: the buffer size in multiples of the balanced load; rows that do not fit are dropped and counted.
     """
 
@@ -103,6 +101,11 @@ class RaggedAllToAll:
     def __post_init__(self) -> None:
         if self.buffer_factor is not None:
             check_factor(f"{type(self).__name__}(buffer_factor", self.buffer_factor)
+
+
+@dataclasses.dataclass(frozen=True)
+class RaggedAllToAll(Buffered):
+    """Sends each row to its expert's device and back: permute, exchange, local permute, experts, and the inverses."""
 
     def __call__(
         self, x: Float[Array, "B T D"], chosen: Assignments, experts: ExpertFn, axis: str
@@ -165,15 +168,9 @@ class ExchangePlan:
 
 
 @dataclasses.dataclass(frozen=True)
-class RingOfExperts:
+class RingOfExperts(Buffered):
     """All-gathers the tokens of the axis; each device applies its own experts to all of them, and the partial outputs
-    are reduce-scattered. ``buffer_factor`` as in `RaggedAllToAll`."""
-
-    buffer_factor: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.buffer_factor is not None:
-            check_factor(f"{type(self).__name__}(buffer_factor", self.buffer_factor)
+    are reduce-scattered."""
 
     def __call__(
         self, x: Float[Array, "B T D"], chosen: Assignments, experts: ExpertFn, axis: str
