@@ -13,5 +13,4 @@ def __getattr__(name: str) -> ModuleType:
 
 
 def __dir__() -> list[str]:
-    """Names of the backends."""
     return [module.name for module in pkgutil.iter_modules(__path__)]

@@ -80,7 +80,6 @@ class TritonProduct:
     interpret: bool = False
 
     def on_mesh(self, mesh: Mesh | None, rules: Rules) -> QuantizedProduct:
-        """The same for a model on this mesh."""
         return self if mesh is None or mesh.size == 1 else self.otherwise
 
     def __call__(self, x: Float[Array, "R _"], kernel: QuantizedKernel, back: bool = False) -> Float[Array, "R _"]:

@@ -71,7 +71,6 @@ class JoinedMask:
     chosen: Bool[Array, "B T n"] | None = None
 
     def allowed(self) -> Bool[Array, "B T S"]:
-        """True where query t may attend to key s."""
         far = self.far.allowed()
         far, near = far if self.chosen is None else far & self.chosen, self.near.allowed()
         batch = max(len(near), len(far))
@@ -122,7 +121,6 @@ class Scores:
         return self.sinks is None and self.softcap is None
 
     def part(self, queries: slice, keys: slice) -> "Scores":
-        """The same for some of the queries and some of the keys."""
         return dataclasses.replace(self, mask=self.mask.part(queries, keys))
 
     def capped(self, products: Float[Array, "*dims"]) -> Float[Array, "*dims"]:

@@ -35,12 +35,10 @@ class Int8Array:
         return cls(codes, scale)
 
     def floats(self, dtype: Any) -> Float[Array, "..."]:
-        """The values."""
         return (self.codes.astype(jnp.float32) * self.scale).astype(dtype)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the values."""
         return self.codes.shape
 
 
@@ -205,7 +203,6 @@ class Cache:
 
     @property
     def known_length(self) -> int | None:
-        """The largest of `lengths`."""
         return None if (lengths := self.lengths) is None else int(lengths.max())
 
     def remember(self, lengths: np.ndarray) -> Self:

@@ -21,12 +21,10 @@ class CappedKernel(Kernel):
 
     @property
     def trained(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """As the kernel that it caps."""
         return self.base.trained
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the kernel that it caps."""
         return self.base.shape
 
     def cast(self, dtype: Any) -> "CappedKernel":

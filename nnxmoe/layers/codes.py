@@ -65,7 +65,6 @@ class Codes:
 
     @property
     def bits(self) -> int:
-        """Bits per code."""
         return 4 if self.kind == "int4" or self.kind in LEVELS else 8
 
     @property

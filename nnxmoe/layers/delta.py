@@ -145,7 +145,6 @@ class GatedDeltaNet(nnx.Module):
         return jax.nn.softplus(a.astype(jnp.float32) + self.dt_bias[...].astype(jnp.float32))
 
     def _chunked(self, inputs: DeltaInputs, state: Array) -> tuple[Array, Array]:
-        """Outputs and the state after all tokens."""
         return in_chunks(inputs, state, corrects=self.corrects)
 
     def _delta(

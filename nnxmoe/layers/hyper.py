@@ -24,7 +24,6 @@ class Connection(NamedTuple):
     mix: Float[Array, "B T streams streams"]
 
     def asked(self, context: Context) -> "Connection":
-        """Of the tokens whose output is needed."""
         return Connection(*map(context.asked, self))
 
 

@@ -94,8 +94,6 @@ class Indexer(nnx.Module):
 def chosen_keys(
     q: Float[Array, "B T N H"], weights: Float[Array, "B T N"], keys: Float[Array, "B S H"], mask: Mask, topk: int
 ) -> Selection:
-    """See `Indexer.choose`."""
-
     def run(allowed: Bool[Array, "B T S"], seen: slice, q: Array, weights: Array) -> Selection:
         of_heads = jax.nn.relu(products(q, keys[:, seen]))
         scores = jnp.sum(of_heads * weights.astype(jnp.float32)[..., None], axis=2)
@@ -188,7 +186,6 @@ class Chosen(Mask):
     slots: Selection | None = None
 
     def allowed(self) -> Bool[Array, "B T S"]:
-        """True where query t may attend to key s."""
         none = jnp.zeros(self.keys.index.shape[-1], bool)
         return jax.vmap(jax.vmap(lambda slots: none.at[slots].set(True, mode="drop")))(self.slots)
 

@@ -125,12 +125,10 @@ class DenseKernel(Kernel):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """``(I, O)`` or ``(E, I, O)``, whatever the orientation in memory."""
         *lead, first, last = self.array.shape
         return (*lead, first, last) if self.ins_first else (*lead, last, first)
 
     def dense(self, dtype: Any = None) -> Float[Array, "*E I O"]:
-        """The array as ``[*E, I, O]``; ``dtype`` None: in its own precision."""
         array = self.cast(dtype).array
         return array if self.ins_first else jnp.swapaxes(array, -1, -2)
 
@@ -203,12 +201,10 @@ class KernelParam(nnx.Param):
 
     @property
     def ins(self) -> tuple[int, ...]:
-        """Sizes of the input dimensions."""
         return self.split(self.shape)[1]
 
     @property
     def outs(self) -> tuple[int, ...]:
-        """Sizes of the output dimensions."""
         return self.split(self.shape)[2]
 
     def read(self) -> DenseKernel:

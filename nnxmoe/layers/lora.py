@@ -59,7 +59,6 @@ class LoRA(nnx.Module):
         return [product(low, DenseKernel(b[..., i, :, :])) * self.scale for i in range(b.shape[-3])]
 
     def on(self, kernel: Kernel) -> "AdaptedKernel":
-        """The kernel with this adapter."""
         return AdaptedKernel(kernel, self.a.read(), self.b.read(), self.scale)
 
     def looked_up(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
@@ -91,7 +90,6 @@ class AdaptedKernel(Kernel):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the base kernel."""
         return self.base.shape
 
     def dense(self, dtype: Any = None) -> Float[Array, "*E I O"]:

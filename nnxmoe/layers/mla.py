@@ -212,14 +212,12 @@ class MLA(nnx.Module):
         context: Context,
         attend: Attend,
     ) -> Float[Array, "B asked N v"]:
-        """Compute the output of each head for queries before their rotation."""
         q_nope, q_rope = jnp.split(checkpoint_name(q, "queries"), [self.nope], axis=-1)
         q_rope = context.rotated(q_rope, self.rotary, self.rotate)
         given = Latents(q_nope, q_rope, seen, self.kv_b.weight()), Scores(mask, self.scale)
         return attend.latents(self.form, *given) if isinstance(attend, OverContext) else self.form(*given, attend)
 
     def _out(self, x: Float[Array, "B asked D"], heads: Float[Array, "B asked N v"]) -> Float[Array, "B asked D"]:
-        """Compute the layer's output from its input and the outputs of the heads."""
         heads = checkpoint_name(heads, "head_outputs")
         return self.o(heads if self.gate is None else self.gate(x, heads[..., :0], heads))
 

@@ -30,7 +30,6 @@ class MLP(nnx.Module):
         return checkpoint_name(self.down(self.activation(gate, up)), "down")
 
     def separates_tokens(self, key: Key[Array, ""] | None) -> bool:
-        """Always True."""
         return True
 
 

@@ -126,7 +126,6 @@ class GatherKeys:
         check_object("GatherKeys", "inner", self.inner, "Blockwise()")
 
     def on_mesh(self, mesh: Mesh | None, rules: Rules) -> Self:
-        """The same for a model on this mesh."""
         return dataclasses.replace(self, inner=placed_on(self.inner, mesh, rules), mesh=mesh)
 
     def __call__(

@@ -33,11 +33,9 @@ class PooledIndexer(Indexer):
 
     @property
     def key_width(self) -> int:
-        """The key and the gate."""
         return 2 * super().key_width
 
     def keys(self, x: Float[Array, "B T D"], context: Context) -> Float[Array, "B T both"]:
-        """A key and a gate per token."""
         return jnp.concatenate([super().keys(x, context=context), self.gate(x)], axis=-1)
 
     def choose(

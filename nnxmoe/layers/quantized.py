@@ -45,7 +45,6 @@ class QuantizedKernel(Kernel):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """``(I, O)`` or ``(E, I, O)``."""
         return (*self.codes.shape[:-2], self.kind.ins(self.codes), self.codes.shape[-2])
 
     def turned(self, dtype: Any = None) -> Float[Array, "*E O I"]:
@@ -162,7 +161,6 @@ class QuantizedWeight(nnx.Module):
         return {name: variable for name in ARRAYS if (variable := getattr(self, name)) is not None}
 
     def holding(self, arrays: Mapping[str, nnx.Variable]) -> "QuantizedWeight":
-        """A copy with other variables."""
         return QuantizedWeight(
             *map(arrays.get, ARRAYS),
             ins=self.ins,
@@ -174,6 +172,5 @@ class QuantizedWeight(nnx.Module):
         )
 
     def read(self) -> QuantizedKernel:
-        """The kernel, for products."""
         zero, order = (None if one is None else one[...] for one in (self.zero, self.order))
         return QuantizedKernel(self.codes[...], self.scale[...], zero, order, self.kind, self.product)

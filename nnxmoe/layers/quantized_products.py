@@ -129,7 +129,6 @@ def _steps(x: Float[Array, "R I"]) -> Float[Array, "R 1"]:
 
 
 def _int8_sums(rows: Float[Array, "R I"], kernel: QuantizedKernel) -> Float[Array, "R O"]:
-    """Products of integers."""
     codes, rows = kernel.codes, rows.astype(jnp.int8)
     left = kernel_on_the_left(rows)
     x, y = (codes, rows) if left else (rows, codes)
@@ -138,7 +137,6 @@ def _int8_sums(rows: Float[Array, "R I"], kernel: QuantizedKernel) -> Float[Arra
 
 
 def _per_output(kernel: QuantizedKernel) -> Float[Array, "1 O"]:
-    """The scale of each output."""
     return kernel.kind.of_rows(kernel.scale, slice(0, kernel.codes.shape[-2])).T
 
 

@@ -156,5 +156,4 @@ def _first_of_segment(context: Context, past: Past | None, shape: tuple[int, ...
 
 
 def _after(cache: RecurrentState, state: Any, index: Int[Array, "B"]) -> RecurrentState:
-    """The cache with the state after one more token."""
     return cache.written(jax.tree.map(lambda a: a[:, None], state), index[:, None])

@@ -71,5 +71,4 @@ class ReusedKeys(nnx.Module):
         return [(2 * heads * width, min(self.window or seen, seen))]
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, spare: int = 0) -> tuple[()]:
-        """An empty pytree."""
         return ()

@@ -41,7 +41,6 @@ class RingAttention:
             raise ValueError(f"RingAttention(blocks={self.blocks!r}): give Streaming(queries, keys)")
 
     def on_mesh(self, mesh: Mesh | None, rules: Rules) -> Self:
-        """The same for a model on this mesh."""
         return dataclasses.replace(self, otherwise=placed_on(self.otherwise, mesh, rules), mesh=mesh)
 
     def __call__(

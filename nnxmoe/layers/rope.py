@@ -25,13 +25,11 @@ class Rotations(dict[Rope, Rotation]):
     """The rotations of a pass. Its leaves are flat, because `nnx.tabulate` fails on dataclasses in containers."""
 
     def tree_flatten(self) -> tuple[list[Any], Any]:
-        """Leaves and structure, for JAX."""
         leaves, tree = jax.tree.flatten(list(self.values()))
         return leaves, (tuple(self), tree)
 
     @classmethod
     def tree_unflatten(cls, aux: Any, leaves: Any) -> Self:
-        """The inverse of `tree_flatten`."""
         return cls(zip(aux[0], jax.tree.unflatten(aux[1], leaves), strict=True))
 
 

@@ -47,7 +47,6 @@ class SparseMLA(MLA):
         return self._out(asked, self._attended(self.q.b(latent), seen, mask, context, attend)), chosen, cache
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, spare: int = 0) -> TokenCache:
-        """A slot per token, for its latent, its rotated key, and the indexer's key."""
         cache = super().empty_cache(batch, capacity, dtype, spare)
         if self.indexer is None:
             return cache

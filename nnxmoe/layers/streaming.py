@@ -122,7 +122,6 @@ def _put(x: Array, block: Array, at: Int[Array, ""], axis: int = -2) -> Array:
 
 
 def _block_of_mask(mask: Mask, i: Int[Array, ""], j: Int[Array, ""], sizes: Sizes) -> Bool[Array, "_ _ _"]:
-    """Mask between the queries of block i and the keys of block j."""
     return mask.map(lambda x: _block(x, i, sizes[0], -1), lambda x: _block(x, j, sizes[1], -1)).allowed()
 
 
@@ -163,13 +162,11 @@ def _attend(form: Form, q: Grouped, k: Array, v: Array, sinks: Sinks, leaves: li
 
 
 def _products(rows: Float[Array, "B K G R H"], y: Float[Array, "B K S H"]) -> Float[Array, "B K G R S"]:
-    """``rows @ y.T`` in float32."""
     flat = rows.reshape(*rows.shape[:2], -1, rows.shape[4])
     return dot_f32(flat, y, -1, -1).reshape(*rows.shape[:4], y.shape[2])
 
 
 def _sums(weights: Float[Array, "B K G R S"], y: Float[Array, "B K S H"]) -> Float[Array, "B K G R H"]:
-    """``weights @ y`` in float32."""
     flat = weights.reshape(*weights.shape[:2], -1, weights.shape[4])
     return dot_f32(flat, y, -1, -2).reshape(*weights.shape[:4], y.shape[3])
 

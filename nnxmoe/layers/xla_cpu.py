@@ -15,7 +15,6 @@ COPIES_16_BITS = jax.__version_info__ < (0, 12)  # 0.12.0 is the oldest release 
 
 
 def on_cpu() -> bool:
-    """Whether programs are compiled for the CPU backend."""
     return jax.default_backend() == "cpu"
 
 

@@ -58,7 +58,6 @@ class MoE(nnx.Module):
         return Fed(y, MoEInfo(routing if keep is None else keep(routing), info))
 
     def _routed(self, x: Float[Array, "B T D"], routing: Routing) -> tuple[Float[Array, "B T D"], DispatchInfo]:
-        """The weighted sum of each token's experts, and the dispatch's statistics."""
         return self.dispatch(x, routing, self.experts, self.mesh)
 
     def separates_tokens(self, key: Key[Array, ""] | None) -> bool:

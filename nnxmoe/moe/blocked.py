@@ -211,8 +211,6 @@ def grouped_product(
 
 
 def _outer_product(multiply: Callable[..., Array], outer: Callable[..., Array]) -> Callable[..., Array]:
-    """``outer`` with derivatives."""
-
     def d_rows(d_out: Array, sizes: Array, d_kernel: Array) -> Array:
         return grouped_product(multiply, outer, True, back=True)(d_out, sizes, d_kernel)
 

@@ -64,7 +64,6 @@ class Experts(nnx.Module):
 
     @property
     def count(self) -> int:
-        """Number of experts, E."""
         return self.up.lead[-1]
 
     def __call__(self, rows: Float[Array, "..."], sizes: Int[Array, "E"] | None) -> Float[Array, "..."]:

@@ -185,7 +185,6 @@ def _biased(scores: Float[Array, "*rows E"], bias: Float[Array, "E"] | None) -> 
 
 
 def _highest(values: Float[Array, "*rows groups"], count: int) -> Bool[Array, "*rows groups"]:
-    """Mark the ``count`` largest values of each row."""
     _, found = jax.lax.top_k(values, count)
     return jnp.any(jax.nn.one_hot(found, values.shape[-1], dtype=bool), axis=-2)
 
@@ -233,10 +232,7 @@ class Router(nnx.Module):
         )
 
     def __call__(
-        self,
-        x: Float[Array, "*rows D"],
-        context: Context | None = None,
-        mesh: AnyMesh | None = None,
+        self, x: Float[Array, "*rows D"], context: Context | None = None, mesh: AnyMesh | None = None
     ) -> Routing:
         """The experts of each token. Without a context all tokens are real, and nothing is random."""
         valid, key = (None, None) if context is None else (context.valid, context.key)
