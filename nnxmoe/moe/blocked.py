@@ -37,11 +37,22 @@ class Blocked:
         count, groups = rows.shape[0], kernel.shape[0]
         if count == 0:
             return jnp.zeros((0, kernel.shape[2]), rows.dtype)
-        if self.block is not None:
-            return _blocked((min(self.block, count),), (min(self.block, count),), rows, kernel, sizes)
-        fewer = block_sizes(count, groups, FEW)
+        fewer = block_sizes(count, groups, FEW) if self.block is None else (min(self.block, count),)
         # With few rows per group the product is bound by reading the kernels, so padded rows cost nothing.
-        return _blocked(block_sizes(count, groups, MANY) if count >= 32 * groups else fewer, fewer, rows, kernel, sizes)
+        many = self.block is None and count >= 32 * groups
+        blocks = block_sizes(count, groups, MANY) if many else fewer
+        leaves, tree = jax.tree.flatten(kernel)
+        form = _Form(tree, tuple((leaf.shape, jnp.dtype(leaf.dtype)) for leaf in leaves), kernel.trained)
+
+        def multiply(back: bool, rows: Array, sizes: Array, *leaves: Array, blocks: tuple[int, ...] = fewer) -> Array:
+            return _apply(blocks, rows, tree.unflatten(leaves), sizes, back)
+
+        def outer(rows: Array, d_out: Array, sizes: Array) -> Array:
+            (leaf,) = jax.tree.leaves(_kernel_gradient(fewer, form, rows, d_out, sizes))
+            return leaf
+
+        first = functools.partial(multiply, False, blocks=blocks)
+        return grouped_product(multiply, outer, kernel.trained, first=first)(rows, sizes, *leaves)
 
 
 # Block sizes as multiples of the mean group size. Densest just above 1: half of balanced loads lie slightly above it.
@@ -161,22 +172,6 @@ class _Form:
 
     def zeros(self) -> Kernel:
         return self.tree.unflatten([jnp.zeros(*leaf) for leaf in self.leaves])
-
-
-def _blocked(blocks, fewer, rows, kernel, sizes):
-    """``blocks``: block sizes of the forward pass; ``fewer``: block sizes under differentiation."""
-    leaves, tree = jax.tree.flatten(kernel)
-    form = _Form(tree, tuple((leaf.shape, jnp.dtype(leaf.dtype)) for leaf in leaves), kernel.trained)
-
-    def multiply(back, rows, sizes, *leaves, blocks=fewer):
-        return _apply(blocks, rows, tree.unflatten(leaves), sizes, back)
-
-    def outer(rows, d_out, sizes):
-        (leaf,) = jax.tree.leaves(_kernel_gradient(fewer, form, rows, d_out, sizes))
-        return leaf
-
-    first = functools.partial(multiply, False, blocks=blocks)
-    return grouped_product(multiply, outer, kernel.trained, first=first)(rows, sizes, *leaves)
 
 
 def grouped_product(
