@@ -12,8 +12,7 @@ from typing import Any
 from nnxmoe.config.bounds import count, number
 from nnxmoe.config.layer_types import FULL, SLIDING, LayerWindowsConfig
 from nnxmoe.layers.gated import ClampedSwiGLU
-from nnxmoe.layers.gqa import GQA
-from nnxmoe.layers.sinks import Sinks
+from nnxmoe.layers.gqa import GQA, Sinks
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.maxtext_layers import LayerBlocks
 from nnxmoe.model.weight_names import W

@@ -11,9 +11,8 @@ from typing import Any
 from nnxmoe.config.bounds import count, number, per_layer
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.layer_types import FULL, SLIDING, PartialRopesConfig
-from nnxmoe.layers.gqa import GQA, OutputFactor
+from nnxmoe.layers.gqa import GQA, OutputFactor, Sinks
 from nnxmoe.layers.rope import PartialRotary
-from nnxmoe.layers.sinks import Sinks
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.grouped_experts import HF_GROUPED_EXPERTS, DenseOrMoE, check_groups
 from nnxmoe.models.tables import HF_DECODER

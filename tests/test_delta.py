@@ -20,10 +20,9 @@ from nnxmoe.kernels import tokamax
 from nnxmoe.kernels.tokamax_delta import TokamaxDelta
 from nnxmoe.layers import delta, kimi_delta
 from nnxmoe.layers.cache import Cache
-from nnxmoe.layers.channel_decay import in_chunks_by_channel
 from nnxmoe.layers.conv import SeparateConvs, ShortConv
 from nnxmoe.layers.delta import DeltaHeads, FusedProjection, GatedDeltaNet, SeparateProjection
-from nnxmoe.layers.delta_rule import DeltaInputs, in_chunks, in_steps
+from nnxmoe.layers.delta_rule import DeltaInputs, in_chunks, in_chunks_by_channel, in_steps
 from nnxmoe.layers.gqa import GQA, QueryGate
 from nnxmoe.layers.kimi_delta import BoundedDecays, KimiDelta, KimiProjection, free_decays
 from nnxmoe.layers.mamba2 import GroupedGatedNorm, Mamba2

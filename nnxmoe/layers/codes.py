@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 import operator
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +20,7 @@ import numpy as np
 from nnxmoe.layers.xla_cpu import on_cpu
 
 Kind = Literal["int8", "int4", "fp8", "fp4", "nf4"]
-STORED = {
-    "int8": np.dtype(np.int8),
-    "int4": np.dtype(np.uint8),
-    "fp8": np.dtype(np.uint8),
-    "fp4": np.dtype(np.uint8),
-    "nf4": np.dtype(np.uint8),
-}
+STORED = {kind: np.dtype(np.int8 if kind == "int8" else np.uint8) for kind in get_args(Kind)}
 MIDDLE = 8  # the 4-bit code of zero without zero points
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 WHOLE = 2**31 - 1  # rows or columns of a tile that is as large as any kernel

@@ -10,7 +10,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from nnxmoe.axes import ParamOptions
+from nnxmoe.axes import ParamOptions, parameter
 from nnxmoe.config.rope import Rope
 from nnxmoe.layers.attend import Attend, Mask, Scores
 from nnxmoe.layers.cache import TokenCache
@@ -77,6 +77,17 @@ class OutputFactor:
         self, x: Float[Array, "B asked D"], beside: Float[Array, "B asked N _"], y: Float[Array, "B asked N H"]
     ) -> Float[Array, "B asked N H"]:
         return y * self.factor
+
+
+class Sinks(nnx.Module):
+    """One trained score ``[N]`` per query head, of a key without a value that every query sees: it takes a share of the
+    softmax and is not scaled (gpt-oss 2025; Xiao et al. 2023; see `Scores`)."""
+
+    def __init__(self, heads: int, **kw: Unpack[ParamOptions]):
+        self.scores = parameter((heads,), ("heads",), nnx.initializers.zeros, **kw)
+
+    def __call__(self) -> Float[Array, "N"]:
+        return self.scores[...]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -95,17 +95,11 @@ class Kernel:
 class Adapter(Protocol):
     """A trained addition to a frozen kernel; see `nnxmoe.layers.lora.LoRA`."""
 
-    def on(self, kernel: Kernel) -> Kernel:
-        """The kernel with this adapter."""
-        ...
+    def on(self, kernel: Kernel) -> Kernel: ...
 
-    def each(self, x: Float[Array, "*rows I"], product: Product) -> list[Float[Array, "*rows O"]]:
-        """The adapter's output for each of several kernels that share it."""
-        ...
+    def each(self, x: Float[Array, "*rows I"], product: Product) -> list[Float[Array, "*rows O"]]: ...
 
-    def looked_up(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """Rows that the adapter adds to those of an embedding."""
-        ...
+    def looked_up(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]: ...
 
 
 def with_adapter(kernel: Kernel, adapter: Adapter | None) -> Kernel:

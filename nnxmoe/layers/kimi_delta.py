@@ -10,10 +10,9 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from nnxmoe.axes import AnyMesh, ParamOptions, parameter
-from nnxmoe.layers.channel_decay import in_chunks_by_channel
 from nnxmoe.layers.conv import SeparateConvs
 from nnxmoe.layers.delta import DeltaHeads, GatedDeltaNet, Projected, log_rates
-from nnxmoe.layers.delta_rule import DeltaInputs, Recurrence
+from nnxmoe.layers.delta_rule import DeltaInputs, Recurrence, in_chunks_by_channel
 from nnxmoe.layers.linear import Linear
 from nnxmoe.layers.norm import GatedNorm
 

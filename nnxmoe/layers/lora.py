@@ -59,6 +59,7 @@ class LoRA(nnx.Module):
         return [product(low, DenseKernel(b[..., i, :, :])) * self.scale for i in range(b.shape[-3])]
 
     def on(self, kernel: Kernel) -> "AdaptedKernel":
+        """The kernel with this adapter."""
         return AdaptedKernel(kernel, self.a.read(), self.b.read(), self.scale)
 
     def looked_up(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:

@@ -7,7 +7,7 @@ which reads nothing but the cache: faster decoding. Both compute the same functi
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol, Unpack
+from typing import Any, ClassVar, Unpack
 
 import jax.numpy as jnp
 from flax import nnx
@@ -40,10 +40,8 @@ class Latents:
     kv_b: Kernel
 
 
-class LatentAttend(Protocol):
-    """``(inputs, scores, attend) -> o``: attention of queries over latents."""
-
-    def __call__(self, x: Latents, scores: Scores, attend: Attend) -> Float[Array, "B T N v"]: ...
+LatentAttend = Callable[[Latents, Scores, Attend], Array]
+"""``(inputs, scores, attend) -> o [B T N v]``: attention of queries over latents."""
 
 
 @dataclasses.dataclass(frozen=True)

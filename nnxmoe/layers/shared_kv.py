@@ -20,11 +20,11 @@ from nnxmoe.layers.cache import Slots, TokenCache
 from nnxmoe.layers.chunks import chunk_by_chunk
 from nnxmoe.layers.compressed import CompressedCache, Compressor, PassRows, by_index
 from nnxmoe.layers.context import Context
+from nnxmoe.layers.gqa import Sinks
 from nnxmoe.layers.indexer import NONE, Chosen, highest
 from nnxmoe.layers.linear import Linear
 from nnxmoe.layers.norm import RMSNorm, unit_rms
 from nnxmoe.layers.rope import TrailingPairs
-from nnxmoe.layers.sinks import Sinks
 
 MOST_SCORES, MOST_QUERIES = 2**23, 256  # of a row, in one block
 
