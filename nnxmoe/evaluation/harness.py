@@ -81,10 +81,10 @@ class HarnessLM(TemplateLM):
             if split < len(context):
                 logger.warning("a context of %d ids is cut to its last %d", len(context), split)
             pairs.append((ids[:split], ids[split:]))
-        for (request, _, _), one in zip(requests, score(self.model, pairs), strict=True):
+        for request, one in zip(requests, score(self.model, pairs), strict=True):
             found.append((one.total, bool(one.greedy.all())))
-            if request is not None:  # else a window of a longer text
-                self.cache_hook.add_partial("loglikelihood", request, found[-1])
+            if request[0] is not None:  # else a window of a longer text
+                self.cache_hook.add_partial("loglikelihood", request[0], found[-1])
         return found
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:

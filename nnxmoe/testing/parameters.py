@@ -13,7 +13,7 @@ from jaxtyping import Array
 
 from nnxmoe.config.printable import some
 from nnxmoe.convert import maxtext_layout, native
-from nnxmoe.convert.core.layout import Leaf, Parameter
+from nnxmoe.convert.core.layout import SAME, Leaf, Parameter
 from nnxmoe.linen.mapping import LAYER, Mapped, Part, Row, by_layer, checked_pair, read_mapping
 from nnxmoe.model.causal_lm import CausalLM
 
@@ -175,7 +175,7 @@ def _maxtext_rows(model: nnx.Module, shapes: Arrays) -> tuple[dict[str, Row], li
             made = [leaf.change(a.reshape(leaf.inner)).astype(a.dtype) for a in arrays]
             return made[0] if leaf.axis is None else jnp.stack(made, axis=leaf.axis)
 
-        return Row(tuple(map(_part, leaf.parts)), make, not leaf.change.none)
+        return Row(tuple(map(_part, leaf.parts)), make, leaf.change != SAME)
 
     leaves = maxtext_layout.layout(model, maxtext_layout.scanned(model, shapes), maxtext_layout.changes(model))
     if found := [name for name, leaf in leaves.items() if leaf.arranged is not None]:
