@@ -74,7 +74,7 @@ def given(rules: Any, all_axes: tuple[Any, ...]) -> list[int]:
     """Bytes per device of everything that a traced step is given, for each mesh."""
     found = []
     for axes in all_axes:
-        args = child.arguments(job(axes, rules=rules), make_mesh(**axes))
+        _, args = child.step(job(axes, rules=rules), make_mesh(**axes))
         leaves = jax.tree.leaves(args)
         found.append(sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in leaves))
     return found

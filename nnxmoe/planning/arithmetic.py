@@ -262,6 +262,8 @@ def _training(step: PlannedStep) -> int:
     and 19; 70B on 256: 35 and 32; Mixtral-8x7B on 256: 24 and 23), where the head, the attention and the feed-forward
     of a layer take turns, and copies of the parameters in the dtype of activations live beside them.
     """
+    from nnxmoe.train.loop.loss import ChunkedLoss  # late: training imports Orbax
+
     config, work, mesh = step.config, step.work, step.mesh
     rows = step.rows // work.accumulate or 1
     tokens, tensor, vector = rows * step.tokens_per_row, mesh.shape["tensor"], config.hidden_size * VALUES
@@ -279,7 +281,7 @@ def _training(step: PlannedStep) -> int:
     exchanged = mesh.shape["expert"] > 1
     kernels = (4 if work.lora else 16 if exchanged else 6) * max(sum(map(step.gathered, one)) for one in of_one)
     head = config.vocab_size * config.hidden_size // tensor * (VALUES + (0 if work.lora else STATE))
-    logits = min(chunk_logits(), tokens * config.vocab_size // tensor) * 4 * 3
+    logits = min(ChunkedLoss().logits, tokens * config.vocab_size // tensor) * 4 * 3
     # The sum over parts or turns, beside the gradients of one.
     trained = [part for part in step.parts if part.trained]
     summed = [part for part in trained if not work.lora and (work.accumulate > 1 or part.staged)]
@@ -308,13 +310,6 @@ def _layer(step: PlannedStep, one: list[ParamSize], tokens: int) -> float:
     return numbers * VALUES / step.mesh.shape["tensor"]
 
 
-def chunk_logits() -> int:
-    """Logits per device that the default loss computes at once. Imported late: training imports Orbax."""
-    from nnxmoe.train.loop.loss import ChunkedLoss
-
-    return ChunkedLoss().logits
-
-
 def _one_layer(found: list[ParamSize]) -> list[ParamSize]:
     """The kernels of the run with the most parameters, such as DeepSeek's layers with experts."""
     runs: dict[int | None, list[ParamSize]] = {}
@@ -341,15 +336,13 @@ def cache_per_token(model: CausalLM) -> dict[int | None, int]:
     return dict(found)
 
 
-@functools.lru_cache(maxsize=8)
-def _scanned(config: DecoderConfig, stages: int | None) -> CausalLM:
-    return _build(config, stages)
-
-
 def _build(config: DecoderConfig, stages: int | None) -> CausalLM:
     """Make the model without arrays, its layers stacked as by `Scanned`, or as by a `Pipeline` of this many stages."""
     strategy = Strategy(stacking=Scanned(), pipeline=None if stages is None else Pipeline(stages, stages))
     return model_class(config)(config, strategy, rngs=None, dtype=jnp.bfloat16)
+
+
+_scanned = functools.lru_cache(maxsize=8)(_build)
 
 
 @functools.lru_cache(maxsize=8)

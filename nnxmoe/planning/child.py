@@ -82,26 +82,22 @@ def _gpu_target(name: str) -> str:
 
 def traced(job: CompileJob, mesh: Mesh) -> Any:
     """The step, traced for arrays of shapes with their shardings."""
-    run, given = _step(job, mesh)
+    run, given = step(job, mesh)
     with jax.default_device(mesh.devices.flat[0]):  # kernels ask the default device what it can run
         return run.trace(*given)
 
 
-def arguments(job: CompileJob, mesh: Mesh) -> tuple[Any, ...]:
-    """Arguments of the step, as shapes with shardings."""
-    return _step(job, mesh)[1]
-
-
-def _step(job: CompileJob, mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
+def step(job: CompileJob, mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
+    """The compiled function of the step, and its arguments, as shapes with shardings."""
     strategy = dataclasses.replace(job.strategy, mesh=mesh)
     model = model_class(job.config)(job.config, strategy, rngs=None, dtype=jnp.bfloat16)
     rows = NamedSharding(mesh, PartitionSpec(batch_axes(mesh) or None))
     if not job.work.train:
         return _decoding(model, job, rows)
-    step = Step(model, optax.adamw(1e-4), accumulate=job.work.accumulate)
+    made = Step(model, optax.adamw(1e-4), accumulate=job.work.accumulate)
     place = NamedSharding(mesh, PartitionSpec(batch_axes(mesh) or None, context_over(job.work.seq, mesh) or None))
     tokens = jax.ShapeDtypeStruct((job.work.batch, job.work.seq), jnp.int32, sharding=place)
-    return step.jitted, (step.shapes(), {"tokens": tokens})
+    return made.jitted, (made.shapes(), {"tokens": tokens})
 
 
 def placed(model: CausalLM) -> tuple[Any, Any]:
@@ -125,11 +121,11 @@ def _decoding(model: CausalLM, job: CompileJob, rows: NamedSharding) -> tuple[An
     cache = dataclasses.replace(jax.tree.map(_at(rows), cache), layers=layers)
     tokens = jax.ShapeDtypeStruct((job.work.batch, 1), jnp.int32, sharding=rows)
 
-    def step(state: Any, tokens: Any, cache: Any) -> Any:
+    def decode(state: Any, tokens: Any, cache: Any) -> Any:
         out = nnx.merge(graph, state)(tokens, cache=cache)
         return jnp.argmax(out.logits, axis=-1), out.cache
 
-    return jax.jit(step, donate_argnums=2), (state, tokens, cache)
+    return jax.jit(decode, donate_argnums=2), (state, tokens, cache)
 
 
 def _at(place: NamedSharding | None) -> Any:

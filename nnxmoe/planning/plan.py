@@ -108,7 +108,7 @@ class Plan:
     def efficiency(self) -> Efficiency:
         """The share of peak that whole steps reach, in decoding of the bandwidth."""
         if (given := self.hardware.efficiency) is not None:
-            return Efficiency.given(given)
+            return Efficiency(given, given, given, "as given")
         return Efficiency.of(self.hardware, self.config.experts > 0, self.work.train, self.work.compute)
 
     @property

@@ -88,11 +88,6 @@ class Efficiency:
         # A few runs do not span what happens.
         return cls(min(*found, 0.75 * middle), middle, min(0.95, max(*found, 1.25 * middle)), what + where)
 
-    @classmethod
-    def given(cls, share: float) -> "Efficiency":
-        """A share that was asked for."""
-        return cls(share, share, share, "as given")
-
 
 def nearest(model: str, kind: Hardware, experts: bool, devices: int, train: bool) -> PublishedRun:
     """The published run that is most like a plan: with experts or without, by device, model and number of devices."""
