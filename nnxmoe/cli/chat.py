@@ -13,7 +13,6 @@ from nnxmoe.runtime.progress import say
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Define the options of ``nnxmoe chat``."""
     add_loading(parser)
     parser.add_argument("--system", metavar="TEXT", help="a system message at the start of the conversation")
     add_sampling(parser, 256, "the checkpoint's")

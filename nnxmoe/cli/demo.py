@@ -29,7 +29,6 @@ TRY = """try next:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     what = "maximum number of new tokens per prompt (default 80)"
     parser.add_argument("--max-new-tokens", type=count, default=80, metavar="N", help=what)
 

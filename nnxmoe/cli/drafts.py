@@ -17,7 +17,6 @@ class Choice(NamedTuple):
 
 
 def add_option(parser: argparse.ArgumentParser) -> None:
-    """Add the option."""
     parser.add_argument(
         "--draft",
         type=_choice,

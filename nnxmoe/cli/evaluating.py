@@ -12,7 +12,6 @@ from nnxmoe.cli.options import add_loading, add_slots, count
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     add_loading(parser)
     add = parser.add_argument
     add("--tasks", required=True, metavar="NAMES", help="tasks of lm-evaluation-harness, separated by commas")

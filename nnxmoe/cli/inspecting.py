@@ -9,7 +9,6 @@ from nnxmoe.config.printable import bytes_text, count_text, plain
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     add_model(parser, "a folder, a hub id, 'demo', or a preset such as deepseek-v3")
     add_quantize(parser)
     add = parser.add_argument

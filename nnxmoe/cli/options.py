@@ -79,12 +79,10 @@ def add_loading(parser: argparse.ArgumentParser) -> None:
 
 
 def add_mesh(parser: argparse.ArgumentParser) -> None:
-    """``--mesh``."""
     parser.add_argument("--mesh", type=mesh, metavar="AXES", help="shard over devices, such as tensor=8 or expert=8")
 
 
 def add_adapter(parser: argparse.ArgumentParser) -> None:
-    """``--adapter``."""
     what = "merge this LoRA adapter (of peft or of nnxmoe) into the model"
     parser.add_argument("--adapter", metavar="FOLDER", help=what)
 
@@ -99,7 +97,6 @@ def add_quantize(parser: argparse.ArgumentParser, *, keep: bool = True) -> None:
 
 
 def add_slots(add: Callable[..., Any]) -> None:
-    """``--slots``."""
     add("--slots", type=count, default=8, metavar="N", help="samples computed together, as one batch (default 8)")
 
 

@@ -19,7 +19,6 @@ RATES |= {"efficiency": "share of the peak, 0 to 1"}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Define the options of ``nnxmoe plan``."""
     add = parser.add_argument
     add("model", metavar="MODEL", help="a preset such as deepseek-v3, 'demo', a folder or a hub id")
     where = parser.add_mutually_exclusive_group(required=True)

@@ -12,7 +12,6 @@ KEY = "NNXMOE_API_KEY"
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     add_loading(parser)
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine only)")

@@ -204,7 +204,6 @@ class Bytes:
 
     @property
     def total(self) -> int:
-        """Bytes in all."""
         return self.arguments + self.gradients + self.activations
 
 

@@ -57,7 +57,6 @@ class Plan:
 
     @property
     def devices(self) -> int:
-        """Number of devices."""
         return math.prod(self.mesh.values())
 
     @property
@@ -72,7 +71,6 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether a device has this memory."""
         return self.memory <= self.hardware.memory
 
     @property

@@ -40,7 +40,6 @@ class PublishedRun:
 
     @property
     def compute(self) -> str:
-        """How products are computed."""
         return self.choices.get("compute", "bf16")
 
     @property

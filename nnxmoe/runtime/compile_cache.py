@@ -40,7 +40,12 @@ def compile_cache(folder: str | os.PathLike[str] | None = None, max_bytes: int =
         path = Path(folder).expanduser().absolute() / "nnxmoe" / "xla"
         new = not path.is_dir()
         path.mkdir(parents=True, exist_ok=True)
-        _tidy(path)
+        for entry in path.glob("*-cache"):  # of a killed writer: JAX writes the time stamp last, and needs both
+            stamp = entry.with_name(entry.name.removesuffix("-cache") + "-atime")
+            if not stamp.exists() and time.time() - entry.stat().st_mtime > _UNFINISHED:
+                entry.unlink(missing_ok=True)
+        if not os.access(path, os.W_OK):
+            raise PermissionError(f"{path} cannot be written to")
     except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
         say("compiled programs are not kept: %s (%s=FOLDER: keep them elsewhere, or off)", error, VARIABLE)
         return None
@@ -55,13 +60,3 @@ def compile_cache(folder: str | os.PathLike[str] | None = None, max_bytes: int =
         jax.config.update(name, value)
     jax_cache.reset_cache()  # JAX looks for a folder once, when it compiles first
     return path
-
-
-def _tidy(folder: Path) -> None:
-    """Delete entries whose writer was killed: JAX writes the time stamp after the program, and needs both."""
-    for entry in folder.glob("*-cache"):
-        stamp = entry.with_name(entry.name.removesuffix("-cache") + "-atime")
-        if not stamp.exists() and time.time() - entry.stat().st_mtime > _UNFINISHED:
-            entry.unlink(missing_ok=True)
-    if not os.access(folder, os.W_OK):
-        raise PermissionError(f"{folder} cannot be written to")

@@ -34,7 +34,6 @@ class JitProgram:
         return self.prepare(*arguments)(*arguments)
 
     def prepare(self, *arguments: Any) -> Any:
-        """The compiled program for such arguments."""
         shapes = shapes_of(arguments)
         if shapes not in self._known:
             leaves = jax.tree.leaves((arguments, self._options))

@@ -72,11 +72,9 @@ class GGUF:
         return cls(file, tuple(files), fields, tensors)
 
     def error(self, message: str) -> CheckpointError:
-        """An error that names the file."""
         return CheckpointError(f"{self.file}: {message}")
 
     def text(self, key: str) -> str:
-        """A field that must be text."""
         value = self.fields.get(key)
         if not isinstance(value, str):
             raise _damaged(self.file, f"{key} must be text, got {short(value)}")
@@ -84,7 +82,6 @@ class GGUF:
 
 
 def is_gguf(path: str | os.PathLike[str]) -> bool:
-    """Whether a path names a GGUF file."""
     return os.fspath(path).lower().endswith(SUFFIX) and os.path.isfile(path)
 
 

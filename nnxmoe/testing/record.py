@@ -99,5 +99,4 @@ def _taped(kind: type[nnx.Module]) -> type[nnx.Module]:
 
 
 def is_floating(leaf: Any) -> bool:
-    """Whether the leaf is a floating-point array."""
     return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.floating)
