@@ -216,10 +216,7 @@ def find(
 
 
 def _checked(
-    fields: Mapping[str, Any],
-    tensors: Mapping[str, TensorInfo],
-    where: str,
-    checkpoint: Checkpoint | None = None,
+    fields: Mapping[str, Any], tensors: Mapping[str, TensorInfo], where: str, checkpoint: Checkpoint | None = None
 ) -> tuple[DecoderConfig, LazyArrays]:
     """Return the config as loading would use it, and the tensors. Raises CheckpointError for an unsupported
     quantisation."""
