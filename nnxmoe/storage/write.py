@@ -3,6 +3,7 @@
 import json
 import os
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -53,7 +54,9 @@ def write_shares(
     folder = Path(folder)
     plan = [(writer, shard) for writer, tensors in shares for shard in _plan(tensors, max_shard_size) if shard]
     plan = plan or [(0, [])]
-    _refuse_twice(item.name for _, shard in plan for item in shard)
+    used = Counter(item.name for _, shard in plan for item in shard) + Counter(["__metadata__"])
+    if twice := [name for name, count in used.items() if count > 1]:
+        raise ValueError(f"the tensor name {twice[0]!r} is used twice or reserved")
     names = (
         [single] if len(plan) == 1 else [f"model-{i + 1:05}-of-{len(plan):05}.safetensors" for i in range(len(plan))]
     )
@@ -79,14 +82,6 @@ def write_shares(
         total = sum(item.nbytes for _, shard in plan for item in shard)
         write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
     return [folder / name for name in names]
-
-
-def _refuse_twice(names: Iterable[str]) -> None:
-    seen: set[str] = set()
-    for name in names:
-        if name in seen or name == "__metadata__":
-            raise ValueError(f"the tensor name {name!r} is used twice or reserved")
-        seen.add(name)
 
 
 def write_json(path: Path, fields: Mapping[str, Any]) -> None:
