@@ -74,16 +74,14 @@ class Checkpoint:
                 raise CheckpointError(
                     f"{file}: the headers up to this file exceed {MAX_HEADER} bytes; use larger shards"
                 )
-        for file in self.files:
             header = read_header(file)
             self._sizes[file] = file.stat().st_size
             for name, info in header.items():
                 known = self.tensors.setdefault(name, info)
                 if known is info:
                     continue
-                chosen = next(
-                    (one for one in (info, known) if one.file == self.folder / weight_map.get(name, "")), None
-                )
+                listed = self.folder / weight_map.get(name, "")
+                chosen = next((one for one in (info, known) if one.file == listed), None)
                 if not self._equal(known, info):
                     if chosen is None:
                         raise CheckpointError(
