@@ -32,6 +32,7 @@ from nnxmoe.generation.grouping import (
 )
 from nnxmoe.generation.passes import Passed, PassPart, Room, cache_bytes
 from nnxmoe.generation.request import (
+    FINISHES,
     Event,
     Finish,
     Ids,
@@ -44,18 +45,7 @@ from nnxmoe.generation.request import (
     whole_ids,
     whole_number,
 )
-from nnxmoe.generation.rows import (
-    FULL,
-    RUNNING,
-    STOPPED,
-    History,
-    Process,
-    RowOptions,
-    RowReport,
-    advance,
-    begin,
-    empty_rows,
-)
+from nnxmoe.generation.rows import History, Process, RowOptions, RowReport, advance, begin, empty_rows
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.inputs import warn_beyond_positions
 from nnxmoe.runtime.memory import refuse_beyond_memory
@@ -429,8 +419,7 @@ class Engine:
                 request.logprobs += found.logprobs[row, :count].tolist()
                 pairs = zip(found.top_ids[row, :count], found.top_logprobs[row, :count], strict=True)
                 request.top += [list(zip(i[:wanted].tolist(), p[:wanted].tolist(), strict=True)) for i, p in pairs]
-            finish: dict[int, Finish | None] = {RUNNING: None, STOPPED: "stop", FULL: "length"}
-            if (why := finish[int(found.end[row])]) is not None:
+            if (why := FINISHES[int(found.end[row])]) is not None:
                 self._keep_row(request)
                 self._end(request, why)
             events.append(Event(request, new, why))

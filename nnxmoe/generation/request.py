@@ -13,10 +13,11 @@ from jaxtyping import Integer
 
 from nnxmoe.config.printable import short
 from nnxmoe.generation.grammar import Constraint, ConstraintState
-from nnxmoe.generation.rows import Asked
+from nnxmoe.generation.rows import FULL, RUNNING, STOPPED, Asked
 from nnxmoe.generation.sampling import Sampling, Steps, prepare
 
 Finish = Literal["stop", "length", "cancelled"]
+FINISHES: Mapping[int, Finish | None] = {RUNNING: None, STOPPED: "stop", FULL: "length"}  # by why a row ended
 Ids = Sequence[int] | Integer[Any, "_"]  # of one text: a list, or an array of NumPy, JAX or torch
 Eos = int | np.integer | Ids | None | EllipsisType  # ...: the end tokens of the checkpoint
 
