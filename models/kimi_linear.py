@@ -74,9 +74,9 @@ class KimiLinearConfig(KimiMoEConfig, NestedDeltaConfig):
         return found
 
     def _kinds(self, linear: Any, full: Any) -> Sequence[str]:
-        numbers = range(1, self.num_hidden_layers + 1) if isinstance(self.num_hidden_layers, int) else ()
         both = [i for part in (linear, full) if isinstance(part, list | tuple) for i in part]
-        if any(type(i) is not int for i in both) or sorted(both) != [*numbers]:
+        numbers = range(1, len(both) + 1)
+        if any(type(i) is not int for i in both) or sorted(both) != [*numbers] or len(both) != self.num_hidden_layers:
             raise ConfigError(
                 f"linear_attn_config: kda_layers {short(linear)} and full_attn_layers {short(full)} must name each of "
                 f"the layers 1 … {short(self.num_hidden_layers)} once"

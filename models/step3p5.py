@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from nnxmoe.config.bounds import ConfigError, Number, count, per_layer
+from nnxmoe.config.bounds import MOST_LAYERS, ConfigError, Count, Number, count, per_layer
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.layer_types import FULL, SLIDING, PartialRopesConfig
 from nnxmoe.config.printable import short
@@ -38,8 +38,8 @@ _ROPE = {"rope_theta": "rope_theta", "partial_rotary_factor": "partial_rotary_fa
 def _translated(given: dict[str, Any], layers: int, more: int) -> dict[str, Any]:
     """The fields of `Step3p5Config` for those of a config.json, which may be a published one. ``more``: number of
     prediction layers."""
-    if type(layers) is not int or type(more) is not int:
-        return given  # which is refused later
+    Count(1, MOST_LAYERS)("num_hidden_layers", layers)
+    Count(0, MOST_LAYERS)("num_nextn_predict_layers", more)
     for name in _PADDED:
         if more and isinstance(value := given.get(name), list) and len(value) == layers + more:
             given[name] = value[:layers]

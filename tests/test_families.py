@@ -4,7 +4,9 @@
 test_families_oracle.py.
 """
 
+import contextlib
 import dataclasses
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -267,6 +269,19 @@ def test_adapters_that_peft_has_no_layers_for(tmp_path: Path, caplog: pytest.Log
     lora.remove(model)
     lora.load(model, tmp_path / "adapter")
     assert {slot.name for slot in adapted(model)} == {"router", "shared.gate", "shared.up", "shared.down"}
+
+
+def test_bounds_are_checked_before_lists_per_layer_are_made() -> None:
+    """Otherwise a number in a file could take all memory."""
+    for kind in KINDS:
+        fields = load(kind).fields
+        nnxmoe.config_from_hf(fields)  # fills caches
+        tracemalloc.start()
+        with contextlib.suppress(nnxmoe.ConfigError):  # Nemotron-H, as transformers, counts its list of layers
+            nnxmoe.config_from_hf(fields | {"num_hidden_layers": 10**6})
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 10**6, (kind, peak)
 
 
 @pytest.mark.slow

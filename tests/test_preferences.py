@@ -326,6 +326,9 @@ def test_rows_are_truncated_and_pairs_without_a_completion_left_out(caplog: pyte
     assert "pairs longer than seq_len=12: 2 of 3 are truncated, 1 of 3 are left out" in caplog.text
     with pytest.raises(DataError, match="no pair has an answer within its first 8 tokens"):
         next(batches_of([long], seq_len=8))
+    caplog.clear()
+    next(batches_of([cut | {"chosen": cut["rejected"], "rejected": cut["chosen"]}], seq_len=12))
+    assert "pairs longer than seq_len=12: 1 of 1 are truncated" in caplog.text
 
 
 def test_batches_resume_count_and_are_split_over_processes() -> None:

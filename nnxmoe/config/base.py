@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self
 
 from nnxmoe.config.bounds import (
     MOST_EXPERTS,
+    MOST_LAYERS,
     TOKEN_IDS,
     ConfigError,
     check_at_most,
@@ -62,7 +63,7 @@ class DecoderConfig:
     vocab_size: int = count(32000, most=2**24)
     hidden_size: int = count(4096, most=2**20)
     intermediate_size: int = count(11008, most=2**24)
-    num_hidden_layers: int = count(32, most=1024)
+    num_hidden_layers: int = count(32, most=MOST_LAYERS)
     num_attention_heads: int = count(32, most=2**14)
     num_key_value_heads: int | None = count(None, most=2**14)
     head_dim: int | None = count(None, most=2**16)

@@ -12,6 +12,7 @@ class ConfigError(ValueError):
     """A field of a model's configuration that is invalid or asks for something that is not supported."""
 
 
+MOST_LAYERS = 1024
 MOST_EXPERTS = 2**18  # in all layers together
 
 

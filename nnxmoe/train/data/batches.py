@@ -187,7 +187,7 @@ class Batches(Iterator[Batch]):
             parts = document.pieces(self.seq_len)
             tokens, stop = tokens + sum(len(part.tokens) for part in parts), stop + 1
             found += parts
-            if document.chat and len(document.tokens) > self.seq_len:
+            if document.chat and max(len(part.tokens) for part in document.parts) > self.seq_len:
                 self.documents.tell_cut(self.seq_len, ended=False)
         if not self.pack:
             return [[part] for part in found], stop
