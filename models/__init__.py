@@ -105,7 +105,7 @@ def _refuse_unread(family: type[CausalLM]) -> None:
 
 
 def _codes(*classes: type) -> Iterator[CodeType]:
-    """The code of all functions of classes, of their bases and of their modules."""
+    """Code objects of the functions in the classes, in their bases, and in the modules that define these."""
     for kind in {base for each in classes for base in each.__mro__ if issubclass(base, (DecoderConfig, CausalLM))}:
         module = sys.modules[kind.__module__]
         for value in (*vars(kind).values(), *vars(module).values()):

@@ -96,7 +96,7 @@ class Grammar:
         return cls(_library().LLMatcher.grammar_from_lark(text), tokenizer)
 
     def within(self, lark: str) -> "Grammar":
-        """Texts of a grammar in which ``@form`` is a text of this one."""
+        """The grammar ``lark``, in which ``@form`` stands for the texts of this grammar."""
         # llguidance returns JSON with a list of grammars, or Lark as it is.
         is_json = self._text.lstrip().startswith("{")
         form, *more = json.loads(self._text)["grammars"] if is_json else [{"lark_grammar": self._text}]

@@ -36,7 +36,8 @@ def by_head(
 
 
 def rows_and_heads(rows: int, heads: int, axis: str, mesh: Mesh, rules: Rules) -> tuple[Any, Any]:
-    """The mesh axes that split so many rows and heads, of this logical axis; None where they do not divide."""
+    """The mesh axes that split ``rows`` rows, and those that split ``heads`` heads of the logical axis ``axis``; None
+    if the number is not a multiple of their size."""
     over = sharded_over(axis, mesh, rules)
     return divided_over(rows, mesh) or None, None if heads % shards(mesh, over) else over or None
 

@@ -90,7 +90,7 @@ Keys = Callable[[Array, Any], tuple[Array, Array]]  # ``(stored, kernel) -> k, v
 
 @dataclasses.dataclass(frozen=True)
 class Halves:
-    """Keys of this ``width``, with values behind them."""
+    """Splits the last dimension into keys of this ``width`` and the values after them."""
 
     width: int
 
@@ -100,8 +100,9 @@ class Halves:
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """How tokens lie on the devices of a ring, and how what goes round becomes keys and values. ``tree``: the structure
-    of `Scores` without sinks. ``floats``: which arrays of the kernel, of structure ``kernel``, have gradients."""
+    """The placement of tokens on the devices of a ring. ``keys`` expands what circulates into keys and values.
+    ``tree``: the structure of `Scores` without sinks. ``floats``: which arrays of the kernel, of structure ``kernel``,
+    have gradients."""
 
     blocks: Streaming
     pieces: Pieces
@@ -118,12 +119,12 @@ class Ring:
         return min(self.pieces.count, 1 - (1 - window) // size)
 
     def expanded(self, stored: Array, floats: list[Array], codes: list[Array]) -> tuple[Array, Array]:
-        """Keys and values of what this device has."""
+        """Keys and values of the tokens in ``stored``, the part of the ring that this device holds in this turn."""
         one, other = iter(floats), iter(codes)
         return self.keys(stored, self.kernel.unflatten([next(one if is_float else other) for is_float in self.floats]))
 
     def scores(self, leaves: list[Array], turn: Any) -> Scores:
-        """Of this device's queries and the keys that it has in this turn."""
+        """Scores of this device's queries and the keys that it holds in this turn."""
         scores, me = self.tree.unflatten(leaves), jax.lax.axis_index(CONTEXT)
         mine, theirs = (self.pieces.tokens(device) for device in (me, (me - turn) % self.pieces.count))
         return dataclasses.replace(scores, mask=scores.mask.part(mine, theirs))

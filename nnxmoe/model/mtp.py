@@ -40,7 +40,7 @@ class MTP(nnx.Module):
         return Linear((2 * dim,), (dim,), ("embed", "norm"), **kw)
 
     def joined(self, model: Any, embedded: Float[Array, "B T D"], hidden: Float[Array, "B T D"], tokens: Ids) -> Any:
-        """The layer's input, of embedded tokens and the states before them."""
+        """Input of the prediction layer: normalised embeddings and previous states, concatenated and projected."""
         both = jnp.concatenate([self.token_norm(embedded), self.hidden_norm(hidden.astype(embedded.dtype))], axis=-1)
         return model.enter(self.project(both), tokens)
 

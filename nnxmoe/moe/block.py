@@ -28,7 +28,7 @@ class MoEInfo:
 class MoE(nnx.Module):
     """``x[B T D] -> y``: routed experts, plus an optional shared expert applied to every token.
 
-    ``norm``: of what experts read, but not their router; None: both read x."""
+    ``norm`` is applied to the input of the experts, but not of the router; None: both read x."""
 
     name: ClassVar[str] = "moe"
 

@@ -83,7 +83,7 @@ def axes_text(plan: Any) -> str:
 
 
 def cost(plan: Any, tokens: float, price: float | None = None) -> str:
-    """How long a plan takes for so many tokens, and what it costs by a price of a device and hour."""
+    """Duration of training on ``tokens`` tokens, and its cost if ``price`` is that of a device-hour."""
     days = [tokens / plan.work.tokens * each / 86400 for each in (plan.seconds, *plan.range)]
     hours = 24 * days[0] * plan.devices
     text = f"{tokens:,.0f} tokens: {_days(days[0])} ({_days(days[1])} to {_days(days[2])}), {hours:,.0f} device-hours"

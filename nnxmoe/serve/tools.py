@@ -66,7 +66,8 @@ class CallFormat:
 
     @functools.cached_property
     def end(self) -> re.Pattern[str] | None:
-        """What comes after the arguments of the last call; None: nothing that can be told from a next call."""
+        """Pattern of the text that ends the last call; None if the format has none that differs from the start of
+        another call."""
         if not self.closing:
             return None if self.closing is None else self.tail
         closing = rf"\s*+{_pattern(self.closing).removesuffix(_SPACES)}"  # white space that follows is said
@@ -263,7 +264,7 @@ def _json(schema: Any) -> str:
 
 
 def literal(text: str, tokens: Mapping[str, int]) -> str:
-    """A text in Lark; tokens that are no text by their ids."""
+    """A text as a Lark terminal; special tokens in it, ``tokens``, are written as their ids."""
     found = sorted((token for token in tokens if token in text), key=len, reverse=True)
     parts = re.split("(" + "|".join(map(re.escape, found)) + ")", text) if found else [text]
     return " ".join(f"<[{tokens[part]}]>" if part in found else json.dumps(part) for part in parts if part)

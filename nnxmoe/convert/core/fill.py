@@ -44,8 +44,8 @@ Group = tuple[list[Wanted], list[str]]  # parameters that share arrays, and the 
 def fill(
     model: CausalLM, leaves: Mapping[str, Leaf], arrays: LazyArrays, dtype: np.dtype | None, report: LoadReport
 ) -> None:
-    """Set the values and ``load_report`` of an abstract model. ``dtype`` None: as stored. What has a dtype of
-    its own keeps it."""
+    """Set the values and ``load_report`` of an abstract model. ``dtype`` None: as stored. Parameters with
+    a dtype of their own keep it."""
     started, groups = time.perf_counter(), grouped(model, leaves, arrays, dtype)
     wanted = [(parameter.shape, kind, place) for group, _ in groups for parameter, kind, place in group]
     kinds = sorted({str(kind) for _, kind, _ in wanted if kind.itemsize > 2})

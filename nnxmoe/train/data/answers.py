@@ -69,7 +69,8 @@ class _RenderedChat:
         return self.tokenizer.render_chat(chat, add_generation_prompt=asked, **self.given).text
 
     def tagged(self, answers: Sequence[Span], turns: list[int], learned: Sequence[int]) -> list[Span]:
-        """The tagged answers that are learned; of tags that are not one per answer, those from the first of them on."""
+        """The spans in ``answers``, marked by the template, that are learned: those of the turns ``learned``, or all
+        from the first learned turn on if the template does not mark one span per turn."""
         if len(answers) == len(turns):
             return [span for span, turn in zip(answers, turns, strict=True) if turn in learned]
         first = 0 if learned[0] == turns[0] else learned[0]

@@ -32,7 +32,7 @@ class Document:
 
     @property
     def parts(self) -> "tuple[Document, ...]":
-        """The rows that it takes: itself; of a `Pair` two."""
+        """The documents that each fill a row: this one, or both completions of a `Pair`."""
         return (self,)
 
     def pieces(self, length: int) -> "list[Document]":

@@ -116,8 +116,8 @@ def chosen(model: CausalLM, targets: str | Sequence[str] | None) -> list[Slot]:
 
 
 def for_each(found: Sequence[Slot], given: Any, what: str) -> list[Any]:
-    """The value of each slot: ``given``, or in a mapping that of the longest target that fits its name. Raises
-    ValueError if a slot has none, and for a target that no slot takes its value from."""
+    """One value per slot: ``given`` itself, or if it is a mapping, the value of the longest target that matches the
+    slot's name. Raises ValueError for a slot without a match, and for a target without a slot."""
     if not isinstance(given, Mapping):
         return [given] * len(found)
     keys = [max((t for t in given if f"{slot.name}.".startswith(f"{t}.")), key=len, default=None) for slot in found]
