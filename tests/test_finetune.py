@@ -21,8 +21,8 @@ import pytest
 
 import nnxmoe
 from nnxmoe import cli
-from nnxmoe.cli.commands import DEMO
 from nnxmoe.generation.request import whole_number
+from nnxmoe.storage.hub import DEMO
 from nnxmoe.train import finetune as tuning
 from nnxmoe.train import lora
 from nnxmoe.train.finetune import _INTEGERS, Finetune

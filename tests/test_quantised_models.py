@@ -483,7 +483,7 @@ LIMITS = {"int8": 1e-3, "fp8": 3e-2, "int4:16": 0.2, "experts=int4:16,others=int
 
 def test_the_demo_keeps_its_predictions() -> None:
     """Mean KL divergence of next-token distributions to the float model, in nats."""
-    from nnxmoe.cli.commands import DEMO
+    from nnxmoe.storage.hub import DEMO
 
     text = "Once upon a time there was a little fox who lived in the forest. What is the capital of Italy?"
     ids = np.array([nnxmoe.Tokenizer.from_pretrained(DEMO).encode(text)])
@@ -497,7 +497,7 @@ def test_the_demo_keeps_its_predictions() -> None:
 
 @pytest.mark.slow
 def test_the_demo_passes_its_exam_in_int8() -> None:
-    from nnxmoe.cli.commands import DEMO
+    from nnxmoe.storage.hub import DEMO
     from tests.demo import exam
 
     tokenizer = nnxmoe.Tokenizer.from_pretrained(DEMO)
