@@ -178,6 +178,7 @@ MISTAKES: list[Callable[[pytest.MonkeyPatch], None]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plant", MISTAKES, ids=lambda plant: plant.__name__)
 def test_planted_mistakes_change_the_logits(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
@@ -190,6 +191,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return write_deepseek_v4(tmp_path_factory.mktemp("published"))
 
 
+@pytest.mark.slow
 def test_published_codes(published: tuple[Path, Path]) -> None:
     """FP8 blocks and FP4 experts are exactly the floats that they stand for, and stay codes on request."""
     codes, floats = published

@@ -93,6 +93,7 @@ def random_inputs(length: int, seed: int, segments: bool, channels: bool = False
     return DeltaInputs._make((*arrays, run)), jnp.asarray(rng.standard_normal((batch, values, 8, 5)), jnp.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [in_chunks, functools.partial(in_chunks, corrects=False), in_chunks_by_channel])
 @pytest.mark.parametrize("segments", [False, True])
 def test_chunks_are_steps(segments: bool, rule: Callable[..., Any]) -> None:
@@ -229,6 +230,7 @@ def layers_in_another_order(model: Any, patch: pytest.MonkeyPatch) -> None:
     model.stacks = nnx.List([*model.stacks[1:], model.stacks[0]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plant", [no_offset, gate_for_query, no_gate, layers_in_another_order])
 def test_mistakes_in_a_model_are_noticed(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     case = load("qwen3_next")
@@ -307,6 +309,7 @@ PLANTED: list[tuple[str, str, Plant]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "name", "plant"), PLANTED, ids=[f"{kind}-{name}" for kind, name, _ in PLANTED])
 def test_mistakes_in_other_layers_are_noticed(
     kind: str, name: str, plant: Plant, monkeypatch: pytest.MonkeyPatch
@@ -385,6 +388,7 @@ def test_tokens_taken_back_leave_no_trace(model: nnxmoe.CausalLM) -> None:
         assert max_error(one, alone) < PART_TOLERANCE * max(1, np.abs(alone).max())
 
 
+@pytest.mark.slow
 def test_generation_with_drafts(model: nnxmoe.CausalLM) -> None:
     """In an engine, with and without drafts, beside other rows: the ids of whole passes."""
     prompts, new = [[3, 4, 5, 3, 4, 5, 3, 4], [7, 1, 30]], 8

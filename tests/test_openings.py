@@ -51,6 +51,7 @@ class Layered(Parallel):
         return LayerOutput(x._replace(x=x.x + self.feed(x.x, context).y), cache, None)
 
 
+@pytest.mark.slow
 def test_every_opening_changes_the_output(model: Openings) -> None:
     """Rotations, gate, post norms, second stream, state, and the ids that the router reads."""
     wanted, graph = model(TOKENS).logits, nnx.split(model)
@@ -82,6 +83,7 @@ def test_a_recurrence_is_what_it_says(model: Openings) -> None:
     assert max_error(ours, layer.o(jnp.asarray(np.stack(states, 1), jnp.float32))) < PART_TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scan", [False, True])
 def test_openings_hold_in_chunks_padding_and_segments(model: Openings, scan: bool) -> None:
     """Cached chunks, rows of different length with padding on either side, packed documents, and the last token."""

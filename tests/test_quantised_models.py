@@ -172,6 +172,7 @@ def test_quantising_while_loading_equals_quantising_in_memory(tmp_path: Path, ki
     identical(arrays(nnxmoe.from_pretrained(tmp_path / "again", keep_quantized=True)), arrays(made))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "head",
     [nnxmoe.Int8(), pytest.param(nnxmoe.Int4(16), marks=SLOW), pytest.param(nnxmoe.Float8(24), marks=SLOW)],

@@ -254,6 +254,7 @@ def made() -> Made:
     return make
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*KINDS, POOLED, BLOCKS])
 def test_every_split_of_a_prompt(kind: str, made: Made) -> None:
     """Cached chunks, padded on either side; packed segments are separate rows; the last token alone."""
@@ -433,6 +434,7 @@ HANDED_ON: dict[str, Plant] = {"not handed on": hand_on_nothing, "the first hand
 ALL = [(kind, name) for kind in KINDS for name in MISTAKES]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "name"), [*ALL, *(("glm_moe_dsa", name) for name in HANDED_ON)])
 def test_planted_mistakes_change_the_logits(kind: str, name: str, made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     case, right = made(kind)
@@ -478,6 +480,7 @@ OF_POOLS = [pools_of_plain_means, places_forgotten, own_pool_not_seen, pools_fro
 OF_POOLS += [one_stream_instead_of_the_mean, unbounded_gates]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plant", OF_POOLS)
 def test_mistakes_with_pools_change_the_logits(plant: Plant, made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     case, right = made(POOLED)
@@ -496,6 +499,7 @@ class Kept(TokenCache):
         return Kept((latents, keys)), (seen[0], keys), slots
 
 
+@pytest.mark.slow
 def test_keys_that_are_not_taken_back_are_noticed(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     jax.tree_util.register_dataclass(Kept, ["buffers"], ["ring", "spare"])
     case, model = made("deepseek_v32")
