@@ -158,6 +158,7 @@ def past(lengths: list[int], real: np.ndarray) -> Past:
     return cache.advance(real.shape[1], jnp.asarray(real), None)[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spare", [0, 2])
 @pytest.mark.parametrize("size", [4, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 3, 7))])
 def test_append_ring_equals_a_list(size: int, spare: int) -> None:
@@ -230,6 +231,7 @@ def test_rows_that_advance_by_different_counts(kind: str) -> None:
     assert done.sum() > 25
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [pytest.param(ORACLE, marks=pytest.mark.slow), nnxmoe.Strategy()])
 def test_layers_with_different_windows(strategy: nnxmoe.Strategy) -> None:
     """Alternating windows against a slow reference that slices the keys per query, without a cache and with a mix of

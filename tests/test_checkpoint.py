@@ -280,6 +280,7 @@ def fork_and_die(run: Path, pipe: Connection) -> None:
     os._exit(3)
 
 
+@pytest.mark.slow
 def test_one_process_writes_at_a_time_and_a_forked_child_does_not_hold_the_lock(tmp_path: Path) -> None:
     with Checkpoints(tmp_path / "run") as checkpoints:
         checkpoints.save(0, state(0))

@@ -243,6 +243,7 @@ def test_closed_pipe_exits_silently() -> None:
     assert (process.wait(1200), process.stderr and process.stderr.read()) == (141, "")
 
 
+@pytest.mark.slow
 def test_generate_is_deterministic_per_seed(capsys: pytest.CaptureFixture[str]) -> None:
     line = ["generate", MIXTRAL, "--prompt", "The quick", "--max-new-tokens", "8", "--temperature", "1", "--seed", "5"]
     texts = []
@@ -480,6 +481,7 @@ def test_generating_with_a_preset_is_refused(capsys: pytest.CaptureFixture[str])
     assert "published   deepseek-ai/DeepSeek-V3: 685B parameters in FP8" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_generate_tells_speed_and_hints_at_chat(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -615,6 +617,7 @@ def test_prompts_are_read_line_by_line(tmp_path: Path) -> None:
         prompts.read(str(file))
 
 
+@pytest.mark.slow
 def test_prompts_keep_their_own_fields(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -47,6 +47,7 @@ def test_any_split_of_a_prompt(model: nnxmoe.CausalLM, chunks: tuple[int, ...]) 
     assert max_error(logits, LOGITS) < MODEL_TOLERANCE
 
 
+@pytest.mark.slow
 def test_packed_segments_equal_separate_rows(model: nnxmoe.CausalLM) -> None:
     """Windows of entries are counted from the start of a segment, with a cache too."""
     lengths = 7, 10
@@ -63,6 +64,7 @@ def test_packed_segments_equal_separate_rows(model: nnxmoe.CausalLM) -> None:
     assert max_error(jnp.concatenate(found, axis=1), wanted) < MODEL_TOLERANCE
 
 
+@pytest.mark.slow
 def test_tokens_taken_back(model: nnxmoe.CausalLM) -> None:
     """Entries and windows that rejected tokens have written are as if these had never been."""
     cache = model(TOKENS[:, :6], cache=model.empty_cache(2, 20, spare=4)).cache

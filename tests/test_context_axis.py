@@ -214,9 +214,8 @@ MESHES: dict[str, tuple[str, dict[str, int], dict[str, Any], bool, bool]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "mesh", [pytest.param(mesh, marks=pytest.mark.slow if i else ()) for i, mesh in enumerate(MESHES)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
 def test_training_equals_one_device(eight: Callable[..., Any], mesh: str) -> None:
     """Losses over the borders of devices, balance over whole rows, gradients, and the experts' loads."""
     found = eight(compared, *MESHES[mesh])

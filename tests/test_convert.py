@@ -86,6 +86,7 @@ def test_convert_between_every_pair_of_formats(
     assert again.generation_config == nnxmoe.from_pretrained(MIXTRAL).generation_config
 
 
+@pytest.mark.slow
 def test_round_trip_through_float32_restores_identical_files(tmp_path: Path) -> None:
     """bfloat16 through a float32 tree is byte-identical, although queries are divided by sqrt(8)."""
     fields = TINY["mixtral"]
@@ -117,6 +118,7 @@ def test_codes_are_verified_in_the_dtype_of_the_model(tmp_path: Path) -> None:
     assert convert(str(tmp_path / "ours"), str(tmp_path / "codes"), "hf", verify=True).difference < 1e-4
 
 
+@pytest.mark.slow
 def test_codes_of_native_folders_become_floats_where_they_must(tmp_path: Path) -> None:
     """For MaxText, and before they are rounded to other codes."""
     fields = TINY["llama"]
@@ -135,6 +137,7 @@ def native_arrays(model: Any) -> dict[str, np.ndarray]:
     return {name: np.asarray(array) for name, array in found.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["deepseek_v4", "nemotron_h"])
 def test_verify_knows_names_and_integers_of_every_family(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -137,6 +137,7 @@ def test_end_states_are_equal_in_all_doors() -> None:
         assert Engine(model, slots=1, capacity=CAPACITY).submit(prompt, Wanted(0)).finish == "length"
 
 
+@pytest.mark.slow
 def test_rows_beyond_the_positions_are_reported_once_per_model(caplog: pytest.LogCaptureFixture) -> None:
     """By whichever door they come; texts, prompts and caches within the positions are not."""
 
@@ -218,6 +219,7 @@ def test_single_prompts_are_refused(given: Any) -> None:
         nnxmoe.complete(tiny(), given)
 
 
+@pytest.mark.slow
 def test_programs_are_few_and_no_slot_is_lost() -> None:
     """Random submits, cancels and steps: no compilation after the first requests, and every result is right."""
     _storm(1500)
@@ -412,6 +414,7 @@ def test_drafts_change_nothing(kind: str, dtype: str) -> None:
             assert run(Engine(model, slots=1, capacity=40, limits=limits), [(prompt, wanted)])[0].ids == request.ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mistral", pytest.param("mixtral", marks=pytest.mark.slow)])
 def test_prompt_lookup_gives_the_same_ids_in_fewer_steps(kind: str) -> None:
     """A prompt that repeats itself, and one that does not."""

@@ -529,6 +529,7 @@ def on_another_base(folder: str, mesh: bool) -> None:
         fit(model(True), Draws(8), **run | {"steps": 3})
 
 
+@pytest.mark.slow
 def test_resuming_on_another_base_model(tmp_path: Path) -> None:
     on_another_base(str(tmp_path / "c"), False)
 
@@ -555,6 +556,7 @@ def test_batches_of_lists_and_objects_with_an_array() -> None:
     same_bits(fit(model, given, **run, evaluate=given), fit(model, others, **run, evaluate=others))
 
 
+@pytest.mark.slow
 def test_training_in_64_bits() -> None:
     """With JAX_ENABLE_X64, parameters, moments and losses are those of 32 bits."""
     batch, results = {"tokens": random_tokens(4, 6).astype(np.int64)}, []

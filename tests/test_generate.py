@@ -323,6 +323,7 @@ def test_invalid_prompts() -> None:
         run(mask=[[1] * 7, [0] * 7])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mistral", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
 def test_64_bit_indices(kind: str) -> None:
     """JAX_ENABLE_X64 changes no id: caches, also in int8, are written and read with indices of 32 bits."""

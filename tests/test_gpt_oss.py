@@ -183,6 +183,7 @@ def test_inspect_sizes_of_the_presets() -> None:
 # Training
 
 
+@pytest.mark.slow
 def test_gradients_reach_every_parameter_and_adapters_change_nothing_at_first() -> None:
     """Sinks and the biases of experts and router included."""
     ours, tokens = build_tiny("gpt_oss", nnxmoe.Strategy()), jnp.asarray(random_tokens(2, 9))

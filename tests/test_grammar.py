@@ -77,6 +77,7 @@ def test_texts_follow_a_schema(model: nnxmoe.CausalLM, tokenizer: nnxmoe.Tokeniz
         assert any(count for done in greedy for count in done.accepted if count)
 
 
+@pytest.mark.slow
 def test_rows_without_a_constraint_are_not_changed(model: nnxmoe.CausalLM, tokenizer: nnxmoe.Tokenizer) -> None:
     """To the bit, beside rows with one; requests that end early, are cancelled, or share a prefix."""
     ids = tokenizer.encode("Once upon a time there was")
@@ -200,6 +201,7 @@ def test_refusals(model: nnxmoe.CausalLM, tokenizer: nnxmoe.Tokenizer, tmp_path:
         grammar_of(argparse.Namespace(json_schema=str(tmp_path / "schema.json")), tokenizer)
 
 
+@pytest.mark.slow
 def test_the_command_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     schema, prompts = tmp_path / "schema.json", tmp_path / "prompts.txt"
     schema.write_text(json.dumps(SCHEMA))

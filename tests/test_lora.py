@@ -680,6 +680,7 @@ def test_split_ranks_keep_the_total_of_the_active_ranks() -> None:
     assert {"attention.o", "mlp.up", "shared.down"} < set(ranks) and "router" not in ranks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scan", [False, True])
 def test_adapters_of_different_ranks_are_saved_merged_and_unmerged(tmp_path: Path, scan: bool) -> None:
     """Bitwise, with the patterns that peft reads."""

@@ -107,6 +107,7 @@ def with_layers_second(tree: Flat) -> Flat:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", sorted(NEWER))
 def test_newer_families_equal_maxtext(kind: str) -> None:
     """Logits; names, shapes and values there and back, scanned and not."""
@@ -319,6 +320,7 @@ def test_layers_with_different_dtypes_stack_in_the_wider_one(scan: bool, tmp_pat
         identical(found, {name: array.astype(np.float32) for name, array in params.items()})
 
 
+@pytest.mark.slow
 def test_activation_dtype_is_that_of_the_kernels(tmp_path: Path) -> None:
     """The dtype of the embedding has no influence."""
     params, config = params_of("mixtral_scanned"), config_of("mixtral_scanned")
@@ -433,6 +435,7 @@ def test_llama_3_rope_under_either_key_is_interleaved(key: str) -> None:
     assert max_error(found, forward(model, tokens).logits) < 2e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scalar", [5.0, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_query_pre_attn_scalar_is_saved_or_folded_into_queries(scalar: float, tmp_path: Path) -> None:
     """The native format stores it in config.json; other formats scale the queries, with equal logits."""

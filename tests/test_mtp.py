@@ -170,6 +170,7 @@ def test_a_cache_gives_what_the_whole_pass_gives(kind: str, loaded: Loaded) -> N
         depth(model, hidden[:, :1], given[:, :1], cache=cache, fresh=True)
 
 
+@pytest.mark.slow
 def test_the_model_itself_does_not_change() -> None:
     """Prediction layers are drawn after all others, and without them a model has none."""
     config = config_from_hf(tiny_mtp(1)[0])

@@ -62,9 +62,8 @@ def modes(function: Callable[..., Any], given: list[Any], moved: list[Any]) -> d
     }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "blocked" else pytest.mark.slow) for name in CASES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_every_differentiation_mode(name: str) -> None:
     function, plain, shapes = CASES[name]
     rng = np.random.default_rng(0)

@@ -134,6 +134,7 @@ MAKERS: dict[str, Callable[[nnxmoe.CausalLM], optax.GradientTransformation]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*MAKERS])
 def test_any_optimizer_resumes_bit_for_bit(name: str, tmp_path: Path) -> None:
     model, data = build_tiny("llama", PLAIN), [{"tokens": random_tokens(2, 7, seed=i)} for i in range(4)]
@@ -196,6 +197,7 @@ def check_moments() -> None:
 # Clipping and skipped steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", pytest.param("mixtral", marks=SLOW)])
 def test_clipping_sees_the_norm_of_all_trained_parameters(kind: str, eight: Callable[..., Any]) -> None:
     """Of adapters only, and over a mesh: the norm is that of one device, and the update's is the limit."""

@@ -186,16 +186,17 @@ class Silent:
         return Sorted()(*arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dispatch", "alone"),
     [
         (Sorted(), True),
-        pytest.param(Dense(), True, marks=pytest.mark.slow),
+        (Dense(), True),
         (Capacity(0.5), False),
-        pytest.param(Chunked(Sorted(), 2), False, marks=pytest.mark.slow),
-        pytest.param(ExpertParallel(Sorted(), RingOfExperts()), True, marks=pytest.mark.slow),
-        pytest.param(ExpertParallel(Sorted(), RingOfExperts(2.0)), False, marks=pytest.mark.slow),
-        pytest.param(Silent(), False, marks=pytest.mark.slow),
+        (Chunked(Sorted(), 2), False),
+        (ExpertParallel(Sorted(), RingOfExperts()), True),
+        (ExpertParallel(Sorted(), RingOfExperts(2.0)), False),
+        (Silent(), False),
     ],
 )
 def test_last_layer_routes_all_tokens_if_the_dispatch_mixes_them(dispatch: Any, alone: bool) -> None:

@@ -102,10 +102,8 @@ ON_EIGHT, NARROW = FIELDS["mixtral"] | {"vocab_size": 54}, METHODS | {"fp8": nnx
 EIGHT_ROWS = random_tokens(8, 6, 48)
 
 
-@pytest.mark.parametrize(
-    "exchange",
-    ["RaggedAllToAll", *(pytest.param(way, marks=pytest.mark.slow) for way in ("RingOfExperts", "Sorted", "tensor"))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("exchange", ["RaggedAllToAll", "RingOfExperts", "Sorted", "tensor"])
 def test_on_eight_devices(eight: Callable[..., Any], exchange: str) -> None:
     for name, error in eight(on_eight_devices, exchange).items():
         assert error < MODEL_TOLERANCE, name

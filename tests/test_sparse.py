@@ -106,6 +106,7 @@ def test_an_indexer_chooses_by_its_formula() -> None:
             assert np.array_equal(found[b, t], wanted), (b, t)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True])
 def test_blocks_are_chosen_by_their_best_keys(packed: bool, small_blocks: None) -> None:
     """For each group of heads; padding on either side and in between, and segments, move the blocks."""
@@ -318,6 +319,7 @@ def test_tokens_taken_back_leave_nothing(kind: str, made: Made) -> None:
     assert np.array_equal(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_int8_caches_hold_the_indexers_keys_too(kind: str, made: Made) -> None:
     """So many keys per query that choices seldom change by rounding; those of experts may."""
