@@ -70,6 +70,14 @@ def test_csv_log_rejects_new_columns(tmp_path: Path) -> None:
         log.add({"step": 2, "mfu": 0.5})
 
 
+def test_csv_log_with_blank_lines_is_resumed(tmp_path: Path) -> None:
+    """As `csv` reads it; steps that are repeated are replaced."""
+    (tmp_path / "metrics.csv").write_text("step,loss,evaluation,evaluation_seconds\r\n\r\n1,1.0,,\r\n2,9.0,,\r\n\r\n")
+    log = train.CsvLog(tmp_path / "metrics.csv")
+    log(progress(2))
+    assert [(row["step"], row["loss"]) for row in log.read()] == [("1", "1.0"), ("2", "0.5")]
+
+
 def test_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(ValueError, match="pip install tensorboardX"):

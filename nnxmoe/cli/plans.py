@@ -94,7 +94,7 @@ def run(options: argparse.Namespace) -> None:
         raise ValueError(f"--price {options.price}: give a number that is not negative")
     if options.search:
         find = search.search
-        if options.batch is None:  # then rows and whether activations are computed again are searched too
+        if options.batch is None:  # the batch size and rematerialisation are searched too
             find = search.best_of
             del asked["batch"], asked["remat"]
         found = find(options.model, options.search, **asked)

@@ -37,8 +37,16 @@ class Rendered:
     answers: tuple[tuple[int, int], ...]
 
 
-# While a template is rendered: the pieces of its text so far, and the enclosed parts with their starts.
-_tracked: contextvars.ContextVar[tuple[list[str], list[tuple[int, str]]]] = contextvars.ContextVar("tracked")
+@dataclasses.dataclass
+class _Tracker:
+    """The text so far, and the enclosed parts with their starts."""
+
+    pieces: list[str] = dataclasses.field(default_factory=list)
+    length: int = 0
+    found: list[tuple[int, str]] = dataclasses.field(default_factory=list)
+
+
+_tracker: contextvars.ContextVar[_Tracker] = contextvars.ContextVar("tracker")
 
 
 class _GenerationTag(jinja2.ext.Extension):
@@ -55,8 +63,7 @@ class _GenerationTag(jinja2.ext.Extension):
     def body(self, caller: Callable[[], str]) -> str:
         """Render the enclosed part, and note where it stands."""
         text = caller()
-        pieces, found = _tracked.get()
-        found.append((sum(map(len, pieces)), text))
+        _tracker.get().found.append((_tracker.get().length, text))
         return text
 
 
@@ -135,21 +142,22 @@ def names_read(template: str) -> frozenset[str]:
 
 def render_chat_template(template: str, variables: Mapping[str, Any]) -> Rendered:
     """Render a template in the sandbox. Raises ChatTemplateError, whatever fails in it."""
-    compiled, pieces, found = None, list[str](), list[tuple[int, str]]()
-    token = _tracked.set((pieces, found))
+    compiled, tracker = None, _Tracker()
+    token = _tracker.set(tracker)
     try:
         compiled = _compiled(template)
         # root_render_func leaves the traceback as it is, which tells the line of an error
         for piece in compiled.root_render_func(compiled.new_context(plain_values(variables))):
-            pieces.append(piece)
+            tracker.pieces.append(piece)
+            tracker.length += len(piece)
     except Exception as error:
         raise _fault(error, compiled) from None
     finally:
-        _tracked.reset(token)
-    text = "".join(pieces)
+        _tracker.reset(token)
+    text = "".join(tracker.pieces)
     # Inside a macro or {% set %} a tag is rendered before the text that precedes it is known.
-    whole = all(text.startswith(part, at) for at, part in found)
-    answers = tuple((at, at + len(part)) for at, part in found if part) if whole else ()
+    whole = all(text.startswith(part, at) for at, part in tracker.found)
+    answers = tuple((at, at + len(part)) for at, part in tracker.found if part) if whole else ()
     return Rendered(text, answers)
 
 

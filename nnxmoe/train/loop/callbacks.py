@@ -37,6 +37,7 @@ class _Log(abc.ABC):
 
     def _begin(self, step: int) -> None:
         lines, rows = (self._lines(), self.read()) if self.path.exists() else ([], [])
+        lines = [line for line in lines if line.strip()]  # csv skips blank lines too
         head = len(lines) - len(rows)  # lines with names of columns
         kept = [line for line, row in zip(lines[head:], rows, strict=True) if int(row["step"]) < step]
         self.path.parent.mkdir(parents=True, exist_ok=True)
