@@ -99,12 +99,12 @@ class Reply(Response):
             raise Refused(400, f"{count} samples are more than the {most} that this server admits", "n")
         if service.admitted + count > most:
             raise Refused(429, f"{service.admitted} samples are running or waiting, of {most} at most: try again later")
-        service.admitted, self._admitted = service.admitted + count, True
         keep = frozenset(plan.answer.tokens.values())
         jobs = [
             SampleJob(ids, wanted, plan.stop, lambda piece, i=i: self._queue.put_nowait((i, piece)), prefix, keep)
             for i, (ids, wanted, prefix) in enumerate(plan.samples())
         ]
+        service.admitted, self._admitted = service.admitted + count, True
         try:
             await _refusing(service.thread.submit(jobs))
             service.metrics.counters["prompt_tokens_total"] += sum(map(len, plan.prompts))
