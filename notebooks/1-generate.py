@@ -123,8 +123,8 @@ plt.show()
 # ## The cache
 #
 # Without memory, every new token costs a pass over the whole text. A cache keeps what later tokens attend to. It is a
-# plain pytree: you pass it in, and get the next one back. Let us read the prompt in two halves and compare with the
-# pass above.
+# plain pytree: you pass it in, and get the next one back. `cache.layers[stack][index].buffers` are the arrays of a layer,
+# here its keys and values. Let us read the prompt in two halves and compare with the pass above.
 
 # %%
 cache = model.empty_cache(batch=1, capacity=32)
@@ -132,8 +132,8 @@ first = model(ids[:, :7], cache=cache)
 second = model(ids[:, 7:], cache=first.cache)
 halves = jnp.concatenate([first.logits, second.logits], axis=1)
 
-layer = second.cache.layers[0][0]
-print(f"keys of a layer {layer.k.shape} {layer.k.dtype}: batch, key heads, slots, head width")
+keys, values = second.cache.layers[0][0].buffers  # of stack 0, layer 0
+print(f"keys of a layer {keys.shape} {keys.dtype}: batch, key heads, slots, head width")
 print(f"{int(second.cache.length[0])} of {second.cache.capacity} slots are taken")
 print("the same next tokens:", bool((halves.argmax(-1) == out.logits.argmax(-1)).all()))
 
@@ -185,8 +185,10 @@ tiny = models.MixtralConfig(**{**mixtral, "num_hidden_layers": 1}, sliding_windo
 small = models.Mixtral(tiny, rngs=nnx.Rngs(0))
 cache, tokens = small.empty_cache(batch=1, capacity=64), np.arange(18)[None]
 for start in (0, 6, 12):
-    before, cache = cache, small(tokens[:, start : start + 6], cache=cache).cache
-    written = (cache.layers[0][0].k != before.layers[0][0].k).any(axis=(0, 1, 3))
+    old_keys, _ = cache.layers[0][0].buffers
+    cache = small(tokens[:, start : start + 6], cache=cache).cache
+    keys, _ = cache.layers[0][0].buffers
+    written = (keys != old_keys).any(axis=(0, 1, 3))
     print(f"after {int(cache.length[0]):2} tokens: just written, slots {np.flatnonzero(written)}")
 
 # %% [markdown]

@@ -176,9 +176,15 @@ class Int8Cache:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """A model's cache: its layers' caches, the number of tokens that each row has stored, and their segments.
+    """A model's cache.
 
-    ``capacity``: the number of real tokens that fit in a row.
+    Attributes:
+        layers: One entry per stack: a tuple of layer caches, or, for a scanned stack, one cache whose arrays have a
+            leading layer dimension. ``buffers`` of a ``TokenCache`` are its arrays: ``(keys, values)`` for most
+            attentions, latents for MLA.
+        length: Number of tokens stored per row.
+        segment: Segment of each stored token, by its index in its row.
+        capacity: Number of real tokens that fit in a row.
     """
 
     layers: tuple[Any, ...]
