@@ -22,6 +22,11 @@ class Streamed(Layer):
         super().__init__(*parts)
         self.attention_streams, self.feed_forward_streams = connections
 
+    @property
+    def feed_forward_streams(self) -> Any:
+        """The connection of the feed-forward: ``moe_streams`` or ``mlp_streams``."""
+        return getattr(self, f"{self.feed_forward_name}_streams")
+
     def __call__(self, x: Any, context: Context, cache: Any = None) -> LayerOutput:
         one = self.attention_streams(x)
         y, cache = self.mix(one.x, context=context, cache=cache)

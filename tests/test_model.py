@@ -308,7 +308,7 @@ def test_tabulate_lists_every_module(kind: str, scan: bool) -> None:
     model = made(kind, nnx.Rngs(0), stacking=stacking_of(scan))
     table = nnx.tabulate(model, random_tokens(1, 4), console_kwargs={"width": 400, "force_terminal": False})
     layer = "stacks/0/layer" if scan else "stacks/0/layers/1"
-    for row in ("embed", f"{layer}/attention/o", f"{layer}/feed_forward", "head"):
+    for row in ("embed", f"{layer}/attention/o", f"{layer}/{'moe' if kind == 'mixtral' else 'mlp'}", "head"):
         assert f" {row} " in table, row
     assert f"{sum(a.size for a in jax.tree.leaves(nnx.state(model))):,}" in table
 

@@ -367,7 +367,7 @@ MISTAKES: list[tuple[str, Plant]] = [
     ("biases", drop_biases("attention.q")),
     ("biases", drop_biases("attention.v")),
     ("biases", drop_biases("attention.o")),
-    ("biases", drop_biases("feed_forward.down")),
+    ("biases", drop_biases("mlp.down")),
     ("latent-eps", drop_biases("attention.q.a")),
     ("latent-eps", drop_biases("kv_a")),
     ("mixtral_basic", shift_experts),

@@ -182,7 +182,7 @@ def test_moments_are_sharded_like_their_parameters(eight: Callable[..., Any]) ->
 def check_moments() -> None:
     mesh = nnxmoe.make_mesh(expert=2, tensor=2, fsdp=2)
     model = build_tiny("mixtral", nnxmoe.Strategy(stacking=nnxmoe.Scanned(), mesh=mesh), vocab_size=54)
-    down, counted = "stacks.0.layer.feed_forward.experts.down", dict[str, set[str]]()  # [L, E, D, F]
+    down, counted = "stacks.0.layer.moe.experts.down", dict[str, set[str]]()  # [L, E, D, F]
     for name, make in MAKERS.items():
         places = Step(model, make(model)).places
         assert tuple(places.params[down].spec) == (None, "expert", "fsdp", "tensor")

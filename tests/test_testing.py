@@ -345,7 +345,7 @@ def test_mixtral_pass_and_routing_fault(scan: bool) -> None:
     report = compare(model, LinenLlama(layers=2, experts=True, scan=scan))
     assert report.submodules == 3 + 2 * 9 and report.gradient < 1e-5
     text = difference(compare, model, LinenLlama(nn.FrozenDict({1: "routing"}), layers=2, experts=True))
-    ours = "stacks/0/layer/feed_forward [layer 1 of 2]" if scan else "stacks/0/layers/1/feed_forward"
+    ours = "stacks/0/layer/moe [layer 1 of 2]" if scan else "stacks/0/layers/1/moe"
     assert f"DIFFER {ours} = decoder/layers_1/MoeBlock_0  " in text and "the cause is inside it" in text
 
 
@@ -450,13 +450,13 @@ LAYER = "stacks/0/layers/1/"
 THERE = "decoder/layers_1/"
 PARTINGS = {
     "swapped": (
-        "feed_forward/up = decoder/layers_1/mlp/wi_1",
-        "feed_forward/down = decoder/layers_1/mlp/wo",
+        "mlp/up = decoder/layers_1/mlp/wi_1",
+        "mlp/down = decoder/layers_1/mlp/wo",
         "is before it",
     ),
     "no activation": (
-        "feed_forward/up = decoder/layers_1/mlp/wi_1",
-        "feed_forward/down = decoder/layers_1/mlp/wo",
+        "mlp/up = decoder/layers_1/mlp/wi_1",
+        "mlp/down = decoder/layers_1/mlp/wo",
         "is before it",
     ),
     "no rope": (
@@ -466,10 +466,10 @@ PARTINGS = {
     ),
     "eps": (
         "attention = decoder/layers_1/self_attention",
-        "feed_forward_norm = decoder/layers_1/post_self_attention_layer_norm",
+        "mlp_norm = decoder/layers_1/post_self_attention_layer_norm",
         "is inside it",
     ),
-    "NaN": ("feed_forward/down = decoder/layers_1/mlp/wo", "feed_forward = decoder/layers_1/mlp", "is inside it"),
+    "NaN": ("mlp/down = decoder/layers_1/mlp/wo", "mlp = decoder/layers_1/mlp", "is inside it"),
 }
 
 
@@ -491,7 +491,7 @@ def test_differing_layer_of_a_scan_is_named(scan: bool, linen_scan: bool) -> Non
     i = 0 if linen_scan else 1
     linen = LinenLlama(nn.FrozenDict({"all": "eps", 1: "eps"}), scan=linen_scan)
     text = difference(compare, llama(stacking=stacking_of(scan)), linen)
-    ours = f"stacks/0/layer/feed_forward_norm [layer {i} of 3]" if scan else f"stacks/0/layers/{i}/feed_forward_norm"
+    ours = f"stacks/0/layer/mlp_norm [layer {i} of 3]" if scan else f"stacks/0/layers/{i}/mlp_norm"
     name = "post_self_attention_layer_norm"
     theirs = f"decoder/layers/{name} [layer {i} of 3]" if linen_scan else f"decoder/layers_{i}/{name}"
     assert f"DIFFER {ours} = {theirs}  " in text
@@ -577,7 +577,7 @@ def test_differing_gradient_nearest_to_the_output_is_named(scan: bool) -> None:
     text = difference(compare, llama(stacking=stacking_of(scan)), linen)
     assert "differ in their gradients (tolerance 1.0e-05); their outputs agree:" in text
     up, down = (
-        f"stacks/0/layer/feed_forward/{name}/kernel [layer 1 of 3]" if scan else f"{LAYER}feed_forward/{name}/kernel"
+        f"stacks/0/layer/mlp/{name}/kernel [layer 1 of 3]" if scan else f"{LAYER}mlp/{name}/kernel"
         for name in ("up", "down")
     )
     assert f"agree  {down}  " in text and f"DIFFER {up}  " in text and "Linen 0\n" in f"{text}\n"
@@ -634,7 +634,7 @@ def test_different_numbers_of_layers(count: int) -> None:
     text = difference(compare, llama(), LinenLlama(layers=count))
     if count == 2:
         assert (
-            "layers/2/feed_forward/up/kernel -> decoder/layers_2/mlp/wi_1/kernel float32[12, 20]: Linen has no such"
+            "layers/2/mlp/up/kernel -> decoder/layers_2/mlp/wi_1/kernel float32[12, 20]: Linen has no such"
             in text
         )
     else:

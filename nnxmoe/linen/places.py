@@ -29,7 +29,6 @@ from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.layers.rope import rotate_pairs
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.layer import Layer
-from nnxmoe.model.paths import key_in_layer
 from nnxmoe.model.stack import Scanned, Unrolled
 from nnxmoe.model.strategy import Strategy
 from nnxmoe.models import MODELS, model_class
@@ -235,8 +234,8 @@ def _plan(make: Make, graph: Any, state: Any, slots: Mapping[Path, LinenSlot]) -
 
 def _by_table(variables: Mapping[Path, nnx.Variable], prefix: str, module: nnx.Module) -> dict[Path, LinenSlot]:
     """Names and axes from the first model table with all of these parameters, without their common path prefix."""
-    is_layer = isinstance(module, Layer)
-    keys = {p: key_in_layer(module, p) if is_layer else prefix + ".".join(map(str, p)) for p in variables}
+    prefix = "layer." if isinstance(module, Layer) else prefix
+    keys = {p: prefix + ".".join(map(str, p)) for p in variables}
     tables = [model.maxtext_table for _, model in MODELS.values()]
     table = next((table for table in tables if table.keys() >= set(keys.values())), None)
     if table is None:

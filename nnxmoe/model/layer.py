@@ -22,7 +22,10 @@ class LayerOutput(NamedTuple):
 
 
 class Layer(nnx.Module):
-    """``x + attention(norm(x))``, then ``x + feed_forward(norm(x))``; the feed-forward is a dense `MLP` or a `MoE`.
+    """``x + attention(norm(x))``, then ``x + feed_forward(norm(x))``.
+
+    The feed-forward is stored as ``moe`` if it has experts and as ``mlp`` if it is dense, and the parts around it as
+    ``moe_norm`` or ``mlp_norm`` and so on, as in the keys of parameters. `feed_forward` returns it under either name.
 
     ``post_norms``: of what attention and feed-forward add to x (Gemma 2, 2024); None: none. ``scale``: its factor. A
     layer of another form, such as parallel branches, is a subclass that calls `mix` and `feed` in another way. The
@@ -39,19 +42,59 @@ class Layer(nnx.Module):
         post_norms: tuple[RMSNorm | None, RMSNorm | None] = (None, None),
         scale: float = 1.0,
     ):
-        self.attention_norm = attention_norm
-        self.attention = attention
-        self.feed_forward_norm = feed_forward_norm
-        self.feed_forward = feed_forward
-        self.attention_post_norm, self.feed_forward_post_norm = post_norms
+        self.attention_norm, self.attention, self.attention_post_norm = attention_norm, attention, post_norms[0]
+        self.store_feed_forward(feed_forward, norm=feed_forward_norm, post_norm=post_norms[1])
         self.scale = scale
 
+    def store_feed_forward(self, part: FeedForward, **around: Any) -> None:
+        """Store the feed-forward under its name, and the parts around it: ``norm=…`` as ``moe_norm`` or ``mlp_norm``.
+        A part without a name is ``mlp``."""
+        setattr(self, getattr(part, "name", "mlp"), part)
+        for suffix, module in around.items():
+            setattr(self, f"feed_forward_{suffix}", module)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Assign a part; ``feed_forward`` and the parts around it under the layer's own names."""
+        other = {"moe": "mlp", "mlp": "moe"}.get(name)
+        if other in vars(self):
+            raise ValueError(f"{name} cannot be assigned: this layer's feed-forward is {other}, and a layer has one")
+        name = name.replace("feed_forward", self.feed_forward_name) if name.startswith("feed_forward") else name
+        super().__setattr__(name, value)
+
     @property
-    def moe(self) -> Any:
-        """The feed-forward of a layer with experts; dense layers have no such attribute."""
-        if self.feed_forward.name != "moe":
-            raise AttributeError(f"a dense layer has no moe; its feed_forward is a {type(self.feed_forward).__name__}")
-        return self.feed_forward
+    def feed_forward_name(self) -> str:
+        """``moe`` or ``mlp``."""
+        return "moe" if "moe" in vars(self) else "mlp"
+
+    @property
+    def feed_forward(self) -> Any:
+        """The feed-forward: `moe` of a layer with experts, `mlp` of a dense one."""
+        return getattr(self, self.feed_forward_name)
+
+    @property
+    def feed_forward_norm(self) -> Any:
+        """The norm before the feed-forward: ``moe_norm`` or ``mlp_norm``."""
+        return getattr(self, f"{self.feed_forward_name}_norm")
+
+    @property
+    def feed_forward_post_norm(self) -> Any:
+        """The norm of what the feed-forward adds: ``moe_post_norm`` or ``mlp_post_norm``; may be None."""
+        return getattr(self, f"{self.feed_forward_name}_post_norm")
+
+    def separates_tokens(self, key: Key[Array, ""] | None) -> bool:
+        """Whether the feed-forward's output for a token is independent of all other tokens; False if it does not
+        say."""
+        separates = getattr(self.feed_forward, "separates_tokens", None)
+        return separates is not None and separates(key)
+
+    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, spare: int = 0) -> Any:
+        """An empty cache of the attention. Raises ValueError if that does not define one."""
+        if not hasattr(self.attention, "empty_cache"):
+            raise ValueError(
+                f"the attention {type(self.attention).__name__} has no cache: define "
+                "empty_cache(batch, capacity, dtype, spare), in a wrapper by that of the wrapped attention"
+            )
+        return self.attention.empty_cache(batch, capacity, dtype, spare)
 
     def __call__(self, x: Float[Array, "B T D"], context: Context, cache: Any = None) -> LayerOutput:
         more, cache = self.mix(x, context=context, cache=cache)
@@ -98,12 +141,10 @@ class SingleLayer(Layer):
     """``x + part(norm(x))``: attention alone, or a feed-forward alone (Nemotron-H, 2025)."""
 
     def __init__(self, norm: RMSNorm, part: Any):
-        one: tuple[Any, Any] = part, norm
-        other: tuple[Any, Any] = Absent(), None
-        attends = not hasattr(part, "separates_tokens")
-        self.attention, self.attention_norm = one if attends else other
-        self.feed_forward, self.feed_forward_norm = other if attends else one
-        self.attention_post_norm = self.feed_forward_post_norm = None
+        attends = hasattr(part, "empty_cache")
+        attention, fed = (part, Absent()) if attends else (Absent(), part)
+        self.attention, self.attention_norm, self.attention_post_norm = attention, norm if attends else None, None
+        self.store_feed_forward(fed, norm=None if attends else norm, post_norm=None)
         self.scale = 1.0
 
     def __call__(self, x: Float[Array, "B T D"], context: Context, cache: Any = None) -> LayerOutput:

@@ -83,7 +83,7 @@ class MTP(nnx.Module):
 
     def empty_cache(self, model: Any, batch: int, capacity: int) -> Cache:
         """A cache of this depth for ``capacity`` positions per row, in the format of the main model's."""
-        layer = self.layer.attention.empty_cache(batch, capacity, model.dtype)
+        layer = self.layer.empty_cache(batch, capacity, model.dtype)
         return model.cache_of((layer,), batch, capacity)
 
 
@@ -118,7 +118,7 @@ def make_mtp(model: Any, count: int, form: type[MTP] = MTP, *, dtype: Any, rngs:
     with some."""
     config, kw = model.config, {"dtype": dtype, "rngs": rngs}
     depths = [form(model, model.layer(model.predicting, **kw), **kw) for _ in range(count)]
-    if config.experts and any(depth.layer.feed_forward.name != "moe" for depth in depths):
+    if config.experts and any(depth.layer.feed_forward_name != "moe" for depth in depths):
         raise ConfigError(
             "the last layer is dense, and multi-token prediction layers have experts: check the number of dense layers"
         )

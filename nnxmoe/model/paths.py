@@ -23,25 +23,16 @@ def name_of(model: nnx.Module, path: Sequence[Any]) -> ParamName:
         return ParamName(".".join(map(str, path)), None, None)
     number, index, *rest = sum(stack.depth for stack in stacks[: rest[0]]), *rest
     if group == "mtp":
-        number, owner = sum(stack.depth for stack in stacks) + index, getattr(model, "mtp")[index]  # noqa: B009
-        index += len(stacks)
+        number, index = sum(stack.depth for stack in stacks) + index, index + len(stacks)
         if rest[0] != "layer":
             return ParamName(".".join(map(str, ("layer.mtp", *rest))), number, index)
-    else:
-        owner = stacks[index]
-    if rest[0] == "rest":  # the layers left over by a pipeline
-        number, owner, rest = number + owner.count, owner.rest, rest[1:]
+    elif rest[0] == "rest":  # the layers left over by a pipeline
+        number, rest = number + stacks[index].count, rest[1:]
     if rest[0] == "layers":
-        number, owner, rest = number + rest[1], owner.layers[rest[1]], rest[2:]
+        number, rest = number + rest[1], rest[2:]
     else:
-        owner, rest = owner.layer, rest[1:]
-    return ParamName(key_in_layer(owner, rest), number, index)
-
-
-def key_in_layer(layer: Any, path: Sequence[Any]) -> str:
-    """The key of a layer's parameter, such as ``layer.mlp.up.kernel``, from its path in the layer."""
-    kind, (first, *rest) = layer.feed_forward.name, path
-    return ".".join(map(str, ("layer", first.replace("feed_forward", kind), *rest)))
+        rest = rest[1:]
+    return ParamName(".".join(map(str, ("layer", *rest))), number, index)
 
 
 def layer_modules(model: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
