@@ -159,6 +159,76 @@ def test_cached_files_count_as_free_memory(tmp_path: Path, monkeypatch: pytest.M
     assert memory.memory_bytes() == (60000.0, "the free memory of this container")
 
 
+_V2, _V1 = ("", "max", "current"), ("memory/", "limit_in_bytes", "usage_in_bytes")
+_ODD_STATS = {
+    "missing": None,
+    "empty": b"",
+    "without file pages": b"inactive_anon 7\nslab 3\n",
+    "odd text": b"active_file\ninactive_file much\n\xff\xfe x y z\nactive_file -5",
+}
+
+
+@pytest.mark.parametrize("version", [_V2, _V1], ids=["v2", "v1"])
+@pytest.mark.parametrize("stat", _ODD_STATS.values(), ids=_ODD_STATS)
+def test_a_container_limit_counts_without_file_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: tuple[str, str, str], stat: bytes | None
+) -> None:
+    folder, limit, usage = version
+    for usage_text, free in ((b"90000\n", 10_000.0), (b"", 100_000.0), (None, 100_000.0), (b"120000", 0.0)):
+        group = tmp_path / str(usage_text) / folder
+        texts = {limit: b"100000\n", usage: usage_text, "stat": stat}
+        _write_group(group, {f"memory.{name}": text for name, text in texts.items()})
+        monkeypatch.setattr(memory, "_CGROUP", tmp_path / str(usage_text))
+        assert memory.memory_bytes() == (free, "the free memory of this container")
+
+
+@pytest.mark.parametrize("version", [_V2, _V1], ids=["v2", "v1"])
+@pytest.mark.parametrize("limit", [b"max\n", b"9" * 5000, b"9223372036854771712", None, b"", b"many", b"\xff", b"-1"])
+def test_container_limits_that_are_none_or_odd(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    version: tuple[str, str, str],
+    limit: bytes | None,
+) -> None:
+    """Without a limit the machine's memory remains; a limit that cannot be read is named in a warning."""
+    folder, name, usage = version
+    _write_group(tmp_path / folder, {f"memory.{name}": limit, f"memory.{usage}": b"5"})
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    have, where = memory.memory_bytes()
+    assert have > 1e8 and "container" not in where
+    odd = limit is not None and limit.strip() != b"max" and not limit.isdigit()
+    assert [f"memory.{name}" in record.getMessage() for record in caplog.records] == [True] * odd
+
+
+@pytest.mark.parametrize(
+    ("version", "line"), [(_V2, "0::{}"), (_V1, "4:memory:{}"), (_V1, "11:cpu,memory:{}"), (_V1, "4:memory,hugetlb:{}")]
+)
+def test_limits_of_nested_groups_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: tuple[str, str, str], line: str
+) -> None:
+    """The least of the process's group and of all above it, as systemd and batch systems set them."""
+    folder, limit, usage = version
+    path = "/job.slice/step_0"
+    (tmp_path / "own").write_text("1:name=systemd:/elsewhere\n" + line.format(path) + "\n")
+    monkeypatch.setattr(memory, "_OF_PROCESS", tmp_path / "own")
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    for group, most, free in ((path, b"max", None), ("", b"80000", 79_000.0), ("/job.slice", b"50000", 49_000.0)):
+        texts = {limit: most, usage: b"1000"}
+        _write_group(tmp_path / folder / group[1:], {f"memory.{name}": text for name, text in texts.items()})
+        assert free is None or memory.memory_bytes() == (free, "the free memory of this container")
+    for outside in ("/../other", "/a/host/path"):  # a container that sees its own group as the root
+        (tmp_path / "own").write_text(line.format(outside))
+        assert memory.memory_bytes() == (79_000.0, "the free memory of this container")
+
+
+def _write_group(folder: Path, files: dict[str, bytes | None]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        if content is not None:
+            (folder / name).write_bytes(content)
+
+
 @pytest.mark.commands
 def test_memory_limit_of_the_process() -> None:
     code = (

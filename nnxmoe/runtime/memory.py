@@ -17,10 +17,17 @@ from nnxmoe.runtime.progress import logger
 
 VARIABLE = "NNXMOE_MEMORY"
 _CGROUP = Path("/sys/fs/cgroup")
-# Limit, usage and statistics of memory, in versions 2 and 1; in version 1 only the totals include child groups.
-_CGROUPS = (
-    ("memory.max", "memory.current", "memory.stat", ""),
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_"),
+_OF_PROCESS = Path("/proc/self/cgroup")
+# Folder of the memory controller, its files of limit, usage and statistics, and which line of _OF_PROCESS names the
+# process's group, in versions 2 and 1.
+_VERSIONS = (
+    ("", "memory.max", "memory.current", re.compile(rb"^0::(.*)$", re.MULTILINE)),
+    (
+        "memory",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        re.compile(rb"^\d+:(?:[^:\n]*,)?memory(?:,[^:\n]*)?:(.*)$", re.MULTILINE),
+    ),
 )
 
 
@@ -41,20 +48,64 @@ def memory_bytes() -> tuple[float, str]:
     if not hasattr(os, "sysconf"):
         return math.inf, "the size of this machine's memory is unknown"
     rooms = {"this machine's memory": float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))}
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                rooms["this machine's free memory"] = int(line.split()[1]) * 1024.0
-    for limit, used, stat, prefix in _CGROUPS:
-        with contextlib.suppress(OSError, ValueError):  # ValueError: the limit is "max"
-            room = int((_CGROUP / limit).read_text()) - int((_CGROUP / used).read_text())
-            held = dict(line.split() for line in (_CGROUP / stat).read_text().splitlines())
-            # The kernel drops pages of files when memory is short, so they are free.
-            room += sum(int(held[f"{prefix}{kind}_file"]) for kind in ("active", "inactive"))
-            rooms["the free memory of this container"] = float(room)
+    if free := re.search(rb"^MemAvailable:\s*(\d+) kB", _read(Path("/proc/meminfo")) or b"", re.MULTILINE):
+        rooms["this machine's free memory"] = int(free[1]) * 1024.0
+    rooms["the free memory of this container"] = _container_room()
     rooms["the process's limit (ulimit -v)"] = _address_space()
     where = min(rooms, key=lambda name: rooms[name])
     return rooms[where], where
+
+
+def _container_room() -> float:
+    """Least free memory of the control groups that hold this process, from its own group up to the root."""
+    groups, room = _read(_OF_PROCESS) or b"", math.inf
+    for controller, limit, usage, line in _VERSIONS:
+        root, match = _CGROUP / controller, line.search(groups)
+        path = Path(os.fsdecode(match[1]).strip().lstrip("/")) if match else Path()
+        if ".." in path.parts:  # a group outside of what the container sees
+            path = Path()
+        # A container may see its own group as the root under a path of the host, which then does not exist.
+        for group in (path, *path.parents):
+            room = min(room, _group_room(root / group, limit, usage))
+    return room
+
+
+def _group_room(group: Path, limit: str, usage: str) -> float:
+    """Bytes that a control group can still take; infinite without a limit.
+
+    The kernel drops pages of files when memory is short, so they are free. Unknown usage counts as 0: the limit holds
+    all the same.
+    """
+    text = _read(group / limit)
+    if text is None or text.strip() == b"max":
+        return math.inf
+    if (most := _number(text)) is None:
+        logger.warning("%s is %s, not a number of bytes: this limit is not known", group / limit, short(text))
+        return math.inf
+    pages = dict[bytes, float]()
+    for words in map(bytes.split, (_read(group / "memory.stat") or b"").splitlines()):
+        if len(words) == 2 and (value := _number(words[1])) is not None:
+            pages[words[0]] = value
+    # In version 1 only the totals include child groups.
+    files = sum(pages.get(b"total_" + name, pages.get(name, 0.0)) for name in (b"active_file", b"inactive_file"))
+    used = _number(_read(group / usage) or b"") or 0.0
+    return max(0.0, most - max(0.0, used - files))
+
+
+def _read(file: Path) -> bytes | None:
+    """The content; None if the file is missing or cannot be read, with a warning for the latter."""
+    try:
+        return file.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        logger.warning("%s: %s: memory limits may be lower than assumed", file, error.strerror or error)
+        return None
+
+
+def _number(text: bytes) -> float | None:
+    """A number of bytes, infinite if it is beyond floats; None for other text."""
+    return float(text) if text.strip().isdigit() else None
 
 
 def _given(text: str) -> float:
