@@ -25,6 +25,7 @@ from nnxmoe.convert import orbax_folder
 from nnxmoe.convert.core.dtypes import float_dtype
 from nnxmoe.convert.core.layout import QUERY, Leaf
 from nnxmoe.convert.core.lazy_array import LazyArray, LazyArrays
+from nnxmoe.convert.core.misfit import refuse_misfit
 from nnxmoe.convert.core.report import LoadReport
 from nnxmoe.convert.core.restore import abstract, check_config, checked, restore, unless_cast
 from nnxmoe.convert.hf.side_files import parse_config, read_generation_config, write_side_files
@@ -141,6 +142,7 @@ def save(
     ``parameters_only``: only the parameters, in the folder itself, as MaxText does for inference. Holds one array at a
     time in memory. The folder must be new or empty and is created atomically. Raises CheckpointError (a ValueError).
     """
+    refuse_misfit(model)
     found = arrays(model, scan_layers)
     _warn_of_rounding(model, found)
     with shared_folder(folder) as stage, bytes_bar(sum(a.nbytes for a in found.values()), "writing") as bar:

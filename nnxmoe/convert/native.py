@@ -17,6 +17,7 @@ from nnxmoe.convert.core.dtypes import float_dtype
 from nnxmoe.convert.core.layout import SAME, Change, Leaf, add_part, parameters
 from nnxmoe.convert.core.lazy_array import LazyArray
 from nnxmoe.convert.core.lazy_leaves import arrays_of
+from nnxmoe.convert.core.misfit import refuse_misfit
 from nnxmoe.convert.core.report import LoadReport
 from nnxmoe.convert.core.restore import abstract, checked, restore, unless_cast
 from nnxmoe.convert.hf.side_files import read_config, read_generation_config, write_side_files
@@ -66,6 +67,7 @@ def save(model: CausalLM, folder: str | os.PathLike[str], *, scan_layers: bool |
     """
     from nnxmoe.convert import orbax_folder
 
+    refuse_misfit(model)
     found = arrays(model, isinstance(model.strategy.stacking, Scanned) if scan_layers is None else scan_layers)
     with shared_folder(folder) as stage, bytes_bar(sum(a.nbytes for a in found.values()), "writing") as bar:
         orbax_folder.write(stage / PARAMETERS, unflatten_dict(found, sep="/"), bar)

@@ -21,6 +21,7 @@ from nnxmoe.config.printable import parse_bytes, some
 from nnxmoe.convert.core.dtypes import float_dtype
 from nnxmoe.convert.core.lazy_array import LazyArray, LazyArrays
 from nnxmoe.convert.core.lazy_leaves import arrays_of
+from nnxmoe.convert.core.misfit import refuse_misfit
 from nnxmoe.convert.core.report import LoadReport
 from nnxmoe.convert.core.restore import restore
 from nnxmoe.convert.core.views import with_views
@@ -160,6 +161,7 @@ def save_pretrained(
     except ValueError as error:
         raise ValueError(f"max_shard_size {error}") from None
     kind = float_dtype(dtype)
+    refuse_misfit(model)
     if model.load_report is not None and model.load_report.towers:
         left = ", ".join(model.load_report.towers)
         logger.warning("%s: the text model is written; %s of %s are not", folder, left, model.load_report.source)

@@ -1,0 +1,169 @@
+"""A model that its config does not describe is refused by every writer, with the difference named; nothing is written."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import nnxmoe
+from nnxmoe.convert import maxtext
+from nnxmoe.models import GptOss, GptOssConfig, Mixtral, MixtralConfig
+from nnxmoe.moe.router import Router
+
+SIZES: dict[str, Any] = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3}
+SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+TOKENS = np.arange(12)[None]
+
+
+def model_of(strategy: nnxmoe.Strategy | None = None, **fields: Any) -> Any:
+    return Mixtral(MixtralConfig(**SIZES | fields), strategy, rngs=nnx.Rngs(0))
+
+
+def routed(model: Any) -> Any:
+    return model.stacks[0].layers[1].moe
+
+
+def prune(model: Any) -> None:
+    layers = model.stacks[0].layers
+    model.stacks[0].layers = nnx.List([layers[0], layers[2]])
+
+
+def resize_vocabulary(model: Any) -> None:
+    model.embed.table.set_value(jnp.zeros((48, 16)))
+
+
+def remove_expert(model: Any) -> None:
+    moe = routed(model)
+    moe.router.kernel.set_value(moe.router.kernel[...][:-1])
+    for name in ("gate", "up", "down"):
+        kernel = getattr(moe.experts, name)
+        kernel.set_value(kernel[...][:-1])
+
+
+def choose_one_expert(model: Any) -> None:
+    routed(model).router.select = dataclasses.replace(routed(model).router.select, k=1)
+
+
+class OwnRouter(Router):
+    """A router of another class, with the same parameters."""
+
+
+def change_class(model: Any) -> None:
+    routed(model).router.__class__ = OwnRouter
+
+
+def tie_head(model: Any) -> None:
+    model.head = None
+
+
+def add_parameter(model: Any) -> None:
+    model.value = nnx.Param(jnp.zeros(3))
+
+
+def narrow(model: Any) -> None:
+    model.embed.table.set_value(model.embed.table[...].astype(jnp.float8_e4m3fn))
+
+
+def change_theta(model: Any) -> None:
+    model.config = dataclasses.replace(model.config, rope_theta=77.0)
+
+
+MISFITS: dict[Callable[[Any], None], str] = {
+    prune: r"it has 2 layers and num_hidden_layers is 3",
+    resize_vocabulary: r"embed\.table is \[48, 16\], not \[40, 16\]",
+    remove_expert: r"experts\.down is \[3, .*not \[4, ",
+    choose_one_expert: r"router\.select is SoftmaxTopK\(k=1.*not SoftmaxTopK\(k=2",
+    change_class: r"router is a OwnRouter, not a Router",
+    tie_head: r"head is missing",
+    add_parameter: r"value is not in that model",
+    narrow: r"embed\.table is in float8_e4m3fn",
+    change_theta: r"attention\.rotary is Rope\(.*not Rope\(dim=8, theta=77",
+}
+WRITERS: dict[str, Callable[[Any, Path], None]] = {
+    "hf": nnxmoe.save_pretrained,
+    "native": nnxmoe.save,
+    "maxtext": maxtext.save,
+}
+
+
+@pytest.mark.parametrize("change", MISFITS, ids=lambda change: change.__name__)
+def test_model_that_does_not_fit_its_config_is_refused(change: Callable[[Any], None], tmp_path: Path) -> None:
+    model = model_of()
+    change(model)
+    for name, save in WRITERS.items():
+        with pytest.raises(nnxmoe.CheckpointError, match=rf"does not fit its MixtralConfig.*{MISFITS[change]}"):
+            save(model, tmp_path / name)
+    assert not any(tmp_path.iterdir())
+
+
+def test_layers_of_different_kinds_cannot_change_places(tmp_path: Path) -> None:
+    """Their parameters have equal shapes: only the windows differ."""
+    sizes = SIZES | {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    model: Any = GptOss(GptOssConfig(**sizes, sliding_window=5), rngs=nnx.Rngs(0))
+    first, second = (stack.layers for stack in model.stacks)
+    first[0], second[0] = second[0], first[0]
+    with pytest.raises(nnxmoe.CheckpointError, match=r"attention\.window is None, not 5"):
+        nnxmoe.save_pretrained(model, tmp_path / "model")
+    model.config = dataclasses.replace(model.config, layer_types=("full_attention", "sliding_attention"))
+    nnxmoe.save_pretrained(model, tmp_path / "model")
+    loaded = nnxmoe.from_pretrained(tmp_path / "model")
+    np.testing.assert_allclose(loaded(TOKENS).logits, model(TOKENS).logits, atol=1e-5)
+
+
+def test_layers_of_one_kind_may_change_places(tmp_path: Path) -> None:
+    model = model_of()
+    layers = model.stacks[0].layers
+    layers[0], layers[2] = layers[2], layers[0]
+    nnxmoe.save_pretrained(model, tmp_path / "model")
+    np.testing.assert_array_equal(nnxmoe.from_pretrained(tmp_path / "model")(TOKENS).logits, model(TOKENS).logits)
+
+
+REPAIRS: dict[Callable[[Any], None], dict[str, Any]] = {
+    prune: {"num_hidden_layers": 2},
+    resize_vocabulary: {"vocab_size": 48},
+    tie_head: {"tie_word_embeddings": True},
+}
+
+
+@pytest.mark.parametrize("change", REPAIRS, ids=lambda change: change.__name__)
+def test_described_change_is_saved(change: Callable[[Any], None], tmp_path: Path) -> None:
+    """With the config that the error asks for, the folder loads as this model."""
+    model = model_of()
+    if change is resize_vocabulary:
+        model.head.kernel.set_value(jnp.zeros((48, 16)))
+    change(model)
+    model.config = dataclasses.replace(model.config, **REPAIRS[change])
+    for name, load in {"hf": nnxmoe.from_pretrained, "native": nnxmoe.load}.items():
+        WRITERS[name](model, tmp_path / name)
+        np.testing.assert_array_equal(load(tmp_path / name)(TOKENS).logits, model(TOKENS).logits)
+
+
+def test_unregistered_class_is_refused(tmp_path: Path) -> None:
+    class OwnMixtral(Mixtral):
+        """A subclass under the model_type of its base."""
+
+    model = OwnMixtral(MixtralConfig(**SIZES), rngs=nnx.Rngs(0))
+    with pytest.raises(nnxmoe.CheckpointError, match=r"OwnMixtral.*'mixtral'.*register\(OwnMixtral\)"):
+        nnxmoe.save_pretrained(model, tmp_path / "model")
+
+
+def test_mixed_dtypes_are_kept(tmp_path: Path) -> None:
+    model = model_of(nnxmoe.Strategy(stacking=nnxmoe.Scanned()))
+    model.embed.table.set_value(model.embed.table[...].astype(jnp.bfloat16))
+    for name, load in {"hf": nnxmoe.from_pretrained, "native": nnxmoe.load, "maxtext": maxtext.load}.items():
+        WRITERS[name](model, tmp_path / name)
+        loaded: Any = load(tmp_path / name)
+        assert (loaded.embed.table.dtype, loaded.head.kernel.dtype) == (jnp.bfloat16, jnp.float32)
+
+
+def test_choices_of_a_strategy_and_codes_are_no_misfit(tmp_path: Path) -> None:
+    model = model_of()
+    routed(model).dispatch = nnxmoe.Dense()
+    model = nnxmoe.quantize(model, nnxmoe.Int8())
+    WRITERS["native"](model, tmp_path / "native")
+    np.testing.assert_allclose(nnxmoe.load(tmp_path / "native")(TOKENS).logits, model(TOKENS).logits, atol=1e-5)
