@@ -6,6 +6,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import signal
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -20,6 +21,8 @@ from nnxmoe.models import Llama, LlamaConfig
 from nnxmoe.storage import atomic_dir as atomic_dir_module
 from nnxmoe.storage.atomic_dir import atomic_dir
 from nnxmoe.storage.checkpoint import Checkpoint
+from nnxmoe.storage.hub import DEMO
+from nnxmoe.train import lora
 from tests.support.forked import forked
 
 SMALL: dict[str, Any] = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
@@ -295,6 +298,46 @@ def test_unrelated_files_are_moved_on_overwrite(tmp_path: Path) -> None:
     nnxmoe.save_pretrained(model_of(2), folder, overwrite=True)
     assert {name: (folder / name).stat().st_ino for name in inodes} == inodes
     assert os.readlink(folder / "dangling") == "nowhere" and version_in(folder) == 2
+
+
+def test_overwriting_names_the_files_that_are_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A model without a tokenizer keeps that of the folder, with a warning; one that came with its own replaces it."""
+    folder = tmp_path / "model"
+    shutil.copytree(DEMO, folder)
+    (folder / "notes.txt").write_text("mine")
+    nnxmoe.save_pretrained(model_of(1), folder, overwrite=True)
+    (record,) = (record for record in caplog.records if "are kept" in record.message)
+    kept = {path.name for path in DEMO.iterdir() if "token" in path.name or path.suffix == ".jinja"}
+    assert kept and all(record.message.count(name) == 2 for name in kept), "among all files, and among those read"
+    assert record.message.count("notes.txt") == 1
+    for name in kept:
+        (folder / name).write_text("foreign")
+    caplog.clear()
+    nnxmoe.save_pretrained(nnxmoe.from_pretrained("demo"), folder, overwrite=True)
+    assert all((folder / name).read_bytes() == (DEMO / name).read_bytes() for name in kept)
+    (record,) = (record for record in caplog.records if "are kept" in record.message)
+    assert "notes.txt" in record.message and "will be read" not in record.message
+
+
+def test_new_folder_gets_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    nnxmoe.save_pretrained(model_of(1), tmp_path / "model")
+    nnxmoe.save_pretrained(model_of(2), tmp_path / "model", overwrite=True)
+    assert "kept" not in caplog.text
+
+
+def test_model_and_adapter_do_not_share_a_folder(tmp_path: Path) -> None:
+    """Readers take one or the other, and neither replaces the other: the files of a model stay."""
+    adapted = nnxmoe.from_pretrained("demo")
+    lora.add(adapted, rank=2, rngs=nnx.Rngs(0))
+    nnxmoe.save_pretrained(model_of(1), tmp_path / "model")
+    before = contents(tmp_path / "model")
+    with pytest.raises(nnxmoe.CheckpointError, match=r"holds a model \(config\.json.*new folder"):
+        lora.save(adapted, tmp_path / "model", overwrite=True)
+    assert contents(tmp_path / "model") == before
+    lora.save(adapted, tmp_path / "adapter")
+    lora.save(adapted, tmp_path / "adapter", overwrite=True)
+    with pytest.raises(nnxmoe.CheckpointError, match=r"holds an adapter \(adapter_config\.json.*new folder"):
+        nnxmoe.save_pretrained(model_of(1), tmp_path / "adapter", overwrite=True)
 
 
 def test_leftovers_of_killed_saves_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -153,7 +153,7 @@ def save(
         tree = params if parameters_only else {"step": 0, **params, "opt_state": {}}
         orbax_folder.write(stage, tree, bar, step=not parameters_only)
         if jax.process_index() == 0:
-            write_side_files(stage, model, folder, model.config.folded()[0])
+            write_side_files(stage, model, model.config.folded()[0])
 
 
 def load(

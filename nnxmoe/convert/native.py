@@ -72,7 +72,7 @@ def save(model: CausalLM, folder: str | os.PathLike[str], *, scan_layers: bool |
     with shared_folder(folder) as stage, bytes_bar(sum(a.nbytes for a in found.values()), "writing") as bar:
         orbax_folder.write(stage / PARAMETERS, unflatten_dict(found, sep="/"), bar)
         if jax.process_index() == 0:
-            write_side_files(stage, model, folder, model.config)
+            write_side_files(stage, model, model.config)
             write_json(stage / NATIVE_FILE, {"version": _VERSION, _QUANTIZED: describe(model)})
 
 

@@ -1,6 +1,7 @@
 """Writes a folder atomically: it appears complete or not at all. Every checkpoint is written this way."""
 
 import contextlib
+import fnmatch
 import glob
 import os
 import re
@@ -15,30 +16,35 @@ from nnxmoe.config.printable import short, some
 from nnxmoe.runtime.progress import logger
 from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.storage.files import refuse_url
+from nnxmoe.storage.hub import CODE_FILES, TOKENIZER_FILES
 from nnxmoe.storage.source import NATIVE_FILE, holds_orbax
 
-_CHECKPOINT_FILE = re.compile(
+# The files of a checkpoint, which a save replaces.
+MODEL_FILES = re.compile(
     r"(generation_)?config\.json|model\.safetensors(\.index\.json)?|model-[0-9]+-of-[0-9]+\.safetensors"
 )
+ADAPTER_FILES = re.compile(r"adapter_(config\.json|model\.(safetensors|bin))")
 
 
 @contextlib.contextmanager
-def atomic_dir(folder: str | os.PathLike[str], overwrite: bool | None = None) -> Iterator[Path]:
+def atomic_dir(
+    folder: str | os.PathLike[str], overwrite: bool | None = None, replaced: re.Pattern[str] = MODEL_FILES
+) -> Iterator[Path]:
     """Yield a hidden folder to write a checkpoint into; on exit it is renamed to ``folder``.
 
-    ``folder`` must be new or empty. With ``overwrite=True`` a checkpoint in it is replaced: the old folder is renamed,
-    and what is no checkpoint file moves to the new one. (None: like False, for callers that do not offer to overwrite.)
-    Until exit ``folder`` is unchanged, and an error leaves it so. A killed process leaves a hidden folder behind: one
+    ``folder`` must be new or empty. With ``overwrite=True`` a checkpoint in it, the files that match ``replaced``, is
+    replaced: the old folder is renamed, and its other files move to the new one unless that has a file of the name. One
+    warning names those that move. (None: like False, for callers that do not offer to overwrite.) Until exit ``folder`` is unchanged, and an error leaves it so. A killed process leaves a hidden folder behind: one
     that ends in ``.tmp`` may be deleted, one in ``.old`` holds what was not yet moved. Raises CheckpointError.
     """
     target = _target(folder)
-    present = _present(target, overwrite)
+    present = _present(target, overwrite, replaced)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         if left := [path.name for path in target.parent.glob(f".{glob.escape(target.name[:50])}.*-*.*")]:
             logger.warning("%s has folders of saves that are running or were killed: %s", target.parent, some(left))
         inside = os.path.isdir(target) and _must_stay(target)
-        if inside and any(map(_CHECKPOINT_FILE.fullmatch, present)):
+        if inside and any(map(replaced.fullmatch, present)):
             raise CheckpointError(
                 f"{target} cannot be replaced in one step where it is: {inside}; save to a new folder"
             )
@@ -51,14 +57,16 @@ def atomic_dir(folder: str | os.PathLike[str], overwrite: bool | None = None) ->
     try:
         yield stage
         _sync_folder(stage)
+        kept = present
         if inside:
             _move_in(stage, target)
         elif present:
             _replace(stage, target, old)
             state = f"it was replaced, and its other files are in {old}"
-            _carry_over(old, target)
+            kept = _carry_over(old, target, replaced)
         else:
             os.rename(stage, target)
+        _warn_of(kept, target)
     except OSError as error:
         raise CheckpointError(f"cannot write the checkpoint to {target}: {error}; {state}") from error
     finally:
@@ -90,7 +98,7 @@ def _target(folder: str | os.PathLike[str]) -> Path:
     return Path(os.path.realpath(os.path.expanduser(name)))
 
 
-def _present(target: Path, overwrite: bool | None) -> list[str]:
+def _present(target: Path, overwrite: bool | None, replaced: re.Pattern[str] = MODEL_FILES) -> list[str]:
     """Names in the target folder; raises CheckpointError if it must not be written to."""
     if not os.path.lexists(target):
         return []
@@ -107,7 +115,8 @@ def _present(target: Path, overwrite: bool | None) -> list[str]:
         raise CheckpointError(
             f"{target} holds an Orbax checkpoint, which would remain beside this one: save to a new folder"
         )
-    ours = [name for name in names if _CHECKPOINT_FILE.fullmatch(name)]
+    _refuse_both(target, names, replaced)
+    ours = [name for name in names if replaced.fullmatch(name)]
     if links := [name for name in ours if (target / name).is_symlink()]:
         raise CheckpointError(
             f"{target}: {some(links)} is a link, as in the hub's cache: save to a new folder, not over it"
@@ -117,6 +126,16 @@ def _present(target: Path, overwrite: bool | None) -> list[str]:
             f"{target}: {some(folders)} is a folder, but a checkpoint has a file of that name: move it away"
         )
     return names
+
+
+def _refuse_both(target: Path, names: list[str], replaced: re.Pattern[str]) -> None:
+    """Raise CheckpointError if a folder would hold a model and an adapter, of which readers take one or the other."""
+    here, other = ("an adapter", ADAPTER_FILES) if replaced is MODEL_FILES else ("a model", MODEL_FILES)
+    if found := [name for name in names if other.fullmatch(name)]:
+        raise CheckpointError(
+            f"{target} holds {here} ({some(found)}), which some programs would read in place of what is saved: save to "
+            "a new folder"
+        )
 
 
 def _must_stay(target: Path) -> str | None:
@@ -144,12 +163,23 @@ def _replace(stage: Path, target: Path, old: Path) -> None:
         raise
 
 
-def _carry_over(old: Path, new: Path) -> None:
-    """Move everything that is no checkpoint file, and not in the new folder, from the old one, which is deleted."""
-    for name in os.listdir(old):
-        if not _CHECKPOINT_FILE.fullmatch(name) and not os.path.lexists(new / name):
-            os.rename(old / name, new / name)
+def _carry_over(old: Path, new: Path, replaced: re.Pattern[str] = MODEL_FILES) -> list[str]:
+    """Move everything that is neither replaced nor in the new folder from the old one, which is deleted; return the
+    names of what was moved."""
+    moved = [name for name in os.listdir(old) if not replaced.fullmatch(name) and not os.path.lexists(new / name)]
+    for name in moved:
+        os.rename(old / name, new / name)
     _remove(old)
+    return moved
+
+
+def _warn_of(kept: list[str], target: Path) -> None:
+    """Log one warning that names the files that a save has kept, and those of them that are read with the model."""
+    patterns = [pattern.split("/")[0] for pattern in TOKENIZER_FILES + CODE_FILES]
+    read = sorted(name for name in kept if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns))
+    if kept:
+        why = f"; {some(read)} will be read with the new model: delete what does not belong to it" if read else ""
+        logger.warning("%s: files that were there before are kept: %s%s", target, some(sorted(kept), 10), why)
 
 
 def _move_in(stage: Path, target: Path) -> None:

@@ -5,6 +5,7 @@ import functools
 import math
 import operator
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from nnxmoe.storage.atomic_dir import atomic_dir
+from nnxmoe.storage.atomic_dir import MODEL_FILES, atomic_dir
 from nnxmoe.storage.errors import CheckpointError
 
 AnyArray = Any  # a NumPy or JAX array
@@ -24,14 +25,16 @@ _MESSAGE = 4000  # bytes of a broadcast text
 
 
 @contextlib.contextmanager
-def shared_folder(folder: str | os.PathLike[str], overwrite: bool | None = None) -> Iterator[Path]:
+def shared_folder(
+    folder: str | os.PathLike[str], overwrite: bool | None = None, replaced: re.Pattern[str] = MODEL_FILES
+) -> Iterator[Path]:
     """`atomic_dir` for all processes, on a shared file system: the folder appears once every process has written."""
     if jax.process_count() == 1:
-        with atomic_dir(folder, overwrite) as stage:
+        with atomic_dir(folder, overwrite, replaced) as stage:
             yield stage
         return
     with contextlib.ExitStack() as stack:
-        stage = Path(from_first(lambda: str(stack.enter_context(atomic_dir(folder, overwrite)))))
+        stage = Path(from_first(lambda: str(stack.enter_context(atomic_dir(folder, overwrite, replaced)))))
         failure: Exception | None = None
         try:
             if not stage.is_dir():

@@ -152,9 +152,10 @@ def save_pretrained(
     kernels are saved as they are, in the formats of compressed-tensors.
 
     Holds one tensor at a time in memory; each process writes the shards of its devices. The folder must be new or empty
-    unless ``overwrite`` is set. Then the checkpoint in it is replaced atomically after everything is written, and other
-    files are kept. If saving fails or is killed, the folder is unchanged.
-    Raises CheckpointError (a ValueError).
+    unless ``overwrite`` is set. Then the checkpoint in it is replaced atomically after everything is written, tokenizer
+    files too if the model came with its own; one warning names the files that are kept. If saving fails or is killed,
+    the folder is unchanged.
+    Raises CheckpointError (a ValueError), also for a model that its config does not describe.
     """
     try:
         size = parse_bytes(max_shard_size)
@@ -171,7 +172,7 @@ def save_pretrained(
         if jax.process_index() == 0:
             more = {"quantization_config": quantization, "model_type": model.config.saved_type}
             more = {name: value for name, value in more.items() if value is not None}
-            write_side_files(stage, model, folder, model.config.folded()[0], kind, more)
+            write_side_files(stage, model, model.config.folded()[0], kind, more)
         write_shares(stage, _shares(found, bar), size, process=jax.process_index())
 
 

@@ -16,7 +16,7 @@ from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.models import config_class
 from nnxmoe.runtime.progress import logger
 from nnxmoe.storage.errors import CheckpointError
-from nnxmoe.storage.files import absolute, read_bounded, read_object
+from nnxmoe.storage.files import read_bounded, read_object
 from nnxmoe.storage.gguf import GGUF, is_gguf
 from nnxmoe.storage.gguf_tokenizer import tokenizer_files
 from nnxmoe.storage.hub import CODE_FILES, TOKENIZER_FILES
@@ -30,13 +30,12 @@ _MAX_BYTES = 100_000_000
 def write_side_files(
     stage: Path,
     model: CausalLM,
-    target: str | os.PathLike[str],
     config: DecoderConfig,
     dtype: Any = None,
     more: Mapping[str, Any] | None = None,
 ) -> None:
     """Write config.json and generation_config.json, and copy the tokenizer's files and Python code from where the model
-    was loaded, except those that ``target`` already has. ``dtype``: that of the files, None: the model's. ``more``:
+    was loaded. ``dtype``: that of the files, None: the model's. ``more``:
     further fields of config.json."""
     dtype = dtype or matrices_dtype(parameter.variable for parameter in parameters(model, codes=True))
     write_json(stage / "config.json", config.to_hf() | {"dtype": str(dtype)} | dict(more or {}))
@@ -52,21 +51,19 @@ def write_side_files(
             logger.warning("%s; no tokenizer is written", error)
             files = {}
         for name, content in files.items():
-            if not os.path.lexists(absolute(target) / name):
-                write_json(stage / name, content)
+            write_json(stage / name, content)
         return
     if not source.is_dir():
         logger.warning("%s no longer exists: the tokenizer's files are not copied", source)
     for path in _companions(source, (*TOKENIZER_FILES, *CODE_FILES)):
-        name = path.relative_to(source)
-        if not os.path.lexists(absolute(target) / name):
-            try:
-                data = read_bounded(path, _MAX_BYTES, "it was not copied", CheckpointError)
-            except CheckpointError as error:  # a missing tokenizer must not prevent saving the model
-                logger.warning("%s", error)
-            else:
-                (stage / name).parent.mkdir(exist_ok=True)
-                write_bytes(stage / name, data)
+        try:
+            data = read_bounded(path, _MAX_BYTES, "it was not copied", CheckpointError)
+        except CheckpointError as error:  # a missing tokenizer must not prevent saving the model
+            logger.warning("%s", error)
+        else:
+            copy = stage / path.relative_to(source)
+            copy.parent.mkdir(exist_ok=True)
+            write_bytes(copy, data)
 
 
 def _companions(folder: Path, patterns: tuple[str, ...]) -> list[Path]:

@@ -23,6 +23,7 @@ from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.compiled import refuse_shapes
 from nnxmoe.model.weight_names import layer_of, options
 from nnxmoe.runtime.progress import logger
+from nnxmoe.storage.atomic_dir import ADAPTER_FILES
 from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.storage.files import absolute, read_object
 from nnxmoe.storage.multihost import gather, shared_folder, spans_hosts
@@ -58,7 +59,7 @@ def save(model: CausalLM, folder: str | os.PathLike[str], *, overwrite: bool = F
     if unknown := sorted({one.slot.name for one in pieces if one.slot.name.startswith(model.not_for_peft)}):
         logger.warning("%s: peft has no layers for the adapters of %s: load them here", folder, ", ".join(unknown))
     base = {"base_model_name_or_path": report and report.source, "revision": report and report.revision}
-    with shared_folder(folder, overwrite) as stage:
+    with shared_folder(folder, overwrite, ADAPTER_FILES) as stage:
         if jax.process_index() == 0:
             write_json(stage / CONFIG_FILE, {**_settings(model, pieces), **base})
         shares = [(None, _tensors(model, pieces))]
