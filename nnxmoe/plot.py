@@ -5,7 +5,7 @@
 
 Every function draws into ``ax`` (None: a new figure) and returns it. Inputs are arrays, lists, dicts or model outputs.
 The colours are colour-blind safe: cividis, and the palette of Okabe and Ito (2008). Requires matplotlib, imported on
-the first plot: ``pip install 'nnxmoe[notebooks]'``.
+the first plot (the extra ``notebooks``).
 """
 
 import itertools
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from nnxmoe.moe.router import Routing
+from nnxmoe.runtime.extras import install_command
 
 Axes = Any  # matplotlib.axes.Axes or None; matplotlib is optional
 Loads = Mapping[int, Routing] | Sequence[Any] | Any  # {layer: Routing}, or counts or shares [L, E]
@@ -196,7 +197,7 @@ def _axes(ax: Axes, size: tuple[float, float]) -> Axes:
     try:
         import matplotlib.pyplot as plt  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError as error:
-        raise ImportError("nnxmoe.plot needs matplotlib: pip install 'nnxmoe[notebooks]'") from error
+        raise ImportError(f"nnxmoe.plot needs matplotlib: {install_command('notebooks')}") from error
     return plt.subplots(figsize=size, layout="constrained")[1]
 
 

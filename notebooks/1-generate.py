@@ -23,7 +23,7 @@
 # Hugging Face hub. With `"mistralai/Mixtral-8x7B-v0.1"` or a folder of yours in its place the same lines work.
 
 # %%
-# Needs `pip install 'nnxmoe[notebooks]'`. Where that is missing (Colab, Kaggle, a new environment), this cell installs
+# Needs `pip install -e '.[notebooks]'`. Where that is missing (Colab, Kaggle, a new environment), this cell installs
 # the wheel that `pip wheel --no-deps .` makes in a checkout of nnxmoe: upload it beside this notebook first.
 import glob
 import importlib.util

@@ -19,7 +19,7 @@
 # - the two cures, the balance loss (Switch, Mixtral) and DeepSeek's correction bias, at work in small trainings.
 
 # %%
-# Needs `pip install 'nnxmoe[notebooks]'`. Where that is missing (Colab, Kaggle, a new environment), this cell installs
+# Needs `pip install -e '.[notebooks]'`. Where that is missing (Colab, Kaggle, a new environment), this cell installs
 # the wheel that `pip wheel --no-deps .` makes in a checkout of nnxmoe: upload it beside this notebook first.
 import glob
 import importlib.util

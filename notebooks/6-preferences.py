@@ -23,7 +23,7 @@
 # the other one less likely, than they are to the model as it was.
 
 # %%
-# Needs `pip install 'nnxmoe[notebooks]'`. Where that is missing (Colab, Kaggle, a new environment), this cell installs
+# Needs `pip install -e '.[notebooks]'`. Where that is missing (Colab, Kaggle, a new environment), this cell installs
 # the wheel that `pip wheel --no-deps .` makes in a checkout of nnxmoe: upload it beside this notebook first.
 import glob
 import importlib.util

@@ -19,7 +19,7 @@
 # - how to measure a model: an exam of your own, and log-probabilities of given answers.
 
 # %%
-# Needs `pip install 'nnxmoe[notebooks]'`. Where that is missing (Colab, Kaggle, a new environment), this cell installs
+# Needs `pip install -e '.[notebooks]'`. Where that is missing (Colab, Kaggle, a new environment), this cell installs
 # the wheel that `pip wheel --no-deps .` makes in a checkout of nnxmoe: upload it beside this notebook first.
 import glob
 import importlib.util

@@ -23,7 +23,7 @@
 # you rent the devices, `nnxmoe plan … --compile` compiles the step for them and replaces the estimate of the memory.
 
 # %%
-# Needs `pip install 'nnxmoe[notebooks]'`. Where that is missing (Colab, Kaggle, a new environment), this cell installs
+# Needs `pip install -e '.[notebooks]'`. Where that is missing (Colab, Kaggle, a new environment), this cell installs
 # the wheel that `pip wheel --no-deps .` makes in a checkout of nnxmoe: upload it beside this notebook first.
 import glob
 import importlib.util

@@ -103,7 +103,7 @@ def compile_for() -> Iterator[Callable[..., Any]]:
 
     def call(platform: str, *rest: Any, run: Callable[..., Any] | None = None) -> Any:
         if missing := [name for name in needed[platform] if not _installed(name)]:
-            pytest.skip(f"{missing[0]} is not installed: pip install 'nnxmoe[kernels,plan-gpu,plan-tpu]'")
+            pytest.skip(f"{missing[0]} is not installed: pip install -e '.[kernels,plan-gpu,plan-tpu]'")
         if platform not in pools:
             usual = dict(os.environ)
             os.environ.update(environment(platform, 1))

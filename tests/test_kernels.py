@@ -63,7 +63,7 @@ def test_model_with_tokamax() -> None:
 
 def test_tokamax_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokamax, "installed", lambda: False)
-    with pytest.raises(ValueError, match=r"pip install 'nnxmoe\[kernels\]'"):
+    with pytest.raises(ValueError, match=r"pip install -e '.*\[kernels\]'"):
         Tokamax()
 
 

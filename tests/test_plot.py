@@ -11,6 +11,7 @@ import pytest
 from nnxmoe import plot
 from nnxmoe.moe.balance import utilisation
 from nnxmoe.moe.router import Routing, SoftmaxTopK
+from nnxmoe.runtime.extras import install_command
 
 pytestmark = pytest.mark.notebooks
 
@@ -186,4 +187,5 @@ def test_without_matplotlib() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == "ImportError: nnxmoe.plot needs matplotlib: pip install 'nnxmoe[notebooks]'"
+    last = done.stderr.splitlines()[-1]
+    assert last == f"ImportError: nnxmoe.plot needs matplotlib: {install_command('notebooks')}"

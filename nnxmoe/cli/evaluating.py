@@ -9,6 +9,7 @@ from pathlib import Path
 
 from nnxmoe.cli import commands
 from nnxmoe.cli.options import add_loading, add_slots, count
+from nnxmoe.runtime.extras import install_command
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +26,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def evaluate(options: argparse.Namespace) -> None:
-    """Evaluate a model with lm-evaluation-harness. Needs nnxmoe[eval]."""
+    """Evaluate a model with lm-evaluation-harness. Needs the extra eval."""
     try:
         from lm_eval import evaluator
         from lm_eval.tasks import TaskManager
@@ -33,7 +34,7 @@ def evaluate(options: argparse.Namespace) -> None:
 
         from nnxmoe.evaluation.harness import HarnessLM
     except ModuleNotFoundError as error:
-        raise ValueError(f"nnxmoe eval needs lm-eval ({error}): pip install 'nnxmoe[eval]'") from None
+        raise ValueError(f"nnxmoe eval needs lm-eval ({error}): {install_command('eval')}") from None
     names, manager = [name.strip() for name in options.tasks.split(",")], TaskManager(include_path=options.include_path)
     if unknown := [name for name in names if not manager.match_tasks([name])]:
         raise ValueError(f"--tasks: there is no task {unknown[0]!r}; lm-eval ls tasks lists them")

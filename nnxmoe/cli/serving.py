@@ -6,6 +6,7 @@ from pathlib import Path
 
 from nnxmoe.cli import commands, drafts
 from nnxmoe.cli.options import add_loading, add_slots, count, size
+from nnxmoe.runtime.extras import install_command
 from nnxmoe.runtime.progress import logger, say
 
 KEY = "NNXMOE_API_KEY"
@@ -34,12 +35,12 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def serve(options: argparse.Namespace) -> None:
-    """Serve a model over HTTP, after the OpenAI API, and a page to chat on. Needs nnxmoe[serve]."""
+    """Serve a model over HTTP, after the OpenAI API, and a page to chat on. Needs the extra serve."""
     try:
         from nnxmoe.serve import server
         from nnxmoe.serve.settings import ServerSettings
     except ModuleNotFoundError as error:
-        raise ValueError(f"nnxmoe serve needs {error.name}: pip install 'nnxmoe[serve]'") from None
+        raise ValueError(f"nnxmoe serve needs {error.name}: {install_command('serve')}") from None
     if not 0 <= options.port < 2**16:
         raise ValueError(f"--port {options.port}: a port lies in 0 … 65535")
     name = options.name or (Path(options.model).resolve().name if os.path.isdir(options.model) else options.model)

@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import UInt32
 
 from nnxmoe.config.printable import short
+from nnxmoe.runtime.extras import install_command
 from nnxmoe.runtime.progress import logger
 
 # Between two parts of JSON a space, or a line's end and indentation: without a bound, small models go on for ever. A
@@ -43,7 +44,7 @@ class Constraint(Protocol):
 
 
 class Grammar:
-    """A `Constraint` by llguidance (``pip install 'nnxmoe[serve]'``), in its own form of Lark or as it returns them.
+    """A `Constraint` by llguidance (the extra ``serve``), in its own form of Lark or as it returns them.
 
     ``tokenizer``: that of the model. Grammars of a tokenizer share its tables, which take about a second to make.
     """
@@ -186,5 +187,5 @@ def _library() -> Any:
     try:
         import llguidance
     except ImportError as error:
-        raise ValueError("schemas and grammars need the library llguidance: pip install 'nnxmoe[serve]'") from error
+        raise ValueError(f"schemas and grammars need the library llguidance: {install_command('serve')}") from error
     return llguidance

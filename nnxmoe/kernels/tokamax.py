@@ -14,6 +14,7 @@ from nnxmoe.layers.kernel import as_kernel
 from nnxmoe.layers.multilinear import multilinear
 from nnxmoe.layers.quantized import QuantizedKernel
 from nnxmoe.moe.grouped_matmul import Weights, zeros_beyond
+from nnxmoe.runtime.extras import install_command
 
 
 def installed() -> bool:
@@ -33,7 +34,7 @@ def delta_attention() -> Any:
     """``tokamax.ops.kimi_delta_attention``. Raises ValueError if tokamax lacks it or is not installed."""
     found = getattr(importlib.import_module("tokamax.ops"), "kimi_delta_attention", None) if installed() else None
     if found is None:
-        raise ValueError("TokamaxDelta() needs tokamax 0.0.17: pip install 'nnxmoe[kernels]' with Python 3.12 or newer")
+        raise ValueError(f"TokamaxDelta() needs tokamax 0.0.17 and Python 3.12 or newer: {install_command('kernels')}")
     return found
 
 
@@ -47,7 +48,7 @@ class Tokamax:
 
     def __post_init__(self) -> None:
         if not installed():
-            raise ValueError("Tokamax() needs tokamax: pip install 'nnxmoe[kernels]', or choose Blocked()")
+            raise ValueError(f"Tokamax() needs tokamax: {install_command('kernels')}, or choose Blocked()")
 
     def __call__(self, rows: Float[Array, "R I"], kernel: Weights, sizes: Int[Array, "E"]) -> Float[Array, "R O"]:
         kernel = as_kernel(kernel)

@@ -22,6 +22,7 @@ from nnxmoe.models import model_class
 from nnxmoe.planning.hlo import collectives
 from nnxmoe.planning.operations import counted
 from nnxmoe.planning.program import CompileJob, Program
+from nnxmoe.runtime.extras import install_command
 from nnxmoe.runtime.hardware import CPU, TABLE, TPU
 from nnxmoe.train.loop.step import Step
 
@@ -45,7 +46,7 @@ def devices(job: CompileJob) -> list[Any]:
         return topologies.get_topology_desc(platform="cuda", topology=shape, target_config=target).devices
     except (RuntimeError, ImportError, KeyError) as error:
         extra = "plan-tpu" if job.platform == TPU else "plan-gpu"
-        raise RuntimeError(f"Error: no compiler for {job.device} (pip install 'nnxmoe[{extra}]'): {error}") from error
+        raise RuntimeError(f"Error: no compiler for {job.device} ({install_command(extra)}): {error}") from error
 
 
 def _gpu_target(name: str) -> str:

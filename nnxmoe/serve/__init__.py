@@ -1,1 +1,1 @@
-"""An HTTP server of one model, after the OpenAI API: ``nnxmoe serve``. Needs the extra ``nnxmoe[serve]``."""
+"""An HTTP server of one model, after the OpenAI API: ``nnxmoe serve``. Needs the extra ``serve``."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from nnxmoe.config.printable import short
+from nnxmoe.runtime.extras import install_command
 from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.storage.files import refuse_lfs_pointer, regular_file
 from nnxmoe.storage.safetensors import DTYPES, TensorInfo
@@ -94,7 +95,7 @@ def library() -> Any:
     try:
         import gguf
     except ImportError as error:
-        raise CheckpointError("GGUF files need the library gguf: pip install 'nnxmoe[gguf]'") from error
+        raise CheckpointError(f"GGUF files need the library gguf: {install_command('gguf')}") from error
     return gguf
 
 
