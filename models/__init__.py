@@ -3,20 +3,17 @@
 if __name__ != "nnxmoe.models":
     raise ImportError(f"import nnxmoe.models, not {__name__}: otherwise every class here would exist twice")
 
-import dataclasses
-import inspect
 import logging
 import os
-import sys
-from collections.abc import Iterator, Mapping
-from types import CodeType, FunctionType
+from collections.abc import Mapping
 from typing import Any
 
 from nnxmoe.config.base import DecoderConfig
-from nnxmoe.config.bounds import ConfigError, Kinds, OneOf
+from nnxmoe.config.bounds import ConfigError
 from nnxmoe.config.nested import text_fields
-from nnxmoe.config.printable import short
+from nnxmoe.config.printable import did_you_mean, short
 from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.family_checks import refuse_unnamed_parameters, refuse_unread_fields
 from nnxmoe.models.afmoe import Afmoe, AfmoeConfig
 from nnxmoe.models.bailing_hybrid import BailingHybrid, BailingHybridConfig
 from nnxmoe.models.deepseek_v2 import DeepSeekV2, DeepSeekV2Config
@@ -78,50 +75,21 @@ RELATIVES = {
 
 
 def register(family: type[CausalLM]) -> None:
-    """Register a model family under the ``model_type`` of each of its configs, and its presets by name. Raises
-    ConfigError if a config declares a field that the family does not read."""
-    _refuse_unread(family)
+    """Register a model family under the ``model_type`` of each of its configs, and its presets by name.
+
+    Call it with a class of your own before loading, saving or planning its models. Raises ConfigError if a config
+    declares a field that the family does not read, or if a parameter has no row in the table of tensor names.
+    """
+    refuse_unread_fields(family)
+    refuse_unnamed_parameters(family)
+    _add(family)
+
+
+def _add(family: type[CausalLM]) -> None:
     MODELS.update({config.model_type: (config, family) for config in family.configs})
     PRESETS.update(family.presets)
     HUB_IDS.update(family.hub_ids)
     HUB_NOTES.update(family.hub_notes)
-
-
-def _refuse_unread(family: type[CausalLM]) -> None:
-    """Raise ConfigError if a config of the family declares a field that no method of the two classes and no function of
-    their modules names. Fields with a single supported value are exempt, and those of all decoders."""
-    common = {field.name for field in dataclasses.fields(DecoderConfig)}
-    for config in family.configs:
-        names = {name for code in _codes(config, family) for name in _names(code)}
-        names |= {config.experts_field, config.chosen_field}
-        checks = {field.name: field.metadata.get("check") for field in dataclasses.fields(config)}
-        fixed = {name for name, check in checks.items() if isinstance(check, OneOf | Kinds) and len(check.allowed) == 1}
-        if unread := checks.keys() - common - fixed - names:
-            raise ConfigError(
-                f"{config.__name__} declares {', '.join(sorted(unread))}, which nothing in {family.__name__} reads: "
-                "use it there, or list it in `fixed` with the values that need no code, or in `ignored` if it never "
-                "changes what the model computes"
-            )
-
-
-def _codes(*classes: type) -> Iterator[CodeType]:
-    """Code objects of the functions in the classes, in their bases, and in the modules that define these."""
-    for kind in {base for each in classes for base in each.__mro__ if issubclass(base, (DecoderConfig, CausalLM))}:
-        module = sys.modules[kind.__module__]
-        for value in (*vars(kind).values(), *vars(module).values()):
-            made = inspect.unwrap(getattr(value, "fget", None) or getattr(value, "__func__", None) or value)
-            if isinstance(made, FunctionType) and not made.__code__.co_filename.startswith("<"):  # by dataclasses
-                yield made.__code__
-
-
-def _names(code: Any) -> Iterator[str]:
-    """The attributes and strings that code and the functions in it use."""
-    yield from code.co_names
-    for value in code.co_consts:
-        if isinstance(value, str):
-            yield value
-        elif isinstance(value, CodeType) and "__qualname__" not in value.co_names:  # not a class body, which declares
-            yield from _names(value)
 
 
 for _family in (
@@ -132,7 +100,7 @@ for _family in (
     *(MiniMaxM3VLText, NemotronH),
     *(Qwen3Next, Qwen3_5Text, Qwen3_5MoeText, KimiLinear, BailingHybrid, Glm5NextText),
 ):
-    register(_family)
+    _add(_family)  # the checks of `register` take longer than an import may: tests run them
 
 __all__ = [
     "HUB_IDS", "HUB_NOTES", "MODELS", "PRESETS", "Afmoe", "AfmoeConfig", "BailingHybrid", "BailingHybridConfig",
@@ -148,7 +116,7 @@ __all__ = [
     "Qwen3VLMoeText", "Qwen3VLMoeTextConfig", "Qwen3VLText", "Qwen3VLTextConfig", "Qwen3_5MoeText",
     "Qwen3_5MoeTextConfig", "Qwen3_5Text", "Qwen3_5TextConfig", "SarvamMLA", "SarvamMLAConfig", "SarvamMoE",
     "SarvamMoEConfig", "SolarOpen", "SolarOpenConfig", "Step3p5", "Step3p5Config", "config_class", "config_from_hf",
-    "model_class", "preset", "refuse_preset", "register",
+    "is_registered", "model_class", "near_presets", "preset", "refuse_preset", "register",
 ]  # fmt: skip
 
 
@@ -192,11 +160,22 @@ def preset(name: str | os.PathLike[str]) -> DecoderConfig | None:
     return None if os.path.isdir(name) else PRESETS.get(str(name).lower())
 
 
+def near_presets(name: str | os.PathLike[str]) -> str:
+    """End of an error message about an unknown model: the presets with the nearest names, or where they are listed."""
+    near = did_you_mean(str(name), PRESETS, 3)
+    return near or "; presets, which need no files, are listed by: nnxmoe inspect --help"
+
+
 def refuse_preset(name: str | os.PathLike[str]) -> None:
     """Raise ConfigError if weights are asked of a preset, which has none, with the hub id that has them."""
     if preset(name) is not None:
         where = HUB_IDS.get(str(name).lower(), "its name on the hub, such as 'org/name'")
         raise ConfigError(f"{name} is a preset, a config without weights: give {where}, or a folder")
+
+
+def is_registered(model: CausalLM) -> bool:
+    """Whether loading the config of a model builds a model of its class."""
+    return MODELS.get(model.config.model_type) == (type(model.config), type(model))
 
 
 def model_class(config: DecoderConfig) -> type[CausalLM]:

@@ -24,7 +24,7 @@ from nnxmoe.cli import chat, prompts
 from nnxmoe.cli.parser import as_typed
 from nnxmoe.cli.summary import summarise
 from nnxmoe.generation.complete import StoppedText
-from nnxmoe.models import PRESETS
+from nnxmoe.models import MODELS, PRESETS
 from nnxmoe.storage.checkpoint import Checkpoint
 from nnxmoe.train import lora
 from tests.corpus.case import Draft
@@ -106,7 +106,28 @@ def test_failures_are_one_line_and_exit_1(line: list[str], message: str, capsys:
 def test_without_arguments_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 0
     printed = capsys.readouterr()
-    assert "commands:" in printed.out and "Qwen2 to Qwen3" in printed.out and printed.err == ""
+    families = printed.out.partition("Families, by the model_type of their config.json: ")[2].partition(".")[0]
+    assert families.replace(",", " ").split() == sorted(MODELS), "every family, however recent"
+    assert "commands:" in printed.out and printed.err == ""
+
+
+def test_unknown_model_gets_the_nearest_presets_or_where_they_are_listed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not all of them in one paragraph."""
+    plan = ["--mesh", "fsdp=8", "--batch", "8", "--on", "h100"]
+    for line, wanted in {
+        ("inspect", "mixtral-8x7", "--local-files-only"): "error: mixtral-8x7 is not a preset; did you mean mixtral",
+        ("inspect", "nosuch", "--local-files-only"): "are listed by: nnxmoe inspect --help\n",
+        ("plan", "nosuch", *plan): "are listed by: nnxmoe inspect --help\n",
+    }.items():
+        assert cli.main(line) == 1
+        assert wanted in (said := capsys.readouterr().err) and len(said) < 400
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["inspect", "--help"])
+    listed = capsys.readouterr().out.partition("presets: ")[2]
+    assert listed.replace(",", " ").split() == list(PRESETS)
 
 
 def test_options_of_other_programs_are_answered(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,7 @@ from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.rope import DynamicRope, LinearRope, Llama3Rope, Rope, YarnRope
 from nnxmoe.config.undeclared import FP8_EXPERTS, PREDICTION
 from nnxmoe.convert.hf.side_files import read_config
+from nnxmoe.model.family_checks import check_rows, refuse_unread_fields
 from nnxmoe.models import (
     MODELS,
     PRESETS,
@@ -790,6 +791,15 @@ def test_a_declared_field_that_nothing_reads_is_an_error() -> None:
     with pytest.raises(ConfigError, match="GraniteConfig declares embedding_multiplier, which nothing"):
         register(Granite)
     assert "granite" not in MODELS
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_tables_of_the_families_are_complete(kind: str) -> None:
+    """What `register` checks of families of users."""
+    config = config_from_hf(FAMILIES[kind].frozen)
+    family = model_class(config)
+    refuse_unread_fields(family)
+    check_rows(family(config, rngs=None))
 
 
 @pytest.mark.wrong_types

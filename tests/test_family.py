@@ -1,7 +1,10 @@
 """A new model family needs one file and one registration; everything else works unchanged."""
 
+import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,11 +16,12 @@ import nnxmoe
 from nnxmoe import models
 from nnxmoe.cli.parser import main
 from nnxmoe.convert import maxtext
+from nnxmoe.model.weight_names import W
 from nnxmoe.train import lora
 from tests.support.arrays import max_error
 from tests.support.numpy_decoder import reference_logits
 from tests.support.tiny import TINY, Weights, random_tokens, stacking_of, tiny_weights, write_checkpoint
-from tests.support.toy_family import Toy
+from tests.support.toy_family import Toy, ToyConfig
 
 FIELDS = TINY["llama"] | {"model_type": "qwen3", "sliding_window": None, "use_sliding_window": False}
 del FIELDS["mlp_bias"]
@@ -89,3 +93,84 @@ def test_new_family_logits_match_transformers(checkpoint: Path) -> None:
     with torch.no_grad():
         wanted = theirs(torch.from_numpy(tokens).long()).logits.numpy()
     assert max_error(nnxmoe.from_pretrained(checkpoint)(tokens).logits, wanted) < 2e-4
+
+
+README = (Path(nnxmoe.__file__).parents[1] / "models" / "README.md").read_text(encoding="utf-8")
+EXAMPLE = next(code for code in re.findall(r"^```python\n(.*?)^```", README, re.M | re.S) if "Palmoe" in code)
+
+
+def test_family_of_the_guide_from_a_module_of_the_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The guide's example runs; commands know the family after ``--import``, by name and by path, before or after the
+    command."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "palmoe.py").write_text(EXAMPLE.partition("models.register(Palmoe)")[0] + "models.register(Palmoe)\n")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "palmoe.py").write_text("")
+    try:
+        assert main(["--import", "palmoe", "inspect", "nosuch/folder/"]) == 1 and "palmoe" in models.MODELS
+        exec(compile(EXAMPLE, "palmoe_example", "exec"), {"__name__": "palmoe"})
+        assert main(["inspect", "tiny-palmoe", "--import", str(tmp_path / "palmoe.py")]) == 0
+        assert "palmoe of" in capsys.readouterr().out
+        assert main(["inspect", "tiny-palmoe", "--import", "elsewhere/palmoe.py"]) == 1
+        assert "palmoe is the name of another module" in capsys.readouterr().err
+    finally:
+        sys.modules.pop("palmoe", None)
+
+
+def test_modules_that_cannot_be_imported_are_named_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "broken_family.py").write_text("raise KeyError('x')")
+    for name, wanted in {
+        "no_such_family": "--import no_such_family: ModuleNotFoundError: No module named 'no_such_family'",
+        "no_such_family.py": "--import no_such_family.py: there is no such file",
+        "broken_family": "--import broken_family: KeyError: 'x'",
+        "broken_family.py": "--import broken_family.py: KeyError: 'x'",
+    }.items():
+        for line in (["--import", name, "inspect", "demo"], ["inspect", "demo", "--import", name]):
+            assert main(line) == 1
+            assert capsys.readouterr().err == f"nnxmoe: error: {wanted}\n"
+
+
+def variant(**changes: Any) -> type[Toy]:
+    """A family like Toy with other rows in its table; None removes one."""
+    table = {key: row for key, row in (dict(Toy.hf_table) | changes).items() if row is not None}
+    return type("Variant", (Toy,), {"hf_table": table, "__module__": Toy.__module__})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer.mlp.up.kernel": None}, r"Variant: the parameter layer\.mlp\.up\.kernel has no row in hf_table"),
+        ({"layer.attention.q.bias": None}, r"the parameter layer\.attention\.q\.bias has no row"),
+        ({"layer.mlp.up.kernel": W("mlp.gate_proj.weight")}, r"gives layer\.mlp\.(gate|up)\.kernel.*the same tensor"),
+        ({"layer.mlp.up.kernel": W("mlp.up").rows(1, 2)}, r"no row of hf_table has part 0 of the 2 of .*mlp\.up"),
+        ({"layer.mlp.up.kernel": W("mlp").each("up")}, r"layer\.mlp\.up\.kernel has no dimension of experts"),
+    ],
+    ids=["no row", "no row of a bias that a field adds", "two rows, one tensor", "half a tensor", "experts"],
+)
+def test_faulty_table_is_refused_when_registered(changes: dict[str, Any], message: str) -> None:
+    registered = dict(models.MODELS)
+    with pytest.raises(nnxmoe.ConfigError, match=message):
+        models.register(variant(**changes))
+    assert models.MODELS == registered
+
+
+def test_missing_row_is_named_when_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that registration cannot know to be needed."""
+    config = ToyConfig(vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
+    model = Toy(config, rngs=nnx.Rngs(0))
+    monkeypatch.setattr(Toy, "hf_table", variant(**{"norm.scale": None}).hf_table)
+    with pytest.raises(nnxmoe.ConfigError, match=r"Toy: the parameter norm\.scale has no row in hf_table"):
+        nnxmoe.save_pretrained(model, tmp_path / "model")
+
+
+def test_unregistered_family_computes_logits() -> None:
+    kind = variant()
+    config = ToyConfig(vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
+    assert kind(config, rngs=nnx.Rngs(0))(np.arange(4)[None]).logits.shape == (1, 4, 40)

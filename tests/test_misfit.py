@@ -1,4 +1,4 @@
-"""A model that its config does not describe is refused by every writer, with the difference named; nothing is written."""
+"""A model that its config does not describe: every writer refuses it, names the difference and writes nothing."""
 
 import dataclasses
 from collections.abc import Callable

@@ -1,16 +1,19 @@
 """``nnxmoe inspect``: its options, and what it prints of a model."""
 
 import argparse
+import textwrap
 from typing import Any
 
 from nnxmoe.cli import commands
 from nnxmoe.cli.options import add_model, add_quantize, count, mesh
 from nnxmoe.config.printable import bytes_text, count_text, plain
+from nnxmoe.models import PRESETS
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     add_model(parser, "a folder, a hub id, 'demo', or a preset such as deepseek-v3")
     add_quantize(parser)
+    parser.epilog = f"{parser.epilog}\n\n{textwrap.fill('presets: ' + ', '.join(PRESETS), 100)}"
     add = parser.add_argument
     add("--batch", type=count, default=1, metavar="B", help="rows in the cache (default 1)")
     add("--fields", action="store_true", help="also print every field of config.json, and the strategy")

@@ -8,23 +8,25 @@ import argparse
 import io
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import nnxmoe
 from nnxmoe.cli import chat as talk
-from nnxmoe.cli import commands, demo, drafts, evaluating, inspecting, serving
+from nnxmoe.cli import commands, demo, drafts, evaluating, importing, inspecting, serving
 from nnxmoe.cli import options as shared
 from nnxmoe.cli import plans as plan_options
 from nnxmoe.cli.exit_codes import INTERRUPTED, PIPE_CLOSED
 from nnxmoe.config.printable import did_you_mean
+from nnxmoe.models import MODELS
 from nnxmoe.runtime.compile_cache import compile_cache
+from nnxmoe.runtime.extras import install_command
 from nnxmoe.runtime.progress import messages_on_stderr
 
-_DESCRIPTION = """Mixture-of-experts language models in JAX: Llama, Mistral, Mixtral, DeepSeek-V2 to R1, Kimi K2,
-Moonlight, GLM-4.5 to 4.7, Qwen2 to Qwen3, gpt-oss, OLMoE, MiniMax-M2, dots.llm1, Solar Open."""
+_DESCRIPTION = "Mixture-of-experts language models in JAX. Families, by the model_type of their config.json: "
 _DEVICES = re.compile(r"--(device|gpu|cuda|cpu|tpu|n-gpu|num-gpu|ngl|tensor-parallel|tp)\b")
-_NO_DEVICES = """; JAX chooses the device: install nnxmoe[cuda] or nnxmoe[tpu], set JAX_PLATFORMS=cpu (or cuda, tpu) to
+_NO_DEVICES = f"""; JAX chooses the device: {install_command("cuda")} (or tpu), set JAX_PLATFORMS=cpu (or cuda, tpu) to
 force one, and use --mesh tensor=8 for 8 devices"""
 
 
@@ -43,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             output.reconfigure(errors="replace")  # terminals with a small character set show "?" instead of failing
     try:
         with messages_on_stderr():
+            importing.import_modules([*options.imports, *options.more_imports])
             if options.compile_cache:
                 compile_cache()
             options.run(options)
@@ -108,11 +111,12 @@ def _parser() -> argparse.ArgumentParser:
     how: Any = {"formatter_class": _Help}
     parser = _Parser(
         prog="nnxmoe",
-        description=_DESCRIPTION,
+        description=textwrap.fill(_DESCRIPTION + ", ".join(sorted(MODELS)) + ".", 100),
         epilog="example:\n  nnxmoe demo\n  nnxmoe generate demo 'Once upon a time'",
         **how,
     )
     parser.add_argument("--version", action="version", version=f"nnxmoe {nnxmoe.__version__}")
+    importing.add_option(parser)
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", prog="nnxmoe")
     what = "do not keep compiled programs for later (environment variable: NNXMOE_COMPILE_CACHE=FOLDER or off)"
     for name, (run, add_options, example) in _COMMANDS.items():
@@ -121,6 +125,7 @@ def _parser() -> argparse.ArgumentParser:
         sub = subparsers.add_parser(name, help=text, description=text, epilog=epilog, **how)
         sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
         sub.add_argument("--no-compile-cache", dest="compile_cache", action="store_false", help=what)
+        importing.add_option(sub, "more_imports")
         add_options(sub)
         flags = [action for action in sub._actions if action.option_strings]
         sub.set_defaults(run=run, flags=flags, parser=sub)
@@ -150,7 +155,7 @@ def _generate_options(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="end before this text; may be repeated",
     )
-    add("--json-schema", metavar="FILE", help="make only JSON that this schema accepts (needs nnxmoe[serve])")
+    add("--json-schema", metavar="FILE", help="make only JSON that this schema accepts (needs the extra serve)")
     group = parser.add_argument_group("output as JSON lines, always with --prompts")
     add = group.add_argument
     add("--samples", type=shared.count, default=1, metavar="N", help="samples of each prompt (default 1)")

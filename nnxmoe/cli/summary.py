@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from nnxmoe.axes import RULES, AnyMesh, check_mesh, keeps_dtype, partition_spec
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import ConfigError
-from nnxmoe.config.printable import bytes_text, did_you_mean
+from nnxmoe.config.printable import bytes_text
 from nnxmoe.convert.core.layout import Parameter, parameters
 from nnxmoe.convert.core.lazy_array import LazyArrays
 from nnxmoe.convert.core.report import LoadReport
@@ -30,7 +30,7 @@ from nnxmoe.convert.hf.source import stored
 from nnxmoe.layers.quantized import QuantizedArray
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.strategy import Strategy
-from nnxmoe.models import HUB_IDS, HUB_NOTES, PRESETS, model_class, preset
+from nnxmoe.models import HUB_IDS, HUB_NOTES, model_class, near_presets, preset
 from nnxmoe.planning.arithmetic import cache_per_token
 from nnxmoe.quantization.kernels import places, quantized_weights
 from nnxmoe.quantization.methods import Method, Mixed, refuse_both
@@ -209,8 +209,9 @@ def find(
     try:
         fields, headers = hub_headers(str(name), revision=revision, local_files_only=local_files_only)
     except CheckpointError as error:
-        near = did_you_mean(str(name), PRESETS, 3) or f" (presets, which need no files: {', '.join(PRESETS)})"
-        raise CheckpointError(f"{error}{near}") from None
+        near = near_presets(name)
+        nearest_first = f"{name} is not a preset{near} ({error})"
+        raise CheckpointError(nearest_first if "did you mean" in near else f"{error}{near}") from None
     tensors = {n: TensorInfo(n, Path(), dtype, shape, 0, 0) for n, (dtype, shape) in headers.items()}
     return _checked(fields, tensors, where)
 

@@ -24,7 +24,7 @@ from nnxmoe.convert.hf.source import stored
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.stack import Scanned, Unrolled
 from nnxmoe.model.strategy import Strategy
-from nnxmoe.models import PRESETS, preset
+from nnxmoe.models import near_presets, preset
 from nnxmoe.quantization.kernels import dequantize, quantized_weights
 from nnxmoe.quantization.methods import Method, Mixed
 from nnxmoe.quantization.rounding import quantize as round_kernels
@@ -207,7 +207,7 @@ def _given_config(name: str | None) -> DecoderConfig | None:
     if name is None:
         return None
     if (found := preset(name)) is None and not (name and absolute(name).is_dir()):
-        raise ValueError(f"--config {name}: no folder with config.json, and no preset ({', '.join(PRESETS)})")
+        raise ValueError(f"--config {name}: no folder with config.json, and no preset{near_presets(name)}")
     return found or read_config(absolute(name))
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from nnxmoe.axes import AnyMesh
 from nnxmoe.config.base import DecoderConfig
-from nnxmoe.config.printable import did_you_mean
 from nnxmoe.config.validate import check_positive
 from nnxmoe.convert.hf.side_files import read_config
 from nnxmoe.mesh import abstract_mesh
@@ -16,7 +15,7 @@ from nnxmoe.model.pipeline import AXIS
 from nnxmoe.model.remat import Remat
 from nnxmoe.model.stack import Scanned
 from nnxmoe.model.strategy import Strategy
-from nnxmoe.models import PRESETS, preset
+from nnxmoe.models import PRESETS, near_presets, preset
 from nnxmoe.moe.dispatch import Sorted
 from nnxmoe.moe.expert_parallel import ExpertParallel, InChunks, RaggedAllToAll
 from nnxmoe.planning import advice, printing
@@ -129,7 +128,7 @@ class Plan:
         return printing.table(self)
 
     def plot(self, ax: Any = None) -> Any:
-        """Plot the bytes on one device as bars; requires matplotlib (``nnxmoe[notebooks]``)."""
+        """Plot the bytes on one device as bars; requires matplotlib (the extra ``notebooks``)."""
         from nnxmoe import plot
 
         sizes = {name: size / 1e9 for name, size in dataclasses.asdict(self.bytes).items() if size > 1e-4 * self.memory}
@@ -259,7 +258,6 @@ def read_model(model: DecoderConfig | str | os.PathLike[str]) -> tuple[str, Deco
         return str(model).lower(), found
     if (folder := local_folder(model, ValueError)) is None:
         if "/" not in str(model):
-            near = did_you_mean(str(model), PRESETS, 3) or f": use one of {', '.join(PRESETS)}"
-            raise ValueError(f"{model} is neither a folder nor a preset{near}")
+            raise ValueError(f"{model} is neither a folder nor a preset{near_presets(model)}")
         folder = snapshot(str(model), None, False, ["config.json"], (), ValueError)
     return str(model), read_config(folder)

@@ -34,7 +34,8 @@ def atomic_dir(
 
     ``folder`` must be new or empty. With ``overwrite=True`` a checkpoint in it, the files that match ``replaced``, is
     replaced: the old folder is renamed, and its other files move to the new one unless that has a file of the name. One
-    warning names those that move. (None: like False, for callers that do not offer to overwrite.) Until exit ``folder`` is unchanged, and an error leaves it so. A killed process leaves a hidden folder behind: one
+    warning names those that move. (None: like False, for callers that do not offer to overwrite.)
+    Until exit ``folder`` is unchanged, and an error leaves it so. A killed process leaves a hidden folder behind: one
     that ends in ``.tmp`` may be deleted, one in ``.old`` holds what was not yet moved. Raises CheckpointError.
     """
     target = _target(folder)

@@ -11,7 +11,7 @@ from nnxmoe.convert.core.restore import DTYPES, INTEGERS
 from nnxmoe.layers.lora import Kept, LoRAParam
 from nnxmoe.layers.quantized import QuantizedArray, QuantizedWeight
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.models import MODELS
+from nnxmoe.models import is_registered
 from nnxmoe.storage.errors import CheckpointError
 
 # Attributes that a strategy chooses: they change how a model is computed, not which model it is.
@@ -27,11 +27,11 @@ def refuse_misfit(model: CausalLM) -> None:
     are not: each layout says whether it stores them.
     """
     kind, config = type(model), model.config
-    if MODELS.get(config.model_type) != (type(config), kind):
+    if not is_registered(model):
         raise CheckpointError(
-            f"{kind.__name__} with a {type(config).__name__} is not the registered family of {config.model_type!r}: its "
-            f"checkpoint would load as another model or not at all. Call nnxmoe.models.register({kind.__name__}) first, "
-            "with a model_type of its own"
+            f"{kind.__name__} with {type(config).__name__} is not the registered family of {config.model_type!r}, and "
+            "would load as another model or not at all. Give it a model_type of its own, and call "
+            f"nnxmoe.models.register({kind.__name__}) first"
         )
     described = kind(config, model.strategy, rngs=None, dtype=model.dtype, mtp=bool(model.mtp))
     if found := list(_differences(model, described)):
@@ -68,7 +68,8 @@ def _parts(model: CausalLM) -> dict[str, Any]:
     found = dict[str, Any]()
     for path, node in nnx.iter_graph(model):
         name = ".".join(map(str, path))
-        if any(str(part).startswith("lora") for part in path) or isinstance(node, Kept | LoRAParam | QuantizedArray):
+        adapter = path[:1] == ("merged",) or any(str(part).startswith("lora") for part in path)
+        if adapter or isinstance(node, Kept | LoRAParam | QuantizedArray):
             continue
         if isinstance(node, QuantizedWeight):
             found[name] = (*node.lead, *node.outs, *node.ins)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Set
 import numpy as np
 
 from nnxmoe.config.base import DecoderConfig
+from nnxmoe.config.bounds import ConfigError
 from nnxmoe.config.printable import some
 from nnxmoe.convert.core.layout import Change, Leaf, Parameter, add_part, parameters
 from nnxmoe.convert.core.lazy_array import LazyArray, LazyArrays
@@ -17,6 +18,7 @@ from nnxmoe.convert.core.views import View
 from nnxmoe.convert.hf.module_tensors import OF_ACTIVATIONS
 from nnxmoe.layers.quantized import ARRAYS
 from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.family_checks import row_missing
 from nnxmoe.model.weight_names import Table, W, layer_of, options, prefix_of
 from nnxmoe.models.tables import HF_MTP
 from nnxmoe.storage.errors import CheckpointError
@@ -36,7 +38,8 @@ def layout(model: CausalLM, arrays: LazyArrays | None = None, times: float = 1.0
     found: dict[str, Leaf] = {}
     for parameter in parameters(model, codes=True):
         key = parameter.key.removesuffix(parameter.ending)
-        assert key in table, f"the parameter {key} has no row in the table of {type(model).__name__}"
+        if key not in table:
+            raise ConfigError(row_missing(type(model), key))
         change = Change(times=times if parameter.takes_query_scalar else 1.0)
         for layer, one in parameter.layers():
             prefix = _prefix(model, key, layer)
