@@ -284,3 +284,40 @@ def test_adapters_of_transformers_4_experts(tmp_path: Path, scan: bool) -> None:
     lora.save(model, tmp_path / "ours")
     again = peft.PeftModel.from_pretrained(reference(base), tmp_path / "ours").eval()
     assert max_error(logits(again), logits(theirs)) < 1e-4
+
+
+SMALL_ADAPTERS: dict[str, dict[str, Any]] = {
+    **{kind: {"num_virtual_tokens": 2} for kind in ("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CARTRIDGE")},
+    "MULTITASK_PROMPT_TUNING": {"num_virtual_tokens": 2, "num_tasks": 2},
+    "ADAPTION_PROMPT": {"adapter_len": 2, "adapter_layers": 1},
+    "CPT": {"cpt_token_ids": [1, 2], "cpt_mask": [1, 1], "cpt_tokens_type_mask": [1, 1]},
+    "ADALORA": {"total_step": 10, "target_modules": ["q_proj"]},
+    "LN_TUNING": {"target_modules": ["input_layernorm"]},
+    "IA3": {"target_modules": ["q_proj"], "feedforward_modules": []},
+    "TRAINABLE_TOKENS": {"token_indices": [1], "target_modules": ["embed_tokens"]},
+}
+UNBUILT = {"ADAMSS", "C3A", "MISS", "SHIRA", "ROAD", "VBLORA", "WAVEFT", "XLORA"}  # need more than a tiny Llama
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_advice_to_merge_is_given_where_peft_can_merge(tmp_path: Path) -> None:
+    """For every kind of adapter of the installed peft."""
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)
+    kinds = {kind.value: made for kind, made in PEFT_TYPE_TO_CONFIG_MAPPING.items() if kind.value not in UNBUILT}
+    assert len(kinds) > 30
+    for kind, made in kinds.items():
+        options = SMALL_ADAPTERS.get(kind, {"target_modules": ["q_proj", "v_proj"]})
+        adapted = peft.get_peft_model(transformers.LlamaForCausalLM(config), made(task_type="CAUSAL_LM", **options))
+        try:
+            adapted.merge_and_unload()
+        except (AttributeError, NotImplementedError, ValueError):
+            wanted = "peft cannot merge it"
+        else:
+            wanted = "merge it into its base model with peft"
+        if kind != "LORA":
+            (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": kind}))
+            with pytest.raises(nnxmoe.CheckpointError, match=wanted):
+                Settings.read(tmp_path / "adapter_config.json")

@@ -28,7 +28,21 @@ _HARMLESS_INIT = (True, False, None, "gaussian", "eva", "orthogonal")  # other v
 # is not a torch.nn.Linear: adapters of these modules have to target the parameter instead of the module.
 _TAKEN = {"gate_proj", "up_proj", "down_proj", "gate", "router"}
 _REPEATED_GROUP = re.compile(r"\)[*+{]")  # takes exponential time to match
-_MERGE = "merge it into its base model with peft (merge_and_unload), and load the result"
+# Kinds of adapters, and fields of LoRA, that peft 0.21 cannot merge either: they add to the prompt, depend on the
+# input, or need a bias that the base model lacks.
+_UNMERGEABLE_TYPES = {
+    *("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CPT", "CARTRIDGE", "ADAPTION_PROMPT"),
+    *("BEFT", "LILY", "POLY", "SHADOW", "XLORA"),
+}
+_UNMERGEABLE_FIELDS = {"alora_invocation_tokens", "arrow_config", "lora_bias"}
+
+
+def _remedy(mergeable: bool) -> str:
+    if mergeable:
+        return "merge it into its base model with peft (merge_and_unload), and load the result"
+    return "peft cannot merge it into the base model either: use it with peft, or train a plain LoRA adapter"
+
+
 Numbers = tuple[int, float]
 
 
@@ -75,14 +89,17 @@ class Settings:
         fields = read_object(path, "every adapter folder has this file", CheckpointError)
         if "fine_tune_type" in fields:
             raise CheckpointError(f"{path} is of an adapter in mlx-lm's format: fuse it with mlx_lm.fuse")
-        if fields.get("peft_type") != "LORA":
+        if (kind := str(fields.get("peft_type"))) != "LORA":
             raise CheckpointError(
                 f"{path}: peft_type {short(fields.get('peft_type'))} is not 'LORA', the only kind that is supported; "
-                f"{_MERGE}"
+                f"{_remedy(kind not in _UNMERGEABLE_TYPES)}"
             )
-        for name, value in fields.items():
-            if (name not in _KNOWN and value) or (name == "bias" and value not in ("none", None)):
-                raise CheckpointError(f"{path}: {name} {short(value)} is not supported; {_MERGE}")
+        odd = [name for name, value in fields.items() if name not in _KNOWN and value]
+        odd += ["bias"] if fields.get("bias") not in ("none", None) else []
+        if odd:
+            name = next((name for name in odd if name in _UNMERGEABLE_FIELDS), odd[0])
+            remedy = _remedy(name not in _UNMERGEABLE_FIELDS)
+            raise CheckpointError(f"{path}: {name} {short(fields[name])} is not supported; {remedy}")
         init = fields.get("init_lora_weights")
         if not (isinstance(init, bool | str | None) and init in _HARMLESS_INIT):
             raise CheckpointError(
