@@ -93,6 +93,12 @@ def keeps_dtype(variable: nnx.Variable) -> bool:
     return bool(getattr(variable, "keeps_dtype", False))
 
 
+def is_static(*sizes: Any) -> bool:
+    """Whether these sizes of dimensions are numbers, not the symbols of a program that `jax.export` makes for all
+    sizes."""
+    return all(isinstance(size, int) for size in sizes)
+
+
 def _manual() -> tuple[str, ...]:
     """The mesh axes over which the code being traced runs per device: ``pipe`` within the stages of a pipeline."""
     return jax.sharding.get_abstract_mesh().manual_axes

@@ -1,7 +1,7 @@
 """Model construction: initial values, invalid arguments, user parameters and graph definitions."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,8 +107,36 @@ def test_texts_are_scored_in_few_shapes(kind: str) -> None:
                 assert (found.valid is None) == (routing.valid is None)
                 np.testing.assert_array_equal(ours.dispatch[layer].load, theirs.dispatch[layer].load)
     assert program._cache_size() - shapes <= 2  # with positions and segments, and without
-    model(random_tokens(2, 40), cache=model.empty_cache(2, 50))  # exact, so that the cache has no padding
+    for length in (2, 40, 50):  # padding takes no slots
+        model(random_tokens(2, length), cache=model.empty_cache(2, 50))
     assert program._cache_size() - shapes <= 3
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        lambda model, n: {},
+        lambda model, n: {"attention_mask": [[0] * (n > 1) + [1] * (n - (n > 1))]},
+        lambda model, n: {"positions": [list(range(n))], "segment_ids": [[0] * n]},
+        lambda model, n: {"return_hidden": True, "return_routing": True},
+        lambda model, n: {"cache": model.empty_cache(1, 256)},
+    ],
+    ids=["tokens", "mask", "positions", "hidden", "cache"],
+)
+def test_prompts_of_any_length_share_programs(options: Callable[..., dict[str, Any]]) -> None:
+    """No program is compiled for a length whose bucket has one, the bucket's own length and slices included."""
+    model = build_tiny("mixtral", max_position_embeddings=256)
+    lengths = [*range(1, 250, 6), 64, 96, 128, 192, 250, 256]
+
+    def run(lengths: Sequence[int]) -> None:
+        for length in lengths:
+            out = model(random_tokens(1, length), **options(model, length))
+            assert out.logits.shape == (1, length, 53)
+
+    run([2])
+    counts = [compiled_in(lambda n=n: run([n])) for n in (70, 100, 129, 193)]
+    assert sum(counts) <= 4, "one per bucket"
+    assert compiled_in(lambda: run(lengths)) <= 1, "a step of one token with a cache"
 
 
 @pytest.mark.wrong_types

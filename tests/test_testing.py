@@ -633,10 +633,7 @@ def test_error_lists_every_mapping_fault() -> None:
 def test_different_numbers_of_layers(count: int) -> None:
     text = difference(compare, llama(), LinenLlama(layers=count))
     if count == 2:
-        assert (
-            "layers/2/mlp/up/kernel -> decoder/layers_2/mlp/wi_1/kernel float32[12, 20]: Linen has no such"
-            in text
-        )
+        assert "layers/2/mlp/up/kernel -> decoder/layers_2/mlp/wi_1/kernel float32[12, 20]: Linen has no such" in text
     else:
         assert "Linen's decoder/layers_3/mlp/wi_1/kernel float32[12, 20] has no NNX parameter" in text
     assert len(text.splitlines()) == 1 + 9

@@ -5,6 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from nnxmoe.axes import is_static
 from nnxmoe.config.validate import check_object, check_positive
 from nnxmoe.layers.attend import Attend, Reference, Scores
 from nnxmoe.layers.streaming import Streaming
@@ -37,6 +38,8 @@ class Blockwise:
         self, q: Float[Array, "B N T H"], k: Float[Array, "B K S H"], v: Float[Array, "B K S Hv"], scores: Scores
     ) -> Float[Array, "B N T Hv"]:
         length, mask = q.shape[2], scores.mask
+        if not is_static(length, k.shape[2]):
+            return self.inner(q, k, v, scores)
         if length > 1 and length * k.shape[2] > MOST_PAIRS:
             return self.long(q, k, v, scores)
         if not mask.causal or self.blocks == 1 or length < FEWEST_TOKENS:

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from nnxmoe.axes import ParamOptions
+from nnxmoe.axes import ParamOptions, is_static
 from nnxmoe.config.rope import Rope
 from nnxmoe.layers.attend import Attend, Mask, Scores
 from nnxmoe.layers.cache import TokenCache
@@ -104,12 +104,15 @@ class ByLength:
     queries: int = 8
 
     def __call__(self, x: Latents, scores: Scores, attend: Attend) -> Float[Array, "B T N v"]:
-        form = Absorbed() if x.q_nope.shape[1] <= self.queries else Naive()
+        form = Absorbed() if self._is_short(x) else Naive()
         return form(x, scores, attend)
 
     def expansion(self, x: Latents) -> Expansion | None:
         """As of `Naive`, if it is used."""
-        return None if x.q_nope.shape[1] <= self.queries else Naive().expansion(x)
+        return None if self._is_short(x) else Naive().expansion(x)
+
+    def _is_short(self, x: Latents) -> bool:
+        return is_static(x.q_nope.shape[1]) and x.q_nope.shape[1] <= self.queries
 
 
 class Query(nnx.Module):

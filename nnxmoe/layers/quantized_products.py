@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from nnxmoe.axes import is_static
 from nnxmoe.config.validate import check_positive
 from nnxmoe.layers.dots import dot_f32, matmul_f32
 from nnxmoe.layers.quantized import QuantizedKernel, QuantizedProduct
@@ -43,7 +44,7 @@ class InBlocks:
         count, dtype = max(1, min(self.size // ins, outs // 4)), x.dtype
         if dtype.itemsize == 2:  # rounding weights to 16 bits adds nothing to the rounding of the rows
             kernel = dataclasses.replace(kernel, kind=dataclasses.replace(kernel.kind, rounded=None))
-            dtype = jnp.dtype(jnp.float32) if x.shape[0] <= FEW else dtype
+            dtype = jnp.dtype(jnp.float32) if is_static(x.shape[0]) and x.shape[0] <= FEW else dtype
         x = x.astype(dtype)
 
         def forward(i: Array, state: Any) -> Any:

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
+from nnxmoe.axes import is_static
+
 COPIES_16_BITS = jax.__version_info__ < (0, 12)  # 0.12.0 is the oldest release seen not to cast whole 16-bit arrays
 
 
@@ -69,7 +71,7 @@ def kernel_on_the_left(x: Num[Array, "R I"]) -> bool:
     """
     if x.dtype == jnp.int8:
         return on_cpu() and jax.__version_info__ < (0, 12)
-    return on_cpu() and 2 <= x.shape[0] <= 128 and x.dtype == jnp.float32
+    return on_cpu() and is_static(x.shape[0]) and 2 <= x.shape[0] <= 128 and x.dtype == jnp.float32
 
 
 def widen(*operands: Float[Array, "..."]) -> tuple[Float[Array, "..."], ...]:

@@ -243,16 +243,18 @@ class CausalLM(nnx.Module):
 
         Compiled when called with arrays, and once more for a prompt with an empty cache; inside a transformation such
         as ``jax.jit`` it is traced like any function. So that few programs serve all lengths, T is rounded up to 64,
-        96, 128, 192, … with padding, which is cut off again; not with a cache, nor on a mesh, nor if tokens compete
-        (`separates_tokens`).
+        96, 128, 192, … with padding, which is cut off again; not on a mesh, nor if tokens compete
+        (`separates_tokens`), nor for one token with a cache. Under ``nnx.capture``, and if a part sows values or sets
+        a variable, it runs uncompiled, so that the model keeps them.
 
         Raises ValueError for ids outside the vocabulary, wrong shapes, a full cache, or a model without values. Inside
         a transformation the length of the cache is unknown, and the logits of rows that do not fit are NaN.
         """
         if (tokens is None) == (input_ids is None):
             raise ValueError("give tokens, or input_ids, which is transformers' name of them, and not both")
-        given = input_ids if tokens is None else tokens, attention_mask, positions, segment_ids
-        return call(self, *map(as_array, given), cache, return_routing, return_hidden, key)
+        given = {"tokens": input_ids if tokens is None else tokens, "attention_mask": attention_mask}
+        given |= {"positions": positions, "segment_ids": segment_ids}
+        return call(self, *map(as_array, given, given.values()), cache, return_routing, return_hidden, key)
 
     def body(
         self,

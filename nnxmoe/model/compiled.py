@@ -15,6 +15,7 @@ from nnxmoe.layers.context import Context
 from nnxmoe.layers.xla_cpu import on_cpu
 from nnxmoe.model.output import Body
 from nnxmoe.model.stack import UnrolledStack, in_turn
+from nnxmoe.model.stateful import is_captured, watch
 from nnxmoe.model.structure import split_once
 
 # Layers per call of a run. On two cores, decoding took 5 to 18 % longer with one layer per call (8 layers in all), and
@@ -51,8 +52,10 @@ def compiled(
     ``donated``: which of ``args`` are hashable constants, and which are used up. ``by_run``: the function uses the
     model's `body`, `logits`, `empty_cache` and `mesh` only, and donates caches only: where that compiles faster it is
     not compiled as a whole, but calls compiled runs of layers (see `pays`). Raises ValueError for a model without
-    values.
+    values, and under `nnx.capture`.
     """
+    if is_captured(model):
+        raise ValueError("nnx.capture collects values from calls model(tokens) only: call it outside of the capture")
     structure, leaves = split_once(model)
     refuse_shapes(leaves)
     if by_run and pays(model):
@@ -65,7 +68,8 @@ def _whole(
     graph: Any, tree: Any, function: Callable[..., Any], static: tuple[int, ...], donated: tuple[int, ...]
 ) -> Any:
     def run(leaves: list[Array], *args: Any) -> Any:
-        return function(nnx.merge(graph, jax.tree.unflatten(tree, leaves)), *args)
+        module = nnx.merge(graph, jax.tree.unflatten(tree, leaves))
+        return watch(function, module, module, *args)
 
     return jax.jit(run, static_argnums=[1 + i for i in static], donate_argnums=[1 + i for i in donated])
 

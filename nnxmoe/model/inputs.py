@@ -9,12 +9,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.core import Tracer
 from jaxtyping import Array, Key
 
+from nnxmoe.axes import is_static
 from nnxmoe.layers.cache import Cache
 from nnxmoe.model.compiled import compiled, refuse_shapes
 from nnxmoe.model.output import ByLayer, Ids, Output, TokenMask, nothing
+from nnxmoe.model.stateful import is_stateful
 
 
 def are_arrays(tree: Any) -> bool:
@@ -23,16 +26,25 @@ def are_arrays(tree: Any) -> bool:
     return all(isinstance(leaf, jax.Array | np.ndarray) and not isinstance(leaf, Tracer) for leaf in kinds)
 
 
-def as_array(given: Any) -> Any:
-    """An argument as an array of JAX or NumPy; None unchanged."""
-    return given if given is None or isinstance(given, jax.Array | np.ndarray) else np.asarray(given)
+def as_array(name: str, given: Any) -> Any:
+    """An argument as an array of JAX or NumPy; None unchanged. Raises ValueError for text and other objects."""
+    if given is None or isinstance(given, jax.Array | np.ndarray):
+        return given
+    try:
+        array = np.asarray(given)
+    except (ValueError, TypeError):  # rows of several lengths
+        raise ValueError(f"{name} must be integers [B, T], in rows of one length; got {given!r:.80}") from None
+    if array.dtype.kind in "USO":
+        remedy = ": encode text with the checkpoint's tokenizer, or call nnxmoe.complete(model, text)"
+        raise ValueError(f"{name} must be integers [B, T], got {given!r:.80}{remedy if name == 'tokens' else ''}")
+    return array
 
 
 def check_tokens(tokens: Any, vocab: int, attention_mask: Any, positions: Any, segment_ids: Any) -> None:
     """Raise ValueError for ids outside the vocabulary, if they are known, and for other dtypes and shapes."""
-    shape = np.shape(tokens)
-    if len(shape) != 2 or 0 in shape or not jnp.issubdtype(jnp.result_type(tokens), jnp.integer):
-        raise ValueError(f"tokens must be integers [B, T], got {jnp.result_type(tokens)} {list(shape)}")
+    shape, dtype = np.shape(tokens), getattr(tokens, "dtype", type(tokens))
+    if len(shape) != 2 or 0 in shape or not jnp.issubdtype(dtype, jnp.integer):
+        raise ValueError(f"tokens must be integers [B, T], got {dtype} {list(shape)}")
     given = {"attention_mask": attention_mask, "positions": positions, "segment_ids": segment_ids}
     for name, array in given.items():
         if array is not None and np.shape(array) != shape:
@@ -51,8 +63,9 @@ def lengths_after(tokens: Any, attention_mask: Any, cache: Cache | None) -> np.n
     """How many real tokens each row has after this pass, with those in the cache; None if that is traced, or held by
     other processes. Raises ValueError if they do not fit in the cache."""
     shape = np.shape(tokens)
-    stored = np.zeros(shape[0], np.int32) if cache is None else cache.lengths
-    if stored is None or isinstance(attention_mask, Tracer):
+    if isinstance(attention_mask, Tracer) or not is_static(*shape):
+        return None
+    if (stored := np.zeros(shape[0], np.int32) if cache is None else cache.lengths) is None:
         return None
     if isinstance(attention_mask, jax.Array) and not attention_mask.is_fully_addressable:
         return None
@@ -104,15 +117,19 @@ def padded(
 
 def cut(out: Output, length: int, all_real: bool) -> Output:
     """The output for the first ``length`` tokens; without a mask if all of them are real."""
-    logits, routing, hidden = _first_tokens((out.logits, out.routing, out.hidden), length)
+    logits, routing, hidden = jax.tree.map(
+        functools.partial(_first_tokens, length=length), (out.logits, out.routing, out.hidden)
+    )
     if routing is not None and all_real:
         routing = ByLayer({i: dataclasses.replace(of_layer, valid=None) for i, of_layer in routing.items()})
     return dataclasses.replace(out, logits=logits, routing=routing, hidden=hidden)
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _first_tokens(arrays: Any, length: int) -> Any:
-    return jax.tree.map(lambda a: a[:, :length], arrays)
+def _first_tokens(array: Array, length: int) -> Array:
+    """``array[:, :length]``; on CPUs by NumPy, because a slice of JAX's is compiled for each length."""
+    if isinstance(array, Tracer) or any(device.platform != "cpu" for device in array.devices()):
+        return array[:, :length]
+    return jax.device_put(np.asarray(array)[:, :length], array.sharding)
 
 
 def call(
@@ -125,28 +142,49 @@ def call(
     *wanted: Any,  # return_routing, return_hidden, key
 ) -> Output:
     """The output of `CausalLM.__call__`. ``wanted``: the arguments after the cache."""
-    check_tokens(ids, model.embed.table.shape[0], attention_mask, positions, segment_ids)
+    check_tokens(ids, vocabulary(model), attention_mask, positions, segment_ids)
     arrays: tuple[Any, ...] = (attention_mask, positions, segment_ids, cache)
     lengths = lengths_after(ids, attention_mask, cache)
     if lengths is not None and positions is None and not isinstance(ids, Tracer):
         warn_beyond_positions(model, int(lengths.max()))
     fresh = cache is not None and cache.known_length == 0 and np.shape(ids)[1] > 1  # one token: as any step
-    table = model.embed.table.get_value()
-    if not are_arrays((table, ids, arrays, wanted[2])):
-        refuse_shapes([table])
-        given: tuple[Any, ...] = (*arrays, *wanted, fresh)
-        return _forward(model, ids, *given)
+    value = next(v.get_value() for _, v in nnx.iter_graph(model.embed) if isinstance(v, nnx.Param))
+    eager = not are_arrays((value, ids, arrays, wanted[2]))
+    if eager:
+        refuse_shapes([value])
+    plain = functools.partial(_traced, model, ids, *arrays, *wanted, fresh)
+    if eager or is_stateful(model):
+        return plain()
     length = np.shape(ids)[1]
-    exact = cache is not None or model.mesh is not None or not model.separates_tokens(wanted[2])
-    size = length if exact else bucket(length, 64)
-    if size > length:
-        ids, *masks = padded(size, ids, *arrays[:3])
+    exact = model.mesh is not None or (cache is not None and length == 1) or not model.separates_tokens(wanted[2])
+    if not exact:
+        ids, *masks = padded(bucket(length, 64), ids, *arrays[:3])
         arrays = (*masks, cache)
-    run = compiled(model, _forward, static=(5, 6, 8), by_run=True)
-    out = run(ids, *arrays, *wanted, fresh)
+    out = compiled(model, _forward, static=(5, 6, 8), by_run=True)(ids, *arrays, *wanted, fresh)
+    if is_stateful(model):  # known since the call was traced
+        return plain()
     if lengths is not None and out.cache is not None:
         out.cache.remember(lengths)
-    return out if size == length else cut(out, length, attention_mask is None)
+    return out if exact else cut(out, length, attention_mask is None)
+
+
+def _traced(model: Any, tokens: Any, *given: Any) -> Output:
+    """`_forward`. Raises ValueError for symbolic sizes of `jax.export` that the model's parts need as numbers."""
+    if is_static(*np.shape(tokens)):
+        return _forward(model, tokens, *given)
+    try:
+        return _forward(model, tokens, *given)
+    except (TypeError, jax.core.InconclusiveDimensionOperation) as error:
+        raise ValueError(
+            f"{type(model).__name__} cannot be exported for tokens {list(np.shape(tokens))}: give numbers in place of "
+            f"the symbols, one program per size ({str(error).splitlines()[0]})"
+        ) from error
+
+
+def vocabulary(model: Any) -> int:
+    """Number of token ids: rows of the embedding's table, or the config's number for an embedding without a table."""
+    table = getattr(model.embed, "table", None)
+    return model.config.vocab_size if table is None else table.shape[0]
 
 
 def _forward(

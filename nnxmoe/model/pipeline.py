@@ -26,6 +26,7 @@ from nnxmoe.model.stack import (
     layer_keys,
     scan_layers,
 )
+from nnxmoe.model.stateful import is_captured
 from nnxmoe.moe.block import MoEInfo
 from nnxmoe.moe.router import Routing
 
@@ -182,6 +183,8 @@ class PipelinedStack(ScannedStack):
         """The layers of the pipeline. Manual over its axis only: within a stage, arrays are sharded as without a
         pipeline."""
         assert self.mesh is not None and cache is None
+        if is_captured(self.layer):
+            raise ValueError("nnx.capture cannot collect values from pipeline stages: use a mesh with pipe=1")
         self.pipeline.refuse_batch(len(x), self.mesh)
         cut = _Microbatches(self.pipeline.microbatches, stages_of(self.mesh), _rows_over(self.mesh), self.mesh)
         layers, tree = jax.tree.flatten(nnx.state(self.layer))

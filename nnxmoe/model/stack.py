@@ -11,11 +11,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Int, Key
 
-from nnxmoe.axes import axes_of
+from nnxmoe.axes import axes_of, of_layers
 from nnxmoe.layers.context import Context
 from nnxmoe.model.layer import Layer, MakeLayer
 from nnxmoe.model.output import Body, ByLayer
 from nnxmoe.model.remat import Remat
+from nnxmoe.model.stateful import is_stateful, watch
 
 
 def layer_keys(rngs: nnx.Rngs, count: int) -> Key[Array, "L"]:
@@ -57,7 +58,7 @@ class UnrolledStack(nnx.Module):
 
     def separates_tokens(self, key: Key[Array, ""] | None) -> bool:
         """Whether every layer's feed-forward does."""
-        return all(layer.feed_forward.separates_tokens(key) for layer in self.layers)
+        return all(layer.separates_tokens(key) for layer in self.layers)
 
     @property
     def depth(self) -> int:
@@ -68,8 +69,8 @@ class UnrolledStack(nnx.Module):
         """The layers' output; ``first``: number of the first layer, if these are some of a stack's layers."""
         caches, infos, hidden = [], ByLayer(), []
         for i, (layer, layer_cache) in enumerate(zip(self.layers, cache or [None] * self.depth, strict=True)):
-            run = layer if self.remat is None else self.remat(layer, scanned=False)
-            last = context.last and i + 1 == self.depth and layer.feed_forward.separates_tokens(context.key)
+            run = layer if self.remat is None or is_stateful(layer) else self.remat(layer, scanned=False)
+            last = context.last and i + 1 == self.depth and layer.separates_tokens(context.key)
             own = dataclasses.replace(context.of_layer(first + i), last=last)
             x, layer_cache, info = run(x, context=own, cache=layer_cache)
             caches.append(layer_cache)
@@ -79,7 +80,7 @@ class UnrolledStack(nnx.Module):
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, spare: int = 0) -> Any:
         """One empty cache per layer."""
-        return tuple(layer.attention.empty_cache(batch, capacity, dtype, spare) for layer in self.layers)
+        return tuple(layer.empty_cache(batch, capacity, dtype, spare) for layer in self.layers)
 
 
 def scan_layers(
@@ -94,9 +95,9 @@ def scan_layers(
         x, caches = carry
         layer_state, i = inputs
         one = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, i, keepdims=False), caches)
-        run = nnx.merge(graph, layer_state)
-        run = run if remat is None else remat(run, scanned=count > 1)
-        x, one, info = run(x, context=context.of_layer(first + i), cache=one)
+        layer = nnx.merge(graph, layer_state)
+        run = layer if remat is None else remat(layer, scanned=count > 1)
+        x, one, info = watch(run, layer, x, context=context.of_layer(first + i), cache=one)
         # The cache is in the carry: as scanned inputs and outputs XLA would copy all of it.
         caches = jax.tree.map(lambda a, new: jax.lax.dynamic_update_index_in_dim(a, new, i, 0), caches, one)
         return (x, caches), (info, x if context.keep_hidden else None)
@@ -144,19 +145,45 @@ class ScannedStack(nnx.Module):
 
     def separates_tokens(self, key: Key[Array, ""] | None) -> bool:
         """Whether the layers' feed-forward does."""
-        return self.layer.feed_forward.separates_tokens(key)
+        return self.layer.separates_tokens(key)
 
     def __call__(self, x: Any, context: Context, cache: Any, first: int | Int[Array, ""] = 0) -> Body:
         """The layers' output; ``first``: number of the first layer, if these are some of a stack's layers."""
-        state = nnx.state(self.layer)
-        x, cache, infos, hidden = scan_layers(self.layer, state, self.remat, x, context, cache, first)
-        return Body(x, cache, by_layer(infos), () if hidden is None else tuple(by_layer(hidden).values()))
+        if not is_stateful(self.layer):
+            state = nnx.state(self.layer)
+            out, stored, infos, hidden = scan_layers(self.layer, state, self.remat, x, context, cache, first)
+        if is_stateful(self.layer):  # known since the scan was traced
+            return self._in_turn(x, context, cache, first)
+        return Body(out, stored, by_layer(infos), () if hidden is None else tuple(by_layer(hidden).values()))
+
+    def _in_turn(self, x: Any, context: Context, cache: Any, first: int | Int[Array, ""]) -> Body:
+        """`__call__` of layers that change when called: one call of the module per layer, with that layer's values, so
+        that what it sows is a tuple of the layers' values."""
+        variables = [v for _, v in nnx.iter_graph(self.layer) if isinstance(v, nnx.Variable)]
+        variables = [v for v in variables if of_layers(v.get_metadata().get("axes") or ())]  # not what layers sow
+        stacked = [variable.get_value() for variable in variables]
+        context = dataclasses.replace(context, last=False)
+        caches, infos, hidden = [], ByLayer(), []
+        try:
+            for i in range(self.count):
+                for variable, values in zip(variables, stacked, strict=True):
+                    variable.set_value(values[i])
+                own = jax.tree.map(lambda a, i=i: a[i], cache)
+                x, own, info = self.layer(x, context=context.of_layer(first + i), cache=own)
+                caches.append(own)
+                infos |= {} if info is None else {i: info}
+                hidden += [x] if context.keep_hidden else []
+        finally:
+            for variable, values in zip(variables, stacked, strict=True):
+                variable.set_value(values)
+        cache = None if cache is None else jax.tree.map(lambda *each: jnp.stack(each), *caches)
+        return Body(x, cache, infos, tuple(hidden))
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, spare: int = 0) -> Any:
         """The layers' empty caches, stacked."""
         graph, state = nnx.split(self.layer)
         first = nnx.merge(graph, jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), state))
-        cache = first.attention.empty_cache(batch, capacity, dtype, spare)
+        cache = first.empty_cache(batch, capacity, dtype, spare)
         return jax.tree.map(lambda a: jnp.zeros((self.count, *a.shape), a.dtype), cache)
 
     def unrolled(self, place: Callable[[nnx.Variable], Any]) -> UnrolledStack:

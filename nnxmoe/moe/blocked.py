@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from nnxmoe.axes import is_static
 from nnxmoe.config.validate import check_positive
 from nnxmoe.layers.kernel import Kernel, as_kernel
 from nnxmoe.layers.multilinear import multilinear
@@ -35,12 +36,21 @@ class Blocked:
     def __call__(self, rows: Float[Array, "R I"], kernel: Weights, sizes: Int[Array, "E"]) -> Float[Array, "R O"]:
         kernel = as_kernel(kernel)
         count, groups = rows.shape[0], kernel.shape[0]
+        if not is_static(count):  # blocks of one size, the last of which may reach beyond the rows
+            block = self.block or 64
+            rows = jnp.concatenate([rows, jnp.zeros((block, rows.shape[1]), rows.dtype)])
+            return self._in_blocks(rows, kernel, sizes, (block,), (block,))[:count]
         if count == 0:
             return jnp.zeros((0, kernel.shape[2]), rows.dtype)
         fewer = block_sizes(count, groups, FEW) if self.block is None else (min(self.block, count),)
         # With few rows per group the product is bound by reading the kernels, so padded rows cost nothing.
         many = self.block is None and count >= 32 * groups
-        blocks = block_sizes(count, groups, MANY) if many else fewer
+        return self._in_blocks(rows, kernel, sizes, fewer, block_sizes(count, groups, MANY) if many else fewer)
+
+    def _in_blocks(
+        self, rows: Array, kernel: Kernel, sizes: Array, fewer: tuple[int, ...], blocks: tuple[int, ...]
+    ) -> Array:
+        """The product in blocks of these sizes, and its gradients in ``fewer``."""
         leaves, tree = jax.tree.flatten(kernel)
         form = _Form(tree, tuple((leaf.shape, jnp.dtype(leaf.dtype)) for leaf in leaves), kernel.trained)
 

@@ -1,0 +1,46 @@
+"""Modules that change when they are called, such as ones that `sow`: compiled programs work on copies, which would drop
+the changes."""
+
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from flax import nnx
+
+# Classes with instances that changed when they were called, known since a call was traced.
+_changing = weakref.WeakSet[type]()
+
+
+def is_captured(module: nnx.Module) -> bool:
+    """Whether `nnx.capture` collects values from this module."""
+    return "__captures__" in vars(module)
+
+
+def is_stateful(module: nnx.Module) -> bool:
+    """Whether calls change the module: under `nnx.capture`, or if one of its parts sows values or sets a variable."""
+    if is_captured(module):
+        return True
+    return bool(_changing) and any(type(part) in _changing for _, part in nnx.iter_modules(module))
+
+
+def watch(run: Callable[..., Any], module: nnx.Module, *args: Any, **options: Any) -> Any:
+    """``run(*args, **options)``; the classes of the module's parts that it changes are stateful from now on."""
+    before = {id(part): (part, _values(part)) for _, part in nnx.iter_modules(module)}
+    out = run(*args, **options)
+    for part, values in before.values():
+        after = _values(part)
+        same = after.keys() == values.keys() and all(after[name] is values[name] for name in values)
+        if not same and type(part) not in _changing:
+            _changing.add(type(part))
+            logging.getLogger("nnxmoe").warning(
+                "%s changes its variables when it is called: model(tokens) runs uncompiled, to keep the changes, and "
+                "generation and scoring drop them",
+                type(part).__name__,
+            )
+    return out
+
+
+def _values(module: nnx.Module) -> dict[str, Any]:
+    variables = {name: value for name, value in vars(module).items() if isinstance(value, nnx.Variable)}
+    return {name: variable.get_raw_value() for name, variable in variables.items()}
