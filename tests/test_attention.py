@@ -549,6 +549,26 @@ def test_attention_alone_ignores_padding() -> None:
             Context.of_rows(model.config.rope, 3, 7, lengths=wrong)
 
 
+def test_lengths_of_any_kind_in_transformations() -> None:
+    """The lengths of rows may be lists, arrays and traced values, and known ones are checked inside transformations."""
+    rope, wanted = Rope(4, 100.0), np.arange(9)[None] < np.array([[9], [4]])
+
+    def valid(lengths: Any) -> Any:
+        return Context.of_rows(rope, 2, 9, lengths).valid
+
+    kinds = [9, 4], (9, 4), np.array([9, 4], np.uint8), jnp.array([9, 4])
+    for lengths in kinds:
+        for run in (valid, lambda n: jax.jit(lambda: valid(n))()):
+            np.testing.assert_array_equal(run(lengths), wanted)
+    np.testing.assert_array_equal(jax.jit(valid)(jnp.array([9, 4])), wanted)
+    np.testing.assert_array_equal(jax.jit(lambda n: valid([9, n]))(4), wanted)
+    np.testing.assert_array_equal(jax.vmap(valid)(jnp.array([[9, 4], [4, 9]])), [wanted, wanted[::-1]])
+    assert int(Context.of_rows(rope, 2, 9, np.array([9, 0], np.uint8)).index[1, 0]) == -1
+    for wrong in ([9, 10], jnp.array([-1, 9]), [9], [9.0, 4.0], np.array([[9, 4]])):
+        with pytest.raises(ValueError, match="give 2 numbers of real tokens, from 0 to 9"):
+            jax.jit(lambda wrong=wrong: valid(wrong))()
+
+
 @pytest.mark.parametrize("window", [None, 3])
 def test_gqa_equals_numpy(window: int | None) -> None:
     """NumPy computes each head separately in float64, with biases, groups, rotation, scale and window."""

@@ -6,6 +6,8 @@ from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
 from nnxmoe.config.rope import Rope
@@ -52,15 +54,18 @@ class Context:
             x = jnp.ones((2, 9, config.hidden_size))
             y, _ = model.stacks[0].layers[0].attention(x, Context.of_rows(config.rope, 2, 9, lengths=[9, 4]))
 
-        Raises ValueError for lengths that do not fit.
+        Raises ValueError for lengths that do not fit; those of traced lengths are not checked.
         """
         index = jnp.arange(length, dtype=jnp.int32)
         context = cls(index)._rotating((rope,), jnp.broadcast_to(index, (batch, length)))
         if lengths is None:
             return context
-        counts = jnp.asarray(lengths)
-        if counts.shape != (batch,) or not bool(jnp.all((counts >= 0) & (counts <= length))):
+        traced = any(isinstance(part, Tracer) for part in jax.tree.leaves(lengths))
+        counts = jnp.asarray(lengths) if traced else np.asarray(lengths)  # NumPy: checks are not traced
+        fits = counts.shape == (batch,) and jnp.issubdtype(counts.dtype, jnp.integer)
+        if not fits or not (traced or np.all((counts >= 0) & (counts <= length))):
             raise ValueError(f"lengths={lengths}: give {batch} numbers of real tokens, from 0 to {length}")
+        counts = jnp.asarray(counts, jnp.int32)  # signed: an empty row has the index -1
         valid = index < counts[:, None]
         return dataclasses.replace(context, index=jnp.minimum(index, counts[:, None] - 1), valid=valid)
 
