@@ -1,6 +1,9 @@
 """Tools in the server: the calls of every family in texts, in pieces and by grammar, and whole loops."""
 
+import contextlib
 import json
+import random
+import re
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,7 +16,8 @@ from tokenizers import AddedToken, Tokenizer
 import nnxmoe
 from nnxmoe.generation.grammar import empty_masks, symbols
 from nnxmoe.serve.answer_form import AnswerForm
-from nnxmoe.serve.call_split import AnswerPart
+from nnxmoe.serve.call_split import AnswerPart, CallPiece
+from nnxmoe.serve.json_stream import JsonObject, json_object
 from nnxmoe.serve.tools import FORMATS, Calls, format_of
 from tests.support.serving import Running, serving, serving_tools
 
@@ -182,6 +186,101 @@ TEXTS: dict[str, list[tuple[str, str, list[tuple[str, Any]]]]] = {
 }
 
 
+TRIP: dict[str, Any] = {
+    "find": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
+    "now": None,
+}
+ROME, NOW = ("find", {"city": "Rome"}), ("now", {})
+QWEN = "<tool_call>\n<function=find>\n<parameter=city>\n{}\n</parameter>\n</function>\n</tool_call>"
+GLM = "<tool_call>find\n<arg_key>city</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>"
+MINIMAX = '<minimax:tool_call>\n<invoke name="find">\n<parameter name="city">{}</parameter>\n</invoke>\n'
+HERMES = '<tool_call>\n{"name": "find", "arguments": {"city": "Rome"'
+KIMI = "<|tool_calls_section_begin|><|tool_call_begin|>functions.find:0<|tool_call_argument_begin|>"
+V3 = "<|tool▁calls▁begin|><|tool▁call▁begin|>function<|tool▁sep|>now\n```json\n"
+MALFORMED: list[tuple[str, str, str, list[tuple[str, Any]]]] = [  # format, text, what is said, calls
+    ("qwen xml", "<tool_call>\n<function=now>", "", [NOW]),
+    ("qwen xml", QWEN.format("Rome").removesuffix("</function>\n</tool_call>"), "", [ROME]),
+    ("qwen xml", QWEN.format("Rome").removesuffix("</function>\n</tool_call>") + QWEN.format("Rome"), "", [ROME] * 2),
+    ("qwen xml", QWEN.format("Rome\n<parameter=days>\n3"), "", [("find", {"city": "Rome", "days": 3})]),
+    ("qwen xml", QWEN.format("Rome").replace("</parameter>\n", ""), "", [ROME]),
+    ("qwen xml", QWEN.format("Rome").replace("</parameter>\n", "") + "\n" + QWEN.format("Rome"), "", [ROME, ROME]),
+    ("qwen xml", QWEN.format("Rome").replace("</parameter>", "</parameter>\nso"), "so\n", [ROME]),
+    ("qwen xml", '<tool_call>\n<function=find>\n{"city": "Rome"}\n</function>\n</tool_call>', "", [ROME]),
+    ("qwen xml", HERMES + "}}\n</tool_call>", "", [ROME]),
+    ("qwen xml", "<function=find>\n<parameter=ci", "<parameter=ci", [("find", {})]),
+    ("glm", "<tool_call>now", "", [NOW]),
+    ("glm", "<tool_call>no", "<tool_call>no", []),
+    ("glm", GLM.format("Rome").removesuffix("</tool_call>"), "", [ROME]),
+    ("glm", GLM.format("Rome").removesuffix("</tool_call>") + "<tool_call>now\n</tool_call>", "", [ROME, NOW]),
+    ("glm", GLM.format("Rome").replace("</arg_value>", ""), "", [ROME]),
+    ("glm", GLM.format("Rome").replace("</arg_key>", ""), "", [ROME]),
+    ("glm", GLM.format("Rome\n<arg_key>days</arg_key>\n<arg_value>3"), "", [("find", {"city": "Rome", "days": 3})]),
+    ("glm", GLM.format("Rome").replace("\n</tool", "\nso </tool") + " then", "so  then", [ROME]),
+    ("minimax", MINIMAX.format("Rome"), "", [ROME]),
+    ("minimax", MINIMAX.format("Rome").replace("</invoke>", '<invoke name="now">\n</invoke>'), "", [ROME, NOW]),
+    ("minimax", MINIMAX.format("Rome").replace("</parameter>", "") + "</minimax:tool_call> ok", " ok", [ROME]),
+    ("hermes", HERMES, "", [ROME]),
+    ("hermes", HERMES + '\n</tool_call>\n<tool_call>\n{"name": "now", "arguments": {}}', "", [ROME, NOW]),
+    (
+        "hermes",
+        HERMES[:-1] + '}}\n</tool_call>\n<tool_call>\n{"name": "now"}',
+        "",
+        [("find", {"city": "Rome}}\n"}), NOW],
+    ),
+    ("hermes", HERMES + "}}\nso </tool_call> then", "\nso  then", [ROME]),
+    ("hermes", HERMES + '}, "id": {"a": 1}}\n</tool_call>', "", [ROME]),
+    (
+        "hermes",
+        HERMES.replace('"', "'") + ", 'days': None}}\n</tool_call>",
+        "",
+        [("find", {"city": "Rome", "days": None})],
+    ),
+    ("hermes", '<tool_call>\n{"arguments": {"city": "Rome"}, "name": "find"', "", [ROME]),
+    (
+        "hermes",
+        '<tool_call>\n{"name": "find", "arguments": "Rome"}',
+        '<tool_call>\n{"name": "find", "arguments": "Rome"}',
+        [],
+    ),
+    ("hermes", '<tool_call>\n{"name": "now", "arguments": }\n</tool_call>', "", [NOW]),
+    ("kimi", KIMI.replace("find", "now") + "<|tool_call_end|><|tool_calls_section_end|> ok", " ok", [NOW]),
+    ("kimi", KIMI + '{"city": "Rome<|tool_call_end|>' + KIMI[28:].replace("find:0", "now:1") + "{}", "", [ROME, NOW]),
+    (
+        "mistral",
+        '[TOOL_CALLS]now[ARGS][TOOL_CALLS]find[ARGS]{"city": "Rome"[TOOL_CALLS]now[ARGS]',
+        "",
+        [NOW, ROME, NOW],
+    ),
+    ("mistral json", '[TOOL_CALLS] [{"name": "find", "arguments": {"city": "Rome"', "", [ROME]),
+    ("deepseek v3", wide(V3 + "```<|tool▁call▁end|><|tool▁calls▁end|>So"), "So", [NOW]),
+    ("deepseek v3", wide(V3.replace("now", "find") + '{"city": "Rome"\n```<|tool▁call▁end|>'), "", [ROME]),
+    ("deepseek v3", wide(V3.replace("now", "find") + '{"city": "Rome"}<|tool▁call▁end|>\n ok'), "\n ok", [ROME]),
+    ("llama", '{"name": "find", "parameters": {"city": "Rome"', "", [ROME]),
+    ("llama", '{"name": "now", "parameters": ', "", [NOW]),
+    ("harmony", "<|channel|>commentary to=functions.now <|constrain|>json<|message|><|call|>", "", [NOW]),
+    ("harmony", "<|channel|>commentary to=functions.now <|constrain|>json<|call|>", "", [NOW]),
+    ("harmony", "<|channel|>commentary to=functions.now json<|message|>null<|call|>", "", [NOW]),
+    ("harmony", "<|channel|>commentary to=functions.now json<|message|>Now!<|call|>", "Now!", []),
+    ("harmony", '<|channel|>commentary to=functions.find json<|message|>{"city": "Rome"<|call|>', "", [ROME]),
+    *(
+        (name, text.replace("{}", value), "", [("find", {"city": value})])
+        for name, text in (("qwen xml", QWEN), ("glm", GLM), ("minimax", MINIMAX + "</minimax:tool_call>"))
+        for value in (
+            f"x = '{FORMATS[name].argument_ends[0]}'",
+            FORMATS[name].argument_ends[0],
+            "a </function> </invoke> </tool_call> </minimax:tool_call> <tool_call> b",
+            f"a\n{text.replace('{}', 'Rome')}\nb",
+            "",
+        )
+    ),
+    (
+        "hermes",
+        HERMES[:-5] + 'a </tool_call> <tool_call> b"}}',
+        "",
+        [("find", {"city": "a </tool_call> <tool_call> b"})],
+    ),
+    ("kimi", KIMI + '{"city": "a <|tool_call_end|>"}', "", [("find", {"city": "a <|tool_call_end|>"})]),
+]
 ENDS = ('"', "}", "]", "1", "\n</parameter>\n", "</parameter>\n", "</arg_value>\n", "true", ", ", "[/THINK]")
 
 
@@ -202,6 +301,14 @@ def parts(answer: AnswerForm, pieces: Sequence[str]) -> tuple[str, str, list[tup
     return found.reasoning, found.content, [(name, json.loads(one)) for name, one in zip(names, arguments, strict=True)]
 
 
+def joined(calls: Sequence[CallPiece]) -> list[str]:
+    """The arguments of each call."""
+    found = dict[int, str]()
+    for call in calls:
+        found[call.index] = found.get(call.index, "") + call.arguments
+    return list(found.values())
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_calls_in_texts(name: str) -> None:
     """As a whole, and in pieces of every size."""
@@ -213,12 +320,93 @@ def test_calls_in_texts(name: str) -> None:
             assert found[0] == ("Think." if "Think." in text else "")
 
 
+@pytest.mark.parametrize(("name", "text", "said", "calls"), MALFORMED)
+def test_malformed_calls_have_arguments_that_are_json(name: str, text: str, said: str, calls: Any) -> None:
+    """Tags or brackets that are missing, that belong to values, and words between: nothing of the text is lost."""
+    answer = AnswerForm(calls=Calls(FORMATS[name], TRIP), harmony=name == "harmony")
+    for pieces in ([text], text):
+        assert parts(answer, pieces)[1:] == (said, calls)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_answers_may_end_anywhere(name: str) -> None:
+    """An answer that ends by itself has arguments that are JSON, one that was cut has their beginning, and no word is
+    lost, in any division into pieces."""
+    form, rng = FORMATS[name], random.Random(0)
+    answer = AnswerForm(calls=Calls(form, PARAMETERS), harmony=name == "harmony")
+    marks = f"{form.opening} {form.call} {form.argument} {form.closing} analysis start assistant end"
+    marks += " name function id Ab3 type"  # further fields of calls, and headers without a message, are dropped
+    marks += " get_weather" if name == "harmony" else ""
+    for text, *_ in TEXTS[name][:2]:
+        for end in range(len(text) + 1):
+            shown, cuts = text[:end], sorted(rng.choices(range(end + 1), k=3))
+            pieces = [shown[i:j] for i, j in zip([0, *cuts], [*cuts, end], strict=True)]
+            found = parts(answer, [shown])
+            assert found == parts(answer, pieces)
+            written = str(answer.split(shown)[0])
+            assert all(word in written for word in re.findall(r"\w+", shown) if word not in marks), (shown, found)
+            whole, opened = joined(answer.split(text)[0].calls), joined(answer.split(shown, cut=True)[0].calls)
+            for full, start in zip(whole, opened, strict=False):
+                if form.argument is None:
+                    assert full.startswith(start), (full, start)
+                with contextlib.suppress(ValueError):  # what was cut does not look whole
+                    assert json.loads(start) == json.loads(full)
+
+
+def test_json_passes_unchanged_and_other_texts_become_json() -> None:
+    rng = random.Random(0)
+    values: list[Any] = [
+        None,
+        True,
+        -1.5e-9,
+        10**20,
+        "",
+        'a "b" \\ {[,:]}',
+        "é\n\t😀",
+        [],
+        {},
+        [1, [2]],
+        {"a": {"b": [""]}},
+    ]
+    for number in range(2000):
+        value = {rng.choice("abc") * rng.randrange(3): rng.choice(values) for _ in range(rng.randrange(4))}
+        spaces = rng.choice([(",", ":"), (", ", ": "), (" , ", " :")])
+        text = json.dumps(value, ensure_ascii=number % 2 == 0, indent=rng.choice([None, 1]), separators=spaces)
+        reader = JsonObject()
+        assert ("".join(map(reader.put, text)), reader.done, reader.repaired) == (text, True, False)
+        assert isinstance(json.loads(json_object(text[: rng.randrange(len(text))])), dict)
+        letters = list(text)
+        for _ in range(rng.randrange(1, 4)):
+            at = rng.randrange(1, len(letters) + 1)
+            letters[at : at + rng.randrange(2)] = rng.choice(["", *"\"'{}[]:,x1 \n\\u"])
+        assert isinstance(json.loads(json_object("".join(letters))), dict), letters
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ('{\'a\': True, b: New York, "c": "x\ny",}', {"a": True, "b": "New York", "c": "x\ny"}),
+        ('{"a": "he said "hi" to me"}', {"a": 'he said "hi" to me'}),
+        ('{"a": "C:\\Users", "b": \'it\\\'s\'}', {"a": "C:\\Users", "b": "it's"}),
+        ('{"a": [1, {"b": 2}', {"a": [1, {"b": 2}]}),
+        ('{"a": 1 "b" 2', {"a": '1 "b" 2'}),
+        ('{{"a": NaN}}', {"a": "NaN"}),
+        ('{"a": 1.', {"a": 1.0}),
+        ('{"a": tr', {"a": True}),
+        ('{"a": "\\u00', {"a": "\\u00"}),
+        ('{"a"', {"a": None}),
+    ],
+)
+def test_repaired_json(text: str, value: Any) -> None:
+    assert json.loads(json_object(text)) == value
+
+
 def test_arguments_come_in_pieces() -> None:
     """A client sees the name first, and the arguments while they are made."""
     text = TEXTS["hermes"][0][0]
     splitter = AnswerForm(calls=Calls(FORMATS["hermes"], PARAMETERS)).splitter()
     found = [piece for letter in text for piece in splitter.put(letter).calls]
-    assert found[0].name == "get_weather" and not found[0].arguments and len(found) > len(JSON)
+    assert found[0].name == "get_weather" and not found[0].arguments and len(found) > len(JSON) / 2
     assert [call.id for call in found[1:]] == [None] * (len(found) - 1)
 
 

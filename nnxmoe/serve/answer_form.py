@@ -48,10 +48,10 @@ class AnswerForm:
         """Divide a text that comes in pieces."""
         return harmony.HarmonySplit() if self.harmony else AnswerSplit(self)
 
-    def split(self, text: str) -> tuple[AnswerPart, int]:
-        """The parts of a whole text, and the number of its calls."""
+    def split(self, text: str, cut: bool = False) -> tuple[AnswerPart, int]:
+        """The parts of a whole text, and the number of its calls. ``cut``: it ends for its length."""
         splitter = self.splitter()
-        found = splitter.put(text).followed_by(splitter.end())
+        found = splitter.put(text).followed_by(splitter.end(cut))
         return found._replace(reasoning=found.reasoning.rstrip()), splitter.count
 
     def grammar(self, form: Grammar | None, tokenizer: Any) -> Grammar | None:
@@ -120,9 +120,10 @@ class AnswerSplit:
         """The parts that are certain after this piece."""
         return self._part(*(("", piece) if self._reasoning is None else self._reasoning.put(piece)))
 
-    def end(self) -> AnswerPart:
+    def end(self, cut: bool = False) -> AnswerPart:
+        """What was held back, at the end of the text; ``cut``: it ends for its length."""
         found = self._part(*(("", "") if self._reasoning is None else self._reasoning.end()))
-        return found if self._calls is None else found.followed_by(self._calls.end())
+        return found if self._calls is None else found.followed_by(self._calls.end(cut))
 
     def _part(self, thought: str, said: str) -> AnswerPart:
         part = AnswerPart(content=said) if self._calls is None else self._calls.put(said)

@@ -2,16 +2,21 @@
 come."""
 
 import json
+import math
 import re
 import secrets
 import string
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
+from nnxmoe.serve.json_stream import NOTHING, JsonArguments, json_object
 from nnxmoe.serve.reasoning import held
+from nnxmoe.serve.tagged_arguments import TaggedArguments, next_tag
 from nnxmoe.serve.tools import NAME, Calls
 
 _LETTERS = string.ascii_letters + string.digits
+_NOTHING = re.compile(rf"\s*(?:{'|'.join(NOTHING[1:])})(?![\w\"])")
+_FIELDS = frozenset(("name", "arguments", "parameters", "id", "type"))  # of a call as one JSON object
 
 
 class CallPiece(NamedTuple):
@@ -44,7 +49,7 @@ def new_id() -> str:
 class CallSplit:
     """Divides a text into what is said and the calls of a `Calls`. What is not a call after all is said, at the end.
 
-    ``count``: the calls so far.
+    ``count``: the calls so far. The parts are the same for any division of the text into pieces.
     """
 
     def __init__(self, calls: Calls):
@@ -52,50 +57,55 @@ class CallSplit:
         self._state: Literal["text", "calls", "arguments"] = "text"
         self._buffer, self.count, self._said = "", 0, False
         self._space = ""  # before a call that may be none
-        self._value, self._tool, self._keys = _Value(), "", 0
+        self._arguments: JsonArguments | TaggedArguments = JsonArguments(())
 
-    def put(self, piece: str) -> AnswerPart:
-        """The parts that are certain after this piece."""
+    def put(self, piece: str, final: bool = False, cut: bool = False) -> AnswerPart:
+        """The parts that are certain after this piece. ``final`` and ``cut``: see `end`."""
         self._buffer += piece
         found = AnswerPart()
-        while (part := self._next()) is not None:
+        while (part := self._next(final, cut)) is not None:
             found = found.followed_by(part)
         return found
 
-    def end(self) -> AnswerPart:
-        """What was held back, at the end of the text, and the calls that come after what is none."""
-        found = AnswerPart()
-        while self._state == "calls" and not self._format.first:
-            if not (places := [at for mark in self._format.marks if (at := self._buffer.find(mark, 1)) > 0]):
-                break
-            text, self._buffer = self._buffer[: min(places)], self._buffer[min(places) :]
-            found = found.followed_by(self._left(text)).followed_by(self.put(""))
+    def end(self, cut: bool = False) -> AnswerPart:
+        """What was held back, at the end of the text. The arguments of a call whose end is missing are ended there,
+        unless the text was ``cut``: then clients see that they are incomplete."""
+        found = self.put("", final=True, cut=cut)
         rest, self._buffer = self._buffer, ""
-        return found if self._state == "arguments" else found.followed_by(self._left(rest))
+        return found.followed_by(self._left(rest))
 
     def _left(self, text: str) -> AnswerPart:
         """What is said in a text that has no call, without the end of the call before it."""
         text, self._space = self._space + text, ""
         if self._state == "calls" and self.count:
-            tail = self._format.tail.match(text)
-            text = "" if self._is_rest(text) else text[tail.end() :] if tail else text
+            text = "" if self._is_rest(text) else self._format.leftover.sub("", text, count=1)
         return AnswerPart(content="" if self.count and text.isspace() else text)
 
     def _is_rest(self, text: str) -> bool:
         """Whether a text belongs to the end of a call. Models leave out a part of it, or are cut there."""
         form, got = self._format, "".join(text.split()).removesuffix(self._format.between.strip())
-        whole = "".join((form.call.partition("ARGUMENTS")[2] + (form.closing or "")).split())
-        return self.count > 0 and (whole.startswith(got) or form.tail.fullmatch(text.rstrip()) is not None)
+        after = form.call.partition("ARGUMENTS")[2] + (form.closing or "")
+        wholes = ["".join(part.split()) for part in (after, (form.argument or "").partition("KEY")[0])]
+        return any(whole.startswith(got) for whole in wholes) or form.tail.fullmatch(text.rstrip()) is not None
 
-    def _next(self) -> AnswerPart | None:
+    def _next(self, final: bool, cut: bool) -> AnswerPart | None:
         """The next part; None if it needs more text."""
         match self._state:
             case "text":
                 return self._text()
             case "calls":
-                return self._call() or self._whole() or self._last()
+                return (
+                    self._call(final)
+                    or self._whole(final and not cut)
+                    or self._last()
+                    or (self._skip() if final else None)
+                )
             case "arguments":
-                return self._arguments() if self._format.argument is None else self._tags()
+                taken = self._arguments.take(self._buffer, final, cut)
+                changed = taken.done or taken.rest != self._buffer
+                self._buffer, self._state = taken.rest, "calls" if taken.done else "arguments"
+                calls = [CallPiece(self.count - 1, taken.arguments)] if taken.arguments else []
+                return AnswerPart(content=taken.said, calls=calls) if changed else None
 
     def _text(self) -> AnswerPart | None:
         text, marks = self._buffer, self._format.marks
@@ -118,34 +128,60 @@ class CallSplit:
         self._said = self._said or bool(said)
         return AnswerPart(content=said) if said else None
 
-    def _call(self) -> AnswerPart | None:
-        if (found := self._format.head.match(self._buffer)) is None:
+    def _call(self, final: bool) -> AnswerPart | None:
+        """The beginning of a call. At the end of the text the name of a tool that the request has suffices."""
+        form = self._format
+        if (found := form.head.match(self._buffer)) is None:
             return None
-        self._state, self._buffer = "arguments", self._buffer[found.end() :]
-        self._value, self._keys = _Value(), 0
-        given = found.groupdict()
-        if (index := given.get("index")) is not None:  # Kimi's templates need its own ids
+        rest, known = self._buffer[found.end() :], found["name"] in self._calls.parameters
+        ends = final and known and not _NOTHING.sub("", rest).strip()
+        if rest.startswith("{"):
+            self._arguments = JsonArguments(form.stops)
+        elif form.argument is not None:
+            part = next_tag(form, rest)
+            first = part is not None and part.start() == 0 and not rest.startswith(form.marks)
+            if not (ends or first or (known and (part is not None or (final and rest.startswith("<"))))):
+                return None
+            self._arguments = TaggedArguments(self._calls, found["name"])
+        elif ends or _NOTHING.sub("", rest).lstrip().startswith(form.stops):
+            self._arguments, rest = JsonArguments(form.stops), _NOTHING.sub("", rest).lstrip()
+        else:
+            return None
+        self._state, self._buffer = "arguments", rest
+        parts = found.groupdict()
+        if (index := parts.get("index")) is not None:  # Kimi's templates need its own ids
             return self._new(found["name"], f"functions.{found['name']}:{index}")
-        return self._new(found["name"], given.get("id"))
+        return self._new(found["name"], parts.get("id"))
 
     def _new(self, name: str, id: str | None = None, arguments: str = "") -> AnswerPart:
-        self._tool, self.count, self._space = name, self.count + 1, ""
+        self.count, self._space = self.count + 1, ""
         return AnswerPart(calls=[CallPiece(self.count - 1, arguments, name, id or new_id())])
 
-    def _whole(self) -> AnswerPart | None:
-        """A call as one JSON object whose fields are in another order, or have other names."""
-        lead = self._format.object_lead
-        if lead is None or (found := lead.match(self._buffer)) is None:
+    def _whole(self, final: bool) -> AnswerPart | None:
+        """A call as one JSON object whose fields are in another order, or have other names. At the end of the text it
+        need not be whole, if it names a tool that the request has."""
+        form = self._format
+        if (found := form.object_lead.match(self._buffer)) is None:
             return None
+        text = self._buffer[found.end() :]
         try:
-            body, end = json.JSONDecoder().raw_decode(self._buffer, found.end())
+            body, end = _DECODER.raw_decode(text)
         except (ValueError, RecursionError):
-            return None
+            if not final:
+                return None
+            taken = JsonArguments(form.stops).take(text, final=True)
+            body, end = _loaded(taken.arguments), len(text) - len(taken.rest)
+            if not body or body.get("name") not in self._calls.parameters or not body.keys() <= _FIELDS:
+                return None
         arguments = body.get("arguments", body.get("parameters")) or {}
-        if not isinstance(name := body.get("name"), str) or not re.fullmatch(NAME, name):
+        if isinstance(arguments, str) and arguments.lstrip().startswith("{"):
+            arguments = _loaded(json_object(arguments.lstrip()))
+        name = body.get("name")
+        if not isinstance(name, str) or not re.fullmatch(NAME, name) or not isinstance(arguments, dict):
             return None
-        self._buffer = "}" + self._buffer[end:]  # as after the arguments of other calls
-        return self._new(name, None, arguments if isinstance(arguments, str) else _json(arguments))
+        brace = "}" if form.has_object else ""  # as after the arguments of other calls
+        self._buffer = brace + text[end:]
+        return self._new(name, None, json.dumps(arguments, ensure_ascii=False))
 
     def _last(self) -> AnswerPart | None:
         end = self._format.end
@@ -154,56 +190,29 @@ class CallSplit:
         self._state, self._buffer = "text", self._buffer[found.end() :]
         return AnswerPart()
 
-    def _arguments(self) -> AnswerPart | None:
-        """Arguments that are JSON."""
-        size = self._value.size(self._buffer)
-        text, self._buffer = self._buffer[:size], self._buffer[size:]
-        if self._value.done:
-            self._state = "calls"
-        elif not text:
+    def _skip(self) -> AnswerPart | None:
+        """Words up to the next tag of calls, at the end of the text."""
+        form, text = self._format, self._buffer
+        tags = () if form.first else form.stops if self.count else form.marks
+        start = max(1, found.end() if self.count and (found := form.leftover.match(text)) else 1)
+        places = [at for tag in tags if (at := text.find(tag, start)) > 0]
+        if not places:
             return None
-        return AnswerPart(calls=[CallPiece(self.count - 1, text)])
-
-    def _tags(self) -> AnswerPart | None:
-        """Arguments in tags, as JSON: each when it is complete."""
-        if found := self._format.parameter.match(self._buffer):
-            key, value = found["key"].strip(), found["value"]
-            text = f"{', ' if self._keys else '{'}{_json(key)}: {_json(self._calls.value(self._tool, key, value))}"
-            self._keys += 1
-        elif found := self._format.last.match(self._buffer):
-            text = "}" if self._keys else "{}"
-            self._state = "calls"
-        else:
-            return None
-        self._buffer = self._buffer[found.end() :]
-        return AnswerPart(calls=[CallPiece(self.count - 1, text)])
+        text, self._buffer = self._buffer[: min(places)], self._buffer[min(places) :]
+        return self._left(text)
 
 
-class _Value:
-    """Finds the end of a JSON object that comes in pieces."""
-
-    def __init__(self) -> None:
-        self.done = False
-        self._depth, self._quoted, self._escaped = 0, False, False
-
-    def size(self, text: str) -> int:
-        """How many characters of the next piece belong to the object."""
-        for i, letter in enumerate(text):
-            if self._escaped:
-                self._escaped = False
-            elif self._quoted:
-                self._quoted, self._escaped = letter != '"', letter == "\\"
-            elif letter == '"':
-                self._quoted = True
-            elif letter in "{[":
-                self._depth += 1
-            elif letter in "}]":
-                self._depth -= 1
-                if self._depth == 0:
-                    self.done = True
-                    return i + 1
-        return len(text)
+def _number(text: str) -> float | str:
+    """A number of JSON; its text if it is too large for one."""
+    return value if math.isfinite(value := float(text)) else text
 
 
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
+_DECODER = json.JSONDecoder(parse_constant=str, parse_float=_number)
+
+
+def _loaded(text: str) -> dict[str, Any] | None:
+    """A JSON object; None if it is nested too deeply."""
+    try:
+        return _DECODER.decode(text)
+    except RecursionError:
+        return None

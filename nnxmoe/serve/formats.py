@@ -130,7 +130,7 @@ class ChatFormat:
         return [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]
 
     def choice(self, index: int, sample: Sample) -> Json:
-        found, count = self.answer.split(sample.text)
+        found, count = self.answer.split(sample.text, cut=sample.finish == "length")
         message = {"role": "assistant", "content": found.content or (None if count else ""), "refusal": None}
         message |= {"reasoning_content": found.reasoning or None} if self.answer.reasons else {}
         message |= {"tool_calls": _calls(found.calls, whole=True)} if count else {}
@@ -139,7 +139,7 @@ class ChatFormat:
     def delta(self, index: int, part: Sample) -> Json:
         splitter = self.splits.setdefault(index, self.answer.splitter())
         found = splitter.put(part.text)
-        found = found.followed_by(splitter.end()) if part.finish else found
+        found = found.followed_by(splitter.end(cut=part.finish == "length")) if part.finish else found
         calls = _calls(found.calls, whole=False)
         parts = {"reasoning_content": found.reasoning, "content": found.content, "tool_calls": calls}
         return self._with(index, part, {"delta": {name: one for name, one in parts.items() if one}}, splitter.count)

@@ -4,13 +4,16 @@ import re
 from typing import Literal
 
 from nnxmoe.serve.call_split import AnswerPart, CallPiece, new_id
+from nnxmoe.serve.json_stream import NOTHING, JsonArguments
 from nnxmoe.serve.reasoning import held
 from nnxmoe.serve.tools import NAME
 
 MESSAGE = "<|message|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
 BEGINS = ("<|start|>", "<|channel|>")
+CALLED = "<|call|>"
 ANALYSIS = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")  # what is around reasoning
+_CALLED = re.compile(rf"to=functions\.{NAME}(?=\s|<\|)")
 
 
 class HarmonySplit:
@@ -18,8 +21,9 @@ class HarmonySplit:
 
     def __init__(self) -> None:
         self._buffer, self.count = "", 0
-        self._in: Literal["header", "reasoning", "content", "call"] = "header"
+        self._in: Literal["header", "reasoning", "content", "call", "arguments", "after"] = "header"
         self._seen: set[str] = set()
+        self._name, self._held, self._arguments = "", "", JsonArguments(())
 
     def put(self, piece: str) -> AnswerPart:
         """The parts that are certain after this piece."""
@@ -29,23 +33,29 @@ class HarmonySplit:
             found = found.followed_by(part)
         return found
 
-    def end(self) -> AnswerPart:
+    def end(self, cut: bool = False) -> AnswerPart:
+        """What was held back, at the end of the text. Arguments without an end end there, unless it was ``cut``."""
         rest, self._buffer = self._buffer, ""
-        if self._in == "header":  # a text without any message is said
-            return AnswerPart() if self._seen else AnswerPart(content=rest)
-        return self._part(rest)
+        if self._in != "header":
+            return self._part(rest, final=True, cut=cut)
+        if (found := _CALLED.search(rest)) is not None:  # without a message
+            return self._call(found["name"]) if cut else self._call(found["name"], "{}")
+        return AnswerPart() if self._seen else AnswerPart(content=rest)  # a text without any message is said
 
     def _header(self) -> AnswerPart | None:
         head, mark, rest = self._buffer.partition(MESSAGE)
+        early, called, after = self._buffer.partition(CALLED)
+        if called and len(early) < len(head) and (found := _CALLED.search(self._buffer)):  # a call without a message
+            self._buffer = after
+            return self._call(found["name"], "{}")
         if not mark:
             return None
-        self._buffer, new = rest, self._seen
-        if found := re.search(rf"to=functions\.{NAME}", head):
-            self._in, self.count = "call", self.count + 1
-            self._seen.add("call")
-            return AnswerPart(calls=[CallPiece(self.count - 1, "", found["name"], new_id())])
+        self._buffer = rest
+        if found := _CALLED.search(head + mark):
+            self._in, self._name, self._arguments = "call", found["name"], JsonArguments(())
+            return AnswerPart()
         self._in = "reasoning" if re.search(r"<\|channel\|>\s*analysis", head) else "content"
-        again = self._in in new
+        again = self._in in self._seen
         self._seen.add(self._in)
         return self._part("\n" if again else "")
 
@@ -53,7 +63,7 @@ class HarmonySplit:
         places = [(at, mark) for mark in (*ENDS, *BEGINS) if (at := self._buffer.find(mark)) >= 0]
         if places:
             at, mark = min(places)
-            part = self._part(self._buffer[:at])
+            part = self._part(self._buffer[:at], final=True)
             self._buffer = self._buffer[at + (len(mark) if mark in ENDS else 0) :]
             self._in = "header"
             return part
@@ -61,11 +71,30 @@ class HarmonySplit:
         text, self._buffer = self._buffer[:at], self._buffer[at:]
         return self._part(text) if text else None
 
-    def _part(self, text: str) -> AnswerPart:
-        match self._in:
-            case "call":
-                return AnswerPart(calls=[CallPiece(self.count - 1, text)] if text else [])
-            case "reasoning":
-                return AnswerPart(reasoning=text)
-            case _:
+    def _part(self, text: str, final: bool = False, cut: bool = False) -> AnswerPart:
+        """The part of a message that this text is; ``final``: the message ends with it."""
+        if self._in == "call":
+            text, self._held = (self._held + text).lstrip(), ""
+            if not final and any(word.startswith(text) for word in NOTHING):
+                self._held = text
+                return AnswerPart()
+            text = "" if text.rstrip() in NOTHING else text
+            if text and not text.startswith("{"):  # no arguments, but words
+                self._in = "content"
                 return AnswerPart(content=text)
+            self._in = "arguments"
+            return self._call(self._name).followed_by(self._part(text, final, cut))
+        if self._in == "arguments":
+            taken = self._arguments.take(text, final, cut)
+            calls = [CallPiece(self.count - 1, taken.arguments)] if taken.arguments else []
+            self._in = "after" if taken.done else "arguments"
+            return AnswerPart(calls=calls).followed_by(self._part(taken.rest) if taken.done else AnswerPart())
+        if self._in == "after":  # superfluous braces are no words
+            text = text.lstrip("} \n")
+            self._in = "content" if text else "after"
+        return AnswerPart(reasoning=text) if self._in == "reasoning" else AnswerPart(content=text)
+
+    def _call(self, name: str, arguments: str = "") -> AnswerPart:
+        self.count += 1
+        self._seen.add("call")
+        return AnswerPart(calls=[CallPiece(self.count - 1, arguments, name, new_id())])

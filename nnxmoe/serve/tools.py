@@ -16,6 +16,7 @@ NAME = r"(?P<name>[\w.-]+)"
 _SPACES = r"\s*+"  # possessive: long runs of white space take linear time
 _SPACE = {"whitespace_pattern": " ?"}  # in arguments: in one line, as all families were trained
 _NUMBERS = {"INDEX": "/[0-9]{1,3}/", "IDENTIFIER": "/[a-zA-Z0-9]{9}/"}  # of calls, in Lark
+_TAG = re.compile(r'</?[\w:]+>|<[\w:]+=|<\w+ name="|<[|\uff5c].*?[|\uff5c]>|\[[A-Z_]+\]')
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -47,21 +48,21 @@ class CallFormat:
     @functools.cached_property
     def head(self) -> re.Pattern[str]:
         """What comes before the arguments of a call, with what is left of the call before it."""
-        body = r"\s*+(?=<)" if self.argument else r"\s*+(?=\{)"
-        return re.compile(self._lead + _pattern(self._sides[0]) + body)
+        return re.compile(self._lead + _pattern(self._sides[0]) + _SPACES)
 
     @functools.cached_property
-    def object_lead(self) -> re.Pattern[str] | None:
-        """What comes before a call that is one JSON object; None in families where it is not."""
+    def object_lead(self) -> re.Pattern[str]:
+        """What comes before a call that is one JSON object, which models also write where their family does not."""
         before, brace, _ = self._sides[0].partition('{"name"')
-        return re.compile(self._lead + _pattern(before) + r"\s*+(?=\{)") if brace else None
+        start = _pattern(before) if brace else f"(?:{'|'.join(map(re.escape, self.marks))})?"
+        return re.compile(self._lead + start + r"\s*+(?=\{)")
 
     @functools.cached_property
     def tail(self) -> re.Pattern[str]:
         """What comes after the arguments of a call. Further fields of the call are skipped, and models may write the
         last brace twice or not at all."""
         after = self._sides[1]
-        fields = r"(?:\s*+,[^{}]*\})?[\s}]*+" if after.startswith("}") else r"\s*+"
+        fields = r"(?:\s*+,(?:[^{}]|\{[^{}]*\})*+\})?[\s}]*+" if after.startswith("}") else r"\s*+"
         return re.compile(fields + _pattern(after.removeprefix("}")))
 
     @functools.cached_property
@@ -74,16 +75,47 @@ class CallFormat:
         return re.compile(f"(?:{self.tail.pattern})?{closing}")
 
     @functools.cached_property
-    def parameter(self) -> re.Pattern[str]:
-        assert self.argument is not None
-        found = _pattern(self.argument, r"\n?").replace("KEY", r"(?P<key>[^<>\"]+)").replace("VALUE", r"(?P<value>.*?)")
-        return re.compile(rf"\s*{found}", re.DOTALL)
+    def stops(self) -> tuple[str, ...]:
+        """Tags at which arguments end if their own end was left out: those around calls."""
+        after = self._sides[1].removeprefix("}").strip()
+        around = " ".join((self.opening, self.call, self.closing or "", *self.marks))
+        return tuple(dict.fromkeys([*_TAG.findall(around), *(["```"] if after.startswith("```") else [])]))
 
     @functools.cached_property
-    def last(self) -> re.Pattern[str]:
-        """What follows the last argument, if each is written apart: the end of the call, or of all calls."""
-        tags = [text.strip() for text in (self._sides[1], self.closing) if text]
-        return re.compile(rf"(?=\s*(?:{'|'.join(map(re.escape, tags))}))")
+    def leftover(self) -> re.Pattern[str]:
+        """What may be left of the end of a call, at the beginning of a text."""
+        tags = "|".join(map(re.escape, _TAG.findall(self._sides[1] + (self.closing or "")))) or "$."
+        brace = r"\s}" if self.has_object else r"\s"
+        return re.compile(rf"^(?:{self.tail.pattern})?(?:[{brace}]*+(?:{tags}))*+{'[}]*+' if self.has_object else ''}")
+
+    @property
+    def has_object(self) -> bool:
+        """Whether a call is one JSON object."""
+        return self._sides[1].startswith("}")
+
+    @functools.cached_property
+    def argument_ends(self) -> tuple[str, str]:
+        """The tag after the value of an argument that is written apart, and the white space before the tag."""
+        after = (self.argument or "").partition("VALUE")[2]
+        tag = after.strip()
+        return tag, after[: after.index(tag)]
+
+    @functools.cached_property
+    def argument_head(self) -> re.Pattern[str]:
+        """What comes before the value of an argument that is written apart. Models leave out tags after its name."""
+        before, after = (self.argument or "").partition("VALUE")[0].split("KEY")
+        if len(tags := [re.escape(tag) for tag in _TAG.findall(after)]) == 2:
+            tail = rf"(?:\s*{tags[0]}\s*(?:{tags[1]})?|\s*{tags[1]})"
+        else:
+            tail = _pattern(after, r"\n?")
+        return re.compile(rf"\s*{_pattern(before)}(?P<key>[^<>\"]+){tail}")
+
+    @functools.cached_property
+    def parts(self) -> re.Pattern[str]:
+        """The tags among arguments that are written apart."""
+        head = self.argument_head.pattern.removeprefix(r"\s*").replace("?P<key>", "?:")
+        stops = "|".join(map(re.escape, self.stops))
+        return re.compile(rf"(?P<head>{head})|(?P<end>{re.escape(self.argument_ends[0])})|(?P<stop>{stops})")
 
     @property
     def _lead(self) -> str:
@@ -139,12 +171,7 @@ FORMATS: Mapping[str, CallFormat] = {
         ("[TOOL_CALLS]", "[ARGS]"), ("[TOOL_CALLS]",), "[TOOL_CALLS]NAME[ARGS]ARGUMENTS", between="", closing=None
     ),
     "mistral json": CallFormat(
-        ("[TOOL_CALLS]",),
-        ("[TOOL_CALLS]",),
-        '{"name": "NAME", "arguments": ARGUMENTS}',
-        "[TOOL_CALLS] [",
-        ", ",
-        "]",
+        ("[TOOL_CALLS]",), ("[TOOL_CALLS]",), '{"name": "NAME", "arguments": ARGUMENTS}', "[TOOL_CALLS] [", ", ", "]"
     ),
     "harmony": CallFormat(
         ("<|channel|>", "<|message|>"),
@@ -178,9 +205,7 @@ FORMATS: Mapping[str, CallFormat] = {
         argument='<parameter name="KEY">VALUE</parameter>\n',
     ),
     "hermes": CallFormat(
-        ("<tool_call>",),
-        ("<tool_call>",),
-        '<tool_call>\n{"name": "NAME", "arguments": ARGUMENTS}\n</tool_call>',
+        ("<tool_call>",), ("<tool_call>",), '<tool_call>\n{"name": "NAME", "arguments": ARGUMENTS}\n</tool_call>'
     ),
     "llama": CallFormat(
         ('{"name": function name, "parameters":',),

@@ -1,0 +1,243 @@
+"""Arguments of calls as one JSON object, in a text that comes in pieces. Clients can parse them, whatever the model
+wrote: valid JSON passes unchanged, and anything else is changed to JSON."""
+
+import copy
+import json
+import re
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+NOTHING = ("", "null", "None", '""')  # which models write instead of an object without members
+_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
+_NAMES = {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null"}
+_OPENERS = {"}": "{", "]": "["}
+_CLOSERS = {"{": "}", "[": "]"}
+
+
+class JsonObject:
+    """Reads an object letter by letter, from its first brace. ``done``: its last brace was read. ``repaired``: the
+    text is not JSON: it has quotes, commas or brackets too few or too many, single quotes, line breaks in strings, or
+    names of Python."""
+
+    def __init__(self) -> None:
+        self.done = self.repaired = False
+        self._stack, self._mode = "", "value"  # open brackets; what comes next, or what the letters belong to
+        self._is_key, self._quote, self._escape = False, "", ""
+        self._pending = ""  # a word, or a comma with the white space after it: what follows decides
+
+    @property
+    def in_string(self) -> bool:
+        return self._mode == "string"
+
+    def put(self, letter: str) -> str:
+        """The JSON that is certain after this letter."""
+        if self._mode == "string":
+            return self._string(letter)
+        if self._mode == "quote":
+            return self._quoted(letter)
+        if self._mode == "word":
+            if letter not in (":,}]\n" if self._is_key else ",}]\n"):
+                self._pending += letter
+                return ""
+            return self._word() + self.put(letter)
+        if letter in " \t\n\r":
+            if not self._pending:
+                return letter
+            self._pending += letter
+            return ""
+        if letter in "}]":
+            return self._close(letter)
+        return self._comma() if letter == "," else self._start(letter)
+
+    def completion(self) -> str:
+        """What is missing from the JSON so far, at the end of the text."""
+        if not self._stack:
+            return "" if self.done else "{}"
+        text = ""
+        if self._mode in ("string", "quote"):
+            text = ("\\" + self._escape if self._escape else "") + '"'
+            self._escape = self._pending = ""
+            self._mode = "colon" if self._is_key else "comma"
+        elif self._mode == "word":
+            text = self._word(cut=True)
+        while self._stack:
+            text += self._close(_CLOSERS[self._stack[-1]])
+        return text
+
+    def rest(self) -> str:
+        """What was held back, without an end."""
+        return self._pending + self._escape
+
+    def _start(self, letter: str) -> str:
+        """Begin a member, its name or its value."""
+        text, self._pending = self._pending, ""
+        if self._mode == "colon":
+            self._mode = "value"
+            if letter == ":":
+                return ":"
+            text, self.repaired = ": ", True
+        elif self._mode == "comma":  # the comma is missing
+            text, self.repaired = ", ", True
+            self._mode = self._member
+        self._is_key = self._mode == "key"
+        if letter in "{[" and not self._is_key:
+            self._stack += letter
+            self._mode = self._member
+            return text + letter
+        if letter in "{[:":  # where neither can be
+            self.repaired, self._pending = True, text
+            return ""
+        if letter in "\"'":
+            self._mode, self._quote = "string", letter
+            self.repaired |= letter == "'"
+            return text + '"'
+        self._mode, self._pending = "word", letter
+        return text
+
+    @property
+    def _member(self) -> Literal["key", "value"]:
+        return "key" if self._stack[-1] == "{" else "value"
+
+    def _string(self, letter: str) -> str:
+        if self._escape:
+            return self._escaped(letter)
+        if letter == "\\":
+            self._escape = letter
+            return ""
+        if letter == self._quote:
+            self._mode, self._pending = "quote", '"'
+            return ""
+        if letter == '"' or letter < " ":
+            self.repaired = True
+            return json.dumps(letter)[1:-1]
+        return letter
+
+    def _quoted(self, letter: str) -> str:
+        """The next letter after a quote in a string, which ends it only if no other part of it follows."""
+        if letter in " \t\n\r":
+            self._pending += letter
+            return ""
+        text, self._pending = self._pending, ""
+        if letter in (":" if self._is_key else ",}]"):
+            self._mode = "colon" if self._is_key else "comma"
+            return text + self.put(letter)
+        self._mode, self.repaired = "string", True
+        return json.dumps(self._quote + text[1:])[1:-1] + self.put(letter)
+
+    def _escaped(self, letter: str) -> str:
+        """The next letter of an escape sequence. Those that JSON does not have stay as they are written."""
+        before, text = self._escape, self._escape + letter
+        short = len(text) == 2
+        if (short and letter == "u") or (not short and letter in "0123456789abcdefABCDEF"):
+            self._escape = text if len(text) < 6 else ""
+            return "" if self._escape else text
+        self._escape = ""
+        if short and letter in '"\\/bfnrt':
+            return text
+        self.repaired = True
+        return letter if short and letter == "'" else "\\" + before + self._string(letter)
+
+    def _word(self, cut: bool = False) -> str:
+        """A name or value without quotes, up to here. ``cut``: it may be the beginning of one."""
+        text, self._pending = self._pending, ""
+        word = text.rstrip()
+        space = text[len(word) :]
+        self._mode = "colon" if self._is_key else "comma"
+        if (not self._is_key and word in ("true", "false", "null")) or (not self._is_key and _NUMBER.fullmatch(word)):
+            return text
+        self.repaired = True
+        if not self._is_key and cut:
+            names = [value for name, value in _NAMES.items() if name.startswith(word)]
+            if names or _NUMBER.fullmatch(word + "0"):
+                return names[0] if names else word + "0"
+        return (_NAMES.get(word) if not self._is_key else None) or json.dumps(word, ensure_ascii=False) + space
+
+    def _value(self) -> str:
+        """The value of a name that has none."""
+        if self._mode == "colon":
+            self._mode, self.repaired = "comma", True
+            return ": null"
+        if self._mode == "value" and self._stack[-1] == "{":
+            self._mode, self.repaired = "comma", True
+            return "null"
+        return ""
+
+    def _comma(self) -> str:
+        text = self._value()
+        self.repaired |= self._mode != "comma"
+        if self._mode == "comma":
+            self._pending, self._mode = ",", self._member
+        return text
+
+    def _close(self, letter: str) -> str:
+        """End the innermost part that this bracket can end, and all parts within it."""
+        if _OPENERS[letter] not in self._stack:
+            self.repaired = True
+            return ""
+        self.repaired |= self._pending != ""
+        text, self._pending = self._value() + self._pending.removeprefix(","), ""
+        while (opener := self._stack[-1]) != _OPENERS[letter]:
+            text, self._stack, self.repaired = text + _CLOSERS[opener], self._stack[:-1], True
+        # A part that ends here is the value of the part around it.
+        self._stack, self._mode, self.done = self._stack[:-1], "comma", len(self._stack) == 1
+        return text + letter
+
+
+class Taken(NamedTuple):
+    """What was read from a text: ``arguments`` as JSON, what is ``said`` between them, and the ``rest`` of the text.
+    ``done``: the arguments end before it."""
+
+    arguments: str = ""
+    said: str = ""
+    rest: str = ""
+    done: bool = False
+
+
+class JsonArguments:
+    """Reads the arguments of a call that are one object. They end with its last brace, at one of ``stops`` outside of
+    strings, and at one in a string that would otherwise make the object invalid, since its end was left out."""
+
+    def __init__(self, stops: Sequence[str]):
+        self._object, self._stops = JsonObject(), stops
+        self._letters, self._longest = {stop[0] for stop in stops}, max(map(len, stops), default=0)
+
+    def take(self, text: str, final: bool = False, cut: bool = False) -> Taken:
+        """Read from a text. ``final``: there is no more of it; ``cut``: because it was cut, so that the object stays
+        open."""
+        found = list[str]()
+        for at, letter in enumerate(text):
+            if letter in self._letters:
+                if not final and len(text) - at < self._longest and self._is_start(text[at:]):
+                    return Taken("".join(found), rest=text[at:])
+                if text.startswith(self._stops, at):  # pyright: ignore[reportArgumentType]
+                    ends = self._ends(text[at:], final, cut)
+                    if ends is None:
+                        return Taken("".join(found), rest=text[at:])
+                    if ends:
+                        return Taken("".join([*found, self._object.completion()]), rest=text[at:], done=True)
+            found.append(self._object.put(letter))
+            if self._object.done:
+                return Taken("".join(found), rest=text[at + 1 :], done=True)
+        if final:
+            found.append(self._object.rest() if cut else self._object.completion())
+        return Taken("".join(found), done=final)
+
+    def _is_start(self, text: str) -> bool:
+        return any(stop != text and stop.startswith(text) for stop in self._stops)
+
+    def _ends(self, text: str, final: bool, cut: bool) -> bool | None:
+        """Whether the object ends where this text begins, with a stop; None: what follows decides."""
+        if not self._object.in_string:
+            return True
+        trial = copy.copy(self._object)
+        trial.repaired = False
+        for letter in text:
+            trial.put(letter)
+            if trial.repaired or trial.done:
+                return trial.repaired
+        return not cut if final else None
+
+
+def json_object(text: str) -> str:
+    """A text that begins with a brace as a JSON object."""
+    return JsonArguments(()).take(text, final=True).arguments
