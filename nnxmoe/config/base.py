@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
+from nnxmoe.config.arguments import KnownFields
 from nnxmoe.config.bounds import (
     MOST_EXPERTS,
     MOST_LAYERS,
@@ -36,7 +37,7 @@ ABSENT = frozenset(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DecoderConfig:
+class DecoderConfig(KnownFields):
     """The fields shared by all decoders. Widths and counts are positive integers; None stands for ``null``.
 
     ``query_pre_attn_scalar``: grouped-query attention multiplies scores by its ``-0.5``-th power; None: by that of the

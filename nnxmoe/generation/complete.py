@@ -9,7 +9,7 @@ from typing import Any, TypedDict, Unpack
 
 import numpy as np
 
-from nnxmoe.config.arguments import answers_transformers
+from nnxmoe.config.arguments import refuses_unknown
 from nnxmoe.generation.byte_level import has_merges
 from nnxmoe.generation.draft_cost import Drafting
 from nnxmoe.generation.engine import Engine
@@ -120,7 +120,7 @@ class MoreOptions(TypedDict, total=False):
     schema: Mapping[str, Any] | bool | str | None
 
 
-@answers_transformers
+@refuses_unknown
 def complete(
     model: CausalLM,
     prompts: Iterable[Prompt],
@@ -147,8 +147,6 @@ def complete(
 
     Prefixes that all prompts or samples share are computed once. Raises ValueError before anything is computed.
     """
-    if unknown := options.keys() - MoreOptions.__annotations__.keys():
-        raise TypeError(f"complete() got an unexpected keyword argument {min(unknown)!r}")
     given = _several(prompts)
     stops = _stop_strings(stop)
     seeds = _seeds(seed, len(given))

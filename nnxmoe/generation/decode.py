@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Integer
 
-from nnxmoe.config.arguments import answers_transformers
+from nnxmoe.config.arguments import refuses_unknown
 from nnxmoe.generation.complete import Prompt, encoded
 from nnxmoe.generation.draft_cost import Drafting
 from nnxmoe.generation.engine import Engine
@@ -29,7 +29,7 @@ _Requests = contextlib.AbstractContextManager[tuple[Engine, list[Request]]]
 SMALLEST_CACHE, SMALLEST_BATCH = 512, 8  # tokens, for up to 8 rows; rows, if there are several
 
 
-@answers_transformers
+@refuses_unknown
 def generate(
     model: CausalLM,
     tokens: Integer[Any, "B T"] | Sequence[Sequence[int]],
@@ -71,7 +71,7 @@ def generate(
     return np.concatenate([tokens, new], axis=1)
 
 
-@answers_transformers
+@refuses_unknown
 def stream(
     model: CausalLM,
     tokenizer: Any,

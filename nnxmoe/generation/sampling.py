@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from nnxmoe.config.arguments import KnownFields
 from nnxmoe.config.printable import short
 from nnxmoe.generation.rules import Rules
 from nnxmoe.model.causal_lm import CausalLM
@@ -58,7 +59,7 @@ _CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Sampling:
+class Sampling(KnownFields):
     """Sampling options; each is off at its default. ``temperature`` 0 is greedy (after the repetition penalty).
 
     ``top_k``: keep the k most likely tokens (0 or None: all). ``top_p``: keep the fewest that sum to p. ``min_p``: keep

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from nnxmoe.axes import batch_axes, constrain, everywhere, shards
+from nnxmoe.config.arguments import refuses_unknown
 from nnxmoe.generation.complete import tokenizer_of
 from nnxmoe.generation.request import Ids, refuse_ids, whole_ids, whole_number
 from nnxmoe.layers.chunks import in_chunks, joined
@@ -56,6 +57,7 @@ class Score:
         return math.exp(-self.total / len(self.ids)) if self.ids else math.nan
 
 
+@refuses_unknown
 def score(
     model: CausalLM, texts: Iterable[Text | tuple[Text, Text]], tokenizer: Any = None, *, top: int = 0
 ) -> list[Score]:

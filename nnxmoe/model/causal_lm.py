@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Key
 
 from nnxmoe.axes import split_batch
-from nnxmoe.config.arguments import answers_transformers
+from nnxmoe.config.arguments import refuses_unknown
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.rope import DynamicRope
@@ -218,7 +218,7 @@ class CausalLM(nnx.Module):
             raise ValueError(f"generation_config must be a mapping, got {fields!r}")
         self._generation_config = FrozenDict(fields)
 
-    @answers_transformers
+    @refuses_unknown
     def __call__(
         self,
         tokens: Ids | Sequence[Sequence[int]] | None = None,

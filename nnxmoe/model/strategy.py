@@ -15,6 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jaxtyping import Array
 
 from nnxmoe.axes import CONTEXT, RULES, AnyMesh, Rules, check_mesh, placed_on, sharding_of
+from nnxmoe.config.arguments import KnownFields
 from nnxmoe.config.bounds import ConfigError
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.validate import check_object
@@ -85,7 +86,7 @@ _EXAMPLES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Strategy:
+class Strategy(KnownFields):
     """The execution choices of a model, each an object that does the work.
 
     ``stacking``: ``Unrolled()``, each layer with arrays of its own (fastest decoding), or ``Scanned()``, a run of equal

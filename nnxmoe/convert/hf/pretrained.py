@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from nnxmoe.axes import keeps_dtype
-from nnxmoe.config.arguments import answers_transformers
+from nnxmoe.config.arguments import refuses_unknown
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.printable import parse_bytes, some
 from nnxmoe.convert.core.dtypes import float_dtype
@@ -43,7 +43,7 @@ from nnxmoe.storage.safetensors import TensorInfo, dtype_code
 from nnxmoe.storage.write import Tensors, write_shares
 
 
-@answers_transformers
+@refuses_unknown
 def from_pretrained(
     path_or_hub_id: str | os.PathLike[str],
     dtype: Any = None,
@@ -139,6 +139,7 @@ def _other_copies(model: CausalLM, checkpoint: Checkpoint) -> list[str]:
     return [f"{some(odd)}, which is used instead"] if odd else []
 
 
+@refuses_unknown
 def save_pretrained(
     model: CausalLM,
     folder: str | os.PathLike[str],

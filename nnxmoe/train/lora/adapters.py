@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from nnxmoe.config.arguments import refuses_unknown
 from nnxmoe.config.printable import short
 from nnxmoe.config.validate import is_between, is_positive
 from nnxmoe.convert.core.dtypes import float_dtype
@@ -19,6 +20,7 @@ from nnxmoe.train.lora.peft import put_array
 from nnxmoe.train.lora.slots import Slot, chosen, for_each, refuse_adapted, unmerged
 
 
+@refuses_unknown
 def add(
     model: CausalLM,
     rank: int | Mapping[str, int],
