@@ -829,7 +829,7 @@ FIELDS: dict[str, Any] = {
 def test_messages_of_any_type_reach_the_template_as_plain_values() -> None:
     rendered = made_with(EVERY_FIELD).apply_chat_template(**FIELDS)
     assert rendered.startswith('{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "see"}]')
-    assert '"content": 3, "data": "<ndarray>"' in rendered and rendered.endswith("{'flag': False, 'other': '<object>'}")
+    assert '"content": 3, "data": [1.0, 1.0]' in rendered and rendered.endswith("{'flag': False, 'other': '<object>'}")
     tokenizer = Tokenizer.from_pretrained(MODEL)
     assert encoded([Said("user", "hi")], tokenizer) == encoded(HI, tokenizer)  # of `stream` and `complete`
 
@@ -845,8 +845,151 @@ def test_fields_of_messages_against_transformers(folder: Path) -> None:
     loaded = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
     (folder / "chat_template.jinja").write_text(EVERY_FIELD)
     given = dict(FIELDS)
+    given["messages"] = [*FIELDS["messages"][:2], FIELDS["messages"][2] | {"data": [1.0, 1.0]}]  # theirs drops arrays
     expected = loaded.apply_chat_template(given.pop("messages"), chat_template=EVERY_FIELD, tokenize=False, **given)
     assert Tokenizer.from_pretrained(folder).apply_chat_template(**FIELDS) == expected
+
+
+# Tool calls in messages
+
+EACH = "{% for m in messages %}<{{ m.role }}>"
+EACH_CALL = EACH + "{{ m.content }}{% for c in m.tool_calls or [] %}"
+ENDS = "{% endfor %}{% endfor %}"
+FIND = '{"days": 3, "to": "Zürich"}'
+# How templates write the call find(days=3, to="Zürich") of a message without content -> what they write.
+CALL_FORMS: dict[str, tuple[str, str]] = {
+    "Qwen2.5": (EACH_CALL + '{"name": "{{ c.function.name }}", {{ c.function.arguments | tojson }}' + ENDS, FIND),
+    "the whole call": (EACH_CALL + "{{ c.function | tojson }}" + ENDS, f'{{"name": "find", "arguments": {FIND}}}'),
+    "GLM": (
+        EACH_CALL + "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }};{% endfor %}" + ENDS,
+        "to=Zürich;",
+    ),
+    "Qwen3-Coder": (
+        EACH_CALL + "{% for k, v in c.function.arguments | items %}{{ k }}={{ v }};{% endfor %}" + ENDS,
+        "3;to=Z",
+    ),
+    "pythonic": (  # Llama 4: a text would be read letter by letter
+        EACH_CALL + "{% for k in c.function.arguments %}{{ k }}={{ c.function.arguments[k] }};{% endfor %}" + ENDS,
+        "days=3;to=Zürich;",
+    ),
+    "lists": (EACH_CALL + "{{ c.function.arguments.items() | list }}" + ENDS, "[('days', 3), ('to', 'Zürich')]"),
+    "DeepSeek": (EACH_CALL + "{{ c.type + c.function.name + c.function.arguments }}" + ENDS, f"functionfind{FIND}"),
+    "DeepSeek-R1": (  # calls only beside content that is none
+        EACH + "{% if m.content is none %}{% for c in m.tool_calls %}{{ c.function.arguments + '' }}{% endfor %}"
+        "{% else %}{{ m.content + '' }}{% endif %}{% endfor %}",
+        FIND,
+    ),
+    "flat": (EACH_CALL + "{{ c.name + (c.arguments | tojson) }}" + ENDS, f"find{FIND}"),
+    "printed": (EACH_CALL + "{{ c.function.name }}({{ c.function.arguments }})" + ENDS, f"find({FIND})"),
+    "content that is text": (
+        EACH + "{{ m.content + '' }}{{ m.tool_calls[0].function.arguments | tojson if m.tool_calls }}{% endfor %}",
+        FIND,
+    ),
+    "both": (
+        EACH_CALL + "{% if c.function.arguments is string %}{{ c.function.arguments }}{% else %}"
+        "{{ c.function.arguments | tojson }}{% endif %}" + ENDS,
+        FIND,
+    ),
+    "names of its own": (  # no other argument renders
+        EACH_CALL
+        + "{% for k, v in c.function.arguments.items() %}{{ {'days': {'n': 'D'}, 'to': {'n': 'T'}}[k].n }}{{ v }}"
+        "{% endfor %}" + ENDS,
+        "<assistant>D3TZürich",
+    ),
+}
+
+
+def calling(call: Any, **fields: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": "q"}, {"role": "assistant", **fields, "tool_calls": [call]}]
+
+
+@pytest.mark.parametrize("name", CALL_FORMS)
+def test_calls_have_the_form_that_the_template_reads(name: str) -> None:
+    """Whichever way the messages write them."""
+    template, expected = CALL_FORMS[name]
+    tokenizer, rendered = made_with(template), set[str]()
+    for arguments in (json.loads(FIND), FIND):
+        function = {"name": "find", "arguments": arguments}
+        for call in (function, {"function": function}, {"id": "1", "type": "function", "function": function}):
+            for content in ({}, {"content": None}, {"content": ""}):
+                messages = calling(call, **content)
+                before = json.dumps(messages)
+                rendered.add(tokenizer.apply_chat_template(messages))
+                assert json.dumps(messages) == before
+    (text,) = rendered
+    assert expected in text and "None" not in text
+
+
+def test_spelling_of_json_text_is_kept_for_templates_that_read_text() -> None:
+    text = '{"b":1.50,"a":[ ]}'
+    assert text in made_with(CALL_FORMS["DeepSeek"][0]).apply_chat_template(calling({"name": "f", "arguments": text}))
+
+
+@pytest.mark.parametrize("name", ["Qwen2.5", "DeepSeek"])
+def test_calls_without_arguments(name: str) -> None:
+    for given in (
+        {},
+        {"arguments": None},
+        {"arguments": ""},
+        {"arguments": " "},
+        {"arguments": "{}"},
+        {"arguments": "null"},
+    ):
+        text = made_with(CALL_FORMS[name][0]).apply_chat_template(calling({"function": {"name": "now", **given}}))
+        assert text.endswith("{}"), given
+    for empty in ([], None, "[]"):
+        messages = [*HI, {"role": "assistant", "content": "a", "tool_calls": empty}]
+        assert made_with("{{ messages[1].tool_calls is defined }}").apply_chat_template(messages) == "False"
+
+
+@pytest.mark.parametrize(
+    ("call", "why"),
+    [
+        ({"name": "f", "arguments": '{"a": '}, "the arguments '{\"a\": ' are not a JSON object.*was the answer cut"),
+        ({"name": "f", "arguments": "[1]"}, r"the arguments '\[1\]' are not a JSON object"),
+        ({"name": "f", "arguments": '"{}"'}, "the arguments .* are not a JSON object"),
+        ({"name": "f", "arguments": '{"a": NaN}'}, "NaN is not a JSON number"),
+        ({"name": "f", "arguments": 3}, "the arguments 3 are not a JSON object"),
+        ({"name": "f", "args": {"a": 1}}, "has 'args' but no 'arguments': rename that field"),
+        ({"function": {"arguments": "{}"}}, "must be a call of a function"),
+        ({"type": "custom", "custom": {"name": "f", "input": "x"}}, "must be a call of a function"),
+        (3, "is 3: it must be a call of a function"),
+    ],
+)
+@pytest.mark.parametrize("name", ["Qwen2.5", "DeepSeek"])
+def test_unusable_calls_are_named(name: str, call: Any, why: str) -> None:
+    with pytest.raises(TokenizerError, match=rf"^messages\[1\]\.tool_calls\[0\].*{why}"):
+        made_with(CALL_FORMS[name][0]).apply_chat_template(calling(call))
+    for calls in ("{", '{"name": "f"}', 3):
+        with pytest.raises(TokenizerError, match=r"^messages\[1\]\.tool_calls"):
+            made_with(PLAIN).apply_chat_template([*HI, {"role": "assistant", "tool_calls": calls}])
+
+
+def test_calls_that_a_template_leaves_out_are_refused() -> None:
+    """All of them, those beside content, or all but the first one of a message."""
+    call = {"name": "f", "arguments": {}}
+    only_first = EACH + "{{ m.content }}{{ m.tool_calls[0].function | tojson if m.tool_calls }}{% endfor %}"
+    two = [*HI, {"role": "assistant", "tool_calls": [call, call]}]
+    for template, messages, place in (
+        (PLAIN, calling(call), 0),
+        (CALL_FORMS["DeepSeek-R1"][0], calling(call, content="See:"), 0),
+        (only_first, two, 1),
+    ):
+        with pytest.raises(TokenizerError, match=rf"leaves out messages\[1\]\.tool_calls\[{place}\]"):
+            made_with(template).apply_chat_template(messages)
+    assert "f" in made_with(only_first).apply_chat_template(two[:1] + calling(call)[1:])
+    with pytest.raises(TokenizerError, match="refuses this conversation: no"):  # the template's own reason
+        made_with("{{ raise_exception('no') }}").apply_chat_template(two)
+
+
+def test_prompts_with_calls_of_both_spellings_have_equal_ids() -> None:
+    """Of `stream` and `complete`; a last message with a call may be continued."""
+    tokenizer = Tokenizer.from_pretrained(MODEL)
+    tokenizer.chat_templates = {"default": CALL_FORMS["Qwen2.5"][0]}
+    one, other = (calling({"name": "f", "arguments": a}, content="Hm") for a in ({"a": 1}, '{"a": 1}'))
+    assert encoded(one, tokenizer) == encoded(other, tokenizer)
+    texts = [tokenizer.apply_chat_template(each, continue_final_message=True) for each in (one, other)]
+    assert texts == ["<user>q<assistant>Hm"] * 2
 
 
 # Faulty and hostile templates

@@ -639,6 +639,10 @@ def test_answers_of_tools_are_sent_back(server: Running) -> None:
     turns = [*CHAT["messages"], message, {"role": "tool", "tool_call_id": call["id"], "content": "12:00"}]
     status, found = server.call(CHATS, CHAT | {"messages": turns, "tools": TOOLS, "max_tokens": 4})
     assert status == 200 and found["choices"][0]["message"]["role"] == "assistant", found
+    tokens = found["usage"]["prompt_tokens"]
+    call["function"]["arguments"] = {"a": 1}
+    status, found = server.call(CHATS, CHAT | {"messages": turns, "tools": TOOLS, "max_tokens": 4})
+    assert status == 200 and found["usage"]["prompt_tokens"] == tokens
     call["function"]["arguments"] = ""  # as clients write no arguments
     assert server.call(CHATS, CHAT | {"messages": turns, "tools": TOOLS, "max_tokens": 4})[0] == 200
     call["function"]["arguments"] = "[1]"  # for which the template has no items()

@@ -18,7 +18,6 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 import jinja2.utils
-import numpy as np
 
 
 class ChatTemplateError(ValueError):
@@ -161,8 +160,13 @@ def render_chat_template(template: str, variables: Mapping[str, Any]) -> Rendere
     return Rendered(text, answers)
 
 
-def plain_values(value: Any) -> Any:
-    """A copy made of JSON types, whose methods are safe in the sandbox; other objects become ``<their type>``."""
+def _placeholder(value: object) -> str:
+    return f"<{type(value).__name__}>"
+
+
+def plain_values(value: Any, other: Callable[[Any], Any] = _placeholder) -> Any:
+    """A copy made of JSON types, whose methods are safe in the sandbox; ``other`` converts objects of other types, by
+    default to ``<their type>``."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):  # subclasses, such as enums, become the plain type
@@ -170,16 +174,17 @@ def plain_values(value: Any) -> Any:
     if isinstance(value, int | float):
         return int(value) if isinstance(value, int) else float(value)
     if isinstance(value, Mapping):
-        return {plain_values(name): plain_values(one) for name, one in value.items()}
+        return {plain_values(name, other): plain_values(one, other) for name, one in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(map(plain_values, value)) if type(value) in (list, tuple) else list(map(plain_values, value))
-    if isinstance(value, np.generic):
-        return plain_values(value.item())
+        values = [plain_values(one, other) for one in value]
+        return tuple(values) if type(value) is tuple else values
+    if hasattr(value, "dtype") and callable(convert := getattr(value, "tolist", None)):  # arrays of NumPy and JAX
+        return plain_values(convert(), other)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: plain_values(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {field.name: plain_values(getattr(value, field.name), other) for field in dataclasses.fields(value)}
     if callable(dump := getattr(value, "model_dump", None)):  # pydantic, such as messages of the OpenAI client
-        return plain_values(dump())
-    return f"<{type(value).__name__}>"
+        return plain_values(dump(), other)
+    return other(value)
 
 
 def _fault(error: Exception, compiled: jinja2.Template | None) -> ChatTemplateError:

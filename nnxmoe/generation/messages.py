@@ -6,6 +6,7 @@ from typing import Any
 
 from nnxmoe.generation.chat_template import plain_values
 from nnxmoe.generation.tokenizer_files import TokenizerError
+from nnxmoe.generation.tool_calls import tool_calls
 
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of the same field in different templates
 _MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # ends in a space, to detect whether the template strips its messages
@@ -19,15 +20,19 @@ def is_message(value: Any) -> bool:
 
 def plain_messages(messages: Any) -> list[dict[str, Any]]:
     """The messages as dicts of JSON types without None fields, with reasoning stored under each name that templates
-    read. Dataclasses and pydantic models are converted, as in transformers."""
+    read, and with valid calls (see `tool_calls`). Dataclasses and pydantic models are converted, as in transformers."""
     found = plain_values(getattr(messages, "messages", messages))
     if not isinstance(found, list | tuple) or not all(isinstance(message, dict) for message in found):
         raise TokenizerError('messages must be a list of dicts like {"role": "user", "content": "Hello"}')
     if not found:
         raise TokenizerError("messages is empty: give at least one message")
     plain = []
-    for message in found:
+    for number, message in enumerate(found):
         fields = {name: value for name, value in message.items() if value is not None}
+        if "tool_calls" in fields:
+            fields["tool_calls"] = tool_calls(fields["tool_calls"], f"messages[{number}].tool_calls")
+            if not fields["tool_calls"]:  # some templates test only whether the field is there
+                del fields["tool_calls"]
         reasoning = next((fields[name] for name in REASONING if name in fields), None)
         if reasoning is not None:
             fields = {"thinking": reasoning, **fields, "reasoning_content": reasoning}

@@ -5,6 +5,7 @@ is ignored, as transformers 5 does for such files.
 """
 
 import difflib
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -28,6 +29,7 @@ from nnxmoe.generation.tokenizer_files import (
     read_chat_templates,
     read_config,
 )
+from nnxmoe.generation.tool_calls import in_template_form
 from nnxmoe.runtime.progress import logger
 
 __all__ = ["TextStream", "Tokenizer", "TokenizerError"]
@@ -179,22 +181,23 @@ class Tokenizer:
         """Render a conversation as the prompt the model was trained on: a str, or its ids with ``tokenize=True``.
 
         ``messages``: a list of dicts, dataclasses or pydantic models, or an object that holds one as ``messages``.
-        ``tools`` are JSON schemas; ``chat_template`` is a template, or names one of several.
-        ``continue_final_message`` leaves the last message open, for the model to continue its "content" (or the named
-        field). Other keyword arguments are variables of the template, such as ``enable_thinking``; a warning names
-        those that it does not read. Raises TokenizerError, also if the template fails.
+        Arguments of tool calls may be objects or JSON text; they get the form that the template reads. ``tools`` are
+        JSON schemas; ``chat_template`` is a template, or names one of several. ``continue_final_message`` leaves the
+        last message open, for the model to continue its "content" (or the named field). Other keyword arguments are
+        variables of the template; a warning names those that it does not read. Raises TokenizerError, also if the
+        template fails.
         """
-        plain, end = plain_messages(messages), None
+        given = {"tools": tools, "documents": documents, "add_generation_prompt": bool(add_generation_prompt)}
+        render = functools.partial(self.render_chat, chat_template=chat_template, **given, **variables)
+        plain, end = in_template_form(render, plain_messages(messages)), None
         if continue_final_message:
             if add_generation_prompt:
                 raise TokenizerError("pass add_generation_prompt or continue_final_message, not both")
             field = "content" if continue_final_message is True else continue_final_message
             plain, end = mark_end(plain, field)
-        given = {"tools": tools, "documents": documents, "add_generation_prompt": bool(add_generation_prompt)}
-        text = self.render_chat(plain, chat_template, **given, **variables).text
+        text = render(plain).text
         text = text if end is None else cut_at_mark(text, end)
-        # The rendered text already contains the special tokens.
-        return self.encode(text, add_special_tokens=False) if tokenize else text
+        return self.encode(text, add_special_tokens=False) if tokenize else text  # the text has the special tokens
 
     def render_chat(self, plain: list[dict[str, Any]], chat_template: str | None = None, **variables: Any) -> Rendered:
         """Render messages of plain JSON values. The result has the ranges that the template marks as answers."""

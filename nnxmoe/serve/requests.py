@@ -98,21 +98,13 @@ class Planner:
     def _rendered(self, request: ChatRequest, calls: Calls | None, variables: Mapping[str, Any]) -> list[int]:
         """The ids of a chat. Raises Refused."""
         tools = [tool.plain() for tool in request.tools or ()] if calls is not None else None
-        failed: Exception | None = None
-        # Most templates take the arguments of calls as objects, those of DeepSeek as JSON texts.
-        for objects in (True, False):
-            try:
-                messages = [self._message(message, objects) for message in request.messages]
-                return self.tokenizer.apply_chat_template(
-                    messages, add_generation_prompt=True, tokenize=True, tools=tools, **variables
-                )
-            except (TokenizerError, TypeError) as error:
-                failed = failed or error
-            if not any("tool_calls" in message.more for message in request.messages):
-                break
-        broken = [text for message in request.messages for text in message.broken_arguments()]
-        cut = f" (the arguments {broken[0]!r:.80} are not a JSON object: was that answer cut?)" if broken else ""
-        raise Refused(400, getattr(failed, "public", str(failed)) + cut, "messages") from None
+        messages = [self._message(message) for message in request.messages]
+        try:
+            return self.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=True, tools=tools, **variables
+            )
+        except (TokenizerError, TypeError) as error:
+            raise Refused(400, getattr(error, "public", str(error)), "messages") from None
 
     def _calls(self, request: ChatRequest) -> Calls | None:
         """What the request says of its tools; None if it has none, or wants none called. Raises Refused."""
@@ -156,13 +148,12 @@ class Planner:
             raise Refused(400, why, "reasoning_effort")
         return {"reasoning_effort": effort, **variables}
 
-    def _message(self, message: Message, objects: bool) -> dict[str, Any]:
-        """A message for the chat template: the role developer is system unless the template knows it, and arguments of
-        calls are JSON texts or (``objects``) what they say. Raises Refused for fields that the template would drop from
-        the conversation."""
+    def _message(self, message: Message) -> dict[str, Any]:
+        """A message for the chat template: the role developer is system unless the template knows it. Raises Refused
+        for fields that the template would drop from the conversation."""
         if lost := [name for name in CONTENT if name in message.more and not self._reads(name)]:
             raise Refused(400, f"{lost[0]} is not supported: the model's chat template does not read it", lost[0])
-        plain = message.plain(objects)
+        plain = message.plain()
         return plain | {"role": "system"} if plain["role"] == "developer" and not self._reads("developer") else plain
 
     def _reads(self, word: str) -> bool:

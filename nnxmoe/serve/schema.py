@@ -1,7 +1,6 @@
 """Request bodies, after the OpenAI API. Unknown fields, wrong types and values out of range are refused by name; null
 counts as left out, as do values that ask for nothing (`NEUTRAL`) and labels without effect on an answer (`LABELS`)."""
 
-import contextlib
 import difflib
 import re
 from typing import Annotated, Any, Literal, TypeVar
@@ -143,35 +142,10 @@ class Message(Struct):
     content: str | list[TextPart] | None = None
     more: dict[str, Any] = {}
 
-    def plain(self, objects: bool = True) -> dict[str, Any]:
-        """The message as chat templates read it, its parts joined. ``objects``: the arguments of calls are objects, and
-        not their JSON texts."""
+    def plain(self) -> dict[str, Any]:
+        """The message as chat templates read it, its parts joined."""
         content = "".join(part.text for part in self.content) if isinstance(self.content, list) else self.content
-        more = dict(self.more)
-        if isinstance(calls := more.get("tool_calls"), list):
-            content = content or ""
-            more["tool_calls"] = [_with_arguments(call) for call in calls] if objects else calls
-        return {"role": self.role, "content": content, **more}
-
-    def broken_arguments(self) -> list[str]:
-        """The arguments of calls that are no JSON objects."""
-        calls = self.plain().get("tool_calls")
-        texts = list[str]()
-        for call in calls if isinstance(calls, list) else []:
-            match call:
-                case {"function": {"arguments": str(text)}}:
-                    texts.append(text)
-        return texts
-
-
-def _with_arguments(call: Any) -> Any:
-    """A call of a message with its arguments as an object, if their text is one."""
-    match call:
-        case {"function": {"arguments": str(text), **function}, **rest}:
-            with contextlib.suppress(msgspec.DecodeError, RecursionError):
-                if isinstance(found := msgspec.json.decode(text or "{}"), dict):
-                    return {**rest, "function": {**function, "arguments": found}}
-    return call
+        return {"role": self.role, "content": content, **self.more}
 
 
 class ChatRequest(BaseRequest, kw_only=True):

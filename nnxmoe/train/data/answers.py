@@ -6,6 +6,7 @@ differently once more messages follow (Qwen3, gpt-oss, DeepSeek-R1).
 """
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from jaxtyping import Bool, Int32
 
 from nnxmoe.generation.messages import plain_messages
 from nnxmoe.generation.text import Tokenizer, TokenizerError
+from nnxmoe.generation.tool_calls import in_template_form
 
 Span = tuple[int, int]
 Chat = list[dict[str, Any]]
@@ -35,9 +37,10 @@ def chat_tokens(
     that follows an answer is learned as its end. ``note`` is called with what could not be learned. Raises
     TokenizerError if no answer can be located.
     """
-    chat = plain_messages(messages)
     given: dict[str, Any] = {"tools": list(tools)} if tools else {}
-    whole = tokenizer.render_chat(chat, add_generation_prompt=False, **given)
+    render = functools.partial(tokenizer.render_chat, add_generation_prompt=False, **given)
+    chat = in_template_form(render, plain_messages(messages))
+    whole = render(chat)
     rendered = _RenderedChat(tokenizer, chat, whole.text, given)
     turns = [i for i, message in enumerate(chat) if message.get("role") == "assistant"]
     if whole.answers:
@@ -122,7 +125,8 @@ class _RenderedChat:
         Renders the chat again with a mark in place of the content, else with a mark after it. Returns None if the
         template changes the content.
         """
-        content = chat[turn].get("content", "")
+        if (content := chat[turn].get("content", "")) is None:
+            return None
         instead: Any = _MARK if isinstance(content, str) else [{"type": "text", "text": _MARK}]
         after = [content + _MARK, content.rstrip() + _MARK] if isinstance(content, str) else []
         for value in (instead, *after):
