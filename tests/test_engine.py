@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 import re
 import types
 from collections.abc import Callable, Sequence
@@ -662,6 +663,9 @@ def test_scores_are_those_of_teacher_forcing() -> None:
     model, given = tiny(), prompts(7, seed=8, longest=90)
     given = [ids if len(ids) > 1 else [*ids, 3] for ids in given]
     pairs = [(ids[: len(ids) // 2], ids[len(ids) // 2 :]) for ids in given]
+    mixed = [[list(a), np.array(b, np.uint8)] for a, b in pairs]  # as from JSON, and narrow arrays
+    for found, other in zip(nnxmoe.score(model, mixed), nnxmoe.score(model, pairs), strict=True):
+        assert found.ids == other.ids and found.logprobs.tolist() == other.logprobs.tolist()
     for found, ids, first in [
         *((s, ids, 1) for s, ids in zip(nnxmoe.score(model, given), given, strict=True)),
         *((s, ids, max(1, len(ids) // 2)) for s, ids in zip(nnxmoe.score(model, pairs), given, strict=True)),
@@ -682,6 +686,8 @@ def test_scores_are_those_of_teacher_forcing() -> None:
         nnxmoe.score(model, [[1, 53]])
     with pytest.raises(ValueError, match="need a tokenizer"):
         nnxmoe.score(model, ["text"])
+    (two,) = nnxmoe.score(model, [list(np.array([1, 2], np.int8))])  # a list of two ids is no pair
+    assert two.ids == (2,)
 
 
 @pytest.mark.parametrize("end", [(), (2,)])
@@ -691,6 +697,8 @@ def test_tokens_that_span_the_end_of_a_context_are_scored(end: tuple[int, ...]) 
     for context, count in (("one two", 1), ("one two ", 1), ("one tw", 2), ("one ", 2)):
         (found,) = nnxmoe.score(model, [(context, "one two three"[len(context) :])], words)
         assert found.ids == tuple(whole[-count - len(end) :]), context
+        (listed,) = nnxmoe.score(model, json.loads(json.dumps([(context, "one two three"[len(context) :])])), words)
+        assert listed.ids == found.ids
     bare = types.SimpleNamespace(encode=lambda text: words.encode(text)[1:])
     with pytest.raises(ValueError, match="spans the context 'on', and has no log-probability"):
         nnxmoe.score(model, [("on", "e two")], bare)

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import os.path
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -59,14 +59,14 @@ class Score:
 
 @refuses_unknown
 def score(
-    model: CausalLM, texts: Iterable[Text | tuple[Text, Text]], tokenizer: Any = None, *, top: int = 0
+    model: CausalLM, texts: Iterable[Text | tuple[Text, Text] | list[Text]], tokenizer: Any = None, *, top: int = 0
 ) -> list[Score]:
     """The log-probabilities of texts, or of continuations in pairs ``(context, continuation)``, in their order.
 
-    Texts are strings or token ids. A pair of strings is encoded as one text, and the continuation is what follows the
-    ids that it shares with the context alone: a token that spans both is scored. ``tokenizer``: by default that of the
-    checkpoint. ``top``: how many of the most likely ids to return per place. Never more than a few logits are in
-    memory. Raises ValueError for texts without ids to score.
+    Texts are strings or token ids. A pair is a tuple or a list. A pair of strings is encoded as one text, and the
+    continuation is what follows the ids that it shares with the context alone: a token that spans both is scored.
+    ``tokenizer``: by default that of the checkpoint. ``top``: how many of the most likely ids to return per place.
+    Never more than a few logits are in memory. Raises ValueError for texts without ids to score.
     """
     if isinstance(texts, str):
         raise ValueError(f"score takes a list of texts, got {texts!r:.40}: put a single one into a list")
@@ -103,9 +103,14 @@ def score(
     return [one for one in scores if one is not None]
 
 
+def _is_text(value: Any) -> bool:
+    """Whether a value is a string, or a sequence or an array of ids, and not a single id."""
+    return isinstance(value, Sequence) or getattr(value, "ndim", 0) > 0
+
+
 def _split(item: Any, tokenizer: Any) -> tuple[tuple[int, ...], int]:
     """The ids of a text or pair, and the number of the first that is scored."""
-    pair = isinstance(item, tuple) and len(item) == 2 and not isinstance(item[0], int | np.integer)
+    pair = isinstance(item, tuple | list) and len(item) == 2 and (item[0] is None or _is_text(item[0]))
     context, text = item if pair else ((), item)
     if isinstance(text, str):
         if (encode := tokenizer()) is None:
