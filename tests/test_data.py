@@ -7,6 +7,7 @@ import re
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator
+from decimal import Decimal
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,12 @@ import nnxmoe
 from nnxmoe import Tokenizer
 from nnxmoe.train.data import batches as data_module
 from nnxmoe.train.data import jsonl
+from nnxmoe.train.data.bad_records import BadRecords, DataError
 from nnxmoe.train.data.batches import Batches, Rows, batches, place
 from nnxmoe.train.data.documents import Document, Documents, fill
 from nnxmoe.train.data.jsonl import JsonLines
-from nnxmoe.train.data.records import DataError, Record, RecordList
+from nnxmoe.train.data.record_list import RecordList
+from nnxmoe.train.data.records import Record
 from tests.support.cases import HF_CASES
 from tests.support.running import forward
 from tests.support.tiny import build_tiny
@@ -104,6 +107,9 @@ def test_blank_lines_and_line_endings(tmp_path: Path) -> None:
     assert [lines.where(i) for i in range(3)] == [f"{path} line {number}" for number in (1, 3, 5)]
     with pytest.raises(IndexError):
         lines[3]
+    path.write_bytes('\ufeff\r\n\t\n{"text": "a"}\r\n{"text": "b"},\n'.encode() + b"\xef\xbb\xbf\n")
+    lines = JsonLines(path, bad=BadRecords(0.5))
+    assert (len(lines), lines.total, lines.where(0)) == (1, 2, f"{path} line 3")
 
 
 def test_commas_and_brackets_inside_strings_are_not_counted(tmp_path: Path) -> None:
@@ -113,7 +119,7 @@ def test_commas_and_brackets_inside_strings_are_not_counted(tmp_path: Path) -> N
     assert JsonLines(tmp_path / "a.jsonl")[0].text == text
     for values in ("[1" + ",1" * 1_100_000, '"' + '\\"' * 1_100_000 + ",1" * 1_100_000):
         (tmp_path / "b.jsonl").write_text(values)
-        with pytest.raises(DataError, match=r"b\.jsonl line 1 "):
+        with pytest.raises(DataError, match=r"b\.jsonl has .*: line 1: "):
             JsonLines(tmp_path / "b.jsonl")
 
 
@@ -130,7 +136,13 @@ BAD: list[tuple[bytes, str]] = [
     (b"7", "7 is not a JSON object"),
     (b"{}", r"has the fields \[\]: write 'text'"),
     (b'{"meta": 1}', r"has the fields \['meta'\]"),
-    (b'{"prompt": "a"}', "completion is None: it must be a non-empty string"),
+    (
+        b'{"prompt": "a", "response": "b"}',
+        r"'completion' is missing: the record has the fields \['prompt', 'response'\]",
+    ),
+    (b'{"prompt": "a", "completion": null}', "completion is null: it must be a non-empty string"),
+    (b'{"instruction": "a", "response": "b"}', r"'output' is missing: .* fields \['instruction', 'response'\]"),
+    (b'{"text": "a"},', "not valid JSON: Extra data.*remove the comma at its end"),
     (b'{"prompt": "a", "completion": [{"role": "assistant", "content": "b"}]}', "completion is .*non-empty string"),
     (b'{"prompt": [{"role": "user", "content": "a"}], "completion": []}', "has no message from the assistant"),
     (b'{"instruction": "a", "output": 3}', "output is 3: it must be a non-empty string"),
@@ -148,16 +160,25 @@ BAD: list[tuple[bytes, str]] = [
         "schemas",
     ),
     (b'{"messages": [{"role": "user", "content": "a", "weight": 0.5}]}', "weight 0.5: use 1, or 0 for answers"),
-    (b'{"messages": [{"role": "assistant", "tool_calls": [], "content": 7}]}', "content is 7: it must be a string"),
+    (
+        b'{"messages": [{"role": "assistant", "tool_calls": [], "content": 7}]}',
+        "content is 7: it must be a non-empty string",
+    ),
     (b'{"text": ""}', "text is '': it must be a non-empty string"),
     (b'{"text": " \\n"}', "text is ' .n': it must be a non-empty string"),
     (b'{"text": 3}', "text is 3: it must be a non-empty string"),
-    (b'{"text": null}', "text is None"),
+    (b'{"text": null}', "text is null"),
     (b'{"text": "\\ud800"}', "text is not valid Unicode: .*lone surrogates"),
     (b'{"messages": "a"}', "messages is 'a': it must be a list"),
     (b'{"messages": []}', "has no message from the assistant"),
     (b'{"messages": [1]}', r"messages\[0\] is 1: it must be an object"),
-    (b'{"messages": [{"role": "user"}]}', r"messages\[0\] is {'role': 'user'}: it must be an object"),
+    (b'{"messages": [{"role": "user"}]}', r"messages\[0\]: 'content' is missing; its fields are \['role'\]"),
+    (b'{"messages": [{"role": null, "content": "a"}]}', r"messages\[0\]: 'role' is null; its"),
+    (b'{"messages": [{"role": "assistant", "tool_calls": []}]}', r"messages\[0\]: 'content' is missing"),
+    (
+        b'{"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}]}',
+        r"messages\[0\]\.tool_calls\[0\]: the arguments '{' are not a JSON object",
+    ),
     (
         b'{"messages": [{"role": "user", "content": ""}]}',
         r"messages\[0\]: content is '': it must be",
@@ -180,7 +201,9 @@ BAD: list[tuple[bytes, str]] = [
 def test_bad_lines(tmp_path: Path, line: bytes, message: str) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(GOOD + GOOD + line + b"\n" + GOOD)
-    with pytest.raises(DataError, match=rf"^{re.escape(str(path))} line 3\b.*{message}"):
+    with pytest.raises(
+        DataError, match=rf"^{re.escape(str(path))} has 1 unusable record of 4, .*: line 3: .*{message}"
+    ):
         JsonLines(path)
 
 
@@ -228,15 +251,18 @@ FORMS: list[tuple[dict[str, Any], Record]] = [
 
 def test_templates_get_tools_and_fields_of_messages(tokenizer: Tokenizer) -> None:
     template = "{% for t in tools %}{{ t.function.name }} {% endfor %}{% for m in messages %}<|{{ m.role }}|>"
-    template += "{{ m.name }}{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}<|end|>"
+    template += (
+        "{{ m.name }}{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}{{ c.function.arguments | tojson }}"
+    )
+    template += "{% endfor %}<|end|>"
     template += "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
     own = Tokenizer(tokenizer.backend, tokenizer.special_tokens, {"default": template}, "here")
     given = {"messages": [HI | {"name": "Ann"}, CALL, HI, HELLO | {"weight": 0}], "tools": TOOLS}
     document = Documents([given], own)[0]
     text = tokenizer.decode(document.tokens.tolist(), skip_special_tokens=False)
-    assert text == "add <|user|>AnnHi<|end|><|assistant|>add<|end|><|user|>Hi<|end|><|assistant|>Hello<|end|>"
+    assert text == 'add <|user|>AnnHi<|end|><|assistant|>add{"a": 1}<|end|><|user|>Hi<|end|><|assistant|>Hello<|end|>'
     learnt = tokenizer.decode(document.tokens[document.learnt].tolist(), skip_special_tokens=False)
-    assert learnt == "add<|end|>"
+    assert learnt == 'add{"a": 1}<|end|>'
 
 
 def test_forms_of_records(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -270,9 +296,12 @@ def test_arrays_and_compressed_files(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"a\.json: .*the file is damaged"):
         JsonLines(path)
     for name, content, message in (
-        ("a.json", b'[{"text": "a"}, {"txt": "b"}]', r"a\.json item 2 has the fields \['txt'\]"),
+        ("a.json", b'[{"text": "a"}, {"txt": "b"}]', r"a\.json has .*: item 2: the record has the fields \['txt'\]"),
         ("a.json", b"[]", "is empty"),
-        ("a.json", b'[{"text": "a"}', r"a\.json is not valid JSON"),
+        ("a.json", b'[{"text": "a"}', r"a\.json item 1 is not valid JSON: Expecting ',' or ']'"),
+        ("a.json", b'[{"text": "a"},\n]', r"a\.json item 1 is not valid JSON: Illegal trailing comma.*line 2 column 1"),
+        ("a.json", b'[{"text": "a"}, {"text": NaN}]', r"a\.json has .*: item 2: .*NaN is not a JSON number"),
+        ("a.json", '[{"text": "a"}]'.encode("utf-16"), "is UTF-16 text: save it as UTF-8"),
         ("a.txt", b"Once upon a time\n", r"a\.txt is plain text: write JSON lines such as"),
         ("a.csv", b"text\nOnce\n", r"a\.csv is a table: write JSON lines such as"),
         ("a.parquet", b"PAR1\x00", "is a Parquet file: convert it"),
@@ -280,6 +309,137 @@ def test_arrays_and_compressed_files(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(content)
         with pytest.raises(DataError, match=message):
             JsonLines(tmp_path / name)
+
+
+def faulty(count: int) -> list[dict[str, Any]]:
+    """Texts, of which every tenth is empty, and a chat that begins with the model."""
+    texts = [{"text": "" if i % 10 == 3 else f"{i} is here"} for i in range(count - 1)]
+    return [*texts, {"messages": [HELLO, HI, HELLO]}]
+
+
+@pytest.mark.parametrize("form", ["jsonl", "json", "list"])
+def test_unusable_records_are_counted_by_reason(
+    tmp_path: Path, form: str, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Up to a share they are skipped with one warning, otherwise one error counts them."""
+    records = faulty(80)
+    path = tmp_path / f"a.{form}"
+    path.write_text("\n".join(map(json.dumps, records)) if form == "jsonl" else json.dumps(records))
+    data, first, unit = (records, 3, "record") if form == "list" else (path, 4, "line" if form == "jsonl" else "item")
+    numbers = ", ".join(str(first + 10 * i) for i in range(5))
+    reasons = f"8 {unit}s ({numbers}, …): text is '': it must be a non-empty string; "
+    reasons += f"{unit} {first + 76}: it starts with the assistant"
+    options: dict[str, Any] = {"batch_size": 2, "seq_len": 24, "epochs": 1}
+    for fraction in ({}, {"max_bad_fraction": 0}, {"max_bad_fraction": 0.11}):
+        with pytest.raises(DataError) as failure:
+            batches(data, tokenizer, **options, **fraction)
+        assert (
+            f" has 9 unusable records of 80, more than max_bad_fraction={fraction.get('max_bad_fraction', 0.01)}"
+            in str(failure.value)
+        )
+        assert reasons in str(failure.value)
+    assert not caplog.records
+    made = batches(data, tokenizer, **options, max_bad_fraction=9 / 80)
+    assert [entry.message for entry in caplog.records] == [
+        f"{made.documents.lines}: skipped 9 of 80 records: {reasons}: add the message that it answers"
+    ]
+    usable = [record for record in records[:-1] if record["text"]]
+    equal(made, batches(usable, tokenizer, **options))
+    assert made.documents.lines.where(3).endswith(f"{unit} {first + 1}")
+
+
+def test_a_fraction_above_all_records_still_needs_one(tokenizer: Tokenizer) -> None:
+    for wrong in (-0.1, 1.1, float("nan"), True, "0.1"):
+        with pytest.raises(ValueError, match=r"max_bad_fraction=.*pass a number from 0"):
+            Documents([{"text": "a"}], tokenizer, wrong)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(DataError, match="has 2 unusable records of 2, hence none to train on"):
+        Documents([{"text": ""}, {"text": " "}], tokenizer, 1)
+
+
+ALTERNATE = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+)
+
+
+def test_chats_that_the_template_refuses_are_unusable_records(
+    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They are met while batches are made; resumed batches and those of two processes skip the same ones."""
+    strict = Tokenizer(tokenizer.backend, tokenizer.special_tokens, {"default": ALTERNATE}, "here")
+    records = [chat(f"a {i}", "b") if i % 20 != 7 else {"messages": [HI, HI, HELLO]} for i in range(60)]
+    options: dict[str, Any] = {"batch_size": 2, "seq_len": 48, "epochs": 2, "seed": 5}
+    why = "here: the chat template, line 1, refuses this conversation: roles must alternate"
+    with pytest.raises(DataError, match=rf"has 3 unusable records of 60, .*: 3 records \(\d+, \d+, \d+\): {why}"):
+        list(batches(records, strict, **options))
+    with pytest.raises(DataError, match=rf"has 3 unusable records of 60, .*: 3 records \(7, 27, 47\): {why}"):
+        Documents(records, strict).check()
+    options["max_bad_fraction"] = 0.05
+    assert not caplog.records
+    straight = batches(records, strict, **options)
+    made = list(straight)
+    told = [entry.message for entry in caplog.records]
+    assert len(told) == 2 and "skipped 1 of 60 records so far: " in told[0] and "skipped 3 of 60 records: 3" in told[1]
+    good = [record for record in records if len(record["messages"]) == 2]
+    assert sum(batch["loss_mask"].sum() for batch in made) == 2 * sum(
+        int(document.learnt.sum()) for document in Documents(good, strict)
+    )
+    for at in (1, 3, len(made) - 1):
+        whole = batches(records, strict, **options)
+        for _ in range(at):
+            next(whole)
+        resumed = batches(records, strict, **options)
+        resumed.set_state(whole.get_state())
+        equal(made[at:], resumed)
+    halves = [batches(records, strict, **options, share=(i, 2)) for i in range(2)]
+    for batch, *parts in zip(made, *halves, strict=True):
+        equal([batch], [{name: np.concatenate([part[name] for part in parts]) for name in batch}])
+    equal([Rows(Documents(records, strict, 0.05), 8)[7]], [fill([], 8, tokenizer.pad_token_id or 0)])
+
+
+def test_values_of_records_may_be_arrays(tokenizer: Tokenizer) -> None:
+    """As pandas reads lists of Parquet files; NaN means absent. Other objects are refused by name."""
+    call = CALL | {
+        "tool_calls": np.array([{"function": {"name": "add", "arguments": {"a": np.arange(2, dtype=np.uint8)}}}])
+    }
+    parts = np.array([{"type": "text", "text": "Hi"}], object)
+    values = {
+        "messages": np.array([HI | {"content": parts}, call, HELLO], object),
+        "system": float("nan"),
+        "n": np.ones(2),
+    }
+    (record,) = RecordList([values, {"text": "a"}][:1])
+    assert record.messages[0] == HI and record.messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": [0, 1]}
+    sent = {"prompt": (HI,), "completion": jax.tree.map(lambda x: x, [HELLO | {"weight": jax.numpy.int8(1)}])}
+    assert RecordList([sent])[0] == Record(None, (HI, HELLO), answers=(1,))
+    with pytest.raises(DataError, match=r"record 0: messages holds .* of type Decimal: use values of JSON"):
+        RecordList([{"messages": [HI, HELLO | {"cost": Decimal("0.1")}]}])
+
+
+def test_nulls_of_columns_are_absent_fields(tmp_path: Path) -> None:
+    """Columns have one type, so that each object gets the names of all others, with nulls; other nulls are kept."""
+
+    class Dataset(list[Any]):
+        features = None
+
+    def calls(**fields: Any) -> list[dict[str, Any]]:
+        function = {"name": "add", "arguments": {"a": 1, "b": None}, "parameters": None}
+        return [HI | fields, {"role": ASSISTANT, "content": None, "tool_calls": [{"function": function}]}]
+
+    filled = calls(tool_calls=None)
+    forms: list[tuple[list[Any], Any]] = [
+        (Dataset([{"messages": calls()}]), {"a": 1}),
+        ([{"messages": np.array(calls(), object)}], {"a": 1}),  # as pandas reads Parquet
+        ([{"messages": filled, "text": None}], {"a": 1}),
+        ([{"prompt": filled[:1], "completion": filled[1:]}], {"a": 1}),
+        ([{"messages": calls()}], {"a": 1, "b": None}),
+    ]
+    for records, arguments in forms:
+        (record,) = RecordList(records)
+        assert record.messages[1]["tool_calls"][0]["function"]["arguments"] == arguments
+    lines = JsonLines(write(tmp_path / "a.jsonl", {"messages": filled, "tools": [{"name": "add", "strict": None}]}))
+    assert lines[0].messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+    assert lines[0].tools == ({"name": "add"},)
 
 
 def test_learned_part_of_prompts_with_completions(tokenizer: Tokenizer) -> None:
@@ -302,7 +462,7 @@ def test_lists_give_the_batches_of_files(tmp_path: Path, tokenizer: Tokenizer) -
     resumed = batches(iter(values), tokenizer, **options)
     resumed.set_state(again.get_state())
     equal(again, resumed)
-    with pytest.raises(DataError, match=r"the records given: the state is from other data"):
+    with pytest.raises(DataError, match=r"the list of records: the state is from other data"):
         batches(values[:-1], tokenizer, **options).set_state(again.get_state())
 
 
@@ -312,7 +472,8 @@ def test_unusable_lists(tokenizer: Tokenizer) -> None:
     for wrong, message in (
         ([], "there are no records"),
         ({"text": "a"}, "no training data"),
-        ([{}], "record 0 has the fi"),
+        ([{}], "record 0: the record has the fi"),
+        (["a text"], "record 0: 'a text' is not a JSON object: write"),
     ):
         with pytest.raises(DataError, match=message):
             batches(wrong, tokenizer, **options)
@@ -329,9 +490,11 @@ def test_bad_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(DataError, match=message):
             JsonLines(path)
     monkeypatch.setattr(jsonl, "MAX_LINE_BYTES", 20)
-    path.write_bytes(GOOD + b'{"text": "' + b"a" * 1000)
-    with pytest.raises(DataError, match=r"line 2 has more than 20 bytes: split it"):
+    path.write_bytes((GOOD + b'{"text": "' + b"a" * 1000 + b'"}\n') * 2)
+    with pytest.raises(DataError, match=r"2 unusable.* 2 lines \(2, 4\): it has more than 20 bytes: split it"):
         JsonLines(path)
+    lines = JsonLines(path, bad=BadRecords(0.5))
+    assert [lines[i].text for i in range(len(lines))] == ["good"] * 2 and lines.where(1) == f"{path} line 3"
 
 
 def test_file_modified_after_opening(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -495,11 +658,46 @@ CALLS = (
 def test_answers_without_content_are_learned(letters: Tokenizer) -> None:
     """Qwen3 writes a call of a tool differently from a last answer, and with a line end after content only."""
     messages = [*chat("q", "x")["messages"], {"role": "tool", "content": "t"}, {"role": ASSISTANT, "content": "y"}]
-    messages[1] = {"role": ASSISTANT, "content": None, "tool_calls": [{"n": 1}]}
+    messages[1] = {"role": ASSISTANT, "content": None, "tool_calls": [CALL["tool_calls"][0]["function"]]}
     other = Tokenizer(letters.backend, letters.special_tokens, {"default": CALLS}, "here")
     document = Documents([{"messages": messages}], other)[0]
     learned = other.decode(document.tokens[document.learnt])
-    assert learned == '<call>{"n": 1}<|end|><think>\n\n</think>\n\ny<|end|>\n'
+    call = '{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}'
+    assert learned == f"<call>{call}<|end|><think>\n\n</think>\n\ny<|end|>\n"
+
+
+CALL_FORMS = {  # how templates write a call
+    "tojson": '{"name": "{{ c.function.name }}", "parameters": {{ c.function.arguments | tojson }}}',
+    "items": "{{ c.function.name }}{% for k, v in c.function.arguments.items() %}<{{ k }}>{{ v }}{% endfor %}",
+    "text": "{{ c.function.name + ' ' + c.function.arguments }}",
+}
+
+
+@pytest.mark.parametrize("name", CALL_FORMS)
+def test_calls_of_tools_are_learned_as_the_template_writes_them(letters: Tokenizer, name: str) -> None:
+    """Data sets have the arguments as an object or as JSON text, in OpenAI's form or flat, with content or without."""
+    turn = f"{{% for c in m.tool_calls or [] %}}{CALL_FORMS[name]}{{% endfor %}}<|end|>"
+    template = EACH + TURN.replace("<|end|>", turn) + "{% endfor %}" + ASKS
+    other = Tokenizer(letters.backend, letters.special_tokens, {"default": template}, "here")
+    learned = set[str]()
+    for arguments in ({"days": 3, "to": "Zürich"}, '{"days": 3, "to": "Zürich"}'):
+        call = {"name": "find", "arguments": arguments}
+        for calls in ([call], [{"id": "a", "type": "function", "function": call}], json.dumps([{"function": call}])):
+            for content in ({"content": None}, {"content": ""}, {}):
+                messages = [
+                    HI,
+                    {"role": ASSISTANT, "tool_calls": calls, **content},
+                    {"role": "tool", "content": "ok"},
+                    HELLO,
+                ]
+                document = Documents([{"messages": messages}], other)[0]
+                learned.add(other.decode(document.tokens[document.learnt]))
+    expected = {
+        "tojson": '{"name": "find", "parameters": {"days": 3, "to": "Zürich"}}',
+        "items": "find<days>3<to>Zürich",
+        "text": 'find {"days": 3, "to": "Zürich"}',
+    }[name]
+    assert learned == {f"{expected}<|end|>Hello<|end|>"}
 
 
 def test_template_that_leaves_out_all_answers_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -507,7 +705,9 @@ def test_template_that_leaves_out_all_answers_is_refused(tmp_path: Path, tokeniz
     other = Tokenizer(tokenizer.backend, tokenizer.special_tokens, {"default": users}, "here")
     documents = Documents(write(tmp_path / "a", {"text": "fine"}, chat("a ca", "t", "no", "yes")), other)
     assert documents[0].learnt.all()
-    with pytest.raises(DataError, match=r"a line 2: the chat template leaves out or changes the assistant's messages"):
+    with pytest.raises(
+        DataError, match=r"a has 1 un.*line 2: the chat template leaves out or changes the assistant's messages"
+    ):
         documents.check()
 
 

@@ -227,7 +227,7 @@ def test_invalid_commands_change_nothing(tmp_path: Path, capsys: pytest.CaptureF
     (full / "config.json").write_text("{}")
     tried = [
         (["demo", data, "--out", str(full)], "is not an empty folder"),
-        (["demo", str(bad), "--out", str(new)], "bad.jsonl line 2"),
+        (["demo", str(bad), "--out", str(new)], "bad.jsonl has 1 unusable record of 2, .*: line 2: "),
         (["demo", str(tmp_path / "none.jsonl"), "--out", str(new)], "none.jsonl"),
         (
             ["demo", data, "--out", str(new), "--adapter-only"],
@@ -248,7 +248,12 @@ def test_invalid_commands_change_nothing(tmp_path: Path, capsys: pytest.CaptureF
         (["demo", data, "--out", str(new), "--learning-rate", "2"], "--learning-rate 2.0: it must be"),
         (["demo", data, "--out", str(new), "--optimizer", "sgd"], "--optimizer 'sgd': pass one of adam, muon"),
         (["demo", data, "--out", str(new), "--lora-alpha", "2"], "--lora-alpha 2.0 is for adapters"),
-        (["demo", data, "--out", str(new), "--eval", str(bad)], "bad.jsonl line 2"),
+        (["demo", data, "--out", str(new), "--eval", str(bad)], "bad.jsonl has 1 unusable record of 2, .*: line 2: "),
+        (
+            ["demo", str(bad), "--out", str(new), "--max-bad-fraction", "0.5", "--warmup", "9", "--epochs", "1"],
+            "--warmup 9: .* less than the 1 steps",  # an error that follows the reading of the data
+        ),
+        (["demo", data, "--out", str(new), "--max-bad-fraction", "2"], "--max-bad-fraction 2.0: pass a number from 0"),
         (["mixtral-8x7b", data, "--out", str(new)], "preset"),
         (["demo", data, "--out", str(new), "--seq-len", "1"], "--seq-len"),
         (["demo", data, "--out", str(new), "--seq-len", "4"], "no chat has an answer within its first 4 tokens"),

@@ -439,9 +439,9 @@ def test_invalid_calls_are_refused(what: str) -> None:
 
 
 LINES: dict[str, tuple[Any, str]] = {
-    "no pair": ({"prompt": "a", "chosen": "b"}, "record 0: .* is no preference: write 'prompt', 'chosen' and"),
+    "no pair": ({"prompt": "a", "chosen": "b"}, "record 0: the field 'rejected' is missing: .*'chosen', 'prompt'"),
     "equal": ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are equal"),
-    "mixed": ({"prompt": "a", "chosen": "b", "rejected": answer("c")}, "is no preference"),
+    "mixed": ({"prompt": "a", "chosen": "b", "rejected": answer("c")}, "rejected is .*all strings or all messages"),
     "no prompt": ({"chosen": "a", "rejected": "b"}, "do not begin alike, and there is no prompt"),
     "other chats": ({"chosen": messages("a", "b"), "rejected": messages("c", "d")}, "do not begin alike"),
     "text before messages": (
@@ -451,7 +451,7 @@ LINES: dict[str, tuple[Any, str]] = {
     "nothing more": ({"chosen": "The sky", "rejected": "The sky is green."}, "chosen: completion is ''"),
     "no answer": (
         {"prompt": messages("a"), "chosen": messages("b"), "rejected": answer("c")},
-        "record 0: chosen has no message from the assistant",
+        "record 0: chosen: it has no message from the assistant",
     ),
 }
 
@@ -500,8 +500,8 @@ def test_wrong_commands_of_preferences(tmp_path: Path, capsys: pytest.CaptureFix
     chats = write(tmp_path / "chats.jsonl", {"messages": messages("a", "b")})
     pair = write(tmp_path / "pairs.jsonl", *numbers(1))
     tried = [
-        ([str(pair)], "pairs.jsonl line 1 is a preference, .* --preferences"),
-        ([str(chats), "--preferences"], "chats.jsonl line 1: .* is no preference"),
+        ([str(pair)], "pairs.jsonl .* line 1: it is a preference, .* --preferences"),
+        ([str(chats), "--preferences"], "chats.jsonl .* line 1: the field 'chosen' is missing"),
         ([str(pair), "--beta", "0.2"], "--beta 0.2 is for preferences: pass --preferences, or leave it out"),
         ([str(pair), "--preferences", "--beta", "0"], "--beta 0.0: it must be a number"),
         ([str(pair), "--split-rank"], "--split-rank is for adapters"),

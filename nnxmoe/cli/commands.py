@@ -177,7 +177,7 @@ def finetune(options: argparse.Namespace) -> None:
             f"{jax.device_count()} devices, such as --mesh fsdp={jax.device_count()}"
         )
     say("running on %s", devices_text(mesh))
-    kept = {name: getattr(options, name) for name in ("save_every", "local_files_only", "profile")}
+    kept = {name: getattr(options, name) for name in ("save_every", "local_files_only", "profile", "max_bad_fraction")}
     try:
         done = tuning.finetune(task, options.out, mesh=mesh, **kept)
     except KeyboardInterrupt:

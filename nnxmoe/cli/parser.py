@@ -203,6 +203,8 @@ def _finetune_options(parser: argparse.ArgumentParser) -> None:
     what = "compute each batch in N parts, for less memory"
     add("--accumulate", type=shared.count, default=1, metavar="N", help=what)
     add("--eval", dest="evaluation", metavar="DATA.json", help="data held out; evaluated with every checkpoint")
+    what = "skip unusable records up to this share (default 0.01; 0: none)"
+    add("--max-bad-fraction", type=float, default=0.01, metavar="SHARE", help=what)
     add("--batch-size", type=shared.count, default=8, metavar="B", help="rows per step (default 8)")
     add("--seq-len", type=shared.count, default=512, metavar="T", help="tokens per row (default 512)")
     add("--optimizer", default="adam", metavar="NAME", help="adam (default), muon, adafactor or lion")

@@ -7,12 +7,12 @@ model = nnxmoe.train.fit(model, data, optimizer=optax.adamw(1e-4), steps=500, ch
 
 from nnxmoe.train import lora as lora
 from nnxmoe.train.checkpoints import Checkpoints as Checkpoints
+from nnxmoe.train.data.bad_records import DataError as DataError
 from nnxmoe.train.data.batches import Batches as Batches
 from nnxmoe.train.data.batches import Rows as Rows
 from nnxmoe.train.data.batches import batches as batches
 from nnxmoe.train.data.batches import preferences as preferences
 from nnxmoe.train.data.documents import Documents as Documents
-from nnxmoe.train.data.records import DataError as DataError
 from nnxmoe.train.loop.callbacks import CsvLog as CsvLog
 from nnxmoe.train.loop.callbacks import JsonLog as JsonLog
 from nnxmoe.train.loop.callbacks import Profile as Profile

@@ -32,6 +32,7 @@ from nnxmoe.storage.multihost import from_first
 from nnxmoe.storage.write import write_json
 from nnxmoe.train import lora
 from nnxmoe.train.checkpoints import Checkpoints, newest
+from nnxmoe.train.data.bad_records import MAX_BAD_FRACTION
 from nnxmoe.train.data.batches import Batches
 from nnxmoe.train.data.documents import Documents, Pairs
 from nnxmoe.train.loop.batch import Restartable
@@ -148,13 +149,14 @@ def finetune(
     mesh: Mesh | None = None,
     local_files_only: bool = False,
     profile: int | None = None,
+    max_bad_fraction: float = MAX_BAD_FRACTION,
 ) -> Fitted | None:
     """Run a task in the folder ``out``, which must be new, empty, or hold a run of the same task.
 
     An unfinished run is resumed bit for bit, and with more steps or epochs than before a run is extended, its learning
     rate then following the longer schedule. A finished one returns None. ``profile`` is the number of steps of which a
-    trace is written into the folder, see `Profile`. Raises ValueError if the folder holds another task, and the errors
-    of `fit`.
+    trace is written into the folder, see `Profile`. Up to ``max_bad_fraction`` of a file's records are skipped if they
+    are unusable, see `batches`. Raises ValueError if the folder holds another task, and the errors of `fit`.
     """
     folder = absolute(out)
     traces = [] if profile is None else [Profile(folder / _PROFILE, profile)]
@@ -166,11 +168,7 @@ def finetune(
         raise CheckpointError(f"{task.model} holds an adapter: merge it with {merge}, and train that FOLDER")
     hub: dict[str, Any] = {"revision": task.revision, "local_files_only": local_files_only}
     tokenizer = Tokenizer.from_pretrained(task.model, **hub)
-    kind = Pairs if task.preferences else Documents
-    documents = kind(task.data, tokenizer)
-    held = None if task.evaluation is None else kind(task.evaluation, tokenizer)
-    for each in filter(None, (documents, held)):
-        each.check()
+    documents, held = _encoded(task, tokenizer, max_bad_fraction)
     how: dict[str, Any] = {"quantize": parse(task.quantize) if task.quantize else None} | hub
     say("metrics of every step are written to %s", folder / _METRICS)
     model = from_pretrained(task.model, task.dtype, mesh, _strategy(), keep_quantized=task.keep_quantized, **how)
@@ -200,6 +198,16 @@ def finetune(
     _write(done.model, folder, task)
     from_first(lambda: _record(folder, task, steps))
     return done
+
+
+def _encoded(task: Finetune, tokenizer: Tokenizer, max_bad_fraction: float) -> tuple[Documents, Documents | None]:
+    """The documents to train on and to evaluate, all encoded once, so that errors precede the load of the model."""
+    kind = Pairs if task.preferences else Documents
+    documents = kind(task.data, tokenizer, max_bad_fraction)
+    held = None if task.evaluation is None else kind(task.evaluation, tokenizer, max_bad_fraction)
+    for each in filter(None, (documents, held)):
+        each.check()
+    return documents, held
 
 
 def progress_of(out: str | os.PathLike[str]) -> str:

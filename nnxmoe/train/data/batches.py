@@ -19,8 +19,8 @@ import numpy as np
 from nnxmoe.config.printable import short
 from nnxmoe.config.validate import is_integer
 from nnxmoe.generation.text import Tokenizer
+from nnxmoe.train.data.bad_records import MAX_BAD_FRACTION, DataError
 from nnxmoe.train.data.documents import Data, Document, Documents, Pairs, Row
-from nnxmoe.train.data.records import DataError
 
 _VERSION, _POSITION = 1, ("epoch", "document", "row")
 Batch = dict[str, np.ndarray]
@@ -37,13 +37,15 @@ def batches(
     pack: bool = True,
     epochs: int | None = None,
     share: tuple[int, int] | None = None,
+    max_bad_fraction: float = MAX_BAD_FRACTION,
 ) -> "Batches":
     """`Batches` from a file of JSON lines, a list of dicts, or another iterable of them such as a ``datasets.Dataset``.
 
-    Each is a text, a prompt with its completion, or a chat, in the common forms (`nnxmoe.train.data.records`). Raises
-    DataError, a ValueError that names the line, for unusable data.
+    Each is a text, a prompt with its completion, or a chat, in the common forms (`nnxmoe.train.data.records`). Unusable
+    records are skipped with a warning, or refused if they are more than ``max_bad_fraction`` of all; 0 skips none.
+    Raises DataError, a ValueError that counts them by reason and names the first lines.
     """
-    documents = Documents(data, tokenizer)
+    documents = Documents(data, tokenizer, max_bad_fraction)
     return Batches(documents, batch_size, seq_len, seed=seed, shuffle=shuffle, pack=pack, epochs=epochs, share=share)
 
 
@@ -57,13 +59,14 @@ def preferences(
     shuffle: bool = True,
     epochs: int | None = None,
     share: tuple[int, int] | None = None,
+    max_bad_fraction: float = MAX_BAD_FRACTION,
 ) -> "Batches":
     """`Batches` of pairs, int32 [B, 2, T] arrays, from the same kinds of data as `batches`; see `Pairs`.
 
     Each record has the fields "prompt", "chosen" and "rejected", or whole chats as "chosen" and "rejected" (see
-    `nnxmoe.train.data.records.pair_of`). Raises DataError, a ValueError that names the line, for unusable data.
+    `nnxmoe.train.data.records.pair_of`). Unusable records are skipped or refused as in `batches`.
     """
-    documents = Pairs(data, tokenizer)
+    documents = Pairs(data, tokenizer, max_bad_fraction)
     return Batches(documents, batch_size, seq_len, seed=seed, shuffle=shuffle, epochs=epochs, share=share)
 
 

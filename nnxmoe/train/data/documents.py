@@ -14,10 +14,12 @@ from jaxtyping import Bool, Int32
 from nnxmoe.generation.text import Tokenizer, TokenizerError
 from nnxmoe.runtime.progress import logger
 from nnxmoe.train.data.answers import chat_tokens
+from nnxmoe.train.data.bad_records import MAX_BAD_FRACTION, BadRecords, RecordError
 from nnxmoe.train.data.jsonl import JsonLines
-from nnxmoe.train.data.records import DataError, Parse, RecordList, pair_of, record_of
+from nnxmoe.train.data.record_list import RecordList
+from nnxmoe.train.data.records import Parse, pair_of, record_of
 
-_CACHE_BYTES = 256 << 20
+_CACHE_BYTES, _COUNTED_RECORDS = 256 << 20, 100_000
 Row = dict[str, np.ndarray]
 Data = str | os.PathLike[str] | Iterable[Mapping[str, Any]]
 
@@ -85,21 +87,29 @@ class Documents:
     tokenizer's end-of-text token, if there is one; of a completion, the prompt before it is not learned. A chat
     is rendered with the chat template; the tokens to learn are the assistant's messages with the token that ends each
     (see `chat_tokens`). Up to 256 MB of tokens are cached (5 bytes per token), so that later
-    epochs of small files need no encoding. Raises DataError, a ValueError that names the line.
+    epochs of small files need no encoding.
+
+    Unusable records, also those that the chat template refuses, are skipped with a warning that counts them by reason,
+    if they are at most ``max_bad_fraction`` of all; otherwise DataError, a ValueError, has these counts and the first
+    lines. Which records are skipped depends on the data and the tokenizer alone, so that a resumed run and all
+    processes agree.
     """
 
     unit: ClassVar[str] = "chat"
     may_share_rows: ClassVar[bool] = True
     parse: ClassVar[Parse] = staticmethod(record_of)
+    empty: ClassVar[Document] = Document(np.zeros(0, np.int32), np.zeros(0, bool), chat=True)
 
-    def __init__(self, data: Data, tokenizer: Tokenizer) -> None:
+    def __init__(self, data: Data, tokenizer: Tokenizer, max_bad_fraction: float = MAX_BAD_FRACTION) -> None:
         made = JsonLines if isinstance(data, str | os.PathLike) else RecordList
-        self.lines: JsonLines | RecordList = made(data, self.parse)  # pyright: ignore[reportArgumentType]
+        self.bad = BadRecords(max_bad_fraction)
+        self.lines: JsonLines | RecordList = made(data, self.parse, self.bad)  # pyright: ignore[reportArgumentType]
         self.tokenizer = tokenizer
         self._kept: dict[int, Document] = {}
         self._room, self._noted = _CACHE_BYTES, set[str]()
         self._chats = np.zeros((len(self), 2), np.int32)  # tokens of each chat, and those up to its first answer
         self._encoded = np.zeros(len(self), bool)
+        self._counting = False  # unusable records are counted without an error
         self._told: dict[int, str] = {}  # length of rows -> the last warning of `tell_cut`
 
     def __len__(self) -> int:
@@ -108,9 +118,13 @@ class Documents:
     def __getitem__(self, index: SupportsIndex) -> Document:
         number = range(len(self))[index]
         if (document := self._kept.get(number)) is None:
-            document = self._make(self.lines[number], self.lines.where(number))
+            record = self.lines[number]
+            try:
+                document = self._make(record, self.lines.where(number))
+            except RecordError as error:
+                document = self._skip(number, error)
             self._encoded[number] = True
-            if document.chat:
+            if document.chat and len(document.tokens):
                 each = [(len(part.tokens), int(np.argmax(part.learnt)) + 1) for part in document.parts]
                 self._chats[number] = np.max(each, axis=0)
             self._room -= 5 * sum(len(part.tokens) for part in document.parts)
@@ -120,8 +134,31 @@ class Documents:
 
     def check(self) -> None:
         """Encode every document once, so that errors of tokenizer and chat template are raised before training."""
-        for index in range(len(self)):
-            self[index]
+        self._encode(range(len(self)))
+        self._settle()
+
+    def _encode(self, indices: Iterable[SupportsIndex]) -> None:
+        """Encode documents, and count the unusable records without an error."""
+        self._counting = True
+        try:
+            for index in indices:
+                self[index]
+        finally:
+            self._counting = False
+
+    def _skip(self, number: int, error: RecordError) -> Document:
+        """A document without tokens in place of one that cannot be encoded. Raises DataError if there are too many."""
+        if not self._encoded[number]:
+            self.bad.add(self.lines.number(number), error)
+            self._encoded[number] = True
+        if not self._counting:
+            if self.bad.exceeds(self.lines.total):  # the error counts further records too
+                self._encode(np.flatnonzero(~self._encoded)[:_COUNTED_RECORDS])
+            self._settle()
+        return self.empty
+
+    def _settle(self) -> None:
+        self.bad.settle(self.lines, self.lines.unit, self.lines.total, final=bool(self._encoded.all()))
 
     def row(self, documents: Sequence[Document], length: int) -> Row:
         """The arrays of a row of documents, ``[T]``."""
@@ -139,6 +176,8 @@ class Documents:
         if (told or not ended) and text != told and (final or not told):
             logger.warning("%s%s", text, "" if final else " so far")
             self._told[length] = text
+        if ended and final:
+            self._settle()
 
     @functools.cached_property
     def identity(self) -> dict[str, Any]:
@@ -161,12 +200,12 @@ class Documents:
             prompt = self.tokenizer.encode(record.prompt) if record.prompt else []
             ids = self.tokenizer.encode(record.prompt + record.text)
         except TokenizerError as error:
-            raise DataError(f"{where}: {error}") from error
+            raise RecordError(str(error)) from error
         end = self.tokenizer.eos_token_id
         if end is not None and ids[-1:] != [end]:
             ids.append(end)
         if not ids:
-            raise DataError(f"{where}: the tokenizer returns no tokens for this line: remove it")
+            raise RecordError("the tokenizer returns no tokens for it")
         given = len(os.path.commonprefix([prompt, ids]))  # a token that spans the end of the prompt is learned
         return Document(np.asarray(ids, np.int32), np.arange(len(ids)) >= given, bool(prompt))
 
@@ -181,6 +220,7 @@ class Pairs(Documents):
     unit = "pair"
     may_share_rows = False
     parse = staticmethod(pair_of)
+    empty = Pair(**vars(Documents.empty), rejected=Documents.empty)
 
     def _make(self, record: Any, where: str) -> Pair:
         chosen, rejected = (super(Pairs, self)._make(one, where) for one in record)

@@ -9,51 +9,65 @@ import gzip
 import hashlib
 import json
 import os
+import re
 import tempfile
 import weakref
 import zlib
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, SupportsIndex
 
 import numpy as np
 
 from nnxmoe.storage.files import absolute, parse_json, refuse_lfs_pointer, regular_file
-from nnxmoe.train.data.records import DataError, Parse, record_of, tell_ignored
+from nnxmoe.train.data.bad_records import BadRecords, DataError, RecordError
+from nnxmoe.train.data.records import Parse, record_of, tell_ignored
 
 MAX_LINE_BYTES = 16 << 20
 _BOM = b"\xef\xbb\xbf"
 _WANTED = "give a file of JSON lines, or a JSON array as of Alpaca or ShareGPT"
-_OTHERS = {b"PAR1": "a Parquet file", b"\x28\xb5\x2f\xfd": "compressed with zstd", b"PK\x03\x04": "a ZIP archive"}
+_OTHERS = {b"PAR1": "a Parquet file", b"ARRO": "an Arrow file", b"PK\x03\x04": "a ZIP archive"}
+_OTHERS |= {b"\x28\xb5\x2f\xfd": "compressed with zstd", b"\xfd7zX": "compressed with xz"}
 
 
 class JsonLines:
-    """The non-blank lines of a file, all validated. Raises DataError for the first invalid one."""
+    """The usable records of a file, all validated; blank lines are none. The file is read to its end. Raises DataError
+    if more records are unusable than ``bad`` allows."""
 
-    def __init__(self, path: str | os.PathLike[str], parse: Parse = record_of) -> None:
+    def __init__(self, path: str | os.PathLike[str], parse: Parse = record_of, bad: BadRecords | None = None) -> None:
         self._parse = parse
         self.path = self._lines_of = absolute(path)
         regular_file(self.path, _WANTED, DataError)
-        self._unit = "line"
+        self.unit = "line"
         if (rewritten := _as_lines(self.path)) is not None:
-            self._lines_of, self._unit = rewritten
+            self._lines_of, self.unit = rewritten
             weakref.finalize(self, _remove, self._lines_of, os.getpid())
         self._status = self._stat()
         self.size = self._status[0]
-        digest, starts, numbers, ignored = hashlib.sha256(), array("q"), array("q"), set[str]()
-        for number, start, line in _lines(self._lines_of, f"{self.path} {self._unit}"):
-            digest.update(line)
-            if line.strip():
-                ignored |= self._parse(*_value(line, f"{self.path} {self._unit} {number}"))[1]
-                starts.append(start)
-                numbers.append(number)
-        if not starts:
+        self._index(BadRecords() if bad is None else bad)
+
+    def _index(self, bad: BadRecords) -> None:
+        """Validate every record and store the offsets and line numbers of the usable ones."""
+        digest, starts, numbers, ignored, self.total = hashlib.sha256(), array("q"), array("q"), set[str](), 0
+        for number, start, line in _lines(self._lines_of, digest.update):
+            if line is not None and not line.removeprefix(_BOM).strip():
+                continue
+            self.total += 1
+            try:
+                ignored |= self._parse(_value(line))[1]
+            except RecordError as error:
+                bad.add(number, error)
+                continue
+            starts.append(start)
+            numbers.append(number)
+        if not self.total:
             raise DataError(f'{self.path} is empty: write one JSON object per line, such as {{"text": "…"}}')
+        bad.settle(self.path, self.unit, self.total)
         self.digest = digest.hexdigest()
         self._starts = np.frombuffer(starts, np.int64)
         whole = len(numbers) == numbers[-1]
-        self._numbers = None if whole else np.frombuffer(numbers, np.int64)  # needed only if some lines are blank
+        self._numbers = None if whole else np.frombuffer(numbers, np.int64)  # needed only if some lines are left out
         tell_ignored(ignored, self)
 
     def __len__(self) -> int:
@@ -62,9 +76,13 @@ class JsonLines:
     def __str__(self) -> str:
         return str(self.path)
 
+    def number(self, index: int) -> int:
+        """The line of a usable record, counted from 1."""
+        return index + 1 if self._numbers is None else int(self._numbers[index])
+
     def where(self, index: int) -> str:
-        """File and line number, counted from 1, for messages."""
-        return f"{self.path} {self._unit} {index + 1 if self._numbers is None else self._numbers[index]}"
+        """File and line number, for messages."""
+        return f"{self.path} {self.unit} {self.number(index)}"
 
     def __getitem__(self, index: SupportsIndex) -> Any:
         number = range(len(self))[index]
@@ -72,7 +90,7 @@ class JsonLines:
             raise DataError(f"{self.path} was modified after it was opened: start again, and do not edit it meanwhile")
         with self._lines_of.open("rb") as file:
             file.seek(int(self._starts[number]))
-            return self._parse(*_value(file.readline(MAX_LINE_BYTES + 1), self.where(number)))[0]
+            return self._parse(_value(file.readline(MAX_LINE_BYTES + 1)))[0]
 
     def _stat(self) -> tuple[int, int, int]:
         status = regular_file(self._lines_of, _WANTED, DataError)
@@ -84,6 +102,8 @@ def _as_lines(path: Path) -> tuple[Path, str] | None:
     of lines. Raises DataError for other formats."""
     with path.open("rb") as file:
         start = file.read(4)
+    if start[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        raise DataError(f"{path} is UTF-16 text: save it as UTF-8")
     opened: Any = gzip.open if start.startswith(b"\x1f\x8b") else open
     if (name := _OTHERS.get(start)) is not None:
         raise DataError(f"{path} is {name}: convert it to JSON lines, such as with datasets' Dataset.to_json")
@@ -92,15 +112,43 @@ def _as_lines(path: Path) -> tuple[Path, str] | None:
             head = file.read(1 << 16).removeprefix(_BOM).lstrip()
             file.seek(0)
             if head[:1] == b"[" and head[1:].lstrip()[:1] in (b"{", b"]"):
-                data = file.read().removeprefix(_BOM)
-                records: Any = parse_json(data, path, "correct the file", DataError)
-                return _written(json.dumps(one).encode() + b"\n" for one in records), "item"
+                return _written(_items(file.read().removeprefix(_BOM), path)), "item"
             if head and head[:1] not in b"{[" and path.suffix in (".txt", ".md", ".csv", ".tsv"):
                 kind = "a table" if path.suffix in (".csv", ".tsv") else "plain text"
                 raise DataError(f'{path} is {kind}: write JSON lines such as {{"text": "…"}}, one per document')
             return (_written(iter(lambda: file.read(1 << 20), b"")), "line") if opened is gzip.open else None
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}: {error}; the file is damaged: download it again") from error
+
+
+def _items(data: bytes, path: Path) -> Iterator[bytes]:
+    """The items of a JSON array as lines. Raises DataError if the array's end cannot be found."""
+    decode, space = json.JSONDecoder().raw_decode, re.compile(r"[ \t\r\n]*")
+    try:
+        text = data.decode()
+        place, number = _after(space, text, text.index("[") + 1), 0
+        while text[place : place + 1] != "]":
+            number += 1
+            end = decode(text, place)[1]
+            # Outside of strings a line's end is a space, and within strings JSON has none.
+            yield text[place:end].replace("\n", " ").encode() + b"\n"
+            place = _after(space, text, end)
+            if text[place : place + 1] == ",":
+                place = _after(space, text, place + 1)
+                if text[place : place + 1] == "]":
+                    raise json.JSONDecodeError("Illegal trailing comma before the end of the array", text, place)
+            elif text[place : place + 1] != "]":
+                raise json.JSONDecodeError("Expecting ',' or ']'", text, place)
+        if text[place + 1 :].strip():
+            raise json.JSONDecodeError("Extra data", text, place + 1)
+    except (ValueError, RecursionError) as error:
+        where = "" if isinstance(error, UnicodeDecodeError) else f" item {number}"
+        raise DataError(f"{path}{where} is not valid JSON: {error}; correct the file") from error
+
+
+def _after(space: re.Pattern[str], text: str, place: int) -> int:
+    match = space.match(text, place)
+    return match.end() if match else place
 
 
 def _remove(path: Path, process: int) -> None:
@@ -111,29 +159,39 @@ def _remove(path: Path, process: int) -> None:
 
 def _written(parts: Iterable[bytes]) -> Path:
     with tempfile.NamedTemporaryFile(prefix="nnxmoe-", suffix=".jsonl", delete=False) as file:
-        file.writelines(parts)
+        try:
+            file.writelines(parts)
+        except BaseException:
+            os.unlink(file.name)
+            raise
     return Path(file.name)
 
 
-def _lines(path: Path, where: str) -> Iterator[tuple[int, int, bytes]]:
-    """Number, offset and bytes of each line. Raises DataError for a line that is too long, without reading it all."""
+def _lines(path: Path, read: Callable[[bytes], None]) -> Iterator[tuple[int, int, bytes | None]]:
+    """Number, offset and bytes of each line; None for the bytes of a line that is too long. Passes all bytes to
+    ``read``."""
     try:
         with path.open("rb") as file:
             refuse_lfs_pointer(path, file.read(64), DataError)
             file.seek(0)
             number = start = 0
             while line := file.readline(MAX_LINE_BYTES + 1):
-                number += 1
-                if len(line) > MAX_LINE_BYTES:
-                    raise DataError(
-                        f"{where} {number} has more than {MAX_LINE_BYTES} bytes: split it into several lines"
-                    )
-                yield number, start, line
-                start += len(line)
+                read(line)
+                number, size, part = number + 1, len(line), line
+                while len(part) > MAX_LINE_BYTES and not part.endswith(b"\n"):
+                    part = file.readline(MAX_LINE_BYTES + 1)
+                    read(part)
+                    size += len(part)
+                yield number, start, line if size <= MAX_LINE_BYTES else None
+                start += size
     except OSError as error:
         raise DataError(f"{path}: {error.strerror or error}; {_WANTED}") from error
 
 
-def _value(line: bytes, where: str) -> tuple[Any, str]:
-    """The JSON value of a line, and where it is."""
-    return parse_json(line.removeprefix(_BOM), where, "correct or remove the line", DataError), where
+def _value(line: bytes | None) -> Any:
+    """The JSON value of a line. Raises RecordError."""
+    if line is None:
+        raise RecordError(f"it has more than {MAX_LINE_BYTES} bytes: split it into several lines")
+    line = line.removeprefix(_BOM).strip()
+    remedy = "remove the comma at its end" if line.endswith(b"},") else "write one object per line"
+    return parse_json(line, "the record", remedy, RecordError)

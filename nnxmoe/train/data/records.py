@@ -1,20 +1,20 @@
 """Training examples: the forms in which data sets hold them, as texts, completions and chats."""
 
 import dataclasses
-import hashlib
-import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from nnxmoe.config.printable import short
+from nnxmoe.generation.tokenizer_files import TokenizerError
+from nnxmoe.generation.tool_calls import tool_calls
 from nnxmoe.runtime.progress import say
 from nnxmoe.storage.files import parse_json
+from nnxmoe.train.data.bad_records import RecordError
 
 # Role, also as ShareGPT spells it -> role in templates.
 ROLES = {name: name for name in ("system", "developer", "user", "assistant", "tool", "function", "ipython")}
 ROLES |= {"human": "user", "gpt": "assistant", "observation": "tool"}
 _TEXTS = ("text", "input_text", "output_text")  # types of parts
-_REMEDY = "correct or remove it"
 # The fields that make each form, in the order in which they are looked for; what else a record has is ignored.
 FORMS = {
     "messages": ("messages", "tools"),
@@ -26,13 +26,11 @@ FORMS = {
 
 
 PAIR = ("chosen", "rejected")  # the fields of a preference
-
-
-class DataError(ValueError):
-    """Raised for unusable training data; the message names the file, the line and the remedy."""
+_CHATS = ("messages", "conversations", "prompt", "completion", *PAIR)  # fields with messages
 
 
 Messages = tuple[dict[str, Any], ...]
+Fields = Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,193 +48,233 @@ class Record:
     tools: Messages = ()
 
 
-def record_of(value: object, where: str) -> tuple[Record, frozenset[str]]:
+def record_of(value: object) -> tuple[Record, frozenset[str]]:
     """Parse a JSON object as a record. Returns the record and the names of the ignored fields.
 
-    Raises DataError unless it has one of the forms ``{"text"}``, ``{"messages": [{"role", "content"}]}``, ``{"prompt",
-    "completion"}`` (strings or messages; the completion may be a whole chat that begins with the prompt),
+    Raises RecordError unless it has one of the forms ``{"text"}``, ``{"messages": [{"role", "content"}]}``,
+    ``{"prompt", "completion"}`` (strings or messages; the completion may be a whole chat that begins with the prompt),
     ``{"instruction", "input", "output"}`` (Alpaca; "input" is optional), or ``{"conversations": [{"from", "value"}],
-    "system"}`` (ShareGPT; "system" is optional). Chat templates also get "tools" beside a chat, and other
-    fields of messages, such as tool_calls. Answers with weight 0 are not trained on, as in
+    "system"}`` (ShareGPT; "system" is optional). Chat templates also get "tools" beside a chat, and other fields of
+    messages. Calls in "tool_calls" are validated, see `tool_calls`. Answers with weight 0 are not trained on, as in
     OpenAI's files.
     """
-    if not isinstance(value, Mapping):
-        raise DataError(f"{where}: {short(value)} is not a JSON object; {_REMEDY}")
-    pair = value.keys() >= set(PAIR)
-    present = sorted((name for name in FORMS if name in value), key=lambda name: value[name] is None)
-    if pair and (not present or (present[0] == "prompt" and "completion" not in value)):
-        raise DataError(
-            f"{where} is a preference, a chosen and a rejected completion: train on it with --preferences, or with "
+    fields = _fields(value)
+    pair = fields.keys() >= set(PAIR)
+    present = sorted((name for name in FORMS if name in fields), key=lambda name: fields[name] is None)
+    if pair and (not present or (present[0] == "prompt" and "completion" not in fields)):
+        raise RecordError(
+            "it is a preference, a chosen and a rejected completion: train on it with --preferences, or with "
             "nnxmoe.train.preferences and train.DPO"
         )
     if not present:
-        raise DataError(
-            f"{where} has the fields {short(sorted(map(str, value)))}: write 'text' (a string), 'messages' (a list of "
-            "objects with 'role' and 'content'), 'prompt' and 'completion', 'instruction', 'input' and 'output', or "
-            "'conversations'"
+        raise RecordError(
+            f"{_names(fields)}: write 'text' (a string), 'messages' (a list of objects with 'role' and 'content'), "
+            "'prompt' and 'completion', 'instruction', 'input' and 'output', or 'conversations'",
+            "no form",
         )
     form = present[0]
-    ignored = frozenset(str(name) for name in value if name not in FORMS[form])
-    if form == "text":
-        return Record(_text(value["text"], f"{where}: text")), ignored
-    if form in ("messages", "conversations"):
-        system = value.get("system") if form == "conversations" else None
-        before = [{"role": "system", "content": system}] if system else []
-        record = _chat([*before, *_list(value[form], f"{where}: {form}")], f"{where}: {form}")
-        return dataclasses.replace(record, tools=_tools(value.get("tools"), f"{where}: tools")), ignored
-    if form == "instruction":
-        asked = _text(value["instruction"], f"{where}: instruction")
-        more = value.get("input")
-        if more is not None and not isinstance(more, str):
-            raise DataError(f"{where}: input is {short(more)}: it must be a string")
-        content = f"{asked}\n\n{more}" if more and more.strip() else asked
-        answer = _text(value.get("output"), f"{where}: output")
-        return _chat([{"role": "user", "content": content}, {"role": "assistant", "content": answer}], where), ignored
-    prompt, completion = value["prompt"], value.get("completion")
-    if isinstance(prompt, str):
-        return Record(_text(completion, f"{where}: completion"), prompt=_text(prompt, f"{where}: prompt")), ignored
-    given, more = _list(prompt, f"{where}: prompt"), _list(completion, f"{where}: completion")
+    ignored = frozenset(str(name) for name in fields if name not in FORMS[form])
+    match form:
+        case "text":
+            record = Record(_text(fields, "text"))
+        case "instruction":
+            record = _instruction(fields)
+        case "prompt":
+            record = _completion(fields)
+        case _:
+            record = _conversation(fields, form)
+    return record, ignored
+
+
+def _conversation(fields: Fields, form: str) -> Record:
+    system = fields.get("system") if form == "conversations" else None
+    before = _messages([{"role": "system", "content": system}], "system") if system else []
+    record = _chat([*before, *_messages(fields[form], form)])
+    return dataclasses.replace(record, tools=_tools(fields.get("tools")))
+
+
+def _instruction(fields: Fields) -> Record:
+    asked, more = _text(fields, "instruction"), fields.get("input")
+    if more is not None and not isinstance(more, str):
+        raise _wrong("input", more, "it must be a string")
+    content = f"{asked}\n\n{more}" if more and more.strip() else asked
+    answer = _text(fields, "output")
+    return _chat([{"role": "user", "content": content}, {"role": "assistant", "content": answer}])
+
+
+def _completion(fields: Fields) -> Record:
+    if isinstance(fields["prompt"], str):
+        completion = _text(fields, "completion")
+        return Record(completion, prompt=_text(fields, "prompt"))
+    given, more = _list(fields["prompt"], "prompt"), _list(_required(fields, "completion"), "completion")
     more = more[len(given) :] if more[: len(given)] == given else more  # a whole chat
-    return _chat([*given, *more], where, len(given)), ignored
+    return _chat([*_messages(given, "prompt"), *_messages(more, "completion")], len(given))
 
 
-def pair_of(value: object, where: str) -> tuple[tuple[Record, Record], frozenset[str]]:
+def pair_of(value: object) -> tuple[tuple[Record, Record], frozenset[str]]:
     """Parse a JSON object as a preference. Returns the records of the chosen and of the rejected completion, and the
     names of the ignored fields.
 
     The forms are TRL's: ``{"prompt", "chosen", "rejected"}``, all strings or all messages, and ``{"chosen",
     "rejected"}``, whole chats or texts, whose prompt is the longest beginning that they share; a prompt that is a
-    string beside whole chats is ignored. Chat templates also get "tools". Raises DataError for other objects, and if
+    string beside whole chats is ignored. Chat templates also get "tools". Raises RecordError for other objects, and if
     the two are equal.
     """
-    both: list[Any] = [value.get(name) for name in PAIR] if isinstance(value, Mapping) else [None]
+    fields = _fields(value)
+    both: list[Any] = [_required(fields, name) for name in PAIR]
     chats, texts = (all(isinstance(one, kind) for one in both) for kind in ((list, tuple), str))
-    if not isinstance(value, Mapping) or not (chats or texts):
-        raise DataError(
-            f"{where}: {short(value)} is no preference: write 'prompt', 'chosen' and 'rejected' (strings or messages), "
-            "or 'chosen' and 'rejected' (whole chats)"
-        )
-    prompt: Any = value.get("prompt")
+    if not (chats or texts):
+        rule = "write 'prompt', 'chosen' and 'rejected' (all strings or all messages), or whole chats as the latter two"
+        name, odd = (PAIR[0], both[0]) if not isinstance(both[0], list | tuple | str) else (PAIR[1], both[1])
+        raise _wrong(name, odd, rule)
+    prompt: Any = fields.get("prompt")
     if both[0] == both[1]:
-        raise DataError(f"{where}: chosen and rejected are equal, so there is no preference to learn; {_REMEDY}")
+        raise RecordError("chosen and rejected are equal, so there is no preference to learn")
     if prompt is None or (chats and isinstance(prompt, str)):
         shared = next((i for i, (a, b) in enumerate(zip(*both, strict=False)) if a != b), min(map(len, both)))
         shared -= texts and both[0][:shared].endswith(" ")  # the space belongs to the next token
         prompt, both = both[0][:shared], [one[shared:] for one in both]
     if not prompt:
         kind = ' of messages: write it as [{"role": "user", "content": …}]' if chats else ""
-        raise DataError(f"{where}: chosen and rejected do not begin alike, and there is no prompt{kind}; {_REMEDY}")
-    given = [{"prompt": prompt, "completion": one} for one in both]
-    found = [record_of(one, f"{where}: {name}")[0] for name, one in zip(PAIR, given, strict=True)]
-    tools = _tools(value.get("tools"), f"{where}: tools")
-    chosen, rejected = (dataclasses.replace(record, tools=tools) for record in found)
-    return (chosen, rejected), frozenset(str(name) for name in value if name not in ("prompt", *PAIR, "tools"))
+        raise RecordError(f"chosen and rejected do not begin alike, and there is no prompt{kind}")
+    records = []
+    for name, completion in zip(PAIR, both, strict=True):
+        try:
+            records.append(record_of({"prompt": prompt, "completion": completion})[0])
+        except RecordError as error:
+            raise RecordError(f"{name}: {error}", f"{name}: {error.reason}") from None
+    tools = _tools(fields.get("tools"))
+    chosen, rejected = (dataclasses.replace(record, tools=tools) for record in records)
+    return (chosen, rejected), frozenset(str(name) for name in fields if name not in ("prompt", *PAIR, "tools"))
 
 
-def _text(value: object, what: str, *, empty: bool = False) -> str:
+def _fields(value: object) -> Fields:
+    if not isinstance(value, Mapping):
+        hint = ': write {"text": …}' if isinstance(value, str) else ""
+        raise RecordError(f"{short(value)} is not a JSON object{hint}", "not a JSON object")
+    chats = [chat for name in _CHATS if isinstance(chat := value.get(name), list | tuple)]
+    return without_nulls(value) if _is_filled([message for chat in chats for message in chat]) else value
+
+
+def _is_filled(messages: list[Any]) -> bool:
+    """Whether all messages have the same fields, some of them null: files written from columns of one type, such as by
+    ``Dataset.to_json``, have nulls in place of absent fields, also within arguments of calls."""
+    alike = len(messages) > 1 and all(isinstance(one, Mapping) and one.keys() == messages[0].keys() for one in messages)
+    return alike and any(field is None for message in messages for field in message.values())
+
+
+def without_nulls(value: Any) -> Any:
+    """The value without the null fields of its objects."""
+    if isinstance(value, Mapping):
+        return {name: without_nulls(one) for name, one in value.items() if one is not None}
+    return [without_nulls(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def _names(fields: Fields) -> str:
+    return f"the record has the fields {short(sorted(map(str, fields)))}"
+
+
+def _required(fields: Fields, name: str) -> Any:
+    if name not in fields:
+        raise RecordError(f"the field {name!r} is missing: {_names(fields)}", f"{name!r} is missing")
+    return fields[name]
+
+
+def _wrong(what: str, value: object, rule: str) -> RecordError:
+    """The error for a value that violates a rule; such values count as one reason per type and for empty ones."""
+    kind = f"an empty {type(value).__name__}" if value in ("", []) else type(value).__name__
+    kind = "null" if value is None else kind
+    return RecordError(f"{what} is {'null' if value is None else short(value)}: {rule}", f"{what} is {kind}: {rule}")
+
+
+def _text(fields: Fields, name: str, where: str = "", *, empty: bool = False) -> str:
+    """The text in a field; ``where`` is the path of the object with the field."""
+    value, what = _required(fields, name), f"{where}{name}"
     if not isinstance(value, str) or not (value.strip() or empty):
-        raise DataError(f"{what} is {short(value)}: it must be a {'' if empty else 'non-empty '}string")
+        raise _wrong(what, value, f"it must be a {'' if empty else 'non-empty '}string")
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise DataError(f"{what} is not valid Unicode: {error}; remove lone surrogates") from None
+        raise RecordError(f"{what} is not valid Unicode: {error}; remove lone surrogates", what) from None
     return value
 
 
 def _list(value: object, what: str) -> list[Any]:
     if not isinstance(value, list | tuple):
-        raise DataError(f"{what} is {short(value)}: it must be a list of objects with 'role' and 'content'")
+        raise _wrong(what, value, "it must be a list of objects with 'role' and 'content'")
     return list(value)
 
 
-def _tools(value: object, what: str) -> Messages:
+def _tools(value: object) -> Messages:
     """The schemas, which data sets with one type per column hold as a text."""
-    found = parse_json(value.encode(), what, _REMEDY, DataError) if isinstance(value, str) and value else value
-    found = found or []
-    if not isinstance(found, list | tuple) or not all(isinstance(one, Mapping) for one in found):
-        raise DataError(f"{what} is {short(value)}: it must be a list of JSON schemas")
-    return tuple(found)
+    schemas = value
+    if isinstance(value, str) and value:
+        schemas = parse_json(value.encode("utf-8", "replace"), "tools", "correct them", RecordError)
+    schemas = schemas or []
+    if not isinstance(schemas, list | tuple) or not all(isinstance(one, Mapping) for one in schemas):
+        raise _wrong("tools", value, "it must be a list of JSON schemas")
+    return tuple(schemas)
+
+
+def _messages(values: object, what: str) -> list[dict[str, Any]]:
+    return [_message(value, f"{what}[{number}]") for number, value in enumerate(_list(values, what))]
 
 
 def _message(value: Any, what: str) -> dict[str, Any]:
     """A message with its role and content under the names that templates read."""
-    fields = {name: of for name, of in value.items() if of is not None} if isinstance(value, Mapping) else {}
-    by, said = ("role", "content") if "role" in fields else ("from", "value")
-    if by not in fields or (said not in fields and "tool_calls" not in fields):
-        raise DataError(
-            f"{what} is {short(value)}: it must be an object with 'role' and 'content', or 'from' and 'value'"
-        )
-    role, content = fields.pop(by), fields.pop(said, "")
+    if not isinstance(value, Mapping):
+        raise _wrong(what, value, "it must be an object with 'role' and 'content', or 'from' and 'value'")
+    fields = {name: of for name, of in value.items() if of is not None}
+    by, said = ("from", "value") if "from" in fields and "role" not in fields else ("role", "content")
+    if calls := _calls(fields.pop("tool_calls", []), f"{what}.tool_calls"):
+        fields = {said: "", **fields, "tool_calls": calls}
+    if absent := next((name for name in (by, said) if fields.get(name) is None), None):
+        state = "is null" if absent in value else "is missing"
+        names = short(sorted(map(str, value)))
+        raise RecordError(f"{what}: {absent!r} {state}; its fields are {names}", f"{what}: {absent!r} {state}")
+    role, content = fields.pop(by), fields.pop(said)
     if not isinstance(role, str) or role not in ROLES:
-        raise DataError(f"{what} has the role {short(role)}: use {', '.join(ROLES)}")
+        raise RecordError(f"{what} has the role {short(role)}: use {', '.join(ROLES)}")
     if isinstance(content, list | tuple):
-        texts = [isinstance(part, Mapping) and part.get("type", "text") in _TEXTS for part in content]
-        odd = [
-            p for p, is_text in zip(content, texts, strict=True) if not is_text or not isinstance(p.get("text"), str)
-        ]
-        if odd:
-            raise DataError(f'{what}: content has {short(odd[0])}: only {{"type": "text", "text": …}} is supported')
-        content = "".join(part["text"] for part in content)
+        content = "".join(_part(part, f"{what}: {said}") for part in content)
     role, may_be_empty = ROLES[role], ROLES[role] not in ("user", "assistant") or "tool_calls" in fields
-    return {"role": role, "content": _text(content, f"{what}: {said}", empty=may_be_empty), **fields}
+    return {"role": role, "content": _text({said: content}, said, f"{what}: ", empty=may_be_empty), **fields}
 
 
-def _chat(values: list[Any], what: str, given: int = 0) -> Record:
-    messages = tuple(_message(value, f"{what}[{number}]") for number, value in enumerate(values))
+def _part(part: Any, what: str) -> str:
+    """The text of a part of a message's content."""
+    text = part.get("text") if isinstance(part, Mapping) and part.get("type", "text") in _TEXTS else None
+    if not isinstance(text, str):
+        kind = short(part.get("type")) if isinstance(part, Mapping) else type(part).__name__
+        rule = 'only {"type": "text", "text": …} is supported'
+        raise RecordError(f"{what} has {short(part)}: {rule}", f"{what} has {kind}: {rule}")
+    return text
+
+
+def _calls(value: object, what: str) -> list[dict[str, Any]]:
+    try:
+        return tool_calls(value, what)
+    except TokenizerError as error:
+        raise RecordError(str(error), f"{what} is not valid") from None
+
+
+def _chat(messages: list[dict[str, Any]], given: int = 0) -> Record:
     weights = [message.pop("weight", 1) for message in messages]
     if odd := [weight for weight in weights if weight not in (0, 1)]:
-        raise DataError(f"{what} has a message of weight {short(odd[0])}: use 1, or 0 for answers that are not learned")
+        raise RecordError(f"a message has the weight {short(odd[0])}: use 1, or 0 for answers that are not learned")
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= given and weights[i]]
     if not answers:
-        raise DataError(f"{what} has no message from the assistant, hence nothing to learn: add one, or {_REMEDY}")
+        raise RecordError("it has no message from the assistant, hence nothing to learn: add one")
     if messages[0]["role"] == "assistant":
-        raise DataError(f"{what} starts with the assistant: add the message that it answers")
-    return Record(None, messages, answers=tuple(answers))
+        raise RecordError("it starts with the assistant: add the message that it answers")
+    return Record(None, tuple(messages), answers=tuple(answers))
 
 
-Parse = Callable[[object, str], tuple[Any, frozenset[str]]]
+Parse = Callable[[object], tuple[Any, frozenset[str]]]
 """`record_of` or `pair_of`."""
-
-
-def _plain(value: object) -> Any:
-    return dataclasses.astuple(value) if isinstance(value, Record) else str(value)
 
 
 def tell_ignored(names: set[str], source: object) -> None:
     """Report the fields of records that are ignored, if there are any."""
     if names:
         say("%s: these fields are ignored: %s", source, short(sorted(names)))
-
-
-class RecordList:
-    """The records of a list or of another iterable of dicts, such as a ``datasets.Dataset``, all validated.
-
-    Raises DataError for the first invalid one. They are kept in memory.
-    """
-
-    def __init__(self, records: Iterable[Mapping[str, Any]], parse: Parse = record_of) -> None:
-        if isinstance(records, Mapping) or not isinstance(records, Iterable):
-            raise DataError(f"{short(records)} is no training data: pass a file of JSON lines, or an iterable of dicts")
-        digest, ignored, self._records = hashlib.sha256(), set[str](), list[Any]()
-        for number, value in enumerate(records):
-            record, more = parse(value, f"record {number}")
-            ignored |= more
-            digest.update(json.dumps(record, default=_plain).encode())
-            self._records.append(record)
-        if not self._records:
-            raise DataError("there are no records: pass at least one")
-        self.size, self.digest = len(self._records), digest.hexdigest()
-        tell_ignored(ignored, self)
-
-    def __len__(self) -> int:
-        return len(self._records)
-
-    def __getitem__(self, index: int) -> Any:
-        return self._records[index]
-
-    def __str__(self) -> str:
-        return "the records given"
-
-    def where(self, index: int) -> str:
-        """The record's index, for messages."""
-        return f"record {index}"
