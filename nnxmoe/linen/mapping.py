@@ -87,13 +87,16 @@ def read_mapping(
     """The row of each wanted parameter (name -> shape), and the faults of all names. Rows raise ValueError if their
     function fails or its result has another shape."""
     rows, faults = dict[str, Row](), list[str]()
+    candidates: Mapping[str, tuple[str, ...]] = getattr(mapping, "candidates", {})  # of a `Proposal`
     if not isinstance(mapping, Mapping):
         raise ValueError(f"the mapping is a {type(mapping).__name__}: give a dict from our names to theirs")
     for name, shape in wanted.items():
         general, layer = general_name(name)
         source = mapping.get(name, mapping.get(general))
         if source is None:
-            faults.append(f"{name} {list(shape)} has no row in the mapping")
+            names = candidates.get(name, candidates.get(general, ()))
+            choice = f": choose {' or '.join(names).replace(LAYER, str(layer))}" if names else ""
+            faults.append(f"{name} {list(shape)} has no row in the mapping{choice}")
             continue
         names, make = (source, lambda array: array) if isinstance(source, str) else checked_pair(name, source)
         names = (names,) if isinstance(names, str) else tuple(names)

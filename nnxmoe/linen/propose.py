@@ -1,10 +1,21 @@
-"""A first mapping between our parameters and a Linen tree, by shapes and words of the names."""
+"""A first mapping between our parameters and a Linen tree, without guesses.
 
-import difflib
-import itertools
+Two parameters can be a pair if they are in the same layers, have the same numbers of values in order (or transposed),
+and their names do not contradict each other (`nnxmoe.linen.words`). Of these, a pair is proposed if it is the only one
+for both its parameters that fulfills one of `_RULES`. Numbers and letters that an author appends decide nothing
+(``ln1``, ``norm_b``, ``Dense_3``), with three exceptions:
+
+- GPT-2's ``ln_1``, ``ln_2`` and Flax's automatic ``RMSNorm_0``, ``RMSNorm_1``, if a layer has the norms before
+  attention and before the feed-forward and no others, since one is computed after the other;
+- T5X's ``wi_0`` (gate) and ``wi_1`` (up);
+- Meta's ``w1`` (gate), ``w3`` (up) and ``w2``, if ``w2`` has another name or the shape of a down projection.
+"""
+
+import collections
+import dataclasses
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Self
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,71 +25,103 @@ from nnxmoe.config.base import DecoderConfig
 from nnxmoe.convert import native
 from nnxmoe.convert.core.restore import abstract
 from nnxmoe.layers.kernel import flax_order
-from nnxmoe.linen.mapping import LAYER, NUMBERED, Source, flat, general_name, splits
+from nnxmoe.linen.mapping import LAYER, NUMBERED, Source, flat, general_name
+from nnxmoe.linen.matching import OUTSIDE, Entry, Layers, Matching, Shape
+from nnxmoe.linen.words import Words, read
 from nnxmoe.model.causal_lm import CausalLM
 
-Shapes = dict[str, tuple[int, ...]]
-Layers = dict[str, frozenset[Any]]  # general name -> layer numbers; None outside of layers
-# Words that mean the same in the names of decoders.
-_WORDS = {
-    word: meaning
-    for meaning, words in {
-        "q": "query wq", "k": "key wk", "v": "value wv", "o": "out output", "gate": "wi_0 w1", "up": "wi_1 w3",
-        "down": "wo w2", "embed": "embedding embeddings embedder wte tok token",
-        "norm": "ln layernorm rmsnorm ln_f final", "head": "lm_head logits unembed",
-        "attention": "attn self pre ln_1 rmsnorm_0 layernorm_0 input",
-        "mlp": "ffn ff post ln_2 rmsnorm_1 layernorm_1 feed forward",
-        "moe": "experts expert moeblock", "kernel": "weight w",
-    }.items()
-    for word in words.split()
-}  # fmt: skip
-# Parameters of different roles are never a pair.
-_ROLES = {"q", "k", "v", "o", "gate", "up", "down", "norm", "embed", "head"}
+_META = re.compile(r"(?:^|(?<=[/.]))w_?([123])(?=[/._]|$)")
+_AUTOMATIC = re.compile(r"(?:^|(?<=[/.]))(ln|[A-Z][A-Za-z]*)_(\d+)(?=[/.][^/.]*$)")
 
 
 class Proposal(dict[str, Source]):
-    """A mapping from our names to theirs; ``print`` shows the names and shapes of both sides, also those left over."""
+    """A mapping from our names to theirs; ``print`` shows the names and shapes of both sides.
 
-    def __init__(self, ours: Shapes, theirs: Shapes, layers: Layers, their_layers: Layers):
-        super().__init__(_pairs(ours, theirs, layers, their_layers))
-        self.ours, self.theirs = ours, theirs
+    ``candidates``: our name -> their names, for parameters without a row, which ``print`` shows as ``?``.
+    """
+
+    def __init__(
+        self,
+        pairs: Mapping[str, Source],
+        ours: Mapping[str, Shape],
+        theirs: Mapping[str, tuple[Shape, ...]],
+        candidates: Mapping[str, tuple[str, ...]],
+    ):
+        super().__init__(pairs)
+        self.ours, self.theirs, self.candidates = ours, theirs, candidates
+
+    def __or__(self, other: Any) -> Self:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return type(self)({**self, **other}, self.ours, self.theirs, self.candidates)
 
     def __str__(self) -> str:
         lines, taken = list[str](), set[str]()
         for name, source in self.items():
-            (there, how) = (source, "") if isinstance(source, str) else (str(source[0]), " transposed")
-            lines.append(f"{name} {list(self.ours[name])} <- {there} {list(self.theirs[there])}{how}")
-            taken.add(there)
-        lines += [f"{name} {list(shape)} <- ?" for name, shape in self.ours.items() if name not in self]
-        return "\n".join(lines + [f"? <- {name} {list(s)}" for name, s in self.theirs.items() if name not in taken])
+            names, how = (source, "") if isinstance(source, str) else (source[0], " by a function")
+            names = (names,) if isinstance(names, str) else names
+            how = " transposed" if not isinstance(source, str) and source[1] is jnp.transpose else how
+            lines.append(f"{name} {list(self.ours.get(name, ()))} <- {', '.join(map(self._shown, names))}{how}")
+            taken.update(names)
+        for name, shape in self.ours.items():
+            if name not in self:
+                lines.append(f"{name} {list(shape)} <- ? {' or '.join(self.candidates.get(name, ()))}".rstrip())
+        return "\n".join(lines + [f"? <- {self._shown(name)}" for name in self.theirs if name not in taken])
+
+    def _shown(self, name: str) -> str:
+        return f"{name} {' or '.join(str(list(shape)) for shape in self.theirs.get(name, ()))}"
 
 
 def propose_mapping(ours: DecoderConfig | nnx.Module, params: Mapping[str, Any]) -> Proposal:
-    """Propose a mapping for `from_linen` and `nnxmoe.testing.assert_module_parity`, to be checked and completed.
+    """Propose a mapping for `from_linen`, `nnxmoe.testing.load_linen` and `nnxmoe.testing.assert_module_parity`.
 
     Args:
         ours: the config of a model, or an NNX module.
         params: the Linen tree, of arrays or shapes (``jax.eval_shape(module.init, …)``).
 
     Returns:
-        A dict with a row per parameter of ours for which one array of theirs has the same numbers of values, chosen by
-        the words of the names where several do. If theirs stores linear maps as ``[out, in]``, as torch does, the rows
-        transpose them. Arrays that theirs fuses get no row. Print it.
+        A dict with a row per parameter of ours whose counterpart is certain by shape and words. If theirs stores linear
+        maps as ``[out, in]``, as torch does, the rows transpose them. The others get no row, among them arrays that
+        theirs fuses: ``print`` shows them as ``?`` with all candidates. Add their rows with ``proposal | {…}``.
     """
+    model = isinstance(ours, DecoderConfig | CausalLM)
     if isinstance(ours, DecoderConfig | CausalLM):
         layout = native.layout(abstract(ours, None, None) if isinstance(ours, DecoderConfig) else ours, False)
         here = {name: tuple(leaf.shape) for name, leaf in layout.items()}
-        numbered = {name: general_name(name) for name in here}
     else:
         state = nnx.to_flat_state(nnx.state(ours, nnx.Not(nnx.RngState)))
         here = {"/".join(map(str, path)): tuple(flax_order(v, v.shape)) for path, v in state}
-        numbered = {name: (name, None) for name in here}
     there = {name: tuple(np.shape(array)) for name, array in flat(params).items()}
-    layers, theirs = _layers(numbered), _layers({name: _general(name) for name in there})
-    known = {*layers.values(), frozenset().union(*layers.values()) - {None}}
-    named = {name: general if theirs[(general := _general(name)[0])] in known else name for name in there}
-    shapes = {numbered[name][0]: shape for name, shape in here.items()}
-    return Proposal(shapes, {named[name]: shape for name, shape in there.items()}, layers, theirs)
+    mine = list(_entries(here, general_name if model else lambda name: (name, None), lambda name: read(name, model)))
+    every: Layers = frozenset().union(*(entry.layers for entry in mine)) - {None}
+    theirs = _known_layers(
+        list(_entries(there, _general, read)), {entry.layers for entry in mine} | {every}, bool(every)
+    )
+    _read_keys(theirs)
+    _read_meta(theirs)
+    _read_automatic(mine, theirs)
+    matching = Matching(mine, theirs, every)
+    matching.run()
+    pairs = {name: source for i, source in matching.sources().items() for name in mine[i].rows}
+    names = [(i, name) for i, entry in enumerate(mine) for name in entry.rows]
+    return Proposal(
+        {name: pairs[name] for _, name in names if name in pairs},
+        {name: mine[i].shape for i, name in names},
+        {name: tuple(b.shape for b in theirs if b.name == name) for name in dict.fromkeys(b.name for b in theirs)},
+        {name: matching.candidates(i) for i, name in names if name not in pairs},
+    )
+
+
+def _entries(
+    shapes: Mapping[str, Shape], general: Callable[[str], tuple[str, int | None]], words: Callable[[str], Words]
+) -> Iterator[Entry]:
+    """One entry per general name and shape."""
+    groups: dict[tuple[str, Shape], dict[str, int | None]] = {}
+    for name, shape in shapes.items():
+        found, layer = general(name)
+        groups.setdefault((found, shape), {})[name] = layer
+    several = {found for found, count in collections.Counter(found for found, _ in groups).items() if count > 1}
+    for (found, shape), names in groups.items():
+        rows = tuple(names) if found in several else (found,)
+        yield Entry(found, shape, frozenset(names.values()), words(found), tuple(names), rows)
 
 
 def _general(name: str) -> tuple[str, int | None]:
@@ -86,52 +129,60 @@ def _general(name: str) -> tuple[str, int | None]:
     return (NUMBERED.sub(rf"\1\2{LAYER}", name, count=1), int(match[3])) if match else (name, None)
 
 
-def _layers(names: Mapping[str, tuple[str, int | None]]) -> Layers:
-    """The numbers that ``{layer}`` stands for in each general name."""
-    found: dict[str, set[int | None]] = {}
-    for general, layer in names.values():
-        found.setdefault(general, set()).add(layer)
-    return {general: frozenset(layers) for general, layers in found.items()}
-
-
-def _pairs(ours: Shapes, theirs: Shapes, layers: Layers, their_layers: Layers) -> dict[str, Source]:
-    """Pairs of equal sizes, roles and layers, those with the most similar names first. An array of theirs without
-    ``{layer}`` may have all layers on axis 0, and one of all layers may be several of ours, each of some layers."""
-    every = frozenset().union(*layers.values()) - {None}
-    scored, as_is, turned = list[tuple[float, str, str]](), set[tuple[str, str]](), set[tuple[str, str]]()
-    for (a, shape), (b, other) in itertools.product(ours.items(), theirs.items()):
-        if LAYER in a and LAYER not in b:
-            own, fits = other[1:], other[:1] == (len(every),)
-        else:
-            own, fits = other, LAYER not in b or their_layers[b] in (layers[a], every)
-        one, two = _words(a) & _ROLES, _words(b) & _ROLES
-        if not fits or (one and two and not one & two):
+def _known_layers(theirs: list[Entry], known: set[Layers], stacked: bool) -> list[Entry]:
+    """Their entries, without ``{layer}`` where its numbers are not those of layers of ours: these may start at 1, count
+    layers of one kind, or number submodules."""
+    numbers: dict[str, set[int | None]] = {}
+    for entry in theirs:
+        if entry.layers != OUTSIDE:
+            numbers.setdefault(entry.name.split(LAYER)[0], set()).update(entry.layers)
+    made: list[Entry] = []
+    for entry in theirs:
+        union = numbers.get(entry.name.split(LAYER)[0], set())
+        if entry.layers == OUTSIDE or (entry.layers in known and union == set(range(len(union)))):
+            made.append(entry)
             continue
-        as_is |= {(a, b)} if splits(own, shape) else set()
-        turned |= {(a, b)} if len(own) == 2 and one & two - {"embed"} and splits(own[::-1], shape) else set()
-        scored.append((_similarity(a, b), a, b))
-    torch = bool({a for a, _ in turned} - {a for a, _ in as_is})  # then square ones are [out, in], too
-    usable = as_is - {(a, b) for a, b in as_is if torch and a in {x for x, _ in turned}} | (turned if torch else set())
-    found, taken = dict[str, Source](), set[tuple[str, Any]]()
-    for _, a, b in sorted(scored, key=lambda each: -each[0]):
-        used = {(b, layer) for layer in layers[a]}
-        if (a, b) in usable and a not in found and not used & taken:
-            found[a] = (b, jnp.transpose) if torch and (a, b) in turned else b
-            taken |= used
-    return {name: found[name] for name in ours if name in found}
+        made += [Entry(n, entry.shape, OUTSIDE, read(n), (n,), (n,), hidden=stacked) for n in entry.members]
+    return made
 
 
-def _similarity(a: str, b: str) -> float:
-    one, other = (_words(name) for name in (a, b))
-    return len(one & other) / len(one | other) + 0.1 * difflib.SequenceMatcher(None, a, b).ratio()
+def _read_keys(theirs: list[Entry]) -> None:
+    """Keys and values are named alike: Grok's ``linear_v`` without a ``linear_k`` is a feed-forward's."""
+    stems = {entry.words.stem for entry in theirs}
+    for entry in theirs:
+        for one, other in (("k", "v"), ("v", "k")):
+            partner = tuple(sorted(other if word == one else word for word in entry.words.stem[:-2]))
+            if entry.words.roles == {one} and (*partner, *entry.words.stem[-2:]) not in stems:
+                entry.words = dataclasses.replace(entry.words, roles=frozenset())
 
 
-def _words(name: str) -> set[str]:
-    """Split a name into words of this package's vocabulary; an output or ``wo`` belongs to the attention, the
-    feed-forward or the model."""
-    words: list[str] = re.findall(r"w[i]?_?\d|ln_[\df]|(?:rms|layer)norm_[01]|[a-z]+", name.replace(LAYER, "").lower())
-    found = {_WORDS.get(word, word) for word in words}
-    if {"out", "output", "o", "wo"} & set(words):
-        feed_forward = bool({"mlp", "moe"} & found) and "attention" not in found
-        found = found - {"o", "down"} | {"o" if "attention" in found else "down" if feed_forward else "head"}
-    return found
+def _read_meta(theirs: list[Entry]) -> None:
+    """Give Meta's ``w1``, ``w2`` and ``w3`` their roles where the shapes confirm them."""
+    groups: dict[str, dict[str, Entry]] = {}
+    for entry in theirs:
+        if match := _META.search(entry.name):
+            groups.setdefault(_META.sub("w", entry.name), {})[match[1]] = entry
+    for group in groups.values():
+        if not {"1", "3"} <= group.keys() or any(len(entry.shape) < 2 for entry in group.values()):
+            continue
+        inward, outward = group["1"].shape, (*group["1"].shape[:-2], *group["1"].shape[:-3:-1])
+        if group["3"].shape == inward and ("2" not in group or group["2"].shape == outward != inward):
+            for number, entry in group.items():
+                role = {"1": "gate", "2": "down", "3": "up"}[number]
+                entry.words = dataclasses.replace(entry.words, roles=frozenset({role}))
+
+
+def _read_automatic(ours: list[Entry], theirs: list[Entry]) -> None:
+    """Give two norms that are numbered in the order in which they are computed their roles."""
+    norms = {entry.words.roles for entry in ours if entry.words.norm and entry.layers != OUTSIDE}
+    if norms - {frozenset({role}) for role in "qkv"} != {frozenset({"attention_norm"}), frozenset({"mlp_norm"})}:
+        return
+    groups: dict[str, dict[tuple[bool, str], Entry]] = {}
+    for entry in theirs:
+        match = _AUTOMATIC.search(entry.name)
+        if match and entry.words.norm and not entry.words.roles:
+            groups.setdefault(_AUTOMATIC.sub(r"\1", entry.name), {})[match[1] == "ln", match[2]] = entry
+    for group in groups.values():
+        if group.keys() in ({(False, "0"), (False, "1")}, {(True, "1"), (True, "2")}):
+            for key, role in zip(sorted(group), ("attention_norm", "mlp_norm"), strict=True):
+                group[key].words = dataclasses.replace(group[key].words, roles=frozenset({role}))

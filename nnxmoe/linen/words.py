@@ -1,0 +1,138 @@
+"""The meaning of parameters' names, by the words that published decoders use."""
+
+import dataclasses
+import itertools
+import re
+
+from nnxmoe.linen.mapping import LAYER
+
+Roles = frozenset[str]
+# Phrases of several words, and the word for each. Spaces separate the words of a component, " / " the components.
+_PHRASES = [
+    (re.compile(rf"\b(?:{pattern})\b"), word)
+    for pattern, word in {
+        "multi ?head|qk": "", "lm ?head|logits dense|logits|unembed(?:ding)?": "head",
+        "attn vec einsum": "attention o", "c attn|q k v|query key value|w?qkv": "fused",
+        "gate up|up gate|gateup": "fused",
+        "shared experts?": "shared", "expert": "experts", "feed ?forward": "mlp", "ln f|lnf": "final norm",
+        "c proj": "out", "output": "out",
+        "token embedder|embed tokens|tok embeddings|wte|embed(?:der|dings?)": "embed",
+        "(?:layer|rms) ?norm|ln|rms": "norm", "w ([123])": r"w\1", "wi ([01])": r"wi\1",
+        "wkv": "kv", "wq|query|queries": "q", "wk|key": "k", "wv|value": "v",
+        "attn|sa|mha|gqa|mqa|mla": "attention", "ffn|ffw|ff|swiglu|glu": "mlp", "before": "pre", "after": "post",
+    }.items()
+]  # fmt: skip
+_LEAVES = frozenset("kernel weight weights w bias b scale gamma beta embed table".split())
+_NOISE = frozenset("transformer decoder model layer layers block blocks h stack stacks self proj c to norm".split())
+_SIDES = {"attention": "attention"} | dict.fromkeys("mlp moe experts shared router".split(), "mlp")
+_POSITIONS = frozenset("pre post input final".split())
+_ROLES: dict[str, Roles] = {
+    **{word: frozenset({word}) for word in "q k v o kv up down router embed head fused".split()},
+    "gate": frozenset({"gate", "router"}), "gating": frozenset({"gate", "router"}), "wi": frozenset({"gate", "up"}),
+    "out": frozenset({"o", "down", "head"}), "wo": frozenset({"o", "down"}),
+    "wi0": frozenset({"gate"}), "wi1": frozenset({"up"}),  # T5X
+    **dict.fromkeys(("w1", "w2", "w3", "fc"), frozenset({"gate", "up", "down"})),  # see `propose`
+    **dict.fromkeys(("wpe", "pos", "position", "positions"), frozenset({"position"})),
+}  # fmt: skip
+_OF_SIDE = {
+    "attention": frozenset({"q", "k", "v", "o", "kv", "gate", "fused"}),
+    "mlp": frozenset({"gate", "up", "down", "router", "fused"}),
+}
+_NORMS = {  # (position, side) -> the norms of a layer that may be called so
+    ("pre", "attention"): {"attention_norm"}, ("input", "attention"): {"attention_norm"},
+    ("input", ""): {"attention_norm"}, ("", "attention"): {"attention_norm", "attention_post_norm"},
+    ("post", "attention"): {"attention_post_norm", "mlp_norm"}, ("pre", "mlp"): {"mlp_norm"},
+    ("input", "mlp"): {"mlp_norm"}, ("", "mlp"): {"mlp_norm", "mlp_post_norm"}, ("post", "mlp"): {"mlp_post_norm"},
+    ("final", ""): {"final"},
+}  # fmt: skip
+_OURS = {"norm": "final", "moe_norm": "mlp_norm", "moe_post_norm": "mlp_post_norm"}
+_OURS |= {name: name for name in ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")}
+
+
+@dataclasses.dataclass(frozen=True)
+class Words:
+    """The meaning of a name; empty or None where the name does not say it.
+
+    ``roles``: what the parameter may be, such as ``{"q"}`` or, of ``gate``, ``{"gate", "router"}``. ``aspects``: the
+    side of the layer, experts or shared expert, and the factor of a low-rank projection. ``stem``: the words without
+    digits and noise; ``digits``. ``rest``: words with none of these meanings.
+    """
+
+    roles: Roles
+    norm: bool | None
+    bias: bool | None
+    aspects: tuple[str, str, str]
+    stem: tuple[str, ...]
+    digits: tuple[str, ...]
+    rest: frozenset[str]
+
+    def contradicts(self, other: "Words") -> bool:
+        """Whether both names give an answer to the same question, and not the same answer."""
+        flags = ((self.norm, other.norm), (self.bias, other.bias))
+        aspects = zip(self.aspects, other.aspects, strict=True)
+        return (
+            any(None not in pair and pair[0] != pair[1] for pair in flags)
+            or any(one and two and one != two for one, two in aspects)
+            or (bool(self.roles and other.roles) and not self.roles & other.roles)
+        )
+
+
+def read(name: str, ours: bool = False) -> Words:
+    """Read a parameter's name; ``ours``: it is of a `CausalLM`, whose names are unambiguous."""
+    parts = _words(name)
+    leaf = parts[-1][0] if parts and len(parts[-1]) == 1 and parts[-1][0] in _LEAVES else ""
+    inner = parts[:-1] if leaf and len(parts) > 1 else parts
+    words = [word for part in inner for word in part]
+    sides = {_SIDES[word] for word in words if word in _SIDES}
+    side = next(iter(sides)) if len(sides) == 1 else ""
+    can_be_norm = leaf in ("", "weight", "weights", "w", "scale", "gamma", "bias", "b", "beta") and not ours
+    norm = True if "norm" in words else None if can_be_norm else False
+    if norm or (can_be_norm and leaf in ("scale", "gamma")):
+        roles, aspects = _norm_roles(words, sides), ("", "", "")
+        if ours:
+            role = _OURS.get(name.split("/")[-2] if name.count("/") else "")
+            roles = frozenset({role}) if role and (role == "final") == (name == "norm/scale") else roles
+    else:
+        roles = _roles(inner, side) or frozenset({"embed"} if leaf == "embed" else ())
+        roles = frozenset({"gate"}) if ours and roles == _ROLES["gate"] else roles
+        part = next((word for word in ("shared", "experts") if word in words), "")
+        pairs = itertools.pairwise(words)
+        aspects = side, part, next((two for one, two in pairs if one in ("q", "kv") and two in ("a", "b")), "")
+    bias = leaf in ("bias", "b", "beta") if leaf or ours else None
+    known = _NOISE | _SIDES.keys() | _ROLES.keys() | _POSITIONS | {"a", "b"}
+    return Words(
+        roles,
+        norm,
+        bias,
+        aspects,
+        (*sorted(w for w in words if w not in _NOISE and not w.isdigit()), "norm" * bool(norm), "bias" * bool(bias)),
+        tuple(word for word in words if word.isdigit()),
+        frozenset(word for word in words if word not in known and not word.isdigit()),
+    )
+
+
+def _words(name: str) -> list[list[str]]:
+    """The words of each component: ``MoEBlock_0/wi_1`` -> ``[[moe, block, 0], [wi1]]``."""
+    components = [part.replace("MoE", "Moe") for part in re.split(r"[/. ]+", name.replace(LAYER, "")) if part]
+    pattern = r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+|\d+"
+    text: str = " / ".join(" ".join(re.findall(pattern, part)).lower() for part in components)
+    for phrase, word in _PHRASES:
+        text = phrase.sub(word, text)
+    return [list[str](part.split()) for part in text.split("/") if part.split()]
+
+
+def _roles(parts: list[list[str]], side: str) -> Roles:
+    """The roles that the innermost component with any of them allows; none if they belong to the other side."""
+    for part in reversed(parts):
+        if allowed := [_ROLES[word] for word in part if word in _ROLES]:
+            common = frozenset.intersection(*allowed) or frozenset({"fused"})
+            return common & _OF_SIDE[side] if side else common
+    return frozenset()
+
+
+def _norm_roles(words: list[str], sides: set[str]) -> Roles:
+    projections = [_ROLES[word] for word in words if word in ("q", "k", "v", "kv", "embed")]
+    positions = {word for word in words if word in _POSITIONS}
+    if projections or len(positions) > 1 or len(sides) > 1:
+        return projections[-1] if projections else frozenset()
+    return frozenset(_NORMS.get((next(iter(positions), ""), next(iter(sides), "")), ()))
