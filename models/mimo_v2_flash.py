@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from nnxmoe.config.bounds import count, number, per_layer
+from nnxmoe.config.bounds import ConfigError, count, number, per_layer
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.layer_types import FULL, SLIDING, PartialRopesConfig
 from nnxmoe.layers.gqa import GQA, OutputFactor, Sinks
@@ -70,8 +70,21 @@ class MiMoV2FlashConfig(PartialRopesConfig):
             object.__setattr__(self, "routed_scaling_factor", 1.0)
         super().__post_init__()
 
+    def _check(self) -> None:
+        super()._check()
+        for kind in {*self.layer_kinds}:
+            if self.num_attention_heads % (heads := self.kv_heads_of(kind)):
+                raise ConfigError(
+                    f"num_attention_heads {self.num_attention_heads} is not a multiple of the {heads} key heads of "
+                    f"{kind} layers, which follow from num_key_value_heads {self.kv_heads}"
+                )
+
     def _check_experts(self) -> None:
         check_groups(self)
+
+    def kv_heads_of(self, kind: str) -> int:
+        """Key heads of the layers of a type: twice as many with a window."""
+        return self.kv_heads if kind == FULL else 2 * self.kv_heads
 
     @property
     def layer_kinds(self) -> Sequence[str]:
@@ -93,10 +106,10 @@ class MiMoV2Flash(DenseOrMoE):
 
     def attention(self, index: int, **kw: Any) -> GQA:
         c, kind, window = self.config, self.config.layer_kinds[index], self.config.windows[index]
-        rope, kv_heads = c.rope_of(kind), c.kv_heads if window is None else 2 * c.kv_heads
+        rope = c.rope_of(kind)
         return self.gqa(
             index,
-            kv_heads=kv_heads,
+            kv_heads=c.kv_heads_of(kind),
             value_dim=c.v_head_dim,
             bias=c.attention_bias,
             out_bias=False,

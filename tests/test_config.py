@@ -1,5 +1,7 @@
 """Reading config.json: defaults, rope styles, error messages, round trips and presets."""
 
+import contextlib
+import copy
 import dataclasses
 import functools
 import json
@@ -1159,3 +1161,62 @@ def test_conflicting_alias_is_refused() -> None:
     with pytest.raises(nnxmoe.ConfigError, match="num_experts 4 and num_local_experts 8"):
         nnxmoe.config_from_hf(fields)
     assert nnxmoe.config_from_hf(fields | {"num_experts": 8}).num_local_experts == 8  # pyright: ignore
+
+
+ODD: tuple[Any, ...] = (True, False, None, 0, -1, 3, 10**30, 1.5, float("nan"), "x", "", [], [None], ["x"], [1.5], [[]])
+ODD += ({}, {"a": 1}, {"rope_type": []}, {"full_attention": 3})
+BY_TYPE = {fields["model_type"]: fields for fields in (*TINY.values(), *(row.frozen for row in FAMILIES.values()))}
+
+
+@pytest.mark.wrong_types
+@pytest.mark.parametrize("kind", MODELS)
+def test_odd_values_of_every_field_are_config_errors_or_valid(kind: str) -> None:
+    """Read from a file and by ``dataclasses.replace``; the caller's dict stays as it is."""
+    known = MODELS[kind][0]
+    fields = dict(BY_TYPE.get(kind) or known().to_hf())
+    names = known._known() | known._declared("fixed").keys() | known._declared("aliases").keys()
+    config = config_from_hf(fields)
+    for name in sorted(names | {"architectures", "auto_map", "quantization_config", "text_config"}):
+        for value in ODD:
+            given = copy.deepcopy(fields | {name: value})
+            before = repr(given)
+            with contextlib.suppress(ConfigError):
+                config_from_hf(given)
+            assert repr(given) == before
+            if name in known._known():
+                with contextlib.suppress(ConfigError):
+                    dataclasses.replace(config, **{name: value})
+
+
+def test_nested_dicts_of_the_caller_are_unchanged() -> None:
+    for fields in BY_TYPE.values():
+        given = {"model_type": "around", "text_config": copy.deepcopy(fields), "vision_config": {"depth": 1}}
+        before = repr(given)
+        config_from_hf(given)
+        assert repr(given) == before
+    given = {**BY_TYPE["llama"], "rope_scaling": {"rope_type": "linear", "factor": 2.0, "unknown": 1}}
+    before = repr(given)
+    config = config_from_hf(given)
+    given["rope_scaling"]["factor"] = 3.0
+    assert config.rope_scaling["factor"] == 2.0 and repr(given) != before, "nor does the config share them"
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        (
+            "mimo_v2_flash",
+            {"num_attention_heads": 6, "num_key_value_heads": 2},
+            "6 is not a multiple of the 4 ",
+        ),
+        ("step3p5", {"num_sliding_attention_heads": 3}, "num_sliding_attention_heads 3 is not a multiple of"),
+        ("laguna", {"num_attention_heads_per_layer": [4, 3, 4]}, "must have a multiple of num_key_value_heads 2 "),
+        ("gemma4_text", {"num_global_key_value_heads": 3, "attention_k_eq_v": True}, "num_global_key_value_heads 3"),
+    ],
+)
+def test_heads_of_a_kind_of_layers_must_divide(kind: str, changes: dict[str, Any], message: str) -> None:
+    """When the config is read, not in the first pass."""
+    with pytest.raises(ConfigError, match=message):
+        config_from_hf(BY_TYPE[kind] | changes)
+    with pytest.raises(ConfigError, match=message):
+        dataclasses.replace(config_from_hf(BY_TYPE[kind]), **changes)

@@ -2,8 +2,9 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, get_args
+from collections.abc import Callable, Mapping, Sequence
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin
 
 from nnxmoe.config.printable import short
 
@@ -128,11 +129,39 @@ def check_fields(config: Any) -> None:
         value = getattr(config, field.name)
         declared = (vars(base).get("__dataclass_fields__", {}).get(field.name) for base in type(config).__mro__)
         checks = [found.metadata["check"] for found in declared if found is not None and "check" in found.metadata]
-        check = checks[0] if checks else by_type.get(field.type)
+        check = checks[0] if checks else by_type.get(field.type) or _container(field.type)
         if check is not None and not (value is None and type(None) in get_args(field.type)):
             check(field.name, value)
             if isinstance(check, Kinds) and value and len(value) != (layers := config.num_hidden_layers):
                 raise ConfigError(f"{field.name} lists {len(value)} layers, not {layers} as num_hidden_layers says")
+
+
+def _container(annotation: Any) -> Callable[[str, object], None] | None:
+    """Checks that a field annotated as a sequence or mapping, or a scalar instead, is one; None for other fields."""
+    kinds = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
+    types = {get_origin(kind) or kind: get_args(kind) for kind in kinds}
+    if not types.keys() & {Sequence, Mapping}:
+        return None
+    scalars = tuple(kind for kind in types if kind not in (Sequence, Mapping))
+    allowed = (*scalars, *((list, tuple) if Sequence in types else ()), *((Mapping,) if Mapping in types else ()))
+    items = _scalars(types[Sequence][0]) if Sequence in types else ()
+
+    def check(name: str, value: object) -> None:
+        if isinstance(value, bool) or not isinstance(value, allowed):
+            kind = "an object" if Sequence not in types else "a list"
+            raise ConfigError(f"{name} must be {kind}, got {short(value)}")
+        for item in value if isinstance(value, list | tuple) and items else ():
+            if not isinstance(item, items) or (isinstance(item, bool) and bool not in items):
+                raise ConfigError(f"{name} lists {short(item)}, not {items[0].__name__} values")
+
+    return check
+
+
+def _scalars(annotation: Any) -> tuple[type, ...]:
+    """The scalar types that an annotation names, integers for floats too; empty if it names others."""
+    kinds = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
+    known = all(kind in (int, float, str, bool, NoneType) for kind in kinds)
+    return (*kinds, *((int,) if float in kinds else ())) if known else ()
 
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
