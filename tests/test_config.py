@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from nnxmoe import ConfigError
 from nnxmoe.cli.summary import find
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.frozen import FrozenDict
+from nnxmoe.config.layer_types import PartialRopesConfig
 from nnxmoe.config.rope import DynamicRope, LinearRope, Llama3Rope, Rope, YarnRope
 from nnxmoe.config.undeclared import FP8_EXPERTS, PREDICTION
 from nnxmoe.convert.hf.side_files import read_config
@@ -1220,3 +1222,47 @@ def test_heads_of_a_kind_of_layers_must_divide(kind: str, changes: dict[str, Any
         config_from_hf(BY_TYPE[kind] | changes)
     with pytest.raises(ConfigError, match=message):
         dataclasses.replace(config_from_hf(BY_TYPE[kind]), **changes)
+
+
+GUIDE = (Path(nnxmoe.__file__).parents[1] / "models" / "README.md").read_text(encoding="utf-8")
+ROWS = [row.split(" | ") for row in GUIDE.partition("| family")[2].partition("\n\n")[0].splitlines()[2:]]
+DECLARED = json.loads(FILE.read_text(encoding="utf-8"))["families"]
+
+
+def refused_fields(kind: str) -> set[str]:
+    """Fields that transformers reads for a family, and that the family refuses with some value."""
+    fields, found = dict(BY_TYPE.get(kind) or MODELS[kind][0]().to_hf()), set()
+    for name in {*DECLARED[kind]} - {"architectures", "model_type", "dtype"}:
+        for value in (True, False, 0.5, 2, "gelu"):
+            try:
+                config_from_hf(fields | {name: value})
+            except ConfigError as error:
+                found |= {name} if "is not supported" in str(error) else set()
+    return found
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0].strip("| `").partition("`")[0])
+def test_guide_names_every_field_that_a_family_refuses(row: list[str]) -> None:
+    kinds = re.findall(r"`(\w+)`", row[0])
+    refused = set[str]().union(*map(refused_fields, kinds)) - {"hidden_act"}
+    named = set(re.findall(r"`(\w+)`", row[-1]))
+    assert refused <= named, "add them to the column"
+    read = set[str]().union(*(DECLARED[kind] for kind in kinds))
+    assert named & read <= refused, "these are supported now"
+
+
+PARTIAL = ("glm4_moe", "minimax_m2", "sarvam_moe", "minimax_m3_vl_text", "qwen3_next", "qwen3_5_text")
+PARTIAL += ("qwen3_5_moe_text", "mimo_v2_flash", "laguna", "step3p5")
+
+
+@pytest.mark.parametrize("kind", PARTIAL)
+def test_odd_rotated_widths_are_refused(kind: str) -> None:
+    """A quarter of 20; ``rope_parameters`` of one object, or of one per type of layers."""
+    known = MODELS[kind][0]
+    dropped = ("rope_scaling", "rotary_dim", "partial_rotary_factor")
+    fields = {name: value for name, value in BY_TYPE[kind].items() if name not in dropped}
+    rope = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.25}
+    nested = issubclass(known, PartialRopesConfig)
+    ropes = dict.fromkeys(("full_attention", "sliding_attention"), rope)
+    with pytest.raises(ConfigError, match="needs an even width, got 5"):
+        known.from_hf(fields | {"head_dim": 20, "rope_parameters": ropes if nested else rope})
