@@ -80,6 +80,8 @@ def register(family: type[CausalLM]) -> None:
     Call it with a class of your own before loading, saving or planning its models. Raises ConfigError if a config
     declares a field that the family does not read, or if a parameter has no row in the table of tensor names.
     """
+    if not (isinstance(family, type) and issubclass(family, CausalLM)):
+        raise ValueError(f"register({short(family)}): give a class derived from nnxmoe.CausalLM")
     refuse_unread_fields(family)
     refuse_unnamed_parameters(family)
     _add(family)
@@ -157,7 +159,8 @@ def _relative(kind: Any) -> str:
 
 def preset(name: str | os.PathLike[str]) -> DecoderConfig | None:
     """The preset of that name; None if there is none, or if a folder of that name exists."""
-    return None if os.path.isdir(name) else PRESETS.get(str(name).lower())
+    is_path = isinstance(name, str | os.PathLike)
+    return PRESETS.get(str(name).lower()) if is_path and not os.path.isdir(name) else None
 
 
 def near_presets(name: str | os.PathLike[str]) -> str:

@@ -34,6 +34,8 @@ def make_mesh(
     """
     sizes: dict[str, int] = dict(zip(MESH_AXES, (pipe, data, fsdp, context, expert, tensor), strict=True))
     found = np.asarray(jax.devices() if devices is None else devices, dtype=object)
+    if odd := [one for one in found.flat if not hasattr(one, "platform")]:
+        raise ValueError(f"devices lists {short(odd[0])}: give devices of JAX, such as jax.devices()[:4]")
     remaining = [name for name, size in sizes.items() if size == -1]
     if len(remaining) > 1 or not all(is_integer(size, -1) and size for size in sizes.values()):
         raise ValueError(f"mesh sizes {short(sizes)}: give integers of at least 1; one may be -1 (the devices left)")

@@ -1,6 +1,9 @@
 """Validation of constructor arguments."""
 
+import contextlib
 from typing import Any
+
+import jax.numpy as jnp
 
 from nnxmoe.config.printable import short
 
@@ -18,6 +21,14 @@ def is_integer(value: Any, least: int) -> bool:
 def is_between(value: Any, least: float, most: float) -> bool:
     """Whether the value is a number (bool excluded) between the two, which are excluded."""
     return isinstance(value, int | float) and not isinstance(value, bool) and least < value < most
+
+
+def floating_dtype(where: str, name: str, value: Any) -> Any:
+    """``value`` as a NumPy dtype. Raises ValueError for ``where(name=value)`` unless it is a floating-point one."""
+    with contextlib.suppress(TypeError):  # of values that are not dtypes
+        if value is not None and jnp.issubdtype(dtype := jnp.dtype(value), jnp.floating):
+            return dtype
+    raise ValueError(f"{where}({name}={short(value)}): give a floating-point dtype, such as jnp.bfloat16")
 
 
 def check_positive(where: str, name: str, value: Any) -> None:

@@ -16,6 +16,7 @@ from nnxmoe.config.arguments import refuses_unknown
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.rope import DynamicRope
+from nnxmoe.config.validate import floating_dtype
 from nnxmoe.layers.cache import Cache, formatted
 from nnxmoe.layers.context import Attention, Context, FeedForward
 from nnxmoe.layers.embed import Embed
@@ -153,7 +154,7 @@ class CausalLM(nnx.Module):
         dtype: Any = jnp.float32,
         mtp: bool = False,
     ):
-        strategy, dtype = strategy or Strategy(), jnp.dtype(dtype)
+        strategy, dtype = strategy or Strategy(), floating_dtype(type(self).__name__, "dtype", dtype)
         check_arguments(type(self), config, strategy, rngs)
         self.config, self.strategy = config, strategy
         ahead = self._prediction_layers() if mtp else lambda **kw: []

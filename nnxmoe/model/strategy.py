@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jaxtyping import Array
@@ -18,7 +17,8 @@ from nnxmoe.axes import CONTEXT, RULES, AnyMesh, Rules, check_mesh, placed_on, s
 from nnxmoe.config.arguments import KnownFields
 from nnxmoe.config.bounds import ConfigError
 from nnxmoe.config.frozen import FrozenDict
-from nnxmoe.config.validate import check_object
+from nnxmoe.config.printable import short
+from nnxmoe.config.validate import check_object, floating_dtype
 from nnxmoe.layers.attend import Attend
 from nnxmoe.layers.cache import CacheFormat
 from nnxmoe.model.remat import Remat
@@ -125,9 +125,8 @@ class Strategy(KnownFields):
         if self.stacking is None:
             object.__setattr__(self, "stacking", Unrolled() if self.pipeline is None else Scanned())
         if self.compute_dtype is not None:
-            object.__setattr__(self, "compute_dtype", jnp.dtype(self.compute_dtype))
-            if not jnp.issubdtype(self.compute_dtype, jnp.floating):
-                raise ValueError(f"Strategy(compute_dtype={self.compute_dtype}): give a floating-point dtype")
+            dtype = floating_dtype("Strategy", "compute_dtype", self.compute_dtype)
+            object.__setattr__(self, "compute_dtype", dtype)
         for name, example in _EXAMPLES.items():
             check_object("Strategy", name, getattr(self, name), example)
         object.__setattr__(self, "attend", attend_on(self.attend, self.mesh, self.rules))
@@ -255,6 +254,14 @@ def check_context(model: Any, mesh: AnyMesh) -> None:
                 f"of size {mesh.shape[CONTEXT]} shards them: use make_mesh({CONTEXT}=1) with more devices along fsdp, "
                 "expert or tensor"
             )
+
+
+def with_mesh(strategy: Strategy | None, mesh: Mesh | None) -> Strategy:
+    """The strategy, None: `Strategy.auto`, with this mesh; None: its own. Raises ValueError for other values."""
+    if strategy is not None and not isinstance(strategy, Strategy):
+        raise ValueError(f"strategy={short(strategy)} is not an nnxmoe.Strategy: give one, or None")
+    strategy = Strategy.auto() if strategy is None else strategy
+    return strategy if mesh is None else dataclasses.replace(strategy, mesh=mesh)
 
 
 def check_arguments(model: Any, config: Any, strategy: Any, rngs: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from nnxmoe.config.printable import short
 from nnxmoe.config.validate import check_positive
 from nnxmoe.layers.codes import FP8, MIDDLE, WHOLE, Codes
 
@@ -67,6 +68,11 @@ class Mixed:
     others: Method | None
     head: Method | None = None
 
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if not isinstance(value := getattr(self, field.name), Method | None):
+                raise ValueError(f"Mixed({field.name}={short(value)}): give a method such as Int8(), or None")
+
 
 def parse(text: str) -> Method | Mixed:
     """Parse a method of the command line: ``int8``, ``int4``, ``int4:32`` (groups of 32), ``fp8``, ``fp8:64`` (blocks),
@@ -95,7 +101,10 @@ def _one(text: str) -> Method | None:
 
 
 def refuse_both(quantize: Method | Mixed | None, keep_quantized: bool) -> None:
-    """Raise ValueError if kernels are to be quantised and to keep the checkpoint's codes."""
+    """Raise ValueError if kernels are to be quantised and to keep the checkpoint's codes, or if ``quantize`` is not a
+    method."""
+    if quantize is not None and not isinstance(quantize, Method | Mixed):
+        raise ValueError(f"quantize={short(quantize)} is not a method: give one such as nnxmoe.Int8(), or None")
     if keep_quantized and quantize is not None:
         raise ValueError(
             "keep_quantized and quantize exclude each other: keep the checkpoint's codes, or make new ones"

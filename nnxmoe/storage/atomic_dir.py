@@ -15,7 +15,7 @@ from pathlib import Path
 from nnxmoe.config.printable import short, some
 from nnxmoe.runtime.progress import logger
 from nnxmoe.storage.errors import CheckpointError
-from nnxmoe.storage.files import refuse_url
+from nnxmoe.storage.files import path_text, refuse_url
 from nnxmoe.storage.hub import CODE_FILES, TOKENIZER_FILES
 from nnxmoe.storage.source import NATIVE_FILE, holds_orbax
 
@@ -90,7 +90,7 @@ def refuse_unless_empty(folder: str | os.PathLike[str]) -> None:
 
 
 def _target(folder: str | os.PathLike[str]) -> Path:
-    name = os.fspath(folder)
+    name = path_text(folder, CheckpointError)
     if not name or "\0" in name:
         raise CheckpointError(
             f"{short(name)} cannot name a folder: {'it has a NUL character' if name else 'it is empty'}"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from nnxmoe.config.printable import did_you_mean
-from nnxmoe.storage.files import refuse_url
+from nnxmoe.storage.files import path_text, refuse_url
 from nnxmoe.storage.gguf import is_gguf
 
 T = TypeVar("T")
@@ -52,7 +52,7 @@ def local_folder(path_or_hub_id: str | os.PathLike[str], error: type[ValueError]
 
     The text ``demo`` names the checkpoint within the package, ``./demo`` a folder.
     """
-    text = os.fspath(path_or_hub_id)
+    text = path_text(path_or_hub_id, error, "path_or_hub_id")
     if path_or_hub_id == "demo":
         return DEMO
     if not text or "\0" in text:

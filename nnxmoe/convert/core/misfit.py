@@ -26,6 +26,8 @@ def refuse_misfit(model: CausalLM) -> None:
     Compared are the parts, the shapes and dtypes of parameters, and all attributes that no strategy chooses. Adapters
     are not: each layout says whether it stores them.
     """
+    if not isinstance(model, CausalLM):
+        raise ValueError(f"model is a {type(model).__name__}: give a model of nnxmoe, and then the folder")
     kind, config = type(model), model.config
     if not is_registered(model):
         raise CheckpointError(

@@ -15,7 +15,7 @@ from nnxmoe.convert.core.lazy_array import LazyArray, LazyArrays
 from nnxmoe.convert.core.report import LoadError, LoadReport
 from nnxmoe.layers.quantized import QuantizedArray
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.model.strategy import Strategy
+from nnxmoe.model.strategy import Strategy, with_mesh
 from nnxmoe.models import model_class
 
 DTYPES = tuple(map(np.dtype, (np.float32, jnp.bfloat16, np.float16, np.float64)))
@@ -31,9 +31,7 @@ def check_config(config: DecoderConfig) -> None:
 
 def abstract(config: DecoderConfig, strategy: Strategy | None, mesh: Mesh | None, *, mtp: bool = False) -> CausalLM:
     """A model with shapes but no values; ``mesh`` None: the strategy's; ``mtp``: see `CausalLM`."""
-    strategy = strategy or Strategy.auto()
-    strategy = dataclasses.replace(strategy, mesh=strategy.mesh if mesh is None else mesh)
-    return model_class(config)(config, strategy, rngs=None, mtp=mtp)
+    return model_class(config)(config, with_mesh(strategy, mesh), rngs=None, mtp=mtp)
 
 
 def unless_cast(

@@ -31,7 +31,7 @@ from nnxmoe.convert.hf.quantize import keep, quantize_on_reading
 from nnxmoe.convert.hf.side_files import generation_fields, parse_config, write_side_files
 from nnxmoe.convert.hf.source import stored
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.model.strategy import Strategy
+from nnxmoe.model.strategy import Strategy, with_mesh
 from nnxmoe.models import model_class, refuse_preset
 from nnxmoe.moe.token_router import TokenExperts
 from nnxmoe.quantization.methods import Method, Mixed, refuse_both
@@ -74,6 +74,7 @@ def from_pretrained(
     """
     dtype = float_dtype(dtype)
     refuse_both(quantize, keep_quantized)
+    strategy = with_mesh(strategy, mesh)
     refuse_preset(path_or_hub_id)
     with Checkpoint.open(path_or_hub_id, revision=revision, local_files_only=local_files_only) as checkpoint:
         config, notes = _config(checkpoint)
@@ -86,8 +87,6 @@ def from_pretrained(
         where = checkpoint.config_file
         found = with_views(kind.hf_names(config), stored(checkpoint.tensors, checkpoint.config, where, checkpoint))
         refuse_unjustified(config, found, where)
-        strategy = strategy or Strategy.auto()
-        strategy = strategy if mesh is None else dataclasses.replace(strategy, mesh=mesh)
         model = kind(config, strategy, rngs=None, mtp=mtp)
         model.generation_config, more = generation_fields(checkpoint.folder, config)
         notes += (*more, *_other_copies(model, checkpoint), *checkpoint.notes)

@@ -39,6 +39,8 @@ def add(
     layers are scanned or not and on any mesh; None makes shapes. Raises ValueError for unusable arguments, and if the
     model has adapters already.
     """
+    if rngs is not None and not isinstance(rngs, nnx.Rngs):
+        raise ValueError(f"rngs={short(rngs)}: give nnx.Rngs(0), or None for adapters of shapes without values")
     targets = list(rank) if targets is None and isinstance(rank, Mapping) else targets
     kind, found = float_dtype(dtype) or np.dtype(np.float32), chosen(model, targets)
     ranks = for_each(found, rank, "rank")

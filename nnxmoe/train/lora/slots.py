@@ -1,14 +1,14 @@
 """The places in a model that can hold an adapter, and their names: `attention.q`, `experts.gate_up`, `head`."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from flax import nnx
 
 from nnxmoe.axes import axes_of, of_layers
-from nnxmoe.config.printable import plain
+from nnxmoe.config.printable import plain, short
 from nnxmoe.convert.core.layout import Path
 from nnxmoe.layers.embed import Embed
 from nnxmoe.layers.kernel import kernel_param
@@ -103,6 +103,8 @@ def chosen(model: CausalLM, targets: str | Sequence[str] | None) -> list[Slot]:
     if targets is None:
         left_out = "router", "embed", "head", "attention.indexer", *model.not_for_peft
         return [slot for slot in every if not slot.name.startswith(left_out)]
+    if not isinstance(targets, Iterable) or isinstance(targets, bytes):
+        raise ValueError(f"targets={short(targets)}: give the name of a projection, or a list of them")
     asked, names = [targets] if isinstance(targets, str) else list(targets), sorted({slot.name for slot in every})
     known = {target: [name for name in names if f"{name}.".startswith(f"{target}.")] for target in asked}
     if odd := [target for target in asked if not known[target]] if asked else [""]:

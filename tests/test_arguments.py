@@ -1,0 +1,97 @@
+"""Values of a wrong kind are ValueErrors that name the argument, whichever function they enter by."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flax import nnx
+
+import nnxmoe
+from nnxmoe import models
+from nnxmoe.convert import maxtext
+from nnxmoe.quantization.methods import Mixed
+from nnxmoe.train import lora
+
+ODD: tuple[Any, ...] = (True, 0, -1, 1.5, 10**30, "", "a/b\0", b"x", [], ["x"], {}, {"a": 1}, object(), int)
+ODD += (float("nan"), np.int64(3), lambda: 3)
+SIZES = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+CONFIG = models.MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4)
+
+
+@pytest.fixture(scope="module")
+def model() -> nnxmoe.CausalLM:
+    return models.Mixtral(CONFIG, rngs=nnx.Rngs(0))
+
+
+def calls(model: Any, folder: Path) -> Iterator[tuple[str, Callable[[Any], Any]]]:
+    """Name of an argument, and a function that passes it."""
+    new = folder / "new"
+    yield "path_or_hub_id", lambda value: nnxmoe.from_pretrained(value, local_files_only=True)
+    yield "path_or_hub_id", lambda value: nnxmoe.Tokenizer.from_pretrained(value, local_files_only=True)
+    for name in ("dtype", "mesh", "strategy", "quantize"):
+        yield name, lambda value, name=name: nnxmoe.from_pretrained("demo", **{name: value})
+    yield "folder", lambda value: nnxmoe.save_pretrained(model, value)
+    yield "folder", lambda value: nnxmoe.save(model, value)
+    yield "folder", lambda value: maxtext.save(model, value)
+    yield "folder", lambda value: nnxmoe.load(value)
+    yield "folder", lambda value: maxtext.load(value)
+    for save in (nnxmoe.save_pretrained, nnxmoe.save, maxtext.save):
+        yield "model", lambda value, save=save: save(value, new)
+    yield "dtype", lambda value: nnxmoe.save_pretrained(model, new, dtype=value)
+    yield "max_shard_size", lambda value: nnxmoe.save_pretrained(model, new, value)
+    for name in ("mesh", "strategy"):
+        yield name, lambda value, name=name: maxtext.from_tree({"params": {}}, CONFIG, **{name: value})
+    yield "config", lambda value: maxtext.from_tree({"params": {}}, value)
+    for field in dataclasses.fields(nnxmoe.Strategy):
+        yield field.name, lambda value, name=field.name: nnxmoe.Strategy(**{name: value})
+        yield field.name, lambda value, name=field.name: dataclasses.replace(nnxmoe.Strategy(), **{name: value})
+    for name in ("data", "fsdp", "expert", "tensor", "devices"):
+        yield name, lambda value, name=name: nnxmoe.make_mesh(**{name: value})
+    for name in ("experts", "others", "head"):
+        yield name, lambda value, name=name: Mixed(**{"experts": None, "others": None, name: value})
+    for name in ("rank", "alpha", "targets", "rngs", "dtype"):
+        options: dict[str, Any] = {"rank": 2, "rngs": None}
+        shapes = models.Mixtral(CONFIG, rngs=None)
+        yield name, lambda value, name=name, shapes=shapes, o=options: lora.add(shapes, **o | {name: value})
+    yield "register", models.register
+    for name in ("config", "strategy", "rngs", "dtype"):
+        options = {"config": CONFIG, "rngs": None}
+        yield name, lambda value, name=name, o=options: models.Mixtral(**o | {name: value})
+
+
+def test_odd_values_are_value_errors_or_valid(
+    model: nnxmoe.CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    refused = 0
+    for name, call in calls(model, tmp_path):
+        for value in ODD:
+            try:
+                call(value)
+            except ValueError:
+                refused += 1
+            except Exception as error:
+                pytest.fail(f"{name}={value!r:.40}: {type(error).__name__}: {error}")
+    assert refused > 600, "few of these values are valid"
+
+
+@pytest.mark.parametrize("value", [None, 3, b"x", ["a"]], ids=repr)
+def test_what_is_no_path_names_the_argument(model: nnxmoe.CausalLM, value: Any) -> None:
+    """Such as None from an environment variable that is not set."""
+    for load in (nnxmoe.from_pretrained, nnxmoe.Tokenizer.from_pretrained):
+        with pytest.raises(ValueError, match=r"path_or_hub_id is .*: give a path"):
+            load(value)
+    for use in (nnxmoe.load, maxtext.load, lambda folder: lora.load(nnx.clone(model), folder)):
+        with pytest.raises(ValueError, match=r"folder is .*: give a path"):
+            use(value)
+    for save in (nnxmoe.save_pretrained, nnxmoe.save, maxtext.save):
+        with pytest.raises(ValueError, match=r"folder is .*: give a path"):
+            save(model, value)
+
+
+def test_swapped_arguments_of_saving(model: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"model is a .*Path: give a model"):
+        nnxmoe.save_pretrained(tmp_path / "model", model)
