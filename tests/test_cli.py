@@ -23,6 +23,7 @@ from nnxmoe import cli
 from nnxmoe.cli import chat, prompts
 from nnxmoe.cli.parser import as_typed
 from nnxmoe.cli.summary import summarise
+from nnxmoe.convert.hf import pretrained
 from nnxmoe.generation.complete import StoppedText
 from nnxmoe.models import MODELS, PRESETS
 from nnxmoe.storage.checkpoint import Checkpoint
@@ -138,6 +139,19 @@ def test_options_of_other_programs_are_answered(capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit, match="2"):
         cli.main(["generate", "demo", "x", "--max-tokens", "8"])
     assert "did you mean --max-new-tokens?" in capsys.readouterr().err
+
+
+def test_unusable_adapters_are_refused_before_the_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(nnxmoe, "from_pretrained", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr(pretrained, "from_pretrained", lambda *_, **__: pytest.fail("loaded"))
+    (tmp_path / "prompt").mkdir()
+    (tmp_path / "prompt" / "adapter_config.json").write_text('{"peft_type": "PROMPT_TUNING"}')
+    for name, wanted in {"nosuch": "adapter_config.json: No such file", "prompt": "cannot merge it"}.items():
+        for line in (["generate", "demo", "x"], ["convert", "demo", str(tmp_path / "out"), "--to", "hf"]):
+            assert cli.main([*line, "--adapter", str(tmp_path / name)]) == 1
+            assert wanted in capsys.readouterr().err
 
 
 def test_near_names_are_proposed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -342,3 +342,16 @@ def test_expected_peak_memory_is_logged(tmp_path: Path, caplog: pytest.LogCaptur
     assert "expected peak memory 1.02 MB, without the program's own" in caplog.text
     conversion._announce({"x": LazyArray((10**6, 10**6), np.dtype(np.float32), lambda *_: None)}, None)
     assert "expected peak memory 12.00 TB" in caplog.text and "that is more than the " in caplog.text
+
+
+def test_invalid_arguments_are_refused_before_anything_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("kind_of", "local_folder"):
+        monkeypatch.setattr(conversion, name, lambda *_: pytest.fail("read"))
+    target = str(tmp_path / "out")
+    odd: list[dict[str, Any]] = [{"dtype": "x"}, {"dtype": 3}, {"to": "x"}, {"quantize": "int8"}]
+    odd += [{"scan": True}, {"to": "maxtext", "quantize": nnxmoe.Int8()}]
+    for options in odd:
+        with pytest.raises(ValueError, match=next(iter(options))):
+            conversion.convert("demo", target, **{"to": "hf"} | options)
+    with pytest.raises(ValueError, match="folder is None"):
+        conversion.convert("demo", None, "hf")  # type: ignore[arg-type]

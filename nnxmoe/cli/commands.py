@@ -40,11 +40,14 @@ def _weights(model: str) -> str:
 def load(options: argparse.Namespace) -> tuple[Any, nnxmoe.Tokenizer]:
     """The model and the tokenizer, with an adapter merged into the model if one is named, or is what is named."""
     from nnxmoe.train import lora
+    from nnxmoe.train.lora.peft import open_adapter
 
     path, adapter = _weights(options.model), options.adapter
     if adapter is None and (base := lora.base_of(path)) is not None:
         path, adapter = base, path
         say("%s is an adapter of %s", adapter, base)
+    if adapter is not None:
+        open_adapter(adapter)
     hub = {"revision": options.revision, "local_files_only": options.local_files_only}
     tokenizer = nnxmoe.Tokenizer.from_pretrained(path, **hub)
     quantize, mesh = method(options), mesh_of(options.mesh)
@@ -143,8 +146,11 @@ def convert(options: argparse.Namespace) -> None:
     from nnxmoe.convert import conversion
     from nnxmoe.models import refuse_preset
     from nnxmoe.train import lora
+    from nnxmoe.train.lora.peft import open_adapter
 
     refuse_preset(options.source)
+    if options.adapter is not None:
+        open_adapter(options.adapter)
     done = conversion.convert(
         options.source,
         options.target,

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.printable import bytes_text
 from nnxmoe.convert import maxtext, maxtext_layout, native
+from nnxmoe.convert.core.dtypes import float_dtype
 from nnxmoe.convert.core.lazy_array import LazyArrays
 from nnxmoe.convert.hf import pretrained
 from nnxmoe.convert.hf.raw import raw
@@ -26,7 +27,7 @@ from nnxmoe.model.stack import Scanned, Unrolled
 from nnxmoe.model.strategy import Strategy
 from nnxmoe.models import near_presets, preset
 from nnxmoe.quantization.kernels import dequantize, quantized_weights
-from nnxmoe.quantization.methods import Method, Mixed
+from nnxmoe.quantization.methods import Method, Mixed, refuse_both
 from nnxmoe.quantization.rounding import quantize as round_kernels
 from nnxmoe.runtime.memory import memory_bytes
 from nnxmoe.runtime.progress import bytes_bar, logger, say
@@ -146,6 +147,7 @@ def convert(
     Raises ValueError; invalid arguments are reported before anything is read.
     """
     _check(to, scan, quantize, verify)
+    dtype = float_dtype(dtype)
     refuse_unless_empty(target)
     kind, writer = KINDS[kind_of(source)], KINDS[to]
     if config is not None and kind is not KINDS["maxtext"]:
@@ -187,6 +189,7 @@ def _check(to: str, scan: bool, quantize: Method | Mixed | None, verify: bool) -
     """Raise ValueError for options that do not go together."""
     if to not in KINDS:
         raise ValueError(f"--to {to}: choose one of {', '.join(KINDS)}")
+    refuse_both(quantize, keep_quantized=False)
     if scan and to == "hf":
         raise ValueError("--scan: Hugging Face's layout keeps every layer's tensors apart; leave it out")
     if quantize is not None and to == "maxtext":

@@ -66,6 +66,13 @@ def save(model: CausalLM, folder: str | os.PathLike[str], *, overwrite: bool = F
         write_shares(stage, shares, 1 << 62, process=jax.process_index(), single=WEIGHTS_FILE)
 
 
+def open_adapter(folder: str | os.PathLike[str]) -> tuple[Settings, AdapterFile]:
+    """The settings of the adapter in a folder, and the header of its tensors. Raises CheckpointError for what `load`
+    cannot use whatever the model, so that commands call it before they load one."""
+    where = absolute(folder)
+    return Settings.read(where / CONFIG_FILE), AdapterFile(where)
+
+
 def base_of(folder: str | os.PathLike[str]) -> str | None:
     """Base model named by the adapter in a folder; None if the folder holds no adapter, or a whole model. Raises
     CheckpointError for an adapter without base model."""
@@ -120,8 +127,7 @@ def load(model: CausalLM, folder: str | os.PathLike[str], dtype: Any = None) -> 
     shape than the model and the rank require. The model is then unchanged.
     """
     refuse_adapted(model)
-    kind, where = float_dtype(dtype), absolute(folder)
-    settings, file = Settings.read(where / CONFIG_FILE), AdapterFile(where)
+    kind, (settings, file) = float_dtype(dtype), open_adapter(folder)
     found = collections.defaultdict[str, dict[int, OneLayer]](dict)
     for piece in pieces_of(_targeted(model, settings, file)):
         a, b = (one.read(file.take(one.name, one.shape, one.rank)) for one in piece.stored(model))
