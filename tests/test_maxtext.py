@@ -1,5 +1,6 @@
 """MaxText's Linen layout, read and written, against logits, gradients and files computed by MaxText."""
 
+import dataclasses
 import itertools
 import json
 import shutil
@@ -37,7 +38,7 @@ from tests.support.maxtext_cases import (
     newer_weights,
     params_of,
 )
-from tests.support.running import compiled_in, forward
+from tests.support.running import compiled_in, forward, randomise
 from tests.support.tiny import build_tiny, random_tokens, stacking_of
 
 
@@ -249,6 +250,77 @@ def test_training_states_are_reduced_to_parameters(caplog: pytest.LogCaptureFixt
         CheckpointError, match="there are two arrays decoder/decoder_norm/scale, one of them at params/params/"
     ):
         maxtext.from_tree({**tree["params"]["params"], "params": moments}, config)
+
+
+@pytest.mark.parametrize("boxed", [False, True])
+@pytest.mark.parametrize("around", ["", "params/", "params/params/", "model/", "state/model/", "model/params/"])
+def test_states_at_any_place_are_skipped_and_reported(around: str, boxed: bool) -> None:
+    """Random generators and optimizers of MaxText's states; other arrays, such as EMA weights, are refused by name."""
+    params, config = params_of("mixtral_scanned"), config_of("mixtral_scanned")
+    moments = {f"{name}/params/decoder/decoder_norm/scale": np.zeros(32, np.float32) for name in ("mu", "nu")}
+    random = {
+        "decoder/dropout/rngs/params/count": np.uint32(7),
+        "decoder/layers/dropout/rngs/dropout/key": jax.random.key(0),
+        "decoder/layers/self_attention/rngs/default/key": np.zeros((2, 2), np.uint32),
+        "token_embedder/key": jax.random.key(1),
+        "decoder/count": np.uint32(3),
+    }
+    state = {around + name.removeprefix("params/"): array for name, array in params.items()}
+    state |= {around + name: array for name, array in random.items()}
+    state |= {f"optimizer/opt_state/0/{name}": array for name, array in moments.items()}
+    state |= {f"{around}{name}": array for name, array in moments.items()}
+    state |= {"opt_state": (1, "a tuple of Optax"), "optimizer/step": 3, "step": np.int32(3), "rngs/default/count": 1}
+    state = {f"{name}/value" if boxed else name: array for name, array in state.items()}
+    model = maxtext.from_tree(nested(state), config)
+    identical(flat(maxtext.to_tree(model)), params)
+    assert model.load_report is not None
+    skipped, generators = model.load_report.skipped, "state of random generators"
+    trained = {"opt_state", "optimizer", "step", f"{around}mu", f"{around}nu", f"{around}decoder/count"}
+    assert set(skipped["state of a training"]) == trained
+    places = (
+        "decoder/dropout/rngs",
+        "decoder/layers/dropout/rngs",
+        "decoder/layers/self_attention/rngs",
+        "token_embedder/key",
+    )
+    assert set(skipped[generators]) == {"rngs", *(around + place for place in places)}
+    for name in ("ema/decoder/decoder_norm/scale", "decoder/layers/rng_scale"):
+        with pytest.raises(CheckpointError, match=f"{name} .* is not a parameter"):
+            maxtext.from_tree(nested(state | {around + name: np.zeros(32)}), config)
+
+
+@pytest.mark.parametrize("layers", [None, "equal"])
+def test_pure_states_of_nnx_have_layers_of_biases_first(layers: str | None) -> None:
+    """``nnx.to_pure_dict`` loses the classes of variables; biases of routers are stacked on axis 0."""
+    config, stored = config_of("deepseek3_unscanned"), params_of("deepseek3_unscanned")
+    config = dataclasses.replace(config, num_hidden_layers=9 if layers else 3)
+    model = randomise(model_class(config)(config, nnxmoe.Strategy(), rngs=nnx.Rngs(0))) if layers else None
+    model = model or maxtext.from_tree(nested(stored), config)
+    tree = flat(maxtext.to_tree(model))
+    (bias,) = (name for name in tree if name.endswith("gate/bias"))
+    assert (tree[bias].shape[0] == tree[bias].shape[1]) == bool(layers)
+    state = nested({"model/" + name.removeprefix("params/"): a.T if name == bias else a for name, a in tree.items()})
+    identical(flat(maxtext.to_tree(maxtext.from_tree(state, config))), tree)
+
+
+def test_states_in_folders_are_reported(tmp_path: Path) -> None:
+    params, config = params_of("mixtral_scanned"), config_of("mixtral_scanned")
+    state = {"step": np.int32(1), "opt_state": {"count": np.int32(1)}, "rngs": {"default": {"count": np.uint32(2)}}}
+    tree = nested({name.removeprefix("params/"): array for name, array in params.items()})
+    for around in ({"params": {"params": tree}}, {"model": tree | {"rngs": {"key": np.uint32(1)}}}, tree):
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        with ocp.PyTreeCheckpointer() as checkpointer:
+            checkpointer.save(folder, {**around, **state})
+        model = maxtext.load(folder, config)
+        identical(flat(maxtext.to_tree(model)), params)
+        assert model.load_report is not None
+        skipped = model.load_report.skipped
+        assert set(skipped["state of a training"]) == {"step", "opt_state"}
+        assert set(skipped["state of random generators"]) == {"rngs", *(["model/rngs"] if "model" in around else [])}
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "ema", {"params": tree, "ema": tree})
+    with pytest.raises(CheckpointError, match="holds ema beside the parameters"):
+        maxtext.load(tmp_path / "ema", config)
 
 
 def test_variables_of_nnx_and_values_in_boxes_are_read(caplog: pytest.LogCaptureFixture) -> None:

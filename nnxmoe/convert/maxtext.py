@@ -8,14 +8,11 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
-from flax.core import meta
 from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh
 
@@ -30,6 +27,7 @@ from nnxmoe.convert.core.report import LoadReport
 from nnxmoe.convert.core.restore import abstract, check_config, checked, restore, unless_cast
 from nnxmoe.convert.hf.side_files import parse_config, read_generation_config, write_side_files
 from nnxmoe.convert.maxtext_layout import EMBED, KEY, arrays, changes, layout, ours, scanned
+from nnxmoe.convert.maxtext_trees import Tree, check_arrays, nested, without_states
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.strategy import Strategy
 from nnxmoe.runtime.progress import bytes_bar, logger
@@ -38,15 +36,15 @@ from nnxmoe.storage.files import absolute
 from nnxmoe.storage.multihost import shared_folder
 from nnxmoe.storage.source import find_config
 
-Tree = Mapping[str, Any]
-_TRAINING = frozenset({"opt_state", "step"})  # stored next to params in a training state
 _MTP = "mtp_block"  # MaxText's prediction layers, beside the decoder
 BIASES = "MoEBiasVar"  # MaxText 0.2.5's collection of the routers' correction biases
 _BARE = ("decoder", "token_embedder")  # the tops of a tree without ``params``
+_TOPS = ("params", "model", "state", "nnx_aux", *_BARE, _MTP)  # of folders
+_LEVELS = ("params", "model", "state")  # around a tree, in any number and order
 _AROUND = re.compile(
-    rf"^(params/){{0,2}}(?P<aux>nnx_aux/((model|params)/)?|[A-Z]\w*Var/)?(?=({'|'.join(_BARE)}|{_MTP})/)"
+    rf"^(({'|'.join(_LEVELS)})/)*(?P<aux>nnx_aux/|[A-Z]\w*Var/)?(({'|'.join(_LEVELS)})/)*"
+    rf"(?=({'|'.join(_BARE)}|{_MTP})/)"
 )
-_ARRAYS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, int, float)
 _NO_ITEM = re.compile(r"^\d+$|\.orbax-checkpoint-tmp")  # a step, or what an interrupted save left
 
 
@@ -81,17 +79,17 @@ def from_tree(
     *,
     dtype: Any = None,
 ) -> CausalLM:
-    """A model from MaxText's parameter tree, scanned or not, boxed or not, with zero to two levels of ``params``.
+    """A model from MaxText's parameter tree, scanned or not, boxed or not, below any levels of ``params`` or ``model``.
 
-    ``dtype`` None: as in the tree. The optimizer state of a training state is skipped and listed in ``load_report``.
+    ``dtype`` None: as in the tree. The state of optimizers and random generators is skipped wherever it is in the tree,
+    and listed in ``load_report.skipped``.
     Raises CheckpointError (a ValueError) that lists all missing and unexpected arrays, and all shapes that differ from
     those of the config. ValueError for what is no tree of arrays.
     """
-    tops = _TRAINING & tree.keys() if isinstance(tree, Mapping) and "params" in tree else set()
-    found = {name: leaf for name, leaf in leaves(tree).items() if name.split("/")[0] not in tops}
+    found, skipped = without_states(nested(tree))
+    check_arrays(found)
     if empty := [name for name, leaf in found.items() if isinstance(leaf, jax.ShapeDtypeStruct)]:
         raise CheckpointError(f"the tree holds shapes without values: {some(empty)}")
-    skipped = {"state of a training": tuple(sorted(tops))} if tops else {}
     report = LoadReport("the tree", skipped=skipped)
     return _model({name: LazyArray.of(leaf) for name, leaf in found.items()}, report, config, strategy, mesh, dtype)
 
@@ -123,8 +121,12 @@ def _model(
     names = {name: found for name, found in names.items() if name not in ahead | aside}
     stacked = {name for name, leaf in wanted.items() if leaf.axis is not None}
     turned = _layers_first({n: a.shape for n, (a, aux) in names.items() if not aux}, wanted)
-    # In MaxText 0.2.5's ``nnx_aux`` layers are on axis 0 too.
-    given = {n: a.swapped() if (aux or turned) and n in stacked else a for n, (a, aux) in names.items()}
+    # In 0.2.5's ``nnx_aux`` layers are on axis 0 too, and so are those of routers' biases in states of its NNX models.
+    bias = f"/{model.maxtext_table.get('layer.moe.router.bias', ('',))[0]}"
+    of_nnx = any(re.match("(params/|state/)*model/", name) for name in found)
+    biases = {n: names[n][0].shape for n in stacked & names.keys() if n.endswith(bias)}
+    first = {n for n, s in biases.items() if s == wanted[n].shape[::-1] and (of_nnx or s != wanted[n].shape)}
+    given = {n: a.swapped() if (aux or turned or n in first) and n in stacked else a for n, (a, aux) in names.items()}
     given = ours(wanted, given, model.maxtext_streams)
     misfit = f"{report.source} does not fit the config ({config.model_type})"
     report = checked(wanted, given, dataclasses.replace(report, skipped=skipped), strict=True)
@@ -177,15 +179,23 @@ def load(
     notes: tuple[str, ...] = ()
     if config is None:
         config, notes = parse_config(find_config(where), str(where / "config.json"))
-    report = LoadReport(str(where), files=str(where), notes=notes)
-    model = _model(read(where), report, config, strategy, mesh, dtype)
+    found, skipped = without_states(read(where))
+    unread, states = without_states({name: np.int32() for name in orbax_folder.tops(items(where)) if name not in _TOPS})
+    if unread := [name for name in unread if not name.endswith("Var")]:
+        raise CheckpointError(
+            f"{where} holds {some(unread)} beside the parameters: remove it, or give a tree to from_tree"
+        )
+    for state, names in states.items():
+        skipped[state] = (*skipped.get(state, ()), *names)
+    report = LoadReport(str(where), files=str(where), notes=notes, skipped=skipped)
+    model = _model(found, report, config, strategy, mesh, dtype)
     model.generation_config = read_generation_config(where, config)
     return model
 
 
 def read(folder: str | os.PathLike[str]) -> dict[str, LazyArray]:
     """Name -> lazy array of the parameters in a MaxText Orbax checkpoint."""
-    return orbax_folder.read(items(absolute(folder)), ("params", "nnx_aux", *_BARE))
+    return orbax_folder.read(items(absolute(folder)), _TOPS)
 
 
 def items(folder: pathlib.Path) -> pathlib.Path:
@@ -233,29 +243,3 @@ def _layers_first(shapes: Mapping[str, tuple[int, ...]], wanted: Mapping[str, Le
     pairs = [(shapes[n], leaf.shape) for n, leaf in wanted.items() if leaf.axis is not None and n in shapes]
     telling = [(shape, there) for shape, own in pairs if (there := (own[1], own[0], *own[2:])) != own]
     return bool(telling) and all(shape == there for shape, there in telling)
-
-
-def leaves(tree: Tree) -> dict[str, Any]:
-    """Name -> array of a tree of mappings, boxed or not, without random keys; variables of NNX other than parameters
-    are below ``nnx_aux``, where MaxText has them. Raises ValueError for other values."""
-    if not isinstance(tree, Mapping):
-        raise ValueError(
-            f"the tree is a {type(tree).__name__}: give nested dicts of arrays, such as state.params or "
-            "nnx.state(module)"
-        )
-    found = dict(_leaves(tree, ()))
-    if odd := [f"{name} ({type(a).__name__})" for name, a in found.items() if not isinstance(a, _ARRAYS)]:
-        raise ValueError(f"the tree holds values that are not arrays of JAX or NumPy: {some(odd)}")
-    return found
-
-
-def _leaves(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-    if isinstance(tree, Mapping):
-        for name, branch in tree.items():
-            yield from _leaves(branch, (*path, str(name)))
-        return
-    value = tree.unbox() if isinstance(tree, meta.AxisMetadata) else tree
-    value = tree.get_value() if isinstance(tree, nnx.Variable) else value
-    aux = isinstance(tree, nnx.Variable) and not isinstance(tree, nnx.Param)
-    if not (isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)):
-        yield "/".join(("nnx_aux", *path) if aux else path), value

@@ -150,14 +150,24 @@ class _Opener(type_handlers.NumpyHandler):
         return found
 
 
-def read(folder: Path, tops: Sequence[str] | None) -> dict[str, LazyArray]:
-    """Name -> lazy array of the tree in a folder. ``tops``: read only these branches, one of which must exist."""
+def tops(folder: Path) -> list[str]:
+    """The names at the top of the tree in a folder."""
+    return list(_stored(folder)[1])
+
+
+def _stored(folder: Path) -> tuple[Any, dict[str, Any]]:
+    """A reader, and the metadata of the tree in a folder."""
     if not (folder / "_METADATA").is_file():
         raise CheckpointError(f"{folder} holds no Orbax checkpoint: it has no _METADATA")
     check_orbax_path(folder)
     reader = handler((np.ndarray, _Opener()))
     with _readable(folder):
-        stored: dict[str, Any] = dict(reader.metadata(folder).tree)
+        return reader, dict(reader.metadata(folder).tree)
+
+
+def read(folder: Path, tops: Sequence[str] | None) -> dict[str, LazyArray]:
+    """Name -> lazy array of the tree in a folder. ``tops``: read only these branches, one of which must exist."""
+    reader, stored = _stored(folder)
     wanted = stored if tops is None else {top: stored[top] for top in tops if top in stored}
     if tops is not None and not wanted:
         raise CheckpointError(

@@ -21,6 +21,7 @@ from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.printable import some
 from nnxmoe.convert import maxtext
 from nnxmoe.convert.core.layout import Path
+from nnxmoe.convert.maxtext_trees import Tree
 from nnxmoe.linen.mapping import Mapped, by_layer, flat, from_mapping
 from nnxmoe.linen.places import (
     Blueprint,
@@ -90,7 +91,7 @@ def wrap(nnx_class: Callable[..., nnx.Module], *args: Any, name: str | None = No
 
 
 def from_linen(
-    params: maxtext.Tree,
+    params: Tree,
     config: DecoderConfig,
     strategy: Strategy | None = None,
     mesh: Mesh | None = None,

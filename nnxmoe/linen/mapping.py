@@ -14,10 +14,11 @@ from jax.sharding import Mesh
 
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.printable import some
-from nnxmoe.convert import maxtext, native
+from nnxmoe.convert import native
 from nnxmoe.convert.core.lazy_array import LazyArray
 from nnxmoe.convert.core.report import LoadReport
 from nnxmoe.convert.core.restore import abstract, check_config, checked, restore
+from nnxmoe.convert.maxtext_trees import leaves
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.strategy import Strategy
 
@@ -58,7 +59,7 @@ def from_mapping(
 
 def flat(params: Mapping[str, Any]) -> dict[str, Any]:
     """Name -> array of a Linen tree, boxed or not, with or without its collection ``params``."""
-    found = maxtext.leaves(params)
+    found = leaves(params)
     inside = all(name.startswith("params/") for name in found)
     return {name.removeprefix("params/") if inside else name: array for name, array in found.items()}
 

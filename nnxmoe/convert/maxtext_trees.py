@@ -1,0 +1,74 @@
+"""Trees of arrays as MaxText and Flax have them: nested dicts and states, boxed or not, with other state beside the
+parameters."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from flax.core import meta
+
+from nnxmoe.config.printable import some
+
+Tree = Mapping[str, Any]
+T = TypeVar("T")
+_ARRAYS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, int, float)
+# State that may be anywhere in a tree, by the names of branches and of arrays of integers.
+_STATES = {
+    "state of random generators": (frozenset({"rngs", "rng"}), frozenset({"key"})),
+    "state of a training": (frozenset({"opt_state", "optimizer", "mu", "nu"}), frozenset({"step", "count"})),
+}
+
+
+def leaves(tree: Tree) -> dict[str, Any]:
+    """Name -> array of a tree of mappings, boxed or not, without random keys; variables of NNX other than parameters
+    are below ``nnx_aux``, where MaxText has them. Raises ValueError for other values."""
+    keys = jax.dtypes.prng_key
+    found = {n: a for n, a in nested(tree).items() if not jnp.issubdtype(getattr(a, "dtype", np.dtype(bool)), keys)}
+    check_arrays(found)
+    return found
+
+
+def check_arrays(found: Mapping[str, Any]) -> None:
+    if odd := [f"{name} ({type(a).__name__})" for name, a in found.items() if not isinstance(a, _ARRAYS)]:
+        raise ValueError(f"the tree holds values that are not arrays of JAX or NumPy: {some(odd)}")
+
+
+def nested(tree: Tree) -> dict[str, Any]:
+    """Name -> value of a tree of mappings. Raises ValueError for another tree."""
+    if not isinstance(tree, Mapping):
+        raise ValueError(
+            f"the tree is a {type(tree).__name__}: give nested dicts of arrays, such as state.params or "
+            "nnx.state(module)"
+        )
+    return dict(_leaves(tree, ()))
+
+
+def _leaves(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    if isinstance(tree, Mapping):
+        for name, branch in tree.items():
+            yield from _leaves(branch, (*path, str(name)))
+        return
+    value = tree.unbox() if isinstance(tree, meta.AxisMetadata) else tree
+    value = tree.get_value() if isinstance(tree, nnx.Variable) else value
+    aux = isinstance(tree, nnx.Variable) and not isinstance(tree, nnx.Param)
+    yield "/".join(("nnx_aux", *path) if aux else path), value
+
+
+def without_states(found: Mapping[str, T]) -> tuple[dict[str, T], dict[str, tuple[str, ...]]]:
+    """The arrays that may be parameters, and the branches with other state, by what they hold."""
+    kept, skipped = dict[str, T](), dict[str, set[str]]()
+    for name, value in found.items():
+        parts = name.removesuffix("/value").split("/")
+        dtype = getattr(value, "dtype", np.dtype(type(value)) if isinstance(value, int) else None)
+        whole = dtype is not None and not jnp.issubdtype(dtype, jnp.inexact)
+        for state, (branches, integers) in _STATES.items():
+            at = next((i for i, part in enumerate(parts) if part in branches), None)
+            if at is not None or (whole and parts[-1] in integers):
+                skipped.setdefault(state, set()).add("/".join(parts if at is None else parts[: at + 1]))
+                break
+        else:
+            kept[name] = value
+    return kept, {state: tuple(sorted(names)) for state, names in skipped.items()}
