@@ -319,10 +319,17 @@ def test_overwriting_names_the_files_that_are_kept(tmp_path: Path, caplog: pytes
     assert "notes.txt" in record.message and "will be read" not in record.message
 
 
-def test_new_folder_gets_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_new_folders_and_those_of_runs_get_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     nnxmoe.save_pretrained(model_of(1), tmp_path / "model")
     nnxmoe.save_pretrained(model_of(2), tmp_path / "model", overwrite=True)
-    assert "kept" not in caplog.text
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text("of a run that ends with this save")
+    nnxmoe.save_pretrained(model_of(1), tmp_path / "run", overwrite=True)
+    assert "kept" not in caplog.text and (tmp_path / "run" / "metrics.jsonl").exists()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "tokenizer.json").write_text("{}")
+    nnxmoe.save_pretrained(model_of(1), tmp_path / "other", overwrite=True)
+    assert "tokenizer.json will be read with the new model" in caplog.text
 
 
 def test_model_and_adapter_do_not_share_a_folder(tmp_path: Path) -> None:

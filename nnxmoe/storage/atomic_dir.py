@@ -33,8 +33,9 @@ def atomic_dir(
     """Yield a hidden folder to write a checkpoint into; on exit it is renamed to ``folder``.
 
     ``folder`` must be new or empty. With ``overwrite=True`` a checkpoint in it, the files that match ``replaced``, is
-    replaced: the old folder is renamed, and its other files move to the new one unless that has a file of the name. One
-    warning names those that move. (None: like False, for callers that do not offer to overwrite.)
+    replaced: the old folder is renamed, and its other files move to the new one unless that has a file of the name. If a
+    checkpoint was replaced, or files of a tokenizer move, one warning names what moves. (None: like False, for callers
+    that do not offer to overwrite.)
     Until exit ``folder`` is unchanged, and an error leaves it so. A killed process leaves a hidden folder behind: one
     that ends in ``.tmp`` may be deleted, one in ``.old`` holds what was not yet moved. Raises CheckpointError.
     """
@@ -67,7 +68,7 @@ def atomic_dir(
             kept = _carry_over(old, target, replaced)
         else:
             os.rename(stage, target)
-        _warn_of(kept, target)
+        _warn_of(kept, target, replaced, replaces=any(map(replaced.fullmatch, present)))
     except OSError as error:
         raise CheckpointError(f"cannot write the checkpoint to {target}: {error}; {state}") from error
     finally:
@@ -174,12 +175,13 @@ def _carry_over(old: Path, new: Path, replaced: re.Pattern[str] = MODEL_FILES) -
     return moved
 
 
-def _warn_of(kept: list[str], target: Path) -> None:
-    """Log one warning that names the files that a save has kept, and those of them that are read with the model."""
-    patterns = [pattern.split("/")[0] for pattern in TOKENIZER_FILES + CODE_FILES]
+def _warn_of(kept: list[str], target: Path, replaced: re.Pattern[str], *, replaces: bool) -> None:
+    """Log one warning that names the files that a save has kept, if it replaces a checkpoint or if some are read with
+    the model, such as a tokenizer's."""
+    patterns = [pattern.split("/")[0] for pattern in TOKENIZER_FILES + CODE_FILES] if replaced is MODEL_FILES else []
     read = sorted(name for name in kept if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns))
-    if kept:
-        why = f"; {some(read)} will be read with the new model: delete what does not belong to it" if read else ""
+    why = f"; {some(read)} will be read with the new model: delete what does not belong to it" if read else ""
+    if kept and (replaces or read):
         logger.warning("%s: files that were there before are kept: %s%s", target, some(sorted(kept), 10), why)
 
 
