@@ -56,6 +56,8 @@ def calls(model: Any, folder: Path) -> Iterator[tuple[str, Callable[[Any], Any]]
         options: dict[str, Any] = {"rank": 2, "rngs": None}
         shapes = models.Mixtral(CONFIG, rngs=None)
         yield name, lambda value, name=name, shapes=shapes, o=options: lora.add(shapes, **o | {name: value})
+    yield "dtype", lambda value: nnxmoe.dequantize(model, value)
+    yield "quantize", lambda value: nnxmoe.quantize(model, value)
     yield "register", models.register
     for name in ("config", "strategy", "rngs", "dtype"):
         options = {"config": CONFIG, "rngs": None}

@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 
 from nnxmoe.axes import AnyMesh, Rules, axes_per_dimension, of_layers, shards
+from nnxmoe.config.validate import floating_dtype
 from nnxmoe.layers.codes import STORED, Codes
 from nnxmoe.layers.kernel import KernelParam
 from nnxmoe.layers.lora import LoRAParam
@@ -164,6 +165,8 @@ def dequantize(model: CausalLM, dtype: Any = None) -> CausalLM:
 
     ``dtype`` None: that of the embedding. Values are computed in float32 and rounded once.
     """
+    if dtype is not None:
+        dtype = floating_dtype("dequantize", "dtype", dtype)
     graph, state = nnx.split(model)
     made = nnx.merge(graph, state)
     for place in quantized_weights(made):

@@ -33,9 +33,9 @@ def atomic_dir(
     """Yield a hidden folder to write a checkpoint into; on exit it is renamed to ``folder``.
 
     ``folder`` must be new or empty. With ``overwrite=True`` a checkpoint in it, the files that match ``replaced``, is
-    replaced: the old folder is renamed, and its other files move to the new one unless that has a file of the name. If a
-    checkpoint was replaced, or files of a tokenizer move, one warning names what moves. (None: like False, for callers
-    that do not offer to overwrite.)
+    replaced: the old folder is renamed, and its other files move to the new one unless that has a file of the name. One
+    warning names what moves if a checkpoint was replaced, or if files of a tokenizer move. (None: like False, for
+    callers that do not offer to overwrite.)
     Until exit ``folder`` is unchanged, and an error leaves it so. A killed process leaves a hidden folder behind: one
     that ends in ``.tmp`` may be deleted, one in ``.old`` holds what was not yet moved. Raises CheckpointError.
     """
