@@ -347,11 +347,11 @@ def test_expected_peak_memory_is_logged(tmp_path: Path, caplog: pytest.LogCaptur
 def test_invalid_arguments_are_refused_before_anything_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("kind_of", "local_folder"):
         monkeypatch.setattr(conversion, name, lambda *_: pytest.fail("read"))
-    target = str(tmp_path / "out")
+    target, wanted = str(tmp_path / "out"), dict[str, Any](to="hf")
     odd: list[dict[str, Any]] = [{"dtype": "x"}, {"dtype": 3}, {"to": "x"}, {"quantize": "int8"}]
     odd += [{"scan": True}, {"to": "maxtext", "quantize": nnxmoe.Int8()}]
     for options in odd:
         with pytest.raises(ValueError, match=next(iter(options))):
-            conversion.convert("demo", target, **{"to": "hf"} | options)
+            conversion.convert("demo", target, **wanted | options)
     with pytest.raises(ValueError, match="folder is None"):
         conversion.convert("demo", None, "hf")  # type: ignore[arg-type]

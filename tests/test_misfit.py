@@ -65,6 +65,10 @@ def add_parameter(model: Any) -> None:
     model.value = nnx.Param(jnp.zeros(3))
 
 
+def add_dropout(model: Any) -> None:
+    model.dropout = nnx.Dropout(0.1, rngs=nnx.Rngs(0))
+
+
 def narrow(model: Any) -> None:
     model.embed.table.set_value(model.embed.table[...].astype(jnp.float8_e4m3fn))
 
@@ -81,7 +85,8 @@ MISFITS: dict[Callable[[Any], None], str] = {
     change_class: r"router is a OwnRouter, not a Router",
     tie_head: r"head is missing",
     add_parameter: r"value is not in that model",
-    narrow: r"embed\.table is in float8_e4m3fn",
+    add_dropout: r"dropout is not in that model",
+    narrow: r"embed\.table is of dtype float8_e4m3fn",
     change_theta: r"attention\.rotary is Rope\(.*not Rope\(dim=8, theta=77",
 }
 WRITERS: dict[str, Callable[[Any, Path], None]] = {

@@ -76,7 +76,8 @@ def _parts(model: CausalLM) -> dict[str, Any]:
         if isinstance(node, QuantizedWeight):
             found[name] = (*node.lead, *node.outs, *node.ins)
         elif isinstance(node, nnx.Variable):
-            found[name] = tuple(node.shape) if np.dtype(node.dtype) in DTYPES + INTEGERS else f"in {node.dtype}"
+            dtype = getattr(node, "dtype", None)  # of arrays; there are random keys and other values too
+            found[name] = tuple(node.shape) if dtype in DTYPES + INTEGERS else f"of dtype {dtype}"
         elif isinstance(node, nnx.Module) and not isinstance(node, nnx.List | nnx.Dict):
             found[name] = node
     return found
