@@ -652,6 +652,11 @@ def test_prompts_are_read_line_by_line(tmp_path: Path) -> None:
         prompts.read(str(file))
 
 
+def test_prompts_on_stdin_may_begin_with_a_byte_order_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO('\ufeff{"prompt": "a"}\r\n\r\n'))
+    assert prompts.read("-") == [prompts.Line("a", 1, {})]
+
+
 @pytest.mark.slow
 def test_prompts_keep_their_own_fields(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture

@@ -32,7 +32,7 @@ def read(path: str) -> list[Line]:
     ids) or "messages" (a chat), or a JSON array of such objects. In a file named .txt every line is text. Raises
     ValueError that names the line."""
     try:
-        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8-sig")
+        text = sys.stdin.read().removeprefix("\ufeff") if path == "-" else Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 ({error}): save it as UTF-8") from None
     plain, kind, found = path.endswith(".txt"), "line", list[Line]()
