@@ -181,11 +181,10 @@ class Tokenizer:
         """Render a conversation as the prompt the model was trained on: a str, or its ids with ``tokenize=True``.
 
         ``messages``: a list of dicts, dataclasses or pydantic models, or an object that holds one as ``messages``.
-        Arguments of tool calls may be objects or JSON text; they get the form that the template reads. ``tools`` are
-        JSON schemas; ``chat_template`` is a template, or names one of several. ``continue_final_message`` leaves the
-        last message open, for the model to continue its "content" (or the named field). Other keyword arguments are
-        variables of the template; a warning names those that it does not read. Raises TokenizerError, also if the
-        template fails.
+        Arguments of tool calls, objects or JSON text, get the form that the template reads. ``tools`` are JSON schemas;
+        ``chat_template`` is a template, or names one of several. ``continue_final_message`` leaves the last message
+        open, for the model to continue its "content" (or the named field). Other keyword arguments are variables of
+        the template; a warning names those that it does not read. Raises TokenizerError, also if the template fails.
         """
         given = {"tools": tools, "documents": documents, "add_generation_prompt": bool(add_generation_prompt)}
         render = functools.partial(self.render_chat, chat_template=chat_template, **given, **variables)

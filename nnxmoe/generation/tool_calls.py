@@ -51,18 +51,18 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
         example = '{"type": "function", "function": {"name": …, "arguments": …}}'
         raise TokenizerError(f"{where} is {short(call)}: it must be a call of a function, {example}")
-    given = function.get("arguments")
+    arguments = function.get("arguments")
     other = [name for name in _OTHER_NAMES if name in function]
-    if given is None and other:
+    if arguments is None and other:
         raise TokenizerError(f"{where} has {other[0]!r} but no 'arguments': rename that field")
-    if given is None or (isinstance(given, str) and not given.strip()):
-        given = {}
-    if _object(given, where) is None:  # JSON's null
-        given = {}
+    if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
+        arguments = {}
+    elif _object(arguments, where) is None:  # JSON's null
+        arguments = {}
     if function is fields:
         more = {name: value for name, value in fields.items() if name not in ("name", "arguments", "type")}
-        return {**more, "type": "function", "function": {"name": function["name"], "arguments": given}}
-    return {**fields, "function": {**function, "arguments": given}}
+        return {**more, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    return {**fields, "function": {**function, "arguments": arguments}}
 
 
 def _object(arguments: Any, where: str) -> dict[str, Any] | None:
