@@ -348,12 +348,14 @@ def test_unusable_records_are_counted_by_reason(
     assert made.documents.lines.where(3).endswith(f"{unit} {first + 1}")
 
 
-def test_a_fraction_above_all_records_still_needs_one(tokenizer: Tokenizer) -> None:
+@pytest.mark.wrong_types
+def test_invalid_fractions_and_data_without_usable_records(tokenizer: Tokenizer) -> None:
     for wrong in (-0.1, 1.1, float("nan"), True, "0.1"):
         with pytest.raises(ValueError, match=r"max_bad_fraction=.*pass a number from 0"):
             Documents([{"text": "a"}], tokenizer, wrong)  # pyright: ignore[reportArgumentType]
     with pytest.raises(DataError, match="has 2 unusable records of 2, hence none to train on"):
         Documents([{"text": ""}, {"text": " "}], tokenizer, 1)
+    assert len(Documents([{"text": "a"}] * 71 + [{}] * 29, tokenizer, 0.29)) == 71
 
 
 ALTERNATE = (

@@ -53,9 +53,9 @@ class BadRecords:
         self._faults: dict[str, _Fault] = {}
         self._reported, self._early = 0, False
 
-    def add(self, number: int, error: ValueError) -> None:
+    def add(self, number: int, error: RecordError) -> None:
         """Count the record with this number."""
-        reason = error.reason if isinstance(error, RecordError) else RecordError(str(error)).reason
+        reason = error.reason
         if reason not in self._faults and len(self._faults) >= _REASONS:
             reason = ""  # a bound on memory
         fault = self._faults.setdefault(reason, _Fault(str(error) if reason else "other reasons"))
@@ -65,7 +65,8 @@ class BadRecords:
 
     def exceeds(self, total: int) -> bool:
         """Whether more of ``total`` records are unusable than may be skipped, or all are."""
-        return self.count > self.max_fraction * total or 0 < total <= self.count
+        allowed = self.max_fraction * total + 1e-6  # 0.29 * 100 is less than 29
+        return self.count > allowed or 0 < total <= self.count
 
     def settle(self, source: object, unit: str, total: int, *, final: bool = True) -> None:
         """Report skipped records in a warning. Raises DataError if they are too many of ``total``.
