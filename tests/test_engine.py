@@ -686,7 +686,7 @@ def test_scores_are_those_of_teacher_forcing() -> None:
         nnxmoe.score(model, [[1, 53]])
     with pytest.raises(ValueError, match="need a tokenizer"):
         nnxmoe.score(model, ["text"])
-    (two,) = nnxmoe.score(model, [list(np.array([1, 2], np.int8))])  # a list of two ids is no pair
+    (two,) = nnxmoe.score(model, [[1, 2]])  # a list of two ids is no pair
     assert two.ids == (2,)
 
 
