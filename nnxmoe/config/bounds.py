@@ -145,14 +145,15 @@ def _container(annotation: Any) -> Callable[[str, object], None] | None:
     scalars = tuple(kind for kind in types if kind not in (Sequence, Mapping))
     allowed = (*scalars, *((list, tuple) if Sequence in types else ()), *((Mapping,) if Mapping in types else ()))
     items = _scalars(types[Sequence][0]) if Sequence in types else ()
+    names = " or ".join(kind.__name__ for kind in items) or "any"
+    wanted = f"list {names} values" if Sequence in types else "be an object"
 
     def check(name: str, value: object) -> None:
         if isinstance(value, bool) or not isinstance(value, allowed):
-            kind = "an object" if Sequence not in types else "a list"
-            raise ConfigError(f"{name} must be {kind}, got {short(value)}")
+            raise ConfigError(f"{name} must {wanted}, got {short(value)}")
         for item in value if isinstance(value, list | tuple) and items else ():
             if not isinstance(item, items) or (isinstance(item, bool) and bool not in items):
-                raise ConfigError(f"{name} lists {short(item)}, not {items[0].__name__} values")
+                raise ConfigError(f"{name} must {wanted}, got {short(item)}")
 
     return check
 

@@ -1,6 +1,7 @@
 """Writes a folder atomically: it appears complete or not at all. Every checkpoint is written this way."""
 
 import contextlib
+import filecmp
 import fnmatch
 import glob
 import os
@@ -59,15 +60,18 @@ def atomic_dir(
     try:
         yield stage
         _sync_folder(stage)
-        kept = present
+        kept, lost = present, list[str]()
         if inside:
             _move_in(stage, target)
         elif present:
             _replace(stage, target, old)
             state = f"it was replaced, and its other files are in {old}"
+            lost = [name for name in present if not replaced.fullmatch(name) and _differs(old / name, target / name)]
             kept = _carry_over(old, target, replaced)
         else:
             os.rename(stage, target)
+        if lost:
+            logger.warning("%s: the saved model's own files replace %s", target, some(lost, 10))
         _warn_of(kept, target, replaced, replaces=any(map(replaced.fullmatch, present)))
     except OSError as error:
         raise CheckpointError(f"cannot write the checkpoint to {target}: {error}; {state}") from error
@@ -173,6 +177,12 @@ def _carry_over(old: Path, new: Path, replaced: re.Pattern[str] = MODEL_FILES) -
         os.rename(old / name, new / name)
     _remove(old)
     return moved
+
+
+def _differs(old: Path, new: Path) -> bool:
+    """Whether both exist and are not files of equal content."""
+    both = os.path.lexists(old) and os.path.lexists(new)
+    return both and not (old.is_file() and new.is_file() and filecmp.cmp(old, new, shallow=False))
 
 
 def _warn_of(kept: list[str], target: Path, replaced: re.Pattern[str], *, replaces: bool) -> None:
