@@ -26,7 +26,7 @@ from tests.support.tiny import build_tiny
 
 VOCAB, CAPACITY = 53, 60
 EVERYTHING = Limits(stops=4, biases=3, top=2)
-WILD = Sampling(temperature=1.3, top_k=20, top_p=0.95, min_p=0.01, repetition_penalty=1.2)
+WILD = Sampling(1.3, 20, 0.95, 0.01, repetition_penalty=1.2, presence_penalty=0.4, frequency_penalty=-0.3)
 WILD_STEPS = Wanted(sampling=WILD).limits(VOCAB).sampling
 
 
@@ -90,6 +90,35 @@ def test_requests_get_what_they_would_get_alone(kind: str) -> None:
             greedy = [id for id, one in zip(ids, request.top, strict=True) if one[0][0] == id]
             assert all(len(one) == 2 and one[0][1] >= one[1][1] for one in request.top)
             assert wanted.sampling is not None or greedy == ids
+
+
+def test_penalties_count_generated_ids_only() -> None:
+    """Greedy ids by NumPy from the logits of whole passes: in a batch, alone, and with drafts."""
+    model, penalties = tiny(), [(2, 0), (0, 1.1), (-1.5, 0.2), (0, 0)]
+    jobs = [
+        (prompt, Wanted(14, sampling=Sampling(0.0, presence_penalty=one, frequency_penalty=other), stop_ids=None))
+        for prompt, (one, other) in zip(prompts(4, seed=6, longest=16), penalties, strict=True)
+    ]
+
+    def oracle(prompt: list[int], presence: float, frequency: float) -> list[int]:
+        ids = list(prompt)
+        for end in range(len(prompt), len(prompt) + 14):
+            counts = np.bincount(ids[len(prompt) :], minlength=VOCAB)
+            logits = np.asarray(model(np.array([ids + [0] * (32 - end)])).logits[0, end - 1], np.float64)
+            ids.append(int((logits - frequency * counts - presence * (counts > 0)).argmax()))
+        return ids[len(prompt) :]
+
+    expected = [oracle(prompt, *penalty) for (prompt, _), penalty in zip(jobs, penalties, strict=True)]
+    assert all(oracle(prompt, 0, 0) != ids for (prompt, _), ids in zip(jobs[:3], expected, strict=False))
+    engine = Engine(model, slots=4, capacity=CAPACITY, limits=Limits(top=0))
+    for batch in (jobs, jobs[1:2]):
+        assert [request.ids for request in run(engine, batch)] == expected[jobs.index(batch[0]) :][: len(batch)]
+    drafted = Engine(model, slots=4, capacity=CAPACITY, draft=PromptLookup(3))
+    assert [request.ids for request in run(drafted, jobs)] == expected
+    # A row without penalties beside rows that have them is equal to the bit.
+    job = [1, *jobs[3][0]], Wanted(12, sampling=Sampling(0.8), seed=3, logprobs=0)
+    beside, without = run(engine, [job, *jobs[:3]])[0], run(engine, [job])[0]
+    assert (beside.ids, beside.logprobs) == (without.ids, without.logprobs)
 
 
 def test_rows_are_used_again_at_once() -> None:
@@ -392,7 +421,7 @@ def test_drafts_change_nothing(kind: str, dtype: str) -> None:
     jobs = []
     for i, prompt in enumerate(prompts(6, seed=11, longest=16)):
         prompt = [i, *prompt]
-        sampling = [None, WILD, Sampling(temperature=0.9, repetition_penalty=1.4)][i % 3]
+        sampling = [None, WILD, Sampling(temperature=0.9, frequency_penalty=1.5)][i % 3]
         most = 20 if i else 40 - len(prompt)  # the first one fills its slot
         jobs.append((prompt, Wanted(most, 2, sampling, [7, 8] if i == 4 else [], 5, i, {3: 0.5}, 2)))
 

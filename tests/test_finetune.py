@@ -22,6 +22,7 @@ import pytest
 import nnxmoe
 from nnxmoe import cli
 from nnxmoe.generation.request import whole_number
+from nnxmoe.generation.sampling import OPTIONS
 from nnxmoe.storage.hub import DEMO
 from nnxmoe.train import finetune as tuning
 from nnxmoe.train import lora
@@ -200,7 +201,7 @@ def test_numbers_that_no_run_can_have() -> None:
     odd: list[Any] = [math.nan, math.inf, -math.inf, 10**400, -(10**400), 10**39, True, "3", [1, 2], np.float32("nan")]
     doors: list[tuple[Callable[..., Any], dict[str, Any], list[str]]] = [
         (Finetune, {"model": "m", "data": "d", "lora": 4}, [*_INTEGERS, "learning_rate", "lora_alpha"]),
-        (nnxmoe.Sampling, {}, ["temperature", "top_k", "top_p", "min_p", "repetition_penalty", "min_length"]),
+        (nnxmoe.Sampling, {}, [*OPTIONS, "min_length"]),
         (nnxmoe.Wanted, {"max_new_tokens": 2**40}, ["max_new_tokens", "min_new_tokens", "logprobs", "seed"]),
         (nnxmoe.make_mesh, {}, ["tensor"]),
         (nnxmoe.RaggedAllToAll, {}, ["buffer_factor"]),

@@ -45,21 +45,24 @@ def run(prompt: Any = PROMPT, mask: Any = None, count: int = 8, **options: Any) 
 # Sampling of one token
 
 
-def draw(logits: Sequence[float], sampling: Sampling | None, count: int = 20000, seen: Any = None) -> np.ndarray:
+def draw(
+    logits: Sequence[float], sampling: Sampling | None, count: int = 20000, seen: Any = None, counts: Any = None
+) -> np.ndarray:
     """Fraction of ``count`` rows with equal logits that choose each token."""
     steps, knobs = prepare(sampling, len(logits))
     rows = jnp.tile(jnp.asarray(logits, jnp.float32), (count, 1))
     mask = None if seen is None else jnp.tile(jnp.asarray(seen, bool), (count, 1))
     each = jax.tree.map(lambda knob: jnp.full(count, knob), knobs)
     keys = jax.random.split(jax.random.key(3), count)
-    tokens = jax.jit(pick, static_argnums=2)(rows, mask, steps, each, keys)
+    times = None if counts is None else jnp.tile(jnp.asarray(counts), (count, 1))
+    tokens = jax.jit(pick, static_argnums=2)(rows, mask, steps, each, keys, times)
     assert tokens.dtype == jnp.int32
     return np.bincount(np.asarray(tokens), minlength=len(logits)) / count
 
 
 def test_sampling_allows_strict_rank_promotion() -> None:
     """Research code often runs with ``jax_numpy_rank_promotion="raise"``."""
-    sampling = Sampling(temperature=0.7, top_k=3, top_p=0.9, min_p=0.01, repetition_penalty=1.1)
+    sampling = Sampling(temperature=0.7, top_k=3, top_p=0.9, min_p=0.01, repetition_penalty=1.1, presence_penalty=1)
     with jax.numpy_rank_promotion("raise"):
         assert run(count=2, sampling=sampling).shape == (2, 2)
 
@@ -119,6 +122,18 @@ def test_repetition_penalty() -> None:
     assert draw(LOGITS, Sampling(repetition_penalty=2.0, top_k=1), 1, seen=seen).argmax() == 3
 
 
+def test_presence_and_frequency_penalties() -> None:
+    """Subtracted once and per occurrence from the logits of generated tokens, after the repetition penalty."""
+    counts, seen = np.array([0, 3, 0, 1, 0, 2]), np.array([False, True, True, True, False, True])
+    sampling = Sampling(presence_penalty=0.5, frequency_penalty=-0.3)
+    expected = np.array(LOGITS) - 0.5 * (counts > 0) + 0.3 * counts
+    assert np.all(np.abs(draw(LOGITS, sampling, counts=counts) - softmax(expected)) < 0.02)
+    both = Sampling(repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25, temperature=0.5)
+    repeated = np.array([1.0, 1.5, -4.0, 1.0, 0.5, 1.25]) - 0.5 * (counts > 0) - 0.25 * counts
+    found = draw(LOGITS, both, seen=seen, counts=counts)
+    assert np.all(np.abs(found - softmax(repeated * 2)) < 0.02)
+
+
 def test_extreme_values_are_finite() -> None:
     assert draw(LOGITS, Sampling(temperature=1e-30)).argmax() == 1
     assert draw(LOGITS, Sampling(temperature=1e30)).max() < 0.2
@@ -147,6 +162,9 @@ def test_ties() -> None:
         ("min_p", 1.5),
         ("repetition_penalty", 0.0),
         ("repetition_penalty", float("inf")),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", -2.5),
+        ("frequency_penalty", float("nan")),
     ],
 )
 @pytest.mark.wrong_types

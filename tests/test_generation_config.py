@@ -13,6 +13,7 @@ from flax import nnx
 import nnxmoe
 from nnxmoe.cli.commands import sampling_of
 from nnxmoe.generation.rules import Rules
+from nnxmoe.generation.sampling import OPTIONS
 
 MODEL = Path(__file__).parent / "data" / "hf" / "llama_basic" / "model"
 PROMPTS = np.array([[5, 9, 9, 40], [7, 30, 31, 30]])
@@ -137,7 +138,7 @@ def test_chat_and_serve_take_the_checkpoints_sampling(model: nnxmoe.CausalLM) ->
 
     model.generation_config = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "suppress_tokens": [3]}
     sampling = nnxmoe.Sampling.from_checkpoint(model)
-    flags = {"temperature": None, "top_k": None, "top_p": 0.5, "min_p": None, "repetition_penalty": None}
+    flags = dict.fromkeys(OPTIONS) | {"top_p": 0.5}
     assert sampling_of(argparse.Namespace(**flags), sampling) == dataclasses.replace(sampling, top_p=0.5)
     assert sampling_of(argparse.Namespace(**flags | {"top_p": None})) == nnxmoe.Sampling(temperature=0.0)
     engine = serving_engine(model, slots=1, capacity=64)

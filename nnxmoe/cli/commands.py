@@ -16,7 +16,7 @@ from nnxmoe.cli.prompts import Speed
 from nnxmoe.config.printable import bytes_text
 from nnxmoe.generation.complete import StoppedText, split_stops
 from nnxmoe.generation.request import eos_ids
-from nnxmoe.generation.sampling import effective_fields, listed
+from nnxmoe.generation.sampling import OPTIONS, effective_fields, listed
 from nnxmoe.runtime import processes
 from nnxmoe.runtime.progress import say
 from nnxmoe.storage.source import gguf_in
@@ -95,8 +95,7 @@ def method(options: argparse.Namespace) -> Any:
 
 def sampling_of(options: argparse.Namespace, default: nnxmoe.Sampling = _GREEDY) -> nnxmoe.Sampling:
     """How tokens are chosen; options without effect at temperature 0 are reported."""
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    given = {name: value for name in names if (value := getattr(options, name)) is not None}
+    given = {name: value for name in OPTIONS if (value := getattr(options, name)) is not None}
     found = dataclasses.replace(default, **given)
     if found.temperature == 0:
         if given.keys() & {"top_k", "top_p", "min_p"}:

@@ -110,4 +110,11 @@ def add_sampling(parser: argparse.ArgumentParser, tokens: int, default: str) -> 
     add("--top-p", type=float, metavar="P", help="sample from the most likely tokens whose probabilities sum to P")
     add("--min-p", type=float, metavar="P", help="sample from tokens at least P times as likely as the best")
     add("--repetition-penalty", type=float, metavar="R", help="above 1: discourages repetition")
+    add(
+        "--presence-penalty",
+        type=float,
+        metavar="R",
+        help="-2 to 2: subtracted from logits of tokens already generated",
+    )
+    add("--frequency-penalty", type=float, metavar="R", help="-2 to 2: subtracted once per time they were generated")
     add("--seed", type=int, default=0, metavar="S", help="the same seed gives the same text")

@@ -28,6 +28,7 @@ _HINTS = {
     "max_tokens": "give max_new_tokens=",
     "do_sample": _SAMPLING,
     **dict.fromkeys(("temperature", "top_k", "top_p", "min_p", "repetition_penalty"), _SAMPLING),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), _SAMPLING),
     "num_return_sequences": "use nnxmoe.complete(model, prompts, n=…)",
     "num_beams": "there is no beam search: leave it out",
     "stop_strings": "use nnxmoe.complete(model, prompts, stop=[…])",

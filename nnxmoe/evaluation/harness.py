@@ -17,14 +17,13 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from nnxmoe.generation.complete import complete
-from nnxmoe.generation.sampling import Sampling
+from nnxmoe.generation.sampling import OPTIONS, Sampling
 from nnxmoe.generation.score import score
 from nnxmoe.generation.text import Tokenizer
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.runtime.progress import logger
 
 NEW_TOKENS = 256  # of an answer, for tasks that do not say; as of the harness' own models
-SAMPLING = ("top_p", "top_k", "min_p", "repetition_penalty")
 
 
 class HarnessLM(TemplateLM):
@@ -119,7 +118,7 @@ class HarnessLM(TemplateLM):
         """Answers to prompts with the same options."""
         most, stop = options.pop("max_gen_toks"), [text for text in options.pop("until") if text]
         drawn, temperature = options.pop("do_sample"), options.pop("temperature", 1.0)
-        given = {name: options.pop(name) for name in SAMPLING if name in options}
+        given = {name: options.pop(name) for name in OPTIONS if name in options}
         if options:
             raise ValueError(f"generation options {sorted(options)} are not supported: leave them out of the task")
         if (room := self.max_length - most) < 1:

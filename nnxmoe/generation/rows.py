@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from nnxmoe.axes import AnyMesh, everywhere
-from nnxmoe.generation.sampling import Knobs, Steps, pick
+from nnxmoe.generation.sampling import Knobs, Steps, generated_counts, pick
 from nnxmoe.layers.cache import written
 
 RUNNING, STOPPED, FULL = 0, 1, 2  # why a row ended: at a stop id, or at its number of new ids
@@ -274,8 +274,9 @@ def _alone(
     if steps.penalty:
         real = jnp.arange(ids.shape[1])[None] < known.count[:, None]
         seen = jnp.zeros(one.shape, bool).at[row, ids].max(real)
+    counts = generated_counts(known.ids, known.count, known.made, asked.knobs, one.shape[1]) if steps.counts else None
     keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(asked.key), asked.sample)
-    return pick(one, seen, steps, asked.knobs, jax.vmap(jax.random.fold_in)(keys, known.made))
+    return pick(one, seen, steps, asked.knobs, jax.vmap(jax.random.fold_in)(keys, known.made), counts)
 
 
 def _masked(one: Float[Array, "B V"], logits: Float[Array, "B V"], allowed: UInt32[Array, "B words"]) -> Array:

@@ -42,6 +42,9 @@ _TOP_K = 50  # transformers' default where it samples
 _warned: weakref.WeakSet[CausalLM] = weakref.WeakSet()
 
 
+OPTIONS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+
+
 def _whole(value: Any) -> bool:
     return 0 <= value < 2**63 and value == value // 1
 
@@ -53,6 +56,8 @@ _CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "top_p": ("a number in (0, 1]", lambda value: 0 < value <= 1),
     "min_p": ("a number in [0, 1]", lambda value: 0 <= value <= 1),
     "repetition_penalty": ("a positive number", lambda value: 0 < value < 2**63),
+    "presence_penalty": ("a number in [-2, 2] (0: off)", lambda value: -2 <= value <= 2),
+    "frequency_penalty": ("a number in [-2, 2] (0: off)", lambda value: -2 <= value <= 2),
     "min_new_tokens": ("an integer >= 0", _whole),
     "min_length": ("an integer >= 0", _whole),
 }
@@ -60,10 +65,12 @@ _CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Sampling(KnownFields):
-    """Sampling options; each is off at its default. ``temperature`` 0 is greedy (after the repetition penalty).
+    """Sampling options; each is off at its default. ``temperature`` 0 is greedy (after the penalties).
 
     ``top_k``: keep the k most likely tokens (0 or None: all). ``top_p``: keep the fewest that sum to p. ``min_p``: keep
     those at least p times as likely as the best. ``repetition_penalty``: > 1 makes tokens already seen less likely.
+    ``presence_penalty``, ``frequency_penalty``: subtracted from the logits of tokens already generated (those of the
+    prompt do not count), once, and once per occurrence, as in the OpenAI API and vLLM.
     ``min_new_tokens``, or ``min_length`` with the prompt's: no end id before. ``rules``: which ids may follow.
     """
 
@@ -72,6 +79,8 @@ class Sampling(KnownFields):
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     min_new_tokens: int = 0
     min_length: int = 0
     rules: Rules | None = None
@@ -162,15 +171,17 @@ def _ids(value: Any) -> tuple[int, ...]:
 
 
 class Steps(NamedTuple):
-    """The sampling options in use: the static part of the options of all rows."""
+    """The sampling options in use: the static part of the options of all rows. ``penalty``: of tokens seen, ``counts``:
+    by how often they were generated."""
 
     random: bool = True
     penalty: bool = True
     cut: bool = True
+    counts: bool = True
     rules: tuple[Rules, ...] = ()
 
     def __or__(self, other: "Steps") -> "Steps":  # type: ignore[override]
-        flags = (one or another for one, another in zip(self[:3], other[:3], strict=True))
+        flags = (one or another for one, another in zip(self[:4], other[:4], strict=True))
         return Steps(*flags, rules=self.rules + tuple(rules for rules in other.rules if rules not in self.rules))
 
 
@@ -183,6 +194,8 @@ class Knobs(NamedTuple):
     top_p: Any
     min_p: Any
     penalty: Any
+    presence: Any
+    frequency: Any
     rules: Any
 
 
@@ -195,19 +208,26 @@ def prepare(sampling: Sampling | None, vocab: int, known: tuple[Rules, ...] = ()
     top_k = min(s.top_k or vocab, vocab)
     random = s.temperature > 0
     cut = random and (top_k < vocab or s.top_p < 1 or s.min_p > 0)
-    numbers = (max(s.temperature, 1e-20) if random else 0.0, s.top_p, s.min_p, s.repetition_penalty)
-    temperature, top_p, min_p, penalty = map(np.float32, numbers)
+    numbers = (s.top_p, s.min_p, s.repetition_penalty, s.presence_penalty, s.frequency_penalty)
+    temperature = np.float32(max(s.temperature, 1e-20) if random else 0)
     rules = () if s.rules is None else (s.rules,)
     index = np.int32(known.index(s.rules) if s.rules in known else -1)
-    steps = Steps(random, s.repetition_penalty != 1, cut, rules)
-    return steps, Knobs(temperature, np.int32(top_k), top_p, min_p, penalty, index)
+    counts = s.presence_penalty != 0 or s.frequency_penalty != 0
+    steps = Steps(random, s.repetition_penalty != 1, cut, counts, rules)
+    return steps, Knobs(temperature, np.int32(top_k), *map(np.float32, numbers), index)
 
 
 def pick(
-    logits: Float[Array, "B V"], seen: Bool[Array, "B V"] | None, steps: Steps, knobs: Knobs, keys: Key[Array, "B"]
+    logits: Float[Array, "B V"],
+    seen: Bool[Array, "B V"] | None,
+    steps: Steps,
+    knobs: Knobs,
+    keys: Key[Array, "B"],
+    counts: Int[Array, "B V"] | None = None,
 ) -> Int[Array, "B"]:
-    """Choose the next token of each row, from its own logits, options and key only."""
-    logits = _penalised(logits, seen, steps, knobs)
+    """Choose the next token of each row, from its own logits, options and key only. ``seen``: the tokens so far, the
+    prompt's included; ``counts``: how often each was generated."""
+    logits = _penalised(logits, seen, counts, steps, knobs)
     best, drawn = jnp.argmax(logits, axis=-1).astype(jnp.int32), knobs.temperature > 0
     if not steps.random:
         return best
@@ -219,14 +239,36 @@ def pick(
     return jax.lax.cond(jnp.any(drawn), draw, lambda: best)
 
 
+def generated_counts(
+    ids: Int[Array, "B C"], count: Int[Array, "B"], made: Int[Array, "B"], knobs: Knobs, vocab: int
+) -> Int[Array, "B V"]:
+    """How often each id is among the last ``made`` of ``count`` ids; zeros if no row has a penalty by these counts."""
+    row, place = jnp.arange(len(ids))[:, None], jnp.arange(ids.shape[1])[None]
+    zeros = jnp.zeros((len(ids), vocab), jnp.int32)
+
+    def add() -> Int[Array, "B V"]:
+        new = (place < count[:, None]) & (place >= (count - made)[:, None])
+        return zeros.at[row, ids].add(new.astype(jnp.int32))
+
+    return jax.lax.cond(jnp.any((knobs.presence != 0) | (knobs.frequency != 0)), add, lambda: zeros)
+
+
 def _penalised(
-    logits: Float[Array, "B V"], seen: Bool[Array, "B V"] | None, steps: Steps, knobs: Knobs
+    logits: Float[Array, "B V"],
+    seen: Bool[Array, "B V"] | None,
+    counts: Int[Array, "B V"] | None,
+    steps: Steps,
+    knobs: Knobs,
 ) -> Float[Array, "B V"]:
-    if not steps.penalty:
-        return logits
-    assert seen is not None
-    by = knobs.penalty[:, None]
-    return jnp.where(seen, jnp.where(logits < 0, logits * by, logits / by), logits)
+    """The logits after the penalties, in the order of vLLM."""
+    if steps.penalty:
+        assert seen is not None
+        by = knobs.penalty[:, None]
+        logits = jnp.where(seen, jnp.where(logits < 0, logits * by, logits / by), logits)
+    if steps.counts:
+        assert counts is not None
+        logits = logits - knobs.frequency[:, None] * counts - knobs.presence[:, None] * (counts > 0)
+    return logits
 
 
 def _scaled_and_cut(logits: Float[Array, "B V"], steps: Steps, knobs: Knobs) -> Float[Array, "B V"]:

@@ -10,7 +10,7 @@ from nnxmoe.generation.complete import split_stops
 from nnxmoe.generation.engine import Engine
 from nnxmoe.generation.grammar import Grammar, symbols
 from nnxmoe.generation.request import Prefix, Wanted, eos_ids, refuse_ids
-from nnxmoe.generation.sampling import Sampling
+from nnxmoe.generation.sampling import OPTIONS, Sampling
 from nnxmoe.generation.text import TokenizerError
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.serve.answer_form import PLAIN, AnswerForm
@@ -259,8 +259,7 @@ def default_sampling(model: CausalLM) -> Sampling:
 
 
 def _sampling(request: BaseRequest, default: Sampling) -> Sampling:
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    given = {name: value for name in names if (value := getattr(request, name)) is not None}
+    given = {name: value for name in OPTIONS if (value := getattr(request, name)) is not None}
     return dataclasses.replace(default, **given | ({"top_k": None} if given.get("top_k") == -1 else {}))
 
 
