@@ -20,11 +20,15 @@ import pytest
 
 import nnxmoe
 from nnxmoe import cli
+from nnxmoe.cli import serving as serving_command
 from nnxmoe.serve import engine_thread
 from nnxmoe.serve.answer_form import AnswerForm
 from nnxmoe.serve.app import PAGE, Endpoints
+from nnxmoe.serve.fields import CHAT_NEUTRAL, COMPLETION_NEUTRAL, LABELS, NEUTRAL
 from nnxmoe.serve.formats import TokenTexts
 from nnxmoe.serve.reasoning import Reasoning, ReasoningSplit
+from nnxmoe.serve.schema import BaseRequest, ChatRequest, CompletionRequest, decode
+from nnxmoe.serve.settings import Refused
 from tests.benchmarks.server import Load
 from tests.support.serving import TIMEOUT, Client, Json, Running, serving, serving_tools
 
@@ -309,20 +313,37 @@ def test_chats_are_rendered_by_the_template(server: Running, demo: Any) -> None:
     assert one(server, CHATS, CHAT)["finish_reason"] == "stop"  # room by default, up to the slot's end
 
 
+_TEXT = "messages[0].content[0].type '{}' is not supported: give a text, or parts that are texts"
 COMPLETION_FAULTS: list[tuple[Json, int, str | None, str]] = [
     ({"model": "gpt-4"}, 404, "model", "'tiny'"),
-    ({"tools": [{}]}, 400, "tools", "not a field"),
+    ({"tools": [{}]}, 400, "tools", "use /v1/chat/completions"),
     ({"foo": 1}, 400, "foo", "foo is not a field of this API: leave it out"),
     ({"temprature": 1}, 400, "temprature", "did you mean temperature?"),
-    ({"stream_options": {"foo": 1}, "stream": True}, 400, "foo", "unknown field"),
-    ({"frequency_penalty": 0.5}, 400, "frequency_penalty", "repetition_penalty"),
+    ({"stream_options": {"foo": 1}, "stream": True}, 400, "foo", "stream_options.foo is not a field"),
+    (
+        {"stream_options": {"include_usage": "yes"}, "stream": True},
+        400,
+        "stream_options",
+        "true or false, not a string",
+    ),
+    ({"frequency_penalty": 2.5}, 400, "frequency_penalty", "must be a number <= 2"),
+    ({"presence_penalty": -3}, 400, "presence_penalty", "must be a number >= -2"),
+    ({"use_beam_search": True}, 400, "use_beam_search", "not supported: leave it out"),
+    ({"repeat_penalty": 1.1}, 400, "repeat_penalty", "use repetition_penalty"),
+    ({"skip_special_tokens": False}, 400, "skip_special_tokens", "not supported"),
+    ({"skip_special_tokens": 1}, 400, "skip_special_tokens", "not supported"),
+    ({"stop_token_ids": [768]}, 400, "stop_token_ids", "767"),
+    ({"stop_token_ids": [1] * 16, "stop": "a"}, 400, "stop_token_ids", "17 is more than the 16"),
+    ({"ignore_eos": True, "guided_regex": "a"}, 400, "ignore_eos", "guided_regex exclude each other"),
+    ({"max_tokens": "5"}, 400, "max_tokens", "max_tokens must be an integer, not a string: write it without quotes"),
+    ({"prompt": [5] * 256, "max_tokens": None}, 400, "prompt", "(256 tokens) leaves no room for an answer in 256"),
     ({"suffix": "x"}, 400, "suffix", "not supported"),
     ({"best_of": 3}, 400, "best_of", "not supported"),
     ({"echo": True, "stream": True}, 400, "echo", "stream"),
     ({"stream_options": {"include_usage": True}}, 400, "stream_options", "stream: true"),
     ({"temperature": -1}, 400, "temperature", ">= 0"),
     ({"temperature": 9}, 400, "temperature", "<= 2"),
-    ({"temperature": "hot"}, 400, "temperature", "float"),
+    ({"temperature": "hot"}, 400, "temperature", "a number, not a string"),
     ({"top_p": 0}, 400, "top_p", "> 0"),
     ({"n": True}, 400, "n", "int"),
     ({"n": 17}, 400, "n", "16"),
@@ -333,7 +354,7 @@ COMPLETION_FAULTS: list[tuple[Json, int, str | None, str]] = [
     ({"prompt": ""}, 400, "prompt", "empty"),
     ({"prompt": []}, 400, "prompt", "empty"),
     ({"prompt": ["a", 1]}, 400, "prompt", "mixes"),
-    ({"prompt": [1.5]}, 400, "prompt", "float"),
+    ({"prompt": [1.5]}, 400, "prompt", "prompt[0] must be an integer, a string or a list"),
     ({"prompt": [768]}, 400, "prompt", "767"),
     ({"prompt": ["a"] * 129}, 400, "prompt", "128"),
     ({"prompt": ["a"] * 9}, 400, "n", "8 that this server admits"),
@@ -348,15 +369,33 @@ COMPLETION_FAULTS: list[tuple[Json, int, str | None, str]] = [
 CHAT_FAULTS: list[tuple[Json, int, str | None, str]] = [
     ({"messages": []}, 400, "messages", "empty"),
     ({"messages": [{"role": "robot", "content": "hi"}]}, 400, "messages", "unknown role robot"),
-    ({"messages": [{"content": "hi"}]}, 400, "role", "missing required field"),
-    ({"messages": ["hi"]}, 400, "messages", "Expected `object`"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages", "image_url"),
+    ({"messages": [{"content": "hi"}]}, 400, "role", 'messages[0].role is missing: give {"role"'),
+    ({"messages": [{"role": "function", "content": "1"}]}, 400, "messages", "give the role tool, with tool_call_id"),
+    ({"messages": ["hi"]}, 400, "messages", "messages[0] must be an object, not a string"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages", _TEXT.format("image_url")),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "input_text"}]}]},
+        400,
+        "messages",
+        _TEXT.format("input_text"),
+    ),
+    ({"messages": [{"role": "user", "content": "a " * 400}]}, 400, "messages", "leaves no room for an answer in 256"),
+    ({"tools": [{"type": "function", "name": "f"}]}, 400, "name", 'write {"type": "function", "function": {"name"'),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, 400, "tools", "tools[0].function.name"),
+    (
+        {"tool_choice": "any"},
+        400,
+        "tool_choice",
+        'tool_choice \'any\' is not supported: give "none", "auto", "required"',
+    ),
+    ({"best_of": 2}, 400, "best_of", "not supported"),
+    ({"add_generation_prompt": False}, 400, "add_generation_prompt", "not supported"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools", "tools is not supported"),
     ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, 400, "tool_calls", "tool_calls is not supported"),
     ({"messages": [{"role": "user", "content": "hi", "audio": {"id": "a"}}]}, 400, "audio", "does not read it"),
     ({"tool_choice": "required"}, 400, "tool_choice", "tool_choice needs tools"),
     ({"response_format": {"type": "json_schema"}}, 400, "response_format", "give json_schema"),
-    ({"response_format": {"type": "xml"}}, 400, "response_format", "Invalid enum value"),
+    ({"response_format": {"type": "xml"}}, 400, "response_format", "response_format.type 'xml' is not supported"),
     (
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}},
         400,
@@ -410,6 +449,79 @@ def test_fields_that_ask_for_nothing_are_accepted(server: Running) -> None:
     developer, system = ([{"role": role, "content": "Be brief."}, told] for role in ("developer", "system"))
     first, second = (one(server, CHATS, chat | {"messages": messages}) for messages in (developer, system))
     assert first == second
+
+
+@pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest])
+def test_every_neutral_value_is_left_out(kind: type[BaseRequest]) -> None:
+    """Whether the field is supported or not; null for every field and below, and hints for caches, too."""
+    chat = kind is ChatRequest
+    base: Json = {"messages": CHAT["messages"]} if chat else {"prompt": "x"}
+    table = NEUTRAL | (CHAT_NEUTRAL if chat else COMPLETION_NEUTRAL)
+    assert not {name for name in table.keys() & LABELS}
+    plain = decode(json.dumps(base).encode(), kind)
+    for name, values in table.items():
+        for value in (None, *values):
+            assert decode(json.dumps({name: value} | base).encode(), kind) == plain, (name, value)
+        if name not in {*kind.__struct_fields__, "messages", "prompt"}:
+            for value in ("other", 7, [1], *(int(one) for one in values if isinstance(one, bool))):
+                with pytest.raises(Refused, match=f"^{name} is not supported: leave it out") as refused:
+                    decode(json.dumps({name: value} | base).encode(), kind)
+                assert refused.value.param == name
+
+
+def test_nested_fields_that_ask_for_nothing() -> None:
+    hint = {"cache_control": {"type": "ephemeral"}, "other": None}
+    function: Json = {"name": "f", "parameters": {"default": None}}
+    plain: Json = {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}],
+        "tools": [{"type": "function", "function": function}],
+        "tool_choice": {"type": "function", "function": {"name": "f"}},
+        "stream_options": {"include_usage": True},
+        "response_format": {"type": "json_schema", "json_schema": {"schema": {"const": None}}},
+        "stream": True,
+    }
+    (message,), ((part,), (tool,)) = plain["messages"], (plain["messages"][0]["content"], plain["tools"])
+    form, choice = plain["response_format"], plain["tool_choice"]
+    hinted: Json = {
+        "messages": [message | hint | {"content": [part | hint]}],
+        "tools": [tool | hint | {"function": function | hint}],
+        "tool_choice": choice | {"other": None, "function": choice["function"] | {"other": None}},
+        "stream_options": {"include_usage": True, "include_obfuscation": False, "continuous_usage_stats": False} | hint,
+        "response_format": form | {"other": None, "json_schema": form["json_schema"] | {"name": None, "strict": None}},
+        "stream": True,
+    }
+    expected = decode(json.dumps(plain).encode(), ChatRequest)
+    found = decode(json.dumps(hinted).encode(), ChatRequest)
+    assert found.tools is not None and found.tools[0].function.parameters == {"default": None}
+    found.stream_options = expected.stream_options  # which says False where the other says nothing
+    assert found == expected
+
+
+def test_fields_of_other_servers(server: Running, demo: Any) -> None:
+    """vLLM's ids that end an answer and usage in every chunk, penalties, and no name of the model."""
+    model, tokenizer = demo
+    for path, body in ((COMPLETIONS, STORY), (CHATS, CHAT | {"max_tokens": 8})):
+        plain = one(server, path, body)
+        assert one(server, path, {name: value for name, value in body.items() if name != "model"}) == plain
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        *chunks, last = server.stream(path, body | {"n": 2, "stream_options": options})
+        made = [(event["choices"][0]["index"], event["usage"]) for event in chunks]
+        prompt = last["usage"]["prompt_tokens"]
+        for index in (0, 1):
+            counts = [usage["completion_tokens"] for i, usage in made if i == index]
+            assert counts == sorted(counts) and all(usage["prompt_tokens"] == prompt for _, usage in made)
+            assert counts[0] <= 1 and counts[-1] * 2 == last["usage"]["completion_tokens"]
+    sampling = nnxmoe.Sampling(temperature=0.0, presence_penalty=1.5, frequency_penalty=0.5)
+    penalties = {"presence_penalty": 1.5, "frequency_penalty": 0.5, "max_tokens": 40}
+    (expected,) = nnxmoe.complete(model, [STORY["prompt"]], tokenizer, max_new_tokens=40, sampling=sampling)
+    assert one(server, COMPLETIONS, STORY | penalties)["text"] == expected.text
+    assert one(server, COMPLETIONS, STORY | {"max_tokens": 40})["text"] != expected.text
+    assert one(server, CHATS, CHAT)["finish_reason"] == "stop"
+    assert one(server, CHATS, CHAT | {"ignore_eos": True, "max_tokens": 60})["finish_reason"] == "length"
+    stopped = one(server, COMPLETIONS, STORY | {"stop_token_ids": [expected.ids[0]], "max_tokens": 8})
+    assert stopped["finish_reason"] == "stop" and stopped["text"] == tokenizer.decode(expected.ids[:1])
+    room = one(server, COMPLETIONS, {"prompt": [5] * 250, "ignore_eos": True, "logprobs": 0})
+    assert len(room["logprobs"]["tokens"]) == 6 and room["finish_reason"] == "length"
 
 
 def test_requests_are_logged(server: Running, caplog: pytest.LogCaptureFixture) -> None:
@@ -665,6 +777,32 @@ def test_texts_of_single_tokens(demo: Any) -> None:
     assert bytes(byte for i in ids for byte in texts.bytes(i) or []).decode() == "Once upon — a time"
     assert any("\ufffd" in texts.text(i) for i in ids)  # parts of a character
     assert texts.text(tokenizer.encode(" upon", add_special_tokens=False)[0]) == " upon"
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("sets/Tiny-1.5", "Tiny-1.5"),
+        ("sets/Tiny-1.5/", "Tiny-1.5"),
+        ("files/Tiny-1.5-Q8_0.gguf", "Tiny-1.5-Q8_0"),
+        ("./files/tiny-Q4-00001-of-00003.GGUF", "tiny-Q4"),
+        ("files/blob.v2", "blob.v2"),
+    ],
+)
+def test_the_id_of_a_model_is_the_end_of_its_path(
+    path: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a name on the hub all, as clients of other servers give it."""
+    (tmp_path / "sets" / "Tiny-1.5").mkdir(parents=True)
+    (tmp_path / "files").mkdir()
+    if path.startswith(("files", "./files")):
+        (tmp_path / path).touch()
+    monkeypatch.chdir(tmp_path)
+    assert serving_command.model_id(path) == name
+    assert serving_command.model_id(str(tmp_path / path)) == name
+    assert serving_command.model_id("org/Tiny-1.5") == "org/Tiny-1.5"
+    monkeypatch.chdir(tmp_path / "sets" / "Tiny-1.5")
+    assert serving_command.model_id(".") == "Tiny-1.5"
 
 
 @pytest.mark.commands

@@ -2,7 +2,7 @@
 
 import argparse
 import os
-from pathlib import Path
+import re
 
 from nnxmoe.cli import commands, drafts
 from nnxmoe.cli.options import add_loading, add_slots, count, size
@@ -17,7 +17,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine only)")
     add("--port", type=int, default=8000, help="port (default 8000; 0: any free one)")
-    add("--name", help="the model's name for clients (default: MODEL, of a folder its last part)")
+    add("--name", help="the model's name for clients (default: MODEL, of a path its last part without .gguf)")
     add_slots(add)
     add("--capacity", type=count, default=2048, metavar="T", help="tokens per sample, prompt included (default 2048)")
     what = (
@@ -34,6 +34,15 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.epilog = f"{parser.epilog}\n\n{KEY}=… in the environment: clients must send this key as a bearer token."
 
 
+def model_id(model: str) -> str:
+    """The name by which clients know a model: of a folder or file the last part of its path, else ``model``, since
+    clients give the whole id of a model on the hub."""
+    if not os.path.exists(model):
+        return model
+    name = os.path.basename(os.path.abspath(model))
+    return re.sub(r"(-\d{5}-of-\d{5})?\.gguf$", "", name, flags=re.IGNORECASE) if os.path.isfile(model) else name
+
+
 def serve(options: argparse.Namespace) -> None:
     """Serve a model over HTTP, after the OpenAI API, and a page to chat on. Needs the extra serve."""
     try:
@@ -43,7 +52,7 @@ def serve(options: argparse.Namespace) -> None:
         raise ValueError(f"nnxmoe serve needs {error.name}: {install_command('serve')}") from None
     if not 0 <= options.port < 2**16:
         raise ValueError(f"--port {options.port}: a port lies in 0 … 65535")
-    name = options.name or (Path(options.model).resolve().name if os.path.isdir(options.model) else options.model)
+    name = options.name or model_id(options.model)
     local = options.host in {"localhost", "127.0.0.1", "::1"}
     settings = ServerSettings(
         name=name,

@@ -214,7 +214,8 @@ def prepare(sampling: Sampling | None, vocab: int, known: tuple[Rules, ...] = ()
     index = np.int32(known.index(s.rules) if s.rules in known else -1)
     counts = s.presence_penalty != 0 or s.frequency_penalty != 0
     steps = Steps(random, s.repetition_penalty != 1, cut, counts, rules)
-    return steps, Knobs(temperature, np.int32(top_k), *map(np.float32, numbers), index)
+    top_p, min_p, penalty, presence, frequency = map(np.float32, numbers)
+    return steps, Knobs(temperature, np.int32(top_k), top_p, min_p, penalty, presence, frequency, index)
 
 
 def pick(

@@ -167,14 +167,20 @@ class Reply(Response):
                 await self._chunks(send, head, self._form.opening(index))
             async for news in self._parts():
                 await self._chunks(send, head, [self._form.delta(index, part) for index, part in sorted(news.items())])
-        if self._plan.with_usage:
+        if self._plan.usage is not None:
             await _send(send, _event({**head, "choices": [], "usage": usage(self._plan.prompts, self._made)}))
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
 
     async def _chunks(self, send: Send, head: Json, choices: Sequence[Json]) -> None:
-        extra = {"usage": None} if self._plan.with_usage else {}
-        if events := b"".join(_event({**head, "choices": [choice], **extra}) for choice in choices):
+        if events := b"".join(_event({**head, "choices": [one], **self._usage(one["index"])}) for one in choices):
             await _send(send, events)
+
+    def _usage(self, index: int) -> Json:
+        """What a chunk says of the numbers of tokens of a sample so far."""
+        plan = self._plan
+        if plan.usage != "always":
+            return {} if plan.usage is None else {"usage": None}
+        return {"usage": usage([plan.prompts[index // plan.n]], len(self._samples[index].ids))}
 
 
 def _echo(sample: Sample, plan: Planned, prompt: int, scores: Sequence[Score | None]) -> None:

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from nnxmoe.generation.complete import split_stops
 from nnxmoe.generation.engine import Engine
@@ -28,15 +28,16 @@ _GUIDES: Mapping[str, Callable[[Any, Any], Grammar]] = {
     "guided_choice": Grammar.choice,
     "guided_grammar": Grammar.lark,
 }
+ROLES = ("system", "developer", "user", "assistant", "tool")
 CONTENT = ("tool_calls", "function_call", "audio", "refusal")  # fields of a message that are part of what was said
 
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
     """A validated request: ``n`` samples of each prompt. ``texts``: of the prompts, where they are echoed.
-    ``seeded``: the client gave a seed; without one each prompt has its own. ``with_usage``: a ``stream`` ends with the
-    numbers of tokens. ``scored``: the log-probabilities of echoed
-    prompts are wanted too. ``answer``: how the texts are divided."""
+    ``seeded``: the client gave a seed; without one each prompt has its own. ``usage``: which chunks of a ``stream``
+    have the numbers of tokens, the last or always all. ``scored``: the log-probabilities of echoed prompts are wanted
+    too. ``answer``: how the texts are divided."""
 
     prompts: list[tuple[int, ...]]
     wanted: Wanted
@@ -44,7 +45,7 @@ class Planned:
     stop: tuple[str, ...]
     seeded: bool
     stream: bool = False
-    with_usage: bool = False
+    usage: Literal["last", "always"] | None = None
     texts: list[str] | None = None
     scored: bool = False
     answer: AnswerForm = PLAIN
@@ -72,7 +73,7 @@ class Planner:
         """Plan the response to ``/v1/completions``. Raises Refused."""
         self._refuse_model(request)
         prompts, texts = self._prompts(request.prompt)
-        most = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+        most = self._most("prompt", prompts, request.max_tokens, COMPLETION_TOKENS)
         logprobs = _at_most("logprobs", request.logprobs, COMPLETION_LOGPROBS)
         plan = self._plan(request, prompts, most, logprobs)
         if not request.echo:
@@ -86,11 +87,12 @@ class Planner:
             raise Refused(400, "top_logprobs needs logprobs: true", "top_logprobs")
         logprobs = _at_most("top_logprobs", request.top_logprobs, CHAT_LOGPROBS) or 0
         variables, calls = self._variables(request), self._calls(request)
+        self._refuse_roles(request.messages)
         ids = self._rendered(request, calls, variables)
         if len({request.max_tokens, request.max_completion_tokens} - {None}) > 1:
             raise Refused(400, "give max_completion_tokens or max_tokens, not both", "max_tokens")
         asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
-        most = max(1, self.capacity - len(ids)) if asked is None else asked
+        most = self._most("messages", [tuple(ids)], asked)
         template, end = self._template_for(calls is not None), self.tokenizer.decode(ids[-8:])
         answer = AnswerForm.of(template, end, calls, self.symbols)
         return self._plan(request, [tuple(ids)], most, logprobs if request.logprobs else None, answer)
@@ -148,6 +150,13 @@ class Planner:
             raise Refused(400, why, "reasoning_effort")
         return {"reasoning_effort": effort, **variables}
 
+    def _refuse_roles(self, messages: Sequence[Message]) -> None:
+        """Raise Refused for a role that neither the API nor the chat template has."""
+        for i, message in enumerate(messages):
+            if message.role not in ROLES and not self._reads(repr(message.role)):
+                why = f"messages[{i}].role: unknown role {message.role:.40}: give one of {', '.join(ROLES)}"
+                raise Refused(400, why, "messages")
+
     def _message(self, message: Message) -> dict[str, Any]:
         """A message for the chat template: the role developer is system unless the template knows it. Raises Refused
         for fields that the template would drop from the conversation."""
@@ -157,8 +166,9 @@ class Planner:
         return plain | {"role": "system"} if plain["role"] == "developer" and not self._reads("developer") else plain
 
     def _reads(self, word: str) -> bool:
-        """Whether the model's chat template has this word, or that for tools."""
-        return any(word in self._template_for(tools) for tools in (False, True))
+        """Whether the model's chat template has this word, or that for tools; a quoted one with any quotes."""
+        texts = [self._template_for(tools) for tools in (False, True)]
+        return any(word in text or word in text.replace('"', "'") for text in texts)
 
     def _plan(
         self,
@@ -173,24 +183,35 @@ class Planner:
         _at_most("logit_bias", len(biases), self.biases)
         if least > most:
             raise Refused(400, f"min_tokens={least} is more than the {most} of max_tokens", "min_tokens")
-        for ids in prompts:
-            if not ids:
-                raise Refused(400, "the prompt is empty: it needs at least one token", "prompt")
-            if len(ids) + most > self.capacity:
-                why = f"the prompt ({len(ids)} tokens) and max_tokens ({most}) exceed {self.capacity} tokens per row"
-                why += ": shorten the prompt, lower max_tokens, or start the server with a larger --capacity"
-                raise Refused(400, why, "max_tokens", "context_length_exceeded")
         with _refusing("logit_bias"):
             refuse_ids(biases, self.vocab)
-        texts, ids = split_stops(self._stops(request.stop), self.tokenizer)
-        stop_ids, seed = (*self.stop_ids, *answer.stop_ids, *ids), request.seed or 0
+        texts, ids = split_stops(self._stops(request.stop, len(request.stop_token_ids or ())), self.tokenizer)
+        with _refusing("stop_token_ids"):
+            refuse_ids(request.stop_token_ids or (), self.vocab)
+        ends = () if request.ignore_eos else (*self.stop_ids, *answer.stop_ids)
+        stop_ids, seed = (*ends, *(request.stop_token_ids or ()), *ids), request.seed or 0
         sampling = _sampling(request, self.sampling)
         form = self._constraint(request, stop_ids, answer)
         more: dict[str, Any] = {"logit_bias": biases, "logprobs": logprobs, "constraint": form}
         wanted = Wanted(most, least, sampling, stop_ids, seed, **more)
-        usage = request.stream_options is not None and request.stream_options.include_usage
+        usage = None if request.stream_options is None else request.stream_options.usage
         seeded, stream = request.seed is not None, bool(request.stream)
         return Planned(prompts, wanted, n, texts, seeded, stream, usage, answer=answer)
+
+    def _most(self, field: str, prompts: Sequence[Sequence[int]], asked: int | None, default: int | None = None) -> int:
+        """The number of new tokens: ``asked``, or as many as there is room for, up to ``default``. Raises Refused."""
+        if not all(prompts):
+            raise Refused(400, f"{field}: the prompt is empty: it needs at least one token", field)
+        longest = max(map(len, prompts))
+        room = self.capacity - longest
+        if asked is None and room > 0:
+            return min(default or room, room)
+        if asked is not None and asked <= room:
+            return asked
+        what = "leaves no room for an answer in" if asked is None else f"and max_tokens ({asked}) exceed"
+        why = f"the prompt ({longest} tokens) {what} {self.capacity} tokens per row: shorten the prompt, "
+        why += f"{'' if asked is None else 'lower max_tokens, '}or start the server with a larger --capacity"
+        raise Refused(400, why, field if asked is None else "max_tokens", "context_length_exceeded")
 
     def _constraint(self, request: BaseRequest, stop_ids: tuple[int, ...], answer: AnswerForm) -> Grammar | None:
         """What the answer must follow. Raises Refused."""
@@ -205,14 +226,14 @@ class Planner:
     def _form(self, name: str, value: Any) -> Grammar:
         if name == "response_format":
             schema = None if value.json_schema is None else value.json_schema.schema
-            return (
-                Grammar.json_object(self.tokenizer) if schema is None else Grammar.json_schema(schema, self.tokenizer)
-            )
+            forms = Grammar.json_object, Grammar.json_schema
+            return forms[0](self.tokenizer) if schema is None else forms[1](schema, self.tokenizer)
         return _GUIDES[name](value, self.tokenizer)
 
-    def _stops(self, stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    def _stops(self, stop: str | Sequence[str] | None, ids: int = 0) -> tuple[str, ...]:
+        """The stop strings, beside which there are so many ``ids``."""
         stops = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
-        _at_most("stop", len(stops), self.settings.stops)
+        _at_most("stop_token_ids" if ids else "stop", len(stops) + ids, self.settings.stops)
         for text in stops:
             if not 0 < len(text) <= self.settings.stop_length:
                 why = f"stop: a string of {len(text)} characters, not 1 to {self.settings.stop_length}"
@@ -238,7 +259,7 @@ class Planner:
         return ids, texts
 
     def _refuse_model(self, request: BaseRequest) -> None:
-        if request.model != self.settings.name:
+        if request.model not in (None, self.settings.name):
             why = f"there is no model {request.model!r:.80} here, only {self.settings.name!r}"
             raise Refused(404, why, "model", "model_not_found")
 

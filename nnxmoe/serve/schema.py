@@ -1,46 +1,35 @@
 """Request bodies, after the OpenAI API. Unknown fields, wrong types and values out of range are refused by name; null
-counts as left out, as do values that ask for nothing (`NEUTRAL`) and labels without effect on an answer (`LABELS`)."""
+counts as left out, as do values that ask for nothing (`fields.NEUTRAL`) and labels without effect on an answer."""
 
-import difflib
-import re
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
+from nnxmoe.serve.fields import CACHE, LABELS, content_parts, effective, refusal
 from nnxmoe.serve.settings import Refused
 
 Id = Annotated[int, Meta(ge=0, lt=2**31)]
 Natural = Annotated[int, Meta(ge=0, lt=2**31)]
 Positive = Annotated[int, Meta(ge=1, lt=2**31)]
 Share = Annotated[float, Meta(ge=0, le=1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
-# Fields of the API that are not supported -> the values that ask for nothing.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "audio": (),
-    "frequency_penalty": (0,),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "modalities": (["text"],),
-    "moderation": (),
-    "prediction": (),
-    "presence_penalty": (0,),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
-    "suffix": ("",),
-    "verbosity": ("medium",),
-    "web_search_options": (),
-}
 GUIDED = ("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
-LABELS = {"metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "user"}
-_INSTEAD: dict[str, str] = dict.fromkeys(("frequency_penalty", "presence_penalty"), ", or use repetition_penalty")
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
-    """``include_usage``: send a last chunk with the numbers of tokens."""
+    """``include_usage``: send a last chunk with the numbers of tokens. ``continuous_usage_stats``: then every other
+    chunk has the numbers so far, as in vLLM."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
     include_obfuscation: Literal[False] | None = None
+
+    @property
+    def usage(self) -> Literal["last", "always"] | None:
+        """Which chunks have the numbers of tokens."""
+        return None if not self.include_usage else "always" if self.continuous_usage_stats else "last"
 
 
 class JsonSchema(Struct):
@@ -95,10 +84,10 @@ class NamedTool(Struct, forbid_unknown_fields=True):
 
 
 class BaseRequest(Struct, forbid_unknown_fields=True, kw_only=True):
-    """Fields of both kinds of request. ``min_tokens``, ``top_k``, ``min_p``, ``repetition_penalty`` and those named
-    ``guided_…`` have the names that vLLM gives them; OpenAI has none of them."""
+    """Fields of both kinds of request. ``model``: default the only one. ``min_tokens``, ``top_k``, ``min_p``,
+    ``repetition_penalty``, ``ignore_eos``, ``stop_token_ids`` and those named ``guided_…`` are vLLM's, not OpenAI's."""
 
-    model: str
+    model: str | None = None
     max_tokens: Natural | None = None
     min_tokens: Natural | None = None
     n: Positive | None = None
@@ -107,8 +96,12 @@ class BaseRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     top_k: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
     min_p: Share | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: str | list[str] | None = None
+    stop_token_ids: list[Id] | None = None
+    ignore_eos: bool | None = None
     logit_bias: dict[Id, Annotated[float, Meta(ge=-100, le=100)]] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -169,9 +162,14 @@ def decode(body: bytes, kind: type[Body]) -> Body:
     """The request in a body. Raises Refused with status 400 that names the field."""
     try:
         found = msgspec.json.decode(body)
-        request = msgspec.convert(_asked(found) if isinstance(found, dict) else found, kind, str_keys=True)
+        if isinstance(found, dict):
+            found = {name: value for name, value in found.items() if name not in LABELS}
+            found = effective(found, kind.__struct_fields__, chat=issubclass(kind, ChatRequest))
+            if isinstance(messages := found.get("messages"), list):
+                found["messages"] = [_split(message) if isinstance(message, dict) else message for message in messages]
+        request = msgspec.convert(found, kind, str_keys=True)
     except msgspec.ValidationError as error:
-        raise _refused(str(error), kind) from None
+        raise refusal(str(error), kind.__struct_fields__) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise Refused(400, f"the body is not JSON: {error}") from None
     except RecursionError:
@@ -180,26 +178,11 @@ def decode(body: bytes, kind: type[Body]) -> Body:
     return request
 
 
-def _asked(found: dict[str, Any]) -> dict[str, Any]:
-    """The fields that ask for something. Raises Refused for those of the API that are not supported."""
-    found = {name: value for name, value in found.items() if value is not None and name not in LABELS}
-    if found.get("response_format") == {"type": "text"}:
-        del found["response_format"]
-    for name in found.keys() & NEUTRAL.keys():
-        if found.pop(name) not in NEUTRAL[name]:
-            raise Refused(400, f"{name} is not supported: leave it out{_INSTEAD.get(name, '')}", name)
-    if isinstance(options := found.get("stream_options"), dict):
-        found["stream_options"] = {name: value for name, value in options.items() if value is not None}
-    if isinstance(messages := found.get("messages"), list):
-        found["messages"] = [_split(message) if isinstance(message, dict) else message for message in messages]
-    return found
-
-
 def _split(message: dict[str, Any]) -> dict[str, Any]:
     """A message as `Message`; null fields and the empty lists of OpenAI's answers count as left out."""
-    asked = {name: value for name, value in message.items() if value not in (None, [])}
-    known = {name: asked.pop(name) for name in ("role", "content") if name in asked}
-    return {**known, "more": asked}
+    fields = {name: value for name, value in message.items() if value not in (None, []) and name != CACHE}
+    known = {name: content_parts(fields.pop(name)) for name in ("role", "content") if name in fields}
+    return {**known, "more": fields}
 
 
 def _refuse_combinations(request: BaseRequest) -> None:
@@ -209,21 +192,19 @@ def _refuse_combinations(request: BaseRequest) -> None:
             raise Refused(400, "best_of is not supported: leave it out, or give the same number as n", "best_of")
         if request.echo and request.stream:
             raise Refused(400, "echo is not supported with stream: leave one of them out", "echo")
+    if isinstance(request, ChatRequest):
+        for i, message in enumerate(request.messages):
+            if message.role == "function":
+                why = f"messages[{i}].role 'function' is not supported: give the role tool, with tool_call_id"
+                raise Refused(400, why, "messages")
     forms = [name for name in GUIDED if getattr(request, name) is not None]
     if len(forms) > 1:
         raise Refused(400, f"{forms[0]} and {forms[1]} exclude each other", forms[1])
+    if forms and request.ignore_eos:
+        raise Refused(400, f"ignore_eos and {forms[0]} exclude each other: the form says where it ends", "ignore_eos")
     form = request.response_format
     if form is not None and (form.type == "json_schema") != (form.json_schema is not None):
         raise Refused(400, "response_format: give json_schema with the type json_schema", "response_format")
-    if request.stream_options is not None and request.stream_options.include_usage and not request.stream:
+    options = request.stream_options or StreamOptions()
+    if (options.include_usage or options.continuous_usage_stats) and not request.stream:
         raise Refused(400, "stream_options needs stream: true", "stream_options")
-
-
-def _refused(message: str, kind: type[BaseRequest]) -> Refused:
-    """Convert an error of msgspec to one of the request; for an unknown field it suggests the most similar one."""
-    if found := re.search(r"unknown field `(\w+)`(?! - at)", message):
-        near = difflib.get_close_matches(found[1], [*kind.__struct_fields__, *NEUTRAL, *LABELS], 1)
-        message = f"{found[1]} is not a field of this API: " + (f"did you mean {near[0]}?" if near else "leave it out")
-        return Refused(400, message, found[1])
-    found = re.search(r"field `(\w+)`", message) or re.search(r"`\$\.(\w+)", message)
-    return Refused(400, message, found[1] if found else None)
