@@ -699,6 +699,21 @@ def test_requests_end_after_their_time(demo: Any) -> None:
         running.until(running.idle)
 
 
+def test_jobs_are_admitted_together_or_not_at_all(demo: Any) -> None:
+    model, tokenizer = demo
+    engine = nnxmoe.Engine(model, slots=2, capacity=64)
+
+    async def submit() -> None:
+        thread = engine_thread.EngineThread(engine, tokenizer, asyncio.get_running_loop())
+        jobs = [engine_thread.SampleJob((5,) * n, nnxmoe.Wanted(4), (), lambda piece: None) for n in (8, 61)]
+        with pytest.raises(ValueError, match="do not fit in the 64"):
+            await thread.submit(jobs)
+        assert engine.waiting == engine.running == 0
+        await asyncio.to_thread(thread.close)
+
+    asyncio.run(submit())
+
+
 def test_a_failed_engine_is_reported(demo: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """To those who wait, to those who come later, and by /health."""
     with serving(*demo) as running:

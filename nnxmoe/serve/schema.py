@@ -33,7 +33,7 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
 
 
 class JsonSchema(Struct):
-    """``schema``: a JSON schema; name, description and strict have no effect: the answer always follows it."""
+    """``schema``: a JSON schema, which answers follow unless they are cut. The other fields have no effect."""
 
     schema: dict[str, Any] | bool
     name: str | None = None
@@ -49,7 +49,8 @@ class ResponseFormat(Struct, forbid_unknown_fields=True):
 
 
 class Function(Struct):
-    """A function that the model may call. ``strict``: its arguments follow ``parameters``, a JSON schema, always."""
+    """A function that the model may call. ``strict``: its arguments follow ``parameters``, a JSON schema, unless
+    the answer is cut."""
 
     name: Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
     description: str | None = None
