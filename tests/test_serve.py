@@ -364,6 +364,7 @@ COMPLETION_FAULTS: list[tuple[Json, int, str | None, str]] = [
     ({"seed": 2**63}, 400, "seed", "9223372036854775807"),
     ({"logit_bias": {"768": 1}}, 400, "logit_bias", "767"),
     ({"logit_bias": {str(i): 1 for i in range(65)}}, 400, "logit_bias", "64"),
+    ({"logit_bias": {"x": 1}}, 400, "logit_bias", "a key of logit_bias must be an integer, not a string"),
     ({"logit_bias": {"1": 101}}, 400, "logit_bias", "<= 100"),
 ]
 CHAT_FAULTS: list[tuple[Json, int, str | None, str]] = [

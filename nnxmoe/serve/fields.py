@@ -75,6 +75,7 @@ _INSTEAD: Mapping[str, str] = {
 }
 _TOOL = 'write {"type": "function", "function": {"name": …, "description": …, "parameters": …}}'
 _REMEDIES: Mapping[str, str] = {  # by path, of what is in it too
+    "messages": 'give [{"role": …, "content": …}]',
     "messages[]": 'give {"role": …, "content": …}',
     "messages[].content": 'give a text, or parts that are texts, {"type": "text", "text": …}',
     "response_format": 'give {"type": "json_object"}, or "json_schema" with {"json_schema": {"schema": …}}',
@@ -139,7 +140,8 @@ def refusal(message: str, known: Collection[str]) -> Refused:
     if found := re.search(r"required field `(\w+)`", what):
         name = f"{path}.{found[1]}" if path else found[1]
         return Refused(400, _with(f"{name} is missing", _remedy(name)), found[1])
-    name = path or "the body"
+    is_key = place.startswith("`key`")
+    name = f"a key of {path}" if is_key else path or "the body"
     param = re.match(r"\w+", path)
     if found := re.match(r"Invalid enum value (.*)", what):
         text = f"{name} {found[1]} is not supported"
@@ -148,7 +150,7 @@ def refusal(message: str, known: Collection[str]) -> Refused:
         whole = found[2] == "float" and "int" in found[1]
         other = "a number with a fraction" if whole else _listed(found[2] or "null")
         text = f"{name} must be {wanted}" + (f", not {other}" if found[2] else "")
-        if found[2] == "str" and found[1].startswith(("`int", "`float", "`bool")):
+        if found[2] == "str" and not is_key and found[1].startswith(("`int", "`float", "`bool")):
             return Refused(400, text + ": write it without quotes", param[0] if param else None)
     else:
         text = f"{name}: {what}"
