@@ -42,6 +42,7 @@ _TOP_K = 50  # transformers' default where it samples
 _warned: weakref.WeakSet[CausalLM] = weakref.WeakSet()
 
 
+# Fields of `Sampling` that commands and requests may set one by one.
 OPTIONS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
