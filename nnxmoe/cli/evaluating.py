@@ -10,6 +10,7 @@ from pathlib import Path
 from nnxmoe.cli import commands
 from nnxmoe.cli.options import add_loading, add_slots, count
 from nnxmoe.runtime.extras import install_command
+from nnxmoe.storage.atomic_dir import refuse_unless_writable
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -38,6 +39,10 @@ def evaluate(options: argparse.Namespace) -> None:
     names, manager = [name.strip() for name in options.tasks.split(",")], TaskManager(include_path=options.include_path)
     if unknown := [name for name in names if not manager.match_tasks([name])]:
         raise ValueError(f"--tasks: there is no task {unknown[0]!r}; lm-eval ls tasks lists them")
+    if options.out is not None:
+        if options.out.is_dir():
+            raise ValueError(f"--out {options.out} is a folder: give the name of a file")
+        refuse_unless_writable(options.out.parent)
     model, tokenizer = commands.load(options)
     evaluator.get_git_commit_hash = lambda: None  # runs git, which prints an error outside of repositories
     results = evaluator.simple_evaluate(

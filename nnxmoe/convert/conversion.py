@@ -31,7 +31,7 @@ from nnxmoe.quantization.methods import Method, Mixed, refuse_both
 from nnxmoe.quantization.rounding import quantize as round_kernels
 from nnxmoe.runtime.memory import memory_bytes
 from nnxmoe.runtime.progress import bytes_bar, logger, say
-from nnxmoe.storage.atomic_dir import refuse_unless_empty
+from nnxmoe.storage.atomic_dir import refuse_unless_empty, refuse_unless_writable
 from nnxmoe.storage.checkpoint import Checkpoint
 from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.storage.files import absolute
@@ -149,6 +149,7 @@ def convert(
     _check(to, scan, quantize, verify)
     dtype = float_dtype(dtype)
     refuse_unless_empty(target)
+    refuse_unless_writable(target)
     kind, writer = KINDS[kind_of(source)], KINDS[to]
     if config is not None and kind is not KINDS["maxtext"]:
         raise ValueError(f"--config {config}: {source} has a config.json of its own: leave it out, or change that")

@@ -94,6 +94,26 @@ def refuse_unless_empty(folder: str | os.PathLike[str]) -> None:
     _present(_target(folder), overwrite=None)
 
 
+def refuse_unless_writable(folder: str | os.PathLike[str]) -> None:
+    """Raise CheckpointError unless a file can be written into ``folder``, new or not. Nothing is left behind."""
+    target = ancestor = _target(folder)
+    made: list[Path] = []
+    while not os.path.lexists(ancestor):
+        made.append(ancestor)
+        ancestor = ancestor.parent
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        probe = target / f".{os.getpid()}-{secrets.token_hex(4)}.tmp"
+        probe.write_bytes(b"\0")
+        probe.unlink()
+    except OSError as error:
+        raise CheckpointError(f"cannot write to {target}: {error.strerror or error}; use another folder") from error
+    finally:
+        for path in made:
+            with contextlib.suppress(OSError):  # it could not be made, or another process writes there
+                path.rmdir()
+
+
 def _target(folder: str | os.PathLike[str]) -> Path:
     name = path_text(folder, CheckpointError)
     if not name or "\0" in name:
