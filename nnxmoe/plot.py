@@ -1,7 +1,7 @@
 """Plots for notebooks: expert load, training curves, and comparisons of strategies.
 
     plot.load(model(tokens, return_routing=True).routing)
-    plot.history(fitted.history, ["loss", "evaluation"])
+    plot.history(fitted.history, ["loss", "eval_loss"])
 
 Every function draws into ``ax`` (None: a new figure) and returns it. Inputs are arrays, lists, dicts or model outputs.
 The colours are colour-blind safe: cividis, and the palette of Okabe and Ito (2008). Requires matplotlib, imported on

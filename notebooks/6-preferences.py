@@ -113,7 +113,7 @@ print({name: array.shape for name, array in measured[0].items()})
 options = {"objective": train.DPO(train.lora.without), "evaluate": train.Evaluation(measured, every=4)}
 fitted = train.fit(model, batches, optimizer=optax.adam(1e-3), steps=24, **options)
 print(f"loss {fitted.history[0]['loss']:.3f} -> {fitted.history[-1]['loss']:.3f}")
-plot.history(fitted.history, ["loss", "evaluation", "rewards/margins"])
+plot.history(fitted.history, ["loss", "eval_loss", "rewards/margins"])
 plt.show()
 
 # %% [markdown]
@@ -148,4 +148,4 @@ def by_hand(model, batch):
     return -jnp.mean(jax.nn.log_sigmoid(0.1 * (ratios[:, 0] - ratios[:, 1])))
 
 
-print(f"{by_hand(fitted.model, measured[0]):.4f} = {fitted.history[-1]['evaluation']:.4f}")
+print(f"{by_hand(fitted.model, measured[0]):.4f} = {fitted.history[-1]['eval_loss']:.4f}")

@@ -65,7 +65,7 @@ def same(one: Tree, other: Tree) -> None:
 
 
 def filled(folder: Path, steps: int = 2, **options: Any) -> Checkpoints:
-    with Checkpoints(folder, **options) as checkpoints:
+    with Checkpoints(folder, **{"every": 1, **options}) as checkpoints:
         for step in range(1, steps + 1):
             assert checkpoints.save(step, tree(step), {"seen": step})
     return checkpoints
@@ -96,7 +96,7 @@ def test_arrays_may_be_donated_right_after_save(tmp_path: Path) -> None:
     """`save` copies before it returns, since the next training step overwrites the arrays."""
     grow = jax.jit(lambda x: jax.tree.map(lambda a: a + 1, x), donate_argnums=0)
     values = {"a": jnp.zeros((1000, 1000)), "b": jnp.zeros((8,), jnp.int32)}
-    with Checkpoints(tmp_path / "run", keep=9) as checkpoints:
+    with Checkpoints(tmp_path / "run", keep=9, every=1) as checkpoints:
         for step in range(5):
             checkpoints.save(step, values)
             values = grow(values)
@@ -115,7 +115,7 @@ def test_save_interval_and_retention(tmp_path: Path) -> None:
         assert listing(tmp_path / "run") == ["step_11", "step_9"]
         with pytest.raises(CheckpointError, match=r"holds step 11, which is later than step 6: resume"):
             checkpoints.save(6, tree(6))
-    with Checkpoints(tmp_path / "run", keep=1) as again:
+    with Checkpoints(tmp_path / "run", keep=1, every=1) as again:
         assert again.latest() == 11 and not again.save(11, tree(11))
         assert again.save(12, tree(12))
     assert listing(tmp_path / "run") == ["step_12"]
@@ -136,7 +136,7 @@ def on_other_meshes(folder: Path) -> None:
     key = jax.random.key(5)
     start = like("fsdp", "tensor", fsdp=4, tensor=2)
     arrays = {name: jax.device_put(x, start[name].sharding) for name, x in (host | {"k": key}).items()}
-    with Checkpoints(folder) as checkpoints:
+    with Checkpoints(folder, every=1) as checkpoints:
         checkpoints.save(1, arrays)
     for other in (start, like("tensor", None, tensor=8), like(None, "fsdp", fsdp=2), like(None, None, data=1)):
         found, _ = checkpoints.restore(1, other)
@@ -152,7 +152,7 @@ def test_restore_on_another_mesh(tmp_path: Path, eight: Callable[..., Any]) -> N
 def test_one_process_restores_what_two_saved(tmp_path: Path) -> None:
     with Launch(tmp_path, 2, "checkpoint", devices=2) as job:
         job.finish(120)
-    checkpoints = Checkpoints(tmp_path / "run")
+    checkpoints = Checkpoints(tmp_path / "run", every=1)
     assert checkpoints.latest() == 4 and {"step_3", "step_4"} == {
         n for n in listing(tmp_path / "run") if "tmp" not in n
     }
@@ -191,7 +191,7 @@ def test_missing_steps(tmp_path: Path) -> None:
     checkpoints = filled(tmp_path / "run", 1)
     with pytest.raises(CheckpointError, match=r"run/step_7/run/metadata: No such file"):
         checkpoints.restore(7, tree(0))
-    assert Checkpoints(tmp_path / "nowhere").latest() is None and listing(tmp_path) == ["run"]
+    assert Checkpoints(tmp_path / "nowhere", every=1).latest() is None and listing(tmp_path) == ["run"]
 
 
 @pytest.mark.parametrize(
@@ -205,11 +205,11 @@ def test_missing_steps(tmp_path: Path) -> None:
     ],
 )
 def test_arrays_that_cannot_be_saved(tmp_path: Path, make: Callable[[], Tree], message: str) -> None:
-    with Checkpoints(tmp_path / "run") as checkpoints, pytest.raises(CheckpointError, match=message):
+    with Checkpoints(tmp_path / "run", every=1) as checkpoints, pytest.raises(CheckpointError, match=message):
         checkpoints.save(0, make())
     donated = jnp.ones(3)
     donated.delete()
-    with Checkpoints(tmp_path / "run") as checkpoints, pytest.raises(CheckpointError, match="or was donated"):
+    with Checkpoints(tmp_path / "run", every=1) as checkpoints, pytest.raises(CheckpointError, match="or was donated"):
         checkpoints.save(0, {"a": donated})
 
 
@@ -219,7 +219,7 @@ _NOT_JSON = [{"a": float("nan")}, {"a": (1, 2)}, {1: 2}, {"a": np.int32(1)}, {"a
 @pytest.mark.parametrize("extra", _NOT_JSON)
 @pytest.mark.wrong_types
 def test_extra_must_be_json_serializable(tmp_path: Path, extra: Any) -> None:
-    with Checkpoints(tmp_path / "run") as checkpoints, pytest.raises(CheckpointError, match="JSON"):
+    with Checkpoints(tmp_path / "run", every=1) as checkpoints, pytest.raises(CheckpointError, match="JSON"):
         checkpoints.save(0, tree(0), extra)
 
 
@@ -230,7 +230,7 @@ def test_invalid_keep_every_and_step(tmp_path: Path) -> None:
             Checkpoints(tmp_path, **options)  # pyright: ignore
     for step in (-1, True, 1.0, np.int64(3)):
         with pytest.raises(ValueError, match=r"pass an int of at least 0"):
-            Checkpoints(tmp_path).save(step, tree(0))  # pyright: ignore
+            Checkpoints(tmp_path, every=1).save(step, tree(0))  # pyright: ignore
 
 
 # Unrelated folders and concurrent writers
@@ -243,7 +243,7 @@ def test_folders_with_unrelated_files_are_refused(tmp_path: Path, name: str) -> 
     (run / name).mkdir(parents=True)
     (run / name / "mine").write_text("mine")
     with (
-        Checkpoints(run) as checkpoints,
+        Checkpoints(run, every=1) as checkpoints,
         pytest.raises(CheckpointError, match=rf"holds {name}, which is not from a run"),
     ):
         checkpoints.save(5, tree(5))
@@ -252,13 +252,13 @@ def test_folders_with_unrelated_files_are_refused(tmp_path: Path, name: str) -> 
     (run / ".DS_Store").touch()
     filled(run, 1)
     (run / "late.txt").write_text("mine")
-    with Checkpoints(run) as checkpoints, pytest.raises(CheckpointError, match=r"holds late\.txt"):
+    with Checkpoints(run, every=1) as checkpoints, pytest.raises(CheckpointError, match=r"holds late\.txt"):
         checkpoints.save(5, tree(5))
     assert listing(run) == [".DS_Store", "late.txt", "step_1"]
 
 
 def refused_lock(run: Path, pipe: Connection) -> None:
-    with contextlib.suppress(CheckpointError), Checkpoints(run) as second:
+    with contextlib.suppress(CheckpointError), Checkpoints(run, every=1) as second:
         pipe.send(second.latest())
         try:
             second.save(1, state(1))
@@ -269,7 +269,7 @@ def refused_lock(run: Path, pipe: Connection) -> None:
 
 def fork_and_die(run: Path, pipe: Connection) -> None:
     pipe.send("go")
-    checkpoints = Checkpoints(run)
+    checkpoints = Checkpoints(run, every=1)
     checkpoints.save(1, state(1))
     checkpoints.wait()
     reader, writer = os.pipe()
@@ -282,13 +282,13 @@ def fork_and_die(run: Path, pipe: Connection) -> None:
 
 @pytest.mark.slow
 def test_one_process_writes_at_a_time_and_a_forked_child_does_not_hold_the_lock(tmp_path: Path) -> None:
-    with Checkpoints(tmp_path / "run") as checkpoints:
+    with Checkpoints(tmp_path / "run", every=1) as checkpoints:
         checkpoints.save(0, state(0))
         checkpoints.wait()
         _, said = forked(refused_lock, tmp_path / "run")
         assert said[0] == 0 and "is locked by another process" in said[1], "reading is for everyone"
     assert forked(fork_and_die, tmp_path / "run")[0] == 3
-    with Checkpoints(tmp_path / "run") as checkpoints:
+    with Checkpoints(tmp_path / "run", every=1) as checkpoints:
         assert checkpoints.save(2, state(2))
 
 
@@ -314,13 +314,13 @@ def test_damaged_step_is_named_and_the_run_continues_without_it(sound: Path, tmp
             data = (run / file).read_bytes()
             (run / file).write_bytes(data[: len(data) // 2]) if cut else (run / file).unlink()
             try:
-                same(Checkpoints(run).restore(3, tree(0))[0], tree(3))
+                same(Checkpoints(run, every=1).restore(3, tree(0))[0], tree(3))
             except CheckpointError as error:
                 assert str(run / "step_3") in str(error) and "move " in str(error)
                 refused += 1
     assert refused >= 6
     shutil.rmtree(run / "step_3")
-    with Checkpoints(run) as checkpoints:
+    with Checkpoints(run, every=1) as checkpoints:
         assert checkpoints.latest() == 2 and checkpoints.save(3, tree(3))
     same(checkpoints.restore(3, tree(0))[0], tree(3))
 
@@ -332,7 +332,7 @@ def test_damaged_orbax_metadata_does_not_matter(sound: Path, tmp_path: Path) -> 
             shutil.rmtree(run, ignore_errors=True)
             shutil.copytree(sound, run)
             (run / "step_3" / name).unlink() if content is None else (run / "step_3" / name).write_bytes(content)
-            with Checkpoints(run, keep=2) as checkpoints:
+            with Checkpoints(run, keep=2, every=1) as checkpoints:
                 assert checkpoints.latest() == 3
                 same(checkpoints.restore(3, tree(0))[0], tree(3))
                 assert checkpoints.save(4, tree(4))
@@ -346,7 +346,7 @@ def test_runs_of_another_version_are_refused_not_skipped(sound: Path, tmp_path: 
     content = run / "step_3" / "run" / "metadata"
     content.write_text(json.dumps(json.loads(content.read_text()) | {"version": VERSION - 1}))
     with pytest.raises(CheckpointError, match=f"version {VERSION - 1} is not version {VERSION}: continue.*new folder"):
-        Checkpoints(run).restore(3, tree(0))
+        Checkpoints(run, every=1).restore(3, tree(0))
 
 
 def test_incomplete_steps_of_killed_runs_are_skipped(sound: Path, tmp_path: Path) -> None:
@@ -355,9 +355,9 @@ def test_incomplete_steps_of_killed_runs_are_skipped(sound: Path, tmp_path: Path
     shutil.copytree(sound, run)
     shutil.copytree(run / "step_3", run / "step_4.orbax-checkpoint-tmp")
     shutil.rmtree(run / "step_1" / "arrays")
-    assert Checkpoints(run, keep=2).latest() == 3
+    assert Checkpoints(run, keep=2, every=1).latest() == 3
     assert len(listing(run)) == 4, "reading changes nothing"
-    with Checkpoints(run, keep=2) as checkpoints:
+    with Checkpoints(run, keep=2, every=1) as checkpoints:
         assert checkpoints.save(4, tree(4))
     assert listing(run) == ["step_3", "step_4"]
 
@@ -368,7 +368,7 @@ def test_incomplete_steps_of_killed_runs_are_skipped(sound: Path, tmp_path: Path
 def in_small_files(run: Path, pipe: Connection) -> None:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     pipe.send("go")
-    checkpoints = Checkpoints(run)
+    checkpoints = Checkpoints(run, every=1)
     checkpoints.save(1, tree(1))
     checkpoints.wait()
     for act in (checkpoints.wait, lambda: checkpoints.save(3, tree(3))):
@@ -414,7 +414,7 @@ def state(step: int) -> Tree:
 
 def train_for_ever(run: Path, pipe: Connection) -> None:
     """Resume from the latest step and save every step."""
-    with Checkpoints(run, keep=2) as checkpoints:
+    with Checkpoints(run, keep=2, every=1) as checkpoints:
         step = checkpoints.latest() or 0
         pipe.send(step)
         while True:
@@ -430,7 +430,7 @@ def test_thirty_random_kills_lose_at_most_one_step(tmp_path: Path) -> None:
     for _ in range(30):
         code, said = forked(train_for_ever, run, kill_after=moments.uniform(0, 0.5))
         assert code == -signal.SIGKILL
-        checkpoints = Checkpoints(run, keep=2)
+        checkpoints = Checkpoints(run, keep=2, every=1)
         latest = checkpoints.latest()
         if latest is None:
             assert said[-1] <= 1

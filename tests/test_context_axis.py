@@ -225,7 +225,7 @@ def test_training_equals_one_device(eight: Callable[..., Any], mesh: str) -> Non
 def resumed(folder: str) -> list[Any]:
     """What attends in a model that is moved to the mesh, whether its run is read bit for bit on other meshes and on one
     device, and the step after it there."""
-    data, options = [batch()], {"optimizer": optax.adam(1e-2), "checkpoint": train.Checkpoints(folder)}
+    data, options = [batch()], {"optimizer": optax.adam(1e-2), "checkpoint": train.Checkpoints(folder, every=1)}
 
     def fit(steps: int, **axes: int) -> Any:
         made, mesh = config("llama"), nnxmoe.make_mesh(**axes) if axes else None

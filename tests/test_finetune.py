@@ -21,11 +21,13 @@ import pytest
 
 import nnxmoe
 from nnxmoe import cli
+from nnxmoe.convert.hf import pretrained
 from nnxmoe.generation.request import whole_number
 from nnxmoe.generation.sampling import OPTIONS
 from nnxmoe.storage.hub import DEMO
 from nnxmoe.train import finetune as tuning
 from nnxmoe.train import lora
+from nnxmoe.train.data.batches import LEAST, Batches
 from nnxmoe.train.finetune import _INTEGERS, Finetune
 from nnxmoe.train.loop.optimizers import OPTIMIZERS
 from tests.demo.exam import ask, complete
@@ -123,6 +125,7 @@ def test_killed_and_rerun_command_is_bitwise_equal(tmp_path: Path, more: list[st
     output, errors = command(killed, data, *more).communicate(timeout=1200)
     assert "resuming from step" in errors and "to 20: " in output, errors
     (arrays, extra), (others, other) = last_checkpoint(straight), last_checkpoint(killed)
+    assert extra.pop("metrics")["step"] == other.pop("metrics")["step"] == 20  # others are times
     assert extra == other and arrays.keys() == others.keys() and any("moments" in name for name in arrays)
     for name, array in arrays.items():
         np.testing.assert_array_equal(array, others[name], err_msg=name)
@@ -160,12 +163,14 @@ def test_a_finished_run_is_extended(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "on " + held in capsys.readouterr().out
     told = [json.loads(text) for text in (out / "metrics.jsonl").read_text().splitlines()]
     epoch, changed = len(told), (out / "model.safetensors").stat().st_mtime_ns
-    assert (
-        "evaluation" in told[-1] and told[0]["learning_rate"] == 0 and told[1]["learning_rate"] == pytest.approx(1e-3)
-    )
+    assert "eval_loss" in told[-1] and told[0]["learning_rate"] == 0 and told[1]["learning_rate"] == pytest.approx(1e-3)
     assert json.loads((out / "finetune.json").read_text())["finished"] == epoch
     assert cli.main([*line, "--epochs", "1"]) == 0
     assert (out / "model.safetensors").stat().st_mtime_ns == changed, "it is finished"
+    other = write_task(tmp_path / "other.jsonl", 3)
+    assert cli.main([*line, "--epochs", "1", "--eval", other]) == 0, "a finished run is evaluated"
+    assert "on " + other in capsys.readouterr().out
+    changed = (out / "model.safetensors").stat().st_mtime_ns
     assert cli.main([*line, "--epochs", "2"]) == 0
     steps = [json.loads(text)["step"] for text in (out / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, len(steps) + 1)) and epoch < len(steps) <= 2 * epoch + 1
@@ -193,6 +198,46 @@ def test_adapters_are_not_finetuned(tmp_path: Path, capsys: pytest.CaptureFixtur
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": "demo"}))
     assert cli.main(["finetune", str(tmp_path), "data.jsonl", "--out", str(tmp_path / "out")]) == 1
     assert f"merge it with nnxmoe convert demo FOLDER --to hf --adapter {tmp_path}, and" in capsys.readouterr().err
+
+
+def test_what_cannot_work_is_refused_before_the_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And nothing is left behind. ``--out`` of other commands too."""
+    for module in (tuning, pretrained):
+        monkeypatch.setattr(module, "from_pretrained", lambda *_, **__: pytest.fail("a model was loaded"))
+    data, new = write_task(tmp_path / "task.jsonl", 5), str(tmp_path / "new")
+    below = str(tmp_path / "task.jsonl" / "new")  # below a file
+    line = ["finetune", "demo", data, "--out"]
+    tried = [
+        ([*line, below], "cannot write to .*task.jsonl/new: Not a directory; use another folder"),
+        ([*line, "/proc/nnxmoe/new"], "cannot write to /proc/nnxmoe/new: "),
+        (["convert", "demo", below, "--to", "orbax"], "cannot write to .*task.jsonl/new"),
+        (["convert", "demo", "/proc/nnxmoe", "--to", "hf"], "cannot write to /proc/nnxmoe"),
+        ([*line, new, "--seq-len", "1"], "--seq-len 1: it must be an integer of at least 2"),
+        ([*line, new, "--warmup", "9", "--epochs", "1"], "--warmup 9: .* less than the . steps"),
+        ([*line, new, "--lora", "2", "--quantize", "int5"], "'int5' is not one of int8"),
+        ([*line, new, "--lora", "2", "--quantize", "int4", "--keep-quantized"], "exclude each other"),
+    ]
+    for command_line, message in tried:
+        assert cli.main(command_line) == 1, command_line
+        assert re.search(message, capsys.readouterr().err), command_line
+    assert [path.name for path in tmp_path.iterdir()] == ["task.jsonl"]
+
+
+@pytest.mark.wrong_types
+@pytest.mark.parametrize("name", sorted(LEAST))
+def test_one_table_bounds_the_command_and_the_batches(name: str) -> None:
+    """Each option is refused when a task is made, and by `train.batches`, at the same value."""
+    documents = tuning.Documents([{"text": "a b c"}], nnxmoe.Tokenizer.from_pretrained("demo"))
+    usual: dict[str, Any] = {"batch_size": 1, "seq_len": 8}
+    for value in (LEAST[name] - 1, True, 2**32):
+        with pytest.raises(ValueError, match=f"{name}=.* at least {LEAST[name]}"):
+            Finetune("demo", "data.jsonl", **{name: value})
+        with pytest.raises(ValueError, match=f"{name}=.* at least {LEAST[name]}"):
+            Batches(documents, **usual | {name: value})
+    Finetune("demo", "data.jsonl", **{name: LEAST[name]})
+    Batches(documents, **usual | {name: LEAST[name]})
 
 
 @pytest.mark.wrong_types

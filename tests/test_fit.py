@@ -1,14 +1,17 @@
 """``fit``: its result, bitwise resumption from a checkpoint, and errors."""
 
 import dataclasses
+import gc
 import os
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -17,16 +20,20 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import nnxmoe
+from nnxmoe import train
+from nnxmoe.runtime.static_key import static_key
 from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.train import lora
 from nnxmoe.train.checkpoints import Checkpoints
 from nnxmoe.train.loop.fit import fit
+from nnxmoe.train.loop.interface import NotFinite
 from nnxmoe.train.loop.loss import ChunkedLoss
 from nnxmoe.train.loop.measured import Evaluation
+from nnxmoe.train.loop.memory_limit import BatchLimit, refuse_state
 from nnxmoe.train.loop.objective import Objective
-from nnxmoe.train.loop.run import NotFinite
 from nnxmoe.train.loop.step import Step
 from tests.support.tiny import build_tiny, random_tokens
 
@@ -85,7 +92,7 @@ def test_fit_lowers_the_loss_and_keeps_the_given_model(capsys: pytest.CaptureFix
     done = fit(model, [batch], **settings(steps=30, evaluate=[batch], evaluate_every=10), callbacks=[told.append])
     losses = [metrics["loss"] for metrics in done.history]
     assert losses[-1] < 0.5 * losses[0] and [metrics["step"] for metrics in done.history] == list(range(1, 31))
-    evaluations = {m["step"]: m["evaluation"] for m in done.history if "evaluation" in m}
+    evaluations = {m["step"]: m["eval_loss"] for m in done.history if "eval_loss" in m}
     assert list(evaluations) == [10, 20, 30] and evaluations[30] < evaluations[10]
     jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, nnx.state(model)))
     assert len(told) == 30 and told[-1].load.shape == (2, 6)
@@ -120,7 +127,7 @@ def test_resumed_run_equals_an_uninterrupted_one(adapters: bool, resumes: bool, 
         assert all("lora" in name for name in whole.state.params)
     kept = (tmp_path / "c" / "step_20").stat()
     again = fit(model(), data(), **settings(steps=20, checkpoint=tmp_path / "c"))
-    assert again.history == [] and (tmp_path / "c" / "step_20").stat().st_mtime_ns == kept.st_mtime_ns
+    assert again.history == whole.history[-1:] and (tmp_path / "c" / "step_20").stat().st_mtime_ns == kept.st_mtime_ns
     same_bits(straight, again)
 
 
@@ -179,7 +186,7 @@ def test_kills_lose_at_most_one_save_interval(tmp_path: Path, count: int = 6) ->
                 last = int(line)
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     done = fit(build_tiny("llama", PLAIN), Draws(), **settings(steps=steps, checkpoint=tmp_path / "c", save_every=1))
-    assert done.history == []
+    assert [metrics["step"] for metrics in done.history] == [steps]
     same_bits(fit(build_tiny("llama", PLAIN), Draws(), **settings(steps=steps)), done)
 
 
@@ -240,7 +247,7 @@ def test_an_objective_may_be_a_function(accumulate: int) -> None:
     options = settings(bias_rate=0.0, steps=5, accumulate=accumulate, evaluate=[batch], optimizer=optax.sgd(0.1))
     done = fit(model, [batch], objective=difference, **options)
     assert done.history[0]["loss"] == pytest.approx(float(difference(model, batch)), rel=1e-5)
-    assert done.history[-1]["evaluation"] == pytest.approx(float(difference(done.model, batch)), rel=1e-4)
+    assert done.history[-1]["eval_loss"] == pytest.approx(float(difference(done.model, batch)), rel=1e-4)
     assert done.history[-1]["loss"] < done.history[0]["loss"] and "cross_entropy" not in done.history[0]
     assert done.history[0]["gradient_norm"] == pytest.approx(
         fit(model, [batch], objective=difference, **options | {"accumulate": 1}).history[0]["gradient_norm"], rel=1e-4
@@ -565,7 +572,7 @@ def test_training_in_64_bits() -> None:
             model = build_tiny("llama", PLAIN)
             lora.add(model, 2, targets="attention.q", rngs=nnx.Rngs(0))
             done = fit(model, [batch], **settings(steps=2, accumulate=2, bias_rate=0.0, evaluate=[batch]))
-            results.append([done.history[-1][name] for name in ("loss", "gradient_norm", "evaluation")])
+            results.append([done.history[-1][name] for name in ("loss", "gradient_norm", "eval_loss")])
             assert {value.dtype.itemsize for value in jax.tree.leaves(done.state.params)} == {4}
     np.testing.assert_allclose(results[1], results[0], rtol=1e-5)
 
@@ -586,11 +593,267 @@ def test_unusable_evaluation_is_refused_before_the_first_step(held: list[Any], m
 def test_callback_that_stops_leaves_a_final_evaluation() -> None:
     batch, stop = {"tokens": random_tokens(2, 5)}, [lambda progress: progress.step == 2]
     done = fit(build_tiny("llama", PLAIN), [batch], **settings(evaluate=[batch]), callbacks=stop)
-    assert [sorted(metrics.keys() & {"evaluation"}) for metrics in done.history] == [[], ["evaluation"]]
+    assert [sorted(metrics.keys() & {"eval_loss"}) for metrics in done.history] == [[], ["eval_loss"]]
 
 
-def test_callback_may_return_numpy_true_to_stop() -> None:
+@pytest.mark.parametrize(
+    ("answer", "stops"),
+    [
+        (lambda: True, True),
+        (lambda: np.True_, True),
+        (lambda: np.array(True), True),
+        (lambda: np.array([True]), True),
+        (lambda: jnp.array(True), True),
+        (lambda: jnp.ones((1, 1)) > 0, True),
+        (lambda: jnp.float32(0.05) < 0.1, True),
+        (lambda: jnp.array(False), False),
+        (lambda: np.array([False]), False),
+        (lambda: 7, False),  # what `file.write` returns
+        (lambda: "text", False),
+        (lambda: {"loss": 1.0}, False),
+        (lambda: np.float32(1.0), False),
+    ],
+)
+def test_callbacks_stop_with_any_boolean(answer: Callable[[], Any], stops: bool) -> None:
     told: list[int] = []
-    stop = [lambda progress: told.append(progress.step), lambda progress: np.float64(progress.step) > 1]
-    fit(build_tiny("llama", PLAIN), [{"tokens": random_tokens(2, 5)}], **settings(), callbacks=stop)
-    assert told == [1, 2]
+    callbacks = [lambda progress: told.append(progress.step), lambda progress: answer()]
+    fit(build_tiny("llama", PLAIN), [{"tokens": random_tokens(2, 5)}], **settings(steps=2), callbacks=callbacks)
+    assert told == ([1] if stops else [1, 2])
+
+
+def test_callback_with_several_booleans_is_refused() -> None:
+    run = settings(callbacks=[lambda progress: jnp.ones(3) > 0])
+    with pytest.raises(ValueError, match=r"a callback returned booleans of the shape \[3\]: return one"):
+        fit(build_tiny("llama", PLAIN), [{"tokens": random_tokens(2, 5)}], **run)
+
+
+# Finished runs
+
+
+def test_a_finished_run_can_be_evaluated(tmp_path: Path) -> None:
+    """Its history is that of its last step, so that a cell that is run again finds its metrics."""
+    model, batch, others = build_tiny("llama", PLAIN), {"tokens": random_tokens(2, 5)}, {"tokens": random_tokens(2, 7)}
+    run, told = settings(steps=3, checkpoint=tmp_path / "c"), list[Any]()
+    done = fit(model, [batch], **run, evaluate=[others])
+    (again,) = fit(model, [batch], **run, callbacks=[told.append]).history
+    assert again == done.history[-1] and not told
+    (measured,) = fit(model, [batch], **run, evaluate=[batch]).history
+    assert measured["step"] == 3 and measured["loss"] == done.history[-1]["loss"]
+    alone = fit(model, [batch], **settings(steps=3), evaluate=[batch]).history[-1]
+    assert measured["eval_loss"] == alone["eval_loss"] != done.history[-1]["eval_loss"]
+    assert measured["eval_seconds"] > 0
+
+
+def test_default_checkpoints_are_those_of_a_folder(tmp_path: Path) -> None:
+    kept = Checkpoints(tmp_path, keep=5)
+    assert (kept.keep, kept.every) == (5, 100) and not kept.due(1) and kept.due(100)
+
+
+# Memory
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_batches_that_cannot_fit_are_refused_before_compiling(
+    known: bool, compiled: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before they are read, if they tell their size. A batch that fits is not refused, nor one in many parts."""
+    model, run = build_tiny("llama", PLAIN), {"optimizer": optax.sgd(0.1), "steps": 1}
+    monkeypatch.setenv("NNXMOE_MEMORY", "1MB")
+    data: Any = [{"tokens": random_tokens(4096, 8)}]
+    if known:
+        data = SimpleNamespace(batch_size=4096, seq_len=8, __iter__=None)
+    with pytest.raises(ValueError, match=r"a batch of 4096 rows, \[4096, 8\], takes at least .*batch_size"):
+        fit(model, data, **run)
+    assert "jit(step)" not in compiled
+    limit = BatchLimit.of(Step(model, optax.sgd(0.1), accumulate=64), model, 1e6)
+    limit.refuse((4096, 8))
+    fit(model, [{"tokens": random_tokens(16, 8)}], **run)
+    monkeypatch.setenv("NNXMOE_MEMORY", "off")
+    BatchLimit.of(Step(model, optax.sgd(0.1)), model, refuse_state(Step(model, optax.sgd(0.1)))).refuse((2**40, 2**40))
+
+
+@pytest.mark.parametrize("changes", [{}, {"remat": nnxmoe.Remat()}, {"stacking": nnxmoe.Unrolled()}])
+def test_the_bound_of_activations_is_below_what_a_step_takes(changes: Any) -> None:
+    """By XLA's own account, also where only the adapters of the last layer are trained."""
+    rows, length = 64, 64
+    for targets in (None, "attention", "head"):
+        model = build_tiny("llama", dataclasses.replace(PLAIN, **changes))
+        if targets:
+            lora.add(model, 2, targets=targets, rngs=nnx.Rngs(0))
+        step = Step(model, optax.sgd(0.1), trainable=nnx.PathContains("lora") if targets else nnx.Param)
+        batch = {"tokens": jax.ShapeDtypeStruct((rows, length), jnp.int32)}
+        memory = step.jitted.lower(step.shapes(), batch).compile().memory_analysis()
+        bound = BatchLimit.of(step, model, 0.0).bytes_per_token * rows * length
+        assert 0 < bound <= memory.temp_size_in_bytes
+
+
+# Compiling once, and models whose arrays are on several devices
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The programs that JAX compiles from here on, also those that it reads from its cache on disk."""
+    names = list[str]()
+    event = "/jax/core/compile/backend_compile_duration"
+    note = lambda name, _, **details: names.append(details["fun_name"]) if name == event else None  # noqa: E731
+    jax.monitoring.register_event_duration_secs_listener(note)
+    yield names
+    jax.monitoring.unregister_event_duration_listener(note)
+
+
+SCALE = 1.0
+
+
+def scaled(model: nnxmoe.CausalLM, batch: Any) -> Any:
+    return SCALE * jnp.mean(model(batch["tokens"]).logits ** 2)
+
+
+@pytest.mark.parametrize("of_function", [False, True])
+def test_a_second_fit_compiles_nothing(of_function: bool, compiled: list[str], tmp_path: Path) -> None:
+    """Equal models, batches and optimizers, which are other objects; also resumed and evaluated."""
+
+    def run(folder: str, steps: int) -> Any:
+        batch = {"tokens": random_tokens(3, 6)}
+        options = settings(steps=steps, checkpoint=tmp_path / folder, evaluate=[batch], bias_rate=0.0)
+        model = build_tiny("mixtral", PLAIN)
+        lora.add(model, 2, rngs=nnx.Rngs(0))
+        return fit(model, [batch], objective=scaled if of_function else None, **options)
+
+    first = [run("a", 2), run("a", 4)]
+    assert any("step" in name for name in compiled)
+    compiled.clear()
+    again = [run("b", 2), run("b", 4)]
+    assert compiled == []
+    for one, other in zip(first, again, strict=True):
+        same_bits(one, other)
+        assert [m["loss"] for m in one.history] == [m["loss"] for m in other.history]
+
+
+def test_what_changes_the_step_compiles_it_again(monkeypatch: pytest.MonkeyPatch, compiled: list[str]) -> None:
+    """Settings of optimizers and of JAX, captured arrays, and globals of an objective."""
+    model, batch = build_tiny("llama", PLAIN), {"tokens": random_tokens(3, 7)}
+
+    def loss(**changes: Any) -> float:
+        compiled.clear()
+        run = {"optimizer": optax.sgd(0.1), "steps": 2, "objective": scaled} | changes
+        return fit(model, [batch], **run).history[-1]["loss"]
+
+    usual = loss()
+    assert loss() == usual and not compiled
+    assert loss(optimizer=optax.sgd(0.2)) != usual and "jit(step)" in compiled
+    monkeypatch.setattr(sys.modules[__name__], "SCALE", 3.0)
+    assert loss() > 2 * usual and "jit(step)" in compiled
+    weights = np.ones(53, np.float32)
+
+    def weighted(model: nnxmoe.CausalLM, batch: Any) -> Any:
+        return jnp.mean(model(batch["tokens"]).logits ** 2 * weights)
+
+    one = loss(objective=weighted)
+    weights[:] = 5
+    assert loss(objective=weighted) > 2 * one
+    with jax.default_matmul_precision("bfloat16"):
+        loss()
+    assert "jit(step)" in compiled
+
+
+def test_static_keys_compare_what_functions_consist_of() -> None:
+    """A large array and an object of the user's class may change, so functions with them have no key."""
+
+    class Settings:
+        rate = 1.0
+
+    def scale(factor: Any) -> Any:
+        return lambda x: x * factor
+
+    assert static_key(scale(2)) == static_key(scale(2)) != static_key(scale(2.0))
+    assert static_key(optax.adamw(1e-3)) == static_key(optax.adamw(1e-3)) != static_key(optax.adamw(2e-3))
+    schedules = [optax.sgd(optax.warmup_cosine_decay_schedule(0.0, 1.0, 5, steps)) for steps in (20, 20, 30)]
+    assert static_key(schedules[0]) == static_key(schedules[1]) != static_key(schedules[2])
+    assert static_key(scale(jnp.ones(3))) == static_key(scale(jnp.ones(3))) != static_key(scale(jnp.zeros(3)))
+    assert static_key(0.0) != static_key(-0.0) and static_key(True) != static_key(1)
+    for opaque in (np.ones(5000), Settings(), Settings, build_tiny("llama", PLAIN), [object()]):
+        assert static_key(scale(opaque)) is None
+
+
+def test_static_keys_keep_no_model(compiled: list[str]) -> None:
+    """The programs that are kept hold no arrays of the model, the optimizer's state or the objective."""
+    model, batch = build_tiny("llama", PLAIN), {"tokens": random_tokens(2, 5)}
+    teacher = build_tiny("llama", PLAIN, seed=1)
+    watched = [weakref.ref(part) for part in (model, teacher, *jax.tree.leaves(nnx.state(model)))]
+
+    def objective(model: nnxmoe.CausalLM, batch: Any) -> Any:
+        return jnp.mean((model(batch["tokens"]).logits - teacher(batch["tokens"]).logits) ** 2)
+
+    for options in ({}, {"objective": objective}):
+        fit(model, [batch], optimizer=train.muon(0.1, model), steps=1, **options)
+    del model, teacher, objective, options
+    gc.collect()
+    assert [part() for part in watched] == [None] * len(watched)
+
+
+@pytest.mark.slow
+def test_models_with_arrays_on_several_devices(eight: Callable[..., Any]) -> None:
+    eight(on_several_devices)
+
+
+def on_several_devices() -> None:
+    """Sharded by hand or on another device: `fit` without a mesh trains them where they are, with equal losses."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+    spread, whole = NamedSharding(mesh, PartitionSpec("x")), NamedSharding(mesh, PartitionSpec())
+    batch, pairs = {"tokens": random_tokens(4, 8)}, {"tokens": random_tokens(8, 8).reshape(4, 2, 8)}
+    pairs["loss_mask"] = np.ones_like(pairs["tokens"])
+
+    def model(place: Callable[[Any], Any], adapters: bool = False) -> Any:
+        made = build_tiny("llama", PLAIN)
+        if adapters:
+            lora.add(made, 2, rngs=nnx.Rngs(0))
+        nnx.update(
+            made, jax.tree.map(lambda a: a if (to := place(a)) is None else jax.device_put(a, to), nnx.state(made))
+        )
+        return made
+
+    def losses(place: Callable[[Any], Any]) -> list[float]:
+        options = {"optimizer": optax.adam(1e-2), "steps": 2}
+        plain, adapted = model(place), model(place, adapters=True)
+        runs = [
+            fit(plain, [batch], evaluate=[batch], **options),
+            fit(adapted, [batch], **options),
+            fit(adapted, [pairs], objective=train.DPO(lora.without), **options),
+            fit(plain, train.with_reference([pairs], plain), objective=train.DPO(), **options),
+            fit(fit(plain, [batch], **options).model, [batch], **options),
+        ]
+        return [metrics["loss"] for done in runs for metrics in done.history]
+
+    usual = losses(lambda a: None)
+    for place in (
+        lambda a: whole,
+        lambda a: spread if a.ndim > 1 and a.shape[0] % 2 == 0 else whole,
+        lambda a: spread if a.ndim > 1 and a.shape[0] % 2 == 0 else None,  # what is nowhere in particular follows
+        lambda a: jax.devices()[3],
+    ):
+        np.testing.assert_allclose(losses(place), usual, rtol=2e-5)
+    for place, message in (
+        (lambda a: spread if a.ndim > 1 and a.shape[0] % 2 == 0 else jax.devices()[0], "is on other devices .*mesh="),
+        (lambda a: NamedSharding(jax.make_mesh((2,), ("x",), (AxisType.Explicit,)), PartitionSpec()), "explicit axes"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fit(model(place), [batch], optimizer=optax.sgd(0.1), steps=1)
+
+
+@pytest.mark.slow
+def test_fit_on_a_mesh_leaves_the_given_model_where_it_was(eight: Callable[..., Any]) -> None:
+    eight(after_a_mesh)
+
+
+def after_a_mesh() -> None:
+    model, batch = build_tiny("mixtral", PLAIN), {"tokens": random_tokens(4, 8)}
+    places = [array.sharding for array in jax.tree.leaves(nnx.state(model))]
+    options = {"optimizer": optax.adam(1e-2), "steps": 2}
+    alone = fit(model, [batch], **options).history[-1]["loss"]
+    for sizes in ({"fsdp": 2}, {"data": 2, "expert": 2}):
+        count = int(np.prod(list(sizes.values())))
+        mesh = nnxmoe.make_mesh(**sizes, devices=jax.devices()[:count])
+        assert fit(model, [batch], mesh=mesh, **options).history[-1]["loss"] == pytest.approx(alone, rel=1e-4)
+        assert [array.sharding for array in jax.tree.leaves(nnx.state(model))] == places
+        assert model.strategy.mesh is None
+    assert fit(model, [batch], **options).history[-1]["loss"] == alone

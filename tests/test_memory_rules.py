@@ -454,7 +454,7 @@ def test_remat_policies_trade_memory_and_keep_the_gradients() -> None:
         policy = None if name is None else getattr(jax.checkpoint_policies, name)
         strategy = dataclasses.replace(REMAT, remat=nnxmoe.Remat(policy))
         step = Step(Llama(config, strategy, rngs=None), optax.sgd(1.0))
-        program = compiled(step._step, state, batch)
+        program = compiled(step.definition.step, state, batch)
         after, report = program(state, batch)
         results.append((after.params, report.losses.total))
         sizes.append(program.memory_analysis().temp_size_in_bytes)
@@ -480,12 +480,12 @@ def test_activations_are_kept_in_the_memory_that_is_named(stacking: Any) -> None
         step = Step(model_class(config)(config, strategy, rngs=nnx.Rngs(0)), optax.sgd(1.0))
         state = step.init()
         layers = 2 if isinstance(stacking, nnxmoe.Scanned) else config.num_hidden_layers
-        made = equations(jax.make_jaxpr(step._step)(state, batch).jaxpr)
+        made = equations(jax.make_jaxpr(step.definition.step)(state, batch).jaxpr)
         moves = [equation.outvars[0].aval for equation in made if equation.primitive.name == "device_put"]
         away = [one.shape for one in moves if one.memory_space == jax.memory.Space.Host]
         # A dense layer has four of them, the others one more: the gate of the shared expert.
         assert len(away) == len(moves) / 2 == (5 * layers - 1) * bool(remat.offload), away
-        after, report = compiled(step._step, state, batch)(state, batch)
+        after, report = compiled(step.definition.step, state, batch)(state, batch)
         results.append((after.params, report.losses.total))
     assert max(map(max_error, *map(jax.tree.leaves, results))) < 1e-6
 

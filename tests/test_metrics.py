@@ -1,6 +1,7 @@
 """Metric logs, FLOP counts and model FLOPs utilisation."""
 
 import csv
+import dataclasses
 import json
 import sys
 import time
@@ -20,6 +21,8 @@ import nnxmoe
 from nnxmoe import train
 from nnxmoe.cli.summary import summarise
 from nnxmoe.runtime.hardware import of_device
+from nnxmoe.storage.atomic_dir import refuse_unless_writable
+from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.train import lora
 from nnxmoe.train.loop.measured import peak_flops, shown_metrics, token_flops
 from tests.support import families
@@ -36,15 +39,15 @@ def test_resumed_run_logs_each_step_once(kind: Any, tmp_path: Path) -> None:
     path = tmp_path / "new" / "metrics"
     first = kind(path)
     for step in (1, 2, 3, 4):
-        first(progress(step, **({"evaluation": 0.5} if step == 2 else {})))
+        first(progress(step, **({"eval_loss": 0.5} if step == 2 else {})))
     again = kind(path)
     for step in (3, 4, 5):  # resumed from the checkpoint of step 2
-        again(progress(step, **({"evaluation": 0.25} if step == 4 else {})))
+        again(progress(step, **({"eval_loss": 0.25} if step == 4 else {})))
     text = path.read_text()
     rows = list(csv.DictReader(text.splitlines())) if kind is train.CsvLog else list(map(json.loads, text.splitlines()))
     assert [int(row["step"]) for row in rows] == [1, 2, 3, 4, 5]
     np.testing.assert_allclose([float(row["loss"]) for row in rows], [1, 1 / 2, 1 / 3, 1 / 4, 1 / 5])
-    assert [float(row["evaluation"]) for row in rows if row.get("evaluation")] == [0.5, 0.25]
+    assert [float(row["eval_loss"]) for row in rows if row.get("eval_loss")] == [0.5, 0.25]
     assert [file.name for file in path.parent.iterdir()] == ["metrics"]
 
 
@@ -68,14 +71,6 @@ def test_csv_log_rejects_new_columns(tmp_path: Path) -> None:
     log.add({"step": 1})
     with pytest.raises(ValueError, match=r"metrics\.csv has no column for mfu: use a new file, or JsonLog"):
         log.add({"step": 2, "mfu": 0.5})
-
-
-def test_csv_log_with_blank_lines_is_resumed(tmp_path: Path) -> None:
-    """As `csv` reads it; steps that are repeated are replaced."""
-    (tmp_path / "metrics.csv").write_text("step,loss,evaluation,evaluation_seconds\r\n\r\n1,1.0,,\r\n2,9.0,,\r\n\r\n")
-    log = train.CsvLog(tmp_path / "metrics.csv")
-    log(progress(2))
-    assert [(row["step"], row["loss"]) for row in log.read()] == [("1", "1.0"), ("2", "0.5")]
 
 
 def test_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +146,7 @@ def test_the_parts_of_a_step_have_the_same_names_in_every_log(tmp_path: Path) ->
         assert metrics["data_seconds"] + metrics["device_seconds"] <= metrics["seconds"]
     assert sum(metrics["data_seconds"] for metrics in done) >= 4 * 0.05
     assert done[2]["checkpoint_seconds"] > 0 == done[0]["checkpoint_seconds"]  # that of step 2
-    assert [m["step"] for m in done if "evaluation_seconds" in m] == [4] and done[3]["evaluation_seconds"] > 0
+    assert [m["step"] for m in done if "eval_seconds" in m] == [4] and done[3]["eval_seconds"] > 0
     assert [row.keys() for row in logs[0].read()] == [metrics.keys() for metrics in done]
     assert set(logs[1].read()[0]) == done[3].keys()
 
@@ -266,3 +261,124 @@ def test_mfu_is_logged_if_the_peak_is_known(monkeypatch: pytest.MonkeyPatch) -> 
     lora.add(model, 2, rngs=nnx.Rngs(0))
     less = train.fit(model, [batch], **usual).history[0]
     assert less["mfu"] / less["tokens_per_second"] < 0.9 * metrics["mfu"] / metrics["tokens_per_second"]
+
+
+@pytest.mark.parametrize("kind", [train.JsonLog, train.CsvLog])
+def test_logs_with_blank_lines_are_resumed(kind: Any, tmp_path: Path) -> None:
+    """Anywhere, also of spaces, as an editor or a shell leaves them; steps that are repeated are replaced."""
+    log = kind(tmp_path / "metrics")
+    for step in (1, 2):
+        log(progress(step))
+    lines = log.path.read_text().splitlines(keepends=True)
+    log.path.write_text("\n  \r\n" + "\n".join(lines) + "\n \n")
+    again = kind(tmp_path / "metrics")
+    assert [int(row["step"]) for row in again.read()] == [1, 2]
+    for step in (2, 3):
+        again(progress(step))
+    assert [int(row["step"]) for row in again.read()] == [1, 2, 3] and "\n\n" not in log.path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (train.JsonLog, '{"step": 1}\n{"ste\n'),
+        (train.JsonLog, "[1, 2]\n"),
+        (train.JsonLog, '{"loss": 1.0}\n'),
+        (train.CsvLog, "loss,other\n1.0,2\n"),
+        (train.CsvLog, "step,loss\nmany,2\n"),
+    ],
+)
+def test_files_that_are_no_logs_are_refused(kind: Any, text: str, tmp_path: Path) -> None:
+    (tmp_path / "metrics").write_text(text)
+    with pytest.raises(ValueError, match=r"metrics has the line .*, which is not the metrics of a step"):
+        kind(tmp_path / "metrics")(progress(2))
+    assert (tmp_path / "metrics").read_text() == text
+
+
+def test_what_cannot_be_written_is_refused_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logs, profiles and checkpoints in a folder below a file; nothing is left behind."""
+    (tmp_path / "file").write_text("")
+    model, run, folder = build_tiny("llama"), {"optimizer": optax.sgd(0.1), "steps": 1}, tmp_path / "file" / "run"
+    monkeypatch.setattr(train.Step, "run", lambda *_: pytest.fail("a step was made"))
+    for options in (
+        {"callbacks": [train.JsonLog(folder / "metrics.jsonl")]},
+        {"callbacks": [train.CsvLog(folder / "metrics.csv")]},
+        {"callbacks": [train.Profile(folder)]},
+        {"checkpoint": folder},
+    ):
+        with pytest.raises(CheckpointError, match=r"cannot write to .*file/run"):
+            train.fit(model, [{"tokens": random_tokens(2, 5)}], **run, **options)
+    refuse_unless_writable(tmp_path / "a" / "b")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+# Early stopping
+
+
+def held_out(*losses: float) -> list[train.Progress]:
+    """Steps 10, 20, … with these metrics, between others that are not evaluated."""
+    names = frozenset({"step", "loss", "eval_loss", "eval_seconds"})
+    found = [progress(step) for step in range(1, 10 * len(losses) + 1)]
+    found = [dataclasses.replace(each, measured=names) for each in found]
+    for number, loss in enumerate(losses, 1):
+        found[10 * number - 1].metrics["eval_loss"] = loss
+    return found
+
+
+@pytest.mark.parametrize(
+    ("losses", "options", "stops"),
+    [
+        ([3, 2, 1, 1.5, 1.4, 1.3], {}, 60),
+        ([3, 2, 2.5, 1.9, 2, 2, 2], {}, 70),
+        ([3, 2.95, 2.9, 1], {"patience": 2, "min_delta": 0.2}, 30),
+        ([1, 2, 3, 4, 3], {"patience": 1, "mode": "max"}, 50),
+        ([1, float("nan"), 0.5, 0.6], {"patience": 1}, 20),
+        ([3, 2, 1], {"patience": 1}, None),
+    ],
+)
+def test_early_stopping_counts_measurements(losses: list[float], options: Any, stops: int | None) -> None:
+    stop = train.EarlyStopping("eval_loss", **options)
+    for _ in range(2):  # another run counts anew
+        with stop:
+            assert next((each.step for each in held_out(*losses) if stop(each)), None) == stops
+
+
+def test_early_stopping_ends_a_run() -> None:
+    """With a learning rate of 0 nothing improves; the other callbacks need not wait for each step."""
+    batch = {"tokens": random_tokens(2, 5)}
+    run: dict[str, Any] = {"optimizer": optax.sgd(0.0), "steps": 30}
+    evaluate = train.Evaluation([batch], every=4)
+    for metric, patience, steps in (("eval_loss", 2, 12), ("loss", 3, 4)):
+        stop = train.EarlyStopping(metric, patience=patience)
+        done = train.fit(build_tiny("llama"), [batch], evaluate=evaluate, callbacks=[stop], **run)
+        assert len(done.history) == steps and "eval_loss" in done.history[-1]
+
+
+@pytest.mark.parametrize(
+    ("metric", "evaluate", "message"),
+    [
+        ("eval_cross_entropy", 2, "this run measures .*cross_entropy, .*; did you mean"),
+        ("evaluation", 2, "eval_loss, eval_seconds"),
+        ("eval_loss", None, r"eval_loss needs evaluate=train.Evaluation\(batches, every=…\)"),
+        ("eval_loss", 0, "eval_loss needs"),
+    ],
+)
+def test_early_stopping_on_what_is_not_measured(metric: str, evaluate: int | None, message: str) -> None:
+    """``evaluate`` 0: at the end only."""
+    batch = {"tokens": random_tokens(2, 5)}
+    held = None if evaluate is None else train.Evaluation([batch], every=evaluate or None)
+    with pytest.raises(ValueError, match=message):
+        stop = train.EarlyStopping(metric)
+        train.fit(build_tiny("llama"), [batch], optimizer=optax.sgd(0.1), steps=9, evaluate=held, callbacks=[stop])
+
+
+@pytest.mark.wrong_types
+@pytest.mark.parametrize(
+    "options", [{"metric": 3}, {"patience": 0}, {"patience": True}, {"min_delta": -1}, {"mode": "lower"}]
+)
+def test_invalid_early_stopping(options: Any) -> None:
+    (name,) = options
+    with pytest.raises(ValueError, match=f"{name}="):
+        train.EarlyStopping(**{"metric": "eval_loss"} | options)

@@ -1,6 +1,8 @@
 """Model construction: initial values, invalid arguments, user parameters and graph definitions."""
 
+import copy
 import dataclasses
+import pickle
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 from flax import nnx
 
 import nnxmoe
+from nnxmoe import models, train
 from nnxmoe.convert import maxtext, native
 from nnxmoe.generation import decode, passes
 from nnxmoe.layers.cache import Cache
@@ -177,8 +180,36 @@ def test_arguments_of_transformers_are_answered() -> None:
     for call, given, name, remedy in doors:
         with pytest.raises(TypeError, match=f"has no argument '{name}': .*{remedy}"):
             call(*given, **{name: 1})
-        with pytest.raises(TypeError, match="unexpected keyword argument 'nonsense'"):
+        with pytest.raises(TypeError, match="has no argument 'nonsense': it has"):
             call(*given, nonsense=1)
+
+
+def test_misspelt_arguments_and_fields_are_answered_with_the_nearest_name() -> None:
+    model = build_tiny("llama")
+    batch, run = {"tokens": random_tokens(2, 5)}, {"optimizer": optax.sgd(0.1), "steps": 1}
+    doors: list[tuple[Callable[[], Any], str]] = [
+        (lambda: train.fit(model, [batch], lr=3, **run), "fit.. has no argument 'lr': give it to the optimizer"),
+        (lambda: train.fit(model, [batch], acumulate=2, **run), "'acumulate'; did you mean accumulate"),
+        (lambda: train.fit(model, [batch], checkpoints="run", **run), "'checkpoints'; did you mean checkpoint"),
+        (lambda: nnxmoe.complete(model, [[1]], capacity=9), "'capacity': .*Engine"),
+        (lambda: nnxmoe.complete(model, [[1]], loprobs=1), "'loprobs'; did you mean logprobs"),
+        (lambda: models.MixtralConfig(hiden_size=8), "MixtralConfig.. has no argument 'hiden_size'; .* hidden_size"),
+        (lambda: model([[1]], training=True), "'training': .*leave it out"),
+        (lambda: model([[1]], atention_mask=[[1]]), "did you mean attention_mask"),
+        (lambda: nnxmoe.Sampling(temprature=1.0), "Sampling.. .*did you mean temperature"),
+        (lambda: nnxmoe.Strategy(dispach=None), "Strategy.. .*did you mean dispatch"),
+        (lambda: train.Objective(zloss=1.0), "Objective.. .*did you mean z_loss"),
+        (lambda: train.DPO(betta=1.0), "DPO.. .*did you mean beta"),
+        (lambda: train.Evaluation([batch], evry=1), "Evaluation.. .*did you mean every"),
+        (lambda: train.batches([], None, batchsize=1, seq_len=2), "did you mean batch_size"),
+        (lambda: lora.add(model, 2, target="attention"), "did you mean targets"),
+    ]
+    for call, message in doors:
+        with pytest.raises(TypeError, match=message) as caught:
+            call()
+        assert isinstance(caught.value, ValueError)
+    config = models.LlamaConfig(hidden_size=64)
+    assert copy.deepcopy(config) == pickle.loads(pickle.dumps(config)) == dataclasses.replace(config) == config
 
 
 # Initial values

@@ -100,7 +100,7 @@ Gradients = tuple[Any, dict[str, Any]]
 @functools.cache
 def stepper(objective: Objective, accumulate: int) -> tuple[Step, Any]:
     step = Step(tiny(), optax.sgd(1.0), objective, accumulate=accumulate)
-    return step, jax.jit(step._gradients)
+    return step, jax.jit(step.definition.gradients)
 
 
 @functools.cache
@@ -141,7 +141,7 @@ def test_gradients_equal_finite_differences() -> None:
     """Of the loss in NumPy, in float64, along a random direction of several groups of parameters."""
     _, grads = gradients(packed)
     step = stepper(OBJECTIVE, 1)[0]
-    ours = tensors(step.merge(grads, step.init().frozen))
+    ours = tensors(step.definition.merge(grads, step.init().frozen))
     _, weights = tiny_mtp(DEPTHS, **SMALL)
     rng, seen = np.random.default_rng(0), set[str]()
     for parts in DIRECTIONS:
@@ -170,7 +170,7 @@ def test_logits_are_computed_in_chunks() -> None:
     vocab, batch = 53, jax.tree.map(jnp.asarray, packed())
     for head, rows in ((ChunkedLoss(4 * vocab), 4), (Whole(), 54)):
         step = Step(tiny(), optax.sgd(1.0), dataclasses.replace(OBJECTIVE, head=head))
-        program = str(jax.make_jaxpr(step._gradients)(step.shapes(), batch, jax.random.key(0)))
+        program = str(jax.make_jaxpr(step.definition.gradients)(step.shapes(), batch, jax.random.key(0)))
         assert {each for each in (4, 54) if f"f32[1,{each},{vocab}]" in program} == {rows}
 
 
@@ -193,7 +193,7 @@ def on_a_mesh(batch: dict[str, np.ndarray]) -> tuple[float, dict[str, np.ndarray
     strategy = dataclasses.replace(PLAIN, mesh=mesh)
     step = Step(build(fields, weights, strategy, mtp=True), optax.sgd(1.0), OBJECTIVE)
     state = step.init()
-    grads, losses = jax.jit(step._gradients)(state, batch, state.key)
+    grads, losses = jax.jit(step.definition.gradients)(state, batch, state.key)
     config = nnxmoe.config_from_hf(fields)
     drawn = [
         jax.tree.leaves(nnx.state(DeepSeekV3(config, each, rngs=nnx.Rngs(0), mtp=True).mtp))
@@ -233,9 +233,11 @@ def test_layers_that_the_objective_leaves_out_stay_as_they_are() -> None:
     for model in (tiny(), without()):
         step = Step(model, optax.adamw(0.1, weight_decay=0.9), bias_rate=0.25)
         state, batch = step.shapes(), jax.tree.map(jnp.asarray, packed())
-        after, report = jax.eval_shape(step._step, state, batch)
+        after, report = jax.eval_shape(step.definition.step, state, batch)
         assert report.losses.mtp is None and report.losses.load.shape[0] == 1
-        names.append((step.names, [leaf.shape for leaf in jax.tree.leaves(after.moments)], set(step._biases)))
+        names.append(
+            (step.names, [leaf.shape for leaf in jax.tree.leaves(after.moments)], set(step.definition._biases))
+        )
     assert names[0] == names[1] and not any(name.startswith("mtp.") for name in names[0][0])
 
 

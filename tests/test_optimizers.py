@@ -16,7 +16,7 @@ import nnxmoe
 from nnxmoe import train
 from nnxmoe.train import lora
 from nnxmoe.train.checkpoints import Checkpoints
-from nnxmoe.train.loop.run import NotFinite
+from nnxmoe.train.loop.interface import NotFinite
 from nnxmoe.train.loop.step import Step
 from tests.support.arrays import tensors
 from tests.support.tiny import build_tiny, random_tokens, stacking_of
@@ -28,7 +28,7 @@ RATE, STEPS = 0.05, 2
 def files_of(step: Step, params: Any) -> dict[str, Any]:
     """The tensors of a Hugging Face checkpoint: a matrix ``[O, I]`` per layer, expert and projection."""
     state = step.init()
-    named = tensors(step.merge(params, state.frozen))
+    named = tensors(step.definition.merge(params, state.frozen))
     return {name: jnp.asarray(array) for name, array in named.items() if "score_correction" not in name}
 
 

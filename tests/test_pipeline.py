@@ -222,7 +222,7 @@ def resumed(folder: str) -> list[Any]:
         at_first = mesh if stages is None else None  # whose stages then count
         strategy = Strategy(pipeline=Pipeline(4, stages=stages), mesh=at_first)
         model = model_of("mixtral", strategy, 6)
-        return train.fit(model, data, steps=steps, mesh=mesh, checkpoint=train.Checkpoints(where), **options)
+        return train.fit(model, data, steps=steps, mesh=mesh, checkpoint=train.Checkpoints(where, every=1), **options)
 
     first = values(fit(2, {"pipe": 4, "fsdp": 2}).model)
     found = [values(fit(2, axes).model) for axes in ({"pipe": 2, "fsdp": 4}, {"fsdp": 8}, None)]

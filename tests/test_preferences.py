@@ -125,7 +125,7 @@ def gradients(accumulate: int = 1, **options: Any) -> Any:
     """Losses and gradients of the batch."""
     step = Step(tiny(), optax.sgd(1.0), DPO(beta=BETA, **options), accumulate=accumulate)
     state = step.init()
-    grads, losses = jax.jit(step._gradients)(state, jax.tree.map(jnp.asarray, with_known()), state.key)
+    grads, losses = jax.jit(step.definition.gradients)(state, jax.tree.map(jnp.asarray, with_known()), state.key)
     return losses, grads
 
 
@@ -492,7 +492,7 @@ def test_finetune_learns_preferences(more: list[str], tmp_path: Path, capsys: py
     assert "steps 9 to 10: loss" in capsys.readouterr().out
     told = [json.loads(text) for text in (out / "metrics.jsonl").read_text().splitlines()]
     assert told[0]["rewards/margins"] == pytest.approx(0, abs=1e-5)
-    assert told[-1]["rewards/accuracies"] == 1 and told[-1]["evaluation"] < 0.6 > told[-1]["loss"]
+    assert told[-1]["rewards/accuracies"] == 1 and told[-1]["eval_loss"] < 0.6 > told[-1]["loss"]
     nnxmoe.from_pretrained(out)
 
 

@@ -50,8 +50,8 @@ def trace_strictly(kind: str, strategy: nnxmoe.Strategy, mesh: dict[str, int] | 
     step = Step(model, optax.adamw(0.1), objective, bias_rate=0.1)
     batch = {"tokens": jnp.ones((8, 9), jnp.int32), "segment_ids": jnp.ones((8, 9), jnp.int32)}
     with jax.numpy_rank_promotion("raise"):
-        jax.eval_shape(step._step, step.shapes(), batch)
-        jax.eval_shape(lambda state: step.merge(state.params, state.frozen)(**batch).logits, step.shapes())
+        jax.eval_shape(step.definition.step, step.shapes(), batch)
+        jax.eval_shape(lambda state: step.definition.merge(state.params, state.frozen)(**batch).logits, step.shapes())
 
 
 @pytest.mark.slow
@@ -185,7 +185,7 @@ def loops(mesh: dict[str, int], rows: int) -> int:
     model = model_class(config)(config, dataclasses.replace(PLAIN, mesh=made), rngs=None)
     step = Step(model, optax.sgd(0.1), Objective(head=ChunkedLoss(2 * 2 * config.vocab_size)))
     batch = {"tokens": jax.ShapeDtypeStruct((rows, 9), jnp.int32)}
-    text = str(jax.make_jaxpr(step._step)(step.shapes(), batch))
+    text = str(jax.make_jaxpr(step.definition.step)(step.shapes(), batch))
     found = {int(length) for length in re.findall(r"length=(\d+)", text)} - {config.num_hidden_layers}
     assert len(found) == 1, found
     return found.pop()
@@ -255,7 +255,7 @@ def test_packed_documents_train_as_separate_rows(kind: str) -> None:
 def gradients(model: nnxmoe.CausalLM, objective: Objective, batch: Any) -> tuple[Any, dict[str, Any]]:
     step = Step(model, optax.sgd(1.0), objective)
     state = step.init()
-    grads, losses = jax.jit(step._gradients)(state, batch, state.key)
+    grads, losses = jax.jit(step.definition.gradients)(state, batch, state.key)
     return losses.total, grads
 
 
@@ -407,7 +407,7 @@ def test_optimizers_get_value_grad_and_value_fn(accumulate: int) -> None:
 
 def test_lbfgs_traces() -> None:
     step = Step(build_tiny("llama", PLAIN), optax.lbfgs())
-    state, _ = jax.eval_shape(step._step, step.shapes(), {"tokens": jax.ShapeDtypeStruct((2, 9), jnp.int32)})
+    state, _ = jax.eval_shape(step.definition.step, step.shapes(), {"tokens": jax.ShapeDtypeStruct((2, 9), jnp.int32)})
     assert jax.tree.structure(state) == jax.tree.structure(step.shapes())
 
 

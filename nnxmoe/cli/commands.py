@@ -172,6 +172,7 @@ def convert(options: argparse.Namespace) -> None:
 def finetune(options: argparse.Namespace) -> None:
     """Fine-tune a model on lines of text or chats. Repeating the command resumes an interrupted run."""
     from nnxmoe.train import finetune as tuning
+    from nnxmoe.train.loop.measured import EVAL_LOSS
 
     names = [field.name for field in dataclasses.fields(tuning.Finetune) if field.name != "model"]
     task = tuning.Finetune(_weights(options.model), **{name: getattr(options, name) for name in names})
@@ -194,8 +195,8 @@ def finetune(options: argparse.Namespace) -> None:
             span = f"steps {first['step']} to {last['step']}"
             name = "cross_entropy" if "cross_entropy" in first else "loss"
             print(f"{span}: {name.replace('_', '-')} {first[name]:.4f} -> {last[name]:.4f}")
-            if "evaluation" in last:
-                print(f"on {options.evaluation}: {last['evaluation']:.4f}")
+            if EVAL_LOSS in last:
+                print(f"on {options.evaluation}: {last[EVAL_LOSS]:.4f}")
         kind = "an adapter for peft" if options.adapter_only else "the tuned model"
         hub = {"revision": options.revision, "local_files_only": options.local_files_only}
         chats = nnxmoe.Tokenizer.from_pretrained(task.model, **hub).chat_template is not None

@@ -26,18 +26,15 @@ def on_mesh(model: CausalLM, mesh: Mesh) -> CausalLM:
     check_mesh(model, mesh, model.strategy.rules)
     graph, state = nnx.split(model)
     refuse_shapes(jax.tree.leaves(state))
-    model = nnx.merge(graph, state)
-    model.strategy = dataclasses.replace(model.strategy, mesh=mesh)
+    strategy = dataclasses.replace(model.strategy, mesh=mesh)
+    flat = [(p, v.replace(jax.device_put(v.get_value(), strategy.sharding_of(v)))) for p, v in nnx.to_flat_state(state)]
+    model = nnx.merge(graph, nnx.from_flat_state(flat))  # new variables: the given model keeps its own
+    model.strategy = strategy
     for _, node in nnx.iter_graph(model):
         if isinstance(node, CausalLM | MoE | Embed | GatedDeltaNet | PipelinedStack):  # the modules that hold a mesh
             node.mesh = mesh
         if isinstance(node, nnx.Module) and (attend := getattr(node, "attend", None)) is not None:
             setattr(node, "attend", attend_on(attend, mesh, model.strategy.rules))  # noqa: B010
-    flat = [
-        (p, v.replace(jax.device_put(v.get_value(), model.strategy.sharding_of(v))))
-        for p, v in nnx.to_flat_state(state)
-    ]
-    nnx.update(model, nnx.from_flat_state(flat))
     return model
 
 

@@ -1,7 +1,10 @@
 """Compiled programs of training, and messages about compiling."""
 
 import contextlib
+import dataclasses
+import functools
 import logging
+import re
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -44,6 +47,43 @@ class JitProgram:
             with contextlib.nullcontext() if self._name is None else announced(f"compiling {self._name}"):
                 self._known[shapes] = lowered.compile(_IN_ORDER if in_order else None)
         return self._known[shapes]
+
+
+# Settings of JAX that change no program. A program compiled under other values of any other setting is not reused.
+_HARMLESS = re.compile("log|cache|traceback|dump|explain|timeout|transfer_guard|pprint|profil")
+
+
+def shared_program(key: Any, function: Callable[..., Any], name: str | None = None, **options: Any) -> JitProgram:
+    """Return the `JitProgram` of an earlier call with an equal key and equal ``out_shardings``, or a new one.
+
+    ``function`` must compute the same for equal keys and should hold no arrays: the last programs are kept. Without a
+    key (None) the program is always new, and nothing keeps it.
+    """
+    if key is None:
+        return JitProgram(function, name, **options)
+    leaves, tree = jax.tree.flatten(options.get("out_shardings"))
+    return _program(_Request((key, name, tree, tuple(leaves), _settings()), function, name, options))
+
+
+def _settings() -> tuple[tuple[str, Any], ...]:
+    """JAX's settings in this context that may change a program. Attributes of `jax.config` tell those of context
+    managers, such as `jax.default_matmul_precision`; some settings have none."""
+    values = dict(jax.config.values)
+    named = [(name, getattr(jax.config, name, value)) for name, value in sorted(values.items())]
+    return tuple((name, value) for name, value in named if not _HARMLESS.search(name))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Request:
+    key: Any
+    function: Callable[..., Any] = dataclasses.field(compare=False)
+    name: str | None = dataclasses.field(compare=False)
+    options: dict[str, Any] = dataclasses.field(compare=False)
+
+
+@functools.lru_cache(maxsize=24)
+def _program(request: _Request) -> JitProgram:
+    return JitProgram(request.function, request.name, **request.options)
 
 
 @contextlib.contextmanager

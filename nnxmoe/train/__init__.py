@@ -14,11 +14,17 @@ from nnxmoe.train.data.batches import batches as batches
 from nnxmoe.train.data.batches import preferences as preferences
 from nnxmoe.train.data.documents import Documents as Documents
 from nnxmoe.train.loop.callbacks import CsvLog as CsvLog
+from nnxmoe.train.loop.callbacks import EarlyStopping as EarlyStopping
 from nnxmoe.train.loop.callbacks import JsonLog as JsonLog
 from nnxmoe.train.loop.callbacks import Profile as Profile
 from nnxmoe.train.loop.callbacks import TensorBoardLog as TensorBoardLog
 from nnxmoe.train.loop.callbacks import WandbLog as WandbLog
+from nnxmoe.train.loop.definition import Report as Report
+from nnxmoe.train.loop.definition import TrainState as TrainState
 from nnxmoe.train.loop.fit import fit as fit
+from nnxmoe.train.loop.interface import Fitted as Fitted
+from nnxmoe.train.loop.interface import NotFinite as NotFinite
+from nnxmoe.train.loop.interface import Progress as Progress
 from nnxmoe.train.loop.loss import ChunkedLoss as ChunkedLoss
 from nnxmoe.train.loop.loss import Whole as Whole
 from nnxmoe.train.loop.measured import Evaluation as Evaluation
@@ -31,9 +37,4 @@ from nnxmoe.train.loop.preference import hinge_loss as hinge_loss
 from nnxmoe.train.loop.preference import ipo_loss as ipo_loss
 from nnxmoe.train.loop.preference import sigmoid_loss as sigmoid_loss
 from nnxmoe.train.loop.preference import with_reference as with_reference
-from nnxmoe.train.loop.run import Fitted as Fitted
-from nnxmoe.train.loop.run import NotFinite as NotFinite
-from nnxmoe.train.loop.run import Progress as Progress
-from nnxmoe.train.loop.step import Report as Report
 from nnxmoe.train.loop.step import Step as Step
-from nnxmoe.train.loop.step import TrainState as TrainState

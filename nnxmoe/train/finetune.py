@@ -6,6 +6,7 @@ model in transformers' format, or the adapter in ``peft``'s.
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,17 +16,21 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
+from nnxmoe.config.arguments import KnownFields
 from nnxmoe.config.printable import short
 from nnxmoe.config.validate import is_between, is_integer
+from nnxmoe.convert.core.dtypes import float_dtype
 from nnxmoe.convert.hf.pretrained import from_pretrained, save_pretrained
+from nnxmoe.convert.hf.side_files import parse_config
 from nnxmoe.generation.text import Tokenizer
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.remat import Remat
 from nnxmoe.model.stack import Scanned
 from nnxmoe.model.strategy import Strategy
-from nnxmoe.quantization.methods import parse
+from nnxmoe.quantization.methods import parse, refuse_both
 from nnxmoe.runtime.progress import say
-from nnxmoe.storage.atomic_dir import refuse_unless_empty
+from nnxmoe.storage.atomic_dir import refuse_unless_empty, refuse_unless_writable
+from nnxmoe.storage.checkpoint import Checkpoint
 from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.storage.files import absolute, read_object
 from nnxmoe.storage.multihost import from_first
@@ -33,28 +38,29 @@ from nnxmoe.storage.write import write_json
 from nnxmoe.train import lora
 from nnxmoe.train.checkpoints import Checkpoints, newest
 from nnxmoe.train.data.bad_records import MAX_BAD_FRACTION
-from nnxmoe.train.data.batches import Batches
+from nnxmoe.train.data.batches import LEAST, Batches
 from nnxmoe.train.data.documents import Documents, Pairs
 from nnxmoe.train.loop.batch import Restartable
 from nnxmoe.train.loop.callbacks import JsonLog, Profile
+from nnxmoe.train.loop.feed import check_length, check_rows
 from nnxmoe.train.loop.fit import fit
+from nnxmoe.train.loop.interface import Fitted, Progress
 from nnxmoe.train.loop.measured import Evaluation
 from nnxmoe.train.loop.objective import Objective, TrainingObjective
 from nnxmoe.train.loop.optimizers import OPTIMIZERS
 from nnxmoe.train.loop.preference import DPO, with_reference
-from nnxmoe.train.loop.run import Fitted, Progress
 from nnxmoe.train.lora.peft import WEIGHTS_FILE
 from nnxmoe.train.lora.peft_config import CONFIG_FILE
 
 _RECORD, _METRICS, _CHECKPOINTS, _PROFILE = "finetune.json", "metrics.jsonl", "checkpoints", "profile"
 _FINISHED, _LENGTHS = "finished", ("steps", "epochs")  # fields of that file
 _STEPS = 200
-_INTEGERS = {"batch_size": 1, "seq_len": 1, "accumulate": 1, "lora": 1, "steps": 1, "epochs": 1, "warmup": 0, "seed": 0}
+_INTEGERS = {**LEAST, "accumulate": 1, "lora": 1, "steps": 1, "warmup": 0}
 _CLIP, _WARMUP, _FLOOR = 1.0, 100, 0.1  # gradient norm; steps at most; final / peak learning rate
 
 
 @dataclasses.dataclass(frozen=True)
-class Finetune:
+class Finetune(KnownFields):
     """A fine-tuning task: everything that determines the result.
 
     ``model`` is a folder or hub id, ``data`` a JSONL file for `nnxmoe.train.batches`, ``evaluation`` another, of which
@@ -115,15 +121,17 @@ class Finetune:
             raise ValueError(f"steps={self.steps} and epochs={self.epochs}: pass one of them")
         if self.steps is None and self.epochs is None:
             object.__setattr__(self, "steps", _STEPS)
-        self._check_warmup(self.steps)
+        self.check_warmup(self.steps)
+        float_dtype(self.dtype)
+        refuse_both(parse(self.quantize) if self.quantize else None, self.keep_quantized)
 
-    def _check_warmup(self, steps: int | None) -> None:
+    def check_warmup(self, steps: int | None) -> None:
+        """Raise ValueError if the run would end before the learning rate is reached."""
         if self.warmup and steps and self.warmup >= steps:
             raise ValueError(f"warmup={self.warmup}: it must be less than the {steps} steps")
 
     def transformation(self, steps: int, model: CausalLM) -> optax.GradientTransformation:
         """The optimizer with gradients clipped to a norm of 1. Its state holds the learning rate."""
-        self._check_warmup(steps)
         make, share = OPTIMIZERS[self.optimizer]
         share = share / 20 if self.preferences else share
         peak = self.learning_rate or share * (2e-5 if self.lora is None else 2e-4)
@@ -154,43 +162,49 @@ def finetune(
     """Run a task in the folder ``out``, which must be new, empty, or hold a run of the same task.
 
     An unfinished run is resumed bit for bit, and with more steps or epochs than before a run is extended, its learning
-    rate then following the longer schedule. A finished one returns None. ``profile`` is the number of steps of which a
-    trace is written into the folder, see `Profile`. Up to ``max_bad_fraction`` of a file's records are skipped if they
-    are unusable, see `batches`. Raises ValueError if the folder holds another task, and the errors of `fit`.
+    rate then following the longer schedule. A finished one is evaluated if ``evaluation`` is new, and else returns
+    None. ``profile`` is the number of steps of which a trace is written into the folder, see `Profile`. Up to
+    ``max_bad_fraction`` of a file's records are skipped if they are unusable, see `batches`. Raises ValueError if the
+    folder holds another task, and the errors of `fit`.
     """
     folder = absolute(out)
     traces = [] if profile is None else [Profile(folder / _PROFILE, profile)]
+    saved = Checkpoints(folder / _CHECKPOINTS, every=save_every)
     if from_first(lambda: _look(folder, task)) == "done":
         say("%s: this run is already finished; more steps extend it", folder)
         return None
+    from_first(lambda: refuse_unless_writable(folder) or "")
+    check_rows(task.batch_size, mesh)
     if (base := lora.base_of(task.model)) is not None:
         merge = f"nnxmoe convert {base} FOLDER --to hf --adapter {task.model}"
         raise CheckpointError(f"{task.model} holds an adapter: merge it with {merge}, and train that FOLDER")
     hub: dict[str, Any] = {"revision": task.revision, "local_files_only": local_files_only}
-    tokenizer = Tokenizer.from_pretrained(task.model, **hub)
-    documents, held = _encoded(task, tokenizer, max_bad_fraction)
-    how: dict[str, Any] = {"quantize": parse(task.quantize) if task.quantize else None} | hub
+    data, held = _encoded(task, Tokenizer.from_pretrained(task.model, **hub), max_bad_fraction)
+    length = _row_length(task, hub)
+    check_length(length, mesh)
+    batches: Any = Batches(data, task.batch_size, length, seed=task.seed, epochs=task.epochs)
+    steps = batches.count() if task.steps is None else task.steps
+    task.check_warmup(steps)
+    evaluated: Any = held and Restartable(lambda: Batches(held, task.batch_size, length, shuffle=False, epochs=1))
+    method = parse(task.quantize) if task.quantize else None
     say("metrics of every step are written to %s", folder / _METRICS)
-    model = from_pretrained(task.model, task.dtype, mesh, _strategy(), keep_quantized=task.keep_quantized, **how)
+    model = from_pretrained(
+        task.model, task.dtype, mesh, _strategy(), quantize=method, keep_quantized=task.keep_quantized, **hub
+    )
     say("%s", model.load_report.summary())
-    if (length := min(task.seq_len, model.config.max_position_embeddings)) < task.seq_len:
-        say("rows have %d tokens, the longest context of the model", length)
     if task.lora is not None:
         rank = lora.split_ranks(model, task.lora) if task.split_rank else task.lora
         lora.add(model, rank, task.lora_alpha, rngs=nnx.Rngs(task.seed))
-    data: Any = Batches(documents, task.batch_size, length, seed=task.seed, epochs=task.epochs)
-    steps = data.count() if task.steps is None else task.steps
-    batches: Any = held and Restartable(lambda: Batches(held, task.batch_size, length, shuffle=False, epochs=1))
     if task.preferences and task.lora is None:
-        data, batches = (given and with_reference(given, model) for given in (data, batches))
+        batches, evaluated = (given and with_reference(given, model) for given in (batches, evaluated))
     done = fit(
         model,
-        data,
+        batches,
         optimizer=task.transformation(steps, model),
         steps=steps,
-        checkpoint=Checkpoints(folder / _CHECKPOINTS, every=save_every),
+        checkpoint=saved,
         accumulate=task.accumulate,
-        evaluate=batches and Evaluation(batches, save_every),
+        evaluate=evaluated and Evaluation(evaluated, save_every),
         objective=task.objective,
         callbacks=[_Begin(folder, task), JsonLog(folder / _METRICS), *traces],
         seed=task.seed,
@@ -208,6 +222,15 @@ def _encoded(task: Finetune, tokenizer: Tokenizer, max_bad_fraction: float) -> t
     for each in filter(None, (documents, held)):
         each.check()
     return documents, held
+
+
+def _row_length(task: Finetune, hub: Mapping[str, Any]) -> int:
+    """Tokens per row: ``seq_len``, or the longest context of the model if that is shorter."""
+    with Checkpoint.open(task.model, **hub) as checkpoint:
+        config, _ = parse_config(checkpoint.config, checkpoint.config_file)
+    if (length := min(task.seq_len, config.max_position_embeddings)) < task.seq_len:
+        say("rows have %d tokens, the longest context of the model", length)
+    return length
 
 
 def progress_of(out: str | os.PathLike[str]) -> str:
@@ -246,9 +269,10 @@ def _look(folder: Path, task: Finetune) -> str:
         return ""
     found = read_object(record, "use a new folder", CheckpointError)
     finished = found.pop(_FINISHED, None)
+    evaluated_anew = task.evaluation is not None and task.evaluation != found.get("evaluation")
     lengths = [(found.get(name), asked[name]) for name in _LENGTHS]
     longer = all(type(old) is type(new) and (old is None or new >= old) for old, new in lengths)
-    same = set(_LENGTHS) if longer else set()
+    same = {"evaluation", *(_LENGTHS if longer else ())}  # what is evaluated does not change the result
     if odd := [name for name in (asked.keys() | found.keys()) - same if asked.get(name) != found.get(name)]:
         if set(odd) <= {*_LENGTHS}:
             name, old = next((name, found.get(name)) for name in odd if found.get(name) is not None)
@@ -257,7 +281,7 @@ def _look(folder: Path, task: Finetune) -> str:
         raise CheckpointError(f"{folder} holds another run ({what}): use the same command line, or a new folder")
     written_last = (CONFIG_FILE, WEIGHTS_FILE) if task.adapter_only else ("config.json",)
     complete = finished and all((folder / name).is_file() for name in written_last)
-    return "done" if complete and all(old == new for old, new in lengths) else ""
+    return "done" if complete and not evaluated_anew and all(old == new for old, new in lengths) else ""
 
 
 def _record(folder: Path, task: Finetune, finished: int | None) -> str:

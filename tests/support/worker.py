@@ -235,7 +235,7 @@ def checkpoints(out: Path) -> None:
     def arrays(step: int) -> dict[str, jax.Array]:
         return {"a": jax.make_array_from_callback(host.shape, rows, lambda at: host[at] + step), "k": key}
 
-    with Checkpoints(out / "run", keep=2) as kept:
+    with Checkpoints(out / "run", keep=2, every=1) as kept:
         assert kept.latest() is None
         for step in range(1, 5):
             assert kept.save(step, arrays(step), {"at": step})
@@ -261,7 +261,7 @@ def refused(out: Path) -> None:
     (out / "foreign" / "mine").touch()
     one = jax.jit(lambda: jnp.ones(4), out_shardings=NamedSharding(nnxmoe.make_mesh(fsdp=-1), PartitionSpec()))()
     try:
-        Checkpoints(out / "foreign").save(1, {"a": one})
+        Checkpoints(out / "foreign", every=1).save(1, {"a": one})
     except CheckpointError as error:
         assert "holds mine" in str(error), error
     else:

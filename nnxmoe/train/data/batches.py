@@ -16,6 +16,7 @@ from typing import Any, Self, SupportsIndex
 import jax
 import numpy as np
 
+from nnxmoe.config.arguments import refuses_unknown
 from nnxmoe.config.printable import short
 from nnxmoe.config.validate import is_integer
 from nnxmoe.generation.text import Tokenizer
@@ -23,9 +24,11 @@ from nnxmoe.train.data.bad_records import MAX_BAD_FRACTION, DataError
 from nnxmoe.train.data.documents import Data, Document, Documents, Pairs, Row
 
 _VERSION, _POSITION = 1, ("epoch", "document", "row")
+LEAST = {"batch_size": 1, "seq_len": 2, "seed": 0, "epochs": 1}  # the smallest value of each option
 Batch = dict[str, np.ndarray]
 
 
+@refuses_unknown
 def batches(
     data: Data,
     tokenizer: Tokenizer,
@@ -49,6 +52,7 @@ def batches(
     return Batches(documents, batch_size, seq_len, seed=seed, shuffle=shuffle, pack=pack, epochs=epochs, share=share)
 
 
+@refuses_unknown
 def preferences(
     data: Data,
     tokenizer: Tokenizer,
@@ -93,10 +97,10 @@ class Batches(Iterator[Batch]):
         share: tuple[int, int] | None = None,
     ) -> None:
         share = (jax.process_index(), jax.process_count()) if share is None else share
-        least = {"batch_size": (batch_size, 1), "seq_len": (seq_len, 2), "seed": (seed, 0)}
-        for name, (value, low) in (least | ({} if epochs is None else {"epochs": (epochs, 1)})).items():
-            if not is_integer(value, low):
-                raise ValueError(f"{name}={short(value)}: pass an int of at least {low}, below 2**32")
+        given = {"batch_size": batch_size, "seq_len": seq_len, "seed": seed}
+        for name, value in (given | ({} if epochs is None else {"epochs": epochs})).items():
+            if not is_integer(value, LEAST[name]):
+                raise ValueError(f"{name}={short(value)}: pass an int of at least {LEAST[name]}, below 2**32")
         if not 0 <= share[0] < share[1] or batch_size % share[1]:
             raise ValueError(
                 f"batch_size={batch_size} cannot be split as share={share}: use a multiple of the number of processes"

@@ -1,31 +1,51 @@
-"""Callbacks of `fit`: metrics in files, TensorBoard and Weights & Biases, and traces for a profiler."""
+"""Callbacks of `fit`: metrics in files, TensorBoard and Weights & Biases, early stopping, traces for a profiler."""
 
 import abc
 import csv
 import functools
 import importlib
 import json
+import math
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Self
 
 import jax
 
-from nnxmoe.config.printable import short
-from nnxmoe.config.validate import is_positive
+from nnxmoe.config.printable import did_you_mean, short
+from nnxmoe.config.validate import is_between, is_positive
 from nnxmoe.runtime.progress import logger, say
+from nnxmoe.storage.atomic_dir import refuse_unless_writable
 from nnxmoe.storage.files import absolute
-from nnxmoe.train.loop.measured import Metrics
-from nnxmoe.train.loop.run import Progress
+from nnxmoe.storage.multihost import from_first
+from nnxmoe.train.loop.interface import Progress
+from nnxmoe.train.loop.measured import EVAL_LOSS, EVAL_SECONDS, EVALUATED, Metrics
+
+_NO_LOG = "is not the metrics of a step: use another file for the log, or remove the line"
 
 
-class _Log(abc.ABC):
+class _FolderWriter:
+    """A callback that writes into ``folder``. Entering it raises CheckpointError if that is impossible."""
+
+    folder: Path
+
+    def __enter__(self) -> Self:
+        from_first(lambda: refuse_unless_writable(self.folder) or "")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class _Log(_FolderWriter, abc.ABC):
     """Appends one entry per step to a file. A resumed run first removes the entries of steps that it repeats."""
 
     late = True  # see `Callback`
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path, self._next = absolute(path), -1
+        self.folder = self.path.parent
 
     def __call__(self, progress: Progress) -> None:
         if jax.process_index() > 0:
@@ -37,9 +57,8 @@ class _Log(abc.ABC):
 
     def _begin(self, step: int) -> None:
         lines, rows = (self._lines(), self.read()) if self.path.exists() else ([], [])
-        lines = [line for line in lines if line.strip()]  # csv skips blank lines too
         head = len(lines) - len(rows)  # lines with names of columns
-        kept = [line for line, row in zip(lines[head:], rows, strict=True) if int(row["step"]) < step]
+        kept = [line for line, row in zip(lines[head:], rows, strict=True) if self._step_of(row, line) < step]
         self.path.parent.mkdir(parents=True, exist_ok=True)
         beside = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
         with beside.open("w", newline="", encoding="utf-8") as file:
@@ -47,9 +66,16 @@ class _Log(abc.ABC):
         os.replace(beside, self.path)
 
     def _lines(self) -> list[str]:
-        """The complete lines of the file, without one that was cut off, such as by a full disk."""
+        """The lines of the file that are complete, not cut off such as by a full disk, and not blank."""
         with self.path.open(newline="", encoding="utf-8") as file:
-            return [line for line in file if line.endswith("\n")]
+            return [line for line in file if line.endswith("\n") and line.strip()]
+
+    def _step_of(self, row: Any, line: str) -> int:
+        """The number of the step in a line. Raises ValueError if it has none."""
+        try:
+            return int(row["step"])
+        except (KeyError, TypeError, ValueError):
+            raise ValueError(f"{self.path} has the line {short(line.strip())}, which {_NO_LOG}") from None
 
     @abc.abstractmethod
     def read(self) -> list[dict[str, Any]]:
@@ -64,7 +90,13 @@ class JsonLog(_Log):
     """One JSON object per line and step."""
 
     def read(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self._lines()]
+        rows = []
+        for line in self._lines():
+            try:
+                rows.append(json.loads(line))
+            except ValueError as error:
+                raise ValueError(f"{self.path} has the line {short(line.strip())}, which {_NO_LOG}: {error}") from None
+        return rows
 
     def add(self, metrics: Metrics) -> None:
         with self.path.open("a", encoding="utf-8") as file:
@@ -79,10 +111,9 @@ class CsvLog(_Log):
 
     def add(self, metrics: Metrics) -> None:
         new = not self.path.stat().st_size
-        names = dict.fromkeys([*metrics, "evaluation", "evaluation_seconds"])
+        names = dict.fromkeys([*metrics, EVAL_LOSS, EVAL_SECONDS])
         if not new:
-            with self.path.open(newline="", encoding="utf-8") as file:
-                names = next(csv.reader(file))
+            names = next(csv.reader(self._lines()))
         if odd := [name for name in metrics if name not in names]:
             raise ValueError(f"{self.path} has no column for {', '.join(odd)}: use a new file, or JsonLog")
         with self.path.open("a", newline="", encoding="utf-8") as file:
@@ -104,14 +135,14 @@ def _scalars(metrics: Metrics) -> Metrics:
     return {name: value for name, value in metrics.items() if name != "step"}
 
 
-class TensorBoardLog:
+class TensorBoardLog(_FolderWriter):
     """Scalars for TensorBoard. Requires the package ``tensorboardX``."""
 
     late = True
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        writer = _installed("tensorboardX", "TensorBoardLog").SummaryWriter
-        self._make: Callable[[], Any] = functools.cache(lambda: writer(str(absolute(folder))))
+        writer, self.folder = _installed("tensorboardX", "TensorBoardLog").SummaryWriter, absolute(folder)
+        self._make: Callable[[], Any] = functools.cache(lambda: writer(str(self.folder)))
 
     def __call__(self, progress: Progress) -> None:
         if jax.process_index() > 0:
@@ -149,7 +180,60 @@ class WandbLog:
             self._run.log(_scalars(progress.metrics), step=progress.step)
 
 
-class Profile:
+class EarlyStopping:
+    """Stops the training after ``patience`` measurements of a metric in a row that are no improvement.
+
+        train.fit(model, data, evaluate=train.Evaluation(held_out, every=50), …,
+                  callbacks=[train.EarlyStopping("eval_loss", patience=3)])
+
+    Args:
+        metric: A name in `Fitted.history`, such as ``eval_loss``. It counts in the steps in which it is measured.
+        min_delta: What a measurement must differ by from the best one to be an improvement.
+        mode: ``min`` if smaller is better, ``max`` if larger is, such as for ``rewards/accuracies``.
+
+    Each call of `fit` counts anew, a resumed run too. Raises ValueError at the first step if the run does not measure
+    the metric, or ``eval_loss`` at its end only.
+    """
+
+    def __init__(self, metric: str, patience: int = 3, min_delta: float = 0.0, mode: str = "min") -> None:
+        if not isinstance(metric, str):
+            raise ValueError(f"metric={short(metric)}: pass the name of a metric, such as 'eval_loss'")
+        if not is_positive(patience):
+            raise ValueError(f"patience={short(patience)}: pass a number of measurements, an int of at least 1")
+        if min_delta != 0 and not is_between(min_delta, 0, math.inf):
+            raise ValueError(f"min_delta={short(min_delta)}: pass a number of at least 0")
+        if mode not in ("min", "max"):
+            raise ValueError(f"mode={short(mode)}: pass 'min' or 'max'")
+        self.metric, self.patience, self.min_delta, self.sign = metric, patience, min_delta, 1 if mode == "min" else -1
+        self.late = metric in EVALUATED  # see `Callback`
+        self._start()
+
+    def _start(self) -> None:
+        self.best, self.failures = math.inf, 0
+
+    def __enter__(self) -> Self:
+        self._start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def __call__(self, progress: Progress) -> bool:
+        if self.metric not in progress.measured:
+            needs = "; eval_loss needs evaluate=train.Evaluation(batches, every=…)" if self.late else ""
+            raise ValueError(
+                f"EarlyStopping({self.metric!r}): this run measures {', '.join(sorted(progress.measured))}{needs}"
+                f"{did_you_mean(self.metric, progress.measured)}"
+            )
+        if self.metric not in progress.metrics:
+            return False
+        value = self.sign * progress.metrics[self.metric]
+        better = value < self.best - self.min_delta
+        self.best, self.failures = (value, 0) if better else (self.best, self.failures + 1)
+        return self.failures >= self.patience
+
+
+class Profile(_FolderWriter):
     """Writes a trace (`jax.profiler`) of the first ``steps`` steps after the one that compiles into a folder.
 
     The device is idle before and after these steps; between them it overlaps with the host as in the rest of the run.
@@ -163,6 +247,7 @@ class Profile:
         self.folder, self.steps = absolute(folder), steps
 
     def __enter__(self) -> Self:
+        super().__enter__()
         self._at, self._span = 0, range(0)  # the step it was called for; the steps in the trace
         self._tracing = False
         return self

@@ -16,6 +16,7 @@ from nnxmoe.axes import CONTEXT, batch_axes, context_over, shards
 from nnxmoe.runtime.progress import logger
 from nnxmoe.storage.multihost import from_each
 from nnxmoe.train.loop.batch import Batch, as_arrays, check_ids, rows_of
+from nnxmoe.train.loop.memory_limit import BatchLimit
 from nnxmoe.train.loop.step import Step
 
 _BYTES = "base64"  # of a state in bytes, such as that of grain's DataLoader
@@ -83,33 +84,49 @@ def _resumes(batches: Any) -> bool:
     return hasattr(batches, "get_state") and hasattr(batches, "set_state")
 
 
-def put_batch(batch: Batch, step: Step) -> dict[str, Any]:
+def put_batch(batch: Batch, step: Step, limit: BatchLimit | None = None) -> dict[str, Any]:
     """The batch on the step's devices, rows and tokens split over the mesh. Each process passes its own rows.
 
-    Raises ValueError if the batch is malformed, has ids outside the vocabulary or does not divide over the mesh.
+    Raises ValueError if the batch is malformed, has ids outside the vocabulary, exceeds the limit or does not divide
+    over the mesh.
     """
     batch = as_arrays(batch)
     step.objective.check(batch)
     check_ids(batch, step.vocab)
-    return put_rows(batch, step.mesh)
+    if limit is not None and "tokens" in batch:
+        rows, *others = np.shape(batch["tokens"])
+        limit.refuse((rows * jax.process_count(), *others))
+    return jax.device_put(batch, step.replicated) if step.mesh is None else put_rows(batch, step.mesh)
+
+
+def check_rows(rows: int, mesh: Mesh | None) -> None:
+    """Raise ValueError for a batch of all processes whose rows do not divide over the mesh."""
+    parts = shards(mesh, batch_axes(mesh))
+    if mesh is not None and rows % parts:
+        raise ValueError(
+            f"a batch of {rows} rows does not divide over {parts} devices of the mesh {dict(mesh.shape)}: use a "
+            f"multiple of {parts} rows"
+        )
+
+
+def check_length(length: int, mesh: Mesh | None) -> None:
+    """Raise ValueError for rows whose tokens do not divide over the mesh."""
+    size = 1 if mesh is None else mesh.shape.get(CONTEXT, 1)
+    if length % size:
+        raise ValueError(
+            f"rows of {length} tokens do not divide over the mesh axis {CONTEXT!r} of size {size}: use a multiple of "
+            f"{size} tokens, best of {2 * size}, which balance the devices' work"
+        )
 
 
 def put_rows(batch: Batch, mesh: Mesh | None) -> dict[str, Any]:
     """The arrays of a batch, rows split over the mesh; see `put_batch`."""
     if mesh is None:
         return {name: jnp.asarray(array) for name, array in batch.items()}
-    rows, parts = rows_of(batch) * jax.process_count(), shards(mesh, batch_axes(mesh))
-    if rows % parts:
-        raise ValueError(
-            f"a batch of {rows} rows does not divide over {parts} devices of the mesh {dict(mesh.shape)}: use a "
-            f"multiple of {parts} rows"
-        )
-    size, shape = mesh.shape.get(CONTEXT, 1), np.shape(batch.get("tokens", ()))
-    if len(shape) == 2 and shape[1] % size:
-        raise ValueError(
-            f"rows of {shape[1]} tokens do not divide over the mesh axis {CONTEXT!r} of size {size}: use a multiple of "
-            f"{size} tokens, best of {2 * size}, which balance the devices' work"
-        )
+    rows, shape = rows_of(batch) * jax.process_count(), np.shape(batch.get("tokens", ()))
+    check_rows(rows, mesh)
+    if len(shape) == 2:
+        check_length(shape[1], mesh)
 
     def place(shape: tuple[int, ...]) -> NamedSharding:
         over = context_over(shape[1], mesh) if len(shape) > 1 else ()

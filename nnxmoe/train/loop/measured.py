@@ -12,21 +12,24 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from nnxmoe.axes import axes_of
+from nnxmoe.config.arguments import KnownFields
 from nnxmoe.config.printable import short
 from nnxmoe.config.validate import is_positive
 from nnxmoe.layers.quantized import QuantizedWeight
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.runtime.hardware import of_device
-from nnxmoe.runtime.programs import JitProgram
 from nnxmoe.train.loop.batch import Batch, rows_of
+from nnxmoe.train.loop.definition import Report, TrainState
 from nnxmoe.train.loop.feed import put_batch
-from nnxmoe.train.loop.step import Report, Step, TrainState
+from nnxmoe.train.loop.step import Step
 
 Metrics = dict[str, float]
+EVAL_LOSS, EVAL_SECONDS = "eval_loss", "eval_seconds"
+EVALUATED = frozenset({EVAL_LOSS, EVAL_SECONDS})
 # The names that metrics of an objective must not have, besides those of the losses.
 _OWN = {
-    *("gradient_norm", "seconds", "learning_rate", "tokens_per_second", "mfu", "evaluation", "skipped"),
-    *("data_seconds", "device_seconds", "checkpoint_seconds", "evaluation_seconds"),
+    *("gradient_norm", "seconds", "learning_rate", "tokens_per_second", "mfu", "skipped"),
+    *("data_seconds", "device_seconds", "checkpoint_seconds", *EVALUATED),
 }
 
 
@@ -136,7 +139,7 @@ def token_flops(model: CausalLM, trained: Collection[str]) -> float:
 
 
 @dataclasses.dataclass(frozen=True)
-class Evaluation:
+class Evaluation(KnownFields):
     """Held-out batches, measured every ``every`` steps (None: not before the end) and at the end."""
 
     batches: Iterable[Batch]
@@ -159,7 +162,7 @@ class Evaluation:
         if (first := next(iter(self.batches), None)) is None:
             raise ValueError("evaluate: there are no batches: pass at least one, or leave it out")
         put_batch(first, step)
-        program = JitProgram(step.losses, "the evaluation")
+        program = step.shared("losses", step.definition.losses, "the evaluation")
 
         def evaluate(state: TrainState) -> float:
             found, weights = [], []

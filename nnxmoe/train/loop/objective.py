@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from nnxmoe.config.arguments import KnownFields
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.output import Body
 from nnxmoe.moe import balance as balancing
@@ -118,7 +119,7 @@ def of_function(objective: Any) -> TrainingObjective:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RouterLosses:
+class RouterLosses(KnownFields):
     """The part of an objective that reads the routers: their weighted losses and the loads of the experts.
 
     ``balance`` weighs the mean of ``balance_loss`` over the MoE layers, ``router_z_loss`` the mean of the routers'

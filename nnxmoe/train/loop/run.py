@@ -2,65 +2,40 @@
 
 import contextlib
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.runtime.interrupts import Interrupted, Stop
-from nnxmoe.runtime.programs import JitProgram
+from nnxmoe.runtime.programs import shared_program
 from nnxmoe.runtime.progress import logger, progress_bar
+from nnxmoe.storage.atomic_dir import refuse_unless_writable
 from nnxmoe.storage.errors import CheckpointError
-from nnxmoe.storage.multihost import in_any_process
+from nnxmoe.storage.multihost import from_first, in_any_process
 from nnxmoe.train.checkpoints import Checkpoints, fingerprint, plain
 from nnxmoe.train.loop.batch import Batch
+from nnxmoe.train.loop.definition import Report, TrainState
 from nnxmoe.train.loop.feed import BatchSource, in_every_process, put_batch
-from nnxmoe.train.loop.measured import Evaluation, Metrics, Spent, metrics_of, peak_flops, shown_metrics
-from nnxmoe.train.loop.step import Report, Step, TrainState
-
-
-class NotFinite(ValueError):
-    """Raised when gradients, or parameters about to be saved, are NaN or infinite; the message names the parameters."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Progress:
-    """Passed to callbacks after each step.
-
-    ``model()`` returns the current model. The next step donates its arrays: copy what you keep
-    (``jax.tree.map(jnp.copy, nnx.state(model))``) or save it.
-    """
-
-    step: int
-    steps: int
-    metrics: Metrics
-    load: np.ndarray  # [L, E]: the share of each MoE layer's assignments that went to each expert (see `Losses`)
-    model: Callable[[], CausalLM]
-
-
-class Callback(Protocol):
-    """Called after each step; returns True (or NumPy's True) to stop the training.
-
-    The next step waits for it, unless all callbacks have an attribute ``late = True``: these look at metrics only, are
-    called while the next step is computed, and can neither call ``progress.model`` nor stop the training. A callback
-    that is a context manager is entered before the first step and left after the last, or when the training ends early.
-    """
-
-    def __call__(self, progress: Progress, /) -> bool | np.bool_ | None: ...
-
-
-@dataclasses.dataclass(frozen=True)
-class Fitted:
-    """The result of `fit`: the trained model, the metrics of each step of this call, and the final state."""
-
-    model: CausalLM
-    history: list[Metrics]
-    state: TrainState
+from nnxmoe.train.loop.interface import Callback, Fitted, NotFinite, Progress, is_true, unseen
+from nnxmoe.train.loop.measured import (
+    EVAL_LOSS,
+    EVAL_SECONDS,
+    EVALUATED,
+    Evaluation,
+    Metrics,
+    Spent,
+    metrics_of,
+    peak_flops,
+    shown_metrics,
+)
+from nnxmoe.train.loop.memory_limit import BatchLimit
+from nnxmoe.train.loop.step import Step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +58,7 @@ class Run:
     steps: int  # in total
     seed: int
     flops: float  # per token
+    limit: BatchLimit
     checkpoints: Checkpoints | None
     evaluation: Evaluation | None
     callbacks: Sequence[Callback]
@@ -97,6 +73,7 @@ class Run:
                 "number, or another folder"
             )
         if checkpoints is not None:
+            from_first(lambda: refuse_unless_writable(checkpoints.folder) or "")
             plain({"data": self.source.position()}, "the state of the data's iterator (get_state)")
             self.base = fingerprint(self.step.base())
         self.evaluate = None if self.evaluation is None else self.evaluation.of(self.step)
@@ -105,10 +82,7 @@ class Run:
         self.spent = Spent("data", "device", *(() if checkpoints is None else ("checkpoint",)))
         self.history: list[Metrics] = []
         self.bar: tqdm | None = None
-        self.finite = JitProgram(
-            lambda params: [jnp.all(jnp.isfinite(value)) for value in params.values()],
-            out_shardings=self.step.places.step,
-        )
+        self.finite = shared_program("finite", _finite, out_shardings=self.step.places.step)
 
     def go(self) -> Fitted:
         """Read the report of each step while the device computes the next one, unless something looks at the state
@@ -129,18 +103,20 @@ class Run:
                 finally:
                     if before is not None:  # also where the data end or are refused
                         started, before = before, None
-                        self._finish(started, lambda: False)
+                        self._finish(started, lambda: False, ahead=True)
                 if self._late and number > self.first + 1 and not self._due(number) and not made.asked():
                     before = made
                 elif self._finish(made, made.asked):
                     break
+        if self.first == self.steps:  # the run was finished before
+            self.history.append(self.saved_metrics | self._evaluated())
         return self._fitted()
 
     def _start(self, number: int, shown: contextlib.ExitStack) -> _StepMade:
         """Start a step with the next batch."""
         with self.spent.on("data"):
             batch, position = self.source.next()
-            batch = put_batch(batch, self.step)
+            batch = put_batch(batch, self.step, self.limit)
         if self.step.compiles(batch):
             self._compile(batch)
         if self.bar is None:  # only now, so that its estimate counts no compilation
@@ -176,24 +152,26 @@ class Run:
     def _evaluates(self, number: int) -> bool:
         return self.evaluation is not None and self.evaluation.due(number, number == self.steps)
 
-    def _finish(self, made: _StepMade, asked: Callable[[], bool]) -> bool:
+    def _finish(self, made: _StepMade, asked: Callable[[], bool], ahead: bool = False) -> bool:
         """Read a step's report, evaluate, run callbacks and save a checkpoint if due. Returns whether the training ends
-        here, and raises Interrupted if it was ``asked`` to."""
+        here, and raises Interrupted if it was ``asked`` to. ``ahead``: the next step has begun."""
         number, late = made.number, self._late
         metrics, load = self._read(made)
         interrupted = asked()
         if self._evaluates(number):
             metrics |= self._evaluated()
-        progress = Progress(number, self.steps, metrics, load, _unseen if late else lambda: self.step.model(self.state))
-        answers = [callback(progress) for callback in self.callbacks]
-        stop = any(isinstance(answer, bool | np.bool_) and answer for answer in answers)
-        stop = stop if late else in_any_process(lambda: stop, self.step.mesh)()
-        if stop and self.evaluate is not None and "evaluation" not in metrics:
-            metrics |= self._evaluated()
-        if stop and late:
+        repeated = self.evaluation is not None and self.evaluation.every is not None
+        measured = frozenset(metrics) | (EVALUATED if repeated else frozenset())
+        model = unseen if late else lambda: self.step.model(self.state)
+        progress = Progress(number, self.steps, metrics, load, model, measured)
+        stop = any([is_true(callback(progress)) for callback in self.callbacks])
+        if stop and ahead:
             raise ValueError(f"a callback stops the training at step {number}: remove its attribute late")
+        stop = not ahead and in_any_process(lambda: stop, self.step.mesh)()
+        if stop and not EVALUATED <= metrics.keys():
+            metrics |= self._evaluated()
         ends = stop or number == self.steps
-        self._save(made, force=ends or interrupted)
+        self._save(made, metrics, force=ends or interrupted)
         self.history.append(metrics)
         assert self.bar is not None
         self.bar.set_postfix(shown_metrics(metrics), refresh=False)
@@ -230,11 +208,13 @@ class Run:
         return metrics, load / np.maximum(load.sum(axis=-1, keepdims=True), 1)
 
     def _evaluated(self) -> Metrics:
-        assert self.evaluate is not None
+        """The metrics of an evaluation of the current state, if there are batches for it."""
+        if self.evaluate is None:
+            return {}
         began = time.perf_counter()
-        return {"evaluation": self.evaluate(self.state), "evaluation_seconds": time.perf_counter() - began}
+        return {EVAL_LOSS: self.evaluate(self.state), EVAL_SECONDS: time.perf_counter() - began}
 
-    def _save(self, made: _StepMade, force: bool) -> None:
+    def _save(self, made: _StepMade, metrics: Metrics, force: bool) -> None:
         """Save a checkpoint if it is due or forced. Raises NotFinite, also where only the end of a run would save."""
         due = self.checkpoints is not None and self.checkpoints.due(made.number)
         if not (force or due):
@@ -242,6 +222,7 @@ class Run:
         self._refuse_nonfinite("new values", jax.device_get(self.finite(self.state.params)), made)
         if self.checkpoints is not None:
             extra = {"data": in_every_process(made.position), "base": self.base}
+            extra["metrics"] = {name: value for name, value in metrics.items() if math.isfinite(value)}  # JSON
             with self.spent.on("checkpoint"):
                 self.checkpoints.save(made.number, self.step.saved(self.state), extra, force=force)
 
@@ -261,6 +242,7 @@ class Run:
                 f"{self.checkpoints.folder} holds a run on another base model: the parameters that are not trained "
                 "have other values. Load the model, revision and dtype that the run began with, or use a new folder"
             )
+        self.saved_metrics = {"step": self.first, **extra.get("metrics", {})}
         self.source.restore(extra["data"])
         logger.info("resuming from step %d of %s", self.first, self.checkpoints.folder)
         return self.step.restored(arrays)
@@ -283,5 +265,5 @@ class Run:
             )
 
 
-def _unseen() -> CausalLM:
-    raise ValueError("the next step has begun when a late callback is called: remove its attribute late to see a model")
+def _finite(params: dict[str, jax.Array]) -> list[jax.Array]:
+    return [jnp.all(jnp.isfinite(value)) for value in params.values()]

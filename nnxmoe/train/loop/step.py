@@ -1,6 +1,5 @@
 """A training step as one compiled program: gradients, the optimizer's update, and the routers' correction bias."""
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,46 +10,19 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Float
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+from jaxtyping import Array
 
-from nnxmoe.axes import axes_of, of_layers
 from nnxmoe.config.printable import short
 from nnxmoe.config.validate import is_positive
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.compiled import refuse_shapes
-from nnxmoe.model.paths import name_of
-from nnxmoe.moe.balance import Utilisation, updated_bias, utilisation
 from nnxmoe.moe.router import RouterBias
-from nnxmoe.runtime.programs import JitProgram, shapes_of
+from nnxmoe.runtime.programs import JitProgram, shapes_of, shared_program
 from nnxmoe.train.loop.batch import Batch, as_arrays, rows_of
-from nnxmoe.train.loop.objective import Losses, Objective, RouterLosses, TrainingObjective, of_function
-from nnxmoe.train.loop.optimizers import moment_paths, moment_shardings, skipped_steps
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class TrainState:
-    """Everything that a step updates, as arrays, shapes or shardings. Variables are keyed by their dotted paths."""
-
-    step: Any  # the number of steps made
-    params: dict[str, Any]  # the trained variables, in float32
-    frozen: dict[str, Any]  # the model's other variables, such as the routers' correction bias
-    moments: Any  # the optimizer's state
-    key: Any  # the random key of the next step
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Report:
-    """The results of one step. If a gradient is not finite, parameters and optimizer state keep their values."""
-
-    losses: Losses
-    gradient_norm: Any  # a scalar, or its shape; before the optimizer
-    finite: Any  # bool [P], or its shape: whether each gradient is finite, or was skipped; ordered as the parameters
-    used: Utilisation | None = None  # of the experts, if there are any
-    learning_rate: Any = None  # a scalar, if the optimizer's state has it (`optax.inject_hyperparams`)
-    skipped: Any = None  # steps skipped up to now, if the optimizer counts them (`optax.apply_if_finite`)
+from nnxmoe.train.loop.definition import Report, StepDefinition, TrainState, Variables, merged, variables_of
+from nnxmoe.train.loop.objective import Objective, RouterLosses, TrainingObjective, of_function
+from nnxmoe.train.loop.optimizers import moment_paths, moment_shardings
 
 
 class Step:
@@ -83,11 +55,13 @@ class Step:
             # Without a gradient, weight decay would shrink parameters, and their moments would take memory.
             idle = ("indexer",) if getattr(self.objective, "depths", 0) else ("indexer", "mtp")
             trainable = nnx.All(trainable, *(nnx.Not(nnx.PathContains(name)) for name in idle))
-        self.accumulate, self.bias_rate = accumulate, bias_rate
-        self.mesh, self.vocab = model.strategy.mesh, model.config.vocab_size
+        if bias_rate and not isinstance(self.objective, RouterLosses):
+            raise ValueError("bias_rate needs the experts' loads, which a function does not report: set it to 0")
+        self.accumulate, self.mesh, self.vocab = accumulate, model.strategy.mesh, model.config.vocab_size
         self.pipeline = model.strategy.pipeline
-        self.graph, params, frozen = nnx.split(model, trainable, ...)
-        self._params, self._frozen = _variables(params), _variables(frozen)
+        self.definition = StepDefinition(model, self.optimizer, self.objective, trainable, accumulate, bias_rate)
+        self._graph, *states = nnx.split(model, trainable, ...)
+        self._params, self._frozen = map(variables_of, states)
         self.names = tuple(self._params)  # dotted paths, in the order of `Report.finite`
         self._start = [{n: v.get_value() for n, (_, v) in group.items()} for group in (self._params, self._frozen)]
         if not self._params:
@@ -96,41 +70,37 @@ class Step:
                 "nnx.PathContains('router') or nnx.Param"
             )
         self.dtypes = {name: variable.dtype for name, (_, variable) in self._params.items()}
-        self._places = {
-            name: model.strategy.sharding_of(v) or v.get_value().sharding
-            for name, (_, v) in {**self._params, **self._frozen}.items()
-        }
-        self._biases = _biases(model, getattr(self.objective, "depths", 0))
-        if bias_rate and not isinstance(self.objective, RouterLosses):
-            raise ValueError("bias_rate needs the experts' loads, which a function does not report: set it to 0")
+        self._places, self.replicated = _places(model, {**self._params, **self._frozen})
         self._moving = [n for n, (_, v) in self._frozen.items() if isinstance(v, RouterBias | nnx.RngState)]
         self._programs: dict[Any, Any] = {}  # by the batch: looking at a whole state in every step would take a while
-        self._run = JitProgram(self._step, "the training step", donate_argnums=0, out_shardings=(self.places, None))
+        out = self.places, None
+        self._run = self.shared("step", self.definition.step, "the training step", donate_argnums=0, out_shardings=out)
+
+    def shared(self, what: str, function: Callable[..., Any], name: str | None = None, **options: Any) -> JitProgram:
+        """The program of a function of the definition, shared with equal steps; see `shared_program`."""
+        key = self.definition.key
+        return shared_program(key and (what, key), function, name, **options)
 
     def init(self, seed: int = 0) -> TrainState:
         """The initial state. It shares no array with the model, and raises ValueError if that has shapes only."""
         refuse_shapes(jax.tree.leaves(self._start))
-        return JitProgram(self._init, out_shardings=self.places)(*self._start, jax.random.key(seed))
+        program = self.shared("init", self.definition.init, out_shardings=self.places)
+        return program(*self._start, jax.random.key(seed))
 
     def shapes(self) -> TrainState:
         """The result of `init` as shapes with shardings."""
-        made = jax.eval_shape(self._init, *self._start, jax.random.key(0))
-        return jax.tree.map(lambda a, place: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), made, self.places)
+        return jax.tree.map(
+            lambda a, place: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), self._shapes, self.places
+        )
 
-    def _init(self, params: dict[str, Array], frozen: dict[str, Array], key: Array) -> TrainState:
-        wide = {
-            name: jnp.array(value, jnp.float32 if jnp.issubdtype(value.dtype, jnp.floating) else value.dtype, copy=True)
-            for name, value in params.items()
-        }
-        copied = {name: jnp.copy(value) for name, value in frozen.items()}
-        return TrainState(jnp.int32(0), wide, copied, self.optimizer.init(wide), key)
+    @functools.cached_property
+    def _shapes(self) -> TrainState:
+        return jax.eval_shape(self.definition.init, *self._start, jax.random.key(0))
 
     @functools.cached_property
     def places(self) -> Any:
         """The sharding of each array of a state: see `moment_shardings`; what has no parameter is replicated."""
-        everywhere = next(iter(self._places.values()))
-        everywhere = everywhere if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
-        shapes = jax.eval_shape(self._init, *self._start, jax.random.key(0))
+        everywhere, shapes = self.replicated, self._shapes
         params = {name: self._places[name] for name in self._params}
         moments = moment_shardings(shapes.moments, shapes.params, params, everywhere)
         return TrainState(everywhere, params, {name: self._places[name] for name in self._frozen}, moments, everywhere)
@@ -144,11 +114,11 @@ class Step:
     def run(self, state: TrainState, batch: Batch) -> tuple[TrainState, Report]:
         """Make one step with a batch that the objective's ``check`` has passed."""
         if any(isinstance(leaf, Tracer) for leaf in (state.step, *batch.values())):
-            return self._step(state, dict(batch))
+            return self.definition.step(state, dict(batch))
         return self.program(state, batch)(state, dict(batch))
 
     def program(self, state: TrainState, batch: Batch) -> Any:
-        """The compiled step for batches of these shapes. An equal step of another object has the same program."""
+        """The compiled step for batches of these shapes, compiled once for equal steps (see `StepDefinition.key`)."""
         rows = rows_of(batch)
         if rows % self.accumulate:
             raise ValueError(
@@ -164,12 +134,8 @@ class Step:
         return self._run.jitted
 
     def compiles(self, batch: Batch) -> bool:
-        """Whether these shapes are new, so that `program` takes a while."""
+        """Whether these shapes are new, so that `program` may take a while."""
         return shapes_of(dict(batch)) not in self._programs
-
-    def losses(self, state: TrainState, batch: Batch) -> Losses:
-        """The losses of a batch, without a step."""
-        return self.objective(self.merge(state.params, state.frozen), batch, None, None, 1.0)[1]
 
     def base(self) -> dict[str, Array]:
         """The frozen arrays that no step changes and no checkpoint holds."""
@@ -186,105 +152,52 @@ class Step:
         copied twice, so resuming takes no more memory than starting."""
         leaves = [arrays["moments"][path] for path in moment_paths(self.places.moments)]  # dicts sort them by path
         moments = jax.tree.unflatten(jax.tree.structure(self.places.moments), leaves)
-        copied = JitProgram(lambda kept: jax.tree.map(jnp.copy, kept), out_shardings=self.places.frozen)
+        copied = shared_program("copies", _copies, out_shardings=self.places.frozen)
         frozen = copied(self._start[1]) | dict(arrays["moving"])
         return TrainState(arrays["step"], dict(arrays["params"]), frozen, moments, arrays["key"])
-
-    def merge(self, params: Mapping[str, Array], frozen: Mapping[str, Array]) -> CausalLM:
-        """A model with these values."""
-        found = [
-            (path, variable.replace(values[name]))
-            for group, values in ((self._params, params), (self._frozen, frozen))
-            for name, (path, variable) in group.items()
-        ]
-        return nnx.merge(self.graph, nnx.from_flat_state(found))
 
     def model(self, state: TrainState) -> CausalLM:
         """A model with the values of a state, in the dtypes of the original model."""
         stored = {name: value.astype(self.dtypes[name]) for name, value in state.params.items()}
-        return self.merge(stored, state.frozen)
+        return merged(self._graph, (self._params, stored), (self._frozen, state.frozen))
 
-    def _step(self, state: TrainState, batch: dict[str, Array]) -> tuple[TrainState, Report]:
-        key, later = jax.random.split(state.key)
-        grads, losses = self._gradients(state, batch, key)
-        finite = jnp.stack([jnp.all(jnp.isfinite(grad)) for grad in grads.values()])
-        good, skips = jnp.all(finite), skipped_steps(state.moments) is not None
 
-        def total(params: Any) -> Float[Array, ""]:  # line searches need the loss of other parameters
-            return self._accumulated(functools.partial(self._loss, state.frozen, params), batch, key)[0]
+def _copies(arrays: dict[str, Array]) -> dict[str, Array]:
+    return jax.tree.map(jnp.copy, arrays)
 
-        def update() -> tuple[Any, Any, Any]:
-            updates, moments = self.optimizer.update(
-                grads,
-                state.moments,
-                state.params,
-                value=losses.total,
-                grad=grads,
-                value_fn=total,
-            )
-            # All zero: updates that `optax.apply_if_finite` has rejected.
-            rejected = skips and jnp.all(jnp.stack([jnp.all(update == 0) for update in jax.tree.leaves(updates)]))
-            return optax.apply_updates(state.params, updates), moments, rejected
 
-        if skips:  # the optimizer itself rejects updates that are not finite, until there are too many in a row
-            params, moments, skipped = update()
-            finite |= skipped
-        else:  # Not a `where`, for which XLA:CPU copies the old parameters and moments (4 times the update's time).
-            params, moments, _ = jax.lax.cond(good, update, lambda: (state.params, state.moments, False))
-        frozen = dict(state.frozen)
-        for name, rows in self._biases.items() if self.bias_rate else ():
-            moved = updated_bias(frozen[name], losses.load[rows], self.bias_rate)
-            frozen[name] = jnp.where(good, moved, frozen[name])
-        rates = [rate for _, rate in optax.tree.get_all_with_path(moments, "learning_rate") if isinstance(rate, Array)]
-        used = utilisation(losses.load, losses.dropped) if len(losses.load) else None
-        report = Report(
-            losses, optax.tree.norm(grads), finite, used, rates[0] if rates else None, skipped_steps(moments)
+def _places(model: CausalLM, variables: Variables) -> tuple[dict[str, Any], Any]:
+    """The sharding of each variable, and that of arrays that every device has.
+
+    Without a mesh, arrays stay where they are. If some were put on several devices, those that were put nowhere are
+    copied to each of these. Raises ValueError if arrays are on different devices, or on a mesh with explicit axes.
+    """
+    if (mesh := model.strategy.mesh) is not None:
+        places = {n: model.strategy.sharding_of(v) or v.get_value().sharding for n, (_, v) in variables.items()}
+        return places, NamedSharding(mesh, PartitionSpec())
+    values = {name: variable.get_value() for name, (_, variable) in variables.items()}
+    places = {name: value.sharding for name, value in values.items()}
+    several = [place for place in places.values() if place is not None and place.num_devices > 1]
+    if not several:
+        return places, next(iter(places.values()))
+    if any(AxisType.Explicit in place.mesh.axis_types for place in several if isinstance(place, NamedSharding)):
+        raise ValueError(
+            "the model's arrays are on a mesh with explicit axes: make it with axis_types=(jax.sharding.AxisType.Auto, "
+            "…), or pass mesh=, such as mesh=nnxmoe.make_mesh(fsdp=-1)"
         )
-        return TrainState(state.step + 1, params, frozen, moments, later), report
-
-    def _gradients(self, state: TrainState, batch: dict[str, Array], key: Array) -> tuple[dict[str, Array], Losses]:
-        slope = jax.grad(functools.partial(self._loss, state.frozen), has_aux=True)
-        return self._accumulated(functools.partial(slope, state.params), batch, key)
-
-    def _loss(
-        self, frozen: dict[str, Array], params: dict[str, Array], part: Any, key: Array, count: Any
-    ) -> tuple[Float[Array, ""], Losses]:
-        return self.objective(self.merge(params, frozen), part, key, count, 1 / self.accumulate)
-
-    def _accumulated(self, run: Callable[..., Any], batch: dict[str, Array], key: Array) -> Any:
-        """The sum of ``run(part, key, count)`` over the parts of a batch."""
-        if self.accumulate == 1:
-            return run(batch, key, None)
-        count = self.objective.count(batch)
-
-        def add(sums: Any, inputs: Any) -> tuple[Any, None]:
-            part, key = inputs
-            return jax.tree.map(jnp.add, sums, run(part, key, count)), None
-
-        # [B, T] -> [parts, B / parts, T]; every part has rows from every device.
-        parts = {
-            name: jnp.moveaxis(jnp.reshape(array, (-1, self.accumulate, *array.shape[1:])), 1, 0)
-            for name, array in batch.items()
-        }
-        keys = jax.random.split(key, self.accumulate)
-        like = jax.eval_shape(run, jax.tree.map(lambda a: a[0], parts), key, count)
-        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
-        return jax.lax.scan(add, zeros, (parts, keys))[0]
+    everywhere = _replicated(several[0])
+    places = {name: place if getattr(values[name], "committed", True) else everywhere for name, place in places.items()}
+    if odd := [name for name, place in places.items() if place.device_set != everywhere.device_set]:
+        raise ValueError(
+            f"{odd[0]} is on other devices than the model's first sharded array: pass mesh=, such as "
+            "mesh=nnxmoe.make_mesh(fsdp=-1), or put all arrays on the same devices"
+        )
+    return places, everywhere
 
 
-def _variables(state: Any) -> dict[str, tuple[Any, nnx.Variable]]:
-    return {".".join(map(str, path)): (path, variable) for path, variable in nnx.to_flat_state(state)}
-
-
-def _biases(model: CausalLM, depths: int) -> dict[str, np.ndarray]:
-    """Path of each correction bias -> its rows of the MoE layers' loads: one, or one per layer of a scanned stack.
-    Prediction layers have rows only if there are ``depths``."""
-    numbers = dict[str, np.ndarray]()
-    wanted = RouterBias if depths else nnx.All(RouterBias, nnx.Not(nnx.PathContains("mtp")))
-    for name, (path, variable) in _variables(nnx.state(model, wanted)).items():
-        stacked = of_layers(axes_of(variable))
-        layer = name_of(model, path).layer
-        assert layer is not None
-        numbers[name] = layer + (np.arange(variable.shape[0]) if stacked else np.asarray(0))
-    every = np.unique(np.concatenate([np.ravel(n) for n in numbers.values()])) if numbers else np.zeros(0, int)
-    return {name: np.asarray(np.searchsorted(every, found)) for name, found in numbers.items()}
+def _replicated(place: Sharding) -> NamedSharding:
+    """The sharding with which every device of another sharding has the whole array."""
+    if isinstance(place, NamedSharding):
+        return NamedSharding(place.mesh, PartitionSpec())
+    devices = sorted(place.device_set, key=lambda device: device.id)
+    return NamedSharding(Mesh(np.array(devices), ("devices",)), PartitionSpec())

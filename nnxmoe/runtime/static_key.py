@@ -1,0 +1,130 @@
+"""Keys by which compiled programs are found again: what functions and settings consist of, compared by value.
+
+`jax.jit` recognizes the same function object only. Two calls of ``optax.adam(1e-4)`` return different closures that
+compute the same, as does a notebook cell that is run again.
+"""
+
+import dataclasses
+import dis
+import functools
+import sys
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+_LIBRARIES = {"nnxmoe", "jax", "jaxlib", "flax", "optax", "numpy", "chex", "ml_dtypes", "builtins"}
+_PLAIN = (type(None), type(...), bool, int, str, bytes, complex, types.CodeType)
+_MAX_ELEMENTS = 1024  # of arrays that are compared by value
+
+
+class _Opaque(Exception):
+    """The value may compute something else the next time."""
+
+
+def static_key(*values: Any) -> Any:
+    """Return a hashable key that is equal only for values that compute the same; None if that cannot be told.
+
+    Functions are compared by their code, their defaults, the variables they capture and, outside of JAX, Flax, Optax,
+    NumPy and this package, the globals they use. Of captured arrays only small ones are compared. A key holds no model
+    and no large array.
+    """
+    try:
+        return hashable(tuple(_key(value, {}) for value in values))
+    except _Opaque:
+        return None
+
+
+def hashable(key: Any) -> Any:
+    """Return the key, or None if a part of it is unhashable."""
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _is_library(module: Any) -> bool:
+    root = str(module).partition(".")[0]
+    return root in _LIBRARIES or root in sys.stdlib_module_names
+
+
+def _key(value: Any, seen: dict[int, int]) -> Any:
+    kind = type(value)
+    if kind in _PLAIN:
+        return kind, value
+    if kind is float:
+        return kind, value.hex()  # tells 0.0 from -0.0
+    if id(value) in seen:  # a function that refers to itself
+        return "seen", seen[id(value)]
+    if isinstance(value, types.FunctionType):
+        seen[id(value)] = len(seen)
+        return kind, *(_key(part, seen) for part in _parts(value))
+    if isinstance(value, types.MethodType):
+        return kind, _key(value.__func__, seen), _key(value.__self__, seen)
+    if isinstance(value, functools.partial):
+        return kind, _key(value.func, seen), _key(value.args, seen), _key(value.keywords, seen)
+    if isinstance(value, np.ndarray | jax.Array):
+        return _array_key(value)
+    if isinstance(value, types.ModuleType):
+        return _library_key(value, value.__name__)
+    if isinstance(value, type):
+        return _library_key(value, value.__module__)
+    if getattr(sys.modules.get(getattr(value, "__module__", "")), getattr(value, "__qualname__", ""), None) is value:
+        return _library_key(value, value.__module__)
+    return _library_key(kind, kind.__module__), _content_key(value, seen)
+
+
+def _content_key(value: Any, seen: dict[int, int]) -> Any:
+    """The key of a value of a library's type, such as a tuple, a dict, a frozen dataclass or a mesh."""
+    if isinstance(value, tuple | list):
+        return tuple(_key(item, seen) for item in value)
+    if isinstance(value, set | frozenset):
+        return frozenset(_key(item, seen) for item in value)
+    if isinstance(value, Mapping):
+        return tuple((_key(name, seen), _key(item, seen)) for name, item in value.items())
+    if dataclasses.is_dataclass(value):
+        return tuple((each.name, _key(getattr(value, each.name), seen)) for each in dataclasses.fields(value))
+    if type(value).__hash__ in (None, object.__hash__):
+        raise _Opaque
+    return value
+
+
+def _library_key(value: Any, module: str) -> Any:
+    if not _is_library(module):
+        raise _Opaque
+    return value
+
+
+def _array_key(value: Any) -> Any:
+    if value.size > _MAX_ELEMENTS or not getattr(value, "is_fully_addressable", True) or value.dtype == object:
+        raise _Opaque
+    if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+        raise _Opaque
+    weak = getattr(value, "weak_type", None)
+    return isinstance(value, jax.Array), str(value.dtype), value.shape, weak, np.asarray(value).tobytes()
+
+
+def _parts(function: types.FunctionType) -> Iterator[Any]:
+    """Everything that determines what a function computes, besides its arguments."""
+    yield from (function.__code__, function.__defaults__, function.__kwdefaults__)
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # it is not assigned yet
+            yield None
+    if not _is_library(function.__globals__.get("__name__")):
+        for name in sorted(set(_global_names(function.__code__)) & function.__globals__.keys()):
+            yield function.__globals__[name]
+
+
+def _global_names(code: types.CodeType) -> Iterator[str]:
+    """The names of the globals that code uses, that of nested functions included."""
+    for step in dis.get_instructions(code):
+        if "GLOBAL" in step.opname or step.opname == "LOAD_NAME":
+            yield step.argval
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _global_names(constant)

@@ -1,0 +1,197 @@
+"""What a training step computes, without arrays, so that equal steps share their compiled programs."""
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jaxtyping import Array, Float
+
+from nnxmoe.axes import axes_of, of_layers
+from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.paths import name_of
+from nnxmoe.moe.balance import Utilisation, updated_bias, utilisation
+from nnxmoe.moe.router import RouterBias
+from nnxmoe.runtime.static_key import hashable, static_key
+from nnxmoe.train.loop.objective import Losses, TrainingObjective
+from nnxmoe.train.loop.optimizers import skipped_steps
+
+Variables = dict[str, tuple[Any, nnx.Variable]]  # dotted path -> path and variable
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Everything that a step updates, as arrays, shapes or shardings. Variables are keyed by their dotted paths."""
+
+    step: Any  # the number of steps made
+    params: dict[str, Any]  # the trained variables, in float32
+    frozen: dict[str, Any]  # the model's other variables, such as the routers' correction bias
+    moments: Any  # the optimizer's state
+    key: Any  # the random key of the next step
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """The results of one step. If a gradient is not finite, parameters and optimizer state keep their values."""
+
+    losses: Losses
+    gradient_norm: Any  # a scalar, or its shape; before the optimizer
+    finite: Any  # bool [P], or its shape: whether each gradient is finite, or was skipped; ordered as the parameters
+    used: Utilisation | None = None  # of the experts, if there are any
+    learning_rate: Any = None  # a scalar, if the optimizer's state has it (`optax.inject_hyperparams`)
+    skipped: Any = None  # steps skipped up to now, if the optimizer counts them (`optax.apply_if_finite`)
+
+
+class StepDefinition:
+    """The functions of a step as functions of arrays; see `Step` for the arguments.
+
+    ``key``: equal for definitions that compute the same, or None if that cannot be told (see `static_key`).
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        optimizer: optax.GradientTransformationExtraArgs,
+        objective: TrainingObjective,
+        trainable: Any,
+        accumulate: int,
+        bias_rate: float,
+    ):
+        self.optimizer, self.objective = optimizer, objective
+        self.accumulate, self.bias_rate = accumulate, bias_rate
+        plain = copy.copy(model)
+        vars(plain)["load_report"] = None  # differs by the time that loading took
+        self._graph, params, frozen = nnx.split(plain, trainable, ...)
+        self._params, self._frozen = (_without_values(variables_of(state)) for state in (params, frozen))
+        self._biases = _biases(model, getattr(objective, "depths", 0))
+        settings = static_key(objective, optimizer, accumulate, bias_rate)
+        self.key = settings and hashable((self._graph, *map(jax.tree.structure, (params, frozen)), settings))
+
+    def init(self, params: dict[str, Array], frozen: dict[str, Array], key: Array) -> TrainState:
+        """The state before the first step."""
+        wide = {
+            name: jnp.array(value, jnp.float32 if jnp.issubdtype(value.dtype, jnp.floating) else value.dtype, copy=True)
+            for name, value in params.items()
+        }
+        copied = {name: jnp.copy(value) for name, value in frozen.items()}
+        return TrainState(jnp.int32(0), wide, copied, self.optimizer.init(wide), key)
+
+    def merge(self, params: Mapping[str, Array], frozen: Mapping[str, Array]) -> CausalLM:
+        """A model with these values."""
+        return merged(self._graph, (self._params, params), (self._frozen, frozen))
+
+    def losses(self, state: TrainState, batch: Mapping[str, Array]) -> Losses:
+        """The losses of a batch, without a step."""
+        return self.objective(self.merge(state.params, state.frozen), batch, None, None, 1.0)[1]
+
+    def step(self, state: TrainState, batch: dict[str, Array]) -> tuple[TrainState, Report]:
+        """One step: gradients, the optimizer's update, and the routers' correction bias."""
+        key, later = jax.random.split(state.key)
+        grads, losses = self.gradients(state, batch, key)
+        finite = jnp.stack([jnp.all(jnp.isfinite(grad)) for grad in grads.values()])
+        good, skips = jnp.all(finite), skipped_steps(state.moments) is not None
+
+        def total(params: Any) -> Float[Array, ""]:  # line searches need the loss of other parameters
+            return self._accumulated(functools.partial(self._loss, state.frozen, params), batch, key)[0]
+
+        def update() -> tuple[Any, Any, Any]:
+            updates, moments = self.optimizer.update(
+                grads,
+                state.moments,
+                state.params,
+                value=losses.total,
+                grad=grads,
+                value_fn=total,
+            )
+            # All zero: updates that `optax.apply_if_finite` has rejected.
+            rejected = skips and jnp.all(jnp.stack([jnp.all(update == 0) for update in jax.tree.leaves(updates)]))
+            return optax.apply_updates(state.params, updates), moments, rejected
+
+        if skips:  # the optimizer itself rejects updates that are not finite, until there are too many in a row
+            params, moments, skipped = update()
+            finite |= skipped
+        else:  # Not a `where`, for which XLA:CPU copies the old parameters and moments (4 times the update's time).
+            params, moments, _ = jax.lax.cond(good, update, lambda: (state.params, state.moments, False))
+        frozen = dict(state.frozen)
+        for name, rows in self._biases.items() if self.bias_rate else ():
+            moved = updated_bias(frozen[name], losses.load[rows], self.bias_rate)
+            frozen[name] = jnp.where(good, moved, frozen[name])
+        rates = [rate for _, rate in optax.tree.get_all_with_path(moments, "learning_rate") if isinstance(rate, Array)]
+        used = utilisation(losses.load, losses.dropped) if len(losses.load) else None
+        report = Report(
+            losses, optax.tree.norm(grads), finite, used, rates[0] if rates else None, skipped_steps(moments)
+        )
+        return TrainState(state.step + 1, params, frozen, moments, later), report
+
+    def gradients(self, state: TrainState, batch: dict[str, Array], key: Array) -> tuple[dict[str, Array], Losses]:
+        """The gradients of a batch by parameter, and its losses."""
+        slope = jax.grad(functools.partial(self._loss, state.frozen), has_aux=True)
+        return self._accumulated(functools.partial(slope, state.params), batch, key)
+
+    def _loss(
+        self, frozen: dict[str, Array], params: dict[str, Array], part: Any, key: Array, count: Any
+    ) -> tuple[Float[Array, ""], Losses]:
+        return self.objective(self.merge(params, frozen), part, key, count, 1 / self.accumulate)
+
+    def _accumulated(self, run: Callable[..., Any], batch: dict[str, Array], key: Array) -> Any:
+        """The sum of ``run(part, key, count)`` over the parts of a batch."""
+        if self.accumulate == 1:
+            return run(batch, key, None)
+        count = self.objective.count(batch)
+
+        def add(sums: Any, inputs: Any) -> tuple[Any, None]:
+            part, key = inputs
+            return jax.tree.map(jnp.add, sums, run(part, key, count)), None
+
+        # [B, T] -> [parts, B / parts, T]; every part has rows from every device.
+        parts = {
+            name: jnp.moveaxis(jnp.reshape(array, (-1, self.accumulate, *array.shape[1:])), 1, 0)
+            for name, array in batch.items()
+        }
+        keys = jax.random.split(key, self.accumulate)
+        like = jax.eval_shape(run, jax.tree.map(lambda a: a[0], parts), key, count)
+        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
+        return jax.lax.scan(add, zeros, (parts, keys))[0]
+
+
+def variables_of(state: Any) -> Variables:
+    """The variables of a state by their dotted paths."""
+    return {".".join(map(str, path)): (path, variable) for path, variable in nnx.to_flat_state(state)}
+
+
+def merged(graph: Any, *groups: tuple[Variables, Mapping[str, Any]]) -> CausalLM:
+    """A model whose variables have these values."""
+    flat = [
+        (path, variable.replace(values[name])) for group, values in groups for name, (path, variable) in group.items()
+    ]
+    return nnx.merge(graph, nnx.from_flat_state(flat))
+
+
+def _without_values(variables: Variables) -> Variables:
+    """Variables with shapes in place of arrays, so that whoever keeps them keeps no model in memory."""
+    return {
+        name: (path, variable.replace(jax.eval_shape(lambda value: value, variable.get_value())))
+        for name, (path, variable) in variables.items()
+    }
+
+
+def _biases(model: CausalLM, depths: int) -> dict[str, np.ndarray]:
+    """Path of each correction bias -> its rows of the MoE layers' loads: one, or one per layer of a scanned stack.
+    Prediction layers have rows only if there are ``depths``."""
+    numbers = dict[str, np.ndarray]()
+    wanted = RouterBias if depths else nnx.All(RouterBias, nnx.Not(nnx.PathContains("mtp")))
+    for name, (path, variable) in variables_of(nnx.state(model, wanted)).items():
+        stacked = of_layers(axes_of(variable))
+        layer = name_of(model, path).layer
+        assert layer is not None
+        numbers[name] = layer + (np.arange(variable.shape[0]) if stacked else np.asarray(0))
+    every = np.unique(np.concatenate([np.ravel(n) for n in numbers.values()])) if numbers else np.zeros(0, int)
+    return {name: np.asarray(np.searchsorted(every, found)) for name, found in numbers.items()}
