@@ -216,13 +216,18 @@ def test_what_cannot_work_is_refused_before_the_model_is_loaded(
         (["convert", "demo", "/proc/nnxmoe", "--to", "hf"], "cannot write to /proc/nnxmoe"),
         ([*line, new, "--seq-len", "1"], "--seq-len 1: it must be an integer of at least 2"),
         ([*line, new, "--warmup", "9", "--epochs", "1"], "--warmup 9: .* less than the . steps"),
-        ([*line, new, "--lora", "2", "--quantize", "int5"], "'int5' is not one of int8"),
-        ([*line, new, "--lora", "2", "--quantize", "int4", "--keep-quantized"], "exclude each other"),
     ]
     for command_line, message in tried:
         assert cli.main(command_line) == 1, command_line
         assert re.search(message, capsys.readouterr().err), command_line
     assert [path.name for path in tmp_path.iterdir()] == ["task.jsonl"]
+    for options, message in (
+        ({"quantize": "int5"}, "'int5' is not one of int8"),
+        ({"quantize": "int4", "keep_quantized": True}, "exclude each other"),
+        ({"dtype": "float8"}, "float8 is not supported"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Finetune("demo", data, lora=2, **options)
 
 
 @pytest.mark.wrong_types

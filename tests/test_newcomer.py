@@ -59,6 +59,25 @@ def test_first_job_run_a_model(tmp_path: Path) -> None:
     assert output.strip()
 
 
+@pytest.mark.parametrize("wait", [0.05, 0.3])
+def test_ctrl_c_while_a_step_compiles(wait: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line, and no crash of the threads that compile."""
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XLA_FLAGS", "")
+    (tmp_path / "data.jsonl").write_text('{"text": "once upon a time"}\n' * 9)
+    process = start(tmp_path, "-m", "nnxmoe", "finetune", "demo", "data.jsonl", "--out", "tuned")
+    assert process.stderr is not None
+    while "compiling" not in (line := process.stderr.readline()):
+        assert line, "it ended"
+    time.sleep(wait)
+    process.send_signal(signal.SIGINT)
+    _, messages = process.communicate(timeout=1200)
+    assert process.returncode == 130
+    again = "nnxmoe finetune demo data.jsonl --out tuned"
+    assert messages == f"nnxmoe: interrupted before a step was saved; start again with: {again}\n"
+
+
 def test_second_job_fine_tune(tmp_path: Path) -> None:
     """Records of Alpaca with fields of their own; Ctrl-C, the line it prints, more steps, the adapter."""
     with (tmp_path / "colours.jsonl").open("w") as file:
