@@ -25,7 +25,7 @@ from nnxmoe.train import lora
 from nnxmoe.train.loop.fit import fit
 from tests.support.arrays import identical, max_error
 from tests.support.quantised import FIELDS
-from tests.support.running import MODEL_TOLERANCE, variables
+from tests.support.running import MODEL_TOLERANCE, compiled_in, variables
 from tests.support.tiny import build, random_tokens, tiny_weights, write_checkpoint
 
 METHODS = {"int8": nnxmoe.Int8(), "int4": nnxmoe.Int4(16), "fp8": nnxmoe.Float8(32)}
@@ -534,3 +534,11 @@ def test_mixtral_8x7b_in_int4_fits_40_gb() -> None:
         needed = found.argument_size_in_bytes + found.temp_size_in_bytes
         print(f"{length} tokens: {found.argument_size_in_bytes / 1e9:.2f} GB + {found.temp_size_in_bytes / 1e9:.2f} GB")
         assert 24e9 < found.argument_size_in_bytes < 27e9 and needed < 40e9
+
+
+def test_dequantizing_compiles_once_per_form_of_kernel() -> None:
+    """Not once per kernel, nor again for an equal model."""
+    model = nnxmoe.quantize(floats("llama"), METHODS["int8"])
+    forms = {(w.lead, w.ins, w.outs) for w in (place.weight for place in quantized_weights(model))}
+    assert 0 < compiled_in(lambda: nnxmoe.dequantize(model)) <= len(forms) < len(quantized_weights(model))
+    assert compiled_in(lambda: nnxmoe.dequantize(model)) == 0

@@ -1,21 +1,23 @@
 """The kernels of a model that can be quantised, and their exchange for quantised ones and back."""
 
 import dataclasses
+import functools
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import Array
 
 from nnxmoe.axes import AnyMesh, Rules, axes_per_dimension, of_layers, shards
 from nnxmoe.config.validate import floating_dtype
 from nnxmoe.layers.codes import STORED, Codes
-from nnxmoe.layers.kernel import KernelParam
+from nnxmoe.layers.kernel import Kernel, KernelParam
 from nnxmoe.layers.lora import LoRAParam
 from nnxmoe.layers.quantized import QuantizedArray, QuantizedWeight
 from nnxmoe.model.causal_lm import CausalLM
@@ -183,8 +185,13 @@ def restored(place: Place, model: CausalLM, dtype: Any = None) -> None:
     shape, names = (*weight.lead, *weight.outs, *weight.ins), (*lead, *outs, *ins)
     made = KernelParam(jax.ShapeDtypeStruct(shape, dtype), axes=names, inputs=len(weight.ins), eager_sharding=False)
     place.put(made)
-    run = jax.jit(lambda kernel: kernel.turned(dtype).reshape(shape), out_shardings=model.strategy.sharding_of(made))
-    made.set_value(run(weight.read()))
+    made.set_value(_floats(dtype, shape, model.strategy.sharding_of(made))(weight.read()))
+
+
+@functools.lru_cache(maxsize=64)
+def _floats(dtype: np.dtype, shape: tuple[int, ...], place: Any) -> Callable[[Kernel], Array]:
+    """The compiled function from a quantized kernel to a float one, shared by kernels of one form."""
+    return jax.jit(lambda kernel: kernel.turned(dtype).reshape(shape), out_shardings=place)
 
 
 def describe(model: CausalLM) -> list[dict[str, Any]]:
