@@ -1,6 +1,7 @@
 """Meshes of devices with the package's axes."""
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,9 +10,9 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from nnxmoe.axes import MESH_AXES
+from nnxmoe.axes import MESH_AXES, AnyMesh
 from nnxmoe.config.printable import short
-from nnxmoe.config.validate import is_integer
+from nnxmoe.config.validate import check_positive, is_integer
 
 
 def make_mesh(
@@ -73,8 +74,26 @@ def _on_torus(devices: np.ndarray, sizes: Mapping[str, int], across: str | None)
     return mesh_utils.create_hybrid_device_mesh(inside, over, list(devices.flat), allow_split_physical_axes=True)
 
 
-def abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
-    """A mesh of these sizes without devices, for planning; omitted axes have size 1. ValueError for unknown axes."""
+def mesh_sizes(mesh: str | Mapping[str, int] | AnyMesh) -> dict[str, int]:
+    """Axis -> size, from text such as ``fsdp=4,expert=8``, a mapping or a mesh. Raises ValueError for anything else."""
+    if isinstance(mesh, str):
+        pairs = [part.strip().partition("=")[::2] for part in mesh.split(",")]
+        sizes = {name: int(size) for name, size in pairs if re.fullmatch("[1-9][0-9]{0,5}", size)}
+        if len(sizes) < len(pairs):
+            raise ValueError(f"mesh {short(mesh)} is not like 'fsdp=4,expert=8'")
+    elif isinstance(mesh, Mapping | Mesh | AbstractMesh):
+        sizes = dict(mesh if isinstance(mesh, Mapping) else mesh.shape)
+    else:
+        raise ValueError(f"mesh {short(mesh)}: give axes and sizes, as 'fsdp=4,expert=8' or {{'fsdp': 4, 'expert': 8}}")
+    for axis, size in sizes.items():
+        check_positive("mesh", axis, size)
+    return sizes
+
+
+def abstract_mesh(mesh: str | Mapping[str, int] | AnyMesh) -> AbstractMesh:
+    """A mesh of these sizes without devices, for planning; omitted axes have size 1. Raises ValueError for unknown
+    axes."""
+    sizes = mesh_sizes(mesh)
     if unknown := [name for name in sizes if name not in MESH_AXES]:
         raise ValueError(f"{unknown[0]!r} is not a mesh axis; the axes are {', '.join(MESH_AXES)}")
     every = tuple(sizes.get(name, 1) for name in MESH_AXES)

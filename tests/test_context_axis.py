@@ -363,7 +363,7 @@ def test_refusals(eight: Callable[..., Any]) -> None:
         "tokens": "rows of 30 tokens do not divide over the mesh axis 'context' of size 4: use a multiple of 4 tokens",
         "ring": "RingAttention(blocks=Reference()): give Streaming(queries, keys)",
         "gather": "GatherKeys",
-        "plan": "100 tokens do not divide over context=8: use a multiple",
+        "plan": "rows of 100 tokens are not divisible by context=8: use a multiple",
         "planned": "SparseMLA needs all tokens of a row on each device",
         "default": "GatherKeys",
         "kept": "RingAttention",

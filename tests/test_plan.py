@@ -1,6 +1,7 @@
 """`nnxmoe.plan`: arithmetic against compiled and traced steps, the reader of compiled programs, and the command."""
 
 import dataclasses
+import itertools
 import json
 import math
 import re
@@ -354,7 +355,7 @@ def test_the_table_of_hardware_can_be_changed() -> None:
         (lambda: hardware("h900"), "use one of a100, h100, h200"),
         (lambda: hardware("h100:2x2"), "'h100:2x2' is not known"),
         (lambda: nnxmoe.plan("nonsense", {}, batch=1, seq=8), "neither a folder nor a preset"),
-        (lambda: nnxmoe.plan("mixtral-8x7b", {"fsdp": 8}, batch=9, seq=8), "9 rows does not divide over the 8 devices"),
+        (lambda: nnxmoe.plan("mixtral-8x7b", {"fsdp": 8}, batch=9, seq=8), "by the 8 devices of fsdp"),
         (
             lambda: nnxmoe.plan("mixtral-8x7b", {"fsdp": 3}, batch=9, seq=8),
             "fsdp of size 3 .* 4096; try fsdp=2$",
@@ -368,7 +369,7 @@ def test_the_table_of_hardware_can_be_changed() -> None:
             "needs the slice's shape, such as tpu-v5p:4x4x4",
         ),
         (lambda: nnxmoe.Strategy.auto("rocm"), "give 'cpu', 'gpu' or 'tpu'"),
-        (lambda: nnxmoe.plan("mixtral-8x7b", {"fsdp": 8}, batch=24, seq=8, accumulate=2), "12 rows does not divide"),
+        (lambda: nnxmoe.plan("mixtral-8x7b", {"fsdp": 8}, batch=24, seq=8, accumulate=2), "12 rows is not"),
         (lambda: nnxmoe.plan("mixtral-8x7b", {}, batch=0, seq=8), r"plan\(batch=0\): give a positive integer"),
         (lambda: nnxmoe.plan("mixtral-8x7b", {}, batch=1, seq=8, chunks=0), r"plan\(chunks=0\): give a positive"),
         (lambda: nnxmoe.plan("mixtral-8x7b", {"fsdp": -1}, batch=1, seq=8), r"mesh\(fsdp=-1\): give a positive"),
@@ -500,6 +501,94 @@ def test_decoding_reads_the_experts_that_rows_choose() -> None:
         nnxmoe.plan("mixtral-8x7b", {}, batch=rows, seq=8, train=False, advise=False).decode_bytes for rows in (1, 256)
     ]
     assert read[0] == pytest.approx(2 * 12.75e9, rel=0.01) and read[1] == pytest.approx(2 * 46.6e9, rel=0.01)
+
+
+def _refuse_other_costs(model: str, replicas: dict[str, int], within: dict[str, int], train: bool) -> None:
+    """Fail unless every device of ``replicas`` times a mesh works as the devices of that mesh do alone."""
+    rows, count = 4 * math.prod(within.values()), math.prod(replicas.values())
+    options: dict[str, Any] = {"seq": 64, "train": train, "advise": False}
+    alone = nnxmoe.plan(model, within, batch=rows, **options)
+    many = nnxmoe.plan(model, {**replicas, **within}, batch=rows * count, **options)
+    context = model, replicas, within, train
+    assert many.times["compute"] == pytest.approx(alone.times["compute"], rel=1e-12), context
+    assert (many.bytes.cache, many.bytes.inputs) == (alone.bytes.cache, alone.bytes.inputs), context
+    if "fsdp" not in replicas:  # which shards the state
+        assert many.bytes == alone.bytes, context
+    if not train:
+        assert many.decode_bytes == pytest.approx(alone.decode_bytes, rel=1e-12), context
+        assert many.times["memory"] == pytest.approx(alone.times["memory"], rel=1e-12), context
+        assert "fsdp" in replicas or many.times == pytest.approx(alone.times, rel=1e-12), context
+
+
+@pytest.mark.parametrize("model", ["deepseek-v3", "mixtral-8x7b", "gpt-oss-20b", "kimi-linear-48b-a3b", "llama-3.1-8b"])
+@pytest.mark.parametrize("replicas", [{"data": 8}, {"pipe": 2, "data": 2, "fsdp": 2}], ids=str)
+def test_replicas_cost_what_each_costs_alone(model: str, replicas: dict[str, int]) -> None:
+    for within in ({}, {"expert": 2, "tensor": 2}):
+        for train in (True, False):
+            _refuse_other_costs(model, replicas, within, train)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", PRESETS)
+def test_replicas_of_every_preset_cost_what_each_costs_alone(model: str) -> None:
+    for replicas, within in itertools.product(
+        ({"data": 8}, {"fsdp": 8}, {"pipe": 2, "data": 2, "fsdp": 2}),
+        ({}, {"tensor": 2}, {"expert": 2}, {"expert": 2, "tensor": 2}),
+    ):
+        _refuse_other_costs(model, replicas, within, train=False)
+        _refuse_other_costs(model, replicas, within, train=True)
+
+
+def test_data_parallel_decoding_is_not_ranked_behind_expert_meshes() -> None:
+    """Eight copies of a model that fits one device answer eight times the rows in the same time."""
+    alone = search("olmoe-1b-7b", 1, batch=8, seq=512, train=False)[0]
+    copies = next(p for p in search("olmoe-1b-7b", 8, batch=64, seq=512, train=False, most=1000) if p.mesh["data"] == 8)
+    assert copies.seconds == pytest.approx(alone.seconds, rel=1e-12)
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=8,expert=2", "fsdp=8, expert=2", {"fsdp": 8, "expert": 2}])
+def test_meshes_are_given_in_the_words_of_the_command(mesh: Any) -> None:
+    made = nnxmoe.plan("mixtral-8x7b", mesh, batch=64, seq=64, advise=False)
+    assert made == nnxmoe.plan("mixtral-8x7b", abstract_mesh(mesh), batch=64, seq=64, advise=False)
+    assert {axis: size for axis, size in made.mesh.items() if size > 1} == {"fsdp": 8, "expert": 2}
+
+
+@pytest.mark.parametrize("mesh", ["fsdp", "", "fsdp=8,fsdp=2", "fsdp=-1", "fsdp=8;expert=2", None, [("fsdp", 8)], 8])
+def test_meshes_that_are_none(mesh: Any) -> None:
+    with pytest.raises(ValueError, match=r"^mesh .*'?fsdp=4,expert=8'"):
+        nnxmoe.plan("mixtral-8x7b", mesh, batch=64, seq=64)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"on": "h1000"}, "hardware 'h1000' is not known"),
+        ({"on": 5}, "hardware 5: give a name"),
+        ({"buffer_factor": -1}, r"plan\(buffer_factor=-1\)"),
+        ({"accumulate": 3}, "cannot be cut into accumulate=3 parts"),
+        ({"across": "rack"}, "across='rack' is not a mesh axis"),
+        ({"lora": 3, "split_rank": True}, "split_rank: rank 3 cannot be split"),
+        ({"lora": -1}, r"plan\(lora=-1\)"),
+        ({"compute": "fp4"}, r"plan\(compute='fp4'\): use bf16 or fp8"),
+        ({"train": "no"}, r"plan\(train='no'\): give True or False"),
+        ({"interleaved": 0}, r"plan\(interleaved=0\): give a positive integer"),
+        ({"interleaved": 2}, "interleaved=2: there are no pipeline stages"),
+        ({"microbatches": 0}, r"microbatches=0\): give a positive integer"),
+        ({"microbatches": 4, "train": False}, "microbatches=4: pipeline stages do not decode"),
+        ({"compile_for": "cpu"}, "leave compile_for out"),
+        ({"most": 0}, r"search\(most=0\)"),
+        ({"devices": "8"}, r"search\(devices='8'\): give a positive integer"),
+        ({"model": "llama-3.1-8b", "buffer_factor": 1.5}, "buffer_factor=1.5: no tokens are sent to experts"),
+    ],
+)
+def test_searches_name_a_bad_option(options: dict[str, Any], message: str) -> None:
+    """As the option's error, instead of meshes that do not exist for its sake."""
+    given: dict[str, Any] = {"model": "mixtral-8x7b", "devices": 8, "seq": 64} | options
+    with pytest.raises(ValueError, match=rf"^(?!no mesh).*{message}"):
+        search(batch=64, **given)
+    if "accumulate" not in options:  # of which best_of chooses a multiple
+        with pytest.raises(ValueError, match=rf"^(?!no mesh).*{message}"):
+            best_of(**given)
 
 
 @pytest.mark.parametrize(

@@ -41,12 +41,8 @@ def mesh(text: str) -> Any:
     """An abstract mesh of sizes such as ``fsdp=4,expert=8``."""
     from nnxmoe.mesh import abstract_mesh
 
-    pairs = [part.partition("=")[::2] for part in text.split(",")]
-    sizes = {name: int(size) for name, size in pairs if re.fullmatch("[1-9][0-9]{0,5}", size)}
-    if len(sizes) < len(pairs):
-        raise argparse.ArgumentTypeError(f"{text!r} is not like 'fsdp=4,expert=8'")
     try:
-        return abstract_mesh(sizes)
+        return abstract_mesh(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

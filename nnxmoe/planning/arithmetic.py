@@ -124,7 +124,7 @@ class PlannedStep:
         if not self.work.train:
             return 1
         if seq % parts:
-            raise ValueError(f"{seq} tokens do not divide over {CONTEXT}={parts}: use a multiple")
+            raise ValueError(f"rows of {seq} tokens are not divisible by {CONTEXT}={parts}: use a multiple")
         return seq // parts
 
     @property
@@ -224,14 +224,16 @@ def bytes_of(step: PlannedStep) -> Bytes:
 
 
 def bytes_read(step: PlannedStep) -> float:
-    """Bytes that a device reads to decode one token per row: the cache and the weights; of the experts, the expected
-    number that uniform routing selects."""
+    """Bytes that a device reads to decode one token per row: the cache and the weights, gathered ones as a whole; of
+    the experts, the expected number that uniform routing selects for the rows that reach the device."""
     config, total = step.config, float(_cache_bytes(step))
     for part in step.parts:
         if part.key == "embed.table" and not config.tie_word_embeddings:
             continue  # a row per token
-        used = 1 - (1 - config.experts_per_token / part.experts) ** step.work.batch if part.experts else 1.0
-        total += step.held(part) * (part.stored if part.trained else part.itemsize) * used
+        rows = step.rows * (step.mesh.shape["expert"] if "expert" in part.axes else 1)
+        used = 1 - (1 - config.experts_per_token / part.experts) ** rows if part.experts else 1.0
+        numbers = step.gathered(part) * max(1, part.layers)
+        total += numbers * (part.stored if part.trained else part.itemsize) * used
     return total
 
 
@@ -247,7 +249,8 @@ def rows_per_device(batch: int, mesh: AnyMesh) -> int:
     over = [axis for axis in BATCH_AXES if mesh.shape[axis] > 1]
     count = shards(mesh, over)
     if batch % count:
-        raise ValueError(f"a batch of {batch} rows does not divide over the {count} devices of {over}: use a multiple")
+        names = " x ".join(over)
+        raise ValueError(f"a batch of {batch} rows is not divisible by the {count} devices of {names}: use a multiple")
     return batch // count
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from nnxmoe.axes import AnyMesh
 from nnxmoe.config.base import DecoderConfig
-from nnxmoe.config.validate import check_positive
 from nnxmoe.convert.hf.side_files import read_config
 from nnxmoe.mesh import abstract_mesh
 from nnxmoe.model.pipeline import AXIS
@@ -140,7 +139,7 @@ class Plan:
 
 def plan(
     model: DecoderConfig | str | os.PathLike[str],
-    mesh: Mapping[str, int] | AnyMesh,
+    mesh: str | Mapping[str, int] | AnyMesh,
     *,
     batch: int,
     seq: int,
@@ -155,7 +154,7 @@ def plan(
 
     Args:
         model: a config, a preset, a folder or a hub id, of which config.json is fetched.
-        mesh: sizes of mesh axes.
+        mesh: sizes of mesh axes, as a mapping or as the command takes them: ``"fsdp=16,expert=16"``.
         batch, seq: rows on all devices, and tokens per row or in the cache.
         on: the devices, such as ``h100`` or ``tpu-v5p:4x4x4``.
         strategy: the one to compile, without a mesh; its rules, pipeline, remat and exchange count.
@@ -170,13 +169,10 @@ def plan(
     name, config = read_model(model)
     work = Work(batch, seq, train, **choices)
     work.check()
-    sizes = dict(mesh if isinstance(mesh, Mapping) else mesh.shape)
-    for axis, size in sizes.items():
-        check_positive("mesh", axis, size)
     work = work if strategy is None else work.of(strategy)
-    made = _by_arithmetic(name, config, hardware(on), abstract_mesh(sizes), work)
+    made = _by_arithmetic(name, config, hardware(on), abstract_mesh(mesh), work)
     if advise and strategy is None:  # searches try one choice on many meshes
-        _refuse_without_effect(made, work)
+        refuse_without_effect(made, work)
     if compile_for is not None:
         if told := [name for name in PLANNED_ONLY if getattr(work, name) != getattr(Work, name)]:
             raise ValueError(f"{told[0]} is planned by arithmetic only: leave it out, or do not compile")
@@ -206,7 +202,7 @@ def _by_arithmetic(name: str, config: DecoderConfig, kind: Hardware, mesh: AnyMe
     )
 
 
-def _refuse_without_effect(made: Plan, work: Work) -> None:
+def refuse_without_effect(made: Plan, work: Work) -> None:
     """Raise ValueError for choices of an exchange or a pipeline that the mesh does not have."""
     exchanged = made.config.experts and made.mesh["expert"] > 1
     asked = {

@@ -8,8 +8,13 @@ from typing import Any
 
 from nnxmoe.axes import CONTEXT
 from nnxmoe.config.base import DecoderConfig
+from nnxmoe.config.validate import check_positive
 from nnxmoe.model.pipeline import AXIS
-from nnxmoe.planning.plan import Plan, plan, read_model
+from nnxmoe.planning.plan import Plan, plan, read_model, refuse_without_effect
+from nnxmoe.planning.torus import hardware
+from nnxmoe.planning.work import Work
+
+_WORK = {field.name for field in dataclasses.fields(Work)}
 
 
 def search(
@@ -24,10 +29,13 @@ def search(
     of `plan`.
 
     ``microbatches``: also meshes with as many or fewer pipeline stages. Meshes that cannot shard the model or the batch
-    are left out. ValueError if none can.
+    are left out. Raises ValueError if none can, or for an option that no mesh allows.
     """
     found, reason = list[Plan](), ""
     name, config = read_model(model)
+    check_positive("search", "devices", devices)
+    check_positive("search", "most", most)
+    _check_options(config, devices, microbatches, **options)
     for mesh in _meshes(devices, microbatches or 1, _contexts(**options)):
         try:
             parts = microbatches if mesh[AXIS] > 1 else None
@@ -52,12 +60,16 @@ def best_of(
     """`search` that also chooses the rows of a batch (1 to 64 per device, or for each of its rows' parts on the axis
     ``context``) and, to train, whether activations are computed again: the plans with the most tokens per second, or
     those with the least memory if none fits."""
+    check_positive("search", "devices", devices)
+    check_positive("search", "most", most)
+    check_positive("search", "seq", seq)
     options, found, meshes = {"seq": seq, "train": train, **options}, list[Plan](), list[Plan]()
     for parts in _contexts(**options):
         if devices % parts == 0:
             refused = (ValueError,) if parts > 1 else ()  # by a model that cannot split rows
             with contextlib.suppress(*refused):
-                every = search(model, devices, batch=devices // parts, most=1000, **options)
+                rows = devices // parts * options.get("accumulate", 1)
+                every = search(model, devices, batch=rows, most=1000, **options)
                 meshes += [one for one in every if one.mesh[CONTEXT] == parts][:6]
     name = meshes[0].model
     for one in meshes:
@@ -69,6 +81,22 @@ def best_of(
                     made = plan(one.config, one.mesh, advise=False, **options | asked)
                     found.append(dataclasses.replace(made, model=name))
     return _best(found)[:most]
+
+
+def _check_options(config: DecoderConfig, devices: int, microbatches: int | None, **options: Any) -> None:
+    """Raise ValueError for options that are wrong, or without effect, on every mesh: plan one device with them."""
+    if options.get("compile_for") is not None:
+        raise ValueError("search compares meshes by arithmetic: leave compile_for out, then compile the best plan")
+    if microbatches is not None:
+        check_positive("search", "microbatches", microbatches)
+        if not options.get("train", True):
+            raise ValueError(f"microbatches={microbatches}: pipeline stages do not decode: leave it out")
+    anywhere = dataclasses.replace(hardware(options.get("on", "h100")), torus=())
+    one = plan(config, {}, advise=False, **options | {"on": anywhere})
+    if options.get("strategy") is None:
+        most = dataclasses.replace(one, mesh={**one.mesh, "expert": devices})
+        work = Work(**{key: value for key, value in options.items() if key in _WORK}, microbatches=microbatches)
+        refuse_without_effect(most, work)
 
 
 def _best(found: list[Plan]) -> list[Plan]:

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-from nnxmoe.config.printable import did_you_mean
+from nnxmoe.config.printable import did_you_mean, short
 from nnxmoe.runtime.hardware import GPU, TABLE, TPU, Hardware
 
 _TOPOLOGIES = {"tpu-v4": "v4", "tpu-v5e": "v5e", "tpu-v5p": "v5p", "tpu-v6e": "v6e", "tpu-7x": "tpu7x"}
@@ -16,6 +16,8 @@ def hardware(name: str | Hardware) -> Hardware:
     """The row of the table for a name such as ``h100`` or ``tpu-v5p:4x8x8``, which also names a slice's torus."""
     if isinstance(name, Hardware):
         return name
+    if not isinstance(name, str):
+        raise ValueError(f"hardware {short(name)}: give a name such as 'h100', or a Hardware")
     kind, _, shape = name.lower().partition(":")
     if kind not in TABLE or (shape and (TABLE[kind].platform != TPU or not re.fullmatch(r"\d+(x\d+){1,2}", shape))):
         near = did_you_mean(kind, TABLE) if kind not in TABLE else ""

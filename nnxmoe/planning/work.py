@@ -2,10 +2,11 @@
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Literal, get_args
 
 from nnxmoe.axes import RULES, AnyMesh, Rules
-from nnxmoe.config.validate import check_positive
+from nnxmoe.config.printable import short
+from nnxmoe.config.validate import check_positive, is_integer
 from nnxmoe.model.pipeline import AXIS, Pipeline, stages_of
 from nnxmoe.model.strategy import Strategy
 from nnxmoe.moe.capacity import check_factor
@@ -14,6 +15,8 @@ from nnxmoe.quantization.methods import Method, Mixed
 
 # Fields of `Work` that no strategy computes yet, or that a compiled step does not have.
 PLANNED_ONLY = ("interleaved", "node_copies", "lora", "split_rank", "compute", "quantize")
+
+Compute = Literal["bf16", "fp8"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +52,7 @@ class Work:
     node_copies: bool = False
     lora: int = 0
     split_rank: bool = False
-    compute: Literal["bf16", "fp8"] = "bf16"
+    compute: Compute = "bf16"
     quantize: Method | Mixed | None = None
 
     @property
@@ -70,9 +73,16 @@ class Work:
 
     def check(self) -> None:
         """Reject non-positive sizes, batches that ``accumulate`` does not divide, and choices that exclude others."""
-        for name in ("batch", "seq", "accumulate", "chunks"):
+        for name in ("batch", "seq", "accumulate", "chunks", "microbatches", "interleaved"):
             if (value := getattr(self, name)) is not None:
                 check_positive("plan", name, value)
+        if not is_integer(self.lora, 0):
+            raise ValueError(f"plan(lora={short(self.lora)}): give the rank, or 0 to train all parameters")
+        for name in ("train", "remat", "offload", "node_copies", "split_rank"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ValueError(f"plan({name}={short(value)}): give True or False")
+        if self.compute not in get_args(Compute):
+            raise ValueError(f"plan(compute={short(self.compute)}): use {' or '.join(get_args(Compute))}")
         if self.buffer_factor is not None:
             check_factor("plan(buffer_factor", self.buffer_factor)
         if self.quantize is not None and self.train and not self.lora:
