@@ -21,8 +21,9 @@ from nnxmoe.models import config_from_hf, model_class
 from nnxmoe.storage.checkpoint import Checkpoint
 from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.storage.gguf import GGUF, GGUFInfo
+from nnxmoe.storage.gguf_tokenizer import _SPLITS
 from nnxmoe.storage.hub import DEMO
-from tests.support import families, mtp
+from tests.support import families, llama_cpp, mtp
 from tests.support.gguf import quantised, write
 from tests.support.tiny import ORACLE, TINY, Fields, Weights, random_tokens, tiny_weights
 
@@ -300,7 +301,7 @@ def test_sentencepiece_merges_come_from_the_scores(tmp_path: Path) -> None:
     tokenizer = nnxmoe.Tokenizer.from_pretrained(file)
     texts = [tokenizer.backend.id_to_token(number) for number in tokenizer.encode("abc abc é<tool>bc</s>")]
     # "ab" scores above "bc", so "abc" is "ab" + "c", which no pair above it forms.
-    assert texts == ["<s>", "▁abc", "▁abc", "▁", "<0xC3>", "<0xA9>", "<tool>", "bc", "</s>"]
+    assert texts == ["<s>", "▁abc", "▁abc", "▁", "<0xC3>", "<0xA9>", "<tool>", "▁", "bc", "</s>"]
     assert tokenizer.decode(tokenizer.encode("abc é 1")) == "<s> abc é 1"
     assert tokenizer.decode(tokenizer.encode("abc é 1"), skip_special_tokens=True) == "abc é 1"
     assert 2 in tokenizer.special_ids and tokenizer.backend.token_to_id("<tool>") not in tokenizer.special_ids
@@ -321,6 +322,54 @@ def test_tokenizers_that_are_refused(change: dict[str, Any], says: str, tmp_path
     fields, weights, _ = case("llama")
     file = write(tmp_path / "model.gguf", fields, weights, metadata=sentencepiece() | change)
     with pytest.raises(CheckpointError, match=says.replace("[", r"\[")):
+        nnxmoe.Tokenizer.from_pretrained(file)
+
+
+def test_tokenizers_give_the_ids_of_llama_cpp(tmp_path: Path) -> None:
+    """Spaces after special tokens, absent keys and every kind of splits, against ids that llama.cpp computed."""
+    expected = json.loads(llama_cpp.DATA.read_text())
+    every = llama_cpp.cases(llama_cpp.DISTINCT)
+    assert expected.keys() == every.keys()
+    for name, metadata in every.items():
+        tokenizer = nnxmoe.Tokenizer.from_pretrained(llama_cpp.write(tmp_path / f"{name}.gguf", metadata))
+        for text, ids in zip(llama_cpp.TEXTS, expected[name], strict=True):
+            assert tokenizer.encode(text) == ids, (name, text)
+
+
+@pytest.mark.oracle
+def test_every_tokenizer_gives_the_ids_of_llama_cpp(tmp_path: Path) -> None:
+    pytest.importorskip("xllamacpp")
+    for name, metadata in llama_cpp.cases(_SPLITS).items():
+        file = llama_cpp.write(tmp_path / f"{name}.gguf", metadata)
+        tokenizer, rng = nnxmoe.Tokenizer.from_pretrained(file), np.random.default_rng(0)
+        parts = [
+            "</s>",
+            "<s>",
+            "<tool>",
+            " ",
+            "  ",
+            "\n",
+            *metadata["tokenizer.ggml.tokens"][260:290],
+            "Ab1",
+            "é漢",
+            "'s",
+        ]
+        texts = [*llama_cpp.TEXTS, *("".join(rng.choice(parts, size=8)) for _ in range(20))]
+        for text, ids in zip(texts, llama_cpp.ids(file, texts), strict=True):
+            assert tokenizer.encode(text) == ids, (name, text)
+
+
+def test_special_tokens_that_a_file_does_not_name(tmp_path: Path) -> None:
+    """The format's default ids, and the texts of tokens that end an answer."""
+    spm, bpe = llama_cpp.sentencepiece(), llama_cpp.byte_level()
+    config = nnxmoe.from_pretrained(llama_cpp.write(tmp_path / "spm.gguf", spm)).config
+    tokens = spm["tokenizer.ggml.tokens"]
+    assert (config.bos_token_id, config.eos_token_id) == (1, (2, tokens.index("<|im_end|>")))
+    config = nnxmoe.from_pretrained(llama_cpp.write(tmp_path / "bpe.gguf", bpe)).config
+    assert (config.bos_token_id, config.eos_token_id) == (None, (1, 2))  # 11 is no control token here
+    few = {"tokenizer.ggml.tokens": bpe["tokenizer.ggml.tokens"][:9], "tokenizer.ggml.token_type": [3] * 9}
+    file = llama_cpp.write(tmp_path / "few.gguf", bpe | few | {"tokenizer.ggml.add_bos_token": True})
+    with pytest.raises(CheckpointError, match=r"add_bos_token is true, and tokenizer\.ggml\.bos_token_id is missing"):
         nnxmoe.Tokenizer.from_pretrained(file)
 
 
@@ -406,13 +455,12 @@ SAMPLES += [
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("split_by", ["gpt-2", "llama-bpe", "qwen2", "tekken", "gpt-4o", "llama"])
+@pytest.mark.parametrize("split_by", ["gpt-2", "llama-bpe", "qwen2", "tekken", "gpt-4o"])
 def test_tokenizers_give_the_ids_of_transformers(split_by: str, tmp_path: Path) -> None:
     from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer
 
     fields, weights, _ = case("llama")
-    metadata = sentencepiece() if split_by == "llama" else trained() | {"tokenizer.ggml.pre": split_by}
-    file = write(tmp_path / "model.gguf", fields, weights, metadata=metadata)
+    file = write(tmp_path / "model.gguf", fields, weights, metadata=trained() | {"tokenizer.ggml.pre": split_by})
     theirs, _ = convert_gguf_tokenizer(*get_gguf_tokenizer(str(file))[:2])
     ours = nnxmoe.Tokenizer.from_pretrained(file)
     for text in [*SAMPLES, "abc abc é<tool>bc</s>", "  a  b", "ab\nc"]:

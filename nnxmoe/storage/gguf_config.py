@@ -12,6 +12,7 @@ import numpy as np
 from nnxmoe.config.printable import short, some
 from nnxmoe.config.rope import Llama3Rope
 from nnxmoe.storage.gguf import GGUF
+from nnxmoe.storage.gguf_tokenizer import end_ids, special_ids
 
 _COMMON = {
     "block_count": "num_hidden_layers",
@@ -98,9 +99,12 @@ def config_fields(model: GGUF) -> tuple[dict[str, Any], tuple[str, ...]]:
     fields = dict(missing) | {
         field: _one(model, f"{name}.{key}", given[key]) for key, field in known.items() if key in given
     }
-    ids = {key: model.fields.get(f"tokenizer.ggml.{key}_token_id") for key in ("bos", "padding", "eos", "eot", "eom")}
-    ends = list(dict.fromkeys(ids[key] for key in ("eos", "eot", "eom") if ids[key] is not None))  # of turns too
-    fields |= {"bos_token_id": ids["bos"], "pad_token_id": ids["padding"], "eos_token_id": ends or None}
+    ids = special_ids(model)
+    fields |= {
+        "bos_token_id": ids.get("bos"),
+        "pad_token_id": ids.get("padding"),
+        "eos_token_id": end_ids(model) or None,
+    }
     fields |= {"model_type": kind, **_rope(model, name, given, fields)}
     _add_shapes(model, given, fields)
     unused = sorted(given.keys() - known.keys() - _IMPLIED)

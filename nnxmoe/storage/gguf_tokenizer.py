@@ -4,11 +4,14 @@ Sources: llama.cpp's ``llama-vocab.cpp`` for what splits a text before the merge
 """
 
 import itertools
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 from nnxmoe.config.printable import short
 from nnxmoe.storage.gguf import GGUF
+
+logger = logging.getLogger(__name__)
 
 _UNKNOWN, _CONTROL, _OWN = 2, 3, 4  # types of tokens; _OWN is matched as a whole, and is text
 _NAMES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
@@ -26,25 +29,67 @@ _TEKKEN = [_CASED % ("", "") + rf"|\p{{N}}|{_SLASH}"]
 _GPT4O = [_CASED % (f"{_SHORT}?", f"{_SHORT}?") + rf"|\p{{N}}{{1,3}}|{_SLASH}"]
 _CJK = r"[\x{4E00}-\x{9FA5}\x{0800}-\x{4E00}\x{AC00}-\x{D7FF}]+"
 _MARKS = r"\s?[!-/:-~\x{FF01}-\x{FF0F}\x{FF1A}-\x{FF5E}\x{2018}-\x{201F}\x{3000}-\x{3002}]+"
-_DEEPSEEK = [r"[\r\n]", r"\s?[\p{Lu}\p{Ll}\p{Lt}]+", _MARKS, r"\s+$", _CJK, r"\p{N}"]
+_DEEPSEEK = [r"[\r\n]", r"\s?[\p{Lu}\p{Ll}\p{Lt}]+", _MARKS, r"\s+$", _CJK, r"\p{N}+"]
 _DEEPSEEK_CODER = [r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}"]
 _DEEPSEEK3 = [
     *(r"\p{N}{1,3}", r"[\x{4E00}-\x{9FA5}\x{3040}-\x{309F}\x{30A0}-\x{30FF}]+"),
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"""
     r"|\s*[\r\n]+|\s+(?!\S)|\s+",
 ]
-_NONE = list[str]()
-_DIGITS = [r"\p{N}"]  # before GPT-2's own split
-# Value of tokenizer.ggml.pre -> regular expressions that isolate parts of a text, in turn; empty: GPT-2's split.
+_GPT2 = [r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"]
+_DIGITS = [r"\p{N}", *_GPT2]
+_DEFAULT = [r"[\p{P}$+<=>^~|]+", *_GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"]  # of files that name no tokenizer
+_SENTENCES = [r" ?[^(\s|.,!?\x{2026}\x{3002}\x{FF0C}\x{3001}\x{964}\x{6D4}\x{60C})]+"]
+_QWEN35 = [
+    rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+]
+_SEED = [rf"{_SHORT}|{_WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"]
+_BAILING = [rf"'(?i:[sdmt]|ll|ve|re)|{_WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"]
+_NOT_HAN = r"&&[^\p{Han}]]"
+_KIMI = [
+    rf"\p{{Han}}+|{_CASED % (f'{_SHORT}?', f'{_SHORT}?')}|\p{{N}}{{1,3}}|{_REST}".replace(
+        r"\p{M}]", r"\p{M}" + _NOT_HAN
+    )
+]
+# Value of tokenizer.ggml.pre -> regular expressions that isolate parts of a text, in turn.
 _SPLITS: dict[str, list[str]] = {
-    **dict.fromkeys(("default", "gpt-2", "olmo", "mpt", "jais", "trillion"), _NONE),
+    "default": _DEFAULT,
+    **dict.fromkeys(("gpt-2", "olmo", "mpt", "jais", "trillion", "phi-2", "exaone4", "gigachat", "mellum"), _GPT2),
+    **dict.fromkeys(("a.x-4.0", "modern-bert", "granite-docling"), _GPT2),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), _DIGITS),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "smaug-bpe", "dbrx", "glm4", "chatglm-bpe"), _LLAMA3),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), _QWEN2),
-    **{"tekken": _TEKKEN, "gpt-4o": _GPT4O, "deepseek-v3": _DEEPSEEK3},
-    **{"deepseek-llm": _DEEPSEEK, "deepseek-coder": _DEEPSEEK_CODER},
+    **dict.fromkeys(("minerva-7b", "mellum2"), _DIGITS),
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"), _LLAMA3
+    ),
+    **dict.fromkeys(("smaug-bpe", "dbrx", "glm4", "chatglm-bpe"), _LLAMA3),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez", "kormo", "f2llmv2", "hunyuan"), _QWEN2),
+    **dict.fromkeys(("solar-open", "grok-2"), _QWEN2),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), _GPT4O),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), _DEEPSEEK3),
+    **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), _BAILING),
+    **dict.fromkeys(("poro-chat", "bloom", "gpt3-finnish"), _SENTENCES),
+    **{"tekken": _TEKKEN, "deepseek-llm": _DEEPSEEK, "deepseek-coder": _DEEPSEEK_CODER, "kimi-k2": _KIMI},
+    **{"qwen35": _QWEN35, "seed-coder": _SEED, "viking": [*_SENTENCES, r"\p{N}"]},
 }
-_WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "tekken")  # a word of the vocabulary is not merged from its parts
+# Of these a word of the vocabulary is not merged from its parts, and a text begins with a token unless the file denies
+# it.
+_WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken")
+# Ids of special tokens that a file does not name, by tokenizer.ggml.model.
+_DEFAULT_IDS = {"llama": {"bos": 1, "eos": 2, "unknown": 0}, "gpt2": {"bos": 11, "eos": 11}}
+# Tokens that end an answer in every file that has them, whatever their type: files name one or two of them at most.
+_ENDS = {
+    *("</s>", "<eos>", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>"),
+    *("<|return|>", "<|call|>", "<|calls|>", "<|flush|>", "<end_of_turn>", "<end_of_utterance>", "<EOT>", "_<EOT>"),
+    *(
+        "[EOT]",
+        "[EOS]",
+        "<turn|>",
+        "<|tool_response>",
+        "<{0}end▁of▁sentence{0}>".format("\N{FULLWIDTH VERTICAL LINE}"),
+        "[e~[",
+    ),
+}
 
 
 def tokenizer_files(model: GGUF) -> dict[str, dict[str, Any]]:
@@ -54,24 +99,25 @@ def tokenizer_files(model: GGUF) -> dict[str, dict[str, Any]]:
         raise model.error(f"{_KEY}token_type has {len(kinds)} entries, and there are {len(tokens)} tokens")
     kind, split = model.text(f"{_KEY}model"), model.fields.get(f"{_KEY}pre", "default")
     if kind == "gpt2":
+        if f"{_KEY}pre" not in model.fields:
+            logger.warning("%s names no tokenizer.ggml.pre: texts are split as llama.cpp does by default", model.file)
         parts = _byte_level(model, tokens, split)
     elif kind == "llama":
         parts = _sentencepiece(model, tokens)
     else:
         raise model.error(f"{_KEY}model {short(kind)} is not read; gpt2 and llama are")
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    added = [
-        {"id": number, "content": tokens[number], **flags, "special": of != _OWN}
-        for number, of in enumerate(kinds)
-        if of in (_UNKNOWN, _CONTROL, _OWN) and tokens[number]
-    ]
-    named = {name: tokens[at] for name, key in _NAMES.items() if (at := _id(model, key, len(tokens))) is not None}
-    whole = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, **parts}
+    ids = special_ids(model)
+    named = {name: tokens[ids[key]] for name, key in _NAMES.items() if key in ids}
+    whole = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": _added(model, tokens, kinds),
+        **parts,
+    }
     adds_first = model.fields.get(f"{_KEY}add_bos_token", kind == "llama" or split in _WHOLE_WORDS)
     adds_last = model.fields.get(f"{_KEY}add_eos_token", False)
-    ends = [
-        named.get(name) if wanted else None for name, wanted in (("bos_token", adds_first), ("eos_token", adds_last))
-    ]
+    ends = [_end(model, tokens, key) if wanted else None for key, wanted in (("bos", adds_first), ("eos", adds_last))]
     whole["post_processor"] = _with_ends(ends[0], ends[1], {text: number for number, text in enumerate(tokens)})
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **named}
     templates = {key: value for key, value in model.fields.items() if key.startswith("tokenizer.chat_template")}
@@ -89,9 +135,66 @@ def _texts(model: GGUF, key: str) -> tuple[str, ...]:
     return value
 
 
+def special_ids(model: GGUF) -> dict[str, int]:
+    """Ids of ``bos``, ``eos``, ``eot``, ``eom``, ``unknown`` and ``padding`` where the file or its format names them.
+
+    The format's default id of byte-level vocabularies, Falcon's, counts if it is a control token.
+    """
+    tokens, kinds = model.fields.get(f"{_KEY}tokens") or (), model.fields.get(f"{_KEY}token_type") or ()
+    kind = model.fields.get(f"{_KEY}model")
+    defaults = {
+        key: number
+        for key, number in _DEFAULT_IDS.get(kind if isinstance(kind, str) else "", {}).items()
+        if number < len(tokens) and (kind == "llama" or (number < len(kinds) and kinds[number] == _CONTROL))
+    }
+    if model.fields.get(f"{_KEY}pre") in ("glm4", "chatglm-bpe"):
+        defaults.pop("bos", None)
+    given = {key: _id(model, key, len(tokens)) for key in (*_NAMES.values(), "eot", "eom")}
+    return defaults | {key: number for key, number in given.items() if number is not None}
+
+
+def end_ids(model: GGUF) -> list[int]:
+    """Ids that end an answer: those that the file names, then those with the texts of such tokens."""
+    tokens, ids = model.fields.get(f"{_KEY}tokens") or (), special_ids(model)
+    ends = [ids[key] for key in ("eos", "eot", "eom") if key in ids]
+    texts = _ENDS & set(tokens)
+    if texts >= {"<|call|>", "<|return|>"} or texts >= {"<|calls|>", "<|flush|>"}:
+        texts -= {"<|end|>"}  # which there ends a message within an answer
+    if "<|tool_response>" in texts:
+        texts -= {"</s>"}
+    return list(dict.fromkeys([*ends, *(number for number, text in enumerate(tokens) if text in texts)]))
+
+
+def _added(model: GGUF, tokens: tuple[str, ...], kinds: tuple[int, ...]) -> list[dict[str, Any]]:
+    """The tokens that are matched before a text is split; those of Phi-3 take the spaces after them."""
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    phi3 = any(part in str(model.fields.get("general.name", "")).lower() for part in ("phi-3", "phi3"))
+    ends, types = set(end_ids(model)), kinds or (1,) * len(tokens)
+    return [
+        {
+            **flags,
+            **{"id": number, "content": text, "special": of != _OWN or text in _ENDS},
+            "rstrip": phi3 and text not in ("<unk>", "<s>", "<|endoftext|>"),
+        }
+        for number, (text, of) in enumerate(zip(tokens, types, strict=True))
+        if text and (of in (_UNKNOWN, _CONTROL, _OWN) or (number in ends and text in _ENDS))
+    ]
+
+
+def _end(model: GGUF, tokens: tuple[str, ...], key: str) -> str:
+    """The token added to each end of a text. Raises CheckpointError if neither the file nor its format names one."""
+    default = _DEFAULT_IDS[model.text(f"{_KEY}model")][key]
+    if (number := special_ids(model).get(key)) is None:
+        if model.fields.get(f"{_KEY}pre") in ("glm4", "chatglm-bpe") or default >= len(tokens):
+            raise model.error(f"{_KEY}add_{key}_token is true, and {_KEY}{key}_token_id is missing")
+        number = default
+        logger.warning("%s: no %s%s_token_id: by default %d, %r", model.file, _KEY, key, number, tokens[number])
+    return tokens[number]
+
+
 def _id(model: GGUF, key: str, count: int) -> int | None:
     value = model.fields.get(f"{_KEY}{key}_token_id")
-    if value is not None and (type(value) is not int or not 0 <= value < count):
+    if value is not None and (type(value) is not int or not 0 <= value < (count or 1 << 31)):
         raise model.error(f"{_KEY}{key}_token_id is {short(value)}, and there are {count} tokens")
     return value
 
@@ -114,7 +217,7 @@ def _byte_level(model: GGUF, tokens: tuple[str, ...], split: Any) -> dict[str, A
         "type": "ByteLevel",
         "add_prefix_space": False,
         "trim_offsets": True,
-        "use_regex": patterns in (_NONE, _DIGITS),
+        "use_regex": False,
     }
     steps = [
         {"type": "Split", "pattern": {"Regex": text}, "behavior": "Isolated", "invert": False} for text in patterns
@@ -131,35 +234,40 @@ def _byte_level(model: GGUF, tokens: tuple[str, ...], split: Any) -> dict[str, A
 
 def _sentencepiece(model: GGUF, tokens: tuple[str, ...]) -> dict[str, Any]:
     scores, vocab = model.fields.get(f"{_KEY}scores", ()), _vocabulary(tokens)
-    merges: Any = model.fields.get(f"{_KEY}merges")
-    if merges is None:
-        if len(scores) != len(tokens):
-            raise model.error(f"{_KEY}scores has {len(scores)} entries, and there are {len(tokens)} tokens")
-        merges = _merges(vocab, scores)
+    if len(scores) != len(tokens):
+        raise model.error(f"{_KEY}scores has {len(scores)} entries, and there are {len(tokens)} tokens")
     first = bool(model.fields.get(f"{_KEY}add_space_prefix", True))
-    unknown = _id(model, "unknown", len(tokens))
+    unknown = special_ids(model).get("unknown")
     bpe = {"type": "BPE", "dropout": None, "unk_token": None if unknown is None else tokens[unknown], "fuse_unk": True}
-    bpe |= {"byte_fallback": True, "ignore_merges": False, "vocab": vocab, "merges": list(merges)}
+    bpe |= {"byte_fallback": True, "ignore_merges": False, "vocab": vocab, "merges": _merges(vocab, scores)}
     steps: list[dict[str, Any]] = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}]
     steps += [{"type": "ByteFallback"}, {"type": "Fuse"}]
     steps += [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] * first
-    space = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first" if first else "never", "split": False}
+    # The space comes before every text between special tokens, also before one that begins with a space.
+    space: list[dict[str, Any]] = [{"type": "Prepend", "prepend": "▁"}] * first
+    space.append({"type": "Replace", "pattern": {"String": " "}, "content": "▁"})
     return {
-        "normalizer": None,
-        "pre_tokenizer": space,
+        "normalizer": {"type": "Sequence", "normalizers": space},
+        "pre_tokenizer": None,
         "decoder": {"type": "Sequence", "decoders": steps},
         "model": bpe,
     }
 
 
 def _merges(vocab: Mapping[str, int], scores: tuple[float, ...]) -> list[list[str]]:
-    """The pairs that form tokens, best score first; among equals those with a longer first part."""
+    """The pairs that form tokens, best score first; among equals those with a longer first part.
+
+    llama.cpp merges the leftmost of equals, which ``tokenizers`` cannot do; SentencePiece's own scores are distinct.
+    """
     pairs = [
         (text[:cut], text[cut:], scores[number])
         for text, number in vocab.items()
         for cut in range(1, len(text))
         if text[:cut] in vocab and text[cut:] in vocab
     ]
+    texts = {left + right for left, right, _ in pairs}
+    if len({scores[vocab[text]] for text in texts}) < len(texts):
+        logger.warning("tokenizer.ggml.scores has equal scores: of such tokens the longer one is merged first")
     pairs.sort(key=lambda pair: (pair[2], len(pair[0]), len(pair[1])), reverse=True)
     return [[left, right] for left, right, _ in pairs]
 
