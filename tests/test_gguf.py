@@ -373,6 +373,49 @@ def test_special_tokens_that_a_file_does_not_name(tmp_path: Path) -> None:
         nnxmoe.Tokenizer.from_pretrained(file)
 
 
+def test_files_without_the_suffix_are_found_by_their_first_bytes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Blobs of Ollama, and the files that links of the hub's cache point to."""
+    metadata = llama_cpp.sentencepiece()
+    blob = llama_cpp.write(tmp_path / "sha256-6a0746a1ec1a", metadata)
+    (tmp_path / "link").symlink_to(blob)
+    for path in (blob, str(blob), tmp_path / "link"):
+        assert nnxmoe.from_pretrained(path).config.model_type == "llama"
+        assert nnxmoe.Tokenizer.from_pretrained(path).encode("abc")[0] == 1
+    assert main(["inspect", str(blob)]) == 0
+    assert "0 missing, 0 belong to no parameter" in capsys.readouterr().out
+    assert main(["convert", str(blob), str(tmp_path / "converted"), "--to", "hf", "--verify"]) == 0
+    assert nnxmoe.Tokenizer.from_pretrained(tmp_path / "converted").encode("</s>abc")[2] == metadata[
+        "tokenizer.ggml.tokens"
+    ].index("▁abc")
+    with pytest.raises(ValueError, match="is a model of its own: give the path of the file"):
+        nnxmoe.from_pretrained(tmp_path)
+    (tmp_path / "text").write_bytes(b"GGU")
+    with pytest.raises(CheckpointError, match="is not a folder"):
+        nnxmoe.from_pretrained(tmp_path / "text")
+
+
+def test_saved_models_have_the_sampling_and_the_end_ids_of_the_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    metadata = llama_cpp.sentencepiece() | {
+        **{"general.sampling.temp": 0.5, "general.sampling.top_k": 20, "general.sampling.penalty_repeat": 1.25},
+        "general.sampling.mirostat": 1,
+    }
+    model = nnxmoe.from_pretrained(llama_cpp.write(tmp_path / "model.gguf", metadata))
+    assert model.load_report is not None
+    assert any("general.sampling.mirostat" in note for note in model.load_report.notes)
+    options = nnxmoe.Sampling.from_checkpoint(model)
+    assert (options.temperature, options.top_k, options.repetition_penalty) == (0.5, 20, 1.25)
+    nnxmoe.save_pretrained(model, tmp_path / "saved")
+    saved = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
+    assert saved["bos_token_id"] == 1 and saved["eos_token_id"][0] == 2 and saved["temperature"] == 0.5
+    nnxmoe.train.lora.add(model, rank=2, rngs=nnx.Rngs(0))
+    nnxmoe.train.lora.save(model, tmp_path / "adapter")
+    assert "which peft cannot load" in caplog.text
+
+
 def test_files_of_the_hub_are_fetched_with_their_splits(
     demo_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

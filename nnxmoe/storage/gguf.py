@@ -5,6 +5,7 @@ allocated: the reader of the ``gguf`` library maps the file and does not end for
 knows the types of tensors and decodes them.
 """
 
+import contextlib
 import functools
 import importlib.metadata
 import math
@@ -22,7 +23,7 @@ from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.storage.files import refuse_lfs_pointer, regular_file
 from nnxmoe.storage.safetensors import DTYPES, TensorInfo
 
-SUFFIX = ".gguf"
+SUFFIX, _MAGIC = ".gguf", b"GGUF"
 MAX_HEADER = 256_000_000  # bytes; the vocabulary of Gemma takes 6 MB
 _MAX_TENSORS = 250_000
 _MAX_FIELDS = 65_536
@@ -83,7 +84,12 @@ class GGUF:
 
 
 def is_gguf(path: str | os.PathLike[str]) -> bool:
-    return os.fspath(path).lower().endswith(SUFFIX) and os.path.isfile(path)
+    """Whether a path is a file in this format, by its suffix or, as blobs of Ollama have none, by its first bytes."""
+    if not os.path.isfile(path):
+        return False
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        return os.fspath(path).lower().endswith(SUFFIX) or file.read(4) == _MAGIC
+    return os.fspath(path).lower().endswith(SUFFIX)  # the reader names what cannot be opened
 
 
 def _damaged(file: Path, what: str) -> CheckpointError:
@@ -166,7 +172,7 @@ def _header(path: Path, _modified: int) -> tuple[Mapping[str, Any], Mapping[str,
 
 
 def _parse(reader: _Reader, path: Path, size: int) -> tuple[Mapping[str, Any], Mapping[str, GGUFInfo]]:
-    if reader.take(4, "the magic number") != b"GGUF":
+    if reader.take(4, "the magic number") != _MAGIC:
         raise CheckpointError(f"{path} is not a GGUF file: it does not begin with the letters GGUF")
     (version,) = reader.numbers("I", 1, "the version")
     if version not in (2, 3):

@@ -61,6 +61,8 @@ _READ: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
     "deepseek2": ("deepseek_v3", _LATENT | _GROUPS, _NO_GROUPS | {"q_lora_rank": None, "n_shared_experts": None}),
 }  # fmt: skip
 _MIXTRAL = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
+_SAMPLING = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
+_SAMPLING |= {name: name for name in ("top_k", "top_p", "min_p")}
 # Keys that say nothing more than other keys and the tensors do, or what no computation reads.
 _IMPLIED = {
     *("vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "rope.dimension_count", "expert_gating_func"),
@@ -108,6 +110,21 @@ def config_fields(model: GGUF) -> tuple[dict[str, Any], tuple[str, ...]]:
     fields |= {"model_type": kind, **_rope(model, name, given, fields)}
     _add_shapes(model, given, fields)
     unused = sorted(given.keys() - known.keys() - _IMPLIED)
+    return fields, (f"metadata without effect: {some(unused)}",) if unused else ()
+
+
+def generation_fields(model: GGUF) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The fields of a generation_config.json: special tokens and recommended sampling; notes on what has no effect."""
+    ids, prefix = special_ids(model), "general.sampling."
+    names = {"bos": "bos_token_id", "padding": "pad_token_id"}
+    fields: dict[str, Any] = {field: ids[key] for key, field in names.items() if key in ids}
+    if ends := end_ids(model):
+        fields["eos_token_id"] = ends
+    given = {key.removeprefix(prefix): value for key, value in model.fields.items() if key.startswith(prefix)}
+    sampling = {field: _one(model, prefix + key, given[key]) for key, field in _SAMPLING.items() if key in given}
+    if sampling:
+        fields |= {"do_sample": sampling.get("temperature", 1) != 0, **sampling}
+    unused = sorted(prefix + key for key in given.keys() - _SAMPLING.keys())
     return fields, (f"metadata without effect: {some(unused)}",) if unused else ()
 
 

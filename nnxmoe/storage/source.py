@@ -135,14 +135,15 @@ def _adapter_in(folder: Path) -> str | None:
 
 def gguf_in(folder: Path) -> str | None:
     """Remedy for a folder that holds a GGUF file instead of a checkpoint; None for other folders."""
-    found = [name for name in _names(folder) if name.endswith(SUFFIX)]
+    found = [name for name in _names(folder) if name.endswith(SUFFIX) or is_gguf(folder / name)]
     return f"{some(found)} is a model of its own: give the path of the file instead of the folder" if found else None
 
 
 def has_weights(folder: Path) -> bool:
     """Whether a folder has weight files of any format."""
-    names = [folder.name] if is_gguf(folder) else _names(folder)
-    return any(".safetensors" in name or Path(name).suffix in _OTHER_FORMATS for name in names)
+    if is_gguf(folder):
+        return True
+    return any(".safetensors" in name or Path(name).suffix in _OTHER_FORMATS for name in _names(folder))
 
 
 def _names(folder: Path) -> list[str]:

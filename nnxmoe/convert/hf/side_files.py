@@ -15,6 +15,7 @@ from nnxmoe.convert.core.layout import parameters
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.models import config_class
 from nnxmoe.runtime.progress import logger
+from nnxmoe.storage import gguf_config
 from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.storage.files import read_bounded, read_object
 from nnxmoe.storage.gguf import GGUF, is_gguf
@@ -94,8 +95,12 @@ def read_generation_config(folder: Path, config: DecoderConfig) -> Mapping[str, 
 
 
 def generation_fields(folder: Path, config: DecoderConfig) -> tuple[FrozenDict, tuple[str, ...]]:
-    """The generation_config.json of a folder, and what to report of it: transformers too ignores an unreadable file,
-    and ids outside the vocabulary. Raises CheckpointError for end ids that are no numbers."""
+    """The generation_config.json of a folder, or its equal in a GGUF file, and what to report of it: transformers too
+    ignores an unreadable file, and ids outside the vocabulary. Raises CheckpointError for end ids that are no
+    numbers."""
+    if is_gguf(folder):
+        found, unused = gguf_config.generation_fields(GGUF.open(folder))
+        return FrozenDict(found), unused
     path = folder / GENERATION
     if not os.path.lexists(path):
         return FrozenDict({}), ()

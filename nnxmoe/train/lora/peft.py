@@ -26,6 +26,7 @@ from nnxmoe.runtime.progress import logger
 from nnxmoe.storage.atomic_dir import ADAPTER_FILES
 from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.storage.files import absolute, read_object
+from nnxmoe.storage.gguf import is_gguf
 from nnxmoe.storage.multihost import gather, shared_folder, spans_hosts
 from nnxmoe.storage.safetensors import dtype_code
 from nnxmoe.storage.write import Tensors, write_json, write_shares
@@ -58,6 +59,9 @@ def save(model: CausalLM, folder: str | os.PathLike[str], *, overwrite: bool = F
         logger.warning("%s: an adapter of the text model alone, to load here or beside its save_pretrained", folder)
     if unknown := sorted({one.slot.name for one in pieces if one.slot.name.startswith(model.not_for_peft)}):
         logger.warning("%s: peft has no layers for the adapters of %s: load them here", folder, ", ".join(unknown))
+    if report is not None and report.files is not None and is_gguf(report.files):
+        text = "%s: its base model is the GGUF file %s, which peft cannot load: give peft the original model instead"
+        logger.warning(text, folder, report.source)
     base = {"base_model_name_or_path": report and report.source, "revision": report and report.revision}
     with shared_folder(folder, overwrite, ADAPTER_FILES) as stage:
         if jax.process_index() == 0:
