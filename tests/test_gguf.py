@@ -1,9 +1,13 @@
 """GGUF files, written by the ``gguf`` library: every family, type and tokenizer, splits, codes, and malformed files."""
 
+import dataclasses
 import json
+import math
+import re
 import struct
 import tracemalloc
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +25,7 @@ from nnxmoe.models import config_from_hf, model_class
 from nnxmoe.storage.checkpoint import Checkpoint
 from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.storage.gguf import GGUF, GGUFInfo
+from nnxmoe.storage.gguf_config import config_fields
 from nnxmoe.storage.gguf_tokenizer import _SPLITS
 from nnxmoe.storage.hub import DEMO
 from tests.support import families, llama_cpp, mtp
@@ -70,6 +75,40 @@ def test_families_load_to_the_bit(kind: str, tmp_path: Path) -> None:
     nnx.update(model, nnx.state(found))
     tokens = random_tokens(2, 7, fields["vocab_size"])
     np.testing.assert_allclose(found(tokens).logits, model(tokens).logits, rtol=0, atol=1e-5)
+
+
+def test_the_halves_of_the_latent_projection_are_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However small the blocks are, and of a part its own heads only."""
+    from nnxmoe.convert.hf import gguf_tensors
+
+    fields, weights, _ = case("deepseek_v3")
+    file = write(tmp_path / "model.gguf", fields, weights)
+    decoded: Counter[str] = Counter()
+    joined = gguf_tensors._joined
+
+    def counted(halves: Mapping[str, LazyArray], *rest: Any) -> LazyArray:
+        def half(array: LazyArray) -> LazyArray:
+            def read(box: Any, empty: Any) -> np.ndarray:
+                decoded[array.tensors[0]] += box[0].stop - box[0].start
+                return array.read_box(box, empty)
+
+            return dataclasses.replace(array, read_box=read)
+
+        return joined({name: half(array) for name, array in halves.items()}, *rest)
+
+    monkeypatch.setattr(gguf_tensors, "_joined", counted)
+    monkeypatch.setattr(LazyArray.__init__, "__defaults__", (64, *LazyArray.__init__.__defaults__[1:]))  # its block
+    nnxmoe.from_pretrained(file)
+    heads = fields["num_attention_heads"]
+    assert len(decoded) == 2 * fields["num_hidden_layers"] and set(decoded.values()) == {heads}
+    decoded.clear()
+    arrays = gguf_tensors.of_gguf(Checkpoint.open(file))
+    name = next(name for name in arrays if name.endswith("layers.0.self_attn.kv_b_proj.weight"))
+    full = np.asarray(arrays[name])
+    decoded.clear()
+    some = slice(1, len(full) // heads)
+    np.testing.assert_array_equal(arrays[name].rows(some), full[some])
+    assert set(decoded.values()) == {1}
 
 
 @pytest.mark.parametrize(("kind", "name"), [("qwen3_moe", "Q8_0"), ("gpt_oss", "F32"), ("gpt_oss", "Q5_0")])
@@ -649,6 +688,117 @@ def test_what_changes_numbers_and_is_not_built_is_refused(tmp_path: Path) -> Non
         nnxmoe.from_pretrained(layers)
     with pytest.raises(CheckpointError, match=r"no such folder"):
         Checkpoint.open(tmp_path / "missing.gguf")
+
+
+_SCALING = "rope.scaling."
+_YARN: dict[str, Any] = {f"{_SCALING}type": "yarn", f"{_SCALING}factor": 4.0, f"{_SCALING}original_context_length": 16}
+
+
+@pytest.mark.parametrize(
+    ("metadata", "expected"),
+    [
+        ({f"{_SCALING}type": "linear", f"{_SCALING}factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({f"{_SCALING}factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"rope.scale_linear": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"rope.scale_linear": 2.0, f"{_SCALING}factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({f"{_SCALING}type": "none", f"{_SCALING}factor": 4.0}, None),
+        ({f"{_SCALING}type": "yarn"}, None),
+        (_YARN, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}),
+        (_YARN | {f"{_SCALING}finetuned": True, f"{_SCALING}yarn_ext_factor": 1.0}, {"rope_type": "yarn"}),
+        (_YARN | {f"{_SCALING}attn_factor": 1.5}, {"attention_factor": 1.5 * (1 + 0.1 * math.log(4))}),
+        (_YARN | {f"{_SCALING}attn_factor": 1.5, f"{_SCALING}yarn_ext_factor": 0.5}, "yarn_ext_factor 0.5"),
+        (_YARN | {f"{_SCALING}yarn_attn_factor": 1.5}, "yarn_attn_factor 1.5"),
+        (_YARN | {f"{_SCALING}yarn_log_multiplier": 0.1}, "yarn_log_multiplier 0.1"),
+        ({f"{_SCALING}attn_factor": 1.5}, "attn_factor 1.5 with type linear"),
+        ({f"{_SCALING}alpha": 1000.0}, "alpha 1000.0"),
+        ({f"{_SCALING}type": "longrope", f"{_SCALING}factor": 4.0}, "type 'longrope'"),
+        ({f"{_SCALING}factor": -1.0}, "factor must be a positive number, got -1.0"),
+    ],
+)
+def test_rope_scaling_in_every_spelling(
+    metadata: dict[str, Any], expected: dict[str, Any] | str | None, tmp_path: Path
+) -> None:
+    """Logits of these, where they are not refused, agree with llama.cpp's to 4e-3, the noise of its float16 cache."""
+    fields, weights, _ = case("llama")
+    file = write(tmp_path / "model.gguf", fields, weights, metadata=metadata)
+    if isinstance(expected, str):
+        with pytest.raises(CheckpointError, match=rf"llama\.rope\.scaling\.{expected}"):
+            config_fields(GGUF.open(file))
+        return
+    found, notes = config_fields(GGUF.open(file))
+    assert not notes
+    if expected is None:
+        assert "rope_scaling" not in found
+    else:
+        assert found["rope_scaling"] | expected == found["rope_scaling"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "absent", "expected"),
+    [
+        ("gpt_oss", "rope.freq_base", {"rope_theta": 10_000.0}),
+        ("mixtral", "attention.head_count_kv", {"num_key_value_heads": 4}),
+        ("qwen3_moe", "attention.head_count_kv", {"num_key_value_heads": 4}),
+        ("qwen3_moe", "expert_weights_norm", {"norm_topk_prob": True}),
+        ("glm4_moe", "leading_dense_block_count", {"first_k_dense_replace": 0}),
+        ("glm4_moe", "expert_weights_norm", {"norm_topk_prob": False}),
+        ("glm4_moe", "expert_weights_scale", {"routed_scaling_factor": 1.0}),
+        ("glm4_moe", "expert_gating_func", {}),
+        ("deepseek_v3", "leading_dense_block_count", {"first_k_dense_replace": 0}),
+        ("deepseek_v3", "expert_group_count", {"n_group": 1}),
+        ("deepseek_v3", "expert_gating_func", "expert_gating_func 1 with exp_probs_b.bias is not supported"),
+        ("deepseek_v3", "attention.kv_lora_rank", "attention.kv_lora_rank is missing"),
+        ("qwen3_moe", "expert_used_count", "expert_used_count is missing"),
+        ("gpt_oss", "attention.sliding_window", "attention.sliding_window is missing"),
+        ("llama", "attention.layer_norm_rms_epsilon", "attention.layer_norm_rms_epsilon is missing"),
+    ],
+)
+def test_absent_keys_have_the_values_of_llama_cpp(
+    kind: str, absent: str, expected: dict[str, Any] | str, tmp_path: Path
+) -> None:
+    fields, weights, _ = case(kind)
+    model = GGUF.open(write(tmp_path / "model.gguf", fields, weights))
+    name = model.text("general.architecture")
+    model = dataclasses.replace(model, fields={k: v for k, v in model.fields.items() if k != f"{name}.{absent}"})
+    if isinstance(expected, str):
+        with pytest.raises(CheckpointError, match=re.escape(expected)):
+            config_fields(model)
+    else:
+        found, notes = config_fields(model)
+        assert found | expected == found and not notes
+
+
+@pytest.mark.parametrize(
+    ("kind", "metadata", "refused"),
+    [
+        ("llama", {"final_logit_softcapping": 5.0}, True),
+        ("llama", {"attention.causal": False}, True),
+        ("llama", {"attention.causal": True, "logit_scale": 1.0, "residual_scale": 0.0}, False),
+        ("llama", {"attention.value_length": 10}, True),
+        ("qwen2", {"rope.dimension_count": 2}, True),
+        ("llama", {"rope.freq_base_swa": 500.0}, True),
+        ("mixtral", {"expert_weights_scale": 3.0}, True),
+        ("mixtral", {"expert_weights_scale": 0.0, "expert_gating_func": 1}, False),
+        ("qwen3_moe", {"expert_gating_func": 2}, True),
+        ("glm4_moe", {"expert_gating_func": 1}, True),
+        ("glm4_moe", {"expert_weights_scale": 0.0, "expert_group_count": 0}, False),
+        ("gpt_oss", {"attention.sliding_window_pattern": 2}, False),
+        ("gpt_oss", {"attention.sliding_window_pattern": 3}, True),
+        ("llama", {"swiglu_clamp_exp": [0.0, 7.0]}, True),
+        ("llama", {"moe_every_n_layers": 2}, True),
+    ],
+)
+def test_keys_with_an_effect_are_never_without_effect(
+    kind: str, metadata: dict[str, Any], refused: bool, tmp_path: Path
+) -> None:
+    fields, weights, _ = case(kind)
+    model = GGUF.open(write(tmp_path / "model.gguf", fields, weights, metadata=metadata))
+    if refused:
+        with pytest.raises(CheckpointError, match=f"{next(iter(metadata)).rpartition('.')[2]}.* not supported"):
+            config_fields(model)
+    else:
+        found, _ = config_fields(model)
+        assert found.get("routed_scaling_factor", 1.0) and found.get("n_group", 1)
 
 
 def test_arrays_are_lazy(tmp_path: Path) -> None:

@@ -6,12 +6,9 @@ Sources: the converter and the readers of llama.cpp. What it derives from tensor
 from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
-
 from nnxmoe.config.printable import short, some
-from nnxmoe.config.rope import Llama3Rope
 from nnxmoe.storage.gguf import GGUF
+from nnxmoe.storage.gguf_rope import rope_fields, shortest
 from nnxmoe.storage.gguf_tokenizer import end_ids, special_ids
 
 _COMMON = {
@@ -24,7 +21,6 @@ _COMMON = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "rope.freq_base": "rope_theta",
 }
-_HEADS = {"attention.key_length": "head_dim"}
 _EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
 _EXPERTS |= {"expert_weights_norm": "norm_topk_prob"}
 _WIDTH = {"expert_feed_forward_length": "moe_intermediate_size"}
@@ -39,25 +35,26 @@ _GROUPS = _EXPERTS | _WIDTH | {
     "nextn_predict_layers": "num_nextn_predict_layers",
 }  # fmt: skip
 _NO_GROUPS = {"routed_scaling_factor": 1.0, "norm_topk_prob": False, "n_group": 1, "topk_group": 1}
-_NO_GROUPS |= {"num_nextn_predict_layers": 0}
+_NO_GROUPS |= {"num_nextn_predict_layers": 0, "first_k_dense_replace": 0, "n_shared_experts": 0}
+_NEEDED = {"expert_count", "expert_used_count", "attention.kv_lora_rank", "attention.sliding_window", *_WIDTH}
 _LATENT = {"attention.q_lora_rank": "q_lora_rank", "attention.kv_lora_rank": "kv_lora_rank"}
 
 # Architecture of llama.cpp -> model_type, fields beside the common ones, and what llama.cpp does without a field.
 _READ: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
-    "llama": ("llama", {"rope.dimension_count": "head_dim"}, {}),
+    "llama": ("llama", {}, {}),
     "qwen2": ("qwen2", {}, {}),
-    "qwen3": ("qwen3", _HEADS, {}),
-    "qwen3moe": ("qwen3_moe", _HEADS | _EXPERTS | _WIDTH, {"norm_topk_prob": True}),
+    "qwen3": ("qwen3", {}, {}),
+    "qwen3moe": ("qwen3_moe", _EXPERTS | _WIDTH, {"norm_topk_prob": True}),
     "olmoe": ("olmoe", _EXPERTS, {"norm_topk_prob": False}),
     "gpt-oss": (
         "gpt_oss",
-        _HEADS | {
+        {
             **{"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
             **{"expert_feed_forward_length": "intermediate_size", "attention.sliding_window": "sliding_window"},
         },
         {},
     ),
-    "glm4moe": ("glm4_moe", _HEADS | _GROUPS, _NO_GROUPS),
+    "glm4moe": ("glm4_moe", _GROUPS, _NO_GROUPS),
     "deepseek2": ("deepseek_v3", _LATENT | _GROUPS, _NO_GROUPS | {"q_lora_rank": None, "n_shared_experts": None}),
 }  # fmt: skip
 _MIXTRAL = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
@@ -65,18 +62,37 @@ _SAMPLING = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
 _SAMPLING |= {name: name for name in ("top_k", "top_p", "min_p")}
 # Keys that say nothing more than other keys and the tensors do, or what no computation reads.
 _IMPLIED = {
-    *("vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "rope.dimension_count", "expert_gating_func"),
+    *("vocab_size", "tensor_data_layout", "rope.dimension_count", "expert_gating_func", "attention.causal"),
     *("attention.key_length", "attention.value_length", "attention.key_length_mla", "attention.value_length_mla"),
-    *("attention.causal", "expert_feed_forward_length", "expert_shared_feed_forward_length"),
+    *(
+        "expert_count",
+        "expert_used_count",
+        "expert_feed_forward_length",
+        "expert_shared_feed_forward_length",
+        "rope.scale_linear",
+    ),
     *(f"rope.scaling.{name}" for name in ("type", "factor", "original_context_length", "yarn_log_multiplier")),
-    *(f"rope.scaling.{name}" for name in ("attn_factor", "yarn_beta_fast", "yarn_beta_slow")),
+    *(f"rope.scaling.{name}" for name in ("attn_factor", "yarn_beta_fast", "yarn_beta_slow", "finetuned", "alpha")),
+    *(f"rope.scaling.{name}" for name in ("yarn_attn_factor", "yarn_ext_factor")),
 }
-# Keys that change the numbers of the layers in ways that no config above has.
+# Keys that change the numbers of the layers in ways that no config above has, unless they are 0.
 _REFUSED = {
     *("attention.clamp_kqv", "attention.scale", "attention.max_alibi_bias", "attention.sliding_window"),
-    *("attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "residual_scale", "embedding_scale"),
-    *("use_parallel_residual", "attention.temperature_scale"),
+    *("attention.key_length_swa", "attention.value_length_swa", "attention.sliding_window_pattern"),
+    *("attention.shared_kv_layers", "attention.indexer.top_k", "attention.relative_buckets_count"),
+    *("attention.temperature_scale", "attention.temperature_length", "rope.dimension_count_swa", "rope.freq_base_swa"),
+    *("attn_logit_softcapping", "final_logit_softcapping", "router_logit_softcapping", "use_parallel_residual"),
+    *("experts_per_group", "moe_latent_size", "swiglu_clamp_exp", "swiglu_clamp_shexp", "full_attention_interval"),
+    *("embedding_length_per_layer_input", "activation_sparsity_scale", "expert_chunk_feed_forward_length"),
+    *("n_deepstack_layers", "ssm.conv_kernel"),
 }
+# Likewise, unless they are 0 or 1.
+_REFUSED_FACTORS = {
+    *("logit_scale", "residual_scale", "embedding_scale", "attention.output_scale", "expert_weights_scale"),
+    *("expert_group_scale", "moe_every_n_layers", "interleave_moe_layer_step"),
+}
+# Type of a gate as llama.cpp numbers them; 0: not set.
+_GATES = {"mixtral": 1, "qwen3_moe": 1, "olmoe": 1, "gpt_oss": 3, "glm4_moe": 2}
 
 
 def config_fields(model: GGUF) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -92,25 +108,58 @@ def config_fields(model: GGUF) -> tuple[dict[str, Any], tuple[str, ...]]:
     if kind == "llama" and given.get("expert_count"):
         kind, more = "mixtral", more | _MIXTRAL
     known = _COMMON | more
-    lacking = [key for key in _COMMON if key not in given and key not in ("attention.head_count_kv", "rope.freq_base")]
-    if lacking:
+    needed = [key for key in _COMMON if key not in ("attention.head_count_kv", "rope.freq_base")]
+    needed += [key for key in known if key in _NEEDED and not (key in _WIDTH and name == "qwen3moe")]
+    if lacking := [key for key in needed if key not in given]:
         raise model.error(f"{name}.{lacking[0]} is missing: the file is incomplete")
-    refused = sorted(key for key in _REFUSED & given.keys() - known.keys() if given[key])
-    if refused:
-        raise model.error(f"{name}.{refused[0]} is {short(given[refused[0]])}, which is not supported for {name}")
     fields = dict(missing) | {
         field: _one(model, f"{name}.{key}", given[key]) for key, field in known.items() if key in given
     }
+    _refuse(model, name, kind, {key: value for key, value in given.items() if key not in known})
+    _add_defaults(kind, fields)
     ids = special_ids(model)
     fields |= {
         "bos_token_id": ids.get("bos"),
         "pad_token_id": ids.get("padding"),
         "eos_token_id": end_ids(model) or None,
     }
-    fields |= {"model_type": kind, **_rope(model, name, given, fields)}
+    fields |= {"model_type": kind, **rope_fields(model, name, given, fields["rope_theta"])}
     _add_shapes(model, given, fields)
     unused = sorted(given.keys() - known.keys() - _IMPLIED)
     return fields, (f"metadata without effect: {some(unused)}",) if unused else ()
+
+
+def _refuse(model: GGUF, name: str, kind: str, given: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for metadata that changes numbers and that the config of ``kind`` cannot say."""
+    for key, value in sorted(given.items()):
+        values = set(value) if isinstance(value, tuple) else {value}
+        neutral = (
+            key not in _REFUSED | _REFUSED_FACTORS | {"attention.causal", "expert_gating_func"}
+            or (key in _REFUSED and not any(values))
+            or (key in _REFUSED_FACTORS and values <= {0, 1})
+            or (key == "attention.causal" and value is True)
+            or (key == "expert_gating_func" and value in (0, _GATES.get(kind, value)))
+            or (key == "rope.freq_base_swa" and value == model.fields.get(f"{name}.rope.freq_base", 10_000.0))
+            or (key == "attention.sliding_window_pattern" and kind == "gpt_oss" and _alternates(value))
+        )
+        if not neutral:
+            raise model.error(f"{name}.{key} is {short(value)}, which is not supported for {name}")
+
+
+def _alternates(pattern: Any) -> bool:
+    """Whether every second layer has a window, from the first."""
+    return pattern == 2 or (isinstance(pattern, tuple) and all(on == (i % 2 == 0) for i, on in enumerate(pattern)))
+
+
+def _add_defaults(kind: str, fields: dict[str, Any]) -> None:
+    """Add llama.cpp's values for keys that are absent, and replace its zeros for what is not used."""
+    fields.setdefault("rope_theta", 10_000.0)
+    fields.setdefault("num_key_value_heads", fields["num_attention_heads"])
+    for field, unused in {"routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "q_lora_rank": None}.items():
+        if field in fields and not fields[field]:
+            fields[field] = unused
+    if kind == "qwen3_moe" and "moe_intermediate_size" not in fields:
+        fields["moe_intermediate_size"] = fields["intermediate_size"] // (fields["num_experts_per_tok"] or 1)
 
 
 def generation_fields(model: GGUF) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -134,7 +183,7 @@ def _one(model: GGUF, key: str, value: Any) -> Any:
         if len(set(value)) != 1:
             raise model.error(f"{key} differs between layers, which is not supported: {short(value)}")
         value = value[0]
-    return float(str(np.float32(value))) if isinstance(value, float) else value
+    return shortest(value)
 
 
 def _add_shapes(model: GGUF, given: Mapping[str, Any], fields: dict[str, Any]) -> None:
@@ -148,13 +197,29 @@ def _add_shapes(model: GGUF, given: Mapping[str, Any], fields: dict[str, Any]) -
         fields["attention_bias"] = "blk.0.attn_q.bias" in model.tensors
     if kind == "glm4_moe":
         fields["use_qk_norm"] = "blk.0.attn_q_norm.weight" in model.tensors
-        rotated = given.get("rope.dimension_count")
-        if rotated is not None and fields.get("head_dim"):
-            fields["partial_rotary_factor"] = rotated / fields["head_dim"]
+    if kind != "deepseek_v3":
+        _add_width(model, given, fields)
     if fields.get("num_nextn_predict_layers") and type(fields.get("num_hidden_layers")) is int:
         fields["num_hidden_layers"] -= fields["num_nextn_predict_layers"]  # which block_count includes
     if kind == "deepseek_v3":
         _add_latent(model, given, fields, heads)
+
+
+def _add_width(model: GGUF, given: Mapping[str, Any], fields: dict[str, Any]) -> None:
+    """Add the width of a head, all of which rotates but in GLM-4."""
+    kind, hidden, heads = fields["model_type"], fields["hidden_size"], fields["num_attention_heads"]
+    if not all(type(size) is int and size > 0 for size in (hidden, heads)):
+        return  # the config refuses them
+    width = given.get("attention.key_length", hidden // heads)
+    rotated, values = given.get("rope.dimension_count", width), given.get("attention.value_length", width)
+    fits = width * heads == hidden or kind not in ("qwen2", "olmoe")
+    if values != width or not fits or (rotated != width and kind != "glm4_moe"):
+        sizes = f"key_length {short(width)}, value_length {short(values)}, rope.dimension_count {short(rotated)}"
+        raise model.error(f"heads with {sizes} are not supported for {kind} of width {hidden} with {heads} heads")
+    if kind not in ("qwen2", "olmoe"):
+        fields["head_dim"] = width
+    if kind == "glm4_moe" and width:
+        fields["partial_rotary_factor"] = rotated / width
 
 
 def _add_latent(model: GGUF, given: Mapping[str, Any], fields: dict[str, Any], heads: Any) -> None:
@@ -166,59 +231,15 @@ def _add_latent(model: GGUF, given: Mapping[str, Any], fields: dict[str, Any], h
         raise model.error("deepseek2 needs rope.dimension_count, attention.key_length and attention.value_length")
     fields |= {"qk_nope_head_dim": width - rotated, "qk_rope_head_dim": rotated, "v_head_dim": values}
     fields |= {"num_key_value_heads": heads}  # the file has 1: llama.cpp computes in the latent space
-    gate, corrected = given.get("expert_gating_func"), any(name.endswith("exp_probs_b.bias") for name in model.tensors)
-    if gate not in (None, 1, 2):
-        raise model.error(f"deepseek2.expert_gating_func {short(gate)} is not supported; softmax 1 and sigmoid 2 are")
-    if gate != 2 and not corrected:
+    corrected = any(name.endswith("exp_probs_b.bias") for name in model.tensors)
+    # Files of GLM-4.7-Flash before this key have sigmoids too, which llama.cpp tells by their size.
+    sized = (fields["num_hidden_layers"], fields["vocab_size"]) == (47, 154_880)
+    gate = given.get("expert_gating_func") or (2 if sized else 1)
+    if gate not in (1, 2) or (gate == 1 and corrected):
+        more = " with exp_probs_b.bias" if corrected else ""
+        raise model.error(
+            f"deepseek2.expert_gating_func {short(gate)}{more} is not supported; softmax 1 and sigmoid 2 are"
+        )
+    if gate == 1:
         grouped = fields["n_group"] and fields["n_group"] > 1
         fields |= {"model_type": "deepseek_v2", "topk_method": "group_limited_greedy" if grouped else "greedy"}
-
-
-def _rope(model: GGUF, name: str, given: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The rope fields. llama.cpp stores Llama 3's scaling as one factor per frequency."""
-    scaling = {key.removeprefix("rope.scaling."): value for key, value in given.items() if "rope.scaling." in key}
-    kind, factor = scaling.get("type", "none"), scaling.get("factor")
-    factors = model.tensors.get("rope_freqs.weight")
-    if factors is not None and kind in ("none", "linear") and not (factor or 1) > 1:
-        return _llama3(model, factors, float(fields.get("rope_theta", 10_000.0)))
-    if kind == "none" or not factor:
-        return {}
-    if factors is not None or kind not in ("linear", "yarn"):
-        more = " with rope_freqs.weight" if factors is not None else ""
-        raise model.error(f"{name}.rope.scaling.type {short(kind)}{more} is not supported; linear and yarn are")
-    found = {"rope_type": kind, "factor": _one(model, name, factor)}
-    if kind == "linear":
-        return {"rope_scaling": found}
-    renamed = {"original_context_length": "original_max_position_embeddings", "attn_factor": "attention_factor"}
-    renamed |= {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
-    found |= {field: _one(model, name, scaling[key]) for key, field in renamed.items() if key in scaling}
-    if name == "gpt-oss":
-        found["truncate"] = False
-    if (log := scaling.get("yarn_log_multiplier")) is not None and name == "deepseek2":
-        scale = round(10 * _one(model, name, log), 6)  # the converter of deepseek2 writes a tenth of mscale_all_dim
-        found |= {"mscale": scale, "mscale_all_dim": scale}
-    elif log:
-        raise model.error(f"{name}.rope.scaling.yarn_log_multiplier {short(log)} is not supported")
-    return {"rope_scaling": found}
-
-
-def _llama3(model: GGUF, info: Any, theta: float) -> dict[str, Any]:
-    if info.kind != "F32" or len(info.values) != 1 or not 1 <= info.values[0] <= 1 << 15:
-        raise model.error(f"rope_freqs.weight is {info.kind} {list(info.values)}: it must be a vector of F32")
-    with open(info.file, "rb") as file:
-        file.seek(info.begin)
-        found = np.frombuffer(file.read(info.nbytes), "<f4")
-    if (found == 1).all():
-        return {}
-    low, high, most = 1.0, 4.0, float(found.max())
-    plain, ramp = theta ** (-np.arange(len(found)) / len(found)), (found > 1.001) & (found < 0.999 * most)
-    kept = (1 / found[ramp] - 1 / most) / (1 - 1 / most)
-    turns = (low + kept * (high - low)) * 2 * np.pi / plain[ramp]  # the positions before scaling, from each factor
-    positions = round(float(np.median(turns))) if ramp.any() else 8192
-    wanted = Llama3Rope(2 * len(found), theta, most, low, high, positions)
-    if not np.allclose(plain / np.asarray(wanted.frequencies(jnp.int32(0))), found, rtol=1e-4):
-        raise model.error(
-            f"rope_freqs.weight has factors that are not Llama 3's: not supported: {short(found.tolist())}"
-        )
-    rope = {"factor": most, "low_freq_factor": low, "high_freq_factor": high}
-    return {"rope_scaling": {"rope_type": "llama3", **rope, "original_max_position_embeddings": positions}}

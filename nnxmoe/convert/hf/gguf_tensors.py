@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from nnxmoe.config.base import DecoderConfig
-from nnxmoe.convert.core.lazy_array import Box, Empty, LazyArray
+from nnxmoe.convert.core.lazy_array import AT_ONCE, Box, Empty, LazyArray
 from nnxmoe.convert.core.views import View
 from nnxmoe.convert.hf.raw import raw
 from nnxmoe.convert.hf.side_files import parse_config
@@ -191,9 +191,13 @@ def _joined(both: Mapping[str, LazyArray], config: DecoderConfig, name: str) -> 
     outs = shapes["k"][2] + shapes["v"][1]
 
     def read(box: Box, empty: Empty) -> np.ndarray:
-        k, v = (np.asarray(both[half], np.float32) for half in "kv")
-        return np.concatenate([k.swapaxes(1, 2), v], axis=1).reshape(heads * outs, -1)[box]
+        first, last = box[0].start // outs, -(-box[0].stop // outs)  # the heads with these rows
+        k, v = (np.asarray(both[half].rows(slice(first, last)), np.float32) for half in "kv")
+        rows = np.concatenate([k.swapaxes(1, 2), v], axis=1).reshape((last - first) * outs, -1)
+        return rows[box[0].start - first * outs : box[0].stop - first * outs, box[1]]
 
     dtype = both["k"].dtype if both["k"].dtype == both["v"].dtype else np.dtype(np.float32)
-    whole = LazyArray((heads * outs, shapes["k"][1]), np.dtype(np.float32), read, tensors=tensors, file=both["k"].file)
-    return whole.cast(dtype)
+    shape = heads * outs, shapes["k"][1]
+    # Read as a whole: blocks of rows would decode the heads at their borders twice.
+    array = LazyArray(shape, np.dtype(np.float32), read, AT_ONCE, tensors=tensors, file=both["k"].file)
+    return array.cast(dtype)
