@@ -86,6 +86,23 @@ def test_convert_between_every_pair_of_formats(
     assert again.generation_config == nnxmoe.from_pretrained(MIXTRAL).generation_config
 
 
+def test_rounded_queries_are_named_instead_of_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The head width is 8: MaxText's queries in bfloat16 are rounded, and again on the way back."""
+    fields = TINY["mixtral"]
+    convert(
+        str(write_checkpoint(tmp_path / "0", fields, tiny_weights(fields))), str(tmp_path / "1"), "hf", dtype="bfloat16"
+    )
+    steps = [("maxtext", ["--scan"], "divided by sqrt(8)"), ("orbax", [], ""), ("hf", [], "multiplied by 2.828")]
+    for i, (to, options, rounded) in enumerate(steps, 1):
+        line = ["convert", str(tmp_path / str(i)), str(tmp_path / str(i + 1)), "--to", to, "--verify", *options]
+        assert cli.main(line) == 0
+        last = capsys.readouterr().out.splitlines()[-1]
+        assert last.startswith("the arrays are as they were written, but" if rounded else "verified: "), last
+        assert not rounded or f"queries {rounded} are rounded to bfloat16; --dtype float32 avoids it" in last
+    line = ["convert", str(tmp_path / "1"), str(tmp_path / "f32"), "--to", "maxtext", "--verify", "--dtype", "float32"]
+    assert cli.main(line) == 0 and "verified: " in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_round_trip_through_float32_restores_identical_files(tmp_path: Path) -> None:
     """bfloat16 through a float32 tree is byte-identical, although queries are divided by sqrt(8)."""
@@ -315,6 +332,20 @@ def test_verify_compares_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(conversion.KINDS, "hf", dataclasses.replace(conversion.KINDS["hf"], save=save))
     with pytest.raises(CheckpointError, match="logits differ by"):
         convert(MIXTRAL, str(tmp_path / "out"), "hf", verify=True)
+
+
+def test_small_differences_that_nothing_explains_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16, too, where the difference is less than rounded queries would make."""
+    real = conversion.KINDS["orbax"].save
+
+    def save(model: Any, folder: str, scan: bool) -> None:
+        real(model, folder, scan)
+        path = Path(folder) / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"rms_norm_eps": 2e-3}))
+
+    monkeypatch.setitem(conversion.KINDS, "orbax", dataclasses.replace(conversion.KINDS["orbax"], save=save))
+    with pytest.raises(CheckpointError, match=r"logits differ by .* and nothing was rounded: do not use it"):
+        convert(MIXTRAL, str(tmp_path / "out"), "orbax", dtype="bfloat16", verify=True)
 
 
 @pytest.mark.slow

@@ -165,7 +165,12 @@ def convert(options: argparse.Namespace) -> None:
     if jax.process_index() == 0:
         print(f"{done.target}: {done.arrays} arrays, {bytes_text(done.bytes)}")
         print(f"read {bytes_text(done.read_speed)}/s, written {bytes_text(done.write_speed)}/s")
-        if done.difference is not None:
+        if done.difference is not None and done.roundings:
+            print(
+                f"the arrays are as they were written, but logits differ by {done.difference:.1e}: "
+                f"{' and '.join(done.roundings)}; --dtype float32 avoids it"
+            )
+        elif done.difference is not None:
             print(f"verified: all arrays are equal; logits differ by at most {done.difference:.1e}")
 
 

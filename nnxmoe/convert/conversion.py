@@ -114,7 +114,10 @@ def kind_of(path_or_hub_id: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Done:
-    """Result of a conversion; speeds in bytes per second. ``difference``: largest logits difference, if verified."""
+    """Result of a conversion; speeds in bytes per second.
+
+    ``difference``: if verified, the largest difference of the logits; ``roundings``: what explains it.
+    """
 
     source: str
     target: str
@@ -123,6 +126,7 @@ class Done:
     read_speed: float
     write_speed: float
     difference: float | None = None
+    roundings: tuple[str, ...] = ()
 
 
 def convert(
@@ -142,8 +146,9 @@ def convert(
 
     ``scan``: stack layers in one array (not for ``hf``). ``config``: a folder with config.json or a preset's name, for
     sources without config.json. ``verify``: read all arrays back and compare them bitwise, and compare the logits of
-    both models for a short prompt. ``change``: applied to the model before it is written, such as merging an adapter.
-    ``quantize``: then round the kernels to codes.
+    both models for a short prompt, which may differ by more than 2e-4 of the largest only if numbers had to be rounded.
+    ``change``: applied to the model before it is written, such as merging an adapter. ``quantize``: then round the
+    kernels to codes.
     Raises ValueError; invalid arguments are reported before anything is read.
     """
     _check(to, scan, quantize, verify)
@@ -174,16 +179,24 @@ def convert(
     started, made = time.perf_counter(), writer.made(model, scan)
     count, size = len(made), sum(array.nbytes for array in made.values())
     writer.save(model, target, scan)
-    write_speed, difference = size / (time.perf_counter() - started), None
+    write_speed, difference, rounded = size / (time.perf_counter() - started), None, _roundings(model, to, made)
     if verify:
         _compare(made, writer, target)
-        narrow = any(array.dtype.itemsize < 4 for array in made.values())  # true also if only queries are rounded
         wanted, used = _logits(model), model.config
         dtype = model.dtype if quantized_weights(model) else None  # codes would become bfloat16
         del model, made
         again = writer.load(target, used, dtype, strategy)
-        difference = _difference(wanted, _logits(again), target, narrow)
-    return Done(report.source, target, count, size, report.bytes_per_second, write_speed, difference)
+        difference = _difference(wanted, _logits(again), target, rounded)
+    return Done(report.source, target, count, size, report.bytes_per_second, write_speed, difference, rounded)
+
+
+def _roundings(model: CausalLM, to: str, made: LazyArrays) -> tuple[str, ...]:
+    """What is rounded to less than float32, because the format stores it multiplied by a factor."""
+    times = model.config.folded()[1] if to == "hf" else 1.0
+    floats = {array.dtype for array in made.values() if jax.dtypes.issubdtype(array.dtype, np.inexact)}
+    if (narrow := floats - {np.dtype(np.float32)}) and math.frexp(times)[0] != 0.5:
+        return (f"queries multiplied by {times:.4g} are rounded to {', '.join(sorted(map(str, narrow)))}",)
+    return tuple(maxtext.roundings(model, made)) if to == "maxtext" else ()
 
 
 def _check(to: str, scan: bool, quantize: Method | Mixed | None, verify: bool) -> None:
@@ -254,14 +267,16 @@ def _logits(model: CausalLM) -> np.ndarray:
     return np.asarray(model(tokens).logits)
 
 
-def _difference(wanted: np.ndarray, found: np.ndarray, target: str, narrow: bool) -> float:
-    """The largest difference of the logits; CheckpointError if it exceeds rounding errors."""
+def _difference(wanted: np.ndarray, found: np.ndarray, target: str, rounded: tuple[str, ...]) -> float:
+    """The largest difference of the logits. Raises CheckpointError if ``rounded`` does not explain it."""
     apart = ~((found == wanted) | (np.isnan(found) & np.isnan(wanted)))
     with np.errstate(invalid="ignore"):
         difference = float(np.max(np.abs(found - wanted), initial=0, where=apart))
-    limit = (5e-2 if narrow else 2e-4) * np.abs(wanted).max(initial=1.0, where=np.isfinite(wanted))
+    limit = (5e-2 if rounded else 2e-4) * np.abs(wanted).max(initial=1.0, where=np.isfinite(wanted))
     if not difference <= limit:
+        cause = f"although only {' and '.join(rounded)}" if rounded else "and nothing was rounded"
         raise CheckpointError(
-            f"{target}: logits differ by {difference:.2g} from the source's, more than {limit:.2g}: do not use it"
+            f"{target}: logits differ by {difference:.2g} from the source's, more than {limit:.2g}, {cause}: "
+            "do not use it"
         )
     return difference

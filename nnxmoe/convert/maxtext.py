@@ -48,14 +48,18 @@ _AROUND = re.compile(
 _NO_ITEM = re.compile(r"^\d+$|\.orbax-checkpoint-tmp")  # a step, or what an interrupted save left
 
 
-def _warn_of_rounding(model: CausalLM, found: LazyArrays) -> None:
+def roundings(model: CausalLM, found: LazyArrays) -> list[str]:
+    """What is rounded, beyond float32's precision, when a model is written as these arrays of MaxText's."""
     narrow, change = {a.dtype for a in found.values()} - {np.dtype(np.float32)}, changes(model)
     factors = [("queries divided", change[QUERY].over), ("embeddings multiplied", change[EMBED].times)]
-    for what, factor in factors if narrow else ():
-        if math.frexp(factor)[0] != 0.5:
-            kinds = ", ".join(sorted(map(str, narrow)))
-            by = f"{what} by sqrt({round(factor**2)})"
-            logger.warning("%s are rounded to %s, as in MaxText; float32 avoids the rounding", by, kinds)
+    kinds = ", ".join(sorted(map(str, narrow)))
+    inexact = [(what, factor) for what, factor in factors if narrow and math.frexp(factor)[0] != 0.5]
+    return [f"{what} by sqrt({round(factor**2)}) are rounded to {kinds}" for what, factor in inexact]
+
+
+def _warn_of_rounding(model: CausalLM, found: LazyArrays) -> None:
+    for text in roundings(model, found):
+        logger.warning("%s, as in MaxText; float32 avoids the rounding", text)
 
 
 def to_tree(model: CausalLM, scan_layers: bool = True, dtype: Any = None) -> dict[str, Any]:
