@@ -1,7 +1,7 @@
 """Both modules as functions of the NNX module's parameters and the inputs; their outputs and gradients."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -53,10 +53,14 @@ class Ours:
                 self.orders[name] = flax_order(variable, range(value.ndim))
                 self.params[name] = value.transpose(self.orders[name])
 
-    def __call__(self, params: Arrays, inputs: tuple[Any, ...], tape: Tape | None = None) -> Any:
+    def module(self, params: Mapping[str, Any]) -> Any:
+        """A copy of the module with these parameters."""
         values = {name: value.transpose(np.argsort(self.orders[name])) for name, value in params.items()}
         filled = [(path, v.replace(values[name]) if name in values else v) for name, path, v in self.flat]
-        module = nnx.merge(self.graph, nnx.from_flat_state(filled))
+        return nnx.merge(self.graph, nnx.from_flat_state(filled))
+
+    def __call__(self, params: Arrays, inputs: tuple[Any, ...], tape: Tape | None = None) -> Any:
+        module = self.module(params)
         if tape is not None:
             tape.attach(module)
         return self.call(module, *inputs)
@@ -79,9 +83,12 @@ class Theirs:
         self.shapes: Arrays = flatten_dict(meta.unbox(variables.get("params", {})), sep="/")
 
     def __call__(self, params: Arrays, inputs: tuple[Any, ...], tape: Tape | None = None) -> Any:
-        made = unflatten_dict({name: row(params) for name, row in self.rows.items()}, sep="/")
         with nn.intercept_methods(tape.intercept) if tape else contextlib.nullcontext():
-            return self.module.apply({"params": made}, *inputs, method=self.call)
+            return self.apply({name: row(params) for name, row in self.rows.items()}, inputs)
+
+    def apply(self, stored: Mapping[str, Any], inputs: tuple[Any, ...]) -> Any:
+        """Call the module with its own parameters."""
+        return self.module.apply({"params": unflatten_dict(dict(stored), sep="/")}, *inputs, method=self.call)
 
 
 def run(side: Ours | Theirs, params: Arrays, arguments: Arguments) -> tuple[Any, list[Call]]:

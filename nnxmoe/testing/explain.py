@@ -1,0 +1,137 @@
+"""Explanations of outputs that differ: exchanged parameters, and which step of an MoE block differs."""
+
+import itertools
+import os
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from nnxmoe.linen.mapping import general_linen_name
+from nnxmoe.moe.block import LatentMoE, MoE
+from nnxmoe.moe.dispatch import Dense
+from nnxmoe.moe.router import Routing
+from nnxmoe.testing.compare import Pair, gap_of
+from nnxmoe.testing.sides import Arguments, Ours, Theirs
+
+_SWAPS = 24  # pairs of modules that are tried
+_TOKENS = 32  # whose routing is compared
+_LARGE = 1 << 28  # bytes of parameters; larger modules are not run again
+
+
+def exchanged(theirs: Theirs, params: Mapping[str, Any], arguments: Arguments, out: Any, tolerance: float) -> list[str]:
+    """A line if Linen's output agrees once two of its parameters or modules with equal shapes are exchanged."""
+    stored = {name: row(params) for name, row in theirs.rows.items()}
+    if sum(array.nbytes for array in stored.values()) > _LARGE:
+        return []
+    run = jax.jit(lambda stored, floats: theirs.apply(stored, arguments.filled(floats)))
+    for one, other, swap in itertools.islice(_swaps(stored), _SWAPS):
+        leaves = jax.tree.leaves(run({name: stored[swap.get(name, name)] for name in stored}, arguments.floats))
+        if all(gap_of(a, b).error <= tolerance for a, b in zip(jax.tree.leaves(out), leaves, strict=True)):
+            return [f"the outputs agree if Linen's {one} and {other} are exchanged: exchange them in the mapping"]
+    return []
+
+
+def _swaps(stored: Mapping[str, Any]) -> list[tuple[str, str, dict[str, str]]]:
+    """Pairs of parameters or modules, in all layers at once, and the exchange of names; nearest names first."""
+    units: dict[str, dict[tuple[int | None, str], str]] = defaultdict(dict)
+    for name in stored:
+        general, layer = general_linen_name(name)
+        folder, _, leaf = general.rpartition("/")
+        units[general][layer, ""] = name
+        if folder:
+            units[folder][layer, leaf] = name
+    found: list[tuple[str, str, dict[str, str]]] = []
+    for (one, names), (other, others) in itertools.combinations(units.items(), 2):
+        shapes = [{place: stored[name].shape for place, name in unit.items()} for unit in (names, others)]
+        if shapes[0] == shapes[1] and not set(names.values()) & set(others.values()):
+            swap = {name: others[place] for place, name in names.items()}
+            found.append((one, other, swap | {b: a for a, b in swap.items()}))
+    return sorted(found, key=lambda pair: -len(os.path.commonprefix(pair[:2])))
+
+
+def routed(ours: Ours, params: Mapping[str, Any], pairs: list[Pair], tolerance: float) -> list[str]:
+    """Lines about the first MoE block whose inputs agree and whose outputs differ: its routing, weights and experts."""
+    modules = {path: node for path, node in nnx.iter_graph(ours.module(params)) if isinstance(node, MoE)}
+    for call, other in pairs:
+        moe = modules.get(call.path)
+        if moe is None or isinstance(moe, LatentMoE) or call.given is None or other.given is None:
+            continue
+        same = call.given.shape == other.given.shape == call.returned.shape
+        if not same or gap_of(call.given, other.given).error > tolerance:
+            continue
+        if gap_of(call.returned, other.returned).error > tolerance:
+            return [
+                f"of the MoE block {call} = {other}:",
+                *_steps(_of_layer(moe, call.number, call.of), call, other, tolerance),
+            ]
+    return []
+
+
+def _of_layer(moe: MoE, number: int, of: int) -> MoE:
+    """The block of one layer of a stack."""
+    if of == 1:
+        return moe
+    graph, state = nnx.split(moe)
+    return nnx.merge(graph, jax.tree.map(lambda a: a[number], state))
+
+
+def _steps(moe: MoE, call: Any, other: Any, tolerance: float) -> list[str]:
+    """Linen's output as a weighted sum of the outputs of NNX's experts: the weights that fit best are Linen's."""
+    width, experts = call.given.shape[-1], moe.experts.count
+    if width < experts:
+        return [f"  {experts} experts with outputs of {width} values: Linen's weights cannot be derived"]
+    x = jnp.asarray(call.given).reshape(1, -1, width)[:, :_TOKENS]
+    routing = moe.router(x, context=None, mesh=moe.mesh)
+    inputs = x if moe.norm is None else moe.norm(x)
+    tokens = x.shape[1]
+    every = jnp.repeat(inputs, experts, axis=1)  # each token once per expert
+    ids = jnp.tile(jnp.arange(experts, dtype=routing.experts.dtype), tokens)[None, :, None]
+    scores = jnp.zeros((*ids.shape[:2], experts), routing.scores.dtype)
+    alone = Routing(ids, jnp.ones(ids.shape, routing.weights.dtype), scores, scores)
+    outputs = np.asarray(Dense()(every, alone, moe.experts, moe.mesh)[0], np.float64).reshape(tokens, experts, width)
+    shared = 0.0 if moe.shared is None else np.asarray(moe.shared(inputs)[0], np.float64)
+    wanted = np.asarray(other.returned, np.float64).reshape(-1, width)[:tokens] - shared
+    if not (np.isfinite(outputs).all() and np.isfinite(wanted).all()):
+        return ["  some outputs are NaN or infinite: Linen's weights cannot be derived"]
+    weights = np.stack([np.linalg.lstsq(f.T, y, rcond=None)[0] for f, y in zip(outputs, wanted, strict=True)])
+    chosen, given = np.asarray(routing.experts[0]), np.asarray(routing.weights[0], np.float64)
+    dense = np.zeros((tokens, experts))
+    np.add.at(dense, (np.arange(tokens)[:, None], chosen), given)
+    return [
+        f"  {line}"
+        for line in _lines(weights, dense, gap_of(np.einsum("te,ted->td", weights, outputs), wanted).error, tolerance)
+    ]
+
+
+def _lines(theirs: np.ndarray, ours: np.ndarray, misfit: float, tolerance: float) -> list[str]:
+    """``theirs``, ``ours``: the weight of each token's experts."""
+    if misfit > 10 * tolerance:
+        return [
+            f"expert outputs differ (or shared experts): Linen's output is no weighted sum of NNX's, by {misfit:.1e}; "
+            "compare the activation, and the order of gate and up"
+        ]
+    small = 1e-3 * np.abs(theirs).max(initial=1e-30)
+    used, mine = np.abs(theirs) > small, ours != 0
+    lines = ["expert outputs equal"]
+    if (odd := np.flatnonzero((used != mine).any(-1))).size:
+        token = int(odd[0])
+        both = [list(map(int, np.flatnonzero(each[token]))) for each in (mine, used)]
+        return [
+            *lines,
+            f"routing differs in {odd.size} of {len(ours)} tokens: token {token} has the experts {both[0]} in NNX, "
+            f"{both[1]} in Linen",
+        ]
+    lines.append("routing equal: the same experts are chosen")
+    token = int(np.abs(theirs - ours).max(-1).argmax())
+    shown = [", ".join(f"{w:.4g}" for w in each[token][mine[token]]) for each in (ours, theirs)]
+    sums = [each[token].sum() for each in (ours, theirs)]
+    return [
+        *lines,
+        f"weights differ: token {token} has {shown[0]} (sum {sums[0]:.4g}) in NNX, {shown[1]} (sum {sums[1]:.4g}) in "
+        "Linen",
+    ]
