@@ -104,10 +104,12 @@ class MoeBlock(nn.Module):
         init = nn.initializers.lecun_normal()
         wi_0, wi_1 = (self.param(name, init, (5, WIDTH, 20)) for name in ("wi_0", "wi_1"))
         wo = self.param("wo", init, (5, 20, WIDTH))
-        scores, chosen = jax.lax.top_k(Dense((5,), name="gate")(x), 2)
+        logits = Dense((5,), name="gate")(x)
+        scores, chosen = jax.lax.top_k(-logits if self.fault == "choice" else logits, 2)
         scores = scores * 2 if self.fault == "routing" else scores
         weights = jnp.einsum("btx,btxe->bte", jax.nn.softmax(scores), jax.nn.one_hot(chosen, 5))
         gate, up = jnp.einsum("btd,edf->btef", x, wi_0), jnp.einsum("btd,edf->btef", x, wi_1)
+        gate = jax.nn.relu(gate) if self.fault == "activation" else gate
         return jnp.einsum("bte,btef,efd->btd", weights, jax.nn.silu(gate) * up, wo)
 
 
@@ -315,6 +317,153 @@ def test_layers_of_any_module_in_a_mapping() -> None:
     assert "block/{layer}/bias -> b_{layer}: NNX has no such parameter" in text
 
 
+# Parameters of a Linen module in an NNX module
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs, dtype: Any = jnp.float32) -> None:
+        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.up = nnx.Linear(WIDTH, 20, rngs=rngs, param_dtype=dtype)
+        self.down = nnx.Linear(20, WIDTH, use_bias=False, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, deterministic=True, rngs=rngs)
+
+    def __call__(self, x: Array) -> Array:
+        return x + self.dropout(self.down(jax.nn.relu(self.up(self.norm(x)))))
+
+
+class Blocks(nnx.Module):
+    """Blocks in a list, or stacked on axis 0."""
+
+    def __init__(self, stacked: bool, dtype: Any = jnp.float32) -> None:
+        make = nnx.split_rngs(splits=3)(nnx.vmap(lambda rngs: Block(rngs, dtype)))
+        rngs = nnx.Rngs(0)
+        self.blocks = make(rngs) if stacked else nnx.List([Block(rngs, dtype) for _ in range(3)])
+
+    def __call__(self, x: Array) -> Array:
+        if isinstance(self.blocks, nnx.List):
+            for block in self.blocks:
+                x = block(x)
+            return x
+        return nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.blocks)
+
+
+class LinenBlock(nn.Module):
+    @nn.compact
+    def __call__(self, x: Array, _: Any = None) -> tuple[Array, None]:
+        y = nn.Dense(20, name="fc1")(nn.LayerNorm(name="ln")(x))
+        return x + nn.Dense(WIDTH, use_bias=False, name="fc2")(nn.relu(y)), None
+
+
+class LinenBlocks(nn.Module):
+    scan: bool
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        if self.scan:
+            spec: dict[str, Any] = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+            return nn.scan(LinenBlock, **spec, length=3)(name="blocks")(x, None)[0]
+        for i in range(3):
+            x, _ = LinenBlock(name=f"block_{i}")(x)
+        return x
+
+
+ROWS = {"norm/scale": "ln/scale", "norm/bias": "ln/bias", "up/kernel": "fc1/kernel", "up/bias": "fc1/bias"}
+ROWS |= {"down/kernel": "fc2/kernel"}
+
+
+def rows_of(stacked: bool, scan: bool) -> dict[str, Any]:
+    ours, theirs = "blocks" if stacked else "blocks/{layer}", "blocks" if scan else "block_{layer}"
+    return {f"{ours}/{name}": f"{theirs}/{source}" for name, source in ROWS.items()}
+
+
+def drawn(scan: bool) -> Any:
+    """Variables of the Linen module, without zeros and ones."""
+    shapes = jax.eval_shape(LinenBlocks(scan).init, jax.random.key(0), X)
+    return jax.tree.map(lambda a: np.random.default_rng(a.ndim).standard_normal(a.shape, np.float32), shapes)
+
+
+@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("stacked", [False, True])
+def test_linen_parameters_in_a_module_of_the_user(stacked: bool, scan: bool) -> None:
+    """Lists and stacks on either side give the Linen module's output."""
+    variables, module = drawn(scan), Blocks(stacked)
+    keys = nnx.state(module, nnx.RngState)
+    testing.load_linen(module, variables, rows_of(stacked, scan))
+    assert jnp.allclose(module(X), jnp.asarray(LinenBlocks(scan).apply(variables, X)), rtol=1e-5, atol=1e-5)
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, keys, nnx.state(module, nnx.RngState)))
+
+
+def test_linen_parameters_are_transposed_cast_and_placed() -> None:
+    variables, module = drawn(False)["params"], Blocks(True, jnp.bfloat16)
+    for block in variables.values():
+        block["fc1"]["weight"] = block["fc1"].pop("kernel").T.astype(np.float64)
+        block["fc2"] = {"a": block["fc2"]["kernel"][:7], "b": block["fc2"]["kernel"][7:]}
+    mapping = rows_of(True, False) | {
+        "blocks/up/kernel": ("block_{layer}/fc1/weight", lambda a: a.T),
+        "blocks/down/kernel": (("block_{layer}/fc2/a", "block_{layer}/fc2/b"), lambda a, b: np.concatenate([a, b])),
+    }
+    testing.load_linen(module, jax.tree.map(lambda a: nn.LogicallyPartitioned(a, (None,) * a.ndim), variables), mapping)
+    blocks: Any = module.blocks
+    assert blocks.up.kernel.dtype == jnp.bfloat16 and isinstance(blocks.up.kernel[...], jax.Array)
+    up = np.stack([variables[f"block_{i}"]["fc1"]["weight"].T for i in range(3)])
+    np.testing.assert_array_equal(blocks.up.kernel[...], up.astype(jnp.bfloat16))
+    down = np.concatenate([variables["block_1"]["fc2"][x] for x in "ab"])
+    np.testing.assert_array_equal(blocks.down.kernel[1], down)
+    shapes = nnx.eval_shape(lambda: Blocks(True))
+    testing.load_linen(shapes, variables, mapping)
+    blocks = shapes.blocks
+    np.testing.assert_array_equal(blocks.down.kernel[1], down)
+    gated = mlp()  # of nnxmoe, whose kernels have another orientation in memory
+    kernels = {
+        name: np.arange(240.0).reshape(shape) for name, shape in zip("guw", ((12, 20), (12, 20), (20, 12)), strict=True)
+    }
+    testing.load_linen(gated, kernels, {"gate/kernel": "g", "up/kernel": "u", "down/kernel": "w"})
+    want = (jax.nn.silu(X @ kernels["g"]) * (X @ kernels["u"])) @ kernels["w"]
+    np.testing.assert_allclose(gated(X), want, rtol=1e-4)
+
+
+def test_every_fault_of_linen_parameters_is_listed() -> None:
+    """The module is not changed."""
+    variables, module = drawn(False), Blocks(False)
+    before = jax.tree.map(jnp.copy, nnx.state(module, nnx.Param))
+    tree = variables["params"]
+    tree["block_0"]["fc1"]["kernel"] = tree["block_0"]["fc1"]["kernel"].T
+    tree["block_1"]["ln"]["scale"] = np.ones(WIDTH, np.int32)
+    tree["block_2"]["extra"] = np.ones(3)
+    del tree["block_2"]["fc2"]
+    mapping = rows_of(False, False) | {"blocks/{layer}/gate": "block_{layer}/gate"}
+    del mapping["blocks/{layer}/up/bias"]
+    with pytest.raises(ValueError, match="does not take this Linen tree to Blocks") as caught:
+        testing.load_linen(module, variables, mapping)
+    for fault in (
+        "blocks/0/up/bias [20] has no row in the mapping",
+        "blocks/2/down/kernel: the tree has no block_2/fc2/kernel",
+        "blocks/{layer}/gate of the mapping is no parameter of this model",
+        "block_2/extra [3] of the tree is in no row",
+    ):
+        assert fault in str(caught.value).replace("*", "0"), fault
+    tree["block_2"]["fc2"] = {"kernel": tree["block_0"]["fc2"]["kernel"]}
+    mapping = rows_of(False, False) | {"blocks/2/up/bias": ("block_2/extra", lambda a: jnp.resize(a, (20,)))}
+    with pytest.raises(ValueError, match="does not take this Linen tree to Blocks") as caught:
+        testing.load_linen(module, variables, mapping)
+    for fault in (
+        "blocks/0/up/kernel is [12, 20], block_0/fc1/kernel give [20, 12]",
+        "blocks/1/norm/scale is float32, block_1/ln/scale give int32",
+        "block_2/fc1/bias [20] of the tree is in no row",
+    ):
+        assert fault in str(caught.value), fault
+    short = jax.tree.map(lambda a: a[:2], drawn(True))
+    with pytest.raises(ValueError, match=r"blocks/fc1/bias \[2, 20\] does not have the 3 layers on axis 0"):
+        testing.load_linen(module, short, rows_of(False, True))
+    with pytest.raises(ValueError, match=r"blocks/norm/scale is \[3, 12\], .* give \[2, 12\]"):
+        testing.load_linen(Blocks(True), {name: tree[name] for name in ("block_0", "block_1")}, rows_of(True, False))
+    with pytest.raises(ValueError, match="has a shape but no values"):
+        testing.load_linen(module, jax.eval_shape(lambda: drawn(False)), rows_of(False, False))
+    with pytest.raises(ValueError, match=r"module is a Llama: .*linen\.from_linen makes nnxmoe's models"):
+        testing.load_linen(llama(1), variables, {})
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, before, nnx.state(module, nnx.Param)))
+
+
 # Equal modules
 
 
@@ -347,6 +496,42 @@ def test_mixtral_pass_and_routing_fault(scan: bool) -> None:
     text = difference(compare, model, LinenLlama(nn.FrozenDict({1: "routing"}), layers=2, experts=True))
     ours = "stacks/0/layer/moe [layer 1 of 2]" if scan else "stacks/0/layers/1/moe"
     assert f"DIFFER {ours} = decoder/layers_1/MoeBlock_0  " in text and "the cause is inside it" in text
+
+
+@pytest.mark.parametrize(
+    ("fault", "lines"),
+    [
+        ("routing", [r"expert outputs equal", r"routing equal", r"weights differ: token \d+ has .* \(sum 1\) in NNX"]),
+        ("choice", [r"expert outputs equal", r"routing differs in \d+ of 14 tokens: token \d+ has the experts \["]),
+        ("activation", [r"expert outputs differ .*: Linen's output is no weighted sum of NNX's"]),
+    ],
+)
+def test_differing_step_of_a_moe_block_is_named(fault: str, lines: list[str]) -> None:
+    """The second layer's block, which Linen computes with einsums only; also in a scan."""
+    for stacking in (nnxmoe.Unrolled(), nnxmoe.Scanned()):
+        model = llama(2, experts=True, stacking=stacking)
+        text = difference(compare, model, LinenLlama(nn.FrozenDict({1: fault}), layers=2, experts=True))
+        assert "decoder/layers_1/MoeBlock_0:\n" in text and re.search(".*\n *".join(lines), text)
+
+
+def test_exchanged_parameters_are_named() -> None:
+    """Norms of equal shapes in all layers, kernels, and modules with several parameters."""
+    model, tokens = llama(2), {"nnx_call": lambda m, t: m(t).logits}
+    linen_model = LinenLlama(layers=2)
+    proposed = linen.propose_mapping(model, linen_model.init(jax.random.key(0), TOKENS))
+    query = "decoder/layers_{layer}/self_attention/query/kernel"
+    mapping = proposed | {"layers/{layer}/attention/q/kernel": (query, lambda q: q * HEAD**0.5)}
+    norms = [f"layers/{{layer}}/{name}_norm/scale" for name in ("attention", "mlp")]
+    turned = mapping | {norms[0]: mapping[norms[1]], norms[1]: mapping[norms[0]]}
+    text = difference(testing.assert_module_parity, model, linen_model, turned, TOKENS, **tokens)
+    where = "decoder/layers_{layer}/%s_self_attention_layer_norm"
+    assert re.search(
+        f"agree if Linen's {where % 'pre'}(/scale)? and {where % 'post'}(/scale)? are exchanged", text
+    ) or (re.search(f"agree if Linen's {where % 'post'}(/scale)? and {where % 'pre'}(/scale)? are exchanged", text))
+    gated = GATED | {"gate/kernel": "wi_1/kernel", "up/kernel": "wi_0/kernel"}
+    text = difference(testing.assert_module_parity, mlp(), Mlp(), gated, X)
+    assert re.search("agree if Linen's wi_[01](/kernel)? and wi_[01](/kernel)? are exchanged", text)
+    assert "exchanged" not in difference(testing.assert_module_parity, mlp(), Mlp("no activation"), GATED, X)
 
 
 def test_single_modules_pass() -> None:

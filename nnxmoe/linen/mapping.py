@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -43,18 +43,27 @@ def from_mapping(
             found[name] = LazyArray.of(row(theirs))
         except ValueError as error:
             faults.append(str(error))
+    check_faults(faults + unused(rows, theirs), type(model).__name__)
+    report = checked(wanted, found, LoadReport(f"a Linen tree ({some(sorted(theirs), 2)})"), strict=True)
+    restore(model, wanted, found, None, report, "the Linen tree does not fit the config")
+    return model
+
+
+def unused(rows: Mapping[str, "Row"], theirs: Mapping[str, Any]) -> list[str]:
+    """A fault for each of their arrays that no row reads."""
     used = {source for row in rows.values() for source in row.sources}
-    faults += [f"{name} {list(np.shape(a))} of the tree is in no row" for name, a in theirs.items() if name not in used]
+    return [f"{name} {list(np.shape(a))} of the tree is in no row" for name, a in theirs.items() if name not in used]
+
+
+def check_faults(faults: list[str], target: str) -> None:
+    """Raise ValueError that lists the faults, if there are any."""
     if faults:
         faults = by_layer(faults)
         lines = "\n  ".join([*faults[:20], *([f"… {len(faults) - 20} more"] if len(faults) > 20 else [])])
         raise ValueError(
-            f"the mapping does not take this Linen tree to {type(model).__name__} (nnxmoe.linen.propose_mapping lists "
-            f"the names of both sides):\n  {lines}"
+            f"the mapping does not take this Linen tree to {target} (nnxmoe.linen.propose_mapping lists the names of "
+            f"both sides):\n  {lines}"
         )
-    report = checked(wanted, found, LoadReport(f"a Linen tree ({some(sorted(theirs), 2)})"), strict=True)
-    restore(model, wanted, found, None, report, "the Linen tree does not fit the config")
-    return model
 
 
 def flat(params: Mapping[str, Any]) -> dict[str, Any]:
@@ -62,6 +71,20 @@ def flat(params: Mapping[str, Any]) -> dict[str, Any]:
     found = leaves(params)
     inside = all(name.startswith("params/") for name in found)
     return {name.removeprefix("params/") if inside else name: array for name, array in found.items()}
+
+
+def general_name(name: str) -> tuple[str, int | None]:
+    """A parameter's name with ``{layer}`` for its layer's number, and that number; None outside of layers."""
+    parts = name.split("/")
+    if parts[0] != "layers":
+        return name, None
+    return "/".join([parts[0], LAYER, *parts[2:]]), int(parts[1])
+
+
+def general_linen_name(name: str) -> tuple[str, int | None]:
+    """A name of theirs with ``{layer}`` for the first number that may be a layer's, and that number."""
+    match = NUMBERED.search(name)
+    return (NUMBERED.sub(rf"\1\2{LAYER}", name, count=1), int(match[3])) if match else (name, None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,14 +106,20 @@ class Row:
 
 
 def read_mapping(
-    mapping: Mapped, wanted: Mapping[str, tuple[int, ...]], theirs: Container[str]
+    mapping: Mapped,
+    wanted: Mapping[str, tuple[int, ...]],
+    theirs: Mapping[str, Any],
+    general_name: Callable[[str], tuple[str, int | None]] = general_name,
 ) -> tuple[dict[str, Row], list[str]]:
     """The row of each wanted parameter (name -> shape), and the faults of all names. Rows raise ValueError if their
-    function fails or its result has another shape."""
-    rows, faults = dict[str, Row](), list[str]()
+    function fails or its result has another shape. ``general_name``: of a wanted parameter, and its layer."""
+    rows, faults, counts = dict[str, Row](), list[str](), dict[str, int]()
     candidates: Mapping[str, tuple[str, ...]] = getattr(mapping, "candidates", {})  # of a `Proposal`
     if not isinstance(mapping, Mapping):
         raise ValueError(f"the mapping is a {type(mapping).__name__}: give a dict from our names to theirs")
+    for general, layer in map(general_name, wanted):
+        start = general.split(LAYER)[0]
+        counts[start] = max(counts.get(start, 0), 0 if layer is None else layer + 1)
     for name, shape in wanted.items():
         general, layer = general_name(name)
         source = mapping.get(name, mapping.get(general))
@@ -101,16 +130,22 @@ def read_mapping(
             continue
         names, make = (source, lambda array: array) if isinstance(source, str) else checked_pair(name, source)
         names = (names,) if isinstance(names, str) else tuple(names)
-        sources = tuple(each.replace(LAYER, str(layer)) for each in names)
+        own = layer is None or name in mapping  # a row of one layer names its own arrays
+        parts = tuple((each.replace(LAYER, str(layer)), None if own or LAYER in each else layer) for each in names)
+        sources = tuple(source for source, _ in parts)
         if missing := [each for each in sources if each not in theirs]:
             faults.append(f"{name}: the tree has no {', '.join(missing)}")
             continue
-        parts = tuple((each, None if LAYER in general else layer) for general, each in zip(names, sources, strict=True))
+        stacks = {each: list(np.shape(theirs[each])) for each, at in parts if at is not None}
+        if odd := [
+            f"{each} {shape}" for each, shape in stacks.items() if shape[:1] != [counts[general.split(LAYER)[0]]]
+        ]:
+            faults.append(f"{name}: {odd[0]} does not have the {counts[general.split(LAYER)[0]]} layers on axis 0")
+            continue
         rows[name] = Row(parts, _checked(name, shape, sources, make), not isinstance(source, str))
     known = {*wanted, *(general_name(name)[0] for name in wanted)}
-    return rows, faults + [
-        f"{name} of the mapping is no parameter of this model" for name in mapping if name not in known
-    ]
+    odd = [f"{name} of the mapping is no parameter of this model" for name in mapping if name not in known]
+    return rows, faults + odd
 
 
 def _checked(
@@ -142,14 +177,6 @@ def by_layer(faults: list[str]) -> list[str]:
     for fault in faults:
         groups.setdefault(NUMBERED.sub(r"\1\2*", fault), []).append(fault)
     return [f"{text} ({len(one)} layers)" if len(one) > 1 else one[0] for text, one in groups.items()]
-
-
-def general_name(name: str) -> tuple[str, int | None]:
-    """A parameter's name with ``{layer}`` for its layer's number, and that number; None outside of layers."""
-    parts = name.split("/")
-    if parts[0] != "layers":
-        return name, None
-    return "/".join([parts[0], LAYER, *parts[2:]]), int(parts[1])
 
 
 def splits(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:

@@ -67,7 +67,7 @@ class Matching:
             if b.layers != OUTSIDE or b.hidden or (self.every and self._stacked(b) and len(stored) > len(a.shape)):
                 return None
         elif b.layers == OUTSIDE:
-            if not self._stacked(b):
+            if not self._stacked(b) or a.rows != (a.name,):
                 return None
             stored = stored[1:]
         elif b.layers not in (a.layers, self.every):

@@ -25,7 +25,7 @@ from nnxmoe.config.base import DecoderConfig
 from nnxmoe.convert import native
 from nnxmoe.convert.core.restore import abstract
 from nnxmoe.layers.kernel import flax_order
-from nnxmoe.linen.mapping import LAYER, NUMBERED, Source, flat, general_name
+from nnxmoe.linen.mapping import LAYER, Source, flat, general_linen_name, general_name
 from nnxmoe.linen.matching import OUTSIDE, Entry, Layers, Matching, Shape
 from nnxmoe.linen.words import Words, read
 from nnxmoe.model.causal_lm import CausalLM
@@ -93,7 +93,7 @@ def propose_mapping(ours: DecoderConfig | nnx.Module, params: Mapping[str, Any])
     mine = list(_entries(here, general_name if model else lambda name: (name, None), lambda name: read(name, model)))
     every: Layers = frozenset().union(*(entry.layers for entry in mine)) - {None}
     theirs = _known_layers(
-        list(_entries(there, _general, read)), {entry.layers for entry in mine} | {every}, bool(every)
+        list(_entries(there, general_linen_name, read)), {entry.layers for entry in mine} | {every}, bool(every)
     )
     _read_keys(theirs)
     _read_meta(theirs)
@@ -122,11 +122,6 @@ def _entries(
     for (found, shape), names in groups.items():
         rows = tuple(names) if found in several else (found,)
         yield Entry(found, shape, frozenset(names.values()), words(found), tuple(names), rows)
-
-
-def _general(name: str) -> tuple[str, int | None]:
-    match = NUMBERED.search(name)
-    return (NUMBERED.sub(rf"\1\2{LAYER}", name, count=1), int(match[3])) if match else (name, None)
 
 
 def _known_layers(theirs: list[Entry], known: set[Layers], stacked: bool) -> list[Entry]:

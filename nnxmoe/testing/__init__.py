@@ -2,7 +2,8 @@
 
     print(testing.assert_module_parity(nnx_module, linen_module, {"kernel": "kernel"}, (x,)))
 
-Parts: `parameters`, `record` (calls of submodules), `sides` (both modules as functions), `compare`.
+`load_linen` loads the parameters of a Linen module into an NNX module. Parts: `load`, `parameters`,
+`record` (calls of submodules), `sides` (both modules as functions), `compare`.
 """
 
 import dataclasses
@@ -12,11 +13,13 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from nnxmoe.linen.mapping import Mapped
-from nnxmoe.testing import sides
+from nnxmoe.testing import explain, sides
 from nnxmoe.testing.compare import compare_gradients, compare_outputs, pairs_of
+from nnxmoe.testing.load import load_linen as load_linen
 from nnxmoe.testing.parameters import Names, compare_trees
 
 
@@ -66,7 +69,8 @@ def assert_module_parity(
         nnx_call, linen_call: ``(module, *inputs) -> output to compare``; default: a plain call.
 
     Raises:
-        AssertionError: with all differences of the trees, or the first layer that differs.
+        AssertionError: with all differences of the trees, or the first layer that differs. Where it can be told, also
+            with two parameters of Linen's to exchange, or with the step of an MoE block that differs.
         ValueError: if the modules cannot be compared, or called with these inputs.
     """
     _check(nnx_module, linen_module, mapping, tolerance)
@@ -79,7 +83,14 @@ def assert_module_parity(
             rows = theirs.rows = compare_trees(title, nnx_module, ours.params, theirs.shapes, mapping)
             (out, calls), (their_out, their_calls) = (sides.run(s, ours.params, arguments) for s in (ours, theirs))
             pairs = pairs_of(rows, calls, their_calls)
-            worst = compare_outputs(title, out, their_out, pairs, rows, tolerance)
+            try:
+                worst = compare_outputs(title, out, their_out, pairs, rows, tolerance)
+            except AssertionError as error:
+                if list(map(jnp.shape, jax.tree.leaves(out))) != list(map(jnp.shape, jax.tree.leaves(their_out))):
+                    raise  # nothing to compare
+                causes = explain.exchanged(theirs, ours.params, arguments, out, tolerance)
+                causes = causes or explain.routed(ours, ours.params, pairs, tolerance)
+                raise AssertionError("\n  ".join([str(error), *causes])) from None
             grads = [sides.gradients(side, ours.params, arguments, out) for side in (ours, theirs)]
             gradient = compare_gradients(title, grads, rows, calls, tolerance)
     except AssertionError as error:
