@@ -29,12 +29,11 @@ from nnxmoe.model.stack import Scanned
 from nnxmoe.model.strategy import Strategy
 from nnxmoe.quantization.methods import parse, refuse_both
 from nnxmoe.runtime.progress import say
-from nnxmoe.storage.atomic_dir import refuse_unless_empty, refuse_unless_writable
+from nnxmoe.storage.atomic_dir import refuse_unless_writable
 from nnxmoe.storage.checkpoint import Checkpoint
 from nnxmoe.storage.errors import CheckpointError
-from nnxmoe.storage.files import absolute, read_object
+from nnxmoe.storage.files import absolute
 from nnxmoe.storage.multihost import from_first
-from nnxmoe.storage.write import write_json
 from nnxmoe.train import lora
 from nnxmoe.train.checkpoints import Checkpoints, newest
 from nnxmoe.train.data.bad_records import MAX_BAD_FRACTION
@@ -49,11 +48,9 @@ from nnxmoe.train.loop.measured import Evaluation
 from nnxmoe.train.loop.objective import Objective, TrainingObjective
 from nnxmoe.train.loop.optimizers import OPTIMIZERS
 from nnxmoe.train.loop.preference import DPO, with_reference
-from nnxmoe.train.lora.peft import WEIGHTS_FILE
-from nnxmoe.train.lora.peft_config import CONFIG_FILE
+from nnxmoe.train.task_record import look, record
 
-_RECORD, _METRICS, _CHECKPOINTS, _PROFILE = "finetune.json", "metrics.jsonl", "checkpoints", "profile"
-_FINISHED, _LENGTHS = "finished", ("steps", "epochs")  # fields of that file
+_METRICS, _CHECKPOINTS, _PROFILE = "metrics.jsonl", "checkpoints", "profile"
 _STEPS = 200
 _INTEGERS = {**LEAST, "accumulate": 1, "lora": 1, "steps": 1, "warmup": 0}
 _CLIP, _WARMUP, _FLOOR = 1.0, 100, 0.1  # gradient norm; steps at most; final / peak learning rate
@@ -170,7 +167,7 @@ def finetune(
     folder = absolute(out)
     traces = [] if profile is None else [Profile(folder / _PROFILE, profile)]
     saved = Checkpoints(folder / _CHECKPOINTS, every=save_every)
-    if from_first(lambda: _look(folder, task)) == "done":
+    if from_first(lambda: look(folder, dataclasses.asdict(task))) == "done":
         say("%s: this run is already finished; more steps extend it", folder)
         return None
     from_first(lambda: refuse_unless_writable(folder) or "")
@@ -186,15 +183,11 @@ def finetune(
     steps = batches.count() if task.steps is None else task.steps
     task.check_warmup(steps)
     evaluated: Any = held and Restartable(lambda: Batches(held, task.batch_size, length, shuffle=False, epochs=1))
-    method = parse(task.quantize) if task.quantize else None
+    how: dict[str, Any] = {"quantize": parse(task.quantize) if task.quantize else None} | hub
     say("metrics of every step are written to %s", folder / _METRICS)
-    model = from_pretrained(
-        task.model, task.dtype, mesh, _strategy(), quantize=method, keep_quantized=task.keep_quantized, **hub
-    )
+    model = from_pretrained(task.model, task.dtype, mesh, _strategy(), keep_quantized=task.keep_quantized, **how)
     say("%s", model.load_report.summary())
-    if task.lora is not None:
-        rank = lora.split_ranks(model, task.lora) if task.split_rank else task.lora
-        lora.add(model, rank, task.lora_alpha, rngs=nnx.Rngs(task.seed))
+    _add_adapters(model, task)
     if task.preferences and task.lora is None:
         batches, evaluated = (given and with_reference(given, model) for given in (batches, evaluated))
     done = fit(
@@ -210,7 +203,7 @@ def finetune(
         seed=task.seed,
     )
     _write(done.model, folder, task)
-    from_first(lambda: _record(folder, task, steps))
+    from_first(lambda: record(folder, dataclasses.asdict(task), steps))
     return done
 
 
@@ -222,6 +215,12 @@ def _encoded(task: Finetune, tokenizer: Tokenizer, max_bad_fraction: float) -> t
     for each in filter(None, (documents, held)):
         each.check()
     return documents, held
+
+
+def _add_adapters(model: CausalLM, task: Finetune) -> None:
+    if task.lora is not None:
+        rank = lora.split_ranks(model, task.lora) if task.split_rank else task.lora
+        lora.add(model, rank, task.lora_alpha, rngs=nnx.Rngs(task.seed))
 
 
 def _row_length(task: Finetune, hub: Mapping[str, Any]) -> int:
@@ -251,7 +250,7 @@ class _Begin:
 
     def __call__(self, progress: Progress) -> None:
         if not self.done:
-            from_first(lambda: _record(self.folder, self.task, None))
+            from_first(lambda: record(self.folder, dataclasses.asdict(self.task), None))
             self.done = True
 
 
@@ -259,38 +258,6 @@ def _strategy() -> Strategy:
     """Scanned layers with rematerialisation; float32 activations on CPUs, whose bfloat16 is slow."""
     narrow = jax.default_backend() == "cpu"
     return Strategy(stacking=Scanned(), remat=Remat(), compute_dtype=jnp.float32 if narrow else None)
-
-
-def _look(folder: Path, task: Finetune) -> str:
-    """Return ``done`` if the task has finished in the folder. Raises CheckpointError if that holds something else."""
-    record, asked = folder / _RECORD, dataclasses.asdict(task)
-    if not os.path.lexists(record):
-        refuse_unless_empty(folder)
-        return ""
-    found = read_object(record, "use a new folder", CheckpointError)
-    finished = found.pop(_FINISHED, None)
-    evaluated_anew = task.evaluation is not None and task.evaluation != found.get("evaluation")
-    lengths = [(found.get(name), asked[name]) for name in _LENGTHS]
-    longer = all(type(old) is type(new) and (old is None or new >= old) for old, new in lengths)
-    same = {"evaluation", *(_LENGTHS if longer else ())}  # what is evaluated does not change the result
-    if odd := [name for name in (asked.keys() | found.keys()) - same if asked.get(name) != found.get(name)]:
-        if set(odd) <= {*_LENGTHS}:
-            name, old = next((name, found.get(name)) for name in odd if found.get(name) is not None)
-            raise CheckpointError(f"{folder} holds a run of {old} {name}: give as many {name} or more, or a new folder")
-        what = "; ".join(f"{name} was {short(found.get(name))}, is {short(asked.get(name))}" for name in sorted(odd))
-        raise CheckpointError(f"{folder} holds another run ({what}): use the same command line, or a new folder")
-    written_last = (CONFIG_FILE, WEIGHTS_FILE) if task.adapter_only else ("config.json",)
-    complete = finished and all((folder / name).is_file() for name in written_last)
-    return "done" if complete and not evaluated_anew and all(old == new for old, new in lengths) else ""
-
-
-def _record(folder: Path, task: Finetune, finished: int | None) -> str:
-    """Record the task in its folder, and after how many steps it was finished."""
-    folder.mkdir(parents=True, exist_ok=True)
-    beside = folder / f".{_RECORD}.{os.getpid()}.tmp"
-    write_json(beside, dataclasses.asdict(task) | {_FINISHED: finished})
-    os.replace(beside, folder / _RECORD)
-    return ""
 
 
 def _write(model: CausalLM, folder: Path, task: Finetune) -> None:
