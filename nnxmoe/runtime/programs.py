@@ -81,7 +81,7 @@ class _Request:
     options: dict[str, Any] = dataclasses.field(compare=False)
 
 
-@functools.lru_cache(maxsize=24)
+@functools.lru_cache(maxsize=64)
 def _program(request: _Request) -> JitProgram:
     return JitProgram(request.function, request.name, **request.options)
 

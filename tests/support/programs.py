@@ -15,6 +15,9 @@ def drop_programs() -> None:
     if maps.exists() and len(maps.read_bytes().splitlines()) > MOST:
         import jax
 
+        from nnxmoe.runtime.programs import _program
+
+        _program.cache_clear()
         jax.clear_caches()
         gc.collect()
 

@@ -56,8 +56,8 @@ def fit(
 ) -> Fitted:
     """Train a copy of a model.
 
-    A later call with an equal model, optimizer and objective and equal shapes compiles nothing: they are compared by
-    value, functions of yours included (`nnxmoe.runtime.static_key`). Without ``mesh`` the arrays are trained on the
+    A later call with an equal model, optimizer and objective and equal shapes compiles nothing, as long as its programs
+    are among the last 64: all are compared by value, functions of yours included (`runtime.static_key`). Without ``mesh`` the arrays are trained on the
     devices that they are on. Ctrl-C stops the training after its step, saves a checkpoint and raises Interrupted, which
     holds what `fit` would have returned.
 
