@@ -56,10 +56,9 @@ def fit(
 ) -> Fitted:
     """Train a copy of a model.
 
-    A later call with an equal model, optimizer and objective and equal shapes compiles nothing, as long as its programs
-    are among the last 64: all are compared by value, functions of yours included (`runtime.static_key`). Without ``mesh`` the arrays are trained on the
-    devices that they are on. Ctrl-C stops the training after its step, saves a checkpoint and raises Interrupted, which
-    holds what `fit` would have returned.
+    A later call with an equal model, optimizer, objective and shapes compiles nothing: the last 64 programs are found
+    by value, see `runtime.static_key`. Without ``mesh`` arrays are trained on the devices that they are on. Ctrl-C
+    stops the training after its step, saves a checkpoint and raises Interrupted, which holds the result up to there.
 
     Args:
         data: Batches, dicts with ``tokens [B, T]`` and optionally `train.loop.batch.FIELDS`; re-iterable data restarts
