@@ -566,7 +566,7 @@ def test_options_that_the_engine_was_not_compiled_with_are_refused() -> None:
         ({"seed": 2**63}, "seed must be a 64-bit integer"),
         ({"logit_bias": {3: float("nan")}}, r"logit_bias\[3\]=nan: give a finite number"),
         ({"logit_bias": {3: float("inf")}}, r"logit_bias\[3\]=inf"),
-        ({"logit_bias": {"3": 1.0}}, "a token id must be"),
+        ({"logit_bias": {"3": 1.0}}, "an id of logit_bias must be"),
         ({"logprobs": 1.5}, "logprobs must be a 64-bit integer >= 0, got 1.5"),
     ):
         with pytest.raises(ValueError, match=message):

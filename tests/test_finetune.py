@@ -21,8 +21,8 @@ import pytest
 
 import nnxmoe
 from nnxmoe import cli
+from nnxmoe.config.validate import whole_number
 from nnxmoe.convert.hf import pretrained
-from nnxmoe.generation.request import whole_number
 from nnxmoe.generation.sampling import OPTIONS
 from nnxmoe.storage.hub import DEMO
 from nnxmoe.train import finetune as tuning

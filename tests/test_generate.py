@@ -17,7 +17,7 @@ from nnxmoe import Sampling
 from nnxmoe.generation import decode, engine, grouping, passes
 from nnxmoe.generation.decode import left_aligned
 from nnxmoe.generation.grouping import chunk_sizes
-from nnxmoe.generation.request import eos_ids
+from nnxmoe.generation.ids import eos_ids
 from nnxmoe.generation.sampling import pick, prepare
 from nnxmoe.generation.text import TextStream
 from nnxmoe.model.inputs import bucket
@@ -292,12 +292,46 @@ def test_padding_does_not_change_the_continuation() -> None:
 
 
 def test_prompt_types() -> None:
-    """Lists, NumPy and JAX arrays of any integer dtype; the result keeps the dtype."""
-    wanted = run(count=2)
-    for prompt in (PROMPT.tolist(), jnp.asarray(PROMPT), PROMPT.astype(np.int64), PROMPT.astype(np.uint16)):
+    """Lists, NumPy and JAX arrays of any integer dtype, which the result keeps if it has 32 bits or more."""
+    wanted, narrow = run(count=2), (np.int8, np.uint8, np.int16, np.uint16, jnp.int4)
+    small = PROMPT % 8
+    for prompt in (PROMPT.tolist(), jnp.asarray(PROMPT), *map(PROMPT.astype, (np.int64, np.uint32, np.uint64))):
         ids = nnxmoe.generate(tiny(), prompt, max_new_tokens=2, eos_token_id=None)
         assert np.array_equal(ids[:, 7:], wanted)
         assert ids.dtype == np.asarray(prompt).dtype
+    wanted = nnxmoe.generate(tiny(), small, max_new_tokens=2, eos_token_id=None)
+    for dtype in narrow:
+        for prompt in (small.astype(dtype), jnp.asarray(small, dtype)):
+            ids = nnxmoe.generate(tiny(), prompt, max_new_tokens=2, eos_token_id=None)
+            assert np.array_equal(ids, wanted) and ids.dtype == np.int32
+
+
+def test_new_ids_may_be_beyond_the_dtype_of_the_prompt() -> None:
+    model = build_tiny("llama", num_hidden_layers=1, vocab_size=400)
+    model.generation_config = {"pad_token_id": 399}
+    free = nnxmoe.generate(model, [[3, 4]], max_new_tokens=9, eos_token_id=None)
+    assert free.max() > 255
+    for dtype in (np.uint8, np.int8):
+        narrow = np.array([[3, 4]], dtype)
+        assert np.array_equal(nnxmoe.generate(model, narrow, max_new_tokens=9, eos_token_id=None), free)
+        padded = nnxmoe.generate(model, np.repeat(narrow, 2, 0), [[1, 1], [0, 1]], 3, eos_token_id=int(free[0, 2]))
+        assert padded.dtype == np.int32
+
+
+@pytest.mark.wrong_types
+@pytest.mark.parametrize("mask", [[[1, "x"]], [["1", "1"]], [[None, 1]], np.array([[1j, 1]])])
+def test_masks_that_are_not_numbers_are_refused(mask: Any) -> None:
+    with pytest.raises(ValueError, match="attention_mask must be numbers"):
+        run([[1, 2]], mask)
+
+
+@pytest.mark.parametrize("dtype", [bool, np.int8, np.uint8, np.int32, np.float32, jnp.bfloat16])
+def test_masks_of_any_dtype(dtype: Any) -> None:
+    mask = np.ones((2, 7))
+    mask[0, :3] = 0
+    wanted = run(mask=mask, count=2)
+    for one in (jnp.asarray(mask, dtype), np.asarray(jnp.asarray(mask, dtype))):
+        assert np.array_equal(run(mask=one, count=2), wanted)
 
 
 @pytest.mark.wrong_types
@@ -330,6 +364,9 @@ def test_invalid_prompts() -> None:
         nnxmoe.generate(tiny(), [[1.0]])
     with pytest.raises(ValueError, match=r"tokens must be integers.*; one prompt is \[ids\]"):
         nnxmoe.generate(tiny(), [1, 2])
+    for flags in ([[True, False]], np.ones((1, 3), bool), jnp.ones((1, 3), bool), [[1, True]], [[1, np.True_]]):
+        with pytest.raises(ValueError, match=r"tokens must be integers|True"):
+            nnxmoe.generate(tiny(), flags)
     with pytest.raises(ValueError, match=r"lengths \[3, 1\]: pad them"):
         nnxmoe.generate(tiny(), [[1, 2, 3], [4]])
     for text in ("text", ["one", "four"]):

@@ -1,6 +1,5 @@
 """The tokenizer, streaming decoding, and untrusted chat templates."""
 
-import contextlib
 import dataclasses
 import json
 import random
@@ -541,9 +540,9 @@ def test_stream_of_a_model_continues_the_prompt(monkeypatch: pytest.MonkeyPatch)
         request.done = True
         return [SimpleNamespace(ids=[fox, hello, fox])]
 
-    running = contextlib.nullcontext((SimpleNamespace(step=step), [request]))
+    running: Any = SimpleNamespace(step=step, dropped=0), [request]
     monkeypatch.setattr(decode, "_requests", lambda *_: running)
-    model: Any = None  # the only use of it is patched away
+    model = object.__new__(nnxmoe.CausalLM)  # the only use of it is patched away
     pieces = list(decode.stream(model, tokenizer, [hello], sampling=nnxmoe.Sampling(0.0), eos_token_id=None))
     assert "Hello" + "".join(pieces) == tokenizer.decode([hello, fox, hello, fox]) == "Hello fox Hello fox"
 

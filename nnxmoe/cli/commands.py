@@ -15,7 +15,7 @@ from nnxmoe.cli import drafts, prompts
 from nnxmoe.cli.prompts import Speed
 from nnxmoe.config.printable import bytes_text
 from nnxmoe.generation.complete import StoppedText, split_stops
-from nnxmoe.generation.request import eos_ids
+from nnxmoe.generation.ids import eos_ids
 from nnxmoe.generation.sampling import OPTIONS, effective_fields, listed
 from nnxmoe.runtime import processes
 from nnxmoe.runtime.progress import say
@@ -121,7 +121,8 @@ def generate(options: argparse.Namespace) -> None:
         for line in prompts.lines(model, tokenizer, many, sampling, options):
             print(line, flush=True)
         return
-    texts, special = split_stops(options.stop, tokenizer) if options.stop else ((), ())
+    vocab = int(model.embed.table.shape[0])
+    texts, special = split_stops(options.stop, tokenizer, vocab) if options.stop else ((), ())
     given = {"max_new_tokens": options.max_new_tokens, "sampling": sampling, "seed": options.seed}
     given |= {"eos_token_id": (*eos_ids(model, ...), *special), "draft": drafts.draft_of(options.draft, model)}
     given["constraint"] = prompts.grammar_of(options, tokenizer)
@@ -134,8 +135,9 @@ def generate(options: argparse.Namespace) -> None:
             break
     print(shown.rest())
     if made.tokens > 1:
-        end = "ended by --stop" if shown.stopped else "ended by the model" if pieces.finish == "stop" else None
-        say("%d tokens, %s%s", pieces.tokens, end or "stopped by --max-new-tokens", made)
+        ends = {"stop": "ended by the model", None: "ended by --stop"}
+        end = ends.get(None if shown.stopped else pieces.finish, "stopped by --max-new-tokens")
+        say("%d tokens, %s%s", pieces.tokens, end, made)
     elif pieces.finish == "stop" and tokenizer.chat_template is not None:
         say("the model ended at once; it has a chat template, so try: nnxmoe chat %s", options.model)
 

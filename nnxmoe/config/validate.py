@@ -1,4 +1,4 @@
-"""Validation of constructor arguments."""
+"""Validation of arguments: one function per kind of value."""
 
 import contextlib
 from typing import Any
@@ -6,6 +6,42 @@ from typing import Any
 import jax.numpy as jnp
 
 from nnxmoe.config.printable import short
+
+
+def as_python(value: Any) -> Any:
+    """Return a scalar of NumPy, JAX or torch as the Python number; other values, and traced ones, unchanged."""
+    if getattr(value, "shape", None) != () or not hasattr(value, "item"):
+        return value
+    try:
+        return value.item()
+    except (TypeError, NotImplementedError):  # a traced value, or a random key of JAX
+        return value
+
+
+def whole_number(name: str, value: Any, least: int, below: int = 2**63) -> int:
+    """Return an integer, or a float or scalar array equal to one, as an int. Raises ValueError for other values, bools
+    and integers out of range."""
+    number = value if type(value) is int else as_python(value)
+    whole = isinstance(number, int) and not isinstance(number, bool)
+    whole = whole or (isinstance(number, float) and number.is_integer())
+    if not whole or not least <= number < below:
+        raise ValueError(f"{name} must be a {below.bit_length()}-bit integer >= {least}, got {short(value)}")
+    return int(number)
+
+
+def real_number(name: str, value: Any, least: float, most: float) -> float:
+    """Return a number of Python, or a scalar of an array library, from ``least`` to ``most``. Raises ValueError for
+    other values, bools and NaN."""
+    number = as_python(value)
+    if isinstance(number, bool) or not isinstance(number, int | float) or not least <= number <= most:
+        raise ValueError(f"{name} must be a number from {least:g} to {most:g}, got {short(value)}")
+    return number
+
+
+def check_type(name: str, value: Any, kind: Any, example: str) -> None:
+    """Raise ValueError unless the value is an instance of a class or of a union of classes."""
+    if not isinstance(value, kind):
+        raise ValueError(f"{name}={short(value)}: give {example}")
 
 
 def is_positive(value: Any) -> bool:
@@ -35,6 +71,14 @@ def check_positive(where: str, name: str, value: Any) -> None:
     """Raise ValueError for ``where(name=value)`` unless the value is a positive integer."""
     if not is_positive(value):
         raise ValueError(f"{where}({name}={short(value)}): give a positive integer")
+
+
+def set_positive(record: Any, *names: str) -> None:
+    """Replace fields of a dataclass, frozen or not, by ints. Raises ValueError unless they are positive integers."""
+    for name in names:
+        number = as_python(getattr(record, name))
+        check_positive(type(record).__name__, name, number)
+        object.__setattr__(record, name, number)
 
 
 def check_object(where: str, name: str, value: Any, example: str) -> None:

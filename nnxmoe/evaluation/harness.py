@@ -8,7 +8,7 @@ Answers are passed on exactly as they were generated, up to the task's own stop 
 # pyright: reportMissingImports=false
 # lm-eval is an extra, which checking types does not need.
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lm_eval.api.instance import Instance
@@ -16,7 +16,8 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from nnxmoe.generation.complete import complete
+from nnxmoe.config.validate import whole_number
+from nnxmoe.generation.complete import Completion, complete
 from nnxmoe.generation.sampling import OPTIONS, Sampling
 from nnxmoe.generation.score import score
 from nnxmoe.generation.text import Tokenizer
@@ -35,8 +36,9 @@ class HarnessLM(TemplateLM):
     ):
         super().__init__()
         self.model, self.tokenizer = model, tokenizer
-        self._slots, self._seed = slots, seed
-        self.max_length = model.config.max_position_embeddings if max_length is None else max_length
+        self._slots, self._seed = whole_number("slots", slots, 1), whole_number("seed", seed, -(2**63))
+        longest = model.config.max_position_embeddings if max_length is None else max_length
+        self.max_length = whole_number("max_length", longest, 1)
 
     @property
     def eot_token_id(self) -> int:
@@ -106,15 +108,17 @@ class HarnessLM(TemplateLM):
         asked: list[Any] = [request.args for request in requests]  # pairs of a text and its options
         for number, (_, options) in enumerate(asked):
             groups.setdefault(repr(options), []).append(number)
+        jobs = list[tuple[list[int], Iterator[Completion]]]()  # all are validated before the first is computed
         for numbers in groups.values():
             options = dict(normalize_gen_kwargs(asked[numbers[0]][1], NEW_TOKENS))
-            texts = [asked[number][0] for number in numbers]
-            answers |= zip(numbers, self._answers(texts, options), strict=True)
+            jobs.append((numbers, self._answers([asked[number][0] for number in numbers], options)))
+        for numbers, completions in jobs:
+            answers |= zip(numbers, (completion.text for completion in completions), strict=True)
         done = [answers[number] for number in range(len(requests))]
         self._keep("generate_until", requests, done)
         return done
 
-    def _answers(self, texts: Sequence[str], options: dict[str, Any]) -> Iterable[str]:
+    def _answers(self, texts: Sequence[str], options: dict[str, Any]) -> Iterator[Completion]:
         """Answers to prompts with the same options."""
         most, stop = options.pop("max_gen_toks"), [text for text in options.pop("until") if text]
         drawn, temperature = options.pop("do_sample"), options.pop("temperature", 1.0)
@@ -125,7 +129,7 @@ class HarnessLM(TemplateLM):
             raise ValueError(f"max_gen_toks={most} leaves no room for a prompt in {self.max_length} tokens")
         sampling = Sampling(temperature=temperature if drawn else 0.0, **given)
         prompts = [self.tok_encode(text)[-room:] for text in texts]
-        found = complete(
+        return complete(
             self.model,
             prompts,
             self.tokenizer,
@@ -135,7 +139,6 @@ class HarnessLM(TemplateLM):
             seed=self._seed,
             slots=self._slots,
         )
-        return [completion.text for completion in found]
 
     def _keep(self, kind: str, requests: Sequence[Instance], found: Sequence[Any]) -> None:
         """Hand results to the harness' cache, if it is in use."""

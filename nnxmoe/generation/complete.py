@@ -3,20 +3,22 @@
 import collections
 import dataclasses
 import os.path
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any, TypedDict, TypeVar, Unpack
 
 import numpy as np
 
 from nnxmoe.config.arguments import refuses_unknown
+from nnxmoe.config.validate import as_python, check_type, whole_number
 from nnxmoe.generation.byte_level import has_merges
 from nnxmoe.generation.draft_cost import Drafting
 from nnxmoe.generation.engine import Engine
 from nnxmoe.generation.grammar import Constraint, Grammar
-from nnxmoe.generation.grouping import SMALL
+from nnxmoe.generation.grouping import SMALL, SMALLEST_CACHE
+from nnxmoe.generation.ids import Eos, Ids, eos_ids, refuse_ids, whole_ids
 from nnxmoe.generation.messages import is_message
-from nnxmoe.generation.request import Eos, Finish, Ids, Prefix, Request, Wanted, eos_ids, whole_ids, whole_number
+from nnxmoe.generation.request import Finish, Prefix, Request, Wanted
 from nnxmoe.generation.rows import Process
 from nnxmoe.generation.sampling import Sampling, warn_of_unused
 from nnxmoe.generation.text import TextStream, Tokenizer
@@ -25,6 +27,7 @@ from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.inputs import bucket
 from nnxmoe.storage.gguf import is_gguf
 
+T = TypeVar("T")
 Prompt = str | Ids | Sequence[Any]  # a text, token ids, or messages: dicts, dataclasses or pydantic models
 
 
@@ -34,8 +37,8 @@ class Completion:
 
     ``prompt_ids`` and ``ids``: of the prompt and of what follows, the id that ended it included. ``text``: of ``ids``,
     without special tokens and cut before a stop string; empty without a tokenizer. ``finish``: "stop" for a stop id or
-    stop string, "length" for ``max_new_tokens``. ``logprobs`` and ``top``: see `Request`. ``accepted[n]``: in how many
-    steps n ids of a draft were accepted.
+    stop string, "length" for ``max_new_tokens``. ``logprobs`` and
+    ``top``: see `Request`. ``accepted[n]``: in how many steps n ids of a draft were accepted.
     """
 
     prompt: int
@@ -137,7 +140,8 @@ def complete(
     """Continue prompts of any lengths, and yield ``n`` samples of each in the prompts' order.
 
     Args:
-        prompts: texts, chats (lists of messages, see `Tokenizer.apply_chat_template`), or token ids.
+        prompts: texts, chats (lists of messages, see `Tokenizer.apply_chat_template`), or token ids. An iterator is
+            read to its end first.
         tokenizer: a `Tokenizer`; None: that of the checkpoint the model was loaded from, if it has one.
         sampling: None: greedy.
         stop: strings before which the text ends.
@@ -145,39 +149,44 @@ def complete(
         slots: number of rows that are decoded at a time.
         options: see `MoreOptions`.
 
-    Prefixes that all prompts or samples share are computed once. Raises ValueError before anything is computed.
+    Prefixes that all prompts or samples share are computed once. Raises ValueError, for every prompt and option, before
+    anything is computed.
     """
+    check_type("model", model, CausalLM, "a model, such as that of nnxmoe.from_pretrained(path)")
     given = _several(prompts)
     stops = _stop_strings(stop)
-    seeds = _seeds(seed, len(given))
+    seeds, vocab = _seeds(seed, len(given)), int(model.embed.table.shape[0])
     n = whole_number("n", n, 1)
     tokenizer = tokenizer_of(model) if tokenizer is None else tokenizer
     if tokenizer is None and stops:
         raise ValueError("stop strings need a tokenizer: pass tokenizer=")
-    stops, special = ((), ()) if tokenizer is None else split_stops(stops, tokenizer)
-    prompt_ids = [encoded(prompt, tokenizer) for prompt in given]
+    stops, special = ((), ()) if tokenizer is None else split_stops(stops, tokenizer, vocab)
+    prompt_ids = numbered("prompt", given, lambda prompt: refuse_ids(encoded(prompt, tokenizer), vocab))
     wanted = Wanted(
         max_new_tokens,
         options.get("min_new_tokens", 0),
         sampling=sampling,
         stop_ids=(*eos_ids(model, options.get("eos_token_id", ...)), *special),
-        logit_bias=options.get("logit_bias") or {},
+        logit_bias={} if (biases := options.get("logit_bias")) is None else biases,
         logprobs=options.get("logprobs"),
         constraint=_constraint(options, tokenizer),
     )
     if not given:
         return iter(())
     warn_of_unused(model, sampling)
+    slots = min(whole_number("slots", slots, 1), n * len(given))
     engine = Engine(
         model,
-        slots=min(whole_number("slots", slots, 1), n * len(given)),
-        capacity=_capacity(model, max(map(len, prompt_ids)) + wanted.max_new_tokens),
-        limits=wanted.limits(int(model.embed.table.shape[0])),
+        slots=slots,
+        capacity=_capacity(model, max(map(len, prompt_ids)) + wanted.max_new_tokens, slots),
+        limits=wanted.limits(vocab),
         process=options.get("process"),
         draft=options.get("draft"),
     )
-    ids = (dataclasses.replace(wanted, seed=one) for one in seeds)
-    return _in_order(engine, collections.deque(_jobs(prompt_ids, list(ids), n)), tokenizer, stops)
+    each = [dataclasses.replace(wanted, seed=one) for one in seeds]
+    for prompt, one in zip(prompt_ids, each, strict=True):
+        engine.check(prompt, one)
+    return _in_order(engine, collections.deque(_jobs(prompt_ids, each, n)), tokenizer, stops)
 
 
 def _constraint(options: MoreOptions, tokenizer: Any) -> Constraint | None:
@@ -192,7 +201,9 @@ def _constraint(options: MoreOptions, tokenizer: Any) -> Constraint | None:
 
 def _seeds(seed: int | Sequence[int] | np.ndarray, count: int) -> list[int]:
     """A seed per prompt. Raises ValueError for another number of them."""
-    seeds = list(seed) if isinstance(seed, Sequence | np.ndarray) else [seed] * count
+    given: Any = as_python(seed)
+    several = hasattr(given, "tolist") or (isinstance(given, Sequence) and not isinstance(given, str))
+    seeds: list[Any] = [*given] if several else [given] * count
     if len(seeds) != count:
         raise ValueError(f"{len(seeds)} seeds for {count} prompts: give one for all, or one each")
     return seeds
@@ -200,32 +211,52 @@ def _seeds(seed: int | Sequence[int] | np.ndarray, count: int) -> list[int]:
 
 def _stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
     """The stop strings as a tuple; None: there are none. Raises ValueError if one is empty."""
-    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    if not all(isinstance(text, str) and text for text in stops):
-        raise ValueError(f"stop={stop!r}: give strings that are not empty")
-    return stops
+    several = isinstance(stop, Iterable) and not isinstance(stop, str | bytes | Mapping)
+    texts: Any = () if stop is None else tuple(stop) if several else (stop,)
+    if not all(isinstance(text, str) and text for text in texts):
+        raise ValueError(f"stop={stop!r:.60}: give strings that are not empty")
+    return texts
 
 
-def _capacity(model: CausalLM, tokens: int) -> int:
+def _capacity(model: CausalLM, tokens: int, slots: int) -> int:
     """``tokens`` rounded up, but not beyond the length from which rotary embeddings change with the longest row."""
-    most = model.fixed_positions
-    return min(bucket(tokens, SMALL), max(tokens, tokens * 2 if most is None else most))
+    # Few sizes, since each has programs of its own. All rows together have `SMALLEST_CACHE` tokens at least; with so
+    # many per row, 8 rows of the demo would take three times as long (two CPU cores).
+    size, most = bucket(tokens, max(SMALL, SMALLEST_CACHE // slots)), model.fixed_positions
+    return size if most is None else min(size, max(tokens, most))
 
 
 def _several(prompts: Iterable[Prompt]) -> list[Prompt]:
     """The prompts as a list. Raises ValueError for a single one: its letters, ids or messages are no prompts."""
-    single = isinstance(prompts, str | Mapping)
+
+    def is_number(value: Any) -> bool:
+        return isinstance(value, int | float) or getattr(value, "shape", None) == ()
+
+    single = isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable) or is_number(prompts)
     given = [] if single else list(prompts)
-    if single or any(isinstance(one, int | np.integer) or is_message(one) for one in given):
+    if single or any(is_number(one) or is_message(one) for one in given):
         raise ValueError(f"complete takes a list of prompts, got {prompts!r:.60}: put a single one into a list")
     return given
 
 
-def split_stops(stops: Sequence[str], tokenizer: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Stop strings, and the ids of those that are a special token, which texts do not have."""
+def numbered(what: str, given: Sequence[Any], read: Callable[[Any], T]) -> list[T]:
+    """Read each of several texts; a ValueError names the number of the text."""
+    results = list[T]()
+    for number, one in enumerate(given):
+        try:
+            results.append(read(one))
+        except ValueError as error:
+            if len(given) > 1:
+                error.args = (f"{what} {number}: {error}",)
+            raise
+    return results
+
+
+def split_stops(stops: Sequence[str], tokenizer: Any, vocab: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Stop strings, and the ids of those that are a special token of the model's ``vocab`` ids, which has no text."""
     special = tokenizer.special_ids if isinstance(tokenizer, Tokenizer) else frozenset(tokenizer.all_special_ids)
     ids = {text: list(tokenizer.encode(text, add_special_tokens=False)) for text in stops}
-    found = {text: i[0] for text, i in ids.items() if len(i) == 1 and i[0] in special}
+    found = {text: i[0] for text, i in ids.items() if len(i) == 1 and i[0] in special and i[0] < vocab}
     return tuple(text for text in stops if text not in found), tuple(found.values())
 
 
@@ -284,7 +315,7 @@ def encoded(prompt: Prompt, tokenizer: Any) -> tuple[int, ...]:
     if prompt is None:
         raise ValueError("a prompt is None: give a text, a chat, or token ids")
     text = isinstance(prompt, str)
-    chat = not text and len(prompt) > 0 and is_message(prompt[0])
+    chat = not text and isinstance(prompt, Sequence) and len(prompt) > 0 and is_message(prompt[0])
     if (text or chat) and tokenizer is None:
         raise ValueError("prompts of text need a tokenizer: pass tokenizer=, or token ids")
     if text:

@@ -3,30 +3,30 @@
 Batches and caches are rounded up to a few sizes, so that new lengths seldom need a new program.
 """
 
-import contextlib
 import dataclasses
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Integer
 
 from nnxmoe.config.arguments import refuses_unknown
+from nnxmoe.config.printable import short
+from nnxmoe.config.validate import check_type
 from nnxmoe.generation.complete import Prompt, encoded
 from nnxmoe.generation.draft_cost import Drafting
 from nnxmoe.generation.engine import Engine
 from nnxmoe.generation.grammar import Constraint
-from nnxmoe.generation.grouping import LARGE, SMALL, PrefillGroup, chunk_sizes
+from nnxmoe.generation.grouping import LARGE, SMALL, SMALLEST_BATCH, SMALLEST_CACHE, PrefillGroup, chunk_sizes
+from nnxmoe.generation.ids import Eos, eos_ids, refuse_ids, whole_ids
 from nnxmoe.generation.passes import Room, cache_bytes, fits
-from nnxmoe.generation.request import Eos, Finish, Request, Wanted, eos_ids, refuse_ids
+from nnxmoe.generation.request import Finish, Request, Wanted
 from nnxmoe.generation.sampling import Sampling, warn_of_unused
 from nnxmoe.generation.text import TextStream
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.inputs import bucket
 from nnxmoe.runtime.progress import logger
-
-_Requests = contextlib.AbstractContextManager[tuple[Engine, list[Request]]]
-SMALLEST_CACHE, SMALLEST_BATCH = 512, 8  # tokens, for up to 8 rows; rows, if there are several
 
 
 @refuses_unknown
@@ -44,9 +44,10 @@ def generate(
 
     ``attention_mask`` is 0 at padding, on either side. ``sampling`` None: greedy. ``eos_token_id`` default: the
     checkpoint's; None: never stop. Ended rows are padded with the checkpoint's pad id (else its eos id). Deterministic
-    for a given seed. ``draft``: see `Engine`. Raises ValueError for ids outside the vocabulary, empty prompts and masks
-    of another shape.
+    for a given seed. ``draft``: see `Engine`. The result has the prompts' dtype, or int32 if that is narrower. Raises
+    ValueError before anything is computed, for ids outside the vocabulary, empty prompts and masks of another shape.
     """
+    check_type("model", model, CausalLM, "a model, such as that of nnxmoe.from_pretrained(path)")
     tokens, eos = _ids(tokens), eos_ids(model, eos_token_id)
     warn_of_unused(model, sampling)
     wanted = Wanted(max_new_tokens, 0, sampling, eos, seed)
@@ -58,9 +59,12 @@ def generate(
             "are not supported for several rows: generate one row at a time"
         )
     asked = dataclasses.replace(wanted, stop_ids=None) if ends else wanted
-    with _requests(model, tokens, attention_mask, asked, draft) as (engine, requests):
+    engine, requests = _requests(model, tokens, attention_mask, asked, draft)
+    try:
         while not all(request.done or not ends.isdisjoint(request.ids) for request in requests):
             engine.step()
+    finally:
+        _report_dropped(engine)
     made = list[list[int]]()
     for request in requests:
         through_end = next((i + 1 for i, one in enumerate(request.ids) if one in ends), None)
@@ -87,31 +91,38 @@ def stream(
 
     The prompt's text followed by the pieces is the decoded text of all ids, so the first piece may start with a space.
     ``tokenizer``: a `Tokenizer`, or one of transformers. ``draft``: see `Engine`. ``constraint``: what the text must
-    follow, such as a `Grammar`.
+    follow, such as a `Grammar`. Raises ValueError before anything is computed, which begins with the first piece.
     """
+    check_type("model", model, CausalLM, "a model, such as that of nnxmoe.from_pretrained(path)")
     ids, eos = encoded(prompt, tokenizer), eos_ids(model, eos_token_id)
     warn_of_unused(model, sampling)
     wanted = Wanted(max_new_tokens, 0, sampling, eos, seed, constraint=constraint)
-    return Stream(_requests(model, np.array([ids]), None, wanted, draft), eos, TextStream(tokenizer, context=ids))
+    engine, (request,) = _requests(model, np.array([ids]), None, wanted, draft)
+    return Stream(engine, request, eos, TextStream(tokenizer, context=ids))
 
 
 class Stream(Iterator[str]):
     """Pieces of text as they are generated. ``tokens``: how many new tokens there are so far; ``finish``: why there are
-    no more, as of a `Request`: "stop" for an end token, which has no text, "length", "cancelled"; None before."""
+    no more, as of a `Request`: "stop" for an end token, which has no text, "length", "cancelled"; None
+    before."""
 
-    def __init__(self, requests: _Requests, eos: tuple[int, ...], text: TextStream) -> None:
+    def __init__(self, engine: Engine, request: Request, eos: tuple[int, ...], text: TextStream) -> None:
         self.tokens: int = 0
         self.finish: Finish | None = None
-        self._pieces = self._decoded(requests, eos, text)
+        self._pieces = self._decoded(engine, request, eos, text)
 
-    def _decoded(self, requests: _Requests, eos: tuple[int, ...], text: TextStream) -> Generator[str, None, None]:
-        with requests as (engine, (request,)):
+    def _decoded(
+        self, engine: Engine, request: Request, eos: tuple[int, ...], text: TextStream
+    ) -> Generator[str, None, None]:
+        try:
             while not request.done:
                 for event in engine.step():
                     for new in event.ids:
                         self.tokens += 1
                         if new not in eos and (piece := text.put(new)):
                             yield piece
+        finally:
+            _report_dropped(engine)
         self.finish = request.finish
         if piece := text.end():
             yield piece
@@ -124,10 +135,9 @@ class Stream(Iterator[str]):
         self.finish = self.finish or "cancelled"
 
 
-@contextlib.contextmanager
 def _requests(
     model: CausalLM, tokens: np.ndarray, attention_mask: Any, wanted: Wanted, draft: Drafting = None
-) -> Iterator[tuple[Engine, list[Request]]]:
+) -> tuple[Engine, list[Request]]:
     """An engine with one request per row; all are read together, and take their steps together."""
     vocab = int(model.embed.table.shape[0])
     refuse_ids(tokens.reshape(-1), vocab)
@@ -146,12 +156,12 @@ def _requests(
         grouping=lambda lengths, slots: PrefillGroup(len(lengths), slots, sizes),
     )
     each = (dataclasses.replace(wanted, sample=row) for row in range(rows))
-    requests = [engine.submit(ids[row, valid[row]].tolist(), one) for row, one in enumerate(each)]
-    try:
-        yield engine, requests
-    finally:
-        if count := engine.dropped:
-            logger.warning("%d assignments to experts were dropped: %s", count, model.strategy.dispatch)
+    return engine, [engine.submit(ids[row, valid[row]].tolist(), one) for row, one in enumerate(each)]
+
+
+def _report_dropped(engine: Engine) -> None:
+    if count := engine.dropped:
+        logger.warning("%d assignments to experts were dropped: %s", count, engine.model.strategy.dispatch)
 
 
 def _batch(model: CausalLM, rows: int, capacity: int) -> int:
@@ -162,7 +172,10 @@ def _batch(model: CausalLM, rows: int, capacity: int) -> int:
 
 def left_aligned(tokens: Integer[np.ndarray, "B T"], mask: Any) -> tuple[np.ndarray, np.ndarray]:
     """Move all padding to the left. Returns ids and validity mask, as wide as the longest row."""
-    valid = np.ones(tokens.shape, bool) if mask is None else np.asarray(mask) != 0
+    given = np.ones(tokens.shape, bool) if mask is None else np.asarray(mask)
+    if not (given.dtype == bool or jnp.issubdtype(given.dtype, jnp.number)) or given.dtype.kind == "c":
+        raise ValueError(f"attention_mask must be numbers or booleans, got {short(mask, 60)}")
+    valid = given != 0
     if valid.shape != tokens.shape:
         raise ValueError(f"attention_mask must have the tokens' shape {list(tokens.shape)}, got {list(valid.shape)}")
     if not valid.any(axis=1).all():
@@ -189,6 +202,9 @@ def _ids(tokens: Any) -> np.ndarray:
         raise ValueError(f"the prompt is empty: tokens {list(ids.shape)} need at least one row and one token")
     if ids.dtype.kind in "US":
         raise ValueError("tokens are text: give [tokenizer.encode(text)], or use nnxmoe.stream(model, tokenizer, text)")
-    if ids.ndim != 2 or not np.issubdtype(ids.dtype, np.integer):
+    if ids.ndim != 2 or not jnp.issubdtype(ids.dtype, jnp.integer):
         raise ValueError(f"tokens must be integers [B, T], got {ids.dtype} {list(ids.shape)}; one prompt is [ids]")
-    return ids
+    for row in tokens if isinstance(tokens, list | tuple) else ():
+        if isinstance(row, list | tuple):  # NumPy takes a boolean among integers for one
+            whole_ids(row, least=-(2**63))
+    return ids if ids.dtype.itemsize >= 4 else ids.astype(np.int32)

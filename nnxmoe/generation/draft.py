@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from nnxmoe.config.validate import check_positive
+from nnxmoe.config.validate import as_python, check_positive, check_type, set_positive
 from nnxmoe.generation.passes import unrolled
 from nnxmoe.generation.rows import Choose, History
 from nnxmoe.layers.cache import Cache
@@ -32,8 +32,7 @@ class PromptLookup:
     ngram: int = dataclasses.field(default=3, metadata={"static": True})
 
     def __post_init__(self) -> None:
-        check_positive("PromptLookup", "count", self.count)
-        check_positive("PromptLookup", "ngram", self.ngram)
+        set_positive(self, "count", "ngram")
 
     def empty(self, rows: int, capacity: int) -> None:
         """No memory: drafts depend on the history only."""
@@ -80,7 +79,7 @@ class Modelled(abc.ABC):
 
     @classmethod
     def _of(cls, parts: Any, count: int) -> Self:
-        check_positive(cls.__name__, "count", count)
+        check_positive(cls.__name__, "count", count := as_python(count))
         return cls(*split_arrays(parts), count)
 
     @property
@@ -126,6 +125,7 @@ class ModelDraft(Modelled):
 
     @classmethod
     def of(cls, model: CausalLM, count: int = 4) -> Self:
+        check_type("model", model, CausalLM, "a model, such as that of nnxmoe.from_pretrained(path)")
         return cls._of(nnx.Dict(decoder=bare(unrolled(model))), count)
 
     def empty(self, rows: int, capacity: int) -> _Memory:
@@ -151,6 +151,7 @@ class MTPDraft(Modelled):
     @classmethod
     def of(cls, model: CausalLM, count: int = 1) -> Self:
         """Drafts of ``count`` ids. Raises ValueError for a model without such layers."""
+        check_type("model", model, CausalLM, "a model, such as that of nnxmoe.from_pretrained(path)")
         if not model.mtp:
             raise ValueError("the model has no multi-token prediction layers: load it with mtp=True")
         return cls._of(mtp_modules(model), count)

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from nnxmoe.config.printable import short
+from nnxmoe.config.validate import whole_number
 from nnxmoe.generation.draft import Modelled, MTPDraft, PromptLookup, mtp_modules
 from nnxmoe.generation.passes import Room, cache_bytes
 from nnxmoe.generation.rows import Draft
@@ -173,6 +175,7 @@ def draft_cost(model: CausalLM, draft: Draft, *, slots: int = 1, capacity: int =
     platform; collectives, launches and the operations of attention are left out, and drafts of classes other than
     `PromptLookup`, `MTPDraft` and `ModelDraft` count as free.
     """
+    slots, capacity = whole_number("slots", slots, 1), whole_number("capacity", capacity, 1)
     own = draft.modules if isinstance(draft, Modelled) else None
     source = {PromptLookup: LOOKUP, MTPDraft: MTP}.get(type(draft), type(draft).__name__)
     return _cost(model, source, draft.count, own, slots, capacity)
@@ -190,10 +193,11 @@ def auto_cost(model: CausalLM, slots: int, capacity: int) -> DraftCost:
 def resolve(model: CausalLM, draft: Drafting, slots: int, capacity: int) -> Draft | None:
     """``draft`` itself, or for ``"auto"`` the drafts of `auto_cost`, whose cost is logged. Raises ValueError if they do
     not pay, and for another text."""
-    if not isinstance(draft, str):
-        return draft
+    proposes = callable(getattr(draft, "propose", None)) and not isinstance(draft, type)
+    if draft is None or proposes:
+        return draft  # pyright: ignore[reportReturnType]
     if draft != "auto":
-        raise ValueError(f"draft={draft!r}: use 'auto', None, or an object such as nnxmoe.PromptLookup()")
+        raise ValueError(f"draft={short(draft)}: use 'auto', None, or an object such as nnxmoe.PromptLookup()")
     cost = auto_cost(model, slots, capacity)
     if cost.speed(cost.expected) < LEAST:
         raise ValueError(

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from nnxmoe.axes import batch_axes, shards
+from nnxmoe.config.validate import check_object, check_type, whole_number
 from nnxmoe.generation import draft_cost, passes
 from nnxmoe.generation.draft import Modelled
 from nnxmoe.generation.grammar import empty_masks
@@ -30,21 +31,9 @@ from nnxmoe.generation.grouping import (
     chunk_sizes,
     one_by_one,
 )
+from nnxmoe.generation.ids import Ids, eos_ids, refuse_ids, whole_ids
 from nnxmoe.generation.passes import Passed, PassPart, Room, cache_bytes
-from nnxmoe.generation.request import (
-    FINISHES,
-    Event,
-    Finish,
-    Ids,
-    Limits,
-    Prefix,
-    Request,
-    Wanted,
-    eos_ids,
-    refuse_ids,
-    whole_ids,
-    whole_number,
-)
+from nnxmoe.generation.request import FINISHES, Event, Finish, Limits, Prefix, Request, Wanted
 from nnxmoe.generation.rows import History, Process, RowOptions, RowReport, advance, begin, empty_rows
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.inputs import warn_beyond_positions
@@ -96,6 +85,11 @@ class Engine:
         prefix_bytes: int = 0,
         grouping: Grouping | None = None,
     ):
+        check_type("model", model, CausalLM, "a model, such as that of nnxmoe.from_pretrained(path)")
+        check_type("limits", limits, Limits | None, "nnxmoe.Limits(…), or None")
+        for name, function in (("process", process), ("grouping", grouping)):
+            if function is not None:
+                check_object("Engine", name, function, "a function")
         model, limits = passes.unrolled(model), limits or Limits()
         limits = dataclasses.replace(limits, stops=max(limits.stops, len(eos_ids(model, ...))))
         self.model, self.limits = model, limits
@@ -107,7 +101,7 @@ class Engine:
             )
         self._mesh = model.strategy.mesh
         self._parts = shards(self._mesh, batch_axes(self._mesh))
-        self.slots = whole_number("slots", slots, 1) + -slots % self._parts
+        self.slots = (count := whole_number("slots", slots, 1)) + -count % self._parts
         self.draft = draft = draft_cost.resolve(model, draft, self.slots, self.capacity)
         spare = 0 if draft is None else draft.count
         fixed = model.fixed_positions
@@ -180,6 +174,26 @@ class Engine:
     def submit(self, ids: Ids, wanted: Wanted | None = None, prefix: Prefix | None = None) -> Request:
         """Append a request to the queue. ``prefix``: common first ids, read once for all requests with the same object.
         Raises ValueError if the request does not fit in this engine."""
+        request = self._request(ids, wanted, prefix)
+        if self.kept.most and prefix is None:
+            request.prefix = self.kept.find(request.prompt)
+        elif self.kept.most and prefix is not None and prefix not in self._begun:
+            self.kept.link(prefix)
+        warn_beyond_positions(self.model, len(request.prompt) + request.wanted.max_new_tokens)
+        if request.wanted.max_new_tokens == 0:
+            request.finish = "length"
+        else:
+            self._waiting.append(request)
+        return request
+
+    def check(self, ids: Ids, wanted: Wanted | None = None) -> None:
+        """Raise the ValueError of `submit`, if there is one, without appending a request."""
+        self._request(ids, wanted, None)
+
+    def _request(self, ids: Ids, wanted: Wanted | None, prefix: Prefix | None) -> Request:
+        """A request that fits in this engine. Raises ValueError."""
+        check_type("wanted", wanted, Wanted | None, "nnxmoe.Wanted(…), or None")
+        check_type("prefix", prefix, Prefix | None, "a nnxmoe.Prefix, or None")
         prompt, wanted = whole_ids(ids), wanted or Wanted()
         if wanted.stop_ids is ...:
             wanted = dataclasses.replace(wanted, stop_ids=eos_ids(self.model, ...))
@@ -196,17 +210,7 @@ class Engine:
             )
         if prefix is not None and prompt[: len(prefix.ids)] != prefix.ids:
             raise ValueError(f"the prompt does not begin with the {len(prefix.ids)} ids of its prefix")
-        if self.kept.most and prefix is None:
-            prefix = self.kept.find(prompt)
-        elif self.kept.most and prefix is not None and prefix.start is None and prefix not in self._begun:
-            prefix.start = self.kept.find(prefix.ids)
-        warn_beyond_positions(self.model, len(prompt) + wanted.max_new_tokens)
-        request = Request(prompt, wanted, asked, prefix, progress=wanted.started(self._vocab))
-        if wanted.max_new_tokens == 0:
-            request.finish = "length"
-        else:
-            self._waiting.append(request)
-        return request
+        return Request(prompt, wanted, asked, prefix, progress=wanted.started(self._vocab))
 
     def step(self) -> list[Event]:
         """Read a chunk of waiting prompts if a slot is free, start a step of all rows, and return what earlier steps
@@ -290,7 +294,7 @@ class Engine:
         start, target, requests = self._waiting[0].prefix, None, list[Request]()
         if start is not None and start not in self._begun:
             while start is not None and start not in self._begun:
-                target, start = start, start.start
+                target, start = start, self.kept.starts.get(start, start.start)
             assert target is not None
             rests = [target.ids[len(start.ids) if start else 0 :]]
             group = PrefillGroup(1, self._parts, chunk_sizes(len(rests[0])))
@@ -333,7 +337,7 @@ class Engine:
         if reading.prefix is not None:
             assert reading.passed is not None
             self._begun[reading.prefix] = reading.passed
-            reading.prefix.start = None  # whose cache is needed no more
+            self.kept.starts.pop(reading.prefix, None)  # whose cache is needed no more
         else:
             self._begin(reading)
 

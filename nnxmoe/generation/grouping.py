@@ -3,6 +3,7 @@
 import collections
 import itertools
 import os.path
+import weakref
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ from nnxmoe.generation.request import Prefix
 
 SMALL, LARGE = 64, 512  # tokens per chunk of a prompt
 MOST_SMALL = 6  # small chunks that are less work than a large one
+SMALLEST_CACHE, SMALLEST_BATCH = 512, 8  # tokens, for up to 8 rows; rows, if there are several
 _RECENT = 32  # prompts that a new one is compared with
 
 
@@ -49,9 +51,12 @@ Grouping = Callable[[Sequence[int], int], PrefillGroup]  # (lengths of the waiti
 
 class KeptPrefixes:
     """Up to ``most`` prefixes, the least recently used out. The engine keeps the cache of a prefix as long as the
-    object lives. ``hits``: prompts that began with one that was read before; ``tokens``: how many ids they saved."""
+    object lives. ``hits``: prompts that began with one that was read before; ``tokens``: how many ids they saved.
+    ``starts``: kept prefixes of those that are to be read, which may be objects of the caller, and of several engines.
+    """
 
     def __init__(self, most: int):
+        self.starts = weakref.WeakKeyDictionary[Prefix, Prefix]()
         self.most, self.hits, self.tokens = most, 0, 0
         self._kept = collections.OrderedDict[tuple[int, ...], Prefix]()
         self._recent = collections.deque[tuple[int, ...]](maxlen=_RECENT)
@@ -71,7 +76,17 @@ class KeptPrefixes:
         if kept is not None:
             self._kept.move_to_end(best)
             self.hits, self.tokens = self.hits + 1, self.tokens + len(best)
-        return kept if common - len(best) < SMALL else self.add(Prefix(ids[:common], kept))
+        if common - len(best) < SMALL:
+            return kept
+        prefix = self.add(Prefix(ids[:common]))
+        if kept is not None:
+            self.starts[prefix] = kept
+        return prefix
+
+    def link(self, prefix: Prefix) -> None:
+        """Let a prefix that has no start, and was not read, begin with a kept one."""
+        if prefix.start is None and prefix not in self.starts and (start := self.find(prefix.ids)) is not None:
+            self.starts[prefix] = start
 
     def add(self, prefix: Prefix) -> Prefix:
         self._kept[prefix.ids] = prefix

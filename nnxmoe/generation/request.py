@@ -3,23 +3,22 @@
 import collections
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from types import EllipsisType
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Integer
 
 from nnxmoe.config.printable import short
+from nnxmoe.config.validate import as_python, check_type, whole_number
 from nnxmoe.generation.grammar import Constraint, ConstraintState
+from nnxmoe.generation.ids import Eos, refuse_ids, stop_ids, whole_ids
 from nnxmoe.generation.rows import FULL, RUNNING, STOPPED, Asked
 from nnxmoe.generation.sampling import Sampling, Steps, prepare
 
 Finish = Literal["stop", "length", "cancelled"]
 FINISHES: Mapping[int, Finish | None] = {RUNNING: None, STOPPED: "stop", FULL: "length"}  # by why a row ended
-Ids = Sequence[int] | Integer[Any, "_"]  # of one text: a list, or an array of NumPy, JAX or torch
-Eos = int | np.integer | Ids | None | EllipsisType  # ...: the end tokens of the checkpoint
+_BIAS = float(np.finfo(np.float32).max)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +30,12 @@ class Limits:
     biases: int = 0
     top: int | None = None
     sampling: Steps = Steps()
+
+    def __post_init__(self) -> None:
+        for name in ("stops", "biases", "top"):
+            if (value := getattr(self, name)) is not None or name != "top":
+                object.__setattr__(self, name, whole_number(name, value, 0, 2**31))
+        check_type("sampling", self.sampling, Steps, "the sampling of Wanted(…).limits(vocab)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,19 +60,23 @@ class Wanted:
     constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
-        for name in ("seed", "max_new_tokens", "min_new_tokens", "logprobs"):
+        for name in ("seed", "sample", "max_new_tokens", "min_new_tokens", "logprobs"):
             if (value := getattr(self, name)) is not None or name != "logprobs":
-                object.__setattr__(self, name, whole_number(name, value, -(2**63) if name == "seed" else 0))
-        whole_ids(list(self.logit_bias))
-        for i, bias in self.logit_bias.items():
-            if not (isinstance(bias, int | float | np.number) and bias < math.inf):  # false for NaN too
-                raise ValueError(f"logit_bias[{i}]={short(bias)}: give a finite number, or -inf to exclude the id")
+                least, below = (-(2**63), 2**63) if name == "seed" else (0, 2**31 if name == "sample" else 2**63)
+                object.__setattr__(self, name, whole_number(name, value, least, below))
+        if self.stop_ids is not ... and self.stop_ids is not None:
+            object.__setattr__(self, "stop_ids", stop_ids(self.stop_ids, "stop_ids"))
+        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+        check_type("sampling", self.sampling, Sampling | None, "nnxmoe.Sampling(…), or None")
+        starts = callable(getattr(self.constraint, "start", None)) and not isinstance(self.constraint, type)
+        if self.constraint is not None and not starts:
+            raise ValueError(f"constraint={short(self.constraint)}: give an object such as nnxmoe.Grammar, or None")
         if self.min_new_tokens > self.max_new_tokens:
             raise ValueError(f"min_new_tokens={self.min_new_tokens} is more than max_new_tokens={self.max_new_tokens}")
 
     @property
     def _stops(self) -> tuple[int, ...]:
-        return () if self.stop_ids is ... or self.stop_ids is None else tuple(np.atleast_1d(self.stop_ids).tolist())
+        return self.stop_ids if isinstance(self.stop_ids, tuple) else ()
 
     def started(self, vocab: int) -> ConstraintState | None:
         """The state of the constraint before the first id; None without one. Raises ValueError."""
@@ -91,7 +100,8 @@ class Wanted:
         steps, knobs = prepare(self.sampling, vocab, limits.sampling.rules)
         if limits.sampling | steps != limits.sampling:
             raise ValueError(f"{self.sampling} needs {steps}, and this engine has {limits}")
-        refuse_ids(self.logit_bias, vocab)
+        refuse_ids(self._stops, vocab, "stop_ids")
+        refuse_ids(self.logit_bias, vocab, "ids of logit_bias")
         if (self.logprobs or 0) > vocab:
             raise ValueError(f"logprobs={self.logprobs} is more than the {vocab} ids of the vocabulary")
         stops = np.full(limits.stops, -1, np.int32)
@@ -103,7 +113,8 @@ class Wanted:
         random = jax.random.key(low)  # of a wider seed JAX would use these bits only
         key = np.asarray(jax.random.key_data(jax.random.fold_in(random, high) if high else random))
         fewest = max(self.min_new_tokens, 0 if self.sampling is None else self.sampling.least(prompt))
-        sample, most, least = np.int32(self.sample), np.int32(self.max_new_tokens), np.int32(fewest)
+        most, least = (np.int32(min(count, 2**31 - 1)) for count in (self.max_new_tokens, fewest))
+        sample = np.int32(self.sample)
         logprobs = np.int32(-1 if self.logprobs is None else self.logprobs)
         return Asked(knobs, key, sample, most, least, stops, biased, biases, logprobs)
 
@@ -120,6 +131,7 @@ class Prefix:
         self.ids = whole_ids(self.ids)
         if not self.ids:
             raise ValueError("a prefix needs at least one id")
+        check_type("start", self.start, Prefix | None, "a Prefix, or None")
         if self.start is not None and self.ids[: len(self.start.ids)] != self.start.ids:
             raise ValueError(f"the prefix does not begin with the {len(self.start.ids)} ids of its start")
 
@@ -160,35 +172,13 @@ class Event(NamedTuple):
     finish: Finish | None
 
 
-def eos_ids(model: Any, eos_token_id: Eos) -> tuple[int, ...]:
-    """The ids that end a sequence; ``...`` reads them from generation_config.json, else config.json."""
-    from_files = eos_token_id is ...
-    if from_files:
-        eos_token_id = model.generation_config.get("eos_token_id", model.config.eos_token_id)
-    if eos_token_id is None:
-        return ()
-    found = [int(i) for i in np.atleast_1d(np.asarray(eos_token_id))]
-    return tuple(i for i in found if not from_files or 0 <= i < model.config.vocab_size)
-
-
-def whole_number(name: str, value: object, smallest: int) -> int:
-    """``value``; raises ValueError unless it is an integer of at least ``smallest``."""
-    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    whole = whole or (isinstance(value, float | np.floating) and float(value).is_integer())
-    if not whole or not smallest <= value < 2**63:  # pyright: ignore
-        raise ValueError(f"{name} must be a 64-bit integer >= {smallest}, got {short(value)}")
-    return int(value)  # pyright: ignore
-
-
-def whole_ids(ids: Ids) -> tuple[int, ...]:
-    """Token ids as a tuple of integers. Raises ValueError for a text and for numbers that are not whole."""
-    if isinstance(ids, str):
-        raise ValueError(f"{ids!r:.60} is a text: encode it with the tokenizer")
-    given = ids if isinstance(ids, Sequence) else ids.tolist()
-    return tuple(whole_number("a token id", one, 0) for one in given)
-
-
-def refuse_ids(ids: Sequence[int] | Mapping[int, float] | np.ndarray, vocab: int) -> None:
-    """Raise ValueError for ids outside of the vocabulary."""
-    for bad in [i for i in ids if not 0 <= i < vocab][:1]:
-        raise ValueError(f"token ids must lie in 0 … {vocab - 1}, got {bad}: is this the model's tokenizer?")
+def _biases(biases: Any) -> dict[int, float]:
+    """A copy of ``logit_bias``. Raises ValueError for keys that are not ids and for values that are not biases."""
+    check_type("logit_bias", biases, Mapping, "a dict of token ids and what is added to their logits")
+    ids = whole_ids(list(biases), "an id of logit_bias")
+    values = [as_python(bias) for bias in biases.values()]
+    for i, bias in zip(ids, values, strict=True):
+        number = isinstance(bias, int | float) and not isinstance(bias, bool)
+        if not number or not (bias == -math.inf or -_BIAS <= bias <= _BIAS):
+            raise ValueError(f"logit_bias[{i}]={short(bias)}: give a finite number, or -inf to exclude the id")
+    return dict(zip(ids, map(float, values), strict=True))

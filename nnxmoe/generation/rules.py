@@ -1,10 +1,17 @@
 """Rules that restrict the next id: the settings of generation_config.json beside sampling, as in transformers."""
 
 import dataclasses
+import math
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
+
+from nnxmoe.config.printable import short
+from nnxmoe.config.validate import real_number, whole_number
+from nnxmoe.generation.ids import whole_ids
+
+_MOST = float(np.finfo(np.float32).max)  # of a bias
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +28,17 @@ class Rules:
     suppressed: tuple[int, ...] = ()
     suppressed_first: tuple[int, ...] = ()
     forced_end: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        biases = []
+        for pair in self.biases if isinstance(self.biases, list | tuple) else [self.biases]:
+            if not (isinstance(pair, list | tuple) and len(pair) == 2 and len(ids := whole_ids(pair[0], "biases"))):
+                raise ValueError(f"biases: {short(pair)} is not a pair of a list of ids and a number")
+            biases.append((ids, real_number("a bias", pair[1], -math.inf, _MOST)))
+        object.__setattr__(self, "ngram", whole_number("ngram", self.ngram, 0, 2**31))
+        object.__setattr__(self, "biases", tuple(biases))
+        for name in ("suppressed", "suppressed_first", "forced_end"):
+            object.__setattr__(self, name, whole_ids(getattr(self, name), f"an id of {name}"))
 
     def __call__(
         self,

@@ -13,6 +13,8 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from nnxmoe.config.arguments import KnownFields
 from nnxmoe.config.printable import short
+from nnxmoe.config.validate import as_python, check_type, whole_number
+from nnxmoe.generation.ids import eos_ids, stop_ids
 from nnxmoe.generation.rules import Rules
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.runtime.progress import logger
@@ -88,10 +90,12 @@ class Sampling(KnownFields):
 
     def __post_init__(self) -> None:
         for name, (wanted, good) in _CHECKS.items():
-            value = getattr(self, name)
-            number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+            value = as_python(getattr(self, name))
+            number = isinstance(value, int | float) and not isinstance(value, bool)
             if not (number and good(value)) and not (name == "top_k" and value is None):
                 raise ValueError(f"{name}={short(value).removesuffix('.0')}: it must be {wanted}")
+            object.__setattr__(self, name, value)
+        check_type("rules", self.rules, Rules | None, "a nnxmoe.generation.rules.Rules, or None")
 
     @classmethod
     def from_checkpoint(cls, model: CausalLM) -> Self:
@@ -105,13 +109,14 @@ class Sampling(KnownFields):
             _warned.add(model)
             logger.warning("generation_config.json: %s: not supported and ignored", listed(ignored))
         try:
-            options = {name: float(fields[name]) for name in ("temperature", "top_p", "min_p") if name in fields}
+            options = {name: fields[name] for name in ("temperature", "top_p", "min_p") if name in fields}
             if fields.get("do_sample"):
-                options = {"temperature": 1.0, "top_k": max(int(fields.get("top_k", _TOP_K)), 0), **options}
-            least = {name: int(fields[name]) for name in ("min_new_tokens", "min_length") if name in fields}
+                top_k = max(whole_number("top_k", fields.get("top_k", _TOP_K), -(2**63)), 0)
+                options = {"temperature": 1.0, "top_k": top_k, **options}
+            least = {name: fields[name] for name in ("min_new_tokens", "min_length") if name in fields}
             if "min_new_tokens" in least:  # transformers prefers it
                 least.pop("min_length", None)
-            penalty = float(fields.get("repetition_penalty", 1))
+            penalty = fields.get("repetition_penalty", 1)
             given: dict[str, Any] = {"temperature": 0.0, "repetition_penalty": penalty, **options, **least}
             return cls(rules=_rules(fields, model), **given)
         except (TypeError, ValueError, IndexError, KeyError) as error:
@@ -151,24 +156,21 @@ def listed(fields: Mapping[str, Any]) -> str:
 
 def _rules(fields: Mapping[str, Any], model: CausalLM) -> Rules | None:
     """The rules in the fields of a generation_config.json."""
-    ends = model.generation_config.get("eos_token_id", model.config.eos_token_id)
-    bad = [tuple(map(int, ids)) for ids in fields.get("bad_words_ids", ())]
-    bad = [ids for ids in bad if ids not in [(i,) for i in _ids(ends)]]  # as transformers does
-    biases = fields.get("sequence_bias", ())
-    pairs = [(tuple(map(int, ids)), float(bias)) for ids, bias in biases] + [(ids, -math.inf) for ids in bad]
-    if not all(ids and min(ids) >= 0 for ids, _ in pairs):
-        raise ValueError("sequences must be lists of token ids")
+    ends = eos_ids(model, ...)
+    bad = [tuple(ids) for ids in fields.get("bad_words_ids", ())]
+    bad = [ids for ids in bad if ids not in [(i,) for i in ends]]  # as transformers does
+    biases = [(tuple(ids), bias) for ids, bias in fields.get("sequence_bias", ())]
     rules = Rules(
-        int(fields.get("no_repeat_ngram_size", 0)),
-        tuple(pairs),
-        *(_ids(fields.get(name)) for name in ("suppress_tokens", "begin_suppress_tokens", "forced_eos_token_id")),
+        fields.get("no_repeat_ngram_size", 0),
+        tuple(biases + [(ids, -math.inf) for ids in bad]),
+        *(_ids(name, fields.get(name)) for name in ("suppress_tokens", "begin_suppress_tokens", "forced_eos_token_id")),
     )
     return None if rules == Rules() else rules
 
 
-def _ids(value: Any) -> tuple[int, ...]:
-    found = () if value is None else tuple(int(i) for i in np.atleast_1d(np.asarray(value)))
-    return tuple(i for i in found if i >= 0)
+def _ids(name: str, value: Any) -> tuple[int, ...]:
+    """The ids in a field of generation_config.json, without negative ones, which mean that there are none."""
+    return tuple(i for i in stop_ids(value, name, -(2**63)) if i >= 0)
 
 
 class Steps(NamedTuple):

@@ -13,8 +13,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from nnxmoe.axes import batch_axes, constrain, everywhere, shards
 from nnxmoe.config.arguments import refuses_unknown
-from nnxmoe.generation.complete import tokenizer_of
-from nnxmoe.generation.request import Ids, refuse_ids, whole_ids, whole_number
+from nnxmoe.config.validate import check_type, whole_number
+from nnxmoe.generation.complete import numbered, tokenizer_of
+from nnxmoe.generation.ids import Ids, refuse_ids, whole_ids
 from nnxmoe.layers.chunks import in_chunks, joined
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.compiled import compiled
@@ -66,16 +67,18 @@ def score(
     Texts are strings or token ids. A pair is a tuple or a list. A pair of strings is encoded as one text, and the
     continuation is what follows the ids that it shares with the context alone: a token that spans both is scored.
     ``tokenizer``: by default that of the checkpoint. ``top``: how many of the most likely ids to return per place.
-    Never more than a few logits are in memory. Raises ValueError for texts without ids to score.
+    Never more than a few logits are in memory. An iterator is
+    read to its end first. Raises ValueError, for every text and before anything is computed, for texts without ids to
+    score.
     """
+    check_type("model", model, CausalLM, "a model, such as that of nnxmoe.from_pretrained(path)")
     if isinstance(texts, str):
         raise ValueError(f"score takes a list of texts, got {texts!r:.40}: put a single one into a list")
-    items = [_split(item, lambda: tokenizer or tokenizer_of(model)) for item in texts]
     vocab = int(model.embed.table.shape[0])
+    items = numbered("text", [*texts], lambda item: _split(item, lambda: tokenizer or tokenizer_of(model), vocab))
     if (top := whole_number("top", top, 0)) > vocab:
         raise ValueError(f"top={top} is more than the {vocab} ids of the vocabulary")
     for number, (ids, first) in enumerate(items):
-        refuse_ids(ids, vocab)
         if first >= len(ids):
             why = f"its {first} ids of context are all" if ids and first > 1 else "it needs two ids, or a context"
             raise ValueError(f"text {number} has nothing to score: {why}")
@@ -108,15 +111,18 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, Sequence) or getattr(value, "ndim", 0) > 0
 
 
-def _split(item: Any, tokenizer: Any) -> tuple[tuple[int, ...], int]:
-    """The ids of a text or pair, and the number of the first that is scored."""
+def _split(item: Any, tokenizer: Any, vocab: int) -> tuple[tuple[int, ...], int]:
+    """The ids of a text or pair, and the number of the first that is scored. Raises ValueError."""
     pair = isinstance(item, tuple | list) and len(item) == 2 and (item[0] is None or _is_text(item[0]))
     context, text = item if pair else ((), item)
+    if text is None or context is None:
+        raise ValueError("a text to score, or its context, is None: give a string or token ids")
+    known = () if isinstance(context, str) else whole_ids(context)
     if isinstance(text, str):
         if (encode := tokenizer()) is None:
             raise ValueError("texts need a tokenizer: pass tokenizer=, or token ids")
         before = context if isinstance(context, str) else ""
-        if len(context) and not before:
+        if known:
             raise ValueError("a context of ids with a continuation of text: give both as text, or both as ids")
         ids = encode.encode(before + text)
         first = len(os.path.commonprefix([encode.encode(before), ids])) if before else 1
@@ -125,10 +131,10 @@ def _split(item: Any, tokenizer: Any) -> tuple[tuple[int, ...], int]:
                 f"the first token of {before + text!r:.60} spans the context {before!r:.60}, and has no "
                 "log-probability: give a longer context"
             )
-        return tuple(ids), first
-    if text is None or context is None:
-        raise ValueError("a text to score, or its context, is None: give a string or token ids")
-    return (*whole_ids(context if len(context) else ()), *whole_ids(text)), max(1, len(context))
+        return refuse_ids(tuple(ids), vocab), first
+    if isinstance(context, str) and context:
+        raise ValueError("a context of text with a continuation of ids: give both as text, or both as ids")
+    return refuse_ids((*known, *whole_ids(text)), vocab), max(1, len(known))
 
 
 def _score(model: CausalLM, ids: Int[Array, "B T"], valid: Bool[Array, "B T"], top: int) -> tuple[Array, ...]:

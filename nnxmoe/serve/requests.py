@@ -9,7 +9,8 @@ from typing import Any, Literal
 from nnxmoe.generation.complete import split_stops
 from nnxmoe.generation.engine import Engine
 from nnxmoe.generation.grammar import Grammar, symbols
-from nnxmoe.generation.request import Prefix, Wanted, eos_ids, refuse_ids
+from nnxmoe.generation.ids import eos_ids, refuse_ids
+from nnxmoe.generation.request import Prefix, Wanted
 from nnxmoe.generation.sampling import OPTIONS, Sampling
 from nnxmoe.generation.text import TokenizerError
 from nnxmoe.model.causal_lm import CausalLM
@@ -185,10 +186,11 @@ class Planner:
             raise Refused(400, f"min_tokens={least} is more than the {most} of max_tokens", "min_tokens")
         with _refusing("logit_bias"):
             refuse_ids(biases, self.vocab)
-        texts, ids = split_stops(self._stops(request.stop, len(request.stop_token_ids or ())), self.tokenizer)
+        stops = self._stops(request.stop, len(request.stop_token_ids or ()))
+        texts, ids = split_stops(stops, self.tokenizer, self.vocab)
         with _refusing("stop_token_ids"):
             refuse_ids(request.stop_token_ids or (), self.vocab)
-        ends = () if request.ignore_eos else (*self.stop_ids, *answer.stop_ids)
+        ends = () if request.ignore_eos else (*self.stop_ids, *(i for i in answer.stop_ids if i < self.vocab))
         stop_ids, seed = (*ends, *(request.stop_token_ids or ()), *ids), request.seed or 0
         sampling = _sampling(request, self.sampling)
         form = self._constraint(request, stop_ids, answer)

@@ -13,8 +13,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from nnxmoe.generation.draft_cost import Drafting
 from nnxmoe.generation.engine import Engine
+from nnxmoe.generation.ids import eos_ids
 from nnxmoe.generation.passes import Room, cache_bytes
-from nnxmoe.generation.request import Limits, eos_ids
+from nnxmoe.generation.request import Limits
 from nnxmoe.generation.sampling import Steps
 from nnxmoe.generation.text import Tokenizer
 from nnxmoe.model.causal_lm import CausalLM

@@ -98,8 +98,9 @@ def randomise(model: Any, seed: int = 0) -> Any:
 
 def greedy_ids(model: Any, tokens: np.ndarray, new: int) -> Iterator[np.ndarray]:
     """Yield the next id of every row ``new`` times, by the loop of ``generate`` and ``stream``."""
-    with decode._requests(model, tokens, None, Wanted(new, stop_ids=None)) as (engine, requests):
-        for place in range(new):
-            while place >= min(len(request.ids) for request in requests):
-                engine.step()
-            yield np.array([request.ids[place] for request in requests], np.int32)
+    engine, requests = decode._requests(model, tokens, None, Wanted(new, stop_ids=None))
+    for place in range(new):
+        while place >= min(len(request.ids) for request in requests):
+            engine.step()
+        yield np.array([request.ids[place] for request in requests], np.int32)
+    decode._report_dropped(engine)

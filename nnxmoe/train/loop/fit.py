@@ -12,8 +12,7 @@ from jax.sharding import Mesh
 
 from nnxmoe.config.arguments import refuses_unknown
 from nnxmoe.config.printable import short
-from nnxmoe.config.validate import is_positive
-from nnxmoe.generation.request import whole_number
+from nnxmoe.config.validate import is_positive, whole_number
 from nnxmoe.layers.lora import LoRAParam
 from nnxmoe.layers.quantized import QuantizedArray
 from nnxmoe.model.causal_lm import CausalLM

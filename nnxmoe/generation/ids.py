@@ -1,0 +1,52 @@
+"""Token ids as arguments: prompts, prefixes, stop ids and the keys of biases are all read here."""
+
+from collections.abc import Iterable, Sequence
+from types import EllipsisType
+from typing import Any, TypeVar
+
+import numpy as np
+from jaxtyping import Integer
+
+from nnxmoe.config.printable import short
+from nnxmoe.config.validate import as_python, whole_number
+
+Ids = Sequence[int] | Integer[Any, "_"]  # of one text: a list, or an array of NumPy, JAX or torch
+Eos = int | np.integer | Ids | None | EllipsisType  # ...: the end tokens of the checkpoint
+T = TypeVar("T", bound=Iterable[int])
+
+
+def whole_ids(ids: Any, name: str = "a token id", least: int = 0) -> tuple[int, ...]:
+    """Return token ids as a tuple of ints. Raises ValueError for texts, for what is not a list or an array of one
+    dimension, and for values that are not integers of at least ``least``."""
+    if isinstance(ids, str | bytes | bytearray):
+        raise ValueError(f"{ids!r:.60} is a text: encode it with the tokenizer")
+    values = ids.tolist() if hasattr(ids, "tolist") else ids
+    if not isinstance(values, Sequence):
+        raise ValueError(f"{name}: ids must be a list or an array of one dimension, got {short(ids, 60)}")
+    return tuple(whole_number(name, value, least) for value in values)
+
+
+def stop_ids(ids: Any, name: str, least: int = 0) -> tuple[int, ...]:
+    """Return the ids that end a text as a tuple: of one id, or of several; None: there are none. Raises ValueError."""
+    if ids is None:
+        return ()
+    ids = as_python(ids)
+    several = hasattr(ids, "tolist") or (isinstance(ids, Sequence) and not isinstance(ids, str | bytes))
+    return whole_ids(ids if several else [ids], name, least)
+
+
+def refuse_ids(ids: T, vocab: int, name: str = "token ids") -> T:
+    """Return ``ids``. Raises ValueError for ids outside of the vocabulary."""
+    for bad in [i for i in ids if not 0 <= i < vocab][:1]:
+        raise ValueError(f"{name} must lie in 0 … {vocab - 1}, got {bad}: is this the model's tokenizer?")
+    return ids
+
+
+def eos_ids(model: Any, eos_token_id: Eos) -> tuple[int, ...]:
+    """The ids that end a sequence; ``...`` reads them from generation_config.json, else config.json, without those
+    outside of the vocabulary. Raises ValueError for what are not ids."""
+    if eos_token_id is not ...:
+        return stop_ids(eos_token_id, "eos_token_id")
+    value = model.generation_config.get("eos_token_id", model.config.eos_token_id)
+    ids = stop_ids(value, "eos_token_id in generation_config.json or config.json", -(2**63))
+    return tuple(i for i in ids if 0 <= i < model.config.vocab_size)
