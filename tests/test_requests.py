@@ -1,6 +1,7 @@
-"""Requests: every argument is validated by kind before anything is computed."""
+"""Requests: every argument is validated by kind before anything is computed, and logits without a meaning end a row."""
 
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,15 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import nnxmoe
 from nnxmoe import Engine, Limits, Prefix, PromptLookup, Sampling, Wanted
 from nnxmoe.generation.draft import ModelDraft
+from nnxmoe.generation.engine import Request
 from nnxmoe.generation.rules import Rules
 from tests.support.running import compiled_in
 from tests.support.tiny import TINY, build, build_tiny, tiny_weights
 
-VOCAB = 53
+VOCAB, BAD = 53, 7  # the id whose embedding is NaN
 WILD = Sampling(temperature=1.3, top_k=20, top_p=0.95, min_p=0.01, repetition_penalty=1.2)
 
 
@@ -25,6 +28,14 @@ def tiny(dtype: str = "float32") -> nnxmoe.CausalLM:
     """One small model for all tests here, to limit compilation; must not be modified."""
     fields = TINY["llama"] | {"num_hidden_layers": 1}
     return build(fields, tiny_weights(fields, 0), nnxmoe.Strategy(), dtype=dtype)
+
+
+@functools.cache
+def poisoned(dtype: str = "float32") -> nnxmoe.CausalLM:
+    """The same model, but with NaN as the embedding of one id."""
+    model = nnx.merge(*nnx.split(tiny(dtype)))
+    model.embed.table.set_value(model.embed.table.get_value().at[BAD].set(jnp.nan))
+    return model
 
 
 class Numbers:
@@ -296,6 +307,99 @@ def test_a_prefix_may_be_shared_by_engines(monkeypatch: pytest.MonkeyPatch) -> N
         request = engine.submit([*whole, 1], Wanted(4, stop_ids=None), second)
         engine.run()
         assert tuple(request.ids) == made[0] and second.start is first
+
+
+# Logits that are NaN
+
+
+class Odd:
+    """A constraint: odd ids, of which the logits of others must not matter."""
+
+    def start(self, vocab: int, stop_ids: Sequence[int]) -> "Odd":
+        return self
+
+    def advance(self, ids: Sequence[int]) -> None:
+        assert all(i % 2 for i in ids)
+
+    def masks(self, drafts: Sequence[int], out: np.ndarray) -> None:
+        out[:] = 0xAAAAAAAA
+
+
+def rows(model: nnxmoe.CausalLM, prompts: Sequence[Sequence[int]], draft: Any = None, **options: Any) -> list[Request]:
+    """Requests that share an engine; the id without an embedding is excluded unless ``logit_bias`` says otherwise."""
+    given: dict[str, Any] = {"stop_ids": None, "logit_bias": {BAD: -jnp.inf}, "logprobs": 1} | options
+    wanted = [Wanted(6, seed=i, **given) for i in range(len(prompts))]
+    engine = Engine(model, slots=len(prompts), capacity=80, limits=wanted[0].limits(VOCAB), draft=draft)
+    requests = [engine.submit(prompt, one) for prompt, one in zip(prompts, wanted, strict=True)]
+    engine.run()
+    return requests
+
+
+DRAFTS = [None, PromptLookup(3)]
+
+
+@pytest.mark.parametrize("draft", DRAFTS, ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"sampling": WILD}, {"constraint": Odd()}, {"logprobs": None}], ids=lambda options: str(*options)
+)
+def test_a_row_of_nan_logits_ends_and_harms_no_other(
+    options: dict[str, Any], draft: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    good, bad = [3, 1, 4, 1, 3, 1, 4], [3, BAD, 4]
+    alone = rows(tiny(), [good, good], draft, **options)[1]
+    with caplog.at_level(logging.WARNING):
+        broken, fine, *_ = rows(poisoned(), [bad, good, bad], draft, **options)
+    assert (broken.finish, broken.ids, broken.logprobs) == ("error", [], [])
+    assert (fine.finish, fine.ids) == ("length", alone.ids) and np.isfinite(fine.logprobs).all()
+    (record,) = caplog.records
+    assert "NaN or infinite" in record.getMessage() and "float16" not in record.getMessage()
+
+
+@pytest.mark.parametrize("draft", DRAFTS, ids=str)
+def test_nan_after_some_ids_ends_a_row_there(draft: Any) -> None:
+    """The ids before are kept; the caches of such a row are not kept for later prompts."""
+    prompt = [3, 1, 4] * 22
+    (request,) = rows(poisoned(), [prompt[:5]], draft, logit_bias={BAD: 1000.0})
+    assert request.finish == "error" and request.ids == [BAD] and len(request.logprobs) == len(request.top) == 1
+    engine = Engine(poisoned(), slots=1, capacity=80, limits=Limits(biases=1), draft=draft, prefix_bytes=10**9)
+    request = engine.submit(prompt, Wanted(6, stop_ids=None, logit_bias={BAD: 1000.0}))
+    engine.run()
+    assert request.finish == "error" and request.ids == [BAD] and len(engine.kept) == 0 and engine.running == 0
+
+
+@pytest.mark.parametrize("value", [jnp.nan, -jnp.inf, jnp.inf])
+def test_logits_without_a_finite_choice(value: float, caplog: pytest.LogCaptureFixture) -> None:
+    engine = Engine(tiny(), slots=1, capacity=80, process=lambda logits, history: jnp.full_like(logits, value))
+    for sampling in (None, Sampling(top_k=5, temperature=0.7)):
+        request = engine.submit([1, 2], Wanted(3, stop_ids=None, sampling=sampling))
+        engine.run()
+        assert (request.finish, request.ids) == ("error", [])
+    assert len(caplog.records) == 1 and "process" in caplog.text
+
+
+def test_nan_is_named_by_every_door(caplog: pytest.LogCaptureFixture) -> None:
+    """One warning per call; in float16 with the remedy."""
+    model, prompts = poisoned("float16"), [[3, 4], [3, BAD]]
+    remedy = "float16 overflows beyond 65504: load the model with dtype=jnp.bfloat16 or jnp.float32"
+
+    def named(run: Callable[[], Any]) -> Any:
+        caplog.clear()
+        found = run()
+        assert len(caplog.records) == 1 and remedy in caplog.text
+        return found
+
+    options: dict[str, Any] = {"max_new_tokens": 3, "eos_token_id": None}
+    ids = named(lambda: nnxmoe.generate(model, prompts, **options))
+    alone = nnxmoe.generate(model, prompts[:1], **options)
+    assert ids.shape == (2, 5) and (ids[0] == alone[0]).all() and (ids[1, 2:] == 0).all()
+    assert named(lambda: nnxmoe.generate(model, prompts[1:], **options)).tolist() == prompts[1:]
+    done = named(lambda: list(nnxmoe.complete(model, prompts, logprobs=0, **options)))
+    assert [one.finish for one in done] == ["length", "error"] and done[1].ids == done[1].logprobs == ()
+    pieces = nnxmoe.stream(model, Numbers(), prompts[1], **options)
+    assert named(lambda: list(pieces)) == [] and (pieces.finish, pieces.tokens) == ("error", 0)
+    scores = named(lambda: nnxmoe.score(model, [*prompts, [BAD, 3]]))
+    assert [bool(np.isnan(one.total)) for one in scores] == [False, True, True]
+    assert "2 of 3 texts, of number 1 first" in caplog.text
 
 
 # Compiled programs

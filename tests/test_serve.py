@@ -16,7 +16,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 import nnxmoe
 from nnxmoe import cli
@@ -742,6 +744,27 @@ def test_a_failed_score_is_reported(demo: Any, monkeypatch: pytest.MonkeyPatch) 
         status, found = running.call(COMPLETIONS, STORY | {"echo": True, "logprobs": 1})
         assert status == 503 and "out of memory" in found["error"]["message"]
         assert running.call("/health")[0] == 503
+
+
+def test_answers_of_nan_logits_are_errors(demo: Any) -> None:
+    """They have the status and type that clients know, in a stream as its last event; the server goes on."""
+    model = nnx.merge(*nnx.split(demo[0]))
+    model.norm.scale.set_value(model.norm.scale.get_value() * jnp.nan)
+    with serving(model, demo[1]) as running:
+        for path, body in (
+            (COMPLETIONS, STORY),
+            (COMPLETIONS, STORY | {"prompt": ["Once", "Twice"], "n": 2}),
+            (COMPLETIONS, STORY | {"echo": True, "logprobs": 1, "max_tokens": 0}),
+            (CHATS, CHAT | {"logprobs": True}),
+        ):
+            status, found = running.call(path, body)
+            assert status == 500 and found["error"]["type"] == "server_error", found
+            assert "logits are NaN or infinite" in found["error"]["message"]
+        status, text = running.call(COMPLETIONS, STORY | {"stream": True})
+        *_, last = [line for line in text.splitlines() if line]
+        assert status == 200 and json.loads(last.removeprefix("data: "))["error"]["type"] == "server_error"
+        assert running.call("/health")[0] == 200
+        running.until(running.idle)
 
 
 def test_stopping_lets_requests_finish(demo: Any) -> None:

@@ -82,6 +82,7 @@ def answer(model: Any, tokenizer: Any, messages: list[dict[str, str]], sampling:
     print()
     full = f"cut at the model's {positions} positions (/clear starts over), " if most == room else ""
     cut = full or "cut by --max-new-tokens, "
-    end = "stopped, " if stopped else "" if pieces.finish == "stop" or pieces.tokens < most else cut
+    cut = "ended by an error, " if pieces.finish == "error" else cut
+    end = "stopped, " if stopped else "" if pieces.finish == "stop" else cut
     say("%s%d tokens%s", end, pieces.tokens, made)
     return said

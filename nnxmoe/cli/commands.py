@@ -135,7 +135,7 @@ def generate(options: argparse.Namespace) -> None:
             break
     print(shown.rest())
     if made.tokens > 1:
-        ends = {"stop": "ended by the model", None: "ended by --stop"}
+        ends = {"stop": "ended by the model", "error": "ended by an error", None: "ended by --stop"}
         end = ends.get(None if shown.stopped else pieces.finish, "stopped by --max-new-tokens")
         say("%d tokens, %s%s", pieces.tokens, end, made)
     elif pieces.finish == "stop" and tokenizer.chat_template is not None:

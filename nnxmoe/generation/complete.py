@@ -37,7 +37,7 @@ class Completion:
 
     ``prompt_ids`` and ``ids``: of the prompt and of what follows, the id that ended it included. ``text``: of ``ids``,
     without special tokens and cut before a stop string; empty without a tokenizer. ``finish``: "stop" for a stop id or
-    stop string, "length" for ``max_new_tokens``. ``logprobs`` and
+    stop string, "length" for ``max_new_tokens``, "error" where the logits were NaN or infinite. ``logprobs`` and
     ``top``: see `Request`. ``accepted[n]``: in how many steps n ids of a draft were accepted.
     """
 

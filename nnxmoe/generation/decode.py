@@ -44,8 +44,9 @@ def generate(
 
     ``attention_mask`` is 0 at padding, on either side. ``sampling`` None: greedy. ``eos_token_id`` default: the
     checkpoint's; None: never stop. Ended rows are padded with the checkpoint's pad id (else its eos id). Deterministic
-    for a given seed. ``draft``: see `Engine`. The result has the prompts' dtype, or int32 if that is narrower. Raises
-    ValueError before anything is computed, for ids outside the vocabulary, empty prompts and masks of another shape.
+    for a given seed. ``draft``: see `Engine`. The result has the prompts' dtype, or int32 if that is narrower. A row
+    ends early, with a warning, where its logits are NaN or infinite. Raises ValueError before anything is computed, for
+    ids outside the vocabulary, empty prompts and masks of another shape.
     """
     check_type("model", model, CausalLM, "a model, such as that of nnxmoe.from_pretrained(path)")
     tokens, eos = _ids(tokens), eos_ids(model, eos_token_id)
@@ -103,7 +104,7 @@ def stream(
 
 class Stream(Iterator[str]):
     """Pieces of text as they are generated. ``tokens``: how many new tokens there are so far; ``finish``: why there are
-    no more, as of a `Request`: "stop" for an end token, which has no text, "length", "cancelled"; None
+    no more, as of a `Request`: "stop" for an end token, which has no text, "length", "error", "cancelled"; None
     before."""
 
     def __init__(self, engine: Engine, request: Request, eos: tuple[int, ...], text: TextStream) -> None:

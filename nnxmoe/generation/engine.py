@@ -33,11 +33,12 @@ from nnxmoe.generation.grouping import (
 )
 from nnxmoe.generation.ids import Ids, eos_ids, refuse_ids, whole_ids
 from nnxmoe.generation.passes import Passed, PassPart, Room, cache_bytes
-from nnxmoe.generation.request import FINISHES, Event, Finish, Limits, Prefix, Request, Wanted
+from nnxmoe.generation.request import FINISHES, Event, Finish, Limits, Prefix, Request, Wanted, unusable_logits
 from nnxmoe.generation.rows import History, Process, RowOptions, RowReport, advance, begin, empty_rows
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.inputs import warn_beyond_positions
 from nnxmoe.runtime.memory import refuse_beyond_memory
+from nnxmoe.runtime.progress import logger
 
 
 @dataclasses.dataclass(eq=False)
@@ -135,6 +136,7 @@ class Engine:
         self._keep = np.zeros(self.slots, bool)
         self._waiting: collections.deque[Request] = collections.deque()
         self._reading: _Reading | None = None
+        self._warned = False
         self._reports: collections.deque[tuple[RowReport, list[Request | None]]] = collections.deque()
 
     def _refuse_beyond_memory(self, kept: int) -> None:
@@ -410,21 +412,33 @@ class Engine:
         found = jax.tree.map(np.asarray, report)
         events = []
         for row, request in enumerate(requests):
-            if request is None or request.done or not (count := int(found.count[row])):
+            count, why = int(found.count[row]), FINISHES[int(found.end[row])]
+            if request is None or request.done or not (count or why == "error"):
                 continue
             new = found.ids[row, :count].tolist()
             request.ids += new
             if request.progress is not None:
                 request.progress.advance(new)
                 request.drafts = found.drafts[row].tolist()
-            if found.ids.shape[1] > 1:
+            if found.ids.shape[1] > 1 and count:
                 request.accepted[count - 1] += 1
             if (wanted := request.wanted.logprobs) is not None:
                 request.logprobs += found.logprobs[row, :count].tolist()
                 pairs = zip(found.top_ids[row, :count], found.top_logprobs[row, :count], strict=True)
                 request.top += [list(zip(i[:wanted].tolist(), p[:wanted].tolist(), strict=True)) for i, p in pairs]
-            if (why := FINISHES[int(found.end[row])]) is not None:
+            if why == "error":
+                self._warn_of_logits(request)
+            elif why is not None:
                 self._keep_row(request)
+            if why is not None:
                 self._end(request, why)
             events.append(Event(request, new, why))
         return events
+
+    def _warn_of_logits(self, request: Request) -> None:
+        """Log a warning, once per engine, about a request that logits without a meaning have ended."""
+        if not self._warned:
+            self._warned = True
+            text = "the logits after %d ids of a prompt and %d new ones are NaN or infinite, so no id can follow: the "
+            text += "request ends with finish='error', and so do others without a warning. %s"
+            logger.warning(text, len(request.prompt), len(request.ids), unusable_logits(self.model))

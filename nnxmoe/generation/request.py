@@ -7,17 +7,18 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from nnxmoe.config.printable import short
 from nnxmoe.config.validate import as_python, check_type, whole_number
 from nnxmoe.generation.grammar import Constraint, ConstraintState
 from nnxmoe.generation.ids import Eos, refuse_ids, stop_ids, whole_ids
-from nnxmoe.generation.rows import FULL, RUNNING, STOPPED, Asked
+from nnxmoe.generation.rows import BROKEN, FULL, RUNNING, STOPPED, Asked
 from nnxmoe.generation.sampling import Sampling, Steps, prepare
 
-Finish = Literal["stop", "length", "cancelled"]
-FINISHES: Mapping[int, Finish | None] = {RUNNING: None, STOPPED: "stop", FULL: "length"}  # by why a row ended
+Finish = Literal["stop", "length", "cancelled", "error"]  # error: the logits were NaN or infinite
+FINISHES: Mapping[int, Finish | None] = {RUNNING: None, STOPPED: "stop", FULL: "length", BROKEN: "error"}
 _BIAS = float(np.finfo(np.float32).max)
 
 
@@ -182,3 +183,10 @@ def _biases(biases: Any) -> dict[int, float]:
         if not number or not (bias == -math.inf or -_BIAS <= bias <= _BIAS):
             raise ValueError(f"logit_bias[{i}]={short(bias)}: give a finite number, or -inf to exclude the id")
     return dict(zip(ids, map(float, values), strict=True))
+
+
+def unusable_logits(model: Any) -> str:
+    """Why logits may be NaN or infinite, and what to do."""
+    if jnp.dtype(model.dtype) == jnp.float16:
+        return "float16 overflows beyond 65504: load the model with dtype=jnp.bfloat16 or jnp.float32"
+    return "look for NaN and for huge values in the weights, and in what biases, rules and process= do to the logits"

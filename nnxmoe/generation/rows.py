@@ -16,7 +16,8 @@ from nnxmoe.axes import AnyMesh, everywhere
 from nnxmoe.generation.sampling import Knobs, Steps, generated_counts, pick
 from nnxmoe.layers.cache import written
 
-RUNNING, STOPPED, FULL = 0, 1, 2  # why a row ended: at a stop id, or at its number of new ids
+# Why a row ended: at a stop id, at its number of new ids, or at logits that are NaN or infinite.
+RUNNING, STOPPED, FULL, BROKEN = 0, 1, 2, 3
 
 
 class Asked(NamedTuple):
@@ -72,8 +73,8 @@ class RowStates(NamedTuple):
 
 
 class RowReport(NamedTuple):
-    """Result of a step: ``count[b]`` ids of row b, the reason why it ended, the drafts of what follows, and
-    log-probabilities under the model's own distribution, of these ids and of the most likely ones."""
+    """Result of a step: ``count[b]`` ids of row b (none at broken logits), the reason why it ended, the drafts of what
+    follows, and log-probabilities under the model's own distribution, of these ids and of the most likely ones."""
 
     ids: Int[Array, "B W"]
     count: Int[Array, "B"]
@@ -210,7 +211,7 @@ def _next(
     if draft is not None:
 
         def choose(logits: Array, before: Array) -> Array:
-            return _alone(rows.asked, rows.history, logits, before, options)
+            return _alone(rows.asked, rows.history, logits, before, options)[0]
 
         drafts, memory = draft.propose(memory, rows.history, ids, states, count, choose)
         drafts = jnp.where(count[:, None] > 0, drafts.astype(jnp.int32), rows.ids[:, 1:])
@@ -231,21 +232,24 @@ def _choose(
     options: RowOptions,
 ) -> RowReport:
     """The ids that follow, up to the first that differs from its draft (Daliri, Musco and Suresh 2024: each is drawn
-    with a key of its own, whatever the draft was, so drafts change nothing but the speed), or that ends the row."""
+    with a key of its own, whatever the draft was, so drafts change nothing but the speed), or that ends the row. A row
+    ends before an id where a logit is NaN or none is finite, or the log-probability of the id is not finite."""
     width = logits.shape[1]
     allowed = [None if masks is None else masks[:, w] for w in range(width)]
     places = [_alone(asked, history, logits[:, w], drafts[:, :w], options, allowed[w]) for w in range(width)]
-    ids = jnp.stack(places, axis=1)
+    ids, finite = (jnp.stack(part, axis=1) for part in zip(*places, strict=True))
+    logprobs = _logprobs(logits, ids, asked.logprobs, options.top)
+    broken = ~finite if options.top is None else ~(finite & jnp.isfinite(logprobs[0]))
     agree = jnp.cumprod(drafts == ids[:, :-1], axis=1)
     count = 1 + jnp.sum(agree, axis=1, dtype=jnp.int32)
     made = history.made[:, None] + 1 + jnp.arange(width, dtype=jnp.int32)[None]
     stopped = jnp.any(ids[:, :, None] == asked.stops[:, None, :], axis=-1)
-    ends = stopped | (made >= asked.limit[:, None])
+    ends = stopped | broken | (made >= asked.limit[:, None])
     count = jnp.minimum(count, jnp.where(jnp.any(ends, axis=1), jnp.argmax(ends, axis=1) + 1, width))
     at = (count - 1)[:, None]
-    stopped, ends = (jnp.take_along_axis(a, at, axis=1)[:, 0] for a in (stopped, ends))
-    end = jnp.where(stopped, STOPPED, jnp.where(ends, FULL, RUNNING)).astype(jnp.int32)
-    return RowReport(ids, count, end, drafts, *_logprobs(logits, ids, asked.logprobs, options.top))
+    stopped, broken, ends = (jnp.take_along_axis(a, at, axis=1)[:, 0] for a in (stopped, broken, ends))
+    end = jnp.where(broken, BROKEN, jnp.where(stopped, STOPPED, jnp.where(ends, FULL, RUNNING))).astype(jnp.int32)
+    return RowReport(ids, count - broken, end, drafts, *logprobs)
 
 
 def _alone(
@@ -255,9 +259,9 @@ def _alone(
     drafts: Int[Array, "B K"],
     options: RowOptions,
     allowed: UInt32[Array, "B words"] | None = None,
-) -> Int[Array, "B"]:
-    """The ids that follow the drafts, if all of these are right: exactly what a step without drafts would draw.
-    ``allowed``: a mask of the ids that may follow; None: all."""
+) -> tuple[Int[Array, "B"], Bool[Array, "B"]]:
+    """The ids that follow the drafts, if all of these are right: exactly what a step without drafts would draw; and
+    whether their logits are finite. ``allowed``: a mask of the ids that may follow; None: all."""
     row, place = jnp.arange(logits.shape[0])[:, None], jnp.arange(drafts.shape[1])[None]
     ids = history.ids.at[row, history.count[:, None] + place].set(drafts, mode="drop")
     known = History(ids, history.count + drafts.shape[1], history.made + drafts.shape[1])
@@ -276,7 +280,9 @@ def _alone(
         seen = jnp.zeros(one.shape, bool).at[row, ids].max(real)
     counts = generated_counts(known.ids, known.count, known.made, asked.knobs, one.shape[1]) if steps.counts else None
     keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(asked.key), asked.sample)
-    return pick(one, seen, steps, asked.knobs, jax.vmap(jax.random.fold_in)(keys, known.made), counts)
+    chosen = pick(one, seen, steps, asked.knobs, jax.vmap(jax.random.fold_in)(keys, known.made), counts)
+    # A maximum is fused with the one of `argmax`; reading the logit of the chosen id takes 0.1 ms of 151,936 (XLA:CPU).
+    return chosen, jnp.isfinite(jnp.max(one, axis=-1))
 
 
 def _masked(one: Float[Array, "B V"], logits: Float[Array, "B V"], allowed: UInt32[Array, "B words"]) -> Array:

@@ -16,11 +16,13 @@ from nnxmoe.config.arguments import refuses_unknown
 from nnxmoe.config.validate import check_type, whole_number
 from nnxmoe.generation.complete import numbered, tokenizer_of
 from nnxmoe.generation.ids import Ids, refuse_ids, whole_ids
+from nnxmoe.generation.request import unusable_logits
 from nnxmoe.layers.chunks import in_chunks, joined
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.compiled import compiled
 from nnxmoe.model.inputs import bucket, warn_beyond_positions
 from nnxmoe.model.output import nothing
+from nnxmoe.runtime.progress import logger
 
 TOKENS = 4096  # of one pass: rows times their length, unless a single row is longer
 ROWS = (1, 8, TOKENS)  # of one pass at most: few sizes, since each is a program
@@ -67,7 +69,7 @@ def score(
     Texts are strings or token ids. A pair is a tuple or a list. A pair of strings is encoded as one text, and the
     continuation is what follows the ids that it shares with the context alone: a token that spans both is scored.
     ``tokenizer``: by default that of the checkpoint. ``top``: how many of the most likely ids to return per place.
-    Never more than a few logits are in memory. An iterator is
+    Never more than a few logits are in memory. A warning names texts whose log-probabilities are NaN. An iterator is
     read to its end first. Raises ValueError, for every text and before anything is computed, for texts without ids to
     score.
     """
@@ -103,6 +105,11 @@ def score(
         for row, i in enumerate(batch):
             ids, first = items[i]
             scores[i] = Score(ids[first:], *(each[row, first - 1 : len(ids) - 1] for each in found))
+    if broken := [number for number, one in enumerate(scores) if one is not None and math.isnan(one.total)]:
+        text = (
+            "the log-probabilities of %d of %d texts, of number %d first, are NaN, because logits are NaN or infinite: "
+        )
+        logger.warning(text + "%s", len(broken), len(scores), broken[0], unusable_logits(model))
     return [one for one in scores if one is not None]
 
 

@@ -5,6 +5,7 @@ import collections
 import concurrent.futures
 import dataclasses
 import logging
+import math
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -12,8 +13,9 @@ from typing import Any
 
 from nnxmoe.generation.complete import StoppedText
 from nnxmoe.generation.engine import Engine
-from nnxmoe.generation.request import Event, Finish, Prefix, Request, Wanted
+from nnxmoe.generation.request import Event, Finish, Prefix, Request, Wanted, unusable_logits
 from nnxmoe.generation.score import Score, score
+from nnxmoe.serve.settings import Refused
 
 logger = logging.getLogger("nnxmoe")
 
@@ -170,7 +172,11 @@ class EngineThread:
                 continue
             job, text = self._running[event.request]
             try:
-                pieces.append((job, self._piece(event, text)))
+                piece = self._piece(event, text)
+                broken = piece.finish == "error"
+                pieces.append((job, dataclasses.replace(piece, finish=None) if broken else piece))
+                if broken:
+                    pieces.append((job, self._broken()))
             except Exception as error:  # of a tokenizer: it must not end other requests
                 logger.exception("a request failed")
                 self._cancel([job])
@@ -190,13 +196,21 @@ class EngineThread:
 
     def _score(self, texts: Sequence[tuple[int, ...]], top: int) -> list[Score]:
         try:
-            return score(self.engine.model, texts, top=top)
+            scores = score(self.engine.model, texts, top=top)
         except ValueError:
             raise
         except BaseException as error:
             logger.exception("the engine failed")
             self.failure = error
             raise
+        if any(math.isnan(one.total) for one in scores):
+            raise self._broken()
+        return scores
+
+    def _broken(self) -> Refused:
+        """The error of a request whose logits have no meaning."""
+        why = "the model's logits are NaN or infinite after these ids, so there is no answer: "
+        return Refused(500, why + unusable_logits(self.engine.model))
 
     def _hand_out(self, pieces: Sequence[tuple[SampleJob, Sample | BaseException]]) -> None:
         try:

@@ -133,6 +133,8 @@ class Reply(Response):
             while not self._queue.empty():
                 pending.append(self._queue.get_nowait())
             for index, piece in pending:
+                if isinstance(piece, Refused):
+                    raise piece
                 if isinstance(piece, BaseException):
                     raise Refused(503, f"the server cannot go on: {public(piece)}") from piece
                 if piece.ids and not self._made:
