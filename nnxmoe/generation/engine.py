@@ -439,6 +439,6 @@ class Engine:
         """Log a warning, once per engine, about a request that logits without a meaning have ended."""
         if not self._warned:
             self._warned = True
-            text = "the logits after %d ids of a prompt and %d new ones are NaN or infinite, so no id can follow: the "
-            text += "request ends with finish='error', and so do others without a warning. %s"
+            text = "the logits after %d ids of a prompt and %d new ones are NaN or infinite, so that it ends with "
+            text += "finish='error' (further ones do so without a warning): %s"
             logger.warning(text, len(request.prompt), len(request.ids), unusable_logits(self.model))
