@@ -154,13 +154,10 @@ def complete(
     """
     check_type("model", model, CausalLM, "a model, such as that of nnxmoe.from_pretrained(path)")
     given = _several(prompts)
-    stops = _stop_strings(stop)
     seeds, vocab = _seeds(seed, len(given)), int(model.embed.table.shape[0])
     n = whole_number("n", n, 1)
     tokenizer = tokenizer_of(model) if tokenizer is None else tokenizer
-    if tokenizer is None and stops:
-        raise ValueError("stop strings need a tokenizer: pass tokenizer=")
-    stops, special = ((), ()) if tokenizer is None else split_stops(stops, tokenizer, vocab)
+    stops, special = _stops(stop, tokenizer, vocab)
     prompt_ids = numbered("prompt", given, lambda prompt: refuse_ids(encoded(prompt, tokenizer), vocab))
     wanted = Wanted(
         max_new_tokens,
@@ -183,10 +180,10 @@ def complete(
         process=options.get("process"),
         draft=options.get("draft"),
     )
-    each = [dataclasses.replace(wanted, seed=one) for one in seeds]
-    for prompt, one in zip(prompt_ids, each, strict=True):
-        engine.check(prompt, one)
-    return _in_order(engine, collections.deque(_jobs(prompt_ids, each, n)), tokenizer, stops)
+    jobs = collections.deque(_jobs(prompt_ids, [dataclasses.replace(wanted, seed=one) for one in seeds], n))
+    for _, ids, one, _ in jobs:
+        engine.check(ids, one)
+    return _in_order(engine, jobs, tokenizer, stops)
 
 
 def _constraint(options: MoreOptions, tokenizer: Any) -> Constraint | None:
@@ -209,13 +206,15 @@ def _seeds(seed: int | Sequence[int] | np.ndarray, count: int) -> list[int]:
     return seeds
 
 
-def _stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
-    """The stop strings as a tuple; None: there are none. Raises ValueError if one is empty."""
+def _stops(stop: str | Sequence[str] | None, tokenizer: Any, vocab: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """The results of `split_stops`; None: there are none. Raises ValueError if one is empty, or without a tokenizer."""
     several = isinstance(stop, Iterable) and not isinstance(stop, str | bytes | Mapping)
     texts: Any = () if stop is None else tuple(stop) if several else (stop,)
     if not all(isinstance(text, str) and text for text in texts):
         raise ValueError(f"stop={stop!r:.60}: give strings that are not empty")
-    return texts
+    if texts and tokenizer is None:
+        raise ValueError("stop strings need a tokenizer: pass tokenizer=")
+    return split_stops(texts, tokenizer, vocab) if texts else ((), ())
 
 
 def _capacity(model: CausalLM, tokens: int, slots: int) -> int:

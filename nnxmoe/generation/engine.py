@@ -53,6 +53,15 @@ class _Reading:
     shared: bool
 
 
+def _check_types(model: Any, limits: Any, **functions: Any) -> None:
+    """Raise ValueError for arguments of `Engine` that are not what they should be."""
+    check_type("model", model, CausalLM, "a model, such as that of nnxmoe.from_pretrained(path)")
+    check_type("limits", limits, Limits | None, "nnxmoe.Limits(…), or None")
+    for name, function in functions.items():
+        if function is not None:
+            check_object("Engine", name, function, "a function")
+
+
 class Engine:
     """Requests in, ids out, with ``slots`` rows of ``capacity`` tokens each, prompt and new ones together.
 
@@ -73,6 +82,8 @@ class Engine:
     cannot pay, and for dynamic rotary embeddings beyond the length of the training, which depend on the longest row.
     """
 
+    _warned = False  # about logits that are NaN or infinite
+
     def __init__(
         self,
         model: CausalLM,
@@ -86,11 +97,7 @@ class Engine:
         prefix_bytes: int = 0,
         grouping: Grouping | None = None,
     ):
-        check_type("model", model, CausalLM, "a model, such as that of nnxmoe.from_pretrained(path)")
-        check_type("limits", limits, Limits | None, "nnxmoe.Limits(…), or None")
-        for name, function in (("process", process), ("grouping", grouping)):
-            if function is not None:
-                check_object("Engine", name, function, "a function")
+        _check_types(model, limits, process=process, grouping=grouping)
         model, limits = passes.unrolled(model), limits or Limits()
         limits = dataclasses.replace(limits, stops=max(limits.stops, len(eos_ids(model, ...))))
         self.model, self.limits = model, limits
@@ -136,7 +143,6 @@ class Engine:
         self._keep = np.zeros(self.slots, bool)
         self._waiting: collections.deque[Request] = collections.deque()
         self._reading: _Reading | None = None
-        self._warned = False
         self._reports: collections.deque[tuple[RowReport, list[Request | None]]] = collections.deque()
 
     def _refuse_beyond_memory(self, kept: int) -> None:
