@@ -141,13 +141,18 @@ def _known_layers(theirs: list[Entry], known: set[Layers], stacked: bool) -> lis
     return made
 
 
+_PARTNERS = {"k": "v", "v": "k", "q": "k kv", "o": "q v"}
+
+
 def _read_keys(theirs: list[Entry]) -> None:
-    """Keys and values are named alike: Grok's ``linear_v`` without a ``linear_k`` is a feed-forward's."""
+    """Projections of attention are named alike: Grok's ``linear_v`` without a ``linear_k`` is a feed-forward's."""
     stems = {entry.words.stem for entry in theirs}
     for entry in theirs:
-        for one, other in (("k", "v"), ("v", "k")):
-            partner = tuple(sorted(other if word == one else word for word in entry.words.stem[:-2]))
-            if entry.words.roles == {one} and (*partner, *entry.words.stem[-2:]) not in stems:
+        words, kinds = entry.words.stem[:-2], entry.words.stem[-2:]
+        for role, partners in _PARTNERS.items():
+            named = {(*sorted(p if word == role else word for word in words), *kinds) for p in partners.split()}
+            known = entry.words.aspects[2] or (role == "o" and entry.words.aspects[0])  # a factor, or attention/o
+            if entry.words.roles == {role} and role in words and not known and not named & stems:
                 entry.words = dataclasses.replace(entry.words, roles=frozenset())
 
 

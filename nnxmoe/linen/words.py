@@ -88,7 +88,7 @@ def read(name: str, ours: bool = False) -> Words:
     can_be_norm = leaf in ("", "weight", "weights", "w", "scale", "gamma", "bias", "b", "beta") and not ours
     norm = True if "norm" in words else None if can_be_norm else False
     if norm or (can_be_norm and leaf in ("scale", "gamma")):
-        roles, aspects = _norm_roles(words, sides), ("", "", "")
+        roles, aspects = _norm_roles(words, inner[-1]), ("", "", "")
         if ours:
             role = _OURS.get(name.split("/")[-2] if name.count("/") else "")
             roles = frozenset({role}) if role and (role == "final") == (name == "norm/scale") else roles
@@ -130,9 +130,14 @@ def _roles(parts: list[list[str]], side: str) -> Roles:
     return frozenset()
 
 
-def _norm_roles(words: list[str], sides: set[str]) -> Roles:
+def _norm_roles(words: list[str], module: list[str]) -> Roles:
+    """The norms of a layer that a name allows; ``module``: its last component. An attention may have several norms, a
+    feed-forward has none of its own."""
     projections = [_ROLES[word] for word in words if word in ("q", "k", "v", "kv", "embed")]
-    positions = {word for word in words if word in _POSITIONS}
+    positions = {word for word in module if word in _POSITIONS}
+    sides = {_SIDES[word] for word in module if word in _SIDES}
+    if not sides and "norm" in module and {_SIDES[word] for word in words if word in _SIDES} == {"mlp"}:
+        sides = {"mlp"}
     if projections or len(positions) > 1 or len(sides) > 1:
         return projections[-1] if projections else frozenset()
     return frozenset(_NORMS.get((next(iter(positions), ""), next(iter(sides), "")), ()))
