@@ -76,7 +76,8 @@ def parameter(
     keeps_dtype: bool = False,
     **kw: Unpack[ParamOptions],
 ) -> nnx.Variable:
-    """A parameter labelled with its logical axes; ``rngs`` None: a ShapeDtypeStruct instead of a value.
+    """A parameter labelled with its logical axes, as ``out_sharding``, which Flax reads too; ``rngs`` None: a
+    ShapeDtypeStruct instead of a value.
 
     ``inputs``: how many of the last dimensions a linear map contracts; None for other parameters. ``keeps_dtype``: it
     has this dtype whatever the model's is.
@@ -85,7 +86,7 @@ def parameter(
     assert len(shape) == len(axes), (shape, axes)
     dtype, rngs = kw["dtype"], kw["rngs"]
     value = jax.ShapeDtypeStruct(shape, dtype) if rngs is None else init(rngs.params(), shape, dtype)
-    return kind(value, axes=axes, inputs=inputs, keeps_dtype=keeps_dtype, eager_sharding=False)
+    return kind(value, out_sharding=axes, inputs=inputs, keeps_dtype=keeps_dtype, eager_sharding=False)
 
 
 def keeps_dtype(variable: nnx.Variable) -> bool:
@@ -252,7 +253,7 @@ def axes_of(variable: nnx.Variable) -> tuple[str | None, ...]:
 
     Inside a scan over layers, where values have no layer dimension, its axis is omitted.
     """
-    axes, rank = variable.get_metadata().get("axes"), len(variable.shape)
+    axes, rank = variable.get_metadata().get("out_sharding"), len(variable.shape)
     return (None,) * rank if axes is None else tuple(axes[len(axes) - rank :])
 
 

@@ -544,7 +544,7 @@ def test_adapters_on_the_command_line(
     """--adapter merges one into the model; a folder with nothing but an adapter names its base model."""
     model = nnxmoe.from_pretrained(MIXTRAL)
     lora.add(model, 2, rngs=nnx.Rngs(0))
-    for path, variable in nnx.to_flat_state(nnx.state(model, lora.LoRAParam)):
+    for path, variable in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)):
         variable.set_value(variable.get_value() + 0.3 if path[-1] == "b" else variable.get_value())
     lora.save(model, tmp_path / "adapter")
     tokenizer, line = nnxmoe.Tokenizer.from_pretrained(MIXTRAL), ["The quick", "--max-new-tokens", "6"]

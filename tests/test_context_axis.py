@@ -36,7 +36,6 @@ from nnxmoe.layers.attend import Mask, Scores
 from nnxmoe.layers.cache import Slots
 from nnxmoe.layers.delta import passed_on
 from nnxmoe.layers.delta_rule import DeltaInputs, in_chunks
-from nnxmoe.layers.lora import LoRAParam
 from nnxmoe.layers.over_context import Pieces
 from nnxmoe.models import config_from_hf, model_class
 from nnxmoe.moe.balance import sequence_loss
@@ -159,7 +158,7 @@ def trained(kind: str, strategy: Strategy, lora: bool, packed: bool) -> Any:
         train.lora.add(model, rank=2, rngs=nnx.Rngs(1))
     options: dict[str, Any] = {"balance": 0.02, "balance_loss": sequence_loss} if made.experts else {}
     objective = train.Objective(head=ChunkedLoss(8 * 64), **options)
-    step = Step(model, optax.sgd(0.3), objective, trainable=LoRAParam if lora else nnx.Param)
+    step = Step(model, optax.sgd(0.3), objective, trainable=nnx.LoRAParam if lora else nnx.Param)
     state, found = step.init(), []
     for _ in range(2):
         state, report = step.run(state, put_batch(batch(packed), step))

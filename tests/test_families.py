@@ -527,7 +527,7 @@ def routed(model: Any) -> Iterator[MoE]:
 
 def norm_after_rotation(model: Any) -> None:
     for x in (x for x in attentions(model) if hasattr(x, "qk_norm")):
-        norm, turn, heads = x.qk_norm, x.rotate, x.q.kernel.outs[0]
+        norm, turn, heads = x.qk_norm, x.rotate, x.q.outs[0]
         x.qk_norm = None
         x.rotate = lambda a, r, n=norm, t=turn, h=heads: (n.q if a.shape[2] == h else n.k)(t(a, r))
 
@@ -535,7 +535,7 @@ def norm_after_rotation(model: Any) -> None:
 def whole_instead_of_per_head(model: Any) -> None:
     for x in attentions(model):
         for name, part in (("q", x.q), ("k", x.k)):
-            one, (heads, width) = getattr(x.qk_norm, name), part.kernel.outs
+            one, (heads, width) = getattr(x.qk_norm, name), part.outs
             wide = WholeNorm(heads * width, one.eps, dtype=jnp.dtype("float32"), rngs=nnx.Rngs(0))
             wide.scale.set_value(jnp.tile(one.scale[...], heads))
             setattr(x.qk_norm, name, wide)
@@ -544,7 +544,7 @@ def whole_instead_of_per_head(model: Any) -> None:
 def per_head_instead_of_whole(model: Any) -> None:
     for x in attentions(model):
         for name, part in (("q", x.q), ("k", x.k)):
-            setattr(x.qk_norm, name, _in_parts(getattr(x.qk_norm, name), part.kernel.outs[0]))
+            setattr(x.qk_norm, name, _in_parts(getattr(x.qk_norm, name), part.outs[0]))
 
 
 def norm_per_shard(model: Any) -> None:

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import nnxmoe
-from nnxmoe.layers.kernel import DenseKernel, Kernel, KernelParam, as_kernel
+from nnxmoe.layers.kernel import DenseKernel, Kernel, ParamWeight, as_kernel, is_kernel
 from nnxmoe.train import lora
 from tests.support.arrays import max_error
 from tests.support.running import PART_TOLERANCE
@@ -36,16 +36,18 @@ class CodesKernel(Kernel):
 
 
 class Codes(nnx.Module):
-    def __init__(self, param: KernelParam):
+    def __init__(self, variable: nnx.Param):
+        param = ParamWeight(variable)
         lead, self.ins, self.outs = param.lead, param.ins, param.outs
-        axes = param.get_metadata()["axes"]
+        axes = variable.get_metadata()["out_sharding"]
         last, first = axes[len(lead)], axes[len(lead) + len(self.outs)]
         whole = np.swapaxes(np.asarray(param.read().dense()), -1, -2)
         scale = np.abs(whole).max(-1) / 127
         values = {"codes": (np.round(whole / scale[..., None]).astype(np.int8), (*axes[: len(lead)], last, first))}
         values["scale"] = (scale, (*axes[: len(lead)], last))
         for name, (value, labels) in values.items():
-            setattr(self, name, nnx.Variable(jnp.asarray(value), axes=labels, inputs=None, eager_sharding=False))
+            options = {"out_sharding": labels, "inputs": None, "eager_sharding": False}
+            setattr(self, name, nnx.Variable(jnp.asarray(value), **options))
 
     @property
     def lead(self) -> tuple[int, ...]:
@@ -59,7 +61,7 @@ def quantise(model: nnx.Module) -> None:
     """Replace every kernel of a model by int8 codes."""
     for _, module in list(nnx.iter_graph(model)):
         for name, value in list(vars(module).items()) if isinstance(module, nnx.Module) else []:
-            if type(value) is KernelParam:
+            if type(value) is nnx.Param and is_kernel(value):
                 setattr(module, name, nnx.data(Codes(value)))
 
 
@@ -100,7 +102,7 @@ def test_custom_storage_format_works_in_every_family(kind: str, way: str) -> Non
     plain = np.asarray(model(tokens).logits)
     quantise(model)
     dequantise(twin, model)
-    assert not nnx.to_flat_state(nnx.state(model, KernelParam))
+    assert not any(is_kernel(variable) for _, variable in nnx.iter_graph(model))
     got = model(tokens).logits
     assert max_error(got, twin(tokens).logits) < 1e-4 < max_error(got, plain)
 
@@ -111,7 +113,7 @@ def test_adapters_on_a_custom_storage_format() -> None:
     model = build_tiny("mixtral", STRATEGIES["sorted-blocked"], num_hidden_layers=2)
     lora.add(model, 4, rngs=nnx.Rngs(0))
     quantise(model)
-    graph, adapters, rest = nnx.split(model, lora.LoRAParam, ...)
+    graph, adapters, rest = nnx.split(model, nnx.LoRAParam, ...)
     tokens = random_tokens(2, 12)
     grads = jax.grad(lambda a: jnp.mean(jnp.sin(nnx.merge(graph, a, rest)(tokens).logits)))(adapters)
     moved = {path[-1] for path, grad in nnx.to_flat_state(grads) if float(jnp.abs(grad[...]).max()) > 0}

@@ -172,7 +172,7 @@ def test_adapters_equal_kernels_plus_scaled_a_b(kind: str) -> None:
 @pytest.mark.slow
 def test_only_adapters_have_gradients() -> None:
     """Every adapter array gets a non-zero gradient."""
-    graph, adapters, rest = nnx.split(ready("mixtral"), lora.LoRAParam, ...)
+    graph, adapters, rest = nnx.split(ready("mixtral"), nnx.LoRAParam, ...)
 
     def loss(adapters: Any) -> Any:
         return jnp.mean(jnp.sin(nnx.merge(graph, adapters, rest)(TOKENS).logits))
@@ -180,9 +180,9 @@ def test_only_adapters_have_gradients() -> None:
     grads = nnx.to_flat_state(jax.jit(jax.grad(loss))(adapters))
     assert len(grads) == 2 * len(adapted(ready("mixtral")))
     for path, grad in grads:
-        assert path[-1] in "ab" and isinstance(grad, lora.LoRAParam)
+        assert path[-1] in "ab" and isinstance(grad, nnx.LoRAParam)
         assert float(jnp.abs(grad.get_value()).max()) > 0, path
-    assert not any(isinstance(v, lora.LoRAParam) for _, v in nnx.to_flat_state(rest))
+    assert not any(isinstance(v, nnx.LoRAParam) for _, v in nnx.to_flat_state(rest))
 
 
 @pytest.mark.parametrize(("way", "scan"), [("dense", False), ("sorted", False), ("capacity", True)])
@@ -800,7 +800,7 @@ def on_mesh(way: str, mesh: str | None, scan: bool) -> tuple[list[np.ndarray], l
     model = build(fields, tiny_weights(fields), strategy, mesh=where)
     lora.add(model, 4, alpha=6, targets=EVERYTHING["mixtral"], rngs=nnx.Rngs(0))
     fresh = [np.asarray(slot.adapter.a.get_value()) for slot in adapted(model)]
-    graph, adapters, rest = nnx.split(fill(model), lora.LoRAParam, ...)
+    graph, adapters, rest = nnx.split(fill(model), nnx.LoRAParam, ...)
 
     def loss(adapters: Any, rest: Any) -> Any:
         out = nnx.merge(graph, adapters, rest)(ROWS).logits

@@ -409,7 +409,7 @@ def test_changed_models_are_split_again() -> None:
 
     def lora_with_values(model: Any) -> None:
         lora.add(model, 2, rngs=nnx.Rngs(0))
-        nnx.update(model, jax.tree.map(lambda a: a + 0.3, nnx.state(model, lora.LoRAParam)))
+        nnx.update(model, jax.tree.map(lambda a: a + 0.3, nnx.state(model, nnx.LoRAParam)))
 
     layers = model.stacks[0].layers
     changes: list[Callable[[], Any]] = [

@@ -16,7 +16,7 @@ import nnxmoe
 from nnxmoe import Aligned, Blocked, Capacity, Dense, Masked, RaggedDot, Sorted
 from nnxmoe.layers import kernel as kernels
 from nnxmoe.layers.context import Context
-from nnxmoe.layers.lora import LoRA, LoRAParam
+from nnxmoe.layers.lora import LoRA
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.moe import experts as experts_module
 from nnxmoe.moe.block import MoE
@@ -158,8 +158,8 @@ def test_router_products_have_full_precision() -> None:
     """TPUs and NVIDIA GPUs round float32 operands by default; the tests' global precision is disabled here."""
     router = Router(6, 4, SoftmaxTopK(2), bias=False, dtype=jnp.dtype(jnp.float32), rngs=nnx.Rngs(0))
     labels = {"inputs": 1, "eager_sharding": False}
-    a = LoRAParam(jnp.ones((2, 6)), axes=("rank", "embed"), **labels)
-    router.lora = nnx.data(LoRA(a, LoRAParam(jnp.ones((4, 2)), axes=("router", "rank"), **labels), 1.0))
+    a = nnx.LoRAParam(jnp.ones((2, 6)), out_sharding=("rank", "embed"), **labels)
+    router.lora = nnx.data(LoRA(a, nnx.LoRAParam(jnp.ones((4, 2)), out_sharding=("router", "rank"), **labels), 1.0))
     graph, state = nnx.split(router)
     rows, order = permute(jnp.ones((3, 6)), jnp.zeros((3, 2), jnp.int32), 6, 1)
 

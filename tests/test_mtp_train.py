@@ -15,7 +15,6 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 import nnxmoe
-from nnxmoe.layers.lora import LoRAParam
 from nnxmoe.models import DeepSeekV3
 from nnxmoe.train import lora
 from nnxmoe.train.loop.fit import fit
@@ -257,9 +256,8 @@ def test_adapters_reach_prediction_layers(tmp_path: Path) -> None:
     lora.add(model, 2, targets=["mtp", "attention", "experts"], rngs=nnx.Rngs(0))
     places = {slot.place for slot in adapted(model) if slot.path[0] == "mtp"}
     assert {"mtp.0.project.lora", "mtp.1.layer.attention.kv_a.lora"} < places
-    assert {name for name in Step(model, optax.sgd(0.1), OBJECTIVE, trainable=LoRAParam).names if "mtp" in name} == {
-        f"{place}.{which}" for place in places for which in "ab"
-    }
+    names = Step(model, optax.sgd(0.1), OBJECTIVE, trainable=nnx.LoRAParam).names
+    assert {name for name in names if "mtp" in name} == {f"{place}.{which}" for place in places for which in "ab"}
     lora.save(model, tmp_path / "adapter")
     stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert "base_model.model.model.layers.2.eh_proj.lora_A.weight" in stored

@@ -255,7 +255,7 @@ def adapted() -> tuple[float, set[str]]:
         fitted = train.fit(model, data, optimizer=optax.sgd(RATE), steps=3, accumulate=parts)
         found.append((values(fitted.model), fitted.model))
     error = max(float(np.abs(found[0][0][name] - array).max()) for name, array in found[1][0].items())
-    first = {v.get_metadata()["axes"][0] for _, v in nnx.to_flat_state(nnx.state(found[0][1].stacks))}
+    first = {v.get_metadata()["out_sharding"][0] for _, v in nnx.to_flat_state(nnx.state(found[0][1].stacks))}
     return error, first
 
 

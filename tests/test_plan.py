@@ -676,7 +676,7 @@ def test_adapters_and_codes_are_those_of_a_model() -> None:
     for config, split in ((mixtral, False), (mixtral, True), (config_from_hf(TINY["llama"]), False)):
         model = model_class(config)(config, nnxmoe.Strategy(stacking=nnxmoe.Scanned()), rngs=nnx.Rngs(0))
         lora.add(model, rank=lora.split_ranks(model, 4) if split else 4, rngs=nnx.Rngs(1))
-        count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(model, lora.LoRAParam)))
+        count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(model, nnx.LoRAParam)))
         work = Work(4, 64, lora=4, split_rank=split)
         assert adapters(PlannedStep.of(config, mesh, work)) == count
     options: dict[str, Any] = {"batch": 8, "seq": 512, "on": "h100", "advise": False}

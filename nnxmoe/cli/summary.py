@@ -27,6 +27,7 @@ from nnxmoe.convert.hf.quantize import keep
 from nnxmoe.convert.hf.scheme import Scheme
 from nnxmoe.convert.hf.side_files import generation_fields, parse_config
 from nnxmoe.convert.hf.source import stored
+from nnxmoe.layers.kernel import as_weight
 from nnxmoe.layers.quantized import QuantizedArray
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.strategy import Strategy
@@ -177,7 +178,7 @@ def _buffer(model: CausalLM, config: DecoderConfig) -> int:
     for place in places(model):
         if place.head:  # which computes the last token only
             continue
-        kernel, layer = place.weight, place.path[:4]
+        kernel, layer = as_weight(place.weight), place.path[:4]
         count = math.prod(kernel.outs) + math.prod(kernel.ins) * (place.experts or ".attention." not in place.key)
         (attention if ".attention." in place.key else feed_forward)[layer] += count * (
             config.experts_per_token if place.experts else 1

@@ -15,7 +15,7 @@ from nnxmoe.config.validate import whole_number
 from nnxmoe.generation.draft import Modelled, MTPDraft, PromptLookup, mtp_modules
 from nnxmoe.generation.passes import Room, cache_bytes
 from nnxmoe.generation.rows import Draft
-from nnxmoe.layers.kernel import KernelParam
+from nnxmoe.layers.kernel import as_weight, is_kernel
 from nnxmoe.layers.lora import Kept
 from nnxmoe.layers.quantized import QuantizedWeight
 from nnxmoe.model.causal_lm import CausalLM
@@ -147,7 +147,8 @@ def _bytes(module: nnx.Module) -> int:
 
 def _operations(module: nnx.Module) -> float:
     """Operations of the linear maps per token, with every expert counted."""
-    maps = [part for _, part in nnx.iter_graph(module) if isinstance(part, KernelParam | QuantizedWeight)]
+    parts = [part for _, part in nnx.iter_graph(module) if isinstance(part, QuantizedWeight) or is_kernel(part)]
+    maps = map(as_weight, parts)
     return 2.0 * sum(math.prod((*one.lead, *one.ins, *one.outs)) for one in maps)
 
 

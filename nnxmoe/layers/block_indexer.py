@@ -152,12 +152,12 @@ class IndexedGQA(GQA):
         attend = self.attend
         if near.shape[1] > self.topk:
             chosen = self.indexer.choose(context.asked(x), near, mask=mask, context=context)
-            attend = HeadsApart(ChosenAttend(chosen, attend), self.indexer.q.kernel.outs[0])
+            attend = HeadsApart(ChosenAttend(chosen, attend), self.indexer.q.outs[0])
         return cache, k, v, mask, attend
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, spare: int = 0) -> TokenCache:
         """A slot per token, for its keys and values, and the indexer's key."""
-        cache, width = super().empty_cache(batch, capacity, dtype, spare), self.indexer.k.kernel.outs[0]
+        cache, width = super().empty_cache(batch, capacity, dtype, spare), self.indexer.k.outs[0]
         return dataclasses.replace(cache, buffers=(*cache.buffers, jnp.zeros((batch, capacity, width), dtype)))
 
 

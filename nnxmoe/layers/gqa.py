@@ -166,7 +166,7 @@ class GQA(nnx.Module):
         self, x: Float[Array, "B T D"], context: Context, cache: Any
     ) -> tuple[Float[Array, "B asked D"], Any, tuple[Array, Array, Any]]:
         """Output, cache, and the keys, values and mask of the tokens that were attended to."""
-        q, beside = jnp.split(self.q(context.asked(x)), (self.k.kernel.outs[1],), axis=-1)
+        q, beside = jnp.split(self.q(context.asked(x)), (self.k.outs[1],), axis=-1)
         k, v = self.keys_and_values(x)
         q, k = (q, k) if self.qk_norm is None else self.qk_norm(q, k)
         q = jnp.swapaxes(self.placed(q, context=context), 1, 2)
@@ -199,7 +199,7 @@ class GQA(nnx.Module):
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, spare: int = 0) -> TokenCache:
         """A ring of the window's size and ``spare`` slots more if there is a window, else one slot per token."""
-        kv_heads, widths = self.k.kernel.outs[0], (self.k.kernel.outs[1], self.o.kernel.ins[1])
+        kv_heads, widths = self.k.outs[0], (self.k.outs[1], self.o.ins[1])
         slots = capacity if self.window is None else min(self.window + spare, capacity)
         k, v = (jnp.zeros((batch, kv_heads, slots, width), dtype) for width in widths)
         return TokenCache((k, v), ring=self.window is not None, spare=spare)

@@ -64,7 +64,7 @@ class Indexer(nnx.Module):
     @property
     def key_width(self) -> int:
         """Numbers per token in the cache."""
-        return self.k.kernel.outs[0]
+        return self.k.outs[0]
 
     def keys(self, x: Float[Array, "B T D"], context: Context) -> Float[Array, "B T H"]:
         """Compute one key per token."""

@@ -1,9 +1,9 @@
 """Kernels: the weights of linear maps. The rest of the package multiplies with them and never reads their arrays.
 
-A *storage form* is what a module holds as its ``kernel``: `KernelParam`, one float array that is trained, is the only
-one here. Its ``read()`` returns a `Kernel`, the value that products take. Another form (quantised weights) is another
-file with two classes: an ``nnx.Variable`` or ``nnx.Module`` with ``ins``, ``outs`` and ``read()``, whose arrays carry
-logical axes as every parameter does, and a subclass of `Kernel` with at least ``dense``.
+A *storage form* is what a module holds as its ``kernel``: an ``nnx.Param``, one float array that is trained, or an
+``nnx.Module`` with ``ins``, ``outs`` and ``read()``, whose arrays carry logical axes as every parameter does, such as
+quantised weights. `as_weight` gives both the same attributes: a parameter those of `ParamWeight`. ``read()`` returns a
+`Kernel`, the value that products take: here `DenseKernel`, for another form a subclass with at least ``dense``.
 """
 
 import dataclasses
@@ -161,24 +161,39 @@ def as_kernel(kernel: Kernel | Float[Array, "*E I O"]) -> Kernel:
     return kernel if isinstance(kernel, Kernel) else DenseKernel(kernel, ins_first=True)
 
 
-class KernelParam(nnx.Param):
+def is_kernel(variable: Any) -> bool:
+    """Whether this is a parameter made by `kernel_param`: the weight of a linear map in one array."""
+    return isinstance(variable, nnx.Param) and variable.get_metadata().get("inputs") is not None
+
+
+def as_weight(kernel: Any) -> Any:
+    """What a module holds as a kernel, with ``ins``, ``outs``, ``lead``, ``logical_axes`` and ``read()``: a
+    `ParamWeight` of a parameter; other storage forms as they are."""
+    return ParamWeight(kernel) if isinstance(kernel, nnx.Variable) else kernel
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamWeight:
     """The trained weight of a linear map in one array ``[*lead, *outs, *ins]``; ``lead`` counts layers and experts.
 
-    Made by `kernel_param`. Input and output features may have several dimensions, such as heads; ``read`` flattens
-    each to one. Outputs come first as in Hugging Face's files, so that loading transposes nothing and CPUs multiply few
-    rows faster. XLA's dots on GPUs and TPUs take either order; of tokamax's grouped kernels, the one for Hopper is
-    optimised for this order, the one for TPUs takes the other. After ``turn``, as in Linen, the array is
-    ``[*lead, *ins, *outs]``.
+    ``variable``: an ``nnx.Param`` of `kernel_param`, or an ``nnx.LoRAParam``: subclasses would have no place in the
+    collection ``params`` of Flax's bridge to Linen. Input and output features may have several dimensions, such as
+    heads; ``read`` flattens each to one. Outputs come first as in Hugging Face's files, so that loading transposes
+    nothing and CPUs multiply few rows faster. XLA's dots on GPUs and TPUs take either order; of tokamax's grouped
+    kernels, the one for Hopper is optimised for this order, the one for TPUs takes the other. After ``turn``, as in
+    Linen, the array is ``[*lead, *ins, *outs]``.
     """
+
+    variable: nnx.Variable
 
     @property
     def ins_first(self) -> bool:
         """Whether the input dimensions come before those of the outputs."""
-        return self.get_metadata().get("ins_first", False)
+        return self.variable.get_metadata().get("ins_first", False)
 
     def split(self, dimensions: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
         """A description of the dimensions, such as the shape or the logical axes, as (lead, ins, outs)."""
-        first, inputs = sum(axis in LEAD for axis in axes_of(self)), self.get_metadata()["inputs"]
+        first, inputs = sum(axis in LEAD for axis in axes_of(self.variable)), self.variable.get_metadata()["inputs"]
         end = first + inputs if self.ins_first else len(dimensions) - inputs
         parts = tuple(dimensions[:first]), tuple(dimensions[first:end]), tuple(dimensions[end:])
         return parts if self.ins_first else (parts[0], parts[2], parts[1])
@@ -186,37 +201,38 @@ class KernelParam(nnx.Param):
     @property
     def logical_axes(self) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
         """Logical axes as (layers and experts, inputs, outputs)."""
-        return self.split(axes_of(self))
+        return self.split(axes_of(self.variable))
 
     @property
     def lead(self) -> tuple[int, ...]:
         """Sizes of the leading layer and expert dimensions; within a scan over layers, without the layers."""
-        return self.split(self.shape)[0]
+        return self.split(self.variable.shape)[0]
 
     @property
     def ins(self) -> tuple[int, ...]:
-        return self.split(self.shape)[1]
+        return self.split(self.variable.shape)[1]
 
     @property
     def outs(self) -> tuple[int, ...]:
-        return self.split(self.shape)[2]
+        return self.split(self.variable.shape)[2]
 
     def read(self) -> DenseKernel:
         """The kernel ``[*lead, prod(ins), prod(outs)]``, for products."""
-        lead, ins, outs = self.split(self.shape)
+        lead, ins, outs = self.split(self.variable.shape)
         sizes = math.prod(ins), math.prod(outs)
-        return DenseKernel(self[...].reshape(*lead, *(sizes if self.ins_first else sizes[::-1])), self.ins_first)
+        shape = *lead, *(sizes if self.ins_first else sizes[::-1])
+        return DenseKernel(self.variable[...].reshape(shape), self.ins_first)
 
     def turn(self) -> None:
         """Put the inputs first, in place."""
-        value, order = self.get_value(), flax_order(self, range(self.ndim))
+        value, order = self.variable.get_value(), flax_order(self.variable, range(self.variable.ndim))
         if isinstance(value, jax.ShapeDtypeStruct):
-            value = jax.ShapeDtypeStruct(flax_order(self, value.shape), value.dtype)
+            value = jax.ShapeDtypeStruct(flax_order(self.variable, value.shape), value.dtype)
         else:
             value = jnp.transpose(value, order)
-        axes = flax_order(self, axes_of(self))
-        self.set_value(value)
-        self.set_metadata(axes=axes, ins_first=True)
+        axes = flax_order(self.variable, axes_of(self.variable))
+        self.variable.set_value(value)
+        self.variable.set_metadata(out_sharding=axes, ins_first=True)
 
 
 def flax_order(variable: nnx.Variable, dimensions: Sequence[Any]) -> tuple[Any, ...]:
@@ -244,11 +260,11 @@ def kernel_param(
     gain: float = 1.0,
     dtype: jnp.dtype,
     rngs: nnx.Rngs | None,
-    kind: type[KernelParam] = KernelParam,
-) -> KernelParam:
+    kind: type[nnx.Param] = nnx.Param,
+) -> nnx.Param:
     """A kernel with the logical ``axes`` of the dimensions ``(*lead, *ins, *outs)``; ``rngs`` None: a shape only."""
     first, end = len(lead), len(lead) + len(ins)
     shape, names = (*lead, *outs, *ins), (*axes[:first], *axes[end:], *axes[first:end])
     made = parameter(shape, names, fan_in(ins, gain), dtype=dtype, rngs=rngs, kind=kind, inputs=len(ins))
-    assert isinstance(made, KernelParam)
+    assert isinstance(made, nnx.Param)
     return made

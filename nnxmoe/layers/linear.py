@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from nnxmoe.axes import ParamOptions, parameter
-from nnxmoe.layers.kernel import Adapter, Kernel, kernel_param, with_adapter
+from nnxmoe.layers.kernel import Adapter, Kernel, as_weight, kernel_param, with_adapter
 
 
 class Linear(nnx.Module):
@@ -42,10 +42,20 @@ class Linear(nnx.Module):
 
     def weight(self) -> Kernel:
         """The kernel ``[I, O]``, inputs and outputs flattened, with its adapter if there is one."""
-        return with_adapter(self.kernel.read(), self.lora)
+        return with_adapter(as_weight(self.kernel).read(), self.lora)
+
+    @property
+    def ins(self) -> tuple[int, ...]:
+        """Sizes of the input dimensions."""
+        return as_weight(self.kernel).ins
+
+    @property
+    def outs(self) -> tuple[int, ...]:
+        """Sizes of the output dimensions."""
+        return as_weight(self.kernel).outs
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        ins, outs = self.kernel.ins, self.kernel.outs
+        ins, outs = self.ins, self.outs
         lead = x.shape[: x.ndim - len(ins)]
         y = self.weight()(x.reshape(*lead, math.prod(ins)))
         y = y if self.bias is None else y + jnp.broadcast_to(self.bias[...].astype(y.dtype), y.shape)

@@ -9,13 +9,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from nnxmoe.layers.kernel import DenseKernel, Kernel, KernelParam, Product
+from nnxmoe.layers.kernel import DenseKernel, Kernel, ParamWeight, Product
 
 Layers = tuple[tuple[int, tuple[int, float]], ...]
-
-
-class LoRAParam(KernelParam):
-    """A parameter of an adapter, trained while the rest of the model is frozen."""
 
 
 class Kept(nnx.Variable):
@@ -25,12 +21,13 @@ class Kept(nnx.Variable):
 class LoRA(nnx.Module):
     """The adapter of a kernel ``[*lead, *outs, *ins]``: ``a [*lead, rank, *ins]``, ``b [*lead, *outs, rank]``.
 
-    If several maps share one adapter, such as the experts' gate and up, ``b`` is ``[*lead, maps, *outs, rank]``.
+    Both are Flax's ``nnx.LoRAParam``, trained while the rest of the model is frozen. If several maps share one adapter,
+    such as the experts' gate and up, ``b`` is ``[*lead, maps, *outs, rank]``.
     ``layers``: pairs of a layer and its own (rank, alpha), for stacked layers that differ; None: all are equal. Layers
     without a pair have no adapter. What a layer lacks is zero in ``a`` and ``b``, which gets no gradient.
     """
 
-    def __init__(self, a: KernelParam, b: KernelParam, alpha: float, layers: Layers | None = None):
+    def __init__(self, a: nnx.Param, b: nnx.Param, alpha: float, layers: Layers | None = None):
         self.a = a
         self.b = b
         self.alpha = alpha
@@ -43,7 +40,7 @@ class LoRA(nnx.Module):
     @property
     def rank(self) -> int:
         """The width of the bottleneck."""
-        return self.a.outs[0]
+        return ParamWeight(self.a).outs[0]
 
     @property
     def scale(self) -> float:
@@ -55,12 +52,12 @@ class LoRA(nnx.Module):
 
         ``b`` is indexed before the product: slicing a sharded output would move data between devices.
         """
-        low, b = product(x, self.a.read()), self.b[...]
+        low, b = product(x, ParamWeight(self.a).read()), self.b[...]
         return [product(low, DenseKernel(b[..., i, :, :])) * self.scale for i in range(b.shape[-3])]
 
     def on(self, kernel: Kernel) -> "AdaptedKernel":
         """The kernel with this adapter."""
-        return AdaptedKernel(kernel, self.a.read(), self.b.read(), self.scale)
+        return AdaptedKernel(kernel, ParamWeight(self.a).read(), ParamWeight(self.b).read(), self.scale)
 
     def looked_up(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """Rows that the adapter of an embedding, ``a [rank, V]`` and ``b [D, rank]``, adds to those of the table, in
@@ -70,7 +67,7 @@ class LoRA(nnx.Module):
 
     def delta(self) -> Float[Array, "*lead I O"]:
         """The matrix that the adapter adds to its kernel, in float32, with inputs and outputs flattened."""
-        return _delta(self.a.read(), self.b.read(), self.scale)
+        return _delta(ParamWeight(self.a).read(), ParamWeight(self.b).read(), self.scale)
 
 
 def _delta(a: DenseKernel, b: DenseKernel, scale: float) -> Float[Array, "*lead I O"]:

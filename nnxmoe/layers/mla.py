@@ -224,4 +224,4 @@ class MLA(nnx.Module):
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, spare: int = 0) -> TokenCache:
         """A slot per token, for its latent and its rotated key."""
-        return TokenCache(jnp.zeros((batch, capacity, self.kv_a.kernel.outs[0]), dtype))
+        return TokenCache(jnp.zeros((batch, capacity, self.kv_a.outs[0]), dtype))

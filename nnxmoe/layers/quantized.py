@@ -121,7 +121,7 @@ class QuantizedArray(nnx.Variable):
 
 
 class QuantizedWeight(nnx.Module):
-    """The variables of a `QuantizedKernel` in a model, in place of a `KernelParam`, with leading dimensions of layers
+    """The variables of a `QuantizedKernel` in a model, in place of a parameter, with leading dimensions of layers
     and experts. Inputs and outputs are flattened; ``ins``, ``outs``, ``in_axes`` and ``out_axes``: their sizes and
     logical axes before.
     """

@@ -67,7 +67,7 @@ class ReusedKeys(nnx.Module):
 
     def scored(self, seen: float) -> list[tuple[int, float]]:
         """Multiplications per query and key, and the keys of a query."""
-        heads, width = self.q.kernel.outs
+        heads, width = self.q.outs
         return [(2 * heads * width, min(self.window or seen, seen))]
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, spare: int = 0) -> tuple[()]:

@@ -147,9 +147,9 @@ class SharedKV(nnx.Module):
 
     def _grouped(self, y: Float[Array, "B asked N H"]) -> Float[Array, "B asked groups rank"]:
         """The first half of the output projection, a product for each group of heads."""
-        batch, count, groups = *y.shape[:2], self.o_a.kernel.outs[0]
+        batch, count, groups = *y.shape[:2], self.o_a.outs[0]
         rows = jnp.moveaxis(y.reshape(batch * count, groups, -1), 1, 0)
-        out = self.o_a.weight().by_head(rows, 0, self.o_a.kernel.outs[1])
+        out = self.o_a.weight().by_head(rows, 0, self.o_a.outs[1])
         return jnp.moveaxis(out, 0, 1).reshape(batch, count, groups, -1)
 
     def _compressed(
@@ -224,7 +224,7 @@ class SharedKV(nnx.Module):
 
     def scored(self, seen: float) -> list[tuple[int, float]]:
         """For queries after ``seen`` tokens: multiplications per query and key, and keys per query, of its products."""
-        width = 2 * math.prod(self.q_b.kernel.outs)
+        width = 2 * math.prod(self.q_b.outs)
         if self.compressor is None:
             return [(width, min(self.window, seen))]
         far = seen / self.compressor.rate
@@ -232,13 +232,13 @@ class SharedKV(nnx.Module):
             return [(width, min(self.window, seen) + far)]
         return [
             (width, min(self.window, seen) + min(self.indexer.k, far)),
-            (math.prod(self.indexer.q.kernel.outs), far),
+            (math.prod(self.indexer.q.outs), far),
         ]
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, spare: int = 0) -> SharedKVCache:
         """A ring of the window's size and ``spare`` slots more, and the entries of the compressors."""
         size = min(self.window + spare, capacity)
-        window = TokenCache(jnp.zeros((batch, size, self.kv.kernel.outs[0]), dtype), ring=True, spare=spare)
+        window = TokenCache(jnp.zeros((batch, size, self.kv.outs[0]), dtype), ring=True, spare=spare)
         parts = self.compressor, None if self.indexer is None else self.indexer.keys
         made = (None if part is None else part.empty_cache(batch, capacity, dtype, spare) for part in parts)
         return SharedKVCache(window, *made)

@@ -22,7 +22,7 @@ from nnxmoe.convert.core.layout import Leaf, Parameter, Path
 from nnxmoe.convert.maxtext_layout import KEY, changes, layout
 from nnxmoe.layers.embed import Embed
 from nnxmoe.layers.gqa import GQA
-from nnxmoe.layers.kernel import KernelParam
+from nnxmoe.layers.kernel import ParamWeight, is_kernel
 from nnxmoe.layers.mla import MLA
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.norm import RMSNorm
@@ -212,8 +212,8 @@ def _turned(module: Any) -> Any:
     """Put the kernels of the module in the orientation of Linen, so that programs transpose nothing and round as Flax
     does."""
     for _, node in nnx.iter_graph(module):
-        if isinstance(node, KernelParam):
-            node.turn()
+        if is_kernel(node):
+            ParamWeight(node).turn()
         elif isinstance(node, Embed):
             node.ins_first = True
     return module
@@ -257,7 +257,7 @@ def _by_attribute(variables: Mapping[Path, nnx.Variable]) -> dict[Path, LinenSlo
     found: dict[Path, LinenSlot] = {}
     for path, variable in variables.items():
         shape, metadata = tuple(variable.shape), variable.get_metadata()
-        axes = metadata.get("axes") or metadata.get("out_sharding")
+        axes = metadata.get("out_sharding")
         labels = None if axes is None else tuple(axes)
         found[path] = LinenSlot(collection_of(variable), attributes(path), shape, shape, variable.dtype, labels)
     return found

@@ -21,7 +21,7 @@ from nnxmoe.layers.cache import Cache, formatted
 from nnxmoe.layers.context import Attention, Context, FeedForward
 from nnxmoe.layers.embed import Embed
 from nnxmoe.layers.gqa import GQA, Heads
-from nnxmoe.layers.kernel import Kernel
+from nnxmoe.layers.kernel import Kernel, as_weight
 from nnxmoe.layers.linear import Linear
 from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.model.inputs import as_array, call
@@ -126,7 +126,8 @@ class CausalLM(nnx.Module):
     def moe(self, router: Router, width: int, shared: Any = None, **options: Any) -> MoE:
         """A feed-forward with an expert of ``width`` for each logit of the router, computed as the strategy says.
         ``options``: dtype and rngs of its `Experts`, their activation and biases, and the norm of the `MoE`."""
-        s, (dim,), (count,) = self.strategy, router.kernel.ins, router.kernel.outs
+        s, weight = self.strategy, as_weight(router.kernel)
+        (dim,), (count,) = weight.ins, weight.outs
         norm = options.pop("norm", None)
         experts = Experts(dim, width, count, matmul=s.matmul, rules=s.rules, **options)
         return MoE(router, experts, s.dispatch, shared, s.mesh, norm)

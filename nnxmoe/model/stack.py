@@ -136,7 +136,7 @@ class ScannedStack(nnx.Module):
         labels = [(axis, *axes_of(variable)) for variable in each]
         nnx.update(self.layer, state)
         for variable, axes in zip(each, labels, strict=True):
-            variable.set_metadata(axes=axes)
+            variable.set_metadata(out_sharding=axes)
 
     @property
     def depth(self) -> int:
@@ -160,7 +160,7 @@ class ScannedStack(nnx.Module):
         """`__call__` of layers that change when called: one call of the module per layer, with that layer's values, so
         that what it sows is a tuple of the layers' values."""
         variables = [v for _, v in nnx.iter_graph(self.layer) if isinstance(v, nnx.Variable)]
-        variables = [v for v in variables if of_layers(v.get_metadata().get("axes") or ())]  # not what layers sow
+        variables = [v for v in variables if of_layers(v.get_metadata().get("out_sharding") or ())]  # not sown ones
         stacked = [variable.get_value() for variable in variables]
         context = dataclasses.replace(context, last=False)
         caches, infos, hidden = [], ByLayer(), []
@@ -193,7 +193,7 @@ class ScannedStack(nnx.Module):
         for path, variable in nnx.to_flat_state(state):
             array = variable.get_value()
             one = variable.replace(jax.ShapeDtypeStruct(array.shape[1:], array.dtype))
-            one.set_metadata(axes=axes_of(variable)[1:])
+            one.set_metadata(out_sharding=axes_of(variable)[1:])
             for layer, part in zip(layers, _unstacked(array, self.count, place(one)), strict=True):
                 layer.append((path, one if part is None else one.replace(part)))
         return UnrolledStack([nnx.merge(graph, nnx.from_flat_state(layer)) for layer in layers], self.remat)

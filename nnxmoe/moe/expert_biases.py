@@ -11,10 +11,6 @@ from nnxmoe.layers.dots import einsum
 from nnxmoe.layers.multilinear import multilinear
 
 
-class AddedOnce(nnx.Param):
-    """A parameter added to partial sums: of the shards of the feed-forward width, only one adds it (`on_shards`)."""
-
-
 class ExpertBiases(nnx.Module):
     """``gate up [E F]`` and ``down [E D]``, for `Experts`."""
 
@@ -22,7 +18,9 @@ class ExpertBiases(nnx.Module):
         zeros, into, out = nnx.initializers.zeros, ("expert", "mlp"), ("expert", "embed")
         self.gate = parameter((experts, width), into, zeros, **kw)
         self.up = parameter((experts, width), into, zeros, **kw)
-        self.down = parameter((experts, dim), out, zeros, **kw, kind=AddedOnce)
+        self.down = parameter((experts, dim), out, zeros, **kw)
+        # It is added to partial sums: of the shards of the feed-forward width, only one adds it (`on_shards`).
+        self.down.set_metadata(added_once=True)
 
     def __call__(self, name: str, rows: Float[Array, "*E R F"], sizes: Int[Array, "E"] | None) -> Array:
         """Rows with the biases of this name; see `add_bias`."""

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from nnxmoe.axes import RULES, ParamOptions, Rules
 from nnxmoe.layers.gated import Gated, swiglu
-from nnxmoe.layers.kernel import Adapter, Kernel, kernel_param, with_adapter
+from nnxmoe.layers.kernel import Adapter, Kernel, as_weight, kernel_param, with_adapter
 from nnxmoe.moe.grouped_matmul import GroupedMatmul, equal_groups
 
 
@@ -64,18 +64,18 @@ class Experts(nnx.Module):
 
     @property
     def count(self) -> int:
-        return self.up.lead[-1]
+        return as_weight(self.up).lead[-1]
 
     def __call__(self, rows: Float[Array, "..."], sizes: Int[Array, "E"] | None) -> Float[Array, "..."]:
         product = functools.partial(self._product, sizes=sizes)
-        gate, up = product(rows, self.gate.read()), product(rows, self.up.read())
+        gate, up = product(rows, as_weight(self.gate).read()), product(rows, as_weight(self.up).read())
         if self.lora_gate_up is not None:
             more, over = self.lora_gate_up.each(rows, product)
             gate, up = gate + more, up + over
         if self.biases is not None:
             gate, up = self.biases("gate", gate, sizes), self.biases("up", up, sizes)
         y = self.activation(checkpoint_name(gate, "gate"), checkpoint_name(up, "up"))
-        y = checkpoint_name(with_adapter(self.down.read(), self.lora_down).apply(y, product), "down")
+        y = checkpoint_name(with_adapter(as_weight(self.down).read(), self.lora_down).apply(y, product), "down")
         return y if self.biases is None else self.biases("down", y, sizes)
 
     def _product(self, rows: Array, kernel: Kernel, sizes: Int[Array, "E"] | None) -> Array:
@@ -106,6 +106,6 @@ class UngatedExperts(Experts):
 
     def __call__(self, rows: Float[Array, "..."], sizes: Int[Array, "E"] | None) -> Float[Array, "..."]:
         product = functools.partial(self._product, sizes=sizes)
-        up = checkpoint_name(with_adapter(self.up.read(), self.lora_up).apply(rows, product), "up")
-        y = with_adapter(self.down.read(), self.lora_down).apply(self.activation(up), product)
+        up = checkpoint_name(with_adapter(as_weight(self.up).read(), self.lora_up).apply(rows, product), "up")
+        y = with_adapter(as_weight(self.down).read(), self.lora_down).apply(self.activation(up), product)
         return checkpoint_name(y, "down")

@@ -10,9 +10,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from nnxmoe.axes import AnyMesh, axes_of, axes_per_dimension, context_over, partition_spec, shard_map
-from nnxmoe.layers.kernel import KernelParam
+from nnxmoe.layers.kernel import is_kernel
 from nnxmoe.layers.multilinear import multilinear
-from nnxmoe.moe.expert_biases import AddedOnce
 
 Body = Callable[..., tuple[Float[Array, "B T D"], Int[Array, ""]]]
 
@@ -30,7 +29,7 @@ def on_shards(
     sharded over ``axes`` and the tokens of each row over ``context``.
 
     Experts stay sharded over ``expert_axis``. The feed-forward width stays sharded over mesh axes that do not shard
-    tokens, and the partial y are summed; only one of them includes parameters that are `AddedOnce`. All other kernel
+    tokens, and the partial y are summed; only one of them includes parameters with ``added_once``. All other kernel
     dimensions are all-gathered, in the dtype of ``x`` (gradient: reduce-scatter, in the kernel's own dtype).
     """
     graph, state = nnx.split(experts)
@@ -46,8 +45,8 @@ def on_shards(
     def used(variable: nnx.Variable, value: Array, split: list[tuple[str, int, tuple[str, ...]]]) -> Array:
         for name, dim, over in split:
             if gathered := tuple(axis for axis in over if axis not in keep.get(name, ())):
-                value = _gathered(value, gathered, dim, x.dtype if isinstance(variable, KernelParam) else value.dtype)
-        once = summed and isinstance(variable, AddedOnce)
+                value = _gathered(value, gathered, dim, x.dtype if is_kernel(variable) else value.dtype)
+        once = summed and variable.get_metadata().get("added_once")
         return jnp.where(jax.lax.axis_index(summed) == 0, value, 0) if once else value
 
     def local(x: Any, chosen: Any, kernels: Any) -> Any:

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from nnxmoe.axes import AnyMesh, ParamOptions, context_over, divided_over, parameter, shard_map
 from nnxmoe.layers.context import Context
-from nnxmoe.layers.kernel import Adapter, kernel_param, with_adapter
+from nnxmoe.layers.kernel import Adapter, as_weight, kernel_param, with_adapter
 
 
 @jax.tree_util.register_dataclass
@@ -240,7 +240,7 @@ class Router(nnx.Module):
         if self.jitter and key is not None:
             x = x * jax.random.uniform(key, x.shape, jnp.float32, 1 - self.jitter, 1 + self.jitter)
         # HIGHEST: with near ties, a less precise product would choose other experts.
-        logits = with_adapter(self.kernel.read(), self.lora).float32(x, jax.lax.Precision.HIGHEST)
+        logits = with_adapter(as_weight(self.kernel).read(), self.lora).float32(x, jax.lax.Precision.HIGHEST)
         logits = logits if self.logit_bias is None else self.logit_bias(logits)
         bias = None if self.bias is None else self.bias[...]
         axes, over = divided_over(x.shape[0], mesh), context_over(x.shape[1], mesh) if x.ndim == 3 else ()

@@ -23,7 +23,7 @@ from nnxmoe.axes import (
 )
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.convert.core.layout import parameters
-from nnxmoe.layers.kernel import KernelParam
+from nnxmoe.layers.kernel import ParamWeight, is_kernel
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.paths import name_of
 from nnxmoe.model.pipeline import AXIS, Pipeline, stages_of
@@ -89,13 +89,13 @@ class PlannedStep:
                 math.prod(shape),
                 over=axes_per_dimension(axes, mesh, work.rules),
                 trained=isinstance(variable, nnx.Param),
-                kernel=isinstance(variable, KernelParam),
+                kernel=is_kernel(variable),
                 experts=shape[axes.index("expert")] if "expert" in axes else 0,
                 itemsize=jnp.dtype(variable.dtype).itemsize,
                 layers=shape[0] if of_layers(axes) else 0,
                 staged=axes[:1] == ("stages",),
                 stack=stack,
-                width=sum(map(math.prod, variable.split(shape)[1:])) if isinstance(variable, KernelParam) else 0,
+                width=sum(map(math.prod, ParamWeight(variable).split(shape)[1:])) if is_kernel(variable) else 0,
                 stored=codes.get(tuple(path), 2.0 * variable.size) / variable.size,
             )
             found.append(part)

@@ -51,16 +51,16 @@ def _scores(step: PlannedStep) -> Iterator[tuple[int, float]]:
                 continue
             window = getattr(attention, "window", None) or getattr(attention, "topk", None) or seq
             if (scorer := getattr(attention, "indexer", None)) is not None:
-                yield math.prod(scorer.q.kernel.outs), every
+                yield math.prod(scorer.q.outs), every
             yield _width(attention, train), min(window, every)
 
 
 def _width(attention: GQA | MLA | Any, train: bool) -> int:
     if isinstance(attention, MLA):
-        heads, values = attention.kv_b.kernel.outs
-        rope = attention.kv_a.kernel.outs[0] - attention.kv_rank
+        heads, values = attention.kv_b.outs
+        rope = attention.kv_a.outs[0] - attention.kv_rank
         return heads * (values + rope) if train else 2 * heads * (attention.kv_rank + rope)
-    return attention.q.kernel.outs[0] * (attention.k.kernel.outs[1] + attention.o.kernel.ins[1])
+    return attention.q.outs[0] * (attention.k.outs[1] + attention.o.ins[1])
 
 
 def counted(jaxpr: Any, devices: int = 1) -> float:

@@ -17,8 +17,7 @@ from jaxtyping import Array
 from nnxmoe.axes import AnyMesh, Rules, axes_per_dimension, of_layers, shards
 from nnxmoe.config.validate import floating_dtype
 from nnxmoe.layers.codes import STORED, Codes
-from nnxmoe.layers.kernel import Kernel, KernelParam
-from nnxmoe.layers.lora import LoRAParam
+from nnxmoe.layers.kernel import Kernel, ParamWeight, as_weight, is_kernel
 from nnxmoe.layers.quantized import QuantizedArray, QuantizedWeight
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.paths import layer_modules, name_of
@@ -38,7 +37,7 @@ class Place:
 
     @property
     def weight(self) -> Any:
-        """The `KernelParam` or `QuantizedWeight` in this place."""
+        """The parameter or `QuantizedWeight` in this place."""
         return getattr(self.owner, self.attribute)
 
     @property
@@ -62,7 +61,7 @@ def places(model: CausalLM) -> list[Place]:
     found = []
     for path, module in layer_modules(model):
         for attribute, value in list(vars(module).items()) if isinstance(module, nnx.Module) else ():
-            if not isinstance(value, KernelParam | QuantizedWeight) or isinstance(value, LoRAParam):
+            if not (isinstance(value, QuantizedWeight) or is_kernel(value)) or isinstance(value, nnx.LoRAParam):
                 continue
             key, layer, _ = name_of(model, (*path, attribute))
             if ".router." not in key:
@@ -92,8 +91,8 @@ def exchange(
 
     Raises ValueError if the kernel does not fit the codes, or if the strategy's mesh splits it within a tile.
     """
-    kernel: KernelParam = place.weight
-    (lead, ins, outs), axes = kernel.split(kernel.shape), kernel.logical_axes
+    kernel = ParamWeight(place.weight)
+    (lead, ins, outs), axes = kernel.split(kernel.variable.shape), kernel.logical_axes
     sizes, both = (math.prod(outs), math.prod(ins)), (axes[2][0], axes[1][0])
     try:
         codes.check(sizes[1])
@@ -106,7 +105,7 @@ def exchange(
 
     def variable(shape: Sequence[int], dtype: Any, names: Sequence[Any]) -> QuantizedArray:
         value = jax.ShapeDtypeStruct((*lead, *shape), dtype)
-        return QuantizedArray(value, axes=(*axes[0], *names), eager_sharding=False)
+        return QuantizedArray(value, out_sharding=(*axes[0], *names), eager_sharding=False)
 
     made = QuantizedWeight(
         variable(codes.stored(*sizes), STORED[codes.kind], both),
@@ -183,7 +182,8 @@ def restored(place: Place, model: CausalLM, dtype: Any = None) -> None:
     dtype = jnp.dtype(model.embed.table.dtype if dtype is None else dtype)
     lead, ins, outs = weight.logical_axes
     shape, names = (*weight.lead, *weight.outs, *weight.ins), (*lead, *outs, *ins)
-    made = KernelParam(jax.ShapeDtypeStruct(shape, dtype), axes=names, inputs=len(weight.ins), eager_sharding=False)
+    value, inputs = jax.ShapeDtypeStruct(shape, dtype), len(weight.ins)
+    made = nnx.Param(value, out_sharding=names, inputs=inputs, eager_sharding=False)
     place.put(made)
     made.set_value(_floats(dtype, shape, model.strategy.sharding_of(made))(weight.read()))
 
@@ -236,7 +236,7 @@ def exchange_described(model: CausalLM, description: Any) -> None:
 
 def _layers(place: Place) -> Sequence[int | None]:
     """Indices of the layers that a weight belongs to; None for weights outside of the layers, such as the head."""
-    first, weight = place.layer, place.weight
+    first, weight = place.layer, as_weight(place.weight)
     if first is None:
         return [None]
     return range(first, first + (weight.lead[0] if of_layers(weight.logical_axes[0]) else 1))

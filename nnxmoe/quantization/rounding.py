@@ -9,6 +9,7 @@ import numpy as np
 from flax import nnx
 
 from nnxmoe.axes import AnyMesh
+from nnxmoe.layers.kernel import ParamWeight
 from nnxmoe.layers.quantized import QuantizedWeight
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.compiled import refuse_shapes
@@ -65,9 +66,10 @@ def round_to_codes(place: Place, method: Method, model: CausalLM, error: Error) 
     if spans_hosts(kernel.get_value()):
         raise ValueError("the model spans processes: quantise it while loading, from_pretrained(…, quantize=…)")
     weight = exchange(place, codes_for(method, kernel.dtype), model.strategy, scale=kernel.dtype)
-    lead, ins, outs = kernel.split(kernel.shape)
+    form = ParamWeight(kernel)
+    lead, ins, outs = form.split(kernel.shape)
     value = np.asarray(kernel.get_value())
-    if kernel.ins_first:
+    if form.ins_first:
         value = np.moveaxis(value.reshape(*lead, math.prod(ins), math.prod(outs)), -1, -2)
     rows = value.reshape(*lead, math.prod(outs), math.prod(ins))
     codes, scale = (np.empty(v.shape, v.dtype) for v in (weight.codes, weight.scale))

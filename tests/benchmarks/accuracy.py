@@ -79,7 +79,7 @@ def step_memory(model: nnxmoe.CausalLM, method: Method | None) -> tuple[int, int
     """Argument and temporary bytes of a compiled training step of adapters of rank 8, on 2 x 256 tokens."""
     made = nnxmoe.quantize(model, method) if method else nnx.merge(*nnx.split(model))
     lora.add(made, 8, rngs=nnx.Rngs(0))
-    step = Step(made, optax.adamw(1e-4), trainable=lora.LoRAParam)
+    step = Step(made, optax.adamw(1e-4), trainable=nnx.LoRAParam)
     batch = {"tokens": jax.ShapeDtypeStruct((2, 256), jnp.int32)}
     found = step.program(step.shapes(), batch).memory_analysis()
     return found.argument_size_in_bytes, found.temp_size_in_bytes

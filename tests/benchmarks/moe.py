@@ -18,6 +18,7 @@ from flax import nnx
 from jax import Array
 
 import nnxmoe
+from nnxmoe.layers.kernel import ParamWeight
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.experts import Experts
 from nnxmoe.moe.router import Router, SoftmaxTopK
@@ -80,7 +81,7 @@ class Layer:
         graph, self.params = nnx.split(MoE(router, experts, strategy.dispatch, shared=None))
         self.shape = shape
         first = range(min(shape.experts, INPUTS))
-        kernels = [kernel.read() for kernel in (experts.gate, experts.up, experts.down)]
+        kernels = [ParamWeight(kernel).read() for kernel in (experts.gate, experts.up, experts.down)]
         self.kernels = [[kernel.at(e).dense() for kernel in kernels] for e in first]
 
         def forward(params: Any, x: Array) -> Array:

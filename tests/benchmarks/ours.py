@@ -55,7 +55,7 @@ class Ours:
         model = model_class(config)(config, strategy, rngs=nnx.Rngs(0))
         if rank is not None:
             lora.add(model, rank, rngs=nnx.Rngs(1))
-        step = Step(model, optax.adamw(1e-4), trainable=lora.LoRAParam if rank else nnx.Param)
+        step = Step(model, optax.adamw(1e-4), trainable=nnx.LoRAParam if rank else nnx.Param)
         state, batch = step.init(), {"tokens": tokens.astype(np.int32)}
 
         def run() -> None:

@@ -54,7 +54,7 @@ def optimizer(model: nnxmoe.CausalLM, steps: int) -> optax.GradientTransformatio
     """Muon (Jordan 2024) for the matrices of the layers; Adam for the embedding, the norms and the routers."""
 
     def matrix(variable: Any) -> MuonDimensionNumbers | None:
-        axes, inputs = variable.get_metadata()["axes"], variable.get_metadata()["inputs"]
+        axes, inputs = variable.get_metadata()["out_sharding"], variable.get_metadata()["inputs"]
         if inputs is None or "router" in axes:
             return None
         first = int(axes[0] == "expert")

@@ -75,7 +75,7 @@ class Recurrence(nnx.Module):
         return self.o(context.asked(out.astype(x.dtype))), cache
 
     def _zero(self, batch: int) -> Any:
-        (dim,) = self.o.kernel.ins
+        (dim,) = self.o.ins
         return jnp.zeros((batch, dim)), jnp.zeros((batch, WINDOW - 1, WINDOW, dim))
 
     def empty_cache(self, batch: int, capacity: int, dtype: Any, spare: int = 0) -> RecurrentState:

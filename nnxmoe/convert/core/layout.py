@@ -17,7 +17,7 @@ from nnxmoe.config.printable import some
 from nnxmoe.convert.core.lazy_array import Box, LazyArray, whole
 from nnxmoe.convert.core.views import View
 from nnxmoe.layers.kernel import LEAD, flax_order
-from nnxmoe.layers.lora import Kept, LoRAParam
+from nnxmoe.layers.lora import Kept
 from nnxmoe.layers.quantized import QuantizedArray
 from nnxmoe.model.paths import name_of
 from nnxmoe.storage.multihost import AnyArray
@@ -98,7 +98,7 @@ def parameters(model: nnx.Module, *, codes: bool = False) -> list[Parameter]:
     kernels and it does not, or unmerged adapters, which would be lost.
     """
     flat = [(path, v) for path, v in nnx.to_flat_state(nnx.state(model)) if not isinstance(v, Kept)]
-    if found := [".".join(map(str, path)) for path, v in flat if isinstance(v, LoRAParam)]:
+    if found := [".".join(map(str, path)) for path, v in flat if isinstance(v, nnx.LoRAParam)]:
         raise ValueError(
             f"the model has adapters ({some(found)}), which this format cannot store: merge them first with "
             "nnxmoe.train.lora.merge(model), or save them separately with nnxmoe.train.lora.save(model, folder)"

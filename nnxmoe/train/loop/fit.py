@@ -13,7 +13,6 @@ from jax.sharding import Mesh
 from nnxmoe.config.arguments import refuses_unknown
 from nnxmoe.config.printable import short
 from nnxmoe.config.validate import is_positive, whole_number
-from nnxmoe.layers.lora import LoRAParam
 from nnxmoe.layers.quantized import QuantizedArray
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.copies import on_mesh
@@ -112,8 +111,8 @@ def _step(model: CausalLM, optimizer: optax.GradientTransformation, options: Ste
 
 def _trainable(model: CausalLM) -> Any:
     """The adapters if the model has any, else its parameters, which must be floats."""
-    if jax.tree.leaves(nnx.state(model, LoRAParam)):
-        return LoRAParam
+    if jax.tree.leaves(nnx.state(model, nnx.LoRAParam)):
+        return nnx.LoRAParam
     if jax.tree.leaves(nnx.state(model, QuantizedArray)):
         raise ValueError(
             "the model's kernels are quantised and cannot be trained: add adapters (train.lora.add), name what to "

@@ -11,7 +11,7 @@ from jaxtyping import Array
 from optax.contrib import MuonDimensionNumbers
 
 from nnxmoe.axes import axes_of
-from nnxmoe.layers.kernel import KernelParam
+from nnxmoe.layers.kernel import ParamWeight, is_kernel
 from nnxmoe.model.causal_lm import CausalLM
 
 _OTHERS = "others"
@@ -32,7 +32,7 @@ def muon(
     stacked = {
         name: jax.vmap if axes_of(v)[0] == "stages" else _one_by_one  # a loop would gather the layers of all stages
         for name, v in variables.items()
-        if isinstance(v, KernelParam) and len(v.lead) > 1
+        if is_kernel(v) and len(ParamWeight(v).lead) > 1
     }
 
     def dimension_numbers(params: Any) -> Any:
@@ -84,9 +84,9 @@ def _per_layer(inner: optax.GradientTransformation, stacked: Mapping[str, _Over]
 
 def _matrix(variable: nnx.Variable) -> MuonDimensionNumbers | None:
     """The axes of inputs and outputs, counted from the end; None for parameters that AdamW trains."""
-    if not isinstance(variable, KernelParam) or "vocab" in axes_of(variable):
+    if not is_kernel(variable) or "vocab" in axes_of(variable):
         return None
-    _, ins, outs = variable.split(range(-variable.ndim, 0))
+    _, ins, outs = ParamWeight(variable).split(range(-variable.ndim, 0))
     return MuonDimensionNumbers(ins, outs)
 
 

@@ -2,14 +2,15 @@
 
     lora.add(model, rank=16, rngs=nnx.Rngs(0))     # logits do not change: b is 0
     lora.add(model, lora.split_ranks(model, 16), rngs=nnx.Rngs(0))  # instead: 16 / experts per token for each expert
-    graph, adapters, rest = nnx.split(model, lora.LoRAParam, ...)
+    graph, adapters, rest = nnx.split(model, nnx.LoRAParam, ...)
     lora.save(model, "adapter")                    # in peft's format; lora.load(model, "adapter")
     lora.merge(model); nnxmoe.save_pretrained(model, "merged")
 
 Gate and up of the experts share ``a``, as in PEFT, because transformers stores the two as one matrix.
 """
 
-from nnxmoe.layers.lora import LoRAParam as LoRAParam
+from flax.nnx import LoRAParam as LoRAParam
+
 from nnxmoe.train.lora.adapters import add as add
 from nnxmoe.train.lora.adapters import remove as remove
 from nnxmoe.train.lora.adapters import split_ranks as split_ranks

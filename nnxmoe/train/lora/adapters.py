@@ -14,7 +14,7 @@ from nnxmoe.config.arguments import refuses_unknown
 from nnxmoe.config.printable import short
 from nnxmoe.config.validate import is_between, is_positive
 from nnxmoe.convert.core.dtypes import float_dtype
-from nnxmoe.layers.kernel import KernelParam
+from nnxmoe.layers.kernel import ParamWeight
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.train.lora.peft import put_array
 from nnxmoe.train.lora.slots import Slot, chosen, for_each, refuse_adapted, unmerged
@@ -79,12 +79,13 @@ def split_ranks(model: CausalLM, rank: int) -> dict[str, int]:
     return {s.name: rank // active if s.name.startswith("experts.") else rank for s in chosen(model, None)}
 
 
-def _drawn(seed: list[int], slot: Slot, a: KernelParam) -> np.ndarray:
+def _drawn(seed: list[int], slot: Slot, a: nnx.LoRAParam) -> np.ndarray:
     """Initial values of ``a``: uniform within PEFT's bound, from one random stream per layer.
 
     NumPy draws them, since compiling JAX's generator for every shape takes longer than drawing.
     """
-    bound = math.prod(() if slot.name == "embed" else a.ins) ** -0.5  # a token of the embedding is one of its inputs
+    ins = () if slot.name == "embed" else ParamWeight(a).ins  # a token of the embedding is one of its inputs
+    bound = math.prod(ins) ** -0.5
     stream = zlib.crc32(slot.name.encode())
     rngs = (np.random.Generator(np.random.Philox(np.random.SeedSequence([*seed, stream, i]))) for i in slot.layers)
     one = a.shape[slot.depth is not None :]

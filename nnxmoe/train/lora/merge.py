@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array
 
-from nnxmoe.layers.lora import Kept, LoRA, LoRAParam
+from nnxmoe.layers.lora import Kept, LoRA
 from nnxmoe.layers.quantized import QuantizedArray, QuantizedWeight
 from nnxmoe.layers.xla_cpu import as_bits, from_bits
 from nnxmoe.model.causal_lm import CausalLM
@@ -39,7 +39,8 @@ class Merged(nnx.Module):
 def _as(kind: type[nnx.Variable], variable: nnx.Variable) -> Any:
     """The value and axes of a variable in one of another kind."""
     meta = variable.get_metadata()
-    return kind(variable.get_value(), axes=meta["axes"], inputs=meta.get("inputs"), eager_sharding=False)
+    options = {"out_sharding": meta["out_sharding"], "inputs": meta.get("inputs")}
+    return kind(variable.get_value(), **options, eager_sharding=False)
 
 
 def _codes_as(kind: type[nnx.Variable], kernel: QuantizedWeight) -> QuantizedWeight:
@@ -162,6 +163,6 @@ def unmerge(model: CausalLM) -> None:
                     setattr(slot.owner, name, nnx.data(_codes_as(QuantizedArray, base)))
                 else:
                     kernel.set_value(base.get_value())
-            slot.put(LoRA(_as(LoRAParam, kept.a), _as(LoRAParam, kept.b), kept.alpha, kept.layers))
+            slot.put(LoRA(_as(nnx.LoRAParam, kept.a), _as(nnx.LoRAParam, kept.b), kept.alpha, kept.layers))
     model.merged = nnx.static(None)
     update_report(model)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from nnxmoe.convert.core.layout import QUERY, Change
+from nnxmoe.layers.kernel import ParamWeight
 from nnxmoe.layers.lora import LoRA
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.weight_names import in_transformers, options
@@ -68,7 +69,7 @@ class Piece:
         for letter, variable in (("A", made.a), ("B", made.b)):
             kind = f"lora_embedding_{letter}" if slot.name == "embed" else f"lora_{letter}.weight"
             name, one = f"base_model.model.{self.module}.{kind}", variable.shape[slot.depth is not None :]
-            experts = math.prod(made.a.lead[slot.depth is not None :])
+            experts = math.prod(ParamWeight(made.a).lead[slot.depth is not None :])
             in_turn = first.parts if first.alternate else 1
             found.append(Stored(name, one, self.numbers[0], experts, in_turn, letter == "A", times))
         return found

@@ -11,8 +11,8 @@ from nnxmoe.axes import axes_of, of_layers
 from nnxmoe.config.printable import plain, short
 from nnxmoe.convert.core.layout import Path
 from nnxmoe.layers.embed import Embed
-from nnxmoe.layers.kernel import kernel_param
-from nnxmoe.layers.lora import LoRA, LoRAParam
+from nnxmoe.layers.kernel import as_weight, kernel_param
+from nnxmoe.layers.lora import LoRA
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.paths import layer_modules, name_of
 
@@ -45,7 +45,7 @@ class Slot:
 
     @property
     def base(self) -> list[Any]:
-        """The adapted kernels: a `KernelParam` or `QuantizedWeight` each."""
+        """The adapted kernels: a parameter or `QuantizedWeight` each."""
         return [getattr(self.owner, name) for name in self.kernels]
 
     @property
@@ -57,11 +57,12 @@ class Slot:
     @property
     def dimensions(self) -> tuple[Any, Any]:
         """Sizes and logical axes of the kernel, each as (lead, ins, outs)."""
-        kernel = self.base[0]
+        kernel: Any = self.base[0]
         if isinstance(self.owner, Embed):  # the table [V, D], which is looked up, or multiplied by as a tied head
             turn = slice(None, None, 1 if self.attribute == "lora" else -1)
             return tuple(((), *((size,) for size in of[turn])) for of in (kernel.shape, axes_of(kernel)))
-        return (kernel.lead, kernel.ins, kernel.outs), kernel.logical_axes
+        weight = as_weight(kernel)
+        return (weight.lead, weight.ins, weight.outs), weight.logical_axes
 
     @property
     def layers(self) -> range:
@@ -74,7 +75,7 @@ class Slot:
         if len(self.kernels) > 1:
             outs, out_axes = (len(self.kernels), *outs), ("gate_up", *out_axes)
         # `nnxmoe.train.lora` and `nnxmoe.train.lora.peft` set the values.
-        kw: dict[str, Any] = {"lead": lead, "dtype": dtype, "rngs": None, "kind": LoRAParam}
+        kw: dict[str, Any] = {"lead": lead, "dtype": dtype, "rngs": None, "kind": nnx.LoRAParam}
         a = kernel_param(ins, (rank,), (*lead_axes, *in_axes, "rank"), **kw)
         b = kernel_param((rank,), outs, (*lead_axes, "rank", *out_axes), **kw)
         return LoRA(a, b, alpha)
