@@ -35,7 +35,7 @@ class GemmaLayer(Layer):
     def feed(self, x: Float[Array, "B asked D"], context: Context) -> Fed:
         if self.dense is None or self.dense_post_norm is None or self.experts_post_norm is None:
             return super().feed(x, context=context)
-        routed = self.feed_forward(x, context=context.of_asked())
+        routed = self.fed(x, context=context)
         both = self.dense_post_norm(self.dense(self.feed_forward_norm(x))) + self.experts_post_norm(routed.y)
         return Fed(self._added(both, self.feed_forward_post_norm), routed.info)
 

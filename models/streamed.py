@@ -20,7 +20,8 @@ class Streamed(Layer):
 
     def __init__(self, *parts: Any, connections: tuple[HyperConnection, HyperConnection]):
         super().__init__(*parts)
-        self.attention_streams, self.feed_forward_streams = connections
+        self.attention_streams, streams = connections
+        self.store_feed_forward(self.feed_forward, streams=streams)
 
     @property
     def feed_forward_streams(self) -> Any:

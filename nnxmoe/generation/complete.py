@@ -154,7 +154,7 @@ def complete(
     """
     check_type("model", model, CausalLM, "a model, such as that of nnxmoe.from_pretrained(path)")
     given = _several(prompts)
-    seeds, vocab = _seeds(seed, len(given)), int(model.embed.table.shape[0])
+    seeds, vocab = _seeds(seed, len(given)), model.vocab_size
     n = whole_number("n", n, 1)
     tokenizer = tokenizer_of(model) if tokenizer is None else tokenizer
     stops, special = _stops(stop, tokenizer, vocab)

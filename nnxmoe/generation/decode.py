@@ -140,7 +140,7 @@ def _requests(
     model: CausalLM, tokens: np.ndarray, attention_mask: Any, wanted: Wanted, draft: Drafting = None
 ) -> tuple[Engine, list[Request]]:
     """An engine with one request per row; all are read together, and take their steps together."""
-    vocab = int(model.embed.table.shape[0])
+    vocab = model.vocab_size
     refuse_ids(tokens.reshape(-1), vocab)
     ids, valid = left_aligned(tokens, attention_mask)
     rows, length = ids.shape

@@ -90,7 +90,7 @@ class Modelled(abc.ABC):
     @property
     def vocab_size(self) -> int:
         """Number of ids that it can propose."""
-        return int(self.modules["decoder"].embed.table.shape[0])
+        return self.modules["decoder"].vocab_size
 
     @abc.abstractmethod
     def _pass(self, parts: Any, cache: Cache, ids: Array, valid: Array, states: Array) -> Body:

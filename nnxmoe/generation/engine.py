@@ -121,7 +121,7 @@ class Engine:
         self._grouping = grouping or (as_one_large_chunk if draft is None else one_by_one)
         self._begun = weakref.WeakKeyDictionary[Prefix, Passed]()  # prefixes that were read
         self._options = RowOptions(limits.sampling, limits.top, process, self._mesh)
-        self._room, self._vocab = Room(self.capacity + spare, spare), int(model.embed.table.shape[0])
+        self._room, self._vocab = Room(self.capacity + spare, spare), model.vocab_size
         if isinstance(draft, Modelled) and draft.vocab_size != self._vocab:
             raise ValueError(
                 f"draft={draft}: its vocabulary has {draft.vocab_size} ids and the model's {self._vocab}: give a model "

@@ -76,7 +76,7 @@ def score(
     check_type("model", model, CausalLM, "a model, such as that of nnxmoe.from_pretrained(path)")
     if isinstance(texts, str):
         raise ValueError(f"score takes a list of texts, got {texts!r:.40}: put a single one into a list")
-    vocab = int(model.embed.table.shape[0])
+    vocab = model.vocab_size
     items = numbered("text", [*texts], lambda item: _split(item, lambda: tokenizer or tokenizer_of(model), vocab))
     if (top := whole_number("top", top, 0)) > vocab:
         raise ValueError(f"top={top} is more than the {vocab} ids of the vocabulary")

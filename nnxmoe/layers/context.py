@@ -1,6 +1,7 @@
 """Inputs and outputs of the two halves of a layer: attention and feed-forward."""
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
@@ -143,7 +144,11 @@ class Context:
 
 
 class Attention(Protocol):
-    """``(x, context, cache) -> y, cache``, with y of all tokens, or of the last one if ``context.last``."""
+    """``(x, context, cache) -> y, cache``, with y of all tokens, or of the last one if ``context.last``.
+
+    Tokens may attend to real ones only (``context.valid``), since passes are padded. ``empty_cache`` is needed for
+    passes with a cache only, such as generation.
+    """
 
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, cache: Any = None
@@ -165,7 +170,8 @@ class Fed(NamedTuple):
 class FeedForward(Protocol):
     """The second half of a layer, ``(x, context) -> y``, or `Fed`: a dense `MLP`, or a `MoE`.
 
-    ``name``: its name in parameter keys, ``layer.mlp`` or ``layer.moe``.
+    ``name``: its name in a layer and in parameter keys, ``mlp`` or ``moe``; by default ``mlp``, or that of the part in
+    whose place it is put. Without ``separates_tokens`` passes are neither padded nor split.
     """
 
     name: ClassVar[str]
@@ -175,3 +181,18 @@ class FeedForward(Protocol):
     def separates_tokens(self, key: Key[Array, ""] | None) -> bool:
         """Whether the output for a token is independent of all other tokens; ``key`` as in `Context`."""
         ...
+
+
+def separates_tokens(part: Any, key: Key[Array, ""] | None) -> bool:
+    """Whether a part says that the output for a token is independent of all other tokens; False if it does not say."""
+    separates = getattr(part, "separates_tokens", None)
+    return separates is not None and separates(key)
+
+
+def check_call(name: str, part: Any, *options: str) -> None:
+    """Raise ValueError for a part of a layer that cannot be called with ``x`` and these options."""
+    known = inspect.signature(part).parameters.values() if callable(part) else ()
+    several = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known)
+    if not callable(part) or not (several or {one.name for one in known} >= set(options)):
+        call = ", ".join(("x", *(f"{option}=…" for option in options)))
+        raise ValueError(f"{name} = {type(part).__name__}(…): it must be a module that is called as ({call})")

@@ -30,6 +30,7 @@ from nnxmoe.model.maxtext_layers import LayerBlocks, LayerGroups
 from nnxmoe.model.output import Body, Ids, Output, TokenMask
 from nnxmoe.model.stack import in_turn, stacks_of
 from nnxmoe.model.strategy import Strategy, check_arguments
+from nnxmoe.model.tree import children
 from nnxmoe.model.weight_names import Table
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.experts import Experts
@@ -202,7 +203,10 @@ class CausalLM(nnx.Module):
         sizes = f"{self.config.num_hidden_layers} layers{ahead}, {count:,} parameters in {', '.join(kinds)}"
         return f"{type(self).__name__}({sizes}, {self.strategy.stacking})"
 
-    __str__ = __repr__
+    def __str__(self) -> str:
+        """`repr`, and a line per part."""
+        parts = {name: getattr(self, name) for name in ("embed", "stacks", "norm", "head", "mtp")}
+        return "\n".join((repr(self), *children(parts, "  ")))
 
     @classmethod
     def from_pretrained(cls, path_or_hub_id: Any, **options: Any) -> Self:
@@ -307,11 +311,23 @@ class CausalLM(nnx.Module):
 
     def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Apply the output head: logits in float32."""
+        if self.head is not None and not hasattr(self.head, "weight"):  # a part of another library
+            return self.head(x).astype(jnp.float32)
         return self.head_weight().float32(x)
 
     def head_weight(self) -> Kernel:
-        """The kernel ``[D, V]`` of the output head; the embedding's table if the two are tied."""
-        return self.embed.weight() if self.head is None else self.head.weight()
+        """The kernel ``[D, V]`` of the output head; the embedding's table if the two are tied. Raises ValueError for a
+        part that does not give it."""
+        name, part = ("embed", self.embed) if self.head is None else ("head", self.head)
+        if not hasattr(part, "weight"):
+            raise ValueError(f"model.{name}, a {type(part).__name__}, must define weight(), which returns its Kernel")
+        return part.weight()
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids: rows of the embedding's table, or the config's number for a part without a table."""
+        table = getattr(self.embed, "table", None)
+        return self.config.vocab_size if table is None else int(table.shape[0])
 
     def separates_tokens(self, key: Key[Array, ""] | None = None) -> bool:
         """Whether tokens influence each other by attention only, so that a pass may be split, or padded with tokens

@@ -142,7 +142,7 @@ def call(
     *wanted: Any,  # return_routing, return_hidden, key
 ) -> Output:
     """The output of `CausalLM.__call__`. ``wanted``: the arguments after the cache."""
-    check_tokens(ids, vocabulary(model), attention_mask, positions, segment_ids)
+    check_tokens(ids, model.vocab_size, attention_mask, positions, segment_ids)
     arrays: tuple[Any, ...] = (attention_mask, positions, segment_ids, cache)
     lengths = lengths_after(ids, attention_mask, cache)
     if lengths is not None and positions is None and not isinstance(ids, Tracer):
@@ -174,17 +174,11 @@ def _traced(model: Any, tokens: Any, *given: Any) -> Output:
         return _forward(model, tokens, *given)
     try:
         return _forward(model, tokens, *given)
-    except (TypeError, jax.core.InconclusiveDimensionOperation) as error:
+    except (TypeError, jax.errors.InconclusiveDimensionOperation) as error:
         raise ValueError(
             f"{type(model).__name__} cannot be exported for tokens {list(np.shape(tokens))}: give numbers in place of "
             f"the symbols, one program per size ({str(error).splitlines()[0]})"
         ) from error
-
-
-def vocabulary(model: Any) -> int:
-    """Number of token ids: rows of the embedding's table, or the config's number for an embedding without a table."""
-    table = getattr(model.embed, "table", None)
-    return model.config.vocab_size if table is None else table.shape[0]
 
 
 def _forward(

@@ -8,7 +8,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Key
 
-from nnxmoe.layers.context import Attention, Context, Fed, FeedForward
+from nnxmoe.layers.context import Attention, Context, Fed, FeedForward, check_call, separates_tokens
 from nnxmoe.layers.norm import RMSNorm
 
 
@@ -54,11 +54,14 @@ class Layer(nnx.Module):
             setattr(self, f"feed_forward_{suffix}", module)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Assign a part; ``feed_forward`` and the parts around it under the layer's own names."""
+        """Assign a part; ``feed_forward`` and the parts around it under the layer's own names. Raises ValueError for a
+        part that cannot be called as the layer does."""
         other = {"moe": "mlp", "mlp": "moe"}.get(name)
         if other in vars(self):
             raise ValueError(f"{name} cannot be assigned: this layer's feed-forward is {other}, and a layer has one")
         name = name.replace("feed_forward", self.feed_forward_name) if name.startswith("feed_forward") else name
+        if name in ("moe", "mlp", "attention") and not isinstance(value, Absent):
+            check_call(f"layer.{name}", value, "context")
         super().__setattr__(name, value)
 
     @property
@@ -84,8 +87,7 @@ class Layer(nnx.Module):
     def separates_tokens(self, key: Key[Array, ""] | None) -> bool:
         """Whether the feed-forward's output for a token is independent of all other tokens; False if it does not
         say."""
-        separates = getattr(self.feed_forward, "separates_tokens", None)
-        return separates is not None and separates(key)
+        return separates_tokens(self.feed_forward, key)
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, spare: int = 0) -> Any:
         """An empty cache of the attention. Raises ValueError if that does not define one."""
@@ -104,14 +106,23 @@ class Layer(nnx.Module):
 
     def mix(self, x: Float[Array, "B T D"], context: Context, cache: Any) -> tuple[Float[Array, "B asked D"], Any]:
         """Return what attention adds to the hidden states ``x``, and the layer's cache."""
-        y, cache = self.attention(self.attention_norm(x), context=context, cache=cache)
+        out = self.attention(self.attention_norm(x), context=context, cache=cache)
+        if not isinstance(out, tuple) or len(out) != 2:
+            raise ValueError(f"the attention {type(self.attention).__name__} must return (y, cache)")
+        y, cache = out
         return self._added(checkpoint_name(y, "attention_output"), self.attention_post_norm), cache
 
     def feed(self, x: Float[Array, "B asked D"], context: Context) -> Fed:
         """Return what the feed-forward adds to ``x``, with its `MoEInfo` if it has experts."""
-        fed = self.feed_forward(self.feed_forward_norm(x), context=context.of_asked())
-        y, info = fed if isinstance(fed, Fed) else (fed, None)
+        y, info = self.fed(self.feed_forward_norm(x), context=context)
         return Fed(self._added(y, self.feed_forward_post_norm), info)
+
+    def fed(self, x: Float[Array, "B asked D"], context: Context) -> Fed:
+        """Return the output of the feed-forward, without norms."""
+        out = self.feed_forward(x, context=context.of_asked())
+        if isinstance(out, tuple) and not isinstance(out, Fed):
+            raise ValueError(f"the feed-forward {type(self.feed_forward).__name__} must return y or Fed(y, info)")
+        return out if isinstance(out, Fed) else Fed(out, None)
 
     def _added(self, y: Float[Array, "B asked D"], norm: RMSNorm | None) -> Float[Array, "B asked D"]:
         y = y if norm is None else norm(y)

@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Key
 
 from nnxmoe.axes import AnyMesh
-from nnxmoe.layers.context import Context, Fed, FeedForward
+from nnxmoe.layers.context import Context, Fed, FeedForward, separates_tokens
 from nnxmoe.layers.linear import Linear
 from nnxmoe.moe.dispatch import Dispatch, DispatchInfo
 from nnxmoe.moe.experts import Experts
@@ -58,11 +58,14 @@ class MoE(nnx.Module):
         return Fed(y, MoEInfo(routing if keep is None else keep(routing), info))
 
     def _routed(self, x: Float[Array, "B T D"], routing: Routing) -> tuple[Float[Array, "B T D"], DispatchInfo]:
+        if not hasattr(self.experts, "count"):
+            kind = type(self.experts).__name__
+            raise ValueError(f"moe.experts, a {kind}, must define count and rules, as Experts does")
         return self.dispatch(x, routing, self.experts, self.mesh)
 
     def separates_tokens(self, key: Key[Array, ""] | None) -> bool:
         """False if tokens compete for capacity, or if routing depends on a token's index in the batch."""
-        return getattr(self.dispatch, "by_token", False) and self.router.separates_tokens(key)
+        return getattr(self.dispatch, "by_token", False) and separates_tokens(self.router, key)
 
 
 class LatentMoE(MoE):

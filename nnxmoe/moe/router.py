@@ -245,7 +245,7 @@ class Router(nnx.Module):
         bias = None if self.bias is None else self.bias[...]
         axes, over = divided_over(x.shape[0], mesh), context_over(x.shape[1], mesh) if x.ndim == 3 else ()
         # shard_map keeps top-k local to each shard; without it XLA:CPU gathers all tokens.
-        if (axes or over) and self.select.by_row:
+        if (axes or over) and self._by_row:
             rows = PartitionSpec(axes or None, over or None)
             assert mesh is not None
             routing = shard_map(self.select, mesh, (rows, PartitionSpec()), rows)(logits, bias)
@@ -253,6 +253,10 @@ class Router(nnx.Module):
             routing = self.select(logits, bias)
         return dataclasses.replace(routing, valid=valid)
 
+    @property
+    def _by_row(self) -> bool:
+        return getattr(self.select, "by_row", False)
+
     def separates_tokens(self, key: Key[Array, ""] | None) -> bool:
         """False if routing depends on a token's index in the batch."""
-        return self.select.by_row and (key is None or not self.jitter)
+        return self._by_row and (key is None or not self.jitter)

@@ -66,7 +66,7 @@ class Planner:
 
     def __init__(self, engine: Engine, tokenizer: Any, settings: ServerSettings):
         self.tokenizer, self.settings, self.capacity = tokenizer, settings, engine.capacity
-        self.vocab, self.biases = int(engine.model.embed.table.shape[0]), engine.limits.biases
+        self.vocab, self.biases = engine.model.vocab_size, engine.limits.biases
         self.stop_ids, self.sampling = eos_ids(engine.model, ...), default_sampling(engine.model)
         self.symbols = symbols(tokenizer)
 

@@ -1,0 +1,43 @@
+"""The parts of a model as text, for `print`."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from flax import nnx
+
+
+def tree(module: nnx.Module, name: str = "", indent: str = "  ") -> Iterator[str]:
+    """Yield a line per part, with the shapes of its own variables. Equal items of a list are described once."""
+    parts = {key: value for key, value in vars(module).items() if not key.startswith("_")}
+    arrays = [
+        f"{key} {list(v.shape)}" for key, v in parts.items() if isinstance(v, nnx.Variable) and hasattr(v, "shape")
+    ]
+    yield f"{indent}{name}: {type(module).__name__}({', '.join(arrays)})"
+    yield from children(parts, indent + "  ")
+
+
+def children(parts: Mapping[str, Any], indent: str) -> Iterator[str]:
+    """Yield the lines of the modules among these attributes."""
+    for key, value in parts.items():
+        if isinstance(value, nnx.List):
+            groups: dict[tuple[str, ...], list[int]] = {}
+            for i, item in enumerate(value):
+                if isinstance(item, nnx.Module):
+                    groups.setdefault(tuple(tree(item, "", indent)), []).append(i)
+            for (first, *rest), places in groups.items():
+                yield first.replace(": ", f"{key}[{_ranges(places)}]: ", 1)
+                yield from rest
+        elif isinstance(value, nnx.Module):
+            yield from tree(value, key, indent)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """``0-3, 5``; only the first of many."""
+    runs: list[list[Any]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    texts = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
+    return ", ".join(texts) if len(texts) <= 4 else f"{', '.join(texts[:3])}, … {numbers[-1]}"
