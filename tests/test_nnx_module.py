@@ -31,7 +31,7 @@ def model(request: pytest.FixtureRequest) -> nnxmoe.CausalLM:
     return build_tiny("mixtral", nnxmoe.Strategy(stacking=stacking_of(request.param)))
 
 
-def layers(model: nnxmoe.CausalLM) -> list[Layer]:
+def layers(model: nnxmoe.CausalLM) -> list[Any]:
     return [part for _, part in nnx.iter_modules(model.stacks) if isinstance(part, Layer)]
 
 
@@ -40,7 +40,8 @@ def cross_entropy(model: nnxmoe.CausalLM, ids: Any = IDS) -> jax.Array:
 
 
 def values(model: nnx.Module, *filters: Any) -> dict[str, np.ndarray]:
-    flat = nnx.to_flat_state(nnx.state(model, *filters))
+    state: Any = nnx.state(model, *filters)
+    flat = nnx.to_flat_state(state)
     return {".".join(map(str, path)): np.array(variable.get_value()) for path, variable in flat}
 
 
@@ -153,7 +154,7 @@ def sown(state: Any) -> list[np.ndarray]:
 @pytest.mark.parametrize("run", [lambda f: f, nnx.jit], ids=["eager", "jit"])
 def test_capture(model: nnxmoe.CausalLM, run: Callable[..., Any]) -> None:
     """Captured values are those of the routing, and the output is that of an ordinary call."""
-    wanted = model(IDS, return_routing=True)
+    wanted: Any = model(IDS, return_routing=True)
     sowing(model)
     out, state = run(lambda model: nnx.capture(model, nnx.Intermediate)(IDS))(model)
     assert max_error(out.logits, wanted.logits) < 1e-5
@@ -164,7 +165,8 @@ def test_capture(model: nnxmoe.CausalLM, run: Callable[..., Any]) -> None:
 
 
 def test_capture_of_every_module(model: nnxmoe.CausalLM) -> None:
-    wanted = model(IDS, return_hidden=True)
+    wanted: Any = model(IDS, return_hidden=True)
+    state: Any
     out, state = nnx.capture(model, nnx.Intermediate, method_outputs=nnx.Intermediate)(IDS)
     assert max_error(out.logits, wanted.logits) < 1e-5
     assert max_error(state["norm"]["__call__"].get_value()[0], wanted.hidden[-1]) < 1e-5
@@ -252,9 +254,10 @@ def test_exchanged_parts_that_do_not_fit() -> None:
     """Each error names the part and what it must be."""
     model = build_tiny("mixtral")
     layer = layers(model)[0]
+    linear: Any = nnx.Linear(24, 24, rngs=nnx.Rngs(0))
     experts, attention = layer.moe.experts, layer.attention
     with pytest.raises(ValueError, match=r"layer\.moe = Linear.*called as \(x, context=…\)"):
-        layer.moe = nnx.Linear(24, 24, rngs=nnx.Rngs(0))
+        layer.moe = linear
     with pytest.raises(ValueError, match=r"layer\.attention = Dict.*must be a module that is called"):
         layer.attention = nnx.Dict()
     with pytest.raises(ValueError, match="mlp cannot be assigned: this layer's feed-forward is moe"):
@@ -352,8 +355,8 @@ def test_bridge_of_flax_to_linen() -> None:
     rest = {"RouterBias": variables["RouterBias"]}
 
     def loss(params: Any) -> jax.Array:
-        logits = module.apply({"params": params, **rest}, jnp.asarray(IDS[:, :-1])).logits
-        return optax.softmax_cross_entropy_with_integer_labels(logits, IDS[:, 1:]).mean()
+        out: Any = module.apply({"params": params, **rest}, jnp.asarray(IDS[:, :-1]))
+        return optax.softmax_cross_entropy_with_integer_labels(out.logits, IDS[:, 1:]).mean()
 
     before, gradients = jax.jit(jax.value_and_grad(loss))(variables["params"])
     changed = jax.tree.map(lambda a, g: a - 0.1 * g, variables["params"], gradients)

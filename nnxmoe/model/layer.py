@@ -32,6 +32,10 @@ class Layer(nnx.Module):
     hidden states may be any pytree, if `CausalLM.enter` makes it of the embedding and the layers are of that form.
     """
 
+    moe: Any  # or mlp, with their norms
+    mlp: Any
+    attention: Any
+
     def __init__(
         self,
         attention_norm: RMSNorm,

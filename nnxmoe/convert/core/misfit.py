@@ -8,7 +8,7 @@ from flax import nnx
 
 from nnxmoe.config.printable import short, some
 from nnxmoe.convert.core.restore import DTYPES, INTEGERS
-from nnxmoe.layers.lora import Kept, LoRAParam
+from nnxmoe.layers.lora import Kept
 from nnxmoe.layers.quantized import QuantizedArray, QuantizedWeight
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.models import is_registered
@@ -71,7 +71,7 @@ def _parts(model: CausalLM) -> dict[str, Any]:
     for path, node in nnx.iter_graph(model):
         name = ".".join(map(str, path))
         adapter = path[:1] == ("merged",) or any(str(part).startswith("lora") for part in path)
-        if adapter or isinstance(node, Kept | LoRAParam | QuantizedArray):
+        if adapter or isinstance(node, Kept | nnx.LoRAParam | QuantizedArray):
             continue
         if isinstance(node, QuantizedWeight):
             found[name] = (*node.lead, *node.outs, *node.ins)

@@ -79,7 +79,7 @@ def split_ranks(model: CausalLM, rank: int) -> dict[str, int]:
     return {s.name: rank // active if s.name.startswith("experts.") else rank for s in chosen(model, None)}
 
 
-def _drawn(seed: list[int], slot: Slot, a: nnx.LoRAParam) -> np.ndarray:
+def _drawn(seed: list[int], slot: Slot, a: nnx.Param) -> np.ndarray:
     """Initial values of ``a``: uniform within PEFT's bound, from one random stream per layer.
 
     NumPy draws them, since compiling JAX's generator for every shape takes longer than drawing.
