@@ -347,7 +347,8 @@ def test_bridge_of_flax_to_linen() -> None:
     module = nnx.bridge.to_linen(type(model), model.config)
     variables = module.init(jax.random.key(0), jnp.asarray(IDS))
     assert set(variables) == {"params", "RouterBias"}
-    specs = nn.get_partition_spec(variables)["params"]
+    with nnx.use_eager_sharding(False):  # else Flax 0.12.12 makes variables for it, which need a mesh
+        specs = nn.get_partition_spec(variables)["params"]
     assert specs["head"]["kernel"] == jax.sharding.PartitionSpec("vocab", "embed")
     count = len(nnx.to_flat_state(nnx.state(model, nnx.Param)))
     leaves = jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, jax.sharding.PartitionSpec))
