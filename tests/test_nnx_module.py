@@ -182,7 +182,9 @@ def test_sown_values_do_not_vanish(model: nnxmoe.CausalLM) -> None:
     for _ in range(2):
         assert max_error(model(IDS).logits, wanted) < 1e-5
         assert [value.shape for value in sown(nnx.pop(model, nnx.Intermediate))] == [(2, 9, 2)] * 2
+    model(IDS)  # what it sows stays in the model
     assert nnxmoe.generate(model, IDS[:1], max_new_tokens=2).shape == (1, 11)
+    assert len(sown(nnx.pop(model, nnx.Intermediate))) == 2
 
     class Counting(nnx.Module):
         def __init__(self, part: Any) -> None:

@@ -50,6 +50,7 @@ def unscan(model: CausalLM) -> CausalLM:
         return model
     graph, state = nnx.split(model)
     unrolled = nnx.merge(graph, state)
+    nnx.pop(unrolled, nnx.Intermediate)  # sown values have no axis of layers
     unrolled.strategy = dataclasses.replace(model.strategy, stacking=Unrolled(), pipeline=None)
     unrolled.stacks = nnx.List(
         [
