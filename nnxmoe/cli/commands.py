@@ -121,7 +121,7 @@ def generate(options: argparse.Namespace) -> None:
         for line in prompts.lines(model, tokenizer, many, sampling, options):
             print(line, flush=True)
         return
-    vocab = int(model.embed.table.shape[0])
+    vocab = model.vocab_size
     texts, special = split_stops(options.stop, tokenizer, vocab) if options.stop else ((), ())
     given = {"max_new_tokens": options.max_new_tokens, "sampling": sampling, "seed": options.seed}
     given |= {"eos_token_id": (*eos_ids(model, ...), *special), "draft": drafts.draft_of(options.draft, model)}
