@@ -153,13 +153,13 @@ BAD: list[tuple[bytes, str]] = [
     ),
     (
         b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0}]}',
-        "no message from the assistant, hence nothing to learn",
+        "no message from the assistant",
     ),
     (
         b'{"tools": "[1]", "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}',
         "schemas",
     ),
-    (b'{"messages": [{"role": "user", "content": "a", "weight": 0.5}]}', "weight 0.5: use 1, or 0 for answers"),
+    (b'{"messages": [{"role": "user", "content": "a", "weight": 0.5}]}', "weight 0.5: use 1, or 0"),
     (
         b'{"messages": [{"role": "assistant", "tool_calls": [], "content": 7}]}',
         "content is 7: it must be a non-empty string",
@@ -192,8 +192,11 @@ BAD: list[tuple[bytes, str]] = [
         r'content has {.*image_url.*}: only {"type": "text", "text": …} is supported',
     ),
     (b'{"messages": [{"role": ["a"], "content": "a"}]}', r"messages\[0\] has the role \['a'\]"),
-    (b'{"messages": [{"role": "user", "content": "a"}]}', "no message from the assistant, hence nothing to learn"),
-    (b'{"messages": [{"role": "assistant", "content": "a"}]}', "starts with the assistant"),
+    (
+        b'{"messages": [{"role": "user", "content": "a"}]}',
+        "no message from the assistant",
+    ),
+    (b'{"messages": [{"role": "assistant", "content": "a"}]}', "starts with an assistant message"),
 ]
 
 
@@ -312,7 +315,7 @@ def test_arrays_and_compressed_files(tmp_path: Path) -> None:
 
 
 def faulty(count: int) -> list[dict[str, Any]]:
-    """Texts, of which every tenth is empty, and a chat that begins with the model."""
+    """Texts with every tenth one empty, and a chat that starts with an assistant message."""
     texts = [{"text": "" if i % 10 == 3 else f"{i} is here"} for i in range(count - 1)]
     return [*texts, {"messages": [HELLO, HI, HELLO]}]
 
@@ -321,31 +324,28 @@ def faulty(count: int) -> list[dict[str, Any]]:
 def test_unusable_records_are_counted_by_reason(
     tmp_path: Path, form: str, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Up to a share they are skipped with one warning, otherwise one error counts them."""
+    """Up to the allowed fraction they are skipped with one warning. Above it, one error counts them."""
     records = faulty(80)
     path = tmp_path / f"a.{form}"
     path.write_text("\n".join(map(json.dumps, records)) if form == "jsonl" else json.dumps(records))
     data, first, unit = (records, 3, "record") if form == "list" else (path, 4, "line" if form == "jsonl" else "item")
     numbers = ", ".join(str(first + 10 * i) for i in range(5))
     reasons = f"8 {unit}s ({numbers}, …): text is '': it must be a non-empty string; "
-    reasons += f"{unit} {first + 76}: it starts with the assistant"
+    reasons += f"{unit} {first + 76}: the chat starts with an assistant message"
     options: dict[str, Any] = {"batch_size": 2, "seq_len": 24, "epochs": 1}
-    for fraction in ({}, {"max_bad_fraction": 0}, {"max_bad_fraction": 0.11}):
+    for limit in ({}, {"max_bad_fraction": 0}, {"max_bad_fraction": 0.11}):
         with pytest.raises(DataError) as failure:
-            batches(data, tokenizer, **options, **fraction)
-        assert (
-            f" has 9 unusable records of 80, more than max_bad_fraction={fraction.get('max_bad_fraction', 0.01)}"
-            in str(failure.value)
-        )
+            batches(data, tokenizer, **options, **limit)
+        fraction = limit.get("max_bad_fraction", 0.01)
+        assert f" has 9 unusable records of 80, more than max_bad_fraction={fraction}" in str(failure.value)
         assert reasons in str(failure.value)
     assert not caplog.records
-    made = batches(data, tokenizer, **options, max_bad_fraction=9 / 80)
-    assert [entry.message for entry in caplog.records] == [
-        f"{made.documents.lines}: skipped 9 of 80 records: {reasons}: add the message that it answers"
-    ]
+    usable_batches = batches(data, tokenizer, **options, max_bad_fraction=9 / 80)
+    (warning,) = (entry.message for entry in caplog.records)
+    assert warning.startswith(f"{usable_batches.documents.lines}: skipped 9 of 80 records: {reasons}")
     usable = [record for record in records[:-1] if record["text"]]
-    equal(made, batches(usable, tokenizer, **options))
-    assert made.documents.lines.where(3).endswith(f"{unit} {first + 1}")
+    equal(usable_batches, batches(usable, tokenizer, **options))
+    assert usable_batches.documents.lines.where(3).endswith(f"{unit} {first + 1}")
 
 
 @pytest.mark.wrong_types
@@ -353,7 +353,7 @@ def test_invalid_fractions_and_data_without_usable_records(tokenizer: Tokenizer)
     for wrong in (-0.1, 1.1, float("nan"), True, "0.1"):
         with pytest.raises(ValueError, match=r"max_bad_fraction=.*pass a number from 0"):
             Documents([{"text": "a"}], tokenizer, wrong)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(DataError, match="has 2 unusable records of 2, hence none to train on"):
+    with pytest.raises(DataError, match="has 2 unusable records of 2, so there is nothing to train on"):
         Documents([{"text": ""}, {"text": " "}], tokenizer, 1)
     assert len(Documents([{"text": "a"}] * 71 + [{}] * 29, tokenizer, 0.29)) == 71
 
@@ -364,10 +364,10 @@ ALTERNATE = (
 )
 
 
-def test_chats_that_the_template_refuses_are_unusable_records(
+def test_chats_rejected_by_the_template_are_unusable_records(
     tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They are met while batches are made; resumed batches and those of two processes skip the same ones."""
+    """They are detected while batches are built. Resumed runs and both of two processes skip the same records."""
     strict = Tokenizer(tokenizer.backend, tokenizer.special_tokens, {"default": ALTERNATE}, "here")
     records = [chat(f"a {i}", "b") if i % 20 != 7 else {"messages": [HI, HI, HELLO]} for i in range(60)]
     options: dict[str, Any] = {"batch_size": 2, "seq_len": 48, "epochs": 2, "seed": 5}
@@ -378,29 +378,27 @@ def test_chats_that_the_template_refuses_are_unusable_records(
         Documents(records, strict).check()
     options["max_bad_fraction"] = 0.05
     assert not caplog.records
-    straight = batches(records, strict, **options)
-    made = list(straight)
-    told = [entry.message for entry in caplog.records]
-    assert len(told) == 2 and "skipped 1 of 60 records so far: " in told[0] and "skipped 3 of 60 records: 3" in told[1]
-    good = [record for record in records if len(record["messages"]) == 2]
-    assert sum(batch["loss_mask"].sum() for batch in made) == 2 * sum(
-        int(document.learnt.sum()) for document in Documents(good, strict)
-    )
-    for at in (1, 3, len(made) - 1):
-        whole = batches(records, strict, **options)
-        for _ in range(at):
-            next(whole)
+    all_batches = list(batches(records, strict, **options))
+    first, last = (entry.message for entry in caplog.records)
+    assert "skipped 1 of 60 records so far: " in first and "skipped 3 of 60 records: 3" in last
+    usable = Documents([record for record in records if len(record["messages"]) == 2], strict)
+    learned = sum(int(document.learnt.sum()) for document in usable)
+    assert sum(batch["loss_mask"].sum() for batch in all_batches) == 2 * learned
+    for steps in (1, 3, len(all_batches) - 1):
+        interrupted = batches(records, strict, **options)
+        for _ in range(steps):
+            next(interrupted)
         resumed = batches(records, strict, **options)
-        resumed.set_state(whole.get_state())
-        equal(made[at:], resumed)
+        resumed.set_state(interrupted.get_state())
+        equal(all_batches[steps:], resumed)
     halves = [batches(records, strict, **options, share=(i, 2)) for i in range(2)]
-    for batch, *parts in zip(made, *halves, strict=True):
+    for batch, *parts in zip(all_batches, *halves, strict=True):
         equal([batch], [{name: np.concatenate([part[name] for part in parts]) for name in batch}])
     equal([Rows(Documents(records, strict, 0.05), 8)[7]], [fill([], 8, tokenizer.pad_token_id or 0)])
 
 
 def test_values_of_records_may_be_arrays(tokenizer: Tokenizer) -> None:
-    """As pandas reads lists of Parquet files; NaN means absent. Other objects are refused by name."""
+    """pandas reads lists of Parquet files as arrays. NaN counts as absent. Other types raise with the field's name."""
     call = CALL | {
         "tool_calls": np.array([{"function": {"name": "add", "arguments": {"a": np.arange(2, dtype=np.uint8)}}}])
     }
@@ -412,14 +410,14 @@ def test_values_of_records_may_be_arrays(tokenizer: Tokenizer) -> None:
     }
     (record,) = RecordList([values, {"text": "a"}][:1])
     assert record.messages[0] == HI and record.messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": [0, 1]}
-    sent = {"prompt": (HI,), "completion": jax.tree.map(lambda x: x, [HELLO | {"weight": jax.numpy.int8(1)}])}
-    assert RecordList([sent])[0] == Record(None, (HI, HELLO), answers=(1,))
-    with pytest.raises(DataError, match=r"record 0: messages holds .* of type Decimal: use values of JSON"):
+    completion = {"prompt": (HI,), "completion": [HELLO | {"weight": jax.numpy.int8(1)}]}
+    assert RecordList([completion])[0] == Record(None, (HI, HELLO), answers=(1,))
+    with pytest.raises(DataError, match=r"record 0: messages .*Decimal\('0\.1'\).*of type Decimal"):
         RecordList([{"messages": [HI, HELLO | {"cost": Decimal("0.1")}]}])
 
 
-def test_nulls_of_columns_are_absent_fields(tmp_path: Path) -> None:
-    """Columns have one type, so that each object gets the names of all others, with nulls; other nulls are kept."""
+def test_nulls_of_typed_columns_are_absent_fields(tmp_path: Path) -> None:
+    """In a typed column every object has the fields of all objects, null where absent. Other nulls are preserved."""
 
     class Dataset(list[Any]):
         features = None
@@ -473,7 +471,7 @@ def test_unusable_lists(tokenizer: Tokenizer) -> None:
     options: dict[str, Any] = {"batch_size": 2, "seq_len": 24}
     for wrong, message in (
         ([], "there are no records"),
-        ({"text": "a"}, "no training data"),
+        ({"text": "a"}, "not training data"),
         ([{}], "record 0: the record has the fi"),
         (["a text"], "record 0: 'a text' is not a JSON object: write"),
     ):
@@ -493,7 +491,7 @@ def test_bad_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             JsonLines(path)
     monkeypatch.setattr(jsonl, "MAX_LINE_BYTES", 20)
     path.write_bytes((GOOD + b'{"text": "' + b"a" * 1000 + b'"}\n') * 2)
-    with pytest.raises(DataError, match=r"2 unusable.* 2 lines \(2, 4\): it has more than 20 bytes: split it"):
+    with pytest.raises(DataError, match=r"2 unusable.* 2 lines \(2, 4\): .* more than 20 bytes"):
         JsonLines(path)
     lines = JsonLines(path, bad=BadRecords(0.5))
     assert [lines[i].text for i in range(len(lines))] == ["good"] * 2 and lines.where(1) == f"{path} line 3"
@@ -668,7 +666,7 @@ def test_answers_without_content_are_learned(letters: Tokenizer) -> None:
     assert learned == f"<call>{call}<|end|><think>\n\n</think>\n\ny<|end|>\n"
 
 
-CALL_FORMS = {  # how templates write a call
+CALL_FORMS = {  # how templates render a call
     "tojson": '{"name": "{{ c.function.name }}", "parameters": {{ c.function.arguments | tojson }}}',
     "items": "{{ c.function.name }}{% for k, v in c.function.arguments.items() %}<{{ k }}>{{ v }}{% endfor %}",
     "text": "{{ c.function.name + ' ' + c.function.arguments }}",
@@ -676,8 +674,8 @@ CALL_FORMS = {  # how templates write a call
 
 
 @pytest.mark.parametrize("name", CALL_FORMS)
-def test_calls_of_tools_are_learned_as_the_template_writes_them(letters: Tokenizer, name: str) -> None:
-    """Data sets have the arguments as an object or as JSON text, in OpenAI's form or flat, with content or without."""
+def test_tool_calls_are_learned_as_the_template_renders_them(letters: Tokenizer, name: str) -> None:
+    """Arguments may be an object or JSON text, calls in OpenAI's form or flat, messages with or without content."""
     turn = f"{{% for c in m.tool_calls or [] %}}{CALL_FORMS[name]}{{% endfor %}}<|end|>"
     template = EACH + TURN.replace("<|end|>", turn) + "{% endfor %}" + ASKS
     other = Tokenizer(letters.backend, letters.special_tokens, {"default": template}, "here")

@@ -451,7 +451,7 @@ LINES: dict[str, tuple[Any, str]] = {
     "nothing more": ({"chosen": "The sky", "rejected": "The sky is green."}, "chosen: completion is ''"),
     "no answer": (
         {"prompt": messages("a"), "chosen": messages("b"), "rejected": answer("c")},
-        "record 0: chosen: it has no message from the assistant",
+        "record 0: chosen: .* no message from the assistant",
     ),
 }
 
@@ -465,9 +465,7 @@ def test_unusable_preferences_are_refused(what: str) -> None:
 
 @pytest.mark.parametrize("value", [numbers(1)[0], {"chosen": "The sky is blue.", "rejected": "The sky is green."}])
 def test_other_training_names_preferences(value: Any) -> None:
-    with pytest.raises(
-        DataError, match=r"is a preference, .*: train on it with --preferences, or with nnxmoe.train.pref"
-    ):
+    with pytest.raises(DataError, match=r"is a preference .*--preferences.* nnxmoe\.train\.preferences"):
         train.batches([value], tokenizer(), batch_size=1, seq_len=8)
     some = train.batches([value | {"messages": messages("a", "b")}], tokenizer(), batch_size=1, seq_len=12, epochs=1)
     assert len(list(some)) == 1
@@ -500,7 +498,7 @@ def test_wrong_commands_of_preferences(tmp_path: Path, capsys: pytest.CaptureFix
     chats = write(tmp_path / "chats.jsonl", {"messages": messages("a", "b")})
     pair = write(tmp_path / "pairs.jsonl", *numbers(1))
     tried = [
-        ([str(pair)], "pairs.jsonl .* line 1: it is a preference, .* --preferences"),
+        ([str(pair)], "pairs.jsonl .* line 1: .* is a preference .*--preferences"),
         ([str(chats), "--preferences"], "chats.jsonl .* line 1: the field 'chosen' is missing"),
         ([str(pair), "--beta", "0.2"], "--beta 0.2 is for preferences: pass --preferences, or leave it out"),
         ([str(pair), "--preferences", "--beta", "0"], "--beta 0.0: it must be a number"),

@@ -1,4 +1,4 @@
-"""Unusable records of training data: counted by reason, and skipped up to a share."""
+"""Count unusable training records by reason, and skip them up to a given fraction."""
 
 import dataclasses
 import re
@@ -15,8 +15,11 @@ class DataError(ValueError):
 
 
 class RecordError(DataError):
-    """Raised for one unusable record. ``reason`` is equal for records with the same fault, unlike the message, which
-    has their values; by default it is the message without numbers."""
+    """Raised for one unusable record.
+
+    ``reason`` groups records with the same fault: the message contains their values, the reason does not. It defaults
+    to the message without numbers.
+    """
 
     def __init__(self, message: str, reason: str | None = None) -> None:
         super().__init__(message)
@@ -25,7 +28,7 @@ class RecordError(DataError):
 
 @dataclasses.dataclass
 class _Fault:
-    """The records with one fault: their count, the first numbers, and the message of the first."""
+    """A group of records with the same fault: count, first record numbers, and the first record's message."""
 
     message: str
     count: int = 0
@@ -40,9 +43,9 @@ class _Fault:
 
 
 class BadRecords:
-    """Counts the unusable records of one data set, and skips them if they are at most ``max_fraction`` of all.
+    """Counter of the unusable records of one data set. Up to ``max_fraction`` of all records may be unusable.
 
-    Which records are skipped depends on the data alone, not on the fraction.
+    The data alone determines which records are skipped. The fraction only determines whether `settle` raises.
     """
 
     def __init__(self, max_fraction: float = MAX_BAD_FRACTION) -> None:
@@ -57,30 +60,30 @@ class BadRecords:
         """Count the record with this number."""
         reason = error.reason
         if reason not in self._faults and len(self._faults) >= _REASONS:
-            reason = ""  # a bound on memory
+            reason = ""  # bounds the memory
         fault = self._faults.setdefault(reason, _Fault(str(error) if reason else "other reasons"))
         fault.count += 1
         fault.numbers += [number] if len(fault.numbers) < _LISTED_LINES else []
         self.count += 1
 
     def exceeds(self, total: int) -> bool:
-        """Whether more of ``total`` records are unusable than may be skipped, or all are."""
-        allowed = self.max_fraction * total + 1e-6  # 0.29 * 100 is less than 29
+        """Whether all of ``total`` records, or more of them than may be skipped, are unusable."""
+        allowed = self.max_fraction * total + 1e-6  # tolerance: 0.29 * 100 is less than 29 in floating point
         return self.count > allowed or 0 < total <= self.count
 
     def settle(self, source: object, unit: str, total: int, *, final: bool = True) -> None:
-        """Report skipped records in a warning. Raises DataError if they are too many of ``total``.
+        """Log a warning with the skipped records. Raises DataError if more of ``total`` are unusable than allowed.
 
-        ``final``: whether all records were read. Until then only the first one is reported.
+        ``final``: all records have been read. Before that, only the first skipped record is reported.
         """
         if self.exceeds(total):
-            what = f"{source} has {self.count} unusable record{'s' * (self.count != 1)} of {total}"
+            summary = f"{source} has {self.count} unusable record{'s' * (self.count != 1)} of {total}"
             if self.count >= total:
-                raise DataError(f"{what}, hence none to train on: {self._text(unit)}")
+                raise DataError(f"{summary}, so there is nothing to train on: {self._text(unit)}")
             so_far = "" if final else " so far"
             raise DataError(
-                f"{what}{so_far}, more than max_bad_fraction={self.max_fraction:g} allows: {self._text(unit)}. Correct "
-                "or remove them, or pass a larger max_bad_fraction (--max-bad-fraction), up to which they are skipped"
+                f"{summary}{so_far}, more than max_bad_fraction={self.max_fraction:g} allows: {self._text(unit)}. "
+                "Correct or remove them, or skip more with a larger max_bad_fraction (--max-bad-fraction)"
             )
         if self.count > self._reported and (final or not self._early):
             so_far = "" if final else " so far"
@@ -90,5 +93,5 @@ class BadRecords:
     def _text(self, unit: str) -> str:
         faults = sorted(self._faults.values(), key=lambda fault: -fault.count)
         listed, rest = faults[:_LISTED_REASONS], faults[_LISTED_REASONS:]
-        more = [f"{sum(fault.count for fault in rest)} for {len(rest)} other reasons"] if rest else []
-        return "; ".join([*(fault.text(unit) for fault in listed), *more])
+        unlisted = [f"{sum(fault.count for fault in rest)} for {len(rest)} other reasons"] if rest else []
+        return "; ".join([*(fault.text(unit) for fault in listed), *unlisted])

@@ -44,9 +44,10 @@ def batches(
 ) -> "Batches":
     """`Batches` from a file of JSON lines, a list of dicts, or another iterable of them such as a ``datasets.Dataset``.
 
-    Each is a text, a prompt with its completion, or a chat, in the common forms (`nnxmoe.train.data.records`). Unusable
-    records are skipped with a warning, or refused if they are more than ``max_bad_fraction`` of all; 0 skips none.
-    Raises DataError, a ValueError that counts them by reason and names the first lines.
+    Each record is a text, a prompt with its completion, or a chat, in the common forms (`nnxmoe.train.data.records`).
+    Unusable records are skipped with a warning. Raises DataError, a ValueError, if they are more than
+    ``max_bad_fraction`` of all records. It counts them by reason and names the first lines. With 0 every record must
+    be usable.
     """
     documents = Documents(data, tokenizer, max_bad_fraction)
     return Batches(documents, batch_size, seq_len, seed=seed, shuffle=shuffle, pack=pack, epochs=epochs, share=share)
@@ -68,7 +69,7 @@ def preferences(
     """`Batches` of pairs, int32 [B, 2, T] arrays, from the same kinds of data as `batches`; see `Pairs`.
 
     Each record has the fields "prompt", "chosen" and "rejected", or whole chats as "chosen" and "rejected" (see
-    `nnxmoe.train.data.records.pair_of`). Unusable records are skipped or refused as in `batches`.
+    `nnxmoe.train.data.records.pair_of`). Unusable records are handled as in `batches`.
     """
     documents = Pairs(data, tokenizer, max_bad_fraction)
     return Batches(documents, batch_size, seq_len, seed=seed, shuffle=shuffle, epochs=epochs, share=share)

@@ -89,10 +89,10 @@ class Documents:
     (see `chat_tokens`). Up to 256 MB of tokens are cached (5 bytes per token), so that later
     epochs of small files need no encoding.
 
-    Unusable records, also those that the chat template refuses, are skipped with a warning that counts them by reason,
-    if they are at most ``max_bad_fraction`` of all; otherwise DataError, a ValueError, has these counts and the first
-    lines. Which records are skipped depends on the data and the tokenizer alone, so that a resumed run and all
-    processes agree.
+    Unusable records, including chats that the template rejects, are skipped with a warning that counts them by reason.
+    Raises DataError, a ValueError with these counts and the first lines, if they are more than ``max_bad_fraction`` of
+    all records. The data and the tokenizer alone determine which records are skipped, so a resumed run and all
+    processes skip the same ones.
     """
 
     unit: ClassVar[str] = "chat"
@@ -101,15 +101,15 @@ class Documents:
     empty: ClassVar[Document] = Document(np.zeros(0, np.int32), np.zeros(0, bool), chat=True)
 
     def __init__(self, data: Data, tokenizer: Tokenizer, max_bad_fraction: float = MAX_BAD_FRACTION) -> None:
-        made = JsonLines if isinstance(data, str | os.PathLike) else RecordList
+        source = JsonLines if isinstance(data, str | os.PathLike) else RecordList
         self.bad = BadRecords(max_bad_fraction)
-        self.lines: JsonLines | RecordList = made(data, self.parse, self.bad)  # pyright: ignore[reportArgumentType]
+        self.lines: JsonLines | RecordList = source(data, self.parse, self.bad)  # pyright: ignore[reportArgumentType]
         self.tokenizer = tokenizer
         self._kept: dict[int, Document] = {}
         self._room, self._noted = _CACHE_BYTES, set[str]()
         self._chats = np.zeros((len(self), 2), np.int32)  # tokens of each chat, and those up to its first answer
         self._encoded = np.zeros(len(self), bool)
-        self._counting = False  # unusable records are counted without an error
+        self._counting = False  # if True, unusable records are counted and raise no error
         self._told: dict[int, str] = {}  # length of rows -> the last warning of `tell_cut`
 
     def __len__(self) -> int:
@@ -138,7 +138,7 @@ class Documents:
         self._settle()
 
     def _encode(self, indices: Iterable[SupportsIndex]) -> None:
-        """Encode documents, and count the unusable records without an error."""
+        """Encode documents. Unusable records are counted and raise no error."""
         self._counting = True
         try:
             for index in indices:
@@ -147,12 +147,12 @@ class Documents:
             self._counting = False
 
     def _skip(self, number: int, error: RecordError) -> Document:
-        """A document without tokens in place of one that cannot be encoded. Raises DataError if there are too many."""
+        """Count an unusable record and return an empty document in its place. Raises DataError above the limit."""
         if not self._encoded[number]:
             self.bad.add(self.lines.number(number), error)
             self._encoded[number] = True
         if not self._counting:
-            if self.bad.exceeds(self.lines.total):  # the error counts further records too
+            if self.bad.exceeds(self.lines.total):  # the error also counts records not encoded yet
                 self._encode(np.flatnonzero(~self._encoded)[:_COUNTED_RECORDS])
             self._settle()
         return self.empty
@@ -205,7 +205,7 @@ class Documents:
         if end is not None and ids[-1:] != [end]:
             ids.append(end)
         if not ids:
-            raise RecordError("the tokenizer returns no tokens for it")
+            raise RecordError("the tokenizer returns no tokens for this record")
         given = len(os.path.commonprefix([prompt, ids]))  # a token that spans the end of the prompt is learned
         return Document(np.asarray(ids, np.int32), np.arange(len(ids)) >= given, bool(prompt))
 

@@ -32,8 +32,10 @@ _OTHERS |= {b"\x28\xb5\x2f\xfd": "compressed with zstd", b"\xfd7zX": "compressed
 
 
 class JsonLines:
-    """The usable records of a file, all validated; blank lines are none. The file is read to its end. Raises DataError
-    if more records are unusable than ``bad`` allows."""
+    """The usable records of a file, all validated. Blank lines do not count as records.
+
+    Reads the whole file, then raises DataError if more records are unusable than ``bad`` allows.
+    """
 
     def __init__(self, path: str | os.PathLike[str], parse: Parse = record_of, bad: BadRecords | None = None) -> None:
         self._parse = parse
@@ -67,7 +69,7 @@ class JsonLines:
         self.digest = digest.hexdigest()
         self._starts = np.frombuffer(starts, np.int64)
         whole = len(numbers) == numbers[-1]
-        self._numbers = None if whole else np.frombuffer(numbers, np.int64)  # needed only if some lines are left out
+        self._numbers = None if whole else np.frombuffer(numbers, np.int64)  # None if no line is left out
         tell_ignored(ignored, self)
 
     def __len__(self) -> int:
@@ -77,11 +79,11 @@ class JsonLines:
         return str(self.path)
 
     def number(self, index: int) -> int:
-        """The line of a usable record, counted from 1."""
+        """Line number of a usable record, counted from 1."""
         return index + 1 if self._numbers is None else int(self._numbers[index])
 
     def where(self, index: int) -> str:
-        """File and line number, for messages."""
+        """Location of a record in messages: file and line number."""
         return f"{self.path} {self.unit} {self.number(index)}"
 
     def __getitem__(self, index: SupportsIndex) -> Any:
@@ -122,33 +124,33 @@ def _as_lines(path: Path) -> tuple[Path, str] | None:
 
 
 def _items(data: bytes, path: Path) -> Iterator[bytes]:
-    """The items of a JSON array as lines. Raises DataError if the array's end cannot be found."""
+    """Yield the items of a JSON array as lines. Raises DataError if the array is not valid JSON."""
     decode, space = json.JSONDecoder().raw_decode, re.compile(r"[ \t\r\n]*")
     try:
         text = data.decode()
-        place, number = _after(space, text, text.index("[") + 1), 0
-        while text[place : place + 1] != "]":
+        position, number = _skip_space(space, text, text.index("[") + 1), 0
+        while text[position : position + 1] != "]":
             number += 1
-            end = decode(text, place)[1]
-            # Outside of strings a line's end is a space, and within strings JSON has none.
-            yield text[place:end].replace("\n", " ").encode() + b"\n"
-            place = _after(space, text, end)
-            if text[place : place + 1] == ",":
-                place = _after(space, text, place + 1)
-                if text[place : place + 1] == "]":
-                    raise json.JSONDecodeError("Illegal trailing comma before the end of the array", text, place)
-            elif text[place : place + 1] != "]":
-                raise json.JSONDecodeError("Expecting ',' or ']'", text, place)
-        if text[place + 1 :].strip():
-            raise json.JSONDecodeError("Extra data", text, place + 1)
+            end = decode(text, position)[1]
+            # JSON strings contain no raw newlines, so each newline here is whitespace.
+            yield text[position:end].replace("\n", " ").encode() + b"\n"
+            position = _skip_space(space, text, end)
+            if text[position : position + 1] == ",":
+                position = _skip_space(space, text, position + 1)
+                if text[position : position + 1] == "]":
+                    raise json.JSONDecodeError("Illegal trailing comma before the end of the array", text, position)
+            elif text[position : position + 1] != "]":
+                raise json.JSONDecodeError("Expecting ',' or ']'", text, position)
+        if text[position + 1 :].strip():
+            raise json.JSONDecodeError("Extra data", text, position + 1)
     except (ValueError, RecursionError) as error:
         where = "" if isinstance(error, UnicodeDecodeError) else f" item {number}"
         raise DataError(f"{path}{where} is not valid JSON: {error}; correct the file") from error
 
 
-def _after(space: re.Pattern[str], text: str, place: int) -> int:
-    match = space.match(text, place)
-    return match.end() if match else place
+def _skip_space(space: re.Pattern[str], text: str, position: int) -> int:
+    match = space.match(text, position)
+    return match.end() if match else position
 
 
 def _remove(path: Path, process: int) -> None:
@@ -167,20 +169,22 @@ def _written(parts: Iterable[bytes]) -> Path:
     return Path(file.name)
 
 
-def _lines(path: Path, read: Callable[[bytes], None]) -> Iterator[tuple[int, int, bytes | None]]:
-    """Number, offset and bytes of each line; None for the bytes of a line that is too long. Passes all bytes to
-    ``read``."""
+def _lines(path: Path, on_bytes: Callable[[bytes], Any]) -> Iterator[tuple[int, int, bytes | None]]:
+    """Yield number, offset and bytes of each line, with None for the bytes of an overlong line.
+
+    Passes all bytes to ``on_bytes``.
+    """
     try:
         with path.open("rb") as file:
             refuse_lfs_pointer(path, file.read(64), DataError)
             file.seek(0)
             number = start = 0
             while line := file.readline(MAX_LINE_BYTES + 1):
-                read(line)
+                on_bytes(line)
                 number, size, part = number + 1, len(line), line
                 while len(part) > MAX_LINE_BYTES and not part.endswith(b"\n"):
                     part = file.readline(MAX_LINE_BYTES + 1)
-                    read(part)
+                    on_bytes(part)
                     size += len(part)
                 yield number, start, line if size <= MAX_LINE_BYTES else None
                 start += size
@@ -189,9 +193,9 @@ def _lines(path: Path, read: Callable[[bytes], None]) -> Iterator[tuple[int, int
 
 
 def _value(line: bytes | None) -> Any:
-    """The JSON value of a line. Raises RecordError."""
+    """Parse the JSON value of a line. Raises RecordError."""
     if line is None:
-        raise RecordError(f"it has more than {MAX_LINE_BYTES} bytes: split it into several lines")
+        raise RecordError(f"the record has more than {MAX_LINE_BYTES} bytes: split it into several records")
     line = line.removeprefix(_BOM).strip()
     remedy = "remove the comma at its end" if line.endswith(b"},") else "write one object per line"
     return parse_json(line, "the record", remedy, RecordError)

@@ -1,4 +1,4 @@
-"""Training records in memory: of a list, a ``datasets.Dataset``, or another iterable of dicts."""
+"""Training records held in memory, from a list, a ``datasets.Dataset`` or another iterable of dicts."""
 
 import dataclasses
 import functools
@@ -18,10 +18,10 @@ _USED = frozenset(name for names in FORMS.values() for name in names) | {*PAIR}
 
 
 class RecordList:
-    """The usable records of an iterable of dicts, all validated and kept in memory.
+    """The usable records of an iterable of dicts, all validated and held in memory.
 
-    Values may be arrays of NumPy or JAX where JSON has lists and numbers. NaN, with which pandas marks absent values,
-    and the nulls with which a ``datasets.Dataset`` or a Parquet file fills its columns count as absent. Raises
+    Lists and numbers may also be NumPy or JAX arrays. Two kinds of values count as absent: NaN (pandas marks missing
+    values with it), and the nulls that a ``datasets.Dataset`` or a Parquet file fills its columns with. Raises
     DataError if more records are unusable than ``bad`` allows.
     """
 
@@ -31,18 +31,18 @@ class RecordList:
         self, records: Iterable[Mapping[str, Any]], parse: Parse = record_of, bad: BadRecords | None = None
     ) -> None:
         if isinstance(records, Mapping) or not isinstance(records, Iterable):
-            raise DataError(f"{short(records)} is no training data: pass a file of JSON lines, or an iterable of dicts")
+            raise DataError(f"{short(records)} is not training data: pass a file of JSON lines or an iterable of dicts")
         bad = BadRecords() if bad is None else bad
         digest, ignored, self._records, self._numbers = hashlib.sha256(), set[str](), list[Any](), list[int]()
-        self.total, filled = 0, hasattr(records, "features")  # of a datasets.Dataset
+        self.total, null_filled = 0, hasattr(records, "features")  # a datasets.Dataset has them
         for number, value in enumerate(records):
             self.total += 1
             try:
-                record, more = parse(_plain_record(value, filled) if isinstance(value, Mapping) else value)
+                record, unused = parse(_plain_record(value, null_filled) if isinstance(value, Mapping) else value)
             except RecordError as error:
                 bad.add(number, error)
                 continue
-            ignored |= more
+            ignored |= unused
             digest.update(json.dumps(record, default=dataclasses.astuple).encode())
             self._records.append(record)
             self._numbers.append(number)
@@ -62,29 +62,31 @@ class RecordList:
         return "the list of records"
 
     def number(self, index: int) -> int:
-        """The place of a usable record among all records."""
+        """Index of a usable record among all records."""
         return self._numbers[index]
 
     def where(self, index: int) -> str:
-        """The record's place, for messages."""
+        """Location of a record in messages."""
         return f"{self.unit} {self.number(index)}"
 
 
-def _plain_record(record: Mapping[str, Any], filled: bool) -> dict[str, Any]:
-    """The record with its used fields as JSON values. ``filled``: its nulls mean absent."""
+def _plain_record(record: Mapping[str, Any], null_filled: bool) -> dict[str, Any]:
+    """Convert the used fields of a record to JSON values. ``null_filled``: nulls mark absent fields."""
     plain: dict[str, Any] = {}
     for name, value in record.items():
         if name in _USED:
-            fills = filled or isinstance(value, np.ndarray)  # pandas reads lists of Parquet files as arrays
+            drop_nulls = null_filled or isinstance(value, np.ndarray)  # pandas reads lists of Parquet files as arrays
             value = plain_values(value, functools.partial(_refuse, name))
-            value = without_nulls(value) if fills else value
+            value = without_nulls(value) if drop_nulls else value
             if isinstance(value, float) and value != value:
                 value = None
-        if value is not None or not filled:
+        if value is not None or not null_filled:
             plain[name] = value
     return plain
 
 
 def _refuse(name: str, value: object) -> NoReturn:
-    kind = type(value).__name__
-    raise RecordError(f"{name} holds {short(value)} of type {kind}: use values of JSON", f"{name} holds {kind}")
+    type_name = type(value).__name__
+    raise RecordError(
+        f"{name} contains {short(value)} of type {type_name}: use JSON values", f"{name} contains {type_name}"
+    )

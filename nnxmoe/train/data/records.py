@@ -55,20 +55,20 @@ def record_of(value: object) -> tuple[Record, frozenset[str]]:
     ``{"prompt", "completion"}`` (strings or messages; the completion may be a whole chat that begins with the prompt),
     ``{"instruction", "input", "output"}`` (Alpaca; "input" is optional), or ``{"conversations": [{"from", "value"}],
     "system"}`` (ShareGPT; "system" is optional). Chat templates also get "tools" beside a chat, and other fields of
-    messages. Calls in "tool_calls" are validated, see `tool_calls`. Answers with weight 0 are not trained on, as in
-    OpenAI's files.
+    messages. "tool_calls" are validated (see `tool_calls`). Answers with weight 0 are not trained on, as in OpenAI's
+    files.
     """
     fields = _fields(value)
     pair = fields.keys() >= set(PAIR)
     present = sorted((name for name in FORMS if name in fields), key=lambda name: fields[name] is None)
     if pair and (not present or (present[0] == "prompt" and "completion" not in fields)):
         raise RecordError(
-            "it is a preference, a chosen and a rejected completion: train on it with --preferences, or with "
+            "the record is a preference (a chosen and a rejected completion): train with --preferences, or with "
             "nnxmoe.train.preferences and train.DPO"
         )
     if not present:
         raise RecordError(
-            f"{_names(fields)}: write 'text' (a string), 'messages' (a list of objects with 'role' and 'content'), "
+            f"{_field_names(fields)}: write 'text' (a string), 'messages' (objects with 'role' and 'content'), "
             "'prompt' and 'completion', 'instruction', 'input' and 'output', or 'conversations'",
             "no form",
         )
@@ -88,16 +88,16 @@ def record_of(value: object) -> tuple[Record, frozenset[str]]:
 
 def _conversation(fields: Fields, form: str) -> Record:
     system = fields.get("system") if form == "conversations" else None
-    before = _messages([{"role": "system", "content": system}], "system") if system else []
-    record = _chat([*before, *_messages(fields[form], form)])
+    system_messages = _messages([{"role": "system", "content": system}], "system") if system else []
+    record = _chat([*system_messages, *_messages(fields[form], form)])
     return dataclasses.replace(record, tools=_tools(fields.get("tools")))
 
 
 def _instruction(fields: Fields) -> Record:
-    asked, more = _text(fields, "instruction"), fields.get("input")
-    if more is not None and not isinstance(more, str):
-        raise _wrong("input", more, "it must be a string")
-    content = f"{asked}\n\n{more}" if more and more.strip() else asked
+    instruction, context = _text(fields, "instruction"), fields.get("input")
+    if context is not None and not isinstance(context, str):
+        raise _wrong("input", context, "it must be a string")
+    content = f"{instruction}\n\n{context}" if context and context.strip() else instruction
     answer = _text(fields, "output")
     return _chat([{"role": "user", "content": content}, {"role": "assistant", "content": answer}])
 
@@ -106,9 +106,10 @@ def _completion(fields: Fields) -> Record:
     if isinstance(fields["prompt"], str):
         completion = _text(fields, "completion")
         return Record(completion, prompt=_text(fields, "prompt"))
-    given, more = _list(fields["prompt"], "prompt"), _list(_required(fields, "completion"), "completion")
-    more = more[len(given) :] if more[: len(given)] == given else more  # a whole chat
-    return _chat([*_messages(given, "prompt"), *_messages(more, "completion")], len(given))
+    prompt, completion = _list(fields["prompt"], "prompt"), _list(_required(fields, "completion"), "completion")
+    if completion[: len(prompt)] == prompt:  # the completion is the whole chat
+        completion = completion[len(prompt) :]
+    return _chat([*_messages(prompt, "prompt"), *_messages(completion, "completion")], len(prompt))
 
 
 def pair_of(value: object) -> tuple[tuple[Record, Record], frozenset[str]]:
@@ -124,9 +125,12 @@ def pair_of(value: object) -> tuple[tuple[Record, Record], frozenset[str]]:
     both: list[Any] = [_required(fields, name) for name in PAIR]
     chats, texts = (all(isinstance(one, kind) for one in both) for kind in ((list, tuple), str))
     if not (chats or texts):
-        rule = "write 'prompt', 'chosen' and 'rejected' (all strings or all messages), or whole chats as the latter two"
-        name, odd = (PAIR[0], both[0]) if not isinstance(both[0], list | tuple | str) else (PAIR[1], both[1])
-        raise _wrong(name, odd, rule)
+        rule = (
+            "write 'prompt', 'chosen' and 'rejected' (all strings or all messages), or 'chosen' and 'rejected' as whole "
+            "chats"
+        )
+        index = int(isinstance(both[0], list | tuple | str))
+        raise _wrong(PAIR[index], both[index], rule)
     prompt: Any = fields.get("prompt")
     if both[0] == both[1]:
         raise RecordError("chosen and rejected are equal, so there is no preference to learn")
@@ -135,8 +139,8 @@ def pair_of(value: object) -> tuple[tuple[Record, Record], frozenset[str]]:
         shared -= texts and both[0][:shared].endswith(" ")  # the space belongs to the next token
         prompt, both = both[0][:shared], [one[shared:] for one in both]
     if not prompt:
-        kind = ' of messages: write it as [{"role": "user", "content": …}]' if chats else ""
-        raise RecordError(f"chosen and rejected do not begin alike, and there is no prompt{kind}")
+        hint = ' of messages: write it as [{"role": "user", "content": …}]' if chats else ""
+        raise RecordError(f"chosen and rejected do not begin alike, and there is no prompt{hint}")
     records = []
     for name, completion in zip(PAIR, both, strict=True):
         try:
@@ -153,42 +157,48 @@ def _fields(value: object) -> Fields:
         hint = ': write {"text": …}' if isinstance(value, str) else ""
         raise RecordError(f"{short(value)} is not a JSON object{hint}", "not a JSON object")
     chats = [chat for name in _CHATS if isinstance(chat := value.get(name), list | tuple)]
-    return without_nulls(value) if _is_filled([message for chat in chats for message in chat]) else value
+    return without_nulls(value) if _is_null_filled([message for chat in chats for message in chat]) else value
 
 
-def _is_filled(messages: list[Any]) -> bool:
-    """Whether all messages have the same fields, some of them null: files written from columns of one type, such as by
-    ``Dataset.to_json``, have nulls in place of absent fields, also within arguments of calls."""
-    alike = len(messages) > 1 and all(isinstance(one, Mapping) and one.keys() == messages[0].keys() for one in messages)
-    return alike and any(field is None for message in messages for field in message.values())
+def _is_null_filled(messages: list[Any]) -> bool:
+    """Whether all messages have the same fields, some of them null.
+
+    Such files come from typed columns, for example by ``Dataset.to_json``. Their nulls mark absent fields, also within
+    the arguments of tool calls.
+    """
+    if len(messages) < 2 or not all(isinstance(message, Mapping) for message in messages):
+        return False
+    same_fields = all(message.keys() == messages[0].keys() for message in messages)
+    return same_fields and any(field is None for message in messages for field in message.values())
 
 
 def without_nulls(value: Any) -> Any:
-    """The value without the null fields of its objects."""
+    """Remove null fields from the objects in a value, recursively."""
     if isinstance(value, Mapping):
-        return {name: without_nulls(one) for name, one in value.items() if one is not None}
-    return [without_nulls(one) for one in value] if isinstance(value, list | tuple) else value
+        return {name: without_nulls(field) for name, field in value.items() if field is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _names(fields: Fields) -> str:
+def _field_names(fields: Fields) -> str:
     return f"the record has the fields {short(sorted(map(str, fields)))}"
 
 
 def _required(fields: Fields, name: str) -> Any:
     if name not in fields:
-        raise RecordError(f"the field {name!r} is missing: {_names(fields)}", f"{name!r} is missing")
+        raise RecordError(f"the field {name!r} is missing: {_field_names(fields)}", f"{name!r} is missing")
     return fields[name]
 
 
 def _wrong(what: str, value: object, rule: str) -> RecordError:
-    """The error for a value that violates a rule; such values count as one reason per type and for empty ones."""
-    kind = f"an empty {type(value).__name__}" if value in ("", []) else type(value).__name__
-    kind = "null" if value is None else kind
-    return RecordError(f"{what} is {'null' if value is None else short(value)}: {rule}", f"{what} is {kind}: {rule}")
+    """Build the error for a value that violates a rule. Its reason has the value's type, and whether it is empty."""
+    if value is None:
+        return RecordError(f"{what} is null: {rule}")
+    type_name = f"an empty {type(value).__name__}" if value in ("", []) else type(value).__name__
+    return RecordError(f"{what} is {short(value)}: {rule}", f"{what} is {type_name}: {rule}")
 
 
 def _text(fields: Fields, name: str, where: str = "", *, empty: bool = False) -> str:
-    """The text in a field; ``where`` is the path of the object with the field."""
+    """The text in a field. ``where`` is the path of the object that has the field."""
     value, what = _required(fields, name), f"{where}{name}"
     if not isinstance(value, str) or not (value.strip() or empty):
         raise _wrong(what, value, f"it must be a {'' if empty else 'non-empty '}string")
@@ -206,10 +216,10 @@ def _list(value: object, what: str) -> list[Any]:
 
 
 def _tools(value: object) -> Messages:
-    """The schemas, which data sets with one type per column hold as a text."""
+    """Validate the schemas: a list, or JSON text, as in data sets with typed columns."""
     schemas = value
     if isinstance(value, str) and value:
-        schemas = parse_json(value.encode("utf-8", "replace"), "tools", "correct them", RecordError)
+        schemas = parse_json(value.encode("utf-8", "replace"), "tools", "correct the JSON", RecordError)
     schemas = schemas or []
     if not isinstance(schemas, list | tuple) or not all(isinstance(one, Mapping) for one in schemas):
         raise _wrong("tools", value, "it must be a list of JSON schemas")
@@ -221,33 +231,35 @@ def _messages(values: object, what: str) -> list[dict[str, Any]]:
 
 
 def _message(value: Any, what: str) -> dict[str, Any]:
-    """A message with its role and content under the names that templates read."""
+    """Validate a message, and rename its fields to the names that templates read: role and content."""
     if not isinstance(value, Mapping):
         raise _wrong(what, value, "it must be an object with 'role' and 'content', or 'from' and 'value'")
-    fields = {name: of for name, of in value.items() if of is not None}
-    by, said = ("from", "value") if "from" in fields and "role" not in fields else ("role", "content")
+    fields = {name: field for name, field in value.items() if field is not None}
+    share_gpt = "from" in fields and "role" not in fields
+    role_field, content_field = ("from", "value") if share_gpt else ("role", "content")
     if calls := _calls(fields.pop("tool_calls", []), f"{what}.tool_calls"):
-        fields = {said: "", **fields, "tool_calls": calls}
-    if absent := next((name for name in (by, said) if fields.get(name) is None), None):
+        fields = {content_field: "", **fields, "tool_calls": calls}
+    if absent := next((name for name in (role_field, content_field) if name not in fields), None):
         state = "is null" if absent in value else "is missing"
         names = short(sorted(map(str, value)))
         raise RecordError(f"{what}: {absent!r} {state}; its fields are {names}", f"{what}: {absent!r} {state}")
-    role, content = fields.pop(by), fields.pop(said)
+    role, content = fields.pop(role_field), fields.pop(content_field)
     if not isinstance(role, str) or role not in ROLES:
         raise RecordError(f"{what} has the role {short(role)}: use {', '.join(ROLES)}")
     if isinstance(content, list | tuple):
-        content = "".join(_part(part, f"{what}: {said}") for part in content)
+        content = "".join(_part(part, f"{what}: {content_field}") for part in content)
     role, may_be_empty = ROLES[role], ROLES[role] not in ("user", "assistant") or "tool_calls" in fields
-    return {"role": role, "content": _text({said: content}, said, f"{what}: ", empty=may_be_empty), **fields}
+    text = _text({content_field: content}, content_field, f"{what}: ", empty=may_be_empty)
+    return {"role": role, "content": text, **fields}
 
 
 def _part(part: Any, what: str) -> str:
-    """The text of a part of a message's content."""
+    """Text of one part of a message's content."""
     text = part.get("text") if isinstance(part, Mapping) and part.get("type", "text") in _TEXTS else None
     if not isinstance(text, str):
-        kind = short(part.get("type")) if isinstance(part, Mapping) else type(part).__name__
+        part_type = short(part.get("type")) if isinstance(part, Mapping) else type(part).__name__
         rule = 'only {"type": "text", "text": …} is supported'
-        raise RecordError(f"{what} has {short(part)}: {rule}", f"{what} has {kind}: {rule}")
+        raise RecordError(f"{what} has {short(part)}: {rule}", f"{what} has {part_type}: {rule}")
     return text
 
 
@@ -255,18 +267,19 @@ def _calls(value: object, what: str) -> list[dict[str, Any]]:
     try:
         return tool_calls(value, what)
     except TokenizerError as error:
-        raise RecordError(str(error), f"{what} is not valid") from None
+        raise RecordError(str(error), f"{what} is invalid") from None
 
 
-def _chat(messages: list[dict[str, Any]], given: int = 0) -> Record:
+def _chat(messages: list[dict[str, Any]], prompt_length: int = 0) -> Record:
     weights = [message.pop("weight", 1) for message in messages]
-    if odd := [weight for weight in weights if weight not in (0, 1)]:
-        raise RecordError(f"a message has the weight {short(odd[0])}: use 1, or 0 for answers that are not learned")
-    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= given and weights[i]]
+    if invalid := [weight for weight in weights if weight not in (0, 1)]:
+        raise RecordError(f"a message has weight {short(invalid[0])}: use 1, or 0 to exclude an answer from the loss")
+    roles = [message["role"] for message in messages]
+    answers = [i for i, role in enumerate(roles) if role == "assistant" and i >= prompt_length and weights[i]]
     if not answers:
-        raise RecordError("it has no message from the assistant, hence nothing to learn: add one")
-    if messages[0]["role"] == "assistant":
-        raise RecordError("it starts with the assistant: add the message that it answers")
+        raise RecordError("the chat has no message from the assistant, so there is nothing to learn: add one")
+    if roles[0] == "assistant":
+        raise RecordError("the chat starts with an assistant message: add the user message before it")
     return Record(None, tuple(messages), answers=tuple(answers))
 
 
