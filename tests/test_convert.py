@@ -375,14 +375,14 @@ def test_expected_peak_memory_is_logged(tmp_path: Path, caplog: pytest.LogCaptur
     assert "expected peak memory 12.00 TB" in caplog.text and "that is more than the " in caplog.text
 
 
-def test_invalid_arguments_are_refused_before_anything_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_arguments_are_refused_before_reading_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("kind_of", "local_folder"):
         monkeypatch.setattr(conversion, name, lambda *_: pytest.fail("read"))
-    target, wanted = str(tmp_path / "out"), dict[str, Any](to="hf")
-    odd: list[dict[str, Any]] = [{"dtype": "x"}, {"dtype": 3}, {"to": "x"}, {"quantize": "int8"}]
-    odd += [{"scan": True}, {"to": "maxtext", "quantize": nnxmoe.Int8()}]
-    for options in odd:
+    target, defaults = str(tmp_path / "out"), dict[str, Any](to="hf")
+    invalid: list[dict[str, Any]] = [{"dtype": "x"}, {"dtype": 3}, {"to": "x"}, {"quantize": "int8"}]
+    invalid += [{"scan": True}, {"to": "maxtext", "quantize": nnxmoe.Int8()}]
+    for options in invalid:
         with pytest.raises(ValueError, match=next(iter(options))):
-            conversion.convert("demo", target, **wanted | options)
+            conversion.convert("demo", target, **defaults | options)
     with pytest.raises(ValueError, match="folder is None"):
         conversion.convert("demo", None, "hf")  # type: ignore[arg-type]

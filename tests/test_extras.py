@@ -1,4 +1,4 @@
-"""Messages about optional dependencies name a command that works: nnxmoe is on no package index."""
+"""Install commands in messages work without a package index, which does not have nnxmoe."""
 
 import importlib.metadata
 import re
@@ -13,24 +13,24 @@ from nnxmoe.runtime import extras
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def test_command_in_a_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_install_command_in_a_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(ROOT)
     assert extras.install_command("serve") == "pip install -e '.[serve]'"
     monkeypatch.chdir(tmp_path)
     assert extras.install_command("serve") == f"pip install -e '{ROOT}[serve]'"
 
 
-def test_command_for_an_installed_wheel_lists_requirements(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_install_command_for_a_wheel_lists_requirements(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     lines = ["jax>=0.10", 'msgspec>=0.20; extra == "serve"', 'libtpu==1; python_version < "3.12" and extra == "serve"']
     lines += ["gguf>=0.17; extra == 'gguf'", 'new; (python_version >= "3.12") and extra == "serve"']
     monkeypatch.setattr(extras, "ROOT", tmp_path)
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: lines)
-    wanted = "pip install 'msgspec>=0.20' 'libtpu==1; python_version < \"3.12\"' 'new; (python_version >= \"3.12\")'"
-    assert extras.install_command("serve") == wanted
+    command = "pip install 'msgspec>=0.20' 'libtpu==1; python_version < \"3.12\"' 'new; (python_version >= \"3.12\")'"
+    assert extras.install_command("serve") == command
     assert extras.install_command("gguf") == "pip install 'gguf>=0.17'"
 
 
-def test_every_extra_that_a_message_names_exists() -> None:
+def test_every_extra_named_in_a_message_exists() -> None:
     declared = set(re.findall(r"^([\w-]+) = \[", (ROOT / "pyproject.toml").read_text(), re.M))
     sources = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "nnxmoe").rglob("*.py"))
     named = set(re.findall(r"""install_command\(["']([\w-]+)["']\)""", sources))
@@ -45,7 +45,7 @@ def test_guides_do_not_install_from_an_index() -> None:
     assert not [path for path in guides if "install 'nnxmoe[" in path.read_text(encoding="utf-8")]
 
 
-def test_message_of_a_missing_library(tmp_path: Path) -> None:
+def test_message_for_a_missing_library(tmp_path: Path) -> None:
     code = "import sys; sys.modules['gguf'] = None; from nnxmoe.storage.gguf import library; library()"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.stderr.endswith(f"need the library gguf: pip install -e '{ROOT}[gguf]'\n")

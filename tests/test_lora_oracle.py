@@ -296,21 +296,22 @@ SMALL_ADAPTERS: dict[str, dict[str, Any]] = {
     "IA3": {"target_modules": ["q_proj"], "feedforward_modules": []},
     "TRAINABLE_TOKENS": {"token_indices": [1], "target_modules": ["embed_tokens"]},
 }
-UNBUILT = {"ADAMSS", "C3A", "MISS", "SHIRA", "ROAD", "VBLORA", "WAVEFT", "XLORA"}  # need more than a tiny Llama
+SKIPPED = {"ADAMSS", "C3A", "MISS", "SHIRA", "ROAD", "VBLORA", "WAVEFT", "XLORA"}  # need more than a tiny Llama
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_advice_to_merge_is_given_where_peft_can_merge(tmp_path: Path) -> None:
-    """For every kind of adapter of the installed peft."""
+def test_error_advises_merging_exactly_if_peft_can_merge(tmp_path: Path) -> None:
+    """For every adapter type of the installed peft."""
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     config = transformers.LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)
-    kinds = {kind.value: made for kind, made in PEFT_TYPE_TO_CONFIG_MAPPING.items() if kind.value not in UNBUILT}
-    assert len(kinds) > 30
-    for kind, made in kinds.items():
+    configs = {kind.value: config for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items() if kind.value not in SKIPPED}
+    assert len(configs) > 30
+    for kind, peft_config in configs.items():
         options = SMALL_ADAPTERS.get(kind, {"target_modules": ["q_proj", "v_proj"]})
-        adapted = peft.get_peft_model(transformers.LlamaForCausalLM(config), made(task_type="CAUSAL_LM", **options))
+        base = transformers.LlamaForCausalLM(config)
+        adapted = peft.get_peft_model(base, peft_config(task_type="CAUSAL_LM", **options))
         try:
             adapted.merge_and_unload()
         except (AttributeError, NotImplementedError, ValueError):

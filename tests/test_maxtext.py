@@ -254,8 +254,8 @@ def test_training_states_are_reduced_to_parameters(caplog: pytest.LogCaptureFixt
 
 @pytest.mark.parametrize("boxed", [False, True])
 @pytest.mark.parametrize("around", ["", "params/", "params/params/", "model/", "state/model/", "model/params/"])
-def test_states_at_any_place_are_skipped_and_reported(around: str, boxed: bool) -> None:
-    """Random generators and optimizers of MaxText's states; other arrays, such as EMA weights, are refused by name."""
+def test_nested_training_states_are_skipped_and_reported(around: str, boxed: bool) -> None:
+    """States of random generators and optimizers are skipped. Other arrays, such as EMA weights, raise by name."""
     params, config = params_of("mixtral_scanned"), config_of("mixtral_scanned")
     moments = {f"{name}/params/decoder/decoder_norm/scale": np.zeros(32, np.float32) for name in ("mu", "nu")}
     random = {
@@ -290,8 +290,8 @@ def test_states_at_any_place_are_skipped_and_reported(around: str, boxed: bool) 
 
 
 @pytest.mark.parametrize("layers", [None, "equal"])
-def test_pure_states_of_nnx_have_layers_of_biases_first(layers: str | None) -> None:
-    """``nnx.to_pure_dict`` loses the classes of variables; biases of routers are stacked on axis 0."""
+def test_pure_nnx_states_stack_router_biases_on_axis_0(layers: str | None) -> None:
+    """``nnx.to_pure_dict`` drops the variable classes."""
     config, stored = config_of("deepseek3_unscanned"), params_of("deepseek3_unscanned")
     config = dataclasses.replace(config, num_hidden_layers=9 if layers else 3)
     model = randomise(model_class(config)(config, nnxmoe.Strategy(), rngs=nnx.Rngs(0))) if layers else None
@@ -303,7 +303,7 @@ def test_pure_states_of_nnx_have_layers_of_biases_first(layers: str | None) -> N
     identical(flat(maxtext.to_tree(maxtext.from_tree(state, config))), tree)
 
 
-def test_states_in_folders_are_reported(tmp_path: Path) -> None:
+def test_training_states_in_checkpoints_are_reported(tmp_path: Path) -> None:
     params, config = params_of("mixtral_scanned"), config_of("mixtral_scanned")
     state = {"step": np.int32(1), "opt_state": {"count": np.int32(1)}, "rngs": {"default": {"count": np.uint32(2)}}}
     tree = nested({name.removeprefix("params/"): array for name, array in params.items()})

@@ -1,4 +1,4 @@
-"""A model that its config does not describe: every writer refuses it, names the difference and writes nothing."""
+"""Models that differ from their config: every writer raises, names the difference and writes nothing."""
 
 import dataclasses
 from collections.abc import Callable
@@ -24,7 +24,7 @@ def model_of(strategy: nnxmoe.Strategy | None = None, **fields: Any) -> Any:
     return Mixtral(MixtralConfig(**SIZES | fields), strategy, rngs=nnx.Rngs(0))
 
 
-def routed(model: Any) -> Any:
+def second_moe(model: Any) -> Any:
     return model.stacks[0].layers[1].moe
 
 
@@ -38,7 +38,7 @@ def resize_vocabulary(model: Any) -> None:
 
 
 def remove_expert(model: Any) -> None:
-    moe = routed(model)
+    moe = second_moe(model)
     moe.router.kernel.set_value(moe.router.kernel[...][:-1])
     for name in ("gate", "up", "down"):
         kernel = getattr(moe.experts, name)
@@ -46,15 +46,15 @@ def remove_expert(model: Any) -> None:
 
 
 def choose_one_expert(model: Any) -> None:
-    routed(model).router.select = dataclasses.replace(routed(model).router.select, k=1)
+    second_moe(model).router.select = dataclasses.replace(second_moe(model).router.select, k=1)
 
 
-class OwnRouter(Router):
-    """A router of another class, with the same parameters."""
+class CustomRouter(Router):
+    """A different class with the same parameters."""
 
 
 def change_class(model: Any) -> None:
-    routed(model).router.__class__ = OwnRouter
+    second_moe(model).router.__class__ = CustomRouter
 
 
 def tie_head(model: Any) -> None:
@@ -82,10 +82,10 @@ MISFITS: dict[Callable[[Any], None], str] = {
     resize_vocabulary: r"embed\.table is \[48, 16\], not \[40, 16\]",
     remove_expert: r"experts\.down is \[3, .*not \[4, ",
     choose_one_expert: r"router\.select is SoftmaxTopK\(k=1.*not SoftmaxTopK\(k=2",
-    change_class: r"router is a OwnRouter, not a Router",
+    change_class: r"router is a CustomRouter, not a Router",
     tie_head: r"head is missing",
-    add_parameter: r"value is not in that model",
-    add_dropout: r"dropout is not in that model",
+    add_parameter: r"value is unexpected",
+    add_dropout: r"dropout is unexpected",
     narrow: r"embed\.table is of dtype float8_e4m3fn",
     change_theta: r"attention\.rotary is Rope\(.*not Rope\(dim=8, theta=77",
 }
@@ -106,12 +106,12 @@ def test_model_that_does_not_fit_its_config_is_refused(change: Callable[[Any], N
     assert not any(tmp_path.iterdir())
 
 
-def test_layers_of_different_kinds_cannot_change_places(tmp_path: Path) -> None:
-    """Their parameters have equal shapes: only the windows differ."""
+def test_swapped_layers_of_different_types_are_refused(tmp_path: Path) -> None:
+    """The parameters have equal shapes. Only the attention windows differ."""
     sizes = SIZES | {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
     model: Any = GptOss(GptOssConfig(**sizes, sliding_window=5), rngs=nnx.Rngs(0))
-    first, second = (stack.layers for stack in model.stacks)
-    first[0], second[0] = second[0], first[0]
+    sliding, full = (stack.layers for stack in model.stacks)
+    sliding[0], full[0] = full[0], sliding[0]
     with pytest.raises(nnxmoe.CheckpointError, match=r"attention\.window is None, not 5"):
         nnxmoe.save_pretrained(model, tmp_path / "model")
     model.config = dataclasses.replace(model.config, layer_types=("full_attention", "sliding_attention"))
@@ -120,7 +120,7 @@ def test_layers_of_different_kinds_cannot_change_places(tmp_path: Path) -> None:
     np.testing.assert_allclose(loaded(TOKENS).logits, model(TOKENS).logits, atol=1e-5)
 
 
-def test_layers_of_one_kind_may_change_places(tmp_path: Path) -> None:
+def test_swapped_layers_of_the_same_type_are_saved(tmp_path: Path) -> None:
     model = model_of()
     layers = model.stacks[0].layers
     layers[0], layers[2] = layers[2], layers[0]
@@ -136,8 +136,8 @@ REPAIRS: dict[Callable[[Any], None], dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("change", REPAIRS, ids=lambda change: change.__name__)
-def test_described_change_is_saved(change: Callable[[Any], None], tmp_path: Path) -> None:
-    """With the config that the error asks for, the folder loads as this model."""
+def test_changed_model_with_adapted_config_is_saved(change: Callable[[Any], None], tmp_path: Path) -> None:
+    """With the config that the error asks for, the checkpoint loads with equal logits."""
     model = model_of()
     if change is resize_vocabulary:
         model.head.kernel.set_value(jnp.zeros((48, 16)))
@@ -149,15 +149,15 @@ def test_described_change_is_saved(change: Callable[[Any], None], tmp_path: Path
 
 
 def test_unregistered_class_is_refused(tmp_path: Path) -> None:
-    class OwnMixtral(Mixtral):
-        """A subclass under the model_type of its base."""
+    class CustomMixtral(Mixtral):
+        """A subclass with the model_type of its base."""
 
-    model = OwnMixtral(MixtralConfig(**SIZES), rngs=nnx.Rngs(0))
-    with pytest.raises(nnxmoe.CheckpointError, match=r"OwnMixtral.*'mixtral'.*register\(OwnMixtral\)"):
+    model = CustomMixtral(MixtralConfig(**SIZES), rngs=nnx.Rngs(0))
+    with pytest.raises(nnxmoe.CheckpointError, match=r"CustomMixtral.*'mixtral'.*register\(CustomMixtral\)"):
         nnxmoe.save_pretrained(model, tmp_path / "model")
 
 
-def test_mixed_dtypes_are_kept(tmp_path: Path) -> None:
+def test_mixed_dtypes_are_preserved(tmp_path: Path) -> None:
     model = model_of(nnxmoe.Strategy(stacking=nnxmoe.Scanned()))
     model.embed.table.set_value(model.embed.table[...].astype(jnp.bfloat16))
     for name, load in {"hf": nnxmoe.from_pretrained, "native": nnxmoe.load, "maxtext": maxtext.load}.items():
@@ -166,9 +166,9 @@ def test_mixed_dtypes_are_kept(tmp_path: Path) -> None:
         assert (loaded.embed.table.dtype, loaded.head.kernel.dtype) == (jnp.bfloat16, jnp.float32)
 
 
-def test_choices_of_a_strategy_and_codes_are_no_misfit(tmp_path: Path) -> None:
+def test_strategy_attributes_and_quantized_kernels_fit(tmp_path: Path) -> None:
     model = model_of()
-    routed(model).dispatch = nnxmoe.Dense()
+    second_moe(model).dispatch = nnxmoe.Dense()
     model = nnxmoe.quantize(model, nnxmoe.Int8())
     WRITERS["native"](model, tmp_path / "native")
     np.testing.assert_allclose(nnxmoe.load(tmp_path / "native")(TOKENS).logits, model(TOKENS).logits, atol=1e-5)

@@ -365,16 +365,16 @@ def test_tokenizer_files_are_copied(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert nnxmoe.from_pretrained(tmp_path / "c").generation_config == model.generation_config
 
 
-def test_overwriting_brings_the_tokenizer_of_the_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_overwriting_copies_the_tokenizer_of_the_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = nnxmoe.from_pretrained(HF_CASES / "mixtral_basic" / "model")
     nnxmoe.save_pretrained(model, tmp_path / "a")
-    own = (tmp_path / "a" / "tokenizer.json").read_bytes()
+    content = (tmp_path / "a" / "tokenizer.json").read_bytes()
     nnxmoe.save_pretrained(model, tmp_path / "a", overwrite=True)
     assert "replace" not in caplog.text
     (tmp_path / "a" / "tokenizer.json").write_text("another model's")
     nnxmoe.save_pretrained(model, tmp_path / "a", overwrite=True)
-    assert (tmp_path / "a" / "tokenizer.json").read_bytes() == own
-    assert "the saved model's own files replace tokenizer.json" in caplog.text
+    assert (tmp_path / "a" / "tokenizer.json").read_bytes() == content
+    assert "files of the saved model replace tokenizer.json" in caplog.text
 
 
 def test_missing_source_folder_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

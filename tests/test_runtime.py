@@ -170,7 +170,7 @@ _ODD_STATS = {
 
 @pytest.mark.parametrize("version", [_V2, _V1], ids=["v2", "v1"])
 @pytest.mark.parametrize("stat", _ODD_STATS.values(), ids=_ODD_STATS)
-def test_a_container_limit_counts_without_file_pages(
+def test_container_limit_excludes_file_pages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: tuple[str, str, str], stat: bytes | None
 ) -> None:
     folder, limit, usage = version
@@ -184,14 +184,14 @@ def test_a_container_limit_counts_without_file_pages(
 
 @pytest.mark.parametrize("version", [_V2, _V1], ids=["v2", "v1"])
 @pytest.mark.parametrize("limit", [b"max\n", b"9" * 5000, b"9223372036854771712", None, b"", b"many", b"\xff", b"-1"])
-def test_container_limits_that_are_none_or_odd(
+def test_absent_and_unreadable_container_limits(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     version: tuple[str, str, str],
     limit: bytes | None,
 ) -> None:
-    """Without a limit the machine's memory remains; a limit that cannot be read is named in a warning."""
+    """Without a limit the machine's memory counts. A warning names a limit that cannot be parsed."""
     folder, name, usage = version
     _write_group(tmp_path / folder, {f"memory.{name}": limit, f"memory.{usage}": b"5"})
     monkeypatch.setattr(memory, "_CGROUP", tmp_path)
@@ -204,10 +204,10 @@ def test_container_limits_that_are_none_or_odd(
 @pytest.mark.parametrize(
     ("version", "line"), [(_V2, "0::{}"), (_V1, "4:memory:{}"), (_V1, "11:cpu,memory:{}"), (_V1, "4:memory,hugetlb:{}")]
 )
-def test_limits_of_nested_groups_count(
+def test_lowest_limit_of_nested_cgroups_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: tuple[str, str, str], line: str
 ) -> None:
-    """The least of the process's group and of all above it, as systemd and batch systems set them."""
+    """systemd and batch systems set limits on the process's cgroup and on its parents."""
     folder, limit, usage = version
     path = "/job.slice/step_0"
     (tmp_path / "own").write_text("1:name=systemd:/elsewhere\n" + line.format(path) + "\n")
@@ -217,7 +217,7 @@ def test_limits_of_nested_groups_count(
         texts = {limit: most, usage: b"1000"}
         _write_group(tmp_path / folder / group[1:], {f"memory.{name}": text for name, text in texts.items()})
         assert free is None or memory.memory_bytes() == (free, "the free memory of this container")
-    for outside in ("/../other", "/a/host/path"):  # a container that sees its own group as the root
+    for outside in ("/../other", "/a/host/path"):  # a container that sees its cgroup as the root
         (tmp_path / "own").write_text(line.format(outside))
         assert memory.memory_bytes() == (79_000.0, "the free memory of this container")
 

@@ -300,15 +300,15 @@ def test_unrelated_files_are_moved_on_overwrite(tmp_path: Path) -> None:
     assert os.readlink(folder / "dangling") == "nowhere" and version_in(folder) == 2
 
 
-def test_overwriting_names_the_files_that_are_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A model without a tokenizer keeps that of the folder, with a warning; one that came with its own replaces it."""
+def test_overwriting_warns_of_files_that_are_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Tokenizer files in the folder stay if the saved model has none, with a warning, and are replaced otherwise."""
     folder = tmp_path / "model"
     shutil.copytree(DEMO, folder)
     (folder / "notes.txt").write_text("mine")
     nnxmoe.save_pretrained(model_of(1), folder, overwrite=True)
     (record,) = (record for record in caplog.records if "are kept" in record.message)
     kept = {path.name for path in DEMO.iterdir() if "token" in path.name or path.suffix == ".jinja"}
-    assert kept and all(record.message.count(name) == 2 for name in kept), "among all files, and among those read"
+    assert kept and all(record.message.count(name) == 2 for name in kept), "listed twice: kept, and loaded"
     assert record.message.count("notes.txt") == 1
     for name in kept:
         (folder / name).write_text("foreign")
@@ -316,10 +316,10 @@ def test_overwriting_names_the_files_that_are_kept(tmp_path: Path, caplog: pytes
     nnxmoe.save_pretrained(nnxmoe.from_pretrained("demo"), folder, overwrite=True)
     assert all((folder / name).read_bytes() == (DEMO / name).read_bytes() for name in kept)
     (record,) = (record for record in caplog.records if "are kept" in record.message)
-    assert "notes.txt" in record.message and "will be read" not in record.message
+    assert "notes.txt" in record.message and "will be loaded" not in record.message
 
 
-def test_new_folders_and_those_of_runs_get_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_warning_for_new_folders_and_folders_of_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     nnxmoe.save_pretrained(model_of(1), tmp_path / "model")
     nnxmoe.save_pretrained(model_of(2), tmp_path / "model", overwrite=True)
     (tmp_path / "run").mkdir()
@@ -329,21 +329,21 @@ def test_new_folders_and_those_of_runs_get_no_warning(tmp_path: Path, caplog: py
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "tokenizer.json").write_text("{}")
     nnxmoe.save_pretrained(model_of(1), tmp_path / "other", overwrite=True)
-    assert "tokenizer.json will be read with the new model" in caplog.text
+    assert "tokenizer.json will be loaded with the new model" in caplog.text
 
 
 def test_model_and_adapter_do_not_share_a_folder(tmp_path: Path) -> None:
-    """Readers take one or the other, and neither replaces the other: the files of a model stay."""
+    """Programs differ in which of the two they read. Saving one raises and leaves the files of the other unchanged."""
     adapted = nnxmoe.from_pretrained("demo")
     lora.add(adapted, rank=2, rngs=nnx.Rngs(0))
     nnxmoe.save_pretrained(model_of(1), tmp_path / "model")
     before = contents(tmp_path / "model")
-    with pytest.raises(nnxmoe.CheckpointError, match=r"holds a model \(config\.json.*new folder"):
+    with pytest.raises(nnxmoe.CheckpointError, match=r"contains a model \(config\.json.*new folder"):
         lora.save(adapted, tmp_path / "model", overwrite=True)
     assert contents(tmp_path / "model") == before
     lora.save(adapted, tmp_path / "adapter")
     lora.save(adapted, tmp_path / "adapter", overwrite=True)
-    with pytest.raises(nnxmoe.CheckpointError, match=r"holds an adapter \(adapter_config\.json.*new folder"):
+    with pytest.raises(nnxmoe.CheckpointError, match=r"contains an adapter \(adapter_config\.json.*new folder"):
         nnxmoe.save_pretrained(model_of(1), tmp_path / "adapter", overwrite=True)
 
 

@@ -1,4 +1,4 @@
-"""How to install the optional dependencies of this installation; nnxmoe is on no package index."""
+"""Commands that install optional dependencies. nnxmoe is not published on a package index."""
 
 import importlib.metadata
 import os
@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def install_command(extra: str) -> str:
-    """The command that installs an extra: from the checkout that this package runs from, or else its requirements."""
+    """Command that installs an extra: from the checkout that this package runs from, else the extra's requirements."""
     if (ROOT / "pyproject.toml").is_file():
         folder = "." if os.path.realpath(os.curdir) == str(ROOT) else str(ROOT)
         return f"pip install -e '{folder}[{extra}]'"
@@ -18,12 +18,12 @@ def install_command(extra: str) -> str:
 
 
 def _requirements(extra: str) -> list[str]:
-    """The requirements that an extra adds, without the marker that names it."""
-    names = rf"extra\s*==\s*['\"]{re.escape(extra)}['\"]"
-    found = []
+    """Requirements that an extra adds, without the ``extra ==`` marker."""
+    extra_marker = rf"extra\s*==\s*['\"]{re.escape(extra)}['\"]"
+    requirements = []
     for line in importlib.metadata.requires("nnxmoe") or ():
         name, _, marker = (part.strip() for part in line.partition(";"))
-        if re.search(names, marker):
-            rest = re.sub(rf"\s*(\band\s+)?{names}(\s+and\b)?\s*", "", marker)
-            found.append(f"{name}; {rest}" if rest else name)
-    return found
+        if re.search(extra_marker, marker):
+            rest = re.sub(rf"\s*(\band\s+)?{extra_marker}(\s+and\b)?\s*", "", marker)
+            requirements.append(f"{name}; {rest}" if rest else name)
+    return requirements

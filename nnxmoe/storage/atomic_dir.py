@@ -20,7 +20,7 @@ from nnxmoe.storage.files import path_text, refuse_url
 from nnxmoe.storage.hub import CODE_FILES, TOKENIZER_FILES
 from nnxmoe.storage.source import NATIVE_FILE, holds_orbax
 
-# The files of a checkpoint, which a save replaces.
+# Checkpoint files that a save replaces.
 MODEL_FILES = re.compile(
     r"(generation_)?config\.json|model\.safetensors(\.index\.json)?|model-[0-9]+-of-[0-9]+\.safetensors"
 )
@@ -33,12 +33,13 @@ def atomic_dir(
 ) -> Iterator[Path]:
     """Yield a hidden folder to write a checkpoint into; on exit it is renamed to ``folder``.
 
-    ``folder`` must be new or empty. With ``overwrite=True`` a checkpoint in it, the files that match ``replaced``, is
-    replaced: the old folder is renamed, and its other files move to the new one unless that has a file of the name. One
-    warning names what moves if a checkpoint was replaced, or if files of a tokenizer move. (None: like False, for
-    callers that do not offer to overwrite.)
-    Until exit ``folder`` is unchanged, and an error leaves it so. A killed process leaves a hidden folder behind: one
-    that ends in ``.tmp`` may be deleted, one in ``.old`` holds what was not yet moved. Raises CheckpointError.
+    ``folder`` must be new or empty, unless ``overwrite=True``. Then a checkpoint in it (the files that match
+    ``replaced``) is replaced: the old folder is renamed, and its other files move to the new folder unless a file of
+    that name exists there. One warning lists the moved files if a checkpoint was replaced or if tokenizer files moved.
+    ``overwrite=None`` is like False, for callers that have no such argument.
+
+    Until exit, and after an error, ``folder`` is unchanged. A killed process leaves a hidden folder behind. Folders
+    that end in ``.tmp`` may be deleted; those that end in ``.old`` contain files not moved yet. Raises CheckpointError.
     """
     target = _target(folder)
     present = _present(target, overwrite, replaced)
@@ -60,19 +61,20 @@ def atomic_dir(
     try:
         yield stage
         _sync_folder(stage)
-        kept, lost = present, list[str]()
+        kept_names, replaced_names = present, list[str]()
         if inside:
             _move_in(stage, target)
         elif present:
             _replace(stage, target, old)
             state = f"it was replaced, and its other files are in {old}"
-            lost = [name for name in present if not replaced.fullmatch(name) and _differs(old / name, target / name)]
-            kept = _carry_over(old, target, replaced)
+            others = [name for name in present if not replaced.fullmatch(name)]
+            replaced_names = [name for name in others if _differs(old / name, target / name)]
+            kept_names = _carry_over(old, target, replaced)
         else:
             os.rename(stage, target)
-        if lost:
-            logger.warning("%s: the saved model's own files replace %s", target, some(lost, 10))
-        _warn_of(kept, target, replaced, replaces=any(map(replaced.fullmatch, present)))
+        if replaced_names:
+            logger.warning("%s: files of the saved model replace %s", target, some(replaced_names, 10))
+        _warn_of_kept(kept_names, target, replaced, replaces=any(map(replaced.fullmatch, present)))
     except OSError as error:
         raise CheckpointError(f"cannot write the checkpoint to {target}: {error}; {state}") from error
     finally:
@@ -155,12 +157,12 @@ def _present(target: Path, overwrite: bool | None, replaced: re.Pattern[str] = M
 
 
 def _refuse_both(target: Path, names: list[str], replaced: re.Pattern[str]) -> None:
-    """Raise CheckpointError if a folder would hold a model and an adapter, of which readers take one or the other."""
-    here, other = ("an adapter", ADAPTER_FILES) if replaced is MODEL_FILES else ("a model", MODEL_FILES)
-    if found := [name for name in names if other.fullmatch(name)]:
+    """Reject a folder that would contain both a model and an adapter: programs differ in which one they read."""
+    content, pattern = ("an adapter", ADAPTER_FILES) if replaced is MODEL_FILES else ("a model", MODEL_FILES)
+    if conflicts := [name for name in names if pattern.fullmatch(name)]:
         raise CheckpointError(
-            f"{target} holds {here} ({some(found)}), which some programs would read in place of what is saved: save to "
-            "a new folder"
+            f"{target} contains {content} ({some(conflicts)}), which some programs would read instead of the saved "
+            "files: save to a new folder"
         )
 
 
@@ -190,8 +192,7 @@ def _replace(stage: Path, target: Path, old: Path) -> None:
 
 
 def _carry_over(old: Path, new: Path, replaced: re.Pattern[str] = MODEL_FILES) -> list[str]:
-    """Move everything that is neither replaced nor in the new folder from the old one, which is deleted; return the
-    names of what was moved."""
+    """Move files that are neither replaced nor in the new folder, and delete the old folder. Returns their names."""
     moved = [name for name in os.listdir(old) if not replaced.fullmatch(name) and not os.path.lexists(new / name)]
     for name in moved:
         os.rename(old / name, new / name)
@@ -200,19 +201,20 @@ def _carry_over(old: Path, new: Path, replaced: re.Pattern[str] = MODEL_FILES) -
 
 
 def _differs(old: Path, new: Path) -> bool:
-    """Whether both exist and are not files of equal content."""
+    """Whether both paths exist and differ. Folders always count as different."""
     both = os.path.lexists(old) and os.path.lexists(new)
     return both and not (old.is_file() and new.is_file() and filecmp.cmp(old, new, shallow=False))
 
 
-def _warn_of(kept: list[str], target: Path, replaced: re.Pattern[str], *, replaces: bool) -> None:
-    """Log one warning that names the files that a save has kept, if it replaces a checkpoint or if some are read with
-    the model, such as a tokenizer's."""
+def _warn_of_kept(names: list[str], target: Path, replaced: re.Pattern[str], *, replaces: bool) -> None:
+    """Log one warning with the files that a save has kept, if it replaces a checkpoint (``replaces``) or if some of
+    them are loaded with the model, such as tokenizer files."""
     patterns = [pattern.split("/")[0] for pattern in TOKENIZER_FILES + CODE_FILES] if replaced is MODEL_FILES else []
-    read = sorted(name for name in kept if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns))
-    why = f"; {some(read)} will be read with the new model: delete what does not belong to it" if read else ""
-    if kept and (replaces or read):
-        logger.warning("%s: files that were there before are kept: %s%s", target, some(sorted(kept), 10), why)
+    loaded = sorted(name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns))
+    hint = f". {some(loaded)} will be loaded with the new model: delete files that belong to the old one"
+    if names and (replaces or loaded):
+        kept = some(sorted(names), 10)
+        logger.warning("%s: files already in the folder are kept: %s%s", target, kept, hint if loaded else "")
 
 
 def _move_in(stage: Path, target: Path) -> None:

@@ -18,16 +18,15 @@ _LFS_MAGIC = b"version https://git-lfs"
 
 
 def path_text(path: str | os.PathLike[str], error: type[ValueError] = ValueError, name: str = "folder") -> str:
-    """The text of a path that is the argument ``name``. Raises for other values, such as None from an unset option."""
+    """Return the path in argument ``name`` as text. Raises for other types, such as None from an unset option."""
     text = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not isinstance(text, str):
-        raise error(f"{name} is {short(path)}: give a path, as text or as a pathlib.Path")
+        raise error(f"{name} is {short(path)}: pass a path, as a string or a pathlib.Path")
     return text
 
 
 def refuse_url(path: str | os.PathLike[str], error: type[ValueError] = ValueError, name: str = "folder") -> None:
-    """Raise for an address such as ``gs://bucket/run``, which would be a path below the current folder, and for values
-    that are not paths."""
+    """Raise for URLs such as ``gs://bucket/run``, which would be taken as relative paths, and for non-path values."""
     if "://" in (text := path_text(path, error, name)):
         raise error(f"{text} is a URL: give a path of this machine, and copy the files from or to the URL yourself")
 

@@ -152,10 +152,10 @@ def save_pretrained(
     kernels are saved as they are, in the formats of compressed-tensors.
 
     Holds one tensor at a time in memory; each process writes the shards of its devices. The folder must be new or empty
-    unless ``overwrite`` is set. Then the checkpoint in it is replaced atomically after everything is written, tokenizer
-    files too if the model came with its own; one warning names the files that are kept. If saving fails or is killed,
-    the folder is unchanged.
-    Raises CheckpointError (a ValueError), also for a model that its config does not describe.
+    unless ``overwrite`` is set. Then the checkpoint in it is replaced atomically after everything is written. Its
+    tokenizer files are replaced too if the model was loaded with a tokenizer. One warning lists the files that are
+    kept. If saving fails or is killed, the folder is unchanged.
+    Raises CheckpointError (a ValueError), also if the model does not fit its config.
     """
     try:
         size = parse_bytes(max_shard_size)

@@ -35,9 +35,9 @@ def write_side_files(
     dtype: Any = None,
     more: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write config.json and generation_config.json, and copy the tokenizer's files and Python code from where the model
-    was loaded. ``dtype``: that of the files, None: the model's. ``more``:
-    further fields of config.json."""
+    """Write config.json and generation_config.json, and copy tokenizer files and Python code from the folder that the
+    model was loaded from. ``dtype``: dtype of the saved weights (default: the model's). ``more``: further fields of
+    config.json."""
     dtype = dtype or matrices_dtype(parameter.variable for parameter in parameters(model, codes=True))
     write_json(stage / "config.json", config.to_hf() | {"dtype": str(dtype)} | dict(more or {}))
     if model.generation_config:
