@@ -844,7 +844,7 @@ def test_fields_of_messages_against_transformers(folder: Path) -> None:
     loaded = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
     (folder / "chat_template.jinja").write_text(EVERY_FIELD)
     given = dict(FIELDS)
-    given["messages"] = [*FIELDS["messages"][:2], FIELDS["messages"][2] | {"data": [1.0, 1.0]}]  # theirs drops arrays
+    given["messages"] = [*FIELDS["messages"][:2], FIELDS["messages"][2] | {"data": [1.0, 1.0]}]  # no array
     expected = loaded.apply_chat_template(given.pop("messages"), chat_template=EVERY_FIELD, tokenize=False, **given)
     assert Tokenizer.from_pretrained(folder).apply_chat_template(**FIELDS) == expected
 
@@ -855,7 +855,7 @@ EACH = "{% for m in messages %}<{{ m.role }}>"
 EACH_CALL = EACH + "{{ m.content }}{% for c in m.tool_calls or [] %}"
 ENDS = "{% endfor %}{% endfor %}"
 FIND = '{"days": 3, "to": "Zürich"}'
-# How templates write the call find(days=3, to="Zürich") of a message without content -> what they write.
+# Templates that render the call find(days=3, to="Zürich") of a message without content -> what they render.
 CALL_FORMS: dict[str, tuple[str, str]] = {
     "Qwen2.5": (EACH_CALL + '{"name": "{{ c.function.name }}", {{ c.function.arguments | tojson }}' + ENDS, FIND),
     "the whole call": (EACH_CALL + "{{ c.function | tojson }}" + ENDS, f'{{"name": "find", "arguments": {FIND}}}'),
@@ -867,13 +867,13 @@ CALL_FORMS: dict[str, tuple[str, str]] = {
         EACH_CALL + "{% for k, v in c.function.arguments | items %}{{ k }}={{ v }};{% endfor %}" + ENDS,
         "3;to=Z",
     ),
-    "pythonic": (  # Llama 4: a text would be read letter by letter
+    "pythonic": (  # Llama 4: iterating over text would yield letters
         EACH_CALL + "{% for k in c.function.arguments %}{{ k }}={{ c.function.arguments[k] }};{% endfor %}" + ENDS,
         "days=3;to=Zürich;",
     ),
     "lists": (EACH_CALL + "{{ c.function.arguments.items() | list }}" + ENDS, "[('days', 3), ('to', 'Zürich')]"),
     "DeepSeek": (EACH_CALL + "{{ c.type + c.function.name + c.function.arguments }}" + ENDS, f"functionfind{FIND}"),
-    "DeepSeek-R1": (  # calls only beside content that is none
+    "DeepSeek-R1": (  # renders calls only if content is None
         EACH + "{% if m.content is none %}{% for c in m.tool_calls %}{{ c.function.arguments + '' }}{% endfor %}"
         "{% else %}{{ m.content + '' }}{% endif %}{% endfor %}",
         FIND,
@@ -889,7 +889,7 @@ CALL_FORMS: dict[str, tuple[str, str]] = {
         "{{ c.function.arguments | tojson }}{% endif %}" + ENDS,
         FIND,
     ),
-    "names of its own": (  # no other argument renders
+    "known argument names": (  # a marker argument raises
         EACH_CALL
         + "{% for k, v in c.function.arguments.items() %}{{ {'days': {'n': 'D'}, 'to': {'n': 'T'}}[k].n }}{{ v }}"
         "{% endfor %}" + ENDS,
@@ -903,8 +903,8 @@ def calling(call: Any, **fields: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", CALL_FORMS)
-def test_calls_have_the_form_that_the_template_reads(name: str) -> None:
-    """Whichever way the messages write them."""
+def test_calls_get_the_form_that_the_template_reads(name: str) -> None:
+    """In every form that messages may have."""
     template, expected = CALL_FORMS[name]
     tokenizer, rendered = made_with(template), set[str]()
     for arguments in (json.loads(FIND), FIND):
@@ -919,7 +919,7 @@ def test_calls_have_the_form_that_the_template_reads(name: str) -> None:
     assert expected in text and "None" not in text
 
 
-def test_spelling_of_json_text_is_kept_for_templates_that_read_text() -> None:
+def test_json_text_is_passed_unchanged_to_templates_that_read_text() -> None:
     text = '{"b":1.50,"a":[ ]}'
     assert text in made_with(CALL_FORMS["DeepSeek"][0]).apply_chat_template(calling({"name": "f", "arguments": text}))
 
@@ -944,15 +944,15 @@ def test_calls_without_arguments(name: str) -> None:
 @pytest.mark.parametrize(
     ("call", "why"),
     [
-        ({"name": "f", "arguments": '{"a": '}, "the arguments '{\"a\": ' are not a JSON object.*was the answer cut"),
+        ({"name": "f", "arguments": '{"a": '}, "the arguments '{\"a\": ' are not a JSON object.*answer truncated"),
         ({"name": "f", "arguments": "[1]"}, r"the arguments '\[1\]' are not a JSON object"),
         ({"name": "f", "arguments": '"{}"'}, "the arguments .* are not a JSON object"),
         ({"name": "f", "arguments": '{"a": NaN}'}, "NaN is not a JSON number"),
         ({"name": "f", "arguments": 3}, "the arguments 3 are not a JSON object"),
         ({"name": "f", "args": {"a": 1}}, "has 'args' but no 'arguments': rename that field"),
-        ({"function": {"arguments": "{}"}}, "must be a call of a function"),
-        ({"type": "custom", "custom": {"name": "f", "input": "x"}}, "must be a call of a function"),
-        (3, "is 3: it must be a call of a function"),
+        ({"function": {"arguments": "{}"}}, "must be a function call"),
+        ({"type": "custom", "custom": {"name": "f", "input": "x"}}, "must be a function call"),
+        (3, "is 3: it must be a function call"),
     ],
 )
 @pytest.mark.parametrize("name", ["Qwen2.5", "DeepSeek"])
@@ -964,8 +964,8 @@ def test_unusable_calls_are_named(name: str, call: Any, why: str) -> None:
             made_with(PLAIN).apply_chat_template([*HI, {"role": "assistant", "tool_calls": calls}])
 
 
-def test_calls_that_a_template_leaves_out_are_refused() -> None:
-    """All of them, those beside content, or all but the first one of a message."""
+def test_calls_that_a_template_omits_are_refused() -> None:
+    """The template omits all calls, calls in messages with content, or all but the first call of a message."""
     call = {"name": "f", "arguments": {}}
     only_first = EACH + "{{ m.content }}{{ m.tool_calls[0].function | tojson if m.tool_calls }}{% endfor %}"
     two = [*HI, {"role": "assistant", "tool_calls": [call, call]}]
@@ -974,20 +974,20 @@ def test_calls_that_a_template_leaves_out_are_refused() -> None:
         (CALL_FORMS["DeepSeek-R1"][0], calling(call, content="See:"), 0),
         (only_first, two, 1),
     ):
-        with pytest.raises(TokenizerError, match=rf"leaves out messages\[1\]\.tool_calls\[{place}\]"):
+        with pytest.raises(TokenizerError, match=rf"omits messages\[1\]\.tool_calls\[{place}\]"):
             made_with(template).apply_chat_template(messages)
     assert "f" in made_with(only_first).apply_chat_template(two[:1] + calling(call)[1:])
     with pytest.raises(TokenizerError, match="refuses this conversation: no"):  # the template's own reason
         made_with("{{ raise_exception('no') }}").apply_chat_template(two)
 
 
-def test_prompts_with_calls_of_both_spellings_have_equal_ids() -> None:
-    """Of `stream` and `complete`; a last message with a call may be continued."""
+def test_arguments_as_object_or_text_give_equal_prompts() -> None:
+    """In `stream` and `complete`. A last message with a call can be continued."""
     tokenizer = Tokenizer.from_pretrained(MODEL)
     tokenizer.chat_templates = {"default": CALL_FORMS["Qwen2.5"][0]}
-    one, other = (calling({"name": "f", "arguments": a}, content="Hm") for a in ({"a": 1}, '{"a": 1}'))
-    assert encoded(one, tokenizer) == encoded(other, tokenizer)
-    texts = [tokenizer.apply_chat_template(each, continue_final_message=True) for each in (one, other)]
+    chats = [calling({"name": "f", "arguments": a}, content="Hm") for a in ({"a": 1}, '{"a": 1}')]
+    assert encoded(chats[0], tokenizer) == encoded(chats[1], tokenizer)
+    texts = [tokenizer.apply_chat_template(chat, continue_final_message=True) for chat in chats]
     assert texts == ["<user>q<assistant>Hm"] * 2
 
 

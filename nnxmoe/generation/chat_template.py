@@ -164,9 +164,9 @@ def _placeholder(value: object) -> str:
     return f"<{type(value).__name__}>"
 
 
-def plain_values(value: Any, other: Callable[[Any], Any] = _placeholder) -> Any:
-    """A copy made of JSON types, whose methods are safe in the sandbox; ``other`` converts objects of other types, by
-    default to ``<their type>``."""
+def plain_values(value: Any, fallback: Callable[[Any], Any] = _placeholder) -> Any:
+    """Convert a value to JSON types, whose methods are safe in the sandbox. ``fallback`` converts objects of other
+    types, by default to ``<type name>``."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):  # subclasses, such as enums, become the plain type
@@ -174,17 +174,17 @@ def plain_values(value: Any, other: Callable[[Any], Any] = _placeholder) -> Any:
     if isinstance(value, int | float):
         return int(value) if isinstance(value, int) else float(value)
     if isinstance(value, Mapping):
-        return {plain_values(name, other): plain_values(one, other) for name, one in value.items()}
+        return {plain_values(name, fallback): plain_values(item, fallback) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        values = [plain_values(one, other) for one in value]
+        values = [plain_values(item, fallback) for item in value]
         return tuple(values) if type(value) is tuple else values
-    if hasattr(value, "dtype") and callable(convert := getattr(value, "tolist", None)):  # arrays of NumPy and JAX
-        return plain_values(convert(), other)
+    if hasattr(value, "dtype") and callable(convert := getattr(value, "tolist", None)):  # NumPy and JAX arrays
+        return plain_values(convert(), fallback)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: plain_values(getattr(value, field.name), other) for field in dataclasses.fields(value)}
+        return {field.name: plain_values(getattr(value, field.name), fallback) for field in dataclasses.fields(value)}
     if callable(dump := getattr(value, "model_dump", None)):  # pydantic, such as messages of the OpenAI client
-        return plain_values(dump(), other)
-    return other(value)
+        return plain_values(dump(), fallback)
+    return fallback(value)
 
 
 def _fault(error: Exception, compiled: jinja2.Template | None) -> ChatTemplateError:

@@ -44,7 +44,7 @@ class Constraint(Protocol):
 
 
 class Grammar:
-    """A `Constraint` by llguidance (the extra ``serve``), in its own form of Lark or as it returns them.
+    """A `Constraint` by llguidance (extra ``serve``), in its own form of Lark or as it returns them.
 
     ``tokenizer``: that of the model. Grammars of a tokenizer share its tables, which take about a second to make.
     """

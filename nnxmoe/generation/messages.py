@@ -19,8 +19,11 @@ def is_message(value: Any) -> bool:
 
 
 def plain_messages(messages: Any) -> list[dict[str, Any]]:
-    """The messages as dicts of JSON types without None fields, with reasoning stored under each name that templates
-    read, and with valid calls (see `tool_calls`). Dataclasses and pydantic models are converted, as in transformers."""
+    """Convert messages to dicts of JSON types without None fields.
+
+    Reasoning is stored under each name that templates read. Tool calls are validated (see `tool_calls`). Dataclasses
+    and pydantic models are converted, as in transformers.
+    """
     found = plain_values(getattr(messages, "messages", messages))
     if not isinstance(found, list | tuple) or not all(isinstance(message, dict) for message in found):
         raise TokenizerError('messages must be a list of dicts like {"role": "user", "content": "Hello"}')
@@ -31,7 +34,7 @@ def plain_messages(messages: Any) -> list[dict[str, Any]]:
         fields = {name: value for name, value in message.items() if value is not None}
         if "tool_calls" in fields:
             fields["tool_calls"] = tool_calls(fields["tool_calls"], f"messages[{number}].tool_calls")
-            if not fields["tool_calls"]:  # some templates test only whether the field is there
+            if not fields["tool_calls"]:  # some templates only test whether the field is defined
                 del fields["tool_calls"]
         reasoning = next((fields[name] for name in REASONING if name in fields), None)
         if reasoning is not None:

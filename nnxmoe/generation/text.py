@@ -181,10 +181,11 @@ class Tokenizer:
         """Render a conversation as the prompt the model was trained on: a str, or its ids with ``tokenize=True``.
 
         ``messages``: a list of dicts, dataclasses or pydantic models, or an object that holds one as ``messages``.
-        Arguments of tool calls, objects or JSON text, get the form that the template reads. ``tools`` are JSON schemas;
-        ``chat_template`` is a template, or names one of several. ``continue_final_message`` leaves the last message
-        open, for the model to continue its "content" (or the named field). Other keyword arguments are variables of
-        the template; a warning names those that it does not read. Raises TokenizerError, also if the template fails.
+        Arguments of tool calls, objects or JSON text, are converted to the form that the template reads. ``tools`` are
+        JSON schemas. ``chat_template`` is a template, or names one of several. ``continue_final_message`` leaves the
+        last message open, so that the model continues its "content" (or the named field). Other keyword arguments are
+        variables of the template. A warning names variables that the template does not read. Raises TokenizerError,
+        also if the template fails.
         """
         given = {"tools": tools, "documents": documents, "add_generation_prompt": bool(add_generation_prompt)}
         render = functools.partial(self.render_chat, chat_template=chat_template, **given, **variables)
@@ -196,7 +197,7 @@ class Tokenizer:
             plain, end = mark_end(plain, field)
         text = render(plain).text
         text = text if end is None else cut_at_mark(text, end)
-        return self.encode(text, add_special_tokens=False) if tokenize else text  # the text has the special tokens
+        return self.encode(text, add_special_tokens=False) if tokenize else text  # the template writes special tokens
 
     def render_chat(self, plain: list[dict[str, Any]], chat_template: str | None = None, **variables: Any) -> Rendered:
         """Render messages of plain JSON values. The result has the ranges that the template marks as answers."""
