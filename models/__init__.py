@@ -77,11 +77,11 @@ RELATIVES = {
 def register(family: type[CausalLM]) -> None:
     """Register a model family under the ``model_type`` of each of its configs, and its presets by name.
 
-    Call it with a class of your own before loading, saving or planning its models. Raises ConfigError if a config
-    declares a field that the family does not read, or if a parameter has no row in the table of tensor names.
+    Required before loading, saving or planning models of a custom class. Raises ConfigError if a config declares a
+    field that the family does not read, or if a parameter has no row in the table of tensor names.
     """
     if not (isinstance(family, type) and issubclass(family, CausalLM)):
-        raise ValueError(f"register({short(family)}): give a class derived from nnxmoe.CausalLM")
+        raise ValueError(f"register({short(family)}): pass a subclass of nnxmoe.CausalLM")
     refuse_unread_fields(family)
     refuse_unnamed_parameters(family)
     _add(family)
@@ -102,7 +102,7 @@ for _family in (
     *(MiniMaxM3VLText, NemotronH),
     *(Qwen3Next, Qwen3_5Text, Qwen3_5MoeText, KimiLinear, BailingHybrid, Glm5NextText),
 ):
-    _add(_family)  # the checks of `register` take longer than an import may: tests run them
+    _add(_family)  # skips the checks of `register`, which are too slow for an import and run in tests
 
 __all__ = [
     "HUB_IDS", "HUB_NOTES", "MODELS", "PRESETS", "Afmoe", "AfmoeConfig", "BailingHybrid", "BailingHybridConfig",
@@ -164,9 +164,9 @@ def preset(name: str | os.PathLike[str]) -> DecoderConfig | None:
 
 
 def near_presets(name: str | os.PathLike[str]) -> str:
-    """End of an error message about an unknown model: the presets with the nearest names, or where they are listed."""
+    """Hint for an unknown model: the presets with the nearest names, or the command that lists all presets."""
     near = did_you_mean(str(name), PRESETS, 3)
-    return near or "; presets, which need no files, are listed by: nnxmoe inspect --help"
+    return near or "; nnxmoe inspect --help lists the presets, which need no files"
 
 
 def refuse_preset(name: str | os.PathLike[str]) -> None:

@@ -72,19 +72,19 @@ class MiMoV2FlashConfig(PartialRopesConfig):
 
     def _check(self) -> None:
         super()._check()
-        for kind in {*self.layer_kinds}:
-            if self.num_attention_heads % (heads := self.kv_heads_of(kind)):
+        for layer_type in {*self.layer_kinds}:
+            if self.num_attention_heads % (heads := self.kv_heads_of(layer_type)):
                 raise ConfigError(
                     f"num_attention_heads {self.num_attention_heads} is not a multiple of the {heads} key heads of "
-                    f"{kind} layers, which follow from num_key_value_heads {self.kv_heads}"
+                    f"{layer_type} layers (num_key_value_heads is {self.kv_heads})"
                 )
 
     def _check_experts(self) -> None:
         check_groups(self)
 
-    def kv_heads_of(self, kind: str) -> int:
-        """Key heads of the layers of a type: twice as many with a window."""
-        return self.kv_heads if kind == FULL else 2 * self.kv_heads
+    def kv_heads_of(self, layer_type: str) -> int:
+        """Number of key heads of a layer type. Layers with a window have twice as many."""
+        return self.kv_heads if layer_type == FULL else 2 * self.kv_heads
 
     @property
     def layer_kinds(self) -> Sequence[str]:

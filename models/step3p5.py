@@ -44,7 +44,7 @@ def _translated(given: dict[str, Any], layers: int, more: int) -> dict[str, Any]
         if more and isinstance(value := given.get(name), list) and len(value) == layers + more:
             given[name] = value[:layers]
     kinds = given.get("layer_types") or [FULL] * layers
-    kinds = kinds if isinstance(kinds, list | tuple) else []  # which the field's own check refuses
+    kinds = kinds if isinstance(kinds, list | tuple) else []  # the check of the field raises
     if (listed := given.get("moe_layers_enum")) is not None and given.get("mlp_layer_types") is None:
         sparse = _numbers(listed)
         given["mlp_layer_types"] = ["sparse" if i in sparse else "dense" for i in range(layers)]

@@ -1,4 +1,4 @@
-"""Values of a wrong kind are ValueErrors that name the argument, whichever function they enter by."""
+"""Arguments of the wrong type raise ValueErrors that name the argument, in every public function."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ def model() -> nnxmoe.CausalLM:
 
 
 def calls(model: Any, folder: Path) -> Iterator[tuple[str, Callable[[Any], Any]]]:
-    """Name of an argument, and a function that passes it."""
+    """Yield names of arguments, each with a function that passes a value for it."""
     new = folder / "new"
     yield "path_or_hub_id", lambda value: nnxmoe.from_pretrained(value, local_files_only=True)
     yield "path_or_hub_id", lambda value: nnxmoe.Tokenizer.from_pretrained(value, local_files_only=True)
@@ -64,7 +64,7 @@ def calls(model: Any, folder: Path) -> Iterator[tuple[str, Callable[[Any], Any]]
         yield name, lambda value, name=name, o=options: models.Mixtral(**o | {name: value})
 
 
-def test_odd_values_are_value_errors_or_valid(
+def test_odd_values_are_valid_or_raise_value_errors(
     model: nnxmoe.CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -81,19 +81,19 @@ def test_odd_values_are_value_errors_or_valid(
 
 
 @pytest.mark.parametrize("value", [None, 3, b"x", ["a"]], ids=repr)
-def test_what_is_no_path_names_the_argument(model: nnxmoe.CausalLM, value: Any) -> None:
-    """Such as None from an environment variable that is not set."""
+def test_values_that_are_not_paths_name_the_argument(model: nnxmoe.CausalLM, value: Any) -> None:
+    """For example None, from an unset environment variable."""
     for load in (nnxmoe.from_pretrained, nnxmoe.Tokenizer.from_pretrained):
-        with pytest.raises(ValueError, match=r"path_or_hub_id is .*: give a path"):
+        with pytest.raises(ValueError, match=r"path_or_hub_id is .*: pass a path"):
             load(value)
     for use in (nnxmoe.load, maxtext.load, lambda folder: lora.load(nnx.clone(model), folder)):
-        with pytest.raises(ValueError, match=r"folder is .*: give a path"):
+        with pytest.raises(ValueError, match=r"folder is .*: pass a path"):
             use(value)
     for save in (nnxmoe.save_pretrained, nnxmoe.save, maxtext.save):
-        with pytest.raises(ValueError, match=r"folder is .*: give a path"):
+        with pytest.raises(ValueError, match=r"folder is .*: pass a path"):
             save(model, value)
 
 
-def test_swapped_arguments_of_saving(model: Any, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"model is a .*Path: give a model"):
+def test_swapped_arguments_of_save_pretrained(model: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"model is a .*Path: pass an"):
         nnxmoe.save_pretrained(tmp_path / "model", model)

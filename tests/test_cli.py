@@ -108,22 +108,22 @@ def test_without_arguments_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 0
     printed = capsys.readouterr()
     families = printed.out.partition("Families, by the model_type of their config.json: ")[2].partition(".")[0]
-    assert families.replace(",", " ").split() == sorted(MODELS), "every family, however recent"
+    assert families.replace(",", " ").split() == sorted(MODELS), "every registered family"
     assert "commands:" in printed.out and printed.err == ""
 
 
-def test_unknown_model_gets_the_nearest_presets_or_where_they_are_listed(
+def test_unknown_model_names_the_nearest_presets_or_the_command_that_lists_them(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not all of them in one paragraph."""
     plan = ["--mesh", "fsdp=8", "--batch", "8", "--on", "h100"]
     for line, wanted in {
         ("inspect", "mixtral-8x7", "--local-files-only"): "error: mixtral-8x7 is not a preset; did you mean mixtral",
-        ("inspect", "nosuch", "--local-files-only"): "are listed by: nnxmoe inspect --help\n",
-        ("plan", "nosuch", *plan): "are listed by: nnxmoe inspect --help\n",
+        ("inspect", "nosuch", "--local-files-only"): "nnxmoe inspect --help lists the presets",
+        ("plan", "nosuch", *plan): "nnxmoe inspect --help lists the presets",
     }.items():
         assert cli.main(line) == 1
-        assert wanted in (said := capsys.readouterr().err) and len(said) < 400
+        error = capsys.readouterr().err
+        assert wanted in error and len(error) < 400, "the error does not list all presets"
     monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit, match="0"):
         cli.main(["inspect", "--help"])
@@ -141,7 +141,7 @@ def test_options_of_other_programs_are_answered(capsys: pytest.CaptureFixture[st
     assert "did you mean --max-new-tokens?" in capsys.readouterr().err
 
 
-def test_unusable_adapters_are_refused_before_the_model_is_loaded(
+def test_unusable_adapters_are_refused_before_loading_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(nnxmoe, "from_pretrained", lambda *_, **__: pytest.fail("loaded"))
@@ -652,7 +652,7 @@ def test_prompts_are_read_line_by_line(tmp_path: Path) -> None:
         prompts.read(str(file))
 
 
-def test_prompts_on_stdin_may_begin_with_a_byte_order_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_byte_order_mark_on_stdin_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO('\ufeff{"prompt": "a"}\r\n\r\n'))
     assert prompts.read("-") == [prompts.Line("a", 1, {})]
 

@@ -799,7 +799,7 @@ def test_a_declared_field_that_nothing_reads_is_an_error() -> None:
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_tables_of_the_families_are_complete(kind: str) -> None:
-    """What `register` checks of families of users."""
+    """The package skips the checks that `register` runs for user families, so they run here."""
     config = config_from_hf(FAMILIES[kind].frozen)
     family = model_class(config)
     refuse_unread_fields(family)
@@ -1172,35 +1172,35 @@ BY_TYPE = {fields["model_type"]: fields for fields in (*TINY.values(), *(row.fro
 
 @pytest.mark.wrong_types
 @pytest.mark.parametrize("kind", MODELS)
-def test_odd_values_of_every_field_are_config_errors_or_valid(kind: str) -> None:
-    """Read from a file and by ``dataclasses.replace``; the caller's dict stays as it is."""
-    known = MODELS[kind][0]
-    fields = dict(BY_TYPE.get(kind) or known().to_hf())
-    names = known._known() | known._declared("fixed").keys() | known._declared("aliases").keys()
+def test_odd_values_of_every_field_are_valid_or_raise_config_errors(kind: str) -> None:
+    """In config.json and in ``dataclasses.replace``. The caller's dict is unchanged."""
+    config_class = MODELS[kind][0]
+    fields = dict(BY_TYPE.get(kind) or config_class().to_hf())
+    names = config_class._known()
+    names |= config_class._declared("fixed").keys() | config_class._declared("aliases").keys()
     config = config_from_hf(fields)
     for name in sorted(names | {"architectures", "auto_map", "quantization_config", "text_config"}):
         for value in ODD:
-            given = copy.deepcopy(fields | {name: value})
-            before = repr(given)
+            changed = copy.deepcopy(fields | {name: value})
+            before = repr(changed)
             with contextlib.suppress(ConfigError):
-                config_from_hf(given)
-            assert repr(given) == before
-            if name in known._known():
+                config_from_hf(changed)
+            assert repr(changed) == before
+            if name in config_class._known():
                 with contextlib.suppress(ConfigError):
                     dataclasses.replace(config, **{name: value})
 
 
 def test_nested_dicts_of_the_caller_are_unchanged() -> None:
     for fields in BY_TYPE.values():
-        given = {"model_type": "around", "text_config": copy.deepcopy(fields), "vision_config": {"depth": 1}}
-        before = repr(given)
-        config_from_hf(given)
-        assert repr(given) == before
-    given = {**BY_TYPE["llama"], "rope_scaling": {"rope_type": "linear", "factor": 2.0, "unknown": 1}}
-    before = repr(given)
-    config = config_from_hf(given)
-    given["rope_scaling"]["factor"] = 3.0
-    assert config.rope_scaling["factor"] == 2.0 and repr(given) != before, "nor does the config share them"
+        nested = {"model_type": "around", "text_config": copy.deepcopy(fields), "vision_config": {"depth": 1}}
+        before = repr(nested)
+        config_from_hf(nested)
+        assert repr(nested) == before
+    fields = {**BY_TYPE["llama"], "rope_scaling": {"rope_type": "linear", "factor": 2.0, "unknown": 1}}
+    config = config_from_hf(fields)
+    fields["rope_scaling"]["factor"] = 3.0
+    assert config.rope_scaling["factor"] == 2.0, "the config has a copy"
 
 
 @pytest.mark.parametrize(
@@ -1216,8 +1216,8 @@ def test_nested_dicts_of_the_caller_are_unchanged() -> None:
         ("gemma4_text", {"num_global_key_value_heads": 3, "attention_k_eq_v": True}, "num_global_key_value_heads 3"),
     ],
 )
-def test_heads_of_a_kind_of_layers_must_divide(kind: str, changes: dict[str, Any], message: str) -> None:
-    """When the config is read, not in the first pass."""
+def test_heads_per_layer_type_must_divide(kind: str, changes: dict[str, Any], message: str) -> None:
+    """The error is raised when the config is read, not in the first forward pass."""
     with pytest.raises(ConfigError, match=message):
         config_from_hf(BY_TYPE[kind] | changes)
     with pytest.raises(ConfigError, match=message):
@@ -1230,15 +1230,15 @@ DECLARED = json.loads(FILE.read_text(encoding="utf-8"))["families"]
 
 
 def refused_fields(kind: str) -> set[str]:
-    """Fields that transformers reads for a family, and that the family refuses with some value."""
-    fields, found = dict(BY_TYPE.get(kind) or MODELS[kind][0]().to_hf()), set()
+    """Fields that transformers reads for a family and of which the family refuses some value."""
+    fields, refused = dict(BY_TYPE.get(kind) or MODELS[kind][0]().to_hf()), set()
     for name in {*DECLARED[kind]} - {"architectures", "model_type", "dtype"}:
         for value in (True, False, 0.5, 2, "gelu"):
             try:
                 config_from_hf(fields | {name: value})
             except ConfigError as error:
-                found |= {name} if "is not supported" in str(error) else set()
-    return found
+                refused |= {name} if "is not supported" in str(error) else set()
+    return refused
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0].strip("| `").partition("`")[0])
@@ -1246,9 +1246,9 @@ def test_guide_names_every_field_that_a_family_refuses(row: list[str]) -> None:
     kinds = re.findall(r"`(\w+)`", row[0])
     refused = set[str]().union(*map(refused_fields, kinds)) - {"hidden_act"}
     named = set(re.findall(r"`(\w+)`", row[-1]))
-    assert refused <= named, "add them to the column"
-    read = set[str]().union(*(DECLARED[kind] for kind in kinds))
-    assert named & read <= refused, "these are supported now"
+    assert refused <= named, "add the missing fields to the column"
+    declared = set[str]().union(*(DECLARED[kind] for kind in kinds))
+    assert named & declared <= refused, "remove fields that are supported now"
 
 
 PARTIAL = ("glm4_moe", "minimax_m2", "sarvam_moe", "minimax_m3_vl_text", "qwen3_next", "qwen3_5_text")
@@ -1257,12 +1257,12 @@ PARTIAL += ("qwen3_5_moe_text", "mimo_v2_flash", "laguna", "step3p5")
 
 @pytest.mark.parametrize("kind", PARTIAL)
 def test_odd_rotated_widths_are_refused(kind: str) -> None:
-    """A quarter of 20; ``rope_parameters`` of one object, or of one per type of layers."""
-    known = MODELS[kind][0]
+    """A quarter of 20 is odd. ``rope_parameters`` are one object, or one object per layer type."""
+    config_class = MODELS[kind][0]
     dropped = ("rope_scaling", "rotary_dim", "partial_rotary_factor")
     fields = {name: value for name, value in BY_TYPE[kind].items() if name not in dropped}
     rope = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.25}
-    nested = issubclass(known, PartialRopesConfig)
+    nested = issubclass(config_class, PartialRopesConfig)
     ropes = dict.fromkeys(("full_attention", "sliding_attention"), rope)
     with pytest.raises(ConfigError, match="needs an even width, got 5"):
-        known.from_hf(fields | {"head_dim": 20, "rope_parameters": ropes if nested else rope})
+        config_class.from_hf(fields | {"head_dim": 20, "rope_parameters": ropes if nested else rope})

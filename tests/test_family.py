@@ -99,11 +99,10 @@ README = (Path(nnxmoe.__file__).parents[1] / "models" / "README.md").read_text(e
 EXAMPLE = next(code for code in re.findall(r"^```python\n(.*?)^```", README, re.M | re.S) if "Palmoe" in code)
 
 
-def test_family_of_the_guide_from_a_module_of_the_users(
+def test_family_of_the_guide_in_a_user_module(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The guide's example runs; commands know the family after ``--import``, by name and by path, before or after the
-    command."""
+    """The guide's example runs. ``--import`` takes its module by name or by path, before or after the command."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "palmoe.py").write_text(EXAMPLE.partition("models.register(Palmoe)")[0] + "models.register(Palmoe)\n")
@@ -115,12 +114,12 @@ def test_family_of_the_guide_from_a_module_of_the_users(
         assert main(["inspect", "tiny-palmoe", "--import", str(tmp_path / "palmoe.py")]) == 0
         assert "palmoe of" in capsys.readouterr().out
         assert main(["inspect", "tiny-palmoe", "--import", "elsewhere/palmoe.py"]) == 1
-        assert "palmoe is the name of another module" in capsys.readouterr().err
+        assert "another module has the name palmoe" in capsys.readouterr().err
     finally:
         sys.modules.pop("palmoe", None)
 
 
-def test_modules_that_cannot_be_imported_are_named_in_one_line(
+def test_failed_imports_name_the_module_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -128,7 +127,7 @@ def test_modules_that_cannot_be_imported_are_named_in_one_line(
     (tmp_path / "broken_family.py").write_text("raise KeyError('x')")
     for name, wanted in {
         "no_such_family": "--import no_such_family: ModuleNotFoundError: No module named 'no_such_family'",
-        "no_such_family.py": "--import no_such_family.py: there is no such file",
+        "no_such_family.py": "--import no_such_family.py: file not found",
         "broken_family": "--import broken_family: KeyError: 'x'",
         "broken_family.py": "--import broken_family.py: KeyError: 'x'",
     }.items():
@@ -138,7 +137,7 @@ def test_modules_that_cannot_be_imported_are_named_in_one_line(
 
 
 def variant(**changes: Any) -> type[Toy]:
-    """A family like Toy with other rows in its table; None removes one."""
+    """A Toy family with changed rows in its table. None removes a row."""
     table = {key: row for key, row in (dict(Toy.hf_table) | changes).items() if row is not None}
     return type("Variant", (Toy,), {"hf_table": table, "__module__": Toy.__module__})
 
@@ -152,17 +151,17 @@ def variant(**changes: Any) -> type[Toy]:
         ({"layer.mlp.up.kernel": W("mlp.up").rows(1, 2)}, r"no row of hf_table has part 0 of the 2 of .*mlp\.up"),
         ({"layer.mlp.up.kernel": W("mlp").each("up")}, r"layer\.mlp\.up\.kernel has no dimension of experts"),
     ],
-    ids=["no row", "no row of a bias that a field adds", "two rows, one tensor", "half a tensor", "experts"],
+    ids=["no row", "no row for a bias that a config field adds", "two rows, one tensor", "half a tensor", "experts"],
 )
-def test_faulty_table_is_refused_when_registered(changes: dict[str, Any], message: str) -> None:
+def test_register_refuses_a_faulty_table(changes: dict[str, Any], message: str) -> None:
     registered = dict(models.MODELS)
     with pytest.raises(nnxmoe.ConfigError, match=message):
         models.register(variant(**changes))
     assert models.MODELS == registered
 
 
-def test_missing_row_is_named_when_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row that registration cannot know to be needed."""
+def test_saving_names_a_parameter_without_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The row was removed after registration."""
     config = ToyConfig(vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
     model = Toy(config, rngs=nnx.Rngs(0))
     monkeypatch.setattr(Toy, "hf_table", variant(**{"norm.scale": None}).hf_table)

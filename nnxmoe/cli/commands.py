@@ -190,9 +190,9 @@ def finetune(options: argparse.Namespace) -> None:
             f"{jax.device_count()} devices, such as --mesh fsdp={jax.device_count()}"
         )
     say("running on %s", devices_text(mesh))
-    kept = {name: getattr(options, name) for name in ("save_every", "local_files_only", "profile", "max_bad_fraction")}
+    names = ("save_every", "local_files_only", "profile", "max_bad_fraction")
     try:
-        done = tuning.finetune(task, options.out, mesh=mesh, **kept)
+        done = tuning.finetune(task, options.out, mesh=mesh, **{name: getattr(options, name) for name in names})
     except KeyboardInterrupt:
         line = shlex.join(["nnxmoe", *sys.argv[1:]])
         raise KeyboardInterrupt(f"interrupted {tuning.progress_of(options.out)} with: {line}") from None

@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             output.reconfigure(errors="replace")  # terminals with a small character set show "?" instead of failing
     try:
         with messages_on_stderr():
-            importing.import_modules([*options.imports, *options.more_imports])
+            importing.import_modules([*options.imports, *options.command_imports])
             if options.compile_cache:
                 compile_cache()
             options.run(options)
@@ -131,7 +131,7 @@ def _parser() -> argparse.ArgumentParser:
         sub = subparsers.add_parser(name, help=text, description=text, epilog=epilog, **how)
         sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
         sub.add_argument("--no-compile-cache", dest="compile_cache", action="store_false", help=what)
-        importing.add_option(sub, "more_imports")
+        importing.add_option(sub, "command_imports")
         add_options(sub)
         flags = [action for action in sub._actions if action.option_strings]
         sub.set_defaults(run=run, flags=flags, parser=sub)
@@ -161,7 +161,7 @@ def _generate_options(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="end before this text; may be repeated",
     )
-    add("--json-schema", metavar="FILE", help="make only JSON that this schema accepts (needs the extra serve)")
+    add("--json-schema", metavar="FILE", help="generate only JSON that this schema accepts (needs the extra serve)")
     group = parser.add_argument_group("output as JSON lines, always with --prompts")
     add = group.add_argument
     add("--samples", type=shared.count, default=1, metavar="N", help="samples of each prompt (default 1)")
@@ -209,8 +209,8 @@ def _finetune_options(parser: argparse.ArgumentParser) -> None:
     what = "compute each batch in N parts, for less memory"
     add("--accumulate", type=shared.count, default=1, metavar="N", help=what)
     add("--eval", dest="evaluation", metavar="DATA.json", help="data held out; evaluated with every checkpoint")
-    what = "skip unusable records up to this share (default 0.01; 0: none)"
-    add("--max-bad-fraction", type=float, default=0.01, metavar="SHARE", help=what)
+    what = "skip unusable records if they are at most this fraction of all (default 0.01; 0: skip none)"
+    add("--max-bad-fraction", type=float, default=0.01, metavar="X", help=what)
     add("--batch-size", type=shared.count, default=8, metavar="B", help="rows per step (default 8)")
     add("--seq-len", type=shared.count, default=512, metavar="T", help="tokens per row (default 512)")
     add("--optimizer", default="adam", metavar="NAME", help="adam (default), muon, adafactor or lion")

@@ -62,11 +62,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const="device",
         choices=["cpu", "device"],
-        help="compile the step: for the devices of --on (the extras plan-gpu and plan-tpu), or for virtual CPUs",
+        help="compile the step: for the devices of --on (need the extras plan-gpu and plan-tpu), or for virtual CPUs",
     )
     for name, unit in RATES.items():
         add(f"--{name}", type=float, metavar="X", help=f"{name} of a device, in {unit}, instead of the table's")
-    add("--plot", metavar="FILE.png", help="also draw the bytes and the time (the extra notebooks)")
+    add("--plot", metavar="FILE.png", help="also draw the bytes and the time (needs the extra notebooks)")
 
 
 def run(options: argparse.Namespace) -> None:

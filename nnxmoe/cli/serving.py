@@ -44,7 +44,7 @@ def model_id(model: str) -> str:
 
 
 def serve(options: argparse.Namespace) -> None:
-    """Serve a model over HTTP, after the OpenAI API, and a page to chat on. Needs the extra serve."""
+    """Serve a model over HTTP: the OpenAI API and a chat page. Needs the extra serve."""
     try:
         from nnxmoe.serve import server
         from nnxmoe.serve.settings import ServerSettings

@@ -211,8 +211,8 @@ def find(
         fields, headers = hub_headers(str(name), revision=revision, local_files_only=local_files_only)
     except CheckpointError as error:
         near = near_presets(name)
-        nearest_first = f"{name} is not a preset{near} ({error})"
-        raise CheckpointError(nearest_first if "did you mean" in near else f"{error}{near}") from None
+        with_names = f"{name} is not a preset{near} ({error})"
+        raise CheckpointError(with_names if "did you mean" in near else f"{error}{near}") from None
     tensors = {n: TensorInfo(n, Path(), dtype, shape, 0, 0) for n, (dtype, shape) in headers.items()}
     return _checked(fields, tensors, where)
 

@@ -1,4 +1,4 @@
-"""Unknown arguments, answered with the name that they have here, or with the nearest one."""
+"""Errors for unknown keyword arguments. They name the nnxmoe argument to use, or the argument with the nearest name."""
 
 import dataclasses
 import functools
@@ -11,21 +11,21 @@ from nnxmoe.config.printable import did_you_mean
 P = ParamSpec("P")  # two lines: type checkers refuse a tuple
 R = TypeVar("R")
 
-_SAMPLING = "give sampling=nnxmoe.Sampling(temperature=…, top_k=…, top_p=…); without it decoding is greedy"
+_SAMPLING = "pass sampling=nnxmoe.Sampling(temperature=…, top_k=…, top_p=…); without it decoding is greedy"
 _HINTS = {
-    "device_map": "give mesh=nnxmoe.make_mesh(tensor=…) for several devices; a single one is used without it",
-    "torch_dtype": "give dtype=",
-    "load_in_8bit": "give quantize=nnxmoe.Int8()",
-    "load_in_4bit": "give quantize=nnxmoe.Int4()",
-    "quantization_config": "give quantize=nnxmoe.Int8(), or keep_quantized=True for codes that the files have",
-    "attn_implementation": "give strategy=nnxmoe.Strategy(attend=…)",
+    "device_map": "pass mesh=nnxmoe.make_mesh(tensor=…) for several devices; a single one is used without it",
+    "torch_dtype": "pass dtype=",
+    "load_in_8bit": "pass quantize=nnxmoe.Int8()",
+    "load_in_4bit": "pass quantize=nnxmoe.Int4()",
+    "quantization_config": "pass quantize=nnxmoe.Int8(), or keep_quantized=True for codes that the files have",
+    "attn_implementation": "pass strategy=nnxmoe.Strategy(attend=…)",
     "trust_remote_code": "code of checkpoints is never run: leave it out",
     "ignore_unknown": "fields of config.json that change nothing are dropped without it: leave it out",
     "low_cpu_mem_usage": "weights are always read into their place: leave it out",
     "token": "run `hf auth login`, or set HF_TOKEN",
     "cache_dir": "set HF_HOME",
-    "max_length": "give max_new_tokens=, which does not count the prompt",
-    "max_tokens": "give max_new_tokens=",
+    "max_length": "pass max_new_tokens=, which does not count the prompt",
+    "max_tokens": "pass max_new_tokens=",
     "do_sample": _SAMPLING,
     **dict.fromkeys(("temperature", "top_k", "top_p", "min_p", "repetition_penalty"), _SAMPLING),
     **dict.fromkeys(("presence_penalty", "frequency_penalty"), _SAMPLING),
@@ -33,43 +33,43 @@ _HINTS = {
     "num_beams": "there is no beam search: leave it out",
     "stop_strings": "use nnxmoe.complete(model, prompts, stop=[…])",
     "streamer": "use nnxmoe.stream(model, tokenizer, prompt)",
-    "past_key_values": "give cache=model.empty_cache(batch, capacity)",
-    "use_cache": "give cache=model.empty_cache(batch, capacity) to a call; generation always has one",
-    "position_ids": "give positions=",
-    "output_hidden_states": "give return_hidden=True",
-    "output_router_logits": "give return_routing=True",
+    "past_key_values": "pass cache=model.empty_cache(batch, capacity)",
+    "use_cache": "pass cache=model.empty_cache(batch, capacity) to a call; generation always has one",
+    "position_ids": "pass positions=",
+    "output_hidden_states": "pass return_hidden=True",
+    "output_router_logits": "pass return_routing=True",
     "labels": "use nnxmoe.train.fit, or train.Objective for the loss alone",
-    **dict.fromkeys(("lr", "learning_rate"), "give it to the optimizer, such as optimizer=optax.adamw(1e-4)"),
-    **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs"), "give steps=; train.batches has epochs="),
-    **dict.fromkeys(("train_dataset", "dataset"), "give data=, such as train.batches(…)"),
-    "eval_dataset": "give evaluate=",
-    "max_steps": "give steps=",
-    "gradient_accumulation_steps": "give accumulate=",
-    "output_dir": "give checkpoint=",
+    **dict.fromkeys(("lr", "learning_rate"), "pass it to the optimizer, such as optimizer=optax.adamw(1e-4)"),
+    **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs"), "pass steps=; train.batches has epochs="),
+    **dict.fromkeys(("train_dataset", "dataset"), "pass data=, such as train.batches(…)"),
+    "eval_dataset": "pass evaluate=",
+    "max_steps": "pass steps=",
+    "gradient_accumulation_steps": "pass accumulate=",
+    "output_dir": "pass checkpoint=",
     "capacity": "the cache has room for the prompt and max_new_tokens; nnxmoe.Engine has capacity=",
-    **dict.fromkeys(("training", "train", "deterministic"), "training computes the same: leave it out"),
+    **dict.fromkeys(("training", "train", "deterministic"), "the forward pass is the same in training: leave it out"),
 }
 
 
 class UnknownArgument(TypeError, ValueError):
-    """Raised for an unknown keyword argument: a TypeError as Python's own, a ValueError as all errors here."""
+    """Raised for an unknown keyword argument: a TypeError, as in Python, and a ValueError, as all errors of nnxmoe."""
 
 
-def _unknown(name: str, keyword: str, known: Iterable[str]) -> UnknownArgument:
+def _unknown(callee: str, keyword: str, known: Iterable[str]) -> UnknownArgument:
     near = did_you_mean(keyword, known)
-    return UnknownArgument(f"{name}() has no argument {keyword!r}{near or ': it has ' + ', '.join(known)}")
+    return UnknownArgument(f"{callee}() has no argument {keyword!r}{near or ': it has ' + ', '.join(known)}")
 
 
 def refuses_unknown(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a function so that its error for an unknown keyword names the argument to use instead.
 
-    Its ``**options``, if it has some, must be annotated with a TypedDict.
+    If the function takes ``**options``, they must be annotated with ``Unpack`` of a TypedDict.
     """
     known = list[str]()
     for parameter in inspect.signature(function).parameters.values():
-        open_ended = parameter.kind is parameter.VAR_KEYWORD
-        known += get_args(parameter.annotation)[0].__annotations__ if open_ended else [parameter.name]
-    shown = [name for name in known if name != "self"]
+        variadic = parameter.kind is parameter.VAR_KEYWORD
+        known += get_args(parameter.annotation)[0].__annotations__ if variadic else [parameter.name]
+    listed = [name for name in known if name != "self"]
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -77,17 +77,17 @@ def refuses_unknown(function: Callable[P, R]) -> Callable[P, R]:
             if name not in known:
                 if name in _HINTS:
                     raise UnknownArgument(f"{function.__name__}() has no argument {name!r}: {_HINTS[name]}")
-                raise _unknown(function.__name__, name, shown)
+                raise _unknown(function.__name__, name, listed)
         return function(*args, **kwargs)
 
     return call
 
 
 class KnownFields:
-    """A base of dataclasses whose error for an unknown field names the field that was meant."""
+    """Base of dataclasses whose error for an unknown field names the field with the nearest name."""
 
     def __new__(cls, *_: Any, **fields: Any) -> Self:
-        known = [each.name for each in dataclasses.fields(cls) if each.init]  # pyright: ignore[reportArgumentType]
+        known = [field.name for field in dataclasses.fields(cls) if field.init]  # pyright: ignore[reportArgumentType]
         for name in fields:
             if name not in known:
                 raise _unknown(cls.__name__, name, known)

@@ -137,32 +137,32 @@ def check_fields(config: Any) -> None:
 
 
 def _container(annotation: Any) -> Callable[[str, object], None] | None:
-    """Checks that a field annotated as a sequence or mapping, or a scalar instead, is one; None for other fields."""
-    kinds = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
-    types = {get_origin(kind) or kind: get_args(kind) for kind in kinds}
+    """Build the check for a field annotated as a sequence or mapping, optionally or a scalar. None for other fields."""
+    members = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
+    types = {get_origin(member) or member: get_args(member) for member in members}
     if not types.keys() & {Sequence, Mapping}:
         return None
-    scalars = tuple(kind for kind in types if kind not in (Sequence, Mapping))
+    scalars = tuple(member for member in types if member not in (Sequence, Mapping))
     allowed = (*scalars, *((list, tuple) if Sequence in types else ()), *((Mapping,) if Mapping in types else ()))
     items = _scalars(types[Sequence][0]) if Sequence in types else ()
-    names = " or ".join(kind.__name__ for kind in items) or "any"
-    wanted = f"list {names} values" if Sequence in types else "be an object"
+    names = " or ".join(item_type.__name__ for item_type in items) or "any"
+    rule = f"list {names} values" if Sequence in types else "be an object"
 
     def check(name: str, value: object) -> None:
         if isinstance(value, bool) or not isinstance(value, allowed):
-            raise ConfigError(f"{name} must {wanted}, got {short(value)}")
+            raise ConfigError(f"{name} must {rule}, got {short(value)}")
         for item in value if isinstance(value, list | tuple) and items else ():
             if not isinstance(item, items) or (isinstance(item, bool) and bool not in items):
-                raise ConfigError(f"{name} must {wanted}, got {short(item)}")
+                raise ConfigError(f"{name} must {rule}, got {short(item)}")
 
     return check
 
 
 def _scalars(annotation: Any) -> tuple[type, ...]:
-    """The scalar types that an annotation names, integers for floats too; empty if it names others."""
-    kinds = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
-    known = all(kind in (int, float, str, bool, NoneType) for kind in kinds)
-    return (*kinds, *((int,) if float in kinds else ())) if known else ()
+    """Scalar types of an annotation, with int added for float. Empty if it has types that are not scalar."""
+    members = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
+    known = all(member in (int, float, str, bool, NoneType) for member in members)
+    return (*members, *((int,) if float in members else ())) if known else ()
 
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")

@@ -60,11 +60,11 @@ def is_between(value: Any, least: float, most: float) -> bool:
 
 
 def floating_dtype(where: str, name: str, value: Any) -> Any:
-    """``value`` as a NumPy dtype. Raises ValueError for ``where(name=value)`` unless it is a floating-point one."""
-    with contextlib.suppress(TypeError):  # of values that are not dtypes
+    """Convert ``value`` to a NumPy dtype. Raises ValueError for ``where(name=value)`` unless it is floating-point."""
+    with contextlib.suppress(TypeError):  # raised by jnp.dtype for values that are not dtypes
         if value is not None and jnp.issubdtype(dtype := jnp.dtype(value), jnp.floating):
             return dtype
-    raise ValueError(f"{where}({name}={short(value)}): give a floating-point dtype, such as jnp.bfloat16")
+    raise ValueError(f"{where}({name}={short(value)}): pass a floating-point dtype, such as jnp.bfloat16")
 
 
 def check_positive(where: str, name: str, value: Any) -> None:
