@@ -549,8 +549,8 @@ def test_attention_alone_ignores_padding() -> None:
             Context.of_rows(model.config.rope, 3, 7, lengths=wrong)
 
 
-def test_lengths_of_any_kind_in_transformations() -> None:
-    """The lengths of rows may be lists, arrays and traced values, and known ones are checked inside transformations."""
+def test_lengths_may_be_lists_arrays_or_traced() -> None:
+    """Concrete lengths are validated inside transformations too."""
     rope, wanted = Rope(4, 100.0), np.arange(9)[None] < np.array([[9], [4]])
 
     def valid(lengths: Any) -> Any:

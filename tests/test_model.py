@@ -126,8 +126,8 @@ def test_texts_are_scored_in_few_shapes(kind: str) -> None:
     ],
     ids=["tokens", "mask", "positions", "hidden", "cache"],
 )
-def test_prompts_of_any_length_share_programs(options: Callable[..., dict[str, Any]]) -> None:
-    """No program is compiled for a length whose bucket has one, the bucket's own length and slices included."""
+def test_prompts_of_similar_length_share_compiled_programs(options: Callable[..., dict[str, Any]]) -> None:
+    """One program is compiled per bucket of lengths, also for the length of the bucket, and none for slices."""
     model = build_tiny("mixtral", max_position_embeddings=256)
     lengths = [*range(1, 250, 6), 64, 96, 128, 192, 250, 256]
 
