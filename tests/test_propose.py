@@ -1,4 +1,4 @@
-"""``linen.propose_mapping`` proposes what is certain, and shows the rest with all candidates."""
+"""``linen.propose_mapping`` proposes unambiguous rows, and lists all candidates for the other parameters."""
 
 import itertools
 from typing import Any
@@ -35,8 +35,8 @@ def f32(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
-def judge(seed: int) -> tuple[list[str], int, int]:
-    """The wrong rows of a random tree, the number of rows, and the number of parameters with a counterpart."""
+def check_tree(seed: int) -> tuple[list[str], int, int]:
+    """Wrong rows for a random tree, number of rows, and number of parameters with a counterpart."""
     config, tree, truth = linen_trees.draw(seed)
     proposed, wrong = linen.propose_mapping(config, tree), list[str]()
     for ours, source in proposed.items():
@@ -48,8 +48,8 @@ def judge(seed: int) -> tuple[list[str], int, int]:
 
 @pytest.mark.parametrize("seeds", [range(40), pytest.param(range(40, 540), marks=pytest.mark.slow)])
 def test_no_row_of_random_trees_is_wrong(seeds: range) -> None:
-    """Half of the names say nothing or are in any order; more than half of all parameters get a row."""
-    wrong, rows, parameters = zip(*(judge(seed) for seed in seeds), strict=True)
+    """Half of the names are ambiguous. More than half of all parameters still get a row."""
+    wrong, rows, parameters = zip(*(check_tree(seed) for seed in seeds), strict=True)
     assert not list(itertools.chain(*wrong))
     assert sum(rows) > 0.5 * sum(parameters)
 
@@ -57,8 +57,8 @@ def test_no_row_of_random_trees_is_wrong(seeds: range) -> None:
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("names", ["ln1 ln2", "norm1 norm2", "norm_1 norm_2", "rms1 rms2", "norm_a norm_b",
                                    "before after", "ln_before ln_after", "pre_norm post_norm"])  # fmt: skip
-def test_names_that_differ_in_a_digit_or_letter_stay_open(names: str, stacked: bool) -> None:
-    """Both candidates are shown, and a norm outside of the layers is not paired with one of a layer."""
+def test_names_that_differ_in_a_digit_or_letter_are_ambiguous(names: str, stacked: bool) -> None:
+    """Both candidates are listed. A norm outside the layers is not a candidate for one within a layer."""
     where = ["blocks"] if stacked else ["block0", "block1"]
     scale = f32(2, 16) if stacked else f32(16)
     tree = {block: {name: {"scale": scale} for name in names.split()} for block in where}
@@ -75,13 +75,13 @@ def test_names_that_differ_in_a_digit_or_letter_stay_open(names: str, stacked: b
 
 @pytest.mark.parametrize("names", ["ln_1 ln_2", "RMSNorm_0 RMSNorm_1", "attention_norm ffn_norm", "pre_attn pre_mlp",
                                    "input_layernorm post_attention_layernorm", "ln_attn ln_ff"])  # fmt: skip
-def test_names_of_norms_that_are_known(names: str) -> None:
+def test_known_names_of_norms_are_mapped(names: str) -> None:
     tree = {f"block{i}": {name: {"scale": f32(16)} for name in names.split()} for i in range(2)}
     theirs = [f"block{{layer}}/{name}/scale" for name in names.split()]
     assert linen.propose_mapping(LLAMA, tree) == dict(zip(NORMS, theirs, strict=True))
 
 
-def test_square_kernels_without_telling_names_stay_open() -> None:
+def test_square_kernels_with_numbered_names_are_ambiguous() -> None:
     tree = {f"block{i}": {f"Dense_{n}": {"kernel": f32(16, 16)} for n in range(4)} for i in range(2)}
     proposed = linen.propose_mapping(LLAMA, tree)
     dense = tuple(f"block{{layer}}/Dense_{n}/kernel" for n in range(4))
@@ -131,7 +131,7 @@ OURS = """embed/table norm/scale head/kernel attention_norm/scale mlp_norm/scale
 
 
 @pytest.mark.parametrize("code_base", CODE_BASES)
-def test_names_of_public_code_bases_are_resolved(code_base: str) -> None:
+def test_names_of_public_code_bases_are_mapped(code_base: str) -> None:
     prefix, *theirs = CODE_BASES[code_base].replace("{}", "{layer}").split()
     names = {LAYER * (i > 2) + a: prefix * (i > 2) + b for i, (a, b) in enumerate(zip(OURS, theirs, strict=True))}
     for kind, heads in itertools.product(("llama", "qwen3"), (4, 8)):  # with 4 heads kernels of queries are square
@@ -161,8 +161,8 @@ DEEPSEEK = {
 
 
 @pytest.mark.parametrize(("kind", "words"), [("mixtral", MIXTRAL), ("deepseek_v3", DEEPSEEK)])
-def test_names_of_experts_and_latents(kind: str, words: dict[str, str]) -> None:
-    """Norms of dense layers and of layers with experts may be one array of theirs."""
+def test_names_of_experts_and_latents_are_mapped(kind: str, words: dict[str, str]) -> None:
+    """Norms of dense and of MoE layers may have one name in Linen."""
     model = build_tiny(kind, nnxmoe.Strategy())
     tree, right = dict[str, Any](), dict[str, str]()
     for name, array in native.arrays(model, False).items():
@@ -176,8 +176,8 @@ def test_names_of_experts_and_latents(kind: str, words: dict[str, str]) -> None:
     assert linen.propose_mapping(model, tree) == right
 
 
-def test_fused_and_foreign_arrays_are_no_candidates() -> None:
-    """A fused kernel has the shape of another parameter, and positions have the embedding's."""
+def test_fused_and_unrelated_arrays_are_not_candidates() -> None:
+    """The fused kernel has the shape of a different parameter, the position table that of the embedding."""
     config = nnxmoe.config_from_hf(SIZES | {"model_type": "llama", "num_attention_heads": 4, "intermediate_size": 48})
     layer = {"attn": {"qkv": {"kernel": f32(16, 48)}}, "channel": {"linear_v": {"kernel": f32(16, 16)}}}
     tree = {"layers_0": layer, "layers_1": layer, "wpe": {"embedding": f32(24, 16)}, "a": {"kernel": f32(16, 24)}}
@@ -186,8 +186,8 @@ def test_fused_and_foreign_arrays_are_no_candidates() -> None:
     assert not any("qkv" in name for names in proposed.candidates.values() for name in names)
 
 
-def test_layers_of_other_numbers_are_no_candidates() -> None:
-    """Layers counted from 1, and a stack of other layers."""
+def test_layers_with_other_indices_are_not_candidates() -> None:
+    """Layers counted from 1, and a stack with a different number of layers."""
     for tree in (
         {f"layers_{i}": {"attn_norm": {"scale": f32(16)}} for i in (1, 2)},
         {"layers": {"attn_norm": {"scale": f32(3, 16)}}},
@@ -196,7 +196,7 @@ def test_layers_of_other_numbers_are_no_candidates() -> None:
         assert not proposed and not any(proposed.candidates.values())
 
 
-def test_layers_of_different_shapes_have_rows_of_their_own() -> None:
+def test_layers_of_plain_modules_have_one_row_each() -> None:
     class Ours(nnx.Module):
         def __init__(self) -> None:
             self.layers = nnx.List([nnx.Linear(4, 4, use_bias=False, rngs=nnx.Rngs(0)) for _ in range(3)])
@@ -219,8 +219,8 @@ def test_bias_follows_its_kernel() -> None:
     }
 
 
-def test_proposal_of_a_module_completed_by_hand() -> None:
-    """``|`` keeps the candidates of what is still open."""
+def test_proposal_completed_by_hand() -> None:
+    """``|`` preserves the candidates of parameters without a row."""
     tree = nn.Dense(3).init(jax.random.key(0), jnp.ones((1, 3)))
     proposed = linen.propose_mapping(nnx.Linear(3, 3, rngs=nnx.Rngs(0)), tree) | {"x": ("kernel", lambda a: a)}
     assert isinstance(proposed, Proposal) and "x [] <- kernel [3, 3] by a function" in str(proposed)

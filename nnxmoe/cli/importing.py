@@ -9,7 +9,11 @@ from pathlib import Path
 
 
 def add_option(parser: argparse.ArgumentParser, dest: str = "imports") -> None:
-    """Add the repeatable option ``--import``."""
+    """Add the repeatable option ``--import``.
+
+    A command needs a ``dest`` other than the main parser's: argparse would overwrite the value given before the command
+    with the default of the subparser.
+    """
     text = "import a Python module or FILE.py that calls nnxmoe.models.register; may be repeated"
     parser.add_argument("--import", dest=dest, action="append", default=[], metavar="MODULE", help=text)
 

@@ -187,8 +187,8 @@ class Tokenizer:
         variables of the template. A warning names variables that the template does not read. Raises TokenizerError,
         also if the template fails.
         """
-        given = {"tools": tools, "documents": documents, "add_generation_prompt": bool(add_generation_prompt)}
-        render = functools.partial(self.render_chat, chat_template=chat_template, **given, **variables)
+        options = {"tools": tools, "documents": documents, "add_generation_prompt": bool(add_generation_prompt)}
+        render = functools.partial(self.render_chat, chat_template=chat_template, **options, **variables)
         plain, end = in_template_form(render, plain_messages(messages)), None
         if continue_final_message:
             if add_generation_prompt:

@@ -213,8 +213,8 @@ def _warn_of_kept(names: list[str], target: Path, replaced: re.Pattern[str], *, 
     loaded = sorted(name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns))
     hint = f". {some(loaded)} will be loaded with the new model: delete files that belong to the old one"
     if names and (replaces or loaded):
-        kept = some(sorted(names), 10)
-        logger.warning("%s: files already in the folder are kept: %s%s", target, kept, hint if loaded else "")
+        listed = f"{some(sorted(names), 10)}{hint if loaded else ''}"
+        logger.warning("%s: files already in the folder are kept: %s", target, listed)
 
 
 def _move_in(stage: Path, target: Path) -> None:

@@ -1,4 +1,4 @@
-"""Random Linen trees of a model's parameters, with names as code bases have them, and the pairs that are right."""
+"""Random Linen parameter trees with names from public code bases, and the correct mapping of each."""
 
 import random
 import re
@@ -30,8 +30,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
     },
 }  # fmt: skip
-# Our names of modules that are named together, and names that code bases give them. "-" leaves a level out, and names
-# behind "?" say nothing of the module, or not enough.
+# NNX names of related modules -> alternative Linen names from code bases. "-" omits a level. Names after "?" do not
+# identify the modules.
 SCHEMES = {
     "q k v o": """
         q k v o; wq wk wv wo; query key value out; q_proj k_proj v_proj o_proj; to_q to_k to_v to_out;
@@ -73,42 +73,36 @@ NORMS = {"attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm"}
 
 
 def draw(seed: int) -> tuple[Any, Tree, dict[str, tuple[str, bool]]]:
-    """A config, a Linen tree of shapes, and our name -> (theirs, whether it is transposed) for parameters with
-    a counterpart."""
+    """Draw a config, a Linen tree of shapes, and a mapping: NNX name -> (Linen name, whether it is transposed)."""
     rng = random.Random(seed)
     config = _config(rng)
     leaves = native.layout(abstract(config, None, None), False)
     width, stacked = config.hidden_size, rng.random() < 0.3 and config.model_type not in ("deepseek_v3", "afmoe")
     container, first = rng.choice(STACKS if stacked else CONTAINERS), 0 if stacked else int(rng.random() < 0.05)
     flat, torch, kernel = rng.random() < 0.5, rng.random() < 0.15, rng.choice(("kernel", "kernel", "weight", ""))
-    kernel = kernel if kernel == "" or not torch else "weight"  # a kernel is Flax's, which is never [out, in]
+    kernel = kernel if kernel == "" or not torch else "weight"  # Linen's "kernel" is never [out, in]
     fused = rng.choice(([], [], ["q", "k", "v"], ["gate", "up"]))
     endings = {"kernel": kernel, "scale": rng.choice(("scale", "weight", "gamma")), "table": "embedding"}
     words = _words(rng, {general_name(name)[0] for name in leaves})
     tree, truth = Tree(), dict[str, tuple[str, bool]]()
     for name, parameter in leaves.items():
         general, layer = general_name(name)
-        shape, parts = (
-            tuple(parameter.shape),
-            re.sub("qk_norm/([qk])", r"\1_norm", general).split("/")[2 * (layer is not None) :],
-        )
+        shape = tuple(parameter.shape)
+        parts = re.sub("qk_norm/([qk])", r"\1_norm", general).split("/")[2 * (layer is not None) :]
         module, in_layer = parts[-2], [container.format(layer="{layer}")] if layer is not None else []
         if len(shape) == 3 and flat and parts[-1] == "kernel" and module in "qkvo":
             shape = (shape[0] * shape[1], shape[2]) if module == "o" else (shape[0], shape[1] * shape[2])
-        turned = torch and len(shape) == 2 and parts[-1] == "kernel"
-        shape = shape[::-1] if turned else shape
+        transposed = torch and len(shape) == 2 and parts[-1] == "kernel"
+        shape = shape[::-1] if transposed else shape
         if module in fused and len(shape) > 1 and "experts" not in parts:
-            theirs, shape = (
-                [*in_layer, words.get(parts[0], parts[0]), "qkv" if "q" in fused else "wi"],
-                (width, 3 * width),
-            )
-            turned = None
+            linen_parts = [*in_layer, words.get(parts[0], parts[0]), "qkv" if "q" in fused else "wi"]
+            shape, transposed = (width, 3 * width), None
         else:
-            theirs = [*in_layer, *(words.get(part, part) for part in parts[:-1])]
+            linen_parts = [*in_layer, *(words.get(part, part) for part in parts[:-1])]
         ending = endings.get(parts[-1], words.get(parts[-1], parts[-1]) if "experts" in parts else parts[-1])
-        path = "/".join(part for part in (*theirs, ending) if part not in ("", "-"))
-        if turned is not None and not (first and in_layer):
-            truth[general] = path, turned
+        path = "/".join(part for part in (*linen_parts, ending) if part not in ("", "-"))
+        if transposed is not None and not (first and in_layer):
+            truth[general] = path, transposed
         number = {} if layer is None else {"layer": layer + first}
         lead = (config.num_hidden_layers,) if stacked and in_layer else ()
         tree[path.format(**number)] = jax.ShapeDtypeStruct((*lead, *shape), jnp.float32)
@@ -141,15 +135,16 @@ def _config(rng: random.Random) -> Any:
 
 
 def _words(rng: random.Random, names: set[str]) -> dict[str, str]:
-    """Our names of modules -> theirs. Names that say nothing are in any order."""
+    """Draw Linen names of the modules. Names that do not identify a module are in random order."""
     modules = {part.replace("moe_", "mlp_") for name in names for part in name.split("/")}
-    made = dict[str, str]()
-    for ours, schemes in SCHEMES.items():
-        if ours.endswith("norm") and not ours.startswith("q") and set(ours.split()) != modules & NORMS:
+    words = dict[str, str]()
+    for nnx_names, schemes in SCHEMES.items():
+        is_norm = nnx_names.endswith("norm") and not nnx_names.startswith("q")
+        if is_norm and set(nnx_names.split()) != modules & NORMS:
             continue
-        theirs = rng.choice([scheme.strip() for scheme in schemes.split(";")])
-        chosen = theirs.removeprefix("?").split()
-        if theirs.startswith("?") and rng.random() < 0.5:
-            rng.shuffle(chosen)
-        made |= dict(zip(ours.split(), chosen, strict=True))
-    return made | {f"moe_{name[4:]}": theirs for name, theirs in made.items() if name.startswith("mlp_")}
+        scheme = rng.choice([scheme.strip() for scheme in schemes.split(";")])
+        linen_names = scheme.removeprefix("?").split()
+        if scheme.startswith("?") and rng.random() < 0.5:
+            rng.shuffle(linen_names)
+        words |= dict(zip(nnx_names.split(), linen_names, strict=True))
+    return words | {f"moe_{name[4:]}": linen for name, linen in words.items() if name.startswith("mlp_")}

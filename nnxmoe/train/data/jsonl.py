@@ -197,5 +197,6 @@ def _value(line: bytes | None) -> Any:
     if line is None:
         raise RecordError(f"the record has more than {MAX_LINE_BYTES} bytes: split it into several records")
     line = line.removeprefix(_BOM).strip()
-    remedy = "remove the comma at its end" if line.endswith(b"},") else "write one object per line"
+    remedy = "correct the JSON" if line.endswith(b"}") else "write one object per line"
+    remedy = "remove the comma at its end" if line.endswith(b"},") else remedy
     return parse_json(line, "the record", remedy, RecordError)

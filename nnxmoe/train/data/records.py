@@ -126,8 +126,8 @@ def pair_of(value: object) -> tuple[tuple[Record, Record], frozenset[str]]:
     chats, texts = (all(isinstance(one, kind) for one in both) for kind in ((list, tuple), str))
     if not (chats or texts):
         rule = (
-            "write 'prompt', 'chosen' and 'rejected' (all strings or all messages), or 'chosen' and 'rejected' as whole "
-            "chats"
+            "write 'prompt', 'chosen' and 'rejected' (all strings or all messages), or 'chosen' and "
+            "'rejected' as whole chats"
         )
         index = int(isinstance(both[0], list | tuple | str))
         raise _wrong(PAIR[index], both[index], rule)
