@@ -1,4 +1,4 @@
-"""Validation of arguments: one function per kind of value."""
+"""Validation of arguments: one function per type of value."""
 
 import contextlib
 from typing import Any
@@ -9,29 +9,29 @@ from nnxmoe.config.printable import short
 
 
 def as_python(value: Any) -> Any:
-    """Return a scalar of NumPy, JAX or torch as the Python number; other values, and traced ones, unchanged."""
+    """Convert a NumPy, JAX or torch scalar to a Python number. Returns other values and traced scalars unchanged."""
     if getattr(value, "shape", None) != () or not hasattr(value, "item"):
         return value
     try:
         return value.item()
-    except (TypeError, NotImplementedError):  # a traced value, or a random key of JAX
+    except (TypeError, NotImplementedError):  # a traced value or a JAX random key
         return value
 
 
 def whole_number(name: str, value: Any, least: int, below: int = 2**63) -> int:
-    """Return an integer, or a float or scalar array equal to one, as an int. Raises ValueError for other values, bools
-    and integers out of range."""
+    """Convert an integer, or a float or scalar array with an integer value, to an int. Raises ValueError for other
+    values, bools and integers out of range."""
     number = value if type(value) is int else as_python(value)
-    whole = isinstance(number, int) and not isinstance(number, bool)
-    whole = whole or (isinstance(number, float) and number.is_integer())
-    if not whole or not least <= number < below:
+    is_whole = isinstance(number, int) and not isinstance(number, bool)
+    is_whole = is_whole or (isinstance(number, float) and number.is_integer())
+    if not is_whole or not least <= number < below:
         raise ValueError(f"{name} must be a {below.bit_length()}-bit integer >= {least}, got {short(value)}")
     return int(number)
 
 
 def real_number(name: str, value: Any, least: float, most: float) -> float:
-    """Return a number of Python, or a scalar of an array library, from ``least`` to ``most``. Raises ValueError for
-    other values, bools and NaN."""
+    """Convert a number or scalar array from ``least`` to ``most`` to a Python number. Raises ValueError for other
+    values, bools and NaN."""
     number = as_python(value)
     if isinstance(number, bool) or not isinstance(number, int | float) or not least <= number <= most:
         raise ValueError(f"{name} must be a number from {least:g} to {most:g}, got {short(value)}")

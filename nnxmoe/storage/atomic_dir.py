@@ -97,11 +97,11 @@ def refuse_unless_empty(folder: str | os.PathLike[str]) -> None:
 
 
 def refuse_unless_writable(folder: str | os.PathLike[str]) -> None:
-    """Raise CheckpointError unless a file can be written into ``folder``, new or not. Nothing is left behind."""
+    """Raise CheckpointError unless files can be written to ``folder``, which need not exist. Leaves no files behind."""
     target = ancestor = _target(folder)
-    made: list[Path] = []
+    missing: list[Path] = []
     while not os.path.lexists(ancestor):
-        made.append(ancestor)
+        missing.append(ancestor)
         ancestor = ancestor.parent
     try:
         target.mkdir(parents=True, exist_ok=True)
@@ -111,8 +111,8 @@ def refuse_unless_writable(folder: str | os.PathLike[str]) -> None:
     except OSError as error:
         raise CheckpointError(f"cannot write to {target}: {error.strerror or error}; use another folder") from error
     finally:
-        for path in made:
-            with contextlib.suppress(OSError):  # it could not be made, or another process writes there
+        for path in missing:
+            with contextlib.suppress(OSError):  # not created, or another process has written to it
                 path.rmdir()
 
 
