@@ -472,11 +472,18 @@ def both(*edits: Edit) -> Edit:
     return lambda tensors, config: [edit(tensors, config) for edit in edits] and None
 
 
-def weights(name: str, value: Any) -> Edit:
-    """A field of the first group's weights."""
+def removed(*names: str) -> Edit:
+    return lambda tensors, config: [config.pop(name) for name in names] and None
+
+
+def weights(name: str, value: Any, *absent: str) -> Edit:
+    """A field of the first group's weights; ``absent``: fields to remove."""
 
     def edit(tensors: dict[str, np.ndarray], config: dict[str, Any]) -> None:
-        config["config_groups"]["group_0"]["weights"][name] = value
+        fields = config["config_groups"]["group_0"]["weights"]
+        fields[name] = value
+        for other in absent:
+            del fields[other]
 
     return edit
 
@@ -569,6 +576,8 @@ MALFORMED: list[tuple[str, str, Edit, str]] = [
     ("group size zero", PACK, weights("group_size", 0), "positive|must be"),
     ("five bits", PACK, weights("num_bits", 5), "num_bits 5 is not supported"),
     ("eight bits in words of four", PACK, weights("num_bits", 8), "with 8 bits the weight_shape"),
+    ("another type", PACK, weights("type", "flt"), "type 'flt' is not supported; supported: int, float"),
+    ("scales of another default strategy", PACK, weights("strategy", None, "group_size"), r"its scales must be \[1\]"),
     ("strategy", PACK, weights("strategy", "tensor_group"), "strategy 'tensor_group' is supported for type 'float'"),
     ("no group names it", PACK, group("targets", ["re:.*mlp.*"]), "no group of config_groups names it"),
     ("a target that is no expression", PACK, group("targets", ["re:("]), "no regular expression"),
@@ -606,6 +615,8 @@ MALFORMED: list[tuple[str, str, Edit, str]] = [
     ("awq zero points cut", AWQ, cut("qzeros"), "must be"),
     ("awq scale NaN", AWQ, with_value("scales", np.nan), "has a scale of nan"),
     ("awq gemv", AWQ, field("version", "gemv"), "version 'gemv' is not supported"),
+    ("awq gemv by its newer name", AWQ, both(removed("version"), field("format", "gemv")), "version 'gemv' is not"),
+    ("awq of llm-awq", AWQ, both(removed("version"), field("backend", "llm-awq")), "version 'llm-awq' is not"),
     ("awq three bits", AWQ, field("bits", 3), "bits 3 is not supported"),
     ("awq group size", AWQ, field("group_size", 24), "must be|group"),
     ("gptq scale zero", GPTQ, with_value("scales", 0), "must be finite and not zero"),
@@ -623,6 +634,8 @@ MALFORMED: list[tuple[str, str, Edit, str]] = [
     ("gptq g_idx cut", ACT, cut("g_idx"), r"must be \[64\]"),
     ("gptq scales cut", GPTQ, cut("scales"), "must be"),
     ("gptq bits", GPTQ, field("bits", 2), "bits 2 is not supported"),
+    ("gptq bits absent", GPTQ, removed("bits"), "quantization_config lacks bits: give one of 4, 8"),
+    ("gptq marlin by its newer name", GPTQ, field("format", "marlin"), "checkpoint_format 'marlin' is not supported"),
     ("gptq rotation", GPTQ, field("rotation", "hadamard"), "rotation 'hadamard' rotates activations at run time"),
     ("awq rotation", AWQ, field("rotation", "random"), "rotation 'random' rotates activations at run time"),
     ("gptq rotation config", GPTQ, field("rotation_config", {"a": 1}), "rotation_config .* rotates activations"),
@@ -668,6 +681,35 @@ def test_malformed_checkpoints_are_refused(
     folder = write_checkpoint(tmp_path / "m", fields, tensors)
     with pytest.raises(ValueError, match=said):
         nnxmoe.from_pretrained(folder, keep_quantized=keep)
+
+
+BLOCKS_OF_128 = quantised.deepseek((128, 128))
+DEFAULTS: list[tuple[str, quantised.Format, Edit]] = [
+    ("fp8 blocks", BLOCKS_OF_128, removed("weight_block_size", "activation_scheme", "fmt")),
+    ("gptq version by its newer name", FORMATS["gptq-4-16-v2"], both(removed("checkpoint_format"),
+                                                                     field("format", "gptq_v2"))),
+    ("gptq version in capitals", FORMATS["gptq-4-16-v2"], field("checkpoint_format", "GPTQ_V2")),
+    ("gptq version by both names", FORMATS["gptq-4-16-v2"], field("format", "gptq")),
+    ("gptq order", FORMATS[GPTQ], removed("desc_act", "sym")),
+    ("awq", FORMATS[AWQ], removed("bits", "version", "zero_point")),
+    ("auto-round bits", FORMATS["auto-round-gptq-4-16-v1"], removed("bits", "data_type", "sym")),
+    ("eight bits", FORMATS["int-quantized"], weights("dynamic", False, "num_bits", "type", "symmetric")),
+    ("one scale", FORMATS["float-quantized-tensor"], weights("dynamic", False, "strategy")),
+    ("one scale per output", FORMATS["float-quantized-channel"], weights("group_size", -1, "strategy")),
+    ("groups", FORMATS[PACK], weights("dynamic", False, "strategy")),
+    ("a group for activations", FORMATS[PACK], lambda _, config: config["config_groups"].update(
+        other={"targets": ["re:nothing"]})),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "edit"), [pytest.param(*case[1:], id=case[0]) for case in DEFAULTS])
+def test_absent_settings_have_the_default_of_their_tool(tmp_path: Path, form: quantised.Format, edit: Edit) -> None:
+    more = {"intermediate_size": 160} if form is BLOCKS_OF_128 else {}  # the others fit into one block
+    codes, floats = write_quantised(tmp_path, "llama", form, more=more)
+    fields = json.loads((codes / "config.json").read_text())
+    edit({}, fields["quantization_config"])
+    (codes / "config.json").write_text(json.dumps(fields))
+    identical(arrays(nnxmoe.from_pretrained(codes, dtype="float32")), arrays(nnxmoe.from_pretrained(floats)))
 
 
 def test_settings_of_modelopt_in_a_file_of_their_own(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """FP8 of DeepSeek-V3 (README_WEIGHTS.md) and V4, whose experts are FP4, of AutoFP8, ModelOpt, and of
 transformers, which stores the scales of experts fused."""
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,7 +22,8 @@ _KERNELS = {"gate_up_proj": (("gate_proj", "w1"), ("up_proj", "w3")), "down_proj
 def fp8(files: ModuleTensors, info: TensorInfo) -> LazyArray:
     """``quant_method: fp8``: blocks with ``weight_scale_inv`` (DeepSeek-V3; Qwen's are bfloat16) or ``scale``
     (DeepSeek-V4), or one scale per tensor (AutoFP8's ``weight_scale``; transformers' ``weight_scale_inv``)."""
-    shape, block, ending = files.matrix(info), files.scheme.block(), _ending(files)
+    shape, ending = files.matrix(info), _ending(files)
+    block = _block(files, ending)
     if block is None and not files.has(ending):
         raise Malformed(f"{files.where(info)}: config.json has no weight_block_size, and weight_scale is missing")
     codes = Codes("fp8", block or (WHOLE, WHOLE))
@@ -53,6 +55,14 @@ def packed(files: ModuleTensors, info: TensorInfo) -> LazyArray:
     return in_pairs(files, info, MXFP4, _ending(files), ("F8_E8M0", "U8"))
 
 
+def _block(files: ModuleTensors, ending: str) -> tuple[int, int] | None:
+    """``weight_block_size``. If it is absent and there are several scales: 128 by 128, the default of transformers."""
+    scale = files.tensors.get(f"{files.module}.{ending}")
+    if "weight_block_size" in files.scheme.fields or scale is None or not ending.endswith(_SCALE):
+        return files.scheme.block()
+    return _BLOCK if len(scale.shape) > 1 and math.prod(scale.shape[-2:]) > 1 else None
+
+
 def _ending(files: ModuleTensors) -> str:
     """The end of the name of the scales. Raises Malformed if there are several."""
     found = [ending for ending in ("weight_scale_inv", "weight_scale", "scale") if files.has(ending)]
@@ -66,7 +76,8 @@ def fused(files: ModuleTensors, info: TensorInfo) -> LazyArray:
     files.used[info.name] = None
     if len(info.shape) != 3 or 0 in info.shape:
         raise Malformed(f"{files.where(info)} has shape {list(info.shape)}: it must be [experts, outputs, inputs]")
-    (experts, outs, ins), block, kernel = info.shape, files.scheme.block(), info.name.rpartition(".")[2]
+    (experts, outs, ins), kernel = info.shape, info.name.rpartition(".")[2]
+    block = _block(files, kernel + _SCALE)
     # With one scale per expert, gate and up get a tile each, so that the tensor can be split into their kernels.
     codes = Codes("fp8", block or (-(-outs // len(_KERNELS[kernel])), WHOLE))
     grid = (experts, *codes.grid(outs, ins))

@@ -11,7 +11,7 @@ import numpy as np
 
 from nnxmoe.convert.core.lazy_array import LazyArray
 from nnxmoe.convert.hf.module_tensors import FLOATS, ModuleTensors, rounded_to, unpacked
-from nnxmoe.convert.hf.scheme import Malformed
+from nnxmoe.convert.hf.scheme import GPTQ_FORMATS, Malformed
 from nnxmoe.layers.codes import Codes
 from nnxmoe.storage.safetensors import TensorInfo
 
@@ -33,7 +33,7 @@ def gptq(files: ModuleTensors, info: TensorInfo) -> LazyArray:
     tall, outs = files.matrix(info)
     bits, group = _settings(files, tall, outs)
     ins, limit = tall * 32 // bits, (1 << bits) - 1
-    less = files.scheme.fields.get("checkpoint_format") != "gptq_v2"
+    less = files.scheme.one_of("checkpoint_format", GPTQ_FORMATS, "gptq") != "gptq_v2"
 
     def unpack(packed: np.ndarray) -> np.ndarray:
         return unpacked(packed.T, bits)[:, :ins]
@@ -48,7 +48,7 @@ def gptq(files: ModuleTensors, info: TensorInfo) -> LazyArray:
 def _settings(files: ModuleTensors, tall: int, outs: int) -> tuple[int, int]:
     """Bits and group size: those of quantization_config, or what the module's tensors say if its ``dynamic`` gives
     some modules settings of their own (GPTQModel)."""
-    bits, scheme = files.scheme.one_of("bits", (4, 8), 4), files.scheme
+    bits, scheme = files.scheme.one_of("bits", (4, 8), None), files.scheme
     if not scheme.fields.get("dynamic"):
         return bits, scheme.group_size() or tall * 32 // bits
     zeros, scales = files.tensor("qzeros", ("I32",)), files.tensor("scales", FLOATS)

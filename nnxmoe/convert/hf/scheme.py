@@ -23,13 +23,14 @@ _FORMATS = ("float-quantized", "int-quantized", "pack-quantized", "naive-quantiz
 _FORMATS += ("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized")
 _ALGORITHMS = ("fp8", "fp8_per_channel_per_token", "fp8_pb_wo", "fp8_pb_real", "nvfp4", "w4a16_nvfp4", "w4a8_nvfp4_fp8")
 _ALGORITHMS += ("mxfp8", "mixed_precision")
-# The fields of each method that must have one of some values, and what they are if absent.
+# The fields of each method that must have one of some values, and the tool's default; None: it has none.
+GPTQ_FORMATS = ("gptq", "gptq_v2", None)
 _FIELDS: dict[str, list[tuple[str, tuple[Any, ...], Any]]] = {
     "fp8": [("fmt", ("e4m3", "float8_e4m3fn"), "e4m3"), ("activation_scheme", ("dynamic", "static"), "dynamic")],
     "compressed-tensors": [("format", _FORMATS, "dense")],
     "modelopt": [("quant_algo", _ALGORITHMS, "mixed_precision")],
     "awq": [("version", ("gemm",), "gemm"), ("bits", (4,), 4)],
-    "gptq": [("bits", (4, 8), 4), ("checkpoint_format", ("gptq", "gptq_v2", None), "gptq")],
+    "gptq": [("bits", (4, 8), None), ("checkpoint_format", GPTQ_FORMATS, "gptq")],
     "bitsandbytes": [
         ("load_in_8bit", (False,), False),
         ("_load_in_8bit", (False,), False),
@@ -77,7 +78,7 @@ class Scheme:
             if fields.get(name):
                 why = "rotates activations at run time, which is not supported"
                 raise CheckpointError(f"{where}: {name} {short(fields[name])} {why}")
-        made = cls(method, fields, where)
+        made = cls(method, _with_older_names(method, fields), where)
         if method == "auto-round":
             made = made._repacked()
         for name, allowed, default in _FIELDS[made.method]:
@@ -96,7 +97,7 @@ class Scheme:
         """AutoRound's settings as those of the tool with its packing; the tensors show what ``extra_config`` sets."""
         self.one_of("data_type", ("int",), "int")
         packing = self.one_of("packing_format", tuple(_PACKINGS), "auto_round:gptq")
-        fields = {**self.fields, "dynamic": self.fields.get("extra_config"), **_PACKINGS[packing]}
+        fields = {"bits": 4, **self.fields, "dynamic": self.fields.get("extra_config"), **_PACKINGS[packing]}
         return Scheme(fields["quant_method"], fields, f"{self.where} of AutoRound")
 
     def check_use(self, count: int) -> None:
@@ -114,6 +115,8 @@ class Scheme:
     def one_of(self, name: str, allowed: tuple[Any, ...], default: Any) -> Any:
         """Return a field that must have one of some values. Raises CheckpointError."""
         value = self.fields.get(name, default)
+        if value is None and None not in allowed:
+            raise CheckpointError(f"{self.where} lacks {name}: give one of {', '.join(map(repr, allowed))}")
         same = value.lower() if isinstance(value, str) else value
         if same not in allowed or isinstance(value, bool) != isinstance(default, bool):
             shown = ", ".join(map(repr, allowed))
@@ -161,13 +164,18 @@ class Weights:
 
     @classmethod
     def of(cls, fields: Mapping[str, Any], scheme: Scheme) -> "Weights":
-        """Parse ``config_groups.*.weights``. Raises CheckpointError for unsupported settings."""
-        bits, strategy, size = (fields.get(name) for name in ("num_bits", "strategy", "group_size"))
+        """Parse ``config_groups.*.weights``, with the library's defaults. Raises CheckpointError for unsupported
+        settings."""
+        bits, strategy, size = fields.get("num_bits", 8), fields.get("strategy"), fields.get("group_size")
+        kind = fields.get("type", "int")
         where = f"{scheme.where}: config_groups"
         if type(bits) is not int or bits not in (4, 8):
             raise CheckpointError(f"{where}: num_bits {short(bits)} is not supported; supported: 4, 8")
+        if kind not in ("int", "float"):
+            raise CheckpointError(f"{where}: type {short(kind)} is not supported; supported: int, float")
+        if strategy is None:
+            strategy = {None: "tensor", -1: "channel"}.get(size, "group")
         size = None if size == -1 else size
-        strategy = strategy or ("group" if size else "channel")
         if strategy not in ("tensor", "channel", "group", "tensor_group", "block"):
             raise CheckpointError(
                 f"{where}: strategy {short(strategy)} is not supported; supported: tensor, channel, group, "
@@ -181,10 +189,19 @@ class Weights:
         if strategy == "block" and block is None:
             raise CheckpointError(f"{where}: strategy 'block' needs block_structure")
         pair = scheme._pair("block_structure", block) if strategy == "block" else None
-        floats = fields.get("type") == "float"
+        floats = kind == "float"
         if strategy == "tensor_group" and not floats:
             raise CheckpointError(f"{where}: strategy 'tensor_group' is supported for type 'float' only (NVFP4)")
         return cls(bits, strategy, size, pair, fields.get("symmetric") is not False, floats)
+
+
+def _with_older_names(method: str, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings with ``format`` under its older name, which takes precedence where a file has both."""
+    name = {"gptq": "checkpoint_format", "awq": "version"}.get(method)
+    if name is None or fields.get(name) is not None:
+        return fields
+    stored = "llm-awq" if method == "awq" and fields.get("backend") == "llm-awq" else fields.get("format")
+    return fields if stored is None else {**fields, name: stored}
 
 
 def _nearness(target: str, module: str) -> int:
@@ -204,7 +221,7 @@ def _groups(scheme: Scheme) -> tuple[tuple[list[str], Weights], ...]:
         raise CheckpointError(f"{scheme.where}: config_groups must be an object, got {short(groups)}")
     for name, group in groups.items():
         where = f"{scheme.where}: config_groups: {short(name)}"
-        weights = group.get("weights", "") if isinstance(group, Mapping) else ""
+        weights = group.get("weights") if isinstance(group, Mapping) else ""
         if not isinstance(weights, Mapping | None):
             raise CheckpointError(f"{where} needs an object 'weights', or null")
         targets = group.get("targets")
@@ -219,7 +236,7 @@ def _groups(scheme: Scheme) -> tuple[tuple[list[str], Weights], ...]:
             raise CheckpointError(
                 f"{where}: format {short(group['format'])} is not supported; supported: {', '.join(_FORMATS)}"
             )
-        if weights is not None:  # null: a group for activations or caches
+        if weights is not None:  # null or absent: a group for activations or caches
             found.append((targets, Weights.of(weights, scheme)))
     _refuse_rotations(scheme)
     return tuple(found)
