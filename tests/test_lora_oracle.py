@@ -286,6 +286,22 @@ def test_adapters_of_transformers_4_experts(tmp_path: Path, scan: bool) -> None:
     assert max_error(logits(again), logits(theirs)) < 1e-4
 
 
+def test_absent_fields_have_the_defaults_of_peft(tmp_path: Path) -> None:
+    """Rank and alpha are 8. Without targets there is nothing to load."""
+    base = checkpoint(tmp_path, "llama")
+    theirs = randomised(reference(base), r=8, lora_alpha=8, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    theirs.save_pretrained(tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_config.json"
+    fields = {"peft_type": "LORA", "target_modules": ["q_proj"]}
+    path.write_text(json.dumps(fields))
+    model = nnxmoe.from_pretrained(base)
+    lora.load(model, tmp_path / "adapter")
+    assert max_error(model(TOKENS).logits, logits(theirs)) < TOLERANCE
+    path.write_text(json.dumps({"peft_type": "LORA"}))
+    with pytest.raises(nnxmoe.CheckpointError, match="q_proj"):
+        lora.load(nnxmoe.from_pretrained(base), tmp_path / "adapter")
+
+
 SMALL_ADAPTERS: dict[str, dict[str, Any]] = {
     **{kind: {"num_virtual_tokens": 2} for kind in ("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CARTRIDGE")},
     "MULTITASK_PROMPT_TUNING": {"num_virtual_tokens": 2, "num_tasks": 2},

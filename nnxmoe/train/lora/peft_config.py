@@ -183,11 +183,12 @@ class Settings:
         return rank, float(alpha) * (math.sqrt(rank) if self.fields.get("use_rslora") else 1.0)
 
     def _number(self, field: str, patterns: str, name: str) -> Any:
-        """The value of the first pattern that matches a name as in peft's get_pattern_key, else that of the field."""
+        """The value of the first pattern that matches a name as in peft's get_pattern_key, else that of the field. Both
+        default to 8."""
         for pattern, value in (self.fields.get(patterns) or {}).items():
             if self._matches(patterns, rf"(.*\.)?({pattern})$", name, whole=False):
                 return value
-        return self.fields.get(field)
+        return self.fields.get(field, 8)
 
 
 def _named(name: str, targets: list[str]) -> bool:
