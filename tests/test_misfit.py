@@ -12,6 +12,7 @@ from flax import nnx
 
 import nnxmoe
 from nnxmoe.convert import maxtext
+from nnxmoe.convert.core import misfit
 from nnxmoe.models import GptOss, GptOssConfig, Mixtral, MixtralConfig
 from nnxmoe.moe.router import Router
 
@@ -172,3 +173,9 @@ def test_strategy_attributes_and_quantized_kernels_fit(tmp_path: Path) -> None:
     model = nnxmoe.quantize(model, nnxmoe.Int8())
     WRITERS["native"](model, tmp_path / "native")
     np.testing.assert_allclose(nnxmoe.load(tmp_path / "native")(TOKENS).logits, model(TOKENS).logits, atol=1e-5)
+
+
+def test_attributes_may_hold_several_arrays() -> None:
+    scales = (np.arange(3), {"x": jnp.ones(2)})
+    assert misfit._equal(scales, (np.arange(3), {"x": jnp.ones(2)}))
+    assert not misfit._equal(scales, (np.arange(3), {"x": jnp.zeros(2)})) and not misfit._equal(scales, None)

@@ -12,7 +12,7 @@ from nnxmoe.config.validate import as_python, whole_number
 
 Ids = Sequence[int] | Integer[Any, "_"]  # of one text: a list, or an array of NumPy, JAX or torch
 Eos = int | np.integer | Ids | None | EllipsisType  # ...: the end tokens of the checkpoint
-T = TypeVar("T", bound=Iterable[int])
+T = TypeVar("T", bound=Iterable[Any])
 
 
 def whole_ids(ids: Any, name: str = "a token id", least: int = 0) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import numpy as np
 from flax import nnx
 
@@ -102,4 +103,9 @@ def _attributes(name: str, actual: Any, expected: Any) -> Iterator[str]:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    return a is b or (np.array_equal(a, b) if hasattr(a, "shape") else bool(a == b))
+    """Compare attributes by value, arrays within lists, tuples and dicts too."""
+    if a is b:
+        return True
+    leaves, structure = jax.tree.flatten(a)
+    other_leaves, other_structure = jax.tree.flatten(b)
+    return structure == other_structure and all(map(np.array_equal, leaves, other_leaves))
