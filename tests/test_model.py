@@ -76,6 +76,43 @@ def test_unscan(kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCa
     }
 
 
+def quantized() -> nnxmoe.CausalLM:
+    return nnxmoe.quantize(build_tiny("llama", nnxmoe.Strategy()), nnxmoe.Int8())
+
+
+def adapted() -> nnxmoe.CausalLM:
+    model = build_tiny("llama", nnxmoe.Strategy())
+    lora.add(model, rank=2, rngs=nnx.Rngs(0))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "derive"),
+    [
+        (lambda: build_tiny("llama", nnxmoe.Strategy(stacking=nnxmoe.Scanned())), nnxmoe.unscan),
+        (lambda: build_tiny("llama", nnxmoe.Strategy()), lambda model: nnxmoe.quantize(model, nnxmoe.Int8())),
+        (quantized, nnxmoe.dequantize),
+        (adapted, lora.without),
+    ],
+    ids=["unscan", "quantize", "dequantize", "without"],
+)
+def test_derived_models_share_arrays_but_no_variables(
+    make: Callable[[], nnxmoe.CausalLM], derive: Callable[[nnxmoe.CausalLM], nnxmoe.CausalLM]
+) -> None:
+    """Writing in place into one of the two models leaves the other unchanged."""
+    original = make()
+    derived = derive(original)
+    ours, theirs = (
+        {id(node) for _, node in nnx.iter_graph(model) if isinstance(node, nnx.Variable)}
+        for model in (original, derived)
+    )
+    assert not ours & theirs
+    table = original.embed.table.get_value()
+    assert derived.embed.table.get_value() is table
+    derived.embed.table[...] *= 2
+    assert original.embed.table.get_value() is table
+
+
 # Scoring
 
 

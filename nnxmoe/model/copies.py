@@ -42,14 +42,15 @@ def unscan(model: CausalLM) -> CausalLM:
     """A model whose layers have arrays of their own instead of slices of stacked ones (``Scanned``): it decodes faster.
 
     What was stacked is copied, so both models need memory until the given one is deleted; `nnxmoe.generate` keeps such
-    a copy with a scanned model. Without scanned layers this is the model itself.
+    a copy with a scanned model. The other arrays are shared, the variables are new: writing into one model leaves the
+    other unchanged. Without scanned layers this is the model itself.
 
         model = nnxmoe.unscan(nnxmoe.train.fit(model, …).model)
     """
     if not any(isinstance(stack, ScannedStack) for stack in model.stacks):
         return model
     graph, state = nnx.split(model)
-    unrolled = nnx.merge(graph, state)
+    unrolled = nnx.merge(graph, state, copy=True)
     nnx.pop(unrolled, nnx.Intermediate)  # sown values have no axis of layers
     unrolled.strategy = dataclasses.replace(model.strategy, stacking=Unrolled(), pipeline=None)
     unrolled.stacks = nnx.List(

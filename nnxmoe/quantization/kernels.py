@@ -162,14 +162,15 @@ def update_report(model: CausalLM, error: float | None = None) -> None:
 
 
 def dequantize(model: CausalLM, dtype: Any = None) -> CausalLM:
-    """A model with float kernels of the values that the codes of a quantised one stand for; the rest is shared.
+    """A model with float kernels of the values that the codes of a quantised one stand for. The other arrays are
+    shared, in new variables: writing into one model leaves the other unchanged.
 
     ``dtype`` None: that of the embedding. Values are computed in float32 and rounded once.
     """
     if dtype is not None:
         dtype = floating_dtype("dequantize", "dtype", dtype)
     graph, state = nnx.split(model)
-    made = nnx.merge(graph, state)
+    made = nnx.merge(graph, state, copy=True)
     for place in quantized_weights(made):
         restored(place, made, dtype)
     update_report(made)

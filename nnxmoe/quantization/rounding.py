@@ -35,14 +35,15 @@ def chosen(model: CausalLM, method: Method | Mixed | None) -> list[tuple[Place, 
 
 def quantize(model: CausalLM, method: Method | Mixed) -> CausalLM:
     """A model with the kernels of attention, feed-forwards and experts rounded to codes (`Int8`, `Int4`, `Float8`, or
-    `Mixed`, also the output head's); embedding, router, norms and biases are shared with ``model``. Lossy.
+    `Mixed`, also the output head's). Lossy. The arrays of embedding, router, norms and biases are shared, in new
+    variables: writing into one model leaves the other unchanged.
 
     Raises ValueError for kernels that do not fit the codes, or are quantised already, for NaN, and for the head of a
     model whose head is the embedding.
     """
     graph, state = nnx.split(model)
     refuse_shapes(jax.tree.leaves(state))
-    made, error = nnx.merge(graph, state), Error()
+    made, error = nnx.merge(graph, state, copy=True), Error()
     for place, one in chosen(made, method):
         round_to_codes(place, one, made, error)
     update_report(made, error.relative)

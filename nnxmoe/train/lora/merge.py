@@ -97,13 +97,14 @@ def merge_from(model: CausalLM, folder: str | os.PathLike[str], *, quantize: Met
 
 def without(model: CausalLM) -> CausalLM:
     """The base model of a model with adapters that are not merged: it shares its arrays and lacks the adapters.
+    Its variables are new: writing into one model leaves the other unchanged.
 
     The reference of preference losses such as DPO's (Rafailov et al. 2023), within an objective or outside:
 
         reference = lora.without(model)(tokens).logits
     """
     found = unmerged(model, "leave out")
-    base = nnx.merge(*nnx.split(model))
+    base = nnx.merge(*nnx.split(model), copy=True)
     places = {slot.place for slot in found}
     for slot in slots(base):
         if slot.place in places:
