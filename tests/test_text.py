@@ -766,6 +766,15 @@ def made_with(template: str) -> Tokenizer:
     return Tokenizer(backend, special, {"default": template}, "/place", "/place/chat_template.jinja")
 
 
+def test_backend_of_the_caller_keeps_its_settings() -> None:
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    backend.enable_truncation(8)
+    backend.enable_padding(length=16)
+    wrapped = Tokenizer(backend, {}, {}, "/place").backend
+    assert wrapped.truncation is None and wrapped.padding is None
+    assert backend.truncation["max_length"] == 8 and backend.padding["length"] == 16
+
+
 @pytest.mark.parametrize("name", GOOD)
 def test_real_world_templates(name: str) -> None:
     template, given, expected = GOOD[name]

@@ -4,6 +4,7 @@ Ids are computed by the ``tokenizers`` library from ``tokenizer.json``. ``add_bo
 is ignored, as transformers 5 does for such files.
 """
 
+import copy
 import difflib
 import functools
 from collections.abc import Iterable, Mapping, Sequence
@@ -52,8 +53,10 @@ class Tokenizer:
         source: str,
         template_file: str | None = None,
     ) -> None:
-        backend.no_truncation()  # truncation and padding in tokenizer.json are settings for training batches
-        backend.no_padding()
+        if backend.truncation is not None or backend.padding is not None:  # settings for training batches
+            backend = copy.deepcopy(backend)  # the caller's backend keeps them
+            backend.no_truncation()
+            backend.no_padding()
         self.backend = backend
         self.special_tokens = dict(special_tokens)
         self.chat_templates = dict(chat_templates)
