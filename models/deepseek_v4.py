@@ -162,7 +162,10 @@ class DeepSeekV4Config(DecoderConfig):
 
     def _rope(self, kind: str, flat: Mapping[str, Any]) -> Rope:
         given = self.rope_fields
-        fields = dict(given[kind]) if isinstance(given.get(kind), Mapping) else dict(flat)
+        nested = [name for name in ("main", "compress") if isinstance(given.get(name), Mapping)]
+        if len(nested) == 1:
+            raise ConfigError(f"rope_parameters has {nested[0]!r} only: give both main and compress")
+        fields = dict(given[kind] if nested else flat)
         fields.pop("partial_rotary_factor", None)
         positions = self.max_position_embeddings, self.original_max_position_embeddings
         return rope_from_fields(fields, self.rope_dim, self.rope_theta, *positions, self.rope_field)

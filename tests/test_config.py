@@ -567,7 +567,20 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("mellum", {"layer_types": ["sliding_attention"] * 28, "sliding_window": None}, "need a sliding_window"),
     ("mellum", {"mlp_layer_types": ["sparse", 1]}, "mlp_layer_types: 1 is not supported"),
     ("mellum", {"num_experts": 4}, "num_experts_per_tok 8 is more than num_experts 4"),
-    ("mimo_v2_flash", {"rope_parameters": {"full_attention": {}}}, "rope_parameters has no object for 'sliding_atten"),
+    (
+        "mimo_v2_flash",
+        {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
+        "rope_parameters has no object for 'sliding_atten",
+    ),
+    *(
+        (
+            kind,
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e4}, "sliding_attention": {}}, "rope_theta": 5.0},
+            "rope_parameters: sliding_attention: rope_theta is missing and has no default",
+        )
+        for kind in ("gemma4_text", "mimo_v2_flash")
+    ),
+    ("deepseek_v4", {"rope_parameters": {"main": {"rope_theta": 5.0}}}, "has 'main' only: give both main and"),
     ("mimo_v2_flash", {"n_shared_experts": 1}, "n_shared_experts 1 is not supported"),
     ("mimo_v2_flash", {"n_group": 3}, "n_group 3 must divide n_routed_experts 256"),
     (

@@ -73,10 +73,12 @@ class LayerRopesConfig(LayerWindowsConfig):
             self.rope_of(kind)
 
     def rope_fields_of(self, kind: str) -> Mapping[str, Any]:
-        """Return the rope object of a layer type. Raises ConfigError if it is missing."""
+        """Return the rope object of a layer type. Raises ConfigError if it, or its theta, is missing."""
         fields = (self.rope_parameters or self.default_ropes).get(kind)
         if not isinstance(fields, Mapping):
             raise ConfigError(f"rope_parameters has no object for {kind!r} layers, got {short(fields)}")
+        if fields.get("rope_theta") is None:
+            raise ConfigError(f"rope_parameters: {kind}: rope_theta is missing and has no default: give it")
         return fields
 
     def rope_of(self, kind: str) -> Rope:
