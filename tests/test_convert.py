@@ -271,7 +271,7 @@ def test_convert_on_a_mesh_from_the_command_line(tmp_path: Path) -> None:
             ["SOURCE", "new", "--to", "maxtext", "--config", "mixtral-8x7b"],
             "has a config.json of its own: leave it out",
         ),
-        (["SOURCE", "", "--to", "maxtext"], "cannot name a folder"),
+        (["SOURCE", "", "--to", "maxtext"], "folder is '': pass a path"),
     ],
 )
 def test_errors_are_one_line(

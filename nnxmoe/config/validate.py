@@ -1,6 +1,7 @@
 """Validation of arguments: one function per type of value."""
 
 import contextlib
+import os
 from typing import Any
 
 import jax.numpy as jnp
@@ -85,3 +86,12 @@ def check_object(where: str, name: str, value: Any, example: str) -> None:
     """Raise ValueError for ``where(name=value)`` if the value is a class or is not callable."""
     if isinstance(value, type) or not callable(value):
         raise ValueError(f"{where}({name}={short(value)}): give an object such as {example}")
+
+
+def path_text(path: str | os.PathLike[str], error: type[ValueError] = ValueError, name: str = "folder") -> str:
+    """Return the path in argument ``name`` as text. Raises for other types, such as None from an unset option, and for
+    empty text, which would be the current folder."""
+    text = os.fspath(path) if isinstance(path, os.PathLike) else path
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise error(f"{name} is {short(path)}: pass a path, as a string or a pathlib.Path")
+    return text

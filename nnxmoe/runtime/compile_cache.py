@@ -7,6 +7,8 @@ from pathlib import Path
 import jax
 from jax.experimental.compilation_cache import compilation_cache as jax_cache
 
+from nnxmoe.config.printable import short
+from nnxmoe.config.validate import path_text
 from nnxmoe.runtime.progress import say
 
 VARIABLE = "NNXMOE_COMPILE_CACHE"
@@ -22,13 +24,18 @@ def compile_cache(folder: str | os.PathLike[str] | None = None, max_bytes: int =
     ``NNXMOE_COMPILE_CACHE``, else the user's cache folder (``$XDG_CACHE_HOME``, else ``~/.cache``). Beyond
     ``max_bytes`` those that were used least recently are deleted; nothing else in ``folder`` is touched. Returns the
     folder of the programs; None, and nothing changes, if the variable is ``off`` or the folder cannot be written.
-    A cache that JAX already has, such as by ``JAX_COMPILATION_CACHE_DIR``, stays as it is.
+    A cache that JAX already has, such as by ``JAX_COMPILATION_CACHE_DIR``, stays as it is. Raises ValueError for
+    arguments that are not a path and a number of bytes.
 
     Programs depend on the shapes, the versions of jax and XLA, and the machine. The command line calls this.
 
         nnxmoe.compile_cache()
         model = nnxmoe.from_pretrained("demo")
     """
+    if folder is not None:
+        path_text(folder)
+    if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1:
+        raise ValueError(f"compile_cache(max_bytes={short(max_bytes)}): give a positive number of bytes")
     if (given := getattr(jax.config, "jax_compilation_cache_dir", None)) is not None:
         return Path(given)
     if folder is None:

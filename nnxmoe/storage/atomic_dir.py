@@ -13,10 +13,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from nnxmoe.config.printable import short, some
+from nnxmoe.config.printable import some
+from nnxmoe.config.validate import path_text
 from nnxmoe.runtime.progress import logger
 from nnxmoe.storage.errors import CheckpointError
-from nnxmoe.storage.files import path_text, refuse_url
+from nnxmoe.storage.files import refuse_url
 from nnxmoe.storage.hub import CODE_FILES, TOKENIZER_FILES
 from nnxmoe.storage.source import NATIVE_FILE, holds_orbax
 
@@ -118,10 +119,6 @@ def refuse_unless_writable(folder: str | os.PathLike[str]) -> None:
 
 def _target(folder: str | os.PathLike[str]) -> Path:
     name = path_text(folder, CheckpointError)
-    if not name or "\0" in name:
-        raise CheckpointError(
-            f"{short(name)} cannot name a folder: {'it has a NUL character' if name else 'it is empty'}"
-        )
     refuse_url(name, CheckpointError)
     return Path(os.path.realpath(os.path.expanduser(name)))
 

@@ -12,17 +12,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from nnxmoe.config.printable import short
+from nnxmoe.config.validate import path_text
 
 MAX_JSON_BYTES = 16_000_000  # parsed, a hostile file of this size takes up to 400 MB
 _LFS_MAGIC = b"version https://git-lfs"
-
-
-def path_text(path: str | os.PathLike[str], error: type[ValueError] = ValueError, name: str = "folder") -> str:
-    """Return the path in argument ``name`` as text. Raises for other types, such as None from an unset option."""
-    text = os.fspath(path) if isinstance(path, os.PathLike) else path
-    if not isinstance(text, str):
-        raise error(f"{name} is {short(path)}: pass a path, as a string or a pathlib.Path")
-    return text
 
 
 def refuse_url(path: str | os.PathLike[str], error: type[ValueError] = ValueError, name: str = "folder") -> None:
@@ -31,9 +24,10 @@ def refuse_url(path: str | os.PathLike[str], error: type[ValueError] = ValueErro
         raise error(f"{text} is a URL: give a path of this machine, and copy the files from or to the URL yourself")
 
 
-def absolute(path: str | os.PathLike[str]) -> Path:
-    """The absolute path; ``~`` is the home folder, as in a shell. Raises ValueError for a URL."""
-    refuse_url(path)
+def absolute(path: str | os.PathLike[str], name: str = "folder") -> Path:
+    """The absolute path of the argument ``name``; ``~`` is the home folder, as in a shell. Raises ValueError for a URL,
+    empty text and values that are not paths."""
+    refuse_url(path, name=name)
     return Path(os.path.abspath(os.path.expanduser(path)))
 
 

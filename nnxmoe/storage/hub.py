@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from nnxmoe.config.printable import did_you_mean
-from nnxmoe.storage.files import path_text, refuse_url
+from nnxmoe.config.validate import path_text
+from nnxmoe.storage.files import refuse_url
 from nnxmoe.storage.gguf import is_gguf
 
 T = TypeVar("T")
@@ -55,8 +56,6 @@ def local_folder(path_or_hub_id: str | os.PathLike[str], error: type[ValueError]
     text = path_text(path_or_hub_id, error, "path_or_hub_id")
     if path_or_hub_id == "demo":
         return DEMO
-    if not text or "\0" in text:
-        raise error(f"{text!r} is neither a folder nor a hub id such as 'org/name'")
     if "://huggingface.co/" in text:
         raise error(f"{text} is a URL: give the repository's id, such as 'org/name'")
     refuse_url(text, error)

@@ -164,7 +164,7 @@ def finetune(
     ``max_bad_fraction`` of a file's records are skipped if they are unusable, see `batches`. Raises ValueError if the
     folder holds another task, and the errors of `fit`.
     """
-    folder = absolute(out)
+    folder = absolute(out, "out")
     traces = [] if profile is None else [Profile(folder / _PROFILE, profile)]
     saved = Checkpoints(folder / _CHECKPOINTS, every=save_every)
     if from_first(lambda: look(folder, dataclasses.asdict(task))) == "done":
@@ -234,7 +234,7 @@ def _row_length(task: Finetune, hub: Mapping[str, Any]) -> int:
 
 def progress_of(out: str | os.PathLike[str]) -> str:
     """Describe what an interrupted run has saved in its folder, and return the verb for running its command again."""
-    step = newest(absolute(out) / _CHECKPOINTS)
+    step = newest(absolute(out, "out") / _CHECKPOINTS)
     return f"after step {step} (saved); resume" if step else "before a step was saved; start again"
 
 

@@ -39,7 +39,7 @@ class JsonLines:
 
     def __init__(self, path: str | os.PathLike[str], parse: Parse = record_of, bad: BadRecords | None = None) -> None:
         self._parse = parse
-        self.path = self._lines_of = absolute(path)
+        self.path = self._lines_of = absolute(path, "path")
         regular_file(self.path, _WANTED, DataError)
         self.unit = "line"
         if (rewritten := _as_lines(self.path)) is not None:

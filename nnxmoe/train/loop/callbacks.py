@@ -44,7 +44,7 @@ class _Log(_FolderWriter, abc.ABC):
     late = True  # see `Callback`
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path, self._next = absolute(path), -1
+        self.path, self._next = absolute(path, "path"), -1
         self.folder = self.path.parent
 
     def __call__(self, progress: Progress) -> None:
