@@ -359,7 +359,7 @@ def test_refusals(eight: Callable[..., Any]) -> None:
         "sparse": "SparseMLA needs all tokens of a row on each device, and the mesh axis 'context' of size 4",
         "blocks": "IndexedGQA needs all tokens of a row on each device",
         "pipeline": "stages do not shard tokens over the mesh axis 'context' of size 4: use make_mesh(context=1)",
-        "tokens": "rows of 30 tokens do not divide over the mesh axis 'context' of size 4: use a multiple of 4 tokens",
+        "tokens": "rows of 30 tokens are not divisible by the 4 devices of context: use a multiple of 4 tokens",
         "ring": "RingAttention(blocks=Reference()): give Streaming(queries, keys)",
         "gather": "GatherKeys",
         "plan": "rows of 100 tokens are not divisible by context=8: use a multiple",

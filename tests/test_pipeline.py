@@ -326,7 +326,7 @@ def test_refusals(eight: Callable[..., Any]) -> None:
     for name, message in {
         "generate": "4 pipeline stages cannot decode, because all stages but one would wait: load it on a mesh with",
         "cache": "4 pipeline stages cannot decode",
-        "rows": "a batch of 20 rows does not divide into 4 microbatches of 2 shards each: use a multiple of 8 rows",
+        "rows": "a batch of 20 rows is not divisible by 4 microbatches of 2 shards each: use a multiple of 8 rows",
         "layers": "the model's longest run of equal layers has 3, fewer than 4 stages: use a smaller mesh axis 'pipe'",
         "kinds": "longest run of equal layers has 3, fewer than 4 stages",
         "unrolled": "stages need the layers in one array each: give stacking=Scanned()",
@@ -334,7 +334,7 @@ def test_refusals(eight: Callable[..., Any]) -> None:
         "stages": "Pipeline(microbatches=4, stages=2): the stages are no multiple of 4",
         "mesh": "the mesh {'fsdp': 8} has no axis 'pipe': use nnxmoe.make_mesh(pipe=…)",
         "rules": "'embed' -> ('fsdp', 'pipe'): within a stage nothing is split over 'pipe'",
-        "moved": "6 layers do not divide over 4 pipeline stages: make the model with Pipeline(4, stages=4)",
+        "moved": "6 layers are not divisible by 4 pipeline stages: make the model with Pipeline(4, stages=4)",
     }.items():
         assert message in found.get(name, "taken"), (name, found.get(name))
 

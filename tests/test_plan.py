@@ -648,7 +648,7 @@ def test_search_compares_numbers_of_stages() -> None:
         ({"fsdp": 8}, {"microbatches": 4}, "the mesh has one stage: give it an axis pipe"),
         ({"pipe": 4}, {"microbatches": 6}, "the microbatches must be a multiple of 4"),
         ({"pipe": 2}, {"microbatches": 2, "train": False}, "pipeline stages do not decode"),
-        ({"pipe": 2, "fsdp": 4}, {"microbatches": 4}, "a batch of 24 rows does not divide into 4 microbatches of 4"),
+        ({"pipe": 2, "fsdp": 4}, {"microbatches": 4}, "a batch of 24 rows is not divisible by 4 microbatches of 4"),
         ({"pipe": 64}, {"microbatches": 64}, "has 32, fewer than 64 stages"),
     ],
 )

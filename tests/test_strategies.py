@@ -440,11 +440,11 @@ def refusal(kind: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("experts", "8 experts do not divide over the mesh axis 'expert' of size 3"),
-        ("batch", "a batch of 6 does not divide over 8 devices"),
+        ("experts", "8 experts are not divisible by the 3 devices of expert"),
+        ("batch", "ExpertParallel: a batch of 6 rows is not divisible by the 8 devices of "),
         ("missing", "has no axis 'expert'"),
         ("missing data", "has no axis 'rows'"),
-        ("capacity", "Capacity: a batch of 6 does not divide over 8 devices"),
+        ("capacity", "Capacity: a batch of 6 rows is not divisible by the 8 devices of "),
         ("other axis", "the rules split experts over 'expert', not over 'tensor'"),
         ("parameter", "k.kernel: mesh axis tensor of size 8 does not divide the 2 KV heads; try tensor=2"),
         ("explicit", "must be of type Auto: make it with nnxmoe.make_mesh"),

@@ -78,7 +78,7 @@ class Pipeline:
         over = shards(mesh, _rows_over(mesh))
         if batch % (self.microbatches * over):
             raise ValueError(
-                f"a batch of {batch} rows does not divide into {self.microbatches} microbatches of {over} shards each: "
+                f"a batch of {batch} rows is not divisible by {self.microbatches} microbatches of {over} shards each: "
                 f"use a multiple of {self.microbatches * over} rows, or fewer microbatches"
             )
 
@@ -141,7 +141,7 @@ class PipelinedStack(ScannedStack):
         """Raise ValueError if the layers do not divide over the stages of another mesh."""
         if self.count % (stages := stages_of(mesh)):
             raise ValueError(
-                f"{self.count} layers do not divide over {stages} pipeline stages: make the model with "
+                f"{self.count} layers are not divisible by {stages} pipeline stages: make the model with "
                 f"Pipeline({self.pipeline.microbatches}, stages={stages}), which computes the others outside"
             )
 

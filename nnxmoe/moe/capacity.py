@@ -102,6 +102,6 @@ def check_batch(who: str, batch: int, mesh: AnyMesh | None, axes: Sequence[str])
     """Raise ValueError unless the batch size is divisible by the number of shards over these mesh axes."""
     if mesh is not None and batch % shards(mesh, axes):
         raise ValueError(
-            f"{who}: a batch of {batch} does not divide over {shards(mesh, axes)} devices, "
-            f"{ {axis: mesh.shape[axis] for axis in axes} }: add rows of padding, or use Sorted()"
+            f"{who}: a batch of {batch} rows is not divisible by the {shards(mesh, axes)} devices of "
+            f"{' x '.join(axes)}: add rows of padding, or use Sorted()"
         )

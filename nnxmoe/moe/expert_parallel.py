@@ -76,7 +76,7 @@ class ExpertParallel:
             raise ValueError(f"ExpertParallel: the mesh {dict(mesh.shape)} has no axis {missing[0]!r}")
         size = mesh.shape[self.axis]
         if experts.count % size:
-            raise ValueError(f"{experts.count} experts do not divide over the mesh axis {self.axis!r} of size {size}")
+            raise ValueError(f"{experts.count} experts are not divisible by the {size} devices of {self.axis}")
         axes = tuple(axis for axis in named if mesh.shape[axis] > 1)
         check_batch("ExpertParallel", x.shape[0], mesh, axes)
         if size == 1:

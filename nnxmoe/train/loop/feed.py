@@ -103,10 +103,8 @@ def check_rows(rows: int, mesh: Mesh | None) -> None:
     """Raise ValueError for a batch of all processes whose rows do not divide over the mesh."""
     parts = shards(mesh, batch_axes(mesh))
     if mesh is not None and rows % parts:
-        raise ValueError(
-            f"a batch of {rows} rows does not divide over {parts} devices of the mesh {dict(mesh.shape)}: use a "
-            f"multiple of {parts} rows"
-        )
+        names = " x ".join(batch_axes(mesh))
+        raise ValueError(f"a batch of {rows} rows is not divisible by the {parts} devices of {names}: use a multiple")
 
 
 def check_length(length: int, mesh: Mesh | None) -> None:
@@ -114,7 +112,7 @@ def check_length(length: int, mesh: Mesh | None) -> None:
     size = 1 if mesh is None else mesh.shape.get(CONTEXT, 1)
     if length % size:
         raise ValueError(
-            f"rows of {length} tokens do not divide over the mesh axis {CONTEXT!r} of size {size}: use a multiple of "
+            f"rows of {length} tokens are not divisible by the {size} devices of {CONTEXT}: use a multiple of "
             f"{size} tokens, best of {2 * size}, which balance the devices' work"
         )
 
