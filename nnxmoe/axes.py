@@ -160,6 +160,22 @@ def partition_spec(
     return PartitionSpec(*(named if any(found) else ()))
 
 
+def check_rules(where: str, rules: Any) -> None:
+    """Raise ValueError for ``where(rules=…)`` unless the rules map every logical axis to mesh axes."""
+    if not isinstance(rules, Mapping) or set(rules) != set(RULES):
+        odd = sorted(set(rules) ^ set(RULES), key=str) if isinstance(rules, Mapping) else [rules]
+        raise ValueError(
+            f"{where}(rules=…): {odd[0]!r} is missing or no logical axis; give a dict of all of them, "
+            "{**nnxmoe.RULES, name: mesh axis or None}"
+        )
+    for name, axis in rules.items():
+        several = isinstance(axis, list | tuple) and all(isinstance(one, str) for one in axis)
+        if axis is not None and not isinstance(axis, str) and not several:
+            raise ValueError(
+                f"{where}(rules=…): {name!r} -> {axis!r}: give the name of a mesh axis, a tuple of names, or None"
+            )
+
+
 def check_mesh(model: nnx.Module, mesh: AnyMesh, rules: Rules) -> None:
     """Raise ValueError unless every parameter divides over the mesh, naming the largest sizes of its axes that do."""
     shapes = dict[tuple[Any, ...], str]()

@@ -12,8 +12,10 @@ from flax import nnx
 import nnxmoe
 from nnxmoe import models
 from nnxmoe.convert import maxtext
+from nnxmoe.planning.work import Work
 from nnxmoe.quantization.methods import Mixed
 from nnxmoe.train import lora
+from nnxmoe.train.loop.callbacks import CsvLog, JsonLog
 
 ODD: tuple[Any, ...] = (True, 0, -1, 1.5, 10**30, "", "a/b\0", b"x", [], ["x"], {}, {"a": 1}, object(), int)
 ODD += (float("nan"), np.int64(3), lambda: 3)
@@ -56,7 +58,24 @@ def calls(model: Any, folder: Path) -> Iterator[tuple[str, Callable[[Any], Any]]
         options: dict[str, Any] = {"rank": 2, "rngs": None}
         shapes = models.Mixtral(CONFIG, rngs=None)
         yield name, lambda value, name=name, shapes=shapes, o=options: lora.add(shapes, **o | {name: value})
+    with_adapter = nnx.clone(model)
+    lora.add(with_adapter, 2, rngs=nnx.Rngs(0))
+    for name in ("keep", "quantize"):
+        yield name, lambda value, name=name: lora.merge(nnx.clone(with_adapter), **{name: value})
+    yield "folder", lambda value: lora.load(model, value)
+    yield "folder", lambda value: lora.merge_from(model, value)
     yield "dtype", lambda value: nnxmoe.dequantize(model, value)
+    for use in (nnxmoe.dequantize, lora.merge, lora.unmerge, lora.remove, lora.without):
+        yield "model", use
+    for use in (lora.load, lora.save, lora.merge_from):
+        yield "model", lambda value, use=use: use(value, new)
+    yield "model", lambda value: nnxmoe.quantize(value, nnxmoe.Int8())
+    yield "model", lambda value: lora.add(value, 2, rngs=None)
+    yield "model", lambda value: lora.split_ranks(value, 2)
+    choices = {field.name for field in dataclasses.fields(Work)} | {"model", "mesh", "on", "strategy", "advise"}
+    for name in sorted(choices | {"compile_for"}):
+        options = {"model": CONFIG, "mesh": {"fsdp": 2}, "batch": 2, "seq": 4}
+        yield name, lambda value, name=name, o=options: nnxmoe.plan(**o | {name: value})
     yield "quantize", lambda value: nnxmoe.quantize(model, value)
     yield "register", models.register
     for name in ("config", "strategy", "rngs", "dtype"):
@@ -80,7 +99,7 @@ def test_odd_values_are_valid_or_raise_value_errors(
     assert refused > 600, "few of these values are valid"
 
 
-@pytest.mark.parametrize("value", [None, 3, b"x", ["a"]], ids=repr)
+@pytest.mark.parametrize("value", [None, 3, b"x", ["a"], "", "a\0"], ids=repr)
 def test_values_that_are_not_paths_name_the_argument(model: nnxmoe.CausalLM, value: Any) -> None:
     """For example None, from an unset environment variable."""
     for load in (nnxmoe.from_pretrained, nnxmoe.Tokenizer.from_pretrained):
@@ -92,6 +111,35 @@ def test_values_that_are_not_paths_name_the_argument(model: nnxmoe.CausalLM, val
     for save in (nnxmoe.save_pretrained, nnxmoe.save, maxtext.save):
         with pytest.raises(ValueError, match=r"folder is .*: pass a path"):
             save(model, value)
+    if value is not None:
+        with pytest.raises(ValueError, match=r"folder is .*: pass a path"):
+            nnxmoe.compile_cache(value)
+    for write in (JsonLog, CsvLog):
+        with pytest.raises(ValueError, match=r"path is .*: pass a path"):
+            write(value)
+
+
+@pytest.mark.wrong_types
+def test_wrong_values_are_named(model: nnxmoe.CausalLM) -> None:
+    def plan(**options: Any) -> Any:
+        return nnxmoe.plan(CONFIG, {"fsdp": 2}, batch=2, seq=4, **options)
+
+    for message, call in {
+        r"plan\(strategy=5\): give a Strategy": lambda: plan(strategy=5),
+        r"plan\(rules=…\): 5 is missing or no logical axis": lambda: plan(rules=5),
+        r"plan\(rules=…\): 'embed' -> 5": lambda: plan(rules={**nnxmoe.RULES, "embed": 5}),
+        r"plan\(advise=5\): give True or False": lambda: plan(advise=5),
+        r"plan\(compile_for=\['cpu'\]\): use": lambda: plan(compile_for=["cpu"]),
+        r"plan\(across=5\): give the name": lambda: plan(across=5),
+        "quantize=5 is not a method": lambda: plan(quantize=5),
+        "model is a int: pass an nnxmoe model": lambda: nnxmoe.quantize(5, nnxmoe.Int8()),
+        "method=5 is not a method": lambda: nnxmoe.quantize(model, 5),
+        "method=None is not a method": lambda: nnxmoe.quantize(model, None),
+        r"compile_cache\(max_bytes='1'\): give a positive": lambda: nnxmoe.compile_cache(max_bytes="1"),
+        r"merge\(keep=5\): give True or False": lambda: lora.merge(model, keep=5),
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 def test_swapped_arguments_of_save_pretrained(model: Any, tmp_path: Path) -> None:

@@ -350,3 +350,9 @@ class CausalLM(nnx.Module):
     def fixed_positions(self) -> int | None:
         """Positions beyond which a `DynamicRope` rotates by the length of the longest row; None: there is none."""
         return min((rope.max_positions for rope in self.ropes if isinstance(rope, DynamicRope)), default=None)
+
+
+def check_model(model: Any) -> None:
+    """Raise ValueError unless the argument ``model`` is a model."""
+    if not isinstance(model, CausalLM):
+        raise ValueError(f"model is a {type(model).__name__}: pass an nnxmoe model")

@@ -5,7 +5,7 @@ Results differ by rounding only, except where an object says that it drops assig
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Self
 
 import jax
@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jaxtyping import Array
 
-from nnxmoe.axes import CONTEXT, RULES, AnyMesh, Rules, check_mesh, placed_on, sharding_of
+from nnxmoe.axes import CONTEXT, RULES, AnyMesh, Rules, check_mesh, check_rules, placed_on, sharding_of
 from nnxmoe.config.arguments import KnownFields
 from nnxmoe.config.bounds import ConfigError
 from nnxmoe.config.frozen import FrozenDict
@@ -143,18 +143,7 @@ class Strategy(KnownFields):
                 f"Strategy(mesh={self.mesh}): its axes must be of type Auto: make it with nnxmoe.make_mesh, or "
                 "with axis_types=(jax.sharding.AxisType.Auto, …)"
             )
-        if not isinstance(self.rules, Mapping) or set(self.rules) != set(RULES):
-            odd = sorted(set(self.rules) ^ set(RULES), key=str) if isinstance(self.rules, Mapping) else [self.rules]
-            raise ValueError(
-                f"Strategy(rules=…): {odd[0]!r} is missing or no logical axis; give a dict of all of them, "
-                "{**nnxmoe.RULES, name: mesh axis or None}"
-            )
-        for name, axis in self.rules.items():
-            several = isinstance(axis, list | tuple) and all(isinstance(one, str) for one in axis)
-            if axis is not None and not isinstance(axis, str) and not several:
-                raise ValueError(
-                    f"Strategy(rules=…): {name!r} -> {axis!r}: give the name of a mesh axis, a tuple of names, or None"
-                )
+        check_rules("Strategy", self.rules)
         object.__setattr__(self, "rules", FrozenDict(self.rules))
 
     def _check_pipeline(self, pipeline: Any) -> None:

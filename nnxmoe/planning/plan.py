@@ -8,6 +8,7 @@ from typing import Any
 
 from nnxmoe.axes import AnyMesh
 from nnxmoe.config.base import DecoderConfig
+from nnxmoe.config.printable import short
 from nnxmoe.convert.hf.side_files import read_config
 from nnxmoe.mesh import abstract_mesh
 from nnxmoe.model.pipeline import AXIS
@@ -166,6 +167,12 @@ def plan(
         ValueError: for what the mesh or the torus cannot hold.
         RuntimeError: if the step does not compile.
     """
+    if strategy is not None and not isinstance(strategy, Strategy):
+        raise ValueError(f"plan(strategy={short(strategy)}): give a Strategy, or None")
+    if compile_for not in (None, "cpu", "device"):
+        raise ValueError(f"plan(compile_for={short(compile_for)}): use 'cpu' or 'device', or None")
+    if not isinstance(advise, bool):
+        raise ValueError(f"plan(advise={short(advise)}): give True or False")
     name, config = read_model(model)
     work = Work(batch, seq, train, **choices)
     work.check()
@@ -222,9 +229,7 @@ def refuse_without_effect(made: Plan, work: Work) -> None:
 
 def _compiled(made: Plan, strategy: Strategy | None, compile_for: str) -> Plan:
     """The plan with its step compiled."""
-    platform = {"cpu": CPU, "device": made.hardware.platform}.get(compile_for)
-    if platform is None:
-        raise ValueError(f"compile_for={compile_for!r}: use 'cpu' or 'device'")
+    platform = CPU if compile_for == "cpu" else made.hardware.platform
     pipeline, device = made.work.pipeline, target(made.hardware, platform)
     strategy = strategy or default_strategy(made.config, made.mesh, platform, made.work)
     stacking = strategy.stacking if pipeline is None else Scanned()

@@ -4,14 +4,14 @@ import dataclasses
 import math
 from typing import Literal, get_args
 
-from nnxmoe.axes import RULES, AnyMesh, Rules
+from nnxmoe.axes import RULES, AnyMesh, Rules, check_rules
 from nnxmoe.config.printable import short
 from nnxmoe.config.validate import check_positive, is_integer
 from nnxmoe.model.pipeline import AXIS, Pipeline, stages_of
 from nnxmoe.model.strategy import Strategy
 from nnxmoe.moe.capacity import check_factor
 from nnxmoe.moe.expert_parallel import ExpertParallel, InChunks, RaggedAllToAll
-from nnxmoe.quantization.methods import Method, Mixed
+from nnxmoe.quantization.methods import Method, Mixed, refuse_both
 
 # Fields of `Work` that no strategy computes yet, or that a compiled step does not have.
 PLANNED_ONLY = ("interleaved", "node_copies", "lora", "split_rank", "compute", "quantize")
@@ -81,6 +81,10 @@ class Work:
         for name in ("train", "remat", "offload", "node_copies", "split_rank"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ValueError(f"plan({name}={short(value)}): give True or False")
+        check_rules("plan", self.rules)
+        if self.across is not None and not isinstance(self.across, str):
+            raise ValueError(f"plan(across={short(self.across)}): give the name of a mesh axis, or None")
+        refuse_both(self.quantize, keep_quantized=False)
         if self.compute not in get_args(Compute):
             raise ValueError(f"plan(compute={short(self.compute)}): use {' or '.join(get_args(Compute))}")
         if self.buffer_factor is not None:

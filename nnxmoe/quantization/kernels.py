@@ -19,7 +19,7 @@ from nnxmoe.config.validate import floating_dtype
 from nnxmoe.layers.codes import STORED, Codes
 from nnxmoe.layers.kernel import Kernel, ParamWeight, as_weight, is_kernel
 from nnxmoe.layers.quantized import QuantizedArray, QuantizedWeight
-from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.causal_lm import CausalLM, check_model
 from nnxmoe.model.paths import layer_modules, name_of
 from nnxmoe.model.strategy import Strategy
 
@@ -167,6 +167,7 @@ def dequantize(model: CausalLM, dtype: Any = None) -> CausalLM:
 
     ``dtype`` None: that of the embedding. Values are computed in float32 and rounded once.
     """
+    check_model(model)
     if dtype is not None:
         dtype = floating_dtype("dequantize", "dtype", dtype)
     graph, state = nnx.split(model)

@@ -100,11 +100,17 @@ def _one(text: str) -> Method | None:
     return made[name](int(size)) if colon else made[name]()
 
 
+def check_method(method: Any, name: str = "method", otherwise: str = "") -> None:
+    """Raise ValueError unless the argument ``name`` is a method. ``otherwise``: what else it may be."""
+    if not isinstance(method, Method | Mixed):
+        raise ValueError(f"{name}={short(method)} is not a method: give one such as nnxmoe.Int8(){otherwise}")
+
+
 def refuse_both(quantize: Method | Mixed | None, keep_quantized: bool) -> None:
     """Raise ValueError if kernels are to be quantised and to keep the checkpoint's codes, or if ``quantize`` is not a
     method."""
-    if quantize is not None and not isinstance(quantize, Method | Mixed):
-        raise ValueError(f"quantize={short(quantize)} is not a method: give one such as nnxmoe.Int8(), or None")
+    if quantize is not None:
+        check_method(quantize, "quantize", ", or None")
     if keep_quantized and quantize is not None:
         raise ValueError(
             "keep_quantized and quantize exclude each other: keep the checkpoint's codes, or make new ones"

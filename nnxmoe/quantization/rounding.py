@@ -11,10 +11,10 @@ from flax import nnx
 from nnxmoe.axes import AnyMesh
 from nnxmoe.layers.kernel import ParamWeight
 from nnxmoe.layers.quantized import QuantizedWeight
-from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.causal_lm import CausalLM, check_model
 from nnxmoe.model.compiled import refuse_shapes
 from nnxmoe.quantization.kernels import Place, exchange, places, update_report
-from nnxmoe.quantization.methods import Error, Method, Mixed, codes_for, encode, scales
+from nnxmoe.quantization.methods import Error, Method, Mixed, check_method, codes_for, encode, scales
 from nnxmoe.storage.multihost import spans_hosts
 
 
@@ -41,6 +41,8 @@ def quantize(model: CausalLM, method: Method | Mixed) -> CausalLM:
     Raises ValueError for kernels that do not fit the codes, or are quantised already, for NaN, and for the head of a
     model whose head is the embedding.
     """
+    check_model(model)
+    check_method(method)
     graph, state = nnx.split(model)
     refuse_shapes(jax.tree.leaves(state))
     made, error = nnx.merge(graph, state, copy=True), Error()

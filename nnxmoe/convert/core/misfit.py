@@ -11,7 +11,7 @@ from nnxmoe.config.printable import short, some
 from nnxmoe.convert.core.restore import DTYPES, INTEGERS
 from nnxmoe.layers.lora import Kept
 from nnxmoe.layers.quantized import QuantizedArray, QuantizedWeight
-from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.causal_lm import CausalLM, check_model
 from nnxmoe.models import is_registered
 from nnxmoe.storage.errors import CheckpointError
 
@@ -27,8 +27,7 @@ def refuse_misfit(model: CausalLM) -> None:
     Compares modules, shapes and dtypes of parameters, and all attributes that no strategy sets. Adapters are not
     compared: each layout checks whether it can store them.
     """
-    if not isinstance(model, CausalLM):
-        raise ValueError(f"model is a {type(model).__name__}: pass an nnxmoe model, then the folder")
+    check_model(model)
     family, config = type(model), model.config
     if not is_registered(model):
         raise CheckpointError(

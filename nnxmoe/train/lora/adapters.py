@@ -15,7 +15,7 @@ from nnxmoe.config.printable import short
 from nnxmoe.config.validate import is_between, is_positive
 from nnxmoe.convert.core.dtypes import float_dtype
 from nnxmoe.layers.kernel import ParamWeight
-from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.causal_lm import CausalLM, check_model
 from nnxmoe.train.lora.peft import put_array
 from nnxmoe.train.lora.slots import Slot, chosen, for_each, refuse_adapted, unmerged
 
@@ -68,6 +68,7 @@ def split_ranks(model: CausalLM, rank: int) -> dict[str, int]:
     Regret", Schulman et al. 2025). Raises ValueError for a model without experts, and for a rank that is not a multiple
     of the experts per token.
     """
+    check_model(model)
     active = model.config.experts_per_token
     if not active:
         raise ValueError(f"a {model.config.model_type} model has no experts: pass the rank itself, without split_ranks")

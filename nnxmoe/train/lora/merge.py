@@ -11,13 +11,14 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array
 
+from nnxmoe.config.printable import short
 from nnxmoe.layers.lora import Kept, LoRA
 from nnxmoe.layers.quantized import QuantizedArray, QuantizedWeight
 from nnxmoe.layers.xla_cpu import as_bits, from_bits
-from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.causal_lm import CausalLM, check_model
 from nnxmoe.model.compiled import refuse_shapes
 from nnxmoe.quantization.kernels import quantized_weights, restored, update_report
-from nnxmoe.quantization.methods import Error, Method, Mixed
+from nnxmoe.quantization.methods import Error, Method, Mixed, refuse_both
 from nnxmoe.quantization.rounding import chosen, round_to_codes
 from nnxmoe.train.lora.peft import load
 from nnxmoe.train.lora.slots import slots, unmerged
@@ -55,6 +56,10 @@ def merge(model: CausalLM, *, keep: bool = True, quantize: Method | Mixed | None
     floats in the embedding's dtype; ``quantize`` then rounds all float kernels to codes, which changes numbers and
     needs ``keep=False``.
     """
+    check_model(model)
+    if not isinstance(keep, bool):
+        raise ValueError(f"merge(keep={short(keep)}): give True or False")
+    refuse_both(quantize, keep_quantized=False)
     if keep and quantize is not None:
         raise ValueError("merge(quantize=…) is final: pass keep=False, or merge first and call nnxmoe.quantize")
     refuse_shapes(jax.tree.leaves(nnx.state(model)))
@@ -91,6 +96,7 @@ def merge(model: CausalLM, *, keep: bool = True, quantize: Method | Mixed | None
 
 def merge_from(model: CausalLM, folder: str | os.PathLike[str], *, quantize: Method | Mixed | None = None) -> None:
     """Load the adapter of a folder and merge it into the model for good, in place; ``quantize``: see `merge`."""
+    refuse_both(quantize, keep_quantized=False)
     load(model, folder)
     merge(model, keep=False, quantize=quantize)
 
@@ -154,6 +160,7 @@ def merger(lead: int, inner: int, scale: float, dtype: jnp.dtype, place: Shardin
 
 def unmerge(model: CausalLM) -> None:
     """Restore the kernels and adapters from before `merge`, bit for bit."""
+    check_model(model)
     if model.merged is None:
         raise ValueError("cannot unmerge: no adapters were merged, or they were merged with keep=False")
     for slot in slots(model):

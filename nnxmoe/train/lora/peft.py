@@ -19,7 +19,7 @@ from flax import nnx
 
 from nnxmoe.convert.core.dtypes import float_dtype
 from nnxmoe.layers.quantized import QuantizedWeight
-from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.causal_lm import CausalLM, check_model
 from nnxmoe.model.compiled import refuse_shapes
 from nnxmoe.model.weight_names import layer_of, options
 from nnxmoe.runtime.progress import logger
@@ -43,6 +43,7 @@ def save(model: CausalLM, folder: str | os.PathLike[str], *, overwrite: bool = F
     The folder must be new or empty; ``overwrite`` replaces the adapter's files in it and keeps others. It is written
     completely or not at all. Raises ValueError if the model has no adapters, or merged ones.
     """
+    check_model(model)
     refuse_shapes(jax.tree.leaves(nnx.state(model)))
     if model.merged is not None:
         raise ValueError("cannot save: the model's adapters are merged; call lora.unmerge(model) first")

@@ -13,7 +13,7 @@ from nnxmoe.convert.core.layout import Path
 from nnxmoe.layers.embed import Embed
 from nnxmoe.layers.kernel import as_weight, kernel_param
 from nnxmoe.layers.lora import LoRA
-from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.causal_lm import CausalLM, check_model
 from nnxmoe.model.paths import layer_modules, name_of
 
 
@@ -100,6 +100,7 @@ def slots(model: CausalLM) -> list[Slot]:
 def chosen(model: CausalLM, targets: str | Sequence[str] | None) -> list[Slot]:
     """The slots whose names equal a target or start with ``target.``; None: all but router, embedding, head, indexers,
     which have no gradient, and those of `CausalLM.not_for_peft`."""
+    check_model(model)
     every = slots(model)
     if targets is None:
         left_out = "router", "embed", "head", "attention.indexer", *model.not_for_peft
@@ -137,7 +138,8 @@ def adapted(model: CausalLM) -> list[Slot]:
 
 
 def refuse_adapted(model: CausalLM) -> None:
-    """Raise ValueError if the model has adapters already, merged or not."""
+    """Raise ValueError if the model has adapters already, merged or not, or is not a model."""
+    check_model(model)
     if model.merged is not None:
         raise ValueError(
             "the model has merged adapters: call lora.unmerge(model), or merge them for good with "
@@ -152,6 +154,7 @@ def refuse_adapted(model: CausalLM) -> None:
 
 def unmerged(model: CausalLM, what: str) -> list[Slot]:
     """The slots with an adapter. Raises ValueError, naming the operation ``what``, if there are none or merged ones."""
+    check_model(model)
     if model.merged is not None:
         raise ValueError(f"cannot {what}: the model's adapters are merged; call lora.unmerge(model) first")
     if not (found := adapted(model)):
