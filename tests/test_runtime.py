@@ -1,4 +1,4 @@
-"""The compile cache, messages about compiling, memory limits, large pages, and Ctrl-C."""
+"""The compile cache, messages about compiling, memory limits, and Ctrl-C."""
 
 import logging
 import os
@@ -18,8 +18,7 @@ from flax import nnx
 from jax.experimental.compilation_cache import compilation_cache
 
 import nnxmoe
-from nnxmoe import cli
-from nnxmoe.runtime import compile_cache, interrupts, large_pages, memory, programs, progress
+from nnxmoe.runtime import compile_cache, interrupts, memory, programs, progress
 from tests.support.tiny import build_tiny, random_tokens
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -397,47 +396,3 @@ def test_messages_of_commands_are_printed_once(
     assert capsys.readouterr().err == "nnxmoe: hello\n"
     progress.logger.warning("later")
     assert capsys.readouterr().err == "WARNING:nnxmoe:later\n"
-
-
-def test_the_command_line_starts_again_with_large_pages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Once, where the system gives large pages on request; a user's own ``GLIBC_TUNABLES`` stays."""
-
-    def restarted(program: str, arguments: list[str], environment: dict[str, str]) -> None:
-        started.append((program, arguments, environment))
-        raise SystemExit
-
-    started: list[tuple[str, list[str], dict[str, str]]] = []
-    pages = tmp_path / "enabled"
-    monkeypatch.setattr(large_pages.os, "execve", restarted)
-    monkeypatch.setattr(large_pages, "_PAGES", pages)
-    monkeypatch.setattr(sys, "argv", [__file__, "inspect", "demo"])
-    monkeypatch.setattr(sys, "orig_argv", ["python3", "-X", "dev", __file__, "inspect", "demo"])
-    monkeypatch.delenv(large_pages.VARIABLE, raising=False)
-    pages.write_text("always [madvise] never\n")
-    with pytest.raises(SystemExit):
-        cli.command()
-    ((program, arguments, environment),) = started
-    assert (program, arguments) == (sys.executable, [sys.executable, "-X", "dev", __file__, "inspect", "demo"])
-    assert environment == os.environ | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-
-    monkeypatch.setenv(large_pages.VARIABLE, "glibc.malloc.arena_max=2")
-    assert large_pages.setting() == {}
-    monkeypatch.delenv(large_pages.VARIABLE)
-    for text in ("[always] madvise never\n", "always madvise [never]\n"):
-        pages.write_text(text)
-        assert large_pages.setting() == {}
-    pages.unlink()
-    large_pages.restart()
-    assert len(started) == 1
-
-
-def test_a_restarted_program_has_large_pages(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import os; from nnxmoe.runtime import large_pages as l; l.restart(); print(l.setting(), os.getpid())"
-    )
-    environment = {name: value for name, value in os.environ.items() if name != large_pages.VARIABLE}
-    process = subprocess.Popen(
-        [sys.executable, script], cwd=ROOT, env=environment | {"PYTHONPATH": str(ROOT)}, stdout=-1, text=True
-    )
-    assert process.communicate()[0] == f"{{}} {process.pid}\n"

@@ -7,12 +7,10 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from nnxmoe.cli.exit_codes import INTERRUPTED, PIPE_CLOSED
-from nnxmoe.runtime import large_pages
 
 
 def command() -> NoReturn:
     """Run the process's command line and end the process with its exit code."""
-    large_pages.restart()
     try:
         status = main()
     except KeyboardInterrupt:  # during the imports, or a second one while the first was handled

@@ -15,8 +15,6 @@ import sys
 import time
 from collections.abc import Sequence
 
-from nnxmoe.runtime import large_pages
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the processes until all have exited or one has failed; return the exit status."""
@@ -59,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def environment(number: int, count: int, port: int, devices: int) -> dict[str, str]:
     """Environment variables that one process gets in addition to the inherited ones."""
     address = f"127.0.0.1:{port}"
-    return large_pages.setting() | {
+    return {
         "JAX_COORDINATOR_ADDRESS": address,
         "JAX_COORDINATOR_BIND_ADDRESS": address,
         "JAX_NUM_PROCESSES": str(count),
