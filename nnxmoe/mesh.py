@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from nnxmoe.axes import MESH_AXES, AnyMesh
 from nnxmoe.config.printable import short
-from nnxmoe.config.validate import check_positive, is_integer
+from nnxmoe.config.validate import as_integer, check_positive
 
 
 def make_mesh(
@@ -37,9 +37,12 @@ def make_mesh(
     found = np.asarray(jax.devices() if devices is None else devices, dtype=object)
     if odd := [one for one in found.flat if not hasattr(one, "platform")]:
         raise ValueError(f"devices lists {short(odd[0])}: give devices of JAX, such as jax.devices()[:4]")
-    remaining = [name for name, size in sizes.items() if size == -1]
-    if len(remaining) > 1 or not all(is_integer(size, -1) and size for size in sizes.values()):
-        raise ValueError(f"mesh sizes {short(sizes)}: give integers of at least 1; one may be -1 (the devices left)")
+    counts = {name: as_integer(size, -1) for name, size in sizes.items()}
+    remaining = [name for name, size in counts.items() if size == -1]
+    if len(remaining) > 1 or not all(counts.values()):
+        text = ", ".join(f"{name}={short(size)}" for name, size in sizes.items())
+        raise ValueError(f"mesh sizes {text}: give integers of at least 1; one may be -1 (the devices left)")
+    sizes = {name: size for name, size in counts.items() if size is not None}
     fixed = math.prod(size for size in sizes.values() if size != -1)
     if found.size % fixed or (found.size != fixed and not remaining):
         multiple = "a multiple of " if remaining else ""
@@ -85,9 +88,7 @@ def mesh_sizes(mesh: str | Mapping[str, int] | AnyMesh) -> dict[str, int]:
         sizes = dict(mesh if isinstance(mesh, Mapping) else mesh.shape)
     else:
         raise ValueError(f"mesh {short(mesh)}: give axes and sizes, as 'fsdp=4,expert=8' or {{'fsdp': 4, 'expert': 8}}")
-    for axis, size in sizes.items():
-        check_positive("mesh", axis, size)
-    return sizes
+    return {axis: check_positive("mesh", axis, size) for axis, size in sizes.items()}
 
 
 def abstract_mesh(mesh: str | Mapping[str, int] | AnyMesh) -> AbstractMesh:

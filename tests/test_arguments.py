@@ -1,26 +1,37 @@
 """Arguments of the wrong type raise ValueErrors that name the argument, in every public function."""
 
 import dataclasses
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
 import nnxmoe
-from nnxmoe import models
+from nnxmoe import models, train
 from nnxmoe.convert import maxtext
+from nnxmoe.layers.lora import LoRA
+from nnxmoe.layers.quantized_products import InBlocks
+from nnxmoe.planning.search import search
+from nnxmoe.planning.torus import hardware
 from nnxmoe.planning.work import Work
 from nnxmoe.quantization.methods import Mixed
 from nnxmoe.train import lora
+from nnxmoe.train.finetune import Finetune
 from nnxmoe.train.loop.callbacks import CsvLog, JsonLog
 
 ODD: tuple[Any, ...] = (True, 0, -1, 1.5, 10**30, "", "a/b\0", b"x", [], ["x"], {}, {"a": 1}, object(), int)
 ODD += (float("nan"), np.int64(3), lambda: 3)
 SIZES = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
 CONFIG = models.MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4)
+SGD = optax.sgd(0.1)
 
 
 @pytest.fixture(scope="module")
@@ -145,3 +156,116 @@ def test_wrong_values_are_named(model: nnxmoe.CausalLM) -> None:
 def test_swapped_arguments_of_save_pretrained(model: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"model is a .*Path: pass an"):
         nnxmoe.save_pretrained(tmp_path / "model", model)
+
+
+def field(kind: Any, name: str, **others: Any) -> Callable[[Any], Any]:
+    """A function that constructs an object with a value, and returns what the object stores of it."""
+    return lambda value: getattr(kind(**others, **{name: value}), name)
+
+
+def batches(value: Any, name: str) -> Any:
+    documents: Any = SimpleNamespace(may_share_rows=True)
+    return getattr(train.Batches(documents, **{"batch_size": 4, "seq_len": 8} | {name: value}), name)
+
+
+def rank(value: Any) -> int:
+    model = models.Mixtral(CONFIG, rngs=None)
+    lora.add(model, value, rngs=None)
+    return next(node.rank for _, node in nnx.iter_graph(model) if isinstance(node, LoRA))
+
+
+INTEGERS: dict[str, Callable[[Any], Any]] = {
+    "Finetune.steps": field(Finetune, "steps", model="demo", data="x"),
+    "Finetune.batch_size": field(Finetune, "batch_size", model="demo", data="x"),
+    "Step.accumulate": lambda value: train.Step(models.Mixtral(CONFIG, rngs=None), SGD, accumulate=value).accumulate,
+    "EarlyStopping.patience": field(train.EarlyStopping, "patience", metric="loss"),
+    "Profile.steps": field(train.Profile, "steps", folder="p"),
+    "Evaluation.every": field(train.Evaluation, "every", batches=[]),
+    "Checkpoints.keep": field(train.Checkpoints, "keep", folder="c"),
+    "Checkpoints.every": field(train.Checkpoints, "every", folder="c"),
+    "ChunkedLoss.logits": field(train.ChunkedLoss, "logits"),
+    "Batches.batch_size": lambda value: batches(value, "batch_size"),
+    "Batches.seq_len": lambda value: batches(value, "seq_len"),
+    "Batches.seed": lambda value: batches(value, "seed"),
+    "Batches.epochs": lambda value: batches(value, "epochs"),
+    "lora.add.rank": rank,
+    "lora.split_ranks.rank": lambda value: lora.split_ranks(models.Mixtral(CONFIG, rngs=None), value)["attention.q"],
+    "Pipeline.microbatches": field(nnxmoe.Pipeline, "microbatches"),
+    "Pipeline.stages": field(nnxmoe.Pipeline, "stages", microbatches=4),
+    "plan.batch": lambda value: nnxmoe.plan(CONFIG, {}, batch=value, seq=8).work.batch,
+    "plan.seq": lambda value: nnxmoe.plan(CONFIG, {}, batch=4, seq=value).work.seq,
+    "plan.accumulate": lambda value: nnxmoe.plan(CONFIG, {}, batch=4, seq=8, accumulate=value).work.accumulate,
+    "plan.lora": lambda value: nnxmoe.plan(CONFIG, {}, batch=4, seq=8, lora=value).work.lora,
+    "plan.mesh": lambda value: nnxmoe.plan(CONFIG, {"fsdp": value}, batch=4, seq=8).mesh["fsdp"],
+    "search.devices": lambda value: search(CONFIG, value, batch=4, seq=8, most=1)[0].mesh["pipe"] * 4,
+    "search.most": lambda value: len(search(CONFIG, 4, batch=4, seq=8, most=value)),
+    "make_mesh": lambda value: nnxmoe.make_mesh(fsdp=value, devices=jax.devices()[:1] * 4).shape["fsdp"],
+    "Int4.group": field(nnxmoe.Int4, "group"),
+    "Float8.block": field(nnxmoe.Float8, "block"),
+    "Blockwise.blocks": field(nnxmoe.Blockwise, "blocks"),
+    "Streaming.queries": field(nnxmoe.Streaming, "queries"),
+    "Streaming.keys": field(nnxmoe.Streaming, "keys"),
+    "Fused.widest": field(nnxmoe.Fused, "widest"),
+    "InBlocks.size": field(InBlocks, "size"),
+    "Chunked.chunks": field(nnxmoe.Chunked, "chunks", inner=nnxmoe.Sorted()),
+    "InChunks.chunks": field(nnxmoe.InChunks, "chunks", exchange=nnxmoe.RaggedAllToAll()),
+    "Aligned.block": field(nnxmoe.Aligned, "block", inner=nnxmoe.Blocked()),
+    "Blocked.block": field(nnxmoe.Blocked, "block"),
+    "PromptLookup.count": field(nnxmoe.PromptLookup, "count"),
+    "config": lambda value: dataclasses.replace(CONFIG, num_local_experts=value).num_local_experts,
+    "config.eos_token_id": lambda value: dataclasses.replace(CONFIG, eos_token_id=[value]).eos_token_id[0],
+}
+NUMBERS: dict[str, Callable[[Any], Any]] = {
+    "Finetune.lora_alpha": field(Finetune, "lora_alpha", model="demo", data="x", lora=2),
+    "EarlyStopping.min_delta": field(train.EarlyStopping, "min_delta", metric="loss"),
+    "Step.bias_rate": lambda value: train.Step(
+        models.Mixtral(CONFIG, rngs=None), SGD, bias_rate=value
+    ).definition.bias_rate,
+    "Objective.z_loss": field(train.Objective, "z_loss"),
+    "Objective.balance": field(train.Objective, "balance"),
+    "Objective.mtp": field(train.Objective, "mtp"),
+    "DPO.beta": field(train.DPO, "beta"),
+    "DPO.balance": field(train.DPO, "balance"),
+    "Capacity.factor": field(nnxmoe.Capacity, "factor"),
+    "RaggedAllToAll.buffer_factor": field(nnxmoe.RaggedAllToAll, "buffer_factor"),
+    "plan.buffer_factor": lambda value: nnxmoe.plan(
+        CONFIG, {"expert": 4}, batch=4, seq=8, buffer_factor=value
+    ).work.buffer_factor,
+    "Hardware.flops": lambda value: dataclasses.replace(hardware("h100"), flops=value).flops,
+    "config": lambda value: dataclasses.replace(CONFIG, rope_theta=value).rope_theta,
+}
+ODD_NUMBERS: tuple[Any, ...] = (True, np.True_, jnp.asarray(True), float("nan"), np.float32("inf"), "4", 4j)
+ODD_NUMBERS += (np.asarray([4, 4]), jnp.asarray([4]), object(), int)
+
+
+def check_door(call: Callable[[Any], Any], kind: type, scalars: list[Any], odd: tuple[Any, ...]) -> None:
+    for scalar in scalars:
+        stored = call(scalar)
+        assert type(stored) is kind and stored == 4, f"{scalar!r}"
+    for value in odd:
+        with pytest.raises(ValueError):
+            call(value)
+    with pytest.raises(ValueError, match="traces"):
+        jax.jit(call)(4)
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_scalars_of_array_libraries_are_integers(name: str) -> None:
+    """They are stored as ints, so that objects keep a hash, can be written as JSON and be static in programs."""
+    scalars = [4, np.int64(4), np.uint8(4), np.asarray(4), jnp.int32(4), jnp.uint8(4)]
+    scalars += [] if name.startswith("config") else [4.0, jnp.bfloat16(4)]
+    check_door(INTEGERS[name], int, scalars, (*ODD_NUMBERS, 1.5, np.float32(1.5)))
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_scalars_of_array_libraries_are_numbers(name: str) -> None:
+    scalars = [np.float64(4), np.float32(4), np.asarray(4.0), jnp.bfloat16(4), jnp.float32(4)]
+    check_door(NUMBERS[name], float, scalars, ODD_NUMBERS)
+
+
+def test_scalars_within_fields() -> None:
+    """Lists and mappings of a config have Python values too."""
+    scaling = {"rope_type": "linear", "factor": np.float32(2)}
+    config = dataclasses.replace(CONFIG, rope_scaling=scaling, eos_token_id=[np.int64(1), jnp.int32(2)])
+    assert config == dataclasses.replace(CONFIG, rope_scaling={**scaling, "factor": 2.0}, eos_token_id=[1, 2])
+    assert json.loads(json.dumps(config.to_hf()))["rope_scaling"]["factor"] == 2.0

@@ -215,7 +215,7 @@ def test_single_process(script: str) -> None:
 @pytest.mark.wrong_types
 @pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), float("inf"), "5", True])
 def test_invalid_timeouts(timeout: float) -> None:
-    with pytest.raises(ValueError, match="positive number of seconds"):
+    with pytest.raises(ValueError, match=r"timeout .seconds. must be a finite positive number"):
         initialize(timeout=timeout)
 
 

@@ -485,7 +485,7 @@ def test_invalid_strategy_arguments() -> None:
         (lambda: Blockwise(nnxmoe.Reference), r"Blockwise\(inner=.*give an object such as Reference\(\)"),
         (lambda: nnxmoe.Strategy(dispatch=Sorted), r"Strategy\(dispatch=.*give an object such as Sorted\(\)"),
         (lambda: Blockwise(blocks=True), r"Blockwise\(blocks=True\): give a positive integer"),
-        (lambda: nnxmoe.Aligned(nnxmoe.Blocked(), 1.0), r"Aligned\(block=1\.0\): give a positive integer"),
+        (lambda: nnxmoe.Aligned(nnxmoe.Blocked(), 1.5), r"Aligned\(block=1\.5\): give a positive integer"),
     ):
         with pytest.raises(ValueError, match=message):
             make_one()

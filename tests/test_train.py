@@ -413,7 +413,7 @@ def test_lbfgs_traces() -> None:
 
 def test_invalid_settings() -> None:
     model = build_tiny("llama", PLAIN)
-    for wrong, message in (({"accumulate": 0}, "accumulate=0"), ({"trainable": nnx.BatchStat}, "no variable")):
+    for wrong, message in (({"accumulate": 0}, "accumulate must be"), ({"trainable": nnx.BatchStat}, "no variable")):
         with pytest.raises(ValueError, match=message):
             Step(model, optax.sgd(0.1), **wrong)
     with pytest.raises(ValueError, match="at least 1"):

@@ -26,6 +26,7 @@ from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.printable import short, some
 from nnxmoe.config.rope import FIELDS as ROPE_FIELDS
 from nnxmoe.config.rope import Rope, rope_from_fields
+from nnxmoe.config.validate import python_values
 
 _ROPES = {"rope_scaling", "rope_parameters"}
 
@@ -93,9 +94,8 @@ class DecoderConfig(KnownFields):
             object.__setattr__(self, "rope_theta", theta)
         if isinstance(self.dtype, str):
             object.__setattr__(self, "dtype", self.dtype.removeprefix("torch."))
-        for field in dataclasses.fields(self):  # tuples, so that configs have a hash
-            if isinstance(value := getattr(self, field.name), list):
-                object.__setattr__(self, field.name, tuple(value))
+        for field in dataclasses.fields(self):  # Python values and tuples, so that configs have a hash and are JSON
+            object.__setattr__(self, field.name, python_values(getattr(self, field.name)))
         self._check()
 
     def _check(self) -> None:

@@ -3,12 +3,14 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from nnxmoe.config.validate import python_values
+
 
 class FrozenDict(Mapping[str, Any]):
     """A hashable, immutable dict: it can be static data of a compiled program."""
 
     def __init__(self, items: Mapping[str, Any]):
-        self._items = {k: tuple(v) if isinstance(v, list) else v for k, v in items.items()}
+        self._items = python_values(dict(items))
 
     def __getitem__(self, key: str) -> Any:
         return self._items[key]

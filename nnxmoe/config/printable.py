@@ -4,6 +4,8 @@ import difflib
 import re
 from collections.abc import Iterable, Sequence
 
+from jax.core import Tracer
+
 
 def short(value: object, limit: int = 160) -> str:
     """A value for an error message: escaped, and cut if it is long."""
@@ -11,6 +13,8 @@ def short(value: object, limit: int = 160) -> str:
         return f"a {type(value).__name__} of {len(value)} items"
     if isinstance(value, int) and value.bit_length() > 512:
         return f"a number of {value.bit_length()} bits"
+    if isinstance(value, Tracer):
+        return f"{value!a}, which JAX traces: pass a number, or mark the argument as static"
     text = ascii(value)
     return text if len(text) <= limit else text[:limit] + "..."
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import sys
 from typing import Any
 
 import jax.numpy as jnp
@@ -19,45 +20,55 @@ def as_python(value: Any) -> Any:
         return value
 
 
-def whole_number(name: str, value: Any, least: int, below: int = 2**63) -> int:
-    """Convert an integer, or a float or scalar array with an integer value, to an int. Raises ValueError for other
-    values, bools and integers out of range."""
-    number = value if type(value) is int else as_python(value)
-    is_whole = isinstance(number, int) and not isinstance(number, bool)
-    is_whole = is_whole or (isinstance(number, float) and number.is_integer())
-    if not is_whole or not least <= number < below:
-        raise ValueError(f"{name} must be a {below.bit_length()}-bit integer >= {least}, got {short(value)}")
-    return int(number)
+def python_values(value: Any) -> Any:
+    """`as_python` of a value, and of the items of lists, which become tuples, tuples and dicts."""
+    if isinstance(value, dict):
+        return {name: python_values(item) for name, item in value.items()}
+    return tuple(map(python_values, value)) if isinstance(value, list | tuple) else as_python(value)
 
 
-def real_number(name: str, value: Any, least: float, most: float) -> float:
-    """Convert a number or scalar array from ``least`` to ``most`` to a Python number. Raises ValueError for other
-    values, bools and NaN."""
+def as_number(value: Any) -> int | float | None:
+    """Return a number of Python, or a scalar of an array library, as a Python number; None for other values, bools and
+    NaN."""
     number = as_python(value)
-    if isinstance(number, bool) or not isinstance(number, int | float) or not least <= number <= most:
-        raise ValueError(f"{name} must be a number from {least:g} to {most:g}, got {short(value)}")
+    valid = isinstance(number, int | float) and not isinstance(number, bool) and number == number
+    return number if valid else None
+
+
+def as_integer(value: Any, least: int, below: int = 2**32) -> int | None:
+    """Return an integer, or a float or scalar array equal to one, as an int; None for other values, bools and integers
+    out of range."""
+    number = as_number(value)
+    return int(number) if number is not None and least <= number < below and number == int(number) else None
+
+
+def whole_number(name: str, value: Any, least: int, below: int = 2**63) -> int:
+    """`as_integer`. Raises ValueError where it returns None."""
+    if (number := as_integer(value, least, below)) is None:
+        raise ValueError(f"{name} must be a {below.bit_length()}-bit integer >= {least}, got {short(value)}")
     return number
+
+
+def real_number(name: str, value: Any, least: float, most: float = sys.float_info.max, positive: bool = False) -> float:
+    """`as_number`, from ``least`` to ``most``, and not 0 where it must be positive. Raises ValueError for other
+    values."""
+    if (number := as_number(value)) is None or not least <= number <= most or (positive and number <= 0):
+        kind, end = "positive number" if positive else "number", f" to {most:g}" if most < sys.float_info.max else ""
+        raise ValueError(f"{name} must be a finite {kind} from {least:g}{end}, got {short(value)}")
+    return number
+
+
+def set_numbers(record: Any, *names: str, positive: bool = False) -> None:
+    """Replace fields of a dataclass, frozen or not, by Python numbers of at least 0; see `real_number`."""
+    for name in names:
+        number = real_number(f"{type(record).__name__}: {name}", getattr(record, name), 0, positive=positive)
+        object.__setattr__(record, name, number)
 
 
 def check_type(name: str, value: Any, kind: Any, example: str) -> None:
     """Raise ValueError unless the value is an instance of a class or of a union of classes."""
     if not isinstance(value, kind):
         raise ValueError(f"{name}={short(value)}: give {example}")
-
-
-def is_positive(value: Any) -> bool:
-    """Whether the value is an int >= 1 (bool excluded), below 2**32."""
-    return is_integer(value, 1)
-
-
-def is_integer(value: Any, least: int) -> bool:
-    """Whether the value is an int >= ``least`` (bool excluded), below 2**32."""
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**32
-
-
-def is_between(value: Any, least: float, most: float) -> bool:
-    """Whether the value is a number (bool excluded) between the two, which are excluded."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and least < value < most
 
 
 def floating_dtype(where: str, name: str, value: Any) -> Any:
@@ -68,18 +79,20 @@ def floating_dtype(where: str, name: str, value: Any) -> Any:
     raise ValueError(f"{where}({name}={short(value)}): pass a floating-point dtype, such as jnp.bfloat16")
 
 
-def check_positive(where: str, name: str, value: Any) -> None:
-    """Raise ValueError for ``where(name=value)`` unless the value is a positive integer."""
-    if not is_positive(value):
+def check_positive(where: str, name: str, value: Any) -> int:
+    """Return a positive integer as an int, see `as_integer`. Raises ValueError for ``where(name=value)`` otherwise."""
+    if (number := as_integer(value, 1)) is None:
         raise ValueError(f"{where}({name}={short(value)}): give a positive integer")
+    return number
 
 
-def set_positive(record: Any, *names: str) -> None:
-    """Replace fields of a dataclass, frozen or not, by ints. Raises ValueError unless they are positive integers."""
+def set_positive(record: Any, *names: str, where: str = "") -> None:
+    """Replace fields of a dataclass, frozen or not, by ints; None stays where it is the default. Raises ValueError
+    unless they are positive integers."""
     for name in names:
-        number = as_python(getattr(record, name))
-        check_positive(type(record).__name__, name, number)
-        object.__setattr__(record, name, number)
+        value = getattr(record, name)
+        if value is not None or getattr(type(record), name, ...) is not None:
+            object.__setattr__(record, name, check_positive(where or type(record).__name__, name, value))
 
 
 def check_object(where: str, name: str, value: Any, example: str) -> None:

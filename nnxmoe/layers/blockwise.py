@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from nnxmoe.axes import is_static
-from nnxmoe.config.validate import check_object, check_positive
+from nnxmoe.config.validate import check_object, set_positive
 from nnxmoe.layers.attend import Attend, Reference, Scores
 from nnxmoe.layers.streaming import Streaming
 
@@ -30,7 +30,7 @@ class Blockwise:
     long: Attend = Streaming()
 
     def __post_init__(self) -> None:
-        check_positive("Blockwise", "blocks", self.blocks)
+        set_positive(self, "blocks")
         check_object("Blockwise", "inner", self.inner, "Reference()")
         check_object("Blockwise", "long", self.long, "Streaming()")
 

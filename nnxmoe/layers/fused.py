@@ -10,7 +10,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
 from nnxmoe.axes import RULES, Rules, divided_over, shard_map, sharded_over, shards
-from nnxmoe.config.validate import check_object, check_positive
+from nnxmoe.config.validate import check_object, set_positive
 from nnxmoe.layers.attend import Attend, Scores
 
 
@@ -69,7 +69,7 @@ class Fused(OnDevices):
     widest: int = 256
 
     def __post_init__(self) -> None:
-        check_positive("Fused", "widest", self.widest)
+        set_positive(self, "widest")
         if self.otherwise is not None:
             check_object("Fused", "otherwise", self.otherwise, "Blockwise()")
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from nnxmoe.axes import is_static
-from nnxmoe.config.validate import check_positive
+from nnxmoe.config.validate import set_positive
 from nnxmoe.layers.dots import dot_f32, matmul_f32
 from nnxmoe.layers.quantized import QuantizedKernel, QuantizedProduct
 from nnxmoe.layers.xla_cpu import carried, kernel_on_the_left, on_cpu
@@ -37,7 +37,7 @@ class InBlocks:
     size: int = 2**20
 
     def __post_init__(self) -> None:
-        check_positive("InBlocks", "size", self.size)
+        set_positive(self, "size")
 
     def __call__(self, x: Float[Array, "R _"], kernel: QuantizedKernel, back: bool = False) -> Float[Array, "R _"]:
         ins, outs = kernel.shape

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from nnxmoe.config.validate import check_positive
+from nnxmoe.config.validate import set_positive
 from nnxmoe.layers.attend import Mask, Scores
 from nnxmoe.layers.cache import Slots
 from nnxmoe.layers.dots import dot_f32
@@ -40,9 +40,7 @@ class Streaming:
     keys: int = 256
 
     def __post_init__(self) -> None:
-        if self.queries is not None:
-            check_positive("Streaming", "queries", self.queries)
-        check_positive("Streaming", "keys", self.keys)
+        set_positive(self, "queries", "keys")
 
     def __call__(
         self, q: Float[Array, "B N T H"], k: Float[Array, "B K S H"], v: Float[Array, "B K S Hv"], scores: Scores

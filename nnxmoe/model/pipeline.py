@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from nnxmoe.axes import CONTEXT, AnyMesh, batch_axes, constrain, everywhere, shard_map, shards, split_batch
-from nnxmoe.config.validate import check_positive
+from nnxmoe.config.validate import set_positive
 from nnxmoe.layers.context import Context
 from nnxmoe.model.layer import MakeLayer
 from nnxmoe.model.output import Body, ByLayer
@@ -47,9 +47,7 @@ class Pipeline:
     stages: int | None = None
 
     def __post_init__(self) -> None:
-        check_positive("Pipeline", "microbatches", self.microbatches)
-        if self.stages is not None:
-            check_positive("Pipeline", "stages", self.stages)
+        set_positive(self, "microbatches", "stages")
 
     def check(self, mesh: AnyMesh | None) -> None:
         """Raise ValueError if a mesh has no axis for the stages, another number of them, or tokens over ``context``."""

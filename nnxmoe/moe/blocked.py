@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from nnxmoe.axes import is_static
-from nnxmoe.config.validate import check_positive
+from nnxmoe.config.validate import set_positive
 from nnxmoe.layers.kernel import Kernel, as_kernel
 from nnxmoe.layers.multilinear import multilinear
 from nnxmoe.layers.xla_cpu import as_bits, carried, from_bits
@@ -30,8 +30,7 @@ class Blocked:
     block: int | None = None
 
     def __post_init__(self) -> None:
-        if self.block is not None:
-            check_positive("Blocked", "block", self.block)
+        set_positive(self, "block")
 
     def __call__(self, rows: Float[Array, "R I"], kernel: Weights, sizes: Int[Array, "E"]) -> Float[Array, "R O"]:
         kernel = as_kernel(kernel)

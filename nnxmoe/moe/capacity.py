@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from nnxmoe.axes import AnyMesh, batch_axes, constrain, shards
 from nnxmoe.config.printable import short
-from nnxmoe.config.validate import check_object, check_positive, is_between
+from nnxmoe.config.validate import as_number, check_object, set_positive
 from nnxmoe.layers.chunks import chunk_by_chunk
 from nnxmoe.layers.dots import einsum
 from nnxmoe.moe.dispatch import Dispatch, DispatchInfo, assignments, by_expert, information
@@ -32,7 +32,7 @@ class Capacity:
     factor: float
 
     def __post_init__(self) -> None:
-        check_factor("Capacity(factor", self.factor)
+        object.__setattr__(self, "factor", check_factor("Capacity(factor", self.factor))
 
     def slots(self, length: int, chosen: int, count: int) -> int:
         """Slots per expert, C, for rows of ``length`` tokens with ``chosen`` of ``count`` experts per token."""
@@ -75,7 +75,7 @@ class Chunked:
     chunks: int
 
     def __post_init__(self) -> None:
-        check_positive("Chunked", "chunks", self.chunks)
+        set_positive(self, "chunks")
         check_object("Chunked", "inner", self.inner, "Sorted()")
 
     def __call__(
@@ -92,10 +92,11 @@ class Chunked:
         return y, jax.tree.map(lambda value: jnp.sum(value, axis=0, dtype=value.dtype), infos)
 
 
-def check_factor(what: str, factor: float) -> None:
-    """Raise ValueError unless a buffer size factor is a positive finite number."""
-    if not is_between(factor, 0, 2**63):
+def check_factor(what: str, factor: float) -> float:
+    """Return a buffer size factor as a Python number. Raises ValueError unless it is positive and finite."""
+    if (number := as_number(factor)) is None or not 0 < number < 2**63:
         raise ValueError(f"{what}={short(factor)}): give a positive multiple of the balanced load")
+    return number
 
 
 def check_batch(who: str, batch: int, mesh: AnyMesh | None, axes: Sequence[str]) -> None:

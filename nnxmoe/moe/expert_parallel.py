@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from nnxmoe.axes import AnyMesh, batch_axes
-from nnxmoe.config.validate import check_object, check_positive
+from nnxmoe.config.validate import check_object, set_positive
 from nnxmoe.layers.chunks import chunk_by_chunk
 from nnxmoe.moe.capacity import check_batch, check_factor
 from nnxmoe.moe.dispatch import Assignments, Dispatch, DispatchInfo, assignments, information, sorted_rows
@@ -100,7 +100,8 @@ class Buffered:
 
     def __post_init__(self) -> None:
         if self.buffer_factor is not None:
-            check_factor(f"{type(self).__name__}(buffer_factor", self.buffer_factor)
+            factor = check_factor(f"{type(self).__name__}(buffer_factor", self.buffer_factor)
+            object.__setattr__(self, "buffer_factor", factor)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,8 +206,7 @@ class InChunks:
 
     def __post_init__(self) -> None:
         check_object("InChunks", "exchange", self.exchange, "RaggedAllToAll() or RingOfExperts()")
-        if self.chunks is not None:
-            check_positive("InChunks", "chunks", self.chunks)
+        set_positive(self, "chunks")
 
     @property
     def buffer_factor(self) -> float | None:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from nnxmoe.config.validate import check_positive
+from nnxmoe.config.validate import set_positive
 from nnxmoe.layers.kernel import Kernel, as_kernel
 from nnxmoe.moe.permute import gather_rows
 
@@ -69,7 +69,7 @@ class Aligned:
     block: int
 
     def __post_init__(self) -> None:
-        check_positive("Aligned", "block", self.block)
+        set_positive(self, "block")
 
     def __call__(self, rows: Float[Array, "R I"], kernel: Weights, sizes: Int[Array, "E"]) -> Float[Array, "R O"]:
         have, groups = rows.shape[0], sizes.shape[0]

@@ -33,8 +33,9 @@ def search(
     """
     found, reason = list[Plan](), ""
     name, config = read_model(model)
-    check_positive("search", "devices", devices)
-    check_positive("search", "most", most)
+    devices, most = check_positive("search", "devices", devices), check_positive("search", "most", most)
+    if microbatches is not None:
+        microbatches = check_positive("search", "microbatches", microbatches)
     _check_options(config, devices, microbatches, **options)
     for mesh in _meshes(devices, microbatches or 1, _contexts(**options)):
         try:
@@ -60,9 +61,8 @@ def best_of(
     """`search` that also chooses the rows of a batch (1 to 64 per device, or for each of its rows' parts on the axis
     ``context``) and, to train, whether activations are computed again: the plans with the most tokens per second, or
     those with the least memory if none fits."""
-    check_positive("search", "devices", devices)
-    check_positive("search", "most", most)
-    check_positive("search", "seq", seq)
+    devices, most = check_positive("search", "devices", devices), check_positive("search", "most", most)
+    seq = check_positive("search", "seq", seq)
     options, found, meshes = {"seq": seq, "train": train, **options}, list[Plan](), list[Plan]()
     for parts in _contexts(**options):
         if devices % parts == 0:
@@ -87,11 +87,9 @@ def _check_options(config: DecoderConfig, devices: int, microbatches: int | None
     """Raise ValueError for options that are wrong, or without effect, on every mesh: plan one device with them."""
     if options.get("compile_for") is not None:
         raise ValueError("search compares meshes by arithmetic: leave compile_for out, then compile the best plan")
-    if microbatches is not None:
-        check_positive("search", "microbatches", microbatches)
-        if not options.get("train", True):
-            raise ValueError(f"microbatches={microbatches}: pipeline stages do not decode: leave it out")
-    anywhere = dataclasses.replace(hardware(options.get("on", "h100")), torus=())
+    if microbatches is not None and not options.get("train", True):
+        raise ValueError(f"microbatches={microbatches}: pipeline stages do not decode: leave it out")
+    anywhere: Any = dataclasses.replace(hardware(options.get("on", "h100")), torus=())
     one = plan(config, {}, advise=False, **options | {"on": anywhere})
     if options.get("strategy") is None:
         most = dataclasses.replace(one, mesh={**one.mesh, "expert": devices})

@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 from nnxmoe.axes import RULES, AnyMesh, Rules, check_rules
 from nnxmoe.config.printable import short
-from nnxmoe.config.validate import check_positive, is_integer
+from nnxmoe.config.validate import as_integer, set_positive
 from nnxmoe.model.pipeline import AXIS, Pipeline, stages_of
 from nnxmoe.model.strategy import Strategy
 from nnxmoe.moe.capacity import check_factor
@@ -73,11 +73,11 @@ class Work:
 
     def check(self) -> None:
         """Reject non-positive sizes, batches that ``accumulate`` does not divide, and choices that exclude others."""
-        for name in ("batch", "seq", "accumulate", "chunks", "microbatches", "interleaved"):
-            if (value := getattr(self, name)) is not None:
-                check_positive("plan", name, value)
-        if not is_integer(self.lora, 0):
+        sizes = ("batch", "seq", "accumulate", "chunks", "microbatches", "interleaved")
+        set_positive(self, *sizes, where="plan")
+        if (rank := as_integer(self.lora, 0)) is None:
             raise ValueError(f"plan(lora={short(self.lora)}): give the rank, or 0 to train all parameters")
+        object.__setattr__(self, "lora", rank)
         for name in ("train", "remat", "offload", "node_copies", "split_rank"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ValueError(f"plan({name}={short(value)}): give True or False")
@@ -88,7 +88,7 @@ class Work:
         if self.compute not in get_args(Compute):
             raise ValueError(f"plan(compute={short(self.compute)}): use {' or '.join(get_args(Compute))}")
         if self.buffer_factor is not None:
-            check_factor("plan(buffer_factor", self.buffer_factor)
+            object.__setattr__(self, "buffer_factor", check_factor("plan(buffer_factor", self.buffer_factor))
         if self.quantize is not None and self.train and not self.lora:
             raise ValueError(
                 "quantize: quantised weights are not trained: plan adapters (lora), or decoding (train=False)"

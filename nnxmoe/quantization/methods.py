@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from nnxmoe.config.printable import short
-from nnxmoe.config.validate import check_positive
+from nnxmoe.config.validate import set_positive
 from nnxmoe.layers.codes import FP8, MIDDLE, WHOLE, Codes
 
 
@@ -32,7 +32,7 @@ class Int4:
     largest = 7.5
 
     def __post_init__(self) -> None:
-        check_positive("Int4", "group", self.group)
+        set_positive(self, "group")
 
     @property
     def codes(self) -> Codes:
@@ -47,7 +47,7 @@ class Float8:
     largest = 448
 
     def __post_init__(self) -> None:
-        check_positive("Float8", "block", self.block)
+        set_positive(self, "block")
 
     @property
     def codes(self) -> Codes:

@@ -1,9 +1,10 @@
 """Accelerators: peak speed, memory and links, from their makers' documents and XLA's target specifications."""
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any
+
+from nnxmoe.config.validate import real_number
 
 GPU, TPU, CPU = "gpu", "tpu", "cpu"
 
@@ -37,8 +38,9 @@ class Hardware:
 
     def __post_init__(self) -> None:
         for name in ("flops", "memory", "bandwidth", "link", "network", "efficiency"):
-            if getattr(self, name) is not None and not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"hardware {self.name}: {name} must be a positive number, got {getattr(self, name)}")
+            if getattr(self, name) is not None:
+                number = real_number(f"hardware {self.name}: {name}", getattr(self, name), 0, positive=True)
+                object.__setattr__(self, name, number)
         if self.efficiency is not None and self.efficiency > 1:
             raise ValueError(f"hardware {self.name}: efficiency is a share of the peak, 0 to 1, got {self.efficiency}")
 

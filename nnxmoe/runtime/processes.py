@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from nnxmoe.config.validate import real_number
 from nnxmoe.runtime.progress import say
 
 _LAUNCHERS = ("SLURM_", "OMPI_", "JOB_COMPLETION_", "TPU_WORKER", "MEGASCALE_")  # of clusters
@@ -29,8 +30,7 @@ def initialize(timeout: float = 300.0, **options: Any) -> None:
     Raises:
         ValueError: For an invalid timeout, incomplete variables, or if the process is connected already.
     """
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
-        raise ValueError(f"timeout={timeout!r}: give a positive number of seconds")
+    timeout = real_number("timeout (seconds)", timeout, 0, 2**31, positive=True)
     if jax.distributed.is_initialized():
         raise ValueError("this process is already connected to the others: call initialize once")
     given = _from_environment() | options

@@ -7,7 +7,6 @@
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from nnxmoe.config.validate import real_number
 from nnxmoe.linen.mapping import Mapped
 from nnxmoe.testing import explain, sides
 from nnxmoe.testing.compare import compare_gradients, compare_outputs, pairs_of
@@ -73,7 +73,7 @@ def assert_module_parity(
             with two parameters of Linen's to exchange, or with the step of an MoE block that differs.
         ValueError: if the modules cannot be compared, or called with these inputs.
     """
-    _check(nnx_module, linen_module, mapping, tolerance)
+    tolerance = _check(nnx_module, linen_module, mapping, tolerance)
     arguments = sides.Arguments(inputs if isinstance(inputs, tuple | list) else (inputs,))
     title = f"NNX {type(nnx_module).__name__} and Linen {type(linen_module).__name__} differ"
     try:
@@ -103,12 +103,11 @@ def assert_module_parity(
     return ParityReport(len(ours.params), len(pairs), worst, gradient, tolerance)
 
 
-def _check(nnx_module: Any, linen_module: Any, mapping: Any, tolerance: Any) -> None:
+def _check(nnx_module: Any, linen_module: Any, mapping: Any, tolerance: Any) -> float:
     for name, given, wanted in (("nnx_module", nnx_module, nnx.Module), ("linen_module", linen_module, nn.Module)):
         if not isinstance(given, wanted):
             base = wanted.__module__.partition(".")[2].partition(".")[0]
             raise ValueError(f"{name} is a {type(given).__name__}: give an instance of {base}.Module")
     if mapping is not None and not isinstance(mapping, Mapping):
         raise ValueError(f"mapping is a {type(mapping).__name__}: give a dict of names, or None for MaxText's names")
-    if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not 0 <= tolerance < math.inf:
-        raise ValueError(f"tolerance is {tolerance!r}: give a number from 0, such as 1e-5")
+    return real_number("tolerance", tolerance, 0)

@@ -22,7 +22,7 @@ from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array, UInt32
 
 from nnxmoe.config.printable import short, some
-from nnxmoe.config.validate import is_positive
+from nnxmoe.config.validate import whole_number
 from nnxmoe.runtime.progress import logger
 from nnxmoe.storage.errors import CheckpointError, check_orbax_path, summary
 from nnxmoe.storage.files import absolute, read_object
@@ -52,10 +52,8 @@ class Checkpoints:
     """
 
     def __init__(self, folder: str | os.PathLike[str], keep: int = 3, every: int = 100) -> None:
-        for name, value in (("keep", keep), ("every", every)):
-            if not is_positive(value):
-                raise ValueError(f"{name}={short(value)}: pass an int of at least 1")
-        self.folder, self.keep, self.every = absolute(folder), keep, every
+        self.folder = absolute(folder)
+        self.keep, self.every = (whole_number(n, v, 1, 2**31) for n, v in (("keep", keep), ("every", every)))
         check_orbax_path(self.folder)
         self._manager: ocp.CheckpointManager | None = None
         self._lock: Any = None  # the locked file, in the first process
@@ -80,8 +78,7 @@ class Checkpoints:
         be donated or deleted when this returns. ``extra`` must consist of JSON values. Raises CheckpointError if the
         previous step could not be written, or if the step is lower.
         """
-        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            raise ValueError(f"step={step!r}: pass an int of at least 0")
+        step = whole_number("step", step, 0)
         if not (force or self.due(step)):
             return False
         leaves = named(arrays, "arrays to save")

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from nnxmoe.config.arguments import KnownFields
 from nnxmoe.config.printable import short
-from nnxmoe.config.validate import is_between, is_integer
+from nnxmoe.config.validate import as_integer, as_number
 from nnxmoe.convert.core.dtypes import float_dtype
 from nnxmoe.convert.hf.pretrained import from_pretrained, save_pretrained
 from nnxmoe.convert.hf.side_files import parse_config
@@ -100,11 +100,17 @@ class Finetune(KnownFields):
     def __post_init__(self) -> None:
         optional = {field.name for field in dataclasses.fields(self) if field.default is None}
         for name, least in _INTEGERS.items():
-            if not (((value := getattr(self, name)) is None and name in optional) or is_integer(value, least)):
+            if (value := getattr(self, name)) is None and name in optional:
+                continue
+            if (number := as_integer(value, least)) is None:
                 raise ValueError(f"{name}={short(value)}: it must be an integer of at least {least}, below 2**32")
+            object.__setattr__(self, name, number)
         for name, most in {"learning_rate": 1, "lora_alpha": 1e9, "beta": 1e9}.items():
-            if (value := getattr(self, name)) is not None and not is_between(value, 0, most):
+            if (value := getattr(self, name)) is None:
+                continue
+            if not 0 < (rate := as_number(value) or 0) < most:
                 raise ValueError(f"{name}={short(value)}: it must be a number between 0 and {most:g}")
+            object.__setattr__(self, name, rate)
         if self.optimizer not in OPTIMIZERS:
             raise ValueError(f"optimizer={short(self.optimizer)}: pass one of {', '.join(OPTIMIZERS)}")
         if self.batch_size % self.accumulate:

@@ -4,6 +4,7 @@ import dataclasses
 import re
 
 from nnxmoe.config.printable import short
+from nnxmoe.config.validate import as_number
 from nnxmoe.runtime.progress import logger
 
 MAX_BAD_FRACTION = 0.01
@@ -49,10 +50,9 @@ class BadRecords:
     """
 
     def __init__(self, max_fraction: float = MAX_BAD_FRACTION) -> None:
-        number = isinstance(max_fraction, int | float) and not isinstance(max_fraction, bool)
-        if not number or not 0 <= max_fraction <= 1:
+        if (number := as_number(max_fraction)) is None or not 0 <= number <= 1:
             raise ValueError(f"max_bad_fraction={short(max_fraction)}: pass a number from 0 (skip none) to 1")
-        self.max_fraction, self.count = max_fraction, 0
+        self.max_fraction, self.count = number, 0
         self._faults: dict[str, _Fault] = {}
         self._reported, self._early = 0, False
 

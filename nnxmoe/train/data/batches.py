@@ -18,7 +18,7 @@ import numpy as np
 
 from nnxmoe.config.arguments import refuses_unknown
 from nnxmoe.config.printable import short
-from nnxmoe.config.validate import is_integer
+from nnxmoe.config.validate import as_integer
 from nnxmoe.generation.text import Tokenizer
 from nnxmoe.train.data.bad_records import MAX_BAD_FRACTION, DataError
 from nnxmoe.train.data.documents import Data, Document, Documents, Pairs, Row
@@ -98,10 +98,14 @@ class Batches(Iterator[Batch]):
         share: tuple[int, int] | None = None,
     ) -> None:
         share = (jax.process_index(), jax.process_count()) if share is None else share
-        given = {"batch_size": batch_size, "seq_len": seq_len, "seed": seed}
-        for name, value in (given | ({} if epochs is None else {"epochs": epochs})).items():
-            if not is_integer(value, LEAST[name]):
+
+        def integer(name: str, value: Any) -> int:
+            if (number := as_integer(value, LEAST[name])) is None:
                 raise ValueError(f"{name}={short(value)}: pass an int of at least {LEAST[name]}, below 2**32")
+            return number
+
+        batch_size, seq_len = integer("batch_size", batch_size), integer("seq_len", seq_len)
+        seed, epochs = integer("seed", seed), None if epochs is None else integer("epochs", epochs)
         if not 0 <= share[0] < share[1] or batch_size % share[1]:
             raise ValueError(
                 f"batch_size={batch_size} cannot be split as share={share}: use a multiple of the number of processes"

@@ -14,7 +14,7 @@ from typing import Any, Self
 import jax
 
 from nnxmoe.config.printable import did_you_mean, short
-from nnxmoe.config.validate import is_between, is_positive
+from nnxmoe.config.validate import real_number, whole_number
 from nnxmoe.runtime.progress import logger, say
 from nnxmoe.storage.atomic_dir import refuse_unless_writable
 from nnxmoe.storage.files import absolute
@@ -198,13 +198,11 @@ class EarlyStopping:
     def __init__(self, metric: str, patience: int = 3, min_delta: float = 0.0, mode: str = "min") -> None:
         if not isinstance(metric, str):
             raise ValueError(f"metric={short(metric)}: pass the name of a metric, such as 'eval_loss'")
-        if not is_positive(patience):
-            raise ValueError(f"patience={short(patience)}: pass a number of measurements, an int of at least 1")
-        if min_delta != 0 and not is_between(min_delta, 0, math.inf):
-            raise ValueError(f"min_delta={short(min_delta)}: pass a number of at least 0")
         if mode not in ("min", "max"):
             raise ValueError(f"mode={short(mode)}: pass 'min' or 'max'")
-        self.metric, self.patience, self.min_delta, self.sign = metric, patience, min_delta, 1 if mode == "min" else -1
+        self.metric, self.sign = metric, 1 if mode == "min" else -1
+        self.patience = whole_number("patience", patience, 1, 2**31)
+        self.min_delta = real_number("min_delta", min_delta, 0)
         self.late = metric in EVALUATED  # see `Callback`
         self._start()
 
@@ -242,9 +240,7 @@ class Profile(_FolderWriter):
     """
 
     def __init__(self, folder: str | os.PathLike[str], steps: int = 3) -> None:
-        if not is_positive(steps):
-            raise ValueError(f"steps={short(steps)}: pass the number of steps to profile, an int of at least 1")
-        self.folder, self.steps = absolute(folder), steps
+        self.folder, self.steps = absolute(folder), whole_number("steps", steps, 1, 2**31)
 
     def __enter__(self) -> Self:
         super().__enter__()

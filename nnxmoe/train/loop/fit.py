@@ -11,8 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from nnxmoe.config.arguments import refuses_unknown
-from nnxmoe.config.printable import short
-from nnxmoe.config.validate import is_positive, whole_number
+from nnxmoe.config.validate import whole_number
 from nnxmoe.layers.quantized import QuantizedArray
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.copies import on_mesh
@@ -78,9 +77,7 @@ def fit(
         ValueError: For unusable arguments or data, and before the step is compiled for a model or a batch that cannot
             fit in memory.
     """
-    if not is_positive(steps):
-        raise ValueError(f"steps={short(steps)}: the number of steps in total must be an int of at least 1")
-    seed = whole_number("seed", seed, -(2**63))
+    steps, seed = whole_number("steps", steps, 1, 2**31), whole_number("seed", seed, -(2**63))
     model = model if mesh is None else on_mesh(model, mesh)
     step = _step(model, optimizer, options)
     limit = _limit(step, model, data)

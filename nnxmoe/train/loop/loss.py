@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from nnxmoe.axes import CONTEXT, AnyMesh, context_over, divided_over, shard_map, shards
+from nnxmoe.config.validate import set_positive
 from nnxmoe.layers.chunks import chunk_by_chunk, in_chunks, joined
 from nnxmoe.layers.kernel import Kernel
 
@@ -59,8 +60,7 @@ class ChunkedLoss:
     logits: int = 1 << 26
 
     def __post_init__(self) -> None:
-        if self.logits < 1:
-            raise ValueError(f"ChunkedLoss(logits={self.logits}): the number of logits per chunk must be at least 1")
+        set_positive(self, "logits")
 
     def __call__(
         self, x: Array, kernel: Kernel, targets: Array, weights: Array, z: float, mesh: AnyMesh | None = None

@@ -13,8 +13,7 @@ from jax.sharding import Mesh
 
 from nnxmoe.axes import axes_of
 from nnxmoe.config.arguments import KnownFields
-from nnxmoe.config.printable import short
-from nnxmoe.config.validate import is_positive
+from nnxmoe.config.validate import set_positive
 from nnxmoe.layers.quantized import QuantizedWeight
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.runtime.hardware import of_device
@@ -148,8 +147,7 @@ class Evaluation(KnownFields):
     def __post_init__(self) -> None:
         if isinstance(self.batches, Iterator):
             raise ValueError("evaluate is an iterator, which can be used only once: pass a list of batches, list(…)")
-        if self.every is not None and not is_positive(self.every):
-            raise ValueError(f"every={short(self.every)}: pass an int of at least 1, or None")
+        set_positive(self, "every")
 
     def due(self, step: int, last: bool) -> bool:
         """Whether the state after a step is measured."""

@@ -1,7 +1,6 @@
 """Objectives of training: next-token cross-entropy plus auxiliary losses, or a function of model and batch."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, Self
 
@@ -11,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from nnxmoe.config.arguments import KnownFields
+from nnxmoe.config.validate import set_numbers
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.output import Body
 from nnxmoe.moe import balance as balancing
@@ -130,6 +130,9 @@ class RouterLosses(KnownFields):
     balance_loss: Callable[[Routing], Float[Array, ""]] = balancing.switch_loss
     router_z_loss: float = 0.0
 
+    def __post_init__(self) -> None:
+        set_numbers(self, "balance", "router_z_loss")
+
     def of_model(self, model: CausalLM) -> Self:
         """The objective for a model. Raises ValueError if it needs layers that the model lacks."""
         return self
@@ -172,8 +175,8 @@ class Objective(RouterLosses):
     depths: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.mtp < math.inf:
-            raise ValueError(f"Objective(mtp={self.mtp!r}): the weight must be a number of at least 0")
+        super().__post_init__()
+        set_numbers(self, "z_loss", "mtp")
 
     def of_model(self, model: CausalLM) -> Self:
         """The objective for the number of prediction layers of a model. ValueError if it needs some and there are

@@ -9,7 +9,6 @@ batches: ``train.fit(model, train.with_reference(data, model), objective=train.D
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -18,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from nnxmoe.axes import batch_axes, constrain
+from nnxmoe.config.validate import set_numbers
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.compiled import compiled
 from nnxmoe.model.output import Body
@@ -75,10 +75,11 @@ class DPO(RouterLosses):
     def __post_init__(self) -> None:
         if isinstance(self.reference, CausalLM):
             raise ValueError("DPO(reference=…) is a model: pass the batches through train.with_reference(batches, it)")
-        if not 0 < self.beta < math.inf:
-            raise ValueError(f"DPO(beta={self.beta!r}): it must be a positive number, such as 0.1")
-        if not 0 <= self.label_smoothing < 0.5:
-            raise ValueError(f"DPO(label_smoothing={self.label_smoothing!r}): it must be at least 0 and less than 0.5")
+        super().__post_init__()
+        set_numbers(self, "beta", positive=True)
+        set_numbers(self, "label_smoothing")
+        if self.label_smoothing >= 0.5:
+            raise ValueError(f"DPO(label_smoothing={self.label_smoothing}): it must be at least 0 and less than 0.5")
 
     def check(self, batch: Batch) -> None:
         """Raise ValueError if the batch is not one of pairs, or has not exactly one reference."""

@@ -13,8 +13,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array
 
-from nnxmoe.config.printable import short
-from nnxmoe.config.validate import is_positive
+from nnxmoe.config.validate import real_number, whole_number
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.compiled import refuse_shapes
 from nnxmoe.moe.router import RouterBias
@@ -45,8 +44,8 @@ class Step:
         accumulate: int = 1,
         bias_rate: float = 0.0,
     ):
-        if not is_positive(accumulate):
-            raise ValueError(f"accumulate={short(accumulate)}: give the number of parts of a batch, at least 1")
+        accumulate = whole_number("accumulate", accumulate, 1, 2**31)
+        bias_rate = real_number("bias_rate", bias_rate, 0)
         if not callable(getattr(optimizer, "init", None)) or not callable(getattr(optimizer, "update", None)):
             raise ValueError(f"optimizer={optimizer!r}: pass one of optax, such as optax.adam(1e-4)")
         self.optimizer, self.objective = optax.with_extra_args_support(optimizer), of_function(objective or Objective())

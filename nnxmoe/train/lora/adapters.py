@@ -12,7 +12,7 @@ from flax import nnx
 
 from nnxmoe.config.arguments import refuses_unknown
 from nnxmoe.config.printable import short
-from nnxmoe.config.validate import is_between, is_positive
+from nnxmoe.config.validate import as_integer, as_number, whole_number
 from nnxmoe.convert.core.dtypes import float_dtype
 from nnxmoe.layers.kernel import ParamWeight
 from nnxmoe.model.causal_lm import CausalLM, check_model
@@ -43,11 +43,9 @@ def add(
         raise ValueError(f"rngs={short(rngs)}: give nnx.Rngs(0), or None for adapters of shapes without values")
     targets = list(rank) if targets is None and isinstance(rank, Mapping) else targets
     kind, found = float_dtype(dtype) or np.dtype(np.float32), chosen(model, targets)
-    ranks = for_each(found, rank, "rank")
-    if odd := [value for value in ranks if not is_positive(value)]:
-        raise ValueError(f"rank {short(odd[0])} is not a positive integer")
+    ranks = [whole_number("rank", value, 1, 2**31) for value in for_each(found, rank, "rank")]
     alphas = ranks if alpha is None else for_each(found, alpha, "alpha")
-    if odd := [value for value in alphas if not is_between(value, 0, 2**63)]:
+    if odd := [value for value in alphas if not 0 < (as_number(value) or 0) < 2**63]:
         raise ValueError(f"alpha {short(odd[0])} is not a positive number")
     refuse_adapted(model)
     made = [(slot, slot.shapes(r, float(a), kind)) for slot, r, a in zip(found, ranks, alphas, strict=True)]
@@ -72,12 +70,13 @@ def split_ranks(model: CausalLM, rank: int) -> dict[str, int]:
     active = model.config.experts_per_token
     if not active:
         raise ValueError(f"a {model.config.model_type} model has no experts: pass the rank itself, without split_ranks")
-    if not is_positive(rank) or rank % active:
+    total = as_integer(rank, 1) or 0
+    if not total or total % active:
         raise ValueError(
             f"rank {short(rank)} cannot be split over the {active} experts per token: use a multiple of {active}, such "
-            f"as {active * max(1, round(rank / active)) if is_positive(rank) else active}"
+            f"as {active * max(1, round(total / active))}"
         )
-    return {s.name: rank // active if s.name.startswith("experts.") else rank for s in chosen(model, None)}
+    return {s.name: total // active if s.name.startswith("experts.") else total for s in chosen(model, None)}
 
 
 def _drawn(seed: list[int], slot: Slot, a: nnx.Param) -> np.ndarray:
