@@ -123,8 +123,8 @@ plt.show()
 # ## The cache
 #
 # Without memory, every new token costs a pass over the whole text. A cache keeps what later tokens attend to. It is a
-# plain pytree: you pass it in, and get the next one back. `cache.layers[stack][index].buffers` are the arrays of a layer,
-# here its keys and values. Let us read the prompt in two halves and compare with the pass above.
+# plain pytree: you pass it in, and get the next one back. `cache.layers[stack][index].buffers` are the arrays of one
+# layer, here its keys and values. Let us read the prompt in two halves and compare with the pass above.
 
 # %%
 cache = model.empty_cache(batch=1, capacity=32)
