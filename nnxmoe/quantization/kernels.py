@@ -185,7 +185,7 @@ def restored(place: Place, model: CausalLM, dtype: Any = None) -> None:
     lead, ins, outs = weight.logical_axes
     shape, names = (*weight.lead, *weight.outs, *weight.ins), (*lead, *outs, *ins)
     value, inputs = jax.ShapeDtypeStruct(shape, dtype), len(weight.ins)
-    made = nnx.Param(value, out_sharding=names, inputs=inputs, eager_sharding=False)
+    made: nnx.Param[Any] = nnx.Param(value, out_sharding=names, inputs=inputs, eager_sharding=False)
     place.put(made)
     made.set_value(_floats(dtype, shape, model.strategy.sharding_of(made))(weight.read()))
 
