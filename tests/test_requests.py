@@ -33,7 +33,7 @@ def tiny(dtype: str = "float32") -> nnxmoe.CausalLM:
 @functools.cache
 def poisoned(dtype: str = "float32") -> nnxmoe.CausalLM:
     """The same model, but with NaN as the embedding of one id."""
-    model = nnx.merge(*nnx.split(tiny(dtype)))
+    model = nnx.merge(*nnx.split(tiny(dtype)), copy=True)
     model.embed.table.set_value(model.embed.table.get_value().at[BAD].set(jnp.nan))
     return model
 

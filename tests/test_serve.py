@@ -748,7 +748,7 @@ def test_a_failed_score_is_reported(demo: Any, monkeypatch: pytest.MonkeyPatch) 
 
 def test_answers_of_nan_logits_are_errors(demo: Any) -> None:
     """They have the status and type that clients know, in a stream as its last event; the server goes on."""
-    model = nnx.merge(*nnx.split(demo[0]))
+    model = nnx.merge(*nnx.split(demo[0]), copy=True)
     model.norm.scale.set_value(model.norm.scale.get_value() * jnp.nan)
     with serving(model, demo[1]) as running:
         for path, body in (
