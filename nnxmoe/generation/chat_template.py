@@ -178,7 +178,7 @@ def plain_values(value: Any, fallback: Callable[[Any], Any] = _placeholder) -> A
     if isinstance(value, list | tuple):
         values = [plain_values(item, fallback) for item in value]
         return tuple(values) if type(value) is tuple else values
-    if hasattr(value, "dtype") and callable(convert := getattr(value, "tolist", None)):  # NumPy and JAX arrays
+    if hasattr(value, "dtype") and callable(convert := getattr(value, "tolist", None)):  # arrays of NumPy and JAX
         return plain_values(convert(), fallback)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain_values(getattr(value, field.name), fallback) for field in dataclasses.fields(value)}

@@ -33,11 +33,11 @@ Prompt = str | Ids | Sequence[Any]  # a text, token ids, or messages: dicts, dat
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """A continuation of prompt number ``prompt``, its sample number ``sample``.
+    """One continuation: sample number ``sample`` of prompt number ``prompt``.
 
-    ``prompt_ids`` and ``ids``: of the prompt and of what follows, the id that ended it included. ``text``: of ``ids``,
-    without special tokens and cut before a stop string; empty without a tokenizer. ``finish``: "stop" for a stop id or
-    stop string, "length" for ``max_new_tokens``, "error" where the logits were NaN or infinite. ``logprobs`` and
+    ``prompt_ids``: ids of the prompt. ``ids``: new ids, including the id that ended them. ``text``: the text of ``ids``
+    without special tokens, cut before a stop string; empty without a tokenizer. ``finish``: "stop" for a stop id or
+    stop string, "length" for ``max_new_tokens``, "error" if the logits were NaN or infinite. ``logprobs`` and
     ``top``: see `Request`. ``accepted[n]``: in how many steps n ids of a draft were accepted.
     """
 
@@ -207,7 +207,7 @@ def _seeds(seed: int | Sequence[int] | np.ndarray, count: int) -> list[int]:
 
 
 def _stops(stop: str | Sequence[str] | None, tokenizer: Any, vocab: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """The results of `split_stops`; None: there are none. Raises ValueError if one is empty, or without a tokenizer."""
+    """`split_stops` of a validated ``stop``. Raises ValueError for empty stop strings and for a missing tokenizer."""
     several = isinstance(stop, Iterable) and not isinstance(stop, str | bytes | Mapping)
     texts: Any = () if stop is None else tuple(stop) if several else (stop,)
     if not all(isinstance(text, str) and text for text in texts):
@@ -219,8 +219,8 @@ def _stops(stop: str | Sequence[str] | None, tokenizer: Any, vocab: int) -> tupl
 
 def _capacity(model: CausalLM, tokens: int, slots: int) -> int:
     """``tokens`` rounded up, but not beyond the length from which rotary embeddings change with the longest row."""
-    # Few sizes, since each has programs of its own. All rows together have `SMALLEST_CACHE` tokens at least; with so
-    # many per row, 8 rows of the demo would take three times as long (two CPU cores).
+    # Few sizes, since each one is compiled separately. `SMALLEST_CACHE` is the least number of tokens of all rows
+    # together: as a minimum per row it would make 8 rows of the demo three times as slow (two CPU cores).
     size, most = bucket(tokens, max(SMALL, SMALLEST_CACHE // slots)), model.fixed_positions
     return size if most is None else min(size, max(tokens, most))
 
@@ -239,7 +239,7 @@ def _several(prompts: Iterable[Prompt]) -> list[Prompt]:
 
 
 def numbered(what: str, given: Sequence[Any], read: Callable[[Any], T]) -> list[T]:
-    """Read each of several texts; a ValueError names the number of the text."""
+    """Apply ``read`` to each text. Adds the text's number to a ValueError."""
     results = list[T]()
     for number, one in enumerate(given):
         try:
@@ -252,7 +252,7 @@ def numbered(what: str, given: Sequence[Any], read: Callable[[Any], T]) -> list[
 
 
 def split_stops(stops: Sequence[str], tokenizer: Any, vocab: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Stop strings, and the ids of those that are a special token of the model's ``vocab`` ids, which has no text."""
+    """Split into stop strings, and the ids of those that are special tokens (below ``vocab``), which have no text."""
     special = tokenizer.special_ids if isinstance(tokenizer, Tokenizer) else frozenset(tokenizer.all_special_ids)
     ids = {text: list(tokenizer.encode(text, add_special_tokens=False)) for text in stops}
     found = {text: i[0] for text, i in ids.items() if len(i) == 1 and i[0] in special and i[0] < vocab}

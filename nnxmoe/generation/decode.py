@@ -40,13 +40,13 @@ def generate(
     seed: int = 0,
     draft: Drafting = None,
 ) -> Integer[np.ndarray, "B T_plus_new"]:
-    """Prompts ``[B, T]`` followed by up to ``max_new_tokens`` new ids; stops early once every row has ended.
+    """Return prompts ``[B, T]`` followed by up to ``max_new_tokens`` new ids. Stops early once every row has ended.
 
     ``attention_mask`` is 0 at padding, on either side. ``sampling`` None: greedy. ``eos_token_id`` default: the
     checkpoint's; None: never stop. Ended rows are padded with the checkpoint's pad id (else its eos id). Deterministic
     for a given seed. ``draft``: see `Engine`. The result has the prompts' dtype, or int32 if that is narrower. A row
-    ends early, with a warning, where its logits are NaN or infinite. Raises ValueError before anything is computed, for
-    ids outside the vocabulary, empty prompts and masks of another shape.
+    ends early, with a warning, if its logits are NaN or infinite. Raises ValueError before anything is computed, for
+    ids outside the vocabulary, empty prompts and masks of a different shape.
     """
     check_type("model", model, CausalLM, "a model, such as that of nnxmoe.from_pretrained(path)")
     tokens, eos = _ids(tokens), eos_ids(model, eos_token_id)
@@ -91,8 +91,8 @@ def stream(
     """Yield the continuation of one prompt (text, chat or token ids) in pieces of text, without the end token.
 
     The prompt's text followed by the pieces is the decoded text of all ids, so the first piece may start with a space.
-    ``tokenizer``: a `Tokenizer`, or one of transformers. ``draft``: see `Engine`. ``constraint``: what the text must
-    follow, such as a `Grammar`. Raises ValueError before anything is computed, which begins with the first piece.
+    ``tokenizer``: a `Tokenizer`, or one of transformers. ``draft``: see `Engine`. ``constraint``: restricts
+    the text, such as a `Grammar`. Raises ValueError at once; computation starts when the first piece is read.
     """
     check_type("model", model, CausalLM, "a model, such as that of nnxmoe.from_pretrained(path)")
     ids, eos = encoded(prompt, tokenizer), eos_ids(model, eos_token_id)
@@ -103,9 +103,11 @@ def stream(
 
 
 class Stream(Iterator[str]):
-    """Pieces of text as they are generated. ``tokens``: how many new tokens there are so far; ``finish``: why there are
-    no more, as of a `Request`: "stop" for an end token, which has no text, "length", "error", "cancelled"; None
-    before."""
+    """Iterator over pieces of text as they are generated.
+
+    ``tokens``: number of new tokens so far. ``finish``: None until generation ends, then the reason as in `Request`:
+    "stop" (an end token, not part of the text), "length", "error" or "cancelled".
+    """
 
     def __init__(self, engine: Engine, request: Request, eos: tuple[int, ...], text: TextStream) -> None:
         self.tokens: int = 0
@@ -206,6 +208,6 @@ def _ids(tokens: Any) -> np.ndarray:
     if ids.ndim != 2 or not jnp.issubdtype(ids.dtype, jnp.integer):
         raise ValueError(f"tokens must be integers [B, T], got {ids.dtype} {list(ids.shape)}; one prompt is [ids]")
     for row in tokens if isinstance(tokens, list | tuple) else ():
-        if isinstance(row, list | tuple):  # NumPy takes a boolean among integers for one
+        if isinstance(row, list | tuple):  # NumPy would convert a bool among integers to an integer
             whole_ids(row, least=-(2**63))
     return ids if ids.dtype.itemsize >= 4 else ids.astype(np.int32)

@@ -54,7 +54,7 @@ class _Reading:
 
 
 def _check_types(model: Any, limits: Any, **functions: Any) -> None:
-    """Raise ValueError for arguments of `Engine` that are not what they should be."""
+    """Raise ValueError for arguments of `Engine` of a wrong type."""
     check_type("model", model, CausalLM, "a model, such as that of nnxmoe.from_pretrained(path)")
     check_type("limits", limits, Limits | None, "nnxmoe.Limits(…), or None")
     for name, function in functions.items():
@@ -82,7 +82,7 @@ class Engine:
     cannot pay, and for dynamic rotary embeddings beyond the length of the training, which depend on the longest row.
     """
 
-    _warned = False  # about logits that are NaN or infinite
+    _warned = False  # whether NaN or infinite logits were reported
 
     def __init__(
         self,
@@ -195,11 +195,11 @@ class Engine:
         return request
 
     def check(self, ids: Ids, wanted: Wanted | None = None) -> None:
-        """Raise the ValueError of `submit`, if there is one, without appending a request."""
+        """Validate arguments like `submit`, without appending a request. Raises ValueError."""
         self._request(ids, wanted, None)
 
     def _request(self, ids: Ids, wanted: Wanted | None, prefix: Prefix | None) -> Request:
-        """A request that fits in this engine. Raises ValueError."""
+        """Create a request. Raises ValueError if it is invalid or does not fit in this engine."""
         check_type("wanted", wanted, Wanted | None, "nnxmoe.Wanted(…), or None")
         check_type("prefix", prefix, Prefix | None, "a nnxmoe.Prefix, or None")
         prompt, wanted = whole_ids(ids), wanted or Wanted()
@@ -345,7 +345,7 @@ class Engine:
         if reading.prefix is not None:
             assert reading.passed is not None
             self._begun[reading.prefix] = reading.passed
-            self.kept.starts.pop(reading.prefix, None)  # whose cache is needed no more
+            self.kept.starts.pop(reading.prefix, None)  # its cache is no longer needed
         else:
             self._begin(reading)
 
@@ -442,7 +442,7 @@ class Engine:
         return events
 
     def _warn_of_logits(self, request: Request) -> None:
-        """Log a warning, once per engine, about a request that logits without a meaning have ended."""
+        """Log a warning, once per engine, about a request that ended because of NaN or infinite logits."""
         if not self._warned:
             self._warned = True
             text = "the logits after %d ids of a prompt and %d new ones are NaN or infinite, so that it ends with "

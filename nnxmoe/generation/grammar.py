@@ -44,9 +44,10 @@ class Constraint(Protocol):
 
 
 class Grammar:
-    """A `Constraint` by llguidance (extra ``serve``), in its own form of Lark or as it returns them.
+    """A `Constraint` of llguidance (extra ``serve``), written in its Lark dialect or as its functions return it.
 
-    ``tokenizer``: that of the model. Grammars of a tokenizer share its tables, which take about a second to make.
+    ``tokenizer``: the model's tokenizer. Grammars of one tokenizer share its tables, which take about a second to
+    build.
     """
 
     def __init__(self, text: str, tokenizer: Any):

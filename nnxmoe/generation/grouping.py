@@ -11,7 +11,7 @@ from nnxmoe.generation.request import Prefix
 
 SMALL, LARGE = 64, 512  # tokens per chunk of a prompt
 MOST_SMALL = 6  # small chunks that are less work than a large one
-SMALLEST_CACHE, SMALLEST_BATCH = 512, 8  # tokens, for up to 8 rows; rows, if there are several
+SMALLEST_CACHE, SMALLEST_BATCH = 512, 8  # tokens of up to 8 rows together; rows of a batch of several
 _RECENT = 32  # prompts that a new one is compared with
 
 
@@ -50,9 +50,11 @@ Grouping = Callable[[Sequence[int], int], PrefillGroup]  # (lengths of the waiti
 
 
 class KeptPrefixes:
-    """Up to ``most`` prefixes, the least recently used out. The engine keeps the cache of a prefix as long as the
-    object lives. ``hits``: prompts that began with one that was read before; ``tokens``: how many ids they saved.
-    ``starts``: kept prefixes of those that are to be read, which may be objects of the caller, and of several engines.
+    """LRU cache of up to ``most`` prefixes. The engine keeps the KV cache of a prefix as long as the object lives.
+
+    ``hits``: number of prompts that began with a cached prefix. ``tokens``: number of ids that were not computed again.
+    ``starts``: maps a prefix yet to be read to the cached prefix that it begins with. It is stored here because the
+    caller may share `Prefix` objects between engines.
     """
 
     def __init__(self, most: int):
@@ -84,7 +86,7 @@ class KeptPrefixes:
         return prefix
 
     def link(self, prefix: Prefix) -> None:
-        """Let a prefix that has no start, and was not read, begin with a kept one."""
+        """Record a cached prefix as the start of a prefix that has no start yet."""
         if prefix.start is None and prefix not in self.starts and (start := self.find(prefix.ids)) is not None:
             self.starts[prefix] = start
 

@@ -174,7 +174,7 @@ class Event(NamedTuple):
 
 
 def _biases(biases: Any) -> dict[int, float]:
-    """A copy of ``logit_bias``. Raises ValueError for keys that are not ids and for values that are not biases."""
+    """Copy ``logit_bias``. Raises ValueError for keys that are not ids and values that are neither finite nor -inf."""
     check_type("logit_bias", biases, Mapping, "a dict of token ids and what is added to their logits")
     ids = whole_ids(list(biases), "an id of logit_bias")
     values = [as_python(bias) for bias in biases.values()]
@@ -186,7 +186,7 @@ def _biases(biases: Any) -> dict[int, float]:
 
 
 def unusable_logits(model: Any) -> str:
-    """Why logits may be NaN or infinite, and what to do."""
+    """Error text: possible causes of NaN or infinite logits, and remedies."""
     if jnp.dtype(model.dtype) == jnp.float16:
         return "float16 overflows beyond 65504: load the model with dtype=jnp.bfloat16 or jnp.float32"
     return "look for NaN and for huge values in the weights, and in what biases, rules and process= do to the logits"

@@ -11,7 +11,7 @@ from nnxmoe.config.printable import short
 from nnxmoe.config.validate import real_number, whole_number
 from nnxmoe.generation.ids import whole_ids
 
-_MOST = float(np.finfo(np.float32).max)  # of a bias
+_MOST = float(np.finfo(np.float32).max)  # largest bias
 
 
 @dataclasses.dataclass(frozen=True)

@@ -44,7 +44,7 @@ _TOP_K = 50  # transformers' default where it samples
 _warned: weakref.WeakSet[CausalLM] = weakref.WeakSet()
 
 
-# Fields of `Sampling` that commands and requests may set one by one.
+# Fields of `Sampling` that command-line options and requests may set individually.
 OPTIONS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
@@ -72,9 +72,9 @@ class Sampling(KnownFields):
 
     ``top_k``: keep the k most likely tokens (0 or None: all). ``top_p``: keep the fewest that sum to p. ``min_p``: keep
     those at least p times as likely as the best. ``repetition_penalty``: > 1 makes tokens already seen less likely.
-    ``presence_penalty``, ``frequency_penalty``: subtracted from the logits of tokens already generated (those of the
-    prompt do not count), once, and once per occurrence, as in the OpenAI API and vLLM.
-    ``min_new_tokens``, or ``min_length`` with the prompt's: no end id before. ``rules``: which ids may follow.
+    ``presence_penalty``: subtracted once from the logit of each token already generated. ``frequency_penalty``: once
+    per occurrence. Tokens of the prompt do not count, as in the OpenAI API and vLLM. ``min_new_tokens``, or
+    ``min_length`` including the prompt: no end id before this length. ``rules``: which ids may follow.
     """
 
     temperature: float = 1.0
@@ -169,13 +169,13 @@ def _rules(fields: Mapping[str, Any], model: CausalLM) -> Rules | None:
 
 
 def _ids(name: str, value: Any) -> tuple[int, ...]:
-    """The ids in a field of generation_config.json, without negative ones, which mean that there are none."""
+    """Read the ids in a field of generation_config.json. Negative ids mean "no id" and are dropped."""
     return tuple(i for i in stop_ids(value, name, -(2**63)) if i >= 0)
 
 
 class Steps(NamedTuple):
-    """The sampling options in use: the static part of the options of all rows. ``penalty``: of tokens seen, ``counts``:
-    by how often they were generated."""
+    """The sampling steps that any row needs: the static part of all rows' options. ``penalty``: a row has a repetition
+    penalty. ``counts``: a row has a presence or frequency penalty."""
 
     random: bool = True
     penalty: bool = True
@@ -229,8 +229,8 @@ def pick(
     keys: Key[Array, "B"],
     counts: Int[Array, "B V"] | None = None,
 ) -> Int[Array, "B"]:
-    """Choose the next token of each row, from its own logits, options and key only. ``seen``: the tokens so far, the
-    prompt's included; ``counts``: how often each was generated."""
+    """Choose the next token of each row from its logits, options and key. ``seen``: tokens so far, prompt included.
+    ``counts``: how often each token was generated."""
     logits = _penalised(logits, seen, counts, steps, knobs)
     best, drawn = jnp.argmax(logits, axis=-1).astype(jnp.int32), knobs.temperature > 0
     if not steps.random:
@@ -246,7 +246,7 @@ def pick(
 def generated_counts(
     ids: Int[Array, "B C"], count: Int[Array, "B"], made: Int[Array, "B"], knobs: Knobs, vocab: int
 ) -> Int[Array, "B V"]:
-    """How often each id is among the last ``made`` of ``count`` ids; zeros if no row has a penalty by these counts."""
+    """Count each id among the last ``made`` of ``count`` ids; zeros if no row has a presence or frequency penalty."""
     row, place = jnp.arange(len(ids))[:, None], jnp.arange(ids.shape[1])[None]
     zeros = jnp.zeros((len(ids), vocab), jnp.int32)
 
@@ -264,7 +264,7 @@ def _penalised(
     steps: Steps,
     knobs: Knobs,
 ) -> Float[Array, "B V"]:
-    """The logits after the penalties, in the order of vLLM."""
+    """Apply the penalties to the logits, in the same order as vLLM."""
     if steps.penalty:
         assert seen is not None
         by = knobs.penalty[:, None]

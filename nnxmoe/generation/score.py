@@ -64,14 +64,13 @@ class Score:
 def score(
     model: CausalLM, texts: Iterable[Text | tuple[Text, Text] | list[Text]], tokenizer: Any = None, *, top: int = 0
 ) -> list[Score]:
-    """The log-probabilities of texts, or of continuations in pairs ``(context, continuation)``, in their order.
+    """Compute log-probabilities of texts, or of the continuations in pairs ``(context, continuation)``, in order.
 
     Texts are strings or token ids. A pair is a tuple or a list. A pair of strings is encoded as one text, and the
     continuation is what follows the ids that it shares with the context alone: a token that spans both is scored.
-    ``tokenizer``: by default that of the checkpoint. ``top``: how many of the most likely ids to return per place.
-    Never more than a few logits are in memory. A warning names texts whose log-probabilities are NaN. An iterator is
-    read to its end first. Raises ValueError, for every text and before anything is computed, for texts without ids to
-    score.
+    ``tokenizer`` defaults to the checkpoint's. ``top``: number of most likely ids to return per position. Only a few
+    positions' logits are in memory at a time. One warning lists texts whose log-probabilities are NaN. An iterator is
+    read to its end first. Raises ValueError, before anything is computed, if any text has no ids to score.
     """
     check_type("model", model, CausalLM, "a model, such as that of nnxmoe.from_pretrained(path)")
     if isinstance(texts, str):
@@ -114,12 +113,12 @@ def score(
 
 
 def _is_text(value: Any) -> bool:
-    """Whether a value is a string, or a sequence or an array of ids, and not a single id."""
+    """Whether a value is a string, or a sequence or array of ids (a single id is not)."""
     return isinstance(value, Sequence) or getattr(value, "ndim", 0) > 0
 
 
 def _split(item: Any, tokenizer: Any, vocab: int) -> tuple[tuple[int, ...], int]:
-    """The ids of a text or pair, and the number of the first that is scored. Raises ValueError."""
+    """Encode a text or pair; returns its ids and the index of the first id to score. Raises ValueError."""
     pair = isinstance(item, tuple | list) and len(item) == 2 and (item[0] is None or _is_text(item[0]))
     context, text = item if pair else ((), item)
     if text is None or context is None:

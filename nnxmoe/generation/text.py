@@ -53,7 +53,7 @@ class Tokenizer:
         source: str,
         template_file: str | None = None,
     ) -> None:
-        if backend.truncation is not None or backend.padding is not None:  # settings for training batches
+        if backend.truncation is not None or backend.padding is not None:  # saved settings for training batches
             backend = copy.deepcopy(backend)  # the caller's backend keeps them
             backend.no_truncation()
             backend.no_padding()

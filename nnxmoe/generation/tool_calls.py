@@ -1,9 +1,9 @@
 """Validate tool calls in messages, and convert them to the form that a chat template reads.
 
 Data sets and clients write the arguments of a call as an object or, like OpenAI, as JSON text. A template reads one of
-the two. Some also need the call's "type", a flat call, or null content beside calls. `in_template_form` renders each
-form with markers as arguments. It returns the first form in which every marker is rendered as JSON, neither encoded
-twice nor as Python's repr.
+these two forms. Some templates also need the call's "type", a flat call, or null content in messages with calls.
+`in_template_form` renders each form with markers as arguments. It returns the first form in which every marker is
+rendered as JSON, neither encoded twice nor as Python's repr.
 """
 
 import itertools
@@ -21,9 +21,9 @@ _ARGUMENT_ALIASES = ("parameters", "args", "input", "kwargs")  # field names in 
 
 
 class _CallForm(NamedTuple):
-    """A form of the calls in messages."""
+    """One way to write the calls of messages."""
 
-    shape: str  # "" | "typed": calls without a type get "function" | "flat": name and arguments beside the id
+    shape: str  # "" | "typed": adds the type "function" if it is missing | "flat": name and arguments next to the id
     content: dict[str, Any]  # content of messages that have calls and no text
     text: bool  # True: arguments are JSON text. False: objects
 

@@ -49,7 +49,7 @@ class AnswerForm:
         return harmony.HarmonySplit() if self.harmony else AnswerSplit(self)
 
     def split(self, text: str, cut: bool = False) -> tuple[AnswerPart, int]:
-        """The parts of a whole text, and the number of its calls. ``cut``: it ends for its length."""
+        """Split a complete text; returns its parts and the number of calls. ``cut``: it ended at its length limit."""
         splitter = self.splitter()
         found = splitter.put(text).followed_by(splitter.end(cut))
         return found._replace(reasoning=found.reasoning.rstrip()), splitter.count
@@ -121,7 +121,7 @@ class AnswerSplit:
         return self._part(*(("", piece) if self._reasoning is None else self._reasoning.put(piece)))
 
     def end(self, cut: bool = False) -> AnswerPart:
-        """What was held back, at the end of the text; ``cut``: it ends for its length."""
+        """Return the text held back. ``cut``: the text ended at its length limit."""
         found = self._part(*(("", "") if self._reasoning is None else self._reasoning.end()))
         return found if self._calls is None else found.followed_by(self._calls.end(cut))
 

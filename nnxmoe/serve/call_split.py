@@ -16,7 +16,7 @@ from nnxmoe.serve.tools import NAME, Calls
 
 _LETTERS = string.ascii_letters + string.digits
 _NOTHING = re.compile(rf"\s*(?:{'|'.join(NOTHING[1:])})(?![\w\"])")
-_FIELDS = frozenset(("name", "arguments", "parameters", "id", "type"))  # of a call as one JSON object
+_FIELDS = frozenset(("name", "arguments", "parameters", "id", "type"))  # fields of a call that is one JSON object
 
 
 class CallPiece(NamedTuple):
@@ -47,9 +47,10 @@ def new_id() -> str:
 
 
 class CallSplit:
-    """Divides a text into what is said and the calls of a `Calls`. What is not a call after all is said, at the end.
+    """Splits a text into content and tool calls in the format of a `Calls`. At the end, text that is not a call after
+    all becomes content.
 
-    ``count``: the calls so far. The parts are the same for any division of the text into pieces.
+    ``count``: number of calls so far. The parts do not depend on how the text is divided into pieces.
     """
 
     def __init__(self, calls: Calls):
@@ -60,7 +61,7 @@ class CallSplit:
         self._arguments: JsonArguments | TaggedArguments = JsonArguments(())
 
     def put(self, piece: str, final: bool = False, cut: bool = False) -> AnswerPart:
-        """The parts that are certain after this piece. ``final`` and ``cut``: see `end`."""
+        """Read a piece and return the parts that can be emitted now. ``final`` and ``cut``: see `end`."""
         self._buffer += piece
         found = AnswerPart()
         while (part := self._next(final, cut)) is not None:
@@ -68,8 +69,8 @@ class CallSplit:
         return found
 
     def end(self, cut: bool = False) -> AnswerPart:
-        """What was held back, at the end of the text. The arguments of a call whose end is missing are ended there,
-        unless the text was ``cut``: then clients see that they are incomplete."""
+        """Return the text held back. If the end of a call is missing, its arguments are completed, unless the text was
+        ``cut`` at its length limit: then they stay incomplete, so that clients notice."""
         found = self.put("", final=True, cut=cut)
         rest, self._buffer = self._buffer, ""
         return found.followed_by(self._left(rest))
@@ -129,7 +130,7 @@ class CallSplit:
         return AnswerPart(content=said) if said else None
 
     def _call(self, final: bool) -> AnswerPart | None:
-        """The beginning of a call. At the end of the text the name of a tool that the request has suffices."""
+        """Read the head of a call. At the end of the text the name of one of the request's tools is enough."""
         form = self._format
         if (found := form.head.match(self._buffer)) is None:
             return None
@@ -149,7 +150,7 @@ class CallSplit:
             return None
         self._state, self._buffer = "arguments", rest
         parts = found.groupdict()
-        if (index := parts.get("index")) is not None:  # Kimi's templates need its own ids
+        if (index := parts.get("index")) is not None:  # Kimi's templates need ids in Kimi's format
             return self._new(found["name"], f"functions.{found['name']}:{index}")
         return self._new(found["name"], parts.get("id"))
 
@@ -158,8 +159,8 @@ class CallSplit:
         return AnswerPart(calls=[CallPiece(self.count - 1, arguments, name, id or new_id())])
 
     def _whole(self, final: bool) -> AnswerPart | None:
-        """A call as one JSON object whose fields are in another order, or have other names. At the end of the text it
-        need not be whole, if it names a tool that the request has."""
+        """Read a call that is one JSON object with fields in a different order or with different names. At the end of
+        the text the object may be incomplete if it names one of the request's tools."""
         form = self._format
         if (found := form.object_lead.match(self._buffer)) is None:
             return None
@@ -179,7 +180,7 @@ class CallSplit:
         name = body.get("name")
         if not isinstance(name, str) or not re.fullmatch(NAME, name) or not isinstance(arguments, dict):
             return None
-        brace = "}" if form.has_object else ""  # as after the arguments of other calls
+        brace = "}" if form.has_object else ""  # other calls leave this brace in the buffer too
         self._buffer = brace + text[end:]
         return self._new(name, None, json.dumps(arguments, ensure_ascii=False))
 
@@ -191,7 +192,7 @@ class CallSplit:
         return AnswerPart()
 
     def _skip(self) -> AnswerPart | None:
-        """Words up to the next tag of calls, at the end of the text."""
+        """Return the words before the next tag of a call; used at the end of the text."""
         form, text = self._format, self._buffer
         tags = () if form.first else form.stops if self.count else form.marks
         start = max(1, found.end() if self.count and (found := form.leftover.match(text)) else 1)
@@ -203,7 +204,7 @@ class CallSplit:
 
 
 def _number(text: str) -> float | str:
-    """A number of JSON; its text if it is too large for one."""
+    """Parse a JSON number; returns the text if the number is too large for a float."""
     return value if math.isfinite(value := float(text)) else text
 
 
@@ -211,7 +212,7 @@ _DECODER = json.JSONDecoder(parse_constant=str, parse_float=_number)
 
 
 def _loaded(text: str) -> dict[str, Any] | None:
-    """A JSON object; None if it is nested too deeply."""
+    """Parse a JSON object; returns None if it is nested too deeply."""
     try:
         return _DECODER.decode(text)
     except RecursionError:

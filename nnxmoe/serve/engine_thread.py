@@ -208,7 +208,7 @@ class EngineThread:
         return scores
 
     def _broken(self) -> Refused:
-        """The error of a request whose logits have no meaning."""
+        """Error for a request whose logits were NaN or infinite."""
         why = "the model's logits are NaN or infinite after these ids, so there is no answer: "
         return Refused(500, why + unusable_logits(self.engine.model))
 

@@ -1,4 +1,4 @@
-"""Fields of request bodies: values that ask for nothing, and refusals in the words of the client."""
+"""Fields of request bodies: values without effect, and errors that name a field as the client wrote it."""
 
 import difflib
 import re
@@ -7,8 +7,8 @@ from typing import Any
 
 from nnxmoe.serve.settings import Refused
 
-# Fields of OpenAI, vLLM, SGLang, llama.cpp and others -> the values that ask for nothing, as null always does. These
-# are dropped. Other values of fields that are not supported are refused.
+# Fields of OpenAI, vLLM, SGLang, llama.cpp and others -> values without effect (null never has one). Fields with these
+# values are dropped. Unsupported fields with other values raise Refused.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("audio", "moderation", "prediction", "web_search_options", "prompt_logprobs"), ()),
     **dict.fromkeys(("truncate_prompt_tokens", "max_new_tokens", "n_predict", "random_seed"), ()),
@@ -56,7 +56,7 @@ COMPLETION_NEUTRAL: dict[str, tuple[Any, ...]] = {
 # Fields that never change an answer.
 LABELS = {"cache_prompt", "cache_salt", "keep_alive", "metadata", "prompt_cache_key", "prompt_cache_options"}
 LABELS |= {"prompt_cache_retention", "request_id", "rid", "safety_identifier", "user"}
-CACHE = "cache_control"  # which Anthropic's API reads in messages, their parts and tools; caching changes no answer
+CACHE = "cache_control"  # Anthropic's field in messages, their parts and tools; caching changes no answer
 _INSTEAD: Mapping[str, str] = {
     "allowed_token_ids": "logit_bias",
     "bad_words": "logit_bias",
@@ -74,7 +74,7 @@ _INSTEAD: Mapping[str, str] = {
     **dict.fromkeys(("messages", "tools", "tool_choice"), "/v1/chat/completions"),
 }
 _TOOL = 'write {"type": "function", "function": {"name": …, "description": …, "parameters": …}}'
-_REMEDIES: Mapping[str, str] = {  # by path, of what is in it too
+_REMEDIES: Mapping[str, str] = {  # by path; also for fields inside it
     "messages": 'give [{"role": …, "content": …}]',
     "messages[]": 'give {"role": …, "content": …}',
     "messages[].content": 'give a text, or parts that are texts, {"type": "text", "text": …}',
@@ -97,8 +97,8 @@ _NESTED: Mapping[str, str] = {"response_format": "json_schema", "tools": "functi
 
 
 def effective(body: Mapping[str, Any], known: Collection[str], chat: bool) -> dict[str, Any]:
-    """The fields of a body that ask for something, and so for nested ones. ``known``: those that are supported. Raises
-    Refused for others."""
+    """Return the fields of a body that have an effect, without nested fields that have none. ``known``: the supported
+    fields. Raises Refused for others."""
     table = NEUTRAL | (CHAT_NEUTRAL if chat else COMPLETION_NEUTRAL)
     fields = {name: value for name, value in body.items() if value is not None}
     for name in fields.keys() & table.keys():
@@ -114,7 +114,7 @@ def effective(body: Mapping[str, Any], known: Collection[str], chat: bool) -> di
 
 
 def _without_null(value: Any, child: str | None = None) -> Any:
-    """An object, or a list of them, without fields that ask for nothing, also in the field ``child``."""
+    """Drop fields without effect from an object or a list of objects, and from the objects in the field ``child``."""
     if isinstance(value, list):
         return [_without_null(one, child) for one in value]
     if not isinstance(value, dict):
@@ -124,12 +124,12 @@ def _without_null(value: Any, child: str | None = None) -> Any:
 
 
 def content_parts(content: Any) -> Any:
-    """The content of a message, its parts without fields that ask for nothing."""
+    """Drop fields without effect from the parts of a message's content."""
     return _without_null(content) if isinstance(content, list) else content
 
 
 def refusal(message: str, known: Collection[str]) -> Refused:
-    """Convert an error of msgspec: it names the field as the client writes it, and what to give instead."""
+    """Convert an error message of msgspec to a Refused that names the field as the client wrote it, and the remedy."""
     what, _, place = message.partition(" - at ")
     path = place.rpartition("$")[2].rstrip("`").lstrip(".")
     if found := re.search(r"unknown field `(\w+)`", what):
@@ -158,7 +158,7 @@ def refusal(message: str, known: Collection[str]) -> Refused:
 
 
 def _remedy(path: str) -> str:
-    """What to give at a path, or at what it is in; empty if that needs no words."""
+    """Return the remedy for a path or for the innermost enclosing path that has one, else an empty text."""
     path = re.sub(r"\[[^\]]*\]", "[]", path)
     while path and path not in _REMEDIES:
         path = path[: max(path.rfind("."), path.rfind("[]"), 0)]
@@ -170,6 +170,6 @@ def _with(text: str, remedy: str) -> str:
 
 
 def _listed(types: str) -> str:
-    """Types in words."""
+    """Describe JSON types in words."""
     names = [_TYPES.get(name.strip(), name.strip()) for name in types.split("|") if name.strip() != "null"]
     return " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names or ["null"])

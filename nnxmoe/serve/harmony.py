@@ -26,7 +26,7 @@ class HarmonySplit:
         self._name, self._held, self._arguments = "", "", JsonArguments(())
 
     def put(self, piece: str) -> AnswerPart:
-        """The parts that are certain after this piece."""
+        """Read a piece and return the parts that can be emitted now."""
         self._buffer += piece
         found = AnswerPart()
         while (part := self._header() if self._in == "header" else self._body()) is not None:
@@ -34,13 +34,13 @@ class HarmonySplit:
         return found
 
     def end(self, cut: bool = False) -> AnswerPart:
-        """What was held back, at the end of the text. Arguments without an end end there, unless it was ``cut``."""
+        """Return the text held back. Incomplete arguments are completed, unless the text was ``cut``."""
         rest, self._buffer = self._buffer, ""
         if self._in != "header":
             return self._part(rest, final=True, cut=cut)
-        if (found := _CALLED.search(rest)) is not None:  # without a message
+        if (found := _CALLED.search(rest)) is not None:  # a call without a message
             return self._call(found["name"]) if cut else self._call(found["name"], "{}")
-        return AnswerPart() if self._seen else AnswerPart(content=rest)  # a text without any message is said
+        return AnswerPart() if self._seen else AnswerPart(content=rest)  # a text without a message is content
 
     def _header(self) -> AnswerPart | None:
         head, mark, rest = self._buffer.partition(MESSAGE)
@@ -72,14 +72,14 @@ class HarmonySplit:
         return self._part(text) if text else None
 
     def _part(self, text: str, final: bool = False, cut: bool = False) -> AnswerPart:
-        """The part of a message that this text is; ``final``: the message ends with it."""
+        """Convert text of the current message to a part of the answer. ``final``: the message ends with it."""
         if self._in == "call":
             text, self._held = (self._held + text).lstrip(), ""
             if not final and any(word.startswith(text) for word in NOTHING):
                 self._held = text
                 return AnswerPart()
             text = "" if text.rstrip() in NOTHING else text
-            if text and not text.startswith("{"):  # no arguments, but words
+            if text and not text.startswith("{"):  # words in place of arguments
                 self._in = "content"
                 return AnswerPart(content=text)
             self._in = "arguments"
@@ -89,7 +89,7 @@ class HarmonySplit:
             calls = [CallPiece(self.count - 1, taken.arguments)] if taken.arguments else []
             self._in = "after" if taken.done else "arguments"
             return AnswerPart(calls=calls).followed_by(self._part(taken.rest) if taken.done else AnswerPart())
-        if self._in == "after":  # superfluous braces are no words
+        if self._in == "after":  # superfluous braces are not content
             text = text.lstrip("} \n")
             self._in = "content" if text else "after"
         return AnswerPart(reasoning=text) if self._in == "reasoning" else AnswerPart(content=text)

@@ -1,5 +1,5 @@
-"""Arguments of calls as one JSON object, in a text that comes in pieces. Clients can parse them, whatever the model
-wrote: valid JSON passes unchanged, and anything else is changed to JSON."""
+"""Streaming parser of tool-call arguments that are one JSON object. Valid JSON passes through unchanged. Anything else
+is repaired, so that clients can always parse the result."""
 
 import copy
 import json
@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-NOTHING = ("", "null", "None", '""')  # which models write instead of an object without members
+NOTHING = ("", "null", "None", '""')  # written by models in place of an empty object
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _NAMES = {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null"}
 _OPENERS = {"}": "{", "]": "["}
@@ -15,22 +15,24 @@ _CLOSERS = {"{": "}", "[": "]"}
 
 
 class JsonObject:
-    """Reads an object letter by letter, from its first brace. ``done``: its last brace was read. ``repaired``: the
-    text is not JSON: it has quotes, commas or brackets too few or too many, single quotes, line breaks in strings, or
-    names of Python."""
+    """Reads an object character by character, starting at its opening brace.
+
+    ``done``: the closing brace was read. ``repaired``: the text is not valid JSON. It has missing or superfluous
+    quotes, commas or brackets, single quotes, line breaks in strings, or Python literals such as ``True``.
+    """
 
     def __init__(self) -> None:
         self.done = self.repaired = False
-        self._stack, self._mode = "", "value"  # open brackets; what comes next, or what the letters belong to
+        self._stack, self._mode = "", "value"  # open brackets; state of the parser
         self._is_key, self._quote, self._escape = False, "", ""
-        self._pending = ""  # a word, or a comma with the white space after it: what follows decides
+        self._pending = ""  # an unquoted word, or a comma and white space, held back until the next character
 
     @property
     def in_string(self) -> bool:
         return self._mode == "string"
 
     def put(self, letter: str) -> str:
-        """The JSON that is certain after this letter."""
+        """Read one character and return the JSON that can be emitted now."""
         if self._mode == "string":
             return self._string(letter)
         if self._mode == "quote":
@@ -50,7 +52,7 @@ class JsonObject:
         return self._comma() if letter == "," else self._start(letter)
 
     def completion(self) -> str:
-        """What is missing from the JSON so far, at the end of the text."""
+        """Return the text that completes the JSON emitted so far."""
         if not self._stack:
             return "" if self.done else "{}"
         text = ""
@@ -65,11 +67,11 @@ class JsonObject:
         return text
 
     def rest(self) -> str:
-        """What was held back, without an end."""
+        """Return the text held back, without completing the object."""
         return self._pending + self._escape
 
     def _start(self, letter: str) -> str:
-        """Begin a member, its name or its value."""
+        """Read the first character of a member's name or of a value."""
         text, self._pending = self._pending, ""
         if self._mode == "colon":
             self._mode = "value"
@@ -84,7 +86,7 @@ class JsonObject:
             self._stack += letter
             self._mode = self._member
             return text + letter
-        if letter in "{[:":  # where neither can be
+        if letter in "{[:":  # neither a name nor a value may start here
             self.repaired, self._pending = True, text
             return ""
         if letter in "\"'":
@@ -113,7 +115,7 @@ class JsonObject:
         return letter
 
     def _quoted(self, letter: str) -> str:
-        """The next letter after a quote in a string, which ends it only if no other part of it follows."""
+        """Read the character after a quote in a string. The quote ends the string only if the string does not go on."""
         if letter in " \t\n\r":
             self._pending += letter
             return ""
@@ -125,7 +127,7 @@ class JsonObject:
         return json.dumps(self._quote + text[1:])[1:-1] + self.put(letter)
 
     def _escaped(self, letter: str) -> str:
-        """The next letter of an escape sequence. Those that JSON does not have stay as they are written."""
+        """Read a character of an escape sequence. Sequences that JSON does not define are kept as text."""
         before, text = self._escape, self._escape + letter
         short = len(text) == 2
         if (short and letter == "u") or (not short and letter in "0123456789abcdefABCDEF"):
@@ -138,7 +140,7 @@ class JsonObject:
         return letter if short and letter == "'" else "\\" + before + self._string(letter)
 
     def _word(self, cut: bool = False) -> str:
-        """A name or value without quotes, up to here. ``cut``: it may be the beginning of one."""
+        """Emit the unquoted name or value that was read. ``cut``: it may be incomplete."""
         text, self._pending = self._pending, ""
         word = text.rstrip()
         space = text[len(word) :]
@@ -153,7 +155,7 @@ class JsonObject:
         return (_NAMES.get(word) if not self._is_key else None) or json.dumps(word, ensure_ascii=False) + space
 
     def _value(self) -> str:
-        """The value of a name that has none."""
+        """Emit a value for a name without one."""
         if self._mode == "colon":
             self._mode, self.repaired = "comma", True
             return ": null"
@@ -170,7 +172,7 @@ class JsonObject:
         return text
 
     def _close(self, letter: str) -> str:
-        """End the innermost part that this bracket can end, and all parts within it."""
+        """Close the innermost object or list that this bracket matches, and everything open inside it."""
         if _OPENERS[letter] not in self._stack:
             self.repaired = True
             return ""
@@ -178,14 +180,14 @@ class JsonObject:
         text, self._pending = self._value() + self._pending.removeprefix(","), ""
         while (opener := self._stack[-1]) != _OPENERS[letter]:
             text, self._stack, self.repaired = text + _CLOSERS[opener], self._stack[:-1], True
-        # A part that ends here is the value of the part around it.
+        # The closed object or list is a value of the enclosing one.
         self._stack, self._mode, self.done = self._stack[:-1], "comma", len(self._stack) == 1
         return text + letter
 
 
 class Taken(NamedTuple):
-    """What was read from a text: ``arguments`` as JSON, what is ``said`` between them, and the ``rest`` of the text.
-    ``done``: the arguments end before it."""
+    """Result of reading a text: ``arguments`` as JSON, the words between them (``said``), and the unread ``rest``.
+    ``done``: the arguments end before ``rest``."""
 
     arguments: str = ""
     said: str = ""
@@ -194,15 +196,18 @@ class Taken(NamedTuple):
 
 
 class JsonArguments:
-    """Reads the arguments of a call that are one object. They end with its last brace, at one of ``stops`` outside of
-    strings, and at one in a string that would otherwise make the object invalid, since its end was left out."""
+    """Reads the arguments of a call that are one object.
+
+    They end at the closing brace, or at one of ``stops`` outside of strings. A stop inside a string ends them only if
+    the object would be invalid otherwise, because the model left out its end.
+    """
 
     def __init__(self, stops: Sequence[str]):
         self._object, self._stops = JsonObject(), stops
         self._letters, self._longest = {stop[0] for stop in stops}, max(map(len, stops), default=0)
 
     def take(self, text: str, final: bool = False, cut: bool = False) -> Taken:
-        """Read from a text. ``final``: there is no more of it; ``cut``: because it was cut, so that the object stays
+        """Read a text. ``final``: the text is complete. ``cut``: it was cut at its length limit, so the object is left
         open."""
         found = list[str]()
         for at, letter in enumerate(text):
@@ -226,7 +231,7 @@ class JsonArguments:
         return any(stop != text and stop.startswith(text) for stop in self._stops)
 
     def _ends(self, text: str, final: bool, cut: bool) -> bool | None:
-        """Whether the object ends where this text begins, with a stop; None: what follows decides."""
+        """Whether the stop at the start of this text ends the object; None if that depends on further text."""
         if not self._object.in_string:
             return True
         trial = copy.copy(self._object)
@@ -239,5 +244,5 @@ class JsonArguments:
 
 
 def json_object(text: str) -> str:
-    """A text that begins with a brace as a JSON object."""
+    """Convert a text that begins with a brace to a JSON object."""
     return JsonArguments(()).take(text, final=True).arguments

@@ -178,7 +178,7 @@ class Reply(Response):
             await _send(send, events)
 
     def _usage(self, index: int) -> Json:
-        """What a chunk says of the numbers of tokens of a sample so far."""
+        """Token counts so far of a sample, as a chunk reports them."""
         plan = self._plan
         if plan.usage != "always":
             return {} if plan.usage is None else {"usage": None}

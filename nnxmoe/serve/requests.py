@@ -35,10 +35,10 @@ CONTENT = ("tool_calls", "function_call", "audio", "refusal")  # fields of a mes
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """A validated request: ``n`` samples of each prompt. ``texts``: of the prompts, where they are echoed.
-    ``seeded``: the client gave a seed; without one each prompt has its own. ``usage``: which chunks of a ``stream``
-    have the numbers of tokens, the last or always all. ``scored``: the log-probabilities of echoed prompts are wanted
-    too. ``answer``: how the texts are divided."""
+    """A validated request: ``n`` samples of each prompt. ``texts``: the prompts' texts, if they are echoed.
+    ``seeded``: the client set a seed; otherwise each prompt gets a different one. ``usage``: the chunks of a ``stream``
+    that report token counts (the last one, or all). ``scored``: log-probabilities of echoed prompts are requested.
+    ``answer``: how the texts are split into parts."""
 
     prompts: list[tuple[int, ...]]
     wanted: Wanted
@@ -159,15 +159,16 @@ class Planner:
                 raise Refused(400, why, "messages")
 
     def _message(self, message: Message) -> dict[str, Any]:
-        """A message for the chat template: the role developer is system unless the template knows it. Raises Refused
-        for fields that the template would drop from the conversation."""
+        """Convert a message for the chat template. The role developer becomes system unless the template knows it.
+        Raises Refused for fields that the template would drop from the conversation."""
         if lost := [name for name in CONTENT if name in message.more and not self._reads(name)]:
             raise Refused(400, f"{lost[0]} is not supported: the model's chat template does not read it", lost[0])
         plain = message.plain()
         return plain | {"role": "system"} if plain["role"] == "developer" and not self._reads("developer") else plain
 
     def _reads(self, word: str) -> bool:
-        """Whether the model's chat template has this word, or that for tools; a quoted one with any quotes."""
+        """Whether the model's chat template, or its template for tools, contains this word; a quoted word matches with
+        either kind of quotes."""
         texts = [self._template_for(tools) for tools in (False, True)]
         return any(word in text or word in text.replace('"', "'") for text in texts)
 
@@ -201,7 +202,7 @@ class Planner:
         return Planned(prompts, wanted, n, texts, seeded, stream, usage, answer=answer)
 
     def _most(self, field: str, prompts: Sequence[Sequence[int]], asked: int | None, default: int | None = None) -> int:
-        """The number of new tokens: ``asked``, or as many as there is room for, up to ``default``. Raises Refused."""
+        """Number of new tokens: ``asked``, else the room that is left, up to ``default``. Raises Refused."""
         if not all(prompts):
             raise Refused(400, f"{field}: the prompt is empty: it needs at least one token", field)
         longest = max(map(len, prompts))
@@ -233,7 +234,7 @@ class Planner:
         return _GUIDES[name](value, self.tokenizer)
 
     def _stops(self, stop: str | Sequence[str] | None, ids: int = 0) -> tuple[str, ...]:
-        """The stop strings, beside which there are so many ``ids``."""
+        """Return the stop strings. Raises Refused for empty or long ones, and for too many together with ``ids``."""
         stops = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
         _at_most("stop_token_ids" if ids else "stop", len(stops) + ids, self.settings.stops)
         for text in stops:

@@ -1,5 +1,5 @@
-"""Request bodies, after the OpenAI API. Unknown fields, wrong types and values out of range are refused by name; null
-counts as left out, as do values that ask for nothing (`fields.NEUTRAL`) and labels without effect on an answer."""
+"""Request bodies, after the OpenAI API. Unknown fields, wrong types and values out of range raise an error with the
+field's name. Null, values without effect (`fields.NEUTRAL`) and labels count as left out."""
 
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -19,8 +19,8 @@ GUIDED = ("response_format", "guided_json", "guided_regex", "guided_choice", "gu
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
-    """``include_usage``: send a last chunk with the numbers of tokens. ``continuous_usage_stats``: then every other
-    chunk has the numbers so far, as in vLLM."""
+    """``include_usage``: end with a chunk that has the token counts. ``continuous_usage_stats``: then all other chunks
+    have the counts so far, as in vLLM."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -28,12 +28,12 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
 
     @property
     def usage(self) -> Literal["last", "always"] | None:
-        """Which chunks have the numbers of tokens."""
+        """Which chunks have token counts; None for no chunk."""
         return None if not self.include_usage else "always" if self.continuous_usage_stats else "last"
 
 
 class JsonSchema(Struct):
-    """``schema``: a JSON schema, which answers follow unless they are cut. The other fields have no effect."""
+    """``schema``: a JSON schema. Answers follow it unless they are cut. The other fields have no effect."""
 
     schema: dict[str, Any] | bool
     name: str | None = None
@@ -85,7 +85,7 @@ class NamedTool(Struct, forbid_unknown_fields=True):
 
 
 class BaseRequest(Struct, forbid_unknown_fields=True, kw_only=True):
-    """Fields of both kinds of request. ``model``: default the only one. ``min_tokens``, ``top_k``, ``min_p``,
+    """Fields of both kinds of request. ``model`` defaults to the model served. ``min_tokens``, ``top_k``, ``min_p``,
     ``repetition_penalty``, ``ignore_eos``, ``stop_token_ids`` and those named ``guided_…`` are vLLM's, not OpenAI's."""
 
     model: str | None = None
@@ -137,7 +137,7 @@ class Message(Struct):
     more: dict[str, Any] = {}
 
     def plain(self) -> dict[str, Any]:
-        """The message as chat templates read it, its parts joined."""
+        """Convert the message to the dict that chat templates read, with the text of its parts joined."""
         content = "".join(part.text for part in self.content) if isinstance(self.content, list) else self.content
         return {"role": self.role, "content": content, **self.more}
 

@@ -1,4 +1,4 @@
-"""Arguments of calls that are written one by one, in tags, as one JSON object."""
+"""Streaming parser of tool-call arguments that are written one by one in tags. Returns them as one JSON object."""
 
 import json
 import re
@@ -12,17 +12,17 @@ QUOTE = '"'
 
 
 class TaggedArguments:
-    """Reads the arguments of a call, and hands on each when it is complete.
+    """Reads the arguments of a call and emits each one once it is complete.
 
-    A value ends at its closing tag. Tags in it belong to it if they are balanced, and closing tags if another one
-    comes before any other tag. If the closing tag was left out, the value ends at the next other tag.
+    A value ends at its closing tag. It includes balanced tags, and a closing tag that is followed by another closing
+    tag before any other tag. If the closing tag is missing, the value ends at the next other tag.
     """
 
     def __init__(self, calls: Calls, tool: str):
         self._calls, self._format, self._tool, self._count = calls, calls.format, tool, 0
 
     def take(self, text: str, final: bool = False, cut: bool = False) -> Taken:
-        """Read from a text. ``final``: there is no more of it; ``cut``: because it was cut, so that the object stays
+        """Read a text. ``final``: the text is complete. ``cut``: it was cut at its length limit, so the object is left
         open."""
         form = self._format
         if found := form.argument_head.match(text):
@@ -40,15 +40,15 @@ class TaggedArguments:
         return Taken("" if cut else "}" if self._count else "{}", rest=text, done=True)
 
     def _member(self, key: str, text: str, cut: bool) -> str:
-        """An argument as a member of the object, without its end if it was cut."""
+        """Format an argument as a member of the object, left open if it was cut."""
         value = _json(self._calls.value(self._tool, key, text))
         self._count += 1
         comma = ", " if self._count > 1 else "{"
         return f"{comma}{_json(key)}: {value.removesuffix(QUOTE) if cut else value}"
 
     def _value(self, text: str, start: int, final: bool) -> tuple[str, str, bool] | None:
-        """The value that begins at ``start``, the text after it, and whether it was ended; None if that depends on
-        further text."""
+        """Return the value that begins at ``start``, the text after it, and whether it is complete; None if that
+        depends on further text."""
         tag, space = self._format.argument_ends
         if not final and tag not in text:
             return None
@@ -71,7 +71,7 @@ class TaggedArguments:
 
 
 def next_tag(form: CallFormat, text: str, start: int = 0) -> re.Match[str] | None:
-    """The first tag from ``start`` that does not end a value."""
+    """Find the first tag after ``start`` that does not end a value."""
     return next((part for part in form.parts.finditer(text, start) if part.lastgroup != "end"), None)
 
 

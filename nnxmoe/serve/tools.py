@@ -52,7 +52,7 @@ class CallFormat:
 
     @functools.cached_property
     def object_lead(self) -> re.Pattern[str]:
-        """What comes before a call that is one JSON object, which models also write where their family does not."""
+        """Pattern of the text before a call that is one JSON object; models of all families may write such calls."""
         before, brace, _ = self._sides[0].partition('{"name"')
         start = _pattern(before) if brace else f"(?:{'|'.join(map(re.escape, self.marks))})?"
         return re.compile(self._lead + start + r"\s*+(?=\{)")
@@ -76,14 +76,14 @@ class CallFormat:
 
     @functools.cached_property
     def stops(self) -> tuple[str, ...]:
-        """Tags at which arguments end if their own end was left out: those around calls."""
+        """Tags around calls: arguments without an end of their own end at them."""
         after = self._sides[1].removeprefix("}").strip()
         around = " ".join((self.opening, self.call, self.closing or "", *self.marks))
         return tuple(dict.fromkeys([*_TAG.findall(around), *(["```"] if after.startswith("```") else [])]))
 
     @functools.cached_property
     def leftover(self) -> re.Pattern[str]:
-        """What may be left of the end of a call, at the beginning of a text."""
+        """Pattern of the remainder of a call's end, at the beginning of a text."""
         tags = "|".join(map(re.escape, _TAG.findall(self._sides[1] + (self.closing or "")))) or "$."
         brace = r"\s}" if self.has_object else r"\s"
         return re.compile(rf"^(?:{self.tail.pattern})?(?:[{brace}]*+(?:{tags}))*+{'[}]*+' if self.has_object else ''}")
@@ -95,14 +95,14 @@ class CallFormat:
 
     @functools.cached_property
     def argument_ends(self) -> tuple[str, str]:
-        """The tag after the value of an argument that is written apart, and the white space before the tag."""
+        """For arguments in tags: the tag after a value, and the white space before that tag."""
         after = (self.argument or "").partition("VALUE")[2]
         tag = after.strip()
         return tag, after[: after.index(tag)]
 
     @functools.cached_property
     def argument_head(self) -> re.Pattern[str]:
-        """What comes before the value of an argument that is written apart. Models leave out tags after its name."""
+        """For arguments in tags: pattern of the text before a value. Models leave out tags after the name."""
         before, after = (self.argument or "").partition("VALUE")[0].split("KEY")
         if len(tags := [re.escape(tag) for tag in _TAG.findall(after)]) == 2:
             tail = rf"(?:\s*{tags[0]}\s*(?:{tags[1]})?|\s*{tags[1]})"
@@ -112,7 +112,7 @@ class CallFormat:
 
     @functools.cached_property
     def parts(self) -> re.Pattern[str]:
-        """The tags among arguments that are written apart."""
+        """For arguments in tags: pattern of all tags among them."""
         head = self.argument_head.pattern.removeprefix(r"\s*").replace("?P<key>", "?:")
         stops = "|".join(map(re.escape, self.stops))
         return re.compile(rf"(?P<head>{head})|(?P<end>{re.escape(self.argument_ends[0])})|(?P<stop>{stops})")
