@@ -44,11 +44,10 @@ _OURS = re.compile(r"step_[0-9]+(\.orbax-checkpoint-tmp.*)?|\..*")
 class Checkpoints:
     """The checkpoints in a folder, as a context manager: ``save`` steps, ``restore`` the ``latest`` one.
 
-    ``keep`` is the number of finished steps that remain; ``save`` acts on multiples of ``every``, by default as often
-    as `fit` does with a folder's name. The folder must be
-    new, empty, or made by this class. The first save locks it against other processes until `close`; reading takes no
-    lock. With several processes, all make the same calls on a shared file system. Errors are CheckpointErrors, which
-    are ValueErrors.
+    ``keep`` is the number of finished steps that are kept. ``save`` acts on multiples of ``every``; the default is that
+    of `fit` with a folder's name. The folder must be new, empty, or created by this class. The first save locks it
+    against other processes until `close`; reading takes no lock. With several processes, all make the same calls on a
+    shared file system. Errors are CheckpointErrors, which are ValueErrors.
     """
 
     def __init__(self, folder: str | os.PathLike[str], keep: int = 3, every: int = 100) -> None:

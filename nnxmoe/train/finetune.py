@@ -129,7 +129,7 @@ class Finetune(KnownFields):
         refuse_both(parse(self.quantize) if self.quantize else None, self.keep_quantized)
 
     def check_warmup(self, steps: int | None) -> None:
-        """Raise ValueError if the run would end before the learning rate is reached."""
+        """Raise ValueError if the run would end before the warmup does."""
         if self.warmup and steps and self.warmup >= steps:
             raise ValueError(f"warmup={self.warmup}: it must be less than the {steps} steps")
 
@@ -164,11 +164,11 @@ def finetune(
 ) -> Fitted | None:
     """Run a task in the folder ``out``, which must be new, empty, or hold a run of the same task.
 
-    An unfinished run is resumed bit for bit, and with more steps or epochs than before a run is extended, its learning
-    rate then following the longer schedule. A finished one is evaluated if ``evaluation`` is new, and else returns
-    None. ``profile`` is the number of steps of which a trace is written into the folder, see `Profile`. Up to
-    ``max_bad_fraction`` of a file's records are skipped if they are unusable, see `batches`. Raises ValueError if the
-    folder holds another task, and the errors of `fit`.
+    An unfinished run is resumed bit for bit. With more steps or epochs than before, a run is extended, and its learning
+    rate follows the longer schedule. A finished run is evaluated if ``evaluation`` is new; otherwise the result is
+    None. ``profile``: number of steps to trace into the folder, see `Profile`. Up to ``max_bad_fraction`` of a file's
+    records are skipped if they are unusable, see `batches`. Raises ValueError if the folder holds a different task, and
+    the errors of `fit`.
     """
     folder = absolute(out, "out")
     traces = [] if profile is None else [Profile(folder / _PROFILE, profile)]
@@ -214,7 +214,7 @@ def finetune(
 
 
 def _encoded(task: Finetune, tokenizer: Tokenizer, max_bad_fraction: float) -> tuple[Documents, Documents | None]:
-    """The documents to train on and to evaluate, all encoded once, so that errors precede the load of the model."""
+    """Encode the documents for training and evaluation. This comes before loading the model, to find errors early."""
     kind = Pairs if task.preferences else Documents
     documents = kind(task.data, tokenizer, max_bad_fraction)
     held = None if task.evaluation is None else kind(task.evaluation, tokenizer, max_bad_fraction)
@@ -230,7 +230,7 @@ def _add_adapters(model: CausalLM, task: Finetune) -> None:
 
 
 def _row_length(task: Finetune, hub: Mapping[str, Any]) -> int:
-    """Tokens per row: ``seq_len``, or the longest context of the model if that is shorter."""
+    """Tokens per row: ``seq_len``, or the model's maximum context if that is shorter."""
     with Checkpoint.open(task.model, **hub) as checkpoint:
         config, _ = parse_config(checkpoint.config, checkpoint.config_file)
     if (length := min(task.seq_len, config.max_position_embeddings)) < task.seq_len:

@@ -1,4 +1,4 @@
-"""The record of a fine-tuning in its folder: which task it is, and whether it has finished."""
+"""Record of a fine-tuning in its folder: the task, and whether it has finished."""
 
 import os
 from collections.abc import Mapping
@@ -18,7 +18,8 @@ _FINISHED, _LENGTHS = "finished", ("steps", "epochs")  # fields of that file
 
 
 def look(folder: Path, asked: Mapping[str, Any]) -> str:
-    """Return ``done`` if the task has finished in the folder. Raises CheckpointError if that holds something else."""
+    """Return ``done`` if the task has finished in the folder, else "". Raises CheckpointError if the folder holds
+    anything else."""
     path = folder / _RECORD
     if not os.path.lexists(path):
         refuse_unless_empty(folder)
@@ -28,7 +29,7 @@ def look(folder: Path, asked: Mapping[str, Any]) -> str:
     evaluated_anew = asked["evaluation"] not in (None, found.get("evaluation"))
     lengths = [(found.get(name), asked[name]) for name in _LENGTHS]
     longer = all(type(old) is type(new) and (old is None or new >= old) for old, new in lengths)
-    same = {"evaluation", *(_LENGTHS if longer else ())}  # what is evaluated does not change the result
+    same = {"evaluation", *(_LENGTHS if longer else ())}  # evaluation does not change the result
     if odd := [name for name in (asked.keys() | found.keys()) - same if asked.get(name) != found.get(name)]:
         if set(odd) <= {*_LENGTHS}:
             name, old = next((name, found.get(name)) for name in odd if found.get(name) is not None)
@@ -41,7 +42,7 @@ def look(folder: Path, asked: Mapping[str, Any]) -> str:
 
 
 def record(folder: Path, task: Mapping[str, Any], finished: int | None) -> str:
-    """Record the task in its folder, and after how many steps it was finished."""
+    """Write the task, and the number of steps after which it finished, to the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     beside = folder / f".{_RECORD}.{os.getpid()}.tmp"
     write_json(beside, {**task, _FINISHED: finished})

@@ -26,7 +26,7 @@ _NO_LOG = "is not the metrics of a step: use another file for the log, or remove
 
 
 class _FolderWriter:
-    """A callback that writes into ``folder``. Entering it raises CheckpointError if that is impossible."""
+    """Callback that writes into ``folder``. Entering it raises CheckpointError if the folder is not writable."""
 
     folder: Path
 
@@ -57,7 +57,7 @@ class _Log(_FolderWriter, abc.ABC):
 
     def _begin(self, step: int) -> None:
         lines, rows = (self._lines(), self.read()) if self.path.exists() else ([], [])
-        head = len(lines) - len(rows)  # lines with names of columns
+        head = len(lines) - len(rows)  # lines with column names
         kept = [line for line, row in zip(lines[head:], rows, strict=True) if self._step_of(row, line) < step]
         self.path.parent.mkdir(parents=True, exist_ok=True)
         beside = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
@@ -66,12 +66,12 @@ class _Log(_FolderWriter, abc.ABC):
         os.replace(beside, self.path)
 
     def _lines(self) -> list[str]:
-        """The lines of the file that are complete, not cut off such as by a full disk, and not blank."""
+        """Read the file's lines without blank ones and an incomplete last one, such as after a full disk."""
         with self.path.open(newline="", encoding="utf-8") as file:
             return [line for line in file if line.endswith("\n") and line.strip()]
 
     def _step_of(self, row: Any, line: str) -> int:
-        """The number of the step in a line. Raises ValueError if it has none."""
+        """Return the step number in a line. Raises ValueError if it has none."""
         try:
             return int(row["step"])
         except (KeyError, TypeError, ValueError):
@@ -181,18 +181,18 @@ class WandbLog:
 
 
 class EarlyStopping:
-    """Stops the training after ``patience`` measurements of a metric in a row that are no improvement.
+    """Stops the training after ``patience`` consecutive measurements of a metric without improvement.
 
         train.fit(model, data, evaluate=train.Evaluation(held_out, every=50), …,
                   callbacks=[train.EarlyStopping("eval_loss", patience=3)])
 
     Args:
-        metric: A name in `Fitted.history`, such as ``eval_loss``. It counts in the steps in which it is measured.
-        min_delta: What a measurement must differ by from the best one to be an improvement.
-        mode: ``min`` if smaller is better, ``max`` if larger is, such as for ``rewards/accuracies``.
+        metric: A name in `Fitted.history`, such as ``eval_loss``. Steps that do not measure it do not count.
+        min_delta: Minimum difference from the best measurement to count as an improvement.
+        mode: ``min`` if smaller is better, ``max`` if larger is better, such as for ``rewards/accuracies``.
 
-    Each call of `fit` counts anew, a resumed run too. Raises ValueError at the first step if the run does not measure
-    the metric, or ``eval_loss`` at its end only.
+    Counting restarts with each call of `fit`, including resumed runs. Raises ValueError at the first step if the run
+    does not measure the metric, or measures ``eval_loss`` only at its end.
     """
 
     def __init__(self, metric: str, patience: int = 3, min_delta: float = 0.0, mode: str = "min") -> None:

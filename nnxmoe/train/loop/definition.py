@@ -1,4 +1,4 @@
-"""What a training step computes, without arrays, so that equal steps share their compiled programs."""
+"""Definition of a training step without arrays, so that equal steps share compiled programs."""
 
 import copy
 import dataclasses
@@ -28,13 +28,13 @@ Variables = dict[str, tuple[Any, nnx.Variable]]  # dotted path -> path and varia
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Everything that a step updates, as arrays, shapes or shardings. Variables are keyed by their dotted paths."""
+    """Everything that a step updates, as arrays, shapes or shardings. Variables are keyed by dotted path."""
 
-    step: Any  # the number of steps made
+    step: Any  # number of completed steps
     params: dict[str, Any]  # the trained variables, in float32
     frozen: dict[str, Any]  # the model's other variables, such as the routers' correction bias
     moments: Any  # the optimizer's state
-    key: Any  # the random key of the next step
+    key: Any  # random key of the next step
 
 
 @jax.tree_util.register_dataclass
@@ -44,16 +44,16 @@ class Report:
 
     losses: Losses
     gradient_norm: Any  # a scalar, or its shape; before the optimizer
-    finite: Any  # bool [P], or its shape: whether each gradient is finite, or was skipped; ordered as the parameters
-    used: Utilisation | None = None  # of the experts, if there are any
+    finite: Any  # bool [P], or its shape: whether each gradient is finite or was skipped, in order of parameters
+    used: Utilisation | None = None  # of the experts, for MoE models
     learning_rate: Any = None  # a scalar, if the optimizer's state has it (`optax.inject_hyperparams`)
-    skipped: Any = None  # steps skipped up to now, if the optimizer counts them (`optax.apply_if_finite`)
+    skipped: Any = None  # steps skipped so far, if the optimizer counts them (`optax.apply_if_finite`)
 
 
 class StepDefinition:
-    """The functions of a step as functions of arrays; see `Step` for the arguments.
+    """A training step as pure functions of arrays; see `Step` for the arguments.
 
-    ``key``: equal for definitions that compute the same, or None if that cannot be told (see `static_key`).
+    ``key``: equal for definitions that compute the same, or None if that cannot be determined (see `static_key`).
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class StepDefinition:
         self.optimizer, self.objective = optimizer, objective
         self.accumulate, self.bias_rate = accumulate, bias_rate
         plain = copy.copy(model)
-        vars(plain)["load_report"] = None  # differs by the time that loading took
+        vars(plain)["load_report"] = None  # contains load times, which differ
         self._graph, params, frozen = nnx.split(plain, trainable, ...)
         self._params, self._frozen = (_without_values(variables_of(state)) for state in (params, frozen))
         self._biases = _biases(model, getattr(objective, "depths", 0))
@@ -76,7 +76,7 @@ class StepDefinition:
         self.key = settings and hashable((self._graph, *map(jax.tree.structure, (params, frozen)), settings))
 
     def init(self, params: dict[str, Array], frozen: dict[str, Array], key: Array) -> TrainState:
-        """The state before the first step."""
+        """Create the state before the first step."""
         wide = {
             name: jnp.array(value, jnp.float32 if jnp.issubdtype(value.dtype, jnp.floating) else value.dtype, copy=True)
             for name, value in params.items()
@@ -85,21 +85,21 @@ class StepDefinition:
         return TrainState(jnp.int32(0), wide, copied, self.optimizer.init(wide), key)
 
     def merge(self, params: Mapping[str, Array], frozen: Mapping[str, Array]) -> CausalLM:
-        """A model with these values."""
+        """Build the model with these values."""
         return merged(self._graph, (self._params, params), (self._frozen, frozen))
 
     def losses(self, state: TrainState, batch: Mapping[str, Array]) -> Losses:
-        """The losses of a batch, without a step."""
+        """Compute the losses of a batch, without a step."""
         return self.objective(self.merge(state.params, state.frozen), batch, None, None, 1.0)[1]
 
     def step(self, state: TrainState, batch: dict[str, Array]) -> tuple[TrainState, Report]:
-        """One step: gradients, the optimizer's update, and the routers' correction bias."""
+        """Run one step: gradients, the optimizer's update, and the update of the routers' correction biases."""
         key, later = jax.random.split(state.key)
         grads, losses = self.gradients(state, batch, key)
         finite = jnp.stack([jnp.all(jnp.isfinite(grad)) for grad in grads.values()])
         good, skips = jnp.all(finite), skipped_steps(state.moments) is not None
 
-        def total(params: Any) -> Float[Array, ""]:  # line searches need the loss of other parameters
+        def total(params: Any) -> Float[Array, ""]:  # line searches evaluate it at other parameters
             return self._accumulated(functools.partial(self._loss, state.frozen, params), batch, key)[0]
 
         def update() -> tuple[Any, Any, Any]:
@@ -111,14 +111,14 @@ class StepDefinition:
                 grad=grads,
                 value_fn=total,
             )
-            # All zero: updates that `optax.apply_if_finite` has rejected.
+            # `optax.apply_if_finite` replaces rejected updates by zeros.
             rejected = skips and jnp.all(jnp.stack([jnp.all(update == 0) for update in jax.tree.leaves(updates)]))
             return optax.apply_updates(state.params, updates), moments, rejected
 
-        if skips:  # the optimizer itself rejects updates that are not finite, until there are too many in a row
+        if skips:  # the optimizer rejects non-finite updates, until there are too many in a row
             params, moments, skipped = update()
             finite |= skipped
-        else:  # Not a `where`, for which XLA:CPU copies the old parameters and moments (4 times the update's time).
+        else:  # With `where`, XLA:CPU copies the old parameters and moments, and an update takes 4 times as long.
             params, moments, _ = jax.lax.cond(good, update, lambda: (state.params, state.moments, False))
         frozen = dict(state.frozen)
         for name, rows in self._biases.items() if self.bias_rate else ():
@@ -132,7 +132,7 @@ class StepDefinition:
         return TrainState(state.step + 1, params, frozen, moments, later), report
 
     def gradients(self, state: TrainState, batch: dict[str, Array], key: Array) -> tuple[dict[str, Array], Losses]:
-        """The gradients of a batch by parameter, and its losses."""
+        """Compute the gradient of each parameter for a batch, and the batch's losses."""
         slope = jax.grad(functools.partial(self._loss, state.frozen), has_aux=True)
         return self._accumulated(functools.partial(slope, state.params), batch, key)
 
@@ -142,7 +142,7 @@ class StepDefinition:
         return self.objective(self.merge(params, frozen), part, key, count, 1 / self.accumulate)
 
     def _accumulated(self, run: Callable[..., Any], batch: dict[str, Array], key: Array) -> Any:
-        """The sum of ``run(part, key, count)`` over the parts of a batch."""
+        """Sum ``run(part, key, count)`` over the parts of a batch."""
         if self.accumulate == 1:
             return run(batch, key, None)
         count = self.objective.count(batch)
@@ -151,7 +151,7 @@ class StepDefinition:
             part, key = inputs
             return jax.tree.map(jnp.add, sums, run(part, key, count)), None
 
-        # [B, T] -> [parts, B / parts, T]; every part has rows from every device.
+        # [B, T] -> [parts, B / parts, T]. Every part has rows from every device.
         parts = {
             name: jnp.moveaxis(jnp.reshape(array, (-1, self.accumulate, *array.shape[1:])), 1, 0)
             for name, array in batch.items()
@@ -163,12 +163,12 @@ class StepDefinition:
 
 
 def variables_of(state: Any) -> Variables:
-    """The variables of a state by their dotted paths."""
+    """Map dotted paths to a state's variables."""
     return {".".join(map(str, path)): (path, variable) for path, variable in nnx.to_flat_state(state)}
 
 
 def merged(graph: Any, *groups: tuple[Variables, Mapping[str, Any]]) -> CausalLM:
-    """A model whose variables have these values."""
+    """Build a model whose variables have these values."""
     flat = [
         (path, variable.replace(values[name])) for group, values in groups for name, (path, variable) in group.items()
     ]
@@ -176,7 +176,7 @@ def merged(graph: Any, *groups: tuple[Variables, Mapping[str, Any]]) -> CausalLM
 
 
 def _without_values(variables: Variables) -> Variables:
-    """Variables with shapes in place of arrays, so that whoever keeps them keeps no model in memory."""
+    """Replace arrays by shapes, so that keeping the variables does not keep the model's arrays in memory."""
     return {
         name: (path, variable.replace(jax.eval_shape(lambda value: value, variable.get_value())))
         for name, (path, variable) in variables.items()
@@ -184,8 +184,8 @@ def _without_values(variables: Variables) -> Variables:
 
 
 def _biases(model: CausalLM, depths: int) -> dict[str, np.ndarray]:
-    """Path of each correction bias -> its rows of the MoE layers' loads: one, or one per layer of a scanned stack.
-    Prediction layers have rows only if there are ``depths``."""
+    """Map the path of each correction bias to its rows in the MoE layers' loads: one row, or one per layer of a scanned
+    stack. Prediction layers have rows only if ``depths`` > 0."""
     numbers = dict[str, np.ndarray]()
     wanted = RouterBias if depths else nnx.All(RouterBias, nnx.Not(nnx.PathContains("mtp")))
     for name, (path, variable) in variables_of(nnx.state(model, wanted)).items():

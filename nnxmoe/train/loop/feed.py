@@ -85,7 +85,7 @@ def _resumes(batches: Any) -> bool:
 
 
 def put_batch(batch: Batch, step: Step, limit: BatchLimit | None = None) -> dict[str, Any]:
-    """The batch on the step's devices, rows and tokens split over the mesh. Each process passes its own rows.
+    """Put a batch on the step's devices, rows and tokens split over the mesh. Each process passes its own rows.
 
     Raises ValueError if the batch is malformed, has ids outside the vocabulary, exceeds the limit or does not divide
     over the mesh.
@@ -100,7 +100,7 @@ def put_batch(batch: Batch, step: Step, limit: BatchLimit | None = None) -> dict
 
 
 def check_rows(rows: int, mesh: Mesh | None) -> None:
-    """Raise ValueError for a batch of all processes whose rows do not divide over the mesh."""
+    """Raise ValueError if the rows of the global batch do not divide over the mesh."""
     parts = shards(mesh, batch_axes(mesh))
     if mesh is not None and rows % parts:
         names = " x ".join(batch_axes(mesh))
@@ -108,7 +108,7 @@ def check_rows(rows: int, mesh: Mesh | None) -> None:
 
 
 def check_length(length: int, mesh: Mesh | None) -> None:
-    """Raise ValueError for rows whose tokens do not divide over the mesh."""
+    """Raise ValueError if the tokens of a row do not divide over the mesh."""
     size = 1 if mesh is None else mesh.shape.get(CONTEXT, 1)
     if length % size:
         raise ValueError(

@@ -53,9 +53,9 @@ def fit(
 ) -> Fitted:
     """Train a copy of a model.
 
-    A later call with an equal model, optimizer, objective and shapes compiles nothing: the last 64 programs are found
-    by value, see `runtime.static_key`. Without ``mesh`` arrays are trained on the devices that they are on. Ctrl-C
-    stops the training after its step, saves a checkpoint and raises Interrupted, which holds the result up to there.
+    A later call with an equal model, optimizer, objective and shapes compiles nothing: the last 64 programs are cached
+    and compared by value, see `runtime.static_key`. Without ``mesh`` arrays are trained on their current devices.
+    Ctrl-C stops the training after the current step, saves a checkpoint and raises Interrupted with the result so far.
 
     Args:
         data: Batches, dicts with ``tokens [B, T]`` and optionally `train.loop.batch.FIELDS`; re-iterable data restarts
@@ -64,17 +64,17 @@ def fit(
         steps: Number of steps in total, those of an earlier run included.
         checkpoint: A folder, saved to every 100 steps with the last 3 kept, or `Checkpoints` with other numbers. A run
             found there is resumed bit for bit, with ``data`` set to its old position by ``set_state`` (grain's
-            iterators, `train.batches`) or, without that method, by iterating up to it. A finished run is returned, its
-            history being the metrics of its last step.
-        evaluate: Batches whose cross-entropy is measured at the end, also of a finished run, or `Evaluation`, which
-            measures more often. The metric is ``eval_loss``.
+            iterators, `train.batches`) or, without that method, by iterating up to it. For a finished run, the result's
+            history has the metrics of its last step.
+        evaluate: Batches whose cross-entropy is measured at the end (also for a finished run), or an `Evaluation` to
+            measure it more often. The metric is ``eval_loss``.
         callbacks: Called after each step; see `Callback`.
         options: ``objective``, ``trainable``, ``accumulate`` and ``bias_rate`` of `Step`. ``trainable`` defaults to the
             adapters if the model has any, else to `nnx.Param`.
 
     Raises:
         NotFinite: If a gradient is NaN or infinite, unless `optax.apply_if_finite` skips the step.
-        ValueError: For unusable arguments or data, and before the step is compiled for a model or a batch that cannot
+        ValueError: For unusable arguments or data. Also, before the step is compiled, if the model or a batch cannot
             fit in memory.
     """
     steps, seed = whole_number("steps", steps, 1, 2**31), whole_number("seed", seed, -(2**63))
@@ -95,7 +95,7 @@ def fit(
 
 
 def _step(model: CausalLM, optimizer: optax.GradientTransformation, options: StepOptions) -> Step:
-    """The step of a model. Raises ValueError for merged adapters."""
+    """Create the step for a model. Raises ValueError for merged adapters."""
     if model.merged is not None:
         raise ValueError(
             "the model has merged adapters: call lora.unmerge(model) to train them, or merge them for good with "
@@ -119,8 +119,8 @@ def _trainable(model: CausalLM) -> Any:
 
 
 def _limit(step: Step, model: CausalLM, data: Any) -> BatchLimit:
-    """The limit of the batches' size. Raises ValueError for several processes without a mesh, and for a state or for
-    batches of known size that cannot fit in memory."""
+    """Compute the limit on batch size. Raises ValueError for several processes without a mesh, and if the state or
+    batches of known size cannot fit in memory."""
     if step.mesh is None and (count := jax.process_count()) > 1:
         raise ValueError(
             f"mesh=None in a job of {count} processes: each would train a model of its own on its share of the rows; "

@@ -1,4 +1,4 @@
-"""What `fit` passes to callbacks, expects of them, and returns."""
+"""Types in the interface of `fit`: arguments of callbacks, the callback protocol, the result and errors."""
 
 import dataclasses
 import math
@@ -27,19 +27,19 @@ class Progress:
     step: int
     steps: int
     metrics: Metrics
-    load: np.ndarray  # [L, E]: the share of each MoE layer's assignments that went to each expert (see `Losses`)
+    load: np.ndarray  # [L, E]: fraction of each MoE layer's assignments per expert (see `Losses`)
     model: Callable[[], CausalLM]
-    measured: frozenset[str] = frozenset()  # the names of all metrics of the run, those of later evaluations included
+    measured: frozenset[str] = frozenset()  # names of all metrics of the run, including later evaluations
 
 
 class Callback(Protocol):
     """Called after each step; returns True to stop the training: a bool of Python, NumPy or JAX, or an array with a
-    single one. What is not of a boolean type, such as the count that ``file.write`` returns, is ignored.
+    single bool. Results of other types, such as the count returned by ``file.write``, are ignored.
 
-    The next step waits for it, unless all callbacks have an attribute ``late = True``: these look at metrics only, are
-    called while the next step is computed, cannot call ``progress.model``, and can stop the training only after a step
-    that is evaluated or saved. A callback that is a context manager is entered before the first step and left after the
-    last, or when the training ends early.
+    The next step waits for the callbacks, unless all of them have an attribute ``late = True``. Late callbacks are
+    called while the next step is computed. They see metrics only, cannot call ``progress.model``, and can stop the
+    training only after a step that is evaluated or saved. A callback that is a context manager is entered before the
+    first step, and exited after the last or when the training ends early.
     """
 
     def __call__(self, progress: Progress, /) -> Any: ...
@@ -49,7 +49,7 @@ class Callback(Protocol):
 class Fitted:
     """The result of `fit`: the trained model, the metrics of each step of this call, and the final state.
 
-    If the run was finished before, ``history`` has the metrics of its last step, with a new evaluation if it has one.
+    If the run had already finished, ``history`` has the metrics of its last step, and a new evaluation if requested.
     """
 
     model: CausalLM
@@ -58,7 +58,7 @@ class Fitted:
 
 
 def is_true(answer: Any) -> bool:
-    """Whether a callback's answer is a true boolean. Raises ValueError for an array of several booleans."""
+    """Whether a callback returned a true boolean. Raises ValueError for an array of several booleans."""
     if getattr(answer, "dtype", None) is not None and str(answer.dtype).removeprefix("torch.") == "bool":
         if math.prod(answer.shape) != 1:
             raise ValueError(
@@ -69,5 +69,5 @@ def is_true(answer: Any) -> bool:
 
 
 def unseen() -> CausalLM:
-    """`Progress.model` of late callbacks. Raises ValueError."""
+    """`Progress.model` of late callbacks: raises ValueError."""
     raise ValueError("the next step has begun when a late callback is called: remove its attribute late to see a model")

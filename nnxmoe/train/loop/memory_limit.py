@@ -1,4 +1,4 @@
-"""Refusing a training that cannot fit in memory before it is compiled, by lower bounds."""
+"""Lower bounds of the memory for training, to refuse what cannot fit before compiling it."""
 
 import dataclasses
 import math
@@ -18,8 +18,10 @@ from nnxmoe.train.loop.step import Step
 
 
 def refuse_state(step: Step) -> float:
-    """Raise ValueError for a state that does not fit in memory beside its gradients. Return the bytes that it leaves
-    for activations, which are gone before all gradients are there."""
+    """Raise ValueError if the state and its gradients do not fit in memory. Return the bytes left for activations.
+
+    Gradients are not subtracted, since activations are freed before all gradients exist.
+    """
     state, (have, _) = step.shapes(), memory_bytes()
     arrays = [*jax.tree.leaves((state.params, state.frozen, state.moments))]
     held, gradients = (
@@ -38,19 +40,19 @@ def refuse_state(step: Step) -> float:
 
 @dataclasses.dataclass
 class BatchLimit:
-    """Refuses batches whose activations alone need more than the ``room`` beside the state.
+    """Refuses batches whose activations need more than ``room``, the bytes that the state leaves free.
 
-    The bound counts the input of each layer that gradients pass through, which the backward pass needs with and without
-    `Remat`, as if all devices shared it. Activations inside the layers and logits come on top.
+    A lower bound: it counts only the input of each layer that gradients pass through, which the backward pass needs
+    with and without `Remat`, as if it were sharded over all devices. Logits and activations inside layers are extra.
     """
 
     room: float
-    bytes_per_token: float  # in all devices of this process, if accumulate is 1
+    bytes_per_token: float  # on all devices of this process together, for accumulate=1
     accumulate: int
 
     @classmethod
     def of(cls, step: Step, model: CausalLM, room: float) -> "BatchLimit":
-        """The limit for a step; without one for objectives that may leave out tokens."""
+        """Create the limit for a step. Objectives that may leave out tokens have no limit."""
         known = isinstance(step.objective, RouterLosses)
         layers = _layers_with_gradients(model, step.names) if known else 0
         dtype = model.strategy.compute_dtype or model.dtype
@@ -58,7 +60,7 @@ class BatchLimit:
         return cls(room, share * layers * model.config.hidden_size * jnp.dtype(dtype).itemsize, step.accumulate)
 
     def refuse(self, shape: tuple[int, ...]) -> None:
-        """Raise ValueError if a batch of tokens of this shape, in all processes together, cannot fit."""
+        """Raise ValueError if a global batch of this shape cannot fit."""
         need = math.prod(shape) // self.accumulate * self.bytes_per_token
         if need > self.room:
             raise ValueError(
@@ -69,8 +71,11 @@ class BatchLimit:
 
 
 def _layers_with_gradients(model: CausalLM, trained: tuple[str, ...]) -> int:
-    """How many layers' inputs the backward pass reads from memory: those after the first layer with a trained
-    parameter, or all but one if the embedding is trained; at least one, the input of the output head."""
+    """Count the layers whose inputs the backward pass reads from memory.
+
+    These are the layers after the first one with a trained parameter, or all but one if the embedding is trained. At
+    least one, since the output head's input is always needed.
+    """
     remat = model.strategy.remat
     if remat is not None and (remat.offload or remat.policy is not None):
         return 1
@@ -84,6 +89,6 @@ def _layers_with_gradients(model: CausalLM, trained: tuple[str, ...]) -> int:
 
 
 def size_of_batches(data: Any) -> tuple[int, int] | None:
-    """Rows and tokens per row of batches that tell their size, such as `train.batches`."""
+    """Return rows and tokens per row of batches that declare their size, such as `train.batches`; None for others."""
     rows, length = getattr(data, "batch_size", None), getattr(data, "seq_len", None)
     return (rows, length) if isinstance(rows, int) and isinstance(length, int) else None

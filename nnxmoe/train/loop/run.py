@@ -153,8 +153,8 @@ class Run:
         return self.evaluation is not None and self.evaluation.due(number, number == self.steps)
 
     def _finish(self, made: _StepMade, asked: Callable[[], bool], ahead: bool = False) -> bool:
-        """Read a step's report, evaluate, run callbacks and save a checkpoint if due. Returns whether the training ends
-        here, and raises Interrupted if it was ``asked`` to. ``ahead``: the next step has begun."""
+        """Read a step's report, evaluate, run callbacks and save a checkpoint if due. Returns whether training ends.
+        Raises Interrupted if ``asked()`` is true. ``ahead``: the next step has begun."""
         number, late = made.number, self._late
         metrics, load = self._read(made)
         interrupted = asked()
@@ -208,7 +208,7 @@ class Run:
         return metrics, load / np.maximum(load.sum(axis=-1, keepdims=True), 1)
 
     def _evaluated(self) -> Metrics:
-        """The metrics of an evaluation of the current state, if there are batches for it."""
+        """Evaluate the current state; returns the metrics, empty without batches to evaluate."""
         if self.evaluate is None:
             return {}
         began = time.perf_counter()
@@ -222,7 +222,7 @@ class Run:
         self._refuse_nonfinite("new values", jax.device_get(self.finite(self.state.params)), made)
         if self.checkpoints is not None:
             extra = {"data": in_every_process(made.position), "base": self.base}
-            extra["metrics"] = {name: value for name, value in metrics.items() if math.isfinite(value)}  # JSON
+            extra["metrics"] = {name: value for name, value in metrics.items() if math.isfinite(value)}  # JSON: no NaN
             with self.spent.on("checkpoint"):
                 self.checkpoints.save(made.number, self.step.saved(self.state), extra, force=force)
 

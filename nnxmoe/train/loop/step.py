@@ -76,7 +76,7 @@ class Step:
         self._run = self.shared("step", self.definition.step, "the training step", donate_argnums=0, out_shardings=out)
 
     def shared(self, what: str, function: Callable[..., Any], name: str | None = None, **options: Any) -> JitProgram:
-        """The program of a function of the definition, shared with equal steps; see `shared_program`."""
+        """Return the program of one of the definition's functions, shared by equal steps; see `shared_program`."""
         key = self.definition.key
         return shared_program(key and (what, key), function, name, **options)
 
@@ -117,7 +117,7 @@ class Step:
         return self.program(state, batch)(state, dict(batch))
 
     def program(self, state: TrainState, batch: Batch) -> Any:
-        """The compiled step for batches of these shapes, compiled once for equal steps (see `StepDefinition.key`)."""
+        """Return the step compiled for batches of these shapes, shared by equal steps (see `StepDefinition.key`)."""
         rows = rows_of(batch)
         if rows % self.accumulate:
             raise ValueError(
@@ -133,7 +133,7 @@ class Step:
         return self._run.jitted
 
     def compiles(self, batch: Batch) -> bool:
-        """Whether these shapes are new, so that `program` may take a while."""
+        """Whether these shapes are new, so that `program` may have to compile."""
         return shapes_of(dict(batch)) not in self._programs
 
     def base(self) -> dict[str, Array]:
@@ -166,10 +166,10 @@ def _copies(arrays: dict[str, Array]) -> dict[str, Array]:
 
 
 def _places(model: CausalLM, variables: Variables) -> tuple[dict[str, Any], Any]:
-    """The sharding of each variable, and that of arrays that every device has.
+    """Return the sharding of each variable, and the sharding of replicated arrays.
 
-    Without a mesh, arrays stay where they are. If some were put on several devices, those that were put nowhere are
-    copied to each of these. Raises ValueError if arrays are on different devices, or on a mesh with explicit axes.
+    Without a mesh, arrays stay where they are. If some are sharded over several devices, uncommitted arrays are
+    replicated to these devices. Raises ValueError if arrays are on different devices, or on a mesh with explicit axes.
     """
     if (mesh := model.strategy.mesh) is not None:
         places = {n: model.strategy.sharding_of(v) or v.get_value().sharding for n, (_, v) in variables.items()}
@@ -195,7 +195,7 @@ def _places(model: CausalLM, variables: Variables) -> tuple[dict[str, Any], Any]
 
 
 def _replicated(place: Sharding) -> NamedSharding:
-    """The sharding with which every device of another sharding has the whole array."""
+    """Return the sharding that replicates an array to all devices of ``place``."""
     if isinstance(place, NamedSharding):
         return NamedSharding(place.mesh, PartitionSpec())
     devices = sorted(place.device_set, key=lambda device: device.id)
