@@ -1,4 +1,4 @@
-"""Validation of arguments: one function per type of value."""
+"""Validation of arguments, with one function per type of value."""
 
 import contextlib
 import os
@@ -11,7 +11,7 @@ from nnxmoe.config.printable import short
 
 
 def as_python(value: Any) -> Any:
-    """Convert a NumPy, JAX or torch scalar to a Python number. Returns other values and traced scalars unchanged."""
+    """Convert a NumPy, JAX or torch scalar to a Python number. Returns other values and traced scalars as they are."""
     if getattr(value, "shape", None) != () or not hasattr(value, "item"):
         return value
     try:
@@ -21,37 +21,36 @@ def as_python(value: Any) -> Any:
 
 
 def python_values(value: Any) -> Any:
-    """`as_python` of a value, and of the items of lists, which become tuples, tuples and dicts."""
+    """Apply `as_python` to a value or, recursively, to the items of lists, tuples and dicts. Lists become tuples."""
     if isinstance(value, dict):
         return {name: python_values(item) for name, item in value.items()}
     return tuple(map(python_values, value)) if isinstance(value, list | tuple) else as_python(value)
 
 
 def as_number(value: Any) -> int | float | None:
-    """Return a number of Python, or a scalar of an array library, as a Python number; None for other values, bools and
-    NaN."""
+    """Convert a Python number or an array library's scalar to a Python number; None for other values, bools and NaN."""
     number = as_python(value)
     valid = isinstance(number, int | float) and not isinstance(number, bool) and number == number
     return number if valid else None
 
 
 def as_integer(value: Any, least: int, below: int = 2**32) -> int | None:
-    """Return an integer, or a float or scalar array equal to one, as an int; None for other values, bools and integers
-    out of range."""
+    """Convert an integer, or a float or scalar array with an integral value, to an int; None for other values, bools
+    and integers out of range."""
     number = as_number(value)
     return int(number) if number is not None and least <= number < below and number == int(number) else None
 
 
 def whole_number(name: str, value: Any, least: int, below: int = 2**63) -> int:
-    """`as_integer`. Raises ValueError where it returns None."""
+    """Like `as_integer`, but raises ValueError instead of returning None."""
     if (number := as_integer(value, least, below)) is None:
         raise ValueError(f"{name} must be a {below.bit_length()}-bit integer >= {least}, got {short(value)}")
     return number
 
 
 def real_number(name: str, value: Any, least: float, most: float = sys.float_info.max, positive: bool = False) -> float:
-    """`as_number`, from ``least`` to ``most``, and not 0 where it must be positive. Raises ValueError for other
-    values."""
+    """Like `as_number`, but raises ValueError for None, for values outside [``least``, ``most``], and with ``positive``
+    for 0."""
     if (number := as_number(value)) is None or not least <= number <= most or (positive and number <= 0):
         kind, end = "positive number" if positive else "number", f" to {most:g}" if most < sys.float_info.max else ""
         raise ValueError(f"{name} must be a finite {kind} from {least:g}{end}, got {short(value)}")
@@ -59,7 +58,7 @@ def real_number(name: str, value: Any, least: float, most: float = sys.float_inf
 
 
 def set_numbers(record: Any, *names: str, positive: bool = False) -> None:
-    """Replace fields of a dataclass, frozen or not, by Python numbers of at least 0; see `real_number`."""
+    """Replace fields of a dataclass, frozen or not, by Python numbers >= 0; see `real_number`."""
     for name in names:
         number = real_number(f"{type(record).__name__}: {name}", getattr(record, name), 0, positive=positive)
         object.__setattr__(record, name, number)
@@ -73,22 +72,22 @@ def check_type(name: str, value: Any, kind: Any, example: str) -> None:
 
 def floating_dtype(where: str, name: str, value: Any) -> Any:
     """Convert ``value`` to a NumPy dtype. Raises ValueError for ``where(name=value)`` unless it is floating-point."""
-    with contextlib.suppress(TypeError):  # raised by jnp.dtype for values that are not dtypes
+    with contextlib.suppress(TypeError):  # jnp.dtype raises it for values that are not dtypes
         if value is not None and jnp.issubdtype(dtype := jnp.dtype(value), jnp.floating):
             return dtype
     raise ValueError(f"{where}({name}={short(value)}): pass a floating-point dtype, such as jnp.bfloat16")
 
 
 def check_positive(where: str, name: str, value: Any) -> int:
-    """Return a positive integer as an int, see `as_integer`. Raises ValueError for ``where(name=value)`` otherwise."""
+    """Return a positive integer as an int (see `as_integer`), or raise a ValueError about ``where(name=value)``."""
     if (number := as_integer(value, 1)) is None:
         raise ValueError(f"{where}({name}={short(value)}): give a positive integer")
     return number
 
 
 def set_positive(record: Any, *names: str, where: str = "") -> None:
-    """Replace fields of a dataclass, frozen or not, by ints; None stays where it is the default. Raises ValueError
-    unless they are positive integers."""
+    """Replace fields of a dataclass, frozen or not, by ints. Raises ValueError unless they are positive integers, or
+    None where that is the default."""
     for name in names:
         value = getattr(record, name)
         if value is not None or getattr(type(record), name, ...) is not None:
@@ -102,8 +101,8 @@ def check_object(where: str, name: str, value: Any, example: str) -> None:
 
 
 def path_text(path: str | os.PathLike[str], error: type[ValueError] = ValueError, name: str = "folder") -> str:
-    """Return the path in argument ``name`` as text. Raises for other types, such as None from an unset option, and for
-    empty text, which would be the current folder."""
+    """Convert a path to str. Raises ``error``, which names the argument, for other types (such as None from an unset
+    option) and for empty text, which would mean the current folder."""
     text = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not isinstance(text, str) or not text or "\0" in text:
         raise error(f"{name} is {short(path)}: pass a path, as a string or a pathlib.Path")

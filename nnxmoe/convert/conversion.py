@@ -116,7 +116,7 @@ def kind_of(path_or_hub_id: str) -> str:
 class Done:
     """Result of a conversion; speeds in bytes per second.
 
-    ``difference``: if verified, the largest difference of the logits; ``roundings``: what explains it.
+    ``difference``: largest difference of the logits, if verified. ``roundings``: the roundings that explain it.
     """
 
     source: str
@@ -146,9 +146,9 @@ def convert(
 
     ``scan``: stack layers in one array (not for ``hf``). ``config``: a folder with config.json or a preset's name, for
     sources without config.json. ``verify``: read all arrays back and compare them bitwise, and compare the logits of
-    both models for a short prompt, which may differ by more than 2e-4 of the largest only if numbers had to be rounded.
-    ``change``: applied to the model before it is written, such as merging an adapter. ``quantize``: then round the
-    kernels to codes.
+    both models for a short prompt. They may differ by more than 2e-4 of the largest logit only if the format requires
+    rounding. ``change``: applied to the model before it is written, such as merging an adapter. ``quantize``: round the
+    kernels to codes after that.
     Raises ValueError; invalid arguments are reported before anything is read.
     """
     _check(to, scan, quantize, verify)
@@ -191,7 +191,7 @@ def convert(
 
 
 def _roundings(model: CausalLM, to: str, made: LazyArrays) -> tuple[str, ...]:
-    """What is rounded to less than float32, because the format stores it multiplied by a factor."""
+    """List the tensors that the format stores multiplied by a factor, and so rounds below float32's precision."""
     times = model.config.folded()[1] if to == "hf" else 1.0
     floats = {array.dtype for array in made.values() if jax.dtypes.issubdtype(array.dtype, np.inexact)}
     if (narrow := floats - {np.dtype(np.float32)}) and math.frexp(times)[0] != 0.5:
@@ -268,7 +268,7 @@ def _logits(model: CausalLM) -> np.ndarray:
 
 
 def _difference(wanted: np.ndarray, found: np.ndarray, target: str, rounded: tuple[str, ...]) -> float:
-    """The largest difference of the logits. Raises CheckpointError if ``rounded`` does not explain it."""
+    """Return the largest difference of the logits. Raises CheckpointError if ``rounded`` does not explain it."""
     apart = ~((found == wanted) | (np.isnan(found) & np.isnan(wanted)))
     with np.errstate(invalid="ignore"):
         difference = float(np.max(np.abs(found - wanted), initial=0, where=apart))

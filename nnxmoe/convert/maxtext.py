@@ -39,8 +39,8 @@ from nnxmoe.storage.source import find_config
 _MTP = "mtp_block"  # MaxText's prediction layers, beside the decoder
 BIASES = "MoEBiasVar"  # MaxText 0.2.5's collection of the routers' correction biases
 _BARE = ("decoder", "token_embedder")  # the tops of a tree without ``params``
-_TOPS = ("params", "model", "state", "nnx_aux", *_BARE, _MTP)  # of folders
-_LEVELS = ("params", "model", "state")  # around a tree, in any number and order
+_TOPS = ("params", "model", "state", "nnx_aux", *_BARE, _MTP)  # first names in a checkpoint folder
+_LEVELS = ("params", "model", "state")  # nested around a tree in any number and order
 _AROUND = re.compile(
     rf"^(({'|'.join(_LEVELS)})/)*(?P<aux>nnx_aux/|[A-Z]\w*Var/)?(({'|'.join(_LEVELS)})/)*"
     rf"(?=({'|'.join(_BARE)}|{_MTP})/)"
@@ -49,7 +49,7 @@ _NO_ITEM = re.compile(r"^\d+$|\.orbax-checkpoint-tmp")  # a step, or what an int
 
 
 def roundings(model: CausalLM, found: LazyArrays) -> list[str]:
-    """What is rounded, beyond float32's precision, when a model is written as these arrays of MaxText's."""
+    """List the tensors that are rounded below float32's precision when a model is written as these MaxText arrays."""
     narrow, change = {a.dtype for a in found.values()} - {np.dtype(np.float32)}, changes(model)
     factors = [("queries divided", change[QUERY].over), ("embeddings multiplied", change[EMBED].times)]
     kinds = ", ".join(sorted(map(str, narrow)))
@@ -83,12 +83,13 @@ def from_tree(
     *,
     dtype: Any = None,
 ) -> CausalLM:
-    """A model from MaxText's parameter tree, scanned or not, boxed or not, below any levels of ``params`` or ``model``.
+    """Build a model from MaxText's parameter tree: scanned or not, boxed or not, inside any levels of ``params`` or
+    ``model``.
 
-    ``dtype`` None: as in the tree. The state of optimizers and random generators is skipped wherever it is in the tree,
-    and listed in ``load_report.skipped``.
+    ``dtype`` defaults to the tree's. Skips the state of optimizers and random generators anywhere in the tree, and
+    lists it in ``load_report.skipped``.
     Raises CheckpointError (a ValueError) that lists all missing and unexpected arrays, and all shapes that differ from
-    those of the config. ValueError for what is no tree of arrays.
+    the config's. ValueError unless ``tree`` is a tree of arrays.
     """
     found, skipped = without_states(nested(tree))
     check_arrays(found)
@@ -125,7 +126,7 @@ def _model(
     names = {name: found for name, found in names.items() if name not in ahead | aside}
     stacked = {name for name, leaf in wanted.items() if leaf.axis is not None}
     turned = _layers_first({n: a.shape for n, (a, aux) in names.items() if not aux}, wanted)
-    # In 0.2.5's ``nnx_aux`` layers are on axis 0 too, and so are those of routers' biases in states of its NNX models.
+    # MaxText 0.2.5 puts layers on axis 0 in ``nnx_aux`` too, and for the routers' biases in states of its NNX models.
     bias = f"/{model.maxtext_table.get('layer.moe.router.bias', ('',))[0]}"
     of_nnx = any(re.match("(params/|state/)*model/", name) for name in found)
     biases = {n: names[n][0].shape for n in stacked & names.keys() if n.endswith(bias)}

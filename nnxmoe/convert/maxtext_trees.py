@@ -1,4 +1,4 @@
-"""Trees of arrays as MaxText and Flax have them: nested dicts and states, boxed or not, with other state beside the
+"""Read the array trees of MaxText and Flax: nested dicts or states, boxed or not, that may hold other state besides
 parameters."""
 
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,7 @@ from nnxmoe.config.printable import some
 Tree = Mapping[str, Any]
 T = TypeVar("T")
 _ARRAYS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, int, float)
-# State that may be anywhere in a tree, by the names of branches and of arrays of integers.
+# Kind of state -> names of its branches, and names of its integer arrays, anywhere in a tree.
 _STATES = {
     "state of random generators": (frozenset({"rngs", "rng"}), frozenset({"key"})),
     "state of a training": (frozenset({"opt_state", "optimizer", "mu", "nu"}), frozenset({"step", "count"})),
@@ -23,8 +23,8 @@ _STATES = {
 
 
 def leaves(tree: Tree) -> dict[str, Any]:
-    """Name -> array of a tree of mappings, boxed or not, without random keys; variables of NNX other than parameters
-    are below ``nnx_aux``, where MaxText has them. Raises ValueError for other values."""
+    """Flatten a tree of mappings, boxed or not, to name -> array, without random keys. NNX variables that are not
+    parameters get names below ``nnx_aux``, as in MaxText. Raises ValueError for other values."""
     keys = jax.dtypes.prng_key
     found = {n: a for n, a in nested(tree).items() if not jnp.issubdtype(getattr(a, "dtype", np.dtype(bool)), keys)}
     check_arrays(found)
@@ -37,7 +37,7 @@ def check_arrays(found: Mapping[str, Any]) -> None:
 
 
 def nested(tree: Tree) -> dict[str, Any]:
-    """Name -> value of a tree of mappings. Raises ValueError for another tree."""
+    """Flatten a tree of mappings to name -> value. Raises ValueError for other types."""
     if not isinstance(tree, Mapping):
         raise ValueError(
             f"the tree is a {type(tree).__name__}: give nested dicts of arrays, such as state.params or "
@@ -58,7 +58,7 @@ def _leaves(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
 
 
 def without_states(found: Mapping[str, T]) -> tuple[dict[str, T], dict[str, tuple[str, ...]]]:
-    """The arrays that may be parameters, and the branches with other state, by what they hold."""
+    """Separate the arrays that may be parameters from the names of branches with other state, by kind of state."""
     kept, skipped = dict[str, T](), dict[str, set[str]]()
     for name, value in found.items():
         parts = name.removesuffix("/value").split("/")

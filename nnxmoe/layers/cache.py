@@ -180,10 +180,10 @@ class Cache:
 
     Attributes:
         layers: One entry per stack: a tuple of layer caches, or, for a scanned stack, one cache whose arrays have a
-            leading layer dimension. ``buffers`` of a ``TokenCache`` are its arrays: ``(keys, values)`` for most
+            leading layer dimension. The arrays of a ``TokenCache`` are its ``buffers``: ``(keys, values)`` for most
             attentions, latents for MLA.
         length: Number of tokens stored per row.
-        segment: Segment of each stored token, by its index in its row.
+        segment: Segment id of each stored token, indexed by row and position in the row.
         capacity: Number of real tokens that fit in a row.
     """
 

@@ -48,25 +48,25 @@ class Context:
     def of_rows(
         cls, rope: Rope, batch: int, length: int, lengths: Int[Array, "B"] | Sequence[int] | None = None
     ) -> Self:
-        """The context of ``batch`` rows of ``length`` tokens without a cache, to call a layer or attention alone.
+        """Create the context of ``batch`` rows of ``length`` tokens without a cache, to call a layer or attention.
 
         ``lengths``: the number of real tokens of each row, which come first; None: all are real.
 
             x = jnp.ones((2, 9, config.hidden_size))
             y, _ = model.stacks[0].layers[0].attention(x, Context.of_rows(config.rope, 2, 9, lengths=[9, 4]))
 
-        Raises ValueError for lengths that do not fit; those of traced lengths are not checked.
+        Raises ValueError for lengths that do not fit. Traced lengths are not checked.
         """
         index = jnp.arange(length, dtype=jnp.int32)
         context = cls(index)._rotating((rope,), jnp.broadcast_to(index, (batch, length)))
         if lengths is None:
             return context
         traced = any(isinstance(part, Tracer) for part in jax.tree.leaves(lengths))
-        counts = jnp.asarray(lengths) if traced else np.asarray(lengths)  # NumPy: checks are not traced
+        counts = jnp.asarray(lengths) if traced else np.asarray(lengths)  # NumPy keeps the checks untraced
         fits = counts.shape == (batch,) and jnp.issubdtype(counts.dtype, jnp.integer)
         if not fits or not (traced or np.all((counts >= 0) & (counts <= length))):
             raise ValueError(f"lengths={lengths}: give {batch} numbers of real tokens, from 0 to {length}")
-        counts = jnp.asarray(counts, jnp.int32)  # signed: an empty row has the index -1
+        counts = jnp.asarray(counts, jnp.int32)  # signed, because the last index of an empty row is -1
         valid = index < counts[:, None]
         return dataclasses.replace(context, index=jnp.minimum(index, counts[:, None] - 1), valid=valid)
 
@@ -144,10 +144,10 @@ class Context:
 
 
 class Attention(Protocol):
-    """``(x, context, cache) -> y, cache``, with y of all tokens, or of the last one if ``context.last``.
+    """``(x, context, cache) -> y, cache``; y has all tokens, or only the last one if ``context.last``.
 
-    Tokens may attend to real ones only (``context.valid``), since passes are padded. ``empty_cache`` is needed for
-    passes with a cache only, such as generation.
+    Inputs are padded, so tokens may attend to real tokens only (``context.valid``). ``empty_cache`` is needed only for
+    calls with a cache, such as generation.
     """
 
     def __call__(
@@ -170,8 +170,8 @@ class Fed(NamedTuple):
 class FeedForward(Protocol):
     """The second half of a layer, ``(x, context) -> y``, or `Fed`: a dense `MLP`, or a `MoE`.
 
-    ``name``: its name in a layer and in parameter keys, ``mlp`` or ``moe``; by default ``mlp``, or that of the part in
-    whose place it is put. Without ``separates_tokens`` passes are neither padded nor split.
+    ``name``: attribute name in a layer and in parameter keys, ``mlp`` or ``moe``. Defaults to the name of the part that
+    it replaces, else ``mlp``. Without ``separates_tokens`` inputs are neither padded nor split.
     """
 
     name: ClassVar[str]
@@ -184,13 +184,13 @@ class FeedForward(Protocol):
 
 
 def separates_tokens(part: Any, key: Key[Array, ""] | None) -> bool:
-    """Whether a part says that the output for a token is independent of all other tokens; False if it does not say."""
+    """Whether a part declares its output for a token independent of all other tokens; False without a declaration."""
     separates = getattr(part, "separates_tokens", None)
     return separates is not None and separates(key)
 
 
 def check_call(name: str, part: Any, *options: str) -> None:
-    """Raise ValueError for a part of a layer that cannot be called with ``x`` and these options."""
+    """Raise ValueError if a part of a layer cannot be called with ``x`` and these keyword arguments."""
     known = inspect.signature(part).parameters.values() if callable(part) else ()
     several = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known)
     if not callable(part) or not (several or {one.name for one in known} >= set(options)):

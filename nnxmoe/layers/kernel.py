@@ -1,9 +1,9 @@
 """Kernels: the weights of linear maps. The rest of the package multiplies with them and never reads their arrays.
 
-A *storage form* is what a module holds as its ``kernel``: an ``nnx.Param``, one float array that is trained, or an
-``nnx.Module`` with ``ins``, ``outs`` and ``read()``, whose arrays carry logical axes as every parameter does, such as
-quantised weights. `as_weight` gives both the same attributes: a parameter those of `ParamWeight`. ``read()`` returns a
-`Kernel`, the value that products take: here `DenseKernel`, for another form a subclass with at least ``dense``.
+A module stores its ``kernel`` in one of two *storage forms*: an ``nnx.Param`` (one trained float array), or an
+``nnx.Module`` with ``ins``, ``outs`` and ``read()``, such as quantised weights, whose arrays have logical axes like all
+parameters. `as_weight` gives both the same interface, by wrapping a parameter in `ParamWeight`. ``read()`` returns a
+`Kernel`, the operand of products: a `DenseKernel` for parameters, for other forms a subclass with at least ``dense``.
 """
 
 import dataclasses
@@ -162,13 +162,13 @@ def as_kernel(kernel: Kernel | Float[Array, "*E I O"]) -> Kernel:
 
 
 def is_kernel(variable: Any) -> bool:
-    """Whether this is a parameter made by `kernel_param`: the weight of a linear map in one array."""
+    """Whether a variable was created by `kernel_param`: the weight of a linear map in one array."""
     return isinstance(variable, nnx.Param) and variable.get_metadata().get("inputs") is not None
 
 
 def as_weight(kernel: Any) -> Any:
-    """What a module holds as a kernel, with ``ins``, ``outs``, ``lead``, ``logical_axes`` and ``read()``: a
-    `ParamWeight` of a parameter; other storage forms as they are."""
+    """Return a module's kernel as an object with ``ins``, ``outs``, ``lead``, ``logical_axes`` and ``read()``. Wraps a
+    parameter in `ParamWeight`; returns other storage forms unchanged."""
     return ParamWeight(kernel) if isinstance(kernel, nnx.Variable) else kernel
 
 
@@ -176,12 +176,12 @@ def as_weight(kernel: Any) -> Any:
 class ParamWeight:
     """The trained weight of a linear map in one array ``[*lead, *outs, *ins]``; ``lead`` counts layers and experts.
 
-    ``variable``: an ``nnx.Param`` of `kernel_param`, or an ``nnx.LoRAParam``: subclasses would have no place in the
-    collection ``params`` of Flax's bridge to Linen. Input and output features may have several dimensions, such as
-    heads; ``read`` flattens each to one. Outputs come first as in Hugging Face's files, so that loading transposes
-    nothing and CPUs multiply few rows faster. XLA's dots on GPUs and TPUs take either order; of tokamax's grouped
-    kernels, the one for Hopper is optimised for this order, the one for TPUs takes the other. After ``turn``, as in
-    Linen, the array is ``[*lead, *ins, *outs]``.
+    ``variable``: an ``nnx.Param`` from `kernel_param`, or an ``nnx.LoRAParam``, but not a subclass: Flax's bridge to
+    Linen would not put it into the collection ``params``. Input and output features may have several dimensions, such
+    as heads; ``read`` flattens each to one. Outputs come first as in Hugging Face's files, so that loading transposes
+    nothing and CPUs multiply few rows faster. XLA's dots on GPUs and TPUs accept either order. Of tokamax's grouped
+    kernels, the Hopper kernel is optimised for this order, and the TPU kernel needs the opposite one. After ``turn``,
+    as in Linen, the array is ``[*lead, *ins, *outs]``.
     """
 
     variable: nnx.Variable

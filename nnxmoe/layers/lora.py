@@ -21,8 +21,8 @@ class Kept(nnx.Variable):
 class LoRA(nnx.Module):
     """The adapter of a kernel ``[*lead, *outs, *ins]``: ``a [*lead, rank, *ins]``, ``b [*lead, *outs, rank]``.
 
-    Both are Flax's ``nnx.LoRAParam``, trained while the rest of the model is frozen. If several maps share one adapter,
-    such as the experts' gate and up, ``b`` is ``[*lead, maps, *outs, rank]``.
+    Both are ``nnx.LoRAParam``s, which are trained while the rest of the model is frozen. If several maps share one
+    adapter, such as the experts' gate and up, ``b`` is ``[*lead, maps, *outs, rank]``.
     ``layers``: pairs of a layer and its own (rank, alpha), for stacked layers that differ; None: all are equal. Layers
     without a pair have no adapter. What a layer lacks is zero in ``a`` and ``b``, which gets no gradient.
     """

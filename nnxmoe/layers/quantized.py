@@ -121,9 +121,9 @@ class QuantizedArray(nnx.Variable):
 
 
 class QuantizedWeight(nnx.Module):
-    """The variables of a `QuantizedKernel` in a model, in place of a parameter, with leading dimensions of layers
-    and experts. Inputs and outputs are flattened; ``ins``, ``outs``, ``in_axes`` and ``out_axes``: their sizes and
-    logical axes before.
+    """Variables of a `QuantizedKernel`, stored in a model in place of a parameter, with leading dimensions of layers
+    and experts. Inputs and outputs are flattened. ``ins``, ``outs``, ``in_axes`` and ``out_axes`` are their sizes and
+    logical axes before flattening.
     """
 
     def __init__(

@@ -50,13 +50,13 @@ def from_mapping(
 
 
 def unused(rows: Mapping[str, "Row"], theirs: Mapping[str, Any]) -> list[str]:
-    """A fault for each of their arrays that no row reads."""
+    """Return a fault per Linen array that no row reads."""
     used = {source for row in rows.values() for source in row.sources}
     return [f"{name} {list(np.shape(a))} of the tree is in no row" for name, a in theirs.items() if name not in used]
 
 
 def check_faults(faults: list[str], target: str) -> None:
-    """Raise ValueError that lists the faults, if there are any."""
+    """Raise a ValueError that lists the faults, if any."""
     if faults:
         faults = by_layer(faults)
         lines = "\n  ".join([*faults[:20], *([f"… {len(faults) - 20} more"] if len(faults) > 20 else [])])
@@ -74,7 +74,7 @@ def flat(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def general_name(name: str) -> tuple[str, int | None]:
-    """A parameter's name with ``{layer}`` for its layer's number, and that number; None outside of layers."""
+    """Replace the layer's number in a parameter's name by ``{layer}``; returns that name and the number, or None."""
     parts = name.split("/")
     if parts[0] != "layers":
         return name, None
@@ -82,7 +82,7 @@ def general_name(name: str) -> tuple[str, int | None]:
 
 
 def general_linen_name(name: str) -> tuple[str, int | None]:
-    """A name of theirs with ``{layer}`` for the first number that may be a layer's, and that number."""
+    """Replace the first number in a Linen name that may be a layer's by ``{layer}``; returns the name and number."""
     match = NUMBERED.search(name)
     return (NUMBERED.sub(rf"\1\2{LAYER}", name, count=1), int(match[3])) if match else (name, None)
 
@@ -111,8 +111,8 @@ def read_mapping(
     theirs: Mapping[str, Any],
     general_name: Callable[[str], tuple[str, int | None]] = general_name,
 ) -> tuple[dict[str, Row], list[str]]:
-    """The row of each wanted parameter (name -> shape), and the faults of all names. Rows raise ValueError if their
-    function fails or its result has another shape. ``general_name``: of a wanted parameter, and its layer."""
+    """Return the row of each wanted parameter (name -> shape), and all faults of the mapping. Rows raise ValueError if
+    their function fails or returns a wrong shape. ``general_name`` splits a wanted name into general name and layer."""
     rows, faults, counts = dict[str, Row](), list[str](), dict[str, int]()
     candidates: Mapping[str, tuple[str, ...]] = getattr(mapping, "candidates", {})  # of a `Proposal`
     if not isinstance(mapping, Mapping):
@@ -130,7 +130,7 @@ def read_mapping(
             continue
         names, make = (source, lambda array: array) if isinstance(source, str) else checked_pair(name, source)
         names = (names,) if isinstance(names, str) else tuple(names)
-        own = layer is None or name in mapping  # a row of one layer names its own arrays
+        own = layer is None or name in mapping  # a row for a single layer names that layer's arrays
         parts = tuple((each.replace(LAYER, str(layer)), None if own or LAYER in each else layer) for each in names)
         sources = tuple(source for source, _ in parts)
         if missing := [each for each in sources if each not in theirs]:

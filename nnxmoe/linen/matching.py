@@ -1,4 +1,4 @@
-"""The pairs of parameters that are certain: what can be a pair, and the rules that choose."""
+"""Match parameters of both sides: find possible pairs, then accept those that the rules make certain."""
 
 import dataclasses
 import re
@@ -17,10 +17,10 @@ _AS_IS, _TRANSPOSED, _EITHER = "as is", "transposed", "unknown"  # how values ar
 
 @dataclasses.dataclass
 class Entry:
-    """A parameter, or one with ``{layer}`` in its name that the ``layers`` have in the same shape.
+    """A parameter, or, with ``{layer}`` in its name, the parameters of equal shape in several ``layers``.
 
-    ``members``: the names that are meant. ``rows``: those in a mapping: ``name``, or the members if other layers have
-    another shape. ``hidden``: the name has a number that may be a layer's, of layers that our model does not have.
+    ``members``: the parameters' full names. ``rows``: their names in a mapping, which are ``name``, or ``members`` if
+    shapes differ between layers. ``hidden``: a number in the name may be a layer's number that our model does not have.
     """
 
     name: str
@@ -33,12 +33,12 @@ class Entry:
 
     @property
     def parent(self) -> str:
-        """The name of the module."""
+        """Name of the module that has the parameter."""
         return re.split(r"[/.](?=[^/.]*$)", self.name)[0] if re.search(r"[/.]", self.name) else ""
 
 
 class Matching:
-    """Pairs that can be, as ``edges[ours][theirs]`` (how the values are stored), and those that are certain."""
+    """Possible pairs, ``edges[ours][theirs]`` -> how the values are stored, and certain pairs."""
 
     def __init__(self, ours: list[Entry], theirs: list[Entry], every: Layers):
         self.ours, self.theirs, self.every = ours, theirs, every
@@ -61,7 +61,7 @@ class Matching:
         self.pairs: dict[int, tuple[int, str]] = {}
 
     def _fits(self, a: Entry, b: Entry) -> tuple[bool, bool, bool] | None:
-        """Whether the values are the same in order, whether they are if transposed, and whether it is a matrix."""
+        """Whether values fit in order, whether they fit transposed, and whether they are a matrix; None if no fit."""
         stored = b.shape
         if a.layers == OUTSIDE:
             if b.layers != OUTSIDE or b.hidden or (self.every and self._stacked(b) and len(stored) > len(a.shape)):
@@ -83,8 +83,8 @@ class Matching:
         return b.layers == OUTSIDE and b.shape[:1] == (len(self.every),)
 
     def _votes(self, fits: Mapping[tuple[int, int], tuple[bool, bool, bool]], inside: bool) -> set[bool]:
-        """Whether theirs stores matrices as ``[out, in]``, according to those that are not square and whose possible
-        roles agree."""
+        """Decide whether their matrices are ``[out, in]``, by the matrices that fit in one orientation only and share a
+        role with ours. Returns both answers if these contradict each other."""
         votes: dict[int, set[bool]] = {}
         for (i, j), (as_is, transposed, matrix) in fits.items():
             in_scope = matrix and (self.ours[i].layers != OUTSIDE) == inside
@@ -93,7 +93,7 @@ class Matching:
         return {vote for each in votes.values() if len(each) == 1 for vote in each}
 
     def _complete_layers(self) -> Layers:
-        """Layers in which both sides have as many parameters, each with at least one that fits."""
+        """Layers in which both sides have equally many parameters, and each has at least one that fits."""
         fitting = {j for edges in self.edges.values() for j in edges}
         inside = {j for i, edges in self.edges.items() if self.ours[i].layers != OUTSIDE for j in edges}
         if any(j not in fitting and b.layers == OUTSIDE for j, b in enumerate(self.theirs)):
@@ -111,14 +111,14 @@ class Matching:
         return frozenset(layer for layer in (*self.every, None) if complete(layer))
 
     def run(self) -> None:
-        """Accept pairs by each rule in turn until none gives a further one."""
+        """Apply the rules in turn until none accepts another pair."""
         rules = (self._same_words, self._same_role, self._same_module, self._only_fit)
         while any(self._accept(rule) for rule in rules):
             pass
 
     def _accept(self, rule: Callable[[int, int], float]) -> bool:
-        """Accept each pair whose score is greater than those of all pairs with one of its parameters. A negative score
-        refuses a pair, but counts against others by its size."""
+        """Accept each pair that scores higher than all other pairs with one of its parameters. A pair with a negative
+        score is not accepted, but its absolute value competes with others."""
         scores = {
             i: {j: score for j in row if (score := rule(i, j))} for i, row in self.edges.items() if i not in self.pairs
         }
@@ -143,7 +143,8 @@ class Matching:
         return bool(found)
 
     def _same_words(self, i: int, j: int) -> float:
-        """Equal words in both names; equal numbers count if both sides have the same of them with these words."""
+        """Score pairs whose names have equal words. Equal numbers count if these words have the same numbers on both
+        sides."""
         a, b = self.ours[i].words, self.theirs[j].words
         if a.stem != b.stem or a.digits != b.digits:
             return 0
@@ -154,20 +155,21 @@ class Matching:
         return {entry.words.digits for entry in entries if entry.words.stem == stem}
 
     def _same_role(self, i: int, j: int) -> float:
-        """A role that both names allow, and theirs has all other words of ours. One role is better than several."""
+        """Score pairs with a role that both names allow, if theirs has all other words of ours. An unambiguous role
+        scores higher."""
         a, b = self.ours[i].words, self.theirs[j].words
         matches = a.roles & b.roles and a.rest <= b.rest
         return 1 + (len(b.roles) == 1) + 2 * len(a.rest) if matches else 0
 
     def _same_module(self, i: int, j: int) -> float:
-        """A kernel and a bias, say, of modules of which another parameter is a pair."""
+        """Score pairs in modules that are already matched by another parameter, such as the bias after the kernel."""
         ours, theirs = self.ours[i].parent, self.theirs[j].parent
         together = (self.ours[k].parent == ours and self.theirs[n].parent == theirs for k, (n, _) in self.pairs.items())
         alone = sum(entry.parent == theirs for entry in self.theirs) == 2
         return bool(ours and theirs) and alone and any(together)
 
     def _only_fit(self, i: int, j: int) -> float:
-        """Nothing else fits, among parameters that correspond as a whole; a norm may be the last of the norms."""
+        """Score pairs for which nothing else fits, in layers that match completely, and among norms in all layers."""
         a, b = self.ours[i], self.theirs[j]
         return 1 if a.layers <= self.complete or (a.words.norm and b.words.norm) else -1
 
@@ -175,7 +177,7 @@ class Matching:
         return bool(self.ours[i].layers & self.ours[k].layers)
 
     def sources(self) -> dict[int, Source]:
-        """Number of our entry -> their name, or a pair of that and the function that transposes."""
+        """Map the index of our entry to their name, or to a pair of their name and `jnp.transpose`."""
         named = {i: (self.theirs[j].name, how) for i, (j, how) in self.pairs.items()}
         return {i: (name, jnp.transpose) if how == _TRANSPOSED else name for i, (name, how) in named.items()}
 

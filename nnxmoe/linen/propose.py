@@ -1,12 +1,12 @@
-"""A first mapping between our parameters and a Linen tree, without guesses.
+"""Propose a mapping between our parameters and a Linen tree, without guesses.
 
-Two parameters can be a pair if they are in the same layers, have the same numbers of values in order (or transposed),
-and their names do not contradict each other (`nnxmoe.linen.words`). Of these, a pair is proposed if it is the only one
-for both its parameters that fulfills one of `_RULES`. Numbers and letters that an author appends decide nothing
-(``ln1``, ``norm_b``, ``Dense_3``), with three exceptions:
+Two parameters are a possible pair if they are in the same layers, their shapes fit (in order or transposed), and their
+names do not contradict each other (`nnxmoe.linen.words`). A possible pair is proposed if one of the rules in
+`nnxmoe.linen.matching` prefers it to all other pairs of both parameters. Numbers and letters that an author appends
+decide nothing (``ln1``, ``norm_b``, ``Dense_3``), with three exceptions:
 
-- GPT-2's ``ln_1``, ``ln_2`` and Flax's automatic ``RMSNorm_0``, ``RMSNorm_1``, if a layer has the norms before
-  attention and before the feed-forward and no others, since one is computed after the other;
+- GPT-2's ``ln_1``, ``ln_2`` and Flax's automatic ``RMSNorm_0``, ``RMSNorm_1``, which are numbered in order of
+  execution, if a layer has exactly the norms before attention and before the feed-forward;
 - T5X's ``wi_0`` (gate) and ``wi_1`` (up);
 - Meta's ``w1`` (gate), ``w3`` (up) and ``w2``, if ``w2`` has another name or the shape of a down projection.
 """
@@ -37,7 +37,7 @@ _AUTOMATIC = re.compile(r"(?:^|(?<=[/.]))(ln|[A-Z][A-Za-z]*)_(\d+)(?=[/.][^/.]*$
 class Proposal(dict[str, Source]):
     """A mapping from our names to theirs; ``print`` shows the names and shapes of both sides.
 
-    ``candidates``: our name -> their names, for parameters without a row, which ``print`` shows as ``?``.
+    ``candidates``: our name -> their names, for parameters without a row. ``print`` shows these as ``?``.
     """
 
     def __init__(
@@ -78,9 +78,9 @@ def propose_mapping(ours: DecoderConfig | nnx.Module, params: Mapping[str, Any])
         params: the Linen tree, of arrays or shapes (``jax.eval_shape(module.init, …)``).
 
     Returns:
-        A dict with a row per parameter of ours whose counterpart is certain by shape and words. If theirs stores linear
-        maps as ``[out, in]``, as torch does, the rows transpose them. The others get no row, among them arrays that
-        theirs fuses: ``print`` shows them as ``?`` with all candidates. Add their rows with ``proposal | {…}``.
+        A dict with a row per parameter of ours whose counterpart is certain by shape and words. If the tree stores
+        linear maps as ``[out, in]``, as torch does, the rows transpose them. Other parameters, such as those that the
+        tree fuses, have no row: ``print`` shows them as ``?`` with all candidates. Add rows with ``proposal | {…}``.
     """
     model = isinstance(ours, DecoderConfig | CausalLM)
     if isinstance(ours, DecoderConfig | CausalLM):
@@ -113,7 +113,7 @@ def propose_mapping(ours: DecoderConfig | nnx.Module, params: Mapping[str, Any])
 def _entries(
     shapes: Mapping[str, Shape], general: Callable[[str], tuple[str, int | None]], words: Callable[[str], Words]
 ) -> Iterator[Entry]:
-    """One entry per general name and shape."""
+    """Yield one entry per general name and shape."""
     groups: dict[tuple[str, Shape], dict[str, int | None]] = {}
     for name, shape in shapes.items():
         found, layer = general(name)
@@ -125,8 +125,8 @@ def _entries(
 
 
 def _known_layers(theirs: list[Entry], known: set[Layers], stacked: bool) -> list[Entry]:
-    """Their entries, without ``{layer}`` where its numbers are not those of layers of ours: these may start at 1, count
-    layers of one kind, or number submodules."""
+    """Split their entries with ``{layer}`` into single parameters if the numbers are not our layers' numbers: they may
+    start at 1, count layers of one kind, or number submodules."""
     numbers: dict[str, set[int | None]] = {}
     for entry in theirs:
         if entry.layers != OUTSIDE:
@@ -145,7 +145,8 @@ _PARTNERS = {"k": "v", "v": "k", "q": "k kv", "o": "q v"}
 
 
 def _read_keys(theirs: list[Entry]) -> None:
-    """Projections of attention are named alike: Grok's ``linear_v`` without a ``linear_k`` is a feed-forward's."""
+    """Remove attention roles from names without a counterpart, since projections are named alike: Grok's ``linear_v``
+    without a ``linear_k`` belongs to a feed-forward."""
     stems = {entry.words.stem for entry in theirs}
     for entry in theirs:
         words, kinds = entry.words.stem[:-2], entry.words.stem[-2:]
@@ -157,7 +158,7 @@ def _read_keys(theirs: list[Entry]) -> None:
 
 
 def _read_meta(theirs: list[Entry]) -> None:
-    """Give Meta's ``w1``, ``w2`` and ``w3`` their roles where the shapes confirm them."""
+    """Assign roles to Meta's ``w1``, ``w2`` and ``w3`` if the shapes confirm them."""
     groups: dict[str, dict[str, Entry]] = {}
     for entry in theirs:
         if match := _META.search(entry.name):
@@ -173,7 +174,7 @@ def _read_meta(theirs: list[Entry]) -> None:
 
 
 def _read_automatic(ours: list[Entry], theirs: list[Entry]) -> None:
-    """Give two norms that are numbered in the order in which they are computed their roles."""
+    """Assign roles to two norms that are numbered in order of execution."""
     norms = {entry.words.roles for entry in ours if entry.words.norm and entry.layers != OUTSIDE}
     if norms - {frozenset({role}) for role in "qkv"} != {frozenset({"attention_norm"}), frozenset({"mlp_norm"})}:
         return

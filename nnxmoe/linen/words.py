@@ -1,4 +1,4 @@
-"""The meaning of parameters' names, by the words that published decoders use."""
+"""Interpret parameter names by the words that published decoders use."""
 
 import dataclasses
 import itertools
@@ -7,7 +7,7 @@ import re
 from nnxmoe.linen.mapping import LAYER
 
 Roles = frozenset[str]
-# Phrases of several words, and the word for each. Spaces separate the words of a component, " / " the components.
+# Phrase -> the single word that replaces it. Spaces separate words of a component, " / " separates components.
 _PHRASES = [
     (re.compile(rf"\b(?:{pattern})\b"), word)
     for pattern, word in {
@@ -38,7 +38,7 @@ _OF_SIDE = {
     "attention": frozenset({"q", "k", "v", "o", "kv", "gate", "fused"}),
     "mlp": frozenset({"gate", "up", "down", "router", "fused"}),
 }
-_NORMS = {  # (position, side) -> the norms of a layer that may be called so
+_NORMS = {  # (position, side) -> the norms of a layer that such a name may mean
     ("pre", "attention"): {"attention_norm"}, ("input", "attention"): {"attention_norm"},
     ("input", ""): {"attention_norm"}, ("", "attention"): {"attention_norm", "attention_post_norm"},
     ("post", "attention"): {"attention_post_norm", "mlp_norm"}, ("pre", "mlp"): {"mlp_norm"},
@@ -51,11 +51,11 @@ _OURS |= {name: name for name in ("attention_norm", "attention_post_norm", "mlp_
 
 @dataclasses.dataclass(frozen=True)
 class Words:
-    """The meaning of a name; empty or None where the name does not say it.
+    """The meaning of a name; fields are empty or None if the name does not determine them.
 
-    ``roles``: what the parameter may be, such as ``{"q"}`` or, of ``gate``, ``{"gate", "router"}``. ``aspects``: the
-    side of the layer, experts or shared expert, and the factor of a low-rank projection. ``stem``: the words without
-    digits and noise; ``digits``. ``rest``: words with none of these meanings.
+    ``roles``: possible roles of the parameter, such as ``{"q"}``, or ``{"gate", "router"}`` for the word ``gate``.
+    ``aspects``: the side of the layer, experts or shared expert, and the factor of a low-rank projection. ``stem``: the
+    words without ``digits`` and noise. ``rest``: words with none of these meanings.
     """
 
     roles: Roles
@@ -67,7 +67,7 @@ class Words:
     rest: frozenset[str]
 
     def contradicts(self, other: "Words") -> bool:
-        """Whether both names give an answer to the same question, and not the same answer."""
+        """Whether both names determine the same field, with incompatible values."""
         flags = ((self.norm, other.norm), (self.bias, other.bias))
         aspects = zip(self.aspects, other.aspects, strict=True)
         return (
@@ -78,7 +78,7 @@ class Words:
 
 
 def read(name: str, ours: bool = False) -> Words:
-    """Read a parameter's name; ``ours``: it is of a `CausalLM`, whose names are unambiguous."""
+    """Interpret a parameter's name. ``ours``: the name is from a `CausalLM`, and therefore unambiguous."""
     parts = _words(name)
     leaf = parts[-1][0] if parts and len(parts[-1]) == 1 and parts[-1][0] in _LEAVES else ""
     inner = parts[:-1] if leaf and len(parts) > 1 else parts
@@ -112,7 +112,7 @@ def read(name: str, ours: bool = False) -> Words:
 
 
 def _words(name: str) -> list[list[str]]:
-    """The words of each component: ``MoEBlock_0/wi_1`` -> ``[[moe, block, 0], [wi1]]``."""
+    """Split a name into the words of each component: ``MoEBlock_0/wi_1`` -> ``[[moe, block, 0], [wi1]]``."""
     components = [part.replace("MoE", "Moe") for part in re.split(r"[/. ]+", name.replace(LAYER, "")) if part]
     pattern = r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+|\d+"
     text: str = " / ".join(" ".join(re.findall(pattern, part)).lower() for part in components)
@@ -122,7 +122,7 @@ def _words(name: str) -> list[list[str]]:
 
 
 def _roles(parts: list[list[str]], side: str) -> Roles:
-    """The roles that the innermost component with any of them allows; none if they belong to the other side."""
+    """Return the roles allowed by the innermost component that has any; empty if they belong to the other side."""
     for part in reversed(parts):
         if allowed := [_ROLES[word] for word in part if word in _ROLES]:
             common = frozenset.intersection(*allowed) or frozenset({"fused"})
@@ -131,8 +131,8 @@ def _roles(parts: list[list[str]], side: str) -> Roles:
 
 
 def _norm_roles(words: list[str], module: list[str]) -> Roles:
-    """The norms of a layer that a name allows; ``module``: its last component. An attention may have several norms, a
-    feed-forward has none of its own."""
+    """Return the norms of a layer that a name may mean. ``module``: its last component. An attention may contain
+    several norms, a feed-forward contains none."""
     projections = [_ROLES[word] for word in words if word in ("q", "k", "v", "kv", "embed")]
     positions = {word for word in module if word in _POSITIONS}
     sides = {_SIDES[word] for word in module if word in _SIDES}

@@ -204,7 +204,7 @@ class CausalLM(nnx.Module):
         return f"{type(self).__name__}({sizes}, {self.strategy.stacking})"
 
     def __str__(self) -> str:
-        """`repr`, and a line per part."""
+        """`repr`, followed by one line per part."""
         parts = {name: getattr(self, name) for name in ("embed", "stacks", "norm", "head", "mtp")}
         return "\n".join((repr(self), *children(parts, "  ")))
 
@@ -238,7 +238,7 @@ class CausalLM(nnx.Module):
         *,
         input_ids: Ids | Sequence[Sequence[int]] | None = None,
     ) -> Output:
-        """Logits ``[B, T, V]`` in float32 for token ids ``[B, T]``: arrays of JAX or NumPy, lists, or torch tensors.
+        """Compute logits ``[B, T, V]`` in float32 for token ids ``[B, T]``: JAX or NumPy arrays, lists, torch tensors.
 
         ``input_ids`` is transformers' name of the tokens: ``model(**tokenizer(text, return_tensors="np"))`` works.
 
@@ -249,9 +249,9 @@ class CausalLM(nnx.Module):
 
         Compiled when called with arrays, and once more for a prompt with an empty cache; inside a transformation such
         as ``jax.jit`` it is traced like any function. So that few programs serve all lengths, T is rounded up to 64,
-        96, 128, 192, … with padding, which is cut off again; not on a mesh, nor if tokens compete
-        (`separates_tokens`), nor for one token with a cache. Under ``nnx.capture``, and if a part sows values or sets
-        a variable, it runs uncompiled, so that the model keeps them.
+        96, 128, 192, … with padding that is removed from the output. T is not rounded on a mesh, if tokens compete
+        (`separates_tokens`), or for one token with a cache. Under ``nnx.capture``, and if a part sows values or sets a
+        variable, the call is not compiled, so that the model keeps the values.
 
         Raises ValueError for ids outside the vocabulary, wrong shapes, a full cache, or a model without values. Inside
         a transformation the length of the cache is unknown, and the logits of rows that do not fit are NaN.
@@ -311,13 +311,13 @@ class CausalLM(nnx.Module):
 
     def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Apply the output head: logits in float32."""
-        if self.head is not None and not hasattr(self.head, "weight"):  # a part of another library
+        if self.head is not None and not hasattr(self.head, "weight"):  # a replaced part
             return self.head(x).astype(jnp.float32)
         return self.head_weight().float32(x)
 
     def head_weight(self) -> Kernel:
-        """The kernel ``[D, V]`` of the output head; the embedding's table if the two are tied. Raises ValueError for a
-        part that does not give it."""
+        """Return the kernel ``[D, V]`` of the output head, or the embedding's table if the two are tied. Raises
+        ValueError for a replaced part without ``weight``."""
         name, part = ("embed", self.embed) if self.head is None else ("head", self.head)
         if not hasattr(part, "weight"):
             raise ValueError(f"model.{name}, a {type(part).__name__}, must define weight(), which returns its Kernel")
@@ -325,7 +325,7 @@ class CausalLM(nnx.Module):
 
     @property
     def vocab_size(self) -> int:
-        """Number of token ids: rows of the embedding's table, or the config's number for a part without a table."""
+        """Number of token ids: rows of the embedding's table, or the config's value if the embedding has no table."""
         table = getattr(self.embed, "table", None)
         return self.config.vocab_size if table is None else int(table.shape[0])
 
@@ -353,6 +353,6 @@ class CausalLM(nnx.Module):
 
 
 def check_model(model: Any) -> None:
-    """Raise ValueError unless the argument ``model`` is a model."""
+    """Raise ValueError unless the argument ``model`` is a `CausalLM`."""
     if not isinstance(model, CausalLM):
         raise ValueError(f"model is a {type(model).__name__}: pass an nnxmoe model")

@@ -46,13 +46,13 @@ def compiled(
     donated: tuple[int, ...] = (),
     by_run: bool = False,
 ) -> Callable[..., Any]:
-    """``function(model, *args)`` as a compiled function of ``args``, with the model's arrays of this moment.
+    """Compile ``function(model, *args)`` as a function of ``args``, with the model's current arrays.
 
-    Models of one structure share the program. ``function``: a global one, so that it is recognised. ``static``,
-    ``donated``: which of ``args`` are hashable constants, and which are used up. ``by_run``: the function uses the
-    model's `body`, `logits`, `empty_cache` and `mesh` only, and donates caches only: where that compiles faster it is
-    not compiled as a whole, but calls compiled runs of layers (see `pays`). Raises ValueError for a model without
-    values, and under `nnx.capture`.
+    Models of equal structure share the program. ``function`` must be global, so that it is recognised. ``static``,
+    ``donated``: indices of ``args`` that are hashable constants, or donated buffers. ``by_run``: the function uses only
+    the model's `body`, `logits`, `empty_cache` and `mesh`, and donates only caches. If it compiles faster that way, it
+    then runs uncompiled and calls compiled runs of layers (see `pays`). Raises ValueError for an abstract model, and
+    under `nnx.capture`.
     """
     if is_captured(model):
         raise ValueError("nnx.capture collects values from calls model(tokens) only: call it outside of the capture")

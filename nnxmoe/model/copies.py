@@ -28,7 +28,7 @@ def on_mesh(model: CausalLM, mesh: Mesh) -> CausalLM:
     refuse_shapes(jax.tree.leaves(state))
     strategy = dataclasses.replace(model.strategy, mesh=mesh)
     flat = [(p, v.replace(jax.device_put(v.get_value(), strategy.sharding_of(v)))) for p, v in nnx.to_flat_state(state)]
-    model = nnx.merge(graph, nnx.from_flat_state(flat))  # new variables: the given model keeps its own
+    model = nnx.merge(graph, nnx.from_flat_state(flat))  # new variables, so the original's stay separate
     model.strategy = strategy
     for _, node in nnx.iter_graph(model):
         if isinstance(node, CausalLM | MoE | Embed | GatedDeltaNet | PipelinedStack):  # the modules that hold a mesh
@@ -39,11 +39,11 @@ def on_mesh(model: CausalLM, mesh: Mesh) -> CausalLM:
 
 
 def unscan(model: CausalLM) -> CausalLM:
-    """A model whose layers have arrays of their own instead of slices of stacked ones (``Scanned``): it decodes faster.
+    """Return a model with separate arrays per layer instead of stacked ones (``Scanned``), which decodes faster.
 
     What was stacked is copied, so both models need memory until the given one is deleted; `nnxmoe.generate` keeps such
-    a copy with a scanned model. The other arrays are shared, the variables are new: writing into one model leaves the
-    other unchanged. Without scanned layers this is the model itself.
+    a copy with a scanned model. The other arrays are shared, but the variables are new: writing into one model leaves
+    the other unchanged. Returns the model itself if it has no scanned layers.
 
         model = nnxmoe.unscan(nnxmoe.train.fit(model, …).model)
     """

@@ -23,8 +23,8 @@ from nnxmoe.model.weight_names import W, options
 
 
 def refuse_unread_fields(family: type[CausalLM]) -> None:
-    """Raise ConfigError if a config of the family declares a field that no method of the two classes and no function of
-    their modules names. Fields with a single supported value are exempt, and those of all decoders."""
+    """Raise ConfigError if the family's config declares a field that no method of the two classes and no function in
+    their modules uses. Exempt are fields with a single supported value and the fields of all decoders."""
     common = {field.name for field in dataclasses.fields(DecoderConfig)}
     for config in family.configs:
         names = {name for code in _codes(config, family) for name in _names(code)}
@@ -40,30 +40,30 @@ def refuse_unread_fields(family: type[CausalLM]) -> None:
 
 
 def _codes(*classes: type) -> Iterator[CodeType]:
-    """Code objects of the functions in the classes, in their bases, and in the modules that define these."""
+    """Yield the code of all functions in the classes, in their bases, and in the modules that define these."""
     for kind in {base for each in classes for base in each.__mro__ if issubclass(base, (DecoderConfig, CausalLM))}:
         module = sys.modules[kind.__module__]
         for value in (*vars(kind).values(), *vars(module).values()):
             made = inspect.unwrap(getattr(value, "fget", None) or getattr(value, "__func__", None) or value)
-            if isinstance(made, FunctionType) and not made.__code__.co_filename.startswith("<"):  # by dataclasses
+            if isinstance(made, FunctionType) and not made.__code__.co_filename.startswith("<"):  # by dataclass
                 yield made.__code__
 
 
 def _names(code: Any) -> Iterator[str]:
-    """The attributes and strings that code and the functions in it use."""
+    """Yield the attribute names and strings that code and its nested functions use."""
     yield from code.co_names
     for value in code.co_consts:
         if isinstance(value, str):
             yield value
-        elif isinstance(value, CodeType) and "__qualname__" not in value.co_names:  # not a class body, which declares
+        elif isinstance(value, CodeType) and "__qualname__" not in value.co_names:  # a class body only declares fields
             yield from _names(value)
 
 
 def refuse_unnamed_parameters(family: type[CausalLM]) -> None:
     """Raise ConfigError if a model of the family has a parameter that its table of tensor names does not describe.
 
-    Models of shapes are built from the default config, or a preset if fields are required, and with each true or false
-    field of it changed: a bias that a field adds needs a row too.
+    Builds abstract models from the default config (a preset if fields are required), and from configs with one boolean
+    field flipped, since a bias that a field adds needs a row too.
     """
     for kind in family.configs:
         presets = [config for config in family.presets.values() if type(config) is kind]
@@ -72,28 +72,28 @@ def refuse_unnamed_parameters(family: type[CausalLM]) -> None:
         for config in _variants(presets[0]) if presets else ():
             try:
                 model = family(config, Strategy(stacking=Scanned()), rngs=None)
-            except Exception:  # defaults need not fit each other; saving checks the rows of real configs
+            except Exception:  # defaults need not be compatible; saving checks the rows of real configs
                 continue
             check_rows(model)
 
 
 def _variants(config: DecoderConfig) -> Iterator[DecoderConfig]:
-    """The config, and those that differ in one field that is true or false."""
+    """Yield the config, and variants of it with one boolean field flipped."""
     yield config
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if isinstance(value, bool):
             try:
                 yield dataclasses.replace(config, **{field.name: not value})
-            except ConfigError:  # the family supports one of the values
+            except ConfigError:  # the family supports only one value
                 continue
 
 
 def check_rows(model: CausalLM) -> None:
     """Raise ConfigError unless each parameter of a model has a row, no two have the same tensor, and each tensor is
-    written whole. Of alternatives in a row the first counts, which is written."""
+    written completely. If a row has alternatives, the first is checked, because it is the one written."""
     family, table = type(model), type(model).hf_names(model.config)
-    parts = collections.defaultdict[tuple[str, int], list[str]](list)  # tensor, part of it -> its parameters
+    parts = collections.defaultdict[tuple[str, int], list[str]](list)  # (tensor, part) -> parameters
     sizes = dict[str, int]()
     for path, variable in nnx.to_flat_state(nnx.state(model)):
         key, layer, _ = name_of(model, path)

@@ -27,12 +27,12 @@ def are_arrays(tree: Any) -> bool:
 
 
 def as_array(name: str, given: Any) -> Any:
-    """An argument as an array of JAX or NumPy; None unchanged. Raises ValueError for text and other objects."""
+    """Convert an argument to a JAX or NumPy array; None stays None. Raises ValueError for text and other objects."""
     if given is None or isinstance(given, jax.Array | np.ndarray):
         return given
     try:
         array = np.asarray(given)
-    except (ValueError, TypeError):  # rows of several lengths
+    except (ValueError, TypeError):  # rows of different lengths
         raise ValueError(f"{name} must be integers [B, T], in rows of one length; got {given!r:.80}") from None
     if array.dtype.kind in "USO":
         remedy = ": encode text with the checkpoint's tokenizer, or call nnxmoe.complete(model, text)"
@@ -126,7 +126,7 @@ def cut(out: Output, length: int, all_real: bool) -> Output:
 
 
 def _first_tokens(array: Array, length: int) -> Array:
-    """``array[:, :length]``; on CPUs by NumPy, because a slice of JAX's is compiled for each length."""
+    """``array[:, :length]``; on CPUs with NumPy, because JAX compiles a slice for each length."""
     if isinstance(array, Tracer) or any(device.platform != "cpu" for device in array.devices()):
         return array[:, :length]
     return jax.device_put(np.asarray(array)[:, :length], array.sharding)
@@ -161,7 +161,7 @@ def call(
         ids, *masks = padded(bucket(length, 64), ids, *arrays[:3])
         arrays = (*masks, cache)
     out = compiled(model, _forward, static=(5, 6, 8), by_run=True)(ids, *arrays, *wanted, fresh)
-    if is_stateful(model):  # known since the call was traced
+    if is_stateful(model):  # tracing may just have detected it
         return plain()
     if lengths is not None and out.cache is not None:
         out.cache.remember(lengths)
@@ -169,7 +169,7 @@ def call(
 
 
 def _traced(model: Any, tokens: Any, *given: Any) -> Output:
-    """`_forward`. Raises ValueError for symbolic sizes of `jax.export` that the model's parts need as numbers."""
+    """`_forward`, but raises ValueError for symbolic sizes (`jax.export`) that the model's parts need concrete."""
     if is_static(*np.shape(tokens)):
         return _forward(model, tokens, *given)
     try:

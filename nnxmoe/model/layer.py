@@ -24,15 +24,15 @@ class LayerOutput(NamedTuple):
 class Layer(nnx.Module):
     """``x + attention(norm(x))``, then ``x + feed_forward(norm(x))``.
 
-    The feed-forward is stored as ``moe`` if it has experts and as ``mlp`` if it is dense, and the parts around it as
-    ``moe_norm`` or ``mlp_norm`` and so on, as in the keys of parameters. `feed_forward` returns it under either name.
+    The feed-forward is the attribute ``moe`` if it has experts, and ``mlp`` if it is dense. The parts around it have
+    the same prefix (``moe_norm`` or ``mlp_norm``), as in parameter keys. `feed_forward` returns it under either name.
 
     ``post_norms``: of what attention and feed-forward add to x (Gemma 2, 2024); None: none. ``scale``: its factor. A
     layer of another form, such as parallel branches, is a subclass that calls `mix` and `feed` in another way. The
     hidden states may be any pytree, if `CausalLM.enter` makes it of the embedding and the layers are of that form.
     """
 
-    moe: Any  # or mlp, with their norms
+    moe: Any  # or mlp, with its norms
     mlp: Any
     attention: Any
 
@@ -51,15 +51,15 @@ class Layer(nnx.Module):
         self.scale = scale
 
     def store_feed_forward(self, part: FeedForward, **around: Any) -> None:
-        """Store the feed-forward under its name, and the parts around it: ``norm=…`` as ``moe_norm`` or ``mlp_norm``.
-        A part without a name is ``mlp``."""
+        """Store the feed-forward under its ``name`` (default ``mlp``), and the parts around it with that prefix:
+        ``norm=…`` as ``moe_norm`` or ``mlp_norm``."""
         setattr(self, getattr(part, "name", "mlp"), part)
         for suffix, module in around.items():
             setattr(self, f"feed_forward_{suffix}", module)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Assign a part; ``feed_forward`` and the parts around it under the layer's own names. Raises ValueError for a
-        part that cannot be called as the layer does."""
+        """Assign a part. Names that start with ``feed_forward`` are translated to ``moe`` or ``mlp``. Raises ValueError
+        for a part that cannot be called with the layer's arguments."""
         other = {"moe": "mlp", "mlp": "moe"}.get(name)
         if other in vars(self):
             raise ValueError(f"{name} cannot be assigned: this layer's feed-forward is {other}, and a layer has one")
@@ -70,31 +70,30 @@ class Layer(nnx.Module):
 
     @property
     def feed_forward_name(self) -> str:
-        """``moe`` or ``mlp``."""
+        """Attribute name of the feed-forward: ``moe`` or ``mlp``."""
         return "moe" if "moe" in vars(self) else "mlp"
 
     @property
     def feed_forward(self) -> Any:
-        """The feed-forward: `moe` of a layer with experts, `mlp` of a dense one."""
+        """The feed-forward: ``moe`` in a layer with experts, ``mlp`` in a dense layer."""
         return getattr(self, self.feed_forward_name)
 
     @property
     def feed_forward_norm(self) -> Any:
-        """The norm before the feed-forward: ``moe_norm`` or ``mlp_norm``."""
+        """Norm of the feed-forward's input: ``moe_norm`` or ``mlp_norm``."""
         return getattr(self, f"{self.feed_forward_name}_norm")
 
     @property
     def feed_forward_post_norm(self) -> Any:
-        """The norm of what the feed-forward adds: ``moe_post_norm`` or ``mlp_post_norm``; may be None."""
+        """Norm of the feed-forward's output: ``moe_post_norm`` or ``mlp_post_norm``; may be None."""
         return getattr(self, f"{self.feed_forward_name}_post_norm")
 
     def separates_tokens(self, key: Key[Array, ""] | None) -> bool:
-        """Whether the feed-forward's output for a token is independent of all other tokens; False if it does not
-        say."""
+        """Whether the feed-forward declares its output for a token independent of all other tokens."""
         return separates_tokens(self.feed_forward, key)
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, spare: int = 0) -> Any:
-        """An empty cache of the attention. Raises ValueError if that does not define one."""
+        """Create an empty cache for the attention. Raises ValueError if the attention does not define one."""
         if not hasattr(self.attention, "empty_cache"):
             raise ValueError(
                 f"the attention {type(self.attention).__name__} has no cache: define "
@@ -122,7 +121,7 @@ class Layer(nnx.Module):
         return Fed(self._added(y, self.feed_forward_post_norm), info)
 
     def fed(self, x: Float[Array, "B asked D"], context: Context) -> Fed:
-        """Return the output of the feed-forward, without norms."""
+        """Call the feed-forward, without norms."""
         out = self.feed_forward(x, context=context.of_asked())
         if isinstance(out, tuple) and not isinstance(out, Fed):
             raise ValueError(f"the feed-forward {type(self.feed_forward).__name__} must return y or Fed(y, info)")

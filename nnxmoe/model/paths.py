@@ -26,7 +26,7 @@ def name_of(model: nnx.Module, path: Sequence[Any]) -> ParamName:
         number, index = sum(stack.depth for stack in stacks) + index, index + len(stacks)
         if rest[0] != "layer":
             return ParamName(".".join(map(str, ("layer.mtp", *rest))), number, index)
-    elif rest[0] == "rest":  # the layers left over by a pipeline
+    elif rest[0] == "rest":  # layers outside the pipeline
         number, rest = number + stacks[index].count, rest[1:]
     if rest[0] == "layers":
         number, rest = number + rest[1], rest[2:]

@@ -152,15 +152,15 @@ class ScannedStack(nnx.Module):
         if not is_stateful(self.layer):
             state = nnx.state(self.layer)
             out, stored, infos, hidden = scan_layers(self.layer, state, self.remat, x, context, cache, first)
-        if is_stateful(self.layer):  # known since the scan was traced
+        if is_stateful(self.layer):  # tracing may just have detected it
             return self._in_turn(x, context, cache, first)
         return Body(out, stored, by_layer(infos), () if hidden is None else tuple(by_layer(hidden).values()))
 
     def _in_turn(self, x: Any, context: Context, cache: Any, first: int | Int[Array, ""]) -> Body:
-        """`__call__` of layers that change when called: one call of the module per layer, with that layer's values, so
-        that what it sows is a tuple of the layers' values."""
+        """`__call__` for layers that change when called. Calls the module once per layer, with that layer's values, so
+        that it sows a tuple with one value per layer."""
         variables = [v for _, v in nnx.iter_graph(self.layer) if isinstance(v, nnx.Variable)]
-        variables = [v for v in variables if of_layers(v.get_metadata().get("out_sharding") or ())]  # not sown ones
+        variables = [v for v in variables if of_layers(v.get_metadata().get("out_sharding") or ())]  # not sown
         stacked = [variable.get_value() for variable in variables]
         context = dataclasses.replace(context, last=False)
         caches, infos, hidden = [], ByLayer(), []

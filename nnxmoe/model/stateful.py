@@ -1,5 +1,5 @@
-"""Modules that change when they are called, such as ones that `sow`: compiled programs work on copies, which would drop
-the changes."""
+"""Detect modules that change when they are called, such as modules that `sow`. Compiled programs work on copies and
+would drop the changes."""
 
 import logging
 import weakref
@@ -8,7 +8,7 @@ from typing import Any
 
 from flax import nnx
 
-# Classes with instances that changed when they were called, known since a call was traced.
+# Classes of modules that changed when they were called, collected while calls are traced.
 _changing = weakref.WeakSet[type]()
 
 
@@ -25,7 +25,7 @@ def is_stateful(module: nnx.Module) -> bool:
 
 
 def watch(run: Callable[..., Any], module: nnx.Module, *args: Any, **options: Any) -> Any:
-    """``run(*args, **options)``; the classes of the module's parts that it changes are stateful from now on."""
+    """Return ``run(*args, **options)``, and mark the classes of the module's parts that it changes as stateful."""
     before = {id(part): (part, _values(part)) for _, part in nnx.iter_modules(module)}
     out = run(*args, **options)
     for part, values in before.values():

@@ -246,7 +246,8 @@ def check_context(model: Any, mesh: AnyMesh) -> None:
 
 
 def with_mesh(strategy: Strategy | None, mesh: Mesh | None) -> Strategy:
-    """The strategy, None: `Strategy.auto`, with this mesh; None: its own. Raises ValueError for other values."""
+    """Return the strategy (default `Strategy.auto`) with this mesh (default: the strategy's). Raises ValueError for
+    other types."""
     if strategy is not None and not isinstance(strategy, Strategy):
         raise ValueError(f"strategy={short(strategy)} is not an nnxmoe.Strategy: give one, or None")
     strategy = Strategy.auto() if strategy is None else strategy

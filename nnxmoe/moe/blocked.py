@@ -35,7 +35,7 @@ class Blocked:
     def __call__(self, rows: Float[Array, "R I"], kernel: Weights, sizes: Int[Array, "E"]) -> Float[Array, "R O"]:
         kernel = as_kernel(kernel)
         count, groups = rows.shape[0], kernel.shape[0]
-        if not is_static(count):  # blocks of one size, the last of which may reach beyond the rows
+        if not is_static(count):  # blocks of one size; the last may extend beyond the rows
             block = self.block or 64
             rows = jnp.concatenate([rows, jnp.zeros((block, rows.shape[1]), rows.dtype)])
             return self._in_blocks(rows, kernel, sizes, (block,), (block,))[:count]
@@ -49,7 +49,7 @@ class Blocked:
     def _in_blocks(
         self, rows: Array, kernel: Kernel, sizes: Array, fewer: tuple[int, ...], blocks: tuple[int, ...]
     ) -> Array:
-        """The product in blocks of these sizes, and its gradients in ``fewer``."""
+        """Compute the product in ``blocks`` of these sizes, and its gradients in blocks of the sizes ``fewer``."""
         leaves, tree = jax.tree.flatten(kernel)
         form = _Form(tree, tuple((leaf.shape, jnp.dtype(leaf.dtype)) for leaf in leaves), kernel.trained)
 

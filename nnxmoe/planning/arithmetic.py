@@ -224,8 +224,8 @@ def bytes_of(step: PlannedStep) -> Bytes:
 
 
 def bytes_read(step: PlannedStep) -> float:
-    """Bytes that a device reads to decode one token per row: the cache and the weights, gathered ones as a whole; of
-    the experts, the expected number that uniform routing selects for the rows that reach the device."""
+    """Bytes that a device reads to decode one token per row: the cache and the weights (gathered weights in full).
+    Counts the expected number of experts that uniform routing selects for the rows that reach the device."""
     config, total = step.config, float(_cache_bytes(step))
     for part in step.parts:
         if part.key == "embed.table" and not config.tie_word_embeddings:

@@ -155,7 +155,7 @@ def plan(
 
     Args:
         model: a config, a preset, a folder or a hub id, of which config.json is fetched.
-        mesh: sizes of mesh axes, as a mapping or as the command takes them: ``"fsdp=16,expert=16"``.
+        mesh: sizes of mesh axes, as a mapping or as in the command line: ``"fsdp=16,expert=16"``.
         batch, seq: rows on all devices, and tokens per row or in the cache.
         on: the devices, such as ``h100`` or ``tpu-v5p:4x4x4``.
         strategy: the one to compile, without a mesh; its rules, pipeline, remat and exchange count.

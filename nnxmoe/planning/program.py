@@ -1,7 +1,7 @@
 """Compiles a step for virtual CPU devices, a TPU slice or GPUs, in a process of its own, and reads the result.
 
-Device counts are set before JAX starts, hence the process. No accelerator is needed: libtpu (extra ``plan-tpu``) and
-the CUDA plugin (extra ``plan-gpu``) compile for devices that are not there.
+The device count must be set before JAX starts, which requires a separate process. No accelerator is needed: libtpu
+(extra ``plan-tpu``) and the CUDA plugin (extra ``plan-gpu``) compile for devices that are not present.
 """
 
 import dataclasses
@@ -68,7 +68,7 @@ def compile_program(job: CompileJob) -> Program:
     """Compile the step in a child process. Raises RuntimeError with the compiler's message if it fails, as for a step
     that does not fit on a TPU."""
     env = dict(os.environ) | environment(job.platform, math.prod(job.mesh.values()))
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # of modules with families of the user's
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # finds the user's modules that define families
     env.pop("JAX_NUM_CPU_DEVICES", None)  # would overrule the number of virtual devices
     with tempfile.TemporaryDirectory() as folder:
         given, made = Path(folder, "job"), Path(folder, "program")

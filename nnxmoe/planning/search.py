@@ -25,11 +25,11 @@ def search(
     microbatches: int | None = None,
     **options: Any,
 ) -> list[Plan]:
-    """The best plans of all meshes of this many devices, by time those that fit, or by memory if none does; options as
-    of `plan`.
+    """Return the best plans of all meshes of this many devices: the fastest of those that fit, or those that need the
+    least memory if none fits. ``options`` are those of `plan`.
 
-    ``microbatches``: also meshes with as many or fewer pipeline stages. Meshes that cannot shard the model or the batch
-    are left out. Raises ValueError if none can, or for an option that no mesh allows.
+    ``microbatches``: include meshes with up to this many pipeline stages. Meshes that cannot shard the model or the
+    batch are left out. Raises ValueError if no mesh can, or for an option that no mesh allows.
     """
     found, reason = list[Plan](), ""
     name, config = read_model(model)
@@ -84,7 +84,7 @@ def best_of(
 
 
 def _check_options(config: DecoderConfig, devices: int, microbatches: int | None, **options: Any) -> None:
-    """Raise ValueError for options that are wrong, or without effect, on every mesh: plan one device with them."""
+    """Raise ValueError for options that are invalid or without effect on every mesh, by planning for one device."""
     if options.get("compile_for") is not None:
         raise ValueError("search compares meshes by arithmetic: leave compile_for out, then compile the best plan")
     if microbatches is not None and not options.get("train", True):
@@ -98,7 +98,7 @@ def _check_options(config: DecoderConfig, devices: int, microbatches: int | None
 
 
 def _best(found: list[Plan]) -> list[Plan]:
-    """Those that fit by tokens per second, or all by memory if none does."""
+    """Sort the plans that fit by tokens per second, or all plans by memory if none fits."""
     if fitting := [one for one in found if one.fits]:
         return sorted(fitting, key=lambda one: (one.seconds / one.work.tokens, one.memory))
     return sorted(found, key=lambda one: one.memory)

@@ -37,7 +37,7 @@ class Place:
 
     @property
     def weight(self) -> Any:
-        """The parameter or `QuantizedWeight` in this place."""
+        """The parameter or `QuantizedWeight` stored here."""
         return getattr(self.owner, self.attribute)
 
     @property
@@ -162,10 +162,10 @@ def update_report(model: CausalLM, error: float | None = None) -> None:
 
 
 def dequantize(model: CausalLM, dtype: Any = None) -> CausalLM:
-    """A model with float kernels of the values that the codes of a quantised one stand for. The other arrays are
-    shared, in new variables: writing into one model leaves the other unchanged.
+    """Convert the kernels of a quantised model to floats and return a new model. The other arrays are shared, in new
+    variables: writing into one model leaves the other unchanged.
 
-    ``dtype`` None: that of the embedding. Values are computed in float32 and rounded once.
+    ``dtype`` defaults to the embedding's. Values are computed in float32 and rounded once.
     """
     check_model(model)
     if dtype is not None:
@@ -192,7 +192,7 @@ def restored(place: Place, model: CausalLM, dtype: Any = None) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _floats(dtype: np.dtype, shape: tuple[int, ...], place: Any) -> Callable[[Kernel], Array]:
-    """The compiled function from a quantized kernel to a float one, shared by kernels of one form."""
+    """Return the compiled function from a quantized kernel to a float array, shared by kernels of equal structure."""
     return jax.jit(lambda kernel: kernel.turned(dtype).reshape(shape), out_shardings=place)
 
 

@@ -101,14 +101,13 @@ def _one(text: str) -> Method | None:
 
 
 def check_method(method: Any, name: str = "method", otherwise: str = "") -> None:
-    """Raise ValueError unless the argument ``name`` is a method. ``otherwise``: what else it may be."""
+    """Raise ValueError unless the argument ``name`` is a quantization method. ``otherwise``: other types to suggest."""
     if not isinstance(method, Method | Mixed):
         raise ValueError(f"{name}={short(method)} is not a method: give one such as nnxmoe.Int8(){otherwise}")
 
 
 def refuse_both(quantize: Method | Mixed | None, keep_quantized: bool) -> None:
-    """Raise ValueError if kernels are to be quantised and to keep the checkpoint's codes, or if ``quantize`` is not a
-    method."""
+    """Raise ValueError if ``quantize`` is combined with ``keep_quantized``, or is not a quantization method."""
     if quantize is not None:
         check_method(quantize, "quantize", ", or None")
     if keep_quantized and quantize is not None:

@@ -34,9 +34,9 @@ def chosen(model: CausalLM, method: Method | Mixed | None) -> list[tuple[Place, 
 
 
 def quantize(model: CausalLM, method: Method | Mixed) -> CausalLM:
-    """A model with the kernels of attention, feed-forwards and experts rounded to codes (`Int8`, `Int4`, `Float8`, or
-    `Mixed`, also the output head's). Lossy. The arrays of embedding, router, norms and biases are shared, in new
-    variables: writing into one model leaves the other unchanged.
+    """Return a model with the kernels of attention, feed-forwards and experts rounded to codes (`Int8`, `Int4`,
+    `Float8`, or `Mixed`, which may include the output head). Lossy. The arrays of embedding, router, norms and biases
+    are shared, in new variables: writing into one model leaves the other unchanged.
 
     Raises ValueError for kernels that do not fit the codes, or are quantised already, for NaN, and for the head of a
     model whose head is the embedding.

@@ -24,8 +24,8 @@ def compile_cache(folder: str | os.PathLike[str] | None = None, max_bytes: int =
     ``NNXMOE_COMPILE_CACHE``, else the user's cache folder (``$XDG_CACHE_HOME``, else ``~/.cache``). Beyond
     ``max_bytes`` those that were used least recently are deleted; nothing else in ``folder`` is touched. Returns the
     folder of the programs; None, and nothing changes, if the variable is ``off`` or the folder cannot be written.
-    A cache that JAX already has, such as by ``JAX_COMPILATION_CACHE_DIR``, stays as it is. Raises ValueError for
-    arguments that are not a path and a number of bytes.
+    A cache that is already configured in JAX, such as by ``JAX_COMPILATION_CACHE_DIR``, is not changed. Raises
+    ValueError for arguments that are not a path and a number of bytes.
 
     Programs depend on the shapes, the versions of jax and XLA, and the machine. The command line calls this.
 

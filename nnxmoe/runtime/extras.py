@@ -1,4 +1,4 @@
-"""Commands that install optional dependencies. nnxmoe is not published on a package index."""
+"""Install commands for optional dependencies. nnxmoe is not published on a package index."""
 
 import importlib.metadata
 import os
@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def install_command(extra: str) -> str:
-    """Command that installs an extra: from the checkout that this package runs from, else the extra's requirements."""
+    """Return a command that installs an extra: from this package's checkout if there is one, else its requirements."""
     if (ROOT / "pyproject.toml").is_file():
         folder = "." if os.path.realpath(os.curdir) == str(ROOT) else str(ROOT)
         return f"pip install -e '{folder}[{extra}]'"

@@ -18,8 +18,8 @@ from nnxmoe.runtime.progress import logger
 VARIABLE = "NNXMOE_MEMORY"
 _CGROUP = Path("/sys/fs/cgroup")
 _OF_PROCESS = Path("/proc/self/cgroup")
-# Folder of the memory controller, its files of limit, usage and statistics, and which line of _OF_PROCESS names the
-# process's group, in versions 2 and 1.
+# For cgroup versions 2 and 1: the memory controller's folder, its limit and usage files, and the line of _OF_PROCESS
+# that names the process's group.
 _VERSIONS = (
     ("", "memory.max", "memory.current", re.compile(rb"^0::(.*)$", re.MULTILINE)),
     (
@@ -57,24 +57,24 @@ def memory_bytes() -> tuple[float, str]:
 
 
 def _container_room() -> float:
-    """Least free memory of the control groups that hold this process, from its own group up to the root."""
+    """Return the least free memory of the control groups of this process, from its direct group up to the root."""
     groups, room = _read(_OF_PROCESS) or b"", math.inf
     for controller, limit, usage, line in _VERSIONS:
         root, match = _CGROUP / controller, line.search(groups)
         path = Path(os.fsdecode(match[1]).strip().lstrip("/")) if match else Path()
-        if ".." in path.parts:  # a group outside of what the container sees
+        if ".." in path.parts:  # the group is outside the container's view
             path = Path()
-        # A container may see its own group as the root under a path of the host, which then does not exist.
+        # In a container, the path may be the host's and not exist, since the container's group is mounted as the root.
         for group in (path, *path.parents):
             room = min(room, _group_room(root / group, limit, usage))
     return room
 
 
 def _group_room(group: Path, limit: str, usage: str) -> float:
-    """Bytes that a control group can still take; infinite without a limit.
+    """Free bytes of a control group; infinite without a limit.
 
-    The kernel drops pages of files when memory is short, so they are free. Unknown usage counts as 0: the limit holds
-    all the same.
+    Cached file pages count as free, because the kernel drops them when memory is short. Unknown usage counts as 0, so
+    that the limit still applies.
     """
     text = _read(group / limit)
     if text is None or text.strip() == b"max":
@@ -86,14 +86,14 @@ def _group_room(group: Path, limit: str, usage: str) -> float:
     for words in map(bytes.split, (_read(group / "memory.stat") or b"").splitlines()):
         if len(words) == 2 and (value := _number(words[1])) is not None:
             pages[words[0]] = value
-    # In version 1 only the totals include child groups.
+    # In version 1 only fields with the prefix total_ include child groups.
     files = sum(pages.get(b"total_" + name, pages.get(name, 0.0)) for name in (b"active_file", b"inactive_file"))
     used = _number(_read(group / usage) or b"") or 0.0
     return max(0.0, most - max(0.0, used - files))
 
 
 def _read(file: Path) -> bytes | None:
-    """The content; None if the file is missing or cannot be read, with a warning for the latter."""
+    """Read a file. Returns None if it is missing, or, with a warning, if it cannot be read."""
     try:
         return file.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
@@ -104,7 +104,7 @@ def _read(file: Path) -> bytes | None:
 
 
 def _number(text: bytes) -> float | None:
-    """A number of bytes, infinite if it is beyond floats; None for other text."""
+    """Parse a number of bytes: infinite if it exceeds a float's range, None for other text."""
     return float(text) if text.strip().isdigit() else None
 
 

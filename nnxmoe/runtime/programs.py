@@ -49,15 +49,15 @@ class JitProgram:
         return self._known[shapes]
 
 
-# Settings of JAX that change no program. A program compiled under other values of any other setting is not reused.
+# JAX settings that do not affect programs. A program is reused only if all other settings have equal values.
 _HARMLESS = re.compile("log|cache|traceback|dump|explain|timeout|transfer_guard|pprint|profil")
 
 
 def shared_program(key: Any, function: Callable[..., Any], name: str | None = None, **options: Any) -> JitProgram:
     """Return the `JitProgram` of an earlier call with an equal key and equal ``out_shardings``, or a new one.
 
-    ``function`` must compute the same for equal keys and should hold no arrays: the last programs are kept. Without a
-    key (None) the program is always new, and nothing keeps it.
+    ``function`` must compute the same for equal keys. It should not reference arrays, since recent programs are cached.
+    With the key None the program is always new and not cached.
     """
     if key is None:
         return JitProgram(function, name, **options)
@@ -66,8 +66,8 @@ def shared_program(key: Any, function: Callable[..., Any], name: str | None = No
 
 
 def _settings() -> tuple[tuple[str, Any], ...]:
-    """JAX's settings in this context that may change a program. Attributes of `jax.config` tell those of context
-    managers, such as `jax.default_matmul_precision`; some settings have none."""
+    """Current JAX settings that may affect a program. Attributes of `jax.config` include the effect of context managers
+    such as `jax.default_matmul_precision`. Settings without an attribute are read from `jax.config.values`."""
     values = dict(jax.config.values)
     named = [(name, getattr(jax.config, name, value)) for name, value in sorted(values.items())]
     return tuple((name, value) for name, value in named if not _HARMLESS.search(name))

@@ -1,7 +1,7 @@
-"""Keys by which compiled programs are found again: what functions and settings consist of, compared by value.
+"""Cache keys for compiled programs, which compare functions and settings by value.
 
-`jax.jit` recognizes the same function object only. Two calls of ``optax.adam(1e-4)`` return different closures that
-compute the same, as does a notebook cell that is run again.
+`jax.jit` recognizes only the same function object. However, two calls of ``optax.adam(1e-4)`` return different closures
+that compute the same, and so does a notebook cell that is run twice.
 """
 
 import dataclasses
@@ -17,19 +17,19 @@ import numpy as np
 
 _LIBRARIES = {"nnxmoe", "jax", "jaxlib", "flax", "optax", "numpy", "chex", "ml_dtypes", "builtins"}
 _PLAIN = (type(None), type(...), bool, int, str, bytes, complex, types.CodeType)
-_MAX_ELEMENTS = 1024  # of arrays that are compared by value
+_MAX_ELEMENTS = 1024  # of an array that is compared by value
 
 
 class _Opaque(Exception):
-    """The value may compute something else the next time."""
+    """Raised for a value that may not always compute the same."""
 
 
 def static_key(*values: Any) -> Any:
-    """Return a hashable key that is equal only for values that compute the same; None if that cannot be told.
+    """Return a hashable key that is equal only for values that compute the same, or None if that cannot be determined.
 
-    Functions are compared by their code, their defaults, the variables they capture and, outside of JAX, Flax, Optax,
-    NumPy and this package, the globals they use. Of captured arrays only small ones are compared. A key holds no model
-    and no large array.
+    Functions are compared by their code, defaults and captured variables, and by the globals they use, except in JAX,
+    Flax, Optax, NumPy and this package. Only small captured arrays are compared. A key references no model and no large
+    array.
     """
     try:
         return hashable(tuple(_key(value, {}) for value in values))
@@ -56,8 +56,8 @@ def _key(value: Any, seen: dict[int, int]) -> Any:
     if kind in _PLAIN:
         return kind, value
     if kind is float:
-        return kind, value.hex()  # tells 0.0 from -0.0
-    if id(value) in seen:  # a function that refers to itself
+        return kind, value.hex()  # distinguishes 0.0 from -0.0
+    if id(value) in seen:  # a recursive function
         return "seen", seen[id(value)]
     if isinstance(value, types.FunctionType):
         seen[id(value)] = len(seen)
@@ -78,7 +78,7 @@ def _key(value: Any, seen: dict[int, int]) -> Any:
 
 
 def _content_key(value: Any, seen: dict[int, int]) -> Any:
-    """The key of a value of a library's type, such as a tuple, a dict, a frozen dataclass or a mesh."""
+    """Return the key of a value of a known type, such as a tuple, a dict, a frozen dataclass or a mesh."""
     if isinstance(value, tuple | list):
         return tuple(_key(item, seen) for item in value)
     if isinstance(value, set | frozenset):
@@ -108,12 +108,12 @@ def _array_key(value: Any) -> Any:
 
 
 def _parts(function: types.FunctionType) -> Iterator[Any]:
-    """Everything that determines what a function computes, besides its arguments."""
+    """Yield everything besides its arguments that determines what a function computes."""
     yield from (function.__code__, function.__defaults__, function.__kwdefaults__)
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents
-        except ValueError:  # it is not assigned yet
+        except ValueError:  # not assigned yet
             yield None
     if not _is_library(function.__globals__.get("__name__")):
         for name in sorted(set(_global_names(function.__code__)) & function.__globals__.keys()):
@@ -121,7 +121,7 @@ def _parts(function: types.FunctionType) -> Iterator[Any]:
 
 
 def _global_names(code: types.CodeType) -> Iterator[str]:
-    """The names of the globals that code uses, that of nested functions included."""
+    """Yield the names of the globals that code and its nested functions use."""
     for step in dis.get_instructions(code):
         if "GLOBAL" in step.opname or step.opname == "LOAD_NAME":
             yield step.argval

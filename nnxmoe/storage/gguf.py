@@ -84,12 +84,12 @@ class GGUF:
 
 
 def is_gguf(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is a file in this format, by its suffix or, as blobs of Ollama have none, by its first bytes."""
+    """Whether a path is a GGUF file, by its suffix or its first bytes (Ollama's blobs have no suffix)."""
     if not os.path.isfile(path):
         return False
     with contextlib.suppress(OSError), open(path, "rb") as file:
         return os.fspath(path).lower().endswith(SUFFIX) or file.read(4) == _MAGIC
-    return os.fspath(path).lower().endswith(SUFFIX)  # the reader names what cannot be opened
+    return os.fspath(path).lower().endswith(SUFFIX)  # the reader reports files that cannot be opened
 
 
 def _damaged(file: Path, what: str) -> CheckpointError:

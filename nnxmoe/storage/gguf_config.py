@@ -75,7 +75,7 @@ _IMPLIED = {
     *(f"rope.scaling.{name}" for name in ("attn_factor", "yarn_beta_fast", "yarn_beta_slow", "finetuned", "alpha")),
     *(f"rope.scaling.{name}" for name in ("yarn_attn_factor", "yarn_ext_factor")),
 }
-# Keys that change the numbers of the layers in ways that no config above has, unless they are 0.
+# Keys that change results in ways that no config above supports, unless they are 0.
 _REFUSED = {
     *("attention.clamp_kqv", "attention.scale", "attention.max_alibi_bias", "attention.sliding_window"),
     *("attention.key_length_swa", "attention.value_length_swa", "attention.sliding_window_pattern"),
@@ -86,12 +86,12 @@ _REFUSED = {
     *("embedding_length_per_layer_input", "activation_sparsity_scale", "expert_chunk_feed_forward_length"),
     *("n_deepstack_layers", "ssm.conv_kernel"),
 }
-# Likewise, unless they are 0 or 1.
+# The same, unless they are 0 or 1.
 _REFUSED_FACTORS = {
     *("logit_scale", "residual_scale", "embedding_scale", "attention.output_scale", "expert_weights_scale"),
     *("expert_group_scale", "moe_every_n_layers", "interleave_moe_layer_step"),
 }
-# Type of a gate as llama.cpp numbers them; 0: not set.
+# llama.cpp's number of the router's scoring function per model type; 0 means not set.
 _GATES = {"mixtral": 1, "qwen3_moe": 1, "olmoe": 1, "gpt_oss": 3, "glm4_moe": 2}
 
 
@@ -130,7 +130,7 @@ def config_fields(model: GGUF) -> tuple[dict[str, Any], tuple[str, ...]]:
 
 
 def _refuse(model: GGUF, name: str, kind: str, given: Mapping[str, Any]) -> None:
-    """Raise CheckpointError for metadata that changes numbers and that the config of ``kind`` cannot say."""
+    """Raise CheckpointError for metadata that changes results and that the config of ``kind`` cannot express."""
     for key, value in sorted(given.items()):
         values = set(value) if isinstance(value, tuple) else {value}
         neutral = (
@@ -147,12 +147,12 @@ def _refuse(model: GGUF, name: str, kind: str, given: Mapping[str, Any]) -> None
 
 
 def _alternates(pattern: Any) -> bool:
-    """Whether every second layer has a window, from the first."""
+    """Whether every second layer has a window, beginning with the first."""
     return pattern == 2 or (isinstance(pattern, tuple) and all(on == (i % 2 == 0) for i, on in enumerate(pattern)))
 
 
 def _add_defaults(kind: str, fields: dict[str, Any]) -> None:
-    """Add llama.cpp's values for keys that are absent, and replace its zeros for what is not used."""
+    """Add llama.cpp's defaults for absent keys, and replace zeros that mean "not used"."""
     fields.setdefault("rope_theta", 10_000.0)
     fields.setdefault("num_key_value_heads", fields["num_attention_heads"])
     for field, unused in {"routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "q_lora_rank": None}.items():
@@ -163,7 +163,8 @@ def _add_defaults(kind: str, fields: dict[str, Any]) -> None:
 
 
 def generation_fields(model: GGUF) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The fields of a generation_config.json: special tokens and recommended sampling; notes on what has no effect."""
+    """Return the fields of a generation_config.json (special tokens, recommended sampling), and notes on metadata
+    without effect."""
     ids, prefix = special_ids(model), "general.sampling."
     names = {"bos": "bos_token_id", "padding": "pad_token_id"}
     fields: dict[str, Any] = {field: ids[key] for key, field in names.items() if key in ids}
@@ -206,10 +207,10 @@ def _add_shapes(model: GGUF, given: Mapping[str, Any], fields: dict[str, Any]) -
 
 
 def _add_width(model: GGUF, given: Mapping[str, Any], fields: dict[str, Any]) -> None:
-    """Add the width of a head, all of which rotates but in GLM-4."""
+    """Add the head width. Rotary embeddings cover the whole head, except in GLM-4."""
     kind, hidden, heads = fields["model_type"], fields["hidden_size"], fields["num_attention_heads"]
     if not all(type(size) is int and size > 0 for size in (hidden, heads)):
-        return  # the config refuses them
+        return  # the config raises an error for them
     width = given.get("attention.key_length", hidden // heads)
     rotated, values = given.get("rope.dimension_count", width), given.get("attention.value_length", width)
     fits = width * heads == hidden or kind not in ("qwen2", "olmoe")
@@ -232,7 +233,7 @@ def _add_latent(model: GGUF, given: Mapping[str, Any], fields: dict[str, Any], h
     fields |= {"qk_nope_head_dim": width - rotated, "qk_rope_head_dim": rotated, "v_head_dim": values}
     fields |= {"num_key_value_heads": heads}  # the file has 1: llama.cpp computes in the latent space
     corrected = any(name.endswith("exp_probs_b.bias") for name in model.tensors)
-    # Files of GLM-4.7-Flash before this key have sigmoids too, which llama.cpp tells by their size.
+    # Older files of GLM-4.7-Flash lack this key. Like llama.cpp, recognize by its size that the model uses sigmoids.
     sized = (fields["num_hidden_layers"], fields["vocab_size"]) == (47, 154_880)
     gate = given.get("expert_gating_func") or (2 if sized else 1)
     if gate not in (1, 2) or (gate == 1 and corrected):

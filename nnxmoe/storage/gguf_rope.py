@@ -1,4 +1,4 @@
-"""The rotary embeddings in the metadata of a GGUF file as the rope fields of a config.json."""
+"""Convert the rotary embeddings in a GGUF file's metadata to the rope fields of a config.json."""
 
 import math
 from collections.abc import Mapping
@@ -13,12 +13,12 @@ from nnxmoe.storage.gguf import GGUF
 
 
 def shortest(value: Any) -> Any:
-    """A float32 as the shortest decimal; other values as they are."""
+    """Convert a float32 to the float with the shortest decimal form; returns other values unchanged."""
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
 def rope_fields(model: GGUF, name: str, given: Mapping[str, Any], theta: float) -> dict[str, Any]:
-    """The rope fields, with llama.cpp's defaults for keys that are absent: linear scaling by a factor of 1.
+    """Return the rope fields. Absent keys have llama.cpp's defaults: linear scaling by a factor of 1.
 
     llama.cpp stores Llama 3's scaling as one factor per frequency.
     """
@@ -47,7 +47,7 @@ def rope_fields(model: GGUF, name: str, given: Mapping[str, Any], theta: float) 
 
 
 def _refuse_unused(kind: str, scaling: Mapping[str, Any], refuse: Any) -> None:
-    """Refuse values that change numbers in ways that no rope here has."""
+    """Refuse values that change results in ways that no rope of nnxmoe supports."""
     if kind != "yarn" and scaling.get("attn_factor", 1) != 1:
         refuse("attn_factor", scaling["attn_factor"], f" with type {kind}")
     if scaling.get("alpha"):
@@ -65,12 +65,12 @@ def _yarn(name: str, factor: float, scaling: Mapping[str, Any], refuse: Any) -> 
         found["truncate"] = False
     attention = 1 + 0.1 * math.log(max(factor, 1))
     if (log := scaling.get("yarn_log_multiplier")) and name == "deepseek2":
-        scale = round(10 * log, 6)  # the converter of deepseek2 writes a tenth of mscale_all_dim
+        scale = round(10 * log, 6)  # deepseek2's converter stores mscale_all_dim / 10
         found |= {"mscale": scale, "mscale_all_dim": scale}
         attention = 1.0
     elif log:
         refuse("yarn_log_multiplier", log)
-    # The converter writes transformers' attention_factor, which llama.cpp replaces by its own unless both agree.
+    # The converter stores transformers' attention_factor. llama.cpp overrides it with its own value if the two differ.
     if not math.isclose(scaling.get("yarn_attn_factor", attention), attention, rel_tol=1e-5):
         if scaling["yarn_attn_factor"] != 1:
             refuse("yarn_attn_factor", scaling["yarn_attn_factor"])
@@ -90,7 +90,7 @@ def _llama3(model: GGUF, info: Any, theta: float) -> dict[str, Any]:
     low, high, most = 1.0, 4.0, float(found.max())
     plain, ramp = theta ** (-np.arange(len(found)) / len(found)), (found > 1.001) & (found < 0.999 * most)
     kept = (1 / found[ramp] - 1 / most) / (1 - 1 / most)
-    turns = (low + kept * (high - low)) * 2 * np.pi / plain[ramp]  # the positions before scaling, from each factor
+    turns = (low + kept * (high - low)) * 2 * np.pi / plain[ramp]  # original positions, by each factor
     positions = round(float(np.median(turns))) if ramp.any() else 8192
     wanted = Llama3Rope(2 * len(found), theta, most, low, high, positions)
     if not np.allclose(plain / np.asarray(wanted.frequencies(jnp.int32(0))), found, rtol=1e-4):

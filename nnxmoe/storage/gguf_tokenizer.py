@@ -38,7 +38,7 @@ _DEEPSEEK3 = [
 ]
 _GPT2 = [r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"]
 _DIGITS = [r"\p{N}", *_GPT2]
-_DEFAULT = [r"[\p{P}$+<=>^~|]+", *_GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"]  # of files that name no tokenizer
+_DEFAULT = [r"[\p{P}$+<=>^~|]+", *_GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"]  # for files without tokenizer.ggml.pre
 _SENTENCES = [r" ?[^(\s|.,!?\x{2026}\x{3002}\x{FF0C}\x{3001}\x{964}\x{6D4}\x{60C})]+"]
 _QWEN35 = [
     rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*"
@@ -52,7 +52,7 @@ _KIMI = [
         r"\p{M}]", r"\p{M}" + _NOT_HAN
     )
 ]
-# Value of tokenizer.ggml.pre -> regular expressions that isolate parts of a text, in turn.
+# Value of tokenizer.ggml.pre -> regular expressions that split a text, applied in order.
 _SPLITS: dict[str, list[str]] = {
     "default": _DEFAULT,
     **dict.fromkeys(("gpt-2", "olmo", "mpt", "jais", "trillion", "phi-2", "exaone4", "gigachat", "mellum"), _GPT2),
@@ -72,12 +72,12 @@ _SPLITS: dict[str, list[str]] = {
     **{"tekken": _TEKKEN, "deepseek-llm": _DEEPSEEK, "deepseek-coder": _DEEPSEEK_CODER, "kimi-k2": _KIMI},
     **{"qwen35": _QWEN35, "seed-coder": _SEED, "viking": [*_SENTENCES, r"\p{N}"]},
 }
-# Of these a word of the vocabulary is not merged from its parts, and a text begins with a token unless the file denies
-# it.
+# These tokenizers do not merge words that are in the vocabulary (ignore_merges), and add a token at the start of a text
+# unless the file disables it.
 _WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken")
-# Ids of special tokens that a file does not name, by tokenizer.ggml.model.
+# Value of tokenizer.ggml.model -> default ids of special tokens.
 _DEFAULT_IDS = {"llama": {"bos": 1, "eos": 2, "unknown": 0}, "gpt2": {"bos": 11, "eos": 11}}
-# Tokens that end an answer in every file that has them, whatever their type: files name one or two of them at most.
+# Tokens that end an answer in every file that has them, regardless of their type. Files name at most two of them.
 _ENDS = {
     *("</s>", "<eos>", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>"),
     *("<|return|>", "<|call|>", "<|calls|>", "<|flush|>", "<end_of_turn>", "<end_of_utterance>", "<EOT>", "_<EOT>"),
@@ -138,7 +138,7 @@ def _texts(model: GGUF, key: str) -> tuple[str, ...]:
 def special_ids(model: GGUF) -> dict[str, int]:
     """Ids of ``bos``, ``eos``, ``eot``, ``eom``, ``unknown`` and ``padding`` where the file or its format names them.
 
-    The format's default id of byte-level vocabularies, Falcon's, counts if it is a control token.
+    For byte-level vocabularies the format's default is Falcon's id, which is used only if it is a control token.
     """
     tokens, kinds = model.fields.get(f"{_KEY}tokens") or (), model.fields.get(f"{_KEY}token_type") or ()
     kind = model.fields.get(f"{_KEY}model")
@@ -154,19 +154,19 @@ def special_ids(model: GGUF) -> dict[str, int]:
 
 
 def end_ids(model: GGUF) -> list[int]:
-    """Ids that end an answer: those that the file names, then those with the texts of such tokens."""
+    """Return the ids that end an answer: those that the file names, then those of well-known end tokens."""
     tokens, ids = model.fields.get(f"{_KEY}tokens") or (), special_ids(model)
     ends = [ids[key] for key in ("eos", "eot", "eom") if key in ids]
     texts = _ENDS & set(tokens)
     if texts >= {"<|call|>", "<|return|>"} or texts >= {"<|calls|>", "<|flush|>"}:
-        texts -= {"<|end|>"}  # which there ends a message within an answer
+        texts -= {"<|end|>"}  # in these formats it ends a message within an answer
     if "<|tool_response>" in texts:
         texts -= {"</s>"}
     return list(dict.fromkeys([*ends, *(number for number, text in enumerate(tokens) if text in texts)]))
 
 
 def _added(model: GGUF, tokens: tuple[str, ...], kinds: tuple[int, ...]) -> list[dict[str, Any]]:
-    """The tokens that are matched before a text is split; those of Phi-3 take the spaces after them."""
+    """Return the tokens that are matched before a text is split. In Phi-3 they include the spaces after them."""
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     phi3 = any(part in str(model.fields.get("general.name", "")).lower() for part in ("phi-3", "phi3"))
     ends, types = set(end_ids(model)), kinds or (1,) * len(tokens)
@@ -182,7 +182,7 @@ def _added(model: GGUF, tokens: tuple[str, ...], kinds: tuple[int, ...]) -> list
 
 
 def _end(model: GGUF, tokens: tuple[str, ...], key: str) -> str:
-    """The token added to each end of a text. Raises CheckpointError if neither the file nor its format names one."""
+    """Return the ``bos`` or ``eos`` token. Raises CheckpointError if neither the file nor its format defines it."""
     default = _DEFAULT_IDS[model.text(f"{_KEY}model")][key]
     if (number := special_ids(model).get(key)) is None:
         if model.fields.get(f"{_KEY}pre") in ("glm4", "chatglm-bpe") or default >= len(tokens):
@@ -243,7 +243,7 @@ def _sentencepiece(model: GGUF, tokens: tuple[str, ...]) -> dict[str, Any]:
     steps: list[dict[str, Any]] = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}]
     steps += [{"type": "ByteFallback"}, {"type": "Fuse"}]
     steps += [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] * first
-    # The space comes before every text between special tokens, also before one that begins with a space.
+    # A space is prepended to every text between special tokens, even if the text begins with a space.
     space: list[dict[str, Any]] = [{"type": "Prepend", "prepend": "▁"}] * first
     space.append({"type": "Replace", "pattern": {"String": " "}, "content": "▁"})
     return {
@@ -255,9 +255,9 @@ def _sentencepiece(model: GGUF, tokens: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _merges(vocab: Mapping[str, int], scores: tuple[float, ...]) -> list[list[str]]:
-    """The pairs that form tokens, best score first; among equals those with a longer first part.
+    """Return the pairs that form tokens, best score first. Pairs with equal scores are sorted by length, longest first.
 
-    llama.cpp merges the leftmost of equals, which ``tokenizers`` cannot do; SentencePiece's own scores are distinct.
+    llama.cpp merges the leftmost of equal pairs, which ``tokenizers`` cannot do. SentencePiece's scores are distinct.
     """
     pairs = [
         (text[:cut], text[cut:], scores[number])

@@ -69,8 +69,8 @@ def assert_module_parity(
         nnx_call, linen_call: ``(module, *inputs) -> output to compare``; default: a plain call.
 
     Raises:
-        AssertionError: with all differences of the trees, or the first layer that differs. Where it can be told, also
-            with two parameters of Linen's to exchange, or with the step of an MoE block that differs.
+        AssertionError: with all differences of the trees, or the first layer that differs. If it can be determined,
+            also with two Linen parameters to exchange, or with the step of an MoE block that differs.
         ValueError: if the modules cannot be compared, or called with these inputs.
     """
     tolerance = _check(nnx_module, linen_module, mapping, tolerance)

@@ -31,7 +31,7 @@ class _Gap(NamedTuple):
 
 
 def gap_of(ours: Any, theirs: Any) -> _Gap:
-    """The largest difference of two arrays."""
+    """Compute the largest difference of two arrays."""
     a, b = (np.asarray(x, np.float64) for x in (ours, theirs))
     if not a.size:
         return _Gap(0.0, (), 0.0, 0.0)

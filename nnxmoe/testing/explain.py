@@ -1,4 +1,4 @@
-"""Explanations of outputs that differ: exchanged parameters, and which step of an MoE block differs."""
+"""Explain differing outputs: two exchanged parameters, or the step of an MoE block that differs."""
 
 import itertools
 import os
@@ -18,13 +18,13 @@ from nnxmoe.moe.router import Routing
 from nnxmoe.testing.compare import Pair, gap_of
 from nnxmoe.testing.sides import Arguments, Ours, Theirs
 
-_SWAPS = 24  # pairs of modules that are tried
-_TOKENS = 32  # whose routing is compared
+_SWAPS = 24  # most pairs of parameters or modules to try
+_TOKENS = 32  # most tokens whose routing is compared
 _LARGE = 1 << 28  # bytes of parameters; larger modules are not run again
 
 
 def exchanged(theirs: Theirs, params: Mapping[str, Any], arguments: Arguments, out: Any, tolerance: float) -> list[str]:
-    """A line if Linen's output agrees once two of its parameters or modules with equal shapes are exchanged."""
+    """Return a line if Linen's output agrees once two of its parameters or modules with equal shapes are exchanged."""
     stored = {name: row(params) for name, row in theirs.rows.items()}
     if sum(array.nbytes for array in stored.values()) > _LARGE:
         return []
@@ -37,7 +37,8 @@ def exchanged(theirs: Theirs, params: Mapping[str, Any], arguments: Arguments, o
 
 
 def _swaps(stored: Mapping[str, Any]) -> list[tuple[str, str, dict[str, str]]]:
-    """Pairs of parameters or modules, in all layers at once, and the exchange of names; nearest names first."""
+    """List pairs of parameters or modules, in all layers at once, with the renaming that exchanges them; most similar
+    names first."""
     units: dict[str, dict[tuple[int | None, str], str]] = defaultdict(dict)
     for name in stored:
         general, layer = general_linen_name(name)
@@ -55,7 +56,7 @@ def _swaps(stored: Mapping[str, Any]) -> list[tuple[str, str, dict[str, str]]]:
 
 
 def routed(ours: Ours, params: Mapping[str, Any], pairs: list[Pair], tolerance: float) -> list[str]:
-    """Lines about the first MoE block whose inputs agree and whose outputs differ: its routing, weights and experts."""
+    """Describe routing, weights and experts of the first MoE block whose inputs agree and whose outputs differ."""
     modules = {path: node for path, node in nnx.iter_graph(ours.module(params)) if isinstance(node, MoE)}
     for call, other in pairs:
         moe = modules.get(call.path)
@@ -73,7 +74,7 @@ def routed(ours: Ours, params: Mapping[str, Any], pairs: list[Pair], tolerance: 
 
 
 def _of_layer(moe: MoE, number: int, of: int) -> MoE:
-    """The block of one layer of a stack."""
+    """Return the MoE block of one layer of a stack."""
     if of == 1:
         return moe
     graph, state = nnx.split(moe)
@@ -81,7 +82,7 @@ def _of_layer(moe: MoE, number: int, of: int) -> MoE:
 
 
 def _steps(moe: MoE, call: Any, other: Any, tolerance: float) -> list[str]:
-    """Linen's output as a weighted sum of the outputs of NNX's experts: the weights that fit best are Linen's."""
+    """Derive Linen's expert weights by least squares: its output as a weighted sum of the NNX experts' outputs."""
     width, experts = call.given.shape[-1], moe.experts.count
     if width < experts:
         return [f"  {experts} experts with outputs of {width} values: Linen's weights cannot be derived"]
@@ -109,7 +110,7 @@ def _steps(moe: MoE, call: Any, other: Any, tolerance: float) -> list[str]:
 
 
 def _lines(theirs: np.ndarray, ours: np.ndarray, misfit: float, tolerance: float) -> list[str]:
-    """``theirs``, ``ours``: the weight of each token's experts."""
+    """Describe the difference of the weights ``[tokens, experts]`` of ``theirs`` and ``ours``."""
     if misfit > 10 * tolerance:
         return [
             f"expert outputs differ (or shared experts): Linen's output is no weighted sum of NNX's, by {misfit:.1e}; "

@@ -1,4 +1,4 @@
-"""Loads Linen parameters into any NNX module, by a mapping from its names to theirs."""
+"""Load Linen parameters into any NNX module, by a mapping from its names to theirs."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -18,20 +18,20 @@ def load_linen(module: nnx.Module, params: Mapping[str, Any], mapping: Mapped) -
     """Set all parameters of your NNX module to those of a Linen module.
 
     Args:
-        module: any module, also one of shapes (``nnx.eval_shape``). Random number state is left alone. Models of
-            nnxmoe are made by `nnxmoe.linen.from_linen`.
+        module: any module, including an abstract one (``nnx.eval_shape``). Random number state is not changed. For
+            models of nnxmoe use `nnxmoe.linen.from_linen`.
         params: the Linen tree, boxed or not, with or without its collection ``params``.
         mapping: NNX parameter (its path, ``blocks/{layer}/up/kernel``) -> name in the tree, or a pair of one or several
             names and a function from those arrays to the NNX array, as for `nnxmoe.linen.from_linen`. ``{layer}``
-            stands for each number that the module has there. A name in the tree without it is that of an array with
-            the layers on axis 0, as ``nn.scan`` stacks them; if only the name in the tree has it, its layers are
-            stacked on axis 0, as ``nnx.scan`` and ``nnx.vmap`` do. Dimensions are split and merged as needed.
+            stands for each number that the module has there. If only the parameter has ``{layer}``, the tree's array
+            has the layers on axis 0, as with ``nn.scan``. If only the name in the tree has it, its layers are stacked
+            on axis 0, as with ``nnx.scan`` and ``nnx.vmap``. Dimensions are split and merged as needed.
             `nnxmoe.linen.propose_mapping` proposes a mapping.
 
     Values are cast to the dtypes of the module and placed on its devices.
 
-    Raises ValueError, and changes nothing, with all parameters without a row, missing and unused arrays, and arrays of
-    other shapes or kinds of numbers.
+    Raises a ValueError that lists all parameters without a row, missing and unused arrays, and arrays of wrong shapes
+    or kinds of numbers. The module is then unchanged.
     """
     if not isinstance(module, nnx.Module) or isinstance(module, CausalLM):
         raise ValueError(
@@ -65,7 +65,7 @@ _KINDS = (jnp.floating, jnp.integer, jnp.bool_, jnp.complexfloating)
 
 
 def _general_name(mapping: Mapped) -> Callable[[str], tuple[str, int | None]]:
-    """The key of a mapping that a parameter's name fits, and its number."""
+    """Return a function from a parameter's name to the mapping's key that it matches, and its layer's number."""
     patterns = {key: re.compile(re.escape(key).replace(re.escape(LAYER), r"(\d+)")) for key in mapping if LAYER in key}
 
     def general(name: str) -> tuple[str, int | None]:
@@ -76,7 +76,7 @@ def _general_name(mapping: Mapped) -> Callable[[str], tuple[str, int | None]]:
 
 
 class _Stacked(dict[str, Source]):
-    """A mapping whose rows that have ``{layer}`` in the names of the tree alone name all layers, to be stacked."""
+    """A mapping in which rows with ``{layer}`` only in the tree's names list the names of all layers and stack them."""
 
     def __init__(self, mapping: Mapped, theirs: Mapping[str, Any]):
         super().__init__({key: _stacked(key, source, theirs) for key, source in mapping.items()})

@@ -54,7 +54,7 @@ class Ours:
                 self.params[name] = value.transpose(self.orders[name])
 
     def module(self, params: Mapping[str, Any]) -> Any:
-        """A copy of the module with these parameters."""
+        """Copy the module with these parameters."""
         values = {name: value.transpose(np.argsort(self.orders[name])) for name, value in params.items()}
         filled = [(path, v.replace(values[name]) if name in values else v) for name, path, v in self.flat]
         return nnx.merge(self.graph, nnx.from_flat_state(filled))
