@@ -969,7 +969,7 @@ def test_invalid_settings(documents: Documents) -> None:
         {"seq_len": 1},
         {"seed": -1},
         {"epochs": 0},
-        {"batch_size": 2.0},
+        {"batch_size": 2.5},
         {"seed": True},
     ):
         with pytest.raises(ValueError, match=rf"^{next(iter(options))}=.*pass an int of at least"):

@@ -225,7 +225,7 @@ def test_misspelt_arguments_and_fields_are_answered_with_the_nearest_name() -> N
     model = build_tiny("llama")
     batch, run = {"tokens": random_tokens(2, 5)}, {"optimizer": optax.sgd(0.1), "steps": 1}
     doors: list[tuple[Callable[[], Any], str]] = [
-        (lambda: train.fit(model, [batch], lr=3, **run), "fit.. has no argument 'lr': give it to the optimizer"),
+        (lambda: train.fit(model, [batch], lr=3, **run), "fit.. has no argument 'lr': .* optimizer"),
         (lambda: train.fit(model, [batch], acumulate=2, **run), "'acumulate'; did you mean accumulate"),
         (lambda: train.fit(model, [batch], checkpoints="run", **run), "'checkpoints'; did you mean checkpoint"),
         (lambda: nnxmoe.complete(model, [[1]], capacity=9), "'capacity': .*Engine"),

@@ -123,8 +123,8 @@ def test_prefill_of_an_empty_cache_attends_to_the_prompt_only(kind: str, scan: b
     run(slice(0, 1), model.empty_cache(1, 30))
     jax.jit(lambda cache: run(slice(0, 4), cache))(model.empty_cache(1, 30))
     ring = kind == "mistral"  # the ring's slots are followed by the new tokens
-    five, four = (30 + 5 * ring, 30 + 4 * ring)
-    assert seen == [{(4, 4, True)}, {(5, five, False)}, {(1, 30, False)}, {(4, four, False)}]
+    padded, four = (30 + 64 * ring, 30 + 4 * ring)  # prompts are padded to 64 tokens, except in transformations
+    assert seen == [{(64, 64, True)}, {(64, padded, False)}, {(1, 30, False)}, {(4, four, False)}]
 
 
 def test_fresh_rejects_a_non_empty_cache() -> None:

@@ -279,8 +279,8 @@ def test_folder_faults(tmp_path: Path) -> None:
     refused(lambda: Checkpoint.open("./absent"), "no such folder")
     refused(lambda: Checkpoint.open("~/no/such/folder/here"), "no such folder")
     refused(lambda: Checkpoint.open("one/two/three"), "no such folder")
-    refused(lambda: Checkpoint.open(""), "neither")
-    refused(lambda: Checkpoint.open("a\0b"), "neither")
+    refused(lambda: Checkpoint.open(""), "path_or_hub_id")
+    refused(lambda: Checkpoint.open("a\0b"), "path_or_hub_id")
     refused(lambda: Checkpoint.open("what is this?"), "neither")
     file = make_folder(tmp_path / "file", good) / "model.safetensors"
     refused(lambda: Checkpoint.open(file), "not a folder", str(file))

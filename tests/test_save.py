@@ -372,7 +372,7 @@ def test_similar_file_names_are_not_overwritten(tmp_path: Path) -> None:
     (folder / "model-00001-of-00009.safetensors").mkdir()
     with pytest.raises(nnxmoe.CheckpointError, match=r"model-00001-of-00009\.safetensors is a folder"):
         nnxmoe.save_pretrained(model_of(3), folder, overwrite=True)
-    with pytest.raises(nnxmoe.CheckpointError, match="has a NUL character"):
+    with pytest.raises(nnxmoe.CheckpointError, match="folder is"):
         nnxmoe.save_pretrained(model_of(3), "a\0b")
 
 
