@@ -380,5 +380,5 @@ def test_early_stopping_on_what_is_not_measured(metric: str, evaluate: int | Non
 )
 def test_invalid_early_stopping(options: Any) -> None:
     (name,) = options
-    with pytest.raises(ValueError, match=f"{name}="):
+    with pytest.raises(ValueError, match=name):
         train.EarlyStopping(**{"metric": "eval_loss"} | options)

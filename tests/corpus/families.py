@@ -73,7 +73,9 @@ def _changes(fields: Fields) -> Iterator[tuple[str, Fields, tuple[str, ...]]]:
         yield "a rotated width of two more", {"qk_rope_head_dim": 6}, ("kv_a_proj_with_mqa", wanted)
         yield "grouped heads in latent attention", {"num_key_value_heads": 2}, (CONFIG, "num_key_value_heads 2")
     else:
-        yield "as many key heads as query heads", {"num_key_value_heads": heads}, ("k_proj.weight",)
+        doubled = fields["model_type"] == "mimo_v2_flash"  # its window layers have twice the key heads
+        named = (CONFIG, "sliding_attention") if doubled else ("k_proj.weight",)
+        yield "as many key heads as query heads", {"num_key_value_heads": heads}, named
         yield "three key heads for four query heads", {"num_key_value_heads": 3}, (CONFIG, "num_key_value_heads 3")
     if "head_dim" in fields:
         yield "heads of four more", {"head_dim": fields["head_dim"] + 4}, ("q_proj.weight", "o_proj.weight")
