@@ -509,7 +509,7 @@ def test_blockwise_uses_less_flops_and_memory(window: int | None, least: float, 
 
 
 @pytest.mark.wrong_types
-@pytest.mark.parametrize("blocks", [0, -1, True, 2.0, "8", None])
+@pytest.mark.parametrize("blocks", [0, -1, True, 2.5, "8", None])
 def test_blockwise_rejects_invalid_block_counts(blocks: Any) -> None:
     with pytest.raises(ValueError, match=r"Blockwise\(blocks=.*positive integer"):
         Blockwise(blocks=blocks)

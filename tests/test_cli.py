@@ -459,7 +459,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "a layer more than the files": (_config(num_hidden_layers=3), ("layers.2.", "missing")),
     "another width": (_config(intermediate_size=40), ("w1.weight", "config.json")),
     "10**8 layers": (_config(num_hidden_layers=10**8), ("config.json", "num_hidden_layers")),
-    "GPTQ weights": (_config(quantization_config={"quant_method": "gptq"}), ("quantization_config", "gptq")),
+    "GPTQ weights": (_config(quantization_config={"quant_method": "gptq"}), ("quantization_config", "bits")),
     "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), ("tokenizer.json", "missing")),
     "a broken tokenizer": (lambda folder: (folder / "tokenizer.json").write_text("{"), ("tokenizer.json", "JSON")),
     "a broken template": (

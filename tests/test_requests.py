@@ -148,7 +148,7 @@ WRONG: list[tuple[Any, str, list[Any]]] = [
     (Wanted, "logprobs", [True, -1, "a"]),
     (Wanted, "constraint", [5, "x", nnxmoe.Grammar]),
     (Prefix, "start", [5, (1,)]),
-    (PromptLookup, "count", [2.0, True, 0, "2", None]),
+    (PromptLookup, "count", [2.5, True, 0, "2", None]),
     (PromptLookup, "ngram", [1.5, -1]),
     (Engine, "slots", [0, "2", None, True]),
     (Engine, "capacity", [0, 1.5, None]),
