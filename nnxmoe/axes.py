@@ -131,7 +131,7 @@ def shards(mesh: AnyMesh | None, axes: Sequence[str]) -> int:
     return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in axes)
 
 
-def divided_over(batch: int, mesh: AnyMesh | None) -> tuple[str, ...]:
+def divided_over(batch: Any, mesh: AnyMesh | None) -> tuple[str, ...]:
     """The batch axes of a mesh if the batch size is divisible by their shards, else ()."""
     axes = batch_axes(mesh)
     return () if batch % shards(mesh, axes) else axes

@@ -153,6 +153,7 @@ def test_wrong_values_are_named(model: nnxmoe.CausalLM) -> None:
             call()
 
 
+@pytest.mark.wrong_types
 def test_swapped_arguments_of_save_pretrained(model: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"model is a .*Path: pass an"):
         nnxmoe.save_pretrained(tmp_path / "model", model)

@@ -652,6 +652,7 @@ def test_default_checkpoints_are_those_of_a_folder(tmp_path: Path) -> None:
 # Memory
 
 
+@pytest.mark.wrong_types
 @pytest.mark.parametrize("known", [True, False])
 def test_batches_that_cannot_fit_are_refused_before_compiling(
     known: bool, compiled: list[str], monkeypatch: pytest.MonkeyPatch

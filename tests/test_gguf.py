@@ -77,6 +77,7 @@ def test_families_load_to_the_bit(kind: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(found(tokens).logits, model(tokens).logits, rtol=0, atol=1e-5)
 
 
+@pytest.mark.wrong_types  # changes defaults, which annotated functions do not have
 def test_the_halves_of_the_latent_projection_are_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However small the blocks are, and of a part its own heads only."""
     from nnxmoe.convert.hf import gguf_tensors

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Bool, Float, Int, Key, Shaped
+from jaxtyping import Array, Bool, Float, Int, Integer, Key, Shaped
 
 from nnxmoe.config.rope import Rope
 from nnxmoe.layers.attend import Mask
@@ -46,7 +46,7 @@ class Context:
 
     @classmethod
     def of_rows(
-        cls, rope: Rope, batch: int, length: int, lengths: Int[Array, "B"] | Sequence[int] | None = None
+        cls, rope: Rope, batch: int, length: int, lengths: Integer[Any, "B"] | Sequence[int] | None = None
     ) -> Self:
         """Create the context of ``batch`` rows of ``length`` tokens without a cache, to call a layer or attention.
 
