@@ -27,6 +27,8 @@ from nnxmoe.train import lora
 from nnxmoe.train.finetune import Finetune
 from nnxmoe.train.loop.callbacks import CsvLog, JsonLog
 
+pytestmark = pytest.mark.wrong_types
+
 ODD: tuple[Any, ...] = (True, 0, -1, 1.5, 10**30, "", "a/b\0", b"x", [], ["x"], {}, {"a": 1}, object(), int)
 ODD += (float("nan"), np.int64(3), lambda: 3)
 SIZES = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -130,7 +132,6 @@ def test_values_that_are_not_paths_name_the_argument(model: nnxmoe.CausalLM, val
             write(value)
 
 
-@pytest.mark.wrong_types
 def test_wrong_values_are_named(model: nnxmoe.CausalLM) -> None:
     def plan(**options: Any) -> Any:
         return nnxmoe.plan(CONFIG, {"fsdp": 2}, batch=2, seq=4, **options)
@@ -153,7 +154,6 @@ def test_wrong_values_are_named(model: nnxmoe.CausalLM) -> None:
             call()
 
 
-@pytest.mark.wrong_types
 def test_swapped_arguments_of_save_pretrained(model: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"model is a .*Path: pass an"):
         nnxmoe.save_pretrained(tmp_path / "model", model)

@@ -24,7 +24,7 @@ class Structure:
         self.graph, self._programs = graph, dict[Any, Any]()
         found = dict(nnx.iter_graph(bare))
         parts = [part for part in found.values() if isinstance(part, nnx.Module) and part is not bare]
-        self._modules = [(weakref.ref(part), _Attributes(vars(part).values())) for part in parts]
+        self._modules = [(weakref.ref(part), type(part), _Attributes(vars(part).values())) for part in parts]
         self._model = weakref.ref(model), _Attributes(_computing(model).values())
         # A model with arrays outside of parameters, or with containers that can change, is split each time.
         paths = [path for path, _ in nnx.to_flat_state(state)]
@@ -57,8 +57,9 @@ class Structure:
         model, attributes = self._model[0](), self._model[1]
         if model is None or not attributes.are(list(_computing(model).values())):
             return False
-        for reference, attributes in self._modules:
-            if (module := reference()) is None or not attributes.are(list(vars(module).values())):
+        for reference, module_class, attributes in self._modules:
+            module = reference()
+            if type(module) is not module_class or not attributes.are(list(vars(module).values())):
                 return False
         return True
 
