@@ -549,6 +549,7 @@ def test_attention_alone_ignores_padding() -> None:
             Context.of_rows(model.config.rope, 3, 7, lengths=wrong)
 
 
+@pytest.mark.wrong_types
 def test_lengths_may_be_lists_arrays_or_traced() -> None:
     """Concrete lengths are validated inside transformations too."""
     rope, wanted = Rope(4, 100.0), np.arange(9)[None] < np.array([[9], [4]])

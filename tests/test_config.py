@@ -1254,6 +1254,7 @@ def refused_fields(kind: str) -> set[str]:
     return refused
 
 
+@pytest.mark.wrong_types
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0].strip("| `").partition("`")[0])
 def test_guide_names_every_field_that_a_family_refuses(row: list[str]) -> None:
     kinds = re.findall(r"`(\w+)`", row[0])

@@ -375,6 +375,7 @@ def test_expected_peak_memory_is_logged(tmp_path: Path, caplog: pytest.LogCaptur
     assert "expected peak memory 12.00 TB" in caplog.text and "that is more than the " in caplog.text
 
 
+@pytest.mark.wrong_types
 def test_invalid_arguments_are_refused_before_reading_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("kind_of", "local_folder"):
         monkeypatch.setattr(conversion, name, lambda *_: pytest.fail("read"))
