@@ -180,10 +180,10 @@ def complete(
         process=options.get("process"),
         draft=options.get("draft"),
     )
-    jobs = collections.deque(_jobs(prompt_ids, [dataclasses.replace(wanted, seed=one) for one in seeds], n))
-    for _, ids, one, _ in jobs:
-        engine.check(ids, one)
-    return _in_order(engine, jobs, tokenizer, stops)
+    options_per_prompt = [dataclasses.replace(wanted, seed=one) for one in seeds]
+    for ids, prompt_options in zip(prompt_ids, options_per_prompt, strict=True):
+        engine.check(ids, prompt_options)  # once for all samples, which differ in their number only
+    return _in_order(engine, collections.deque(_jobs(prompt_ids, options_per_prompt, n)), tokenizer, stops)
 
 
 def _constraint(options: MoreOptions, tokenizer: Any) -> Constraint | None:
