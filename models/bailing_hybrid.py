@@ -13,6 +13,7 @@ from nnxmoe.layers.gqa import OutputGate
 from nnxmoe.layers.kimi_delta import BoundedDecays, KimiDelta, free_decays
 from nnxmoe.layers.mla import MLA
 from nnxmoe.model.weight_names import W, options
+from nnxmoe.models.deepseek_v3 import DeepSeekV3
 from nnxmoe.models.grouped_experts import HF_GROUPED_EXPERTS
 from nnxmoe.models.kimi_hybrid import HF_KIMI_DELTA, KimiHybrid
 from nnxmoe.models.kimi_linear import KimiMoEConfig
@@ -75,7 +76,7 @@ def _published(where: W) -> W:
     return dataclasses.replace(where, name=name)
 
 
-class BailingHybrid(KimiHybrid):
+class BailingHybrid(KimiHybrid, DeepSeekV3):
     """Ling 3.0 Flash."""
 
     configs = (BailingHybridConfig,)

@@ -13,8 +13,8 @@ from nnxmoe.config.bounds import ConfigError, count, per_layer
 from nnxmoe.config.printable import short
 from nnxmoe.layers.delta import DeltaHeads
 from nnxmoe.layers.kimi_delta import Decays, KimiDelta, KimiProjection
+from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.weight_names import W
-from nnxmoe.models.deepseek_v3 import DeepSeekV3
 from nnxmoe.models.tables import Hf
 
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -96,8 +96,11 @@ HF_KIMI_DELTA |= {  # the second names are those of transformers in memory
 }
 
 
-class KimiHybrid(DeepSeekV3):
-    """A decoder of `KimiDelta` layers, made by `recurrent`, and of layers with the attention of the next base class."""
+class KimiHybrid(CausalLM):
+    """A decoder of `KimiDelta` layers, built by `recurrent`, and of attention layers.
+
+    The attention comes from the base class named after this one, such as `DeepSeekV3`.
+    """
 
     maxtext_table = {}
 

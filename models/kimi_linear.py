@@ -12,7 +12,7 @@ from nnxmoe.config.bounds import ConfigError, count, one_of, per_layer
 from nnxmoe.config.printable import short
 from nnxmoe.layers.kimi_delta import KimiDelta, free_decays
 from nnxmoe.model.weight_names import W, options
-from nnxmoe.models.deepseek_v3 import DeepSeekV3Config
+from nnxmoe.models.deepseek_v3 import DeepSeekV3, DeepSeekV3Config
 from nnxmoe.models.grouped_experts import HF_GROUPED_EXPERTS
 from nnxmoe.models.kimi_hybrid import FULL, HF_KIMI_DELTA, LINEAR, KimiHybrid, KimiHybridConfig, NestedDeltaConfig
 from nnxmoe.models.tables import HF_DECODER, HF_LATENT, Hf
@@ -101,7 +101,7 @@ _DENSE = "mlp", _SPARSE, "mlp"
 _TABLE |= {f"layer.mlp.{x}.kernel": tuple(W(f"{name}.{x}_proj.weight") for name in _DENSE) for x in _PARTS}
 
 
-class KimiLinear(KimiHybrid):
+class KimiLinear(KimiHybrid, DeepSeekV3):
     """Kimi-Linear-48B-A3B."""
 
     configs = (KimiLinearConfig,)

@@ -8,7 +8,7 @@ from nnxmoe.config.bounds import count, per_layer
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.layer_types import FULL, SLIDING, LayerRopesConfig
 from nnxmoe.layers.gqa import GQA
-from nnxmoe.models.qwen import NormedHeads
+from nnxmoe.models.normed_heads import NormedHeads
 from nnxmoe.models.qwen_moe import QwenMoe
 from nnxmoe.models.tables import HF_DECODER, HF_MOE
 

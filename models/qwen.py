@@ -10,9 +10,8 @@ from typing import Any
 from nnxmoe.config.bounds import count
 from nnxmoe.config.layer_types import LayerWindowsConfig
 from nnxmoe.layers.gqa import GQA
-from nnxmoe.layers.qk_norm import QKNorm
-from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.models.llama import LlamaLike
+from nnxmoe.models.normed_heads import NormedHeads
 from nnxmoe.models.tables import MAXTEXT_QK_NORM
 
 
@@ -84,15 +83,6 @@ class Qwen2(LlamaLike):
 
     def attention(self, index: int, **kw: Any) -> GQA:
         return self.gqa(index, bias=True, out_bias=False, **kw)
-
-
-class NormedHeads(CausalLM):
-    """The attention of Qwen3: heads of queries and keys are normalised. ``options``: those of `CausalLM.gqa`."""
-
-    def attention(self, index: int, *, dtype: Any, rngs: Any, **options: Any) -> GQA:
-        c, kw = self.config, {"dtype": dtype, "rngs": rngs}
-        norm = QKNorm.per_head(c.head_width, c.rms_norm_eps, norm=self.norm_class, **kw)
-        return self.gqa(index, bias=c.attention_bias, qk_norm=norm, **options, **kw)
 
 
 class Qwen3(NormedHeads, LlamaLike):

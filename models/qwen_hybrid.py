@@ -18,7 +18,7 @@ from nnxmoe.model.maxtext_layers import LayerBlocks
 from nnxmoe.model.mtp import last_layer
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.grouped_experts import DenseOrMoE
-from nnxmoe.models.qwen import NormedHeads
+from nnxmoe.models.normed_heads import NormedHeads
 from nnxmoe.models.tables import (
     HF_DECODER,
     MAXTEXT_DECODER,

@@ -281,3 +281,8 @@ def of_layers(axes: Sequence[str | None]) -> bool:
 def sharding_of(variable: nnx.Variable, mesh: Mesh, rules: Rules = RULES) -> NamedSharding:
     """The sharding of a parameter over the mesh."""
     return NamedSharding(mesh, partition_spec(axes_of(variable), variable.shape, mesh, rules))
+
+
+def spans_hosts(value: object) -> bool:
+    """Whether an array has shards on other hosts."""
+    return isinstance(value, jax.Array) and not value.is_fully_addressable

@@ -16,10 +16,11 @@ from nnxmoe.kernels import tokamax
 from nnxmoe.kernels.attention import Splash
 from nnxmoe.kernels.tokamax import Tokamax
 from nnxmoe.kernels.triton import Triton, TritonProduct
-from nnxmoe.layers.attend import Mask, Scores
+from nnxmoe.layers.attend import Scores
 from nnxmoe.layers.cache import Slots
 from nnxmoe.layers.codes import WHOLE, Codes
 from nnxmoe.layers.kernel import DenseKernel
+from nnxmoe.layers.mask import Mask
 from nnxmoe.layers.quantized_products import Converted
 from tests.benchmarks.agreement import difference
 from tests.support.arrays import max_error

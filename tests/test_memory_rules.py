@@ -21,9 +21,10 @@ import nnxmoe
 from nnxmoe import axes
 from nnxmoe.layers import cache, dots
 from nnxmoe.layers import kernel as kernels
-from nnxmoe.layers.attend import Mask, Scores
+from nnxmoe.layers.attend import Scores
 from nnxmoe.layers.cache import Past, Slots, TokenCache
 from nnxmoe.layers.embed import Embed
+from nnxmoe.layers.mask import Mask
 from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.model.remat import NAMES
 from nnxmoe.model.stack import Body, ByLayer, ScannedStack

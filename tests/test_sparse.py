@@ -17,13 +17,13 @@ from nnxmoe.config.rope import Rope
 from nnxmoe.generation.engine import Engine
 from nnxmoe.generation.request import Wanted
 from nnxmoe.layers import indexer, pooled_indexer
-from nnxmoe.layers.attend import Mask
 from nnxmoe.layers.block_indexer import BlockIndexer, KeyBlocks
 from nnxmoe.layers.cache import Slots, TokenCache
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.gated import LimitedSwiGLU
 from nnxmoe.layers.hyper import MeanNorm
 from nnxmoe.layers.indexer import NONE, Indexer, chosen_keys, highest
+from nnxmoe.layers.mask import Mask
 from nnxmoe.layers.mla import MLA, LatentWidths
 from nnxmoe.layers.norm import LayerNorm, RMSNorm
 from nnxmoe.layers.pooled_indexer import PooledIndexer

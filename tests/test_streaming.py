@@ -11,8 +11,9 @@ import pytest
 
 from nnxmoe import Blockwise, Reference, Streaming
 from nnxmoe.layers import blockwise
-from nnxmoe.layers.attend import Mask, Scores
+from nnxmoe.layers.attend import Scores
 from nnxmoe.layers.cache import Slots
+from nnxmoe.layers.mask import Mask
 from nnxmoe.layers.streaming import _bounds
 from tests.support.arrays import max_error
 from tests.support.attention import masks

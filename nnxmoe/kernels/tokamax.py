@@ -30,14 +30,6 @@ def _library() -> Any:
     return importlib.import_module("tokamax")
 
 
-def delta_attention() -> Any:
-    """``tokamax.ops.kimi_delta_attention``. Raises ValueError if tokamax lacks it or is not installed."""
-    found = getattr(importlib.import_module("tokamax.ops"), "kimi_delta_attention", None) if installed() else None
-    if found is None:
-        raise ValueError(f"TokamaxDelta() needs tokamax 0.0.17 and Python 3.12 or newer: {install_command('kernels')}")
-    return found
-
-
 @dataclasses.dataclass(frozen=True)
 class Tokamax:
     """``tokamax.ragged_dot``. ``implementation``: "mosaic", "xla", or None for tokamax's default, which on CPU is a

@@ -1,17 +1,29 @@
 """The gated delta rule (`nnxmoe.layers.delta_rule`) with tokamax's Pallas kernels for TPUs."""
 
 import dataclasses
+import importlib
+import importlib.util
+from typing import Any
 
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from nnxmoe.axes import shard_map
-from nnxmoe.kernels.tokamax import delta_attention
 from nnxmoe.layers.delta_rule import CHUNK, Chunked, DeltaInputs
 from nnxmoe.layers.fused import OnDevices, rows_and_heads
+from nnxmoe.runtime.extras import install_command
 
 WIDEST = 256  # keys
+
+
+def delta_attention() -> Any:
+    """``tokamax.ops.kimi_delta_attention``. Raises ValueError if tokamax lacks it or is not installed."""
+    installed = importlib.util.find_spec("tokamax") is not None
+    attention = getattr(importlib.import_module("tokamax.ops"), "kimi_delta_attention", None) if installed else None
+    if attention is None:
+        raise ValueError(f"TokamaxDelta() needs tokamax 0.0.17 and Python 3.12 or newer: {install_command('kernels')}")
+    return attention
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,8 +10,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from nnxmoe.axes import ParamOptions
 from nnxmoe.config.rope import Rope
-from nnxmoe.layers.attend import Attend, Mask, Scores
-from nnxmoe.layers.cache import TokenCache
+from nnxmoe.layers.attend import Attend, Scores
+from nnxmoe.layers.cache import TokenCache, gather_tokens
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.gqa import GQA, Heads
 from nnxmoe.layers.indexer import (
@@ -25,8 +25,8 @@ from nnxmoe.layers.indexer import (
     taken_or_none,
 )
 from nnxmoe.layers.linear import Linear
+from nnxmoe.layers.mask import Mask
 from nnxmoe.layers.norm import OffsetNorm
-from nnxmoe.layers.recurrent import taken
 from nnxmoe.layers.rope import Rotate
 
 
@@ -84,7 +84,7 @@ class BlockIndexer(nnx.Module):
         q = context.rotated(self.q_norm(self.q(x)), self.rotary, self.rotate)
         order, tokens, offset = in_order(mask.keys, keys.shape[:2])
         moved, packed = mask.keys.valid is not None, tokens.segment is not None
-        q, keys = jax.lax.stop_gradient((q, taken(keys, order) if moved else keys))
+        q, keys = jax.lax.stop_gradient((q, gather_tokens(keys, order) if moved else keys))
 
         def run(allowed: Bool[Array, "B T S"], seen: slice, q: Float[Array, "B T N H"]) -> Int[Array, "B T _"]:
             chosen = self._places(q, keys[:, seen], allowed, offset[:, seen], packed)

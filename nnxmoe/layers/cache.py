@@ -7,13 +7,13 @@ caches are pytrees: passed in, returned, and safe to donate.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from nnxmoe.layers.xla_cpu import one_cpu, write_rows
 
@@ -90,6 +90,11 @@ class Past:
         return Slots(index, None, segment)
 
 
+def gather_tokens(x: Shaped[Array, "B S ..."], at: Int[Array, "B ..."]) -> Shaped[Array, "B ..."]:
+    """Gather the places ``at`` of each row."""
+    return jax.vmap(lambda row, places: row[places])(x, at)
+
+
 Stored = tuple[Buffer, Array, Int[Array, "B S"]]  # the buffer, what may be attended to, and the index of its tokens
 
 
@@ -151,6 +156,49 @@ class TokenCache:
 
 CacheFormat = Callable[[Array], Buffer]
 """``Strategy.cache``: returns an empty buffer ``[..., W]`` of a layer's cache in the format in which it is stored."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RecurrentState:
+    """A pytree of state arrays ``[*L, B, 1 + spare, ...]`` after each of the newest tokens of a row.
+
+    Token i's is at ``i % (1 + spare)``, so that the ``spare`` newest tokens may be taken back by a smaller
+    `Cache.length`, as for keys and values.
+    """
+
+    states: Any
+
+    exact: ClassVar[bool] = True  # whatever the `CacheFormat`
+
+    @classmethod
+    def empty(cls, zero: Any, spare: int) -> Self:
+        """The state of rows without tokens, from arrays ``[B, ...]`` of zeros."""
+        return cls(jax.tree.map(lambda a: jnp.repeat(a[:, None], 1 + spare, axis=1), zero))
+
+    @property
+    def spare(self) -> int:
+        """How many tokens may be taken back."""
+        return jax.tree.leaves(self.states)[0].shape[1] - 1
+
+    def before(self, past: Past) -> Any:
+        """The state ``[B, ...]`` before the new tokens."""
+
+        def one(states: Array) -> Array:
+            shape = (-1, *(1,) * (states.ndim - 1))
+            found = jnp.take_along_axis(states, ((past.before - 1) % states.shape[1]).reshape(shape), axis=1)[:, 0]
+            return jnp.where((past.before > 0).reshape(shape[:-1]), found, 0)
+
+        return jax.tree.map(one, self.states)
+
+    def written(self, state: Any, index: Int[Array, "B n"]) -> Self:
+        """Store the states ``[B, n, ...]`` after the n tokens of these indices; nothing for negative ones (padding)."""
+
+        def one(states: Array, new: Array) -> Array:
+            size = states.shape[1]
+            return written(states, new, jnp.where(index < 0, size, index % size), 1)
+
+        return type(self)(jax.tree.map(one, self.states, state))
 
 
 def formatted(layers: Any, cache_format: CacheFormat | None) -> Any:

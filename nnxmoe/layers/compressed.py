@@ -14,11 +14,10 @@ from jaxtyping import Array, Float, Int
 
 from nnxmoe.axes import ParamOptions, parameter
 from nnxmoe.config.rope import Rope
-from nnxmoe.layers.cache import Buffer, Past, Slots, append_ring, floats, written
+from nnxmoe.layers.cache import Buffer, Past, RecurrentState, Slots, append_ring, floats, written
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.linear import Linear
 from nnxmoe.layers.norm import RMSNorm
-from nnxmoe.layers.recurrent import RecurrentState
 from nnxmoe.layers.rope import Rotate, rotation_at
 
 
@@ -70,10 +69,10 @@ class PassRows(Past):
 
     def slots(self, index: Int[Array, "B n"]) -> Slots:
         """The slots that hold the tokens of these indices, -1 for none."""
-        return Slots(index, None, taken(self.segment, index))
+        return Slots(index, None, gather_clipped(self.segment, index))
 
 
-def taken(values: Int[Array, "B C"], index: Int[Array, "B n"]) -> Int[Array, "B n"]:
+def gather_clipped(values: Int[Array, "B C"], index: Int[Array, "B n"]) -> Int[Array, "B n"]:
     """The value at each index of its row; any for an index out of range."""
     return jnp.take_along_axis(values, jnp.clip(index, 0, values.shape[1] - 1), axis=1)
 
@@ -138,7 +137,7 @@ class Compressor(nnx.Module):
         closing, alone = rows.closing(self.rate), cache is None or context.fresh
         count = min(-(-length // self.rate) + (not alone), closing.shape[1])
         slots = rows.before[:, None] // self.rate + jnp.arange(count, dtype=jnp.int32)
-        last = jnp.where(slots < closing.shape[1], taken(closing, slots), -1)
+        last = jnp.where(slots < closing.shape[1], gather_clipped(closing, slots), -1)
         last = jnp.where(last >= rows.before[:, None], last, -1)
         entries = self._entries(seen, last, rows, context)
         if cache is None or open_tokens is None:
@@ -154,7 +153,7 @@ class Compressor(nnx.Module):
     ) -> Float[Array, "B n W"]:
         """The entries whose last tokens have these indices; ``seen``: tokens from ``before - reach`` on."""
         (width,), rate = self.norm.scale.shape[-1:], self.rate
-        own, parts = taken(rows.own, last), []
+        own, parts = gather_clipped(rows.own, last), []
         for i in range(self.series):
             ago = (self.series - i) * rate - 1  # from the window's first token to the entry's last
             at = (last - ago - rows.before[:, None] + self.reach)[..., None] + jnp.arange(rate, dtype=jnp.int32)
@@ -171,7 +170,7 @@ class Compressor(nnx.Module):
         assert context.positions is not None
         positions = jnp.broadcast_to(context.positions, rows.index.shape)[..., None]
         positions = by_index(positions, rows.index, rows.before, rows.index.shape[1])[..., 0]
-        first = jnp.maximum(taken(positions, last - rows.before[:, None]) - (rate - 1), 0)
+        first = jnp.maximum(gather_clipped(positions, last - rows.before[:, None]) - (rate - 1), 0)
         return self.rotate(entries[:, :, None], rotation_at(self.rotary, first))[:, :, 0]
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, spare: int = 0) -> CompressedCache:

@@ -12,8 +12,8 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, Integer, Key, Shaped
 
 from nnxmoe.config.rope import Rope
-from nnxmoe.layers.attend import Mask
 from nnxmoe.layers.cache import Cache, Past, Slots
+from nnxmoe.layers.mask import Mask
 from nnxmoe.layers.rope import Rotate, Rotations, rotation_at
 
 

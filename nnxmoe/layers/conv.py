@@ -8,7 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from nnxmoe.axes import ParamOptions, parameter
-from nnxmoe.layers.recurrent import taken
+from nnxmoe.layers.cache import gather_tokens
 
 
 class ShortConv(nnx.Module):
@@ -58,10 +58,10 @@ class ShortConv(nnx.Module):
         the call returns."""
         past = self.taps - 1
         places = jnp.maximum(at, 0)[:, :, None] + 1 + jnp.arange(past)
-        found = taken(seen, places)
+        found = gather_tokens(seen, places)
         if run is None:
             return found
-        runs = taken(jnp.pad(run, ((0, 0), (past, 0))), places)
+        runs = gather_tokens(jnp.pad(run, ((0, 0), (past, 0))), places)
         return jnp.where((runs == runs[:, :, -1:])[..., None], found, 0)
 
 

@@ -11,13 +11,14 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Shaped
 
 from nnxmoe.axes import CONTEXT, AnyMesh, ParamOptions, context_over, parameter, shard_map
+from nnxmoe.layers.cache import RecurrentState, gather_tokens
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.conv import ShortConv
 from nnxmoe.layers.delta_rule import Chunked, DeltaInputs, Recurrence, in_chunks, in_steps, product
 from nnxmoe.layers.linear import Linear
 from nnxmoe.layers.norm import GatedNorm
 from nnxmoe.layers.over_context import gathered
-from nnxmoe.layers.recurrent import OrderedTokens, RecurrentState, taken
+from nnxmoe.layers.recurrent import OrderedTokens
 
 Projected = tuple[Array, Array, Array, Array]
 """Queries, keys and values ``[B T channels]``, gates ``z [B T N W]``, and ``b``, ``a [B T N]``."""
@@ -173,7 +174,7 @@ class GatedDeltaNet(nnx.Module):
         at, states = (end - 1)[:, None], state[:, None]
         if spare:
             late = end[:, None] + jnp.arange(spare)
-            newest = _only(jax.tree.map(lambda a: taken(a, jnp.maximum(late, 0)), inputs), late >= 0)
+            newest = _only(jax.tree.map(lambda a: gather_tokens(a, jnp.maximum(late, 0)), inputs), late >= 0)
             if newest.run is not None:
                 newest = newest._replace(run=jnp.where(late >= 0, newest.run, 0))
             more, later = in_steps(newest, state, most, corrects=self.corrects)

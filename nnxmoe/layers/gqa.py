@@ -12,10 +12,11 @@ from jaxtyping import Array, Float
 
 from nnxmoe.axes import ParamOptions, parameter
 from nnxmoe.config.rope import Rope
-from nnxmoe.layers.attend import Attend, Mask, Scores
+from nnxmoe.layers.attend import Attend, Scores
 from nnxmoe.layers.cache import TokenCache
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.linear import Linear
+from nnxmoe.layers.mask import Mask
 from nnxmoe.layers.rope import Rotate, rotate_halves
 
 

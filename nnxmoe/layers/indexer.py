@@ -16,14 +16,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from nnxmoe.axes import ParamOptions
 from nnxmoe.config.rope import Rope
-from nnxmoe.layers.attend import Attend, Mask, Reference, Scores
-from nnxmoe.layers.cache import Slots
+from nnxmoe.layers.attend import Attend, Reference, Scores
+from nnxmoe.layers.cache import Slots, gather_tokens
 from nnxmoe.layers.chunks import chunk_by_chunk
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.dots import dot_f32
 from nnxmoe.layers.linear import Linear
+from nnxmoe.layers.mask import Mask
 from nnxmoe.layers.norm import LayerNorm
-from nnxmoe.layers.recurrent import taken
 from nnxmoe.layers.rope import Rotate
 
 NONE = np.iinfo(np.int32).max  # slot number of no key, beyond every buffer
@@ -138,7 +138,7 @@ def in_order(keys: Slots, shape: tuple[int, ...]) -> tuple[Int[Array, "B S"], Sl
     if keys.valid is not None:
         index = jnp.where(keys.valid, index, -1)
         order = jnp.argsort(index < 0, axis=1, stable=True)
-        index, segment = taken(index, order), None if segment is None else taken(segment, order)
+        index, segment = gather_tokens(index, order), None if segment is None else gather_tokens(segment, order)
     if segment is None:
         return order, Slots(index, None, None), places
     first = jnp.concatenate([jnp.ones((shape[0], 1), bool), segment[:, 1:] != segment[:, :-1]], axis=1)
@@ -148,7 +148,7 @@ def in_order(keys: Slots, shape: tuple[int, ...]) -> tuple[Int[Array, "B S"], Sl
 def taken_or_none(x: Int[Array, "B S ..."], at: Int[Array, "B ..."]) -> Int[Array, "B ..."]:
     """Gather the places ``at`` of each row, and `NONE` for places that are `NONE`."""
     none = at == NONE
-    return jnp.where(none.reshape(*at.shape, *(1,) * (x.ndim - 2)), NONE, taken(x, jnp.where(none, 0, at)))
+    return jnp.where(none.reshape(*at.shape, *(1,) * (x.ndim - 2)), NONE, gather_tokens(x, jnp.where(none, 0, at)))
 
 
 def highest(scores: Float[Array, "*rows S"], allowed: Bool[Array, "*#rows S"], count: int) -> Int[Array, "*rows X"]:

@@ -16,12 +16,13 @@ from jaxtyping import Array, Float
 
 from nnxmoe.axes import ParamOptions, is_static
 from nnxmoe.config.rope import Rope
-from nnxmoe.layers.attend import Attend, Mask, Scores
+from nnxmoe.layers.attend import Attend, Scores
 from nnxmoe.layers.cache import TokenCache
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.gqa import Gate
 from nnxmoe.layers.kernel import Kernel
 from nnxmoe.layers.linear import Linear
+from nnxmoe.layers.mask import Mask
 from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.layers.over_context import OverContext
 from nnxmoe.layers.rope import Rotate

@@ -17,8 +17,9 @@ from jaxtyping import Array, Float, Int
 
 from nnxmoe.axes import CONTEXT, Rules, context_over, placed_on, shard_map
 from nnxmoe.config.validate import check_object
-from nnxmoe.layers.attend import Attend, Mask, Scores
+from nnxmoe.layers.attend import Attend, Scores
 from nnxmoe.layers.blockwise import Blockwise
+from nnxmoe.layers.mask import Mask
 
 
 @runtime_checkable

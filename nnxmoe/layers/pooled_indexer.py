@@ -8,12 +8,11 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from nnxmoe.axes import parameter
-from nnxmoe.layers.attend import Mask
-from nnxmoe.layers.cache import Slots
+from nnxmoe.layers.cache import Slots, gather_tokens
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.indexer import NONE, Indexer, Selection, chosen_keys, in_order, taken_or_none
 from nnxmoe.layers.linear import Linear
-from nnxmoe.layers.recurrent import taken
+from nnxmoe.layers.mask import Mask
 from nnxmoe.layers.rope import rotate_halves
 
 
@@ -58,11 +57,10 @@ class PooledIndexer(Indexer):
         ends = jax.vmap(lambda row: jnp.nonzero(row, size=size // self.pool, fill_value=NONE)[0])(last)
         found = ends != NONE
         places = jnp.where(found, ends, self.pool - 1)[..., None] - jnp.arange(self.pool - 1, -1, -1)
-        slots = taken(order, places)
-        given = self.q(latent), self.weights(x), self._pooled(taken(keys, slots))
-        of_pools = Slots(
-            jnp.where(found, places[..., -1], -1), None, None if segment is None else taken(segment, places[..., -1])
-        )
+        slots = gather_tokens(order, places)
+        given = self.q(latent), self.weights(x), self._pooled(gather_tokens(keys, slots))
+        last = places[..., -1]
+        of_pools = Slots(jnp.where(found, last, -1), None, None if segment is None else gather_tokens(segment, last))
         pools = Mask(mask.query_index, mask.query_segment, of_pools, None)
         best = chosen_keys(*jax.lax.stop_gradient(given), pools, (topk - self.pool + 1) // self.pool)
         chosen = taken_or_none(slots, best)
@@ -77,6 +75,6 @@ class PooledIndexer(Indexer):
     def _own(self, index: Int[Array, "B T"], offset: Int[Array, "B S"], order: Int[Array, "B S"]) -> Selection:
         """The slots of the tokens of each query's pool up to itself; none if it completes the pool."""
         back = jnp.arange(self.pool - 1)
-        count = (taken(offset, jnp.maximum(index, 0)) + 1) % self.pool
-        slots = taken(order, jnp.maximum(index[..., None] - back, 0))
+        count = (gather_tokens(offset, jnp.maximum(index, 0)) + 1) % self.pool
+        slots = gather_tokens(order, jnp.maximum(index[..., None] - back, 0))
         return jnp.where((back < count[..., None]) & (index >= 0)[..., None], slots, NONE)

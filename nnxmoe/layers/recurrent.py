@@ -2,57 +2,14 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
 
-from nnxmoe.layers.cache import Past, written
+from nnxmoe.layers.cache import Past, RecurrentState, gather_tokens
 from nnxmoe.layers.context import Context
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class RecurrentState:
-    """A pytree of state arrays ``[*L, B, 1 + spare, ...]`` after each of the newest tokens of a row.
-
-    Token i's is at ``i % (1 + spare)``, so that the ``spare`` newest tokens may be taken back by a smaller
-    `Cache.length`, as for keys and values.
-    """
-
-    states: Any
-
-    exact: ClassVar[bool] = True  # whatever the `CacheFormat`
-
-    @classmethod
-    def empty(cls, zero: Any, spare: int) -> Self:
-        """The state of rows without tokens, from arrays ``[B, ...]`` of zeros."""
-        return cls(jax.tree.map(lambda a: jnp.repeat(a[:, None], 1 + spare, axis=1), zero))
-
-    @property
-    def spare(self) -> int:
-        """How many tokens may be taken back."""
-        return jax.tree.leaves(self.states)[0].shape[1] - 1
-
-    def before(self, past: Past) -> Any:
-        """The state ``[B, ...]`` before the new tokens."""
-
-        def one(states: Array) -> Array:
-            shape = (-1, *(1,) * (states.ndim - 1))
-            found = jnp.take_along_axis(states, ((past.before - 1) % states.shape[1]).reshape(shape), axis=1)[:, 0]
-            return jnp.where((past.before > 0).reshape(shape[:-1]), found, 0)
-
-        return jax.tree.map(one, self.states)
-
-    def written(self, state: Any, index: Int[Array, "B n"]) -> Self:
-        """Store the states ``[B, n, ...]`` after the n tokens of these indices; nothing for negative ones (padding)."""
-
-        def one(states: Array, new: Array) -> Array:
-            size = states.shape[1]
-            return written(states, new, jnp.where(index < 0, size, index % size), 1)
-
-        return type(self)(jax.tree.map(one, self.states, state))
 
 
 @jax.tree_util.register_dataclass
@@ -94,20 +51,15 @@ class OrderedTokens:
 
     def ordered(self, x: Shaped[Array, "B T ..."]) -> Shaped[Array, "B T ..."]:
         """Real tokens first."""
-        return x if self.order is None else taken(x, self.order)
+        return x if self.order is None else gather_tokens(x, self.order)
 
     def given(self, x: Shaped[Array, "B T ..."]) -> Shaped[Array, "B T ..."]:
         """The inverse of `ordered`; padding gets values of real tokens."""
-        return x if self.place is None else taken(x, self.place)
+        return x if self.place is None else gather_tokens(x, self.place)
 
     def index_of(self, at: Int[Array, "B n"]) -> Int[Array, "B n"]:
         """The index in the row of the tokens at these places; -1 for padding and negative places."""
         return jnp.where((at >= 0) & (at < self.count[:, None]), self.before[:, None] + at, -1)
-
-
-def taken(x: Shaped[Array, "B S ..."], at: Int[Array, "B ..."]) -> Shaped[Array, "B ..."]:
-    """Gather the places ``at`` of each row."""
-    return jax.vmap(lambda row, places: row[places])(x, at)
 
 
 def _last_segment(segment: Int[Array, "B T"], past: Past | None) -> Int[Array, "B 1"]:

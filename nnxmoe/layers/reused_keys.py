@@ -8,10 +8,11 @@ from jaxtyping import Array, Float
 
 from nnxmoe.axes import ParamOptions
 from nnxmoe.config.rope import Rope
-from nnxmoe.layers.attend import Attend, Mask, Scores
+from nnxmoe.layers.attend import Attend, Scores
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.gqa import GQA, Heads
 from nnxmoe.layers.linear import Linear
+from nnxmoe.layers.mask import Mask
 from nnxmoe.layers.norm import RMSNorm, unit_rms
 from nnxmoe.layers.rope import rotate_halves
 

@@ -10,9 +10,10 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from nnxmoe.layers.attend import Attend, Mask
+from nnxmoe.layers.attend import Attend
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.gqa import GQA, Heads
+from nnxmoe.layers.mask import Mask
 from nnxmoe.layers.mla import MLA, LatentWidths
 
 

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from nnxmoe.axes import ParamOptions
 from nnxmoe.config.rope import Rope
-from nnxmoe.layers.attend import Attend, JoinedMask, Mask, Reference, Scores
+from nnxmoe.layers.attend import Attend, Reference, Scores
 from nnxmoe.layers.cache import Slots, TokenCache
 from nnxmoe.layers.chunks import chunk_by_chunk
 from nnxmoe.layers.compressed import CompressedCache, Compressor, PassRows, by_index
@@ -23,6 +23,7 @@ from nnxmoe.layers.context import Context
 from nnxmoe.layers.gqa import Sinks
 from nnxmoe.layers.indexer import NONE, Chosen, highest
 from nnxmoe.layers.linear import Linear
+from nnxmoe.layers.mask import JoinedMask, Mask
 from nnxmoe.layers.norm import RMSNorm, unit_rms
 from nnxmoe.layers.rope import TrailingPairs
 

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from nnxmoe.config.validate import set_positive
-from nnxmoe.layers.attend import Mask, Scores
+from nnxmoe.layers.attend import Scores
 from nnxmoe.layers.cache import Slots
 from nnxmoe.layers.dots import dot_f32
+from nnxmoe.layers.mask import Mask
 from nnxmoe.layers.xla_cpu import as_bits, from_bits
 
 LOWEST = float(jnp.finfo(jnp.float32).min)

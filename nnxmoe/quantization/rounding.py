@@ -8,14 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from nnxmoe.axes import AnyMesh
+from nnxmoe.axes import AnyMesh, spans_hosts
 from nnxmoe.layers.kernel import ParamWeight
 from nnxmoe.layers.quantized import QuantizedWeight
 from nnxmoe.model.causal_lm import CausalLM, check_model
 from nnxmoe.model.compiled import refuse_shapes
 from nnxmoe.quantization.kernels import Place, exchange, places, update_report
 from nnxmoe.quantization.methods import Error, Method, Mixed, check_method, codes_for, encode, scales
-from nnxmoe.storage.multihost import spans_hosts
 
 
 def chosen(model: CausalLM, method: Method | Mixed | None) -> list[tuple[Place, Method]]:

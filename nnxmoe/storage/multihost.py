@@ -17,6 +17,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from nnxmoe.axes import spans_hosts
 from nnxmoe.storage.atomic_dir import MODEL_FILES, atomic_dir
 from nnxmoe.storage.errors import CheckpointError
 
@@ -105,11 +106,6 @@ def raise_in_all(failure: Exception | None) -> None:
         raise CheckpointError(
             f"process {int(np.argmax(failed))} could not write its part (see its message); nothing was saved"
         )
-
-
-def spans_hosts(value: AnyArray) -> bool:
-    """Whether an array has shards on other hosts."""
-    return isinstance(value, jax.Array) and not value.is_fully_addressable
 
 
 def hosts_holding(value: AnyArray, at: tuple[int, ...]) -> list[int]:

@@ -34,8 +34,9 @@ import nnxmoe
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.convert.core.layout import parameters
 from nnxmoe.kernels import tokamax
-from nnxmoe.layers.attend import Mask, Scores
+from nnxmoe.layers.attend import Scores
 from nnxmoe.layers.cache import Slots
+from nnxmoe.layers.mask import Mask
 from nnxmoe.layers.quantized import QuantizedArray
 from nnxmoe.models import PRESETS, model_class
 from nnxmoe.moe.grouped_matmul import GroupedMatmul

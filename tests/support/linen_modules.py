@@ -18,10 +18,11 @@ from nnxmoe import linen
 from nnxmoe.config.rope import Llama3Rope
 from nnxmoe.layers import mlp as ours
 from nnxmoe.layers import norm as norms
-from nnxmoe.layers.attend import Mask, Scores
+from nnxmoe.layers.attend import Scores
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.gqa import GQA, Heads
 from nnxmoe.layers.kernel import as_kernel
+from nnxmoe.layers.mask import Mask
 from nnxmoe.layers.mla import LATENT_NORM_EPS, MLA, Latents, LatentWidths
 from nnxmoe.layers.rope import rotate_halves, rotate_pairs
 from nnxmoe.model.layer import Layer

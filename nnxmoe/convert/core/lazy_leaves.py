@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from nnxmoe.axes import spans_hosts
 from nnxmoe.convert.core.layout import Leaf, Parameter
 from nnxmoe.convert.core.lazy_array import Box, Empty, LazyArray, overlap, sizes, whole, within
-from nnxmoe.storage.multihost import AnyArray, gather, hosts_holding, local_value, spans_hosts
+from nnxmoe.storage.multihost import AnyArray, gather, hosts_holding, local_value
 
 
 def arrays_of(leaves: Mapping[str, Leaf], dtype: Any = None) -> dict[str, LazyArray]:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from nnxmoe.axes import spans_hosts
 from nnxmoe.convert.core.dtypes import float_dtype
 from nnxmoe.layers.quantized import QuantizedWeight
 from nnxmoe.model.causal_lm import CausalLM, check_model
@@ -27,7 +28,7 @@ from nnxmoe.storage.atomic_dir import ADAPTER_FILES
 from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.storage.files import absolute, read_object
 from nnxmoe.storage.gguf import is_gguf
-from nnxmoe.storage.multihost import gather, shared_folder, spans_hosts
+from nnxmoe.storage.multihost import gather, shared_folder
 from nnxmoe.storage.safetensors import dtype_code
 from nnxmoe.storage.write import Tensors, write_json, write_shares
 from nnxmoe.train.lora.adapter_file import WEIGHTS_FILE as WEIGHTS_FILE
