@@ -118,7 +118,7 @@ __all__ = [
     "Qwen3VLMoeText", "Qwen3VLMoeTextConfig", "Qwen3VLText", "Qwen3VLTextConfig", "Qwen3_5MoeText",
     "Qwen3_5MoeTextConfig", "Qwen3_5Text", "Qwen3_5TextConfig", "SarvamMLA", "SarvamMLAConfig", "SarvamMoE",
     "SarvamMoEConfig", "SolarOpen", "SolarOpenConfig", "Step3p5", "Step3p5Config", "config_class", "config_from_hf",
-    "is_registered", "model_class", "near_presets", "preset", "refuse_preset", "register",
+    "is_registered", "model_class", "near_presets", "parse_config", "preset", "refuse_preset", "register",
 ]  # fmt: skip
 
 
@@ -131,6 +131,15 @@ def config_from_hf(fields: Mapping[str, Any]) -> DecoderConfig:
     for note in kind.notes(fields):
         logger.warning("%s", note)
     return config
+
+
+def parse_config(fields: Mapping[str, Any], where: str) -> tuple[DecoderConfig, tuple[str, ...]]:
+    """The config of a parsed config.json, and what to report of it; errors name the file ``where``."""
+    try:
+        kind = config_class(fields)
+        return kind.from_hf(fields), kind.notes(fields)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
 
 
 def config_class(fields: Mapping[str, Any]) -> type[DecoderConfig]:

@@ -25,13 +25,13 @@ from nnxmoe.convert.hf.layout import judge, layout, refuse_unjustified
 from nnxmoe.convert.hf.pretrained import untied
 from nnxmoe.convert.hf.quantize import keep
 from nnxmoe.convert.hf.scheme import Scheme
-from nnxmoe.convert.hf.side_files import generation_fields, parse_config
+from nnxmoe.convert.hf.side_files import generation_fields
 from nnxmoe.convert.hf.source import stored
 from nnxmoe.layers.kernel import as_weight
 from nnxmoe.layers.quantized import QuantizedArray
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.strategy import Strategy
-from nnxmoe.models import HUB_IDS, HUB_NOTES, model_class, near_presets, preset
+from nnxmoe.models import HUB_IDS, HUB_NOTES, model_class, near_presets, parse_config, preset
 from nnxmoe.planning.arithmetic import cache_per_token
 from nnxmoe.quantization.kernels import places, quantized_weights
 from nnxmoe.quantization.methods import Method, Mixed, refuse_both
@@ -39,7 +39,7 @@ from nnxmoe.quantization.rounding import quantize_shapes
 from nnxmoe.runtime.progress import logger
 from nnxmoe.storage.checkpoint import Checkpoint, hub_headers
 from nnxmoe.storage.errors import CheckpointError
-from nnxmoe.storage.gguf import is_gguf
+from nnxmoe.storage.files import is_gguf
 from nnxmoe.storage.hub import local_folder
 from nnxmoe.storage.safetensors import TensorInfo, dtype_code
 from nnxmoe.storage.source import find_config, has_weights

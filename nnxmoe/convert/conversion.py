@@ -34,8 +34,7 @@ from nnxmoe.runtime.progress import bytes_bar, logger, say
 from nnxmoe.storage.atomic_dir import refuse_unless_empty, refuse_unless_writable
 from nnxmoe.storage.checkpoint import Checkpoint
 from nnxmoe.storage.errors import CheckpointError
-from nnxmoe.storage.files import absolute
-from nnxmoe.storage.gguf import is_gguf
+from nnxmoe.storage.files import absolute, is_gguf
 from nnxmoe.storage.host import bits
 from nnxmoe.storage.hub import local_folder
 from nnxmoe.storage.source import INDEX_FILE, NATIVE_FILE, SINGLE_FILE, prefixed

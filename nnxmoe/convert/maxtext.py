@@ -25,11 +25,12 @@ from nnxmoe.convert.core.lazy_array import LazyArray, LazyArrays
 from nnxmoe.convert.core.misfit import refuse_misfit
 from nnxmoe.convert.core.report import LoadReport
 from nnxmoe.convert.core.restore import abstract, check_config, checked, restore, unless_cast
-from nnxmoe.convert.hf.side_files import parse_config, read_generation_config, write_side_files
+from nnxmoe.convert.hf.side_files import read_generation_config, write_side_files
 from nnxmoe.convert.maxtext_layout import EMBED, KEY, arrays, changes, layout, ours, scanned
 from nnxmoe.convert.maxtext_trees import Tree, check_arrays, nested, without_states
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.strategy import Strategy
+from nnxmoe.models import parse_config
 from nnxmoe.runtime.progress import bytes_bar, logger
 from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.storage.files import absolute

@@ -25,7 +25,7 @@ from nnxmoe.generation.text import TextStream, Tokenizer
 from nnxmoe.generation.tokenizer_files import TOKENIZER
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.inputs import bucket
-from nnxmoe.storage.gguf import is_gguf
+from nnxmoe.storage.files import is_gguf
 
 T = TypeVar("T")
 Prompt = str | Ids | Sequence[Any]  # a text, token ids, or messages: dicts, dataclasses or pydantic models

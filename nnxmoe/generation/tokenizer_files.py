@@ -13,8 +13,8 @@ from typing import Any
 import tokenizers
 
 from nnxmoe.config.printable import short
-from nnxmoe.storage.files import parse_json, read_bounded, read_object
-from nnxmoe.storage.gguf import GGUF, is_gguf
+from nnxmoe.storage.files import is_gguf, parse_json, read_bounded, read_object
+from nnxmoe.storage.gguf import GGUF
 from nnxmoe.storage.gguf_tokenizer import tokenizer_files
 from nnxmoe.storage.hub import TOKENIZER_FILES, local_folder, snapshot
 

@@ -16,7 +16,8 @@ import numpy as np
 from nnxmoe.config.printable import short, some
 from nnxmoe.storage import source
 from nnxmoe.storage.errors import CheckpointError
-from nnxmoe.storage.gguf import GGUF, is_gguf
+from nnxmoe.storage.files import is_gguf
+from nnxmoe.storage.gguf import GGUF
 from nnxmoe.storage.safetensors import DTYPES, MAX_HEADER, TensorInfo, header_length, read_header
 from nnxmoe.storage.source import INDEX_FILE, Source, prefixed
 

@@ -4,6 +4,7 @@ Callers pass the class of error to raise, a ValueError; its message names the fi
 remedy.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -15,6 +16,7 @@ from nnxmoe.config.printable import short
 from nnxmoe.config.validate import path_text
 
 MAX_JSON_BYTES = 16_000_000  # parsed, a hostile file of this size takes up to 400 MB
+GGUF_SUFFIX, GGUF_MAGIC = ".gguf", b"GGUF"
 _LFS_MAGIC = b"version https://git-lfs"
 
 
@@ -100,3 +102,12 @@ def parse_json(data: bytes, where: str | Path, remedy: str, error: type[ValueErr
         raise
     except (ValueError, RecursionError) as failure:
         raise error(f"{where} is not valid JSON: {failure}; {remedy}") from failure
+
+
+def is_gguf(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is a GGUF file, by its suffix or its first bytes (Ollama's blobs have no suffix)."""
+    if not os.path.isfile(path):
+        return False
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        return os.fspath(path).lower().endswith(GGUF_SUFFIX) or file.read(4) == GGUF_MAGIC
+    return os.fspath(path).lower().endswith(GGUF_SUFFIX)  # the reader reports files that cannot be opened

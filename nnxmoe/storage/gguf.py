@@ -5,7 +5,6 @@ allocated: the reader of the ``gguf`` library maps the file and does not end for
 knows the types of tensors and decodes them.
 """
 
-import contextlib
 import functools
 import importlib.metadata
 import math
@@ -20,10 +19,9 @@ from typing import Any, Self
 from nnxmoe.config.printable import short
 from nnxmoe.runtime.extras import install_command
 from nnxmoe.storage.errors import CheckpointError
-from nnxmoe.storage.files import refuse_lfs_pointer, regular_file
+from nnxmoe.storage.files import GGUF_MAGIC, refuse_lfs_pointer, regular_file
 from nnxmoe.storage.safetensors import DTYPES, TensorInfo
 
-SUFFIX, _MAGIC = ".gguf", b"GGUF"
 MAX_HEADER = 256_000_000  # bytes; the vocabulary of Gemma takes 6 MB
 _MAX_TENSORS = 250_000
 _MAX_FIELDS = 65_536
@@ -81,15 +79,6 @@ class GGUF:
         if not isinstance(value, str):
             raise _damaged(self.file, f"{key} must be text, got {short(value)}")
         return value
-
-
-def is_gguf(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is a GGUF file, by its suffix or its first bytes (Ollama's blobs have no suffix)."""
-    if not os.path.isfile(path):
-        return False
-    with contextlib.suppress(OSError), open(path, "rb") as file:
-        return os.fspath(path).lower().endswith(SUFFIX) or file.read(4) == _MAGIC
-    return os.fspath(path).lower().endswith(SUFFIX)  # the reader reports files that cannot be opened
 
 
 def _damaged(file: Path, what: str) -> CheckpointError:
@@ -172,7 +161,7 @@ def _header(path: Path, _modified: int) -> tuple[Mapping[str, Any], Mapping[str,
 
 
 def _parse(reader: _Reader, path: Path, size: int) -> tuple[Mapping[str, Any], Mapping[str, GGUFInfo]]:
-    if reader.take(4, "the magic number") != _MAGIC:
+    if reader.take(4, "the magic number") != GGUF_MAGIC:
         raise CheckpointError(f"{path} is not a GGUF file: it does not begin with the letters GGUF")
     (version,) = reader.numbers("I", 1, "the version")
     if version not in (2, 3):

@@ -11,8 +11,7 @@ from typing import TypeVar
 
 from nnxmoe.config.printable import did_you_mean
 from nnxmoe.config.validate import path_text
-from nnxmoe.storage.files import refuse_url
-from nnxmoe.storage.gguf import is_gguf
+from nnxmoe.storage.files import is_gguf, refuse_url
 
 T = TypeVar("T")
 

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 from nnxmoe.config.nested import text_fields
 from nnxmoe.config.printable import short, some
 from nnxmoe.storage.errors import CheckpointError
-from nnxmoe.storage.files import read_object
-from nnxmoe.storage.gguf import GGUF, SUFFIX, is_gguf
+from nnxmoe.storage.files import GGUF_SUFFIX, is_gguf, read_object
+from nnxmoe.storage.gguf import GGUF
 from nnxmoe.storage.gguf_config import config_fields
 from nnxmoe.storage.hub import CODE_FILES, TOKENIZER_FILES, check_hub_id, hub_call, local_folder, snapshot
 
@@ -135,7 +135,7 @@ def _adapter_in(folder: Path) -> str | None:
 
 def gguf_in(folder: Path) -> str | None:
     """Remedy for a folder that holds a GGUF file instead of a checkpoint; None for other folders."""
-    found = [name for name in _names(folder) if name.endswith(SUFFIX) or is_gguf(folder / name)]
+    found = [name for name in _names(folder) if name.endswith(GGUF_SUFFIX) or is_gguf(folder / name)]
     return f"{some(found)} is a model of its own: give the path of the file instead of the folder" if found else None
 
 

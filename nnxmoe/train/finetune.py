@@ -21,12 +21,12 @@ from nnxmoe.config.printable import short
 from nnxmoe.config.validate import as_integer, as_number
 from nnxmoe.convert.core.dtypes import float_dtype
 from nnxmoe.convert.hf.pretrained import from_pretrained, save_pretrained
-from nnxmoe.convert.hf.side_files import parse_config
 from nnxmoe.generation.text import Tokenizer
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.remat import Remat
 from nnxmoe.model.stack import Scanned
 from nnxmoe.model.strategy import Strategy
+from nnxmoe.models import parse_config
 from nnxmoe.quantization.methods import parse, refuse_both
 from nnxmoe.runtime.progress import say
 from nnxmoe.storage.atomic_dir import refuse_unless_writable

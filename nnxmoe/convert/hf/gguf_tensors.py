@@ -14,10 +14,9 @@ from nnxmoe.config.base import DecoderConfig
 from nnxmoe.convert.core.lazy_array import AT_ONCE, Box, Empty, LazyArray
 from nnxmoe.convert.core.views import View
 from nnxmoe.convert.hf.raw import raw
-from nnxmoe.convert.hf.side_files import parse_config
 from nnxmoe.layers.codes import STORED, Codes
 from nnxmoe.model.weight_names import Table, W, options
-from nnxmoe.models import model_class
+from nnxmoe.models import model_class, parse_config
 from nnxmoe.storage.checkpoint import Checkpoint
 from nnxmoe.storage.gguf import GGUF, GGUFInfo, library
 

@@ -28,11 +28,11 @@ from nnxmoe.convert.core.views import with_views
 from nnxmoe.convert.hf.compressed_writer import compressed
 from nnxmoe.convert.hf.layout import EMBED, HEAD, copies, empty, judge, layout, refuse_unjustified
 from nnxmoe.convert.hf.quantize import keep, quantize_on_reading
-from nnxmoe.convert.hf.side_files import generation_fields, parse_config, write_side_files
+from nnxmoe.convert.hf.side_files import generation_fields, write_side_files
 from nnxmoe.convert.hf.source import stored
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.strategy import Strategy, with_mesh
-from nnxmoe.models import model_class, refuse_preset
+from nnxmoe.models import model_class, parse_config, refuse_preset
 from nnxmoe.moe.token_router import TokenExperts
 from nnxmoe.quantization.methods import Method, Mixed, refuse_both
 from nnxmoe.runtime.progress import bytes_bar, logger

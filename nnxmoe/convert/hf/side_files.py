@@ -7,18 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from nnxmoe.config.base import DecoderConfig
-from nnxmoe.config.bounds import ConfigError
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.printable import short
 from nnxmoe.convert.core.dtypes import matrices_dtype
 from nnxmoe.convert.core.layout import parameters
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.models import config_class
 from nnxmoe.runtime.progress import logger
 from nnxmoe.storage import gguf_config
 from nnxmoe.storage.errors import CheckpointError
-from nnxmoe.storage.files import read_bounded, read_object
-from nnxmoe.storage.gguf import GGUF, is_gguf
+from nnxmoe.storage.files import is_gguf, read_bounded, read_object
+from nnxmoe.storage.gguf import GGUF
 from nnxmoe.storage.gguf_tokenizer import tokenizer_files
 from nnxmoe.storage.hub import CODE_FILES, TOKENIZER_FILES
 from nnxmoe.storage.source import find_config
@@ -118,12 +116,3 @@ def generation_fields(folder: Path, config: DecoderConfig) -> tuple[FrozenDict, 
             if not 0 <= one < config.vocab_size and (name, one) != ("pad_token_id", -1):
                 notes.append(f"{GENERATION}: {name} {short(one)} is not in the vocabulary and is ignored")
     return FrozenDict(fields), tuple(notes)
-
-
-def parse_config(fields: Mapping[str, Any], where: str) -> tuple[DecoderConfig, tuple[str, ...]]:
-    """The config of a parsed config.json, and what to report of it; errors name the file ``where``."""
-    try:
-        kind = config_class(fields)
-        return kind.from_hf(fields), kind.notes(fields)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from None

@@ -14,7 +14,7 @@ from nnxmoe.convert.hf.module_tensors import OF_ACTIVATIONS, ModuleTensors
 from nnxmoe.convert.hf.raw import raw
 from nnxmoe.convert.hf.scheme import Malformed, Scheme
 from nnxmoe.storage.checkpoint import Checkpoint
-from nnxmoe.storage.gguf import is_gguf
+from nnxmoe.storage.files import is_gguf
 from nnxmoe.storage.safetensors import TensorInfo
 from nnxmoe.storage.source import towers
 

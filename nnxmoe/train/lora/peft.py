@@ -26,8 +26,7 @@ from nnxmoe.model.weight_names import layer_of, options
 from nnxmoe.runtime.progress import logger
 from nnxmoe.storage.atomic_dir import ADAPTER_FILES
 from nnxmoe.storage.errors import CheckpointError
-from nnxmoe.storage.files import absolute, read_object
-from nnxmoe.storage.gguf import is_gguf
+from nnxmoe.storage.files import absolute, is_gguf, read_object
 from nnxmoe.storage.multihost import gather, shared_folder
 from nnxmoe.storage.safetensors import dtype_code
 from nnxmoe.storage.write import Tensors, write_json, write_shares
