@@ -10,14 +10,14 @@ from typing import Any
 
 from nnxmoe.config.bounds import count
 from nnxmoe.config.layer_types import FULL, SLIDING, LayerWindowsConfig
+from nnxmoe.layers.attention.gqa import GQA, OutputGate
+from nnxmoe.layers.attention.qk_norm import QKNorm
 from nnxmoe.layers.embed import Embed, MuPEmbed
-from nnxmoe.layers.gqa import GQA, OutputGate
 from nnxmoe.layers.norm import RMSNorm
-from nnxmoe.layers.qk_norm import QKNorm
 from nnxmoe.model.layer import Layer
 from nnxmoe.model.weight_names import W
-from nnxmoe.models.grouped_experts import HF_GROUPED_EXPERTS, DenseOrMoE, corrected_router
-from nnxmoe.models.tables import HF_DECODER
+from nnxmoe.models.shared.grouped_experts import HF_GROUPED_EXPERTS, DenseOrMoE, corrected_router
+from nnxmoe.models.shared.tables import HF_DECODER
 from nnxmoe.moe.router import Router
 
 

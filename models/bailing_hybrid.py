@@ -9,15 +9,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from nnxmoe.config.bounds import count, number
-from nnxmoe.layers.gqa import OutputGate
-from nnxmoe.layers.kimi_delta import BoundedDecays, KimiDelta, free_decays
-from nnxmoe.layers.mla import MLA
+from nnxmoe.layers.attention.gqa import OutputGate
+from nnxmoe.layers.attention.mla import MLA
+from nnxmoe.layers.recurrent.kimi_delta import BoundedDecays, KimiDelta, free_decays
 from nnxmoe.model.weight_names import W, options
 from nnxmoe.models.deepseek_v3 import DeepSeekV3
-from nnxmoe.models.grouped_experts import HF_GROUPED_EXPERTS
-from nnxmoe.models.kimi_hybrid import HF_KIMI_DELTA, KimiHybrid
 from nnxmoe.models.kimi_linear import KimiMoEConfig
-from nnxmoe.models.tables import HF_DECODER, HF_LATENT, Hf
+from nnxmoe.models.shared.grouped_experts import HF_GROUPED_EXPERTS
+from nnxmoe.models.shared.kimi_hybrid import HF_KIMI_DELTA, KimiHybrid
+from nnxmoe.models.shared.tables import HF_DECODER, HF_LATENT, Hf
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from nnxmoe.config.bounds import ConfigError, count
-from nnxmoe.config.rope import kind_of, yarn_mscale
-from nnxmoe.layers.mla import LATENT_NORM_EPS, MLA, LatentWidths
+from nnxmoe.config.rope_parameters import kind_of, yarn_mscale
+from nnxmoe.layers.attention.mla import LATENT_NORM_EPS, MLA, LatentWidths
 from nnxmoe.layers.rope import rotate_halves, rotate_pairs
 from nnxmoe.model.maxtext_layers import LayerGroups
-from nnxmoe.models.grouped_experts import HF_GROUPED_EXPERTS, DenseOrMoE, GroupedExpertsConfig
-from nnxmoe.models.tables import (
+from nnxmoe.models.shared.grouped_experts import HF_GROUPED_EXPERTS, DenseOrMoE, GroupedExpertsConfig
+from nnxmoe.models.shared.tables import (
     HF_DECODER,
     HF_LATENT,
     HF_MTP,

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from nnxmoe.config.bounds import check_at_most, count, one_of, per_layer
-from nnxmoe.layers.indexer import Indexer
+from nnxmoe.layers.attention.indexer import Indexer
+from nnxmoe.layers.attention.sparse_mla import SparseMLA
 from nnxmoe.layers.rope import rotate_halves
-from nnxmoe.layers.sparse_mla import SparseMLA
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.deepseek_v3 import DeepSeekV3, DeepSeekV3Config
-from nnxmoe.models.tables import Linen
+from nnxmoe.models.shared.tables import Linen
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

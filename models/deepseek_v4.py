@@ -13,17 +13,17 @@ from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import ConfigError, count, number, per_layer
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.printable import short
-from nnxmoe.config.rope import Rope, rope_from_fields
-from nnxmoe.layers.compressed import Compressor
+from nnxmoe.config.rope_parameters import Rope, rope_from_fields
+from nnxmoe.layers.attention.compressed import Compressor
+from nnxmoe.layers.attention.shared_kv import EntryIndex, SharedKV, SharedKVWidths
 from nnxmoe.layers.gated import LimitedSwiGLU
 from nnxmoe.layers.hyper import CollapsedNorm
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.rope import TrailingPairs
-from nnxmoe.layers.shared_kv import EntryIndex, SharedKV, SharedKVWidths
 from nnxmoe.model.maxtext_layers import LayerBlocks
 from nnxmoe.model.weight_names import W
-from nnxmoe.models.streamed import StreamedLM
-from nnxmoe.models.tables import MAXTEXT_DECODER, Hf, Linen, maxtext_experts, maxtext_mlp
+from nnxmoe.models.shared.streamed import StreamedLM
+from nnxmoe.models.shared.tables import MAXTEXT_DECODER, Hf, Linen, maxtext_experts, maxtext_mlp
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.router import Router, SqrtSoftplusTopK
 from nnxmoe.moe.token_router import TokenRouter

@@ -5,8 +5,8 @@ import dataclasses
 from nnxmoe.config.bounds import count
 from nnxmoe.config.layer_types import LayerWindowsConfig
 from nnxmoe.models.glm4_moe import Glm4Moe
-from nnxmoe.models.grouped_experts import GroupedExpertsConfig
-from nnxmoe.models.normed_heads import NormedHeads
+from nnxmoe.models.shared.grouped_experts import GroupedExpertsConfig
+from nnxmoe.models.shared.normed_heads import NormedHeads
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,11 +7,11 @@ from typing import Any
 
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import count, number
-from nnxmoe.layers.gqa import GQA
+from nnxmoe.layers.attention.gqa import GQA
 from nnxmoe.layers.rope import rotate_pairs
 from nnxmoe.model.weight_names import W
-from nnxmoe.models.grouped_experts import HF_GROUPED_EXPERTS, DenseOrMoE
-from nnxmoe.models.tables import HF_DECODER
+from nnxmoe.models.shared.grouped_experts import HF_GROUPED_EXPERTS, DenseOrMoE
+from nnxmoe.models.shared.tables import HF_DECODER
 from nnxmoe.moe.router import Router, SoftmaxTopK
 
 

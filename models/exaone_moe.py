@@ -9,11 +9,11 @@ from typing import Any
 
 from nnxmoe.config.bounds import ConfigError, count, per_layer
 from nnxmoe.config.layer_types import FULL, SLIDING, LayerWindowsConfig
-from nnxmoe.layers.gqa import GQA
+from nnxmoe.layers.attention.gqa import GQA
 from nnxmoe.model.weight_names import W
-from nnxmoe.models.grouped_experts import HF_GROUPED_EXPERTS, DenseOrMoE, check_groups
 from nnxmoe.models.qwen import NormedHeads
-from nnxmoe.models.tables import HF_DECODER
+from nnxmoe.models.shared.grouped_experts import HF_GROUPED_EXPERTS, DenseOrMoE, check_groups
+from nnxmoe.models.shared.tables import HF_DECODER
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

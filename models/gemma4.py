@@ -16,23 +16,23 @@ from nnxmoe.config.bounds import ConfigError, check_at_most, check_multiple, cou
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.layer_types import FULL, SLIDING, LayerRopesConfig
 from nnxmoe.config.printable import short
-from nnxmoe.config.rope import ProportionalRope, Rope, kind_of, rope_from_fields
-from nnxmoe.layers.capped import CappedKernel
+from nnxmoe.config.rope_parameters import ProportionalRope, Rope, kind_of, rope_from_fields
+from nnxmoe.layers.attention.capped import CappedKernel
+from nnxmoe.layers.attention.qk_norm import QKNorm
+from nnxmoe.layers.attention.reused_keys import NormedValues, ReusedKeys
 from nnxmoe.layers.embed import Embed, MuPEmbed
 from nnxmoe.layers.gated import geglu
-from nnxmoe.layers.kernel import Kernel
+from nnxmoe.layers.linear.kernel import Kernel
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.layers.per_layer import OutputScale, PerLayerEmbed, PerLayerInput
-from nnxmoe.layers.qk_norm import QKNorm
-from nnxmoe.layers.reused_keys import NormedValues, ReusedKeys
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.layer import Layer
 from nnxmoe.model.maxtext_layers import LayerBlocks
 from nnxmoe.model.output import Ids
 from nnxmoe.model.weight_names import W
-from nnxmoe.models.gemma_layers import EdgeLayer, GemmaLayer
-from nnxmoe.models.tables import (
+from nnxmoe.models.shared.gemma_layers import EdgeLayer, GemmaLayer
+from nnxmoe.models.shared.tables import (
     HF_DECODER,
     MAXTEXT_DECODER,
     MAXTEXT_GQA,

@@ -10,11 +10,11 @@ from typing import Any
 
 from nnxmoe.config.bounds import count
 from nnxmoe.config.partial_rotary import PartialRotaryConfig
-from nnxmoe.layers.gqa import GQA
-from nnxmoe.layers.qk_norm import QKNorm
+from nnxmoe.layers.attention.gqa import GQA
+from nnxmoe.layers.attention.qk_norm import QKNorm
 from nnxmoe.layers.rope import PartialRotary
-from nnxmoe.models.grouped_experts import HF_GROUPED_EXPERTS, DenseOrMoE, GroupedExpertsConfig
-from nnxmoe.models.tables import HF_DECODER, HF_MTP
+from nnxmoe.models.shared.grouped_experts import HF_GROUPED_EXPERTS, DenseOrMoE, GroupedExpertsConfig
+from nnxmoe.models.shared.tables import HF_DECODER, HF_MTP
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

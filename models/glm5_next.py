@@ -10,15 +10,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nnxmoe.config.bounds import ConfigError, check_multiple, count, number, one_of, per_layer
+from nnxmoe.layers.attention.pooled_indexer import PooledIndexer
 from nnxmoe.layers.gated import LimitedSwiGLU
 from nnxmoe.layers.hyper import MeanNorm
-from nnxmoe.layers.kimi_delta import BoundedDecays, KimiDelta, free_decays
-from nnxmoe.layers.pooled_indexer import PooledIndexer
+from nnxmoe.layers.recurrent.kimi_delta import BoundedDecays, KimiDelta, free_decays
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.deepseek_v32 import DeepSeekV32
 from nnxmoe.models.glm_moe_dsa import GlmMoeDsa, GlmMoeDsaConfig
-from nnxmoe.models.kimi_hybrid import FULL, HF_KIMI_DELTA, LINEAR, KimiHybrid, NestedDeltaConfig
-from nnxmoe.models.streamed import StreamedLM
+from nnxmoe.models.shared.kimi_hybrid import FULL, HF_KIMI_DELTA, LINEAR, KimiHybrid, NestedDeltaConfig
+from nnxmoe.models.shared.streamed import StreamedLM
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from nnxmoe.config.bounds import ConfigError, count, per_layer
+from nnxmoe.layers.attention.indexer import NONE, Indexer, Selection
 from nnxmoe.layers.context import Context
-from nnxmoe.layers.indexer import NONE, Indexer, Selection
 from nnxmoe.layers.rope import rotate_pairs
 from nnxmoe.model.layer import Layer, LayerOutput
 from nnxmoe.model.mtp import last_layer

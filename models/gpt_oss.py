@@ -11,12 +11,12 @@ from typing import Any
 
 from nnxmoe.config.bounds import count, number
 from nnxmoe.config.layer_types import FULL, SLIDING, LayerWindowsConfig
+from nnxmoe.layers.attention.gqa import GQA, Sinks
 from nnxmoe.layers.gated import ClampedSwiGLU
-from nnxmoe.layers.gqa import GQA, Sinks
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.maxtext_layers import LayerBlocks
 from nnxmoe.model.weight_names import W
-from nnxmoe.models.tables import HF_DECODER, MAXTEXT_DECODER, maxtext_experts, maxtext_gqa
+from nnxmoe.models.shared.tables import HF_DECODER, MAXTEXT_DECODER, maxtext_experts, maxtext_gqa
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.expert_biases import ExpertBiases
 from nnxmoe.moe.router import LogitBias, Router, SoftmaxTopK

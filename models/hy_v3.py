@@ -12,9 +12,9 @@ from typing import Any
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import count, per_layer
 from nnxmoe.model.weight_names import W
-from nnxmoe.models.grouped_experts import DenseOrMoE, corrected_router
-from nnxmoe.models.normed_heads import NormedHeads
-from nnxmoe.models.tables import HF_DECODER, HF_MOE, HF_MTP
+from nnxmoe.models.shared.grouped_experts import DenseOrMoE, corrected_router
+from nnxmoe.models.shared.normed_heads import NormedHeads
+from nnxmoe.models.shared.tables import HF_DECODER, HF_MOE, HF_MTP
 from nnxmoe.moe.router import Router
 
 

@@ -10,12 +10,19 @@ from typing import Any
 
 from nnxmoe.config.bounds import ConfigError, count, one_of, per_layer
 from nnxmoe.config.printable import short
-from nnxmoe.layers.kimi_delta import KimiDelta, free_decays
+from nnxmoe.layers.recurrent.kimi_delta import KimiDelta, free_decays
 from nnxmoe.model.weight_names import W, options
 from nnxmoe.models.deepseek_v3 import DeepSeekV3, DeepSeekV3Config
-from nnxmoe.models.grouped_experts import HF_GROUPED_EXPERTS
-from nnxmoe.models.kimi_hybrid import FULL, HF_KIMI_DELTA, LINEAR, KimiHybrid, KimiHybridConfig, NestedDeltaConfig
-from nnxmoe.models.tables import HF_DECODER, HF_LATENT, Hf
+from nnxmoe.models.shared.grouped_experts import HF_GROUPED_EXPERTS
+from nnxmoe.models.shared.kimi_hybrid import (
+    FULL,
+    HF_KIMI_DELTA,
+    LINEAR,
+    KimiHybrid,
+    KimiHybridConfig,
+    NestedDeltaConfig,
+)
+from nnxmoe.models.shared.tables import HF_DECODER, HF_LATENT, Hf
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -17,14 +17,14 @@ from nnxmoe.config.bounds import ConfigError, count, number, one_of, per_layer
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.layer_types import FULL, SLIDING, PartialRopesConfig
 from nnxmoe.config.printable import short
-from nnxmoe.layers.gqa import GQA, OutputGate
+from nnxmoe.layers.attention.gqa import GQA, OutputGate
+from nnxmoe.layers.attention.qk_norm import QKNorm
 from nnxmoe.layers.mlp import MLP
-from nnxmoe.layers.qk_norm import QKNorm
 from nnxmoe.layers.rope import PartialRotary
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.weight_names import W
-from nnxmoe.models.grouped_experts import HF_GROUPED_EXPERTS
-from nnxmoe.models.tables import HF_DECODER
+from nnxmoe.models.shared.grouped_experts import HF_GROUPED_EXPERTS
+from nnxmoe.models.shared.tables import HF_DECODER
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.router import Router, Routing, SigmoidGroupTopK
 

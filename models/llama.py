@@ -9,10 +9,10 @@ from typing import Any
 
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import count
-from nnxmoe.layers.gqa import GQA
+from nnxmoe.layers.attention.gqa import GQA
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.models.tables import HF_DECODER, MAXTEXT_DECODER, MAXTEXT_GQA, MAXTEXT_MLP
+from nnxmoe.models.shared.tables import HF_DECODER, MAXTEXT_DECODER, MAXTEXT_GQA, MAXTEXT_MLP
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

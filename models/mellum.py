@@ -7,10 +7,10 @@ from typing import Any
 from nnxmoe.config.bounds import count, per_layer
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.layer_types import FULL, SLIDING, LayerRopesConfig
-from nnxmoe.layers.gqa import GQA
-from nnxmoe.models.normed_heads import NormedHeads
-from nnxmoe.models.qwen_moe import QwenMoe
-from nnxmoe.models.tables import HF_DECODER, HF_MOE
+from nnxmoe.layers.attention.gqa import GQA
+from nnxmoe.models.shared.normed_heads import NormedHeads
+from nnxmoe.models.shared.qwen_moe import QwenMoe
+from nnxmoe.models.shared.tables import HF_DECODER, HF_MOE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,11 +11,11 @@ from typing import Any
 from nnxmoe.config.bounds import ConfigError, count, number, per_layer
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.layer_types import FULL, SLIDING, PartialRopesConfig
-from nnxmoe.layers.gqa import GQA, OutputFactor, Sinks
+from nnxmoe.layers.attention.gqa import GQA, OutputFactor, Sinks
 from nnxmoe.layers.rope import PartialRotary
 from nnxmoe.model.weight_names import W
-from nnxmoe.models.grouped_experts import HF_GROUPED_EXPERTS, DenseOrMoE, check_groups
-from nnxmoe.models.tables import HF_DECODER
+from nnxmoe.models.shared.grouped_experts import HF_GROUPED_EXPERTS, DenseOrMoE, check_groups
+from nnxmoe.models.shared.tables import HF_DECODER
 
 _FACTOR = {"partial_rotary_factor": 0.334}
 

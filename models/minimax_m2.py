@@ -11,13 +11,13 @@ from typing import Any
 from nnxmoe.config.bounds import ConfigError, count
 from nnxmoe.config.partial_rotary import PartialRotaryConfig
 from nnxmoe.config.printable import short
-from nnxmoe.layers.gqa import GQA
-from nnxmoe.layers.qk_norm import QKNorm
+from nnxmoe.layers.attention.gqa import GQA
+from nnxmoe.layers.attention.qk_norm import QKNorm
 from nnxmoe.layers.rope import PartialRotary
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.weight_names import W
-from nnxmoe.models.grouped_experts import corrected_router
 from nnxmoe.models.mixtral import Mixtral
+from nnxmoe.models.shared.grouped_experts import corrected_router
 from nnxmoe.moe.block import MoE
 
 

@@ -13,17 +13,17 @@ from typing import Any
 from nnxmoe.config.bounds import ConfigError, check_at_most, count, number, per_layer
 from nnxmoe.config.partial_rotary import PartialRotaryConfig
 from nnxmoe.config.printable import short
-from nnxmoe.layers.block_indexer import BlockIndexer, IndexedGQA, KeyBlocks
+from nnxmoe.layers.attention.block_indexer import BlockIndexer, IndexedGQA, KeyBlocks
+from nnxmoe.layers.attention.gqa import GQA
+from nnxmoe.layers.attention.qk_norm import QKNorm
 from nnxmoe.layers.gated import ClampedSwiGLU
-from nnxmoe.layers.gqa import GQA
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.norm import OffsetNorm
-from nnxmoe.layers.qk_norm import QKNorm
 from nnxmoe.layers.rope import PartialRotary
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.weight_names import W
-from nnxmoe.models.grouped_experts import corrected_router
-from nnxmoe.models.tables import HF_DECODER
+from nnxmoe.models.shared.grouped_experts import corrected_router
+from nnxmoe.models.shared.tables import HF_DECODER
 from nnxmoe.moe.block import MoE
 
 _SPARSE = "minimax_m3_sparse"

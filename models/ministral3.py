@@ -9,8 +9,8 @@ from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import ConfigError, count
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.printable import short
-from nnxmoe.layers.gqa import GQA
-from nnxmoe.layers.scaled_queries import ScaledQueries
+from nnxmoe.layers.attention.gqa import GQA
+from nnxmoe.layers.attention.scaled_queries import ScaledQueries
 from nnxmoe.models.llama import LlamaLike
 
 BETA, ORIGINAL = "llama_4_scaling_beta", "original_max_position_embeddings"

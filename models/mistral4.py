@@ -8,8 +8,8 @@ from typing import Any
 from nnxmoe.config.bounds import ConfigError, check_at_most, count, one_of
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.printable import short
-from nnxmoe.layers.mla import MLA
-from nnxmoe.layers.scaled_queries import ScaledLatentQueries
+from nnxmoe.layers.attention.mla import MLA
+from nnxmoe.layers.attention.scaled_queries import ScaledLatentQueries
 from nnxmoe.model.weight_names import options
 from nnxmoe.models.deepseek_v3 import DeepSeekV3, DeepSeekV3Config
 from nnxmoe.models.ministral3 import BETA, ORIGINAL, position_scale

@@ -10,10 +10,10 @@ from typing import Any
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import ConfigError, count
 from nnxmoe.config.printable import short
-from nnxmoe.layers.gqa import GQA
+from nnxmoe.layers.attention.gqa import GQA
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.weight_names import W
-from nnxmoe.models.tables import HF_DECODER, MAXTEXT_DECODER, MAXTEXT_GQA, maxtext_experts
+from nnxmoe.models.shared.tables import HF_DECODER, MAXTEXT_DECODER, MAXTEXT_GQA, maxtext_experts
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.router import Router, SoftmaxTopK
 

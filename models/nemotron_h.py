@@ -14,15 +14,15 @@ import jax.numpy as jnp
 
 from nnxmoe.config.bounds import ConfigError, Kinds, check_multiple, count, number, one_of
 from nnxmoe.config.printable import short
-from nnxmoe.layers.delta import DeltaHeads
 from nnxmoe.layers.gated import relu2
-from nnxmoe.layers.linear import Linear
-from nnxmoe.layers.mamba2 import Mamba2
+from nnxmoe.layers.linear.linear import Linear
 from nnxmoe.layers.mlp import UngatedMLP
+from nnxmoe.layers.recurrent.delta import DeltaHeads
+from nnxmoe.layers.recurrent.mamba2 import Mamba2
 from nnxmoe.model.layer import Layer, SingleLayer
 from nnxmoe.model.weight_names import W
-from nnxmoe.models.grouped_experts import DenseOrMoE, GroupedExpertsConfig
-from nnxmoe.models.tables import Hf
+from nnxmoe.models.shared.grouped_experts import DenseOrMoE, GroupedExpertsConfig
+from nnxmoe.models.shared.tables import Hf
 from nnxmoe.moe.block import LatentMoE, MoE
 from nnxmoe.moe.experts import UngatedExperts
 from nnxmoe.moe.router import Router

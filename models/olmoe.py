@@ -10,10 +10,10 @@ from typing import Any
 
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import count
-from nnxmoe.layers.gqa import GQA
-from nnxmoe.layers.qk_norm import QKNorm
+from nnxmoe.layers.attention.gqa import GQA
+from nnxmoe.layers.attention.qk_norm import QKNorm
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.models.tables import HF_DECODER, HF_MOE
+from nnxmoe.models.shared.tables import HF_DECODER, HF_MOE
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.router import Router, SoftmaxTopK
 

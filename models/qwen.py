@@ -9,10 +9,10 @@ from typing import Any
 
 from nnxmoe.config.bounds import count
 from nnxmoe.config.layer_types import LayerWindowsConfig
-from nnxmoe.layers.gqa import GQA
+from nnxmoe.layers.attention.gqa import GQA
 from nnxmoe.models.llama import LlamaLike
-from nnxmoe.models.normed_heads import NormedHeads
-from nnxmoe.models.tables import MAXTEXT_QK_NORM
+from nnxmoe.models.shared.normed_heads import NormedHeads
+from nnxmoe.models.shared.tables import MAXTEXT_QK_NORM
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

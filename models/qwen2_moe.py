@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from nnxmoe.config.bounds import count, per_layer
-from nnxmoe.layers.gqa import GQA
-from nnxmoe.models.qwen_moe import HF_SHARED, QwenMoe, QwenMoeConfig
-from nnxmoe.models.tables import HF_DECODER
+from nnxmoe.layers.attention.gqa import GQA
+from nnxmoe.models.shared.qwen_moe import HF_SHARED, QwenMoe, QwenMoeConfig
+from nnxmoe.models.shared.tables import HF_DECODER
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

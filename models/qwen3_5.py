@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from nnxmoe.config.bounds import count, one_of
-from nnxmoe.layers.delta import DeltaHeads, SeparateProjection
+from nnxmoe.layers.recurrent.delta import DeltaHeads, SeparateProjection
 from nnxmoe.model.maxtext_layers import LayerBlocks
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.qwen3_vl import MROPE
-from nnxmoe.models.qwen_hybrid import HF_HYBRID, MAXTEXT_HYBRID, QwenHybrid, QwenHybridConfig
-from nnxmoe.models.qwen_moe import HF_SHARED, QwenMoe, QwenMoeConfig
+from nnxmoe.models.shared.qwen_hybrid import HF_HYBRID, MAXTEXT_HYBRID, QwenHybrid, QwenHybridConfig
+from nnxmoe.models.shared.qwen_moe import HF_SHARED, QwenMoe, QwenMoeConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

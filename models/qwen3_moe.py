@@ -9,8 +9,8 @@ from typing import Any
 
 from nnxmoe.config.bounds import ConfigError, count
 from nnxmoe.models.qwen import NormedHeads, Qwen3
-from nnxmoe.models.qwen_moe import QwenMoe, QwenMoeConfig
-from nnxmoe.models.tables import HF_DECODER, HF_MOE, maxtext_experts
+from nnxmoe.models.shared.qwen_moe import QwenMoe, QwenMoeConfig
+from nnxmoe.models.shared.tables import HF_DECODER, HF_MOE, maxtext_experts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

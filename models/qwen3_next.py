@@ -6,10 +6,10 @@ import dataclasses
 from typing import Any
 
 from nnxmoe.config.bounds import count
-from nnxmoe.layers.delta import DeltaHeads, FusedProjection
+from nnxmoe.layers.recurrent.delta import DeltaHeads, FusedProjection
 from nnxmoe.model.weight_names import W
-from nnxmoe.models.qwen_hybrid import HF_HYBRID, MAXTEXT_HYBRID, QwenHybrid, QwenHybridConfig
-from nnxmoe.models.qwen_moe import HF_SHARED, QwenMoe, QwenMoeConfig
+from nnxmoe.models.shared.qwen_hybrid import HF_HYBRID, MAXTEXT_HYBRID, QwenHybrid, QwenHybridConfig
+from nnxmoe.models.shared.qwen_moe import HF_SHARED, QwenMoe, QwenMoeConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

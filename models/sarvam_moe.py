@@ -10,8 +10,8 @@ from typing import Any
 from nnxmoe.config.bounds import count
 from nnxmoe.model.weight_names import Table, W, options
 from nnxmoe.models.glm4_moe import Glm4Moe, Glm4MoeConfig
-from nnxmoe.models.grouped_experts import HF_GROUPED_EXPERTS
-from nnxmoe.models.tables import HF_DECODER
+from nnxmoe.models.shared.grouped_experts import HF_GROUPED_EXPERTS
+from nnxmoe.models.shared.tables import HF_DECODER
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

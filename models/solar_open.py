@@ -4,7 +4,7 @@ import dataclasses
 
 from nnxmoe.config.bounds import count
 from nnxmoe.models.glm4_moe import Glm4Moe
-from nnxmoe.models.grouped_experts import GroupedExpertsConfig
+from nnxmoe.models.shared.grouped_experts import GroupedExpertsConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -18,16 +18,16 @@ from nnxmoe.config.bounds import MOST_LAYERS, ConfigError, Count, Number, count,
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.layer_types import FULL, SLIDING, PartialRopesConfig
 from nnxmoe.config.printable import short
+from nnxmoe.layers.attention.gqa import GQA, OutputGate
+from nnxmoe.layers.attention.qk_norm import QKNorm
 from nnxmoe.layers.gated import Gated, swiglu
-from nnxmoe.layers.gqa import GQA, OutputGate
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.norm import OffsetNorm
-from nnxmoe.layers.qk_norm import QKNorm
 from nnxmoe.layers.rope import PartialRotary
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.weight_names import W
-from nnxmoe.models.grouped_experts import corrected_router
-from nnxmoe.models.tables import HF_DECODER
+from nnxmoe.models.shared.grouped_experts import corrected_router
+from nnxmoe.models.shared.tables import HF_DECODER
 from nnxmoe.moe.block import MoE
 
 # Lists to which published files append an entry per prediction layer.

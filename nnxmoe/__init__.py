@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 __version__ = "0.1.0"
 
 _SUBMODULES = (
-    *("api", "axes", "cli", "config", "convert", "evaluation", "generation", "kernels", "layers", "linen", "model"),
-    *("models", "moe", "planning", "plot", "quantization", "runtime", "serve", "storage", "testing", "train"),
+    *("api", "apps", "axes", "config", "convert", "generation", "layers", "linen", "model", "models", "moe", "plot"),
+    *("runtime", "testing", "tokenizer", "train"),
 )
 
 if _TYPE_CHECKING:
     from nnxmoe import convert as convert
-    from nnxmoe import kernels as kernels
     from nnxmoe import linen as linen
     from nnxmoe import models as models
     from nnxmoe import plot as plot

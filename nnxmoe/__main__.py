@@ -1,5 +1,5 @@
 """``python -m nnxmoe``: the command ``nnxmoe``."""
 
-from nnxmoe.cli import command
+from nnxmoe.apps.cli import command
 
 command()

@@ -213,7 +213,7 @@ print(final)
 
 # %% [markdown]
 # It fits by estimate, with 8 % to spare. That is not enough to rent by: steps that were compiled for H100 took 9 and
-# 14 % more than their estimates (nnxmoe/planning/README.md). Compile it first, with `compile_for="device"` or
+# 14 % more than their estimates (nnxmoe/apps/planning/README.md). Compile it first, with `compile_for="device"` or
 # `--compile`; XLA needs no GPU for that. A plan draws its own bytes:
 
 # %%

@@ -19,13 +19,13 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import nnxmoe
+from nnxmoe.apps.planning import child
+from nnxmoe.apps.planning.plan import default_strategy
+from nnxmoe.apps.planning.program import CompileJob, environment
+from nnxmoe.apps.planning.work import Work
 from nnxmoe.axes import batch_axes
 from nnxmoe.mesh import make_mesh
 from nnxmoe.models import PRESETS, config_from_hf, model_class
-from nnxmoe.planning import child
-from nnxmoe.planning.plan import default_strategy
-from nnxmoe.planning.program import CompileJob, environment
-from nnxmoe.planning.work import Work
 from nnxmoe.runtime.hardware import TABLE
 from tests.support.families import FAMILIES
 from tests.support.tiny import TINY

@@ -16,13 +16,13 @@ from flax import nnx
 
 import nnxmoe
 from nnxmoe import models, train
+from nnxmoe.apps.planning.search import search
+from nnxmoe.apps.planning.torus import hardware
+from nnxmoe.apps.planning.work import Work
 from nnxmoe.convert import maxtext
-from nnxmoe.layers.lora import LoRA
-from nnxmoe.layers.quantized_products import InBlocks
-from nnxmoe.planning.search import search
-from nnxmoe.planning.torus import hardware
-from nnxmoe.planning.work import Work
-from nnxmoe.quantization.methods import Mixed
+from nnxmoe.layers.linear.lora import LoRA
+from nnxmoe.layers.linear.quantized_products import InBlocks
+from nnxmoe.model.quantization.methods import Mixed
 from nnxmoe.train import lora
 from nnxmoe.train.finetune import Finetune
 from nnxmoe.train.loop.callbacks import CsvLog, JsonLog

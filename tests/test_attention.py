@@ -11,13 +11,13 @@ from flax import nnx
 
 import nnxmoe
 from nnxmoe import Absorbed, Blockwise, ByLength, Fused, Naive, Reference
-from nnxmoe.config.rope import Rope
-from nnxmoe.layers.attend import Scores
+from nnxmoe.config.rope_parameters import Rope
+from nnxmoe.layers.attention.attend import Scores
+from nnxmoe.layers.attention.gqa import GQA, Heads
+from nnxmoe.layers.attention.mla import MLA, LatentWidths
 from nnxmoe.layers.cache import Cache, Past, Slots, append_full, append_ring
 from nnxmoe.layers.context import Context
-from nnxmoe.layers.gqa import GQA, Heads
 from nnxmoe.layers.mask import Mask
-from nnxmoe.layers.mla import MLA, LatentWidths
 from nnxmoe.layers.rope import PartialRotary, rotate_halves, rotate_pairs, rotation_at
 from tests.support.arrays import inputs_first, max_error
 from tests.support.attention import DENSE, LENGTH, MODELS, SCANNED, masks

@@ -20,7 +20,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import nnxmoe
-from nnxmoe.storage.errors import CheckpointError, summary
+from nnxmoe.convert.files.errors import CheckpointError, summary
 from nnxmoe.train.checkpoints import VERSION, Checkpoints
 from tests.support.forked import forked
 from tests.support.launch import Launch

@@ -19,14 +19,14 @@ import pytest
 from flax import nnx
 
 import nnxmoe
-from nnxmoe import cli
-from nnxmoe.cli import chat, prompts
-from nnxmoe.cli.parser import as_typed
-from nnxmoe.cli.summary import summarise
+from nnxmoe.apps import cli
+from nnxmoe.apps.cli import chat, prompts
+from nnxmoe.apps.cli.parser import as_typed
+from nnxmoe.apps.cli.summary import summarise
 from nnxmoe.convert.hf import pretrained
+from nnxmoe.convert.storage.checkpoint import Checkpoint
 from nnxmoe.generation.complete import StoppedText
 from nnxmoe.models import MODELS, PRESETS
-from nnxmoe.storage.checkpoint import Checkpoint
 from nnxmoe.train import lora
 from tests.corpus.case import Draft
 
@@ -210,8 +210,8 @@ def test_debug_shows_the_traceback() -> None:
 INTERRUPTED = """
 import sys
 import jax, jax.numpy as jnp
-from nnxmoe import cli
-from nnxmoe.cli import inspecting
+from nnxmoe.apps import cli
+from nnxmoe.apps.cli import inspecting
 
 def many(x):
     for i in range(800):
@@ -248,7 +248,7 @@ def test_ctrl_c_exits_with_130_after_compiling() -> None:
 
 IMPORTING = """
 import signal, sys
-from nnxmoe.cli import command
+from nnxmoe.apps.cli import command
 
 class AtTheFirstImport:
     def find_spec(name, *rest):
@@ -390,8 +390,8 @@ def test_sliding_window_bounds_the_cache() -> None:
 INSPECT = """
 import sys
 import nnxmoe
-from nnxmoe import cli
-from nnxmoe.cli import commands
+from nnxmoe.apps import cli
+from nnxmoe.apps.cli import commands
 code = cli.main(["inspect", "deepseek-v3"])
 peak = next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
 print(peak, file=sys.stderr)

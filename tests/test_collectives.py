@@ -20,15 +20,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import nnxmoe
 from nnxmoe import Capacity, Chunked, Dense, ExpertParallel, InChunks, RaggedAllToAll, RingOfExperts, Sorted
+from nnxmoe.apps.planning.hlo import collectives as collectives_of
 from nnxmoe.axes import BATCH_AXES, batch_axes, sharding_of
 from nnxmoe.layers.embed import Embed
-from nnxmoe.layers.kernel import DenseKernel
+from nnxmoe.layers.linear.kernel import DenseKernel
 from nnxmoe.moe import capacity
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.blocked import Blocked
 from nnxmoe.moe.experts import Experts
 from nnxmoe.moe.router import Router, SigmoidGroupTopK, SoftmaxTopK
-from nnxmoe.planning.hlo import collectives as collectives_of
 from nnxmoe.train.loop.loss import ChunkedLoss
 from tests.support.cases import HF_CASES
 

@@ -18,12 +18,13 @@ import nnxmoe
 from nnxmoe import Int8Cache
 from nnxmoe.generation.engine import Engine
 from nnxmoe.generation.request import Wanted
-from nnxmoe.layers import compressed, hyper, shared_kv
+from nnxmoe.layers import hyper
+from nnxmoe.layers.attention import compressed, shared_kv
 from nnxmoe.layers.context import Context
-from nnxmoe.layers.quantized import QuantizedWeight
+from nnxmoe.layers.linear.quantized import QuantizedWeight
 from nnxmoe.layers.rope import TrailingPairs
+from nnxmoe.model.quantization.kernel_places import places
 from nnxmoe.moe.router import SqrtSoftplusTopK
-from nnxmoe.quantization.kernels import places
 from tests.support.arrays import max_error
 from tests.support.families import NEW, PROMPT, load
 from tests.support.quantised import read_tensors, write_deepseek_v4

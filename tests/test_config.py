@@ -17,11 +17,11 @@ from flax import nnx
 
 import nnxmoe
 from nnxmoe import ConfigError
-from nnxmoe.cli.summary import find
+from nnxmoe.apps.cli.summary import find
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.layer_types import PartialRopesConfig
-from nnxmoe.config.rope import DynamicRope, LinearRope, Llama3Rope, Rope, YarnRope
+from nnxmoe.config.rope_parameters import DynamicRope, LinearRope, Llama3Rope, Rope, YarnRope
 from nnxmoe.config.undeclared import FP8_EXPERTS, PREDICTION
 from nnxmoe.convert.hf.side_files import read_config
 from nnxmoe.model.family_checks import check_rows, refuse_unread_fields

@@ -32,12 +32,12 @@ from nnxmoe import (
     train,
 )
 from nnxmoe.axes import CONTEXT, RULES
-from nnxmoe.layers.attend import Scores
+from nnxmoe.layers.attention.attend import Scores
+from nnxmoe.layers.attention.over_context import Pieces
 from nnxmoe.layers.cache import Slots
-from nnxmoe.layers.delta import passed_on
-from nnxmoe.layers.delta_rule import DeltaInputs, in_chunks
 from nnxmoe.layers.mask import Mask
-from nnxmoe.layers.over_context import Pieces
+from nnxmoe.layers.recurrent.delta import passed_on
+from nnxmoe.layers.recurrent.delta_rule import DeltaInputs, in_chunks
 from nnxmoe.models import config_from_hf, model_class
 from nnxmoe.moe.balance import sequence_loss
 from nnxmoe.train.loop.feed import put_batch

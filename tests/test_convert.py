@@ -18,11 +18,11 @@ import pytest
 from safetensors.numpy import load_file
 
 import nnxmoe
-from nnxmoe import cli
+from nnxmoe.apps import cli
 from nnxmoe.convert import conversion, maxtext, native
+from nnxmoe.convert.arrays.lazy_array import LazyArray
 from nnxmoe.convert.conversion import convert, kind_of
-from nnxmoe.convert.core.lazy_array import LazyArray
-from nnxmoe.storage.errors import CheckpointError
+from nnxmoe.convert.files.errors import CheckpointError
 from tests.support import families
 from tests.support.arrays import identical, tensors
 from tests.support.cases import HF_CASES

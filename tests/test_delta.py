@@ -13,23 +13,22 @@ import pytest
 from flax import nnx
 
 import nnxmoe
-from nnxmoe.config.rope import Rope
+from nnxmoe.config.rope_parameters import Rope
 from nnxmoe.generation.engine import Engine
 from nnxmoe.generation.request import Wanted
-from nnxmoe.kernels import tokamax
-from nnxmoe.kernels.tokamax_delta import TokamaxDelta
-from nnxmoe.layers import delta, kimi_delta
+from nnxmoe.layers.attention.gqa import GQA, QueryGate
+from nnxmoe.layers.attention.mla import MLA
 from nnxmoe.layers.cache import Cache
-from nnxmoe.layers.conv import SeparateConvs, ShortConv
-from nnxmoe.layers.delta import DeltaHeads, FusedProjection, GatedDeltaNet, SeparateProjection
-from nnxmoe.layers.delta_rule import DeltaInputs, in_chunks, in_chunks_by_channel, in_steps
-from nnxmoe.layers.gqa import GQA, QueryGate
-from nnxmoe.layers.kimi_delta import BoundedDecays, KimiDelta, KimiProjection, free_decays
-from nnxmoe.layers.mamba2 import GroupedGatedNorm, Mamba2
-from nnxmoe.layers.mla import MLA
 from nnxmoe.layers.mlp import UngatedMLP
 from nnxmoe.layers.norm import GatedNorm, OffsetNorm, RMSNorm
-from nnxmoe.layers.recurrent import RecurrentState
+from nnxmoe.layers.recurrent.conv import SeparateConvs, ShortConv
+from nnxmoe.layers.recurrent.delta import DeltaHeads, FusedProjection, GatedDeltaNet, SeparateProjection
+from nnxmoe.layers.recurrent.delta_rule import DeltaInputs, in_chunks, in_chunks_by_channel, in_steps
+from nnxmoe.layers.recurrent.kimi_delta import BoundedDecays, KimiDelta, KimiProjection, free_decays
+from nnxmoe.layers.recurrent.mamba2 import GroupedGatedNorm, Mamba2
+from nnxmoe.layers.recurrent.recurrence import RecurrentState, delta, kimi_delta
+from nnxmoe.layers.recurrent.tokamax_delta import TokamaxDelta
+from nnxmoe.moe import tokamax
 from nnxmoe.moe.experts import UngatedExperts
 from tests.support.arrays import max_error
 from tests.support.families import load

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import nnxmoe
-from nnxmoe import Engine, ModelDraft, MTPDraft, PromptLookup, cli
-from nnxmoe.cli import commands
+from nnxmoe import Engine, ModelDraft, MTPDraft, PromptLookup
+from nnxmoe.apps import cli
+from nnxmoe.apps.cli import commands
 from nnxmoe.generation import draft_cost
 from nnxmoe.generation.draft_cost import acceptance
 from nnxmoe.models import PRESETS, model_class
@@ -123,7 +124,7 @@ def test_other_texts_than_auto_are_refused() -> None:
 )
 def test_draft_on_the_command_line(text: str, choice: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same choice for one prompt, for many and for the server."""
-    serve = pytest.importorskip("nnxmoe.serve.server")
+    serve = pytest.importorskip("nnxmoe.apps.serve.server")
     model, seen = with_mtp(), list[Any]()
 
     class Stop(ValueError):

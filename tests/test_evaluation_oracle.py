@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import nnxmoe
-from nnxmoe import cli
+from nnxmoe.apps import cli
 from tests.support.serving import serving
 from tests.support.tasks import TASKS, evaluate, quiet_harness, write_tasks
 
@@ -39,7 +39,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def harness_model(name: str, **options: Any) -> Any:
-    from nnxmoe.evaluation.harness import HarnessLM
+    from nnxmoe.apps.evaluation.harness import HarnessLM
 
     folder = FOLDERS[name]
     model = nnxmoe.from_pretrained(folder, dtype="float32")
@@ -144,7 +144,7 @@ class Finder(importlib.machinery.PathFinder):
         missing = name.partition(".")[0] in ("torch", "transformers")
         return None if missing else importlib.machinery.PathFinder.find_spec(name, *rest)
 sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = Finder  # as if they were not installed
-from nnxmoe import cli
+from nnxmoe.apps import cli
 status = cli.main(sys.argv[1:])
 assert not {"torch", "transformers"} & set(sys.modules)
 sys.exit(status)

@@ -20,26 +20,26 @@ from safetensors.numpy import load_file
 
 import nnxmoe
 from nnxmoe import Capacity, Chunked, Dense, ExpertParallel, RaggedAllToAll, RingOfExperts, Scanned, Sorted, Strategy
+from nnxmoe.apps.cli.parser import main
+from nnxmoe.apps.cli.summary import summarise
 from nnxmoe.axes import sharding_of
-from nnxmoe.cli.parser import main
-from nnxmoe.cli.summary import summarise
-from nnxmoe.config.rope import Rope
+from nnxmoe.config.rope_parameters import Rope
 from nnxmoe.convert import maxtext
-from nnxmoe.convert.hf.layout import layout
-from nnxmoe.layers.block_indexer import BlockIndexer, IndexedGQA, KeyBlocks
+from nnxmoe.convert.hf.hf_layout import layout
+from nnxmoe.convert.peft.pieces import parameter_name
+from nnxmoe.convert.peft.slots import adapted, slots
+from nnxmoe.layers.attention.block_indexer import BlockIndexer, IndexedGQA, KeyBlocks
+from nnxmoe.layers.attention.gqa import GQA, Heads
+from nnxmoe.layers.attention.qk_norm import QKNorm, WholeNorm
+from nnxmoe.layers.attention.reused_keys import ReusedKeys
 from nnxmoe.layers.gated import LimitedSwiGLU, swiglu
-from nnxmoe.layers.gqa import GQA, Heads
 from nnxmoe.layers.norm import RMSNorm, unit_rms
-from nnxmoe.layers.qk_norm import QKNorm, WholeNorm
-from nnxmoe.layers.reused_keys import ReusedKeys
 from nnxmoe.layers.rope import rotate_halves, rotate_pairs
 from nnxmoe.linen import LinenCausalLM
 from nnxmoe.models import model_class
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.router import Routing, SoftmaxGroupTopK, SoftmaxTopK
 from nnxmoe.train import Objective, lora
-from nnxmoe.train.lora.pieces import parameter_name
-from nnxmoe.train.lora.slots import adapted, slots
 from tests.support.arrays import max_error
 from tests.support.families import FAMILIES, NEW, PROMPT, Frozen, fused, load, positions_of, tokens_of, weights_of
 from tests.support.fp8 import quantise

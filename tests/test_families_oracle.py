@@ -11,10 +11,10 @@ from flax import nnx
 
 import nnxmoe
 from nnxmoe import models
+from nnxmoe.convert.peft.pieces import parameter_name
+from nnxmoe.convert.peft.slots import slots
 from nnxmoe.models import model_class
 from nnxmoe.train import lora
-from nnxmoe.train.lora.pieces import parameter_name
-from nnxmoe.train.lora.slots import slots
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

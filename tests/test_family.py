@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 import nnxmoe
 from nnxmoe import models
-from nnxmoe.cli.parser import main
+from nnxmoe.apps.cli.parser import main
 from nnxmoe.convert import maxtext
 from nnxmoe.model.weight_names import W
 from nnxmoe.train import lora

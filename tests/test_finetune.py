@@ -20,11 +20,11 @@ import orbax.checkpoint as ocp
 import pytest
 
 import nnxmoe
-from nnxmoe import cli
+from nnxmoe.apps import cli
 from nnxmoe.config.validate import whole_number
+from nnxmoe.convert.files.hub import DEMO
 from nnxmoe.convert.hf import pretrained
 from nnxmoe.generation.sampling import OPTIONS
-from nnxmoe.storage.hub import DEMO
 from nnxmoe.train import finetune as tuning
 from nnxmoe.train import lora
 from nnxmoe.train.data.batches import LEAST, Batches

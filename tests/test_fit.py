@@ -24,8 +24,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import nnxmoe
 from nnxmoe import train
+from nnxmoe.convert.files.errors import CheckpointError
 from nnxmoe.runtime.static_key import static_key
-from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.train import lora
 from nnxmoe.train.checkpoints import Checkpoints
 from nnxmoe.train.loop.fit import fit

@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import nnxmoe
-from nnxmoe.storage.checkpoint import Checkpoint
-from nnxmoe.storage.safetensors import read_header
+from nnxmoe.convert.files.safetensors import read_header
+from nnxmoe.convert.storage.checkpoint import Checkpoint
 from tests.corpus.case import CONFIG, INDEX, ONE, TWO, layout, pack
 from tests.corpus.second_opinion import WIDTHS, sound_config, sound_container, sound_index
 from tests.support.tiny import TINY

@@ -19,8 +19,8 @@ from nnxmoe.generation.decode import left_aligned
 from nnxmoe.generation.grouping import chunk_sizes
 from nnxmoe.generation.ids import eos_ids
 from nnxmoe.generation.sampling import pick, prepare
-from nnxmoe.generation.text import TextStream
 from nnxmoe.model.inputs import bucket
+from nnxmoe.tokenizer.tokenizer import TextStream
 from tests.support.cases import HF_CASES, load_case_model
 from tests.support.running import compiled_in, greedy_ids
 from tests.support.tiny import build_tiny, random_tokens

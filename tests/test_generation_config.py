@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import nnxmoe
-from nnxmoe.cli.commands import sampling_of
+from nnxmoe.apps.cli.commands import sampling_of
 from nnxmoe.generation.rules import Rules
 from nnxmoe.generation.sampling import OPTIONS
 
@@ -131,10 +131,10 @@ def test_ids_outside_the_vocabulary_are_ignored(model: nnxmoe.CausalLM) -> None:
 def test_chat_and_serve_take_the_checkpoints_sampling(model: nnxmoe.CausalLM) -> None:
     """Options of a command and fields of a request override it, one by one."""
     pytest.importorskip("msgspec")
-    from nnxmoe.serve.requests import Planner, default_sampling
-    from nnxmoe.serve.schema import CompletionRequest
-    from nnxmoe.serve.server import serving_engine
-    from nnxmoe.serve.settings import ServerSettings
+    from nnxmoe.apps.serve.requests import Planner, default_sampling
+    from nnxmoe.apps.serve.schema import CompletionRequest
+    from nnxmoe.apps.serve.server import serving_engine
+    from nnxmoe.apps.serve.settings import ServerSettings
 
     model.generation_config = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "suppress_tokens": [3]}
     sampling = nnxmoe.Sampling.from_checkpoint(model)

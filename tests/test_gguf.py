@@ -17,17 +17,17 @@ import pytest
 from flax import nnx
 
 import nnxmoe
-from nnxmoe.cli import main
-from nnxmoe.convert.core.lazy_array import LazyArray, whole
+from nnxmoe.apps.cli import main
+from nnxmoe.convert.arrays.lazy_array import LazyArray, whole
+from nnxmoe.convert.files.errors import CheckpointError
+from nnxmoe.convert.files.hub import DEMO
+from nnxmoe.convert.formats.gguf_tensors import _array
+from nnxmoe.convert.gguf.gguf_config import config_fields
+from nnxmoe.convert.gguf.gguf_file import GGUF, GGUFInfo
+from nnxmoe.convert.gguf.gguf_tokenizer import _SPLITS
 from nnxmoe.convert.hf import pretrained
-from nnxmoe.convert.hf.gguf_tensors import _array
+from nnxmoe.convert.storage.checkpoint import Checkpoint
 from nnxmoe.models import config_from_hf, model_class
-from nnxmoe.storage.checkpoint import Checkpoint
-from nnxmoe.storage.errors import CheckpointError
-from nnxmoe.storage.gguf import GGUF, GGUFInfo
-from nnxmoe.storage.gguf_config import config_fields
-from nnxmoe.storage.gguf_tokenizer import _SPLITS
-from nnxmoe.storage.hub import DEMO
 from tests.support import families, llama_cpp, mtp
 from tests.support.gguf import quantised, write
 from tests.support.tiny import ORACLE, TINY, Fields, Weights, random_tokens, tiny_weights
@@ -80,7 +80,7 @@ def test_families_load_to_the_bit(kind: str, tmp_path: Path) -> None:
 @pytest.mark.wrong_types  # changes defaults, which annotated functions do not have
 def test_the_halves_of_the_latent_projection_are_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However small the blocks are, and of a part its own heads only."""
-    from nnxmoe.convert.hf import gguf_tensors
+    from nnxmoe.convert.formats import gguf_tensors
 
     fields, weights, _ = case("deepseek_v3")
     file = write(tmp_path / "model.gguf", fields, weights)
@@ -206,7 +206,7 @@ def test_kept_codes_change_no_number(kind: str, name: str, tmp_path: Path) -> No
     tokens = random_tokens(2, 9, fields["vocab_size"])
     wanted = np.asarray(floats(tokens).logits)
     np.testing.assert_allclose(kept(tokens).logits, wanted, rtol=0, atol=2e-5 * np.abs(wanted).max())
-    again = nnxmoe.quantization.kernels.dequantize(kept)
+    again = nnxmoe.model.quantization.kernel_places.dequantize(kept)
     for (path, ours), (_, theirs) in zip(
         nnx.to_flat_state(nnx.state(again)), nnx.to_flat_state(nnx.state(floats)), strict=True
     ):
@@ -503,7 +503,7 @@ def trained() -> dict[str, Any]:
     """The metadata of a byte-level vocabulary, trained on the text of this package."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-    texts = [path.read_text(encoding="utf-8") for path in sorted(Path(nnxmoe.__file__).parent.glob("*/*.py"))[:40]]
+    texts = [path.read_text(encoding="utf-8") for path in sorted(Path(nnxmoe.__file__).parent.rglob("*.py"))[:40]]
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()

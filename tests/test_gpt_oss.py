@@ -16,7 +16,7 @@ from flax.traverse_util import flatten_dict
 
 import nnxmoe
 from nnxmoe import train
-from nnxmoe.cli.summary import summarise
+from nnxmoe.apps.cli.summary import summarise
 from nnxmoe.convert import maxtext
 from nnxmoe.layers.cache import TokenCache
 from nnxmoe.layers.gated import ClampedSwiGLU

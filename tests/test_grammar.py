@@ -13,10 +13,10 @@ import pytest
 
 import nnxmoe
 from nnxmoe import Engine, Grammar, Prefix, PromptLookup, Sampling, Wanted
-from nnxmoe.cli import main
-from nnxmoe.cli.prompts import grammar_of
+from nnxmoe.apps.cli import main
+from nnxmoe.apps.cli.prompts import grammar_of
+from nnxmoe.convert.files.hub import DEMO
 from nnxmoe.generation.grammar import empty_masks
-from nnxmoe.storage.hub import DEMO
 
 pytest.importorskip("llguidance")
 

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import nnxmoe
-from nnxmoe.layers.kernel import DenseKernel, Kernel, ParamWeight, as_kernel, is_kernel
+from nnxmoe.layers.linear.kernel import DenseKernel, Kernel, ParamWeight, as_kernel, is_kernel
 from nnxmoe.train import lora
 from tests.support.arrays import max_error
 from tests.support.running import PART_TOLERANCE

@@ -12,16 +12,16 @@ import pytest
 
 import nnxmoe
 from nnxmoe import Blockwise, Fused, Reference, Streaming
-from nnxmoe.kernels import tokamax
-from nnxmoe.kernels.attention import Splash
-from nnxmoe.kernels.tokamax import Tokamax
-from nnxmoe.kernels.triton import Triton, TritonProduct
-from nnxmoe.layers.attend import Scores
+from nnxmoe.layers.attention.attend import Scores
+from nnxmoe.layers.attention.splash import Splash
 from nnxmoe.layers.cache import Slots
-from nnxmoe.layers.codes import WHOLE, Codes
-from nnxmoe.layers.kernel import DenseKernel
+from nnxmoe.layers.linear.codes import WHOLE, Codes
+from nnxmoe.layers.linear.kernel import DenseKernel
+from nnxmoe.layers.linear.quantized_products import Converted
 from nnxmoe.layers.mask import Mask
-from nnxmoe.layers.quantized_products import Converted
+from nnxmoe.moe import tokamax
+from nnxmoe.moe.tokamax import Tokamax
+from nnxmoe.moe.triton import Triton, TritonProduct
 from tests.benchmarks.agreement import difference
 from tests.support.arrays import max_error
 from tests.support.codes import INS, random_codes, random_kernel

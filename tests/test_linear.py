@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from nnxmoe import Blocked, Masked
-from nnxmoe.layers.dots import batched, einsum, matmul, matmul_f32
+from nnxmoe.layers.linear.dots import batched, einsum, matmul, matmul_f32
 from nnxmoe.moe.blocked import FEW, MANY, block_sizes
 from tests.support.arrays import max_error
 from tests.support.running import PART_TOLERANCE

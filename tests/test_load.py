@@ -28,19 +28,19 @@ from safetensors.numpy import load_file, save_file
 
 import nnxmoe
 from nnxmoe.axes import axes_of, check_mesh, partition_spec, sharding_of
-from nnxmoe.convert.core import fill
-from nnxmoe.convert.core.fill import Filler
-from nnxmoe.convert.core.layout import parameters
-from nnxmoe.convert.hf import raw
-from nnxmoe.convert.hf.layout import layout
-from nnxmoe.convert.hf.source import stored
+from nnxmoe.convert.arrays import fill
+from nnxmoe.convert.arrays.checkpoint_layout import parameters
+from nnxmoe.convert.arrays.fill import Filler
+from nnxmoe.convert.files import host
+from nnxmoe.convert.files.host import few_threads
+from nnxmoe.convert.files.safetensors import TensorInfo
+from nnxmoe.convert.formats import raw
+from nnxmoe.convert.hf.hf_layout import layout
+from nnxmoe.convert.hf.stored_tensors import stored
+from nnxmoe.convert.storage.checkpoint import Checkpoint
+from nnxmoe.convert.storage.write import write_shares
 from nnxmoe.mesh import abstract_mesh
 from nnxmoe.models import PRESETS, model_class
-from nnxmoe.storage import host
-from nnxmoe.storage.checkpoint import Checkpoint
-from nnxmoe.storage.host import few_threads
-from nnxmoe.storage.safetensors import TensorInfo
-from nnxmoe.storage.write import write_shares
 from tests.benchmarks.checkpoints import write_random
 from tests.benchmarks.models import MIDSIZE
 from tests.benchmarks.processes import call
@@ -65,7 +65,7 @@ def write(folder: Path, case: str, tensors: dict[str, np.ndarray], **changes: ob
     folder.mkdir(parents=True)
     config = json.loads((CASES / case / "model" / "config.json").read_text()) | changes
     (folder / "config.json").write_text(json.dumps(config))
-    code = nnxmoe.storage.safetensors.dtype_code
+    code = nnxmoe.convert.files.safetensors.dtype_code
     items = [(name, code(t.dtype), t.shape, lambda t=t: t) for name, t in tensors.items()]
     write_shares(folder, [(0, items)], 10**9, process=0)
     return folder

@@ -19,20 +19,20 @@ from safetensors.numpy import load_file, save_file
 import nnxmoe
 from nnxmoe import Capacity, Chunked, Dense, ExpertParallel, RaggedAllToAll, RingOfExperts, Sorted, Strategy
 from nnxmoe.convert import maxtext
-from nnxmoe.convert.core.report import LoadReport
-from nnxmoe.layers.dots import matmul
-from nnxmoe.layers.kernel import DenseKernel
-from nnxmoe.layers.linear import Linear
+from nnxmoe.convert.arrays.report import LoadReport
+from nnxmoe.convert.files.safetensors import dtype_code
+from nnxmoe.convert.peft.slots import adapted, slots
+from nnxmoe.convert.storage.write import write_shares
+from nnxmoe.layers.linear.dots import matmul
+from nnxmoe.layers.linear.kernel import DenseKernel
+from nnxmoe.layers.linear.linear import Linear
 from nnxmoe.model.structure import bare
 from nnxmoe.models import Mixtral, config_from_hf
 from nnxmoe.moe.experts import Experts
 from nnxmoe.moe.grouped_matmul import equal_groups
-from nnxmoe.storage.safetensors import dtype_code
-from nnxmoe.storage.write import write_shares
 from nnxmoe.train import lora
 from nnxmoe.train.loop.fit import fit
 from nnxmoe.train.lora.merge import merger
-from nnxmoe.train.lora.slots import adapted, slots
 from tests.support.adapters import fill
 from tests.support.arrays import max_error
 from tests.support.fp8 import FP8, quantise

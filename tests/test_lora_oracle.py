@@ -11,8 +11,8 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 import nnxmoe
+from nnxmoe.convert.peft.peft_config import Settings
 from nnxmoe.train import lora
-from nnxmoe.train.lora.peft_config import Settings
 from tests.support.adapters import fill
 from tests.support.arrays import max_error
 from tests.support.tiny import TINY, random_tokens, stacking_of, tiny_weights, write_checkpoint

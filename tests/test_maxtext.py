@@ -19,13 +19,14 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 import nnxmoe
-from nnxmoe.convert import maxtext, maxtext_layout
+from nnxmoe.convert import maxtext
+from nnxmoe.convert.arrays.lazy_array import LazyArray
 from nnxmoe.convert.conversion import kind_of
-from nnxmoe.convert.core.lazy_array import LazyArray
+from nnxmoe.convert.files.errors import CheckpointError
+from nnxmoe.convert.maxtext import maxtext_layout
 from nnxmoe.linen import LinenCausalLM
 from nnxmoe.models import model_class
 from nnxmoe.moe import balance
-from nnxmoe.storage.errors import CheckpointError
 from tests.support.arrays import Flat, flat, identical, max_error, nested
 from tests.support.maxtext_cases import (
     CASES,

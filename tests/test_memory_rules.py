@@ -19,11 +19,12 @@ from jax.extend.core import jaxprs_in_params
 
 import nnxmoe
 from nnxmoe import axes
-from nnxmoe.layers import cache, dots
-from nnxmoe.layers import kernel as kernels
-from nnxmoe.layers.attend import Scores
+from nnxmoe.layers import cache
+from nnxmoe.layers.attention.attend import Scores
 from nnxmoe.layers.cache import Past, Slots, TokenCache
 from nnxmoe.layers.embed import Embed
+from nnxmoe.layers.linear.linear import dots
+from nnxmoe.layers.linear.linear import kernel as kernels
 from nnxmoe.layers.mask import Mask
 from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.model.remat import NAMES

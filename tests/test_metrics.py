@@ -19,10 +19,10 @@ from flax import nnx
 
 import nnxmoe
 from nnxmoe import train
-from nnxmoe.cli.summary import summarise
+from nnxmoe.apps.cli.summary import summarise
+from nnxmoe.convert.files.errors import CheckpointError
+from nnxmoe.convert.storage.atomic_dir import refuse_unless_writable
 from nnxmoe.runtime.hardware import of_device
-from nnxmoe.storage.atomic_dir import refuse_unless_writable
-from nnxmoe.storage.errors import CheckpointError
 from nnxmoe.train import lora
 from nnxmoe.train.loop.measured import peak_flops, shown_metrics, token_flops
 from tests.support import families

@@ -12,7 +12,7 @@ from flax import nnx
 
 import nnxmoe
 from nnxmoe.convert import maxtext
-from nnxmoe.convert.core import misfit
+from nnxmoe.convert.arrays import misfit
 from nnxmoe.models import GptOss, GptOssConfig, Mixtral, MixtralConfig
 from nnxmoe.moe.router import Router
 

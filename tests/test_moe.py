@@ -14,9 +14,9 @@ from jax.extend.core import jaxprs_in_params
 
 import nnxmoe
 from nnxmoe import Aligned, Blocked, Capacity, Dense, Masked, RaggedDot, Sorted
-from nnxmoe.layers import kernel as kernels
 from nnxmoe.layers.context import Context
-from nnxmoe.layers.lora import LoRA
+from nnxmoe.layers.linear.linear import kernel as kernels
+from nnxmoe.layers.linear.lora import LoRA
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.moe import experts as experts_module
 from nnxmoe.moe.block import MoE

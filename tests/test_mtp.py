@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 import nnxmoe
 from nnxmoe import Engine, MTPDraft
 from nnxmoe.convert import maxtext
-from nnxmoe.convert.hf.layout import copies, layout
+from nnxmoe.convert.hf.hf_layout import copies, layout
 from nnxmoe.generation.request import Wanted
 from nnxmoe.model.structure import bare
 from nnxmoe.models import PRESETS, DeepSeekV3, Llama, config_from_hf, model_class

@@ -15,13 +15,13 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 import nnxmoe
+from nnxmoe.convert.peft.slots import adapted
 from nnxmoe.models import DeepSeekV3
 from nnxmoe.train import lora
 from nnxmoe.train.loop.fit import fit
 from nnxmoe.train.loop.loss import ChunkedLoss, Whole
 from nnxmoe.train.loop.objective import Objective
 from nnxmoe.train.loop.step import Step
-from nnxmoe.train.lora.slots import adapted
 from tests.support.arrays import max_error, tensors
 from tests.support.mtp import tiny_mtp
 from tests.support.numpy_decoder import reference_ahead

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from nnxmoe import Blocked
-from nnxmoe.layers.dots import batched, matmul
-from nnxmoe.layers.multilinear import multilinear
+from nnxmoe.layers.linear.dots import batched, matmul
+from nnxmoe.layers.linear.multilinear import multilinear
 from nnxmoe.moe.permute import gather_rows
 from tests.support.arrays import max_error
 from tests.support.running import PART_TOLERANCE

@@ -14,10 +14,10 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 import nnxmoe
-from nnxmoe.cli import main
-from nnxmoe.cli.summary import summarise
+from nnxmoe.apps.cli import main
+from nnxmoe.apps.cli.summary import summarise
 from nnxmoe.config.bounds import ConfigError
-from nnxmoe.convert.hf.layout import layout
+from nnxmoe.convert.hf.hf_layout import layout
 from nnxmoe.models import PRESETS, config_from_hf, model_class
 from nnxmoe.train import lora
 from tests.support.adapters import fill

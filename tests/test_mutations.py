@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import nnxmoe
-from nnxmoe.config.rope import Rope
-from nnxmoe.layers import attend, mla
+from nnxmoe.config.rope_parameters import Rope
+from nnxmoe.layers.attention import attend, mla
 from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.layers.rope import rotate_halves, rotate_pairs
 from nnxmoe.moe import router

@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 
 import nnxmoe
-from nnxmoe.convert import maxtext, native, orbax_folder
-from nnxmoe.storage.errors import CheckpointError
+from nnxmoe.convert import maxtext, native
+from nnxmoe.convert.files.errors import CheckpointError
+from nnxmoe.convert.maxtext import orbax_folder
 from tests.support.arrays import flat, identical, max_error, tensors
 from tests.support.cases import HF_CASES
 from tests.support.maxtext_cases import CASES, KINDS, config_of, params_of

@@ -20,7 +20,7 @@ from flax import nnx
 import nnxmoe
 from nnxmoe.convert.conversion import convert
 from nnxmoe.generation import sampling
-from nnxmoe.generation.text import TextStream
+from nnxmoe.tokenizer.tokenizer import TextStream
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -26,9 +26,9 @@ from nnxmoe import (
     Strategy,
     train,
 )
+from nnxmoe.apps.planning.hlo import collectives
 from nnxmoe.convert import maxtext
 from nnxmoe.models import DeepSeekV3, Mixtral, config_from_hf
-from nnxmoe.planning.hlo import collectives
 from nnxmoe.train.loop.feed import put_batch
 from nnxmoe.train.loop.step import Step
 from tests.support.tiny import TINY

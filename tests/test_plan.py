@@ -19,22 +19,22 @@ import pytest
 from flax import nnx
 
 import nnxmoe
-from nnxmoe import cli
+from nnxmoe.apps import cli
+from nnxmoe.apps.cli.summary import summarise
+from nnxmoe.apps.planning import child
+from nnxmoe.apps.planning.arithmetic import PlannedStep, adapters, bytes_of
+from nnxmoe.apps.planning.hlo import Collective, collectives
+from nnxmoe.apps.planning.operations import counted, operations
+from nnxmoe.apps.planning.plan import default_strategy
+from nnxmoe.apps.planning.program import CompileJob, Program, compile_program
+from nnxmoe.apps.planning.published import PublishedRun, published
+from nnxmoe.apps.planning.search import best_of, search
+from nnxmoe.apps.planning.torus import Route, hardware, refuse_unheld, routes, seconds
+from nnxmoe.apps.planning.traffic import traffic
+from nnxmoe.apps.planning.work import Work
 from nnxmoe.axes import RULES
-from nnxmoe.cli.summary import summarise
 from nnxmoe.mesh import abstract_mesh, make_mesh
 from nnxmoe.models import PRESETS, config_from_hf, model_class
-from nnxmoe.planning import child
-from nnxmoe.planning.arithmetic import PlannedStep, adapters, bytes_of
-from nnxmoe.planning.hlo import Collective, collectives
-from nnxmoe.planning.operations import counted, operations
-from nnxmoe.planning.plan import default_strategy
-from nnxmoe.planning.program import CompileJob, Program, compile_program
-from nnxmoe.planning.published import PublishedRun, published
-from nnxmoe.planning.search import best_of, search
-from nnxmoe.planning.torus import Route, hardware, refuse_unheld, routes, seconds
-from nnxmoe.planning.traffic import traffic
-from nnxmoe.planning.work import Work
 from nnxmoe.runtime.hardware import TABLE
 from nnxmoe.train import lora
 from tests.benchmarks.modes import DEEPSEEK
@@ -683,7 +683,7 @@ def test_adapters_and_codes_are_those_of_a_model() -> None:
     whole, tuned = (nnxmoe.plan("mixtral-8x7b", {"expert": 8}, lora=rank, **options) for rank in (0, 16))
     assert tuned.bytes.arguments < whole.bytes.arguments / 4 and 0.7 < tuned.operations / whole.operations < 0.8
     assert not [one for one in tuned.traffic if one.kind == "reduce-scatter"]
-    method = nnxmoe.quantization.methods.parse("int4")
+    method = nnxmoe.model.quantization.methods.parse("int4")
     small = nnxmoe.plan("mixtral-8x7b", {}, train=False, quantize=method, **options)
     assert small.bytes.parameters == summarise("mixtral-8x7b", "bfloat16", quantize=method).weight_bytes
     with pytest.raises(ValueError, match="quantised weights are not trained"):
@@ -707,11 +707,13 @@ def test_published_steps_lie_in_the_planned_range() -> None:
         inside += low <= run.seconds <= high
         near += abs(made.seconds / run.seconds - 1) < 0.25
         others = [one for one in runs if one is not run]
-        with unittest.mock.patch("nnxmoe.planning.published.published", lambda others=others: tuple(others)):
+        with unittest.mock.patch("nnxmoe.apps.planning.published.published", lambda others=others: tuple(others)):
             alone.append(abs(made.seconds / run.seconds - 1))
     assert min(inside, near) >= 0.8 * len(runs), (inside, near, len(runs))
     assert statistics.median(alone) < 0.15
-    assert published_table() in (Path(nnxmoe.__file__).parent / "planning" / "README.md").read_text(), "print it again"
+    assert published_table() in (Path(nnxmoe.__file__).parent / "apps" / "planning" / "README.md").read_text(), (
+        "print it again"
+    )
 
 
 @pytest.mark.parametrize("run", [run for run in published() if run.gflops_per_token is not None], ids=str)

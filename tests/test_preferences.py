@@ -16,8 +16,9 @@ import pytest
 from flax import nnx
 
 import nnxmoe
-from nnxmoe import cli, train
-from nnxmoe.layers.kernel import DenseKernel
+from nnxmoe import train
+from nnxmoe.apps import cli
+from nnxmoe.layers.linear.kernel import DenseKernel
 from nnxmoe.moe.balance import switch_loss, z_loss
 from nnxmoe.train import DataError, lora
 from nnxmoe.train.loop.loss import log_probabilities

@@ -10,7 +10,7 @@ from flax import nnx
 
 import nnxmoe
 from nnxmoe import Capacity, Chunked, Dense, ExpertParallel, Reference, RingOfExperts, Sorted
-from nnxmoe.layers.attend import Scores
+from nnxmoe.layers.attention.attend import Scores
 from nnxmoe.layers.cache import TokenCache
 from nnxmoe.moe.router import RandomTopK
 from nnxmoe.train import lora

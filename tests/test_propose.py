@@ -13,7 +13,7 @@ from flax import nnx
 import nnxmoe
 from nnxmoe import linen
 from nnxmoe.convert import native
-from nnxmoe.convert.core.restore import abstract
+from nnxmoe.convert.arrays.restore import abstract
 from nnxmoe.linen.mapping import general_name
 from nnxmoe.linen.propose import Proposal
 from tests.support import linen_trees

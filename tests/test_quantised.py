@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nnxmoe
-from nnxmoe.layers.quantized import QuantizedKernel
+from nnxmoe.layers.linear.quantized import QuantizedKernel
 from nnxmoe.moe.grouped_matmul import Masked
 from tests.support.arrays import max_error
 from tests.support.codes import FORMS, INS, OUTS, by_the_formula, random_kernel
@@ -101,7 +101,7 @@ def test_grouped_products_of_experts(form: str, group: str) -> None:
 @settings(max_examples=60, deadline=None)
 def test_rounding_is_to_the_nearest_code(outs: int, pairs: int, kind: str, seed: int) -> None:
     """The error of a weight is at most half a step of its tile (FP8: a sixteenth of its size, or of the smallest)."""
-    from nnxmoe.quantization.methods import codes_for, encode, scales
+    from nnxmoe.model.quantization.methods import codes_for, encode, scales
 
     method = {"int8": nnxmoe.Int8(), "int4": nnxmoe.Int4(2 * pairs), "fp8": nnxmoe.Float8(7)}[kind]
     weights = np.random.default_rng(seed).standard_normal((outs, 4 * pairs)).astype(np.float32)

@@ -12,10 +12,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import nnxmoe
-from nnxmoe.cli.summary import summarise
-from nnxmoe.convert.hf.source import stored
-from nnxmoe.quantization.kernels import quantized_weights
-from nnxmoe.storage.checkpoint import Checkpoint
+from nnxmoe.apps.cli.summary import summarise
+from nnxmoe.convert.hf.stored_tensors import stored
+from nnxmoe.convert.storage.checkpoint import Checkpoint
+from nnxmoe.model.quantization.kernel_places import quantized_weights
 from tests.support import gpt_oss, quantised
 from tests.support.arrays import identical, max_error
 from tests.support.families import fused as fuse

@@ -19,8 +19,8 @@ import pytest
 from flax import nnx
 
 import nnxmoe
-from nnxmoe.quantization.kernels import places, quantized_weights
-from nnxmoe.quantization.methods import parse
+from nnxmoe.model.quantization.kernel_places import places, quantized_weights
+from nnxmoe.model.quantization.methods import parse
 from nnxmoe.train import lora
 from nnxmoe.train.loop.fit import fit
 from tests.support.arrays import identical, max_error
@@ -259,8 +259,8 @@ def test_methods_that_do_not_exist(text: str) -> None:
 
 def abstract(kind: str, method: Any, **changes: Any) -> nnxmoe.CausalLM:
     """A wide model of shapes, quantised."""
+    from nnxmoe.model.quantization.rounding import quantize_shapes
     from nnxmoe.models import config_from_hf, model_class
-    from nnxmoe.quantization.rounding import quantize_shapes
 
     config = config_from_hf(FIELDS[kind] | changes)  # each family has some of the fields
     model = model_class(config)(config, rngs=None, dtype="bfloat16")
@@ -425,7 +425,7 @@ def test_merging_into_codes(tmp_path: Path, kind: str) -> None:
 
 
 def test_codes_cannot_be_trained_and_other_layouts_refuse_them() -> None:
-    from nnxmoe.convert import maxtext_layout
+    from nnxmoe.convert.maxtext import maxtext_layout
 
     model = nnxmoe.quantize(floats("mixtral", SCANNED), nnxmoe.Int8())
     with pytest.raises(ValueError, match=r"kernels are quantised and cannot be trained: add adapters"):
@@ -439,7 +439,7 @@ def test_codes_cannot_be_trained_and_other_layouts_refuse_them() -> None:
 
 @pytest.mark.slow
 def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
-    from nnxmoe.cli.parser import main
+    from nnxmoe.apps.cli.parser import main
 
     assert main(["generate", "demo", "Once upon a time", "--max-new-tokens", "4", "--quantize", "int8"]) == 0
     assert capsys.readouterr().out.strip()
@@ -464,8 +464,8 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: py
     ],
 )
 def test_inspect_of_mixtral(capsys: pytest.CaptureFixture[str], method: str, weights: Any, fits: str) -> None:
-    from nnxmoe.cli.parser import main
-    from nnxmoe.cli.summary import summarise
+    from nnxmoe.apps.cli.parser import main
+    from nnxmoe.apps.cli.summary import summarise
 
     found = summarise("mixtral-8x7b", "bfloat16", quantize=parse(method))
     assert weights[0] < found.weight_bytes < weights[1] and set(found.weights) == {method, "bfloat16"}
@@ -482,7 +482,7 @@ LIMITS = {"int8": 1e-3, "fp8": 3e-2, "int4:16": 0.2, "experts=int4:16,others=int
 
 def test_the_demo_keeps_its_predictions() -> None:
     """Mean KL divergence of next-token distributions to the float model, in nats."""
-    from nnxmoe.storage.hub import DEMO
+    from nnxmoe.convert.files.hub import DEMO
 
     text = "Once upon a time there was a little fox who lived in the forest. What is the capital of Italy?"
     ids = np.array([nnxmoe.Tokenizer.from_pretrained(DEMO).encode(text)])
@@ -496,7 +496,7 @@ def test_the_demo_keeps_its_predictions() -> None:
 
 @pytest.mark.slow
 def test_the_demo_passes_its_exam_in_int8() -> None:
-    from nnxmoe.storage.hub import DEMO
+    from nnxmoe.convert.files.hub import DEMO
     from tests.demo import exam
 
     tokenizer = nnxmoe.Tokenizer.from_pretrained(DEMO)
@@ -513,8 +513,8 @@ def test_the_demo_passes_its_exam_in_int8() -> None:
 @pytest.mark.slow
 def test_mixtral_8x7b_in_int4_fits_40_gb() -> None:
     """Its decode step and a prefill of 4096 tokens, compiled for one device from shapes alone."""
+    from nnxmoe.model.quantization.rounding import quantize_shapes
     from nnxmoe.models import PRESETS, Mixtral
-    from nnxmoe.quantization.rounding import quantize_shapes
 
     strategy = nnxmoe.Strategy(stacking=nnxmoe.Scanned())
     model = Mixtral(PRESETS["mixtral-8x7b"], strategy, rngs=None, dtype="bfloat16")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import nnxmoe
-from nnxmoe.quantization.methods import parse
+from nnxmoe.model.quantization.methods import parse
 from tests.support.arrays import max_error
 from tests.support.quantised import FIELDS, FORMATS, read_tensors, write_deepseek_v4, write_quantised
 from tests.support.running import MODEL_TOLERANCE

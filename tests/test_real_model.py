@@ -88,7 +88,7 @@ def test_a_task_scores_as_in_the_harness(sides: Any, ours: Any, tmp_path: Path) 
     quiet_harness(tmp_path)
     from lm_eval.models.huggingface import HFLM
 
-    from nnxmoe.evaluation.harness import HarnessLM
+    from nnxmoe.apps.evaluation.harness import HarnessLM
 
     make, name, folder = HFLM, "local_choice", write_tasks(tmp_path)
     theirs = evaluate(make(pretrained=sides[0], tokenizer=sides[1], batch_size=8), folder, [name])

@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from nnxmoe.storage.atomic_dir import atomic_dir
-from nnxmoe.storage.checkpoint import Checkpoint, hub_headers
-from nnxmoe.storage.errors import CheckpointError
-from nnxmoe.storage.safetensors import DTYPES, dtype_code, read_header
-from nnxmoe.storage.write import write_json, write_shares
+from nnxmoe.convert.files.errors import CheckpointError
+from nnxmoe.convert.files.safetensors import DTYPES, dtype_code, read_header
+from nnxmoe.convert.storage.atomic_dir import atomic_dir
+from nnxmoe.convert.storage.checkpoint import Checkpoint, hub_headers
+from nnxmoe.convert.storage.write import write_json, write_shares
 from tests.corpus.case import container, entry, pack
 
 CONFIG = {"model_type": "llama", "hidden_size": 8}

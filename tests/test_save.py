@@ -17,11 +17,11 @@ import pytest
 from flax import nnx
 
 import nnxmoe
+from nnxmoe.convert.files.hub import DEMO
+from nnxmoe.convert.storage import atomic_dir as atomic_dir_module
+from nnxmoe.convert.storage.atomic_dir import atomic_dir
+from nnxmoe.convert.storage.checkpoint import Checkpoint
 from nnxmoe.models import Llama, LlamaConfig
-from nnxmoe.storage import atomic_dir as atomic_dir_module
-from nnxmoe.storage.atomic_dir import atomic_dir
-from nnxmoe.storage.checkpoint import Checkpoint
-from nnxmoe.storage.hub import DEMO
 from nnxmoe.train import lora
 from tests.support.forked import forked
 

@@ -21,16 +21,16 @@ import pytest
 from flax import nnx
 
 import nnxmoe
-from nnxmoe import cli
-from nnxmoe.cli import serving as serving_command
-from nnxmoe.serve import engine_thread
-from nnxmoe.serve.answer_form import AnswerForm
-from nnxmoe.serve.app import PAGE, Endpoints
-from nnxmoe.serve.fields import CHAT_NEUTRAL, COMPLETION_NEUTRAL, LABELS, NEUTRAL
-from nnxmoe.serve.formats import TokenTexts
-from nnxmoe.serve.reasoning import Reasoning, ReasoningSplit
-from nnxmoe.serve.schema import BaseRequest, ChatRequest, CompletionRequest, decode
-from nnxmoe.serve.settings import Refused
+from nnxmoe.apps import cli
+from nnxmoe.apps.cli import serving as serving_command
+from nnxmoe.apps.serve import engine_thread
+from nnxmoe.apps.serve.answer_form import AnswerForm
+from nnxmoe.apps.serve.app import PAGE, Endpoints
+from nnxmoe.apps.serve.fields import CHAT_NEUTRAL, COMPLETION_NEUTRAL, LABELS, NEUTRAL
+from nnxmoe.apps.serve.formats import TokenTexts
+from nnxmoe.apps.serve.reasoning import Reasoning, ReasoningSplit
+from nnxmoe.apps.serve.schema import BaseRequest, ChatRequest, CompletionRequest, decode
+from nnxmoe.apps.serve.settings import Refused
 from tests.benchmarks.server import Load
 from tests.support.serving import TIMEOUT, Client, Json, Running, serving, serving_tools
 
@@ -196,7 +196,7 @@ def test_special_tokens_that_are_kept(demo: Any) -> None:
     _, tokenizer = demo
     first, last = tokenizer.bos_token_id, tokenizer.eos_token_id
     ids = [first, *tokenizer.encode("Hi", add_special_tokens=False), last]
-    stream = nnxmoe.generation.text.TextStream(tokenizer, keep=frozenset([last]))
+    stream = nnxmoe.tokenizer.tokenizer.TextStream(tokenizer, keep=frozenset([last]))
     assert "".join(map(stream.put, ids)) + stream.end() == "Hi<|eos|>"
 
 
@@ -208,7 +208,7 @@ def test_special_tokens_as_stop_strings(server: Running, demo: Any) -> None:
 
 
 def test_connections_without_a_request_are_closed(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nnxmoe.serve.server, "HEAD_SECONDS", 0.3)
+    monkeypatch.setattr(nnxmoe.apps.serve.server, "HEAD_SECONDS", 0.3)
     for sent in (b"", HEAD):
         with socket.create_connection(("127.0.0.1", server.port), TIMEOUT) as silent:
             silent.sendall(sent)

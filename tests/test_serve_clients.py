@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 import nnxmoe
-from nnxmoe.serve.schema import LABELS, ChatRequest, CompletionRequest, decode
-from nnxmoe.serve.settings import Refused
+from nnxmoe.apps.serve.schema import LABELS, ChatRequest, CompletionRequest, decode
+from nnxmoe.apps.serve.settings import Refused
 from tests.support.serving import TIMEOUT, Json, Running, serving, serving_tools
 
 pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("ignore")]

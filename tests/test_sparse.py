@@ -13,22 +13,22 @@ from jax.extend.core import jaxprs_in_params
 
 import nnxmoe
 from nnxmoe import Absorbed, ByLength, Naive, Reference
-from nnxmoe.config.rope import Rope
+from nnxmoe.config.rope_parameters import Rope
 from nnxmoe.generation.engine import Engine
 from nnxmoe.generation.request import Wanted
-from nnxmoe.layers import indexer, pooled_indexer
-from nnxmoe.layers.block_indexer import BlockIndexer, KeyBlocks
+from nnxmoe.layers.attention import indexer, pooled_indexer
+from nnxmoe.layers.attention.block_indexer import BlockIndexer, KeyBlocks
+from nnxmoe.layers.attention.indexer import NONE, Indexer, chosen_keys, highest
+from nnxmoe.layers.attention.mla import MLA, LatentWidths
+from nnxmoe.layers.attention.pooled_indexer import PooledIndexer
+from nnxmoe.layers.attention.sparse_mla import SparseMLA
 from nnxmoe.layers.cache import Slots, TokenCache
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.gated import LimitedSwiGLU
 from nnxmoe.layers.hyper import MeanNorm
-from nnxmoe.layers.indexer import NONE, Indexer, chosen_keys, highest
 from nnxmoe.layers.mask import Mask
-from nnxmoe.layers.mla import MLA, LatentWidths
 from nnxmoe.layers.norm import LayerNorm, RMSNorm
-from nnxmoe.layers.pooled_indexer import PooledIndexer
 from nnxmoe.layers.rope import PartialRotary, rotate_halves, rotate_pairs
-from nnxmoe.layers.sparse_mla import SparseMLA
 from tests.support.arrays import max_error
 from tests.support.families import load
 from tests.support.running import MODEL_TOLERANCE, PART_TOLERANCE, eager_logits, feed, randomise
@@ -505,7 +505,7 @@ class Kept(TokenCache):
 def test_keys_that_are_not_taken_back_are_noticed(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     jax.tree_util.register_dataclass(Kept, ["buffers"], ["ring", "spare"])
     case, model = made("deepseek_v32")
-    monkeypatch.setattr("nnxmoe.layers.sparse_mla.TokenCache", Kept)
+    monkeypatch.setattr("nnxmoe.layers.attention.sparse_mla.TokenCache", Kept)
     pieces = np.split(case.arrays["tokens"][:, :16], [8, 12], axis=1)
     first, cache = eager_pass(model, pieces[0], model.empty_cache(2, 24, 4))
     assert max_error(first, eager_logits(model, pieces[0])) < MODEL_TOLERANCE

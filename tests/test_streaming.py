@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from nnxmoe import Blockwise, Reference, Streaming
-from nnxmoe.layers import blockwise
-from nnxmoe.layers.attend import Scores
+from nnxmoe.layers.attention import blockwise
+from nnxmoe.layers.attention.attend import Scores
+from nnxmoe.layers.attention.streaming import _bounds
 from nnxmoe.layers.cache import Slots
 from nnxmoe.layers.mask import Mask
-from nnxmoe.layers.streaming import _bounds
 from tests.support.arrays import max_error
 from tests.support.attention import masks
 from tests.support.running import PART_TOLERANCE

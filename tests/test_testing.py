@@ -18,7 +18,7 @@ from jax import Array
 import nnxmoe
 from nnxmoe import linen, testing
 from nnxmoe.convert import maxtext
-from nnxmoe.layers.gqa import GQA, Heads
+from nnxmoe.layers.attention.gqa import GQA, Heads
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.models import Llama, LlamaConfig, Mixtral, MixtralConfig

@@ -15,9 +15,9 @@ import tokenizers
 
 import nnxmoe
 from nnxmoe.generation import decode
-from nnxmoe.generation.chat_template import render_chat_template
 from nnxmoe.generation.complete import encoded
-from nnxmoe.generation.text import TextStream, Tokenizer, TokenizerError
+from nnxmoe.tokenizer.chat_template import render_chat_template
+from nnxmoe.tokenizer.tokenizer import TextStream, Tokenizer, TokenizerError
 
 CASES = sorted((Path(__file__).parent / "data" / "hf").glob("*/case.json"))
 MODEL = Path(__file__).parent / "data" / "hf" / "llama_basic" / "model"

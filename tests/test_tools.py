@@ -14,11 +14,11 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 import nnxmoe
+from nnxmoe.apps.serve.answer_form import AnswerForm
+from nnxmoe.apps.serve.call_split import AnswerPart, CallPiece
+from nnxmoe.apps.serve.json_stream import JsonObject, json_object
+from nnxmoe.apps.serve.tools import FORMATS, Calls, format_of
 from nnxmoe.generation.grammar import empty_masks, symbols
-from nnxmoe.serve.answer_form import AnswerForm
-from nnxmoe.serve.call_split import AnswerPart, CallPiece
-from nnxmoe.serve.json_stream import JsonObject, json_object
-from nnxmoe.serve.tools import FORMATS, Calls, format_of
 from tests.support.serving import Running, serving, serving_tools
 
 DEMO = Path(__file__).parents[1] / "models" / "demo"

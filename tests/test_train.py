@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 
 import nnxmoe
 from nnxmoe.convert import maxtext
-from nnxmoe.layers.kernel import DenseKernel
+from nnxmoe.layers.linear.kernel import DenseKernel
 from nnxmoe.models import config_from_hf, model_class
 from nnxmoe.moe import balance
 from nnxmoe.moe.router import RouterBias

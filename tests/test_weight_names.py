@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from nnxmoe.convert.core.lazy_array import LazyArray
-from nnxmoe.convert.core.views import View, joined, with_views
-from nnxmoe.layers.codes import Codes
+from nnxmoe.convert.arrays.lazy_array import LazyArray
+from nnxmoe.convert.arrays.views import View, joined, with_views
+from nnxmoe.layers.linear.codes import Codes
 from nnxmoe.model.weight_names import Table, W, layer_of
 
 RNG = np.random.default_rng(0)

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from nnxmoe.layers import xla_cpu
-from nnxmoe.layers.dots import dot_f32, matmul_f32
-from nnxmoe.layers.kernel import DenseKernel
+from nnxmoe.layers.linear.dots import dot_f32, matmul_f32
+from nnxmoe.layers.linear.kernel import DenseKernel
+from nnxmoe.layers.linear.linear import xla_cpu
 from nnxmoe.moe import blocked
 
 pytestmark = [

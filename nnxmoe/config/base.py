@@ -24,8 +24,8 @@ from nnxmoe.config.bounds import (
 )
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.printable import short, some
-from nnxmoe.config.rope import FIELDS as ROPE_FIELDS
-from nnxmoe.config.rope import Rope, rope_from_fields
+from nnxmoe.config.rope_parameters import FIELDS as ROPE_FIELDS
+from nnxmoe.config.rope_parameters import Rope, rope_from_fields
 from nnxmoe.config.validate import python_values
 
 _ROPES = {"rope_scaling", "rope_parameters"}

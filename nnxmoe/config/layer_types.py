@@ -8,7 +8,7 @@ from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import ConfigError, Number, count, per_layer
 from nnxmoe.config.partial_rotary import FACTOR
 from nnxmoe.config.printable import short
-from nnxmoe.config.rope import Rope, rope_from_fields
+from nnxmoe.config.rope_parameters import Rope, rope_from_fields
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 

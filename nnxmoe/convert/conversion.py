@@ -15,29 +15,30 @@ from jax.sharding import Mesh
 
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.printable import bytes_text
-from nnxmoe.convert import maxtext, maxtext_layout, native
-from nnxmoe.convert.core.dtypes import float_dtype
-from nnxmoe.convert.core.lazy_array import LazyArrays
+from nnxmoe.convert import maxtext, native
+from nnxmoe.convert.arrays.dtypes import float_dtype
+from nnxmoe.convert.arrays.lazy_array import LazyArrays
+from nnxmoe.convert.files.errors import CheckpointError
+from nnxmoe.convert.files.host import bits
+from nnxmoe.convert.files.hub import local_folder
+from nnxmoe.convert.files.reading import absolute, is_gguf
+from nnxmoe.convert.formats.raw import raw
 from nnxmoe.convert.hf import pretrained
-from nnxmoe.convert.hf.raw import raw
 from nnxmoe.convert.hf.side_files import has_tokenizer, read_config, read_generation_config
-from nnxmoe.convert.hf.source import stored
+from nnxmoe.convert.hf.stored_tensors import stored
+from nnxmoe.convert.maxtext import maxtext_layout
+from nnxmoe.convert.storage.atomic_dir import refuse_unless_empty, refuse_unless_writable
+from nnxmoe.convert.storage.checkpoint import Checkpoint
+from nnxmoe.convert.storage.checkpoint_source import INDEX_FILE, NATIVE_FILE, SINGLE_FILE, prefixed
 from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.quantization.kernel_places import dequantize, quantized_weights
+from nnxmoe.model.quantization.methods import Method, Mixed, refuse_both
+from nnxmoe.model.quantization.rounding import quantize as round_kernels
 from nnxmoe.model.stack import Scanned, Unrolled
 from nnxmoe.model.strategy import Strategy
 from nnxmoe.models import near_presets, preset
-from nnxmoe.quantization.kernels import dequantize, quantized_weights
-from nnxmoe.quantization.methods import Method, Mixed, refuse_both
-from nnxmoe.quantization.rounding import quantize as round_kernels
 from nnxmoe.runtime.memory import memory_bytes
 from nnxmoe.runtime.progress import bytes_bar, logger, say
-from nnxmoe.storage.atomic_dir import refuse_unless_empty, refuse_unless_writable
-from nnxmoe.storage.checkpoint import Checkpoint
-from nnxmoe.storage.errors import CheckpointError
-from nnxmoe.storage.files import absolute, is_gguf
-from nnxmoe.storage.host import bits
-from nnxmoe.storage.hub import local_folder
-from nnxmoe.storage.source import INDEX_FILE, NATIVE_FILE, SINGLE_FILE, prefixed
 
 _PROMPT = 8  # tokens whose logits are compared
 

@@ -13,25 +13,25 @@ from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh
 
 from nnxmoe.config.printable import short
-from nnxmoe.convert.core.dtypes import float_dtype
-from nnxmoe.convert.core.layout import SAME, Change, Leaf, add_part, parameters
-from nnxmoe.convert.core.lazy_array import LazyArray
-from nnxmoe.convert.core.lazy_leaves import arrays_of
-from nnxmoe.convert.core.misfit import refuse_misfit
-from nnxmoe.convert.core.report import LoadReport
-from nnxmoe.convert.core.restore import abstract, checked, restore, unless_cast
+from nnxmoe.convert.arrays.checkpoint_layout import SAME, Change, Leaf, add_part, parameters
+from nnxmoe.convert.arrays.dtypes import float_dtype
+from nnxmoe.convert.arrays.lazy_array import LazyArray
+from nnxmoe.convert.arrays.lazy_leaves import arrays_of
+from nnxmoe.convert.arrays.misfit import refuse_misfit
+from nnxmoe.convert.arrays.report import LoadReport
+from nnxmoe.convert.arrays.restore import abstract, checked, restore, unless_cast
+from nnxmoe.convert.files.errors import CheckpointError
+from nnxmoe.convert.files.reading import absolute, read_object
 from nnxmoe.convert.hf.side_files import read_config, read_generation_config, write_side_files
-from nnxmoe.layers.kernel import flax_order
+from nnxmoe.convert.storage.checkpoint_source import NATIVE_FILE
+from nnxmoe.convert.storage.multihost import shared_folder
+from nnxmoe.convert.storage.write import write_json
+from nnxmoe.layers.linear.kernel import flax_order
 from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.quantization.kernel_places import describe, exchange_described
 from nnxmoe.model.stack import Scanned
 from nnxmoe.model.strategy import Strategy
-from nnxmoe.quantization.kernels import describe, exchange_described
 from nnxmoe.runtime.progress import bytes_bar
-from nnxmoe.storage.errors import CheckpointError
-from nnxmoe.storage.files import absolute, read_object
-from nnxmoe.storage.multihost import shared_folder
-from nnxmoe.storage.source import NATIVE_FILE
-from nnxmoe.storage.write import write_json
 
 PARAMETERS = "parameters"
 _VERSION = 3
@@ -65,7 +65,7 @@ def save(model: CausalLM, folder: str | os.PathLike[str], *, scan_layers: bool |
     model. Each process writes its shards. The folder must be new or empty and is created atomically.
     Raises CheckpointError (a ValueError).
     """
-    from nnxmoe.convert import orbax_folder
+    from nnxmoe.convert.maxtext import orbax_folder
 
     refuse_misfit(model)
     found = arrays(model, isinstance(model.strategy.stacking, Scanned) if scan_layers is None else scan_layers)
@@ -108,6 +108,6 @@ def load(
 
 def read(folder: str | os.PathLike[str]) -> dict[str, LazyArray]:
     """Name -> lazy array of the parameters in a folder that `save` wrote."""
-    from nnxmoe.convert import orbax_folder
+    from nnxmoe.convert.maxtext import orbax_folder
 
     return orbax_folder.read(absolute(folder) / PARAMETERS, None)

@@ -1,1 +1,1 @@
-"""Text generation: tokenizer, chat templates, sampling and decoding."""
+"""Text generation: the engine, sampling, drafts, grammars and scores."""

@@ -11,21 +11,21 @@ import numpy as np
 
 from nnxmoe.config.arguments import refuses_unknown
 from nnxmoe.config.validate import as_python, check_type, whole_number
-from nnxmoe.generation.byte_level import has_merges
+from nnxmoe.convert.files.reading import is_gguf
 from nnxmoe.generation.draft_cost import Drafting
 from nnxmoe.generation.engine import Engine
 from nnxmoe.generation.grammar import Constraint, Grammar
 from nnxmoe.generation.grouping import SMALL, SMALLEST_CACHE
 from nnxmoe.generation.ids import Eos, Ids, eos_ids, refuse_ids, whole_ids
-from nnxmoe.generation.messages import is_message
 from nnxmoe.generation.request import Finish, Prefix, Request, Wanted
 from nnxmoe.generation.rows import Process
 from nnxmoe.generation.sampling import Sampling, warn_of_unused
-from nnxmoe.generation.text import TextStream, Tokenizer
-from nnxmoe.generation.tokenizer_files import TOKENIZER
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.inputs import bucket
-from nnxmoe.storage.files import is_gguf
+from nnxmoe.tokenizer.byte_level import has_merges
+from nnxmoe.tokenizer.messages import is_message
+from nnxmoe.tokenizer.tokenizer import TextStream, Tokenizer
+from nnxmoe.tokenizer.tokenizer_files import TOKENIZER
 
 T = TypeVar("T")
 Prompt = str | Ids | Sequence[Any]  # a text, token ids, or messages: dicts, dataclasses or pydantic models

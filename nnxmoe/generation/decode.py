@@ -23,10 +23,10 @@ from nnxmoe.generation.ids import Eos, eos_ids, refuse_ids, whole_ids
 from nnxmoe.generation.passes import Room, cache_bytes, fits
 from nnxmoe.generation.request import Finish, Request, Wanted
 from nnxmoe.generation.sampling import Sampling, warn_of_unused
-from nnxmoe.generation.text import TextStream
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.inputs import bucket
 from nnxmoe.runtime.progress import logger
+from nnxmoe.tokenizer.tokenizer import TextStream
 
 
 @refuses_unknown

@@ -15,9 +15,9 @@ from nnxmoe.config.validate import whole_number
 from nnxmoe.generation.draft import Modelled, MTPDraft, PromptLookup, mtp_modules
 from nnxmoe.generation.passes import Room, cache_bytes
 from nnxmoe.generation.rows import Draft
-from nnxmoe.layers.kernel import as_weight, is_kernel
-from nnxmoe.layers.lora import Kept
-from nnxmoe.layers.quantized import QuantizedWeight
+from nnxmoe.layers.linear.kernel import as_weight, is_kernel
+from nnxmoe.layers.linear.lora import Kept
+from nnxmoe.layers.linear.quantized import QuantizedWeight
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.structure import bare
 from nnxmoe.moe.block import MoE

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from nnxmoe.axes import batch_axes, constrain, everywhere
 from nnxmoe.config.printable import bytes_text
+from nnxmoe.convert.storage.multihost import in_any_process
 from nnxmoe.generation import rows
 from nnxmoe.layers.cache import Cache
 from nnxmoe.model.causal_lm import CausalLM
@@ -31,7 +32,6 @@ from nnxmoe.moe.experts import Experts
 from nnxmoe.runtime.memory import local_bytes, memory_bytes
 from nnxmoe.runtime.programs import announced
 from nnxmoe.runtime.progress import logger
-from nnxmoe.storage.multihost import in_any_process
 
 
 class Room(NamedTuple):

@@ -15,7 +15,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from nnxmoe.layers.xla_cpu import one_cpu, write_rows
+from nnxmoe.layers.linear.xla_cpu import one_cpu, write_rows
 
 
 @jax.tree_util.register_dataclass

@@ -11,7 +11,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, Integer, Key, Shaped
 
-from nnxmoe.config.rope import Rope
+from nnxmoe.config.rope_parameters import Rope
 from nnxmoe.layers.cache import Cache, Past, Slots
 from nnxmoe.layers.mask import Mask
 from nnxmoe.layers.rope import Rotate, Rotations, rotation_at

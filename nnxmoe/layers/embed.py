@@ -19,7 +19,7 @@ from nnxmoe.axes import (
     parameter,
     shard_map,
 )
-from nnxmoe.layers.kernel import Adapter, DenseKernel, Kernel, with_adapter
+from nnxmoe.layers.linear.kernel import Adapter, DenseKernel, Kernel, with_adapter
 
 
 class Embed(nnx.Module):

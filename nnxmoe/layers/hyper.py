@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from nnxmoe.axes import ParamOptions, parameter
 from nnxmoe.layers.context import Context
-from nnxmoe.layers.linear import Linear
+from nnxmoe.layers.linear.linear import Linear
 from nnxmoe.layers.norm import RMSNorm, unit_rms
 
 F32 = jnp.dtype(jnp.float32)

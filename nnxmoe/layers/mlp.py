@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Key
 from nnxmoe.axes import ParamOptions
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.gated import Gated, swiglu
-from nnxmoe.layers.linear import Linear
+from nnxmoe.layers.linear.linear import Linear
 
 
 class MLP(nnx.Module):

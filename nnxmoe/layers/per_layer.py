@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from nnxmoe.axes import ParamOptions, parameter
 from nnxmoe.layers.embed import Embed, MuPEmbed
-from nnxmoe.layers.linear import Linear
+from nnxmoe.layers.linear.linear import Linear
 from nnxmoe.layers.norm import RMSNorm
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from nnxmoe.config.rope import Rope
+from nnxmoe.config.rope_parameters import Rope
 
 
 @jax.tree_util.register_dataclass

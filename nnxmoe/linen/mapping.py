@@ -15,10 +15,10 @@ from jax.sharding import Mesh
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.printable import some
 from nnxmoe.convert import native
-from nnxmoe.convert.core.lazy_array import LazyArray
-from nnxmoe.convert.core.report import LoadReport
-from nnxmoe.convert.core.restore import abstract, check_config, checked, restore
-from nnxmoe.convert.maxtext_trees import leaves
+from nnxmoe.convert.arrays.lazy_array import LazyArray
+from nnxmoe.convert.arrays.report import LoadReport
+from nnxmoe.convert.arrays.restore import abstract, check_config, checked, restore
+from nnxmoe.convert.maxtext.maxtext_trees import leaves
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.strategy import Strategy
 

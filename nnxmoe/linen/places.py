@@ -17,13 +17,13 @@ from flax import nnx
 from flax.core import meta
 
 from nnxmoe.config.base import DecoderConfig
-from nnxmoe.convert.core.dtypes import is_matrix
-from nnxmoe.convert.core.layout import Leaf, Parameter, Path
-from nnxmoe.convert.maxtext_layout import KEY, changes, layout
+from nnxmoe.convert.arrays.checkpoint_layout import Leaf, Parameter, Path
+from nnxmoe.convert.arrays.dtypes import is_matrix
+from nnxmoe.convert.maxtext.maxtext_layout import KEY, changes, layout
+from nnxmoe.layers.attention.gqa import GQA
+from nnxmoe.layers.attention.mla import MLA
 from nnxmoe.layers.embed import Embed
-from nnxmoe.layers.gqa import GQA
-from nnxmoe.layers.kernel import ParamWeight, is_kernel
-from nnxmoe.layers.mla import MLA
+from nnxmoe.layers.linear.kernel import ParamWeight, is_kernel
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.layers.rope import rotate_pairs

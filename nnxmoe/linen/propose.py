@@ -23,8 +23,8 @@ from flax import nnx
 
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.convert import native
-from nnxmoe.convert.core.restore import abstract
-from nnxmoe.layers.kernel import flax_order
+from nnxmoe.convert.arrays.restore import abstract
+from nnxmoe.layers.linear.kernel import flax_order
 from nnxmoe.linen.mapping import LAYER, Source, flat, general_linen_name, general_name
 from nnxmoe.linen.matching import OUTSIDE, Entry, Layers, Matching, Shape
 from nnxmoe.linen.words import Words, read

@@ -15,14 +15,14 @@ from nnxmoe.axes import split_batch
 from nnxmoe.config.arguments import refuses_unknown
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.frozen import FrozenDict
-from nnxmoe.config.rope import DynamicRope
+from nnxmoe.config.rope_parameters import DynamicRope
 from nnxmoe.config.validate import floating_dtype
+from nnxmoe.layers.attention.gqa import GQA, Heads
 from nnxmoe.layers.cache import Cache, formatted
 from nnxmoe.layers.context import Attention, Context, FeedForward
 from nnxmoe.layers.embed import Embed
-from nnxmoe.layers.gqa import GQA, Heads
-from nnxmoe.layers.kernel import Kernel, as_weight
-from nnxmoe.layers.linear import Linear
+from nnxmoe.layers.linear.kernel import Kernel, as_weight
+from nnxmoe.layers.linear.linear import Linear
 from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.model.inputs import as_array, call
 from nnxmoe.model.layer import Layer

@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from nnxmoe.layers.context import Context
-from nnxmoe.layers.xla_cpu import on_cpu
+from nnxmoe.layers.linear.xla_cpu import on_cpu
 from nnxmoe.model.output import Body
 from nnxmoe.model.stack import UnrolledStack, in_turn
 from nnxmoe.model.stateful import is_captured, watch

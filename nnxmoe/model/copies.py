@@ -7,8 +7,8 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from nnxmoe.axes import check_mesh
-from nnxmoe.layers.delta import GatedDeltaNet
 from nnxmoe.layers.embed import Embed
+from nnxmoe.layers.recurrent.delta import GatedDeltaNet
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.compiled import refuse_shapes
 from nnxmoe.model.pipeline import PipelinedStack

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Key
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import ConfigError
 from nnxmoe.layers.cache import Cache
-from nnxmoe.layers.linear import Linear
+from nnxmoe.layers.linear.linear import Linear
 from nnxmoe.model.layer import Layer
 from nnxmoe.model.output import Body, ByLayer, Ids, TokenMask
 from nnxmoe.moe.router import Routing

@@ -19,7 +19,7 @@ from nnxmoe.config.bounds import ConfigError
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.printable import short
 from nnxmoe.config.validate import check_object, floating_dtype
-from nnxmoe.layers.attend import Attend
+from nnxmoe.layers.attention.attend import Attend
 from nnxmoe.layers.cache import CacheFormat
 from nnxmoe.model.remat import Remat
 from nnxmoe.model.stack import Scanned, Stacking, Unrolled
@@ -51,11 +51,12 @@ _WHY = {  # (type, backend or None for any) -> reason; measured by python -m tes
 
 def _defaults(platform: str | None = None) -> dict[str, Any]:
     """The default of each choice that depends on the platform, or whose code the code of a model does not import."""
-    from nnxmoe.kernels import attention, tokamax
-    from nnxmoe.kernels.triton import Triton, TritonProduct
-    from nnxmoe.layers.mla import ByLength
-    from nnxmoe.layers.quantized_products import ByBackend
+    from nnxmoe.layers.attention import splash
+    from nnxmoe.layers.attention.mla import ByLength
+    from nnxmoe.layers.linear.quantized_products import ByBackend
+    from nnxmoe.moe import tokamax
     from nnxmoe.moe.blocked import Blocked
+    from nnxmoe.moe.triton import Triton, TritonProduct
 
     backend = platform or jax.default_backend()
     matmul, quantized = Blocked(), ByBackend()
@@ -65,7 +66,7 @@ def _defaults(platform: str | None = None) -> dict[str, Any]:
         matmul, quantized = Triton(), TritonProduct()
     return {
         "matmul": matmul,
-        "attend": attention.default_attend(platform),
+        "attend": splash.default_attend(platform),
         "latent": ByLength(),
         "quantized": quantized,
     }
@@ -94,7 +95,7 @@ class Strategy(KnownFields):
     None: ``Scanned()`` with a ``pipeline``, which needs it, else ``Unrolled()``. ``pipeline``: how a `Pipeline` splits
     the layers over the mesh axis ``pipe``; None: every device has a part of every layer.
     ``remat``: what the backward pass computes again. ``quantized``: the product of rows with quantised kernels.
-    ``recurrence``: computes passes of recurrent layers (`nnxmoe.kernels.tokamax_delta.TokamaxDelta`); None: XLA does.
+    ``recurrence``: computes passes of recurrent layers (`nnxmoe.TokamaxDelta`); None: XLA does.
     ``cache``: a format for the caches of layers (`Int8Cache`); None: the activations' dtype. ``compute_dtype`` None:
     activations have the dtype of the loaded matrices. ``mesh``: where parameters and tokens lie, split by
     ``rules``; ``from_pretrained(mesh=…)`` sets it.
@@ -227,7 +228,7 @@ class Strategy(KnownFields):
 def attend_on(attend: Attend, mesh: Mesh | None, rules: Rules) -> Attend:
     """The attention for a model on this mesh, which gathers keys if the mesh has an axis ``context``."""
     if mesh is not None and mesh.shape.get(CONTEXT, 1) > 1:
-        from nnxmoe.layers.over_context import GatherKeys, OverContext
+        from nnxmoe.layers.attention.over_context import GatherKeys, OverContext
 
         attend = attend if isinstance(attend, OverContext) else GatherKeys(attend)
     return placed_on(attend, mesh, rules)

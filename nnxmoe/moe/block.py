@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Key
 
 from nnxmoe.axes import AnyMesh
 from nnxmoe.layers.context import Context, Fed, FeedForward, separates_tokens
-from nnxmoe.layers.linear import Linear
+from nnxmoe.layers.linear.linear import Linear
 from nnxmoe.moe.dispatch import Dispatch, DispatchInfo
 from nnxmoe.moe.experts import Experts
 from nnxmoe.moe.router import Router, Routing

@@ -13,7 +13,7 @@ from nnxmoe.axes import AnyMesh, batch_axes, constrain, shards
 from nnxmoe.config.printable import short
 from nnxmoe.config.validate import as_number, check_object, set_positive
 from nnxmoe.layers.chunks import chunk_by_chunk
-from nnxmoe.layers.dots import einsum
+from nnxmoe.layers.linear.dots import einsum
 from nnxmoe.moe.dispatch import Dispatch, DispatchInfo, assignments, by_expert, information
 from nnxmoe.moe.experts import ExpertFn
 from nnxmoe.moe.router import Routing

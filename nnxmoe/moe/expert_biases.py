@@ -7,8 +7,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from nnxmoe.axes import ParamOptions, parameter
-from nnxmoe.layers.dots import einsum
-from nnxmoe.layers.multilinear import multilinear
+from nnxmoe.layers.linear.dots import einsum
+from nnxmoe.layers.linear.multilinear import multilinear
 
 
 class ExpertBiases(nnx.Module):

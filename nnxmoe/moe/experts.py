@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from nnxmoe.axes import RULES, ParamOptions, Rules
 from nnxmoe.layers.gated import Gated, swiglu
-from nnxmoe.layers.kernel import Adapter, Kernel, as_weight, kernel_param, with_adapter
+from nnxmoe.layers.linear.kernel import Adapter, Kernel, as_weight, kernel_param, with_adapter
 from nnxmoe.moe.grouped_matmul import GroupedMatmul, equal_groups
 
 

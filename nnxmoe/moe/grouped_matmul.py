@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from nnxmoe.config.validate import set_positive
-from nnxmoe.layers.kernel import Kernel, as_kernel
+from nnxmoe.layers.linear.kernel import Kernel, as_kernel
 from nnxmoe.moe.permute import gather_rows
 
 Weights = Kernel | Float[Array, "E I O"]

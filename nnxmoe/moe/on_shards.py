@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from nnxmoe.axes import AnyMesh, axes_of, axes_per_dimension, context_over, partition_spec, shard_map
-from nnxmoe.layers.kernel import is_kernel
-from nnxmoe.layers.multilinear import multilinear
+from nnxmoe.layers.linear.kernel import is_kernel
+from nnxmoe.layers.linear.multilinear import multilinear
 
 Body = Callable[..., tuple[Float[Array, "B T D"], Int[Array, ""]]]
 

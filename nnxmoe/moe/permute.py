@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from nnxmoe.axes import is_static
-from nnxmoe.layers.multilinear import multilinear
+from nnxmoe.layers.linear.multilinear import multilinear
 
 
 class Order(NamedTuple):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from nnxmoe.layers.multilinear import multilinear
+from nnxmoe.layers.linear.multilinear import multilinear
 
 
 class Side(NamedTuple):

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from nnxmoe.axes import AnyMesh, ParamOptions, context_over, divided_over, parameter, shard_map
 from nnxmoe.layers.context import Context
-from nnxmoe.layers.kernel import Adapter, as_weight, kernel_param, with_adapter
+from nnxmoe.layers.linear.kernel import Adapter, as_weight, kernel_param, with_adapter
 
 
 @jax.tree_util.register_dataclass

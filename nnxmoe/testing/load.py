@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from nnxmoe.layers.kernel import flax_order
+from nnxmoe.layers.linear.kernel import flax_order
 from nnxmoe.linen.mapping import LAYER, Mapped, Source, check_faults, checked_pair, flat, read_mapping, unused
 from nnxmoe.model.causal_lm import CausalLM
 

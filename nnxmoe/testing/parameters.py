@@ -12,8 +12,9 @@ from flax import nnx
 from jaxtyping import Array
 
 from nnxmoe.config.printable import some
-from nnxmoe.convert import maxtext_layout, native
-from nnxmoe.convert.core.layout import SAME, Leaf, Parameter
+from nnxmoe.convert import native
+from nnxmoe.convert.arrays.checkpoint_layout import SAME, Leaf, Parameter
+from nnxmoe.convert.maxtext import maxtext_layout
 from nnxmoe.linen.mapping import LAYER, Mapped, Part, Row, by_layer, checked_pair, read_mapping
 from nnxmoe.model.causal_lm import CausalLM
 

@@ -12,7 +12,7 @@ from flax import nnx
 from flax.core import meta
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from nnxmoe.layers.kernel import flax_order
+from nnxmoe.layers.linear.kernel import flax_order
 from nnxmoe.linen.mapping import Row
 from nnxmoe.testing.parameters import Arrays
 from nnxmoe.testing.record import Call, Tape, is_floating

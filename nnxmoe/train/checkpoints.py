@@ -23,10 +23,10 @@ from jaxtyping import Array, UInt32
 
 from nnxmoe.config.printable import short, some
 from nnxmoe.config.validate import whole_number
+from nnxmoe.convert.files.errors import CheckpointError, check_orbax_path, summary
+from nnxmoe.convert.files.reading import absolute, read_object
+from nnxmoe.convert.storage.multihost import from_first
 from nnxmoe.runtime.progress import logger
-from nnxmoe.storage.errors import CheckpointError, check_orbax_path, summary
-from nnxmoe.storage.files import absolute, read_object
-from nnxmoe.storage.multihost import from_first
 
 try:
     import fcntl

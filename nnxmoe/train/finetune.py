@@ -19,21 +19,21 @@ from jax.sharding import Mesh
 from nnxmoe.config.arguments import KnownFields
 from nnxmoe.config.printable import short
 from nnxmoe.config.validate import as_integer, as_number
-from nnxmoe.convert.core.dtypes import float_dtype
+from nnxmoe.convert.arrays.dtypes import float_dtype
+from nnxmoe.convert.files.errors import CheckpointError
+from nnxmoe.convert.files.reading import absolute
 from nnxmoe.convert.hf.pretrained import from_pretrained, save_pretrained
-from nnxmoe.generation.text import Tokenizer
+from nnxmoe.convert.storage.atomic_dir import refuse_unless_writable
+from nnxmoe.convert.storage.checkpoint import Checkpoint
+from nnxmoe.convert.storage.multihost import from_first
 from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.quantization.methods import parse, refuse_both
 from nnxmoe.model.remat import Remat
 from nnxmoe.model.stack import Scanned
 from nnxmoe.model.strategy import Strategy
 from nnxmoe.models import parse_config
-from nnxmoe.quantization.methods import parse, refuse_both
 from nnxmoe.runtime.progress import say
-from nnxmoe.storage.atomic_dir import refuse_unless_writable
-from nnxmoe.storage.checkpoint import Checkpoint
-from nnxmoe.storage.errors import CheckpointError
-from nnxmoe.storage.files import absolute
-from nnxmoe.storage.multihost import from_first
+from nnxmoe.tokenizer.tokenizer import Tokenizer
 from nnxmoe.train import lora
 from nnxmoe.train.checkpoints import Checkpoints, newest
 from nnxmoe.train.data.bad_records import MAX_BAD_FRACTION

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from nnxmoe.config.printable import short
-from nnxmoe.storage.atomic_dir import refuse_unless_empty
-from nnxmoe.storage.errors import CheckpointError
-from nnxmoe.storage.files import read_object
-from nnxmoe.storage.write import write_json
-from nnxmoe.train.lora.peft import WEIGHTS_FILE
-from nnxmoe.train.lora.peft_config import CONFIG_FILE
+from nnxmoe.convert.files.errors import CheckpointError
+from nnxmoe.convert.files.reading import read_object
+from nnxmoe.convert.peft.peft import WEIGHTS_FILE
+from nnxmoe.convert.peft.peft_config import CONFIG_FILE
+from nnxmoe.convert.storage.atomic_dir import refuse_unless_empty
+from nnxmoe.convert.storage.write import write_json
 
 _RECORD = "finetune.json"
 _FINISHED, _LENGTHS = "finished", ("steps", "epochs")  # fields of that file

@@ -21,8 +21,8 @@ import optax
 from flax import nnx
 
 import nnxmoe
-from nnxmoe.quantization.kernels import places
-from nnxmoe.quantization.methods import Method, Mixed, parse
+from nnxmoe.model.quantization.kernel_places import places
+from nnxmoe.model.quantization.methods import Method, Mixed, parse
 from nnxmoe.train import Step, lora
 from tests.demo.corpus import documents
 from tests.demo.tokens import Packed, pack, train_tokenizer

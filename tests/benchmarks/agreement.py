@@ -16,9 +16,9 @@ from jax.sharding import PartitionSpec
 import nnxmoe
 from nnxmoe.axes import shard_map
 from nnxmoe.convert import maxtext
-from nnxmoe.layers.attend import Scores
+from nnxmoe.layers.attention.attend import Scores
 from nnxmoe.layers.cache import Slots
-from nnxmoe.layers.codes import WHOLE, Codes
+from nnxmoe.layers.linear.codes import WHOLE, Codes
 from nnxmoe.layers.mask import Mask
 from nnxmoe.models import config_from_hf, model_class
 from nnxmoe.moe.ragged import Side, ragged_all_to_all

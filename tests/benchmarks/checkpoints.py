@@ -9,10 +9,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from nnxmoe.convert.hf.layout import layout
+from nnxmoe.convert.files.safetensors import dtype_code
+from nnxmoe.convert.hf.hf_layout import layout
+from nnxmoe.convert.storage.write import write_shares
 from nnxmoe.models import config_from_hf, model_class
-from nnxmoe.storage.safetensors import dtype_code
-from nnxmoe.storage.write import write_shares
 
 
 def write_random(folder: Path, fields: Mapping[str, Any], shard_bytes: int = 10**10) -> None:

@@ -51,7 +51,7 @@ def main(megabytes: int, where: Path) -> None:
     width = round((megabytes - 50) * 1e6 / (4 * 8 * 3 * 1024 * 4))
     write_random(where / "hf", FIELDS | {"intermediate_size": width})
     size = sum(path.stat().st_size for path in (where / "hf").glob("*.safetensors"))
-    base, _ = run("-c", "import jax, nnxmoe.cli, nnxmoe.convert.conversion; jax.devices()")
+    base, _ = run("-c", "import jax, nnxmoe.apps.cli, nnxmoe.convert.conversion; jax.devices()")
     print(f"{size / 1e6:.0f} MB in {width} x 8 experts, 4 layers; the import alone takes {base / 1e6:.0f} MB")
     print(f"{'from':18} {'to':18} {'peak MB':>8} {'(peak - import) / size':>24}  speeds")
     for source, target, options in STEPS:

@@ -32,16 +32,16 @@ from flax import nnx
 
 import nnxmoe
 from nnxmoe.config.base import DecoderConfig
-from nnxmoe.convert.core.layout import parameters
-from nnxmoe.kernels import tokamax
-from nnxmoe.layers.attend import Scores
+from nnxmoe.convert.arrays.checkpoint_layout import parameters
+from nnxmoe.layers.attention.attend import Scores
 from nnxmoe.layers.cache import Slots
+from nnxmoe.layers.linear.quantized import QuantizedArray
 from nnxmoe.layers.mask import Mask
-from nnxmoe.layers.quantized import QuantizedArray
+from nnxmoe.model.quantization.methods import Method, parse
+from nnxmoe.model.quantization.rounding import quantize_shapes
 from nnxmoe.models import PRESETS, model_class
+from nnxmoe.moe import tokamax
 from nnxmoe.moe.grouped_matmul import GroupedMatmul
-from nnxmoe.quantization.methods import Method, parse
-from nnxmoe.quantization.rounding import quantize_shapes
 from tests.benchmarks import agreement
 from tests.benchmarks.clock import interleaved, seconds
 from tests.benchmarks.limits import forward_flops

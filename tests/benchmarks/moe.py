@@ -18,7 +18,7 @@ from flax import nnx
 from jax import Array
 
 import nnxmoe
-from nnxmoe.layers.kernel import ParamWeight
+from nnxmoe.layers.linear.kernel import ParamWeight
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.experts import Experts
 from nnxmoe.moe.router import Router, SoftmaxTopK

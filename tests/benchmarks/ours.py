@@ -15,8 +15,8 @@ import numpy as np
 from flax import nnx
 
 import nnxmoe
+from nnxmoe.model.quantization.methods import parse
 from nnxmoe.models import config_from_hf, model_class
-from nnxmoe.quantization.methods import parse
 from tests.benchmarks import engine
 from tests.benchmarks.clock import interleaved
 from tests.benchmarks.models import Fields

@@ -3,8 +3,9 @@
     python -m tests.benchmarks.plans [--compile] [--ways "default;embed over both"] [--on tpu]
     python -m tests.benchmarks.plans --published
 
-Prints the tables of nnxmoe/planning/README.md: arguments and temporary bytes of one device in GB, and whether they fit,
-for a row of 4096 tokens per device. ``--compile``: compiled for the hardware, one to three minutes for each cell.
+Prints the tables of nnxmoe/apps/planning/README.md: arguments and temporary bytes of one device in GB, and whether
+they fit, for a row of 4096 tokens per device. ``--compile``: compiled for the hardware, one
+to three minutes per cell.
 ``--published``: the steps that others have published, and what is planned for them.
 """
 
@@ -13,9 +14,9 @@ import math
 from typing import Any
 
 import nnxmoe
-from nnxmoe.planning.plan import Plan
-from nnxmoe.planning.printing import seconds_text
-from nnxmoe.planning.published import PublishedRun, published
+from nnxmoe.apps.planning.plan import Plan
+from nnxmoe.apps.planning.printing import seconds_text
+from nnxmoe.apps.planning.published import PublishedRun, published
 
 MIXTRAL = {
     ("h100", ""): ({"expert": 8}, {"fsdp": 8, "expert": 8}, {"fsdp": 32, "expert": 8}),

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from nnxmoe.storage.hub import DEMO
+from nnxmoe.convert.files.hub import DEMO
 from tests.benchmarks.http_client import Connection, Reply, ask
 from tests.support.serving import TOOL_TEMPLATE
 

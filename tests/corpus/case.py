@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from nnxmoe.storage.safetensors import dtype_code
+from nnxmoe.convert.files.safetensors import dtype_code
 from tests.support.families import load
 from tests.support.tiny import TINY, Fields, Weights, tiny_weights
 

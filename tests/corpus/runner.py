@@ -22,7 +22,7 @@ import numpy as np
 from flax import nnx
 
 import nnxmoe
-from nnxmoe.cli.summary import summarise
+from nnxmoe.apps.cli.summary import summarise
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.models import model_class
 from tests.corpus import configs, families, files, mxfp4, tensors, texts

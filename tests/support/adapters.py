@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from nnxmoe.train.lora.slots import adapted
+from nnxmoe.convert.peft.slots import adapted
 
 
 def fill(model: Any) -> Any:

@@ -9,7 +9,7 @@ from flax.traverse_util import unflatten_dict
 
 import nnxmoe
 from nnxmoe.convert.hf import pretrained
-from nnxmoe.layers.kernel import flax_order
+from nnxmoe.layers.linear.kernel import flax_order
 
 Flat = dict[str, np.ndarray]
 

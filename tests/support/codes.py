@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import nnxmoe
-from nnxmoe.layers.codes import WHOLE, Codes
-from nnxmoe.layers.quantized import QuantizedKernel
+from nnxmoe.layers.linear.codes import WHOLE, Codes
+from nnxmoe.layers.linear.quantized import QuantizedKernel
 from tests.support.quantised import NF4
 
 FORMS = {

@@ -15,15 +15,15 @@ import jax.numpy as jnp
 
 import nnxmoe
 from nnxmoe import linen
-from nnxmoe.config.rope import Llama3Rope
+from nnxmoe.config.rope_parameters import Llama3Rope
 from nnxmoe.layers import mlp as ours
 from nnxmoe.layers import norm as norms
-from nnxmoe.layers.attend import Scores
+from nnxmoe.layers.attention.attend import Scores
+from nnxmoe.layers.attention.gqa import GQA, Heads
+from nnxmoe.layers.attention.mla import LATENT_NORM_EPS, MLA, Latents, LatentWidths
 from nnxmoe.layers.context import Context
-from nnxmoe.layers.gqa import GQA, Heads
-from nnxmoe.layers.kernel import as_kernel
+from nnxmoe.layers.linear.kernel import as_kernel
 from nnxmoe.layers.mask import Mask
-from nnxmoe.layers.mla import LATENT_NORM_EPS, MLA, Latents, LatentWidths
 from nnxmoe.layers.rope import rotate_halves, rotate_pairs
 from nnxmoe.model.layer import Layer
 from nnxmoe.moe.block import MoE

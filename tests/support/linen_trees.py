@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 import nnxmoe
 from nnxmoe.convert import native
-from nnxmoe.convert.core.restore import abstract
+from nnxmoe.convert.arrays.restore import abstract
 from nnxmoe.linen.mapping import general_name
 
 Tree = dict[str, Any]

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from nnxmoe.config.base import DecoderConfig
-from nnxmoe.config.rope import Rope
+from nnxmoe.config.rope_parameters import Rope
+from nnxmoe.layers.attention.gqa import OutputGate
 from nnxmoe.layers.context import Context
-from nnxmoe.layers.gqa import OutputGate
-from nnxmoe.layers.linear import Linear
+from nnxmoe.layers.linear.linear import Linear
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.norm import RMSNorm
-from nnxmoe.layers.recurrent import RecurrentState, recurrence
+from nnxmoe.layers.recurrent.recurrence import RecurrentState, recurrence
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.layer import Layer, LayerOutput
 from nnxmoe.model.weight_names import W

@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 
 import nnxmoe
-from nnxmoe.storage.checkpoint import Checkpoint
+from nnxmoe.convert.storage.checkpoint import Checkpoint
 from tests.support.families import load, weights_of
 from tests.support.fp8 import quantise
 from tests.support.tiny import TINY, Fields, tiny_weights, write_checkpoint

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import nnxmoe
+from nnxmoe.apps.serve.app import make_app
+from nnxmoe.apps.serve.server import make_server, serving_engine
+from nnxmoe.apps.serve.settings import ServerSettings
+from nnxmoe.convert.files.hub import DEMO
 from nnxmoe.generation.engine import Engine
-from nnxmoe.serve.app import make_app
-from nnxmoe.serve.server import make_server, serving_engine
-from nnxmoe.serve.settings import ServerSettings
-from nnxmoe.storage.hub import DEMO
 
 TIMEOUT = 1200.0  # seconds; only a hang takes so long, a busy machine does not
 Json = dict[str, Any]

@@ -7,11 +7,11 @@ from typing import Any
 
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import count
+from nnxmoe.layers.attention.gqa import GQA
+from nnxmoe.layers.attention.qk_norm import QKNorm
 from nnxmoe.layers.embed import Embed
-from nnxmoe.layers.gqa import GQA
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.norm import RMSNorm
-from nnxmoe.layers.qk_norm import QKNorm
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.layer import Layer
 from nnxmoe.models.llama import HF_DECODER, LlamaConfig

@@ -49,7 +49,7 @@ def use() -> str:
     os.environ["JAX_PLATFORMS"] = "cpu"
     sys.path.insert(0, ROOT)
     import nnxmoe
-    from nnxmoe.cli import summary
+    from nnxmoe.apps.cli import summary
 
     try:
         model = nnxmoe.from_pretrained(FOLDER)

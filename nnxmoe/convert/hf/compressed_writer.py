@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 
 from nnxmoe.config.printable import plain
-from nnxmoe.convert.core.layout import Leaf
-from nnxmoe.convert.core.lazy_array import LazyArray
-from nnxmoe.convert.core.views import joined
-from nnxmoe.convert.hf import fp4
-from nnxmoe.convert.hf.layout import layout
-from nnxmoe.layers.codes import FP8, WHOLE, Codes
-from nnxmoe.layers.quantized import ARRAYS, QuantizedWeight
+from nnxmoe.convert.arrays.checkpoint_layout import Leaf
+from nnxmoe.convert.arrays.lazy_array import LazyArray
+from nnxmoe.convert.arrays.views import joined
+from nnxmoe.convert.files.errors import CheckpointError
+from nnxmoe.convert.formats import fp4
+from nnxmoe.convert.hf.hf_layout import layout
+from nnxmoe.layers.linear.codes import FP8, WHOLE, Codes
+from nnxmoe.layers.linear.quantized import ARRAYS, QuantizedWeight
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.quantization.kernels import places, quantized_weights
-from nnxmoe.storage.errors import CheckpointError
+from nnxmoe.model.quantization.kernel_places import places, quantized_weights
 
 _FORMATS = {("float", 8): "float-quantized", ("float", 4): "mxfp4-pack-quantized"}
 _FORMATS |= {("int", 8): "pack-quantized", ("int", 4): "pack-quantized"}

@@ -18,29 +18,29 @@ from nnxmoe.axes import keeps_dtype
 from nnxmoe.config.arguments import refuses_unknown
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.printable import parse_bytes, some
-from nnxmoe.convert.core.dtypes import float_dtype
-from nnxmoe.convert.core.lazy_array import LazyArray, LazyArrays
-from nnxmoe.convert.core.lazy_leaves import arrays_of
-from nnxmoe.convert.core.misfit import refuse_misfit
-from nnxmoe.convert.core.report import LoadReport
-from nnxmoe.convert.core.restore import restore
-from nnxmoe.convert.core.views import with_views
+from nnxmoe.convert.arrays.dtypes import float_dtype
+from nnxmoe.convert.arrays.lazy_array import LazyArray, LazyArrays
+from nnxmoe.convert.arrays.lazy_leaves import arrays_of
+from nnxmoe.convert.arrays.misfit import refuse_misfit
+from nnxmoe.convert.arrays.report import LoadReport
+from nnxmoe.convert.arrays.restore import restore
+from nnxmoe.convert.arrays.views import with_views
+from nnxmoe.convert.files.errors import CheckpointError
+from nnxmoe.convert.files.safetensors import TensorInfo, dtype_code
 from nnxmoe.convert.hf.compressed_writer import compressed
-from nnxmoe.convert.hf.layout import EMBED, HEAD, copies, empty, judge, layout, refuse_unjustified
+from nnxmoe.convert.hf.hf_layout import EMBED, HEAD, copies, empty, judge, layout, refuse_unjustified
 from nnxmoe.convert.hf.quantize import keep, quantize_on_reading
 from nnxmoe.convert.hf.side_files import generation_fields, write_side_files
-from nnxmoe.convert.hf.source import stored
+from nnxmoe.convert.hf.stored_tensors import stored
+from nnxmoe.convert.storage.checkpoint import Checkpoint
+from nnxmoe.convert.storage.multihost import shared_folder
+from nnxmoe.convert.storage.write import Tensors, write_shares
 from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.quantization.methods import Method, Mixed, refuse_both
 from nnxmoe.model.strategy import Strategy, with_mesh
 from nnxmoe.models import model_class, parse_config, refuse_preset
 from nnxmoe.moe.token_router import TokenExperts
-from nnxmoe.quantization.methods import Method, Mixed, refuse_both
 from nnxmoe.runtime.progress import bytes_bar, logger
-from nnxmoe.storage.checkpoint import Checkpoint
-from nnxmoe.storage.errors import CheckpointError
-from nnxmoe.storage.multihost import shared_folder
-from nnxmoe.storage.safetensors import TensorInfo, dtype_code
-from nnxmoe.storage.write import Tensors, write_shares
 
 
 @refuses_unknown

@@ -5,16 +5,16 @@ from typing import Any
 import numpy as np
 
 from nnxmoe.config.printable import plain
-from nnxmoe.convert.core.dtypes import natural_dtype
-from nnxmoe.convert.core.lazy_array import AT_ONCE, Box, Empty, LazyArray, LazyArrays, sizes
-from nnxmoe.convert.hf.layout import layout
-from nnxmoe.convert.hf.raw import CHUNK_BYTES
-from nnxmoe.layers.codes import STORED, Codes
+from nnxmoe.convert.arrays.dtypes import natural_dtype
+from nnxmoe.convert.arrays.lazy_array import AT_ONCE, Box, Empty, LazyArray, LazyArrays, sizes
+from nnxmoe.convert.files.errors import CheckpointError
+from nnxmoe.convert.formats.raw import CHUNK_BYTES
+from nnxmoe.convert.hf.hf_layout import layout
+from nnxmoe.layers.linear.codes import STORED, Codes
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.quantization.kernels import Place, exchange, places
-from nnxmoe.quantization.methods import Error, Method, Mixed, codes_for, encode, scales
-from nnxmoe.quantization.rounding import chosen
-from nnxmoe.storage.errors import CheckpointError
+from nnxmoe.model.quantization.kernel_places import Place, exchange, places
+from nnxmoe.model.quantization.methods import Error, Method, Mixed, codes_for, encode, scales
+from nnxmoe.model.quantization.rounding import chosen
 
 
 def keep(model: CausalLM, arrays: LazyArrays) -> dict[str, LazyArray]:

@@ -9,18 +9,19 @@ from typing import Any
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.printable import short
-from nnxmoe.convert.core.dtypes import matrices_dtype
-from nnxmoe.convert.core.layout import parameters
+from nnxmoe.convert.arrays.checkpoint_layout import parameters
+from nnxmoe.convert.arrays.dtypes import matrices_dtype
+from nnxmoe.convert.files.errors import CheckpointError
+from nnxmoe.convert.files.hub import CODE_FILES, TOKENIZER_FILES
+from nnxmoe.convert.files.reading import is_gguf, read_bounded, read_object
+from nnxmoe.convert.gguf import gguf_config
+from nnxmoe.convert.gguf.gguf_file import GGUF
+from nnxmoe.convert.gguf.gguf_tokenizer import tokenizer_files
+from nnxmoe.convert.storage.checkpoint_source import find_config
+from nnxmoe.convert.storage.write import write_bytes, write_json
 from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.models import parse_config
 from nnxmoe.runtime.progress import logger
-from nnxmoe.storage import gguf_config
-from nnxmoe.storage.errors import CheckpointError
-from nnxmoe.storage.files import is_gguf, read_bounded, read_object
-from nnxmoe.storage.gguf import GGUF
-from nnxmoe.storage.gguf_tokenizer import tokenizer_files
-from nnxmoe.storage.hub import CODE_FILES, TOKENIZER_FILES
-from nnxmoe.storage.source import find_config
-from nnxmoe.storage.write import write_bytes, write_json
 
 GENERATION = "generation_config.json"
 _MAX_BYTES = 100_000_000

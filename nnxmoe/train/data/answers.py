@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Int32
 
-from nnxmoe.generation.messages import plain_messages
-from nnxmoe.generation.text import Tokenizer, TokenizerError
-from nnxmoe.generation.tool_calls import in_template_form
+from nnxmoe.tokenizer.messages import plain_messages
+from nnxmoe.tokenizer.tokenizer import Tokenizer, TokenizerError
+from nnxmoe.tokenizer.tool_calls import in_template_form
 
 Span = tuple[int, int]
 Chat = list[dict[str, Any]]

@@ -19,7 +19,7 @@ import numpy as np
 from nnxmoe.config.arguments import refuses_unknown
 from nnxmoe.config.printable import short
 from nnxmoe.config.validate import as_integer
-from nnxmoe.generation.text import Tokenizer
+from nnxmoe.tokenizer.tokenizer import Tokenizer
 from nnxmoe.train.data.bad_records import MAX_BAD_FRACTION, DataError
 from nnxmoe.train.data.documents import Data, Document, Documents, Pairs, Row
 

@@ -11,8 +11,8 @@ from typing import Any, ClassVar, SupportsIndex
 import numpy as np
 from jaxtyping import Bool, Int32
 
-from nnxmoe.generation.text import Tokenizer, TokenizerError
 from nnxmoe.runtime.progress import logger
+from nnxmoe.tokenizer.tokenizer import Tokenizer, TokenizerError
 from nnxmoe.train.data.answers import chat_tokens
 from nnxmoe.train.data.bad_records import MAX_BAD_FRACTION, BadRecords, RecordError
 from nnxmoe.train.data.jsonl import JsonLines

@@ -20,7 +20,7 @@ from typing import Any, SupportsIndex
 
 import numpy as np
 
-from nnxmoe.storage.files import absolute, parse_json, refuse_lfs_pointer, regular_file
+from nnxmoe.convert.files.reading import absolute, parse_json, refuse_lfs_pointer, regular_file
 from nnxmoe.train.data.bad_records import BadRecords, DataError, RecordError
 from nnxmoe.train.data.records import Parse, record_of, tell_ignored
 

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from nnxmoe.config.printable import short
-from nnxmoe.generation.chat_template import plain_values
+from nnxmoe.tokenizer.chat_template import plain_values
 from nnxmoe.train.data.bad_records import BadRecords, DataError, RecordError
 from nnxmoe.train.data.records import FORMS, PAIR, Parse, record_of, tell_ignored, without_nulls
 

@@ -5,10 +5,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from nnxmoe.config.printable import short
-from nnxmoe.generation.tokenizer_files import TokenizerError
-from nnxmoe.generation.tool_calls import tool_calls
+from nnxmoe.convert.files.reading import parse_json
 from nnxmoe.runtime.progress import say
-from nnxmoe.storage.files import parse_json
+from nnxmoe.tokenizer.tokenizer_files import TokenizerError
+from nnxmoe.tokenizer.tool_calls import tool_calls
 from nnxmoe.train.data.bad_records import RecordError
 
 # Role, also as ShareGPT spells it -> role in templates.

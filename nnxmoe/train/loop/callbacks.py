@@ -15,10 +15,10 @@ import jax
 
 from nnxmoe.config.printable import did_you_mean, short
 from nnxmoe.config.validate import real_number, whole_number
+from nnxmoe.convert.files.reading import absolute
+from nnxmoe.convert.storage.atomic_dir import refuse_unless_writable
+from nnxmoe.convert.storage.multihost import from_first
 from nnxmoe.runtime.progress import logger, say
-from nnxmoe.storage.atomic_dir import refuse_unless_writable
-from nnxmoe.storage.files import absolute
-from nnxmoe.storage.multihost import from_first
 from nnxmoe.train.loop.interface import Progress
 from nnxmoe.train.loop.measured import EVAL_LOSS, EVAL_SECONDS, EVALUATED, Metrics
 

@@ -13,8 +13,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from nnxmoe.axes import CONTEXT, batch_axes, context_over, shards
+from nnxmoe.convert.storage.multihost import from_each
 from nnxmoe.runtime.progress import logger
-from nnxmoe.storage.multihost import from_each
 from nnxmoe.train.loop.batch import Batch, as_arrays, check_ids, rows_of
 from nnxmoe.train.loop.memory_limit import BatchLimit
 from nnxmoe.train.loop.step import Step

@@ -12,11 +12,11 @@ from jax.sharding import Mesh
 
 from nnxmoe.config.arguments import refuses_unknown
 from nnxmoe.config.validate import whole_number
-from nnxmoe.layers.quantized import QuantizedArray
+from nnxmoe.convert.storage.multihost import in_any_process
+from nnxmoe.layers.linear.quantized import QuantizedArray
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.copies import on_mesh
 from nnxmoe.runtime.interrupts import Interrupted, stopping
-from nnxmoe.storage.multihost import in_any_process
 from nnxmoe.train.checkpoints import Checkpoints
 from nnxmoe.train.loop.batch import Batch
 from nnxmoe.train.loop.feed import BatchSource

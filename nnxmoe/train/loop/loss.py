@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from nnxmoe.axes import CONTEXT, AnyMesh, context_over, divided_over, shard_map, shards
 from nnxmoe.config.validate import set_positive
 from nnxmoe.layers.chunks import chunk_by_chunk, in_chunks, joined
-from nnxmoe.layers.kernel import Kernel
+from nnxmoe.layers.linear.kernel import Kernel
 
 Sums = tuple[Float[Array, ""], Float[Array, ""]]
 

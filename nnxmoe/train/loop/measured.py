@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from nnxmoe.axes import axes_of
 from nnxmoe.config.arguments import KnownFields
 from nnxmoe.config.validate import set_positive
-from nnxmoe.layers.quantized import QuantizedWeight
+from nnxmoe.layers.linear.quantized import QuantizedWeight
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.runtime.hardware import of_device
 from nnxmoe.train.loop.batch import Batch, rows_of

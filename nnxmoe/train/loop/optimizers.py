@@ -11,7 +11,7 @@ from jaxtyping import Array
 from optax.contrib import MuonDimensionNumbers
 
 from nnxmoe.axes import axes_of
-from nnxmoe.layers.kernel import ParamWeight, is_kernel
+from nnxmoe.layers.linear.kernel import ParamWeight, is_kernel
 from nnxmoe.model.causal_lm import CausalLM
 
 _OTHERS = "others"

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
+from nnxmoe.convert.files.errors import CheckpointError
+from nnxmoe.convert.storage.atomic_dir import refuse_unless_writable
+from nnxmoe.convert.storage.multihost import from_first, in_any_process
 from nnxmoe.runtime.interrupts import Interrupted, Stop
 from nnxmoe.runtime.programs import shared_program
 from nnxmoe.runtime.progress import logger, progress_bar
-from nnxmoe.storage.atomic_dir import refuse_unless_writable
-from nnxmoe.storage.errors import CheckpointError
-from nnxmoe.storage.multihost import from_first, in_any_process
 from nnxmoe.train.checkpoints import Checkpoints, fingerprint, plain
 from nnxmoe.train.loop.batch import Batch
 from nnxmoe.train.loop.definition import Report, TrainState

@@ -11,6 +11,9 @@ Gate and up of the experts share ``a``, as in PEFT, because transformers stores 
 
 from flax.nnx import LoRAParam as LoRAParam
 
+from nnxmoe.convert.peft.peft import base_of as base_of
+from nnxmoe.convert.peft.peft import load as load
+from nnxmoe.convert.peft.peft import save as save
 from nnxmoe.train.lora.adapters import add as add
 from nnxmoe.train.lora.adapters import remove as remove
 from nnxmoe.train.lora.adapters import split_ranks as split_ranks
@@ -18,6 +21,3 @@ from nnxmoe.train.lora.merge import merge as merge
 from nnxmoe.train.lora.merge import merge_from as merge_from
 from nnxmoe.train.lora.merge import unmerge as unmerge
 from nnxmoe.train.lora.merge import without as without
-from nnxmoe.train.lora.peft import base_of as base_of
-from nnxmoe.train.lora.peft import load as load
-from nnxmoe.train.lora.peft import save as save

@@ -13,11 +13,11 @@ from flax import nnx
 from nnxmoe.config.arguments import refuses_unknown
 from nnxmoe.config.printable import short
 from nnxmoe.config.validate import as_integer, as_number, whole_number
-from nnxmoe.convert.core.dtypes import float_dtype
-from nnxmoe.layers.kernel import ParamWeight
+from nnxmoe.convert.arrays.dtypes import float_dtype
+from nnxmoe.convert.peft.peft import put_array
+from nnxmoe.convert.peft.slots import Slot, chosen, for_each, refuse_adapted, unmerged
+from nnxmoe.layers.linear.kernel import ParamWeight
 from nnxmoe.model.causal_lm import CausalLM, check_model
-from nnxmoe.train.lora.peft import put_array
-from nnxmoe.train.lora.slots import Slot, chosen, for_each, refuse_adapted, unmerged
 
 
 @refuses_unknown

@@ -12,16 +12,16 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array
 
 from nnxmoe.config.printable import short
-from nnxmoe.layers.lora import Kept, LoRA
-from nnxmoe.layers.quantized import QuantizedArray, QuantizedWeight
-from nnxmoe.layers.xla_cpu import as_bits, from_bits
+from nnxmoe.convert.peft.peft import load
+from nnxmoe.convert.peft.slots import slots, unmerged
+from nnxmoe.layers.linear.lora import Kept, LoRA
+from nnxmoe.layers.linear.quantized import QuantizedArray, QuantizedWeight
+from nnxmoe.layers.linear.xla_cpu import as_bits, from_bits
 from nnxmoe.model.causal_lm import CausalLM, check_model
 from nnxmoe.model.compiled import refuse_shapes
-from nnxmoe.quantization.kernels import quantized_weights, restored, update_report
-from nnxmoe.quantization.methods import Error, Method, Mixed, refuse_both
-from nnxmoe.quantization.rounding import chosen, round_to_codes
-from nnxmoe.train.lora.peft import load
-from nnxmoe.train.lora.slots import slots, unmerged
+from nnxmoe.model.quantization.kernel_places import quantized_weights, restored, update_report
+from nnxmoe.model.quantization.methods import Error, Method, Mixed, refuse_both
+from nnxmoe.model.quantization.rounding import chosen, round_to_codes
 
 
 class Merged(nnx.Module):

@@ -1,0 +1,1 @@
+"""Parts that several families share: name tables, decoders with experts, and layer variants."""

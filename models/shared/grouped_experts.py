@@ -1,0 +1,115 @@
+"""Routed experts in groups, next to shared ones (DeepSeek-V3 technical report, 2024): config fields, layer and names.
+
+Also in GLM-4.5, dots.llm1 and Solar Open, mostly with a single group.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from nnxmoe.config.base import DecoderConfig
+from nnxmoe.config.bounds import ConfigError, check_at_most, count
+from nnxmoe.layers.context import FeedForward
+from nnxmoe.layers.gated import Gated, swiglu
+from nnxmoe.layers.mlp import MLP
+from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.weight_names import W
+from nnxmoe.models.shared.tables import HF_MOE, Hf, hf_mlp
+from nnxmoe.moe.block import MoE
+from nnxmoe.moe.router import Router, SigmoidGroupTopK
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupedExpertsConfig(DecoderConfig):
+    """``intermediate_size``: width of the dense layers; ``moe_intermediate_size``: width of one expert. A token's
+    experts lie in the best ``topk_group`` of ``n_group`` groups; ``norm_topk_prob``: rescale their weights to sum to 1;
+    ``routed_scaling_factor`` multiplies the weights. ``first_k_dense_replace``: number of dense layers, which come
+    first; a field of the families that have some."""
+
+    experts_field = "n_routed_experts"
+    scale_in_queries = False
+    aliases = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"}
+    fixed = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)}
+    ignored = "aux_loss_alpha seq_aux ep_size output_router_logits router_aux_loss_coef"
+    least_group: ClassVar[int] = 2  # experts of a group, whose score is the sum of its two best
+
+    moe_intermediate_size: int = count(1408, most=2**24)
+    n_routed_experts: int = count(128, most=4096)
+    n_shared_experts: int | None = count(1, least=0, most=4096)
+    num_experts_per_tok: int = 8
+    n_group: int = 1
+    topk_group: int = 1
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.0
+    num_nextn_predict_layers: int = count(0, least=0, most=1024)
+
+    def _check_experts(self) -> None:
+        check_groups(self)
+
+    @property
+    def empty_tensors(self) -> Mapping[str, tuple[int, ...]]:
+        """Names and shapes of a shared expert of width 0, which transformers stores if ``n_shared_experts`` is 0."""
+        shapes = {"gate": (0, self.hidden_size), "up": (0, self.hidden_size), "down": (self.hidden_size, 0)}
+        names = {f"mlp.shared_experts.{x}_proj.weight": shape for x, shape in shapes.items()}
+        return names if self.n_shared_experts == 0 else {}
+
+
+def check_groups(config: Any) -> None:
+    """Raise ConfigError if the experts do not divide into groups with enough to choose."""
+    c, (size, rest) = config, divmod(config.experts, config.n_group)
+    if rest or size < c.least_group:
+        raise ConfigError(
+            f"n_group {c.n_group} must divide {c.experts_field} {c.experts} into groups of at least {c.least_group}"
+        )
+    check_at_most(c, "topk_group", "n_group")
+    if c.num_experts_per_tok > c.topk_group * size:
+        raise ConfigError(
+            f"num_experts_per_tok {c.num_experts_per_tok} is more than the {c.topk_group * size} experts of topk_group "
+            f"{c.topk_group} groups"
+        )
+
+
+def corrected_router(
+    config: DecoderConfig, *, scale: float, groups: int = 1, top_groups: int = 1, normalise: bool = True, **kw: Any
+) -> Router:
+    """The router of DeepSeek-V3: sigmoids with a correction bias, see `SigmoidGroupTopK`. ``kw``: dtype and rngs."""
+    select = SigmoidGroupTopK(config.experts_per_token, groups, top_groups, normalise, scale)
+    return Router(config.hidden_size, config.experts, select, bias=True, **kw)
+
+
+class DenseOrMoE(CausalLM):
+    """A decoder whose layers are dense or have experts, as `DecoderConfig.sparse_layers` says.
+
+    Router and shared expert are those of DeepSeek-V3, which read the fields of `GroupedExpertsConfig`, unless a family
+    overrides them. ``kw``: dtype and rngs.
+    """
+
+    @property
+    def activation(self) -> Gated:
+        """The activation of dense feed-forwards and of experts."""
+        return swiglu
+
+    def router(self, **kw: Any) -> Router:
+        """The router of a layer with experts."""
+        c = self.config
+        groups = {"groups": c.n_group, "top_groups": c.topk_group, "normalise": c.norm_topk_prob}
+        return corrected_router(c, scale=c.routed_scaling_factor, **groups, **kw)
+
+    def shared(self, **kw: Any) -> FeedForward | None:
+        """The shared expert of a layer with experts, or None."""
+        c = self.config
+        width = c.moe_intermediate_size * (c.n_shared_experts or 0)
+        return MLP(c.hidden_size, width, bias=False, activation=self.activation, **kw) if width else None
+
+    def feed_forward(self, index: int, **kw: Any) -> MLP | MoE:
+        c, activation = self.config, self.activation
+        if not c.sparse_layers[index]:
+            return MLP(c.hidden_size, c.intermediate_size, bias=False, activation=activation, **kw)
+        return self.moe(self.router(**kw), c.moe_intermediate_size, self.shared(**kw), activation=activation, **kw)
+
+
+HF_GROUPED_EXPERTS: Hf = {
+    **HF_MOE,
+    **hf_mlp("mlp.shared_experts"),
+    "layer.moe.router.bias": W("mlp.gate.e_score_correction_bias"),
+}

@@ -1,0 +1,123 @@
+"""Kimi Linear's frame (Moonshot AI, 2025): recurrent `KimiDelta` layers beside latent attention.
+
+Shared by Kimi Linear, Ling 3 and GLM-5.3 Flash: the config fields of the recurrent layers, their names in checkpoints,
+and the choice between both kinds of layers.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from nnxmoe.config.base import DecoderConfig
+from nnxmoe.config.bounds import ConfigError, count, per_layer
+from nnxmoe.config.printable import short
+from nnxmoe.layers.recurrent.delta import DeltaHeads
+from nnxmoe.layers.recurrent.kimi_delta import Decays, KimiDelta, KimiProjection
+from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.weight_names import W
+from nnxmoe.models.shared.tables import Hf
+
+LINEAR, FULL = "linear_attention", "full_attention"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KimiHybridConfig(DecoderConfig):
+    """``layer_types``: the kind of each layer; null: as `recurrent_by_default` says. ``linear_num_heads``,
+    ``linear_head_dim``: number and width of the heads of recurrent layers. ``linear_conv_kernel_dim``: taps of their
+    convolutions. Must be the last of several bases, whose defaults it would replace by those of `DecoderConfig`."""
+
+    linear_head_dim: int | None = count(128, most=2**16)
+    linear_num_heads: int | None = count(32, most=2**14)
+    linear_conv_kernel_dim: int = count(4, least=2, most=256)
+    layer_types: Sequence[str] | None = per_layer(LINEAR, FULL)
+
+    def recurrent_by_default(self, index: int) -> bool:
+        """Whether a layer is recurrent if ``layer_types`` is null: all but every fourth are."""
+        return index % 4 != 3
+
+    @property
+    def recurrent_layers(self) -> Sequence[bool]:
+        """Whether each layer is recurrent."""
+        if self.layer_types:
+            return tuple(kind == LINEAR for kind in self.layer_types)
+        return tuple(map(self.recurrent_by_default, range(self.num_hidden_layers)))
+
+    @property
+    def delta_heads(self) -> DeltaHeads:
+        """The heads of the recurrent layers."""
+        heads, width = self.linear_num_heads, self.linear_head_dim
+        assert heads is not None and width is not None
+        return DeltaHeads(self.hidden_size, heads, heads, width, width)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NestedDeltaConfig(KimiHybridConfig):
+    """``linear_attn_config``: an object with fields of the recurrent layers, under the names in `nested`. Its values
+    override the fields ``linear_…``, and the config keeps only the latter."""
+
+    nested: ClassVar[Mapping[str, str]] = {
+        "head_dim": "linear_head_dim",
+        "num_heads": "linear_num_heads",
+        "short_conv_kernel_size": "linear_conv_kernel_dim",
+    }
+
+    linear_attn_config: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        given = self.linear_attn_config
+        if given is not None:
+            if not isinstance(given, Mapping):
+                raise ConfigError(f"linear_attn_config must be an object or null, got {short(given)}")
+            for name, value in self.unnested(given).items():
+                object.__setattr__(self, name, value)
+            object.__setattr__(self, "linear_attn_config", None)
+        super().__post_init__()
+
+    def unnested(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields that ``linear_attn_config`` sets."""
+        return {ours: given[theirs] for theirs, ours in self.nested.items() if theirs in given}
+
+    def to_hf(self) -> dict[str, Any]:
+        return {name: value for name, value in super().to_hf().items() if name != "linear_attn_config"}
+
+
+HF_KIMI_DELTA: Hf = {
+    **{f"layer.attention.project.{x}.kernel": W(f"self_attn.{x}_proj.weight") for x in "qkvgb"},
+    **{f"layer.attention.project.g.{x}.kernel": W(f"self_attn.g_{x}_proj.weight") for x in "ab"},
+    **{f"layer.attention.conv.{x}.weight": W(f"self_attn.{x}_conv1d.weight") for x in "qkv"},
+    "layer.attention.norm.scale": W("self_attn.o_norm.weight"),
+    "layer.attention.out.kernel": W("self_attn.o_proj.weight"),
+}
+_FORGET = {"a_log": "A_log", "dt_bias": "dt_bias", "project.f.kernel": "f_proj.weight"}
+_FORGET |= {f"project.f.{x}.kernel": f"f_{x}_proj.weight" for x in "ab"}
+HF_KIMI_DELTA |= {  # the second names are those of transformers in memory
+    f"layer.attention.{ours}": (W(f"self_attn.{theirs}"), W(f"self_attn.forget_gate.{theirs}"))
+    for ours, theirs in _FORGET.items()
+}
+
+
+class KimiHybrid(CausalLM):
+    """A decoder of `KimiDelta` layers, built by `recurrent`, and of attention layers.
+
+    The attention comes from the base class named after this one, such as `DeepSeekV3`.
+    """
+
+    maxtext_table = {}
+
+    def kind(self, index: int) -> Any:
+        return self.config.recurrent_layers[index], self.config.sparse_layers[index]
+
+    def attention(self, index: int, **kw: Any) -> Any:
+        return self.recurrent(**kw) if self.config.recurrent_layers[index] else super().attention(index, **kw)
+
+    def recurrent(self, **kw: Any) -> KimiDelta:
+        """The recurrent half of a layer."""
+        raise TypeError("a model class must define recurrent(**kw)")
+
+    def delta(self, decays: Decays, rank: int | None, rates: tuple[int, ...], **kw: Any) -> KimiDelta:
+        """A `KimiDelta` of the config's sizes. ``rank``: see `KimiProjection`; ``rates``: see `KimiDelta`."""
+        c, heads = self.config, self.config.delta_heads
+        project = KimiProjection(heads, rank, **kw)
+        kw |= {"taps": c.linear_conv_kernel_dim, "eps": c.rms_norm_eps, "mesh": self.strategy.mesh}
+        kw["recurrence"] = self.strategy.recurrence
+        return KimiDelta(heads, project, decays, rates=rates, **kw)

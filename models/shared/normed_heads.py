@@ -1,0 +1,16 @@
+"""Attention whose heads of queries and keys are normalised, shared by Qwen3 and its relatives."""
+
+from typing import Any
+
+from nnxmoe.layers.attention.gqa import GQA
+from nnxmoe.layers.attention.qk_norm import QKNorm
+from nnxmoe.model.causal_lm import CausalLM
+
+
+class NormedHeads(CausalLM):
+    """The attention of Qwen3: heads of queries and keys are normalised. ``options``: those of `CausalLM.gqa`."""
+
+    def attention(self, index: int, *, dtype: Any, rngs: Any, **options: Any) -> GQA:
+        c, kw = self.config, {"dtype": dtype, "rngs": rngs}
+        norm = QKNorm.per_head(c.head_width, c.rms_norm_eps, norm=self.norm_class, **kw)
+        return self.gqa(index, bias=c.attention_bias, qk_norm=norm, **options, **kw)

@@ -1,0 +1,141 @@
+"""The config fields and the layers that Qwen3-Next and Qwen3.5 share (Qwen team 2025, 2026).
+
+Most layers are `GatedDeltaNet`s; every fourth is grouped-query attention with normalised heads, of which a quarter is
+rotated, and a gate on the output. Norms multiply by 1 plus their weight.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from nnxmoe.config.bounds import check_multiple, count, one_of, per_layer
+from nnxmoe.config.partial_rotary import PartialRotaryConfig
+from nnxmoe.layers.attention.gqa import QueryGate
+from nnxmoe.layers.norm import OffsetNorm
+from nnxmoe.layers.recurrent.delta import DeltaHeads, DeltaProjection, GatedDeltaNet
+from nnxmoe.layers.rope import PartialRotary
+from nnxmoe.model.maxtext_layers import LayerBlocks
+from nnxmoe.model.mtp import last_layer
+from nnxmoe.model.weight_names import W
+from nnxmoe.models.shared.grouped_experts import DenseOrMoE
+from nnxmoe.models.shared.normed_heads import NormedHeads
+from nnxmoe.models.shared.tables import (
+    HF_DECODER,
+    MAXTEXT_DECODER,
+    Linen,
+    maxtext_experts,
+    maxtext_gqa,
+    maxtext_mlp,
+)
+
+_LINEAR, _FULL = "linear_attention", "full_attention"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QwenHybridConfig(PartialRotaryConfig):
+    """``linear_…``: heads of the recurrent layers, their widths, and the length of the convolution. ``layer_types``
+    null: every ``full_attention_interval``-th layer is attention."""
+
+    default_rotary_factor = 0.25
+    scale_in_queries = False
+
+    max_position_embeddings: int = 32768
+    head_dim: int | None = count(256, most=2**16)
+    attention_bias: bool = one_of(False)
+    linear_conv_kernel_dim: int = count(4, least=2, most=256)
+    linear_key_head_dim: int = count(128, most=2**16)
+    linear_value_head_dim: int = count(128, most=2**16)
+    linear_num_key_heads: int = count(16, most=2**14)
+    linear_num_value_heads: int = count(32, most=2**14)
+    full_attention_interval: int = count(4)
+    layer_types: Sequence[str] | None = per_layer(_LINEAR, _FULL)
+
+    def _check(self) -> None:
+        super()._check()
+        check_multiple(self, "linear_num_value_heads", "linear_num_key_heads")
+
+    @property
+    def recurrent_layers(self) -> Sequence[bool]:
+        """Whether each layer is recurrent."""
+        if self.layer_types:
+            return tuple(kind == _LINEAR for kind in self.layer_types)
+        return tuple((i + 1) % self.full_attention_interval > 0 for i in range(self.num_hidden_layers))
+
+    @property
+    def delta_heads(self) -> DeltaHeads:
+        """The heads of the recurrent layers."""
+        keys, values = self.linear_num_key_heads, self.linear_num_value_heads
+        return DeltaHeads(self.hidden_size, keys, values, self.linear_key_head_dim, self.linear_value_head_dim)
+
+
+HF_HYBRID = {
+    **HF_DECODER,
+    "layer.attention.conv.weight": W("linear_attn.conv1d.weight"),
+    "layer.attention.a_log": W("linear_attn.A_log"),
+    "layer.attention.dt_bias": W("linear_attn.dt_bias"),
+    "layer.attention.norm.scale": W("linear_attn.norm.weight"),
+    "layer.attention.out.kernel": W("linear_attn.out_proj.weight"),
+    "layer.mtp.token_norm.scale": W("pre_fc_norm_embedding.weight"),
+    "layer.mtp.hidden_norm.scale": W("pre_fc_norm_hidden.weight"),
+    "layer.mtp.project.kernel": W("fc.weight"),
+    "layer.mtp.norm.scale": W("norm.weight"),
+}  # fmt: skip
+_FULL_ATTENTION, _EXPERTS = "attention/attention", "mlp/routed_experts"
+MAXTEXT_HYBRID: Linen = {
+    **MAXTEXT_DECODER,
+    **maxtext_gqa(_FULL_ATTENTION),
+    **maxtext_experts(_EXPERTS),
+    **maxtext_mlp("layer.moe.shared", "mlp/shared_expert"),
+    "layer.attention_norm.scale": ("input_layernorm/scale", (None,)),
+    "layer.moe_norm.scale": ("post_attention_layernorm/scale", (None,)),
+    "layer.attention.qk_norm.q.scale": (f"{_FULL_ATTENTION}/query_norm/scale", (None,)),
+    "layer.attention.qk_norm.k.scale": (f"{_FULL_ATTENTION}/key_norm/scale", (None,)),
+    "layer.attention.o.kernel": (f"{_FULL_ATTENTION}/out/kernel", ("mlp", "embed")),
+    "layer.attention.conv.weight": ("attention/conv1d/kernel", (None, None, None), (2, 1, 0)),
+    "layer.attention.a_log": ("attention/A_log", (None,)),
+    "layer.attention.dt_bias": ("attention/dt_bias", (None,)),
+    "layer.attention.norm.scale": ("attention/norm/rms_norm/scale", (None,)),
+    "layer.attention.out.kernel": ("attention/out_proj/kernel", ("gdn_head", "embed")),
+    "layer.moe.router.kernel": (f"{_EXPERTS}/gate/kernel", ("embed", None)),
+    "layer.moe.shared.output_gate.kernel": ("mlp/shared_expert_gate/kernel", ("embed", None)),
+}
+
+
+class QwenHybrid(NormedHeads, DenseOrMoE):
+    """The attention of both kinds; each family has feed-forwards and a projection of its own."""
+
+    norm_class = OffsetNorm
+    mtp_prefixes = ("mtp.", "mtp.layers.{}.")
+
+    @property
+    def predicting(self) -> int:
+        c = self.config
+        kinds = zip(c.recurrent_layers, c.sparse_layers, strict=True)
+        return last_layer(not recurrent and sparse == (c.experts > 0) for recurrent, sparse in kinds)
+
+    @property
+    def maxtext_kinds(self) -> Sequence[str]:
+        return ["recurrent" if recurrent else "global" for recurrent in self.config.recurrent_layers]
+
+    @property
+    def maxtext_layers(self) -> LayerBlocks:
+        """Blocks that end with attention."""
+        return LayerBlocks(
+            ("recurrent",) * (self.config.full_attention_interval - 1) + ("global",), "layers", nested=True
+        )
+
+    def kind(self, index: int) -> Any:
+        return self.config.recurrent_layers[index], self.config.sparse_layers[index]
+
+    def project(self, heads: DeltaHeads, **kw: Any) -> DeltaProjection:
+        """The projection of a recurrent layer."""
+        raise TypeError("a model class must define project(heads, **kw)")
+
+    def attention(self, index: int, **kw: Any) -> Any:
+        c = self.config
+        if c.recurrent_layers[index]:
+            heads, taps = c.delta_heads, c.linear_conv_kernel_dim
+            options = {"taps": taps, "eps": c.rms_norm_eps, "mesh": self.strategy.mesh, **kw}
+            options["recurrence"] = self.strategy.recurrence
+            return GatedDeltaNet(heads, self.project(heads, **kw), **options)
+        return super().attention(index, gate=QueryGate(c.head_width), rotate=PartialRotary(c.rope_dim), **kw)

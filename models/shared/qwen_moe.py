@@ -1,0 +1,72 @@
+"""The config and the layers that the mixture-of-experts models of Qwen2 and Qwen3 share.
+
+The router applies a softmax over all experts and keeps the top ones, which may be rescaled. Some layers may be dense.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from nnxmoe.config.base import DecoderConfig
+from nnxmoe.config.bounds import ConfigError, count
+from nnxmoe.config.printable import short
+from nnxmoe.layers.mlp import GatedShared
+from nnxmoe.model.weight_names import W
+from nnxmoe.models.shared.grouped_experts import DenseOrMoE
+from nnxmoe.models.shared.tables import HF_MOE, Hf, hf_mlp
+from nnxmoe.moe.router import Router, SoftmaxTopK
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QwenMoeConfig(DecoderConfig):
+    """``moe_intermediate_size``: width of one expert. Every ``decoder_sparse_step``-th layer has experts, except those
+    in ``mlp_only_layers``; the others are dense, of width ``intermediate_size``. ``norm_topk_prob``: rescale the
+    weights of the chosen experts to sum to 1."""
+
+    experts_field = "num_experts"
+    scale_in_queries = False
+    aliases = {"num_local_experts": "num_experts"}
+    ignored = "output_router_logits router_aux_loss_coef"
+    shared_expert_intermediate_size = 0  # width of the shared expert, a field of the families that have one
+
+    vocab_size: int = 151936
+    hidden_size: int = 2048
+    num_hidden_layers: int = 24
+    max_position_embeddings: int = 32768
+    decoder_sparse_step: int = 1
+    mlp_only_layers: Sequence[int] | None = None
+    moe_intermediate_size: int = count(768, most=2**24)
+    num_experts: int = count(128, most=4096)
+    num_experts_per_tok: int = 8
+    norm_topk_prob: bool = False
+
+    def _check(self) -> None:
+        super()._check()
+        only, layers = self.mlp_only_layers, range(self.num_hidden_layers)
+        if only is not None and not (isinstance(only, tuple) and all(type(i) is int and i in layers for i in only)):
+            raise ConfigError(f"mlp_only_layers must list numbers of layers, 0 to {layers[-1]}, got {short(only)}")
+
+    @property
+    def sparse_layers(self) -> Sequence[bool]:
+        step, only = self.decoder_sparse_step, self.mlp_only_layers or ()
+        return tuple((i + 1) % step == 0 and i not in only for i in range(self.num_hidden_layers))
+
+
+HF_SHARED: Hf = {
+    **HF_MOE,
+    **hf_mlp("mlp.shared_expert"),
+    "layer.moe.shared.output_gate.kernel": W("mlp.shared_expert_gate.weight"),
+}
+
+
+class QwenMoe(DenseOrMoE):
+    """The part that the families share; each has an attention of its own."""
+
+    def router(self, **kw: Any) -> Router:
+        c = self.config
+        select = SoftmaxTopK(c.num_experts_per_tok, c.norm_topk_prob)
+        return Router(c.hidden_size, c.num_experts, select, bias=False, **kw)
+
+    def shared(self, **kw: Any) -> GatedShared | None:
+        width = self.config.shared_expert_intermediate_size
+        return GatedShared(self.config.hidden_size, width, **kw) if width else None

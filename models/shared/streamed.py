@@ -1,0 +1,90 @@
+"""Decoders with several residual streams (manifold-constrained hyper-connections, Xie et al. 2025)."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from nnxmoe.layers.context import Context
+from nnxmoe.layers.hyper import HyperConnection, mixed
+from nnxmoe.layers.linear.linear import Linear
+from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.layer import Layer, LayerOutput
+from nnxmoe.model.mtp import MTP
+
+
+class Streamed(Layer):
+    """A layer whose halves read from several residual streams and add to them."""
+
+    def __init__(self, *parts: Any, connections: tuple[HyperConnection, HyperConnection]):
+        super().__init__(*parts)
+        self.attention_streams, streams = connections
+        self.store_feed_forward(self.feed_forward, streams=streams)
+
+    @property
+    def feed_forward_streams(self) -> Any:
+        """The connection of the feed-forward: ``moe_streams`` or ``mlp_streams``."""
+        return getattr(self, f"{self.feed_forward_name}_streams")
+
+    def __call__(self, x: Any, context: Context, cache: Any = None) -> LayerOutput:
+        one = self.attention_streams(x)
+        y, cache = self.mix(one.x, context=context, cache=cache)
+        x = mixed(context.asked(x), y, one.asked(context))
+        other = self.feed_forward_streams(x)
+        y, info = self.feed(other.x, context=context)
+        return LayerOutput(mixed(x, y, other), cache, info)
+
+
+class TokenAndStreams(nnx.Module):
+    """``token(a) + state(b)``, of a token and of each stream."""
+
+    def __init__(self, dim: int, **kw: Any):
+        self.token, self.state = (Linear((dim,), (dim,), ("embed", "norm"), **kw) for _ in range(2))
+
+
+class StreamedMTP(MTP):
+    """A prediction layer that reads and makes streams: ``norm(layer(token(token_norm(x)) + state(hidden_norm(s))))`` of
+    a token x and each stream s (``MTPBlock`` in DeepSeek's own code of V4)."""
+
+    def projection(self, dim: int, **kw: Any) -> TokenAndStreams:
+        return TokenAndStreams(dim, **kw)
+
+    def joined(self, model: Any, embedded: Any, hidden: Any, tokens: Any) -> Any:
+        streams = hidden.astype(embedded.dtype).reshape(*embedded.shape[:2], self.norm.streams, -1)
+        token = self.project.token(self.token_norm(embedded[:, :, 0]))
+        return token[:, :, None] + self.project.state(self.hidden_norm(streams))
+
+    @property
+    def width(self) -> int:
+        return super().width * self.norm.streams
+
+
+class StreamedLM(CausalLM):
+    """A decoder with ``hc_mult`` residual streams, which its final norm reduces to one."""
+
+    def enter(self, x: Any, tokens: Any) -> Any:
+        return jnp.broadcast_to(x[:, :, None], (*x.shape[:2], self.norm.streams, x.shape[2]))
+
+    def leave(self, x: Any) -> Any:
+        """The streams: the last norm makes one of them."""
+        return x
+
+    def states(self, before: Any, after: Any) -> Any:
+        """All streams of a token in a row."""
+        return before.reshape(*before.shape[:2], -1)
+
+    def _prediction_layers(self) -> Callable[..., list[Any]]:
+        return functools.partial(super()._prediction_layers(), form=StreamedMTP)
+
+    def layer(self, index: int, form: type[Layer] = Streamed, **kw: Any) -> Layer:
+        return super().layer(
+            index, form, connections=(self._connection(kw["rngs"]), self._connection(kw["rngs"])), **kw
+        )
+
+    def _connection(self, rngs: Any) -> HyperConnection:
+        c = self.config
+        return HyperConnection(
+            c.hidden_size, c.hc_mult, iterations=c.hc_sinkhorn_iters, eps=c.hc_eps, norm_eps=c.rms_norm_eps, rngs=rngs
+        )

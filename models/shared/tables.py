@@ -1,0 +1,133 @@
+"""Names of weights in checkpoints, in tables that several families share.
+
+Rows for Hugging Face: our parameter -> where it is (`W`), or several alternatives, of which the first is written. Rows
+for MaxText: our parameter -> its Linen name and logical axes. Names of keys ``layer.…`` are relative to the layer.
+"""
+
+from typing import Any
+
+from nnxmoe.model.weight_names import W
+
+Hf = dict[str, W | tuple[W, ...]]
+Linen = dict[str, tuple[Any, ...]]  # the values: `nnxmoe.convert.maxtext.maxtext_layout.MaxTextRow`
+
+
+def hf_mlp(block: str, ours: str = "layer.moe.shared") -> Hf:
+    """Table rows of a shared or dense feed-forward, which is the submodule ``block`` of a layer."""
+    return {
+        f"{ours}.{x}.{end}": W(f"{block}.{x}_proj.{theirs}")
+        for x in ("gate", "up", "down")
+        for end, theirs in (("kernel", "weight"), ("bias", "bias"))
+    }
+
+
+# What most decoders have. Rows of parameters that a model does not have are not used.
+HF_DECODER: Hf = {
+    "embed.table": W("model.embed_tokens.weight"),
+    "norm.scale": W("model.norm.weight"),
+    "head.kernel": W("lm_head.weight"),
+    "layer.attention_norm.scale": W("input_layernorm.weight"),
+    **{
+        f"layer.attention.{x}.{ours}": W(f"self_attn.{x}_proj.{theirs}")
+        for x in "qkvo"
+        for ours, theirs in (("kernel", "weight"), ("bias", "bias"))
+    },
+    **{f"layer.attention.qk_norm.{x}.scale": W(f"self_attn.{x}_norm.weight") for x in "qk"},
+    "layer.mlp_norm.scale": W("post_attention_layernorm.weight"),
+    **hf_mlp("mlp", "layer.mlp"),
+}
+HF_LATENT: Hf = {
+    "layer.attention.q.kernel": W("self_attn.q_proj.weight"),
+    "layer.attention.q.a.kernel": W("self_attn.q_a_proj.weight"),
+    "layer.attention.q.a.bias": W("self_attn.q_a_proj.bias"),
+    "layer.attention.q.norm.scale": W("self_attn.q_a_layernorm.weight"),
+    "layer.attention.q.b.kernel": W("self_attn.q_b_proj.weight"),
+    "layer.attention.kv_a.kernel": W("self_attn.kv_a_proj_with_mqa.weight"),
+    "layer.attention.kv_a.bias": W("self_attn.kv_a_proj_with_mqa.bias"),
+    "layer.attention.kv_norm.scale": W("self_attn.kv_a_layernorm.weight"),
+    "layer.attention.kv_b.kernel": W("self_attn.kv_b_proj.weight"),
+    "layer.attention.o.kernel": W("self_attn.o_proj.weight"),
+    "layer.attention.o.bias": W("self_attn.o_proj.bias"),
+}
+_EXPERTS, _GATE_UP = W("mlp.experts"), W("mlp.experts.gate_up_proj")
+# The second names are those of transformers 5 in memory, also found in some saved checkpoints.
+HF_MOE: Hf = {
+    "layer.moe_norm.scale": W("post_attention_layernorm.weight"),
+    "layer.moe.router.kernel": W("mlp.gate.weight"),
+    "layer.moe.experts.gate": (_EXPERTS.each("gate_proj.weight"), _GATE_UP.rows(0, 2)),
+    "layer.moe.experts.up": (_EXPERTS.each("up_proj.weight"), _GATE_UP.rows(1, 2)),
+    "layer.moe.experts.down": (_EXPERTS.each("down_proj.weight"), W("mlp.experts.down_proj")),
+}
+# Layers for multi-token prediction have numbers after those of the others, and the names of a layer besides these.
+HF_MTP: Hf = {
+    "layer.mtp.token_norm.scale": W("enorm.weight"),
+    "layer.mtp.hidden_norm.scale": W("hnorm.weight"),
+    "layer.mtp.project.kernel": W("eh_proj.weight"),
+    "layer.mtp.norm.scale": W("shared_head.norm.weight"),
+    "layer.mtp.embed.table": W("embed_tokens.weight"),  # copies of the model's, which are written and never read
+    "layer.mtp.head.kernel": W("shared_head.head.weight"),
+}
+
+_NORM = ("norm",)
+MAXTEXT_DECODER: Linen = {
+    "embed.table": ("token_embedder/embedding", ("vocab", "embed_vocab")),
+    "norm.scale": ("decoder/decoder_norm/scale", _NORM),
+    "head.kernel": ("decoder/logits_dense/kernel", ("embed_vocab", "vocab")),
+    "layer.attention_norm.scale": ("pre_self_attention_layer_norm/scale", _NORM),
+    "layer.mlp_norm.scale": ("post_self_attention_layer_norm/scale", _NORM),
+    "layer.moe_norm.scale": ("post_self_attention_layer_norm/scale", _NORM),
+}
+
+
+def maxtext_gqa(block: str) -> Linen:
+    """Table rows of grouped-query attention, which is the submodule ``block`` of MaxText's layer."""
+    wide, heads = ("q_heads", "kv"), ("kv_heads", "kv_head_dim")
+    rows = (("q", "query", ("embed",), wide), ("k", "key", ("embed",), heads), ("v", "value", ("embed",), heads))
+    return {
+        f"layer.attention.{x}.{end}": (f"{block}/{theirs}/{end}", (*ins, *outs) if end == "kernel" else outs)
+        for x, theirs, ins, outs in (*rows, ("o", "out", ("heads", "kv"), ("embed",)))
+        for end in ("kernel", "bias")
+    }
+
+
+MAXTEXT_GQA = maxtext_gqa("self_attention")
+MAXTEXT_LATENT: Linen = {
+    "layer.attention.q.kernel": ("self_attention/query/kernel", ("embed", "q_heads", "kv")),
+    "layer.attention.q.a.kernel": ("self_attention/wq_a/kernel", ("embed", "q_lora_up_proj")),
+    "layer.attention.q.a.bias": ("self_attention/wq_a/bias", ("q_lora_up_proj",)),
+    "layer.attention.q.norm.scale": ("self_attention/q_norm/scale", _NORM),
+    "layer.attention.q.b.kernel": ("self_attention/wq_b/kernel", ("q_lora", "q_heads", "kv")),
+    "layer.attention.kv_a.kernel": ("self_attention/wkv_a/kernel", ("embed", "kv_lora_up_proj")),
+    "layer.attention.kv_a.bias": ("self_attention/wkv_a/bias", ("kv_lora_up_proj",)),
+    "layer.attention.kv_norm.scale": ("self_attention/kv_norm/scale", _NORM),
+    "layer.attention.kv_b.kernel": ("self_attention/wkv_b/kernel", ("kv_lora", "kv_heads", "kv_head_dim")),
+    "layer.attention.o.kernel": ("self_attention/out/kernel", ("heads", "kv", "embed")),
+    "layer.attention.o.bias": ("self_attention/out/bias", ("embed",)),
+}
+MAXTEXT_QK_NORM: Linen = {
+    "layer.attention.qk_norm.q.scale": ("self_attention/query_norm/scale", _NORM),
+    "layer.attention.qk_norm.k.scale": ("self_attention/key_norm/scale", _NORM),
+}
+
+
+def maxtext_mlp(ours: str = "layer.mlp", block: str = "mlp") -> Linen:
+    """Table rows of a dense or shared feed-forward."""
+    rows = (("gate", "wi_0", ("embed", "mlp")), ("up", "wi_1", ("embed", "mlp")), ("down", "wo", ("mlp", "embed")))
+    return {
+        f"{ours}.{x}.{end}": (f"{block}/{theirs}/{end}", axes if end == "kernel" else axes[1:])
+        for x, theirs, axes in rows
+        for end in ("kernel", "bias")
+    }
+
+
+MAXTEXT_MLP = maxtext_mlp()
+
+
+def maxtext_experts(block: str) -> Linen:
+    """The rows of a MoE layer's experts, which are in the module ``block`` of MaxText's layer."""
+    wide = ("exp", "embed_moe", "mlp_moe")
+    return {
+        "layer.moe.experts.gate": (f"{block}/wi_0", wide),
+        "layer.moe.experts.up": (f"{block}/wi_1", wide),
+        "layer.moe.experts.down": (f"{block}/wo", ("exp", "mlp_moe", "embed_moe")),
+    }

@@ -1,0 +1,66 @@
+"""``nnxmoe eval``: its options, and the evaluation that they name."""
+
+# pyright: reportMissingImports=false
+# lm-eval is an extra, which checking types does not need.
+
+import argparse
+import json
+from pathlib import Path
+
+from nnxmoe.apps.cli import commands
+from nnxmoe.apps.cli.options import add_loading, add_slots, count
+from nnxmoe.convert.storage.atomic_dir import refuse_unless_writable
+from nnxmoe.runtime.extras import install_command
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    add_loading(parser)
+    add = parser.add_argument
+    add("--tasks", required=True, metavar="NAMES", help="tasks of lm-evaluation-harness, separated by commas")
+    add("--include-path", metavar="DIR", help="a folder with more tasks as YAML files")
+    add("--num-fewshot", type=int, metavar="N", help="examples before each question (default: the task's)")
+    add("--limit", type=count, metavar="N", help="use only the first N questions of each task")
+    add("--apply-chat-template", action="store_true", help="ask each question as a chat")
+    add_slots(add)
+    add("--seed", type=int, default=0, metavar="S", help="for tasks that sample their answers")
+    add("--out", type=Path, metavar="FILE", help="also write all results as JSON")
+
+
+def evaluate(options: argparse.Namespace) -> None:
+    """Evaluate a model with lm-evaluation-harness. Needs the extra eval."""
+    try:
+        from lm_eval import evaluator
+        from lm_eval.tasks import TaskManager
+        from lm_eval.utils import make_table
+
+        from nnxmoe.apps.evaluation.harness import HarnessLM
+    except ModuleNotFoundError as error:
+        raise ValueError(f"nnxmoe eval needs lm-eval ({error}): {install_command('eval')}") from None
+    names, manager = [name.strip() for name in options.tasks.split(",")], TaskManager(include_path=options.include_path)
+    if unknown := [name for name in names if not manager.match_tasks([name])]:
+        raise ValueError(f"--tasks: there is no task {unknown[0]!r}; lm-eval ls tasks lists them")
+    if options.out is not None:
+        if options.out.is_dir():
+            raise ValueError(f"--out {options.out} is a folder: give the name of a file")
+        refuse_unless_writable(options.out.parent)
+    model, tokenizer = commands.load(options)
+    evaluator.get_git_commit_hash = lambda: None  # runs git, which prints an error outside of repositories
+    results = evaluator.simple_evaluate(
+        HarnessLM(model, tokenizer, slots=options.slots, seed=options.seed),
+        tasks=list(names),
+        num_fewshot=options.num_fewshot,
+        limit=options.limit,
+        apply_chat_template=options.apply_chat_template,
+        task_manager=manager,
+        torch_random_seed=None,  # pyright: ignore[reportArgumentType]  None: torch is not imported
+        log_samples=False,
+    )
+    if results is None:  # only the first process of several has them
+        return
+    few = "" if options.limit is None else f", the first {options.limit} questions of each task"
+    print(f"{options.model}, {model.dtype}{few}")
+    print(make_table(results))
+    if "groups" in results:
+        print(make_table(results, "groups"))
+    if options.out is not None:
+        options.out.write_text(json.dumps(results, indent=2, default=str) + "\n", encoding="utf-8")

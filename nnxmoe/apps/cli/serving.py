@@ -1,0 +1,75 @@
+"""``nnxmoe serve``: its options, and the server with the model that they name."""
+
+import argparse
+import os
+import re
+
+from nnxmoe.apps.cli import commands, drafts
+from nnxmoe.apps.cli.options import add_loading, add_slots, count, size
+from nnxmoe.runtime.extras import install_command
+from nnxmoe.runtime.progress import logger, say
+
+KEY = "NNXMOE_API_KEY"
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    add_loading(parser)
+    add = parser.add_argument
+    add("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine only)")
+    add("--port", type=int, default=8000, help="port (default 8000; 0: any free one)")
+    add("--name", help="the model's name for clients (default: MODEL, of a path its last part without .gguf)")
+    add_slots(add)
+    add("--capacity", type=count, default=2048, metavar="T", help="tokens per sample, prompt included (default 2048)")
+    what = (
+        "memory for the beginnings of prompts that later ones share, such as 2GB (default: as much as 4 slots; 0: none)"
+    )
+    add("--prefix-bytes", type=size, metavar="SIZE", help=what)
+    add("--queue", type=count, default=256, metavar="N", help="samples that may wait; beyond: 429 (default 256)")
+    add("--seconds", type=count, default=600, metavar="S", help="longest time of a request (default 600)")
+    add("--max-body", type=count, default=4 << 20, metavar="BYTES", help="largest body of a request (default 4 MiB)")
+    add("--drain", type=count, default=30, metavar="S", help="seconds to finish requests at the end (default 30)")
+    what = "print a line per request: path, status, seconds, tokens (default: on)"
+    add("--access-log", action=argparse.BooleanOptionalAction, default=True, help=what)
+    drafts.add_option(parser)
+    parser.epilog = f"{parser.epilog}\n\n{KEY}=… in the environment: clients must send this key as a bearer token."
+
+
+def model_id(model: str) -> str:
+    """The name by which clients know a model: of a folder or file the last part of its path, else ``model``, since
+    clients give the whole id of a model on the hub."""
+    if not os.path.exists(model):
+        return model
+    name = os.path.basename(os.path.abspath(model))
+    return re.sub(r"(-\d{5}-of-\d{5})?\.gguf$", "", name, flags=re.IGNORECASE) if os.path.isfile(model) else name
+
+
+def serve(options: argparse.Namespace) -> None:
+    """Serve a model over HTTP: the OpenAI API and a chat page. Needs the extra serve."""
+    try:
+        from nnxmoe.apps.serve import server
+        from nnxmoe.apps.serve.settings import ServerSettings
+    except ModuleNotFoundError as error:
+        raise ValueError(f"nnxmoe serve needs {error.name}: {install_command('serve')}") from None
+    if not 0 <= options.port < 2**16:
+        raise ValueError(f"--port {options.port}: a port lies in 0 … 65535")
+    name = options.name or model_id(options.model)
+    local = options.host in {"localhost", "127.0.0.1", "::1"}
+    settings = ServerSettings(
+        name=name,
+        key=os.environ.get(KEY, "").strip() or None,
+        hosts=server.LOOPBACK if local else None,
+        queue=options.queue,
+        seconds=options.seconds,
+        body=options.max_body,
+        drain=options.drain,
+        access_log=options.access_log,
+    )
+    if not local and settings.key is None:
+        logger.warning("everyone who reaches %s may use this server: set %s to ask for a key", options.host, KEY)
+    model, tokenizer = commands.load(options)
+    draft = drafts.draft_of(options.draft, model)
+    sizes = {"slots": options.slots, "capacity": options.capacity, "prefix_bytes": options.prefix_bytes}
+    engine = server.serving_engine(model, draft=draft, **sizes)
+    said = f"serving {name} with {engine.slots} slots of {engine.capacity} tokens on %s; Ctrl-C ends"
+    where = options.host, options.port
+    server.serve(engine, tokenizer, settings, *where, lambda address: say(said, address))

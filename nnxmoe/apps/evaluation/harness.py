@@ -1,0 +1,146 @@
+"""A model as lm-evaluation-harness sees it: log-likelihoods by `score`, answers by `complete`.
+
+    results = lm_eval.simple_evaluate(HarnessLM(model, tokenizer), tasks=["arc_easy"])
+
+Answers are passed on exactly as they were generated, up to the task's own stop strings.
+"""
+
+# pyright: reportMissingImports=false
+# lm-eval is an extra, which checking types does not need.
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from nnxmoe.config.validate import whole_number
+from nnxmoe.generation.complete import Completion, complete
+from nnxmoe.generation.sampling import OPTIONS, Sampling
+from nnxmoe.generation.score import score
+from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.runtime.progress import logger
+from nnxmoe.tokenizer.tokenizer import Tokenizer
+
+NEW_TOKENS = 256  # of an answer, for tasks that do not say; as of the harness' own models
+
+
+class HarnessLM(TemplateLM):
+    """A model and its tokenizer. ``slots``: how many answers are generated at once; ``max_length``: tokens of context
+    and continuation, by default the model's positions. Encodes and truncates as the harness' ``hf`` model does."""
+
+    def __init__(
+        self, model: CausalLM, tokenizer: Tokenizer, *, slots: int = 8, max_length: int | None = None, seed: int = 0
+    ):
+        super().__init__()
+        self.model, self.tokenizer = model, tokenizer
+        self._slots, self._seed = whole_number("slots", slots, 1), whole_number("seed", seed, -(2**63))
+        longest = model.config.max_position_embeddings if max_length is None else max_length
+        self.max_length = whole_number("max_length", longest, 1)
+
+    @property
+    def eot_token_id(self) -> int:
+        """The id that ends a text. Raises ValueError for a tokenizer without one."""
+        if self.tokenizer.eos_token_id is None:
+            raise ValueError(f"{self.tokenizer.source}: the tokenizer has no eos_token, which evaluation needs")
+        return self.tokenizer.eos_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The id before texts without a context."""
+        bos = self.tokenizer.bos_token_id
+        return self.eot_token_id if bos is None else bos
+
+    @property
+    def tokenizer_name(self) -> str:
+        """A name for the harness' caches."""
+        return self.tokenizer.source.replace("/", "__")
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """Ids of a text; special tokens are added by default, but for texts that begin with them."""
+        if add_special_tokens is None:
+            add_special_tokens = not string.startswith(self.tokenizer.decode([self.prefix_token_id]))
+        return self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """The chat as its template renders it, without an end if it is to be continued in its last message."""
+        return self.tokenizer.apply_chat_template(
+            chat_history, add_generation_prompt, continue_final_message=not add_generation_prompt
+        )
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
+    ) -> list[tuple[float, bool]]:
+        pairs, found = [], []
+        for _, context, continuation in requests:
+            if not 0 < len(continuation) <= self.max_length:
+                raise ValueError(f"a continuation of {len(continuation)} ids: it must have 1 to {self.max_length}")
+            ids = [*context, *continuation][-(self.max_length + 1) :]
+            split = len(ids) - len(continuation)
+            if split < len(context):
+                logger.warning("a context of %d ids is cut to its last %d", len(context), split)
+            pairs.append((ids[:split], ids[split:]))
+        for request, one in zip(requests, score(self.model, pairs), strict=True):
+            found.append((one.total, bool(one.greedy.all())))
+            if request[0] is not None:  # else a window of a longer text
+                self.cache_hook.add_partial("loglikelihood", request[0], found[-1])
+        return found
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Log-likelihoods of whole texts, in windows that do not overlap."""
+        windows, counts = [], []
+        for (text,) in (request.args for request in requests):
+            ids = self.tok_encode(text)
+            found = map(make_disjoint_window, get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, 1))
+            each = [(None, *pair) for pair in found]
+            windows += each
+            counts.append(len(each))
+        values = iter(self._loglikelihood_tokens(windows))
+        totals = [sum(next(values)[0] for _ in range(count)) for count in counts]
+        self._keep("loglikelihood_rolling", requests, totals)
+        return totals
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Answers, cut before the first of the task's stop strings. Raises ValueError for options it does not know."""
+        answers, groups = dict[int, str](), dict[str, list[int]]()
+        asked: list[Any] = [request.args for request in requests]  # pairs of a text and its options
+        for number, (_, options) in enumerate(asked):
+            groups.setdefault(repr(options), []).append(number)
+        jobs = list[tuple[list[int], Iterator[Completion]]]()  # all are validated before the first is computed
+        for numbers in groups.values():
+            options = dict(normalize_gen_kwargs(asked[numbers[0]][1], NEW_TOKENS))
+            jobs.append((numbers, self._answers([asked[number][0] for number in numbers], options)))
+        for numbers, completions in jobs:
+            answers |= zip(numbers, (completion.text for completion in completions), strict=True)
+        done = [answers[number] for number in range(len(requests))]
+        self._keep("generate_until", requests, done)
+        return done
+
+    def _answers(self, texts: Sequence[str], options: dict[str, Any]) -> Iterator[Completion]:
+        """Answers to prompts with the same options."""
+        most, stop = options.pop("max_gen_toks"), [text for text in options.pop("until") if text]
+        drawn, temperature = options.pop("do_sample"), options.pop("temperature", 1.0)
+        given = {name: options.pop(name) for name in OPTIONS if name in options}
+        if options:
+            raise ValueError(f"generation options {sorted(options)} are not supported: leave them out of the task")
+        if (room := self.max_length - most) < 1:
+            raise ValueError(f"max_gen_toks={most} leaves no room for a prompt in {self.max_length} tokens")
+        sampling = Sampling(temperature=temperature if drawn else 0.0, **given)
+        prompts = [self.tok_encode(text)[-room:] for text in texts]
+        return complete(
+            self.model,
+            prompts,
+            self.tokenizer,
+            max_new_tokens=most,
+            sampling=sampling,
+            stop=stop,
+            seed=self._seed,
+            slots=self._slots,
+        )
+
+    def _keep(self, kind: str, requests: Sequence[Instance], found: Sequence[Any]) -> None:
+        """Hand results to the harness' cache, if it is in use."""
+        for request, value in zip(requests, found, strict=True):
+            self.cache_hook.add_partial(kind, request.args, value)

@@ -1,0 +1,161 @@
+"""The process in which `nnxmoe.apps.planning.program` compiles.
+
+Usage: ``python -m nnxmoe.apps.planning.child JOB PROGRAM``.
+"""
+
+import dataclasses
+import math
+import pickle
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from nnxmoe.apps.planning.hlo import collectives
+from nnxmoe.apps.planning.operations import counted
+from nnxmoe.apps.planning.program import CompileJob, Program
+from nnxmoe.axes import batch_axes, context_over
+from nnxmoe.mesh import make_mesh
+from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.stack import ScannedStack
+from nnxmoe.models import model_class
+from nnxmoe.runtime.extras import install_command
+from nnxmoe.runtime.hardware import CPU, TABLE, TPU
+from nnxmoe.train.loop.step import Step
+
+# NVIDIA GPU -> cores, major compute capability, GHz, bytes of L2.
+_GPUS = {"h100": (132, 9, 1.98, 50 * 2**20), "h200": (132, 9, 1.98, 50 * 2**20), "b200": (148, 10, 1.965, 126 * 2**20)}
+
+
+def devices(job: CompileJob) -> list[Any]:
+    """The devices to compile for. RuntimeError with the extra to install if the compiler is missing."""
+    if job.platform == CPU:
+        return jax.devices("cpu")
+    from jax.experimental import topologies
+
+    try:
+        if job.platform == TPU:
+            slices = 1 if job.work.across is None else job.mesh[job.work.across]
+            return topologies.get_topology_desc(platform="tpu", topology_name=job.device, num_slices=slices).devices
+        count = math.prod(job.mesh.values())
+        node = min(8, count)
+        shape, target = f"{count // node}x1x{node}", _gpu_target(job.device)
+        return topologies.get_topology_desc(platform="cuda", topology=shape, target_config=target).devices
+    except (RuntimeError, ImportError, KeyError) as error:
+        extra = "plan-tpu" if job.platform == TPU else "plan-gpu"
+        raise RuntimeError(f"Error: no compiler for {job.device} ({install_command(extra)}): {error}") from error
+
+
+def _gpu_target(name: str) -> str:
+    """An NVIDIA GPU as XLA's compiler describes it, for compiling without one. KeyError for another name.
+
+    The fields are those of openxla/xla, xla/backends/gpu/target_config/specs; sizes are those that CUDA reports.
+    """
+    cores, major, clock, l2 = _GPUS[name]
+    sizes = {
+        "threads_per_block_limit": 1024,
+        "threads_per_warp": 32,
+        "shared_memory_per_block": 48 * 2**10,
+        "shared_memory_per_core": 228 * 2**10,
+        "shared_memory_per_block_optin": 227 * 2**10,
+        "threads_per_core_limit": 2048,
+        "core_count": cores,
+        "fpus_per_core": 128,
+        "block_dim_limit_x": 2**31 - 1,
+        "block_dim_limit_y": 2**16 - 1,
+        "block_dim_limit_z": 2**16 - 1,
+        "memory_bandwidth": int(TABLE[name].bandwidth),
+        "l2_cache_size": l2,
+        "clock_rate_ghz": clock,
+        "device_memory_size": int(TABLE[name].memory),
+        "registers_per_core_limit": 2**16,
+        "registers_per_block_limit": 2**16,
+    }
+    fields = "\n".join(f"  {field}: {value}" for field, value in sizes.items())
+    return (
+        f"gpu_device_info {{\n{fields}\n  cuda_compute_capability {{ major: {major} }}\n}}\n"
+        f'platform_name: "CUDA"\ndnn_version_info {{ major: 9 }}\ndevice_description_str: "NVIDIA {name.upper()}"\n'
+    )
+
+
+def traced(job: CompileJob, mesh: Mesh) -> Any:
+    """The step, traced for arrays of shapes with their shardings."""
+    run, given = step(job, mesh)
+    with jax.default_device(mesh.devices.flat[0]):  # kernels ask the default device what it can run
+        return run.trace(*given)
+
+
+def step(job: CompileJob, mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
+    """The compiled function of the step, and its arguments, as shapes with shardings."""
+    strategy = dataclasses.replace(job.strategy, mesh=mesh)
+    model = model_class(job.config)(job.config, strategy, rngs=None, dtype=jnp.bfloat16)
+    rows = NamedSharding(mesh, PartitionSpec(batch_axes(mesh) or None))
+    if not job.work.train:
+        return _decoding(model, job, rows)
+    made = Step(model, optax.adamw(1e-4), accumulate=job.work.accumulate)
+    place = NamedSharding(mesh, PartitionSpec(batch_axes(mesh) or None, context_over(job.work.seq, mesh) or None))
+    tokens = jax.ShapeDtypeStruct((job.work.batch, job.work.seq), jnp.int32, sharding=place)
+    return made.jitted, (made.shapes(), {"tokens": tokens})
+
+
+def placed(model: CausalLM) -> tuple[Any, Any]:
+    """Structure and state of a model of shapes, with the sharding of every parameter."""
+    graph, state = nnx.split(model)
+    flat = [
+        (path, v.replace(_at(model.strategy.sharding_of(v))(v.get_value()))) for path, v in nnx.to_flat_state(state)
+    ]
+    return graph, nnx.from_flat_state(flat)
+
+
+def _decoding(model: CausalLM, job: CompileJob, rows: NamedSharding) -> tuple[Any, tuple[Any, ...]]:
+    """One more token for every row, with a full cache that is updated in place."""
+    graph, state = placed(model)
+    cache = jax.eval_shape(lambda: model.empty_cache(job.work.batch, job.work.seq))
+    second = NamedSharding(rows.mesh, PartitionSpec(None, *rows.spec))
+    layers = tuple(
+        jax.tree.map(_at(second if isinstance(stack, ScannedStack) else rows), each)
+        for stack, each in zip(model.stacks, cache.layers, strict=True)
+    )
+    cache = dataclasses.replace(jax.tree.map(_at(rows), cache), layers=layers)
+    tokens = jax.ShapeDtypeStruct((job.work.batch, 1), jnp.int32, sharding=rows)
+
+    def decode(state: Any, tokens: Any, cache: Any) -> Any:
+        out = nnx.merge(graph, state)(tokens, cache=cache)
+        return jnp.argmax(out.logits, axis=-1), out.cache
+
+    return jax.jit(decode, donate_argnums=2), (state, tokens, cache)
+
+
+def _at(place: NamedSharding | None) -> Any:
+    return lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place)
+
+
+def program(job: CompileJob) -> Program:
+    found = devices(job)
+    sizes: dict[str, Any] = dict(job.mesh)
+    mesh = make_mesh(**sizes, devices=found, across=job.work.across)
+    made = traced(job, mesh)
+    operations, started = counted(made.jaxpr.jaxpr), time.perf_counter()
+    with jax.default_device(mesh.devices.flat[0]):  # as in `traced`
+        compiled = made.lower().compile()
+    memory: Any = compiled.memory_analysis()
+    return Program(
+        memory.argument_size_in_bytes,
+        memory.temp_size_in_bytes,
+        memory.output_size_in_bytes,
+        memory.alias_size_in_bytes,
+        tuple(collectives(compiled.as_text(), job.mesh, job.work.across)),
+        operations,
+        time.perf_counter() - started,
+    )
+
+
+if __name__ == "__main__":
+    given, made = map(Path, sys.argv[1:])
+    made.write_bytes(pickle.dumps(program(pickle.loads(given.read_bytes()))))

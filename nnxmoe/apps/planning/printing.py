@@ -1,0 +1,131 @@
+"""Plans as text."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from nnxmoe.apps.planning.published import nearest
+from nnxmoe.config.printable import bytes_text
+
+
+def table(plan: Any) -> str:
+    """A plan line by line: what, how much, and where the figure is from."""
+    work, kind, held = plan.work, plan.hardware, plan.bytes
+    axes = axes_text(plan)
+    what = "training step of" if work.train else "decoding step: a token for each of"
+    rows = f"{work.batch} rows {'of' if work.train else 'after'} {work.seq} tokens"
+    where = f"{plan.devices} x {kind.name}, --mesh {axes}" if axes else f"one {kind.name}"
+    lines = [f"{plan.model}, {what} {rows}, on {where}", _verdict(plan)]
+    lines += ["bytes, calls and times of one device:"] if axes else []
+
+    def line(name: str, value: str, source: str = "") -> None:
+        lines.append(f"{name:15} {value:50} {source}".rstrip())
+
+    for name in ("parameters", "moments", "cache", "inputs"):
+        if size := getattr(held, name):
+            line(name, bytes_text(size), "exact")
+    if plan.exact:
+        line("temporary", bytes_text(plan.program.temporary), f"compiled for {kind.name}")
+    else:
+        line("gradients", bytes_text(held.gradients), "estimated") if held.gradients else None
+        line("activations", bytes_text(held.activations), "estimated")
+    if plan.program is not None:
+        _compiled(plan, line)
+    if work.pipeline is not None:
+        stages = plan.mesh["pipe"]
+        turns = f"{stages}; {work.microbatches} microbatches take {work.pipeline.turns(stages)} turns"
+        line("stages", f"{turns}, {plan.bubble:.0%} of them idle", "exact")
+    if work.chunks > 1:
+        line("exchange", f"in {work.chunks} parts, one after another: InChunks(RaggedAllToAll(), {work.chunks})")
+    fits = "fits" if plan.fits else "does not fit"
+    line("memory", f"{bytes_text(plan.memory)} of {bytes_text(kind.memory)}: {fits}", "" if plan.exact else "estimated")
+    if plan.fits and kind.platform == "gpu" and plan.memory > 0.75 * kind.memory:
+        share = min(0.98, math.ceil(100 * plan.memory / kind.memory + 1) / 100)
+        line("", f"JAX takes 75 % of a GPU by default: XLA_PYTHON_CLIENT_MEM_FRACTION={share:.2f}", "")
+    for one in sorted(plan.traffic, key=lambda one: -one.bytes)[:6]:
+        by = "network" if any(plan.routes[axis].far > 1 for axis in one.axes) else plan.routes[one.axes[0]].name
+        size = f"{bytes_text(one.bytes)} of {one.what} over {' x '.join(one.axes)}"
+        line(one.kind, f"{size}, {one.times} calls", f"estimated, {by}")
+    line("operations", f"{plan.operations / plan.devices:.3g} per device, {plan.operations:.3g} on all", "formula")
+    share = plan.efficiency
+    for name, seconds in plan.times.items():
+        rates = {"compute": f"{kind.flops / 1e12:.0f} TFLOP/s"}
+        rates |= {} if work.train else {"memory": f"{kind.bandwidth / 1e12:.2f} TB/s"}
+        note = f"at {share.expected:.0%} of {rates[name]}" if name in rates else "estimated"
+        line(f"time, {name}", f"{seconds:.3g} s{': the step waits for this' if name == plan.limiter else ''}", note)
+    if plan.fits:
+        rate = work.tokens / plan.seconds
+        line("speed", f"{rate:,.0f} tokens per second, {rate / plan.devices:,.0f} by each device", "estimated")
+        low, high = plan.range
+        peak = f"at {share.high:.0%} to {share.low:.0%} of the peak"
+        line("range", f"{low:.3g} to {high:.3g} s per step, {peak}", share.why)
+        line("", "the network is hidden behind the rest, at worst nothing of it", "an assumption")
+        line("nearest", str(nearest(plan.model, kind, plan.config.experts > 0, plan.devices, work.train)), "published")
+    for text in plan.advice:
+        line("change", text)
+    return "\n".join(lines)
+
+
+def _verdict(plan: Any) -> str:
+    """Whether a plan fits, and how fast it is, in a line."""
+    size = f"{bytes_text(plan.memory)} of {bytes_text(plan.hardware.memory)} on each device"
+    if not plan.fits:
+        return f"does not fit: {size}"
+    (low, high), rate = plan.range, plan.work.tokens / plan.seconds
+    step = f"{seconds_text(plan.seconds)} per step ({seconds_text(low)} to {seconds_text(high)})"
+    return f"fits: {size}; {step}, {rate:,.0f} tokens per second"
+
+
+def axes_text(plan: Any) -> str:
+    """The mesh as ``--mesh`` takes it; empty for one device."""
+    return ",".join(f"{axis}={size}" for axis, size in plan.mesh.items() if size > 1)
+
+
+def cost(plan: Any, tokens: float, price: float | None = None) -> str:
+    """Duration of training on ``tokens`` tokens, and its cost if ``price`` is that of a device-hour."""
+    days = [tokens / plan.work.tokens * each / 86400 for each in (plan.seconds, *plan.range)]
+    hours = 24 * days[0] * plan.devices
+    text = f"{tokens:,.0f} tokens: {_days(days[0])} ({_days(days[1])} to {_days(days[2])}), {hours:,.0f} device-hours"
+    return text if price is None else f"{text}, {hours * price:,.0f} by a price of {price:g}"
+
+
+def _days(days: float) -> str:
+    return f"{days:,.1f} days" if days >= 1 else f"{24 * days:.2g} hours"
+
+
+def seconds_text(seconds: float) -> str:
+    """Seconds in the unit that suits them."""
+    return f"{seconds:.3g} s" if seconds >= 0.1 else f"{1e3 * seconds:.3g} ms"
+
+
+def _compiled(plan: Any, line: Any) -> None:
+    program, where = plan.program, f"compiled for {plan.compiled_for} in {plan.program.seconds:.0f} s"
+    line("arguments", bytes_text(program.arguments), where)
+    if not plan.exact:
+        note = "a ceiling" if plan.work.train else "far too high: XLA:CPU casts stacked weights"
+        line("temporary", f"{bytes_text(program.temporary)}, {note}", where)
+    if not math.isnan(program.operations) and program.operations:
+        line("operations", f"{program.operations / plan.devices:.3g} per device, counted", "traced, loops x lengths")
+    sums, times = Counter[Any](), Counter[Any]()
+    for one in program.collectives:
+        key = (one.kind, one.axes, one.counted)
+        sums[key] += one.total
+        times[key] += one.times
+    for (kind, axes, counted), size in sums.most_common(8):
+        more = "" if counted else " or more: a loop of unknown length"
+        line(kind, f"{bytes_text(size)} over {' x '.join(axes)}, {times[kind, axes, counted]} calls{more}", where)
+    if program.warnings:
+        line("warnings", f"{program.warnings} involuntary full rematerializations", where)
+
+
+def compared(plans: Sequence[Any]) -> str:
+    """One line per plan: mesh, rows, memory, whether it fits, and if so time per step, speed and limiter."""
+    lines = [f"{'mesh':36} {'rows':>6} {'memory':>10}  fits  {'step':>9}  {'tokens/s':>10}  waits for"]
+    for plan in plans:
+        axes = axes_text(plan) or "one device"
+        axes += "" if plan.work.remat or not plan.work.train else " --no-remat"
+        rate = f"{plan.work.tokens / plan.seconds:10,.0f}"
+        timed = f"yes   {plan.seconds:8.3g}s  {rate}  {plan.limiter}" if plan.fits else "no"
+        lines.append(f"{axes:36} {plan.work.batch:6} {bytes_text(plan.memory):>10}  {timed}")
+    return "\n".join(lines)

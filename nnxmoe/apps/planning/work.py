@@ -1,0 +1,139 @@
+"""The work of a planned step: how many rows and tokens, and how they are computed."""
+
+import dataclasses
+import math
+from typing import Literal, get_args
+
+from nnxmoe.axes import RULES, AnyMesh, Rules, check_rules
+from nnxmoe.config.printable import short
+from nnxmoe.config.validate import as_integer, set_positive
+from nnxmoe.model.pipeline import AXIS, Pipeline, stages_of
+from nnxmoe.model.quantization.methods import Method, Mixed, refuse_both
+from nnxmoe.model.strategy import Strategy
+from nnxmoe.moe.capacity import check_factor
+from nnxmoe.moe.expert_parallel import ExpertParallel, InChunks, RaggedAllToAll
+
+# Fields of `Work` that no strategy computes yet, or that a compiled step does not have.
+PLANNED_ONLY = ("interleaved", "node_copies", "lora", "split_rank", "compute", "quantize")
+
+Compute = Literal["bf16", "fp8"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """The work of one step, and how it is computed.
+
+    ``batch`` rows of ``seq`` tokens to train on, or rows with ``seq`` tokens in the cache of which each gets one more
+    (``train`` False). ``accumulate``: parts of a training batch. ``across``: the mesh axis that crosses nodes or
+    slices. ``rules``: over which mesh axes parameters are sharded. ``remat``: activations are computed again in the
+    backward pass. ``offload``: the host keeps the inputs of layers, as with ``Remat(offload=("layer_input",))``.
+    ``buffer_factor``: of `RaggedAllToAll`; None: room for all rows of the expert axis. ``chunks``: of `InChunks`
+    around it, which bounds this room and drops nothing; None: as many as `InChunks` chooses. ``microbatches``: of a
+    `Pipeline` over the mesh axis ``pipe``; None: this axis splits the batch only.
+
+    By arithmetic only: ``interleaved``: groups of layers per stage. ``node_copies``: one copy of a token per node goes
+    to its experts there. ``lora``: the rank of adapters of all kernels of layers, which alone are trained; 0:
+    everything is. ``split_rank``: adapters of experts have the rank divided by the experts per token. ``compute``: how
+    products are computed. ``quantize``: of weights that are not trained.
+    """
+
+    batch: int
+    seq: int
+    train: bool = True
+    accumulate: int = 1
+    across: str | None = None
+    rules: Rules = dataclasses.field(default_factory=lambda: RULES)
+    remat: bool = True
+    offload: bool = False
+    buffer_factor: float | None = None
+    chunks: int | None = None
+    microbatches: int | None = None
+    interleaved: int = 1
+    node_copies: bool = False
+    lora: int = 0
+    split_rank: bool = False
+    compute: Compute = "bf16"
+    quantize: Method | Mixed | None = None
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """How the mesh axis ``pipe`` splits layers; None: it does not."""
+        return None if self.microbatches is None else Pipeline(self.microbatches)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that pass through the model in one step."""
+        return self.batch * (self.seq if self.train else 1)
+
+    def turns(self, mesh: AnyMesh) -> int:
+        """How often a step computes a layer, and gathers its kernels: once for each part of a batch, or each turn."""
+        if self.microbatches is None:
+            return self.accumulate
+        return self.accumulate * (self.microbatches + math.ceil((stages_of(mesh) - 1) / self.interleaved))
+
+    def check(self) -> None:
+        """Reject non-positive sizes, batches that ``accumulate`` does not divide, and choices that exclude others."""
+        sizes = ("batch", "seq", "accumulate", "chunks", "microbatches", "interleaved")
+        set_positive(self, *sizes, where="plan")
+        if (rank := as_integer(self.lora, 0)) is None:
+            raise ValueError(f"plan(lora={short(self.lora)}): give the rank, or 0 to train all parameters")
+        object.__setattr__(self, "lora", rank)
+        for name in ("train", "remat", "offload", "node_copies", "split_rank"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ValueError(f"plan({name}={short(value)}): give True or False")
+        check_rules("plan", self.rules)
+        if self.across is not None and not isinstance(self.across, str):
+            raise ValueError(f"plan(across={short(self.across)}): give the name of a mesh axis, or None")
+        refuse_both(self.quantize, keep_quantized=False)
+        if self.compute not in get_args(Compute):
+            raise ValueError(f"plan(compute={short(self.compute)}): use {' or '.join(get_args(Compute))}")
+        if self.buffer_factor is not None:
+            object.__setattr__(self, "buffer_factor", check_factor("plan(buffer_factor", self.buffer_factor))
+        if self.quantize is not None and self.train and not self.lora:
+            raise ValueError(
+                "quantize: quantised weights are not trained: plan adapters (lora), or decoding (train=False)"
+            )
+        if self.offload and not (self.train and self.remat):
+            raise ValueError(
+                "offload: the host keeps inputs of layers that are computed again: plan training, with remat"
+            )
+        if self.split_rank and not self.lora:
+            raise ValueError("split_rank: there is no rank to split: plan adapters (lora)")
+        if self.accumulate > 1 and not self.train:
+            raise ValueError(f"accumulate={self.accumulate}: decoding has no parts to accumulate: leave it out")
+        if self.batch % self.accumulate:
+            raise ValueError(
+                f"a batch of {self.batch} rows cannot be cut into accumulate={self.accumulate} parts: use a multiple"
+            )
+
+    def check_mesh(self, mesh: AnyMesh) -> None:
+        """Raise ValueError for an axis ``across`` that the mesh lacks, and stages that it cannot have."""
+        if self.across is not None and self.across not in mesh.shape:
+            raise ValueError(f"across={self.across!r} is not a mesh axis: use one of {', '.join(mesh.shape)}")
+        if self.pipeline is not None:
+            self.pipeline.check(mesh)
+            if stages_of(mesh) == 1:
+                raise ValueError(f"microbatches={self.microbatches}: the mesh has one stage: give it an axis {AXIS}")
+            if not self.train:
+                raise ValueError(
+                    f"microbatches={self.microbatches}: pipeline stages do not decode: leave it out, or plan training"
+                )
+            self.pipeline.refuse_batch(self.batch // self.accumulate, mesh)
+
+    def of(self, strategy: Strategy) -> "Work":
+        """This work as a strategy computes it. Raises ValueError if both make a choice."""
+        changed = (self.microbatches, self.buffer_factor, self.chunks) != (None, None, None)
+        if changed or self.rules is not RULES or not self.remat:
+            raise ValueError(
+                "give rules, microbatches, remat, buffer_factor and chunks by the strategy, or without one"
+            )
+        exchange = strategy.dispatch.exchange if isinstance(strategy.dispatch, ExpertParallel) else None
+        exchange, chunks = (exchange.exchange, exchange.chunks) if isinstance(exchange, InChunks) else (exchange, 1)
+        return dataclasses.replace(
+            self,
+            rules=strategy.rules,
+            remat=strategy.remat is not None,
+            buffer_factor=exchange.buffer_factor if isinstance(exchange, RaggedAllToAll) else None,
+            chunks=chunks,
+            microbatches=None if strategy.pipeline is None else strategy.pipeline.microbatches,
+        )

@@ -1,0 +1,130 @@
+"""What an answer consists of: reasoning, text and calls of tools; and its grammar, where something is asked for."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nnxmoe.apps.serve import harmony
+from nnxmoe.apps.serve.call_split import AnswerPart, CallSplit
+from nnxmoe.apps.serve.reasoning import Reasoning, ReasoningSplit
+from nnxmoe.apps.serve.tools import FORMATS, Calls, escaped, format_of, literal
+from nnxmoe.generation.grammar import Grammar
+
+
+@dataclasses.dataclass(frozen=True)
+class AnswerForm:
+    """The parts of an answer. ``reasoning``: its tags; ``calls``: of the tools of the request; ``harmony``: the text is
+    in channels. ``tokens``: ids of tokens in these forms that are no text to grammars; they are kept in the text."""
+
+    reasoning: Reasoning | None = None
+    calls: Calls | None = None
+    harmony: bool = False
+    tokens: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, template: str, prompt: str, calls: Calls | None, symbols: Mapping[str, int]) -> "AnswerForm":
+        """The form of answers by a chat template. ``prompt``: the end of the rendered chat; ``symbols``: the ids of
+        tokens that are no text to grammars."""
+        channels = format_of(template) is FORMATS["harmony"]
+        tags = None if channels else Reasoning.of(template, prompt)
+        written = [] if tags is None else [tags.start, tags.end]
+        written += [] if calls is None else [*calls.format.marks, calls.format.call, calls.format.closing or ""]
+        written += [harmony.MESSAGE, *harmony.ENDS, *harmony.BEGINS, FORMATS["harmony"].call] if channels else []
+        tokens = {token: i for token, i in symbols.items() if any(token in text for text in written)}
+        return cls(tags, calls, channels, tokens)
+
+    @property
+    def reasons(self) -> bool:
+        """Whether an answer may have reasoning."""
+        return self.harmony or self.reasoning is not None
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Ids after which there is nothing to say, beside those of the checkpoint."""
+        ends = harmony.ENDS[1:] if self.harmony else ()
+        return tuple(self.tokens[end] for end in ends if end in self.tokens)
+
+    def splitter(self) -> "AnswerSplit | harmony.HarmonySplit":
+        """Divide a text that comes in pieces."""
+        return harmony.HarmonySplit() if self.harmony else AnswerSplit(self)
+
+    def split(self, text: str, cut: bool = False) -> tuple[AnswerPart, int]:
+        """Split a complete text; returns its parts and the number of calls. ``cut``: it ended at its length limit."""
+        splitter = self.splitter()
+        found = splitter.put(text).followed_by(splitter.end(cut))
+        return found._replace(reasoning=found.reasoning.rstrip()), splitter.count
+
+    def grammar(self, form: Grammar | None, tokenizer: Any) -> Grammar | None:
+        """What the answer must follow, so that its text is one of ``form`` and its calls are those that are asked for.
+        None: anything."""
+        calls = self.calls
+        if form is None and (calls is None or not (calls.must or calls.strict or not calls.several)):
+            return None
+        rules, answers = list[str](), ["calls"] if calls is not None else []
+        rules += calls.rules(self.tokens) if calls is not None else []
+        if calls is None or not calls.must:
+            final = literal(FORMATS["harmony"].final, self.tokens) if self.harmony else ""
+            if form is not None:
+                answers.append(f"{final} @form")
+            elif calls is not None:
+                answers, free = self._free(calls, final)
+                rules += free
+        text = "\n".join([f"start: {self._thinking(rules)} ({' | '.join(answers)})", *rules])
+        return Grammar.lark(text, tokenizer) if form is None else form.within(text)
+
+    def _free(self, calls: Calls, final: str) -> tuple[Sequence[str], Sequence[str]]:
+        """Alternatives and rules of an answer that says something, calls tools, or both."""
+        form, any_text = calls.format, r"/(.|\n)*/"
+        if self.harmony:
+            return ["calls", f"{final} {any_text}"], []
+        if form.first:
+            return ["calls", rf"/\s*([^\s{escaped(form.marks[0])}](.|\n)*)?/"], []
+        if form.marks[0] in self.tokens:
+            return [f"{any_text} calls?"], []
+        # The mark is text: what is said ends with it, and the calls go on after it.
+        outside = " & ".join([any_text, *(rf"~/(.|\n)*{escaped(mark)}(.|\n)*/" for mark in form.marks)])
+        rules = [f"SAID: {outside}", rf"until[lazy]: /(.|\n)*{escaped(form.marks[0])}/"]
+        return ["SAID", "until rest"], rules
+
+    def _thinking(self, rules: list[str]) -> str:
+        """What may come before the answer; rules of it are appended."""
+        if self.harmony:
+            before, after = (literal(text, self.tokens) for text in harmony.ANALYSIS)
+            return rf"({before} /(.|\n)*/ {after})*"
+        tags = self.reasoning
+        if tags is None or tags.closed:
+            return ""
+        if tags.end in self.tokens:
+            rest = rf"/(.|\n)*/ {literal(tags.end, self.tokens)} /\n{{0,2}}/"
+        else:
+            rules.append(rf"thought[lazy]: /(.|\n)*{escaped(tags.end)}/")
+            rest = r"thought /\n{0,2}/"
+        return rest if tags.inside else f"({literal(tags.start, self.tokens)} {rest})?"
+
+
+PLAIN = AnswerForm()
+
+
+class AnswerSplit:
+    """Divides a text that comes in pieces into reasoning, and what is said, with calls."""
+
+    def __init__(self, form: AnswerForm):
+        self._reasoning = None if form.reasoning is None else ReasoningSplit(form.reasoning)
+        self._calls = None if form.calls is None else CallSplit(form.calls)
+
+    @property
+    def count(self) -> int:
+        return 0 if self._calls is None else self._calls.count
+
+    def put(self, piece: str) -> AnswerPart:
+        """The parts that are certain after this piece."""
+        return self._part(*(("", piece) if self._reasoning is None else self._reasoning.put(piece)))
+
+    def end(self, cut: bool = False) -> AnswerPart:
+        """Return the text held back. ``cut``: the text ended at its length limit."""
+        found = self._part(*(("", "") if self._reasoning is None else self._reasoning.end()))
+        return found if self._calls is None else found.followed_by(self._calls.end(cut))
+
+    def _part(self, thought: str, said: str) -> AnswerPart:
+        part = AnswerPart(content=said) if self._calls is None else self._calls.put(said)
+        return part._replace(reasoning=thought)

@@ -1,0 +1,242 @@
+"""The ASGI application: routes, access control, and errors as JSON."""
+
+import asyncio
+import contextlib
+import hmac
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from nnxmoe.apps.serve.engine_thread import EngineThread
+from nnxmoe.apps.serve.formats import ChatFormat, CompletionFormat, TokenTexts
+from nnxmoe.apps.serve.reply import COUNTS, Reply, Service, json_response
+from nnxmoe.apps.serve.requests import Planner
+from nnxmoe.apps.serve.schema import ChatRequest, CompletionRequest, decode
+from nnxmoe.apps.serve.settings import Refused, ServerSettings, public
+from nnxmoe.config.printable import plain
+from nnxmoe.generation.engine import Engine
+from nnxmoe.runtime.progress import say
+
+PAGE = Path(__file__).with_name("page.html")
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
+POLICY += "img-src data:"
+OPEN_TO_ALL = ("/", "/health")
+POLLED = ("/health", "/metrics")  # of which only failures are logged
+DISCARD_SECONDS = 1.0
+
+
+class Endpoints:
+    """The endpoints of one model. ``service`` is set while the application runs; ``started`` is called first."""
+
+    def __init__(self, engine: Engine, tokenizer: Any, settings: ServerSettings, started: Callable[[], None]):
+        if (mesh := engine.model.mesh) is not None and mesh.is_multi_process:
+            raise ValueError(
+                f"the engine's model is sharded over several processes (mesh {dict(mesh.shape)}), and only one gets "
+                "the requests: load it on a mesh of this process's devices, "
+                "nnxmoe.make_mesh(…, devices=jax.local_devices())"
+            )
+        self.engine, self.tokenizer, self.settings, self.started = engine, tokenizer, settings, started
+        self.planner = Planner(engine, tokenizer, settings)
+        self.texts, self.since = TokenTexts(tokenizer), int(time.time())
+        self.service: Service
+
+    @contextlib.asynccontextmanager
+    async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        """Run the engine's thread while the application runs."""
+        thread = EngineThread(self.engine, self.tokenizer, asyncio.get_running_loop())
+        self.service = Service(thread, self.settings)
+        self.started()
+        try:
+            yield
+        finally:
+            await asyncio.to_thread(thread.close)
+
+    async def page(self, _: Request) -> Response:
+        headers = {
+            "content-security-policy": POLICY,
+            "x-content-type-options": "nosniff",
+            "referrer-policy": "no-referrer",
+        }
+        return HTMLResponse(PAGE.read_bytes(), headers=headers)
+
+    async def health(self, _: Request) -> Response:
+        """200 while the engine runs."""
+        if (failure := self.service.thread.failure) is not None:
+            raise Refused(503, f"the engine failed: {type(failure).__name__}: {public(failure)}")
+        return json_response({"status": "ok"})
+
+    async def metrics(self, _: Request) -> Response:
+        """Metrics in the text format of Prometheus."""
+        return PlainTextResponse(self.service.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    async def models(self, request: Request) -> Response:
+        """The model that is served, in a list or by its name."""
+        name = self.settings.name
+        card = {
+            "id": name,
+            "object": "model",
+            "created": self.since,
+            "owned_by": "nnxmoe",
+            "max_model_len": self.engine.capacity,
+        }
+        asked = request.path_params.get("model")
+        if asked not in (None, name):
+            raise Refused(404, f"there is no model {asked!r:.80} here, only {name!r}", "model", "model_not_found")
+        return json_response({"object": "list", "data": [card]} if asked is None else card)
+
+    async def completions(self, request: Request) -> Response:
+        since, asked = time.monotonic(), decode(await self._body(request), CompletionRequest)
+        plan = await asyncio.to_thread(self.planner.completion, asked)  # tokenizers may take a second
+        return Reply(self.service, plan, CompletionFormat(self.texts, plan.wanted.logprobs), since)
+
+    async def chat(self, request: Request) -> Response:
+        since, asked = time.monotonic(), decode(await self._body(request), ChatRequest)
+        plan = await asyncio.to_thread(self.planner.chat, asked)  # tokenizers and templates may take a second
+        return Reply(self.service, plan, ChatFormat(self.texts, plan.wanted.logprobs, plan.answer), since)
+
+    async def _body(self, request: Request) -> bytes:
+        """The body, of a bounded size and in a bounded time."""
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":  # which a page of another site cannot send without being asked first
+            raise Refused(415, f"the Content-Type is {kind!r:.60}: send application/json")
+        most = self.settings.body
+        too_large = Refused(413, f"the body is larger than {most} bytes")
+        length = request.headers.get("content-length", "0")
+        if length.isdecimal() and int(length) > most:
+            raise too_large
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self.settings.body_seconds):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > most:
+                        raise too_large
+        except TimeoutError:
+            raise Refused(408, f"the body did not arrive within {self.settings.body_seconds:g} s") from None
+        return bytes(body)
+
+
+class _Body:
+    """``receive`` of a request; ``unread``: whether there may be more of its body."""
+
+    def __init__(self, receive: Receive, headers: Mapping[bytes, bytes]):
+        self._receive = receive
+        self.unread = headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        self.unread = self.unread and message["type"] == "http.request" and message.get("more_body", False)
+        return message
+
+    async def discard(self) -> None:
+        """Read the rest for a while: a client that still sends would not see a response before a reset."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DISCARD_SECONDS):
+                while self.unread:
+                    await self.receive()
+
+
+class Guard:
+    """Lets requests in by Host header and key, reads the rest of refused bodies, and counts responses by path and
+    status."""
+
+    def __init__(self, app: ASGIApp, endpoints: Endpoints, paths: frozenset[str]):
+        self._app, self._endpoints, self._paths = app, endpoints, paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Forward a request, or refuses it. A slash at the end of a path is dropped."""
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        since, status = time.monotonic(), 499  # the client went away, if there is no other
+        scope = {**scope, "path": scope["path"].rstrip("/") or "/", COUNTS: [0, 0, ""]}
+
+        headers = dict(scope["headers"])
+        body = _Body(receive, headers)
+
+        async def counted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                path = scope["path"] if scope["path"] in self._paths else "other"
+                self._endpoints.service.metrics.requests[path, message["status"]] += 1
+                if message["status"] >= 400:
+                    await body.discard()
+                if body.unread:  # the rest would be taken for the next request
+                    message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
+            await send(message)
+
+        refused = self._refused(scope["path"], headers)
+        scope[COUNTS][2] = "" if refused is None else refused.why
+        app = self._app if refused is None else _error(refused)
+        try:
+            await app(scope, body.receive, counted)
+        finally:
+            if self._endpoints.settings.access_log and not (scope["path"] in POLLED and status < 400):
+                _log(scope, status, time.monotonic() - since)
+
+    def _refused(self, path: str, headers: dict[bytes, bytes]) -> Refused | None:
+        settings = self._endpoints.settings
+        host = headers.get(b"host", b"").decode("latin-1").lower()
+        name = host.rpartition(":")[0] if ":" in host.rpartition("]")[2] else host
+        if settings.hosts is not None and name not in settings.hosts:
+            return Refused(403, f"the Host header is {name!r:.80}, not one of {sorted(settings.hosts)}")
+        if settings.key is None or path in OPEN_TO_ALL:
+            return None
+        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+        if scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), settings.key.encode()):
+            return None
+        return Refused(
+            401, "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'", None, "invalid_api_key"
+        )
+
+
+def _log(scope: Scope, status: int, seconds: float) -> None:
+    """One line: method, path, status, seconds, tokens of the prompts and new ones, and why a request was refused."""
+    given, made, why = scope[COUNTS]
+    tokens = f", {given} + {made} tokens, {made / seconds:.1f} per second" if given else ""
+    why = f": {plain(why)}" if why else ""
+    say("%s %s %d, %.3f s%s%s", scope["method"], plain(scope["path"]), status, seconds, tokens, why)
+
+
+def _error(refused: Refused) -> Response:
+    headers = {"retry-after": "1"} if refused.status == 429 else {}
+    headers |= {"www-authenticate": "Bearer"} if refused.status == 401 else {}
+    return json_response(refused.body(), refused.status, headers)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    match error:
+        case Refused():
+            request.scope[COUNTS][2] = error.why
+            return _error(error)
+        case HTTPException():
+            return _error(Refused(error.status_code, f"{request.method} {request.url.path:.80}: {error.detail}"))
+        case ClientDisconnect():  # while it sent its body: no one reads this
+            return Response(status_code=499)
+        case _:
+            return _error(Refused(500, f"internal error: {type(error).__name__}; see its log"))
+
+
+def make_app(engine: Engine, tokenizer: Any, settings: ServerSettings, started: Callable[[], None]) -> ASGIApp:
+    """The application that serves an engine, which it closes at its end. ``started`` is called once it runs."""
+    ends = Endpoints(engine, tokenizer, settings, started)
+    routes = [
+        Route("/", ends.page),
+        Route("/health", ends.health),
+        Route("/metrics", ends.metrics),
+        Route("/v1/models", ends.models),
+        Route("/v1/models/{model:path}", ends.models),
+        Route("/v1/completions", ends.completions, methods=["POST"]),
+        Route("/v1/chat/completions", ends.chat, methods=["POST"]),
+    ]
+    handlers: Any = dict.fromkeys((Refused, HTTPException, ClientDisconnect, Exception), _failed)
+    app = Starlette(routes=routes, exception_handlers=handlers, lifespan=ends.lifespan)
+    return Guard(app, ends, frozenset(route.path for route in routes))

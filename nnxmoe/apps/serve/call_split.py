@@ -1,0 +1,219 @@
+"""Calls of tools in a text that comes in pieces: what is said, and the calls, whose arguments are handed on as they
+come."""
+
+import json
+import math
+import re
+import secrets
+import string
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+from nnxmoe.apps.serve.json_stream import NOTHING, JsonArguments, json_object
+from nnxmoe.apps.serve.reasoning import held
+from nnxmoe.apps.serve.tagged_arguments import TaggedArguments, next_tag
+from nnxmoe.apps.serve.tools import NAME, Calls
+
+_LETTERS = string.ascii_letters + string.digits
+_NOTHING = re.compile(rf"\s*(?:{'|'.join(NOTHING[1:])})(?![\w\"])")
+_FIELDS = frozenset(("name", "arguments", "parameters", "id", "type"))  # fields of a call that is one JSON object
+
+
+class CallPiece(NamedTuple):
+    """A part of the call with this number. The first one has its ``name`` and ``id``."""
+
+    index: int
+    arguments: str = ""
+    name: str | None = None
+    id: str | None = None
+
+
+class AnswerPart(NamedTuple):
+    """Parts of an answer."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: Sequence[CallPiece] = ()
+
+    def followed_by(self, other: "AnswerPart") -> "AnswerPart":
+        """This part and the next one."""
+        joined = (self.reasoning + other.reasoning, self.content + other.content)
+        return AnswerPart(*joined, (*self.calls, *other.calls))
+
+
+def new_id() -> str:
+    """An id of a call: nine letters and digits, as templates of Mistral demand."""
+    return "".join(secrets.choice(_LETTERS) for _ in range(9))
+
+
+class CallSplit:
+    """Splits a text into content and tool calls in the format of a `Calls`. At the end, text that is not a call after
+    all becomes content.
+
+    ``count``: number of calls so far. The parts do not depend on how the text is divided into pieces.
+    """
+
+    def __init__(self, calls: Calls):
+        self._calls, self._format = calls, calls.format
+        self._state: Literal["text", "calls", "arguments"] = "text"
+        self._buffer, self.count, self._said = "", 0, False
+        self._space = ""  # before a call that may be none
+        self._arguments: JsonArguments | TaggedArguments = JsonArguments(())
+
+    def put(self, piece: str, final: bool = False, cut: bool = False) -> AnswerPart:
+        """Read a piece and return the parts that can be emitted now. ``final`` and ``cut``: see `end`."""
+        self._buffer += piece
+        found = AnswerPart()
+        while (part := self._next(final, cut)) is not None:
+            found = found.followed_by(part)
+        return found
+
+    def end(self, cut: bool = False) -> AnswerPart:
+        """Return the text held back. If the end of a call is missing, its arguments are completed, unless the text was
+        ``cut`` at its length limit: then they stay incomplete, so that clients notice."""
+        found = self.put("", final=True, cut=cut)
+        rest, self._buffer = self._buffer, ""
+        return found.followed_by(self._left(rest))
+
+    def _left(self, text: str) -> AnswerPart:
+        """What is said in a text that has no call, without the end of the call before it."""
+        text, self._space = self._space + text, ""
+        if self._state == "calls" and self.count:
+            text = "" if self._is_rest(text) else self._format.leftover.sub("", text, count=1)
+        return AnswerPart(content="" if self.count and text.isspace() else text)
+
+    def _is_rest(self, text: str) -> bool:
+        """Whether a text belongs to the end of a call. Models leave out a part of it, or are cut there."""
+        form, got = self._format, "".join(text.split()).removesuffix(self._format.between.strip())
+        after = form.call.partition("ARGUMENTS")[2] + (form.closing or "")
+        wholes = ["".join(part.split()) for part in (after, (form.argument or "").partition("KEY")[0])]
+        return any(whole.startswith(got) for whole in wholes) or form.tail.fullmatch(text.rstrip()) is not None
+
+    def _next(self, final: bool, cut: bool) -> AnswerPart | None:
+        """The next part; None if it needs more text."""
+        match self._state:
+            case "text":
+                return self._text()
+            case "calls":
+                return (
+                    self._call(final)
+                    or self._whole(final and not cut)
+                    or self._last()
+                    or (self._skip() if final else None)
+                )
+            case "arguments":
+                taken = self._arguments.take(self._buffer, final, cut)
+                changed = taken.done or taken.rest != self._buffer
+                self._buffer, self._state = taken.rest, "calls" if taken.done else "arguments"
+                calls = [CallPiece(self.count - 1, taken.arguments)] if taken.arguments else []
+                return AnswerPart(content=taken.said, calls=calls) if changed else None
+
+    def _text(self) -> AnswerPart | None:
+        text, marks = self._buffer, self._format.marks
+        if self._format.first:
+            if self._said:
+                self._buffer = ""
+                return AnswerPart(content=text) if text else None
+            if not text.strip():
+                return None
+            places = [len(text) - len(text.lstrip())] if text.lstrip().startswith(marks) else []
+            keep = 0
+        else:
+            places = [at for at in map(text.find, marks) if at >= 0]
+            keep = held(text, marks)
+        if places:
+            said, self._buffer = text[: min(places)].rstrip(), text[min(places) :]
+            self._state, self._space = "calls", text[len(said) : min(places)]
+            return AnswerPart(content=said)
+        said, self._buffer = text[: len(text) - keep], text[len(text) - keep :]
+        self._said = self._said or bool(said)
+        return AnswerPart(content=said) if said else None
+
+    def _call(self, final: bool) -> AnswerPart | None:
+        """Read the head of a call. At the end of the text the name of one of the request's tools is enough."""
+        form = self._format
+        if (found := form.head.match(self._buffer)) is None:
+            return None
+        rest, known = self._buffer[found.end() :], found["name"] in self._calls.parameters
+        ends = final and known and not _NOTHING.sub("", rest).strip()
+        if rest.startswith("{"):
+            self._arguments = JsonArguments(form.stops)
+        elif form.argument is not None:
+            part = next_tag(form, rest)
+            first = part is not None and part.start() == 0 and not rest.startswith(form.marks)
+            if not (ends or first or (known and (part is not None or (final and rest.startswith("<"))))):
+                return None
+            self._arguments = TaggedArguments(self._calls, found["name"])
+        elif ends or _NOTHING.sub("", rest).lstrip().startswith(form.stops):
+            self._arguments, rest = JsonArguments(form.stops), _NOTHING.sub("", rest).lstrip()
+        else:
+            return None
+        self._state, self._buffer = "arguments", rest
+        parts = found.groupdict()
+        if (index := parts.get("index")) is not None:  # Kimi's templates need ids in Kimi's format
+            return self._new(found["name"], f"functions.{found['name']}:{index}")
+        return self._new(found["name"], parts.get("id"))
+
+    def _new(self, name: str, id: str | None = None, arguments: str = "") -> AnswerPart:
+        self.count, self._space = self.count + 1, ""
+        return AnswerPart(calls=[CallPiece(self.count - 1, arguments, name, id or new_id())])
+
+    def _whole(self, final: bool) -> AnswerPart | None:
+        """Read a call that is one JSON object with fields in a different order or with different names. At the end of
+        the text the object may be incomplete if it names one of the request's tools."""
+        form = self._format
+        if (found := form.object_lead.match(self._buffer)) is None:
+            return None
+        text = self._buffer[found.end() :]
+        try:
+            body, end = _DECODER.raw_decode(text)
+        except (ValueError, RecursionError):
+            if not final:
+                return None
+            taken = JsonArguments(form.stops).take(text, final=True)
+            body, end = _loaded(taken.arguments), len(text) - len(taken.rest)
+            if not body or body.get("name") not in self._calls.parameters or not body.keys() <= _FIELDS:
+                return None
+        arguments = body.get("arguments", body.get("parameters")) or {}
+        if isinstance(arguments, str) and arguments.lstrip().startswith("{"):
+            arguments = _loaded(json_object(arguments.lstrip()))
+        name = body.get("name")
+        if not isinstance(name, str) or not re.fullmatch(NAME, name) or not isinstance(arguments, dict):
+            return None
+        brace = "}" if form.has_object else ""  # other calls leave this brace in the buffer too
+        self._buffer = brace + text[end:]
+        return self._new(name, None, json.dumps(arguments, ensure_ascii=False))
+
+    def _last(self) -> AnswerPart | None:
+        end = self._format.end
+        if not self.count or end is None or (found := end.match(self._buffer)) is None:
+            return None
+        self._state, self._buffer = "text", self._buffer[found.end() :]
+        return AnswerPart()
+
+    def _skip(self) -> AnswerPart | None:
+        """Return the words before the next tag of a call; used at the end of the text."""
+        form, text = self._format, self._buffer
+        tags = () if form.first else form.stops if self.count else form.marks
+        start = max(1, found.end() if self.count and (found := form.leftover.match(text)) else 1)
+        places = [at for tag in tags if (at := text.find(tag, start)) > 0]
+        if not places:
+            return None
+        text, self._buffer = self._buffer[: min(places)], self._buffer[min(places) :]
+        return self._left(text)
+
+
+def _number(text: str) -> float | str:
+    """Parse a JSON number; returns the text if the number is too large for a float."""
+    return value if math.isfinite(value := float(text)) else text
+
+
+_DECODER = json.JSONDecoder(parse_constant=str, parse_float=_number)
+
+
+def _loaded(text: str) -> dict[str, Any] | None:
+    """Parse a JSON object; returns None if it is nested too deeply."""
+    try:
+        return _DECODER.decode(text)
+    except RecursionError:
+        return None

@@ -1,0 +1,233 @@
+"""The thread that owns the engine: other threads send it commands, and it sends back what each step has made."""
+
+import asyncio
+import collections
+import concurrent.futures
+import dataclasses
+import logging
+import math
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from nnxmoe.apps.serve.settings import Refused
+from nnxmoe.generation.complete import StoppedText
+from nnxmoe.generation.engine import Engine
+from nnxmoe.generation.request import Event, Finish, Prefix, Request, Wanted, unusable_logits
+from nnxmoe.generation.score import Score, score
+
+logger = logging.getLogger("nnxmoe")
+
+
+@dataclasses.dataclass
+class Sample:
+    """A sample, or what one step added to it. ``text`` may lag behind ``ids``; ``finish``: why the sample is done. In a
+    response ``echoed`` ids of the prompt come first, and the new text begins at ``start``."""
+
+    text: str = ""
+    ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float | None] = dataclasses.field(default_factory=list)
+    top: list[list[tuple[int, float]] | None] = dataclasses.field(default_factory=list)
+    finish: Finish | None = None
+    echoed: int = 0
+    start: int = 0
+
+    def add(self, piece: "Sample") -> None:
+        self.text += piece.text
+        self.ids += piece.ids
+        self.logprobs += piece.logprobs
+        self.top += piece.top
+        self.finish = piece.finish
+
+
+@dataclasses.dataclass(eq=False)
+class SampleJob:
+    """One sample to make. ``put`` gets its pieces, in the event loop's thread, or the exception that ended it.
+    ``keep``: special tokens that are in its text. ``request``: once the engine has it."""
+
+    ids: tuple[int, ...]
+    wanted: Wanted
+    stop: tuple[str, ...]
+    put: Callable[[Sample | BaseException], None]
+    prefix: Prefix | None = None
+    keep: frozenset[int] = frozenset()
+    request: Request | None = None
+
+
+class EngineThread:
+    """Runs an engine. Its methods are called in the thread of ``loop``, and return at once.
+
+    ``failure``: the exception that ended the thread; every job gets it.
+    """
+
+    def __init__(self, engine: Engine, tokenizer: Any, loop: asyncio.AbstractEventLoop):
+        self.engine = engine
+        self.failure: BaseException | None = None
+        self._tokenizer, self._loop = tokenizer, loop
+        self._inbox: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._lock, self._open = threading.Lock(), True  # an open inbox is read
+        self._running: dict[Request, tuple[SampleJob, StoppedText]] = {}
+        self._scoring: collections.deque[Callable[[], None]] = collections.deque()
+        self._thread = threading.Thread(target=self._run, name="nnxmoe engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, jobs: Sequence[SampleJob]) -> asyncio.Future[None]:
+        """Append jobs to the engine's queue: all, or none if the result is a ValueError."""
+        task, accepted = self._task(self._accept, jobs)
+        self._send(task, task)
+        return accepted
+
+    def cancel(self, jobs: Sequence[SampleJob]) -> None:
+        """End jobs and free their slots; without effect on those that are done."""
+        self._send(lambda: self._cancel(jobs))
+
+    def score(self, texts: Sequence[tuple[int, ...]], top: int) -> asyncio.Future[list[Score]]:
+        """Log-probabilities of ids, computed between two steps. Cancelling the result cancels the work."""
+        task, scores = self._task(self._score, texts, top)
+        self._send(lambda: self._scoring.append(task), task)
+        return scores
+
+    def close(self, seconds: float = 60.0) -> None:
+        """End all jobs and the thread, which finishes its step first."""
+        with self._lock:
+            self._inbox.put(None)
+        self._thread.join(seconds)
+
+    def _task(self, call: Callable[..., Any], *given: Any) -> tuple[Callable[[], None], asyncio.Future[Any]]:
+        """A call for the engine's thread, and the future of its result, or of `failure`."""
+        future = concurrent.futures.Future[Any]()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():  # its client is gone
+                return
+            try:
+                if self.failure is not None:
+                    raise self.failure
+                future.set_result(call(*given))
+            except BaseException as error:
+                future.set_exception(error)
+
+        return run, asyncio.wrap_future(future, loop=self._loop)
+
+    def _send(self, run: Callable[[], object], otherwise: Callable[[], object] = lambda: None) -> None:
+        """Let the thread ``run`` something; ``otherwise`` is run here if it has ended."""
+        with self._lock:
+            if self._open:
+                return self._inbox.put(run)
+        otherwise()
+
+    # What follows runs in the engine's thread.
+
+    def _run(self) -> None:
+        try:
+            while self.failure is None and self._obey(wait=not (self._running or self._scoring)):
+                if self._scoring:  # one pass, so that the steps of others do not wait for more
+                    self._scoring.popleft()()
+                if self._running:
+                    self._deliver(self.engine.step())
+        except BaseException as error:
+            logger.exception("the engine failed")
+            self.failure = error
+        self._end()
+
+    def _obey(self, wait: bool) -> bool:
+        """Run the commands that were sent. Returns False to end the thread."""
+        try:
+            while (command := self._inbox.get(block=wait)) is not None:
+                wait = False
+                command()
+        except queue.Empty:
+            return True
+        return False
+
+    def _accept(self, jobs: Sequence[SampleJob]) -> None:
+        try:
+            texts = [StoppedText(job.stop, self._tokenizer, job.ids, job.keep) for job in jobs]
+            for job in jobs:
+                job.request = self.engine.submit(job.ids, job.wanted, job.prefix)
+                job.prefix = None  # the engine frees a prefix with the last request that needs it
+        except Exception:  # of a tokenizer: it must not end other requests
+            self._cancel(jobs)
+            raise
+        done = []
+        for job, text in zip(jobs, texts, strict=True):
+            assert job.request is not None
+            if job.request.done:  # no new ids were asked for
+                done.append((job, Sample(finish=job.request.finish)))
+            else:
+                self._running[job.request] = job, text
+        self._hand_out(done)
+
+    def _cancel(self, jobs: Sequence[SampleJob]) -> None:
+        for job in jobs:
+            if job.request is not None:
+                self.engine.cancel(job.request)
+                self._running.pop(job.request, None)
+
+    def _deliver(self, events: Sequence[Event]) -> None:
+        pieces = list[tuple[SampleJob, Sample | BaseException]]()
+        for event in events:
+            if event.request not in self._running:
+                continue
+            job, text = self._running[event.request]
+            try:
+                piece = self._piece(event, text)
+                broken = piece.finish == "error"
+                pieces.append((job, dataclasses.replace(piece, finish=None) if broken else piece))
+                if broken:
+                    pieces.append((job, self._broken()))
+            except Exception as error:  # of a tokenizer: it must not end other requests
+                logger.exception("a request failed")
+                self._cancel([job])
+                pieces.append((job, error))
+        self._hand_out(pieces)
+
+    def _piece(self, event: Event, text: StoppedText) -> Sample:
+        """Convert an event to text. At a stop string end the request and drop the ids that follow."""
+        request, before = event.request, text.count
+        new = text.take(event.ids, event.finish)
+        finish = "stop" if text.stopped else event.finish
+        if finish is not None:
+            self.engine.cancel(request)
+            del self._running[request]
+        at = slice(before, text.count)
+        return Sample(new, request.ids[at], [*request.logprobs[at]], [*request.top[at]], finish)
+
+    def _score(self, texts: Sequence[tuple[int, ...]], top: int) -> list[Score]:
+        try:
+            scores = score(self.engine.model, texts, top=top)
+        except ValueError:
+            raise
+        except BaseException as error:
+            logger.exception("the engine failed")
+            self.failure = error
+            raise
+        if any(math.isnan(one.total) for one in scores):
+            raise self._broken()
+        return scores
+
+    def _broken(self) -> Refused:
+        """Error for a request whose logits were NaN or infinite."""
+        why = "the model's logits are NaN or infinite after these ids, so there is no answer: "
+        return Refused(500, why + unusable_logits(self.engine.model))
+
+    def _hand_out(self, pieces: Sequence[tuple[SampleJob, Sample | BaseException]]) -> None:
+        try:
+            if pieces:
+                self._loop.call_soon_threadsafe(lambda: [job.put(piece) for job, piece in pieces])
+        except RuntimeError:  # the event loop is closed: the server has ended
+            logger.debug("an answer came after the server's end")
+
+    def _end(self) -> None:
+        self.failure = error = self.failure or RuntimeError("the server stops")
+        with self._lock:
+            self._open = False
+        self._hand_out([(job, error) for job, _ in self._running.values()])
+        self._running.clear()
+        self.engine.close()
+        unread = [self._inbox.get() for _ in range(self._inbox.qsize())]
+        for command in filter(None, unread):
+            command()
+        for task in self._scoring:
+            task()

@@ -1,0 +1,175 @@
+"""Fields of request bodies: values without effect, and errors that name a field as the client wrote it."""
+
+import difflib
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from nnxmoe.apps.serve.settings import Refused
+
+# Fields of OpenAI, vLLM, SGLang, llama.cpp and others -> values without effect (null never has one). Fields with these
+# values are dropped. Unsupported fields with other values raise Refused.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("audio", "moderation", "prediction", "web_search_options", "prompt_logprobs"), ()),
+    **dict.fromkeys(("truncate_prompt_tokens", "max_new_tokens", "n_predict", "random_seed"), ()),
+    **dict.fromkeys(("allowed_token_ids", "bad_words", "documents", "functions", "logits_processors"), ([],)),
+    **dict.fromkeys(("logit_bias", "lora", "plugins", "samplers", "stop_regex", "transforms"), ([], {})),
+    **dict.fromkeys(("custom_params", "extra_body", "mm_processor_kwargs", "structured_outputs", "vllm_xargs"), ({},)),
+    **dict.fromkeys(("ebnf", "grammar", "guided_grammar", "guided_regex", "regex", "suffix"), ("",)),
+    **dict.fromkeys(("early_stopping", "include_stop_str_in_output", "no_stop_trim", "return_token_ids"), (False,)),
+    **dict.fromkeys(("return_hidden_states", "return_tokens_as_token_ids", "safe_prompt", "store"), (False,)),
+    **dict.fromkeys(("timings_per_token", "use_beam_search"), (False,)),
+    **dict.fromkeys(("detokenize", "include_reasoning", "separate_reasoning", "skip_special_tokens"), (True,)),
+    **dict.fromkeys(("spaces_between_special_tokens", "stream_reasoning"), (True,)),
+    **dict.fromkeys(("dry_multiplier", "dynatemp_range", "mirostat", "n_keep", "n_probs", "priority", "top_a"), (0,)),
+    **dict.fromkeys(("no_repeat_ngram_size", "xtc_probability"), (0,)),
+    **dict.fromkeys(("length_penalty", "num_beams", "repeat_penalty", "tfs_z", "typical_p"), (1,)),
+    "function_call": ("none", "auto"),
+    "guided_choice": ([],),
+    "modalities": (["text"],),
+    "response_format": ({"type": "text"}, {}),
+    "service_tier": ("auto", "default"),
+    "verbosity": ("medium",),
+}
+CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (False,),
+    "best_of": (1,),
+    "chat_template": ("",),
+    "continue_final_message": (False,),
+    "echo": (False,),
+    "prompt": ("", []),
+    "tool_choice": ({},),
+}
+COMPLETION_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "add_special_tokens": (True,),
+    "chat_template_kwargs": ({},),
+    "logprobs": (False,),
+    "max_completion_tokens": (),
+    "messages": ([],),
+    "parallel_tool_calls": (True, False),
+    "reasoning_effort": ("none",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+}
+# Fields that never change an answer.
+LABELS = {"cache_prompt", "cache_salt", "keep_alive", "metadata", "prompt_cache_key", "prompt_cache_options"}
+LABELS |= {"prompt_cache_retention", "request_id", "rid", "safety_identifier", "user"}
+CACHE = "cache_control"  # Anthropic's field in messages, their parts and tools; caching changes no answer
+_INSTEAD: Mapping[str, str] = {
+    "allowed_token_ids": "logit_bias",
+    "bad_words": "logit_bias",
+    "ebnf": "guided_grammar",
+    "function_call": "tool_choice",
+    "functions": "tools",
+    "grammar": "guided_grammar",
+    "max_completion_tokens": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "n_predict": "max_tokens",
+    "random_seed": "seed",
+    "regex": "guided_regex",
+    "repeat_penalty": "repetition_penalty",
+    "structured_outputs": "response_format",
+    **dict.fromkeys(("messages", "tools", "tool_choice"), "/v1/chat/completions"),
+}
+_TOOL = 'write {"type": "function", "function": {"name": …, "description": …, "parameters": …}}'
+_REMEDIES: Mapping[str, str] = {  # by path; also for fields inside it
+    "messages": 'give [{"role": …, "content": …}]',
+    "messages[]": 'give {"role": …, "content": …}',
+    "messages[].content": 'give a text, or parts that are texts, {"type": "text", "text": …}',
+    "response_format": 'give {"type": "json_object"}, or "json_schema" with {"json_schema": {"schema": …}}',
+    "stream_options": "give include_usage and continuous_usage_stats only",
+    "tool_choice": 'give "none", "auto", "required" (any tool) or {"type": "function", "function": {"name": …}}',
+    "tools[]": _TOOL,
+    "tools[].function.name": 'give 1 to 64 letters, digits, "_", "." and "-"',
+}
+_TYPES: Mapping[str, str] = {
+    "array": "a list",
+    "bool": "true or false",
+    "float": "a number",
+    "int": "an integer",
+    "null": "null",
+    "object": "an object",
+    "str": "a string",
+}
+_NESTED: Mapping[str, str] = {"response_format": "json_schema", "tools": "function", "tool_choice": "function"}
+
+
+def effective(body: Mapping[str, Any], known: Collection[str], chat: bool) -> dict[str, Any]:
+    """Return the fields of a body that have an effect, without nested fields that have none. ``known``: the supported
+    fields. Raises Refused for others."""
+    table = NEUTRAL | (CHAT_NEUTRAL if chat else COMPLETION_NEUTRAL)
+    fields = {name: value for name, value in body.items() if value is not None}
+    for name in fields.keys() & table.keys():
+        value = _without_null(fields[name]) if name in _NESTED else fields[name]
+        if any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in table[name]):
+            del fields[name]
+        elif name not in known:
+            hint = f", or use {_INSTEAD[name]}" if name in _INSTEAD else ""
+            raise Refused(400, f"{name} is not supported: leave it out{hint}", name)
+    for name in fields.keys() & {"stream_options", *_NESTED}:
+        fields[name] = _without_null(fields[name], _NESTED.get(name))
+    return fields
+
+
+def _without_null(value: Any, child: str | None = None) -> Any:
+    """Drop fields without effect from an object or a list of objects, and from the objects in the field ``child``."""
+    if isinstance(value, list):
+        return [_without_null(one, child) for one in value]
+    if not isinstance(value, dict):
+        return value
+    fields = {name: one for name, one in value.items() if one is not None and name != CACHE}
+    return fields | ({child: _without_null(fields[child])} if child in fields else {})
+
+
+def content_parts(content: Any) -> Any:
+    """Drop fields without effect from the parts of a message's content."""
+    return _without_null(content) if isinstance(content, list) else content
+
+
+def refusal(message: str, known: Collection[str]) -> Refused:
+    """Convert an error message of msgspec to a Refused that names the field as the client wrote it, and the remedy."""
+    what, _, place = message.partition(" - at ")
+    path = place.rpartition("$")[2].rstrip("`").lstrip(".")
+    if found := re.search(r"unknown field `(\w+)`", what):
+        name = f"{path}.{found[1]}" if path else found[1]
+        near = [] if path else difflib.get_close_matches(name, [*known, *NEUTRAL, *LABELS], 1)
+        remedy = _remedy(path) or (f"did you mean {near[0]}?" if near else "leave it out")
+        return Refused(400, f"{name} is not a field of this API: {remedy}", found[1])
+    if found := re.search(r"required field `(\w+)`", what):
+        name = f"{path}.{found[1]}" if path else found[1]
+        return Refused(400, _with(f"{name} is missing", _remedy(name)), found[1])
+    is_key = place.startswith("`key`")
+    name = f"a key of {path}" if is_key else path or "the body"
+    param = re.match(r"\w+", path)
+    if found := re.match(r"Invalid enum value (.*)", what):
+        text = f"{name} {found[1]} is not supported"
+    elif found := re.match(r"Expected (.*?)(?:, got `(\w+)`)?$", what):
+        wanted = re.sub(r"`([^`]*)`", lambda types: _listed(types[1]), found[1])
+        whole = found[2] == "float" and "int" in found[1]
+        other = "a number with a fraction" if whole else _listed(found[2] or "null")
+        text = f"{name} must be {wanted}" + (f", not {other}" if found[2] else "")
+        if found[2] == "str" and not is_key and found[1].startswith(("`int", "`float", "`bool")):
+            return Refused(400, text + ": write it without quotes", param[0] if param else None)
+    else:
+        text = f"{name}: {what}"
+    return Refused(400, _with(text, _remedy(path)), param[0] if param else None)
+
+
+def _remedy(path: str) -> str:
+    """Return the remedy for a path or for the innermost enclosing path that has one, else an empty text."""
+    path = re.sub(r"\[[^\]]*\]", "[]", path)
+    while path and path not in _REMEDIES:
+        path = path[: max(path.rfind("."), path.rfind("[]"), 0)]
+    return _REMEDIES.get(path, "")
+
+
+def _with(text: str, remedy: str) -> str:
+    return f"{text}: {remedy}" if remedy else text
+
+
+def _listed(types: str) -> str:
+    """Describe JSON types in words."""
+    names = [_TYPES.get(name.strip(), name.strip()) for name in types.split("|") if name.strip() != "null"]
+    return " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names or ["null"])

@@ -1,0 +1,183 @@
+"""Responses, after the OpenAI API: of completions and of chats, whole or in chunks.
+
+``name`` and ``prefix`` of a format are of the whole response and of its id, ``chunk`` is the name of a chunk. `opening`
+makes the chunks before the first piece, `choice` a part of a whole response, and `delta` a part of a chunk.
+"""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from nnxmoe.apps.serve.answer_form import PLAIN, AnswerForm, AnswerSplit
+from nnxmoe.apps.serve.call_split import CallPiece
+from nnxmoe.apps.serve.engine_thread import Sample
+from nnxmoe.apps.serve.harmony import HarmonySplit
+from nnxmoe.tokenizer.tokenizer import TextStream
+
+Json = dict[str, Any]
+
+
+def _byte_level() -> dict[str, int]:
+    """GPT-2's characters for bytes, in which byte-level vocabularies are written."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+BYTE_LEVEL = _byte_level()
+
+
+class TokenTexts:
+    """Texts of single tokens, each decoded after another token, because decoders strip a leading space."""
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+        self._before = tokenizer.encode("a", add_special_tokens=False)[-1:]
+        self._skip = len(tokenizer.decode(self._before))
+        self.text = functools.lru_cache(maxsize=1 << 18)(self._text)
+
+    def _text(self, token: int) -> str:
+        """The token's text; U+FFFD for bytes that are no whole character."""
+        return self._tokenizer.decode([*self._before, token])[self._skip :]
+
+    def bytes(self, token: int) -> list[int] | None:
+        """The token's bytes; None if the vocabulary does not say which."""
+        text = self.text(token)
+        if "\ufffd" not in text:
+            return list(text.encode())
+        raw = self._tokenizer.backend.id_to_token(token) or ""
+        if found := re.fullmatch("<0x([0-9A-F]{2})>", raw):
+            return [int(found.group(1), 16)]
+        return [BYTE_LEVEL[letter] for letter in raw] if raw and all(letter in BYTE_LEVEL for letter in raw) else None
+
+    def stream(self) -> TextStream:
+        """A stream of text that follows other text."""
+        return TextStream(self._tokenizer, context=self._before)
+
+    def offsets(self, ids: Sequence[int], text: str) -> list[int]:
+        """Where each of the ids of a text begins in it. Special tokens that the text does not show take no room."""
+        stream, found, at = TextStream(self._tokenizer, skip_special_tokens=False), list[int](), 0
+        for token in ids:
+            found.append(at)
+            piece = stream.put(token)
+            shown = piece if text.startswith(piece, at) else piece.lstrip()  # the first token of SentencePiece
+            hidden = token in self._tokenizer.special_ids and not text.startswith(shown, at)
+            at += 0 if hidden else len(shown)
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class CompletionFormat:
+    """Choices of ``/v1/completions``. ``places``: of each sample, the stream of its new text and its length so far."""
+
+    texts: TokenTexts
+    logprobs: int | None
+    places: dict[int, tuple[TextStream, int]] = dataclasses.field(default_factory=dict)
+    name = chunk = "text_completion"
+    prefix = "cmpl-"
+
+    def opening(self, index: int) -> list[Json]:
+        return []
+
+    def choice(self, index: int, sample: Sample) -> Json:
+        """``text``, and ``logprobs`` by token."""
+        logprobs = None if self.logprobs is None else self._logprobs(index, sample)
+        return {"index": index, "text": sample.text, "logprobs": logprobs, "finish_reason": sample.finish}
+
+    delta = choice
+
+    def _logprobs(self, index: int, sample: Sample) -> Json:
+        """Format log-probabilities. The most likely tokens of each position include the token itself; of several with
+        the same text (parts of characters), the most likely one is listed."""
+        tokens, tops = [self.texts.text(token) for token in sample.ids], []
+        for token, logprob, top in zip(tokens, sample.logprobs, sample.top, strict=True):
+            pairs = [] if top is None else [(self.texts.text(one), value) for one, value in top[: self.logprobs]]
+            found: dict[str, float] = {}
+            for text, value in pairs:
+                found.setdefault(text, value)
+            if logprob is not None:
+                found.setdefault(token, logprob)
+            tops.append(found or None)
+        places = {"text_offset": self._offsets(index, sample)}
+        return {"tokens": tokens, "token_logprobs": sample.logprobs, "top_logprobs": tops, **places}
+
+    def _offsets(self, index: int, sample: Sample) -> list[int]:
+        """Start of each id's text; ids that form one character share its start."""
+        offsets = self.texts.offsets(sample.ids[: sample.echoed], sample.text[: sample.start])
+        stream, at = self.places.get(index) or (self.texts.stream(), sample.start)
+        for token in sample.ids[sample.echoed :]:
+            offsets.append(at)
+            at += len(stream.put(token))
+        self.places[index] = stream, at
+        return offsets
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatFormat:
+    """Choices of ``/v1/chat/completions``. ``answer``: how the text of a sample is divided; ``splits``: of each sample
+    that is streamed."""
+
+    texts: TokenTexts
+    logprobs: int | None
+    answer: AnswerForm = PLAIN
+    splits: dict[int, AnswerSplit | HarmonySplit] = dataclasses.field(default_factory=dict)
+    name, chunk, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
+
+    def opening(self, index: int) -> list[Json]:
+        delta = {"role": "assistant", "content": ""}
+        return [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]
+
+    def choice(self, index: int, sample: Sample) -> Json:
+        found, count = self.answer.split(sample.text, cut=sample.finish == "length")
+        message = {"role": "assistant", "content": found.content or (None if count else ""), "refusal": None}
+        message |= {"reasoning_content": found.reasoning or None} if self.answer.reasons else {}
+        message |= {"tool_calls": _calls(found.calls, whole=True)} if count else {}
+        return self._with(index, sample, {"message": message}, count)
+
+    def delta(self, index: int, part: Sample) -> Json:
+        splitter = self.splits.setdefault(index, self.answer.splitter())
+        found = splitter.put(part.text)
+        found = found.followed_by(splitter.end(cut=part.finish == "length")) if part.finish else found
+        calls = _calls(found.calls, whole=False)
+        parts = {"reasoning_content": found.reasoning, "content": found.content, "tool_calls": calls}
+        return self._with(index, part, {"delta": {name: one for name, one in parts.items() if one}}, splitter.count)
+
+    def _with(self, index: int, sample: Sample, body: Json, calls: int) -> Json:
+        logprobs = None if self.logprobs is None else {"content": self._logprobs(sample), "refusal": None}
+        finish: str | None = sample.finish
+        if finish == "stop" and calls and self.answer.calls is not None and not self.answer.calls.named:
+            finish = "tool_calls"
+        return {"index": index, **body, "logprobs": logprobs, "finish_reason": finish}
+
+    def _logprobs(self, sample: Sample) -> list[Json]:
+        return [
+            self._token(token, logprob)
+            | {"top_logprobs": [self._token(*pair) for pair in (top or [])[: self.logprobs]]}
+            for token, logprob, top in zip(sample.ids, sample.logprobs, sample.top, strict=True)
+        ]
+
+    def _token(self, token: int, logprob: float | None) -> Json:
+        return {"token": self.texts.text(token), "logprob": logprob, "bytes": self.texts.bytes(token)}
+
+
+def _calls(pieces: Sequence[CallPiece], whole: bool) -> list[Json]:
+    """Calls, the pieces of each joined. In a stream (not ``whole``) they have a number, and later pieces no name."""
+    found: dict[int, Json] = {}
+    for piece in pieces:
+        if piece.index not in found:
+            named = {} if piece.name is None else {"id": piece.id, "type": "function"}
+            function = {} if piece.name is None else {"name": piece.name}
+            number = {} if whole else {"index": piece.index}
+            found[piece.index] = {**number, **named, "function": {**function, "arguments": ""}}
+        found[piece.index]["function"]["arguments"] += piece.arguments
+    return list(found.values())
+
+
+Format = CompletionFormat | ChatFormat
+
+
+def usage(prompts: Sequence[Sequence[int]], made: int) -> Json:
+    given = sum(map(len, prompts))
+    return {"prompt_tokens": given, "completion_tokens": made, "total_tokens": given + made}

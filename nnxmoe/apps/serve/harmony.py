@@ -1,0 +1,100 @@
+"""The harmony format of gpt-oss: an answer is messages in channels, of which ``analysis`` is reasoning."""
+
+import re
+from typing import Literal
+
+from nnxmoe.apps.serve.call_split import AnswerPart, CallPiece, new_id
+from nnxmoe.apps.serve.json_stream import NOTHING, JsonArguments
+from nnxmoe.apps.serve.reasoning import held
+from nnxmoe.apps.serve.tools import NAME
+
+MESSAGE = "<|message|>"
+ENDS = ("<|end|>", "<|call|>", "<|return|>")
+BEGINS = ("<|start|>", "<|channel|>")
+CALLED = "<|call|>"
+ANALYSIS = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")  # what is around reasoning
+_CALLED = re.compile(rf"to=functions\.{NAME}(?=\s|<\|)")
+
+
+class HarmonySplit:
+    """Divides the text of an answer, which comes in pieces with its special tokens. ``count``: the calls so far."""
+
+    def __init__(self) -> None:
+        self._buffer, self.count = "", 0
+        self._in: Literal["header", "reasoning", "content", "call", "arguments", "after"] = "header"
+        self._seen: set[str] = set()
+        self._name, self._held, self._arguments = "", "", JsonArguments(())
+
+    def put(self, piece: str) -> AnswerPart:
+        """Read a piece and return the parts that can be emitted now."""
+        self._buffer += piece
+        found = AnswerPart()
+        while (part := self._header() if self._in == "header" else self._body()) is not None:
+            found = found.followed_by(part)
+        return found
+
+    def end(self, cut: bool = False) -> AnswerPart:
+        """Return the text held back. Incomplete arguments are completed, unless the text was ``cut``."""
+        rest, self._buffer = self._buffer, ""
+        if self._in != "header":
+            return self._part(rest, final=True, cut=cut)
+        if (found := _CALLED.search(rest)) is not None:  # a call without a message
+            return self._call(found["name"]) if cut else self._call(found["name"], "{}")
+        return AnswerPart() if self._seen else AnswerPart(content=rest)  # a text without a message is content
+
+    def _header(self) -> AnswerPart | None:
+        head, mark, rest = self._buffer.partition(MESSAGE)
+        early, called, after = self._buffer.partition(CALLED)
+        if called and len(early) < len(head) and (found := _CALLED.search(self._buffer)):  # a call without a message
+            self._buffer = after
+            return self._call(found["name"], "{}")
+        if not mark:
+            return None
+        self._buffer = rest
+        if found := _CALLED.search(head + mark):
+            self._in, self._name, self._arguments = "call", found["name"], JsonArguments(())
+            return AnswerPart()
+        self._in = "reasoning" if re.search(r"<\|channel\|>\s*analysis", head) else "content"
+        again = self._in in self._seen
+        self._seen.add(self._in)
+        return self._part("\n" if again else "")
+
+    def _body(self) -> AnswerPart | None:
+        places = [(at, mark) for mark in (*ENDS, *BEGINS) if (at := self._buffer.find(mark)) >= 0]
+        if places:
+            at, mark = min(places)
+            part = self._part(self._buffer[:at], final=True)
+            self._buffer = self._buffer[at + (len(mark) if mark in ENDS else 0) :]
+            self._in = "header"
+            return part
+        at = len(self._buffer) - held(self._buffer, (*ENDS, *BEGINS))
+        text, self._buffer = self._buffer[:at], self._buffer[at:]
+        return self._part(text) if text else None
+
+    def _part(self, text: str, final: bool = False, cut: bool = False) -> AnswerPart:
+        """Convert text of the current message to a part of the answer. ``final``: the message ends with it."""
+        if self._in == "call":
+            text, self._held = (self._held + text).lstrip(), ""
+            if not final and any(word.startswith(text) for word in NOTHING):
+                self._held = text
+                return AnswerPart()
+            text = "" if text.rstrip() in NOTHING else text
+            if text and not text.startswith("{"):  # words in place of arguments
+                self._in = "content"
+                return AnswerPart(content=text)
+            self._in = "arguments"
+            return self._call(self._name).followed_by(self._part(text, final, cut))
+        if self._in == "arguments":
+            taken = self._arguments.take(text, final, cut)
+            calls = [CallPiece(self.count - 1, taken.arguments)] if taken.arguments else []
+            self._in = "after" if taken.done else "arguments"
+            return AnswerPart(calls=calls).followed_by(self._part(taken.rest) if taken.done else AnswerPart())
+        if self._in == "after":  # superfluous braces are not content
+            text = text.lstrip("} \n")
+            self._in = "content" if text else "after"
+        return AnswerPart(reasoning=text) if self._in == "reasoning" else AnswerPart(content=text)
+
+    def _call(self, name: str, arguments: str = "") -> AnswerPart:
+        self.count += 1
+        self._seen.add("call")
+        return AnswerPart(calls=[CallPiece(self.count - 1, arguments, name, new_id())])

@@ -1,0 +1,225 @@
+"""Answers of the server while they are made: admission, pieces from the engine's thread, whole responses and streams.
+
+A request that ends in any way, and a client that goes away, cancels its samples, which frees their slots.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from nnxmoe.apps.serve.engine_thread import EngineThread, Sample, SampleJob
+from nnxmoe.apps.serve.formats import Format, Json, usage
+from nnxmoe.apps.serve.prometheus import Metrics
+from nnxmoe.apps.serve.requests import Planned
+from nnxmoe.apps.serve.settings import Refused, ServerSettings, public
+from nnxmoe.generation.score import TOKENS, Score
+
+COUNTS = "nnxmoe.counts"  # in a request's scope: the tokens of its prompts, those made, and why it was refused
+LAST_WORDS = 1.0  # seconds to send an error into a stream whose reader may be stuck
+
+
+class Service:
+    """State that all requests share. ``admitted``: samples of requests that are being served."""
+
+    def __init__(self, thread: EngineThread, settings: ServerSettings):
+        self.thread, self.settings, self.admitted = thread, settings, 0
+        engine = thread.engine
+        gauges = {
+            "slots": lambda: engine.slots,
+            "slots_running": lambda: engine.running,
+            "samples_waiting": lambda: engine.waiting,
+            "samples_admitted": lambda: self.admitted,
+            "prefixes_kept": lambda: len(engine.kept),
+            "prefix_hits": lambda: engine.kept.hits,
+            "prefix_tokens": lambda: engine.kept.tokens,
+        }
+        self.metrics = Metrics(gauges)
+
+
+class Reply(Response):
+    """The response to a plan: whole, or as server-sent events. Made while it is sent."""
+
+    def __init__(self, service: Service, plan: Planned, form: Format, since: float):
+        super().__init__()
+        self._service, self._plan, self._form, self._since = service, plan, form, since
+        made = {"created": int(time.time()), "model": service.settings.name}
+        self._head: Json = {"id": form.prefix + secrets.token_hex(12), **made}
+        self._samples = [Sample() for _ in range(len(plan.prompts) * plan.n)]
+        self._queue: asyncio.Queue[tuple[int, Sample | BaseException]] = asyncio.Queue()
+        self._admitted, self._started, self._made = False, False, 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the response; stop if the client disconnects or the time limit is reached."""
+        work = asyncio.ensure_future(self._send_stream(send) if self._plan.stream else self._send_whole(send))
+        gone = asyncio.ensure_future(_gone(receive))
+        try:
+            done, _ = await asyncio.wait(
+                (work, gone), timeout=self._service.settings.seconds, return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            for task in (work, gone):
+                task.cancel()
+            await asyncio.gather(work, gone, return_exceptions=True)
+            if self._admitted:
+                scope[COUNTS][:2] = sum(map(len, self._plan.prompts)), self._made
+            self._service.metrics.seconds.add(time.monotonic() - self._since)
+        if work in done:
+            try:
+                work.result()
+            except Refused as refused:
+                await self._fail(send, refused)
+        elif gone in done:
+            self._service.metrics.counters["cancelled_total"] += 1
+        else:
+            why = f"the request took longer than {self._service.settings.seconds:g} s: ask for fewer tokens"
+            await self._fail(send, Refused(504, why))
+
+    async def _fail(self, send: Send, refused: Refused) -> None:
+        """An error response, or, in a stream that has begun, an error as its last event."""
+        if not self._started:
+            raise refused
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WORDS):
+                await send({"type": "http.response.body", "body": _event(refused.body()), "more_body": False})
+
+    @contextlib.asynccontextmanager
+    async def _running(self) -> AsyncIterator[None]:
+        """Start the samples of the plan, and cancel those that are not done at the end. Raises Refused."""
+        service, plan, count = self._service, self._plan, len(self._samples)
+        most = service.thread.engine.slots + service.settings.queue
+        if count > most:
+            raise Refused(400, f"{count} samples are more than the {most} that this server admits", "n")
+        if service.admitted + count > most:
+            raise Refused(429, f"{service.admitted} samples are running or waiting, of {most} at most: try again later")
+        keep = frozenset(plan.answer.tokens.values())
+        jobs = [
+            SampleJob(ids, wanted, plan.stop, lambda piece, i=i: self._queue.put_nowait((i, piece)), prefix, keep)
+            for i, (ids, wanted, prefix) in enumerate(plan.samples())
+        ]
+        service.admitted, self._admitted = service.admitted + count, True
+        try:
+            await _refusing(service.thread.submit(jobs))
+            service.metrics.counters["prompt_tokens_total"] += sum(map(len, plan.prompts))
+            yield
+        finally:
+            service.admitted -= count
+            if not all(sample.finish for sample in self._samples):
+                service.thread.cancel(jobs)
+
+    async def _scores(self) -> list[Score | None]:
+        """The scores of the plan's prompts; None for a prompt of a single id, which has nothing to score."""
+        plan, found = self._plan, list[Score | None]()
+        top = min(1, plan.wanted.logprobs or 0) if (plan.wanted.logprobs or 0) < 2 else 5
+        while texts := plan.prompts[len(found) :]:
+            sizes = itertools.accumulate(map(len, texts))
+            some = texts[: max(1, sum(size <= TOKENS for size in sizes))]  # what one pass holds
+            scores = iter(await _refusing(self._service.thread.score([ids for ids in some if len(ids) > 1], top)))
+            found += [next(scores) if len(ids) > 1 else None for ids in some]
+        return found
+
+    async def _parts(self) -> AsyncIterator[dict[int, Sample]]:
+        """Yield the new pieces by sample, each time the reader is ready for more, until all samples are done."""
+        metrics = self._service.metrics
+        while not all(sample.finish for sample in self._samples):
+            news, pending = dict[int, Sample](), [await self._queue.get()]
+            while not self._queue.empty():
+                pending.append(self._queue.get_nowait())
+            for index, piece in pending:
+                if isinstance(piece, Refused):
+                    raise piece
+                if isinstance(piece, BaseException):
+                    raise Refused(503, f"the server cannot go on: {public(piece)}") from piece
+                if piece.ids and not self._made:
+                    metrics.first_token.add(time.monotonic() - self._since)
+                self._made += len(piece.ids)
+                metrics.counters["generated_tokens_total"] += len(piece.ids)
+                self._samples[index].add(piece)
+                news.setdefault(index, Sample()).add(piece)
+            yield news
+
+    async def _send_whole(self, send: Send) -> None:
+        plan = self._plan
+        async with self._running():
+            scores = await self._scores() if plan.scored else []
+            async for _ in self._parts():
+                pass
+        for index, sample in enumerate(self._samples):
+            _echo(sample, plan, index // plan.n, scores)
+        choices = [self._form.choice(index, sample) for index, sample in enumerate(self._samples)]
+        body = {**self._head, "object": self._form.name, "choices": choices, "usage": usage(plan.prompts, self._made)}
+        self._started = True
+        unread: Any = None  # a whole response reads nothing
+        await json_response(body)({"type": "http"}, unread, send)
+
+    async def _send_stream(self, send: Send) -> None:
+        head = {**self._head, "object": self._form.chunk}
+        async with self._running():
+            self._started = True
+            headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            for index in range(len(self._samples)):
+                await self._chunks(send, head, self._form.opening(index))
+            async for news in self._parts():
+                await self._chunks(send, head, [self._form.delta(index, part) for index, part in sorted(news.items())])
+        if self._plan.usage is not None:
+            await _send(send, _event({**head, "choices": [], "usage": usage(self._plan.prompts, self._made)}))
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+
+    async def _chunks(self, send: Send, head: Json, choices: Sequence[Json]) -> None:
+        if events := b"".join(_event({**head, "choices": [one], **self._usage(one["index"])}) for one in choices):
+            await _send(send, events)
+
+    def _usage(self, index: int) -> Json:
+        """Token counts so far of a sample, as a chunk reports them."""
+        plan = self._plan
+        if plan.usage != "always":
+            return {} if plan.usage is None else {"usage": None}
+        return {"usage": usage([plan.prompts[index // plan.n]], len(self._samples[index].ids))}
+
+
+def _echo(sample: Sample, plan: Planned, prompt: int, scores: Sequence[Score | None]) -> None:
+    """Put the prompt before what follows it, if it is to be echoed. The first id has no log-probability."""
+    if plan.texts is None:
+        return
+    sample.text, sample.start = plan.texts[prompt] + sample.text, len(plan.texts[prompt])
+    if plan.scored:
+        found, sample.echoed = scores[prompt], len(plan.prompts[prompt])
+        sample.ids = [*plan.prompts[prompt], *sample.ids]
+        sample.logprobs = [None, *([] if found is None else found.logprobs.tolist()), *sample.logprobs]
+        sample.top = [None, *([] if found is None else found.top), *sample.top]
+
+
+def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(body), status, headers, "application/json")
+
+
+def _event(body: Any) -> bytes:
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
+async def _send(send: Send, body: bytes) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+async def _gone(receive: Receive) -> None:
+    """Return when the client has closed the connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _refusing(future: asyncio.Future[Any]) -> Any:
+    """The future's result; a ValueError of the engine refuses the request, any other failure ends it."""
+    try:
+        return await future
+    except ValueError as error:
+        raise Refused(400, public(error)) from None
+    except RuntimeError as error:
+        raise Refused(503, f"the server cannot go on: {public(error)}") from None

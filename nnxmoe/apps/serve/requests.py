@@ -1,0 +1,293 @@
+"""From request bodies to what the engine is asked for."""
+
+import contextlib
+import dataclasses
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from nnxmoe.apps.serve.answer_form import PLAIN, AnswerForm
+from nnxmoe.apps.serve.schema import GUIDED, BaseRequest, ChatRequest, CompletionRequest, Message, NamedTool
+from nnxmoe.apps.serve.settings import Refused, ServerSettings
+from nnxmoe.apps.serve.tools import FORMATS, Calls, format_of
+from nnxmoe.generation.complete import split_stops
+from nnxmoe.generation.engine import Engine
+from nnxmoe.generation.grammar import Grammar, symbols
+from nnxmoe.generation.ids import eos_ids, refuse_ids
+from nnxmoe.generation.request import Prefix, Wanted
+from nnxmoe.generation.sampling import OPTIONS, Sampling
+from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.tokenizer.tokenizer import TokenizerError
+
+COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for completions; of chats: what the slot has room for
+COMPLETION_LOGPROBS, CHAT_LOGPROBS = 5, 20  # the most that the API allows
+OURS = {"messages", "tools", "documents", "tokenize", "add_generation_prompt", "continue_final_message"}
+OURS |= {"chat_template"}  # a client's template would run in this process
+_GUIDES: Mapping[str, Callable[[Any, Any], Grammar]] = {
+    "guided_json": Grammar.json_schema,
+    "guided_regex": Grammar.regex,
+    "guided_choice": Grammar.choice,
+    "guided_grammar": Grammar.lark,
+}
+ROLES = ("system", "developer", "user", "assistant", "tool")
+CONTENT = ("tool_calls", "function_call", "audio", "refusal")  # fields of a message that are part of what was said
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """A validated request: ``n`` samples of each prompt. ``texts``: the prompts' texts, if they are echoed.
+    ``seeded``: the client set a seed; otherwise each prompt gets a different one. ``usage``: the chunks of a ``stream``
+    that report token counts (the last one, or all). ``scored``: log-probabilities of echoed prompts are requested.
+    ``answer``: how the texts are split into parts."""
+
+    prompts: list[tuple[int, ...]]
+    wanted: Wanted
+    n: int
+    stop: tuple[str, ...]
+    seeded: bool
+    stream: bool = False
+    usage: Literal["last", "always"] | None = None
+    texts: list[str] | None = None
+    scored: bool = False
+    answer: AnswerForm = PLAIN
+
+    def samples(self) -> list[tuple[tuple[int, ...], Wanted, Prefix | None]]:
+        """The ids, options and shared prefix of every sample, in the order of the response's choices."""
+        found = []
+        for ids in self.prompts:
+            prefix = Prefix(ids) if self.n > 1 else None
+            one = self.wanted if self.seeded else dataclasses.replace(self.wanted, seed=secrets.randbits(63))
+            found += [(ids, dataclasses.replace(one, sample=i), prefix) for i in range(self.n)]
+        return found
+
+
+class Planner:
+    """Plans requests for an engine. ``sampling``: of requests that leave it out."""
+
+    def __init__(self, engine: Engine, tokenizer: Any, settings: ServerSettings):
+        self.tokenizer, self.settings, self.capacity = tokenizer, settings, engine.capacity
+        self.vocab, self.biases = engine.model.vocab_size, engine.limits.biases
+        self.stop_ids, self.sampling = eos_ids(engine.model, ...), default_sampling(engine.model)
+        self.symbols = symbols(tokenizer)
+
+    def completion(self, request: CompletionRequest) -> Planned:
+        """Plan the response to ``/v1/completions``. Raises Refused."""
+        self._refuse_model(request)
+        prompts, texts = self._prompts(request.prompt)
+        most = self._most("prompt", prompts, request.max_tokens, COMPLETION_TOKENS)
+        logprobs = _at_most("logprobs", request.logprobs, COMPLETION_LOGPROBS)
+        plan = self._plan(request, prompts, most, logprobs)
+        if not request.echo:
+            return plan
+        return dataclasses.replace(plan, texts=texts, scored=logprobs is not None)
+
+    def chat(self, request: ChatRequest) -> Planned:
+        """Plan the response to ``/v1/chat/completions``. Raises Refused, also if the chat template raises."""
+        self._refuse_model(request)
+        if request.top_logprobs and not request.logprobs:
+            raise Refused(400, "top_logprobs needs logprobs: true", "top_logprobs")
+        logprobs = _at_most("top_logprobs", request.top_logprobs, CHAT_LOGPROBS) or 0
+        variables, calls = self._variables(request), self._calls(request)
+        self._refuse_roles(request.messages)
+        ids = self._rendered(request, calls, variables)
+        if len({request.max_tokens, request.max_completion_tokens} - {None}) > 1:
+            raise Refused(400, "give max_completion_tokens or max_tokens, not both", "max_tokens")
+        asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+        most = self._most("messages", [tuple(ids)], asked)
+        template, end = self._template_for(calls is not None), self.tokenizer.decode(ids[-8:])
+        answer = AnswerForm.of(template, end, calls, self.symbols)
+        return self._plan(request, [tuple(ids)], most, logprobs if request.logprobs else None, answer)
+
+    def _rendered(self, request: ChatRequest, calls: Calls | None, variables: Mapping[str, Any]) -> list[int]:
+        """The ids of a chat. Raises Refused."""
+        tools = [tool.plain() for tool in request.tools or ()] if calls is not None else None
+        messages = [self._message(message) for message in request.messages]
+        try:
+            return self.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=True, tools=tools, **variables
+            )
+        except (TokenizerError, TypeError) as error:
+            raise Refused(400, getattr(error, "public", str(error)), "messages") from None
+
+    def _calls(self, request: ChatRequest) -> Calls | None:
+        """What the request says of its tools; None if it has none, or wants none called. Raises Refused."""
+        choice, tools = request.tool_choice, request.tools or []
+        named = choice.function.name if isinstance(choice, NamedTool) else None
+        if choice not in (None, "none", "auto") and not tools:
+            raise Refused(400, "tool_choice needs tools to choose from: give tools", "tool_choice")
+        if choice == "none" or not tools:
+            return None
+        parameters = {tool.function.name: tool.function.parameters for tool in tools}
+        if len(parameters) < len(tools):
+            raise Refused(400, "tools: two functions have the same name", "tools")
+        if named is not None and named not in parameters:
+            raise Refused(400, f"tool_choice: there is no function {named!r:.80} in tools", "tool_choice")
+        template = self._template_for(tools=True)
+        if "tools" not in template:
+            why = "tools is not supported: the model's chat template does not read them (a template that does may lie "
+            raise Refused(400, why + "in additional_chat_templates/tool_use.jinja)", "tools")
+        if (form := format_of(template)) is None:
+            why = f"tools is not supported: the chat template writes calls in none of the forms of {', '.join(FORMATS)}"
+            raise Refused(400, why, "tools")
+        parameters = parameters if named is None else {named: parameters[named]}
+        strict = any(tool.function.strict for tool in tools)
+        must, several = choice not in (None, "auto"), named is None and request.parallel_tool_calls is not False
+        return Calls(form, parameters, must, strict, several, named is not None)
+
+    def _template_for(self, tools: bool) -> str:
+        """The chat template; of several, the one for tools."""
+        templates = self.tokenizer.chat_templates
+        return (templates.get("tool_use") if tools else None) or self.tokenizer.chat_template or ""
+
+    def _variables(self, request: ChatRequest) -> dict[str, Any]:
+        variables, effort = dict(request.chat_template_kwargs or {}), request.reasoning_effort
+        if taken := sorted(OURS & set(variables)):
+            raise Refused(400, f"chat_template_kwargs cannot set {taken[0]}", "chat_template_kwargs")
+        reads = self._reads("reasoning_effort")
+        if effort is None or (effort == "none" and not reads):
+            return variables
+        if not reads:
+            why = "reasoning_effort is not supported: the model's chat template does not read it"
+            raise Refused(400, why, "reasoning_effort")
+        return {"reasoning_effort": effort, **variables}
+
+    def _refuse_roles(self, messages: Sequence[Message]) -> None:
+        """Raise Refused for a role that neither the API nor the chat template has."""
+        for i, message in enumerate(messages):
+            if message.role not in ROLES and not self._reads(repr(message.role)):
+                why = f"messages[{i}].role: unknown role {message.role:.40}: give one of {', '.join(ROLES)}"
+                raise Refused(400, why, "messages")
+
+    def _message(self, message: Message) -> dict[str, Any]:
+        """Convert a message for the chat template. The role developer becomes system unless the template knows it.
+        Raises Refused for fields that the template would drop from the conversation."""
+        if lost := [name for name in CONTENT if name in message.more and not self._reads(name)]:
+            raise Refused(400, f"{lost[0]} is not supported: the model's chat template does not read it", lost[0])
+        plain = message.plain()
+        return plain | {"role": "system"} if plain["role"] == "developer" and not self._reads("developer") else plain
+
+    def _reads(self, word: str) -> bool:
+        """Whether the model's chat template, or its template for tools, contains this word; a quoted word matches with
+        either kind of quotes."""
+        texts = [self._template_for(tools) for tools in (False, True)]
+        return any(word in text or word in text.replace('"', "'") for text in texts)
+
+    def _plan(
+        self,
+        request: BaseRequest,
+        prompts: list[tuple[int, ...]],
+        most: int,
+        logprobs: int | None,
+        answer: AnswerForm = PLAIN,
+    ) -> Planned:
+        n = _at_most("n", request.n, self.settings.samples) or 1
+        biases, least = request.logit_bias or {}, request.min_tokens or 0
+        _at_most("logit_bias", len(biases), self.biases)
+        if least > most:
+            raise Refused(400, f"min_tokens={least} is more than the {most} of max_tokens", "min_tokens")
+        with _refusing("logit_bias"):
+            refuse_ids(biases, self.vocab)
+        stops = self._stops(request.stop, len(request.stop_token_ids or ()))
+        texts, ids = split_stops(stops, self.tokenizer, self.vocab)
+        with _refusing("stop_token_ids"):
+            refuse_ids(request.stop_token_ids or (), self.vocab)
+        ends = () if request.ignore_eos else (*self.stop_ids, *(i for i in answer.stop_ids if i < self.vocab))
+        stop_ids, seed = (*ends, *(request.stop_token_ids or ()), *ids), request.seed or 0
+        sampling = _sampling(request, self.sampling)
+        form = self._constraint(request, stop_ids, answer)
+        more: dict[str, Any] = {"logit_bias": biases, "logprobs": logprobs, "constraint": form}
+        wanted = Wanted(most, least, sampling, stop_ids, seed, **more)
+        usage = None if request.stream_options is None else request.stream_options.usage
+        seeded, stream = request.seed is not None, bool(request.stream)
+        return Planned(prompts, wanted, n, texts, seeded, stream, usage, answer=answer)
+
+    def _most(self, field: str, prompts: Sequence[Sequence[int]], asked: int | None, default: int | None = None) -> int:
+        """Number of new tokens: ``asked``, else the room that is left, up to ``default``. Raises Refused."""
+        if not all(prompts):
+            raise Refused(400, f"{field}: the prompt is empty: it needs at least one token", field)
+        longest = max(map(len, prompts))
+        room = self.capacity - longest
+        if asked is None and room > 0:
+            return min(default or room, room)
+        if asked is not None and asked <= room:
+            return asked
+        what = "leaves no room for an answer in" if asked is None else f"and max_tokens ({asked}) exceed"
+        why = f"the prompt ({longest} tokens) {what} {self.capacity} tokens per row: shorten the prompt, "
+        why += f"{'' if asked is None else 'lower max_tokens, '}or start the server with a larger --capacity"
+        raise Refused(400, why, field if asked is None else "max_tokens", "context_length_exceeded")
+
+    def _constraint(self, request: BaseRequest, stop_ids: tuple[int, ...], answer: AnswerForm) -> Grammar | None:
+        """What the answer must follow. Raises Refused."""
+        name = next((name for name in GUIDED if getattr(request, name) is not None), None)
+        with _refusing(name or "tools"):
+            form = None if name is None else self._form(name, getattr(request, name))
+            found = answer.grammar(form, self.tokenizer)
+            if found is not None:
+                found.start(self.vocab, stop_ids)  # here, and not in the engine's thread, it takes its time
+            return found
+
+    def _form(self, name: str, value: Any) -> Grammar:
+        if name == "response_format":
+            schema = None if value.json_schema is None else value.json_schema.schema
+            forms = Grammar.json_object, Grammar.json_schema
+            return forms[0](self.tokenizer) if schema is None else forms[1](schema, self.tokenizer)
+        return _GUIDES[name](value, self.tokenizer)
+
+    def _stops(self, stop: str | Sequence[str] | None, ids: int = 0) -> tuple[str, ...]:
+        """Return the stop strings. Raises Refused for empty or long ones, and for too many together with ``ids``."""
+        stops = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
+        _at_most("stop_token_ids" if ids else "stop", len(stops) + ids, self.settings.stops)
+        for text in stops:
+            if not 0 < len(text) <= self.settings.stop_length:
+                why = f"stop: a string of {len(text)} characters, not 1 to {self.settings.stop_length}"
+                raise Refused(400, why, "stop")
+        return stops
+
+    def _prompts(self, prompt: Any) -> tuple[list[tuple[int, ...]], list[str]]:
+        """The ids and texts of one prompt or several."""
+        if isinstance(prompt, str) or all(isinstance(part, int) for part in prompt):
+            prompt = [prompt]
+        if any(isinstance(part, int) for part in prompt):
+            why = "prompt mixes token ids and texts: give one text, several, ids, or lists of ids"
+            raise Refused(400, why, "prompt")
+        _at_most("prompt", len(prompt), self.settings.prompts)
+        try:
+            ids = [tuple(self.tokenizer.encode(one) if isinstance(one, str) else one) for one in prompt]
+        except TokenizerError as error:
+            raise Refused(400, error.public, "prompt") from None
+        with _refusing("prompt"):
+            for one in ids:
+                refuse_ids(one, self.vocab)
+        texts = [one if isinstance(one, str) else self.tokenizer.decode(one) for one in prompt]
+        return ids, texts
+
+    def _refuse_model(self, request: BaseRequest) -> None:
+        if request.model not in (None, self.settings.name):
+            why = f"there is no model {request.model!r:.80} here, only {self.settings.name!r}"
+            raise Refused(404, why, "model", "model_not_found")
+
+
+@contextlib.contextmanager
+def _refusing(field: str) -> Iterator[None]:
+    """Refuse the request for a ValueError in this block."""
+    try:
+        yield
+    except ValueError as error:
+        raise Refused(400, f"{field}: {error}", field) from None
+
+
+def default_sampling(model: CausalLM) -> Sampling:
+    """Sampling of requests that leave it out: the checkpoint's, with OpenAI's temperature 1 if that is greedy."""
+    found = Sampling.from_checkpoint(model)
+    return found if found.temperature else dataclasses.replace(found, temperature=1.0)
+
+
+def _sampling(request: BaseRequest, default: Sampling) -> Sampling:
+    given = {name: value for name in OPTIONS if (value := getattr(request, name)) is not None}
+    return dataclasses.replace(default, **given | ({"top_k": None} if given.get("top_k") == -1 else {}))
+
+
+def _at_most(name: str, value: int | None, most: int) -> int | None:
+    if value is not None and value > most:
+        raise Refused(400, f"{name}: {value} is more than the {most} that this server allows", name)
+    return value

@@ -1,0 +1,211 @@
+"""Request bodies, after the OpenAI API. Unknown fields, wrong types and values out of range raise an error with the
+field's name. Null, values without effect (`fields.NEUTRAL`) and labels count as left out."""
+
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from nnxmoe.apps.serve.fields import CACHE, LABELS, content_parts, effective, refusal
+from nnxmoe.apps.serve.settings import Refused
+
+Id = Annotated[int, Meta(ge=0, lt=2**31)]
+Natural = Annotated[int, Meta(ge=0, lt=2**31)]
+Positive = Annotated[int, Meta(ge=1, lt=2**31)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+
+GUIDED = ("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+
+
+class StreamOptions(Struct, forbid_unknown_fields=True):
+    """``include_usage``: end with a chunk that has the token counts. ``continuous_usage_stats``: then all other chunks
+    have the counts so far, as in vLLM."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: Literal[False] | None = None
+
+    @property
+    def usage(self) -> Literal["last", "always"] | None:
+        """Which chunks have token counts; None for no chunk."""
+        return None if not self.include_usage else "always" if self.continuous_usage_stats else "last"
+
+
+class JsonSchema(Struct):
+    """``schema``: a JSON schema. Answers follow it unless they are cut. The other fields have no effect."""
+
+    schema: dict[str, Any] | bool
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Struct, forbid_unknown_fields=True):
+    """The form of an answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class Function(Struct):
+    """A function that the model may call. ``strict``: its arguments follow ``parameters``, a JSON schema, unless
+    the answer is cut."""
+
+    name: Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Struct, forbid_unknown_fields=True):
+    """A tool of a chat."""
+
+    type: Literal["function"]
+    function: Function
+
+    def plain(self) -> dict[str, Any]:
+        """The tool as chat templates read it."""
+        fields = {"name": self.function.name, "description": self.function.description}
+        fields["parameters"] = self.function.parameters or {"type": "object", "properties": {}}
+        return {"type": "function", "function": {key: one for key, one in fields.items() if one is not None}}
+
+
+class FunctionName(Struct, forbid_unknown_fields=True):
+    """Names a function."""
+
+    name: str
+
+
+class NamedTool(Struct, forbid_unknown_fields=True):
+    """The tool to call."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class BaseRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+    """Fields of both kinds of request. ``model`` defaults to the model served. ``min_tokens``, ``top_k``, ``min_p``,
+    ``repetition_penalty``, ``ignore_eos``, ``stop_token_ids`` and those named ``guided_…`` are vLLM's, not OpenAI's."""
+
+    model: str | None = None
+    max_tokens: Natural | None = None
+    min_tokens: Natural | None = None
+    n: Positive | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
+    min_p: Share | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[Id] | None = None
+    ignore_eos: bool | None = None
+    logit_bias: dict[Id, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    guided_json: dict[str, Any] | bool | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Meta(min_length=1)] | None = None
+    guided_grammar: str | None = None
+
+
+class CompletionRequest(BaseRequest, kw_only=True):
+    """``POST /v1/completions``. ``prompt``: a text, several, token ids, or several lists of them."""
+
+    prompt: str | list[str | Id | list[Id]]
+    echo: bool | None = None
+    logprobs: Natural | None = None
+    best_of: Positive | None = None
+
+
+class TextPart(Struct):
+    """Text part of a message whose content is a list."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Struct):
+    """One turn of a chat. ``more``: its other fields, for the chat template."""
+
+    role: str
+    content: str | list[TextPart] | None = None
+    more: dict[str, Any] = {}
+
+    def plain(self) -> dict[str, Any]:
+        """Convert the message to the dict that chat templates read, with the text of its parts joined."""
+        content = "".join(part.text for part in self.content) if isinstance(self.content, list) else self.content
+        return {"role": self.role, "content": content, **self.more}
+
+
+class ChatRequest(BaseRequest, kw_only=True):
+    """``POST /v1/chat/completions``. ``chat_template_kwargs``: variables of the template, as in vLLM."""
+
+    messages: list[Message]
+    max_completion_tokens: Natural | None = None
+    logprobs: bool | None = None
+    top_logprobs: Natural | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+
+
+Body = TypeVar("Body", bound=BaseRequest)
+
+
+def decode(body: bytes, kind: type[Body]) -> Body:
+    """The request in a body. Raises Refused with status 400 that names the field."""
+    try:
+        found = msgspec.json.decode(body)
+        if isinstance(found, dict):
+            found = {name: value for name, value in found.items() if name not in LABELS}
+            found = effective(found, kind.__struct_fields__, chat=issubclass(kind, ChatRequest))
+            if isinstance(messages := found.get("messages"), list):
+                found["messages"] = [_split(message) if isinstance(message, dict) else message for message in messages]
+        request = msgspec.convert(found, kind, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise refusal(str(error), kind.__struct_fields__) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Refused(400, f"the body is not JSON: {error}") from None
+    except RecursionError:
+        raise Refused(400, "the body is nested too deeply") from None
+    _refuse_combinations(request)
+    return request
+
+
+def _split(message: dict[str, Any]) -> dict[str, Any]:
+    """A message as `Message`; null fields and the empty lists of OpenAI's answers count as left out."""
+    fields = {name: value for name, value in message.items() if value not in (None, []) and name != CACHE}
+    known = {name: content_parts(fields.pop(name)) for name in ("role", "content") if name in fields}
+    return {**known, "more": fields}
+
+
+def _refuse_combinations(request: BaseRequest) -> None:
+    """Raise Refused for fields that exclude each other."""
+    if isinstance(request, CompletionRequest):
+        if request.best_of not in (None, request.n or 1):
+            raise Refused(400, "best_of is not supported: leave it out, or give the same number as n", "best_of")
+        if request.echo and request.stream:
+            raise Refused(400, "echo is not supported with stream: leave one of them out", "echo")
+    if isinstance(request, ChatRequest):
+        for i, message in enumerate(request.messages):
+            if message.role == "function":
+                why = f"messages[{i}].role 'function' is not supported: give the role tool, with tool_call_id"
+                raise Refused(400, why, "messages")
+    forms = [name for name in GUIDED if getattr(request, name) is not None]
+    if len(forms) > 1:
+        raise Refused(400, f"{forms[0]} and {forms[1]} exclude each other", forms[1])
+    if forms and request.ignore_eos:
+        raise Refused(400, f"ignore_eos and {forms[0]} exclude each other: the form says where it ends", "ignore_eos")
+    form = request.response_format
+    if form is not None and (form.type == "json_schema") != (form.json_schema is not None):
+        raise Refused(400, "response_format: give json_schema with the type json_schema", "response_format")
+    options = request.stream_options or StreamOptions()
+    if (options.include_usage or options.continuous_usage_stats) and not request.stream:
+        raise Refused(400, "stream_options needs stream: true", "stream_options")

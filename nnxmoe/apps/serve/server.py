@@ -1,0 +1,116 @@
+"""Runs a server in this process until it is told to stop."""
+
+import contextlib
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from nnxmoe.apps.serve.app import make_app
+from nnxmoe.apps.serve.requests import CHAT_LOGPROBS, default_sampling
+from nnxmoe.apps.serve.settings import ServerSettings
+from nnxmoe.generation.draft_cost import Drafting
+from nnxmoe.generation.engine import Engine
+from nnxmoe.generation.ids import eos_ids
+from nnxmoe.generation.passes import Room, cache_bytes
+from nnxmoe.generation.request import Limits
+from nnxmoe.generation.sampling import Steps
+from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.runtime.progress import say
+from nnxmoe.tokenizer.tokenizer import Tokenizer
+
+BIASES = 64  # of one request
+KEPT = 4  # slots whose memory is used for the beginnings of prompts, by default
+CONNECTIONS = 1024
+HEAD_SECONDS = 30.0  # to send the head of a request
+LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
+
+
+def serving_engine(
+    model: CausalLM, *, slots: int = 8, capacity: int = 2048, draft: Drafting = None, prefix_bytes: int | None = None
+) -> Engine:
+    """An engine with room for every option of the API. ``prefix_bytes`` None: as much as KEPT slots take."""
+    rules = default_sampling(model).rules
+    steps = Steps(rules=() if rules is None else (rules,))
+    limits = Limits(len(eos_ids(model, ...)) + ServerSettings.stops, BIASES, CHAT_LOGPROBS, steps)
+    capacity = min(capacity, model.config.max_position_embeddings)
+    kept = KEPT * cache_bytes(model, 1, Room(capacity, 0)) if prefix_bytes is None else prefix_bytes
+    return Engine(model, slots=slots, capacity=capacity, limits=limits, draft=draft, prefix_bytes=kept)
+
+
+def serve(
+    engine: Engine,
+    tokenizer: Tokenizer,
+    settings: ServerSettings,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    started: Callable[[str], None] = lambda address: None,
+) -> None:
+    """Serve an engine until SIGTERM or Ctrl-C: then no new connections are taken, running requests have
+    ``settings.drain`` seconds to finish, and the engine is closed.
+
+    ``started`` is called with the address once requests are answered. Raises OSError if the port is taken.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, port), family=family, backlog=CONNECTIONS)
+    engine.warm_up()
+    name = f"[{host}]" if ":" in host else host
+    address = f"http://{name}:{listener.getsockname()[1]}"
+    app = make_app(engine, tokenizer, settings, lambda: started(address))
+    with listener, _quiet_signals():
+        make_server(app, settings).run([listener])
+    say("the server has stopped")
+
+
+def make_server(app: ASGIApp, settings: ServerSettings) -> uvicorn.Server:
+    config = uvicorn.Config(
+        app,
+        http=_Punctual,
+        ws="none",
+        loop="asyncio",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=max(1, round(settings.drain)),
+        timeout_keep_alive=30,
+        limit_concurrency=CONNECTIONS,
+    )
+    return uvicorn.Server(config)
+
+
+class _Punctual(H11Protocol):
+    """Closes connections on which no whole head of a request arrives in time; uvicorn waits without end."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._check(None)
+
+    def _check(self, idle_since: object) -> None:
+        """Close the connection if it was idle during the whole interval since the last check."""
+        if self.transport.is_closing():
+            return
+        idle = self.cycle or self if self.cycle is None or self.cycle.response_complete else None
+        if idle is not None and idle is idle_since:
+            self.transport.close()
+        else:
+            self.loop.call_later(HEAD_SECONDS, self._check, idle)
+
+
+@contextlib.contextmanager
+def _quiet_signals() -> Iterator[None]:
+    """Within the block SIGTERM does not end the process: uvicorn raises it again when it has stopped."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

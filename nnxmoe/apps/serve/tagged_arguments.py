@@ -1,0 +1,79 @@
+"""Streaming parser of tool-call arguments that are written one by one in tags. Returns them as one JSON object."""
+
+import json
+import re
+from typing import Any
+
+from nnxmoe.apps.serve.json_stream import Taken
+from nnxmoe.apps.serve.reasoning import held
+from nnxmoe.apps.serve.tools import CallFormat, Calls
+
+QUOTE = '"'
+
+
+class TaggedArguments:
+    """Reads the arguments of a call and emits each one once it is complete.
+
+    A value ends at its closing tag. It includes balanced tags, and a closing tag that is followed by another closing
+    tag before any other tag. If the closing tag is missing, the value ends at the next other tag.
+    """
+
+    def __init__(self, calls: Calls, tool: str):
+        self._calls, self._format, self._tool, self._count = calls, calls.format, tool, 0
+
+    def take(self, text: str, final: bool = False, cut: bool = False) -> Taken:
+        """Read a text. ``final``: the text is complete. ``cut``: it was cut at its length limit, so the object is left
+        open."""
+        form = self._format
+        if found := form.argument_head.match(text):
+            if (value := self._value(text, found.end(), final)) is None:
+                return Taken(rest=text)
+            written, rest, ended = value
+            return Taken(self._member(found["key"].strip(), written, cut and not ended), rest=rest)
+        part = next_tag(form, text)
+        if part is not None and not text[: part.start()].strip():
+            return Taken("}" if self._count else "{}", rest=text, done=True)
+        if part is not None:  # words between the arguments
+            return Taken(said=text[: part.start()].lstrip(), rest=text[part.start() :])
+        if not final:
+            return Taken(rest=text)
+        return Taken("" if cut else "}" if self._count else "{}", rest=text, done=True)
+
+    def _member(self, key: str, text: str, cut: bool) -> str:
+        """Format an argument as a member of the object, left open if it was cut."""
+        value = _json(self._calls.value(self._tool, key, text))
+        self._count += 1
+        comma = ", " if self._count > 1 else "{"
+        return f"{comma}{_json(key)}: {value.removesuffix(QUOTE) if cut else value}"
+
+    def _value(self, text: str, start: int, final: bool) -> tuple[str, str, bool] | None:
+        """Return the value that begins at ``start``, the text after it, and whether it is complete; None if that
+        depends on further text."""
+        tag, space = self._format.argument_ends
+        if not final and tag not in text:
+            return None
+        parts, depth = list(self._format.parts.finditer(text, start)), 0
+        for i, part in enumerate(parts):
+            if part.lastgroup != "end":
+                depth += part.lastgroup == "head"
+            elif depth:
+                depth -= 1
+            elif not final and i + 1 == len(parts):
+                return None
+            elif i + 1 == len(parts) or parts[i + 1].lastgroup != "end":
+                return text[start : part.start()].removesuffix(space), text[part.end() :], True
+        if not final:
+            return None
+        if (part := next_tag(self._format, text, start)) is not None:
+            return text[start : part.start()].rstrip(), text[part.start() :], True
+        rest = text[start:]
+        return rest[: len(rest) - held(rest, (tag, *self._format.stops))].rstrip(), "", False
+
+
+def next_tag(form: CallFormat, text: str, start: int = 0) -> re.Match[str] | None:
+    """Find the first tag after ``start`` that does not end a value."""
+    return next((part for part in form.parts.finditer(text, start) if part.lastgroup != "end"), None)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,48 @@
+"""Dtypes: which are supported for weights, the default dtype when loading, and that of a model's matrices."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from nnxmoe.axes import axes_of
+from nnxmoe.convert.arrays.lazy_array import LazyArray
+from nnxmoe.layers.linear.kernel import LEAD
+
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "half": "float16", "float": "float32"}
+
+
+def float_dtype(dtype: Any) -> np.dtype | None:
+    """``dtype`` as a NumPy dtype: of NumPy, JAX or torch, or a name such as "bf16". None and "auto" give None.
+
+    ValueError unless it is float32, bfloat16 or float16.
+    """
+    if dtype is None or dtype == "auto":
+        return None
+    name = str(dtype).removeprefix("torch.")
+    try:
+        named = jnp.dtype(_SHORT.get(name, name if name != str(dtype) else dtype))
+    except TypeError:
+        named = dtype
+    if named not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        raise ValueError(f"dtype {named} is not supported for weights; supported: float32, bfloat16, float16")
+    return named
+
+
+def natural_dtype(arrays: Iterable[LazyArray]) -> np.dtype:
+    """The default dtype for loading arrays: the widest, with float64 as float32; codes as what their tool defines, FP8
+    blocks as bfloat16."""
+    return np.dtype(jnp.result_type(*{array.loaded for array in arrays}))
+
+
+def matrices_dtype(variables: Iterable[nnx.Variable]) -> Any:
+    """The promoted dtype of all matrices among a model's parameters."""
+    return jnp.result_type(*{v.dtype for v in variables if is_matrix(v)})
+
+
+def is_matrix(variable: nnx.Variable) -> bool:
+    """Whether a parameter determines the dtype of activations: true except for norms, biases and routers."""
+    axes = [axis for axis in axes_of(variable) if axis not in LEAD]
+    return isinstance(variable, nnx.Param) and len(axes) > 1 and "router" not in axes

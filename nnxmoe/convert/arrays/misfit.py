@@ -1,0 +1,110 @@
+"""Check before saving that a model fits its config: a checkpoint is loaded as config.json describes it."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from nnxmoe.config.printable import short, some
+from nnxmoe.convert.arrays.restore import DTYPES, INTEGERS
+from nnxmoe.convert.files.errors import CheckpointError
+from nnxmoe.layers.linear.lora import Kept
+from nnxmoe.layers.linear.quantized import QuantizedArray, QuantizedWeight
+from nnxmoe.model.causal_lm import CausalLM, check_model
+from nnxmoe.models import is_registered
+
+# Attributes set by a strategy: they change how the model is computed, and config.json does not describe them.
+_OF_STRATEGIES = frozenset("attend dispatch form matmul mesh product recurrence remat rules".split())
+_OF_MODELS = frozenset("cache_format config dtype load_report merged ropes strategy".split())
+_SHOWN = 5
+
+
+def refuse_misfit(model: CausalLM) -> None:
+    """Raise CheckpointError if a model differs from the model that loading its config would build.
+
+    Compares modules, shapes and dtypes of parameters, and all attributes that no strategy sets. Adapters are not
+    compared: each layout checks whether it can store them.
+    """
+    check_model(model)
+    family, config = type(model), model.config
+    if not is_registered(model):
+        raise CheckpointError(
+            f"{family.__name__} with {type(config).__name__} is not the family registered for {config.model_type!r}, "
+            "so it would load as a different model or not at all. Give its config a new model_type, and call "
+            f"nnxmoe.models.register({family.__name__}) first"
+        )
+    described = family(config, model.strategy, rngs=None, dtype=model.dtype, mtp=bool(model.mtp))
+    if differences := list(_differences(model, described)):
+        raise CheckpointError(
+            f"the model does not fit its {type(config).__name__}, so it would load as a different model or not at "
+            f"all: {some(differences, _SHOWN)}. Set model.config = dataclasses.replace(model.config, …), or undo these "
+            "changes"
+        )
+
+
+def _differences(model: CausalLM, described: CausalLM) -> Iterator[str]:
+    """Yield a description of each difference. The content of a module that differs as a whole is skipped."""
+    depth, described_depth = (sum(stack.depth for stack in each.stacks) for each in (model, described))
+    if depth != described_depth:
+        yield f"it has {depth} layers and num_hidden_layers is {described_depth}"
+    actual_parts, described_parts = _parts(model), _parts(described)
+    reported = tuple[str, ...]()  # prefixes of the modules that differ as a whole
+    for name in sorted(actual_parts | described_parts, key=lambda name: [part.zfill(9) for part in name.split(".")]):
+        actual, expected = actual_parts.get(name), described_parts.get(name)
+        if name.startswith(reported) or actual == expected:
+            continue
+        if isinstance(actual, nnx.Module) and type(actual) is type(expected):
+            yield from _attributes(name, actual, expected)
+            continue
+        reported = (*reported, f"{name}.")
+        if actual is None or expected is None:
+            yield f"{name} is {'missing' if actual is None else 'unexpected'}"
+        else:
+            yield f"{name} is {_noun(actual)}, not {_noun(expected)}"
+
+
+def _parts(model: CausalLM) -> dict[str, Any]:
+    """Modules and shapes of parameters by path. A quantized kernel counts as the float kernel that it replaces."""
+    parts = dict[str, Any]()
+    for path, node in nnx.iter_graph(model):
+        name = ".".join(map(str, path))
+        adapter = path[:1] == ("merged",) or any(str(part).startswith("lora") for part in path)
+        if adapter or isinstance(node, Kept | nnx.LoRAParam | QuantizedArray):
+            continue
+        if isinstance(node, QuantizedWeight):
+            parts[name] = (*node.lead, *node.outs, *node.ins)
+        elif isinstance(node, nnx.Variable):
+            dtype = getattr(node, "dtype", None)  # variables also hold random keys and other values
+            parts[name] = tuple(node.shape) if dtype in DTYPES + INTEGERS else f"of dtype {dtype}"
+        elif isinstance(node, nnx.Module) and not isinstance(node, nnx.List | nnx.Dict):
+            parts[name] = node
+    return parts
+
+
+def _noun(part: Any) -> str:
+    if isinstance(part, nnx.Module):
+        return f"a {type(part).__name__}"
+    return str(list(part)) if isinstance(part, tuple) else str(part)
+
+
+def _attributes(name: str, actual: Any, expected: Any) -> Iterator[str]:
+    """Yield the differing attributes of two modules, without submodules and those that a strategy sets."""
+    ignored = _OF_STRATEGIES if name else _OF_STRATEGIES | _OF_MODELS
+    for attribute in vars(actual) | vars(expected):
+        values = [vars(module).get(attribute) for module in (actual, expected)]
+        if attribute in ignored or attribute.startswith(("_", "lora")):
+            continue
+        if any(isinstance(value, nnx.Module | nnx.Variable) for value in values) or _equal(*values):
+            continue
+        yield f"{name}.{attribute} is {short(values[0])}, not {short(values[1])}".removeprefix(".")
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Compare attributes by value, arrays within lists, tuples and dicts too."""
+    if a is b:
+        return True
+    leaves, structure = jax.tree.flatten(a)
+    other_leaves, other_structure = jax.tree.flatten(b)
+    return structure == other_structure and all(map(np.array_equal, leaves, other_leaves))

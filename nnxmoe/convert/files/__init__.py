@@ -1,0 +1,1 @@
+"""Reads files safely and downloads them: JSON, safetensors, and the Hugging Face hub."""

@@ -1,0 +1,151 @@
+"""Local folders and the Hugging Face hub: telling them apart, and downloads whose errors name the remedy.
+
+Callers pass the class of error to raise, a ValueError.
+"""
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from nnxmoe.config.printable import did_you_mean
+from nnxmoe.config.validate import path_text
+from nnxmoe.convert.files.reading import is_gguf, refuse_url
+
+T = TypeVar("T")
+
+DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"  # the checkpoint within the package
+
+# Patterns of the files that a tokenizer may consist of, in every format, and of the code that belongs to a checkpoint,
+# which is never run: both are downloaded, and saving copies them from the model's folder.
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model*"),
+    *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja", "vocab.*", "merges.txt"),
+    *("tekken*.json", "*.tiktoken", "tiktoken.model", "spiece.model", "sentencepiece*.model"),
+)
+CODE_FILES = ("*.py",)
+
+_HUB_FILE = re.compile(r"([A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*)/([A-Za-z0-9_][\w./-]*\.gguf)", re.ASCII)
+_SPLIT = re.compile(r"-\d{5}(-of-\d{5}\.gguf)$")
+_HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?", re.ASCII)
+_REMEDIES: tuple[tuple[str, str], ...] = (
+    ("GatedRepoError", "access is gated: accept its terms at https://huggingface.co/{id} and run `hf auth login`"),
+    ("RevisionNotFoundError", "it has no revision {revision!r}: give a branch, tag or commit that it has"),
+    ("RepositoryNotFoundError", "no such local folder, and no such hub repository or it is private: check the spelling "
+     "or run `hf auth login`"),
+    ("IncompleteSnapshotError", "the cached copy is incomplete and the hub cannot be reached: load it again online"),
+    ("LocalEntryNotFoundError", "no such local folder, and not in the local cache: {online}"),
+    ("OfflineModeIsEnabled", "offline mode is on: unset HF_HUB_OFFLINE or give a local folder"),
+    ("EntryNotFoundError", "a file is missing in the repository: is it a Hugging Face checkpoint?"),
+    ("NotASafetensorsRepoError", "it has no model.safetensors and no index: convert its weights to safetensors"),
+    ("SafetensorsParsingError", "the header of a safetensors file is damaged: report it to the model's authors"),
+    ("HFValidationError", "this is not a valid hub id: use 'org/name' or an existing folder"),
+    ("HfHubHTTPError", "the hub answered with an error: try again later"),
+    ("OSError", "the files could not be fetched or stored: check the network, the disk and the cache folder"),
+)  # fmt: skip
+
+
+def local_folder(path_or_hub_id: str | os.PathLike[str], error: type[ValueError]) -> Path | None:
+    """Return the local folder or GGUF file, or None for a hub id or a GGUF file in a hub repository
+    (``org/name/file.gguf``); raise if the argument can be neither.
+
+    The text ``demo`` names the checkpoint within the package, ``./demo`` a folder.
+    """
+    text = path_text(path_or_hub_id, error, "path_or_hub_id")
+    if path_or_hub_id == "demo":
+        return DEMO
+    if "://huggingface.co/" in text:
+        raise error(f"{text} is a URL: give the repository's id, such as 'org/name'")
+    refuse_url(text, error)
+    path = Path(os.path.expanduser(text))
+    if os.path.isdir(path) or is_gguf(path):
+        return path
+    if os.path.lexists(path):
+        raise error(f"{path} is not a folder; give the folder that holds the checkpoint")
+    if isinstance(path_or_hub_id, str) and _HUB_FILE.fullmatch(text) and ".." not in text:
+        return None
+    looks_like_path = text[0] in "./~" or path.is_absolute() or text.count(os.sep) >= 2
+    if looks_like_path or not isinstance(path_or_hub_id, str):
+        raise error(f"no such folder: {text}{_close_to(path)}")
+    if not _HUB_ID.fullmatch(text) or ".." in text or "--" in text:
+        raise error(f"{text!r} is neither an existing folder nor a hub id such as 'org/name'")
+    return None
+
+
+def _close_to(path: Path) -> str:
+    """End of an error message about a missing folder: names a folder with a similar name, if there is one."""
+    try:
+        names = [entry.name for entry in os.scandir(path.parent) if entry.is_dir()]
+    except (OSError, ValueError):
+        return ""
+    here = path.parent == Path()
+    return did_you_mean(str(path), ["demo"] * here + [str(path.parent / name) for name in names])
+
+
+def check_hub_id(repo_id: str, error: type[ValueError]) -> None:
+    """Raise unless the text can be the name of a repository."""
+    if not _HUB_ID.fullmatch(repo_id):
+        raise error(f"{repo_id!a:.160} is not a hub id such as 'org/name'")
+
+
+def snapshot(
+    repo_id: str,
+    revision: str | None,
+    local_files_only: bool,
+    patterns: Sequence[str],
+    skip: Sequence[str],
+    error: type[ValueError],
+) -> Path:
+    """Return a repository's folder in the hub cache, after fetching the matching files that it lacks. Of
+    ``org/name/file.gguf`` the file, with the other splits beside it."""
+    import huggingface_hub
+
+    file = ""
+    if match := _HUB_FILE.fullmatch(repo_id):
+        repo_id, file = match.groups()
+        patterns, skip = [_SPLIT.sub(r"-*\1", file)], []
+
+    def fetch() -> str:
+        return huggingface_hub.snapshot_download(
+            repo_id,
+            revision=revision,
+            local_files_only=local_files_only,
+            allow_patterns=list(patterns),
+            ignore_patterns=list(skip),
+        )
+
+    folder = Path(hub_call(repo_id, revision, fetch, error))
+    if file and not os.path.lexists(folder / file):
+        raise error(f"{repo_id} has no file {file} at this revision: give the name of a GGUF file that it has")
+    return folder / file
+
+
+def _online(failure: Exception) -> str:
+    """How to reach the hub, after a LocalEntryNotFoundError."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return "unset HF_HUB_OFFLINE to ask the hub"
+    return (
+        "the hub cannot be reached, check the network" if failure.__cause__ else "local_files_only=True skips the hub"
+    )
+
+
+def hub_call(repo_id: str, revision: str | None, call: Callable[[], T], error: type[ValueError]) -> T:
+    """Run a hub call; its exceptions become ``error``, with the remedy in the message."""
+    try:
+        return call()
+    except Exception as failure:
+        kinds = {kind.__name__ for kind in type(failure).__mro__}
+        network = type(failure).__module__.split(".")[0] in ("httpx", "httpx2", "httpcore", "requests", "urllib3")
+        remedy = next((text for kind, text in _REMEDIES if kind in kinds), None)
+        if isinstance(failure, error) or (remedy is None and not network):
+            raise
+        remedy = remedy or "the hub cannot be reached: check the network"
+        remedy = remedy.format(id=repo_id, revision=revision, online=_online(failure))
+        cause = failure.__cause__ if "LocalEntryNotFoundError" in kinds else failure
+        reason = next((line.strip() for line in str(cause).splitlines() if line.strip()), "")
+        reason = f" ({type(cause).__name__}: {reason[:300]})" if cause and "HF_HUB_OFFLINE" not in remedy else ""
+        close = _close_to(Path(repo_id)) if "no such local folder" in remedy else ""
+        raise error(f"{repo_id}: {remedy}{reason}{close}") from failure

@@ -1,0 +1,125 @@
+"""The headers of safetensors files: the location of each tensor. The safetensors library parses and validates them.
+
+`nnxmoe.convert.storage.checkpoint` reads the data at these places: the library's slices are copies out of a mapped file
+(SIGBUS if it is truncated meanwhile), and it has no FP8 in NumPy (safetensors 0.8).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any, Self
+
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from nnxmoe.config.printable import short
+from nnxmoe.convert.files.errors import CheckpointError
+from nnxmoe.convert.files.reading import refuse_lfs_pointer, regular_file
+
+DTYPES: Mapping[str, np.dtype] = {
+    "BOOL": np.dtype(np.bool_),
+    **{f"{kind}{8 * size}": np.dtype(f"{kind.lower()}{size}") for kind in "IU" for size in (1, 2, 4, 8)},
+    **{f"F{8 * size}": np.dtype(f"f{size}") for size in (2, 4, 8)},
+    "C64": np.dtype(np.complex64),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E4M3FNUZ": np.dtype(ml_dtypes.float8_e4m3fnuz),
+    "F8_E5M2FNUZ": np.dtype(ml_dtypes.float8_e5m2fnuz),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+}
+MAX_HEADER = 32_000_000  # bytes; twice the size for the 90,000 tensors of DeepSeek-V3 in one file
+_MAX_RANK = 32
+_DAMAGED = "the file is damaged or incomplete: download or write it again"
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Location of a tensor: `begin` and `end` are byte offsets in `file`; `dtype` is the file's code."""
+
+    name: str
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        """The tensor's size in the file, in bytes."""
+        return self.end - self.begin
+
+    @property
+    def numpy_dtype(self) -> np.dtype:
+        """The stored dtype; BF16 and FP8 are those of ml_dtypes."""
+        return DTYPES[self.dtype]
+
+    def at(self, index: int) -> Self:
+        """The part at an index of the first dimension."""
+        size = self.nbytes // self.shape[0]
+        begin = self.begin + index * size
+        return replace(self, shape=self.shape[1:], begin=begin, end=begin + size)
+
+
+def dtype_code(dtype: Any) -> str:
+    """Return the safetensors code of a numpy dtype (also jnp's scalar types), for instance 'BF16'."""
+    wanted = np.dtype(dtype)
+    code = next((code for code, known in DTYPES.items() if known == wanted), None)
+    if code is None:
+        raise CheckpointError(f"safetensors cannot hold dtype {wanted}; cast to one of {', '.join(DTYPES)}")
+    return code
+
+
+def header_length(path: Path) -> int:
+    """Length of a safetensors file's header in bytes, checked against the limit."""
+    size = regular_file(path, "download it again", CheckpointError).st_size
+    try:
+        with open(path, "rb") as file:
+            head = file.read(128)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror or error}; make the file readable") from error
+    refuse_lfs_pointer(path, head, CheckpointError)
+    length = int.from_bytes(head[:8], "little")
+    if not 2 <= length <= min(MAX_HEADER, size - 8):
+        raise CheckpointError(
+            f"{path}: the header's length is {length}, the file has {size} bytes and at most {MAX_HEADER} are allowed; "
+            f"not a safetensors file, or {_DAMAGED}"
+        )
+    return length
+
+
+def read_header(path: Path) -> dict[str, TensorInfo]:
+    """Validate a safetensors file and return its tensors; read the header only.
+
+    Format: https://huggingface.co/docs/safetensors/index#format
+    """
+    begin, tensors = 8 + header_length(path), dict[str, TensorInfo]()
+    try:
+        with safe_open(path, framework="np") as file:
+            # Valid files have no gaps, so that the order and the sizes determine the offsets.
+            for name in file.offset_keys():
+                view = file.get_slice(name)
+                tensors[name] = _info(path, name, view.get_dtype(), tuple(view.get_shape()), begin)
+                begin = tensors[name].end
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path}: {error}; {_DAMAGED}") from error
+    except MemoryError as error:  # the library maps the file; a limit on the address space may forbid it
+        raise CheckpointError(
+            f"{path}: not enough address space to check it: {error}; raise the limit (ulimit -v)"
+        ) from error
+    return tensors
+
+
+def _info(path: Path, name: str, dtype: str, shape: tuple[int, ...], begin: int) -> TensorInfo:
+    if dtype not in DTYPES:
+        raise CheckpointError(
+            f"{path}: tensor {short(name)}: dtype {short(dtype)} is not supported; convert it to {', '.join(DTYPES)}"
+        )
+    if len(shape) > _MAX_RANK or prod(max(dim, 1) for dim in shape) * DTYPES[dtype].itemsize >= 2**63:
+        raise CheckpointError(
+            f"{path}: tensor {short(name)}: shape {short(list(shape))} has more than {_MAX_RANK} dimensions or 2**63 "
+            "bytes"
+        )
+    return TensorInfo(name, path, dtype, shape, begin, begin + prod(shape) * DTYPES[dtype].itemsize)

@@ -1,0 +1,162 @@
+"""FP4 weights with two codes in a byte: groups of 32 with an exponent each (MXFP4), or groups of 16 with an FP8 scale
+each and one factor for the tensor (NVFP4, Nvidia 2025).
+
+    w[o, i] = FP4[code[o, i]] * scale[o, i // size] * factor
+
+Most tools store a matrix with the code of the even input in the low bits. gpt-oss stores all experts in ``X_blocks``,
+``[E, O, I / 32, 16]`` with the same order of codes, and ``X_scales [E, O, I / 32]``; both are bytes:
+
+    w[e, o, 32 b + i] = FP4[code i of blocks[e, o, b]] * 2 ** (scales[e, o, b] - 127)
+
+The formats are E2M1 and E8M0 of the OCP Microscaling specification 1.0 (2023); the layout of gpt-oss is that of
+``Weights`` in ``gpt_oss/torch/weights.py``. MXFP4 is exact in bfloat16.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+from jaxtyping import UInt8
+
+from nnxmoe.convert.arrays.checkpoint_layout import Leaf
+from nnxmoe.convert.arrays.lazy_array import LazyArray, LazyArrays
+from nnxmoe.convert.arrays.views import View, joined
+from nnxmoe.convert.files.safetensors import TensorInfo
+from nnxmoe.convert.formats.module_tensors import ModuleTensors
+from nnxmoe.convert.formats.raw import raw
+from nnxmoe.convert.formats.scheme import Malformed
+from nnxmoe.layers.linear.codes import Codes
+
+NVFP4, MXFP4 = Codes("fp4", (1, 16)), Codes("fp4", (1, 32))
+BLOCKS, SCALES = "_blocks", "_scales"  # the endings of gpt-oss's tensors
+GPT_OSS = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ],
+}
+_OCTETS = 16  # bytes of a block of MXFP4
+
+
+def in_pairs(
+    files: ModuleTensors,
+    info: TensorInfo,
+    codes: Codes,
+    scales: str,
+    dtypes: Sequence[str],
+    scaled: Callable[[np.ndarray], np.ndarray] | None = None,
+) -> LazyArray:
+    """The weight of bytes ``[O, I / 2]`` and of the module's tensor ``scales [O, I / size]``, to which ``scaled`` is
+    applied in float32. Raises Malformed."""
+    outs, octets = files.matrix(info)
+    size = codes.tile[1]
+    if 2 * octets % size:
+        raise Malformed(f"{files.where(info)} has rows of {2 * octets} codes: FP4 has groups of {size} here")
+    shape = outs, 2 * octets
+    scale = files.tensor(scales, dtypes, [codes.grid(*shape)])
+    grid = files.scale(scale, scale.shape, allowed="positive" if scaled is None else "not negative")
+    stored = raw(files.checkpoint, dataclasses.replace(info, dtype="U8"))
+    parts = {"codes": of_pairs(stored, size), "scale": grid if scaled is None else grid.each(scaled)}
+    return files.made(codes, shape, parts)
+
+
+def nvfp4(files: ModuleTensors, info: TensorInfo, codes: Codes, factor: str, divides: bool) -> LazyArray:
+    """NVFP4. ``factor``: the module's tensor that holds it; ``divides``: scales are divided by it. Raises Malformed."""
+    one = files.tensor(factor, ("F32",), [(), (1,)])
+    value = files.values(one)
+    if value is not None and not (np.isfinite(value).all() and (value > 0).all()):
+        raise Malformed(f"{files.where(one)} is {value.item()}: it must be positive and finite")
+
+    def scaled(found: np.ndarray) -> np.ndarray:
+        assert value is not None, "headers only"
+        return found / value.reshape(()) if divides else found * value.reshape(())
+
+    return in_pairs(files, info, codes, "weight_scale", ("F8_E4M3",), scaled)
+
+
+def modelopt(files: ModuleTensors, info: TensorInfo) -> LazyArray:
+    """NVFP4 of NVIDIA's ModelOpt (``NVFP4QTensor``): the factor ``weight_scale_2`` multiplies the scales."""
+    if info.dtype != "U8":
+        raise Malformed(f"{files.where(info)} is {info.dtype}: with weight_scale_2 it must be U8")
+    return nvfp4(files, info, NVFP4, "weight_scale_2", divides=False)
+
+
+def gpt_oss(files: ModuleTensors, info: TensorInfo) -> LazyArray:
+    """The weights ``[E, O, I]`` of gpt-oss; ``info``: their blocks or scales. Raises Malformed."""
+    weight = info.name.removesuffix(BLOCKS).removesuffix(SCALES)
+    files.used |= dict.fromkeys(name for end in ("", BLOCKS, SCALES) if (name := weight + end) in files.tensors)
+    for ending, other in ((BLOCKS, SCALES), (SCALES, BLOCKS)):
+        if weight + ending not in files.tensors:
+            raise Malformed(f"{weight}{ending} is missing: {weight}{other} needs it")
+    if weight in files.tensors:
+        raise Malformed(f"{weight} is stored twice, as {weight} and as {weight}{BLOCKS}: remove one of them")
+    blocks, kernel = files.tensors[weight + BLOCKS], weight.rpartition(".")[2]
+    if files.scheme.method != "mxfp4":
+        says = f"says quant_method {files.scheme.method!r}" if files.scheme.method else "has no quantization_config"
+        raise Malformed(f"{files.where(blocks)} is MXFP4, but config.json {says}")
+    if len(blocks.shape) != 4 or blocks.shape[3] != _OCTETS or 0 in blocks.shape:
+        shape = list(blocks.shape)
+        raise Malformed(f"{files.where(blocks)} has shape {shape}: it must be [experts, outputs, inputs / 32, 16]")
+    scales = files.tensor(kernel + SCALES, ("U8", "F8_E8M0"), [blocks.shape[:3]])
+    experts, outs, groups, octets = blocks.shape
+    stored = raw(files.checkpoint, dataclasses.replace(blocks, shape=(experts, outs, groups * octets)))
+    parts = {"codes": of_pairs(stored, 32), "scale": files.scale(scales, scales.shape)}
+    return files.made(MXFP4, (experts, outs, groups * 32), parts)
+
+
+def in_blocks(arrays: LazyArrays, leaves: Mapping[str, Leaf]) -> dict[str, LazyArray]:
+    """Convert the arrays of a layout, whose codes and scales are those of `gpt_oss`, to tensors for a file, without
+    rounding."""
+    found, views = dict[str, LazyArray](), dict[str, View | None]()
+    for name, array in arrays.items():
+        view, ending = leaves[name].part_of, name.rpartition(".")[2]
+        if ending in ("codes", "scale"):
+            tensor = name.removesuffix("." + ending) if view is None else view.tensor
+            tensor += BLOCKS if ending == "codes" else SCALES
+            if ending == "codes":
+                array = as_pairs(array).reshaped((*array.shape[:-1], array.shape[-1] // _OCTETS, _OCTETS))
+            else:
+                array = as_exponents(array)
+            view = view and View(tensor, dataclasses.replace(view.w, turned=False), view.dim)
+            name = tensor if view is None or view.w.whole else view.name
+        found[name], views[name] = array, view
+    return joined(found, views)
+
+
+def of_pairs(stored: LazyArray, size: int) -> LazyArray:
+    """Convert bytes ``[*E, O, I / 2]`` that hold neighbouring codes to FP4 codes in groups of ``size`` as `Codes` has
+    them: a byte holds one of each half of a group."""
+
+    def in_memory(octets: UInt8[np.ndarray, "*rows I"]) -> UInt8[np.ndarray, "*rows I"]:
+        groups = octets.reshape(*octets.shape[:-1], -1, 2, size // 4)
+        first, second = groups[..., 0, :], groups[..., 1, :]
+        pairs = first & 15 | second << 4, first >> 4 | second & 240
+        return np.stack(pairs, axis=-1).reshape(octets.shape)
+
+    return stored.in_blocks(size // 2, size // 2, in_memory)
+
+
+def as_pairs(codes: LazyArray) -> LazyArray:
+    """The inverse of `of_pairs`, for `MXFP4`."""
+
+    def in_file(octets: UInt8[np.ndarray, "*rows I"]) -> UInt8[np.ndarray, "*rows I"]:
+        pairs = octets.reshape(*octets.shape[:-1], -1, _OCTETS // 2, 2)
+        first, second = pairs[..., 0], pairs[..., 1]
+        halves = first & 15 | second << 4, first >> 4 | second & 240
+        return np.stack(halves, axis=-2).reshape(octets.shape)
+
+    return codes.in_blocks(_OCTETS, _OCTETS, in_file)
+
+
+def as_exponents(scale: LazyArray) -> LazyArray:
+    """Powers of two as the bytes of E8M0."""
+
+    def exponents(values: np.ndarray) -> np.ndarray:
+        half, found = np.frexp(values.astype(np.float32))
+        assert (half == 0.5).all(), "scales of MXFP4 are powers of two"
+        return (found + 126).astype(np.uint8)
+
+    return scale.each(exponents, np.uint8)

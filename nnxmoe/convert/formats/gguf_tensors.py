@@ -1,0 +1,202 @@
+"""The tensors of GGUF files as lazy arrays with Hugging Face's names: decoded on reading, or kept as codes.
+
+llama.cpp stores one tensor per kernel of all experts, reorders the rotated rows of queries and keys of Llama's
+architecture, and splits the latent up-projection of DeepSeek. The ``gguf`` library decodes what is not kept.
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+
+import numpy as np
+
+from nnxmoe.config.base import DecoderConfig
+from nnxmoe.convert.arrays.lazy_array import AT_ONCE, Box, Empty, LazyArray
+from nnxmoe.convert.arrays.views import View
+from nnxmoe.convert.formats.raw import raw
+from nnxmoe.convert.gguf.gguf_file import GGUF, GGUFInfo, library
+from nnxmoe.convert.storage.checkpoint import Checkpoint
+from nnxmoe.layers.linear.codes import STORED, Codes
+from nnxmoe.model.weight_names import Table, W, options
+from nnxmoe.models import model_class, parse_config
+
+_BLOCK = re.compile(r"blk\.([0-9]{1,6})\.")
+_PARTS = {"gate": "gate", "up": "up", "down": "down"}
+
+# Name in a block, without its number -> keys of parameters, of which a family has one.
+_KEYS: dict[str, tuple[str, ...]] = {
+    "token_embd.weight": ("embed.table",),
+    "output_norm.weight": ("norm.scale",),
+    "output.weight": ("head.kernel",),
+    "attn_norm.weight": ("layer.attention_norm.scale",),
+    "ffn_norm.weight": ("layer.moe_norm.scale", "layer.mlp_norm.scale"),
+    "post_attention_norm.weight": ("layer.moe_norm.scale", "layer.mlp_norm.scale"),
+    "attn_sinks.weight": ("layer.attention.sinks.scores",),
+    "attn_q_a.weight": ("layer.attention.q.a.kernel",),
+    "attn_q_a_norm.weight": ("layer.attention.q.norm.scale",),
+    "attn_q_b.weight": ("layer.attention.q.b.kernel",),
+    "attn_kv_a_mqa.weight": ("layer.attention.kv_a.kernel",),
+    "attn_kv_a_norm.weight": ("layer.attention.kv_norm.scale",),
+    "attn_kv_b.weight": ("layer.attention.kv_b.kernel",),
+    "ffn_gate_inp.weight": ("layer.moe.router.kernel",),
+    "ffn_gate_inp.bias": ("layer.moe.router.logit_bias.values",),
+    "exp_probs_b.bias": ("layer.moe.router.bias",),
+    **{f"attn_{name}_norm.weight": (f"layer.attention.qk_norm.{name}.scale",) for name in "qk"},
+    **{
+        f"attn_{theirs}.{ending}": (f"layer.attention.{ours}.{what}",)
+        for theirs, ours in {"q": "q", "k": "k", "v": "v", "output": "o"}.items()
+        for ending, what in {"weight": "kernel", "bias": "bias"}.items()
+    },
+    **{f"ffn_{name}.weight": (f"layer.mlp.{name}.kernel",) for name in _PARTS},
+    **{f"ffn_{name}.bias": (f"layer.mlp.{name}.bias",) for name in _PARTS},
+    **{f"ffn_{name}_exps.weight": (f"layer.moe.experts.{name}",) for name in _PARTS},
+    **{f"ffn_{name}_exps.bias": (f"layer.moe.experts.biases.{name}",) for name in _PARTS},
+    **{f"ffn_{name}_shexp.weight": (f"layer.moe.shared.{name}.kernel",) for name in _PARTS},
+    "nextn.eh_proj.weight": ("layer.mtp.project.kernel",),
+    "nextn.embed_tokens.weight": ("layer.mtp.embed.table",),
+    "nextn.enorm.weight": ("layer.mtp.token_norm.scale",),
+    "nextn.hnorm.weight": ("layer.mtp.hidden_norm.scale",),
+    "nextn.shared_head_head.weight": ("layer.mtp.head.kernel",),
+    "nextn.shared_head_norm.weight": ("layer.mtp.norm.scale",),
+}
+
+# Of the tensor with the outputs of gate and up of all experts, by what it holds.
+_FUSED = {
+    "weight": ("layer.moe.experts.gate", "layer.moe.experts.up"),
+    "bias": ("layer.moe.experts.biases.gate", "layer.moe.experts.biases.up"),
+}
+
+# Types that can be kept: their codes, and the bytes of a block that hold codes, scale and, added after it, an offset.
+_KEPT = {
+    "Q8_0": (Codes("int8", (1, 32)), {"codes": (2, 34), "scale": (0, 2)}),
+    "Q4_0": (Codes("int4", (1, 32)), {"codes": (2, 18), "scale": (0, 2)}),
+    "Q4_1": (Codes("int4", (1, 32), offset=True), {"codes": (4, 20), "scale": (0, 2), "zero": (2, 4)}),
+    "MXFP4": (Codes("fp4", (1, 32)), {"codes": (1, 17), "scale": (0, 1)}),
+}
+
+
+def of_gguf(checkpoint: Checkpoint) -> dict[str, LazyArray]:
+    """Name -> lazy array. Tensors that no parameter has keep the names of the file."""
+    model = GGUF.open(checkpoint.folder)
+    config, _ = parse_config(checkpoint.config, checkpoint.config_file)
+    table, pairs = model_class(config).hf_names(config), model.text("general.architecture") == "llama"
+    found: dict[str, LazyArray] = {}
+    halves: dict[str, dict[str, LazyArray]] = {}
+    for name, info in model.tensors.items():
+        if name == "rope_freqs.weight":  # the config has it
+            continue
+        match = _BLOCK.match(name)
+        layer, stem = (int(match[1]), name[match.end() :]) if match else (None, name)
+        if stem in ("attn_k_b.weight", "attn_v_b.weight"):
+            halves.setdefault(name[: -len(stem)] + "attn_kv_b.weight", {})[stem[5]] = _array(info, checkpoint)
+            continue
+        if stem.startswith("ffn_gate_up_exps."):
+            for half, key in enumerate(_FUSED[stem.rpartition(".")[2]]):
+                if key in table:
+                    found |= _of_experts(table, key, layer, info, checkpoint, half)
+            continue
+        key = next((key for key in _KEYS.get(stem, ()) if key in table), None)
+        if key is None:
+            found[name] = dataclasses.replace(_array(info, checkpoint), tensors=(name,))
+        elif pairs and stem.startswith(("attn_q.", "attn_k.")):
+            heads = config.num_attention_heads if stem.startswith("attn_q.") else config.kv_heads
+            found[_name(table, key, layer)] = _turned_back(_array(info, checkpoint), heads, config.head_width)
+        else:
+            found |= _of_experts(table, key, layer, info, checkpoint)
+    for name, both in halves.items():
+        layer = int(name.split(".")[1])
+        found[_name(table, "layer.attention.kv_b.kernel", layer)] = _joined(both, config, name)
+    return found
+
+
+def _name(table: Table, key: str, layer: int | None) -> str:
+    w = options(table, key)[0]
+    return w.label(w.tensor(layer))
+
+
+def _of_experts(
+    table: Table, key: str, layer: int | None, info: GGUFInfo, checkpoint: Checkpoint, half: int | None = None
+) -> dict[str, LazyArray]:
+    """The array of a parameter, or one per expert if Hugging Face's layout has a tensor per expert. ``half``: of the
+    outputs of each expert."""
+    w = options(table, key)[0]
+
+    def array(one: GGUFInfo, dim: int) -> LazyArray:
+        read = _array(one, checkpoint)
+        if half is None:
+            return read
+        part = View(one.name, W(one.name).rows(half, 2), dim).of(read)
+        return dataclasses.replace(part, stored=read.stored and (one.kind, one.nbytes // 2))
+
+    if not w.per_expert:
+        return {_name(table, key, layer): array(info, 1)}
+    if len(info.values) != 3:
+        fault = f"{info.name} in {info.file.name} has shape {list(info.values)}: it must hold a kernel per expert"
+        return {w.tensor(layer, 0): LazyArray.faulty(fault, (info.name,))}
+    return {w.tensor(layer, e): array(info.at(e), 0) for e in range(info.values[0])}
+
+
+def _array(info: GGUFInfo, checkpoint: Checkpoint) -> LazyArray:
+    """The tensor, decoded on reading if it holds blocks."""
+    octets = raw(checkpoint, info)
+    if info.kind in _KEPT:
+        codes, places = _KEPT[info.kind]
+        parts = {name: _part(octets, codes, info, name, place) for name, place in places.items()}
+        return dataclasses.replace(LazyArray.quantized(codes, info.values, parts), stored=(info.kind, info.nbytes))
+    if info.shape == info.values:
+        return octets
+    kind = library().GGMLQuantizationType[info.kind]
+    group, width = library().GGML_QUANT_SIZES[kind]
+    floats = octets.in_blocks(width, group, lambda found: library().dequantize(found, kind), np.float32)
+    return dataclasses.replace(floats, stored=(info.kind, info.nbytes))
+
+
+def _part(octets: LazyArray, codes: Codes, info: GGUFInfo, name: str, place: tuple[int, int]) -> LazyArray:
+    """One of the arrays of a quantised kernel: these bytes of every block."""
+    begin, end = place
+    width = info.shape[-1] // (info.values[-1] // 32)
+    dtype = STORED[codes.kind] if name == "codes" else np.dtype(np.float16 if end - begin == 2 else np.uint8)
+
+    def read(found: np.ndarray) -> np.ndarray:
+        blocks = found.reshape(*found.shape[:-1], -1, width)[..., begin:end]
+        return np.ascontiguousarray(blocks).view(dtype).reshape(*found.shape[:-1], -1)
+
+    part = octets.in_blocks(width, (end - begin) // dtype.itemsize, read, dtype)
+    if name == "codes" or dtype != np.uint8:
+        return part
+    return part.each(lambda exponents: np.ldexp(np.float32(1), exponents.astype(np.int32) - 127), np.float32)
+
+
+def _turned_back(array: LazyArray, heads: int, width: int) -> LazyArray:
+    """Rows of queries or keys in Hugging Face's order, where the first half of a head rotates with the second;
+    llama.cpp has these pairs side by side."""
+    if array.fault is not None or array.shape[0] != heads * width:
+        return array  # its shape is refused when the model is filled
+    order = np.arange(heads * width).reshape(heads, width // 2, 2).swapaxes(1, 2).reshape(-1)
+    if array.codes is None:
+        return array.take(order, 0)
+    parts = {name: part.take(order, 0) for name, part in array.parts.items()}
+    return dataclasses.replace(LazyArray.quantized(array.codes, array.shape, parts), stored=array.stored)
+
+
+def _joined(both: Mapping[str, LazyArray], config: DecoderConfig, name: str) -> LazyArray:
+    """``kv_b [heads (nope + v), latent]`` of its halves ``k [heads, latent, nope]`` and ``v [heads, v, latent]``."""
+    tensors = tuple(tensor for half in both.values() for tensor in half.tensors)
+    shapes = {half: array.shape for half, array in both.items()}
+    heads = config.num_attention_heads
+    fits = shapes.keys() == {"k", "v"} and all(len(s) == 3 and s[0] == heads for s in shapes.values())
+    if not fits or shapes["k"][1] != shapes["v"][2]:
+        return LazyArray.faulty(f"the halves of {name} do not fit: {shapes}", tensors)
+    outs = shapes["k"][2] + shapes["v"][1]
+
+    def read(box: Box, empty: Empty) -> np.ndarray:
+        first, last = box[0].start // outs, -(-box[0].stop // outs)  # the heads with these rows
+        k, v = (np.asarray(both[half].rows(slice(first, last)), np.float32) for half in "kv")
+        rows = np.concatenate([k.swapaxes(1, 2), v], axis=1).reshape((last - first) * outs, -1)
+        return rows[box[0].start - first * outs : box[0].stop - first * outs, box[1]]
+
+    dtype = both["k"].dtype if both["k"].dtype == both["v"].dtype else np.dtype(np.float32)
+    shape = heads * outs, shapes["k"][1]
+    # Read as a whole: blocks of rows would decode the heads at their borders twice.
+    array = LazyArray(shape, np.dtype(np.float32), read, AT_ONCE, tensors=tensors, file=both["k"].file)
+    return array.cast(dtype)

@@ -1,0 +1,115 @@
+"""AWQ and GPTQ: codes with inputs first, packed into 32-bit words.
+
+The formulas are those of AutoAWQ (``modules/linear/gemm.py``, ``utils/packing_utils``), AutoGPTQ and GPTQModel
+(``nn_modules/qlinear``).
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+
+from nnxmoe.convert.arrays.lazy_array import LazyArray
+from nnxmoe.convert.files.safetensors import TensorInfo
+from nnxmoe.convert.formats.module_tensors import FLOATS, ModuleTensors, rounded_to, unpacked
+from nnxmoe.convert.formats.scheme import GPTQ_FORMATS, Malformed
+from nnxmoe.layers.linear.codes import Codes
+
+_AWQ_COLUMNS = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # the nibble of a word that holds each of its eight columns
+
+
+def awq(files: ModuleTensors, info: TensorInfo) -> LazyArray:
+    """AWQ's ``gemm``: inputs first, eight outputs to a word."""
+    ins, width = files.matrix(info)
+
+    def unpack(packed: np.ndarray) -> np.ndarray:
+        return unpacked(packed, 4).reshape(*packed.shape, 8)[..., _AWQ_COLUMNS].reshape(len(packed), -1).T
+
+    return _inputs_first(files, info, (width * 8, ins), 4, files.scheme.group_size() or ins, unpack, unpack)
+
+
+def gptq(files: ModuleTensors, info: TensorInfo) -> LazyArray:
+    """GPTQ: inputs first, packed along them; zero points along the outputs, in version 1 less one."""
+    tall, outs = files.matrix(info)
+    bits, group = _settings(files, tall, outs)
+    ins, limit = tall * 32 // bits, (1 << bits) - 1
+    less = files.scheme.one_of("checkpoint_format", GPTQ_FORMATS, "gptq") != "gptq_v2"
+
+    def unpack(packed: np.ndarray) -> np.ndarray:
+        return unpacked(packed.T, bits)[:, :ins]
+
+    def unpack_zero(packed: np.ndarray) -> np.ndarray:
+        return (unpacked(packed, bits)[:, :outs] + np.uint8(less) & np.uint8(limit)).T
+
+    order = _order(files, ins, group)
+    return _inputs_first(files, info, (outs, ins), bits, group, unpack, unpack_zero, order)
+
+
+def _settings(files: ModuleTensors, tall: int, outs: int) -> tuple[int, int]:
+    """Bits and group size: those of quantization_config, or what the module's tensors say if its ``dynamic`` gives
+    some modules settings of their own (GPTQModel)."""
+    bits, scheme = files.scheme.one_of("bits", (4, 8), None), files.scheme
+    if not scheme.fields.get("dynamic"):
+        return bits, scheme.group_size() or tall * 32 // bits
+    zeros, scales = files.tensor("qzeros", ("I32",)), files.tensor("scales", FLOATS)
+    bits = next((b for b in (bits, 4, 8) if zeros.shape[-1:] == (-(-outs * b // 32),)), bits)
+    ins = tall * 32 // bits
+    group, groups = scheme.group_size() or ins, scales.shape[0] if scales.shape else 0
+    index = files.values(files.tensor("g_idx", ("I32", "I64"), [(ins,)])) if files.has("g_idx") else None
+    if index is not None and index.min() >= 0:
+        group = int((index == index[0]).sum())
+    elif -(-ins // group) != groups and groups and ins % groups == 0:
+        group = ins // groups
+    return bits, group
+
+
+def _order(files: ModuleTensors, ins: int, group: int) -> np.ndarray | None:
+    """The inputs by group (act order); None if they are in order."""
+    if not files.has("g_idx"):
+        return None
+    found = files.values(info := files.tensor("g_idx", ("I32", "I64"), [(ins,)]))
+    if found is None:
+        return None
+    groups = -(-ins // group)
+    if found.min() < 0 or found.max() >= groups:
+        bad = int(found.min() if found.min() < 0 else found.max())
+        raise Malformed(f"{files.where(info)}: group {bad} does not exist: there are {groups}")
+    counts = np.bincount(found, minlength=groups)
+    if (counts[:-1] != group).any():
+        bad = int(np.argmax(counts != group))
+        raise Malformed(f"{files.where(info)}: group {bad} has {counts[bad]} inputs: it must have {group}")
+    settings = files.scheme.fields
+    wanted = settings.get("desc_act") is True and settings.get("static_groups") is not True and groups > 1
+    return np.argsort(found, kind="stable").astype(np.int32) if wanted or (np.diff(found) < 0).any() else None
+
+
+def _inputs_first(
+    files: ModuleTensors,
+    info: TensorInfo,
+    shape: tuple[int, int],
+    bits: int,
+    group: int,
+    unpack: Callable[[np.ndarray], np.ndarray],
+    unpack_zero: Callable[[np.ndarray], np.ndarray],
+    order: np.ndarray | None = None,
+) -> LazyArray:
+    """A weight of this shape whose tensors have inputs first. ``unpack`` returns codes ``[O, I]``, ``unpack_zero``
+    ``[O, groups]``; ``order``: see `QuantizedWeight`."""
+    (outs, ins), groups = shape, -(-shape[1] // group)
+    files.tensor("qweight", ("I32",))
+    scale = files.tensor("scales", FLOATS, [(groups, outs)])
+    zero = files.tensor("qzeros", ("I32",), [(groups, -(-outs * bits // 32))])
+    codes = Codes("int4" if bits == 4 else "int8", (1, group), rounded_to(scale))
+
+    def rows_of(stored: LazyArray, rows: slice) -> np.ndarray:
+        found = unpack(np.asarray(stored))[rows]
+        return found if order is None else found[:, order]
+
+    parts = {
+        "codes": files.codes(codes, shape, info, rows_of),
+        "scale": files.scale(scale, codes.grid(outs, ins), turned=True, allowed="not zero"),
+        "zero": files.zero_words(codes, shape, zero, unpack_zero),
+    }
+    if order is not None:
+        parts["order"] = dataclasses.replace(LazyArray.of(order), tensors=(f"{files.module}.g_idx",))
+    return files.made(codes, shape, parts)

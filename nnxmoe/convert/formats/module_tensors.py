@@ -1,0 +1,169 @@
+"""The tensors of one module that together are a quantised weight, checked for presence, dtype and shape."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jaxtyping import Shaped, UInt8
+
+from nnxmoe.convert.arrays.lazy_array import AT_ONCE, Box, Empty, LazyArray
+from nnxmoe.convert.files.safetensors import TensorInfo
+from nnxmoe.convert.formats.raw import raw
+from nnxmoe.convert.formats.scheme import Malformed, Scheme
+from nnxmoe.convert.storage.checkpoint import Checkpoint
+from nnxmoe.layers.linear.codes import STORED, Codes
+
+# Endings of scales and zero points of activations and caches, which are not quantised here.
+OF_ACTIVATIONS = tuple(
+    f".{of}_{kind}"
+    for of in ("input", "output", "q", "k", "v", "kv")
+    for kind in ("scale", "global_scale", "zero_point")
+)
+Unpack = Callable[[LazyArray, slice], np.ndarray]  # the tensor in the file, and rows of the weight -> their codes
+FLOATS = ("F32", "BF16", "F16")
+Allowed = Literal["positive", "not zero", "not negative"]
+_ALLOWED = {"positive": np.greater, "not zero": np.not_equal, "not negative": np.greater_equal}
+_SCALES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_SCALES |= dict.fromkeys(("F8_E8M0", "U8", "F8_E4M3"), "float32")
+
+
+class ModuleTensors:
+    """The tensors whose names begin with ``module``; ``used`` collects those that were asked for."""
+
+    def __init__(self, module: str, tensors: Mapping[str, TensorInfo], scheme: Scheme, checkpoint: Checkpoint | None):
+        self.module, self.tensors, self.scheme, self.checkpoint = module, tensors, scheme, checkpoint
+        self.used: dict[str, None] = {}
+
+    def where(self, info: TensorInfo) -> str:
+        """The tensor's name and file, for messages."""
+        return f"{info.name} in {info.file.name}" if info.file.name else info.name
+
+    def tensor(self, ending: str, dtypes: Sequence[str], shapes: Sequence[tuple[int, ...]] | None = None) -> TensorInfo:
+        """Take a tensor of the module after checking its dtype and shape. Raises Malformed."""
+        info = self.tensors.get(f"{self.module}.{ending}")
+        if info is None:
+            raise Malformed(f"{self.module}.{ending} is missing: the codes of {self.module} need it")
+        self.used[info.name] = None
+        if info.dtype not in dtypes:
+            raise Malformed(f"{self.where(info)} is {info.dtype}: it must be {' or '.join(dtypes)}")
+        if shapes is not None and info.shape not in shapes:
+            wanted = " or ".join(str(list(shape)) for shape in shapes)
+            what = "its scales must be" if "scale" in ending else "it must be"
+            raise Malformed(f"{self.where(info)} has shape {list(info.shape)}: {what} {wanted}")
+        return info
+
+    def has(self, ending: str) -> bool:
+        """Whether there is such a tensor."""
+        return f"{self.module}.{ending}" in self.tensors
+
+    def values(self, info: TensorInfo) -> np.ndarray | None:
+        """The values of a small tensor; None with headers only."""
+        return None if self.checkpoint is None else self.checkpoint.read(info.name)
+
+    def matrix(self, info: TensorInfo) -> tuple[int, int]:
+        """The shape of codes. Raises Malformed unless there are two dimensions."""
+        self.used[info.name] = None
+        if len(info.shape) != 2 or 0 in info.shape:
+            raise Malformed(f"{self.where(info)}: quantised weights have two dimensions, got {list(info.shape)}")
+        return info.shape[0], info.shape[1]
+
+    def scale(
+        self, info: TensorInfo, grid: tuple[int, ...], turned: bool = False, allowed: Allowed = "positive"
+    ) -> LazyArray:
+        """Scales as ``[*experts, rows, columns]`` of tiles, checked when read. ``turned``: the file has columns first.
+        ``allowed``: AutoRound makes negative scales, to use the code -8 for the largest weight of either sign; scales
+        in FP8 that are too small for it are zero."""
+        dtype = jnp.dtype(_SCALES[info.dtype])
+        stored, compare = raw(self.checkpoint, info), _ALLOWED[allowed]
+
+        def read(box: Box, empty: Empty) -> np.ndarray:
+            at_once = turned or info.shape != grid
+            whole = np.asarray(stored) if at_once else stored.read_box(box, np.empty)
+            if info.dtype == "U8":
+                whole = whole.view(ml_dtypes.float8_e8m0fnu)
+            found = whole.astype(dtype) if whole.dtype != dtype else whole
+            if at_once:
+                found = np.ascontiguousarray(found.T if turned else found).reshape(grid)[box]
+            values = found.astype(np.float32)
+            valid = np.isfinite(values) & compare(values, 0)
+            if not valid.all():
+                at = tuple(int(i) for i in np.argwhere(~valid)[0])
+                tile = [part.start + i for part, i in zip(box, at, strict=True)]
+                wanted = f"it must be finite and {allowed}"
+                raise Malformed(f"{self.where(info)} has a scale of {values[at]} at tile {tile}: {wanted}")
+            return found
+
+        return dataclasses.replace(stored, shape=grid, dtype=dtype, read_box=read)
+
+    def made(self, codes: Codes, shape: tuple[int, ...], parts: Mapping[str, LazyArray]) -> LazyArray:
+        """The weight, whose codes account for the tensors that no part names."""
+        try:
+            codes.check(shape[-1])
+        except ValueError as error:
+            raise Malformed(f"{self.module}: {error}") from None
+        named = {name for kind, part in parts.items() if kind != "codes" for name in part.tensors}
+        rest = tuple(name for name in self.used if name not in named)
+        first = dataclasses.replace(parts["codes"], tensors=rest)
+        return LazyArray.quantized(codes, shape, {**parts, "codes": first})
+
+    def octets(
+        self, codes: Codes, info: TensorInfo, scale: TensorInfo, allowed: Allowed = "positive", **more: LazyArray
+    ) -> LazyArray:
+        """The weight of codes of a byte each, as they are in the file; ``more``: parts beside codes and scales."""
+        shape = self.matrix(info)
+        stored = raw(self.checkpoint, dataclasses.replace(info, dtype="I8" if codes.kind == "int8" else "U8"))
+        scales = self.scale(scale, codes.grid(*shape), allowed=allowed)
+        return self.made(codes, shape, {"codes": stored, "scale": scales, **more})
+
+    def codes(
+        self, codes: Codes, shape: tuple[int, int], info: TensorInfo, unpack: Unpack, block: int = AT_ONCE
+    ) -> LazyArray:
+        """Packed codes of a weight of this shape. ``unpack`` returns some rows of it, unsigned, one code per element;
+        ``block``: efficient size of a read, in bytes."""
+        stored = raw(self.checkpoint, info)
+
+        def read(box: Box, empty: Empty) -> np.ndarray:
+            found = np.ascontiguousarray(unpack(stored, box[0]))
+            return (codes.pack(found) if codes.halves else _signed(found))[:, box[1]]
+
+        return LazyArray(codes.stored(*shape), STORED[codes.kind], read, block, file=info.file.name)
+
+    def zero_words(
+        self, codes: Codes, shape: tuple[int, int], info: TensorInfo, unpack: Callable[[np.ndarray], np.ndarray]
+    ) -> LazyArray:
+        """Packed zero points of the codes of a weight of this shape. ``unpack`` returns all of them, unsigned."""
+        change = unpack if codes.halves else lambda packed: _signed(np.ascontiguousarray(unpack(packed)))
+        return raw(self.checkpoint, info).mapped(codes.grid(*shape), STORED[codes.kind], change)
+
+    def zero_numbers(self, info: TensorInfo, grid: tuple[int, int]) -> LazyArray:
+        """Zero points of int8 codes, one number each."""
+
+        def checked(found: np.ndarray) -> np.ndarray:
+            if found.min() < -128 or found.max() > 127:
+                raise Malformed(f"{self.where(info)}: zero points must lie in -128 … 127")
+            return found.astype(np.int8).reshape(grid)
+
+        return raw(self.checkpoint, info).mapped(grid, np.dtype(np.int8), checked)
+
+
+def unpacked(words: Shaped[np.ndarray, "... W"], bits: int) -> UInt8[np.ndarray, "... N"]:
+    """The unsigned numbers of 4 or 8 bits in little-endian 32-bit words, the lowest bits first, as the readers of
+    compressed-tensors (``compressors/pack_quantized``), AutoGPTQ and GPTQModel (``nn_modules/qlinear``) have them."""
+    octets = np.ascontiguousarray(words).view(np.uint8)
+    if bits == 8:
+        return octets
+    return np.stack([octets & 15, octets >> 4], axis=-1).reshape(*octets.shape[:-1], -1)
+
+
+def _signed(codes: UInt8[np.ndarray, "..."]) -> Shaped[np.ndarray, "..."]:
+    """Bytes in offset binary (value + 128) as int8."""
+    return (codes ^ 128).view(np.int8)
+
+
+def rounded_to(scale: TensorInfo) -> str | None:
+    """The tools compute weights in the dtype of the scales."""
+    dtype = _SCALES[scale.dtype]
+    return None if dtype == "float32" else dtype

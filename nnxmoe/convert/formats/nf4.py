@@ -1,0 +1,107 @@
+"""NF4 as bitsandbytes stores it (``functional.py``; Dettmers et al. 2023, QLoRA)."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from nnxmoe.config.printable import short
+from nnxmoe.convert.arrays.lazy_array import AT_ONCE, Box, Empty, LazyArray
+from nnxmoe.convert.files.safetensors import TensorInfo
+from nnxmoe.convert.formats.module_tensors import ModuleTensors
+from nnxmoe.convert.formats.raw import raw
+from nnxmoe.convert.formats.scheme import Malformed
+from nnxmoe.layers.linear.codes import NF4, Codes
+
+_STATE = "quant_state.bitsandbytes__nf4"
+
+
+def nf4(files: ModuleTensors, info: TensorInfo) -> LazyArray:
+    """bitsandbytes' NF4: the flat weight, the first of two codes in the high bits; blocks of 64 share a scale,
+    which itself may be one of 256 levels.
+
+    The bytes may be stored in any dtype (``bnb_4bit_quant_storage``). Blocks may cross rows: tiles of the greatest
+    common divisor of block and row then lie within one block each.
+    """
+    files.used[info.name] = None
+    state = _state(files)
+    shape, block = tuple(state["shape"]), state["blocksize"]
+    octets, size = -(-math.prod(shape) // 2), info.numpy_dtype.itemsize
+    if info.shape != (-(-octets // size), 1):
+        raise Malformed(
+            f"{files.where(info)} has shape {list(info.shape)}: {list(shape)} needs {[-(-octets // size), 1]}"
+        )
+    info = dataclasses.replace(info, dtype="U8", shape=(info.nbytes, 1))
+    levels = files.values(files.tensor("weight.quant_map", ("F32",), [(16,)]))
+    if levels is not None and not np.array_equal(levels, NF4):
+        raise Malformed(f"{files.module}.weight.quant_map has other levels than those of NF4")
+    codes = Codes("nf4", (1, math.gcd(shape[1], block)), str(state["dtype"]))
+
+    def unpack(stored: LazyArray, rows: slice) -> np.ndarray:
+        first, last = rows.start * shape[1], rows.stop * shape[1]
+        flat = stored.rows(slice(first // 2, -(-last // 2)))
+        flat = np.concatenate([flat >> 4, flat & 15], axis=-1).reshape(-1)
+        return flat[first % 2 :][: last - first].reshape(-1, shape[1])
+
+    scale = _scales(files, state, codes)
+    if not codes.tile[1] % 2:
+        return files.made(codes, shape, {"codes": files.codes(codes, shape, info, unpack), "scale": scale})
+    stored = raw(files.checkpoint, info)  # two codes of an odd row cannot share a byte, so the weight becomes floats
+
+    def read(box: Box, empty: Empty) -> np.ndarray:
+        return (NF4[unpack(stored, box[0])] * np.asarray(scale)[box[0]])[:, box[1]].astype(dtype)
+
+    dtype = jnp.dtype(state["dtype"])
+    return LazyArray(shape, dtype, read, AT_ONCE, file=info.file.name, tensors=tuple(files.used))
+
+
+def _state(files: ModuleTensors) -> dict[str, Any]:
+    data = files.values(info := files.tensor(f"weight.{_STATE}", ("U8",)))
+    if data is None:
+        raise Malformed(f"{files.where(info)}: the shape of NF4 weights is in the file: download it first")
+    try:
+        state = json.loads(data.tobytes())
+        shape, block, dtype = state["shape"], state["blocksize"], state["dtype"]
+        fine = all(type(n) is int and 0 < n < 2**31 for n in (*shape, block)) and len(shape) == 2 and block % 2 == 0
+    except (ValueError, KeyError, TypeError, RecursionError):
+        state, fine, dtype = {}, False, ""
+    if not fine or state.get("quant_type") != "nf4" or dtype not in ("float32", "bfloat16", "float16"):
+        raise Malformed(f"{files.where(info)} is not a description of NF4: {short(data.tobytes()[:200])}")
+    return state
+
+
+def _scales(files: ModuleTensors, state: Mapping[str, Any], codes: Codes) -> LazyArray:
+    """The scale of every tile: of its block, which with double quantisation is one of 256 levels times a coarser
+    scale."""
+    (outs, ins), block = state["shape"], state["blocksize"]
+    grid, count = codes.grid(outs, ins), -(-outs * ins // block)
+    nested = files.has("weight.nested_absmax")
+    flat = files.tensor("weight.absmax", ("U8" if nested else "F32",), [(count,)])
+    used, coarse, offset = [flat], state.get("nested_blocksize", 0), state.get("nested_offset")
+    if nested:
+        if type(coarse) is not int or coarse < 1 or not (isinstance(offset, int | float) and math.isfinite(offset)):
+            raise Malformed(f"{files.module}.weight.{_STATE} lacks nested_blocksize or nested_offset")
+        used.append(files.tensor("weight.nested_quant_map", ("F32",), [(256,)]))
+        used.append(files.tensor("weight.nested_absmax", ("F32",), [(-(-count // coarse),)]))
+
+    def values() -> np.ndarray:
+        assert files.checkpoint is not None
+        found, *outer = (files.checkpoint.read(info.name) for info in used)
+        if not nested:
+            return found
+        table, scales = outer
+        return table[found] * np.repeat(scales, coarse)[:count] + np.float32(offset)
+
+    def read(box: Box, empty: Empty) -> np.ndarray:
+        starts = np.arange(outs)[box[0], None] * ins + np.arange(grid[1])[None, box[1]] * codes.tile[1]
+        found = values()[starts // block]
+        if not np.isfinite(found).all():  # double quantisation rounds the scales of zeros to either side of zero
+            raise Malformed(f"{files.where(flat)}: scales must be finite")
+        return found
+
+    tensors = (f"{files.module}.weight.quant_map", *(info.name for info in used))
+    return LazyArray(grid, np.dtype(np.float32), read, AT_ONCE, file=flat.file.name, tensors=tensors)

@@ -1,0 +1,257 @@
+"""``quantization_config``: which tool quantised a checkpoint, and with which settings."""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from nnxmoe.config.printable import short
+from nnxmoe.convert.files.errors import CheckpointError
+from nnxmoe.convert.storage.checkpoint_source import spellings
+
+METHODS = {
+    "fp8": "FP8 in blocks, as DeepSeek-V3 and V4, or per tensor",
+    "compressed-tensors": "FP8, int8, 4 and 8 bits packed, NVFP4, MXFP4, MXFP8",
+    "modelopt": "FP8, NVFP4, MXFP8",
+    "awq": "version gemm, 4 bits",
+    "gptq": "4 or 8 bits",
+    "auto-round": "packed as GPTQ or AWQ",
+    "bitsandbytes": "4 bits, NF4",
+    "mxfp4": "blocks and scales of experts, as gpt-oss",
+}
+_FORMATS = ("float-quantized", "int-quantized", "pack-quantized", "naive-quantized", "mixed-precision", "dense")
+_FORMATS += ("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized")
+_ALGORITHMS = ("fp8", "fp8_per_channel_per_token", "fp8_pb_wo", "fp8_pb_real", "nvfp4", "w4a16_nvfp4", "w4a8_nvfp4_fp8")
+_ALGORITHMS += ("mxfp8", "mixed_precision")
+# The fields of each method that must have one of some values, and the tool's default; None: it has none.
+GPTQ_FORMATS = ("gptq", "gptq_v2", None)
+_FIELDS: dict[str, list[tuple[str, tuple[Any, ...], Any]]] = {
+    "fp8": [("fmt", ("e4m3", "float8_e4m3fn"), "e4m3"), ("activation_scheme", ("dynamic", "static"), "dynamic")],
+    "compressed-tensors": [("format", _FORMATS, "dense")],
+    "modelopt": [("quant_algo", _ALGORITHMS, "mixed_precision")],
+    "awq": [("version", ("gemm",), "gemm"), ("bits", (4,), 4)],
+    "gptq": [("bits", (4, 8), None), ("checkpoint_format", GPTQ_FORMATS, "gptq")],
+    "bitsandbytes": [
+        ("load_in_8bit", (False,), False),
+        ("_load_in_8bit", (False,), False),
+        ("bnb_4bit_quant_type", ("nf4",), "nf4"),
+    ],
+    "mxfp4": [],
+}
+_GPTQ, _AWQ = {"quant_method": "gptq"}, {"quant_method": "awq"}
+_GPTQ_V2 = _GPTQ | {"checkpoint_format": "gptq_v2"}
+# AutoRound's ``packing_format`` -> settings of the tool that packs like this (``auto_round/inference/backend.py``).
+_PACKINGS = {"auto_round:auto_gptq": _GPTQ, "auto_round:gptq": _GPTQ, "auto_round:gptqmodel": _GPTQ_V2}
+_PACKINGS |= {"auto_round": _GPTQ_V2, "auto_round:auto_awq": _AWQ, "auto_round:awq": _AWQ}
+
+
+class Malformed(CheckpointError):
+    """Raised for one tensor that is stored wrongly; loading lists all of them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheme:
+    """The settings. ``method``: a key of `METHODS`; empty without quantization. ``where``: the file, for messages.
+    ``groups``: those of compressed-tensors, the modules of each and how their weights are stored."""
+
+    method: str
+    fields: Mapping[str, Any]
+    where: str
+    groups: tuple[tuple[list[str], "Weights"], ...] = ()
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], where: str) -> "Scheme":
+        """Parse a config.json. Raises CheckpointError for quantisations that cannot be read."""
+        fields, where = config.get("quantization_config"), f"{where}: quantization_config"
+        if fields is None:
+            return cls("", {}, where)
+        if not isinstance(fields, Mapping):
+            raise CheckpointError(f"{where} must be an object, got {short(fields)}")
+        # Older files of ModelOpt have no method.
+        method = fields.get("quant_method", "modelopt" if "quant_algo" in fields else None)
+        if method is None:
+            raise CheckpointError(f"{where} lacks quant_method, the name of the method")
+        if not isinstance(method, str) or method not in METHODS:
+            known = "; ".join(f"{name!r} ({what})" for name, what in METHODS.items())
+            raise CheckpointError(f"{where}: method {short(method)} is not supported; supported: {known}")
+        for name in ("rotation", "rotation_config", "spinquant_config"):  # GPTQModel's, and AutoRound's
+            if fields.get(name):
+                why = "rotates activations at run time, which is not supported"
+                raise CheckpointError(f"{where}: {name} {short(fields[name])} {why}")
+        made = cls(method, _with_older_names(method, fields), where)
+        if method == "auto-round":
+            made = made._repacked()
+        for name, allowed, default in _FIELDS[made.method]:
+            made.one_of(name, allowed, default)
+        if made.method == "compressed-tensors":
+            return dataclasses.replace(made, groups=_groups(made))
+        if made.method == "fp8":
+            made.block()
+        elif made.method in ("awq", "gptq"):
+            made.group_size()
+        if made.method == "gptq" and not isinstance(dynamic := made.fields.get("dynamic"), Mapping | None):
+            raise CheckpointError(f"{made.where}: dynamic must be an object, got {short(dynamic)}")
+        return made
+
+    def _repacked(self) -> "Scheme":
+        """AutoRound's settings as those of the tool with its packing; the tensors show what ``extra_config`` sets."""
+        self.one_of("data_type", ("int",), "int")
+        packing = self.one_of("packing_format", tuple(_PACKINGS), "auto_round:gptq")
+        fields = {"bits": 4, **self.fields, "dynamic": self.fields.get("extra_config"), **_PACKINGS[packing]}
+        return Scheme(fields["quant_method"], fields, f"{self.where} of AutoRound")
+
+    def check_use(self, count: int) -> None:
+        """Raise CheckpointError if the settings are for quantised weights and there are none."""
+        blocks = self.method == "fp8" and self.block() is not None
+        dense = self.fields.get("format") == "dense"
+        excluded = bool(self.fields.get("dynamic"))  # which may leave out all modules
+        if self.method and not (count or blocks or dense or excluded):
+            lacks = " without weight_block_size" if self.method == "fp8" else ""
+            raise CheckpointError(
+                f"{self.where} says quant_method {self.method!r}{lacks}, but no tensor holds quantised weights: check "
+                "that config.json belongs to these files, or remove the field"
+            )
+
+    def one_of(self, name: str, allowed: tuple[Any, ...], default: Any) -> Any:
+        """Return a field that must have one of some values. Raises CheckpointError."""
+        value = self.fields.get(name, default)
+        if value is None and None not in allowed:
+            raise CheckpointError(f"{self.where} lacks {name}: give one of {', '.join(map(repr, allowed))}")
+        same = value.lower() if isinstance(value, str) else value
+        if same not in allowed or isinstance(value, bool) != isinstance(default, bool):
+            shown = ", ".join(map(repr, allowed))
+            raise CheckpointError(f"{self.where}: {name} {short(value)} is not supported; supported: {shown}")
+        return same
+
+    def group_size(self) -> int | None:
+        """Inputs per group; None: all inputs form one group."""
+        value = self.fields.get("group_size", 128)
+        if type(value) is not int or (value < 1 and value != -1):
+            raise CheckpointError(f"{self.where}: group_size must be a positive integer or -1, got {short(value)}")
+        return None if value == -1 else value
+
+    def block(self) -> tuple[int, int] | None:
+        """DeepSeek's ``weight_block_size``; None if it is absent."""
+        return self._pair("weight_block_size", self.fields.get("weight_block_size"))
+
+    def _pair(self, name: str, value: Any) -> tuple[int, int] | None:
+        if value is None:
+            return None
+        if not isinstance(value, list) or len(value) != 2 or not all(type(n) is int and 0 < n < 2**31 for n in value):
+            raise CheckpointError(f"{self.where}: {name} must be two positive integers, got {short(value)}")
+        return value[0], value[1]
+
+    def weights(self, module: str) -> "Weights":
+        """Settings of compressed-tensors for the weight of a module. Raises Malformed if no group matches it."""
+        found = [(_nearness(target, module), weights) for targets, weights in self.groups for target in targets]
+        rank, weights = max(found, key=lambda pair: pair[0], default=(0, None))
+        if not rank or weights is None:
+            raise Malformed(f"{module} is quantised, but no group of config_groups names it in its targets")
+        return weights
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """Settings of compressed-tensors for some weights. ``size``: of a group of inputs; ``block``: rows and columns;
+    ``symmetric``: without zero points; ``floats``: codes are FP8 or FP4, not integers."""
+
+    bits: int
+    strategy: str
+    size: int | None
+    block: tuple[int, int] | None
+    symmetric: bool
+    floats: bool
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any], scheme: Scheme) -> "Weights":
+        """Parse ``config_groups.*.weights``, with the library's defaults. Raises CheckpointError for unsupported
+        settings."""
+        bits, strategy, size = fields.get("num_bits", 8), fields.get("strategy"), fields.get("group_size")
+        kind = fields.get("type", "int")
+        where = f"{scheme.where}: config_groups"
+        if type(bits) is not int or bits not in (4, 8):
+            raise CheckpointError(f"{where}: num_bits {short(bits)} is not supported; supported: 4, 8")
+        if kind not in ("int", "float"):
+            raise CheckpointError(f"{where}: type {short(kind)} is not supported; supported: int, float")
+        if strategy is None:
+            strategy = {None: "tensor", -1: "channel"}.get(size, "group")
+        size = None if size == -1 else size
+        if strategy not in ("tensor", "channel", "group", "tensor_group", "block"):
+            raise CheckpointError(
+                f"{where}: strategy {short(strategy)} is not supported; supported: tensor, channel, group, "
+                "tensor_group, block"
+            )
+        if strategy in ("group", "tensor_group") and (type(size) is not int or size < 1):
+            raise CheckpointError(f"{where}: group_size must be a positive integer, got {short(size)}")
+        block = fields.get("block_structure")
+        if isinstance(block, str) and re.fullmatch("[0-9]{1,9}x[0-9]{1,9}", block):
+            block = [int(n) for n in block.split("x")]
+        if strategy == "block" and block is None:
+            raise CheckpointError(f"{where}: strategy 'block' needs block_structure")
+        pair = scheme._pair("block_structure", block) if strategy == "block" else None
+        floats = kind == "float"
+        if strategy == "tensor_group" and not floats:
+            raise CheckpointError(f"{where}: strategy 'tensor_group' is supported for type 'float' only (NVFP4)")
+        return cls(bits, strategy, size, pair, fields.get("symmetric") is not False, floats)
+
+
+def _with_older_names(method: str, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings with ``format`` under its older name, which takes precedence where a file has both."""
+    name = {"gptq": "checkpoint_format", "awq": "version"}.get(method)
+    if name is None or fields.get(name) is not None:
+        return fields
+    stored = "llm-awq" if method == "awq" and fields.get("backend") == "llm-awq" else fields.get("format")
+    return fields if stored is None else {**fields, name: stored}
+
+
+def _nearness(target: str, module: str) -> int:
+    """Rank of a target that matches a module: 3 by name, 2 by regular expression, 1 by class; 0: no match."""
+    names = spellings(module)
+    if target in names:
+        return 3
+    if target.startswith("re:"):
+        return 2 if any(re.match(target[3:], name) for name in names) else 0
+    return int(target == "Linear")
+
+
+def _groups(scheme: Scheme) -> tuple[tuple[list[str], Weights], ...]:
+    """The groups of compressed-tensors. Raises CheckpointError for malformed ones."""
+    groups, found = scheme.fields.get("config_groups"), []
+    if not isinstance(groups, Mapping):
+        raise CheckpointError(f"{scheme.where}: config_groups must be an object, got {short(groups)}")
+    for name, group in groups.items():
+        where = f"{scheme.where}: config_groups: {short(name)}"
+        weights = group.get("weights") if isinstance(group, Mapping) else ""
+        if not isinstance(weights, Mapping | None):
+            raise CheckpointError(f"{where} needs an object 'weights', or null")
+        targets = group.get("targets")
+        if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
+            raise CheckpointError(f"{where}: targets must be a list of strings, got {short(targets)}")
+        for target in targets:
+            try:
+                re.compile(target.removeprefix("re:") if target.startswith("re:") else "")
+            except re.error as error:
+                raise CheckpointError(f"{where}: target {short(target)} is no regular expression: {error}") from None
+        if group.get("format") is not None and group["format"] not in _FORMATS:
+            raise CheckpointError(
+                f"{where}: format {short(group['format'])} is not supported; supported: {', '.join(_FORMATS)}"
+            )
+        if weights is not None:  # null or absent: a group for activations or caches
+            found.append((targets, Weights.of(weights, scheme)))
+    _refuse_rotations(scheme)
+    return tuple(found)
+
+
+def _refuse_rotations(scheme: Scheme) -> None:
+    """Raise CheckpointError for transforms of activations at run time; those of weights are in the stored weights."""
+    where, fields = f"{scheme.where}: transform_config", scheme.fields.get("transform_config") or {}
+    try:
+        groups = fields.get("config_groups") or {}
+        found = {one["location"] for group in groups.values() for one in group["apply"]}
+    except (AttributeError, KeyError, TypeError):
+        raise CheckpointError(f"{where} must hold config_groups with apply and location, got {short(fields)}") from None
+    if online := sorted(map(str, found - {"weight_input", "weight_output"})):
+        raise CheckpointError(
+            f"{where} rotates activations at run time (location {', '.join(map(short, online))}), which is not "
+            "supported; rotations that are fused into the weights are"
+        )

@@ -1,0 +1,246 @@
+"""The metadata of a GGUF file as the fields of a config.json.
+
+Sources: the converter and the readers of llama.cpp. What it derives from tensors or does not store is derived here too.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from nnxmoe.config.printable import short, some
+from nnxmoe.convert.gguf.gguf_file import GGUF
+from nnxmoe.convert.gguf.gguf_rope import rope_fields, shortest
+from nnxmoe.convert.gguf.gguf_tokenizer import end_ids, special_ids
+
+_COMMON = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "rope.freq_base": "rope_theta",
+}
+_EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
+_EXPERTS |= {"expert_weights_norm": "norm_topk_prob"}
+_WIDTH = {"expert_feed_forward_length": "moe_intermediate_size"}
+_GROUPS = _EXPERTS | _WIDTH | {
+    "expert_count": "n_routed_experts",
+    "expert_shared_count": "n_shared_experts",
+    "leading_dense_block_count": "first_k_dense_replace",
+    "expert_weights_scale": "routed_scaling_factor",
+    "expert_weights_norm": "norm_topk_prob",
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
+    "nextn_predict_layers": "num_nextn_predict_layers",
+}  # fmt: skip
+_NO_GROUPS = {"routed_scaling_factor": 1.0, "norm_topk_prob": False, "n_group": 1, "topk_group": 1}
+_NO_GROUPS |= {"num_nextn_predict_layers": 0, "first_k_dense_replace": 0, "n_shared_experts": 0}
+_NEEDED = {"expert_count", "expert_used_count", "attention.kv_lora_rank", "attention.sliding_window", *_WIDTH}
+_LATENT = {"attention.q_lora_rank": "q_lora_rank", "attention.kv_lora_rank": "kv_lora_rank"}
+
+# Architecture of llama.cpp -> model_type, fields beside the common ones, and what llama.cpp does without a field.
+_READ: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
+    "llama": ("llama", {}, {}),
+    "qwen2": ("qwen2", {}, {}),
+    "qwen3": ("qwen3", {}, {}),
+    "qwen3moe": ("qwen3_moe", _EXPERTS | _WIDTH, {"norm_topk_prob": True}),
+    "olmoe": ("olmoe", _EXPERTS, {"norm_topk_prob": False}),
+    "gpt-oss": (
+        "gpt_oss",
+        {
+            **{"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+            **{"expert_feed_forward_length": "intermediate_size", "attention.sliding_window": "sliding_window"},
+        },
+        {},
+    ),
+    "glm4moe": ("glm4_moe", _GROUPS, _NO_GROUPS),
+    "deepseek2": ("deepseek_v3", _LATENT | _GROUPS, _NO_GROUPS | {"q_lora_rank": None, "n_shared_experts": None}),
+}  # fmt: skip
+_MIXTRAL = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
+_SAMPLING = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
+_SAMPLING |= {name: name for name in ("top_k", "top_p", "min_p")}
+# Keys that say nothing more than other keys and the tensors do, or what no computation reads.
+_IMPLIED = {
+    *("vocab_size", "tensor_data_layout", "rope.dimension_count", "expert_gating_func", "attention.causal"),
+    *("attention.key_length", "attention.value_length", "attention.key_length_mla", "attention.value_length_mla"),
+    *(
+        "expert_count",
+        "expert_used_count",
+        "expert_feed_forward_length",
+        "expert_shared_feed_forward_length",
+        "rope.scale_linear",
+    ),
+    *(f"rope.scaling.{name}" for name in ("type", "factor", "original_context_length", "yarn_log_multiplier")),
+    *(f"rope.scaling.{name}" for name in ("attn_factor", "yarn_beta_fast", "yarn_beta_slow", "finetuned", "alpha")),
+    *(f"rope.scaling.{name}" for name in ("yarn_attn_factor", "yarn_ext_factor")),
+}
+# Keys that change results in ways that no config above supports, unless they are 0.
+_REFUSED = {
+    *("attention.clamp_kqv", "attention.scale", "attention.max_alibi_bias", "attention.sliding_window"),
+    *("attention.key_length_swa", "attention.value_length_swa", "attention.sliding_window_pattern"),
+    *("attention.shared_kv_layers", "attention.indexer.top_k", "attention.relative_buckets_count"),
+    *("attention.temperature_scale", "attention.temperature_length", "rope.dimension_count_swa", "rope.freq_base_swa"),
+    *("attn_logit_softcapping", "final_logit_softcapping", "router_logit_softcapping", "use_parallel_residual"),
+    *("experts_per_group", "moe_latent_size", "swiglu_clamp_exp", "swiglu_clamp_shexp", "full_attention_interval"),
+    *("embedding_length_per_layer_input", "activation_sparsity_scale", "expert_chunk_feed_forward_length"),
+    *("n_deepstack_layers", "ssm.conv_kernel"),
+}
+# The same, unless they are 0 or 1.
+_REFUSED_FACTORS = {
+    *("logit_scale", "residual_scale", "embedding_scale", "attention.output_scale", "expert_weights_scale"),
+    *("expert_group_scale", "moe_every_n_layers", "interleave_moe_layer_step"),
+}
+# llama.cpp's number of the router's scoring function per model type; 0 means not set.
+_GATES = {"mixtral": 1, "qwen3_moe": 1, "olmoe": 1, "gpt_oss": 3, "glm4_moe": 2}
+
+
+def config_fields(model: GGUF) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The fields, and notes on metadata without effect. Raises CheckpointError for what cannot be read."""
+    name = model.text("general.architecture")
+    if name not in _READ:
+        raise model.error(
+            f"models of the architecture {short(name)} are not read from GGUF files, those of {', '.join(_READ)} are: "
+            "load the model's safetensors files"
+        )
+    kind, more, missing = _READ[name]
+    given = {key.removeprefix(f"{name}."): value for key, value in model.fields.items() if key.startswith(f"{name}.")}
+    if kind == "llama" and given.get("expert_count"):
+        kind, more = "mixtral", more | _MIXTRAL
+    known = _COMMON | more
+    needed = [key for key in _COMMON if key not in ("attention.head_count_kv", "rope.freq_base")]
+    needed += [key for key in known if key in _NEEDED and not (key in _WIDTH and name == "qwen3moe")]
+    if lacking := [key for key in needed if key not in given]:
+        raise model.error(f"{name}.{lacking[0]} is missing: the file is incomplete")
+    fields = dict(missing) | {
+        field: _one(model, f"{name}.{key}", given[key]) for key, field in known.items() if key in given
+    }
+    _refuse(model, name, kind, {key: value for key, value in given.items() if key not in known})
+    _add_defaults(kind, fields)
+    ids = special_ids(model)
+    fields |= {
+        "bos_token_id": ids.get("bos"),
+        "pad_token_id": ids.get("padding"),
+        "eos_token_id": end_ids(model) or None,
+    }
+    fields |= {"model_type": kind, **rope_fields(model, name, given, fields["rope_theta"])}
+    _add_shapes(model, given, fields)
+    unused = sorted(given.keys() - known.keys() - _IMPLIED)
+    return fields, (f"metadata without effect: {some(unused)}",) if unused else ()
+
+
+def _refuse(model: GGUF, name: str, kind: str, given: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for metadata that changes results and that the config of ``kind`` cannot express."""
+    for key, value in sorted(given.items()):
+        values = set(value) if isinstance(value, tuple) else {value}
+        neutral = (
+            key not in _REFUSED | _REFUSED_FACTORS | {"attention.causal", "expert_gating_func"}
+            or (key in _REFUSED and not any(values))
+            or (key in _REFUSED_FACTORS and values <= {0, 1})
+            or (key == "attention.causal" and value is True)
+            or (key == "expert_gating_func" and value in (0, _GATES.get(kind, value)))
+            or (key == "rope.freq_base_swa" and value == model.fields.get(f"{name}.rope.freq_base", 10_000.0))
+            or (key == "attention.sliding_window_pattern" and kind == "gpt_oss" and _alternates(value))
+        )
+        if not neutral:
+            raise model.error(f"{name}.{key} is {short(value)}, which is not supported for {name}")
+
+
+def _alternates(pattern: Any) -> bool:
+    """Whether every second layer has a window, beginning with the first."""
+    return pattern == 2 or (isinstance(pattern, tuple) and all(on == (i % 2 == 0) for i, on in enumerate(pattern)))
+
+
+def _add_defaults(kind: str, fields: dict[str, Any]) -> None:
+    """Add llama.cpp's defaults for absent keys, and replace zeros that mean "not used"."""
+    fields.setdefault("rope_theta", 10_000.0)
+    fields.setdefault("num_key_value_heads", fields["num_attention_heads"])
+    for field, unused in {"routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "q_lora_rank": None}.items():
+        if field in fields and not fields[field]:
+            fields[field] = unused
+    if kind == "qwen3_moe" and "moe_intermediate_size" not in fields:
+        fields["moe_intermediate_size"] = fields["intermediate_size"] // (fields["num_experts_per_tok"] or 1)
+
+
+def generation_fields(model: GGUF) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the fields of a generation_config.json (special tokens, recommended sampling), and notes on metadata
+    without effect."""
+    ids, prefix = special_ids(model), "general.sampling."
+    names = {"bos": "bos_token_id", "padding": "pad_token_id"}
+    fields: dict[str, Any] = {field: ids[key] for key, field in names.items() if key in ids}
+    if ends := end_ids(model):
+        fields["eos_token_id"] = ends
+    given = {key.removeprefix(prefix): value for key, value in model.fields.items() if key.startswith(prefix)}
+    sampling = {field: _one(model, prefix + key, given[key]) for key, field in _SAMPLING.items() if key in given}
+    if sampling:
+        fields |= {"do_sample": sampling.get("temperature", 1) != 0, **sampling}
+    unused = sorted(prefix + key for key in given.keys() - _SAMPLING.keys())
+    return fields, (f"metadata without effect: {some(unused)}",) if unused else ()
+
+
+def _one(model: GGUF, key: str, value: Any) -> Any:
+    """A number; one per layer if all are equal; float32 as the shortest decimal."""
+    if isinstance(value, tuple):
+        if len(set(value)) != 1:
+            raise model.error(f"{key} differs between layers, which is not supported: {short(value)}")
+        value = value[0]
+    return shortest(value)
+
+
+def _add_shapes(model: GGUF, given: Mapping[str, Any], fields: dict[str, Any]) -> None:
+    """Add what the tensors say, and the widths that llama.cpp stores as sums."""
+    embed = model.tensors.get("token_embd.weight")
+    if embed is None or len(embed.values) != 2:
+        raise model.error("tensor token_embd.weight is missing or not a matrix: the file holds no language model")
+    fields |= {"vocab_size": embed.values[0], "tie_word_embeddings": "output.weight" not in model.tensors}
+    kind, heads = fields["model_type"], fields.get("num_attention_heads")
+    if kind in ("llama", "qwen3", "qwen3_moe", "glm4_moe"):
+        fields["attention_bias"] = "blk.0.attn_q.bias" in model.tensors
+    if kind == "glm4_moe":
+        fields["use_qk_norm"] = "blk.0.attn_q_norm.weight" in model.tensors
+    if kind != "deepseek_v3":
+        _add_width(model, given, fields)
+    if fields.get("num_nextn_predict_layers") and type(fields.get("num_hidden_layers")) is int:
+        fields["num_hidden_layers"] -= fields["num_nextn_predict_layers"]  # which block_count includes
+    if kind == "deepseek_v3":
+        _add_latent(model, given, fields, heads)
+
+
+def _add_width(model: GGUF, given: Mapping[str, Any], fields: dict[str, Any]) -> None:
+    """Add the head width. Rotary embeddings cover the whole head, except in GLM-4."""
+    kind, hidden, heads = fields["model_type"], fields["hidden_size"], fields["num_attention_heads"]
+    if not all(type(size) is int and size > 0 for size in (hidden, heads)):
+        return  # the config raises an error for them
+    width = given.get("attention.key_length", hidden // heads)
+    rotated, values = given.get("rope.dimension_count", width), given.get("attention.value_length", width)
+    fits = width * heads == hidden or kind not in ("qwen2", "olmoe")
+    if values != width or not fits or (rotated != width and kind != "glm4_moe"):
+        sizes = f"key_length {short(width)}, value_length {short(values)}, rope.dimension_count {short(rotated)}"
+        raise model.error(f"heads with {sizes} are not supported for {kind} of width {hidden} with {heads} heads")
+    if kind not in ("qwen2", "olmoe"):
+        fields["head_dim"] = width
+    if kind == "glm4_moe" and width:
+        fields["partial_rotary_factor"] = rotated / width
+
+
+def _add_latent(model: GGUF, given: Mapping[str, Any], fields: dict[str, Any], heads: Any) -> None:
+    rotated = given.get("rope.dimension_count")
+    width, values = (
+        given.get(f"attention.{name}_length_mla", given.get(f"attention.{name}_length")) for name in ("key", "value")
+    )
+    if not all(type(size) is int for size in (rotated, width, values)):
+        raise model.error("deepseek2 needs rope.dimension_count, attention.key_length and attention.value_length")
+    fields |= {"qk_nope_head_dim": width - rotated, "qk_rope_head_dim": rotated, "v_head_dim": values}
+    fields |= {"num_key_value_heads": heads}  # the file has 1: llama.cpp computes in the latent space
+    corrected = any(name.endswith("exp_probs_b.bias") for name in model.tensors)
+    # Older files of GLM-4.7-Flash lack this key. Like llama.cpp, recognize by its size that the model uses sigmoids.
+    sized = (fields["num_hidden_layers"], fields["vocab_size"]) == (47, 154_880)
+    gate = given.get("expert_gating_func") or (2 if sized else 1)
+    if gate not in (1, 2) or (gate == 1 and corrected):
+        more = " with exp_probs_b.bias" if corrected else ""
+        raise model.error(
+            f"deepseek2.expert_gating_func {short(gate)}{more} is not supported; softmax 1 and sigmoid 2 are"
+        )
+    if gate == 1:
+        grouped = fields["n_group"] and fields["n_group"] > 1
+        fields |= {"model_type": "deepseek_v2", "topk_method": "group_limited_greedy" if grouped else "greedy"}

@@ -1,0 +1,222 @@
+"""The header of GGUF files, llama.cpp's format: the metadata and the location of each tensor; one file or its splits.
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Sizes are checked against the file before anything is
+allocated: the reader of the ``gguf`` library maps the file and does not end for a wrong count (gguf 0.19). The library
+knows the types of tensors and decodes them.
+"""
+
+import functools
+import importlib.metadata
+import math
+import os
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+from nnxmoe.config.printable import short
+from nnxmoe.convert.files.errors import CheckpointError
+from nnxmoe.convert.files.reading import GGUF_MAGIC, refuse_lfs_pointer, regular_file
+from nnxmoe.convert.files.safetensors import DTYPES, TensorInfo
+from nnxmoe.runtime.extras import install_command
+
+MAX_HEADER = 256_000_000  # bytes; the vocabulary of Gemma takes 6 MB
+_MAX_TENSORS = 250_000
+_MAX_FIELDS = 65_536
+_MAX_NAME = 1_024  # bytes of a key, or of a tensor's name
+_MAX_RANK = 4
+_NUMBERS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))  # type -> code of struct
+_STRING, _ARRAY = 8, 9
+_SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+
+
+@dataclass(frozen=True)
+class GGUFInfo(TensorInfo):
+    """Location of a tensor in a GGUF file. ``kind``: its type, such as ``Q4_K``; ``values``: its shape. ``shape`` and
+    ``dtype`` are those of the file: rows of bytes (``U8``), unless the type is a dtype of NumPy or ml_dtypes."""
+
+    kind: str = ""
+    values: tuple[int, ...] = ()
+
+    def at(self, index: int) -> Self:
+        return replace(super().at(index), values=self.values[1:])
+
+
+@dataclass(frozen=True)
+class GGUF:
+    """A model in GGUF files: its metadata, and its tensors by the names of llama.cpp."""
+
+    file: Path
+    files: tuple[Path, ...]
+    fields: Mapping[str, Any]
+    tensors: Mapping[str, GGUFInfo]
+
+    @classmethod
+    def open(cls, file: Path) -> "GGUF":
+        """Read the headers of a file and, if it is split, of the others of its folder. Raises CheckpointError."""
+        files = _splits(file)
+        headers = [_header(each, each.stat().st_mtime_ns) for each in files]
+        fields, tensors = headers[0][0], dict[str, GGUFInfo]()
+        for number, (each, (found, infos)) in enumerate(zip(files, headers, strict=True)):
+            if (found.get("split.no", 0), found.get("split.count", 1) or 1) != (number, len(files)):
+                says = f"split.no {short(found.get('split.no', 0))}, split.count {short(found.get('split.count', 1))}"
+                raise CheckpointError(f"{each}: {says}, and its name says {number} of {len(files)}: do not rename it")
+            if twice := sorted(tensors.keys() & infos.keys()):
+                raise _damaged(each, f"tensor {short(twice[0])} is in another split too")
+            tensors |= infos
+        wanted = fields.get("split.tensors.count", len(tensors))
+        if wanted != len(tensors):
+            raise CheckpointError(f"{file}: split.tensors.count is {short(wanted)}, the splits hold {len(tensors)}")
+        return cls(file, tuple(files), fields, tensors)
+
+    def error(self, message: str) -> CheckpointError:
+        return CheckpointError(f"{self.file}: {message}")
+
+    def text(self, key: str) -> str:
+        value = self.fields.get(key)
+        if not isinstance(value, str):
+            raise _damaged(self.file, f"{key} must be text, got {short(value)}")
+        return value
+
+
+def _damaged(file: Path, what: str) -> CheckpointError:
+    return CheckpointError(f"{file}: {what}; the file is damaged or incomplete: download or write it again")
+
+
+def library() -> Any:
+    """The ``gguf`` library. Raises CheckpointError if it is not installed."""
+    try:
+        import gguf
+    except ImportError as error:
+        raise CheckpointError(f"GGUF files need the library gguf: {install_command('gguf')}") from error
+    return gguf
+
+
+def _splits(file: Path) -> list[Path]:
+    match = _SPLIT.search(file.name)
+    if match is None:
+        return [file]
+    count, start = int(match[2]), file.name[: match.start()]
+    if not 1 <= count <= _MAX_FIELDS:
+        raise CheckpointError(f"{file}: its name says that it is one of {count} files")
+    files = [file.with_name(f"{start}-{number:05d}-of-{count:05d}.gguf") for number in range(1, count + 1)]
+    if missing := [each.name for each in files if not os.path.lexists(each)]:
+        raise CheckpointError(f"{file} is one of {count} files, and {missing[0]} is not beside it: fetch it")
+    return files
+
+
+class _Reader:
+    """Reads numbers and strings from the start of a file; a read beyond its end or MAX_HEADER raises."""
+
+    def __init__(self, path: Path, size: int, file: Any) -> None:
+        self.path, self.size, self.file, self.at = path, min(size, MAX_HEADER), file, 0
+
+    def take(self, count: int, what: str) -> bytes:
+        if count > self.size - self.at:
+            takes = f"{what} at byte {self.at} takes {count} bytes"
+            raise _damaged(self.path, f"{takes}, and the header can have {self.size - self.at} more")
+        data = self.file.read(count)
+        if len(data) < count:
+            raise _damaged(self.path, f"it ends at byte {self.at + len(data)}, within {what}")
+        self.at += count
+        return data
+
+    def numbers(self, code: str, count: int, what: str) -> tuple[Any, ...]:
+        return struct.unpack(f"<{count}{code}", self.take(count * struct.calcsize(f"<{code}"), what))
+
+    def string(self, what: str, most: int = MAX_HEADER) -> str:
+        (length,) = self.numbers("Q", 1, what)
+        if length > most:
+            raise _damaged(self.path, f"{what} has a length of {length}, at most {most} are allowed")
+        return self.take(length, what).decode("utf-8", errors="replace")
+
+    def value(self, kind: int, what: str, inside: bool = False) -> Any:
+        if kind in _NUMBERS:
+            return self.numbers(_NUMBERS[kind], 1, what)[0]
+        if kind == _STRING:
+            return self.string(what)
+        if kind != _ARRAY or inside:
+            nested = " in an array" if inside else ""
+            raise _damaged(self.path, f"{what} has the unknown type {kind}{nested}")
+        (element,), (count,) = self.numbers("I", 1, what), self.numbers("Q", 1, what)
+        if element in _NUMBERS:
+            return self.numbers(_NUMBERS[element], count, what) if count else ()
+        if 8 * count > self.size - self.at:  # a string takes 8 bytes at least
+            raise _damaged(self.path, f"{what} is an array of {count}, more than the file can hold")
+        return tuple(self.value(element, what, inside=True) for _ in range(count))
+
+
+@functools.lru_cache(maxsize=4)
+def _header(path: Path, _modified: int) -> tuple[Mapping[str, Any], Mapping[str, GGUFInfo]]:
+    size = regular_file(path, "download it again", CheckpointError).st_size
+    try:
+        with open(path, "rb") as file:
+            refuse_lfs_pointer(path, file.read(128), CheckpointError)
+            file.seek(0)
+            return _parse(_Reader(path, size, file), path, size)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror or error}; make the file readable") from error
+
+
+def _parse(reader: _Reader, path: Path, size: int) -> tuple[Mapping[str, Any], Mapping[str, GGUFInfo]]:
+    if reader.take(4, "the magic number") != GGUF_MAGIC:
+        raise CheckpointError(f"{path} is not a GGUF file: it does not begin with the letters GGUF")
+    (version,) = reader.numbers("I", 1, "the version")
+    if version not in (2, 3):
+        big = version and version & 0xFFFF == 0
+        why = "it is big-endian" if big else f"version {version} is not read, 2 and 3 are"
+        raise CheckpointError(f"{path}: {why}: convert the model again with a current llama.cpp")
+    count, pairs = reader.numbers("Q", 2, "the counts")
+    if count > _MAX_TENSORS or pairs > _MAX_FIELDS:
+        raise CheckpointError(f"{path}: {count} tensors and {pairs} fields; at most {_MAX_TENSORS}, {_MAX_FIELDS}")
+    fields: dict[str, Any] = {}
+    for _ in range(pairs):
+        key = reader.string("a key", _MAX_NAME)
+        if key in fields:
+            raise _damaged(path, f"the key {short(key)} occurs twice")
+        fields[key] = reader.value(reader.numbers("I", 1, short(key))[0], short(key))
+    entries = []  # name, shape (rows first), type and offset
+    for _ in range(count):
+        name = reader.string("the name of a tensor", _MAX_NAME)
+        (rank,) = reader.numbers("I", 1, short(name))
+        if rank > _MAX_RANK:
+            raise CheckpointError(f"{path}: tensor {short(name)} has {rank} dimensions, more than {_MAX_RANK}")
+        shape = reader.numbers("Q", rank, short(name))[::-1]
+        entries.append((name, shape, *reader.numbers("I", 1, short(name)), *reader.numbers("Q", 1, short(name))))
+    align = fields.get("general.alignment", 32)
+    if type(align) is not int or not 1 <= align <= 1 << 20 or align & align - 1:
+        raise CheckpointError(f"{path}: general.alignment must be a power of two, got {short(align)}")
+    return fields, _located(path, entries, -(-reader.at // align) * align, align, size)
+
+
+def _located(
+    path: Path, entries: list[tuple[str, tuple[int, ...], int, int]], start: int, align: int, size: int
+) -> dict[str, GGUFInfo]:
+    """The tensors, which must follow one another in the order of the header, as llama.cpp demands."""
+    types, sizes = library().GGMLQuantizationType, library().GGML_QUANT_SIZES
+    found, at = dict[str, GGUFInfo](), 0
+    for name, shape, number, offset in entries:
+        tensor = f"tensor {short(name)}"
+        if name in found:
+            raise _damaged(path, f"{tensor} occurs twice")
+        if number not in set(types) or types(number) not in sizes:
+            known = f"which gguf {importlib.metadata.version('gguf')} does not know: update it"
+            raise CheckpointError(f"{path}: {tensor} has the type {number}, {known}")
+        kind, (group, width) = types(number).name, sizes[types(number)]
+        if math.prod(max(1, n) for n in shape) >= 2**60:
+            raise _damaged(path, f"{tensor}: shape {short(list(shape))} is too large")
+        last = shape[-1] if shape else 1
+        if last % group:
+            raise _damaged(path, f"{tensor}: rows of {last} are not made of {kind} blocks of {group}")
+        octets = math.prod(shape[:-1]) * (last // group) * width
+        if offset != at or start + offset + octets > size:
+            why = f"begins at {offset} instead of {at}" if offset != at else f"ends beyond the file's {size} bytes"
+            raise _damaged(path, f"{tensor} {why}")
+        at = -(-(offset + octets) // align) * align
+        plain = kind in DTYPES
+        rows = shape if plain else (*shape[:-1], last // group * width)
+        place = start + offset, start + offset + octets
+        found[name] = GGUFInfo(name, path, kind if plain else "U8", rows, *place, kind=kind, values=shape)
+    return found

@@ -1,0 +1,285 @@
+"""The tokenizer in the metadata of a GGUF file, as the content of tokenizer.json and tokenizer_config.json.
+
+Sources: llama.cpp's ``llama-vocab.cpp`` for what splits a text before the merges, and the tokenizer.json of the models.
+"""
+
+import itertools
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from nnxmoe.config.printable import short
+from nnxmoe.convert.gguf.gguf_file import GGUF
+
+logger = logging.getLogger(__name__)
+
+_UNKNOWN, _CONTROL, _OWN = 2, 3, 4  # types of tokens; _OWN is matched as a whole, and is text
+_NAMES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+_KEY = "tokenizer.ggml."
+
+_SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s"
+_SLASH = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = [f"{_SHORT}|{_WORDS}|\\p{{N}}{{1,3}}|{_REST}"]
+_QWEN2 = [f"{_SHORT}|{_WORDS}|\\p{{N}}|{_REST}"]
+_TEKKEN = [_CASED % ("", "") + rf"|\p{{N}}|{_SLASH}"]
+_GPT4O = [_CASED % (f"{_SHORT}?", f"{_SHORT}?") + rf"|\p{{N}}{{1,3}}|{_SLASH}"]
+_CJK = r"[\x{4E00}-\x{9FA5}\x{0800}-\x{4E00}\x{AC00}-\x{D7FF}]+"
+_MARKS = r"\s?[!-/:-~\x{FF01}-\x{FF0F}\x{FF1A}-\x{FF5E}\x{2018}-\x{201F}\x{3000}-\x{3002}]+"
+_DEEPSEEK = [r"[\r\n]", r"\s?[\p{Lu}\p{Ll}\p{Lt}]+", _MARKS, r"\s+$", _CJK, r"\p{N}+"]
+_DEEPSEEK_CODER = [r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}"]
+_DEEPSEEK3 = [
+    *(r"\p{N}{1,3}", r"[\x{4E00}-\x{9FA5}\x{3040}-\x{309F}\x{30A0}-\x{30FF}]+"),
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"""
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+]
+_GPT2 = [r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"]
+_DIGITS = [r"\p{N}", *_GPT2]
+_DEFAULT = [r"[\p{P}$+<=>^~|]+", *_GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"]  # for files without tokenizer.ggml.pre
+_SENTENCES = [r" ?[^(\s|.,!?\x{2026}\x{3002}\x{FF0C}\x{3001}\x{964}\x{6D4}\x{60C})]+"]
+_QWEN35 = [
+    rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+]
+_SEED = [rf"{_SHORT}|{_WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"]
+_BAILING = [rf"'(?i:[sdmt]|ll|ve|re)|{_WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"]
+_NOT_HAN = r"&&[^\p{Han}]]"
+_KIMI = [
+    rf"\p{{Han}}+|{_CASED % (f'{_SHORT}?', f'{_SHORT}?')}|\p{{N}}{{1,3}}|{_REST}".replace(
+        r"\p{M}]", r"\p{M}" + _NOT_HAN
+    )
+]
+# Value of tokenizer.ggml.pre -> regular expressions that split a text, applied in order.
+_SPLITS: dict[str, list[str]] = {
+    "default": _DEFAULT,
+    **dict.fromkeys(("gpt-2", "olmo", "mpt", "jais", "trillion", "phi-2", "exaone4", "gigachat", "mellum"), _GPT2),
+    **dict.fromkeys(("a.x-4.0", "modern-bert", "granite-docling"), _GPT2),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), _DIGITS),
+    **dict.fromkeys(("minerva-7b", "mellum2"), _DIGITS),
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"), _LLAMA3
+    ),
+    **dict.fromkeys(("smaug-bpe", "dbrx", "glm4", "chatglm-bpe"), _LLAMA3),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez", "kormo", "f2llmv2", "hunyuan"), _QWEN2),
+    **dict.fromkeys(("solar-open", "grok-2"), _QWEN2),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), _GPT4O),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), _DEEPSEEK3),
+    **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), _BAILING),
+    **dict.fromkeys(("poro-chat", "bloom", "gpt3-finnish"), _SENTENCES),
+    **{"tekken": _TEKKEN, "deepseek-llm": _DEEPSEEK, "deepseek-coder": _DEEPSEEK_CODER, "kimi-k2": _KIMI},
+    **{"qwen35": _QWEN35, "seed-coder": _SEED, "viking": [*_SENTENCES, r"\p{N}"]},
+}
+# These tokenizers do not merge words that are in the vocabulary (ignore_merges), and add a token at the start of a text
+# unless the file disables it.
+_WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken")
+# Value of tokenizer.ggml.model -> default ids of special tokens.
+_DEFAULT_IDS = {"llama": {"bos": 1, "eos": 2, "unknown": 0}, "gpt2": {"bos": 11, "eos": 11}}
+# Tokens that end an answer in every file that has them, regardless of their type. Files name at most two of them.
+_ENDS = {
+    *("</s>", "<eos>", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>"),
+    *("<|return|>", "<|call|>", "<|calls|>", "<|flush|>", "<end_of_turn>", "<end_of_utterance>", "<EOT>", "_<EOT>"),
+    *(
+        "[EOT]",
+        "[EOS]",
+        "<turn|>",
+        "<|tool_response>",
+        "<{0}end▁of▁sentence{0}>".format("\N{FULLWIDTH VERTICAL LINE}"),
+        "[e~[",
+    ),
+}
+
+
+def tokenizer_files(model: GGUF) -> dict[str, dict[str, Any]]:
+    """File name -> content. Raises CheckpointError for tokenizers that are not read, and for malformed ones."""
+    tokens, kinds = _texts(model, "tokens"), model.fields.get(f"{_KEY}token_type", ())
+    if len(kinds) not in (0, len(tokens)):
+        raise model.error(f"{_KEY}token_type has {len(kinds)} entries, and there are {len(tokens)} tokens")
+    kind, split = model.text(f"{_KEY}model"), model.fields.get(f"{_KEY}pre", "default")
+    if kind == "gpt2":
+        if f"{_KEY}pre" not in model.fields:
+            logger.warning("%s names no tokenizer.ggml.pre: texts are split as llama.cpp does by default", model.file)
+        parts = _byte_level(model, tokens, split)
+    elif kind == "llama":
+        parts = _sentencepiece(model, tokens)
+    else:
+        raise model.error(f"{_KEY}model {short(kind)} is not read; gpt2 and llama are")
+    ids = special_ids(model)
+    named = {name: tokens[ids[key]] for name, key in _NAMES.items() if key in ids}
+    whole = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": _added(model, tokens, kinds),
+        **parts,
+    }
+    adds_first = model.fields.get(f"{_KEY}add_bos_token", kind == "llama" or split in _WHOLE_WORDS)
+    adds_last = model.fields.get(f"{_KEY}add_eos_token", False)
+    ends = [_end(model, tokens, key) if wanted else None for key, wanted in (("bos", adds_first), ("eos", adds_last))]
+    whole["post_processor"] = _with_ends(ends[0], ends[1], {text: number for number, text in enumerate(tokens)})
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **named}
+    templates = {key: value for key, value in model.fields.items() if key.startswith("tokenizer.chat_template")}
+    if templates:
+        entries = [{"name": key.removeprefix("tokenizer.chat_template").strip(".") or "default", "template": value}
+                   for key, value in templates.items() if isinstance(value, str)]  # fmt: skip
+        config["chat_template"] = entries[0]["template"] if len(entries) == 1 else entries
+    return {"tokenizer.json": whole, "tokenizer_config.json": config}
+
+
+def _texts(model: GGUF, key: str) -> tuple[str, ...]:
+    value = model.fields.get(f"{_KEY}{key}")
+    if not isinstance(value, tuple) or not value or not isinstance(value[0], str):
+        raise model.error(f"{_KEY}{key} must be a list of texts, got {short(value)}")
+    return value
+
+
+def special_ids(model: GGUF) -> dict[str, int]:
+    """Ids of ``bos``, ``eos``, ``eot``, ``eom``, ``unknown`` and ``padding`` where the file or its format names them.
+
+    For byte-level vocabularies the format's default is Falcon's id, which is used only if it is a control token.
+    """
+    tokens, kinds = model.fields.get(f"{_KEY}tokens") or (), model.fields.get(f"{_KEY}token_type") or ()
+    kind = model.fields.get(f"{_KEY}model")
+    defaults = {
+        key: number
+        for key, number in _DEFAULT_IDS.get(kind if isinstance(kind, str) else "", {}).items()
+        if number < len(tokens) and (kind == "llama" or (number < len(kinds) and kinds[number] == _CONTROL))
+    }
+    if model.fields.get(f"{_KEY}pre") in ("glm4", "chatglm-bpe"):
+        defaults.pop("bos", None)
+    given = {key: _id(model, key, len(tokens)) for key in (*_NAMES.values(), "eot", "eom")}
+    return defaults | {key: number for key, number in given.items() if number is not None}
+
+
+def end_ids(model: GGUF) -> list[int]:
+    """Return the ids that end an answer: those that the file names, then those of well-known end tokens."""
+    tokens, ids = model.fields.get(f"{_KEY}tokens") or (), special_ids(model)
+    ends = [ids[key] for key in ("eos", "eot", "eom") if key in ids]
+    texts = _ENDS & set(tokens)
+    if texts >= {"<|call|>", "<|return|>"} or texts >= {"<|calls|>", "<|flush|>"}:
+        texts -= {"<|end|>"}  # in these formats it ends a message within an answer
+    if "<|tool_response>" in texts:
+        texts -= {"</s>"}
+    return list(dict.fromkeys([*ends, *(number for number, text in enumerate(tokens) if text in texts)]))
+
+
+def _added(model: GGUF, tokens: tuple[str, ...], kinds: tuple[int, ...]) -> list[dict[str, Any]]:
+    """Return the tokens that are matched before a text is split. In Phi-3 they include the spaces after them."""
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    phi3 = any(part in str(model.fields.get("general.name", "")).lower() for part in ("phi-3", "phi3"))
+    ends, types = set(end_ids(model)), kinds or (1,) * len(tokens)
+    return [
+        {
+            **flags,
+            **{"id": number, "content": text, "special": of != _OWN or text in _ENDS},
+            "rstrip": phi3 and text not in ("<unk>", "<s>", "<|endoftext|>"),
+        }
+        for number, (text, of) in enumerate(zip(tokens, types, strict=True))
+        if text and (of in (_UNKNOWN, _CONTROL, _OWN) or (number in ends and text in _ENDS))
+    ]
+
+
+def _end(model: GGUF, tokens: tuple[str, ...], key: str) -> str:
+    """Return the ``bos`` or ``eos`` token. Raises CheckpointError if neither the file nor its format defines it."""
+    default = _DEFAULT_IDS[model.text(f"{_KEY}model")][key]
+    if (number := special_ids(model).get(key)) is None:
+        if model.fields.get(f"{_KEY}pre") in ("glm4", "chatglm-bpe") or default >= len(tokens):
+            raise model.error(f"{_KEY}add_{key}_token is true, and {_KEY}{key}_token_id is missing")
+        number = default
+        logger.warning("%s: no %s%s_token_id: by default %d, %r", model.file, _KEY, key, number, tokens[number])
+    return tokens[number]
+
+
+def _id(model: GGUF, key: str, count: int) -> int | None:
+    value = model.fields.get(f"{_KEY}{key}_token_id")
+    if value is not None and (type(value) is not int or not 0 <= value < (count or 1 << 31)):
+        raise model.error(f"{_KEY}{key}_token_id is {short(value)}, and there are {count} tokens")
+    return value
+
+
+def _vocabulary(tokens: tuple[str, ...]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for number, text in enumerate(tokens):
+        found.setdefault(text, number)
+    return found
+
+
+def _byte_level(model: GGUF, tokens: tuple[str, ...], split: Any) -> dict[str, Any]:
+    if split not in _SPLITS:
+        raise model.error(
+            f"{_KEY}pre {short(split)} is not known here, and decides how texts are split: load the tokenizer of the "
+            "model's original folder with nnxmoe.Tokenizer.from_pretrained"
+        )
+    patterns, merges = _SPLITS[split], _texts(model, "merges")
+    level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": False,
+    }
+    steps = [
+        {"type": "Split", "pattern": {"Regex": text}, "behavior": "Isolated", "invert": False} for text in patterns
+    ]
+    bpe: dict[str, Any] = {"type": "BPE", "dropout": None, "unk_token": None, "fuse_unk": False, "byte_fallback": False}
+    bpe |= {"ignore_merges": split in _WHOLE_WORDS, "vocab": _vocabulary(tokens), "merges": list(merges)}
+    return {
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*steps, level]},
+        "decoder": level,
+        "model": bpe,
+    }
+
+
+def _sentencepiece(model: GGUF, tokens: tuple[str, ...]) -> dict[str, Any]:
+    scores, vocab = model.fields.get(f"{_KEY}scores", ()), _vocabulary(tokens)
+    if len(scores) != len(tokens):
+        raise model.error(f"{_KEY}scores has {len(scores)} entries, and there are {len(tokens)} tokens")
+    first = bool(model.fields.get(f"{_KEY}add_space_prefix", True))
+    unknown = special_ids(model).get("unknown")
+    bpe = {"type": "BPE", "dropout": None, "unk_token": None if unknown is None else tokens[unknown], "fuse_unk": True}
+    bpe |= {"byte_fallback": True, "ignore_merges": False, "vocab": vocab, "merges": _merges(vocab, scores)}
+    steps: list[dict[str, Any]] = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}]
+    steps += [{"type": "ByteFallback"}, {"type": "Fuse"}]
+    steps += [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] * first
+    # A space is prepended to every text between special tokens, even if the text begins with a space.
+    space: list[dict[str, Any]] = [{"type": "Prepend", "prepend": "▁"}] * first
+    space.append({"type": "Replace", "pattern": {"String": " "}, "content": "▁"})
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": space},
+        "pre_tokenizer": None,
+        "decoder": {"type": "Sequence", "decoders": steps},
+        "model": bpe,
+    }
+
+
+def _merges(vocab: Mapping[str, int], scores: tuple[float, ...]) -> list[list[str]]:
+    """Return the pairs that form tokens, best score first. Pairs with equal scores are sorted by length, longest first.
+
+    llama.cpp merges the leftmost of equal pairs, which ``tokenizers`` cannot do. SentencePiece's scores are distinct.
+    """
+    pairs = [
+        (text[:cut], text[cut:], scores[number])
+        for text, number in vocab.items()
+        for cut in range(1, len(text))
+        if text[:cut] in vocab and text[cut:] in vocab
+    ]
+    texts = {left + right for left, right, _ in pairs}
+    if len({scores[vocab[text]] for text in texts}) < len(texts):
+        logger.warning("tokenizer.ggml.scores has equal scores: of such tokens the longer one is merged first")
+    pairs.sort(key=lambda pair: (pair[2], len(pair[0]), len(pair[1])), reverse=True)
+    return [[left, right] for left, right, _ in pairs]
+
+
+def _with_ends(first: str | None, last: str | None, ids: Mapping[str, int]) -> dict[str, Any]:
+    """The step that adds the first and the last token of a text."""
+
+    def ends(parts: list[tuple[str, int]]) -> list[dict[str, Any]]:
+        texts = [{"Sequence": {"id": name, "type_id": kind}} for name, kind in parts]
+        before, after = ([{"SpecialToken": {"id": token, "type_id": 0}}] if token else [] for token in (first, last))
+        return list(itertools.chain(before, texts, after))
+
+    special = {token: {"id": token, "ids": [ids[token]], "tokens": [token]} for token in (first, last) if token}
+    pair = ends([("A", 0), ("B", 1)])
+    return {"type": "TemplateProcessing", "single": ends([("A", 0)]), "pair": pair, "special_tokens": special}

@@ -1,0 +1,189 @@
+"""Hugging Face's names for a model's parameters, and the tensors of a checkpoint that may be skipped."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Container, Iterable, Mapping, Set
+
+import numpy as np
+
+from nnxmoe.config.base import DecoderConfig
+from nnxmoe.config.bounds import ConfigError
+from nnxmoe.config.printable import some
+from nnxmoe.convert.arrays.checkpoint_layout import Change, Leaf, Parameter, add_part, parameters
+from nnxmoe.convert.arrays.lazy_array import LazyArray, LazyArrays
+from nnxmoe.convert.arrays.report import LoadReport
+from nnxmoe.convert.arrays.restore import checked
+from nnxmoe.convert.arrays.views import View
+from nnxmoe.convert.files.errors import CheckpointError
+from nnxmoe.convert.formats.module_tensors import OF_ACTIVATIONS
+from nnxmoe.convert.storage.checkpoint_source import towers
+from nnxmoe.layers.linear.quantized import ARRAYS
+from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.family_checks import row_missing
+from nnxmoe.model.weight_names import Table, W, layer_of, options, prefix_of
+from nnxmoe.models.shared.tables import HF_MTP
+
+HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
+_EXPERT = re.compile(r".*\.experts\.([0-9]{1,9})\.")
+_MTP = "layer.mtp."  # begins the keys of what only layers for multi-token prediction have
+_MAIN = ("embed.table", "head.kernel")  # of which checkpoints have copies in these layers
+
+
+def layout(model: CausalLM, arrays: LazyArrays | None = None, times: float = 1.0) -> dict[str, Leaf]:
+    """Tensor name -> `Leaf` for every parameter. If the table has several names, the first of ``arrays`` is used (per
+    layer), rather one of the right shape; else the first of the table. ``times``: a factor on the queries, see
+    `DecoderConfig.query_scalar`."""
+    names, table = {} if arrays is None else arrays, model.hf_names(model.config)
+    found: dict[str, Leaf] = {}
+    for parameter in parameters(model, codes=True):
+        key = parameter.key.removesuffix(parameter.ending)
+        if key not in table:
+            raise ConfigError(row_missing(type(model), key))
+        change = Change(times=times if parameter.takes_query_scalar else 1.0)
+        for layer, one in parameter.layers():
+            prefix = _prefix(model, key, layer)
+            rows = [_named(w, prefix, one, change) for w in options(table, key)]
+            chosen = [row for row in rows if any(name in names for name, _, _ in row)]
+            fit = [row for row in chosen if len(chosen) == 1 or _fit(row, names)]
+            for name, leaf, part in (fit or chosen or rows)[0]:
+                add_part(found, name, leaf, part)
+    swap = EMBED not in names and HEAD in names and HEAD not in found
+    # A tied model may be stored with the head only; the embedding is then read from it.
+    return {HEAD if swap and name == EMBED else name: leaf for name, leaf in found.items()}
+
+
+def _prefix(model: CausalLM, key: str, layer: int | None) -> str:
+    """What the name of a parameter's tensor begins with; some families store prediction layers apart from the others
+    (`CausalLM.mtp_prefixes`)."""
+    apart, first = model.mtp_prefixes, model.config.num_hidden_layers
+    if layer is None or layer < first or not apart:
+        return prefix_of(layer)
+    return apart[not key.startswith(_MTP)].format(layer - first)
+
+
+def _named(w: W, prefix: str, parameter: Parameter, change: Change) -> list[tuple[str, Leaf, Parameter]]:
+    """The arrays of one layer of a parameter: one, or one per expert."""
+    inner, inputs, experts = parameter.inner, parameter.inputs, parameter.experts
+    flat = inner if inputs is None else (math.prod(inner[:-inputs]), math.prod(inner[-inputs:]))
+    axis = None if experts is None or w.per_expert else 0
+    leaf = Leaf(parameter.key, flat, axis=axis, flat=True, change=change)
+    parts = [dataclasses.replace(parameter, at=(*parameter.at, e)) for e in range(experts)] if experts else [parameter]
+    tensors = [w.under(prefix, e) for e in range(len(parts))] if w.per_expert else [w.under(prefix)] * len(parts)
+    views = {tensor: View(tensor, w, int(axis == 0)) for tensor in set(tensors)}
+    leaves = {t: leaf if w.whole else dataclasses.replace(leaf, part_of=view) for t, view in views.items()}
+    return [(views[t].name + parameter.ending, leaves[t], part) for t, part in zip(tensors, parts, strict=True)]
+
+
+def _fit(row: list[tuple[str, Leaf, Parameter]], arrays: LazyArrays) -> bool:
+    """Whether those arrays of a row that exist have the right shapes."""
+    shapes = ((name, leaf.inner if leaf.axis is None else (len(row), *leaf.inner)) for name, leaf, _ in row)
+    return all(arrays[name].shape == shape for name, shape in shapes if name in arrays)
+
+
+def _repeated(table: Table, layer: int) -> dict[str, str]:
+    """The tensors of a prediction layer that repeat the embedding and the output head -> those of the main model."""
+    rows = ((row, main) for main in _MAIN if _MTP + main in table for row in options(table, _MTP + main))
+    return {row.tensor(layer): options(table, main)[0].tensor(None) for row, main in rows}
+
+
+def copies(model: CausalLM, names: Container[str]) -> dict[str, str]:
+    """The tensors of prediction layers that repeat the embedding and the output head -> the name in ``names`` of what
+    they repeat, the arrays of a quantised head each. They are written for readers that expect them, and never read."""
+    found = {}
+    for k in range(len(model.mtp)):
+        for copy, main in _repeated(model.hf_table, model.config.num_hidden_layers + k).items():
+            endings = [ending for ending in ("", *(f".{array}" for array in ARRAYS)) if main + ending in names]
+            found |= {copy + ending: main + ending for ending in endings} or {copy: EMBED}
+    return found
+
+
+def empty(model: CausalLM) -> dict[str, LazyArray]:
+    """The tensors without values that the family's reference stores in layers with experts."""
+    routers = [p for p in parameters(model, codes=True) if p.key == "layer.moe.router.kernel"]
+    return {
+        W(name).tensor(layer): LazyArray.of(np.empty(shape, router.variable.dtype))
+        for name, shape in model.config.empty_tensors.items()
+        for router in routers
+        for layer, _ in router.layers()
+    }
+
+
+def refuse_unjustified(config: DecoderConfig, arrays: LazyArrays, where: str) -> None:
+    """Raise CheckpointError if config.json has far more layers or experts than the files, before building a layout."""
+    stored = [array.shape for array in arrays.values() if math.prod(array.shape)]
+    fused = [shape[0] for shape in stored if len(shape) == 3]  # all experts in one tensor
+    layers, experts = config.num_hidden_layers, config.experts
+    # The margin of 16 allows for models in which most layers are dense, so that layers * experts overcounts.
+    if layers > len(stored) or layers * experts > 16 * (len(stored) + sum(fused)):
+        count = f" with {experts} experts each" if experts else ""
+        raise CheckpointError(
+            f"{where}: num_hidden_layers is {layers}{count}, and the files hold {len(stored)} tensors in all: check "
+            "that config.json belongs to these files and that all of them are here"
+        )
+
+
+def judge(model: CausalLM, leaves: Mapping[str, Leaf], arrays: LazyArrays, report: LoadReport) -> LoadReport:
+    """The report of each tensor of a checkpoint."""
+    config, report = model.config, checked(leaves, arrays, report)
+    used = file_names(leaves.keys() & arrays.keys(), arrays)
+    left = {name for name in report.unexpected if not file_names([name], arrays) <= used}
+    beside = towers(left)
+    skipped = {f"{tower} (beside the text model)": tuple(sorted(names)) for tower, names in beside.items()}
+    left -= {name for names in beside.values() for name in names}
+    for rule, test in _skip_rules(model, left, leaves, arrays).items():
+        names = tuple(sorted(name for name in left if test(name)))
+        left -= set(names)
+        if names:
+            skipped[rule] = names
+    return dataclasses.replace(
+        report,
+        loaded=tuple(sorted(used)),
+        unexpected=tuple(sorted(left)),
+        skipped=skipped,
+        towers=tuple(sorted(beside)),
+        notes=(*report.notes, *_beyond(config, left)),
+    )
+
+
+def file_names(names: Iterable[str], arrays: LazyArrays) -> set[str]:
+    """The tensors of the files that some arrays are read from."""
+    return {tensor for name in names for tensor in (arrays[name].tensors or (name,))}
+
+
+def _skip_rules(
+    model: CausalLM, left: Set[str], leaves: Iterable[str], arrays: LazyArrays
+) -> dict[str, Callable[[str], bool]]:
+    """Rules for tensors that are skipped on purpose: description -> predicate of a tensor's name."""
+    config, table, unused = model.config, model.hf_table, model.config.unused_tensors
+    first = config.num_hidden_layers
+    numbers = range(first, first + getattr(config, "num_nextn_predict_layers", 0))
+    # Tensors that only prediction layers have, not surplus layers. HF_MTP: for families whose table lacks such names.
+    own = {w.name for rows in (HF_MTP, table) for key in rows if key.startswith(_MTP) for w in options(rows, key)}
+    marked = {layer for layer, name in map(layer_of, left) if layer in numbers and name in own}
+    built = {layer for layer, name in map(layer_of, leaves) if layer in numbers and name in own}
+    repeated = {name for layer in built if layer is not None for name in _repeated(table, layer)}
+    return {
+        "multi-token prediction layers (not part of the model)": lambda name: (
+            layer_of(name)[0] in marked - built or name.removeprefix("model.").startswith("mtp.")
+        ),
+        "copies of the embedding and the head (those of the model are used)": lambda name: name in repeated,
+        "empty tensors": lambda name: 0 in arrays[name].shape,
+        "tensors that the family does not use": lambda name: name in unused,
+        "rotary frequencies (computed)": lambda name: name.endswith("rotary_emb.inv_freq"),
+        "scales of activations and caches (neither is quantised)": lambda name: name.endswith(OF_ACTIVATIONS),
+        "head tied to the embedding": lambda name: name == HEAD and config.tie_word_embeddings,
+    }
+
+
+def _beyond(config: DecoderConfig, left: Set[str]) -> list[str]:
+    """Likely reasons for unused tensors, from their names."""
+    found = []
+    of_experts = ((int(match[1]) if (match := _EXPERT.match(name)) else None) for name in left)
+    numbers = {"layers": {layer_of(name)[0] for name in left}, "experts": set(of_experts)}
+    for what, asked in (("layers", config.num_hidden_layers), ("experts", config.experts)):
+        if more := [str(n) for n in sorted(n for n in numbers[what] if n is not None and n >= asked)]:
+            found.append(f"config.json asks for {asked} {what}, and the files have more: {some(more)}")
+    if any(name.endswith(".bias") and (layer_of(name)[0] or 0) < config.num_hidden_layers for name in left):
+        found.append("the files have biases that config.json does not ask for")
+    return found

@@ -1,0 +1,251 @@
+"""Conversion from and to MaxText's layout: nested dicts with its names and shapes, and its Orbax checkpoints.
+
+`nnxmoe.convert.maxtext.maxtext_layout` says how it differs from ours.
+"""
+
+import dataclasses
+import math
+import os
+import pathlib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from flax.traverse_util import unflatten_dict
+from jax.sharding import Mesh
+
+from nnxmoe.config.base import DecoderConfig
+from nnxmoe.config.printable import some
+from nnxmoe.convert.arrays.checkpoint_layout import QUERY, Leaf
+from nnxmoe.convert.arrays.dtypes import float_dtype
+from nnxmoe.convert.arrays.lazy_array import LazyArray, LazyArrays
+from nnxmoe.convert.arrays.misfit import refuse_misfit
+from nnxmoe.convert.arrays.report import LoadReport
+from nnxmoe.convert.arrays.restore import abstract, check_config, checked, restore, unless_cast
+from nnxmoe.convert.files.errors import CheckpointError
+from nnxmoe.convert.files.reading import absolute
+from nnxmoe.convert.hf.side_files import read_generation_config, write_side_files
+from nnxmoe.convert.maxtext import orbax_folder
+from nnxmoe.convert.maxtext.maxtext_layout import EMBED, KEY, arrays, changes, layout, ours, scanned
+from nnxmoe.convert.maxtext.maxtext_trees import Tree, check_arrays, nested, without_states
+from nnxmoe.convert.storage.checkpoint_source import find_config
+from nnxmoe.convert.storage.multihost import shared_folder
+from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.strategy import Strategy
+from nnxmoe.models import parse_config
+from nnxmoe.runtime.progress import bytes_bar, logger
+
+_MTP = "mtp_block"  # MaxText's prediction layers, beside the decoder
+BIASES = "MoEBiasVar"  # MaxText 0.2.5's collection of the routers' correction biases
+_BARE = ("decoder", "token_embedder")  # the tops of a tree without ``params``
+_TOPS = ("params", "model", "state", "nnx_aux", *_BARE, _MTP)  # first names in a checkpoint folder
+_LEVELS = ("params", "model", "state")  # nested around a tree in any number and order
+_AROUND = re.compile(
+    rf"^(({'|'.join(_LEVELS)})/)*(?P<aux>nnx_aux/|[A-Z]\w*Var/)?(({'|'.join(_LEVELS)})/)*"
+    rf"(?=({'|'.join(_BARE)}|{_MTP})/)"
+)
+_NO_ITEM = re.compile(r"^\d+$|\.orbax-checkpoint-tmp")  # a step, or what an interrupted save left
+
+
+def roundings(model: CausalLM, found: LazyArrays) -> list[str]:
+    """List the tensors that are rounded below float32's precision when a model is written as these MaxText arrays."""
+    narrow, change = {a.dtype for a in found.values()} - {np.dtype(np.float32)}, changes(model)
+    factors = [("queries divided", change[QUERY].over), ("embeddings multiplied", change[EMBED].times)]
+    kinds = ", ".join(sorted(map(str, narrow)))
+    inexact = [(what, factor) for what, factor in factors if narrow and math.frexp(factor)[0] != 0.5]
+    return [f"{what} by sqrt({round(factor**2)}) are rounded to {kinds}" for what, factor in inexact]
+
+
+def _warn_of_rounding(model: CausalLM, found: LazyArrays) -> None:
+    for text in roundings(model, found):
+        logger.warning("%s, as in MaxText; float32 avoids the rounding", text)
+
+
+def to_tree(model: CausalLM, scan_layers: bool = True, dtype: Any = None) -> dict[str, Any]:
+    """The model as MaxText's ``{"params": {"decoder": …, "token_embedder": …}}``, with NumPy arrays (JAX arrays if the
+    model spans processes); ``dtype`` None: the model's. Arrays that are equal in both layouts are not copied.
+
+    Queries are divided in float32 and rounded once. The result is exact if sqrt(head width) is a power of two; for a
+    bfloat16 model use ``dtype=float32`` to avoid the rounding.
+    """
+    found = arrays(model, scan_layers, dtype)
+    _warn_of_rounding(model, found)
+    made = {name: array.joined() if array.joined else np.asarray(array) for name, array in found.items()}
+    return {"params": unflatten_dict(made, sep="/")}
+
+
+def from_tree(
+    tree: Tree,
+    config: DecoderConfig,
+    strategy: Strategy | None = None,
+    mesh: Mesh | None = None,
+    *,
+    dtype: Any = None,
+) -> CausalLM:
+    """Build a model from MaxText's parameter tree: scanned or not, boxed or not, inside any levels of ``params`` or
+    ``model``.
+
+    ``dtype`` defaults to the tree's. Skips the state of optimizers and random generators anywhere in the tree, and
+    lists it in ``load_report.skipped``.
+    Raises CheckpointError (a ValueError) that lists all missing and unexpected arrays, and all shapes that differ from
+    the config's. ValueError unless ``tree`` is a tree of arrays.
+    """
+    found, skipped = without_states(nested(tree))
+    check_arrays(found)
+    if empty := [name for name, leaf in found.items() if isinstance(leaf, jax.ShapeDtypeStruct)]:
+        raise CheckpointError(f"the tree holds shapes without values: {some(empty)}")
+    report = LoadReport("the tree", skipped=skipped)
+    return _model({name: LazyArray.of(leaf) for name, leaf in found.items()}, report, config, strategy, mesh, dtype)
+
+
+def _model(
+    found: LazyArrays,
+    report: LoadReport,
+    config: DecoderConfig,
+    strategy: Strategy | None,
+    mesh: Mesh | None,
+    dtype: Any,
+) -> CausalLM:
+    check_config(config)
+    names, kind = _names(found), float_dtype(dtype)
+    carried = dataclasses.replace(config, query_pre_attn_scalar=1.0) if config.scale_in_queries else config
+    config, times = unless_cast(carried, [array for array, _ in names.values()], kind)
+    model = abstract(config, strategy, mesh)
+    scan, back = scanned(model, names), {key: change.inverse for key, change in changes(model).items()}
+    # The queries' factor stays in the config, or is in `times`.
+    wanted = layout(model, scan, back | {QUERY: dataclasses.replace(back[KEY], times=times)})
+    # MaxText 0.2.5 also stores other values in nnx_aux, such as the state of random number generators.
+    ahead = {name for name in names if name.startswith(f"{_MTP}/")}
+    aside = {name for name, (_, aux) in names.items() if aux and name not in wanted} - ahead
+    rules = {
+        f"prediction layers, which are MaxText's own ({_MTP})": ahead,
+        "no parameter of the model (nnx_aux)": aside,
+    }
+    skipped = {**report.skipped, **{rule: tuple(sorted(left)) for rule, left in rules.items() if left}}
+    names = {name: found for name, found in names.items() if name not in ahead | aside}
+    stacked = {name for name, leaf in wanted.items() if leaf.axis is not None}
+    turned = _layers_first({n: a.shape for n, (a, aux) in names.items() if not aux}, wanted)
+    # MaxText 0.2.5 puts layers on axis 0 in ``nnx_aux`` too, and for the routers' biases in states of its NNX models.
+    bias = f"/{model.maxtext_table.get('layer.moe.router.bias', ('',))[0]}"
+    of_nnx = any(re.match("(params/|state/)*model/", name) for name in found)
+    biases = {n: names[n][0].shape for n in stacked & names.keys() if n.endswith(bias)}
+    first = {n for n, s in biases.items() if s == wanted[n].shape[::-1] and (of_nnx or s != wanted[n].shape)}
+    given = {n: a.swapped() if (aux or turned or n in first) and n in stacked else a for n, (a, aux) in names.items()}
+    given = ours(wanted, given, model.maxtext_streams)
+    misfit = f"{report.source} does not fit the config ({config.model_type})"
+    report = checked(wanted, given, dataclasses.replace(report, skipped=skipped), strict=True)
+    restore(model, wanted, given, kind, report, misfit)
+    return model
+
+
+def save(
+    model: CausalLM, folder: str | os.PathLike[str], scan_layers: bool = True, *, parameters_only: bool = False
+) -> None:
+    """Save an Orbax checkpoint as MaxText's converter does: ``0/items`` with ``step``, ``params`` and ``opt_state``,
+    plus config.json and the other small files of a Hugging Face folder, which are optional for `load`. Scanned biases
+    of routers are written twice, for MaxText before 0.2.5 and since, which has layers on another axis.
+
+    ``parameters_only``: only the parameters, in the folder itself, as MaxText does for inference. Holds one array at a
+    time in memory. The folder must be new or empty and is created atomically. Raises CheckpointError (a ValueError).
+    """
+    refuse_misfit(model)
+    found = arrays(model, scan_layers)
+    _warn_of_rounding(model, found)
+    with shared_folder(folder) as stage, bytes_bar(sum(a.nbytes for a in found.values()), "writing") as bar:
+        row = model.maxtext_table.get("layer.moe.router.bias", ("/",))[0]
+        biases = {n: a.swapped() for n, a in found.items() if n.endswith(f"/{row}") and len(a.shape) == 2}
+        both = {"params": unflatten_dict(found, sep="/"), BIASES: unflatten_dict(biases, sep="/")}
+        params = {"params": both if biases else {"params": both["params"]}}
+        tree = params if parameters_only else {"step": 0, **params, "opt_state": {}}
+        orbax_folder.write(stage, tree, bar, step=not parameters_only)
+        if jax.process_index() == 0:
+            write_side_files(stage, model, model.config.folded()[0])
+
+
+def load(
+    folder: str | os.PathLike[str],
+    config: DecoderConfig | None = None,
+    strategy: Strategy | None = None,
+    mesh: Mesh | None = None,
+    *,
+    dtype: Any = None,
+) -> CausalLM:
+    """Load a model from a MaxText Orbax checkpoint, in either form, scanned or not, without the optimizer state.
+
+    ``folder``: the checkpoint, one of its steps, or ``items``. ``config`` None: the folder's config.json, which
+    MaxText does not write. Raises CheckpointError as `from_tree` does.
+    """
+    where = absolute(folder)
+    if config is None and not os.path.lexists(where / "config.json"):
+        raise CheckpointError(
+            f"{where} has no config.json; MaxText does not write one. Pass the config (nnxmoe convert: --config)"
+        )
+    notes: tuple[str, ...] = ()
+    if config is None:
+        config, notes = parse_config(find_config(where), str(where / "config.json"))
+    found, skipped = without_states(read(where))
+    unread, states = without_states({name: np.int32() for name in orbax_folder.tops(items(where)) if name not in _TOPS})
+    if unread := [name for name in unread if not name.endswith("Var")]:
+        raise CheckpointError(
+            f"{where} holds {some(unread)} beside the parameters: remove it, or give a tree to from_tree"
+        )
+    for state, names in states.items():
+        skipped[state] = (*skipped.get(state, ()), *names)
+    report = LoadReport(str(where), files=str(where), notes=notes, skipped=skipped)
+    model = _model(found, report, config, strategy, mesh, dtype)
+    model.generation_config = read_generation_config(where, config)
+    return model
+
+
+def read(folder: str | os.PathLike[str]) -> dict[str, LazyArray]:
+    """Name -> lazy array of the parameters in a MaxText Orbax checkpoint."""
+    return orbax_folder.read(items(absolute(folder)), _TOPS)
+
+
+def items(folder: pathlib.Path) -> pathlib.Path:
+    """The folder with the arrays: the folder itself, its item, or the item of its last complete step. An item is called
+    ``items``, or else the only one, such as ``default``. Raises CheckpointError for none or several."""
+    steps = sorted(
+        (path for path in folder.glob("*") if path.name.isdecimal()), key=lambda p: int(p.name), reverse=True
+    )
+    for where in (folder, *steps):
+        found = sorted(path.parent for path in where.glob("*/_METADATA") if not _NO_ITEM.search(path.parent.name))
+        found = [where] if (where / "_METADATA").is_file() else [p for p in found if p.name == "items"] or found
+        if len(found) > 1:
+            raise CheckpointError(f"{where} holds {some([p.name for p in found])}: give the folder of one of these")
+        if found:
+            if incomplete := steps[: steps.index(where)] if where in steps else []:
+                names = ", ".join(step.name for step in incomplete)
+                logger.warning("%s: step %s is read; incomplete: %s", folder, where.name, names)
+            return found[0]
+    raise CheckpointError(
+        f"{folder} holds no Orbax checkpoint: neither _METADATA, items nor a step such as 0/items; give the folder "
+        "that holds _METADATA"
+    )
+
+
+def _names(found: LazyArrays) -> dict[str, tuple[LazyArray, bool]]:
+    """Name without prefixes such as ``params/`` -> (array, whether it is outside of ``params``).
+
+    MaxText 0.2.5 has other collections beside ``params``: ``nnx_aux``, and one for each class of variables, such as
+    ``MoEBiasVar``. Of an array that is in one of these and in ``params``, that in ``params`` is skipped, as in MaxText.
+    """
+    names: dict[str, tuple[LazyArray, bool]] = {}
+    for name in sorted(found, key=lambda name: "Var/" in name):
+        prefix = _AROUND.match(name)
+        short = (name[prefix.end() :] if prefix else name).removesuffix("/value")  # of a box or an nnx.State in a file
+        if short in names and "Var/" not in name:
+            raise CheckpointError(f"there are two arrays {short}, one of them at {name}: remove one of them")
+        names[short] = found[name], bool(prefix and prefix["aux"])
+    return names
+
+
+def _layers_first(shapes: Mapping[str, tuple[int, ...]], wanted: Mapping[str, Leaf]) -> bool:
+    """Whether MaxText scanned layers on axis 0 (``param_scan_axis: 0``): as all shapes say that can tell."""
+    if any(leaf.arranged is not None for leaf in wanted.values()):
+        return False
+    pairs = [(shapes[n], leaf.shape) for n, leaf in wanted.items() if leaf.axis is not None and n in shapes]
+    telling = [(shape, there) for shape, own in pairs if (there := (own[1], own[0], *own[2:])) != own]
+    return bool(telling) and all(shape == there for shape, there in telling)

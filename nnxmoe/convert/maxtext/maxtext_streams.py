@@ -1,0 +1,105 @@
+"""The weights of residual streams (`HyperConnection`) in MaxText's layout, which has three arrays for each of ours.
+
+In the table of a family ``mhc_…/alpha``, ``beta`` and ``alpha_scale`` are ours: the map from all streams to the weights
+of reading, adding and mixing them, the weights' offsets, and a factor of each kind. MaxText calls their parts ``pre``,
+``post`` and ``res``, and multiplies the streams by a scale first, which is 1 in what is converted from Hugging Face.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from nnxmoe.convert.arrays.lazy_array import Box, Empty, LazyArray, LazyArrays
+
+_NORM, _PARTS, _KINDS = "mhc_norm/scale", ("pre", "post", "res"), ("alpha", "beta", "alpha_scale")
+
+
+def split(found: LazyArrays, streams: int) -> dict[str, LazyArray]:
+    """Replace our arrays of streams by MaxText's."""
+    made = dict(found)
+    for name, array in found.items():
+        folder, kind = _of_streams(name)
+        if kind:
+            del made[name]
+            rows = array if kind == "alpha" else array.swapped()
+            for part, columns, shape in _sections(kind, streams):
+                made[f"{folder}/{part}_{kind}"] = _shaped(rows.take(columns, -1), shape, kind)
+        if kind == "alpha":
+            made[f"{folder}/{_NORM}"] = LazyArray.of(np.ones(array.shape[:-1], array.dtype))
+    return made
+
+
+def join(given: LazyArrays, names: Iterable[str], streams: int) -> dict[str, LazyArray]:
+    """The inverse, for our arrays of these names. An array that lacks parts, or has some of other shapes, gets a
+    fault."""
+    made = dict(given)
+    for name in names:
+        folder, kind = _of_streams(name)
+        if not kind:
+            continue
+        parts, faults = list[tuple[LazyArray, range]](), list[str]()
+        for part, columns, shape in _sections(kind, streams):
+            theirs = f"{folder}/{part}_{kind}"
+            array = made.pop(theirs, None)
+            if array is None or not _fits(array.shape, shape, kind):
+                faults.append(f"{theirs} is missing" if array is None else f"{theirs} has shape {list(array.shape)}")
+            else:
+                parts.append((_flat(array, shape, kind), columns))
+        norm = made.pop(f"{folder}/{_NORM}", None) if kind == "alpha" else None
+        if norm is not None and parts and norm.shape != parts[0][0].shape[:-1]:
+            faults.append(f"{folder}/{_NORM} has shape {list(norm.shape)}")
+        if faults:
+            made[name] = LazyArray.faulty(", and ".join(faults), (name,))
+            continue
+        joined = LazyArray.of_columns(parts)
+        joined = joined if norm is None else _times(joined, norm)
+        made[name] = joined if kind == "alpha" else joined.swapped()
+    return made
+
+
+def _of_streams(name: str) -> tuple[str, str]:
+    """The folder and the kind of our array of streams, or an empty kind for another array."""
+    folder, _, kind = name.rpartition("/")
+    return folder, kind if folder.rpartition("/")[2].startswith("mhc_") and kind in _KINDS else ""
+
+
+def _sections(kind: str, streams: int) -> Iterator[tuple[str, range, tuple[int, ...]]]:
+    """MaxText's name of each part, which of our columns it is, and its own shape, without layers and inputs."""
+    square = (streams, streams) if kind == "beta" else (streams**2,)
+    shapes = ((1,),) * 3 if kind == "alpha_scale" else ((streams,), (streams,), square)
+    first = 0
+    for part, shape in zip(_PARTS, shapes, strict=True):
+        yield part, range(first, first + math.prod(shape)), shape
+        first += math.prod(shape)
+
+
+def _shaped(rows: LazyArray, shape: tuple[int, ...], kind: str) -> LazyArray:
+    """Columns of ``[…, n]`` in MaxText's shape, with layers on axis 1."""
+    if kind == "alpha":
+        return rows
+    made = rows.reshaped((*rows.shape[:-1], *shape))
+    return made.swapped() if len(rows.shape) > 1 else made
+
+
+def _flat(array: LazyArray, shape: tuple[int, ...], kind: str) -> LazyArray:
+    """The inverse of `_shaped`."""
+    if kind == "alpha":
+        return array
+    layers = array.shape[1:2] if len(array.shape) > len(shape) else ()
+    return (array.swapped() if layers else array).reshaped((*layers, math.prod(shape)))
+
+
+def _fits(found: tuple[int, ...], shape: tuple[int, ...], kind: str) -> bool:
+    own = found[-1:] if kind == "alpha" else found if len(found) == len(shape) else (*found[:1], *found[2:])
+    return own == shape
+
+
+def _times(array: LazyArray, norm: LazyArray) -> LazyArray:
+    """``array [… n] * norm [… 1]``."""
+
+    def read(box: Box, empty: Empty) -> np.ndarray:
+        found, factor = array.read_box(box, empty), norm.read_box(box[:-1], np.empty)
+        return found * factor[..., None].astype(found.dtype)
+
+    return LazyArray(array.shape, array.dtype, read, array.block, file=array.file)

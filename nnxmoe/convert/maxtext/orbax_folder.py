@@ -1,0 +1,210 @@
+"""Orbax checkpoints of lazy arrays: computed, written and read one at a time."""
+
+import contextlib
+import dataclasses
+import functools
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore
+from orbax.checkpoint import type_handlers
+
+from nnxmoe.config.printable import some
+from nnxmoe.convert.arrays.lazy_array import Box, Empty, LazyArray, sizes
+from nnxmoe.convert.files.errors import CheckpointError, check_orbax_path, summary
+from nnxmoe.runtime.memory import give_back
+
+_CHUNK_BYTES = 64 << 20  # size of a chunk, the unit of compression
+_BLOCK_BYTES = 32 << 20  # minimum size of a read
+
+
+@dataclasses.dataclass(frozen=True)
+class _Spread:
+    """An array sharded over several processes; ``make`` computes it on the devices."""
+
+    array: LazyArray
+    make: Callable[[], jax.Array]
+
+
+class _Writer:
+    """Computes each array just before writing it, and frees it once it is on disk.
+
+    Errors are stored and raised at the end, because the other processes would wait for this one.
+    """
+
+    def __init__(self, bar: Any, **options: Any):
+        super().__init__(**options)
+        self.bar = bar
+        self.failure: BaseException | None = None
+
+    async def serialize(self, values: Sequence[Any], infos: Any, args: Any = None) -> list[Any]:
+        args = args or [ocp.SaveArgs()] * len(values)
+        for value, info, arg in zip(values, infos, args, strict=True):
+            value = value.make() if isinstance(value, _Spread) else value  # collective
+            if self.failure is None:
+                try:
+                    for written in await super().serialize([value], [info], [arg]):  # pyright: ignore
+                        written.result()
+                except Exception as error:
+                    self.failure = error
+            self.bar.update(value.nbytes)
+            del value
+            give_back()
+        return []
+
+
+class _HostWriter(_Writer, type_handlers.NumpyHandler):
+    def __init__(self, bar: Any):
+        super().__init__(bar, deepcopy_host_arrays=False)
+        self._busy = threading.Lock()
+
+    def stop(self, failure: BaseException) -> None:
+        """Cancel further writes and wait for the current one."""
+        self.failure = failure
+        with self._busy:
+            return
+
+    async def _open_and_write(self, value: LazyArray, tspec: Any, ts_context: Any) -> None:
+        """Write a chunk of rows at a time: Orbax would hold the whole array and its compressed copy in memory."""
+        with self._busy:
+            try:
+                if self.failure is None:
+                    await self._write(value, tspec, ts_context)
+            except Exception as error:
+                self.failure = error
+
+    async def _write(self, value: LazyArray, tspec: Any, ts_context: Any) -> None:
+        store = await tensorstore.open(tensorstore.Spec(tspec), create=True, open=True, context=ts_context)
+        chunk: Any = store.chunk_layout.write_chunk.shape
+        for start in range(0, value.shape[0], chunk[0]):
+            if self.failure is not None:
+                return
+            rows = slice(start, start + chunk[0])
+            await store[rows].write(value.rows(rows), can_reference_source_data_indefinitely=True)
+
+
+class _SpreadWriter(_Writer, type_handlers.ArrayHandler):
+    """Each process writes the shards of its devices."""
+
+
+def handler(*kinds: tuple[type, Any]) -> Any:
+    """Orbax's tree handler in the format of MaxText's converter (OCDBT, Zarr 3); ``kinds``: extra leaf handlers."""
+    usual = [(int, type_handlers.ScalarHandler()), (jax.Array, type_handlers.ArrayHandler())]
+    registry = type_handlers.create_type_handler_registry(*usual, *kinds)
+    return ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True, type_handler_registry=registry)
+
+
+@contextlib.contextmanager
+def _writer(folder: Path, bar: Any) -> Iterator[Any]:
+    """A handler for writing; on exit raises CheckpointError if a write failed."""
+    check_orbax_path(folder)
+    writers = _HostWriter(bar), _SpreadWriter(bar, enable_write_sharding_file=False)
+    failure: BaseException | None = None
+    try:
+        yield handler((LazyArray, writers[0]), (_Spread, writers[1]))
+    except (OSError, ValueError, RuntimeError) as error:  # may follow from an earlier failed write
+        failure = error
+    except BaseException as error:
+        writers[0].stop(error)
+        raise
+    if failure := writers[0].failure or writers[1].failure or failure:
+        raise CheckpointError(f"cannot write: {summary(failure)}; make room, or choose another folder") from failure
+
+
+def write(folder: Path, tree: Mapping[str, Any], bar: Any, *, step: bool = False) -> None:
+    """Write a tree of `LazyArray` leaves to a folder; ``step``: to its ``0/items``, as step 0."""
+    spread = jax.tree.map(lambda x: _Spread(x, x.joined) if isinstance(x, LazyArray) and x.joined else x, tree)
+    args = ocp.args.PyTreeSave(spread, save_args=jax.tree.map(_chunks, spread))
+    with _writer(folder, bar) as writer:
+        if step:
+            with ocp.CheckpointManager(folder, item_handlers={"items": writer}) as manager:
+                manager.save(0, args=ocp.args.Composite(items=args))
+        else:
+            with ocp.Checkpointer(writer) as checkpointer:
+                checkpointer.save(folder, args=args, force=True)
+
+
+def _chunks(leaf: Any) -> ocp.SaveArgs:
+    """Large arrays are written in chunks of at most _CHUNK_BYTES, split along axis 0 if rows are long."""
+    array: Any = leaf.array if isinstance(leaf, _Spread) else leaf
+    if isinstance(array, int) or array.nbytes <= _CHUNK_BYTES:
+        return ocp.SaveArgs()
+    long = array.nbytes // array.shape[0] > _CHUNK_BYTES // 64
+    return ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES, shard_axes=(0,) if long else ())
+
+
+class _Opener(type_handlers.NumpyHandler):
+    """Opens the arrays to restore without reading them."""
+
+    async def deserialize(self, infos: Sequence[Any], args: Any = None) -> Sequence[Any]:
+        found = []
+        for info in infos:
+            spec = type_handlers.get_json_tspec_read(info, use_ocdbt=info.is_ocdbt_checkpoint)
+            found.append(await tensorstore.open(tensorstore.Spec(spec), open=True, context=info.ts_context))
+        return found
+
+
+def tops(folder: Path) -> list[str]:
+    """The names at the top of the tree in a folder."""
+    return list(_stored(folder)[1])
+
+
+def _stored(folder: Path) -> tuple[Any, dict[str, Any]]:
+    """A reader, and the metadata of the tree in a folder."""
+    if not (folder / "_METADATA").is_file():
+        raise CheckpointError(f"{folder} holds no Orbax checkpoint: it has no _METADATA")
+    check_orbax_path(folder)
+    reader = handler((np.ndarray, _Opener()))
+    with _readable(folder):
+        return reader, dict(reader.metadata(folder).tree)
+
+
+def read(folder: Path, tops: Sequence[str] | None) -> dict[str, LazyArray]:
+    """Name -> lazy array of the tree in a folder. ``tops``: read only these branches, one of which must exist."""
+    reader, stored = _stored(folder)
+    wanted = stored if tops is None else {top: stored[top] for top in tops if top in stored}
+    if tops is not None and not wanted:
+        raise CheckpointError(
+            f"{folder} has no {tops[0]!r}, only {some(list(map(repr, stored))) or 'nothing'}: give the folder of "
+            "MaxText's checkpoint, or for nnxmoe.load the one that holds nnxmoe.json"
+        )
+    given = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), wanted)
+    args = ocp.args.PyTreeRestore(item=wanted, restore_args=given, partial_restore=True)
+    found, lock = dict[str, LazyArray](), threading.Lock()
+    with _readable(folder):
+        for path, store in jax.tree_util.tree_flatten_with_path(reader.restore(folder, args=args))[0]:
+            name = "/".join(str(getattr(step, "key", getattr(step, "idx", step))) for step in path)
+            read = functools.partial(_read, folder, store, lock)
+            found[name] = LazyArray(tuple(store.shape), store.dtype.numpy_dtype, read, _read_bytes(store))
+    return found
+
+
+@contextlib.contextmanager
+def _readable(folder: Path) -> Iterator[None]:
+    """Turn any exception that Orbax raises for a damaged checkpoint into CheckpointError."""
+    try:
+        yield
+    except Exception as error:
+        text = f"{folder} is damaged, or no checkpoint that Orbax reads: {summary(error)}; copy it again"
+        raise CheckpointError(text) from error
+
+
+def _read_bytes(store: Any) -> int:
+    """Bytes per read: at least one chunk, since chunks are decompressed as a whole."""
+    chunk = math.prod(store.chunk_layout.read_chunk.shape or ()) * store.dtype.numpy_dtype.itemsize
+    return max(_BLOCK_BYTES, chunk)
+
+
+def _read(folder: Path, store: Any, lock: threading.Lock, box: Box, _: Empty) -> np.ndarray:
+    """A box of values. Reads are serialised: tensorstore has its own threads, and each chunk takes memory."""
+    with _readable(folder), lock:
+        give_back()
+        values = store[box].read().result()
+    assert values.shape == sizes(box)
+    return values

@@ -1,0 +1,195 @@
+"""Adapters in PEFT's format: ``adapter_config.json`` and ``adapter_model.safetensors``.
+
+Names follow PEFT 0.21 with transformers 5, where the experts of a layer are two parameters and one adapter covers all
+experts: ``lora_A [E * rank, ins]``, ``lora_B [outs, rank * E]`` with the experts innermost, whichever way the base
+parameter lies. The outputs are in its order: those of gate, then of up, or in turn (gpt-oss). If two parameters of a
+module are adapted, PEFT nests the first in the second as its ``base_layer``. Files of transformers 4, which have an
+adapter per expert and projection, are read too.
+"""
+
+import collections
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from nnxmoe.axes import spans_hosts
+from nnxmoe.convert.arrays.dtypes import float_dtype
+from nnxmoe.convert.files.errors import CheckpointError
+from nnxmoe.convert.files.reading import absolute, is_gguf, read_object
+from nnxmoe.convert.files.safetensors import dtype_code
+from nnxmoe.convert.peft.adapter_file import WEIGHTS_FILE as WEIGHTS_FILE
+from nnxmoe.convert.peft.adapter_file import AdapterFile, expert_by_expert
+from nnxmoe.convert.peft.peft_config import CONFIG_FILE, Numbers, Settings, settings_of
+from nnxmoe.convert.peft.pieces import OneLayer, Piece, Stored, joined, parameter_name, pieces_of, scaled
+from nnxmoe.convert.peft.slots import Slot, adapted, refuse_adapted, slots
+from nnxmoe.convert.storage.atomic_dir import ADAPTER_FILES
+from nnxmoe.convert.storage.multihost import gather, shared_folder
+from nnxmoe.convert.storage.write import Tensors, write_json, write_shares
+from nnxmoe.layers.linear.quantized import QuantizedWeight
+from nnxmoe.model.causal_lm import CausalLM, check_model
+from nnxmoe.model.compiled import refuse_shapes
+from nnxmoe.model.weight_names import layer_of, options
+from nnxmoe.runtime.progress import logger
+
+
+def save(model: CausalLM, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+    """Write a model's adapters in the format of ``peft``, which `load` reads too.
+
+    The folder must be new or empty; ``overwrite`` replaces the adapter's files in it and keeps others. It is written
+    completely or not at all. Raises ValueError if the model has no adapters, or merged ones.
+    """
+    check_model(model)
+    refuse_shapes(jax.tree.leaves(nnx.state(model)))
+    if model.merged is not None:
+        raise ValueError("cannot save: the model's adapters are merged; call lora.unmerge(model) first")
+    pieces = pieces_of(
+        (slot, layer, numbers, parameter_name(model, slot, layer))
+        for slot in adapted(model)
+        for layer in slot.layers
+        if slot.adapter is not None and (numbers := slot.adapter.numbers(layer)) is not None
+    )
+    if not pieces:
+        raise ValueError("cannot save: the model has no adapters; nnxmoe.save_pretrained writes whole models")
+    report = model.load_report
+    if report is not None and report.towers:
+        logger.warning("%s: an adapter of the text model alone, to load here or beside its save_pretrained", folder)
+    if unknown := sorted({one.slot.name for one in pieces if one.slot.name.startswith(model.not_for_peft)}):
+        logger.warning("%s: peft has no layers for the adapters of %s: load them here", folder, ", ".join(unknown))
+    if report is not None and report.files is not None and is_gguf(report.files):
+        text = "%s: its base model is the GGUF file %s, which peft cannot load: give peft the original model instead"
+        logger.warning(text, folder, report.source)
+    base = {"base_model_name_or_path": report and report.source, "revision": report and report.revision}
+    with shared_folder(folder, overwrite, ADAPTER_FILES) as stage:
+        if jax.process_index() == 0:
+            write_json(stage / CONFIG_FILE, {**_settings(model, pieces), **base})
+        shares = [(None, _tensors(model, pieces))]
+        write_shares(stage, shares, 1 << 62, process=jax.process_index(), single=WEIGHTS_FILE)
+
+
+def open_adapter(folder: str | os.PathLike[str]) -> tuple[Settings, AdapterFile]:
+    """The settings of the adapter in a folder, and the header of its tensors. Raises CheckpointError for what `load`
+    cannot use whatever the model, so that commands call it before they load one."""
+    where = absolute(folder)
+    return Settings.read(where / CONFIG_FILE), AdapterFile(where)
+
+
+def base_of(folder: str | os.PathLike[str]) -> str | None:
+    """Base model named by the adapter in a folder; None if the folder holds no adapter, or a whole model. Raises
+    CheckpointError for an adapter without base model."""
+    path = absolute(folder) / CONFIG_FILE
+    if not path.is_file() or path.with_name("config.json").is_file():
+        return None
+    name = read_object(path, "every adapter folder has this file", CheckpointError).get("base_model_name_or_path")
+    if not isinstance(name, str) or not name:
+        raise CheckpointError(f"{path} names no base model: give that model, and this folder as --adapter")
+    return name
+
+
+def _settings(model: CausalLM, pieces: list[Piece]) -> dict[str, Any]:
+    """The settings of adapters, by names within a layer where all layers have equal adapters, else by full names."""
+    numbers = {(piece.slot.name, piece.layer): piece.numbers for piece in pieces}
+    groups: dict[str, dict[str, Numbers | None]] = collections.defaultdict(dict)
+    for slot in slots(model):
+        for layer in slot.layers:
+            groups[slot.name][parameter_name(model, slot, layer)] = numbers.get((slot.name, layer))
+    found: dict[str, Numbers | None] = {}
+    for group in groups.values():
+        alike = len(set(group.values())) == 1
+        end = layer_of(next(iter(group)))[1].removeprefix("model.")
+        found |= {end: next(iter(group.values()))} if alike else group
+    has_experts = any(slot.name == "router" for slot in slots(model))
+    return settings_of({name: own for name, own in found.items() if own is not None}, has_experts=has_experts)
+
+
+def _tensors(model: CausalLM, pieces: list[Piece]) -> Tensors:
+    for piece in pieces:
+        adapter, (rank, alpha) = piece.slot.adapter, piece.numbers
+        assert adapter is not None
+        times = 1.0 if adapter.layers is None else adapter.scale * rank / alpha
+        for variable, stored in zip((adapter.a, adapter.b), piece.stored(model), strict=True):
+            value = variable.get_value()
+
+            def make(piece: Piece = piece, value: Any = value, stored: Stored = stored, times: float = times) -> Any:
+                at = () if piece.slot.depth is None else (piece.layer - piece.slot.first,)
+                one = gather(value, at) if spans_hosts(value) else np.asarray(value[at])
+                one = one[tuple(map(slice, stored.one))]  # without the padding of lower ranks
+                one = one if stored.is_a else scaled(one, times)
+                return stored.store(one).astype(value.dtype)
+
+            yield stored.name, dtype_code(value.dtype), stored.shape, make
+
+
+def load(model: CausalLM, folder: str | os.PathLike[str], dtype: Any = None) -> None:
+    """Load the adapters that `save` or ``peft`` wrote to a folder into a model, in place, sharded over its mesh.
+
+    Layers may lack adapters, and may have other ranks and alphas. ``dtype`` None keeps the stored dtype. Raises
+    ValueError for other kinds of adapters, or with a list of all tensors that are missing, unexpected, or of another
+    shape than the model and the rank require. The model is then unchanged.
+    """
+    refuse_adapted(model)
+    kind, (settings, file) = float_dtype(dtype), open_adapter(folder)
+    found = collections.defaultdict[str, dict[int, OneLayer]](dict)
+    for piece in pieces_of(_targeted(model, settings, file)):
+        a, b = (one.read(file.take(one.name, one.shape, one.rank)) for one in piece.stored(model))
+        found[piece.slot.place][piece.layer] = OneLayer(a, b, piece.numbers)
+    every = {slot.place: slot for slot in slots(model)}
+    for slot in every.values():
+        for layer in slot.layers if slot.name.startswith("experts.") else ():
+            if (one := expert_by_expert(model, slot, layer, settings, file)) is not None:
+                found[slot.place][layer] = one
+    _check_tables(model, file)
+    file.check()
+    made = []
+    for place, layers in found.items():
+        adapter, *hosts = joined(every[place], layers)
+        for variable, host in zip((adapter.a, adapter.b), hosts, strict=True):
+            variable.set_value(put_array(host.astype(kind or host.dtype), model.strategy.sharding_of(variable)))
+        made.append((every[place], adapter))
+    for slot, adapter in made:
+        slot.put(adapter)
+
+
+def _targeted(model: CausalLM, settings: Settings, file: AdapterFile) -> Iterator[tuple[Slot, int, Numbers, str]]:
+    """The adapters that the settings name, with the names of their parameters, which older files spell differently."""
+    for slot in slots(model):
+        rows = () if slot.name == "head" else options(model.hf_names(model.config), slot.key)
+        older = [w for w in rows if w.whole and not w.per_expert]
+        for layer in slot.layers:
+            asked, spellings = [], [parameter_name(model, slot, layer)]
+            names = [w.tensor(layer if slot.key.startswith("layer.") else None) for w in older]
+            for name in spellings + [name for name in names if name.endswith(".weight")]:
+                own = file.in_base(name)
+                module = own.removesuffix(".weight")
+                if settings.has_parameter(own) or (module != own and settings.has_module(module)):
+                    key = own if settings.has_parameter(own) else module
+                    asked.append((slot, layer, settings.numbers(key), name))
+            there = [one for one in asked if f"base_model.model.{one[3].removesuffix('.weight')}.lora_A.weight" in file]
+            yield from (there or asked)[:1]
+
+
+def _check_tables(model: CausalLM, file: AdapterFile) -> None:
+    """Raise CheckpointError if the file has another embedding or head than the model: peft stores them beside adapters
+    of them, and if they were resized."""
+    head = model.embed.table if model.head is None else model.head.kernel
+    for module, variable in (("model.embed_tokens", model.embed.table), ("lm_head", head)):
+        for name in (f"base_model.model.{module}{end}" for end in (".base_layer.weight", ".weight")):
+            if name not in file or isinstance(variable, QuantizedWeight):
+                file.skip(name)
+                continue
+            ours = variable.get_value()
+            given = file.take(name, variable.shape).astype(ours.dtype)
+            if not file.faults and not bool(jnp.all(put_array(given, model.strategy.sharding_of(variable)) == ours)):
+                raise CheckpointError(
+                    f"{name} in {file.folder} is not the model's: the adapter was trained with another base model, or "
+                    "with a resized or trained vocabulary, and then has to be merged with peft (merge_and_unload)"
+                )
+
+
+def put_array(host: np.ndarray, place: Any) -> jax.Array:
+    """A host array as a jax.Array with a sharding; None: on the default device."""
+    return jnp.asarray(host) if place is None else jax.make_array_from_callback(host.shape, place, host.__getitem__)

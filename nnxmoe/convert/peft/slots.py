@@ -1,0 +1,162 @@
+"""The places in a model that can hold an adapter, and their names: `attention.q`, `experts.gate_up`, `head`."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from flax import nnx
+
+from nnxmoe.axes import axes_of, of_layers
+from nnxmoe.config.printable import plain, short
+from nnxmoe.convert.arrays.checkpoint_layout import Path
+from nnxmoe.layers.embed import Embed
+from nnxmoe.layers.linear.kernel import as_weight, kernel_param
+from nnxmoe.layers.linear.lora import LoRA
+from nnxmoe.model.causal_lm import CausalLM, check_model
+from nnxmoe.model.paths import layer_modules, name_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """A place for an adapter: an attribute of a module, with the kernels that it adapts side by side."""
+
+    name: str  # the same in every layer
+    key: str  # of the first kernel, in the tables of names
+    path: Path
+    owner: Any
+    attribute: str
+    kernels: tuple[str, ...]
+    first: int  # the layer, or the first layer of a scanned stack
+
+    @property
+    def place(self) -> str:
+        """The path of the attribute, unique in the model."""
+        return ".".join(map(str, (*self.path, self.attribute)))
+
+    @property
+    def adapter(self) -> LoRA | None:
+        """The adapter, or None."""
+        return getattr(self.owner, self.attribute)
+
+    def put(self, adapter: LoRA | None) -> None:
+        """Set the adapter, or remove it with None."""
+        setattr(self.owner, self.attribute, nnx.static(None) if adapter is None else nnx.data(adapter))
+
+    @property
+    def base(self) -> list[Any]:
+        """The adapted kernels: a parameter or `QuantizedWeight` each."""
+        return [getattr(self.owner, name) for name in self.kernels]
+
+    @property
+    def depth(self) -> int | None:
+        """The number of layers of a scanned stack, on the first axis; None for a single layer."""
+        lead, axes = (of[0] for of in self.dimensions)
+        return lead[0] if of_layers(axes) else None
+
+    @property
+    def dimensions(self) -> tuple[Any, Any]:
+        """Sizes and logical axes of the kernel, each as (lead, ins, outs)."""
+        kernel: Any = self.base[0]
+        if isinstance(self.owner, Embed):  # the table [V, D], which is looked up, or multiplied by as a tied head
+            turn = slice(None, None, 1 if self.attribute == "lora" else -1)
+            return tuple(((), *((size,) for size in of[turn])) for of in (kernel.shape, axes_of(kernel)))
+        weight = as_weight(kernel)
+        return (weight.lead, weight.ins, weight.outs), weight.logical_axes
+
+    @property
+    def layers(self) -> range:
+        """The numbers of its layers; the embedding and the head are one."""
+        return range(self.first, self.first + (self.depth or 1))
+
+    def shapes(self, rank: int, alpha: float, dtype: np.dtype) -> LoRA:
+        """An adapter without values, with logical axes by which it is sharded like its kernel."""
+        (lead, ins, outs), (lead_axes, in_axes, out_axes) = self.dimensions
+        if len(self.kernels) > 1:
+            outs, out_axes = (len(self.kernels), *outs), ("gate_up", *out_axes)
+        # `nnxmoe.train.lora` and `nnxmoe.convert.peft.peft` set the values.
+        kw: dict[str, Any] = {"lead": lead, "dtype": dtype, "rngs": None, "kind": nnx.LoRAParam}
+        a = kernel_param(ins, (rank,), (*lead_axes, *in_axes, "rank"), **kw)
+        b = kernel_param((rank,), outs, (*lead_axes, "rank", *out_axes), **kw)
+        return LoRA(a, b, alpha)
+
+
+def slots(model: CausalLM) -> list[Slot]:
+    """All slots, in the order of the layers, those of the embedding and the head last."""
+    found = []
+    for path, module in layer_modules(model):
+        for attribute, kernels in getattr(module, "adapted", {}).items():
+            key, first, _ = name_of(model, (*path, kernels[0]))
+            name = key.removeprefix("layer.").removeprefix("moe.").removesuffix("." + kernels[0])
+            name = name if kernels == ("kernel",) else f"{name}.{'_'.join(kernels)}"
+            found.append(Slot(name, key, path, module, attribute, kernels, first or 0))
+    found.sort(key=lambda slot: (slot.first, slot.place))
+    tied = model.head is None
+    head = (("embed",), model.embed, "lora_head", ("table",)) if tied else (("head",), model.head, "lora", ("kernel",))
+    embed = Slot("embed", "embed.table", ("embed",), model.embed, "lora", ("table",), 0)
+    return [*found, embed, Slot("head", "embed.table" if tied else "head.kernel", *head, 0)]
+
+
+def chosen(model: CausalLM, targets: str | Sequence[str] | None) -> list[Slot]:
+    """The slots whose names equal a target or start with ``target.``; None: all but router, embedding, head, indexers,
+    which have no gradient, and those of `CausalLM.not_for_peft`."""
+    check_model(model)
+    every = slots(model)
+    if targets is None:
+        left_out = "router", "embed", "head", "attention.indexer", *model.not_for_peft
+        return [slot for slot in every if not slot.name.startswith(left_out)]
+    if not isinstance(targets, Iterable) or isinstance(targets, bytes):
+        raise ValueError(f"targets={short(targets)}: give the name of a projection, or a list of them")
+    asked, names = [targets] if isinstance(targets, str) else list(targets), sorted({slot.name for slot in every})
+    known = {target: [name for name in names if f"{name}.".startswith(f"{target}.")] for target in asked}
+    if odd := [target for target in asked if not known[target]] if asked else [""]:
+        groups = ", ".join(sorted({name.partition(".")[0] for name in names}))
+        raise ValueError(
+            f"targets: {plain(str(odd[0])) or 'an empty list'} names no projection of a {model.config.model_type} "
+            f"model; use {groups}, or single projections: {', '.join(n for n in names if '.' in n)}"
+        )
+    wanted = {name for found in known.values() for name in found}
+    return [slot for slot in every if slot.name in wanted]
+
+
+def for_each(found: Sequence[Slot], given: Any, what: str) -> list[Any]:
+    """One value per slot: ``given`` itself, or if it is a mapping, the value of the longest target that matches the
+    slot's name. Raises ValueError for a slot without a match, and for a target without a slot."""
+    if not isinstance(given, Mapping):
+        return [given] * len(found)
+    keys = [max((t for t in given if f"{slot.name}.".startswith(f"{t}.")), key=len, default=None) for slot in found]
+    if None in keys:
+        raise ValueError(f"{what} has no value for the target {found[keys.index(None)].name}: add one")
+    if idle := [target for target in given if target not in keys]:
+        raise ValueError(f"{what} has a value for {plain(str(idle[0]))}, which no adapter takes: remove it")
+    return [given[key] for key in keys]
+
+
+def adapted(model: CausalLM) -> list[Slot]:
+    """The slots that have an adapter."""
+    return [slot for slot in slots(model) if slot.adapter is not None]
+
+
+def refuse_adapted(model: CausalLM) -> None:
+    """Raise ValueError if the model has adapters already, merged or not, or is not a model."""
+    check_model(model)
+    if model.merged is not None:
+        raise ValueError(
+            "the model has merged adapters: call lora.unmerge(model), or merge them for good with "
+            "lora.merge(model, keep=False)"
+        )
+    if found := adapted(model):
+        raise ValueError(
+            f"the model already has {len(found)} adapters, the first at {found[0].name}: remove them with "
+            "lora.remove(model), or make them part of the kernels with lora.merge(model, keep=False)"
+        )
+
+
+def unmerged(model: CausalLM, what: str) -> list[Slot]:
+    """The slots with an adapter. Raises ValueError, naming the operation ``what``, if there are none or merged ones."""
+    check_model(model)
+    if model.merged is not None:
+        raise ValueError(f"cannot {what}: the model's adapters are merged; call lora.unmerge(model) first")
+    if not (found := adapted(model)):
+        raise ValueError(f"cannot {what}: the model has no adapters; add them with lora.add or lora.load")
+    return found

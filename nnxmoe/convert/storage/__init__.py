@@ -1,0 +1,1 @@
+"""Checkpoints on disk: opening and writing them, atomically and by several processes."""

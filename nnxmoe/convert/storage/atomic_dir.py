@@ -1,0 +1,241 @@
+"""Writes a folder atomically: it appears complete or not at all. Every checkpoint is written this way."""
+
+import contextlib
+import filecmp
+import fnmatch
+import glob
+import os
+import re
+import secrets
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from nnxmoe.config.printable import some
+from nnxmoe.config.validate import path_text
+from nnxmoe.convert.files.errors import CheckpointError
+from nnxmoe.convert.files.hub import CODE_FILES, TOKENIZER_FILES
+from nnxmoe.convert.files.reading import refuse_url
+from nnxmoe.convert.storage.checkpoint_source import NATIVE_FILE, holds_orbax
+from nnxmoe.runtime.progress import logger
+
+# Checkpoint files that a save replaces.
+MODEL_FILES = re.compile(
+    r"(generation_)?config\.json|model\.safetensors(\.index\.json)?|model-[0-9]+-of-[0-9]+\.safetensors"
+)
+ADAPTER_FILES = re.compile(r"adapter_(config\.json|model\.(safetensors|bin))")
+
+
+@contextlib.contextmanager
+def atomic_dir(
+    folder: str | os.PathLike[str], overwrite: bool | None = None, replaced: re.Pattern[str] = MODEL_FILES
+) -> Iterator[Path]:
+    """Yield a hidden folder to write a checkpoint into; on exit it is renamed to ``folder``.
+
+    ``folder`` must be new or empty, unless ``overwrite=True``. Then a checkpoint in it (the files that match
+    ``replaced``) is replaced: the old folder is renamed, and its other files move to the new folder unless a file of
+    that name exists there. One warning lists the moved files if a checkpoint was replaced or if tokenizer files moved.
+    ``overwrite=None`` is like False, for callers that have no such argument.
+
+    Until exit, and after an error, ``folder`` is unchanged. A killed process leaves a hidden folder behind. Folders
+    that end in ``.tmp`` may be deleted; those that end in ``.old`` contain files not moved yet. Raises CheckpointError.
+    """
+    target = _target(folder)
+    present = _present(target, overwrite, replaced)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if left := [path.name for path in target.parent.glob(f".{glob.escape(target.name[:50])}.*-*.*")]:
+            logger.warning("%s has folders of saves that are running or were killed: %s", target.parent, some(left))
+        inside = os.path.isdir(target) and _must_stay(target)
+        if inside and any(map(replaced.fullmatch, present)):
+            raise CheckpointError(
+                f"{target} cannot be replaced in one step where it is: {inside}; save to a new folder"
+            )
+        name = f".{target.name[:50]}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
+        stage = (target if inside else target.parent) / name
+        stage.mkdir()
+    except OSError as error:
+        raise CheckpointError(f"cannot write to {target}: {error}; nothing was changed") from error
+    old, state = stage.with_suffix(".old"), "it is unchanged"
+    try:
+        yield stage
+        _sync_folder(stage)
+        kept_names, replaced_names = present, list[str]()
+        if inside:
+            _move_in(stage, target)
+        elif present:
+            _replace(stage, target, old)
+            state = f"it was replaced, and its other files are in {old}"
+            others = [name for name in present if not replaced.fullmatch(name)]
+            replaced_names = [name for name in others if _differs(old / name, target / name)]
+            kept_names = _carry_over(old, target, replaced)
+        else:
+            os.rename(stage, target)
+        if replaced_names:
+            logger.warning("%s: files of the saved model replace %s", target, some(replaced_names, 10))
+        _warn_of_kept(kept_names, target, replaced, replaces=any(map(replaced.fullmatch, present)))
+    except OSError as error:
+        raise CheckpointError(f"cannot write the checkpoint to {target}: {error}; {state}") from error
+    finally:
+        _remove(stage)  # what was written before a failure
+    with contextlib.suppress(OSError):  # some file systems cannot sync folders
+        _sync_folder(target.parent)
+
+
+def _remove(folder: Path) -> None:
+    """Delete a folder; after an error again, since writer threads may still have created files in it."""
+    shutil.rmtree(folder, ignore_errors=True)
+    if sys.exc_info()[0] is not None:
+        time.sleep(0.2)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def refuse_unless_empty(folder: str | os.PathLike[str]) -> None:
+    """Raise CheckpointError unless ``folder`` is new or empty."""
+    _present(_target(folder), overwrite=None)
+
+
+def refuse_unless_writable(folder: str | os.PathLike[str]) -> None:
+    """Raise CheckpointError unless files can be written to ``folder``, which need not exist. Leaves no files behind."""
+    target = ancestor = _target(folder)
+    missing: list[Path] = []
+    while not os.path.lexists(ancestor):
+        missing.append(ancestor)
+        ancestor = ancestor.parent
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        probe = target / f".{os.getpid()}-{secrets.token_hex(4)}.tmp"
+        probe.write_bytes(b"\0")
+        probe.unlink()
+    except OSError as error:
+        raise CheckpointError(f"cannot write to {target}: {error.strerror or error}; use another folder") from error
+    finally:
+        for path in missing:
+            with contextlib.suppress(OSError):  # not created, or another process has written to it
+                path.rmdir()
+
+
+def _target(folder: str | os.PathLike[str]) -> Path:
+    name = path_text(folder, CheckpointError)
+    refuse_url(name, CheckpointError)
+    return Path(os.path.realpath(os.path.expanduser(name)))
+
+
+def _present(target: Path, overwrite: bool | None, replaced: re.Pattern[str] = MODEL_FILES) -> list[str]:
+    """Names in the target folder; raises CheckpointError if it must not be written to."""
+    if not os.path.lexists(target):
+        return []
+    if not os.path.isdir(target):
+        raise CheckpointError(f"{target} is not a folder: save to a new one")
+    try:
+        names = sorted(os.listdir(target))
+    except OSError as error:
+        raise CheckpointError(f"{target}: {error.strerror or error}; save to another folder") from error
+    if names and not overwrite:
+        way = "" if overwrite is None else ", or pass overwrite=True to replace the checkpoint in it"
+        raise CheckpointError(f"{target} is not an empty folder, it holds {some(names)}: save to a new one{way}")
+    if NATIVE_FILE in names or (names and holds_orbax(target)):
+        raise CheckpointError(
+            f"{target} holds an Orbax checkpoint, which would remain beside this one: save to a new folder"
+        )
+    _refuse_both(target, names, replaced)
+    ours = [name for name in names if replaced.fullmatch(name)]
+    if links := [name for name in ours if (target / name).is_symlink()]:
+        raise CheckpointError(
+            f"{target}: {some(links)} is a link, as in the hub's cache: save to a new folder, not over it"
+        )
+    if folders := [name for name in ours if (target / name).is_dir()]:
+        raise CheckpointError(
+            f"{target}: {some(folders)} is a folder, but a checkpoint has a file of that name: move it away"
+        )
+    return names
+
+
+def _refuse_both(target: Path, names: list[str], replaced: re.Pattern[str]) -> None:
+    """Reject a folder that would contain both a model and an adapter: programs differ in which one they read."""
+    content, pattern = ("an adapter", ADAPTER_FILES) if replaced is MODEL_FILES else ("a model", MODEL_FILES)
+    if conflicts := [name for name in names if pattern.fullmatch(name)]:
+        raise CheckpointError(
+            f"{target} contains {content} ({some(conflicts)}), which some programs would read instead of the saved "
+            "files: save to a new folder"
+        )
+
+
+def _must_stay(target: Path) -> str | None:
+    """The reason that a folder cannot be renamed; None if it can."""
+    if os.path.ismount(target):
+        return "something is mounted there"
+    if not os.access(target.parent, os.W_OK):
+        return f"{target.parent} is not writable"
+    with contextlib.suppress(OSError):
+        if Path(os.getcwd()).is_relative_to(target):
+            return "it is the current folder of this process"
+    return None
+
+
+def _replace(stage: Path, target: Path, old: Path) -> None:
+    """Rename the folders; the new one gets the old one's mode and, if permitted, its owner."""
+    shutil.copymode(target, stage)
+    with contextlib.suppress(PermissionError):
+        os.chown(stage, target.stat().st_uid, target.stat().st_gid)
+    os.rename(target, old)
+    try:
+        os.rename(stage, target)
+    except BaseException:
+        os.rename(old, target)
+        raise
+
+
+def _carry_over(old: Path, new: Path, replaced: re.Pattern[str] = MODEL_FILES) -> list[str]:
+    """Move files that are neither replaced nor in the new folder, and delete the old folder. Returns their names."""
+    moved = [name for name in os.listdir(old) if not replaced.fullmatch(name) and not os.path.lexists(new / name)]
+    for name in moved:
+        os.rename(old / name, new / name)
+    _remove(old)
+    return moved
+
+
+def _differs(old: Path, new: Path) -> bool:
+    """Whether both paths exist and differ. Folders always count as different."""
+    both = os.path.lexists(old) and os.path.lexists(new)
+    return both and not (old.is_file() and new.is_file() and filecmp.cmp(old, new, shallow=False))
+
+
+def _warn_of_kept(names: list[str], target: Path, replaced: re.Pattern[str], *, replaces: bool) -> None:
+    """Log one warning with the files that a save has kept, if it replaces a checkpoint (``replaces``) or if some of
+    them are loaded with the model, such as tokenizer files."""
+    patterns = [pattern.split("/")[0] for pattern in TOKENIZER_FILES + CODE_FILES] if replaced is MODEL_FILES else []
+    loaded = sorted(name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns))
+    hint = f". {some(loaded)} will be loaded with the new model: delete files that belong to the old one"
+    if names and (replaces or loaded):
+        listed = f"{some(sorted(names), 10)}{hint if loaded else ''}"
+        logger.warning("%s: files already in the folder are kept: %s", target, listed)
+
+
+def _move_in(stage: Path, target: Path) -> None:
+    """Move the files one by one, config.json last: without it the folder is not a checkpoint."""
+    moved: list[Path] = []
+    names = sorted(os.listdir(stage), key=lambda name: name == "config.json")
+    if there := [name for name in names if os.path.lexists(target / name)]:
+        raise CheckpointError(
+            f"{target} cannot be renamed, and {some(there)} in it cannot be replaced together with the other files: "
+            "move it away, or save to a new folder"
+        )
+    try:
+        for name in names:
+            os.rename(stage / name, target / name)
+            moved.append(target / name)
+    except OSError:
+        for path in moved:
+            path.unlink(missing_ok=True)
+        raise
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

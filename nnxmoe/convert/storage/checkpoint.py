@@ -1,0 +1,295 @@
+"""An opened checkpoint in Hugging Face's layout: config, headers, and exact reads of rows and columns.
+
+It knows files and NumPy arrays, no models. Data is read with pread and never mapped: a file that is truncated while it
+is read then raises an error instead of SIGBUS.
+"""
+
+import os
+import threading
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from nnxmoe.config.printable import short, some
+from nnxmoe.convert.files.errors import CheckpointError
+from nnxmoe.convert.files.reading import is_gguf
+from nnxmoe.convert.files.safetensors import DTYPES, MAX_HEADER, TensorInfo, header_length, read_header
+from nnxmoe.convert.gguf.gguf_file import GGUF
+from nnxmoe.convert.storage import checkpoint_source
+from nnxmoe.convert.storage.checkpoint_source import INDEX_FILE, Source, prefixed
+
+_PIECE = 64 << 20  # bytes per system call
+_PAGE = 4096  # rows of at most a page are read whole: the kernel fetches the page anyway
+
+
+class Checkpoint:
+    """An opened checkpoint: config, headers of all its weight files, and exact reads of rows and columns.
+
+    Reads are thread-safe. Files stay open until `close`, which no read may overlap.
+    """
+
+    def __init__(self, found: Source) -> None:
+        """Read and check the headers of the files that were found; use `Checkpoint.open`."""
+        self.folder = found.folder
+        self.config_file = str(found.folder if is_gguf(found.folder) else found.folder / "config.json")
+        self.config = found.config
+        self.files: list[Path] = list(found.files)
+        self.notes: list[str] = list(found.notes)
+        self.tensors: dict[str, TensorInfo] = {}
+        self._bytes_read = 0
+        self._descriptors: dict[Path, int] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+        self._sizes: dict[Path, int] = {}
+        try:
+            self._collect(found.weight_map)
+        except BaseException:
+            self.close()
+            raise
+
+    @classmethod
+    def open(
+        cls, path_or_hub_id: str | os.PathLike[str], *, revision: str | None = None, local_files_only: bool = False
+    ) -> Self:
+        """Open a local folder, or a hub id such as 'org/name' after downloading what the cache lacks."""
+        return cls(checkpoint_source.find(path_or_hub_id, revision, local_files_only))
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of tensor data returned so far; for column ranges, of these columns only."""
+        return self._bytes_read
+
+    def _collect(self, weight_map: dict[str, str]) -> None:
+        """Merge the files' headers and check them against the index."""
+        if is_gguf(self.folder):
+            self.tensors |= GGUF.open(self.folder).tensors
+            self._sizes = {file: file.stat().st_size for file in self.files}
+            return
+        lengths, lost, replaced = 0, list[str](), dict[str, list[str]]()
+        for file in self.files:
+            lengths += header_length(file)
+            if lengths > MAX_HEADER:
+                raise CheckpointError(
+                    f"{file}: the headers up to this file exceed {MAX_HEADER} bytes; use larger shards"
+                )
+            header = read_header(file)
+            self._sizes[file] = file.stat().st_size
+            for name, info in header.items():
+                known = self.tensors.setdefault(name, info)
+                if known is info:
+                    continue
+                listed = self.folder / weight_map.get(name, "")
+                chosen = next((one for one in (info, known) if one.file == listed), None)
+                if not self._equal(known, info):
+                    if chosen is None:
+                        raise CheckpointError(
+                            f"tensor {short(name)} is in {known.file} ({known.dtype} {list(known.shape)}) and in "
+                            f"{file} ({info.dtype} {list(info.shape)}) with different contents, and {INDEX_FILE} does "
+                            "not say which one counts"
+                        )
+                    replaced.setdefault(chosen.file.name, []).append(name)
+                self.tensors[name] = chosen or known
+        for name, promised in weight_map.items():
+            info = self.tensors.get(name)
+            if info is None:
+                lost.append(name)
+            elif info.file != self.folder / promised:
+                raise CheckpointError(
+                    f"{self.folder / INDEX_FILE} lists tensor {short(name)} in {self.folder / promised}, "
+                    f"but it is in {info.file}; correct the index"
+                )
+        self.notes += [
+            f"{some(names)} of {file} replaces a tensor of that name in another file, as {INDEX_FILE} says"
+            for file, names in replaced.items()
+        ]
+        if lost := [name for name in lost if not name.endswith("rotary_emb.inv_freq")]:
+            self.notes.append(f"{INDEX_FILE} lists {some(lost)}, which no file holds")
+        self.tensors = {name: replace(info, name=name) for name, info in prefixed(self.tensors).items()}
+
+    def _equal(self, one: TensorInfo, other: TensorInfo) -> bool:
+        if (one.dtype, one.shape) != (other.dtype, other.shape):
+            return False
+        step = min(4 << 20, one.nbytes)
+        left, right = bytearray(step), bytearray(step)
+        for offset in range(0, one.nbytes, max(1, step)):
+            count = min(step, one.nbytes - offset)
+            self._fill(one, one.begin + offset, memoryview(left)[:count])
+            self._fill(other, other.begin + offset, memoryview(right)[:count])
+            if left[:count] != right[:count]:
+                return False
+        return True
+
+    def same(self, name: str, other: str) -> bool:
+        """Whether two tensors are equal in dtype, shape and every byte."""
+        return self._equal(self.info(name), self.info(other))
+
+    def info(self, name: str) -> TensorInfo:
+        """Return the location of a tensor; raise CheckpointError for an unknown name."""
+        if name not in self.tensors:
+            raise CheckpointError(f"{self.folder} has no tensor {short(name)} (it has {len(self.tensors)} others)")
+        return self.tensors[name]
+
+    def read(self, name: str, rows: slice | None = None, cols: slice | None = None) -> np.ndarray:
+        """Read a tensor, or a range `rows` of its first and `cols` of its last dimension, in its stored dtype."""
+        info = self.info(name)
+        out = np.empty(_window(info, rows, cols)[0], info.numpy_dtype)
+        self.read_into(info, out, rows, cols)
+        return out
+
+    def read_into(
+        self, tensor: str | TensorInfo, out: np.ndarray, rows: slice | None = None, cols: slice | None = None
+    ) -> None:
+        """Like `read`, of a tensor or a part of one, into a C-contiguous array of its dtype and the range's shape."""
+        info = self.info(tensor) if isinstance(tensor, str) else tensor
+        shape, (first, last), (left, right) = _window(info, rows, cols)
+        if out.dtype != info.numpy_dtype or out.shape != shape or not out.flags.c_contiguous:
+            raise ValueError(f"out must be a C-contiguous {info.numpy_dtype} array of shape {list(shape)}")
+        if out.size == 0:
+            return
+        item, inner = info.numpy_dtype.itemsize, prod(info.shape[1:-1])
+        width = info.shape[-1] if len(info.shape) > 1 else 1
+        target = out.reshape(-1).view(np.uint8).reshape((last - first) * inner, (right - left) * item)
+        start = info.begin + first * inner * width * item
+        if right - left == width:
+            self._fill(info, start, target.reshape(-1).data)
+        else:
+            self._fill_columns(info, start, width * item, left * item, target)
+        with self._lock:
+            self._bytes_read += out.nbytes
+
+    def _fill_columns(self, info: TensorInfo, start: int, row_bytes: int, left: int, target: np.ndarray) -> None:
+        """Read the same byte range of consecutive rows: row by row, or blocks of whole rows if they are short."""
+        count, segment = target.shape
+        if row_bytes > _PAGE:
+            for row in range(count):
+                self._fill(info, start + row * row_bytes + left, target[row].data)
+            return
+        step = (1 << 20) // row_bytes
+        scratch = np.empty((min(step, count), row_bytes), np.uint8)
+        for row in range(0, count, step):
+            block = scratch[: min(step, count - row)]
+            self._fill(info, start + row * row_bytes, block.reshape(-1).data)
+            target[row : row + len(block)] = block[:, left : left + segment]
+
+    def _fill(self, info: TensorInfo, offset: int, buffer: memoryview) -> None:
+        descriptor = self._descriptor(info.file)
+        done = 0
+        while done < len(buffer):
+            try:
+                count = self._read_at(descriptor, buffer[done : done + _PIECE], offset + done)
+            except OSError as error:
+                raise CheckpointError(f"{info.file}: reading tensor {short(info.name)}: {error}") from error
+            if count == 0:
+                raise CheckpointError(
+                    f"{info.file} ends at byte {offset + done}, within tensor {short(info.name)}: it was cut "
+                    "short after it was opened; do not write to a checkpoint while it is read"
+                )
+            done += count
+
+    def _read_at(self, descriptor: int, buffer: memoryview, offset: int) -> int:
+        if hasattr(os, "preadv"):
+            return os.preadv(descriptor, [buffer], offset)
+        with self._lock:  # Windows and older macOS: the position in the file is shared by all threads
+            os.lseek(descriptor, offset, os.SEEK_SET)
+            data = os.read(descriptor, len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def _descriptor(self, file: Path) -> int:
+        """Open a file at its first read and keep it open; its size must still be that of the checked header."""
+        descriptor = self._descriptors.get(file)
+        if descriptor is not None:
+            return descriptor
+        with self._lock:
+            if self._closed:
+                raise ValueError(f"the checkpoint {self.folder} is closed")
+            if file not in self._descriptors:
+                try:
+                    descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+                except OSError as error:
+                    raise CheckpointError(f"{file}: {error.strerror or error}; was it moved while in use?") from error
+                self._descriptors[file] = descriptor
+                if os.fstat(descriptor).st_size != self._sizes[file]:
+                    raise CheckpointError(f"{file} changed its size after its header was read; open it again")
+            return self._descriptors[file]
+
+    def close(self) -> None:
+        """Close the files; later reads are refused."""
+        with self._lock:
+            self._closed = True
+            descriptors, self._descriptors = self._descriptors, {}
+        for descriptor in descriptors.values():
+            os.close(descriptor)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True):
+            self.close()
+
+
+_Range = tuple[int, int]
+
+
+def _window(info: TensorInfo, rows: slice | None, cols: slice | None) -> tuple[tuple[int, ...], _Range, _Range]:
+    """Resolve slices to (result shape, range of rows, range of columns), without clipping.
+
+    A vector has one element per row and one column, whichever slice was given; a scalar is one such row.
+    """
+    shape = info.shape
+    if len(shape) < 2:
+        if not shape and (rows or cols):
+            raise CheckpointError(f"{info.file}: tensor {short(info.name)} is a scalar and cannot be sliced")
+        if rows and cols:
+            raise CheckpointError(f"{info.file}: tensor {short(info.name)} has one dimension: give rows or cols")
+        first_last = _range(info, rows or cols, shape[0] if shape else 1)
+        return ((first_last[1] - first_last[0],) if shape else ()), first_last, (0, 1)
+    (first, last), (left, right) = _range(info, rows, shape[0]), _range(info, cols, shape[-1])
+    return (last - first, *shape[1:-1], right - left), (first, last), (left, right)
+
+
+def _range(info: TensorInfo, part: slice | None, size: int) -> _Range:
+    if part is None:
+        return 0, size
+    begin, end = 0 if part.start is None else part.start, size if part.stop is None else part.stop
+    if part.step not in (None, 1) or not 0 <= begin <= end <= size:
+        raise CheckpointError(
+            f"{info.file}: tensor {short(info.name)} {list(info.shape)} has no range {part} of {size}"
+        )
+    return begin, end
+
+
+def hub_headers(
+    repo_id: str, *, revision: str | None = None, local_files_only: bool = False
+) -> tuple[dict[str, Any], dict[str, tuple[str, tuple[int, ...]]]]:
+    """Return (config, {tensor: (dtype code, shape)}) of a hub repository without downloading its weights.
+
+    Without the hub, the headers of a snapshot in the local cache are used.
+    """
+    if repo_id.endswith(".gguf"):
+        how = "download it (hf download) and give its path"
+        raise CheckpointError(f"{repo_id}: of a GGUF file on the hub the header is not fetched alone: {how}")
+    failure: CheckpointError | None = None
+    if not local_files_only:
+        try:
+            config, tensors = checkpoint_source.remote_headers(repo_id, revision)
+            for name, (dtype, _) in tensors.items():
+                if dtype not in DTYPES:
+                    raise CheckpointError(f"{repo_id}: tensor {short(name)}: dtype {short(dtype)} is not supported")
+            return config, prefixed(tensors)
+        except CheckpointError as error:
+            failure = error
+    try:
+        folder = checkpoint_source.download(repo_id, revision, local_files_only=True)
+        with Checkpoint(checkpoint_source.find_in_folder(folder)) as checkpoint:
+            tensors = {name: (info.dtype, info.shape) for name, info in checkpoint.tensors.items()}
+            return checkpoint.config, tensors
+    except CheckpointError as error:
+        raise failure or error from error

@@ -1,0 +1,142 @@
+"""Several processes writing one checkpoint: which process holds which shard, and errors that all of them raise."""
+
+import contextlib
+import functools
+import math
+import operator
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from nnxmoe.axes import spans_hosts
+from nnxmoe.convert.files.errors import CheckpointError
+from nnxmoe.convert.storage.atomic_dir import MODEL_FILES, atomic_dir
+
+AnyArray = Any  # a NumPy or JAX array
+_MESSAGE = 4000  # bytes of a broadcast text
+
+
+@contextlib.contextmanager
+def shared_folder(
+    folder: str | os.PathLike[str], overwrite: bool | None = None, replaced: re.Pattern[str] = MODEL_FILES
+) -> Iterator[Path]:
+    """`atomic_dir` for all processes, on a shared file system: the folder appears once every process has written."""
+    if jax.process_count() == 1:
+        with atomic_dir(folder, overwrite, replaced) as stage:
+            yield stage
+        return
+    with contextlib.ExitStack() as stack:
+        stage = Path(from_first(lambda: str(stack.enter_context(atomic_dir(folder, overwrite, replaced)))))
+        failure: Exception | None = None
+        try:
+            if not stage.is_dir():
+                raise CheckpointError(
+                    f"{folder}: process {jax.process_index()} does not see {stage}: save to a shared file system"
+                )
+            yield stage
+        except Exception as error:
+            failure = error
+        raise_in_all(failure)
+        from_first(lambda: str(stack.close()))
+
+
+def from_first(make: Callable[[], str]) -> str:
+    """Collective: the text that process 0 makes, in every process. Its error is raised in every process."""
+    if jax.process_count() == 1:
+        return make()
+    text, failure = "", None
+    if jax.process_index() == 0:
+        try:
+            text = make()
+        except Exception as error:
+            text, failure = str(error), error
+    data = np.zeros(_MESSAGE + 1, np.uint8)
+    encoded = text.encode()[:_MESSAGE]
+    data[: len(encoded)], data[-1] = np.frombuffer(encoded, np.uint8), failure is not None
+    data = np.asarray(multihost_utils.broadcast_one_to_all(data))
+    text = bytes(data[:-1]).rstrip(b"\0").decode(errors="replace")
+    if data[-1]:
+        raise failure or CheckpointError(text)
+    return text
+
+
+def from_each(text: str) -> list[str]:
+    """Collective: the texts of all processes, in their order."""
+    if jax.process_count() == 1:
+        return [text]
+    data = np.frombuffer(text.encode(), np.uint8)
+    sizes = np.ravel(multihost_utils.process_allgather(np.asarray([data.size])))
+    padded = np.pad(data, (0, int(sizes.max()) - data.size))
+    every = multihost_utils.process_allgather(padded)
+    return [bytes(one[:size]).decode() for one, size in zip(every, sizes, strict=True)]
+
+
+def in_any_process(flag: Callable[[], bool], mesh: Mesh | None) -> Callable[[], bool]:
+    """Collective over the processes of a mesh: whether a flag is set in any of them, as a function that waits for the
+    answer, equal in all, so that the devices may be given more work before. Within one process the function reads the
+    flag when it is called."""
+    if mesh is None or not mesh.is_multi_process:
+        return flag
+    mine, rows = np.asarray([flag()]), NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    found = _everywhere(jnp.any, mesh)(jax.make_array_from_callback((mesh.size,), rows, lambda at: mine))
+    return lambda: bool(found)
+
+
+@functools.lru_cache(maxsize=16)
+def _everywhere(function: Callable[..., Array], mesh: Mesh | AbstractMesh) -> Callable[..., Array]:
+    """The compiled function, whose result every device of the mesh has."""
+    return jax.jit(function, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+
+def raise_in_all(failure: Exception | None) -> None:
+    """Collective: if one process fails, every process raises, the others a CheckpointError that names it."""
+    failed = np.ravel(multihost_utils.process_allgather(np.asarray([failure is not None])))
+    if failure is not None:
+        raise failure
+    if failed.any():
+        raise CheckpointError(
+            f"process {int(np.argmax(failed))} could not write its part (see its message); nothing was saved"
+        )
+
+
+def hosts_holding(value: AnyArray, at: tuple[int, ...]) -> list[int]:
+    """The processes that hold all of ``value[at]``."""
+    if not spans_hosts(value):
+        return [0]
+    inner = value.shape[len(at) :]
+    boxes: dict[int, set[tuple[tuple[int, int], ...]]] = {}
+    index: Any
+    for device, index in value.sharding.devices_indices_map(value.shape).items():
+        box = tuple(s.indices(n)[:2] for s, n in zip(index, value.shape, strict=True))
+        if all(low <= i < high for i, (low, high) in zip(at, box, strict=False)):
+            boxes.setdefault(device.process_index, set()).add(box[len(at) :])
+    size = math.prod(inner)
+    return [p for p, own in boxes.items() if sum(math.prod(b - a for a, b in box) for box in own) == size]
+
+
+def local_value(value: AnyArray, at: tuple[int, ...]) -> np.ndarray:
+    """``value[at]`` from this process's shards, which must hold all of it."""
+    if not spans_hosts(value):
+        return np.asarray(value[at])
+    out = np.empty(value.shape[len(at) :], value.dtype)
+    for shard in value.addressable_shards:
+        box = [s.indices(n)[:2] for s, n in zip(shard.index, value.shape, strict=True)]
+        if all(low <= i < high for i, (low, high) in zip(at, box, strict=False)):
+            own = tuple(i - low for i, (low, _) in zip(at, box, strict=False))
+            out[tuple(slice(*b) for b in box[len(at) :])] = np.asarray(shard.data[own])
+    return out
+
+
+def gather(value: Array, at: tuple[int, ...]) -> np.ndarray:
+    """Collective: ``value[at]``. Every process must call it."""
+    assert isinstance(value.sharding, NamedSharding)
+    return np.asarray(_everywhere(operator.getitem, value.sharding.mesh)(value, at))

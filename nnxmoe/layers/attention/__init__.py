@@ -1,0 +1,1 @@
+"""Attention: grouped-query, latent and sparse attention, and the kernels that compute it."""

@@ -1,0 +1,270 @@
+"""Kernels: the weights of linear maps. The rest of the package multiplies with them and never reads their arrays.
+
+A module stores its ``kernel`` in one of two *storage forms*: an ``nnx.Param`` (one trained float array), or an
+``nnx.Module`` with ``ins``, ``outs`` and ``read()``, such as quantised weights, whose arrays have logical axes like all
+parameters. `as_weight` gives both the same interface, by wrapping a parameter in `ParamWeight`. ``read()`` returns a
+`Kernel`, the operand of products: a `DenseKernel` for parameters, for other forms a subclass with at least ``dense``.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Protocol, Self
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from nnxmoe.axes import LAYER_AXES, axes_of, parameter
+from nnxmoe.layers.linear.dots import batched, dot_f32, einsum, matmul, matmul_f32
+
+LEAD = (*LAYER_AXES, "expert")  # logical axes along which kernels are stacked: one linear map per index
+
+
+Product = Callable[[Array, "Kernel"], Array]
+
+
+class Kernel:
+    """The weight of one linear map ``[I, O]``, or of one map per expert ``[E, I, O]``, for use in products.
+
+    Subclasses are registered pytrees whose leaves all have the expert dimension first, if there is one. Only ``dense``
+    and ``shape`` are required; the other methods are defined by it and may be overridden by faster ones.
+    ``trained``: whether products have gradients with respect to the kernel; then ``outer`` must exist.
+    """
+
+    trained: ClassVar[bool] = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """``(I, O)`` or ``(E, I, O)``, whatever the orientation in memory."""
+        raise TypeError(f"{type(self).__name__} does not define shape")
+
+    def dense(self, dtype: Any = None) -> Float[Array, "*E I O"]:
+        """The whole kernel as one array; ``dtype`` None: in its own precision."""
+        raise TypeError(f"{type(self).__name__} does not define dense")
+
+    def turned(self, dtype: Any = None) -> Float[Array, "*E O I"]:
+        """`dense` with outputs before inputs, as in memory and in checkpoints."""
+        return jnp.swapaxes(self.dense(dtype), -1, -2)
+
+    def cast(self, dtype: Any) -> "Kernel":
+        """The kernel as several products with operands of this dtype want it: cast once, if it is cast at all."""
+        return self
+
+    def __call__(self, x: Float[Array, "*rows I"]) -> Float[Array, "*rows O"]:
+        """``x @ kernel`` in ``x``'s dtype, accumulated in float32."""
+        return matmul(x, self.dense(x.dtype))
+
+    def float32(self, x: Float[Array, "*rows I"], precision: jax.lax.PrecisionLike = None) -> Float[Array, "*rows O"]:
+        """``x @ kernel`` with the kernel cast to ``x``'s dtype, returned in float32 as accumulated."""
+        return matmul_f32(x, self.dense(x.dtype), precision=precision)
+
+    def before(self, d: Float[Array, "*rows O"], y: Float[Array, "*rows O"]) -> Float[Array, "*rows O"]:
+        """The gradient of the linear map's output, given that of `float32`, ``d``, and its result ``y``."""
+        return d
+
+    def back(self, d: Float[Array, "*rows O"]) -> Float[Array, "*rows I"]:
+        """``d @ kernel.T`` in ``d``'s dtype, accumulated in float32: the gradient with respect to the input."""
+        return matmul(d, self.dense(d.dtype), True)
+
+    def equal_groups(self, rows: Float[Array, "E R I"]) -> Float[Array, "E R O"]:
+        """One batched product with equally many rows per expert, which compilers also split over devices."""
+        return einsum("ERI,EIO->ERO", rows, self.dense(rows.dtype)).astype(rows.dtype)
+
+    def by_head(self, x: Float[Array, "N R _"], first: int, count: int, back: bool = False) -> Float[Array, "N R _"]:
+        """For ``N`` heads with equally many outputs each, the product of every head's rows with ``count`` of its
+        outputs, from the ``first`` on; ``back``: with these outputs as inputs, as in `back`."""
+        array = self.turned(x.dtype)
+        part = array.reshape(len(x), -1, array.shape[-1])[:, first : first + count]
+        return batched(x, part, -2 if back else -1).astype(x.dtype)
+
+    def apply(self, x: Float[Array, "..."], product: "Product") -> Float[Array, "..."]:
+        """Apply ``product(x, kernel)``; a kernel that is a sum adds the products of its terms."""
+        return product(x, self)
+
+    def at(self, expert: int | Int[Array, ""]) -> Self:
+        """The kernel of one expert."""
+        return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, expert, keepdims=False), self)
+
+    def outer(self, x: Float[Array, "*rows I"], d: Float[Array, "*rows O"]) -> Self:
+        """The gradient ``x.T @ d`` of one linear map, in float32, as a kernel of the same form."""
+        raise TypeError(f"{type(self).__name__} is not trained")
+
+
+class Adapter(Protocol):
+    """A trained addition to a frozen kernel; see `nnxmoe.layers.linear.lora.LoRA`."""
+
+    def on(self, kernel: Kernel) -> Kernel: ...
+
+    def each(self, x: Float[Array, "*rows I"], product: Product) -> list[Float[Array, "*rows O"]]: ...
+
+    def looked_up(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]: ...
+
+
+def with_adapter(kernel: Kernel, adapter: Adapter | None) -> Kernel:
+    """The kernel with its adapter, if there is one."""
+    return kernel if adapter is None else adapter.on(kernel)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DenseKernel(Kernel):
+    """One float array ``[*E, O, I]``; with ``ins_first`` ``[*E, I, O]``, whose products are plain dots as in Flax."""
+
+    array: Any  # a float array; transformations of JAX put other leaves in its place
+    ins_first: bool = dataclasses.field(default=False, metadata={"static": True})
+
+    trained: ClassVar[bool] = True
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        *lead, first, last = self.array.shape
+        return (*lead, first, last) if self.ins_first else (*lead, last, first)
+
+    def dense(self, dtype: Any = None) -> Float[Array, "*E I O"]:
+        array = self.cast(dtype).array
+        return array if self.ins_first else jnp.swapaxes(array, -1, -2)
+
+    def turned(self, dtype: Any = None) -> Float[Array, "*E O I"]:
+        array = self.cast(dtype).array
+        return jnp.swapaxes(array, -1, -2) if self.ins_first else array
+
+    def cast(self, dtype: Any) -> "DenseKernel":
+        return self if dtype is None else DenseKernel(self.array.astype(dtype), self.ins_first)
+
+    def __call__(self, x: Float[Array, "*rows I"]) -> Float[Array, "*rows O"]:
+        return matmul(x, self.array, not self.ins_first)
+
+    def float32(self, x: Float[Array, "*rows I"], precision: jax.lax.PrecisionLike = None) -> Float[Array, "*rows O"]:
+        return matmul_f32(x, self.array.astype(x.dtype), not self.ins_first, precision)
+
+    def back(self, d: Float[Array, "*rows O"]) -> Float[Array, "*rows I"]:
+        return matmul(d, jnp.swapaxes(self.array, -1, -2) if self.ins_first else self.array)
+
+    def equal_groups(self, rows: Float[Array, "E R I"]) -> Float[Array, "E R O"]:
+        spec = "ERI,EIO->ERO" if self.ins_first else "ERI,EOI->ERO"
+        return einsum(spec, rows, self.array.astype(rows.dtype)).astype(rows.dtype)
+
+    def outer(self, x: Float[Array, "*rows I"], d: Float[Array, "*rows O"]) -> "DenseKernel":
+        x, d = x.reshape(-1, x.shape[-1]), d.reshape(-1, d.shape[-1])
+        pair = (x, d) if self.ins_first else (d, x)
+        return DenseKernel(dot_f32(*pair, -2, -2), self.ins_first)
+
+    def __jax_array__(self) -> Array:
+        """Convert to an array where `jax.numpy` expects one, as in a custom `GroupedMatmul`."""
+        return self.dense()
+
+
+def as_kernel(kernel: Kernel | Float[Array, "*E I O"]) -> Kernel:
+    """A kernel as it is; an array ``[*E, I, O]`` wrapped."""
+    return kernel if isinstance(kernel, Kernel) else DenseKernel(kernel, ins_first=True)
+
+
+def is_kernel(variable: Any) -> bool:
+    """Whether a variable was created by `kernel_param`: the weight of a linear map in one array."""
+    return isinstance(variable, nnx.Param) and variable.get_metadata().get("inputs") is not None
+
+
+def as_weight(kernel: Any) -> Any:
+    """Return a module's kernel as an object with ``ins``, ``outs``, ``lead``, ``logical_axes`` and ``read()``. Wraps a
+    parameter in `ParamWeight`; returns other storage forms unchanged."""
+    return ParamWeight(kernel) if isinstance(kernel, nnx.Variable) else kernel
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamWeight:
+    """The trained weight of a linear map in one array ``[*lead, *outs, *ins]``; ``lead`` counts layers and experts.
+
+    ``variable``: an ``nnx.Param`` from `kernel_param`, or an ``nnx.LoRAParam``, but not a subclass: Flax's bridge to
+    Linen would not put it into the collection ``params``. Input and output features may have several dimensions, such
+    as heads; ``read`` flattens each to one. Outputs come first as in Hugging Face's files, so that loading transposes
+    nothing and CPUs multiply few rows faster. XLA's dots on GPUs and TPUs accept either order. Of tokamax's grouped
+    kernels, the Hopper kernel is optimised for this order, and the TPU kernel needs the opposite one. After ``turn``,
+    as in Linen, the array is ``[*lead, *ins, *outs]``.
+    """
+
+    variable: nnx.Variable
+
+    @property
+    def ins_first(self) -> bool:
+        """Whether the input dimensions come before those of the outputs."""
+        return self.variable.get_metadata().get("ins_first", False)
+
+    def split(self, dimensions: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
+        """A description of the dimensions, such as the shape or the logical axes, as (lead, ins, outs)."""
+        first, inputs = sum(axis in LEAD for axis in axes_of(self.variable)), self.variable.get_metadata()["inputs"]
+        end = first + inputs if self.ins_first else len(dimensions) - inputs
+        parts = tuple(dimensions[:first]), tuple(dimensions[first:end]), tuple(dimensions[end:])
+        return parts if self.ins_first else (parts[0], parts[2], parts[1])
+
+    @property
+    def logical_axes(self) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
+        """Logical axes as (layers and experts, inputs, outputs)."""
+        return self.split(axes_of(self.variable))
+
+    @property
+    def lead(self) -> tuple[int, ...]:
+        """Sizes of the leading layer and expert dimensions; within a scan over layers, without the layers."""
+        return self.split(self.variable.shape)[0]
+
+    @property
+    def ins(self) -> tuple[int, ...]:
+        return self.split(self.variable.shape)[1]
+
+    @property
+    def outs(self) -> tuple[int, ...]:
+        return self.split(self.variable.shape)[2]
+
+    def read(self) -> DenseKernel:
+        """The kernel ``[*lead, prod(ins), prod(outs)]``, for products."""
+        lead, ins, outs = self.split(self.variable.shape)
+        sizes = math.prod(ins), math.prod(outs)
+        shape = *lead, *(sizes if self.ins_first else sizes[::-1])
+        return DenseKernel(self.variable[...].reshape(shape), self.ins_first)
+
+    def turn(self) -> None:
+        """Put the inputs first, in place."""
+        value, order = self.variable.get_value(), flax_order(self.variable, range(self.variable.ndim))
+        if isinstance(value, jax.ShapeDtypeStruct):
+            value = jax.ShapeDtypeStruct(flax_order(self.variable, value.shape), value.dtype)
+        else:
+            value = jnp.transpose(value, order)
+        axes = flax_order(self.variable, axes_of(self.variable))
+        self.variable.set_value(value)
+        self.variable.set_metadata(out_sharding=axes, ins_first=True)
+
+
+def flax_order(variable: nnx.Variable, dimensions: Sequence[Any]) -> tuple[Any, ...]:
+    """A description of the dimensions of a variable, or of one of its layers or experts, in the order of Flax's
+    kernels, ``[*lead, *ins, *outs]``; of other variables as it is."""
+    inputs = variable.get_metadata().get("inputs")
+    if not inputs or variable.get_metadata().get("ins_first"):
+        return tuple(dimensions)
+    first = len(dimensions) - sum(axis not in LEAD for axis in axes_of(variable))
+    end = len(dimensions) - inputs
+    return (*dimensions[:first], *dimensions[end:], *dimensions[first:end])
+
+
+def fan_in(inputs: Sequence[int], gain: float = 1.0) -> nnx.Initializer:
+    """Normal with variance 1 / inputs, so that a projection keeps the scale of its input, or ``gain`` times it."""
+    return nnx.initializers.normal(gain * math.prod(inputs) ** -0.5)
+
+
+def kernel_param(
+    ins: Sequence[int],
+    outs: Sequence[int],
+    axes: Sequence[str | None],
+    *,
+    lead: Sequence[int] = (),
+    gain: float = 1.0,
+    dtype: jnp.dtype,
+    rngs: nnx.Rngs | None,
+    kind: type[nnx.Param] = nnx.Param,
+) -> nnx.Param:
+    """A kernel with the logical ``axes`` of the dimensions ``(*lead, *ins, *outs)``; ``rngs`` None: a shape only."""
+    first, end = len(lead), len(lead) + len(ins)
+    shape, names = (*lead, *outs, *ins), (*axes[:first], *axes[end:], *axes[first:end])
+    made = parameter(shape, names, fan_in(ins, gain), dtype=dtype, rngs=rngs, kind=kind, inputs=len(ins))
+    assert isinstance(made, nnx.Param)
+    return made

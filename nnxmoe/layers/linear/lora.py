@@ -1,0 +1,112 @@
+"""LoRA: low-rank adapters of linear maps, ``y + alpha / rank * (x @ a) @ b`` (Hu et al. 2021)."""
+
+import dataclasses
+import functools
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from nnxmoe.layers.linear.kernel import DenseKernel, Kernel, ParamWeight, Product
+
+Layers = tuple[tuple[int, tuple[int, float]], ...]
+
+
+class Kept(nnx.Variable):
+    """A value that `nnxmoe.train.lora.merge` keeps for ``unmerge``; not a parameter."""
+
+
+class LoRA(nnx.Module):
+    """The adapter of a kernel ``[*lead, *outs, *ins]``: ``a [*lead, rank, *ins]``, ``b [*lead, *outs, rank]``.
+
+    Both are ``nnx.LoRAParam``s, which are trained while the rest of the model is frozen. If several maps share one
+    adapter, such as the experts' gate and up, ``b`` is ``[*lead, maps, *outs, rank]``.
+    ``layers``: pairs of a layer and its own (rank, alpha), for stacked layers that differ; None: all are equal. Layers
+    without a pair have no adapter. What a layer lacks is zero in ``a`` and ``b``, which gets no gradient.
+    """
+
+    def __init__(self, a: nnx.Param, b: nnx.Param, alpha: float, layers: Layers | None = None):
+        self.a = a
+        self.b = b
+        self.alpha = alpha
+        self.layers = nnx.static(layers)
+
+    def numbers(self, layer: int) -> tuple[int, float] | None:
+        """(rank, alpha) of a layer; None for a layer without an adapter."""
+        return (self.rank, self.alpha) if self.layers is None else dict(self.layers).get(layer)
+
+    @property
+    def rank(self) -> int:
+        """The width of the bottleneck."""
+        return ParamWeight(self.a).outs[0]
+
+    @property
+    def scale(self) -> float:
+        """The factor ``alpha / rank`` of the adapter's output."""
+        return self.alpha / self.rank
+
+    def each(self, x: Float[Array, "*rows I"], product: Product) -> list[Float[Array, "*rows O"]]:
+        """The adapter's output for each of several maps, which share ``x @ a``.
+
+        ``b`` is indexed before the product: slicing a sharded output would move data between devices.
+        """
+        low, b = product(x, ParamWeight(self.a).read()), self.b[...]
+        return [product(low, DenseKernel(b[..., i, :, :])) * self.scale for i in range(b.shape[-3])]
+
+    def on(self, kernel: Kernel) -> "AdaptedKernel":
+        """The kernel with this adapter."""
+        return AdaptedKernel(kernel, ParamWeight(self.a).read(), ParamWeight(self.b).read(), self.scale)
+
+    def looked_up(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """Rows that the adapter of an embedding, ``a [rank, V]`` and ``b [D, rank]``, adds to those of the table, in
+        float32."""
+        low = jnp.take(self.a[...], tokens, axis=1)
+        return jnp.einsum("RBT,DR->BTD", low, self.b[...], preferred_element_type=jnp.float32) * self.scale
+
+    def delta(self) -> Float[Array, "*lead I O"]:
+        """The matrix that the adapter adds to its kernel, in float32, with inputs and outputs flattened."""
+        return _delta(ParamWeight(self.a).read(), ParamWeight(self.b).read(), self.scale)
+
+
+def _delta(a: DenseKernel, b: DenseKernel, scale: float) -> Float[Array, "*lead I O"]:
+    return jnp.matmul(a.dense(jnp.float32), b.dense(jnp.float32), precision=jax.lax.Precision.HIGHEST) * scale
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AdaptedKernel(Kernel):
+    """A kernel plus ``scale * a @ b``; products do not materialise the sum."""
+
+    base: Kernel
+    a: DenseKernel
+    b: DenseKernel
+    scale: float = dataclasses.field(metadata={"static": True})
+
+    trained: ClassVar[bool] = True
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.base.shape
+
+    def dense(self, dtype: Any = None) -> Float[Array, "*E I O"]:
+        """The materialised sum, computed in float32; ``dtype`` None: float32."""
+        whole = self.base.dense(jnp.float32) + _delta(self.a, self.b, self.scale)
+        return whole if dtype is None else whole.astype(dtype)
+
+    def apply(self, x: Float[Array, "..."], product: Product) -> Float[Array, "..."]:
+        return product(x, self.base) + product(product(x, self.a), self.b) * self.scale
+
+    def __call__(self, x: Float[Array, "*rows I"]) -> Float[Array, "*rows O"]:
+        return self.apply(x, lambda x, kernel: kernel(x))
+
+    def float32(self, x: Float[Array, "*rows I"], precision: jax.lax.PrecisionLike = None) -> Float[Array, "*rows O"]:
+        return self.apply(x, lambda x, kernel: kernel.float32(x, precision))
+
+    def outer(self, x: Float[Array, "*rows I"], d: Float[Array, "*rows O"]) -> "AdaptedKernel":
+        """The gradients of the adapter, and of a base that is trained; else zeros."""
+        zeros = functools.partial(jax.tree.map, lambda leaf: jnp.zeros(leaf.shape, jnp.float32))
+        base = self.base.outer(x, d) if self.base.trained else zeros(self.base)
+        scaled = d * self.scale
+        return AdaptedKernel(base, self.a.outer(x, self.b.back(scaled)), self.b.outer(self.a(x), scaled), self.scale)

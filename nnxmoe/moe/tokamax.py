@@ -1,0 +1,96 @@
+"""Grouped matrix products with tokamax's Pallas kernels (Mosaic, on NVIDIA GPUs from Hopper on and on TPUs)."""
+
+import dataclasses
+import importlib
+import importlib.util
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from nnxmoe.layers.linear.codes import LEVELS, MIDDLE
+from nnxmoe.layers.linear.kernel import as_kernel
+from nnxmoe.layers.linear.multilinear import multilinear
+from nnxmoe.layers.linear.quantized import QuantizedKernel
+from nnxmoe.moe.grouped_matmul import Weights, zeros_beyond
+from nnxmoe.runtime.extras import install_command
+
+
+def installed() -> bool:
+    """Whether tokamax (the extra 'kernels') is installed, without importing it."""
+    return importlib.util.find_spec("tokamax") is not None
+
+
+def _library() -> Any:
+    """The tokamax module. Before 0.0.17 it parses sys.argv with absl unless the flags are marked as parsed."""
+    flags = importlib.import_module("absl.flags").FLAGS
+    if not flags.is_parsed():
+        flags.mark_as_parsed()
+    return importlib.import_module("tokamax")
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokamax:
+    """``tokamax.ragged_dot``. ``implementation``: "mosaic", "xla", or None for tokamax's default, which on CPU is a
+    masked dense product. It computes from the codes of quantised kernels. On NVIDIA GPUs tokamax 0.0.17 refuses widths
+    that are not multiples of 64. Raises ValueError if tokamax is not installed."""
+
+    implementation: str | None = None
+
+    def __post_init__(self) -> None:
+        if not installed():
+            raise ValueError(f"Tokamax() needs tokamax: {install_command('kernels')}, or choose Blocked()")
+
+    def __call__(self, rows: Float[Array, "R I"], kernel: Weights, sizes: Int[Array, "E"]) -> Float[Array, "R O"]:
+        kernel = as_kernel(kernel)
+        if not isinstance(kernel, QuantizedKernel):
+            return self._product(rows, kernel.dense(rows.dtype), sizes)
+        leaves, tree = jax.tree.flatten(kernel)
+
+        def run(rows: Array, sizes: Array, *leaves: Array) -> Array:
+            given: QuantizedKernel = tree.unflatten(leaves)
+            order, given = given.order, dataclasses.replace(given, order=None)
+            if order is not None:  # each expert has its own
+                expert = jnp.repeat(jnp.arange(len(sizes)), sizes, total_repeat_length=len(rows))
+                rows = jnp.take_along_axis(rows, order[expert], axis=1)
+            return self._product(rows, _qarray(given, rows.dtype), sizes)
+
+        def d_rows(sizes: Array, *rest: Array) -> Array:
+            *leaves, d = rest
+            return self._product(d, tree.unflatten(leaves).turned(d.dtype), sizes)
+
+        return multilinear(run, {0: d_rows})(rows, sizes, *leaves)
+
+    def _product(self, rows: Float[Array, "R _"], weights: Any, sizes: Int[Array, "E"]) -> Float[Array, "R _"]:
+        # In the rows' dtype: its Mosaic kernels refuse a gradient in float32, and products of 16 bits in "highest".
+        options: dict[str, Any] = {"preferred_element_type": rows.dtype, "implementation": self.implementation}
+        if rows.dtype.itemsize == 2:
+            options["precision"] = jax.lax.Precision.DEFAULT
+        out = _library().ragged_dot(zeros_beyond(rows, sizes), weights, group_sizes=sizes, **options)
+        return zeros_beyond(out, sizes)
+
+
+def _qarray(kernel: QuantizedKernel, dtype: Any) -> Any:
+    """The kernel ``[E, I, O]`` as qwix's array, from whose codes tokamax computes on GPUs; as floats if its tiles do
+    not divide the inputs, for kinds whose values are looked up, and with offsets."""
+    codes, (rows, columns), (_, ins, outs) = kernel.kind, kernel.kind.tile, kernel.shape
+    if (kernel.scale.shape[-1] > 1 and ins % columns) or codes.kind in LEVELS or codes.offset:
+        return kernel.dense(dtype)
+    values = codes.unpack(kernel.codes)
+    if codes.kind == "fp8":
+        values = jax.lax.bitcast_convert_type(values, jnp.float8_e4m3fn)
+    if codes.kind == "int4":
+        values = (values.astype(jnp.int8) - MIDDLE).astype(jnp.int4)
+
+    def of_outputs(grid: Array) -> Array:
+        if rows > 1:
+            grid = jnp.repeat(grid, min(rows, outs), axis=-2)[:, :outs]
+        return jnp.swapaxes(grid, -1, -2)
+
+    scale = of_outputs(kernel.scale.astype(dtype))
+    zero = kernel.zero
+    if zero is not None:
+        zero = of_outputs(zero.astype(jnp.int8) - MIDDLE if codes.kind == "int4" else zero).astype(values.dtype)
+    qwix = importlib.import_module("qwix")  # tokamax's array type
+    return qwix.QArray(jnp.swapaxes(values, -1, -2), scale, zero)

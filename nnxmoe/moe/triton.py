@@ -1,0 +1,250 @@
+"""Grouped matrix products as one Triton kernel for GPUs, written in Pallas, also from codes of 4 and 8 bits."""
+
+import dataclasses
+import functools
+import importlib
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from nnxmoe.axes import Rules
+from nnxmoe.layers.linear.codes import MIDDLE, Codes
+from nnxmoe.layers.linear.kernel import DenseKernel, Kernel, as_kernel
+from nnxmoe.layers.linear.quantized import QuantizedKernel, QuantizedProduct
+from nnxmoe.layers.linear.quantized_products import Converted
+from nnxmoe.moe.blocked import Blocked, grouped_product
+from nnxmoe.moe.grouped_matmul import GroupedMatmul, Weights
+
+SIZES = (128, 64, 32, 16)  # of tiles: the first that divides
+COMPUTED = ("int8", "int4", "fp8", "fp4")  # kinds of codes whose values are computed, not looked up
+
+
+class Tiles(NamedTuple):
+    """Sizes of a Triton program: rows and outputs of its tile, inputs per step, warps and pipeline stages."""
+
+    height: int
+    width: int
+    depth: int
+    warps: int
+    stages: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Triton:
+    """One kernel for all groups: each program multiplies a tile of one group's rows by a tile of its kernel.
+
+    For rows of 16 bits whose widths are multiples of 16. Codes of 4 and 8 bits become floats tile by tile, so a step of
+    decoding reads each chosen expert's codes once. ``otherwise`` computes the rest. ``interpret``: run in Pallas's
+    interpreter, on any backend.
+    """
+
+    otherwise: GroupedMatmul = Blocked()
+    interpret: bool = False
+
+    def __call__(self, rows: Float[Array, "R I"], kernel: Weights, sizes: Int[Array, "E"]) -> Float[Array, "R O"]:
+        kernel = as_kernel(kernel)
+        if isinstance(kernel, DenseKernel):
+            kernel = kernel.cast(rows.dtype)
+        if rows.shape[0] == 0 or rows.dtype.itemsize != 2 or _tiles(rows, kernel, False) is None:
+            return self.otherwise(rows, kernel, sizes)
+        leaves, tree = jax.tree.flatten(kernel)
+
+        def multiply(back: bool, rows: Array, sizes: Array, *leaves: Array) -> Array:
+            kernel = tree.unflatten(leaves)
+            tiles = _tiles(rows, kernel, back)
+            if tiles is not None:
+                return _multiply(rows, kernel, sizes, back, tiles, self.interpret)
+            return self.otherwise(rows, DenseKernel(kernel.turned(rows.dtype), ins_first=back), sizes)
+
+        def outer(rows: Array, d_out: Array, sizes: Array) -> Array:
+            ins_first = tree.unflatten([0]).ins_first
+            return _sums(*((rows, d_out) if ins_first else (d_out, rows)), sizes, self.interpret)
+
+        return grouped_product(multiply, outer, kernel.trained)(rows, sizes, *leaves)
+
+
+@dataclasses.dataclass(frozen=True)
+class TritonProduct:
+    """Product of a few 16-bit rows with one quantised kernel, for decoding: reads the codes once.
+
+    ``otherwise``: used for more than ``most`` rows, for other kernels, and on a mesh, over which XLA cannot partition
+    it.
+    """
+
+    otherwise: QuantizedProduct = Converted()
+    most: int = 16
+    interpret: bool = False
+
+    def on_mesh(self, mesh: Mesh | None, rules: Rules) -> QuantizedProduct:
+        return self if mesh is None or mesh.size == 1 else self.otherwise
+
+    def __call__(self, x: Float[Array, "R _"], kernel: QuantizedKernel, back: bool = False) -> Float[Array, "R _"]:
+        one = jax.tree.map(lambda leaf: leaf[None], kernel)
+        few = 0 < x.shape[0] <= self.most and x.dtype.itemsize == 2
+        tiles = _tiles(x, one, back) if few else None
+        if tiles is None:
+            return self.otherwise(x, kernel, back)
+        return _multiply(x, one, jnp.array([x.shape[0]]), back, tiles, self.interpret, jnp.dtype(jnp.float32))
+
+
+def _tiles(rows: Array, kernel: Kernel, back: bool) -> Tiles | None:
+    """The tiles of a product; None if there are none for this kernel."""
+    groups, ins, outs = kernel.shape
+    ins, outs = (outs, ins) if back else (ins, outs)
+    if isinstance(kernel, QuantizedKernel):
+        kind = kernel.kind
+        if back or kernel.order is not None or kind.kind not in COMPUTED:
+            return None
+        halves = 1 + kind.halves
+        lengths = min(ins, kind.tile[1]) // halves, ins // halves  # codes that share a scale, and all of an output
+    elif isinstance(kernel, DenseKernel):
+        lengths = (ins,)
+    else:
+        return None
+    mean = rows.shape[0] // min(groups, rows.shape[0])
+    height = 16 if mean <= 16 else 64 if mean <= 64 else 128
+    codes = len(lengths) > 1
+    # The fastest on an H200 of those in tests/benchmarks/README.md; programs that decode codes want narrow tiles.
+    widest, deepest = {16: 64, 64: 32, 128: 128}[height] if codes else 128, 128 if codes and height == 16 else 64
+    depth = next((size for size in SIZES if size <= deepest and not any(length % size for length in lengths)), None)
+    width = next((size for size in SIZES if size <= widest and outs % size == 0), None)
+    if depth is None or width is None:
+        return None
+    return Tiles(height, width, depth, 8 if height == 128 else 4, 3 if height == 128 else 4)
+
+
+def _language() -> Any:
+    """Pallas's module for Triton, whose import takes a quarter of a second."""
+    return importlib.import_module("jax.experimental.pallas.triton")
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4, 5, 6))
+def _multiply(rows, kernel, sizes, back, tiles, interpret, dtype=None):
+    """Multiply rows by the kernel of their group, in their dtype or another; rows beyond the groups become zero."""
+    count, groups, (height, width, depth, warps, stages) = rows.shape[0], sizes.shape[0], tiles
+    outs, dtype = kernel.shape[1 if back else 2], dtype or rows.dtype
+    sizes = jnp.append(sizes, count - jnp.sum(sizes)).astype(jnp.int32)  # with a last group, of zeros
+    ends, needed = jnp.cumsum(sizes), -(-sizes // height)
+    tile = jnp.arange(count // height + min(groups + 1, count), dtype=jnp.int32)
+    group = jnp.searchsorted(jnp.cumsum(needed), tile, side="right", method="compare_all").astype(jnp.int32)
+    of_group = jnp.minimum(group, groups)  # programs beyond the last tile have number groups + 1
+    first = (ends - sizes)[of_group] + (tile - (jnp.cumsum(needed) - needed)[of_group]) * height
+    leaves, tree = jax.tree.flatten(kernel)
+
+    def body(group_ref, first_ref, end_ref, rows_ref, *refs):
+        *weights, out_ref = refs
+        group, column = group_ref[pl.program_id(1)], pl.program_id(0) * width
+        first, end = first_ref[pl.program_id(1)], end_ref[pl.program_id(1)]
+        index = first + jnp.arange(height)
+
+        def put(values):
+            place = out_ref.at[pl.ds(first, height), pl.ds(column, width)]
+            _language().store(place, values.astype(dtype), mask=(index < end)[:, None])
+
+        @pl.when(group < groups)
+        def _():
+            refs = tree.unflatten(weights)
+            codes = isinstance(kernel, QuantizedKernel)
+            add = _add_codes if codes else functools.partial(_add_floats, back=back)
+            step = functools.partial(add, rows_ref, jnp.minimum(index, count - 1), refs, group, column, tiles)
+            length = kernel.codes.shape[-1] if codes else rows.shape[1]
+            put(jax.lax.fori_loop(0, length // depth, step, jnp.zeros((height, width), jnp.float32)))
+
+        @pl.when(group == groups)
+        def _():
+            put(jnp.zeros((height, width), jnp.float32))
+
+    room = count + height * interpret  # the interpreter moves a slice that reaches beyond the end
+    return pl.pallas_call(
+        body,
+        out_shape=jax.ShapeDtypeStruct((room, outs), dtype),
+        grid=(outs // width, tile.shape[0]),
+        compiler_params=_language().CompilerParams(warps, stages),
+        interpret=interpret,
+        name="grouped_product",
+    )(group, first, ends[of_group], rows, *leaves)[:count]
+
+
+def _dot(x, y, of_x, of_y):
+    """The product over one axis of each, in float32."""
+    axes = (((of_x,), (of_y,)), ((), ()))
+    return jax.lax.dot_general(x, y, axes, jax.lax.Precision.DEFAULT, preferred_element_type=jnp.float32)
+
+
+def _add_floats(rows_ref, index, kernel, group, column, tiles, i, total, back):
+    """``total`` plus the product with the i-th tile of a float kernel."""
+    turned = kernel.ins_first == back  # whether tiles are [outputs, inputs] in memory
+    depth = pl.ds(i * tiles.depth, tiles.depth)
+    place = (pl.ds(column, tiles.width), depth) if turned else (depth, pl.ds(column, tiles.width))
+    return total + _dot(rows_ref[index, depth], kernel.array[(group, *place)], 1, int(turned))
+
+
+def _add_codes(rows_ref, index, kernel, group, column, tiles, i, total):
+    """Add the product with the i-th tile of codes to ``total``; a tile of 4-bit codes holds two tiles of inputs."""
+    kind: Codes = kernel.kind
+    depth = tiles.depth
+    codes = kernel.codes[group, pl.ds(column, tiles.width), pl.ds(i * depth, depth)]
+    inside = min(kind.tile[1] // (1 + kind.halves), kernel.codes.shape[-1])  # codes that share a scale
+    block, within = jax.lax.div(i * depth, inside), jax.lax.rem(i * depth, inside)
+    line = jax.lax.div(column + jnp.arange(tiles.width), kind.tile[0])
+
+    def of_tile(grid):
+        return grid[group, line, block if grid.shape[-1] > 1 else 0].astype(jnp.float32)[:, None]
+
+    for half, part in enumerate((codes & 15, codes >> 4) if kind.halves else (codes,)):
+        values = _value(kind, part)
+        if kernel.zero is not None and not kind.offset:
+            values = values - of_tile(kernel.zero)
+        elif kind.kind == "int4" and not kind.offset:
+            values = values - MIDDLE
+        weights = values * of_tile(kernel.scale) + (of_tile(kernel.zero) if kind.offset else 0.0)
+        first = block * inside * (1 + kind.halves) + half * inside + within
+        x = rows_ref[index, pl.ds(first, depth)]
+        total = total + _dot(x, weights.astype(x.dtype), 1, 1)
+    return total
+
+
+def _value(kind: Codes, codes: Any) -> Any:
+    """Values of codes in float32. The bits of fp8 and fp4 are moved to those of float16, whose bias is larger."""
+    if kind.kind not in ("fp8", "fp4"):
+        return codes.astype(jnp.float32)
+    low, sign, up, over, bias = (0x7F, 0x80, 7, 8, 2.0**8) if kind.kind == "fp8" else (7, 8, 9, 12, 2.0**14)
+    codes = codes.astype(jnp.uint16)
+    bits = (codes & low) << up | (codes & sign) << over
+    return jax.lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32) * bias
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def _sums(left, right, sizes, interpret):
+    """``left.T @ right`` of every group: ``[E, L, R]``."""
+    count, groups, widths = left.shape[0], sizes.shape[0], (left.shape[1], right.shape[1])
+    tiles = [next((size for size in SIZES if width % size == 0), 0) for width in widths]
+    height = 32 if count // groups <= 64 else 64
+    ends = jnp.cumsum(sizes).astype(jnp.int32)
+
+    def body(start_ref, end_ref, left_ref, right_ref, out_ref):
+        group = pl.program_id(2)
+        places = [pl.ds(pl.program_id(axis) * tile, tile) for axis, tile in zip((1, 0), tiles, strict=True)]
+        start, end = start_ref[group], end_ref[group]
+
+        def step(i, total):
+            index = start + i * height + jnp.arange(height)
+            valid, index = (index < end)[:, None], jnp.minimum(index, count - 1)
+            x, d = (jnp.where(valid, ref[index, p], 0) for ref, p in zip((left_ref, right_ref), places, strict=True))
+            return total + _dot(x, d, 0, 0)
+
+        total = jax.lax.fori_loop(0, (end - start + height - 1) // height, step, jnp.zeros(tiles, jnp.float32))
+        out_ref[group, places[0], places[1]] = total.astype(left.dtype)
+
+    return pl.pallas_call(
+        body,
+        out_shape=jax.ShapeDtypeStruct((groups, *widths), left.dtype),
+        grid=(widths[1] // tiles[1], widths[0] // tiles[0], groups),
+        compiler_params=_language().CompilerParams(8, 3),
+        interpret=interpret,
+        name="grouped_kernel_gradient",
+    )((ends - sizes).astype(jnp.int32), ends, left, right)

@@ -1,1 +1,0 @@
-"""Quantised weights: how numbers become codes, and which kernels of a model hold them."""

@@ -1,0 +1,1 @@
+"""Text to token ids and back: tokenizer files, chat templates and messages."""

@@ -1,0 +1,126 @@
+"""Tokens declared outside ``tokenizer.json``: added as transformers 5 adds them, or refused.
+
+``tokenizer_config.json`` has them in ``added_tokens_decoder``, the ``*_token`` fields and ``extra_special_tokens``.
+Folders without ``added_tokens_decoder`` may also have ``added_tokens.json`` and ``special_tokens_map.json``.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from nnxmoe.config.printable import short
+from nnxmoe.tokenizer.tokenizer_files import CONFIG, SPECIAL, TokenizerError, read_json
+
+ADDED = "added_tokens.json"
+NAMED = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+_EXTRA = ("extra_special_tokens", "additional_special_tokens")
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
+
+
+def named_tokens(folder: Path, config: Mapping[str, Any], defaults: Mapping[str, str]) -> dict[str, Any]:
+    """The ``*_token`` fields, each a str or an object, from the map too unless the config has the decoder."""
+    found: dict[str, Any] = dict(defaults)
+    for fields, path, extra in _files(folder, config):
+        for name, value in fields.items():
+            if name.endswith("_token") and (name in NAMED or isinstance(value, str | dict)):
+                if value is None:
+                    found.pop(name, None)
+                elif name in NAMED or _content(value) is not None:
+                    found[name] = _checked(value, f"{path}: {name}")
+        if isinstance(extra, dict):
+            found |= {name: _checked(value, f"{path}: extra_special_tokens") for name, value in extra.items()}
+    order = {name: place for place, name in enumerate(NAMED)}  # that of new ids in transformers
+    return dict(sorted(found.items(), key=lambda item: order.get(item[0], len(order))))
+
+
+def add_declared(
+    backend: tokenizers.Tokenizer, folder: Path, config: Mapping[str, Any], named: Mapping[str, Any]
+) -> None:
+    """Add what the files declare and the tokenizer lacks. Raises TokenizerError if a token gets another id than the
+    declared one."""
+    extra = [
+        _checked(one, f"{path}: extra_special_tokens")
+        for _, path, found in _files(folder, config)
+        for one in (found if isinstance(found, list) else ())
+    ]
+    declared, where = config.get("added_tokens_decoder"), folder / CONFIG
+    if declared is None:
+        declared, where = _legacy(folder, [*map(_content, named.values()), *map(_content, extra)]), folder / ADDED
+    if not isinstance(declared, dict) or not all(str(number).isdecimal() for number in declared):
+        raise TokenizerError(f"{where}: added_tokens_decoder is {short(declared)}: it must map ids to tokens")
+    ids = {int(number): _token(value, f"{where}: token {number}", False) for number, value in declared.items()}
+    known = {repr(token) for token in backend.get_added_tokens_decoder().values()}
+    more = [token for _, token in sorted(ids.items()) if repr(token) not in known]
+    present = {token.content for token in (*backend.get_added_tokens_decoder().values(), *more)}
+    names = {_content(value) for value in named.values()}
+    for value in (*named.values(), *extra):
+        if (text := _content(value)) not in present:
+            more.append(_token(value, f"{folder / CONFIG}: special token {short(text)}", True))
+            present.add(str(text))
+    for token in more:
+        token.special = token.special or token.content in names
+    backend.add_tokens(more)
+    if str(config.get("tokenizer_class")).startswith("Llama"):
+        _match_raw_text(backend)
+    for number, token in ids.items():
+        if token.content and (got := backend.token_to_id(token.content)) != number:
+            raise TokenizerError(
+                f"{where}: token {short(token.content)} is declared with the id {number}, but the vocabulary gives it "
+                f"{got}: the files do not belong together. Download them again"
+            )
+
+
+def _match_raw_text(backend: tokenizers.Tokenizer) -> None:
+    """Let special tokens match before the normalizer runs. Llama 1 and 2 have files with "normalized": true, whose
+    normalizer makes `tokenizers` look for "▁</s>" only; transformers rebuilds these tokenizers."""
+    for token in backend.get_added_tokens_decoder().values():
+        if token.special and token.normalized:
+            sides = {"lstrip": token.lstrip, "rstrip": token.rstrip, "single_word": token.single_word}
+            backend.add_tokens([tokenizers.AddedToken(token.content, normalized=False, special=True, **sides)])
+
+
+def _files(folder: Path, config: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], Path, Any]]:
+    """The files with special tokens: their fields, path, and ``extra_special_tokens``, called
+    ``additional_special_tokens`` in older files."""
+    files = {CONFIG: config}
+    if "added_tokens_decoder" not in config:
+        files[SPECIAL] = read_json(folder / SPECIAL)
+    for file, fields in files.items():
+        yield fields, folder / file, next((fields[name] for name in _EXTRA if fields.get(name)), None)
+
+
+def _legacy(folder: Path, special: list[str | None]) -> dict[str, Any]:
+    """added_tokens.json, which maps tokens to ids, as a decoder."""
+    found: dict[str, Any] = {}
+    for text, number in read_json(folder / ADDED).items():
+        if type(number) is not int or number < 0:
+            raise TokenizerError(f"{folder / ADDED}: the id of {short(text)} is {short(number)}, not an integer >= 0")
+        is_special = text in special
+        found[str(number)] = {"content": text, "normalized": not is_special, "special": is_special}
+    return found
+
+
+def _content(value: Any) -> str | None:
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else None
+
+
+def _checked(value: Any, what: str) -> Any:
+    """The value, if it is a str or an object with a str "content", of valid Unicode."""
+    text = _content(value)
+    if text is None:
+        raise TokenizerError(f'{what} is {short(value)}. It must be a string or {{"content": string}}')
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise TokenizerError(f"{what} {short(text)} is not valid Unicode. Download the file again")
+    return value
+
+
+def _token(value: Any, what: str, special: bool) -> tokenizers.AddedToken:
+    """The token of a str or of an object with flags; of a str it is special."""
+    text = _content(_checked(value, what))
+    if isinstance(value, str):
+        return tokenizers.AddedToken(text, special=True)
+    flags = {name: bool(value[name]) for name in _FLAGS if name in value}
+    return tokenizers.AddedToken(text, special=special or bool(value.get("special", False)), **flags)

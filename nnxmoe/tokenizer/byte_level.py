@@ -1,0 +1,81 @@
+"""Tokenizers of folders with vocab.json and merges.txt, built as transformers builds GPT-2's and Qwen2's."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+
+from nnxmoe.config.nested import text_fields
+from nnxmoe.config.printable import short
+from nnxmoe.convert.files.reading import read_bounded
+from nnxmoe.tokenizer.tokenizer_files import (
+    CONFIG,
+    MAX_BYTES,
+    MERGES,
+    REMEDY,
+    TOKENIZER,
+    VOCAB,
+    TokenizerError,
+    backend_failure,
+    read_json,
+)
+
+_END = "<|endoftext|>"
+_DEFAULTS = {"GPT2": ("unk_token", "bos_token", "eos_token"), "Qwen2": ("unk_token", "eos_token", "pad_token")}
+_QWEN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def has_merges(folder: Path) -> bool:
+    """Whether a folder has vocab.json and merges.txt, but no tokenizer.json."""
+    return not os.path.lexists(folder / TOKENIZER) and all(os.path.lexists(folder / name) for name in (VOCAB, MERGES))
+
+
+def build(folder: Path, config: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
+    """The tokenizer, and the special tokens that its class has by default. Raises TokenizerError."""
+    kind, space = _kind(folder, config), bool(config.get("add_prefix_space", False))
+    for name in (VOCAB, MERGES):
+        read_bounded(folder / name, MAX_BYTES, REMEDY, TokenizerError)
+    try:
+        backend = tokenizers.Tokenizer(models.BPE.from_file(str(folder / VOCAB), str(folder / MERGES)))
+    except BaseException as error:
+        raise backend_failure(error, f"{folder}: {VOCAB} and {MERGES} are not a vocabulary of byte-level BPE") from None
+    backend.decoder = decoders.ByteLevel()
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=space)
+    if kind == "Qwen2":
+        backend.normalizer = normalizers.NFC()
+        split = pre_tokenizers.Split(tokenizers.Regex(_QWEN), behavior="isolated", invert=False)
+        plain = pre_tokenizers.ByteLevel(add_prefix_space=space, use_regex=False)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([split, plain])
+    return backend, dict.fromkeys(_DEFAULTS[kind], _END)
+
+
+def add_ends(backend: tokenizers.Tokenizer, config: Mapping[str, Any], ends: tuple[str | None, str | None]) -> None:
+    """Let the tokenizer add ``ends``, the first and the last token of a text, where the config asks for them."""
+    before, after = (
+        token if config.get(name) else None
+        for name, token in zip(("add_bos_token", "add_eos_token"), ends, strict=True)
+    )
+    parts = [f"{before}:0" if before else "", "$A:0", f"{after}:0" if after else ""]
+    special = [(token, backend.token_to_id(token)) for token in {before, after} if token]
+    backend.post_processor = processors.TemplateProcessing(
+        single=" ".join(filter(None, parts)), pair="$A:0 $B:1", special_tokens=special
+    )
+
+
+def _kind(folder: Path, config: Mapping[str, Any]) -> str:
+    """GPT2 or Qwen2: by tokenizer_class, else by the model's type."""
+    named, fields = config.get("tokenizer_class"), text_fields(read_json(folder / "config.json"))
+    if named is None and str(fields.get("model_type", "")).startswith("qwen"):
+        return "Qwen2"
+    kind = str(named).removesuffix("Fast").removesuffix("Tokenizer")
+    if kind not in _DEFAULTS:
+        raise TokenizerError(
+            f"{folder / CONFIG}: tokenizer_class is {short(named)}, and of folders with {VOCAB} and {MERGES} only "
+            "GPT2Tokenizer and Qwen2Tokenizer are read"
+        )
+    return kind

@@ -1,0 +1,73 @@
+"""Chat messages in the form that templates expect, and prompts that end inside the last message."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from nnxmoe.tokenizer.chat_template import plain_values
+from nnxmoe.tokenizer.tokenizer_files import TokenizerError
+from nnxmoe.tokenizer.tool_calls import tool_calls
+
+REASONING = ("reasoning_content", "thinking", "reasoning")  # names of the same field in different templates
+_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # ends in a space, to detect whether the template strips its messages
+
+
+def is_message(value: Any) -> bool:
+    """Whether a value is a message: a mapping, a dataclass or a pydantic model."""
+    made = dataclasses.is_dataclass(value) and not isinstance(value, type)
+    return isinstance(value, Mapping) or made or callable(getattr(value, "model_dump", None))
+
+
+def plain_messages(messages: Any) -> list[dict[str, Any]]:
+    """Convert messages to dicts of JSON types without None fields.
+
+    Reasoning is stored under each name that templates read. Tool calls are validated (see `tool_calls`). Dataclasses
+    and pydantic models are converted, as in transformers.
+    """
+    found = plain_values(getattr(messages, "messages", messages))
+    if not isinstance(found, list | tuple) or not all(isinstance(message, dict) for message in found):
+        raise TokenizerError('messages must be a list of dicts like {"role": "user", "content": "Hello"}')
+    if not found:
+        raise TokenizerError("messages is empty: give at least one message")
+    plain = []
+    for number, message in enumerate(found):
+        fields = {name: value for name, value in message.items() if value is not None}
+        if "tool_calls" in fields:
+            fields["tool_calls"] = tool_calls(fields["tool_calls"], f"messages[{number}].tool_calls")
+            if not fields["tool_calls"]:  # some templates only test whether the field is defined
+                del fields["tool_calls"]
+        reasoning = next((fields[name] for name in REASONING if name in fields), None)
+        if reasoning is not None:
+            fields = {"thinking": reasoning, **fields, "reasoning_content": reasoning}
+        plain.append(fields)
+    return plain
+
+
+def mark_end(messages: list[dict[str, Any]], field: str) -> tuple[list[dict[str, Any]], str]:
+    """Append a mark to a field of the last message; return the messages and the field's text without the mark.
+
+    If ``field`` holds a list of blocks, the last block with a "text" is marked. Reasoning is marked under each of its
+    names.
+    """
+    *before, last = messages
+    value = last.get(field)
+    if isinstance(value, str):
+        same = [name for name in REASONING if last.get(name) == value] if field in REASONING else [field]
+        return [*before, last | {name: value + _MARK for name in same}], value
+    blocks = list(value) if isinstance(value, list | tuple) else []
+    for i, block in reversed(list(enumerate(blocks))):
+        if isinstance(block, Mapping) and isinstance(text := block.get("text"), str):
+            blocks[i] = {**block, "text": text + _MARK}
+            return [*before, last | {field: blocks}], text
+    raise TokenizerError(f"continue_final_message: the last message has no text {field!r:.60} to continue. Add one")
+
+
+def cut_at_mark(rendered: str, text: str) -> str:
+    """The rendered chat up to the mark after ``text``, the end of the last message."""
+    at = rendered.rfind(_MARK.strip())
+    if at < 0 or text.strip() not in rendered:
+        raise TokenizerError(
+            "continue_final_message: the chat template changes or leaves out the last message, so its end cannot be "
+            "found. Use add_generation_prompt=True and append the text to the prompt"
+        )
+    return rendered[:at] if rendered.startswith(_MARK, at) else rendered[:at].rstrip()

@@ -1,0 +1,304 @@
+"""Text to token ids and back: a checkpoint's tokenizer, its chat template, and streaming decoding.
+
+Ids are computed by the ``tokenizers`` library from ``tokenizer.json``. ``add_bos_token`` in ``tokenizer_config.json``
+is ignored, as transformers 5 does for such files.
+"""
+
+import copy
+import difflib
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import jax.numpy as jnp
+import numpy as np
+import tokenizers
+
+from nnxmoe.runtime.progress import logger
+from nnxmoe.tokenizer import byte_level
+from nnxmoe.tokenizer.added_tokens import add_declared, named_tokens
+from nnxmoe.tokenizer.chat_template import ChatTemplateError, Rendered, names_read, render_chat_template
+from nnxmoe.tokenizer.messages import cut_at_mark, mark_end, plain_messages
+from nnxmoe.tokenizer.tokenizer_files import (
+    CONFIG,
+    TEMPLATE,
+    TOKENIZER,
+    TokenizerError,
+    backend_failure,
+    find_folder,
+    read_backend,
+    read_chat_templates,
+    read_config,
+)
+from nnxmoe.tokenizer.tool_calls import in_template_form
+
+__all__ = ["TextStream", "Tokenizer", "TokenizerError"]
+
+_TENSORS = {None: list, "np": np.asarray, "jax": jnp.asarray}
+_OF_ENCODING = ("return_tensors", "return_dict", "padding", "truncation", "max_length", "return_assistant_tokens_mask")
+
+
+class Tokenizer:
+    """Encodes, decodes and renders chats for one checkpoint. Created by :meth:`from_pretrained`.
+
+    ``special_tokens`` maps names such as ``bos_token`` to their text; they are also variables of the chat template.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        special_tokens: Mapping[str, str],
+        chat_templates: Mapping[str, str],
+        source: str,
+        template_file: str | None = None,
+    ) -> None:
+        if backend.truncation is not None or backend.padding is not None:  # saved settings for training batches
+            backend = copy.deepcopy(backend)  # the caller's backend keeps them
+            backend.no_truncation()
+            backend.no_padding()
+        self.backend = backend
+        self.special_tokens = dict(special_tokens)
+        self.chat_templates = dict(chat_templates)
+        self.source = source
+        self._template_file = template_file or source
+        self.vocab_size: int = max(backend.get_vocab().values(), default=-1) + 1
+        self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+        named = [special_tokens.get(f"{name}_token") for name in ("bos", "eos", "pad", "unk")]
+        self.bos_token, self.eos_token, self.pad_token, self.unk_token = named
+        ids = [None if token is None else backend.token_to_id(token) for token in named]
+        self.bos_token_id, self.eos_token_id, self.pad_token_id, _ = ids
+        self._warned: set[str] = set()
+
+    @classmethod
+    def from_pretrained(
+        cls, path_or_hub_id: str | Path, revision: str | None = None, local_files_only: bool = False
+    ) -> Self:
+        """Read the tokenizer files of a local folder or a Hugging Face repository, or the tokenizer in a GGUF file.
+        Raises TokenizerError, for a malformed GGUF file CheckpointError (both ValueErrors)."""
+        folder = find_folder(path_or_hub_id, revision, local_files_only)
+        config = read_config(folder)
+        merges = byte_level.has_merges(folder)
+        backend, defaults = byte_level.build(folder, config) if merges else (read_backend(folder), {})
+        named = named_tokens(folder, config, defaults)
+        add_declared(backend, folder, config, named)
+        special = {name: value if isinstance(value, str) else value["content"] for name, value in named.items()}
+        if merges:
+            byte_level.add_ends(backend, config, (special.get("bos_token"), special.get("eos_token")))
+        templates, template_file = read_chat_templates(folder, config)
+        return cls(backend, special, templates, str(folder), str(template_file))
+
+    def __repr__(self) -> str:
+        return f"Tokenizer({self.source!r}, vocab_size={self.vocab_size})"
+
+    def __call__(
+        self,
+        text: str | Sequence[str],
+        add_special_tokens: bool = True,
+        padding: bool | str = False,
+        truncation: bool = False,
+        max_length: int | None = None,
+        return_tensors: str | None = None,
+    ) -> dict[str, Any]:
+        """Tokenize one or several texts; returns ``input_ids`` and ``attention_mask`` as the tokenizers of transformers
+        do.
+
+        ``padding`` True: on the right, to the longest text; "max_length": to ``max_length``. ``truncation``: to
+        ``max_length``. ``return_tensors``: "np" or "jax" for arrays [B, T]; default: lists.
+        """
+        if return_tensors not in _TENSORS:
+            raise ValueError(f"return_tensors={return_tensors!r}: use 'np', 'jax' or None")
+        if padding not in (False, True, "longest", "max_length", "do_not_pad"):
+            raise ValueError(f"padding={padding!r}: use True, 'longest', 'max_length' or False")
+        if max_length is None and (truncation or padding == "max_length"):
+            raise ValueError("truncation and padding='max_length' need max_length=")
+        one = isinstance(text, str)
+        rows = [self.encode(each, add_special_tokens) for each in ([text] if one else text)]
+        rows = [row[:max_length] for row in rows] if truncation else rows
+        longest = max(map(len, rows), default=0)
+        pads = padding not in (False, "do_not_pad")
+        width = max(longest, (max_length or 0) if padding == "max_length" else 0) if pads else 0
+        if return_tensors and not pads and len(set(map(len, rows))) > 1:
+            raise ValueError(f"the texts have {sorted(set(map(len, rows)))} tokens: pass padding=True for one array")
+        pad = next((i for i in (self.pad_token_id, self.eos_token_id) if i is not None), 0)
+        made = {
+            "input_ids": [row + [pad] * (width - len(row)) for row in rows],
+            "attention_mask": [[1] * len(row) + [0] * (width - len(row)) for row in rows],
+        }
+        if return_tensors is None and one:
+            return {name: value[0] for name, value in made.items()}
+        return {name: _TENSORS[return_tensors](value) for name, value in made.items()}
+
+    @property
+    def chat_template(self) -> str | None:
+        return self.chat_templates.get("default")
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text. Special tokens written in the text are encoded as special tokens."""
+        return self.encode_with_offsets(text, add_special_tokens)[0]
+
+    def encode_with_offsets(
+        self, text: str, add_special_tokens: bool = True
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """Token ids of a text, and the range of characters of each. Tokens that are parts of one character share it."""
+        if not isinstance(text, str):
+            raise TypeError(f"encode takes a str, not {type(text).__name__}")
+        try:
+            text.encode()
+            found = self.backend.encode(text, add_special_tokens=add_special_tokens)
+            return list(found.ids), list(found.offsets)
+        except UnicodeEncodeError as error:
+            raise TokenizerError(f"the text is not valid Unicode: {error}. Remove lone surrogates") from None
+        except BaseException as error:
+            raise backend_failure(error, f"{self.source}: {TOKENIZER} cannot encode a text", self.source) from None
+
+    def decode(self, ids: Any, skip_special_tokens: bool = False) -> str:
+        """Text of one row of ids: a list, or an integer array of NumPy or JAX. Unknown ids are skipped."""
+        row = np.asarray(ids)
+        if row.ndim > 1:
+            raise TokenizerError(f"decode takes one row of ids, not an array of shape {row.shape}: decode row by row")
+        if row.size and not (np.issubdtype(row.dtype, np.integer) and 0 <= row.min() and row.max() < 2**32):
+            raise TokenizerError(f"token ids must be integers >= 0, not {row.tolist()!r:.60} ({row.dtype})")
+        return self.decode_list([int(i) for i in row.reshape(-1)], skip_special_tokens)
+
+    def decode_list(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """:meth:`decode` without validation, for use in loops."""
+        if skip_special_tokens:  # `tokenizers` 0.23 does not skip special tokens that its normalizer changes
+            ids = [i for i in ids if i not in self.special_ids]
+        try:
+            return self.backend.decode(ids, skip_special_tokens=False)
+        except BaseException as error:
+            raise backend_failure(error, f"{self.source}: {TOKENIZER} cannot decode", self.source) from None
+
+    def apply_chat_template(
+        self,
+        messages: Any,
+        add_generation_prompt: bool = False,
+        tokenize: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        continue_final_message: bool | str = False,
+        **variables: Any,
+    ) -> Any:
+        """Render a conversation as the prompt the model was trained on: a str, or its ids with ``tokenize=True``.
+
+        ``messages``: a list of dicts, dataclasses or pydantic models, or an object that holds one as ``messages``.
+        Arguments of tool calls, objects or JSON text, are converted to the form that the template reads. ``tools`` are
+        JSON schemas. ``chat_template`` is a template, or names one of several. ``continue_final_message`` leaves the
+        last message open, so that the model continues its "content" (or the named field). Other keyword arguments are
+        variables of the template. A warning names variables that the template does not read. Raises TokenizerError,
+        also if the template fails.
+        """
+        options = {"tools": tools, "documents": documents, "add_generation_prompt": bool(add_generation_prompt)}
+        render = functools.partial(self.render_chat, chat_template=chat_template, **options, **variables)
+        plain, end = in_template_form(render, plain_messages(messages)), None
+        if continue_final_message:
+            if add_generation_prompt:
+                raise TokenizerError("pass add_generation_prompt or continue_final_message, not both")
+            field = "content" if continue_final_message is True else continue_final_message
+            plain, end = mark_end(plain, field)
+        text = render(plain).text
+        text = text if end is None else cut_at_mark(text, end)
+        return self.encode(text, add_special_tokens=False) if tokenize else text  # the template writes special tokens
+
+    def render_chat(self, plain: list[dict[str, Any]], chat_template: str | None = None, **variables: Any) -> Rendered:
+        """Render messages of plain JSON values. The result has the ranges that the template marks as answers."""
+        for name in ("tools", "documents"):
+            value = variables.setdefault(name, None)
+            if value is not None and not all(isinstance(one, Mapping) for one in value):
+                raise TokenizerError(f"{name} is {value!r:.100}: it must be a list of dicts (tools are JSON schemas)")
+            variables[name] = value if value is None else list(value)
+        try:
+            template = self._template(chat_template, variables["tools"] is not None)
+            self._warn_of_unread(names_read(template), variables)
+            return render_chat_template(template, {**self.special_tokens, **variables, "messages": plain})
+        except ChatTemplateError as error:
+            raise TokenizerError(f"{self._template_file}: {error}", self.source) from None
+
+    def _warn_of_unread(self, read: frozenset[str], given: Mapping[str, Any]) -> None:
+        """Warn once of each variable that the template does not read. Raises TypeError for options of encoding."""
+        for name in sorted(given.keys() - read - {"tools", "documents", "add_generation_prompt"} - self._warned):
+            if name in _OF_ENCODING:
+                raise TypeError(
+                    f"unexpected argument {name!r}: the result is a str, or with tokenize=True a list of ids"
+                )
+            if len(self._warned) > 100:  # clients of servers choose the names
+                return
+            self._warned.add(name)
+            near = difflib.get_close_matches(name, {*read, "add_generation_prompt", "continue_final_message"}, 1)
+            hint = f": did you mean {near[0]!r}?" if near else ""
+            logger.warning("the chat template does not read %r, which has no effect%s", name, hint)
+
+    def _template(self, name: str | None, with_tools: bool) -> str:
+        """The template of that name; None: "tool_use" if there are tools and it exists, else "default"."""
+        if name is not None and "{" in name:
+            return name
+        if name is None:
+            name = "tool_use" if with_tools and "tool_use" in self.chat_templates else "default"
+        if name in self.chat_templates:
+            return self.chat_templates[name]
+        if self.chat_templates:
+            named = f"{self._template_file}: no chat template is named {name!r:.60}"
+            known = f"Pass chat_template= one of {sorted(self.chat_templates)!r:.300}"
+            raise TokenizerError(f"{named}. {known}", self.source)
+        why = f"{self.source}: no chat template, neither {TEMPLATE} nor 'chat_template' in {CONFIG}. This may be a "
+        remedy = "base model: encode plain text instead, or add the template of its chat variant"
+        raise TokenizerError(why + remedy, self.source)
+
+
+class TextStream:
+    """Decodes tokens one by one: ``put`` returns the text that a token completes, ``end`` the rest.
+
+    Incomplete characters are buffered until the tokens that complete them arrive. Each step decodes only a short
+    window. It begins with tokens whose text has been returned, since decoders treat the start of a text differently
+    (leading spaces). ``context``: the prompt's ids; the prompt's text followed by the pieces is the text of all ids.
+    ``tokenizer``: a `Tokenizer`, or one of transformers. ``keep``: special tokens that are not skipped.
+    """
+
+    LONGEST_WAIT = 64  # tokens; only invalid UTF-8 takes more than a few
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        skip_special_tokens: bool = True,
+        context: Iterable[int] = (),
+        keep: frozenset[int] = frozenset(),
+    ) -> None:
+        ours = isinstance(tokenizer, Tokenizer)
+        self._decoder = tokenizer.decode_list if ours else tokenizer.decode
+        self._special = (tokenizer.special_ids if ours else frozenset(tokenizer.all_special_ids)) - keep
+        self._skip, self._skips_later = skip_special_tokens, skip_special_tokens and not keep
+        ids = (int(i) for i in context)
+        self._window = [i for i in ids if not (skip_special_tokens and i in self._special)][-8:]
+        self._shown = len(self._decode())  # characters of the window's text that have been returned
+        self._settled = len(self._window)  # tokens of the window whose text has been returned
+
+    def put(self, token_id: Any) -> str:
+        """Return the text that this token completes, possibly empty."""
+        token = int(token_id)
+        if self._skip and token in self._special:
+            return ""
+        self._window.append(token)
+        text = self._decode()
+        if text.endswith("\ufffd") and len(self._window) - self._settled < self.LONGEST_WAIT:
+            return self._unseen(text.rstrip("\ufffd"))
+        piece = self._unseen(text)
+        if piece:
+            self._window = self._window[self._settled :]
+            self._shown, self._settled = len(self._decode()), len(self._window)
+        return piece
+
+    def end(self) -> str:
+        """Return the rest, with U+FFFD for an incomplete character, and reset the stream."""
+        piece = self._unseen(self._decode())
+        self._window, self._shown, self._settled = [], 0, 0
+        return piece
+
+    def _decode(self) -> str:
+        return self._decoder(self._window, self._skips_later)
+
+    def _unseen(self, text: str) -> str:
+        piece = text[self._shown :]
+        self._shown = max(self._shown, len(text))
+        return piece

@@ -1,0 +1,202 @@
+"""Reads a checkpoint's tokenizer files from a local folder or a Hugging Face repository."""
+
+import base64
+import binascii
+import contextlib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from nnxmoe.config.printable import short
+from nnxmoe.convert.files.hub import TOKENIZER_FILES, local_folder, snapshot
+from nnxmoe.convert.files.reading import is_gguf, parse_json, read_bounded, read_object
+from nnxmoe.convert.gguf.gguf_file import GGUF
+from nnxmoe.convert.gguf.gguf_tokenizer import tokenizer_files
+
+TOKENIZER, CONFIG, SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
+VOCAB, MERGES = "vocab.json", "merges.txt"
+TEMPLATE, OLD_TEMPLATE, MORE_TEMPLATES = "chat_template.jinja", "chat_template.json", "additional_chat_templates"
+REMEDY = "Download the file again"
+MAX_BYTES = 100_000_000  # for comparison: Gemma's tokenizer.json has 33 MB
+MAX_TEMPLATE_BYTES = 16_000_000
+MAX_GROWTH = 1000
+EXPLAINED_BYTES = 16_000_000  # a rejected tokenizer.json up to this size is parsed again for a clearer error
+
+
+class TokenizerError(ValueError):
+    """Raised for a faulty tokenizer file or chat template, or unsuitable input; names the file and the remedy.
+
+    ``public``: the message without ``folder``, for clients of a server.
+    """
+
+    def __init__(self, message: str, folder: str = "") -> None:
+        super().__init__(message)
+        self.public = message.replace(f"{folder}{os.sep}", "").replace(folder, "the tokenizer") if folder else message
+
+
+def find_folder(path_or_hub_id: str | Path, revision: str | None, local_files_only: bool) -> Path:
+    """The local folder or GGUF file, or the hub's cache folder after downloading only the tokenizer's files."""
+    folder = local_folder(path_or_hub_id, TokenizerError)
+    if folder is not None:
+        return folder
+    return snapshot(str(path_or_hub_id), revision, local_files_only, TOKENIZER_FILES, [], TokenizerError)
+
+
+def read_backend(folder: Path) -> tokenizers.Tokenizer:
+    """The tokenizer in tokenizer.json, or in a GGUF file. Raises TokenizerError if it is missing or invalid."""
+    path = folder / TOKENIZER
+    if is_gguf(folder):
+        data = json.dumps(tokenizer_files(GGUF.open(folder))[TOKENIZER]).encode()
+    elif os.path.lexists(path):
+        data = read_bounded(path, MAX_BYTES, REMEDY, TokenizerError)
+    else:
+        raise TokenizerError(f"{path} is missing. {_found_instead(folder)}")
+    _check_precompiled(path, data)
+    try:
+        backend = tokenizers.Tokenizer.from_buffer(data)
+    except BaseException as error:
+        if len(data) < EXPLAINED_BYTES and os.path.lexists(path):
+            _explain(path)
+        what = f"{path} is not a tokenizer that 'tokenizers' {tokenizers.__version__} reads"
+        raise backend_failure(error, what) from None
+    _check_growth(path, backend)
+    _check_added_tokens(path, data, backend)
+    return backend
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The content of tokenizer_config.json, empty if missing, or what stands for it in a GGUF file."""
+    return tokenizer_files(GGUF.open(folder))[CONFIG] if is_gguf(folder) else read_json(folder / CONFIG)
+
+
+def _found_instead(folder: Path) -> str:
+    """Describe the content of a folder without tokenizer.json, with a remedy if one is known."""
+    names = sorted(path.name for path in folder.iterdir())
+    tiktoken = next((name for name in names if name.endswith((".tiktoken", "tiktoken.model"))), None)
+    model = next((name for name in names if name.startswith("tokenizer.model")), None)
+    if model and not tiktoken:
+        with (folder / model).open("rb") as file:
+            tiktoken = model if re.match(rb"[A-Za-z0-9+/]+=* \d+\n", file.read(400)) else None
+    if tiktoken:
+        return f"{tiktoken} is tiktoken's format, which is not read here"
+    if tekken := next((name for name in names if name.startswith("tekken")), None):
+        return f"{tekken} is mistral-common's format, which is not read here"
+    if model:
+        how = "load and save it once with transformers.AutoTokenizer (and sentencepiece), which writes tokenizer.json"
+        return f"{model} is SentencePiece's format, which is not read here: {how}"
+    if found := [name for name in names if name in (VOCAB, MERGES)]:
+        return f"{found[0]} needs {MERGES if found[0] == VOCAB else VOCAB} beside it: fetch that file too"
+    if "vocab.txt" in names:
+        return "vocab.txt is WordPiece's format, which is not read here"
+    return "The folder has no file of a tokenizer: fetch the model's tokenizer.json"
+
+
+def _check_precompiled(path: Path, data: bytes) -> None:
+    """Refuse a truncated character map, for which ``tokenizers`` aborts the process."""
+    if b"recompiled" not in data and not re.search(rb"\\u00[4-7]", data):  # the name, possibly with escaped letters
+        return
+    found: Any = parse_json(data, path, REMEDY, TokenizerError)
+    for step in _steps(found.get("normalizer") if isinstance(found, dict) else None):
+        text = step.get("precompiled_charsmap")
+        with contextlib.suppress(binascii.Error):
+            raw = base64.b64decode(text) if isinstance(text, str) else b""
+            if len(raw) >= 4 and int.from_bytes(raw[:4], "little") > len(raw) - 4:
+                raise TokenizerError(f"{path}: normalizer: precompiled_charsmap is cut short. {REMEDY}")
+
+
+def _check_growth(path: Path, backend: tokenizers.Tokenizer) -> None:
+    """Refuse Replace steps that multiply a text's length beyond MAX_GROWTH: ``tokenizers`` aborts out of memory."""
+    for name in ("normalizer", "decoder"):
+        part, growth = getattr(backend, name), 1.0
+        for step in _steps(json.loads(part.__getstate__()) if part is not None else None):
+            pattern, content = step.get("pattern"), step.get("content")
+            if isinstance(pattern, dict) and isinstance(content, str):
+                growth *= max(1.0, len(content) / max(1, len(pattern.get("String") or "")))
+        if growth > MAX_GROWTH:
+            raise TokenizerError(
+                f"{path}: {name}: its Replace steps can make a text {growth:.0f} times as long. {REMEDY}"
+            )
+
+
+def _steps(part: Any) -> Iterator[dict[str, Any]]:
+    """The steps of a normalizer or decoder, with sequences flattened."""
+    if isinstance(part, dict):
+        yield part
+        for name in ("normalizers", "decoders"):
+            for step in part.get(name) or ():
+                yield from _steps(step)
+
+
+def _check_added_tokens(path: Path, data: bytes, backend: tokenizers.Tokenizer) -> None:
+    """Refuse added tokens whose ids are taken or leave a gap: ``tokenizers`` would assign other ids."""
+    match = re.search(rb'"added_tokens"\s*:\s*', data)
+    try:
+        tokens = json.JSONDecoder().raw_decode(data[match.end() :].decode(errors="replace"))[0] if match else []
+    except (ValueError, RecursionError):
+        return
+    for token in tokens if isinstance(tokens, list) else []:
+        if isinstance(token, dict) and isinstance(content := token.get("content"), str):
+            known = backend.token_to_id(content)
+            if known is not None and known != token.get("id"):
+                raise TokenizerError(
+                    f"{path}: added_tokens: {short(content)} has the id {short(token.get('id'))}, but the vocabulary "
+                    f"assigns it {known}. {REMEDY}"
+                )
+
+
+def _explain(path: Path) -> None:
+    """Raise a clearer error than the library's for invalid JSON and for unknown models."""
+    model = read_json(path).get("model")
+    kind = model.get("type") if isinstance(model, dict) else None
+    if kind not in (None, "BPE", "Unigram", "WordPiece", "WordLevel"):
+        raise TokenizerError(f"{path}: unknown tokenizer model {kind!r:.60}. Try a newer 'tokenizers'") from None
+
+
+def backend_failure(error: BaseException, what: str, folder: str = "") -> BaseException:
+    """The TokenizerError for an exception of the library, Rust panics (BaseException) included; interrupts pass."""
+    if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
+        return error
+    why = f"{what}: {error}. Download the file again, or save it with a current 'tokenizers'"
+    return TokenizerError(why, folder)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty if the file is missing."""
+    return read_object(path, REMEDY, TokenizerError) if os.path.lexists(path) else {}
+
+
+def read_chat_templates(folder: Path, config: Mapping[str, Any]) -> tuple[dict[str, str], Path]:
+    """Templates by name, and their file: chat_template.jinja and additional_chat_templates/NAME.jinja, else those in
+    tokenizer_config.json, else chat_template.json."""
+    found = sorted((folder / MORE_TEMPLATES).glob("*.jinja"))
+    files = {path.stem: path for path in found} | {"default": folder / TEMPLATE}
+    read = {name: _read_template(path) for name, path in files.items() if os.path.lexists(path)}
+    if read:
+        return read, files["default"] if "default" in read else folder / MORE_TEMPLATES
+    where, found = folder / CONFIG, config.get("chat_template")
+    if found is None:
+        where = folder / OLD_TEMPLATE
+        found = read_json(where).get("chat_template")
+    if found is None:
+        return {}, where
+    entries = found if isinstance(found, list) else [{"name": "default", "template": found}]
+    templates: dict[str, str] = {}
+    for entry in entries:
+        name, template = (entry.get("name"), entry.get("template")) if isinstance(entry, dict) else (None, None)
+        if not isinstance(name, str) or not isinstance(template, str):
+            raise TokenizerError(f"{where}: 'chat_template' must be a string or a list of {{name, template}}")
+        templates[name] = template
+    return templates, where
+
+
+def _read_template(path: Path) -> str:
+    data = read_bounded(path, MAX_TEMPLATE_BYTES, REMEDY, TokenizerError)
+    try:
+        return data.decode().replace("\r\n", "\n").replace("\r", "\n")
+    except UnicodeDecodeError as error:
+        raise TokenizerError(f"{path} is not UTF-8 text ({error}). {REMEDY}") from None
