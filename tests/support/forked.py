@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 # One server per test process, started by the first test that needs it: it must suit all of them.
-IMPORTED = ["tests.corpus.runner", "tests.test_save", "tests.test_checkpoint"]
+IMPORTED = ["tests.corpus.runner", "tests.convert.test_save", "tests.convert.test_checkpoint"]
 
 
 def forked(

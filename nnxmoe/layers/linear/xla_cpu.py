@@ -1,8 +1,8 @@
 """Workarounds for XLA:CPU, all of them: each with what goes wrong without it, where that was seen, and its test.
 
-On other backends, and with releases that do not need it, a function here is the plain operation. A test in
-`tests/test_xla_cpu.py` (for `write_rows`: `tests/test_memory_rules.py`) runs each operation without its workaround and
-fails once XLA no longer needs it.
+On other backends, and with releases that do not need it, a function here is the plain operation. A test runs each
+operation without its workaround and fails once XLA no longer needs it: `tests/layers/test_xla_cpu.py`, and for
+`write_rows` `tests/model/test_memory_rules.py`.
 """
 
 from typing import Any
@@ -88,7 +88,7 @@ def carried(*values: Any) -> tuple[Any, ...]:
 
     XLA:CPU hoists the cast of a 16-bit loop invariant to float32 out of the loop and so copies the whole array
     (jax 0.10.2), and keeps more float32 rows alive around the loops of expert parallelism (jax 0.12.0: a third more
-    temporary memory per step; `tests/test_modes.py`). A carried value behind a barrier is not a loop invariant.
+    temporary memory per step; `tests/model/test_modes.py`). A carried value behind a barrier is not a loop invariant.
     """
     return jax.lax.optimization_barrier(values) if on_cpu() else values
 

@@ -1,0 +1,476 @@
+"""GatedDeltaNet: chunks against single steps and a plain recurrence, and a hybrid model in every mode of a cache."""
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import nnxmoe
+from nnxmoe.config.rope_parameters import Rope
+from nnxmoe.generation.engine import Engine
+from nnxmoe.generation.request import Wanted
+from nnxmoe.layers.attention.gqa import GQA, QueryGate
+from nnxmoe.layers.attention.mla import MLA
+from nnxmoe.layers.cache import Cache, RecurrentState
+from nnxmoe.layers.mlp import UngatedMLP
+from nnxmoe.layers.norm import GatedNorm, OffsetNorm, RMSNorm
+from nnxmoe.layers.recurrent import delta, kimi_delta
+from nnxmoe.layers.recurrent.conv import SeparateConvs, ShortConv
+from nnxmoe.layers.recurrent.delta import DeltaHeads, FusedProjection, GatedDeltaNet, SeparateProjection
+from nnxmoe.layers.recurrent.delta_rule import DeltaInputs, in_chunks, in_chunks_by_channel, in_steps
+from nnxmoe.layers.recurrent.kimi_delta import BoundedDecays, KimiDelta, KimiProjection, free_decays
+from nnxmoe.layers.recurrent.mamba2 import GroupedGatedNorm, Mamba2
+from nnxmoe.layers.recurrent.tokamax_delta import TokamaxDelta
+from nnxmoe.moe import tokamax
+from nnxmoe.moe.experts import UngatedExperts
+from tests.support.arrays import max_error
+from tests.support.families import load
+from tests.support.running import MODEL_TOLERANCE, PART_TOLERANCE, eager_logits, feed, randomise
+from tests.support.tiny import build
+
+HEADS = DeltaHeads(dim=12, keys=2, values=4, key_dim=6, value_dim=5)
+TOKENS = 70  # more than a chunk
+NOTICED = 1e-3
+
+
+def layer_of(kind: Any) -> GatedDeltaNet:
+    kw: dict[str, Any] = {"dtype": jnp.dtype("float32"), "rngs": nnx.Rngs(0)}
+    return randomise(GatedDeltaNet(HEADS, kind(HEADS, **kw), taps=4, eps=1e-3, **kw))
+
+
+@pytest.fixture(scope="module")
+def layer() -> GatedDeltaNet:
+    return layer_of(SeparateProjection)
+
+
+def plain(layer: GatedDeltaNet, x: np.ndarray, first: np.ndarray) -> np.ndarray:
+    """Outputs ``[T D]`` for one row, in float64; ``first``: tokens that begin a segment."""
+    c, (qkv, z, b, a) = HEADS, (np.asarray(part[0], np.float64) for part in layer.project(jnp.asarray(x)[None]))
+    weight, rate, bias, scale = (
+        np.asarray(p[...], np.float64) for p in (layer.conv.weight, layer.a_log, layer.dt_bias, layer.norm.scale)
+    )
+    state, start, found = np.zeros((c.values, c.key_dim, c.value_dim)), 0, []
+    for t in range(len(x)):
+        if first[t]:
+            state, start = np.zeros_like(state), t
+        mixed = sum(qkv[t - back] * weight[:, 0, 3 - back] for back in range(4) if t - back >= start)
+        mixed = mixed / (1 + np.exp(-mixed))
+        q, k, v = np.split(mixed, [c.keys * c.key_dim, 2 * c.keys * c.key_dim])
+        q, k = (
+            np.repeat(part.reshape(c.keys, c.key_dim), c.values // c.keys, axis=0)
+            / np.sqrt((part.reshape(c.keys, -1) ** 2).sum(-1) + 1e-6).repeat(c.values // c.keys)[:, None]
+            for part in (q, k)
+        )
+        v = v.reshape(c.values, c.value_dim)
+        state = state * np.exp(-np.exp(rate) * np.log1p(np.exp(a[t] + bias)))[:, None, None]
+        error = v - np.einsum("nhw,nh->nw", state, k)
+        state = state + k[:, :, None] * (error / (1 + np.exp(-b[t]))[:, None])[:, None]
+        y = np.einsum("nhw,nh->nw", state, q) * c.key_dim**-0.5
+        y = y / np.sqrt((y * y).mean(-1, keepdims=True) + 1e-3) * scale
+        found.append(y * z[t] / (1 + np.exp(-z[t])))
+    return np.asarray(layer.out(jnp.asarray(np.stack(found)[None], jnp.float32)))[0]
+
+
+def random_inputs(length: int, seed: int, segments: bool, channels: bool = False) -> tuple[DeltaInputs, jax.Array]:
+    """Slow and fast decays, and equal keys in the second half. ``channels``: a decay each, as many heads of keys."""
+    rng, (batch, keys, values) = np.random.default_rng(seed), (2, 6 if channels else 2, 6)
+    q, k = (rng.standard_normal((batch, length, keys, 8)) for _ in range(2))
+    k[:, length // 2 :] = k[:, length // 2 : length // 2 + 1]
+    k /= np.linalg.norm(k, axis=-1, keepdims=True)
+    v, b = rng.standard_normal((batch, length, values, 5)), rng.standard_normal((batch, length, values))
+    g = -np.exp(rng.standard_normal((batch, length, values, 8) if channels else (batch, length, values)) - 2)
+    g[:, 5::40] *= 200  # exp(-g) is infinite
+    run = jnp.asarray(np.cumsum(rng.random((batch, length)) < 0.1, axis=1), jnp.int32) if segments else None
+    arrays = (jnp.asarray(a, jnp.float32) for a in (q / 4, k, v, g, 1 / (1 + np.exp(-b))))
+    return DeltaInputs._make((*arrays, run)), jnp.asarray(rng.standard_normal((batch, values, 8, 5)), jnp.float32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", [in_chunks, functools.partial(in_chunks, corrects=False), in_chunks_by_channel])
+@pytest.mark.parametrize("segments", [False, True])
+def test_chunks_are_steps(segments: bool, rule: Callable[..., Any]) -> None:
+    """For lengths around a chunk's, and chunks that do not divide them; the state after them too."""
+    for length, chunk in ((2, 64), (9, 4), (64, 64), (TOKENS, 64), (TOKENS, 16)):
+        inputs, state = random_inputs(length, length, segments, rule is in_chunks_by_channel)
+        out, states = in_steps(inputs, state, **getattr(rule, "keywords", {}))
+        found, last = rule(inputs, state, chunk)
+        most = PART_TOLERANCE * max(1.0, float(jnp.abs(out).max()))
+        assert max(max_error(found, out), max_error(last, states[:, -1])) < most, length
+
+
+@pytest.mark.parametrize(("run", "length", "chunk"), [(in_chunks, 9, 4), (in_chunks_by_channel, 37, 32)])
+def test_gradients_of_chunks_are_those_of_steps(run: Callable[..., Any], length: int, chunk: int) -> None:
+    inputs, state = random_inputs(length, 1, True, channels=run is in_chunks_by_channel)
+
+    def loss(run: Callable[..., Any], arrays: Any) -> Any:
+        *given, state = arrays
+        return jnp.sum(jnp.sin(run(DeltaInputs._make((*given, inputs.run)), state)[0]))
+
+    arrays = (*inputs[:5], state)
+    ours = jax.jit(jax.grad(lambda arrays: loss(lambda i, s: run(i, s, chunk), arrays)))(arrays)  # as programs
+    wanted = jax.grad(lambda arrays: loss(in_steps, arrays))(arrays)
+    for one, other in zip(ours, wanted, strict=True):
+        assert max_error(one, other) < 5 * PART_TOLERANCE and float(jnp.abs(other).max()) > 1e-3
+
+
+def packed_output(layer: GatedDeltaNet) -> np.ndarray:
+    return packed(layer)[0]
+
+
+def packed(layer: GatedDeltaNet) -> tuple[np.ndarray, np.ndarray]:
+    """Outputs of the layer and of the plain recurrence for a row of three segments, the first longer than a chunk."""
+    x = np.random.default_rng(0).standard_normal((TOKENS, HEADS.dim)).astype(np.float32)
+    segment = np.repeat([4, 1, 7], [65, 2, 3])
+    context = nnxmoe.Context(jnp.arange(TOKENS), segment=jnp.asarray(segment[None], jnp.int32))
+    wanted = plain(layer, x, np.diff(segment, prepend=4) != 0)
+    return np.asarray(layer(jnp.asarray(x)[None], context)[0][0]), wanted
+
+
+@pytest.mark.parametrize("kind", [SeparateProjection, FusedProjection])
+def test_layer_is_the_plain_recurrence(kind: Any) -> None:
+    found, wanted = packed(layer_of(kind))
+    assert max_error(found, wanted) < PART_TOLERANCE * max(1.0, np.abs(wanted).max())
+
+
+def test_memory_does_not_depend_on_the_length(layer: GatedDeltaNet) -> None:
+    sizes = [
+        sum(a.nbytes for a in jax.tree.leaves(layer.empty_cache(2, n, jnp.dtype("float32"), 1))) for n in (1, 4096)
+    ]
+    assert sizes == [2 * 2 * 4 * (4 * 6 * 5 + 3 * HEADS.channels)] * 2
+
+
+Plant = Callable[[Any, pytest.MonkeyPatch], None]
+
+
+def changed(change: Callable[[DeltaInputs], DeltaInputs]) -> Plant:
+    def plant(model: Any, patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(delta, "in_chunks", lambda inputs, state, **kw: in_chunks(change(inputs), state, **kw))
+
+    return plant
+
+
+def convolution(change: Callable[..., Any]) -> Plant:
+    right = ShortConv.__call__
+
+    def plant(model: Any, patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(ShortConv, "__call__", lambda self, *given: right(self, *change(*given)))
+
+    return plant
+
+
+def tiled(inputs: DeltaInputs, times: int = 2) -> DeltaInputs:
+    """Value head n uses key head n % K."""
+    return inputs._replace(q=jnp.tile(inputs.q, (1, 1, times, 1)), k=jnp.tile(inputs.k, (1, 1, times, 1)))
+
+
+def gate_before_norm(model: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(GatedNorm, "__call__", lambda self, x, gate: RMSNorm.__call__(self, x * jax.nn.silu(gate)))
+
+
+def reversed_taps(model: Any, patch: pytest.MonkeyPatch) -> None:
+    model.conv.weight.set_value(model.conv.weight[..., ::-1])
+
+
+def unnormalised_keys(model: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(delta, "_unit", lambda x: x)
+
+
+MISTAKES: dict[str, Plant] = {
+    "decay sign": changed(lambda i: i._replace(g=jnp.minimum(-i.g, 0.1))),
+    "no decay": changed(lambda i: i._replace(g=jnp.zeros_like(i.g))),
+    "no strength": changed(lambda i: i._replace(beta=jnp.ones_like(i.beta))),
+    "decay of the next token": changed(lambda i: i._replace(g=jnp.roll(i.g, -1, axis=1))),
+    "key heads in turn": changed(tiled),
+    "state kept at a segment": changed(lambda i: i._replace(run=None)),
+    "window kept at a segment": convolution(lambda x, window, run: (x, window, None)),
+    "convolution a token late": convolution(lambda x, window, run: (jnp.roll(x, 1, axis=1), window, run)),
+    "reversed taps": reversed_taps,
+    "unnormalised keys": unnormalised_keys,
+    "gate before the norm": gate_before_norm,
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_planted_mistakes_are_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = layer_of(SeparateProjection)
+    _, wanted = packed(layer)
+    MISTAKES[name](layer, monkeypatch)
+    assert max_error(packed_output(layer), wanted) > NOTICED
+
+
+# A model with both kinds of layers
+
+
+def no_offset(model: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(OffsetNorm, "__call__", RMSNorm.__call__)
+
+
+def gate_for_query(model: Any, patch: pytest.MonkeyPatch) -> None:
+    """The halves of the queries' kernel exchanged."""
+    for stack in model.stacks:
+        for layer in stack.layers:
+            if hasattr(layer.attention, "q"):
+                q = layer.attention.q.kernel
+                q.set_value(jnp.roll(q[...], q.shape[1] // 2, axis=1))
+
+
+def no_gate(model: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(QueryGate, "__call__", lambda self, x, beside, y: y)
+
+
+def layers_in_another_order(model: Any, patch: pytest.MonkeyPatch) -> None:
+    model.stacks = nnx.List([*model.stacks[1:], model.stacks[0]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plant", [no_offset, gate_for_query, no_gate, layers_in_another_order])
+def test_mistakes_in_a_model_are_noticed(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = load("qwen3_next")
+    model = build(case.fields, case.weights)
+    plant(model, monkeypatch)
+    assert max_error(eager_logits(model, case.arrays["tokens"]), case.arrays["logits"]) > NOTICED
+
+
+def of_channels(change: Callable[[DeltaInputs], DeltaInputs]) -> Plant:
+    def plant(model: Any, patch: pytest.MonkeyPatch) -> None:
+        right = kimi_delta.in_chunks_by_channel
+        patch.setattr(kimi_delta, "in_chunks_by_channel", lambda inputs, state: right(change(inputs), state))
+
+    return plant
+
+
+def in_layers(kind: type[Any], change: Callable[[Any], None]) -> Plant:
+    """Changes each part of a kind."""
+
+    def plant(model: Any, patch: pytest.MonkeyPatch) -> None:
+        parts = [part for _, part in nnx.iter_graph(model.stacks) if isinstance(part, kind)]
+        assert parts
+        for part in parts:
+            change(part)
+
+    return plant
+
+
+def exchange(a: str, b: str) -> Callable[[Any], None]:
+    def change(part: Any) -> None:
+        one, other = getattr(part, a), getattr(part, b)
+        setattr(part, a, other)
+        setattr(part, b, one)
+
+    return change
+
+
+def put(name: str, value: Any) -> Callable[[Any], None]:
+    return lambda part: setattr(part, name, value)
+
+
+def zero(name: str) -> Callable[[Any], None]:
+    return lambda part: getattr(part, name).set_value(jnp.zeros_like(getattr(part, name)[...]))
+
+
+def in_mamba(name: str, value: Any) -> Plant:
+    """Changes an attribute of the class."""
+    return lambda model, patch: patch.setattr(Mamba2, name, value)
+
+
+PLANTED: list[tuple[str, str, Plant]] = [
+    ("kimi_linear", "one decay per head", of_channels(lambda i: i._replace(g=i.g.mean(-1, keepdims=True) + 0 * i.g))),
+    ("kimi_linear", "decay of the next token", of_channels(lambda i: i._replace(g=jnp.roll(i.g, -1, axis=1)))),
+    ("kimi_linear", "channels in another order", of_channels(lambda i: i._replace(g=i.g[..., ::-1]))),
+    ("kimi_linear", "bounded decays", in_layers(KimiDelta, put("decays", BoundedDecays(-5.0)))),
+    ("kimi_linear", "gate by silu", in_layers(GatedNorm, put("activation", jax.nn.silu))),
+    ("kimi_linear", "decays for gates", in_layers(KimiProjection, exchange("f", "g"))),
+    ("kimi_linear", "convolutions exchanged", in_layers(SeparateConvs, exchange("q", "v"))),
+    ("kimi_linear", "rotated attention", in_layers(MLA, put("rotary", Rope(4, 1e4)))),
+    ("bailing_hybrid", "decays without a bound", in_layers(KimiDelta, put("decays", free_decays))),
+    ("bailing_hybrid", "no gate of the heads", in_layers(MLA, put("gate", None))),
+    ("bailing_hybrid", "attention without rotation", in_layers(MLA, put("rotary", None))),
+    ("bailing_hybrid", "unnormalised keys", unnormalised_keys),
+    ("nemotron_h", "corrected as by the delta rule", in_mamba("corrects", True)),
+    ("nemotron_h", "short steps", in_layers(Mamba2, put("least_step", 0.5))),
+    ("nemotron_h", "no skipped input", in_layers(Mamba2, zero("d"))),
+    ("nemotron_h", "no bias of the steps", in_layers(Mamba2, zero("dt_bias"))),
+    ("nemotron_h", "no bias of the convolution", in_layers(ShortConv, zero("bias"))),
+    ("nemotron_h", "a norm of all heads", in_layers(GroupedGatedNorm, put("groups", 1))),
+    ("nemotron_h", "decay of the next token", changed(lambda i: i._replace(g=jnp.roll(i.g, -1, axis=1)))),
+    ("nemotron_h", "into and out of the state exchanged", changed(lambda i: i._replace(q=i.k, k=i.q))),
+    ("nemotron_h", "groups in turn", changed(lambda i: tiled(i, 3))),
+    ("nemotron_h", "rotated attention", in_layers(GQA, put("rotary", Rope(10, 1e4)))),
+    ("nemotron_h", "relu", in_layers(UngatedExperts, put("activation", jax.nn.relu))),
+    ("nemotron_h", "shared experts with relu", in_layers(UngatedMLP, put("activation", jax.nn.relu))),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "name", "plant"), PLANTED, ids=[f"{kind}-{name}" for kind, name, _ in PLANTED])
+def test_mistakes_in_other_layers_are_noticed(
+    kind: str, name: str, plant: Plant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = load(kind)
+    model = build(case.fields, case.weights)
+    plant(model, monkeypatch)
+    assert NOTICED < max_error(eager_logits(model, case.arrays["tokens"]), case.arrays["logits"]) < np.inf
+
+
+IDS = np.random.default_rng(0).integers(3, 56, (2, TOKENS))
+
+
+@pytest.fixture(scope="module", params=["qwen3_5_text", "kimi_linear", "nemotron_h"])
+def model(request: pytest.FixtureRequest) -> nnxmoe.CausalLM:
+    case = load(request.param)
+    return build(case.fields, case.weights)
+
+
+def test_chunks_padding_and_segments(model: nnxmoe.CausalLM) -> None:
+    """Cached passes of every size, rows with padding on either side, packed rows, the last token."""
+    whole = np.asarray(model(IDS).logits)
+    for chunks in ([67, 1, 2], [1, 2, 67]):
+        assert max_error(feed(model, IDS, chunks, mask=None, capacity=80)[0], whole) < MODEL_TOLERANCE
+    mask = np.ones_like(IDS)
+    mask[0, 66:], mask[1, :5] = 0, 0
+    padded = np.asarray(model(IDS, attention_mask=mask).logits)
+    found, _ = feed(model, IDS, [67, 1, 2], mask=mask, capacity=80)
+    for row in range(2):
+        alone = model(IDS[row : row + 1, mask[row] > 0]).logits[0]
+        for logits in (padded, found):
+            assert max_error(logits[row, mask[row] > 0], alone) < MODEL_TOLERANCE
+    segment = np.repeat([3, 0, 5], [60, 1, 9])[None].repeat(2, 0)
+    places = np.concatenate([np.arange(60), [0], np.arange(9)])[None].repeat(2, 0)
+    once = model(IDS, segment_ids=segment, positions=places).logits
+    apart = np.concatenate([model(part).logits for part in np.split(IDS, [60, 61], axis=1)], axis=1)
+    assert max_error(once, apart) < MODEL_TOLERANCE
+    last = model.body(jnp.asarray(IDS), jnp.asarray(mask), last=True).x
+    assert max_error(last[1:], model.body(jnp.asarray(IDS), jnp.asarray(mask)).x[1:, -1:]) < PART_TOLERANCE
+
+
+def test_segments_continue_in_the_cache(model: nnxmoe.CausalLM) -> None:
+    """The next pass continues the last segment, or begins another."""
+    for second in (3, 4):
+        segment = np.repeat([3, second], [9, 4])[None].repeat(2, 0)
+        ids = IDS[:, :13]
+        wanted = model(ids, segment_ids=segment).logits
+        first = model(ids[:, :9], segment_ids=segment[:, :9], cache=model.empty_cache(2, 16))
+        rest = model(
+            ids[:, 9:], segment_ids=segment[:, 9:], positions=np.arange(9, 13)[None].repeat(2, 0), cache=first.cache
+        )
+        assert max_error(rest.logits, wanted[:, 9:]) < MODEL_TOLERANCE, second
+
+
+def test_tokens_taken_back_leave_no_trace(model: nnxmoe.CausalLM) -> None:
+    """After a prompt in one pass and three tokens, of which two are taken back, states are bit for bit those after two
+    other tokens, and those after the one token alone."""
+    mask = np.ones((2, 20), np.int32)
+    mask[1, :18] = 0
+
+    def states(cache: Cache) -> list[Any]:
+        past = cache.advance(1, None, None)[1]
+        kept = [one for stack in cache.layers for one in stack if isinstance(one, RecurrentState)]
+        return [leaf for one in kept for leaf in jax.tree.leaves(one.before(past))]
+
+    begun = model(IDS[:, :20], attention_mask=mask, cache=model.empty_cache(2, 32, 3)).cache
+    found = []
+    for rest in ([20, 21, 22], [20, 31, 32], [20]):
+        cache = model(IDS[:, rest], cache=begun).cache
+        assert cache is not None
+        found.append(states(dataclasses.replace(cache, length=cache.length - len(rest) + 1)))
+    recurrent = [part for _, part in nnx.iter_graph(model.stacks) if isinstance(part, GatedDeltaNet)]
+    assert len(found[0]) == 2 * len(recurrent) > 0
+    for one, other, alone in zip(*found, strict=True):
+        assert np.array_equal(one, other)
+        assert max_error(one, alone) < PART_TOLERANCE * max(1, np.abs(alone).max())
+
+
+@pytest.mark.slow
+def test_generation_with_drafts(model: nnxmoe.CausalLM) -> None:
+    """In an engine, with and without drafts, beside other rows: the ids of whole passes."""
+    prompts, new = [[3, 4, 5, 3, 4, 5, 3, 4], [7, 1, 30]], 8
+    wanted = []
+    for prompt in prompts:
+        ids = list(prompt)
+        for _ in range(new):
+            ids.append(int(jnp.argmax(model(np.asarray([ids])).logits[0, -1])))
+        wanted.append(ids[len(prompt) :])
+    for draft in (None, nnxmoe.PromptLookup(3)):
+        engine = Engine(model, slots=2, capacity=40, draft=draft)
+        requests = [engine.submit(prompt, Wanted(new, stop_ids=None)) for prompt in prompts]
+        engine.run()
+        assert [request.ids for request in requests] == wanted, draft
+
+
+# Other ways to compute passes
+
+
+class InSteps:
+    """A `Recurrence` that computes token by token, and counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, inputs: DeltaInputs, state: jax.Array, chunked: Any) -> tuple[jax.Array, jax.Array]:
+        self.calls += 1
+        out, states = in_steps(inputs, state)
+        return out, states[:, -1]
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "kimi_linear"])
+def test_a_recurrence_of_the_strategy_computes_passes(kind: str) -> None:
+    case, other = load(kind), InSteps()
+    model = build(case.fields, case.weights, nnxmoe.Strategy(recurrence=other))
+    assert max_error(model(case.arrays["tokens"]).logits, case.arrays["logits"]) < MODEL_TOLERANCE and other.calls
+
+
+def test_wrong_recurrences_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"recurrence.*TokamaxDelta\(\)"):
+        nnxmoe.Strategy(recurrence=InSteps)
+    monkeypatch.setattr(tokamax, "installed", lambda: False)
+    with pytest.raises(ValueError, match=r"tokamax 0\.0\.17"):
+        TokamaxDelta()
+
+
+needs_delta = pytest.mark.skipif(
+    not tokamax.installed() or sys.version_info < (3, 12), reason="tokamax has the function from 0.0.17, Python 3.12"
+)
+
+
+@needs_delta
+@pytest.mark.kernels
+@pytest.mark.parametrize("length", [3, TOKENS])
+@pytest.mark.parametrize("segments", [False, True])
+@pytest.mark.parametrize("channels", [False, True])
+def test_tokamax_computes_the_rule(length: int, segments: bool, channels: bool) -> None:
+    """With its own reference; outputs, states and gradients. Packed rows are the layer's."""
+    inputs, state = random_inputs(length, length, segments, channels)
+    chunked = in_chunks_by_channel if channels else in_chunks
+
+    def found(run: Any, inputs: DeltaInputs, state: jax.Array) -> Any:
+        def total(arrays: Any, state: jax.Array) -> Any:
+            out, after = run(DeltaInputs(*arrays, inputs.run), state)
+            return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(after)), (out, after)
+
+        (_, parts), slopes = jax.value_and_grad(total, (0, 1), has_aux=True)(inputs[:5], state)
+        return jax.tree.leaves((parts, slopes))
+
+    tokamaxed = lambda inputs, state: TokamaxDelta("xla")(inputs, state, chunked)  # noqa: E731
+    for one, other in zip(found(tokamaxed, inputs, state), found(chunked, inputs, state), strict=True):
+        assert max_error(one, other) < 20 * PART_TOLERANCE
+
+
+def on_a_mesh() -> float:
+    case, mesh = load("qwen3_next"), nnxmoe.make_mesh(fsdp=2, tensor=2, data=2)
+    strategy = nnxmoe.Strategy(recurrence=TokamaxDelta("xla"), mesh=mesh)
+    model = build(case.fields, case.weights, strategy)
+    tokens = np.concatenate([case.arrays["tokens"]] * 2)
+    return max_error(model(tokens).logits, np.concatenate([case.arrays["logits"]] * 2))
+
+
+@needs_delta
+@pytest.mark.kernels
+def test_tokamax_computes_the_rule_on_a_mesh(eight: Any) -> None:
+    assert eight(on_a_mesh) < MODEL_TOLERANCE

@@ -1,0 +1,111 @@
+"""XLA:CPU problems that need workarounds. A failing test means that a workaround can be removed."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from nnxmoe.layers.linear import xla_cpu
+from nnxmoe.layers.linear.dots import dot_f32, matmul_f32
+from nnxmoe.layers.linear.kernel import DenseKernel
+from nnxmoe.moe import blocked
+
+pytestmark = [
+    pytest.mark.program,
+    pytest.mark.skipif(jax.default_backend() != "cpu", reason="properties of XLA:CPU"),
+]
+BF16 = jnp.bfloat16
+
+
+def temporary_bytes(run: Any, *shapes: tuple[int, ...]) -> int:
+    given = [jax.ShapeDtypeStruct(shape, BF16) for shape in shapes]
+    analysis = jax.jit(run).lower(*given).compile().memory_analysis()
+    assert analysis is not None
+    return analysis.temp_size_in_bytes
+
+
+def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    return jax.lax.dot_general(x, kernel, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def test_single_row_16_bit_matmul_casts_the_kernel() -> None:
+    shapes, nbytes = ((1, 256), (256, 1024)), 256 * 1024 * 2
+    assert temporary_bytes(product, *shapes) > nbytes
+    assert temporary_bytes(lambda x, kernel: product(xla_cpu.pad_single_row(x, 0), kernel)[:1], *shapes) < nbytes
+
+
+def test_16_bit_dot_with_non_leading_batch_dimensions_fails() -> None:
+    x, y = jnp.ones((2, 4, 8), BF16), jnp.ones((4, 8, 6), BF16)
+
+    def contract(*operands: jax.Array) -> jax.Array:
+        return jnp.einsum("bhn,hnr->bhr", *operands, preferred_element_type=jnp.float32)
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="DotThunk"):
+        jax.block_until_ready(jax.jit(contract)(x, y))
+    assert jax.jit(contract)(*xla_cpu.widen(x, y)).shape == (2, 4, 6)
+
+
+def test_16_bit_loop_invariants_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels, sizes = jax.ShapeDtypeStruct((16, 128, 128), BF16), jax.ShapeDtypeStruct((16,), jnp.int32)
+
+    def temporary() -> int:
+        def grouped(rows: jax.Array, kernel: jax.Array, sizes: jax.Array) -> jax.Array:
+            apply: Any = blocked._apply
+            return apply.__wrapped__((2, 5, 8), rows, DenseKernel(kernel), sizes, False)
+
+        rows = jax.ShapeDtypeStruct((64, 128), BF16)
+        analysis = jax.jit(grouped).lower(rows, kernels, sizes).compile().memory_analysis()
+        assert analysis is not None
+        return analysis.temp_size_in_bytes
+
+    assert temporary() < kernels.size * 2
+    monkeypatch.setattr(blocked, "carried", lambda *values: values)
+    assert (temporary() > kernels.size * 2) == xla_cpu.COPIES_16_BITS
+
+
+def test_16_bit_updates_cast_the_whole_array() -> None:
+    def update(array: jax.Array) -> jax.Array:
+        def write(i: Any, array: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_update_index_in_dim(array, (array[0] * 2 + i).astype(BF16), i, 0)
+
+        return jax.lax.fori_loop(0, array.shape[0], write, array)
+
+    text = jax.jit(update).lower(jax.ShapeDtypeStruct((16, 64, 64), BF16)).compile().as_text()
+    assert ("f32[16,64,64]" in text) == xla_cpu.COPIES_16_BITS
+
+
+def test_16_bit_slices_in_a_loop_cast_the_whole_array() -> None:
+    def squares(array: jax.Array, read: Any) -> jax.Array:
+        def add(i: Any, total: jax.Array) -> jax.Array:
+            block = read(array, i)
+            return total + jax.lax.dot_general(
+                block, block, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+            )
+
+        return jax.lax.fori_loop(0, array.shape[1], add, jnp.zeros((64, 64)))
+
+    def naive(array: jax.Array, i: Any) -> jax.Array:
+        return jax.lax.dynamic_index_in_dim(array, i, 1, keepdims=False)
+
+    def as_bits(array: jax.Array, i: Any) -> jax.Array:
+        return xla_cpu.from_bits(naive(xla_cpu.as_bits(array), i), array.dtype)
+
+    dims = 64, 64, 64
+    assert temporary_bytes(lambda x: squares(x, as_bits), dims) < 64**3 * 2
+    assert (temporary_bytes(lambda x: squares(x, naive), dims) > 64**3 * 2) == xla_cpu.COPIES_16_BITS
+
+
+def test_few_float32_rows_stay_on_the_right() -> None:
+    """XLA swaps the operands back without the barrier. Whether they are faster there, only a benchmark can tell."""
+    given = jax.ShapeDtypeStruct((8, 256), jnp.float32), jax.ShapeDtypeStruct((512, 256), jnp.float32)
+
+    def kernel_is_left(run: Any) -> bool:
+        text = jax.jit(run).lower(*given).compile().as_text()
+        (found,) = re.findall(r"f32\[(8,512|512,8)\]\{1,0\} dot\(", text)
+        return found == "512,8"
+
+    assert kernel_is_left(lambda x, kernel: matmul_f32(x, kernel, True))
+    assert not kernel_is_left(lambda x, kernel: dot_f32(kernel, x, -1, -1).T)
+    assert not kernel_is_left(lambda x, kernel: dot_f32(x, kernel, -1, -1))
