@@ -11,7 +11,7 @@ from typing import Any
 from nnxmoe.config.bounds import count, number
 from nnxmoe.layers.attention.gqa import OutputGate
 from nnxmoe.layers.attention.mla import MLA
-from nnxmoe.layers.recurrent.kimi_delta import BoundedDecays, KimiDelta, free_decays
+from nnxmoe.layers.recurrent.kimi_delta import BoundedDecays, KimiDelta, unbounded_decays
 from nnxmoe.model.weight_names import W, options
 from nnxmoe.models.deepseek_v3 import DeepSeekV3
 from nnxmoe.models.kimi_linear import KimiMoEConfig
@@ -95,5 +95,5 @@ class BailingHybrid(KimiHybrid, DeepSeekV3):
 
     def recurrent(self, **kw: Any) -> KimiDelta:
         c = self.config
-        decays = BoundedDecays(c.kda_lower_bound) if c.kda_safe_gate else free_decays
+        decays = BoundedDecays(c.kda_lower_bound) if c.kda_safe_gate else unbounded_decays
         return self.delta(decays, None, (c.linear_num_heads,), **kw)

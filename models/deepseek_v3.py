@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from nnxmoe.config.bounds import ConfigError, count
-from nnxmoe.config.rope_parameters import kind_of, yarn_mscale
-from nnxmoe.layers.attention.mla import LATENT_NORM_EPS, MLA, LatentWidths
+from nnxmoe.config.rope_parameters import rope_type, yarn_mscale
+from nnxmoe.layers.attention.mla import LATENT_NORM_EPS, MLA, MLADims
 from nnxmoe.layers.rope import rotate_halves, rotate_pairs
 from nnxmoe.model.maxtext_layers import LayerGroups
 from nnxmoe.models.shared.grouped_experts import HF_GROUPED_EXPERTS, DenseOrMoE, GroupedExpertsConfig
@@ -87,7 +87,7 @@ class DeepSeekV3Config(GroupedExpertsConfig):
     def softmax_scale(self) -> float:
         """1 / sqrt(query width), times YaRN's temperature squared if ``mscale_all_dim`` is set."""
         fields, scale = self.rope_fields, (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
-        if kind_of(fields) != "default" and fields.get("mscale_all_dim"):
+        if rope_type(fields) != "default" and fields.get("mscale_all_dim"):
             stretch = float(fields.get("factor") or getattr(self.rope, "scale", 1.0))
             scale *= yarn_mscale(stretch, float(fields["mscale_all_dim"])) ** 2
         return scale
@@ -128,7 +128,7 @@ class DeepSeekV3(DenseOrMoE):
     def attention(self, index: int, form: Callable[..., MLA] = MLA, **kw: Any) -> MLA:
         c = self.config
         return form(
-            LatentWidths(
+            MLADims(
                 c.hidden_size,
                 c.num_attention_heads,
                 q_rank=c.q_lora_rank,
@@ -142,7 +142,7 @@ class DeepSeekV3(DenseOrMoE):
             bias=c.attention_bias,
             rotary=c.rope if c.rotates else None,
             rotate=rotate_pairs if c.rope_interleave else rotate_halves,
-            form=self.strategy.latent,
-            attend=self.strategy.attend,
+            mla=self.strategy.mla,
+            attention_fn=self.strategy.attention_fn,
             **kw,
         )

@@ -15,7 +15,7 @@ from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.printable import short
 from nnxmoe.config.rope_parameters import Rope, rope_from_fields
 from nnxmoe.layers.attention.compressed import Compressor
-from nnxmoe.layers.attention.shared_kv import EntryIndex, SharedKV, SharedKVWidths
+from nnxmoe.layers.attention.shared_kv import EntryIndexer, SharedKV, SharedKVDims
 from nnxmoe.layers.gated import LimitedSwiGLU
 from nnxmoe.layers.hyper import CollapsedNorm
 from nnxmoe.layers.mlp import MLP
@@ -352,14 +352,14 @@ class DeepSeekV4(StreamedLM):
         chooser = None
         if kind == SPARSE:
             keys = compressor(c.index_head_dim)
-            chooser = EntryIndex(c.hidden_size, c.q_lora_rank, c.index_n_heads, k=c.index_topk, keys=keys, **kw)
+            chooser = EntryIndexer(c.hidden_size, c.q_lora_rank, c.index_n_heads, k=c.index_topk, keys=keys, **kw)
         return SharedKV(
             c.hidden_size,
-            SharedKVWidths(c.num_attention_heads, c.head_width, c.q_lora_rank, c.o_lora_rank, c.o_groups),
+            SharedKVDims(c.num_attention_heads, c.head_width, c.q_lora_rank, c.o_lora_rank, c.o_groups),
             window=c.sliding_window,
             eps=c.rms_norm_eps,
             rotary=rope,
-            attend=self.strategy.attend,
+            attention_fn=self.strategy.attention_fn,
             compressor=None if kind == WINDOW else compressor(c.head_width),
             indexer=chooser,
             **kw,

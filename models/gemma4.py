@@ -16,10 +16,10 @@ from nnxmoe.config.bounds import ConfigError, check_at_most, check_multiple, cou
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.layer_types import FULL, SLIDING, LayerRopesConfig
 from nnxmoe.config.printable import short
-from nnxmoe.config.rope_parameters import ProportionalRope, Rope, kind_of, rope_from_fields
+from nnxmoe.config.rope_parameters import ProportionalRope, Rope, rope_from_fields, rope_type
 from nnxmoe.layers.attention.capped import CappedKernel
+from nnxmoe.layers.attention.cross_layer import CrossLayerAttention, ValueNormGQA
 from nnxmoe.layers.attention.qk_norm import QKNorm
-from nnxmoe.layers.attention.reused_keys import NormedValues, ReusedKeys
 from nnxmoe.layers.embed import Embed, MuPEmbed
 from nnxmoe.layers.gated import geglu
 from nnxmoe.layers.linear.kernel import Kernel
@@ -151,7 +151,7 @@ class Gemma4TextConfig(LayerRopesConfig):
         given = self.rope_fields_of(kind)
         fields = {name: value for name, value in given.items() if name != FACTOR}
         width, length = self.width_of(kind), self.max_position_embeddings
-        if kind_of(fields) != PROPORTIONAL:
+        if rope_type(fields) != PROPORTIONAL:
             return rope_from_fields(fields, width, self.rope_theta, length, None, self.rope_field)
         linear = rope_from_fields(fields | {"rope_type": "linear", "factor": fields.get("factor", 1.0)}, width,
                                   self.rope_theta, length, None, self.rope_field)  # fmt: skip
@@ -315,16 +315,16 @@ class Gemma4Text(CausalLM):
             options |= {"kind": c.layer_kinds[index], "stores": c.storing[index], "own": own}
         return super().layer(index, form, **kw, **options)
 
-    def attention(self, index: int, **kw: Any) -> NormedValues | ReusedKeys:
+    def attention(self, index: int, **kw: Any) -> ValueNormGQA | CrossLayerAttention:
         c, kind = self.config, self.config.layer_kinds[index]
         whole, width = kind == FULL, self.config.width_of(kind)
         kv_heads = c.whole_kv_heads if whole else c.kv_heads
         options = {"kv_heads": kv_heads, "head_dim": width, "scale": 1.0, "bias": c.attention_bias}
         options |= {"eps": c.rms_norm_eps, "rotary": c.rope_of(kind), **kw}
         if index >= c.first_shared:
-            return self.gqa(index, ReusedKeys, **options)
+            return self.gqa(index, CrossLayerAttention, **options)
         norm, same = QKNorm.per_head(width, c.rms_norm_eps, **kw), whole and c.attention_k_eq_v
-        return self.gqa(index, NormedValues, keys_as_values=same, qk_norm=norm, **options)
+        return self.gqa(index, ValueNormGQA, keys_as_values=same, qk_norm=norm, **options)
 
     def feed_forward(self, index: int, **kw: Any) -> MLP | MoE:
         c = self.config

@@ -13,7 +13,7 @@ from nnxmoe.config.bounds import ConfigError, check_multiple, count, number, one
 from nnxmoe.layers.attention.pooled_indexer import PooledIndexer
 from nnxmoe.layers.gated import LimitedSwiGLU
 from nnxmoe.layers.hyper import MeanNorm
-from nnxmoe.layers.recurrent.kimi_delta import BoundedDecays, KimiDelta, free_decays
+from nnxmoe.layers.recurrent.kimi_delta import BoundedDecays, KimiDelta, unbounded_decays
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.deepseek_v32 import DeepSeekV32
 from nnxmoe.models.glm_moe_dsa import GlmMoeDsa, GlmMoeDsaConfig
@@ -107,7 +107,7 @@ class Glm5NextText(StreamedLM, KimiHybrid, DeepSeekV32):
 
     def recurrent(self, **kw: Any) -> KimiDelta:
         c, bound = self.config, self.config.linear_lower_bound
-        decays = free_decays if bound is None else BoundedDecays(bound)
+        decays = unbounded_decays if bound is None else BoundedDecays(bound)
         return self.delta(decays, c.linear_head_dim, (c.linear_num_heads,), **kw)
 
     def indexer(self, index: int, **kw: Any) -> PooledIndexer:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from nnxmoe.config.bounds import ConfigError, count, per_layer
-from nnxmoe.layers.attention.indexer import NONE, Indexer, Selection
+from nnxmoe.layers.attention.indexer import NO_SLOT, Indexer, SelectedSlots
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.rope import rotate_pairs
 from nnxmoe.model.layer import Layer, LayerOutput
@@ -69,7 +69,7 @@ class GlmMoeDsaConfig(DeepSeekV32Config):
 
 
 # What layers hand on: the hidden states, and the keys that the last indexer has chosen.
-Indexed = tuple[Float[Array, "B T D"], Selection]
+Indexed = tuple[Float[Array, "B T D"], SelectedSlots]
 
 
 class IndexedLayer(Layer):
@@ -78,7 +78,7 @@ class IndexedLayer(Layer):
     def __call__(self, x: Indexed, context: Context, cache: Any = None) -> LayerOutput:
         attention: Any = self.attention
         before, chosen = x
-        more, chosen, cache = attention.choosing(self.attention_norm(before), chosen, context=context, cache=cache)
+        more, chosen, cache = attention.attend_sparse(self.attention_norm(before), chosen, context=context, cache=cache)
         hidden = context.asked(before) + more
         more, info = self.feed(hidden, context=context)
         return LayerOutput((hidden + more, chosen), cache, info)
@@ -122,7 +122,7 @@ class GlmMoeDsa(DeepSeekV32):
         return super().indexer(index, **kw) if self.config.indexed[index] else None
 
     def enter(self, x: Float[Array, "B T D"], tokens: Ids) -> Indexed:
-        return x, jnp.full((*x.shape[:2], self.topk), NONE, jnp.int32)
+        return x, jnp.full((*x.shape[:2], self.topk), NO_SLOT, jnp.int32)
 
     def leave(self, x: Indexed) -> Float[Array, "B asked D"]:
         return x[0]

@@ -10,7 +10,7 @@ from typing import Any
 
 from nnxmoe.config.bounds import ConfigError, count, one_of, per_layer
 from nnxmoe.config.printable import short
-from nnxmoe.layers.recurrent.kimi_delta import KimiDelta, free_decays
+from nnxmoe.layers.recurrent.kimi_delta import KimiDelta, unbounded_decays
 from nnxmoe.model.weight_names import W, options
 from nnxmoe.models.deepseek_v3 import DeepSeekV3, DeepSeekV3Config
 from nnxmoe.models.shared.grouped_experts import HF_GROUPED_EXPERTS
@@ -122,4 +122,4 @@ class KimiLinear(KimiHybrid, DeepSeekV3):
     hf_table = _TABLE
 
     def recurrent(self, **kw: Any) -> KimiDelta:
-        return self.delta(free_decays, self.config.linear_head_dim, (1, 1, self.config.linear_num_heads, 1), **kw)
+        return self.delta(unbounded_decays, self.config.linear_head_dim, (1, 1, self.config.linear_num_heads, 1), **kw)

@@ -11,7 +11,7 @@ from typing import Any
 from nnxmoe.config.bounds import ConfigError, count, number, per_layer
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.layer_types import FULL, SLIDING, PartialRopesConfig
-from nnxmoe.layers.attention.gqa import GQA, OutputFactor, Sinks
+from nnxmoe.layers.attention.gqa import GQA, ConstantGate, Sinks
 from nnxmoe.layers.rope import PartialRotary
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.shared.grouped_experts import HF_GROUPED_EXPERTS, DenseOrMoE, check_groups
@@ -116,6 +116,6 @@ class MiMoV2Flash(DenseOrMoE):
             rotary=rope,
             rotate=PartialRotary(rope.dim),
             sinks=None if window is None else Sinks(c.num_attention_heads, **kw),
-            gate=None if c.attention_value_scale is None else OutputFactor(c.attention_value_scale),
+            gate=None if c.attention_value_scale is None else ConstantGate(c.attention_value_scale),
             **kw,
         )

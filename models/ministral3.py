@@ -10,7 +10,7 @@ from nnxmoe.config.bounds import ConfigError, count
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.printable import short
 from nnxmoe.layers.attention.gqa import GQA
-from nnxmoe.layers.attention.scaled_queries import ScaledQueries
+from nnxmoe.layers.attention.scaled_queries import PositionScaledGQA
 from nnxmoe.models.llama import LlamaLike
 
 BETA, ORIGINAL = "llama_4_scaling_beta", "original_max_position_embeddings"
@@ -61,7 +61,7 @@ class Ministral3Config(DecoderConfig):
 
 
 def position_scale(rope_fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `ScaledQueries` that a rope object has. Raises ConfigError without them."""
+    """The arguments of `PositionScaledGQA` that a rope object has. Raises ConfigError without them."""
     beta, original = rope_fields.get(BETA), rope_fields.get(ORIGINAL)
     if isinstance(beta, bool) or not isinstance(beta, int | float) or not 0 <= beta <= 100:
         raise ConfigError(f"rope: {BETA} must be a number from 0 to 100, got {short(beta)}; 0 scales no queries")
@@ -79,4 +79,4 @@ class Ministral3(LlamaLike):
 
     def attention(self, index: int, **kw: Any) -> GQA:
         scaled = position_scale(self.config.rope_fields)
-        return self.gqa(index, ScaledQueries, bias=False, **scaled, **kw)
+        return self.gqa(index, PositionScaledGQA, bias=False, **scaled, **kw)

@@ -9,7 +9,7 @@ from nnxmoe.config.bounds import ConfigError, check_at_most, count, one_of
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.printable import short
 from nnxmoe.layers.attention.mla import MLA
-from nnxmoe.layers.attention.scaled_queries import ScaledLatentQueries
+from nnxmoe.layers.attention.scaled_queries import PositionScaledMLA
 from nnxmoe.model.weight_names import options
 from nnxmoe.models.deepseek_v3 import DeepSeekV3, DeepSeekV3Config
 from nnxmoe.models.ministral3 import BETA, ORIGINAL, position_scale
@@ -94,4 +94,4 @@ class Mistral4(DeepSeekV3):
         return Router(c.hidden_size, c.n_routed_experts, select, bias=False, **kw)
 
     def attention(self, index: int, **kw: Any) -> MLA:
-        return super().attention(index, form=ScaledLatentQueries, **position_scale(self.config.rope_fields), **kw)
+        return super().attention(index, form=PositionScaledMLA, **position_scale(self.config.rope_fields), **kw)

@@ -17,7 +17,7 @@ from nnxmoe.config.printable import short
 from nnxmoe.layers.gated import relu2
 from nnxmoe.layers.linear.linear import Linear
 from nnxmoe.layers.mlp import UngatedMLP
-from nnxmoe.layers.recurrent.delta import DeltaHeads
+from nnxmoe.layers.recurrent.delta import DeltaDims
 from nnxmoe.layers.recurrent.mamba2 import Mamba2
 from nnxmoe.model.layer import Layer, SingleLayer
 from nnxmoe.model.weight_names import W
@@ -192,9 +192,9 @@ class NemotronH(DenseOrMoE):
 
     def _mamba(self, **kw: Any) -> Mamba2:
         c = self.config
-        heads = DeltaHeads(c.hidden_size, c.n_groups, c.mamba_num_heads, c.ssm_state_size, c.mamba_head_dim)
+        heads = DeltaDims(c.hidden_size, c.n_groups, c.mamba_num_heads, c.ssm_state_size, c.mamba_head_dim)
         options = {"taps": c.conv_kernel, "bias": c.use_bias, "conv_bias": c.use_conv_bias, **kw}
-        return Mamba2(heads, eps=c.rms_norm_eps, least_step=c.time_step_min, mesh=self.strategy.mesh, **options)
+        return Mamba2(heads, eps=c.rms_norm_eps, min_step=c.time_step_min, mesh=self.strategy.mesh, **options)
 
     def _dense(self, width: int | None = None, **kw: Any) -> UngatedMLP:
         c = self.config

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from nnxmoe.config.bounds import count, one_of
-from nnxmoe.layers.recurrent.delta import DeltaHeads, SeparateProjection
+from nnxmoe.layers.recurrent.delta import DeltaDims, SeparateProjection
 from nnxmoe.model.maxtext_layers import LayerBlocks
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.qwen3_vl import MROPE
@@ -91,7 +91,7 @@ class Qwen3_5Text(QwenHybrid):
     configs = (Qwen3_5TextConfig,)
     hf_table = {**HF_HYBRID, **_PROJECTIONS}
 
-    def project(self, heads: DeltaHeads, **kw: Any) -> SeparateProjection:
+    def project(self, heads: DeltaDims, **kw: Any) -> SeparateProjection:
         return SeparateProjection(heads, **kw)
 
 
@@ -119,5 +119,5 @@ class Qwen3_5MoeText(QwenHybrid, QwenMoe):
         named = zip(("qkv", "z", "b", "a"), at, strict=True)
         return {f"{_PROJECT}.{x}.kernel": tuple(np.asarray(columns).ravel().tolist()) for x, columns in named}
 
-    def project(self, heads: DeltaHeads, **kw: Any) -> SeparateProjection:
+    def project(self, heads: DeltaDims, **kw: Any) -> SeparateProjection:
         return SeparateProjection(heads, **kw)

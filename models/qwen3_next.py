@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from nnxmoe.config.bounds import count
-from nnxmoe.layers.recurrent.delta import DeltaHeads, FusedProjection
+from nnxmoe.layers.recurrent.delta import DeltaDims, FusedProjection
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.shared.qwen_hybrid import HF_HYBRID, MAXTEXT_HYBRID, QwenHybrid, QwenHybridConfig
 from nnxmoe.models.shared.qwen_moe import HF_SHARED, QwenMoe, QwenMoeConfig
@@ -59,5 +59,5 @@ class Qwen3Next(QwenHybrid, QwenMoe):
         "layer.attention.project.ba.kernel": ("attention/in_proj_ba/kernel", ("embed", "gdn_head")),
     }
 
-    def project(self, heads: DeltaHeads, **kw: Any) -> FusedProjection:
+    def project(self, heads: DeltaDims, **kw: Any) -> FusedProjection:
         return FusedProjection(heads, **kw)

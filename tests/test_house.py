@@ -60,7 +60,7 @@ LEVELS = {package: level for level, package in enumerate(ORDER)}
 MODELS_KNOW = {f"nnxmoe.{name}" for name in ("config", "layers", "moe", "model", "models")}
 # Kernels for accelerators, imported on first use.
 ACCELERATOR_KERNELS = {
-    "nnxmoe.layers.attention.splash",
+    "nnxmoe.layers.attention.splash_attention",
     "nnxmoe.layers.recurrent.tokamax_delta",
     "nnxmoe.moe.tokamax",
     "nnxmoe.moe.triton",

@@ -15,7 +15,7 @@ import pytest
 
 import nnxmoe
 from nnxmoe.config.rope_parameters import Rope
-from nnxmoe.layers.attention import attend, mla
+from nnxmoe.layers.attention import mla, softmax_attention
 from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.layers.rope import rotate_halves, rotate_pairs
 from nnxmoe.moe import router
@@ -114,13 +114,15 @@ def ignore_window(model: Any, patch: pytest.MonkeyPatch) -> None:
 
 
 def see_the_future(model: Any, patch: pytest.MonkeyPatch) -> None:
-    right = attend.Mask.allowed
+    right = softmax_attention.Mask.allowed
     patch.setattr(
-        attend.Mask, "allowed", lambda self: right(dataclasses.replace(self, query_index=self.query_index + 1))
+        softmax_attention.Mask,
+        "allowed",
+        lambda self: right(dataclasses.replace(self, query_index=self.query_index + 1)),
     )
 
 
-class Tiled(nnxmoe.Reference):
+class Tiled(nnxmoe.ReferenceAttention):
     """Query head n uses key head n % K."""
 
     def __call__(self, q: Any, k: Any, v: Any, scores: Any) -> Any:
@@ -130,7 +132,7 @@ class Tiled(nnxmoe.Reference):
 
 def tile_kv_heads(model: Any, patch: pytest.MonkeyPatch) -> None:
     for layer in layers(model):
-        layer.attention.attend = Tiled()
+        layer.attention.attention_fn = Tiled()
 
 
 def ignore_norm_weights(model: Any, patch: pytest.MonkeyPatch) -> None:

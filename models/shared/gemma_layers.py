@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float
 
-from nnxmoe.layers.attention.reused_keys import ReusedKeys
+from nnxmoe.layers.attention.cross_layer import CrossLayerAttention
 from nnxmoe.layers.context import Context, Fed
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.norm import RMSNorm
@@ -54,10 +54,10 @@ class EdgeLayer(GemmaLayer):
     def __call__(self, x: Any, context: Context, cache: Any = None) -> LayerOutput:
         hidden, inputs, place, kept = x
         attention: Any = self.attention
-        if isinstance(attention, ReusedKeys):
+        if isinstance(attention, CrossLayerAttention):
             more = attention(self.attention_norm(hidden), kept[self.kind], context=context)
         else:
-            more, cache, seen = attention.keeping(self.attention_norm(hidden), context=context, cache=cache)
+            more, cache, seen = attention.attend_sharing_kv(self.attention_norm(hidden), context=context, cache=cache)
             kept = kept | {self.kind: seen} if self.stores else kept
         hidden = context.asked(hidden) + self._added(more, self.attention_post_norm)
         more, info = self.feed(hidden, context=context)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import ConfigError, count, per_layer
 from nnxmoe.config.printable import short
-from nnxmoe.layers.recurrent.delta import DeltaHeads
+from nnxmoe.layers.recurrent.delta import DeltaDims
 from nnxmoe.layers.recurrent.kimi_delta import Decays, KimiDelta, KimiProjection
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.weight_names import W
@@ -43,11 +43,11 @@ class KimiHybridConfig(DecoderConfig):
         return tuple(map(self.recurrent_by_default, range(self.num_hidden_layers)))
 
     @property
-    def delta_heads(self) -> DeltaHeads:
+    def delta_heads(self) -> DeltaDims:
         """The heads of the recurrent layers."""
         heads, width = self.linear_num_heads, self.linear_head_dim
         assert heads is not None and width is not None
-        return DeltaHeads(self.hidden_size, heads, heads, width, width)
+        return DeltaDims(self.hidden_size, heads, heads, width, width)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

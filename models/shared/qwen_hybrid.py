@@ -12,7 +12,7 @@ from nnxmoe.config.bounds import check_multiple, count, one_of, per_layer
 from nnxmoe.config.partial_rotary import PartialRotaryConfig
 from nnxmoe.layers.attention.gqa import QueryGate
 from nnxmoe.layers.norm import OffsetNorm
-from nnxmoe.layers.recurrent.delta import DeltaHeads, DeltaProjection, GatedDeltaNet
+from nnxmoe.layers.recurrent.delta import DeltaDims, DeltaProjection, GatedDeltaNet
 from nnxmoe.layers.rope import PartialRotary
 from nnxmoe.model.maxtext_layers import LayerBlocks
 from nnxmoe.model.mtp import last_layer
@@ -62,10 +62,10 @@ class QwenHybridConfig(PartialRotaryConfig):
         return tuple((i + 1) % self.full_attention_interval > 0 for i in range(self.num_hidden_layers))
 
     @property
-    def delta_heads(self) -> DeltaHeads:
+    def delta_heads(self) -> DeltaDims:
         """The heads of the recurrent layers."""
         keys, values = self.linear_num_key_heads, self.linear_num_value_heads
-        return DeltaHeads(self.hidden_size, keys, values, self.linear_key_head_dim, self.linear_value_head_dim)
+        return DeltaDims(self.hidden_size, keys, values, self.linear_key_head_dim, self.linear_value_head_dim)
 
 
 HF_HYBRID = {
@@ -127,7 +127,7 @@ class QwenHybrid(NormedHeads, DenseOrMoE):
     def kind(self, index: int) -> Any:
         return self.config.recurrent_layers[index], self.config.sparse_layers[index]
 
-    def project(self, heads: DeltaHeads, **kw: Any) -> DeltaProjection:
+    def project(self, heads: DeltaDims, **kw: Any) -> DeltaProjection:
         """The projection of a recurrent layer."""
         raise TypeError("a model class must define project(heads, **kw)")
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from nnxmoe.layers.context import Context
-from nnxmoe.layers.hyper import HyperConnection, mixed
+from nnxmoe.layers.hyper import HyperConnection, mix_streams
 from nnxmoe.layers.linear.linear import Linear
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.layer import Layer, LayerOutput
@@ -31,10 +31,10 @@ class Streamed(Layer):
     def __call__(self, x: Any, context: Context, cache: Any = None) -> LayerOutput:
         one = self.attention_streams(x)
         y, cache = self.mix(one.x, context=context, cache=cache)
-        x = mixed(context.asked(x), y, one.asked(context))
+        x = mix_streams(context.asked(x), y, one.asked(context))
         other = self.feed_forward_streams(x)
         y, info = self.feed(other.x, context=context)
-        return LayerOutput(mixed(x, y, other), cache, info)
+        return LayerOutput(mix_streams(x, y, other), cache, info)
 
 
 class TokenAndStreams(nnx.Module):

@@ -18,7 +18,7 @@ _HINTS = {
     "load_in_8bit": "pass quantize=nnxmoe.Int8()",
     "load_in_4bit": "pass quantize=nnxmoe.Int4()",
     "quantization_config": "pass quantize=nnxmoe.Int8(), or keep_quantized=True for codes that the files have",
-    "attn_implementation": "pass strategy=nnxmoe.Strategy(attend=…)",
+    "attn_implementation": "pass strategy=nnxmoe.Strategy(attention_fn=…)",
     "trust_remote_code": "code of checkpoints is never run: leave it out",
     "ignore_unknown": "fields of config.json that change nothing are dropped without it: leave it out",
     "low_cpu_mem_usage": "weights are always read into their place: leave it out",

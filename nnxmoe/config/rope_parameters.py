@@ -133,7 +133,7 @@ FIELDS = frozenset(
 )
 
 
-def kind_of(fields: Mapping[str, Any]) -> Any:
+def rope_type(fields: Mapping[str, Any]) -> Any:
     """The type of a rope object; ``rope_type`` wins over the older ``type``."""
     given = [fields[name] for name in ("rope_type", "type") if fields.get(name) is not None]
     return given[0] if given else "default"
@@ -147,7 +147,7 @@ def rope_from_fields(
     ``dim``: the rotated width, from the field named ``width``; ``theta``: the default of rope_theta; ``positions``:
     max_position_embeddings; ``original``: the top-level original_max_position_embeddings, which takes precedence.
     """
-    kind = kind_of(fields)
+    kind = rope_type(fields)
     _check_rope_fields(fields)
     if dim % 2:
         raise ConfigError(f"{width}: rotary embedding needs an even width, got {dim}")
@@ -184,7 +184,7 @@ def _check_rope_fields(fields: Mapping[str, Any]) -> None:
             _check(name, value)
     if nested := [name for name, value in fields.items() if isinstance(value, Mapping)]:
         raise ConfigError(f"rope: {short(nested[0])}: rotary embeddings that differ between layers are not supported")
-    if kind_of(fields) == "default" and fields.get("factor", 1) not in (None, 1):
+    if rope_type(fields) == "default" and fields.get("factor", 1) not in (None, 1):
         raise ConfigError(
             f"rope: factor {short(fields['factor'])} without a rope_type that uses it: give the rope_type"
         )

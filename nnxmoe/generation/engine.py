@@ -111,7 +111,7 @@ class Engine:
         self._parts = shards(self._mesh, batch_axes(self._mesh))
         self.slots = (count := whole_number("slots", slots, 1)) + -count % self._parts
         self.draft = draft = draft_cost.resolve(model, draft, self.slots, self.capacity)
-        spare = 0 if draft is None else draft.count
+        lookahead = 0 if draft is None else draft.count
         fixed = model.fixed_positions
         if grouping is None and fixed is not None and self.capacity > fixed:
             raise ValueError(
@@ -121,7 +121,7 @@ class Engine:
         self._grouping = grouping or (as_one_large_chunk if draft is None else one_by_one)
         self._begun = weakref.WeakKeyDictionary[Prefix, Passed]()  # prefixes that were read
         self._options = RowOptions(limits.sampling, limits.top, process, self._mesh)
-        self._room, self._vocab = Room(self.capacity + spare, spare), model.vocab_size
+        self._room, self._vocab = Room(self.capacity + lookahead, lookahead), model.vocab_size
         if isinstance(draft, Modelled) and draft.vocab_size != self._vocab:
             raise ValueError(
                 f"draft={draft}: its vocabulary has {draft.vocab_size} ids and the model's {self._vocab}: give a model "
@@ -131,12 +131,12 @@ class Engine:
         self.kept = KeptPrefixes(whole_number("prefix_bytes", prefix_bytes, 0) // max(one, 1))
         self._refuse_beyond_memory(self.kept.most * one)
         self._pass, self._axes = passes.passes(model), passes.batch_axes_of(model, self._room)
-        self._step = self._pass if draft is None else passes.passes(passes.steady(model, self.slots * (1 + spare)))
+        self._step = self._pass if draft is None else passes.passes(passes.steady(model, self.slots * (1 + lookahead)))
         memory = None if draft is None else draft.empty(self.slots, self._room.tokens)
         # Whether nothing may be added to a row that has ended: there are others, drafts, or its cache may be kept.
-        self._stays = self.slots > 1 or spare > 0 or self.kept.most > 0
+        self._stays = self.slots > 1 or lookahead > 0 or self.kept.most > 0
         self._nothing = Wanted(stop_ids=None).asked(limits, self._vocab)  # for rows without a request
-        self._rows: Any = empty_rows(self._nothing, self.slots, self._room.tokens, 1 + spare, memory, self._mesh)
+        self._rows: Any = empty_rows(self._nothing, self.slots, self._room.tokens, 1 + lookahead, memory, self._mesh)
         self._cache: Any = None
         self._dropped: Any = np.int32(0)
         self._slots: list[Request | None] = [None] * self.slots

@@ -38,7 +38,7 @@ class Room(NamedTuple):
     """The size of an empty cache: tokens per row, and how many of the newest may be taken back."""
 
     tokens: int
-    spare: int
+    lookahead: int
 
 
 class Passed(NamedTuple):

@@ -61,7 +61,7 @@ def written(buffer: Buffer, new: Array, slots: Int[Array, "B T"], axis: int) -> 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Slots:
+class SlotMetadata:
     """The token that each slot holds: its index in its row (negative: none), whether it is real (None: all are), and
     its segment (None: all are of one). Indices without a batch dimension are those of every row."""
 
@@ -72,7 +72,7 @@ class Slots:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Past:
+class CacheMetadata:
     """State that the caches of all layers share in one forward pass.
 
     ``index``: of each new token in its row, -1 for padding. ``before`` and ``after``: tokens that a row has stored
@@ -84,10 +84,10 @@ class Past:
     after: Int[Array, "B"]
     segment: Int[Array, "B C"]
 
-    def slots(self, index: Int[Array, "B S"]) -> Slots:
+    def slots(self, index: Int[Array, "B S"]) -> SlotMetadata:
         """The slots that hold the tokens of these indices."""
         segment = jnp.take_along_axis(self.segment, jnp.maximum(index, 0), axis=1)
-        return Slots(index, None, segment)
+        return SlotMetadata(index, None, segment)
 
 
 def gather_tokens(x: Shaped[Array, "B S ..."], at: Int[Array, "B ..."]) -> Shaped[Array, "B ..."]:
@@ -103,7 +103,7 @@ def floats(buffer: Buffer, like: Array) -> Array:
     return buffer.floats(like.dtype) if isinstance(buffer, Int8Array) else buffer
 
 
-def append_full(buffer: Buffer, new: Array, past: Past, spare: int) -> Stored:
+def append_full(buffer: Buffer, new: Array, past: CacheMetadata, lookahead: int) -> Stored:
     """Write token i to slot i; all slots may be attended to."""
     size, axis = buffer.shape[-2], new.ndim - 2
     buffer = written(buffer, new, jnp.where(past.index < 0, size, past.index), axis)
@@ -111,13 +111,13 @@ def append_full(buffer: Buffer, new: Array, past: Past, spare: int) -> Stored:
     return buffer, floats(buffer, new), jnp.where(slots < past.after[:, None], slots, -1)
 
 
-def append_ring(buffer: Buffer, new: Array, past: Past, spare: int) -> Stored:
+def append_ring(buffer: Buffer, new: Array, past: CacheMetadata, lookahead: int) -> Stored:
     """Write token i to slot ``i % size``. More new tokens than one and the spare slots attend to the previous ring
     followed by themselves, since later ones of them overwrite slots that earlier ones attend to."""
     size, axis, index = buffer.shape[-2], new.ndim - 2, past.index
     kept = (index >= 0) & (index >= past.after[:, None] - size)
     after = written(buffer, new, jnp.where(kept, index % size, size), axis)
-    if index.shape[1] <= 1 + spare:
+    if index.shape[1] <= 1 + lookahead:
         return after, floats(after, new), _ring_index(past.after, size)
     own = Int8Array.of(new).floats(new.dtype) if isinstance(buffer, Int8Array) else new.astype(buffer.dtype)
     seen = jnp.concatenate([floats(buffer, new), own], axis=axis)
@@ -136,20 +136,20 @@ class TokenCache:
     """One layer's cache with a slot per token. ``buffers``: a pytree of ``[*L, B, …, S, W]``, such as keys and values
     ``[*L, B, K, S, H]``, or MLA's latents ``[*L, B, S, W]``, each followed by its rotated key (DeepSeek-V2).
 
-    ``ring``: only for the last tokens, as many as a sliding window covers. ``spare``: how many of the slots are for
+    ``ring``: only for the last tokens, as many as a sliding window covers. ``lookahead``: how many of the slots are for
     tokens that may be taken back.
     """
 
     buffers: Any
     ring: bool = dataclasses.field(default=False, metadata={"static": True})
-    spare: int = dataclasses.field(default=0, metadata={"static": True})
+    lookahead: int = dataclasses.field(default=0, metadata={"static": True})
 
-    def append(self, new: Any, past: Past) -> tuple[Self, Any, Slots]:
+    def append(self, new: Any, past: CacheMetadata) -> tuple[Self, Any, SlotMetadata]:
         """Store ``new``, arrays ``[B, …, T, W]`` in the structure of the buffers. Returns the cache, all that may be
         attended to, and the tokens that it holds."""
         arrays, tree = jax.tree.flatten(new)
         store, buffers = append_ring if self.ring else append_full, tree.flatten_up_to(self.buffers)
-        stored = [store(buffer, array, past, self.spare) for buffer, array in zip(buffers, arrays, strict=True)]
+        stored = [store(buffer, array, past, self.lookahead) for buffer, array in zip(buffers, arrays, strict=True)]
         buffers, seen, (index, *_) = zip(*stored, strict=True)
         return dataclasses.replace(self, buffers=tree.unflatten(buffers)), tree.unflatten(seen), past.slots(index)
 
@@ -161,9 +161,9 @@ CacheFormat = Callable[[Array], Buffer]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RecurrentState:
-    """A pytree of state arrays ``[*L, B, 1 + spare, ...]`` after each of the newest tokens of a row.
+    """A pytree of state arrays ``[*L, B, 1 + lookahead, ...]`` after each of the newest tokens of a row.
 
-    Token i's is at ``i % (1 + spare)``, so that the ``spare`` newest tokens may be taken back by a smaller
+    Token i's is at ``i % (1 + lookahead)``, so that the ``lookahead`` newest tokens may be taken back by a smaller
     `Cache.length`, as for keys and values.
     """
 
@@ -172,16 +172,16 @@ class RecurrentState:
     exact: ClassVar[bool] = True  # whatever the `CacheFormat`
 
     @classmethod
-    def empty(cls, zero: Any, spare: int) -> Self:
+    def empty(cls, zero: Any, lookahead: int) -> Self:
         """The state of rows without tokens, from arrays ``[B, ...]`` of zeros."""
-        return cls(jax.tree.map(lambda a: jnp.repeat(a[:, None], 1 + spare, axis=1), zero))
+        return cls(jax.tree.map(lambda a: jnp.repeat(a[:, None], 1 + lookahead, axis=1), zero))
 
     @property
-    def spare(self) -> int:
+    def lookahead(self) -> int:
         """How many tokens may be taken back."""
         return jax.tree.leaves(self.states)[0].shape[1] - 1
 
-    def before(self, past: Past) -> Any:
+    def before(self, past: CacheMetadata) -> Any:
         """The state ``[B, ...]`` before the new tokens."""
 
         def one(states: Array) -> Array:
@@ -201,7 +201,7 @@ class RecurrentState:
         return type(self)(jax.tree.map(one, self.states, state))
 
 
-def formatted(layers: Any, cache_format: CacheFormat | None) -> Any:
+def format_caches(layers: Any, cache_format: CacheFormat | None) -> Any:
     """Empty caches in a format; parts with an attribute ``exact``, such as recurrent states, stay as they are."""
     if cache_format is None:
         return layers
@@ -256,7 +256,7 @@ class Cache:
         return np.asarray(self.length) if known is None else known
 
     @property
-    def known_length(self) -> int | None:
+    def max_length(self) -> int | None:
         return None if (lengths := self.lengths) is None else int(lengths.max())
 
     def remember(self, lengths: np.ndarray) -> Self:
@@ -266,7 +266,7 @@ class Cache:
 
     def advance(
         self, count: int, valid: Bool[Array, "B T"] | None, segment: Int[Array, "B T"] | None
-    ) -> tuple[Self, Past]:
+    ) -> tuple[Self, CacheMetadata]:
         """Count in ``count`` tokens per row. Returns the cache, whose layers do not hold them yet, and the past."""
         before = self.length[:, None]
         if valid is None:
@@ -277,7 +277,7 @@ class Cache:
         segment = jnp.zeros(index.shape, jnp.int32) if segment is None else segment
         segments = written(self.segment, segment, jnp.where(index < 0, self.capacity, index), 1)
         moved = dataclasses.replace(self, length=length, segment=segments)
-        return moved, Past(index, self.length, length, segments)
+        return moved, CacheMetadata(index, self.length, length, segments)
 
     def nan_if_full(self, x: Float[Array, "B T *D"]) -> Float[Array, "B T *D"]:
         """``x`` with NaN in the rows whose tokens do not fit."""
@@ -285,6 +285,6 @@ class Cache:
 
     def shared(self, fresh: bool) -> Self:
         """The part that all layers share. Raises ValueError if it is promised to be empty and is not."""
-        if fresh and self.known_length:
-            raise ValueError(f"fresh=True: {self.known_length} tokens are in the cache; pass an empty cache")
+        if fresh and self.max_length:
+            raise ValueError(f"fresh=True: {self.max_length} tokens are in the cache; pass an empty cache")
         return dataclasses.replace(self, layers=())

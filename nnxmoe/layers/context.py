@@ -12,9 +12,9 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, Integer, Key, Shaped
 
 from nnxmoe.config.rope_parameters import Rope
-from nnxmoe.layers.cache import Cache, Past, Slots
+from nnxmoe.layers.cache import Cache, CacheMetadata, SlotMetadata
 from nnxmoe.layers.mask import Mask
-from nnxmoe.layers.rope import Rotate, Rotations, rotation_at
+from nnxmoe.layers.rope import RotateFn, Rotations, compute_rotation
 
 
 @jax.tree_util.register_dataclass
@@ -34,7 +34,7 @@ class Context:
     index: Int[Array, "S"] | Int[Array, "B S"]
     valid: Bool[Array, "B T"] | None = None
     segment: Int[Array, "B S"] | None = None
-    past: Past | None = None
+    past: CacheMetadata | None = None
     key: Key[Array, ""] | None = None
     tokens: Int[Array, "B T"] | None = None
     positions: Int[Array, "B S"] | None = None
@@ -83,18 +83,20 @@ class Context:
         valid, tokens = (None if a is None else self.asked(a) for a in (self.valid, self.tokens))
         return dataclasses.replace(self, valid=valid, tokens=tokens) if self.last else self
 
-    def rotated(self, x: Float[Array, "B asked N H"], rope: Rope | None, rotate: Rotate) -> Float[Array, "B asked N H"]:
+    def rotated(
+        self, x: Float[Array, "B asked N H"], rope: Rope | None, rotate: RotateFn
+    ) -> Float[Array, "B asked N H"]:
         """Queries or keys, rotated by their positions; unchanged without a ``rope``."""
         if rope is None:
             return x
         if (rotation := self.rotations.get(rope)) is None:
             assert self.positions is not None
-            rotation = rotation_at(rope, self.positions, self.valid)
+            rotation = compute_rotation(rope, self.positions, self.valid)
         return rotate(x, rotation)
 
     def _rotating(self, ropes: tuple[Rope, ...], positions: Int[Array, "B S"]) -> Self:
         """This context with the rotations of all layers."""
-        rotations = Rotations({rope: rotation_at(rope, positions, self.valid) for rope in ropes})
+        rotations = Rotations({rope: compute_rotation(rope, positions, self.valid) for rope in ropes})
         return dataclasses.replace(self, positions=positions, rotations=rotations)
 
     @classmethod
@@ -132,7 +134,7 @@ class Context:
 
         Returns the cache, everything that the tokens attend to, and the mask over it.
         """
-        slots = Slots(self.index, self.valid, self.segment)
+        slots = SlotMetadata(self.index, self.valid, self.segment)
         mask, seen = Mask(self.index, self.segment, slots, window, causal=True), new
         if cache is not None:
             assert self.past is not None
@@ -154,8 +156,8 @@ class Attention(Protocol):
         self, x: Float[Array, "B T D"], context: Context, cache: Any = None
     ) -> tuple[Float[Array, "B asked D"], Any]: ...
 
-    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, spare: int = 0) -> Any:
-        """A cache for ``capacity`` tokens, of which the ``spare`` newest may be taken back."""
+    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, lookahead: int = 0) -> Any:
+        """A cache for ``capacity`` tokens, of which the ``lookahead`` newest may be taken back."""
         ...
 
 

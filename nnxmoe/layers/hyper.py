@@ -70,15 +70,17 @@ class HyperConnection(nnx.Module):
             return mix / (jnp.sum(mix, axis=-2, keepdims=True) + self.eps)
 
         mix = jax.lax.fori_loop(0, self.iterations - 1, even, mix)
-        return Connection(collapsed(streams, jax.nn.sigmoid(pre) + self.eps), 2 * jax.nn.sigmoid(post), mix)
+        return Connection(collapse_streams(streams, jax.nn.sigmoid(pre) + self.eps), 2 * jax.nn.sigmoid(post), mix)
 
 
-def collapsed(streams: Float[Array, "B T streams D"], weights: Float[Array, "B T streams"]) -> Float[Array, "B T D"]:
+def collapse_streams(
+    streams: Float[Array, "B T streams D"], weights: Float[Array, "B T streams"]
+) -> Float[Array, "B T D"]:
     """The weighted sum of the streams, in their dtype."""
     return jnp.einsum("btn,btnd->btd", weights, streams.astype(jnp.float32)).astype(streams.dtype)
 
 
-def mixed(
+def mix_streams(
     streams: Float[Array, "B T streams D"], y: Float[Array, "B T D"], by: Connection
 ) -> Float[Array, "B T streams D"]:
     """The streams mixed with each other, with ``y`` added to each."""
@@ -106,4 +108,4 @@ class CollapsedNorm(RMSNorm):
         self.weights, self.floor = StreamWeights(dim, streams, (streams,), norm_eps, rngs=kw["rngs"]), eps
 
     def __call__(self, x: Float[Array, "B T streams D"]) -> Float[Array, "B T D"]:
-        return super().__call__(collapsed(x, jax.nn.sigmoid(self.weights(x)) + self.floor))
+        return super().__call__(collapse_streams(x, jax.nn.sigmoid(self.weights(x)) + self.floor))

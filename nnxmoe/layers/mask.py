@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from nnxmoe.layers.cache import Slots
+from nnxmoe.layers.cache import SlotMetadata
 
 
 @jax.tree_util.register_dataclass
@@ -23,7 +23,7 @@ class Mask:
 
     query_index: Int[Array, "T"] | Int[Array, "B T"]
     query_segment: Int[Array, "B T"] | None
-    keys: Slots
+    keys: SlotMetadata
     window: int | None = dataclasses.field(metadata={"static": True})
     causal: bool = dataclasses.field(default=False, metadata={"static": True})
 
@@ -57,9 +57,10 @@ class Mask:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class JoinedMask:
+class ConcatenatedMask:
     """The mask over keys of two kinds, one after the other. ``chosen``: which of the second a query may attend to
-    besides, None: all that their mask allows. For attention that computes its blocks itself with `Reference`."""
+    besides, None: all that their mask allows. For attention that computes its blocks itself with
+    `ReferenceAttention`."""
 
     near: Mask
     far: Mask

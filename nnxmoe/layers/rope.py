@@ -33,7 +33,7 @@ class Rotations(dict[Rope, Rotation]):
         return cls(zip(aux[0], jax.tree.unflatten(aux[1], leaves), strict=True))
 
 
-def rotation_at(rope: Rope, positions: Int[Array, "B T"], valid: Bool[Array, "B T"] | None = None) -> Rotation:
+def compute_rotation(rope: Rope, positions: Int[Array, "B T"], valid: Bool[Array, "B T"] | None = None) -> Rotation:
     """The `Rotation` for tokens at these positions. ``valid``: False for padding, which does not count as length."""
     used = positions if valid is None else jnp.where(valid, positions, 0)
     frequencies = rope.frequencies(jnp.max(used) + 1)
@@ -54,7 +54,7 @@ def rotate_pairs(x: Float[Array, "B T N H"], rotation: Rotation) -> Float[Array,
     return rotate_halves(jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1), rotation)
 
 
-Rotate = Callable[[Float[Array, "B T N H"], Rotation], Float[Array, "B T N H"]]
+RotateFn = Callable[[Float[Array, "B T N H"], Rotation], Float[Array, "B T N H"]]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -74,8 +74,8 @@ def wrap(nnx_class: Callable[..., nnx.Module], *args: Any, name: str | None = No
 
     Arguments may be wrapped modules: ``wrap(MoE, wrap(Router, …), wrap(Experts, …), Sorted(), None)``. Variables of
     nnxmoe modules have MaxText's names and axes; since its queries are divided by sqrt(H), use
-    ``wrap(GQA, Heads(…, scale=1.0), …)``. Other variables are named by attribute (``layers_0`` for list items), with
-    the axes of their metadata.
+    ``wrap(GQA, AttentionDims(…, scale=1.0), …)``. Other variables are named by attribute (``layers_0`` for list items),
+    with the axes of their metadata.
     Arguments must be hashable (else ValueError): equal arguments share the graph definition and compiled programs.
     """
     if "rngs" in kwargs:

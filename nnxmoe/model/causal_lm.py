@@ -17,8 +17,8 @@ from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.rope_parameters import DynamicRope
 from nnxmoe.config.validate import floating_dtype
-from nnxmoe.layers.attention.gqa import GQA, Heads
-from nnxmoe.layers.cache import Cache, formatted
+from nnxmoe.layers.attention.gqa import GQA, AttentionDims
+from nnxmoe.layers.cache import Cache, format_caches
 from nnxmoe.layers.context import Attention, Context, FeedForward
 from nnxmoe.layers.embed import Embed
 from nnxmoe.layers.linear.kernel import Kernel, as_weight
@@ -115,13 +115,15 @@ class CausalLM(nnx.Module):
         return after
 
     def gqa(self, index: int, form: Callable[..., Any] = GQA, *, bias: bool, **options: Any) -> Any:
-        """`GQA`, or another ``form`` of it, as the config says for a layer. ``options``: arguments of `Heads` and `GQA`
-        in place of the config's, and those of the form."""
+        """`GQA`, or another ``form`` of it, as the config says for a layer. ``options``: arguments of `AttentionDims`
+        and `GQA` in place of the config's, and those of the form."""
         c = self.config
         sizes = {"heads": c.num_attention_heads, "kv_heads": c.kv_heads, "head_dim": c.head_width}
         sizes |= {"scale": c.query_scale, "out_bias": None, "value_dim": None}
-        heads = Heads(c.hidden_size, bias=bias, **{name: options.pop(name, size) for name, size in sizes.items()})
-        chosen = {"rotary": c.rope, "window": c.windows[index], "attend": self.strategy.attend, **options}
+        heads = AttentionDims(
+            c.hidden_size, bias=bias, **{name: options.pop(name, size) for name, size in sizes.items()}
+        )
+        chosen = {"rotary": c.rope, "window": c.windows[index], "attention_fn": self.strategy.attention_fn, **options}
         return form(heads, **chosen)
 
     def moe(self, router: Router, width: int, shared: Any = None, **options: Any) -> MoE:
@@ -334,17 +336,17 @@ class CausalLM(nnx.Module):
         that are not real, without another result. Not so with `Capacity`, where they compete for slots."""
         return all(stack.separates_tokens(key) for stack in self.stacks)
 
-    def empty_cache(self, batch: int, capacity: int, spare: int = 0) -> Cache:
+    def empty_cache(self, batch: int, capacity: int, lookahead: int = 0) -> Cache:
         """A cache for ``capacity`` real tokens per row, in the activations' dtype or in the strategy's format.
 
-        ``spare``: how many of the newest tokens of a row may be taken back, by a smaller ``length``.
+        ``lookahead``: how many of the newest tokens of a row may be taken back, by a smaller ``length``.
         """
-        layers = tuple(stack.empty_cache(batch, capacity, self.dtype, spare) for stack in self.stacks)
+        layers = tuple(stack.empty_cache(batch, capacity, self.dtype, lookahead) for stack in self.stacks)
         return self.cache_of(layers, batch, capacity)
 
     def cache_of(self, layers: tuple[Any, ...], batch: int, capacity: int) -> Cache:
         """A cache around the layers' empty caches, in the strategy's format."""
-        return Cache.empty(formatted(layers, self.cache_format), batch, capacity)
+        return Cache.empty(format_caches(layers, self.cache_format), batch, capacity)
 
     @property
     def fixed_positions(self) -> int | None:

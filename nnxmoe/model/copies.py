@@ -13,7 +13,7 @@ from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.compiled import refuse_shapes
 from nnxmoe.model.pipeline import PipelinedStack
 from nnxmoe.model.stack import ScannedStack, Unrolled
-from nnxmoe.model.strategy import attend_on, check_context
+from nnxmoe.model.strategy import attention_fn_for_mesh, check_context
 from nnxmoe.moe.block import MoE
 
 
@@ -33,8 +33,8 @@ def on_mesh(model: CausalLM, mesh: Mesh) -> CausalLM:
     for _, node in nnx.iter_graph(model):
         if isinstance(node, CausalLM | MoE | Embed | GatedDeltaNet | PipelinedStack):  # the modules that hold a mesh
             node.mesh = mesh
-        if isinstance(node, nnx.Module) and (attend := getattr(node, "attend", None)) is not None:
-            setattr(node, "attend", attend_on(attend, mesh, model.strategy.rules))  # noqa: B010
+        if isinstance(node, nnx.Module) and (attention_fn := getattr(node, "attention_fn", None)) is not None:
+            setattr(node, "attention_fn", attention_fn_for_mesh(attention_fn, mesh, model.strategy.rules))  # noqa: B010
     return model
 
 

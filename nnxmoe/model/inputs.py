@@ -147,7 +147,7 @@ def call(
     lengths = lengths_after(ids, attention_mask, cache)
     if lengths is not None and positions is None and not isinstance(ids, Tracer):
         warn_beyond_positions(model, int(lengths.max()))
-    fresh = cache is not None and cache.known_length == 0 and np.shape(ids)[1] > 1  # one token: as any step
+    fresh = cache is not None and cache.max_length == 0 and np.shape(ids)[1] > 1  # one token: as any step
     value = next(v.get_value() for _, v in nnx.iter_graph(model.embed) if isinstance(v, nnx.Param))
     eager = not are_arrays((value, ids, arrays, wanted[2]))
     if eager:

@@ -92,14 +92,14 @@ class Layer(nnx.Module):
         """Whether the feed-forward declares its output for a token independent of all other tokens."""
         return separates_tokens(self.feed_forward, key)
 
-    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, spare: int = 0) -> Any:
+    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, lookahead: int = 0) -> Any:
         """Create an empty cache for the attention. Raises ValueError if the attention does not define one."""
         if not hasattr(self.attention, "empty_cache"):
             raise ValueError(
                 f"the attention {type(self.attention).__name__} has no cache: define "
                 "empty_cache(batch, capacity, dtype, spare), in a wrapper by that of the wrapped attention"
             )
-        return self.attention.empty_cache(batch, capacity, dtype, spare)
+        return self.attention.empty_cache(batch, capacity, dtype, lookahead)
 
     def __call__(self, x: Float[Array, "B T D"], context: Context, cache: Any = None) -> LayerOutput:
         more, cache = self.mix(x, context=context, cache=cache)
@@ -136,17 +136,17 @@ class Absent(nnx.Module):
     """The half that a `SingleLayer` lacks: it stores nothing."""
 
     name: ClassVar[str] = "mlp"
-    over_context: ClassVar[bool] = True
+    supports_context_parallel: ClassVar[bool] = True
 
     def separates_tokens(self, key: Key[Array, ""] | None) -> bool:
         """Always True."""
         return True
 
-    def scored(self, seen: float) -> list[tuple[int, float]]:
+    def score_ops(self, seen: float) -> list[tuple[int, float]]:
         """No products of scores."""
         return []
 
-    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, spare: int = 0) -> tuple[()]:
+    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, lookahead: int = 0) -> tuple[()]:
         """An empty pytree."""
         return ()
 

@@ -153,11 +153,11 @@ class PipelinedStack(ScannedStack):
         stacks = [super().unrolled(place), *([] if self.rest is None else [self.rest.unrolled(place)])]
         return UnrolledStack([layer for stack in stacks for layer in stack.layers], self.remat)
 
-    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, spare: int = 0) -> Any:
+    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, lookahead: int = 0) -> Any:
         """The caches of the layers in the pipeline, and of those left over."""
         self.refuse_decoding()
-        rest = () if self.rest is None else (self.rest.empty_cache(batch, capacity, dtype, spare),)
-        return super().empty_cache(batch, capacity, dtype, spare), *rest
+        rest = () if self.rest is None else (self.rest.empty_cache(batch, capacity, dtype, lookahead),)
+        return super().empty_cache(batch, capacity, dtype, lookahead), *rest
 
     def refuse_decoding(self) -> None:
         """Raise ValueError if there are several stages."""

@@ -78,9 +78,9 @@ class UnrolledStack(nnx.Module):
             hidden += [x] if context.keep_hidden else []
         return Body(x, None if cache is None else tuple(caches), infos, tuple(hidden))
 
-    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, spare: int = 0) -> Any:
+    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, lookahead: int = 0) -> Any:
         """One empty cache per layer."""
-        return tuple(layer.empty_cache(batch, capacity, dtype, spare) for layer in self.layers)
+        return tuple(layer.empty_cache(batch, capacity, dtype, lookahead) for layer in self.layers)
 
 
 def scan_layers(
@@ -179,11 +179,11 @@ class ScannedStack(nnx.Module):
         cache = None if cache is None else jax.tree.map(lambda *each: jnp.stack(each), *caches)
         return Body(x, cache, infos, tuple(hidden))
 
-    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, spare: int = 0) -> Any:
+    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, lookahead: int = 0) -> Any:
         """The layers' empty caches, stacked."""
         graph, state = nnx.split(self.layer)
         first = nnx.merge(graph, jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), state))
-        cache = first.empty_cache(batch, capacity, dtype, spare)
+        cache = first.empty_cache(batch, capacity, dtype, lookahead)
         return jax.tree.map(lambda a: jnp.zeros((self.count, *a.shape), a.dtype), cache)
 
     def unrolled(self, place: Callable[[nnx.Variable], Any]) -> UnrolledStack:

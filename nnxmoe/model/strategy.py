@@ -19,7 +19,7 @@ from nnxmoe.config.bounds import ConfigError
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.printable import short
 from nnxmoe.config.validate import check_object, floating_dtype
-from nnxmoe.layers.attention.attend import Attend
+from nnxmoe.layers.attention.softmax_attention import AttentionFn
 from nnxmoe.layers.cache import CacheFormat
 from nnxmoe.model.remat import Remat
 from nnxmoe.model.stack import Scanned, Stacking, Unrolled
@@ -30,29 +30,38 @@ _WHY = {  # (type, backend or None for any) -> reason; measured by python -m tes
     ("Blocked", "cpu"): "only the blocks in use, at 0.65 of the speed of one dense product (8 experts, 512 tokens), or "
     "0.9 (4096 tokens); lax.ragged_dot computes every expert on every row here",
     ("RaggedDot", "tpu"): "lax.ragged_dot is a grouped kernel here; tokamax is not installed",
-    ("Triton", "gpu"): "one kernel for all groups, also of codes, for rows of 16 bits; `otherwise` for the rest",
+    ("Triton", "gpu"): "one kernel for all groups, also of codes, for rows of 16 bits; `fallback` for the rest",
     ("Tokamax", "tpu"): "its Pallas kernels",
     ("Sorted", None): "computes exactly the chosen experts; nothing is dropped",
-    ("Blockwise", None): "half the scores of a causal pass, a block at a time; memory is linear in the length",
-    ("Fused", "gpu"): "cuDNN's kernel for causal passes, with or without a window, in bfloat16 and float16 with head "
-    "widths of a multiple of 8 up to `widest`; `otherwise` for steps with a cache, padding and segments",
-    ("Splash", "tpu"): "its Pallas kernel for causal passes of multiples of 128 tokens, with window, segments and "
-    "padding; `otherwise` for steps with a cache and for sinks",
-    ("GatherKeys", None): "keys and values of whole rows, by one exchange; each device attends with its own queries",
+    ("BlockwiseAttention", None): "half the scores of a causal pass, a block at a time; memory is linear in the length",
+    (
+        "FusedAttention",
+        "gpu",
+    ): "cuDNN's kernel for causal passes, with or without a window, in bfloat16 and float16 with head "
+    "widths of a multiple of 8 up to `max_head_dim`; `fallback` for steps with a cache, padding and segments",
+    (
+        "SplashAttention",
+        "tpu",
+    ): "its Pallas kernel for causal passes of multiples of 128 tokens, with window, segments and "
+    "padding; `fallback` for steps with a cache and for sinks",
+    (
+        "AllGatherAttention",
+        None,
+    ): "keys and values of whole rows, by one exchange; each device attends with its own queries",
     ("ByBackend", "cpu"): "for quantised kernels only: integer products of int8 codes with a few rows of 16 bits, "
     "otherwise a loop over blocks of outputs; neither makes a float copy of a kernel",
     ("ByBackend", "tpu"): "for quantised kernels only: one product with the converted codes, for the compiler to fuse",
-    ("TritonProduct", "gpu"): "for quantised kernels only: up to 16 rows read codes once; `otherwise` for the rest",
+    ("TritonProduct", "gpu"): "for quantised kernels only: up to 16 rows read codes once; `fallback` for the rest",
     ("Unrolled", None): "arrays of its own for each layer, the fastest to decode",
     ("Scanned", None): "one layer to compile, whatever the depth",
-    ("ByLength", None): "absorbed for few tokens at a time (decoding), naive for many (prefill, training)",
+    ("AdaptiveMLA", None): "absorbed for few tokens at a time (decoding), naive for many (prefill, training)",
 }
 
 
 def _defaults(platform: str | None = None) -> dict[str, Any]:
     """The default of each choice that depends on the platform, or whose code the code of a model does not import."""
-    from nnxmoe.layers.attention import splash
-    from nnxmoe.layers.attention.mla import ByLength
+    from nnxmoe.layers.attention import splash_attention
+    from nnxmoe.layers.attention.mla import AdaptiveMLA
     from nnxmoe.layers.linear.quantized_products import ByBackend
     from nnxmoe.moe import tokamax
     from nnxmoe.moe.blocked import Blocked
@@ -66,8 +75,8 @@ def _defaults(platform: str | None = None) -> dict[str, Any]:
         matmul, quantized = Triton(), TritonProduct()
     return {
         "matmul": matmul,
-        "attend": splash.default_attend(platform),
-        "latent": ByLength(),
+        "attention_fn": splash_attention.default_attention_fn(platform),
+        "mla": AdaptiveMLA(),
         "quantized": quantized,
     }
 
@@ -79,8 +88,8 @@ def _default(name: str) -> Any:
 _EXAMPLES = {
     "dispatch": "Sorted()",
     "matmul": "Blocked()",
-    "attend": "Blockwise()",
-    "latent": "ByLength()",
+    "attention_fn": "BlockwiseAttention()",
+    "mla": "AdaptiveMLA()",
     "quantized": "ByBackend()",
     "stacking": "Unrolled()",
 }
@@ -95,7 +104,7 @@ class Strategy(KnownFields):
     None: ``Scanned()`` with a ``pipeline``, which needs it, else ``Unrolled()``. ``pipeline``: how a `Pipeline` splits
     the layers over the mesh axis ``pipe``; None: every device has a part of every layer.
     ``remat``: what the backward pass computes again. ``quantized``: the product of rows with quantised kernels.
-    ``recurrence``: computes passes of recurrent layers (`nnxmoe.TokamaxDelta`); None: XLA does.
+    ``recurrence``: computes passes of recurrent layers (`nnxmoe.TokamaxDeltaRule`); None: XLA does.
     ``cache``: a format for the caches of layers (`Int8Cache`); None: the activations' dtype. ``compute_dtype`` None:
     activations have the dtype of the loaded matrices. ``mesh``: where parameters and tokens lie, split by
     ``rules``; ``from_pretrained(mesh=…)`` sets it.
@@ -103,8 +112,8 @@ class Strategy(KnownFields):
 
     dispatch: Dispatch = Sorted()
     matmul: GroupedMatmul = _default("matmul")
-    attend: Attend = _default("attend")
-    latent: Callable[..., Any] = _default("latent")  # a LatentAttend
+    attention_fn: AttentionFn = _default("attention_fn")
+    mla: Callable[..., Any] = _default("mla")  # an MLAFn
     quantized: Callable[..., Any] = _default("quantized")  # a QuantizedProduct
     recurrence: Callable[..., Any] | None = None  # a Recurrence
     stacking: Stacking | None = None
@@ -122,7 +131,7 @@ class Strategy(KnownFields):
         if self.cache is not None and (isinstance(self.cache, type) or not callable(self.cache)):
             raise ValueError(f"Strategy(cache={self.cache!r}): give Int8Cache(), an object, or None")
         if self.recurrence is not None:
-            check_object("Strategy", "recurrence", self.recurrence, "TokamaxDelta()")
+            check_object("Strategy", "recurrence", self.recurrence, "TokamaxDeltaRule()")
         if self.stacking is None:
             object.__setattr__(self, "stacking", Unrolled() if self.pipeline is None else Scanned())
         if self.compute_dtype is not None:
@@ -130,7 +139,7 @@ class Strategy(KnownFields):
             object.__setattr__(self, "compute_dtype", dtype)
         for name, example in _EXAMPLES.items():
             check_object("Strategy", name, getattr(self, name), example)
-        object.__setattr__(self, "attend", attend_on(self.attend, self.mesh, self.rules))
+        object.__setattr__(self, "attention_fn", attention_fn_for_mesh(self.attention_fn, self.mesh, self.rules))
         for name in ("quantized", "recurrence"):
             object.__setattr__(self, name, placed_on(getattr(self, name), self.mesh, self.rules))
         if self.pipeline is not None:
@@ -210,35 +219,37 @@ class Strategy(KnownFields):
             cpu = self.mesh.devices.flat[0].platform == "cpu"
             exchange = "a padded all-to-all" if cpu else "jax.lax.ragged_all_to_all"
             where = f"{dict(self.mesh.shape)}; rows between experts by {exchange}"
-        choices = "dispatch", "matmul", "attend", "latent", "quantized"
+        choices = "dispatch", "matmul", "attention_fn", "mla", "quantized"
         return "\n".join(
             [
-                f"backend   {backend}",
-                f"mesh      {where}",
-                *(f"{name:<9} {why(getattr(self, name))}" for name in choices),
-                *([] if self.recurrence is None else [f"recurrence {self.recurrence}"]),
-                f"stacking  {why(self.stacking)}",
-                *([] if self.pipeline is None else [f"pipeline  {self.pipeline.explain(stages)}"]),
-                f"cache     {self.cache or 'in the dtype of the activations'}",
-                f"remat     {self.remat or 'none: activations are kept for the backward pass'}",
+                f"backend      {backend}",
+                f"mesh         {where}",
+                *(f"{name:<12} {why(getattr(self, name))}" for name in choices),
+                *([] if self.recurrence is None else [f"recurrence   {self.recurrence}"]),
+                f"stacking     {why(self.stacking)}",
+                *([] if self.pipeline is None else [f"pipeline     {self.pipeline.explain(stages)}"]),
+                f"cache        {self.cache or 'in the dtype of the activations'}",
+                f"remat        {self.remat or 'none: activations are kept for the backward pass'}",
             ]
         )
 
 
-def attend_on(attend: Attend, mesh: Mesh | None, rules: Rules) -> Attend:
+def attention_fn_for_mesh(attention_fn: AttentionFn, mesh: Mesh | None, rules: Rules) -> AttentionFn:
     """The attention for a model on this mesh, which gathers keys if the mesh has an axis ``context``."""
     if mesh is not None and mesh.shape.get(CONTEXT, 1) > 1:
-        from nnxmoe.layers.attention.over_context import GatherKeys, OverContext
+        from nnxmoe.layers.attention.context_parallel import AllGatherAttention, ContextParallelAttention
 
-        attend = attend if isinstance(attend, OverContext) else GatherKeys(attend)
-    return placed_on(attend, mesh, rules)
+        attention_fn = (
+            attention_fn if isinstance(attention_fn, ContextParallelAttention) else AllGatherAttention(attention_fn)
+        )
+    return placed_on(attention_fn, mesh, rules)
 
 
 def check_context(model: Any, mesh: AnyMesh) -> None:
     """Raise ValueError if the mesh shards tokens over ``context`` and an attention needs whole rows."""
     for _, part in nnx.iter_graph((model.stacks, model.mtp)) if mesh.shape.get(CONTEXT, 1) > 1 else ():
         attention = getattr(part, "attention", None)
-        if attention is not None and not getattr(attention, "over_context", False):
+        if attention is not None and not getattr(attention, "supports_context_parallel", False):
             raise ValueError(
                 f"{type(attention).__name__} needs all tokens of a row on each device, and the mesh axis {CONTEXT!r} "
                 f"of size {mesh.shape[CONTEXT]} shards them: use make_mesh({CONTEXT}=1) with more devices along fsdp, "

@@ -38,11 +38,11 @@ class Triton:
     """One kernel for all groups: each program multiplies a tile of one group's rows by a tile of its kernel.
 
     For rows of 16 bits whose widths are multiples of 16. Codes of 4 and 8 bits become floats tile by tile, so a step of
-    decoding reads each chosen expert's codes once. ``otherwise`` computes the rest. ``interpret``: run in Pallas's
+    decoding reads each chosen expert's codes once. ``fallback`` computes the rest. ``interpret``: run in Pallas's
     interpreter, on any backend.
     """
 
-    otherwise: GroupedMatmul = Blocked()
+    fallback: GroupedMatmul = Blocked()
     interpret: bool = False
 
     def __call__(self, rows: Float[Array, "R I"], kernel: Weights, sizes: Int[Array, "E"]) -> Float[Array, "R O"]:
@@ -50,7 +50,7 @@ class Triton:
         if isinstance(kernel, DenseKernel):
             kernel = kernel.cast(rows.dtype)
         if rows.shape[0] == 0 or rows.dtype.itemsize != 2 or _tiles(rows, kernel, False) is None:
-            return self.otherwise(rows, kernel, sizes)
+            return self.fallback(rows, kernel, sizes)
         leaves, tree = jax.tree.flatten(kernel)
 
         def multiply(back: bool, rows: Array, sizes: Array, *leaves: Array) -> Array:
@@ -58,7 +58,7 @@ class Triton:
             tiles = _tiles(rows, kernel, back)
             if tiles is not None:
                 return _multiply(rows, kernel, sizes, back, tiles, self.interpret)
-            return self.otherwise(rows, DenseKernel(kernel.turned(rows.dtype), ins_first=back), sizes)
+            return self.fallback(rows, DenseKernel(kernel.turned(rows.dtype), ins_first=back), sizes)
 
         def outer(rows: Array, d_out: Array, sizes: Array) -> Array:
             ins_first = tree.unflatten([0]).ins_first
@@ -71,23 +71,23 @@ class Triton:
 class TritonProduct:
     """Product of a few 16-bit rows with one quantised kernel, for decoding: reads the codes once.
 
-    ``otherwise``: used for more than ``most`` rows, for other kernels, and on a mesh, over which XLA cannot partition
+    ``fallback``: used for more than ``most`` rows, for other kernels, and on a mesh, over which XLA cannot partition
     it.
     """
 
-    otherwise: QuantizedProduct = Converted()
+    fallback: QuantizedProduct = Converted()
     most: int = 16
     interpret: bool = False
 
     def on_mesh(self, mesh: Mesh | None, rules: Rules) -> QuantizedProduct:
-        return self if mesh is None or mesh.size == 1 else self.otherwise
+        return self if mesh is None or mesh.size == 1 else self.fallback
 
     def __call__(self, x: Float[Array, "R _"], kernel: QuantizedKernel, back: bool = False) -> Float[Array, "R _"]:
         one = jax.tree.map(lambda leaf: leaf[None], kernel)
         few = 0 < x.shape[0] <= self.most and x.dtype.itemsize == 2
         tiles = _tiles(x, one, back) if few else None
         if tiles is None:
-            return self.otherwise(x, kernel, back)
+            return self.fallback(x, kernel, back)
         return _multiply(x, one, jnp.array([x.shape[0]]), back, tiles, self.interpret, jnp.dtype(jnp.float32))
 
 

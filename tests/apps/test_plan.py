@@ -407,12 +407,12 @@ def test_a_hub_id_needs_its_config_only(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_default_strategy_of_another_platform() -> None:
     assert nnxmoe.Strategy.auto("cpu") == nnxmoe.Strategy.auto() == nnxmoe.Strategy()
-    attend: Any = nnxmoe.Strategy.auto("gpu").attend
-    assert type(attend).__name__ == "Fused" and attend.widest == 128
-    assert type(nnxmoe.Strategy.auto("tpu").attend).__name__ == "Splash"
+    attention_fn: Any = nnxmoe.Strategy.auto("gpu").attention_fn
+    assert type(attention_fn).__name__ == "FusedAttention" and attention_fn.max_head_dim == 128
+    assert type(nnxmoe.Strategy.auto("tpu").attention_fn).__name__ == "SplashAttention"
     for platform in ("cpu", "gpu", "tpu"):  # what is compiled is what the devices will run
         auto, planned = nnxmoe.Strategy.auto(platform), default_strategy(DEEPSEEK, {"expert": 8}, platform, WORK)
-        assert (planned.matmul, planned.attend) == (auto.matmul, auto.attend)
+        assert (planned.matmul, planned.attention_fn) == (auto.matmul, auto.attention_fn)
 
 
 # The reader of compiled programs

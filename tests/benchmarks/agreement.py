@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec
 import nnxmoe
 from nnxmoe.axes import shard_map
 from nnxmoe.convert import maxtext
-from nnxmoe.layers.attention.attend import Scores
-from nnxmoe.layers.cache import Slots
+from nnxmoe.layers.attention.softmax_attention import MaskedSoftmax
+from nnxmoe.layers.cache import SlotMetadata
 from nnxmoe.layers.linear.codes import WHOLE, Codes
 from nnxmoe.layers.mask import Mask
 from nnxmoe.models import config_from_hf, model_class
@@ -55,31 +55,35 @@ def compare(name: str, found: Callable[[], Any], wanted: Any, limit: float) -> L
 
 def attention(width: int = 128, length: int = 256) -> Iterator[Line]:
     """The default attention in bfloat16, with its gradients."""
-    rng, attend = np.random.default_rng(0), nnxmoe.Strategy.auto().attend
+    rng, attention_fn = np.random.default_rng(0), nnxmoe.Strategy.auto().attention_fn
     shapes = (2, 8, length, width), (2, 2, length, width), (2, 2, length, width)
     given = [jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in shapes]
     index = jnp.arange(length)
     valid, segment = index >= jnp.array([[0], [9]]), jnp.stack([index // 50, index // 70])
     masks = {
-        "causal": Mask(index, None, Slots(index, None, None), None, causal=True),
-        "window": Mask(index, None, Slots(index, None, None), 40, causal=True),
-        "padded": Mask(index, None, Slots(index, valid, None), None, causal=True),
-        "packed": Mask(index, segment, Slots(index, None, segment), 40, causal=True),
+        "causal": Mask(index, None, SlotMetadata(index, None, None), None, causal=True),
+        "window": Mask(index, None, SlotMetadata(index, None, None), 40, causal=True),
+        "padded": Mask(index, None, SlotMetadata(index, valid, None), None, causal=True),
+        "packed": Mask(index, segment, SlotMetadata(index, None, segment), 40, causal=True),
     }
     for name, mask in masks.items():
-        scores = Scores(mask, width**-0.5)
+        scores = MaskedSoftmax(mask, width**-0.5)
         real = valid[:, None, :, None] if name == "padded" else True
 
-        def run(attend: Any, given: Any, scores: Scores = scores, real: Any = real) -> Any:
+        def run(attention_fn: Any, given: Any, scores: MaskedSoftmax = scores, real: Any = real) -> Any:
             def loss(*given: Any) -> Any:
-                out = jnp.where(real, attend(*given, scores), 0).astype(jnp.float32)
+                out = jnp.where(real, attention_fn(*given, scores), 0).astype(jnp.float32)
                 return jnp.sum(jnp.sin(out)), out
 
             return jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(*given)
 
-        (_, out), grads = run(nnxmoe.Reference(), [x.astype(jnp.float32) for x in given])
-        yield compare(f"{type(attend).__name__}, {name}, output", lambda: run(attend, given)[0][1], out, ROUNDED)
-        yield compare(f"{type(attend).__name__}, {name}, gradients", lambda: run(attend, given)[1], grads, ROUNDED)
+        (_, out), grads = run(nnxmoe.ReferenceAttention(), [x.astype(jnp.float32) for x in given])
+        yield compare(
+            f"{type(attention_fn).__name__}, {name}, output", lambda: run(attention_fn, given)[0][1], out, ROUNDED
+        )
+        yield compare(
+            f"{type(attention_fn).__name__}, {name}, gradients", lambda: run(attention_fn, given)[1], grads, ROUNDED
+        )
 
 
 def products(matmuls: dict[str, Any], ins: int = 256, outs: int = 128) -> Iterator[Line]:

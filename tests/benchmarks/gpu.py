@@ -33,8 +33,8 @@ from flax import nnx
 import nnxmoe
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.convert.arrays.checkpoint_layout import parameters
-from nnxmoe.layers.attention.attend import Scores
-from nnxmoe.layers.cache import Slots
+from nnxmoe.layers.attention.softmax_attention import MaskedSoftmax
+from nnxmoe.layers.cache import SlotMetadata
 from nnxmoe.layers.linear.quantized import QuantizedArray
 from nnxmoe.layers.mask import Mask
 from nnxmoe.model.quantization.methods import Method, parse
@@ -175,18 +175,18 @@ def _read(model: nnxmoe.CausalLM, batch: int) -> float:
 
 
 def attention_speeds(tokens: int, heads: int, kv_heads: int, width: int, flops: float, times: int) -> Iterator[Record]:
-    """TFLOP/s of causal attention, forward and with its backward, of the default and of `Blockwise`."""
+    """TFLOP/s of causal attention, forward and with its backward, of the default and of `BlockwiseAttention`."""
     shapes = (heads, tokens, width), (kv_heads, tokens, width), (kv_heads, tokens, width)
     q, k, v = (jax.random.normal(jax.random.key(i), (1, *shape), jnp.bfloat16) for i, shape in enumerate(shapes))
     index = jnp.arange(tokens, dtype=jnp.int32)
-    scores = Scores(Mask(index, None, Slots(index, None, None), None, causal=True), width**-0.5)
+    scores = MaskedSoftmax(Mask(index, None, SlotMetadata(index, None, None), None, causal=True), width**-0.5)
     useful = 2 * tokens * tokens * heads * width / 1e12  # half of all pairs
     case = f"attention T={tokens} N={heads} K={kv_heads} H={width} bfloat16"
-    for attend in dict.fromkeys((nnxmoe.Strategy.auto().attend, nnxmoe.Strategy.auto("cpu").attend)):
-        forward = jax.jit(lambda q, k, v, attend=attend: attend(q, k, v, scores))
+    for attention_fn in dict.fromkeys((nnxmoe.Strategy.auto().attention_fn, nnxmoe.Strategy.auto("cpu").attention_fn)):
+        forward = jax.jit(lambda q, k, v, attention_fn=attention_fn: attention_fn(q, k, v, scores))
         backward = jax.jit(jax.grad(lambda q, k, v, f=forward: jnp.sum(f(q, k, v).astype(jnp.float32)), (0, 1, 2)))
         for what, run, factor in (("forward", forward, 1.0), ("forward and backward", backward, 3.5)):
-            name = f"{what}, {type(attend).__name__}, TFLOP/s"
+            name = f"{what}, {type(attention_fn).__name__}, TFLOP/s"
             try:
                 took = median(interleaved({"": lambda _, run=run: run(q, k, v)}, times)[""])
             except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError) as error:

@@ -9,8 +9,8 @@ import pytest
 from flax import nnx
 
 import nnxmoe
-from nnxmoe import Capacity, Chunked, Dense, ExpertParallel, Reference, RingOfExperts, Sorted
-from nnxmoe.layers.attention.attend import Scores
+from nnxmoe import Capacity, Chunked, Dense, ExpertParallel, ReferenceAttention, RingOfExperts, Sorted
+from nnxmoe.layers.attention.softmax_attention import MaskedSoftmax
 from nnxmoe.layers.cache import TokenCache
 from nnxmoe.moe.router import RandomTopK
 from nnxmoe.train import lora
@@ -23,8 +23,8 @@ FAMILIES: dict[str, tuple[str, nnxmoe.Strategy, dict[str, Any]]] = MODELS | {
     "mixtral": ("mixtral", nnxmoe.Strategy(), {}),
     "mixtral-scanned": ("mixtral", nnxmoe.Strategy(stacking=nnxmoe.Scanned()), {"num_hidden_layers": 1}),
     "deepseek": ("deepseek_v3", nnxmoe.Strategy(), {"num_hidden_layers": 2}),
-    "deepseek-absorbed": ("deepseek_v3", dataclasses.replace(ORACLE, latent=nnxmoe.Absorbed()), DENSE),
-    "remat-fused": ("mistral", nnxmoe.Strategy(remat=nnxmoe.Remat(), attend=nnxmoe.Fused()), {}),
+    "deepseek-absorbed": ("deepseek_v3", dataclasses.replace(ORACLE, mla=nnxmoe.AbsorbedMLA()), DENSE),
+    "remat-fused": ("mistral", nnxmoe.Strategy(remat=nnxmoe.Remat(), attention_fn=nnxmoe.FusedAttention()), {}),
 }
 
 
@@ -99,9 +99,9 @@ class Asked:
 
     calls: list[tuple[int, int, bool]] = dataclasses.field(default_factory=list)
 
-    def __call__(self, q: Any, k: Any, v: Any, scores: Scores) -> Any:
+    def __call__(self, q: Any, k: Any, v: Any, scores: MaskedSoftmax) -> Any:
         self.calls.append((q.shape[2], k.shape[2], scores.mask.causal))
-        return Reference()(q, k, v, scores)
+        return ReferenceAttention()(q, k, v, scores)
 
 
 @pytest.mark.parametrize(("kind", "scan"), [("llama", True), ("mistral", False), ("deepseek_v3", True)])
@@ -110,7 +110,7 @@ def test_prefill_of_an_empty_cache_attends_to_the_prompt_only(kind: str, scan: b
     single token."""
     asked = Asked()
     window: dict[str, Any] = {"sliding_window": 40} if kind == "mistral" else {}
-    model = build_tiny(kind, dataclasses.replace(ORACLE, attend=asked, stacking=stacking_of(scan)), **window)
+    model = build_tiny(kind, dataclasses.replace(ORACLE, attention_fn=asked, stacking=stacking_of(scan)), **window)
     tokens, seen = random_tokens(1, 9), []
 
     def run(part: slice, cache: Any) -> Any:

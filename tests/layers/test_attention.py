@@ -10,15 +10,15 @@ import pytest
 from flax import nnx
 
 import nnxmoe
-from nnxmoe import Absorbed, Blockwise, ByLength, Fused, Naive, Reference
+from nnxmoe import AbsorbedMLA, AdaptiveMLA, BlockwiseAttention, FusedAttention, NaiveMLA, ReferenceAttention
 from nnxmoe.config.rope_parameters import Rope
-from nnxmoe.layers.attention.attend import Scores
-from nnxmoe.layers.attention.gqa import GQA, Heads
-from nnxmoe.layers.attention.mla import MLA, LatentWidths
-from nnxmoe.layers.cache import Cache, Past, Slots, append_full, append_ring
+from nnxmoe.layers.attention.gqa import GQA, AttentionDims
+from nnxmoe.layers.attention.mla import MLA, MLADims
+from nnxmoe.layers.attention.softmax_attention import MaskedSoftmax
+from nnxmoe.layers.cache import Cache, CacheMetadata, SlotMetadata, append_full, append_ring
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.mask import Mask
-from nnxmoe.layers.rope import PartialRotary, rotate_halves, rotate_pairs, rotation_at
+from nnxmoe.layers.rope import PartialRotary, compute_rotation, rotate_halves, rotate_pairs
 from tests.support.arrays import inputs_first, max_error
 from tests.support.attention import DENSE, LENGTH, MODELS, SCANNED, masks
 from tests.support.running import PART_TOLERANCE, feed, forward, randomise
@@ -153,16 +153,16 @@ def test_cache_is_not_modified_by_a_continuation() -> None:
     assert np.array_equal(first, forward(model, tokens[:, 8:9], cache=cache).logits)
 
 
-def past(lengths: list[int], real: np.ndarray) -> Past:
+def past(lengths: list[int], real: np.ndarray) -> CacheMetadata:
     """Past of rows that hold ``lengths`` tokens and get new ones, of which ``real`` marks the non-padding."""
     cache = Cache(layers=(), length=jnp.asarray(lengths), segment=jnp.zeros((len(lengths), 99), jnp.int32), capacity=99)
     return cache.advance(real.shape[1], jnp.asarray(real), None)[1]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spare", [0, 2])
+@pytest.mark.parametrize("lookahead", [0, 2])
 @pytest.mark.parametrize("size", [4, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 3, 7))])
-def test_append_ring_equals_a_list(size: int, spare: int) -> None:
+def test_append_ring_equals_a_list(size: int, lookahead: int) -> None:
     """Random chunks with padding: slot i % size holds token i, and a chunk attends to the earlier ring, then to
     itself; one of few tokens, that spare slots have room for, to the ring after it."""
     rng, rows = np.random.default_rng(size), 3
@@ -171,7 +171,9 @@ def test_append_ring_equals_a_list(size: int, spare: int) -> None:
         real = rng.random((rows, count)) < 0.7
         new = rng.integers(0, 999, (rows, count))
         held = past(lengths, real)
-        buffer, seen, index = jax.jit(append_ring, static_argnums=3)(buffer, jnp.asarray(new)[..., None], held, spare)
+        buffer, seen, index = jax.jit(append_ring, static_argnums=3)(
+            buffer, jnp.asarray(new)[..., None], held, lookahead
+        )
         for row in range(rows):
             numbers = lengths[row] + np.cumsum(real[row]) - 1
             wanted = {n: x for n, x in zip(_numbers(lengths[row], size), stored[row], strict=True) if n >= 0}
@@ -179,7 +181,7 @@ def test_append_ring_equals_a_list(size: int, spare: int) -> None:
             for n, x, here in zip(numbers, new[row], real[row], strict=True):
                 stored[row][n % size] = int(x) if here else stored[row][n % size]
             lengths[row] += int(real[row].sum())
-            if count <= 1 + spare:
+            if count <= 1 + lookahead:
                 wanted = {n: x for n, x in wanted.items() if n >= lengths[row] - size}
             found = zip(np.asarray(index)[row].tolist(), np.asarray(seen)[row, :, 0].tolist(), strict=True)
             assert {n: x for n, x in found if n >= 0} == wanted
@@ -242,10 +244,10 @@ def test_layers_with_different_windows(strategy: nnxmoe.Strategy) -> None:
     windows = [3, None, 5]
     for layer, window in zip(model.stacks[0].layers, windows, strict=True):
         layer.attention.window = window
-        layer.attention.attend = dataclasses.replace(Written(), window=window)
+        layer.attention.attention_fn = dataclasses.replace(Written(), window=window)
     wanted = np.asarray(model.logits(model.body(tokens).x))
     for layer in model.stacks[0].layers:
-        layer.attention.attend = strategy.attend
+        layer.attention.attention_fn = strategy.attention_fn
     assert max_error(forward(model, tokens).logits, wanted) < 2 * PART_TOLERANCE
     assert [layer.ring for layer in model.empty_cache(2, 12).layers[0]] == [True, False, True]
     for chunks in ([1] * 12, [5, 1, 4, 1, 1]):
@@ -258,7 +260,7 @@ class Written:
 
     window: int | None = None
 
-    def __call__(self, q: Any, k: Any, v: Any, scores: Scores) -> jax.Array:
+    def __call__(self, q: Any, k: Any, v: Any, scores: MaskedSoftmax) -> jax.Array:
         groups, outs = q.shape[1] // k.shape[1], []
         q, k, v = np.asarray(q), np.repeat(k, groups, axis=1), np.repeat(v, groups, axis=1)
         for t in range(q.shape[2]):
@@ -320,7 +322,7 @@ def some_mask(rng: np.random.Generator, batch: int, count: int, keys: int, windo
     valid = rng.random((batch, keys)) < 0.8
     valid[:, -count:] = True
     segment = np.sort(rng.integers(0, 2, (batch, keys)), axis=1)
-    slots = Slots(jnp.arange(keys), jnp.asarray(valid), jnp.asarray(segment))
+    slots = SlotMetadata(jnp.arange(keys), jnp.asarray(valid), jnp.asarray(segment))
     return Mask(jnp.arange(keys - count, keys), jnp.asarray(segment[:, -count:]), slots, window)
 
 
@@ -351,7 +353,11 @@ def test_reference_and_fused_equal_numpy(
     mask, arrays = some_mask(rng, 2, 5, 9, window), [jnp.asarray(a) for a in (q, k, v)]
     allowed, wanted = np.asarray(mask.allowed()), np.empty((2, heads, 5, v_width))
     sinks = jnp.asarray(rng.standard_normal(heads) * 3, jnp.float32)
-    for scores in (Scores(mask, 0.3), Scores(mask, 0.9, softcap=1.5), Scores(mask, 0.3, sinks=sinks)):
+    for scores in (
+        MaskedSoftmax(mask, 0.3),
+        MaskedSoftmax(mask, 0.9, softcap=1.5),
+        MaskedSoftmax(mask, 0.3, sinks=sinks),
+    ):
         for b, n in np.ndindex(2, heads):
             products = q[b, n].astype(np.float64) @ k[b, n // (heads // kv_heads)].T * scores.scale
             if scores.softcap is not None:
@@ -359,12 +365,12 @@ def test_reference_and_fused_equal_numpy(
             weights = np.exp(products) * allowed[b]
             sink = 0 if scores.sinks is None else np.exp(float(sinks[n]))
             wanted[b, n] = weights / (weights.sum(axis=-1, keepdims=True) + sink) @ v[b, n // (heads // kv_heads)]
-        assert max_error(Reference()(*arrays, scores), wanted) < PART_TOLERANCE
+        assert max_error(ReferenceAttention()(*arrays, scores), wanted) < PART_TOLERANCE
         if scores.plain:
-            assert max_error(Fused()(*arrays, scores), wanted) < PART_TOLERANCE
+            assert max_error(FusedAttention()(*arrays, scores), wanted) < PART_TOLERANCE
         else:
             with pytest.raises(ValueError, match="neither sinks nor a soft cap"):
-                Fused()(*arrays, scores)
+                FusedAttention()(*arrays, scores)
 
 
 def test_gradients_of_fused_equal_reference() -> None:
@@ -372,8 +378,10 @@ def test_gradients_of_fused_equal_reference() -> None:
     arrays = [jnp.asarray(rng.standard_normal((2, n, 6, 8)), jnp.float32) for n in (4, 2, 2)]
     mask = some_mask(rng, 2, 6, 6, 4)
     one, two = (
-        jax.jit(jax.grad(lambda a, attend=attend: jnp.sum(jnp.sin(attend(*a, Scores(mask, 0.4))))))(arrays)
-        for attend in (Reference(), Fused())
+        jax.jit(
+            jax.grad(lambda a, attention_fn=attention_fn: jnp.sum(jnp.sin(attention_fn(*a, MaskedSoftmax(mask, 0.4)))))
+        )(arrays)
+        for attention_fn in (ReferenceAttention(), FusedAttention())
     )
     for a, b in zip(one, two, strict=True):
         assert max_error(a, b) < PART_TOLERANCE
@@ -381,21 +389,25 @@ def test_gradients_of_fused_equal_reference() -> None:
 
 def test_fully_masked_query_is_finite() -> None:
     """Its gradients are finite too: NaN times zero is NaN and would reach every parameter."""
-    slots = Slots(jnp.arange(3), jnp.zeros((1, 3), bool), jnp.zeros((1, 3), jnp.int32))
+    slots = SlotMetadata(jnp.arange(3), jnp.zeros((1, 3), bool), jnp.zeros((1, 3), jnp.int32))
     mask = Mask(jnp.arange(3), jnp.zeros((1, 3), jnp.int32), slots, None)
     x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 2, 3, 4)), jnp.float32)
-    sinks = Scores(mask, 0.5, sinks=jnp.asarray([-1e4, 1e4], jnp.float32))
-    for attend, scores in ((Reference(), Scores(mask, 0.5)), (Fused(), Scores(mask, 0.5)), (Reference(), sinks)):
-        value, gradient = jax.jit(jax.value_and_grad(lambda x, f=attend, s=scores: jnp.sum(f(x, x, x, s))))(x)
+    sinks = MaskedSoftmax(mask, 0.5, sinks=jnp.asarray([-1e4, 1e4], jnp.float32))
+    for attention_fn, scores in (
+        (ReferenceAttention(), MaskedSoftmax(mask, 0.5)),
+        (FusedAttention(), MaskedSoftmax(mask, 0.5)),
+        (ReferenceAttention(), sinks),
+    ):
+        value, gradient = jax.jit(jax.value_and_grad(lambda x, f=attention_fn, s=scores: jnp.sum(f(x, x, x, s))))(x)
         assert np.isfinite(value) and np.isfinite(np.asarray(gradient)).all()
 
 
 def test_fused_refuses_wide_values() -> None:
     q = jnp.zeros((1, 1, 2, 4))
-    slots = Slots(jnp.arange(2), jnp.ones((1, 2), bool), jnp.zeros((1, 2), jnp.int32))
+    slots = SlotMetadata(jnp.arange(2), jnp.ones((1, 2), bool), jnp.zeros((1, 2), jnp.int32))
     mask = Mask(jnp.arange(2), jnp.zeros((1, 2), jnp.int32), slots, None)
     with pytest.raises(ValueError, match="5 > 4: use Reference"):
-        Fused()(q, q, jnp.zeros((1, 1, 2, 5)), Scores(mask, 1.0))
+        FusedAttention()(q, q, jnp.zeros((1, 1, 2, 5)), MaskedSoftmax(mask, 1.0))
 
 
 # Blocks of queries
@@ -408,7 +420,7 @@ def causal_mask(length: int, window: int | None, padding: str, segments: bool) -
     segment = None
     if segments:
         segment = jnp.asarray(np.sort(np.random.default_rng(length).integers(0, 4, (2, length)), axis=1), jnp.int32)
-    return Mask(index, segment, Slots(index, valid, segment), window, causal=True), real
+    return Mask(index, segment, SlotMetadata(index, valid, segment), window, causal=True), real
 
 
 def operands(length: int, heads: int, kv_heads: int) -> list[jax.Array]:
@@ -434,14 +446,21 @@ def test_blockwise_equals_reference(
     a causal flag."""
     arrays = operands(length, heads, kv_heads)
 
-    def compiled(attend: Any) -> Any:
+    def compiled(attention_fn: Any) -> Any:
         def loss(arrays: Any, mask: Mask, real: Any) -> Any:
-            out = attend(*arrays, Scores(mask, 0.4)) * real[:, None, :, None]
+            out = attention_fn(*arrays, MaskedSoftmax(mask, 0.4)) * real[:, None, :, None]
             return jnp.sum(jnp.sin(out)), out
 
         return jax.jit(jax.grad(loss, has_aux=True))
 
-    oracle, *runs = (compiled(way) for way in (Reference(), Blockwise(blocks=blocks), Blockwise(Fused(), blocks)))
+    oracle, *runs = (
+        compiled(way)
+        for way in (
+            ReferenceAttention(),
+            BlockwiseAttention(blocks=blocks),
+            BlockwiseAttention(FusedAttention(), blocks),
+        )
+    )
     for padding in paddings:
         given = arrays, *causal_mask(length, window, padding, segments)
         wanted = jax.tree.leaves(oracle(*given))
@@ -456,7 +475,7 @@ class Told:
 
     calls: list[tuple[list[int], list[int], bool]] = dataclasses.field(default_factory=list)
 
-    def __call__(self, q: Any, k: Any, v: Any, scores: Scores) -> Any:
+    def __call__(self, q: Any, k: Any, v: Any, scores: MaskedSoftmax) -> Any:
         mask = scores.mask
         assert q.shape[2] == mask.query_index.size and k.shape[2] == v.shape[2] == mask.keys.index.size
         self.calls.append((mask.query_index.tolist(), mask.keys.index.tolist(), mask.causal))
@@ -469,7 +488,7 @@ def test_blocks_get_only_the_keys_they_attend_to(length: int, blocks: int, cut: 
     """Blocks have at least 64 queries; a block's mask is causal only if its queries and keys are the same tokens."""
     mask, _ = causal_mask(length, window, "full", False)
     told = Told()
-    Blockwise(told, blocks)(*operands(length, 2, 1), Scores(mask, 1.0))
+    BlockwiseAttention(told, blocks)(*operands(length, 2, 1), MaskedSoftmax(mask, 1.0))
     assert len(told.calls) == cut
     assert [token for queries, _, _ in told.calls for token in queries] == list(range(length))
     for queries, keys, causal in told.calls:
@@ -482,7 +501,7 @@ def test_blockwise_does_not_split_a_non_causal_mask() -> None:
     """With a cache, keys differ from queries and their order is given by the indices."""
     told, mask = Told(), some_mask(np.random.default_rng(0), 2, 200, 300, None)
     q, k, v = operands(300, 2, 1)
-    Blockwise(told)(q[:, :, :200], k, v, Scores(mask, 0.4))
+    BlockwiseAttention(told)(q[:, :, :200], k, v, MaskedSoftmax(mask, 0.4))
     assert told.calls == [(list(range(100, 300)), list(range(300)), False)]
 
 
@@ -500,27 +519,31 @@ def test_mask_part_equals_a_slice_of_the_mask() -> None:
 def test_blockwise_uses_less_flops_and_memory(window: int | None, least: float, most: float) -> None:
     """Of 64 blocks 36 are computed, or 15 with a window of one block; temporary memory shrinks likewise."""
 
-    def cost(attend: Any) -> tuple[float, int]:
+    def cost(attention_fn: Any) -> tuple[float, int]:
         mask, _ = causal_mask(512, window, "full", False)
-        program = jax.jit(lambda q, k, v: attend(q, k, v, Scores(mask, 0.4))).lower(*operands(512, 4, 2)).compile()
+        program = (
+            jax.jit(lambda q, k, v: attention_fn(q, k, v, MaskedSoftmax(mask, 0.4)))
+            .lower(*operands(512, 4, 2))
+            .compile()
+        )
         return program.cost_analysis()["flops"], program.memory_analysis().temp_size_in_bytes
 
-    (ours, our_bytes), (theirs, their_bytes) = cost(Blockwise()), cost(Reference())
+    (ours, our_bytes), (theirs, their_bytes) = cost(BlockwiseAttention()), cost(ReferenceAttention())
     assert least < ours / theirs < most and our_bytes < most * their_bytes
 
 
 @pytest.mark.wrong_types
 @pytest.mark.parametrize("blocks", [0, -1, True, 2.5, "8", None])
 def test_blockwise_rejects_invalid_block_counts(blocks: Any) -> None:
-    with pytest.raises(ValueError, match=r"Blockwise\(blocks=.*positive integer"):
-        Blockwise(blocks=blocks)
+    with pytest.raises(ValueError, match=r"BlockwiseAttention\(blocks=.*positive integer"):
+        BlockwiseAttention(blocks=blocks)
 
 
 @pytest.mark.wrong_types
-@pytest.mark.parametrize("inner", [Reference, "reference", None])
+@pytest.mark.parametrize("inner", [ReferenceAttention, "reference", None])
 def test_blockwise_rejects_invalid_inner_attention(inner: Any) -> None:
-    with pytest.raises(ValueError, match=r"Blockwise\(inner=.*such as Reference\(\)"):
-        Blockwise(inner)
+    with pytest.raises(ValueError, match=r"BlockwiseAttention\(inner=.*such as ReferenceAttention\(\)"):
+        BlockwiseAttention(inner)
 
 
 # Attention modules
@@ -574,8 +597,8 @@ def test_lengths_may_be_lists_arrays_or_traced() -> None:
 @pytest.mark.parametrize("window", [None, 3])
 def test_gqa_equals_numpy(window: int | None) -> None:
     """NumPy computes each head separately in float64, with biases, groups, rotation, scale and window."""
-    options: dict[str, Any] = {"rotary": Rope(4, 100.0), "window": window, "attend": Reference()}
-    gqa = GQA(Heads(10, 6, 2, 4, bias=True), **options, dtype=jnp.dtype(jnp.float32), rngs=nnx.Rngs(0))
+    options: dict[str, Any] = {"rotary": Rope(4, 100.0), "window": window, "attention_fn": ReferenceAttention()}
+    gqa = GQA(AttentionDims(10, 6, 2, 4, bias=True), **options, dtype=jnp.dtype(jnp.float32), rngs=nnx.Rngs(0))
     randomise(gqa, seed=1)
     x = np.random.default_rng(0).standard_normal((2, 7, 10))
     w = {name: inputs_first(getattr(gqa, name).kernel).astype(np.float64) for name in "qkvo"}
@@ -606,13 +629,13 @@ def test_mla_forms_agree(q_rank: int | None, rotate: Any) -> None:
 
     def make(form: Any) -> MLA:
         mla = MLA(
-            LatentWidths(12, 3, q_rank=q_rank, kv_rank=5, nope=6, rope=4, v_dim=7),
+            MLADims(12, 3, q_rank=q_rank, kv_rank=5, nope=6, rope=4, v_dim=7),
             scale=0.3,
             bias=True,
             rotary=Rope(4, 100.0),
             rotate=rotate,
-            form=form,
-            attend=Reference(),
+            mla=form,
+            attention_fn=ReferenceAttention(),
             dtype=jnp.dtype(jnp.float32),
             rngs=nnx.Rngs(0),
         )
@@ -631,8 +654,8 @@ def test_mla_forms_agree(q_rank: int | None, rotate: Any) -> None:
         grads, y = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(state, x)
         return y, grads
 
-    y, grads = run(Naive())
-    for form in (Absorbed(), ByLength(99), ByLength(2)):
+    y, grads = run(NaiveMLA())
+    for form in (AbsorbedMLA(), AdaptiveMLA(99), AdaptiveMLA(2)):
         other, other_grads = run(form)
         assert max_error(other, y) < PART_TOLERANCE
         for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(other_grads), strict=True):
@@ -647,7 +670,7 @@ def test_rotations() -> None:
     rope = Rope(8, 100.0)
 
     def at(position: int) -> Any:
-        return rotation_at(rope, jnp.array([[position]]))
+        return compute_rotation(rope, jnp.array([[position]]))
 
     wide = PartialRotary(8)
     for rotate in (rotate_halves, rotate_pairs, wide):

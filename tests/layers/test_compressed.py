@@ -68,7 +68,7 @@ def test_packed_segments_equal_separate_rows(model: nnxmoe.CausalLM) -> None:
 @pytest.mark.slow
 def test_tokens_taken_back(model: nnxmoe.CausalLM) -> None:
     """Entries and windows that rejected tokens have written are as if these had never been."""
-    cache = model(TOKENS[:, :6], cache=model.empty_cache(2, 20, spare=4)).cache
+    cache = model(TOKENS[:, :6], cache=model.empty_cache(2, 20, lookahead=4)).cache
     tried = model(np.roll(TOKENS, 1, axis=1)[:, 6:10], cache=cache).cache
     assert tried is not None
     back = dataclasses.replace(tried, length=tried.length - 4)
@@ -141,8 +141,8 @@ def outputs_stay_rotated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def series_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    old = compressed.by_index
-    monkeypatch.setattr(compressed, "by_index", lambda v, *a: jnp.roll(old(v, *a), v.shape[-1] // 4, axis=-1))
+    old = compressed.gather_by_index
+    monkeypatch.setattr(compressed, "gather_by_index", lambda v, *a: jnp.roll(old(v, *a), v.shape[-1] // 4, axis=-1))
 
 
 def streams_mixed_backwards(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,28 +16,28 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import nnxmoe
 from nnxmoe import (
-    Absorbed,
+    AbsorbedMLA,
+    AllGatherAttention,
     Capacity,
     Dense,
     ExpertParallel,
-    GatherKeys,
+    FlashAttention,
     RaggedAllToAll,
-    Reference,
+    ReferenceAttention,
     RingAttention,
     RingOfExperts,
     Scanned,
     Sorted,
     Strategy,
-    Streaming,
     train,
 )
 from nnxmoe.axes import CONTEXT, RULES
-from nnxmoe.layers.attention.attend import Scores
-from nnxmoe.layers.attention.over_context import Pieces
-from nnxmoe.layers.cache import Slots
+from nnxmoe.layers.attention.context_parallel import ContextShards
+from nnxmoe.layers.attention.softmax_attention import MaskedSoftmax
+from nnxmoe.layers.cache import SlotMetadata
 from nnxmoe.layers.mask import Mask
-from nnxmoe.layers.recurrent.delta import passed_on
-from nnxmoe.layers.recurrent.delta_rule import DeltaInputs, in_chunks
+from nnxmoe.layers.recurrent.delta import context_parallel_delta_rule
+from nnxmoe.layers.recurrent.delta_rule import DeltaInputs, chunk_delta_rule
 from nnxmoe.models import config_from_hf, model_class
 from nnxmoe.moe.balance import sequence_loss
 from nnxmoe.train.loop.feed import put_batch
@@ -48,14 +48,14 @@ from tests.support.tiny import TINY
 
 B, T = 4, 32
 SMALL = {"hidden_size": 16, "vocab_size": 64, "intermediate_size": 24}
-RING = RingAttention(Streaming(8, 8))
-WAYS: dict[str, Any] = {"ring": RING, "gather": GatherKeys(Reference())}
+RING = RingAttention(FlashAttention(8, 8))
+WAYS: dict[str, Any] = {"ring": RING, "gather": AllGatherAttention(ReferenceAttention())}
 
 
 # Attention alone
 
 
-def scores_of(kind: str, length: int) -> Scores:
+def scores_of(kind: str, length: int) -> MaskedSoftmax:
     """Of two rows: causal, with a window, with packed segments, with padding in front, or with sinks and a cap."""
     rng, index = np.random.default_rng(1), jnp.arange(length, dtype=jnp.int32)
     segment = valid = None
@@ -66,24 +66,27 @@ def scores_of(kind: str, length: int) -> Scores:
         index = jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1
     sinks = jnp.asarray(rng.normal(0, 1, 4), jnp.float32) if kind == "sinks" else None
     window = {"window": 5, "padded": 6, "one": 1}.get(kind)
-    mask = Mask(index, segment, Slots(index, valid, segment), window, causal=True)
-    return Scores(mask, 0.3, softcap=5.0 if kind == "sinks" else None, sinks=sinks)
+    mask = Mask(index, segment, SlotMetadata(index, valid, segment), window, causal=True)
+    return MaskedSoftmax(mask, 0.3, softcap=5.0 if kind == "sinks" else None, sinks=sinks)
 
 
 def attended(way: str, kind: str, length: int) -> float:
-    """The largest error of outputs and gradients against `Reference`, of rows over fsdp and heads over tensor."""
+    """The largest error of outputs and gradients against `ReferenceAttention`, of rows over fsdp and heads over
+    tensor."""
     mesh, rng = nnxmoe.make_mesh(context=4, tensor=2), np.random.default_rng(0)
     scores, shapes = scores_of(kind, length), ((2, 4, length, 8), (2, 2, length, 8), (2, 2, length, 6))
     given = [jnp.asarray(rng.normal(0, 1, shape), jnp.float32) for shape in shapes]
     real = jnp.ones((2, length)) if scores.mask.keys.valid is None else scores.mask.keys.valid
 
-    def run(attend: Any, q: Any, k: Any, v: Any, sinks: Any) -> Any:
-        out = attend(q, k, v, dataclasses.replace(scores, sinks=sinks)) * real[:, None, :, None]
+    def run(attention_fn: Any, q: Any, k: Any, v: Any, sinks: Any) -> Any:
+        out = attention_fn(q, k, v, dataclasses.replace(scores, sinks=sinks)) * real[:, None, :, None]
         return jnp.sum(jnp.sin(out)), out
 
     found = [
-        jax.jit(jax.value_and_grad(functools.partial(run, attend), (0, 1, 2, 3), has_aux=True))(*given, scores.sinks)
-        for attend in (Reference(), WAYS[way].on_mesh(mesh, RULES))
+        jax.jit(jax.value_and_grad(functools.partial(run, attention_fn), (0, 1, 2, 3), has_aux=True))(
+            *given, scores.sinks
+        )
+        for attention_fn in (ReferenceAttention(), WAYS[way].on_mesh(mesh, RULES))
     ]
     one, other = (jax.tree.leaves((out, slopes)) for (_, out), slopes in found)
     return max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in zip(one, other, strict=True))
@@ -104,7 +107,10 @@ def passed(segments: bool) -> float:
     q, k, v, g, beta = (rng.normal(0, 1, (2, 24, *more)) for more in ((2, 6), (2, 6), (4, 5), (4,), (4,)))
     unit = (a / np.linalg.norm(a, axis=-1, keepdims=True) for a in (q, k))
     given = [jnp.asarray(a, jnp.float32) for a in (*unit, v, -0.1 * np.abs(g), 1 / (1 + np.exp(-beta)))]
-    state, chunked = jnp.asarray(rng.normal(0, 1, (2, 4, 6, 5)), jnp.float32), functools.partial(in_chunks, chunk=4)
+    state, chunked = (
+        jnp.asarray(rng.normal(0, 1, (2, 4, 6, 5)), jnp.float32),
+        functools.partial(chunk_delta_rule, chunk=4),
+    )
 
     def total(way: Any, given: Any, state: Any) -> Any:
         out, last = way(DeltaInputs(*given, run), state)
@@ -112,7 +118,7 @@ def passed(segments: bool) -> float:
 
     found = [
         jax.tree.leaves(jax.jit(jax.value_and_grad(functools.partial(total, way), (0, 1), has_aux=True))(given, state))
-        for way in (chunked, lambda inputs, state: passed_on(chunked, inputs, state, mesh))
+        for way in (chunked, lambda inputs, state: context_parallel_delta_rule(chunked, inputs, state, mesh))
     ]
     return max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in zip(*found, strict=True))
 
@@ -126,7 +132,7 @@ def test_recurrences_pass_on_their_state(eight: Callable[..., Any], segments: bo
 @pytest.mark.parametrize("count", [2, 3, 8])
 def test_devices_compute_equally_many_scores(count: int) -> None:
     """In balanced order; together they compute those of all tokens."""
-    tokens = [np.asarray(Pieces.of(96, count, None).tokens(jnp.int32(device))) for device in range(count)]
+    tokens = [np.asarray(ContextShards.of(96, count, None).tokens(jnp.int32(device))) for device in range(count)]
     assert len({int((places + 1).sum()) for places in tokens}) == 1
     assert sorted(np.concatenate(tokens)) == list(range(96))
 
@@ -171,7 +177,7 @@ def trained(kind: str, strategy: Strategy, lora: bool, packed: bool) -> Any:
 def compared(kind: str, axes: dict[str, int], chosen: dict[str, Any], lora: bool, packed: bool) -> dict[str, Any]:
     """The errors against one device."""
     dispatch = chosen.get("dispatch", Sorted())
-    alone = {**chosen, "dispatch": getattr(dispatch, "inner", dispatch), "attend": Reference()}
+    alone = {**chosen, "dispatch": getattr(dispatch, "inner", dispatch), "attention_fn": ReferenceAttention()}
     wanted, plain, counted = trained(kind, Strategy(**alone), lora, packed)
     losses, arrays, load = trained(kind, Strategy(mesh=nnxmoe.make_mesh(**axes), **chosen), lora, packed)
     return {
@@ -183,11 +189,11 @@ def compared(kind: str, axes: dict[str, int], chosen: dict[str, Any], lora: bool
 
 RAGGED, REMAT = ExpertParallel(Sorted(), RaggedAllToAll()), {"stacking": Scanned(), "remat": nnxmoe.Remat()}
 MESHES: dict[str, tuple[str, dict[str, int], dict[str, Any], bool, bool]] = {
-    "mistral, context 4 fsdp 2, ring": ("mistral", {"context": 4, "fsdp": 2}, {"attend": RING}, False, True),
+    "mistral, context 4 fsdp 2, ring": ("mistral", {"context": 4, "fsdp": 2}, {"attention_fn": RING}, False, True),
     "llama, context 8, gather": ("llama", {"context": 8}, REMAT, False, False),
-    "llama, context 8, ring": ("llama", {"context": 8}, {"attend": RING, **REMAT}, False, False),
+    "llama, context 8, ring": ("llama", {"context": 8}, {"attention_fn": RING, **REMAT}, False, False),
     "mixtral, context 4 expert 2, ragged": (
-        "mixtral", {"context": 4, "expert": 2}, {"attend": RING, "dispatch": RAGGED, **REMAT}, False, True,
+        "mixtral", {"context": 4, "expert": 2}, {"attention_fn": RING, "dispatch": RAGGED, **REMAT}, False, True,
     ),
     "mixtral, context 2 fsdp 2 expert 2, ring of experts": (
         "mixtral", {"context": 2, "fsdp": 2, "expert": 2}, {"dispatch": ExpertParallel(Sorted(), RingOfExperts())},
@@ -197,19 +203,19 @@ MESHES: dict[str, tuple[str, dict[str, int], dict[str, Any], bool, bool]] = {
         "mixtral", {"context": 4, "data": 2}, {"dispatch": Capacity(1.0)}, False, True,
     ),
     "mixtral, context 4 fsdp 2, dense": ("mixtral", {"context": 4, "fsdp": 2}, {"dispatch": Dense()}, False, True),
-    "gpt_oss, context 4 fsdp 2, sorted": ("gpt_oss", {"context": 4, "fsdp": 2}, {"attend": RING}, False, True),
+    "gpt_oss, context 4 fsdp 2, sorted": ("gpt_oss", {"context": 4, "fsdp": 2}, {"attention_fn": RING}, False, True),
     "deepseek_v3, context 4 tensor 2, latents": ("deepseek_v3", {"context": 4, "tensor": 2}, REMAT, False, True),
     "deepseek_v3, context 4 fsdp 2, ring of latents": (
-        "deepseek_v3", {"context": 4, "fsdp": 2}, {"attend": RING, **REMAT}, False, True,
+        "deepseek_v3", {"context": 4, "fsdp": 2}, {"attention_fn": RING, **REMAT}, False, True,
     ),
     "deepseek_v3, context 4 data 2, ring of absorbed latents": (
-        "deepseek_v3", {"context": 4, "data": 2}, {"attend": RING, "latent": Absorbed()}, False, True,
+        "deepseek_v3", {"context": 4, "data": 2}, {"attention_fn": RING, "mla": AbsorbedMLA()}, False, True,
     ),
     "deepseek_v3, context 2 expert 4, adapters": (
-        "deepseek_v3", {"context": 2, "expert": 4}, {"attend": RING, "dispatch": RAGGED}, True, True,
+        "deepseek_v3", {"context": 2, "expert": 4}, {"attention_fn": RING, "dispatch": RAGGED}, True, True,
     ),
     "llama, context 2 tensor 2 fsdp 2, adapters": (
-        "llama", {"context": 2, "tensor": 2, "fsdp": 2}, {"attend": RING, **REMAT}, True, True,
+        "llama", {"context": 2, "tensor": 2, "fsdp": 2}, {"attention_fn": RING, **REMAT}, True, True,
     ),
 }  # fmt: skip
 
@@ -236,7 +242,7 @@ def resumed(folder: str) -> list[Any]:
         return {".".join(map(str, path)): np.asarray(v.get_value()) for path, v in flat}
 
     fitted = fit(2, context=4, fsdp=2)
-    attends, first = type(fitted.model.stacks[0].layers[0].attention.attend).__name__, values(fitted)
+    attends, first = type(fitted.model.stacks[0].layers[0].attention.attention_fn).__name__, values(fitted)
     found = [values(fit(2, **axes)) for axes in ({"context": 2, "fsdp": 4}, {"fsdp": 4, "tensor": 2}, {})]
     same = all((first[name] == other[name]).all() for other in found for name in first)
     return [attends, same, fit(3).history[-1]["step"]]
@@ -244,7 +250,7 @@ def resumed(folder: str) -> list[Any]:
 
 @pytest.mark.slow
 def test_runs_resume_on_other_meshes(eight: Callable[..., Any], tmp_path: Path) -> None:
-    assert eight(resumed, str(tmp_path / "run")) == ["GatherKeys", True, 3]
+    assert eight(resumed, str(tmp_path / "run")) == ["AllGatherAttention", True, 3]
 
 
 # Outputs
@@ -254,7 +260,7 @@ def outputs(kind: str, way: str) -> float:
     """The largest error of logits, hidden states and routing weights of packed rows, relative to each array's largest
     number. (On a mesh that shards rows only, it is as large.)"""
     made, given = config(kind), batch()
-    strategies = Strategy(), Strategy(mesh=nnxmoe.make_mesh(context=2, data=4), attend=WAYS[way])
+    strategies = Strategy(), Strategy(mesh=nnxmoe.make_mesh(context=2, data=4), attention_fn=WAYS[way])
     found = []
     for strategy in strategies:
         out = model_class(made)(made, strategy, rngs=nnx.Rngs(0))(**given, return_routing=True, return_hidden=True)
@@ -275,7 +281,7 @@ def decoded() -> tuple[bool, float]:
     made, tokens = config("mistral"), batch()["tokens"]
     one, several = (
         model_class(made)(made, strategy, rngs=nnx.Rngs(0))
-        for strategy in (Strategy(), Strategy(mesh=nnxmoe.make_mesh(context=4, fsdp=2), attend=RING))
+        for strategy in (Strategy(), Strategy(mesh=nnxmoe.make_mesh(context=4, fsdp=2), attention_fn=RING))
     )
     new = [np.asarray(nnxmoe.generate(model, tokens[:2, :8], max_new_tokens=3)) for model in (one, several)]
     logits = [np.asarray(model(tokens[:2, :9]).logits) for model in (one, several)]
@@ -296,19 +302,22 @@ def temporary(way: str, sizes: tuple[int, ...], length: int) -> list[tuple[int, 
     made, found = config("llama", num_hidden_layers=4, hidden_size=64), []
     for size in sizes:
         mesh = nnxmoe.make_mesh(context=size, devices=jax.devices()[:size])
-        attend = {"gather": GatherKeys(Streaming(64, 64)), "ring": RingAttention(Streaming(64, 64))}[way]
-        model = model_class(made)(made, Strategy(mesh=mesh, attend=attend, **REMAT), rngs=None)
+        attention_fn = {
+            "gather": AllGatherAttention(FlashAttention(64, 64)),
+            "ring": RingAttention(FlashAttention(64, 64)),
+        }[way]
+        model = model_class(made)(made, Strategy(mesh=mesh, attention_fn=attention_fn, **REMAT), rngs=None)
         step, place = Step(model, optax.sgd(0.1)), NamedSharding(mesh, PartitionSpec(None, CONTEXT))
         given = step.shapes(), {"tokens": jax.ShapeDtypeStruct((1, length), jnp.int32, sharding=place)}
         heads = NamedSharding(mesh, PartitionSpec(None, None, CONTEXT))
         qkv = [jax.ShapeDtypeStruct((1, 4, length, 16), jnp.float32, sharding=heads)] * 3
         index = jnp.arange(length)
-        scores = Scores(Mask(index, None, Slots(index, None, None), None, causal=True), 0.3)
+        scores = MaskedSoftmax(Mask(index, None, SlotMetadata(index, None, None), None, causal=True), 0.3)
 
-        def run(attend: Any, q: Any, k: Any, v: Any, scores: Scores = scores) -> Any:
-            return jnp.sum(attend(q, k, v, scores) ** 2)
+        def run(attention_fn: Any, q: Any, k: Any, v: Any, scores: MaskedSoftmax = scores) -> Any:
+            return jnp.sum(attention_fn(q, k, v, scores) ** 2)
 
-        alone = functools.partial(run, attend.on_mesh(mesh, RULES))
+        alone = functools.partial(run, attention_fn.on_mesh(mesh, RULES))
         programs = step.jitted.lower(*given), jax.jit(jax.grad(alone, (0, 1, 2))).lower(*qkv)
         sizes_of = [program.compile().memory_analysis().temp_size_in_bytes for program in programs]
         found.append((sizes_of[0], sizes_of[1]))
@@ -339,12 +348,15 @@ def refusals() -> dict[str, str]:
         "tokens": lambda: put_batch(
             long, Step(model_class(config("llama"))(config("llama"), on_mesh(), rngs=None), optax.sgd(1))
         ),
-        "ring": lambda: RingAttention(blocks=Reference()),  # type: ignore[arg-type]
-        "gather": lambda: GatherKeys(inner=Reference),  # type: ignore[arg-type]
+        "ring": lambda: RingAttention(flash=ReferenceAttention()),  # type: ignore[arg-type]
+        "gather": lambda: AllGatherAttention(inner=ReferenceAttention),  # type: ignore[arg-type]
         "plan": lambda: nnxmoe.plan("llama-3.1-8b", {"context": 8}, batch=1, seq=100),
         "planned": lambda: nnxmoe.plan("deepseek-v3.2-exp", {"context": 8}, batch=1, seq=128),
     }
-    found = {"default": type(on_mesh().attend).__name__, "kept": type(on_mesh(attend=RING).attend).__name__}
+    found = {
+        "default": type(on_mesh().attention_fn).__name__,
+        "kept": type(on_mesh(attention_fn=RING).attention_fn).__name__,
+    }
     for name, call in tries.items():
         try:
             call()
@@ -361,11 +373,11 @@ def test_refusals(eight: Callable[..., Any]) -> None:
         "blocks": "IndexedGQA needs all tokens of a row on each device",
         "pipeline": "stages do not shard tokens over the mesh axis 'context' of size 4: use make_mesh(context=1)",
         "tokens": "rows of 30 tokens are not divisible by the 4 devices of context: use a multiple of 4 tokens",
-        "ring": "RingAttention(blocks=Reference()): give Streaming(queries, keys)",
-        "gather": "GatherKeys",
+        "ring": "RingAttention(flash=ReferenceAttention()): give FlashAttention(block_q, block_k)",
+        "gather": "AllGatherAttention",
         "plan": "rows of 100 tokens are not divisible by context=8: use a multiple",
         "planned": "SparseMLA needs all tokens of a row on each device",
-        "default": "GatherKeys",
+        "default": "AllGatherAttention",
         "kept": "RingAttention",
     }.items():
         assert message in found.get(name, "not refused"), name

@@ -23,11 +23,16 @@ from nnxmoe.layers.mlp import UngatedMLP
 from nnxmoe.layers.norm import GatedNorm, OffsetNorm, RMSNorm
 from nnxmoe.layers.recurrent import delta, kimi_delta
 from nnxmoe.layers.recurrent.conv import SeparateConvs, ShortConv
-from nnxmoe.layers.recurrent.delta import DeltaHeads, FusedProjection, GatedDeltaNet, SeparateProjection
-from nnxmoe.layers.recurrent.delta_rule import DeltaInputs, in_chunks, in_chunks_by_channel, in_steps
-from nnxmoe.layers.recurrent.kimi_delta import BoundedDecays, KimiDelta, KimiProjection, free_decays
+from nnxmoe.layers.recurrent.delta import DeltaDims, FusedProjection, GatedDeltaNet, SeparateProjection
+from nnxmoe.layers.recurrent.delta_rule import (
+    DeltaInputs,
+    chunk_channelwise_delta_rule,
+    chunk_delta_rule,
+    recurrent_delta_rule,
+)
+from nnxmoe.layers.recurrent.kimi_delta import BoundedDecays, KimiDelta, KimiProjection, unbounded_decays
 from nnxmoe.layers.recurrent.mamba2 import GroupedGatedNorm, Mamba2
-from nnxmoe.layers.recurrent.tokamax_delta import TokamaxDelta
+from nnxmoe.layers.recurrent.tokamax_delta import TokamaxDeltaRule
 from nnxmoe.moe import tokamax
 from nnxmoe.moe.experts import UngatedExperts
 from tests.support.arrays import max_error
@@ -35,7 +40,7 @@ from tests.support.families import load
 from tests.support.running import MODEL_TOLERANCE, PART_TOLERANCE, eager_logits, feed, randomise
 from tests.support.tiny import build
 
-HEADS = DeltaHeads(dim=12, keys=2, values=4, key_dim=6, value_dim=5)
+HEADS = DeltaDims(dim=12, keys=2, values=4, key_dim=6, value_dim=5)
 TOKENS = 70  # more than a chunk
 NOTICED = 1e-3
 
@@ -93,21 +98,23 @@ def random_inputs(length: int, seed: int, segments: bool, channels: bool = False
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", [in_chunks, functools.partial(in_chunks, corrects=False), in_chunks_by_channel])
+@pytest.mark.parametrize(
+    "rule", [chunk_delta_rule, functools.partial(chunk_delta_rule, has_correction=False), chunk_channelwise_delta_rule]
+)
 @pytest.mark.parametrize("segments", [False, True])
 def test_chunks_are_steps(segments: bool, rule: Callable[..., Any]) -> None:
     """For lengths around a chunk's, and chunks that do not divide them; the state after them too."""
     for length, chunk in ((2, 64), (9, 4), (64, 64), (TOKENS, 64), (TOKENS, 16)):
-        inputs, state = random_inputs(length, length, segments, rule is in_chunks_by_channel)
-        out, states = in_steps(inputs, state, **getattr(rule, "keywords", {}))
+        inputs, state = random_inputs(length, length, segments, rule is chunk_channelwise_delta_rule)
+        out, states = recurrent_delta_rule(inputs, state, **getattr(rule, "keywords", {}))
         found, last = rule(inputs, state, chunk)
         most = PART_TOLERANCE * max(1.0, float(jnp.abs(out).max()))
         assert max(max_error(found, out), max_error(last, states[:, -1])) < most, length
 
 
-@pytest.mark.parametrize(("run", "length", "chunk"), [(in_chunks, 9, 4), (in_chunks_by_channel, 37, 32)])
+@pytest.mark.parametrize(("run", "length", "chunk"), [(chunk_delta_rule, 9, 4), (chunk_channelwise_delta_rule, 37, 32)])
 def test_gradients_of_chunks_are_those_of_steps(run: Callable[..., Any], length: int, chunk: int) -> None:
-    inputs, state = random_inputs(length, 1, True, channels=run is in_chunks_by_channel)
+    inputs, state = random_inputs(length, 1, True, channels=run is chunk_channelwise_delta_rule)
 
     def loss(run: Callable[..., Any], arrays: Any) -> Any:
         *given, state = arrays
@@ -115,7 +122,7 @@ def test_gradients_of_chunks_are_those_of_steps(run: Callable[..., Any], length:
 
     arrays = (*inputs[:5], state)
     ours = jax.jit(jax.grad(lambda arrays: loss(lambda i, s: run(i, s, chunk), arrays)))(arrays)  # as programs
-    wanted = jax.grad(lambda arrays: loss(in_steps, arrays))(arrays)
+    wanted = jax.grad(lambda arrays: loss(recurrent_delta_rule, arrays))(arrays)
     for one, other in zip(ours, wanted, strict=True):
         assert max_error(one, other) < 5 * PART_TOLERANCE and float(jnp.abs(other).max()) > 1e-3
 
@@ -151,7 +158,9 @@ Plant = Callable[[Any, pytest.MonkeyPatch], None]
 
 def changed(change: Callable[[DeltaInputs], DeltaInputs]) -> Plant:
     def plant(model: Any, patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(delta, "in_chunks", lambda inputs, state, **kw: in_chunks(change(inputs), state, **kw))
+        patch.setattr(
+            delta, "chunk_delta_rule", lambda inputs, state, **kw: chunk_delta_rule(change(inputs), state, **kw)
+        )
 
     return plant
 
@@ -240,8 +249,8 @@ def test_mistakes_in_a_model_are_noticed(plant: Plant, monkeypatch: pytest.Monke
 
 def of_channels(change: Callable[[DeltaInputs], DeltaInputs]) -> Plant:
     def plant(model: Any, patch: pytest.MonkeyPatch) -> None:
-        right = kimi_delta.in_chunks_by_channel
-        patch.setattr(kimi_delta, "in_chunks_by_channel", lambda inputs, state: right(change(inputs), state))
+        right = kimi_delta.chunk_channelwise_delta_rule
+        patch.setattr(kimi_delta, "chunk_channelwise_delta_rule", lambda inputs, state: right(change(inputs), state))
 
     return plant
 
@@ -289,12 +298,12 @@ PLANTED: list[tuple[str, str, Plant]] = [
     ("kimi_linear", "decays for gates", in_layers(KimiProjection, exchange("f", "g"))),
     ("kimi_linear", "convolutions exchanged", in_layers(SeparateConvs, exchange("q", "v"))),
     ("kimi_linear", "rotated attention", in_layers(MLA, put("rotary", Rope(4, 1e4)))),
-    ("bailing_hybrid", "decays without a bound", in_layers(KimiDelta, put("decays", free_decays))),
+    ("bailing_hybrid", "decays without a bound", in_layers(KimiDelta, put("decays", unbounded_decays))),
     ("bailing_hybrid", "no gate of the heads", in_layers(MLA, put("gate", None))),
     ("bailing_hybrid", "attention without rotation", in_layers(MLA, put("rotary", None))),
     ("bailing_hybrid", "unnormalised keys", unnormalised_keys),
-    ("nemotron_h", "corrected as by the delta rule", in_mamba("corrects", True)),
-    ("nemotron_h", "short steps", in_layers(Mamba2, put("least_step", 0.5))),
+    ("nemotron_h", "corrected as by the delta rule", in_mamba("has_correction", True)),
+    ("nemotron_h", "short steps", in_layers(Mamba2, put("min_step", 0.5))),
     ("nemotron_h", "no skipped input", in_layers(Mamba2, zero("d"))),
     ("nemotron_h", "no bias of the steps", in_layers(Mamba2, zero("dt_bias"))),
     ("nemotron_h", "no bias of the convolution", in_layers(ShortConv, zero("bias"))),
@@ -415,7 +424,7 @@ class InSteps:
 
     def __call__(self, inputs: DeltaInputs, state: jax.Array, chunked: Any) -> tuple[jax.Array, jax.Array]:
         self.calls += 1
-        out, states = in_steps(inputs, state)
+        out, states = recurrent_delta_rule(inputs, state)
         return out, states[:, -1]
 
 
@@ -427,11 +436,11 @@ def test_a_recurrence_of_the_strategy_computes_passes(kind: str) -> None:
 
 
 def test_wrong_recurrences_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"recurrence.*TokamaxDelta\(\)"):
+    with pytest.raises(ValueError, match=r"recurrence.*TokamaxDeltaRule\(\)"):
         nnxmoe.Strategy(recurrence=InSteps)
     monkeypatch.setattr(tokamax, "installed", lambda: False)
     with pytest.raises(ValueError, match=r"tokamax 0\.0\.17"):
-        TokamaxDelta()
+        TokamaxDeltaRule()
 
 
 needs_delta = pytest.mark.skipif(
@@ -447,7 +456,7 @@ needs_delta = pytest.mark.skipif(
 def test_tokamax_computes_the_rule(length: int, segments: bool, channels: bool) -> None:
     """With its own reference; outputs, states and gradients. Packed rows are the layer's."""
     inputs, state = random_inputs(length, length, segments, channels)
-    chunked = in_chunks_by_channel if channels else in_chunks
+    chunked = chunk_channelwise_delta_rule if channels else chunk_delta_rule
 
     def found(run: Any, inputs: DeltaInputs, state: jax.Array) -> Any:
         def total(arrays: Any, state: jax.Array) -> Any:
@@ -457,14 +466,14 @@ def test_tokamax_computes_the_rule(length: int, segments: bool, channels: bool) 
         (_, parts), slopes = jax.value_and_grad(total, (0, 1), has_aux=True)(inputs[:5], state)
         return jax.tree.leaves((parts, slopes))
 
-    tokamaxed = lambda inputs, state: TokamaxDelta("xla")(inputs, state, chunked)  # noqa: E731
+    tokamaxed = lambda inputs, state: TokamaxDeltaRule("xla")(inputs, state, chunked)  # noqa: E731
     for one, other in zip(found(tokamaxed, inputs, state), found(chunked, inputs, state), strict=True):
         assert max_error(one, other) < 20 * PART_TOLERANCE
 
 
 def on_a_mesh() -> float:
     case, mesh = load("qwen3_next"), nnxmoe.make_mesh(fsdp=2, tensor=2, data=2)
-    strategy = nnxmoe.Strategy(recurrence=TokamaxDelta("xla"), mesh=mesh)
+    strategy = nnxmoe.Strategy(recurrence=TokamaxDeltaRule("xla"), mesh=mesh)
     model = build(case.fields, case.weights, strategy)
     tokens = np.concatenate([case.arrays["tokens"]] * 2)
     return max_error(model(tokens).logits, np.concatenate([case.arrays["logits"]] * 2))

@@ -75,7 +75,7 @@ def dequantise(model: nnx.Module, codes: nnx.Module) -> None:
 
 STRATEGIES = {
     "sorted-blocked": nnxmoe.Strategy(dispatch=nnxmoe.Sorted(), matmul=nnxmoe.Blocked()),
-    "dense-absorbed": nnxmoe.Strategy(dispatch=nnxmoe.Dense(), matmul=nnxmoe.Masked(), latent=nnxmoe.Absorbed()),
+    "dense-absorbed": nnxmoe.Strategy(dispatch=nnxmoe.Dense(), matmul=nnxmoe.Masked(), mla=nnxmoe.AbsorbedMLA()),
     "scanned-ragged": nnxmoe.Strategy(dispatch=nnxmoe.Sorted(), matmul=nnxmoe.RaggedDot(), stacking=nnxmoe.Scanned()),
 }
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import nnxmoe
-from nnxmoe import Blockwise, Fused, Reference, Streaming
-from nnxmoe.layers.attention.attend import Scores
-from nnxmoe.layers.attention.splash import Splash
-from nnxmoe.layers.cache import Slots
+from nnxmoe import BlockwiseAttention, FlashAttention, FusedAttention, ReferenceAttention
+from nnxmoe.layers.attention.softmax_attention import MaskedSoftmax
+from nnxmoe.layers.attention.splash_attention import SplashAttention
+from nnxmoe.layers.cache import SlotMetadata
 from nnxmoe.layers.linear.codes import WHOLE, Codes
 from nnxmoe.layers.linear.kernel import DenseKernel
 from nnxmoe.layers.linear.quantized_products import Converted
@@ -36,7 +36,7 @@ class Refused(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Refusing:
-    """Stub for ``otherwise`` of products."""
+    """Stub for ``fallback`` of products."""
 
     def __call__(self, *given: Any) -> Any:
         raise Refused
@@ -176,9 +176,9 @@ def test_triton_product_on_a_mesh() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Elsewhere:
-    """Stub for ``otherwise``."""
+    """Stub for ``fallback``."""
 
-    def __call__(self, q: Any, k: Any, v: Any, scores: Scores) -> Any:
+    def __call__(self, q: Any, k: Any, v: Any, scores: MaskedSoftmax) -> Any:
         raise Refused
 
 
@@ -187,7 +187,7 @@ def mask_of(length: int, window: int | None = None, segments: bool = False, padd
     index = jnp.arange(length)
     segment = jnp.stack([index // 50, index // 70]) if segments else None
     valid = index >= jnp.array([[0], [9]]) if padding else None
-    return Mask(index, segment, Slots(index, valid, segment), window, causal=True)
+    return Mask(index, segment, SlotMetadata(index, valid, segment), window, causal=True)
 
 
 def operands(length: int, heads: int = 4, kv_heads: int = 2, width: int = 24, v_width: int = 16) -> list[jax.Array]:
@@ -197,9 +197,9 @@ def operands(length: int, heads: int = 4, kv_heads: int = 2, width: int = 24, v_
 
 
 SPLASHED = {
-    "plain": (Scores(mask_of(128), 0.2), False),
-    "window, soft cap": (Scores(mask_of(128, window=40), 0.2, softcap=2.0), False),
-    "segments and padding": (Scores(mask_of(128, segments=True, padding=True), 0.2), True),
+    "plain": (MaskedSoftmax(mask_of(128), 0.2), False),
+    "window, soft cap": (MaskedSoftmax(mask_of(128, window=40), 0.2, softcap=2.0), False),
+    "segments and padding": (MaskedSoftmax(mask_of(128, segments=True, padding=True), 0.2), True),
 }
 
 
@@ -209,11 +209,11 @@ def test_splash_equals_reference(case: str) -> None:
     scores, padded = SPLASHED[case]
     real = scores.mask.keys.valid[:, None, :, None] if padded else True
 
-    def loss(arrays: Any, attend: Any) -> Any:
-        out = jnp.where(real, attend(*arrays, scores), 0)
+    def loss(arrays: Any, attention_fn: Any) -> Any:
+        out = jnp.where(real, attention_fn(*arrays, scores), 0)
         return jnp.sum(jnp.sin(out)), out
 
-    ways = Splash(Elsewhere(), interpret=True), Reference()
+    ways = SplashAttention(Elsewhere(), interpret=True), ReferenceAttention()
     ours, wanted = (jax.jit(jax.grad(lambda a, way=way: loss(a, way), has_aux=True))(operands(128)) for way in ways)
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(wanted), strict=True):
         assert max_error(a, b) < PART_TOLERANCE * max(1.0, float(jnp.abs(b).max()))
@@ -221,12 +221,14 @@ def test_splash_equals_reference(case: str) -> None:
 
 def on_a_mesh() -> float:
     """Error of the kernel on a mesh that shards batch and heads."""
-    strategy = nnxmoe.Strategy(attend=Splash(Elsewhere(), interpret=True))
+    strategy = nnxmoe.Strategy(attention_fn=SplashAttention(Elsewhere(), interpret=True))
     mesh = nnxmoe.make_mesh(fsdp=2, tensor=2, devices=jax.devices()[:4])
-    attend, scores = dataclasses.replace(strategy, mesh=mesh).attend, SPLASHED["segments and padding"][0]
-    assert attend.mesh is mesh and dataclasses.replace(strategy, mesh=None).attend.mesh is None
+    attention_fn, scores = dataclasses.replace(strategy, mesh=mesh).attention_fn, SPLASHED["segments and padding"][0]
+    assert attention_fn.mesh is mesh and dataclasses.replace(strategy, mesh=None).attention_fn.mesh is None
     arrays, real = operands(128), scores.mask.keys.valid[:, None, :, None]
-    return max_error(*(jax.jit(lambda *a, f=f: f(*a, scores) * real)(*arrays) for f in (attend, Reference())))
+    return max_error(
+        *(jax.jit(lambda *a, f=f: f(*a, scores) * real)(*arrays) for f in (attention_fn, ReferenceAttention()))
+    )
 
 
 def test_splash_on_a_mesh(eight: Callable[..., Any]) -> None:
@@ -237,7 +239,7 @@ def test_splash_lowers_to_a_tpu_kernel() -> None:
     """Forward and backward: one kernel each for the output, the slope of q, and those of k and v."""
 
     def loss(*arrays: Any) -> Any:
-        return jnp.sum(Splash(Elsewhere())(*arrays, Scores(mask_of(256, window=200), 0.2)))
+        return jnp.sum(SplashAttention(Elsewhere())(*arrays, MaskedSoftmax(mask_of(256, window=200), 0.2)))
 
     run = jax.jit(jax.grad(loss, (0, 1, 2)))
     text = run.trace(*operands(256)).lower(lowering_platforms=("tpu",)).as_text()
@@ -245,10 +247,10 @@ def test_splash_lowers_to_a_tpu_kernel() -> None:
 
 
 NOT_SPLASHED = {
-    "length": (Scores(mask_of(130), 0.2), 130),
-    "sinks": (Scores(mask_of(128), 0.2, sinks=jnp.zeros(4)), 128),
-    "window with padding": (Scores(mask_of(128, window=40, padding=True), 0.2), 128),
-    "cache": (Scores(dataclasses.replace(mask_of(128), causal=False), 0.2), 128),
+    "length": (MaskedSoftmax(mask_of(130), 0.2), 130),
+    "sinks": (MaskedSoftmax(mask_of(128), 0.2, sinks=jnp.zeros(4)), 128),
+    "window with padding": (MaskedSoftmax(mask_of(128, window=40, padding=True), 0.2), 128),
+    "cache": (MaskedSoftmax(dataclasses.replace(mask_of(128), causal=False), 0.2), 128),
 }
 
 
@@ -256,11 +258,11 @@ NOT_SPLASHED = {
 def test_splash_leaves_the_rest_to_otherwise(case: str) -> None:
     scores, length = NOT_SPLASHED[case]
     with pytest.raises(Refused):
-        Splash(Elsewhere())(*operands(length), scores)
+        SplashAttention(Elsewhere())(*operands(length), scores)
 
 
 def test_cudnn_is_used_where_it_applies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Causal order and a window are not passed as an array; all else goes to ``otherwise``, or is a ValueError."""
+    """Causal order and a window are not passed as an array; all else goes to ``fallback``, or is a ValueError."""
     given: dict[str, Any] = {}
 
     def kernel(q: Any, k: Any, v: Any, **options: Any) -> Any:
@@ -268,34 +270,34 @@ def test_cudnn_is_used_where_it_applies(monkeypatch: pytest.MonkeyPatch) -> None
         return jnp.zeros((*q.shape[:3], v.shape[3]), q.dtype)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", kernel)
-    attend = Fused("cudnn", Elsewhere(), widest=128)
+    attention_fn = FusedAttention("cudnn", Elsewhere(), max_head_dim=128)
     half = [x.astype(jnp.bfloat16) for x in operands(128)]
-    assert attend(*half, Scores(mask_of(128, window=40), 0.2)).shape == (2, 4, 128, 16)
+    assert attention_fn(*half, MaskedSoftmax(mask_of(128, window=40), 0.2)).shape == (2, 4, 128, 16)
     assert given == {"scale": 0.2, "implementation": "cudnn", "is_causal": True, "local_window_size": (39, 0)}
-    plain = Scores(mask_of(128), 0.2)
+    plain = MaskedSoftmax(mask_of(128), 0.2)
     wide, odd = ([x.astype(jnp.bfloat16) for x in operands(128, width=width)] for width in (136, 20))
     reasons = {"bfloat16": (operands(128), plain), "up to 128, got 136": (wide, plain), "got 20": (odd, plain)}
-    reasons["nor a soft cap"] = (half, Scores(mask_of(128), 0.2, softcap=3.0))
+    reasons["nor a soft cap"] = (half, MaskedSoftmax(mask_of(128), 0.2, softcap=3.0))
     for reason, (arrays, scores) in reasons.items():
         with pytest.raises(Refused):
-            attend(*arrays, scores)
+            attention_fn(*arrays, scores)
         with pytest.raises(ValueError, match=reason):
-            dataclasses.replace(attend, otherwise=None)(*arrays, scores)
+            dataclasses.replace(attention_fn, fallback=None)(*arrays, scores)
     for mask in (mask_of(128, segments=True), mask_of(128, padding=True), NOT_SPLASHED["cache"][0].mask):
         with pytest.raises(Refused):
-            attend(*half, Scores(mask, 0.2))
+            attention_fn(*half, MaskedSoftmax(mask, 0.2))
 
 
-LONG = Blockwise(long=Streaming(512, 1024))
+LONG = BlockwiseAttention(long_context=FlashAttention(512, 1024))
 
 
 @pytest.mark.parametrize(
     ("backend", "capability", "wanted"),
     [
-        ("cpu", None, Blockwise()),
-        ("tpu", None, Splash(LONG)),
-        ("gpu", "9.0", Fused("cudnn", LONG, widest=256)),
-        ("gpu", "8.9", Fused("cudnn", LONG, widest=128)),
+        ("cpu", None, BlockwiseAttention()),
+        ("tpu", None, SplashAttention(LONG)),
+        ("gpu", "9.0", FusedAttention("cudnn", LONG, max_head_dim=256)),
+        ("gpu", "8.9", FusedAttention("cudnn", LONG, max_head_dim=128)),
         ("gpu", "7.5", LONG),
         ("gpu", "gfx942", LONG),
     ],
@@ -306,17 +308,20 @@ def test_default_attention_per_backend_and_its_explanation(
     monkeypatch.setattr("jax.default_backend", lambda: backend)
     monkeypatch.setattr("jax.local_devices", lambda: [types.SimpleNamespace(compute_capability=capability)])
     strategy = nnxmoe.Strategy.auto()
-    assert strategy.attend == wanted
-    line = next(line for line in strategy.explain().splitlines() if line.startswith("attend"))
+    assert strategy.attention_fn == wanted
+    line = next(line for line in strategy.explain().splitlines() if line.startswith("attention_fn"))
     assert repr(wanted) in line and "not a default" not in line
 
 
 @pytest.mark.wrong_types
 def test_invalid_arguments_of_attention_kernels() -> None:
     for make, message in (
-        (lambda: Fused(otherwise=Blockwise), r"Fused\(otherwise=.*such as Blockwise\(\)"),  # pyright: ignore
-        (lambda: Fused(widest=0), r"Fused\(widest=0\): give a positive integer"),
-        (lambda: Splash(Blockwise), r"Splash\(otherwise=.*such as Blockwise\(\)"),  # pyright: ignore
+        (
+            lambda: FusedAttention(fallback=BlockwiseAttention),
+            r"FusedAttention\(fallback=.*such as BlockwiseAttention\(\)",
+        ),  # pyright: ignore
+        (lambda: FusedAttention(max_head_dim=0), r"FusedAttention\(max_head_dim=0\): give a positive integer"),
+        (lambda: SplashAttention(BlockwiseAttention), r"SplashAttention\(fallback=.*such as BlockwiseAttention\(\)"),  # pyright: ignore
     ):
         with pytest.raises(ValueError, match=message):
             make()

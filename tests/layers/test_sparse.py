@@ -12,17 +12,17 @@ from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
 import nnxmoe
-from nnxmoe import Absorbed, ByLength, Naive, Reference
+from nnxmoe import AbsorbedMLA, AdaptiveMLA, NaiveMLA, ReferenceAttention
 from nnxmoe.config.rope_parameters import Rope
 from nnxmoe.generation.engine import Engine
 from nnxmoe.generation.request import Wanted
 from nnxmoe.layers.attention import indexer, pooled_indexer
 from nnxmoe.layers.attention.block_indexer import BlockIndexer, KeyBlocks
-from nnxmoe.layers.attention.indexer import NONE, Indexer, chosen_keys, highest
-from nnxmoe.layers.attention.mla import MLA, LatentWidths
+from nnxmoe.layers.attention.indexer import NO_SLOT, Indexer, highest, select_keys
+from nnxmoe.layers.attention.mla import MLA, MLADims
 from nnxmoe.layers.attention.pooled_indexer import PooledIndexer
 from nnxmoe.layers.attention.sparse_mla import SparseMLA
-from nnxmoe.layers.cache import Slots, TokenCache
+from nnxmoe.layers.cache import SlotMetadata, TokenCache
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.gated import LimitedSwiGLU
 from nnxmoe.layers.hyper import MeanNorm
@@ -36,7 +36,7 @@ from tests.support.tiny import build
 
 F32: Any = jnp.dtype("float32")
 ROPE = Rope(4, 100.0)
-WIDTHS = LatentWidths(12, 3, q_rank=7, kv_rank=5, nope=6, rope=4, v_dim=7)
+WIDTHS = MLADims(12, 3, q_rank=7, kv_rank=5, nope=6, rope=4, v_dim=7)
 KINDS = ("deepseek_v32", "glm_moe_dsa")
 POOLED, BLOCKS = "glm5_next_text", "minimax_m3_vl_text"
 
@@ -55,7 +55,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def best(scores: np.ndarray, allowed: np.ndarray, count: int) -> np.ndarray:
     """The oracle of `highest`, by a sort."""
     order = sorted(np.flatnonzero(allowed), key=lambda place: (-scores[place], place))[:count]
-    return np.r_[np.sort(order), [NONE] * (count - len(order))]
+    return np.r_[np.sort(order), [NO_SLOT] * (count - len(order))]
 
 
 def test_highest_scores_are_those_of_a_sort() -> None:
@@ -97,12 +97,12 @@ def test_an_indexer_chooses_by_its_formula() -> None:
     segment, valid = np.array([[0] * 4 + [1] * 7] * 2), np.array([[1] * 11, [1, 0, 0] + [1] * 8]) > 0
     index = np.arange(11, dtype=np.int32)
     for causal in (True, False):
-        slots = Slots(jnp.asarray(index), jnp.asarray(valid), jnp.asarray(segment))
+        slots = SlotMetadata(jnp.asarray(index), jnp.asarray(valid), jnp.asarray(segment))
         mask = Mask(jnp.asarray(index), jnp.asarray(segment), slots, None, causal)
         found = np.asarray(part.choose(jnp.asarray(x), jnp.asarray(latent), keys, mask, 3, context))
         for b, t in np.ndindex(2, 11):
             allowed = (index <= t) & valid[b] & (segment[b] == segment[b, t])
-            wanted = [NONE] * 3 if causal and t < 3 else best(scores[b, t], allowed, 3)
+            wanted = [NO_SLOT] * 3 if causal and t < 3 else best(scores[b, t], allowed, 3)
             assert np.array_equal(found[b, t], wanted), (b, t)
 
 
@@ -125,7 +125,7 @@ def test_blocks_are_chosen_by_their_best_keys(packed: bool, small_blocks: None) 
     segment = np.repeat([0, 1, 2], [4, 12, 7])[None].repeat(3, 0) if packed else np.zeros((3, size), int)
     index = np.cumsum(valid, axis=1) - 1
     of_slots = jnp.asarray(segment) if packed else None
-    slots = Slots(jnp.asarray(index, jnp.int32), jnp.asarray(valid), of_slots)
+    slots = SlotMetadata(jnp.asarray(index, jnp.int32), jnp.asarray(valid), of_slots)
     for causal in (True, False):
         mask = Mask(slots.index, of_slots, slots, None, causal)
         found = np.asarray(part.choose(x, jnp.asarray(keys), mask, context))
@@ -138,7 +138,7 @@ def test_blocks_are_chosen_by_their_best_keys(packed: bool, small_blocks: None) 
             kept = np.sort(np.argsort(high)[-2:])
             wanted = np.concatenate([blocks[i] for i in kept])
             row = found[2 * b + n, t]
-            assert np.array_equal(np.sort(row[row != NONE]), wanted), (b, t, n)
+            assert np.array_equal(np.sort(row[row != NO_SLOT]), wanted), (b, t, n)
 
 
 def test_layer_norm() -> None:
@@ -155,7 +155,7 @@ def attention(topk: int | None, form: Any) -> Any:
     """Sparse attention, or dense for None, with the same weights."""
     kw: dict[str, Any] = {"dtype": F32, "rngs": nnx.Rngs(0)}
     options: dict[str, Any] = dict(scale=0.3, bias=True, **kw)
-    options |= dict(rotary=ROPE, rotate=rotate_pairs, form=form, attend=Reference())
+    options |= dict(rotary=ROPE, rotate=rotate_pairs, mla=form, attention_fn=ReferenceAttention())
     if topk is None:
         return MLA(WIDTHS, **options)
     part = Indexer(12, 7, 4, 8, rotary=ROPE, rotate=rotate_halves, **kw)
@@ -165,7 +165,7 @@ def attention(topk: int | None, form: Any) -> Any:
 X: Any = jnp.asarray(np.random.default_rng(0).standard_normal((2, 29, 12)), jnp.float32)
 
 
-class Masked(Reference):
+class Masked(ReferenceAttention):
     """Dense attention with another mask."""
 
     allowed: Any = None
@@ -176,7 +176,7 @@ class Masked(Reference):
         return jnp.einsum("bnts,bnsh->bnth", weights, v)
 
 
-@pytest.mark.parametrize("form", [Naive(), Absorbed(), ByLength(2)])
+@pytest.mark.parametrize("form", [NaiveMLA(), AbsorbedMLA(), AdaptiveMLA(2)])
 def test_attention_is_dense_attention_to_the_chosen_keys(form: Any, small_blocks: None) -> None:
     """Values and gradients, masked and gathered, in blocks, and in causal parts or not."""
     context, sparse = Context.of_rows(ROPE, 2, 29, lengths=[29, 21]), attention(6, form)
@@ -186,9 +186,9 @@ def test_attention_is_dense_attention_to_the_chosen_keys(form: Any, small_blocks
     allowed = np.zeros((2, 29, 30), bool)
     np.put_along_axis(allowed, np.minimum(chosen, 29), True, axis=-1)
     allowed[:, :6, :6] = np.tri(6, dtype=bool)  # the first ones see all before them
-    oracle = attention(6, Naive())
-    oracle.topk, oracle.attend = 99, Masked()
-    object.__setattr__(oracle.attend, "allowed", allowed[..., :29])
+    oracle = attention(6, NaiveMLA())
+    oracle.topk, oracle.attention_fn = 99, Masked()
+    object.__setattr__(oracle.attention_fn, "allowed", allowed[..., :29])
 
     def run(model: Any) -> tuple[Any, Any]:
         graph, state = nnx.split(model)
@@ -209,7 +209,7 @@ def test_attention_is_dense_attention_to_the_chosen_keys(form: Any, small_blocks
 
 def test_few_keys_are_all_attended_to() -> None:
     """Up to ``topk`` keys the output is that of dense attention to the last bit; in a larger cache to rounding."""
-    sparse, dense = attention(29, Naive()), attention(None, Naive())
+    sparse, dense = attention(29, NaiveMLA()), attention(None, NaiveMLA())
     nnx.update(dense, nnx.State({k: v for k, v in nnx.state(sparse).items() if k != "indexer"}))
     context = Context.of_rows(ROPE, 2, 29)
     y, wanted = sparse(X, context)[0], dense(X, context)[0]
@@ -222,7 +222,7 @@ def test_few_keys_are_all_attended_to() -> None:
 def test_no_array_has_all_queries_and_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward; the limit is that of one block, and of the chosen keys of all queries."""
     monkeypatch.setattr(indexer, "BLOCK", 2**14)
-    sparse, x = attention(8, Naive()), jax.ShapeDtypeStruct((1, 1024, 12), F32)
+    sparse, x = attention(8, NaiveMLA()), jax.ShapeDtypeStruct((1, 1024, 12), F32)
     graph, state = nnx.split(sparse)
 
     def loss(state: Any, x: Any) -> Any:
@@ -347,19 +347,19 @@ def with_mask(change: Callable[[Mask], Mask]) -> Plant:
 
     def plant(model: Any, patch: pytest.MonkeyPatch) -> None:
         def choose(q: Any, weights: Any, keys: Any, mask: Mask, topk: int) -> Any:
-            return chosen_keys(q, weights, keys, change(mask), topk)
+            return select_keys(q, weights, keys, change(mask), topk)
 
-        patch.setattr(indexer, "chosen_keys", choose)
+        patch.setattr(indexer, "select_keys", choose)
 
     return plant
 
 
 def see_later_keys(model: Any, patch: pytest.MonkeyPatch) -> None:
     def choose(q: Any, weights: Any, keys: Any, mask: Mask, topk: int) -> Any:
-        return chosen_keys(q, weights, keys, dataclasses.replace(mask, query_index=mask.query_index + 1), topk)
+        return select_keys(q, weights, keys, dataclasses.replace(mask, query_index=mask.query_index + 1), topk)
 
     patch.setattr(indexer, "_parts", lambda mask, length, topk: [(slice(topk, None), slice(0, length))])
-    patch.setattr(indexer, "chosen_keys", choose)
+    patch.setattr(indexer, "select_keys", choose)
 
 
 def without_relu(model: Any, patch: pytest.MonkeyPatch) -> None:
@@ -408,14 +408,14 @@ def hand_on_nothing(model: Any, patch: pytest.MonkeyPatch) -> None:
 
 def hand_on_from_the_first(model: Any, patch: pytest.MonkeyPatch) -> None:
     """The keys that later indexers have chosen are used in their own layer only."""
-    right, first = SparseMLA.choosing, list[Any]()
+    right, first = SparseMLA.attend_sparse, list[Any]()
 
-    def choosing(self: Any, x: Any, chosen: Any, context: Any, cache: Any) -> Any:
+    def attend_sparse(self: Any, x: Any, chosen: Any, context: Any, cache: Any) -> Any:
         y, own, cache = right(self, x, first[0] if first and self.indexer is None else chosen, context, cache)
         first.append(own)
         return y, own, cache
 
-    patch.setattr(SparseMLA, "choosing", choosing)
+    patch.setattr(SparseMLA, "attend_sparse", attend_sparse)
 
 
 MISTAKES: dict[str, Plant] = {
@@ -459,15 +459,15 @@ def places_forgotten(model: Any, patch: pytest.MonkeyPatch) -> None:
 
 def own_pool_not_seen(model: Any, patch: pytest.MonkeyPatch) -> None:
     right = PooledIndexer._own
-    patch.setattr(PooledIndexer, "_own", lambda self, *given: jnp.full_like(right(self, *given), NONE))
+    patch.setattr(PooledIndexer, "_own", lambda self, *given: jnp.full_like(right(self, *given), NO_SLOT))
 
 
 def pools_from_the_second_token(model: Any, patch: pytest.MonkeyPatch) -> None:
-    def in_order(keys: Slots, shape: tuple[int, ...]) -> Any:
-        order, tokens, offset = indexer.in_order(keys, shape)
+    def sort_padding_last(keys: SlotMetadata, shape: tuple[int, ...]) -> Any:
+        order, tokens, offset = indexer.sort_padding_last(keys, shape)
         return order, tokens, jnp.maximum(offset - 1, 0)
 
-    patch.setattr(pooled_indexer, "in_order", in_order)
+    patch.setattr(pooled_indexer, "sort_padding_last", sort_padding_last)
 
 
 def one_stream_instead_of_the_mean(model: Any, patch: pytest.MonkeyPatch) -> None:
@@ -503,7 +503,7 @@ class Kept(TokenCache):
 
 @pytest.mark.slow
 def test_keys_that_are_not_taken_back_are_noticed(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    jax.tree_util.register_dataclass(Kept, ["buffers"], ["ring", "spare"])
+    jax.tree_util.register_dataclass(Kept, ["buffers"], ["ring", "lookahead"])
     case, model = made("deepseek_v32")
     monkeypatch.setattr("nnxmoe.layers.attention.sparse_mla.TokenCache", Kept)
     pieces = np.split(case.arrays["tokens"][:, :16], [8, 12], axis=1)

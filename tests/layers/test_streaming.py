@@ -9,17 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from nnxmoe import Blockwise, Reference, Streaming
-from nnxmoe.layers.attention import blockwise
-from nnxmoe.layers.attention.attend import Scores
-from nnxmoe.layers.attention.streaming import _bounds
-from nnxmoe.layers.cache import Slots
+from nnxmoe import BlockwiseAttention, FlashAttention, ReferenceAttention
+from nnxmoe.layers.attention import blockwise_attention
+from nnxmoe.layers.attention.flash_attention import _bounds
+from nnxmoe.layers.attention.softmax_attention import MaskedSoftmax
+from nnxmoe.layers.cache import SlotMetadata
 from nnxmoe.layers.mask import Mask
 from tests.support.arrays import max_error
 from tests.support.attention import masks
 from tests.support.running import PART_TOLERANCE
 
-SMALL = Streaming(16, 8)
+SMALL = FlashAttention(16, 8)
 LENGTH = 41  # not a multiple of either block size
 HEADS, KV_HEADS, WIDTH, V_WIDTH = 6, 2, 8, 5
 
@@ -41,7 +41,7 @@ def padded(padding: str, window: int | None, length: int = LENGTH) -> Mask:
     """Mask of a pass without a cache: segments, padding, and indices that count real tokens."""
     real = jnp.asarray(masks(length)[padding], bool)
     index = jnp.maximum(jnp.cumsum(real, axis=1, dtype=jnp.int32) - 1, 0)
-    return Mask(index, segments(length), Slots(index, real, segments(length)), window, causal=True)
+    return Mask(index, segments(length), SlotMetadata(index, real, segments(length)), window, causal=True)
 
 
 def cached(kind: str) -> Mask:
@@ -58,21 +58,21 @@ def cached(kind: str) -> Mask:
         keys = jnp.concatenate([ring, index], axis=1)
     segment = segments(40)
     key_segment, query_segment = (jnp.take_along_axis(segment, jnp.maximum(i, 0), axis=1) for i in (keys, index))
-    return Mask(jnp.maximum(index, 0), query_segment, Slots(keys, None, key_segment), window=9)
+    return Mask(jnp.maximum(index, 0), query_segment, SlotMetadata(keys, None, key_segment), window=9)
 
 
 def plain(window: int | None, length: int = LENGTH) -> Mask:
     index = jnp.arange(length)
-    return Mask(index, None, Slots(index, None, None), window, causal=True)
+    return Mask(index, None, SlotMetadata(index, None, None), window, causal=True)
 
 
 @functools.cache
-def compiled(attend: Any, softcap: float | None) -> Any:
+def compiled(attention_fn: Any, softcap: float | None) -> Any:
     """Gradients and output of rows with a key; the loss of other rows is zero."""
 
     def loss(arrays: Any, sinks: Any, mask: Mask) -> Any:
         seen = jnp.any(mask.allowed(), axis=-1)[:, None, :, None]
-        out = attend(*arrays, Scores(mask, 0.4, softcap, sinks))
+        out = attention_fn(*arrays, MaskedSoftmax(mask, 0.4, softcap, sinks))
         return jnp.sum(jnp.sin(jnp.where(seen, out, 0).astype(jnp.float32))), jnp.where(seen, out, 0)
 
     return jax.jit(jax.grad(loss, (0, 1), has_aux=True, allow_int=True))
@@ -97,24 +97,26 @@ def test_streaming_equals_reference(case: str) -> None:
     arrays = operands(mask.query_index.shape[-1], mask.keys.index.shape[-1])
     unused = jnp.zeros(1)
     ours, wanted = (
-        jax.tree.leaves(run_of(attend, softcap, sinks is not None)(arrays, unused if sinks is None else sinks, mask))
-        for attend in (SMALL, Reference())
+        jax.tree.leaves(
+            run_of(attention_fn, softcap, sinks is not None)(arrays, unused if sinks is None else sinks, mask)
+        )
+        for attention_fn in (SMALL, ReferenceAttention())
     )
     for a, b in zip(ours, wanted, strict=True):
         assert a.dtype == b.dtype and max_error(a, b) < PART_TOLERANCE * max(1.0, float(jnp.abs(b).max()))
         assert np.isfinite(np.asarray(a, np.float32)).all()
 
 
-def run_of(attend: Any, softcap: float | None, sinks: bool) -> Any:
+def run_of(attention_fn: Any, softcap: float | None, sinks: bool) -> Any:
     """The compiled gradient; without sinks, its second argument is ignored."""
-    return compiled(attend if sinks else WithoutSinks(attend), softcap)
+    return compiled(attention_fn if sinks else WithoutSinks(attention_fn), softcap)
 
 
 @dataclasses.dataclass(frozen=True)
 class WithoutSinks:
     inner: Any
 
-    def __call__(self, q: Any, k: Any, v: Any, scores: Scores) -> Any:
+    def __call__(self, q: Any, k: Any, v: Any, scores: MaskedSoftmax) -> Any:
         return self.inner(q, k, v, dataclasses.replace(scores, sinks=None))
 
 
@@ -124,9 +126,9 @@ def test_bfloat16_is_as_accurate_as_reference() -> None:
     exact = operands(LENGTH, LENGTH)
     rounded = tuple(x.astype(jnp.bfloat16) for x in exact)
     wide = tuple(x.astype(jnp.float32) for x in rounded)
-    wanted = jax.tree.leaves(compiled(Reference(), 1.5)(wide, SINKS, mask))
-    ways = (SMALL, Reference())
-    found = [jax.tree.leaves(compiled(attend, 1.5)(rounded, SINKS, mask)) for attend in ways]
+    wanted = jax.tree.leaves(compiled(ReferenceAttention(), 1.5)(wide, SINKS, mask))
+    ways = (SMALL, ReferenceAttention())
+    found = [jax.tree.leaves(compiled(attention_fn, 1.5)(rounded, SINKS, mask)) for attention_fn in ways]
     for ours, theirs, exactly in zip(*found, wanted, strict=True):
         assert ours.dtype == theirs.dtype
         ours_off, theirs_off = (
@@ -137,21 +139,24 @@ def test_bfloat16_is_as_accurate_as_reference() -> None:
 
 def test_accumulates_in_float32() -> None:
     """A running sum in bfloat16 would not change any more after 256 of 1024 equal weights."""
-    mask = Mask(jnp.full(2, 1023), None, Slots(jnp.arange(1024), None, None), None)
+    mask = Mask(jnp.full(2, 1023), None, SlotMetadata(jnp.arange(1024), None, None), None)
     q, k, v = operands(2, 1024, jnp.bfloat16)
-    ours, wanted = (attend(q * 0, k, v + 1, Scores(mask, 0.4)) for attend in (Streaming(2, 4), Reference()))
+    ours, wanted = (
+        attention_fn(q * 0, k, v + 1, MaskedSoftmax(mask, 0.4))
+        for attention_fn in (FlashAttention(2, 4), ReferenceAttention())
+    )
     assert max_error(ours, wanted) < 2**-7
 
 
 def test_query_without_any_key_is_zero() -> None:
     """Without a sink its output is zero, and so are its gradients; with a NaN in its operands, outputs are NaN."""
     index = jnp.arange(LENGTH)
-    mask = Mask(index, None, Slots(index, jnp.zeros((2, LENGTH), bool), None), None)
+    mask = Mask(index, None, SlotMetadata(index, jnp.zeros((2, LENGTH), bool), None), None)
     arrays = operands(LENGTH, LENGTH)
-    out, back = jax.vjp(lambda *a: SMALL(*a, Scores(mask, 0.4)), *arrays)
+    out, back = jax.vjp(lambda *a: SMALL(*a, MaskedSoftmax(mask, 0.4)), *arrays)
     assert not out.any() and not any(slope.any() for slope in back(jnp.ones_like(out)))
     q, k, v = arrays
-    assert np.isnan(SMALL(q.at[0, 0, 3, 0].set(jnp.nan), k, v, Scores(plain(None), 0.4))[0, 0, 3]).all()
+    assert np.isnan(SMALL(q.at[0, 0, 3, 0].set(jnp.nan), k, v, MaskedSoftmax(plain(None), 0.4))[0, 0, 3]).all()
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -179,7 +184,7 @@ class Recorder:
     def __init__(self) -> None:
         self.calls = 0
 
-    def __call__(self, q: Any, k: Any, v: Any, scores: Scores) -> Any:
+    def __call__(self, q: Any, k: Any, v: Any, scores: MaskedSoftmax) -> Any:
         self.calls += 1
         return jnp.zeros((*q.shape[:3], v.shape[3]))
 
@@ -190,26 +195,28 @@ class Recorder:
 def test_blockwise_streams_long_passes(count: int, keys: int, streams: int) -> None:
     """A step of one token never streams: its scores are [B, N, 1, S]."""
     long, inner = Recorder(), Recorder()
-    mask = Mask(jnp.arange(count), None, Slots(jnp.arange(keys), None, None), None, causal=count == keys)
+    mask = Mask(jnp.arange(count), None, SlotMetadata(jnp.arange(keys), None, None), None, causal=count == keys)
     given = (jax.ShapeDtypeStruct((1, 1, length, 4), jnp.float32) for length in (count, keys, keys))
-    jax.eval_shape(lambda *a: Blockwise(inner, 8, long)(*a, Scores(mask, 1.0)), *given)
+    jax.eval_shape(lambda *a: BlockwiseAttention(inner, 8, long)(*a, MaskedSoftmax(mask, 1.0)), *given)
     assert long.calls == streams and bool(inner.calls) == (not streams)
 
 
 def test_default_block_sizes_equal_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blockwise, "MOST_PAIRS", 200 * 200)
-    arrays, scores = operands(261, 261), Scores(plain(150, 261), 0.4)
-    ours, wanted = (jax.jit(lambda *a, f=f: f(*a, scores))(*arrays) for f in (Blockwise(), Reference()))
+    monkeypatch.setattr(blockwise_attention, "MOST_PAIRS", 200 * 200)
+    arrays, scores = operands(261, 261), MaskedSoftmax(plain(150, 261), 0.4)
+    ours, wanted = (
+        jax.jit(lambda *a, f=f: f(*a, scores))(*arrays) for f in (BlockwiseAttention(), ReferenceAttention())
+    )
     assert max_error(ours, wanted) < PART_TOLERANCE
 
 
 @pytest.mark.wrong_types
 @pytest.mark.parametrize("size", [0, True, 2.5, "2"])
 def test_invalid_arguments(size: Any) -> None:
-    for name in ("queries", "keys"):
-        with pytest.raises(ValueError, match=rf"Streaming\({name}=.*positive integer"):
-            Streaming(**{name: size})
-    with pytest.raises(ValueError, match=r"Streaming\(keys=None.*positive integer"):
-        Streaming(keys=None)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"Blockwise\(long=.*such as Streaming\(\)"):
-        Blockwise(long=Streaming)  # pyright: ignore[reportArgumentType]
+    for name in ("block_q", "block_k"):
+        with pytest.raises(ValueError, match=rf"FlashAttention\({name}=.*positive integer"):
+            FlashAttention(**{name: size})
+    with pytest.raises(ValueError, match=r"FlashAttention\(block_k=None.*positive integer"):
+        FlashAttention(block_k=None)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"BlockwiseAttention\(long_context=.*such as FlashAttention\(\)"):
+        BlockwiseAttention(long_context=FlashAttention)  # pyright: ignore[reportArgumentType]

@@ -8,14 +8,14 @@ import pytest
 
 import nnxmoe
 from nnxmoe import (
-    Absorbed,
+    AbsorbedMLA,
+    AdaptiveMLA,
     Blocked,
-    ByLength,
     Capacity,
     Dense,
-    Fused,
+    FusedAttention,
     Masked,
-    Naive,
+    NaiveMLA,
     RaggedDot,
     Scanned,
     Sorted,
@@ -29,7 +29,7 @@ from tests.support.tiny import ORACLE, TINY, build, random_tokens, tiny_weights
 
 PLAIN = {
     "unrolled": Strategy(),
-    "scanned-fused": Strategy(attend=Fused(), stacking=Scanned()),
+    "scanned-fused": Strategy(attention_fn=FusedAttention(), stacking=Scanned()),
 }
 MOE = {
     "unrolled-sorted-blocked": Strategy(dispatch=Sorted(), matmul=Blocked()),
@@ -38,11 +38,11 @@ MOE = {
     "scanned-sorted-blocked": Strategy(dispatch=Sorted(), matmul=Blocked(4), stacking=Scanned()),
 }
 LATENT = {
-    "unrolled-sorted-naive": Strategy(dispatch=Sorted(), matmul=Blocked(), latent=Naive()),
-    "scanned-dense-absorbed": Strategy(dispatch=Dense(), matmul=Masked(), latent=Absorbed(), stacking=Scanned()),
-    "unrolled-capacity-by-length": Strategy(dispatch=Capacity(8.0), matmul=RaggedDot(), latent=ByLength()),
-    "scanned-sorted-by-length": Strategy(dispatch=Sorted(), matmul=Blocked(4), latent=ByLength(99), stacking=Scanned()),
-    "unrolled-sorted-absorbed-fused": Strategy(attend=Fused(), latent=Absorbed()),
+    "unrolled-sorted-naive": Strategy(dispatch=Sorted(), matmul=Blocked(), mla=NaiveMLA()),
+    "scanned-dense-absorbed": Strategy(dispatch=Dense(), matmul=Masked(), mla=AbsorbedMLA(), stacking=Scanned()),
+    "unrolled-capacity-by-length": Strategy(dispatch=Capacity(8.0), matmul=RaggedDot(), mla=AdaptiveMLA()),
+    "scanned-sorted-by-length": Strategy(dispatch=Sorted(), matmul=Blocked(4), mla=AdaptiveMLA(99), stacking=Scanned()),
+    "unrolled-sorted-absorbed-fused": Strategy(attention_fn=FusedAttention(), mla=AbsorbedMLA()),
 }
 FORWARDS = [
     pytest.param(name, strategy, id=f"{name}-{label}")
@@ -103,7 +103,7 @@ GREEDY = [
     ),
     pytest.param("llama3_rope", Strategy(stacking=Scanned()), marks=pytest.mark.slow),
     pytest.param("mixtral_basic", Strategy(dispatch=Capacity(8.0), stacking=Scanned()), marks=pytest.mark.slow),
-    ("deepseek_yarn", Strategy(latent=Absorbed(), stacking=Scanned())),
+    ("deepseek_yarn", Strategy(mla=AbsorbedMLA(), stacking=Scanned())),
 ]
 
 

@@ -20,8 +20,8 @@ from jax.extend.core import jaxprs_in_params
 import nnxmoe
 from nnxmoe import axes
 from nnxmoe.layers import cache
-from nnxmoe.layers.attention.attend import Scores
-from nnxmoe.layers.cache import Past, Slots, TokenCache
+from nnxmoe.layers.attention.softmax_attention import MaskedSoftmax
+from nnxmoe.layers.cache import CacheMetadata, SlotMetadata, TokenCache
 from nnxmoe.layers.embed import Embed
 from nnxmoe.layers.linear import dots
 from nnxmoe.layers.linear import kernel as kernels
@@ -138,12 +138,13 @@ def test_training_stores_no_attention_mask(fields: tuple[str, ...], monkeypatch:
 def test_attention_backward_stores_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also without remat: the residuals are the operands and weights only."""
     operands = [shape(2, heads, LENGTH, 8) for heads in (4, 2, 2)]
-    slots = Slots(jnp.arange(LENGTH), None, None)
+    slots = SlotMetadata(jnp.arange(LENGTH), None, None)
 
     def kept() -> int:
         mask = Mask(slots.index, None, slots, None)
         back = jax.eval_shape(
-            lambda *a: jax.vjp(lambda q, k, v: nnxmoe.Reference()(q, k, v, Scores(mask, 0.3)), *a)[1], *operands
+            lambda *a: jax.vjp(lambda q, k, v: nnxmoe.ReferenceAttention()(q, k, v, MaskedSoftmax(mask, 0.3)), *a)[1],
+            *operands,
         )
         return sum(a.dtype == bool and a.shape[-2:] == (LENGTH, LENGTH) for a in jax.tree.leaves(back))
 
@@ -168,19 +169,22 @@ def test_fused_attention_passes_is_causal_instead_of_a_mask(
     q, k, v = (jnp.asarray(rng.normal(size=(2, heads, LENGTH, 8)), F32) for heads in (4, 2, 2))
     segment = jnp.asarray(index // 20 * jnp.ones((2, 1), int), jnp.int32)
     for segments in (None, segment):
-        mask = Mask(index, segments, Slots(index, None, segments), window, causal=True)
-        outs = [attend(q, k, v, Scores(mask, 0.3)) for attend in (nnxmoe.Reference(), nnxmoe.Fused())]
+        mask = Mask(index, segments, SlotMetadata(index, None, segments), window, causal=True)
+        outs = [
+            attention_fn(q, k, v, MaskedSoftmax(mask, 0.3))
+            for attention_fn in (nnxmoe.ReferenceAttention(), nnxmoe.FusedAttention())
+        ]
         assert max_error(*outs) < 1e-5
     assert given[0]["is_causal"] and not given[0].keys() & {"mask", "bias"} and "mask" in given[1]
 
 
-def attention_bytes(attend: Any, count: int, keys: int, dtype: Any, gradients: bool) -> int:
+def attention_bytes(attention_fn: Any, count: int, keys: int, dtype: Any, gradients: bool) -> int:
     """Temporary bytes of the last ``count`` of ``keys`` tokens as queries."""
     query, key = jnp.arange(keys - count, keys), jnp.arange(keys)
-    mask = Mask(query, None, Slots(key, None, None), None, causal=count == keys)
+    mask = Mask(query, None, SlotMetadata(key, None, None), None, causal=count == keys)
 
     def out(*operands: Any) -> Any:
-        return attend(*operands, Scores(mask, 0.3))
+        return attention_fn(*operands, MaskedSoftmax(mask, 0.3))
 
     def loss(*operands: Any) -> Any:
         return jnp.sum(out(*operands).astype(F32))
@@ -193,11 +197,11 @@ def attention_bytes(attend: Any, count: int, keys: int, dtype: Any, gradients: b
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_streaming_attention_memory_is_linear(dtype: Any, gradients: bool) -> None:
     """Of a pass without a cache, and of a chunk against a long cache."""
-    small = nnxmoe.Streaming(32, 32)
+    small = nnxmoe.FlashAttention(32, 32)
     for count in (None, 64):
         one, two = (attention_bytes(small, count or n, n, dtype, gradients) for n in (2048, 4096))
         assert two <= 2.2 * one, (count, one, two)
-    one, two = (attention_bytes(nnxmoe.Reference(), n, n, dtype, gradients) for n in (1024, 2048))
+    one, two = (attention_bytes(nnxmoe.ReferenceAttention(), n, n, dtype, gradients) for n in (1024, 2048))
     assert two > 3.5 * one
 
 
@@ -423,7 +427,7 @@ def test_unrolled_caches_are_updated_in_place(ring: bool, dtype: Any, monkeypatc
     def decode(buffers: Any, x: Any, past: Any) -> Any:
         after = []
         for k, v in buffers:
-            new, (keys, values), _ = TokenCache((k, v), ring).append((x[:, :, :1], x[:, :, 1:2]), Past(*past))
+            new, (keys, values), _ = TokenCache((k, v), ring).append((x[:, :, :1], x[:, :, 1:2]), CacheMetadata(*past))
             scores = dots.batched(x, keys, -1)
             x = dots.batched(jax.nn.softmax(scores).astype(dtype), values, -2).astype(dtype)
             after.append(new.buffers)

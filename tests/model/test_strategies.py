@@ -15,7 +15,17 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import nnxmoe
-from nnxmoe import Blockwise, Capacity, Chunked, Dense, ExpertParallel, InChunks, RaggedAllToAll, RingOfExperts, Sorted
+from nnxmoe import (
+    BlockwiseAttention,
+    Capacity,
+    Chunked,
+    Dense,
+    ExpertParallel,
+    InChunks,
+    RaggedAllToAll,
+    RingOfExperts,
+    Sorted,
+)
 from nnxmoe.axes import BATCH_AXES, sharding_of
 from nnxmoe.layers.gated import ClampedSwiGLU
 from nnxmoe.models import Mixtral, MixtralConfig
@@ -482,9 +492,12 @@ def test_invalid_strategy_arguments() -> None:
         (lambda: nnxmoe.make_mesh(fsdp="2"), "give integers of at least 1"),
         (lambda: nnxmoe.make_mesh(fsdp=99, expert=-1), "need a multiple of 99 devices; there are"),
         (lambda: Chunked(Sorted, 2), r"Chunked\(inner=.*give an object such as Sorted\(\)"),
-        (lambda: Blockwise(nnxmoe.Reference), r"Blockwise\(inner=.*give an object such as Reference\(\)"),
+        (
+            lambda: BlockwiseAttention(nnxmoe.ReferenceAttention),
+            r"BlockwiseAttention\(inner=.*give an object such as ReferenceAttention\(\)",
+        ),
         (lambda: nnxmoe.Strategy(dispatch=Sorted), r"Strategy\(dispatch=.*give an object such as Sorted\(\)"),
-        (lambda: Blockwise(blocks=True), r"Blockwise\(blocks=True\): give a positive integer"),
+        (lambda: BlockwiseAttention(blocks=True), r"BlockwiseAttention\(blocks=True\): give a positive integer"),
         (lambda: nnxmoe.Aligned(nnxmoe.Blocked(), 1.5), r"Aligned\(block=1\.5\): give a positive integer"),
     ):
         with pytest.raises(ValueError, match=message):

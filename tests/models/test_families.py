@@ -29,9 +29,9 @@ from nnxmoe.convert.hf.hf_layout import layout
 from nnxmoe.convert.peft.pieces import parameter_name
 from nnxmoe.convert.peft.slots import adapted, slots
 from nnxmoe.layers.attention.block_indexer import BlockIndexer, IndexedGQA, KeyBlocks
-from nnxmoe.layers.attention.gqa import GQA, Heads
-from nnxmoe.layers.attention.qk_norm import QKNorm, WholeNorm
-from nnxmoe.layers.attention.reused_keys import ReusedKeys
+from nnxmoe.layers.attention.cross_layer import CrossLayerAttention
+from nnxmoe.layers.attention.gqa import GQA, AttentionDims
+from nnxmoe.layers.attention.qk_norm import AllHeadsNorm, QKNorm
 from nnxmoe.layers.gated import LimitedSwiGLU, swiglu
 from nnxmoe.layers.norm import RMSNorm, unit_rms
 from nnxmoe.layers.rope import rotate_halves, rotate_pairs
@@ -395,8 +395,8 @@ def whole_norm_on_shards() -> tuple[float, float]:
     norm = QKNorm.whole(8, 4, 6, 1e-5, dtype=f32, rngs=rngs)
     for each in (norm.q, norm.k):
         each.scale.set_value(1 + 0.5 * jax.random.normal(rngs.params(), each.scale.shape))
-    options: dict[str, Any] = {"rotary": Rope(6, 100.0), "window": None, "attend": nnxmoe.Reference()}
-    heads = Heads(16, 8, 4, 6, bias=True, out_bias=False)
+    options: dict[str, Any] = {"rotary": Rope(6, 100.0), "window": None, "attention_fn": nnxmoe.ReferenceAttention()}
+    heads = AttentionDims(16, 8, 4, 6, bias=True, out_bias=False)
     gqa = GQA(heads, **options, qk_norm=norm, dtype=f32, rngs=rngs)
     x = jax.random.normal(jax.random.key(1), (2, 7, 16)) * jnp.arange(1, 17)  # heads of different sizes
     graph, params = nnx.split(gqa)
@@ -536,7 +536,7 @@ def whole_instead_of_per_head(model: Any) -> None:
     for x in attentions(model):
         for name, part in (("q", x.q), ("k", x.k)):
             one, (heads, width) = getattr(x.qk_norm, name), part.outs
-            wide = WholeNorm(heads * width, one.eps, dtype=jnp.dtype("float32"), rngs=nnx.Rngs(0))
+            wide = AllHeadsNorm(heads * width, one.eps, dtype=jnp.dtype("float32"), rngs=nnx.Rngs(0))
             wide.scale.set_value(jnp.tile(one.scale[...], heads))
             setattr(x.qk_norm, name, wide)
 
@@ -737,7 +737,7 @@ def keys_of_an_earlier_layer(model: Any) -> None:
 
 def forget_norm_of_queries(model: Any) -> None:
     for x in attentions(model):
-        if isinstance(x, ReusedKeys):
+        if isinstance(x, CrossLayerAttention):
             x.q_norm = lambda q: q
 
 

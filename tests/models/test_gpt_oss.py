@@ -34,7 +34,9 @@ from tests.support.tiny import TINY, Weights, build, build_tiny, random_tokens, 
 GATE_UP = "model.layers.1.mlp.experts.gate_up_proj"
 STRATEGIES = {
     "square": nnxmoe.Strategy(),
-    "mxfp4": nnxmoe.Strategy(attend=nnxmoe.Streaming(8, 4), dispatch=nnxmoe.Dense(), stacking=nnxmoe.Scanned()),
+    "mxfp4": nnxmoe.Strategy(
+        attention_fn=nnxmoe.FlashAttention(8, 4), dispatch=nnxmoe.Dense(), stacking=nnxmoe.Scanned()
+    ),
 }
 
 

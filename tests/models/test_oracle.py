@@ -67,15 +67,15 @@ STRATEGIES: dict[str, Callable[[], nnxmoe.Strategy | None]] = {
     "auto": lambda: None,
     "scan": lambda: nnxmoe.Strategy(stacking=nnxmoe.Scanned()),
     "dense": lambda: nnxmoe.Strategy(dispatch=nnxmoe.Dense()),
-    "naive": lambda: nnxmoe.Strategy(latent=nnxmoe.Naive()),
-    "absorbed": lambda: nnxmoe.Strategy(latent=nnxmoe.Absorbed()),
+    "naive": lambda: nnxmoe.Strategy(mla=nnxmoe.NaiveMLA()),
+    "absorbed": lambda: nnxmoe.Strategy(mla=nnxmoe.AbsorbedMLA()),
     "ragged": lambda: nnxmoe.Strategy(matmul=nnxmoe.RaggedDot()),
     "masked": lambda: nnxmoe.Strategy(matmul=nnxmoe.Masked()),
     "capacity": lambda: nnxmoe.Strategy(dispatch=nnxmoe.Capacity(12.0)),  # room for all
-    "fused": lambda: nnxmoe.Strategy(attend=nnxmoe.Fused()),
-    "streaming": lambda: nnxmoe.Strategy(attend=nnxmoe.Streaming(8, 8)),
+    "fused": lambda: nnxmoe.Strategy(attention_fn=nnxmoe.FusedAttention()),
+    "streaming": lambda: nnxmoe.Strategy(attention_fn=nnxmoe.FlashAttention(8, 8)),
     "scan.dense.absorbed": lambda: nnxmoe.Strategy(
-        dispatch=nnxmoe.Dense(), latent=nnxmoe.Absorbed(), stacking=nnxmoe.Scanned()
+        dispatch=nnxmoe.Dense(), mla=nnxmoe.AbsorbedMLA(), stacking=nnxmoe.Scanned()
     ),
 }
 

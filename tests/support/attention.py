@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 import nnxmoe
-from nnxmoe import Absorbed, ByLength
+from nnxmoe import AbsorbedMLA, AdaptiveMLA
 from tests.support.tiny import ORACLE
 
 LENGTH = 19
@@ -30,10 +30,10 @@ MODELS: dict[str, tuple[str, nnxmoe.Strategy, dict[str, Any]]] = {
     "ring-of-one": ("mistral", ORACLE, {"sliding_window": 1, "num_hidden_layers": 1}),
     "moe-ring": ("mixtral", nnxmoe.Strategy(), {"sliding_window": 6, "num_hidden_layers": 1}),
     "latent-naive": ("deepseek_v3", ORACLE, DENSE | {"num_hidden_layers": 1, "q_lora_rank": None}),
-    "latent-absorbed-scanned": ("deepseek_v3", dataclasses.replace(SCANNED, latent=Absorbed()), DENSE),
+    "latent-absorbed-scanned": ("deepseek_v3", dataclasses.replace(SCANNED, mla=AbsorbedMLA()), DENSE),
     "latent-by-length": (
         "deepseek_v3",
-        dataclasses.replace(ORACLE, latent=ByLength(3)),
+        dataclasses.replace(ORACLE, mla=AdaptiveMLA(3)),
         DENSE | {"num_hidden_layers": 1},
     ),
 }

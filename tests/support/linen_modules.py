@@ -18,9 +18,9 @@ from nnxmoe import linen
 from nnxmoe.config.rope_parameters import Llama3Rope
 from nnxmoe.layers import mlp as ours
 from nnxmoe.layers import norm as norms
-from nnxmoe.layers.attention.attend import Scores
-from nnxmoe.layers.attention.gqa import GQA, Heads
-from nnxmoe.layers.attention.mla import LATENT_NORM_EPS, MLA, Latents, LatentWidths
+from nnxmoe.layers.attention.gqa import GQA, AttentionDims
+from nnxmoe.layers.attention.mla import LATENT_NORM_EPS, MLA, MLADims, MLAInputs
+from nnxmoe.layers.attention.softmax_attention import MaskedSoftmax
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.linear.kernel import as_kernel
 from nnxmoe.layers.mask import Mask
@@ -32,8 +32,8 @@ from nnxmoe.moe.grouped_matmul import equal_groups
 from nnxmoe.moe.router import Router, SigmoidGroupTopK, SoftmaxTopK
 
 Axes = tuple[str | None, ...]
-ATTEND, DISPATCH, LATENT = nnxmoe.Reference(), nnxmoe.Dense(), nnxmoe.Strategy().latent
-STRATEGY = nnxmoe.Strategy(dispatch=DISPATCH, attend=ATTEND, latent=LATENT)  # Dense: quick to compile
+ATTEND, DISPATCH, LATENT = nnxmoe.ReferenceAttention(), nnxmoe.Dense(), nnxmoe.Strategy().mla
+STRATEGY = nnxmoe.Strategy(dispatch=DISPATCH, attention_fn=ATTEND, mla=LATENT)  # Dense: quick to compile
 MATMUL, F32 = nnxmoe.Strategy().matmul, jnp.dtype(jnp.float32)
 
 
@@ -104,7 +104,7 @@ class Attention(nn.Module):
         k = rotate(Dense(1, (c.kv_heads, width), keys, biased, name="key")(x), context.rotations[c.rope])
         v = Dense(1, (c.kv_heads, width), keys, biased, name="value")(x)
         q, k, v = (jnp.swapaxes(a, 1, 2) for a in (q, k, v))
-        y = jnp.swapaxes(ATTEND(q, k, v, Scores(mask_of(context, c.window), 1.0)), 1, 2)
+        y = jnp.swapaxes(ATTEND(q, k, v, MaskedSoftmax(mask_of(context, c.window), 1.0)), 1, 2)
         return Dense(2, (x.shape[-1],), ("heads", "kv", "embed"), biased, name="out")(y)
 
 
@@ -127,8 +127,8 @@ class LatentAttention(nn.Module):
         shape = (c.kv_lora_rank, c.num_attention_heads, c.qk_nope_head_dim + c.v_head_dim)
         wkv_b = Kernel(shape, ("kv_lora", "kv_heads", "kv_head_dim"), name="wkv_b")()
         kv_b = as_kernel(wkv_b.reshape(c.kv_lora_rank, -1))
-        latents = Latents(q_nope, rotate(q_rope, context.rotations[c.rope]), seen, kv_b)
-        y = LATENT(latents, Scores(mask_of(context, None), c.softmax_scale), ATTEND)
+        latents = MLAInputs(q_nope, rotate(q_rope, context.rotations[c.rope]), seen, kv_b)
+        y = LATENT(latents, MaskedSoftmax(mask_of(context, None), c.softmax_scale), ATTEND)
         return Dense(2, (x.shape[-1],), ("heads", "kv", "embed"), biased, name="out")(y)
 
 
@@ -324,15 +324,15 @@ class Transformer(nn.Module):
 
 def wrapped_attention(config: Any, **options: Any) -> linen.Wrapped:
     """The package's attention, wrapped, with queries as MaxText stores them."""
-    c, kw = config, {"rotary": config.rope, "attend": ATTEND, "dtype": F32, **options}
+    c, kw = config, {"rotary": config.rope, "attention_fn": ATTEND, "dtype": F32, **options}
     if not isinstance(c, nnxmoe.models.DeepSeekV3Config):
         sizes, biased = (c.num_attention_heads, c.kv_heads, c.head_width), getattr(c, "attention_bias", False)
         rotate = rotate_pairs if isinstance(c.rope, Llama3Rope) else rotate_halves
-        heads = Heads(c.hidden_size, *sizes, bias=biased, scale=1.0)
+        heads = AttentionDims(c.hidden_size, *sizes, bias=biased, scale=1.0)
         return linen.wrap(GQA, heads, window=c.window, rotate=rotate, **kw)
     return linen.wrap(
         MLA,
-        LatentWidths(
+        MLADims(
             c.hidden_size,
             c.num_attention_heads,
             q_rank=c.q_lora_rank,
@@ -344,7 +344,7 @@ def wrapped_attention(config: Any, **options: Any) -> linen.Wrapped:
         scale=c.softmax_scale,
         bias=c.attention_bias,
         rotate=rotate_pairs if c.rope_interleave else rotate_halves,
-        form=LATENT,
+        mla=LATENT,
         **kw,
     )
 

@@ -78,8 +78,8 @@ class Recurrence(nnx.Module):
         (dim,) = self.o.ins
         return jnp.zeros((batch, dim)), jnp.zeros((batch, WINDOW - 1, WINDOW, dim))
 
-    def empty_cache(self, batch: int, capacity: int, dtype: Any, spare: int = 0) -> RecurrentState:
-        return RecurrentState.empty(self._zero(batch), spare)
+    def empty_cache(self, batch: int, capacity: int, dtype: Any, lookahead: int = 0) -> RecurrentState:
+        return RecurrentState.empty(self._zero(batch), lookahead)
 
 
 class HashRouter(Router):

@@ -17,8 +17,8 @@ Weights = dict[str, np.ndarray]
 ORACLE = nnxmoe.Strategy(  # no default that asks for the backend: the corpus forks after importing this
     dispatch=nnxmoe.Dense(),
     matmul=nnxmoe.Masked(),
-    attend=nnxmoe.Reference(),
-    latent=nnxmoe.Naive(),
+    attention_fn=nnxmoe.ReferenceAttention(),
+    mla=nnxmoe.NaiveMLA(),
     quantized=nnxmoe.ByBackend(),
 )
 

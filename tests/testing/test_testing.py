@@ -18,7 +18,7 @@ from jax import Array
 import nnxmoe
 from nnxmoe import linen, testing
 from nnxmoe.convert import maxtext
-from nnxmoe.layers.attention.gqa import GQA, Heads
+from nnxmoe.layers.attention.gqa import GQA, AttentionDims
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.models import Llama, LlamaConfig, Mixtral, MixtralConfig
@@ -201,8 +201,8 @@ def difference(function: Callable[..., Any], *arguments: Any, **options: Any) ->
 def attention() -> tuple[GQA, dict[str, Any]]:
     """A GQA module, and the options to call it."""
     rope = llama(1).config.rope
-    options: dict[str, Any] = {"rotary": rope, "window": None, "attend": nnxmoe.Reference()}
-    heads = Heads(WIDTH, HEADS, KV_HEADS, HEAD, bias=False)
+    options: dict[str, Any] = {"rotary": rope, "window": None, "attention_fn": nnxmoe.ReferenceAttention()}
+    heads = AttentionDims(WIDTH, HEADS, KV_HEADS, HEAD, bias=False)
     module = GQA(heads, **options, dtype=jnp.dtype("float32"), rngs=nnx.Rngs(0))
     context = nnxmoe.Context.of_rows(rope, 2, 7)
     return module, {"nnx_call": lambda module, x: module(x, context)[0]}

@@ -233,7 +233,7 @@ def test_expert_strategies_agree(strategy: str) -> None:
 
 
 def test_naive_and_absorbed_latent_attention_agree() -> None:
-    naive, absorbed = (one_layer("deepseek_v3", latent=latent) for latent in (nnxmoe.Naive(), nnxmoe.Absorbed()))
+    naive, absorbed = (one_layer("deepseek_v3", mla=latent) for latent in (nnxmoe.NaiveMLA(), nnxmoe.AbsorbedMLA()))
     assert max_error(naive, absorbed) < 1e-5
 
 

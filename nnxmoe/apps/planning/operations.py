@@ -46,8 +46,8 @@ def _scores(step: PlannedStep) -> Iterator[tuple[int, float]]:
         assert isinstance(stack, UnrolledStack)
         for layer in stack.layers:
             attention = layer.attention
-            if (scored := getattr(attention, "scored", None)) is not None:
-                yield from scored(every)
+            if (score_ops := getattr(attention, "score_ops", None)) is not None:
+                yield from score_ops(every)
                 continue
             window = getattr(attention, "window", None) or getattr(attention, "topk", None) or seq
             if (scorer := getattr(attention, "indexer", None)) is not None:

@@ -23,7 +23,7 @@ class Traffic:
 
 def traffic(step: PlannedStep) -> list[Traffic]:
     """Estimate of the collectives of a step: gathered kernels, reduced gradients, tokens to experts and back, and keys
-    that `GatherKeys` gathers.
+    that `AllGatherAttention` gathers.
 
     Assumes kernels gathered in the dtype of activations, or as codes, once per pass, and gradients reduced in float32;
     those of adapters are left out. The head is gathered once per part of a batch. Embeddings of tokens are exchanged

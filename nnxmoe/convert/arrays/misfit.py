@@ -16,7 +16,7 @@ from nnxmoe.model.causal_lm import CausalLM, check_model
 from nnxmoe.models import is_registered
 
 # Attributes set by a strategy: they change how the model is computed, and config.json does not describe them.
-_OF_STRATEGIES = frozenset("attend dispatch form matmul mesh product recurrence remat rules".split())
+_OF_STRATEGIES = frozenset("attention_fn dispatch matmul mesh mla product recurrence remat rules".split())
 _OF_MODELS = frozenset("cache_format config dtype load_report merged ropes strategy".split())
 _SHOWN = 5
 

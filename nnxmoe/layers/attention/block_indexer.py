@@ -10,24 +10,24 @@ from jaxtyping import Array, Bool, Float, Int
 
 from nnxmoe.axes import ParamOptions
 from nnxmoe.config.rope_parameters import Rope
-from nnxmoe.layers.attention.attend import Attend, Scores
-from nnxmoe.layers.attention.gqa import GQA, Heads
+from nnxmoe.layers.attention.gqa import GQA, AttentionDims
 from nnxmoe.layers.attention.indexer import (
-    NONE,
-    ChosenAttend,
-    Selection,
+    NO_SLOT,
+    SelectedSlots,
+    SparseAttention,
     choose_in_blocks,
+    gather_or_none,
     highest,
-    in_order,
     products,
-    taken_or_none,
+    sort_padding_last,
 )
+from nnxmoe.layers.attention.softmax_attention import AttentionFn, MaskedSoftmax
 from nnxmoe.layers.cache import TokenCache, gather_tokens
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.linear.linear import Linear
 from nnxmoe.layers.mask import Mask
 from nnxmoe.layers.norm import OffsetNorm
-from nnxmoe.layers.rope import Rotate
+from nnxmoe.layers.rope import RotateFn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +58,7 @@ class BlockIndexer(nnx.Module):
         blocks: KeyBlocks,
         eps: float,
         rotary: Rope,
-        rotate: Rotate,
+        rotate: RotateFn,
         **kw: Unpack[ParamOptions],
     ):
         self.blocks = blocks
@@ -78,17 +78,17 @@ class BlockIndexer(nnx.Module):
 
     def choose(
         self, x: Float[Array, "B asked D"], keys: Float[Array, "B S H"], mask: Mask, context: Context
-    ) -> Selection:
+    ) -> SelectedSlots:
         """The slots of the keys in the chosen blocks up to each query, ``[B * heads, T, topk]``, in ascending
         order. Of a causal pass the first `topk` queries have none, since they attend to all keys before them."""
         q = context.rotated(self.q_norm(self.q(x)), self.rotary, self.rotate)
-        order, tokens, offset = in_order(mask.keys, keys.shape[:2])
+        order, tokens, offset = sort_padding_last(mask.keys, keys.shape[:2])
         moved, packed = mask.keys.valid is not None, tokens.segment is not None
         q, keys = jax.lax.stop_gradient((q, gather_tokens(keys, order) if moved else keys))
 
         def run(allowed: Bool[Array, "B T S"], seen: slice, q: Float[Array, "B T N H"]) -> Int[Array, "B T _"]:
             chosen = self._places(q, keys[:, seen], allowed, offset[:, seen], packed)
-            chosen = taken_or_none(order, chosen) if moved else chosen
+            chosen = gather_or_none(order, chosen) if moved else chosen
             return chosen.reshape(*chosen.shape[:2], -1)
 
         heads, mask = q.shape[2], dataclasses.replace(mask, keys=tokens)
@@ -118,10 +118,10 @@ class BlockIndexer(nnx.Module):
         near = own // blocks.size - offset[:, None, first] // blocks.size < blocks.local
         best = jnp.where((near & starts)[:, :, None], jnp.inf, best)
         chosen = highest(best, starts[:, :, None], blocks.count)
-        begin = jnp.where(chosen == NONE, size, first[jnp.where(chosen == NONE, 0, chosen)])
+        begin = jnp.where(chosen == NO_SLOT, size, first[jnp.where(chosen == NO_SLOT, 0, chosen)])
         last = jnp.max(jnp.where(allowed, places, -1), axis=-1)
         found = begin[..., None] + jnp.arange(blocks.size)
-        found = jnp.where(found <= last[:, :, None, None, None], found, NONE)
+        found = jnp.where(found <= last[:, :, None, None, None], found, NO_SLOT)
         return found.reshape(*found.shape[:3], -1)
 
 
@@ -139,40 +139,41 @@ class IndexedGQA(GQA):
     """`GQA` whose queries attend to the blocks of keys that a `BlockIndexer` chooses for groups of heads. Equal to
     `GQA`, also in the last bit, where no more keys than these are there."""
 
-    over_context: ClassVar[bool] = False
+    supports_context_parallel: ClassVar[bool] = False
 
-    def __init__(self, heads: Heads, *, indexer: BlockIndexer, **options: Any):
+    def __init__(self, heads: AttentionDims, *, indexer: BlockIndexer, **options: Any):
         super().__init__(heads, **options)
         self.indexer, self.topk = indexer, indexer.topk
 
     def _seen(
         self, x: Float[Array, "B T D"], k: Array, v: Array, context: Context, cache: Any
-    ) -> tuple[Any, Array, Array, Mask, Attend]:
+    ) -> tuple[Any, Array, Array, Mask, AttentionFn]:
         cache, (k, v, near), mask = context.remember(cache, (k, v, self.indexer.keys(x, context=context)), None)
-        attend = self.attend
+        attention_fn = self.attention_fn
         if near.shape[1] > self.topk:
             chosen = self.indexer.choose(context.asked(x), near, mask=mask, context=context)
-            attend = HeadsApart(ChosenAttend(chosen, attend), self.indexer.q.outs[0])
-        return cache, k, v, mask, attend
+            attention_fn = PerGroupAttention(SparseAttention(chosen, attention_fn), self.indexer.q.outs[0])
+        return cache, k, v, mask, attention_fn
 
-    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, spare: int = 0) -> TokenCache:
+    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, lookahead: int = 0) -> TokenCache:
         """A slot per token, for its keys and values, and the indexer's key."""
-        cache, width = super().empty_cache(batch, capacity, dtype, spare), self.indexer.k.outs[0]
+        cache, width = super().empty_cache(batch, capacity, dtype, lookahead), self.indexer.k.outs[0]
         return dataclasses.replace(cache, buffers=(*cache.buffers, jnp.zeros((batch, capacity, width), dtype)))
 
 
 @dataclasses.dataclass(frozen=True)
-class HeadsApart:
-    """Computes ``attend`` with each group of heads as a row of the batch, so that groups may attend to other keys.
+class PerGroupAttention:
+    """Computes ``attention_fn`` with each group of heads as a row of the batch, so that groups may attend to other
+    keys.
 
     ``groups``: number of groups; it divides the number of key/value heads, or is a multiple of it.
     """
 
-    attend: Attend
+    attention_fn: AttentionFn
     groups: int
 
     def __call__(
-        self, q: Float[Array, "B N T H"], k: Float[Array, "B K S H"], v: Float[Array, "B K S Hv"], scores: Scores
+        self, q: Float[Array, "B N T H"], k: Float[Array, "B K S H"], v: Float[Array, "B K S Hv"], scores: MaskedSoftmax
     ) -> Float[Array, "B N T Hv"]:
         (batch, heads), groups = k.shape[:2], self.groups
         assert scores.sinks is None, "sinks are per head"
@@ -183,5 +184,5 @@ class HeadsApart:
             return jnp.repeat(a, groups, axis=0) if a.ndim > 1 and a.shape[0] == batch else a
 
         q, k, v = (a.reshape(batch * groups, -1, *a.shape[2:]) for a in (q, k, v))
-        out = self.attend(q, k, v, dataclasses.replace(scores, mask=jax.tree.map(of_rows, scores.mask)))
+        out = self.attention_fn(q, k, v, dataclasses.replace(scores, mask=jax.tree.map(of_rows, scores.mask)))
         return out.reshape(batch, -1, *out.shape[2:])

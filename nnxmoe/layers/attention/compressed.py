@@ -14,11 +14,11 @@ from jaxtyping import Array, Float, Int
 
 from nnxmoe.axes import ParamOptions, parameter
 from nnxmoe.config.rope_parameters import Rope
-from nnxmoe.layers.cache import Buffer, Past, RecurrentState, Slots, append_ring, floats, written
+from nnxmoe.layers.cache import Buffer, CacheMetadata, RecurrentState, SlotMetadata, append_ring, floats, written
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.linear.linear import Linear
 from nnxmoe.layers.norm import RMSNorm
-from nnxmoe.layers.rope import Rotate, rotation_at
+from nnxmoe.layers.rope import RotateFn, compute_rotation
 
 
 @jax.tree_util.register_dataclass
@@ -33,8 +33,8 @@ class CompressedCache:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class PassRows(Past):
-    """The `Past` of a pass, also of one without a cache, for parts that look back.
+class PassRows(CacheMetadata):
+    """The `CacheMetadata` of a pass, also of one without a cache, for parts that look back.
 
     ``own``: for every stored token by its index, its index in its segment.
     """
@@ -53,7 +53,7 @@ class PassRows(Past):
             before, after = jnp.zeros((batch,), jnp.int32), jnp.max(index, axis=1) + 1
             segment = jnp.zeros((batch, length), jnp.int32)
             if context.segment is not None:
-                segment = by_index(context.segment[..., None], index, before, length)[..., 0]
+                segment = gather_by_index(context.segment[..., None], index, before, length)[..., 0]
         places = jnp.arange(segment.shape[1], dtype=jnp.int32)
         starts = jnp.where(segment[:, 1:] != segment[:, :-1], places[1:], 0)
         first = jax.lax.cummax(jnp.pad(starts, ((0, 0), (1, 0))), axis=1)
@@ -67,9 +67,9 @@ class PassRows(Past):
         at = jnp.argmax(last, axis=2).astype(jnp.int32) + jnp.arange(last.shape[1], dtype=jnp.int32) * rate
         return jnp.where(last.any(axis=2), at, -1)
 
-    def slots(self, index: Int[Array, "B n"]) -> Slots:
+    def slots(self, index: Int[Array, "B n"]) -> SlotMetadata:
         """The slots that hold the tokens of these indices, -1 for none."""
-        return Slots(index, None, gather_clipped(self.segment, index))
+        return SlotMetadata(index, None, gather_clipped(self.segment, index))
 
 
 def gather_clipped(values: Int[Array, "B C"], index: Int[Array, "B n"]) -> Int[Array, "B n"]:
@@ -77,7 +77,7 @@ def gather_clipped(values: Int[Array, "B C"], index: Int[Array, "B n"]) -> Int[A
     return jnp.take_along_axis(values, jnp.clip(index, 0, values.shape[1] - 1), axis=1)
 
 
-def by_index(
+def gather_by_index(
     values: Float[Array, "B S W"] | Int[Array, "B S W"], index: Int[Array, "B S"], first: Int[Array, "B"], count: int
 ) -> Array:
     """``count`` tokens of each row from the index ``first`` on, ``[B, count, W]``; zeros for those that are not there.
@@ -108,7 +108,7 @@ class Compressor(nnx.Module):
         series: int,
         eps: float,
         rotary: Rope,
-        rotate: Rotate,
+        rotate: RotateFn,
         **kw: Unpack[ParamOptions],
     ):
         self.rate, self.series, self.rotary, self.rotate = rate, series, rotary, rotate
@@ -127,13 +127,13 @@ class Compressor(nnx.Module):
 
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, rows: PassRows, cache: CompressedCache | None
-    ) -> tuple[CompressedCache | None, Float[Array, "B n W"], Slots]:
+    ) -> tuple[CompressedCache | None, Float[Array, "B n W"], SlotMetadata]:
         """Return the cache, all entries of the rows with those of the tokens x, and the slots of their last tokens."""
         new, index, open_tokens = jnp.concatenate([self.kv(x), self.gate(x)], axis=-1), rows.index, None
         length, seen = x.shape[1], new
         if cache is not None:  # -1 spare slots: even one token is seen beside those that were stored before it
             open_tokens, seen, index = append_ring(cache.open.states, new, rows, -1)
-        seen = by_index(seen, index, rows.before - self.reach, self.reach + length)
+        seen = gather_by_index(seen, index, rows.before - self.reach, self.reach + length)
         closing, alone = rows.closing(self.rate), cache is None or context.fresh
         count = min(-(-length // self.rate) + (not alone), closing.shape[1])
         slots = rows.before[:, None] // self.rate + jnp.arange(count, dtype=jnp.int32)
@@ -169,13 +169,13 @@ class Compressor(nnx.Module):
         entries = self.norm(jnp.sum(kv * jax.nn.softmax(gate, axis=2).astype(kv.dtype), axis=2))
         assert context.positions is not None
         positions = jnp.broadcast_to(context.positions, rows.index.shape)[..., None]
-        positions = by_index(positions, rows.index, rows.before, rows.index.shape[1])[..., 0]
+        positions = gather_by_index(positions, rows.index, rows.before, rows.index.shape[1])[..., 0]
         first = jnp.maximum(gather_clipped(positions, last - rows.before[:, None]) - (rate - 1), 0)
-        return self.rotate(entries[:, :, None], rotation_at(self.rotary, first))[:, :, 0]
+        return self.rotate(entries[:, :, None], compute_rotation(self.rotary, first))[:, :, 0]
 
-    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, spare: int = 0) -> CompressedCache:
+    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, lookahead: int = 0) -> CompressedCache:
         """Entries for ``capacity`` tokens, and the tokens that entries not yet made depend on."""
         width = self.norm.scale.shape[-1]
         entries = jnp.zeros((batch, -(-capacity // self.rate), width), dtype)
-        values = jnp.zeros((batch, self.reach + spare, 2 * self.series * width), dtype)
+        values = jnp.zeros((batch, self.reach + lookahead, 2 * self.series * width), dtype)
         return CompressedCache(entries, RecurrentState(values))

@@ -12,12 +12,12 @@ from jaxtyping import Array, Float
 
 from nnxmoe.axes import ParamOptions, parameter
 from nnxmoe.config.rope_parameters import Rope
-from nnxmoe.layers.attention.attend import Attend, Scores
+from nnxmoe.layers.attention.softmax_attention import AttentionFn, MaskedSoftmax
 from nnxmoe.layers.cache import TokenCache
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.linear.linear import Linear
 from nnxmoe.layers.mask import Mask
-from nnxmoe.layers.rope import Rotate, rotate_halves
+from nnxmoe.layers.rope import RotateFn, rotate_halves
 
 
 class Gate(Protocol):
@@ -68,7 +68,7 @@ class OutputGate(nnx.Module):
 
 
 @dataclasses.dataclass(frozen=True)
-class OutputFactor:
+class ConstantGate:
     """``y * factor``: equal to values scaled by ``factor``."""
 
     factor: float
@@ -82,7 +82,7 @@ class OutputFactor:
 
 class Sinks(nnx.Module):
     """One trained score ``[N]`` per query head, of a key without a value that every query sees: it takes a share of the
-    softmax and is not scaled (gpt-oss 2025; Xiao et al. 2023; see `Scores`)."""
+    softmax and is not scaled (gpt-oss 2025; Xiao et al. 2023; see `MaskedSoftmax`)."""
 
     def __init__(self, heads: int, **kw: Unpack[ParamOptions]):
         self.scores = parameter((heads,), ("heads",), nnx.initializers.zeros, **kw)
@@ -92,7 +92,7 @@ class Sinks(nnx.Module):
 
 
 @dataclasses.dataclass(frozen=True)
-class Heads:
+class AttentionDims:
     """N query heads over K key/value heads of width H, for activations of width D: the projections of `GQA`.
 
     Args:
@@ -125,23 +125,23 @@ class GQA(nnx.Module):
         gate: factors of the output of each head, with ``extra`` outputs of q for them; None: no factors.
     """
 
-    over_context: ClassVar[bool] = True  # whether the mesh axis ``context`` may shard its tokens
+    supports_context_parallel: ClassVar[bool] = True  # whether the mesh axis ``context`` may shard its tokens
 
     def __init__(
         self,
-        heads: Heads,
+        heads: AttentionDims,
         *,
         rotary: Rope | None,
         window: int | None,
-        attend: Attend,
-        rotate: Rotate = rotate_halves,
+        attention_fn: AttentionFn,
+        rotate: RotateFn = rotate_halves,
         qk_norm: Callable[[Array, Array], tuple[Array, Array]] | None = None,
         sinks: Callable[[], Array] | None = None,
         gate: Gate | None = None,
         **kw: Unpack[ParamOptions],
     ):
         self.window = window
-        self.attend = attend
+        self.attention_fn = attention_fn
         self.rotary, self.rotate = rotary, rotate
         self.qk_norm, self.sinks, self.gate = qk_norm, sinks, gate
         dim, width = (heads.dim,), heads.value_dim or heads.head_dim
@@ -170,11 +170,11 @@ class GQA(nnx.Module):
         q, beside = jnp.split(self.q(context.asked(x)), (self.k.outs[1],), axis=-1)
         k, v = self.keys_and_values(x)
         q, k = (q, k) if self.qk_norm is None else self.qk_norm(q, k)
-        q = jnp.swapaxes(self.placed(q, context=context), 1, 2)
+        q = jnp.swapaxes(self.encode_positions(q, context=context), 1, 2)
         k = jnp.swapaxes(context.rotated(k, self.rotary, self.rotate), 1, 2)
-        cache, k, v, mask, attend = self._seen(x, k, jnp.swapaxes(v, 1, 2), context=context, cache=cache)
+        cache, k, v, mask, attention_fn = self._seen(x, k, jnp.swapaxes(v, 1, 2), context=context, cache=cache)
         q, k, v = checkpoint_name(q, "queries"), checkpoint_name(k, "keys"), checkpoint_name(v, "values")
-        y = attend(q, k, v, Scores(mask, self.scale, sinks=None if self.sinks is None else self.sinks()))
+        y = attention_fn(q, k, v, MaskedSoftmax(mask, self.scale, sinks=None if self.sinks is None else self.sinks()))
         y = checkpoint_name(jnp.swapaxes(y, 1, 2), "head_outputs")
         return self.o(y if self.gate is None else self.gate(context.asked(x), beside, y)), cache, (k, v, mask)
 
@@ -189,18 +189,18 @@ class GQA(nnx.Module):
         v: Float[Array, "B K T W"],
         context: Context,
         cache: Any,
-    ) -> tuple[Any, Array, Array, Mask, Attend]:
+    ) -> tuple[Any, Array, Array, Mask, AttentionFn]:
         """The cache, the keys and values that the tokens may attend to, the mask over them, and how they attend."""
         cache, (k, v), mask = context.remember(cache, (k, v), self.window)
-        return cache, k, v, mask, self.attend
+        return cache, k, v, mask, self.attention_fn
 
-    def placed(self, q: Float[Array, "B asked N H"], context: Context) -> Float[Array, "B asked N H"]:
+    def encode_positions(self, q: Float[Array, "B asked N H"], context: Context) -> Float[Array, "B asked N H"]:
         """Queries with their positions."""
         return context.rotated(q, self.rotary, self.rotate)
 
-    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, spare: int = 0) -> TokenCache:
-        """A ring of the window's size and ``spare`` slots more if there is a window, else one slot per token."""
+    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, lookahead: int = 0) -> TokenCache:
+        """A ring of the window's size and ``lookahead`` slots more if there is a window, else one slot per token."""
         kv_heads, widths = self.k.outs[0], (self.k.outs[1], self.o.ins[1])
-        slots = capacity if self.window is None else min(self.window + spare, capacity)
+        slots = capacity if self.window is None else min(self.window + lookahead, capacity)
         k, v = (jnp.zeros((batch, kv_heads, slots, width), dtype) for width in widths)
-        return TokenCache((k, v), ring=self.window is not None, spare=spare)
+        return TokenCache((k, v), ring=self.window is not None, lookahead=lookahead)

@@ -16,22 +16,22 @@ from jaxtyping import Array, Bool, Float, Int
 
 from nnxmoe.axes import ParamOptions
 from nnxmoe.config.rope_parameters import Rope
-from nnxmoe.layers.attention.attend import Attend, Reference, Scores
-from nnxmoe.layers.cache import Slots, gather_tokens
+from nnxmoe.layers.attention.softmax_attention import AttentionFn, MaskedSoftmax, ReferenceAttention
+from nnxmoe.layers.cache import SlotMetadata, gather_tokens
 from nnxmoe.layers.chunks import chunk_by_chunk
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.linear.dots import dot_f32
 from nnxmoe.layers.linear.linear import Linear
 from nnxmoe.layers.mask import Mask
 from nnxmoe.layers.norm import LayerNorm
-from nnxmoe.layers.rope import Rotate
+from nnxmoe.layers.rope import RotateFn
 
-NONE = np.iinfo(np.int32).max  # slot number of no key, beyond every buffer
+NO_SLOT = np.iinfo(np.int32).max  # slot number of no key, beyond every buffer
 KEY_NORM_EPS = 1e-6
 MOST_PARTS, FEWEST_QUERIES = 8, 64  # parts of a causal pass, each with the keys up to its last query
 GATHERING = 80  # gathering a key and its value costs as much as their products with so many heads, on two cores
 BLOCK = 2**23  # scores, or gathered values, of a block of queries
-Selection = Int[Array, "_ _ X"]
+SelectedSlots = Int[Array, "_ _ X"]
 
 
 class Indexer(nnx.Module):
@@ -52,7 +52,7 @@ class Indexer(nnx.Module):
         head_dim: int,
         *,
         rotary: Rope | None,
-        rotate: Rotate,
+        rotate: RotateFn,
         **kw: Unpack[ParamOptions],
     ):
         self.rotary, self.rotate = rotary, rotate
@@ -78,11 +78,11 @@ class Indexer(nnx.Module):
         mask: Mask,
         topk: int,
         context: Context,
-    ) -> Selection:
-        """The slots of the chosen keys of each query in ascending order, `NONE` in place of missing ones. Of a causal
-        pass the first ``topk`` queries have none, since they attend to all keys before them."""
+    ) -> SelectedSlots:
+        """The slots of the chosen keys of each query in ascending order, `NO_SLOT` in place of missing ones. Of a
+        causal pass the first ``topk`` queries have none, since they attend to all keys before them."""
         given = self._rotated(self.q(latent), context), self.weights(x), keys
-        return chosen_keys(*jax.lax.stop_gradient(given), mask, topk)
+        return select_keys(*jax.lax.stop_gradient(given), mask, topk)
 
     def _rotated(self, x: Float[Array, "B T N H"], context: Context) -> Float[Array, "B T N H"]:
         if self.rotary is None:
@@ -91,10 +91,10 @@ class Indexer(nnx.Module):
         return jnp.concatenate([context.rotated(turned, self.rotary, self.rotate), plain], axis=-1)
 
 
-def chosen_keys(
+def select_keys(
     q: Float[Array, "B T N H"], weights: Float[Array, "B T N"], keys: Float[Array, "B S H"], mask: Mask, topk: int
-) -> Selection:
-    def run(allowed: Bool[Array, "B T S"], seen: slice, q: Array, weights: Array) -> Selection:
+) -> SelectedSlots:
+    def run(allowed: Bool[Array, "B T S"], seen: slice, q: Array, weights: Array) -> SelectedSlots:
         of_heads = jax.nn.relu(products(q, keys[:, seen]))
         scores = jnp.sum(of_heads * weights.astype(jnp.float32)[..., None], axis=2)
         return highest(scores, allowed, topk)
@@ -108,17 +108,22 @@ def products(q: Float[Array, "B T N H"], keys: Float[Array, "B S H"]) -> Float[A
 
 
 def choose_in_blocks(
-    run: Callable[..., Selection], mask: Mask, topk: int, width: int, heads: int, *of_queries: Float[Array, "B T ..."]
+    run: Callable[..., SelectedSlots],
+    mask: Mask,
+    topk: int,
+    width: int,
+    heads: int,
+    *of_queries: Float[Array, "B T ..."],
 ) -> Int[Array, "B T width"]:
     """Calls ``run(allowed, seen, *of_queries) -> [B, t, width]`` for blocks of t queries. ``seen``: the slice of the
     keys that they may attend to; ``allowed [B, t, seen]``: to which. The first ``topk`` queries of a causal pass get
-    `NONE`. ``heads``: scores that ``run`` computes per query and key, which sets t."""
+    `NO_SLOT`. ``heads``: scores that ``run`` computes per query and key, which sets t."""
     batch, length = of_queries[0].shape[:2]
-    outs = [jnp.full((batch, _dense_queries(mask, topk), width), NONE, jnp.int32)]
+    outs = [jnp.full((batch, _dense_queries(mask, topk), width), NO_SLOT, jnp.int32)]
     for queries, seen in _parts(mask, length, topk):
         part = mask.part(queries, seen)
 
-        def some(index: Array, *given: Array, slots: Slots = part.keys, seen: slice = seen) -> Selection:
+        def some(index: Array, *given: Array, slots: SlotMetadata = part.keys, seen: slice = seen) -> SelectedSlots:
             segment, mine = (None, given) if mask.query_segment is None else (given[0], given[1:])
             return run(Mask(index, segment, slots, None).allowed(), seen, *mine)
 
@@ -129,7 +134,9 @@ def choose_in_blocks(
     return jnp.concatenate(outs, axis=1)
 
 
-def in_order(keys: Slots, shape: tuple[int, ...]) -> tuple[Int[Array, "B S"], Slots, Int[Array, "B S"]]:
+def sort_padding_last(
+    keys: SlotMetadata, shape: tuple[int, ...]
+) -> tuple[Int[Array, "B S"], SlotMetadata, Int[Array, "B S"]]:
     """The slots in the order of their tokens, padding last; these tokens; and the number of tokens before each in its
     segment. The slots of a cache are in order already. ``shape``: ``B, S``."""
     index, segment = (None if a is None else jnp.broadcast_to(a, shape) for a in (keys.index, keys.segment))
@@ -140,19 +147,19 @@ def in_order(keys: Slots, shape: tuple[int, ...]) -> tuple[Int[Array, "B S"], Sl
         order = jnp.argsort(index < 0, axis=1, stable=True)
         index, segment = gather_tokens(index, order), None if segment is None else gather_tokens(segment, order)
     if segment is None:
-        return order, Slots(index, None, None), places
+        return order, SlotMetadata(index, None, None), places
     first = jnp.concatenate([jnp.ones((shape[0], 1), bool), segment[:, 1:] != segment[:, :-1]], axis=1)
-    return order, Slots(index, None, segment), places - jax.lax.cummax(jnp.where(first, places, 0), axis=1)
+    return order, SlotMetadata(index, None, segment), places - jax.lax.cummax(jnp.where(first, places, 0), axis=1)
 
 
-def taken_or_none(x: Int[Array, "B S ..."], at: Int[Array, "B ..."]) -> Int[Array, "B ..."]:
-    """Gather the places ``at`` of each row, and `NONE` for places that are `NONE`."""
-    none = at == NONE
-    return jnp.where(none.reshape(*at.shape, *(1,) * (x.ndim - 2)), NONE, gather_tokens(x, jnp.where(none, 0, at)))
+def gather_or_none(x: Int[Array, "B S ..."], at: Int[Array, "B ..."]) -> Int[Array, "B ..."]:
+    """Gather the places ``at`` of each row, and `NO_SLOT` for places that are `NO_SLOT`."""
+    none = at == NO_SLOT
+    return jnp.where(none.reshape(*at.shape, *(1,) * (x.ndim - 2)), NO_SLOT, gather_tokens(x, jnp.where(none, 0, at)))
 
 
 def highest(scores: Float[Array, "*rows S"], allowed: Bool[Array, "*#rows S"], count: int) -> Int[Array, "*rows X"]:
-    """Indices of the ``count`` highest allowed scores, in ascending order; `NONE` where fewer are allowed.
+    """Indices of the ``count`` highest allowed scores, in ascending order; `NO_SLOT` where fewer are allowed.
 
     Among equal scores the lower index wins. The threshold is found bit by bit instead of by a sort: 8 ms instead of 20
     with ``jax.lax.top_k`` for 2048 of 4096 scores in 64 rows, on two cores (jax 0.10.2).
@@ -172,7 +179,7 @@ def highest(scores: Float[Array, "*rows S"], allowed: Bool[Array, "*#rows S"], c
     taken = above | (equal & (jnp.cumsum(equal, axis=-1) <= left))
 
     def places(row: Bool[Array, "S"]) -> Int[Array, "X"]:
-        return jnp.nonzero(row, size=count, fill_value=NONE)[0].astype(jnp.int32)
+        return jnp.nonzero(row, size=count, fill_value=NO_SLOT)[0].astype(jnp.int32)
 
     flat = jax.vmap(places)(taken.reshape(-1, taken.shape[-1]))
     return flat.reshape(*taken.shape[:-1], count)
@@ -180,10 +187,10 @@ def highest(scores: Float[Array, "*rows S"], allowed: Bool[Array, "*#rows S"], c
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Chosen(Mask):
+class SelectedMask(Mask):
     """A mask that allows the chosen keys, whatever else it says."""
 
-    slots: Selection | None = None
+    slots: SelectedSlots | None = None
 
     def allowed(self) -> Bool[Array, "B T S"]:
         none = jnp.zeros(self.keys.index.shape[-1], bool)
@@ -191,19 +198,19 @@ class Chosen(Mask):
 
 
 @dataclasses.dataclass(frozen=True)
-class ChosenAttend:
-    """Attention of each query to its chosen keys, by `Reference` in blocks of queries.
+class SparseAttention:
+    """Attention of each query to its chosen keys, by `ReferenceAttention` in blocks of queries.
 
-    Where all heads share their keys and values (`nnxmoe.Absorbed`), those of the chosen keys are gathered if that costs
-    less, as in decoding, where no others are read then; else scores of all keys are masked. The first ``topk`` queries
-    of a causal pass are computed by ``dense``.
+    Where all heads share their keys and values (`nnxmoe.AbsorbedMLA`), those of the chosen keys are gathered if that
+    costs less, as in decoding, where no others are read then; else scores of all keys are masked. The first ``topk``
+    queries of a causal pass are computed by ``dense``.
     """
 
-    chosen: Selection
-    dense: Attend
+    chosen: SelectedSlots
+    dense: AttentionFn
 
     def __call__(
-        self, q: Float[Array, "B N T H"], k: Float[Array, "B K S H"], v: Float[Array, "B K S Hv"], scores: Scores
+        self, q: Float[Array, "B N T H"], k: Float[Array, "B K S H"], v: Float[Array, "B K S Hv"], scores: MaskedSoftmax
     ) -> Float[Array, "B N T Hv"]:
         mask, topk, outs = scores.mask, self.chosen.shape[2], []
         if first := _dense_queries(mask, topk):
@@ -222,29 +229,29 @@ def _gathers(q: Float[Array, "B N T H"], k: Float[Array, "B K S H"], topk: int) 
     return k.shape[1] == 1 and (queries * topk <= keys or topk * (heads + GATHERING) < heads * keys)
 
 
-def _masked(q: Array, k: Array, v: Array, scores: Scores, chosen: Selection) -> Float[Array, "B N T Hv"]:
-    def run(q: Array, chosen: Selection) -> Array:
-        mask = Chosen(scores.mask.query_index, None, scores.mask.keys, None, slots=chosen)
-        out = Reference()(jnp.swapaxes(q, 1, 2), k, v, dataclasses.replace(scores, mask=mask))
+def _masked(q: Array, k: Array, v: Array, scores: MaskedSoftmax, chosen: SelectedSlots) -> Float[Array, "B N T Hv"]:
+    def run(q: Array, chosen: SelectedSlots) -> Array:
+        mask = SelectedMask(scores.mask.query_index, None, scores.mask.keys, None, slots=chosen)
+        out = ReferenceAttention()(jnp.swapaxes(q, 1, 2), k, v, dataclasses.replace(scores, mask=mask))
         return jnp.swapaxes(out, 1, 2)
 
     block = max(FEWEST_QUERIES, BLOCK // (k.shape[0] * q.shape[1] * k.shape[2]))
     return jnp.swapaxes(_in_blocks(run, block, jnp.swapaxes(q, 1, 2), chosen), 1, 2)
 
 
-def _gathered(q: Array, k: Array, v: Array, scores: Scores, chosen: Selection) -> Float[Array, "B N T Hv"]:
+def _gathered(q: Array, k: Array, v: Array, scores: MaskedSoftmax, chosen: SelectedSlots) -> Float[Array, "B N T Hv"]:
     size, topk = k.shape[2], chosen.shape[2]
 
-    def run(q: Array, chosen: Selection) -> Array:
+    def run(q: Array, chosen: SelectedSlots) -> Array:
         """Every query is a row of its own, with its own keys."""
         batch, count, heads, width = q.shape
         places = jnp.minimum(chosen, size - 1).reshape(batch, count * topk)
         k_near, v_near = (jax.vmap(lambda x, at: x[at])(x[:, 0], places) for x in (k, v))
-        slots = Slots(jnp.where(chosen == NONE, -1, 0).reshape(batch * count, topk), None, None)
+        slots = SlotMetadata(jnp.where(chosen == NO_SLOT, -1, 0).reshape(batch * count, topk), None, None)
         mask = Mask(jnp.zeros((1,), jnp.int32), None, slots, None)
         rows = q.reshape(batch * count, heads, 1, width)
         k_near, v_near = (x.reshape(batch * count, 1, topk, -1) for x in (k_near, v_near))
-        out = Reference()(rows, k_near, v_near, dataclasses.replace(scores, mask=mask))
+        out = ReferenceAttention()(rows, k_near, v_near, dataclasses.replace(scores, mask=mask))
         return out.reshape(batch, count, heads, -1)
 
     block = BLOCK // (k.shape[0] * topk * k.shape[3])

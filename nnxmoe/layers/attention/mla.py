@@ -1,8 +1,8 @@
 """Multi-head latent attention (DeepSeek-V2, 2024; DeepSeek-V3 technical report, 2024).
 
-Keys and values are expanded from one small latent per token. ``Naive`` expands them and attends as usual: fewer FLOPs
-for many queries. ``Absorbed`` applies the expansion to the queries and outputs instead and attends in latent space,
-which reads nothing but the cache: faster decoding. Both compute the same function and share the latent cache.
+Keys and values are expanded from one small latent per token. ``NaiveMLA`` expands them and attends as usual: fewer
+FLOPs for many queries. ``AbsorbedMLA`` applies the expansion to the queries and outputs instead and attends in latent
+space, which reads nothing but the cache: faster decoding. Both compute the same function and share the latent cache.
 """
 
 import dataclasses
@@ -16,22 +16,22 @@ from jaxtyping import Array, Float
 
 from nnxmoe.axes import ParamOptions, is_static
 from nnxmoe.config.rope_parameters import Rope
-from nnxmoe.layers.attention.attend import Attend, Scores
+from nnxmoe.layers.attention.context_parallel import ContextParallelAttention
 from nnxmoe.layers.attention.gqa import Gate
-from nnxmoe.layers.attention.over_context import OverContext
+from nnxmoe.layers.attention.softmax_attention import AttentionFn, MaskedSoftmax
 from nnxmoe.layers.cache import TokenCache
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.linear.kernel import Kernel
 from nnxmoe.layers.linear.linear import Linear
 from nnxmoe.layers.mask import Mask
 from nnxmoe.layers.norm import RMSNorm
-from nnxmoe.layers.rope import Rotate
+from nnxmoe.layers.rope import RotateFn
 
 LATENT_NORM_EPS = 1e-6  # not the config's rms_norm_eps, as in the published implementation
 
 
 @dataclasses.dataclass(frozen=True)
-class Latents:
+class MLAInputs:
     """Inputs of latent attention: queries in two parts, the latents (each followed by its rotated key), and the kernel
     ``[kv_rank, N * (nope + v)]`` that expands them to keys and values."""
 
@@ -41,12 +41,12 @@ class Latents:
     kv_b: Kernel
 
 
-LatentAttend = Callable[[Latents, Scores, Attend], Array]
-"""``(inputs, scores, attend) -> o [B T N v]``: attention of queries over latents."""
+MLAFn = Callable[[MLAInputs, MaskedSoftmax, AttentionFn], Array]
+"""``(inputs, scores, attention_fn) -> o [B T N v]``: attention of queries over latents."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Expansion:
+class LatentExpansion:
     """``(seen, kv_b) -> k, v``: latents expanded to the keys and values of all heads, in the dtype of the queries."""
 
     heads: int
@@ -65,29 +65,29 @@ class Expansion:
 
 
 @dataclasses.dataclass(frozen=True)
-class Naive:
+class NaiveMLA:
     """Expands every latent to the keys and values of all heads."""
 
-    def __call__(self, x: Latents, scores: Scores, attend: Attend) -> Float[Array, "B T N v"]:
+    def __call__(self, x: MLAInputs, scores: MaskedSoftmax, attention_fn: AttentionFn) -> Float[Array, "B T N v"]:
         q = jnp.swapaxes(jnp.concatenate([x.q_nope, x.q_rope], axis=-1), 1, 2)
-        return jnp.swapaxes(attend(q, *self.expansion(x)(x.seen, x.kv_b), scores), 1, 2)
+        return jnp.swapaxes(attention_fn(q, *self.expansion(x)(x.seen, x.kv_b), scores), 1, 2)
 
-    def expansion(self, x: Latents) -> Expansion:
+    def expansion(self, x: MLAInputs) -> LatentExpansion:
         """How latents become keys and values."""
-        return Expansion(x.q_nope.shape[2], x.q_nope.shape[3], x.q_nope.dtype)
+        return LatentExpansion(x.q_nope.shape[2], x.q_nope.shape[3], x.q_nope.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
-class Absorbed:
+class AbsorbedMLA:
     """Projects queries into the latent space and outputs out of it; all heads share the latents as keys and values."""
 
-    def __call__(self, x: Latents, scores: Scores, attend: Attend) -> Float[Array, "B T N v"]:
+    def __call__(self, x: MLAInputs, scores: MaskedSoftmax, attention_fn: AttentionFn) -> Float[Array, "B T N v"]:
         kv_rank, nope, dtype = x.kv_b.shape[0], x.q_nope.shape[-1], x.q_nope.dtype
         values = x.kv_b.shape[1] // x.q_nope.shape[2] - nope
         q_latent = _each_head(jnp.swapaxes(x.q_nope, 1, 2), lambda q: x.kv_b.by_head(q, 0, nope, back=True))
         q = jnp.concatenate([q_latent, jnp.swapaxes(x.q_rope, 1, 2)], axis=-1)
         shared = x.seen[:, None].astype(dtype)
-        out = attend(q, shared, shared, scores)[..., :kv_rank]  # the rope part of the values is dropped
+        out = attention_fn(q, shared, shared, scores)[..., :kv_rank]  # the rope part of the values is dropped
         return jnp.swapaxes(_each_head(out, lambda o: x.kv_b.by_head(o, nope, values)), 1, 2)
 
 
@@ -99,24 +99,24 @@ def _each_head(x: Float[Array, "B N T I"], product: Callable[[Array], Array]) ->
 
 
 @dataclasses.dataclass(frozen=True)
-class ByLength:
-    """`Absorbed` for up to ``queries`` tokens per pass (decoding), `Naive` for more (prefill, training)."""
+class AdaptiveMLA:
+    """`AbsorbedMLA` for up to ``max_queries`` tokens per pass (decoding), `NaiveMLA` for more (prefill, training)."""
 
-    queries: int = 8
+    max_queries: int = 8
 
-    def __call__(self, x: Latents, scores: Scores, attend: Attend) -> Float[Array, "B T N v"]:
-        form = Absorbed() if self._is_short(x) else Naive()
-        return form(x, scores, attend)
+    def __call__(self, x: MLAInputs, scores: MaskedSoftmax, attention_fn: AttentionFn) -> Float[Array, "B T N v"]:
+        form = AbsorbedMLA() if self._is_short(x) else NaiveMLA()
+        return form(x, scores, attention_fn)
 
-    def expansion(self, x: Latents) -> Expansion | None:
-        """As of `Naive`, if it is used."""
-        return None if self._is_short(x) else Naive().expansion(x)
+    def expansion(self, x: MLAInputs) -> LatentExpansion | None:
+        """As of `NaiveMLA`, if it is used."""
+        return None if self._is_short(x) else NaiveMLA().expansion(x)
 
-    def _is_short(self, x: Latents) -> bool:
-        return is_static(x.q_nope.shape[1]) and x.q_nope.shape[1] <= self.queries
+    def _is_short(self, x: MLAInputs) -> bool:
+        return is_static(x.q_nope.shape[1]) and x.q_nope.shape[1] <= self.max_queries
 
 
-class Query(nnx.Module):
+class LowRankQuery(nnx.Module):
     """Low-rank query projection: ``b(norm(a(x)))``."""
 
     def __init__(
@@ -143,7 +143,7 @@ class Query(nnx.Module):
 
 
 @dataclasses.dataclass(frozen=True)
-class LatentWidths:
+class MLADims:
     """Sizes of `MLA`: ranks of the latents, and widths of a head's parts without and with rotation and of its values.
 
     ``q_rank`` None: queries are one full-rank projection. ``eps``: of the norms of the latents.
@@ -166,28 +166,28 @@ class MLA(nnx.Module):
     down-projections and the output only.
     """
 
-    over_context: ClassVar[bool] = True  # as in `GQA`
+    supports_context_parallel: ClassVar[bool] = True  # as in `GQA`
 
     def __init__(
         self,
-        widths: LatentWidths,
+        widths: MLADims,
         *,
         scale: float,
         bias: bool,
         rotary: Rope | None,
-        rotate: Rotate,
-        form: LatentAttend,
-        attend: Attend,
+        rotate: RotateFn,
+        mla: MLAFn,
+        attention_fn: AttentionFn,
         gate: Gate | None = None,
         **kw: Unpack[ParamOptions],
     ):
         w, dim, heads = widths, widths.dim, widths.heads
         self.nope, self.kv_rank, self.scale = w.nope, w.kv_rank, scale
-        self.rotary, self.rotate, self.form, self.attend, self.gate = rotary, rotate, form, attend, gate
+        self.rotary, self.rotate, self.mla, self.attention_fn, self.gate = rotary, rotate, mla, attention_fn, gate
         if w.q_rank is None:
             self.q = Linear((dim,), (heads, w.nope + w.rope), ("embed", "heads", "head"), **kw)
         else:
-            self.q = Query(dim, w.q_rank, heads, w.nope + w.rope, bias=bias, eps=w.eps, **kw)
+            self.q = LowRankQuery(dim, w.q_rank, heads, w.nope + w.rope, bias=bias, eps=w.eps, **kw)
         self.kv_a = Linear((dim,), (w.kv_rank + w.rope,), ("embed", "latent"), bias=bias, **kw)
         self.kv_norm = RMSNorm(w.kv_rank, w.eps, **kw)
         self.kv_b = Linear((w.kv_rank,), (heads, w.nope + w.v_dim), ("kv_rank", "heads", "head"), **kw)
@@ -198,7 +198,7 @@ class MLA(nnx.Module):
     ) -> tuple[Float[Array, "B asked D"], TokenCache | None]:
         cache, seen, mask = context.remember(cache, self._latents(x, context), window=None)
         asked = context.asked(x)
-        return self._out(asked, self._attended(self.q(asked), seen, mask, context, self.attend)), cache
+        return self._out(asked, self._attended(self.q(asked), seen, mask, context, self.attention_fn)), cache
 
     def _latents(self, x: Float[Array, "B T D"], context: Context) -> Float[Array, "B T latent_and_rope"]:
         """Compute what the cache stores per token: its normalised latent and its rotated key."""
@@ -212,17 +212,21 @@ class MLA(nnx.Module):
         seen: Float[Array, "B S latent_and_rope"],
         mask: Mask,
         context: Context,
-        attend: Attend,
+        attention_fn: AttentionFn,
     ) -> Float[Array, "B asked N v"]:
         q_nope, q_rope = jnp.split(checkpoint_name(q, "queries"), [self.nope], axis=-1)
         q_rope = context.rotated(q_rope, self.rotary, self.rotate)
-        given = Latents(q_nope, q_rope, seen, self.kv_b.weight()), Scores(mask, self.scale)
-        return attend.latents(self.form, *given) if isinstance(attend, OverContext) else self.form(*given, attend)
+        given = MLAInputs(q_nope, q_rope, seen, self.kv_b.weight()), MaskedSoftmax(mask, self.scale)
+        return (
+            attention_fn.latents(self.mla, *given)
+            if isinstance(attention_fn, ContextParallelAttention)
+            else self.mla(*given, attention_fn)
+        )
 
     def _out(self, x: Float[Array, "B asked D"], heads: Float[Array, "B asked N v"]) -> Float[Array, "B asked D"]:
         heads = checkpoint_name(heads, "head_outputs")
         return self.o(heads if self.gate is None else self.gate(x, heads[..., :0], heads))
 
-    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, spare: int = 0) -> TokenCache:
+    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, lookahead: int = 0) -> TokenCache:
         """A slot per token, for its latent and its rotated key."""
         return TokenCache(jnp.zeros((batch, capacity, self.kv_a.outs[0]), dtype))

@@ -9,7 +9,7 @@ from nnxmoe.axes import ParamOptions
 from nnxmoe.layers.norm import RMSNorm
 
 
-class WholeNorm(RMSNorm):
+class AllHeadsNorm(RMSNorm):
     """An `RMSNorm` over all heads of a token together; scale ``[N * H]``.
 
     Right also where the heads are split over a mesh axis: the mean is one over the global array, so the partitioner
@@ -34,7 +34,7 @@ class QKNorm(nnx.Module):
     @classmethod
     def whole(cls, heads: int, kv_heads: int, head_dim: int, eps: float, **kw: Unpack[ParamOptions]) -> Self:
         """Norm over all heads of a token, with scales ``[N * H]`` and ``[K * H]`` (OLMoE; Muennighoff et al. 2024)."""
-        return cls(*(WholeNorm(count * head_dim, eps, **kw) for count in (heads, kv_heads)))
+        return cls(*(AllHeadsNorm(count * head_dim, eps, **kw) for count in (heads, kv_heads)))
 
     def __call__(
         self, q: Float[Array, "B asked N H"], k: Float[Array, "B T K H"]

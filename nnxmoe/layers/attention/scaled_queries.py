@@ -10,35 +10,35 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from nnxmoe.layers.attention.attend import Attend
-from nnxmoe.layers.attention.gqa import GQA, Heads
-from nnxmoe.layers.attention.mla import MLA, LatentWidths
+from nnxmoe.layers.attention.gqa import GQA, AttentionDims
+from nnxmoe.layers.attention.mla import MLA, MLADims
+from nnxmoe.layers.attention.softmax_attention import AttentionFn
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.mask import Mask
 
 
-class ScaledQueries(GQA):
+class PositionScaledGQA(GQA):
     """`GQA` with such queries; other arguments are those of `GQA`."""
 
-    def __init__(self, heads: Heads, *, beta: float, original: int, **options: Any):
+    def __init__(self, heads: AttentionDims, *, beta: float, original: int, **options: Any):
         super().__init__(heads, **options)
         self.beta, self.original = beta, original
 
-    def placed(self, q: Float[Array, "B asked N H"], context: Context) -> Float[Array, "B asked N H"]:
-        return _scaled(super().placed(q, context=context), context, self.beta, self.original)
+    def encode_positions(self, q: Float[Array, "B asked N H"], context: Context) -> Float[Array, "B asked N H"]:
+        return _scaled(super().encode_positions(q, context=context), context, self.beta, self.original)
 
 
-class ScaledLatentQueries(MLA):
+class PositionScaledMLA(MLA):
     """`MLA` with such queries; other arguments are those of `MLA`."""
 
-    def __init__(self, widths: LatentWidths, *, beta: float, original: int, **options: Any):
+    def __init__(self, widths: MLADims, *, beta: float, original: int, **options: Any):
         super().__init__(widths, **options)
         self.beta, self.original = beta, original
 
     def _attended(
-        self, q: Float[Array, "B asked N H"], seen: Array, mask: Mask, context: Context, attend: Attend
+        self, q: Float[Array, "B asked N H"], seen: Array, mask: Mask, context: Context, attention_fn: AttentionFn
     ) -> Float[Array, "B asked N v"]:
-        return super()._attended(_scaled(q, context, self.beta, self.original), seen, mask, context, attend)
+        return super()._attended(_scaled(q, context, self.beta, self.original), seen, mask, context, attention_fn)
 
 
 def _scaled(

@@ -15,15 +15,15 @@ from jaxtyping import Array, Bool, Float, Int
 
 from nnxmoe.axes import ParamOptions
 from nnxmoe.config.rope_parameters import Rope
-from nnxmoe.layers.attention.attend import Attend, Reference, Scores
-from nnxmoe.layers.attention.compressed import CompressedCache, Compressor, PassRows, by_index
+from nnxmoe.layers.attention.compressed import CompressedCache, Compressor, PassRows, gather_by_index
 from nnxmoe.layers.attention.gqa import Sinks
-from nnxmoe.layers.attention.indexer import NONE, Chosen, highest
-from nnxmoe.layers.cache import Slots, TokenCache
+from nnxmoe.layers.attention.indexer import NO_SLOT, SelectedMask, highest
+from nnxmoe.layers.attention.softmax_attention import AttentionFn, MaskedSoftmax, ReferenceAttention
+from nnxmoe.layers.cache import SlotMetadata, TokenCache
 from nnxmoe.layers.chunks import chunk_by_chunk
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.linear.linear import Linear
-from nnxmoe.layers.mask import JoinedMask, Mask
+from nnxmoe.layers.mask import ConcatenatedMask, Mask
 from nnxmoe.layers.norm import RMSNorm, unit_rms
 from nnxmoe.layers.rope import TrailingPairs
 
@@ -33,7 +33,7 @@ MOST_SCORES, MOST_QUERIES = 2**23, 256  # of a row, in one block
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SharedKVCache:
-    """The window of a layer, its entries, and those of its `EntryIndex`; None for what a layer does not have."""
+    """The window of a layer, its entries, and those of its `EntryIndexer`; None for what a layer does not have."""
 
     window: TokenCache
     entries: CompressedCache | None
@@ -46,12 +46,12 @@ class Far:
     ``keys [B, n, h]``; None: queries attend to all entries."""
 
     entries: Array
-    slots: Slots
+    slots: SlotMetadata
     keys: Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
-class SharedKVWidths:
+class SharedKVDims:
     """Widths of `SharedKV`: heads and their width, ranks of queries and of outputs, and groups of heads."""
 
     heads: int
@@ -61,7 +61,7 @@ class SharedKVWidths:
     groups: int
 
 
-class EntryIndex(nnx.Module):
+class EntryIndexer(nnx.Module):
     """Scores of entries, of which a query attends to the ``k`` best: ``sum_h w_h(x) relu(q_h . key)`` with keys from a
     compressor of its own (lightning indexer; paper 2.3.1, equations 13 to 17). Of equal scores the earlier wins."""
 
@@ -82,7 +82,7 @@ class EntryIndex(nnx.Module):
     def _chosen(
         self, q: Float[Array, "B t h W"], weights: Float[Array, "B t h"], far: Far, seen: Bool[Array, "B t n"]
     ) -> Int[Array, "B t k"]:
-        """The slots of the ``k`` best entries among those seen, `NONE` in place of missing ones."""
+        """The slots of the ``k`` best entries among those seen, `NO_SLOT` in place of missing ones."""
         assert far.keys is not None
         products = jnp.einsum("bthw,bnw->bthn", q.astype(jnp.float32), far.keys.astype(jnp.float32))
         scores = jnp.einsum("bthn,bth->btn", jax.nn.relu(products), weights)
@@ -99,17 +99,17 @@ class SharedKV(nnx.Module):
     def __init__(
         self,
         dim: int,
-        widths: SharedKVWidths,
+        widths: SharedKVDims,
         *,
         window: int,
         eps: float,
         rotary: Rope,
-        attend: Attend,
+        attention_fn: AttentionFn,
         compressor: Compressor | None,
-        indexer: EntryIndex | None,
+        indexer: EntryIndexer | None,
         **kw: Unpack[ParamOptions],
     ):
-        self.window, self.eps, self.attend, self.rotary = window, eps, attend, rotary
+        self.window, self.eps, self.attention_fn, self.rotary = window, eps, attention_fn, rotary
         w = widths
         self.rotate, self.scale = TrailingPairs(rotary.dim), w.head_dim**-0.5
         self.q_a = Linear((dim,), (w.q_rank,), ("embed", "latent"), **kw)
@@ -134,7 +134,7 @@ class SharedKV(nnx.Module):
         kept: tuple[Any, Any] = None, None
         if self.compressor is None:
             shared, q = seen[:, None].astype(q.dtype), jnp.swapaxes(q, 1, 2)
-            y = jnp.swapaxes(self.attend(q, shared, shared, self._scores(mask)), 1, 2)
+            y = jnp.swapaxes(self.attention_fn(q, shared, shared, self._scores(mask)), 1, 2)
         else:
             rows = PassRows.of(context, *x.shape[:2])
             kept, far = self._compressed(x, context, rows, cache)
@@ -185,7 +185,7 @@ class SharedKV(nnx.Module):
         index = jnp.broadcast_to(
             keys.index if keys.valid is None else jnp.where(keys.valid, keys.index, -1), seen.shape[:2]
         )
-        near = by_index(seen, index, start, back + chunks * step)
+        near = gather_by_index(seen, index, start, back + chunks * step)
 
         def run(q: Array, index: Array, segment: Array, *picked: Array) -> tuple[Array, None]:
             first = jnp.clip(index[:, 0] - rows.before, 0, (chunks - 1) * step)
@@ -212,18 +212,18 @@ class SharedKV(nnx.Module):
                 at = jnp.minimum(best[:, 0], entries.shape[1] - 1)
                 entries = jnp.take_along_axis(entries, at[..., None], axis=1)
                 of_far = of_far.map(lambda a: a, lambda a: jnp.take_along_axis(a, at, axis=1))
-                index = jnp.where(best[:, 0] != NONE, of_far.keys.index, -1)
+                index = jnp.where(best[:, 0] != NO_SLOT, of_far.keys.index, -1)
                 of_far = dataclasses.replace(of_far, keys=dataclasses.replace(of_far.keys, index=index))
             else:
-                chosen = Chosen(mask.query_index, None, far.slots, None, slots=best).allowed()
+                chosen = SelectedMask(mask.query_index, None, far.slots, None, slots=best).allowed()
         keys = jnp.concatenate([near.astype(q.dtype), entries.astype(q.dtype)], axis=1)[:, None]
-        scores = self._scores(JoinedMask(mask, of_far, chosen))
-        return jnp.swapaxes(Reference()(jnp.swapaxes(q, 1, 2), keys, keys, scores), 1, 2)
+        scores = self._scores(ConcatenatedMask(mask, of_far, chosen))
+        return jnp.swapaxes(ReferenceAttention()(jnp.swapaxes(q, 1, 2), keys, keys, scores), 1, 2)
 
-    def _scores(self, mask: Mask | JoinedMask) -> Scores:
-        return Scores(mask, self.scale, sinks=self.sinks())
+    def _scores(self, mask: Mask | ConcatenatedMask) -> MaskedSoftmax:
+        return MaskedSoftmax(mask, self.scale, sinks=self.sinks())
 
-    def scored(self, seen: float) -> list[tuple[int, float]]:
+    def score_ops(self, seen: float) -> list[tuple[int, float]]:
         """For queries after ``seen`` tokens: multiplications per query and key, and keys per query, of its products."""
         width = 2 * math.prod(self.q_b.outs)
         if self.compressor is None:
@@ -236,10 +236,10 @@ class SharedKV(nnx.Module):
             (math.prod(self.indexer.q.outs), far),
         ]
 
-    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, spare: int = 0) -> SharedKVCache:
-        """A ring of the window's size and ``spare`` slots more, and the entries of the compressors."""
-        size = min(self.window + spare, capacity)
-        window = TokenCache(jnp.zeros((batch, size, self.kv.outs[0]), dtype), ring=True, spare=spare)
+    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, lookahead: int = 0) -> SharedKVCache:
+        """A ring of the window's size and ``lookahead`` slots more, and the entries of the compressors."""
+        size = min(self.window + lookahead, capacity)
+        window = TokenCache(jnp.zeros((batch, size, self.kv.outs[0]), dtype), ring=True, lookahead=lookahead)
         parts = self.compressor, None if self.indexer is None else self.indexer.keys
-        made = (None if part is None else part.empty_cache(batch, capacity, dtype, spare) for part in parts)
+        made = (None if part is None else part.empty_cache(batch, capacity, dtype, lookahead) for part in parts)
         return SharedKVCache(window, *made)

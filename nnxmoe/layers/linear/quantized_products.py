@@ -78,15 +78,15 @@ class TwoInt8:
     remains is at most 4e-5 of that magnitude.
 
     Takes kernels with one scale per output and no zero points, and up to ``most`` rows, beyond which two products take
-    longer than decoding. ``otherwise`` computes the rest.
+    longer than decoding. ``fallback`` computes the rest.
     """
 
-    otherwise: QuantizedProduct = InBlocks()
+    fallback: QuantizedProduct = InBlocks()
     most: int = 16
 
     def __call__(self, x: Float[Array, "R _"], kernel: QuantizedKernel, back: bool = False) -> Float[Array, "R _"]:
         if back or not _per_output_int8(kernel, x) or len(x) > self.most:
-            return self.otherwise(x, kernel, back)
+            return self.fallback(x, kernel, back)
         x = x.astype(jnp.float32)
         step = _steps(x)
         first = jnp.round(x / step)
@@ -98,13 +98,13 @@ class TwoInt8:
 @dataclasses.dataclass(frozen=True)
 class W8A8:
     """Multiplies int8 codes with rows rounded to int8, one scale per row. **Changes numbers** by about 1 %, as no other
-    product does; never a default. ``otherwise`` computes kernels that `TwoInt8` does not take."""
+    product does; never a default. ``fallback`` computes kernels that `TwoInt8` does not take."""
 
-    otherwise: QuantizedProduct = InBlocks()
+    fallback: QuantizedProduct = InBlocks()
 
     def __call__(self, x: Float[Array, "R _"], kernel: QuantizedKernel, back: bool = False) -> Float[Array, "R _"]:
         if back or not _per_output_int8(kernel, x):
-            return self.otherwise(x, kernel, back)
+            return self.fallback(x, kernel, back)
         x = x.astype(jnp.float32)
         step = _steps(x)
         # A second row of zeros: XLA:CPU multiplies one row by int8 codes 30 times slower than two (jax 0.10.2).

@@ -11,23 +11,30 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Shaped
 
 from nnxmoe.axes import CONTEXT, AnyMesh, ParamOptions, context_over, parameter, shard_map
-from nnxmoe.layers.attention.over_context import gathered
+from nnxmoe.layers.attention.context_parallel import all_gather_context
 from nnxmoe.layers.cache import RecurrentState, gather_tokens
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.linear.linear import Linear
 from nnxmoe.layers.norm import GatedNorm
 from nnxmoe.layers.recurrent.conv import ShortConv
-from nnxmoe.layers.recurrent.delta_rule import Chunked, DeltaInputs, Recurrence, in_chunks, in_steps, product
+from nnxmoe.layers.recurrent.delta_rule import (
+    Chunked,
+    DeltaInputs,
+    Recurrence,
+    chunk_delta_rule,
+    product,
+    recurrent_delta_rule,
+)
 from nnxmoe.layers.recurrent.recurrence import OrderedTokens
 
-Projected = tuple[Array, Array, Array, Array]
+DeltaProjections = tuple[Array, Array, Array, Array]
 """Queries, keys and values ``[B T channels]``, gates ``z [B T N W]``, and ``b``, ``a [B T N]``."""
 
-DeltaProjection = Callable[[Array], Projected]  # of ``x [B T D]``
+DeltaProjection = Callable[[Array], DeltaProjections]  # of ``x [B T D]``
 
 
 @dataclasses.dataclass(frozen=True)
-class DeltaHeads:
+class DeltaDims:
     """``keys`` heads of queries and keys of width ``key_dim``, and ``values`` heads of width ``value_dim``, a multiple,
     for activations of width ``dim``."""
 
@@ -42,8 +49,8 @@ class DeltaHeads:
         """Width of queries, keys and values together."""
         return 2 * self.keys * self.key_dim + self.values * self.value_dim
 
-    def split(self, qkvz: Shaped[Array, "*B keys _"], ba: Shaped[Array, "*B keys _"]) -> Projected:
-        """`Projected` from outputs sorted by heads of keys: q, k, v and z of each, and b and a."""
+    def split(self, qkvz: Shaped[Array, "*B keys _"], ba: Shaped[Array, "*B keys _"]) -> DeltaProjections:
+        """`DeltaProjections` from outputs sorted by heads of keys: q, k, v and z of each, and b and a."""
         lead, groups = qkvz.shape[:-2], self.values // self.keys
         ends = self.key_dim, 2 * self.key_dim, 2 * self.key_dim + groups * self.value_dim
         q, k, v, z = jnp.split(qkvz, ends, axis=-1)
@@ -55,27 +62,27 @@ class DeltaHeads:
 class SeparateProjection(nnx.Module):
     """A kernel each for queries, keys and values together, for z, b and a (Qwen3.5)."""
 
-    def __init__(self, heads: DeltaHeads, **kw: Unpack[ParamOptions]):
+    def __init__(self, heads: DeltaDims, **kw: Unpack[ParamOptions]):
         dim, count = (heads.dim,), heads.values
         self.qkv = Linear(dim, (heads.channels,), ("embed", "mlp"), **kw)
         self.z = Linear(dim, (count, heads.value_dim), ("embed", "heads", "head"), **kw)
         self.b = Linear(dim, (count,), ("embed", "heads"), **kw)
         self.a = Linear(dim, (count,), ("embed", "heads"), **kw)
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Projected:
+    def __call__(self, x: Float[Array, "B T D"]) -> DeltaProjections:
         return self.qkv(x), self.z(x), self.b(x), self.a(x)
 
 
 class FusedProjection(nnx.Module):
     """Two kernels, whose outputs are sorted by heads of the keys: q, k, v and z of each, and b and a (Qwen3-Next)."""
 
-    def __init__(self, heads: DeltaHeads, **kw: Unpack[ParamOptions]):
+    def __init__(self, heads: DeltaDims, **kw: Unpack[ParamOptions]):
         self.heads, (groups, axes) = heads, (heads.values // heads.keys, ("embed", "heads", "head"))
         width = 2 * heads.key_dim + 2 * groups * heads.value_dim
         self.qkvz = Linear((heads.dim,), (heads.keys, width), axes, **kw)
         self.ba = Linear((heads.dim,), (heads.keys, 2 * groups), axes, **kw)
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Projected:
+    def __call__(self, x: Float[Array, "B T D"]) -> DeltaProjections:
         return self.heads.split(self.qkvz(x), self.ba(x))
 
 
@@ -84,16 +91,16 @@ class GatedDeltaNet(nnx.Module):
     strengths ``sigmoid(b)``, after transformers' Qwen3NextGatedDeltaNet.
 
     The state of a row is a matrix ``[key_dim value_dim]`` per head in float32, and the last inputs of the convolution.
-    Passes are computed in chunks, up to ``1 + spare`` tokens, and the ``spare`` newest of a longer pass, in steps.
-    ``mesh``: on its axis ``context`` devices pass on the state. ``recurrence``: computes the chunks elsewhere.
+    Passes are computed in chunks, up to ``1 + lookahead`` tokens, and the ``lookahead`` newest of a longer pass, in
+    steps. ``mesh``: on its axis ``context`` devices pass on the state. ``recurrence``: computes the chunks elsewhere.
     """
 
-    corrects: ClassVar[bool] = True  # as in `in_steps`
-    over_context: ClassVar[bool] = True  # as in `GQA`
+    has_correction: ClassVar[bool] = True  # as in `recurrent_delta_rule`
+    supports_context_parallel: ClassVar[bool] = True  # as in `GQA`
 
     def __init__(
         self,
-        heads: DeltaHeads,
+        heads: DeltaDims,
         project: DeltaProjection,
         *,
         taps: int,
@@ -121,8 +128,8 @@ class GatedDeltaNet(nnx.Module):
         mixed, seen = self.conv(mixed, window, tokens.run)
         inputs = self._inputs(tokens, mixed, b, a)
         inputs = inputs if tokens.real is None else _only(inputs, tokens.real)
-        spare = 0 if cache is None else cache.spare
-        out, at, states = self._delta(inputs, state, tokens, spare)
+        lookahead = 0 if cache is None else cache.lookahead
+        out, at, states = self._delta(inputs, state, tokens, lookahead)
         if cache is not None:
             cache = cache.written((states, self.conv.windows(seen, at, tokens.run)), tokens.index_of(at))
         out, z = (context.asked(tokens.given(a)) for a in (out.astype(x.dtype), z))
@@ -146,38 +153,38 @@ class GatedDeltaNet(nnx.Module):
         return jax.nn.softplus(a.astype(jnp.float32) + self.dt_bias[...].astype(jnp.float32))
 
     def _chunked(self, inputs: DeltaInputs, state: Array) -> tuple[Array, Array]:
-        return in_chunks(inputs, state, corrects=self.corrects)
+        return chunk_delta_rule(inputs, state, has_correction=self.has_correction)
 
     def _delta(
-        self, inputs: DeltaInputs, state: Array, tokens: OrderedTokens, spare: int
+        self, inputs: DeltaInputs, state: Array, tokens: OrderedTokens, lookahead: int
     ) -> tuple[Array, Array, Array]:
         """Outputs ``[B T N W]``, and the places ``[B n]`` of the newest tokens (negative: none) with the state after
         each."""
         batch, length = inputs.beta.shape[:2]
         places = jnp.broadcast_to(jnp.arange(length), (batch, length))
-        if length <= 1 + spare:
-            out, states = in_steps(inputs, state, corrects=self.corrects)
+        if length <= 1 + lookahead:
+            out, states = recurrent_delta_rule(inputs, state, has_correction=self.has_correction)
             return out, places, states
-        end = tokens.count - spare
+        end = tokens.count - lookahead
         early, most = places < end[:, None], None
         masked = _only(inputs, early)
         if inputs.run is not None:  # segments of the newest tokens begin after those of the others
             most = jnp.max(jnp.where(early, inputs.run, 0), axis=1)
             masked = masked._replace(run=jnp.minimum(inputs.run, most[:, None]))
-        masked = masked if spare else inputs
+        masked = masked if lookahead else inputs
         if self.mesh is not None and context_over(length, self.mesh):
-            out, state = passed_on(self._chunked, masked, state, self.mesh)
+            out, state = context_parallel_delta_rule(self._chunked, masked, state, self.mesh)
         elif self.recurrence is not None:
             out, state = self.recurrence(masked, state, self._chunked)
         else:
             out, state = self._chunked(masked, state)
         at, states = (end - 1)[:, None], state[:, None]
-        if spare:
-            late = end[:, None] + jnp.arange(spare)
+        if lookahead:
+            late = end[:, None] + jnp.arange(lookahead)
             newest = _only(jax.tree.map(lambda a: gather_tokens(a, jnp.maximum(late, 0)), inputs), late >= 0)
             if newest.run is not None:
                 newest = newest._replace(run=jnp.where(late >= 0, newest.run, 0))
-            more, later = in_steps(newest, state, most, corrects=self.corrects)
+            more, later = recurrent_delta_rule(newest, state, most, has_correction=self.has_correction)
             put = jnp.where(late < 0, length, late)
             out = jax.vmap(lambda row, new, i: row.at[i].set(new, mode="drop"))(out, more, put)
             at, states = jnp.concatenate([at, late], axis=1), jnp.concatenate([states, later], axis=1)
@@ -188,14 +195,14 @@ class GatedDeltaNet(nnx.Module):
         window = jnp.zeros((batch, self.conv.taps - 1, c.channels), dtype)
         return jnp.zeros((batch, c.values, c.key_dim, c.value_dim), jnp.float32), window
 
-    def scored(self, seen: float) -> list[tuple[int, float]]:
+    def score_ops(self, seen: float) -> list[tuple[int, float]]:
         """Multiplications of the products of a token with the state, which do not depend on ``seen``."""
         c = self.heads
-        return [((2 + self.corrects) * c.values * c.key_dim * c.value_dim, 1.0)]
+        return [((2 + self.has_correction) * c.values * c.key_dim * c.value_dim, 1.0)]
 
-    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, spare: int = 0) -> RecurrentState:
-        """``1 + spare`` states, whatever the capacity."""
-        return RecurrentState.empty(self._zero(batch, dtype), spare)
+    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, lookahead: int = 0) -> RecurrentState:
+        """``1 + lookahead`` states, whatever the capacity."""
+        return RecurrentState.empty(self._zero(batch, dtype), lookahead)
 
 
 def _only(inputs: DeltaInputs, kept: Bool[Array, "B T"]) -> DeltaInputs:
@@ -213,7 +220,7 @@ def log_rates(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
     return jnp.log(jax.random.uniform(key, shape, jnp.float32, 0.01, 16.0)).astype(dtype)
 
 
-def passed_on(
+def context_parallel_delta_rule(
     chunked: Chunked, inputs: DeltaInputs, state: Float[Array, "B N H W"], mesh: AnyMesh
 ) -> tuple[Float[Array, "B T N W"], Float[Array, "B N H W"]]:
     """``chunked(inputs, state) -> outputs, state``, with the tokens of each device along ``context`` computed there.
@@ -238,7 +245,7 @@ def passed_on(
             state = product("bnhi,bniw->bnhw", given[..., width:], state) + given[..., :width]
             return state, state
 
-        last, states = jax.lax.scan(after, state, gathered(own[None], 0))
+        last, states = jax.lax.scan(after, state, all_gather_context(own[None], 0))
         out, _ = chunked(inputs, jnp.concatenate([state[None], states])[me])
         return out, last
 

@@ -42,13 +42,17 @@ def product(spec: str, *operands: Array) -> Array:
     return jnp.einsum(spec, *operands, precision=jax.lax.Precision.HIGHEST)
 
 
-def in_steps(
-    inputs: DeltaInputs, state: Float[Array, "B N H W"], run: Int[Array, "B"] | None = None, *, corrects: bool = True
+def recurrent_delta_rule(
+    inputs: DeltaInputs,
+    state: Float[Array, "B N H W"],
+    run: Int[Array, "B"] | None = None,
+    *,
+    has_correction: bool = True,
 ) -> tuple[Float[Array, "B T N W"], Float[Array, "B T N H W"]]:
-    """Outputs and the state after each token, a token at a time. ``run``: of the state; None: 0. ``corrects``: False
-    leaves the correction out.
+    """Outputs and the state after each token, a token at a time. ``run``: of the state; None: 0. ``has_correction``:
+    False leaves the correction out.
 
-    The oracle of `in_chunks`, and the way to decode.
+    The oracle of `chunk_delta_rule`, and the way to decode.
     """
     q, k, v, g, beta, of_token = inputs
     groups = v.shape[2] // k.shape[2]
@@ -59,7 +63,7 @@ def in_steps(
         q, k = (jnp.repeat(a, groups, axis=1)[..., None] for a in (q, k))
         keep = jnp.exp(g) * (run == before).reshape(-1, *(1,) * (g.ndim - 1))
         state = state * (keep[..., None] if g.ndim == 3 else keep[:, :, None, None])
-        more = beta[..., None] * (v - jnp.sum(state * k, axis=2) if corrects else v)
+        more = beta[..., None] * (v - jnp.sum(state * k, axis=2) if has_correction else v)
         state = state + k * more[:, :, None]
         return (state, run), (jnp.sum(state * q, axis=2), state)
 
@@ -72,12 +76,12 @@ def in_steps(
     return jnp.moveaxis(out, 0, 1), jnp.moveaxis(states, 0, 1)
 
 
-def in_chunks(
-    inputs: DeltaInputs, state: Float[Array, "B N H W"], chunk: int = CHUNK, *, corrects: bool = True
+def chunk_delta_rule(
+    inputs: DeltaInputs, state: Float[Array, "B N H W"], chunk: int = CHUNK, *, has_correction: bool = True
 ) -> tuple[Float[Array, "B T N W"], Float[Array, "B N H W"]]:
     """Outputs, and the state after all tokens, by products of matrices (the WY form): the corrections of a chunk solve
     a triangular system, and only the state goes from chunk to chunk. ``state``: of run 0. For ``g [B T N]``.
-    ``corrects``: as in `in_steps`."""
+    ``has_correction``: as in `recurrent_delta_rule`."""
     (batch, length, keys, _), (heads, width) = inputs.k.shape, inputs.v.shape[2:]
     size = min(chunk, 1 << max(length - 1, 1).bit_length())
     count, groups = -(-length // size), heads // keys
@@ -100,7 +104,7 @@ def in_chunks(
         last = jnp.where((run == run[..., -1:])[:, :, None, None], last, -jnp.inf)
     decay, last, whole = jnp.exp(jnp.where(causal, apart, -jnp.inf)), jnp.exp(last), first[..., -1]
     values, seen = beta[..., None] * v, None
-    if corrects:
+    if has_correction:
         system = beta[..., None] * product("nbkch,nbkdh->nbkcd", k, k)[:, :, :, None] * decay
         inverse = unit_lower_inverse(jnp.tril(system, -1))
         values = product("nbkgcd,nbkgdw->nbkgcw", inverse, values)
@@ -139,10 +143,11 @@ def unit_lower_inverse(lower: Float[Array, "*b C C"]) -> Float[Array, "*b C C"]:
     return found
 
 
-def in_chunks_by_channel(
+def chunk_channelwise_delta_rule(
     inputs: DeltaInputs, state: Float[Array, "B N H W"], chunk: int = CHUNK
 ) -> tuple[Float[Array, "B T N W"], Float[Array, "B N H W"]]:
-    """As `in_chunks`, for a decay per channel of the keys, ``g [B T N H]``, and as many heads of keys as of values."""
+    """As `chunk_delta_rule`, for a decay per channel of the keys, ``g [B T N H]``, and as many heads of keys as of
+    values."""
     (batch, length, heads, _), width = inputs.k.shape, inputs.v.shape[-1]
     size = min(chunk, 1 << max(length - 1, 1).bit_length())
     count = -(-length // size)

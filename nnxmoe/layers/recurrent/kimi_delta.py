@@ -13,14 +13,14 @@ from nnxmoe.axes import AnyMesh, ParamOptions, parameter
 from nnxmoe.layers.linear.linear import Linear
 from nnxmoe.layers.norm import GatedNorm
 from nnxmoe.layers.recurrent.conv import SeparateConvs
-from nnxmoe.layers.recurrent.delta import DeltaHeads, GatedDeltaNet, Projected, log_rates
-from nnxmoe.layers.recurrent.delta_rule import DeltaInputs, Recurrence, in_chunks_by_channel
+from nnxmoe.layers.recurrent.delta import DeltaDims, DeltaProjections, GatedDeltaNet, log_rates
+from nnxmoe.layers.recurrent.delta_rule import DeltaInputs, Recurrence, chunk_channelwise_delta_rule
 
 
 class LowRank(nnx.Module):
     """Low-rank projection ``b(a(x))``: ``[B T D] -> [B T rank] -> [B T N H]``."""
 
-    def __init__(self, heads: DeltaHeads, rank: int, **kw: Unpack[ParamOptions]):
+    def __init__(self, heads: DeltaDims, rank: int, **kw: Unpack[ParamOptions]):
         self.a = Linear((heads.dim,), (rank,), ("embed", "latent"), **kw)
         self.b = Linear((rank,), (heads.keys, heads.key_dim), ("q_rank", "heads", "head"), **kw)
 
@@ -34,7 +34,7 @@ class KimiProjection(nnx.Module):
     ``rank``: of ``f`` and ``g``, which are `LowRank`; None: full rank.
     """
 
-    def __init__(self, heads: DeltaHeads, rank: int | None, **kw: Unpack[ParamOptions]):
+    def __init__(self, heads: DeltaDims, rank: int | None, **kw: Unpack[ParamOptions]):
         def by_head() -> Linear:
             return Linear((heads.dim,), (heads.keys, heads.key_dim), ("embed", "heads", "head"), **kw)
 
@@ -42,7 +42,7 @@ class KimiProjection(nnx.Module):
         self.f, self.g = (by_head() if rank is None else LowRank(heads, rank, **kw) for _ in "fg")
         self.b = Linear((heads.dim,), (heads.keys,), ("embed", "heads"), **kw)
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Projected:
+    def __call__(self, x: Float[Array, "B T D"]) -> DeltaProjections:
         mixed = jnp.concatenate([part(x).reshape(*x.shape[:2], -1) for part in (self.q, self.k, self.v)], axis=-1)
         return mixed, self.g(x), self.b(x), self.f(x)
 
@@ -51,7 +51,7 @@ Decays = Callable[[Array, Array], Array]
 """``(x [B T N H], log rates [N 1]) ->`` logarithms of the decays ``[B T N H]``, at most 0."""
 
 
-def free_decays(x: Float[Array, "B T N H"], rates: Float[Array, "N 1"]) -> Float[Array, "B T N H"]:
+def unbounded_decays(x: Float[Array, "B T N H"], rates: Float[Array, "N 1"]) -> Float[Array, "B T N H"]:
     """``-exp(rate) softplus(x)``."""
     return -jnp.exp(rates) * jax.nn.softplus(x)
 
@@ -75,7 +75,7 @@ class KimiDelta(GatedDeltaNet):
 
     def __init__(
         self,
-        heads: DeltaHeads,
+        heads: DeltaDims,
         project: KimiProjection,
         decays: Decays,
         *,
@@ -101,4 +101,4 @@ class KimiDelta(GatedDeltaNet):
         return self.decays(a.astype(jnp.float32) + bias.reshape(a.shape[2:]), rates.reshape(-1, 1))
 
     def _chunked(self, inputs: DeltaInputs, state: Array) -> tuple[Array, Array]:
-        return in_chunks_by_channel(inputs, state)
+        return chunk_channelwise_delta_rule(inputs, state)

@@ -11,7 +11,7 @@ from nnxmoe.axes import AnyMesh, ParamOptions, parameter
 from nnxmoe.layers.linear.linear import Linear
 from nnxmoe.layers.norm import unit_rms
 from nnxmoe.layers.recurrent.conv import ShortConv
-from nnxmoe.layers.recurrent.delta import DeltaHeads, GatedDeltaNet, Projected, log_rates
+from nnxmoe.layers.recurrent.delta import DeltaDims, DeltaProjections, GatedDeltaNet, log_rates
 from nnxmoe.layers.recurrent.delta_rule import DeltaInputs
 from nnxmoe.layers.recurrent.recurrence import OrderedTokens
 
@@ -19,12 +19,12 @@ from nnxmoe.layers.recurrent.recurrence import OrderedTokens
 class MambaProjection(Linear):
     """One kernel for gates, the input of the convolution, and step sizes."""
 
-    def __init__(self, heads: DeltaHeads, *, bias: bool, **kw: Unpack[ParamOptions]):
+    def __init__(self, heads: DeltaDims, *, bias: bool, **kw: Unpack[ParamOptions]):
         width = heads.values * heads.value_dim + heads.channels + heads.values
         super().__init__((heads.dim,), (width,), ("embed", "mlp"), bias=bias, **kw)
         self.heads = heads
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Projected:
+    def __call__(self, x: Float[Array, "B T D"]) -> DeltaProjections:
         c = self.heads
         gates = c.values * c.value_dim
         z, mixed, steps = jnp.split(super().__call__(x), (gates, gates + c.channels), axis=-1)
@@ -35,7 +35,7 @@ class GroupedGatedNorm(nnx.Module):
     """``x * silu(gate)``, normalised within ``groups`` of consecutive heads in float32, cast to ``x``'s dtype, times
     the scale."""
 
-    def __init__(self, heads: DeltaHeads, groups: int, eps: float, **kw: Unpack[ParamOptions]):
+    def __init__(self, heads: DeltaDims, groups: int, eps: float, **kw: Unpack[ParamOptions]):
         self.groups, self.eps = groups, eps
         width = heads.values * heads.value_dim
         self.scale = parameter((width,), ("heads",), nnx.initializers.ones, **kw)
@@ -48,27 +48,27 @@ class GroupedGatedNorm(nnx.Module):
 
 class Mamba2(GatedDeltaNet):
     """``out(norm(y, z))`` with ``y = S^T C + d x`` and ``S <- exp(-exp(a_log) step) S + B (step x)^T``, for x, B and C
-    from the convolution and ``step = max(softplus(projected + dt_bias), least_step)``.
+    from the convolution and ``step = max(softplus(projected + dt_bias), min_step)``.
 
     ``heads``: as many values as x has, as many keys as there are groups of B and C. Source: ``NemotronHMamba2Mixer``
     in transformers 5.24, which bounds the steps in passes only, not in those of one token with a cache; here all are.
     """
 
-    corrects: ClassVar[bool] = False
+    has_correction: ClassVar[bool] = False
 
     def __init__(
         self,
-        heads: DeltaHeads,
+        heads: DeltaDims,
         *,
         taps: int,
         bias: bool,
         conv_bias: bool,
         eps: float,
-        least_step: float,
+        min_step: float,
         mesh: AnyMesh | None = None,
         **kw: Unpack[ParamOptions],
     ):
-        self.heads, self.least_step, self.mesh, self.recurrence = heads, least_step, mesh, None
+        self.heads, self.min_step, self.mesh, self.recurrence = heads, min_step, mesh, None
         self.project = MambaProjection(heads, bias=bias, **kw)
         self.conv = ShortConv(heads.channels, taps, bias=conv_bias, **kw)
         self.a_log = parameter((heads.values,), ("heads",), log_rates, **kw)
@@ -86,10 +86,10 @@ class Mamba2(GatedDeltaNet):
         return DeltaInputs(out, into, x, self.log_decays(a), self.steps(a), tokens.run)
 
     def steps(self, a: Float[Array, "B T N"]) -> Array:
-        return jnp.maximum(super().steps(a), self.least_step)
+        return jnp.maximum(super().steps(a), self.min_step)
 
     def _delta(
-        self, inputs: DeltaInputs, state: Array, tokens: OrderedTokens, spare: int
+        self, inputs: DeltaInputs, state: Array, tokens: OrderedTokens, lookahead: int
     ) -> tuple[Array, Array, Array]:
-        out, at, states = super()._delta(inputs, state, tokens, spare)
+        out, at, states = super()._delta(inputs, state, tokens, lookahead)
         return out + self.d[...].astype(jnp.float32)[:, None] * inputs.v, at, states

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
 
-from nnxmoe.layers.cache import Past, RecurrentState, gather_tokens
+from nnxmoe.layers.cache import CacheMetadata, RecurrentState, gather_tokens
 from nnxmoe.layers.context import Context
 
 
@@ -62,7 +62,7 @@ class OrderedTokens:
         return jnp.where((at >= 0) & (at < self.count[:, None]), self.before[:, None] + at, -1)
 
 
-def _last_segment(segment: Int[Array, "B T"], past: Past | None) -> Int[Array, "B 1"]:
+def _last_segment(segment: Int[Array, "B T"], past: CacheMetadata | None) -> Int[Array, "B 1"]:
     """The segment of the token before the first: the newest in the cache."""
     if past is None:
         return segment[:, :1]
@@ -99,7 +99,7 @@ def recurrence(
     return jnp.moveaxis(out, 0, 1), cache
 
 
-def _first_of_segment(context: Context, past: Past | None, shape: tuple[int, ...]) -> Bool[Array, "B T"]:
+def _first_of_segment(context: Context, past: CacheMetadata | None, shape: tuple[int, ...]) -> Bool[Array, "B T"]:
     """Whether a token's segment is not that of the token before it, in its row or in the cache."""
     if context.segment is None:
         return jnp.zeros(shape, bool)

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from nnxmoe.axes import shard_map
-from nnxmoe.layers.attention.fused import OnDevices, rows_and_heads
+from nnxmoe.layers.attention.fused_attention import ShardMapKernel, batch_and_head_axes
 from nnxmoe.layers.recurrent.delta_rule import CHUNK, Chunked, DeltaInputs
 from nnxmoe.runtime.extras import install_command
 
@@ -22,12 +22,14 @@ def delta_attention() -> Any:
     installed = importlib.util.find_spec("tokamax") is not None
     attention = getattr(importlib.import_module("tokamax.ops"), "kimi_delta_attention", None) if installed else None
     if attention is None:
-        raise ValueError(f"TokamaxDelta() needs tokamax 0.0.17 and Python 3.12 or newer: {install_command('kernels')}")
+        raise ValueError(
+            f"TokamaxDeltaRule() needs tokamax 0.0.17 and Python 3.12 or newer: {install_command('kernels')}"
+        )
     return attention
 
 
 @dataclasses.dataclass(frozen=True)
-class TokamaxDelta(OnDevices):
+class TokamaxDeltaRule(ShardMapKernel):
     """``tokamax.ops.kimi_delta_attention``, for recurrent layers with a decay per channel of the keys (Kimi Linear,
     Ling 3, GLM-5.3) and with one per head, repeated for all channels (Qwen3-Next, Qwen3.5).
 
@@ -59,7 +61,7 @@ class TokamaxDelta(OnDevices):
         """The kernel for ``[N B T …]`` and the state ``[B N H W]``, on each device's rows and heads."""
         if (mesh := self.mesh) is None or mesh.size == 1:
             return self._kernel(*given)
-        rows, heads = rows_and_heads(given[-1].shape[0], given[-1].shape[1], "heads", mesh, self.rules)
+        rows, heads = batch_and_head_axes(given[-1].shape[0], given[-1].shape[1], "heads", mesh, self.rules)
         tokens, states = PartitionSpec(heads, rows), PartitionSpec(rows, heads)
         return shard_map(self._kernel, mesh, (*(tokens,) * 5, states), (tokens, states))(*given)
 

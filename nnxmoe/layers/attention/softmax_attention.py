@@ -1,6 +1,6 @@
 """Softmax attention over keys and values that are already projected and rotated.
 
-``Reference`` is the oracle of every other implementation; which one runs is the strategy's choice.
+``ReferenceAttention`` is the oracle of every other implementation; which one runs is the strategy's choice.
 """
 
 import dataclasses
@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from nnxmoe.layers.linear.dots import batched
-from nnxmoe.layers.mask import JoinedMask, Mask
+from nnxmoe.layers.mask import ConcatenatedMask, Mask
 
 
-def _hide(mask: Mask | JoinedMask, scores: Float[Array, "B K G T S"], after: Array) -> Float[Array, "B K G T S"]:
+def _hide(mask: Mask | ConcatenatedMask, scores: Float[Array, "B K G T S"], after: Array) -> Float[Array, "B K G T S"]:
     """Scores with the lowest float32 where a query may not attend. ``after``: an input of the scores.
 
     JAX and XLA would hoist the comparison of indices out of the layers and keep its T x S result in memory for all of
@@ -40,14 +40,14 @@ def _hidden_slope(given: tuple[Array, ...], slopes: tuple[Any, ...]) -> tuple[Ar
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Scores:
+class MaskedSoftmax:
     """How products of queries and keys become weights: scaled, capped, masked, and a softmax in float32.
 
     ``softcap`` c: a score s becomes ``c * tanh(s / c)`` (Gemma 2, 2024). ``sinks``: per query head one more score, of a
     key that has no value and that every query sees (gpt-oss, 2025).
     """
 
-    mask: Any  # a Mask; for `Reference` also a JoinedMask
+    mask: Any  # a Mask; for `ReferenceAttention` also a JoinedMask
     scale: float = dataclasses.field(metadata={"static": True})
     softcap: float | None = dataclasses.field(default=None, metadata={"static": True})
     sinks: Float[Array, "N"] | None = None
@@ -57,7 +57,7 @@ class Scores:
         """Whether there are neither sinks nor a soft cap."""
         return self.sinks is None and self.softcap is None
 
-    def part(self, queries: slice, keys: slice) -> "Scores":
+    def part(self, queries: slice, keys: slice) -> "MaskedSoftmax":
         return dataclasses.replace(self, mask=self.mask.part(queries, keys))
 
     def capped(self, products: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
@@ -76,23 +76,23 @@ class Scores:
         return shares / (jnp.sum(shares, axis=-1, keepdims=True) + jnp.exp(sinks - peak))
 
 
-class Attend(Protocol):
+class AttentionFn(Protocol):
     """``(q, k, v, scores) -> o``; N is a multiple of K: query head n uses key head ``n // (N / K)``."""
 
     def __call__(
-        self, q: Float[Array, "B N T H"], k: Float[Array, "B K S H"], v: Float[Array, "B K S Hv"], scores: Scores
+        self, q: Float[Array, "B N T H"], k: Float[Array, "B K S H"], v: Float[Array, "B K S Hv"], scores: MaskedSoftmax
     ) -> Float[Array, "B N T Hv"]: ...
 
 
 @dataclasses.dataclass(frozen=True)
-class Reference:
+class ReferenceAttention:
     """Scores, softmax in float32, weighted sum; keys and values are not repeated for the query heads that share them.
 
     The output of a query without any key (padding) is the mean of all values instead of NaN.
     """
 
     def __call__(
-        self, q: Float[Array, "B N T H"], k: Float[Array, "B K S H"], v: Float[Array, "B K S Hv"], scores: Scores
+        self, q: Float[Array, "B N T H"], k: Float[Array, "B K S H"], v: Float[Array, "B K S Hv"], scores: MaskedSoftmax
     ) -> Float[Array, "B N T Hv"]:
         batch, heads, count, _ = q.shape
         kv_heads = k.shape[1]

@@ -14,55 +14,57 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from nnxmoe.config.validate import set_positive
-from nnxmoe.layers.attention.attend import Scores
-from nnxmoe.layers.cache import Slots
+from nnxmoe.layers.attention.softmax_attention import MaskedSoftmax
+from nnxmoe.layers.cache import SlotMetadata
 from nnxmoe.layers.linear.dots import dot_f32
 from nnxmoe.layers.linear.xla_cpu import as_bits, from_bits
 from nnxmoe.layers.mask import Mask
 
 LOWEST = float(jnp.finfo(jnp.float32).min)
 Sizes = tuple[int, int]  # queries and keys per block
-Form = tuple[Sizes, Any]  # and the structure of `Scores`
+Form = tuple[Sizes, Any]  # and the structure of `MaskedSoftmax`
 Grouped = Float[Array, "B K G T _"]
 Sinks = Float[Array, "N"] | None
 
 
 @dataclasses.dataclass(frozen=True)
-class Streaming:
-    """Exact attention in blocks of up to ``queries`` by ``keys`` scores; blocks without an allowed pair are skipped.
+class FlashAttention:
+    """Exact attention in blocks of up to ``block_q`` by ``block_k`` scores; blocks without an allowed pair are skipped.
 
-    ``queries`` None: 256, or 512 where each key head has one query head: XLA:CPU computes fewer scores per key head at
+    ``block_q`` None: 256, or 512 where each key head has one query head: XLA:CPU computes fewer scores per key head at
     half the speed (jax 0.10.2). Accumulates in float32. The output of a query without any key (padding) is zero, also
-    in the gradients. First derivatives in reverse mode only: use ``Reference()`` for forward mode and higher
+    in the gradients. First derivatives in reverse mode only: use ``ReferenceAttention()`` for forward mode and higher
     derivatives.
     """
 
-    queries: int | None = None
-    keys: int = 256
+    block_q: int | None = None
+    block_k: int = 256
 
     def __post_init__(self) -> None:
-        set_positive(self, "queries", "keys")
+        set_positive(self, "block_q", "block_k")
 
     def __call__(
-        self, q: Float[Array, "B N T H"], k: Float[Array, "B K S H"], v: Float[Array, "B K S Hv"], scores: Scores
+        self, q: Float[Array, "B N T H"], k: Float[Array, "B K S H"], v: Float[Array, "B K S Hv"], scores: MaskedSoftmax
     ) -> Float[Array, "B N T Hv"]:
         form, *given, leaves = self._in_blocks(q, k, v, scores)
         out: Array = _attend(form, *given, scores.sinks, leaves)
         return out[..., : q.shape[2], :].reshape(*q.shape[:3], v.shape[3])
 
-    def _in_blocks(self, q: Array, k: Array, v: Array, scores: Scores) -> tuple[Form, Array, Array, Array, list[Array]]:
-        """Grouped queries, keys and values of whole blocks, and the leaves of `Scores` without sinks."""
+    def _in_blocks(
+        self, q: Array, k: Array, v: Array, scores: MaskedSoftmax
+    ) -> tuple[Form, Array, Array, Array, list[Array]]:
+        """Grouped queries, keys and values of whole blocks, and the leaves of `MaskedSoftmax` without sinks."""
         (batch, heads, count, width), kv_heads = q.shape, k.shape[1]
         grouped = q.reshape(batch, kv_heads, heads // kv_heads, count, width)
-        most = self.queries or (512 if heads == kv_heads else 256)
-        rows, columns = _even(count, most), _even(k.shape[2], self.keys)
+        most = self.block_q or (512 if heads == kv_heads else 256)
+        rows, columns = _even(count, most), _even(k.shape[2], self.block_k)
         given = _padded(grouped, -count % rows), _padded(k, -k.shape[2] % columns), _padded(v, -k.shape[2] % columns)
         mask = _padded_mask(scores.mask, -count % rows, -k.shape[2] % columns)
         leaves, tree = jax.tree.flatten(dataclasses.replace(scores, mask=mask, sinks=None))
         return ((rows, columns), tree), *given, leaves
 
     def partial(
-        self, q: Float[Array, "B N T H"], k: Float[Array, "B K S H"], v: Float[Array, "B K S Hv"], scores: Scores
+        self, q: Float[Array, "B N T H"], k: Float[Array, "B K S H"], v: Float[Array, "B K S Hv"], scores: MaskedSoftmax
     ) -> tuple[Float[Array, "B N T Hv"], Float[Array, "B N T"]]:
         """The output for some of the keys, in float32 and without sinks, and the log-sum-exp of each query's scores;
         infinite for a query without keys. Not differentiable: see `slopes`."""
@@ -76,7 +78,7 @@ class Streaming:
         q: Float[Array, "B N T H"],
         k: Float[Array, "B K S H"],
         v: Float[Array, "B K S Hv"],
-        scores: Scores,
+        scores: MaskedSoftmax,
         out: Float[Array, "B N T Hv"],
         logs: Float[Array, "B N T"],
         d_out: Float[Array, "B N T Hv"],
@@ -108,7 +110,7 @@ def _padded_mask(mask: Mask, queries: int, keys: int) -> Mask:
     """Pad the mask with queries and keys that nothing may attend to; padding keys have index -1."""
     slots = mask.keys
     index = slots.index if slots.valid is None else jnp.where(slots.valid, slots.index, -1)
-    mask = dataclasses.replace(mask, keys=Slots(index, None, slots.segment))
+    mask = dataclasses.replace(mask, keys=SlotMetadata(index, None, slots.segment))
     return mask.map(lambda x: _padded(x, queries, -1, -1), lambda x: _padded(x, keys, -1, -1))
 
 
@@ -156,7 +158,7 @@ def _ranges(x: Array, index: Array, size: int) -> tuple[Int[Array, "_ _"], Int[A
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(form: Form, q: Grouped, k: Array, v: Array, sinks: Sinks, leaves: list[Array]) -> Grouped:
-    """``leaves``: of `Scores` without sinks; their slopes are zero."""
+    """``leaves``: of `MaskedSoftmax` without sinks; their slopes are zero."""
     return _forward(form, q, k, v, sinks, leaves, q.dtype)[0]
 
 

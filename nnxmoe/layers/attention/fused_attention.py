@@ -11,10 +11,10 @@ from jaxtyping import Array, Float
 
 from nnxmoe.axes import RULES, Rules, divided_over, shard_map, sharded_over, shards
 from nnxmoe.config.validate import check_object, set_positive
-from nnxmoe.layers.attention.attend import Attend, Scores
+from nnxmoe.layers.attention.softmax_attention import AttentionFn, MaskedSoftmax
 
 
-def by_head(
+def shard_map_heads(
     run: Callable[..., Float[Array, "B N T Hv"]],
     mesh: Mesh | None,
     rules: Rules,
@@ -29,13 +29,13 @@ def by_head(
     """
     if mesh is None or mesh.size == 1:
         return run(q, k, v, *of_rows)
-    batch, heads = rows_and_heads(len(q), k.shape[1], "kv_heads", mesh, rules)
+    batch, heads = batch_and_head_axes(len(q), k.shape[1], "kv_heads", mesh, rules)
     spec = PartitionSpec(batch, heads)
     specs = spec, spec, spec, *(PartitionSpec(batch if a is not None and len(a) == len(q) else None) for a in of_rows)
     return shard_map(run, mesh, specs, spec)(q, k, v, *of_rows)
 
 
-def rows_and_heads(rows: int, heads: int, axis: str, mesh: Mesh, rules: Rules) -> tuple[Any, Any]:
+def batch_and_head_axes(rows: int, heads: int, axis: str, mesh: Mesh, rules: Rules) -> tuple[Any, Any]:
     """The mesh axes that split ``rows`` rows, and those that split ``heads`` heads of the logical axis ``axis``; None
     if the number is not a multiple of their size."""
     over = sharded_over(axis, mesh, rules)
@@ -43,7 +43,7 @@ def rows_and_heads(rows: int, heads: int, axis: str, mesh: Mesh, rules: Rules) -
 
 
 @dataclasses.dataclass(frozen=True)
-class OnDevices:
+class ShardMapKernel:
     """A kernel that XLA cannot partition: each device of ``mesh`` computes its rows and heads. Set by ``Strategy``."""
 
     mesh: Mesh | None = dataclasses.field(default=None, repr=False, kw_only=True)
@@ -55,32 +55,33 @@ class OnDevices:
 
 
 @dataclasses.dataclass(frozen=True)
-class Fused(OnDevices):
-    """``jax.nn.dot_product_attention``: cuDNN or XLA's own fusion on accelerators; slower than `Reference` on CPU.
+class FusedAttention(ShardMapKernel):
+    """``jax.nn.dot_product_attention``: cuDNN or XLA's own fusion on accelerators; slower than `ReferenceAttention` on
+    CPU.
 
     Causal order and a window are passed as such; caches, padding and segments as a boolean mask ``[B, 1, T, S]``.
-    ``otherwise`` computes what the kernel cannot: sinks, a soft cap, values wider than keys, and for cuDNN dtypes other
-    than bfloat16 and float16 and heads wider than ``widest`` (128; 256 from Hopper on) or of no multiple of 8; also all
-    masks that would be an array. Without it, all of these but the masks are a ValueError.
+    ``fallback`` computes what the kernel cannot: sinks, a soft cap, values wider than keys, and for cuDNN dtypes other
+    than bfloat16 and float16 and heads wider than ``max_head_dim`` (128; 256 from Hopper on) or of no multiple of 8;
+    also all masks that would be an array. Without it, all of these but the masks are a ValueError.
     """
 
     implementation: Literal["xla", "cudnn"] | None = None
-    otherwise: Attend | None = None
-    widest: int = 256
+    fallback: AttentionFn | None = None
+    max_head_dim: int = 256
 
     def __post_init__(self) -> None:
-        set_positive(self, "widest")
-        if self.otherwise is not None:
-            check_object("Fused", "otherwise", self.otherwise, "Blockwise()")
+        set_positive(self, "max_head_dim")
+        if self.fallback is not None:
+            check_object("FusedAttention", "fallback", self.fallback, "BlockwiseAttention()")
 
     def __call__(
-        self, q: Float[Array, "B N T H"], k: Float[Array, "B K S H"], v: Float[Array, "B K S Hv"], scores: Scores
+        self, q: Float[Array, "B N T H"], k: Float[Array, "B K S H"], v: Float[Array, "B K S Hv"], scores: MaskedSoftmax
     ) -> Float[Array, "B N T Hv"]:
         width, mask, refusal = v.shape[3], scores.mask, self._refusal(q, v, scores)
-        if self.otherwise is not None and (refusal is not None or not mask.plain):
-            return self.otherwise(q, k, v, scores)
+        if self.fallback is not None and (refusal is not None or not mask.plain):
+            return self.fallback(q, k, v, scores)
         if refusal is not None:
-            raise ValueError(f"Fused attention {refusal}: use Reference(), or Fused(otherwise=…)")
+            raise ValueError(f"Fused attention {refusal}: use ReferenceAttention(), or FusedAttention(fallback=…)")
         v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, k.shape[3] - width)))  # the library wants one head width
         near = None if mask.window is None else (mask.window - 1, 0)
         allowed = None if mask.plain else mask.allowed()
@@ -94,9 +95,9 @@ class Fused(OnDevices):
             return jnp.swapaxes(out, 1, 2)
 
         mesh = self.mesh if self.implementation == "cudnn" else None
-        return by_head(run, mesh, self.rules, q, k.astype(q.dtype), v.astype(q.dtype), allowed)[..., :width]
+        return shard_map_heads(run, mesh, self.rules, q, k.astype(q.dtype), v.astype(q.dtype), allowed)[..., :width]
 
-    def _refusal(self, q: Float[Array, "B N T H"], v: Float[Array, "B K S Hv"], scores: Scores) -> str | None:
+    def _refusal(self, q: Float[Array, "B N T H"], v: Float[Array, "B K S Hv"], scores: MaskedSoftmax) -> str | None:
         """The reason why the kernel does not support these operands, None if it does; the limits of cuDNN are those of
         JAX's ``cudnn/fused_attention_stablehlo.py`` (0.10.2, 0.12.0)."""
         width = q.shape[3]
@@ -106,6 +107,6 @@ class Fused(OnDevices):
             return "has neither sinks nor a soft cap"
         if self.implementation == "cudnn" and q.dtype not in (jnp.bfloat16, jnp.float16):
             return f"of cuDNN needs bfloat16 or float16, got {q.dtype}"
-        if self.implementation == "cudnn" and (width % 8 or width > self.widest):
-            return f"of cuDNN needs a head width of a multiple of 8 up to {self.widest}, got {width}"
+        if self.implementation == "cudnn" and (width % 8 or width > self.max_head_dim):
+            return f"of cuDNN needs a head width of a multiple of 8 up to {self.max_head_dim}, got {width}"
         return None

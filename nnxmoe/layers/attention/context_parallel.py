@@ -17,22 +17,22 @@ from jaxtyping import Array, Float, Int
 
 from nnxmoe.axes import CONTEXT, Rules, context_over, placed_on, shard_map
 from nnxmoe.config.validate import check_object
-from nnxmoe.layers.attention.attend import Attend, Scores
-from nnxmoe.layers.attention.blockwise import Blockwise
+from nnxmoe.layers.attention.blockwise_attention import BlockwiseAttention
+from nnxmoe.layers.attention.softmax_attention import AttentionFn, MaskedSoftmax
 from nnxmoe.layers.mask import Mask
 
 
 @runtime_checkable
-class OverContext(Protocol):
-    """An `Attend` that exchanges keys and values, or latents, over the mesh axis ``context``."""
+class ContextParallelAttention(Protocol):
+    """An `AttentionFn` that exchanges keys and values, or latents, over the mesh axis ``context``."""
 
-    def latents(self, form: Any, x: Any, scores: Scores) -> Float[Array, "B T N v"]:
-        """The output of a `LatentAttend` for `Latents` that are sharded over the axis too."""
+    def latents(self, form: Any, x: Any, scores: MaskedSoftmax) -> Float[Array, "B T N v"]:
+        """The output of a `MLAFn` for `MLAInputs` that are sharded over the axis too."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
-class Pieces:
+class ContextShards:
     """Which tokens of rows of ``length`` each of ``count`` devices has: a run of them, or ``balanced`` two runs."""
 
     length: int
@@ -75,7 +75,9 @@ def _swapped(first: Array, second: Array, keep: Array) -> tuple[Array, Array]:
     return jnp.where(keep, first, second), jnp.where(keep, second, first)
 
 
-def on_context(run: Callable[..., Any], mesh: Any, split: tuple[Any, ...], whole: tuple[Any, ...], axis: int) -> Any:
+def shard_map_context(
+    run: Callable[..., Any], mesh: Any, split: tuple[Any, ...], whole: tuple[Any, ...], axis: int
+) -> Any:
     """``run(*split, *whole)`` on every device along ``context``, with the arrays of ``split``, and its output, sharded
     over it along ``axis``. Other mesh axes shard arrays as without it."""
     spec = PartitionSpec(*(None,) * axis, CONTEXT)
@@ -83,12 +85,12 @@ def on_context(run: Callable[..., Any], mesh: Any, split: tuple[Any, ...], whole
     return shard_map(run, mesh, specs, spec, (CONTEXT,))(*split, *whole)
 
 
-def splits(mask: Any, length: int, mesh: Any) -> bool:
+def is_context_sharded(mask: Any, length: int, mesh: Any) -> bool:
     """Whether ``context`` shards the queries of a pass without a cache, whose keys are the same tokens."""
     return type(mask) is Mask and mask.causal and bool(context_over(length, mesh))
 
 
-def gathered(x: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
+def all_gather_context(x: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
     """The shards of all devices along ``context`` in order, received from neighbour to neighbour: where other axes are
     not manual, XLA would gather those too for an ``all_gather`` (jax 0.10.2, 0.12.0)."""
     count, me, size = jax.lax.axis_size(CONTEXT), jax.lax.axis_index(CONTEXT), x.shape[axis]
@@ -97,21 +99,21 @@ def gathered(x: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
         return jax.lax.dynamic_update_slice_in_dim(every, part, (me - turn) % count * size, axis)
 
     def step(carry: tuple[Array, Array], turn: Array) -> tuple[tuple[Array, Array], None]:
-        part = to_next(carry[0])
+        part = ppermute_next(carry[0])
         return (part, put(carry[1], part, turn)), None
 
     every = jnp.zeros((*x.shape[:axis], count * size, *x.shape[axis + 1 :]), x.dtype)
     return jax.lax.scan(step, (x, put(every, x, 0)), jnp.arange(1, count))[0][1]
 
 
-def to_next(x: Any, steps: int = 1) -> Any:
+def ppermute_next(x: Any, steps: int = 1) -> Any:
     """Arrays of the device ``steps`` before this one along ``context``."""
     count = jax.lax.axis_size(CONTEXT)
     return jax.lax.ppermute(x, CONTEXT, [(i, (i + steps) % count) for i in range(count)])
 
 
 @dataclasses.dataclass(frozen=True)
-class GatherKeys:
+class AllGatherAttention:
     """Gathers keys and values over the mesh axis ``context``, of latent attention the latents; each device attends
     with its own queries, by ``inner``. The default on meshes with that axis (Llama 3, 2024, section 3.3.2).
 
@@ -120,50 +122,52 @@ class GatherKeys:
     ``inner`` on every device. ``mesh``: ``Strategy`` sets it.
     """
 
-    inner: Attend = Blockwise()
+    inner: AttentionFn = BlockwiseAttention()
     mesh: Mesh | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        check_object("GatherKeys", "inner", self.inner, "Blockwise()")
+        check_object("AllGatherAttention", "inner", self.inner, "BlockwiseAttention()")
 
     def on_mesh(self, mesh: Mesh | None, rules: Rules) -> Self:
         return dataclasses.replace(self, inner=placed_on(self.inner, mesh, rules), mesh=mesh)
 
     def __call__(
-        self, q: Float[Array, "B N T H"], k: Float[Array, "B K S H"], v: Float[Array, "B K S Hv"], scores: Scores
+        self, q: Float[Array, "B N T H"], k: Float[Array, "B K S H"], v: Float[Array, "B K S Hv"], scores: MaskedSoftmax
     ) -> Float[Array, "B N T Hv"]:
-        if not splits(scores.mask, q.shape[2], self.mesh):
+        if not is_context_sharded(scores.mask, q.shape[2], self.mesh):
             return self.inner(q, k, v, scores)
 
-        def run(q: Array, both: Array, scores: Scores) -> Array:
-            k, v = jnp.split(gathered(both, 2), (q.shape[3],), axis=3)
+        def run(q: Array, both: Array, scores: MaskedSoftmax) -> Array:
+            k, v = jnp.split(all_gather_context(both, 2), (q.shape[3],), axis=3)
             return self._own(lambda q, scores: self.inner(q, k, v, scores), q, scores, 2)
 
         both = jnp.concatenate([k, v.astype(k.dtype)], axis=3)
-        return on_context(run, self.mesh, (q, both), (scores,), 2)
+        return shard_map_context(run, self.mesh, (q, both), (scores,), 2)
 
-    def latents(self, form: Any, x: Any, scores: Scores) -> Float[Array, "B T N v"]:
+    def latents(self, form: Any, x: Any, scores: MaskedSoftmax) -> Float[Array, "B T N v"]:
         """Latent attention with gathered latents, from which every device expands the keys of all tokens."""
-        if not splits(scores.mask, x.q_nope.shape[1], self.mesh):
+        if not is_context_sharded(scores.mask, x.q_nope.shape[1], self.mesh):
             return form(x, scores, self.inner)
         nope = x.q_nope.shape[3]
 
-        def run(q: Array, seen: Array, scores: Scores, kv_b: Any) -> Array:
-            seen = gathered(seen, 1)
+        def run(q: Array, seen: Array, scores: MaskedSoftmax, kv_b: Any) -> Array:
+            seen = all_gather_context(seen, 1)
 
-            def attended(q: Array, scores: Scores) -> Array:
+            def attended(q: Array, scores: MaskedSoftmax) -> Array:
                 own = dataclasses.replace(x, q_nope=q[..., :nope], q_rope=q[..., nope:], seen=seen, kv_b=kv_b)
                 return form(own, scores, self.inner)
 
             return self._own(attended, q, scores, 1)
 
         q = jnp.concatenate([x.q_nope, x.q_rope], axis=3)
-        return on_context(run, self.mesh, (q, x.seen), (scores, x.kv_b), 1)
+        return shard_map_context(run, self.mesh, (q, x.seen), (scores, x.kv_b), 1)
 
-    def _own(self, attended: Callable[[Array, Scores], Array], q: Array, scores: Scores, axis: int) -> Array:
+    def _own(
+        self, attended: Callable[[Array, MaskedSoftmax], Array], q: Array, scores: MaskedSoftmax, axis: int
+    ) -> Array:
         """``attended(q, scores)`` for the queries that this device computes."""
         count = jax.lax.axis_size(CONTEXT)
-        pieces = Pieces.of(q.shape[axis] * count, count, scores.mask.window)
+        pieces = ContextShards.of(q.shape[axis] * count, count, scores.mask.window)
         mask = scores.mask.part(pieces.tokens(jax.lax.axis_index(CONTEXT)), slice(None))
         out = attended(pieces.exchanged(q, axis), dataclasses.replace(scores, mask=mask))
         return pieces.exchanged(out, axis, back=True)

@@ -7,8 +7,8 @@ from jaxtyping import Array, Float
 
 from nnxmoe.axes import is_static
 from nnxmoe.config.validate import check_object, set_positive
-from nnxmoe.layers.attention.attend import Attend, Reference, Scores
-from nnxmoe.layers.attention.streaming import Streaming
+from nnxmoe.layers.attention.flash_attention import FlashAttention
+from nnxmoe.layers.attention.softmax_attention import AttentionFn, MaskedSoftmax, ReferenceAttention
 
 FEWEST_QUERIES = 64  # per block
 FEWEST_TOKENS = 192  # per pass; blocks of a shorter one save too little
@@ -16,32 +16,33 @@ MOST_PAIRS = 512 * 512  # of a query and a key per row, in a pass that is not st
 
 
 @dataclasses.dataclass(frozen=True)
-class Blockwise:
+class BlockwiseAttention:
     """Splits a causal pass into up to ``blocks`` blocks of at least 64 consecutive queries and runs ``inner`` on each,
-    with the keys that the block can attend to; ``long`` computes passes of more than 512 x 512 queries and keys.
+    with the keys that the block can attend to; ``long_context`` computes passes of more than 512 x 512 queries and
+    keys.
 
     Blocks above the diagonal are skipped, as in FlashAttention (Dao et al. 2022): of 8 x 8 blocks 36 are computed, and
     the scores of a block stay in the CPU's cache. Short passes with a cache go to ``inner`` unsplit, and so do steps of
     one token. Raises ValueError for arguments of the wrong type.
     """
 
-    inner: Attend = Reference()
+    inner: AttentionFn = ReferenceAttention()
     blocks: int = 8
-    long: Attend = Streaming()
+    long_context: AttentionFn = FlashAttention()
 
     def __post_init__(self) -> None:
         set_positive(self, "blocks")
-        check_object("Blockwise", "inner", self.inner, "Reference()")
-        check_object("Blockwise", "long", self.long, "Streaming()")
+        check_object("BlockwiseAttention", "inner", self.inner, "ReferenceAttention()")
+        check_object("BlockwiseAttention", "long_context", self.long_context, "FlashAttention()")
 
     def __call__(
-        self, q: Float[Array, "B N T H"], k: Float[Array, "B K S H"], v: Float[Array, "B K S Hv"], scores: Scores
+        self, q: Float[Array, "B N T H"], k: Float[Array, "B K S H"], v: Float[Array, "B K S Hv"], scores: MaskedSoftmax
     ) -> Float[Array, "B N T Hv"]:
         length, mask = q.shape[2], scores.mask
         if not is_static(length, k.shape[2]):
             return self.inner(q, k, v, scores)
         if length > 1 and length * k.shape[2] > MOST_PAIRS:
-            return self.long(q, k, v, scores)
+            return self.long_context(q, k, v, scores)
         if not mask.causal or self.blocks == 1 or length < FEWEST_TOKENS:
             return self.inner(q, k, v, scores)
         blocks, outs = min(self.blocks, length // FEWEST_QUERIES), []

@@ -10,32 +10,33 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from nnxmoe.config.validate import check_object
-from nnxmoe.layers.attention.attend import Attend, Scores
-from nnxmoe.layers.attention.blockwise import Blockwise
-from nnxmoe.layers.attention.fused import Fused, OnDevices, by_head
-from nnxmoe.layers.attention.streaming import Streaming
+from nnxmoe.layers.attention.blockwise_attention import BlockwiseAttention
+from nnxmoe.layers.attention.flash_attention import FlashAttention
+from nnxmoe.layers.attention.fused_attention import FusedAttention, ShardMapKernel, shard_map_heads
+from nnxmoe.layers.attention.softmax_attention import AttentionFn, MaskedSoftmax
 
 LANES = 128  # the kernel's blocks are multiples of a TPU register's lanes
 LARGEST_BLOCK = 512
 ELSEWHERE: tuple[int, int] = (8, 0)  # compute capability that is assumed of GPUs of another machine
 
 
-def default_attend(platform: str | None = None) -> Attend:
-    """The fused attention of a platform, by default JAX's; `Blockwise` computes the rest, or all if there is none.
+def default_attention_fn(platform: str | None = None) -> AttentionFn:
+    """The fused attention of a platform, by default JAX's; `BlockwiseAttention` computes the rest, or all if there is
+    none.
 
     GPUs of another machine are assumed to be of the Ampere generation or later. cuDNN gets heads of up to 128 there,
     because JAX asks this machine's GPU whether wider ones are supported.
     """
-    here, otherwise = jax.default_backend(), Blockwise(long=Streaming(512, 1024))
+    here, fallback = jax.default_backend(), BlockwiseAttention(long_context=FlashAttention(512, 1024))
     backend = platform or here
     if backend == "tpu":
-        return Splash(otherwise)
+        return SplashAttention(fallback)
     if backend == "gpu":
         capability = _cuda_capability(jax.local_devices()[0]) if here == "gpu" else ELSEWHERE
         if capability[0] < 8:
-            return otherwise
-        return Fused("cudnn", otherwise, widest=256 if capability >= (9, 0) else 128)
-    return Blockwise()
+            return fallback
+        return FusedAttention("cudnn", fallback, max_head_dim=256 if capability >= (9, 0) else 128)
+    return BlockwiseAttention()
 
 
 def _cuda_capability(device: Any) -> tuple[int, int]:
@@ -45,37 +46,37 @@ def _cuda_capability(device: Any) -> tuple[int, int]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Splash(OnDevices):
+class SplashAttention(ShardMapKernel):
     """``jax.experimental.pallas.ops.tpu.splash_attention``, FlashAttention for TPUs that skips masked blocks.
 
-    It computes causal passes of multiples of 128 tokens, with window, segments, padding and soft cap; ``otherwise``
+    It computes causal passes of multiples of 128 tokens, with window, segments, padding and soft cap; ``fallback``
     computes the rest: steps and chunks with a cache, sinks, and a window with padding. ``interpret``: run in Pallas's
-    interpreter, on any backend. Raises ValueError if ``otherwise`` is not an object.
+    interpreter, on any backend. Raises ValueError if ``fallback`` is not an object.
     """
 
-    otherwise: Attend = Blockwise()
+    fallback: AttentionFn = BlockwiseAttention()
     interpret: bool = False
 
     def __post_init__(self) -> None:
-        check_object("Splash", "otherwise", self.otherwise, "Blockwise()")
+        check_object("SplashAttention", "fallback", self.fallback, "BlockwiseAttention()")
 
     def __call__(
-        self, q: Float[Array, "B N T H"], k: Float[Array, "B K S H"], v: Float[Array, "B K S Hv"], scores: Scores
+        self, q: Float[Array, "B N T H"], k: Float[Array, "B K S H"], v: Float[Array, "B K S Hv"], scores: MaskedSoftmax
     ) -> Float[Array, "B N T Hv"]:
         mask = scores.mask
         padded_window = mask.window is not None and mask.keys.valid is not None
         if not mask.causal or q.shape[2] % LANES or scores.sinks is not None or padded_window:
-            return self.otherwise(q, k, v, scores)
+            return self.fallback(q, k, v, scores)
         q = (q.astype(jnp.float32) * scores.scale).astype(q.dtype)  # the kernel does not scale
         given = q, k.astype(q.dtype), v.astype(q.dtype), _segments(scores, q.shape[0])
 
         def run(q: Array, k: Array, v: Array, segments: Array | None) -> Array:
             return _splash(q.shape[1:], scores, self.interpret)(q, k, v, segments)
 
-        return by_head(run, self.mesh, self.rules, *given)
+        return shard_map_heads(run, self.mesh, self.rules, *given)
 
 
-def _segments(scores: Scores, batch: int) -> Int[Array, "B T"] | None:
+def _segments(scores: MaskedSoftmax, batch: int) -> Int[Array, "B T"] | None:
     """Segments in which padding has one of its own, so that each query attends to itself at least."""
     segment, valid = scores.mask.query_segment, scores.mask.keys.valid
     if valid is None:
@@ -84,7 +85,7 @@ def _segments(scores: Scores, batch: int) -> Int[Array, "B T"] | None:
     return jnp.where(valid, segment, -1)
 
 
-def _splash(shape: tuple[int, ...], scores: Scores, interpret: bool) -> Any:
+def _splash(shape: tuple[int, ...], scores: MaskedSoftmax, interpret: bool) -> Any:
     """The kernel for queries ``[N, T, H]``, over a batch ``[B, N, T, H]`` and its segments."""
     library = importlib.import_module("jax.experimental.pallas.ops.tpu.splash_attention")
     heads, length, window = shape[0], shape[1], scores.mask.window
