@@ -100,46 +100,46 @@ def is_static(*sizes: Any) -> bool:
     return all(isinstance(size, int) for size in sizes)
 
 
-def _manual() -> tuple[str, ...]:
+def _manual_axes() -> tuple[str, ...]:
     """The mesh axes over which the code being traced runs per device: ``pipe`` within the stages of a pipeline."""
     return jax.sharding.get_abstract_mesh().manual_axes
 
 
-def _here(mesh: AnyMesh) -> AnyMesh:
+def _current_mesh(mesh: AnyMesh) -> AnyMesh:
     """The mesh for shardings in the code being traced, where JAX refuses ``mesh`` itself if an axis is manual."""
-    return jax.sharding.get_abstract_mesh() if _manual() else mesh
+    return jax.sharding.get_abstract_mesh() if _manual_axes() else mesh
 
 
 def shard_map(
     run: Callable[..., Any], mesh: AnyMesh, in_specs: Any, out_specs: Any, axes: Iterable[str] | None = None
 ) -> Callable[..., Any]:
     """``jax.shard_map`` over these axes of the mesh; None: all, within the stages of a pipeline all but ``pipe``."""
-    over = set(mesh.shape) - set(_manual()) if axes is None else set(axes)
+    over = set(mesh.shape) - set(_manual_axes()) if axes is None else set(axes)
     specs: dict[str, Any] = {"in_specs": in_specs, "out_specs": out_specs}
-    return jax.shard_map(run, mesh=_here(mesh), axis_names=over, check_vma=False, **specs)
+    return jax.shard_map(run, mesh=_current_mesh(mesh), axis_names=over, check_vma=False, **specs)
 
 
 def batch_axes(mesh: AnyMesh | None) -> tuple[str, ...]:
     """The mesh axes that shard the batch, without those of size 1; within the stages of a pipeline without ``pipe``."""
-    closed = _manual()
+    closed = _manual_axes()
     several = () if mesh is None else tuple(axis for axis in BATCH_AXES if mesh.shape.get(axis, 1) > 1)
     return tuple(axis for axis in several if axis not in closed)
 
 
-def shards(mesh: AnyMesh | None, axes: Sequence[str]) -> int:
+def shard_count(mesh: AnyMesh | None, axes: Sequence[str]) -> int:
     """Number of shards over these mesh axes."""
     return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in axes)
 
 
-def divided_over(batch: Any, mesh: AnyMesh | None) -> tuple[str, ...]:
+def batch_shard_axes(batch: Any, mesh: AnyMesh | None) -> tuple[str, ...]:
     """The batch axes of a mesh if the batch size is divisible by their shards, else ()."""
     axes = batch_axes(mesh)
-    return () if batch % shards(mesh, axes) else axes
+    return () if batch % shard_count(mesh, axes) else axes
 
 
-def context_over(length: int, mesh: AnyMesh | None) -> tuple[str, ...]:
+def context_shard_axes(length: int, mesh: AnyMesh | None) -> tuple[str, ...]:
     """The mesh axis ``context`` if it shards rows of this many tokens: it has several devices and divides them."""
-    size = 1 if mesh is None or CONTEXT in _manual() else mesh.shape.get(CONTEXT, 1)
+    size = 1 if mesh is None or CONTEXT in _manual_axes() else mesh.shape.get(CONTEXT, 1)
     return (CONTEXT,) if size > 1 and length % size == 0 else ()
 
 
@@ -153,9 +153,9 @@ def partition_spec(
     """
     found = axes_per_dimension(axes, mesh, rules)
     for name, size, over in zip(axes, shape, found, strict=True):
-        if size % shards(mesh, over):
+        if size % shard_count(mesh, over):
             what = f"the {size} {_NOUNS[name]}" if name in _NOUNS else f"{name!r} of size {size}"
-            raise ValueError(f"mesh axis {' x '.join(over)} of size {shards(mesh, over)} does not divide {what}")
+            raise ValueError(f"mesh axis {' x '.join(over)} of size {shard_count(mesh, over)} does not divide {what}")
     named = [over if len(over) > 1 else over[0] if over else None for over in found]
     return PartitionSpec(*(named if any(found) else ()))
 
@@ -197,14 +197,14 @@ def _largest_that_fit(shapes: Sequence[tuple[Any, ...]], mesh: AnyMesh, rules: R
         common, tried = 0, AbstractMesh(tuple((sizes | {axis: 2}).values()), tuple(sizes))
         for axes, shape in shapes if most > 1 else ():
             for size, over in zip(shape, axes_per_dimension(axes, tried, rules), strict=True):
-                common = math.gcd(common, 2 * size // shards(tried, over)) if axis in over else common
+                common = math.gcd(common, 2 * size // shard_count(tried, over)) if axis in over else common
         sizes[axis] = next(size for size in range(most, 0, -1) if common % size == 0)
     return sizes
 
 
 def axes_per_dimension(axes: Sequence[str | None], mesh: AnyMesh, rules: Rules = RULES) -> tuple[tuple[str, ...], ...]:
     """The mesh axes that shard each dimension of a parameter with these logical axes; see `partition_spec`."""
-    named = [() if name is None else sharded_over(name, mesh, rules, axes) for name in axes]
+    named = [() if name is None else rule_axes(name, mesh, rules, axes) for name in axes]
     several = [name is not None and isinstance(rules[name], list | tuple) for name in axes]
     used = {axis for over, many in zip(named, several, strict=True) if not many for axis in over}
     found = list[tuple[str, ...]]()
@@ -217,7 +217,7 @@ def axes_per_dimension(axes: Sequence[str | None], mesh: AnyMesh, rules: Rules =
     return tuple(found)
 
 
-def sharded_over(name: str, mesh: AnyMesh, rules: Rules, axes: Sequence[str | None] = ()) -> tuple[str, ...]:
+def rule_axes(name: str, mesh: AnyMesh, rules: Rules, axes: Sequence[str | None] = ()) -> tuple[str, ...]:
     """The mesh axes that the rule of a logical axis names, without those of size 1. ValueError for a missing rule or
     mesh axis; ``axes``: all of the parameter's, for the message."""
     if name not in rules:
@@ -233,33 +233,33 @@ def sharded_over(name: str, mesh: AnyMesh, rules: Rules, axes: Sequence[str | No
     return tuple(axis for axis in named if mesh.shape[axis] > 1)
 
 
-def constrain(x: Any, mesh: AnyMesh | None, *axes: str | Sequence[str] | None) -> Any:
+def shard_constraint(x: Any, mesh: AnyMesh | None, *axes: str | Sequence[str] | None) -> Any:
     """``x`` with its first dimensions sharded over these mesh axes; a no-op without axes or mesh."""
     spec = PartitionSpec(*(axis or None for axis in axes))
     if mesh is None or not any(spec):
         return x
-    return jax.lax.with_sharding_constraint(x, NamedSharding(_here(mesh), spec))
+    return jax.lax.with_sharding_constraint(x, NamedSharding(_current_mesh(mesh), spec))
 
 
-def split_batch(x: jax.Array, mesh: AnyMesh | None) -> jax.Array:
+def shard_batch(x: jax.Array, mesh: AnyMesh | None) -> jax.Array:
     """``x [B, T, ...]`` with its rows sharded over the batch axes and its tokens over ``context``; dimensions that do
     not divide are not sharded, with a warning for rows and for several tokens."""
-    axes, wanted, over = divided_over(x.shape[0], mesh), batch_axes(mesh), context_over(x.shape[1], mesh)
+    axes, wanted, over = batch_shard_axes(x.shape[0], mesh), batch_axes(mesh), context_shard_axes(x.shape[1], mesh)
     text = "%s do not divide over %s: every device computes all of them"
     if axes != wanted:
         logging.getLogger("nnxmoe").warning(text, f"{x.shape[0]} rows", wanted)
     if mesh is not None and not over and x.shape[1] > 1 and mesh.shape.get(CONTEXT, 1) > 1:
         logging.getLogger("nnxmoe").warning(text, f"{x.shape[1]} tokens", (CONTEXT,))
-    return constrain(x, mesh, axes, over)
+    return shard_constraint(x, mesh, axes, over)
 
 
-def placed_on(choice: Any, mesh: Mesh | None, rules: Rules) -> Any:
-    """The choice for a model on this mesh: what its ``on_mesh`` returns if XLA cannot partition it and it shards its
+def bind_mesh(choice: Any, mesh: Mesh | None, rules: Rules) -> Any:
+    """The choice for a model on this mesh: what its ``with_mesh`` returns if XLA cannot partition it and it shards its
     operands itself, else the choice."""
-    return choice.on_mesh(mesh, rules) if hasattr(choice, "on_mesh") else choice
+    return choice.with_mesh(mesh, rules) if hasattr(choice, "with_mesh") else choice
 
 
-def everywhere(x: jax.Array, mesh: AnyMesh | None) -> jax.Array:
+def replicate(x: jax.Array, mesh: AnyMesh | None) -> jax.Array:
     """``x`` replicated over the mesh, so that every process can read it."""
     return x if mesh is None else jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec()))
 
@@ -273,7 +273,7 @@ def axes_of(variable: nnx.Variable) -> tuple[str | None, ...]:
     return (None,) * rank if axes is None else tuple(axes[len(axes) - rank :])
 
 
-def of_layers(axes: Sequence[str | None]) -> bool:
+def is_stacked(axes: Sequence[str | None]) -> bool:
     """Whether a parameter with these logical axes belongs to several layers, counted by its first dimension."""
     return bool(axes) and axes[0] in LAYER_AXES
 

@@ -16,7 +16,7 @@ from nnxmoe.generation.draft import Modelled, MTPDraft, PromptLookup, mtp_module
 from nnxmoe.generation.passes import Room, cache_bytes
 from nnxmoe.generation.rows import Draft
 from nnxmoe.layers.linear.kernel import as_weight, is_kernel
-from nnxmoe.layers.linear.lora import Kept
+from nnxmoe.layers.linear.lora import UnmergeValue
 from nnxmoe.layers.linear.quantized import QuantizedWeight
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.structure import bare
@@ -142,7 +142,7 @@ def _weights(module: nnx.Module, head: CausalLM) -> _Weights:
 
 def _bytes(module: nnx.Module) -> int:
     flat = nnx.to_flat_state(nnx.state(module))
-    return sum(math.prod(v.shape) * v.dtype.itemsize for _, v in flat if not isinstance(v, Kept))
+    return sum(math.prod(v.shape) * v.dtype.itemsize for _, v in flat if not isinstance(v, UnmergeValue))
 
 
 def _operations(module: nnx.Module) -> float:

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from nnxmoe.axes import batch_axes, shards
+from nnxmoe.axes import batch_axes, shard_count
 from nnxmoe.config.validate import check_object, check_type, whole_number
 from nnxmoe.generation import draft_cost, passes
 from nnxmoe.generation.draft import Modelled
@@ -108,7 +108,7 @@ class Engine:
                 "what follows: use Strategy(dispatch=nnxmoe.Sorted())"
             )
         self._mesh = model.strategy.mesh
-        self._parts = shards(self._mesh, batch_axes(self._mesh))
+        self._parts = shard_count(self._mesh, batch_axes(self._mesh))
         self.slots = (count := whole_number("slots", slots, 1)) + -count % self._parts
         self.draft = draft = draft_cost.resolve(model, draft, self.slots, self.capacity)
         lookahead = 0 if draft is None else draft.count

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from nnxmoe.axes import batch_axes, constrain, everywhere
+from nnxmoe.axes import batch_axes, replicate, shard_constraint
 from nnxmoe.config.printable import bytes_text
 from nnxmoe.convert.storage.multihost import in_any_process
 from nnxmoe.generation import rows
@@ -64,14 +64,14 @@ def _pass(
     model: CausalLM, ids: Ids, valid: TokenMask | None, cache: Cache | None, dropped: Any, room: Room, part: PassPart
 ) -> Passed:
     """One pass over ids; ``cache`` None: an empty one."""
-    ids = constrain(ids, model.mesh, batch_axes(model.mesh))
+    ids = shard_constraint(ids, model.mesh, batch_axes(model.mesh))
     only = part.last and not part.states
     options: dict[str, Any] = {"fresh": cache is None, "last": only, "keep_hidden": False}
     cache = model.empty_cache(ids.shape[0], *room) if cache is None else cache
     body = model.body(ids, valid, cache=cache, of_routing=nothing, **options)
     for info in body.infos.values():
         dropped = dropped + info.dispatch.dropped
-    dropped = everywhere(dropped, model.mesh)
+    dropped = replicate(dropped, model.mesh)
     return Passed(model.logits(body.x[:, -1:] if part.last else body.x), body.states, body.cache, dropped)
 
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from nnxmoe.axes import AnyMesh, everywhere
+from nnxmoe.axes import AnyMesh, replicate
 from nnxmoe.generation.sampling import Knobs, Steps, generated_counts, pick
 from nnxmoe.layers.cache import written
 
@@ -220,7 +220,7 @@ def _next(
 
 
 def _everywhere(tree: Any, mesh: AnyMesh | None) -> Any:
-    return jax.tree.map(lambda a: everywhere(a, mesh), tree)
+    return jax.tree.map(lambda a: replicate(a, mesh), tree)
 
 
 def _choose(

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from nnxmoe.axes import batch_axes, constrain, everywhere, shards
+from nnxmoe.axes import batch_axes, replicate, shard_constraint, shard_count
 from nnxmoe.config.arguments import refuses_unknown
 from nnxmoe.config.validate import check_type, whole_number
 from nnxmoe.generation.complete import numbered, tokenizer_of
@@ -85,7 +85,7 @@ def score(
             raise ValueError(f"text {number} has nothing to score: {why}")
     scores: list[Score | None] = [None] * len(items)
     order = sorted(range(len(items)), key=lambda i: len(items[i][0]))
-    program, parts = compiled(model, _score, static=(2,)), shards(model.mesh, batch_axes(model.mesh))
+    program, parts = compiled(model, _score, static=(2,)), shard_count(model.mesh, batch_axes(model.mesh))
     fixed = model.fixed_positions
     warn_beyond_positions(model, max((len(ids) for ids, _ in items), default=0))
     while order:
@@ -147,17 +147,17 @@ def _score(model: CausalLM, ids: Int[Array, "B T"], valid: Bool[Array, "B T"], t
     """``[B, T]`` of each id: the log-probability of the next one, whether that is the most likely, the most likely ids,
     and their log-probabilities."""
     mesh = model.mesh
-    x = model.body(constrain(ids, mesh, batch_axes(mesh)), valid, of_routing=nothing, keep_hidden=False).x
+    x = model.body(shard_constraint(ids, mesh, batch_axes(mesh)), valid, of_routing=nothing, keep_hidden=False).x
     kernel = model.head_weight()
     rows, length = ids.shape
-    step = min(length, max(1, LOGITS // (kernel.shape[1] * -(-rows // shards(mesh, batch_axes(mesh))))))
+    step = min(length, max(1, LOGITS // (kernel.shape[1] * -(-rows // shard_count(mesh, batch_axes(mesh))))))
 
     def some(given: tuple[Array, Array]) -> tuple[Array, ...]:
-        logits, targets = kernel.float32(given[0]), given[1][..., None]
+        logits, targets = kernel.matmul_f32(given[0]), given[1][..., None]
         chosen = jnp.take_along_axis(logits, targets, axis=-1)
         total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
         most, which = jax.lax.top_k(logits, top)
         return (chosen - total)[..., 0], jnp.argmax(logits, axis=-1) == given[1], which, most - total
 
     found = jax.lax.map(some, in_chunks(step, x, jnp.roll(ids, -1, axis=1)))
-    return tuple(everywhere(joined(a, length), mesh) for a in found)
+    return tuple(replicate(joined(a, length), mesh) for a in found)

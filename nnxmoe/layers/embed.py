@@ -14,8 +14,8 @@ from nnxmoe.axes import (
     ParamOptions,
     Rules,
     axes_per_dimension,
-    context_over,
-    divided_over,
+    batch_shard_axes,
+    context_shard_axes,
     parameter,
     shard_map,
 )
@@ -46,11 +46,11 @@ class Embed(nnx.Module):
         """The embeddings; ``dtype`` None: as in the table."""
         dtype = self.table.dtype if dtype is None else dtype
         found = self._look_up(tokens, dtype)
-        return found if self.lora is None else found + self.lora.looked_up(tokens).astype(dtype)
+        return found if self.lora is None else found + self.lora.lookup(tokens).astype(dtype)
 
     def _look_up(self, tokens: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]:
         table = self.table[...]
-        rows, over = divided_over(tokens.shape[0], self.mesh), context_over(tokens.shape[1], self.mesh)
+        rows, over = batch_shard_axes(tokens.shape[0], self.mesh), context_shard_axes(tokens.shape[1], self.mesh)
         vocab, width = ((), ()) if self.mesh is None else axes_per_dimension(("vocab", "embed"), self.mesh, self.rules)
         if not width or not set(width) <= {*rows, *over} or set(vocab) & {*rows, *over}:
             return jnp.take(table, tokens, axis=0).astype(dtype)

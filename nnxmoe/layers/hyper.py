@@ -44,7 +44,7 @@ class StreamWeights(nnx.Module):
 
     def __call__(self, streams: Float[Array, "B T streams D"]) -> Float[Array, "B T count"]:
         flat = streams.reshape(*streams.shape[:2], -1).astype(jnp.float32)
-        weights = self.fn.weight().float32(unit_rms(flat, self.eps), jax.lax.Precision.HIGHEST)
+        weights = self.fn.weight().matmul_f32(unit_rms(flat, self.eps), jax.lax.Precision.HIGHEST)
         scale = jnp.concatenate([jnp.broadcast_to(s, (n,)) for s, n in zip(self.scale[...], self.groups, strict=True)])
         return weights * scale + self.base[...]
 

@@ -213,7 +213,7 @@ def _turned(module: Any) -> Any:
     does."""
     for _, node in nnx.iter_graph(module):
         if is_kernel(node):
-            ParamWeight(node).turn()
+            ParamWeight(node).move_inputs_first()
         elif isinstance(node, Embed):
             node.ins_first = True
     return module

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Key
 
-from nnxmoe.axes import split_batch
+from nnxmoe.axes import shard_batch
 from nnxmoe.config.arguments import refuses_unknown
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.frozen import FrozenDict
@@ -304,7 +304,7 @@ class CausalLM(nnx.Module):
     def _begin(self, tokens: Ids, *given: Any) -> tuple[Any, Context, Cache | None]:
         """Inputs of the layers: the embedded tokens, and the results of `Context.of_pass`."""
         context, moved = Context.of_pass(self.ropes, tokens := jnp.asarray(tokens), *given)
-        return self.enter(split_batch(self.embed(tokens, self.dtype), self.mesh), tokens), context, moved
+        return self.enter(shard_batch(self.embed(tokens, self.dtype), self.mesh), tokens), context, moved
 
     def _end(self, x: Any, cache: Cache | None, last: bool) -> Float[Array, "B asked D"]:
         """The norm after the layers, of all tokens or the last one; NaN in rows that do not fit in the cache."""
@@ -315,7 +315,7 @@ class CausalLM(nnx.Module):
         """Apply the output head: logits in float32."""
         if self.head is not None and not hasattr(self.head, "weight"):  # a replaced part
             return self.head(x).astype(jnp.float32)
-        return self.head_weight().float32(x)
+        return self.head_weight().matmul_f32(x)
 
     def head_weight(self) -> Kernel:
         """Return the kernel ``[D, V]`` of the output head, or the embedding's table if the two are tied. Raises

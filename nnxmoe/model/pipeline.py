@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from nnxmoe.axes import CONTEXT, AnyMesh, batch_axes, constrain, everywhere, shard_map, shards, split_batch
+from nnxmoe.axes import CONTEXT, AnyMesh, batch_axes, replicate, shard_batch, shard_constraint, shard_count, shard_map
 from nnxmoe.config.validate import set_positive
 from nnxmoe.layers.context import Context
 from nnxmoe.model.layer import MakeLayer
@@ -73,7 +73,7 @@ class Pipeline:
 
     def refuse_batch(self, batch: int, mesh: AnyMesh) -> None:
         """Raise ValueError if a batch does not divide into the microbatches and their shards."""
-        over = shards(mesh, _rows_over(mesh))
+        over = shard_count(mesh, _rows_over(mesh))
         if batch % (self.microbatches * over):
             raise ValueError(
                 f"a batch of {batch} rows is not divisible by {self.microbatches} microbatches of {over} shards each: "
@@ -268,14 +268,14 @@ class _Microbatches:
         return self._cut(a, AXIS)
 
     def _cut(self, a: Array, over: str | None) -> Array:
-        cut = a.reshape(self.stages, shards(self.mesh, self.axes), self.held, -1, *a.shape[1:])
-        cut = jnp.moveaxis(constrain(cut, self.mesh, over, self.axes), 2, 1)
-        return constrain(cut.reshape(self.stages, self.held, -1, *a.shape[1:]), self.mesh, over, None, self.axes)
+        cut = a.reshape(self.stages, shard_count(self.mesh, self.axes), self.held, -1, *a.shape[1:])
+        cut = jnp.moveaxis(shard_constraint(cut, self.mesh, over, self.axes), 2, 1)
+        return shard_constraint(cut.reshape(self.stages, self.held, -1, *a.shape[1:]), self.mesh, over, None, self.axes)
 
     def together(self, a: Array) -> Array:
         """The inverse of `apart`."""
-        cut = a.reshape(self.stages, self.held, shards(self.mesh, self.axes), -1, *a.shape[3:])
-        return split_batch(jnp.moveaxis(cut, 1, 2).reshape(-1, *a.shape[3:]), self.mesh)
+        cut = a.reshape(self.stages, self.held, shard_count(self.mesh, self.axes), -1, *a.shape[3:])
+        return shard_batch(jnp.moveaxis(cut, 1, 2).reshape(-1, *a.shape[3:]), self.mesh)
 
     def on_all(self, a: Array) -> Array:
         """``[B, …] -> [M, rows, …]``, the same on every stage."""
@@ -292,7 +292,7 @@ def _joined(infos: MoEInfo, cut: _Microbatches) -> MoEInfo:
 
     Small ones are replicated at once: a layer's slice of sharded ones would take a collective of its own.
     """
-    dispatch = jax.tree.map(lambda a: everywhere(jnp.sum(a, axis=0, dtype=a.dtype), cut.mesh), infos.dispatch)
+    dispatch = jax.tree.map(lambda a: replicate(jnp.sum(a, axis=0, dtype=a.dtype), cut.mesh), infos.dispatch)
     if isinstance(infos.routing, Routing):
         return MoEInfo(jax.tree.map(cut.rows_of, infos.routing), dispatch)
-    return MoEInfo(jax.tree.map(lambda a: everywhere(jnp.mean(a, axis=0), cut.mesh), infos.routing), dispatch)
+    return MoEInfo(jax.tree.map(lambda a: replicate(jnp.mean(a, axis=0), cut.mesh), infos.routing), dispatch)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Int, Key
 
-from nnxmoe.axes import axes_of, of_layers
+from nnxmoe.axes import axes_of, is_stacked
 from nnxmoe.layers.context import Context
 from nnxmoe.model.layer import Layer, MakeLayer
 from nnxmoe.model.output import Body, ByLayer
@@ -160,7 +160,7 @@ class ScannedStack(nnx.Module):
         """`__call__` for layers that change when called. Calls the module once per layer, with that layer's values, so
         that it sows a tuple with one value per layer."""
         variables = [v for _, v in nnx.iter_graph(self.layer) if isinstance(v, nnx.Variable)]
-        variables = [v for v in variables if of_layers(v.get_metadata().get("out_sharding") or ())]  # not sown
+        variables = [v for v in variables if is_stacked(v.get_metadata().get("out_sharding") or ())]  # not sown
         stacked = [variable.get_value() for variable in variables]
         context = dataclasses.replace(context, last=False)
         caches, infos, hidden = [], ByLayer(), []

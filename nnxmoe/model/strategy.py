@@ -1,7 +1,7 @@
 """How this machine computes a model.
 
 Results differ by rounding only, except where an object says that it drops assignments (`Capacity`, a
-``buffer_factor``) or changes numbers (`W8A8`, `Int8Cache`), and with a ``compute_dtype`` of fewer bits.
+``buffer_factor``) or changes numbers (`W8A8Product`, `Int8Cache`), and with a ``compute_dtype`` of fewer bits.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jaxtyping import Array
 
-from nnxmoe.axes import CONTEXT, RULES, AnyMesh, Rules, check_mesh, check_rules, placed_on, sharding_of
+from nnxmoe.axes import CONTEXT, RULES, AnyMesh, Rules, bind_mesh, check_mesh, check_rules, sharding_of
 from nnxmoe.config.arguments import KnownFields
 from nnxmoe.config.bounds import ConfigError
 from nnxmoe.config.frozen import FrozenDict
@@ -48,9 +48,9 @@ _WHY = {  # (type, backend or None for any) -> reason; measured by python -m tes
         "AllGatherAttention",
         None,
     ): "keys and values of whole rows, by one exchange; each device attends with its own queries",
-    ("ByBackend", "cpu"): "for quantised kernels only: integer products of int8 codes with a few rows of 16 bits, "
+    ("AutoProduct", "cpu"): "for quantised kernels only: integer products of int8 codes with a few rows of 16 bits, "
     "otherwise a loop over blocks of outputs; neither makes a float copy of a kernel",
-    ("ByBackend", "tpu"): "for quantised kernels only: one product with the converted codes, for the compiler to fuse",
+    ("AutoProduct", "tpu"): "for quantized kernels only: one product with the cast codes, for the compiler to fuse",
     ("TritonProduct", "gpu"): "for quantised kernels only: up to 16 rows read codes once; `fallback` for the rest",
     ("Unrolled", None): "arrays of its own for each layer, the fastest to decode",
     ("Scanned", None): "one layer to compile, whatever the depth",
@@ -62,13 +62,13 @@ def _defaults(platform: str | None = None) -> dict[str, Any]:
     """The default of each choice that depends on the platform, or whose code the code of a model does not import."""
     from nnxmoe.layers.attention import splash_attention
     from nnxmoe.layers.attention.mla import AdaptiveMLA
-    from nnxmoe.layers.linear.quantized_products import ByBackend
+    from nnxmoe.layers.linear.quantized_products import AutoProduct
     from nnxmoe.moe import tokamax
     from nnxmoe.moe.blocked import Blocked
     from nnxmoe.moe.triton import Triton, TritonProduct
 
     backend = platform or jax.default_backend()
-    matmul, quantized = Blocked(), ByBackend()
+    matmul, quantized = Blocked(), AutoProduct()
     if backend == "tpu":
         matmul = tokamax.Tokamax() if tokamax.installed() else RaggedDot()
     elif backend == "gpu":
@@ -90,7 +90,7 @@ _EXAMPLES = {
     "matmul": "Blocked()",
     "attention_fn": "BlockwiseAttention()",
     "mla": "AdaptiveMLA()",
-    "quantized": "ByBackend()",
+    "quantized": "AutoProduct()",
     "stacking": "Unrolled()",
 }
 
@@ -141,7 +141,7 @@ class Strategy(KnownFields):
             check_object("Strategy", name, getattr(self, name), example)
         object.__setattr__(self, "attention_fn", attention_fn_for_mesh(self.attention_fn, self.mesh, self.rules))
         for name in ("quantized", "recurrence"):
-            object.__setattr__(self, name, placed_on(getattr(self, name), self.mesh, self.rules))
+            object.__setattr__(self, name, bind_mesh(getattr(self, name), self.mesh, self.rules))
         if self.pipeline is not None:
             self._check_pipeline(self.pipeline)
 
@@ -242,7 +242,7 @@ def attention_fn_for_mesh(attention_fn: AttentionFn, mesh: Mesh | None, rules: R
         attention_fn = (
             attention_fn if isinstance(attention_fn, ContextParallelAttention) else AllGatherAttention(attention_fn)
         )
-    return placed_on(attention_fn, mesh, rules)
+    return bind_mesh(attention_fn, mesh, rules)
 
 
 def check_context(model: Any, mesh: AnyMesh) -> None:

@@ -51,7 +51,7 @@ class Blocked:
     ) -> Array:
         """Compute the product in ``blocks`` of these sizes, and its gradients in blocks of the sizes ``fewer``."""
         leaves, tree = jax.tree.flatten(kernel)
-        form = _Form(tree, tuple((leaf.shape, jnp.dtype(leaf.dtype)) for leaf in leaves), kernel.trained)
+        form = _Form(tree, tuple((leaf.shape, jnp.dtype(leaf.dtype)) for leaf in leaves), kernel.trainable)
 
         def multiply(back: bool, rows: Array, sizes: Array, *leaves: Array, blocks: tuple[int, ...] = fewer) -> Array:
             return _apply(blocks, rows, tree.unflatten(leaves), sizes, back)
@@ -61,7 +61,7 @@ class Blocked:
             return leaf
 
         first = functools.partial(multiply, False, blocks=blocks)
-        return grouped_product(multiply, outer, kernel.trained, first=first)(rows, sizes, *leaves)
+        return grouped_product(multiply, outer, kernel.trainable, first=first)(rows, sizes, *leaves)
 
 
 # Block sizes as multiples of the mean group size. Densest just above 1: half of balanced loads lie slightly above it.
@@ -123,13 +123,13 @@ def _apply(blocks, rows, kernel, sizes, back):
 
     def group_product(block, several, start, end, group, carry):
         rows, kernel, out = carry
-        one = kernel.at(group)
+        one = kernel.expert(group)
 
         def block_product(start, carry):
             rows, one, out = carry
             first, mine = _window(block, start, end, count)
             tile = jax.lax.dynamic_slice_in_dim(rows, first, block)
-            tile = as_bits(one.back(tile) if back else one(tile))
+            tile = as_bits(one.vjp_input(tile) if back else one(tile))
             old = jax.lax.dynamic_slice_in_dim(out, first, block)
             out = jax.lax.dynamic_update_slice_in_dim(out, jnp.where(mine, tile, old), first, 0)
             return *carried(rows, one), out
@@ -155,7 +155,7 @@ def _kernel_gradient(blocks, form, rows, d_out, sizes):
             first, mine = _window(block, start, end, rows.shape[0])
             # Mask both: rows of other groups may hold NaN, and 0 * NaN is NaN.
             tile, d_tile = (jnp.where(mine, jax.lax.dynamic_slice_in_dim(a, first, block), 0) for a in (rows, d_out))
-            product = kernel.at(0).outer(tile, d_tile)
+            product = kernel.expert(0).vjp_kernel(tile, d_tile)
             return *carried(rows, d_out), product if total is None else jax.tree.map(jnp.add, total, product)
 
         total = jax.tree.map(lambda a: jnp.zeros(a.shape[1:], jnp.float32), kernel) if several else None

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from nnxmoe.axes import AnyMesh, batch_axes, constrain, shards
+from nnxmoe.axes import AnyMesh, batch_axes, shard_constraint, shard_count
 from nnxmoe.config.printable import short
 from nnxmoe.config.validate import as_number, check_object, set_positive
 from nnxmoe.layers.chunks import chunk_by_chunk
-from nnxmoe.layers.linear.dots import einsum
+from nnxmoe.layers.linear.dots import einsum_f32
 from nnxmoe.moe.dispatch import Dispatch, DispatchInfo, assignments, by_expert, information
 from nnxmoe.moe.experts import ExpertFn
 from nnxmoe.moe.router import Routing
@@ -56,11 +56,11 @@ class Capacity:
         mask = slot * jnp.sum(kept, axis=2)[..., None].astype(x.dtype)
         weights = jnp.sum(kept * scales[..., None], axis=2).astype(x.dtype)[..., None] * mask
         axes, by_batch = by_expert(batch_axes(mesh)), (None, batch_axes(mesh))
-        sent = constrain(jnp.einsum("BTEC,BTD->EBCD", mask, x), mesh, *by_batch)
-        rows = constrain(sent, mesh, *axes).reshape(count, batch * slots, x.shape[-1])
-        back = constrain(experts(rows, None).reshape(sent.shape), mesh, *axes)
-        back = constrain(back, mesh, *by_batch)
-        y = einsum("BTEC,EBCD->BTD", weights, back)
+        sent = shard_constraint(jnp.einsum("BTEC,BTD->EBCD", mask, x), mesh, *by_batch)
+        rows = shard_constraint(sent, mesh, *axes).reshape(count, batch * slots, x.shape[-1])
+        back = shard_constraint(experts(rows, None).reshape(sent.shape), mesh, *axes)
+        back = shard_constraint(back, mesh, *by_batch)
+        y = einsum_f32("BTEC,EBCD->BTD", weights, back)
         return y.astype(x.dtype), information(routing, jnp.sum(wanted) - jnp.sum(kept))
 
 
@@ -101,8 +101,8 @@ def check_factor(what: str, factor: float) -> float:
 
 def check_batch(who: str, batch: int, mesh: AnyMesh | None, axes: Sequence[str]) -> None:
     """Raise ValueError unless the batch size is divisible by the number of shards over these mesh axes."""
-    if mesh is not None and batch % shards(mesh, axes):
+    if mesh is not None and batch % shard_count(mesh, axes):
         raise ValueError(
-            f"{who}: a batch of {batch} rows is not divisible by the {shards(mesh, axes)} devices of "
+            f"{who}: a batch of {batch} rows is not divisible by the {shard_count(mesh, axes)} devices of "
             f"{' x '.join(axes)}: add rows of padding, or use Sorted()"
         )

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from nnxmoe.axes import AnyMesh, constrain, context_over, divided_over
+from nnxmoe.axes import AnyMesh, batch_shard_axes, context_shard_axes, shard_constraint
 from nnxmoe.moe.experts import ExpertFn
 from nnxmoe.moe.permute import combine, fitting, permute, weighted_sum
 from nnxmoe.moe.router import Routing
@@ -60,9 +60,9 @@ class Dense:
         count = routing.scores.shape[-1]
         tokens = x.shape[0] * x.shape[1]
         flat = x.reshape(tokens, x.shape[-1])
-        axes = by_expert(divided_over(x.shape[0], mesh))
-        rows = constrain(jnp.broadcast_to(flat, (count, *flat.shape)), mesh, *axes)
-        outs = constrain(experts(rows, None), mesh, *axes)
+        axes = by_expert(batch_shard_axes(x.shape[0], mesh))
+        rows = shard_constraint(jnp.broadcast_to(flat, (count, *flat.shape)), mesh, *axes)
+        outs = shard_constraint(experts(rows, None), mesh, *axes)
         ids, scales = assignments(routing)
         weights = jnp.sum(jax.nn.one_hot(ids, count, dtype=bool) * scales[..., None], axis=-2)
         y = weighted_sum(weights.reshape(tokens, count).T, outs, axis=0)
@@ -82,8 +82,8 @@ class Sorted:
     def __call__(
         self, x: Float[Array, "B T D"], routing: Routing, experts: ExpertFn, mesh: AnyMesh | None = None
     ) -> tuple[Float[Array, "B T D"], DispatchInfo]:
-        axes = divided_over(x.shape[0], mesh)
-        if mesh is None or not (axes or context_over(x.shape[1], mesh)):
+        axes = batch_shard_axes(x.shape[0], mesh)
+        if mesh is None or not (axes or context_shard_axes(x.shape[1], mesh)):
             y, _ = sorted_rows(x, assignments(routing), experts)
         else:
             from nnxmoe.moe.on_shards import on_shards

@@ -7,7 +7,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from nnxmoe.axes import ParamOptions, parameter
-from nnxmoe.layers.linear.dots import einsum
+from nnxmoe.layers.linear.dots import einsum_f32
 from nnxmoe.layers.linear.multilinear import multilinear
 
 
@@ -46,6 +46,6 @@ def add_bias(
     def summed(expert: Array, d_rows: Array) -> Array:
         """A product, because the transpose of a gather would be a scatter-add."""
         member = expert[None, :] == jnp.arange(bias.shape[0])[:, None]
-        return einsum("ER,RF->EF", member.astype(d_rows.dtype), d_rows).astype(d_rows.dtype)
+        return einsum_f32("ER,RF->EF", member.astype(d_rows.dtype), d_rows).astype(d_rows.dtype)
 
     return rows + multilinear(taken, {0: summed})(bias, expert)

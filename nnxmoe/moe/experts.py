@@ -70,7 +70,7 @@ class Experts(nnx.Module):
         product = functools.partial(self._product, sizes=sizes)
         gate, up = product(rows, as_weight(self.gate).read()), product(rows, as_weight(self.up).read())
         if self.lora_gate_up is not None:
-            more, over = self.lora_gate_up.each(rows, product)
+            more, over = self.lora_gate_up.outputs_per_map(rows, product)
             gate, up = gate + more, up + over
         if self.biases is not None:
             gate, up = self.biases("gate", gate, sizes), self.biases("up", up, sizes)

@@ -26,7 +26,7 @@ class GroupedMatmul(Protocol):
 
 def equal_groups(rows: Float[Array, "E R I"], kernel: Weights) -> Float[Array, "E R O"]:
     """The product for equally sized groups: one batched dot, which XLA can partition over devices."""
-    return as_kernel(kernel).equal_groups(rows)
+    return as_kernel(kernel).batched_matmul(rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Masked:
         kernel, ends = as_kernel(kernel), jnp.cumsum(sizes)
         index = jnp.arange(rows.shape[0])[None, :]
         member = (index >= (ends - sizes)[:, None]) & (index < ends[:, None])
-        outs = [jnp.where(mine[:, None], kernel.at(e)(rows), 0) for e, mine in enumerate(member)]
+        outs = [jnp.where(mine[:, None], kernel.expert(e)(rows), 0) for e, mine in enumerate(member)]
         return functools.reduce(jnp.add, outs)
 
 

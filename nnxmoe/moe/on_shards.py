@@ -9,7 +9,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from nnxmoe.axes import AnyMesh, axes_of, axes_per_dimension, context_over, partition_spec, shard_map
+from nnxmoe.axes import AnyMesh, axes_of, axes_per_dimension, context_shard_axes, partition_spec, shard_map
 from nnxmoe.layers.linear.kernel import is_kernel
 from nnxmoe.layers.linear.multilinear import multilinear
 
@@ -33,7 +33,7 @@ def on_shards(
     dimensions are all-gathered, in the dtype of ``x`` (gradient: reduce-scatter, in the kernel's own dtype).
     """
     graph, state = nnx.split(experts)
-    over = context_over(x.shape[1], mesh)
+    over = context_shard_axes(x.shape[1], mesh)
     flat = nnx.to_flat_state(state)
     specs = [partition_spec(axes_of(v), v.shape, mesh, experts.rules) for _, v in flat]
     keep = {"expert": {expert_axis}, "mlp": set(mesh.shape) - {*axes, *over, expert_axis}}

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from nnxmoe.axes import AnyMesh, ParamOptions, context_over, divided_over, parameter, shard_map
+from nnxmoe.axes import AnyMesh, ParamOptions, batch_shard_axes, context_shard_axes, parameter, shard_map
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.linear.kernel import Adapter, as_weight, kernel_param, with_adapter
 
@@ -240,10 +240,10 @@ class Router(nnx.Module):
         if self.jitter and key is not None:
             x = x * jax.random.uniform(key, x.shape, jnp.float32, 1 - self.jitter, 1 + self.jitter)
         # HIGHEST: with near ties, a less precise product would choose other experts.
-        logits = with_adapter(as_weight(self.kernel).read(), self.lora).float32(x, jax.lax.Precision.HIGHEST)
+        logits = with_adapter(as_weight(self.kernel).read(), self.lora).matmul_f32(x, jax.lax.Precision.HIGHEST)
         logits = logits if self.logit_bias is None else self.logit_bias(logits)
         bias = None if self.bias is None else self.bias[...]
-        axes, over = divided_over(x.shape[0], mesh), context_over(x.shape[1], mesh) if x.ndim == 3 else ()
+        axes, over = batch_shard_axes(x.shape[0], mesh), context_shard_axes(x.shape[1], mesh) if x.ndim == 3 else ()
         # shard_map keeps top-k local to each shard; without it XLA:CPU gathers all tokens.
         if (axes or over) and self._by_row:
             rows = PartitionSpec(axes or None, over or None)

@@ -58,7 +58,7 @@ class Tokamax:
 
         def d_rows(sizes: Array, *rest: Array) -> Array:
             *leaves, d = rest
-            return self._product(d, tree.unflatten(leaves).turned(d.dtype), sizes)
+            return self._product(d, tree.unflatten(leaves).transposed(d.dtype), sizes)
 
         return multilinear(run, {0: d_rows})(rows, sizes, *leaves)
 

@@ -15,7 +15,7 @@ from nnxmoe.axes import Rules
 from nnxmoe.layers.linear.codes import MIDDLE, Codes
 from nnxmoe.layers.linear.kernel import DenseKernel, Kernel, as_kernel
 from nnxmoe.layers.linear.quantized import QuantizedKernel, QuantizedProduct
-from nnxmoe.layers.linear.quantized_products import Converted
+from nnxmoe.layers.linear.quantized_products import CastProduct
 from nnxmoe.moe.blocked import Blocked, grouped_product
 from nnxmoe.moe.grouped_matmul import GroupedMatmul, Weights
 
@@ -58,13 +58,13 @@ class Triton:
             tiles = _tiles(rows, kernel, back)
             if tiles is not None:
                 return _multiply(rows, kernel, sizes, back, tiles, self.interpret)
-            return self.fallback(rows, DenseKernel(kernel.turned(rows.dtype), ins_first=back), sizes)
+            return self.fallback(rows, DenseKernel(kernel.transposed(rows.dtype), ins_first=back), sizes)
 
         def outer(rows: Array, d_out: Array, sizes: Array) -> Array:
             ins_first = tree.unflatten([0]).ins_first
             return _sums(*((rows, d_out) if ins_first else (d_out, rows)), sizes, self.interpret)
 
-        return grouped_product(multiply, outer, kernel.trained)(rows, sizes, *leaves)
+        return grouped_product(multiply, outer, kernel.trainable)(rows, sizes, *leaves)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,11 +75,11 @@ class TritonProduct:
     it.
     """
 
-    fallback: QuantizedProduct = Converted()
+    fallback: QuantizedProduct = CastProduct()
     most: int = 16
     interpret: bool = False
 
-    def on_mesh(self, mesh: Mesh | None, rules: Rules) -> QuantizedProduct:
+    def with_mesh(self, mesh: Mesh | None, rules: Rules) -> QuantizedProduct:
         return self if mesh is None or mesh.size == 1 else self.fallback
 
     def __call__(self, x: Float[Array, "R _"], kernel: QuantizedKernel, back: bool = False) -> Float[Array, "R _"]:

@@ -82,7 +82,7 @@ class Layer:
         self.shape = shape
         first = range(min(shape.experts, INPUTS))
         kernels = [ParamWeight(kernel).read() for kernel in (experts.gate, experts.up, experts.down)]
-        self.kernels = [[kernel.at(e).dense() for kernel in kernels] for e in first]
+        self.kernels = [[kernel.expert(e).dense() for kernel in kernels] for e in first]
 
         def forward(params: Any, x: Array) -> Array:
             return nnx.merge(graph, params)(x)[0]

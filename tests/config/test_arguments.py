@@ -21,7 +21,7 @@ from nnxmoe.apps.planning.torus import hardware
 from nnxmoe.apps.planning.work import Work
 from nnxmoe.convert import maxtext
 from nnxmoe.layers.linear.lora import LoRA
-from nnxmoe.layers.linear.quantized_products import InBlocks
+from nnxmoe.layers.linear.quantized_products import BlockwiseProduct
 from nnxmoe.model.quantization.methods import Mixed
 from nnxmoe.train import lora
 from nnxmoe.train.finetune import Finetune
@@ -207,7 +207,7 @@ INTEGERS: dict[str, Callable[[Any], Any]] = {
     "FlashAttention.block_q": field(nnxmoe.FlashAttention, "block_q"),
     "FlashAttention.block_k": field(nnxmoe.FlashAttention, "block_k"),
     "FusedAttention.max_head_dim": field(nnxmoe.FusedAttention, "max_head_dim"),
-    "InBlocks.size": field(InBlocks, "size"),
+    "BlockwiseProduct.size": field(BlockwiseProduct, "size"),
     "Chunked.chunks": field(nnxmoe.Chunked, "chunks", inner=nnxmoe.Sorted()),
     "InChunks.chunks": field(nnxmoe.InChunks, "chunks", exchange=nnxmoe.RaggedAllToAll()),
     "Aligned.block": field(nnxmoe.Aligned, "block", inner=nnxmoe.Blocked()),

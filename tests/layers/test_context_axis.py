@@ -86,7 +86,7 @@ def attended(way: str, kind: str, length: int) -> float:
         jax.jit(jax.value_and_grad(functools.partial(run, attention_fn), (0, 1, 2, 3), has_aux=True))(
             *given, scores.sinks
         )
-        for attention_fn in (ReferenceAttention(), WAYS[way].on_mesh(mesh, RULES))
+        for attention_fn in (ReferenceAttention(), WAYS[way].with_mesh(mesh, RULES))
     ]
     one, other = (jax.tree.leaves((out, slopes)) for (_, out), slopes in found)
     return max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in zip(one, other, strict=True))
@@ -317,7 +317,7 @@ def temporary(way: str, sizes: tuple[int, ...], length: int) -> list[tuple[int, 
         def run(attention_fn: Any, q: Any, k: Any, v: Any, scores: MaskedSoftmax = scores) -> Any:
             return jnp.sum(attention_fn(q, k, v, scores) ** 2)
 
-        alone = functools.partial(run, attention_fn.on_mesh(mesh, RULES))
+        alone = functools.partial(run, attention_fn.with_mesh(mesh, RULES))
         programs = step.jitted.lower(*given), jax.jit(jax.grad(alone, (0, 1, 2))).lower(*qkv)
         sizes_of = [program.compile().memory_analysis().temp_size_in_bytes for program in programs]
         found.append((sizes_of[0], sizes_of[1]))

@@ -17,7 +17,7 @@ from nnxmoe.layers.attention.splash_attention import SplashAttention
 from nnxmoe.layers.cache import SlotMetadata
 from nnxmoe.layers.linear.codes import WHOLE, Codes
 from nnxmoe.layers.linear.kernel import DenseKernel
-from nnxmoe.layers.linear.quantized_products import Converted
+from nnxmoe.layers.linear.quantized_products import CastProduct
 from nnxmoe.layers.mask import Mask
 from nnxmoe.moe import tokamax
 from nnxmoe.moe.tokamax import Tokamax
@@ -137,10 +137,10 @@ def test_triton_computes_from_codes(codes: Codes, zero: bool) -> None:
     wanted = product(nnxmoe.Masked(), rows.astype(jnp.float32))
     assert difference(product(Triton(interpret=True), rows), wanted) < 1e-2
     assert difference(TRITON(rows, kernel, sizes), wanted[0]) < 1e-2
-    one, few = kernel.at(2), rows[:5]
+    one, few = kernel.expert(2), rows[:5]
     found = TritonProduct(Refusing(), interpret=True)(few, one)
     assert found.dtype == jnp.float32
-    assert difference(found, nnxmoe.Dequantized()(few.astype(jnp.float32), one)) < 1e-2
+    assert difference(found, nnxmoe.DequantizedProduct()(few.astype(jnp.float32), one)) < 1e-2
 
 
 def test_triton_leaves_the_rest_to_otherwise() -> None:
@@ -167,8 +167,8 @@ def test_triton_product_on_a_mesh() -> None:
     """XLA cannot split the kernel, so that a model on several devices has the other product."""
     strategy = nnxmoe.Strategy(quantized=TritonProduct())
     meshes = jax.sharding.AbstractMesh((1,), ("data",)), jax.sharding.AbstractMesh((2,), ("data",))
-    found: list[Any] = [strategy.quantized.on_mesh(mesh, strategy.rules) for mesh in (None, *meshes)]
-    assert found == [TritonProduct(), TritonProduct(), Converted()]
+    found: list[Any] = [strategy.quantized.with_mesh(mesh, strategy.rules) for mesh in (None, *meshes)]
+    assert found == [TritonProduct(), TritonProduct(), CastProduct()]
 
 
 # Attention

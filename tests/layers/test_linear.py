@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from nnxmoe import Blocked, Masked
-from nnxmoe.layers.linear.dots import batched, einsum, matmul, matmul_f32
+from nnxmoe.layers.linear.dots import batched_matmul_f32, einsum_f32, matmul, matmul_f32
 from nnxmoe.moe.blocked import FEW, MANY, block_sizes
 from tests.support.arrays import max_error
 from tests.support.running import PART_TOLERANCE
@@ -67,7 +67,7 @@ def test_batched_matmul(lead: tuple[int, ...], of_y: int, dtype: str) -> None:
         x, y = arrays(dtype, (*lead, count, ins), (*lead, ins, outs) if of_y == -2 else (*lead, outs, ins))
         (dz,) = arrays("float32", (*lead, count, outs))
         a, b, c = exact(x, y, dz)
-        z, pull = jax.jit(lambda x, y: jax.vjp(lambda x, y: batched(x, y, of_y), x, y))(x, y)
+        z, pull = jax.jit(lambda x, y: jax.vjp(lambda x, y: batched_matmul_f32(x, y, of_y), x, y))(x, y)
         assert z.dtype == jnp.float32 and close(z, a @ (b if of_y == -2 else np.swapaxes(b, -1, -2)), jnp.float32)
         d_x, d_y = pull(dz)
         assert d_x.dtype == d_y.dtype == x.dtype
@@ -86,7 +86,7 @@ def test_einsum_contractions(batch: int, dtype: str) -> None:
         ("ERI,EIO->ERO", (4, batch, 5), (4, 5, 6)),
     ):
         x, y = arrays(dtype, *shapes)
-        got = jax.jit(einsum, static_argnums=0)(spec, x, y)
+        got = jax.jit(einsum_f32, static_argnums=0)(spec, x, y)
         assert got.dtype == jnp.float32 and close(got, np.einsum(spec, *exact(x, y)), jnp.float32)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from nnxmoe import Blocked
-from nnxmoe.layers.linear.dots import batched, matmul
+from nnxmoe.layers.linear.dots import batched_matmul_f32, matmul
 from nnxmoe.layers.linear.multilinear import multilinear
 from nnxmoe.moe.permute import gather_rows
 from tests.support.arrays import max_error
@@ -28,7 +28,11 @@ def grouped(rows: Any, kernel: Any) -> Any:
 CASES: dict[str, tuple[Callable[..., Any], Callable[..., Any], list[tuple[int, ...]]]] = {
     "matmul": (matmul, jnp.matmul, [(3, 4, 5), (5, 6)]),
     "transposed": (lambda x, k: matmul(x, k, True), lambda x, k: x @ k.T, [(3, 5), (6, 5)]),
-    "batched": (lambda x, y: batched(x, y, -1), lambda x, y: x @ jnp.swapaxes(y, -1, -2), [(2, 3, 4), (2, 5, 4)]),
+    "batched": (
+        lambda x, y: batched_matmul_f32(x, y, -1),
+        lambda x, y: x @ jnp.swapaxes(y, -1, -2),
+        [(2, 3, 4), (2, 5, 4)],
+    ),
     "blocked": (lambda x, k: Blocked(2)(x, k, SIZES), grouped, [(10, 5), (4, 5, 6)]),
     "gathered": (lambda x: gather_rows(x, INDEX, BACK), lambda x: jnp.pad(x, [(0, 1), (0, 0)])[INDEX], [(5, 3)]),
 }

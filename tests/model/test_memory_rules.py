@@ -341,7 +341,7 @@ def test_step_on_one_device_has_no_sharding_constraint(monkeypatch: pytest.Monke
 
     assert constraints() == 0
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    monkeypatch.setattr(axes, "constrain", lambda x, *_: jax.lax.with_sharding_constraint(x, everywhere))
+    monkeypatch.setattr(axes, "shard_constraint", lambda x, *_: jax.lax.with_sharding_constraint(x, everywhere))
     assert constraints() > 0
 
 
@@ -428,8 +428,8 @@ def test_unrolled_caches_are_updated_in_place(ring: bool, dtype: Any, monkeypatc
         after = []
         for k, v in buffers:
             new, (keys, values), _ = TokenCache((k, v), ring).append((x[:, :, :1], x[:, :, 1:2]), CacheMetadata(*past))
-            scores = dots.batched(x, keys, -1)
-            x = dots.batched(jax.nn.softmax(scores).astype(dtype), values, -2).astype(dtype)
+            scores = dots.batched_matmul_f32(x, keys, -1)
+            x = dots.batched_matmul_f32(jax.nn.softmax(scores).astype(dtype), values, -2).astype(dtype)
             after.append(new.buffers)
         return after, x
 

@@ -19,7 +19,13 @@ from tests.support.codes import FORMS, INS, OUTS, by_the_formula, random_kernel
 from tests.support.grouped import GROUPS
 from tests.support.running import PART_TOLERANCE
 
-PRODUCTS = (nnxmoe.InBlocks(5 * INS), nnxmoe.InBlocks(), nnxmoe.TwoInt8(), nnxmoe.Converted(), nnxmoe.ByBackend())
+PRODUCTS = (
+    nnxmoe.BlockwiseProduct(5 * INS),
+    nnxmoe.BlockwiseProduct(),
+    nnxmoe.TwoInt8Product(),
+    nnxmoe.CastProduct(),
+    nnxmoe.AutoProduct(),
+)
 
 CASES = [(form, False, False) for form in FORMS] + [
     ("int4 groups", True, False),
@@ -34,7 +40,7 @@ def test_decoding_by_the_formula(form: str, zero: bool, order: bool) -> None:
     """In NumPy and in JAX, whole and in rows; exactly."""
     kernel = random_kernel(form, zero=zero, order=order)
     wanted = by_the_formula(kernel)
-    np.testing.assert_array_equal(jax.jit(lambda k: k.turned())(kernel), wanted)
+    np.testing.assert_array_equal(jax.jit(lambda k: k.transposed())(kernel), wanted)
     plain = dataclasses.replace(kernel, order=None)
     wanted = by_the_formula(plain)
     found = jax.jit(lambda k, start: k.rows(start, 5))(plain, 30)
@@ -53,12 +59,12 @@ def test_products_agree(form: str, zero: bool, order: bool) -> None:
     def run(kernel: QuantizedKernel, product: Any) -> list[Any]:
         kernel = dataclasses.replace(kernel, product=product)
         loss = lambda x: jnp.sum(jnp.sin(kernel(x)))  # noqa: E731
-        return [kernel(rows), kernel.back(back), jax.grad(loss)(rows), jax.jvp(kernel, (rows,), (rows,))[1]]
+        return [kernel(rows), kernel.vjp_input(back), jax.grad(loss)(rows), jax.jvp(kernel, (rows,), (rows,))[1]]
 
-    wanted = [np.asarray(one) for one in run(kernel, nnxmoe.Dequantized())]
+    wanted = [np.asarray(one) for one in run(kernel, nnxmoe.DequantizedProduct())]
     np.testing.assert_allclose(wanted[0], np.asarray(rows) @ by_the_formula(kernel).T, rtol=1e-4, atol=1e-4)
     for product in PRODUCTS:
-        limit = 2e-4 if isinstance(product, nnxmoe.TwoInt8) else PART_TOLERANCE
+        limit = 2e-4 if isinstance(product, nnxmoe.TwoInt8Product) else PART_TOLERANCE
         for ours, theirs, what in zip(run(kernel, product), wanted, ("y", "back", "d x", "jvp"), strict=True):
             assert max_error(ours, theirs) <= limit * np.abs(theirs).max(), (product, what)
 
@@ -67,18 +73,20 @@ def test_w8a8_changes_numbers_and_is_never_a_default() -> None:
     kernel = random_kernel("int8 channel")
     for count in (1, 5):
         rows = jnp.asarray(np.random.default_rng(0).standard_normal((count, INS)), jnp.float32)
-        exact, rough = kernel(rows), dataclasses.replace(kernel, product=nnxmoe.W8A8())(rows)
+        exact, rough = kernel(rows), dataclasses.replace(kernel, product=nnxmoe.W8A8Product())(rows)
         assert 1e-4 < max_error(exact, rough) / float(jnp.abs(exact).max()) < 2e-2
-    assert "W8A8" not in nnxmoe.Strategy.auto().explain()
-    assert "ByBackend" in nnxmoe.Strategy.auto().explain()
+    assert "W8A8Product" not in nnxmoe.Strategy.auto().explain()
+    assert "AutoProduct" in nnxmoe.Strategy.auto().explain()
 
 
 @pytest.mark.parametrize("rows", [[0.0] * INS, [1e-30] * INS, [3e38] + [0.0] * (INS - 1)])
 def test_two_int8_terms_at_the_ends_of_the_range(rows: list[float]) -> None:
-    kernel = dataclasses.replace(random_kernel("int8 channel"), product=nnxmoe.TwoInt8())
+    kernel = dataclasses.replace(random_kernel("int8 channel"), product=nnxmoe.TwoInt8Product())
     found = np.asarray(kernel(jnp.asarray([rows], jnp.float32)))
     assert np.isfinite(found).all() or max(rows) > 1e38
-    wanted = np.asarray(dataclasses.replace(kernel, product=nnxmoe.Dequantized())(jnp.asarray([rows], jnp.float32)))
+    wanted = np.asarray(
+        dataclasses.replace(kernel, product=nnxmoe.DequantizedProduct())(jnp.asarray([rows], jnp.float32))
+    )
     np.testing.assert_allclose(found, wanted, rtol=1e-3, atol=float(np.abs(wanted).max()) * 1e-4 + 1e-35)
 
 
@@ -91,7 +99,7 @@ def test_grouped_products_of_experts(form: str, group: str) -> None:
     rows = jnp.asarray(np.random.default_rng(count).standard_normal((count, INS)), jnp.float32)
     wanted = Masked()(rows, kernel.dense(jnp.float32), jnp.asarray(sizes))
     for matmul in (nnxmoe.Blocked(), nnxmoe.RaggedDot(), nnxmoe.Aligned(nnxmoe.Blocked(), 8), Masked()):
-        for product in (nnxmoe.InBlocks(5 * INS), nnxmoe.TwoInt8()):
+        for product in (nnxmoe.BlockwiseProduct(5 * INS), nnxmoe.TwoInt8Product()):
             own = dataclasses.replace(kernel, product=product)
             found = jax.jit(matmul)(rows, own, jnp.asarray(sizes))
             assert max_error(found, wanted) <= 1e-3 * float(jnp.abs(wanted).max()) + 1e-6, (matmul, product)

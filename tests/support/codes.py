@@ -47,7 +47,7 @@ def random_codes(
     zeros = rng.integers(5, 11, grid).astype(np.uint8 if codes.halves else np.int8) if zero else None
     orders = rng.permuted(np.broadcast_to(np.arange(ins, dtype=np.int32), (*lead, ins)), axis=-1) if order else None
     leaves = [None if leaf is None else jnp.asarray(leaf) for leaf in (stored, scale, zeros, orders)]
-    return QuantizedKernel(*leaves, codes, nnxmoe.Dequantized())
+    return QuantizedKernel(*leaves, codes, nnxmoe.DequantizedProduct())
 
 
 def by_the_formula(kernel: QuantizedKernel) -> np.ndarray:

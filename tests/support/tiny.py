@@ -19,7 +19,7 @@ ORACLE = nnxmoe.Strategy(  # no default that asks for the backend: the corpus fo
     matmul=nnxmoe.Masked(),
     attention_fn=nnxmoe.ReferenceAttention(),
     mla=nnxmoe.NaiveMLA(),
-    quantized=nnxmoe.ByBackend(),
+    quantized=nnxmoe.AutoProduct(),
 )
 
 

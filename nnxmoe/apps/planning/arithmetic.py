@@ -19,8 +19,8 @@ from nnxmoe.axes import (
     axes_of,
     axes_per_dimension,
     check_mesh,
-    of_layers,
-    shards,
+    is_stacked,
+    shard_count,
 )
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.convert.arrays.checkpoint_layout import parameters
@@ -92,7 +92,7 @@ class PlannedStep:
                 kernel=is_kernel(variable),
                 experts=shape[axes.index("expert")] if "expert" in axes else 0,
                 itemsize=jnp.dtype(variable.dtype).itemsize,
-                layers=shape[0] if of_layers(axes) else 0,
+                layers=shape[0] if is_stacked(axes) else 0,
                 staged=axes[:1] == ("stages",),
                 stack=stack,
                 width=sum(map(math.prod, ParamWeight(variable).split(shape)[1:])) if is_kernel(variable) else 0,
@@ -137,12 +137,12 @@ class PlannedStep:
 
     def held(self, part: ParamSize) -> int:
         """Elements of a variable on one device."""
-        return part.size // shards(self.mesh, part.axes)
+        return part.size // shard_count(self.mesh, part.axes)
 
     def gathered(self, part: ParamSize) -> int:
         """Elements per layer of a variable on one device, once it is gathered over the axes of tokens."""
         kept = [axis for axis in part.axes if axis not in TOKEN_AXES or (axis == "expert" and part.experts)]
-        return part.size // max(1, part.layers) // shards(self.mesh, kept)
+        return part.size // max(1, part.layers) // shard_count(self.mesh, kept)
 
     def runs(self, part: ParamSize) -> int:
         """How often a step computes a variable's layers."""
@@ -178,7 +178,7 @@ def adapters(step: PlannedStep) -> int:
             width = part.width - (config.hidden_size if part.key.endswith("experts.up") else 0)
             split = [axis for axis in part.axes if axis in ("expert", AXIS)]
             rank = work.lora // config.experts_per_token if part.experts and work.split_rank else work.lora
-            total += rank * width * part.layers * (part.experts or 1) // shards(step.mesh, split)
+            total += rank * width * part.layers * (part.experts or 1) // shard_count(step.mesh, split)
     return total
 
 
@@ -247,7 +247,7 @@ def _cache_bytes(step: PlannedStep) -> int:
 def rows_per_device(batch: int, mesh: AnyMesh) -> int:
     """Rows of a batch on each device. Raises ValueError if they do not divide."""
     over = [axis for axis in BATCH_AXES if mesh.shape[axis] > 1]
-    count = shards(mesh, over)
+    count = shard_count(mesh, over)
     if batch % count:
         names = " x ".join(over)
         raise ValueError(f"a batch of {batch} rows is not divisible by the {count} devices of {names}: use a multiple")

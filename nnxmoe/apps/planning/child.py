@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from nnxmoe.apps.planning.hlo import collectives
 from nnxmoe.apps.planning.operations import counted
 from nnxmoe.apps.planning.program import CompileJob, Program
-from nnxmoe.axes import batch_axes, context_over
+from nnxmoe.axes import batch_axes, context_shard_axes
 from nnxmoe.mesh import make_mesh
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.stack import ScannedStack
@@ -99,7 +99,7 @@ def step(job: CompileJob, mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
     if not job.work.train:
         return _decoding(model, job, rows)
     made = Step(model, optax.adamw(1e-4), accumulate=job.work.accumulate)
-    place = NamedSharding(mesh, PartitionSpec(batch_axes(mesh) or None, context_over(job.work.seq, mesh) or None))
+    place = NamedSharding(mesh, PartitionSpec(batch_axes(mesh) or None, context_shard_axes(job.work.seq, mesh) or None))
     tokens = jax.ShapeDtypeStruct((job.work.batch, job.work.seq), jnp.int32, sharding=place)
     return made.jitted, (made.shapes(), {"tokens": tokens})
 

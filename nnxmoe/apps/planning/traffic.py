@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 
 from nnxmoe.apps.planning.arithmetic import STATE, VALUES, PlannedStep
-from nnxmoe.axes import CONTEXT, TOKEN_AXES, shards
+from nnxmoe.axes import CONTEXT, TOKEN_AXES, shard_count
 from nnxmoe.model.pipeline import AXIS, stages_of
 
 
@@ -45,7 +45,7 @@ def traffic(step: PlannedStep) -> list[Traffic]:
         own = (*(("expert",) if part.experts else ()), *((AXIS,) if part.staged else ()))
         split = tuple(axis for axis in part.axes if axis in token_axes and axis not in own)
         what = "experts" if part.experts else "layers" if part.layers else "head" if part.key == head else "embedding"
-        size, times, fraction = step.gathered(part), step.runs(part), 1 - 1 / shards(mesh, split)
+        size, times, fraction = step.gathered(part), step.runs(part), 1 - 1 / shard_count(mesh, split)
         looked_up = part.key == "embed.table"
         if looked_up and split:
             _embeddings(step, split, part.over[0], add)
@@ -56,8 +56,8 @@ def traffic(step: PlannedStep) -> list[Traffic]:
             if gathered_over:
                 add("reduce-scatter", split, what, size * STATE * fraction, times)
             if rest := tuple(axis for axis in token_axes if axis not in part.axes):
-                local = size / shards(mesh, split) * STATE
-                add("all-reduce", rest, what, 2 * local * (1 - 1 / shards(mesh, rest)), times)
+                local = size / shard_count(mesh, split) * STATE
+                add("all-reduce", rest, what, 2 * local * (1 - 1 / shard_count(mesh, rest)), times)
     _activations(step, add)
     if work.train and mesh.shape[CONTEXT] > 1:
         _keys(step, add)
@@ -78,9 +78,9 @@ def _embeddings(step: PlannedStep, split: tuple[str, ...], vocab: tuple[str, ...
     work, mesh = step.work, step.mesh
     tokens = step.rows * step.tokens_per_row // work.accumulate
     size, runs = tokens * step.config.hidden_size * VALUES, (2 if work.train else 1) * work.accumulate
-    add("all-to-all", split, "embedding", size * (1 - 1 / shards(mesh, split)), runs)
+    add("all-to-all", split, "embedding", size * (1 - 1 / shard_count(mesh, split)), runs)
     if vocab:
-        add("all-reduce", vocab, "embedding", 2 * size * (1 - 1 / shards(mesh, vocab)), runs)
+        add("all-reduce", vocab, "embedding", 2 * size * (1 - 1 / shard_count(mesh, vocab)), runs)
 
 
 def _activations(step: PlannedStep, add: Callable[..., None]) -> None:

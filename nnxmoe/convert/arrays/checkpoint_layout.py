@@ -12,13 +12,13 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from flax import nnx
 
-from nnxmoe.axes import axes_of, of_layers
+from nnxmoe.axes import axes_of, is_stacked
 from nnxmoe.config.printable import some
 from nnxmoe.convert.arrays.lazy_array import Box, LazyArray, whole
 from nnxmoe.convert.arrays.views import View
 from nnxmoe.convert.storage.multihost import AnyArray
 from nnxmoe.layers.linear.kernel import LEAD, flax_order
-from nnxmoe.layers.linear.lora import Kept
+from nnxmoe.layers.linear.lora import UnmergeValue
 from nnxmoe.layers.linear.quantized import QuantizedArray
 from nnxmoe.model.paths import name_of
 
@@ -74,7 +74,7 @@ class Parameter:
         """Shape per layer, experts first, in the order of Flax's kernels; for a bias, its unflattened output shape,
         such as [heads, width]."""
         outs = self.variable.get_metadata().get("outs")
-        own = self.shape[1:] if of_layers(self.axes) else self.shape
+        own = self.shape[1:] if is_stacked(self.axes) else self.shape
         return flax_order(self.variable, own) if outs is None else outs
 
     @property
@@ -84,7 +84,7 @@ class Parameter:
 
     def layers(self) -> Iterator[tuple[int | None, "Parameter"]]:
         """Yield (layer number in the model, the parameter of that layer); ``(None, self)`` outside of stacks."""
-        if of_layers(self.axes):
+        if is_stacked(self.axes):
             assert self.layer is not None
             yield from ((self.layer + i, replace(self, at=(i,))) for i in range(self.shape[0]))
         else:
@@ -97,7 +97,7 @@ def parameters(model: nnx.Module, *, codes: bool = False) -> list[Parameter]:
     ``codes``: whether the layout stores the arrays of quantised kernels. Raises ValueError if the model has such
     kernels and it does not, or unmerged adapters, which would be lost.
     """
-    flat = [(path, v) for path, v in nnx.to_flat_state(nnx.state(model)) if not isinstance(v, Kept)]
+    flat = [(path, v) for path, v in nnx.to_flat_state(nnx.state(model)) if not isinstance(v, UnmergeValue)]
     if found := [".".join(map(str, path)) for path, v in flat if isinstance(v, nnx.LoRAParam)]:
         raise ValueError(
             f"the model has adapters ({some(found)}), which this format cannot store: merge them first with "

@@ -10,7 +10,7 @@ from flax import nnx
 from nnxmoe.config.printable import short, some
 from nnxmoe.convert.arrays.restore import DTYPES, INTEGERS
 from nnxmoe.convert.files.errors import CheckpointError
-from nnxmoe.layers.linear.lora import Kept
+from nnxmoe.layers.linear.lora import UnmergeValue
 from nnxmoe.layers.linear.quantized import QuantizedArray, QuantizedWeight
 from nnxmoe.model.causal_lm import CausalLM, check_model
 from nnxmoe.models import is_registered
@@ -71,7 +71,7 @@ def _parts(model: CausalLM) -> dict[str, Any]:
     for path, node in nnx.iter_graph(model):
         name = ".".join(map(str, path))
         adapter = path[:1] == ("merged",) or any(str(part).startswith("lora") for part in path)
-        if adapter or isinstance(node, Kept | nnx.LoRAParam | QuantizedArray):
+        if adapter or isinstance(node, UnmergeValue | nnx.LoRAParam | QuantizedArray):
             continue
         if isinstance(node, QuantizedWeight):
             parts[name] = (*node.lead, *node.outs, *node.ins)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
-from nnxmoe.axes import axes_of, of_layers
+from nnxmoe.axes import axes_of, is_stacked
 from nnxmoe.config.printable import plain, short
 from nnxmoe.convert.arrays.checkpoint_layout import Path
 from nnxmoe.layers.embed import Embed
@@ -52,7 +52,7 @@ class Slot:
     def depth(self) -> int | None:
         """The number of layers of a scanned stack, on the first axis; None for a single layer."""
         lead, axes = (of[0] for of in self.dimensions)
-        return lead[0] if of_layers(axes) else None
+        return lead[0] if is_stacked(axes) else None
 
     @property
     def dimensions(self) -> tuple[Any, Any]:

@@ -21,7 +21,7 @@ class CappedKernel(Kernel):
 
     @property
     def trained(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.base.trained
+        return self.base.trainable
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -30,14 +30,16 @@ class CappedKernel(Kernel):
     def cast(self, dtype: Any) -> "CappedKernel":
         return CappedKernel(self.base.cast(dtype), self.cap)
 
-    def float32(self, x: Float[Array, "*rows I"], precision: jax.lax.PrecisionLike = None) -> Float[Array, "*rows O"]:
-        return self.cap * jnp.tanh(self.base.float32(x, precision) / self.cap)
+    def matmul_f32(
+        self, x: Float[Array, "*rows I"], precision: jax.lax.PrecisionLike = None
+    ) -> Float[Array, "*rows O"]:
+        return self.cap * jnp.tanh(self.base.matmul_f32(x, precision) / self.cap)
 
-    def before(self, d: Float[Array, "*rows O"], y: Float[Array, "*rows O"]) -> Float[Array, "*rows O"]:
+    def output_grad(self, d: Float[Array, "*rows O"], y: Float[Array, "*rows O"]) -> Float[Array, "*rows O"]:
         return d * (1 - (y / self.cap) ** 2)
 
-    def back(self, d: Float[Array, "*rows O"]) -> Float[Array, "*rows I"]:
-        return self.base.back(d)
+    def vjp_input(self, d: Float[Array, "*rows O"]) -> Float[Array, "*rows I"]:
+        return self.base.vjp_input(d)
 
-    def outer(self, x: Float[Array, "*rows I"], d: Float[Array, "*rows O"]) -> "CappedKernel":
-        return CappedKernel(self.base.outer(x, d), self.cap)
+    def vjp_kernel(self, x: Float[Array, "*rows I"], d: Float[Array, "*rows O"]) -> "CappedKernel":
+        return CappedKernel(self.base.vjp_kernel(x, d), self.cap)

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from nnxmoe.axes import CONTEXT, Rules, context_over, placed_on, shard_map
+from nnxmoe.axes import CONTEXT, Rules, bind_mesh, context_shard_axes, shard_map
 from nnxmoe.config.validate import check_object
 from nnxmoe.layers.attention.blockwise_attention import BlockwiseAttention
 from nnxmoe.layers.attention.softmax_attention import AttentionFn, MaskedSoftmax
@@ -87,7 +87,7 @@ def shard_map_context(
 
 def is_context_sharded(mask: Any, length: int, mesh: Any) -> bool:
     """Whether ``context`` shards the queries of a pass without a cache, whose keys are the same tokens."""
-    return type(mask) is Mask and mask.causal and bool(context_over(length, mesh))
+    return type(mask) is Mask and mask.causal and bool(context_shard_axes(length, mesh))
 
 
 def all_gather_context(x: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
@@ -128,8 +128,8 @@ class AllGatherAttention:
     def __post_init__(self) -> None:
         check_object("AllGatherAttention", "inner", self.inner, "BlockwiseAttention()")
 
-    def on_mesh(self, mesh: Mesh | None, rules: Rules) -> Self:
-        return dataclasses.replace(self, inner=placed_on(self.inner, mesh, rules), mesh=mesh)
+    def with_mesh(self, mesh: Mesh | None, rules: Rules) -> Self:
+        return dataclasses.replace(self, inner=bind_mesh(self.inner, mesh, rules), mesh=mesh)
 
     def __call__(
         self, q: Float[Array, "B N T H"], k: Float[Array, "B K S H"], v: Float[Array, "B K S Hv"], scores: MaskedSoftmax

@@ -222,7 +222,7 @@ def _save(form: Form, q: Grouped, k: Array, v: Array, sinks: Sinks, leaves: list
 
 
 def _backward(form: Form, saved: Any, d_out: Grouped) -> tuple[Array, Array, Array, Sinks, None]:
-    """The slopes of q, k, v and the sinks; products are of float32 operands, as in the backward pass of `batched`."""
+    """The slopes of q, k, v and the sinks; products are of float32 operands, as for `batched_matmul_f32`."""
     q, k, v, sinks, leaves, out, logs = saved
     sizes, scores = form[0], form[1].unflatten(leaves)
     first, end = _bounds(scores.mask, sizes)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
-from nnxmoe.axes import RULES, Rules, divided_over, shard_map, sharded_over, shards
+from nnxmoe.axes import RULES, Rules, batch_shard_axes, rule_axes, shard_count, shard_map
 from nnxmoe.config.validate import check_object, set_positive
 from nnxmoe.layers.attention.softmax_attention import AttentionFn, MaskedSoftmax
 
@@ -38,8 +38,8 @@ def shard_map_heads(
 def batch_and_head_axes(rows: int, heads: int, axis: str, mesh: Mesh, rules: Rules) -> tuple[Any, Any]:
     """The mesh axes that split ``rows`` rows, and those that split ``heads`` heads of the logical axis ``axis``; None
     if the number is not a multiple of their size."""
-    over = sharded_over(axis, mesh, rules)
-    return divided_over(rows, mesh) or None, None if heads % shards(mesh, over) else over or None
+    over = rule_axes(axis, mesh, rules)
+    return batch_shard_axes(rows, mesh) or None, None if heads % shard_count(mesh, over) else over or None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +49,7 @@ class ShardMapKernel:
     mesh: Mesh | None = dataclasses.field(default=None, repr=False, kw_only=True)
     rules: Rules = dataclasses.field(default=RULES, repr=False, kw_only=True)
 
-    def on_mesh(self, mesh: Mesh | None, rules: Rules) -> Self:
+    def with_mesh(self, mesh: Mesh | None, rules: Rules) -> Self:
         """The same for a model on this mesh."""
         return dataclasses.replace(self, mesh=mesh, rules=rules)
 

@@ -84,11 +84,11 @@ class AbsorbedMLA:
     def __call__(self, x: MLAInputs, scores: MaskedSoftmax, attention_fn: AttentionFn) -> Float[Array, "B T N v"]:
         kv_rank, nope, dtype = x.kv_b.shape[0], x.q_nope.shape[-1], x.q_nope.dtype
         values = x.kv_b.shape[1] // x.q_nope.shape[2] - nope
-        q_latent = _each_head(jnp.swapaxes(x.q_nope, 1, 2), lambda q: x.kv_b.by_head(q, 0, nope, back=True))
+        q_latent = _each_head(jnp.swapaxes(x.q_nope, 1, 2), lambda q: x.kv_b.matmul_per_head(q, 0, nope, back=True))
         q = jnp.concatenate([q_latent, jnp.swapaxes(x.q_rope, 1, 2)], axis=-1)
         shared = x.seen[:, None].astype(dtype)
         out = attention_fn(q, shared, shared, scores)[..., :kv_rank]  # the rope part of the values is dropped
-        return jnp.swapaxes(_each_head(out, lambda o: x.kv_b.by_head(o, nope, values)), 1, 2)
+        return jnp.swapaxes(_each_head(out, lambda o: x.kv_b.matmul_per_head(o, nope, values)), 1, 2)
 
 
 def _each_head(x: Float[Array, "B N T I"], product: Callable[[Array], Array]) -> Float[Array, "B N T O"]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from nnxmoe.axes import CONTEXT, Rules, placed_on
+from nnxmoe.axes import CONTEXT, Rules, bind_mesh
 from nnxmoe.config.validate import check_object
 from nnxmoe.layers.attention.blockwise_attention import BlockwiseAttention
 from nnxmoe.layers.attention.context_parallel import ContextShards, is_context_sharded, ppermute_next, shard_map_context
@@ -40,8 +40,8 @@ class RingAttention:
         if not isinstance(self.flash, FlashAttention):
             raise ValueError(f"RingAttention(flash={self.flash!r}): give FlashAttention(block_q, block_k)")
 
-    def on_mesh(self, mesh: Mesh | None, rules: Rules) -> Self:
-        return dataclasses.replace(self, fallback=placed_on(self.fallback, mesh, rules), mesh=mesh)
+    def with_mesh(self, mesh: Mesh | None, rules: Rules) -> Self:
+        return dataclasses.replace(self, fallback=bind_mesh(self.fallback, mesh, rules), mesh=mesh)
 
     def __call__(
         self, q: Float[Array, "B N T H"], k: Float[Array, "B K S H"], v: Float[Array, "B K S Hv"], scores: MaskedSoftmax

@@ -150,7 +150,7 @@ class SharedKV(nnx.Module):
         """The first half of the output projection, a product for each group of heads."""
         batch, count, groups = *y.shape[:2], self.o_a.outs[0]
         rows = jnp.moveaxis(y.reshape(batch * count, groups, -1), 1, 0)
-        out = self.o_a.weight().by_head(rows, 0, self.o_a.outs[1])
+        out = self.o_a.weight().matmul_per_head(rows, 0, self.o_a.outs[1])
         return jnp.moveaxis(out, 0, 1).reshape(batch, count, groups, -1)
 
     def _compressed(

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from nnxmoe.layers.linear.dots import batched
+from nnxmoe.layers.linear.dots import batched_matmul_f32
 from nnxmoe.layers.mask import ConcatenatedMask, Mask
 
 
@@ -97,8 +97,8 @@ class ReferenceAttention:
         batch, heads, count, _ = q.shape
         kv_heads = k.shape[1]
         grouped = q.reshape(batch, kv_heads, heads // kv_heads * count, q.shape[3])
-        products = batched(grouped, k.astype(q.dtype), -1)
+        products = batched_matmul_f32(grouped, k.astype(q.dtype), -1)
         products = products.reshape(batch, kv_heads, heads // kv_heads, count, k.shape[2])
         weights = scores.weights(products, q).astype(v.dtype).reshape(batch, kv_heads, -1, k.shape[2])
-        out = batched(weights, v, -2).astype(q.dtype)
+        out = batched_matmul_f32(weights, v, -2).astype(q.dtype)
         return out.reshape(batch, heads, count, v.shape[3])

@@ -65,7 +65,7 @@ def matmul_f32(
     return out.reshape(*x.shape[:-1], out.shape[-1])
 
 
-def batched(x: Float[Array, "*b M I"], y: Float[Array, "*b _ _"], of_y: int) -> Float[Array, "*b M N"]:
+def batched_matmul_f32(x: Float[Array, "*b M I"], y: Float[Array, "*b _ _"], of_y: int) -> Float[Array, "*b M N"]:
     """``x @ y`` for each matrix (``of_y`` -2), or ``x @ y.T`` (-1), accumulated and returned in float32.
 
     The backward casts both operands to float32, and its results back to the operands' dtypes.
@@ -85,6 +85,6 @@ def batched(x: Float[Array, "*b M I"], y: Float[Array, "*b _ _"], of_y: int) -> 
     return multilinear(product, {0: d_x, 1: d_y})(x, y)
 
 
-def einsum(spec: str, *operands: Float[Array, "..."]) -> Float[Array, "..."]:
+def einsum_f32(spec: str, *operands: Float[Array, "..."]) -> Float[Array, "..."]:
     """A contraction of any dimensions, accumulated and returned in float32; XLA can partition it over devices."""
     return jnp.einsum(spec, *widen(*operands), preferred_element_type=jnp.float32)

@@ -17,7 +17,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from nnxmoe.axes import LAYER_AXES, axes_of, parameter
-from nnxmoe.layers.linear.dots import batched, dot_f32, einsum, matmul, matmul_f32
+from nnxmoe.layers.linear.dots import batched_matmul_f32, dot_f32, einsum_f32, matmul, matmul_f32
 
 LEAD = (*LAYER_AXES, "expert")  # logical axes along which kernels are stacked: one linear map per index
 
@@ -30,10 +30,10 @@ class Kernel:
 
     Subclasses are registered pytrees whose leaves all have the expert dimension first, if there is one. Only ``dense``
     and ``shape`` are required; the other methods are defined by it and may be overridden by faster ones.
-    ``trained``: whether products have gradients with respect to the kernel; then ``outer`` must exist.
+    ``trainable``: whether products have gradients with respect to the kernel; then ``vjp_kernel`` must exist.
     """
 
-    trained: ClassVar[bool] = False
+    trainable: ClassVar[bool] = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -44,7 +44,7 @@ class Kernel:
         """The whole kernel as one array; ``dtype`` None: in its own precision."""
         raise TypeError(f"{type(self).__name__} does not define dense")
 
-    def turned(self, dtype: Any = None) -> Float[Array, "*E O I"]:
+    def transposed(self, dtype: Any = None) -> Float[Array, "*E O I"]:
         """`dense` with outputs before inputs, as in memory and in checkpoints."""
         return jnp.swapaxes(self.dense(dtype), -1, -2)
 
@@ -56,38 +56,42 @@ class Kernel:
         """``x @ kernel`` in ``x``'s dtype, accumulated in float32."""
         return matmul(x, self.dense(x.dtype))
 
-    def float32(self, x: Float[Array, "*rows I"], precision: jax.lax.PrecisionLike = None) -> Float[Array, "*rows O"]:
+    def matmul_f32(
+        self, x: Float[Array, "*rows I"], precision: jax.lax.PrecisionLike = None
+    ) -> Float[Array, "*rows O"]:
         """``x @ kernel`` with the kernel cast to ``x``'s dtype, returned in float32 as accumulated."""
         return matmul_f32(x, self.dense(x.dtype), precision=precision)
 
-    def before(self, d: Float[Array, "*rows O"], y: Float[Array, "*rows O"]) -> Float[Array, "*rows O"]:
-        """The gradient of the linear map's output, given that of `float32`, ``d``, and its result ``y``."""
+    def output_grad(self, d: Float[Array, "*rows O"], y: Float[Array, "*rows O"]) -> Float[Array, "*rows O"]:
+        """The gradient of the linear map's output, given that of `matmul_f32`, ``d``, and its result ``y``."""
         return d
 
-    def back(self, d: Float[Array, "*rows O"]) -> Float[Array, "*rows I"]:
+    def vjp_input(self, d: Float[Array, "*rows O"]) -> Float[Array, "*rows I"]:
         """``d @ kernel.T`` in ``d``'s dtype, accumulated in float32: the gradient with respect to the input."""
         return matmul(d, self.dense(d.dtype), True)
 
-    def equal_groups(self, rows: Float[Array, "E R I"]) -> Float[Array, "E R O"]:
+    def batched_matmul(self, rows: Float[Array, "E R I"]) -> Float[Array, "E R O"]:
         """One batched product with equally many rows per expert, which compilers also split over devices."""
-        return einsum("ERI,EIO->ERO", rows, self.dense(rows.dtype)).astype(rows.dtype)
+        return einsum_f32("ERI,EIO->ERO", rows, self.dense(rows.dtype)).astype(rows.dtype)
 
-    def by_head(self, x: Float[Array, "N R _"], first: int, count: int, back: bool = False) -> Float[Array, "N R _"]:
+    def matmul_per_head(
+        self, x: Float[Array, "N R _"], first: int, count: int, back: bool = False
+    ) -> Float[Array, "N R _"]:
         """For ``N`` heads with equally many outputs each, the product of every head's rows with ``count`` of its
-        outputs, from the ``first`` on; ``back``: with these outputs as inputs, as in `back`."""
-        array = self.turned(x.dtype)
+        outputs, from the ``first`` on; ``back``: with these outputs as inputs, as in `vjp_input`."""
+        array = self.transposed(x.dtype)
         part = array.reshape(len(x), -1, array.shape[-1])[:, first : first + count]
-        return batched(x, part, -2 if back else -1).astype(x.dtype)
+        return batched_matmul_f32(x, part, -2 if back else -1).astype(x.dtype)
 
     def apply(self, x: Float[Array, "..."], product: "Product") -> Float[Array, "..."]:
         """Apply ``product(x, kernel)``; a kernel that is a sum adds the products of its terms."""
         return product(x, self)
 
-    def at(self, expert: int | Int[Array, ""]) -> Self:
+    def expert(self, index: int | Int[Array, ""]) -> Self:
         """The kernel of one expert."""
-        return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, expert, keepdims=False), self)
+        return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), self)
 
-    def outer(self, x: Float[Array, "*rows I"], d: Float[Array, "*rows O"]) -> Self:
+    def vjp_kernel(self, x: Float[Array, "*rows I"], d: Float[Array, "*rows O"]) -> Self:
         """The gradient ``x.T @ d`` of one linear map, in float32, as a kernel of the same form."""
         raise TypeError(f"{type(self).__name__} is not trained")
 
@@ -95,16 +99,16 @@ class Kernel:
 class Adapter(Protocol):
     """A trained addition to a frozen kernel; see `nnxmoe.layers.linear.lora.LoRA`."""
 
-    def on(self, kernel: Kernel) -> Kernel: ...
+    def adapt(self, kernel: Kernel) -> Kernel: ...
 
-    def each(self, x: Float[Array, "*rows I"], product: Product) -> list[Float[Array, "*rows O"]]: ...
+    def outputs_per_map(self, x: Float[Array, "*rows I"], product: Product) -> list[Float[Array, "*rows O"]]: ...
 
-    def looked_up(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]: ...
+    def lookup(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]: ...
 
 
 def with_adapter(kernel: Kernel, adapter: Adapter | None) -> Kernel:
     """The kernel with its adapter, if there is one."""
-    return kernel if adapter is None else adapter.on(kernel)
+    return kernel if adapter is None else adapter.adapt(kernel)
 
 
 @jax.tree_util.register_dataclass
@@ -115,7 +119,7 @@ class DenseKernel(Kernel):
     array: Any  # a float array; transformations of JAX put other leaves in its place
     ins_first: bool = dataclasses.field(default=False, metadata={"static": True})
 
-    trained: ClassVar[bool] = True
+    trainable: ClassVar[bool] = True
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -126,7 +130,7 @@ class DenseKernel(Kernel):
         array = self.cast(dtype).array
         return array if self.ins_first else jnp.swapaxes(array, -1, -2)
 
-    def turned(self, dtype: Any = None) -> Float[Array, "*E O I"]:
+    def transposed(self, dtype: Any = None) -> Float[Array, "*E O I"]:
         array = self.cast(dtype).array
         return jnp.swapaxes(array, -1, -2) if self.ins_first else array
 
@@ -136,17 +140,19 @@ class DenseKernel(Kernel):
     def __call__(self, x: Float[Array, "*rows I"]) -> Float[Array, "*rows O"]:
         return matmul(x, self.array, not self.ins_first)
 
-    def float32(self, x: Float[Array, "*rows I"], precision: jax.lax.PrecisionLike = None) -> Float[Array, "*rows O"]:
+    def matmul_f32(
+        self, x: Float[Array, "*rows I"], precision: jax.lax.PrecisionLike = None
+    ) -> Float[Array, "*rows O"]:
         return matmul_f32(x, self.array.astype(x.dtype), not self.ins_first, precision)
 
-    def back(self, d: Float[Array, "*rows O"]) -> Float[Array, "*rows I"]:
+    def vjp_input(self, d: Float[Array, "*rows O"]) -> Float[Array, "*rows I"]:
         return matmul(d, jnp.swapaxes(self.array, -1, -2) if self.ins_first else self.array)
 
-    def equal_groups(self, rows: Float[Array, "E R I"]) -> Float[Array, "E R O"]:
+    def batched_matmul(self, rows: Float[Array, "E R I"]) -> Float[Array, "E R O"]:
         spec = "ERI,EIO->ERO" if self.ins_first else "ERI,EOI->ERO"
-        return einsum(spec, rows, self.array.astype(rows.dtype)).astype(rows.dtype)
+        return einsum_f32(spec, rows, self.array.astype(rows.dtype)).astype(rows.dtype)
 
-    def outer(self, x: Float[Array, "*rows I"], d: Float[Array, "*rows O"]) -> "DenseKernel":
+    def vjp_kernel(self, x: Float[Array, "*rows I"], d: Float[Array, "*rows O"]) -> "DenseKernel":
         x, d = x.reshape(-1, x.shape[-1]), d.reshape(-1, d.shape[-1])
         pair = (x, d) if self.ins_first else (d, x)
         return DenseKernel(dot_f32(*pair, -2, -2), self.ins_first)
@@ -180,8 +186,8 @@ class ParamWeight:
     Linen would not put it into the collection ``params``. Input and output features may have several dimensions, such
     as heads; ``read`` flattens each to one. Outputs come first as in Hugging Face's files, so that loading transposes
     nothing and CPUs multiply few rows faster. XLA's dots on GPUs and TPUs accept either order. Of tokamax's grouped
-    kernels, the Hopper kernel is optimised for this order, and the TPU kernel needs the opposite one. After ``turn``,
-    as in Linen, the array is ``[*lead, *ins, *outs]``.
+    kernels, the Hopper kernel is optimised for this order, and the TPU kernel needs the opposite one. After
+    ``move_inputs_first``, as in Linen, the array is ``[*lead, *ins, *outs]``.
     """
 
     variable: nnx.Variable
@@ -223,7 +229,7 @@ class ParamWeight:
         shape = *lead, *(sizes if self.ins_first else sizes[::-1])
         return DenseKernel(self.variable[...].reshape(shape), self.ins_first)
 
-    def turn(self) -> None:
+    def move_inputs_first(self) -> None:
         """Put the inputs first, in place."""
         value, order = self.variable.get_value(), flax_order(self.variable, range(self.variable.ndim))
         if isinstance(value, jax.ShapeDtypeStruct):

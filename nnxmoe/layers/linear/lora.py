@@ -14,7 +14,7 @@ from nnxmoe.layers.linear.kernel import DenseKernel, Kernel, ParamWeight, Produc
 Layers = tuple[tuple[int, tuple[int, float]], ...]
 
 
-class Kept(nnx.Variable):
+class UnmergeValue(nnx.Variable):
     """A value that `nnxmoe.train.lora.merge` keeps for ``unmerge``; not a parameter."""
 
 
@@ -47,7 +47,7 @@ class LoRA(nnx.Module):
         """The factor ``alpha / rank`` of the adapter's output."""
         return self.alpha / self.rank
 
-    def each(self, x: Float[Array, "*rows I"], product: Product) -> list[Float[Array, "*rows O"]]:
+    def outputs_per_map(self, x: Float[Array, "*rows I"], product: Product) -> list[Float[Array, "*rows O"]]:
         """The adapter's output for each of several maps, which share ``x @ a``.
 
         ``b`` is indexed before the product: slicing a sharded output would move data between devices.
@@ -55,11 +55,11 @@ class LoRA(nnx.Module):
         low, b = product(x, ParamWeight(self.a).read()), self.b[...]
         return [product(low, DenseKernel(b[..., i, :, :])) * self.scale for i in range(b.shape[-3])]
 
-    def on(self, kernel: Kernel) -> "AdaptedKernel":
+    def adapt(self, kernel: Kernel) -> "AdaptedKernel":
         """The kernel with this adapter."""
         return AdaptedKernel(kernel, ParamWeight(self.a).read(), ParamWeight(self.b).read(), self.scale)
 
-    def looked_up(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    def lookup(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """Rows that the adapter of an embedding, ``a [rank, V]`` and ``b [D, rank]``, adds to those of the table, in
         float32."""
         low = jnp.take(self.a[...], tokens, axis=1)
@@ -84,7 +84,7 @@ class AdaptedKernel(Kernel):
     b: DenseKernel
     scale: float = dataclasses.field(metadata={"static": True})
 
-    trained: ClassVar[bool] = True
+    trainable: ClassVar[bool] = True
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -101,12 +101,16 @@ class AdaptedKernel(Kernel):
     def __call__(self, x: Float[Array, "*rows I"]) -> Float[Array, "*rows O"]:
         return self.apply(x, lambda x, kernel: kernel(x))
 
-    def float32(self, x: Float[Array, "*rows I"], precision: jax.lax.PrecisionLike = None) -> Float[Array, "*rows O"]:
-        return self.apply(x, lambda x, kernel: kernel.float32(x, precision))
+    def matmul_f32(
+        self, x: Float[Array, "*rows I"], precision: jax.lax.PrecisionLike = None
+    ) -> Float[Array, "*rows O"]:
+        return self.apply(x, lambda x, kernel: kernel.matmul_f32(x, precision))
 
-    def outer(self, x: Float[Array, "*rows I"], d: Float[Array, "*rows O"]) -> "AdaptedKernel":
+    def vjp_kernel(self, x: Float[Array, "*rows I"], d: Float[Array, "*rows O"]) -> "AdaptedKernel":
         """The gradients of the adapter, and of a base that is trained; else zeros."""
         zeros = functools.partial(jax.tree.map, lambda leaf: jnp.zeros(leaf.shape, jnp.float32))
-        base = self.base.outer(x, d) if self.base.trained else zeros(self.base)
+        base = self.base.vjp_kernel(x, d) if self.base.trainable else zeros(self.base)
         scaled = d * self.scale
-        return AdaptedKernel(base, self.a.outer(x, self.b.back(scaled)), self.b.outer(self.a(x), scaled), self.scale)
+        return AdaptedKernel(
+            base, self.a.vjp_kernel(x, self.b.vjp_input(scaled)), self.b.vjp_kernel(self.a(x), scaled), self.scale
+        )

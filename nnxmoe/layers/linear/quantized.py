@@ -41,13 +41,13 @@ class QuantizedKernel(Kernel):
     kind: Codes = dataclasses.field(metadata={"static": True})
     product: QuantizedProduct = dataclasses.field(metadata={"static": True})
 
-    trained: ClassVar[bool] = False
+    trainable: ClassVar[bool] = False
 
     @property
     def shape(self) -> tuple[int, ...]:
         return (*self.codes.shape[:-2], self.kind.ins(self.codes), self.codes.shape[-2])
 
-    def turned(self, dtype: Any = None) -> Float[Array, "*E O I"]:
+    def transposed(self, dtype: Any = None) -> Float[Array, "*E O I"]:
         """All weights; ``dtype`` None: in float32."""
         found = self.kind.decode(self.codes, self.scale, self.zero, slice(0, self.codes.shape[-2]))
         if self.order is not None:
@@ -55,7 +55,7 @@ class QuantizedKernel(Kernel):
         return found if dtype is None else found.astype(dtype)
 
     def dense(self, dtype: Any = None) -> Float[Array, "*E I O"]:
-        return jnp.swapaxes(self.turned(dtype), -1, -2)
+        return jnp.swapaxes(self.transposed(dtype), -1, -2)
 
     def rows(self, start: Int[Array, ""], count: int) -> tuple[Float[Array, "count _"], ...]:
         """The weights of some outputs of one linear map in float32, in the pieces of `Codes.split`."""
@@ -68,16 +68,20 @@ class QuantizedKernel(Kernel):
     def __call__(self, x: Float[Array, "*rows I"]) -> Float[Array, "*rows O"]:
         return self._times(x).astype(x.dtype)
 
-    def float32(self, x: Float[Array, "*rows I"], precision: jax.lax.PrecisionLike = None) -> Float[Array, "*rows O"]:
+    def matmul_f32(
+        self, x: Float[Array, "*rows I"], precision: jax.lax.PrecisionLike = None
+    ) -> Float[Array, "*rows O"]:
         return self._times(x)
 
-    def back(self, d: Float[Array, "*rows O"]) -> Float[Array, "*rows I"]:
+    def vjp_input(self, d: Float[Array, "*rows O"]) -> Float[Array, "*rows I"]:
         return self._times(d, back=True).astype(d.dtype)
 
-    def by_head(self, x: Float[Array, "N R _"], first: int, count: int, back: bool = False) -> Float[Array, "N R _"]:
+    def matmul_per_head(
+        self, x: Float[Array, "N R _"], first: int, count: int, back: bool = False
+    ) -> Float[Array, "N R _"]:
         """One head at a time, so that only its weights become floats."""
         if self.order is not None:
-            return super().by_head(x, first, count, back)
+            return super().matmul_per_head(x, first, count, back)
         width = self.shape[-1] // len(x)
 
         def one(given: tuple[Array, Array]) -> Array:
@@ -110,7 +114,7 @@ class QuantizedKernel(Kernel):
         out = product(back)(x.reshape(-1, x.shape[-1]), *leaves)
         return out.reshape(*x.shape[:-1], out.shape[-1])
 
-    def equal_groups(self, rows: Float[Array, "E R I"]) -> Float[Array, "E R O"]:
+    def batched_matmul(self, rows: Float[Array, "E R I"]) -> Float[Array, "E R O"]:
         return jax.lax.map(lambda pair: pair[1](pair[0]), (rows, self))
 
 

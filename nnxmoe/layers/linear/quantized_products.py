@@ -19,15 +19,15 @@ FEW = 8  # rows up to which CPUs decode a kernel for longer than they multiply w
 
 
 @dataclasses.dataclass(frozen=True)
-class Dequantized:
+class DequantizedProduct:
     """Decodes the whole kernel to floats and multiplies with them: the reference for the others."""
 
     def __call__(self, x: Float[Array, "R _"], kernel: QuantizedKernel, back: bool = False) -> Float[Array, "R _"]:
-        return matmul_f32(x, kernel.turned(x.dtype), not back)
+        return matmul_f32(x, kernel.transposed(x.dtype), not back)
 
 
 @dataclasses.dataclass(frozen=True)
-class InBlocks:
+class BlockwiseProduct:
     """Decodes and multiplies a block of outputs at a time in a loop: at most ``size`` weights, or a quarter of all, are
     floats at once.
 
@@ -72,7 +72,7 @@ class InBlocks:
 
 
 @dataclasses.dataclass(frozen=True)
-class TwoInt8:
+class TwoInt8Product:
     """Multiplies int8 codes with integers instead of decoding them. Each row becomes the sum of two int8 rows, the
     first rounded to a 127th of its largest magnitude, the second the remainder in steps 254 times as small; what
     remains is at most 4e-5 of that magnitude.
@@ -81,7 +81,7 @@ class TwoInt8:
     longer than decoding. ``fallback`` computes the rest.
     """
 
-    fallback: QuantizedProduct = InBlocks()
+    fallback: QuantizedProduct = BlockwiseProduct()
     most: int = 16
 
     def __call__(self, x: Float[Array, "R _"], kernel: QuantizedKernel, back: bool = False) -> Float[Array, "R _"]:
@@ -96,11 +96,11 @@ class TwoInt8:
 
 
 @dataclasses.dataclass(frozen=True)
-class W8A8:
+class W8A8Product:
     """Multiplies int8 codes with rows rounded to int8, one scale per row. **Changes numbers** by about 1 %, as no other
-    product does; never a default. ``fallback`` computes kernels that `TwoInt8` does not take."""
+    product does; never a default. ``fallback`` computes kernels that `TwoInt8Product` does not take."""
 
-    fallback: QuantizedProduct = InBlocks()
+    fallback: QuantizedProduct = BlockwiseProduct()
 
     def __call__(self, x: Float[Array, "R _"], kernel: QuantizedKernel, back: bool = False) -> Float[Array, "R _"]:
         if back or not _per_output_int8(kernel, x):
@@ -142,23 +142,23 @@ def _per_output(kernel: QuantizedKernel) -> Float[Array, "1 O"]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Converted:
+class CastProduct:
     """Casts codes and multiplies with them in one product, into which compilers for GPUs and TPUs fuse the cast; the
-    result is multiplied by the scales, one per output. `Dequantized` computes other kernels."""
+    result is multiplied by the scales, one per output. `DequantizedProduct` computes other kernels."""
 
     def __call__(self, x: Float[Array, "R _"], kernel: QuantizedKernel, back: bool = False) -> Float[Array, "R _"]:
         tiles = kernel.zero is not None or kernel.scale.shape[-1] > 1 or kernel.kind.halves
         if back or tiles or not _need_no_rounding(kernel, x):
-            return Dequantized()(x, kernel, back)
+            return DequantizedProduct()(x, kernel, back)
         return matmul_f32(x, kernel.kind.values(kernel.codes).astype(x.dtype), True) * _per_output(kernel)
 
 
 @dataclasses.dataclass(frozen=True)
-class ByBackend:
-    """`Converted` on GPUs and TPUs. On CPUs `InBlocks` for float32 rows, and `TwoInt8` for rows of 16 bits, which are
-    rounded more than it rounds."""
+class AutoProduct:
+    """`CastProduct` on GPUs and TPUs, `BlockwiseProduct` for float32 rows on CPUs, `TwoInt8Product` for 16-bit rows on
+    CPUs: the rounding of 16-bit rows is larger than the error of `TwoInt8Product`."""
 
     def __call__(self, x: Float[Array, "R _"], kernel: QuantizedKernel, back: bool = False) -> Float[Array, "R _"]:
         if not on_cpu():
-            return Converted()(x, kernel, back)
-        return (TwoInt8() if x.dtype.itemsize == 2 else InBlocks())(x, kernel, back)
+            return CastProduct()(x, kernel, back)
+        return (TwoInt8Product() if x.dtype.itemsize == 2 else BlockwiseProduct())(x, kernel, back)

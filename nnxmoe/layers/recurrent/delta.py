@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Shaped
 
-from nnxmoe.axes import CONTEXT, AnyMesh, ParamOptions, context_over, parameter, shard_map
+from nnxmoe.axes import CONTEXT, AnyMesh, ParamOptions, context_shard_axes, parameter, shard_map
 from nnxmoe.layers.attention.context_parallel import all_gather_context
 from nnxmoe.layers.cache import RecurrentState, gather_tokens
 from nnxmoe.layers.context import Context
@@ -172,7 +172,7 @@ class GatedDeltaNet(nnx.Module):
             most = jnp.max(jnp.where(early, inputs.run, 0), axis=1)
             masked = masked._replace(run=jnp.minimum(inputs.run, most[:, None]))
         masked = masked if lookahead else inputs
-        if self.mesh is not None and context_over(length, self.mesh):
+        if self.mesh is not None and context_shard_axes(length, self.mesh):
             out, state = context_parallel_delta_rule(self._chunked, masked, state, self.mesh)
         elif self.recurrence is not None:
             out, state = self.recurrence(masked, state, self._chunked)

@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array
 
-from nnxmoe.axes import AnyMesh, Rules, axes_per_dimension, of_layers, shards
+from nnxmoe.axes import AnyMesh, Rules, axes_per_dimension, is_stacked, shard_count
 from nnxmoe.config.validate import floating_dtype
 from nnxmoe.layers.linear.codes import STORED, Codes
 from nnxmoe.layers.linear.kernel import Kernel, ParamWeight, as_weight, is_kernel
@@ -129,7 +129,7 @@ def _check_split(
     """Raise ValueError if a mesh splits outputs or inputs within a tile, or inputs that have an order."""
     split = ((), ()) if mesh is None else axes_per_dimension(axes, mesh, rules)[-2:]
     for dim, (what, over) in enumerate(zip(("outputs", "inputs"), split, strict=True)):
-        count, named = shards(mesh, over), ", ".join(map(repr, over))
+        count, named = shard_count(mesh, over), ", ".join(map(repr, over))
         if count > 1 and not codes.splits(dim, sizes[dim], count):
             raise ValueError(
                 f"{count} devices of the mesh axis {named} would split its {sizes[dim]} {what} within a tile of "
@@ -193,7 +193,7 @@ def restored(place: Place, model: CausalLM, dtype: Any = None) -> None:
 @functools.lru_cache(maxsize=64)
 def _floats(dtype: np.dtype, shape: tuple[int, ...], place: Any) -> Callable[[Kernel], Array]:
     """Return the compiled function from a quantized kernel to a float array, shared by kernels of equal structure."""
-    return jax.jit(lambda kernel: kernel.turned(dtype).reshape(shape), out_shardings=place)
+    return jax.jit(lambda kernel: kernel.transposed(dtype).reshape(shape), out_shardings=place)
 
 
 def describe(model: CausalLM) -> list[dict[str, Any]]:
@@ -241,4 +241,4 @@ def _layers(place: Place) -> Sequence[int | None]:
     first, weight = place.layer, as_weight(place.weight)
     if first is None:
         return [None]
-    return range(first, first + (weight.lead[0] if of_layers(weight.logical_axes[0]) else 1))
+    return range(first, first + (weight.lead[0] if is_stacked(weight.logical_axes[0]) else 1))

@@ -13,7 +13,7 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float
 
-from nnxmoe.axes import axes_of, of_layers
+from nnxmoe.axes import axes_of, is_stacked
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.paths import name_of
 from nnxmoe.moe.balance import Utilisation, updated_bias, utilisation
@@ -189,7 +189,7 @@ def _biases(model: CausalLM, depths: int) -> dict[str, np.ndarray]:
     numbers = dict[str, np.ndarray]()
     wanted = RouterBias if depths else nnx.All(RouterBias, nnx.Not(nnx.PathContains("mtp")))
     for name, (path, variable) in variables_of(nnx.state(model, wanted)).items():
-        stacked = of_layers(axes_of(variable))
+        stacked = is_stacked(axes_of(variable))
         layer = name_of(model, path).layer
         assert layer is not None
         numbers[name] = layer + (np.arange(variable.shape[0]) if stacked else np.asarray(0))

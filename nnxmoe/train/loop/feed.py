@@ -12,7 +12,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from nnxmoe.axes import CONTEXT, batch_axes, context_over, shards
+from nnxmoe.axes import CONTEXT, batch_axes, context_shard_axes, shard_count
 from nnxmoe.convert.storage.multihost import from_each
 from nnxmoe.runtime.progress import logger
 from nnxmoe.train.loop.batch import Batch, as_arrays, check_ids, rows_of
@@ -101,7 +101,7 @@ def put_batch(batch: Batch, step: Step, limit: BatchLimit | None = None) -> dict
 
 def check_rows(rows: int, mesh: Mesh | None) -> None:
     """Raise ValueError if the rows of the global batch do not divide over the mesh."""
-    parts = shards(mesh, batch_axes(mesh))
+    parts = shard_count(mesh, batch_axes(mesh))
     if mesh is not None and rows % parts:
         names = " x ".join(batch_axes(mesh))
         raise ValueError(f"a batch of {rows} rows is not divisible by the {parts} devices of {names}: use a multiple")
@@ -127,7 +127,7 @@ def put_rows(batch: Batch, mesh: Mesh | None) -> dict[str, Any]:
         check_length(shape[1], mesh)
 
     def place(shape: tuple[int, ...]) -> NamedSharding:
-        over = context_over(shape[1], mesh) if len(shape) > 1 else ()
+        over = context_shard_axes(shape[1], mesh) if len(shape) > 1 else ()
         return NamedSharding(mesh, PartitionSpec(batch_axes(mesh) or None, *([over] if over else [])))
 
     return {name: _put(np.asarray(array), place(np.shape(array)), rows) for name, array in batch.items()}

@@ -10,7 +10,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from nnxmoe.axes import CONTEXT, AnyMesh, context_over, divided_over, shard_map, shards
+from nnxmoe.axes import CONTEXT, AnyMesh, batch_shard_axes, context_shard_axes, shard_count, shard_map
 from nnxmoe.config.validate import set_positive
 from nnxmoe.layers.chunks import chunk_by_chunk, in_chunks, joined
 from nnxmoe.layers.linear.kernel import Kernel
@@ -44,7 +44,7 @@ class Whole:
     def __call__(
         self, x: Array, kernel: Kernel, targets: Array, weights: Array, z: float, mesh: AnyMesh | None = None
     ) -> Sums:
-        each, entropy, _ = _losses(kernel.float32(x), targets, z)
+        each, entropy, _ = _losses(kernel.matmul_f32(x), targets, z)
         return jnp.sum(each * weights), jax.lax.stop_gradient(jnp.sum(entropy * weights))
 
 
@@ -79,12 +79,12 @@ def log_probabilities(
 ) -> Float[Array, "B T"]:
     """The log-probability of each target, differentiable; see `Head` and `ChunkedLoss`. The backward pass computes the
     logits of each chunk again."""
-    length = x.shape[1] // shards(mesh, context_over(x.shape[1], mesh))
+    length = x.shape[1] // shard_count(mesh, context_shard_axes(x.shape[1], mesh))
     chunks = -(-length // _tokens_per_chunk(logits, kernel, targets, mesh))
 
     def local(x: Array, cast: Kernel, targets: Array) -> Array:
         def one(x: Array, targets: Array) -> tuple[Array, None]:
-            return -_losses(cast.float32(x), targets, 0.0)[1], None
+            return -_losses(cast.matmul_f32(x), targets, 0.0)[1], None
 
         return chunk_by_chunk(one, chunks, x, targets)[0]
 
@@ -96,15 +96,17 @@ def log_probabilities(
 
 def _split(targets: Int[Array, "B T"], mesh: AnyMesh | None) -> tuple[tuple[str, ...], PartitionSpec]:
     """The mesh axes that shard rows and their tokens, all and by dimension."""
-    rows, tokens = divided_over(len(targets), mesh), context_over(targets.shape[1], mesh)
+    rows, tokens = batch_shard_axes(len(targets), mesh), context_shard_axes(targets.shape[1], mesh)
     return (*rows, *tokens), PartitionSpec(rows or None, tokens or None)
 
 
 def _tokens_per_chunk(logits: int, kernel: Kernel, targets: Array, mesh: AnyMesh | None) -> int:
     """How many tokens of every row a chunk has, for at most ``logits`` logits per device."""
     batch, length = targets.shape
-    length //= shards(mesh, context_over(length, mesh))
-    return min(length, max(1, logits // (kernel.shape[1] * (batch // shards(mesh, divided_over(batch, mesh))))))
+    length //= shard_count(mesh, context_shard_axes(length, mesh))
+    return min(
+        length, max(1, logits // (kernel.shape[1] * (batch // shard_count(mesh, batch_shard_axes(batch, mesh)))))
+    )
 
 
 def _losses(logits: Array, targets: Array, z: float) -> tuple[Array, Array, Array]:
@@ -121,7 +123,7 @@ def _chunked(
     def local(x: Array, cast: Kernel, targets: Array, weights: Array) -> Sums:
         def one(sums: Sums, chunk: Any) -> tuple[Sums, None]:
             x, targets, weights = chunk
-            each, entropy, _ = _losses(cast.float32(x), targets, z)
+            each, entropy, _ = _losses(cast.matmul_f32(x), targets, z)
             return (sums[0] + jnp.sum(each * weights), sums[1] + jnp.sum(entropy * weights)), None
 
         return jax.lax.scan(one, (jnp.zeros(()), jnp.zeros(())), in_chunks(step, x, targets, weights))[0]
@@ -145,7 +147,7 @@ def _with_slopes(
     if mesh is None or not axes:
         sums, (by_x, slope) = local(x, cast, targets, weights)
     else:
-        whole, count = PartitionSpec(), shards(mesh, axes)
+        whole, count = PartitionSpec(), shard_count(mesh, axes)
         axes = tuple(sorted(axes, key=lambda axis: axis not in ("fsdp", CONTEXT)))  # which shard parameters
         alone = count == mesh.size  # XLA would gather what other axes shard before it scatters
         parted = jax.tree.map(lambda a: alone and bool(a.ndim) and a.shape[-1] % count == 0, cast)
@@ -159,7 +161,7 @@ def _with_slopes(
                 slope = jax.tree.map(lambda a, part: _added(a, axes, part), slope, parted)
             return jax.lax.psum(sums, axes), (by_x, slope)
 
-        out = (whole, whole), (rows, of_slope if kernel.trained else None)
+        out = (whole, whole), (rows, of_slope if kernel.trainable else None)
         sums, (by_x, slope) = shard_map(summed, mesh, (rows, whole, rows, rows), out, axes)(x, cast, targets, weights)
     return sums, (by_x, None if slope is None else jax.tree.map(lambda a, like: a.astype(like.dtype), slope, kernel))
 
@@ -175,16 +177,16 @@ def _slopes_of_rows(x: Array, cast: Kernel, targets: Array, weights: Array, step
     def one(carry: Any, chunk: Any) -> Any:
         total, entropies, slope = carry
         x, targets, weights = chunk
-        logits = cast.float32(x)
+        logits = cast.matmul_f32(x)
         each, entropy, norm = _losses(logits, targets, z)
         hit = targets[..., None] == jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1)
         shares = jnp.exp(logits - norm[..., None])
         by_logits = (shares * (1 + 2 * z * norm)[..., None] - hit) * weights[..., None]
-        by_logits = cast.before(by_logits, logits).astype(x.dtype)
+        by_logits = cast.output_grad(by_logits, logits).astype(x.dtype)
         if slope is not None:
-            slope = jax.tree.map(jnp.add, slope, cast.outer(x, by_logits))
+            slope = jax.tree.map(jnp.add, slope, cast.vjp_kernel(x, by_logits))
         sums = total + jnp.sum(each * weights), entropies + jnp.sum(entropy * weights)
-        return (*sums, slope), cast.back(by_logits)
+        return (*sums, slope), cast.vjp_input(by_logits)
 
     slope = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), cast) if cast.trained else None
     start = (jnp.zeros(()), jnp.zeros(()), slope)

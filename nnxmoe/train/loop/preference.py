@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from nnxmoe.axes import batch_axes, constrain
+from nnxmoe.axes import batch_axes, shard_constraint
 from nnxmoe.config.validate import set_numbers
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.compiled import compiled
@@ -191,4 +191,4 @@ class _Referenced(Iterator[Batch]):
 
 
 def _reference(model: CausalLM, batch: dict[str, Array]) -> Pairs:
-    return constrain(DPO().logps(model, _rows(batch), None)[0], model.mesh, batch_axes(model.mesh))
+    return shard_constraint(DPO().logps(model, _rows(batch), None)[0], model.mesh, batch_axes(model.mesh))

@@ -14,7 +14,7 @@ from jaxtyping import Array
 from nnxmoe.config.printable import short
 from nnxmoe.convert.peft.peft import load
 from nnxmoe.convert.peft.slots import slots, unmerged
-from nnxmoe.layers.linear.lora import Kept, LoRA
+from nnxmoe.layers.linear.lora import LoRA, UnmergeValue
 from nnxmoe.layers.linear.quantized import QuantizedArray, QuantizedWeight
 from nnxmoe.layers.linear.xla_cpu import as_bits, from_bits
 from nnxmoe.model.causal_lm import CausalLM, check_model
@@ -28,12 +28,15 @@ class Merged(nnx.Module):
     """A merged adapter with the original kernels."""
 
     def __init__(self, adapter: LoRA, base: Sequence[nnx.Param | QuantizedWeight]):
-        self.a = _as(Kept, adapter.a)
-        self.b = _as(Kept, adapter.b)
+        self.a = _as(UnmergeValue, adapter.a)
+        self.b = _as(UnmergeValue, adapter.b)
         self.alpha = adapter.alpha
         self.layers = nnx.static(adapter.layers)
         self.base = nnx.List(
-            [_codes_as(Kept, one) if isinstance(one, QuantizedWeight) else _as(Kept, one) for one in base]
+            [
+                _codes_as(UnmergeValue, one) if isinstance(one, QuantizedWeight) else _as(UnmergeValue, one)
+                for one in base
+            ]
         )
 
 
