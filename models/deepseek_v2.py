@@ -91,7 +91,7 @@ class DeepSeekV2(DeepSeekV3):
         c, k, scale = self.config, self.config.num_experts_per_tok, self.config.routed_scaling_factor
         assert k is not None
         if c.n_group is None or c.topk_group is None or c.topk_method == GREEDY:
-            select = SoftmaxTopK(k, normalise=False, scale=scale)
+            select = SoftmaxTopK(k, normalize=False, scale=scale)
         else:
             select = SoftmaxGroupTopK(k, c.n_group, c.topk_group, scale)
         return Router(c.hidden_size, c.n_routed_experts, select, bias=False, **kw)

@@ -26,7 +26,7 @@ from nnxmoe.models.shared.streamed import StreamedLM
 from nnxmoe.models.shared.tables import MAXTEXT_DECODER, Hf, Linen, maxtext_experts, maxtext_mlp
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.router import Router, SqrtSoftplusTopK
-from nnxmoe.moe.token_router import TokenRouter
+from nnxmoe.moe.router_variants import HashRouter
 
 WINDOW, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 HASHED, ROUTED = "hash_moe", "moe"
@@ -369,7 +369,7 @@ class DeepSeekV4(StreamedLM):
         c, dim = self.config, self.config.hidden_size
         select = SqrtSoftplusTopK(c.num_experts_per_tok, c.routed_scaling_factor)
         if index < c.num_hidden_layers and c.hashed_layers[index]:
-            router = TokenRouter(dim, c.n_routed_experts, select, c.vocab_size, **kw)
+            router = HashRouter(dim, c.n_routed_experts, select, c.vocab_size, **kw)
         else:
             router = Router(dim, c.n_routed_experts, select, bias=True, **kw)
         clamped = LimitedSwiGLU(c.swiglu_limit)

@@ -78,7 +78,7 @@ class Ernie45Moe(DenseOrMoE):
 
     def router(self, **kw: Any) -> Router:
         c = self.config
-        made = Router(c.hidden_size, c.experts, SoftmaxTopK(c.moe_k, least=c.moe_norm_min), bias=True, **kw)
+        made = Router(c.hidden_size, c.experts, SoftmaxTopK(c.moe_k, min_weight_sum=c.moe_norm_min), bias=True, **kw)
         assert made.bias is not None
         made.bias.set_metadata(inputs=1)  # checkpoints have it as a matrix [1, E]
         return made

@@ -46,7 +46,7 @@ from nnxmoe.models.shared.tables import (
 )
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.router import SoftmaxTopK
-from nnxmoe.moe.scaled_router import ScaledRouter
+from nnxmoe.moe.router_variants import ScaledRouter
 
 FACTOR, PROPORTIONAL, WIDTH, KV_HEADS = "partial_rotary_factor", "proportional", "head_dim", "num_key_value_heads"
 

@@ -1,7 +1,7 @@
 """GLM-4.5, 4.6 and 4.7 (GLM-4.5 technical report, 2025).
 
 Grouped-query attention that rotates half of each head, with biases on queries, keys and values; the large models
-normalise the heads of queries and keys. The first layers are dense, the others have DeepSeek-V3's experts in one group.
+normalize the heads of queries and keys. The first layers are dense, the others have DeepSeek-V3's experts in one group.
 The layer for multi-token prediction is skipped unless asked for with ``mtp=True``.
 """
 
@@ -20,7 +20,7 @@ from nnxmoe.models.shared.tables import HF_DECODER, HF_MTP
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Glm4MoeConfig(GroupedExpertsConfig, PartialRotaryConfig):
     """``first_k_dense_replace``: number of dense layers, which come first. ``attention_bias``: biases of q, k and v.
-    ``use_qk_norm``: normalise the heads of queries and keys."""
+    ``use_qk_norm``: normalize the heads of queries and keys."""
 
     model_type = "glm4_moe"
     architecture = "Glm4MoeForCausalLM"

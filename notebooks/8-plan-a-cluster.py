@@ -188,11 +188,11 @@ print(*best.advice, sep="\n")
 
 # %% [markdown]
 # Much of the memory is room for received rows. Without `chunks`, a plan exchanges as many slices of sequences in turn
-# as keep this room within eight times the even load, here four: `InChunks(RaggedAllToAll())` in a strategy. More slices
-# take less, and drop nothing. `RaggedAllToAll(buffer_factor=1.25)` has room for a quarter more than an even load, and
-# drops rows beyond it, which it counts (a balanced router seldom needs more; notebook 3 shows loads); it saves the one
-# more forward pass of the experts that slices cost. And rules may name several axes: `embed` over `fsdp` and `expert`
-# shards the parameters of attention over all devices too. Neither is enough alone. Together:
+# as keep this room within eight times the even load, here four: `ChunkedExchange(RaggedAllToAll())` in a strategy. More
+# slices take less, and drop nothing. `RaggedAllToAll(buffer_factor=1.25)` has room for a quarter more than an even
+# load, and drops rows beyond it, which it counts (a balanced router seldom needs more; notebook 3 shows loads); it
+# saves the one more forward pass of the experts that slices cost. And rules may name several axes: `embed` over `fsdp`
+# and `expert` shards the parameters of attention over all devices too. Neither is enough alone. Together:
 
 # %%
 rules = {**nnxmoe.RULES, "embed": ("fsdp", "expert")}

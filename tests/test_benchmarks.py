@@ -254,16 +254,16 @@ def test_flops_of_a_layer() -> None:
 # Accelerator benchmarks, as far as they run on CPU
 
 
-class Missing(nnxmoe.Masked):
+class Missing(nnxmoe.MaskedMatmul):
     def __call__(self, rows: Any, kernel: Any, sizes: Any) -> Any:
         raise NotImplementedError("no such kernel here")
 
 
 def test_accelerator_benchmark_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(nnxmoe.Strategy.auto().matmul) in gpu.matmuls()
-    monkeypatch.setattr(gpu, "matmuls", lambda: {"Masked()": nnxmoe.Masked(), "Missing()": Missing()})
+    monkeypatch.setattr(gpu, "matmuls", lambda: {"MaskedMatmul()": nnxmoe.MaskedMatmul(), "Missing()": Missing()})
     found = list(gpu.layer_speeds("tiny", SHAPE, [3, 4], 3))
-    assert [record.case for record in found] == ["tiny, Masked() float32"] * 2 + ["tiny, Missing() float32"] * 2
+    assert [record.case for record in found] == ["tiny, MaskedMatmul() float32"] * 2 + ["tiny, Missing() float32"] * 2
     for tokens, record in zip([3, 4], found, strict=False):
         names = [f"moe {what} T={tokens}, TFLOP/s" for what in ("forward", "forward and backward")]
         assert list(record.values) == names == list(record.limits)
@@ -306,14 +306,14 @@ def test_accelerator_benchmark_of_random_weights() -> None:
 def test_agreement_with_the_oracle(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A product without its last group is found, and one that is refused is named."""
 
-    class Short(nnxmoe.Masked):
+    class Short(nnxmoe.MaskedMatmul):
         def __call__(self, rows: Any, kernel: Any, sizes: Any) -> Any:
             return super().__call__(rows, kernel, sizes.at[-1].set(0))
 
     monkeypatch.setattr(agreement, "quantized", lambda _: iter(()))
     monkeypatch.setattr(agreement, "attention", lambda: iter(()))
     monkeypatch.setattr(agreement, "models", lambda: iter(()))
-    assert agreement.report({"Masked()": nnxmoe.Masked()}) == 0
+    assert agreement.report({"MaskedMatmul()": nnxmoe.MaskedMatmul()}) == 0
     assert agreement.report({"Short()": Short(), "Missing()": Missing()}) == 4 + 6
     text = capsys.readouterr().out
     assert "DIFFERS Short()" in text and "NotImplementedError: no such kernel here" in text

@@ -264,7 +264,7 @@ described = pydoc.render_doc(nnxmoe, renderer=pydoc.plaintext)
 for name in ("apps", "convert", "generation", "linen", "plot", "testing", "tokenizer", "train"):
     assert getattr(nnxmoe, name).__name__ == "nnxmoe." + name, name
     assert name in listed, name
-assert nnxmoe.runtime.processes.initialize and nnxmoe.moe.tokamax.Tokamax
+assert nnxmoe.runtime.processes.initialize and nnxmoe.moe.tokamax.TokamaxMatmul
 assert nnxmoe.convert.maxtext.to_tree and nnxmoe.train.lora.add
 assert set(listed) > {name for name in vars(nnxmoe.api) if not name.startswith("_")} - {"nnxmoe"}
 assert all(f" {name} " in described for name in vars(nnxmoe.api) if not name.startswith("_") and name != "nnxmoe")

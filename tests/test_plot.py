@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from nnxmoe import plot
-from nnxmoe.moe.balance import utilisation
+from nnxmoe.moe.balance import utilization
 from nnxmoe.moe.router import Routing, SoftmaxTopK
 from nnxmoe.runtime.extras import install_command
 
@@ -75,7 +75,7 @@ def test_entropy_equals_utilisation() -> None:
     loads = np.array([[5, 3, 2, 2], [12, 0, 0, 0], [3, 3, 3, 3]])
     ax = plot.entropy(loads)
     widths = [bar.get_width() for bar in ax.patches]
-    np.testing.assert_allclose(widths, utilisation(jnp.asarray(loads), jnp.zeros(3, jnp.int32)).entropy, atol=1e-6)
+    np.testing.assert_allclose(widths, utilization(jnp.asarray(loads), jnp.zeros(3, jnp.int32)).entropy, atol=1e-6)
     assert widths[1:] == [0, 1] and ticks(ax) == ["layer 0", "layer 1", "layer 2"]
 
 

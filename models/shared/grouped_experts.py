@@ -70,10 +70,10 @@ def check_groups(config: Any) -> None:
 
 
 def corrected_router(
-    config: DecoderConfig, *, scale: float, groups: int = 1, top_groups: int = 1, normalise: bool = True, **kw: Any
+    config: DecoderConfig, *, scale: float, groups: int = 1, top_groups: int = 1, normalize: bool = True, **kw: Any
 ) -> Router:
     """The router of DeepSeek-V3: sigmoids with a correction bias, see `SigmoidGroupTopK`. ``kw``: dtype and rngs."""
-    select = SigmoidGroupTopK(config.experts_per_token, groups, top_groups, normalise, scale)
+    select = SigmoidGroupTopK(config.experts_per_token, groups, top_groups, normalize, scale)
     return Router(config.hidden_size, config.experts, select, bias=True, **kw)
 
 
@@ -92,7 +92,7 @@ class DenseOrMoE(CausalLM):
     def router(self, **kw: Any) -> Router:
         """The router of a layer with experts."""
         c = self.config
-        groups = {"groups": c.n_group, "top_groups": c.topk_group, "normalise": c.norm_topk_prob}
+        groups = {"groups": c.n_group, "top_groups": c.topk_group, "normalize": c.norm_topk_prob}
         return corrected_router(c, scale=c.routed_scaling_factor, **groups, **kw)
 
     def shared(self, **kw: Any) -> FeedForward | None:

@@ -27,7 +27,7 @@ from nnxmoe.model.output import Ids, TokenMask, nothing
 from nnxmoe.model.pipeline import PipelinedStack
 from nnxmoe.model.stack import ScannedStack
 from nnxmoe.model.structure import split_once
-from nnxmoe.moe.blocked import Blocked
+from nnxmoe.moe.blocked import BlockedMatmul
 from nnxmoe.moe.experts import Experts
 from nnxmoe.runtime.memory import local_bytes, memory_bytes
 from nnxmoe.runtime.programs import announced
@@ -158,8 +158,8 @@ def steady(model: CausalLM, tokens: int) -> CausalLM:
     """
     steady = nnx.merge(*nnx.split(model))
     for _, part in nnx.iter_graph(steady):
-        if isinstance(part, Experts) and part.matmul == Blocked():
-            part.matmul = Blocked(min(8, tokens))
+        if isinstance(part, Experts) and part.matmul == BlockedMatmul():
+            part.matmul = BlockedMatmul(min(8, tokens))
     return steady
 
 

@@ -24,14 +24,17 @@ from nnxmoe.layers.cache import CacheFormat
 from nnxmoe.model.remat import Remat
 from nnxmoe.model.stack import Scanned, Stacking, Unrolled
 from nnxmoe.moe.dispatch import Dispatch, Sorted
-from nnxmoe.moe.grouped_matmul import GroupedMatmul, RaggedDot
+from nnxmoe.moe.grouped_matmul import GroupedMatmul, RaggedDotMatmul
 
 _WHY = {  # (type, backend or None for any) -> reason; measured by python -m tests.benchmarks --only moe on two cores
-    ("Blocked", "cpu"): "only the blocks in use, at 0.65 of the speed of one dense product (8 experts, 512 tokens), or "
-    "0.9 (4096 tokens); lax.ragged_dot computes every expert on every row here",
-    ("RaggedDot", "tpu"): "lax.ragged_dot is a grouped kernel here; tokamax is not installed",
-    ("Triton", "gpu"): "one kernel for all groups, also of codes, for rows of 16 bits; `fallback` for the rest",
-    ("Tokamax", "tpu"): "its Pallas kernels",
+    (
+        "BlockedMatmul",
+        "cpu",
+    ): "only the blocks in use, at 0.65 of the speed of one dense product (8 experts, 512 tokens), "
+    "or 0.9 (4096 tokens); lax.ragged_dot computes every expert on every row here",
+    ("RaggedDotMatmul", "tpu"): "lax.ragged_dot is a grouped kernel here; tokamax is not installed",
+    ("TritonMatmul", "gpu"): "one kernel for all groups, also of codes, for rows of 16 bits; `fallback` for the rest",
+    ("TokamaxMatmul", "tpu"): "its Pallas kernels",
     ("Sorted", None): "computes exactly the chosen experts; nothing is dropped",
     ("BlockwiseAttention", None): "half the scores of a causal pass, a block at a time; memory is linear in the length",
     (
@@ -64,15 +67,15 @@ def _defaults(platform: str | None = None) -> dict[str, Any]:
     from nnxmoe.layers.attention.mla import AdaptiveMLA
     from nnxmoe.layers.linear.quantized_products import AutoProduct
     from nnxmoe.moe import tokamax
-    from nnxmoe.moe.blocked import Blocked
-    from nnxmoe.moe.triton import Triton, TritonProduct
+    from nnxmoe.moe.blocked import BlockedMatmul
+    from nnxmoe.moe.triton import TritonMatmul, TritonProduct
 
     backend = platform or jax.default_backend()
-    matmul, quantized = Blocked(), AutoProduct()
+    matmul, quantized = BlockedMatmul(), AutoProduct()
     if backend == "tpu":
-        matmul = tokamax.Tokamax() if tokamax.installed() else RaggedDot()
+        matmul = tokamax.TokamaxMatmul() if tokamax.is_installed() else RaggedDotMatmul()
     elif backend == "gpu":
-        matmul, quantized = Triton(), TritonProduct()
+        matmul, quantized = TritonMatmul(), TritonProduct()
     return {
         "matmul": matmul,
         "attention_fn": splash_attention.default_attention_fn(platform),
@@ -87,7 +90,7 @@ def _default(name: str) -> Any:
 
 _EXAMPLES = {
     "dispatch": "Sorted()",
-    "matmul": "Blocked()",
+    "matmul": "BlockedMatmul()",
     "attention_fn": "BlockwiseAttention()",
     "mla": "AdaptiveMLA()",
     "quantized": "AutoProduct()",

@@ -69,7 +69,7 @@ def updated_bias(bias: Float[Array, "*L E"], load: Int[Array, "*L E"], rate: flo
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Utilisation:
+class Utilization:
     """Load statistics per layer: each expert's share of the assignments; their entropy / log(E) (1: uniform, 0: one
     expert); the largest load / mean load; the number of unused experts; the fraction of assignments dropped. Arrays of
     JAX or NumPy, or their shapes."""
@@ -81,14 +81,14 @@ class Utilisation:
     dropped: Any
 
 
-def utilisation(load: Int[Array, "*L E"], dropped: Int[Array, "*L"]) -> Utilisation:
-    """`Utilisation` from the `DispatchInfo` fields of one layer, or of several layers stacked."""
+def utilization(load: Int[Array, "*L E"], dropped: Int[Array, "*L"]) -> Utilization:
+    """`Utilization` from the `DispatchInfo` fields of one layer, or of several layers stacked."""
     count, loads = load.shape[-1], load.astype(jnp.float32)
     total = jnp.maximum(jnp.sum(loads, axis=-1), 1.0)
     share = loads / total[..., None]
     entropy = -jnp.sum(jax.scipy.special.xlogy(share, share), axis=-1) / jnp.log(max(count, 2))
     idle = jnp.sum(load == 0, axis=-1, dtype=jnp.int32)
-    return Utilisation(share, entropy, jnp.max(share, axis=-1) * count, idle, dropped / total)
+    return Utilization(share, entropy, jnp.max(share, axis=-1) * count, idle, dropped / total)
 
 
 def _real(routing: Routing) -> Float[Array, "*rows"]:

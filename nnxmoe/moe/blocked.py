@@ -15,11 +15,11 @@ from nnxmoe.config.validate import set_positive
 from nnxmoe.layers.linear.kernel import Kernel, as_kernel
 from nnxmoe.layers.linear.multilinear import multilinear
 from nnxmoe.layers.linear.xla_cpu import as_bits, carried, from_bits
-from nnxmoe.moe.grouped_matmul import Weights
+from nnxmoe.moe.grouped_matmul import GroupedKernel
 
 
 @dataclasses.dataclass(frozen=True)
-class Blocked:
+class BlockedMatmul:
     """A loop over blocks of rows, each within one group: the work grows with the rows, not with the experts.
 
     ``block`` None: the smallest of several sizes that holds the group (of fewer sizes under differentiation). The
@@ -32,7 +32,7 @@ class Blocked:
     def __post_init__(self) -> None:
         set_positive(self, "block")
 
-    def __call__(self, rows: Float[Array, "R I"], kernel: Weights, sizes: Int[Array, "E"]) -> Float[Array, "R O"]:
+    def __call__(self, rows: Float[Array, "R I"], kernel: GroupedKernel, sizes: Int[Array, "E"]) -> Float[Array, "R O"]:
         kernel = as_kernel(kernel)
         count, groups = rows.shape[0], kernel.shape[0]
         if not is_static(count):  # blocks of one size; the last may extend beyond the rows
@@ -41,10 +41,11 @@ class Blocked:
             return self._in_blocks(rows, kernel, sizes, (block,), (block,))[:count]
         if count == 0:
             return jnp.zeros((0, kernel.shape[2]), rows.dtype)
-        fewer = block_sizes(count, groups, FEW) if self.block is None else (min(self.block, count),)
+        fewer = block_sizes(count, groups, FEW_BLOCK_SIZES) if self.block is None else (min(self.block, count),)
         # With few rows per group the product is bound by reading the kernels, so padded rows cost nothing.
         many = self.block is None and count >= 32 * groups
-        return self._in_blocks(rows, kernel, sizes, fewer, block_sizes(count, groups, MANY) if many else fewer)
+        blocks = block_sizes(count, groups, MANY_BLOCK_SIZES) if many else fewer
+        return self._in_blocks(rows, kernel, sizes, fewer, blocks)
 
     def _in_blocks(
         self, rows: Array, kernel: Kernel, sizes: Array, fewer: tuple[int, ...], blocks: tuple[int, ...]
@@ -61,12 +62,12 @@ class Blocked:
             return leaf
 
         first = functools.partial(multiply, False, blocks=blocks)
-        return grouped_product(multiply, outer, kernel.trainable, first=first)(rows, sizes, *leaves)
+        return differentiable_grouped_matmul(multiply, outer, kernel.trainable, first=first)(rows, sizes, *leaves)
 
 
 # Block sizes as multiples of the mean group size. Densest just above 1: half of balanced loads lie slightly above it.
-FEW = (0.5, 1.125, 1.5, 2)
-MANY = (0.5, 0.75, 1, 1.125, 1.25, 1.5, 2, 4)
+FEW_BLOCK_SIZES = (0.5, 1.125, 1.5, 2)
+MANY_BLOCK_SIZES = (0.5, 0.75, 1, 1.125, 1.25, 1.5, 2, 4)
 
 
 def block_sizes(rows: int, groups: int, means: Sequence[float]) -> tuple[int, ...]:
@@ -183,7 +184,7 @@ class _Form:
         return self.tree.unflatten([jnp.zeros(*leaf) for leaf in self.leaves])
 
 
-def grouped_product(
+def differentiable_grouped_matmul(
     multiply: Callable[..., Array],
     outer: Callable[..., Array],
     trained: bool,
@@ -202,13 +203,13 @@ def grouped_product(
 
     def d_rows(sizes: Array, *rest: Array) -> Array:
         *leaves, d_out = rest
-        return grouped_product(multiply, outer, trained, not back)(d_out, sizes, *leaves)
+        return differentiable_grouped_matmul(multiply, outer, trained, not back)(d_out, sizes, *leaves)
 
     def d_kernel(rows: Array, sizes: Array, d_out: Array) -> Array:
         return _outer_product(multiply, outer)(*((d_out, rows) if back else (rows, d_out)), sizes)
 
     def forward(*given: Array) -> Array:
-        return grouped_product(multiply, outer, trained, back)(*given)
+        return differentiable_grouped_matmul(multiply, outer, trained, back)(*given)
 
     transposes = {0: d_rows, 2: d_kernel} if trained else {0: d_rows}
     return multilinear(first or functools.partial(multiply, back), transposes, forward)
@@ -216,10 +217,10 @@ def grouped_product(
 
 def _outer_product(multiply: Callable[..., Array], outer: Callable[..., Array]) -> Callable[..., Array]:
     def d_rows(d_out: Array, sizes: Array, d_kernel: Array) -> Array:
-        return grouped_product(multiply, outer, True, back=True)(d_out, sizes, d_kernel)
+        return differentiable_grouped_matmul(multiply, outer, True, back=True)(d_out, sizes, d_kernel)
 
     def d_d_out(rows: Array, sizes: Array, d_kernel: Array) -> Array:
-        return grouped_product(multiply, outer, True)(rows, sizes, d_kernel)
+        return differentiable_grouped_matmul(multiply, outer, True)(rows, sizes, d_kernel)
 
     def forward(*given: Array) -> Array:
         return _outer_product(multiply, outer)(*given)

@@ -14,7 +14,7 @@ from nnxmoe.config.printable import short
 from nnxmoe.config.validate import as_number, check_object, set_positive
 from nnxmoe.layers.chunks import chunk_by_chunk
 from nnxmoe.layers.linear.dots import einsum_f32
-from nnxmoe.moe.dispatch import Dispatch, DispatchInfo, assignments, by_expert, information
+from nnxmoe.moe.dispatch import Dispatch, DispatchInfo, assignments, dispatch_info, expert_row_axes
 from nnxmoe.moe.experts import ExpertFn
 from nnxmoe.moe.router import Routing
 
@@ -55,13 +55,13 @@ class Capacity:
         slot = jax.nn.one_hot(jnp.sum(place * kept, axis=2), slots, dtype=x.dtype)
         mask = slot * jnp.sum(kept, axis=2)[..., None].astype(x.dtype)
         weights = jnp.sum(kept * scales[..., None], axis=2).astype(x.dtype)[..., None] * mask
-        axes, by_batch = by_expert(batch_axes(mesh)), (None, batch_axes(mesh))
+        axes, by_batch = expert_row_axes(batch_axes(mesh)), (None, batch_axes(mesh))
         sent = shard_constraint(jnp.einsum("BTEC,BTD->EBCD", mask, x), mesh, *by_batch)
         rows = shard_constraint(sent, mesh, *axes).reshape(count, batch * slots, x.shape[-1])
         back = shard_constraint(experts(rows, None).reshape(sent.shape), mesh, *axes)
         back = shard_constraint(back, mesh, *by_batch)
         y = einsum_f32("BTEC,EBCD->BTD", weights, back)
-        return y.astype(x.dtype), information(routing, jnp.sum(wanted) - jnp.sum(kept))
+        return y.astype(x.dtype), dispatch_info(routing, jnp.sum(wanted) - jnp.sum(kept))
 
 
 @dataclasses.dataclass(frozen=True)

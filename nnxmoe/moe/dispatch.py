@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from nnxmoe.axes import AnyMesh, batch_shard_axes, context_shard_axes, shard_constraint
 from nnxmoe.moe.experts import ExpertFn
-from nnxmoe.moe.permute import combine, fitting, permute, weighted_sum
+from nnxmoe.moe.permute import clip_to_capacity, combine, permute, weighted_sum
 from nnxmoe.moe.router import Routing
 
 
@@ -60,13 +60,13 @@ class Dense:
         count = routing.scores.shape[-1]
         tokens = x.shape[0] * x.shape[1]
         flat = x.reshape(tokens, x.shape[-1])
-        axes = by_expert(batch_shard_axes(x.shape[0], mesh))
+        axes = expert_row_axes(batch_shard_axes(x.shape[0], mesh))
         rows = shard_constraint(jnp.broadcast_to(flat, (count, *flat.shape)), mesh, *axes)
         outs = shard_constraint(experts(rows, None), mesh, *axes)
         ids, scales = assignments(routing)
         weights = jnp.sum(jax.nn.one_hot(ids, count, dtype=bool) * scales[..., None], axis=-2)
         y = weighted_sum(weights.reshape(tokens, count).T, outs, axis=0)
-        return y.reshape(x.shape).astype(x.dtype), information(routing)
+        return y.reshape(x.shape).astype(x.dtype), dispatch_info(routing)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,10 +86,10 @@ class Sorted:
         if mesh is None or not (axes or context_shard_axes(x.shape[1], mesh)):
             y, _ = sorted_rows(x, assignments(routing), experts)
         else:
-            from nnxmoe.moe.on_shards import on_shards
+            from nnxmoe.moe.shard_map_dispatch import shard_map_dispatch
 
-            y, _ = on_shards(sorted_rows, x, assignments(routing), experts, mesh, axes, expert_axis=None)
-        return y.astype(x.dtype), information(routing)
+            y, _ = shard_map_dispatch(sorted_rows, x, assignments(routing), experts, mesh, axes, expert_axis=None)
+        return y.astype(x.dtype), dispatch_info(routing)
 
 
 def sorted_rows(
@@ -103,7 +103,7 @@ def sorted_rows(
     total = ids.size if limit is None else min(limit, ids.size)
     rows, order = permute(x.reshape(-1, x.shape[-1]), ids, total, experts.count)
     sizes = jnp.bincount(ids.reshape(-1), length=experts.count).astype(jnp.int32)
-    kept = fitting(sizes, total)
+    kept = clip_to_capacity(sizes, total)
     y = combine(experts(rows, kept), order, weights)
     return y.reshape(x.shape), jnp.sum(sizes) - jnp.sum(kept)
 
@@ -117,12 +117,12 @@ def assignments(routing: Routing) -> Assignments:
     return Assignments(ids, jnp.where(valid, routing.weights, 0))
 
 
-def by_expert(axes: Sequence[str]) -> tuple[str | None, tuple[str, ...]]:
+def expert_row_axes(axes: Sequence[str]) -> tuple[str | None, tuple[str, ...]]:
     """Mesh axes of the two leading dimensions of rows ``[E, B, ...]``: ``expert`` if present, and the other axes."""
     return "expert" if "expert" in axes else None, tuple(axis for axis in axes if axis != "expert")
 
 
-def information(routing: Routing, dropped: Any = 0, by_shard: Any = None) -> DispatchInfo:
+def dispatch_info(routing: Routing, dropped: Any = 0, by_shard: Any = None) -> DispatchInfo:
     """The `DispatchInfo` for all shards together."""
     dropped = jnp.asarray(dropped, jnp.int32)
     by_shard = dropped[None] if by_shard is None else by_shard

@@ -19,7 +19,7 @@ class ExpertBiases(nnx.Module):
         self.gate = parameter((experts, width), into, zeros, **kw)
         self.up = parameter((experts, width), into, zeros, **kw)
         self.down = parameter((experts, dim), out, zeros, **kw)
-        # This bias is added to partial sums, so only one shard of the feed-forward width may add it (`on_shards`).
+        # `shard_map_dispatch` adds partial outputs, so only one shard of the feed-forward width may add this bias.
         self.down.set_metadata(added_once=True)
 
     def __call__(self, name: str, rows: Float[Array, "*E R F"], sizes: Int[Array, "E"] | None) -> Array:

@@ -17,12 +17,12 @@ from nnxmoe.axes import AnyMesh, batch_axes
 from nnxmoe.config.validate import check_object, set_positive
 from nnxmoe.layers.chunks import chunk_by_chunk
 from nnxmoe.moe.capacity import check_batch, check_factor
-from nnxmoe.moe.dispatch import Assignments, Dispatch, DispatchInfo, assignments, information, sorted_rows
+from nnxmoe.moe.dispatch import Assignments, Dispatch, DispatchInfo, assignments, dispatch_info, sorted_rows
 from nnxmoe.moe.experts import ExpertFn
-from nnxmoe.moe.on_shards import on_shards
-from nnxmoe.moe.permute import combine, fitting, permute, unpermute
-from nnxmoe.moe.ragged import Side, ragged_all_to_all
+from nnxmoe.moe.permute import clip_to_capacity, combine, permute, unpermute
+from nnxmoe.moe.ragged import TransferPlan, ragged_all_to_all
 from nnxmoe.moe.router import Routing
+from nnxmoe.moe.shard_map_dispatch import shard_map_dispatch
 
 
 class Exchange(Protocol):
@@ -86,12 +86,12 @@ class ExpertParallel:
                 f"ExpertParallel: the rules split experts over {experts.rules['expert']!r}, not over {self.axis!r}"
             )
         body = functools.partial(self.exchange, axis=self.axis)
-        y, dropped = on_shards(body, x, assignments(routing), experts, mesh, axes, self.axis)
-        return y.astype(x.dtype), information(routing, jnp.sum(dropped), dropped)
+        y, dropped = shard_map_dispatch(body, x, assignments(routing), experts, mesh, axes, self.axis)
+        return y.astype(x.dtype), dispatch_info(routing, jnp.sum(dropped), dropped)
 
 
 @dataclasses.dataclass(frozen=True)
-class Buffered:
+class BufferedExchange:
     """``buffer_factor`` None: the receive buffer fits the worst case, all rows of the axis on one device, so nothing is
     dropped. A number: the buffer size in multiples of the balanced load; rows that do not fit are dropped and counted.
     """
@@ -105,7 +105,7 @@ class Buffered:
 
 
 @dataclasses.dataclass(frozen=True)
-class RaggedAllToAll(Buffered):
+class RaggedAllToAll(BufferedExchange):
     """Sends each row to its expert's device and back: permute, exchange, local permute, experts, and the inverses."""
 
     def __call__(
@@ -114,7 +114,7 @@ class RaggedAllToAll(Buffered):
         size, me, mine = jax.lax.axis_size(axis), jax.lax.axis_index(axis), experts.count
         ids, weights = (a.reshape(-1, a.shape[-1]) for a in chosen)
         tokens, count = ids.shape
-        room = buffer_rows(self.buffer_factor, tokens, count, size, mine)
+        room = buffer_size(self.buffer_factor, tokens, count, size, mine)
         # Permute: this shard's rows sorted by global expert, and the number of rows per expert.
         rows, order = permute(x.reshape(tokens, x.shape[-1]), ids, ids.size, size * mine)
         counts = jnp.bincount(ids.reshape(-1), length=size * mine).astype(jnp.int32)
@@ -139,8 +139,8 @@ class ExchangePlan:
     ``expert``: local expert of each row of the receive buffer, L for unused rows; ``sizes``: rows per local expert.
     """
 
-    send: Side
-    receive: Side
+    send: TransferPlan
+    receive: TransferPlan
     expert: Int[Array, "room"]
     sizes: Int[Array, "L"]
     dropped: Int[Array, ""]
@@ -155,13 +155,13 @@ class ExchangePlan:
         sent = jnp.clip(room - arrives, 0, wanted)
         arrives = jnp.minimum(arrives, room)
         mine = counts[:, me].reshape(-1)  # by sender, then by expert: the order in which the buffer is filled
-        fits = fitting(mine, room)
+        fits = clip_to_capacity(mine, room)
         ends = jnp.cumsum(fits)
         expert = jnp.searchsorted(ends, jnp.arange(room), side="right").astype(jnp.int32) % counts.shape[-1]
         expert = jnp.where(jnp.arange(room) < ends[-1], expert, counts.shape[-1])
         return cls(
-            send=Side(begins[me], sent[me], arrives[me]),
-            receive=Side(arrives[:, me], sent[:, me], begins[:, me]),
+            send=TransferPlan(begins[me], sent[me], arrives[me]),
+            receive=TransferPlan(arrives[:, me], sent[:, me], begins[:, me]),
             expert=expert,
             sizes=jnp.sum(fits.reshape(counts.shape[0], -1), axis=0, dtype=jnp.int32),
             dropped=jnp.sum(mine) - jnp.sum(fits),
@@ -169,7 +169,7 @@ class ExchangePlan:
 
 
 @dataclasses.dataclass(frozen=True)
-class RingOfExperts(Buffered):
+class RingOfExperts(BufferedExchange):
     """All-gathers the tokens of the axis; each device applies its own experts to all of them, and the partial outputs
     are reduce-scattered."""
 
@@ -182,17 +182,17 @@ class RingOfExperts(Buffered):
         ids, weights = jnp.split(jax.lax.all_gather(routing, axis, axis=0, tiled=True), 2, axis=-1)
         local = ids.astype(jnp.int32) - jax.lax.axis_index(axis) * mine
         local = jnp.where((local >= 0) & (local < mine), local, mine)
-        room = buffer_rows(self.buffer_factor, x.shape[0] * x.shape[1], ids.shape[-1], size, mine)
+        room = buffer_size(self.buffer_factor, x.shape[0] * x.shape[1], ids.shape[-1], size, mine)
         part, dropped = sorted_rows(everyone, Assignments(local, weights), experts, limit=room)
         y = jax.lax.psum_scatter(part.astype(x.dtype), axis, scatter_dimension=0, tiled=True)
         return y.astype(jnp.float32), dropped
 
 
-MOST_ROOM = 8  # times the balanced load, in the worst case: the most that an axis of eight devices needs
+MAX_BUFFER_FACTOR = 8  # times the balanced load, in the worst case: the most that an axis of eight devices needs
 
 
 @dataclasses.dataclass(frozen=True)
-class InChunks:
+class ChunkedExchange:
     """Runs ``exchange`` on one slice of each shard's sequences at a time, recomputed in the backward pass.
 
     The receive buffer for the worst case is that of one slice, and nothing is dropped. ``chunks`` None: as few slices
@@ -205,7 +205,7 @@ class InChunks:
     chunks: int | None = None
 
     def __post_init__(self) -> None:
-        check_object("InChunks", "exchange", self.exchange, "RaggedAllToAll() or RingOfExperts()")
+        check_object("ChunkedExchange", "exchange", self.exchange, "RaggedAllToAll() or RingOfExperts()")
         set_positive(self, "chunks")
 
     @property
@@ -218,7 +218,7 @@ class InChunks:
     ) -> tuple[Float[Array, "B T D"], Int[Array, ""]]:
         size, factor, chunks = jax.lax.axis_size(axis), self.buffer_factor, self.chunks
         if chunks is None:
-            chunks = fewest_chunks(factor, chosen.ids.shape[-1], size, experts.count)
+            chunks = min_chunks(factor, chosen.ids.shape[-1], size, experts.count)
         if min(chunks, x.shape[1]) == 1:
             return self.exchange(x, chosen, experts, axis)
         none = size * experts.count  # the id of no expert, as which the zeros of padding count
@@ -230,12 +230,14 @@ class InChunks:
         return y, jnp.sum(dropped)
 
 
-def buffer_rows(factor: float | None, tokens: int, chosen: int, size: int, mine: int) -> int:
+def buffer_size(factor: float | None, tokens: int, chosen: int, size: int, mine: int) -> int:
     """Rows in a shard's buffer, given ``tokens`` on each of ``size`` shards with ``mine`` experts each."""
     worst = size * tokens * min(chosen, mine)
     return worst if factor is None else min(worst, max(1, math.ceil(factor * tokens * chosen)))
 
 
-def fewest_chunks(factor: float | None, chosen: int, size: int, mine: int) -> int:
-    """Slices that bound the receive room by ``MOST_ROOM``; arguments as of `buffer_rows`."""
-    return 1 if factor is not None else math.ceil(buffer_rows(None, 1, chosen, size, mine) / (chosen * MOST_ROOM))
+def min_chunks(factor: float | None, chosen: int, size: int, mine: int) -> int:
+    """Slices that bound the receive room by ``MAX_BUFFER_FACTOR``; arguments as of `buffer_size`."""
+    return (
+        1 if factor is not None else math.ceil(buffer_size(None, 1, chosen, size, mine) / (chosen * MAX_BUFFER_FACTOR))
+    )

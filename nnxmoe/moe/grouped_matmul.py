@@ -15,25 +15,27 @@ from nnxmoe.config.validate import set_positive
 from nnxmoe.layers.linear.kernel import Kernel, as_kernel
 from nnxmoe.moe.permute import gather_rows
 
-Weights = Kernel | Float[Array, "E I O"]
+GroupedKernel = Kernel | Float[Array, "E I O"]
 
 
 class GroupedMatmul(Protocol):
     """A backend of the grouped product, with its own backward pass. ``kernel`` may be an array."""
 
-    def __call__(self, rows: Float[Array, "R I"], kernel: Weights, sizes: Int[Array, "E"]) -> Float[Array, "R O"]: ...
+    def __call__(
+        self, rows: Float[Array, "R I"], kernel: GroupedKernel, sizes: Int[Array, "E"]
+    ) -> Float[Array, "R O"]: ...
 
 
-def equal_groups(rows: Float[Array, "E R I"], kernel: Weights) -> Float[Array, "E R O"]:
+def equal_groups(rows: Float[Array, "E R I"], kernel: GroupedKernel) -> Float[Array, "E R O"]:
     """The product for equally sized groups: one batched dot, which XLA can partition over devices."""
     return as_kernel(kernel).batched_matmul(rows)
 
 
 @dataclasses.dataclass(frozen=True)
-class Masked:
+class MaskedMatmul:
     """Multiplies every row by every kernel and masks the result: E times the work. The reference for the others."""
 
-    def __call__(self, rows: Float[Array, "R I"], kernel: Weights, sizes: Int[Array, "E"]) -> Float[Array, "R O"]:
+    def __call__(self, rows: Float[Array, "R I"], kernel: GroupedKernel, sizes: Int[Array, "E"]) -> Float[Array, "R O"]:
         kernel, ends = as_kernel(kernel), jnp.cumsum(sizes)
         index = jnp.arange(rows.shape[0])[None, :]
         member = (index >= (ends - sizes)[:, None]) & (index < ends[:, None])
@@ -42,24 +44,24 @@ class Masked:
 
 
 @dataclasses.dataclass(frozen=True)
-class RaggedDot:
+class RaggedDotMatmul:
     """``jax.lax.ragged_dot``: a grouped kernel on TPU, a masked dense product on CPU and NVIDIA GPUs."""
 
-    def __call__(self, rows: Float[Array, "R I"], kernel: Weights, sizes: Int[Array, "E"]) -> Float[Array, "R O"]:
-        rows = zeros_beyond(rows, sizes)
+    def __call__(self, rows: Float[Array, "R I"], kernel: GroupedKernel, sizes: Int[Array, "E"]) -> Float[Array, "R O"]:
+        rows = zero_unused_rows(rows, sizes)
         dense = as_kernel(kernel).dense(rows.dtype)
         out = jax.lax.ragged_dot(rows, dense, sizes, preferred_element_type=jnp.float32)
-        return zeros_beyond(out, sizes).astype(rows.dtype)
+        return zero_unused_rows(out, sizes).astype(rows.dtype)
 
 
-def zeros_beyond(rows: Float[Array, "R D"], sizes: Int[Array, "E"]) -> Float[Array, "R D"]:
+def zero_unused_rows(rows: Float[Array, "R D"], sizes: Int[Array, "E"]) -> Float[Array, "R D"]:
     """``rows`` with those beyond ``sum(sizes)`` set to zero. Backends may return any values there, or gradients."""
     inside = jnp.arange(rows.shape[0]) < jnp.sum(sizes)
     return jnp.where(inside[:, None], rows, 0)
 
 
 @dataclasses.dataclass(frozen=True)
-class Aligned:
+class AlignedMatmul:
     """Calls ``inner`` with group sizes rounded up to multiples of ``block``, for backends that require it.
 
     Groups are padded with zeros, at most ``E * (block - 1)`` rows in total.
@@ -71,7 +73,7 @@ class Aligned:
     def __post_init__(self) -> None:
         set_positive(self, "block")
 
-    def __call__(self, rows: Float[Array, "R I"], kernel: Weights, sizes: Int[Array, "E"]) -> Float[Array, "R O"]:
+    def __call__(self, rows: Float[Array, "R I"], kernel: GroupedKernel, sizes: Int[Array, "E"]) -> Float[Array, "R O"]:
         have, groups = rows.shape[0], sizes.shape[0]
         if have == 0:
             return jnp.zeros((0, as_kernel(kernel).shape[2]), rows.dtype)

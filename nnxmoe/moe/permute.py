@@ -10,7 +10,7 @@ from nnxmoe.axes import is_static
 from nnxmoe.layers.linear.multilinear import multilinear
 
 
-class Order(NamedTuple):
+class SortOrder(NamedTuple):
     """Permutation of assignments to rows sorted by expert: ``assignment[row]``, and its inverse ``row[assignment]``; a
     dropped assignment has the number of rows (out of range)."""
 
@@ -18,7 +18,7 @@ class Order(NamedTuple):
     row: Int[Array, "R"]
 
 
-def sort_by_expert(ids: Int[Array, "R"], rows: int, groups: int) -> Order:
+def sort_by_expert(ids: Int[Array, "R"], rows: int, groups: int) -> SortOrder:
     """The first ``rows`` assignments, sorted by expert (stable); ids are 0 to ``groups``, the last one of none.
 
     Sorts one int32 of id and index, which is distinct, instead of pairs: 0.05 ms instead of 0.54 for 4096 assignments
@@ -31,7 +31,7 @@ def sort_by_expert(ids: Int[Array, "R"], rows: int, groups: int) -> Order:
         packed = (ids.astype(jnp.int32) << bits) | jnp.arange(ids.size, dtype=jnp.int32)
         order = jnp.sort(packed, stable=False) & ((1 << bits) - 1)
     back = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=jnp.int32), unique_indices=True)
-    return Order(order[:rows], jnp.minimum(back, rows))
+    return SortOrder(order[:rows], jnp.minimum(back, rows))
 
 
 def gather_rows(rows: Float[Array, "N D"], index: Int[Array, "M"], back: Int[Array, "N K"]) -> Float[Array, "M D"]:
@@ -52,18 +52,18 @@ def gather_rows(rows: Float[Array, "N D"], index: Int[Array, "M"], back: Int[Arr
 
 def permute(
     x: Float[Array, "N D"], ids: Int[Array, "N X"], rows: int, groups: int
-) -> tuple[Float[Array, "rows D"], Order]:
+) -> tuple[Float[Array, "rows D"], SortOrder]:
     """One row per assignment, sorted by expert (0 to ``groups``, the last one of none), cut to the first ``rows``."""
     order = sort_by_expert(ids.reshape(-1), rows, groups)
     return gather_rows(x, order.assignment // ids.shape[1], order.row.reshape(ids.shape)), order
 
 
-def unpermute(rows: Float[Array, "rows D"], order: Order) -> Float[Array, "R D"]:
+def unpermute(rows: Float[Array, "rows D"], order: SortOrder) -> Float[Array, "R D"]:
     """Rows in the order of the assignments; zeros for dropped assignments."""
     return gather_rows(rows, order.row, order.assignment[:, None])
 
 
-def combine(rows: Float[Array, "rows D"], order: Order, weights: Float[Array, "N X"]) -> Float[Array, "N D"]:
+def combine(rows: Float[Array, "rows D"], order: SortOrder, weights: Float[Array, "N X"]) -> Float[Array, "N D"]:
     """Undo `permute` and return the weighted sum of each token's rows, in float32."""
     back = unpermute(rows, order).reshape(*weights.shape, rows.shape[-1])
     return weighted_sum(weights, back, axis=1)
@@ -85,7 +85,7 @@ def weighted_sum(weights: Float[Array, "M N"], rows: Float[Array, "M N D"], axis
     return jax.checkpoint(add)(weights, rows)
 
 
-def fitting(sizes: Int[Array, "E"], rows: int) -> Int[Array, "E"]:
+def clip_to_capacity(sizes: Int[Array, "E"], rows: int) -> Int[Array, "E"]:
     """The number of rows of each group within the first ``rows`` rows."""
     start = jnp.cumsum(sizes) - sizes
     return jnp.clip(rows - start, 0, sizes)

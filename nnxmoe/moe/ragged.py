@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 from nnxmoe.layers.linear.multilinear import multilinear
 
 
-class Side(NamedTuple):
+class TransferPlan(NamedTuple):
     """One side of an exchange with each shard of the axis: start of the rows ``here``, their ``count``, and their start
     ``there``, in the other shard's rows."""
 
@@ -19,7 +19,7 @@ class Side(NamedTuple):
 
 
 def ragged_all_to_all(
-    rows: Float[Array, "R D"], room: int, send: Side, receive: Side, *, axis: str, most: int
+    rows: Float[Array, "R D"], room: int, send: TransferPlan, receive: TransferPlan, *, axis: str, most: int
 ) -> Float[Array, "room D"]:
     """The ``room`` rows that this shard receives, padded with zeros. One shard sends at most ``most`` rows to another.
 
@@ -28,17 +28,17 @@ def ragged_all_to_all(
     """
 
     def there(rows: Array, *sides: Array) -> Array:
-        return _move(rows, Side(*sides[:3]), Side(*sides[3:]), room, have, axis, most)
+        return _move(rows, TransferPlan(*sides[:3]), TransferPlan(*sides[3:]), room, have, axis, most)
 
     def back(*given: Array) -> Array:
         *sides, d_out = given
-        return _move(d_out, Side(*sides[3:]), Side(*sides[:3]), have, room, axis, most)
+        return _move(d_out, TransferPlan(*sides[3:]), TransferPlan(*sides[:3]), have, room, axis, most)
 
     have = rows.shape[0]
     return multilinear(there, {0: back})(rows, *send, *receive)
 
 
-def _move(rows: Any, send: Side, receive: Side, room: int, have: int, axis: str, most: int) -> Any:
+def _move(rows: Any, send: TransferPlan, receive: TransferPlan, room: int, have: int, axis: str, most: int) -> Any:
     def ragged(rows: Array) -> Array:
         out = jnp.zeros((room, rows.shape[1]), rows.dtype)
         sizes = (send.here, send.count, send.there, receive.count)

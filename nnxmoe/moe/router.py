@@ -62,31 +62,32 @@ class LogitBias(nnx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class SoftmaxTopK:
-    """Softmax over all experts, then top ``k``, with weights rescaled to sum to 1 if ``normalise`` (Mixtral; Jiang et
+    """Softmax over all experts, then top ``k``, with weights rescaled to sum to 1 if ``normalize`` (Mixtral; Jiang et
     al. 2024), times ``scale``. With rescaling this equals a softmax over the top ``k`` logits.
 
-    A correction bias affects the choice only, not the weights, whose sum is taken as at least ``least`` (ERNIE 4.5)."""
+    A correction bias affects the choice only, not the weights, whose sum is taken as at least
+    ``min_weight_sum`` (ERNIE 4.5)."""
 
     by_row: ClassVar[bool] = True
 
     k: int
-    normalise: bool = True
+    normalize: bool = True
     scale: float = 1.0
-    least: float = 0.0
+    min_weight_sum: float = 0.0
 
     def __call__(self, logits: Float[Array, "*rows E"], bias: Float[Array, "E"] | None) -> Routing:
         scores = jax.nn.softmax(logits, axis=-1)
         weights, experts = jax.lax.top_k(_biased(scores, bias), self.k)
         if bias is not None:
             weights = jnp.take_along_axis(scores, experts, axis=-1)
-        if self.normalise:
+        if self.normalize:
             total = jnp.sum(weights, axis=-1, keepdims=True)
-            weights = weights / (jnp.maximum(total, self.least) if self.least else total)
+            weights = weights / (jnp.maximum(total, self.min_weight_sum) if self.min_weight_sum else total)
         return Routing(experts, weights * self.scale, scores, logits)
 
 
 @dataclasses.dataclass(frozen=True)
-class RandomTopK:
+class BalancedTopK:
     """A load test instead of a learned router: ignores the logits and assigns tokens to experts evenly (loads differ by
     at most one), with equal weights. Deterministic for a given ``seed``."""
 
@@ -116,7 +117,7 @@ class SigmoidGroupTopK:
     k: int
     groups: int
     top_groups: int
-    normalise: bool
+    normalize: bool
     scale: float
 
     def __call__(self, logits: Float[Array, "*rows E"], bias: Float[Array, "E"] | None) -> Routing:
@@ -128,8 +129,8 @@ class SigmoidGroupTopK:
         choice = jnp.where(kept[..., None], grouped, -jnp.inf).reshape(choice.shape)
         _, experts = jax.lax.top_k(choice, self.k)
         weights = jnp.take_along_axis(scores, experts, axis=-1)
-        if self.normalise:
-            weights = _normalised(weights)
+        if self.normalize:
+            weights = _normalized(weights)
         lost = jnp.any(jnp.isnan(logits), axis=-1, keepdims=True)  # else NaN is lost if its group is not chosen
         return Routing(experts, jnp.where(lost, jnp.nan, weights * self.scale), scores, logits)
 
@@ -176,7 +177,7 @@ class SqrtSoftplusTopK:
 
     def chosen(self, experts: Array, scores: Array, logits: Array) -> Routing:
         """The routing to these experts ``[*rows, X]``."""
-        weights = _normalised(jnp.take_along_axis(scores, experts, axis=-1))
+        weights = _normalized(jnp.take_along_axis(scores, experts, axis=-1))
         return Routing(experts, weights * self.scale, scores, logits)
 
 
@@ -189,7 +190,7 @@ def _highest(values: Float[Array, "*rows groups"], count: int) -> Bool[Array, "*
     return jnp.any(jax.nn.one_hot(found, values.shape[-1], dtype=bool), axis=-2)
 
 
-def _normalised(weights: Float[Array, "*rows X"]) -> Float[Array, "*rows X"]:
+def _normalized(weights: Float[Array, "*rows X"]) -> Float[Array, "*rows X"]:
     """``weights / (sum + 1e-20)``; without a gradient where all weights underflow, which would be 0 / 0."""
     total = jnp.sum(weights, axis=-1, keepdims=True)
     tiny = total < 1e-15

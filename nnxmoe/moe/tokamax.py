@@ -13,12 +13,12 @@ from nnxmoe.layers.linear.codes import LEVELS, MIDDLE
 from nnxmoe.layers.linear.kernel import as_kernel
 from nnxmoe.layers.linear.multilinear import multilinear
 from nnxmoe.layers.linear.quantized import QuantizedKernel
-from nnxmoe.moe.grouped_matmul import Weights, zeros_beyond
+from nnxmoe.moe.grouped_matmul import GroupedKernel, zero_unused_rows
 from nnxmoe.runtime.extras import install_command
 
 
-def installed() -> bool:
-    """Whether tokamax (the extra 'kernels') is installed, without importing it."""
+def is_installed() -> bool:
+    """Whether tokamax (the extra 'kernels') is is_installed, without importing it."""
     return importlib.util.find_spec("tokamax") is not None
 
 
@@ -31,18 +31,18 @@ def _library() -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Tokamax:
+class TokamaxMatmul:
     """``tokamax.ragged_dot``. ``implementation``: "mosaic", "xla", or None for tokamax's default, which on CPU is a
     masked dense product. It computes from the codes of quantised kernels. On NVIDIA GPUs tokamax 0.0.17 refuses widths
-    that are not multiples of 64. Raises ValueError if tokamax is not installed."""
+    that are not multiples of 64. Raises ValueError if tokamax is not is_installed."""
 
     implementation: str | None = None
 
     def __post_init__(self) -> None:
-        if not installed():
-            raise ValueError(f"Tokamax() needs tokamax: {install_command('kernels')}, or choose Blocked()")
+        if not is_installed():
+            raise ValueError(f"TokamaxMatmul() needs tokamax: {install_command('kernels')}, or choose BlockedMatmul()")
 
-    def __call__(self, rows: Float[Array, "R I"], kernel: Weights, sizes: Int[Array, "E"]) -> Float[Array, "R O"]:
+    def __call__(self, rows: Float[Array, "R I"], kernel: GroupedKernel, sizes: Int[Array, "E"]) -> Float[Array, "R O"]:
         kernel = as_kernel(kernel)
         if not isinstance(kernel, QuantizedKernel):
             return self._product(rows, kernel.dense(rows.dtype), sizes)
@@ -67,8 +67,8 @@ class Tokamax:
         options: dict[str, Any] = {"preferred_element_type": rows.dtype, "implementation": self.implementation}
         if rows.dtype.itemsize == 2:
             options["precision"] = jax.lax.Precision.DEFAULT
-        out = _library().ragged_dot(zeros_beyond(rows, sizes), weights, group_sizes=sizes, **options)
-        return zeros_beyond(out, sizes)
+        out = _library().ragged_dot(zero_unused_rows(rows, sizes), weights, group_sizes=sizes, **options)
+        return zero_unused_rows(out, sizes)
 
 
 def _qarray(kernel: QuantizedKernel, dtype: Any) -> Any:

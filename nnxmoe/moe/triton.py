@@ -16,8 +16,8 @@ from nnxmoe.layers.linear.codes import MIDDLE, Codes
 from nnxmoe.layers.linear.kernel import DenseKernel, Kernel, as_kernel
 from nnxmoe.layers.linear.quantized import QuantizedKernel, QuantizedProduct
 from nnxmoe.layers.linear.quantized_products import CastProduct
-from nnxmoe.moe.blocked import Blocked, grouped_product
-from nnxmoe.moe.grouped_matmul import GroupedMatmul, Weights
+from nnxmoe.moe.blocked import BlockedMatmul, differentiable_grouped_matmul
+from nnxmoe.moe.grouped_matmul import GroupedKernel, GroupedMatmul
 
 SIZES = (128, 64, 32, 16)  # of tiles: the first that divides
 COMPUTED = ("int8", "int4", "fp8", "fp4")  # kinds of codes whose values are computed, not looked up
@@ -34,7 +34,7 @@ class Tiles(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Triton:
+class TritonMatmul:
     """One kernel for all groups: each program multiplies a tile of one group's rows by a tile of its kernel.
 
     For rows of 16 bits whose widths are multiples of 16. Codes of 4 and 8 bits become floats tile by tile, so a step of
@@ -42,10 +42,10 @@ class Triton:
     interpreter, on any backend.
     """
 
-    fallback: GroupedMatmul = Blocked()
+    fallback: GroupedMatmul = BlockedMatmul()
     interpret: bool = False
 
-    def __call__(self, rows: Float[Array, "R I"], kernel: Weights, sizes: Int[Array, "E"]) -> Float[Array, "R O"]:
+    def __call__(self, rows: Float[Array, "R I"], kernel: GroupedKernel, sizes: Int[Array, "E"]) -> Float[Array, "R O"]:
         kernel = as_kernel(kernel)
         if isinstance(kernel, DenseKernel):
             kernel = kernel.cast(rows.dtype)
@@ -64,7 +64,7 @@ class Triton:
             ins_first = tree.unflatten([0]).ins_first
             return _sums(*((rows, d_out) if ins_first else (d_out, rows)), sizes, self.interpret)
 
-        return grouped_product(multiply, outer, kernel.trainable)(rows, sizes, *leaves)
+        return differentiable_grouped_matmul(multiply, outer, kernel.trainable)(rows, sizes, *leaves)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,7 +165,7 @@ def _multiply(rows, kernel, sizes, back, tiles, interpret, dtype=None):
         grid=(outs // width, tile.shape[0]),
         compiler_params=_language().CompilerParams(warps, stages),
         interpret=interpret,
-        name="grouped_product",
+        name="differentiable_grouped_matmul",
     )(group, first, ends[of_group], rows, *leaves)[:count]
 
 

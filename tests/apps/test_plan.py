@@ -194,11 +194,11 @@ def test_operations_by_formula_are_those_of_the_traced_step(kind: str, remat: bo
         config = dataclasses.replace(DEEPSEEK, **sizes, kv_lora_rank=64)
     mesh, work = make_mesh(devices=jax.devices()[:1]), Work(4, 64, remat=remat)
     strategy = default_strategy(config, dict(mesh.shape), "cpu", work)
-    strategy = dataclasses.replace(strategy, matmul=nnxmoe.RaggedDot())
+    strategy = dataclasses.replace(strategy, matmul=nnxmoe.RaggedDotMatmul())
     step = child.traced(CompileJob(config, strategy, dict(mesh.shape), work), mesh)
     formula = operations(PlannedStep.of(config, mesh, work))
     assert counted(step.jaxpr.jaxpr) == pytest.approx(formula, rel=0.05)
-    loops = dataclasses.replace(strategy, matmul=nnxmoe.Blocked())
+    loops = dataclasses.replace(strategy, matmul=nnxmoe.BlockedMatmul())
     assert math.isnan(counted(child.traced(CompileJob(config, loops, dict(mesh.shape), work), mesh).jaxpr.jaxpr))
 
 
@@ -244,7 +244,7 @@ def test_deepseek_on_256_devices_is_planned_in_seconds() -> None:
     assert time.perf_counter() - started < 10
     whole = nnxmoe.plan("deepseek-v3", made.mesh, batch=256, seq=4096, chunks=1, advise=False)
     assert whole.operations == pytest.approx(3.5e17, rel=0.01) and not made.fits
-    assert "in 2 parts, one after another: InChunks(RaggedAllToAll(), 2)" in str(made)
+    assert "in 2 parts, one after another: ChunkedExchange(RaggedAllToAll(), 2)" in str(made)
     assert made.memory < 0.85 * whole.memory and made.operations < 1.13 * whole.operations
     replicated = {**RULES, "q_rank": None, "kv_rank": None}
     before = nnxmoe.plan(made.config, made.mesh, batch=256, seq=4096, rules=replicated, advise=False)
@@ -258,7 +258,7 @@ def test_advice_was_planned_again() -> None:
     changes: dict[str, dict[str, Any]] = {
         "rules embed": {"rules": WIDE},
         "RaggedAllToAll(buffer_factor=1.25)": {"buffer_factor": 1.25},
-        "InChunks(RaggedAllToAll(), 8)": {"chunks": 8},
+        "ChunkedExchange(RaggedAllToAll(), 8)": {"chunks": 8},
     }
     for start, change in changes.items():
         (line,) = (text for text in made.advice if text.startswith(start))

@@ -21,7 +21,7 @@ from nnxmoe.layers.cache import SlotMetadata
 from nnxmoe.layers.linear.codes import WHOLE, Codes
 from nnxmoe.layers.mask import Mask
 from nnxmoe.models import config_from_hf, model_class
-from nnxmoe.moe.ragged import Side, ragged_all_to_all
+from nnxmoe.moe.ragged import TransferPlan, ragged_all_to_all
 from tests.support.codes import random_codes
 from tests.support.grouped import product_and_gradients
 from tests.support.tiny import ORACLE, TINY, random_tokens
@@ -93,7 +93,7 @@ def products(matmuls: dict[str, Any], ins: int = 256, outs: int = 128) -> Iterat
     for sizes in ([10, 70, 0, 100, 1, 19], [0, 0, 0, 200, 0, 0], [3, 0, 40, 0, 0, 5]):
         for dtype, limit in ((jnp.float32, EXACT), (jnp.bfloat16, ROUNDED)):
             given = jnp.asarray(rows, dtype), jnp.asarray(kernel, dtype), jnp.asarray(sizes, jnp.int32)
-            wanted = product_and_gradients(nnxmoe.Masked(), *(x.astype(jnp.float32) for x in given[:2]), given[2])
+            wanted = product_and_gradients(nnxmoe.MaskedMatmul(), *(x.astype(jnp.float32) for x in given[:2]), given[2])
             for name, matmul in matmuls.items():
                 label = f"{name}, groups {sizes}, {dtype.__name__}"
                 yield compare(label, lambda: product_and_gradients(matmul, *given), wanted, limit)  # noqa: B023
@@ -113,7 +113,7 @@ def quantized(matmuls: dict[str, Any]) -> Iterator[Line]:
 
             return jax.jit(jax.value_and_grad(loss, has_aux=True))(rows)
 
-        (_, y), d_rows = run(nnxmoe.Masked(), rows)
+        (_, y), d_rows = run(nnxmoe.MaskedMatmul(), rows)
         for name, matmul in matmuls.items():
             found = lambda matmul=matmul: run(matmul, rows.astype(jnp.bfloat16))  # noqa: E731
             yield compare(f"{name}, {codes}", lambda: (found()[0][1], found()[1]), (y, d_rows), ROUNDED)  # noqa: B023
@@ -123,7 +123,7 @@ def exchange() -> Iterator[Line]:
     """The ragged exchange and its gradient on a mesh of one device: some rows are not sent."""
     mesh = jax.make_mesh((1,), ("expert",), devices=jax.devices()[:1], axis_types=(jax.sharding.AxisType.Auto,))
     rows = jnp.asarray(np.random.default_rng(2).standard_normal((12, 8)), jnp.float32)
-    send, receive = (Side(*(jnp.array([n], jnp.int32) for n in side)) for side in ((0, 7, 0), (0, 7, 0)))
+    send, receive = (TransferPlan(*(jnp.array([n], jnp.int32) for n in side)) for side in ((0, 7, 0), (0, 7, 0)))
 
     def loss(rows: Any, move: Any) -> Any:
         out = move(rows)

@@ -76,9 +76,9 @@ DECODED = (
 
 def matmuls() -> dict[str, GroupedMatmul]:
     """What is installed, by name; the default of this backend first."""
-    found: list[GroupedMatmul] = [nnxmoe.Strategy.auto().matmul, nnxmoe.Blocked(), nnxmoe.RaggedDot()]
-    if tokamax.installed():
-        found.append(tokamax.Tokamax())
+    found: list[GroupedMatmul] = [nnxmoe.Strategy.auto().matmul, nnxmoe.BlockedMatmul(), nnxmoe.RaggedDotMatmul()]
+    if tokamax.is_installed():
+        found.append(tokamax.TokamaxMatmul())
     return {str(matmul): matmul for matmul in found}
 
 

@@ -12,7 +12,7 @@ import nnxmoe
 from nnxmoe import Capacity, Chunked, Dense, ExpertParallel, ReferenceAttention, RingOfExperts, Sorted
 from nnxmoe.layers.attention.softmax_attention import MaskedSoftmax
 from nnxmoe.layers.cache import TokenCache
-from nnxmoe.moe.router import RandomTopK
+from nnxmoe.moe.router import BalancedTopK
 from nnxmoe.train import lora
 from tests.support.arrays import max_error
 from tests.support.attention import DENSE, LENGTH, MODELS, SCANNED, masks
@@ -214,7 +214,7 @@ def test_random_routing_gets_all_tokens() -> None:
     model = build_tiny("mixtral", nnxmoe.Strategy(), router_jitter_noise=0.1)
     assert tokens_routed(model) == [LENGTH, 1]
     assert tokens_routed(model, key=jax.random.key(0)) == [LENGTH, LENGTH]
-    model.stacks[-1].layers[-1].moe.router.select = RandomTopK(2)
+    model.stacks[-1].layers[-1].moe.router.select = BalancedTopK(2)
     assert tokens_routed(model) == [LENGTH, LENGTH]
 
 

@@ -438,13 +438,13 @@ def test_a_recurrence_of_the_strategy_computes_passes(kind: str) -> None:
 def test_wrong_recurrences_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"recurrence.*TokamaxDeltaRule\(\)"):
         nnxmoe.Strategy(recurrence=InSteps)
-    monkeypatch.setattr(tokamax, "installed", lambda: False)
+    monkeypatch.setattr(tokamax, "is_installed", lambda: False)
     with pytest.raises(ValueError, match=r"tokamax 0\.0\.17"):
         TokamaxDeltaRule()
 
 
 needs_delta = pytest.mark.skipif(
-    not tokamax.installed() or sys.version_info < (3, 12), reason="tokamax has the function from 0.0.17, Python 3.12"
+    not tokamax.is_installed() or sys.version_info < (3, 12), reason="tokamax has the function from 0.0.17, Python 3.12"
 )
 
 

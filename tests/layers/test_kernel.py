@@ -74,9 +74,11 @@ def dequantise(model: nnx.Module, codes: nnx.Module) -> None:
 
 
 STRATEGIES = {
-    "sorted-blocked": nnxmoe.Strategy(dispatch=nnxmoe.Sorted(), matmul=nnxmoe.Blocked()),
-    "dense-absorbed": nnxmoe.Strategy(dispatch=nnxmoe.Dense(), matmul=nnxmoe.Masked(), mla=nnxmoe.AbsorbedMLA()),
-    "scanned-ragged": nnxmoe.Strategy(dispatch=nnxmoe.Sorted(), matmul=nnxmoe.RaggedDot(), stacking=nnxmoe.Scanned()),
+    "sorted-blocked": nnxmoe.Strategy(dispatch=nnxmoe.Sorted(), matmul=nnxmoe.BlockedMatmul()),
+    "dense-absorbed": nnxmoe.Strategy(dispatch=nnxmoe.Dense(), matmul=nnxmoe.MaskedMatmul(), mla=nnxmoe.AbsorbedMLA()),
+    "scanned-ragged": nnxmoe.Strategy(
+        dispatch=nnxmoe.Sorted(), matmul=nnxmoe.RaggedDotMatmul(), stacking=nnxmoe.Scanned()
+    ),
 }
 
 
@@ -130,7 +132,7 @@ def test_both_orientations_give_the_same_products() -> None:
     assert max_error(plain.batched_matmul(x), turned.batched_matmul(x)) < PART_TOLERANCE
     sizes = jnp.asarray([2, 0, 13], jnp.int32)
     rows, d_rows = x.reshape(-1, 6), d.reshape(-1, 4)
-    for backend in (nnxmoe.Blocked(), nnxmoe.Masked(), nnxmoe.RaggedDot()):
+    for backend in (nnxmoe.BlockedMatmul(), nnxmoe.MaskedMatmul(), nnxmoe.RaggedDotMatmul()):
         (y, pull), (other, other_pull) = (
             jax.vjp(lambda rows, kernel, backend=backend: backend(rows, kernel, sizes), rows, kernel)
             for kernel in (plain, turned)

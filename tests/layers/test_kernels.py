@@ -20,8 +20,8 @@ from nnxmoe.layers.linear.kernel import DenseKernel
 from nnxmoe.layers.linear.quantized_products import CastProduct
 from nnxmoe.layers.mask import Mask
 from nnxmoe.moe import tokamax
-from nnxmoe.moe.tokamax import Tokamax
-from nnxmoe.moe.triton import Triton, TritonProduct
+from nnxmoe.moe.tokamax import TokamaxMatmul
+from nnxmoe.moe.triton import TritonMatmul, TritonProduct
 from tests.benchmarks.agreement import difference
 from tests.support.arrays import max_error
 from tests.support.codes import INS, random_codes, random_kernel
@@ -48,8 +48,8 @@ class Refusing:
 def test_tokamax_equals_the_oracle(name: str, aligned: bool) -> None:
     """Forward and backward with the implementation that tokamax selects on this machine."""
     arrays = problem(name, jnp.float32)
-    backend: Any = nnxmoe.Aligned(Tokamax(), 8) if aligned else Tokamax()
-    wanted = product_and_gradients(nnxmoe.Masked(), *arrays)
+    backend: Any = nnxmoe.AlignedMatmul(TokamaxMatmul(), 8) if aligned else TokamaxMatmul()
+    wanted = product_and_gradients(nnxmoe.MaskedMatmul(), *arrays)
     for a, b, what in zip(product_and_gradients(backend, *arrays), wanted, ("y", "d rows", "d kernel"), strict=True):
         assert a.dtype == b.dtype and max_error(a, b) < PART_TOLERANCE, what
         assert np.isfinite(a).all()
@@ -58,29 +58,29 @@ def test_tokamax_equals_the_oracle(name: str, aligned: bool) -> None:
 @pytest.mark.kernels
 def test_model_with_tokamax() -> None:
     tokens = random_tokens(2, 9)
-    ours = build_tiny("mixtral", nnxmoe.Strategy(matmul=Tokamax()))(tokens).logits
+    ours = build_tiny("mixtral", nnxmoe.Strategy(matmul=TokamaxMatmul()))(tokens).logits
     assert max_error(ours, build_tiny("mixtral")(tokens).logits) < PART_TOLERANCE
 
 
 def test_tokamax_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokamax, "installed", lambda: False)
+    monkeypatch.setattr(tokamax, "is_installed", lambda: False)
     with pytest.raises(ValueError, match=r"pip install -e '.*\[kernels\]'"):
-        Tokamax()
+        TokamaxMatmul()
 
 
 @pytest.mark.parametrize(
     ("backend", "there", "wanted"),
     [
-        ("cpu", True, "Blocked"),
-        ("gpu", True, "Triton"),
-        ("tpu", True, "Tokamax"),
-        ("tpu", False, "RaggedDot"),
+        ("cpu", True, "BlockedMatmul"),
+        ("gpu", True, "TritonMatmul"),
+        ("tpu", True, "TokamaxMatmul"),
+        ("tpu", False, "RaggedDotMatmul"),
     ],
 )
 def test_default_matmul_per_backend_and_its_explanation(
     monkeypatch: pytest.MonkeyPatch, backend: str, there: bool, wanted: str
 ) -> None:
-    monkeypatch.setattr(tokamax, "installed", lambda: there)
+    monkeypatch.setattr(tokamax, "is_installed", lambda: there)
     monkeypatch.setattr("jax.default_backend", lambda: backend)
     strategy = nnxmoe.Strategy.auto()
     assert type(strategy.matmul).__name__ == wanted
@@ -90,7 +90,7 @@ def test_default_matmul_per_backend_and_its_explanation(
 
 # The Triton kernel, in Pallas's interpreter
 
-TRITON = Triton(Refusing(), interpret=True)
+TRITON = TritonMatmul(Refusing(), interpret=True)
 
 
 @pytest.mark.parametrize("ins_first", [False, True])
@@ -110,7 +110,7 @@ def test_triton_equals_the_oracle(sizes: list[int], ins_first: bool) -> None:
 
         return product_and_gradients(product, rows.astype(dtype), array.astype(dtype), jnp.asarray(sizes, jnp.int32))
 
-    for a, b in zip(run(TRITON, jnp.bfloat16), run(nnxmoe.Masked(), jnp.float32), strict=True):
+    for a, b in zip(run(TRITON, jnp.bfloat16), run(nnxmoe.MaskedMatmul(), jnp.float32), strict=True):
         assert a.dtype == jnp.bfloat16 and difference(a, b) < 1e-2
 
 
@@ -134,8 +134,8 @@ def test_triton_computes_from_codes(codes: Codes, zero: bool) -> None:
         y, pull = jax.vjp(lambda rows: backend(rows, kernel, sizes), rows)
         return y, pull(weight.astype(y.dtype))
 
-    wanted = product(nnxmoe.Masked(), rows.astype(jnp.float32))
-    assert difference(product(Triton(interpret=True), rows), wanted) < 1e-2
+    wanted = product(nnxmoe.MaskedMatmul(), rows.astype(jnp.float32))
+    assert difference(product(TritonMatmul(interpret=True), rows), wanted) < 1e-2
     assert difference(TRITON(rows, kernel, sizes), wanted[0]) < 1e-2
     one, few = kernel.expert(2), rows[:5]
     found = TritonProduct(Refusing(), interpret=True)(few, one)
@@ -339,6 +339,6 @@ def test_tokamax_computes_from_codes(form: str) -> None:
         loss = lambda rows: jnp.sum(jnp.sin(matmul(rows, kernel, sizes)))  # noqa: E731
         return jax.jit(lambda rows: (matmul(rows, kernel, sizes), jax.grad(loss)(rows)))(rows)
 
-    for ours, wanted in zip(run(Tokamax(), kernel), run(nnxmoe.Masked(), kernel.dense()), strict=True):
+    for ours, wanted in zip(run(TokamaxMatmul(), kernel), run(nnxmoe.MaskedMatmul(), kernel.dense()), strict=True):
         limit = 1e-4 if kernel.kind.rounded is None else 5e-3  # qwix does not round weights to the tool's dtype
         assert max_error(ours, wanted) < limit * float(jnp.abs(wanted).max())

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from nnxmoe import Blocked, Masked
+from nnxmoe import BlockedMatmul, MaskedMatmul
 from nnxmoe.layers.linear.dots import batched_matmul_f32, einsum_f32, matmul, matmul_f32
-from nnxmoe.moe.blocked import FEW, MANY, block_sizes
+from nnxmoe.moe.blocked import FEW_BLOCK_SIZES, MANY_BLOCK_SIZES, block_sizes
 from tests.support.arrays import max_error
 from tests.support.running import PART_TOLERANCE
 
@@ -113,7 +113,7 @@ def test_grouped_matmul_copies_few_kernels(dtype: str, rows: int) -> None:
     groups, width = 16, 128
     x, kernel = arrays(dtype, (rows, width), (groups, width, width))
     sizes = jnp.full((groups,), rows // groups, jnp.int32)
-    assert temporary_bytes(Blocked(), x, kernel, sizes) < 3 * kernel[0].nbytes + 4 * x.nbytes + 20_000
+    assert temporary_bytes(BlockedMatmul(), x, kernel, sizes) < 3 * kernel[0].nbytes + 4 * x.nbytes + 20_000
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
@@ -127,20 +127,21 @@ def test_grouped_matmul_with_very_different_group_sizes(sizes: list[int], dtype:
         y, pull = jax.vjp(lambda rows, kernel: backend(rows, kernel, counts), rows, kernel)
         return y, *pull(dy)
 
-    wanted = run(Masked(), *(array.astype(jnp.float32) for array in given))
-    for a, b in zip(run(Blocked(), *given), wanted, strict=True):
+    wanted = run(MaskedMatmul(), *(array.astype(jnp.float32) for array in given))
+    for a, b in zip(run(BlockedMatmul(), *given), wanted, strict=True):
         assert close(a, np.asarray(b, np.float64), dtype)
     rows, kernel, _ = given
-    assert close(jax.jit(Blocked())(rows, kernel, counts), np.asarray(wanted[0], np.float64), dtype)
+    assert close(jax.jit(BlockedMatmul())(rows, kernel, counts), np.asarray(wanted[0], np.float64), dtype)
 
 
 def test_block_sizes() -> None:
-    assert block_sizes(1024, 8, MANY) == (64, 96, 128, 144, 160, 192, 256, 512)
-    assert block_sizes(1024, 8, FEW) == (64, 144, 192, 256)
-    assert block_sizes(8192, 8, FEW) == (512, 1152, 1536, 2048, 512) and block_sizes(10**6, 2, MANY) == (512,)
-    assert block_sizes(2, 8, FEW) == (1, 2) and block_sizes(1, 8, FEW) == (1,)
+    assert block_sizes(1024, 8, MANY_BLOCK_SIZES) == (64, 96, 128, 144, 160, 192, 256, 512)
+    assert block_sizes(1024, 8, FEW_BLOCK_SIZES) == (64, 144, 192, 256)
+    assert block_sizes(8192, 8, FEW_BLOCK_SIZES) == (512, 1152, 1536, 2048, 512)
+    assert block_sizes(10**6, 2, MANY_BLOCK_SIZES) == (512,)
+    assert block_sizes(2, 8, FEW_BLOCK_SIZES) == (1, 2) and block_sizes(1, 8, FEW_BLOCK_SIZES) == (1,)
     for mean in (48, 128, 1024, 1500):  # nearly even loads leave no block mostly empty
-        for means in (FEW, MANY):
+        for means in (FEW_BLOCK_SIZES, MANY_BLOCK_SIZES):
             assert min(size for size in block_sizes(8 * mean, 8, means) if size >= 1.1 * mean) <= 1.34 * mean
     for rows in range(1, 99):
-        assert all(1 <= size <= rows for size in block_sizes(rows, 8, MANY))
+        assert all(1 <= size <= rows for size in block_sizes(rows, 8, MANY_BLOCK_SIZES))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from nnxmoe import Blocked
+from nnxmoe import BlockedMatmul
 from nnxmoe.layers.linear.dots import batched_matmul_f32, matmul
 from nnxmoe.layers.linear.multilinear import multilinear
 from nnxmoe.moe.permute import gather_rows
@@ -33,7 +33,7 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[..., Any], list[tuple[int, .
         lambda x, y: x @ jnp.swapaxes(y, -1, -2),
         [(2, 3, 4), (2, 5, 4)],
     ),
-    "blocked": (lambda x, k: Blocked(2)(x, k, SIZES), grouped, [(10, 5), (4, 5, 6)]),
+    "blocked": (lambda x, k: BlockedMatmul(2)(x, k, SIZES), grouped, [(10, 5), (4, 5, 6)]),
     "gathered": (lambda x: gather_rows(x, INDEX, BACK), lambda x: jnp.pad(x, [(0, 1), (0, 0)])[INDEX], [(5, 3)]),
 }
 

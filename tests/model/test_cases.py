@@ -10,13 +10,13 @@ import nnxmoe
 from nnxmoe import (
     AbsorbedMLA,
     AdaptiveMLA,
-    Blocked,
+    BlockedMatmul,
     Capacity,
     Dense,
     FusedAttention,
-    Masked,
+    MaskedMatmul,
     NaiveMLA,
-    RaggedDot,
+    RaggedDotMatmul,
     Scanned,
     Sorted,
     Strategy,
@@ -32,16 +32,18 @@ PLAIN = {
     "scanned-fused": Strategy(attention_fn=FusedAttention(), stacking=Scanned()),
 }
 MOE = {
-    "unrolled-sorted-blocked": Strategy(dispatch=Sorted(), matmul=Blocked()),
-    "scanned-dense-masked": Strategy(dispatch=Dense(), matmul=Masked(), stacking=Scanned()),
-    "unrolled-capacity-ragged": Strategy(dispatch=Capacity(8.0), matmul=RaggedDot()),
-    "scanned-sorted-blocked": Strategy(dispatch=Sorted(), matmul=Blocked(4), stacking=Scanned()),
+    "unrolled-sorted-blocked": Strategy(dispatch=Sorted(), matmul=BlockedMatmul()),
+    "scanned-dense-masked": Strategy(dispatch=Dense(), matmul=MaskedMatmul(), stacking=Scanned()),
+    "unrolled-capacity-ragged": Strategy(dispatch=Capacity(8.0), matmul=RaggedDotMatmul()),
+    "scanned-sorted-blocked": Strategy(dispatch=Sorted(), matmul=BlockedMatmul(4), stacking=Scanned()),
 }
 LATENT = {
-    "unrolled-sorted-naive": Strategy(dispatch=Sorted(), matmul=Blocked(), mla=NaiveMLA()),
-    "scanned-dense-absorbed": Strategy(dispatch=Dense(), matmul=Masked(), mla=AbsorbedMLA(), stacking=Scanned()),
-    "unrolled-capacity-by-length": Strategy(dispatch=Capacity(8.0), matmul=RaggedDot(), mla=AdaptiveMLA()),
-    "scanned-sorted-by-length": Strategy(dispatch=Sorted(), matmul=Blocked(4), mla=AdaptiveMLA(99), stacking=Scanned()),
+    "unrolled-sorted-naive": Strategy(dispatch=Sorted(), matmul=BlockedMatmul(), mla=NaiveMLA()),
+    "scanned-dense-absorbed": Strategy(dispatch=Dense(), matmul=MaskedMatmul(), mla=AbsorbedMLA(), stacking=Scanned()),
+    "unrolled-capacity-by-length": Strategy(dispatch=Capacity(8.0), matmul=RaggedDotMatmul(), mla=AdaptiveMLA()),
+    "scanned-sorted-by-length": Strategy(
+        dispatch=Sorted(), matmul=BlockedMatmul(4), mla=AdaptiveMLA(99), stacking=Scanned()
+    ),
     "unrolled-sorted-absorbed-fused": Strategy(attention_fn=FusedAttention(), mla=AbsorbedMLA()),
 }
 FORWARDS = [

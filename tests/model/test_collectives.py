@@ -19,14 +19,14 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import nnxmoe
-from nnxmoe import Capacity, Chunked, Dense, ExpertParallel, InChunks, RaggedAllToAll, RingOfExperts, Sorted
+from nnxmoe import Capacity, Chunked, ChunkedExchange, Dense, ExpertParallel, RaggedAllToAll, RingOfExperts, Sorted
 from nnxmoe.apps.planning.hlo import collectives as collectives_of
 from nnxmoe.axes import BATCH_AXES, batch_axes, sharding_of
 from nnxmoe.layers.embed import Embed
 from nnxmoe.layers.linear.kernel import DenseKernel
 from nnxmoe.moe import capacity
 from nnxmoe.moe.block import MoE
-from nnxmoe.moe.blocked import Blocked
+from nnxmoe.moe.blocked import BlockedMatmul
 from nnxmoe.moe.experts import Experts
 from nnxmoe.moe.router import Router, SigmoidGroupTopK, SoftmaxTopK
 from nnxmoe.train.loop.loss import ChunkedLoss
@@ -41,7 +41,7 @@ WAYS = {
     "capacity": Capacity(2.0),
     "ragged": ExpertParallel(Sorted(), RaggedAllToAll()),
     "ring": ExpertParallel(Sorted(), RingOfExperts()),
-    "ragged in chunks": ExpertParallel(Sorted(), InChunks(RaggedAllToAll(), 8)),
+    "ragged in chunks": ExpertParallel(Sorted(), ChunkedExchange(RaggedAllToAll(), 8)),
     "chunked ragged": Chunked(ExpertParallel(Sorted(), RaggedAllToAll()), 8),
 }
 # Model width, expert width, number of experts, routing.
@@ -60,7 +60,7 @@ def program(way: str, shape: str, backward: bool, **axes: int) -> Any:
     dim, width, experts, select = SHAPES[shape]
     mesh, kw = nnxmoe.make_mesh(**axes), {"dtype": jnp.dtype(jnp.bfloat16), "rngs": None}
     router = Router(dim, experts, select, bias=shape == "deepseek-v3", **kw)
-    moe = MoE(router, Experts(dim, width, experts, matmul=Blocked(), **kw), WAYS[way], None, mesh)
+    moe = MoE(router, Experts(dim, width, experts, matmul=BlockedMatmul(), **kw), WAYS[way], None, mesh)
     graph, params, rest = nnx.split(moe, nnx.Param, ...)
 
     def placed(state: Any) -> Any:
@@ -186,7 +186,7 @@ def sharded(backward: bool) -> Found:
 
 def batch_keeps_the_expert_axis(shape: str, backward: bool) -> Found:
     """Capacity mode, patched so that the batch of dispatched tokens stays sharded over the expert axis."""
-    with mock.patch.object(capacity, "by_expert", lambda mesh: (None, ("expert",))):
+    with mock.patch.object(capacity, "expert_row_axes", lambda mesh: (None, ("expert",))):
         return compiled("capacity", shape, backward, expert=8)
 
 
@@ -202,7 +202,9 @@ def gathered_kinds() -> collections.Counter[str]:
     dim, width, experts, select = SHAPES["tiny"]
     mesh, kw = nnxmoe.make_mesh(fsdp=8), {"dtype": jnp.dtype(jnp.float32), "rngs": nnx.Rngs(0)}
     router = Router(dim, experts, select, bias=False, **kw)
-    graph, params = nnx.split(MoE(router, Experts(dim, width, experts, matmul=Blocked(), **kw), Sorted(), None, mesh))
+    graph, params = nnx.split(
+        MoE(router, Experts(dim, width, experts, matmul=BlockedMatmul(), **kw), Sorted(), None, mesh)
+    )
 
     def loss(params: Any, x: Any) -> Any:
         return jnp.sum(nnx.merge(graph, params)(x)[0].astype(jnp.float32))

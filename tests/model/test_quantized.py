@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import nnxmoe
 from nnxmoe.layers.linear.quantized import QuantizedKernel
-from nnxmoe.moe.grouped_matmul import Masked
+from nnxmoe.moe.grouped_matmul import MaskedMatmul
 from tests.support.arrays import max_error
 from tests.support.codes import FORMS, INS, OUTS, by_the_formula, random_kernel
 from tests.support.grouped import GROUPS
@@ -97,8 +97,13 @@ def test_grouped_products_of_experts(form: str, group: str) -> None:
     count, sizes = GROUPS[group]
     kernel = random_kernel(form, experts=len(sizes), order=form == "int8 channel")
     rows = jnp.asarray(np.random.default_rng(count).standard_normal((count, INS)), jnp.float32)
-    wanted = Masked()(rows, kernel.dense(jnp.float32), jnp.asarray(sizes))
-    for matmul in (nnxmoe.Blocked(), nnxmoe.RaggedDot(), nnxmoe.Aligned(nnxmoe.Blocked(), 8), Masked()):
+    wanted = MaskedMatmul()(rows, kernel.dense(jnp.float32), jnp.asarray(sizes))
+    for matmul in (
+        nnxmoe.BlockedMatmul(),
+        nnxmoe.RaggedDotMatmul(),
+        nnxmoe.AlignedMatmul(nnxmoe.BlockedMatmul(), 8),
+        MaskedMatmul(),
+    ):
         for product in (nnxmoe.BlockwiseProduct(5 * INS), nnxmoe.TwoInt8Product()):
             own = dataclasses.replace(kernel, product=product)
             found = jax.jit(matmul)(rows, own, jnp.asarray(sizes))

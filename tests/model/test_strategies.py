@@ -19,9 +19,9 @@ from nnxmoe import (
     BlockwiseAttention,
     Capacity,
     Chunked,
+    ChunkedExchange,
     Dense,
     ExpertParallel,
-    InChunks,
     RaggedAllToAll,
     RingOfExperts,
     Sorted,
@@ -31,12 +31,12 @@ from nnxmoe.layers.gated import ClampedSwiGLU
 from nnxmoe.models import Mixtral, MixtralConfig
 from nnxmoe.moe import expert_parallel
 from nnxmoe.moe.block import MoE
-from nnxmoe.moe.blocked import Blocked
+from nnxmoe.moe.blocked import BlockedMatmul
 from nnxmoe.moe.expert_biases import ExpertBiases
-from nnxmoe.moe.expert_parallel import ExchangePlan, buffer_rows, fewest_chunks
+from nnxmoe.moe.expert_parallel import ExchangePlan, buffer_size, min_chunks
 from nnxmoe.moe.experts import Experts
 from nnxmoe.moe.ragged import ragged_all_to_all
-from nnxmoe.moe.router import LogitBias, RandomTopK, Router, RouterBias, SigmoidGroupTopK, SoftmaxTopK
+from nnxmoe.moe.router import BalancedTopK, LogitBias, Router, RouterBias, SigmoidGroupTopK, SoftmaxTopK
 from tests.support.arrays import max_error
 from tests.support.cases import HF_CASES, load_case
 from tests.support.running import of_valid
@@ -47,8 +47,8 @@ RAGGED, RING = ExpertParallel(Sorted(), RaggedAllToAll()), ExpertParallel(Sorted
 WAYS = {"dense": Dense(), "sorted": Sorted(), "capacity": Capacity(8.0), "ragged": RAGGED, "ring": RING}
 WAYS |= {f"chunked {name}": Chunked(way, 2 + i % 4) for i, (name, way) in enumerate(WAYS.items())}
 WAYS |= {
-    "ragged in chunks": ExpertParallel(Sorted(), InChunks(RaggedAllToAll(), 3)),
-    "ring in chunks": ExpertParallel(Sorted(), InChunks(RingOfExperts(), 2)),
+    "ragged in chunks": ExpertParallel(Sorted(), ChunkedExchange(RaggedAllToAll(), 3)),
+    "ring in chunks": ExpertParallel(Sorted(), ChunkedExchange(RingOfExperts(), 2)),
 }
 MESHES: dict[str, dict[str, int] | None] = {
     "one device": None,
@@ -73,7 +73,7 @@ def make(way: Any, select: str, mesh: Any, dtype: str = "float32") -> MoE:
     if select == "biases":
         parts = {"activation": ClampedSwiGLU(1.7, 0.5), "biases": ExpertBiases(D, F, E, **kw)}
     router = Router(D, E, SELECTS[select], bias=select == "sigmoid groups", logit_bias=logit_bias, **kw)
-    moe = MoE(router, Experts(D, F, E, matmul=Blocked(), **parts, **kw), way, None, mesh)
+    moe = MoE(router, Experts(D, F, E, matmul=BlockedMatmul(), **parts, **kw), way, None, mesh)
     for path, variable in nnx.iter_graph(moe):
         if isinstance(variable, nnx.Variable) and "bias" in ".".join(map(str, path)):
             noise = jax.random.normal(jax.random.key(variable.size), variable.shape) * 0.1
@@ -251,19 +251,19 @@ def test_buffer_overflow_drops_are_counted_and_isolated(eight: Callable[..., Any
 
 
 def test_buffer_sizes() -> None:
-    assert buffer_rows(None, tokens=10, chosen=3, size=4, mine=2) == 4 * 10 * 2
-    assert buffer_rows(None, tokens=10, chosen=3, size=4, mine=8) == 4 * 10 * 3
-    assert buffer_rows(1.5, tokens=10, chosen=3, size=4, mine=8) == 45
-    assert buffer_rows(99.0, tokens=10, chosen=3, size=4, mine=2) == 80
+    assert buffer_size(None, tokens=10, chosen=3, size=4, mine=2) == 4 * 10 * 2
+    assert buffer_size(None, tokens=10, chosen=3, size=4, mine=8) == 4 * 10 * 3
+    assert buffer_size(1.5, tokens=10, chosen=3, size=4, mine=8) == 45
+    assert buffer_size(99.0, tokens=10, chosen=3, size=4, mine=2) == 80
 
 
 def test_chunks_bound_the_room_on_large_meshes() -> None:
     """Mixtral on 8 devices, DeepSeek-V3 on 8, 16 and 64, and one expert per device."""
     for size, mine, chosen, chunks in ((8, 1, 2, 1), (8, 32, 8, 1), (16, 16, 8, 2), (64, 4, 8, 4), (256, 1, 8, 4)):
-        assert fewest_chunks(None, chosen, size, mine) == chunks
-        room = buffer_rows(None, 4096 // chunks, chosen, size, mine)
-        assert room <= expert_parallel.MOST_ROOM * 4096 * chosen
-        assert fewest_chunks(1.25, chosen, size, mine) == 1
+        assert min_chunks(None, chosen, size, mine) == chunks
+        room = buffer_size(None, 4096 // chunks, chosen, size, mine)
+        assert room <= expert_parallel.MAX_BUFFER_FACTOR * 4096 * chosen
+        assert min_chunks(1.25, chosen, size, mine) == 1
 
 
 def chosen_chunks() -> list[bool]:
@@ -276,9 +276,9 @@ def chosen_chunks() -> list[bool]:
         return run.lower(state, scenarios()["random"][0]).as_text()
 
     whole = text(RaggedAllToAll())
-    found = [text(InChunks(RaggedAllToAll())) == whole]
-    with mock.patch.object(expert_parallel, "MOST_ROOM", 1):
-        return [*found, text(InChunks(RaggedAllToAll())) == text(InChunks(RaggedAllToAll(), 4)) != whole]
+    found = [text(ChunkedExchange(RaggedAllToAll())) == whole]
+    with mock.patch.object(expert_parallel, "MAX_BUFFER_FACTOR", 1):
+        return [*found, text(ChunkedExchange(RaggedAllToAll())) == text(ChunkedExchange(RaggedAllToAll(), 4)) != whole]
 
 
 def test_chunks_are_chosen_by_the_size_of_the_axis(eight: Callable[..., Any]) -> None:
@@ -400,9 +400,9 @@ def test_batch_padding_rows_use_no_buffer_space(eight: Callable[..., Any]) -> No
 
 
 def random_choice() -> tuple[np.ndarray, np.ndarray, list[int]]:
-    """Experts chosen by `RandomTopK` on one device and on a mesh, and the load on the mesh."""
+    """Experts chosen by `BalancedTopK` on one device and on a mesh, and the load on the mesh."""
     kw: dict[str, Any] = {"dtype": jnp.dtype("float32"), "rngs": nnx.Rngs(0)}
-    router = Router(D, E, RandomTopK(2, seed=3), bias=False, **kw)
+    router = Router(D, E, BalancedTopK(2, seed=3), bias=False, **kw)
     x = scenarios()["random"][0]
     one, other = (np.asarray(router(x, None, mesh).experts) for mesh in (None, nnxmoe.make_mesh(expert=8)))
     return one, other, np.bincount(other.reshape(-1), minlength=E).tolist()
@@ -474,13 +474,13 @@ def test_invalid_strategy_arguments() -> None:
         (lambda: RaggedAllToAll(0.0), "buffer_factor=0.0"),
         (lambda: RingOfExperts(float("nan")), "buffer_factor=nan"),
         (lambda: Chunked(Sorted(), 0), "chunks=0"),
-        (lambda: InChunks(RaggedAllToAll(), 0), "chunks=0"),
-        (lambda: InChunks(RaggedAllToAll, 2), r"InChunks\(exchange=.*an object"),
+        (lambda: ChunkedExchange(RaggedAllToAll(), 0), "chunks=0"),
+        (lambda: ChunkedExchange(RaggedAllToAll, 2), r"ChunkedExchange\(exchange=.*an object"),
         (lambda: Capacity(float("inf")), "factor=inf"),
         (lambda: Capacity("2"), "factor='2'"),
         (lambda: RaggedAllToAll(True), "buffer_factor=True"),
         (lambda: ExpertParallel(Sorted(), RaggedAllToAll(), data_axes="fsdp"), "a tuple"),
-        (lambda: nnxmoe.Blocked(0), "block=0"),
+        (lambda: nnxmoe.BlockedMatmul(0), "block=0"),
         (lambda: nnxmoe.Strategy(remat=nnxmoe.Remat), "an object"),
         (lambda: nnxmoe.Strategy(stacking="yes"), "stacking='yes'"),
         (lambda: nnxmoe.Strategy(compute_dtype="int8"), "floating-point"),
@@ -498,7 +498,10 @@ def test_invalid_strategy_arguments() -> None:
         ),
         (lambda: nnxmoe.Strategy(dispatch=Sorted), r"Strategy\(dispatch=.*give an object such as Sorted\(\)"),
         (lambda: BlockwiseAttention(blocks=True), r"BlockwiseAttention\(blocks=True\): give a positive integer"),
-        (lambda: nnxmoe.Aligned(nnxmoe.Blocked(), 1.5), r"Aligned\(block=1\.5\): give a positive integer"),
+        (
+            lambda: nnxmoe.AlignedMatmul(nnxmoe.BlockedMatmul(), 1.5),
+            r"AlignedMatmul\(block=1\.5\): give a positive integer",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             make_one()

@@ -632,7 +632,7 @@ def groups_by_sum(model: Any) -> None:
 
 def greedy_instead_of_groups(model: Any) -> None:
     for x in routed(model):
-        x.router.select = SoftmaxTopK(x.router.select.k, normalise=False, scale=x.router.select.scale)
+        x.router.select = SoftmaxTopK(x.router.select.k, normalize=False, scale=x.router.select.scale)
 
 
 def forget_shared_gate(model: Any) -> None:
@@ -882,16 +882,16 @@ MISTAKES: list[tuple[str, Plant]] = [
     *(("qwen2", drop_bias(name)) for name in "qkv"),
     ("qwen3", drop_bias("o")),
     *((kind, shift_runs) for kind in ("qwen3_moe", "glm4_moe_lite")),
-    *(("qwen3_moe", plant) for plant in (select_with(normalise=False), select_with(k=2), norm_after_rotation)),
+    *(("qwen3_moe", plant) for plant in (select_with(normalize=False), select_with(k=2), norm_after_rotation)),
     *((kind, select_with(scale=1.0)) for kind in ("kimi_k2", "glm4_moe_lite")),
     *((kind, forget_mscale) for kind in ("kimi_k2", "sarvam_mla")),
     *(("deepseek_v2", plant) for plant in (groups_by_sum, greedy_instead_of_groups, select_with(scale=1.0))),
     ("deepseek_v2", forget_mscale),
     *(("qwen2_moe", plant) for plant in (forget_shared_gate, gate_with_half, forget_shared, shift_runs)),
-    ("qwen2_moe", select_with(normalise=True)),
+    ("qwen2_moe", select_with(normalize=True)),
     *(("qwen2_moe", drop_bias(name)) for name in "qkv"),
     *(("olmoe", plant) for plant in (per_head_instead_of_whole, norm_per_shard, norm_after_rotation, forget_norm)),
-    *(("olmoe", plant) for plant in (norm_eps, select_with(normalise=True), select_with(k=2))),
+    *(("olmoe", plant) for plant in (norm_eps, select_with(normalize=True), select_with(k=2))),
     *(("glm4_moe", plant) for plant in (*ROTARY_MISTAKES, norm_after_rotation, forget_norm)),
     *(("glm4_moe", plant) for plant in (forget_shared, forget_correction, shift_runs)),
     *(("glm4_moe", drop_bias(name)) for name in "qkv"),
@@ -900,9 +900,9 @@ MISTAKES: list[tuple[str, Plant]] = [
         ("minimax_m2", plant)
         for plant in (*ROTARY_MISTAKES, norm_after_rotation, forget_norm, per_head_instead_of_whole)
     ),
-    *(("minimax_m2", plant) for plant in (forget_correction, select_with(normalise=False))),
+    *(("minimax_m2", plant) for plant in (forget_correction, select_with(normalize=False))),
     *((kind, plant) for kind in ("ministral3", "mistral4") for plant in (forget_scale, scale_a_token_late)),
-    *(("mistral4", plant) for plant in (forget_mscale, rotate_by_halves, select_with(normalise=False))),
+    *(("mistral4", plant) for plant in (forget_mscale, rotate_by_halves, select_with(normalize=False))),
     *(("gemma4_text", plant) for plant in (forget_values_norm, normalised_keys_as_values, forget_output_scale)),
     *(("gemma4_text", plant) for plant in (forget_expert_factors, route_by_normed, experts_without_norm)),
     *(("gemma4_text", plant) for plant in (swap_post_norms, forget_logit_cap, swap_ropes, forget_embedding_scale)),
@@ -910,7 +910,7 @@ MISTAKES: list[tuple[str, Plant]] = [
     *(("gemma4_text", plant) for plant in (inputs_of_other_layers, unscaled_own_inputs, keys_of_an_earlier_layer)),
     ("gemma4_text", forget_norm_of_queries),
     *(("ernie4_5_moe", plant) for plant in (rotate_by_halves, forget_correction, forget_shared, shift_runs)),
-    ("ernie4_5_moe", select_with(least=0.0)),
+    ("ernie4_5_moe", select_with(min_weight_sum=0.0)),
     *(("mimo_v2_flash", plant) for plant in (forget_output_gate, forget_sinks, window_by(1), forget_correction)),
     *(("mimo_v2_flash", plant) for plant in (rotate_last_components, windows_of_other_layers)),
     *(("laguna", plant) for plant in (forget_output_gate, gate_by_sigmoid, select_with(cap=1e9), forget_shared)),

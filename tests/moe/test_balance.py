@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from nnxmoe.moe import balance
-from nnxmoe.moe.dispatch import information
+from nnxmoe.moe.dispatch import dispatch_info
 from nnxmoe.moe.router import Routing, SigmoidGroupTopK, SoftmaxTopK
 from tests.support.arrays import max_error
 
@@ -110,7 +110,7 @@ def test_gradient_descent_on_switch_loss_balances_the_load() -> None:
     shift = jnp.zeros(E)
     for _ in range(60):
         shift -= 0.3 * jax.grad(of)(shift)
-    before, after = (information(SoftmaxTopK(X)(logits + s, None)).load for s in (jnp.zeros(E), shift))
+    before, after = (dispatch_info(SoftmaxTopK(X)(logits + s, None)).load for s in (jnp.zeros(E), shift))
     assert int(after.max()) < 0.7 * int(before.max())
 
 
@@ -121,7 +121,7 @@ def test_updated_bias_follows_the_load() -> None:
 
 def test_utilisation() -> None:
     load = jnp.asarray([[4, 4, 4, 4], [16, 0, 0, 0], [0, 0, 0, 0]])
-    found = balance.utilisation(load, jnp.asarray([0, 4, 0]))
+    found = balance.utilization(load, jnp.asarray([0, 4, 0]))
     assert max_error(found.entropy, [1, 0, 0]) < 1e-6 and max_error(found.busiest, [1, 4, 0]) < 1e-6
     assert found.idle.tolist() == [0, 3, 4] and max_error(found.dropped, [0, 0.25, 0]) < 1e-6
     assert max_error(jnp.sum(found.share, -1), [1, 1, 0]) < 1e-6

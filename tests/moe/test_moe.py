@@ -13,7 +13,7 @@ from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
 import nnxmoe
-from nnxmoe import Aligned, Blocked, Capacity, Dense, Masked, RaggedDot, Sorted
+from nnxmoe import AlignedMatmul, BlockedMatmul, Capacity, Dense, MaskedMatmul, RaggedDotMatmul, Sorted
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.linear import kernel as kernels
 from nnxmoe.layers.linear.lora import LoRA
@@ -22,8 +22,8 @@ from nnxmoe.moe import experts as experts_module
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.dispatch import DispatchInfo
 from nnxmoe.moe.experts import Experts
-from nnxmoe.moe.permute import combine, fitting, gather_rows, permute, sort_by_expert, unpermute
-from nnxmoe.moe.router import RandomTopK, Router, RouterBias, SigmoidGroupTopK, SoftmaxTopK
+from nnxmoe.moe.permute import clip_to_capacity, combine, gather_rows, permute, sort_by_expert, unpermute
+from nnxmoe.moe.router import BalancedTopK, Router, RouterBias, SigmoidGroupTopK, SoftmaxTopK
 from tests.support.arrays import inputs_first, max_error
 from tests.support.grouped import GROUPS, problem, product_and_gradients
 from tests.support.numpy_decoder import as_weights, sigmoid_weights, softmax_weights
@@ -49,19 +49,19 @@ def test_softmax_equals_numpy(count: int, k: int) -> None:
 @pytest.mark.parametrize(
     ("count", "groups", "top_groups", "k"), [(16, 4, 2, 3), (12, 3, 1, 4), (8, 1, 1, 2), (6, 3, 3, 6), (4, 2, 1, 2)]
 )
-@pytest.mark.parametrize("normalise", [True, False])
+@pytest.mark.parametrize("normalize", [True, False])
 def test_sigmoid_groups_equal_numpy(
-    count: int, groups: int, top_groups: int, k: int, normalise: bool, shift: float
+    count: int, groups: int, top_groups: int, k: int, normalize: bool, shift: float
 ) -> None:
     """Includes biases that make every score negative, where masking with 0 would select masked experts."""
     rng = np.random.default_rng(count + k)
     logits = rng.standard_normal((40, count)).astype(np.float32)
     bias = (rng.standard_normal(count) * 0.5 + shift).astype(np.float32)
-    select = SigmoidGroupTopK(k, groups, top_groups, normalise, 2.5)
+    select = SigmoidGroupTopK(k, groups, top_groups, normalize, 2.5)
     routing = select(jnp.asarray(logits), jnp.asarray(bias))
     scores = np.asarray(jax.nn.sigmoid(logits))
     wanted = sigmoid_weights(
-        scores, bias, k=k, groups=groups, top_groups=top_groups, normalise=normalise, scale=2.5
+        scores, bias, k=k, groups=groups, top_groups=top_groups, normalize=normalize, scale=2.5
     )  # in float32 up to here, so that the choices agree
     assert max_error(as_weights(routing.experts, routing.weights, count), wanted) < 1e-5
     assert max_error(routing.scores, scores) == 0  # affinities exclude the bias
@@ -69,7 +69,7 @@ def test_sigmoid_groups_equal_numpy(
 
 def test_softmax_unnormalised_and_scaled() -> None:
     logits = jax.random.normal(jax.random.key(0), (5, 8))
-    plain, usual = SoftmaxTopK(3, normalise=False)(logits, None), SoftmaxTopK(3)(logits, None)
+    plain, usual = SoftmaxTopK(3, normalize=False)(logits, None), SoftmaxTopK(3)(logits, None)
     assert max_error(plain.weights, jnp.take_along_axis(plain.scores, plain.experts, -1)) == 0
     assert max_error(SoftmaxTopK(3, scale=2.5)(logits, None).weights, 2.5 * usual.weights) < 1e-6
     after = jax.nn.softmax(jnp.take_along_axis(logits, usual.experts, -1), axis=-1)
@@ -79,11 +79,11 @@ def test_softmax_unnormalised_and_scaled() -> None:
 @pytest.mark.parametrize(("rows", "count", "k"), [((4, 10), 8, 2), ((3, 7), 5, 3), ((1, 1), 4, 4)])
 def test_random_routing_is_balanced(rows: tuple[int, ...], count: int, k: int) -> None:
     logits = jax.random.normal(jax.random.key(0), (*rows, count))
-    routing = RandomTopK(k, seed=3)(logits, None)
+    routing = BalancedTopK(k, seed=3)(logits, None)
     load = np.bincount(np.asarray(routing.experts).reshape(-1), minlength=count)
     assert load.max() - load.min() <= 1 and max_error(jnp.sum(routing.weights, -1), np.ones(rows)) < 1e-6
     assert all(len(set(row)) == k for row in np.asarray(routing.experts).reshape(-1, k).tolist())
-    again, other = RandomTopK(k, seed=3)(logits * 2, None), RandomTopK(k, seed=4)(logits, None)
+    again, other = BalancedTopK(k, seed=3)(logits * 2, None), BalancedTopK(k, seed=4)(logits, None)
     assert np.array_equal(routing.experts, again.experts)
     assert math.prod(rows) == 1 or not np.array_equal(routing.experts, other.experts)
 
@@ -122,7 +122,7 @@ def test_ties_go_to_the_lower_index() -> None:
     bias = np.full(12, -1.0, np.float32)
     routing = SigmoidGroupTopK(4, 3, 2, True, 1.0)(jnp.asarray(logits), jnp.asarray(bias))
     scores = np.asarray(jax.nn.sigmoid(logits))
-    wanted = sigmoid_weights(scores, bias, k=4, groups=3, top_groups=2, normalise=True, scale=1.0)
+    wanted = sigmoid_weights(scores, bias, k=4, groups=3, top_groups=2, normalize=True, scale=1.0)
     assert max_error(as_weights(routing.experts, routing.weights, 12), wanted) < 1e-6
 
 
@@ -182,14 +182,14 @@ def products(jaxpr: Any) -> list[Any]:
 
 # Grouped matmul
 BACKENDS = {
-    "blocked": Blocked(),
-    "blocked-1": Blocked(1),
-    "blocked-3": Blocked(3),
-    "blocked-64": Blocked(64),
-    "ragged": RaggedDot(),
-    "aligned-1": Aligned(Blocked(), 1),
-    "aligned-4": Aligned(Blocked(4), 4),
-    "aligned-8": Aligned(RaggedDot(), 8),
+    "blocked": BlockedMatmul(),
+    "blocked-1": BlockedMatmul(1),
+    "blocked-3": BlockedMatmul(3),
+    "blocked-64": BlockedMatmul(64),
+    "ragged": RaggedDotMatmul(),
+    "aligned-1": AlignedMatmul(BlockedMatmul(), 1),
+    "aligned-4": AlignedMatmul(BlockedMatmul(4), 4),
+    "aligned-8": AlignedMatmul(RaggedDotMatmul(), 8),
 }
 
 
@@ -205,9 +205,9 @@ def by_hand(name: str, rows: Any, kernel: Any) -> np.ndarray:
 
 @pytest.mark.parametrize("name", GROUPS)
 def test_grouped_matmul_backends_equal_the_oracle(name: str) -> None:
-    """Forward and backward against Masked and a loop over groups, in float32."""
+    """Forward and backward against MaskedMatmul and a loop over groups, in float32."""
     arrays = problem(name, jnp.float32)
-    wanted = product_and_gradients(Masked(), *arrays)
+    wanted = product_and_gradients(MaskedMatmul(), *arrays)
     assert max_error(wanted[0], by_hand(name, *arrays[:2])) < PART_TOLERANCE
     for label, backend in BACKENDS.items():
         got = product_and_gradients(backend, *arrays)
@@ -224,9 +224,9 @@ def test_grouped_matmul_backends_equal_the_oracle(name: str) -> None:
 def test_grouped_matmul_in_bfloat16(name: str) -> None:
     """bfloat16 in and out with float32 accumulation: within one rounding of the exact product."""
     arrays = problem(name, jnp.bfloat16)
-    wanted = product_and_gradients(Masked(), *(a.astype(jnp.float32) for a in arrays[:2]), arrays[2])
+    wanted = product_and_gradients(MaskedMatmul(), *(a.astype(jnp.float32) for a in arrays[:2]), arrays[2])
     for label in ("masked", "blocked", "blocked-3", "ragged"):
-        got = product_and_gradients({"masked": Masked(), **BACKENDS}[label], *arrays)
+        got = product_and_gradients({"masked": MaskedMatmul(), **BACKENDS}[label], *arrays)
         for a, b, what in zip(got, wanted, ("y", "d rows", "d kernel"), strict=True):
             assert a.dtype == jnp.bfloat16, (label, what)
             assert max_error(a, b) <= 0.02 * max(1.0, float(jnp.max(jnp.abs(b), initial=0))), (label, what)
@@ -235,9 +235,9 @@ def test_grouped_matmul_in_bfloat16(name: str) -> None:
 def test_rows_without_a_group_do_not_reach_the_output() -> None:
     """Rows after the last group are the unused end of a buffer and may be NaN; zero times NaN is NaN."""
     rows, kernel, sizes = problem("rows-left-over", jnp.float32)
-    clean = product_and_gradients(Masked(), rows, kernel, sizes)
+    clean = product_and_gradients(MaskedMatmul(), rows, kernel, sizes)
     spoiled = rows.at[7:].set(jnp.nan)
-    for label, backend in {"masked": Masked(), **BACKENDS}.items():
+    for label, backend in {"masked": MaskedMatmul(), **BACKENDS}.items():
         y = backend(spoiled, kernel, sizes)
         assert max_error(y, clean[0]) < PART_TOLERANCE, label
 
@@ -260,10 +260,11 @@ def test_rows_without_a_group_do_not_reach_the_gradients(name: str) -> None:
 def test_group_sizes_do_not_recompile() -> None:
     """One compilation serves every distribution of rows over groups."""
     rows, kernel, _ = problem("uneven", jnp.float32)
-    for backend in (Masked(), Blocked(), Blocked(4), RaggedDot()):
+    for backend in (MaskedMatmul(), BlockedMatmul(), BlockedMatmul(4), RaggedDotMatmul()):
         run = jax.jit(backend)
         for sizes in ([1, 9, 0, 13], [0, 0, 0, 23], [6, 6, 6, 5], [0, 2, 0, 0]):
-            assert max_error(run(rows, kernel, jnp.asarray(sizes)), Masked()(rows, kernel, jnp.asarray(sizes))) < 1e-5
+            counts = jnp.asarray(sizes)
+            assert max_error(run(rows, kernel, counts), MaskedMatmul()(rows, kernel, counts)) < 1e-5
         assert run._cache_size() == 1
 
 
@@ -275,22 +276,22 @@ def test_aligned_groups_are_multiples_of_the_block(name: str) -> None:
 
     def spy(rows: Any, kernel: Any, sizes: Any) -> Any:
         seen.append((rows.shape[0], np.asarray(sizes)))
-        return Masked()(rows, kernel, sizes)
+        return MaskedMatmul()(rows, kernel, sizes)
 
-    assert max_error(Aligned(spy, 4)(rows, kernel, sizes), Masked()(rows, kernel, sizes)) < PART_TOLERANCE
+    assert max_error(AlignedMatmul(spy, 4)(rows, kernel, sizes), MaskedMatmul()(rows, kernel, sizes)) < PART_TOLERANCE
     (room, filled), have = seen[0], np.asarray(sizes)
     assert np.array_equal(filled, -(-have // 4) * 4) and room % 4 == 0 and room >= filled.sum()
 
 
 def test_aligned_rejects_invalid_blocks() -> None:
     with pytest.raises(ValueError, match="block=0"):
-        Aligned(Blocked(), 0)
+        AlignedMatmul(BlockedMatmul(), 0)
 
 
 def test_blocked_stores_only_its_inputs_for_backward() -> None:
     """Residuals of size rows times groups would not fit into memory."""
     rows, kernel, sizes = problem("uneven", jnp.float32)
-    _, pull = jax.vjp(lambda r, k: Blocked(4)(r, k, sizes), rows, kernel)
+    _, pull = jax.vjp(lambda r, k: BlockedMatmul(4)(r, k, sizes), rows, kernel)
     kept = sum(leaf.nbytes for leaf in jax.tree.leaves(pull))
     assert kept <= rows.nbytes + kernel.nbytes + 16 * sizes.nbytes
 
@@ -315,16 +316,17 @@ def count_products(monkeypatch: pytest.MonkeyPatch, backend: Any, sizes: list[in
 
 
 def test_work_scales_with_rows_and_not_with_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The dense oracle Masked scales with experts, which validates the counter."""
+    """The dense oracle MaskedMatmul scales with experts, which validates the counter."""
     few, many = [8, 8, 16, 0], [8, 8, 16, *[0] * 29]
-    assert count_products(monkeypatch, Masked(), few) == 4
-    assert count_products(monkeypatch, Masked(), many) == 32
-    assert count_products(monkeypatch, Blocked(4), few) == count_products(monkeypatch, Blocked(4), many) == 8
-    assert count_products(monkeypatch, Blocked(4), [16, 16, 32, 0]) == 16
-    assert count_products(monkeypatch, Blocked(4), [0] * 9) == 0
+    assert count_products(monkeypatch, MaskedMatmul(), few) == 4
+    assert count_products(monkeypatch, MaskedMatmul(), many) == 32
+    assert count_products(monkeypatch, BlockedMatmul(4), few) == 8
+    assert count_products(monkeypatch, BlockedMatmul(4), many) == 8
+    assert count_products(monkeypatch, BlockedMatmul(4), [16, 16, 32, 0]) == 16
+    assert count_products(monkeypatch, BlockedMatmul(4), [0] * 9) == 0
     scattered = [1 if e % 8 == 0 else 0 for e in range(64)]
-    assert count_products(monkeypatch, Blocked(4), scattered) == 8  # at most one block per non-empty group
-    assert count_products(monkeypatch, Blocked(), scattered) == 8
+    assert count_products(monkeypatch, BlockedMatmul(4), scattered) == 8  # at most one block per non-empty group
+    assert count_products(monkeypatch, BlockedMatmul(), scattered) == 8
 
 
 # Stages of a dispatch
@@ -371,7 +373,7 @@ def make_moe(
 ) -> MoE:
     kw: dict[str, Any] = {"dtype": jnp.dtype(jnp.float32), "rngs": nnx.Rngs(0)}
     router = Router(8, count, SoftmaxTopK(k), bias=False, **kw)
-    experts = Experts(8, 7, count, matmul=matmul or Masked(), **kw)
+    experts = Experts(8, 7, count, matmul=matmul or MaskedMatmul(), **kw)
     moe = MoE(router, experts, dispatch, MLP(8, 6, bias=False, **kw) if shared else None)
     return randomise(moe, seed)
 
@@ -410,9 +412,14 @@ def test_dispatches_agree(k: int, masked: bool) -> None:
     assert int(wanted_info.dropped) == 0
     assert int(jnp.sum(wanted_info.load)) == keep.sum() * k
     assert all(float(jnp.max(jnp.abs(g))) > 0 for g in jax.tree.leaves(wanted_grads) if k > 1)
-    ways: list[tuple[Any, Any]] = [(Sorted(), Blocked()), (Capacity(5.0), Masked())]
+    ways: list[tuple[Any, Any]] = [(Sorted(), BlockedMatmul()), (Capacity(5.0), MaskedMatmul())]
     if masked:
-        ways += [(Sorted(), Masked()), (Sorted(), RaggedDot()), (Dense(), Blocked(4)), (Capacity(100.0), Blocked())]
+        ways += [
+            (Sorted(), MaskedMatmul()),
+            (Sorted(), RaggedDotMatmul()),
+            (Dense(), BlockedMatmul(4)),
+            (Capacity(100.0), BlockedMatmul()),
+        ]
     for dispatch, matmul in ways:
         y, info, grads = run_moe(make_moe(dispatch, matmul, k=k), x, valid)
         assert max_error(y, wanted, keep) < PART_TOLERANCE, dispatch
@@ -425,7 +432,7 @@ def test_dispatches_agree(k: int, masked: bool) -> None:
 def test_router_kernel_gradient_equals_finite_differences() -> None:
     """Checked where no expert choice flips."""
     x = inputs(1, 4)
-    gradient = np.asarray(run_moe(make_moe(Sorted(), Blocked()), x)[2][0]["router"]["kernel"][...])
+    gradient = np.asarray(run_moe(make_moe(Sorted(), BlockedMatmul()), x)[2][0]["router"]["kernel"][...])
 
     def loss(at: tuple[int, int], step: float) -> float:
         moe = make_moe(Dense())
@@ -446,7 +453,7 @@ def test_a_shared_expert_is_added_once_and_unweighted() -> None:
 
 def test_zero_tokens() -> None:
     x = jnp.zeros((2, 0, 8))
-    for dispatch, matmul in ((Dense(), Masked()), (Sorted(), Blocked()), (Sorted(), RaggedDot())):
+    for dispatch, matmul in ((Dense(), MaskedMatmul()), (Sorted(), BlockedMatmul()), (Sorted(), RaggedDotMatmul())):
         y, info = make_moe(dispatch, matmul)(x)
         assert y.shape == (2, 0, 8) and int(jnp.sum(info.dispatch.load)) == 0
 
@@ -457,10 +464,10 @@ def test_dispatches_agree_in_bfloat16() -> None:
     x = inputs(2, 9).astype(jnp.bfloat16)
     outs = []
     for dispatch, matmul in (
-        (Dense(), Masked()),
-        (Sorted(), Blocked()),
-        (Sorted(), RaggedDot()),
-        (Capacity(5.0), Masked()),
+        (Dense(), MaskedMatmul()),
+        (Sorted(), BlockedMatmul()),
+        (Sorted(), RaggedDotMatmul()),
+        (Capacity(5.0), MaskedMatmul()),
     ):
         moe = make_moe(dispatch, matmul)
         nnx.update(moe, jax.tree.map(lambda a: a.astype(jnp.bfloat16), nnx.state(moe)))
@@ -501,7 +508,7 @@ def test_gather_rows_has_a_gather_as_backward() -> None:
     assert max_error(jax.grad(ours)(x), jax.grad(plain)(x)) < 1e-5
     assert "scatter" not in jax.jit(jax.grad(ours)).lower(x).compile().as_text()
     assert "scatter" in jax.jit(jax.grad(plain)).lower(x).compile().as_text()
-    assert np.array_equal(fitting(jnp.asarray([3, 0, 4, 2]), 5), [3, 0, 2, 0])
+    assert np.array_equal(clip_to_capacity(jnp.asarray([3, 0, 4, 2]), 5), [3, 0, 2, 0])
 
 
 # Capacity
@@ -596,7 +603,15 @@ def test_capacity_rejects_invalid_factors(factor: float) -> None:
 
 def test_strategy_objects_are_hashable() -> None:
     """Strategies are static arguments of compiled programs."""
-    for make in (Dense, Sorted, lambda: Capacity(1.5), Masked, Blocked, lambda: Blocked(8), RaggedDot):
+    for make in (
+        Dense,
+        Sorted,
+        lambda: Capacity(1.5),
+        MaskedMatmul,
+        BlockedMatmul,
+        lambda: BlockedMatmul(8),
+        RaggedDotMatmul,
+    ):
         assert hash(make()) == hash(make()) and make() == make()
     select: Callable[[], Any] = lambda: SigmoidGroupTopK(2, 4, 2, True, 2.5)  # noqa: E731
     assert hash(select()) == hash(select())

@@ -225,7 +225,7 @@ def _feed_forward(c: Fields, w: Weights, layer: str, index: int, x: np.ndarray) 
             k=c["num_experts_per_tok"],
             groups=c["n_group"],
             top_groups=c["topk_group"],
-            normalise=c["norm_topk_prob"],
+            normalize=c["norm_topk_prob"],
             scale=c["routed_scaling_factor"],
         )
         y = _mixture(w, name, x, weights, names)
@@ -263,7 +263,7 @@ def softmax_weights(logits: np.ndarray, k: int) -> np.ndarray:
 
 
 def sigmoid_weights(
-    scores: np.ndarray, bias: np.ndarray, *, k: int, groups: int, top_groups: int, normalise: bool, scale: float
+    scores: np.ndarray, bias: np.ndarray, *, k: int, groups: int, top_groups: int, normalize: bool, scale: float
 ) -> np.ndarray:
     """DeepSeek-V3's routing as weights ``[…, E]``, zero for experts that were not chosen."""
     out, size = np.zeros(scores.shape), scores.shape[-1] // groups
@@ -274,7 +274,7 @@ def sigmoid_weights(
         inside = [choice[e] if e // size in kept else -math.inf for e in range(len(choice))]
         chosen = _best(inside, k)
         weights = scores[row][chosen]
-        out[row][chosen] = (weights / (weights.sum() + 1e-20) if normalise else weights) * scale
+        out[row][chosen] = (weights / (weights.sum() + 1e-20) if normalize else weights) * scale
     return out
 
 

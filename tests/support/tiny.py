@@ -16,7 +16,7 @@ Weights = dict[str, np.ndarray]
 
 ORACLE = nnxmoe.Strategy(  # no default that asks for the backend: the corpus forks after importing this
     dispatch=nnxmoe.Dense(),
-    matmul=nnxmoe.Masked(),
+    matmul=nnxmoe.MaskedMatmul(),
     attention_fn=nnxmoe.ReferenceAttention(),
     mla=nnxmoe.NaiveMLA(),
     quantized=nnxmoe.AutoProduct(),

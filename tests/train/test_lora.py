@@ -107,7 +107,7 @@ def test_fresh_adapters_do_not_change_the_logits(kind: str, scan: bool) -> None:
 def test_program_without_adapters_has_no_extra_operations() -> None:
     """The lowered program equals the one of the formula without adapters."""
     linear = Linear((4,), (3, 2), ("embed", "heads", "head"), bias=True, dtype=jnp.dtype("float32"), rngs=nnx.Rngs(0))
-    experts = Experts(4, 6, 2, matmul=nnxmoe.Masked(), dtype=jnp.dtype("float32"), rngs=nnx.Rngs(0))
+    experts = Experts(4, 6, 2, matmul=nnxmoe.MaskedMatmul(), dtype=jnp.dtype("float32"), rngs=nnx.Rngs(0))
     kernel, bias = linear.kernel[...], linear.bias[...]
 
     def projection(x: Any) -> Any:
@@ -206,9 +206,9 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "dense": {"dispatch": Dense()},
     "capacity": {"dispatch": Capacity(16.0)},
     "chunked": {"dispatch": Chunked(Sorted(), 3)},
-    "masked": {"matmul": nnxmoe.Masked()},
-    "ragged dot": {"matmul": nnxmoe.RaggedDot()},
-    "aligned": {"matmul": nnxmoe.Aligned(nnxmoe.Blocked(), 8)},
+    "masked": {"matmul": nnxmoe.MaskedMatmul()},
+    "ragged dot": {"matmul": nnxmoe.RaggedDotMatmul()},
+    "aligned": {"matmul": nnxmoe.AlignedMatmul(nnxmoe.BlockedMatmul(), 8)},
 }
 
 

@@ -1,4 +1,4 @@
-"""Metric logs, FLOP counts and model FLOPs utilisation."""
+"""Metric logs, FLOP counts and model FLOPs utilization."""
 
 import csv
 import dataclasses

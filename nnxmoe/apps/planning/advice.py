@@ -44,7 +44,7 @@ def _candidates(kind: Hardware, mesh: Mapping[str, int], work: Work) -> Iterator
         yield choose("rules embed -> (fsdp, context, expert)", rules={**work.rules, "embed": wide})
     if work.train and mesh["expert"] > 1 and work.buffer_factor is None:
         for chunks in (4 * (work.chunks or 1), 16 * (work.chunks or 1)):
-            yield choose(f"InChunks(RaggedAllToAll(), {chunks})", chunks=chunks)
+            yield choose(f"ChunkedExchange(RaggedAllToAll(), {chunks})", chunks=chunks)
         dropping = "RaggedAllToAll(buffer_factor=1.25), which drops rows beyond it"
         yield choose(dropping, buffer_factor=1.25, chunks=None)
     if work.train:

@@ -34,7 +34,7 @@ from nnxmoe.model.quantization.rounding import quantize_shapes
 from nnxmoe.model.stack import Scanned, UnrolledStack
 from nnxmoe.model.strategy import Strategy, check_context
 from nnxmoe.models import model_class
-from nnxmoe.moe.expert_parallel import buffer_rows, fewest_chunks
+from nnxmoe.moe.expert_parallel import buffer_size, min_chunks
 
 # Bytes of a parameter while it is trained, and of an activation or a decoded weight.
 STATE, VALUES = 4, 2
@@ -110,7 +110,7 @@ class PlannedStep:
         if chosen is not None or not self.work.train:
             return chosen or 1
         own = max(1, self.config.experts // size)
-        return fewest_chunks(self.work.buffer_factor, self.config.experts_per_token, size, own)
+        return min_chunks(self.work.buffer_factor, self.config.experts_per_token, size, own)
 
     @property
     def rows(self) -> int:
@@ -304,7 +304,7 @@ def _layer(step: PlannedStep, one: list[ParamSize], tokens: int) -> float:
     chosen, size = step.config.experts_per_token, step.mesh.shape["expert"]
     experts, rows = max((part.experts for part in one), default=0), tokens * chosen
     if size > 1 and experts:  # the buffer of one device's experts
-        rows = buffer_rows(step.work.buffer_factor, -(-tokens // step.chunks), chosen, size, experts // size)
+        rows = buffer_size(step.work.buffer_factor, -(-tokens // step.chunks), chosen, size, experts // size)
     if size > 1:
         numbers = 4 * tokens * (attention + others) + 2.5 * rows * routed
     else:

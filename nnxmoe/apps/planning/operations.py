@@ -65,7 +65,7 @@ def _width(attention: GQA | MLA | Any, train: bool) -> int:
 
 def counted(jaxpr: Any, devices: int = 1) -> float:
     """Operations of all products in a traced program, on all devices, loops times their lengths; of branches the
-    largest. NaN with products in a loop of unknown length, as `Blocked` has, or in a kernel of Pallas or cuDNN.
+    largest. NaN with products in a loop of unknown length, as `BlockedMatmul` has, or in a kernel of Pallas or cuDNN.
 
     ``devices``: how many run this program at once.
     """

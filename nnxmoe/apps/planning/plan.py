@@ -26,7 +26,7 @@ from nnxmoe.model.stack import Scanned
 from nnxmoe.model.strategy import Strategy
 from nnxmoe.models import PRESETS, near_presets, preset
 from nnxmoe.moe.dispatch import Sorted
-from nnxmoe.moe.expert_parallel import ExpertParallel, InChunks, RaggedAllToAll
+from nnxmoe.moe.expert_parallel import ChunkedExchange, ExpertParallel, RaggedAllToAll
 from nnxmoe.runtime.hardware import CPU, Hardware
 
 
@@ -241,7 +241,7 @@ def _compiled(made: Plan, strategy: Strategy | None, compile_for: str) -> Plan:
 def default_strategy(config: DecoderConfig, mesh: Mapping[str, int], platform: str, work: Work) -> Strategy:
     """Scanned layers, recomputed while training, with experts over the expert axis if it has several devices, and the
     kernels that ``Strategy.auto`` chooses for the platform."""
-    exchange = InChunks(RaggedAllToAll(work.buffer_factor), work.chunks)
+    exchange = ChunkedExchange(RaggedAllToAll(work.buffer_factor), work.chunks)
     dispatch = ExpertParallel(Sorted(), exchange) if config.experts and mesh["expert"] > 1 else Sorted()
     return dataclasses.replace(
         Strategy.auto(platform),

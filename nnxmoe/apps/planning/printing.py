@@ -37,7 +37,7 @@ def table(plan: Any) -> str:
         turns = f"{stages}; {work.microbatches} microbatches take {work.pipeline.turns(stages)} turns"
         line("stages", f"{turns}, {plan.bubble:.0%} of them idle", "exact")
     if work.chunks > 1:
-        line("exchange", f"in {work.chunks} parts, one after another: InChunks(RaggedAllToAll(), {work.chunks})")
+        line("exchange", f"in {work.chunks} parts, one after another: ChunkedExchange(RaggedAllToAll(), {work.chunks})")
     fits = "fits" if plan.fits else "does not fit"
     line("memory", f"{bytes_text(plan.memory)} of {bytes_text(kind.memory)}: {fits}", "" if plan.exact else "estimated")
     if plan.fits and kind.platform == "gpu" and plan.memory > 0.75 * kind.memory:

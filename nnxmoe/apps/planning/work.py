@@ -11,7 +11,7 @@ from nnxmoe.model.pipeline import AXIS, Pipeline, stages_of
 from nnxmoe.model.quantization.methods import Method, Mixed, refuse_both
 from nnxmoe.model.strategy import Strategy
 from nnxmoe.moe.capacity import check_factor
-from nnxmoe.moe.expert_parallel import ExpertParallel, InChunks, RaggedAllToAll
+from nnxmoe.moe.expert_parallel import ChunkedExchange, ExpertParallel, RaggedAllToAll
 
 # Fields of `Work` that no strategy computes yet, or that a compiled step does not have.
 PLANNED_ONLY = ("interleaved", "node_copies", "lora", "split_rank", "compute", "quantize")
@@ -27,9 +27,9 @@ class Work:
     (``train`` False). ``accumulate``: parts of a training batch. ``across``: the mesh axis that crosses nodes or
     slices. ``rules``: over which mesh axes parameters are sharded. ``remat``: activations are computed again in the
     backward pass. ``offload``: the host keeps the inputs of layers, as with ``Remat(offload=("layer_input",))``.
-    ``buffer_factor``: of `RaggedAllToAll`; None: room for all rows of the expert axis. ``chunks``: of `InChunks`
-    around it, which bounds this room and drops nothing; None: as many as `InChunks` chooses. ``microbatches``: of a
-    `Pipeline` over the mesh axis ``pipe``; None: this axis splits the batch only.
+    ``buffer_factor``: of `RaggedAllToAll`; None: room for all rows of the expert axis. ``chunks``: of `ChunkedExchange`
+    around it, which bounds this room and drops nothing; None: as many as `ChunkedExchange` chooses. ``microbatches``:
+    of a `Pipeline` over the mesh axis ``pipe``; None: this axis splits the batch only.
 
     By arithmetic only: ``interleaved``: groups of layers per stage. ``node_copies``: one copy of a token per node goes
     to its experts there. ``lora``: the rank of adapters of all kernels of layers, which alone are trained; 0:
@@ -128,7 +128,9 @@ class Work:
                 "give rules, microbatches, remat, buffer_factor and chunks by the strategy, or without one"
             )
         exchange = strategy.dispatch.exchange if isinstance(strategy.dispatch, ExpertParallel) else None
-        exchange, chunks = (exchange.exchange, exchange.chunks) if isinstance(exchange, InChunks) else (exchange, 1)
+        exchange, chunks = (
+            (exchange.exchange, exchange.chunks) if isinstance(exchange, ChunkedExchange) else (exchange, 1)
+        )
         return dataclasses.replace(
             self,
             rules=strategy.rules,

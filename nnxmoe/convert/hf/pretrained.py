@@ -39,7 +39,7 @@ from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.quantization.methods import Method, Mixed, refuse_both
 from nnxmoe.model.strategy import Strategy, with_mesh
 from nnxmoe.models import model_class, parse_config, refuse_preset
-from nnxmoe.moe.token_router import TokenExperts
+from nnxmoe.moe.router_variants import TokenExpertTable
 from nnxmoe.runtime.progress import bytes_bar, logger
 
 
@@ -188,7 +188,7 @@ def _tensors(model: CausalLM, dtype: np.dtype | None) -> tuple[dict[str, LazyArr
     leaves = {re.sub(r"^model\.", model.hub_root, name): leaf for name, leaf in leaves.items()}
     found = arrays_of(leaves)
     for name, leaf in leaves.items():
-        if isinstance(leaf.parts[0].variable, TokenExperts):
+        if isinstance(leaf.parts[0].variable, TokenExpertTable):
             found[name] = found[name].cast(np.dtype(np.int64))  # as torch has integers
         elif dtype is not None and not keeps_dtype(leaf.parts[0].variable):
             found[name] = found[name].cast(dtype)

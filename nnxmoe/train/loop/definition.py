@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 from nnxmoe.axes import axes_of, is_stacked
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.paths import name_of
-from nnxmoe.moe.balance import Utilisation, updated_bias, utilisation
+from nnxmoe.moe.balance import Utilization, updated_bias, utilization
 from nnxmoe.moe.router import RouterBias
 from nnxmoe.runtime.static_key import hashable, static_key
 from nnxmoe.train.loop.objective import Losses, TrainingObjective
@@ -45,7 +45,7 @@ class Report:
     losses: Losses
     gradient_norm: Any  # a scalar, or its shape; before the optimizer
     finite: Any  # bool [P], or its shape: whether each gradient is finite or was skipped, in order of parameters
-    used: Utilisation | None = None  # of the experts, for MoE models
+    used: Utilization | None = None  # of the experts, for MoE models
     learning_rate: Any = None  # a scalar, if the optimizer's state has it (`optax.inject_hyperparams`)
     skipped: Any = None  # steps skipped so far, if the optimizer counts them (`optax.apply_if_finite`)
 
@@ -125,7 +125,7 @@ class StepDefinition:
             moved = updated_bias(frozen[name], losses.load[rows], self.bias_rate)
             frozen[name] = jnp.where(good, moved, frozen[name])
         rates = [rate for _, rate in optax.tree.get_all_with_path(moments, "learning_rate") if isinstance(rate, Array)]
-        used = utilisation(losses.load, losses.dropped) if len(losses.load) else None
+        used = utilization(losses.load, losses.dropped) if len(losses.load) else None
         report = Report(
             losses, optax.tree.norm(grads), finite, used, rates[0] if rates else None, skipped_steps(moments)
         )

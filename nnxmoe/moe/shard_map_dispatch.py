@@ -16,7 +16,7 @@ from nnxmoe.layers.linear.multilinear import multilinear
 Body = Callable[..., tuple[Float[Array, "B T D"], Int[Array, ""]]]
 
 
-def on_shards(
+def shard_map_dispatch(
     body: Body,
     x: Float[Array, "B T D"],
     chosen: Any,
