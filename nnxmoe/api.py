@@ -2,7 +2,6 @@
 
 from nnxmoe.apps.planning.plan import Plan as Plan
 from nnxmoe.apps.planning.plan import plan as plan
-from nnxmoe.axes import RULES as RULES
 from nnxmoe.config.bounds import ConfigError as ConfigError
 from nnxmoe.convert.arrays.report import LoadError as LoadError
 from nnxmoe.convert.arrays.report import LoadReport as LoadReport
@@ -51,11 +50,11 @@ from nnxmoe.model.causal_lm import CausalLM as CausalLM
 from nnxmoe.model.copies import unscan as unscan
 from nnxmoe.model.output import Output as Output
 from nnxmoe.model.pipeline import Pipeline as Pipeline
-from nnxmoe.model.quantization.kernel_places import dequantize as dequantize
 from nnxmoe.model.quantization.methods import Float8 as Float8
 from nnxmoe.model.quantization.methods import Int4 as Int4
 from nnxmoe.model.quantization.methods import Int8 as Int8
 from nnxmoe.model.quantization.methods import Mixed as Mixed
+from nnxmoe.model.quantization.quantized_kernels import dequantize as dequantize
 from nnxmoe.model.quantization.rounding import quantize as quantize
 from nnxmoe.model.remat import Remat as Remat
 from nnxmoe.model.stack import Scanned as Scanned
@@ -79,5 +78,6 @@ from nnxmoe.moe.triton import TritonMatmul as TritonMatmul
 from nnxmoe.moe.triton import TritonProduct as TritonProduct
 from nnxmoe.runtime import processes as processes
 from nnxmoe.runtime.compile_cache import compile_cache as compile_cache
+from nnxmoe.sharding_rules import RULES as RULES
 from nnxmoe.tokenizer.tokenizer import Tokenizer as Tokenizer
 from nnxmoe.tokenizer.tokenizer import TokenizerError as TokenizerError

@@ -31,8 +31,8 @@ from nnxmoe.convert.storage.atomic_dir import refuse_unless_empty, refuse_unless
 from nnxmoe.convert.storage.checkpoint import Checkpoint
 from nnxmoe.convert.storage.checkpoint_source import INDEX_FILE, NATIVE_FILE, SINGLE_FILE, prefixed
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.model.quantization.kernel_places import dequantize, quantized_weights
-from nnxmoe.model.quantization.methods import Method, Mixed, refuse_both
+from nnxmoe.model.quantization.methods import Method, Mixed, check_quantize_options
+from nnxmoe.model.quantization.quantized_kernels import dequantize, quantized_kernels
 from nnxmoe.model.quantization.rounding import quantize as round_kernels
 from nnxmoe.model.stack import Scanned, Unrolled
 from nnxmoe.model.strategy import Strategy
@@ -183,7 +183,7 @@ def convert(
     if verify:
         _compare(made, writer, target)
         wanted, used = _logits(model), model.config
-        dtype = model.dtype if quantized_weights(model) else None  # codes would become bfloat16
+        dtype = model.dtype if quantized_kernels(model) else None  # codes would become bfloat16
         del model, made
         again = writer.load(target, used, dtype, strategy)
         difference = _difference(wanted, _logits(again), target, rounded)
@@ -203,7 +203,7 @@ def _check(to: str, scan: bool, quantize: Method | Mixed | None, verify: bool) -
     """Raise ValueError for options that do not go together."""
     if to not in KINDS:
         raise ValueError(f"--to {to}: choose one of {', '.join(KINDS)}")
-    refuse_both(quantize, keep_quantized=False)
+    check_quantize_options(quantize, keep_quantized=False)
     if scan and to == "hf":
         raise ValueError("--scan: Hugging Face's layout keeps every layer's tensors apart; leave it out")
     if quantize is not None and to == "maxtext":
@@ -214,7 +214,7 @@ def _check(to: str, scan: bool, quantize: Method | Mixed | None, verify: bool) -
 
 def _rounded(model: CausalLM, to: str, quantize: Method | Mixed | None) -> CausalLM:
     """The model with float kernels if it had codes and cannot keep them, then with those of ``quantize``."""
-    if quantized_weights(model) and (quantize is not None or to == "maxtext"):
+    if quantized_kernels(model) and (quantize is not None or to == "maxtext"):
         say("the codes of %s become floats", model.load_report.source if model.load_report else "the model")
         model = dequantize(model)
     return model if quantize is None else round_kernels(model, quantize)

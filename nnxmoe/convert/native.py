@@ -28,7 +28,7 @@ from nnxmoe.convert.storage.multihost import shared_folder
 from nnxmoe.convert.storage.write import write_json
 from nnxmoe.layers.linear.kernel import flax_order
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.model.quantization.kernel_places import describe, exchange_described
+from nnxmoe.model.quantization.quantized_kernels import apply_quantization_record, quantization_record
 from nnxmoe.model.stack import Scanned
 from nnxmoe.model.strategy import Strategy
 from nnxmoe.runtime.progress import bytes_bar
@@ -73,7 +73,7 @@ def save(model: CausalLM, folder: str | os.PathLike[str], *, scan_layers: bool |
         orbax_folder.write(stage / PARAMETERS, unflatten_dict(found, sep="/"), bar)
         if jax.process_index() == 0:
             write_side_files(stage, model, model.config)
-            write_json(stage / NATIVE_FILE, {"version": _VERSION, _QUANTIZED: describe(model)})
+            write_json(stage / NATIVE_FILE, {"version": _VERSION, _QUANTIZED: quantization_record(model)})
 
 
 def load(
@@ -95,7 +95,7 @@ def load(
     config, times = unless_cast(stored, found.values(), kind)
     model = abstract(config, strategy, mesh, mtp=any("/mtp/" in name for name in found))
     try:
-        exchange_described(model, fields.get(_QUANTIZED, []))
+        apply_quantization_record(model, fields.get(_QUANTIZED, []))
     except ValueError as error:
         raise CheckpointError(f"{where / NATIVE_FILE}: {_QUANTIZED}: {error}") from None
     scanned = any(name.startswith("stacks/") for name in found)

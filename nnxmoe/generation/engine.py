@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from nnxmoe.axes import batch_axes, shard_count
 from nnxmoe.config.validate import check_object, check_type, whole_number
 from nnxmoe.generation import draft_cost, passes
 from nnxmoe.generation.draft import Modelled
@@ -39,6 +38,8 @@ from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.inputs import warn_beyond_positions
 from nnxmoe.runtime.memory import refuse_beyond_memory
 from nnxmoe.runtime.progress import logger
+from nnxmoe.sharding import batch_axes
+from nnxmoe.sharding_rules import shard_count
 
 
 @dataclasses.dataclass(eq=False)

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from nnxmoe.axes import batch_axes, replicate, shard_constraint
 from nnxmoe.config.printable import bytes_text
 from nnxmoe.convert.storage.multihost import in_any_process
 from nnxmoe.generation import rows
@@ -32,6 +31,7 @@ from nnxmoe.moe.experts import Experts
 from nnxmoe.runtime.memory import local_bytes, memory_bytes
 from nnxmoe.runtime.programs import announced
 from nnxmoe.runtime.progress import logger
+from nnxmoe.sharding import batch_axes, replicate, shard_constraint
 
 
 class Room(NamedTuple):

@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from nnxmoe.axes import AnyMesh, replicate
+from nnxmoe.axes import AnyMesh
 from nnxmoe.generation.sampling import Knobs, Steps, generated_counts, pick
 from nnxmoe.layers.cache import written
+from nnxmoe.sharding import replicate
 
 # Why a row ended: a stop id, the limit of new ids, or NaN or infinite logits.
 RUNNING, STOPPED, FULL, BROKEN = 0, 1, 2, 3

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from nnxmoe.axes import batch_axes, replicate, shard_constraint, shard_count
 from nnxmoe.config.arguments import refuses_unknown
 from nnxmoe.config.validate import check_type, whole_number
 from nnxmoe.generation.complete import numbered, tokenizer_of
@@ -23,6 +22,8 @@ from nnxmoe.model.compiled import compiled
 from nnxmoe.model.inputs import bucket, warn_beyond_positions
 from nnxmoe.model.output import nothing
 from nnxmoe.runtime.progress import logger
+from nnxmoe.sharding import batch_axes, replicate, shard_constraint
+from nnxmoe.sharding_rules import shard_count
 
 TOKENS = 4096  # of one pass: rows times their length, unless a single row is longer
 ROWS = (1, 8, TOKENS)  # of one pass at most: few sizes, since each is a program

@@ -8,18 +8,10 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from nnxmoe.axes import (
-    RULES,
-    AnyMesh,
-    ParamOptions,
-    Rules,
-    axes_per_dimension,
-    batch_shard_axes,
-    context_shard_axes,
-    parameter,
-    shard_map,
-)
+from nnxmoe.axes import AnyMesh, ParamOptions, parameter
 from nnxmoe.layers.linear.kernel import Adapter, DenseKernel, Kernel, with_adapter
+from nnxmoe.sharding import batch_shard_axes, context_shard_axes, shard_map
+from nnxmoe.sharding_rules import RULES, Rules, axes_per_dimension
 
 
 class Embed(nnx.Module):

@@ -53,7 +53,7 @@ class OutputScale(nnx.Module):
     """``x * factor``, in ``x``'s dtype (Gemma 4, 2026)."""
 
     def __init__(self, **kw: Unpack[ParamOptions]):
-        self.factor = parameter((1,), (None,), nnx.initializers.ones, kind=Factor, **kw)
+        self.factor = parameter((1,), (None,), nnx.initializers.ones, param_type=Factor, **kw)
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
         return x * jnp.broadcast_to(self.factor[...].astype(x.dtype), x.shape)

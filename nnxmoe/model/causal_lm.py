@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Key
 
-from nnxmoe.axes import shard_batch
 from nnxmoe.config.arguments import refuses_unknown
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.frozen import FrozenDict
@@ -35,6 +34,7 @@ from nnxmoe.model.weight_names import Table
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.experts import Experts
 from nnxmoe.moe.router import Router, Routing
+from nnxmoe.sharding import shard_batch
 
 
 class CausalLM(nnx.Module):

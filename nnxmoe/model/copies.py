@@ -6,7 +6,6 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from nnxmoe.axes import check_mesh
 from nnxmoe.layers.embed import Embed
 from nnxmoe.layers.recurrent.delta import GatedDeltaNet
 from nnxmoe.model.causal_lm import CausalLM
@@ -15,6 +14,7 @@ from nnxmoe.model.pipeline import PipelinedStack
 from nnxmoe.model.stack import ScannedStack, Unrolled
 from nnxmoe.model.strategy import attention_fn_for_mesh, check_context
 from nnxmoe.moe.block import MoE
+from nnxmoe.sharding_rules import check_mesh
 
 
 def on_mesh(model: CausalLM, mesh: Mesh) -> CausalLM:

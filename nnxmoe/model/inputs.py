@@ -13,11 +13,11 @@ from flax import nnx
 from jax.core import Tracer
 from jaxtyping import Array, Key
 
-from nnxmoe.axes import is_static
 from nnxmoe.layers.cache import Cache
 from nnxmoe.model.compiled import compiled, refuse_shapes
 from nnxmoe.model.output import ByLayer, Ids, Output, TokenMask, nothing
 from nnxmoe.model.stateful import is_stateful
+from nnxmoe.sharding import is_static
 
 
 def are_arrays(tree: Any) -> bool:

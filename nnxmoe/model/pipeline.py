@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from nnxmoe.axes import CONTEXT, AnyMesh, batch_axes, replicate, shard_batch, shard_constraint, shard_count, shard_map
+from nnxmoe.axes import CONTEXT, AnyMesh
 from nnxmoe.config.validate import set_positive
 from nnxmoe.layers.context import Context
 from nnxmoe.model.layer import MakeLayer
@@ -29,6 +29,8 @@ from nnxmoe.model.stack import (
 from nnxmoe.model.stateful import is_captured
 from nnxmoe.moe.block import MoEInfo
 from nnxmoe.moe.router import Routing
+from nnxmoe.sharding import batch_axes, replicate, shard_batch, shard_constraint, shard_map
+from nnxmoe.sharding_rules import shard_count
 
 AXIS = "pipe"
 

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jaxtyping import Array
 
-from nnxmoe.axes import CONTEXT, RULES, AnyMesh, Rules, bind_mesh, check_mesh, check_rules, sharding_of
+from nnxmoe.axes import CONTEXT, AnyMesh
 from nnxmoe.config.arguments import KnownFields
 from nnxmoe.config.bounds import ConfigError
 from nnxmoe.config.frozen import FrozenDict
@@ -25,6 +25,8 @@ from nnxmoe.model.remat import Remat
 from nnxmoe.model.stack import Scanned, Stacking, Unrolled
 from nnxmoe.moe.dispatch import Dispatch, Sorted
 from nnxmoe.moe.grouped_matmul import GroupedMatmul, RaggedDotMatmul
+from nnxmoe.sharding import bind_mesh
+from nnxmoe.sharding_rules import RULES, Rules, check_mesh, check_rules, sharding_of
 
 _WHY = {  # (type, backend or None for any) -> reason; measured by python -m tests.benchmarks --only moe on two cores
     (

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from nnxmoe.axes import is_static
 from nnxmoe.config.validate import set_positive
 from nnxmoe.layers.linear.kernel import Kernel, as_kernel
 from nnxmoe.layers.linear.multilinear import multilinear
 from nnxmoe.layers.linear.xla_cpu import as_bits, carried, from_bits
 from nnxmoe.moe.grouped_matmul import GroupedKernel
+from nnxmoe.sharding import is_static
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from nnxmoe.axes import AnyMesh, batch_axes, shard_constraint, shard_count
+from nnxmoe.axes import AnyMesh
 from nnxmoe.config.printable import short
 from nnxmoe.config.validate import as_number, check_object, set_positive
 from nnxmoe.layers.chunks import chunk_by_chunk
@@ -17,6 +17,8 @@ from nnxmoe.layers.linear.dots import einsum_f32
 from nnxmoe.moe.dispatch import Dispatch, DispatchInfo, assignments, dispatch_info, expert_row_axes
 from nnxmoe.moe.experts import ExpertFn
 from nnxmoe.moe.router import Routing
+from nnxmoe.sharding import batch_axes, shard_constraint
+from nnxmoe.sharding_rules import shard_count
 
 
 @dataclasses.dataclass(frozen=True)

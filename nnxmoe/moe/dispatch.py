@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from nnxmoe.axes import AnyMesh, batch_shard_axes, context_shard_axes, shard_constraint
+from nnxmoe.axes import AnyMesh
 from nnxmoe.moe.experts import ExpertFn
 from nnxmoe.moe.permute import clip_to_capacity, combine, permute, weighted_sum
 from nnxmoe.moe.router import Routing
+from nnxmoe.sharding import batch_shard_axes, context_shard_axes, shard_constraint
 
 
 @jax.tree_util.register_dataclass

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from nnxmoe.axes import AnyMesh, batch_axes
+from nnxmoe.axes import AnyMesh
 from nnxmoe.config.validate import check_object, set_positive
 from nnxmoe.layers.chunks import chunk_by_chunk
 from nnxmoe.moe.capacity import check_batch, check_factor
@@ -23,6 +23,7 @@ from nnxmoe.moe.permute import clip_to_capacity, combine, permute, unpermute
 from nnxmoe.moe.ragged import TransferPlan, ragged_all_to_all
 from nnxmoe.moe.router import Routing
 from nnxmoe.moe.shard_map_dispatch import shard_map_dispatch
+from nnxmoe.sharding import batch_axes
 
 
 class Exchange(Protocol):

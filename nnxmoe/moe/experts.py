@@ -8,10 +8,11 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from nnxmoe.axes import RULES, ParamOptions, Rules
+from nnxmoe.axes import ParamOptions
 from nnxmoe.layers.gated import Gated, swiglu
 from nnxmoe.layers.linear.kernel import Adapter, Kernel, as_weight, kernel_param, with_adapter
 from nnxmoe.moe.grouped_matmul import GroupedMatmul, equal_groups
+from nnxmoe.sharding_rules import RULES, Rules
 
 
 class ExpertFn(Protocol):

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from nnxmoe.axes import is_static
 from nnxmoe.layers.linear.multilinear import multilinear
+from nnxmoe.sharding import is_static
 
 
 class SortOrder(NamedTuple):

@@ -14,9 +14,10 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from nnxmoe.axes import AnyMesh, ParamOptions, batch_shard_axes, context_shard_axes, parameter, shard_map
+from nnxmoe.axes import AnyMesh, ParamOptions, parameter
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.linear.kernel import Adapter, as_weight, kernel_param, with_adapter
+from nnxmoe.sharding import batch_shard_axes, context_shard_axes, shard_map
 
 
 @jax.tree_util.register_dataclass
@@ -227,7 +228,9 @@ class Router(nnx.Module):
         self.kernel = kernel_param((dim,), (experts,), ("embed", "router"), **kw)
         zeros, f32 = nnx.initializers.zeros, jnp.dtype(jnp.float32)
         self.bias = (
-            parameter((experts,), ("router",), zeros, dtype=f32, rngs=kw["rngs"], kind=RouterBias, keeps_dtype=True)
+            parameter(
+                (experts,), ("router",), zeros, dtype=f32, rngs=kw["rngs"], param_type=RouterBias, keeps_dtype=True
+            )
             if bias
             else None
         )

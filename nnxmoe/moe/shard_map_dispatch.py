@@ -9,9 +9,11 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from nnxmoe.axes import AnyMesh, axes_of, axes_per_dimension, context_shard_axes, partition_spec, shard_map
+from nnxmoe.axes import AnyMesh, axes_of
 from nnxmoe.layers.linear.kernel import is_kernel
 from nnxmoe.layers.linear.multilinear import multilinear
+from nnxmoe.sharding import context_shard_axes, shard_map
+from nnxmoe.sharding_rules import axes_per_dimension, partition_spec
 
 Body = Callable[..., tuple[Float[Array, "B T D"], Int[Array, ""]]]
 

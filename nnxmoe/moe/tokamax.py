@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from nnxmoe.layers.linear.codes import LEVELS, MIDDLE
+from nnxmoe.layers.linear.code_format import CODEBOOKS, INT4_ZERO
 from nnxmoe.layers.linear.kernel import as_kernel
 from nnxmoe.layers.linear.multilinear import multilinear
 from nnxmoe.layers.linear.quantized import QuantizedKernel
@@ -74,14 +74,14 @@ class TokamaxMatmul:
 def _qarray(kernel: QuantizedKernel, dtype: Any) -> Any:
     """The kernel ``[E, I, O]`` as qwix's array, from whose codes tokamax computes on GPUs; as floats if its tiles do
     not divide the inputs, for kinds whose values are looked up, and with offsets."""
-    codes, (rows, columns), (_, ins, outs) = kernel.kind, kernel.kind.tile, kernel.shape
-    if (kernel.scale.shape[-1] > 1 and ins % columns) or codes.kind in LEVELS or codes.offset:
+    codes, (rows, columns), (_, ins, outs) = kernel.format, kernel.format.tile, kernel.shape
+    if (kernel.scale.shape[-1] > 1 and ins % columns) or codes.code_dtype in CODEBOOKS or codes.offset:
         return kernel.dense(dtype)
     values = codes.unpack(kernel.codes)
-    if codes.kind == "fp8":
+    if codes.code_dtype == "fp8":
         values = jax.lax.bitcast_convert_type(values, jnp.float8_e4m3fn)
-    if codes.kind == "int4":
-        values = (values.astype(jnp.int8) - MIDDLE).astype(jnp.int4)
+    if codes.code_dtype == "int4":
+        values = (values.astype(jnp.int8) - INT4_ZERO).astype(jnp.int4)
 
     def of_outputs(grid: Array) -> Array:
         if rows > 1:
@@ -91,6 +91,8 @@ def _qarray(kernel: QuantizedKernel, dtype: Any) -> Any:
     scale = of_outputs(kernel.scale.astype(dtype))
     zero = kernel.zero
     if zero is not None:
-        zero = of_outputs(zero.astype(jnp.int8) - MIDDLE if codes.kind == "int4" else zero).astype(values.dtype)
+        zero = of_outputs(zero.astype(jnp.int8) - INT4_ZERO if codes.code_dtype == "int4" else zero).astype(
+            values.dtype
+        )
     qwix = importlib.import_module("qwix")  # tokamax's array type
     return qwix.QArray(jnp.swapaxes(values, -1, -2), scale, zero)

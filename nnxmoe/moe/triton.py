@@ -11,13 +11,13 @@ from jax.experimental import pallas as pl
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from nnxmoe.axes import Rules
-from nnxmoe.layers.linear.codes import MIDDLE, Codes
+from nnxmoe.layers.linear.code_format import INT4_ZERO, CodeFormat
 from nnxmoe.layers.linear.kernel import DenseKernel, Kernel, as_kernel
 from nnxmoe.layers.linear.quantized import QuantizedKernel, QuantizedProduct
 from nnxmoe.layers.linear.quantized_products import CastProduct
 from nnxmoe.moe.blocked import BlockedMatmul, differentiable_grouped_matmul
 from nnxmoe.moe.grouped_matmul import GroupedKernel, GroupedMatmul
+from nnxmoe.sharding_rules import Rules
 
 SIZES = (128, 64, 32, 16)  # of tiles: the first that divides
 COMPUTED = ("int8", "int4", "fp8", "fp4")  # kinds of codes whose values are computed, not looked up
@@ -96,10 +96,10 @@ def _tiles(rows: Array, kernel: Kernel, back: bool) -> Tiles | None:
     groups, ins, outs = kernel.shape
     ins, outs = (outs, ins) if back else (ins, outs)
     if isinstance(kernel, QuantizedKernel):
-        kind = kernel.kind
-        if back or kernel.order is not None or kind.kind not in COMPUTED:
+        kind = kernel.format
+        if back or kernel.order is not None or kind.code_dtype not in COMPUTED:
             return None
-        halves = 1 + kind.halves
+        halves = 1 + kind.is_packed
         lengths = min(ins, kind.tile[1]) // halves, ins // halves  # codes that share a scale, and all of an output
     elif isinstance(kernel, DenseKernel):
         lengths = (ins,)
@@ -185,34 +185,34 @@ def _add_floats(rows_ref, index, kernel, group, column, tiles, i, total, back):
 
 def _add_codes(rows_ref, index, kernel, group, column, tiles, i, total):
     """Add the product with the i-th tile of codes to ``total``; a tile of 4-bit codes holds two tiles of inputs."""
-    kind: Codes = kernel.kind
+    kind: CodeFormat = kernel.format
     depth = tiles.depth
     codes = kernel.codes[group, pl.ds(column, tiles.width), pl.ds(i * depth, depth)]
-    inside = min(kind.tile[1] // (1 + kind.halves), kernel.codes.shape[-1])  # codes that share a scale
+    inside = min(kind.tile[1] // (1 + kind.is_packed), kernel.codes.shape[-1])  # codes that share a scale
     block, within = jax.lax.div(i * depth, inside), jax.lax.rem(i * depth, inside)
     line = jax.lax.div(column + jnp.arange(tiles.width), kind.tile[0])
 
     def of_tile(grid):
         return grid[group, line, block if grid.shape[-1] > 1 else 0].astype(jnp.float32)[:, None]
 
-    for half, part in enumerate((codes & 15, codes >> 4) if kind.halves else (codes,)):
+    for half, part in enumerate((codes & 15, codes >> 4) if kind.is_packed else (codes,)):
         values = _value(kind, part)
         if kernel.zero is not None and not kind.offset:
             values = values - of_tile(kernel.zero)
-        elif kind.kind == "int4" and not kind.offset:
-            values = values - MIDDLE
+        elif kind.code_dtype == "int4" and not kind.offset:
+            values = values - INT4_ZERO
         weights = values * of_tile(kernel.scale) + (of_tile(kernel.zero) if kind.offset else 0.0)
-        first = block * inside * (1 + kind.halves) + half * inside + within
+        first = block * inside * (1 + kind.is_packed) + half * inside + within
         x = rows_ref[index, pl.ds(first, depth)]
         total = total + _dot(x, weights.astype(x.dtype), 1, 1)
     return total
 
 
-def _value(kind: Codes, codes: Any) -> Any:
+def _value(kind: CodeFormat, codes: Any) -> Any:
     """Values of codes in float32. The bits of fp8 and fp4 are moved to those of float16, whose bias is larger."""
-    if kind.kind not in ("fp8", "fp4"):
+    if kind.code_dtype not in ("fp8", "fp4"):
         return codes.astype(jnp.float32)
-    low, sign, up, over, bias = (0x7F, 0x80, 7, 8, 2.0**8) if kind.kind == "fp8" else (7, 8, 9, 12, 2.0**14)
+    low, sign, up, over, bias = (0x7F, 0x80, 7, 8, 2.0**8) if kind.code_dtype == "fp8" else (7, 8, 9, 12, 2.0**14)
     codes = codes.astype(jnp.uint16)
     bits = (codes & low) << up | (codes & sign) << over
     return jax.lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32) * bias

@@ -27,7 +27,7 @@ from nnxmoe.convert.storage.atomic_dir import refuse_unless_writable
 from nnxmoe.convert.storage.checkpoint import Checkpoint
 from nnxmoe.convert.storage.multihost import from_first
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.model.quantization.methods import parse, refuse_both
+from nnxmoe.model.quantization.methods import check_quantize_options, parse_method
 from nnxmoe.model.remat import Remat
 from nnxmoe.model.stack import Scanned
 from nnxmoe.model.strategy import Strategy
@@ -70,8 +70,8 @@ class Finetune(KnownFields):
     `nnxmoe.train.preferences`, trained on by DPO with ``beta`` (default 0.1), and the learning rate defaults to a
     twentieth. The reference is the base model of the adapters, or else the original model, which stays in memory.
     ``accumulate`` splits each batch into that many parts, for less memory. ``quantize`` (such as ``int4``, see
-    `quantization.methods.parse`) or ``keep_quantized`` train adapters on quantised kernels (QLoRA, Dettmers et al.
-    2023); merging makes them floats.
+    `quantization.methods.parse_method`) or ``keep_quantized`` train adapters on quantised kernels (QLoRA, Dettmers et
+    al. 2023); merging makes them floats.
     """
 
     model: str
@@ -126,7 +126,7 @@ class Finetune(KnownFields):
             object.__setattr__(self, "steps", _STEPS)
         self.check_warmup(self.steps)
         float_dtype(self.dtype)
-        refuse_both(parse(self.quantize) if self.quantize else None, self.keep_quantized)
+        check_quantize_options(parse_method(self.quantize) if self.quantize else None, self.keep_quantized)
 
     def check_warmup(self, steps: int | None) -> None:
         """Raise ValueError if the run would end before the warmup does."""
@@ -189,7 +189,7 @@ def finetune(
     steps = batches.count() if task.steps is None else task.steps
     task.check_warmup(steps)
     evaluated: Any = held and Restartable(lambda: Batches(held, task.batch_size, length, shuffle=False, epochs=1))
-    how: dict[str, Any] = {"quantize": parse(task.quantize) if task.quantize else None} | hub
+    how: dict[str, Any] = {"quantize": parse_method(task.quantize) if task.quantize else None} | hub
     say("metrics of every step are written to %s", folder / _METRICS)
     model = from_pretrained(task.model, task.dtype, mesh, _strategy(), keep_quantized=task.keep_quantized, **how)
     say("%s", model.load_report.summary())

@@ -32,10 +32,10 @@ from nnxmoe.apps.planning.search import best_of, search
 from nnxmoe.apps.planning.torus import Route, hardware, refuse_unheld, routes, seconds
 from nnxmoe.apps.planning.traffic import traffic
 from nnxmoe.apps.planning.work import Work
-from nnxmoe.axes import RULES
 from nnxmoe.mesh import abstract_mesh, make_mesh
 from nnxmoe.models import PRESETS, config_from_hf, model_class
 from nnxmoe.runtime.hardware import TABLE
+from nnxmoe.sharding_rules import RULES
 from nnxmoe.train import lora
 from tests.benchmarks.modes import DEEPSEEK
 from tests.benchmarks.plans import plan_of, published_table
@@ -683,7 +683,7 @@ def test_adapters_and_codes_are_those_of_a_model() -> None:
     whole, tuned = (nnxmoe.plan("mixtral-8x7b", {"expert": 8}, lora=rank, **options) for rank in (0, 16))
     assert tuned.bytes.arguments < whole.bytes.arguments / 4 and 0.7 < tuned.operations / whole.operations < 0.8
     assert not [one for one in tuned.traffic if one.kind == "reduce-scatter"]
-    method = nnxmoe.model.quantization.methods.parse("int4")
+    method = nnxmoe.model.quantization.methods.parse_method("int4")
     small = nnxmoe.plan("mixtral-8x7b", {}, train=False, quantize=method, **options)
     assert small.bytes.parameters == summarise("mixtral-8x7b", "bfloat16", quantize=method).weight_bytes
     with pytest.raises(ValueError, match="quantised weights are not trained"):

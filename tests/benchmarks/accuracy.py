@@ -21,8 +21,8 @@ import optax
 from flax import nnx
 
 import nnxmoe
-from nnxmoe.model.quantization.kernel_places import places
-from nnxmoe.model.quantization.methods import Method, Mixed, parse
+from nnxmoe.model.quantization.methods import Method, Mixed, parse_method
+from nnxmoe.model.quantization.quantized_kernels import quantizable_kernels
 from nnxmoe.train import Step, lora
 from tests.demo.corpus import documents
 from tests.demo.tokens import Packed, pack, train_tokenizer
@@ -62,14 +62,14 @@ def cost(model: nnxmoe.CausalLM, method: Method | Mixed | None, held: Packed) ->
         tokens, segments = (np.asarray(a[start : start + ROWS]) for a in (held.tokens, held.segments))
         exact, other = (m(tokens, segment_ids=segments).logits for m in (model, rough))
         sums += np.asarray(compared(exact, other, jnp.asarray(tokens), jnp.asarray(segments > 0)), np.float64)
-    kernels = [leaf for place in places(rough) for leaf in jax.tree.leaves(nnx.state(place.owner))]
+    kernels = [leaf for place in quantizable_kernels(rough) for leaf in jax.tree.leaves(nnx.state(place.owner))]
     size = sum({id(leaf): leaf.nbytes for leaf in kernels}.values())
     divergence, same, loss = sums[:3] / sums[3]
     return Cost(size, _error(model, rough), divergence, same, math.exp(loss))
 
 
 def _error(model: nnxmoe.CausalLM, rough: nnxmoe.CausalLM) -> float:
-    pairs = zip(places(model), places(nnxmoe.dequantize(rough, "float32")), strict=True)
+    pairs = zip(quantizable_kernels(model), quantizable_kernels(nnxmoe.dequantize(rough, "float32")), strict=True)
     both = [[np.asarray(p.weight.get_value(), np.float32) for p in pair] for pair in pairs]
     lost = sum(float(np.sum((a - b) ** 2)) for a, b in both)
     return math.sqrt(lost / sum(float(np.sum(a**2)) for a, _ in both))
@@ -99,13 +99,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("| method | MB of kernels | error of weights | KL, nats | same choice | perplexity |")
     print("|---|---|---|---|---|---|")
     for name in (None, *METHODS):
-        one = cost(model, parse(name) if name else None, held)
+        one = cost(model, parse_method(name) if name else None, held)
         cells = (
             f"{one.bytes / 1e6:.1f} | {one.error:.2%} | {one.divergence:.1e} | {one.same:.1%} | {one.perplexity:.3f}"
         )
         print(f"| {name or 'bfloat16'} | {cells} |", flush=True)
     for name in ("bfloat16", "int4:128"):
-        held_bytes, temporary = step_memory(model, None if name == "bfloat16" else parse(name))
+        held_bytes, temporary = step_memory(model, None if name == "bfloat16" else parse_method(name))
         print(f"a step of LoRA on {name}: {held_bytes / 1e6:.1f} MB of arguments, {temporary / 1e6:.1f} MB temporary")
     return 0
 

@@ -14,22 +14,32 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 import nnxmoe
-from nnxmoe.axes import shard_map
 from nnxmoe.convert import maxtext
 from nnxmoe.layers.attention.softmax_attention import MaskedSoftmax
 from nnxmoe.layers.cache import SlotMetadata
-from nnxmoe.layers.linear.codes import WHOLE, Codes
+from nnxmoe.layers.linear.code_format import FULL, CodeFormat
 from nnxmoe.layers.mask import Mask
 from nnxmoe.models import config_from_hf, model_class
 from nnxmoe.moe.ragged import TransferPlan, ragged_all_to_all
+from nnxmoe.sharding import shard_map
 from tests.support.codes import random_codes
 from tests.support.grouped import product_and_gradients
 from tests.support.tiny import ORACLE, TINY, random_tokens
 
 Line = tuple[str, float, float]  # what, difference, limit
 CODES = [
-    *(Codes("int8", (1, WHOLE)), Codes("int8", (1, 64)), Codes("int4", (1, 32)), Codes("int4", (1, 128))),
-    *(Codes("fp8", (128, 128)), Codes("fp8", (1, WHOLE)), Codes("fp4", (1, 32)), Codes("nf4", (1, 64))),
+    *(
+        CodeFormat("int8", (1, FULL)),
+        CodeFormat("int8", (1, 64)),
+        CodeFormat("int4", (1, 32)),
+        CodeFormat("int4", (1, 128)),
+    ),
+    *(
+        CodeFormat("fp8", (128, 128)),
+        CodeFormat("fp8", (1, FULL)),
+        CodeFormat("fp4", (1, 32)),
+        CodeFormat("nf4", (1, 64)),
+    ),
 ]
 EXACT, ROUNDED = 2e-4, 3e-2  # float32 with products in float32; bfloat16
 
@@ -104,7 +114,7 @@ def quantized(matmuls: dict[str, Any]) -> Iterator[Line]:
     rng, sizes = np.random.default_rng(3), jnp.array([3, 0, 30, 7], jnp.int32)
     rows, weight = (jnp.asarray(rng.standard_normal((44, width)), jnp.float32) for width in (256, 128))
     for codes in CODES:
-        kernel = random_codes(codes, 128, 256, zero=codes.kind == "int4", experts=4)
+        kernel = random_codes(codes, 128, 256, zero=codes.code_dtype == "int4", experts=4)
 
         def run(matmul: Any, rows: Any, kernel: Any = kernel) -> Any:
             def loss(rows: Any) -> Any:

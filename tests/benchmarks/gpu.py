@@ -37,8 +37,8 @@ from nnxmoe.layers.attention.softmax_attention import MaskedSoftmax
 from nnxmoe.layers.cache import SlotMetadata
 from nnxmoe.layers.linear.quantized import QuantizedArray
 from nnxmoe.layers.mask import Mask
-from nnxmoe.model.quantization.methods import Method, parse
-from nnxmoe.model.quantization.rounding import quantize_shapes
+from nnxmoe.model.quantization.methods import Method, parse_method
+from nnxmoe.model.quantization.rounding import quantize_structure
 from nnxmoe.models import PRESETS, model_class
 from nnxmoe.moe import tokamax
 from nnxmoe.moe.grouped_matmul import GroupedMatmul
@@ -106,7 +106,7 @@ def layer_speeds(name: str, shape: Shape, tokens: Sequence[int], times: int) -> 
 def random_model(config: DecoderConfig, method: Method | None) -> nnxmoe.CausalLM:
     """A model in bfloat16 with random weights or codes, made where it is computed."""
     model = model_class(config)(config, rngs=None, dtype="bfloat16")
-    quantize_shapes(model, method, "bfloat16")
+    quantize_structure(model, method, "bfloat16")
 
     @functools.partial(jax.jit, static_argnums=(1, 2, 3))
     def values(number: int, shape: tuple[int, ...], dtype: Any, codes: bool) -> jax.Array:
@@ -143,7 +143,7 @@ def decoding_speeds(
     for method in methods:
         case = f"{name}{f' in {method}' if method else ''} bfloat16"
         try:
-            model = random_model(config, None if method is None else parse(method))
+            model = random_model(config, None if method is None else parse_method(method))
         except (jax.errors.JaxRuntimeError, ValueError) as error:
             yield Record(case, case, "ours", error=f"{type(error).__name__}: {str(error)[:200]}")
             continue

@@ -32,9 +32,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import load_file
 
 import nnxmoe
-from nnxmoe.axes import batch_axes
 from nnxmoe.convert import maxtext
 from nnxmoe.models import DeepSeekV3, DeepSeekV3Config
+from nnxmoe.sharding import batch_axes
 
 CASE = Path(__file__).resolve().parents[1] / "data" / "maxtext" / "train_mixtral"
 KINDS = ("all-to-all", "all-gather", "reduce-scatter", "all-reduce", "collective-permute")

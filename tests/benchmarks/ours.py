@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 
 import nnxmoe
-from nnxmoe.model.quantization.methods import parse
+from nnxmoe.model.quantization.methods import parse_method
 from nnxmoe.models import config_from_hf, model_class
 from tests.benchmarks import engine
 from tests.benchmarks.clock import interleaved
@@ -27,7 +27,7 @@ class Ours:
     """A model of ``nnxmoe.from_pretrained``. Compiled programs are kept in ``$NNXMOE_COMPILE_CACHE``, if it is set."""
 
     def __init__(self, folder: Path, quantize: str | None = None):
-        self.folder, self.method = folder, parse(quantize) if quantize else None
+        self.folder, self.method = folder, parse_method(quantize) if quantize else None
         self.dtype = jnp.dtype(json.loads((folder / "config.json").read_text())["torch_dtype"])
         nnxmoe.compile_cache()
         jax.device_put(1.0).block_until_ready()  # starts the backend, which is not part of loading, nor is importing

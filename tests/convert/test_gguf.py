@@ -206,7 +206,7 @@ def test_kept_codes_change_no_number(kind: str, name: str, tmp_path: Path) -> No
     tokens = random_tokens(2, 9, fields["vocab_size"])
     wanted = np.asarray(floats(tokens).logits)
     np.testing.assert_allclose(kept(tokens).logits, wanted, rtol=0, atol=2e-5 * np.abs(wanted).max())
-    again = nnxmoe.model.quantization.kernel_places.dequantize(kept)
+    again = nnxmoe.model.quantization.quantized_kernels.dequantize(kept)
     for (path, ours), (_, theirs) in zip(
         nnx.to_flat_state(nnx.state(again)), nnx.to_flat_state(nnx.state(floats)), strict=True
     ):

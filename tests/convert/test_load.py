@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec
 from safetensors.numpy import load_file, save_file
 
 import nnxmoe
-from nnxmoe.axes import axes_of, check_mesh, partition_spec, sharding_of
+from nnxmoe.axes import axes_of
 from nnxmoe.convert.arrays import fill
 from nnxmoe.convert.arrays.checkpoint_layout import parameters
 from nnxmoe.convert.arrays.fill import Filler
@@ -41,6 +41,7 @@ from nnxmoe.convert.storage.checkpoint import Checkpoint
 from nnxmoe.convert.storage.write import write_shares
 from nnxmoe.mesh import abstract_mesh
 from nnxmoe.models import PRESETS, model_class
+from nnxmoe.sharding_rules import check_mesh, partition_spec, sharding_of
 from tests.benchmarks.checkpoints import write_random
 from tests.benchmarks.models import MIDSIZE
 from tests.benchmarks.processes import call

@@ -15,7 +15,7 @@ import nnxmoe
 from nnxmoe.apps.cli.summary import summarise
 from nnxmoe.convert.hf.stored_tensors import stored
 from nnxmoe.convert.storage.checkpoint import Checkpoint
-from nnxmoe.model.quantization.kernel_places import quantized_weights
+from nnxmoe.model.quantization.quantized_kernels import quantized_kernels
 from tests.support import gpt_oss, quantised
 from tests.support.arrays import identical, max_error
 from tests.support.families import fused as fuse
@@ -68,7 +68,7 @@ def test_a_quantised_head_is_read_and_kept(tmp_path: Path, name: str) -> None:
     wanted, tokens = nnxmoe.from_pretrained(floats), random_tokens(2, 7, 48)
     identical(arrays(nnxmoe.from_pretrained(codes, dtype="float32")), arrays(wanted))
     kept = nnxmoe.from_pretrained(codes, dtype="float32", keep_quantized=True)
-    assert any(place.head for place in quantized_weights(kept))
+    assert any(place.head for place in quantized_kernels(kept))
     assert max_error(kept(tokens).logits, wanted(tokens).logits) < MODEL_TOLERANCE
 
 

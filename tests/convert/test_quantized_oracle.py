@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import nnxmoe
-from nnxmoe.model.quantization.methods import parse
+from nnxmoe.model.quantization.methods import parse_method
 from tests.support.arrays import max_error
 from tests.support.quantised import FIELDS, FORMATS, read_tensors, write_deepseek_v4, write_quantised
 from tests.support.running import MODEL_TOLERANCE
@@ -61,7 +61,7 @@ def test_our_floats_are_those_of_compressed_tensors(tmp_path: Path, name: str) -
 @pytest.mark.parametrize("method", ["int8", "int4:16", "fp8:16"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_compressed_tensors_reads_what_we_save(tmp_path: Path, method: str, dtype: str) -> None:
-    model = build(FIELDS["mixtral"], tiny_weights(FIELDS["mixtral"]), dtype=dtype, quantize=parse(method))
+    model = build(FIELDS["mixtral"], tiny_weights(FIELDS["mixtral"]), dtype=dtype, quantize=parse_method(method))
     nnxmoe.save_pretrained(model, tmp_path / "codes")
     nnxmoe.save_pretrained(nnxmoe.dequantize(model, "float32"), tmp_path / "plain")
     wanted = read_tensors(tmp_path / "plain")
@@ -113,7 +113,7 @@ HEAD = "experts=int4:16,others=int8,head=int8"
     ("kind", "method"), [("llama", "int4:16"), ("llama", HEAD), ("mixtral", "int4:16"), ("mixtral", "int8")]
 )
 def test_transformers_loads_what_we_save(tmp_path: Path, kind: str, method: str) -> None:
-    model = build(FIELDS[kind], tiny_weights(FIELDS[kind]), quantize=parse(method))
+    model = build(FIELDS[kind], tiny_weights(FIELDS[kind]), quantize=parse_method(method))
     nnxmoe.save_pretrained(model, tmp_path / "codes")
     tokens = random_tokens(2, 9, 48)
     assert max_error(model(tokens).logits, theirs(tmp_path / "codes", tokens)) < MODEL_TOLERANCE

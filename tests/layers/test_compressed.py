@@ -23,7 +23,7 @@ from nnxmoe.layers.attention import compressed, shared_kv
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.linear.quantized import QuantizedWeight
 from nnxmoe.layers.rope import TrailingPairs
-from nnxmoe.model.quantization.kernel_places import places
+from nnxmoe.model.quantization.quantized_kernels import quantizable_kernels
 from nnxmoe.moe.router import SqrtSoftplusTopK
 from tests.support.arrays import max_error
 from tests.support.families import NEW, PROMPT, load
@@ -202,7 +202,9 @@ def test_published_codes(published: tuple[Path, Path]) -> None:
     assert loaded.load_report is not None and [*loaded.load_report.skipped.values()] == [("mtp.0.e_proj.weight",)]
     assert jax.tree.all(jax.tree.map(jnp.array_equal, nnx.state(twin), nnx.state(loaded)))
     kept = nnxmoe.from_pretrained(codes, dtype="float32", keep_quantized=True)
-    assert {one.weight.kind.kind for one in places(kept) if isinstance(one.weight, QuantizedWeight)} == {"fp4", "fp8"}
+    assert {
+        one.weight.format.code_dtype for one in quantizable_kernels(kept) if isinstance(one.weight, QuantizedWeight)
+    } == {"fp4", "fp8"}
     assert max_error(kept(TOKENS).logits, twin(TOKENS).logits) < MODEL_TOLERANCE
 
 

@@ -31,7 +31,7 @@ from nnxmoe import (
     Strategy,
     train,
 )
-from nnxmoe.axes import CONTEXT, RULES
+from nnxmoe.axes import CONTEXT
 from nnxmoe.layers.attention.context_parallel import ContextShards
 from nnxmoe.layers.attention.softmax_attention import MaskedSoftmax
 from nnxmoe.layers.cache import SlotMetadata
@@ -40,6 +40,7 @@ from nnxmoe.layers.recurrent.delta import context_parallel_delta_rule
 from nnxmoe.layers.recurrent.delta_rule import DeltaInputs, chunk_delta_rule
 from nnxmoe.models import config_from_hf, model_class
 from nnxmoe.moe.balance import sequence_loss
+from nnxmoe.sharding_rules import RULES
 from nnxmoe.train.loop.feed import put_batch
 from nnxmoe.train.loop.loss import ChunkedLoss
 from nnxmoe.train.loop.step import Step

@@ -15,7 +15,7 @@ from nnxmoe import BlockwiseAttention, FlashAttention, FusedAttention, Reference
 from nnxmoe.layers.attention.softmax_attention import MaskedSoftmax
 from nnxmoe.layers.attention.splash_attention import SplashAttention
 from nnxmoe.layers.cache import SlotMetadata
-from nnxmoe.layers.linear.codes import WHOLE, Codes
+from nnxmoe.layers.linear.code_format import FULL, CodeFormat
 from nnxmoe.layers.linear.kernel import DenseKernel
 from nnxmoe.layers.linear.quantized_products import CastProduct
 from nnxmoe.layers.mask import Mask
@@ -118,13 +118,13 @@ def test_triton_equals_the_oracle(sizes: list[int], ins_first: bool) -> None:
 @pytest.mark.parametrize(
     "codes",
     [
-        *(Codes("int8", (1, WHOLE)), Codes("int8", (1, 64)), Codes("int8", (WHOLE, WHOLE), "bfloat16")),
-        *(Codes("int4", (1, 32)), Codes("int4", (1, 128)), Codes("fp4", (1, 32))),
-        *(Codes("fp8", (16, 64)), Codes("fp8", (1, WHOLE))),
+        *(CodeFormat("int8", (1, FULL)), CodeFormat("int8", (1, 64)), CodeFormat("int8", (FULL, FULL), "bfloat16")),
+        *(CodeFormat("int4", (1, 32)), CodeFormat("int4", (1, 128)), CodeFormat("fp4", (1, 32))),
+        *(CodeFormat("fp8", (16, 64)), CodeFormat("fp8", (1, FULL))),
     ],
     ids=str,
 )
-def test_triton_computes_from_codes(codes: Codes, zero: bool) -> None:
+def test_triton_computes_from_codes(codes: CodeFormat, zero: bool) -> None:
     """Of many and of few rows, of one kernel and of one per expert, and the gradient of the rows."""
     rng, sizes = np.random.default_rng(0), jnp.array([3, 0, 30, 7], jnp.int32)
     kernel = random_codes(codes, 48, 128, zero=zero, experts=4)
@@ -150,13 +150,13 @@ def test_triton_leaves_the_rest_to_otherwise() -> None:
     for rows, kernel in (
         (half.astype(jnp.float32), DenseKernel(wide)),
         (half[:, :40], DenseKernel(wide[..., :40])),
-        (half, random_codes(Codes("nf4", (1, 16)), 64, 48, experts=2)),
-        (half, random_codes(Codes("int8", (1, WHOLE)), 64, 48, experts=2, order=True)),
-        (half, random_codes(Codes("int8", (1, 20)), 64, 48, experts=2)),
+        (half, random_codes(CodeFormat("nf4", (1, 16)), 64, 48, experts=2)),
+        (half, random_codes(CodeFormat("int8", (1, FULL)), 64, 48, experts=2, order=True)),
+        (half, random_codes(CodeFormat("int8", (1, 20)), 64, 48, experts=2)),
     ):
         with pytest.raises(Refused):
             TRITON(rows, kernel, sizes)
-    one = random_codes(Codes("int8", (1, WHOLE)), 64, 48)
+    one = random_codes(CodeFormat("int8", (1, FULL)), 64, 48)
     for rows in (half.astype(jnp.float32), jnp.ones((17, 48), jnp.bfloat16)):
         with pytest.raises(Refused):
             TritonProduct(Refusing(), interpret=True)(rows, one)
@@ -340,5 +340,5 @@ def test_tokamax_computes_from_codes(form: str) -> None:
         return jax.jit(lambda rows: (matmul(rows, kernel, sizes), jax.grad(loss)(rows)))(rows)
 
     for ours, wanted in zip(run(TokamaxMatmul(), kernel), run(nnxmoe.MaskedMatmul(), kernel.dense()), strict=True):
-        limit = 1e-4 if kernel.kind.rounded is None else 5e-3  # qwix does not round weights to the tool's dtype
+        limit = 1e-4 if kernel.format.round_dtype is None else 5e-3  # qwix does not round weights to the tool's dtype
         assert max_error(ours, wanted) < limit * float(jnp.abs(wanted).max())

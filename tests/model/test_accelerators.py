@@ -23,10 +23,10 @@ from nnxmoe.apps.planning import child
 from nnxmoe.apps.planning.plan import default_strategy
 from nnxmoe.apps.planning.program import CompileJob, environment
 from nnxmoe.apps.planning.work import Work
-from nnxmoe.axes import batch_axes
 from nnxmoe.mesh import make_mesh
 from nnxmoe.models import PRESETS, config_from_hf, model_class
 from nnxmoe.runtime.hardware import TABLE
+from nnxmoe.sharding import batch_axes
 from tests.support.families import FAMILIES
 from tests.support.tiny import TINY
 

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import nnxmoe
 from nnxmoe import Capacity, Chunked, ChunkedExchange, Dense, ExpertParallel, RaggedAllToAll, RingOfExperts, Sorted
 from nnxmoe.apps.planning.hlo import collectives as collectives_of
-from nnxmoe.axes import BATCH_AXES, batch_axes, sharding_of
+from nnxmoe.axes import BATCH_AXES
 from nnxmoe.layers.embed import Embed
 from nnxmoe.layers.linear.kernel import DenseKernel
 from nnxmoe.moe import capacity
@@ -29,6 +29,8 @@ from nnxmoe.moe.block import MoE
 from nnxmoe.moe.blocked import BlockedMatmul
 from nnxmoe.moe.experts import Experts
 from nnxmoe.moe.router import Router, SigmoidGroupTopK, SoftmaxTopK
+from nnxmoe.sharding import batch_axes
+from nnxmoe.sharding_rules import sharding_of
 from nnxmoe.train.loop.loss import ChunkedLoss
 from tests.support.cases import HF_CASES
 

@@ -18,7 +18,7 @@ from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
 import nnxmoe
-from nnxmoe import axes
+from nnxmoe import sharding
 from nnxmoe.layers import cache
 from nnxmoe.layers.attention.softmax_attention import MaskedSoftmax
 from nnxmoe.layers.cache import CacheMetadata, SlotMetadata, TokenCache
@@ -32,6 +32,7 @@ from nnxmoe.model.stack import Body, ByLayer, ScannedStack
 from nnxmoe.models import Llama, LlamaConfig, config_from_hf, model_class
 from nnxmoe.moe import dispatch, permute
 from nnxmoe.moe.router import SoftmaxTopK
+from nnxmoe.sharding_rules import RULES
 from nnxmoe.train.loop.step import Step
 from tests.support.arrays import max_error
 from tests.support.tiny import TINY, random_tokens
@@ -242,7 +243,7 @@ def multiplied(weights: Any, rows: Any, axis: int) -> Any:
 class Doubling:
     """Experts that double their rows."""
 
-    rules, count = axes.RULES, 4
+    rules, count = RULES, 4
 
     def __call__(self, rows: Any, sizes: Any) -> Any:
         return rows * 2
@@ -341,7 +342,7 @@ def test_step_on_one_device_has_no_sharding_constraint(monkeypatch: pytest.Monke
 
     assert constraints() == 0
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    monkeypatch.setattr(axes, "shard_constraint", lambda x, *_: jax.lax.with_sharding_constraint(x, everywhere))
+    monkeypatch.setattr(sharding, "shard_constraint", lambda x, *_: jax.lax.with_sharding_constraint(x, everywhere))
     assert constraints() > 0
 
 

@@ -44,9 +44,9 @@ def test_decoding_by_the_formula(form: str, zero: bool, order: bool) -> None:
     plain = dataclasses.replace(kernel, order=None)
     wanted = by_the_formula(plain)
     found = jax.jit(lambda k, start: k.rows(start, 5))(plain, 30)
-    np.testing.assert_array_equal(plain.kind.join(tuple(map(np.asarray, found))), wanted[30:35])
+    np.testing.assert_array_equal(plain.format.join_halves(tuple(map(np.asarray, found))), wanted[30:35])
     host = [None if leaf is None else np.asarray(leaf) for leaf in (plain.codes, plain.scale, plain.zero)]
-    np.testing.assert_array_equal(plain.kind.decode(*host, slice(0, OUTS)), wanted)
+    np.testing.assert_array_equal(plain.format.decode(*host, slice(0, OUTS)), wanted)
 
 
 @pytest.mark.parametrize(("form", "zero", "order"), CASES)
@@ -114,15 +114,15 @@ def test_grouped_products_of_experts(form: str, group: str) -> None:
 @settings(max_examples=60, deadline=None)
 def test_rounding_is_to_the_nearest_code(outs: int, pairs: int, kind: str, seed: int) -> None:
     """The error of a weight is at most half a step of its tile (FP8: a sixteenth of its size, or of the smallest)."""
-    from nnxmoe.model.quantization.methods import codes_for, encode, scales
+    from nnxmoe.model.quantization.methods import compute_scales, encode_weights, format_for_dtype
 
     method = {"int8": nnxmoe.Int8(), "int4": nnxmoe.Int4(2 * pairs), "fp8": nnxmoe.Float8(7)}[kind]
     weights = np.random.default_rng(seed).standard_normal((outs, 4 * pairs)).astype(np.float32)
     weights[0] = 0
-    codes = codes_for(method, np.float32)
-    scale = scales(method, weights, np.float32)
-    found = codes.decode(encode(codes, weights, scale), scale, None, slice(0, outs))
-    lines = codes.of_rows(scale, slice(0, outs))
+    codes = format_for_dtype(method, np.float32)
+    scale = compute_scales(method, weights, np.float32)
+    found = codes.decode(encode_weights(codes, weights, scale), scale, None, slice(0, outs))
+    lines = codes.gather_rows(scale, slice(0, outs))
     steps = np.repeat(lines, min(codes.tile[1], 4 * pairs), 1)[:, : 4 * pairs] if lines.shape[1] > 1 else lines
     limit = np.maximum(np.abs(weights) / 16, steps * 2.0**-10) if kind == "fp8" else steps * 0.5001
     assert (np.abs(found - weights) <= limit * 1.0001).all() and (found[0] == 0).all()

@@ -19,8 +19,8 @@ import pytest
 from flax import nnx
 
 import nnxmoe
-from nnxmoe.model.quantization.kernel_places import places, quantized_weights
-from nnxmoe.model.quantization.methods import parse
+from nnxmoe.model.quantization.methods import parse_method
+from nnxmoe.model.quantization.quantized_kernels import quantizable_kernels, quantized_kernels
 from nnxmoe.train import lora
 from nnxmoe.train.loop.fit import fit
 from tests.support.arrays import identical, max_error
@@ -59,12 +59,12 @@ def test_quantised_models(kind: str, name: str) -> None:
     assert max_error(made(tokens).logits, plain(tokens).logits) < MODEL_TOLERANCE
     same = {path for path, array in arrays(plain).items() if np.array_equal(array, arrays(model)[path])}
     assert {"embed.table", "norm.scale", "head.kernel"} <= same
-    keys = {place.path for place in places(model) if not place.head}
+    keys = {place.path for place in quantizable_kernels(model) if not place.head}
     assert all(
         ("router" in path or "norm" in path or "bias" in path)
         for path in same - {"embed.table", "norm.scale", "head.kernel"}
     )
-    assert len(quantized_weights(made)) == len(keys) and not quantized_weights(model)
+    assert len(quantized_kernels(made)) == len(keys) and not quantized_kernels(model)
     with pytest.raises(ValueError, match="is quantised already"):
         nnxmoe.quantize(made, METHODS[name])
 
@@ -121,7 +121,7 @@ def on_eight_devices(exchange: str) -> dict[str, float]:
     weights, found = tiny_weights(ON_EIGHT), {}
     for name, method in NARROW.items():
         model = build(ON_EIGHT, weights, nnxmoe.Strategy(dispatch=dispatch, mesh=mesh), quantize=method)
-        assert all(len(w.weight.codes.get_value().sharding.device_set) == 8 for w in quantized_weights(model))
+        assert all(len(w.weight.codes.get_value().sharding.device_set) == 8 for w in quantized_kernels(model))
         found[name] = max_error(model(EIGHT_ROWS).logits, of_one_device(name))
     return found
 
@@ -182,7 +182,7 @@ def test_the_head_is_quantised_by_name(tmp_path: Path, head: Any) -> None:
     floating, tokens = nnxmoe.from_pretrained(folder), random_tokens(2, 9, 48)
     method = nnxmoe.Mixed(None, nnxmoe.Int8(), head)
     made = nnxmoe.quantize(floating, method)
-    assert {place.key for place in quantized_weights(made)} > {"head.kernel"}
+    assert {place.key for place in quantized_kernels(made)} > {"head.kernel"}
     identical(arrays(nnxmoe.from_pretrained(folder, quantize=method)), arrays(made))
     restored = nnxmoe.dequantize(made)
     assert max_error(restored.head.kernel.get_value(), floating.head.kernel.get_value()) > 0
@@ -243,7 +243,7 @@ def test_groups_must_divide_the_inputs() -> None:
     ],
 )
 def test_methods_on_the_command_line(text: str, wanted: Any) -> None:
-    assert parse(text) == wanted
+    assert parse_method(text) == wanted
 
 
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ def test_methods_on_the_command_line(text: str, wanted: Any) -> None:
 )
 def test_methods_that_do_not_exist(text: str) -> None:
     with pytest.raises(ValueError, match=r"\S"):
-        parse(text)
+        parse_method(text)
 
 
 # Memory
@@ -259,12 +259,12 @@ def test_methods_that_do_not_exist(text: str) -> None:
 
 def abstract(kind: str, method: Any, **changes: Any) -> nnxmoe.CausalLM:
     """A wide model of shapes, quantised."""
-    from nnxmoe.model.quantization.rounding import quantize_shapes
+    from nnxmoe.model.quantization.rounding import quantize_structure
     from nnxmoe.models import config_from_hf, model_class
 
     config = config_from_hf(FIELDS[kind] | changes)  # each family has some of the fields
     model = model_class(config)(config, rngs=None, dtype="bfloat16")
-    quantize_shapes(model, method, "bfloat16")
+    quantize_structure(model, method, "bfloat16")
     return model
 
 
@@ -300,7 +300,7 @@ def test_bytes_of_a_decode_step(kind: str, name: str, share: float) -> None:
         sizes[given_method] = sum(leaf.size * leaf.dtype.itemsize for leaf in kernels)
         if given_method is not None:
             program = jax.jit(step).lower(state, jax.ShapeDtypeStruct((1, 1), jnp.int32)).compile()
-            least = min(math.prod(w.weight.ins + w.weight.outs) for w in quantized_weights(model))
+            least = min(math.prod(w.weight.ins + w.weight.outs) for w in quantized_kernels(model))
             made = re.findall(r"= (?:f32|bf16|f16)\[([0-9,]+)\]", program.as_text())
             counts = {int(np.prod([int(n) for n in dims.split(",")])) for dims in made}
             inputs = {leaf.size for leaf in jax.tree.leaves(state) if jnp.issubdtype(leaf.dtype, jnp.floating)}
@@ -409,7 +409,7 @@ def test_merging_into_codes(tmp_path: Path, kind: str) -> None:
     before, wanted = arrays(model), np.asarray(model(tokens).logits)
     lora.save(model, tmp_path / "adapter")
     lora.merge(model)
-    assert not quantized_weights(model) and max_error(model(tokens).logits, wanted) < MODEL_TOLERANCE
+    assert not quantized_kernels(model) and max_error(model(tokens).logits, wanted) < MODEL_TOLERANCE
     nnxmoe.save_pretrained(model, tmp_path / "merged")
     assert "quantization_config" not in json.loads((tmp_path / "merged" / "config.json").read_text())
     lora.unmerge(model)
@@ -417,7 +417,9 @@ def test_merging_into_codes(tmp_path: Path, kind: str) -> None:
     with pytest.raises(ValueError, match="pass keep=False"):
         lora.merge(model, quantize=nnxmoe.Int8())
     lora.merge(model, keep=False, quantize=nnxmoe.Int8())
-    assert {place.key for place in places(model)} - {place.key for place in quantized_weights(model)} == {"head.kernel"}
+    assert {place.key for place in quantizable_kernels(model)} - {place.key for place in quantized_kernels(model)} == {
+        "head.kernel"
+    }
     assert max_error(model(tokens).logits, wanted) / np.abs(wanted).max() < 0.05
     base = nnxmoe.quantize(floats(kind, SCANNED), METHODS["int4"])
     lora.load(base, tmp_path / "adapter")
@@ -467,7 +469,7 @@ def test_inspect_of_mixtral(capsys: pytest.CaptureFixture[str], method: str, wei
     from nnxmoe.apps.cli.parser import main
     from nnxmoe.apps.cli.summary import summarise
 
-    found = summarise("mixtral-8x7b", "bfloat16", quantize=parse(method))
+    found = summarise("mixtral-8x7b", "bfloat16", quantize=parse_method(method))
     assert weights[0] < found.weight_bytes < weights[1] and set(found.weights) == {method, "bfloat16"}
     main(["inspect", "mixtral-8x7b", "--quantize", method, "--context", "4096", "--dtype", "bfloat16"])
     out = capsys.readouterr().out
@@ -489,7 +491,7 @@ def test_the_demo_keeps_its_predictions() -> None:
     model = nnxmoe.from_pretrained(DEMO, strategy=SCANNED)
     exact = jax.nn.log_softmax(model(ids).logits)
     for method, limit in LIMITS.items():
-        rough = jax.nn.log_softmax(nnxmoe.quantize(model, parse(method))(ids).logits)
+        rough = jax.nn.log_softmax(nnxmoe.quantize(model, parse_method(method))(ids).logits)
         divergence = float(jnp.mean(jnp.sum(jnp.exp(exact) * (exact - rough), axis=-1)))
         assert 0 < divergence < limit, (method, divergence)
 
@@ -503,7 +505,9 @@ def test_the_demo_passes_its_exam_in_int8() -> None:
     strategy = nnxmoe.Strategy(compute_dtype="float32")
     asked = exam.sample(20)
     for method in ("int8", "int4:16"):
-        results = exam.sit(nnxmoe.from_pretrained(DEMO, strategy=strategy, quantize=parse(method)), tokenizer, asked)
+        results = exam.sit(
+            nnxmoe.from_pretrained(DEMO, strategy=strategy, quantize=parse_method(method)), tokenizer, asked
+        )
         shares = {subject: np.mean([right for *_, right in found]) for subject, found in results.items()}
         print(method, {subject: round(float(share), 2) for subject, share in shares.items()})
         if method == "int8":
@@ -513,12 +517,12 @@ def test_the_demo_passes_its_exam_in_int8() -> None:
 @pytest.mark.slow
 def test_mixtral_8x7b_in_int4_fits_40_gb() -> None:
     """Its decode step and a prefill of 4096 tokens, compiled for one device from shapes alone."""
-    from nnxmoe.model.quantization.rounding import quantize_shapes
+    from nnxmoe.model.quantization.rounding import quantize_structure
     from nnxmoe.models import PRESETS, Mixtral
 
     strategy = nnxmoe.Strategy(stacking=nnxmoe.Scanned())
     model = Mixtral(PRESETS["mixtral-8x7b"], strategy, rngs=None, dtype="bfloat16")
-    quantize_shapes(model, nnxmoe.Int4(), "bfloat16")
+    quantize_structure(model, nnxmoe.Int4(), "bfloat16")
     graph, state = nnx.split(model)
     cache = jax.eval_shape(lambda: model.empty_cache(1, 4096 + 64))
 
@@ -539,6 +543,6 @@ def test_mixtral_8x7b_in_int4_fits_40_gb() -> None:
 def test_dequantizing_compiles_once_per_form_of_kernel() -> None:
     """Not once per kernel, nor again for an equal model."""
     model = nnxmoe.quantize(floats("llama"), METHODS["int8"])
-    forms = {(w.lead, w.ins, w.outs) for w in (place.weight for place in quantized_weights(model))}
-    assert 0 < compiled_in(lambda: nnxmoe.dequantize(model)) <= len(forms) < len(quantized_weights(model))
+    forms = {(w.lead, w.ins, w.outs) for w in (place.weight for place in quantized_kernels(model))}
+    assert 0 < compiled_in(lambda: nnxmoe.dequantize(model)) <= len(forms) < len(quantized_kernels(model))
     assert compiled_in(lambda: nnxmoe.dequantize(model)) == 0

@@ -26,7 +26,7 @@ from nnxmoe import (
     RingOfExperts,
     Sorted,
 )
-from nnxmoe.axes import BATCH_AXES, sharding_of
+from nnxmoe.axes import BATCH_AXES
 from nnxmoe.layers.gated import ClampedSwiGLU
 from nnxmoe.models import Mixtral, MixtralConfig
 from nnxmoe.moe import expert_parallel
@@ -37,6 +37,7 @@ from nnxmoe.moe.expert_parallel import ExchangePlan, buffer_size, min_chunks
 from nnxmoe.moe.experts import Experts
 from nnxmoe.moe.ragged import ragged_all_to_all
 from nnxmoe.moe.router import BalancedTopK, LogitBias, Router, RouterBias, SigmoidGroupTopK, SoftmaxTopK
+from nnxmoe.sharding_rules import sharding_of
 from tests.support.arrays import max_error
 from tests.support.cases import HF_CASES, load_case
 from tests.support.running import of_valid

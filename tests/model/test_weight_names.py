@@ -4,7 +4,7 @@ import numpy as np
 
 from nnxmoe.convert.arrays.lazy_array import LazyArray
 from nnxmoe.convert.arrays.views import View, joined, with_views
-from nnxmoe.layers.linear.codes import Codes
+from nnxmoe.layers.linear.code_format import CodeFormat
 from nnxmoe.model.weight_names import Table, W, layer_of
 
 RNG = np.random.default_rng(0)
@@ -59,7 +59,7 @@ def test_parts_of_a_quantised_tensor_stay_quantised() -> None:
     """With the scales of their tiles, unless two parts share a tile: then their values can be read and no codes."""
     codes = RNG.integers(-127, 128, (12, 5)).astype(np.int8)
     for tall, kept in ((1, True), (3, True), (12, True), (4, False)):
-        form = Codes("int8", (tall, 5))
+        form = CodeFormat("int8", (tall, 5))
         scale = RNG.uniform(1, 2, (-(-12 // tall), 1)).astype(np.float32)
         whole = LazyArray.quantized(form, (12, 5), {"codes": LazyArray.of(codes), "scale": LazyArray.of(scale)})
         part = with_views({"layer.mlp.up": W("up").rows(1, 2)}, {"model.layers.0.up": whole})["model.layers.0.up[1/2]"]

@@ -22,7 +22,6 @@ import nnxmoe
 from nnxmoe import Capacity, Chunked, Dense, ExpertParallel, RaggedAllToAll, RingOfExperts, Scanned, Sorted, Strategy
 from nnxmoe.apps.cli.parser import main
 from nnxmoe.apps.cli.summary import summarise
-from nnxmoe.axes import sharding_of
 from nnxmoe.config.rope_parameters import Rope
 from nnxmoe.convert import maxtext
 from nnxmoe.convert.hf.hf_layout import layout
@@ -39,6 +38,7 @@ from nnxmoe.linen import LinenCausalLM
 from nnxmoe.models import model_class
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.router import Routing, SoftmaxGroupTopK, SoftmaxTopK
+from nnxmoe.sharding_rules import sharding_of
 from nnxmoe.train import Objective, lora
 from tests.support.arrays import max_error
 from tests.support.families import FAMILIES, NEW, PROMPT, Frozen, fused, load, positions_of, tokens_of, weights_of

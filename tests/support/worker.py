@@ -20,13 +20,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import nnxmoe
 from nnxmoe import ExpertParallel, RaggedAllToAll, RingOfExperts, Sorted, train
-from nnxmoe.axes import sharding_of
 from nnxmoe.convert import maxtext
 from nnxmoe.convert.files.errors import CheckpointError
 from nnxmoe.convert.maxtext import orbax_folder
 from nnxmoe.convert.storage import write
 from nnxmoe.runtime.interrupts import Interrupted
 from nnxmoe.runtime.processes import initialize
+from nnxmoe.sharding_rules import sharding_of
 from nnxmoe.train.checkpoints import Checkpoints
 from nnxmoe.train.loop.feed import put_batch
 from tests.support.cases import HF_CASES

@@ -88,9 +88,9 @@ def devices_text(mesh: Any) -> str:
 
 def method(options: argparse.Namespace) -> Any:
     """The method that ``--quantize`` names."""
-    from nnxmoe.model.quantization.methods import parse
+    from nnxmoe.model.quantization.methods import parse_method
 
-    return parse(options.quantize) if options.quantize else None
+    return parse_method(options.quantize) if options.quantize else None
 
 
 def sampling_of(options: argparse.Namespace, default: nnxmoe.Sampling = _GREEDY) -> nnxmoe.Sampling:

@@ -48,10 +48,10 @@ def mesh(text: str) -> Any:
 
 
 def _quantization(text: str) -> str:
-    from nnxmoe.model.quantization.methods import parse
+    from nnxmoe.model.quantization.methods import parse_method
 
     try:
-        parse(text)
+        parse_method(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text

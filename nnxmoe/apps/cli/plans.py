@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> None:
     from nnxmoe.apps.planning.plan import plan
     from nnxmoe.apps.planning.torus import hardware
     from nnxmoe.apps.planning.work import Work
-    from nnxmoe.axes import RULES
+    from nnxmoe.sharding_rules import RULES
 
     jax.config.update("jax_platforms", "cpu")  # a plan uses no device, and compilers without one print errors
     changed = {name: value for name in RATES if (value := getattr(options, name)) is not None}
@@ -137,7 +137,7 @@ def tokens(text: str) -> float:
 
 
 def _rule(text: str) -> tuple[str, Any]:
-    from nnxmoe.axes import RULES
+    from nnxmoe.sharding_rules import RULES
 
     name, _, axes = text.partition("=")
     if name not in RULES or not re.fullmatch(r"[a-z]+(\+[a-z]+)*", axes):

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from nnxmoe.apps.planning.arithmetic import cache_per_token
-from nnxmoe.axes import RULES, AnyMesh, check_mesh, keeps_dtype, partition_spec
+from nnxmoe.axes import AnyMesh, keeps_dtype
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import ConfigError
 from nnxmoe.config.printable import bytes_text
@@ -37,12 +37,13 @@ from nnxmoe.convert.storage.checkpoint_source import find_config, has_weights
 from nnxmoe.layers.linear.kernel import as_weight
 from nnxmoe.layers.linear.quantized import QuantizedArray
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.model.quantization.kernel_places import places, quantized_weights
-from nnxmoe.model.quantization.methods import Method, Mixed, refuse_both
-from nnxmoe.model.quantization.rounding import quantize_shapes
+from nnxmoe.model.quantization.methods import Method, Mixed, check_quantize_options
+from nnxmoe.model.quantization.quantized_kernels import quantizable_kernels, quantized_kernels
+from nnxmoe.model.quantization.rounding import quantize_structure
 from nnxmoe.model.strategy import Strategy
 from nnxmoe.models import HUB_IDS, HUB_NOTES, model_class, near_presets, parse_config, preset
 from nnxmoe.runtime.progress import logger
+from nnxmoe.sharding_rules import RULES, check_mesh, partition_spec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +114,7 @@ def summarise(
     """Sizes of the model in a folder (weights optional), or of a hub id or preset. Weights are neither read nor built,
     and the tensors are judged as a load would judge them. The options after ``local_files_only``: see
     `from_pretrained`."""
-    refuse_both(quantize, keep_quantized)
+    check_quantize_options(quantize, keep_quantized)
     config, arrays = find(name, revision, local_files_only)
     if arrays:
         refuse_unjustified(config, arrays, f"{name}/config.json")
@@ -130,7 +131,7 @@ def summarise(
     buffer = _buffer(model, config) * jnp.dtype(kept).itemsize
     if keep_quantized:
         keep(model, arrays)
-    quantize_shapes(model, quantize, kept)
+    quantize_structure(model, quantize, kept)
     weights, active_bytes = _in_memory(model, config, jnp.dtype(kept))
     with contextlib.suppress(ConfigError):  # models without prediction layers; the counts above leave them out
         model.mtp = kind(config, rngs=None, dtype=kept, mtp=True).mtp
@@ -157,7 +158,7 @@ def summarise(
 
 def _in_memory(model: CausalLM, config: DecoderConfig, dtype: np.dtype) -> tuple[dict[str, int], int]:
     """The bytes of a model's weights by dtype or kind of code, and the bytes that a token reads."""
-    kinds = {place.path: place.weight.kind.kind for place in quantized_weights(model)}
+    kinds = {place.path: place.weight.format.code_dtype for place in quantized_kernels(model)}
     size, active = Counter[str](), 0.0
     for parameter in parameters(model, codes=True):
         kind = parameter.variable.dtype if isinstance(parameter.variable, QuantizedArray) else dtype
@@ -175,7 +176,7 @@ def _share(parameter: Parameter, config: DecoderConfig) -> float:
 def _buffer(model: CausalLM, config: DecoderConfig) -> int:
     """Numbers that are alive at once per token in the largest layer: inputs and outputs of its linear maps."""
     attention, feed_forward = Counter[Any](), Counter[Any]()
-    for place in places(model):
+    for place in quantizable_kernels(model):
         if place.head:  # which computes the last token only
             continue
         kernel, layer = as_weight(place.weight), place.path[:4]
@@ -277,7 +278,7 @@ def spread_lines(config: DecoderConfig, dtype: str, mesh: AnyMesh, method: Metho
     them. Raises ValueError for a parameter that the rules cannot split."""
     model = model_class(config)(config, Strategy(), rngs=None)
     check_mesh(model, mesh, RULES)
-    quantize_shapes(model, method, dtype, mesh)
+    quantize_structure(model, method, dtype, mesh)
     alike: dict[tuple[str, tuple[int, ...]], list[Parameter]] = {}
     for parameter in parameters(model, codes=True):
         alike.setdefault((parameter.key, parameter.shape), []).append(parameter)

@@ -11,30 +11,21 @@ import jax.numpy as jnp
 from flax import nnx
 
 from nnxmoe.apps.planning.work import Work
-from nnxmoe.axes import (
-    BATCH_AXES,
-    CONTEXT,
-    TOKEN_AXES,
-    AnyMesh,
-    axes_of,
-    axes_per_dimension,
-    check_mesh,
-    is_stacked,
-    shard_count,
-)
+from nnxmoe.axes import BATCH_AXES, CONTEXT, TOKEN_AXES, AnyMesh, axes_of, is_stacked
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.convert.arrays.checkpoint_layout import parameters
 from nnxmoe.layers.linear.kernel import ParamWeight, is_kernel
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.paths import name_of
 from nnxmoe.model.pipeline import AXIS, Pipeline, stages_of
-from nnxmoe.model.quantization.kernel_places import quantized_weights
 from nnxmoe.model.quantization.methods import Method, Mixed
-from nnxmoe.model.quantization.rounding import quantize_shapes
+from nnxmoe.model.quantization.quantized_kernels import quantized_kernels
+from nnxmoe.model.quantization.rounding import quantize_structure
 from nnxmoe.model.stack import Scanned, UnrolledStack
 from nnxmoe.model.strategy import Strategy, check_context
 from nnxmoe.models import model_class
 from nnxmoe.moe.expert_parallel import buffer_size, min_chunks
+from nnxmoe.sharding_rules import axes_per_dimension, check_mesh, shard_count
 
 # Bytes of a parameter while it is trained, and of an activation or a decoded weight.
 STATE, VALUES = 4, 2
@@ -154,8 +145,8 @@ class PlannedStep:
 def _bytes_of_codes(config: DecoderConfig, stages: int | None, method: Method | Mixed) -> dict[tuple[Any, ...], float]:
     """Path of a quantised kernel -> bytes of its codes and scales."""
     model, sizes = _build(config, stages), Counter[tuple[Any, ...]]()
-    quantize_shapes(model, method, jnp.bfloat16)
-    kernels = {place.path for place in quantized_weights(model)}
+    quantize_structure(model, method, jnp.bfloat16)
+    kernels = {place.path for place in quantized_kernels(model)}
     for parameter in parameters(model, codes=True):
         if (path := parameter.path[:-1]) in kernels:
             sizes[tuple(path)] += math.prod(parameter.shape) * jnp.dtype(parameter.variable.dtype).itemsize

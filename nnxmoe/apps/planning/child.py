@@ -20,13 +20,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from nnxmoe.apps.planning.hlo import collectives
 from nnxmoe.apps.planning.operations import counted
 from nnxmoe.apps.planning.program import CompileJob, Program
-from nnxmoe.axes import batch_axes, context_shard_axes
 from nnxmoe.mesh import make_mesh
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.stack import ScannedStack
 from nnxmoe.models import model_class
 from nnxmoe.runtime.extras import install_command
 from nnxmoe.runtime.hardware import CPU, TABLE, TPU
+from nnxmoe.sharding import batch_axes, context_shard_axes
 from nnxmoe.train.loop.step import Step
 
 # NVIDIA GPU -> cores, major compute capability, GHz, bytes of L2.

@@ -4,8 +4,9 @@ import dataclasses
 from collections.abc import Callable
 
 from nnxmoe.apps.planning.arithmetic import STATE, VALUES, PlannedStep
-from nnxmoe.axes import CONTEXT, TOKEN_AXES, shard_count
+from nnxmoe.axes import CONTEXT, TOKEN_AXES
 from nnxmoe.model.pipeline import AXIS, stages_of
+from nnxmoe.sharding_rules import shard_count
 
 
 @dataclasses.dataclass(frozen=True)

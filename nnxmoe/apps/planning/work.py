@@ -4,14 +4,15 @@ import dataclasses
 import math
 from typing import Literal, get_args
 
-from nnxmoe.axes import RULES, AnyMesh, Rules, check_rules
+from nnxmoe.axes import AnyMesh
 from nnxmoe.config.printable import short
 from nnxmoe.config.validate import as_integer, set_positive
 from nnxmoe.model.pipeline import AXIS, Pipeline, stages_of
-from nnxmoe.model.quantization.methods import Method, Mixed, refuse_both
+from nnxmoe.model.quantization.methods import Method, Mixed, check_quantize_options
 from nnxmoe.model.strategy import Strategy
 from nnxmoe.moe.capacity import check_factor
 from nnxmoe.moe.expert_parallel import ChunkedExchange, ExpertParallel, RaggedAllToAll
+from nnxmoe.sharding_rules import RULES, Rules, check_rules
 
 # Fields of `Work` that no strategy computes yet, or that a compiled step does not have.
 PLANNED_ONLY = ("interleaved", "node_copies", "lora", "split_rank", "compute", "quantize")
@@ -84,7 +85,7 @@ class Work:
         check_rules("plan", self.rules)
         if self.across is not None and not isinstance(self.across, str):
             raise ValueError(f"plan(across={short(self.across)}): give the name of a mesh axis, or None")
-        refuse_both(self.quantize, keep_quantized=False)
+        check_quantize_options(self.quantize, keep_quantized=False)
         if self.compute not in get_args(Compute):
             raise ValueError(f"plan(compute={short(self.compute)}): use {' or '.join(get_args(Compute))}")
         if self.buffer_factor is not None:

@@ -28,7 +28,7 @@ from nnxmoe.convert.arrays.report import LoadReport
 from nnxmoe.convert.files.errors import CheckpointError
 from nnxmoe.convert.files.host import Blocks, Scratch, copy_into, count_nonfinite, few_threads, transpose_into
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.model.quantization.kernel_places import bytes_by_kind
+from nnxmoe.model.quantization.quantized_kernels import bytes_by_dtype
 from nnxmoe.runtime.memory import local_bytes, refuse_beyond_memory
 from nnxmoe.runtime.progress import bytes_bar
 
@@ -64,7 +64,7 @@ def fill(
         loaded=report.loaded or tuple(sorted(leaves)),
         casts=_casts(groups, leaves, arrays),
         nonfinite=dict(sorted(filler.nonfinite.items())),
-        weights=bytes_by_kind(model),
+        weights=bytes_by_dtype(model),
         bytes_read=filler.bytes_read,
         seconds=time.perf_counter() - started,
     )

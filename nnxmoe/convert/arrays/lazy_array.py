@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from nnxmoe.config.frozen import FrozenDict
-from nnxmoe.layers.linear.codes import Codes
+from nnxmoe.layers.linear.code_format import CodeFormat
 
 AT_ONCE = 1 << 62  # the block of an array that is read as a whole, such as one whose rows are not contiguous
 Box = tuple[slice, ...]  # one slice with start and stop per dimension
@@ -38,7 +38,7 @@ class LazyArray:
     dtype: np.dtype
     read_box: Callable[[Box, Empty], np.ndarray]
     block: int = 32 << 20
-    codes: Codes | None = None
+    codes: CodeFormat | None = None
     parts: Mapping[str, "LazyArray"] = FrozenDict({})
     file: str = ""
     tensors: tuple[str, ...] = ()
@@ -48,7 +48,7 @@ class LazyArray:
     joined: Callable[[], jax.Array] | None = None
 
     @classmethod
-    def quantized(cls, codes: Codes, shape: tuple[int, ...], parts: Mapping[str, "LazyArray"]) -> "LazyArray":
+    def quantized(cls, codes: CodeFormat, shape: tuple[int, ...], parts: Mapping[str, "LazyArray"]) -> "LazyArray":
         """Array of the weights ``[O, I]``, or ``[E, O, I]`` of all experts, that codes represent, in float32."""
         first, read = parts["codes"], functools.partial(_decode, codes, shape, parts)
         made = cls(shape, np.dtype(np.float32), read, first.block, codes, parts, first.file)
@@ -65,14 +65,14 @@ class LazyArray:
         """The dtype in the file, or the kind of code."""
         if self.stored is not None:
             return self.stored[0]
-        return str(self.dtype) if self.codes is None else self.codes.kind
+        return str(self.dtype) if self.codes is None else self.codes.code_dtype
 
     @property
     def loaded(self) -> np.dtype:
         """The dtype for loading it if none is asked for: float64 as float32, codes as what their tool defines,
         those of formats with types of their own (``stored``) as float32, which is exact."""
         if self.codes is not None and self.stored is None:
-            return jnp.dtype(self.codes.rounded or "bfloat16")
+            return jnp.dtype(self.codes.round_dtype or "bfloat16")
         return np.dtype(np.float32) if self.dtype.itemsize == 8 else self.dtype
 
     @property
@@ -266,7 +266,7 @@ def _hull(shape: tuple[int, ...], low: int, high: int) -> list[slice]:
     return [slice(first, last + 1), *_hull(shape[1:], low - first * rest, high - first * rest)]
 
 
-def _decode(codes: Codes, shape: tuple[int, ...], parts: LazyArrays, box: Box, empty: Empty) -> np.ndarray:
+def _decode(codes: CodeFormat, shape: tuple[int, ...], parts: LazyArrays, box: Box, empty: Empty) -> np.ndarray:
     """The weights in a box, in float32."""
     *experts, rows, columns = box
     if "order" in parts:
@@ -278,9 +278,9 @@ def _decode(codes: Codes, shape: tuple[int, ...], parts: LazyArrays, box: Box, e
     return found[..., columns.start - first : columns.stop - first]
 
 
-def _aligned(codes: Codes, parts: LazyArrays, experts: list[slice], rows: slice, columns: slice) -> np.ndarray:
+def _aligned(codes: CodeFormat, parts: LazyArrays, experts: list[slice], rows: slice, columns: slice) -> np.ndarray:
     """Rows of columns that begin with a tile and end with one."""
-    (tall, wide), halves = codes.tile, 1 + codes.halves
+    (tall, wide), halves = codes.tile, 1 + codes.is_packed
     tiles = slice(rows.start // tall, -(-rows.stop // tall)), slice(columns.start // wide, -(-columns.stop // wide))
     octets = slice(columns.start // halves, columns.stop // halves)
     found = parts["codes"].read_box((*experts, rows, octets), np.empty)

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from nnxmoe.axes import spans_hosts
 from nnxmoe.convert.arrays.checkpoint_layout import Leaf, Parameter
 from nnxmoe.convert.arrays.lazy_array import Box, Empty, LazyArray, overlap, sizes, whole, within
 from nnxmoe.convert.storage.multihost import AnyArray, gather, hosts_holding, local_value
+from nnxmoe.sharding import spans_hosts
 
 
 def arrays_of(leaves: Mapping[str, Leaf], dtype: Any = None) -> dict[str, LazyArray]:

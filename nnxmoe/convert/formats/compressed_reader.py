@@ -10,7 +10,7 @@ from nnxmoe.convert.formats.fp4 import MXFP4, NVFP4, in_pairs, nvfp4
 from nnxmoe.convert.formats.module_tensors import FLOATS, ModuleTensors, rounded_to, unpacked
 from nnxmoe.convert.formats.raw import CHUNK_BYTES
 from nnxmoe.convert.formats.scheme import Malformed, Weights
-from nnxmoe.layers.linear.codes import WHOLE, Codes
+from nnxmoe.layers.linear.code_format import FULL, CodeFormat
 
 
 def plain_codes(files: ModuleTensors, info: TensorInfo) -> LazyArray:
@@ -20,12 +20,12 @@ def plain_codes(files: ModuleTensors, info: TensorInfo) -> LazyArray:
     tile, shapes = _tile(files, settings, shape)
     exponents = ("U8",) if kind == "fp8" else ()
     scale = files.tensor("weight_scale", (*FLOATS, *exponents), shapes)
-    codes, zero = Codes(kind, tile, rounded_to(scale)), {}
+    codes, zero = CodeFormat(kind, tile, rounded_to(scale)), {}
     if _has_zero_points(files, settings):
         if kind == "fp8":
             raise Malformed(f"{files.module}.weight_zero_point: FP8 codes have no zero points")
         stored = files.tensor("weight_zero_point", ("I8", "I32", "I64"), shapes)
-        zero = {"zero": files.zero_numbers(stored, codes.grid(*shape))}
+        zero = {"zero": files.zero_numbers(stored, codes.scales_shape(*shape))}
     return files.octets(codes, info, scale, "not zero" if kind == "int8" else "positive", **zero)
 
 
@@ -54,9 +54,9 @@ def packed(files: ModuleTensors, info: TensorInfo) -> LazyArray:
     tile, shapes = _tile(files, settings, shape)
     scale = files.tensor("weight_scale", FLOATS, shapes)
     kind = "int4" if bits == 4 else "int8"
-    codes = Codes(kind, (tile[0], min(tile[1], ins)) if bits == 4 else tile, rounded_to(scale))
+    codes = CodeFormat(kind, (tile[0], min(tile[1], ins)) if bits == 4 else tile, rounded_to(scale))
     asymmetric = _has_zero_points(files, settings)
-    grid, block = codes.grid(*shape), AT_ONCE if asymmetric else CHUNK_BYTES
+    grid, block = codes.scales_shape(*shape), AT_ONCE if asymmetric else CHUNK_BYTES
 
     def unpack(stored: LazyArray, rows: slice) -> np.ndarray:
         return unpacked(stored.rows(rows), bits)[:, :ins]
@@ -98,12 +98,12 @@ def _tile(
     """Tile of the codes, and the shapes that its scales may have."""
     outs, ins = shape
     if settings.strategy == "tensor":
-        return (WHOLE, WHOLE), [(1,), (), (1, 1)]
+        return (FULL, FULL), [(1,), (), (1, 1)]
     if settings.strategy == "channel":
-        return (1, WHOLE), [(outs, 1), (outs,)]
+        return (1, FULL), [(outs, 1), (outs,)]
     if settings.strategy == "block":
         assert settings.block is not None
-        return settings.block, [Codes("fp8", settings.block).grid(*shape)]
+        return settings.block, [CodeFormat("fp8", settings.block).scales_shape(*shape)]
     assert settings.size is not None
     if ins % settings.size:
         raise Malformed(f"{files.module}: groups of {settings.size} do not divide its {ins} inputs")

@@ -25,9 +25,9 @@ from nnxmoe.convert.files.safetensors import TensorInfo
 from nnxmoe.convert.formats.module_tensors import ModuleTensors
 from nnxmoe.convert.formats.raw import raw
 from nnxmoe.convert.formats.scheme import Malformed
-from nnxmoe.layers.linear.codes import Codes
+from nnxmoe.layers.linear.code_format import CodeFormat
 
-NVFP4, MXFP4 = Codes("fp4", (1, 16)), Codes("fp4", (1, 32))
+NVFP4, MXFP4 = CodeFormat("fp4", (1, 16)), CodeFormat("fp4", (1, 32))
 BLOCKS, SCALES = "_blocks", "_scales"  # the endings of gpt-oss's tensors
 GPT_OSS = {
     "quant_method": "mxfp4",
@@ -44,7 +44,7 @@ _OCTETS = 16  # bytes of a block of MXFP4
 def in_pairs(
     files: ModuleTensors,
     info: TensorInfo,
-    codes: Codes,
+    codes: CodeFormat,
     scales: str,
     dtypes: Sequence[str],
     scaled: Callable[[np.ndarray], np.ndarray] | None = None,
@@ -56,14 +56,14 @@ def in_pairs(
     if 2 * octets % size:
         raise Malformed(f"{files.where(info)} has rows of {2 * octets} codes: FP4 has groups of {size} here")
     shape = outs, 2 * octets
-    scale = files.tensor(scales, dtypes, [codes.grid(*shape)])
+    scale = files.tensor(scales, dtypes, [codes.scales_shape(*shape)])
     grid = files.scale(scale, scale.shape, allowed="positive" if scaled is None else "not negative")
     stored = raw(files.checkpoint, dataclasses.replace(info, dtype="U8"))
     parts = {"codes": of_pairs(stored, size), "scale": grid if scaled is None else grid.each(scaled)}
     return files.made(codes, shape, parts)
 
 
-def nvfp4(files: ModuleTensors, info: TensorInfo, codes: Codes, factor: str, divides: bool) -> LazyArray:
+def nvfp4(files: ModuleTensors, info: TensorInfo, codes: CodeFormat, factor: str, divides: bool) -> LazyArray:
     """NVFP4. ``factor``: the module's tensor that holds it; ``divides``: scales are divided by it. Raises Malformed."""
     one = files.tensor(factor, ("F32",), [(), (1,)])
     value = files.values(one)
@@ -127,8 +127,8 @@ def in_blocks(arrays: LazyArrays, leaves: Mapping[str, Leaf]) -> dict[str, LazyA
 
 
 def of_pairs(stored: LazyArray, size: int) -> LazyArray:
-    """Convert bytes ``[*E, O, I / 2]`` that hold neighbouring codes to FP4 codes in groups of ``size`` as `Codes` has
-    them: a byte holds one of each half of a group."""
+    """Convert bytes ``[*E, O, I / 2]`` that hold neighbouring codes to FP4 codes in groups of ``size``, as `CodeFormat`
+    stores them: a byte holds one code of each half of a group."""
 
     def in_memory(octets: UInt8[np.ndarray, "*rows I"]) -> UInt8[np.ndarray, "*rows I"]:
         groups = octets.reshape(*octets.shape[:-1], -1, 2, size // 4)

@@ -12,7 +12,7 @@ from nnxmoe.convert.formats.fp4 import MXFP4, in_pairs
 from nnxmoe.convert.formats.module_tensors import FLOATS, ModuleTensors
 from nnxmoe.convert.formats.raw import raw
 from nnxmoe.convert.formats.scheme import Malformed
-from nnxmoe.layers.linear.codes import WHOLE, Codes
+from nnxmoe.layers.linear.code_format import FULL, CodeFormat
 
 FUSED = re.compile(r"(?P<experts>.*\.experts)\.(?P<kernel>gate_up_proj|down_proj)")
 _SCALE, _BLOCK = "_scale_inv", (128, 128)
@@ -26,8 +26,8 @@ def fp8(files: ModuleTensors, info: TensorInfo) -> LazyArray:
     block = _block(files, ending)
     if block is None and not files.has(ending):
         raise Malformed(f"{files.where(info)}: config.json has no weight_block_size, and weight_scale is missing")
-    codes = Codes("fp8", block or (WHOLE, WHOLE))
-    dtypes, shapes = (_dtypes(files), [codes.grid(*shape)]) if block else (FLOATS, [(), (1,), (1, 1)])
+    codes = CodeFormat("fp8", block or (FULL, FULL))
+    dtypes, shapes = (_dtypes(files), [codes.scales_shape(*shape)]) if block else (FLOATS, [(), (1,), (1, 1)])
     return files.octets(codes, info, files.tensor(ending, dtypes, shapes))
 
 
@@ -43,11 +43,11 @@ def modelopt(files: ModuleTensors, info: TensorInfo) -> LazyArray:
     elif len(scale.shape) > 2 or scale.shape == blocks != (outs, 1):
         tile, wanted = _BLOCK, [blocks, (blocks[0], 1, blocks[1], 1)]
     elif scale.shape in ((), (1,)):
-        tile, wanted = (WHOLE, WHOLE), [(), (1,)]
+        tile, wanted = (FULL, FULL), [(), (1,)]
     else:
-        tile, wanted = (1, WHOLE), [(outs,), (outs, 1)]
+        tile, wanted = (1, FULL), [(outs,), (outs, 1)]
     files.tensor("weight_scale", (scale.dtype,), wanted)
-    return files.octets(Codes("fp8", tile), info, replace(scale, shape=blocks) if len(scale.shape) > 2 else scale)
+    return files.octets(CodeFormat("fp8", tile), info, replace(scale, shape=blocks) if len(scale.shape) > 2 else scale)
 
 
 def packed(files: ModuleTensors, info: TensorInfo) -> LazyArray:
@@ -79,8 +79,8 @@ def fused(files: ModuleTensors, info: TensorInfo) -> LazyArray:
     (experts, outs, ins), kernel = info.shape, info.name.rpartition(".")[2]
     block = _block(files, kernel + _SCALE)
     # With one scale per expert, gate and up get a tile each, so that the tensor can be split into their kernels.
-    codes = Codes("fp8", block or (-(-outs // len(_KERNELS[kernel])), WHOLE))
-    grid = (experts, *codes.grid(outs, ins))
+    codes = CodeFormat("fp8", block or (-(-outs // len(_KERNELS[kernel])), FULL))
+    grid = (experts, *codes.scales_shape(outs, ins))
     whole = grid if block else (experts, 1, 1)
     one = files.scale(files.tensor(kernel + _SCALE, _dtypes(files), [whole]), whole)
 

@@ -16,7 +16,7 @@ from nnxmoe.convert.arrays.views import View
 from nnxmoe.convert.formats.raw import raw
 from nnxmoe.convert.gguf.gguf_file import GGUF, GGUFInfo, library
 from nnxmoe.convert.storage.checkpoint import Checkpoint
-from nnxmoe.layers.linear.codes import STORED, Codes
+from nnxmoe.layers.linear.code_format import STORAGE_DTYPES, CodeFormat
 from nnxmoe.model.weight_names import Table, W, options
 from nnxmoe.models import model_class, parse_config
 
@@ -68,10 +68,10 @@ _FUSED = {
 
 # Types that can be kept: their codes, and the bytes of a block that hold codes, scale and, added after it, an offset.
 _KEPT = {
-    "Q8_0": (Codes("int8", (1, 32)), {"codes": (2, 34), "scale": (0, 2)}),
-    "Q4_0": (Codes("int4", (1, 32)), {"codes": (2, 18), "scale": (0, 2)}),
-    "Q4_1": (Codes("int4", (1, 32), offset=True), {"codes": (4, 20), "scale": (0, 2), "zero": (2, 4)}),
-    "MXFP4": (Codes("fp4", (1, 32)), {"codes": (1, 17), "scale": (0, 1)}),
+    "Q8_0": (CodeFormat("int8", (1, 32)), {"codes": (2, 34), "scale": (0, 2)}),
+    "Q4_0": (CodeFormat("int4", (1, 32)), {"codes": (2, 18), "scale": (0, 2)}),
+    "Q4_1": (CodeFormat("int4", (1, 32), offset=True), {"codes": (4, 20), "scale": (0, 2), "zero": (2, 4)}),
+    "MXFP4": (CodeFormat("fp4", (1, 32)), {"codes": (1, 17), "scale": (0, 1)}),
 }
 
 
@@ -151,11 +151,13 @@ def _array(info: GGUFInfo, checkpoint: Checkpoint) -> LazyArray:
     return dataclasses.replace(floats, stored=(info.kind, info.nbytes))
 
 
-def _part(octets: LazyArray, codes: Codes, info: GGUFInfo, name: str, place: tuple[int, int]) -> LazyArray:
+def _part(octets: LazyArray, codes: CodeFormat, info: GGUFInfo, name: str, place: tuple[int, int]) -> LazyArray:
     """One of the arrays of a quantised kernel: these bytes of every block."""
     begin, end = place
     width = info.shape[-1] // (info.values[-1] // 32)
-    dtype = STORED[codes.kind] if name == "codes" else np.dtype(np.float16 if end - begin == 2 else np.uint8)
+    dtype = (
+        STORAGE_DTYPES[codes.code_dtype] if name == "codes" else np.dtype(np.float16 if end - begin == 2 else np.uint8)
+    )
 
     def read(found: np.ndarray) -> np.ndarray:
         blocks = found.reshape(*found.shape[:-1], -1, width)[..., begin:end]

@@ -13,7 +13,7 @@ from nnxmoe.convert.arrays.lazy_array import LazyArray
 from nnxmoe.convert.files.safetensors import TensorInfo
 from nnxmoe.convert.formats.module_tensors import FLOATS, ModuleTensors, rounded_to, unpacked
 from nnxmoe.convert.formats.scheme import GPTQ_FORMATS, Malformed
-from nnxmoe.layers.linear.codes import Codes
+from nnxmoe.layers.linear.code_format import CodeFormat
 
 _AWQ_COLUMNS = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # the nibble of a word that holds each of its eight columns
 
@@ -99,7 +99,7 @@ def _inputs_first(
     files.tensor("qweight", ("I32",))
     scale = files.tensor("scales", FLOATS, [(groups, outs)])
     zero = files.tensor("qzeros", ("I32",), [(groups, -(-outs * bits // 32))])
-    codes = Codes("int4" if bits == 4 else "int8", (1, group), rounded_to(scale))
+    codes = CodeFormat("int4" if bits == 4 else "int8", (1, group), rounded_to(scale))
 
     def rows_of(stored: LazyArray, rows: slice) -> np.ndarray:
         found = unpack(np.asarray(stored))[rows]
@@ -107,7 +107,7 @@ def _inputs_first(
 
     parts = {
         "codes": files.codes(codes, shape, info, rows_of),
-        "scale": files.scale(scale, codes.grid(outs, ins), turned=True, allowed="not zero"),
+        "scale": files.scale(scale, codes.scales_shape(outs, ins), turned=True, allowed="not zero"),
         "zero": files.zero_words(codes, shape, zero, unpack_zero),
     }
     if order is not None:

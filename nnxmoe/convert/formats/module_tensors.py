@@ -14,7 +14,7 @@ from nnxmoe.convert.files.safetensors import TensorInfo
 from nnxmoe.convert.formats.raw import raw
 from nnxmoe.convert.formats.scheme import Malformed, Scheme
 from nnxmoe.convert.storage.checkpoint import Checkpoint
-from nnxmoe.layers.linear.codes import STORED, Codes
+from nnxmoe.layers.linear.code_format import STORAGE_DTYPES, CodeFormat
 
 # Endings of scales and zero points of activations and caches, which are not quantised here.
 OF_ACTIVATIONS = tuple(
@@ -98,10 +98,10 @@ class ModuleTensors:
 
         return dataclasses.replace(stored, shape=grid, dtype=dtype, read_box=read)
 
-    def made(self, codes: Codes, shape: tuple[int, ...], parts: Mapping[str, LazyArray]) -> LazyArray:
+    def made(self, codes: CodeFormat, shape: tuple[int, ...], parts: Mapping[str, LazyArray]) -> LazyArray:
         """The weight, whose codes account for the tensors that no part names."""
         try:
-            codes.check(shape[-1])
+            codes.check_inputs(shape[-1])
         except ValueError as error:
             raise Malformed(f"{self.module}: {error}") from None
         named = {name for kind, part in parts.items() if kind != "codes" for name in part.tensors}
@@ -110,16 +110,16 @@ class ModuleTensors:
         return LazyArray.quantized(codes, shape, {**parts, "codes": first})
 
     def octets(
-        self, codes: Codes, info: TensorInfo, scale: TensorInfo, allowed: Allowed = "positive", **more: LazyArray
+        self, codes: CodeFormat, info: TensorInfo, scale: TensorInfo, allowed: Allowed = "positive", **more: LazyArray
     ) -> LazyArray:
         """The weight of codes of a byte each, as they are in the file; ``more``: parts beside codes and scales."""
         shape = self.matrix(info)
-        stored = raw(self.checkpoint, dataclasses.replace(info, dtype="I8" if codes.kind == "int8" else "U8"))
-        scales = self.scale(scale, codes.grid(*shape), allowed=allowed)
+        stored = raw(self.checkpoint, dataclasses.replace(info, dtype="I8" if codes.code_dtype == "int8" else "U8"))
+        scales = self.scale(scale, codes.scales_shape(*shape), allowed=allowed)
         return self.made(codes, shape, {"codes": stored, "scale": scales, **more})
 
     def codes(
-        self, codes: Codes, shape: tuple[int, int], info: TensorInfo, unpack: Unpack, block: int = AT_ONCE
+        self, codes: CodeFormat, shape: tuple[int, int], info: TensorInfo, unpack: Unpack, block: int = AT_ONCE
     ) -> LazyArray:
         """Packed codes of a weight of this shape. ``unpack`` returns some rows of it, unsigned, one code per element;
         ``block``: efficient size of a read, in bytes."""
@@ -127,16 +127,16 @@ class ModuleTensors:
 
         def read(box: Box, empty: Empty) -> np.ndarray:
             found = np.ascontiguousarray(unpack(stored, box[0]))
-            return (codes.pack(found) if codes.halves else _signed(found))[:, box[1]]
+            return (codes.pack(found) if codes.is_packed else _signed(found))[:, box[1]]
 
-        return LazyArray(codes.stored(*shape), STORED[codes.kind], read, block, file=info.file.name)
+        return LazyArray(codes.codes_shape(*shape), STORAGE_DTYPES[codes.code_dtype], read, block, file=info.file.name)
 
     def zero_words(
-        self, codes: Codes, shape: tuple[int, int], info: TensorInfo, unpack: Callable[[np.ndarray], np.ndarray]
+        self, codes: CodeFormat, shape: tuple[int, int], info: TensorInfo, unpack: Callable[[np.ndarray], np.ndarray]
     ) -> LazyArray:
         """Packed zero points of the codes of a weight of this shape. ``unpack`` returns all of them, unsigned."""
-        change = unpack if codes.halves else lambda packed: _signed(np.ascontiguousarray(unpack(packed)))
-        return raw(self.checkpoint, info).mapped(codes.grid(*shape), STORED[codes.kind], change)
+        change = unpack if codes.is_packed else lambda packed: _signed(np.ascontiguousarray(unpack(packed)))
+        return raw(self.checkpoint, info).mapped(codes.scales_shape(*shape), STORAGE_DTYPES[codes.code_dtype], change)
 
     def zero_numbers(self, info: TensorInfo, grid: tuple[int, int]) -> LazyArray:
         """Zero points of int8 codes, one number each."""

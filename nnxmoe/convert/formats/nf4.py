@@ -15,7 +15,7 @@ from nnxmoe.convert.files.safetensors import TensorInfo
 from nnxmoe.convert.formats.module_tensors import ModuleTensors
 from nnxmoe.convert.formats.raw import raw
 from nnxmoe.convert.formats.scheme import Malformed
-from nnxmoe.layers.linear.codes import NF4, Codes
+from nnxmoe.layers.linear.code_format import NF4, CodeFormat
 
 _STATE = "quant_state.bitsandbytes__nf4"
 
@@ -39,7 +39,7 @@ def nf4(files: ModuleTensors, info: TensorInfo) -> LazyArray:
     levels = files.values(files.tensor("weight.quant_map", ("F32",), [(16,)]))
     if levels is not None and not np.array_equal(levels, NF4):
         raise Malformed(f"{files.module}.weight.quant_map has other levels than those of NF4")
-    codes = Codes("nf4", (1, math.gcd(shape[1], block)), str(state["dtype"]))
+    codes = CodeFormat("nf4", (1, math.gcd(shape[1], block)), str(state["dtype"]))
 
     def unpack(stored: LazyArray, rows: slice) -> np.ndarray:
         first, last = rows.start * shape[1], rows.stop * shape[1]
@@ -74,11 +74,11 @@ def _state(files: ModuleTensors) -> dict[str, Any]:
     return state
 
 
-def _scales(files: ModuleTensors, state: Mapping[str, Any], codes: Codes) -> LazyArray:
+def _scales(files: ModuleTensors, state: Mapping[str, Any], codes: CodeFormat) -> LazyArray:
     """The scale of every tile: of its block, which with double quantisation is one of 256 levels times a coarser
     scale."""
     (outs, ins), block = state["shape"], state["blocksize"]
-    grid, count = codes.grid(outs, ins), -(-outs * ins // block)
+    grid, count = codes.scales_shape(outs, ins), -(-outs * ins // block)
     nested = files.has("weight.nested_absmax")
     flat = files.tensor("weight.absmax", ("U8" if nested else "F32",), [(count,)])
     used, coarse, offset = [flat], state.get("nested_blocksize", 0), state.get("nested_offset")

@@ -18,10 +18,10 @@ from nnxmoe.convert.arrays.views import joined
 from nnxmoe.convert.files.errors import CheckpointError
 from nnxmoe.convert.formats import fp4
 from nnxmoe.convert.hf.hf_layout import layout
-from nnxmoe.layers.linear.codes import FP8, WHOLE, Codes
+from nnxmoe.layers.linear.code_format import FP8, FULL, CodeFormat
 from nnxmoe.layers.linear.quantized import ARRAYS, QuantizedWeight
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.model.quantization.kernel_places import places, quantized_weights
+from nnxmoe.model.quantization.quantized_kernels import quantizable_kernels, quantized_kernels
 
 _FORMATS = {("float", 8): "float-quantized", ("float", 4): "mxfp4-pack-quantized"}
 _FORMATS |= {("int", 8): "pack-quantized", ("int", 4): "pack-quantized"}
@@ -33,7 +33,7 @@ def compressed(
 ) -> tuple[dict[str, LazyArray], dict[str, Any] | None]:
     """The tensors to write for the arrays of a layout, and the ``quantization_config`` of config.json; None without
     quantised kernels. Raises CheckpointError for codes that the format does not have."""
-    kinds = {(*place.path, "codes"): place.weight.kind for place in quantized_weights(model)}
+    kinds = {(*place.path, "codes"): place.weight.format for place in quantized_kernels(model)}
     fused = all(len(array.shape) == 3 for name, array in arrays.items() if name.endswith(".codes"))
     if kinds and fused and all(kind == fp4.MXFP4 for kind in kinds.values()):
         return fp4.in_blocks(arrays, leaves), fp4.GPT_OSS
@@ -48,35 +48,35 @@ def compressed(
         parts = {part: found.pop(full) for part in ARRAYS if (full := f"{module}.weight.{part}") in found}
         odd = {
             "inputs in another order (act order)": "order" in parts,
-            "NF4 codes": codes.kind == "nf4",
-            "FP4 codes in groups of other than 32": codes.kind == "fp4" and codes.tile != fp4.MXFP4.tile,
+            "NF4 codes": codes.code_dtype == "nf4",
+            "FP4 codes in groups of other than 32": codes.code_dtype == "fp4" and codes.tile != fp4.MXFP4.tile,
             "offsets": codes.offset,
         }
         if has := next((what for what, found_here in odd.items() if found_here), None):
             raise CheckpointError(f"{plain(module)} has {has}, {WHAT}")
         found |= {f"{module}.{ending}": array for ending, array in _stored(codes, parts).items()}
-        settings = _settings(codes, codes.ins(parts["codes"]), "zero" in parts)
+        settings = _settings(codes, codes.input_count(parts["codes"]), "zero" in parts)
         groups.setdefault(json.dumps(settings, sort_keys=True), []).append(module)
     views = {name: leaf.part_of for name, leaf in leaves.items()}
     return joined(found, views), _config(model, groups) if groups else None
 
 
-def _stored(codes: Codes, parts: Mapping[str, LazyArray]) -> dict[str, LazyArray]:
+def _stored(codes: CodeFormat, parts: Mapping[str, LazyArray]) -> dict[str, LazyArray]:
     """The tensors of a kernel, by the ends of their names."""
     kept, bits = parts["codes"], codes.bits
-    if codes.kind == "fp4":
+    if codes.code_dtype == "fp4":
         return {"weight_packed": fp4.as_pairs(kept), "weight_scale": fp4.as_exponents(parts["scale"])}
     # Readers round weights to the dtype of the scales, so that those of weights that are not rounded are float32.
-    scale = parts["scale"] if codes.rounded is not None else parts["scale"].cast(np.dtype(np.float32))
-    if codes.tile[0] == WHOLE and scale.shape == (1, 1):  # that of a whole tensor is a vector
+    scale = parts["scale"] if codes.round_dtype is not None else parts["scale"].cast(np.dtype(np.float32))
+    if codes.tile[0] == FULL and scale.shape == (1, 1):  # that of a whole tensor is a vector
         scale = scale.reshaped((1,))
-    if codes.kind == "fp8":
+    if codes.code_dtype == "fp8":
         return {"weight": kept.each(lambda octets: octets.view(FP8), FP8), "weight_scale": scale}
-    outs, ins = kept.shape[0], codes.ins(kept)
+    outs, ins = kept.shape[0], codes.input_count(kept)
 
     def packed(numbers: np.ndarray) -> np.ndarray:
         """Unsigned numbers in words, the last of which is filled up with zeros."""
-        numbers = numbers if codes.halves else numbers.view(np.uint8) ^ 128
+        numbers = numbers if codes.is_packed else numbers.view(np.uint8) ^ 128
         padded = np.pad(numbers, ((0, 0), (0, -numbers.shape[1] % (32 // bits))))
         octets = padded if bits == 8 else padded[:, ::2] | padded[:, 1::2] << 4
         return np.ascontiguousarray(octets).view(np.int32)
@@ -99,14 +99,14 @@ def _stored(codes: Codes, parts: Mapping[str, LazyArray]) -> dict[str, LazyArray
     return made
 
 
-def _settings(codes: Codes, ins: int, zero: bool) -> dict[str, Any]:
+def _settings(codes: CodeFormat, ins: int, zero: bool) -> dict[str, Any]:
     """``weights`` of a group in ``config_groups``."""
     rows, columns = codes.tile
-    fields: dict[str, Any] = {"num_bits": codes.bits, "type": "float" if codes.kind in ("fp8", "fp4") else "int"}
+    fields: dict[str, Any] = {"num_bits": codes.bits, "type": "float" if codes.code_dtype in ("fp8", "fp4") else "int"}
     fields |= {"symmetric": not zero, "dynamic": False, "group_size": None, "strategy": "tensor"}
     if rows == 1:
         fields |= {"strategy": "channel"} if columns >= ins else {"strategy": "group", "group_size": columns}
-    elif rows < WHOLE or columns < ins:
+    elif rows < FULL or columns < ins:
         fields |= {"strategy": "block", "block_structure": [rows, columns]}
     return fields
 
@@ -122,7 +122,7 @@ def _config(model: CausalLM, groups: Mapping[str, list[str]]) -> dict[str, Any]:
         made[f"group_{i}"] = {"targets": targets, "weights": weights, "input_activations": None, "format": form}
     formats = {group["format"] for group in made.values()}
     # Linear maps that stay floats: routers, and kernels that are not quantised.
-    keys = {place.key for place in places(model) if not isinstance(place.weight, QuantizedWeight)}
+    keys = {place.key for place in quantizable_kernels(model) if not isinstance(place.weight, QuantizedWeight)}
     linear = [name for name, leaf in layout(model).items() if leaf.key in keys or ".router.kernel" in leaf.key]
     floats = [name.removesuffix(".weight") for name in linear]
     return {

@@ -36,7 +36,7 @@ from nnxmoe.convert.storage.checkpoint import Checkpoint
 from nnxmoe.convert.storage.multihost import shared_folder
 from nnxmoe.convert.storage.write import Tensors, write_shares
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.model.quantization.methods import Method, Mixed, refuse_both
+from nnxmoe.model.quantization.methods import Method, Mixed, check_quantize_options
 from nnxmoe.model.strategy import Strategy, with_mesh
 from nnxmoe.models import model_class, parse_config, refuse_preset
 from nnxmoe.moe.router_variants import TokenExpertTable
@@ -73,7 +73,7 @@ def from_pretrained(
     all missing tensors and wrong shapes.
     """
     dtype = float_dtype(dtype)
-    refuse_both(quantize, keep_quantized)
+    check_quantize_options(quantize, keep_quantized)
     strategy = with_mesh(strategy, mesh)
     refuse_preset(path_or_hub_id)
     with Checkpoint.open(path_or_hub_id, revision=revision, local_files_only=local_files_only) as checkpoint:

@@ -10,11 +10,18 @@ from nnxmoe.convert.arrays.lazy_array import AT_ONCE, Box, Empty, LazyArray, Laz
 from nnxmoe.convert.files.errors import CheckpointError
 from nnxmoe.convert.formats.raw import CHUNK_BYTES
 from nnxmoe.convert.hf.hf_layout import layout
-from nnxmoe.layers.linear.codes import STORED, Codes
+from nnxmoe.layers.linear.code_format import STORAGE_DTYPES, CodeFormat
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.model.quantization.kernel_places import Place, exchange, places
-from nnxmoe.model.quantization.methods import Error, Method, Mixed, codes_for, encode, scales
-from nnxmoe.model.quantization.rounding import chosen
+from nnxmoe.model.quantization.methods import (
+    ErrorMeter,
+    Method,
+    Mixed,
+    compute_scales,
+    encode_weights,
+    format_for_dtype,
+)
+from nnxmoe.model.quantization.quantized_kernels import KernelRef, quantizable_kernels, replace_with_quantized
+from nnxmoe.model.quantization.rounding import kernels_to_quantize
 
 
 def keep(model: CausalLM, arrays: LazyArrays) -> dict[str, LazyArray]:
@@ -41,17 +48,17 @@ def keep(model: CausalLM, arrays: LazyArrays) -> dict[str, LazyArray]:
                 found[f"{name}.codes"] = _without_nan(each.parts["codes"])
         assert one.codes is not None
         zero, order = "zero" in one.parts, "order" in one.parts
-        exchange(place, one.codes, model.strategy, scale=one.parts["scale"].dtype, zero=zero, order=order)
+        replace_with_quantized(place, one.codes, model.strategy, scale=one.parts["scale"].dtype, zero=zero, order=order)
     return found
 
 
 def quantize_on_reading(
     model: CausalLM, arrays: LazyArrays, method: Method | Mixed, dtype: np.dtype | None
-) -> tuple[dict[str, LazyArray], Error]:
+) -> tuple[dict[str, LazyArray], ErrorMeter]:
     """Make kernels of an abstract model quantised by a method; the arrays to load it from, whose codes are computed
     when they are read, and the error, which grows meanwhile. ``dtype``: of the scales, None: of the weights."""
-    found, error = dict(arrays), Error()
-    methods = {place.path: one for place, one in chosen(model, method)}
+    found, error = dict(arrays), ErrorMeter()
+    methods = {place.path: one for place, one in kernels_to_quantize(model, method)}
     for place, names in _names(model, arrays):
         one = methods.get(place.path)
         stored = [arrays[name] for name in names if name in arrays and arrays[name].fault is None]
@@ -63,8 +70,8 @@ def quantize_on_reading(
                 "model as floats and call nnxmoe.quantize"
             )
         kind = dtype or natural_dtype(stored)
-        codes = codes_for(one, kind)
-        exchange(place, codes, model.strategy, scale=kind)
+        codes = format_for_dtype(one, kind)
+        replace_with_quantized(place, codes, model.strategy, scale=kind)
         for name, array in zip(names, stored, strict=True):
             del found[name]
             found |= _on_reading(name, array, one, codes, kind, error)
@@ -72,7 +79,7 @@ def quantize_on_reading(
 
 
 def _on_reading(
-    name: str, array: LazyArray, method: Method, kind: Codes, dtype: np.dtype, error: Error
+    name: str, array: LazyArray, method: Method, kind: CodeFormat, dtype: np.dtype, error: ErrorMeter
 ) -> dict[str, LazyArray]:
     """Codes and scales of a float array ``[O, I]``, computed from its rows. Each of the two reads all rows."""
     outs, ins = array.shape
@@ -82,14 +89,14 @@ def _on_reading(
         """Weights and scales of rows that begin with a tile and end with one."""
         rows = array.read_box((slice(first, min(last, outs)), slice(0, ins)), np.empty)
         try:
-            return rows, scales(method, rows, dtype)
+            return rows, compute_scales(method, rows, dtype)
         except ValueError as problem:
             raise CheckpointError(f"{plain(name)}: {problem}") from None
 
     def codes(box: Box, empty: Empty) -> np.ndarray:
         first = box[0].start // tile * tile
         rows, scale = rounded(first, -(-box[0].stop // tile) * tile)
-        found = encode(kind, rows, scale)
+        found = encode_weights(kind, rows, scale)
         part = slice(box[0].start - first, box[0].stop - first)
         error.add(rows[part], kind.decode(found, scale, None, slice(0, len(found)))[part])
         return found[part, box[1]]
@@ -101,12 +108,14 @@ def _on_reading(
     # Blocks of about CHUNK_BYTES floats, unless each read of the source reads all of it.
     of_codes, of_scales = (max(AT_ONCE if array.block >= AT_ONCE else 0, CHUNK_BYTES // n) for n in (8, 256))
     return {
-        f"{name}.codes": LazyArray(kind.stored(outs, ins), STORED[kind.kind], codes, of_codes, **common),
-        f"{name}.scale": LazyArray(kind.grid(outs, ins), dtype, scale, of_scales, **common),
+        f"{name}.codes": LazyArray(
+            kind.codes_shape(outs, ins), STORAGE_DTYPES[kind.code_dtype], codes, of_codes, **common
+        ),
+        f"{name}.scale": LazyArray(kind.scales_shape(outs, ins), dtype, scale, of_scales, **common),
     }
 
 
-def _names(model: CausalLM, arrays: LazyArrays) -> list[tuple[Place, list[str]]]:
+def _names(model: CausalLM, arrays: LazyArrays) -> list[tuple[KernelRef, list[str]]]:
     """Kernels that may be quantised, with the checkpoint's names of their arrays."""
     names: dict[Any, list[str]] = {}
     for name, leaf in layout(model, arrays).items():
@@ -114,7 +123,7 @@ def _names(model: CausalLM, arrays: LazyArrays) -> list[tuple[Place, list[str]]]
             of_kernel = names.setdefault(part.path, [])
             if name not in of_kernel:
                 of_kernel.append(name)
-    return [(place, names[place.path]) for place in places(model)]
+    return [(place, names[place.path]) for place in quantizable_kernels(model)]
 
 
 def _form(array: LazyArray) -> Any:

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from nnxmoe.axes import spans_hosts
 from nnxmoe.convert.arrays.dtypes import float_dtype
 from nnxmoe.convert.files.errors import CheckpointError
 from nnxmoe.convert.files.reading import absolute, is_gguf, read_object
@@ -35,6 +34,7 @@ from nnxmoe.model.causal_lm import CausalLM, check_model
 from nnxmoe.model.compiled import refuse_shapes
 from nnxmoe.model.weight_names import layer_of, options
 from nnxmoe.runtime.progress import logger
+from nnxmoe.sharding import spans_hosts
 
 
 def save(model: CausalLM, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:

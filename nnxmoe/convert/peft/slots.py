@@ -75,7 +75,7 @@ class Slot:
         if len(self.kernels) > 1:
             outs, out_axes = (len(self.kernels), *outs), ("gate_up", *out_axes)
         # `nnxmoe.train.lora` and `nnxmoe.convert.peft.peft` set the values.
-        kw: dict[str, Any] = {"lead": lead, "dtype": dtype, "rngs": None, "kind": nnx.LoRAParam}
+        kw: dict[str, Any] = {"lead": lead, "dtype": dtype, "rngs": None, "param_type": nnx.LoRAParam}
         a = kernel_param(ins, (rank,), (*lead_axes, *in_axes, "rank"), **kw)
         b = kernel_param((rank,), outs, (*lead_axes, "rank", *out_axes), **kw)
         return LoRA(a, b, alpha)

@@ -17,9 +17,9 @@ from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from nnxmoe.axes import spans_hosts
 from nnxmoe.convert.files.errors import CheckpointError
 from nnxmoe.convert.storage.atomic_dir import MODEL_FILES, atomic_dir
+from nnxmoe.sharding import spans_hosts
 
 AnyArray = Any  # a NumPy or JAX array
 _MESSAGE = 4000  # bytes of a broadcast text

@@ -5,10 +5,10 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from nnxmoe.axes import is_static
 from nnxmoe.config.validate import check_object, set_positive
 from nnxmoe.layers.attention.flash_attention import FlashAttention
 from nnxmoe.layers.attention.softmax_attention import AttentionFn, MaskedSoftmax, ReferenceAttention
+from nnxmoe.sharding import is_static
 
 FEWEST_QUERIES = 64  # per block
 FEWEST_TOKENS = 192  # per pass; blocks of a shorter one save too little

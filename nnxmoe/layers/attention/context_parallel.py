@@ -15,11 +15,13 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from nnxmoe.axes import CONTEXT, Rules, bind_mesh, context_shard_axes, shard_map
+from nnxmoe.axes import CONTEXT
 from nnxmoe.config.validate import check_object
 from nnxmoe.layers.attention.blockwise_attention import BlockwiseAttention
 from nnxmoe.layers.attention.softmax_attention import AttentionFn, MaskedSoftmax
 from nnxmoe.layers.mask import Mask
+from nnxmoe.sharding import bind_mesh, context_shard_axes, shard_map
+from nnxmoe.sharding_rules import Rules
 
 
 @runtime_checkable

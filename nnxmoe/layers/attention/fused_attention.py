@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
-from nnxmoe.axes import RULES, Rules, batch_shard_axes, rule_axes, shard_count, shard_map
 from nnxmoe.config.validate import check_object, set_positive
 from nnxmoe.layers.attention.softmax_attention import AttentionFn, MaskedSoftmax
+from nnxmoe.sharding import batch_shard_axes, shard_map
+from nnxmoe.sharding_rules import RULES, Rules, rule_axes, shard_count
 
 
 def shard_map_heads(

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from nnxmoe.axes import ParamOptions, is_static
+from nnxmoe.axes import ParamOptions
 from nnxmoe.config.rope_parameters import Rope
 from nnxmoe.layers.attention.context_parallel import ContextParallelAttention
 from nnxmoe.layers.attention.gqa import Gate
@@ -26,6 +26,7 @@ from nnxmoe.layers.linear.linear import Linear
 from nnxmoe.layers.mask import Mask
 from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.layers.rope import RotateFn
+from nnxmoe.sharding import is_static
 
 LATENT_NORM_EPS = 1e-6  # not the config's rms_norm_eps, as in the published implementation
 

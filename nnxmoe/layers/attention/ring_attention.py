@@ -10,12 +10,14 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from nnxmoe.axes import CONTEXT, Rules, bind_mesh
+from nnxmoe.axes import CONTEXT
 from nnxmoe.config.validate import check_object
 from nnxmoe.layers.attention.blockwise_attention import BlockwiseAttention
 from nnxmoe.layers.attention.context_parallel import ContextShards, is_context_sharded, ppermute_next, shard_map_context
 from nnxmoe.layers.attention.flash_attention import LOWEST, FlashAttention, slope_of_sinks
 from nnxmoe.layers.attention.softmax_attention import AttentionFn, MaskedSoftmax
+from nnxmoe.sharding import bind_mesh
+from nnxmoe.sharding_rules import Rules
 
 Sinks = Float[Array, "N"] | None
 

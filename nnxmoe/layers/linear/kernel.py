@@ -266,11 +266,11 @@ def kernel_param(
     gain: float = 1.0,
     dtype: jnp.dtype,
     rngs: nnx.Rngs | None,
-    kind: type[nnx.Param] = nnx.Param,
+    param_type: type[nnx.Param] = nnx.Param,
 ) -> nnx.Param:
     """A kernel with the logical ``axes`` of the dimensions ``(*lead, *ins, *outs)``; ``rngs`` None: a shape only."""
     first, end = len(lead), len(lead) + len(ins)
     shape, names = (*lead, *outs, *ins), (*axes[:first], *axes[end:], *axes[first:end])
-    made = parameter(shape, names, fan_in(ins, gain), dtype=dtype, rngs=rngs, kind=kind, inputs=len(ins))
+    made = parameter(shape, names, fan_in(ins, gain), dtype=dtype, rngs=rngs, param_type=param_type, inputs=len(ins))
     assert isinstance(made, nnx.Param)
     return made

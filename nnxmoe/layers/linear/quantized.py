@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from nnxmoe.axes import axes_of
-from nnxmoe.layers.linear.codes import Codes
+from nnxmoe.layers.linear.code_format import CodeFormat
 from nnxmoe.layers.linear.dots import matmul
 from nnxmoe.layers.linear.kernel import Kernel
 from nnxmoe.layers.linear.multilinear import multilinear
@@ -29,7 +29,7 @@ class QuantizedProduct(Protocol):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QuantizedKernel(Kernel):
-    """Codes ``[*E, O, I]`` (4 bits: ``[*E, O, I / 2]``) with scales and zero points per tile; see `Codes`. Not trained.
+    """Codes ``[*E, O, I]`` (4 bits: ``[*E, O, I / 2]``) with scales and zero points per tile (`CodeFormat`).
 
     ``order [*E, I]``: the input that column j of the codes multiplies (GPTQ's act order); None: input j.
     """
@@ -38,18 +38,18 @@ class QuantizedKernel(Kernel):
     scale: Any
     zero: Any
     order: Any
-    kind: Codes = dataclasses.field(metadata={"static": True})
+    format: CodeFormat = dataclasses.field(metadata={"static": True})
     product: QuantizedProduct = dataclasses.field(metadata={"static": True})
 
     trainable: ClassVar[bool] = False
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (*self.codes.shape[:-2], self.kind.ins(self.codes), self.codes.shape[-2])
+        return (*self.codes.shape[:-2], self.format.input_count(self.codes), self.codes.shape[-2])
 
     def transposed(self, dtype: Any = None) -> Float[Array, "*E O I"]:
         """All weights; ``dtype`` None: in float32."""
-        found = self.kind.decode(self.codes, self.scale, self.zero, slice(0, self.codes.shape[-2]))
+        found = self.format.decode(self.codes, self.scale, self.zero, slice(0, self.codes.shape[-2]))
         if self.order is not None:
             found = jnp.take_along_axis(found, jnp.argsort(self.order)[..., None, :], axis=-1)
         return found if dtype is None else found.astype(dtype)
@@ -58,12 +58,12 @@ class QuantizedKernel(Kernel):
         return jnp.swapaxes(self.transposed(dtype), -1, -2)
 
     def rows(self, start: Int[Array, ""], count: int) -> tuple[Float[Array, "count _"], ...]:
-        """The weights of some outputs of one linear map in float32, in the pieces of `Codes.split`."""
+        """The weights of some outputs of one linear map in float32, in the pieces of `CodeFormat.split_halves`."""
         codes, grids = jax.lax.dynamic_slice_in_dim(self.codes, start, count), (self.scale, self.zero)
-        if self.kind.tile[0] > 1:
-            return self.kind.pieces(codes, *grids, start + jnp.arange(count))
+        if self.format.tile[0] > 1:
+            return self.format.decode_halves(codes, *grids, start + jnp.arange(count))
         grids = (None if grid is None else jax.lax.dynamic_slice_in_dim(grid, start, count) for grid in grids)
-        return self.kind.pieces(codes, *grids, slice(0, count))
+        return self.format.decode_halves(codes, *grids, slice(0, count))
 
     def __call__(self, x: Float[Array, "*rows I"]) -> Float[Array, "*rows O"]:
         return self._times(x).astype(x.dtype)
@@ -86,7 +86,7 @@ class QuantizedKernel(Kernel):
 
         def one(given: tuple[Array, Array]) -> Array:
             head, rows = given
-            weights = self.kind.join(self.rows(head * width + first, count)).astype(x.dtype)
+            weights = self.format.join_halves(self.rows(head * width + first, count)).astype(x.dtype)
             return matmul(rows, weights, not back)
 
         return jax.lax.map(one, (jnp.arange(len(x)), x))
@@ -139,7 +139,7 @@ class QuantizedWeight(nnx.Module):
         *,
         ins: Sequence[int],
         outs: Sequence[int],
-        kind: Codes,
+        format: CodeFormat,
         product: QuantizedProduct,
         in_axes: Sequence[Any],
         out_axes: Sequence[Any],
@@ -147,7 +147,7 @@ class QuantizedWeight(nnx.Module):
         self.codes, self.scale, self.zero, self.order = codes, scale, zero, order
         self.ins, self.outs = tuple(ins), tuple(outs)
         self.in_axes, self.out_axes = tuple(in_axes), tuple(out_axes)
-        self.kind, self.product = kind, product
+        self.format, self.product = format, product
 
     @property
     def lead(self) -> tuple[int, ...]:
@@ -169,7 +169,7 @@ class QuantizedWeight(nnx.Module):
             *map(arrays.get, ARRAYS),
             ins=self.ins,
             outs=self.outs,
-            kind=self.kind,
+            format=self.format,
             product=self.product,
             in_axes=self.in_axes,
             out_axes=self.out_axes,
@@ -177,4 +177,4 @@ class QuantizedWeight(nnx.Module):
 
     def read(self) -> QuantizedKernel:
         zero, order = (None if one is None else one[...] for one in (self.zero, self.order))
-        return QuantizedKernel(self.codes[...], self.scale[...], zero, order, self.kind, self.product)
+        return QuantizedKernel(self.codes[...], self.scale[...], zero, order, self.format, self.product)

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from nnxmoe.axes import is_static
 from nnxmoe.config.validate import set_positive
 from nnxmoe.layers.linear.dots import dot_f32, matmul_f32
 from nnxmoe.layers.linear.quantized import QuantizedKernel, QuantizedProduct
 from nnxmoe.layers.linear.xla_cpu import carried, kernel_on_the_left, on_cpu
+from nnxmoe.sharding import is_static
 
 LAST = 127.0  # the largest int8
 FEW = 8  # rows up to which CPUs decode a kernel for longer than they multiply with it
@@ -43,7 +43,7 @@ class BlockwiseProduct:
         ins, outs = kernel.shape
         count, dtype = max(1, min(self.size // ins, outs // 4)), x.dtype
         if dtype.itemsize == 2:  # rounding weights to 16 bits adds nothing to the rounding of the rows
-            kernel = dataclasses.replace(kernel, kind=dataclasses.replace(kernel.kind, rounded=None))
+            kernel = dataclasses.replace(kernel, format=dataclasses.replace(kernel.format, round_dtype=None))
             dtype = jnp.dtype(jnp.float32) if is_static(x.shape[0]) and x.shape[0] <= FEW else dtype
         x = x.astype(dtype)
 
@@ -65,10 +65,10 @@ class BlockwiseProduct:
 
         blocks = -(-outs // count)
         if back:
-            zeros = kernel.kind.split(jnp.zeros((x.shape[0], kernel.shape[0]), jnp.float32))
-            return kernel.kind.join(jax.lax.fori_loop(0, blocks, backward, (x, kernel, zeros))[-1])
+            zeros = kernel.format.split_halves(jnp.zeros((x.shape[0], kernel.shape[0]), jnp.float32))
+            return kernel.format.join_halves(jax.lax.fori_loop(0, blocks, backward, (x, kernel, zeros))[-1])
         zeros = jnp.zeros((x.shape[0], outs), jnp.float32)
-        return jax.lax.fori_loop(0, blocks, forward, (kernel.kind.split(x), kernel, zeros))[-1]
+        return jax.lax.fori_loop(0, blocks, forward, (kernel.format.split_halves(x), kernel, zeros))[-1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,14 +114,14 @@ class W8A8Product:
 
 def _per_output_int8(kernel: QuantizedKernel, x: Float[Array, "R _"]) -> bool:
     """Whether a kernel has int8 codes, one scale per output and no zero points, and `_need_no_rounding`."""
-    plain = kernel.kind.kind == "int8" and kernel.zero is None and kernel.scale.shape[-1] == 1
+    plain = kernel.format.code_dtype == "int8" and kernel.zero is None and kernel.scale.shape[-1] == 1
     return plain and _need_no_rounding(kernel, x)
 
 
 def _need_no_rounding(kernel: QuantizedKernel, x: Float[Array, "R _"]) -> bool:
-    """Whether scales may multiply the result, so that no weight is rounded as the tool does (`Codes.rounded`): the
+    """Whether scales may multiply the result, which skips the rounding of weights to `CodeFormat.round_dtype`: the
     rounding of rows of 16 bits is as large."""
-    return kernel.kind.rounded is None or x.dtype.itemsize == 2
+    return kernel.format.round_dtype is None or x.dtype.itemsize == 2
 
 
 def _steps(x: Float[Array, "R I"]) -> Float[Array, "R 1"]:
@@ -138,7 +138,7 @@ def _int8_sums(rows: Float[Array, "R I"], kernel: QuantizedKernel) -> Float[Arra
 
 
 def _per_output(kernel: QuantizedKernel) -> Float[Array, "1 O"]:
-    return kernel.kind.of_rows(kernel.scale, slice(0, kernel.codes.shape[-2])).T
+    return kernel.format.gather_rows(kernel.scale, slice(0, kernel.codes.shape[-2])).T
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,10 +147,10 @@ class CastProduct:
     result is multiplied by the scales, one per output. `DequantizedProduct` computes other kernels."""
 
     def __call__(self, x: Float[Array, "R _"], kernel: QuantizedKernel, back: bool = False) -> Float[Array, "R _"]:
-        tiles = kernel.zero is not None or kernel.scale.shape[-1] > 1 or kernel.kind.halves
+        tiles = kernel.zero is not None or kernel.scale.shape[-1] > 1 or kernel.format.is_packed
         if back or tiles or not _need_no_rounding(kernel, x):
             return DequantizedProduct()(x, kernel, back)
-        return matmul_f32(x, kernel.kind.values(kernel.codes).astype(x.dtype), True) * _per_output(kernel)
+        return matmul_f32(x, kernel.format.code_values(kernel.codes).astype(x.dtype), True) * _per_output(kernel)
 
 
 @dataclasses.dataclass(frozen=True)

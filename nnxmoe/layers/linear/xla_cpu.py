@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
-from nnxmoe.axes import is_static
+from nnxmoe.sharding import is_static
 
 COPIES_16_BITS = jax.__version_info__ < (0, 12)  # 0.12.0 is the oldest release seen not to cast whole 16-bit arrays
 

@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Shaped
 
-from nnxmoe.axes import CONTEXT, AnyMesh, ParamOptions, context_shard_axes, parameter, shard_map
+from nnxmoe.axes import CONTEXT, AnyMesh, ParamOptions, parameter
 from nnxmoe.layers.attention.context_parallel import all_gather_context
 from nnxmoe.layers.cache import RecurrentState, gather_tokens
 from nnxmoe.layers.context import Context
@@ -26,6 +26,7 @@ from nnxmoe.layers.recurrent.delta_rule import (
     recurrent_delta_rule,
 )
 from nnxmoe.layers.recurrent.recurrence import OrderedTokens
+from nnxmoe.sharding import context_shard_axes, shard_map
 
 DeltaProjections = tuple[Array, Array, Array, Array]
 """Queries, keys and values ``[B T channels]``, gates ``z [B T N W]``, and ``b``, ``a [B T N]``."""

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from nnxmoe.axes import shard_map
 from nnxmoe.layers.attention.fused_attention import ShardMapKernel, batch_and_head_axes
 from nnxmoe.layers.recurrent.delta_rule import CHUNK, Chunked, DeltaInputs
 from nnxmoe.runtime.extras import install_command
+from nnxmoe.sharding import shard_map
 
 WIDEST = 256  # keys
 

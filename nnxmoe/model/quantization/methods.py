@@ -12,14 +12,14 @@ import numpy as np
 
 from nnxmoe.config.printable import short
 from nnxmoe.config.validate import set_positive
-from nnxmoe.layers.linear.codes import FP8, MIDDLE, WHOLE, Codes
+from nnxmoe.layers.linear.code_format import FP8, FULL, INT4_ZERO, CodeFormat
 
 
 @dataclasses.dataclass(frozen=True)
 class Int8:
     """Symmetric int8 with one scale per output: ``scale = max |w| / 127``. Half the bytes of bfloat16."""
 
-    codes = Codes("int8", (1, WHOLE))
+    format = CodeFormat("int8", (1, FULL))
     largest = 127
 
 
@@ -35,8 +35,8 @@ class Int4:
         set_positive(self, "group")
 
     @property
-    def codes(self) -> Codes:
-        return Codes("int4", (1, self.group))
+    def format(self) -> CodeFormat:
+        return CodeFormat("int4", (1, self.group))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,8 +50,8 @@ class Float8:
         set_positive(self, "block")
 
     @property
-    def codes(self) -> Codes:
-        return Codes("fp8", (self.block, self.block))
+    def format(self) -> CodeFormat:
+        return CodeFormat("fp8", (self.block, self.block))
 
 
 # Quantises kernels ``[outs, ins]``: ``codes`` is the kind of code and the tile, ``largest`` the value to which a tile's
@@ -74,7 +74,7 @@ class Mixed:
                 raise ValueError(f"Mixed({field.name}={short(value)}): give a method such as Int8(), or None")
 
 
-def parse(text: str) -> Method | Mixed:
+def parse_method(text: str) -> Method | Mixed:
     """Parse a method of the command line: ``int8``, ``int4``, ``int4:32`` (groups of 32), ``fp8``, ``fp8:64`` (blocks),
     or ``experts=int4:32,others=int8,head=int8``, where parts that are ``float`` or not named stay unchanged. Raises
     ValueError."""
@@ -106,7 +106,7 @@ def check_method(method: Any, name: str = "method", otherwise: str = "") -> None
         raise ValueError(f"{name}={short(method)} is not a method: give one such as nnxmoe.Int8(){otherwise}")
 
 
-def refuse_both(quantize: Method | Mixed | None, keep_quantized: bool) -> None:
+def check_quantize_options(quantize: Method | Mixed | None, keep_quantized: bool) -> None:
     """Raise ValueError if ``quantize`` is combined with ``keep_quantized``, or is not a quantization method."""
     if quantize is not None:
         check_method(quantize, "quantize", ", or None")
@@ -116,16 +116,16 @@ def refuse_both(quantize: Method | Mixed | None, keep_quantized: bool) -> None:
         )
 
 
-def codes_for(method: Method, dtype: Any) -> Codes:
+def format_for_dtype(method: Method, dtype: Any) -> CodeFormat:
     """The codes of kernels with this dtype, which is that of the scales too."""
     kind = jnp.dtype(dtype)
-    return method.codes if kind.itemsize > 2 else dataclasses.replace(method.codes, rounded=str(kind))
+    return method.format if kind.itemsize > 2 else dataclasses.replace(method.format, round_dtype=str(kind))
 
 
-def scales(method: Method, weights: np.ndarray, dtype: Any) -> np.ndarray:
+def compute_scales(method: Method, weights: np.ndarray, dtype: Any) -> np.ndarray:
     """One scale per tile of ``weights [O, I]``; 1 for a tile of zeros. NaN and infinity give ValueError."""
     peak = np.abs(weights.astype(np.float32))
-    for axis, size in enumerate(method.codes.tile):
+    for axis, size in enumerate(method.format.tile):
         if size > 1:
             peak = np.maximum.reduceat(peak, np.arange(0, weights.shape[axis], size), axis=axis)
     if not np.isfinite(peak).all():
@@ -136,21 +136,21 @@ def scales(method: Method, weights: np.ndarray, dtype: Any) -> np.ndarray:
     return np.where(peak > 0, found, np.float32(1)).astype(dtype)
 
 
-def encode(codes: Codes, weights: np.ndarray, scale: np.ndarray) -> np.ndarray:
+def encode_weights(codes: CodeFormat, weights: np.ndarray, scale: np.ndarray) -> np.ndarray:
     """The codes of ``weights [O, I]``, as they are in memory."""
     (rows, columns), ins = codes.tile, weights.shape[1]
     steps = scale.astype(np.float32)[np.arange(len(weights)) // rows]
     steps = steps if steps.shape[1] == 1 else np.repeat(steps, columns, axis=1)[:, :ins]
     ratio = weights.astype(np.float32) / steps
-    if codes.kind == "fp8":
+    if codes.code_dtype == "fp8":
         return np.clip(ratio, -448, 448).astype(FP8).view(np.uint8)
     rounded = np.rint(ratio, out=ratio)
-    if codes.kind == "int8":
+    if codes.code_dtype == "int8":
         return np.clip(rounded, -127, 127).astype(np.int8)
-    return codes.pack((np.clip(rounded, -MIDDLE, MIDDLE - 1) + MIDDLE).astype(np.uint8))
+    return codes.pack((np.clip(rounded, -INT4_ZERO, INT4_ZERO - 1) + INT4_ZERO).astype(np.uint8))
 
 
-class Error:
+class ErrorMeter:
     """The error of quantising so far: ``|w - q| / |w|`` over all quantised weights (root mean square)."""
 
     def __init__(self) -> None:

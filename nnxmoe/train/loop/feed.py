@@ -12,9 +12,11 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from nnxmoe.axes import CONTEXT, batch_axes, context_shard_axes, shard_count
+from nnxmoe.axes import CONTEXT
 from nnxmoe.convert.storage.multihost import from_each
 from nnxmoe.runtime.progress import logger
+from nnxmoe.sharding import batch_axes, context_shard_axes
+from nnxmoe.sharding_rules import shard_count
 from nnxmoe.train.loop.batch import Batch, as_arrays, check_ids, rows_of
 from nnxmoe.train.loop.memory_limit import BatchLimit
 from nnxmoe.train.loop.step import Step

@@ -10,10 +10,12 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from nnxmoe.axes import CONTEXT, AnyMesh, batch_shard_axes, context_shard_axes, shard_count, shard_map
+from nnxmoe.axes import CONTEXT, AnyMesh
 from nnxmoe.config.validate import set_positive
 from nnxmoe.layers.chunks import chunk_by_chunk, in_chunks, joined
 from nnxmoe.layers.linear.kernel import Kernel
+from nnxmoe.sharding import batch_shard_axes, context_shard_axes, shard_map
+from nnxmoe.sharding_rules import shard_count
 
 Sums = tuple[Float[Array, ""], Float[Array, ""]]
 
@@ -188,7 +190,7 @@ def _slopes_of_rows(x: Array, cast: Kernel, targets: Array, weights: Array, step
         sums = total + jnp.sum(each * weights), entropies + jnp.sum(entropy * weights)
         return (*sums, slope), cast.vjp_input(by_logits)
 
-    slope = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), cast) if cast.trained else None
+    slope = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), cast) if cast.trainable else None
     start = (jnp.zeros(()), jnp.zeros(()), slope)
     (total, entropy, slope), by_x = jax.lax.scan(one, start, in_chunks(step, x, targets, weights))
     return (total, entropy), (joined(by_x, x.shape[1]), slope)

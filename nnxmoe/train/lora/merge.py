@@ -19,9 +19,9 @@ from nnxmoe.layers.linear.quantized import QuantizedArray, QuantizedWeight
 from nnxmoe.layers.linear.xla_cpu import as_bits, from_bits
 from nnxmoe.model.causal_lm import CausalLM, check_model
 from nnxmoe.model.compiled import refuse_shapes
-from nnxmoe.model.quantization.kernel_places import quantized_weights, restored, update_report
-from nnxmoe.model.quantization.methods import Error, Method, Mixed, refuse_both
-from nnxmoe.model.quantization.rounding import chosen, round_to_codes
+from nnxmoe.model.quantization.methods import ErrorMeter, Method, Mixed, check_quantize_options
+from nnxmoe.model.quantization.quantized_kernels import dequantize_kernel, quantized_kernels, update_report
+from nnxmoe.model.quantization.rounding import kernels_to_quantize, round_to_codes
 
 
 class Merged(nnx.Module):
@@ -62,7 +62,7 @@ def merge(model: CausalLM, *, keep: bool = True, quantize: Method | Mixed | None
     check_model(model)
     if not isinstance(keep, bool):
         raise ValueError(f"merge(keep={short(keep)}): give True or False")
-    refuse_both(quantize, keep_quantized=False)
+    check_quantize_options(quantize, keep_quantized=False)
     if keep and quantize is not None:
         raise ValueError("merge(quantize=…) is final: pass keep=False, or merge first and call nnxmoe.quantize")
     refuse_shapes(jax.tree.leaves(nnx.state(model)))
@@ -74,9 +74,9 @@ def merge(model: CausalLM, *, keep: bool = True, quantize: Method | Mixed | None
         )
     kept = {slot.place: Merged(adapter, slot.base) for slot in found if (adapter := slot.adapter) and keep}
     paths = {(*slot.path, name) for slot in found for name in slot.kernels}
-    for place in quantized_weights(model):
+    for place in quantized_kernels(model):
         if place.path in paths:
-            restored(place, model)
+            dequantize_kernel(place, model)
     for slot in found:
         adapter = slot.adapter
         assert adapter is not None
@@ -88,9 +88,9 @@ def merge(model: CausalLM, *, keep: bool = True, quantize: Method | Mixed | None
         for kernel, value in zip(slot.base, add(kernels, a, b), strict=True):
             kernel.set_value(value)
         slot.put(None)
-    error = Error()
+    error = ErrorMeter()
     if quantize is not None:
-        for place, method in chosen(model, quantize):
+        for place, method in kernels_to_quantize(model, quantize):
             if not isinstance(place.weight, QuantizedWeight):
                 round_to_codes(place, method, model, error)
     model.merged = nnx.data(nnx.Dict(kept)) if keep else None
@@ -99,7 +99,7 @@ def merge(model: CausalLM, *, keep: bool = True, quantize: Method | Mixed | None
 
 def merge_from(model: CausalLM, folder: str | os.PathLike[str], *, quantize: Method | Mixed | None = None) -> None:
     """Load the adapter of a folder and merge it into the model for good, in place; ``quantize``: see `merge`."""
-    refuse_both(quantize, keep_quantized=False)
+    check_quantize_options(quantize, keep_quantized=False)
     load(model, folder)
     merge(model, keep=False, quantize=quantize)
 

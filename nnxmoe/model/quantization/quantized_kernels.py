@@ -14,18 +14,19 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array
 
-from nnxmoe.axes import AnyMesh, Rules, axes_per_dimension, is_stacked, shard_count
+from nnxmoe.axes import AnyMesh, is_stacked
 from nnxmoe.config.validate import floating_dtype
-from nnxmoe.layers.linear.codes import STORED, Codes
+from nnxmoe.layers.linear.code_format import STORAGE_DTYPES, CodeFormat
 from nnxmoe.layers.linear.kernel import Kernel, ParamWeight, as_weight, is_kernel
 from nnxmoe.layers.linear.quantized import QuantizedArray, QuantizedWeight
 from nnxmoe.model.causal_lm import CausalLM, check_model
 from nnxmoe.model.paths import layer_modules, name_of
 from nnxmoe.model.strategy import Strategy
+from nnxmoe.sharding_rules import Rules, axes_per_dimension, shard_count
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class KernelRef:
     """A kernel's place in a model: an attribute of a module. ``path``: of the kernel in the model; ``key``: such as
     ``layer.attention.q.kernel``; ``layer``: number of its (first) layer, None outside of layers."""
 
@@ -55,7 +56,7 @@ class Place:
         setattr(self.owner, self.attribute, nnx.data(weight))
 
 
-def places(model: CausalLM) -> list[Place]:
+def quantizable_kernels(model: CausalLM) -> list[KernelRef]:
     """The kernels of attention, dense feed-forwards and experts, and of an output head that is not the embedding.
     Embedding, router and norms stay floats."""
     found = []
@@ -65,20 +66,20 @@ def places(model: CausalLM) -> list[Place]:
                 continue
             key, layer, _ = name_of(model, (*path, attribute))
             if ".router." not in key:
-                found.append(Place(module, attribute, (*path, attribute), key, layer))
+                found.append(KernelRef(module, attribute, (*path, attribute), key, layer))
     if model.head is not None:
-        found.append(Place(model.head, "kernel", ("head", "kernel"), "head.kernel"))
+        found.append(KernelRef(model.head, "kernel", ("head", "kernel"), "head.kernel"))
     return found
 
 
-def quantized_weights(model: CausalLM) -> list[Place]:
+def quantized_kernels(model: CausalLM) -> list[KernelRef]:
     """The places of quantised kernels."""
-    return [place for place in places(model) if isinstance(place.weight, QuantizedWeight)]
+    return [place for place in quantizable_kernels(model) if isinstance(place.weight, QuantizedWeight)]
 
 
-def exchange(
-    place: Place,
-    codes: Codes,
+def replace_with_quantized(
+    place: KernelRef,
+    codes: CodeFormat,
     strategy: Strategy,
     *,
     scale: Any,
@@ -95,11 +96,11 @@ def exchange(
     (lead, ins, outs), axes = kernel.split(kernel.variable.shape), kernel.logical_axes
     sizes, both = (math.prod(outs), math.prod(ins)), (axes[2][0], axes[1][0])
     try:
-        codes.check(sizes[1])
+        codes.check_inputs(sizes[1])
         _check_split(codes, sizes, (*axes[0], *both), mesh or strategy.mesh, strategy.rules, order)
     except ValueError as error:
         raise ValueError(f"{place.key}: {error}") from None
-    grid = codes.grid(*sizes)
+    grid = codes.scales_shape(*sizes)
     # A scale for all inputs (or outputs) belongs to each shard of them.
     of_grid = tuple(axis if count > 1 else None for axis, count in zip(both, grid, strict=True))
 
@@ -108,13 +109,13 @@ def exchange(
         return QuantizedArray(value, out_sharding=(*axes[0], *names), eager_sharding=False)
 
     made = QuantizedWeight(
-        variable(codes.stored(*sizes), STORED[codes.kind], both),
+        variable(codes.codes_shape(*sizes), STORAGE_DTYPES[codes.code_dtype], both),
         variable(grid, scale, of_grid),
-        variable(grid, scale if codes.offset else STORED[codes.kind], of_grid) if zero else None,
+        variable(grid, scale if codes.offset else STORAGE_DTYPES[codes.code_dtype], of_grid) if zero else None,
         variable(sizes[1:], np.int32, (None,)) if order else None,
         ins=ins,
         outs=outs,
-        kind=codes,
+        format=codes,
         product=strategy.quantized,
         in_axes=axes[1],
         out_axes=axes[2],
@@ -124,13 +125,13 @@ def exchange(
 
 
 def _check_split(
-    codes: Codes, sizes: tuple[int, int], axes: tuple[Any, ...], mesh: AnyMesh | None, rules: Rules, order: bool
+    codes: CodeFormat, sizes: tuple[int, int], axes: tuple[Any, ...], mesh: AnyMesh | None, rules: Rules, order: bool
 ) -> None:
     """Raise ValueError if a mesh splits outputs or inputs within a tile, or inputs that have an order."""
     split = ((), ()) if mesh is None else axes_per_dimension(axes, mesh, rules)[-2:]
     for dim, (what, over) in enumerate(zip(("outputs", "inputs"), split, strict=True)):
         count, named = shard_count(mesh, over), ", ".join(map(repr, over))
-        if count > 1 and not codes.splits(dim, sizes[dim], count):
+        if count > 1 and not codes.can_shard(dim, sizes[dim], count):
             raise ValueError(
                 f"{count} devices of the mesh axis {named} would split its {sizes[dim]} {what} within a tile of "
                 f"{codes.tile[dim]} that share a scale: make that axis smaller"
@@ -139,7 +140,7 @@ def _check_split(
             raise ValueError(f"its inputs have an order (act order) and cannot be split over {named}")
 
 
-def bytes_by_kind(model: nnx.Module) -> dict[str, int]:
+def bytes_by_dtype(model: nnx.Module) -> dict[str, int]:
     """Bytes of a model's parameters by dtype, most first; those of quantised kernels by their kind of code."""
     size = Counter[str]()
     inside = set[int]()
@@ -147,7 +148,7 @@ def bytes_by_kind(model: nnx.Module) -> dict[str, int]:
         if isinstance(node, QuantizedWeight):
             parts = node.arrays.values()
             inside |= {id(part) for part in parts}
-            size[node.kind.kind] += sum(part.size * np.dtype(part.dtype).itemsize for part in parts)
+            size[node.format.code_dtype] += sum(part.size * np.dtype(part.dtype).itemsize for part in parts)
     for _, node in nnx.iter_graph(model):
         if isinstance(node, nnx.Variable) and id(node) not in inside:
             size[str(node.dtype)] += node.size * np.dtype(node.dtype).itemsize
@@ -157,7 +158,7 @@ def bytes_by_kind(model: nnx.Module) -> dict[str, int]:
 def update_report(model: CausalLM, error: float | None = None) -> None:
     """Set what the model's ``load_report``, if it has one, says of its weights. ``error``: of quantising them."""
     if model.load_report is not None:
-        report = dataclasses.replace(model.load_report, weights=bytes_by_kind(model), quantization_error=error)
+        report = dataclasses.replace(model.load_report, weights=bytes_by_dtype(model), quantization_error=error)
         model.load_report = report
 
 
@@ -172,13 +173,13 @@ def dequantize(model: CausalLM, dtype: Any = None) -> CausalLM:
         dtype = floating_dtype("dequantize", "dtype", dtype)
     graph, state = nnx.split(model)
     made = nnx.merge(graph, state, copy=True)
-    for place in quantized_weights(made):
-        restored(place, made, dtype)
+    for place in quantized_kernels(made):
+        dequantize_kernel(place, made, dtype)
     update_report(made)
     return made
 
 
-def restored(place: Place, model: CausalLM, dtype: Any = None) -> None:
+def dequantize_kernel(place: KernelRef, model: CausalLM, dtype: Any = None) -> None:
     """Put a float kernel in the place of a quantised one, with its values; ``dtype``: see `dequantize`."""
     weight: QuantizedWeight = place.weight
     dtype = jnp.dtype(model.embed.table.dtype if dtype is None else dtype)
@@ -196,28 +197,38 @@ def _floats(dtype: np.dtype, shape: tuple[int, ...], place: Any) -> Callable[[Ke
     return jax.jit(lambda kernel: kernel.transposed(dtype).reshape(shape), out_shardings=place)
 
 
-def describe(model: CausalLM) -> list[dict[str, Any]]:
+def _format_fields(code_format: CodeFormat) -> dict[str, Any]:
+    """Return the fields of a format under their names in the record."""
+    return {
+        "kind": code_format.code_dtype,
+        "tile": code_format.tile,
+        "rounded": code_format.round_dtype,
+        "offset": code_format.offset,
+    }
+
+
+def quantization_record(model: CausalLM) -> list[dict[str, Any]]:
     """The quantised kernels for a JSON file: one entry per form, with the kernels that have it."""
     found: dict[str, dict[str, Any]] = {}
-    for place in quantized_weights(model):
+    for place in quantized_kernels(model):
         weight: QuantizedWeight = place.weight
-        form = {**dataclasses.asdict(weight.kind), "scale": str(weight.scale.dtype)}
+        form = {**_format_fields(weight.format), "scale": str(weight.scale.dtype)}
         form |= {name: getattr(weight, name) is not None for name in ("zero", "order")}
         entry = found.setdefault(json.dumps(form), {**form, "kernels": {}})
         entry["kernels"].setdefault(place.key, []).extend(_layers(place))
     return list(found.values())
 
 
-def exchange_described(model: CausalLM, description: Any) -> None:
+def apply_quantization_record(model: CausalLM, description: Any) -> None:
     """Replace kernels of an abstract model by quantised ones, as recorded by `describe`. Raises ValueError if the
     record is malformed."""
     forms = {}
     try:
         for entry in description:
-            if entry["kind"] not in STORED:
+            if entry["kind"] not in STORAGE_DTYPES:
                 raise ValueError(f"{entry['kind']!r} is an unknown kind of code")
             tile = entry["tile"][0], entry["tile"][1]
-            codes = Codes(entry["kind"], tile, entry["rounded"], bool(entry.get("offset")))
+            codes = CodeFormat(entry["kind"], tile, entry["rounded"], bool(entry.get("offset")))
             form = codes, jnp.dtype(entry["scale"]), bool(entry["zero"]), bool(entry["order"])
             forms |= {(key, layer): form for key, layers in entry["kernels"].items() for layer in layers}
         positive = all(min(form[0].tile) > 0 for form in forms.values())
@@ -225,18 +236,18 @@ def exchange_described(model: CausalLM, description: Any) -> None:
         raise ValueError(f"it is not a list of quantised kernels: {error}") from None
     if not positive:
         raise ValueError("it has a tile that is not positive")
-    for place in places(model):
+    for place in quantizable_kernels(model):
         of_layers = {forms.pop((place.key, layer), None) for layer in _layers(place)}
         if len(of_layers) > 1:
             raise ValueError(f"{place.key}: its layers are quantised in different ways: load with Unrolled()")
         if (form := of_layers.pop()) is not None:
             codes, scale, zero, order = form
-            exchange(place, codes, model.strategy, scale=scale, zero=zero, order=order)
+            replace_with_quantized(place, codes, model.strategy, scale=scale, zero=zero, order=order)
     if forms:
         raise ValueError(f"{next(iter(forms))[0]} is not a kernel that can be quantised")
 
 
-def _layers(place: Place) -> Sequence[int | None]:
+def _layers(place: KernelRef) -> Sequence[int | None]:
     """Indices of the layers that a weight belongs to; None for weights outside of the layers, such as the head."""
     first, weight = place.layer, as_weight(place.weight)
     if first is None:

@@ -1,0 +1,169 @@
+"""The rules table that maps logical axes of parameters to mesh axes, and the shardings that follow from it."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flax import nnx
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from nnxmoe.axes import CONTEXT, AnyMesh, axes_of
+from nnxmoe.config.frozen import FrozenDict
+
+Rules = Mapping[str, str | tuple[str, ...] | None]
+
+# Logical axis of a parameter -> the mesh axis or axes that shard it (None: replicated). A rule with several mesh axes
+# leaves out those that shard another dimension of the same parameter: "embed": ("fsdp", "expert") shards dense kernels
+# over both. Devices along "context" have different tokens, like those along "fsdp", so both shard parameters.
+RULES: Rules = FrozenDict(
+    {
+        "vocab": "tensor",
+        "embed": ("fsdp", CONTEXT),
+        "heads": "tensor",
+        "kv_heads": "tensor",
+        "head": None,
+        "mlp": "tensor",
+        "expert": "expert",
+        "latent": None,  # output of MLA's down projections
+        "q_rank": ("fsdp", CONTEXT),  # input of MLA's up projections
+        "kv_rank": ("fsdp", CONTEXT),
+        "norm": None,
+        "router": None,
+        "layers": None,
+        "stages": "pipe",  # the layers of a pipeline
+        "rank": None,  # of a LoRA adapter
+        "gate_up": None,  # gate and up in one LoRA adapter
+    }
+)
+
+_NOUNS = {"expert": "experts", "kv_heads": "KV heads", "stages": "layers", "vocab": "vocabulary ids"}
+
+
+def shard_count(mesh: AnyMesh | None, mesh_axes: Sequence[str]) -> int:
+    """Return the number of shards over these mesh axes."""
+    return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in mesh_axes)
+
+
+def rule_axes(name: str, mesh: AnyMesh, rules: Rules, axes: Sequence[str | None] = ()) -> tuple[str, ...]:
+    """Return the mesh axes that the rule of a logical axis names, without mesh axes of size 1.
+
+    Args:
+        axes: all logical axes of the parameter, for the error message.
+
+    Raises:
+        ValueError: if the rule or a mesh axis that it names is missing.
+    """
+    if name not in rules:
+        raise ValueError(f"no rule for the logical axis {name!r} of a parameter with axes {tuple(axes)}")
+    rule = rules[name]
+    if rule is None:
+        return ()
+    mesh_axes = (rule,) if isinstance(rule, str) else tuple(rule)
+    for axis in mesh_axes:
+        if axis not in mesh.shape:
+            raise ValueError(
+                f"the rule {name!r} -> {rule!r} does not name an axis of the mesh {dict(mesh.shape)}: "
+                "create the mesh with nnxmoe.make_mesh, which has all axes, or pass other rules"
+            )
+    return tuple(axis for axis in mesh_axes if mesh.shape[axis] > 1)
+
+
+def axes_per_dimension(axes: Sequence[str | None], mesh: AnyMesh, rules: Rules = RULES) -> tuple[tuple[str, ...], ...]:
+    """Return the mesh axes that shard each dimension of a parameter with these logical axes; see `partition_spec`."""
+    per_dimension = [() if name is None else rule_axes(name, mesh, rules, axes) for name in axes]
+    may_yield = [name is not None and isinstance(rules[name], list | tuple) for name in axes]
+    used = set[str]()
+    for mesh_axes, yields in zip(per_dimension, may_yield, strict=True):
+        if not yields:
+            used.update(mesh_axes)
+    for i, yields in enumerate(may_yield):
+        if yields:
+            per_dimension[i] = tuple(axis for axis in per_dimension[i] if axis not in used)
+            used.update(per_dimension[i])
+    if len(used) < sum(map(len, per_dimension)):
+        raise ValueError(f"the rules use a mesh axis twice: axes {tuple(axes)} -> {tuple(per_dimension)}")
+    return tuple(per_dimension)
+
+
+def partition_spec(
+    axes: Sequence[str | None], shape: Sequence[int], mesh: AnyMesh, rules: Rules = RULES
+) -> PartitionSpec:
+    """Return the partition spec of a parameter with these logical axes. Dimensions without a name are not sharded.
+
+    Drops mesh axes of size 1, and from a rule with several mesh axes those that shard another dimension.
+
+    Raises:
+        ValueError: if a size is indivisible, a rule is missing, or a mesh axis is missing or used twice.
+    """
+    per_dimension = axes_per_dimension(axes, mesh, rules)
+    for name, size, mesh_axes in zip(axes, shape, per_dimension, strict=True):
+        count = shard_count(mesh, mesh_axes)
+        if size % count:
+            what = f"the {size} {_NOUNS[name]}" if name in _NOUNS else f"{name!r} of size {size}"
+            raise ValueError(f"mesh axis {' x '.join(mesh_axes)} of size {count} does not divide {what}")
+    if not any(per_dimension):
+        return PartitionSpec()
+    return PartitionSpec(*map(_spec_entry, per_dimension))
+
+
+def _spec_entry(mesh_axes: tuple[str, ...]) -> tuple[str, ...] | str | None:
+    """Return an entry of a partition spec, which distinguishes ``"fsdp"`` from ``("fsdp",)``."""
+    if len(mesh_axes) > 1:
+        return mesh_axes
+    return mesh_axes[0] if mesh_axes else None
+
+
+def sharding_of(variable: nnx.Variable, mesh: Mesh, rules: Rules = RULES) -> NamedSharding:
+    """Return the sharding of a parameter over the mesh."""
+    return NamedSharding(mesh, partition_spec(axes_of(variable), variable.shape, mesh, rules))
+
+
+def check_rules(where: str, rules: Any) -> None:
+    """Raise ValueError for ``where(rules=…)`` unless the rules map every logical axis to mesh axes."""
+    if not isinstance(rules, Mapping) or set(rules) != set(RULES):
+        wrong = sorted(set(rules) ^ set(RULES), key=str) if isinstance(rules, Mapping) else [rules]
+        raise ValueError(
+            f"{where}(rules=…): {wrong[0]!r} is missing or no logical axis; give a dict of all of them, "
+            "{**nnxmoe.RULES, name: mesh axis or None}"
+        )
+    for name, rule in rules.items():
+        names = rule if isinstance(rule, list | tuple) else (rule,)
+        if rule is not None and not all(isinstance(axis, str) for axis in names):
+            raise ValueError(
+                f"{where}(rules=…): {name!r} -> {rule!r}: give the name of a mesh axis, a tuple of names, or None"
+            )
+
+
+def check_mesh(model: nnx.Module, mesh: AnyMesh, rules: Rules) -> None:
+    """Raise ValueError unless the mesh divides every parameter. The error names the largest mesh sizes that do."""
+    forms = dict[tuple[Any, ...], str]()  # (logical axes, shape) -> the path of one such parameter
+    for path, variable in nnx.to_flat_state(nnx.state(model)):
+        forms.setdefault((axes_of(variable), tuple(variable.shape)), ".".join(map(str, path)))
+    for (axes, shape), path in forms.items():
+        try:
+            partition_spec(axes, shape, mesh, rules)
+        except ValueError as error:
+            fitting = _largest_fitting_sizes(list(forms), mesh, rules)
+            sizes = ",".join(f"{axis}={size}" for axis, size in fitting.items() if size > 1)
+            raise ValueError(f"{path}: {error}{f'; try {sizes}' if sizes else ''}") from None
+
+
+def _largest_fitting_sizes(forms: Sequence[tuple[Any, ...]], mesh: AnyMesh, rules: Rules) -> dict[str, int]:
+    """Return the largest sizes, at most the mesh's, that divide all parameters, chosen one mesh axis at a time."""
+    sizes = dict.fromkeys(mesh.shape, 1)
+    for axis, max_size in mesh.shape.items():
+        if max_size > 1:
+            trial = AbstractMesh(tuple((sizes | {axis: 2}).values()), tuple(sizes))
+            divisor = _common_divisor(forms, axis, trial, rules)
+            sizes[axis] = next(size for size in range(max_size, 0, -1) if divisor % size == 0)
+    return sizes
+
+
+def _common_divisor(forms: Sequence[tuple[Any, ...]], axis: str, trial: AnyMesh, rules: Rules) -> int:
+    """Return the greatest common divisor of what ``axis``, of size 2 in the trial mesh, may divide; 0 if nothing."""
+    divisor = 0
+    for axes, shape in forms:
+        for size, mesh_axes in zip(shape, axes_per_dimension(axes, trial, rules), strict=True):
+            if axis in mesh_axes:
+                divisor = math.gcd(divisor, 2 * size // shard_count(trial, mesh_axes))
+    return divisor
