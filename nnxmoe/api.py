@@ -3,8 +3,8 @@
 from nnxmoe.apps.planning.plan import Plan as Plan
 from nnxmoe.apps.planning.plan import plan as plan
 from nnxmoe.config.bounds import ConfigError as ConfigError
-from nnxmoe.convert.arrays.report import LoadError as LoadError
-from nnxmoe.convert.arrays.report import LoadReport as LoadReport
+from nnxmoe.convert.arrays.load_report import LoadError as LoadError
+from nnxmoe.convert.arrays.load_report import LoadReport as LoadReport
 from nnxmoe.convert.files.errors import CheckpointError as CheckpointError
 from nnxmoe.convert.hf.pretrained import from_pretrained as from_pretrained
 from nnxmoe.convert.hf.pretrained import save_pretrained as save_pretrained

@@ -9,7 +9,7 @@ from typing import Any
 from nnxmoe.model.weight_names import W
 
 Hf = dict[str, W | tuple[W, ...]]
-Linen = dict[str, tuple[Any, ...]]  # the values: `nnxmoe.convert.maxtext.maxtext_layout.MaxTextRow`
+Linen = dict[str, tuple[Any, ...]]  # the values: `nnxmoe.convert.maxtext.layout.MaxTextRow`
 
 
 def hf_mlp(block: str, ours: str = "layer.moe.shared") -> Hf:

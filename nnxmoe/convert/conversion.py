@@ -19,17 +19,17 @@ from nnxmoe.convert import maxtext, native
 from nnxmoe.convert.arrays.dtypes import float_dtype
 from nnxmoe.convert.arrays.lazy_array import LazyArrays
 from nnxmoe.convert.files.errors import CheckpointError
-from nnxmoe.convert.files.host import bits
+from nnxmoe.convert.files.host_memory import as_unsigned
 from nnxmoe.convert.files.hub import local_folder
-from nnxmoe.convert.files.reading import absolute, is_gguf
-from nnxmoe.convert.formats.raw import raw
+from nnxmoe.convert.files.untrusted_files import absolute_path, is_gguf
+from nnxmoe.convert.formats.plain_array import plain_array
 from nnxmoe.convert.hf import pretrained
-from nnxmoe.convert.hf.side_files import has_tokenizer, read_config, read_generation_config
-from nnxmoe.convert.hf.stored_tensors import stored
-from nnxmoe.convert.maxtext import maxtext_layout
+from nnxmoe.convert.hf.auxiliary_files import has_tokenizer, read_config, read_generation_config
+from nnxmoe.convert.hf.tensor_arrays import tensor_arrays
+from nnxmoe.convert.maxtext import layout
 from nnxmoe.convert.storage.atomic_dir import refuse_unless_empty, refuse_unless_writable
 from nnxmoe.convert.storage.checkpoint import Checkpoint
-from nnxmoe.convert.storage.checkpoint_source import INDEX_FILE, NATIVE_FILE, SINGLE_FILE, prefixed
+from nnxmoe.convert.storage.find_checkpoint import INDEX_FILE, NATIVE_FILE, SINGLE_FILE, normalize_prefixes
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.quantization.methods import Method, Mixed, check_quantize_options
 from nnxmoe.model.quantization.quantized_kernels import dequantize, quantized_kernels
@@ -44,7 +44,7 @@ _PROMPT = 8  # tokens whose logits are compared
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind:
+class CheckpointFormat:
     """Functions that read and write one checkpoint format.
 
     ``read(folder, decoded)``: the arrays of a folder, codes as floats if ``decoded``. ``made(model, scan)``: the arrays
@@ -61,9 +61,9 @@ class Kind:
 def _tensors(folder: str, decoded: bool) -> Iterator[LazyArrays]:
     with Checkpoint.open(folder) as checkpoint:
         if decoded:
-            yield stored(checkpoint.tensors, checkpoint.config, checkpoint.config_file, checkpoint)
+            yield tensor_arrays(checkpoint.tensors, checkpoint.config, checkpoint.config_file, checkpoint)
         else:
-            yield {name: raw(checkpoint, info) for name, info in checkpoint.tensors.items()}
+            yield {name: plain_array(checkpoint, info) for name, info in checkpoint.tensors.items()}
 
 
 def _maxtext(folder: str, _: bool) -> contextlib.AbstractContextManager[LazyArrays]:
@@ -71,20 +71,20 @@ def _maxtext(folder: str, _: bool) -> contextlib.AbstractContextManager[LazyArra
     return contextlib.nullcontext({n: a for n, a in maxtext.read(folder).items() if maxtext.BIASES not in n})
 
 
-KINDS = {
-    "hf": Kind(
+FORMATS = {
+    "hf": CheckpointFormat(
         _tensors,
-        lambda model, _: prefixed(pretrained.arrays(model)),  # the names that `Checkpoint` has
+        lambda model, _: normalize_prefixes(pretrained.arrays(model)),  # the names that `Checkpoint` has
         lambda folder, _, dtype, strategy: pretrained.from_pretrained(folder, dtype=dtype, strategy=strategy),
         lambda model, folder, _: pretrained.save_pretrained(model, folder),
     ),
-    "maxtext": Kind(
+    "maxtext": CheckpointFormat(
         _maxtext,
-        lambda model, scan: {f"params/params/{name}": a for name, a in maxtext_layout.arrays(model, scan).items()},
+        lambda model, scan: {f"params/params/{name}": a for name, a in layout.maxtext_arrays(model, scan).items()},
         lambda folder, config, dtype, strategy: maxtext.load(folder, config, strategy, dtype=dtype),
         maxtext.save,
     ),
-    "orbax": Kind(
+    "orbax": CheckpointFormat(
         lambda folder, _: contextlib.nullcontext(native.read(folder)),
         native.arrays,
         lambda folder, _, dtype, strategy: native.load(folder, dtype, strategy=strategy),
@@ -93,8 +93,8 @@ KINDS = {
 }
 
 
-def kind_of(path_or_hub_id: str) -> str:
-    """The key in `KINDS` of a folder's format; a hub id is ``hf``. Raises CheckpointError for unknown formats."""
+def detect_format(path_or_hub_id: str) -> str:
+    """The key in `FORMATS` of a folder's format; a hub id is ``hf``. Raises CheckpointError for unknown formats."""
     folder = local_folder(path_or_hub_id, CheckpointError)
     if folder is None or is_gguf(folder) or (folder / SINGLE_FILE).exists() or (folder / INDEX_FILE).exists():
         return "hf"
@@ -113,7 +113,7 @@ def kind_of(path_or_hub_id: str) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Done:
+class ConversionResult:
     """Result of a conversion; speeds in bytes per second.
 
     ``difference``: largest difference of the logits, if verified. ``roundings``: the roundings that explain it.
@@ -141,7 +141,7 @@ def convert(
     verify: bool = False,
     change: Callable[[CausalLM], None] | None = None,
     quantize: Method | Mixed | None = None,
-) -> Done:
+) -> ConversionResult:
     """Convert the checkpoint ``source``, in any supported format, to format ``to`` in the new or empty ``target``.
 
     ``scan``: stack layers in one array (not for ``hf``). ``config``: a folder with config.json or a preset's name, for
@@ -155,21 +155,21 @@ def convert(
     dtype = float_dtype(dtype)
     refuse_unless_empty(target)
     refuse_unless_writable(target)
-    kind, writer = KINDS[kind_of(source)], KINDS[to]
-    if config is not None and kind is not KINDS["maxtext"]:
+    kind, writer = FORMATS[detect_format(source)], FORMATS[to]
+    if config is not None and kind is not FORMATS["maxtext"]:
         raise ValueError(f"--config {config}: {source} has a config.json of its own: leave it out, or change that")
     given = _given_config(config)
     strategy = dataclasses.replace(Strategy.auto(), mesh=mesh, stacking=Scanned() if scan else Unrolled())
-    if kind is not KINDS["hf"] or local_folder(source, CheckpointError) is not None:
+    if kind is not FORMATS["hf"] or local_folder(source, CheckpointError) is not None:
         with kind.read(source, True) as arrays:
             _announce(arrays, dtype)
-            if kind is KINDS["hf"] and quantize is None and any(array.codes for array in arrays.values()):
+            if kind is FORMATS["hf"] and quantize is None and any(array.codes for array in arrays.values()):
                 say("quantised kernels become floats; --quantize METHOD rounds them to codes again")
-    if quantize is not None and kind is KINDS["hf"] and change is None:
+    if quantize is not None and kind is FORMATS["hf"] and change is None:
         model, quantize = pretrained.from_pretrained(source, dtype, strategy=strategy, quantize=quantize), None
     else:
         model = kind.load(source, given, dtype, strategy)
-    if config is not None and os.path.isdir(beside := absolute(config)):
+    if config is not None and os.path.isdir(beside := absolute_path(config)):
         _take_along(model, beside)
     if change is not None:
         change(model)
@@ -187,7 +187,9 @@ def convert(
         del model, made
         again = writer.load(target, used, dtype, strategy)
         difference = _difference(wanted, _logits(again), target, rounded)
-    return Done(report.source, target, count, size, report.bytes_per_second, write_speed, difference, rounded)
+    return ConversionResult(
+        report.source, target, count, size, report.bytes_per_second, write_speed, difference, rounded
+    )
 
 
 def _roundings(model: CausalLM, to: str, made: LazyArrays) -> tuple[str, ...]:
@@ -201,8 +203,8 @@ def _roundings(model: CausalLM, to: str, made: LazyArrays) -> tuple[str, ...]:
 
 def _check(to: str, scan: bool, quantize: Method | Mixed | None, verify: bool) -> None:
     """Raise ValueError for options that do not go together."""
-    if to not in KINDS:
-        raise ValueError(f"--to {to}: choose one of {', '.join(KINDS)}")
+    if to not in FORMATS:
+        raise ValueError(f"--to {to}: choose one of {', '.join(FORMATS)}")
     check_quantize_options(quantize, keep_quantized=False)
     if scan and to == "hf":
         raise ValueError("--scan: Hugging Face's layout keeps every layer's tensors apart; leave it out")
@@ -223,9 +225,9 @@ def _rounded(model: CausalLM, to: str, quantize: Method | Mixed | None) -> Causa
 def _given_config(name: str | None) -> DecoderConfig | None:
     if name is None:
         return None
-    if (found := preset(name)) is None and not (name and absolute(name).is_dir()):
+    if (found := preset(name)) is None and not (name and absolute_path(name).is_dir()):
         raise ValueError(f"--config {name}: no folder with config.json, and no preset{near_presets(name)}")
-    return found or read_config(absolute(name))
+    return found or read_config(absolute_path(name))
 
 
 def _take_along(model: CausalLM, folder: Path) -> None:
@@ -246,7 +248,7 @@ def _announce(arrays: LazyArrays, dtype: Any) -> None:
         logger.warning("that is more than the %s of %s: pass --mesh or use a larger machine", bytes_text(have), where)
 
 
-def _compare(made: LazyArrays, writer: Kind, target: str) -> None:
+def _compare(made: LazyArrays, writer: CheckpointFormat, target: str) -> None:
     """Raise CheckpointError unless every array in the folder is bitwise equal to the model's."""
     with writer.read(target, False) as found, bytes_bar(sum(a.nbytes for a in made.values()), "verifying") as bar:
         if odd := sorted(found.keys() ^ made.keys()):
@@ -255,7 +257,7 @@ def _compare(made: LazyArrays, writer: Kind, target: str) -> None:
             )
         for name, array in made.items():
             ours, theirs = np.asarray(array, order="C"), np.asarray(found[name], order="C")
-            if ours.dtype != theirs.dtype or not np.array_equal(bits(ours), bits(theirs)):
+            if ours.dtype != theirs.dtype or not np.array_equal(as_unsigned(ours), as_unsigned(theirs)):
                 raise CheckpointError(
                     f"{target}: {name} is not what was written: check the disk, remove the folder and convert again"
                 )

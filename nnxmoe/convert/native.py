@@ -13,19 +13,19 @@ from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh
 
 from nnxmoe.config.printable import short
-from nnxmoe.convert.arrays.checkpoint_layout import SAME, Change, Leaf, add_part, parameters
+from nnxmoe.convert.arrays.array_layout import UNCHANGED, ArrayLayout, ValueChange, add_part, parameters
+from nnxmoe.convert.arrays.config_mismatch import refuse_config_mismatch
 from nnxmoe.convert.arrays.dtypes import float_dtype
 from nnxmoe.convert.arrays.lazy_array import LazyArray
-from nnxmoe.convert.arrays.lazy_leaves import arrays_of
-from nnxmoe.convert.arrays.misfit import refuse_misfit
-from nnxmoe.convert.arrays.report import LoadReport
-from nnxmoe.convert.arrays.restore import abstract, checked, restore, unless_cast
+from nnxmoe.convert.arrays.load_model import abstract_model, compare_arrays, fold_query_scale_if_cast, load_model
+from nnxmoe.convert.arrays.load_report import LoadReport
+from nnxmoe.convert.arrays.model_arrays import model_arrays
 from nnxmoe.convert.files.errors import CheckpointError
-from nnxmoe.convert.files.reading import absolute, read_object
-from nnxmoe.convert.hf.side_files import read_config, read_generation_config, write_side_files
-from nnxmoe.convert.storage.checkpoint_source import NATIVE_FILE
+from nnxmoe.convert.files.untrusted_files import absolute_path, read_object
+from nnxmoe.convert.hf.auxiliary_files import read_config, read_generation_config, write_auxiliary_files
+from nnxmoe.convert.storage.find_checkpoint import NATIVE_FILE
 from nnxmoe.convert.storage.multihost import shared_folder
-from nnxmoe.convert.storage.write import write_json
+from nnxmoe.convert.storage.write_safetensors import write_json
 from nnxmoe.layers.linear.kernel import flax_order
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.quantization.quantized_kernels import apply_quantization_record, quantization_record
@@ -38,16 +38,16 @@ _VERSION = 3
 _QUANTIZED = "quantized"
 
 
-def layout(model: CausalLM, scan_layers: bool, query: Change = SAME) -> dict[str, Leaf]:
-    """Name -> `Leaf` for every parameter of a model; ``query``: the change to query projections."""
-    found: dict[str, Leaf] = {}
+def layout(model: CausalLM, scan_layers: bool, query: ValueChange = UNCHANGED) -> dict[str, ArrayLayout]:
+    """Name -> `ArrayLayout` for every parameter of a model; ``query``: the change to query projections."""
+    found: dict[str, ArrayLayout] = {}
     for parameter in parameters(model, codes=True):
         name = parameter.key.replace(".", "/")
-        change = query if parameter.takes_query_scalar else SAME
+        change = query if parameter.takes_query_scalar else UNCHANGED
         for layer, part in parameter.layers():
             stacked = layer is not None and scan_layers
             inner = flax_order(parameter.variable, part.shape[len(part.at) :])
-            leaf = Leaf(parameter.key, inner, axis=0 if stacked else None, change=change)
+            leaf = ArrayLayout(parameter.key, inner, axis=0 if stacked else None, change=change)
             within = f"stacks/{parameter.stack}" if stacked else f"layers/{layer}"
             add_part(found, name if layer is None else name.replace("layer", within, 1), leaf, part)
     return found
@@ -55,7 +55,7 @@ def layout(model: CausalLM, scan_layers: bool, query: Change = SAME) -> dict[str
 
 def arrays(model: CausalLM, scan_layers: bool) -> dict[str, LazyArray]:
     """Name -> lazy array, computed from the model's parameters when read."""
-    return arrays_of(layout(model, scan_layers))
+    return model_arrays(layout(model, scan_layers))
 
 
 def save(model: CausalLM, folder: str | os.PathLike[str], *, scan_layers: bool | None = None) -> None:
@@ -67,12 +67,12 @@ def save(model: CausalLM, folder: str | os.PathLike[str], *, scan_layers: bool |
     """
     from nnxmoe.convert.maxtext import orbax_folder
 
-    refuse_misfit(model)
+    refuse_config_mismatch(model)
     found = arrays(model, isinstance(model.strategy.stacking, Scanned) if scan_layers is None else scan_layers)
     with shared_folder(folder) as stage, bytes_bar(sum(a.nbytes for a in found.values()), "writing") as bar:
         orbax_folder.write(stage / PARAMETERS, unflatten_dict(found, sep="/"), bar)
         if jax.process_index() == 0:
-            write_side_files(stage, model, model.config)
+            write_auxiliary_files(stage, model, model.config)
             write_json(stage / NATIVE_FILE, {"version": _VERSION, _QUANTIZED: quantization_record(model)})
 
 
@@ -83,7 +83,7 @@ def load(
 
     ``dtype`` None: as stored. Raises CheckpointError (a ValueError) that lists all arrays that do not fit.
     """
-    where, kind = absolute(folder), float_dtype(dtype)
+    where, kind = absolute_path(folder), float_dtype(dtype)
     stored = read_config(where)
     fields = read_object(where / NATIVE_FILE, "give a folder that nnxmoe.save wrote", CheckpointError)
     version = fields.get("version")
@@ -92,16 +92,16 @@ def load(
             f"{where / NATIVE_FILE}: version {short(version)} is not {_VERSION}: use the nnxmoe that wrote it"
         )
     found = read(where)
-    config, times = unless_cast(stored, found.values(), kind)
-    model = abstract(config, strategy, mesh, mtp=any("/mtp/" in name for name in found))
+    config, times = fold_query_scale_if_cast(stored, found.values(), kind)
+    model = abstract_model(config, strategy, mesh, mtp=any("/mtp/" in name for name in found))
     try:
         apply_quantization_record(model, fields.get(_QUANTIZED, []))
     except ValueError as error:
         raise CheckpointError(f"{where / NATIVE_FILE}: {_QUANTIZED}: {error}") from None
     scanned = any(name.startswith("stacks/") for name in found)
-    leaves = layout(model, scanned, Change(times=times))
-    report = checked(leaves, found, LoadReport(str(where), files=str(where)), strict=True)
-    restore(model, leaves, found, kind, report, f"{where / PARAMETERS} does not fit config.json")
+    leaves = layout(model, scanned, ValueChange(times=times))
+    report = compare_arrays(leaves, found, LoadReport(str(where), files=str(where)), strict=True)
+    load_model(model, leaves, found, kind, report, f"{where / PARAMETERS} does not fit config.json")
     model.generation_config = read_generation_config(where, config)
     return model
 
@@ -110,4 +110,4 @@ def read(folder: str | os.PathLike[str]) -> dict[str, LazyArray]:
     """Name -> lazy array of the parameters in a folder that `save` wrote."""
     from nnxmoe.convert.maxtext import orbax_folder
 
-    return orbax_folder.read(absolute(folder) / PARAMETERS, None)
+    return orbax_folder.read(absolute_path(folder) / PARAMETERS, None)

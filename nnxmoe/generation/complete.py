@@ -11,7 +11,7 @@ import numpy as np
 
 from nnxmoe.config.arguments import refuses_unknown
 from nnxmoe.config.validate import as_python, check_type, whole_number
-from nnxmoe.convert.files.reading import is_gguf
+from nnxmoe.convert.files.untrusted_files import is_gguf
 from nnxmoe.generation.draft_cost import Drafting
 from nnxmoe.generation.engine import Engine
 from nnxmoe.generation.grammar import Constraint, Grammar

@@ -16,7 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from nnxmoe.config.printable import bytes_text
-from nnxmoe.convert.storage.multihost import in_any_process
+from nnxmoe.convert.storage.multihost import any_process
 from nnxmoe.generation import rows
 from nnxmoe.layers.cache import Cache
 from nnxmoe.model.causal_lm import CausalLM
@@ -147,7 +147,7 @@ def unrolled(model: CausalLM) -> CausalLM:
 def fits(model: CausalLM, need: int) -> bool:
     """Whether so many bytes are free in this process and in the others that hold the model, which decide alike."""
     short = need > memory_bytes()[0]
-    return not in_any_process(lambda: short, model.mesh)()
+    return not any_process(lambda: short, model.mesh)()
 
 
 def steady(model: CausalLM, tokens: int) -> CausalLM:

@@ -20,8 +20,8 @@ from jax.sharding import Mesh
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.printable import some
 from nnxmoe.convert import maxtext
-from nnxmoe.convert.arrays.checkpoint_layout import Path
-from nnxmoe.convert.maxtext.maxtext_trees import Tree
+from nnxmoe.convert.arrays.array_layout import Path
+from nnxmoe.convert.maxtext.array_trees import Tree
 from nnxmoe.linen.mapping import Mapped, by_layer, flat, from_mapping
 from nnxmoe.linen.places import (
     Blueprint,

@@ -16,9 +16,9 @@ from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.printable import some
 from nnxmoe.convert import native
 from nnxmoe.convert.arrays.lazy_array import LazyArray
-from nnxmoe.convert.arrays.report import LoadReport
-from nnxmoe.convert.arrays.restore import abstract, check_config, checked, restore
-from nnxmoe.convert.maxtext.maxtext_trees import leaves
+from nnxmoe.convert.arrays.load_model import abstract_model, check_config, compare_arrays, load_model
+from nnxmoe.convert.arrays.load_report import LoadReport
+from nnxmoe.convert.maxtext.array_trees import flatten_arrays
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.strategy import Strategy
 
@@ -35,7 +35,7 @@ def from_mapping(
 ) -> CausalLM:
     """The model whose parameters ``mapping`` takes from a Linen tree; see `nnxmoe.linen.from_linen`."""
     check_config(config)
-    model, theirs = abstract(config, strategy, mesh), flat(params)
+    model, theirs = abstract_model(config, strategy, mesh), flat(params)
     wanted, found = native.layout(model, False), dict[str, LazyArray]()
     rows, faults = read_mapping(mapping, {name: leaf.shape for name, leaf in wanted.items()}, theirs)
     for name, row in rows.items():
@@ -44,8 +44,8 @@ def from_mapping(
         except ValueError as error:
             faults.append(str(error))
     check_faults(faults + unused(rows, theirs), type(model).__name__)
-    report = checked(wanted, found, LoadReport(f"a Linen tree ({some(sorted(theirs), 2)})"), strict=True)
-    restore(model, wanted, found, None, report, "the Linen tree does not fit the config")
+    report = compare_arrays(wanted, found, LoadReport(f"a Linen tree ({some(sorted(theirs), 2)})"), strict=True)
+    load_model(model, wanted, found, None, report, "the Linen tree does not fit the config")
     return model
 
 
@@ -68,7 +68,7 @@ def check_faults(faults: list[str], target: str) -> None:
 
 def flat(params: Mapping[str, Any]) -> dict[str, Any]:
     """Name -> array of a Linen tree, boxed or not, with or without its collection ``params``."""
-    found = leaves(params)
+    found = flatten_arrays(params)
     inside = all(name.startswith("params/") for name in found)
     return {name.removeprefix("params/") if inside else name: array for name, array in found.items()}
 
@@ -161,7 +161,7 @@ def _checked(
             raise ValueError(f"{name} is {list(shape)}, {' and '.join(sources)} give {list(np.shape(made))}")
         return jnp.reshape(made, shape)
 
-    return checked
+    return compare_arrays
 
 
 def checked_pair(name: str, source: Any) -> tuple[Any, Callable[..., Any]]:

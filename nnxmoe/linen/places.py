@@ -17,9 +17,9 @@ from flax import nnx
 from flax.core import meta
 
 from nnxmoe.config.base import DecoderConfig
-from nnxmoe.convert.arrays.checkpoint_layout import Leaf, Parameter, Path
+from nnxmoe.convert.arrays.array_layout import ArrayLayout, Parameter, Path
 from nnxmoe.convert.arrays.dtypes import is_matrix
-from nnxmoe.convert.maxtext.maxtext_layout import KEY, changes, layout
+from nnxmoe.convert.maxtext.layout import KEY, maxtext_layout, value_changes
 from nnxmoe.layers.attention.gqa import GQA
 from nnxmoe.layers.attention.mla import MLA
 from nnxmoe.layers.embed import Embed
@@ -154,7 +154,7 @@ def model_plan(config: DecoderConfig, strategy: Strategy | None, scan_layers: bo
 
     def make(rngs: nnx.Rngs | None) -> CausalLM:
         model = _turned(model_class(config)(config, strategy, rngs=rngs))
-        for _, module in nnx.iter_graph(model) if changes(model)[KEY].features == "pairs" else ():
+        for _, module in nnx.iter_graph(model) if value_changes(model)[KEY].features == "pairs" else ():
             if isinstance(module, GQA):
                 module.rotate = rotate_pairs
         return model
@@ -162,7 +162,7 @@ def model_plan(config: DecoderConfig, strategy: Strategy | None, scan_layers: bo
     model = make(None)
     graph, state = nnx.split(model)
     slots = dict[Path, LinenSlot]()
-    for name, leaf in layout(model, scan_layers).items():
+    for name, leaf in maxtext_layout(model, scan_layers).items():
         names = tuple(name.split("/"))
         if leaf.arranged is not None:
             what = f"LinenCausalLM({type(config).__name__}(…), scan_layers={scan_layers})"
@@ -174,7 +174,7 @@ def model_plan(config: DecoderConfig, strategy: Strategy | None, scan_layers: bo
     return _plan(make, graph, state, slots)
 
 
-def _rows(leaf: Leaf) -> list[tuple[Parameter, slice | None]]:
+def _rows(leaf: ArrayLayout) -> list[tuple[Parameter, slice | None]]:
     """Parameters of a leaf, each with its rows of axis 1; None instead of rows if a parameter is not stacked."""
     if leaf.axis is None:
         return [(leaf.parts[0], None)]

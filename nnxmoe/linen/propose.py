@@ -23,7 +23,7 @@ from flax import nnx
 
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.convert import native
-from nnxmoe.convert.arrays.restore import abstract
+from nnxmoe.convert.arrays.load_model import abstract_model
 from nnxmoe.layers.linear.kernel import flax_order
 from nnxmoe.linen.mapping import LAYER, Source, flat, general_linen_name, general_name
 from nnxmoe.linen.matching import OUTSIDE, Entry, Layers, Matching, Shape
@@ -84,7 +84,7 @@ def propose_mapping(ours: DecoderConfig | nnx.Module, params: Mapping[str, Any])
     """
     model = isinstance(ours, DecoderConfig | CausalLM)
     if isinstance(ours, DecoderConfig | CausalLM):
-        layout = native.layout(abstract(ours, None, None) if isinstance(ours, DecoderConfig) else ours, False)
+        layout = native.layout(abstract_model(ours, None, None) if isinstance(ours, DecoderConfig) else ours, False)
         here = {name: tuple(leaf.shape) for name, leaf in layout.items()}
     else:
         state = nnx.to_flat_state(nnx.state(ours, nnx.Not(nnx.RngState)))

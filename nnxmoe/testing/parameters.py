@@ -13,8 +13,8 @@ from jaxtyping import Array
 
 from nnxmoe.config.printable import some
 from nnxmoe.convert import native
-from nnxmoe.convert.arrays.checkpoint_layout import SAME, Leaf, Parameter
-from nnxmoe.convert.maxtext import maxtext_layout
+from nnxmoe.convert.arrays.array_layout import UNCHANGED, ArrayLayout, Parameter
+from nnxmoe.convert.maxtext import layout
 from nnxmoe.linen.mapping import LAYER, Mapped, Part, Row, by_layer, checked_pair, read_mapping
 from nnxmoe.model.causal_lm import CausalLM
 
@@ -171,14 +171,14 @@ def _maxtext_rows(model: nnx.Module, shapes: Arrays) -> tuple[dict[str, Row], li
             f"decoder/ ({some(sorted(shapes), 2)}): give a mapping; nnxmoe.linen.propose_mapping lists both sides"
         )
 
-    def row(leaf: Leaf) -> Row:
+    def row(leaf: ArrayLayout) -> Row:
         def make(*arrays: Array) -> Array:
             made = [leaf.change(a.reshape(leaf.inner)).astype(a.dtype) for a in arrays]
             return made[0] if leaf.axis is None else jnp.stack(made, axis=leaf.axis)
 
-        return Row(tuple(map(_part, leaf.parts)), make, leaf.change != SAME)
+        return Row(tuple(map(_part, leaf.parts)), make, leaf.change != UNCHANGED)
 
-    leaves = maxtext_layout.layout(model, maxtext_layout.scanned(model, shapes), maxtext_layout.changes(model))
+    leaves = layout.maxtext_layout(model, layout.is_scanned(model, shapes), layout.value_changes(model))
     if found := [name for name, leaf in leaves.items() if leaf.arranged is not None]:
         raise ValueError(
             f"MaxText arranges {some(found, 2)} otherwise than {type(model).__name__}: give a mapping, or compare with "

@@ -10,7 +10,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from nnxmoe.config.nested import text_fields
 from nnxmoe.config.printable import short
-from nnxmoe.convert.files.reading import read_bounded
+from nnxmoe.convert.files.untrusted_files import read_bounded
 from nnxmoe.tokenizer.tokenizer_files import (
     CONFIG,
     MAX_BYTES,

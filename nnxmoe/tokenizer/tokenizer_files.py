@@ -14,7 +14,7 @@ import tokenizers
 
 from nnxmoe.config.printable import short
 from nnxmoe.convert.files.hub import TOKENIZER_FILES, local_folder, snapshot
-from nnxmoe.convert.files.reading import is_gguf, parse_json, read_bounded, read_object
+from nnxmoe.convert.files.untrusted_files import is_gguf, parse_json, read_bounded, read_object
 from nnxmoe.convert.gguf.gguf_file import GGUF
 from nnxmoe.convert.gguf.gguf_tokenizer import tokenizer_files
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from nnxmoe.config.printable import short
-from nnxmoe.convert.files.reading import parse_json
+from nnxmoe.convert.files.untrusted_files import parse_json
 from nnxmoe.tokenizer.tokenizer_files import TokenizerError
 
 Messages = list[dict[str, Any]]

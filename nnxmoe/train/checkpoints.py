@@ -23,9 +23,9 @@ from jaxtyping import Array, UInt32
 
 from nnxmoe.config.printable import short, some
 from nnxmoe.config.validate import whole_number
-from nnxmoe.convert.files.errors import CheckpointError, check_orbax_path, summary
-from nnxmoe.convert.files.reading import absolute, read_object
-from nnxmoe.convert.storage.multihost import from_first
+from nnxmoe.convert.files.errors import CheckpointError, check_orbax_path, error_summary
+from nnxmoe.convert.files.untrusted_files import absolute_path, read_object
+from nnxmoe.convert.storage.multihost import broadcast_text
 from nnxmoe.runtime.progress import logger
 
 try:
@@ -51,7 +51,7 @@ class Checkpoints:
     """
 
     def __init__(self, folder: str | os.PathLike[str], keep: int = 3, every: int = 100) -> None:
-        self.folder = absolute(folder)
+        self.folder = absolute_path(folder)
         self.keep, self.every = (whole_number(n, v, 1, 2**31) for n, v in (("keep", keep), ("every", every)))
         check_orbax_path(self.folder)
         self._manager: ocp.CheckpointManager | None = None
@@ -117,7 +117,7 @@ class Checkpoints:
 
     def latest(self) -> int | None:
         """The newest finished step, or None."""
-        return json.loads(from_first(lambda: json.dumps(newest(self.folder))))
+        return json.loads(broadcast_text(lambda: json.dumps(newest(self.folder))))
 
     def restore(self, step: int, like: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """The arrays of a finished step, bit for bit, and its ``extra``.
@@ -153,7 +153,7 @@ class Checkpoints:
     def _open(self) -> ocp.CheckpointManager:
         """Orbax's manager of the folder. The first call locks it, and unfinished saves of killed processes go."""
         if self._manager is None:
-            from_first(self._acquire)
+            broadcast_text(self._acquire)
             logging.getLogger("absl").addFilter(_without_traceback)
             options = ocp.CheckpointManagerOptions(
                 max_to_keep=self.keep, step_name_format=_STEPS, cleanup_tmp_directories=True
@@ -210,7 +210,7 @@ def _failing(doing: str, remedy: str, clean_up: Callable[[], None] = lambda: Non
         clean_up()
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(f"{doing}: {summary(error)}; {remedy}") from error
+        raise CheckpointError(f"{doing}: {error_summary(error)}; {remedy}") from error
 
 
 def _without_traceback(record: logging.LogRecord) -> bool:

@@ -21,11 +21,11 @@ from nnxmoe.config.printable import short
 from nnxmoe.config.validate import as_integer, as_number
 from nnxmoe.convert.arrays.dtypes import float_dtype
 from nnxmoe.convert.files.errors import CheckpointError
-from nnxmoe.convert.files.reading import absolute
+from nnxmoe.convert.files.untrusted_files import absolute_path
 from nnxmoe.convert.hf.pretrained import from_pretrained, save_pretrained
 from nnxmoe.convert.storage.atomic_dir import refuse_unless_writable
 from nnxmoe.convert.storage.checkpoint import Checkpoint
-from nnxmoe.convert.storage.multihost import from_first
+from nnxmoe.convert.storage.multihost import broadcast_text
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.quantization.methods import check_quantize_options, parse_method
 from nnxmoe.model.remat import Remat
@@ -170,15 +170,15 @@ def finetune(
     records are skipped if they are unusable, see `batches`. Raises ValueError if the folder holds a different task, and
     the errors of `fit`.
     """
-    folder = absolute(out, "out")
+    folder = absolute_path(out, "out")
     traces = [] if profile is None else [Profile(folder / _PROFILE, profile)]
     saved = Checkpoints(folder / _CHECKPOINTS, every=save_every)
-    if from_first(lambda: look(folder, dataclasses.asdict(task))) == "done":
+    if broadcast_text(lambda: look(folder, dataclasses.asdict(task))) == "done":
         say("%s: this run is already finished; more steps extend it", folder)
         return None
-    from_first(lambda: refuse_unless_writable(folder) or "")
+    broadcast_text(lambda: refuse_unless_writable(folder) or "")
     check_rows(task.batch_size, mesh)
-    if (base := lora.base_of(task.model)) is not None:
+    if (base := lora.base_model_name(task.model)) is not None:
         merge = f"nnxmoe convert {base} FOLDER --to hf --adapter {task.model}"
         raise CheckpointError(f"{task.model} holds an adapter: merge it with {merge}, and train that FOLDER")
     hub: dict[str, Any] = {"revision": task.revision, "local_files_only": local_files_only}
@@ -209,7 +209,7 @@ def finetune(
         seed=task.seed,
     )
     _write(done.model, folder, task)
-    from_first(lambda: record(folder, dataclasses.asdict(task), steps))
+    broadcast_text(lambda: record(folder, dataclasses.asdict(task), steps))
     return done
 
 
@@ -240,7 +240,7 @@ def _row_length(task: Finetune, hub: Mapping[str, Any]) -> int:
 
 def progress_of(out: str | os.PathLike[str]) -> str:
     """Describe what an interrupted run has saved in its folder, and return the verb for running its command again."""
-    step = newest(absolute(out, "out") / _CHECKPOINTS)
+    step = newest(absolute_path(out, "out") / _CHECKPOINTS)
     return f"after step {step} (saved); resume" if step else "before a step was saved; start again"
 
 
@@ -256,7 +256,7 @@ class _Begin:
 
     def __call__(self, progress: Progress) -> None:
         if not self.done:
-            from_first(lambda: record(self.folder, dataclasses.asdict(self.task), None))
+            broadcast_text(lambda: record(self.folder, dataclasses.asdict(self.task), None))
             self.done = True
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 from nnxmoe.config.printable import short
 from nnxmoe.convert.files.errors import CheckpointError
-from nnxmoe.convert.files.reading import read_object
-from nnxmoe.convert.peft.peft import WEIGHTS_FILE
+from nnxmoe.convert.files.untrusted_files import read_object
+from nnxmoe.convert.peft.adapter_folder import WEIGHTS_FILE
 from nnxmoe.convert.peft.peft_config import CONFIG_FILE
 from nnxmoe.convert.storage.atomic_dir import refuse_unless_empty
-from nnxmoe.convert.storage.write import write_json
+from nnxmoe.convert.storage.write_safetensors import write_json
 
 _RECORD = "finetune.json"
 _FINISHED, _LENGTHS = "finished", ("steps", "epochs")  # fields of that file

@@ -10,8 +10,8 @@ import ml_dtypes
 import numpy as np
 
 from nnxmoe.convert.files.safetensors import dtype_code
-from nnxmoe.convert.hf.hf_layout import layout
-from nnxmoe.convert.storage.write import write_shares
+from nnxmoe.convert.hf.tensor_layout import tensor_layout
+from nnxmoe.convert.storage.write_safetensors import write_sharded
 from nnxmoe.models import config_from_hf, model_class
 
 
@@ -23,7 +23,7 @@ def write_random(folder: Path, fields: Mapping[str, Any], shard_bytes: int = 10*
     model = model_class(config)(config, rngs=None)
 
     def tensors() -> Iterator[tuple[str, str, tuple[int, ...], Any]]:
-        for name, leaf in layout(model).items():
+        for name, leaf in tensor_layout(model).items():
 
             def make(shape: tuple[int, ...] = leaf.shape, norm: bool = "norm" in leaf.key) -> np.ndarray:
                 value = np.ones(shape) if norm else rng.standard_normal(shape, np.float32) * np.float32(0.02)
@@ -33,7 +33,7 @@ def write_random(folder: Path, fields: Mapping[str, Any], shard_bytes: int = 10*
 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(dict(fields)))
-    write_shares(folder, [(0, tensors())], shard_bytes, process=0)
+    write_sharded(folder, [(0, tensors())], shard_bytes, process=0)
 
 
 def to_page_cache(folder: Path) -> None:

@@ -32,7 +32,7 @@ from flax import nnx
 
 import nnxmoe
 from nnxmoe.config.base import DecoderConfig
-from nnxmoe.convert.arrays.checkpoint_layout import parameters
+from nnxmoe.convert.arrays.array_layout import parameters
 from nnxmoe.layers.attention.softmax_attention import MaskedSoftmax
 from nnxmoe.layers.cache import SlotMetadata
 from nnxmoe.layers.linear.quantized import QuantizedArray

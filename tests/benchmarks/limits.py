@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 import jax.numpy as jnp
 
-from nnxmoe.convert.arrays.checkpoint_layout import parameters
+from nnxmoe.convert.arrays.array_layout import parameters
 from nnxmoe.models import config_from_hf, model_class
 from tests.benchmarks.engine import Sizes
 from tests.benchmarks.models import Fields, trained

@@ -23,7 +23,7 @@ from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.layer_types import PartialRopesConfig
 from nnxmoe.config.rope_parameters import DynamicRope, LinearRope, Llama3Rope, Rope, YarnRope
 from nnxmoe.config.undeclared import FP8_EXPERTS, PREDICTION
-from nnxmoe.convert.hf.side_files import read_config
+from nnxmoe.convert.hf.auxiliary_files import read_config
 from nnxmoe.model.family_checks import check_rows, refuse_unread_fields
 from nnxmoe.models import (
     MODELS,

@@ -20,7 +20,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import nnxmoe
-from nnxmoe.convert.files.errors import CheckpointError, summary
+from nnxmoe.convert.files.errors import CheckpointError, error_summary
 from nnxmoe.train.checkpoints import VERSION, Checkpoints
 from tests.support.forked import forked
 from tests.support.launch import Launch
@@ -398,7 +398,7 @@ def test_full_disk_is_reported_by_the_next_call(tmp_path: Path) -> None:
 def test_reason_of_an_error_of_tensorstore_is_kept() -> None:
     """What follows the reason is longer than a message may be."""
     said = f'Error writing "{"a/" * 150}": Failed to write 8554 bytes to file 20: File too large'
-    found = summary(ValueError(f"{said} [tensorstore_spec='{{{'x' * 500}}}'] [os_error_code='27']"))
+    found = error_summary(ValueError(f"{said} [tensorstore_spec='{{{'x' * 500}}}'] [os_error_code='27']"))
     assert found.endswith("File too large") and len(found) < 400
 
 

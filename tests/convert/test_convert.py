@@ -21,7 +21,7 @@ import nnxmoe
 from nnxmoe.apps import cli
 from nnxmoe.convert import conversion, maxtext, native
 from nnxmoe.convert.arrays.lazy_array import LazyArray
-from nnxmoe.convert.conversion import convert, kind_of
+from nnxmoe.convert.conversion import convert, detect_format
 from nnxmoe.convert.files.errors import CheckpointError
 from tests.support import families
 from tests.support.arrays import identical, tensors
@@ -75,7 +75,7 @@ def test_convert_between_every_pair_of_formats(
     arrays, speeds, verified = printed.out.splitlines()
     assert arrays.startswith(f"{tmp_path / 'out'}: ") and arrays.endswith("857.34 kB"), arrays
     assert "/s, written " in speeds and verified.startswith("verified: all arrays are equal")
-    assert kind_of(str(tmp_path / "out")) == to
+    assert detect_format(str(tmp_path / "out")) == to
     load: Any = {"hf": nnxmoe.from_pretrained, "maxtext": maxtext.load, "orbax": nnxmoe.load}[to]
     again = load(tmp_path / "out")
     identical(tensors(again), tensors(nnxmoe.from_pretrained(MIXTRAL)))
@@ -213,7 +213,7 @@ def test_format_is_detected_despite_stray_files(kinds: dict[str, Path], tmp_path
     for kind in ("maxtext", "orbax"):
         folder = shutil.copytree(kinds[kind], tmp_path / kind)
         (folder / "adapter_model.safetensors").write_bytes(b"")
-        assert kind_of(str(folder)) == kind
+        assert detect_format(str(folder)) == kind
 
 
 @pytest.mark.slow
@@ -297,7 +297,7 @@ def test_invalid_command_lines(line: list[str], capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize("kind", ["hf", "maxtext", "orbax"])
 def test_verify_detects_one_flipped_bit(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One bit of one array is flipped when the output is read back."""
-    real = conversion.KINDS[kind].read
+    real = conversion.FORMATS[kind].read
 
     def read(folder: str, decoded: bool) -> Any:
         @contextlib.contextmanager
@@ -312,7 +312,7 @@ def test_verify_detects_one_flipped_bit(kind: str, tmp_path: Path, monkeypatch: 
 
         return spoiled()
 
-    monkeypatch.setitem(conversion.KINDS, kind, dataclasses.replace(conversion.KINDS[kind], read=read))
+    monkeypatch.setitem(conversion.FORMATS, kind, dataclasses.replace(conversion.FORMATS[kind], read=read))
     with pytest.raises(CheckpointError, match="is not what was written: check the disk, remove the folder and convert"):
         convert(MIXTRAL, str(tmp_path / "out"), kind, verify=True)
     monkeypatch.undo()
@@ -322,28 +322,28 @@ def test_verify_detects_one_flipped_bit(kind: str, tmp_path: Path, monkeypatch: 
 
 def test_verify_compares_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal arrays with a wrong config give different logits."""
-    real = conversion.KINDS["hf"].save
+    real = conversion.FORMATS["hf"].save
 
     def save(model: Any, folder: str, scan: bool) -> None:
         real(model, folder, scan)
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"rope_theta": 77.0, "rope_parameters": None}))
 
-    monkeypatch.setitem(conversion.KINDS, "hf", dataclasses.replace(conversion.KINDS["hf"], save=save))
+    monkeypatch.setitem(conversion.FORMATS, "hf", dataclasses.replace(conversion.FORMATS["hf"], save=save))
     with pytest.raises(CheckpointError, match="logits differ by"):
         convert(MIXTRAL, str(tmp_path / "out"), "hf", verify=True)
 
 
 def test_small_differences_that_nothing_explains_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In bfloat16, too, where the difference is less than rounded queries would make."""
-    real = conversion.KINDS["orbax"].save
+    real = conversion.FORMATS["orbax"].save
 
     def save(model: Any, folder: str, scan: bool) -> None:
         real(model, folder, scan)
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"rms_norm_eps": 2e-3}))
 
-    monkeypatch.setitem(conversion.KINDS, "orbax", dataclasses.replace(conversion.KINDS["orbax"], save=save))
+    monkeypatch.setitem(conversion.FORMATS, "orbax", dataclasses.replace(conversion.FORMATS["orbax"], save=save))
     with pytest.raises(CheckpointError, match=r"logits differ by .* and nothing was rounded: do not use it"):
         convert(MIXTRAL, str(tmp_path / "out"), "orbax", dtype="bfloat16", verify=True)
 
@@ -362,7 +362,7 @@ def test_killed_conversion_leaves_no_output_folder(to: str, tmp_path: Path) -> N
     if "out" not in left:
         convert(MIXTRAL, str(tmp_path / "out"), to)
     identical(
-        tensors(conversion.KINDS[to].load(str(tmp_path / "out"), None, None, PLAIN)),
+        tensors(conversion.FORMATS[to].load(str(tmp_path / "out"), None, None, PLAIN)),
         tensors(start()),
     )
 
@@ -377,7 +377,7 @@ def test_expected_peak_memory_is_logged(tmp_path: Path, caplog: pytest.LogCaptur
 
 @pytest.mark.wrong_types
 def test_invalid_arguments_are_refused_before_reading_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("kind_of", "local_folder"):
+    for name in ("detect_format", "local_folder"):
         monkeypatch.setattr(conversion, name, lambda *_: pytest.fail("read"))
     target, defaults = str(tmp_path / "out"), dict[str, Any](to="hf")
     invalid: list[dict[str, Any]] = [{"dtype": "x"}, {"dtype": 3}, {"to": "x"}, {"quantize": "int8"}]

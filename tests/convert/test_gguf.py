@@ -103,7 +103,7 @@ def test_the_halves_of_the_latent_projection_are_decoded_once(tmp_path: Path, mo
     heads = fields["num_attention_heads"]
     assert len(decoded) == 2 * fields["num_hidden_layers"] and set(decoded.values()) == {heads}
     decoded.clear()
-    arrays = gguf_tensors.of_gguf(Checkpoint.open(file))
+    arrays = gguf_tensors.gguf_arrays(Checkpoint.open(file))
     name = next(name for name in arrays if name.endswith("layers.0.self_attn.kv_b_proj.weight"))
     full = np.asarray(arrays[name])
     decoded.clear()

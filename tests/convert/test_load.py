@@ -28,17 +28,17 @@ from safetensors.numpy import load_file, save_file
 
 import nnxmoe
 from nnxmoe.axes import axes_of
-from nnxmoe.convert.arrays import fill
-from nnxmoe.convert.arrays.checkpoint_layout import parameters
-from nnxmoe.convert.arrays.fill import Filler
-from nnxmoe.convert.files import host
-from nnxmoe.convert.files.host import few_threads
+from nnxmoe.convert.arrays import load_parameters
+from nnxmoe.convert.arrays.array_layout import parameters
+from nnxmoe.convert.arrays.load_parameters import ParameterLoader
+from nnxmoe.convert.files import host_memory
+from nnxmoe.convert.files.host_memory import reader_threads
 from nnxmoe.convert.files.safetensors import TensorInfo
-from nnxmoe.convert.formats import raw
-from nnxmoe.convert.hf.hf_layout import layout
-from nnxmoe.convert.hf.stored_tensors import stored
+from nnxmoe.convert.formats import plain_array
+from nnxmoe.convert.hf.tensor_arrays import tensor_arrays
+from nnxmoe.convert.hf.tensor_layout import tensor_layout
 from nnxmoe.convert.storage.checkpoint import Checkpoint
-from nnxmoe.convert.storage.write import write_shares
+from nnxmoe.convert.storage.write_safetensors import write_sharded
 from nnxmoe.mesh import abstract_mesh
 from nnxmoe.models import PRESETS, model_class
 from nnxmoe.sharding_rules import check_mesh, partition_spec, sharding_of
@@ -68,7 +68,7 @@ def write(folder: Path, case: str, tensors: dict[str, np.ndarray], **changes: ob
     (folder / "config.json").write_text(json.dumps(config))
     code = nnxmoe.convert.files.safetensors.dtype_code
     items = [(name, code(t.dtype), t.shape, lambda t=t: t) for name, t in tensors.items()]
-    write_shares(folder, [(0, items)], 10**9, process=0)
+    write_sharded(folder, [(0, items)], 10**9, process=0)
     return folder
 
 
@@ -375,12 +375,12 @@ def test_saved_models_load_again_bit_for_bit(tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", ["mixtral_basic", "deepseek_yarn"])
 def test_slice_of_a_parameter_reads_only_its_bytes(case: str, scan: bool) -> None:
     """Reading half of a parameter along any dimension that can be sharded equals the slice of the full read."""
-    with Checkpoint.open(CASES / case / "model") as checkpoint, few_threads() as pool:
+    with Checkpoint.open(CASES / case / "model") as checkpoint, reader_threads() as pool:
         config = nnxmoe.config_from_hf(checkpoint.config)
         model = nnxmoe.models.model_class(config)(config, nnxmoe.Strategy(stacking=stacking_of(scan)), rngs=None)
-        arrays = stored(checkpoint.tensors, checkpoint.config, "config.json", checkpoint)
-        leaves = layout(model, arrays)
-        filler = Filler(leaves, arrays)
+        arrays = tensor_arrays(checkpoint.tensors, checkpoint.config, "config.json", checkpoint)
+        leaves = tensor_layout(model, arrays)
+        filler = ParameterLoader(leaves, arrays)
         for parameter in parameters(model):
             names = [name for name, leaf in leaves.items() if any(p.key == parameter.key for p in leaf.parts)]
 
@@ -505,9 +505,11 @@ def test_threads_and_chunk_size_do_not_change_the_result(
     """One thread with whole tensors, and five threads with small chunks."""
     folder, found = odd_checkpoint(tmp_path), []
     for threads, chunk, ahead in ((1, 1 << 30, 1), (5, 1, 1 << 30), (5, 1, 20_000)):
-        monkeypatch.setattr(host.os, "sched_getaffinity", lambda _, threads=threads: range(threads), raising=False)
-        monkeypatch.setattr(raw, "CHUNK_BYTES", chunk)
-        monkeypatch.setattr(fill, "AHEAD_BYTES", ahead)
+        monkeypatch.setattr(
+            host_memory.os, "sched_getaffinity", lambda _, threads=threads: range(threads), raising=False
+        )
+        monkeypatch.setattr(plain_array, "CHUNK_BYTES", chunk)
+        monkeypatch.setattr(load_parameters, "AHEAD_BYTES", ahead)
         model = nnxmoe.from_pretrained(folder, dtype=dtype)
         report = vars(model.load_report) | {"seconds": 0}
         found.append(([np.asarray(leaf) for leaf in jax.tree.leaves(nnx.state(model))], report))
@@ -553,7 +555,7 @@ def test_interrupt_stops_loading(monkeypatch: pytest.MonkeyPatch) -> None:
         real(self, *args)
 
     monkeypatch.setattr(Checkpoint, "read_into", read_into)
-    monkeypatch.setattr(host.os, "sched_getaffinity", lambda _: range(2), raising=False)
+    monkeypatch.setattr(host_memory.os, "sched_getaffinity", lambda _: range(2), raising=False)
     usual = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore the signal
     gc.disable()  # Python ignores exceptions raised in garbage collector callbacks
     try:
@@ -567,21 +569,21 @@ def test_interrupt_stops_loading(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_read_ahead_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, most, limit = {}, [], 60_000
-    begin, finish = Filler.begin, Filler.finish
+    begin, finish = ParameterLoader.begin, ParameterLoader.finish
 
-    def counted_begin(self: Filler, names: Any, buffers: Any, pool: Any) -> Any:
+    def counted_begin(self: ParameterLoader, names: Any, buffers: Any, pool: Any) -> Any:
         reads = begin(self, names, buffers, pool)
         begun[id(reads)] = sum(buffer.nbytes for each in buffers.values() for buffer in each.values())
         most.append(sum(begun.values()))
         return reads
 
-    def counted_finish(self: Filler, reads: Any) -> None:
+    def counted_finish(self: ParameterLoader, reads: Any) -> None:
         begun.pop(id(reads))
         finish(self, reads)
 
-    monkeypatch.setattr(Filler, "begin", counted_begin)
-    monkeypatch.setattr(Filler, "finish", counted_finish)
-    monkeypatch.setattr(fill, "AHEAD_BYTES", limit)
+    monkeypatch.setattr(ParameterLoader, "begin", counted_begin)
+    monkeypatch.setattr(ParameterLoader, "finish", counted_finish)
+    monkeypatch.setattr(load_parameters, "AHEAD_BYTES", limit)
     model = nnxmoe.from_pretrained(CASES / "mixtral_basic" / "model")
     largest = max(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
     assert limit / 2 < max(most) <= max(limit, largest) and not begun

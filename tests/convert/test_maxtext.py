@@ -21,9 +21,9 @@ from safetensors.numpy import load_file
 import nnxmoe
 from nnxmoe.convert import maxtext
 from nnxmoe.convert.arrays.lazy_array import LazyArray
-from nnxmoe.convert.conversion import kind_of
+from nnxmoe.convert.conversion import detect_format
 from nnxmoe.convert.files.errors import CheckpointError
-from nnxmoe.convert.maxtext import maxtext_layout
+from nnxmoe.convert.maxtext import layout
 from nnxmoe.linen import LinenCausalLM
 from nnxmoe.models import model_class
 from nnxmoe.moe import balance
@@ -214,7 +214,7 @@ def test_what_newer_families_of_maxtext_do_not_have_is_refused() -> None:
         fields = json.loads((CASES / f"{kind}.json").read_text())["config"] | changes
         with pytest.raises(CheckpointError, match=message):
             config = nnxmoe.config_from_hf(fields)
-            maxtext_layout.layout(model_class(config)(config, nnxmoe.Strategy(), rngs=None), True)
+            layout.maxtext_layout(model_class(config)(config, nnxmoe.Strategy(), rngs=None), True)
 
 
 def test_accepted_tree_formats() -> None:
@@ -584,10 +584,10 @@ def test_items_of_any_name_and_trees_without_params(tmp_path: Path) -> None:
     for where in ("step/4/default", "item/state", "bare/4"):
         shutil.copytree(case / "orbax_to_maxtext" / "0" / "items", tmp_path / where)
         folder = tmp_path / where.split("/")[0]
-        assert kind_of(str(folder)) == "maxtext"
+        assert detect_format(str(folder)) == "maxtext"
         identical(flat(maxtext.to_tree(maxtext.load(folder, config))), wanted)
     shutil.copytree(tmp_path / "item/state", tmp_path / "item/other")
-    for read in (lambda folder: maxtext.load(folder, config), lambda folder: kind_of(str(folder))):
+    for read in (lambda folder: maxtext.load(folder, config), lambda folder: detect_format(str(folder))):
         with pytest.raises(CheckpointError, match="item holds other, state: give the folder of one of these"):
             read(tmp_path / "item")
     tree = jax.tree.map(lambda a: {"value": jnp.asarray(a)}, nested(wanted)["params"])
@@ -606,7 +606,7 @@ def test_urls_are_no_paths_below_this_folder(tmp_path: Path, monkeypatch: pytest
     model, url = build_tiny("llama", nnxmoe.Strategy()), "gs://bucket/run"
     saves = [lambda save=save: save(model, url) for save in (maxtext.save, nnxmoe.save, nnxmoe.save_pretrained)]
     loads = [lambda: maxtext.load(url, model.config), lambda: nnxmoe.load(url), lambda: nnxmoe.from_pretrained(url)]
-    for call in (*saves, *loads, lambda: kind_of(url)):
+    for call in (*saves, *loads, lambda: detect_format(url)):
         with pytest.raises(ValueError, match="gs://bucket/run is a URL: give a path of this machine"):
             call()
     with pytest.raises(ValueError, match="is a URL: give the repository's id, such as 'org/name'"):

@@ -12,7 +12,7 @@ from flax import nnx
 
 import nnxmoe
 from nnxmoe.convert import maxtext
-from nnxmoe.convert.arrays import misfit
+from nnxmoe.convert.arrays import config_mismatch
 from nnxmoe.models import GptOss, GptOssConfig, Mixtral, MixtralConfig
 from nnxmoe.moe.router import Router
 
@@ -177,5 +177,7 @@ def test_strategy_attributes_and_quantized_kernels_fit(tmp_path: Path) -> None:
 
 def test_attributes_may_hold_several_arrays() -> None:
     scales = (np.arange(3), {"x": jnp.ones(2)})
-    assert misfit._equal(scales, (np.arange(3), {"x": jnp.ones(2)}))
-    assert not misfit._equal(scales, (np.arange(3), {"x": jnp.zeros(2)})) and not misfit._equal(scales, None)
+    assert config_mismatch._equal(scales, (np.arange(3), {"x": jnp.ones(2)}))
+    assert not config_mismatch._equal(scales, (np.arange(3), {"x": jnp.zeros(2)})) and not config_mismatch._equal(
+        scales, None
+    )

@@ -321,7 +321,7 @@ INTERRUPTED = """
 import _thread, signal, sys, time
 from importlib import import_module
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which a job in the background does not have
-from nnxmoe.convert import orbax_folder
+from nnxmoe.convert.maxtext import orbax_folder
 from tests.support.tiny import build_tiny
 
 real = orbax_folder._HostWriter._write

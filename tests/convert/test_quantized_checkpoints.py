@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 import nnxmoe
 from nnxmoe.apps.cli.summary import summarise
-from nnxmoe.convert.hf.stored_tensors import stored
+from nnxmoe.convert.hf.tensor_arrays import tensor_arrays
 from nnxmoe.convert.storage.checkpoint import Checkpoint
 from nnxmoe.model.quantization.quantized_kernels import quantized_kernels
 from tests.support import gpt_oss, quantised
@@ -126,7 +126,7 @@ def test_any_box_of_a_weight_can_be_read(tmp_path: Path, name: str) -> None:
     codes, floats = write_quantised(tmp_path, "llama", FORMATS[name])
     whole = read_tensors(floats)[f"{Q}.weight"]
     with Checkpoint.open(codes) as checkpoint:
-        array = stored(checkpoint.tensors, checkpoint.config, "config.json", checkpoint)[f"{Q}.weight"]
+        array = tensor_arrays(checkpoint.tensors, checkpoint.config, "config.json", checkpoint)[f"{Q}.weight"]
         rng = np.random.default_rng(0)
         for _ in range(30):
             (top, bottom), (left, right) = (np.sort(rng.choice(65, 2, replace=False)).tolist() for _ in range(2))

@@ -22,7 +22,7 @@ from nnxmoe.convert.files.errors import CheckpointError
 from nnxmoe.convert.files.safetensors import DTYPES, dtype_code, read_header
 from nnxmoe.convert.storage.atomic_dir import atomic_dir
 from nnxmoe.convert.storage.checkpoint import Checkpoint, hub_headers
-from nnxmoe.convert.storage.write import write_json, write_shares
+from nnxmoe.convert.storage.write_safetensors import write_json, write_sharded
 from tests.corpus.case import container, entry, pack
 
 CONFIG = {"model_type": "llama", "hidden_size": 8}
@@ -582,7 +582,7 @@ def specs(arrays: dict[str, np.ndarray]) -> list[tuple[str, str, tuple[int, ...]
 
 def write(folder: Path, arrays: dict[str, np.ndarray], limit: int = 1 << 30) -> list[str]:
     with atomic_dir(folder, overwrite=True) as stage:
-        files = write_shares(stage, [(0, specs(arrays))], limit, process=0)
+        files = write_sharded(stage, [(0, specs(arrays))], limit, process=0)
         write_json(stage / "config.json", CONFIG)
     assert not list(folder.parent.glob(f".{folder.name[:50]}.*")) and not list(folder.glob(".*"))
     return [file.name for file in files]
@@ -629,7 +629,7 @@ def test_one_tensor_in_memory_at_a_time(tmp_path: Path) -> None:
         alive[1] = max(alive)
         return np.ndarray.__new__(Counted, (4,), np.float32)
 
-    write_shares(tmp_path, [(0, [(str(i), "F32", (4,), make) for i in range(9)])], 40, process=0)
+    write_sharded(tmp_path, [(0, [(str(i), "F32", (4,), make) for i in range(9)])], 40, process=0)
     assert alive == [0, 1]
 
 
@@ -643,7 +643,7 @@ def test_overwriting_removes_files_of_the_old_layout(tmp_path: Path) -> None:
         assert same(checkpoint.read("a"), A + 1)
         same_files = [(n, i.dtype, i.shape, lambda n=n: checkpoint.read(n)) for n, i in checkpoint.tensors.items()]
         with atomic_dir(folder, overwrite=True) as stage:
-            write_shares(stage, [(0, same_files)], 1 << 30, process=0)
+            write_sharded(stage, [(0, same_files)], 1 << 30, process=0)
             write_json(stage / "config.json", CONFIG)
     assert sorted(file.name for file in folder.iterdir()) == ["config.json", "model.safetensors"]
     assert same(Checkpoint.open(folder).read("b"), B + 1)
@@ -656,7 +656,7 @@ def test_failed_writes_keep_the_old_checkpoint(tmp_path: Path) -> None:
 
     def attempt(items: Any, limit: int = 30) -> None:
         with atomic_dir(folder, overwrite=True) as stage:
-            write_shares(stage, [(0, items)], limit, process=0)
+            write_sharded(stage, [(0, items)], limit, process=0)
 
     def fail() -> np.ndarray:
         raise RuntimeError("lost")
@@ -678,5 +678,5 @@ def test_failed_writes_keep_the_old_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json.*not a folder"), atomic_dir(folder / "config.json"):
         pass
     shares = [(0, specs({"a": A, "b": B}))]
-    refused(lambda: write_shares(folder, shares, 30, process=0), "cannot write", "model-00001", "exists")
+    refused(lambda: write_sharded(folder, shares, 30, process=0), "cannot write", "model-00001", "exists")
     refused(lambda: dtype_code(np.dtype("datetime64[s]")), "datetime64")

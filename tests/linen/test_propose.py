@@ -13,7 +13,7 @@ from flax import nnx
 import nnxmoe
 from nnxmoe import linen
 from nnxmoe.convert import native
-from nnxmoe.convert.arrays.restore import abstract
+from nnxmoe.convert.arrays.load_model import abstract_model
 from nnxmoe.linen.mapping import general_name
 from nnxmoe.linen.propose import Proposal
 from tests.support import linen_trees
@@ -137,7 +137,7 @@ def test_names_of_public_code_bases_are_mapped(code_base: str) -> None:
     for kind, heads in itertools.product(("llama", "qwen3"), (4, 8)):  # with 4 heads kernels of queries are square
         fields = SIZES | {"model_type": kind, "num_attention_heads": heads, "num_key_value_heads": heads}
         config, tree = nnxmoe.config_from_hf(fields), dict[str, Any]()
-        leaves = native.layout(abstract(config, None, None), False)
+        leaves = native.layout(abstract_model(config, None, None), False)
         for name, leaf in leaves.items():
             general, layer = general_name(name)
             tree[names[general].replace("{layer}", str(layer))] = f32(*leaf.shape)

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 import nnxmoe
 from nnxmoe import Engine, MTPDraft
 from nnxmoe.convert import maxtext
-from nnxmoe.convert.hf.hf_layout import copies, layout
+from nnxmoe.convert.hf.tensor_layout import repeated_tensors, tensor_layout
 from nnxmoe.generation.request import Wanted
 from nnxmoe.model.structure import bare
 from nnxmoe.models import PRESETS, DeepSeekV3, Llama, config_from_hf, model_class
@@ -199,7 +199,7 @@ def test_names_of_all_families(kind: str) -> None:
     fields = FAMILIES[kind].frozen | {"num_nextn_predict_layers": 2}
     config = config_from_hf(fields)
     model = model_class(config)(config, rngs=None, mtp=True)
-    names, last = set(layout(model)), config.num_hidden_layers - 1
+    names, last = set(tensor_layout(model)), config.num_hidden_layers - 1
     usual = {name for name in names if f".layers.{last}." in name}
     for k in (1, 2):
         own = {f"model.layers.{last + k}.{name}.weight" for name in OWN}
@@ -207,14 +207,14 @@ def test_names_of_all_families(kind: str) -> None:
         assert {n for n in names if f".layers.{last + k}." in n} - own == {
             name.replace(f".layers.{last}.", f".layers.{last + k}.") for name in usual
         }
-    assert not copies(model, names).keys() & names
+    assert not repeated_tensors(model, names).keys() & names
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "qwen3_5_moe_text"])
 def test_names_apart_from_the_layers(kind: str) -> None:
     """A layer with attention, dense in a dense model, whichever kind the last layer of the model has."""
     config = config_from_hf(FAMILIES[kind].frozen)
-    names = set(layout(model_class(config)(config, rngs=None, mtp=True)))
+    names = set(tensor_layout(model_class(config)(config, rngs=None, mtp=True)))
     like = [i for i, recurrent in enumerate(config.recurrent_layers) if not recurrent][-1]
     wanted = {n.replace(f"model.layers.{like}.", "mtp.layers.0.") for n in names if f".layers.{like}." in n}
     wanted |= {f"mtp.{name}.weight" for name in APART["qwen3_next"].values()}

@@ -3,7 +3,7 @@
 import numpy as np
 
 from nnxmoe.convert.arrays.lazy_array import LazyArray
-from nnxmoe.convert.arrays.views import View, joined, with_views
+from nnxmoe.convert.arrays.tensor_parts import TensorPart, join_parts, split_tensors
 from nnxmoe.layers.linear.code_format import CodeFormat
 from nnxmoe.model.weight_names import Table, W, layer_of
 
@@ -32,7 +32,7 @@ def test_parts_of_a_tensor_are_read_and_joined() -> None:
         tensor = RNG.standard_normal(shape).astype(np.float32)
         name, table = ws[0].tensor(3), {f"layer.{key}.{i}": w for i, w in enumerate(ws)}
         assert layer_of(name) == (3, ws[0].name)
-        found = with_views(table, {name: LazyArray.of(tensor), "other": LazyArray.of(tensor)})
+        found = split_tensors(table, {name: LazyArray.of(tensor), "other": LazyArray.of(tensor)})
         assert found.keys() == {w.label(name) for w in ws} | {"other"}
         for w, wanted in zip(ws, numpy(tensor), strict=True):
             part = found[w.label(name)]
@@ -41,8 +41,8 @@ def test_parts_of_a_tensor_are_read_and_joined() -> None:
                 ends = [np.sort(RNG.choice(size + 1, 2, replace=False)) for size in wanted.shape]
                 box = tuple(slice(int(a), int(b)) for a, b in ends)
                 np.testing.assert_array_equal(part.read_box(box, np.empty), wanted[box], err_msg=w.label(name))
-        views = {w.label(name): View(name, w, int(".experts." in key)) for w in ws}
-        again = joined(found, {**views, "other": None})
+        views = {w.label(name): TensorPart(name, w, int(".experts." in key)) for w in ws}
+        again = join_parts(found, {**views, "other": None})
         assert again.keys() == {name, "other"}
         np.testing.assert_array_equal(again[name], tensor)
 
@@ -50,7 +50,7 @@ def test_parts_of_a_tensor_are_read_and_joined() -> None:
 def test_tensors_that_cannot_be_divided_are_faults() -> None:
     table: Table = {"layer.moe.experts.up": FUSED.rows(1, 2), "layer.moe.experts.down": W("down").T}
     arrays = {FUSED.tensor(0): LazyArray.of(np.zeros((4, 7, 5))), W("down").tensor(0): LazyArray.of(np.zeros(4))}
-    odd, flat = with_views(table, arrays).values()
+    odd, flat = split_tensors(table, arrays).values()
     assert odd.fault is not None and "must hold 2 parts of equal size" in odd.fault
     assert flat.fault is not None and "must hold a kernel per expert" in flat.fault
 
@@ -62,7 +62,9 @@ def test_parts_of_a_quantised_tensor_stay_quantised() -> None:
         form = CodeFormat("int8", (tall, 5))
         scale = RNG.uniform(1, 2, (-(-12 // tall), 1)).astype(np.float32)
         whole = LazyArray.quantized(form, (12, 5), {"codes": LazyArray.of(codes), "scale": LazyArray.of(scale)})
-        part = with_views({"layer.mlp.up": W("up").rows(1, 2)}, {"model.layers.0.up": whole})["model.layers.0.up[1/2]"]
+        part = split_tensors({"layer.mlp.up": W("up").rows(1, 2)}, {"model.layers.0.up": whole})[
+            "model.layers.0.up[1/2]"
+        ]
         np.testing.assert_array_equal(part, np.asarray(whole)[6:])
         assert part.codes == form and part.fault is None
         assert all((each.fault is None) == kept for each in part.parts.values()), tall

@@ -24,9 +24,9 @@ from nnxmoe.apps.cli.parser import main
 from nnxmoe.apps.cli.summary import summarise
 from nnxmoe.config.rope_parameters import Rope
 from nnxmoe.convert import maxtext
-from nnxmoe.convert.hf.hf_layout import layout
-from nnxmoe.convert.peft.pieces import parameter_name
-from nnxmoe.convert.peft.slots import adapted, slots
+from nnxmoe.convert.hf.tensor_layout import tensor_layout
+from nnxmoe.convert.peft.adapter_slots import adapted_slots, adapter_slots
+from nnxmoe.convert.peft.layer_adapters import parameter_name
 from nnxmoe.layers.attention.block_indexer import BlockIndexer, IndexedGQA, KeyBlocks
 from nnxmoe.layers.attention.cross_layer import CrossLayerAttention
 from nnxmoe.layers.attention.gqa import GQA, AttentionDims
@@ -254,7 +254,7 @@ def test_adapters_have_the_names_of_transformers_in_memory() -> None:
     ends = [f"self_attn.{x}_proj" for x in "qkvo"] + ["mlp.shared_experts.up_proj"]
     for kind in ("sarvam_moe", "hy_v3"):
         model = build(load(kind).fields, load(kind).weights)
-        names = {parameter_name(model, slot, 1) for slot in slots(model) if 1 in slot.layers}
+        names = {parameter_name(model, slot, 1) for slot in adapter_slots(model) if 1 in slot.layers}
         assert {f"model.layers.1.{end}.weight" for end in ends} <= names
 
 
@@ -268,7 +268,7 @@ def test_adapters_that_peft_has_no_layers_for(tmp_path: Path, caplog: pytest.Log
     assert {"mlp.gate.lora_A.weight", "mlp.shared_experts.down_proj.lora_A.weight"} <= modules
     lora.remove(model)
     lora.load(model, tmp_path / "adapter")
-    assert {slot.name for slot in adapted(model)} == {"router", "shared.gate", "shared.up", "shared.down"}
+    assert {slot.name for slot in adapted_slots(model)} == {"router", "shared.gate", "shared.up", "shared.down"}
 
 
 def test_bounds_are_checked_before_lists_per_layer_are_made() -> None:
@@ -436,7 +436,7 @@ def made(kind: str, **changes: Any) -> nnxmoe.CausalLM:
     """A model with other fields than the frozen case, with weights by name."""
     fields = {name: value for name, value in (load(kind).fields | changes).items() if value is not ...}
     config = nnxmoe.config_from_hf(fields)
-    shapes = {name: leaf.shape for name, leaf in layout(model_class(config)(config, rngs=None)).items()}
+    shapes = {name: leaf.shape for name, leaf in tensor_layout(model_class(config)(config, rngs=None)).items()}
     return build(fields, weights_of(shapes))
 
 

@@ -11,8 +11,8 @@ from flax import nnx
 
 import nnxmoe
 from nnxmoe import models
-from nnxmoe.convert.peft.pieces import parameter_name
-from nnxmoe.convert.peft.slots import slots
+from nnxmoe.convert.peft.adapter_slots import adapter_slots
+from nnxmoe.convert.peft.layer_adapters import parameter_name
 from nnxmoe.models import model_class
 from nnxmoe.train import lora
 
@@ -185,7 +185,7 @@ def test_adapters_have_the_names_of_transformers(kind: str) -> None:
     known = {name for name, _ in reference.named_parameters(remove_duplicate=False)}
     config = nnxmoe.config_from_hf(theirs.to_dict() | {"model_type": kind})
     model = model_class(config)(config, nnxmoe.Strategy(), rngs=None)
-    found = [slot for slot in slots(model) if not slot.name.startswith(model.not_for_peft)]
+    found = [slot for slot in adapter_slots(model) if not slot.name.startswith(model.not_for_peft)]
     assert {parameter_name(model, slot, layer) for slot in found for layer in slot.layers} <= known
 
 

@@ -17,7 +17,7 @@ import nnxmoe
 from nnxmoe.apps.cli import main
 from nnxmoe.apps.cli.summary import summarise
 from nnxmoe.config.bounds import ConfigError
-from nnxmoe.convert.hf.hf_layout import layout
+from nnxmoe.convert.hf.tensor_layout import tensor_layout
 from nnxmoe.models import PRESETS, config_from_hf, model_class
 from nnxmoe.train import lora
 from tests.support.adapters import fill
@@ -192,7 +192,7 @@ def test_the_text_of_qwen3_vl_is_qwen3(tmp_path: Path, kind: str, turned: bool) 
     fields |= {"use_sliding_window": False, "rope_scaling": None}
     fields |= {"moe_intermediate_size": 10} if kind == "qwen3_moe" else {}  # not half of hidden_size
     config = config_from_hf(fields)
-    weights = weights_of({n: leaf.shape for n, leaf in layout(model_class(config)(config, rngs=None)).items()})
+    weights = weights_of({n: leaf.shape for n, leaf in tensor_layout(model_class(config)(config, rngs=None)).items()})
     flat = nnxmoe.from_pretrained(write_checkpoint(tmp_path / "flat", fields, weights))
     text = {k: v for k, v in fields.items() if "sliding" not in k and v is not None}
     text |= {"model_type": kind.replace("qwen3", "qwen3_vl") + "_text", "rope_scaling": MROPE}
@@ -220,7 +220,7 @@ def test_kimi_k25_with_experts_in_packed_int4(tmp_path: Path, keep: bool) -> Non
     """As published: the text model under ``language_model.``, and the tower and the projector beside it as floats."""
     form, fields = FORMATS["pack-4-16"], load("kimi_k2").fields | {"hidden_size": 32, "moe_intermediate_size": 16}
     config = config_from_hf(fields)
-    weights = weights_of({n: leaf.shape for n, leaf in layout(model_class(config)(config, rngs=None)).items()})
+    weights = weights_of({n: leaf.shape for n, leaf in tensor_layout(model_class(config)(config, rngs=None)).items()})
     stored, plain = form.checkpoint(weights, lambda name: ".experts." in name)
     stored = {f"language_model.{name}": value for name, value in stored.items()}
     stored |= {

@@ -5,12 +5,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from nnxmoe.convert.peft.slots import adapted
+from nnxmoe.convert.peft.adapter_slots import adapted_slots
 
 
 def fill(model: Any) -> Any:
     """Fill every ``b``, which starts as 0. A layer's values do not depend on stacking or mesh."""
-    for slot in adapted(model):
+    for slot in adapted_slots(model):
         b = slot.adapter.b
         whole = np.array(b.get_value())
         for i in range(slot.depth or 1):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 import nnxmoe
 from nnxmoe.convert import native
-from nnxmoe.convert.arrays.restore import abstract
+from nnxmoe.convert.arrays.load_model import abstract_model
 from nnxmoe.linen.mapping import general_name
 
 Tree = dict[str, Any]
@@ -76,7 +76,7 @@ def draw(seed: int) -> tuple[Any, Tree, dict[str, tuple[str, bool]]]:
     """Draw a config, a Linen tree of shapes, and a mapping: NNX name -> (Linen name, whether it is transposed)."""
     rng = random.Random(seed)
     config = _config(rng)
-    leaves = native.layout(abstract(config, None, None), False)
+    leaves = native.layout(abstract_model(config, None, None), False)
     width, stacked = config.hidden_size, rng.random() < 0.3 and config.model_type not in ("deepseek_v3", "afmoe")
     container, first = rng.choice(STACKS if stacked else CONTAINERS), 0 if stacked else int(rng.random() < 0.05)
     flat, torch, kernel = rng.random() < 0.5, rng.random() < 0.15, rng.choice(("kernel", "kernel", "weight", ""))

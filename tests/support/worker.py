@@ -23,7 +23,7 @@ from nnxmoe import ExpertParallel, RaggedAllToAll, RingOfExperts, Sorted, train
 from nnxmoe.convert import maxtext
 from nnxmoe.convert.files.errors import CheckpointError
 from nnxmoe.convert.maxtext import orbax_folder
-from nnxmoe.convert.storage import write
+from nnxmoe.convert.storage import write_safetensors
 from nnxmoe.runtime.interrupts import Interrupted
 from nnxmoe.runtime.processes import initialize
 from nnxmoe.sharding_rules import sharding_of
@@ -209,7 +209,7 @@ def cannot_save(out: Path) -> None:
     model, message = load("mixtral fsdp sorted"), "could not write its part"
     if jax.process_index() == 1:
         message = "No space left on device"
-        write._write_file = full_disk
+        write_safetensors._write_file = full_disk
         orbax_folder._SpreadWriter.__mro__[2].serialize = full_disk  # pyright: ignore
     for name, save in (("hf", nnxmoe.save_pretrained), ("maxtext", maxtext.save), ("native", nnxmoe.save)):
         try:

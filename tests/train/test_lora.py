@@ -19,10 +19,10 @@ from safetensors.numpy import load_file, save_file
 import nnxmoe
 from nnxmoe import Capacity, Chunked, Dense, ExpertParallel, RaggedAllToAll, RingOfExperts, Sorted, Strategy
 from nnxmoe.convert import maxtext
-from nnxmoe.convert.arrays.report import LoadReport
+from nnxmoe.convert.arrays.load_report import LoadReport
 from nnxmoe.convert.files.safetensors import dtype_code
-from nnxmoe.convert.peft.slots import adapted, slots
-from nnxmoe.convert.storage.write import write_shares
+from nnxmoe.convert.peft.adapter_slots import adapted_slots, adapter_slots
+from nnxmoe.convert.storage.write_safetensors import write_sharded
 from nnxmoe.layers.linear.dots import matmul
 from nnxmoe.layers.linear.kernel import DenseKernel
 from nnxmoe.layers.linear.linear import Linear
@@ -78,11 +78,11 @@ def logits(model: Any, tokens: Any = TOKENS) -> np.ndarray:
 
 
 def kernels(model: Any) -> list[np.ndarray]:
-    return [np.asarray(kernel.get_value()) for slot in slots(model) for kernel in slot.base]
+    return [np.asarray(kernel.get_value()) for slot in adapter_slots(model) for kernel in slot.base]
 
 
 def values(model: Any) -> list[np.ndarray]:
-    return [np.asarray(v.get_value()) for slot in adapted(model) for v in (slot.adapter.a, slot.adapter.b)]
+    return [np.asarray(v.get_value()) for slot in adapted_slots(model) for v in (slot.adapter.a, slot.adapter.b)]
 
 
 def same(ours: list[np.ndarray], theirs: list[np.ndarray]) -> bool:
@@ -131,8 +131,12 @@ def test_default_targets_exclude_the_router(kind: str) -> None:
     """Adapters are float32 for a bfloat16 base. Without ``rngs`` they have shapes only."""
     model = build(TINY[kind], tiny_weights(TINY[kind]), Strategy(), dtype="bfloat16")
     lora.add(model, 3, rngs=None)
-    assert {slot.name for slot in adapted(model)} == {slot.name for slot in slots(model)} - {"router", "embed", "head"}
-    for slot in adapted(model):
+    assert {slot.name for slot in adapted_slots(model)} == {slot.name for slot in adapter_slots(model)} - {
+        "router",
+        "embed",
+        "head",
+    }
+    for slot in adapted_slots(model):
         assert slot.adapter.a.dtype == slot.adapter.b.dtype == jnp.float32 and slot.adapter.scale == 1
         assert slot.adapter.b.shape[-1] == slot.adapter.rank == 3
 
@@ -142,7 +146,7 @@ def test_initial_values_follow_peft() -> None:
     model, drawn = build_tiny("mixtral", Strategy(stacking=nnxmoe.Scanned())), []
     for seed in range(2):
         lora.add(model, 16, rngs=nnx.Rngs(seed), dtype=None)
-        for slot in adapted(model):
+        for slot in adapted_slots(model):
             a, bound = np.asarray(slot.adapter.a.get_value()), 28**-0.5 if slot.name == "experts.down" else 24**-0.5
             bound = 32**-0.5 if slot.name == "attention.o" else bound
             assert a.dtype == np.float32 and not np.asarray(slot.adapter.b.get_value()).any()
@@ -157,7 +161,7 @@ def test_initial_values_follow_peft() -> None:
 def test_adapters_equal_kernels_plus_scaled_a_b(kind: str) -> None:
     """The reference adds ``alpha / rank * b @ a`` to the kernels in float64, separately for gate and up."""
     model, plain = ready(kind), build_tiny(kind, Strategy(), num_hidden_layers=2)
-    for slot, other in zip(adapted(model), slots(plain), strict=False):  # embedding and head are last
+    for slot, other in zip(adapted_slots(model), adapter_slots(plain), strict=False):  # embedding and head are last
         a, b = (np.asarray(v.get_value(), np.float64) for v in (slot.adapter.a, slot.adapter.b))
         if slot.name == "experts.gate_up":
             deltas = [np.einsum("erd,efr->efd", a, b[:, i]) for i in range(2)]
@@ -165,7 +169,7 @@ def test_adapters_equal_kernels_plus_scaled_a_b(kind: str) -> None:
             deltas = [np.einsum("erf,edr->edf", a, b) if slot.name == "experts.down" else np.tensordot(b, a, 1)]
         for kernel, delta in zip(other.base, deltas, strict=True):
             kernel.set_value(jnp.asarray(np.asarray(kernel.get_value(), np.float64) + 1.5 * delta, jnp.float32))
-    assert [slot.kernels for slot in slots(model) if len(slot.base) > 1][:1] in ([], [("gate", "up")])
+    assert [slot.kernels for slot in adapter_slots(model) if len(slot.base) > 1][:1] in ([], [("gate", "up")])
     assert max_error(logits(model), logits(plain)) < 1e-5
 
 
@@ -178,7 +182,7 @@ def test_only_adapters_have_gradients() -> None:
         return jnp.mean(jnp.sin(nnx.merge(graph, adapters, rest)(TOKENS).logits))
 
     grads = nnx.to_flat_state(jax.jit(jax.grad(loss))(adapters))
-    assert len(grads) == 2 * len(adapted(ready("mixtral")))
+    assert len(grads) == 2 * len(adapted_slots(ready("mixtral")))
     for path, grad in grads:
         assert path[-1] in "ab" and isinstance(grad, nnx.LoRAParam)
         assert float(jnp.abs(grad.get_value()).max()) > 0, path
@@ -191,7 +195,7 @@ def test_expert_adapter_affects_only_tokens_routed_to_it(way: str, scan: bool) -
     model = build_tiny("mixtral", Strategy(dispatch=WAYS[way], stacking=stacking_of(scan)), num_hidden_layers=1)
     lora.add(model, 2, targets="experts", rngs=nnx.Rngs(0))
     out = model(TOKENS, return_routing=True)
-    for slot in adapted(model):
+    for slot in adapted_slots(model):
         fresh = slot.adapter.b.get_value()
         for expert in range(6):
             mine = (np.asarray(out.routing[0].experts) == expert).any(axis=-1)
@@ -241,8 +245,10 @@ def test_naive_and_absorbed_latent_attention_agree() -> None:
 def test_scanned_equals_unrolled(kind: str) -> None:
     """Initial values are bitwise equal too."""
     ours, theirs = ready(kind), ready(kind, True)
-    stacked = {(s.name, s.first + i): s.adapter.a.get_value()[i] for s in adapted(theirs) for i in range(s.depth or 0)}
-    for slot in adapted(ours):
+    stacked = {
+        (s.name, s.first + i): s.adapter.a.get_value()[i] for s in adapted_slots(theirs) for i in range(s.depth or 0)
+    }
+    for slot in adapted_slots(ours):
         assert (np.asarray(stacked.pop((slot.name, slot.first))) == np.asarray(slot.adapter.a.get_value())).all()
     assert not stacked
     assert max_error(logits(ours), logits(theirs)) < 1e-5
@@ -265,7 +271,7 @@ def test_merge_keeps_logits_and_unmerge_restores_bits(kind: str, scan: bool) -> 
     before, bits = logits(model), kernels(model) + values(model)
     lora.merge(model)
     assert max_error(logits(model), before) < 1e-5
-    assert not adapted(model) and not same(kernels(model), bits[: len(kernels(model))])
+    assert not adapted_slots(model) and not same(kernels(model), bits[: len(kernels(model))])
     kept = [v for path, v in nnx.to_flat_state(nnx.state(model)) if path[0] == "merged"]
     assert kept and not any(isinstance(v, nnx.Param) for v in kept)  # so an optimizer does not update them
     lora.unmerge(model)
@@ -284,9 +290,9 @@ def test_unmerge_restores_bfloat16_bits(scan: bool) -> None:
     )
     lora.add(model, 4, rngs=nnx.Rngs(0))
     fill(model)
-    bits, deltas = kernels(model) + values(model), {slot.place: slot.adapter.delta() for slot in adapted(model)}
+    bits, deltas = kernels(model) + values(model), {slot.place: slot.adapter.delta() for slot in adapted_slots(model)}
     lora.merge(model)
-    for slot in (slot for slot in slots(model) if slot.name in ("attention.k", "experts.down")):
+    for slot in (slot for slot in adapter_slots(model) if slot.name in ("attention.k", "experts.down")):
         base = model.merged[slot.place].base[0].get_value().astype(jnp.float32)
         wanted = (base + jnp.swapaxes(deltas[slot.place], -1, -2).reshape(base.shape)).astype(jnp.bfloat16)
         assert same([np.asarray(wanted)], [np.asarray(slot.base[0].get_value())])
@@ -344,7 +350,7 @@ def quantised(folder: Path) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(fields | {"quantization_config": FP8}))
     tensors = [(n, dtype_code(t.dtype), t.shape, lambda t=t: t) for n, t in stored.items()]
-    write_shares(folder, [(0, tensors)], 10**9, process=0)
+    write_sharded(folder, [(0, tensors)], 10**9, process=0)
     return folder
 
 
@@ -393,7 +399,7 @@ def test_save_and_load_are_bitwise_equal(tmp_path: Path, kind: str, scan: bool) 
         lora.remove(other)
         lora.load(other, tmp_path / "adapter")
         assert same(values(other), values(ready(kind, other.strategy.stacking == nnxmoe.Scanned())))
-        assert {slot.adapter.alpha for slot in adapted(other)} == {6.0}
+        assert {slot.adapter.alpha for slot in adapted_slots(other)} == {6.0}
 
 
 @pytest.mark.parametrize(("kind", "scan"), [("mixtral", False), ("mixtral", True), ("gpt_oss", False)])
@@ -403,7 +409,7 @@ def test_files_follow_the_peft_layout(tmp_path: Path, kind: str, scan: bool) -> 
     model = ready(kind, scan)
     lora.save(model, tmp_path / "adapter")
     stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
-    deltas = {slot.name: np.asarray(slot.adapter.delta()) for slot in adapted(model) if slot.first == 0}
+    deltas = {slot.name: np.asarray(slot.adapter.delta()) for slot in adapted_slots(model) if slot.first == 0}
     deltas = {name: delta[0] if scan else delta for name, delta in deltas.items()}
     if kind == "gpt_oss":
         both = deltas["experts.gate_up"]
@@ -442,7 +448,7 @@ def test_adapters_name_the_base_that_was_asked_for(tmp_path: Path) -> None:
     lora.save(model, tmp_path / "adapter")
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert (config["base_model_name_or_path"], config["revision"]) == ("org/model", "v1")
-    assert lora.base_of(tmp_path / "adapter") == "org/model"
+    assert lora.base_model_name(tmp_path / "adapter") == "org/model"
 
 
 def edited(folder: Path, change: Callable[[dict[str, Any], dict[str, np.ndarray]], None]) -> Path:
@@ -502,7 +508,7 @@ def test_invalid_adapters_are_refused(tmp_path: Path, what: str) -> None:
     lora.remove(model)
     with pytest.raises(nnxmoe.CheckpointError, match=message):
         lora.load(model, folder)
-    assert not adapted(model)
+    assert not adapted_slots(model)
 
 
 def test_whole_models_are_no_adapters(tmp_path: Path) -> None:
@@ -534,14 +540,14 @@ def test_damaged_files_are_named_in_the_error(tmp_path: Path, what: str) -> None
     file.unlink() if data is None else file.write_bytes(data)
     with pytest.raises(nnxmoe.CheckpointError, match=re.escape(str(file))):
         lora.load(model, tmp_path / "adapter")
-    assert not adapted(model)
+    assert not adapted_slots(model)
 
 
 @pytest.mark.parametrize("scan", [False, True])
 def test_adapters_of_some_layers(tmp_path: Path, scan: bool) -> None:
     """One layer without, one of lower rank and another alpha; stacks hold zeros, and files only what there is."""
     model = ready("llama")
-    query, value = (next(s for s in slots(model) if (s.name, s.first) == (f"attention.{n}", 1)) for n in "qv")
+    query, value = (next(s for s in adapter_slots(model) if (s.name, s.first) == (f"attention.{n}", 1)) for n in "qv")
     query.put(None)
     small = value.shapes(2, 6.0, np.dtype(np.float32))
     for which in "ab":
@@ -628,13 +634,13 @@ def test_alpha_pattern_and_rslora(tmp_path: Path) -> None:
     model = ready("mixtral")
     lora.remove(model)
     lora.load(model, edited(tmp_path / "adapter", change))
-    scales = {slot.name: slot.adapter.scale for slot in adapted(model)}
+    scales = {slot.name: slot.adapter.scale for slot in adapted_slots(model)}
     assert scales["attention.q"] == 3 / 2 and scales["experts.down"] == 5 / 2 and scales["attention.k"] == 6 / 2
     lora.save(model, tmp_path / "again")
     other = ready("mixtral")
     lora.remove(other)
     lora.load(other, tmp_path / "again")
-    assert {slot.name: slot.adapter.scale for slot in adapted(other)} == scales
+    assert {slot.name: slot.adapter.scale for slot in adapted_slots(other)} == scales
 
 
 def test_save_refuses_a_non_empty_folder(tmp_path: Path) -> None:
@@ -671,11 +677,11 @@ def test_ranks_and_alphas_by_target() -> None:
     lora.add(model, BY_TARGET, {"attention": 6, "experts": 1.5}, rngs=None)
     ranks = {"attention.q": 3, "attention.k": 3, "attention.v": 3, "attention.o": 5}
     ranks |= {"experts.gate_up": 2, "experts.down": 4}
-    assert {slot.name: slot.adapter.rank for slot in adapted(model)} == ranks
-    assert {slot.adapter.alpha for slot in adapted(model)} == {6.0, 1.5}
+    assert {slot.name: slot.adapter.rank for slot in adapted_slots(model)} == ranks
+    assert {slot.adapter.alpha for slot in adapted_slots(model)} == {6.0, 1.5}
     lora.remove(model)
     lora.add(model, BY_TARGET, rngs=None, targets=list(BY_TARGET))
-    assert all(slot.adapter.alpha == ranks[slot.name] for slot in adapted(model))
+    assert all(slot.adapter.alpha == ranks[slot.name] for slot in adapted_slots(model))
 
 
 def test_split_ranks_keep_the_total_of_the_active_ranks() -> None:
@@ -799,7 +805,7 @@ def on_mesh(way: str, mesh: str | None, scan: bool) -> tuple[list[np.ndarray], l
     strategy = Strategy(dispatch=WAYS[way], stacking=stacking_of(scan))
     model = build(fields, tiny_weights(fields), strategy, mesh=where)
     lora.add(model, 4, alpha=6, targets=EVERYTHING["mixtral"], rngs=nnx.Rngs(0))
-    fresh = [np.asarray(slot.adapter.a.get_value()) for slot in adapted(model)]
+    fresh = [np.asarray(slot.adapter.a.get_value()) for slot in adapted_slots(model)]
     graph, adapters, rest = nnx.split(fill(model), nnx.LoRAParam, ...)
 
     def loss(adapters: Any, rest: Any) -> Any:
@@ -816,7 +822,7 @@ def apart(way: str, mesh: str, scan: bool) -> tuple[float, bool, int]:
     wanted, first, _ = on_mesh("sorted", None, scan)
     error = max(max_error(a, b) / max(1.0, float(np.abs(b).max())) for a, b in zip(ours, wanted, strict=True))
     split = sum(
-        not v.get_value().sharding.is_fully_replicated for s in adapted(model) for v in (s.adapter.a, s.adapter.b)
+        not v.get_value().sharding.is_fully_replicated for s in adapted_slots(model) for v in (s.adapter.a, s.adapter.b)
     )
     return error, same(fresh, first), split
 
@@ -841,17 +847,17 @@ def files_of_a_mesh(folder: Path) -> tuple[float, bool, bool, bool]:
     their bits, and whether a saved and loaded adapter is equal."""
     model = nnx.clone(on_mesh("ragged", "fsdp2 expert2 tensor2", True)[2])
     before, bits = logits(model, ROWS), kernels(model)
-    places = [kernel.get_value().sharding for slot in slots(model) for kernel in slot.base]
+    places = [kernel.get_value().sharding for slot in adapter_slots(model) for kernel in slot.base]
     lora.save(model, folder)
     lora.merge(model)
     error = max_error(logits(model, ROWS), before)
-    still = [kernel.get_value().sharding for slot in slots(model) for kernel in slot.base] == places
+    still = [kernel.get_value().sharding for slot in adapter_slots(model) for kernel in slot.base] == places
     lora.unmerge(model)
     back, old = same(kernels(model), bits), values(model)
-    placed = [slot.adapter.b.get_value().sharding for slot in adapted(model)]
+    placed = [slot.adapter.b.get_value().sharding for slot in adapted_slots(model)]
     lora.remove(model)
     lora.load(model, folder)
-    again = same(values(model), old) and [s.adapter.b.get_value().sharding for s in adapted(model)] == placed
+    again = same(values(model), old) and [s.adapter.b.get_value().sharding for s in adapted_slots(model)] == placed
     return error, still, back, again
 
 
@@ -894,7 +900,7 @@ def trained_on_a_mesh(folder: Path) -> tuple[float, bool, bool]:
     fresh = values(model)
     done = fit(model, [{"tokens": ROWS}], optimizer=optax.adam(2e-2), steps=2)
     moved = all((a != b).any() for a, b in zip(values(done.model), fresh, strict=True))
-    places = [v.get_value().sharding for s in adapted(done.model) for v in (s.adapter.a, s.adapter.b)]
+    places = [v.get_value().sharding for s in adapted_slots(done.model) for v in (s.adapter.a, s.adapter.b)]
     first = jax.tree.leaves(done.state.moments[0].mu)
     held = {(a.shape, a.sharding.spec) for a in first} == {
         (v.shape, place.spec) for v, place in zip(fresh, places, strict=True)

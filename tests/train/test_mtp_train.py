@@ -15,7 +15,7 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 import nnxmoe
-from nnxmoe.convert.peft.slots import adapted
+from nnxmoe.convert.peft.adapter_slots import adapted_slots
 from nnxmoe.models import DeepSeekV3
 from nnxmoe.train import lora
 from nnxmoe.train.loop.fit import fit
@@ -254,7 +254,7 @@ def test_adapters_reach_prediction_layers(tmp_path: Path) -> None:
     """They are saved under the layers' numbers, and loaded."""
     model = nnx.clone(tiny())
     lora.add(model, 2, targets=["mtp", "attention", "experts"], rngs=nnx.Rngs(0))
-    places = {slot.place for slot in adapted(model) if slot.path[0] == "mtp"}
+    places = {slot.place for slot in adapted_slots(model) if slot.path[0] == "mtp"}
     assert {"mtp.0.project.lora", "mtp.1.layer.attention.kv_a.lora"} < places
     names = Step(model, optax.sgd(0.1), OBJECTIVE, trainable=nnx.LoRAParam).names
     assert {name for name in names if "mtp" in name} == {f"{place}.{which}" for place in places for which in "ab"}

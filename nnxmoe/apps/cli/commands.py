@@ -14,7 +14,7 @@ import nnxmoe
 from nnxmoe.apps.cli import drafts, prompts
 from nnxmoe.apps.cli.prompts import Speed
 from nnxmoe.config.printable import bytes_text
-from nnxmoe.convert.storage.checkpoint_source import gguf_in
+from nnxmoe.convert.storage.find_checkpoint import gguf_in
 from nnxmoe.generation.complete import StoppedText, split_stops
 from nnxmoe.generation.ids import eos_ids
 from nnxmoe.generation.sampling import OPTIONS, effective_fields, listed
@@ -39,11 +39,11 @@ def _weights(model: str) -> str:
 
 def load(options: argparse.Namespace) -> tuple[Any, nnxmoe.Tokenizer]:
     """The model and the tokenizer, with an adapter merged into the model if one is named, or is what is named."""
-    from nnxmoe.convert.peft.peft import open_adapter
+    from nnxmoe.convert.peft.adapter_folder import open_adapter
     from nnxmoe.train import lora
 
     path, adapter = _weights(options.model), options.adapter
-    if adapter is None and (base := lora.base_of(path)) is not None:
+    if adapter is None and (base := lora.base_model_name(path)) is not None:
         path, adapter = base, path
         say("%s is an adapter of %s", adapter, base)
     if adapter is not None:
@@ -145,7 +145,7 @@ def generate(options: argparse.Namespace) -> None:
 def convert(options: argparse.Namespace) -> None:
     """Convert a checkpoint between the layouts of Hugging Face, MaxText and nnxmoe.save, into a new folder."""
     from nnxmoe.convert import conversion
-    from nnxmoe.convert.peft.peft import open_adapter
+    from nnxmoe.convert.peft.adapter_folder import open_adapter
     from nnxmoe.models import refuse_preset
     from nnxmoe.train import lora
 

@@ -18,22 +18,22 @@ from nnxmoe.axes import AnyMesh, keeps_dtype
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import ConfigError
 from nnxmoe.config.printable import bytes_text
-from nnxmoe.convert.arrays.checkpoint_layout import Parameter, parameters
+from nnxmoe.convert.arrays.array_layout import Parameter, parameters
 from nnxmoe.convert.arrays.lazy_array import LazyArrays
-from nnxmoe.convert.arrays.report import LoadReport
-from nnxmoe.convert.arrays.views import with_views
+from nnxmoe.convert.arrays.load_report import LoadReport
+from nnxmoe.convert.arrays.tensor_parts import split_tensors
 from nnxmoe.convert.files.errors import CheckpointError
 from nnxmoe.convert.files.hub import local_folder
-from nnxmoe.convert.files.reading import is_gguf
 from nnxmoe.convert.files.safetensors import TensorInfo, dtype_code
-from nnxmoe.convert.formats.scheme import Scheme
-from nnxmoe.convert.hf.hf_layout import judge, layout, refuse_unjustified
+from nnxmoe.convert.files.untrusted_files import is_gguf
+from nnxmoe.convert.formats.scheme import QuantizationScheme
+from nnxmoe.convert.hf.auxiliary_files import generation_fields
 from nnxmoe.convert.hf.pretrained import untied
-from nnxmoe.convert.hf.quantize import keep
-from nnxmoe.convert.hf.side_files import generation_fields
-from nnxmoe.convert.hf.stored_tensors import stored
+from nnxmoe.convert.hf.quantized_loading import keep_codes
+from nnxmoe.convert.hf.tensor_arrays import tensor_arrays
+from nnxmoe.convert.hf.tensor_layout import refuse_oversized_config, report_tensors, tensor_layout
 from nnxmoe.convert.storage.checkpoint import Checkpoint, hub_headers
-from nnxmoe.convert.storage.checkpoint_source import find_config, has_weights
+from nnxmoe.convert.storage.find_checkpoint import has_weights, read_config_fields
 from nnxmoe.layers.linear.kernel import as_weight
 from nnxmoe.layers.linear.quantized import QuantizedArray
 from nnxmoe.model.causal_lm import CausalLM
@@ -117,12 +117,12 @@ def summarise(
     check_quantize_options(quantize, keep_quantized)
     config, arrays = find(name, revision, local_files_only)
     if arrays:
-        refuse_unjustified(config, arrays, f"{name}/config.json")
+        refuse_oversized_config(config, arrays, f"{name}/config.json")
     kind, kept = model_class(config), dtype or _common_dtype(arrays, config)
     model = kind(config, rngs=None, dtype=kept)
     report = LoadReport(str(name))
     if arrays:
-        report = judge(model, layout(model, arrays), arrays, report)
+        report = report_tensors(model, tensor_layout(model, arrays), arrays, report)
     parts, active = Counter[str](), 0.0
     for parameter in parameters(model):
         size = math.prod(parameter.shape)
@@ -130,7 +130,7 @@ def summarise(
         active += size * _share(parameter, config)
     buffer = _buffer(model, config) * jnp.dtype(kept).itemsize
     if keep_quantized:
-        keep(model, arrays)
+        keep_codes(model, arrays)
     quantize_structure(model, quantize, kept)
     weights, active_bytes = _in_memory(model, config, jnp.dtype(kept))
     with contextlib.suppress(ConfigError):  # models without prediction layers; the counts above leave them out
@@ -197,10 +197,10 @@ def find(
     where = str(name) if folder is not None and is_gguf(folder) else where
     if folder is not None:
         if not has_weights(folder):
-            fields = find_config(folder)
+            fields = read_config_fields(folder)
             config = _config(fields, where)
             try:
-                Scheme.of(fields, where)
+                QuantizationScheme.of(fields, where)
             except CheckpointError as error:
                 logger.warning("%s. The sizes are those of the model without quantization", error)
             return config, {}
@@ -225,7 +225,9 @@ def _checked(
     quantisation."""
     config = _config(fields, where)
     tied = config.tie_word_embeddings and not untied(config, tensors)
-    arrays = with_views(model_class(config).hf_names(config), stored(dict(tensors), fields, where, checkpoint))
+    arrays = split_tensors(
+        model_class(config).hf_names(config), tensor_arrays(dict(tensors), fields, where, checkpoint)
+    )
     return dataclasses.replace(config, tie_word_embeddings=tied), arrays
 
 

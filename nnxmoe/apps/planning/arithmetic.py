@@ -13,7 +13,7 @@ from flax import nnx
 from nnxmoe.apps.planning.work import Work
 from nnxmoe.axes import BATCH_AXES, CONTEXT, TOKEN_AXES, AnyMesh, axes_of, is_stacked
 from nnxmoe.config.base import DecoderConfig
-from nnxmoe.convert.arrays.checkpoint_layout import parameters
+from nnxmoe.convert.arrays.array_layout import parameters
 from nnxmoe.layers.linear.kernel import ParamWeight, is_kernel
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.paths import name_of

@@ -18,7 +18,7 @@ from nnxmoe.axes import AnyMesh
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.printable import short
 from nnxmoe.convert.files.hub import local_folder, snapshot
-from nnxmoe.convert.hf.side_files import read_config
+from nnxmoe.convert.hf.auxiliary_files import read_config
 from nnxmoe.mesh import abstract_mesh
 from nnxmoe.model.pipeline import AXIS
 from nnxmoe.model.remat import Remat

@@ -31,13 +31,13 @@ def float_dtype(dtype: Any) -> np.dtype | None:
     return named
 
 
-def natural_dtype(arrays: Iterable[LazyArray]) -> np.dtype:
+def default_dtype(arrays: Iterable[LazyArray]) -> np.dtype:
     """The default dtype for loading arrays: the widest, with float64 as float32; codes as what their tool defines, FP8
     blocks as bfloat16."""
     return np.dtype(jnp.result_type(*{array.loaded for array in arrays}))
 
 
-def matrices_dtype(variables: Iterable[nnx.Variable]) -> Any:
+def matrix_dtype(variables: Iterable[nnx.Variable]) -> Any:
     """The promoted dtype of all matrices among a model's parameters."""
     return jnp.result_type(*{v.dtype for v in variables if is_matrix(v)})
 

@@ -8,7 +8,7 @@ class CheckpointError(ValueError):
     """Raised for an unusable checkpoint; the message names the file, the tensor or field, its value and the remedy."""
 
 
-def summary(error: BaseException) -> str:
+def error_summary(error: BaseException) -> str:
     """Type and message of an error, without what TensorStore appends (``[tensorstore_spec='…']``), and with the middle
     cut out of a long one."""
     text = re.sub(r" \[[a-z_ ]+='.*", "", f"{type(error).__name__}: {error}", flags=re.DOTALL)

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from nnxmoe.config.printable import did_you_mean
 from nnxmoe.config.validate import path_text
-from nnxmoe.convert.files.reading import is_gguf, refuse_url
+from nnxmoe.convert.files.untrusted_files import is_gguf, refuse_url
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from nnxmoe.config.printable import short
 from nnxmoe.convert.files.errors import CheckpointError
-from nnxmoe.convert.files.reading import refuse_lfs_pointer, regular_file
+from nnxmoe.convert.files.untrusted_files import refuse_lfs_pointer, stat_regular_file
 
 DTYPES: Mapping[str, np.dtype] = {
     "BOOL": np.dtype(np.bool_),
@@ -74,7 +74,7 @@ def dtype_code(dtype: Any) -> str:
 
 def header_length(path: Path) -> int:
     """Length of a safetensors file's header in bytes, checked against the limit."""
-    size = regular_file(path, "download it again", CheckpointError).st_size
+    size = stat_regular_file(path, "download it again", CheckpointError).st_size
     try:
         with open(path, "rb") as file:
             head = file.read(128)

@@ -6,47 +6,51 @@ import numpy as np
 
 from nnxmoe.convert.arrays.lazy_array import AT_ONCE, LazyArray
 from nnxmoe.convert.files.safetensors import TensorInfo
-from nnxmoe.convert.formats.fp4 import MXFP4, NVFP4, in_pairs, nvfp4
-from nnxmoe.convert.formats.module_tensors import FLOATS, ModuleTensors, rounded_to, unpacked
-from nnxmoe.convert.formats.raw import CHUNK_BYTES
-from nnxmoe.convert.formats.scheme import Malformed, Weights
+from nnxmoe.convert.formats.fp4 import MXFP4, NVFP4, read_fp4, read_nvfp4
+from nnxmoe.convert.formats.module_tensors import FLOATS, ModuleTensors, rounding_dtype, unpack_words
+from nnxmoe.convert.formats.plain_array import CHUNK_BYTES
+from nnxmoe.convert.formats.scheme import MalformedTensor, WeightScheme
 from nnxmoe.layers.linear.code_format import FULL, CodeFormat
 
 
-def plain_codes(files: ModuleTensors, info: TensorInfo) -> LazyArray:
+def read_unpacked(files: ModuleTensors, info: TensorInfo) -> LazyArray:
     """compressed-tensors' ``float-quantized``, ``int-quantized`` and ``mxfp8-quantized``: one code per element."""
     shape, settings = files.matrix(info), files.scheme.weights(files.module)
     kind = "fp8" if info.dtype == "F8_E4M3" else "int8"
     tile, shapes = _tile(files, settings, shape)
     exponents = ("U8",) if kind == "fp8" else ()
     scale = files.tensor("weight_scale", (*FLOATS, *exponents), shapes)
-    codes, zero = CodeFormat(kind, tile, rounded_to(scale)), {}
+    codes, zero = CodeFormat(kind, tile, rounding_dtype(scale)), {}
     if _has_zero_points(files, settings):
         if kind == "fp8":
-            raise Malformed(f"{files.module}.weight_zero_point: FP8 codes have no zero points")
+            raise MalformedTensor(f"{files.module}.weight_zero_point: FP8 codes have no zero points")
         stored = files.tensor("weight_zero_point", ("I8", "I32", "I64"), shapes)
         zero = {"zero": files.zero_numbers(stored, codes.scales_shape(*shape))}
     return files.octets(codes, info, scale, "not zero" if kind == "int8" else "positive", **zero)
 
 
-def packed(files: ModuleTensors, info: TensorInfo) -> LazyArray:
+def read_packed(files: ModuleTensors, info: TensorInfo) -> LazyArray:
     """compressed-tensors' ``pack-quantized``: words along the inputs; zero points in words along the outputs. In bytes:
     ``nvfp4-pack-quantized`` and ``mxfp4-pack-quantized``."""
     settings = files.scheme.weights(files.module)
     if info.dtype == "U8":
         return _packed_fp4(files, info, settings)
     if info.dtype != "I32":
-        raise Malformed(f"{files.where(info)} is {info.dtype}: it must be I32 words of 4 or 8 bits, or U8 pairs of FP4")
+        raise MalformedTensor(
+            f"{files.where(info)} is {info.dtype}: it must be I32 words of 4 or 8 bits, or U8 pairs of FP4"
+        )
     if settings.floats:
-        raise Malformed(f"{files.where(info)} is I32, and config_groups says type 'float': floats are packed in U8")
+        raise MalformedTensor(
+            f"{files.where(info)} is I32, and config_groups says type 'float': floats are packed in U8"
+        )
     outs, width = files.matrix(info)
     bits = settings.bits
     if files.has("weight_g_idx"):
-        raise Malformed(f"{files.module}.weight_g_idx: groups of columns in another order are not supported")
+        raise MalformedTensor(f"{files.module}.weight_g_idx: groups of columns in another order are not supported")
     stated = files.values(files.tensor("weight_shape", ("I64", "I32"), [(2,)]))
     ins = width * 32 // bits if stated is None else int(stated[1])
     if stated is not None and (int(stated[0]) != outs or -(-ins * bits // 32) != width):
-        raise Malformed(
+        raise MalformedTensor(
             f"{files.where(info)} has shape {[outs, width]}: with {bits} bits the weight_shape {stated.tolist()} "
             f"needs {[int(stated[0]), -(-ins * bits // 32)]} words"
         )
@@ -54,12 +58,12 @@ def packed(files: ModuleTensors, info: TensorInfo) -> LazyArray:
     tile, shapes = _tile(files, settings, shape)
     scale = files.tensor("weight_scale", FLOATS, shapes)
     kind = "int4" if bits == 4 else "int8"
-    codes = CodeFormat(kind, (tile[0], min(tile[1], ins)) if bits == 4 else tile, rounded_to(scale))
+    codes = CodeFormat(kind, (tile[0], min(tile[1], ins)) if bits == 4 else tile, rounding_dtype(scale))
     asymmetric = _has_zero_points(files, settings)
     grid, block = codes.scales_shape(*shape), AT_ONCE if asymmetric else CHUNK_BYTES
 
     def unpack(stored: LazyArray, rows: slice) -> np.ndarray:
-        return unpacked(stored.rows(rows), bits)[:, :ins]
+        return unpack_words(stored.rows(rows), bits)[:, :ins]
 
     parts = {
         "codes": files.codes(codes, shape, info, unpack, block),
@@ -67,33 +71,33 @@ def packed(files: ModuleTensors, info: TensorInfo) -> LazyArray:
     }
     if asymmetric:
         zero = files.tensor("weight_zero_point", ("I32",), [(-(-grid[0] * bits // 32), grid[1])])
-        parts["zero"] = files.zero_words(codes, shape, zero, lambda z: unpacked(z.T, bits)[:, : grid[0]].T)
+        parts["zero"] = files.zero_words(codes, shape, zero, lambda z: unpack_words(z.T, bits)[:, : grid[0]].T)
     return files.made(codes, shape, parts)
 
 
-def _packed_fp4(files: ModuleTensors, info: TensorInfo, settings: Weights) -> LazyArray:
+def _packed_fp4(files: ModuleTensors, info: TensorInfo, settings: WeightScheme) -> LazyArray:
     if (settings.bits, settings.strategy, settings.size, settings.floats) == (4, "tensor_group", 16, True):
         # The library computes in bfloat16, in which MXFP4 is exact.
-        return nvfp4(files, info, replace(NVFP4, rounded="bfloat16"), "weight_global_scale", divides=True)
+        return read_nvfp4(files, info, replace(NVFP4, rounded="bfloat16"), "weight_global_scale", divides=True)
     if (settings.bits, settings.strategy, settings.size, settings.floats) == (4, "group", 32, True):
-        return in_pairs(files, info, MXFP4, "weight_scale", ("U8", "F8_E8M0"))
+        return read_fp4(files, info, MXFP4, "weight_scale", ("U8", "F8_E8M0"))
     said = f"num_bits {settings.bits}, strategy {settings.strategy!r}, group_size {settings.size}"
-    raise Malformed(
+    raise MalformedTensor(
         f"{files.where(info)} is U8, and config_groups says {said}, type {'float' if settings.floats else 'int'!r}: "
         "FP4 has type 'float' and groups of 16 ('tensor_group') or 32 ('group')"
     )
 
 
-def _has_zero_points(files: ModuleTensors, settings: Weights) -> bool:
+def _has_zero_points(files: ModuleTensors, settings: WeightScheme) -> bool:
     """Whether there are zero points. Raises Malformed if the settings need them and they are missing."""
     found = files.has("weight_zero_point")
     if not found and not settings.symmetric:
-        raise Malformed(f"{files.module}.weight_zero_point is missing: config_groups says symmetric false")
+        raise MalformedTensor(f"{files.module}.weight_zero_point is missing: config_groups says symmetric false")
     return found
 
 
 def _tile(
-    files: ModuleTensors, settings: Weights, shape: tuple[int, int]
+    files: ModuleTensors, settings: WeightScheme, shape: tuple[int, int]
 ) -> tuple[tuple[int, int], list[tuple[int, ...]]]:
     """Tile of the codes, and the shapes that its scales may have."""
     outs, ins = shape
@@ -106,5 +110,5 @@ def _tile(
         return settings.block, [CodeFormat("fp8", settings.block).scales_shape(*shape)]
     assert settings.size is not None
     if ins % settings.size:
-        raise Malformed(f"{files.module}: groups of {settings.size} do not divide its {ins} inputs")
+        raise MalformedTensor(f"{files.module}: groups of {settings.size} do not divide its {ins} inputs")
     return (1, settings.size), [(outs, ins // settings.size)]

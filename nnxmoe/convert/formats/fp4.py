@@ -18,13 +18,13 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from jaxtyping import UInt8
 
-from nnxmoe.convert.arrays.checkpoint_layout import Leaf
+from nnxmoe.convert.arrays.array_layout import ArrayLayout
 from nnxmoe.convert.arrays.lazy_array import LazyArray, LazyArrays
-from nnxmoe.convert.arrays.views import View, joined
+from nnxmoe.convert.arrays.tensor_parts import TensorPart, join_parts
 from nnxmoe.convert.files.safetensors import TensorInfo
 from nnxmoe.convert.formats.module_tensors import ModuleTensors
-from nnxmoe.convert.formats.raw import raw
-from nnxmoe.convert.formats.scheme import Malformed
+from nnxmoe.convert.formats.plain_array import plain_array
+from nnxmoe.convert.formats.scheme import MalformedTensor
 from nnxmoe.layers.linear.code_format import CodeFormat
 
 NVFP4, MXFP4 = CodeFormat("fp4", (1, 16)), CodeFormat("fp4", (1, 32))
@@ -41,7 +41,7 @@ GPT_OSS = {
 _OCTETS = 16  # bytes of a block of MXFP4
 
 
-def in_pairs(
+def read_fp4(
     files: ModuleTensors,
     info: TensorInfo,
     codes: CodeFormat,
@@ -54,79 +54,81 @@ def in_pairs(
     outs, octets = files.matrix(info)
     size = codes.tile[1]
     if 2 * octets % size:
-        raise Malformed(f"{files.where(info)} has rows of {2 * octets} codes: FP4 has groups of {size} here")
+        raise MalformedTensor(f"{files.where(info)} has rows of {2 * octets} codes: FP4 has groups of {size} here")
     shape = outs, 2 * octets
     scale = files.tensor(scales, dtypes, [codes.scales_shape(*shape)])
     grid = files.scale(scale, scale.shape, allowed="positive" if scaled is None else "not negative")
-    stored = raw(files.checkpoint, dataclasses.replace(info, dtype="U8"))
-    parts = {"codes": of_pairs(stored, size), "scale": grid if scaled is None else grid.each(scaled)}
+    stored = plain_array(files.checkpoint, dataclasses.replace(info, dtype="U8"))
+    parts = {"codes": unpack_nibbles(stored, size), "scale": grid if scaled is None else grid.each(scaled)}
     return files.made(codes, shape, parts)
 
 
-def nvfp4(files: ModuleTensors, info: TensorInfo, codes: CodeFormat, factor: str, divides: bool) -> LazyArray:
+def read_nvfp4(files: ModuleTensors, info: TensorInfo, codes: CodeFormat, factor: str, divides: bool) -> LazyArray:
     """NVFP4. ``factor``: the module's tensor that holds it; ``divides``: scales are divided by it. Raises Malformed."""
     one = files.tensor(factor, ("F32",), [(), (1,)])
     value = files.values(one)
     if value is not None and not (np.isfinite(value).all() and (value > 0).all()):
-        raise Malformed(f"{files.where(one)} is {value.item()}: it must be positive and finite")
+        raise MalformedTensor(f"{files.where(one)} is {value.item()}: it must be positive and finite")
 
     def scaled(found: np.ndarray) -> np.ndarray:
         assert value is not None, "headers only"
         return found / value.reshape(()) if divides else found * value.reshape(())
 
-    return in_pairs(files, info, codes, "weight_scale", ("F8_E4M3",), scaled)
+    return read_fp4(files, info, codes, "weight_scale", ("F8_E4M3",), scaled)
 
 
-def modelopt(files: ModuleTensors, info: TensorInfo) -> LazyArray:
+def read_modelopt_nvfp4(files: ModuleTensors, info: TensorInfo) -> LazyArray:
     """NVFP4 of NVIDIA's ModelOpt (``NVFP4QTensor``): the factor ``weight_scale_2`` multiplies the scales."""
     if info.dtype != "U8":
-        raise Malformed(f"{files.where(info)} is {info.dtype}: with weight_scale_2 it must be U8")
-    return nvfp4(files, info, NVFP4, "weight_scale_2", divides=False)
+        raise MalformedTensor(f"{files.where(info)} is {info.dtype}: with weight_scale_2 it must be U8")
+    return read_nvfp4(files, info, NVFP4, "weight_scale_2", divides=False)
 
 
-def gpt_oss(files: ModuleTensors, info: TensorInfo) -> LazyArray:
+def read_gpt_oss(files: ModuleTensors, info: TensorInfo) -> LazyArray:
     """The weights ``[E, O, I]`` of gpt-oss; ``info``: their blocks or scales. Raises Malformed."""
     weight = info.name.removesuffix(BLOCKS).removesuffix(SCALES)
     files.used |= dict.fromkeys(name for end in ("", BLOCKS, SCALES) if (name := weight + end) in files.tensors)
     for ending, other in ((BLOCKS, SCALES), (SCALES, BLOCKS)):
         if weight + ending not in files.tensors:
-            raise Malformed(f"{weight}{ending} is missing: {weight}{other} needs it")
+            raise MalformedTensor(f"{weight}{ending} is missing: {weight}{other} needs it")
     if weight in files.tensors:
-        raise Malformed(f"{weight} is stored twice, as {weight} and as {weight}{BLOCKS}: remove one of them")
+        raise MalformedTensor(f"{weight} is stored twice, as {weight} and as {weight}{BLOCKS}: remove one of them")
     blocks, kernel = files.tensors[weight + BLOCKS], weight.rpartition(".")[2]
     if files.scheme.method != "mxfp4":
         says = f"says quant_method {files.scheme.method!r}" if files.scheme.method else "has no quantization_config"
-        raise Malformed(f"{files.where(blocks)} is MXFP4, but config.json {says}")
+        raise MalformedTensor(f"{files.where(blocks)} is MXFP4, but config.json {says}")
     if len(blocks.shape) != 4 or blocks.shape[3] != _OCTETS or 0 in blocks.shape:
         shape = list(blocks.shape)
-        raise Malformed(f"{files.where(blocks)} has shape {shape}: it must be [experts, outputs, inputs / 32, 16]")
+        raise MalformedTensor(
+            f"{files.where(blocks)} has shape {shape}: it must be [experts, outputs, inputs / 32, 16]"
+        )
     scales = files.tensor(kernel + SCALES, ("U8", "F8_E8M0"), [blocks.shape[:3]])
     experts, outs, groups, octets = blocks.shape
-    stored = raw(files.checkpoint, dataclasses.replace(blocks, shape=(experts, outs, groups * octets)))
-    parts = {"codes": of_pairs(stored, 32), "scale": files.scale(scales, scales.shape)}
+    stored = plain_array(files.checkpoint, dataclasses.replace(blocks, shape=(experts, outs, groups * octets)))
+    parts = {"codes": unpack_nibbles(stored, 32), "scale": files.scale(scales, scales.shape)}
     return files.made(MXFP4, (experts, outs, groups * 32), parts)
 
 
-def in_blocks(arrays: LazyArrays, leaves: Mapping[str, Leaf]) -> dict[str, LazyArray]:
-    """Convert the arrays of a layout, whose codes and scales are those of `gpt_oss`, to tensors for a file, without
+def gpt_oss_tensors(arrays: LazyArrays, leaves: Mapping[str, ArrayLayout]) -> dict[str, LazyArray]:
+    """Convert the arrays of a layout, codes and scales as `read_gpt_oss` returns them, to tensors for a file, without
     rounding."""
-    found, views = dict[str, LazyArray](), dict[str, View | None]()
+    found, views = dict[str, LazyArray](), dict[str, TensorPart | None]()
     for name, array in arrays.items():
         view, ending = leaves[name].part_of, name.rpartition(".")[2]
         if ending in ("codes", "scale"):
             tensor = name.removesuffix("." + ending) if view is None else view.tensor
             tensor += BLOCKS if ending == "codes" else SCALES
             if ending == "codes":
-                array = as_pairs(array).reshaped((*array.shape[:-1], array.shape[-1] // _OCTETS, _OCTETS))
+                array = pack_nibbles(array).reshaped((*array.shape[:-1], array.shape[-1] // _OCTETS, _OCTETS))
             else:
-                array = as_exponents(array)
-            view = view and View(tensor, dataclasses.replace(view.w, turned=False), view.dim)
+                array = to_exponents(array)
+            view = view and TensorPart(tensor, dataclasses.replace(view.w, turned=False), view.dim)
             name = tensor if view is None or view.w.whole else view.name
         found[name], views[name] = array, view
-    return joined(found, views)
+    return join_parts(found, views)
 
 
-def of_pairs(stored: LazyArray, size: int) -> LazyArray:
+def unpack_nibbles(stored: LazyArray, size: int) -> LazyArray:
     """Convert bytes ``[*E, O, I / 2]`` that hold neighbouring codes to FP4 codes in groups of ``size``, as `CodeFormat`
     stores them: a byte holds one code of each half of a group."""
 
@@ -139,8 +141,8 @@ def of_pairs(stored: LazyArray, size: int) -> LazyArray:
     return stored.in_blocks(size // 2, size // 2, in_memory)
 
 
-def as_pairs(codes: LazyArray) -> LazyArray:
-    """The inverse of `of_pairs`, for `MXFP4`."""
+def pack_nibbles(codes: LazyArray) -> LazyArray:
+    """The inverse of `unpack_nibbles`, for `MXFP4`."""
 
     def in_file(octets: UInt8[np.ndarray, "*rows I"]) -> UInt8[np.ndarray, "*rows I"]:
         pairs = octets.reshape(*octets.shape[:-1], -1, _OCTETS // 2, 2)
@@ -151,7 +153,7 @@ def as_pairs(codes: LazyArray) -> LazyArray:
     return codes.in_blocks(_OCTETS, _OCTETS, in_file)
 
 
-def as_exponents(scale: LazyArray) -> LazyArray:
+def to_exponents(scale: LazyArray) -> LazyArray:
     """Powers of two as the bytes of E8M0."""
 
     def exponents(values: np.ndarray) -> np.ndarray:

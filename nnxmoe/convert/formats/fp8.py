@@ -8,10 +8,10 @@ from dataclasses import replace
 
 from nnxmoe.convert.arrays.lazy_array import LazyArray
 from nnxmoe.convert.files.safetensors import TensorInfo
-from nnxmoe.convert.formats.fp4 import MXFP4, in_pairs
+from nnxmoe.convert.formats.fp4 import MXFP4, read_fp4
 from nnxmoe.convert.formats.module_tensors import FLOATS, ModuleTensors
-from nnxmoe.convert.formats.raw import raw
-from nnxmoe.convert.formats.scheme import Malformed
+from nnxmoe.convert.formats.plain_array import plain_array
+from nnxmoe.convert.formats.scheme import MalformedTensor
 from nnxmoe.layers.linear.code_format import FULL, CodeFormat
 
 FUSED = re.compile(r"(?P<experts>.*\.experts)\.(?P<kernel>gate_up_proj|down_proj)")
@@ -19,19 +19,19 @@ _SCALE, _BLOCK = "_scale_inv", (128, 128)
 _KERNELS = {"gate_up_proj": (("gate_proj", "w1"), ("up_proj", "w3")), "down_proj": (("down_proj", "w2"),)}
 
 
-def fp8(files: ModuleTensors, info: TensorInfo) -> LazyArray:
+def read_fp8(files: ModuleTensors, info: TensorInfo) -> LazyArray:
     """``quant_method: fp8``: blocks with ``weight_scale_inv`` (DeepSeek-V3; Qwen's are bfloat16) or ``scale``
     (DeepSeek-V4), or one scale per tensor (AutoFP8's ``weight_scale``; transformers' ``weight_scale_inv``)."""
     shape, ending = files.matrix(info), _ending(files)
     block = _block(files, ending)
     if block is None and not files.has(ending):
-        raise Malformed(f"{files.where(info)}: config.json has no weight_block_size, and weight_scale is missing")
+        raise MalformedTensor(f"{files.where(info)}: config.json has no weight_block_size, and weight_scale is missing")
     codes = CodeFormat("fp8", block or (FULL, FULL))
     dtypes, shapes = (_dtypes(files), [codes.scales_shape(*shape)]) if block else (FLOATS, [(), (1,), (1, 1)])
     return files.octets(codes, info, files.tensor(ending, dtypes, shapes))
 
 
-def modelopt(files: ModuleTensors, info: TensorInfo) -> LazyArray:
+def read_modelopt_fp8(files: ModuleTensors, info: TensorInfo) -> LazyArray:
     """FP8 of NVIDIA's ModelOpt, by the formulas of its ``QTensor``s. The shape of ``weight_scale`` tells the kind: one
     scale, one per output, one per block (4 dimensions), or bytes that are exponents of 32 inputs (MXFP8). Scales of
     activations are left out; a factor on inputs (NVFP4_AWQ) is refused by its tensor's name."""
@@ -50,9 +50,9 @@ def modelopt(files: ModuleTensors, info: TensorInfo) -> LazyArray:
     return files.octets(CodeFormat("fp8", tile), info, replace(scale, shape=blocks) if len(scale.shape) > 2 else scale)
 
 
-def packed(files: ModuleTensors, info: TensorInfo) -> LazyArray:
+def read_packed_fp4(files: ModuleTensors, info: TensorInfo) -> LazyArray:
     """Experts of DeepSeek-V4: ``weight [O, I / 2]`` of FP4 codes and ``scale [O, I / 32]`` of exponents."""
-    return in_pairs(files, info, MXFP4, _ending(files), ("F8_E8M0", "U8"))
+    return read_fp4(files, info, MXFP4, _ending(files), ("F8_E8M0", "U8"))
 
 
 def _block(files: ModuleTensors, ending: str) -> tuple[int, int] | None:
@@ -67,15 +67,17 @@ def _ending(files: ModuleTensors) -> str:
     """The end of the name of the scales. Raises Malformed if there are several."""
     found = [ending for ending in ("weight_scale_inv", "weight_scale", "scale") if files.has(ending)]
     if len(found) > 1:
-        raise Malformed(f"{files.module} has both {found[0]} and {found[1]}: remove one of them")
+        raise MalformedTensor(f"{files.module} has both {found[0]} and {found[1]}: remove one of them")
     return found[0] if found else "weight_scale_inv"
 
 
-def fused(files: ModuleTensors, info: TensorInfo) -> LazyArray:
+def read_fused_fp8(files: ModuleTensors, info: TensorInfo) -> LazyArray:
     """The kernels ``[E, O, I]`` of all experts in one tensor, each in blocks or with one scale. Raises Malformed."""
     files.used[info.name] = None
     if len(info.shape) != 3 or 0 in info.shape:
-        raise Malformed(f"{files.where(info)} has shape {list(info.shape)}: it must be [experts, outputs, inputs]")
+        raise MalformedTensor(
+            f"{files.where(info)} has shape {list(info.shape)}: it must be [experts, outputs, inputs]"
+        )
     (experts, outs, ins), kernel = info.shape, info.name.rpartition(".")[2]
     block = _block(files, kernel + _SCALE)
     # With one scale per expert, gate and up get a tile each, so that the tensor can be split into their kernels.
@@ -85,11 +87,11 @@ def fused(files: ModuleTensors, info: TensorInfo) -> LazyArray:
     one = files.scale(files.tensor(kernel + _SCALE, _dtypes(files), [whole]), whole)
 
     scale = one if block else one.take([0] * grid[1], 1)
-    parts = {"codes": raw(files.checkpoint, replace(info, dtype="U8")), "scale": scale}
+    parts = {"codes": plain_array(files.checkpoint, replace(info, dtype="U8")), "scale": scale}
     return files.made(codes, info.shape, parts)
 
 
-def scales_of_experts(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+def expert_scales(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
     """``….experts.N.gate_proj.weight_scale_inv`` -> its part of ``….experts.gate_up_proj_scale_inv``, for experts whose
     own weights are stored one by one."""
     found: dict[str, TensorInfo] = {}

@@ -12,8 +12,8 @@ import numpy as np
 
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.convert.arrays.lazy_array import AT_ONCE, Box, Empty, LazyArray
-from nnxmoe.convert.arrays.views import View
-from nnxmoe.convert.formats.raw import raw
+from nnxmoe.convert.arrays.tensor_parts import TensorPart
+from nnxmoe.convert.formats.plain_array import plain_array
 from nnxmoe.convert.gguf.gguf_file import GGUF, GGUFInfo, library
 from nnxmoe.convert.storage.checkpoint import Checkpoint
 from nnxmoe.layers.linear.code_format import STORAGE_DTYPES, CodeFormat
@@ -75,7 +75,7 @@ _KEPT = {
 }
 
 
-def of_gguf(checkpoint: Checkpoint) -> dict[str, LazyArray]:
+def gguf_arrays(checkpoint: Checkpoint) -> dict[str, LazyArray]:
     """Name -> lazy array. Tensors that no parameter has keep the names of the file."""
     model = GGUF.open(checkpoint.folder)
     config, _ = parse_config(checkpoint.config, checkpoint.config_file)
@@ -125,7 +125,7 @@ def _of_experts(
         read = _array(one, checkpoint)
         if half is None:
             return read
-        part = View(one.name, W(one.name).rows(half, 2), dim).of(read)
+        part = TensorPart(one.name, W(one.name).rows(half, 2), dim).of(read)
         return dataclasses.replace(part, stored=read.stored and (one.kind, one.nbytes // 2))
 
     if not w.per_expert:
@@ -138,7 +138,7 @@ def _of_experts(
 
 def _array(info: GGUFInfo, checkpoint: Checkpoint) -> LazyArray:
     """The tensor, decoded on reading if it holds blocks."""
-    octets = raw(checkpoint, info)
+    octets = plain_array(checkpoint, info)
     if info.kind in _KEPT:
         codes, places = _KEPT[info.kind]
         parts = {name: _part(octets, codes, info, name, place) for name, place in places.items()}

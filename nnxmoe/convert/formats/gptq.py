@@ -11,24 +11,24 @@ import numpy as np
 
 from nnxmoe.convert.arrays.lazy_array import LazyArray
 from nnxmoe.convert.files.safetensors import TensorInfo
-from nnxmoe.convert.formats.module_tensors import FLOATS, ModuleTensors, rounded_to, unpacked
-from nnxmoe.convert.formats.scheme import GPTQ_FORMATS, Malformed
+from nnxmoe.convert.formats.module_tensors import FLOATS, ModuleTensors, rounding_dtype, unpack_words
+from nnxmoe.convert.formats.scheme import GPTQ_FORMATS, MalformedTensor
 from nnxmoe.layers.linear.code_format import CodeFormat
 
 _AWQ_COLUMNS = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # the nibble of a word that holds each of its eight columns
 
 
-def awq(files: ModuleTensors, info: TensorInfo) -> LazyArray:
+def read_awq(files: ModuleTensors, info: TensorInfo) -> LazyArray:
     """AWQ's ``gemm``: inputs first, eight outputs to a word."""
     ins, width = files.matrix(info)
 
     def unpack(packed: np.ndarray) -> np.ndarray:
-        return unpacked(packed, 4).reshape(*packed.shape, 8)[..., _AWQ_COLUMNS].reshape(len(packed), -1).T
+        return unpack_words(packed, 4).reshape(*packed.shape, 8)[..., _AWQ_COLUMNS].reshape(len(packed), -1).T
 
     return _inputs_first(files, info, (width * 8, ins), 4, files.scheme.group_size() or ins, unpack, unpack)
 
 
-def gptq(files: ModuleTensors, info: TensorInfo) -> LazyArray:
+def read_gptq(files: ModuleTensors, info: TensorInfo) -> LazyArray:
     """GPTQ: inputs first, packed along them; zero points along the outputs, in version 1 less one."""
     tall, outs = files.matrix(info)
     bits, group = _settings(files, tall, outs)
@@ -36,10 +36,10 @@ def gptq(files: ModuleTensors, info: TensorInfo) -> LazyArray:
     less = files.scheme.one_of("checkpoint_format", GPTQ_FORMATS, "gptq") != "gptq_v2"
 
     def unpack(packed: np.ndarray) -> np.ndarray:
-        return unpacked(packed.T, bits)[:, :ins]
+        return unpack_words(packed.T, bits)[:, :ins]
 
     def unpack_zero(packed: np.ndarray) -> np.ndarray:
-        return (unpacked(packed, bits)[:, :outs] + np.uint8(less) & np.uint8(limit)).T
+        return (unpack_words(packed, bits)[:, :outs] + np.uint8(less) & np.uint8(limit)).T
 
     order = _order(files, ins, group)
     return _inputs_first(files, info, (outs, ins), bits, group, unpack, unpack_zero, order)
@@ -73,11 +73,11 @@ def _order(files: ModuleTensors, ins: int, group: int) -> np.ndarray | None:
     groups = -(-ins // group)
     if found.min() < 0 or found.max() >= groups:
         bad = int(found.min() if found.min() < 0 else found.max())
-        raise Malformed(f"{files.where(info)}: group {bad} does not exist: there are {groups}")
+        raise MalformedTensor(f"{files.where(info)}: group {bad} does not exist: there are {groups}")
     counts = np.bincount(found, minlength=groups)
     if (counts[:-1] != group).any():
         bad = int(np.argmax(counts != group))
-        raise Malformed(f"{files.where(info)}: group {bad} has {counts[bad]} inputs: it must have {group}")
+        raise MalformedTensor(f"{files.where(info)}: group {bad} has {counts[bad]} inputs: it must have {group}")
     settings = files.scheme.fields
     wanted = settings.get("desc_act") is True and settings.get("static_groups") is not True and groups > 1
     return np.argsort(found, kind="stable").astype(np.int32) if wanted or (np.diff(found) < 0).any() else None
@@ -99,7 +99,7 @@ def _inputs_first(
     files.tensor("qweight", ("I32",))
     scale = files.tensor("scales", FLOATS, [(groups, outs)])
     zero = files.tensor("qzeros", ("I32",), [(groups, -(-outs * bits // 32))])
-    codes = CodeFormat("int4" if bits == 4 else "int8", (1, group), rounded_to(scale))
+    codes = CodeFormat("int4" if bits == 4 else "int8", (1, group), rounding_dtype(scale))
 
     def rows_of(stored: LazyArray, rows: slice) -> np.ndarray:
         found = unpack(np.asarray(stored))[rows]

@@ -11,13 +11,13 @@ from jaxtyping import Shaped, UInt8
 
 from nnxmoe.convert.arrays.lazy_array import AT_ONCE, Box, Empty, LazyArray
 from nnxmoe.convert.files.safetensors import TensorInfo
-from nnxmoe.convert.formats.raw import raw
-from nnxmoe.convert.formats.scheme import Malformed, Scheme
+from nnxmoe.convert.formats.plain_array import plain_array
+from nnxmoe.convert.formats.scheme import MalformedTensor, QuantizationScheme
 from nnxmoe.convert.storage.checkpoint import Checkpoint
 from nnxmoe.layers.linear.code_format import STORAGE_DTYPES, CodeFormat
 
 # Endings of scales and zero points of activations and caches, which are not quantised here.
-OF_ACTIVATIONS = tuple(
+ACTIVATION_SCALES = tuple(
     f".{of}_{kind}"
     for of in ("input", "output", "q", "k", "v", "kv")
     for kind in ("scale", "global_scale", "zero_point")
@@ -33,7 +33,9 @@ _SCALES |= dict.fromkeys(("F8_E8M0", "U8", "F8_E4M3"), "float32")
 class ModuleTensors:
     """The tensors whose names begin with ``module``; ``used`` collects those that were asked for."""
 
-    def __init__(self, module: str, tensors: Mapping[str, TensorInfo], scheme: Scheme, checkpoint: Checkpoint | None):
+    def __init__(
+        self, module: str, tensors: Mapping[str, TensorInfo], scheme: QuantizationScheme, checkpoint: Checkpoint | None
+    ):
         self.module, self.tensors, self.scheme, self.checkpoint = module, tensors, scheme, checkpoint
         self.used: dict[str, None] = {}
 
@@ -45,14 +47,14 @@ class ModuleTensors:
         """Take a tensor of the module after checking its dtype and shape. Raises Malformed."""
         info = self.tensors.get(f"{self.module}.{ending}")
         if info is None:
-            raise Malformed(f"{self.module}.{ending} is missing: the codes of {self.module} need it")
+            raise MalformedTensor(f"{self.module}.{ending} is missing: the codes of {self.module} need it")
         self.used[info.name] = None
         if info.dtype not in dtypes:
-            raise Malformed(f"{self.where(info)} is {info.dtype}: it must be {' or '.join(dtypes)}")
+            raise MalformedTensor(f"{self.where(info)} is {info.dtype}: it must be {' or '.join(dtypes)}")
         if shapes is not None and info.shape not in shapes:
             wanted = " or ".join(str(list(shape)) for shape in shapes)
             what = "its scales must be" if "scale" in ending else "it must be"
-            raise Malformed(f"{self.where(info)} has shape {list(info.shape)}: {what} {wanted}")
+            raise MalformedTensor(f"{self.where(info)} has shape {list(info.shape)}: {what} {wanted}")
         return info
 
     def has(self, ending: str) -> bool:
@@ -67,7 +69,7 @@ class ModuleTensors:
         """The shape of codes. Raises Malformed unless there are two dimensions."""
         self.used[info.name] = None
         if len(info.shape) != 2 or 0 in info.shape:
-            raise Malformed(f"{self.where(info)}: quantised weights have two dimensions, got {list(info.shape)}")
+            raise MalformedTensor(f"{self.where(info)}: quantised weights have two dimensions, got {list(info.shape)}")
         return info.shape[0], info.shape[1]
 
     def scale(
@@ -77,7 +79,7 @@ class ModuleTensors:
         ``allowed``: AutoRound makes negative scales, to use the code -8 for the largest weight of either sign; scales
         in FP8 that are too small for it are zero."""
         dtype = jnp.dtype(_SCALES[info.dtype])
-        stored, compare = raw(self.checkpoint, info), _ALLOWED[allowed]
+        stored, compare = plain_array(self.checkpoint, info), _ALLOWED[allowed]
 
         def read(box: Box, empty: Empty) -> np.ndarray:
             at_once = turned or info.shape != grid
@@ -93,7 +95,7 @@ class ModuleTensors:
                 at = tuple(int(i) for i in np.argwhere(~valid)[0])
                 tile = [part.start + i for part, i in zip(box, at, strict=True)]
                 wanted = f"it must be finite and {allowed}"
-                raise Malformed(f"{self.where(info)} has a scale of {values[at]} at tile {tile}: {wanted}")
+                raise MalformedTensor(f"{self.where(info)} has a scale of {values[at]} at tile {tile}: {wanted}")
             return found
 
         return dataclasses.replace(stored, shape=grid, dtype=dtype, read_box=read)
@@ -103,7 +105,7 @@ class ModuleTensors:
         try:
             codes.check_inputs(shape[-1])
         except ValueError as error:
-            raise Malformed(f"{self.module}: {error}") from None
+            raise MalformedTensor(f"{self.module}: {error}") from None
         named = {name for kind, part in parts.items() if kind != "codes" for name in part.tensors}
         rest = tuple(name for name in self.used if name not in named)
         first = dataclasses.replace(parts["codes"], tensors=rest)
@@ -114,7 +116,9 @@ class ModuleTensors:
     ) -> LazyArray:
         """The weight of codes of a byte each, as they are in the file; ``more``: parts beside codes and scales."""
         shape = self.matrix(info)
-        stored = raw(self.checkpoint, dataclasses.replace(info, dtype="I8" if codes.code_dtype == "int8" else "U8"))
+        stored = plain_array(
+            self.checkpoint, dataclasses.replace(info, dtype="I8" if codes.code_dtype == "int8" else "U8")
+        )
         scales = self.scale(scale, codes.scales_shape(*shape), allowed=allowed)
         return self.made(codes, shape, {"codes": stored, "scale": scales, **more})
 
@@ -123,7 +127,7 @@ class ModuleTensors:
     ) -> LazyArray:
         """Packed codes of a weight of this shape. ``unpack`` returns some rows of it, unsigned, one code per element;
         ``block``: efficient size of a read, in bytes."""
-        stored = raw(self.checkpoint, info)
+        stored = plain_array(self.checkpoint, info)
 
         def read(box: Box, empty: Empty) -> np.ndarray:
             found = np.ascontiguousarray(unpack(stored, box[0]))
@@ -136,20 +140,22 @@ class ModuleTensors:
     ) -> LazyArray:
         """Packed zero points of the codes of a weight of this shape. ``unpack`` returns all of them, unsigned."""
         change = unpack if codes.is_packed else lambda packed: _signed(np.ascontiguousarray(unpack(packed)))
-        return raw(self.checkpoint, info).mapped(codes.scales_shape(*shape), STORAGE_DTYPES[codes.code_dtype], change)
+        return plain_array(self.checkpoint, info).mapped(
+            codes.scales_shape(*shape), STORAGE_DTYPES[codes.code_dtype], change
+        )
 
     def zero_numbers(self, info: TensorInfo, grid: tuple[int, int]) -> LazyArray:
         """Zero points of int8 codes, one number each."""
 
         def checked(found: np.ndarray) -> np.ndarray:
             if found.min() < -128 or found.max() > 127:
-                raise Malformed(f"{self.where(info)}: zero points must lie in -128 … 127")
+                raise MalformedTensor(f"{self.where(info)}: zero points must lie in -128 … 127")
             return found.astype(np.int8).reshape(grid)
 
-        return raw(self.checkpoint, info).mapped(grid, np.dtype(np.int8), checked)
+        return plain_array(self.checkpoint, info).mapped(grid, np.dtype(np.int8), checked)
 
 
-def unpacked(words: Shaped[np.ndarray, "... W"], bits: int) -> UInt8[np.ndarray, "... N"]:
+def unpack_words(words: Shaped[np.ndarray, "... W"], bits: int) -> UInt8[np.ndarray, "... N"]:
     """The unsigned numbers of 4 or 8 bits in little-endian 32-bit words, the lowest bits first, as the readers of
     compressed-tensors (``compressors/pack_quantized``), AutoGPTQ and GPTQModel (``nn_modules/qlinear``) have them."""
     octets = np.ascontiguousarray(words).view(np.uint8)
@@ -163,7 +169,7 @@ def _signed(codes: UInt8[np.ndarray, "..."]) -> Shaped[np.ndarray, "..."]:
     return (codes ^ 128).view(np.int8)
 
 
-def rounded_to(scale: TensorInfo) -> str | None:
+def rounding_dtype(scale: TensorInfo) -> str | None:
     """The tools compute weights in the dtype of the scales."""
     dtype = _SCALES[scale.dtype]
     return None if dtype == "float32" else dtype

@@ -13,14 +13,14 @@ from nnxmoe.config.printable import short
 from nnxmoe.convert.arrays.lazy_array import AT_ONCE, Box, Empty, LazyArray
 from nnxmoe.convert.files.safetensors import TensorInfo
 from nnxmoe.convert.formats.module_tensors import ModuleTensors
-from nnxmoe.convert.formats.raw import raw
-from nnxmoe.convert.formats.scheme import Malformed
+from nnxmoe.convert.formats.plain_array import plain_array
+from nnxmoe.convert.formats.scheme import MalformedTensor
 from nnxmoe.layers.linear.code_format import NF4, CodeFormat
 
 _STATE = "quant_state.bitsandbytes__nf4"
 
 
-def nf4(files: ModuleTensors, info: TensorInfo) -> LazyArray:
+def read_nf4(files: ModuleTensors, info: TensorInfo) -> LazyArray:
     """bitsandbytes' NF4: the flat weight, the first of two codes in the high bits; blocks of 64 share a scale,
     which itself may be one of 256 levels.
 
@@ -32,13 +32,13 @@ def nf4(files: ModuleTensors, info: TensorInfo) -> LazyArray:
     shape, block = tuple(state["shape"]), state["blocksize"]
     octets, size = -(-math.prod(shape) // 2), info.numpy_dtype.itemsize
     if info.shape != (-(-octets // size), 1):
-        raise Malformed(
+        raise MalformedTensor(
             f"{files.where(info)} has shape {list(info.shape)}: {list(shape)} needs {[-(-octets // size), 1]}"
         )
     info = dataclasses.replace(info, dtype="U8", shape=(info.nbytes, 1))
     levels = files.values(files.tensor("weight.quant_map", ("F32",), [(16,)]))
     if levels is not None and not np.array_equal(levels, NF4):
-        raise Malformed(f"{files.module}.weight.quant_map has other levels than those of NF4")
+        raise MalformedTensor(f"{files.module}.weight.quant_map has other levels than those of NF4")
     codes = CodeFormat("nf4", (1, math.gcd(shape[1], block)), str(state["dtype"]))
 
     def unpack(stored: LazyArray, rows: slice) -> np.ndarray:
@@ -50,7 +50,9 @@ def nf4(files: ModuleTensors, info: TensorInfo) -> LazyArray:
     scale = _scales(files, state, codes)
     if not codes.tile[1] % 2:
         return files.made(codes, shape, {"codes": files.codes(codes, shape, info, unpack), "scale": scale})
-    stored = raw(files.checkpoint, info)  # two codes of an odd row cannot share a byte, so the weight becomes floats
+    stored = plain_array(
+        files.checkpoint, info
+    )  # two codes of an odd row cannot share a byte, so the weight becomes floats
 
     def read(box: Box, empty: Empty) -> np.ndarray:
         return (NF4[unpack(stored, box[0])] * np.asarray(scale)[box[0]])[:, box[1]].astype(dtype)
@@ -62,7 +64,7 @@ def nf4(files: ModuleTensors, info: TensorInfo) -> LazyArray:
 def _state(files: ModuleTensors) -> dict[str, Any]:
     data = files.values(info := files.tensor(f"weight.{_STATE}", ("U8",)))
     if data is None:
-        raise Malformed(f"{files.where(info)}: the shape of NF4 weights is in the file: download it first")
+        raise MalformedTensor(f"{files.where(info)}: the shape of NF4 weights is in the file: download it first")
     try:
         state = json.loads(data.tobytes())
         shape, block, dtype = state["shape"], state["blocksize"], state["dtype"]
@@ -70,7 +72,7 @@ def _state(files: ModuleTensors) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, RecursionError):
         state, fine, dtype = {}, False, ""
     if not fine or state.get("quant_type") != "nf4" or dtype not in ("float32", "bfloat16", "float16"):
-        raise Malformed(f"{files.where(info)} is not a description of NF4: {short(data.tobytes()[:200])}")
+        raise MalformedTensor(f"{files.where(info)} is not a description of NF4: {short(data.tobytes()[:200])}")
     return state
 
 
@@ -84,7 +86,7 @@ def _scales(files: ModuleTensors, state: Mapping[str, Any], codes: CodeFormat) -
     used, coarse, offset = [flat], state.get("nested_blocksize", 0), state.get("nested_offset")
     if nested:
         if type(coarse) is not int or coarse < 1 or not (isinstance(offset, int | float) and math.isfinite(offset)):
-            raise Malformed(f"{files.module}.weight.{_STATE} lacks nested_blocksize or nested_offset")
+            raise MalformedTensor(f"{files.module}.weight.{_STATE} lacks nested_blocksize or nested_offset")
         used.append(files.tensor("weight.nested_quant_map", ("F32",), [(256,)]))
         used.append(files.tensor("weight.nested_absmax", ("F32",), [(-(-count // coarse),)]))
 
@@ -100,7 +102,7 @@ def _scales(files: ModuleTensors, state: Mapping[str, Any], codes: CodeFormat) -
         starts = np.arange(outs)[box[0], None] * ins + np.arange(grid[1])[None, box[1]] * codes.tile[1]
         found = values()[starts // block]
         if not np.isfinite(found).all():  # double quantisation rounds the scales of zeros to either side of zero
-            raise Malformed(f"{files.where(flat)}: scales must be finite")
+            raise MalformedTensor(f"{files.where(flat)}: scales must be finite")
         return found
 
     tensors = (f"{files.module}.weight.quant_map", *(info.name for info in used))

@@ -7,7 +7,7 @@ from typing import Any
 
 from nnxmoe.config.printable import short
 from nnxmoe.convert.files.errors import CheckpointError
-from nnxmoe.convert.storage.checkpoint_source import spellings
+from nnxmoe.convert.storage.find_checkpoint import module_spellings
 
 METHODS = {
     "fp8": "FP8 in blocks, as DeepSeek-V3 and V4, or per tensor",
@@ -45,22 +45,22 @@ _PACKINGS = {"auto_round:auto_gptq": _GPTQ, "auto_round:gptq": _GPTQ, "auto_roun
 _PACKINGS |= {"auto_round": _GPTQ_V2, "auto_round:auto_awq": _AWQ, "auto_round:awq": _AWQ}
 
 
-class Malformed(CheckpointError):
+class MalformedTensor(CheckpointError):
     """Raised for one tensor that is stored wrongly; loading lists all of them."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Scheme:
+class QuantizationScheme:
     """The settings. ``method``: a key of `METHODS`; empty without quantization. ``where``: the file, for messages.
     ``groups``: those of compressed-tensors, the modules of each and how their weights are stored."""
 
     method: str
     fields: Mapping[str, Any]
     where: str
-    groups: tuple[tuple[list[str], "Weights"], ...] = ()
+    groups: tuple[tuple[list[str], "WeightScheme"], ...] = ()
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], where: str) -> "Scheme":
+    def of(cls, config: Mapping[str, Any], where: str) -> "QuantizationScheme":
         """Parse a config.json. Raises CheckpointError for quantisations that cannot be read."""
         fields, where = config.get("quantization_config"), f"{where}: quantization_config"
         if fields is None:
@@ -93,12 +93,12 @@ class Scheme:
             raise CheckpointError(f"{made.where}: dynamic must be an object, got {short(dynamic)}")
         return made
 
-    def _repacked(self) -> "Scheme":
+    def _repacked(self) -> "QuantizationScheme":
         """AutoRound's settings as those of the tool with its packing; the tensors show what ``extra_config`` sets."""
         self.one_of("data_type", ("int",), "int")
         packing = self.one_of("packing_format", tuple(_PACKINGS), "auto_round:gptq")
         fields = {"bits": 4, **self.fields, "dynamic": self.fields.get("extra_config"), **_PACKINGS[packing]}
-        return Scheme(fields["quant_method"], fields, f"{self.where} of AutoRound")
+        return QuantizationScheme(fields["quant_method"], fields, f"{self.where} of AutoRound")
 
     def check_use(self, count: int) -> None:
         """Raise CheckpointError if the settings are for quantised weights and there are none."""
@@ -141,17 +141,17 @@ class Scheme:
             raise CheckpointError(f"{self.where}: {name} must be two positive integers, got {short(value)}")
         return value[0], value[1]
 
-    def weights(self, module: str) -> "Weights":
+    def weights(self, module: str) -> "WeightScheme":
         """Settings of compressed-tensors for the weight of a module. Raises Malformed if no group matches it."""
         found = [(_nearness(target, module), weights) for targets, weights in self.groups for target in targets]
         rank, weights = max(found, key=lambda pair: pair[0], default=(0, None))
         if not rank or weights is None:
-            raise Malformed(f"{module} is quantised, but no group of config_groups names it in its targets")
+            raise MalformedTensor(f"{module} is quantised, but no group of config_groups names it in its targets")
         return weights
 
 
 @dataclasses.dataclass(frozen=True)
-class Weights:
+class WeightScheme:
     """Settings of compressed-tensors for some weights. ``size``: of a group of inputs; ``block``: rows and columns;
     ``symmetric``: without zero points; ``floats``: codes are FP8 or FP4, not integers."""
 
@@ -163,7 +163,7 @@ class Weights:
     floats: bool
 
     @classmethod
-    def of(cls, fields: Mapping[str, Any], scheme: Scheme) -> "Weights":
+    def of(cls, fields: Mapping[str, Any], scheme: QuantizationScheme) -> "WeightScheme":
         """Parse ``config_groups.*.weights``, with the library's defaults. Raises CheckpointError for unsupported
         settings."""
         bits, strategy, size = fields.get("num_bits", 8), fields.get("strategy"), fields.get("group_size")
@@ -206,7 +206,7 @@ def _with_older_names(method: str, fields: Mapping[str, Any]) -> Mapping[str, An
 
 def _nearness(target: str, module: str) -> int:
     """Rank of a target that matches a module: 3 by name, 2 by regular expression, 1 by class; 0: no match."""
-    names = spellings(module)
+    names = module_spellings(module)
     if target in names:
         return 3
     if target.startswith("re:"):
@@ -214,7 +214,7 @@ def _nearness(target: str, module: str) -> int:
     return int(target == "Linear")
 
 
-def _groups(scheme: Scheme) -> tuple[tuple[list[str], Weights], ...]:
+def _groups(scheme: QuantizationScheme) -> tuple[tuple[list[str], WeightScheme], ...]:
     """The groups of compressed-tensors. Raises CheckpointError for malformed ones."""
     groups, found = scheme.fields.get("config_groups"), []
     if not isinstance(groups, Mapping):
@@ -237,12 +237,12 @@ def _groups(scheme: Scheme) -> tuple[tuple[list[str], Weights], ...]:
                 f"{where}: format {short(group['format'])} is not supported; supported: {', '.join(_FORMATS)}"
             )
         if weights is not None:  # null or absent: a group for activations or caches
-            found.append((targets, Weights.of(weights, scheme)))
+            found.append((targets, WeightScheme.of(weights, scheme)))
     _refuse_rotations(scheme)
     return tuple(found)
 
 
-def _refuse_rotations(scheme: Scheme) -> None:
+def _refuse_rotations(scheme: QuantizationScheme) -> None:
     """Raise CheckpointError for transforms of activations at run time; those of weights are in the stored weights."""
     where, fields = f"{scheme.where}: transform_config", scheme.fields.get("transform_config") or {}
     try:

@@ -18,8 +18,8 @@ from typing import Any, Self
 
 from nnxmoe.config.printable import short
 from nnxmoe.convert.files.errors import CheckpointError
-from nnxmoe.convert.files.reading import GGUF_MAGIC, refuse_lfs_pointer, regular_file
 from nnxmoe.convert.files.safetensors import DTYPES, TensorInfo
+from nnxmoe.convert.files.untrusted_files import GGUF_MAGIC, refuse_lfs_pointer, stat_regular_file
 from nnxmoe.runtime.extras import install_command
 
 MAX_HEADER = 256_000_000  # bytes; the vocabulary of Gemma takes 6 MB
@@ -150,7 +150,7 @@ class _Reader:
 
 @functools.lru_cache(maxsize=4)
 def _header(path: Path, _modified: int) -> tuple[Mapping[str, Any], Mapping[str, GGUFInfo]]:
-    size = regular_file(path, "download it again", CheckpointError).st_size
+    size = stat_regular_file(path, "download it again", CheckpointError).st_size
     try:
         with open(path, "rb") as file:
             refuse_lfs_pointer(path, file.read(128), CheckpointError)

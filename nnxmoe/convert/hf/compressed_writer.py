@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from nnxmoe.config.printable import plain
-from nnxmoe.convert.arrays.checkpoint_layout import Leaf
+from nnxmoe.convert.arrays.array_layout import ArrayLayout
 from nnxmoe.convert.arrays.lazy_array import LazyArray
-from nnxmoe.convert.arrays.views import joined
+from nnxmoe.convert.arrays.tensor_parts import join_parts
 from nnxmoe.convert.files.errors import CheckpointError
 from nnxmoe.convert.formats import fp4
-from nnxmoe.convert.hf.hf_layout import layout
+from nnxmoe.convert.hf.tensor_layout import tensor_layout
 from nnxmoe.layers.linear.code_format import FP8, FULL, CodeFormat
 from nnxmoe.layers.linear.quantized import ARRAYS, QuantizedWeight
 from nnxmoe.model.causal_lm import CausalLM
@@ -28,15 +28,15 @@ _FORMATS |= {("int", 8): "pack-quantized", ("int", 4): "pack-quantized"}
 WHAT = "which compressed-tensors cannot store: make it a float first with nnxmoe.dequantize(model)"
 
 
-def compressed(
-    model: CausalLM, leaves: Mapping[str, Leaf], arrays: Mapping[str, LazyArray]
+def compress_tensors(
+    model: CausalLM, leaves: Mapping[str, ArrayLayout], arrays: Mapping[str, LazyArray]
 ) -> tuple[dict[str, LazyArray], dict[str, Any] | None]:
     """The tensors to write for the arrays of a layout, and the ``quantization_config`` of config.json; None without
     quantised kernels. Raises CheckpointError for codes that the format does not have."""
     kinds = {(*place.path, "codes"): place.weight.format for place in quantized_kernels(model)}
     fused = all(len(array.shape) == 3 for name, array in arrays.items() if name.endswith(".codes"))
     if kinds and fused and all(kind == fp4.MXFP4 for kind in kinds.values()):
-        return fp4.in_blocks(arrays, leaves), fp4.GPT_OSS
+        return fp4.gpt_oss_tensors(arrays, leaves), fp4.GPT_OSS
     found, groups = dict(arrays), dict[str, list[str]]()
     for name, leaf in leaves.items():
         codes = kinds.get(leaf.parts[0].path)
@@ -58,14 +58,14 @@ def compressed(
         settings = _settings(codes, codes.input_count(parts["codes"]), "zero" in parts)
         groups.setdefault(json.dumps(settings, sort_keys=True), []).append(module)
     views = {name: leaf.part_of for name, leaf in leaves.items()}
-    return joined(found, views), _config(model, groups) if groups else None
+    return join_parts(found, views), _config(model, groups) if groups else None
 
 
 def _stored(codes: CodeFormat, parts: Mapping[str, LazyArray]) -> dict[str, LazyArray]:
     """The tensors of a kernel, by the ends of their names."""
     kept, bits = parts["codes"], codes.bits
     if codes.code_dtype == "fp4":
-        return {"weight_packed": fp4.as_pairs(kept), "weight_scale": fp4.as_exponents(parts["scale"])}
+        return {"weight_packed": fp4.pack_nibbles(kept), "weight_scale": fp4.to_exponents(parts["scale"])}
     # Readers round weights to the dtype of the scales, so that those of weights that are not rounded are float32.
     scale = parts["scale"] if codes.round_dtype is not None else parts["scale"].cast(np.dtype(np.float32))
     if codes.tile[0] == FULL and scale.shape == (1, 1):  # that of a whole tensor is a vector
@@ -123,7 +123,7 @@ def _config(model: CausalLM, groups: Mapping[str, list[str]]) -> dict[str, Any]:
     formats = {group["format"] for group in made.values()}
     # Linear maps that stay floats: routers, and kernels that are not quantised.
     keys = {place.key for place in quantizable_kernels(model) if not isinstance(place.weight, QuantizedWeight)}
-    linear = [name for name, leaf in layout(model).items() if leaf.key in keys or ".router.kernel" in leaf.key]
+    linear = [name for name, leaf in tensor_layout(model).items() if leaf.key in keys or ".router.kernel" in leaf.key]
     floats = [name.removesuffix(".weight") for name in linear]
     return {
         "quant_method": "compressed-tensors",

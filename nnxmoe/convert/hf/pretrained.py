@@ -18,23 +18,31 @@ from nnxmoe.axes import keeps_dtype
 from nnxmoe.config.arguments import refuses_unknown
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.printable import parse_bytes, some
+from nnxmoe.convert.arrays.config_mismatch import refuse_config_mismatch
 from nnxmoe.convert.arrays.dtypes import float_dtype
 from nnxmoe.convert.arrays.lazy_array import LazyArray, LazyArrays
-from nnxmoe.convert.arrays.lazy_leaves import arrays_of
-from nnxmoe.convert.arrays.misfit import refuse_misfit
-from nnxmoe.convert.arrays.report import LoadReport
-from nnxmoe.convert.arrays.restore import restore
-from nnxmoe.convert.arrays.views import with_views
+from nnxmoe.convert.arrays.load_model import load_model
+from nnxmoe.convert.arrays.load_report import LoadReport
+from nnxmoe.convert.arrays.model_arrays import model_arrays
+from nnxmoe.convert.arrays.tensor_parts import split_tensors
 from nnxmoe.convert.files.errors import CheckpointError
 from nnxmoe.convert.files.safetensors import TensorInfo, dtype_code
-from nnxmoe.convert.hf.compressed_writer import compressed
-from nnxmoe.convert.hf.hf_layout import EMBED, HEAD, copies, empty, judge, layout, refuse_unjustified
-from nnxmoe.convert.hf.quantize import keep, quantize_on_reading
-from nnxmoe.convert.hf.side_files import generation_fields, write_side_files
-from nnxmoe.convert.hf.stored_tensors import stored
+from nnxmoe.convert.hf.auxiliary_files import generation_fields, write_auxiliary_files
+from nnxmoe.convert.hf.compressed_writer import compress_tensors
+from nnxmoe.convert.hf.quantized_loading import keep_codes, quantize_while_loading
+from nnxmoe.convert.hf.tensor_arrays import tensor_arrays
+from nnxmoe.convert.hf.tensor_layout import (
+    EMBED,
+    HEAD,
+    empty_tensors,
+    refuse_oversized_config,
+    repeated_tensors,
+    report_tensors,
+    tensor_layout,
+)
 from nnxmoe.convert.storage.checkpoint import Checkpoint
 from nnxmoe.convert.storage.multihost import shared_folder
-from nnxmoe.convert.storage.write import Tensors, write_shares
+from nnxmoe.convert.storage.write_safetensors import Tensors, write_sharded
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.quantization.methods import Method, Mixed, check_quantize_options
 from nnxmoe.model.strategy import Strategy, with_mesh
@@ -85,21 +93,23 @@ def from_pretrained(
                 f"or nnxmoe.from_pretrained, not {expect.__name__}.from_pretrained"
             )
         where = checkpoint.config_file
-        found = with_views(kind.hf_names(config), stored(checkpoint.tensors, checkpoint.config, where, checkpoint))
-        refuse_unjustified(config, found, where)
+        found = split_tensors(
+            kind.hf_names(config), tensor_arrays(checkpoint.tensors, checkpoint.config, where, checkpoint)
+        )
+        refuse_oversized_config(config, found, where)
         model = kind(config, strategy, rngs=None, mtp=mtp)
         model.generation_config, more = generation_fields(checkpoint.folder, config)
         notes += (*more, *_other_copies(model, checkpoint), *checkpoint.notes)
         error = None
         if keep_quantized:
-            found = keep(model, found)
+            found = keep_codes(model, found)
         elif quantize is not None:
-            found, error = quantize_on_reading(model, found, quantize, dtype)
+            found, error = quantize_while_loading(model, found, quantize, dtype)
         report = LoadReport(os.fspath(path_or_hub_id), notes=notes, files=str(checkpoint.folder), revision=revision)
-        leaves = layout(model, found)
+        leaves = tensor_layout(model, found)
         misfit = f"{report.source}: the tensors do not fit config.json ({config.model_type})"
         remedy = "\nCheck that config.json belongs to these files and that all of them are here."
-        restore(model, leaves, found, dtype, judge(model, leaves, found, report), misfit, remedy)
+        load_model(model, leaves, found, dtype, report_tensors(model, leaves, found, report), misfit, remedy)
         if error is not None:
             model.load_report = dataclasses.replace(model.load_report, quantization_error=error.relative)
         return model
@@ -132,7 +142,7 @@ def _other_copies(model: CausalLM, checkpoint: Checkpoint) -> list[str]:
     found = checkpoint.tensors
     odd = [
         f"{name} differs from {main}"
-        for name, main in copies(model, found).items()
+        for name, main in repeated_tensors(model, found).items()
         if {name, main} <= found.keys() and not checkpoint.same(name, main)
     ]
     return [f"{some(odd)}, which is used instead"] if odd else []
@@ -162,7 +172,7 @@ def save_pretrained(
     except ValueError as error:
         raise ValueError(f"max_shard_size {error}") from None
     kind = float_dtype(dtype)
-    refuse_misfit(model)
+    refuse_config_mismatch(model)
     if model.load_report is not None and model.load_report.towers:
         left = ", ".join(model.load_report.towers)
         logger.warning("%s: the text model is written; %s of %s are not", folder, left, model.load_report.source)
@@ -172,8 +182,8 @@ def save_pretrained(
         if jax.process_index() == 0:
             more = {"quantization_config": quantization, "model_type": model.config.saved_type}
             more = {name: value for name, value in more.items() if value is not None}
-            write_side_files(stage, model, model.config.folded()[0], kind, more)
-        write_shares(stage, _shares(found, bar), size, process=jax.process_index())
+            write_auxiliary_files(stage, model, model.config.folded()[0], kind, more)
+        write_sharded(stage, _shares(found, bar), size, process=jax.process_index())
 
 
 def arrays(model: CausalLM) -> dict[str, LazyArray]:
@@ -183,17 +193,17 @@ def arrays(model: CausalLM) -> dict[str, LazyArray]:
 
 def _tensors(model: CausalLM, dtype: np.dtype | None) -> tuple[dict[str, LazyArray], Any]:
     """The tensors of a saved model, with the copies that prediction layers have, and its quantization_config."""
-    leaves = layout(model, times=model.config.folded()[1])
-    leaves |= {name: leaves[main] for name, main in copies(model, leaves).items()}
+    leaves = tensor_layout(model, times=model.config.folded()[1])
+    leaves |= {name: leaves[main] for name, main in repeated_tensors(model, leaves).items()}
     leaves = {re.sub(r"^model\.", model.hub_root, name): leaf for name, leaf in leaves.items()}
-    found = arrays_of(leaves)
+    found = model_arrays(leaves)
     for name, leaf in leaves.items():
         if isinstance(leaf.parts[0].variable, TokenExpertTable):
             found[name] = found[name].cast(np.dtype(np.int64))  # as torch has integers
         elif dtype is not None and not keeps_dtype(leaf.parts[0].variable):
             found[name] = found[name].cast(dtype)
-    found, quantization = compressed(model, leaves, found)
-    return found | empty(model), quantization
+    found, quantization = compress_tensors(model, leaves, found)
+    return found | empty_tensors(model), quantization
 
 
 def _shares(found: LazyArrays, bar: Any) -> list[tuple[int | None, Tensors]]:

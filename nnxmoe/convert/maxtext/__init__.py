@@ -1,6 +1,6 @@
 """Conversion from and to MaxText's layout: nested dicts with its names and shapes, and its Orbax checkpoints.
 
-`nnxmoe.convert.maxtext.maxtext_layout` says how it differs from ours.
+`nnxmoe.convert.maxtext.layout` says how it differs from ours.
 """
 
 import dataclasses
@@ -18,19 +18,33 @@ from jax.sharding import Mesh
 
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.printable import some
-from nnxmoe.convert.arrays.checkpoint_layout import QUERY, Leaf
+from nnxmoe.convert.arrays.array_layout import QUERY, ArrayLayout
+from nnxmoe.convert.arrays.config_mismatch import refuse_config_mismatch
 from nnxmoe.convert.arrays.dtypes import float_dtype
 from nnxmoe.convert.arrays.lazy_array import LazyArray, LazyArrays
-from nnxmoe.convert.arrays.misfit import refuse_misfit
-from nnxmoe.convert.arrays.report import LoadReport
-from nnxmoe.convert.arrays.restore import abstract, check_config, checked, restore, unless_cast
+from nnxmoe.convert.arrays.load_model import (
+    abstract_model,
+    check_config,
+    compare_arrays,
+    fold_query_scale_if_cast,
+    load_model,
+)
+from nnxmoe.convert.arrays.load_report import LoadReport
 from nnxmoe.convert.files.errors import CheckpointError
-from nnxmoe.convert.files.reading import absolute
-from nnxmoe.convert.hf.side_files import read_generation_config, write_side_files
+from nnxmoe.convert.files.untrusted_files import absolute_path
+from nnxmoe.convert.hf.auxiliary_files import read_generation_config, write_auxiliary_files
 from nnxmoe.convert.maxtext import orbax_folder
-from nnxmoe.convert.maxtext.maxtext_layout import EMBED, KEY, arrays, changes, layout, ours, scanned
-from nnxmoe.convert.maxtext.maxtext_trees import Tree, check_arrays, nested, without_states
-from nnxmoe.convert.storage.checkpoint_source import find_config
+from nnxmoe.convert.maxtext.array_trees import Tree, check_arrays, flatten_tree, split_off_states
+from nnxmoe.convert.maxtext.layout import (
+    EMBED,
+    KEY,
+    from_maxtext,
+    is_scanned,
+    maxtext_arrays,
+    maxtext_layout,
+    value_changes,
+)
+from nnxmoe.convert.storage.find_checkpoint import read_config_fields
 from nnxmoe.convert.storage.multihost import shared_folder
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.strategy import Strategy
@@ -51,7 +65,7 @@ _NO_ITEM = re.compile(r"^\d+$|\.orbax-checkpoint-tmp")  # a step, or what an int
 
 def roundings(model: CausalLM, found: LazyArrays) -> list[str]:
     """List the tensors that are rounded below float32's precision when a model is written as these MaxText arrays."""
-    narrow, change = {a.dtype for a in found.values()} - {np.dtype(np.float32)}, changes(model)
+    narrow, change = {a.dtype for a in found.values()} - {np.dtype(np.float32)}, value_changes(model)
     factors = [("queries divided", change[QUERY].over), ("embeddings multiplied", change[EMBED].times)]
     kinds = ", ".join(sorted(map(str, narrow)))
     inexact = [(what, factor) for what, factor in factors if narrow and math.frexp(factor)[0] != 0.5]
@@ -70,7 +84,7 @@ def to_tree(model: CausalLM, scan_layers: bool = True, dtype: Any = None) -> dic
     Queries are divided in float32 and rounded once. The result is exact if sqrt(head width) is a power of two; for a
     bfloat16 model use ``dtype=float32`` to avoid the rounding.
     """
-    found = arrays(model, scan_layers, dtype)
+    found = maxtext_arrays(model, scan_layers, dtype)
     _warn_of_rounding(model, found)
     made = {name: array.joined() if array.joined else np.asarray(array) for name, array in found.items()}
     return {"params": unflatten_dict(made, sep="/")}
@@ -92,7 +106,7 @@ def from_tree(
     Raises CheckpointError (a ValueError) that lists all missing and unexpected arrays, and all shapes that differ from
     the config's. ValueError unless ``tree`` is a tree of arrays.
     """
-    found, skipped = without_states(nested(tree))
+    found, skipped = split_off_states(flatten_tree(tree))
     check_arrays(found)
     if empty := [name for name, leaf in found.items() if isinstance(leaf, jax.ShapeDtypeStruct)]:
         raise CheckpointError(f"the tree holds shapes without values: {some(empty)}")
@@ -111,11 +125,11 @@ def _model(
     check_config(config)
     names, kind = _names(found), float_dtype(dtype)
     carried = dataclasses.replace(config, query_pre_attn_scalar=1.0) if config.scale_in_queries else config
-    config, times = unless_cast(carried, [array for array, _ in names.values()], kind)
-    model = abstract(config, strategy, mesh)
-    scan, back = scanned(model, names), {key: change.inverse for key, change in changes(model).items()}
+    config, times = fold_query_scale_if_cast(carried, [array for array, _ in names.values()], kind)
+    model = abstract_model(config, strategy, mesh)
+    scan, back = is_scanned(model, names), {key: change.inverse for key, change in value_changes(model).items()}
     # The queries' factor stays in the config, or is in `times`.
-    wanted = layout(model, scan, back | {QUERY: dataclasses.replace(back[KEY], times=times)})
+    wanted = maxtext_layout(model, scan, back | {QUERY: dataclasses.replace(back[KEY], times=times)})
     # MaxText 0.2.5 also stores other values in nnx_aux, such as the state of random number generators.
     ahead = {name for name in names if name.startswith(f"{_MTP}/")}
     aside = {name for name, (_, aux) in names.items() if aux and name not in wanted} - ahead
@@ -133,10 +147,10 @@ def _model(
     biases = {n: names[n][0].shape for n in stacked & names.keys() if n.endswith(bias)}
     first = {n for n, s in biases.items() if s == wanted[n].shape[::-1] and (of_nnx or s != wanted[n].shape)}
     given = {n: a.swapped() if (aux or turned or n in first) and n in stacked else a for n, (a, aux) in names.items()}
-    given = ours(wanted, given, model.maxtext_streams)
+    given = from_maxtext(wanted, given, model.maxtext_streams)
     misfit = f"{report.source} does not fit the config ({config.model_type})"
-    report = checked(wanted, given, dataclasses.replace(report, skipped=skipped), strict=True)
-    restore(model, wanted, given, kind, report, misfit)
+    report = compare_arrays(wanted, given, dataclasses.replace(report, skipped=skipped), strict=True)
+    load_model(model, wanted, given, kind, report, misfit)
     return model
 
 
@@ -150,8 +164,8 @@ def save(
     ``parameters_only``: only the parameters, in the folder itself, as MaxText does for inference. Holds one array at a
     time in memory. The folder must be new or empty and is created atomically. Raises CheckpointError (a ValueError).
     """
-    refuse_misfit(model)
-    found = arrays(model, scan_layers)
+    refuse_config_mismatch(model)
+    found = maxtext_arrays(model, scan_layers)
     _warn_of_rounding(model, found)
     with shared_folder(folder) as stage, bytes_bar(sum(a.nbytes for a in found.values()), "writing") as bar:
         row = model.maxtext_table.get("layer.moe.router.bias", ("/",))[0]
@@ -161,7 +175,7 @@ def save(
         tree = params if parameters_only else {"step": 0, **params, "opt_state": {}}
         orbax_folder.write(stage, tree, bar, step=not parameters_only)
         if jax.process_index() == 0:
-            write_side_files(stage, model, model.config.folded()[0])
+            write_auxiliary_files(stage, model, model.config.folded()[0])
 
 
 def load(
@@ -177,16 +191,18 @@ def load(
     ``folder``: the checkpoint, one of its steps, or ``items``. ``config`` None: the folder's config.json, which
     MaxText does not write. Raises CheckpointError as `from_tree` does.
     """
-    where = absolute(folder)
+    where = absolute_path(folder)
     if config is None and not os.path.lexists(where / "config.json"):
         raise CheckpointError(
             f"{where} has no config.json; MaxText does not write one. Pass the config (nnxmoe convert: --config)"
         )
     notes: tuple[str, ...] = ()
     if config is None:
-        config, notes = parse_config(find_config(where), str(where / "config.json"))
-    found, skipped = without_states(read(where))
-    unread, states = without_states({name: np.int32() for name in orbax_folder.tops(items(where)) if name not in _TOPS})
+        config, notes = parse_config(read_config_fields(where), str(where / "config.json"))
+    found, skipped = split_off_states(read(where))
+    unread, states = split_off_states(
+        {name: np.int32() for name in orbax_folder.top_level_names(items(where)) if name not in _TOPS}
+    )
     if unread := [name for name in unread if not name.endswith("Var")]:
         raise CheckpointError(
             f"{where} holds {some(unread)} beside the parameters: remove it, or give a tree to from_tree"
@@ -201,7 +217,7 @@ def load(
 
 def read(folder: str | os.PathLike[str]) -> dict[str, LazyArray]:
     """Name -> lazy array of the parameters in a MaxText Orbax checkpoint."""
-    return orbax_folder.read(items(absolute(folder)), _TOPS)
+    return orbax_folder.read(items(absolute_path(folder)), _TOPS)
 
 
 def items(folder: pathlib.Path) -> pathlib.Path:
@@ -242,7 +258,7 @@ def _names(found: LazyArrays) -> dict[str, tuple[LazyArray, bool]]:
     return names
 
 
-def _layers_first(shapes: Mapping[str, tuple[int, ...]], wanted: Mapping[str, Leaf]) -> bool:
+def _layers_first(shapes: Mapping[str, tuple[int, ...]], wanted: Mapping[str, ArrayLayout]) -> bool:
     """Whether MaxText scanned layers on axis 0 (``param_scan_axis: 0``): as all shapes say that can tell."""
     if any(leaf.arranged is not None for leaf in wanted.values()):
         return False

@@ -17,7 +17,7 @@ from orbax.checkpoint import type_handlers
 
 from nnxmoe.config.printable import some
 from nnxmoe.convert.arrays.lazy_array import Box, Empty, LazyArray, sizes
-from nnxmoe.convert.files.errors import CheckpointError, check_orbax_path, summary
+from nnxmoe.convert.files.errors import CheckpointError, check_orbax_path, error_summary
 from nnxmoe.runtime.memory import give_back
 
 _CHUNK_BYTES = 64 << 20  # size of a chunk, the unit of compression
@@ -114,7 +114,9 @@ def _writer(folder: Path, bar: Any) -> Iterator[Any]:
         writers[0].stop(error)
         raise
     if failure := writers[0].failure or writers[1].failure or failure:
-        raise CheckpointError(f"cannot write: {summary(failure)}; make room, or choose another folder") from failure
+        raise CheckpointError(
+            f"cannot write: {error_summary(failure)}; make room, or choose another folder"
+        ) from failure
 
 
 def write(folder: Path, tree: Mapping[str, Any], bar: Any, *, step: bool = False) -> None:
@@ -150,7 +152,7 @@ class _Opener(type_handlers.NumpyHandler):
         return found
 
 
-def tops(folder: Path) -> list[str]:
+def top_level_names(folder: Path) -> list[str]:
     """The names at the top of the tree in a folder."""
     return list(_stored(folder)[1])
 
@@ -191,7 +193,7 @@ def _readable(folder: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        text = f"{folder} is damaged, or no checkpoint that Orbax reads: {summary(error)}; copy it again"
+        text = f"{folder} is damaged, or no checkpoint that Orbax reads: {error_summary(error)}; copy it again"
         raise CheckpointError(text) from error
 
 

@@ -8,10 +8,10 @@ import numpy as np
 from nnxmoe.config.printable import plain
 from nnxmoe.convert.files.errors import CheckpointError
 from nnxmoe.convert.files.safetensors import read_header
+from nnxmoe.convert.peft.adapter_slots import AdapterSlot
+from nnxmoe.convert.peft.layer_adapters import AdapterValues, scale_b
 from nnxmoe.convert.peft.peft_config import Settings
-from nnxmoe.convert.peft.pieces import OneLayer, scaled
-from nnxmoe.convert.peft.slots import Slot
-from nnxmoe.convert.storage.checkpoint_source import WRAPPERS, prefixed
+from nnxmoe.convert.storage.find_checkpoint import WRAPPERS, normalize_prefixes
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.weight_names import options
 
@@ -34,7 +34,7 @@ class AdapterFile:
         header = read_header(path)
         inside = {name.removeprefix(_OUTSIDE): info for name, info in header.items() if name.startswith(_OUTSIDE)}
         self._infos = {name: info for name, info in header.items() if not name.startswith(_OUTSIDE)}
-        self._infos |= {_OUTSIDE + name: info for name, info in prefixed(inside).items()}
+        self._infos |= {_OUTSIDE + name: info for name, info in normalize_prefixes(inside).items()}
         self._before = next((old for old in WRAPPERS if any(name.startswith(old) for name in inside)), "model.")
         self._unread = set(self._infos)
 
@@ -76,7 +76,9 @@ class AdapterFile:
             raise CheckpointError(f"the adapter in {self.folder} does not fit this model:\n  {lines}")
 
 
-def expert_by_expert(model: CausalLM, slot: Slot, layer: int, settings: Settings, file: AdapterFile) -> OneLayer | None:
+def read_expert_adapters(
+    model: CausalLM, slot: AdapterSlot, layer: int, settings: Settings, file: AdapterFile
+) -> AdapterValues | None:
     """The adapters of a layer's experts as one; None if the file has none in this form.
 
     The ranks of gate and up are added, so that each keeps an ``a`` of its own: ``b`` is zero elsewhere. Experts without
@@ -105,9 +107,9 @@ def expert_by_expert(model: CausalLM, slot: Slot, layer: int, settings: Settings
             file.take(f"{tensors}A.weight", (rank, ins), rank),
             file.take(f"{tensors}B.weight", (outs, rank), rank),
         )
-        high = scaled(high, alpha / rank / scale)
+        high = scale_b(high, alpha / rank / scale)
         kinds |= {low.dtype, high.dtype}
         a[expert, own] = low
         (b[expert, number] if maps else b[expert])[..., own] = high
     kind = kinds.pop() if len(kinds) == 1 else np.dtype(np.float32)
-    return OneLayer(a.astype(kind), b.astype(kind), (total, scale * total))
+    return AdapterValues(a.astype(kind), b.astype(kind), (total, scale * total))

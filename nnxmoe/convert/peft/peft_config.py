@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from nnxmoe.config.printable import short
 from nnxmoe.convert.files.errors import CheckpointError
-from nnxmoe.convert.files.reading import read_object
+from nnxmoe.convert.files.untrusted_files import read_object
 
 CONFIG_FILE = "adapter_config.json"
 

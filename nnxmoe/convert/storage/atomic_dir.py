@@ -17,8 +17,8 @@ from nnxmoe.config.printable import some
 from nnxmoe.config.validate import path_text
 from nnxmoe.convert.files.errors import CheckpointError
 from nnxmoe.convert.files.hub import CODE_FILES, TOKENIZER_FILES
-from nnxmoe.convert.files.reading import refuse_url
-from nnxmoe.convert.storage.checkpoint_source import NATIVE_FILE, holds_orbax
+from nnxmoe.convert.files.untrusted_files import refuse_url
+from nnxmoe.convert.storage.find_checkpoint import NATIVE_FILE, holds_orbax
 from nnxmoe.runtime.progress import logger
 
 # Checkpoint files that a save replaces.

@@ -15,11 +15,11 @@ import numpy as np
 
 from nnxmoe.config.printable import short, some
 from nnxmoe.convert.files.errors import CheckpointError
-from nnxmoe.convert.files.reading import is_gguf
 from nnxmoe.convert.files.safetensors import DTYPES, MAX_HEADER, TensorInfo, header_length, read_header
+from nnxmoe.convert.files.untrusted_files import is_gguf
 from nnxmoe.convert.gguf.gguf_file import GGUF
-from nnxmoe.convert.storage import checkpoint_source
-from nnxmoe.convert.storage.checkpoint_source import INDEX_FILE, Source, prefixed
+from nnxmoe.convert.storage import find_checkpoint
+from nnxmoe.convert.storage.find_checkpoint import INDEX_FILE, CheckpointFiles, normalize_prefixes
 
 _PIECE = 64 << 20  # bytes per system call
 _PAGE = 4096  # rows of at most a page are read whole: the kernel fetches the page anyway
@@ -31,7 +31,7 @@ class Checkpoint:
     Reads are thread-safe. Files stay open until `close`, which no read may overlap.
     """
 
-    def __init__(self, found: Source) -> None:
+    def __init__(self, found: CheckpointFiles) -> None:
         """Read and check the headers of the files that were found; use `Checkpoint.open`."""
         self.folder = found.folder
         self.config_file = str(found.folder if is_gguf(found.folder) else found.folder / "config.json")
@@ -55,7 +55,7 @@ class Checkpoint:
         cls, path_or_hub_id: str | os.PathLike[str], *, revision: str | None = None, local_files_only: bool = False
     ) -> Self:
         """Open a local folder, or a hub id such as 'org/name' after downloading what the cache lacks."""
-        return cls(checkpoint_source.find(path_or_hub_id, revision, local_files_only))
+        return cls(find_checkpoint.find_checkpoint(path_or_hub_id, revision, local_files_only))
 
     @property
     def bytes_read(self) -> int:
@@ -107,7 +107,7 @@ class Checkpoint:
         ]
         if lost := [name for name in lost if not name.endswith("rotary_emb.inv_freq")]:
             self.notes.append(f"{INDEX_FILE} lists {some(lost)}, which no file holds")
-        self.tensors = {name: replace(info, name=name) for name, info in prefixed(self.tensors).items()}
+        self.tensors = {name: replace(info, name=name) for name, info in normalize_prefixes(self.tensors).items()}
 
     def _equal(self, one: TensorInfo, other: TensorInfo) -> bool:
         if (one.dtype, one.shape) != (other.dtype, other.shape):
@@ -279,16 +279,16 @@ def hub_headers(
     failure: CheckpointError | None = None
     if not local_files_only:
         try:
-            config, tensors = checkpoint_source.remote_headers(repo_id, revision)
+            config, tensors = find_checkpoint.remote_headers(repo_id, revision)
             for name, (dtype, _) in tensors.items():
                 if dtype not in DTYPES:
                     raise CheckpointError(f"{repo_id}: tensor {short(name)}: dtype {short(dtype)} is not supported")
-            return config, prefixed(tensors)
+            return config, normalize_prefixes(tensors)
         except CheckpointError as error:
             failure = error
     try:
-        folder = checkpoint_source.download(repo_id, revision, local_files_only=True)
-        with Checkpoint(checkpoint_source.find_in_folder(folder)) as checkpoint:
+        folder = find_checkpoint.download(repo_id, revision, local_files_only=True)
+        with Checkpoint(find_checkpoint.find_in_folder(folder)) as checkpoint:
             tensors = {name: (info.dtype, info.shape) for name, info in checkpoint.tensors.items()}
             return checkpoint.config, tensors
     except CheckpointError as error:

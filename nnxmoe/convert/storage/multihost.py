@@ -35,7 +35,7 @@ def shared_folder(
             yield stage
         return
     with contextlib.ExitStack() as stack:
-        stage = Path(from_first(lambda: str(stack.enter_context(atomic_dir(folder, overwrite, replaced)))))
+        stage = Path(broadcast_text(lambda: str(stack.enter_context(atomic_dir(folder, overwrite, replaced)))))
         failure: Exception | None = None
         try:
             if not stage.is_dir():
@@ -46,10 +46,10 @@ def shared_folder(
         except Exception as error:
             failure = error
         raise_in_all(failure)
-        from_first(lambda: str(stack.close()))
+        broadcast_text(lambda: str(stack.close()))
 
 
-def from_first(make: Callable[[], str]) -> str:
+def broadcast_text(make: Callable[[], str]) -> str:
     """Collective: the text that process 0 makes, in every process. Its error is raised in every process."""
     if jax.process_count() == 1:
         return make()
@@ -69,7 +69,7 @@ def from_first(make: Callable[[], str]) -> str:
     return text
 
 
-def from_each(text: str) -> list[str]:
+def gather_texts(text: str) -> list[str]:
     """Collective: the texts of all processes, in their order."""
     if jax.process_count() == 1:
         return [text]
@@ -80,7 +80,7 @@ def from_each(text: str) -> list[str]:
     return [bytes(one[:size]).decode() for one, size in zip(every, sizes, strict=True)]
 
 
-def in_any_process(flag: Callable[[], bool], mesh: Mesh | None) -> Callable[[], bool]:
+def any_process(flag: Callable[[], bool], mesh: Mesh | None) -> Callable[[], bool]:
     """Collective over the processes of a mesh: whether a flag is set in any of them, as a function that waits for the
     answer, equal in all, so that the devices may be given more work before. Within one process the function reads the
     flag when it is called."""

@@ -20,7 +20,7 @@ from typing import Any, SupportsIndex
 
 import numpy as np
 
-from nnxmoe.convert.files.reading import absolute, parse_json, refuse_lfs_pointer, regular_file
+from nnxmoe.convert.files.untrusted_files import absolute_path, parse_json, refuse_lfs_pointer, stat_regular_file
 from nnxmoe.train.data.bad_records import BadRecords, DataError, RecordError
 from nnxmoe.train.data.records import Parse, record_of, tell_ignored
 
@@ -39,8 +39,8 @@ class JsonLines:
 
     def __init__(self, path: str | os.PathLike[str], parse: Parse = record_of, bad: BadRecords | None = None) -> None:
         self._parse = parse
-        self.path = self._lines_of = absolute(path, "path")
-        regular_file(self.path, _WANTED, DataError)
+        self.path = self._lines_of = absolute_path(path, "path")
+        stat_regular_file(self.path, _WANTED, DataError)
         self.unit = "line"
         if (rewritten := _as_lines(self.path)) is not None:
             self._lines_of, self.unit = rewritten
@@ -95,7 +95,7 @@ class JsonLines:
             return self._parse(_value(file.readline(MAX_LINE_BYTES + 1)))[0]
 
     def _stat(self) -> tuple[int, int, int]:
-        status = regular_file(self._lines_of, _WANTED, DataError)
+        status = stat_regular_file(self._lines_of, _WANTED, DataError)
         return status.st_size, status.st_mtime_ns, status.st_ino
 
 

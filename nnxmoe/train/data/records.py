@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from nnxmoe.config.printable import short
-from nnxmoe.convert.files.reading import parse_json
+from nnxmoe.convert.files.untrusted_files import parse_json
 from nnxmoe.runtime.progress import say
 from nnxmoe.tokenizer.tokenizer_files import TokenizerError
 from nnxmoe.tokenizer.tool_calls import tool_calls

@@ -15,9 +15,9 @@ import jax
 
 from nnxmoe.config.printable import did_you_mean, short
 from nnxmoe.config.validate import real_number, whole_number
-from nnxmoe.convert.files.reading import absolute
+from nnxmoe.convert.files.untrusted_files import absolute_path
 from nnxmoe.convert.storage.atomic_dir import refuse_unless_writable
-from nnxmoe.convert.storage.multihost import from_first
+from nnxmoe.convert.storage.multihost import broadcast_text
 from nnxmoe.runtime.progress import logger, say
 from nnxmoe.train.loop.interface import Progress
 from nnxmoe.train.loop.measured import EVAL_LOSS, EVAL_SECONDS, EVALUATED, Metrics
@@ -31,7 +31,7 @@ class _FolderWriter:
     folder: Path
 
     def __enter__(self) -> Self:
-        from_first(lambda: refuse_unless_writable(self.folder) or "")
+        broadcast_text(lambda: refuse_unless_writable(self.folder) or "")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -44,7 +44,7 @@ class _Log(_FolderWriter, abc.ABC):
     late = True  # see `Callback`
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path, self._next = absolute(path, "path"), -1
+        self.path, self._next = absolute_path(path, "path"), -1
         self.folder = self.path.parent
 
     def __call__(self, progress: Progress) -> None:
@@ -141,7 +141,7 @@ class TensorBoardLog(_FolderWriter):
     late = True
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        writer, self.folder = _installed("tensorboardX", "TensorBoardLog").SummaryWriter, absolute(folder)
+        writer, self.folder = _installed("tensorboardX", "TensorBoardLog").SummaryWriter, absolute_path(folder)
         self._make: Callable[[], Any] = functools.cache(lambda: writer(str(self.folder)))
 
     def __call__(self, progress: Progress) -> None:
@@ -240,7 +240,7 @@ class Profile(_FolderWriter):
     """
 
     def __init__(self, folder: str | os.PathLike[str], steps: int = 3) -> None:
-        self.folder, self.steps = absolute(folder), whole_number("steps", steps, 1, 2**31)
+        self.folder, self.steps = absolute_path(folder), whole_number("steps", steps, 1, 2**31)
 
     def __enter__(self) -> Self:
         super().__enter__()

@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from nnxmoe.axes import CONTEXT
-from nnxmoe.convert.storage.multihost import from_each
+from nnxmoe.convert.storage.multihost import gather_texts
 from nnxmoe.runtime.progress import logger
 from nnxmoe.sharding import batch_axes, context_shard_axes
 from nnxmoe.sharding_rules import shard_count
@@ -78,7 +78,7 @@ class BatchSource:
 
 def in_every_process(position: dict[str, Any]) -> dict[str, Any]:
     """Collective: the position to save, which is that of each process if they differ."""
-    every = [json.loads(text) for text in from_each(json.dumps(position))]
+    every = [json.loads(text) for text in gather_texts(json.dumps(position))]
     return position if all(one == every[0] for one in every) else {_PROCESSES: every}
 
 

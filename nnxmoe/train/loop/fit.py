@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from nnxmoe.config.arguments import refuses_unknown
 from nnxmoe.config.validate import whole_number
-from nnxmoe.convert.storage.multihost import in_any_process
+from nnxmoe.convert.storage.multihost import any_process
 from nnxmoe.layers.linear.quantized import QuantizedArray
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.copies import on_mesh
@@ -88,7 +88,7 @@ def fit(
             held = evaluate if evaluate is None or isinstance(evaluate, Evaluation) else Evaluation(evaluate)
             given = limit, checkpoints, held, callbacks, stop
             fitted = Run(step, BatchSource(data), steps, seed, token_flops(model, step.names), *given).go()
-        if in_any_process(lambda: stop.asked, step.mesh)():
+        if any_process(lambda: stop.asked, step.mesh)():
             saved = "" if checkpoints is None else f"; saved in {checkpoints.folder}"
             raise Interrupted(f"interrupted after the last step{saved}", fitted)
         return fitted

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from nnxmoe.convert.files.errors import CheckpointError
 from nnxmoe.convert.storage.atomic_dir import refuse_unless_writable
-from nnxmoe.convert.storage.multihost import from_first, in_any_process
+from nnxmoe.convert.storage.multihost import any_process, broadcast_text
 from nnxmoe.runtime.interrupts import Interrupted, Stop
 from nnxmoe.runtime.programs import shared_program
 from nnxmoe.runtime.progress import logger, progress_bar
@@ -73,7 +73,7 @@ class Run:
                 "number, or another folder"
             )
         if checkpoints is not None:
-            from_first(lambda: refuse_unless_writable(checkpoints.folder) or "")
+            broadcast_text(lambda: refuse_unless_writable(checkpoints.folder) or "")
             plain({"data": self.source.position()}, "the state of the data's iterator (get_state)")
             self.base = fingerprint(self.step.base())
         self.evaluate = None if self.evaluation is None else self.evaluation.of(self.step)
@@ -123,7 +123,7 @@ class Run:
             silent = {"disable": True} if jax.process_index() else {}  # False overrides TQDM_DISABLE
             given = {"total": self.steps, "initial": self.first, "desc": "training", "unit": "step"}
             self.bar = shown.enter_context(progress_bar(**given, **silent))
-        asked = in_any_process(lambda: self.stop.asked, self.step.mesh)
+        asked = any_process(lambda: self.stop.asked, self.step.mesh)
         with jax.profiler.StepTraceAnnotation("train", step_num=number):
             self.state, report = self.step.run(self.state, batch)
         return _StepMade(number, position, batch, report, asked)
@@ -167,7 +167,7 @@ class Run:
         stop = any([is_true(callback(progress)) for callback in self.callbacks])
         if stop and ahead:
             raise ValueError(f"a callback stops the training at step {number}: remove its attribute late")
-        stop = not ahead and in_any_process(lambda: stop, self.step.mesh)()
+        stop = not ahead and any_process(lambda: stop, self.step.mesh)()
         if stop and not EVALUATED <= metrics.keys():
             metrics |= self._evaluated()
         ends = stop or number == self.steps

@@ -11,9 +11,9 @@ Gate and up of the experts share ``a``, as in PEFT, because transformers stores 
 
 from flax.nnx import LoRAParam as LoRAParam
 
-from nnxmoe.convert.peft.peft import base_of as base_of
-from nnxmoe.convert.peft.peft import load as load
-from nnxmoe.convert.peft.peft import save as save
+from nnxmoe.convert.peft.adapter_folder import base_model_name as base_model_name
+from nnxmoe.convert.peft.adapter_folder import load as load
+from nnxmoe.convert.peft.adapter_folder import save as save
 from nnxmoe.train.lora.adapters import add as add
 from nnxmoe.train.lora.adapters import remove as remove
 from nnxmoe.train.lora.adapters import split_ranks as split_ranks

@@ -14,8 +14,14 @@ from nnxmoe.config.arguments import refuses_unknown
 from nnxmoe.config.printable import short
 from nnxmoe.config.validate import as_integer, as_number, whole_number
 from nnxmoe.convert.arrays.dtypes import float_dtype
-from nnxmoe.convert.peft.peft import put_array
-from nnxmoe.convert.peft.slots import Slot, chosen, for_each, refuse_adapted, unmerged
+from nnxmoe.convert.peft.adapter_folder import put_array
+from nnxmoe.convert.peft.adapter_slots import (
+    AdapterSlot,
+    refuse_adapters,
+    select_slots,
+    unmerged_slots,
+    values_per_slot,
+)
 from nnxmoe.layers.linear.kernel import ParamWeight
 from nnxmoe.model.causal_lm import CausalLM, check_model
 
@@ -42,12 +48,12 @@ def add(
     if rngs is not None and not isinstance(rngs, nnx.Rngs):
         raise ValueError(f"rngs={short(rngs)}: give nnx.Rngs(0), or None for adapters of shapes without values")
     targets = list(rank) if targets is None and isinstance(rank, Mapping) else targets
-    kind, found = float_dtype(dtype) or np.dtype(np.float32), chosen(model, targets)
-    ranks = [whole_number("rank", value, 1, 2**31) for value in for_each(found, rank, "rank")]
-    alphas = ranks if alpha is None else for_each(found, alpha, "alpha")
+    kind, found = float_dtype(dtype) or np.dtype(np.float32), select_slots(model, targets)
+    ranks = [whole_number("rank", value, 1, 2**31) for value in values_per_slot(found, rank, "rank")]
+    alphas = ranks if alpha is None else values_per_slot(found, alpha, "alpha")
     if odd := [value for value in alphas if not 0 < (as_number(value) or 0) < 2**63]:
         raise ValueError(f"alpha {short(odd[0])} is not a positive number")
-    refuse_adapted(model)
+    refuse_adapters(model)
     made = [(slot, slot.shapes(r, float(a), kind)) for slot, r, a in zip(found, ranks, alphas, strict=True)]
     if rngs is not None:
         seed = np.asarray(jax.random.key_data(rngs.params())).tolist()
@@ -76,10 +82,10 @@ def split_ranks(model: CausalLM, rank: int) -> dict[str, int]:
             f"rank {short(rank)} cannot be split over the {active} experts per token: use a multiple of {active}, such "
             f"as {active * max(1, round(total / active))}"
         )
-    return {s.name: total // active if s.name.startswith("experts.") else total for s in chosen(model, None)}
+    return {s.name: total // active if s.name.startswith("experts.") else total for s in select_slots(model, None)}
 
 
-def _drawn(seed: list[int], slot: Slot, a: nnx.Param) -> np.ndarray:
+def _drawn(seed: list[int], slot: AdapterSlot, a: nnx.Param) -> np.ndarray:
     """Initial values of ``a``: uniform within PEFT's bound, from one random stream per layer.
 
     NumPy draws them, since compiling JAX's generator for every shape takes longer than drawing.
@@ -95,5 +101,5 @@ def _drawn(seed: list[int], slot: Slot, a: nnx.Param) -> np.ndarray:
 
 def remove(model: CausalLM) -> None:
     """Remove a model's adapters, in place. Raises ValueError if it has none, or merged ones."""
-    for slot in unmerged(model, "remove"):
+    for slot in unmerged_slots(model, "remove"):
         slot.put(None)

@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array
 
 from nnxmoe.config.printable import short
-from nnxmoe.convert.peft.peft import load
-from nnxmoe.convert.peft.slots import slots, unmerged
+from nnxmoe.convert.peft.adapter_folder import load
+from nnxmoe.convert.peft.adapter_slots import adapter_slots, unmerged_slots
 from nnxmoe.layers.linear.lora import LoRA, UnmergeValue
 from nnxmoe.layers.linear.quantized import QuantizedArray, QuantizedWeight
 from nnxmoe.layers.linear.xla_cpu import as_bits, from_bits
@@ -66,7 +66,7 @@ def merge(model: CausalLM, *, keep: bool = True, quantize: Method | Mixed | None
     if keep and quantize is not None:
         raise ValueError("merge(quantize=…) is final: pass keep=False, or merge first and call nnxmoe.quantize")
     refuse_shapes(jax.tree.leaves(nnx.state(model)))
-    found = unmerged(model, "merge")
+    found = unmerged_slots(model, "merge")
     if model.head is None and any(slot.owner is model.embed for slot in found):
         raise ValueError(
             "cannot merge: the embedding and the output head share one table, so that an adapter of one of them would "
@@ -112,10 +112,10 @@ def without(model: CausalLM) -> CausalLM:
 
         reference = lora.without(model)(tokens).logits
     """
-    found = unmerged(model, "leave out")
+    found = unmerged_slots(model, "leave out")
     base = nnx.merge(*nnx.split(model), copy=True)
     places = {slot.place for slot in found}
-    for slot in slots(base):
+    for slot in adapter_slots(base):
         if slot.place in places:
             slot.put(None)
     return base
@@ -166,7 +166,7 @@ def unmerge(model: CausalLM) -> None:
     check_model(model)
     if model.merged is None:
         raise ValueError("cannot unmerge: no adapters were merged, or they were merged with keep=False")
-    for slot in slots(model):
+    for slot in adapter_slots(model):
         if slot.place in model.merged:
             kept = model.merged[slot.place]
             for name, kernel, base in zip(slot.kernels, slot.base, kept.base, strict=True):

@@ -10,14 +10,14 @@ import numpy as np
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import ConfigError
 from nnxmoe.config.printable import some
-from nnxmoe.convert.arrays.checkpoint_layout import Change, Leaf, Parameter, add_part, parameters
+from nnxmoe.convert.arrays.array_layout import ArrayLayout, Parameter, ValueChange, add_part, parameters
 from nnxmoe.convert.arrays.lazy_array import LazyArray, LazyArrays
-from nnxmoe.convert.arrays.report import LoadReport
-from nnxmoe.convert.arrays.restore import checked
-from nnxmoe.convert.arrays.views import View
+from nnxmoe.convert.arrays.load_model import compare_arrays
+from nnxmoe.convert.arrays.load_report import LoadReport
+from nnxmoe.convert.arrays.tensor_parts import TensorPart
 from nnxmoe.convert.files.errors import CheckpointError
-from nnxmoe.convert.formats.module_tensors import OF_ACTIVATIONS
-from nnxmoe.convert.storage.checkpoint_source import towers
+from nnxmoe.convert.formats.module_tensors import ACTIVATION_SCALES
+from nnxmoe.convert.storage.find_checkpoint import group_towers
 from nnxmoe.layers.linear.quantized import ARRAYS
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.family_checks import row_missing
@@ -30,17 +30,17 @@ _MTP = "layer.mtp."  # begins the keys of what only layers for multi-token predi
 _MAIN = ("embed.table", "head.kernel")  # of which checkpoints have copies in these layers
 
 
-def layout(model: CausalLM, arrays: LazyArrays | None = None, times: float = 1.0) -> dict[str, Leaf]:
-    """Tensor name -> `Leaf` for every parameter. If the table has several names, the first of ``arrays`` is used (per
+def tensor_layout(model: CausalLM, arrays: LazyArrays | None = None, times: float = 1.0) -> dict[str, ArrayLayout]:
+    """Map tensor names to an `ArrayLayout` for every parameter. Of several names, the first of ``arrays`` is used (per
     layer), rather one of the right shape; else the first of the table. ``times``: a factor on the queries, see
     `DecoderConfig.query_scalar`."""
     names, table = {} if arrays is None else arrays, model.hf_names(model.config)
-    found: dict[str, Leaf] = {}
+    found: dict[str, ArrayLayout] = {}
     for parameter in parameters(model, codes=True):
         key = parameter.key.removesuffix(parameter.ending)
         if key not in table:
             raise ConfigError(row_missing(type(model), key))
-        change = Change(times=times if parameter.takes_query_scalar else 1.0)
+        change = ValueChange(times=times if parameter.takes_query_scalar else 1.0)
         for layer, one in parameter.layers():
             prefix = _prefix(model, key, layer)
             rows = [_named(w, prefix, one, change) for w in options(table, key)]
@@ -62,20 +62,20 @@ def _prefix(model: CausalLM, key: str, layer: int | None) -> str:
     return apart[not key.startswith(_MTP)].format(layer - first)
 
 
-def _named(w: W, prefix: str, parameter: Parameter, change: Change) -> list[tuple[str, Leaf, Parameter]]:
+def _named(w: W, prefix: str, parameter: Parameter, change: ValueChange) -> list[tuple[str, ArrayLayout, Parameter]]:
     """The arrays of one layer of a parameter: one, or one per expert."""
     inner, inputs, experts = parameter.inner, parameter.inputs, parameter.experts
     flat = inner if inputs is None else (math.prod(inner[:-inputs]), math.prod(inner[-inputs:]))
     axis = None if experts is None or w.per_expert else 0
-    leaf = Leaf(parameter.key, flat, axis=axis, flat=True, change=change)
+    leaf = ArrayLayout(parameter.key, flat, axis=axis, flat=True, change=change)
     parts = [dataclasses.replace(parameter, at=(*parameter.at, e)) for e in range(experts)] if experts else [parameter]
     tensors = [w.under(prefix, e) for e in range(len(parts))] if w.per_expert else [w.under(prefix)] * len(parts)
-    views = {tensor: View(tensor, w, int(axis == 0)) for tensor in set(tensors)}
+    views = {tensor: TensorPart(tensor, w, int(axis == 0)) for tensor in set(tensors)}
     leaves = {t: leaf if w.whole else dataclasses.replace(leaf, part_of=view) for t, view in views.items()}
     return [(views[t].name + parameter.ending, leaves[t], part) for t, part in zip(tensors, parts, strict=True)]
 
 
-def _fit(row: list[tuple[str, Leaf, Parameter]], arrays: LazyArrays) -> bool:
+def _fit(row: list[tuple[str, ArrayLayout, Parameter]], arrays: LazyArrays) -> bool:
     """Whether those arrays of a row that exist have the right shapes."""
     shapes = ((name, leaf.inner if leaf.axis is None else (len(row), *leaf.inner)) for name, leaf, _ in row)
     return all(arrays[name].shape == shape for name, shape in shapes if name in arrays)
@@ -87,7 +87,7 @@ def _repeated(table: Table, layer: int) -> dict[str, str]:
     return {row.tensor(layer): options(table, main)[0].tensor(None) for row, main in rows}
 
 
-def copies(model: CausalLM, names: Container[str]) -> dict[str, str]:
+def repeated_tensors(model: CausalLM, names: Container[str]) -> dict[str, str]:
     """The tensors of prediction layers that repeat the embedding and the output head -> the name in ``names`` of what
     they repeat, the arrays of a quantised head each. They are written for readers that expect them, and never read."""
     found = {}
@@ -98,7 +98,7 @@ def copies(model: CausalLM, names: Container[str]) -> dict[str, str]:
     return found
 
 
-def empty(model: CausalLM) -> dict[str, LazyArray]:
+def empty_tensors(model: CausalLM) -> dict[str, LazyArray]:
     """The tensors without values that the family's reference stores in layers with experts."""
     routers = [p for p in parameters(model, codes=True) if p.key == "layer.moe.router.kernel"]
     return {
@@ -109,7 +109,7 @@ def empty(model: CausalLM) -> dict[str, LazyArray]:
     }
 
 
-def refuse_unjustified(config: DecoderConfig, arrays: LazyArrays, where: str) -> None:
+def refuse_oversized_config(config: DecoderConfig, arrays: LazyArrays, where: str) -> None:
     """Raise CheckpointError if config.json has far more layers or experts than the files, before building a layout."""
     stored = [array.shape for array in arrays.values() if math.prod(array.shape)]
     fused = [shape[0] for shape in stored if len(shape) == 3]  # all experts in one tensor
@@ -123,12 +123,14 @@ def refuse_unjustified(config: DecoderConfig, arrays: LazyArrays, where: str) ->
         )
 
 
-def judge(model: CausalLM, leaves: Mapping[str, Leaf], arrays: LazyArrays, report: LoadReport) -> LoadReport:
+def report_tensors(
+    model: CausalLM, leaves: Mapping[str, ArrayLayout], arrays: LazyArrays, report: LoadReport
+) -> LoadReport:
     """The report of each tensor of a checkpoint."""
-    config, report = model.config, checked(leaves, arrays, report)
-    used = file_names(leaves.keys() & arrays.keys(), arrays)
-    left = {name for name in report.unexpected if not file_names([name], arrays) <= used}
-    beside = towers(left)
+    config, report = model.config, compare_arrays(leaves, arrays, report)
+    used = source_tensors(leaves.keys() & arrays.keys(), arrays)
+    left = {name for name in report.unexpected if not source_tensors([name], arrays) <= used}
+    beside = group_towers(left)
     skipped = {f"{tower} (beside the text model)": tuple(sorted(names)) for tower, names in beside.items()}
     left -= {name for names in beside.values() for name in names}
     for rule, test in _skip_rules(model, left, leaves, arrays).items():
@@ -146,7 +148,7 @@ def judge(model: CausalLM, leaves: Mapping[str, Leaf], arrays: LazyArrays, repor
     )
 
 
-def file_names(names: Iterable[str], arrays: LazyArrays) -> set[str]:
+def source_tensors(names: Iterable[str], arrays: LazyArrays) -> set[str]:
     """The tensors of the files that some arrays are read from."""
     return {tensor for name in names for tensor in (arrays[name].tensors or (name,))}
 
@@ -171,7 +173,7 @@ def _skip_rules(
         "empty tensors": lambda name: 0 in arrays[name].shape,
         "tensors that the family does not use": lambda name: name in unused,
         "rotary frequencies (computed)": lambda name: name.endswith("rotary_emb.inv_freq"),
-        "scales of activations and caches (neither is quantised)": lambda name: name.endswith(OF_ACTIVATIONS),
+        "scales of activations and caches (neither is quantised)": lambda name: name.endswith(ACTIVATION_SCALES),
         "head tied to the embedding": lambda name: name == HEAD and config.tie_word_embeddings,
     }
 

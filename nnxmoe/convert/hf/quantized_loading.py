@@ -5,11 +5,11 @@ from typing import Any
 import numpy as np
 
 from nnxmoe.config.printable import plain
-from nnxmoe.convert.arrays.dtypes import natural_dtype
+from nnxmoe.convert.arrays.dtypes import default_dtype
 from nnxmoe.convert.arrays.lazy_array import AT_ONCE, Box, Empty, LazyArray, LazyArrays, sizes
 from nnxmoe.convert.files.errors import CheckpointError
-from nnxmoe.convert.formats.raw import CHUNK_BYTES
-from nnxmoe.convert.hf.hf_layout import layout
+from nnxmoe.convert.formats.plain_array import CHUNK_BYTES
+from nnxmoe.convert.hf.tensor_layout import tensor_layout
 from nnxmoe.layers.linear.code_format import STORAGE_DTYPES, CodeFormat
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.quantization.methods import (
@@ -24,7 +24,7 @@ from nnxmoe.model.quantization.quantized_kernels import KernelRef, quantizable_k
 from nnxmoe.model.quantization.rounding import kernels_to_quantize
 
 
-def keep(model: CausalLM, arrays: LazyArrays) -> dict[str, LazyArray]:
+def keep_codes(model: CausalLM, arrays: LazyArrays) -> dict[str, LazyArray]:
     """Make kernels of an abstract model quantised where the checkpoint has codes; the arrays to load it from.
 
     Raises CheckpointError if the codes that one kernel would hold differ in kind, tile or zero points.
@@ -52,7 +52,7 @@ def keep(model: CausalLM, arrays: LazyArrays) -> dict[str, LazyArray]:
     return found
 
 
-def quantize_on_reading(
+def quantize_while_loading(
     model: CausalLM, arrays: LazyArrays, method: Method | Mixed, dtype: np.dtype | None
 ) -> tuple[dict[str, LazyArray], ErrorMeter]:
     """Make kernels of an abstract model quantised by a method; the arrays to load it from, whose codes are computed
@@ -69,7 +69,7 @@ def quantize_on_reading(
                 f"{plain(names[0])} does not have two dimensions and cannot be quantised while it is read: load the "
                 "model as floats and call nnxmoe.quantize"
             )
-        kind = dtype or natural_dtype(stored)
+        kind = dtype or default_dtype(stored)
         codes = format_for_dtype(one, kind)
         replace_with_quantized(place, codes, model.strategy, scale=kind)
         for name, array in zip(names, stored, strict=True):
@@ -118,7 +118,7 @@ def _on_reading(
 def _names(model: CausalLM, arrays: LazyArrays) -> list[tuple[KernelRef, list[str]]]:
     """Kernels that may be quantised, with the checkpoint's names of their arrays."""
     names: dict[Any, list[str]] = {}
-    for name, leaf in layout(model, arrays).items():
+    for name, leaf in tensor_layout(model, arrays).items():
         for part in leaf.parts:
             of_kernel = names.setdefault(part.path, [])
             if name not in of_kernel:

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from nnxmoe.convert.arrays.checkpoint_layout import QUERY, Change
+from nnxmoe.convert.arrays.array_layout import QUERY, ValueChange
+from nnxmoe.convert.peft.adapter_slots import AdapterSlot
 from nnxmoe.convert.peft.peft_config import Numbers
-from nnxmoe.convert.peft.slots import Slot
 from nnxmoe.layers.linear.kernel import ParamWeight
 from nnxmoe.layers.linear.lora import LoRA
 from nnxmoe.model.causal_lm import CausalLM
@@ -17,7 +17,7 @@ from nnxmoe.model.weight_names import in_transformers, options
 
 
 @dataclasses.dataclass(frozen=True)
-class Stored:
+class AdapterTensor:
     """The tensor of one layer's ``a`` or ``b`` in a file."""
 
     name: str
@@ -38,7 +38,7 @@ class Stored:
         """Convert values to the layout of PEFT."""
         if self.is_a:
             return one.reshape(self.shape)
-        one = Change(times=self.times)(one)
+        one = ValueChange(times=self.times)(one)
         flat = one.reshape(self.experts, self.in_turn, -1, self.rank).swapaxes(1, 2)
         flat = flat.reshape(self.experts, -1, self.rank)
         return np.ascontiguousarray(flat.transpose(1, 2, 0)).reshape(self.shape)
@@ -48,19 +48,19 @@ class Stored:
         if self.is_a:
             return stored.reshape(self.one)
         one = stored.reshape(-1, self.in_turn, self.rank, self.experts).transpose(3, 1, 0, 2).reshape(self.one)
-        return Change(times=1 / self.times)(one).astype(one.dtype)
+        return ValueChange(times=1 / self.times)(one).astype(one.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class LayerAdapter:
     """The adapter of one layer: its place in the model, and its module in PEFT's files."""
 
-    slot: Slot
+    slot: AdapterSlot
     layer: int
     numbers: Numbers  # (rank, alpha)
     module: str
 
-    def stored(self, model: CausalLM) -> list[Stored]:
+    def stored(self, model: CausalLM) -> list[AdapterTensor]:
         """The tensors of ``a`` and ``b``."""
         slot, found = self.slot, []
         made = slot.shapes(*self.numbers, np.dtype(np.float32))
@@ -71,11 +71,11 @@ class Piece:
             name, one = f"base_model.model.{self.module}.{kind}", variable.shape[slot.depth is not None :]
             experts = math.prod(ParamWeight(made.a).lead[slot.depth is not None :])
             in_turn = first.parts if first.alternate else 1
-            found.append(Stored(name, one, self.numbers[0], experts, in_turn, letter == "A", times))
+            found.append(AdapterTensor(name, one, self.numbers[0], experts, in_turn, letter == "A", times))
         return found
 
 
-def parameter_name(model: CausalLM, slot: Slot, layer: int) -> str:
+def parameter_name(model: CausalLM, slot: AdapterSlot, layer: int) -> str:
     """The parameter name in transformers 5 of a slot's kernels: ``model.layers.3.self_attn.q_proj.weight``."""
     if slot.name == "head":  # of a tied head too, which has the key of the embedding
         return "lm_head.weight"
@@ -83,19 +83,19 @@ def parameter_name(model: CausalLM, slot: Slot, layer: int) -> str:
     return name.tensor(layer if slot.key.startswith("layer.") else None)
 
 
-def pieces_of(found: Iterable[tuple[Slot, int, Numbers, str]]) -> list[Piece]:
+def layer_adapters(found: Iterable[tuple[AdapterSlot, int, Numbers, str]]) -> list[LayerAdapter]:
     """The pieces of adapters given with their layers, numbers and parameters: two of one module are nested."""
     found = list(found)
     together, made = collections.Counter((slot.path, layer) for slot, layer, _, _ in found), []
     for slot, layer, numbers, name in found:
         nested = slot.name.startswith("experts.") and together[slot.path, layer] > 1
         inner = ".base_layer" if nested and slot.attribute == next(iter(slot.owner.adapted)) else ""
-        made.append(Piece(slot, layer, numbers, name.rpartition(".")[0] + inner))
+        made.append(LayerAdapter(slot, layer, numbers, name.rpartition(".")[0] + inner))
     return made
 
 
 @dataclasses.dataclass(frozen=True)
-class OneLayer:
+class AdapterValues:
     """The values of one layer's adapter: ``a [*E, rank, *ins]``, ``b [*E, *maps, *outs, rank]``."""
 
     a: np.ndarray
@@ -103,7 +103,7 @@ class OneLayer:
     numbers: Numbers
 
 
-def joined(slot: Slot, layers: Mapping[int, OneLayer]) -> tuple[LoRA, np.ndarray, np.ndarray]:
+def stack_layers(slot: AdapterSlot, layers: Mapping[int, AdapterValues]) -> tuple[LoRA, np.ndarray, np.ndarray]:
     """An adapter without values and its values, of all layers of a slot.
 
     In a stack, layers without an adapter get zeros, lower ranks are padded with zeros, and ``b`` is multiplied where
@@ -118,7 +118,7 @@ def joined(slot: Slot, layers: Mapping[int, OneLayer]) -> tuple[LoRA, np.ndarray
     made = slot.shapes(rank, alpha, first.a.dtype)
     same = len(numbers) == slot.depth and len(set(numbers.values())) == 1
     made.layers = None if same else tuple(numbers.items())
-    each = {layer: (one.a, scaled(one.b, one.numbers[1] / one.numbers[0] / scale)) for layer, one in layers.items()}
+    each = {layer: (one.a, scale_b(one.b, one.numbers[1] / one.numbers[0] / scale)) for layer, one in layers.items()}
     host = []
     for which, variable in enumerate((made.a, made.b)):
         kinds = {values[which].dtype for values in each.values()}
@@ -128,7 +128,7 @@ def joined(slot: Slot, layers: Mapping[int, OneLayer]) -> tuple[LoRA, np.ndarray
     return made, host[0], host[1]
 
 
-def scaled(b: np.ndarray, times: float) -> np.ndarray:
+def scale_b(b: np.ndarray, times: float) -> np.ndarray:
     """``b`` times a number, in float32 where its own dtype would round."""
     if abs(times - 1) < 1e-9:
         return b

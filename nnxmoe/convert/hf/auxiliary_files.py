@@ -9,16 +9,16 @@ from typing import Any
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.printable import short
-from nnxmoe.convert.arrays.checkpoint_layout import parameters
-from nnxmoe.convert.arrays.dtypes import matrices_dtype
+from nnxmoe.convert.arrays.array_layout import parameters
+from nnxmoe.convert.arrays.dtypes import matrix_dtype
 from nnxmoe.convert.files.errors import CheckpointError
 from nnxmoe.convert.files.hub import CODE_FILES, TOKENIZER_FILES
-from nnxmoe.convert.files.reading import is_gguf, read_bounded, read_object
+from nnxmoe.convert.files.untrusted_files import is_gguf, read_bounded, read_object
 from nnxmoe.convert.gguf import gguf_config
 from nnxmoe.convert.gguf.gguf_file import GGUF
 from nnxmoe.convert.gguf.gguf_tokenizer import tokenizer_files
-from nnxmoe.convert.storage.checkpoint_source import find_config
-from nnxmoe.convert.storage.write import write_bytes, write_json
+from nnxmoe.convert.storage.find_checkpoint import read_config_fields
+from nnxmoe.convert.storage.write_safetensors import write_bytes, write_json
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.models import parse_config
 from nnxmoe.runtime.progress import logger
@@ -27,7 +27,7 @@ GENERATION = "generation_config.json"
 _MAX_BYTES = 100_000_000
 
 
-def write_side_files(
+def write_auxiliary_files(
     stage: Path,
     model: CausalLM,
     config: DecoderConfig,
@@ -37,7 +37,7 @@ def write_side_files(
     """Write config.json and generation_config.json, and copy tokenizer files and Python code from the folder that the
     model was loaded from. ``dtype``: dtype of the saved weights (default: the model's). ``more``: further fields of
     config.json."""
-    dtype = dtype or matrices_dtype(parameter.variable for parameter in parameters(model, codes=True))
+    dtype = dtype or matrix_dtype(parameter.variable for parameter in parameters(model, codes=True))
     write_json(stage / "config.json", config.to_hf() | {"dtype": str(dtype)} | dict(more or {}))
     if model.generation_config:
         write_json(stage / GENERATION, model.generation_config)
@@ -79,7 +79,7 @@ def has_tokenizer(folder: str | os.PathLike[str]) -> bool:
 
 def read_config(folder: Path) -> DecoderConfig:
     """The config in a folder's config.json; warns of fields that are dropped."""
-    config, notes = parse_config(find_config(folder), str(folder / "config.json"))
+    config, notes = parse_config(read_config_fields(folder), str(folder / "config.json"))
     for note in notes:
         logger.warning("%s: %s", folder, note)
     return config

@@ -15,7 +15,7 @@ _MOST_THREADS = 8  # more threads do not read faster from one memory, and each h
 
 
 @contextlib.contextmanager
-def few_threads() -> Iterator[ThreadPoolExecutor]:
+def reader_threads() -> Iterator[ThreadPoolExecutor]:
     """A pool with one thread per core, at most 8. On exit, also after an error or Ctrl-C, pending work is cancelled and
     running work is waited for."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -26,7 +26,7 @@ def few_threads() -> Iterator[ThreadPoolExecutor]:
         pool.shutdown(cancel_futures=True)
 
 
-class Scratch(threading.local):
+class ScratchBuffers(threading.local):
     """Buffers that a thread reuses: touching fresh memory takes as long as reading into it."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Scratch(threading.local):
         return self.empty(use, (shape[0], lines * _LINE // dtype.itemsize), dtype)[:, : shape[1]]
 
 
-class Blocks:
+class BlockAllocator:
     """Allocates uninitialised aligned arrays, small ones side by side in one block that is freed with the last of them.
 
     The system gives large pages to large blocks; mapping small pages takes as long as reading the data.
@@ -77,19 +77,19 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 def copy_into(out: np.ndarray, values: np.ndarray) -> None:
     """``out[...] = values``, cast. Overflow becomes infinity without a warning: `count_nonfinite` reports it."""
     if out.dtype == values.dtype:
-        out, values = bits(out), bits(values)  # plain integers copy faster than bfloat16
+        out, values = as_unsigned(out), as_unsigned(values)  # plain integers copy faster than bfloat16
     with np.errstate(over="ignore"):
         out[...] = values
 
 
 def transpose_into(out: np.ndarray, values: np.ndarray, rows: int = 256) -> None:
     """``out[...] = values.T`` as integers, ``rows`` source rows at a time: as many lines as the L1 cache holds."""
-    out, values = bits(out), bits(values)
+    out, values = as_unsigned(out), as_unsigned(values)
     for row in range(0, len(values), rows):
         out[:, row : row + rows] = values[row : row + rows].T
 
 
-def bits(values: np.ndarray) -> np.ndarray:
+def as_unsigned(values: np.ndarray) -> np.ndarray:
     """The same memory as unsigned integers."""
     return values.view(np.dtype(f"u{values.dtype.itemsize}"))
 
@@ -102,8 +102,8 @@ def count_nonfinite(values: np.ndarray) -> int:
     """
     if values.size == 0 or values.dtype.kind in "iu":
         return 0
-    unsigned = bits(values)
-    infinity, sign = (int(bits(np.asarray(x, values.dtype))) for x in (np.inf, -0.0))
+    unsigned = as_unsigned(values)
+    infinity, sign = (int(as_unsigned(np.asarray(x, values.dtype))) for x in (np.inf, -0.0))
     if unsigned.max() < sign + infinity and values.view(np.dtype(f"i{values.dtype.itemsize}")).max() < infinity:
         return 0
     return int(np.count_nonzero((unsigned & (sign - 1)) >= infinity))

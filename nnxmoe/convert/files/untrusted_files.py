@@ -26,14 +26,14 @@ def refuse_url(path: str | os.PathLike[str], error: type[ValueError] = ValueErro
         raise error(f"{text} is a URL: give a path of this machine, and copy the files from or to the URL yourself")
 
 
-def absolute(path: str | os.PathLike[str], name: str = "folder") -> Path:
+def absolute_path(path: str | os.PathLike[str], name: str = "folder") -> Path:
     """The absolute path of the argument ``name``; ``~`` is the home folder, as in a shell. Raises ValueError for a URL,
     empty text and values that are not paths."""
     refuse_url(path, name=name)
     return Path(os.path.abspath(os.path.expanduser(path)))
 
 
-def regular_file(path: Path, remedy: str, error: type[ValueError]) -> os.stat_result:
+def stat_regular_file(path: Path, remedy: str, error: type[ValueError]) -> os.stat_result:
     """The status of a regular file; raises for a missing file, a broken link, a folder or a device."""
     try:
         status = path.stat()
@@ -55,7 +55,7 @@ def refuse_lfs_pointer(path: Path, head: bytes, error: type[ValueError]) -> None
 
 def read_bounded(path: Path, limit: int, remedy: str, error: type[ValueError]) -> bytes:
     """Content of a regular file of at most ``limit`` bytes, counted while reading."""
-    regular_file(path, remedy, error)
+    stat_regular_file(path, remedy, error)
     try:
         with open(path, "rb") as file:
             data = file.read(limit + 1)

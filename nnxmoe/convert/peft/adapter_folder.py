@@ -19,16 +19,24 @@ from flax import nnx
 
 from nnxmoe.convert.arrays.dtypes import float_dtype
 from nnxmoe.convert.files.errors import CheckpointError
-from nnxmoe.convert.files.reading import absolute, is_gguf, read_object
 from nnxmoe.convert.files.safetensors import dtype_code
+from nnxmoe.convert.files.untrusted_files import absolute_path, is_gguf, read_object
 from nnxmoe.convert.peft.adapter_file import WEIGHTS_FILE as WEIGHTS_FILE
-from nnxmoe.convert.peft.adapter_file import AdapterFile, expert_by_expert
+from nnxmoe.convert.peft.adapter_file import AdapterFile, read_expert_adapters
+from nnxmoe.convert.peft.adapter_slots import AdapterSlot, adapted_slots, adapter_slots, refuse_adapters
+from nnxmoe.convert.peft.layer_adapters import (
+    AdapterTensor,
+    AdapterValues,
+    LayerAdapter,
+    layer_adapters,
+    parameter_name,
+    scale_b,
+    stack_layers,
+)
 from nnxmoe.convert.peft.peft_config import CONFIG_FILE, Numbers, Settings, settings_of
-from nnxmoe.convert.peft.pieces import OneLayer, Piece, Stored, joined, parameter_name, pieces_of, scaled
-from nnxmoe.convert.peft.slots import Slot, adapted, refuse_adapted, slots
 from nnxmoe.convert.storage.atomic_dir import ADAPTER_FILES
 from nnxmoe.convert.storage.multihost import gather, shared_folder
-from nnxmoe.convert.storage.write import Tensors, write_json, write_shares
+from nnxmoe.convert.storage.write_safetensors import Tensors, write_json, write_sharded
 from nnxmoe.layers.linear.quantized import QuantizedWeight
 from nnxmoe.model.causal_lm import CausalLM, check_model
 from nnxmoe.model.compiled import refuse_shapes
@@ -47,9 +55,9 @@ def save(model: CausalLM, folder: str | os.PathLike[str], *, overwrite: bool = F
     refuse_shapes(jax.tree.leaves(nnx.state(model)))
     if model.merged is not None:
         raise ValueError("cannot save: the model's adapters are merged; call lora.unmerge(model) first")
-    pieces = pieces_of(
+    pieces = layer_adapters(
         (slot, layer, numbers, parameter_name(model, slot, layer))
-        for slot in adapted(model)
+        for slot in adapted_slots(model)
         for layer in slot.layers
         if slot.adapter is not None and (numbers := slot.adapter.numbers(layer)) is not None
     )
@@ -68,20 +76,20 @@ def save(model: CausalLM, folder: str | os.PathLike[str], *, overwrite: bool = F
         if jax.process_index() == 0:
             write_json(stage / CONFIG_FILE, {**_settings(model, pieces), **base})
         shares = [(None, _tensors(model, pieces))]
-        write_shares(stage, shares, 1 << 62, process=jax.process_index(), single=WEIGHTS_FILE)
+        write_sharded(stage, shares, 1 << 62, process=jax.process_index(), single=WEIGHTS_FILE)
 
 
 def open_adapter(folder: str | os.PathLike[str]) -> tuple[Settings, AdapterFile]:
     """The settings of the adapter in a folder, and the header of its tensors. Raises CheckpointError for what `load`
     cannot use whatever the model, so that commands call it before they load one."""
-    where = absolute(folder)
+    where = absolute_path(folder)
     return Settings.read(where / CONFIG_FILE), AdapterFile(where)
 
 
-def base_of(folder: str | os.PathLike[str]) -> str | None:
+def base_model_name(folder: str | os.PathLike[str]) -> str | None:
     """Base model named by the adapter in a folder; None if the folder holds no adapter, or a whole model. Raises
     CheckpointError for an adapter without base model."""
-    path = absolute(folder) / CONFIG_FILE
+    path = absolute_path(folder) / CONFIG_FILE
     if not path.is_file() or path.with_name("config.json").is_file():
         return None
     name = read_object(path, "every adapter folder has this file", CheckpointError).get("base_model_name_or_path")
@@ -90,11 +98,11 @@ def base_of(folder: str | os.PathLike[str]) -> str | None:
     return name
 
 
-def _settings(model: CausalLM, pieces: list[Piece]) -> dict[str, Any]:
+def _settings(model: CausalLM, pieces: list[LayerAdapter]) -> dict[str, Any]:
     """The settings of adapters, by names within a layer where all layers have equal adapters, else by full names."""
     numbers = {(piece.slot.name, piece.layer): piece.numbers for piece in pieces}
     groups: dict[str, dict[str, Numbers | None]] = collections.defaultdict(dict)
-    for slot in slots(model):
+    for slot in adapter_slots(model):
         for layer in slot.layers:
             groups[slot.name][parameter_name(model, slot, layer)] = numbers.get((slot.name, layer))
     found: dict[str, Numbers | None] = {}
@@ -102,11 +110,11 @@ def _settings(model: CausalLM, pieces: list[Piece]) -> dict[str, Any]:
         alike = len(set(group.values())) == 1
         end = layer_of(next(iter(group)))[1].removeprefix("model.")
         found |= {end: next(iter(group.values()))} if alike else group
-    has_experts = any(slot.name == "router" for slot in slots(model))
+    has_experts = any(slot.name == "router" for slot in adapter_slots(model))
     return settings_of({name: own for name, own in found.items() if own is not None}, has_experts=has_experts)
 
 
-def _tensors(model: CausalLM, pieces: list[Piece]) -> Tensors:
+def _tensors(model: CausalLM, pieces: list[LayerAdapter]) -> Tensors:
     for piece in pieces:
         adapter, (rank, alpha) = piece.slot.adapter, piece.numbers
         assert adapter is not None
@@ -114,11 +122,13 @@ def _tensors(model: CausalLM, pieces: list[Piece]) -> Tensors:
         for variable, stored in zip((adapter.a, adapter.b), piece.stored(model), strict=True):
             value = variable.get_value()
 
-            def make(piece: Piece = piece, value: Any = value, stored: Stored = stored, times: float = times) -> Any:
+            def make(
+                piece: LayerAdapter = piece, value: Any = value, stored: AdapterTensor = stored, times: float = times
+            ) -> Any:
                 at = () if piece.slot.depth is None else (piece.layer - piece.slot.first,)
                 one = gather(value, at) if spans_hosts(value) else np.asarray(value[at])
                 one = one[tuple(map(slice, stored.one))]  # without the padding of lower ranks
-                one = one if stored.is_a else scaled(one, times)
+                one = one if stored.is_a else scale_b(one, times)
                 return stored.store(one).astype(value.dtype)
 
             yield stored.name, dtype_code(value.dtype), stored.shape, make
@@ -131,22 +141,22 @@ def load(model: CausalLM, folder: str | os.PathLike[str], dtype: Any = None) -> 
     ValueError for other kinds of adapters, or with a list of all tensors that are missing, unexpected, or of another
     shape than the model and the rank require. The model is then unchanged.
     """
-    refuse_adapted(model)
+    refuse_adapters(model)
     kind, (settings, file) = float_dtype(dtype), open_adapter(folder)
-    found = collections.defaultdict[str, dict[int, OneLayer]](dict)
-    for piece in pieces_of(_targeted(model, settings, file)):
+    found = collections.defaultdict[str, dict[int, AdapterValues]](dict)
+    for piece in layer_adapters(_targeted(model, settings, file)):
         a, b = (one.read(file.take(one.name, one.shape, one.rank)) for one in piece.stored(model))
-        found[piece.slot.place][piece.layer] = OneLayer(a, b, piece.numbers)
-    every = {slot.place: slot for slot in slots(model)}
+        found[piece.slot.place][piece.layer] = AdapterValues(a, b, piece.numbers)
+    every = {slot.place: slot for slot in adapter_slots(model)}
     for slot in every.values():
         for layer in slot.layers if slot.name.startswith("experts.") else ():
-            if (one := expert_by_expert(model, slot, layer, settings, file)) is not None:
+            if (one := read_expert_adapters(model, slot, layer, settings, file)) is not None:
                 found[slot.place][layer] = one
     _check_tables(model, file)
     file.check()
     made = []
     for place, layers in found.items():
-        adapter, *hosts = joined(every[place], layers)
+        adapter, *hosts = stack_layers(every[place], layers)
         for variable, host in zip((adapter.a, adapter.b), hosts, strict=True):
             variable.set_value(put_array(host.astype(kind or host.dtype), model.strategy.sharding_of(variable)))
         made.append((every[place], adapter))
@@ -154,9 +164,11 @@ def load(model: CausalLM, folder: str | os.PathLike[str], dtype: Any = None) -> 
         slot.put(adapter)
 
 
-def _targeted(model: CausalLM, settings: Settings, file: AdapterFile) -> Iterator[tuple[Slot, int, Numbers, str]]:
+def _targeted(
+    model: CausalLM, settings: Settings, file: AdapterFile
+) -> Iterator[tuple[AdapterSlot, int, Numbers, str]]:
     """The adapters that the settings name, with the names of their parameters, which older files spell differently."""
-    for slot in slots(model):
+    for slot in adapter_slots(model):
         rows = () if slot.name == "head" else options(model.hf_names(model.config), slot.key)
         older = [w for w in rows if w.whole and not w.per_expert]
         for layer in slot.layers:

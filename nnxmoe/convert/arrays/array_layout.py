@@ -1,6 +1,7 @@
-"""The common description of external layouts: ``layout(model) -> {external name: Leaf}``.
+"""The common description of external layouts: ``layout(model) -> {external name: ArrayLayout}``.
 
-A `Leaf` says which parts of which parameters an external array holds, where, and how they are arranged. Hugging Face,
+An `ArrayLayout` says which parts of which parameters an external array holds, where, and how they are arranged.
+Hugging Face,
 MaxText, the native format and Linen each build one; loading, checking and saving depend on it alone.
 """
 
@@ -15,7 +16,7 @@ from flax import nnx
 from nnxmoe.axes import axes_of, is_stacked
 from nnxmoe.config.printable import some
 from nnxmoe.convert.arrays.lazy_array import Box, LazyArray, whole
-from nnxmoe.convert.arrays.views import View
+from nnxmoe.convert.arrays.tensor_parts import TensorPart
 from nnxmoe.convert.storage.multihost import AnyArray
 from nnxmoe.layers.linear.kernel import LEAD, flax_order
 from nnxmoe.layers.linear.lora import UnmergeValue
@@ -112,7 +113,7 @@ def parameters(model: nnx.Module, *, codes: bool = False) -> list[Parameter]:
 
 
 @dataclass(frozen=True)
-class Change:
+class ValueChange:
     """A transformation of an external array's values, on loading or saving.
 
     ``times``, ``over``: multiply and divide, in float32, rounded once. ``features``: reorders the last dimension;
@@ -124,10 +125,10 @@ class Change:
     features: Literal["as they are", "halves", "pairs"] = "as they are"
 
     @property
-    def inverse(self) -> "Change":
+    def inverse(self) -> "ValueChange":
         """The transformation back."""
         back: dict[str, Any] = {"halves": "pairs", "pairs": "halves"}
-        return Change(self.over, self.times, back.get(self.features, self.features))
+        return ValueChange(self.over, self.times, back.get(self.features, self.features))
 
     def __call__(self, array: AnyArray) -> AnyArray:
         if self.features == "halves":
@@ -144,7 +145,7 @@ class Change:
 
     def of(self, array: LazyArray) -> LazyArray:
         """The array whose values are transformed when they are read."""
-        if self == SAME:
+        if self == UNCHANGED:
             return array
         dtype = array.dtype if self.times == self.over == 1 else np.float32
         if self.features == "as they are":
@@ -152,7 +153,7 @@ class Change:
         return array.in_blocks(array.shape[-1], array.shape[-1], self, dtype)
 
 
-SAME = Change()
+UNCHANGED = ValueChange()
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,7 @@ class Arrangement:
 
 
 @dataclass(frozen=True)
-class Leaf:
+class ArrayLayout:
     """An external array: the parts of parameters that it holds, each of shape ``inner``, stacked on ``axis``, or
     one part without ``axis``.
 
@@ -195,9 +196,9 @@ class Leaf:
     parts: tuple[Parameter, ...] = ()
     axis: int | None = None
     flat: bool = False
-    change: Change = SAME
+    change: ValueChange = UNCHANGED
     axes: tuple[str | None, ...] = ()
-    part_of: View | None = None
+    part_of: TensorPart | None = None
     arranged: Arrangement | None = None
 
     @property
@@ -248,6 +249,6 @@ def _inserted(values: tuple[T, ...], axis: int, value: T) -> tuple[T, ...]:
     return (*values[:axis], value, *values[axis:])
 
 
-def add_part(found: dict[str, Leaf], name: str, leaf: Leaf, part: Parameter) -> None:
+def add_part(found: dict[str, ArrayLayout], name: str, leaf: ArrayLayout, part: Parameter) -> None:
     """Append a part to the leaf of a named array, creating it from ``leaf`` if it is new."""
     found[name] = replace(leaf, parts=(*(found[name].parts if name in found else ()), part))

@@ -14,7 +14,7 @@ import numpy as np
 
 from nnxmoe.convert.files.errors import CheckpointError
 from nnxmoe.convert.files.safetensors import DTYPES
-from nnxmoe.convert.storage.checkpoint_source import INDEX_FILE, SINGLE_FILE, is_size
+from nnxmoe.convert.storage.find_checkpoint import INDEX_FILE, SINGLE_FILE, is_size
 
 _PIECE = 64 << 20  # bytes per copy from an array that is not contiguous
 
@@ -35,7 +35,7 @@ class _Item:
 Tensors = Iterable[tuple[str, str, Sequence[int], Callable[[], np.ndarray]]]
 
 
-def write_shares(
+def write_sharded(
     folder: str | os.PathLike[str],
     shares: Iterable[tuple[int | None, Tensors]],
     max_shard_size: int,

@@ -22,11 +22,13 @@ _STATES = {
 }
 
 
-def leaves(tree: Tree) -> dict[str, Any]:
+def flatten_arrays(tree: Tree) -> dict[str, Any]:
     """Flatten a tree of mappings, boxed or not, to name -> array, without random keys. NNX variables that are not
     parameters get names below ``nnx_aux``, as in MaxText. Raises ValueError for other values."""
     keys = jax.dtypes.prng_key
-    found = {n: a for n, a in nested(tree).items() if not jnp.issubdtype(getattr(a, "dtype", np.dtype(bool)), keys)}
+    found = {
+        n: a for n, a in flatten_tree(tree).items() if not jnp.issubdtype(getattr(a, "dtype", np.dtype(bool)), keys)
+    }
     check_arrays(found)
     return found
 
@@ -36,7 +38,7 @@ def check_arrays(found: Mapping[str, Any]) -> None:
         raise ValueError(f"the tree holds values that are not arrays of JAX or NumPy: {some(odd)}")
 
 
-def nested(tree: Tree) -> dict[str, Any]:
+def flatten_tree(tree: Tree) -> dict[str, Any]:
     """Flatten a tree of mappings to name -> value. Raises ValueError for other types."""
     if not isinstance(tree, Mapping):
         raise ValueError(
@@ -57,7 +59,7 @@ def _leaves(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
     yield "/".join(("nnx_aux", *path) if aux else path), value
 
 
-def without_states(found: Mapping[str, T]) -> tuple[dict[str, T], dict[str, tuple[str, ...]]]:
+def split_off_states(found: Mapping[str, T]) -> tuple[dict[str, T], dict[str, tuple[str, ...]]]:
     """Separate the arrays that may be parameters from the names of branches with other state, by kind of state."""
     kept, skipped = dict[str, T](), dict[str, set[str]]()
     for name, value in found.items():

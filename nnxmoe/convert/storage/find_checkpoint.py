@@ -16,7 +16,7 @@ from nnxmoe.config.nested import text_fields
 from nnxmoe.config.printable import short, some
 from nnxmoe.convert.files.errors import CheckpointError
 from nnxmoe.convert.files.hub import CODE_FILES, TOKENIZER_FILES, check_hub_id, hub_call, local_folder, snapshot
-from nnxmoe.convert.files.reading import GGUF_SUFFIX, is_gguf, read_object
+from nnxmoe.convert.files.untrusted_files import GGUF_SUFFIX, is_gguf, read_object
 from nnxmoe.convert.gguf.gguf_config import config_fields
 from nnxmoe.convert.gguf.gguf_file import GGUF
 
@@ -57,7 +57,7 @@ _SKIP = ["consolidated*", "original/*", "*/*.safetensors"]  # the original layou
 
 
 @dataclass(frozen=True)
-class Source:
+class CheckpointFiles:
     """A checkpoint's folder, its parsed JSON files and the weight files to open; `weight_map` only with an index."""
 
     folder: Path
@@ -67,7 +67,9 @@ class Source:
     notes: tuple[str, ...] = ()
 
 
-def find(path_or_hub_id: str | os.PathLike[str], revision: str | None, local_files_only: bool) -> Source:
+def find_checkpoint(
+    path_or_hub_id: str | os.PathLike[str], revision: str | None, local_files_only: bool
+) -> CheckpointFiles:
     """Find a checkpoint's files in a local folder or through the hub, downloading what is missing."""
     folder = local_folder(path_or_hub_id, CheckpointError)
     if folder is not None:
@@ -87,22 +89,24 @@ def find(path_or_hub_id: str | os.PathLike[str], revision: str | None, local_fil
         raise CheckpointError(f"{error} ({hint})") from error
 
 
-def find_in_folder(folder: Path) -> Source:
+def find_in_folder(folder: Path) -> CheckpointFiles:
     """Read the JSON files of a local folder and decide which weight files make up the checkpoint. ``folder`` may be a
     GGUF file, whose metadata holds the config."""
     if is_gguf(folder):
         model = GGUF.open(folder)
         fields, notes = config_fields(model)
-        return Source(folder, fields, model.files, {}, notes)
+        return CheckpointFiles(folder, fields, model.files, {}, notes)
     if not os.path.isdir(folder):
         raise CheckpointError(f"no such folder: {folder}; give the folder that holds config.json and the weights")
-    config = find_config(folder)
+    config = read_config_fields(folder)
     files, weight_map = _weight_files(folder)
     notes = (f"{_ADAPTER} is beside the model: {_TO_ADAPT}; loading the model does not apply it",)
-    return Source(folder, config, tuple(files), weight_map, notes if os.path.lexists(folder / _ADAPTER) else ())
+    return CheckpointFiles(
+        folder, config, tuple(files), weight_map, notes if os.path.lexists(folder / _ADAPTER) else ()
+    )
 
 
-def find_config(folder: Path) -> dict[str, Any]:
+def read_config_fields(folder: Path) -> dict[str, Any]:
     """The parsed config.json of a folder, or its text model's part, with the settings of an old GPTQ or ModelOpt
     checkpoint as ``quantization_config``."""
     if is_gguf(folder):
@@ -230,7 +234,7 @@ def _is_plain_name(value: str) -> bool:
     return plain and "\\" not in value and ":" not in value
 
 
-def prefixed(tensors: dict[str, T]) -> dict[str, T]:
+def normalize_prefixes(tensors: dict[str, T]) -> dict[str, T]:
     """Rename tensors as in a text model with a head. The names of a ``LlamaModel`` lack ``model.``, those of a wrapped
     model have it twice, and a multimodal model has another prefix; transformers does the same for each name."""
     found = {}
@@ -240,12 +244,12 @@ def prefixed(tensors: dict[str, T]) -> dict[str, T]:
     return found
 
 
-def spellings(module: str) -> list[str]:
+def module_spellings(module: str) -> list[str]:
     """The names that a module of the text model may have in a multimodal model, its own first."""
     return [module, *(old + module.removeprefix("model.") for old in WRAPPERS if module.startswith("model."))]
 
 
-def towers(names: Iterable[str]) -> dict[str, list[str]]:
+def group_towers(names: Iterable[str]) -> dict[str, list[str]]:
     """The names of tensors beside the text model of a multimodal checkpoint, by the part that they belong to."""
     found: dict[str, list[str]] = {}
     for name in names:

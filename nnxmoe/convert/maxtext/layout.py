@@ -15,26 +15,26 @@ from typing import Any, NamedTuple
 
 from nnxmoe.config.printable import plain, some
 from nnxmoe.config.rope_parameters import Llama3Rope
-from nnxmoe.convert.arrays.checkpoint_layout import (
+from nnxmoe.convert.arrays.array_layout import (
     QUERY,
-    SAME,
+    UNCHANGED,
     Arrangement,
-    Change,
-    Leaf,
+    ArrayLayout,
     Parameter,
+    ValueChange,
     add_part,
     parameters,
 )
 from nnxmoe.convert.arrays.dtypes import float_dtype
 from nnxmoe.convert.arrays.lazy_array import LazyArray, LazyArrays
-from nnxmoe.convert.arrays.lazy_leaves import arrays_of
+from nnxmoe.convert.arrays.model_arrays import model_arrays
 from nnxmoe.convert.files.errors import CheckpointError
-from nnxmoe.convert.maxtext import maxtext_streams
+from nnxmoe.convert.maxtext import stream_weights
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.maxtext_layers import LayerBlocks, LayerGroups, Places
 
 KEY, EMBED = "layer.attention.k.", "embed.table"
-NO_CHANGES: Mapping[str, Change] = {}
+NO_CHANGES: Mapping[str, ValueChange] = {}
 _KIND = "{kind}"  # of a layer, in the name in a row
 _SHARED = " of "  # between MaxText's name and ours of a parameter that is in an array with others
 
@@ -48,8 +48,10 @@ class MaxTextRow(NamedTuple):
     order: tuple[int, ...] = ()
 
 
-def layout(model: CausalLM, scan_layers: bool, changes: Mapping[str, Change] = NO_CHANGES) -> dict[str, Leaf]:
-    """Map MaxText's names to a `Leaf` for every parameter of a model. ``changes``: beginning of a key -> its change.
+def maxtext_layout(
+    model: CausalLM, scan_layers: bool, changes: Mapping[str, ValueChange] = NO_CHANGES
+) -> dict[str, ArrayLayout]:
+    """Map MaxText's names to an `ArrayLayout` for every parameter. ``changes``: beginning of a key -> its change.
     Raises CheckpointError for a model that MaxText does not have."""
     if not model.maxtext_table:
         kind = model.config.model_type
@@ -60,15 +62,23 @@ def layout(model: CausalLM, scan_layers: bool, changes: Mapping[str, Change] = N
             "states before the final norm: choose another format, or load a Hugging Face folder "
             "(nnxmoe.save_pretrained) without mtp=True"
         )
-    every, found, shared, kinds = parameters(model), dict[str, Leaf](), model.maxtext_columns, model.maxtext_kinds
+    every, found, shared, kinds = (
+        parameters(model),
+        dict[str, ArrayLayout](),
+        model.maxtext_columns,
+        model.maxtext_kinds,
+    )
     places = _places(model, {p.stack: p.layer for p in reversed(every) if p.layer is not None}, scan_layers)
     for parameter in every:
         if parameter.key not in model.maxtext_table:
             kind = model.config.model_type
             raise CheckpointError(f"MaxText's {kind} has no parameter like {parameter.key}: choose another format")
         row = MaxTextRow(*model.maxtext_table[parameter.key])
-        change = next((changes[start] for start in changes if parameter.key.startswith(start)), SAME)
-        leaf, columns = Leaf(parameter.key, parameter.of_layer, change=change, axes=row.axes), shared.get(parameter.key)
+        change = next((changes[start] for start in changes if parameter.key.startswith(start)), UNCHANGED)
+        leaf, columns = (
+            ArrayLayout(parameter.key, parameter.of_layer, change=change, axes=row.axes),
+            shared.get(parameter.key),
+        )
         for layer, part in parameter.layers():
             group, dims = ("", ()) if layer is None else places[layer]
             name = row.name if layer is None else f"decoder/{group}/{row.name.replace(_KIND, kinds[layer])}"
@@ -124,27 +134,27 @@ def _places(model: CausalLM, stacks: Mapping[int | None, int], scan: bool) -> Pl
     return layers.places(config.sparse_layers, scan)
 
 
-def scanned(model: CausalLM, names: Iterable[str]) -> bool:
+def is_scanned(model: CausalLM, names: Iterable[str]) -> bool:
     """Whether MaxText's names are those of scanned layers."""
     groups = {group for group, dims in model.maxtext_layers.places(model.config.sparse_layers, True) if dims}
     return any(name.startswith(f"decoder/{group}/") for name in names for group in groups)
 
 
-def changes(model: CausalLM) -> dict[str, Change]:
+def value_changes(model: CausalLM) -> dict[str, ValueChange]:
     """The changes from a model's parameters to MaxText's layout."""
     config = model.config
     features = "pairs" if config.scale_in_queries and isinstance(config.rope, Llama3Rope) else "as they are"
-    key = Change(features=features)
+    key = ValueChange(features=features)
     query = dataclasses.replace(key, over=config.query_scalar**0.5 if config.scale_in_queries else 1.0)
-    embed = Change(times=config.hidden_size**0.5 if model.maxtext_scales_embeddings else 1.0)
+    embed = ValueChange(times=config.hidden_size**0.5 if model.maxtext_scales_embeddings else 1.0)
     return {QUERY: query, KEY: key, EMBED: embed}
 
 
-def arrays(model: CausalLM, scan_layers: bool, dtype: Any = None) -> dict[str, LazyArray]:
+def maxtext_arrays(model: CausalLM, scan_layers: bool, dtype: Any = None) -> dict[str, LazyArray]:
     """MaxText's name -> lazy array, computed from the model's parameters when read."""
-    leaves = layout(model, scan_layers, changes(model))
+    leaves = maxtext_layout(model, scan_layers, value_changes(model))
     made, parts = dict[str, LazyArray](), dict[str, list[tuple[LazyArray, tuple[int, ...]]]]()
-    for name, array in arrays_of(leaves, float_dtype(dtype)).items():
+    for name, array in model_arrays(leaves, float_dtype(dtype)).items():
         stored = leaves[name].arranged
         array = array if stored is None else stored.write(array)
         if stored is None or stored.columns is None:
@@ -152,12 +162,12 @@ def arrays(model: CausalLM, scan_layers: bool, dtype: Any = None) -> dict[str, L
         else:
             parts.setdefault(name.split(_SHARED)[0], []).append((array, stored.columns))
     made |= {name: LazyArray.of_columns(each) for name, each in parts.items()}
-    return maxtext_streams.split(made, model.maxtext_streams) if model.maxtext_streams else made
+    return stream_weights.split_streams(made, model.maxtext_streams) if model.maxtext_streams else made
 
 
-def ours(leaves: Mapping[str, Leaf], given: LazyArrays, streams: int) -> dict[str, LazyArray]:
-    """The inverse of `arrays`: the arrays of leaves from MaxText's. Those of other shapes get a fault."""
-    given = maxtext_streams.join(given, leaves, streams) if streams else given
+def from_maxtext(leaves: Mapping[str, ArrayLayout], given: LazyArrays, streams: int) -> dict[str, LazyArray]:
+    """The inverse of `maxtext_arrays`: the arrays of leaves from MaxText's. Those of other shapes get a fault."""
+    given = stream_weights.join_streams(given, leaves, streams) if streams else given
     found, widths = dict(given), collections.Counter[str]()
     for name, leaf in leaves.items():
         if leaf.arranged is not None and leaf.arranged.columns is not None:

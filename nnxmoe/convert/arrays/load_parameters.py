@@ -21,12 +21,19 @@ from jax.sharding import Sharding
 
 from nnxmoe.axes import keeps_dtype
 from nnxmoe.config.printable import plain
-from nnxmoe.convert.arrays.checkpoint_layout import Leaf, Parameter, Path, parameters
-from nnxmoe.convert.arrays.dtypes import matrices_dtype, natural_dtype
+from nnxmoe.convert.arrays.array_layout import ArrayLayout, Parameter, Path, parameters
+from nnxmoe.convert.arrays.dtypes import default_dtype, matrix_dtype
 from nnxmoe.convert.arrays.lazy_array import Box, LazyArray, LazyArrays, overlap, sizes, within
-from nnxmoe.convert.arrays.report import LoadReport
+from nnxmoe.convert.arrays.load_report import LoadReport
 from nnxmoe.convert.files.errors import CheckpointError
-from nnxmoe.convert.files.host import Blocks, Scratch, copy_into, count_nonfinite, few_threads, transpose_into
+from nnxmoe.convert.files.host_memory import (
+    BlockAllocator,
+    ScratchBuffers,
+    copy_into,
+    count_nonfinite,
+    reader_threads,
+    transpose_into,
+)
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.quantization.quantized_kernels import bytes_by_dtype
 from nnxmoe.runtime.memory import local_bytes, refuse_beyond_memory
@@ -41,24 +48,24 @@ Wanted = tuple[Parameter, np.dtype, Sharding | None]
 Group = tuple[list[Wanted], list[str]]  # parameters that share arrays, and the names of those arrays
 
 
-def fill(
-    model: CausalLM, leaves: Mapping[str, Leaf], arrays: LazyArrays, dtype: np.dtype | None, report: LoadReport
+def load_parameters(
+    model: CausalLM, leaves: Mapping[str, ArrayLayout], arrays: LazyArrays, dtype: np.dtype | None, report: LoadReport
 ) -> None:
     """Set the values and ``load_report`` of an abstract model. ``dtype`` None: as stored. Parameters with
     a dtype of their own keep it."""
-    started, groups = time.perf_counter(), grouped(model, leaves, arrays, dtype)
+    started, groups = time.perf_counter(), group_parameters(model, leaves, arrays, dtype)
     wanted = [(parameter.shape, kind, place) for group, _ in groups for parameter, kind, place in group]
     kinds = sorted({str(kind) for _, kind, _ in wanted if kind.itemsize > 2})
     remedy = f"shard it over more devices (mesh=…){', or load it as bfloat16 (dtype=…)' if kinds else ''}"
     refuse_beyond_memory(local_bytes(wanted), f"{report.source}: the weights take", remedy)
     total = sum(arrays[name].nbytes for name in leaves)
     with bytes_bar(total, f"loading {os.path.basename(report.source)}") as bar:
-        filler = Filler(leaves, arrays, bar)
+        filler = ParameterLoader(leaves, arrays, bar)
         values = filler.place(groups)
     state = {path: variable.replace(values[path]) for path, variable in nnx.to_flat_state(nnx.state(model))}
     nnx.update(model, nnx.from_flat_state(state))
     compute_dtype = model.strategy.compute_dtype
-    model.dtype = matrices_dtype(state.values()) if compute_dtype is None else jnp.dtype(compute_dtype)
+    model.dtype = matrix_dtype(state.values()) if compute_dtype is None else jnp.dtype(compute_dtype)
     model.load_report = dataclasses.replace(
         report,
         loaded=report.loaded or tuple(sorted(leaves)),
@@ -71,7 +78,7 @@ def fill(
     model.load_report.warn()
 
 
-def _casts(groups: list[Group], leaves: Mapping[str, Leaf], arrays: LazyArrays) -> dict[str, tuple[str, ...]]:
+def _casts(groups: list[Group], leaves: Mapping[str, ArrayLayout], arrays: LazyArrays) -> dict[str, tuple[str, ...]]:
     casts: dict[str, set[str]] = {}
     for group, names in groups:
         kinds = {parameter.path: kind for parameter, kind, _ in group}
@@ -82,7 +89,9 @@ def _casts(groups: list[Group], leaves: Mapping[str, Leaf], arrays: LazyArrays) 
     return {cast: tuple(sorted(names)) for cast, names in sorted(casts.items())}
 
 
-def grouped(model: CausalLM, leaves: Mapping[str, Leaf], arrays: LazyArrays, dtype: np.dtype | None) -> list[Group]:
+def group_parameters(
+    model: CausalLM, leaves: Mapping[str, ArrayLayout], arrays: LazyArrays, dtype: np.dtype | None
+) -> list[Group]:
     """The model's parameters in disjoint groups, in the model's order; parameters that share an array share a group."""
     groups = {p.path: ([p], list[str]()) for p in parameters(model, codes=True)}
     stored: dict[Path, list[LazyArray]] = {path: [] for path in groups}
@@ -99,22 +108,22 @@ def grouped(model: CausalLM, leaves: Mapping[str, Leaf], arrays: LazyArrays, dty
 
     def wanted(parameter: Parameter) -> Wanted:
         variable = parameter.variable
-        kind = np.dtype(variable.dtype) if keeps_dtype(variable) else dtype or natural_dtype(stored[parameter.path])
+        kind = np.dtype(variable.dtype) if keeps_dtype(variable) else dtype or default_dtype(stored[parameter.path])
         return parameter, kind, model.strategy.sharding_of(variable)
 
     distinct = {id(group): group for group in groups.values()}.values()
     return [([wanted(member) for member in members], names) for members, names in distinct]
 
 
-class Filler:
+class ParameterLoader:
     """Reads groups of parameters in a few threads, while the calling thread places finished groups on the devices.
     Unplaced parameters take the memory of one group, or of several groups of at most AHEAD_BYTES together."""
 
-    def __init__(self, leaves: Mapping[str, Leaf], arrays: LazyArrays, bar: Any = None):
+    def __init__(self, leaves: Mapping[str, ArrayLayout], arrays: LazyArrays, bar: Any = None):
         self.leaves, self.arrays, self.bar = leaves, arrays, bar
         self.nonfinite: dict[str, int] = {}
         self.bytes_read = 0
-        self._scratch, self._blocks = Scratch(), Blocks()
+        self._scratch, self._blocks = ScratchBuffers(), BlockAllocator()
 
     def place(self, groups: Iterable[Group]) -> dict[Path, jax.Array]:
         """The parameters of all groups as JAX arrays with their shardings."""
@@ -129,7 +138,7 @@ class Filler:
                 placed[parameter.path] = _placed(parameter.shape, buffers[parameter.path], sharding)
             return size
 
-        with few_threads() as pool:
+        with reader_threads() as pool:
             for group, names in groups:
                 buffers = {wanted[0].path: self._buffers(*wanted) for wanted in group}
                 size = sum(buffer.nbytes for each in buffers.values() for buffer in each.values())
@@ -230,7 +239,7 @@ def _merged(view: np.ndarray, piece: np.ndarray) -> tuple[np.ndarray, np.ndarray
     return view.reshape(shape), piece.reshape(shape)
 
 
-def _targets(leaf: Leaf, buffers: Mapping[Path, Buffers]) -> list[tuple[Box, np.ndarray]]:
+def _targets(leaf: ArrayLayout, buffers: Mapping[Path, Buffers]) -> list[tuple[Box, np.ndarray]]:
     """Boxes of an array, and the views of buffers that receive their values, with the dimensions of the array."""
     found = []
     for number, part in enumerate(leaf.parts):

@@ -9,10 +9,10 @@ from jax.sharding import Mesh
 
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.printable import plain, some
-from nnxmoe.convert.arrays.checkpoint_layout import Leaf
-from nnxmoe.convert.arrays.fill import fill
+from nnxmoe.convert.arrays.array_layout import ArrayLayout
 from nnxmoe.convert.arrays.lazy_array import LazyArray, LazyArrays
-from nnxmoe.convert.arrays.report import LoadError, LoadReport
+from nnxmoe.convert.arrays.load_parameters import load_parameters
+from nnxmoe.convert.arrays.load_report import LoadError, LoadReport
 from nnxmoe.layers.linear.quantized import QuantizedArray
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.strategy import Strategy, with_mesh
@@ -29,12 +29,14 @@ def check_config(config: DecoderConfig) -> None:
         raise ValueError(f"config is a {type(config).__name__}: pass the result of nnxmoe.config_from_hf")
 
 
-def abstract(config: DecoderConfig, strategy: Strategy | None, mesh: Mesh | None, *, mtp: bool = False) -> CausalLM:
+def abstract_model(
+    config: DecoderConfig, strategy: Strategy | None, mesh: Mesh | None, *, mtp: bool = False
+) -> CausalLM:
     """A model with shapes but no values; ``mesh`` None: the strategy's; ``mtp``: see `CausalLM`."""
     return model_class(config)(config, with_mesh(strategy, mesh), rngs=None, mtp=mtp)
 
 
-def unless_cast(
+def fold_query_scale_if_cast(
     config: DecoderConfig, arrays: Iterable[LazyArray], dtype: np.dtype | None
 ) -> tuple[DecoderConfig, float]:
     """``(config, 1.0)`` if all arrays keep their dtype. Otherwise `config.folded()`: the config without the queries'
@@ -43,7 +45,9 @@ def unless_cast(
     return (config, 1.0) if kept else config.folded()
 
 
-def checked(leaves: Mapping[str, Leaf], arrays: LazyArrays, report: LoadReport, *, strict: bool = False) -> LoadReport:
+def compare_arrays(
+    leaves: Mapping[str, ArrayLayout], arrays: LazyArrays, report: LoadReport, *, strict: bool = False
+) -> LoadReport:
     """A report with the differences between the arrays that a layout needs and those that are stored. ``strict``:
     unexpected arrays are wrong."""
     unexpected = tuple(sorted(arrays.keys() - leaves.keys()))
@@ -53,7 +57,7 @@ def checked(leaves: Mapping[str, Leaf], arrays: LazyArrays, report: LoadReport, 
     return dataclasses.replace(report, missing=missing, unexpected=unexpected, wrong=(*strange, *wrong))
 
 
-def _wrong(name: str, leaf: Leaf, arrays: LazyArrays) -> Iterator[str]:
+def _wrong(name: str, leaf: ArrayLayout, arrays: LazyArrays) -> Iterator[str]:
     array, variable = arrays[name], leaf.parts[0].variable
     where = f"{plain(name)} in {array.file}" if array.file else plain(name)
     whole = np.dtype(variable.dtype).kind in "iu"
@@ -68,9 +72,9 @@ def _wrong(name: str, leaf: Leaf, arrays: LazyArrays) -> Iterator[str]:
         yield f"{where} is {array.dtype}: weights are {', '.join(map(str, allowed))}"
 
 
-def restore(
+def load_model(
     model: CausalLM,
-    leaves: Mapping[str, Leaf],
+    leaves: Mapping[str, ArrayLayout],
     arrays: LazyArrays,
     dtype: np.dtype | None,
     report: LoadReport,
@@ -85,4 +89,4 @@ def restore(
         more += [f"and nothing reads {some(report.unexpected)}"] if report.missing and report.unexpected else []
         shown = "\n  ".join(lines[:_SHOWN] + more)
         raise LoadError(f"{misfit}:\n  {shown}{remedy if report.missing else ''}", report)
-    fill(model, leaves, arrays, dtype, report)
+    load_parameters(model, leaves, arrays, dtype, report)

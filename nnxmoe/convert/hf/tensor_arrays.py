@@ -8,15 +8,15 @@ from dataclasses import replace
 from typing import Any
 
 from nnxmoe.convert.arrays.lazy_array import LazyArray
-from nnxmoe.convert.files.reading import is_gguf
 from nnxmoe.convert.files.safetensors import TensorInfo
+from nnxmoe.convert.files.untrusted_files import is_gguf
 from nnxmoe.convert.formats import compressed_reader, fp4, fp8, gptq, nf4
-from nnxmoe.convert.formats.gguf_tensors import of_gguf
-from nnxmoe.convert.formats.module_tensors import OF_ACTIVATIONS, ModuleTensors
-from nnxmoe.convert.formats.raw import raw
-from nnxmoe.convert.formats.scheme import Malformed, Scheme
+from nnxmoe.convert.formats.gguf_tensors import gguf_arrays
+from nnxmoe.convert.formats.module_tensors import ACTIVATION_SCALES, ModuleTensors
+from nnxmoe.convert.formats.plain_array import plain_array
+from nnxmoe.convert.formats.scheme import MalformedTensor, QuantizationScheme
 from nnxmoe.convert.storage.checkpoint import Checkpoint
-from nnxmoe.convert.storage.checkpoint_source import towers
+from nnxmoe.convert.storage.find_checkpoint import group_towers
 
 Reader = Callable[[ModuleTensors, TensorInfo], LazyArray]
 
@@ -24,7 +24,7 @@ Reader = Callable[[ModuleTensors, TensorInfo], LazyArray]
 _CODES = ("weight_packed", "qweight", "weight")
 
 
-def stored(
+def tensor_arrays(
     tensors: dict[str, TensorInfo], fields: Mapping[str, Any], where: str, checkpoint: Checkpoint | None
 ) -> dict[str, LazyArray]:
     """Name -> lazy array; the tensors of a quantised weight are one array ``….weight``, or ``…_blocks``.
@@ -33,22 +33,24 @@ def stored(
     quantization that is not supported.
     """
     if checkpoint is not None and is_gguf(checkpoint.folder):
-        return of_gguf(checkpoint)
-    scheme = Scheme.of(fields, where)
-    beside = {name for names in towers(tensors).values() for name in names}
+        return gguf_arrays(checkpoint)
+    scheme = QuantizationScheme.of(fields, where)
+    beside = {name for names in group_towers(tensors).values() for name in names}
     text = {name: info for name, info in tensors.items() if name not in beside}
     weights = _quantised(text, scheme, checkpoint)
     scheme.check_use(len(weights))
     inside = {name for array in weights.values() for name in array.tensors}
-    plain = {name: raw(checkpoint, info) for name, info in tensors.items() if name not in inside}
+    plain = {name: plain_array(checkpoint, info) for name, info in tensors.items() if name not in inside}
     return plain | weights
 
 
-def _quantised(tensors: dict[str, TensorInfo], scheme: Scheme, checkpoint: Checkpoint | None) -> dict[str, LazyArray]:
+def _quantised(
+    tensors: dict[str, TensorInfo], scheme: QuantizationScheme, checkpoint: Checkpoint | None
+) -> dict[str, LazyArray]:
     """Name (``….weight``, or that of a fused tensor) -> lazy array of every quantised weight; a faulty one has a
     ``fault`` and no shape."""
     found: dict[str, LazyArray] = {}
-    every = tensors | fp8.scales_of_experts(tensors) if scheme.method == "fp8" else tensors
+    every = tensors | fp8.expert_scales(tensors) if scheme.method == "fp8" else tensors
     for name, info in tensors.items():
         weight, read = _place_of(name, info, tensors, scheme)
         if weight is None or weight in found:
@@ -56,14 +58,14 @@ def _quantised(tensors: dict[str, TensorInfo], scheme: Scheme, checkpoint: Check
         files = ModuleTensors(name.rpartition(".")[0], every, scheme, checkpoint)
         try:
             found[weight] = read(files, info)
-        except Malformed as error:
+        except MalformedTensor as error:
             float_twin = {weight.removesuffix(fp4.BLOCKS)} & tensors.keys()
             found |= dict.fromkeys((weight, *float_twin), LazyArray.faulty(str(error), tuple(files.used)))
     used = {name for array in found.values() for name in array.tensors}
     for name in tensors.keys() - used:
         ends = (i for i, letter in enumerate(name) if letter == ".")
         for module in (name[:end] for end in ends if f"{name[:end]}.weight" in found):
-            if name != f"{module}.bias" and not name.endswith(OF_ACTIVATIONS):
+            if name != f"{module}.bias" and not name.endswith(ACTIVATION_SCALES):
                 reason = f"{name} belongs to the quantised {module}, and its use is not supported"
                 array = found[f"{module}.weight"]
                 found[f"{module}.weight"] = replace(array, fault=array.fault or reason, tensors=(*array.tensors, name))
@@ -71,14 +73,14 @@ def _quantised(tensors: dict[str, TensorInfo], scheme: Scheme, checkpoint: Check
 
 
 def _place_of(
-    name: str, info: TensorInfo, tensors: Mapping[str, TensorInfo], scheme: Scheme
+    name: str, info: TensorInfo, tensors: Mapping[str, TensorInfo], scheme: QuantizationScheme
 ) -> tuple[str | None, Reader]:
     """The name of the quantised weight that a tensor is of, None for other tensors, and the weight's reader."""
     module, _, ending = name.rpartition(".")
     if info.dtype == "U8" and ending.endswith((fp4.BLOCKS, fp4.SCALES)):
-        return name.removesuffix(fp4.BLOCKS).removesuffix(fp4.SCALES) + fp4.BLOCKS, fp4.gpt_oss
+        return name.removesuffix(fp4.BLOCKS).removesuffix(fp4.SCALES) + fp4.BLOCKS, fp4.read_gpt_oss
     if info.dtype == "F8_E4M3" and scheme.method == "fp8" and fp8.FUSED.fullmatch(name):
-        return name, fp8.fused
+        return name, fp8.read_fused_fp8
     # Codes in ``….weight``: FP8, int8, or bytes in any dtype with the scales of bitsandbytes or of ModelOpt.
     beside = (f"{module}.weight.absmax", f"{module}.weight_scale_2")
     codes = info.dtype in ("F8_E4M3", "I8") or any(name in tensors for name in beside)
@@ -90,7 +92,7 @@ def _weight(files: ModuleTensors, _: TensorInfo) -> LazyArray:
     present = [ending for ending in _CODES if files.has(ending)]
     if len(present) > 1:
         both = " and as ".join(present)
-        raise Malformed(f"{files.module} is stored twice, as {both}: remove one of them and its scales")
+        raise MalformedTensor(f"{files.module} is stored twice, as {both}: remove one of them and its scales")
     info, kind, method = files.tensors[f"{files.module}.{present[0]}"], present[0], files.scheme.method
     if kind == "weight":
         packed = {"weight.absmax": "NF4", "weight_scale_2": "NVFP4"}
@@ -98,20 +100,20 @@ def _weight(files: ModuleTensors, _: TensorInfo) -> LazyArray:
     read = _READERS.get((kind, method))
     if read is None:
         says = f"config.json says quant_method {method!r}" if method else "config.json has no quantization_config"
-        raise Malformed(f"{files.where(info)} is {kind}, but {says}")
+        raise MalformedTensor(f"{files.where(info)} is {kind}, but {says}")
     return read(files, info)
 
 
 _FP8_OR_INT = {"F8_E4M3": "FP8", "I8": "int8"}
 _READERS: dict[tuple[str, str], Reader] = {
-    ("FP8", "fp8"): fp8.fp8,
-    ("int8", "fp8"): fp8.packed,
-    ("FP8", "compressed-tensors"): compressed_reader.plain_codes,
-    ("int8", "compressed-tensors"): compressed_reader.plain_codes,
-    ("weight_packed", "compressed-tensors"): compressed_reader.packed,
-    ("qweight", "awq"): gptq.awq,
-    ("qweight", "gptq"): gptq.gptq,
-    ("NF4", "bitsandbytes"): nf4.nf4,
-    ("NVFP4", "modelopt"): fp4.modelopt,
-    ("FP8", "modelopt"): fp8.modelopt,
+    ("FP8", "fp8"): fp8.read_fp8,
+    ("int8", "fp8"): fp8.read_packed_fp4,
+    ("FP8", "compressed-tensors"): compressed_reader.read_unpacked,
+    ("int8", "compressed-tensors"): compressed_reader.read_unpacked,
+    ("weight_packed", "compressed-tensors"): compressed_reader.read_packed,
+    ("qweight", "awq"): gptq.read_awq,
+    ("qweight", "gptq"): gptq.read_gptq,
+    ("NF4", "bitsandbytes"): nf4.read_nf4,
+    ("NVFP4", "modelopt"): fp4.read_modelopt_nvfp4,
+    ("FP8", "modelopt"): fp8.read_modelopt_fp8,
 }

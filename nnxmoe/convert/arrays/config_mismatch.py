@@ -8,7 +8,7 @@ import numpy as np
 from flax import nnx
 
 from nnxmoe.config.printable import short, some
-from nnxmoe.convert.arrays.restore import DTYPES, INTEGERS
+from nnxmoe.convert.arrays.load_model import DTYPES, INTEGERS
 from nnxmoe.convert.files.errors import CheckpointError
 from nnxmoe.layers.linear.lora import UnmergeValue
 from nnxmoe.layers.linear.quantized import QuantizedArray, QuantizedWeight
@@ -21,7 +21,7 @@ _OF_MODELS = frozenset("cache_format config dtype load_report merged ropes strat
 _SHOWN = 5
 
 
-def refuse_misfit(model: CausalLM) -> None:
+def refuse_config_mismatch(model: CausalLM) -> None:
     """Raise CheckpointError if a model differs from the model that loading its config would build.
 
     Compares modules, shapes and dtypes of parameters, and all attributes that no strategy sets. Adapters are not

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from nnxmoe.convert.arrays.checkpoint_layout import Leaf, Parameter
+from nnxmoe.convert.arrays.array_layout import ArrayLayout, Parameter
 from nnxmoe.convert.arrays.lazy_array import Box, Empty, LazyArray, overlap, sizes, whole, within
 from nnxmoe.convert.storage.multihost import AnyArray, gather, hosts_holding, local_value
 from nnxmoe.sharding import spans_hosts
 
 
-def arrays_of(leaves: Mapping[str, Leaf], dtype: Any = None) -> dict[str, LazyArray]:
+def model_arrays(leaves: Mapping[str, ArrayLayout], dtype: Any = None) -> dict[str, LazyArray]:
     """Name -> lazy array of every leaf, computed from the parameters when read; ``dtype`` None: their own dtype."""
     found, held = dict[str, LazyArray](), _holders(leaves)
     for name, leaf in leaves.items():
@@ -35,11 +35,11 @@ def arrays_of(leaves: Mapping[str, Leaf], dtype: Any = None) -> dict[str, LazyAr
     return found
 
 
-def _tensor(name: str, leaf: Leaf) -> str:
+def _tensor(name: str, leaf: ArrayLayout) -> str:
     return name if leaf.part_of is None else leaf.part_of.tensor
 
 
-def _holders(leaves: Mapping[str, Leaf]) -> dict[str, set[int]]:
+def _holders(leaves: Mapping[str, ArrayLayout]) -> dict[str, set[int]]:
     """The processes that hold all parts of each tensor."""
     held = dict[str, set[int]]()
     for name, leaf in leaves.items():
@@ -50,7 +50,7 @@ def _holders(leaves: Mapping[str, Leaf]) -> dict[str, set[int]]:
     return held
 
 
-def _stack(leaf: Leaf, part: Parameter) -> tuple[int, ...]:
+def _stack(leaf: ArrayLayout, part: Parameter) -> tuple[int, ...]:
     """Where in its parameter a part is, or if it is one of a stack, such as of experts, where that stack is."""
     return part.at if leaf.axis is None else part.at[:-1]
 
@@ -60,7 +60,7 @@ class _Made:
     """Computes the values of a leaf from parameters. ``together``: no process holds the whole tensor, so that all
     processes read it at the same time."""
 
-    leaf: Leaf
+    leaf: ArrayLayout
     values: list[AnyArray]
     dtype: np.dtype
     together: bool = False

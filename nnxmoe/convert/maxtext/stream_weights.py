@@ -15,7 +15,7 @@ from nnxmoe.convert.arrays.lazy_array import Box, Empty, LazyArray, LazyArrays
 _NORM, _PARTS, _KINDS = "mhc_norm/scale", ("pre", "post", "res"), ("alpha", "beta", "alpha_scale")
 
 
-def split(found: LazyArrays, streams: int) -> dict[str, LazyArray]:
+def split_streams(found: LazyArrays, streams: int) -> dict[str, LazyArray]:
     """Replace our arrays of streams by MaxText's."""
     made = dict(found)
     for name, array in found.items():
@@ -30,7 +30,7 @@ def split(found: LazyArrays, streams: int) -> dict[str, LazyArray]:
     return made
 
 
-def join(given: LazyArrays, names: Iterable[str], streams: int) -> dict[str, LazyArray]:
+def join_streams(given: LazyArrays, names: Iterable[str], streams: int) -> dict[str, LazyArray]:
     """The inverse, for our arrays of these names. An array that lacks parts, or has some of other shapes, gets a
     fault."""
     made = dict(given)

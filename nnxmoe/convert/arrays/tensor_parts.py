@@ -11,14 +11,14 @@ from collections.abc import Mapping
 import numpy as np
 
 from nnxmoe.convert.arrays.lazy_array import Box, Empty, LazyArray, LazyArrays, sizes, whole
-from nnxmoe.convert.files.host import transpose_into
+from nnxmoe.convert.files.host_memory import transpose_into
 from nnxmoe.model.weight_names import Table, W, layer_of, options
 
 _OF_EXPERT = re.compile(r"(.+?)\.[0-9]{1,9}\.(.+)")
 
 
 @dataclasses.dataclass(frozen=True)
-class View:
+class TensorPart:
     """The part ``w`` of a tensor, whose outputs are dimension ``dim`` of the tensor without its inputs."""
 
     tensor: str
@@ -84,7 +84,7 @@ def _transpose(out: np.ndarray, values: np.ndarray) -> None:
         transpose_into(out[at], values[at])
 
 
-def with_views(table: Table, arrays: LazyArrays) -> dict[str, LazyArray]:
+def split_tensors(table: Table, arrays: LazyArrays) -> dict[str, LazyArray]:
     """Replace tensors that hold several parameters by the parts that a table names."""
     every = [(w, int(".experts." in key and not w.per_expert)) for key in table for w in options(table, key)]
     divided = {(w.name, w.per_expert) for w, _ in every if not w.whole}
@@ -96,15 +96,15 @@ def with_views(table: Table, arrays: LazyArrays) -> dict[str, LazyArray]:
     for name, array in arrays.items():
         inner = layer_of(name)[1]
         keys = (inner, ""), match.groups() if (match := _OF_EXPERT.fullmatch(inner)) else ()
-        views = [View(name, w, dim) for key in keys for w, dim in rows.get(key, ())]
+        views = [TensorPart(name, w, dim) for key in keys for w, dim in rows.get(key, ())]
         found |= {view.name: view.of(array) for view in views} or {name: array}
     return found
 
 
-def joined(arrays: LazyArrays, views: Mapping[str, View | None]) -> dict[str, LazyArray]:
-    """The inverse of `with_views`, for saving: the arrays of tensors. ``views``: of the arrays that are parts."""
+def join_parts(arrays: LazyArrays, views: Mapping[str, TensorPart | None]) -> dict[str, LazyArray]:
+    """The inverse of `split_tensors`, for saving: the arrays of tensors. ``views``: of the arrays that are parts."""
     found: dict[str, LazyArray] = {}
-    parts: dict[str, dict[View, LazyArray]] = {}
+    parts: dict[str, dict[TensorPart, LazyArray]] = {}
     for name, array in arrays.items():
         if (view := views.get(name)) is None:
             found[name] = array
@@ -113,7 +113,7 @@ def joined(arrays: LazyArrays, views: Mapping[str, View | None]) -> dict[str, La
     return found | {name: _joined(each) for name, each in parts.items()}
 
 
-def _joined(parts: Mapping[View, LazyArray]) -> LazyArray:
+def _joined(parts: Mapping[TensorPart, LazyArray]) -> LazyArray:
     """Join parts to the tensor that they form."""
     view, first = next(iter(parts.items()))
     assert sum(view.w.span for view in parts) == view.w.parts, parts.keys()

@@ -11,7 +11,7 @@ from nnxmoe.convert.storage.checkpoint import Checkpoint
 CHUNK_BYTES = 2 << 20  # per read: fits into CPU caches, and is large enough that threads seldom take the GIL
 
 
-def raw(checkpoint: Checkpoint | None, info: TensorInfo) -> LazyArray:
+def plain_array(checkpoint: Checkpoint | None, info: TensorInfo) -> LazyArray:
     """The lazy array of a tensor; with ``checkpoint`` None (headers only), reading fails."""
     read = functools.partial(_read, checkpoint, info)
     return LazyArray(info.shape, info.numpy_dtype, read, CHUNK_BYTES, file=info.file.name, tensors=(info.name,))

@@ -9,7 +9,7 @@ from flax import nnx
 
 from nnxmoe.axes import axes_of, is_stacked
 from nnxmoe.config.printable import plain, short
-from nnxmoe.convert.arrays.checkpoint_layout import Path
+from nnxmoe.convert.arrays.array_layout import Path
 from nnxmoe.layers.embed import Embed
 from nnxmoe.layers.linear.kernel import as_weight, kernel_param
 from nnxmoe.layers.linear.lora import LoRA
@@ -18,7 +18,7 @@ from nnxmoe.model.paths import layer_modules, name_of
 
 
 @dataclasses.dataclass(frozen=True)
-class Slot:
+class AdapterSlot:
     """A place for an adapter: an attribute of a module, with the kernels that it adapts side by side."""
 
     name: str  # the same in every layer
@@ -74,14 +74,14 @@ class Slot:
         (lead, ins, outs), (lead_axes, in_axes, out_axes) = self.dimensions
         if len(self.kernels) > 1:
             outs, out_axes = (len(self.kernels), *outs), ("gate_up", *out_axes)
-        # `nnxmoe.train.lora` and `nnxmoe.convert.peft.peft` set the values.
+        # `nnxmoe.train.lora` and `nnxmoe.convert.peft.adapter_folder` set the values.
         kw: dict[str, Any] = {"lead": lead, "dtype": dtype, "rngs": None, "param_type": nnx.LoRAParam}
         a = kernel_param(ins, (rank,), (*lead_axes, *in_axes, "rank"), **kw)
         b = kernel_param((rank,), outs, (*lead_axes, "rank", *out_axes), **kw)
         return LoRA(a, b, alpha)
 
 
-def slots(model: CausalLM) -> list[Slot]:
+def adapter_slots(model: CausalLM) -> list[AdapterSlot]:
     """All slots, in the order of the layers, those of the embedding and the head last."""
     found = []
     for path, module in layer_modules(model):
@@ -89,19 +89,19 @@ def slots(model: CausalLM) -> list[Slot]:
             key, first, _ = name_of(model, (*path, kernels[0]))
             name = key.removeprefix("layer.").removeprefix("moe.").removesuffix("." + kernels[0])
             name = name if kernels == ("kernel",) else f"{name}.{'_'.join(kernels)}"
-            found.append(Slot(name, key, path, module, attribute, kernels, first or 0))
+            found.append(AdapterSlot(name, key, path, module, attribute, kernels, first or 0))
     found.sort(key=lambda slot: (slot.first, slot.place))
     tied = model.head is None
     head = (("embed",), model.embed, "lora_head", ("table",)) if tied else (("head",), model.head, "lora", ("kernel",))
-    embed = Slot("embed", "embed.table", ("embed",), model.embed, "lora", ("table",), 0)
-    return [*found, embed, Slot("head", "embed.table" if tied else "head.kernel", *head, 0)]
+    embed = AdapterSlot("embed", "embed.table", ("embed",), model.embed, "lora", ("table",), 0)
+    return [*found, embed, AdapterSlot("head", "embed.table" if tied else "head.kernel", *head, 0)]
 
 
-def chosen(model: CausalLM, targets: str | Sequence[str] | None) -> list[Slot]:
+def select_slots(model: CausalLM, targets: str | Sequence[str] | None) -> list[AdapterSlot]:
     """The slots whose names equal a target or start with ``target.``; None: all but router, embedding, head, indexers,
     which have no gradient, and those of `CausalLM.not_for_peft`."""
     check_model(model)
-    every = slots(model)
+    every = adapter_slots(model)
     if targets is None:
         left_out = "router", "embed", "head", "attention.indexer", *model.not_for_peft
         return [slot for slot in every if not slot.name.startswith(left_out)]
@@ -119,7 +119,7 @@ def chosen(model: CausalLM, targets: str | Sequence[str] | None) -> list[Slot]:
     return [slot for slot in every if slot.name in wanted]
 
 
-def for_each(found: Sequence[Slot], given: Any, what: str) -> list[Any]:
+def values_per_slot(found: Sequence[AdapterSlot], given: Any, what: str) -> list[Any]:
     """One value per slot: ``given`` itself, or if it is a mapping, the value of the longest target that matches the
     slot's name. Raises ValueError for a slot without a match, and for a target without a slot."""
     if not isinstance(given, Mapping):
@@ -132,12 +132,12 @@ def for_each(found: Sequence[Slot], given: Any, what: str) -> list[Any]:
     return [given[key] for key in keys]
 
 
-def adapted(model: CausalLM) -> list[Slot]:
+def adapted_slots(model: CausalLM) -> list[AdapterSlot]:
     """The slots that have an adapter."""
-    return [slot for slot in slots(model) if slot.adapter is not None]
+    return [slot for slot in adapter_slots(model) if slot.adapter is not None]
 
 
-def refuse_adapted(model: CausalLM) -> None:
+def refuse_adapters(model: CausalLM) -> None:
     """Raise ValueError if the model has adapters already, merged or not, or is not a model."""
     check_model(model)
     if model.merged is not None:
@@ -145,18 +145,18 @@ def refuse_adapted(model: CausalLM) -> None:
             "the model has merged adapters: call lora.unmerge(model), or merge them for good with "
             "lora.merge(model, keep=False)"
         )
-    if found := adapted(model):
+    if found := adapted_slots(model):
         raise ValueError(
             f"the model already has {len(found)} adapters, the first at {found[0].name}: remove them with "
             "lora.remove(model), or make them part of the kernels with lora.merge(model, keep=False)"
         )
 
 
-def unmerged(model: CausalLM, what: str) -> list[Slot]:
+def unmerged_slots(model: CausalLM, what: str) -> list[AdapterSlot]:
     """The slots with an adapter. Raises ValueError, naming the operation ``what``, if there are none or merged ones."""
     check_model(model)
     if model.merged is not None:
         raise ValueError(f"cannot {what}: the model's adapters are merged; call lora.unmerge(model) first")
-    if not (found := adapted(model)):
+    if not (found := adapted_slots(model)):
         raise ValueError(f"cannot {what}: the model has no adapters; add them with lora.add or lora.load")
     return found
