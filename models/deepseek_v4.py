@@ -320,11 +320,11 @@ class DeepSeekV4(StreamedLM):
     def maxtext_streams(self) -> int:
         return self.config.hc_mult
 
-    def kind(self, index: int) -> Any:
+    def layer_type(self, index: int) -> Any:
         return self.config.kinds[index], self.config.hashed_layers[index]
 
     @property
-    def predicting(self) -> int:
+    def mtp_layer_index(self) -> int:
         """One after the others."""
         c = self.config
         more = (c.compress_ratios or ())[c.num_hidden_layers :]

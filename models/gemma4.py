@@ -289,15 +289,15 @@ class Gemma4Text(CausalLM):
         super().__init__(config, *given, **options)
         self.logit_cap, self.hands_on = config.final_logit_softcapping, config.hands_on
 
-    def kind(self, index: int) -> Any:
+    def layer_type(self, index: int) -> Any:
         c = self.config
         return c.layer_kinds[index], index >= c.first_shared, c.storing[index]
 
-    def enter(self, x: Float[Array, "B T D"], tokens: Ids) -> Any:
+    def to_layer_input(self, x: Float[Array, "B T D"], tokens: Ids) -> Any:
         inputs = self.embed.inputs(x, jnp.asarray(tokens)) if isinstance(self.embed, PerLayerEmbed) else None
         return (x, inputs, jnp.int32(0), {}) if self.hands_on else x
 
-    def leave(self, x: Any) -> Float[Array, "B asked D"]:
+    def from_layer_output(self, x: Any) -> Float[Array, "B asked D"]:
         return x[0] if self.hands_on else x
 
     def head_weight(self) -> Kernel:

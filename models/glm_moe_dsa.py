@@ -79,8 +79,8 @@ class IndexedLayer(Layer):
         attention: Any = self.attention
         before, chosen = x
         more, chosen, cache = attention.attend_sparse(self.attention_norm(before), chosen, context=context, cache=cache)
-        hidden = context.asked(before) + more
-        more, info = self.feed(hidden, context=context)
+        hidden = context.output_tokens(before) + more
+        more, info = self.feed_forward_branch(hidden, context=context)
         return LayerOutput((hidden + more, chosen), cache, info)
 
 
@@ -107,12 +107,12 @@ class GlmMoeDsa(DeepSeekV32):
         self.topk = config.index_topk
 
     @property
-    def predicting(self) -> int:
+    def mtp_layer_index(self) -> int:
         c = self.config
         kinds = zip(c.indexed, c.sparse_layers, strict=True)
         return last_layer(indexed and sparse == any(c.sparse_layers) for indexed, sparse in kinds)
 
-    def kind(self, index: int) -> Any:
+    def layer_type(self, index: int) -> Any:
         return self.config.sparse_layers[index], self.config.indexed[index]
 
     def layer(self, index: int, form: type[Layer] = IndexedLayer, **kw: Any) -> Layer:
@@ -121,8 +121,8 @@ class GlmMoeDsa(DeepSeekV32):
     def indexer(self, index: int, **kw: Any) -> Indexer | None:
         return super().indexer(index, **kw) if self.config.indexed[index] else None
 
-    def enter(self, x: Float[Array, "B T D"], tokens: Ids) -> Indexed:
+    def to_layer_input(self, x: Float[Array, "B T D"], tokens: Ids) -> Indexed:
         return x, jnp.full((*x.shape[:2], self.topk), NO_SLOT, jnp.int32)
 
-    def leave(self, x: Indexed) -> Float[Array, "B asked D"]:
+    def from_layer_output(self, x: Indexed) -> Float[Array, "B asked D"]:
         return x[0]

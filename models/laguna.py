@@ -116,7 +116,7 @@ class Laguna(CausalLM):
         },
     }  # fmt: skip
 
-    def kind(self, index: int) -> Any:
+    def layer_type(self, index: int) -> Any:
         c = self.config
         return c.layer_kinds[index], c.sparse_layers[index], c.heads_per_layer[index]
 

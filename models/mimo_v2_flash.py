@@ -101,7 +101,7 @@ class MiMoV2Flash(DenseOrMoE):
         "layer.attention.sinks.scores": (W("self_attn.attention_sink_bias"), W("self_attn.sinks")),
     }  # fmt: skip
 
-    def kind(self, index: int) -> Any:
+    def layer_type(self, index: int) -> Any:
         return self.config.layer_kinds[index], self.config.sparse_layers[index]
 
     def attention(self, index: int, **kw: Any) -> GQA:

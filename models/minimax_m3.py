@@ -162,7 +162,7 @@ class MiniMaxM3VLText(CausalLM):
         "layer.moe.experts.down": (W("mlp.experts.down_proj"), W(f"{_MOE}.experts").each("w2.weight")),
     }  # fmt: skip
 
-    def kind(self, index: int) -> Any:
+    def layer_type(self, index: int) -> Any:
         return self.config.indexed[index], self.config.sparse_layers[index]
 
     def attention(self, index: int, **kw: Any) -> GQA:

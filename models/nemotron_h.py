@@ -181,14 +181,14 @@ class NemotronH(DenseOrMoE):
     not_for_peft = ("attention.out",)
     hf_table = _HF
 
-    def kind(self, index: int) -> str:
+    def layer_type(self, index: int) -> str:
         return self.config.layer_types[index]
 
     def layer(self, index: int, form: type[Layer] = Layer, *, dtype: Any, rngs: Any, **options: Any) -> SingleLayer:
         c, kw = self.config, {"dtype": dtype, "rngs": rngs}
         attention = functools.partial(self.gqa, index, bias=False, rotary=None)
         make = {MAMBA: self._mamba, ATTENTION: attention, DENSE: self._dense, EXPERTS: self._experts}
-        return SingleLayer(self.norm_class(c.hidden_size, c.rms_norm_eps, **kw), make[self.kind(index)](**kw))
+        return SingleLayer(self.norm_class(c.hidden_size, c.rms_norm_eps, **kw), make[self.layer_type(index)](**kw))
 
     def _mamba(self, **kw: Any) -> Mamba2:
         c = self.config

@@ -246,7 +246,7 @@ class Step3p5(CausalLM):
         },
     }  # fmt: skip
 
-    def kind(self, index: int) -> Any:
+    def layer_type(self, index: int) -> Any:
         c = self.config
         activations = (c.activation(index, shared=shared) for shared in (False, True))
         return c.layer_kinds[index], c.sparse_layers[index], *activations

@@ -132,7 +132,7 @@ print(testing.assert_module_parity(ours, Mine(), rows, (jnp.ones((2, 3, 16)),)))
 sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
 config = models.LlamaConfig(**sizes, num_attention_heads=2)
 model = models.Llama(config, rngs=nnx.Rngs(0))
-attention, context = model.stacks[0].layers[0].attention, nnxmoe.Context.of_rows(config.rope, 2, 5, lengths=[5, 2])
+attention, context = model.stacks[0].layers[0].attention, nnxmoe.Context.from_lengths(config.rope, 2, 5, lengths=[5, 2])
 y, _ = attention(jnp.ones((2, 5, 16)), context)
 bridge = linen.LinenCausalLM(config)
 tree = bridge.init(jax.random.key(0), np.ones((1, 4), int))

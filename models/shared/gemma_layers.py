@@ -7,7 +7,7 @@ import jax
 from jaxtyping import Array, Float
 
 from nnxmoe.layers.attention.cross_layer import CrossLayerAttention
-from nnxmoe.layers.context import Context, Fed
+from nnxmoe.layers.context import Context, FeedForwardOutput
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.layers.per_layer import OutputScale, PerLayerInput
@@ -32,12 +32,12 @@ class GemmaLayer(Layer):
         out = super().__call__(x, context=context, cache=cache)
         return out._replace(x=self.output_scale(out.x))
 
-    def feed(self, x: Float[Array, "B asked D"], context: Context) -> Fed:
+    def feed_forward_branch(self, x: Float[Array, "B asked D"], context: Context) -> FeedForwardOutput:
         if self.dense is None or self.dense_post_norm is None or self.experts_post_norm is None:
-            return super().feed(x, context=context)
-        routed = self.fed(x, context=context)
+            return super().feed_forward_branch(x, context=context)
+        routed = self.call_feed_forward(x, context=context)
         both = self.dense_post_norm(self.dense(self.feed_forward_norm(x))) + self.experts_post_norm(routed.y)
-        return Fed(self._added(both, self.feed_forward_post_norm), routed.info)
+        return FeedForwardOutput(self._added(both, self.feed_forward_post_norm), routed.info)
 
 
 class EdgeLayer(GemmaLayer):
@@ -59,10 +59,10 @@ class EdgeLayer(GemmaLayer):
         else:
             more, cache, seen = attention.attend_sharing_kv(self.attention_norm(hidden), context=context, cache=cache)
             kept = kept | {self.kind: seen} if self.stores else kept
-        hidden = context.asked(hidden) + self._added(more, self.attention_post_norm)
-        more, info = self.feed(hidden, context=context)
+        hidden = context.output_tokens(hidden) + self._added(more, self.attention_post_norm)
+        more, info = self.feed_forward_branch(hidden, context=context)
         hidden = hidden + more
         if self.own is not None:
             mine = jax.lax.dynamic_index_in_dim(inputs, place, axis=2, keepdims=False)
-            hidden = hidden + self.own(hidden, context.asked(mine))
+            hidden = hidden + self.own(hidden, context.output_tokens(mine))
         return LayerOutput((self.output_scale(hidden), inputs, place + 1, kept), cache, info)

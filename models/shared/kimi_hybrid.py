@@ -104,7 +104,7 @@ class KimiHybrid(CausalLM):
 
     maxtext_table = {}
 
-    def kind(self, index: int) -> Any:
+    def layer_type(self, index: int) -> Any:
         return self.config.recurrent_layers[index], self.config.sparse_layers[index]
 
     def attention(self, index: int, **kw: Any) -> Any:

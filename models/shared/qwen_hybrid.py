@@ -108,7 +108,7 @@ class QwenHybrid(NormedHeads, DenseOrMoE):
     mtp_prefixes = ("mtp.", "mtp.layers.{}.")
 
     @property
-    def predicting(self) -> int:
+    def mtp_layer_index(self) -> int:
         c = self.config
         kinds = zip(c.recurrent_layers, c.sparse_layers, strict=True)
         return last_layer(not recurrent and sparse == (c.experts > 0) for recurrent, sparse in kinds)
@@ -124,7 +124,7 @@ class QwenHybrid(NormedHeads, DenseOrMoE):
             ("recurrent",) * (self.config.full_attention_interval - 1) + ("global",), "layers", nested=True
         )
 
-    def kind(self, index: int) -> Any:
+    def layer_type(self, index: int) -> Any:
         return self.config.recurrent_layers[index], self.config.sparse_layers[index]
 
     def project(self, heads: DeltaDims, **kw: Any) -> DeltaProjection:

@@ -30,10 +30,10 @@ class Streamed(Layer):
 
     def __call__(self, x: Any, context: Context, cache: Any = None) -> LayerOutput:
         one = self.attention_streams(x)
-        y, cache = self.mix(one.x, context=context, cache=cache)
-        x = mix_streams(context.asked(x), y, one.asked(context))
+        y, cache = self.attention_branch(one.x, context=context, cache=cache)
+        x = mix_streams(context.output_tokens(x), y, one.output_tokens(context))
         other = self.feed_forward_streams(x)
-        y, info = self.feed(other.x, context=context)
+        y, info = self.feed_forward_branch(other.x, context=context)
         return LayerOutput(mix_streams(x, y, other), cache, info)
 
 
@@ -64,14 +64,14 @@ class StreamedMTP(MTP):
 class StreamedLM(CausalLM):
     """A decoder with ``hc_mult`` residual streams, which its final norm reduces to one."""
 
-    def enter(self, x: Any, tokens: Any) -> Any:
+    def to_layer_input(self, x: Any, tokens: Any) -> Any:
         return jnp.broadcast_to(x[:, :, None], (*x.shape[:2], self.norm.streams, x.shape[2]))
 
-    def leave(self, x: Any) -> Any:
+    def from_layer_output(self, x: Any) -> Any:
         """The streams: the last norm makes one of them."""
         return x
 
-    def states(self, before: Any, after: Any) -> Any:
+    def mtp_hidden(self, before: Any, after: Any) -> Any:
         """All streams of a token in a row."""
         return before.reshape(*before.shape[:2], -1)
 

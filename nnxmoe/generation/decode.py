@@ -148,7 +148,7 @@ def _requests(
     rows, length = ids.shape
     few = rows <= SMALLEST_BATCH  # of many rows, padding would take longer than to compile another program
     capacity = bucket(length + wanted.max_new_tokens, SMALLEST_CACHE if few else SMALL)
-    chunked = model.separates_tokens() and (few or length > LARGE)
+    chunked = model.token_independent() and (few or length > LARGE)
     sizes = chunk_sizes(length) if chunked else [bucket(length, 16)]
     engine = Engine(
         model,

@@ -15,8 +15,8 @@ from nnxmoe.generation.rows import Choose, History
 from nnxmoe.layers.cache import Cache
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.compiled import split_arrays
-from nnxmoe.model.output import Body, nothing
-from nnxmoe.model.structure import bare
+from nnxmoe.model.output import Body, drop_routing
+from nnxmoe.model.structure import strip_metadata
 
 
 @jax.tree_util.register_dataclass
@@ -106,14 +106,14 @@ class Modelled(abc.ABC):
         assert body.cache is not None
         length, cache = body.cache.length, body.cache
         at = jnp.maximum(count - 1, 0)[:, None, None]
-        x, states = (jnp.take_along_axis(each, at, axis=1) for each in (body.x, body.states))
+        x, states = (jnp.take_along_axis(each, at, axis=1) for each in (body.x, body.mtp_hidden))
         drafts = jnp.zeros((ids.shape[0], 0), jnp.int32)
         for place in range(self.count):
             one = choose(parts["decoder"].logits(x)[:, 0], drafts)[:, None]
             drafts = jnp.concatenate([drafts, one], axis=1)
             if place + 1 < self.count:
                 body = self._pass(parts, cache, one, valid[:, :1], states)
-                x, states, cache = body.x, body.states, body.cache
+                x, states, cache = body.x, body.mtp_hidden, body.cache
         assert cache is not None
         return drafts, memory._replace(cache=dataclasses.replace(cache, length=length))  # of drafts nothing is kept
 
@@ -126,7 +126,7 @@ class ModelDraft(Modelled):
     @classmethod
     def of(cls, model: CausalLM, count: int = 4) -> Self:
         check_type("model", model, CausalLM, "a model, such as that of nnxmoe.from_pretrained(path)")
-        return cls._of(nnx.Dict(decoder=bare(unrolled(model))), count)
+        return cls._of(nnx.Dict(decoder=strip_metadata(unrolled(model))), count)
 
     def empty(self, rows: int, capacity: int) -> _Memory:
         cache = self.modules["decoder"].empty_cache(rows, capacity + self.count, self.count)
@@ -137,7 +137,7 @@ class ModelDraft(Modelled):
         return memory._replace(cache=self._pass(self.modules, memory.cache, ids, valid, states).cache)
 
     def _pass(self, parts: Any, cache: Cache, ids: Array, valid: Array, states: Array) -> Body:
-        return parts["decoder"].body(ids, valid, cache=cache, of_routing=nothing, keep_hidden=False)
+        return parts["decoder"].body(ids, valid, cache=cache, reduce_routing=drop_routing, keep_hidden=False)
 
 
 @jax.tree_util.register_dataclass
@@ -170,11 +170,11 @@ class MTPDraft(Modelled):
         return _Memory(cache, states[:, -1].astype(memory.state.dtype), memory.known | valid[:, -1])
 
     def _pass(self, parts: Any, cache: Cache, ids: Array, valid: Array, states: Array) -> Body:
-        return parts["mtp"](parts["decoder"], states, ids, valid, cache=cache, of_routing=nothing)
+        return parts["mtp"](parts["decoder"], states, ids, valid, cache=cache, reduce_routing=drop_routing)
 
 
 def mtp_modules(model: CausalLM) -> Any:
     """The first depth for multi-token prediction, and the model's embedding and head as a decoder without layers."""
-    decoder = bare(model)
+    decoder = strip_metadata(model)
     decoder.stacks = nnx.List([])
     return nnx.Dict(decoder=decoder, mtp=model.mtp[0])

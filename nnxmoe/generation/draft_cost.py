@@ -19,7 +19,7 @@ from nnxmoe.layers.linear.kernel import as_weight, is_kernel
 from nnxmoe.layers.linear.lora import UnmergeValue
 from nnxmoe.layers.linear.quantized import QuantizedWeight
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.model.structure import bare
+from nnxmoe.model.structure import strip_metadata
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.dispatch import Dense
 from nnxmoe.runtime.progress import say
@@ -154,7 +154,7 @@ def _operations(module: nnx.Module) -> float:
 
 def _cost(model: CausalLM, source: str, count: int, own: Any, slots: int, capacity: int) -> DraftCost:
     """``own``: the modules that draft, as of `Modelled.modules`; None: drafts cost nothing."""
-    decoder = bare(model)
+    decoder = strip_metadata(model)
     weights, cache = _weights(decoder, decoder), cache_bytes(model, slots, Room(capacity, 0))
     tokens = slots * (count + 1)
     time, read = weights.time(tokens, cache), weights.read(tokens) + cache

@@ -103,7 +103,7 @@ class Engine:
         limits = dataclasses.replace(limits, stops=max(limits.stops, len(eos_ids(model, ...))))
         self.model, self.limits = model, limits
         self.capacity, self._ahead = whole_number("capacity", capacity, 1), whole_number("ahead", ahead, 0)
-        if draft is not None and not model.separates_tokens():
+        if draft is not None and not model.token_independent():
             raise ValueError(
                 f"draft={draft}: with {model.strategy.dispatch} drafts would take the room of real tokens, and change "
                 "what follows: use Strategy(dispatch=nnxmoe.Sorted())"

@@ -20,9 +20,9 @@ from nnxmoe.convert.storage.multihost import any_process
 from nnxmoe.generation import rows
 from nnxmoe.layers.cache import Cache
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.model.compiled import compiled, refuse_shapes
+from nnxmoe.model.compiled import model_program, require_values
 from nnxmoe.model.copies import unscan
-from nnxmoe.model.output import Ids, TokenMask, nothing
+from nnxmoe.model.output import Ids, TokenMask, drop_routing
 from nnxmoe.model.pipeline import PipelinedStack
 from nnxmoe.model.stack import ScannedStack
 from nnxmoe.model.structure import split_once
@@ -68,17 +68,17 @@ def _pass(
     only = part.last and not part.states
     options: dict[str, Any] = {"fresh": cache is None, "last": only, "keep_hidden": False}
     cache = model.empty_cache(ids.shape[0], *room) if cache is None else cache
-    body = model.body(ids, valid, cache=cache, of_routing=nothing, **options)
+    body = model.body(ids, valid, cache=cache, reduce_routing=drop_routing, **options)
     for info in body.infos.values():
         dropped = dropped + info.dispatch.dropped
     dropped = replicate(dropped, model.mesh)
-    return Passed(model.logits(body.x[:, -1:] if part.last else body.x), body.states, body.cache, dropped)
+    return Passed(model.logits(body.x[:, -1:] if part.last else body.x), body.mtp_hidden, body.cache, dropped)
 
 
 def passes(model: CausalLM) -> Callable[..., Passed]:
     """`_pass` of a model, compiled, of which the log tells once per size; the cache is donated. Raises ValueError for a
     model without values."""
-    run = compiled(model, _pass, static=(4, 5), donated=(2,), by_run=True)
+    run = model_program(model, _pass, static=(4, 5), donated=(2,), by_run=True)
     compiled_sizes, said = split_once(model)[0].program(_sizes)
 
     def announcing(ids: Any, valid: Any, cache: Any, dropped: Any, room: Room, part: PassPart) -> Passed:
@@ -124,7 +124,7 @@ def unrolled(model: CausalLM) -> CausalLM:
         return model
     graph, state = nnx.split(model)
     leaves, (before, arrays, copy) = jax.tree.leaves(state), _copies.pop(model, (None, [], model))
-    refuse_shapes(leaves)
+    require_values(leaves)
     if before == graph and all(kept() is leaf for kept, leaf in zip(arrays, leaves, strict=True)):
         _copies[model] = before, arrays, copy
         return copy

@@ -107,7 +107,7 @@ class Draft(Protocol):
     def read(
         self, memory: Any, ids: Int[Array, "B T"], valid: Bool[Array, "B T"], states: Float[Array, "B T S"]
     ) -> Any:
-        """Update the memory after a chunk of the prompts, with the `CausalLM.states` of its tokens."""
+        """Update the memory after a chunk of the prompts, with the `CausalLM.mtp_hidden` of its tokens."""
         ...
 
     def propose(

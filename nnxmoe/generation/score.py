@@ -18,9 +18,9 @@ from nnxmoe.generation.ids import Ids, refuse_ids, whole_ids
 from nnxmoe.generation.request import unusable_logits
 from nnxmoe.layers.chunks import in_chunks, joined
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.model.compiled import compiled
+from nnxmoe.model.compiled import model_program
 from nnxmoe.model.inputs import bucket, warn_beyond_positions
-from nnxmoe.model.output import nothing
+from nnxmoe.model.output import drop_routing
 from nnxmoe.runtime.progress import logger
 from nnxmoe.sharding import batch_axes, replicate, shard_constraint
 from nnxmoe.sharding_rules import shard_count
@@ -86,7 +86,7 @@ def score(
             raise ValueError(f"text {number} has nothing to score: {why}")
     scores: list[Score | None] = [None] * len(items)
     order = sorted(range(len(items)), key=lambda i: len(items[i][0]))
-    program, parts = compiled(model, _score, static=(2,)), shard_count(model.mesh, batch_axes(model.mesh))
+    program, parts = model_program(model, _score, static=(2,)), shard_count(model.mesh, batch_axes(model.mesh))
     fixed = model.fixed_positions
     warn_beyond_positions(model, max((len(ids) for ids, _ in items), default=0))
     while order:
@@ -148,7 +148,9 @@ def _score(model: CausalLM, ids: Int[Array, "B T"], valid: Bool[Array, "B T"], t
     """``[B, T]`` of each id: the log-probability of the next one, whether that is the most likely, the most likely ids,
     and their log-probabilities."""
     mesh = model.mesh
-    x = model.body(shard_constraint(ids, mesh, batch_axes(mesh)), valid, of_routing=nothing, keep_hidden=False).x
+    x = model.body(
+        shard_constraint(ids, mesh, batch_axes(mesh)), valid, reduce_routing=drop_routing, keep_hidden=False
+    ).x
     kernel = model.head_weight()
     rows, length = ids.shape
     step = min(length, max(1, LOGITS // (kernel.shape[1] * -(-rows // shard_count(mesh, batch_axes(mesh))))))

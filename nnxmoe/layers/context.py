@@ -25,9 +25,9 @@ class Context:
     ``index``: position of each token among the real tokens of its row; padding repeats that of the token before.
     ``valid``: True for real tokens; None if all are. ``segment``: None if there is only one. ``past``: None without a
     cache. ``key``: random key of the router's jitter. ``tokens``: ids, for routers that read them. ``positions``: of
-    the rotation. ``rotations``: computed once for all layers. ``of_routing``: maps each layer's
+    the rotation. ``rotations``: computed once for all layers. ``reduce_routing``: maps each layer's
     routing to what is kept of it; None keeps all. ``fresh``: the cache was empty, so the tokens attend to each other
-    instead of to its slots. ``last``: a layer returns the last token's output only; `asked` selects it.
+    instead of to its slots. ``last``: a layer returns the last token's output only; `output_tokens` selects it.
     ``keep_hidden``: stacks return the output of every layer.
     """
 
@@ -39,13 +39,13 @@ class Context:
     tokens: Int[Array, "B T"] | None = None
     positions: Int[Array, "B S"] | None = None
     rotations: Rotations = dataclasses.field(default_factory=Rotations)
-    of_routing: Callable[[Any], Any] | None = dataclasses.field(default=None, metadata={"static": True})
+    reduce_routing: Callable[[Any], Any] | None = dataclasses.field(default=None, metadata={"static": True})
     fresh: bool = dataclasses.field(default=False, metadata={"static": True})
     last: bool = dataclasses.field(default=False, metadata={"static": True})
     keep_hidden: bool = dataclasses.field(default=True, metadata={"static": True})
 
     @classmethod
-    def of_rows(
+    def from_lengths(
         cls, rope: Rope, batch: int, length: int, lengths: Integer[Any, "B"] | Sequence[int] | None = None
     ) -> Self:
         """Create the context of ``batch`` rows of ``length`` tokens without a cache, to call a layer or attention.
@@ -53,7 +53,7 @@ class Context:
         ``lengths``: the number of real tokens of each row, which come first; None: all are real.
 
             x = jnp.ones((2, 9, config.hidden_size))
-            y, _ = model.stacks[0].layers[0].attention(x, Context.of_rows(config.rope, 2, 9, lengths=[9, 4]))
+            y, _ = model.stacks[0].layers[0].attention(x, Context.from_lengths(config.rope, 2, 9, lengths=[9, 4]))
 
         Raises ValueError for lengths that do not fit. Traced lengths are not checked.
         """
@@ -70,17 +70,17 @@ class Context:
         valid = index < counts[:, None]
         return dataclasses.replace(context, index=jnp.minimum(index, counts[:, None] - 1), valid=valid)
 
-    def of_layer(self, index: int | Int[Array, ""]) -> "Context":
+    def for_layer(self, index: int | Int[Array, ""]) -> "Context":
         """The context of a layer or stack, with its own random key."""
         return self if self.key is None else dataclasses.replace(self, key=jax.random.fold_in(self.key, index))
 
-    def asked(self, x: Shaped[Array, "B T ..."]) -> Shaped[Array, "B asked ..."]:
+    def output_tokens(self, x: Shaped[Array, "B T ..."]) -> Shaped[Array, "B asked ..."]:
         """The tokens whose output is needed: all, or the last."""
         return x[:, -1:] if self.last else x
 
     def of_asked(self) -> Self:
         """The context of the tokens whose output is needed."""
-        valid, tokens = (None if a is None else self.asked(a) for a in (self.valid, self.tokens))
+        valid, tokens = (None if a is None else self.output_tokens(a) for a in (self.valid, self.tokens))
         return dataclasses.replace(self, valid=valid, tokens=tokens) if self.last else self
 
     def rotated(
@@ -100,7 +100,7 @@ class Context:
         return dataclasses.replace(self, positions=positions, rotations=rotations)
 
     @classmethod
-    def of_pass(
+    def from_inputs(
         cls,
         ropes: tuple[Rope, ...],
         tokens: Int[Array, "B T"],
@@ -129,7 +129,7 @@ class Context:
         context = cls(index, valid, segment, past, key, tokens, fresh=fresh and cache is not None)
         return context._rotating(ropes, jnp.asarray(positions)), moved
 
-    def remember(self, cache: Any, new: Any, window: int | None) -> tuple[Any, Any, Mask]:
+    def append_to_cache(self, cache: Any, new: Any, window: int | None) -> tuple[Any, Any, Mask]:
         """Append ``new`` (keys and values, or latents) to a layer's cache.
 
         Returns the cache, everything that the tokens attend to, and the mask over it.
@@ -161,7 +161,7 @@ class Attention(Protocol):
         ...
 
 
-class Fed(NamedTuple):
+class FeedForwardOutput(NamedTuple):
     """Output of a feed-forward with experts, and its `MoEInfo` (named for `nnx.tabulate`, which fails on dataclasses in
     plain tuples)."""
 
@@ -170,24 +170,24 @@ class Fed(NamedTuple):
 
 
 class FeedForward(Protocol):
-    """The second half of a layer, ``(x, context) -> y``, or `Fed`: a dense `MLP`, or a `MoE`.
+    """The second half of a layer, ``(x, context) -> y``, or `FeedForwardOutput`: a dense `MLP`, or a `MoE`.
 
     ``name``: attribute name in a layer and in parameter keys, ``mlp`` or ``moe``. Defaults to the name of the part that
-    it replaces, else ``mlp``. Without ``separates_tokens`` inputs are neither padded nor split.
+    it replaces, else ``mlp``. Without ``token_independent`` inputs are neither padded nor split.
     """
 
     name: ClassVar[str]
 
     def __call__(self, x: Float[Array, "B T D"], context: Context | None = None) -> Any: ...
 
-    def separates_tokens(self, key: Key[Array, ""] | None) -> bool:
+    def token_independent(self, key: Key[Array, ""] | None) -> bool:
         """Whether the output for a token is independent of all other tokens; ``key`` as in `Context`."""
         ...
 
 
-def separates_tokens(part: Any, key: Key[Array, ""] | None) -> bool:
+def token_independent(part: Any, key: Key[Array, ""] | None) -> bool:
     """Whether a part declares its output for a token independent of all other tokens; False without a declaration."""
-    separates = getattr(part, "separates_tokens", None)
+    separates = getattr(part, "token_independent", None)
     return separates is not None and separates(key)
 
 

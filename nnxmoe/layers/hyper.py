@@ -23,8 +23,8 @@ class Connection(NamedTuple):
     post: Float[Array, "B T streams"]
     mix: Float[Array, "B T streams streams"]
 
-    def asked(self, context: Context) -> "Connection":
-        return Connection(*map(context.asked, self))
+    def output_tokens(self, context: Context) -> "Connection":
+        return Connection(*map(context.output_tokens, self))
 
 
 class StreamWeights(nnx.Module):

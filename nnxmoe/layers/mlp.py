@@ -29,7 +29,7 @@ class MLP(nnx.Module):
         gate, up = checkpoint_name(self.gate(x), "gate"), checkpoint_name(self.up(x), "up")
         return checkpoint_name(self.down(self.activation(gate, up)), "down")
 
-    def separates_tokens(self, key: Key[Array, ""] | None) -> bool:
+    def token_independent(self, key: Key[Array, ""] | None) -> bool:
         return True
 
 

@@ -90,7 +90,7 @@ class CausalLM(nnx.Module):
         """The kind of each layer, as `LayerBlocks` has them."""
         return ["global" if window is None else "local" for window in self.config.windows]
 
-    def kind(self, index: int) -> Any:
+    def layer_type(self, index: int) -> Any:
         """Hashable kind of a layer, by which consecutive ones form a stack. Override it if other parts differ too."""
         return self.config.windows[index], self.config.sparse_layers[index]
 
@@ -101,16 +101,16 @@ class CausalLM(nnx.Module):
         one, other = (self.norm_class(self.config.hidden_size, self.config.rms_norm_eps, **kw) for _ in range(2))
         return form(one, attention, other, fed, **options)
 
-    def enter(self, x: Float[Array, "B T D"], tokens: Ids) -> Any:
+    def to_layer_input(self, x: Float[Array, "B T D"], tokens: Ids) -> Any:
         """The input of the first layer: the embedding ``x`` of the ``tokens``, or a pytree of it and of what layers
         hand on beside it."""
         return x
 
-    def leave(self, x: Any) -> Float[Array, "B asked D"]:
+    def from_layer_output(self, x: Any) -> Float[Array, "B asked D"]:
         """The hidden states in what a layer hands on; the inverse of `enter`."""
         return x
 
-    def states(self, before: Any, after: Float[Array, "B T D"]) -> Float[Array, "B T S"]:
+    def mtp_hidden(self, before: Any, after: Float[Array, "B T D"]) -> Float[Array, "B T S"]:
         """What prediction layers (`MTP`) read of tokens, from the input and the result of the last norm."""
         return after
 
@@ -187,7 +187,7 @@ class CausalLM(nnx.Module):
             strategy.initialise(self, parts, key)
 
     @property
-    def predicting(self) -> int:
+    def mtp_layer_index(self) -> int:
         """Number of the layer whose parts a layer for multi-token prediction has: the last one."""
         return self.config.num_hidden_layers - 1
 
@@ -252,7 +252,7 @@ class CausalLM(nnx.Module):
         Compiled when called with arrays, and once more for a prompt with an empty cache; inside a transformation such
         as ``jax.jit`` it is traced like any function. So that few programs serve all lengths, T is rounded up to 64,
         96, 128, 192, … with padding that is removed from the output. T is not rounded on a mesh, if tokens compete
-        (`separates_tokens`), or for one token with a cache. Under ``nnx.capture``, and if a part sows values or sets a
+        (`token_independent`), or for one token with a cache. Under ``nnx.capture``, and if a part sows values or sets a
         variable, the call is not compiled, so that the model keeps the values.
 
         Raises ValueError for ids outside the vocabulary, wrong shapes, a full cache, or a model without values. Inside
@@ -272,7 +272,7 @@ class CausalLM(nnx.Module):
         segment_ids: Ids | None = None,
         cache: Cache | None = None,
         key: Key[Array, ""] | None = None,
-        of_routing: Callable[[Routing], Any] | None = None,
+        reduce_routing: Callable[[Routing], Any] | None = None,
         *,
         fresh: bool = False,
         last: bool = False,
@@ -280,7 +280,7 @@ class CausalLM(nnx.Module):
     ) -> Body:
         """Everything but the head, for callers that need the logits of some tokens only.
 
-        ``of_routing``: maps each layer's routing to what ``infos`` keep of it, so that less stays in memory.
+        ``reduce_routing``: maps each layer's routing to what ``infos`` keep of it, so that less stays in memory.
         ``fresh``: promises that the cache is empty, so that its slots are not read. Raises ValueError if it is known
         not to be. ``keep_hidden`` False: ``hidden`` is empty.
         ``last``: returns ``x [B, 1, D]`` of the last token only. If the last layer can skip the other tokens (but not
@@ -289,26 +289,26 @@ class CausalLM(nnx.Module):
         stored = (None,) * len(self.stacks) if cache is None else cache.layers
         shared = None if cache is None else cache.shared(fresh)
         x, context, moved = self._begin(tokens, attention_mask, positions, segment_ids, shared, key, fresh)
-        context = dataclasses.replace(context, of_routing=of_routing, keep_hidden=keep_hidden)
+        context = dataclasses.replace(context, reduce_routing=reduce_routing, keep_hidden=keep_hidden)
         parts = []
         for i, (stack, of_layers) in enumerate(zip(self.stacks, stored, strict=True)):
-            of_stack = dataclasses.replace(context.of_layer(i), last=last and i + 1 == len(self.stacks))
+            of_stack = dataclasses.replace(context.for_layer(i), last=last and i + 1 == len(self.stacks))
             parts.append((stack.depth, functools.partial(stack, context=of_stack, cache=of_layers)))
         out = in_turn(x, parts)
         end = self._end(out.x, moved, last)
         moved = None if moved is None else dataclasses.replace(moved, layers=out.cache)
-        hidden = tuple(map(self.leave, (x, *out.hidden))) if keep_hidden else ()
-        states = self.states(self.leave(out.x)[:, -1:] if last else self.leave(out.x), end)
+        hidden = tuple(map(self.from_layer_output, (x, *out.hidden))) if keep_hidden else ()
+        states = self.mtp_hidden(self.from_layer_output(out.x)[:, -1:] if last else self.from_layer_output(out.x), end)
         return Body(end, moved, out.infos, (*hidden, end) if keep_hidden else (), states)
 
     def _begin(self, tokens: Ids, *given: Any) -> tuple[Any, Context, Cache | None]:
-        """Inputs of the layers: the embedded tokens, and the results of `Context.of_pass`."""
-        context, moved = Context.of_pass(self.ropes, tokens := jnp.asarray(tokens), *given)
-        return self.enter(shard_batch(self.embed(tokens, self.dtype), self.mesh), tokens), context, moved
+        """Inputs of the layers: the embedded tokens, and the results of `Context.from_inputs`."""
+        context, moved = Context.from_inputs(self.ropes, tokens := jnp.asarray(tokens), *given)
+        return self.to_layer_input(shard_batch(self.embed(tokens, self.dtype), self.mesh), tokens), context, moved
 
     def _end(self, x: Any, cache: Cache | None, last: bool) -> Float[Array, "B asked D"]:
         """The norm after the layers, of all tokens or the last one; NaN in rows that do not fit in the cache."""
-        x = self.leave(x) if cache is None else cache.nan_if_full(self.leave(x))
+        x = self.from_layer_output(x) if cache is None else cache.nan_if_full(self.from_layer_output(x))
         return self.norm(x[:, -1:] if last else x)
 
     def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
@@ -331,10 +331,10 @@ class CausalLM(nnx.Module):
         table = getattr(self.embed, "table", None)
         return self.config.vocab_size if table is None else int(table.shape[0])
 
-    def separates_tokens(self, key: Key[Array, ""] | None = None) -> bool:
+    def token_independent(self, key: Key[Array, ""] | None = None) -> bool:
         """Whether tokens influence each other by attention only, so that a pass may be split, or padded with tokens
         that are not real, without another result. Not so with `Capacity`, where they compete for slots."""
-        return all(stack.separates_tokens(key) for stack in self.stacks)
+        return all(stack.token_independent(key) for stack in self.stacks)
 
     def empty_cache(self, batch: int, capacity: int, lookahead: int = 0) -> Cache:
         """A cache for ``capacity`` real tokens per row, in the activations' dtype or in the strategy's format.

@@ -23,7 +23,7 @@ from nnxmoe.model.structure import split_once
 MOST_LAYERS = 4
 
 
-def refuse_shapes(leaves: Sequence[Any]) -> None:
+def require_values(leaves: Sequence[Any]) -> None:
     """Raise ValueError if a model's variables have no values."""
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
         raise ValueError("the model has shapes only: load weights first, or make it with rngs=nnx.Rngs(0)")
@@ -34,11 +34,11 @@ def split_arrays(module: nnx.Module) -> tuple[Any, Any, list[Array]]:
     Raises ValueError if it has shapes without values."""
     graph, state = nnx.split(module)
     leaves, tree = jax.tree.flatten(state)
-    refuse_shapes(leaves)
+    require_values(leaves)
     return graph, tree, leaves
 
 
-def compiled(
+def model_program(
     model: Any,
     function: Callable[..., Any],
     *,
@@ -57,7 +57,7 @@ def compiled(
     if is_captured(model):
         raise ValueError("nnx.capture collects values from calls model(tokens) only: call it outside of the capture")
     structure, leaves = split_once(model)
-    refuse_shapes(leaves)
+    require_values(leaves)
     if by_run and pays(model):
         return functools.partial(function, structure.program(_plan, bool(donated)).applied(model, leaves))
     return functools.partial(structure.program(_whole, function, static, donated), leaves)

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from nnxmoe.layers.embed import Embed
 from nnxmoe.layers.recurrent.delta import GatedDeltaNet
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.model.compiled import refuse_shapes
+from nnxmoe.model.compiled import require_values
 from nnxmoe.model.pipeline import PipelinedStack
 from nnxmoe.model.stack import ScannedStack, Unrolled
 from nnxmoe.model.strategy import attention_fn_for_mesh, check_context
@@ -25,7 +25,7 @@ def on_mesh(model: CausalLM, mesh: Mesh) -> CausalLM:
     check_context(model, mesh)
     check_mesh(model, mesh, model.strategy.rules)
     graph, state = nnx.split(model)
-    refuse_shapes(jax.tree.leaves(state))
+    require_values(jax.tree.leaves(state))
     strategy = dataclasses.replace(model.strategy, mesh=mesh)
     flat = [(p, v.replace(jax.device_put(v.get_value(), strategy.sharding_of(v)))) for p, v in nnx.to_flat_state(state)]
     model = nnx.merge(graph, nnx.from_flat_state(flat))  # new variables, so the original's stay separate

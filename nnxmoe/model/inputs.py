@@ -14,8 +14,8 @@ from jax.core import Tracer
 from jaxtyping import Array, Key
 
 from nnxmoe.layers.cache import Cache
-from nnxmoe.model.compiled import compiled, refuse_shapes
-from nnxmoe.model.output import ByLayer, Ids, Output, TokenMask, nothing
+from nnxmoe.model.compiled import model_program, require_values
+from nnxmoe.model.output import ByLayer, Ids, Output, TokenMask, drop_routing
 from nnxmoe.model.stateful import is_stateful
 from nnxmoe.sharding import is_static
 
@@ -151,16 +151,16 @@ def call(
     value = next(v.get_value() for _, v in nnx.iter_graph(model.embed) if isinstance(v, nnx.Param))
     eager = not are_arrays((value, ids, arrays, wanted[2]))
     if eager:
-        refuse_shapes([value])
+        require_values([value])
     plain = functools.partial(_traced, model, ids, *arrays, *wanted, fresh)
     if eager or is_stateful(model):
         return plain()
     length = np.shape(ids)[1]
-    exact = model.mesh is not None or (cache is not None and length == 1) or not model.separates_tokens(wanted[2])
+    exact = model.mesh is not None or (cache is not None and length == 1) or not model.token_independent(wanted[2])
     if not exact:
         ids, *masks = padded(bucket(length, 64), ids, *arrays[:3])
         arrays = (*masks, cache)
-    out = compiled(model, _forward, static=(5, 6, 8), by_run=True)(ids, *arrays, *wanted, fresh)
+    out = model_program(model, _forward, static=(5, 6, 8), by_run=True)(ids, *arrays, *wanted, fresh)
     if is_stateful(model):  # tracing may just have detected it
         return plain()
     if lengths is not None and out.cache is not None:
@@ -194,7 +194,7 @@ def _forward(
     fresh: bool,
 ) -> Output:
     """Logits and the requested extras; see `CausalLM.body` for ``fresh``."""
-    given = tokens, attention_mask, positions, segment_ids, cache, key, None if return_routing else nothing
+    given = tokens, attention_mask, positions, segment_ids, cache, key, None if return_routing else drop_routing
     body = model.body(*given, fresh=fresh, keep_hidden=return_hidden)
     routing, dispatch = (
         ByLayer({i: getattr(info, name) for i, info in body.infos.items()}) if return_routing else None

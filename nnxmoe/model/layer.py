@@ -8,7 +8,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Key
 
-from nnxmoe.layers.context import Attention, Context, Fed, FeedForward, check_call, separates_tokens
+from nnxmoe.layers.context import Attention, Context, FeedForward, FeedForwardOutput, check_call, token_independent
 from nnxmoe.layers.norm import RMSNorm
 
 
@@ -28,8 +28,9 @@ class Layer(nnx.Module):
     the same prefix (``moe_norm`` or ``mlp_norm``), as in parameter keys. `feed_forward` returns it under either name.
 
     ``post_norms``: of what attention and feed-forward add to x (Gemma 2, 2024); None: none. ``scale``: its factor. A
-    layer of another form, such as parallel branches, is a subclass that calls `mix` and `feed` in another way. The
-    hidden states may be any pytree, if `CausalLM.enter` makes it of the embedding and the layers are of that form.
+    layer of another form, such as parallel branches, is a subclass that calls `attention_branch` and
+    `feed_forward_branch` in another way. The hidden states may be any pytree, if `CausalLM.to_layer_input` returns it
+    and the layers are of that form.
     """
 
     moe: Any  # or mlp, with its norms
@@ -64,7 +65,7 @@ class Layer(nnx.Module):
         if other in vars(self):
             raise ValueError(f"{name} cannot be assigned: this layer's feed-forward is {other}, and a layer has one")
         name = name.replace("feed_forward", self.feed_forward_name) if name.startswith("feed_forward") else name
-        if name in ("moe", "mlp", "attention") and not isinstance(value, Absent):
+        if name in ("moe", "mlp", "attention") and not isinstance(value, EmptyPart):
             check_call(f"layer.{name}", value, "context")
         super().__setattr__(name, value)
 
@@ -88,9 +89,9 @@ class Layer(nnx.Module):
         """Norm of the feed-forward's output: ``moe_post_norm`` or ``mlp_post_norm``; may be None."""
         return getattr(self, f"{self.feed_forward_name}_post_norm")
 
-    def separates_tokens(self, key: Key[Array, ""] | None) -> bool:
+    def token_independent(self, key: Key[Array, ""] | None) -> bool:
         """Whether the feed-forward declares its output for a token independent of all other tokens."""
-        return separates_tokens(self.feed_forward, key)
+        return token_independent(self.feed_forward, key)
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, lookahead: int = 0) -> Any:
         """Create an empty cache for the attention. Raises ValueError if the attention does not define one."""
@@ -102,12 +103,14 @@ class Layer(nnx.Module):
         return self.attention.empty_cache(batch, capacity, dtype, lookahead)
 
     def __call__(self, x: Float[Array, "B T D"], context: Context, cache: Any = None) -> LayerOutput:
-        more, cache = self.mix(x, context=context, cache=cache)
-        x = context.asked(x) + more
-        more, info = self.feed(x, context=context)
+        more, cache = self.attention_branch(x, context=context, cache=cache)
+        x = context.output_tokens(x) + more
+        more, info = self.feed_forward_branch(x, context=context)
         return LayerOutput(x + more, cache, info)
 
-    def mix(self, x: Float[Array, "B T D"], context: Context, cache: Any) -> tuple[Float[Array, "B asked D"], Any]:
+    def attention_branch(
+        self, x: Float[Array, "B T D"], context: Context, cache: Any
+    ) -> tuple[Float[Array, "B asked D"], Any]:
         """Return what attention adds to the hidden states ``x``, and the layer's cache."""
         out = self.attention(self.attention_norm(x), context=context, cache=cache)
         if not isinstance(out, tuple) or len(out) != 2:
@@ -115,30 +118,32 @@ class Layer(nnx.Module):
         y, cache = out
         return self._added(checkpoint_name(y, "attention_output"), self.attention_post_norm), cache
 
-    def feed(self, x: Float[Array, "B asked D"], context: Context) -> Fed:
+    def feed_forward_branch(self, x: Float[Array, "B asked D"], context: Context) -> FeedForwardOutput:
         """Return what the feed-forward adds to ``x``, with its `MoEInfo` if it has experts."""
-        y, info = self.fed(self.feed_forward_norm(x), context=context)
-        return Fed(self._added(y, self.feed_forward_post_norm), info)
+        y, info = self.call_feed_forward(self.feed_forward_norm(x), context=context)
+        return FeedForwardOutput(self._added(y, self.feed_forward_post_norm), info)
 
-    def fed(self, x: Float[Array, "B asked D"], context: Context) -> Fed:
+    def call_feed_forward(self, x: Float[Array, "B asked D"], context: Context) -> FeedForwardOutput:
         """Call the feed-forward, without norms."""
         out = self.feed_forward(x, context=context.of_asked())
-        if isinstance(out, tuple) and not isinstance(out, Fed):
-            raise ValueError(f"the feed-forward {type(self.feed_forward).__name__} must return y or Fed(y, info)")
-        return out if isinstance(out, Fed) else Fed(out, None)
+        if isinstance(out, tuple) and not isinstance(out, FeedForwardOutput):
+            raise ValueError(
+                f"the feed-forward {type(self.feed_forward).__name__} must return y or FeedForwardOutput(y, info)"
+            )
+        return out if isinstance(out, FeedForwardOutput) else FeedForwardOutput(out, None)
 
     def _added(self, y: Float[Array, "B asked D"], norm: RMSNorm | None) -> Float[Array, "B asked D"]:
         y = y if norm is None else norm(y)
         return y if self.scale == 1 else y * self.scale
 
 
-class Absent(nnx.Module):
+class EmptyPart(nnx.Module):
     """The half that a `SingleLayer` lacks: it stores nothing."""
 
     name: ClassVar[str] = "mlp"
     supports_context_parallel: ClassVar[bool] = True
 
-    def separates_tokens(self, key: Key[Array, ""] | None) -> bool:
+    def token_independent(self, key: Key[Array, ""] | None) -> bool:
         """Always True."""
         return True
 
@@ -156,17 +161,17 @@ class SingleLayer(Layer):
 
     def __init__(self, norm: RMSNorm, part: Any):
         attends = hasattr(part, "empty_cache")
-        attention, fed = (part, Absent()) if attends else (Absent(), part)
+        attention, fed = (part, EmptyPart()) if attends else (EmptyPart(), part)
         self.attention, self.attention_norm, self.attention_post_norm = attention, norm if attends else None, None
         self.store_feed_forward(fed, norm=None if attends else norm, post_norm=None)
         self.scale = 1.0
 
     def __call__(self, x: Float[Array, "B T D"], context: Context, cache: Any = None) -> LayerOutput:
-        if isinstance(self.attention, Absent):
-            more, info = self.feed(x := context.asked(x), context=context)
+        if isinstance(self.attention, EmptyPart):
+            more, info = self.feed_forward_branch(x := context.output_tokens(x), context=context)
             return LayerOutput(x + more, cache, info)
-        more, cache = self.mix(x, context=context, cache=cache)
-        return LayerOutput(context.asked(x) + more, cache, None)
+        more, cache = self.attention_branch(x, context=context, cache=cache)
+        return LayerOutput(context.output_tokens(x) + more, cache, None)
 
 
 MakeLayer = Callable[[nnx.Rngs | None], Layer]

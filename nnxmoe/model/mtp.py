@@ -42,7 +42,7 @@ class MTP(nnx.Module):
     def joined(self, model: Any, embedded: Float[Array, "B T D"], hidden: Float[Array, "B T D"], tokens: Ids) -> Any:
         """Input of the prediction layer: normalised embeddings and previous states, concatenated and projected."""
         both = jnp.concatenate([self.token_norm(embedded), self.hidden_norm(hidden.astype(embedded.dtype))], axis=-1)
-        return model.enter(self.project(both), tokens)
+        return model.to_layer_input(self.project(both), tokens)
 
     @property
     def width(self) -> int:
@@ -59,7 +59,7 @@ class MTP(nnx.Module):
         segment_ids: Ids | None = None,
         cache: Cache | None = None,
         key: Key[Array, ""] | None = None,
-        of_routing: Callable[[Routing], Any] | None = None,
+        reduce_routing: Callable[[Routing], Any] | None = None,
         *,
         fresh: bool = False,
     ) -> Body:
@@ -72,14 +72,15 @@ class MTP(nnx.Module):
         """
         shared = None if cache is None else cache.shared(fresh)
         embedded, context, moved = model._begin(tokens, attention_mask, positions, segment_ids, shared, key, fresh)
-        embedded, context = model.leave(embedded), dataclasses.replace(context, of_routing=of_routing)
+        embedded = model.from_layer_output(embedded)
+        context = dataclasses.replace(context, reduce_routing=reduce_routing)
         run = self.layer if self.remat is None else self.remat(self.layer, scanned=False)
         x = self.joined(model, embedded, hidden, tokens)
         x, stored, info = run(x, context=context, cache=None if cache is None else cache.layers[0])
-        x = model.leave(x)
+        x = model.from_layer_output(x)
         end = self.norm(x if moved is None else moved.nan_if_full(x))
         moved = None if moved is None else dataclasses.replace(moved, layers=(stored,))
-        return Body(end, moved, ByLayer({} if info is None else {0: info}), (), model.states(x, end))
+        return Body(end, moved, ByLayer({} if info is None else {0: info}), (), model.mtp_hidden(x, end))
 
     def empty_cache(self, model: Any, batch: int, capacity: int) -> Cache:
         """A cache of this depth for ``capacity`` positions per row, in the format of the main model's."""
@@ -117,7 +118,7 @@ def make_mtp(model: Any, count: int, form: type[MTP] = MTP, *, dtype: Any, rngs:
     """``count`` depths of this ``form`` for a `CausalLM`. Raises ConfigError if their layers have no experts in a model
     with some."""
     config, kw = model.config, {"dtype": dtype, "rngs": rngs}
-    depths = [form(model, model.layer(model.predicting, **kw), **kw) for _ in range(count)]
+    depths = [form(model, model.layer(model.mtp_layer_index, **kw), **kw) for _ in range(count)]
     if config.experts and any(depth.layer.feed_forward_name != "moe" for depth in depths):
         raise ConfigError(
             "the last layer is dense, and multi-token prediction layers have experts: check the number of dense layers"

@@ -36,16 +36,16 @@ class ByLayer(dict[int, Any]):
 class Body:
     """Output of a stack, or of a model without its head.
 
-    ``x``: hidden states of the requested tokens, or what else layers hand on (see `CausalLM.enter`). ``infos``: the
-    `MoEInfo` of each layer with experts. ``hidden``: the output of every layer. ``states``: of a model, what its
-    prediction layers read (`CausalLM.states`).
+    ``x``: hidden states of the requested tokens, or what else layers hand on (see `CausalLM.to_layer_input`).
+    ``infos``: the `MoEInfo` of each layer with experts. ``hidden``: the output of every layer.
+    ``mtp_hidden``: of a model, what its prediction layers read (`CausalLM.mtp_hidden`).
     """
 
     x: Any
     cache: Any
     infos: ByLayer
     hidden: tuple[Any, ...]
-    states: Any = None
+    mtp_hidden: Any = None
 
 
 @jax.tree_util.register_dataclass
@@ -65,5 +65,5 @@ class Output:
     dispatch: ByLayer | None = None
 
 
-def nothing(routing: Routing) -> None:
-    """Keep nothing of a layer's routing (see `Context.of_routing`)."""
+def drop_routing(routing: Routing) -> None:
+    """Keep nothing of a layer's routing (see `Context.reduce_routing`)."""

@@ -112,7 +112,7 @@ class PipelinedStack(ScannedStack):
     """Scanned layers that a mesh with several stages computes as a pipeline, then ``rest``, the layers left over.
 
     The batch comes and leaves sharded over ``pipe`` too. Layers see one microbatch at a time: of their infos, loads and
-    dropped assignments are summed over the microbatches, and results of `Context.of_routing` averaged.
+    dropped assignments are summed over the microbatches, and results of `Context.reduce_routing` averaged.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class PipelinedStack(ScannedStack):
                 at = functools.partial(jax.lax.dynamic_index_in_dim, index=cut.place(part), keepdims=False)
                 own = jax.tree.unflatten(tree_of_shared, [at(a) if a.ndim > 1 else a for a in shared])
                 number = first + stage * (self.count // cut.stages)
-                own = own.of_layer(part)
+                own = own.for_layer(part)
                 y, _, infos, hidden = scan_layers(self.layer, state, self.remat, x, own, None, number)
                 return y, (infos, hidden)
 

@@ -56,9 +56,9 @@ class UnrolledStack(nnx.Module):
         self.layers = nnx.List(layers)
         self.remat = remat
 
-    def separates_tokens(self, key: Key[Array, ""] | None) -> bool:
+    def token_independent(self, key: Key[Array, ""] | None) -> bool:
         """Whether every layer's feed-forward does."""
-        return all(layer.separates_tokens(key) for layer in self.layers)
+        return all(layer.token_independent(key) for layer in self.layers)
 
     @property
     def depth(self) -> int:
@@ -70,8 +70,8 @@ class UnrolledStack(nnx.Module):
         caches, infos, hidden = [], ByLayer(), []
         for i, (layer, layer_cache) in enumerate(zip(self.layers, cache or [None] * self.depth, strict=True)):
             run = layer if self.remat is None or is_stateful(layer) else self.remat(layer, scanned=False)
-            last = context.last and i + 1 == self.depth and layer.separates_tokens(context.key)
-            own = dataclasses.replace(context.of_layer(first + i), last=last)
+            last = context.last and i + 1 == self.depth and layer.token_independent(context.key)
+            own = dataclasses.replace(context.for_layer(first + i), last=last)
             x, layer_cache, info = run(x, context=own, cache=layer_cache)
             caches.append(layer_cache)
             infos |= {} if info is None else {i: info}
@@ -97,7 +97,7 @@ def scan_layers(
         one = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, i, keepdims=False), caches)
         layer = nnx.merge(graph, layer_state)
         run = layer if remat is None else remat(layer, scanned=count > 1)
-        x, one, info = watch(run, layer, x, context=context.of_layer(first + i), cache=one)
+        x, one, info = watch(run, layer, x, context=context.for_layer(first + i), cache=one)
         # The cache is in the carry: as scanned inputs and outputs XLA would copy all of it.
         caches = jax.tree.map(lambda a, new: jax.lax.dynamic_update_index_in_dim(a, new, i, 0), caches, one)
         return (x, caches), (info, x if context.keep_hidden else None)
@@ -143,9 +143,9 @@ class ScannedStack(nnx.Module):
         """Number of layers."""
         return self.count
 
-    def separates_tokens(self, key: Key[Array, ""] | None) -> bool:
+    def token_independent(self, key: Key[Array, ""] | None) -> bool:
         """Whether the layers' feed-forward does."""
-        return self.layer.separates_tokens(key)
+        return self.layer.token_independent(key)
 
     def __call__(self, x: Any, context: Context, cache: Any, first: int | Int[Array, ""] = 0) -> Body:
         """The layers' output; ``first``: number of the first layer, if these are some of a stack's layers."""
@@ -169,7 +169,7 @@ class ScannedStack(nnx.Module):
                 for variable, values in zip(variables, stacked, strict=True):
                     variable.set_value(values[i])
                 own = jax.tree.map(lambda a, i=i: a[i], cache)
-                x, own, info = self.layer(x, context=context.of_layer(first + i), cache=own)
+                x, own, info = self.layer(x, context=context.for_layer(first + i), cache=own)
                 caches.append(own)
                 infos |= {} if info is None else {i: info}
                 hidden += [x] if context.keep_hidden else []
@@ -238,7 +238,7 @@ class Scanned:
 def stacks_of(model: Any, strategy: Any, *, dtype: Any, rngs: nnx.Rngs | None) -> list[Stack]:
     """The layers of a model: a stack per run of consecutive layers of one kind, of which a pipeline computes the
     longest. Raises ValueError if that has fewer layers than there are stages."""
-    runs = [list(run) for _, run in itertools.groupby(range(model.config.num_hidden_layers), model.kind)]
+    runs = [list(run) for _, run in itertools.groupby(range(model.config.num_hidden_layers), model.layer_type)]
     longest, stacks = max(runs, key=len), []
     for run in runs:
 

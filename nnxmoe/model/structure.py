@@ -98,7 +98,7 @@ def _computing(model: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(model).items() if name not in _BESIDE and not name.startswith("_py")}
 
 
-def bare(model: Any) -> Any:
+def strip_metadata(model: Any) -> Any:
     """Copy the model without config, strategy, prediction layers and reports; compiled programs depend on the rest
     only."""
     made = copy.copy(model)
@@ -112,11 +112,11 @@ _kept = weakref.WeakKeyDictionary[Any, Structure]()
 
 def split_once(model: Any) -> tuple[Structure, list[Any]]:
     """The structure of a model, kept as long as both live, and the arrays of its parameters at this moment, or
-    ``jax.ShapeDtypeStruct``s if it has no values (see `refuse_shapes`)."""
+    ``jax.ShapeDtypeStruct``s if it has no values (see `require_values`)."""
     structure = _kept.get(model)
     leaves = None if structure is None else structure.arrays()
     if structure is None or leaves is None:
-        part = bare(model)
+        part = strip_metadata(model)
         graph, state = nnx.split(part)
         structure, leaves = Structure(model, part, graph, state), jax.tree.leaves(state)
         _kept[model] = structure

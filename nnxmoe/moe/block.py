@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Key
 
 from nnxmoe.axes import AnyMesh
-from nnxmoe.layers.context import Context, Fed, FeedForward, separates_tokens
+from nnxmoe.layers.context import Context, FeedForward, FeedForwardOutput, token_independent
 from nnxmoe.layers.linear.linear import Linear
 from nnxmoe.moe.dispatch import Dispatch, DispatchInfo
 from nnxmoe.moe.experts import Experts
@@ -19,7 +19,7 @@ from nnxmoe.moe.router import Router, Routing
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MoEInfo:
-    """A MoE layer's routing, or what `Context.of_routing` kept of it, and its dispatch statistics."""
+    """A MoE layer's routing, or what `Context.reduce_routing` kept of it, and its dispatch statistics."""
 
     routing: Any
     dispatch: DispatchInfo
@@ -48,14 +48,15 @@ class MoE(nnx.Module):
         self.mesh = mesh
         self.norm = norm
 
-    def __call__(self, x: Float[Array, "B T D"], context: Context | None = None) -> Fed:
+    def __call__(self, x: Float[Array, "B T D"], context: Context | None = None) -> FeedForwardOutput:
         """The output ``y`` and ``info``. Without a context all tokens are real, and nothing is random."""
-        routing, keep = self.router(x, context=context, mesh=self.mesh), None if context is None else context.of_routing
+        routing = self.router(x, context=context, mesh=self.mesh)
+        keep = None if context is None else context.reduce_routing
         x = x if self.norm is None else self.norm(x)
         y, info = self._routed(x, routing)
         if self.shared is not None:
             y = y + self.shared(x)
-        return Fed(y, MoEInfo(routing if keep is None else keep(routing), info))
+        return FeedForwardOutput(y, MoEInfo(routing if keep is None else keep(routing), info))
 
     def _routed(self, x: Float[Array, "B T D"], routing: Routing) -> tuple[Float[Array, "B T D"], DispatchInfo]:
         if not hasattr(self.experts, "count"):
@@ -63,9 +64,9 @@ class MoE(nnx.Module):
             raise ValueError(f"moe.experts, a {kind}, must define count and rules, as Experts does")
         return self.dispatch(x, routing, self.experts, self.mesh)
 
-    def separates_tokens(self, key: Key[Array, ""] | None) -> bool:
+    def token_independent(self, key: Key[Array, ""] | None) -> bool:
         """False if tokens compete for capacity, or if routing depends on a token's index in the batch."""
-        return getattr(self.dispatch, "by_token", False) and separates_tokens(self.router, key)
+        return getattr(self.dispatch, "token_independent", False) and token_independent(self.router, key)
 
 
 class LatentMoE(MoE):

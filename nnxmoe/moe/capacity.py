@@ -29,7 +29,7 @@ class Capacity:
     the dispatched tokens ``[E, B, C, D]`` along E instead of B.
     """
 
-    by_token: ClassVar[bool] = False
+    token_independent: ClassVar[bool] = False
 
     factor: float
 
@@ -71,7 +71,7 @@ class Chunked:
     """Applies ``inner`` to one slice of the sequence at a time, recomputed in the backward pass, so that only one
     slice's activations are in memory. (The slots of ``Capacity`` are then per slice.)"""
 
-    by_token: ClassVar[bool] = False
+    token_independent: ClassVar[bool] = False
 
     inner: Dispatch
     chunks: int

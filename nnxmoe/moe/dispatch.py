@@ -40,7 +40,7 @@ class Assignments(NamedTuple):
 class Dispatch(Protocol):
     """Protocol of a dispatch, on one device or on a mesh.
 
-    Set ``by_token = True`` if a token's output does not depend on the other tokens. Otherwise (the
+    Set ``token_independent = True`` if a token's output does not depend on the other tokens. Otherwise (the
     default) tokens may compete for capacity, and the layer is always called with all of them.
     """
 
@@ -53,7 +53,7 @@ class Dispatch(Protocol):
 class Dense:
     """Computes every expert for every token, then the weighted sum. Slow: the reference for the other dispatches."""
 
-    by_token: ClassVar[bool] = True
+    token_independent: ClassVar[bool] = True
 
     def __call__(
         self, x: Float[Array, "B T D"], routing: Routing, experts: ExpertFn, mesh: AnyMesh | None = None
@@ -78,7 +78,7 @@ class Sorted:
     divisible by the number of shards, every device computes the whole batch.
     """
 
-    by_token: ClassVar[bool] = True
+    token_independent: ClassVar[bool] = True
 
     def __call__(
         self, x: Float[Array, "B T D"], routing: Routing, experts: ExpertFn, mesh: AnyMesh | None = None

@@ -62,9 +62,9 @@ class ExpertParallel:
             raise ValueError(f"ExpertParallel: a mesh axis is named twice in data_axes {self.data_axes}")
 
     @property
-    def by_token(self) -> bool:
+    def token_independent(self) -> bool:
         """Not with a ``buffer_factor``: tokens compete for a buffer of limited size."""
-        return getattr(self.exchange, "buffer_factor", 0) is None and getattr(self.inner, "by_token", False)
+        return getattr(self.exchange, "buffer_factor", 0) is None and getattr(self.inner, "token_independent", False)
 
     def __call__(
         self, x: Float[Array, "B T D"], routing: Routing, experts: ExpertFn, mesh: AnyMesh | None = None

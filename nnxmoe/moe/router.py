@@ -39,10 +39,10 @@ class Routing:
 class Select(Protocol):
     """``(logits, bias | None) -> Routing``. Ties go to the lower expert index.
 
-    ``by_row``: whether each row is routed independently of the others, so that each shard can route its own rows.
+    ``token_independent``: whether each row is routed independently of the others. Each shard can then route its rows.
     """
 
-    by_row: ClassVar[bool]
+    token_independent: ClassVar[bool]
 
     def __call__(self, logits: Float[Array, "*rows E"], bias: Float[Array, "E"] | None) -> Routing: ...
 
@@ -69,7 +69,7 @@ class SoftmaxTopK:
     A correction bias affects the choice only, not the weights, whose sum is taken as at least
     ``min_weight_sum`` (ERNIE 4.5)."""
 
-    by_row: ClassVar[bool] = True
+    token_independent: ClassVar[bool] = True
 
     k: int
     normalize: bool = True
@@ -92,7 +92,7 @@ class BalancedTopK:
     """A load test instead of a learned router: ignores the logits and assigns tokens to experts evenly (loads differ by
     at most one), with equal weights. Deterministic for a given ``seed``."""
 
-    by_row: ClassVar[bool] = False
+    token_independent: ClassVar[bool] = False
 
     k: int
     seed: int = 0
@@ -113,7 +113,7 @@ class SigmoidGroupTopK:
     Experts outside the chosen groups are masked with -inf; with 0 they could win against negative biased affinities.
     """
 
-    by_row: ClassVar[bool] = True
+    token_independent: ClassVar[bool] = True
 
     k: int
     groups: int
@@ -145,7 +145,7 @@ class SoftmaxGroupTopK:
     Experts outside the chosen groups are masked with 0, as no score is negative.
     """
 
-    by_row: ClassVar[bool] = True
+    token_independent: ClassVar[bool] = True
 
     k: int
     groups: int
@@ -166,7 +166,7 @@ class SqrtSoftplusTopK:
     """Affinities ``sqrt(softplus(logit))``, the top ``k`` by biased affinity, weighted by the affinities without the
     bias, rescaled to sum to ``scale`` (DeepSeek-V4, 2026)."""
 
-    by_row: ClassVar[bool] = True
+    token_independent: ClassVar[bool] = True
 
     k: int
     scale: float
@@ -249,7 +249,7 @@ class Router(nnx.Module):
         bias = None if self.bias is None else self.bias[...]
         axes, over = batch_shard_axes(x.shape[0], mesh), context_shard_axes(x.shape[1], mesh) if x.ndim == 3 else ()
         # shard_map keeps top-k local to each shard; without it XLA:CPU gathers all tokens.
-        if (axes or over) and self._by_row:
+        if (axes or over) and self._token_independent:
             rows = PartitionSpec(axes or None, over or None)
             assert mesh is not None
             routing = shard_map(self.select, mesh, (rows, PartitionSpec()), rows)(logits, bias)
@@ -258,9 +258,9 @@ class Router(nnx.Module):
         return dataclasses.replace(routing, valid=valid)
 
     @property
-    def _by_row(self) -> bool:
-        return getattr(self.select, "by_row", False)
+    def _token_independent(self) -> bool:
+        return getattr(self.select, "token_independent", False)
 
-    def separates_tokens(self, key: Key[Array, ""] | None) -> bool:
+    def token_independent(self, key: Key[Array, ""] | None) -> bool:
         """False if routing depends on a token's index in the batch."""
-        return self._by_row and (key is None or not self.jitter)
+        return self._token_independent and (key is None or not self.jitter)

@@ -98,7 +98,7 @@ def assert_module_parity(
     except TypeError as error:
         if "argument: 'context'" not in str(error):
             raise
-        example = "nnx_call=lambda module, x: module(x, nnxmoe.Context.of_rows(config.rope, batch, length))[0]"
+        example = "nnx_call=lambda module, x: module(x, nnxmoe.Context.from_lengths(config.rope, batch, length))[0]"
         raise ValueError(f"{error}, which says where the tokens stand: pass {example}") from None
     return ParityReport(len(ours.params), len(pairs), worst, gradient, tolerance)
 

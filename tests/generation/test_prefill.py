@@ -233,7 +233,7 @@ def test_last_token_prefill_applies_adapters(kind: str) -> None:
 def test_last_keeps_one_token_in_final_routing_and_hidden_states() -> None:
     """``last`` also works without a cache."""
     model, tokens = build_tiny("mixtral", nnxmoe.Strategy()), random_tokens(2, LENGTH)
-    whole, last = (model.body(tokens, of_routing=lambda r: r.experts, last=last) for last in (False, True))
+    whole, last = (model.body(tokens, reduce_routing=lambda r: r.experts, last=last) for last in (False, True))
     assert [h.shape[1] for h in last.hidden] == [LENGTH, LENGTH, 1, 1] and last.x.shape[1] == 1
     for ours, theirs in zip(last.hidden, whole.hidden, strict=True):
         assert max_error(ours, theirs[:, -ours.shape[1] :]) < 2 * PART_TOLERANCE

@@ -550,7 +550,7 @@ def test_blockwise_rejects_invalid_inner_attention(inner: Any) -> None:
 
 
 def context(batch: int, length: int, rope: Rope) -> Context:
-    return Context.of_rows(rope, batch, length)
+    return Context.from_lengths(rope, batch, length)
 
 
 def test_attention_alone_ignores_padding() -> None:
@@ -559,7 +559,7 @@ def test_attention_alone_ignores_padding() -> None:
     attention, x = model.stacks[0].layers[0].attention, jax.random.normal(jax.random.key(1), (3, 7, 24))
 
     def attended(x: jax.Array, lengths: list[int] | None = None) -> jax.Array:
-        seen = Context.of_rows(model.config.rope, *x.shape[:2], lengths=lengths)
+        seen = Context.from_lengths(model.config.rope, *x.shape[:2], lengths=lengths)
         y, cache = jax.jit(lambda x: attention(x, seen))(x)
         assert cache is None
         return y
@@ -570,7 +570,7 @@ def test_attention_alone_ignores_padding() -> None:
         assert max_error(whole[row : row + 1, :length], alone) < PART_TOLERANCE
     for wrong in ([7, 3], [7, 3, 8], [7, -1, 2]):
         with pytest.raises(ValueError, match=r"give 3 numbers of real tokens, from 0 to 7"):
-            Context.of_rows(model.config.rope, 3, 7, lengths=wrong)
+            Context.from_lengths(model.config.rope, 3, 7, lengths=wrong)
 
 
 @pytest.mark.wrong_types
@@ -579,7 +579,7 @@ def test_lengths_may_be_lists_arrays_or_traced() -> None:
     rope, wanted = Rope(4, 100.0), np.arange(9)[None] < np.array([[9], [4]])
 
     def valid(lengths: Any) -> Any:
-        return Context.of_rows(rope, 2, 9, lengths).valid
+        return Context.from_lengths(rope, 2, 9, lengths).valid
 
     kinds = [9, 4], (9, 4), np.array([9, 4], np.uint8), jnp.array([9, 4])
     for lengths in kinds:
@@ -588,7 +588,7 @@ def test_lengths_may_be_lists_arrays_or_traced() -> None:
     np.testing.assert_array_equal(jax.jit(valid)(jnp.array([9, 4])), wanted)
     np.testing.assert_array_equal(jax.jit(lambda n: valid([9, n]))(4), wanted)
     np.testing.assert_array_equal(jax.vmap(valid)(jnp.array([[9, 4], [4, 9]])), [wanted, wanted[::-1]])
-    assert int(Context.of_rows(rope, 2, 9, np.array([9, 0], np.uint8)).index[1, 0]) == -1
+    assert int(Context.from_lengths(rope, 2, 9, np.array([9, 0], np.uint8)).index[1, 0]) == -1
     for wrong in ([9, 10], jnp.array([-1, 9]), [9], [9.0, 4.0], np.array([[9, 4]])):
         with pytest.raises(ValueError, match="give 2 numbers of real tokens, from 0 to 9"):
             jax.jit(lambda wrong=wrong: valid(wrong))()

@@ -74,7 +74,7 @@ def test_an_indexer_chooses_by_its_formula() -> None:
     part = randomise(Indexer(9, 7, 5, 6, rotary=ROPE, rotate=rotate_pairs, dtype=F32, rngs=nnx.Rngs(0)))
     rng = np.random.default_rng(1)
     x, latent = (rng.standard_normal((2, 11, width)).astype(np.float32) for width in (9, 7))
-    context = Context.of_rows(ROPE, 2, 11)
+    context = Context.from_lengths(ROPE, 2, 11)
     keys = part.keys(jnp.asarray(x), context)
     w: Any = {
         str(path[0]) + str(path[-1]): np.asarray(v.get_value(), np.float64)
@@ -116,7 +116,7 @@ def test_blocks_are_chosen_by_their_best_keys(packed: bool, small_blocks: None) 
     )
     part, size = randomise(part), 23
     x = jnp.asarray(np.random.default_rng(1).standard_normal((3, size, 9)), jnp.float32)
-    context = Context.of_rows(rope, 3, size)
+    context = Context.from_lengths(rope, 3, size)
     keys = np.asarray(part.keys(x, context))
     q = np.asarray(context.rotated(part.q_norm(part.q(x)), rope, turn))
     scores = np.einsum("btnh,bsh->btns", q.astype(np.float64), keys)
@@ -179,9 +179,9 @@ class Masked(ReferenceAttention):
 @pytest.mark.parametrize("form", [NaiveMLA(), AbsorbedMLA(), AdaptiveMLA(2)])
 def test_attention_is_dense_attention_to_the_chosen_keys(form: Any, small_blocks: None) -> None:
     """Values and gradients, masked and gathered, in blocks, and in causal parts or not."""
-    context, sparse = Context.of_rows(ROPE, 2, 29, lengths=[29, 21]), attention(6, form)
+    context, sparse = Context.from_lengths(ROPE, 2, 29, lengths=[29, 21]), attention(6, form)
     chosen = sparse.indexer.choose(
-        X, sparse.q.latent(X), sparse.indexer.keys(X, context), context.remember(None, None, None)[2], 6, context
+        X, sparse.q.latent(X), sparse.indexer.keys(X, context), context.append_to_cache(None, None, None)[2], 6, context
     )
     allowed = np.zeros((2, 29, 30), bool)
     np.put_along_axis(allowed, np.minimum(chosen, 29), True, axis=-1)
@@ -211,7 +211,7 @@ def test_few_keys_are_all_attended_to() -> None:
     """Up to ``topk`` keys the output is that of dense attention to the last bit; in a larger cache to rounding."""
     sparse, dense = attention(29, NaiveMLA()), attention(None, NaiveMLA())
     nnx.update(dense, nnx.State({k: v for k, v in nnx.state(sparse).items() if k != "indexer"}))
-    context = Context.of_rows(ROPE, 2, 29)
+    context = Context.from_lengths(ROPE, 2, 29)
     y, wanted = sparse(X, context)[0], dense(X, context)[0]
     assert np.array_equal(y, wanted)
     sparse.topk = 28
@@ -226,7 +226,7 @@ def test_no_array_has_all_queries_and_keys(monkeypatch: pytest.MonkeyPatch) -> N
     graph, state = nnx.split(sparse)
 
     def loss(state: Any, x: Any) -> Any:
-        return jnp.sum(nnx.merge(graph, state)(x, Context.of_rows(ROPE, 1, 1024))[0])
+        return jnp.sum(nnx.merge(graph, state)(x, Context.from_lengths(ROPE, 1, 1024))[0])
 
     def largest(jaxpr: Any) -> int:
         inner = [largest(one) for each in jaxpr.eqns for one in jaxprs_in_params(each.params)]

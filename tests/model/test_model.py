@@ -21,7 +21,7 @@ from nnxmoe.generation import decode, passes
 from nnxmoe.layers.cache import Cache
 from nnxmoe.model import compiled as programs
 from nnxmoe.model import inputs, structure
-from nnxmoe.model.structure import bare
+from nnxmoe.model.structure import strip_metadata
 from nnxmoe.models import Llama, Mixtral, config_from_hf, model_class
 from nnxmoe.train import fit, lora
 from tests.support.arrays import max_error
@@ -122,7 +122,7 @@ def test_texts_are_scored_in_few_shapes(kind: str) -> None:
     """A forward pass of arrays is padded and cut: logits, routing and hidden states are those of the exact shape."""
     model = build_tiny(kind, nnxmoe.Strategy())
     exact = jax.jit(lambda tokens, **options: model(tokens, return_routing=True, return_hidden=True, **options))
-    graph, state = nnx.split(bare(model))
+    graph, state = nnx.split(strip_metadata(model))
     program = programs._whole(graph, jax.tree.structure(state), inputs._forward, (5, 6, 8), ())
     shapes = program._cache_size()
     for length in (1, 5, 30):
@@ -413,7 +413,7 @@ def test_load_report_and_generation_config_do_not_recompile() -> None:
     """Models that differ only in these share compiled programs."""
     first, second = made("llama", nnx.Rngs(0)), made("llama", nnx.Rngs(1))
     second.load_report, second.generation_config = nnxmoe.LoadReport("elsewhere"), {"eos_token_id": 3}
-    graphs = [nnx.split(bare(model))[0] for model in (first, second)]
+    graphs = [nnx.split(strip_metadata(model))[0] for model in (first, second)]
     assert graphs[0] == graphs[1] and hash(graphs[0]) == hash(graphs[1])
 
 

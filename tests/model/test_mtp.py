@@ -18,7 +18,7 @@ from nnxmoe import Engine, MTPDraft
 from nnxmoe.convert import maxtext
 from nnxmoe.convert.hf.tensor_layout import repeated_tensors, tensor_layout
 from nnxmoe.generation.request import Wanted
-from nnxmoe.model.structure import bare
+from nnxmoe.model.structure import strip_metadata
 from nnxmoe.models import PRESETS, DeepSeekV3, Llama, config_from_hf, model_class
 from nnxmoe.train import Objective, Step
 from tests.support.arrays import max_error
@@ -75,7 +75,7 @@ def state_beyond_the_norm(model: nnxmoe.CausalLM, patch: pytest.MonkeyPatch) -> 
 
     def wrong(self: Any, *given: Any, **options: Any) -> Any:
         body = right(self, *given, **options)
-        after = jnp.tile(body.x, body.states.shape[-1] // body.x.shape[-1])
+        after = jnp.tile(body.x, body.mtp_hidden.shape[-1] // body.x.shape[-1])
         return dataclasses.replace(body, states=after if model.config.model_type == STREAMED else body.hidden[-2])
 
     patch.setattr(type(model), "body", wrong)
@@ -124,7 +124,7 @@ def test_padding_does_not_change_real_positions(loaded: Loaded) -> None:
 
     @nnx.jit
     def run(model: nnxmoe.CausalLM, wide: Any, mask: Any, positions: Any, there: Any) -> jax.Array:
-        hidden = model.body(wide, mask, positions).states[:, :-1]
+        hidden = model.body(wide, mask, positions).mtp_hidden[:, :-1]
         return model.logits(model.mtp[0](model, hidden, wide[:, 1:], there, positions[:, :-1]).x)
 
     for before in (True, False):
@@ -143,7 +143,7 @@ def test_a_cache_gives_what_the_whole_pass_gives(kind: str, loaded: Loaded) -> N
     """Pairs in one chunk, with padding in it, then one at a time; a row that overflows is NaN, the other is not."""
     case, _, model = loaded(kind)
     tokens, depth, first = jnp.asarray(case.arrays["tokens"])[:, :10], model.mtp[0], 4
-    hidden = model.body(tokens).states[:, :-1]
+    hidden = model.body(tokens).mtp_hidden[:, :-1]
     given = tokens[:, 1:]
     wanted = depth(model, hidden, given).x
     cache = depth.empty_cache(model, 2, 8)
@@ -179,7 +179,7 @@ def test_the_model_itself_does_not_change() -> None:
     assert {path for path in theirs if path not in mine} == {path for path in theirs if path[0] == "mtp"} != set()
     assert all(np.array_equal(np.asarray(v[...]), np.asarray(theirs[path][...])) for path, v in mine.items())
     assert len(one.mtp) == 0 and "prediction" not in repr(one)
-    assert nnx.split(bare(one))[0] == nnx.split(bare(other))[0]  # they share their programs
+    assert nnx.split(strip_metadata(one))[0] == nnx.split(strip_metadata(other))[0]  # they share their programs
     tokens = random_tokens(1, 7)
     assert np.array_equal(one(tokens).logits, other(tokens).logits)
     assert np.isfinite(logits_ahead(other, tokens)[1]).all()

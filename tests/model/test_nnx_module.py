@@ -16,7 +16,7 @@ from flax import linen as nn
 from flax import nnx
 
 import nnxmoe
-from nnxmoe.layers.context import Fed
+from nnxmoe.layers.context import FeedForwardOutput
 from nnxmoe.model.layer import Layer
 from nnxmoe.moe.router import Router
 from nnxmoe.train import lora
@@ -221,7 +221,11 @@ class Twice(nnx.Module):
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         out = self.part(*args, **options)
-        return Fed(2 * out.y, out.info) if isinstance(out, Fed) else jax.tree.map(lambda a: 2 * a, out)
+        return (
+            FeedForwardOutput(2 * out.y, out.info)
+            if isinstance(out, FeedForwardOutput)
+            else jax.tree.map(lambda a: 2 * a, out)
+        )
 
 
 def test_wrapped_parts() -> None:
@@ -236,7 +240,7 @@ def test_wrapped_parts() -> None:
         layer.moe_norm.scale.set_value(2 * layer.moe_norm.scale[...])
     model.embed, model.head, model.norm = Passing(model.embed), Passing(model.head), Twice(model.norm)
     other.norm.scale.set_value(2 * other.norm.scale[...])
-    assert not model.separates_tokens() and model.vocab_size == 53
+    assert not model.token_independent() and model.vocab_size == 53
     assert max_error(model(IDS).logits, other(IDS).logits) < 1e-4
     assert np.array_equal(nnxmoe.generate(model, IDS, max_new_tokens=3), nnxmoe.generate(other, IDS, max_new_tokens=3))
 

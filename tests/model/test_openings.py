@@ -46,9 +46,9 @@ class Layered(Parallel):
     """The two branches in turn."""
 
     def __call__(self, x: Any, context: Any, cache: Any = None) -> Any:
-        more, cache = self.mix(x.x, context, cache)
+        more, cache = self.attention_branch(x.x, context, cache)
         x = x._replace(x=x.x + more)
-        return LayerOutput(x._replace(x=x.x + self.feed(x.x, context).y), cache, None)
+        return LayerOutput(x._replace(x=x.x + self.feed_forward_branch(x.x, context).y), cache, None)
 
 
 @pytest.mark.slow
@@ -79,7 +79,7 @@ def test_a_recurrence_is_what_it_says(model: Openings) -> None:
         conv = sum(taps[:, t - i, WINDOW - 1 - i] for i in range(WINDOW) if t >= i)
         h = decay[:, t] * h + (1 - decay[:, t]) * np.tanh(conv)
         states.append(h)
-    ours, _ = layer(x, nnxmoe.Context.of_rows(CONFIG.rope, 2, 7))
+    ours, _ = layer(x, nnxmoe.Context.from_lengths(CONFIG.rope, 2, 7))
     assert max_error(ours, layer.o(jnp.asarray(np.stack(states, 1), jnp.float32))) < PART_TOLERANCE
 
 

@@ -402,7 +402,7 @@ def whole_norm_on_shards() -> tuple[float, float]:
     graph, params = nnx.split(gqa)
 
     def loss(params: Any) -> Any:
-        y, _ = nnx.merge(graph, params)(x, nnxmoe.Context.of_rows(Rope(6, 100.0), 2, 7))
+        y, _ = nnx.merge(graph, params)(x, nnxmoe.Context.from_lengths(Rope(6, 100.0), 2, 7))
         return jnp.sum(jnp.sin(y)), y
 
     run = jax.jit(jax.value_and_grad(loss, has_aux=True))
@@ -414,7 +414,7 @@ def whole_norm_on_shards() -> tuple[float, float]:
     error = max(max_error(a, b) / max(1.0, float(jnp.abs(b).max())) for a, b in pairs)
     for each in ("q", "k"):
         setattr(norm, each, _in_parts(getattr(norm, each), 4))
-    return error, max_error(gqa(x, nnxmoe.Context.of_rows(Rope(6, 100.0), 2, 7))[0], wanted)
+    return error, max_error(gqa(x, nnxmoe.Context.from_lengths(Rope(6, 100.0), 2, 7))[0], wanted)
 
 
 def _in_parts(norm: RMSNorm, parts: int) -> RMSNorm:

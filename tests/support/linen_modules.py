@@ -41,13 +41,13 @@ def context_of(config: Any, length: int, batch: int = 2) -> Context:
     """Context of every layer for rows without padding and with one segment."""
     index, valid = jnp.arange(length, dtype=jnp.int32), jnp.ones((batch, length), bool)
     segment = jnp.zeros((batch, length), jnp.int32)
-    context = Context.of_rows(config.rope, batch, length)
+    context = Context.from_lengths(config.rope, batch, length)
     return dataclasses.replace(context, index=index, valid=valid, segment=segment)
 
 
 def mask_of(context: Context, window: int | None) -> Mask:
     """Mask that the package's attention derives from the context."""
-    return context.remember(None, None, window)[2]
+    return context.append_to_cache(None, None, window)[2]
 
 
 def drawn(std: float, axes: Axes) -> Any:

@@ -102,7 +102,7 @@ def ahead(model: nnxmoe.CausalLM, tokens: jax.Array) -> list[jax.Array]:
     body = model.body(tokens)
     found = [model.logits(body.x)]
     for k, depth in enumerate(model.mtp, 1):
-        body = depth(model, body.states[:, :-1], tokens[:, k:])
+        body = depth(model, body.mtp_hidden[:, :-1], tokens[:, k:])
         found.append(model.logits(body.x))
     return found
 

@@ -37,9 +37,9 @@ class Sandwich(Layer):
     """P4, P3: norms after both halves; the feed-forward also sees the other stream."""
 
     def __call__(self, x: Streams, context: Context, cache: Any = None) -> LayerOutput:
-        more, cache = self.mix(x.x, context, cache)
-        x = Streams(context.asked(x.x) + more, context.asked(x.added) + more)
-        more, info = self.feed(x.x + 0.5 * x.added, context)
+        more, cache = self.attention_branch(x.x, context, cache)
+        x = Streams(context.output_tokens(x.x) + more, context.output_tokens(x.added) + more)
+        more, info = self.feed_forward_branch(x.x + 0.5 * x.added, context)
         return LayerOutput(Streams(x.x + more, x.added), cache, info)
 
 
@@ -47,9 +47,10 @@ class Parallel(Layer):
     """P4: both halves read the same hidden states."""
 
     def __call__(self, x: Streams, context: Context, cache: Any = None) -> LayerOutput:
-        before = context.asked(x.x)
-        (one, cache), (other, info) = self.mix(x.x, context, cache), self.feed(before, context)
-        return LayerOutput(Streams(before + one + other, context.asked(x.added) + one), cache, info)
+        before = context.output_tokens(x.x)
+        one, cache = self.attention_branch(x.x, context, cache)
+        other, info = self.feed_forward_branch(before, context)
+        return LayerOutput(Streams(before + one + other, context.output_tokens(x.added) + one), cache, info)
 
 
 class Recurrence(nnx.Module):
@@ -72,7 +73,7 @@ class Recurrence(nnx.Module):
             return (h, window[:, 1:]), h
 
         out, cache = recurrence(step, self._zero(x.shape[0]), (taps, decay), context, cache)
-        return self.o(context.asked(out.astype(x.dtype))), cache
+        return self.o(context.output_tokens(out.astype(x.dtype))), cache
 
     def _zero(self, batch: int) -> Any:
         (dim,) = self.o.ins
@@ -124,23 +125,23 @@ class Openings(CausalLM):
         | {f"layer.moe.experts.{x}": W("mlp.experts").each(f"{x}.weight") for x in ("gate", "up", "down")}
     )
 
-    def kind(self, index: int) -> str:
+    def layer_type(self, index: int) -> str:
         return self.config.forms[index]
 
-    def enter(self, x: Any, tokens: Any) -> Streams:
+    def to_layer_input(self, x: Any, tokens: Any) -> Streams:
         return Streams(x, jnp.zeros_like(x))
 
-    def leave(self, x: Streams) -> Any:
+    def from_layer_output(self, x: Streams) -> Any:
         return x.x
 
     def layer(self, index: int, form: type[Layer] = Parallel, **kw: Any) -> Layer:
-        if self.kind(index) == "r":
+        if self.layer_type(index) == "r":
             return super().layer(index, form, **kw)
         norms = tuple(RMSNorm(self.config.hidden_size, self.config.rms_norm_eps, **kw) for _ in range(2))
         return super().layer(index, Sandwich, post_norms=norms, **kw)
 
     def attention(self, index: int, **kw: Any) -> Any:
-        c, kind = self.config, self.kind(index)
+        c, kind = self.config, self.layer_type(index)
         if kind == "r":
             return Recurrence(c.hidden_size, **kw)
         rotary = {"g": c.rope, "l": Rope(c.head_width, c.local_theta), "n": None}[kind]
@@ -149,7 +150,7 @@ class Openings(CausalLM):
 
     def feed_forward(self, index: int, **kw: Any) -> Any:
         c = self.config
-        if self.kind(index) in "nr":
+        if self.layer_type(index) in "nr":
             return MLP(c.hidden_size, c.intermediate_size, bias=False, **kw)
         router = HashRouter(c.hidden_size, c.num_local_experts, SoftmaxTopK(c.num_experts_per_tok), bias=False, **kw)
         return self.moe(router, c.intermediate_size, **kw)

@@ -204,7 +204,7 @@ def attention() -> tuple[GQA, dict[str, Any]]:
     options: dict[str, Any] = {"rotary": rope, "window": None, "attention_fn": nnxmoe.ReferenceAttention()}
     heads = AttentionDims(WIDTH, HEADS, KV_HEADS, HEAD, bias=False)
     module = GQA(heads, **options, dtype=jnp.dtype("float32"), rngs=nnx.Rngs(0))
-    context = nnxmoe.Context.of_rows(rope, 2, 7)
+    context = nnxmoe.Context.from_lengths(rope, 2, 7)
     return module, {"nnx_call": lambda module, x: module(x, context)[0]}
 
 

@@ -120,7 +120,7 @@ def _places(model: CausalLM, stacks: Mapping[int | None, int], scan: bool) -> Pl
         )
     if isinstance(layers, LayerBlocks):
         block, first, found = len(layers.kinds), layers.first, model.maxtext_kinds[layers.first :]
-        differ = len({(i % block, model.kind(first + i)) for i in range(len(found))}) > block
+        differ = len({(i % block, model.layer_type(first + i)) for i in range(len(found))}) > block
         if differ or any(one != layers.kinds[i % block] for i, one in enumerate(found)):
             raise CheckpointError(
                 f"MaxText's {kind} repeats blocks of {some(layers.kinds, 8)} layers, and this model's layers are "

@@ -39,7 +39,7 @@ from nnxmoe.convert.storage.multihost import gather, shared_folder
 from nnxmoe.convert.storage.write_safetensors import Tensors, write_json, write_sharded
 from nnxmoe.layers.linear.quantized import QuantizedWeight
 from nnxmoe.model.causal_lm import CausalLM, check_model
-from nnxmoe.model.compiled import refuse_shapes
+from nnxmoe.model.compiled import require_values
 from nnxmoe.model.weight_names import layer_of, options
 from nnxmoe.runtime.progress import logger
 from nnxmoe.sharding import spans_hosts
@@ -52,7 +52,7 @@ def save(model: CausalLM, folder: str | os.PathLike[str], *, overwrite: bool = F
     completely or not at all. Raises ValueError if the model has no adapters, or merged ones.
     """
     check_model(model)
-    refuse_shapes(jax.tree.leaves(nnx.state(model)))
+    require_values(jax.tree.leaves(nnx.state(model)))
     if model.merged is not None:
         raise ValueError("cannot save: the model's adapters are merged; call lora.unmerge(model) first")
     pieces = layer_adapters(

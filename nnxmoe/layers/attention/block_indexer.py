@@ -148,10 +148,10 @@ class IndexedGQA(GQA):
     def _seen(
         self, x: Float[Array, "B T D"], k: Array, v: Array, context: Context, cache: Any
     ) -> tuple[Any, Array, Array, Mask, AttentionFn]:
-        cache, (k, v, near), mask = context.remember(cache, (k, v, self.indexer.keys(x, context=context)), None)
+        cache, (k, v, near), mask = context.append_to_cache(cache, (k, v, self.indexer.keys(x, context=context)), None)
         attention_fn = self.attention_fn
         if near.shape[1] > self.topk:
-            chosen = self.indexer.choose(context.asked(x), near, mask=mask, context=context)
+            chosen = self.indexer.choose(context.output_tokens(x), near, mask=mask, context=context)
             attention_fn = PerGroupAttention(SparseAttention(chosen, attention_fn), self.indexer.q.outs[0])
         return cache, k, v, mask, attention_fn
 

@@ -70,7 +70,7 @@ class CrossLayerAttention(nnx.Module):
     def __call__(self, x: Float[Array, "B T D"], kept: LayerKV, context: Context) -> Float[Array, "B asked D"]:
         k, v, mask = kept
         mask = mask.part(slice(-1, None), slice(None)) if context.last else mask
-        q = context.rotated(self.q_norm(self.q(context.asked(x))), self.rotary, rotate_halves)
+        q = context.rotated(self.q_norm(self.q(context.output_tokens(x))), self.rotary, rotate_halves)
         return self.o(
             jnp.swapaxes(self.attention_fn(jnp.swapaxes(q, 1, 2), k, v, MaskedSoftmax(mask, self.scale)), 1, 2)
         )

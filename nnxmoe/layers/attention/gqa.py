@@ -167,7 +167,7 @@ class GQA(nnx.Module):
         self, x: Float[Array, "B T D"], context: Context, cache: Any
     ) -> tuple[Float[Array, "B asked D"], Any, tuple[Array, Array, Any]]:
         """Output, cache, and the keys, values and mask of the tokens that were attended to."""
-        q, beside = jnp.split(self.q(context.asked(x)), (self.k.outs[1],), axis=-1)
+        q, beside = jnp.split(self.q(context.output_tokens(x)), (self.k.outs[1],), axis=-1)
         k, v = self.keys_and_values(x)
         q, k = (q, k) if self.qk_norm is None else self.qk_norm(q, k)
         q = jnp.swapaxes(self.encode_positions(q, context=context), 1, 2)
@@ -176,7 +176,7 @@ class GQA(nnx.Module):
         q, k, v = checkpoint_name(q, "queries"), checkpoint_name(k, "keys"), checkpoint_name(v, "values")
         y = attention_fn(q, k, v, MaskedSoftmax(mask, self.scale, sinks=None if self.sinks is None else self.sinks()))
         y = checkpoint_name(jnp.swapaxes(y, 1, 2), "head_outputs")
-        return self.o(y if self.gate is None else self.gate(context.asked(x), beside, y)), cache, (k, v, mask)
+        return self.o(y if self.gate is None else self.gate(context.output_tokens(x), beside, y)), cache, (k, v, mask)
 
     def keys_and_values(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T K H"], Float[Array, "B T K W"]]:
         """Keys before their norm and rotation, and values."""
@@ -191,7 +191,7 @@ class GQA(nnx.Module):
         cache: Any,
     ) -> tuple[Any, Array, Array, Mask, AttentionFn]:
         """The cache, the keys and values that the tokens may attend to, the mask over them, and how they attend."""
-        cache, (k, v), mask = context.remember(cache, (k, v), self.window)
+        cache, (k, v), mask = context.append_to_cache(cache, (k, v), self.window)
         return cache, k, v, mask, self.attention_fn
 
     def encode_positions(self, q: Float[Array, "B asked N H"], context: Context) -> Float[Array, "B asked N H"]:

@@ -197,8 +197,8 @@ class MLA(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, cache: TokenCache | None = None
     ) -> tuple[Float[Array, "B asked D"], TokenCache | None]:
-        cache, seen, mask = context.remember(cache, self._latents(x, context), window=None)
-        asked = context.asked(x)
+        cache, seen, mask = context.append_to_cache(cache, self._latents(x, context), window=None)
+        asked = context.output_tokens(x)
         return self._out(asked, self._attended(self.q(asked), seen, mask, context, self.attention_fn)), cache
 
     def _latents(self, x: Float[Array, "B T D"], context: Context) -> Float[Array, "B T latent_and_rope"]:

@@ -126,11 +126,11 @@ class SharedKV(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, cache: SharedKVCache | None = None
     ) -> tuple[Float[Array, "B asked D"], SharedKVCache | None]:
-        asked = context.asked(x)
+        asked = context.output_tokens(x)
         low = self.q_norm(self.q_a(asked))
         q = context.rotated(unit_rms(self.q_b(low), self.eps), self.rotary, self.rotate)
         kv = context.rotated(self.kv_norm(self.kv(x))[:, :, None], self.rotary, self.rotate)[:, :, 0]
-        window, seen, mask = context.remember(None if cache is None else cache.window, kv, self.window)
+        window, seen, mask = context.append_to_cache(None if cache is None else cache.window, kv, self.window)
         kept: tuple[Any, Any] = None, None
         if self.compressor is None:
             shared, q = seen[:, None].astype(q.dtype), jnp.swapaxes(q, 1, 2)

@@ -31,16 +31,16 @@ class SparseMLA(MLA):
         """Output, the keys that it attends to, and the cache. ``chosen``: those of the layer before, which are returned
         unchanged where all keys are attended to. Raises ValueError if neither layer has an indexer."""
         assert isinstance(self.q, LowRankQuery)
-        latent, new, keys = self.q.latent(context.asked(x)), self._latents(x, context), None
+        latent, new, keys = self.q.latent(context.output_tokens(x)), self._latents(x, context), None
         if self.indexer is None:
-            cache, seen, mask = context.remember(cache, new, window=None)
+            cache, seen, mask = context.append_to_cache(cache, new, window=None)
         else:
             new = new, self.indexer.keys(x, context=context)
-            cache, (seen, keys), mask = context.remember(cache, new, window=None)
+            cache, (seen, keys), mask = context.append_to_cache(cache, new, window=None)
         asked, attention_fn, chosen = (
-            context.asked(x),
+            context.output_tokens(x),
             self.attention_fn,
-            None if chosen is None else context.asked(chosen),
+            None if chosen is None else context.output_tokens(chosen),
         )
         if seen.shape[1] > self.topk:
             if self.indexer is not None and keys is not None:

@@ -133,7 +133,7 @@ class GatedDeltaNet(nnx.Module):
         out, at, states = self._delta(inputs, state, tokens, lookahead)
         if cache is not None:
             cache = cache.written((states, self.conv.windows(seen, at, tokens.run)), tokens.index_of(at))
-        out, z = (context.asked(tokens.given(a)) for a in (out.astype(x.dtype), z))
+        out, z = (context.output_tokens(tokens.given(a)) for a in (out.astype(x.dtype), z))
         return self.out(self.norm(out, z)), cache
 
     def _inputs(self, tokens: OrderedTokens, mixed: Array, b: Array, a: Array) -> DeltaInputs:

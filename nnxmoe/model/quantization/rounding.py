@@ -12,7 +12,7 @@ from nnxmoe.axes import AnyMesh
 from nnxmoe.layers.linear.kernel import ParamWeight
 from nnxmoe.layers.linear.quantized import QuantizedWeight
 from nnxmoe.model.causal_lm import CausalLM, check_model
-from nnxmoe.model.compiled import refuse_shapes
+from nnxmoe.model.compiled import require_values
 from nnxmoe.model.quantization.methods import (
     ErrorMeter,
     Method,
@@ -57,7 +57,7 @@ def quantize(model: CausalLM, method: Method | Mixed) -> CausalLM:
     check_model(model)
     check_method(method)
     graph, state = nnx.split(model)
-    refuse_shapes(jax.tree.leaves(state))
+    require_values(jax.tree.leaves(state))
     made, error = nnx.merge(graph, state, copy=True), ErrorMeter()
     for place, one in kernels_to_quantize(made, method):
         round_to_codes(place, one, made, error)

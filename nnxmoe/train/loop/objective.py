@@ -209,7 +209,7 @@ class Objective(RouterLosses):
         counts = self.of_model(model).count(batch) if count is None else count
         total, entropy = self._sums(model, body.x, targets, weights, self.z_loss)
         total, entropy = total / counts[0], entropy / counts[0]
-        ahead, further = self._predict(model, body.states, batch, key, counts[1:])
+        ahead, further = self._predict(model, body.mtp_hidden, batch, key, counts[1:])
         auxiliary, routers = self._of_routers([body.infos[i] for i in sorted(body.infos)] + further, share)
         total += auxiliary
         total = total if ahead is None else total + self.mtp * ahead
@@ -232,7 +232,7 @@ class Objective(RouterLosses):
             own = None if key is None else jax.random.fold_in(key, len(model.stacks) + k)
             given = ahead.tokens, ahead.there, batch.get("positions"), batch.get("segment_ids"), None, own
             out = model.mtp[k](model, states, *given, self._summarise_routing)
-            states = out.states
+            states = out.mtp_hidden
             losses.append(self._sums(model, out.x, ahead.targets, ahead.weights, 0.0)[0] / count)
             infos += out.infos.values()
         return (_mean(losses) if losses else None), infos

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from nnxmoe.config.validate import set_numbers
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.model.compiled import compiled
+from nnxmoe.model.compiled import model_program
 from nnxmoe.model.output import Body
 from nnxmoe.sharding import batch_axes, shard_constraint
 from nnxmoe.train.loop.batch import Batch, Restartable, as_arrays, check_batch, check_ids, check_masks, targets_of
@@ -183,7 +183,7 @@ class _Referenced(Iterator[Batch]):
         batch = as_arrays(next(self._batches))
         check_pairs(batch)
         check_ids(batch, self._model.config.vocab_size)
-        found = compiled(self._model, _reference)(put_rows(batch, self._model.mesh))
+        found = model_program(self._model, _reference)(put_rows(batch, self._model.mesh))
         return batch | {REFERENCE: rows_of_process(found, len(batch["tokens"]))}
 
     def __getattr__(self, name: str) -> Any:

@@ -15,7 +15,7 @@ from jaxtyping import Array
 
 from nnxmoe.config.validate import real_number, whole_number
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.model.compiled import refuse_shapes
+from nnxmoe.model.compiled import require_values
 from nnxmoe.moe.router import RouterBias
 from nnxmoe.runtime.programs import JitProgram, shapes_of, shared_program
 from nnxmoe.train.loop.batch import Batch, as_arrays, rows_of
@@ -82,7 +82,7 @@ class Step:
 
     def init(self, seed: int = 0) -> TrainState:
         """The initial state. It shares no array with the model, and raises ValueError if that has shapes only."""
-        refuse_shapes(jax.tree.leaves(self._start))
+        require_values(jax.tree.leaves(self._start))
         program = self.shared("init", self.definition.init, out_shardings=self.places)
         return program(*self._start, jax.random.key(seed))
 

@@ -18,7 +18,7 @@ from nnxmoe.layers.linear.lora import LoRA, UnmergeValue
 from nnxmoe.layers.linear.quantized import QuantizedArray, QuantizedWeight
 from nnxmoe.layers.linear.xla_cpu import as_bits, from_bits
 from nnxmoe.model.causal_lm import CausalLM, check_model
-from nnxmoe.model.compiled import refuse_shapes
+from nnxmoe.model.compiled import require_values
 from nnxmoe.model.quantization.methods import ErrorMeter, Method, Mixed, check_quantize_options
 from nnxmoe.model.quantization.quantized_kernels import dequantize_kernel, quantized_kernels, update_report
 from nnxmoe.model.quantization.rounding import kernels_to_quantize, round_to_codes
@@ -65,7 +65,7 @@ def merge(model: CausalLM, *, keep: bool = True, quantize: Method | Mixed | None
     check_quantize_options(quantize, keep_quantized=False)
     if keep and quantize is not None:
         raise ValueError("merge(quantize=…) is final: pass keep=False, or merge first and call nnxmoe.quantize")
-    refuse_shapes(jax.tree.leaves(nnx.state(model)))
+    require_values(jax.tree.leaves(nnx.state(model)))
     found = unmerged_slots(model, "merge")
     if model.head is None and any(slot.owner is model.embed for slot in found):
         raise ValueError(
