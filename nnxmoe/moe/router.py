@@ -1,6 +1,7 @@
-"""Routers: the experts of each token and their weights, computed in float32 (products included) on every platform.
+"""Routers choose the experts of each token and the weights of their outputs.
 
-NaN logits produce NaN weights and so NaN outputs.
+`Router` computes one logit per expert. Its `Select` turns the logits into a `Routing` by top-k.
+All of this is computed in float32 on every platform. NaN logits produce NaN weights and so NaN outputs.
 """
 
 import dataclasses
@@ -23,10 +24,14 @@ from nnxmoe.sharding import batch_shard_axes, context_shard_axes, shard_map
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """Chosen experts per token with their weights, and the scores and logits they were chosen from.
+    """The experts of each token and their weights.
 
-    ``scores`` are the router's probabilities (softmax) or affinities (sigmoid), without any correction bias.
-    ``valid`` is False for padding, which uses no capacity and is excluded from statistics; None: no padding.
+    Attributes:
+        experts: Ids of the X chosen experts.
+        weights: Factors of the chosen experts' outputs, in float32.
+        scores: Probabilities (softmax) or affinities (sigmoid) of all E experts, without any correction bias.
+        logits: The outputs of the router's linear map.
+        valid: False for padding. Padding uses no capacity and is excluded from statistics. None means no padding.
     """
 
     experts: Int[Array, "*rows X"]
@@ -37,9 +42,10 @@ class Routing:
 
 
 class Select(Protocol):
-    """``(logits, bias | None) -> Routing``. Ties go to the lower expert index.
+    """Choice of the experts from the router's logits. Ties go to the lower expert id.
 
-    ``token_independent``: whether each row is routed independently of the others. Each shard can then route its rows.
+    ``token_independent`` is True if each token is routed independently of the others. Each shard can then route its
+    own tokens.
     """
 
     token_independent: ClassVar[bool]
@@ -48,11 +54,11 @@ class Select(Protocol):
 
 
 class RouterBias(nnx.Variable):
-    """The correction bias of DeepSeek's routing; set by `nnxmoe.moe.balance.updated_bias`, without a gradient."""
+    """Correction bias of DeepSeek's routing. It has no gradient; `nnxmoe.moe.balance.updated_bias` updates it."""
 
 
 class LogitBias(nnx.Module):
-    """A trained bias ``[E]`` of the logits, for the choice and the weights (gpt-oss 2025)."""
+    """Trained bias ``[E]`` of the logits. It affects both the choice and the weights (gpt-oss, 2025)."""
 
     def __init__(self, experts: int, **kw: Unpack[ParamOptions]):
         self.values = parameter((experts,), ("router",), nnx.initializers.zeros, **kw)
@@ -63,11 +69,14 @@ class LogitBias(nnx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class SoftmaxTopK:
-    """Softmax over all experts, then top ``k``, with weights rescaled to sum to 1 if ``normalize`` (Mixtral; Jiang et
-    al. 2024), times ``scale``. With rescaling this equals a softmax over the top ``k`` logits.
+    """Softmax over all experts, then top-k (Mixtral; Jiang et al. 2024). A correction bias affects the choice only.
 
-    A correction bias affects the choice only, not the weights, whose sum is taken as at least
-    ``min_weight_sum`` (ERNIE 4.5)."""
+    Attributes:
+        k: Experts per token.
+        normalize: Divide the weights by their sum. This equals a softmax over the top-k logits.
+        scale: Factor of the weights.
+        min_weight_sum: Lower bound of the sum by which weights are divided (ERNIE 4.5). 0 means no bound.
+    """
 
     token_independent: ClassVar[bool] = True
 
@@ -78,19 +87,23 @@ class SoftmaxTopK:
 
     def __call__(self, logits: Float[Array, "*rows E"], bias: Float[Array, "E"] | None) -> Routing:
         scores = jax.nn.softmax(logits, axis=-1)
-        weights, experts = jax.lax.top_k(_biased(scores, bias), self.k)
+        weights, experts = jax.lax.top_k(_add_bias(scores, bias), self.k)
         if bias is not None:
             weights = jnp.take_along_axis(scores, experts, axis=-1)
         if self.normalize:
             total = jnp.sum(weights, axis=-1, keepdims=True)
-            weights = weights / (jnp.maximum(total, self.min_weight_sum) if self.min_weight_sum else total)
+            if self.min_weight_sum:
+                total = jnp.maximum(total, self.min_weight_sum)
+            weights = weights / total
         return Routing(experts, weights * self.scale, scores, logits)
 
 
 @dataclasses.dataclass(frozen=True)
 class BalancedTopK:
-    """A load test instead of a learned router: ignores the logits and assigns tokens to experts evenly (loads differ by
-    at most one), with equal weights. Deterministic for a given ``seed``."""
+    """Balanced choice for load tests: ignores the logits and assigns equally many tokens to each expert.
+
+    Loads differ by at most one, and all weights are equal. The choice is deterministic for a given ``seed``.
+    """
 
     token_independent: ClassVar[bool] = False
 
@@ -98,19 +111,20 @@ class BalancedTopK:
     seed: int = 0
 
     def __call__(self, logits: Float[Array, "*rows E"], bias: Float[Array, "E"] | None) -> Routing:
-        rows, count = logits.shape[:-1], logits.shape[-1]
-        place = jax.random.permutation(jax.random.key(self.seed), math.prod(rows)).astype(jnp.int32)
-        experts = (place[:, None] * self.k + jnp.arange(self.k, dtype=jnp.int32)[None, :]) % count
-        even = jnp.full((*rows, self.k), 1 / self.k, jnp.float32)
-        return Routing(experts.reshape(*rows, self.k), even, jax.nn.softmax(logits, axis=-1), logits)
+        batch_shape, num_experts = logits.shape[:-1], logits.shape[-1]
+        position = jax.random.permutation(jax.random.key(self.seed), math.prod(batch_shape)).astype(jnp.int32)
+        experts = (position[:, None] * self.k + jnp.arange(self.k, dtype=jnp.int32)[None, :]) % num_experts
+        weights = jnp.full((*batch_shape, self.k), 1 / self.k, jnp.float32)
+        return Routing(experts.reshape(*batch_shape, self.k), weights, jax.nn.softmax(logits, axis=-1), logits)
 
 
 @dataclasses.dataclass(frozen=True)
 class SigmoidGroupTopK:
-    """Sigmoid affinities, the top ``top_groups`` of ``groups`` by the sum of their two largest biased affinities, then
-    the top ``k`` within those groups. The bias affects the choice only, not the weights (DeepSeek-V3, 2024).
+    """Sigmoid affinities with group-limited top-k (DeepSeek-V3, 2024). The bias affects the choice only.
 
-    Experts outside the chosen groups are masked with -inf; with 0 they could win against negative biased affinities.
+    The score of a group is the sum of its two largest biased affinities. The top-k experts are chosen within the
+    ``top_groups`` best of all ``groups``. Experts of other groups are masked with -inf. With 0 they could win against
+    negative biased affinities.
     """
 
     token_independent: ClassVar[bool] = True
@@ -123,26 +137,26 @@ class SigmoidGroupTopK:
 
     def __call__(self, logits: Float[Array, "*rows E"], bias: Float[Array, "E"] | None) -> Routing:
         scores = jax.nn.sigmoid(logits)
-        choice = _biased(scores, bias)
-        grouped = choice.reshape(*choice.shape[:-1], self.groups, -1)
+        biased = _add_bias(scores, bias)
+        grouped = biased.reshape(*biased.shape[:-1], self.groups, -1)
         group_scores = jnp.sum(jax.lax.top_k(grouped, 2)[0], axis=-1)
-        kept = _highest(group_scores, self.top_groups)
-        choice = jnp.where(kept[..., None], grouped, -jnp.inf).reshape(choice.shape)
-        _, experts = jax.lax.top_k(choice, self.k)
+        group_mask = _top_k_mask(group_scores, self.top_groups)
+        masked = jnp.where(group_mask[..., None], grouped, -jnp.inf).reshape(biased.shape)
+        _, experts = jax.lax.top_k(masked, self.k)
         weights = jnp.take_along_axis(scores, experts, axis=-1)
         if self.normalize:
-            weights = _normalized(weights)
-        lost = jnp.any(jnp.isnan(logits), axis=-1, keepdims=True)  # else NaN is lost if its group is not chosen
-        return Routing(experts, jnp.where(lost, jnp.nan, weights * self.scale), scores, logits)
+            weights = _normalize(weights)
+        has_nan = jnp.any(jnp.isnan(logits), axis=-1, keepdims=True)  # a NaN may be in a group that is not chosen
+        return Routing(experts, jnp.where(has_nan, jnp.nan, weights * self.scale), scores, logits)
 
 
 @dataclasses.dataclass(frozen=True)
 class SoftmaxGroupTopK:
-    """Softmax over all experts, the top ``top_groups`` of ``groups`` by their largest score, then the top ``k`` within
-    those groups, weighted by their scores times ``scale`` (``group_limited_greedy``; DeepSeek-V2, 2024).
+    """Softmax over all experts with group-limited top-k (``group_limited_greedy``; DeepSeek-V2, 2024).
 
-    Unlike in `SigmoidGroupTopK` one expert decides for its group, and there is no correction bias and no rescaling.
-    Experts outside the chosen groups are masked with 0, as no score is negative.
+    The score of a group is its largest score. The top-k experts are chosen within the ``top_groups`` best of all
+    ``groups``, and weighted by their scores times ``scale``. Experts of other groups are masked with 0, since scores
+    are not negative. Unlike `SigmoidGroupTopK` it ignores the correction bias and does not normalize the weights.
     """
 
     token_independent: ClassVar[bool] = True
@@ -155,16 +169,18 @@ class SoftmaxGroupTopK:
     def __call__(self, logits: Float[Array, "*rows E"], bias: Float[Array, "E"] | None) -> Routing:
         scores = jax.nn.softmax(logits, axis=-1)
         grouped = scores.reshape(*scores.shape[:-1], self.groups, -1)
-        kept = _highest(jnp.max(grouped, axis=-1), self.top_groups)
-        choice = jnp.where(kept[..., None], grouped, 0.0).reshape(scores.shape)
-        weights, experts = jax.lax.top_k(choice, self.k)
+        group_mask = _top_k_mask(jnp.max(grouped, axis=-1), self.top_groups)
+        masked = jnp.where(group_mask[..., None], grouped, 0.0).reshape(scores.shape)
+        weights, experts = jax.lax.top_k(masked, self.k)
         return Routing(experts, weights * self.scale, scores, logits)
 
 
 @dataclasses.dataclass(frozen=True)
 class SqrtSoftplusTopK:
-    """Affinities ``sqrt(softplus(logit))``, the top ``k`` by biased affinity, weighted by the affinities without the
-    bias, rescaled to sum to ``scale`` (DeepSeek-V4, 2026)."""
+    """Affinities ``sqrt(softplus(logits))`` with top-k (DeepSeek-V4, 2026). The bias affects the choice only.
+
+    The weights are normalized to sum to ``scale``.
+    """
 
     token_independent: ClassVar[bool] = True
 
@@ -172,40 +188,47 @@ class SqrtSoftplusTopK:
     scale: float
 
     def __call__(self, logits: Float[Array, "*rows E"], bias: Float[Array, "E"] | None) -> Routing:
-        scores = jnp.sqrt(jnp.maximum(jax.nn.softplus(logits), 1e-30))  # without the bound 0 has an infinite slope
-        choice = _biased(scores, bias)
-        return self.chosen(jax.lax.top_k(choice, self.k)[1], scores, logits)
+        scores = jnp.sqrt(jnp.maximum(jax.nn.softplus(logits), 1e-30))  # the gradient of sqrt at 0 is infinite
+        _, experts = jax.lax.top_k(_add_bias(scores, bias), self.k)
+        return self.route_to(experts, scores, logits)
 
-    def chosen(self, experts: Array, scores: Array, logits: Array) -> Routing:
-        """The routing to these experts ``[*rows, X]``."""
-        weights = _normalized(jnp.take_along_axis(scores, experts, axis=-1))
+    def route_to(
+        self, experts: Int[Array, "*rows X"], scores: Float[Array, "*rows E"], logits: Float[Array, "*rows E"]
+    ) -> Routing:
+        """Compute the weights of given experts."""
+        weights = _normalize(jnp.take_along_axis(scores, experts, axis=-1))
         return Routing(experts, weights * self.scale, scores, logits)
 
 
-def _biased(scores: Float[Array, "*rows E"], bias: Float[Array, "E"] | None) -> Float[Array, "*rows E"]:
+def _add_bias(scores: Float[Array, "*rows E"], bias: Float[Array, "E"] | None) -> Float[Array, "*rows E"]:
     return scores if bias is None else scores + jnp.broadcast_to(jax.lax.stop_gradient(bias), scores.shape)
 
 
-def _highest(values: Float[Array, "*rows groups"], count: int) -> Bool[Array, "*rows groups"]:
-    _, found = jax.lax.top_k(values, count)
-    return jnp.any(jax.nn.one_hot(found, values.shape[-1], dtype=bool), axis=-2)
+def _top_k_mask(values: Float[Array, "*rows groups"], k: int) -> Bool[Array, "*rows groups"]:
+    _, indices = jax.lax.top_k(values, k)
+    return jnp.any(jax.nn.one_hot(indices, values.shape[-1], dtype=bool), axis=-2)
 
 
-def _normalized(weights: Float[Array, "*rows X"]) -> Float[Array, "*rows X"]:
-    """``weights / (sum + 1e-20)``; without a gradient where all weights underflow, which would be 0 / 0."""
+def _normalize(weights: Float[Array, "*rows X"]) -> Float[Array, "*rows X"]:
+    """Divide by ``sum + 1e-20``. The gradient is zero where all weights underflow, since it would be 0 / 0 there."""
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    tiny = total < 1e-15
-    usual = weights / (jnp.where(tiny, 1.0, total) + 1e-20)
-    return jnp.where(tiny, jax.lax.stop_gradient(weights / (total + 1e-20)), usual)
+    underflow = total < 1e-15
+    normalized = weights / (jnp.where(underflow, 1.0, total) + 1e-20)
+    return jnp.where(underflow, jax.lax.stop_gradient(weights / (total + 1e-20)), normalized)
 
 
 class Router(nnx.Module):
-    """``x[B T D] -> Routing`` by a linear map to one logit per expert; kernel ``[E, D]``, optional correction bias.
+    """Linear map to one logit per expert, followed by `Select`. The kernel is ``[E, D]``.
 
-    ``logit_bias``: a bias of the logits, or None.
-
-    ``jitter``: if a key is passed, the router's input is multiplied elementwise by uniform noise in
-    [1 - jitter, 1 + jitter) (Switch Transformer, Fedus et al. 2021).
+    Args:
+        dim: Width of the tokens, D.
+        experts: Number of experts, E.
+        select: Chooses the experts from the logits.
+        bias: Whether there is a correction bias, a `RouterBias`.
+        jitter: With a key, the input is multiplied by uniform noise in [1 - jitter, 1 + jitter) (Switch Transformer,
+            Fedus et al. 2021).
+        logit_bias: Trained bias of the logits.
+        **kw: The dtype and rngs of the parameters.
     """
 
     adapted: ClassVar[Mapping[str, tuple[str, ...]]] = {"lora": ("kernel",)}
@@ -226,41 +249,48 @@ class Router(nnx.Module):
         self.jitter = jitter
         self.logit_bias = logit_bias
         self.kernel = kernel_param((dim,), (experts,), ("embed", "router"), **kw)
-        zeros, f32 = nnx.initializers.zeros, jnp.dtype(jnp.float32)
-        self.bias = (
-            parameter(
+        correction = None
+        if bias:
+            zeros, f32 = nnx.initializers.zeros, jnp.dtype(jnp.float32)
+            correction = parameter(
                 (experts,), ("router",), zeros, dtype=f32, rngs=kw["rngs"], param_type=RouterBias, keeps_dtype=True
             )
-            if bias
-            else None
-        )
+        self.bias = correction
 
     def __call__(
         self, x: Float[Array, "*rows D"], context: Context | None = None, mesh: AnyMesh | None = None
     ) -> Routing:
-        """The experts of each token. Without a context all tokens are real, and nothing is random."""
+        """Choose the experts of each token. Without a context there is no padding and no jitter."""
         valid, key = (None, None) if context is None else (context.valid, context.key)
+        logits = self._compute_logits(x, key)
+        bias = None if self.bias is None else self.bias[...]
+        routing = self._select_experts(logits, bias, mesh)
+        return dataclasses.replace(routing, valid=valid)
+
+    def _compute_logits(self, x: Float[Array, "*rows D"], key: Key[Array, ""] | None) -> Float[Array, "*rows E"]:
         x = x.astype(jnp.float32)
         if self.jitter and key is not None:
             x = x * jax.random.uniform(key, x.shape, jnp.float32, 1 - self.jitter, 1 + self.jitter)
+        kernel = with_adapter(as_weight(self.kernel).read(), self.lora)
         # HIGHEST: with near ties, a less precise product would choose other experts.
-        logits = with_adapter(as_weight(self.kernel).read(), self.lora).matmul_f32(x, jax.lax.Precision.HIGHEST)
-        logits = logits if self.logit_bias is None else self.logit_bias(logits)
-        bias = None if self.bias is None else self.bias[...]
-        axes, over = batch_shard_axes(x.shape[0], mesh), context_shard_axes(x.shape[1], mesh) if x.ndim == 3 else ()
-        # shard_map keeps top-k local to each shard; without it XLA:CPU gathers all tokens.
-        if (axes or over) and self._token_independent:
-            rows = PartitionSpec(axes or None, over or None)
-            assert mesh is not None
-            routing = shard_map(self.select, mesh, (rows, PartitionSpec()), rows)(logits, bias)
-        else:
-            routing = self.select(logits, bias)
-        return dataclasses.replace(routing, valid=valid)
+        logits = kernel.matmul_f32(x, jax.lax.Precision.HIGHEST)
+        return logits if self.logit_bias is None else self.logit_bias(logits)
+
+    def _select_experts(
+        self, logits: Float[Array, "*rows E"], bias: Float[Array, "E"] | None, mesh: AnyMesh | None
+    ) -> Routing:
+        batch_axes = batch_shard_axes(logits.shape[0], mesh)
+        context_axes = context_shard_axes(logits.shape[1], mesh) if logits.ndim == 3 else ()
+        if mesh is None or not (batch_axes or context_axes) or not self._select_is_token_independent:
+            return self.select(logits, bias)
+        # shard_map keeps top-k local to each shard. Without it XLA:CPU gathers all tokens.
+        tokens = PartitionSpec(batch_axes or None, context_axes or None)
+        return shard_map(self.select, mesh, (tokens, PartitionSpec()), tokens)(logits, bias)
 
     @property
-    def _token_independent(self) -> bool:
+    def _select_is_token_independent(self) -> bool:
         return getattr(self.select, "token_independent", False)
 
     def token_independent(self, key: Key[Array, ""] | None) -> bool:
-        """False if routing depends on a token's index in the batch."""
-        return self._token_independent and (key is None or not self.jitter)
+        """Return False if routing depends on a token's index in the batch."""
+        return self._select_is_token_independent and (key is None or not self.jitter)

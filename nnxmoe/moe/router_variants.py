@@ -1,4 +1,4 @@
-"""Routers of single families: a scaled router (Gemma 4, 2026), and hash routing by token ids (DeepSeek-V4, 2026)."""
+"""Routers that single families use."""
 
 import dataclasses
 from typing import Unpack
@@ -14,8 +14,10 @@ from nnxmoe.moe.router import Router, Routing, Select, SqrtSoftplusTopK
 
 
 class ScaledRouter(Router):
-    """A `Router` of ``unit(x) * scale / sqrt(D)``, whose weights are multiplied by ``per_expert``, a factor for each
-    expert."""
+    """`Router` with a normalized input and a factor per expert (Gemma 4, 2026).
+
+    The input of the linear map is ``unit_rms(x) * scale / sqrt(D)``. The weights are multiplied by ``per_expert``.
+    """
 
     def __init__(self, dim: int, experts: int, select: Select, *, eps: float, **kw: Unpack[ParamOptions]):
         super().__init__(dim, experts, select, bias=False, **kw)
@@ -33,13 +35,14 @@ class ScaledRouter(Router):
 
 
 class TokenExpertTable(nnx.Variable):
-    """The experts of every token id ``[V, X]``, int32, which nothing trains; all are less than ``below``."""
+    """The experts of each token id, int32 ``[V, X]``. It is not trained. Expert ids are smaller than ``below``."""
 
 
 class HashRouter(Router):
-    """The experts of a token are those of its id; the activations give their weights.
+    """Hash routing (Roller et al. 2021; the first layers of DeepSeek-V4, 2026).
 
-    Raises ValueError without a context that has the ids.
+    A table assigns experts to each token id. The weights of the experts are computed from the activations.
+    Raises ValueError if the context has no token ids.
     """
 
     select: SqrtSoftplusTopK
@@ -53,7 +56,7 @@ class HashRouter(Router):
             zeros,
             dtype=int32,
             rngs=kw["rngs"],
-            kind=TokenExpertTable,
+            param_type=TokenExpertTable,
             keeps_dtype=True,
         )
         self.table.set_metadata(below=experts)
@@ -63,8 +66,8 @@ class HashRouter(Router):
     ) -> Routing:
         if context is None or context.tokens is None:
             raise ValueError(
-                "a router by token ids needs a context with tokens: call the model, or give Context(tokens=…)"
+                "a router by token ids needs a context with tokens: call the model, or pass Context(tokens=…)"
             )
-        found = super().__call__(x, context=context, mesh=mesh)
-        routing = self.select.chosen(self.table[...][context.tokens], found.scores, found.logits)
-        return dataclasses.replace(routing, valid=found.valid)
+        by_logits = super().__call__(x, context=context, mesh=mesh)
+        routing = self.select.route_to(self.table[...][context.tokens], by_logits.scores, by_logits.logits)
+        return dataclasses.replace(routing, valid=by_logits.valid)
