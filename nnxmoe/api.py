@@ -24,9 +24,9 @@ if TYPE_CHECKING:  # the same names for type checkers and editors
     from nnxmoe.generation.draft_cost import break_even as break_even
     from nnxmoe.generation.engine import Engine as Engine
     from nnxmoe.generation.grammar import Grammar as Grammar
-    from nnxmoe.generation.request import Limits as Limits
+    from nnxmoe.generation.request import EngineLimits as EngineLimits
     from nnxmoe.generation.request import Prefix as Prefix
-    from nnxmoe.generation.request import Wanted as Wanted
+    from nnxmoe.generation.request import RequestOptions as RequestOptions
     from nnxmoe.generation.sampling import Sampling as Sampling
     from nnxmoe.generation.score import Score as Score
     from nnxmoe.generation.score import score as score
@@ -99,7 +99,7 @@ _NAMES = {  # module -> the names it defines
     "nnxmoe.generation.draft_cost": "break_even",
     "nnxmoe.generation.engine": "Engine",
     "nnxmoe.generation.grammar": "Grammar",
-    "nnxmoe.generation.request": "Limits Prefix Wanted",
+    "nnxmoe.generation.request": "EngineLimits Prefix RequestOptions",
     "nnxmoe.generation.sampling": "Sampling",
     "nnxmoe.generation.score": "Score score",
     "nnxmoe.layers.attention.blockwise_attention": "BlockwiseAttention",

@@ -42,7 +42,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import nnxmoe
-from nnxmoe import Engine, Prefix, PromptLookup, Sampling, Wanted, models, plot
+from nnxmoe import Engine, Prefix, PromptLookup, RequestOptions, Sampling, models, plot
 
 plt.rcParams["figure.dpi"] = 110
 nnxmoe.compile_cache()  # programs that were compiled once are read from a folder next time
@@ -83,7 +83,8 @@ engine = Engine(model, slots=3, capacity=128)
 opening = Prefix(tuple(tokenizer.encode("Tom has 11 nuts ")))
 ends = ["and eats 2.", "and gives 3 to Anna.", "and finds 4 more.", "and 5 pears.", "but no"]
 requests = [
-    engine.submit([*opening.ids, *tokenizer.encode(end)], Wanted(6 + 3 * i), opening) for i, end in enumerate(ends)
+    engine.submit([*opening.ids, *tokenizer.encode(end)], RequestOptions(6 + 3 * i), opening)
+    for i, end in enumerate(ends)
 ]
 history = []
 while not all(request.done for request in requests):

@@ -12,13 +12,13 @@ import numpy as np
 from nnxmoe.config.arguments import refuses_unknown
 from nnxmoe.config.validate import as_python, check_type, whole_number
 from nnxmoe.convert.files.untrusted_files import is_gguf
-from nnxmoe.generation.draft_cost import Drafting
+from nnxmoe.generation.draft_cost import DraftOption
 from nnxmoe.generation.engine import Engine
 from nnxmoe.generation.grammar import Constraint, Grammar
 from nnxmoe.generation.grouping import SMALL, SMALLEST_CACHE
-from nnxmoe.generation.ids import Eos, Ids, eos_ids, refuse_ids, whole_ids
-from nnxmoe.generation.request import Finish, Prefix, Request, Wanted
-from nnxmoe.generation.rows import Process
+from nnxmoe.generation.ids import EosIds, Ids, as_token_ids, check_ids, eos_ids
+from nnxmoe.generation.request import Finish, Prefix, Request, RequestOptions
+from nnxmoe.generation.rows import LogitsProcessor
 from nnxmoe.generation.sampling import Sampling, warn_of_unused
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.inputs import bucket
@@ -52,7 +52,7 @@ class Completion:
     accepted: Mapping[int, int]
 
 
-class StoppedText:
+class StopStringFilter:
     """Streamed text, cut before the first stop string. ``stopped``: whether one was found. It comes in pieces, or as
     ids of a ``tokenizer`` (None: these have no text), of which ``count`` precede the end of the stop string. ``keep``:
     special tokens that are in the text.
@@ -105,20 +105,20 @@ class StoppedText:
         return rest
 
 
-class MoreOptions(TypedDict, total=False):
+class CompleteOptions(TypedDict, total=False):
     """Options of `complete` that few calls need.
 
     ``eos_token_id``: ids that end the text; default: those of the checkpoint; None: none. ``min_new_tokens``,
-    ``logit_bias``, ``logprobs``, ``constraint``: see `Wanted`. ``schema``: a JSON schema that every text follows, a
-    `Grammar` as ``constraint``. ``process``, ``draft``: see `Engine`.
+    ``logit_bias``, ``logprobs``, ``constraint``: see `RequestOptions`. ``schema``: a JSON schema that every text
+    follows, a `Grammar` as ``constraint``. ``logits_processor``, ``draft``: see `Engine`.
     """
 
     min_new_tokens: int
-    eos_token_id: Eos
+    eos_token_id: EosIds
     logit_bias: Mapping[int, float] | None
     logprobs: int | None
-    process: Process | None
-    draft: Drafting
+    logits_processor: LogitsProcessor | None
+    draft: DraftOption
     constraint: Constraint | None
     schema: Mapping[str, Any] | bool | str | None
 
@@ -135,7 +135,7 @@ def complete(
     stop: str | Sequence[str] | None = (),
     seed: int | Sequence[int] | np.ndarray = 0,
     slots: int = 8,
-    **options: Unpack[MoreOptions],
+    **options: Unpack[CompleteOptions],
 ) -> Iterator[Completion]:
     """Continue prompts of any lengths, and yield ``n`` samples of each in the prompts' order.
 
@@ -147,7 +147,7 @@ def complete(
         stop: strings before which the text ends.
         seed: for all prompts, or one per prompt. A sample depends on its prompt, its seed and its number only.
         slots: number of rows that are decoded at a time.
-        options: see `MoreOptions`.
+        options: see `CompleteOptions`.
 
     Prefixes that all prompts or samples share are computed once. Raises ValueError, for every prompt and option, before
     anything is computed.
@@ -156,10 +156,10 @@ def complete(
     given = _several(prompts)
     seeds, vocab = _seeds(seed, len(given)), model.vocab_size
     n = whole_number("n", n, 1)
-    tokenizer = tokenizer_of(model) if tokenizer is None else tokenizer
+    tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
     stops, special = _stops(stop, tokenizer, vocab)
-    prompt_ids = numbered("prompt", given, lambda prompt: refuse_ids(encoded(prompt, tokenizer), vocab))
-    wanted = Wanted(
+    prompt_ids = map_numbered("prompt", given, lambda prompt: check_ids(encode_prompt(prompt, tokenizer), vocab))
+    wanted = RequestOptions(
         max_new_tokens,
         options.get("min_new_tokens", 0),
         sampling=sampling,
@@ -176,8 +176,8 @@ def complete(
         model,
         slots=slots,
         capacity=_capacity(model, max(map(len, prompt_ids)) + wanted.max_new_tokens, slots),
-        limits=wanted.limits(vocab),
-        process=options.get("process"),
+        limits=wanted.required_limits(vocab),
+        logits_processor=options.get("logits_processor"),
         draft=options.get("draft"),
     )
     options_per_prompt = [dataclasses.replace(wanted, seed=one) for one in seeds]
@@ -186,7 +186,7 @@ def complete(
     return _in_order(engine, collections.deque(_jobs(prompt_ids, options_per_prompt, n)), tokenizer, stops)
 
 
-def _constraint(options: MoreOptions, tokenizer: Any) -> Constraint | None:
+def _constraint(options: CompleteOptions, tokenizer: Any) -> Constraint | None:
     """What every text follows. Raises ValueError."""
     constraint, schema = options.get("constraint"), options.get("schema")
     if schema is None:
@@ -207,14 +207,14 @@ def _seeds(seed: int | Sequence[int] | np.ndarray, count: int) -> list[int]:
 
 
 def _stops(stop: str | Sequence[str] | None, tokenizer: Any, vocab: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """`split_stops` of a validated ``stop``. Raises ValueError for empty stop strings and for a missing tokenizer."""
+    """`split_stop_strings` of a validated ``stop``. Raises ValueError for empty strings or a missing tokenizer."""
     several = isinstance(stop, Iterable) and not isinstance(stop, str | bytes | Mapping)
     texts: Any = () if stop is None else tuple(stop) if several else (stop,)
     if not all(isinstance(text, str) and text for text in texts):
         raise ValueError(f"stop={stop!r:.60}: give strings that are not empty")
     if texts and tokenizer is None:
         raise ValueError("stop strings need a tokenizer: pass tokenizer=")
-    return split_stops(texts, tokenizer, vocab) if texts else ((), ())
+    return split_stop_strings(texts, tokenizer, vocab) if texts else ((), ())
 
 
 def _capacity(model: CausalLM, tokens: int, slots: int) -> int:
@@ -238,7 +238,7 @@ def _several(prompts: Iterable[Prompt]) -> list[Prompt]:
     return given
 
 
-def numbered(what: str, given: Sequence[Any], read: Callable[[Any], T]) -> list[T]:
+def map_numbered(what: str, given: Sequence[Any], read: Callable[[Any], T]) -> list[T]:
     """Apply ``read`` to each text. Adds the text's number to a ValueError."""
     results = list[T]()
     for number, one in enumerate(given):
@@ -251,7 +251,7 @@ def numbered(what: str, given: Sequence[Any], read: Callable[[Any], T]) -> list[
     return results
 
 
-def split_stops(stops: Sequence[str], tokenizer: Any, vocab: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
+def split_stop_strings(stops: Sequence[str], tokenizer: Any, vocab: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Split into stop strings, and the ids of those that are special tokens (below ``vocab``), which have no text."""
     special = tokenizer.special_ids if isinstance(tokenizer, Tokenizer) else frozenset(tokenizer.all_special_ids)
     ids = {text: list(tokenizer.encode(text, add_special_tokens=False)) for text in stops}
@@ -259,10 +259,12 @@ def split_stops(stops: Sequence[str], tokenizer: Any, vocab: int) -> tuple[tuple
     return tuple(text for text in stops if text not in found), tuple(found.values())
 
 
-_Job = tuple[int, tuple[int, ...], Wanted, Prefix | None]  # number of the prompt, its ids, options, shared first ids
+_Job = tuple[
+    int, tuple[int, ...], RequestOptions, Prefix | None
+]  # number of the prompt, its ids, options, shared first ids
 
 
-def _jobs(prompts: Sequence[tuple[int, ...]], wanted: Sequence[Wanted], n: int) -> Iterator[_Job]:
+def _jobs(prompts: Sequence[tuple[int, ...]], wanted: Sequence[RequestOptions], n: int) -> Iterator[_Job]:
     common: Any = os.path.commonprefix(prompts) if len(prompts) > 1 else ()  # pyright: ignore
     shared = Prefix(common) if len(common) >= SMALL else None
     for number, (ids, one) in enumerate(zip(prompts, wanted, strict=True)):
@@ -276,12 +278,12 @@ def _in_order(
 ) -> Iterator[Completion]:
     """Run the jobs, submitting only as many as can start soon, and yield each one once it is first in the order and
     done."""
-    started = dict[Request, tuple[int, StoppedText]]()
+    started = dict[Request, tuple[int, StopStringFilter]]()
     try:
         while waiting or started:
             while waiting and engine.waiting < engine.slots:
                 prompt, ids, wanted, prefix = waiting.popleft()
-                started[engine.submit(ids, wanted, prefix)] = prompt, StoppedText(stop, tokenizer, ids)
+                started[engine.submit(ids, wanted, prefix)] = prompt, StopStringFilter(stop, tokenizer, ids)
                 del prefix  # the engine frees it with the last request that needs it
             for event in engine.step():
                 text = started[event.request][1]
@@ -294,11 +296,11 @@ def _in_order(
         engine.close()
 
 
-def _completion(request: Request, prompt: int, text: StoppedText) -> Completion:
+def _completion(request: Request, prompt: int, text: StopStringFilter) -> Completion:
     assert request.finish is not None
     return Completion(
         prompt,
-        request.wanted.sample,
+        request.options.sample,
         request.prompt,
         tuple(request.ids[: text.count]),
         text.text,
@@ -309,7 +311,7 @@ def _completion(request: Request, prompt: int, text: StoppedText) -> Completion:
     )
 
 
-def encoded(prompt: Prompt, tokenizer: Any) -> tuple[int, ...]:
+def encode_prompt(prompt: Prompt, tokenizer: Any) -> tuple[int, ...]:
     """Encode a prompt: a text, a chat (rendered by its template), or ids. Raises ValueError for an empty one."""
     if prompt is None:
         raise ValueError("a prompt is None: give a text, a chat, or token ids")
@@ -321,13 +323,13 @@ def encoded(prompt: Prompt, tokenizer: Any) -> tuple[int, ...]:
         prompt = tokenizer.encode(prompt)
     elif chat:
         prompt = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True)
-    ids = whole_ids(prompt)
+    ids = as_token_ids(prompt)
     if not ids:
         raise ValueError("a prompt is empty: it needs at least one token")
     return ids
 
 
-def tokenizer_of(model: CausalLM) -> Tokenizer | None:
+def load_tokenizer(model: CausalLM) -> Tokenizer | None:
     """The tokenizer in the folder that the model was loaded from; None if there is none."""
     folder = Path(model.load_report.files) if model.load_report and model.load_report.files else None
     if folder is None or not (is_gguf(folder) or os.path.exists(folder / TOKENIZER) or has_merges(folder)):

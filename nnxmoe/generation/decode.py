@@ -14,14 +14,14 @@ from jaxtyping import Integer
 from nnxmoe.config.arguments import refuses_unknown
 from nnxmoe.config.printable import short
 from nnxmoe.config.validate import check_type
-from nnxmoe.generation.complete import Prompt, encoded
-from nnxmoe.generation.draft_cost import Drafting
+from nnxmoe.generation.complete import Prompt, encode_prompt
+from nnxmoe.generation.draft_cost import DraftOption
 from nnxmoe.generation.engine import Engine
 from nnxmoe.generation.grammar import Constraint
 from nnxmoe.generation.grouping import LARGE, SMALL, SMALLEST_BATCH, SMALLEST_CACHE, PrefillGroup, chunk_sizes
-from nnxmoe.generation.ids import Eos, eos_ids, refuse_ids, whole_ids
-from nnxmoe.generation.passes import Room, cache_bytes, fits
-from nnxmoe.generation.request import Finish, Request, Wanted
+from nnxmoe.generation.ids import EosIds, as_token_ids, check_ids, eos_ids
+from nnxmoe.generation.passes import CacheSize, cache_bytes, fits
+from nnxmoe.generation.request import Finish, Request, RequestOptions
 from nnxmoe.generation.sampling import Sampling, warn_of_unused
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.inputs import bucket
@@ -36,9 +36,9 @@ def generate(
     attention_mask: Any = None,
     max_new_tokens: int = 64,
     sampling: Sampling | None = None,
-    eos_token_id: Eos = ...,
+    eos_token_id: EosIds = ...,
     seed: int = 0,
-    draft: Drafting = None,
+    draft: DraftOption = None,
 ) -> Integer[np.ndarray, "B T_plus_new"]:
     """Return prompts ``[B, T]`` followed by up to ``max_new_tokens`` new ids. Stops early once every row has ended.
 
@@ -51,10 +51,10 @@ def generate(
     check_type("model", model, CausalLM, "a model, such as that of nnxmoe.from_pretrained(path)")
     tokens, eos = _ids(tokens), eos_ids(model, eos_token_id)
     warn_of_unused(model, sampling)
-    wanted = Wanted(max_new_tokens, 0, sampling, eos, seed)
+    wanted = RequestOptions(max_new_tokens, 0, sampling, eos, seed)
     # Dynamic NTK scaling follows the longest row of the batch, which in transformers grows after its end: rows go on.
     ends = set(eos) if model.fixed_positions is not None and len(tokens) > 1 else set[int]()
-    if ends and sampling is not None and sampling.least(0):
+    if ends and sampling is not None and sampling.min_new_tokens_after(0):
         raise ValueError(
             f"{sampling}: with dynamic rotary embeddings rows go on after their ends, so min_new_tokens and min_length "
             "are not supported for several rows: generate one row at a time"
@@ -83,9 +83,9 @@ def stream(
     prompt: Prompt,
     max_new_tokens: int = 64,
     sampling: Sampling | None = None,
-    eos_token_id: Eos = ...,
+    eos_token_id: EosIds = ...,
     seed: int = 0,
-    draft: Drafting = None,
+    draft: DraftOption = None,
     constraint: Constraint | None = None,
 ) -> "Stream":
     """Yield the continuation of one prompt (text, chat or token ids) in pieces of text, without the end token.
@@ -95,9 +95,9 @@ def stream(
     the text, such as a `Grammar`. Raises ValueError at once; computation starts when the first piece is read.
     """
     check_type("model", model, CausalLM, "a model, such as that of nnxmoe.from_pretrained(path)")
-    ids, eos = encoded(prompt, tokenizer), eos_ids(model, eos_token_id)
+    ids, eos = encode_prompt(prompt, tokenizer), eos_ids(model, eos_token_id)
     warn_of_unused(model, sampling)
-    wanted = Wanted(max_new_tokens, 0, sampling, eos, seed, constraint=constraint)
+    wanted = RequestOptions(max_new_tokens, 0, sampling, eos, seed, constraint=constraint)
     engine, (request,) = _requests(model, np.array([ids]), None, wanted, draft)
     return Stream(engine, request, eos, TextStream(tokenizer, context=ids))
 
@@ -139,11 +139,11 @@ class Stream(Iterator[str]):
 
 
 def _requests(
-    model: CausalLM, tokens: np.ndarray, attention_mask: Any, wanted: Wanted, draft: Drafting = None
+    model: CausalLM, tokens: np.ndarray, attention_mask: Any, wanted: RequestOptions, draft: DraftOption = None
 ) -> tuple[Engine, list[Request]]:
     """An engine with one request per row; all are read together, and take their steps together."""
     vocab = model.vocab_size
-    refuse_ids(tokens.reshape(-1), vocab)
+    check_ids(tokens.reshape(-1), vocab)
     ids, valid = left_aligned(tokens, attention_mask)
     rows, length = ids.shape
     few = rows <= SMALLEST_BATCH  # of many rows, padding would take longer than to compile another program
@@ -154,7 +154,7 @@ def _requests(
         model,
         slots=_batch(model, rows, capacity),
         capacity=capacity,
-        limits=wanted.limits(vocab),
+        limits=wanted.required_limits(vocab),
         draft=draft,
         grouping=lambda lengths, slots: PrefillGroup(len(lengths), slots, sizes),
     )
@@ -170,7 +170,7 @@ def _report_dropped(engine: Engine) -> None:
 def _batch(model: CausalLM, rows: int, capacity: int) -> int:
     """Number of rows to compute: rounded up to 1, 8, 12, 16, …, or exact if memory is short."""
     batch = rows if rows == 1 else bucket(rows, SMALLEST_BATCH)
-    return batch if fits(model, cache_bytes(model, batch, Room(capacity, 0))) else rows
+    return batch if fits(model, cache_bytes(model, batch, CacheSize(capacity, 0))) else rows
 
 
 def left_aligned(tokens: Integer[np.ndarray, "B T"], mask: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -209,5 +209,5 @@ def _ids(tokens: Any) -> np.ndarray:
         raise ValueError(f"tokens must be integers [B, T], got {ids.dtype} {list(ids.shape)}; one prompt is [ids]")
     for row in tokens if isinstance(tokens, list | tuple) else ():
         if isinstance(row, list | tuple):  # NumPy would convert a bool among integers to an integer
-            whole_ids(row, least=-(2**63))
+            as_token_ids(row, least=-(2**63))
     return ids if ids.dtype.itemsize >= 4 else ids.astype(np.int32)

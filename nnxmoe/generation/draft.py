@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from nnxmoe.config.validate import as_python, check_positive, check_type, set_positive
-from nnxmoe.generation.passes import unrolled
+from nnxmoe.generation.passes import unroll_for_decoding
 from nnxmoe.generation.rows import Choose, History
 from nnxmoe.layers.cache import Cache
 from nnxmoe.model.causal_lm import CausalLM
@@ -69,7 +69,7 @@ class _Memory(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Modelled(abc.ABC):
+class ModelBasedDraft(abc.ABC):
     """Drafts of a model that has a cache of its own. A pytree whose leaves are the model's arrays."""
 
     graph: Any = dataclasses.field(metadata={"static": True}, repr=False)
@@ -119,14 +119,14 @@ class Modelled(abc.ABC):
 
 
 @jax.tree_util.register_dataclass
-class ModelDraft(Modelled):
+class ModelDraft(ModelBasedDraft):
     """Drafts of a smaller model: ``ModelDraft.of(small, 4)`` (Leviathan et al. 2023). `Engine` raises ValueError for
     one with a vocabulary of another size."""
 
     @classmethod
     def of(cls, model: CausalLM, count: int = 4) -> Self:
         check_type("model", model, CausalLM, "a model, such as that of nnxmoe.from_pretrained(path)")
-        return cls._of(nnx.Dict(decoder=strip_metadata(unrolled(model))), count)
+        return cls._of(nnx.Dict(decoder=strip_metadata(unroll_for_decoding(model))), count)
 
     def empty(self, rows: int, capacity: int) -> _Memory:
         cache = self.modules["decoder"].empty_cache(rows, capacity + self.count, self.count)
@@ -141,7 +141,7 @@ class ModelDraft(Modelled):
 
 
 @jax.tree_util.register_dataclass
-class MTPDraft(Modelled):
+class MTPDraft(ModelBasedDraft):
     """Drafts of the model's own multi-token prediction layer: ``MTPDraft.of(model)``, loaded with ``mtp=True``.
 
     Its first depth predicts one id further on. For more drafts it goes on from its own states, which it was not trained

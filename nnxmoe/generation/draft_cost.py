@@ -12,8 +12,8 @@ from flax import nnx
 
 from nnxmoe.config.printable import short
 from nnxmoe.config.validate import whole_number
-from nnxmoe.generation.draft import Modelled, MTPDraft, PromptLookup, mtp_modules
-from nnxmoe.generation.passes import Room, cache_bytes
+from nnxmoe.generation.draft import ModelBasedDraft, MTPDraft, PromptLookup, mtp_modules
+from nnxmoe.generation.passes import CacheSize, cache_bytes
 from nnxmoe.generation.rows import Draft
 from nnxmoe.layers.linear.kernel import as_weight, is_kernel
 from nnxmoe.layers.linear.lora import UnmergeValue
@@ -24,7 +24,7 @@ from nnxmoe.moe.block import MoE
 from nnxmoe.moe.dispatch import Dense
 from nnxmoe.runtime.progress import say
 
-Drafting = Draft | Literal["auto"] | None
+DraftOption = Draft | Literal["auto"] | None
 
 # Operations per byte read at which products take as long as reading: H100 989 TFLOP/s and 3.35 TB/s, TPU v5p 459 and
 # 2.77; two CPU cores in bfloat16, with the models of tests/benchmarks/models.py.
@@ -153,9 +153,9 @@ def _operations(module: nnx.Module) -> float:
 
 
 def _cost(model: CausalLM, source: str, count: int, own: Any, slots: int, capacity: int) -> DraftCost:
-    """``own``: the modules that draft, as of `Modelled.modules`; None: drafts cost nothing."""
+    """``own``: the modules that draft, as of `ModelBasedDraft.modules`; None: drafts cost nothing."""
     decoder = strip_metadata(model)
-    weights, cache = _weights(decoder, decoder), cache_bytes(model, slots, Room(capacity, 0))
+    weights, cache = _weights(decoder, decoder), cache_bytes(model, slots, CacheSize(capacity, 0))
     tokens = slots * (count + 1)
     time, read = weights.time(tokens, cache), weights.read(tokens) + cache
     if own is not None:  # one pass over what was accepted, then one per further draft
@@ -177,7 +177,7 @@ def draft_cost(model: CausalLM, draft: Draft, *, slots: int = 1, capacity: int =
     `PromptLookup`, `MTPDraft` and `ModelDraft` count as free.
     """
     slots, capacity = whole_number("slots", slots, 1), whole_number("capacity", capacity, 1)
-    own = draft.modules if isinstance(draft, Modelled) else None
+    own = draft.modules if isinstance(draft, ModelBasedDraft) else None
     source = {PromptLookup: LOOKUP, MTPDraft: MTP}.get(type(draft), type(draft).__name__)
     return _cost(model, source, draft.count, own, slots, capacity)
 
@@ -191,7 +191,7 @@ def auto_cost(model: CausalLM, slots: int, capacity: int) -> DraftCost:
     return max(costs, key=lambda cost: cost.speed(cost.expected))
 
 
-def resolve(model: CausalLM, draft: Drafting, slots: int, capacity: int) -> Draft | None:
+def resolve(model: CausalLM, draft: DraftOption, slots: int, capacity: int) -> Draft | None:
     """``draft`` itself, or for ``"auto"`` the drafts of `auto_cost`, whose cost is logged. Raises ValueError if they do
     not pay, and for another text."""
     proposes = callable(getattr(draft, "propose", None)) and not isinstance(draft, type)

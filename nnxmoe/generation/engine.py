@@ -17,23 +17,32 @@ import numpy as np
 
 from nnxmoe.config.validate import check_object, check_type, whole_number
 from nnxmoe.generation import draft_cost, passes
-from nnxmoe.generation.draft import Modelled
+from nnxmoe.generation.draft import ModelBasedDraft
 from nnxmoe.generation.grammar import empty_masks
 from nnxmoe.generation.grouping import (
     LARGE,
     MOST_SMALL,
     SMALL,
     Grouping,
-    KeptPrefixes,
     PrefillGroup,
+    PrefixCache,
     as_one_large_chunk,
     chunk_sizes,
     one_by_one,
 )
-from nnxmoe.generation.ids import Ids, eos_ids, refuse_ids, whole_ids
-from nnxmoe.generation.passes import Passed, PassPart, Room, cache_bytes
-from nnxmoe.generation.request import FINISHES, Event, Finish, Limits, Prefix, Request, Wanted, unusable_logits
-from nnxmoe.generation.rows import History, Process, RowOptions, RowReport, advance, begin, empty_rows
+from nnxmoe.generation.ids import Ids, as_token_ids, check_ids, eos_ids
+from nnxmoe.generation.passes import CacheSize, LogitsMode, PassResult, cache_bytes
+from nnxmoe.generation.request import (
+    FINISH_REASONS,
+    EngineLimits,
+    Event,
+    Finish,
+    Prefix,
+    Request,
+    RequestOptions,
+    unusable_logits,
+)
+from nnxmoe.generation.rows import History, LogitsProcessor, RowReport, StepOptions, empty_rows, start_rows, step_rows
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.inputs import warn_beyond_positions
 from nnxmoe.runtime.memory import refuse_beyond_memory
@@ -50,14 +59,14 @@ class _Reading:
     requests: list[Request]
     prefix: Prefix | None
     chunks: collections.deque[tuple[np.ndarray, np.ndarray]]
-    passed: Passed | None
+    passed: PassResult | None
     shared: bool
 
 
 def _check_types(model: Any, limits: Any, **functions: Any) -> None:
     """Raise ValueError for arguments of `Engine` of a wrong type."""
     check_type("model", model, CausalLM, "a model, such as that of nnxmoe.from_pretrained(path)")
-    check_type("limits", limits, Limits | None, "nnxmoe.Limits(…), or None")
+    check_type("limits", limits, EngineLimits | None, "nnxmoe.EngineLimits(…), or None")
     for name, function in functions.items():
         if function is not None:
             check_object("Engine", name, function, "a function")
@@ -67,14 +76,14 @@ class Engine:
     """Requests in, ids out, with ``slots`` rows of ``capacity`` tokens each, prompt and new ones together.
 
         engine = Engine(model, slots=8, capacity=1024)
-        requests = [engine.submit(ids, Wanted(max_new_tokens=100)) for ids in prompts]
+        requests = [engine.submit(ids, RequestOptions(max_new_tokens=100)) for ids in prompts]
         engine.run()
 
-    ``process``: a function of JAX, ``(logits [B, V], History) -> logits``, applied in every step after biases and
+    ``logits_processor``: a JAX function ``(logits [B, V], History) -> logits``, applied in every step after biases and
     before sampling. ``draft``: proposes ids to verify, which changes the speed only; ``"auto"``: multi-token prediction
     if the model has layers for it, else prompt lookup. ``ahead``: how many steps the device may be ahead of what this
-    process has read. ``prefix_bytes``: room for the caches of prompts' beginnings, which later prompts that begin so do
-    not read again: what several prompts share, and the prompts and answers of ended requests. ``grouping``: which
+    process has read. ``prefix_bytes``: room for the caches of prompts' beginnings, which later prompts that begin so
+    do not read again: what several prompts share, and the prompts and answers of ended requests. ``grouping``: which
     waiting prompts are read together; None: `as_one_large_chunk`, and with a draft `one_by_one`, so that drafts do not
     change a bit.
 
@@ -91,16 +100,16 @@ class Engine:
         *,
         slots: int = 8,
         capacity: int = 2048,
-        limits: Limits | None = None,
-        process: Process | None = None,
-        draft: draft_cost.Drafting = None,
+        limits: EngineLimits | None = None,
+        logits_processor: LogitsProcessor | None = None,
+        draft: draft_cost.DraftOption = None,
         ahead: int = 1,
         prefix_bytes: int = 0,
         grouping: Grouping | None = None,
     ):
-        _check_types(model, limits, process=process, grouping=grouping)
-        model, limits = passes.unrolled(model), limits or Limits()
-        limits = dataclasses.replace(limits, stops=max(limits.stops, len(eos_ids(model, ...))))
+        _check_types(model, limits, logits_processor=logits_processor, grouping=grouping)
+        model, limits = passes.unroll_for_decoding(model), limits or EngineLimits()
+        limits = dataclasses.replace(limits, max_stop_ids=max(limits.max_stop_ids, len(eos_ids(model, ...))))
         self.model, self.limits = model, limits
         self.capacity, self._ahead = whole_number("capacity", capacity, 1), whole_number("ahead", ahead, 0)
         if draft is not None and not model.token_independent():
@@ -120,23 +129,25 @@ class Engine:
                 f"{fixed} tokens, so requests would change each other: use at most that, or generate()"
             )
         self._grouping = grouping or (as_one_large_chunk if draft is None else one_by_one)
-        self._begun = weakref.WeakKeyDictionary[Prefix, Passed]()  # prefixes that were read
-        self._options = RowOptions(limits.sampling, limits.top, process, self._mesh)
-        self._room, self._vocab = Room(self.capacity + lookahead, lookahead), model.vocab_size
-        if isinstance(draft, Modelled) and draft.vocab_size != self._vocab:
+        self._begun = weakref.WeakKeyDictionary[Prefix, PassResult]()  # prefixes that were read
+        self._options = StepOptions(limits.sampling, limits.max_logprobs, logits_processor, self._mesh)
+        self._room, self._vocab = CacheSize(self.capacity + lookahead, lookahead), model.vocab_size
+        if isinstance(draft, ModelBasedDraft) and draft.vocab_size != self._vocab:
             raise ValueError(
                 f"draft={draft}: its vocabulary has {draft.vocab_size} ids and the model's {self._vocab}: give a model "
                 "with the same tokenizer and vocab_size"
             )
         one = cache_bytes(model, self._parts, self._room)
-        self.kept = KeptPrefixes(whole_number("prefix_bytes", prefix_bytes, 0) // max(one, 1))
-        self._refuse_beyond_memory(self.kept.most * one)
-        self._pass, self._axes = passes.passes(model), passes.batch_axes_of(model, self._room)
-        self._step = self._pass if draft is None else passes.passes(passes.steady(model, self.slots * (1 + lookahead)))
+        self.prefix_cache = PrefixCache(whole_number("prefix_bytes", prefix_bytes, 0) // max(one, 1))
+        self._refuse_beyond_memory(self.prefix_cache.max_prefixes * one)
+        self._pass, self._axes = passes.passes(model), passes.cache_batch_axes(model, self._room)
+        self._step = self._pass
+        if draft is not None:
+            self._step = passes.passes(passes.deterministic_blocks(model, self.slots * (1 + lookahead)))
         memory = None if draft is None else draft.empty(self.slots, self._room.tokens)
         # Whether nothing may be added to a row that has ended: there are others, drafts, or its cache may be kept.
-        self._stays = self.slots > 1 or lookahead > 0 or self.kept.most > 0
-        self._nothing = Wanted(stop_ids=None).asked(limits, self._vocab)  # for rows without a request
+        self._stays = self.slots > 1 or lookahead > 0 or self.prefix_cache.max_prefixes > 0
+        self._nothing = RequestOptions(stop_ids=None).row_params(limits, self._vocab)  # for rows without a request
         self._rows: Any = empty_rows(self._nothing, self.slots, self._room.tokens, 1 + lookahead, memory, self._mesh)
         self._cache: Any = None
         self._dropped: Any = np.int32(0)
@@ -161,8 +172,8 @@ class Engine:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the cache of all slots that this process holds. Prompts that are being read take up to 8 slots'
-        more, and each `Prefix` in use takes one slot's."""
+        """Bytes of the cache of all slots that this process holds. Prompts that are being read take up to 8
+        slots' more, and each `Prefix` in use takes one slot's."""
         return cache_bytes(self.model, self.slots, self._room)
 
     @property
@@ -180,46 +191,46 @@ class Engine:
         """Number of occupied slots."""
         return sum(request is not None for request in self._slots)
 
-    def submit(self, ids: Ids, wanted: Wanted | None = None, prefix: Prefix | None = None) -> Request:
+    def submit(self, ids: Ids, options: RequestOptions | None = None, prefix: Prefix | None = None) -> Request:
         """Append a request to the queue. ``prefix``: common first ids, read once for all requests with the same object.
         Raises ValueError if the request does not fit in this engine."""
-        request = self._request(ids, wanted, prefix)
-        if self.kept.most and prefix is None:
-            request.prefix = self.kept.find(request.prompt)
-        elif self.kept.most and prefix is not None and prefix not in self._begun:
-            self.kept.link(prefix)
-        warn_beyond_positions(self.model, len(request.prompt) + request.wanted.max_new_tokens)
-        if request.wanted.max_new_tokens == 0:
+        request = self._request(ids, options, prefix)
+        if self.prefix_cache.max_prefixes and prefix is None:
+            request.prefix = self.prefix_cache.match(request.prompt)
+        elif self.prefix_cache.max_prefixes and prefix is not None and prefix not in self._begun:
+            self.prefix_cache.link(prefix)
+        warn_beyond_positions(self.model, len(request.prompt) + request.options.max_new_tokens)
+        if request.options.max_new_tokens == 0:
             request.finish = "length"
         else:
             self._waiting.append(request)
         return request
 
-    def check(self, ids: Ids, wanted: Wanted | None = None) -> None:
+    def check(self, ids: Ids, options: RequestOptions | None = None) -> None:
         """Validate arguments like `submit`, without appending a request. Raises ValueError."""
-        self._request(ids, wanted, None)
+        self._request(ids, options, None)
 
-    def _request(self, ids: Ids, wanted: Wanted | None, prefix: Prefix | None) -> Request:
+    def _request(self, ids: Ids, options: RequestOptions | None, prefix: Prefix | None) -> Request:
         """Create a request. Raises ValueError if it is invalid or does not fit in this engine."""
-        check_type("wanted", wanted, Wanted | None, "nnxmoe.Wanted(…), or None")
+        check_type("options", options, RequestOptions | None, "nnxmoe.RequestOptions(…), or None")
         check_type("prefix", prefix, Prefix | None, "a nnxmoe.Prefix, or None")
-        prompt, wanted = whole_ids(ids), wanted or Wanted()
-        if wanted.stop_ids is ...:
-            wanted = dataclasses.replace(wanted, stop_ids=eos_ids(self.model, ...))
+        prompt, options = as_token_ids(ids), options or RequestOptions()
+        if options.stop_ids is ...:
+            options = dataclasses.replace(options, stop_ids=eos_ids(self.model, ...))
         if self._rows is None:
             raise ValueError("the engine is closed")
         if not prompt:
             raise ValueError("the prompt is empty: it needs at least one id")
-        refuse_ids(prompt, self._vocab)
-        asked = wanted.asked(self.limits, self._vocab, len(prompt))
-        if len(prompt) + wanted.max_new_tokens > self.capacity:
+        check_ids(prompt, self._vocab)
+        asked = options.row_params(self.limits, self._vocab, len(prompt))
+        if len(prompt) + options.max_new_tokens > self.capacity:
             raise ValueError(
-                f"a prompt of {len(prompt)} ids and {wanted.max_new_tokens} new ones do not fit in the {self.capacity} "
-                "of a slot: ask for fewer max_new_tokens, or make an engine of a larger capacity"
+                f"a prompt of {len(prompt)} ids and {options.max_new_tokens} new ones do not fit in the "
+                f"{self.capacity} of a slot: ask for fewer max_new_tokens, or make an engine of a larger capacity"
             )
         if prefix is not None and prompt[: len(prefix.ids)] != prefix.ids:
             raise ValueError(f"the prompt does not begin with the {len(prefix.ids)} ids of its prefix")
-        return Request(prompt, wanted, asked, prefix, progress=wanted.started(self._vocab))
+        return Request(prompt, options, asked, prefix, progress=options.start_constraint(self._vocab))
 
     def step(self) -> list[Event]:
         """Read a chunk of waiting prompts if a slot is free, start a step of all rows, and return what earlier steps
@@ -234,20 +245,24 @@ class Engine:
             else:
                 self._read(reading)
         events = list[Event]()
-        if going := any(r.steps < r.wanted.max_new_tokens for r in self._going()):
+        if going := any(r.steps < r.options.max_new_tokens for r in self._going()):
             events += self._advance()
         while len(self._reports) > (self._ahead if going else 0):
             events += self._look()
         return events
 
     def run(self) -> None:
-        """Steps until all requests are done."""
+        """StaticSampling until all requests are done."""
         while self._waiting or self.running or self._reports:
             self.step()
 
     def warm_up(self) -> None:
         """Compile all programs for requests without a prefix, so that none has to wait for one later."""
-        most, kept, self.kept = Wanted(max_new_tokens=2, stop_ids=None), self.kept, KeptPrefixes(0)
+        most, kept, self.prefix_cache = (
+            RequestOptions(max_new_tokens=2, stop_ids=None),
+            self.prefix_cache,
+            PrefixCache(0),
+        )
         room = min(self.capacity, self.model.config.max_position_embeddings)
         for length in (1, SMALL + 1, MOST_SMALL * SMALL + 1, LARGE + 1):
             if length + most.max_new_tokens <= room:
@@ -259,7 +274,7 @@ class Engine:
                     for _ in range(count):
                         self.submit([0] * length, most)
                     self.run()
-        self.kept = kept
+        self.prefix_cache = kept
 
     def cancel(self, request: Request) -> None:
         """End a request, and free its slot; without effect once it is done."""
@@ -284,11 +299,11 @@ class Engine:
     def _keep_row(self, request: Request) -> None:
         """Keep the cache of a request that has just ended: that of its prompt and of all its ids but the last."""
         ids = (*request.prompt, *request.ids[:-1])
-        if not self.kept.most or len(ids) < SMALL or self._rows.memory is not None:
+        if not self.prefix_cache.max_prefixes or len(ids) < SMALL or self._rows.memory is not None:
             return
-        cache = passes.spread(self._cache, self._parts, self._axes, self._slots.index(request))
-        prefix = self.kept.add(Prefix(ids))
-        self._begun[prefix] = Passed(None, None, cache, self._dropped)  # pyright: ignore[reportArgumentType]
+        cache = passes.broadcast_row(self._cache, self._parts, self._axes, self._slots.index(request))
+        prefix = self.prefix_cache.insert(Prefix(ids))
+        self._begun[prefix] = PassResult(None, None, cache, self._dropped)  # pyright: ignore[reportArgumentType]
 
     def _going(self) -> Iterator[Request]:
         """The requests that are being continued, as far as this process has seen."""
@@ -303,7 +318,7 @@ class Engine:
         start, target, requests = self._waiting[0].prefix, None, list[Request]()
         if start is not None and start not in self._begun:
             while start is not None and start not in self._begun:
-                target, start = start, self.kept.starts.get(start, start.start)
+                target, start = start, self.prefix_cache.starts.get(start, start.start)
             assert target is not None
             rests = [target.ids[len(start.ids) if start else 0 :]]
             group = PrefillGroup(1, self._parts, chunk_sizes(len(rests[0])))
@@ -325,7 +340,10 @@ class Engine:
         chunks = [(ids[:, e - n : e], valid[:, e - n : e]) for e, n in zip(ends, group.sizes, strict=True)]
         passed = None if start is None else self._begun[start]
         if passed is not None and chunks:
-            cache, memory = passes.spread(passed.cache, rows, self._axes), passes.spread_memory(passed.memory, rows)
+            cache, memory = (
+                passes.broadcast_row(passed.cache, rows, self._axes),
+                passes.broadcast_memory(passed.memory, rows),
+            )
             passed = passed._replace(cache=cache, memory=memory)
         return _Reading(requests, target, collections.deque(chunks), passed, start is not None and not chunks)
 
@@ -333,7 +351,7 @@ class Engine:
         """One chunk; after the last one the prompts' rows begin."""
         if reading.chunks:
             ids, valid = reading.chunks.popleft()
-            before, part = reading.passed, PassPart(True, self.draft is not None)
+            before, part = reading.passed, LogitsMode(True, self.draft is not None)
             cache, memory = (None, None) if before is None else (before.cache, before.memory)
             passed = self._pass(ids, valid, cache, self._dropped, self._room, part)
             if self.draft is not None:
@@ -346,7 +364,7 @@ class Engine:
         if reading.prefix is not None:
             assert reading.passed is not None
             self._begun[reading.prefix] = reading.passed
-            self.kept.starts.pop(reading.prefix, None)  # its cache is no longer needed
+            self.prefix_cache.starts.pop(reading.prefix, None)  # its cache is no longer needed
         else:
             self._begin(reading)
 
@@ -363,7 +381,7 @@ class Engine:
                 continue
             at[row] = self._slots.index(request)
             prompts[row, : len(request.prompt)], lengths[row] = request.prompt, len(request.prompt)
-            asked[row] = request.asked
+            asked[row] = request.row_params
         together = jax.tree.map(lambda *parts: np.stack(parts), *asked)
         in_place = all(slot in (row, self.slots) for row, slot in enumerate(at))
         if rows == self.slots and in_place and not self._keep.any() and not reading.shared:
@@ -371,11 +389,11 @@ class Engine:
         else:
             if self._cache is None:
                 self._cache = passes.empty_like(passed.cache, self.slots, self._axes)
-            self._cache = passes.put(self._cache, passed.cache, at, self._axes)
+            self._cache = passes.scatter_rows(self._cache, passed.cache, at, self._axes)
         kept = self._keep.copy()  # what a program is given may be read later
         known: Any = prompts, lengths, np.zeros_like(lengths)
         given = together, History(*known), passed.logits, passed.memory, kept, self._masks(requests, rows, 1)
-        self._rows, report = begin(self._rows, at, *given, self._options, self.draft)
+        self._rows, report = start_rows(self._rows, at, *given, self._options, self.draft)
         here: list[Request | None] = [None] * rows
         for row, request in enumerate(requests):
             if not request.done:
@@ -397,7 +415,7 @@ class Engine:
         and what may follow is computed, while the device computes the pass."""
         state = self._rows
         valid = state.active if self._stays else None
-        passed = self._step(state.ids, valid, self._cache, self._dropped, self._room, PassPart(False))
+        passed = self._step(state.ids, valid, self._cache, self._dropped, self._room, LogitsMode(False))
         self._cache, self._dropped = passed.cache, passed.dropped
         events = list[Event]()
         if any(request.progress is not None for request in self._going()):
@@ -406,7 +424,7 @@ class Engine:
         here = [request if keep else None for request, keep in zip(self._slots, self._keep, strict=True)]
         masks = self._masks(here, self.slots, state.ids.shape[1])
         after = passed.logits, passed.states, passed.cache.length, self._keep.copy(), masks
-        self._rows, length, report = advance(state, *after, self._options, self.draft)
+        self._rows, length, report = step_rows(state, *after, self._options, self.draft)
         self._cache = dataclasses.replace(passed.cache, length=length)
         for request in self._going():
             request.steps += 1
@@ -419,7 +437,7 @@ class Engine:
         found = jax.tree.map(np.asarray, report)
         events = []
         for row, request in enumerate(requests):
-            count, why = int(found.count[row]), FINISHES[int(found.end[row])]
+            count, why = int(found.count[row]), FINISH_REASONS[int(found.end[row])]
             if request is None or request.done or not (count or why == "error"):
                 continue
             new = found.ids[row, :count].tolist()
@@ -429,10 +447,10 @@ class Engine:
                 request.drafts = found.drafts[row].tolist()
             if found.ids.shape[1] > 1 and count:
                 request.accepted[count - 1] += 1
-            if (wanted := request.wanted.logprobs) is not None:
+            if (options := request.options.logprobs) is not None:
                 request.logprobs += found.logprobs[row, :count].tolist()
                 pairs = zip(found.top_ids[row, :count], found.top_logprobs[row, :count], strict=True)
-                request.top += [list(zip(i[:wanted].tolist(), p[:wanted].tolist(), strict=True)) for i, p in pairs]
+                request.top += [list(zip(i[:options].tolist(), p[:options].tolist(), strict=True)) for i, p in pairs]
             if why == "error":
                 self._warn_of_logits(request)
             elif why is not None:

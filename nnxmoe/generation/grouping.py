@@ -49,7 +49,7 @@ def one_by_one(lengths: Sequence[int], slots: int) -> PrefillGroup:
 Grouping = Callable[[Sequence[int], int], PrefillGroup]  # (lengths of the waiting prompts, slots) -> PrefillGroup
 
 
-class KeptPrefixes:
+class PrefixCache:
     """LRU cache of up to ``most`` prefixes. The engine keeps the KV cache of a prefix as long as the object lives.
 
     ``hits``: number of prompts that began with a cached prefix. ``tokens``: number of ids that were not computed again.
@@ -59,14 +59,14 @@ class KeptPrefixes:
 
     def __init__(self, most: int):
         self.starts = weakref.WeakKeyDictionary[Prefix, Prefix]()
-        self.most, self.hits, self.tokens = most, 0, 0
+        self.max_prefixes, self.hits, self.tokens = most, 0, 0
         self._kept = collections.OrderedDict[tuple[int, ...], Prefix]()
         self._recent = collections.deque[tuple[int, ...]](maxlen=_RECENT)
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def find(self, ids: tuple[int, ...]) -> Prefix | None:
+    def match(self, ids: tuple[int, ...]) -> Prefix | None:
         """The longest prefix of a prompt, shorter than it: one that is kept, or, if that is at least SMALL ids longer,
         what it has in common with a recent prompt, which is kept from now on."""
         found = [kept for kept in self._kept if len(kept) < len(ids) and ids[: len(kept)] == kept]
@@ -80,19 +80,19 @@ class KeptPrefixes:
             self.hits, self.tokens = self.hits + 1, self.tokens + len(best)
         if common - len(best) < SMALL:
             return kept
-        prefix = self.add(Prefix(ids[:common]))
+        prefix = self.insert(Prefix(ids[:common]))
         if kept is not None:
             self.starts[prefix] = kept
         return prefix
 
     def link(self, prefix: Prefix) -> None:
         """Record a cached prefix as the start of a prefix that has no start yet."""
-        if prefix.start is None and prefix not in self.starts and (start := self.find(prefix.ids)) is not None:
+        if prefix.start is None and prefix not in self.starts and (start := self.match(prefix.ids)) is not None:
             self.starts[prefix] = start
 
-    def add(self, prefix: Prefix) -> Prefix:
+    def insert(self, prefix: Prefix) -> Prefix:
         self._kept[prefix.ids] = prefix
         self._kept.move_to_end(prefix.ids)
-        while len(self._kept) > self.most:
+        while len(self._kept) > self.max_prefixes:
             self._kept.popitem(last=False)
         return prefix

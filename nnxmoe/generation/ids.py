@@ -11,11 +11,11 @@ from nnxmoe.config.printable import short
 from nnxmoe.config.validate import as_python, whole_number
 
 Ids = Sequence[int] | Integer[Any, "_"]  # ids of one text: a list, or an array of NumPy, JAX or torch
-Eos = int | np.integer | Ids | None | EllipsisType  # `...`: the checkpoint's end tokens
+EosIds = int | np.integer | Ids | None | EllipsisType  # `...`: the checkpoint's end tokens
 T = TypeVar("T", bound=Iterable[Any])
 
 
-def whole_ids(ids: Any, name: str = "a token id", least: int = 0) -> tuple[int, ...]:
+def as_token_ids(ids: Any, name: str = "a token id", least: int = 0) -> tuple[int, ...]:
     """Return token ids as a tuple of ints. Raises ValueError unless they are a list or a one-dimensional array of
     integers >= ``least``."""
     if isinstance(ids, str | bytes | bytearray):
@@ -32,17 +32,17 @@ def stop_ids(ids: Any, name: str, least: int = 0) -> tuple[int, ...]:
         return ()
     ids = as_python(ids)
     several = hasattr(ids, "tolist") or (isinstance(ids, Sequence) and not isinstance(ids, str | bytes))
-    return whole_ids(ids if several else [ids], name, least)
+    return as_token_ids(ids if several else [ids], name, least)
 
 
-def refuse_ids(ids: T, vocab: int, name: str = "token ids") -> T:
+def check_ids(ids: T, vocab: int, name: str = "token ids") -> T:
     """Return ``ids`` unchanged. Raises ValueError for ids outside the vocabulary."""
     for bad in [i for i in ids if not 0 <= i < vocab][:1]:
         raise ValueError(f"{name} must lie in 0 … {vocab - 1}, got {bad}: is this the model's tokenizer?")
     return ids
 
 
-def eos_ids(model: Any, eos_token_id: Eos) -> tuple[int, ...]:
+def eos_ids(model: Any, eos_token_id: EosIds) -> tuple[int, ...]:
     """Return the ids that end a sequence. ``...`` reads them from generation_config.json, else config.json, and drops
     ids outside the vocabulary. Raises ValueError for values that are not ids."""
     if eos_token_id is not ...:

@@ -34,14 +34,14 @@ from nnxmoe.runtime.progress import logger
 from nnxmoe.sharding import batch_axes, replicate, shard_constraint
 
 
-class Room(NamedTuple):
+class CacheSize(NamedTuple):
     """The size of an empty cache: tokens per row, and how many of the newest may be taken back."""
 
     tokens: int
     lookahead: int
 
 
-class Passed(NamedTuple):
+class PassResult(NamedTuple):
     """Result of a pass: logits of all its ids or of the last, what prediction layers read of them, the cache, and the
     assignments to experts dropped so far, this pass included. ``memory``: a draft's, after these ids."""
 
@@ -52,7 +52,7 @@ class Passed(NamedTuple):
     memory: Any = None
 
 
-class PassPart(NamedTuple):
+class LogitsMode(NamedTuple):
     """The part of a pass that is computed: logits of the last column only, and nothing that only other columns need,
     unless all ``states`` are wanted."""
 
@@ -61,8 +61,14 @@ class PassPart(NamedTuple):
 
 
 def _pass(
-    model: CausalLM, ids: Ids, valid: TokenMask | None, cache: Cache | None, dropped: Any, room: Room, part: PassPart
-) -> Passed:
+    model: CausalLM,
+    ids: Ids,
+    valid: TokenMask | None,
+    cache: Cache | None,
+    dropped: Any,
+    room: CacheSize,
+    part: LogitsMode,
+) -> PassResult:
     """One pass over ids; ``cache`` None: an empty one."""
     ids = shard_constraint(ids, model.mesh, batch_axes(model.mesh))
     only = part.last and not part.states
@@ -72,16 +78,16 @@ def _pass(
     for info in body.infos.values():
         dropped = dropped + info.dispatch.dropped
     dropped = replicate(dropped, model.mesh)
-    return Passed(model.logits(body.x[:, -1:] if part.last else body.x), body.mtp_hidden, body.cache, dropped)
+    return PassResult(model.logits(body.x[:, -1:] if part.last else body.x), body.mtp_hidden, body.cache, dropped)
 
 
-def passes(model: CausalLM) -> Callable[..., Passed]:
+def passes(model: CausalLM) -> Callable[..., PassResult]:
     """`_pass` of a model, compiled, of which the log tells once per size; the cache is donated. Raises ValueError for a
     model without values."""
     run = model_program(model, _pass, static=(4, 5), donated=(2,), by_run=True)
     compiled_sizes, said = split_once(model)[0].program(_sizes)
 
-    def announcing(ids: Any, valid: Any, cache: Any, dropped: Any, room: Room, part: PassPart) -> Passed:
+    def announcing(ids: Any, valid: Any, cache: Any, dropped: Any, room: CacheSize, part: LogitsMode) -> PassResult:
         given, size = (ids, valid, cache, dropped, room, part), (ids.shape, valid is None, cache is None, room, part)
         if size in compiled_sizes:
             return run(*given)
@@ -111,7 +117,7 @@ _copies: "weakref.WeakKeyDictionary[CausalLM, tuple[Any, list[weakref.ref[Any]],
 _copies = weakref.WeakKeyDictionary()
 
 
-def unrolled(model: CausalLM) -> CausalLM:
+def unroll_for_decoding(model: CausalLM) -> CausalLM:
     """The model with arrays of their own for all layers, if memory permits: a scan copies its slices in every step.
 
     The copy is kept as long as the model and its arrays. Raises ValueError for a model without values.
@@ -150,26 +156,26 @@ def fits(model: CausalLM, need: int) -> bool:
     return not any_process(lambda: short, model.mesh)()
 
 
-def steady(model: CausalLM, tokens: int) -> CausalLM:
+def deterministic_blocks(model: CausalLM, tokens: int) -> CausalLM:
     """The same model with one size for all blocks of rows of an expert, in passes over so many tokens.
 
     XLA:CPU sums a row's products in another order with another number of rows beside it (jax 0.10.2, 0.12.0); so a
     token's logits would depend, in their last bits, on the drafts of other tokens.
     """
-    steady = nnx.merge(*nnx.split(model))
-    for _, part in nnx.iter_graph(steady):
+    deterministic = nnx.merge(*nnx.split(model))
+    for _, part in nnx.iter_graph(deterministic):
         if isinstance(part, Experts) and part.matmul == BlockedMatmul():
             part.matmul = BlockedMatmul(min(8, tokens))
-    return steady
+    return deterministic
 
 
-def cache_bytes(model: CausalLM, count: int, room: Room) -> int:
+def cache_bytes(model: CausalLM, count: int, room: CacheSize) -> int:
     """Bytes of a cache of so many rows that this process holds."""
     made = jax.eval_shape(lambda: jax.tree.leaves(model.empty_cache(count, *room).layers))
     return local_bytes((b.shape, b.dtype, None) for b in made)
 
 
-def batch_axes_of(model: CausalLM, room: Room) -> tuple[int, ...]:
+def cache_batch_axes(model: CausalLM, room: CacheSize) -> tuple[int, ...]:
     """The axis of each array of the layers' caches that counts rows: a scanned stack's caches have layers first."""
     one, two = (jax.eval_shape(lambda n=n: jax.tree.leaves(model.empty_cache(n, *room).layers)) for n in (1, 2))
     pairs = (zip(a.shape, b.shape, strict=True) for a, b in zip(one, two, strict=True))
@@ -186,7 +192,7 @@ def _by_row(cache: Cache, axes: tuple[int, ...], change: Callable[..., Array], *
 
 
 @functools.partial(jax.jit, static_argnums=(3,), donate_argnums=(0,))
-def put(cache: Cache, group: Cache, at: Int[Array, "R"], axes: tuple[int, ...]) -> Cache:
+def scatter_rows(cache: Cache, group: Cache, at: Int[Array, "R"], axes: tuple[int, ...]) -> Cache:
     """``cache`` with the rows of ``group`` at the rows ``at``; those out of range are left out."""
 
     def into(old: Array, axis: int, new: Array) -> Array:
@@ -196,13 +202,13 @@ def put(cache: Cache, group: Cache, at: Int[Array, "R"], axes: tuple[int, ...]) 
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def spread(cache: Cache, count: int, axes: tuple[int, ...], row: Int[Array, ""] | int = 0) -> Cache:
+def broadcast_row(cache: Cache, count: int, axes: tuple[int, ...], row: Int[Array, ""] | int = 0) -> Cache:
     """A cache of ``count`` rows, each a copy of one row of ``cache``."""
     return _by_row(cache, axes, lambda a, axis: jnp.take(a, jnp.full(count, row, jnp.int32), axis=axis))
 
 
 @functools.partial(jax.jit, static_argnums=(1,))
-def spread_memory(memory: Any, count: int) -> Any:
+def broadcast_memory(memory: Any, count: int) -> Any:
     """A draft's memory of ``count`` rows, each a copy of the first row of ``memory``."""
     return jax.tree.map(lambda a: jnp.take(a, jnp.zeros(count, jnp.int32), axis=0), memory)
 

@@ -13,34 +13,36 @@ import numpy as np
 from nnxmoe.config.printable import short
 from nnxmoe.config.validate import as_python, check_type, whole_number
 from nnxmoe.generation.grammar import Constraint, ConstraintState
-from nnxmoe.generation.ids import Eos, refuse_ids, stop_ids, whole_ids
-from nnxmoe.generation.rows import BROKEN, FULL, RUNNING, STOPPED, Asked
-from nnxmoe.generation.sampling import Sampling, Steps, prepare
+from nnxmoe.generation.ids import EosIds, as_token_ids, check_ids, stop_ids
+from nnxmoe.generation.rows import BROKEN, FULL, RUNNING, STOPPED, RowParams
+from nnxmoe.generation.sampling import Sampling, StaticSampling, split_sampling
 
 Finish = Literal["stop", "length", "cancelled", "error"]  # error: the logits were NaN or infinite
-FINISHES: Mapping[int, Finish | None] = {RUNNING: None, STOPPED: "stop", FULL: "length", BROKEN: "error"}
+FINISH_REASONS: Mapping[int, Finish | None] = {RUNNING: None, STOPPED: "stop", FULL: "length", BROKEN: "error"}
 _BIAS = float(np.finfo(np.float32).max)
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class EngineLimits:
     """The room of a batch, per row: ``stops`` ids that end it, ``biases`` of its logits, and log-probabilities of
     the ``top`` most likely ids (None: no log-probabilities). ``sampling``: the options it is compiled with."""
 
-    stops: int = 16
-    biases: int = 0
-    top: int | None = None
-    sampling: Steps = Steps()
+    max_stop_ids: int = 16
+    max_logit_biases: int = 0
+    max_logprobs: int | None = None
+    sampling: StaticSampling = StaticSampling()
 
     def __post_init__(self) -> None:
-        for name in ("stops", "biases", "top"):
-            if (value := getattr(self, name)) is not None or name != "top":
+        for name in ("max_stop_ids", "max_logit_biases", "max_logprobs"):
+            if (value := getattr(self, name)) is not None or name != "max_logprobs":
                 object.__setattr__(self, name, whole_number(name, value, 0, 2**31))
-        check_type("sampling", self.sampling, Steps, "the sampling of Wanted(…).limits(vocab)")
+        check_type(
+            "sampling", self.sampling, StaticSampling, "the sampling of RequestOptions(…).required_limits(vocab)"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
-class Wanted:
+class RequestOptions:
     """Options of a request: up to ``max_new_tokens`` ids, none of ``stop_ids`` before ``min_new_tokens``; an id of
     ``stop_ids`` ends a request, as its last one. Default: the end tokens of the checkpoint; None: none.
 
@@ -53,7 +55,7 @@ class Wanted:
     max_new_tokens: int = 64
     min_new_tokens: int = 0
     sampling: Sampling | None = None
-    stop_ids: Eos = ...
+    stop_ids: EosIds = ...
     seed: int = 0
     sample: int = 0
     logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
@@ -76,48 +78,55 @@ class Wanted:
             raise ValueError(f"min_new_tokens={self.min_new_tokens} is more than max_new_tokens={self.max_new_tokens}")
 
     @property
-    def _stops(self) -> tuple[int, ...]:
+    def _stop_ids(self) -> tuple[int, ...]:
         return self.stop_ids if isinstance(self.stop_ids, tuple) else ()
 
-    def started(self, vocab: int) -> ConstraintState | None:
+    def start_constraint(self, vocab: int) -> ConstraintState | None:
         """The state of the constraint before the first id; None without one. Raises ValueError."""
-        return None if self.constraint is None else self.constraint.start(vocab, self._stops)
+        return None if self.constraint is None else self.constraint.start(vocab, self._stop_ids)
 
-    def limits(self, vocab: int) -> Limits:
+    def required_limits(self, vocab: int) -> EngineLimits:
         """The limits that a batch needs for this request; the checkpoint's end tokens are not counted."""
-        steps = prepare(self.sampling, vocab)[0]
-        return Limits(max(1, len(self._stops)), len(self.logit_bias), self.logprobs, steps)
+        steps = split_sampling(self.sampling, vocab)[0]
+        return EngineLimits(max(1, len(self._stop_ids)), len(self.logit_bias), self.logprobs, steps)
 
-    def asked(self, limits: Limits, vocab: int, prompt: int = 0) -> Asked:
+    def row_params(self, limits: EngineLimits, vocab: int, prompt: int = 0) -> RowParams:
         """This as the NumPy arrays of one row, without a row dimension, after a prompt of so many ids. Raises
         ValueError beyond the limits."""
         for name, given, most in (
-            ("stop_ids", len(self._stops), limits.stops),
-            ("logit_bias", len(self.logit_bias), limits.biases),
-            ("logprobs", -1 if self.logprobs is None else self.logprobs, -1 if limits.top is None else limits.top),
+            ("stop_ids", len(self._stop_ids), limits.max_stop_ids),
+            ("logit_bias", len(self.logit_bias), limits.max_logit_biases),
+            (
+                "logprobs",
+                -1 if self.logprobs is None else self.logprobs,
+                -1 if limits.max_logprobs is None else limits.max_logprobs,
+            ),
         ):
             if given > most:
                 raise ValueError(f"{name}: {given} is more than the {max(most, 0)} of this engine's {limits}")
-        steps, knobs = prepare(self.sampling, vocab, limits.sampling.rules)
+        steps, dynamic = split_sampling(self.sampling, vocab, limits.sampling.rules)
         if limits.sampling | steps != limits.sampling:
             raise ValueError(f"{self.sampling} needs {steps}, and this engine has {limits}")
-        refuse_ids(self._stops, vocab, "stop_ids")
-        refuse_ids(self.logit_bias, vocab, "ids of logit_bias")
+        check_ids(self._stop_ids, vocab, "stop_ids")
+        check_ids(self.logit_bias, vocab, "ids of logit_bias")
         if (self.logprobs or 0) > vocab:
             raise ValueError(f"logprobs={self.logprobs} is more than the {vocab} ids of the vocabulary")
-        stops = np.full(limits.stops, -1, np.int32)
-        stops[: len(self._stops)] = self._stops
-        biased, biases = np.full(limits.biases, vocab, np.int32), np.zeros(limits.biases, np.float32)
+        stops = np.full(limits.max_stop_ids, -1, np.int32)
+        stops[: len(self._stop_ids)] = self._stop_ids
+        biased, biases = (
+            np.full(limits.max_logit_biases, vocab, np.int32),
+            np.zeros(limits.max_logit_biases, np.float32),
+        )
         count = len(self.logit_bias)
         biased[:count], biases[:count] = list(self.logit_bias), list(self.logit_bias.values())
         low, high = self.seed & 0xFFFFFFFF, self.seed >> 32 & 0xFFFFFFFF
         random = jax.random.key(low)  # of a wider seed JAX would use these bits only
         key = np.asarray(jax.random.key_data(jax.random.fold_in(random, high) if high else random))
-        fewest = max(self.min_new_tokens, 0 if self.sampling is None else self.sampling.least(prompt))
+        fewest = max(self.min_new_tokens, 0 if self.sampling is None else self.sampling.min_new_tokens_after(prompt))
         most, least = (np.int32(min(count, 2**31 - 1)) for count in (self.max_new_tokens, fewest))
         sample = np.int32(self.sample)
-        logprobs = np.int32(-1 if self.logprobs is None else self.logprobs)
-        return Asked(knobs, key, sample, most, least, stops, biased, biases, logprobs)
+        logprobs = np.int32(_or_minus_one(self.logprobs))
+        return RowParams(dynamic, key, sample, most, least, stops, biased, biases, logprobs)
 
 
 @dataclasses.dataclass(eq=False)
@@ -129,7 +138,7 @@ class Prefix:
     start: "Prefix | None" = None
 
     def __post_init__(self) -> None:
-        self.ids = whole_ids(self.ids)
+        self.ids = as_token_ids(self.ids)
         if not self.ids:
             raise ValueError("a prefix needs at least one id")
         check_type("start", self.start, Prefix | None, "a Prefix, or None")
@@ -148,8 +157,8 @@ class Request:
     """
 
     prompt: tuple[int, ...]
-    wanted: Wanted
-    asked: Asked
+    options: RequestOptions
+    row_params: RowParams
     prefix: Prefix | None = None
     ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
@@ -173,10 +182,14 @@ class Event(NamedTuple):
     finish: Finish | None
 
 
+def _or_minus_one(count: int | None) -> int:
+    return -1 if count is None else count
+
+
 def _biases(biases: Any) -> dict[int, float]:
     """Copy ``logit_bias``. Raises ValueError for keys that are not ids and values that are neither finite nor -inf."""
     check_type("logit_bias", biases, Mapping, "a dict of token ids and what is added to their logits")
-    ids = whole_ids(list(biases), "an id of logit_bias")
+    ids = as_token_ids(list(biases), "an id of logit_bias")
     values = [as_python(bias) for bias in biases.values()]
     for i, bias in zip(ids, values, strict=True):
         number = isinstance(bias, int | float) and not isinstance(bias, bool)

@@ -1,7 +1,7 @@
-"""The rows of a batch that is being generated, on the device: what was asked for, what was made, and one step of it.
+"""The rows of a batch that is being generated, on the device: request parameters, ids, and one decoding step.
 
 Row b is independent of all others: its ids are a function of its prompt, its options and its own key (a seed, the
-number of the sample, and how many ids it has made). So neither its place in the batch nor its neighbours matter.
+number of the sample, and how many ids it has generated). So neither its place in the batch nor its neighbours matter.
 """
 
 import functools
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from nnxmoe.axes import AnyMesh
-from nnxmoe.generation.sampling import Knobs, Steps, generated_counts, pick
+from nnxmoe.generation.sampling import DynamicSampling, StaticSampling, generated_counts, sample_ids
 from nnxmoe.layers.cache import written
 from nnxmoe.sharding import replicate
 
@@ -21,12 +21,12 @@ from nnxmoe.sharding import replicate
 RUNNING, STOPPED, FULL, BROKEN = 0, 1, 2, 3
 
 
-class Asked(NamedTuple):
+class RowParams(NamedTuple):
     """The options of the requests, one of each per row. ``limit``, ``least``: the most and the fewest new ids.
     ``stops``: ids that end a row, -1: none. ``biases`` are added to the logits of ``biased`` ids (the size of the
     vocabulary: none). ``logprobs``: the number of the most likely ids to report, -1 for no log-probabilities at all."""
 
-    knobs: Knobs
+    dynamic: DynamicSampling
     key: Any  # the data of a random key
     sample: Any
     limit: Any
@@ -38,27 +38,27 @@ class Asked(NamedTuple):
 
 
 class History(NamedTuple):
-    """The ids of every row, prompt and new. ``ids[b, i]`` counts for ``i < count[b]``; ``made[b]`` of them are new."""
+    """The ids of every row, prompt and new. ``ids[b, i]`` counts for ``i < count[b]``, and ``new_count[b]`` are new."""
 
     ids: Int[Array, "B C"]
     count: Int[Array, "B"]
-    made: Int[Array, "B"]
+    new_count: Int[Array, "B"]
 
 
 Masks = UInt32[Array, "B W words"]  # bit v % 32 of word v // 32: whether id v may come next, as llguidance writes it
-Process = Callable[[Float[Array, "B V"], History], Float[Array, "B V"]]  # logits -> logits
+LogitsProcessor = Callable[[Float[Array, "B V"], History], Float[Array, "B V"]]  # logits -> logits
 
 
-class RowOptions(NamedTuple):
+class StepOptions(NamedTuple):
     """Options that are constants of the compiled step.
 
-    ``top``: number of most likely ids whose log-probabilities are reported; None: no log-probabilities. ``process``:
-    applied to the logits; None: nothing.
+    ``top``: number of most likely ids whose log-probabilities are reported; None: no log-probabilities.
+    ``logits_processor``: applied to the logits; None: nothing.
     """
 
-    steps: Steps
+    steps: StaticSampling
     top: int | None
-    process: Process | None
+    logits_processor: LogitsProcessor | None
     mesh: AnyMesh | None
 
 
@@ -66,7 +66,7 @@ class RowStates(NamedTuple):
     """State of all rows between two steps. ``ids``: input of the next pass for rows that are ``active``: the last id of
     the history, which is not in the cache yet, and drafts of the ids after it."""
 
-    asked: Asked
+    params: RowParams
     history: History
     ids: Int[Array, "B W"]
     active: Bool[Array, "B W"]
@@ -90,7 +90,7 @@ Choose = Callable[[Float[Array, "B V"], Int[Array, "B K"]], Int[Array, "B"]]  # 
 
 
 class Draft(Protocol):
-    """Proposes ids that may follow, for the model to verify: they change how fast ids are made, never which.
+    """Proposes ids that may follow, for the model to verify: they change the speed of generation, never the ids.
 
     A pytree, whose arrays are arguments of the compiled programs. Its memory is a pytree with a leading row dimension.
     """
@@ -125,26 +125,26 @@ class Draft(Protocol):
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 5))
-def empty_rows(like: Asked, count: int, capacity: int, width: int, memory: Any, mesh: AnyMesh | None) -> RowStates:
-    """Rows that are not active. ``like``: what is asked for in one row."""
-    asked = jax.tree.map(lambda a: jnp.zeros((count, *a.shape), a.dtype), like)
+def empty_rows(like: RowParams, count: int, capacity: int, width: int, memory: Any, mesh: AnyMesh | None) -> RowStates:
+    """Rows that are not active. ``like``: parameters of one row, for shapes and dtypes."""
+    params = jax.tree.map(lambda a: jnp.zeros((count, *a.shape), a.dtype), like)
     none = jnp.zeros((count,), jnp.int32)
     history = History(jnp.zeros((count, capacity), jnp.int32), none, none)
     ids = jnp.zeros((count, width), jnp.int32)
-    return _everywhere(RowStates(asked, history, ids, ids > 0, memory), mesh)
+    return _everywhere(RowStates(params, history, ids, ids > 0, memory), mesh)
 
 
 @functools.partial(jax.jit, static_argnums=(8,), donate_argnums=(0,))
-def begin(
+def start_rows(
     rows: RowStates,
     at: Int[Array, "R"],
-    asked: Asked,
+    params: RowParams,
     prompts: History,
     logits: Float[Array, "R 1 V"],
     memory: Any,
     keep: Bool[Array, "B"],
     masks: UInt32[Array, "R 1 words"] | None,
-    options: RowOptions,
+    options: StepOptions,
     draft: Any,
 ) -> tuple[RowStates, RowReport]:
     """Start rows ``at`` (out of range: none) whose prompts were read, with their first ids. ``memory``: the draft's,
@@ -153,42 +153,44 @@ def begin(
     def put(old: Array, new: Array) -> Array:
         return old.at[at].set(new.astype(old.dtype), mode="drop")
 
-    report = _choose(asked, prompts, logits, jnp.zeros((len(at), 0), jnp.int32), masks, options)
+    report = _choose(params, prompts, logits, jnp.zeros((len(at), 0), jnp.int32), masks, options)
     first = report.ids[:, 0]
     ids = put(rows.history.ids, prompts.ids).at[at, prompts.count].set(first, mode="drop")
-    history = History(ids, put(rows.history.count, prompts.count + 1), put(rows.history.made, prompts.made + 1))
+    history = History(
+        ids, put(rows.history.count, prompts.count + 1), put(rows.history.new_count, prompts.new_count + 1)
+    )
     active = (rows.active[:, 0] & keep).at[at].set(report.end == RUNNING, mode="drop")
     last, started = put(rows.ids[:, 0], first), jnp.zeros_like(rows.history.count).at[at].set(1, mode="drop")
     memory = jax.tree.map(put, rows.memory, memory)
-    moved = rows._replace(asked=jax.tree.map(put, rows.asked, asked), history=history, memory=memory)
+    moved = rows._replace(params=jax.tree.map(put, rows.params, params), history=history, memory=memory)
     moved = _next(moved, last, active, last[:, None], None, started, options, draft)
     report = report._replace(drafts=jnp.take(moved.ids[:, 1:], at, axis=0, mode="clip"))
     return _everywhere((moved, report), options.mesh)
 
 
 @functools.partial(jax.jit, static_argnums=(6,), donate_argnums=(0,))
-def advance(
+def step_rows(
     rows: RowStates,
     logits: Float[Array, "B W V"],
     states: Float[Array, "B W S"],
     length: Int[Array, "B"],
     keep: Bool[Array, "B"],
     masks: Masks | None,
-    options: RowOptions,
+    options: StepOptions,
     draft: Any,
 ) -> tuple[RowStates, Int[Array, "B"], RowReport]:
     """One step after a pass over ``rows.ids``, whose cache then had these lengths: the rows, the lengths without the
     drafts that were refused, and the report. Rows that are not to be kept end. ``masks``: the ids that may follow each
     of ``rows.ids``; None: all."""
     running = rows.active[:, 0] & keep
-    report = _choose(rows.asked, rows.history, logits, rows.ids[:, 1:], masks, options)
+    report = _choose(rows.params, rows.history, logits, rows.ids[:, 1:], masks, options)
     count = jnp.where(running, report.count, 0)
     report = report._replace(count=count, end=jnp.where(running, report.end, FULL))
     history, width = rows.history, rows.ids.shape[1]
     place = jnp.arange(width, dtype=jnp.int32)[None]
     slots = jnp.where(place < count[:, None], history.count[:, None] + place, history.ids.shape[1])
     ids = written(history.ids, report.ids, slots, 1)
-    moved = rows._replace(history=History(ids, history.count + count, history.made + count))
+    moved = rows._replace(history=History(ids, history.count + count, history.new_count + count))
     last = jnp.take_along_axis(report.ids, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
     length = length - jnp.where(rows.active[:, 0], width - count, 0)
     active = running & (report.end == RUNNING)
@@ -204,7 +206,7 @@ def _next(
     ids: Int[Array, "B W"],
     states: Float[Array, "B W S"] | None,
     count: Int[Array, "B"],
-    options: RowOptions,
+    options: StepOptions,
     draft: Any,
 ) -> RowStates:
     """The rows with what goes into their next pass; those without new ids keep their drafts."""
@@ -212,7 +214,7 @@ def _next(
     if draft is not None:
 
         def choose(logits: Array, before: Array) -> Array:
-            return _alone(rows.asked, rows.history, logits, before, options)[0]
+            return _alone(rows.params, rows.history, logits, before, options)[0]
 
         drafts, memory = draft.propose(memory, rows.history, ids, states, count, choose)
         drafts = jnp.where(count[:, None] > 0, drafts.astype(jnp.int32), rows.ids[:, 1:])
@@ -225,27 +227,27 @@ def _everywhere(tree: Any, mesh: AnyMesh | None) -> Any:
 
 
 def _choose(
-    asked: Asked,
+    params: RowParams,
     history: History,
     logits: Float[Array, "B W V"],
     drafts: Int[Array, "B K"],
     masks: Masks | None,
-    options: RowOptions,
+    options: StepOptions,
 ) -> RowReport:
     """Choose the next ids, up to the first that differs from its draft or ends the row. The key of each id does not
     depend on the drafts, so drafts change nothing but the speed (Daliri, Musco and Suresh 2024). A row ends before an
     id if a logit is NaN, if no logit is finite, or if the id's log-probability is not finite."""
     width = logits.shape[1]
     allowed = [None if masks is None else masks[:, w] for w in range(width)]
-    places = [_alone(asked, history, logits[:, w], drafts[:, :w], options, allowed[w]) for w in range(width)]
+    places = [_alone(params, history, logits[:, w], drafts[:, :w], options, allowed[w]) for w in range(width)]
     ids, finite = (jnp.stack(part, axis=1) for part in zip(*places, strict=True))
-    logprobs = _logprobs(logits, ids, asked.logprobs, options.top)
+    logprobs = _logprobs(logits, ids, params.logprobs, options.top)
     broken = ~finite if options.top is None else ~(finite & jnp.isfinite(logprobs[0]))
     agree = jnp.cumprod(drafts == ids[:, :-1], axis=1)
     count = 1 + jnp.sum(agree, axis=1, dtype=jnp.int32)
-    made = history.made[:, None] + 1 + jnp.arange(width, dtype=jnp.int32)[None]
-    stopped = jnp.any(ids[:, :, None] == asked.stops[:, None, :], axis=-1)
-    ends = stopped | broken | (made >= asked.limit[:, None])
+    new_count = history.new_count[:, None] + 1 + jnp.arange(width, dtype=jnp.int32)[None]
+    stopped = jnp.any(ids[:, :, None] == params.stops[:, None, :], axis=-1)
+    ends = stopped | broken | (new_count >= params.limit[:, None])
     count = jnp.minimum(count, jnp.where(jnp.any(ends, axis=1), jnp.argmax(ends, axis=1) + 1, width))
     at = (count - 1)[:, None]
     stopped, broken, ends = (jnp.take_along_axis(a, at, axis=1)[:, 0] for a in (stopped, broken, ends))
@@ -254,34 +256,36 @@ def _choose(
 
 
 def _alone(
-    asked: Asked,
+    params: RowParams,
     history: History,
     logits: Float[Array, "B V"],
     drafts: Int[Array, "B K"],
-    options: RowOptions,
+    options: StepOptions,
     allowed: UInt32[Array, "B words"] | None = None,
 ) -> tuple[Int[Array, "B"], Bool[Array, "B"]]:
     """Choose the id after the drafts, assuming that all of them are accepted: exactly the id that a step without drafts
     would draw. Also returns whether its logits are finite. ``allowed``: bit mask of the ids to choose from, or None."""
     row, place = jnp.arange(logits.shape[0])[:, None], jnp.arange(drafts.shape[1])[None]
     ids = history.ids.at[row, history.count[:, None] + place].set(drafts, mode="drop")
-    known = History(ids, history.count + drafts.shape[1], history.made + drafts.shape[1])
-    one, seen = logits.at[row, asked.biased].add(asked.biases, mode="drop"), None
-    early = known.made < asked.least
-    stops = jnp.where((asked.stops >= 0) & early[:, None], asked.stops, one.shape[1])
+    known = History(ids, history.count + drafts.shape[1], history.new_count + drafts.shape[1])
+    one, seen = logits.at[row, params.biased].add(params.biases, mode="drop"), None
+    early = known.new_count < params.least
+    stops = jnp.where((params.stops >= 0) & early[:, None], params.stops, one.shape[1])
     one = one.at[row, stops].set(-jnp.inf, mode="drop")
     steps = options.steps
     for number, rules in enumerate(steps.rules):
-        theirs = rules(one, ids, known.count, known.made, asked.limit)
-        one = jnp.where((asked.knobs.rules == number)[:, None], theirs, one)
-    one = one if options.process is None else options.process(one, known)
+        theirs = rules(one, ids, known.count, known.new_count, params.limit)
+        one = jnp.where((params.dynamic.rules == number)[:, None], theirs, one)
+    one = one if options.logits_processor is None else options.logits_processor(one, known)
     one = one if allowed is None else _masked(one, logits, allowed)
     if steps.penalty:
         real = jnp.arange(ids.shape[1])[None] < known.count[:, None]
         seen = jnp.zeros(one.shape, bool).at[row, ids].max(real)
-    counts = generated_counts(known.ids, known.count, known.made, asked.knobs, one.shape[1]) if steps.counts else None
-    keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(asked.key), asked.sample)
-    chosen = pick(one, seen, steps, asked.knobs, jax.vmap(jax.random.fold_in)(keys, known.made), counts)
+    counts = None
+    if steps.counts:
+        counts = generated_counts(known.ids, known.count, known.new_count, params.dynamic, one.shape[1])
+    keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(params.key), params.sample)
+    chosen = sample_ids(one, seen, steps, params.dynamic, jax.vmap(jax.random.fold_in)(keys, known.new_count), counts)
     # XLA fuses this maximum with `argmax`. Gathering the chosen id's logit instead takes 0.1 ms (151,936 ids, XLA:CPU).
     return chosen, jnp.isfinite(jnp.max(one, axis=-1))
 

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from nnxmoe.config.printable import short
 from nnxmoe.config.validate import real_number, whole_number
-from nnxmoe.generation.ids import whole_ids
+from nnxmoe.generation.ids import as_token_ids
 
 _MOST = float(np.finfo(np.float32).max)  # largest bias
 
@@ -32,30 +32,30 @@ class Rules:
     def __post_init__(self) -> None:
         biases = []
         for pair in self.biases if isinstance(self.biases, list | tuple) else [self.biases]:
-            if not (isinstance(pair, list | tuple) and len(pair) == 2 and len(ids := whole_ids(pair[0], "biases"))):
+            if not (isinstance(pair, list | tuple) and len(pair) == 2 and len(ids := as_token_ids(pair[0], "biases"))):
                 raise ValueError(f"biases: {short(pair)} is not a pair of a list of ids and a number")
             biases.append((ids, real_number("a bias", pair[1], -math.inf, _MOST)))
         object.__setattr__(self, "ngram", whole_number("ngram", self.ngram, 0, 2**31))
         object.__setattr__(self, "biases", tuple(biases))
         for name in ("suppressed", "suppressed_first", "forced_end"):
-            object.__setattr__(self, name, whole_ids(getattr(self, name), f"an id of {name}"))
+            object.__setattr__(self, name, as_token_ids(getattr(self, name), f"an id of {name}"))
 
     def __call__(
         self,
         logits: Float[Array, "B V"],
         ids: Int[Array, "B C"],
         count: Int[Array, "B"],
-        made: Int[Array, "B"],
+        new_count: Int[Array, "B"],
         limit: Int[Array, "B"],
     ) -> Float[Array, "B V"]:
-        """Apply the rules to the logits after ``count`` ids, of which ``made`` (at most ``limit``) are new."""
+        """Apply the rules to the logits after ``count`` ids, of which ``new_count`` (at most ``limit``) are new."""
         logits = self._biased(logits, ids, count)
         if self.ngram:
             logits = jnp.where(self._repeated(logits, ids, count), -jnp.inf, logits)
         if self.forced_end:
             forced = jnp.full_like(logits, -jnp.inf).at[:, np.asarray(self.forced_end)].set(0, mode="drop")
-            logits = jnp.where((made == limit - 1)[:, None], forced, logits)
-        for suppressed, where in ((self.suppressed, made >= 0), (self.suppressed_first, made == 0)):
+            logits = jnp.where((new_count == limit - 1)[:, None], forced, logits)
+        for suppressed, where in ((self.suppressed, new_count >= 0), (self.suppressed_first, new_count == 0)):
             if suppressed:
                 without = logits.at[:, np.asarray(suppressed)].set(-jnp.inf, mode="drop")
                 logits = jnp.where(where[:, None], without, logits)

@@ -122,7 +122,7 @@ class Sampling(KnownFields):
         except (TypeError, ValueError, IndexError, KeyError) as error:
             raise ValueError(f"generation_config.json: {listed(fields)}: {error}") from None
 
-    def least(self, prompt: int) -> int:
+    def min_new_tokens_after(self, prompt: int) -> int:
         """Minimum number of new tokens after a prompt of this length."""
         return max(self.min_new_tokens, self.min_length - prompt)
 
@@ -173,7 +173,7 @@ def _ids(name: str, value: Any) -> tuple[int, ...]:
     return tuple(i for i in stop_ids(value, name, -(2**63)) if i >= 0)
 
 
-class Steps(NamedTuple):
+class StaticSampling(NamedTuple):
     """The sampling steps that any row needs: the static part of all rows' options. ``penalty``: a row has a repetition
     penalty. ``counts``: a row has a presence or frequency penalty."""
 
@@ -183,14 +183,16 @@ class Steps(NamedTuple):
     counts: bool = True
     rules: tuple[Rules, ...] = ()
 
-    def __or__(self, other: "Steps") -> "Steps":  # type: ignore[override]
+    def __or__(self, other: "StaticSampling") -> "StaticSampling":  # type: ignore[override]
         flags = (one or another for one, another in zip(self[:4], other[:4], strict=True))
-        return Steps(*flags, rules=self.rules + tuple(rules for rules in other.rules if rules not in self.rules))
+        return StaticSampling(
+            *flags, rules=self.rules + tuple(rules for rules in other.rules if rules not in self.rules)
+        )
 
 
-class Knobs(NamedTuple):
+class DynamicSampling(NamedTuple):
     """Values of the options, one per row: the part that may change without recompilation. ``temperature`` 0: greedy.
-    ``rules``: index of the row's rules in those of the `Steps`, -1: none."""
+    ``rules``: index of the row's rules in those of the `StaticSampling`, -1: none."""
 
     temperature: Any
     top_k: Any
@@ -202,7 +204,9 @@ class Knobs(NamedTuple):
     rules: Any
 
 
-def prepare(sampling: Sampling | None, vocab: int, known: tuple[Rules, ...] = ()) -> tuple[Steps, Knobs]:
+def split_sampling(
+    sampling: Sampling | None, vocab: int, known: tuple[Rules, ...] = ()
+) -> tuple[StaticSampling, DynamicSampling]:
     """Split a Sampling (None: greedy) into its static part and the values of one row, without a row dimension.
 
     ``known``: the rules of the program that the row is for.
@@ -216,35 +220,35 @@ def prepare(sampling: Sampling | None, vocab: int, known: tuple[Rules, ...] = ()
     rules = () if s.rules is None else (s.rules,)
     index = np.int32(known.index(s.rules) if s.rules in known else -1)
     counts = s.presence_penalty != 0 or s.frequency_penalty != 0
-    steps = Steps(random, s.repetition_penalty != 1, cut, counts, rules)
+    steps = StaticSampling(random, s.repetition_penalty != 1, cut, counts, rules)
     top_p, min_p, penalty, presence, frequency = map(np.float32, numbers)
-    return steps, Knobs(temperature, np.int32(top_k), top_p, min_p, penalty, presence, frequency, index)
+    return steps, DynamicSampling(temperature, np.int32(top_k), top_p, min_p, penalty, presence, frequency, index)
 
 
-def pick(
+def sample_ids(
     logits: Float[Array, "B V"],
     seen: Bool[Array, "B V"] | None,
-    steps: Steps,
-    knobs: Knobs,
+    steps: StaticSampling,
+    dynamic: DynamicSampling,
     keys: Key[Array, "B"],
     counts: Int[Array, "B V"] | None = None,
 ) -> Int[Array, "B"]:
     """Choose the next token of each row from its logits, options and key. ``seen``: tokens so far, prompt included.
     ``counts``: how often each token was generated."""
-    logits = _penalised(logits, seen, counts, steps, knobs)
-    best, drawn = jnp.argmax(logits, axis=-1).astype(jnp.int32), knobs.temperature > 0
+    logits = _penalised(logits, seen, counts, steps, dynamic)
+    best, drawn = jnp.argmax(logits, axis=-1).astype(jnp.int32), dynamic.temperature > 0
     if not steps.random:
         return best
 
     def draw() -> Int[Array, "B"]:
-        found = jax.vmap(jax.random.categorical)(keys, _scaled_and_cut(logits, steps, knobs))
+        found = jax.vmap(jax.random.categorical)(keys, _scaled_and_cut(logits, steps, dynamic))
         return jnp.where(drawn, found.astype(jnp.int32), best)
 
     return jax.lax.cond(jnp.any(drawn), draw, lambda: best)
 
 
 def generated_counts(
-    ids: Int[Array, "B C"], count: Int[Array, "B"], made: Int[Array, "B"], knobs: Knobs, vocab: int
+    ids: Int[Array, "B C"], count: Int[Array, "B"], made: Int[Array, "B"], dynamic: DynamicSampling, vocab: int
 ) -> Int[Array, "B V"]:
     """Count each id among the last ``made`` of ``count`` ids; zeros if no row has a presence or frequency penalty."""
     row, place = jnp.arange(len(ids))[:, None], jnp.arange(ids.shape[1])[None]
@@ -254,42 +258,44 @@ def generated_counts(
         new = (place < count[:, None]) & (place >= (count - made)[:, None])
         return zeros.at[row, ids].add(new.astype(jnp.int32))
 
-    return jax.lax.cond(jnp.any((knobs.presence != 0) | (knobs.frequency != 0)), add, lambda: zeros)
+    return jax.lax.cond(jnp.any((dynamic.presence != 0) | (dynamic.frequency != 0)), add, lambda: zeros)
 
 
 def _penalised(
     logits: Float[Array, "B V"],
     seen: Bool[Array, "B V"] | None,
     counts: Int[Array, "B V"] | None,
-    steps: Steps,
-    knobs: Knobs,
+    steps: StaticSampling,
+    dynamic: DynamicSampling,
 ) -> Float[Array, "B V"]:
     """Apply the penalties to the logits, in the same order as vLLM."""
     if steps.penalty:
         assert seen is not None
-        by = knobs.penalty[:, None]
+        by = dynamic.penalty[:, None]
         logits = jnp.where(seen, jnp.where(logits < 0, logits * by, logits / by), logits)
     if steps.counts:
         assert counts is not None
-        logits = logits - knobs.frequency[:, None] * counts - knobs.presence[:, None] * (counts > 0)
+        logits = logits - dynamic.frequency[:, None] * counts - dynamic.presence[:, None] * (counts > 0)
     return logits
 
 
-def _scaled_and_cut(logits: Float[Array, "B V"], steps: Steps, knobs: Knobs) -> Float[Array, "B V"]:
+def _scaled_and_cut(
+    logits: Float[Array, "B V"], steps: StaticSampling, dynamic: DynamicSampling
+) -> Float[Array, "B V"]:
     """The logits of the distribution that is drawn from; -inf for removed tokens."""
-    logits = logits / jnp.where(knobs.temperature > 0, knobs.temperature, 1)[:, None]
-    return jnp.where(logits < _threshold(logits, knobs)[:, None], -jnp.inf, logits) if steps.cut else logits
+    logits = logits / jnp.where(dynamic.temperature > 0, dynamic.temperature, 1)[:, None]
+    return jnp.where(logits < _threshold(logits, dynamic)[:, None], -jnp.inf, logits) if steps.cut else logits
 
 
-def _threshold(logits: Float[Array, "B V"], knobs: Knobs) -> Float[Array, "B"]:
+def _threshold(logits: Float[Array, "B V"], dynamic: DynamicSampling) -> Float[Array, "B"]:
     """The smallest logit that is kept by top-k, then top-p, then min-p."""
     ordered = -jnp.sort(-logits, axis=-1)
     rank = jnp.arange(logits.shape[-1])[None, :]
-    least = jnp.take_along_axis(ordered, knobs.top_k[:, None] - 1, axis=-1)
+    least = jnp.take_along_axis(ordered, dynamic.top_k[:, None] - 1, axis=-1)
     ordered = jnp.where(ordered < least, -jnp.inf, ordered)  # keeps ties with the k-th, as transformers does
     probabilities = jax.nn.softmax(ordered, axis=-1)
     before = jnp.cumsum(probabilities, axis=-1) - probabilities
-    top_p = knobs.top_p[:, None]
+    top_p = dynamic.top_p[:, None]
     kept = ((before < top_p) | (top_p == 1) | (rank == 0)) & (ordered >= least)
-    kept &= (probabilities >= knobs.min_p[:, None] * probabilities[:, :1]) | (rank == 0)
+    kept &= (probabilities >= dynamic.min_p[:, None] * probabilities[:, :1]) | (rank == 0)
     return jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1)

@@ -13,8 +13,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from nnxmoe.config.arguments import refuses_unknown
 from nnxmoe.config.validate import check_type, whole_number
-from nnxmoe.generation.complete import numbered, tokenizer_of
-from nnxmoe.generation.ids import Ids, refuse_ids, whole_ids
+from nnxmoe.generation.complete import load_tokenizer, map_numbered
+from nnxmoe.generation.ids import Ids, as_token_ids, check_ids
 from nnxmoe.generation.request import unusable_logits
 from nnxmoe.layers.chunks import in_chunks, joined
 from nnxmoe.model.causal_lm import CausalLM
@@ -77,7 +77,7 @@ def score(
     if isinstance(texts, str):
         raise ValueError(f"score takes a list of texts, got {texts!r:.40}: put a single one into a list")
     vocab = model.vocab_size
-    items = numbered("text", [*texts], lambda item: _split(item, lambda: tokenizer or tokenizer_of(model), vocab))
+    items = map_numbered("text", [*texts], lambda item: _split(item, lambda: tokenizer or load_tokenizer(model), vocab))
     if (top := whole_number("top", top, 0)) > vocab:
         raise ValueError(f"top={top} is more than the {vocab} ids of the vocabulary")
     for number, (ids, first) in enumerate(items):
@@ -124,7 +124,7 @@ def _split(item: Any, tokenizer: Any, vocab: int) -> tuple[tuple[int, ...], int]
     context, text = item if pair else ((), item)
     if text is None or context is None:
         raise ValueError("a text to score, or its context, is None: give a string or token ids")
-    known = () if isinstance(context, str) else whole_ids(context)
+    known = () if isinstance(context, str) else as_token_ids(context)
     if isinstance(text, str):
         if (encode := tokenizer()) is None:
             raise ValueError("texts need a tokenizer: pass tokenizer=, or token ids")
@@ -138,10 +138,10 @@ def _split(item: Any, tokenizer: Any, vocab: int) -> tuple[tuple[int, ...], int]
                 f"the first token of {before + text!r:.60} spans the context {before!r:.60}, and has no "
                 "log-probability: give a longer context"
             )
-        return refuse_ids(tuple(ids), vocab), first
+        return check_ids(tuple(ids), vocab), first
     if isinstance(context, str) and context:
         raise ValueError("a context of text with a continuation of ids: give both as text, or both as ids")
-    return refuse_ids((*known, *whole_ids(text)), vocab), max(1, len(known))
+    return check_ids((*known, *as_token_ids(text)), vocab), max(1, len(known))
 
 
 def _score(model: CausalLM, ids: Int[Array, "B T"], valid: Bool[Array, "B T"], top: int) -> tuple[Array, ...]:

@@ -29,7 +29,7 @@ class _Raised(jinja2.TemplateError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Rendered:
+class RenderedChat:
     """A rendered chat. ``answers``: the ranges of characters inside ``{% generation %}`` tags."""
 
     text: str
@@ -130,7 +130,7 @@ _compiled = functools.lru_cache(maxsize=32)(lambda template: _environment().from
 
 
 @functools.lru_cache(maxsize=32)
-def names_read(template: str) -> frozenset[str]:
+def template_variables(template: str) -> frozenset[str]:
     """The names of variables that a template reads. Raises ChatTemplateError for a faulty one."""
     try:
         found = _environment().parse(template).find_all(jinja2.nodes.Name)
@@ -139,14 +139,14 @@ def names_read(template: str) -> frozenset[str]:
         raise _fault(error, None) from None
 
 
-def render_chat_template(template: str, variables: Mapping[str, Any]) -> Rendered:
+def render_chat_template(template: str, variables: Mapping[str, Any]) -> RenderedChat:
     """Render a template in the sandbox. Raises ChatTemplateError, whatever fails in it."""
     compiled, tracker = None, _Tracker()
     token = _tracker.set(tracker)
     try:
         compiled = _compiled(template)
         # root_render_func leaves the traceback as it is, which tells the line of an error
-        for piece in compiled.root_render_func(compiled.new_context(plain_values(variables))):
+        for piece in compiled.root_render_func(compiled.new_context(to_json_types(variables))):
             tracker.pieces.append(piece)
             tracker.length += len(piece)
     except Exception as error:
@@ -157,14 +157,14 @@ def render_chat_template(template: str, variables: Mapping[str, Any]) -> Rendere
     # Inside a macro or {% set %} a tag is rendered before the text that precedes it is known.
     whole = all(text.startswith(part, at) for at, part in tracker.found)
     answers = tuple((at, at + len(part)) for at, part in tracker.found if part) if whole else ()
-    return Rendered(text, answers)
+    return RenderedChat(text, answers)
 
 
 def _placeholder(value: object) -> str:
     return f"<{type(value).__name__}>"
 
 
-def plain_values(value: Any, fallback: Callable[[Any], Any] = _placeholder) -> Any:
+def to_json_types(value: Any, fallback: Callable[[Any], Any] = _placeholder) -> Any:
     """Convert a value to JSON types, whose methods are safe in the sandbox. ``fallback`` converts objects of other
     types, by default to ``<type name>``."""
     if value is None or isinstance(value, bool):
@@ -174,16 +174,16 @@ def plain_values(value: Any, fallback: Callable[[Any], Any] = _placeholder) -> A
     if isinstance(value, int | float):
         return int(value) if isinstance(value, int) else float(value)
     if isinstance(value, Mapping):
-        return {plain_values(name, fallback): plain_values(item, fallback) for name, item in value.items()}
+        return {to_json_types(name, fallback): to_json_types(item, fallback) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        values = [plain_values(item, fallback) for item in value]
+        values = [to_json_types(item, fallback) for item in value]
         return tuple(values) if type(value) is tuple else values
     if hasattr(value, "dtype") and callable(convert := getattr(value, "tolist", None)):  # arrays of NumPy and JAX
-        return plain_values(convert(), fallback)
+        return to_json_types(convert(), fallback)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: plain_values(getattr(value, field.name), fallback) for field in dataclasses.fields(value)}
+        return {field.name: to_json_types(getattr(value, field.name), fallback) for field in dataclasses.fields(value)}
     if callable(dump := getattr(value, "model_dump", None)):  # pydantic, such as messages of the OpenAI client
-        return plain_values(dump(), fallback)
+        return to_json_types(dump(), fallback)
     return fallback(value)
 
 

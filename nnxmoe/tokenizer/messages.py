@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from nnxmoe.tokenizer.chat_template import plain_values
+from nnxmoe.tokenizer.chat_template import to_json_types
 from nnxmoe.tokenizer.tokenizer_files import TokenizerError
-from nnxmoe.tokenizer.tool_calls import tool_calls
+from nnxmoe.tokenizer.tool_calls import parse_tool_calls
 
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of the same field in different templates
 _MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # ends in a space, to detect whether the template strips its messages
@@ -18,13 +18,13 @@ def is_message(value: Any) -> bool:
     return isinstance(value, Mapping) or made or callable(getattr(value, "model_dump", None))
 
 
-def plain_messages(messages: Any) -> list[dict[str, Any]]:
+def normalize_messages(messages: Any) -> list[dict[str, Any]]:
     """Convert messages to dicts of JSON types without None fields.
 
-    Reasoning is stored under each name that templates read. Tool calls are validated (see `tool_calls`). Dataclasses
-    and pydantic models are converted, as in transformers.
+    Reasoning is stored under each name that templates read. Tool calls are validated (see `parse_tool_calls`).
+    Dataclasses and pydantic models are converted, as in transformers.
     """
-    found = plain_values(getattr(messages, "messages", messages))
+    found = to_json_types(getattr(messages, "messages", messages))
     if not isinstance(found, list | tuple) or not all(isinstance(message, dict) for message in found):
         raise TokenizerError('messages must be a list of dicts like {"role": "user", "content": "Hello"}')
     if not found:
@@ -33,7 +33,7 @@ def plain_messages(messages: Any) -> list[dict[str, Any]]:
     for number, message in enumerate(found):
         fields = {name: value for name, value in message.items() if value is not None}
         if "tool_calls" in fields:
-            fields["tool_calls"] = tool_calls(fields["tool_calls"], f"messages[{number}].tool_calls")
+            fields["tool_calls"] = parse_tool_calls(fields["tool_calls"], f"messages[{number}].tool_calls")
             if not fields["tool_calls"]:  # some templates only test whether the field is defined
                 del fields["tool_calls"]
         reasoning = next((fields[name] for name in REASONING if name in fields), None)

@@ -18,8 +18,8 @@ import tokenizers
 from nnxmoe.runtime.progress import logger
 from nnxmoe.tokenizer import byte_level
 from nnxmoe.tokenizer.added_tokens import add_declared, named_tokens
-from nnxmoe.tokenizer.chat_template import ChatTemplateError, Rendered, names_read, render_chat_template
-from nnxmoe.tokenizer.messages import cut_at_mark, mark_end, plain_messages
+from nnxmoe.tokenizer.chat_template import ChatTemplateError, RenderedChat, render_chat_template, template_variables
+from nnxmoe.tokenizer.messages import cut_at_mark, mark_end, normalize_messages
 from nnxmoe.tokenizer.tokenizer_files import (
     CONFIG,
     TEMPLATE,
@@ -31,7 +31,7 @@ from nnxmoe.tokenizer.tokenizer_files import (
     read_chat_templates,
     read_config,
 )
-from nnxmoe.tokenizer.tool_calls import in_template_form
+from nnxmoe.tokenizer.tool_calls import convert_tool_calls
 
 __all__ = ["TextStream", "Tokenizer", "TokenizerError"]
 
@@ -192,7 +192,7 @@ class Tokenizer:
         """
         options = {"tools": tools, "documents": documents, "add_generation_prompt": bool(add_generation_prompt)}
         render = functools.partial(self.render_chat, chat_template=chat_template, **options, **variables)
-        plain, end = in_template_form(render, plain_messages(messages)), None
+        plain, end = convert_tool_calls(render, normalize_messages(messages)), None
         if continue_final_message:
             if add_generation_prompt:
                 raise TokenizerError("pass add_generation_prompt or continue_final_message, not both")
@@ -202,7 +202,9 @@ class Tokenizer:
         text = text if end is None else cut_at_mark(text, end)
         return self.encode(text, add_special_tokens=False) if tokenize else text  # the template writes special tokens
 
-    def render_chat(self, plain: list[dict[str, Any]], chat_template: str | None = None, **variables: Any) -> Rendered:
+    def render_chat(
+        self, plain: list[dict[str, Any]], chat_template: str | None = None, **variables: Any
+    ) -> RenderedChat:
         """Render messages of plain JSON values. The result has the ranges that the template marks as answers."""
         for name in ("tools", "documents"):
             value = variables.setdefault(name, None)
@@ -211,7 +213,7 @@ class Tokenizer:
             variables[name] = value if value is None else list(value)
         try:
             template = self._template(chat_template, variables["tools"] is not None)
-            self._warn_of_unread(names_read(template), variables)
+            self._warn_of_unread(template_variables(template), variables)
             return render_chat_template(template, {**self.special_tokens, **variables, "messages": plain})
         except ChatTemplateError as error:
             raise TokenizerError(f"{self._template_file}: {error}", self.source) from None

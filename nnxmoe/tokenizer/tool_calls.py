@@ -2,7 +2,7 @@
 
 Data sets and clients write the arguments of a call as an object or, like OpenAI, as JSON text. A template reads one of
 these two forms. Some templates also need the call's "type", a flat call, or null content in messages with calls.
-`in_template_form` renders each form with markers as arguments. It returns the first form in which every marker is
+`convert_tool_calls` renders each form with markers as arguments. It returns the first form in which every marker is
 rendered as JSON, neither encoded twice nor as Python's repr.
 """
 
@@ -32,7 +32,7 @@ _CONTENTS: tuple[dict[str, Any], ...] = ({}, {"content": ""}, {"content": None})
 _FORMS = [_CallForm(*options) for options in itertools.product(("", "typed", "flat"), _CONTENTS, (False, True))]
 
 
-def tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
+def parse_tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
     """Validate the calls of a message: a list or its JSON text, in OpenAI's form or flat (``{"name", "arguments"}``).
 
     Returns calls in OpenAI's form. Arguments that are absent, null or "" become ``{}``. Other arguments remain an
@@ -80,7 +80,7 @@ def _object(arguments: Any, where: str) -> dict[str, Any] | None:
     return value
 
 
-def in_template_form(render: Callable[[Messages], Any], messages: Messages) -> Messages:
+def convert_tool_calls(render: Callable[[Messages], Any], messages: Messages) -> Messages:
     """Convert the calls in messages to the form that the chat template reads.
 
     ``render`` renders messages of JSON values and returns an object with the attribute ``text``. Raises TokenizerError

@@ -25,7 +25,7 @@ from nnxmoe.apps.cli.parser import as_typed
 from nnxmoe.apps.cli.summary import summarise
 from nnxmoe.convert.hf import pretrained
 from nnxmoe.convert.storage.checkpoint import Checkpoint
-from nnxmoe.generation.complete import StoppedText
+from nnxmoe.generation.complete import StopStringFilter
 from nnxmoe.models import MODELS, PRESETS
 from nnxmoe.train import lora
 from tests.corpus.case import Draft
@@ -716,7 +716,7 @@ def test_stop_strings_over_pieces(stops: tuple[str, ...]) -> None:
     text = "once there was the end"
     found = [at for stop in stops if (at := text.find(stop)) >= 0]
     for size in range(1, 8):
-        shown = StoppedText(stops)
+        shown = StopStringFilter(stops)
         pieces = [shown.add(text[i : i + size]) for i in range(0, len(text), size)]
         assert "".join([*pieces, shown.rest()]) == text[: min(found, default=len(text))] == shown.text
         assert shown.stopped == bool(found)

@@ -708,7 +708,7 @@ def test_jobs_are_admitted_together_or_not_at_all(demo: Any) -> None:
 
     async def submit() -> None:
         thread = engine_thread.EngineThread(engine, tokenizer, asyncio.get_running_loop())
-        jobs = [engine_thread.SampleJob((5,) * n, nnxmoe.Wanted(4), (), lambda piece: None) for n in (8, 61)]
+        jobs = [engine_thread.SampleJob((5,) * n, nnxmoe.RequestOptions(4), (), lambda piece: None) for n in (8, 61)]
         with pytest.raises(ValueError, match="do not fit in the 64"):
             await thread.submit(jobs)
         assert engine.waiting == engine.running == 0

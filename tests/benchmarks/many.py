@@ -53,10 +53,10 @@ def of_nnxmoe(folder: str, way: str, given: list[Job], slots: int) -> Callable[[
     model = nnxmoe.from_pretrained(folder)
 
     def engine_run() -> None:
-        limits = nnxmoe.Limits(sampling=nnxmoe.Wanted().limits(10).sampling)
+        limits = nnxmoe.EngineLimits(sampling=nnxmoe.RequestOptions().required_limits(10).sampling)
         engine = nnxmoe.Engine(model, slots=slots, capacity=384, limits=limits)
         for ids, most in given:
-            engine.submit(ids, nnxmoe.Wanted(most))
+            engine.submit(ids, nnxmoe.RequestOptions(most))
         engine.run()
 
     def static() -> None:
@@ -65,16 +65,16 @@ def of_nnxmoe(folder: str, way: str, given: list[Job], slots: int) -> Callable[[
 
     def repeat_the_prompt(logits: Any, history: History) -> Any:
         """An answer that copies: the id that stands as far back as the prompt is long."""
-        back = history.count - history.made
+        back = history.count - history.new_count
         last = jnp.take_along_axis(history.ids, (history.count - back)[:, None], axis=1)
         return logits.at[jnp.arange(len(logits))[:, None], last].add(1e4)
 
     def lookup() -> None:
         draft = nnxmoe.PromptLookup() if way in ("copy", "free") else None
         process = repeat_the_prompt if "copy" in way else None
-        engine = nnxmoe.Engine(model, slots=1, capacity=384, process=process, draft=draft)
+        engine = nnxmoe.Engine(model, slots=1, capacity=384, logits_processor=process, draft=draft)
         for ids, _ in given[:4]:
-            request = engine.submit(ids, nnxmoe.Wanted(128))
+            request = engine.submit(ids, nnxmoe.RequestOptions(128))
             engine.run()
             print(dict(request.accepted), file=sys.stderr)
 

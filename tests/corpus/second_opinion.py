@@ -99,8 +99,8 @@ def sound_config(fields: dict[str, Any]) -> bool:
     if not real(c["rms_norm_eps"], 1) or not real(c["rope_theta"], 1e15) or c["rope_theta"] <= 1:
         return False
     ends = c["eos_token_id"] if type(c["eos_token_id"]) is list else [c["eos_token_id"]]
-    whole_ids = all(type(i) is int and abs(i) <= 2**31 for i in ends if i is not None or len(ends) > 1)
-    if not ends or not whole_ids or not (c["bos_token_id"] is None or type(c["bos_token_id"]) is int):
+    as_token_ids = all(type(i) is int and abs(i) <= 2**31 for i in ends if i is not None or len(ends) > 1)
+    if not ends or not as_token_ids or not (c["bos_token_id"] is None or type(c["bos_token_id"]) is int):
         return False
     pad = c["pad_token_id"]
     if pad is not None and not (type(pad) is int and -c["vocab_size"] <= pad < c["vocab_size"]):

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import nnxmoe
-from nnxmoe import Engine, Limits, Prefix, PromptLookup, Sampling, Wanted
-from nnxmoe.generation.complete import StoppedText, complete
+from nnxmoe import Engine, EngineLimits, Prefix, PromptLookup, RequestOptions, Sampling
+from nnxmoe.generation.complete import StopStringFilter, complete
 from nnxmoe.generation.draft import ModelDraft, MTPDraft
 from nnxmoe.generation.engine import Request
 from nnxmoe.generation.rows import History
@@ -25,9 +25,9 @@ from tests.support.running import compiled_in
 from tests.support.tiny import build_tiny
 
 VOCAB, CAPACITY = 53, 60
-EVERYTHING = Limits(stops=4, biases=3, top=2)
+EVERYTHING = EngineLimits(max_stop_ids=4, max_logit_biases=3, max_logprobs=2)
 WILD = Sampling(1.3, 20, 0.95, 0.01, repetition_penalty=1.2, presence_penalty=0.4, frequency_penalty=-0.3)
-WILD_STEPS = Wanted(sampling=WILD).limits(VOCAB).sampling
+WILD_STEPS = RequestOptions(sampling=WILD).required_limits(VOCAB).sampling
 
 
 @functools.cache
@@ -57,7 +57,7 @@ def prompts(count: int, seed: int = 0, longest: int = 40) -> list[list[int]]:
     return [rng.integers(0, VOCAB, n).tolist() for n in rng.integers(1, longest, count)]
 
 
-def alone(model: nnxmoe.CausalLM, prompt: Sequence[int], wanted: Wanted) -> tuple[list[int], np.ndarray]:
+def alone(model: nnxmoe.CausalLM, prompt: Sequence[int], wanted: RequestOptions) -> tuple[list[int], np.ndarray]:
     """New ids by `generate`, and the log-probability of each by one pass over all of them."""
     options = {"sampling": wanted.sampling, "seed": wanted.seed, "eos_token_id": wanted.stop_ids}
     ids = nnxmoe.generate(model, [list(prompt)], None, wanted.max_new_tokens, **options)[0]  # type: ignore[arg-type]
@@ -65,7 +65,7 @@ def alone(model: nnxmoe.CausalLM, prompt: Sequence[int], wanted: Wanted) -> tupl
     return ids[len(prompt) :].tolist(), np.asarray(logprobs)[np.arange(len(prompt), len(ids)) - 1, ids[len(prompt) :]]
 
 
-def run(engine: Engine, jobs: Sequence[tuple[Sequence[int], Wanted]]) -> list[Request]:
+def run(engine: Engine, jobs: Sequence[tuple[Sequence[int], RequestOptions]]) -> list[Request]:
     requests = [engine.submit(prompt, wanted) for prompt, wanted in jobs]
     engine.run()
     assert all(request.done for request in requests) and (engine.running, engine.waiting) == (0, 0)
@@ -78,7 +78,7 @@ def test_requests_get_what_they_would_get_alone(kind: str) -> None:
     model, rng = tiny(kind), np.random.default_rng(1)
     given = [*prompts(9), rng.integers(0, VOCAB, 70).tolist(), rng.integers(0, VOCAB, 131).tolist()]
     jobs = [
-        (prompt, Wanted(int(rng.integers(1, 12)), 0, [None, WILD][i % 2], [5, 11], seed=i, logprobs=2))
+        (prompt, RequestOptions(int(rng.integers(1, 12)), 0, [None, WILD][i % 2], [5, 11], seed=i, logprobs=2))
         for i, prompt in enumerate(given)
     ]
     for slots in (1, 3):
@@ -96,7 +96,10 @@ def test_penalties_count_generated_ids_only() -> None:
     """Greedy ids by NumPy from the logits of whole passes: in a batch, alone, and with drafts."""
     model, penalties = tiny(), [(2, 0), (0, 1.1), (-1.5, 0.2), (0, 0)]
     jobs = [
-        (prompt, Wanted(14, sampling=Sampling(0.0, presence_penalty=one, frequency_penalty=other), stop_ids=None))
+        (
+            prompt,
+            RequestOptions(14, sampling=Sampling(0.0, presence_penalty=one, frequency_penalty=other), stop_ids=None),
+        )
         for prompt, (one, other) in zip(prompts(4, seed=6, longest=16), penalties, strict=True)
     ]
 
@@ -110,13 +113,13 @@ def test_penalties_count_generated_ids_only() -> None:
 
     expected = [oracle(prompt, *penalty) for (prompt, _), penalty in zip(jobs, penalties, strict=True)]
     assert all(oracle(prompt, 0, 0) != ids for (prompt, _), ids in zip(jobs[:3], expected, strict=False))
-    engine = Engine(model, slots=4, capacity=CAPACITY, limits=Limits(top=0))
+    engine = Engine(model, slots=4, capacity=CAPACITY, limits=EngineLimits(max_logprobs=0))
     for batch in (jobs, jobs[1:2]):
         assert [request.ids for request in run(engine, batch)] == expected[jobs.index(batch[0]) :][: len(batch)]
     drafted = Engine(model, slots=4, capacity=CAPACITY, draft=PromptLookup(3))
     assert [request.ids for request in run(drafted, jobs)] == expected
     # A row without penalties beside rows that have them is equal to the bit.
-    job = [1, *jobs[3][0]], Wanted(12, sampling=Sampling(0.8), seed=3, logprobs=0)
+    job = [1, *jobs[3][0]], RequestOptions(12, sampling=Sampling(0.8), seed=3, logprobs=0)
     beside, without = run(engine, [job, *jobs[:3]])[0], run(engine, [job])[0]
     assert (beside.ids, beside.logprobs) == (without.ids, without.logprobs)
 
@@ -124,9 +127,9 @@ def test_penalties_count_generated_ids_only() -> None:
 def test_rows_are_used_again_at_once() -> None:
     """A short request next to a long one is done after two steps, however many were started before."""
     engine = Engine(tiny(), slots=2, capacity=CAPACITY)
-    engine.submit([1], Wanted(50))
+    engine.submit([1], RequestOptions(50))
     for _ in range(8):
-        request, steps = engine.submit([2], Wanted(2)), 0
+        request, steps = engine.submit([2], RequestOptions(2)), 0
         while not request.done:
             engine.step()
             steps += 1
@@ -137,10 +140,10 @@ def test_rows_are_used_again_at_once() -> None:
 def test_cancelled_prompts_are_not_read() -> None:
     engine = Engine(tiny(), slots=1, capacity=300)
     for _ in range(3):
-        request = engine.submit([1] * 250, Wanted(2))
+        request = engine.submit([1] * 250, RequestOptions(2))
         engine.step()
         engine.cancel(request)
-    request, steps = engine.submit([2], Wanted(1)), 0
+    request, steps = engine.submit([2], RequestOptions(1)), 0
     while not request.done:
         engine.step()
         steps += 1
@@ -155,8 +158,8 @@ def test_end_states_are_equal_in_all_doors() -> None:
     cut = free[: free.index(end) + 1]
     model.generation_config = {"eos_token_id": [50 if end != 50 else 49, end]}
     for asked, wanted, finish in ((..., cut, "stop"), (None, free, "length"), (end, cut, "stop")):
-        engine = Engine(model, slots=1, capacity=CAPACITY, limits=Limits(stops=1))
-        (request,) = run(engine, [(prompt, Wanted(8, stop_ids=asked))])
+        engine = Engine(model, slots=1, capacity=CAPACITY, limits=EngineLimits(max_stop_ids=1))
+        (request,) = run(engine, [(prompt, RequestOptions(8, stop_ids=asked))])
         assert (request.ids, request.finish) == (wanted, finish)
         (done,) = complete(model, [prompt], max_new_tokens=8, eos_token_id=asked)
         assert (list(done.ids), done.finish) == (wanted, finish)
@@ -164,7 +167,7 @@ def test_end_states_are_equal_in_all_doors() -> None:
         pieces = nnxmoe.stream(model, Words(), prompt, max_new_tokens=8, eos_token_id=asked)
         assert pieces.finish is None and isinstance(list(pieces), list)
         assert (pieces.tokens, pieces.finish) == (len(wanted), finish)
-        assert Engine(model, slots=1, capacity=CAPACITY).submit(prompt, Wanted(0)).finish == "length"
+        assert Engine(model, slots=1, capacity=CAPACITY).submit(prompt, RequestOptions(0)).finish == "length"
 
 
 @pytest.mark.slow
@@ -179,7 +182,7 @@ def test_rows_beyond_the_positions_are_reported_once_per_model(caplog: pytest.Lo
             "generate": lambda model: nnxmoe.generate(model, [short], max_new_tokens=4),
             "complete": lambda model: list(complete(model, [short], max_new_tokens=4)),
             "stream": lambda model: list(nnxmoe.stream(model, Words(), short, max_new_tokens=4)),
-            "engine": lambda model: Engine(model, capacity=80, slots=1).submit(short, Wanted(4)),
+            "engine": lambda model: Engine(model, capacity=80, slots=1).submit(short, RequestOptions(4)),
             "score": lambda model: nnxmoe.score(model, [ids]),
         }
 
@@ -198,9 +201,9 @@ def test_prefixes_belong_to_an_engine() -> None:
     prefix, ids = Prefix((5, 6, 7)), [5, 6, 7, 8]
     for model in (tiny(), tiny("llama")):
         engine = Engine(model, slots=1, capacity=CAPACITY)
-        request = engine.submit(ids, Wanted(4), prefix)
+        request = engine.submit(ids, RequestOptions(4), prefix)
         engine.run()
-        assert request.ids == alone(model, ids, Wanted(4))[0] and request.prefix is None
+        assert request.ids == alone(model, ids, RequestOptions(4))[0] and request.prefix is None
     with pytest.raises(ValueError, match="at least one id"):
         Prefix(())
     with pytest.raises(ValueError, match="does not begin with the 3 ids of its start"):
@@ -213,18 +216,18 @@ def test_prefixes_and_seeds_of_wrong_types() -> None:
         Prefix("abc")  # type: ignore[arg-type]
     for bad in (1.5, True, "1"):
         with pytest.raises(ValueError, match="seed"):
-            Wanted(seed=bad)  # type: ignore[arg-type]
-    assert Wanted(seed=np.int64(1)) == Wanted(seed=1)  # type: ignore[arg-type]
+            RequestOptions(seed=bad)  # type: ignore[arg-type]
+    assert RequestOptions(seed=np.int64(1)) == RequestOptions(seed=1)  # type: ignore[arg-type]
 
 
 def test_seeds_have_64_bits() -> None:
     made = []
     for seed in (1, 1 + 2**32, -1, 2**32 - 1):
-        engine = Engine(tiny(), slots=1, capacity=CAPACITY, limits=Limits(sampling=WILD_STEPS))
-        made.append(run(engine, [([3], Wanted(12, sampling=WILD, seed=seed))])[0].ids)
+        engine = Engine(tiny(), slots=1, capacity=CAPACITY, limits=EngineLimits(sampling=WILD_STEPS))
+        made.append(run(engine, [([3], RequestOptions(12, sampling=WILD, seed=seed))])[0].ids)
     assert len({tuple(ids) for ids in made}) == 4
     with pytest.raises(ValueError, match="seed must be a 64-bit integer"):
-        Wanted(seed=2**63)
+        RequestOptions(seed=2**63)
 
 
 def test_dynamic_rotary_embeddings_do_not_count_padding() -> None:
@@ -261,7 +264,7 @@ def test_two_slots_are_warm_for_two_prompts() -> None:
 
     def both() -> None:
         for prompt in prompts(2, seed=4):
-            engine.submit(prompt, Wanted(4))
+            engine.submit(prompt, RequestOptions(4))
         engine.run()
 
     assert compiled_in(both) == 0
@@ -277,7 +280,7 @@ def _storm(events: int) -> None:
     jobs = []
     for i, prompt in enumerate(prompts(24, seed=4)):
         sampling = [None, WILD, Sampling(temperature=0.8)][i % 3]
-        jobs.append((prompt, Wanted(int(rng.integers(1, 9)), 0, sampling, [7], seed=i)))
+        jobs.append((prompt, RequestOptions(int(rng.integers(1, 9)), 0, sampling, [7], seed=i)))
     wanted = [alone(model, *job)[0] for job in jobs]
     engine = Engine(model, slots=3, capacity=CAPACITY)
     engine.warm_up()
@@ -323,14 +326,14 @@ def test_a_prefix_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ends = [([], first), ([4], first), ([1, 2, 3], second), ([1, 2, 3], second), ([1, 2, 3, 9, 9], second)]
     sampling = Sampling(temperature=1.1)
     requests = [
-        engine.submit([*beginning, *end], Wanted(4, sampling=sampling, seed=8, sample=i), prefix)
+        engine.submit([*beginning, *end], RequestOptions(4, sampling=sampling, seed=8, sample=i), prefix)
         for i, (end, prefix) in enumerate(ends)
     ]
     engine.run()
     assert sum(read) == 66 + 1 + 3 + 2
     for i, ((end, _), request) in enumerate(zip(ends, requests, strict=True)):
         lone = Engine(model, slots=1, capacity=150)
-        wanted = dataclasses.replace(request.wanted, sample=i)
+        wanted = dataclasses.replace(request.options, sample=i)
         assert run(lone, [([*beginning, *end], wanted)])[0].ids == request.ids
     assert len({tuple(request.ids) for request in requests[2:4]}) == 2, "samples differ"
     with pytest.raises(ValueError, match="does not begin with the 66 ids"):
@@ -345,16 +348,16 @@ def _counted(read: list[int], plain: Any, ids: Any, valid: Any, *rest: Any) -> A
 def test_logits_are_changed_by_what_is_asked() -> None:
     """Biases, ids that may not stop too early, and a function of the user's."""
     model, prompt = tiny(), [3, 1, 4, 1, 5]
-    free = run(Engine(model, slots=1, capacity=CAPACITY), [(prompt, Wanted(8))])[0].ids
-    limits = Limits(stops=2, biases=3, top=0)
+    free = run(Engine(model, slots=1, capacity=CAPACITY), [(prompt, RequestOptions(8))])[0].ids
+    limits = EngineLimits(max_stop_ids=2, max_logit_biases=3, max_logprobs=0)
     engine = Engine(model, slots=2, capacity=CAPACITY, limits=limits)
     forced, banned, late, free_again = run(
         engine,
         [
-            (prompt, Wanted(6, logit_bias={9: 1e4})),
-            (prompt, Wanted(6, logit_bias={free[0]: -1e9})),
-            (prompt, Wanted(8, 5, stop_ids=[free[0], free[2]])),
-            (prompt, Wanted(8, logprobs=0)),
+            (prompt, RequestOptions(6, logit_bias={9: 1e4})),
+            (prompt, RequestOptions(6, logit_bias={free[0]: -1e9})),
+            (prompt, RequestOptions(8, 5, stop_ids=[free[0], free[2]])),
+            (prompt, RequestOptions(8, logprobs=0)),
         ],
     )
     assert forced.ids == [9] * 6 and free[0] not in banned.ids and free_again.ids == free
@@ -366,7 +369,7 @@ def test_logits_are_changed_by_what_is_asked() -> None:
         ids = jnp.arange(logits.shape[1])
         return jnp.where((ids[None] + history.count[:, None]) % 2 == 1, logits, -jnp.inf)
 
-    one = run(Engine(model, slots=1, capacity=CAPACITY, process=even), [(prompt, Wanted(8))])[0].ids
+    one = run(Engine(model, slots=1, capacity=CAPACITY, logits_processor=even), [(prompt, RequestOptions(8))])[0].ids
     assert [id % 2 for id in one] == [0, 1] * 4
 
 
@@ -388,7 +391,7 @@ class Scripted:
         pass
 
     def propose(self, memory: None, history: History, *rest: Any) -> tuple[jax.Array, None]:
-        at = history.made[:, None] + jnp.arange(self.count)[None]
+        at = history.new_count[:, None] + jnp.arange(self.count)[None]
         return jnp.take_along_axis(self.table[history.ids[:, 0]], at, axis=1, mode="clip"), None
 
 
@@ -423,7 +426,7 @@ def test_drafts_change_nothing(kind: str, dtype: str) -> None:
         prompt = [i, *prompt]
         sampling = [None, WILD, Sampling(temperature=0.9, frequency_penalty=1.5)][i % 3]
         most = 20 if i else 40 - len(prompt)  # the first one fills its slot
-        jobs.append((prompt, Wanted(most, 2, sampling, [7, 8] if i == 4 else [], 5, i, {3: 0.5}, 2)))
+        jobs.append((prompt, RequestOptions(most, 2, sampling, [7, 8] if i == 4 else [], 5, i, {3: 0.5}, 2)))
 
     def results(draft: Any) -> list[Request]:
         return run(Engine(model, slots=4, capacity=40, limits=limits, draft=draft), jobs)
@@ -449,7 +452,10 @@ def test_drafts_change_nothing(kind: str, dtype: str) -> None:
 def test_prompt_lookup_gives_the_same_ids_in_fewer_steps(kind: str) -> None:
     """A prompt that repeats itself, and one that does not."""
     model, copied = tiny(kind), [3, 9, 14, 21, 30, 2, 8] * 4
-    jobs = [(copied, Wanted(12, logit_bias={})), *((prompt, Wanted(12)) for prompt in prompts(3, seed=2))]
+    jobs = [
+        (copied, RequestOptions(12, logit_bias={})),
+        *((prompt, RequestOptions(12)) for prompt in prompts(3, seed=2)),
+    ]
     plain = run(Engine(model, slots=4, capacity=CAPACITY), jobs)
     for draft in (PromptLookup(3), PromptLookup(5, ngram=2)):
         for one, other in zip(plain, run(Engine(model, slots=4, capacity=CAPACITY, draft=draft), jobs), strict=True):
@@ -479,10 +485,10 @@ def test_prompt_lookup_finds_the_longest_and_latest_run() -> None:
 def test_drafts_of_models_change_nothing() -> None:
     """The ids and log-probabilities of steps of one width; a model that drafts for itself is always right when greedy,
     and nearly always when it draws with the same keys."""
-    model, limits = with_mtp(), Limits(stops=1, top=0)
+    model, limits = with_mtp(), EngineLimits(max_stop_ids=1, max_logprobs=0)
     jobs = []
     for i, prompt in enumerate(prompts(5, seed=5, longest=16)):
-        jobs.append((prompt, Wanted(17, 0, [None, WILD][i % 2], stop_ids=None, seed=i, logprobs=0)))
+        jobs.append((prompt, RequestOptions(17, 0, [None, WILD][i % 2], stop_ids=None, seed=i, logprobs=0)))
 
     def results(draft: Any) -> list[Request]:
         return run(Engine(model, slots=3, capacity=120, limits=limits, draft=draft), jobs)
@@ -500,7 +506,7 @@ def test_multi_token_prediction_drafts_what_its_layer_predicts() -> None:
     """After every step, from a prompt of two chunks."""
     model, prompt, seen = with_mtp(), [(3 * i) % VOCAB for i in range(70)], []
     engine = Engine(model, slots=1, capacity=120, draft=MTPDraft.of(model), ahead=0)
-    request = engine.submit(prompt, Wanted(8))
+    request = engine.submit(prompt, RequestOptions(8))
     while not request.done:
         engine.step()
         while engine._reports:
@@ -531,18 +537,18 @@ def test_a_draft_of_another_vocabulary_is_refused() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (([], Wanted()), "the prompt is empty"),
-        (([53], Wanted()), "token ids must lie in 0 … 52, got 53"),
-        (([1] * 50, Wanted(11)), "50 ids and 11 new ones do not fit in the 60"),
-        (([1], Wanted(stop_ids=range(5))), "stop_ids: 5 is more than the 4"),
-        (([1], Wanted(logit_bias={0: 1, 1: 1, 2: 1, 3: 1})), "logit_bias: 4 is more than the 3"),
-        (([1], Wanted(logit_bias={99: 1})), "got 99"),
-        (([1], Wanted(logprobs=3)), "logprobs: 3 is more than the 2"),
+        (([], RequestOptions()), "the prompt is empty"),
+        (([53], RequestOptions()), "token ids must lie in 0 … 52, got 53"),
+        (([1] * 50, RequestOptions(11)), "50 ids and 11 new ones do not fit in the 60"),
+        (([1], RequestOptions(stop_ids=range(5))), "stop_ids: 5 is more than the 4"),
+        (([1], RequestOptions(logit_bias={0: 1, 1: 1, 2: 1, 3: 1})), "logit_bias: 4 is more than the 3"),
+        (([1], RequestOptions(logit_bias={99: 1})), "got 99"),
+        (([1], RequestOptions(logprobs=3)), "logprobs: 3 is more than the 2"),
     ],
 )
 def test_requests_that_do_not_fit_are_refused_and_harm_no_other(given: Any, message: str) -> None:
     engine = _shared()
-    other = engine.submit([1, 2, 3], Wanted(3))
+    other = engine.submit([1, 2, 3], RequestOptions(3))
     engine.step()
     with pytest.raises(ValueError, match=message):
         engine.submit(*given)
@@ -557,9 +563,14 @@ def _shared() -> Engine:
 
 @pytest.mark.wrong_types
 def test_options_that_the_engine_was_not_compiled_with_are_refused() -> None:
-    engine = Engine(tiny(), slots=1, capacity=CAPACITY, limits=Limits(sampling=Wanted().limits(VOCAB).sampling))
+    engine = Engine(
+        tiny(),
+        slots=1,
+        capacity=CAPACITY,
+        limits=EngineLimits(sampling=RequestOptions().required_limits(VOCAB).sampling),
+    )
     with pytest.raises(ValueError, match=r"Sampling\(temperature=1.0.*random=False"):
-        engine.submit([1], Wanted(sampling=Sampling()))
+        engine.submit([1], RequestOptions(sampling=Sampling()))
     for fields, message in (
         ({"max_new_tokens": -1}, "max_new_tokens must be a 64-bit integer >= 0, got -1"),
         ({"max_new_tokens": 3, "min_new_tokens": 4}, "min_new_tokens=4 is more than max_new_tokens=3"),
@@ -570,7 +581,7 @@ def test_options_that_the_engine_was_not_compiled_with_are_refused() -> None:
         ({"logprobs": 1.5}, "logprobs must be a 64-bit integer >= 0, got 1.5"),
     ):
         with pytest.raises(ValueError, match=message):
-            Wanted(**fields)
+            RequestOptions(**fields)
     for options in ({"slots": 0}, {"capacity": 1.5}, {"ahead": -1}):
         with pytest.raises(ValueError, match=next(iter(options))):
             Engine(tiny(), **options)
@@ -604,7 +615,7 @@ class Letters:
 def test_text_ends_before_a_stop_string(text: str, stop: list[str], wanted: str, pieces: list[str]) -> None:
     """What may begin a stop string is held back; no piece is ever taken back."""
     tokenizer = Letters()
-    continuation = StoppedText(stop, tokenizer)
+    continuation = StopStringFilter(stop, tokenizer)
     found = [*(continuation.take([i], None) for i in tokenizer.encode(text)), continuation.take([], "stop")]
     assert continuation.text == "".join(found) == wanted
     assert continuation.stopped == any(one in text for one in stop)
@@ -762,8 +773,8 @@ def on_a_mesh(dispatch: Any, draft: Any) -> tuple[list[list[int]], list[list[int
     for strategy in (nnxmoe.Strategy(dispatch=dispatch, mesh=mesh, rules=rules), nnxmoe.Strategy()):
         engine = Engine(build_tiny("mixtral", strategy), slots=3, capacity=CAPACITY, draft=draft)
         shared = Prefix((5, 6, 7))
-        requests = [engine.submit(prompt, Wanted(5 + i % 3)) for i, prompt in enumerate(prompts(6, seed=1))]
-        requests += [engine.submit([5, 6, 7, i], Wanted(4), shared) for i in range(2)]
+        requests = [engine.submit(prompt, RequestOptions(5 + i % 3)) for i, prompt in enumerate(prompts(6, seed=1))]
+        requests += [engine.submit([5, 6, 7, i], RequestOptions(4), shared) for i in range(2)]
         engine.run()
         found.append([request.ids for request in requests])
     return found[0], found[1]

@@ -18,7 +18,7 @@ from nnxmoe.generation import decode, engine, grouping, passes
 from nnxmoe.generation.decode import left_aligned
 from nnxmoe.generation.grouping import chunk_sizes
 from nnxmoe.generation.ids import eos_ids
-from nnxmoe.generation.sampling import pick, prepare
+from nnxmoe.generation.sampling import sample_ids, split_sampling
 from nnxmoe.model.inputs import bucket
 from nnxmoe.tokenizer.tokenizer import TextStream
 from tests.support.cases import HF_CASES, load_case_model
@@ -49,13 +49,13 @@ def draw(
     logits: Sequence[float], sampling: Sampling | None, count: int = 20000, seen: Any = None, counts: Any = None
 ) -> np.ndarray:
     """Fraction of ``count`` rows with equal logits that choose each token."""
-    steps, knobs = prepare(sampling, len(logits))
+    steps, knobs = split_sampling(sampling, len(logits))
     rows = jnp.tile(jnp.asarray(logits, jnp.float32), (count, 1))
     mask = None if seen is None else jnp.tile(jnp.asarray(seen, bool), (count, 1))
     each = jax.tree.map(lambda knob: jnp.full(count, knob), knobs)
     keys = jax.random.split(jax.random.key(3), count)
     times = None if counts is None else jnp.tile(jnp.asarray(counts), (count, 1))
-    tokens = jax.jit(pick, static_argnums=2)(rows, mask, steps, each, keys, times)
+    tokens = jax.jit(sample_ids, static_argnums=2)(rows, mask, steps, each, keys, times)
     assert tokens.dtype == jnp.int32
     return np.bincount(np.asarray(tokens), minlength=len(logits)) / count
 

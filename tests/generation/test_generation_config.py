@@ -74,8 +74,10 @@ def test_rows_with_different_rules_share_an_engine(model: nnxmoe.CausalLM) -> No
     plain = greedy(model)
     rules = [Rules(ngram=1), None, Rules(forced_end=(11,)), Rules(suppressed=(plain[1][0],))]
     given = [nnxmoe.Sampling(temperature=0.0, rules=one, repetition_penalty=0.3) for i, one in enumerate(rules)]
-    wanted = [nnxmoe.Wanted(NEW, sampling=one) for one in given]
-    limits = nnxmoe.Limits(sampling=nnxmoe.Limits().sampling._replace(rules=tuple(one for one in rules if one)))
+    wanted = [nnxmoe.RequestOptions(NEW, sampling=one) for one in given]
+    limits = nnxmoe.EngineLimits(
+        sampling=nnxmoe.EngineLimits().sampling._replace(rules=tuple(one for one in rules if one))
+    )
     engine = nnxmoe.Engine(model, slots=4, capacity=64, limits=limits)
     requests = [engine.submit(PROMPTS[i % 2], one) for i, one in enumerate(wanted)]
     engine.run()
@@ -83,7 +85,7 @@ def test_rows_with_different_rules_share_an_engine(model: nnxmoe.CausalLM) -> No
         alone = nnxmoe.generate(model, PROMPTS[[i % 2]], max_new_tokens=NEW, sampling=given[i], eos_token_id=None)
         assert request.ids == alone[0, 4:].tolist(), rules[i]
     with pytest.raises(ValueError, match="this engine has"):
-        engine.submit([1], nnxmoe.Wanted(NEW, sampling=nnxmoe.Sampling(rules=Rules(ngram=5))))
+        engine.submit([1], nnxmoe.RequestOptions(NEW, sampling=nnxmoe.Sampling(rules=Rules(ngram=5))))
 
 
 def test_sampling_of_a_checkpoint(model: nnxmoe.CausalLM, caplog: pytest.LogCaptureFixture) -> None:
@@ -149,8 +151,8 @@ def test_chat_and_serve_take_the_checkpoints_sampling(model: nnxmoe.CausalLM) ->
         ({"top_k": -1, "top_p": 1.0}, dataclasses.replace(sampling, top_k=None, top_p=1.0)),
     ):
         plan = planner.completion(CompletionRequest(model="tiny", prompt=[1, 2], **fields))
-        assert plan.wanted.sampling == expected
-        engine.submit(plan.prompts[0], plan.wanted)
+        assert plan.options.sampling == expected
+        engine.submit(plan.prompts[0], plan.options)
     model.generation_config = {"repetition_penalty": 1.2}
     assert default_sampling(model) == nnxmoe.Sampling(1.0, repetition_penalty=1.2)
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import nnxmoe
-from nnxmoe import Engine, Grammar, Prefix, PromptLookup, Sampling, Wanted
+from nnxmoe import Engine, Grammar, Prefix, PromptLookup, RequestOptions, Sampling
 from nnxmoe.apps.cli import main
 from nnxmoe.apps.cli.prompts import grammar_of
 from nnxmoe.convert.files.hub import DEMO
@@ -81,9 +81,9 @@ def test_texts_follow_a_schema(model: nnxmoe.CausalLM, tokenizer: nnxmoe.Tokeniz
 def test_rows_without_a_constraint_are_not_changed(model: nnxmoe.CausalLM, tokenizer: nnxmoe.Tokenizer) -> None:
     """To the bit, beside rows with one; requests that end early, are cancelled, or share a prefix."""
     ids = tokenizer.encode("Once upon a time there was")
-    plain, held = Wanted(24, sampling=WILD, seed=3, logprobs=2), Grammar.json_schema(SCHEMA, tokenizer)
-    constrained = Wanted(90, constraint=held)
-    limits = Wanted(1, sampling=WILD, logprobs=2).limits(model.config.vocab_size)
+    plain, held = RequestOptions(24, sampling=WILD, seed=3, logprobs=2), Grammar.json_schema(SCHEMA, tokenizer)
+    constrained = RequestOptions(90, constraint=held)
+    limits = RequestOptions(1, sampling=WILD, logprobs=2).required_limits(model.config.vocab_size)
     engine = Engine(model, slots=2, capacity=128, limits=limits)
     alone = engine.submit(ids, plain)
     engine.run()
@@ -103,9 +103,9 @@ def test_rows_without_a_constraint_are_not_changed(model: nnxmoe.CausalLM, token
 def test_a_constraint_counts_before_every_other_option(model: nnxmoe.CausalLM, tokenizer: nnxmoe.Tokenizer) -> None:
     """A text that is complete ends, whatever the bias, the least number of ids or the cut of the distribution."""
     held = Grammar.choice(["yes", 'no "way"'], tokenizer)
-    wanted = Wanted(12, 9, Sampling(temperature=1, top_k=1), constraint=held)
+    wanted = RequestOptions(12, 9, Sampling(temperature=1, top_k=1), constraint=held)
     biased = dataclasses.replace(wanted, logit_bias=dict.fromkeys(tokenizer.encode("yes", False), -1e9))
-    engine = Engine(model, slots=2, capacity=64, limits=biased.limits(model.config.vocab_size))
+    engine = Engine(model, slots=2, capacity=64, limits=biased.required_limits(model.config.vocab_size))
     requests = [engine.submit([5, 6], one) for one in (wanted, biased)]
     engine.run()
     for one in requests:
@@ -158,7 +158,7 @@ class _Even:
 def test_a_constraint_is_an_object(model: nnxmoe.CausalLM, draft: Any) -> None:
     vocab = model.config.vocab_size
     engine = Engine(model, slots=1, capacity=64, draft=draft)
-    request = engine.submit([4, 8, 4, 8, 4], Wanted(9, stop_ids=[7], constraint=_Even(vocab, [7])))
+    request = engine.submit([4, 8, 4, 8, 4], RequestOptions(9, stop_ids=[7], constraint=_Even(vocab, [7])))
     engine.run()
     assert len(request.ids) == 5 and request.ids[-1] == 7 and all(i % 2 == 0 for i in request.ids[:4])
     masks = empty_masks(2, 3, 65)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import nnxmoe
-from nnxmoe import Engine, Prefix, PromptLookup, Wanted
-from nnxmoe.generation.grouping import KeptPrefixes
-from nnxmoe.generation.passes import Room, cache_bytes
+from nnxmoe import Engine, Prefix, PromptLookup, RequestOptions
+from nnxmoe.generation.grouping import PrefixCache
+from nnxmoe.generation.passes import CacheSize, cache_bytes
 from tests.support.families import load
 from tests.support.tiny import build, build_tiny
 
@@ -30,7 +30,7 @@ def ids(count: int, seed: int) -> list[int]:
 
 
 def run(engine: Engine, prompt: list[int], new: int = 12, prefix: Prefix | None = None) -> list[int]:
-    request = engine.submit(prompt, Wanted(new, stop_ids=None), prefix)
+    request = engine.submit(prompt, RequestOptions(new, stop_ids=None), prefix)
     engine.run()
     return request.ids
 
@@ -42,7 +42,7 @@ def run(engine: Engine, prompt: list[int], new: int = 12, prefix: Prefix | None 
 def test_prompts_that_begin_alike_get_what_they_would_get(kind: str, slots: int, draft: Any) -> None:
     """A shared system prompt, found with the second request, and two turns of a chat after one another."""
     model = model_of(kind)
-    one = cache_bytes(model, 1, Room(CAPACITY + (3 if draft else 0), 3 if draft else 0))
+    one = cache_bytes(model, 1, CacheSize(CAPACITY + (3 if draft else 0), 3 if draft else 0))
     plain, kept = (
         Engine(model, slots=slots, capacity=CAPACITY, draft=draft, prefix_bytes=size) for size in (0, 4 * one)
     )
@@ -50,15 +50,17 @@ def test_prompts_that_begin_alike_get_what_they_would_get(kind: str, slots: int,
     prompts = [[*system, *ids(9, 1)], [*system, *ids(20, 2)], [*system, *ids(5, 3)]]
     for prompt in prompts:
         assert run(kept, prompt) == run(plain, prompt)
-    assert kept.kept.hits == 1 and kept.kept.tokens == 70  # the third: the second has found what they share
+    assert (
+        kept.prefix_cache.hits == 1 and kept.prefix_cache.tokens == 70
+    )  # the third: the second has found what they share
     turn = [*prompts[2], *run(kept, prompts[2]), *ids(8, 4)]
-    before = kept.kept.tokens
+    before = kept.prefix_cache.tokens
     answer = run(kept, turn)
     assert answer == run(plain, turn)
-    assert kept.kept.tokens - before == len(turn) - 8 - 1  # all but the last id of the first answer
+    assert kept.prefix_cache.tokens - before == len(turn) - 8 - 1  # all but the last id of the first answer
     gc.collect()
-    assert len(kept.kept) <= kept.kept.most == 4 and len(kept._begun) <= 4
-    together = [kept.submit([*system, *ids(7, 10 + i)], Wanted(6, stop_ids=None)) for i in range(5)]
+    assert len(kept.prefix_cache) <= kept.prefix_cache.max_prefixes == 4 and len(kept._begun) <= 4
+    together = [kept.submit([*system, *ids(7, 10 + i)], RequestOptions(6, stop_ids=None)) for i in range(5)]
     kept.run()
     for i, request in enumerate(together):
         assert request.ids == run(plain, [*system, *ids(7, 10 + i)], 6)
@@ -87,13 +89,13 @@ def test_chats_with_a_constraint(slots: int, draft: Any) -> None:
     for turn, new in enumerate((7, 12, 9)):
         found = []
         for engine in (kept, plain):
-            other = engine.submit(ids(9, turn), Wanted(15, stop_ids=None)) if slots > 1 else None
-            request = engine.submit(chat, Wanted(new, stop_ids=None, constraint=Odd()))
+            other = engine.submit(ids(9, turn), RequestOptions(15, stop_ids=None)) if slots > 1 else None
+            request = engine.submit(chat, RequestOptions(new, stop_ids=None, constraint=Odd()))
             engine.run()
             found.append((request.ids, None if other is None else other.ids))
         assert found[0] == found[1] and len(found[0][0]) == new
         chat = [*chat, *found[0][0], *ids(5, 100 + turn)]
-    assert kept.kept.hits >= 2
+    assert kept.prefix_cache.hits >= 2
 
 
 def test_prefixes_of_requests_begin_with_kept_ones() -> None:
@@ -106,37 +108,37 @@ def test_prefixes_of_requests_begin_with_kept_ones() -> None:
     longer = [*prompt, *ids(70, 1)]
     prefix = Prefix(tuple(longer))
     assert run(engine, longer, 8, prefix) == run(plain, longer, 8)
-    assert prefix.start is None and engine.kept.find((*prompt, 50)).ids == tuple(prompt)  # type: ignore[union-attr]
+    assert prefix.start is None and engine.prefix_cache.match((*prompt, 50)).ids == tuple(prompt)  # type: ignore[union-attr]
 
 
 def test_the_least_recently_used_is_left_out() -> None:
-    kept = KeptPrefixes(2)
+    kept = PrefixCache(2)
     first, second, third = (tuple(ids(80, seed)) for seed in range(3))
-    assert kept.find(first) is None and kept.find(second) is None and len(kept) == 0
+    assert kept.match(first) is None and kept.match(second) is None and len(kept) == 0
     kept.add(Prefix(first))
     kept.add(Prefix(second))
-    found = kept.find((*first, 7))
+    found = kept.match((*first, 7))
     assert found is not None and found.ids == first
     kept.add(Prefix(third))
-    assert len(kept) == kept.most == 2 and kept.hits == 1
-    assert kept.find((*third, 7)).ids == third and kept.hits == 2  # type: ignore[union-attr]
-    shared = kept.find((*second, 7))  # left out before; with a recent prompt it has all of itself in common
+    assert len(kept) == kept.max_prefixes == 2 and kept.hits == 1
+    assert kept.match((*third, 7)).ids == third and kept.hits == 2  # type: ignore[union-attr]
+    shared = kept.match((*second, 7))  # left out before; with a recent prompt it has all of itself in common
     assert shared is not None and shared.ids == second and kept.hits == 2
-    same = kept.find(third)  # shorter than the prompt, of which an id is left to read
+    same = kept.match(third)  # shorter than the prompt, of which an id is left to read
     assert same is not None and len(same.ids) == 79
 
 
 def test_memory_is_bounded_and_warming_up_leaves_nothing() -> None:
     model = model_of("mistral")
     engine = Engine(model, slots=2, capacity=CAPACITY, prefix_bytes=0)
-    assert engine.kept.most == 0
-    one = cache_bytes(model, 1, Room(CAPACITY, 0))
+    assert engine.prefix_cache.max_prefixes == 0
+    one = cache_bytes(model, 1, CacheSize(CAPACITY, 0))
     engine = Engine(model, slots=2, capacity=CAPACITY, prefix_bytes=3 * one + 1)
     engine.warm_up()
-    assert (engine.kept.most, len(engine.kept), engine.kept.hits) == (3, 0, 0)
+    assert (engine.prefix_cache.max_prefixes, len(engine.prefix_cache), engine.prefix_cache.hits) == (3, 0, 0)
     for seed in range(6):
         run(engine, ids(66, seed), 2)
     gc.collect()
-    assert len(engine.kept) == 3 == len(engine._begun)
+    assert len(engine.prefix_cache) == 3 == len(engine._begun)
     with pytest.raises(ValueError, match="takes"):
         Engine(model, slots=2, capacity=CAPACITY, prefix_bytes=10**15)

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import nnxmoe
-from nnxmoe import Engine, Limits, Prefix, PromptLookup, Sampling, Wanted
+from nnxmoe import Engine, EngineLimits, Prefix, PromptLookup, RequestOptions, Sampling
 from nnxmoe.generation.draft import ModelDraft
 from nnxmoe.generation.engine import Request
 from nnxmoe.generation.rules import Rules
@@ -55,7 +55,7 @@ class Numbers:
 IDS: list[Any] = [(3, 4), [3, 4], np.array([3, 4], np.uint8), jnp.array([3, 4]), [np.int16(3), jnp.int32(4)], [3.0, 4]]
 NOT_IDS: list[Any] = [[1.7], ["a"], [True], [-1], "ab", b"ab", np.array([1.5]), np.ones(1, bool), [[1]], {1: 2}, {1}]
 PLACES: dict[str, Callable[[Any], Any]] = {
-    "stop_ids": lambda ids: Wanted(stop_ids=ids).stop_ids,
+    "stop_ids": lambda ids: RequestOptions(stop_ids=ids).stop_ids,
     "prefix": lambda ids: Prefix(ids).ids,
     "suppressed": lambda ids: Rules(suppressed=ids).suppressed,
     "forced": lambda ids: Rules(forced_end=ids).forced_end,
@@ -83,7 +83,7 @@ def test_ids_are_read_alike_everywhere(place: str) -> None:
 def test_ends_that_are_not_ids_of_the_model_are_refused(end: Any) -> None:
     model = tiny()
     with pytest.raises(ValueError, match=r"stop_ids|eos_token_id"):
-        Engine(model, slots=1, capacity=80).submit([1], Wanted(stop_ids=end))
+        Engine(model, slots=1, capacity=80).submit([1], RequestOptions(stop_ids=end))
     for door in (
         lambda: nnxmoe.generate(model, [[1]], eos_token_id=end),
         lambda: nnxmoe.complete(model, [[1]], eos_token_id=end),
@@ -98,10 +98,10 @@ def test_ends_that_are_not_ids_of_the_model_are_refused(end: Any) -> None:
     "end", [5, np.int8(5), np.array(5), jnp.int32(5), [5], np.array([5], np.uint8), jnp.array([5])]
 )
 def test_ends_of_any_array_library(end: Any) -> None:
-    assert Wanted(stop_ids=end).stop_ids == (5,) and Wanted(stop_ids=end) == Wanted(stop_ids=5)
+    assert RequestOptions(stop_ids=end).stop_ids == (5,) and RequestOptions(stop_ids=end) == RequestOptions(stop_ids=5)
     model = build_tiny("llama", None, num_hidden_layers=1)
     model.generation_config = {"eos_token_id": [5.0, -1, 10**9]}
-    assert Engine(model, slots=1, capacity=80).submit([1]).wanted.stop_ids == (5,)
+    assert Engine(model, slots=1, capacity=80).submit([1]).options.stop_ids == (5,)
 
 
 @pytest.mark.wrong_types
@@ -135,18 +135,22 @@ WRONG: list[tuple[Any, str, list[Any]]] = [
     (Sampling, "rules", [5, "x", Rules, [], len]),
     (Rules, "ngram", [1.5, True, "2", -1]),
     (Rules, "biases", [5, {(1,): 2.0}, "ab", [1], [([], 1)], [([1], "x")], [([1], float("nan"))], [([1], True)]]),
-    (Limits, "stops", [1.5, True, -1, None]),
-    (Limits, "biases", ["x", -1]),
-    (Limits, "top", [-1, 2.5]),
-    (Limits, "sampling", [None, 5, Sampling(), (True, True, True, ())]),
-    (Wanted, "max_new_tokens", [None, "3", True, 1.5]),
-    (Wanted, "min_new_tokens", [None, -1]),
-    (Wanted, "sampling", [5, Sampling, Limits(), {"temperature": 1}]),
-    (Wanted, "seed", [1.5, None, "a", True, jax.random.key(0)]),
-    (Wanted, "sample", [-1, 2**31, None]),
-    (Wanted, "logit_bias", [None, [(1, 2)], 5, {1.5: 1}, {True: 1}, {1: True}, {1: "x"}, {1: 1e39}, {1: 10**400}]),
-    (Wanted, "logprobs", [True, -1, "a"]),
-    (Wanted, "constraint", [5, "x", nnxmoe.Grammar]),
+    (EngineLimits, "max_stop_ids", [1.5, True, -1, None]),
+    (EngineLimits, "max_logit_biases", ["x", -1]),
+    (EngineLimits, "max_logprobs", [-1, 2.5]),
+    (EngineLimits, "sampling", [None, 5, Sampling(), (True, True, True, ())]),
+    (RequestOptions, "max_new_tokens", [None, "3", True, 1.5]),
+    (RequestOptions, "min_new_tokens", [None, -1]),
+    (RequestOptions, "sampling", [5, Sampling, EngineLimits(), {"temperature": 1}]),
+    (RequestOptions, "seed", [1.5, None, "a", True, jax.random.key(0)]),
+    (RequestOptions, "sample", [-1, 2**31, None]),
+    (
+        RequestOptions,
+        "logit_bias",
+        [None, [(1, 2)], 5, {1.5: 1}, {True: 1}, {1: True}, {1: "x"}, {1: 1e39}, {1: 10**400}],
+    ),
+    (RequestOptions, "logprobs", [True, -1, "a"]),
+    (RequestOptions, "constraint", [5, "x", nnxmoe.Grammar]),
     (Prefix, "start", [5, (1,)]),
     (PromptLookup, "count", [2.5, True, 0, "2", None]),
     (PromptLookup, "ngram", [1.5, -1]),
@@ -179,9 +183,9 @@ def test_scalars_of_array_libraries_are_numbers() -> None:
     for one in (np.asarray, jnp.asarray, np.float32, lambda value: np.asarray(value)[()]):
         sampling = Sampling(one(0.5), one(3), one(1.0), one(0.25), one(2.0), one(1), one(2))
         assert sampling == Sampling(0.5, 3, 1.0, 0.25, 2.0, 1, 2) and hash(sampling)
-        assert Limits(one(2), one(3), one(1)) == Limits(2, 3, 1) and hash(Limits(one(2)))
-        given = Wanted(one(3), one(1), seed=one(4), sample=one(1), logit_bias={5: one(0.5)}, logprobs=one(2))
-        assert given == Wanted(3, 1, seed=4, sample=1, logit_bias={5: 0.5}, logprobs=2)
+        assert EngineLimits(one(2), one(3), one(1)) == EngineLimits(2, 3, 1) and hash(EngineLimits(one(2)))
+        given = RequestOptions(one(3), one(1), seed=one(4), sample=one(1), logit_bias={5: one(0.5)}, logprobs=one(2))
+        assert given == RequestOptions(3, 1, seed=4, sample=1, logit_bias={5: 0.5}, logprobs=2)
     for one in (np.asarray, jnp.asarray, np.int64):
         assert PromptLookup(one(2), one(1)) == PromptLookup(2, 1) and hash(PromptLookup(one(2)))
         assert Engine(tiny(), slots=one(2), capacity=one(80), ahead=one(1), prefix_bytes=one(0)).slots == 2
@@ -209,7 +213,7 @@ def test_things_that_are_not_models_are_refused() -> None:
 def test_the_caller_may_change_what_was_passed() -> None:
     """A request keeps no reference to a dict or list of the caller."""
     bias, ends = {3: 100.0}, [5]
-    wanted = Wanted(1, logit_bias=bias, stop_ids=ends)
+    wanted = RequestOptions(1, logit_bias=bias, stop_ids=ends)
     bias[3], ends[0] = -100.0, 3
     assert wanted.logit_bias == {3: 100.0} and wanted.stop_ids == (5,)
 
@@ -292,19 +296,19 @@ def test_a_prefix_may_be_shared_by_engines(monkeypatch: pytest.MonkeyPatch) -> N
     for kept in (10**9, 0, 10**9):
         engine = Engine(tiny(), slots=1, capacity=240, prefix_bytes=kept)
         if kept:
-            engine.submit(beginning, Wanted(2, stop_ids=None))
+            engine.submit(beginning, RequestOptions(2, stop_ids=None))
             engine.run()
-        request = engine.submit([*whole, 1], Wanted(4, stop_ids=None), prefix)
-        assert prefix.start is None and bool(engine.kept.starts) == bool(kept)
+        request = engine.submit([*whole, 1], RequestOptions(4, stop_ids=None), prefix)
+        assert prefix.start is None and bool(engine.prefix_cache.starts) == bool(kept)
         engine.run()
-        assert prefix.start is None and not engine.kept.starts
+        assert prefix.start is None and not engine.prefix_cache.starts
         made.append(tuple(request.ids))
     assert len(set(made)) == 1
     first = Prefix(beginning)
     second = Prefix(whole, first)
     for _ in range(2):
         engine = Engine(tiny(), slots=1, capacity=240)
-        request = engine.submit([*whole, 1], Wanted(4, stop_ids=None), second)
+        request = engine.submit([*whole, 1], RequestOptions(4, stop_ids=None), second)
         engine.run()
         assert tuple(request.ids) == made[0] and second.start is first
 
@@ -328,8 +332,8 @@ class Odd:
 def rows(model: nnxmoe.CausalLM, prompts: Sequence[Sequence[int]], draft: Any = None, **options: Any) -> list[Request]:
     """Requests that share an engine; the id without an embedding is excluded unless ``logit_bias`` says otherwise."""
     given: dict[str, Any] = {"stop_ids": None, "logit_bias": {BAD: -jnp.inf}, "logprobs": 1} | options
-    wanted = [Wanted(6, seed=i, **given) for i in range(len(prompts))]
-    engine = Engine(model, slots=len(prompts), capacity=80, limits=wanted[0].limits(VOCAB), draft=draft)
+    wanted = [RequestOptions(6, seed=i, **given) for i in range(len(prompts))]
+    engine = Engine(model, slots=len(prompts), capacity=80, limits=wanted[0].required_limits(VOCAB), draft=draft)
     requests = [engine.submit(prompt, one) for prompt, one in zip(prompts, wanted, strict=True)]
     engine.run()
     return requests
@@ -361,17 +365,19 @@ def test_nan_after_some_ids_ends_a_row_there(draft: Any) -> None:
     prompt = [3, 1, 4] * 22
     (request,) = rows(poisoned(), [prompt[:5]], draft, logit_bias={BAD: 1000.0})
     assert request.finish == "error" and request.ids == [BAD] and len(request.logprobs) == len(request.top) == 1
-    engine = Engine(poisoned(), slots=1, capacity=80, limits=Limits(biases=1), draft=draft, prefix_bytes=10**9)
-    request = engine.submit(prompt, Wanted(6, stop_ids=None, logit_bias={BAD: 1000.0}))
+    engine = Engine(
+        poisoned(), slots=1, capacity=80, limits=EngineLimits(max_logit_biases=1), draft=draft, prefix_bytes=10**9
+    )
+    request = engine.submit(prompt, RequestOptions(6, stop_ids=None, logit_bias={BAD: 1000.0}))
     engine.run()
-    assert request.finish == "error" and request.ids == [BAD] and len(engine.kept) == 0 and engine.running == 0
+    assert request.finish == "error" and request.ids == [BAD] and len(engine.prefix_cache) == 0 and engine.running == 0
 
 
 @pytest.mark.parametrize("value", [jnp.nan, -jnp.inf, jnp.inf])
 def test_logits_without_a_finite_choice(value: float, caplog: pytest.LogCaptureFixture) -> None:
-    engine = Engine(tiny(), slots=1, capacity=80, process=lambda logits, history: jnp.full_like(logits, value))
+    engine = Engine(tiny(), slots=1, capacity=80, logits_processor=lambda logits, history: jnp.full_like(logits, value))
     for sampling in (None, Sampling(top_k=5, temperature=0.7)):
-        request = engine.submit([1, 2], Wanted(3, stop_ids=None, sampling=sampling))
+        request = engine.submit([1, 2], RequestOptions(3, stop_ids=None, sampling=sampling))
         engine.run()
         assert (request.finish, request.ids) == ("error", [])
     assert len(caplog.records) == 1 and "process" in caplog.text

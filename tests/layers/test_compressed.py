@@ -17,7 +17,7 @@ from flax import nnx
 import nnxmoe
 from nnxmoe import Int8Cache
 from nnxmoe.generation.engine import Engine
-from nnxmoe.generation.request import Wanted
+from nnxmoe.generation.request import RequestOptions
 from nnxmoe.layers import hyper
 from nnxmoe.layers.attention import compressed, shared_kv
 from nnxmoe.layers.context import Context
@@ -87,7 +87,7 @@ def test_requests_of_an_engine(model: nnxmoe.CausalLM) -> None:
     ]
     for draft in (None, nnxmoe.PromptLookup(3)):
         engine = Engine(model, slots=2, capacity=32, draft=draft)
-        requests = [engine.submit(prompt, Wanted(NEW, stop_ids=None)) for prompt in prompts]
+        requests = [engine.submit(prompt, RequestOptions(NEW, stop_ids=None)) for prompt in prompts]
         engine.run()
         assert [request.ids for request in requests] == wanted.tolist(), draft
 

@@ -15,7 +15,7 @@ from flax import nnx
 import nnxmoe
 from nnxmoe.config.rope_parameters import Rope
 from nnxmoe.generation.engine import Engine
-from nnxmoe.generation.request import Wanted
+from nnxmoe.generation.request import RequestOptions
 from nnxmoe.layers.attention.gqa import GQA, QueryGate
 from nnxmoe.layers.attention.mla import MLA
 from nnxmoe.layers.cache import Cache, RecurrentState
@@ -408,7 +408,7 @@ def test_generation_with_drafts(model: nnxmoe.CausalLM) -> None:
         wanted.append(ids[len(prompt) :])
     for draft in (None, nnxmoe.PromptLookup(3)):
         engine = Engine(model, slots=2, capacity=40, draft=draft)
-        requests = [engine.submit(prompt, Wanted(new, stop_ids=None)) for prompt in prompts]
+        requests = [engine.submit(prompt, RequestOptions(new, stop_ids=None)) for prompt in prompts]
         engine.run()
         assert [request.ids for request in requests] == wanted, draft
 

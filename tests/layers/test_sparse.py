@@ -15,7 +15,7 @@ import nnxmoe
 from nnxmoe import AbsorbedMLA, AdaptiveMLA, NaiveMLA, ReferenceAttention
 from nnxmoe.config.rope_parameters import Rope
 from nnxmoe.generation.engine import Engine
-from nnxmoe.generation.request import Wanted
+from nnxmoe.generation.request import RequestOptions
 from nnxmoe.layers.attention import indexer, pooled_indexer
 from nnxmoe.layers.attention.block_indexer import BlockIndexer, KeyBlocks
 from nnxmoe.layers.attention.indexer import NO_SLOT, Indexer, highest, select_keys
@@ -295,7 +295,7 @@ PROMPTS = [[3, 4, 5, 3, 4, 5, 3, 4, 5], [7, 1, 30], [9, 9, 2, 9, 9, 2, 9]]
 def engine_ids(model: Any, draft: Any) -> list[list[int]]:
     """The ids of an engine with fewer rows than prompts."""
     engine = Engine(model, slots=2, capacity=40, draft=draft)
-    requests = [engine.submit(prompt, Wanted(8, stop_ids=None)) for prompt in PROMPTS]
+    requests = [engine.submit(prompt, RequestOptions(8, stop_ids=None)) for prompt in PROMPTS]
     engine.run()
     return [request.ids for request in requests]
 

@@ -59,10 +59,10 @@ def test_unscan(kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCa
     programs = passes._sizes.cache_info().misses
     np.testing.assert_array_equal(nnxmoe.generate(scanned, tokens, max_new_tokens=3), wanted)
     assert passes._sizes.cache_info().misses == programs, "the same programs"
-    copy = passes.unrolled(scanned)
-    assert passes.unrolled(scanned) is copy, "copied once"
+    copy = passes.unroll_for_decoding(scanned)
+    assert passes.unroll_for_decoding(scanned) is copy, "copied once"
     nnx.update(scanned, jax.tree.map(lambda a: 2 * a, nnx.state(scanned)))
-    assert passes.unrolled(scanned) is not copy, "new values"
+    assert passes.unroll_for_decoding(scanned) is not copy, "new values"
     nnx.update(scanned, jax.tree.map(lambda a: a / 2, nnx.state(scanned)))
     if kind == "llama":
         passes._copies.clear()

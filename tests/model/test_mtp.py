@@ -17,7 +17,7 @@ import nnxmoe
 from nnxmoe import Engine, MTPDraft
 from nnxmoe.convert import maxtext
 from nnxmoe.convert.hf.tensor_layout import repeated_tensors, tensor_layout
-from nnxmoe.generation.request import Wanted
+from nnxmoe.generation.request import RequestOptions
 from nnxmoe.model.structure import strip_metadata
 from nnxmoe.models import PRESETS, DeepSeekV3, Llama, config_from_hf, model_class
 from nnxmoe.train import Objective, Step
@@ -231,7 +231,7 @@ def test_drafts_and_training(kind: str, loaded: Loaded) -> None:
 
     def ids(draft: Any) -> list[list[int]]:
         engine = Engine(model, slots=2, capacity=40, draft=draft)
-        requests = [engine.submit(prompt, Wanted(8, stop_ids=None)) for prompt in prompts]
+        requests = [engine.submit(prompt, RequestOptions(8, stop_ids=None)) for prompt in prompts]
         engine.run()
         return [request.ids for request in requests]
 

@@ -13,7 +13,7 @@ from flax import nnx
 import nnxmoe
 from nnxmoe import models
 from nnxmoe.generation.engine import Engine
-from nnxmoe.generation.request import Wanted
+from nnxmoe.generation.request import RequestOptions
 from nnxmoe.model import compiled
 from nnxmoe.model.layer import LayerOutput
 from nnxmoe.moe.router import Router
@@ -127,7 +127,7 @@ def test_openings_are_generated(model: Openings, monkeypatch: pytest.MonkeyPatch
         wanted.append(ids[len(prompt) :])
     for draft in (None, nnxmoe.PromptLookup(3)):
         engine = Engine(model, slots=2, capacity=40, draft=draft)
-        requests = [engine.submit(prompt, Wanted(new, stop_ids=None)) for prompt in prompts]
+        requests = [engine.submit(prompt, RequestOptions(new, stop_ids=None)) for prompt in prompts]
         engine.run()
         assert [request.ids for request in requests] == wanted, draft
     monkeypatch.setattr(compiled, "MOST_LAYERS", 1)

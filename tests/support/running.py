@@ -11,7 +11,7 @@ from flax import nnx
 
 import nnxmoe
 from nnxmoe.generation import decode
-from nnxmoe.generation.request import Wanted
+from nnxmoe.generation.request import RequestOptions
 from nnxmoe.layers.context import Context
 
 MODEL_TOLERANCE = 2e-4
@@ -98,7 +98,7 @@ def randomise(model: Any, seed: int = 0) -> Any:
 
 def greedy_ids(model: Any, tokens: np.ndarray, new: int) -> Iterator[np.ndarray]:
     """Yield the next id of every row ``new`` times, by the loop of ``generate`` and ``stream``."""
-    engine, requests = decode._requests(model, tokens, None, Wanted(new, stop_ids=None))
+    engine, requests = decode._requests(model, tokens, None, RequestOptions(new, stop_ids=None))
     for place in range(new):
         while place >= min(len(request.ids) for request in requests):
             engine.step()

@@ -252,7 +252,7 @@ def test_numbers_that_no_run_can_have() -> None:
     doors: list[tuple[Callable[..., Any], dict[str, Any], list[str]]] = [
         (Finetune, {"model": "m", "data": "d", "lora": 4}, [*_INTEGERS, "learning_rate", "lora_alpha"]),
         (nnxmoe.Sampling, {}, [*OPTIONS, "min_length"]),
-        (nnxmoe.Wanted, {"max_new_tokens": 2**40}, ["max_new_tokens", "min_new_tokens", "logprobs", "seed"]),
+        (nnxmoe.RequestOptions, {"max_new_tokens": 2**40}, ["max_new_tokens", "min_new_tokens", "logprobs", "seed"]),
         (nnxmoe.make_mesh, {}, ["tensor"]),
         (nnxmoe.RaggedAllToAll, {}, ["buffer_factor"]),
     ]

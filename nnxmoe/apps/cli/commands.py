@@ -15,7 +15,7 @@ from nnxmoe.apps.cli import drafts, prompts
 from nnxmoe.apps.cli.prompts import Speed
 from nnxmoe.config.printable import bytes_text
 from nnxmoe.convert.storage.find_checkpoint import gguf_in
-from nnxmoe.generation.complete import StoppedText, split_stops
+from nnxmoe.generation.complete import StopStringFilter, split_stop_strings
 from nnxmoe.generation.ids import eos_ids
 from nnxmoe.generation.sampling import OPTIONS, effective_fields, listed
 from nnxmoe.runtime import processes
@@ -122,12 +122,12 @@ def generate(options: argparse.Namespace) -> None:
             print(line, flush=True)
         return
     vocab = model.vocab_size
-    texts, special = split_stops(options.stop, tokenizer, vocab) if options.stop else ((), ())
+    texts, special = split_stop_strings(options.stop, tokenizer, vocab) if options.stop else ((), ())
     given = {"max_new_tokens": options.max_new_tokens, "sampling": sampling, "seed": options.seed}
     given |= {"eos_token_id": (*eos_ids(model, ...), *special), "draft": drafts.draft_of(options.draft, model)}
     given["constraint"] = prompts.grammar_of(options, tokenizer)
     pieces = nnxmoe.stream(model, tokenizer, many[0].prompt, **given)
-    made, shown = Speed(), StoppedText(texts)
+    made, shown = Speed(), StopStringFilter(texts)
     for piece in pieces:
         made.note(pieces.tokens)
         print(shown.add(piece), end="", flush=True)

@@ -95,12 +95,12 @@ class Endpoints:
     async def completions(self, request: Request) -> Response:
         since, asked = time.monotonic(), decode(await self._body(request), CompletionRequest)
         plan = await asyncio.to_thread(self.planner.completion, asked)  # tokenizers may take a second
-        return Reply(self.service, plan, CompletionFormat(self.texts, plan.wanted.logprobs), since)
+        return Reply(self.service, plan, CompletionFormat(self.texts, plan.options.logprobs), since)
 
     async def chat(self, request: Request) -> Response:
         since, asked = time.monotonic(), decode(await self._body(request), ChatRequest)
         plan = await asyncio.to_thread(self.planner.chat, asked)  # tokenizers and templates may take a second
-        return Reply(self.service, plan, ChatFormat(self.texts, plan.wanted.logprobs, plan.answer), since)
+        return Reply(self.service, plan, ChatFormat(self.texts, plan.options.logprobs, plan.answer), since)
 
     async def _body(self, request: Request) -> bytes:
         """The body, of a bounded size and in a bounded time."""

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from nnxmoe.apps.serve.settings import Refused
-from nnxmoe.generation.complete import StoppedText
+from nnxmoe.generation.complete import StopStringFilter
 from nnxmoe.generation.engine import Engine
-from nnxmoe.generation.request import Event, Finish, Prefix, Request, Wanted, unusable_logits
+from nnxmoe.generation.request import Event, Finish, Prefix, Request, RequestOptions, unusable_logits
 from nnxmoe.generation.score import Score, score
 
 logger = logging.getLogger("nnxmoe")
@@ -47,7 +47,7 @@ class SampleJob:
     ``keep``: special tokens that are in its text. ``request``: once the engine has it."""
 
     ids: tuple[int, ...]
-    wanted: Wanted
+    options: RequestOptions
     stop: tuple[str, ...]
     put: Callable[[Sample | BaseException], None]
     prefix: Prefix | None = None
@@ -67,7 +67,7 @@ class EngineThread:
         self._tokenizer, self._loop = tokenizer, loop
         self._inbox: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._lock, self._open = threading.Lock(), True  # an open inbox is read
-        self._running: dict[Request, tuple[SampleJob, StoppedText]] = {}
+        self._running: dict[Request, tuple[SampleJob, StopStringFilter]] = {}
         self._scoring: collections.deque[Callable[[], None]] = collections.deque()
         self._thread = threading.Thread(target=self._run, name="nnxmoe engine", daemon=True)
         self._thread.start()
@@ -143,9 +143,9 @@ class EngineThread:
 
     def _accept(self, jobs: Sequence[SampleJob]) -> None:
         try:
-            texts = [StoppedText(job.stop, self._tokenizer, job.ids, job.keep) for job in jobs]
+            texts = [StopStringFilter(job.stop, self._tokenizer, job.ids, job.keep) for job in jobs]
             for job in jobs:
-                job.request = self.engine.submit(job.ids, job.wanted, job.prefix)
+                job.request = self.engine.submit(job.ids, job.options, job.prefix)
                 job.prefix = None  # the engine frees a prefix with the last request that needs it
         except Exception:  # of a tokenizer: it must not end other requests
             self._cancel(jobs)
@@ -183,7 +183,7 @@ class EngineThread:
                 pieces.append((job, error))
         self._hand_out(pieces)
 
-    def _piece(self, event: Event, text: StoppedText) -> Sample:
+    def _piece(self, event: Event, text: StopStringFilter) -> Sample:
         """Convert an event to text. At a stop string end the request and drop the ids that follow."""
         request, before = event.request, text.count
         new = text.take(event.ids, event.finish)

@@ -37,9 +37,9 @@ class Service:
             "slots_running": lambda: engine.running,
             "samples_waiting": lambda: engine.waiting,
             "samples_admitted": lambda: self.admitted,
-            "prefixes_kept": lambda: len(engine.kept),
-            "prefix_hits": lambda: engine.kept.hits,
-            "prefix_tokens": lambda: engine.kept.tokens,
+            "prefixes_kept": lambda: len(engine.prefix_cache),
+            "prefix_hits": lambda: engine.prefix_cache.hits,
+            "prefix_tokens": lambda: engine.prefix_cache.tokens,
         }
         self.metrics = Metrics(gauges)
 
@@ -117,7 +117,7 @@ class Reply(Response):
     async def _scores(self) -> list[Score | None]:
         """The scores of the plan's prompts; None for a prompt of a single id, which has nothing to score."""
         plan, found = self._plan, list[Score | None]()
-        top = min(1, plan.wanted.logprobs or 0) if (plan.wanted.logprobs or 0) < 2 else 5
+        top = min(1, plan.options.logprobs or 0) if (plan.options.logprobs or 0) < 2 else 5
         while texts := plan.prompts[len(found) :]:
             sizes = itertools.accumulate(map(len, texts))
             some = texts[: max(1, sum(size <= TOKENS for size in sizes))]  # what one pass holds

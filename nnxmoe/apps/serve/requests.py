@@ -10,11 +10,11 @@ from nnxmoe.apps.serve.answer_form import PLAIN, AnswerForm
 from nnxmoe.apps.serve.schema import GUIDED, BaseRequest, ChatRequest, CompletionRequest, Message, NamedTool
 from nnxmoe.apps.serve.settings import Refused, ServerSettings
 from nnxmoe.apps.serve.tools import FORMATS, Calls, format_of
-from nnxmoe.generation.complete import split_stops
+from nnxmoe.generation.complete import split_stop_strings
 from nnxmoe.generation.engine import Engine
 from nnxmoe.generation.grammar import Grammar, symbols
-from nnxmoe.generation.ids import eos_ids, refuse_ids
-from nnxmoe.generation.request import Prefix, Wanted
+from nnxmoe.generation.ids import check_ids, eos_ids
+from nnxmoe.generation.request import Prefix, RequestOptions
 from nnxmoe.generation.sampling import OPTIONS, Sampling
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.tokenizer.tokenizer import TokenizerError
@@ -41,7 +41,7 @@ class Planned:
     ``answer``: how the texts are split into parts."""
 
     prompts: list[tuple[int, ...]]
-    wanted: Wanted
+    options: RequestOptions
     n: int
     stop: tuple[str, ...]
     seeded: bool
@@ -51,12 +51,12 @@ class Planned:
     scored: bool = False
     answer: AnswerForm = PLAIN
 
-    def samples(self) -> list[tuple[tuple[int, ...], Wanted, Prefix | None]]:
+    def samples(self) -> list[tuple[tuple[int, ...], RequestOptions, Prefix | None]]:
         """The ids, options and shared prefix of every sample, in the order of the response's choices."""
         found = []
         for ids in self.prompts:
             prefix = Prefix(ids) if self.n > 1 else None
-            one = self.wanted if self.seeded else dataclasses.replace(self.wanted, seed=secrets.randbits(63))
+            one = self.options if self.seeded else dataclasses.replace(self.options, seed=secrets.randbits(63))
             found += [(ids, dataclasses.replace(one, sample=i), prefix) for i in range(self.n)]
         return found
 
@@ -66,7 +66,7 @@ class Planner:
 
     def __init__(self, engine: Engine, tokenizer: Any, settings: ServerSettings):
         self.tokenizer, self.settings, self.capacity = tokenizer, settings, engine.capacity
-        self.vocab, self.biases = engine.model.vocab_size, engine.limits.biases
+        self.vocab, self.biases = engine.model.vocab_size, engine.limits.max_logit_biases
         self.stop_ids, self.sampling = eos_ids(engine.model, ...), default_sampling(engine.model)
         self.symbols = symbols(tokenizer)
 
@@ -186,20 +186,20 @@ class Planner:
         if least > most:
             raise Refused(400, f"min_tokens={least} is more than the {most} of max_tokens", "min_tokens")
         with _refusing("logit_bias"):
-            refuse_ids(biases, self.vocab)
+            check_ids(biases, self.vocab)
         stops = self._stops(request.stop, len(request.stop_token_ids or ()))
-        texts, ids = split_stops(stops, self.tokenizer, self.vocab)
+        texts, ids = split_stop_strings(stops, self.tokenizer, self.vocab)
         with _refusing("stop_token_ids"):
-            refuse_ids(request.stop_token_ids or (), self.vocab)
+            check_ids(request.stop_token_ids or (), self.vocab)
         ends = () if request.ignore_eos else (*self.stop_ids, *(i for i in answer.stop_ids if i < self.vocab))
         stop_ids, seed = (*ends, *(request.stop_token_ids or ()), *ids), request.seed or 0
         sampling = _sampling(request, self.sampling)
         form = self._constraint(request, stop_ids, answer)
         more: dict[str, Any] = {"logit_bias": biases, "logprobs": logprobs, "constraint": form}
-        wanted = Wanted(most, least, sampling, stop_ids, seed, **more)
+        options = RequestOptions(most, least, sampling, stop_ids, seed, **more)
         usage = None if request.stream_options is None else request.stream_options.usage
         seeded, stream = request.seed is not None, bool(request.stream)
-        return Planned(prompts, wanted, n, texts, seeded, stream, usage, answer=answer)
+        return Planned(prompts, options, n, texts, seeded, stream, usage, answer=answer)
 
     def _most(self, field: str, prompts: Sequence[Sequence[int]], asked: int | None, default: int | None = None) -> int:
         """Number of new tokens: ``asked``, else the room that is left, up to ``default``. Raises Refused."""
@@ -257,7 +257,7 @@ class Planner:
             raise Refused(400, error.public, "prompt") from None
         with _refusing("prompt"):
             for one in ids:
-                refuse_ids(one, self.vocab)
+                check_ids(one, self.vocab)
         texts = [one if isinstance(one, str) else self.tokenizer.decode(one) for one in prompt]
         return ids, texts
 

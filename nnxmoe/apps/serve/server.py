@@ -14,12 +14,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from nnxmoe.apps.serve.app import make_app
 from nnxmoe.apps.serve.requests import CHAT_LOGPROBS, default_sampling
 from nnxmoe.apps.serve.settings import ServerSettings
-from nnxmoe.generation.draft_cost import Drafting
+from nnxmoe.generation.draft_cost import DraftOption
 from nnxmoe.generation.engine import Engine
 from nnxmoe.generation.ids import eos_ids
-from nnxmoe.generation.passes import Room, cache_bytes
-from nnxmoe.generation.request import Limits
-from nnxmoe.generation.sampling import Steps
+from nnxmoe.generation.passes import CacheSize, cache_bytes
+from nnxmoe.generation.request import EngineLimits
+from nnxmoe.generation.sampling import StaticSampling
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.runtime.progress import say
 from nnxmoe.tokenizer.tokenizer import Tokenizer
@@ -32,14 +32,14 @@ LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
 def serving_engine(
-    model: CausalLM, *, slots: int = 8, capacity: int = 2048, draft: Drafting = None, prefix_bytes: int | None = None
+    model: CausalLM, *, slots: int = 8, capacity: int = 2048, draft: DraftOption = None, prefix_bytes: int | None = None
 ) -> Engine:
     """An engine with room for every option of the API. ``prefix_bytes`` None: as much as KEPT slots take."""
     rules = default_sampling(model).rules
-    steps = Steps(rules=() if rules is None else (rules,))
-    limits = Limits(len(eos_ids(model, ...)) + ServerSettings.stops, BIASES, CHAT_LOGPROBS, steps)
+    steps = StaticSampling(rules=() if rules is None else (rules,))
+    limits = EngineLimits(len(eos_ids(model, ...)) + ServerSettings.stops, BIASES, CHAT_LOGPROBS, steps)
     capacity = min(capacity, model.config.max_position_embeddings)
-    kept = KEPT * cache_bytes(model, 1, Room(capacity, 0)) if prefix_bytes is None else prefix_bytes
+    kept = KEPT * cache_bytes(model, 1, CacheSize(capacity, 0)) if prefix_bytes is None else prefix_bytes
     return Engine(model, slots=slots, capacity=capacity, limits=limits, draft=draft, prefix_bytes=kept)
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Int32
 
-from nnxmoe.tokenizer.messages import plain_messages
+from nnxmoe.tokenizer.messages import normalize_messages
 from nnxmoe.tokenizer.tokenizer import Tokenizer, TokenizerError
-from nnxmoe.tokenizer.tool_calls import in_template_form
+from nnxmoe.tokenizer.tool_calls import convert_tool_calls
 
 Span = tuple[int, int]
 Chat = list[dict[str, Any]]
@@ -39,7 +39,7 @@ def chat_tokens(
     """
     given: dict[str, Any] = {"tools": list(tools)} if tools else {}
     render = functools.partial(tokenizer.render_chat, add_generation_prompt=False, **given)
-    chat = in_template_form(render, plain_messages(messages))
+    chat = convert_tool_calls(render, normalize_messages(messages))
     whole = render(chat)
     rendered = _RenderedChat(tokenizer, chat, whole.text, given)
     turns = [i for i, message in enumerate(chat) if message.get("role") == "assistant"]

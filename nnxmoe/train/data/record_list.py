@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from nnxmoe.config.printable import short
-from nnxmoe.tokenizer.chat_template import plain_values
+from nnxmoe.tokenizer.chat_template import to_json_types
 from nnxmoe.train.data.bad_records import BadRecords, DataError, RecordError
 from nnxmoe.train.data.records import FORMS, PAIR, Parse, record_of, tell_ignored, without_nulls
 
@@ -76,7 +76,7 @@ def _plain_record(record: Mapping[str, Any], null_filled: bool) -> dict[str, Any
     for name, value in record.items():
         if name in _USED:
             drop_nulls = null_filled or isinstance(value, np.ndarray)  # pandas reads lists of Parquet files as arrays
-            value = plain_values(value, functools.partial(_refuse, name))
+            value = to_json_types(value, functools.partial(_refuse, name))
             value = without_nulls(value) if drop_nulls else value
             if isinstance(value, float) and value != value:
                 value = None

@@ -8,7 +8,7 @@ from nnxmoe.config.printable import short
 from nnxmoe.convert.files.untrusted_files import parse_json
 from nnxmoe.runtime.progress import say
 from nnxmoe.tokenizer.tokenizer_files import TokenizerError
-from nnxmoe.tokenizer.tool_calls import tool_calls
+from nnxmoe.tokenizer.tool_calls import parse_tool_calls
 from nnxmoe.train.data.bad_records import RecordError
 
 # Role, also as ShareGPT spells it -> role in templates.
@@ -55,8 +55,8 @@ def record_of(value: object) -> tuple[Record, frozenset[str]]:
     ``{"prompt", "completion"}`` (strings or messages; the completion may be a whole chat that begins with the prompt),
     ``{"instruction", "input", "output"}`` (Alpaca; "input" is optional), or ``{"conversations": [{"from", "value"}],
     "system"}`` (ShareGPT; "system" is optional). Chat templates also get "tools" beside a chat, and other fields of
-    messages. "tool_calls" are validated (see `tool_calls`). Answers with weight 0 are not trained on, as in OpenAI's
-    files.
+    messages. "tool_calls" are validated (see `parse_tool_calls`). Answers with weight 0 are not trained on, as in
+    OpenAI's files.
     """
     fields = _fields(value)
     pair = fields.keys() >= set(PAIR)
@@ -265,7 +265,7 @@ def _part(part: Any, what: str) -> str:
 
 def _calls(value: object, what: str) -> list[dict[str, Any]]:
     try:
-        return tool_calls(value, what)
+        return parse_tool_calls(value, what)
     except TokenizerError as error:
         raise RecordError(str(error), f"{what} is invalid") from None
 
