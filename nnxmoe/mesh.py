@@ -26,44 +26,55 @@ def make_mesh(
     devices: Sequence[Any] | None = None,
     across: str | None = None,
 ) -> Mesh:
-    """A device mesh with the axes ``pipe, data, fsdp, context, expert, tensor``; one size may be -1: all that are
-    left. ``context`` shards the tokens of every row, the axes before it and ``expert`` the rows.
+    """Create a device mesh with the axes ``pipe, data, fsdp, context, expert, tensor``.
 
-    ``across``: the axis that crosses hosts or slices, whose index then changes least often along the devices; None:
-    the first axis with several. TPUs are laid out on their torus by `jax.experimental.mesh_utils`. Raises ValueError
-    unless the product of the sizes is the number of devices.
+    ``context`` shards the tokens of every row, the axes before it and ``expert`` the rows. TPUs are laid out on their
+    torus by `jax.experimental.mesh_utils`.
+
+    Args:
+        data, fsdp, expert, tensor, pipe, context: size of each axis; one may be -1: the remaining devices.
+        devices: the devices, by default all.
+        across: the axis that crosses hosts or slices, whose index changes least often along the devices. None: the
+            first axis with several devices.
+
+    Raises:
+        ValueError: unless the product of the sizes is the number of devices.
     """
     sizes: dict[str, int] = dict(zip(MESH_AXES, (pipe, data, fsdp, context, expert, tensor), strict=True))
-    found = np.asarray(jax.devices() if devices is None else devices, dtype=object)
-    if odd := [one for one in found.flat if not hasattr(one, "platform")]:
-        raise ValueError(f"devices lists {short(odd[0])}: give devices of JAX, such as jax.devices()[:4]")
+    device_array = np.asarray(jax.devices() if devices is None else devices, dtype=object)
+    for device in device_array.flat:
+        if not hasattr(device, "platform"):
+            raise ValueError(f"devices lists {short(device)}: give devices of JAX, such as jax.devices()[:4]")
     counts = {name: as_integer(size, -1) for name, size in sizes.items()}
-    remaining = [name for name, size in counts.items() if size == -1]
-    if len(remaining) > 1 or not all(counts.values()):
+    open_axes = [name for name, size in counts.items() if size == -1]
+    if len(open_axes) > 1 or not all(counts.values()):
         text = ", ".join(f"{name}={short(size)}" for name, size in sizes.items())
         raise ValueError(f"mesh sizes {text}: give integers of at least 1; one may be -1 (the devices left)")
     sizes = {name: size for name, size in counts.items() if size is not None}
     fixed = math.prod(size for size in sizes.values() if size != -1)
-    if found.size % fixed or (found.size != fixed and not remaining):
-        multiple = "a multiple of " if remaining else ""
-        raise ValueError(f"mesh sizes {sizes} need {multiple}{fixed} devices; there are {found.size}")
-    if remaining:
-        sizes[remaining[0]] = found.size // fixed
+    if device_array.size % fixed or (device_array.size != fixed and not open_axes):
+        multiple = "a multiple of " if open_axes else ""
+        raise ValueError(f"mesh sizes {sizes} need {multiple}{fixed} devices; there are {device_array.size}")
+    if open_axes:
+        sizes[open_axes[0]] = device_array.size // fixed
     if across is not None and across not in sizes:
         raise ValueError(f"across={across!r} is not a mesh axis; the axes are {', '.join(MESH_AXES)}")
-    laid_out = _on_torus if found.flat[0].platform == "tpu" and found.size > 1 else _in_order
-    return Mesh(laid_out(found, sizes, across), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+    is_torus = device_array.flat[0].platform == "tpu" and device_array.size > 1
+    layout = _torus_layout(device_array, sizes, across) if is_torus else _flat_layout(device_array, sizes, across)
+    return Mesh(layout, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
-def _in_order(devices: np.ndarray, sizes: Mapping[str, int], across: str | None) -> np.ndarray:
+def _flat_layout(devices: np.ndarray, sizes: Mapping[str, int], across: str | None) -> np.ndarray:
+    """Lay devices out in their order, with the index of ``across`` changing least often."""
     first = 0 if across is None else MESH_AXES.index(across)
     order = [MESH_AXES[first], *MESH_AXES[:first], *MESH_AXES[first + 1 :]]
     return np.moveaxis(devices.reshape([sizes[axis] for axis in order]), 0, first)
 
 
-def _on_torus(devices: np.ndarray, sizes: Mapping[str, int], across: str | None) -> np.ndarray:
-    """TPUs so that neighbours along a mesh axis are neighbours in a slice; ``across`` goes over several slices."""
-    shape, slices = [sizes[axis] for axis in MESH_AXES], len({getattr(one, "slice_index", 0) for one in devices.flat})
+def _torus_layout(devices: np.ndarray, sizes: Mapping[str, int], across: str | None) -> np.ndarray:
+    """Lay TPUs out so that neighbors along a mesh axis are neighbors in a slice. ``across`` spans several slices."""
+    shape = [sizes[axis] for axis in MESH_AXES]
+    slices = len({getattr(device, "slice_index", 0) for device in devices.flat})
     if slices == 1:
         return mesh_utils.create_device_mesh(shape, list(devices.flat), allow_split_physical_axes=True)
     axis = across or next((axis for axis in MESH_AXES if sizes[axis] > 1), MESH_AXES[0])
@@ -72,13 +83,15 @@ def _on_torus(devices: np.ndarray, sizes: Mapping[str, int], across: str | None)
             f"mesh sizes {dict(sizes)}: {axis!r} goes over {slices} slices: give it a multiple of {slices}, or name "
             "another axis by across=…"
         )
-    over = [slices if name == axis else 1 for name in MESH_AXES]
-    inside = [size // count for size, count in zip(shape, over, strict=True)]
-    return mesh_utils.create_hybrid_device_mesh(inside, over, list(devices.flat), allow_split_physical_axes=True)
+    slice_counts = [slices if name == axis else 1 for name in MESH_AXES]
+    slice_shape = [size // count for size, count in zip(shape, slice_counts, strict=True)]
+    return mesh_utils.create_hybrid_device_mesh(
+        slice_shape, slice_counts, list(devices.flat), allow_split_physical_axes=True
+    )
 
 
 def mesh_sizes(mesh: str | Mapping[str, int] | AnyMesh) -> dict[str, int]:
-    """Axis -> size, from text such as ``fsdp=4,expert=8``, a mapping or a mesh. Raises ValueError for anything else."""
+    """Return axis -> size from text such as ``fsdp=4,expert=8``, a mapping or a mesh; else raise ValueError."""
     if isinstance(mesh, str):
         pairs = [part.strip().partition("=")[::2] for part in mesh.split(",")]
         sizes = {name: int(size) for name, size in pairs if re.fullmatch("[1-9][0-9]{0,5}", size)}
@@ -92,10 +105,13 @@ def mesh_sizes(mesh: str | Mapping[str, int] | AnyMesh) -> dict[str, int]:
 
 
 def abstract_mesh(mesh: str | Mapping[str, int] | AnyMesh) -> AbstractMesh:
-    """A mesh of these sizes without devices, for planning; omitted axes have size 1. Raises ValueError for unknown
-    axes."""
+    """Return a mesh of these sizes without devices, for planning. Omitted axes have size 1.
+
+    Raises ValueError for unknown axes.
+    """
     sizes = mesh_sizes(mesh)
-    if unknown := [name for name in sizes if name not in MESH_AXES]:
-        raise ValueError(f"{unknown[0]!r} is not a mesh axis; the axes are {', '.join(MESH_AXES)}")
-    every = tuple(sizes.get(name, 1) for name in MESH_AXES)
-    return AbstractMesh(every, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+    for name in sizes:
+        if name not in MESH_AXES:
+            raise ValueError(f"{name!r} is not a mesh axis; the axes are {', '.join(MESH_AXES)}")
+    shape = tuple(sizes.get(name, 1) for name in MESH_AXES)
+    return AbstractMesh(shape, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))

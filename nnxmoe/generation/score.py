@@ -16,7 +16,7 @@ from nnxmoe.config.validate import check_type, whole_number
 from nnxmoe.generation.complete import load_tokenizer, map_numbered
 from nnxmoe.generation.ids import Ids, as_token_ids, check_ids
 from nnxmoe.generation.request import unusable_logits
-from nnxmoe.layers.chunks import in_chunks, joined
+from nnxmoe.layers.chunks import join_chunks, split_chunks
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.compiled import model_program
 from nnxmoe.model.inputs import bucket, warn_beyond_positions
@@ -162,5 +162,5 @@ def _score(model: CausalLM, ids: Int[Array, "B T"], valid: Bool[Array, "B T"], t
         most, which = jax.lax.top_k(logits, top)
         return (chosen - total)[..., 0], jnp.argmax(logits, axis=-1) == given[1], which, most - total
 
-    found = jax.lax.map(some, in_chunks(step, x, jnp.roll(ids, -1, axis=1)))
-    return tuple(replicate(joined(a, length), mesh) for a in found)
+    found = jax.lax.map(some, split_chunks(step, x, jnp.roll(ids, -1, axis=1)))
+    return tuple(replicate(join_chunks(a, length), mesh) for a in found)

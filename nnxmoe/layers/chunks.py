@@ -8,28 +8,38 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 
-def in_chunks(step: int, *arrays: Array) -> tuple[Array, ...]:
-    """``[B, T, …] -> [n, B, step, …]``, the last chunk padded with zeros. Every chunk has tokens of all rows, so that
-    rows stay on their devices."""
+def split_chunks(size: int, *arrays: Array) -> tuple[Array, ...]:
+    """Split arrays ``[B, T, …]`` into chunks ``[n, B, size, …]``, the last one padded with zeros.
 
-    def cut(a: Array) -> Array:
-        count = -(-a.shape[1] // step)
-        a = jnp.pad(a, [(0, 0), (0, count * step - a.shape[1]), *[(0, 0)] * (a.ndim - 2)])
-        return jnp.moveaxis(a.reshape(a.shape[0], count, step, *a.shape[2:]), 1, 0)
+    Every chunk has tokens of all rows, so that rows stay on their devices.
+    """
 
-    return tuple(map(cut, arrays))
+    def split(array: Array) -> Array:
+        rows, length, *rest = array.shape
+        count = -(-length // size)
+        array = jnp.pad(array, [(0, 0), (0, count * size - length), *[(0, 0)] * len(rest)])
+        return jnp.moveaxis(array.reshape(rows, count, size, *rest), 1, 0)
 
-
-def joined(chunks: Array, length: int) -> Array:
-    """The inverse: ``[n, B, step, …] -> [B, length, …]``."""
-    count, batch, step, *rest = chunks.shape
-    return jnp.moveaxis(chunks, 0, 1).reshape(batch, count * step, *rest)[:, :length]
+    return tuple(map(split, arrays))
 
 
-def chunk_by_chunk(run: Callable[..., tuple[Array, Any]], chunks: int, *arrays: Array) -> tuple[Array, Any]:
-    """``run(*arrays) -> y [B, T, …], more`` on one of up to ``chunks`` slices of the arrays ``[B, T, …]`` at a time,
-    recomputed in the backward pass. Returns y of all tokens, and ``more`` of every slice, stacked."""
+def join_chunks(chunks: Array, length: int) -> Array:
+    """Invert `split_chunks`: ``[n, B, size, …] -> [B, length, …]``."""
+    count, batch, size, *rest = chunks.shape
+    return jnp.moveaxis(chunks, 0, 1).reshape(batch, count * size, *rest)[:, :length]
+
+
+def map_chunks(run: Callable[..., tuple[Array, Any]], chunks: int, *arrays: Array) -> tuple[Array, Any]:
+    """Apply ``run(*arrays) -> y [B, T, …], info`` to one chunk of tokens at a time, recomputed in the backward pass.
+
+    Args:
+        chunks: the number of chunks, at most one per token.
+        arrays: ``[B, T, …]``.
+
+    Returns:
+        ``y`` of all tokens, and ``info`` of every chunk, stacked.
+    """
     length = arrays[0].shape[1]
-    step = -(-length // min(chunks, length))
-    y, more = jax.lax.map(jax.checkpoint(lambda chunk: run(*chunk)), in_chunks(step, *arrays))
-    return joined(y, length), more
+    size = -(-length // min(chunks, length))
+    y, info = jax.lax.map(jax.checkpoint(lambda chunk: run(*chunk)), split_chunks(size, *arrays))
+    return join_chunks(y, length), info

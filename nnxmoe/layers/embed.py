@@ -1,5 +1,6 @@
 """Token embedding, which is also the output head of models with tied embeddings."""
 
+import functools
 from typing import Any, Unpack
 
 import jax
@@ -15,15 +16,15 @@ from nnxmoe.sharding_rules import RULES, Rules, axes_per_dimension
 
 
 class Embed(nnx.Module):
-    """Table ``[V, D]``: looks up the embeddings of tokens; ``weight`` returns the tied output head.
+    """A table ``[V, D]`` of token embeddings. ``weight`` returns it as a tied output head.
 
-    ``mesh``, ``rules``: how the table is sharded. Where D is sharded over axes that also shard the tokens, each device
-    looks up its part of all their tokens, zeros for those in other devices' part of V, and the parts are summed and
-    exchanged: XLA would replicate the embeddings of the whole batch ("involuntary full rematerialization").
-    ``lora``: an adapter of the lookup, ``a [rank, V]`` and ``b [D, rank]``. ``lora_head``: one of a tied output head.
+    Attributes:
+        mesh, rules: how the table is sharded. None: not at all.
+        lora: an adapter of the lookup, ``a [rank, V]`` and ``b [D, rank]``.
+        lora_head: an adapter of a tied output head.
     """
 
-    ins_first = False  # whether products with the head are those of Flax, as in the Linen bridge
+    ins_first = False  # whether products with the head have the order of Flax, as in the Linen bridge
 
     def __init__(
         self, vocab: int, dim: int, *, mesh: AnyMesh | None = None, rules: Rules = RULES, **kw: Unpack[ParamOptions]
@@ -35,44 +36,66 @@ class Embed(nnx.Module):
         self.table = parameter((vocab, dim), ("vocab", "embed"), init, **kw)
 
     def __call__(self, tokens: Int[Array, "B T"], dtype: Any = None) -> Float[Array, "B T D"]:
-        """The embeddings; ``dtype`` None: as in the table."""
+        """Return the embeddings of tokens, by default in the dtype of the table."""
         dtype = self.table.dtype if dtype is None else dtype
-        found = self._look_up(tokens, dtype)
-        return found if self.lora is None else found + self.lora.lookup(tokens).astype(dtype)
+        embeddings = self._look_up(tokens, dtype)
+        return embeddings if self.lora is None else embeddings + self.lora.lookup(tokens).astype(dtype)
 
     def _look_up(self, tokens: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]:
         table = self.table[...]
-        rows, over = batch_shard_axes(tokens.shape[0], self.mesh), context_shard_axes(tokens.shape[1], self.mesh)
-        vocab, width = ((), ()) if self.mesh is None else axes_per_dimension(("vocab", "embed"), self.mesh, self.rules)
-        if not width or not set(width) <= {*rows, *over} or set(vocab) & {*rows, *over}:
+        if self.mesh is None:
             return jnp.take(table, tokens, axis=0).astype(dtype)
-        size = table.shape[0]
-
-        def local(table: Array, tokens: Array) -> Array:
-            every = jax.lax.all_gather(tokens, width, axis=0, tiled=True)
-            if not vocab:
-                part = jnp.take(table, every, axis=0).astype(dtype)
-            else:
-                index = every + jnp.where(every < 0, size, 0) - jax.lax.axis_index(vocab) * table.shape[0]
-                mine = (index >= 0) & (index < table.shape[0])
-                found = jnp.take(table, jnp.where(mine, index, 0), axis=0).astype(dtype)
-                elsewhere = jnp.where((every >= -size) & (every < size), 0, jnp.nan).astype(dtype)
-                part = jax.lax.psum(jnp.where(mine[..., None], found, elsewhere[..., None]), vocab)
-            return jax.lax.all_to_all(part, width, split_axis=0, concat_axis=2, tiled=True)
-
-        specs = PartitionSpec(vocab or None, width), PartitionSpec(rows or None, over or None)
-        assert self.mesh is not None
-        return shard_map(local, self.mesh, specs, specs[1])(table, tokens)
+        row_axes = batch_shard_axes(tokens.shape[0], self.mesh)
+        token_axes = context_shard_axes(tokens.shape[1], self.mesh)
+        vocab_axes, width_axes = axes_per_dimension(("vocab", "embed"), self.mesh, self.rules)
+        sharded_axes = {*row_axes, *token_axes}
+        if not width_axes or not set(width_axes) <= sharded_axes or set(vocab_axes) & sharded_axes:
+            return jnp.take(table, tokens, axis=0).astype(dtype)
+        # D is sharded over axes that also shard the tokens. XLA would replicate the embeddings of the whole batch
+        # ("involuntary full rematerialization").
+        look_up = functools.partial(
+            _look_up_shard, vocab=table.shape[0], dtype=dtype, vocab_axes=vocab_axes, width_axes=width_axes
+        )
+        table_spec = PartitionSpec(vocab_axes or None, width_axes)
+        token_spec = PartitionSpec(row_axes or None, token_axes or None)
+        return shard_map(look_up, self.mesh, (table_spec, token_spec), token_spec)(table, tokens)
 
     def weight(self) -> Kernel:
-        """The table as the kernel ``[D, V]`` of a tied output head, with the head's adapter if there is one."""
+        """Return the table as the kernel ``[D, V]`` of a tied output head, with the head's adapter if there is one."""
         table = self.table[...]
         kernel = DenseKernel(table.T, ins_first=True) if self.ins_first else DenseKernel(table)
         return with_adapter(kernel, self.lora_head)
 
 
+def _look_up_shard(
+    table: Float[Array, "v d"],
+    tokens: Int[Array, "b T"],
+    *,
+    vocab: int,
+    dtype: Any,
+    vocab_axes: tuple[str, ...],
+    width_axes: tuple[str, ...],
+) -> Float[Array, "b T D"]:
+    """Return the embeddings of this device's tokens from a table sharded over ``width_axes`` and ``vocab_axes``.
+
+    Each device looks up its part of all tokens along ``width_axes``, with zeros for tokens in other devices' part of
+    the vocabulary. The parts are summed over ``vocab_axes`` and exchanged over ``width_axes``.
+    """
+    all_tokens = jax.lax.all_gather(tokens, width_axes, axis=0, tiled=True)
+    if not vocab_axes:
+        part = jnp.take(table, all_tokens, axis=0).astype(dtype)
+    else:
+        index = all_tokens + jnp.where(all_tokens < 0, vocab, 0) - jax.lax.axis_index(vocab_axes) * table.shape[0]
+        is_local = (index >= 0) & (index < table.shape[0])
+        local = jnp.take(table, jnp.where(is_local, index, 0), axis=0).astype(dtype)
+        # Like `jnp.take`, tokens outside of the vocabulary give NaN.
+        remote = jnp.where((all_tokens >= -vocab) & (all_tokens < vocab), 0, jnp.nan).astype(dtype)
+        part = jax.lax.psum(jnp.where(is_local[..., None], local, remote[..., None]), vocab_axes)
+    return jax.lax.all_to_all(part, width_axes, split_axis=0, concat_axis=2, tiled=True)
+
+
 class MuPEmbed(Embed):
-    """Embeddings multiplied by the root of their width (Gemma, Trinity); the tied head is not."""
+    """Embeddings multiplied by the root of their width (Gemma, Trinity). The tied head is not multiplied."""
 
     def __call__(self, tokens: Int[Array, "B T"], dtype: Any = None) -> Float[Array, "B T D"]:
         return super().__call__(tokens, dtype) * self.table.shape[1] ** 0.5

@@ -1,5 +1,7 @@
-"""Activations of feed-forward networks: how gate and up become the input of the down projection (Shazeer 2020), and
-that of networks without gate."""
+"""Activations of feed-forward networks with a gate (Shazeer 2020) and without.
+
+An activation returns the input of the down projection.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -13,19 +15,21 @@ Gated = Callable[[Array, Array], Array]
 
 
 def swiglu(gate: Float[Array, "*rows F"], up: Float[Array, "*rows F"]) -> Float[Array, "*rows F"]:
-    """``silu(gate) * up``."""
+    """Return ``silu(gate) * up``."""
     return jax.nn.silu(gate) * up
 
 
 def geglu(gate: Float[Array, "*rows F"], up: Float[Array, "*rows F"]) -> Float[Array, "*rows F"]:
-    """``gelu(gate) * up``, with the approximation by tanh (Shazeer 2020; Gemma)."""
+    """Return ``gelu(gate) * up``, with the approximation by tanh (Shazeer 2020; Gemma)."""
     return jax.nn.gelu(gate, approximate=True) * up
 
 
 @dataclasses.dataclass(frozen=True)
 class ClampedSwiGLU:
-    """``(up + 1) * gate * sigmoid(alpha * gate)``, with gate at most ``limit`` and up within ``±limit`` (gpt-oss 2025;
-    its reference is ``swiglu`` in ``gpt_oss/torch/model.py``)."""
+    """``(up + 1) * gate * sigmoid(alpha * gate)``, with gate at most ``limit`` and up within ``±limit``.
+
+    The reference is ``swiglu`` in ``gpt_oss/torch/model.py`` (gpt-oss 2025).
+    """
 
     alpha: float
     limit: float
@@ -46,5 +50,5 @@ class LimitedSwiGLU:
 
 
 def relu2(up: Float[Array, "*rows F"]) -> Float[Array, "*rows F"]:
-    """``max(up, 0)^2`` (Primer, So et al. 2021)."""
+    """Return ``max(up, 0)^2`` (Primer, So et al. 2021)."""
     return jnp.square(jax.nn.relu(up))

@@ -1,4 +1,4 @@
-"""Feed-forward networks, with a gate (SwiGLU, Shazeer 2020) and without, and a shared expert."""
+"""Feed-forward networks with a gate (SwiGLU, Shazeer 2020) and without, and a gated shared expert."""
 
 from collections.abc import Callable
 from typing import ClassVar, Unpack
@@ -48,7 +48,7 @@ class UngatedMLP(MLP):
 
 
 class GatedShared(MLP):
-    """``sigmoid(x @ w) * mlp(x)`` with one gate per token; ``output_gate`` kernel ``[1, D]``, without bias.
+    """An MLP whose output is gated per token: ``sigmoid(x @ w) * mlp(x)``, with ``output_gate`` kernel ``[1, D]``.
 
     The shared expert of Qwen1.5-MoE and Qwen2-MoE (Yang et al. 2024), after transformers' Qwen2MoeSparseMoeBlock.
     """

@@ -1,4 +1,4 @@
-"""Root mean square normalisation (Zhang & Sennrich 2019), and layer normalisation (Ba et al. 2016)."""
+"""Root mean square normalization (Zhang & Sennrich 2019), and layer normalization (Ba et al. 2016)."""
 
 from collections.abc import Callable
 from typing import Unpack
@@ -12,7 +12,7 @@ from nnxmoe.axes import ParamOptions, parameter
 
 
 def unit_rms(x: Float[Array, "*rows D"], eps: float) -> Float[Array, "*rows D"]:
-    """``x / sqrt(mean(x^2) + eps)`` over the last dimension, in float32, cast back to ``x``'s dtype."""
+    """Return ``x / sqrt(mean(x^2) + eps)`` over the last dimension, in float32, cast back to ``x``'s dtype."""
     x32 = x.astype(jnp.float32)
     return (x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)).astype(x.dtype)
 
@@ -41,8 +41,7 @@ class OffsetNorm(RMSNorm):
 
 
 class GatedNorm(nnx.Module):
-    """The output of `RMSNorm`, times ``activation(gate)`` in float32, cast back to ``x``'s dtype (Mamba-2, Dao & Gu
-    2024)."""
+    """`RMSNorm` times ``activation(gate)`` in float32, cast back to ``x``'s dtype (Mamba-2, Dao & Gu 2024)."""
 
     def __init__(
         self, dim: int, eps: float, *, activation: Callable[[Array], Array] = jax.nn.silu, **kw: Unpack[ParamOptions]

@@ -12,8 +12,8 @@ from jaxtyping import Array, Float
 from nnxmoe.axes import AnyMesh
 from nnxmoe.config.printable import short
 from nnxmoe.config.validate import as_number, check_object, set_positive
-from nnxmoe.layers.chunks import chunk_by_chunk
-from nnxmoe.layers.linear.dots import einsum_f32
+from nnxmoe.layers.chunks import map_chunks
+from nnxmoe.layers.linear.matmul import einsum_f32
 from nnxmoe.moe.dispatch import Dispatch, DispatchInfo, assignments, dispatch_info, expert_row_axes
 from nnxmoe.moe.experts import ExpertFn
 from nnxmoe.moe.router import Routing
@@ -90,7 +90,7 @@ class Chunked:
             x, routing = tree.unflatten(leaves)
             return self.inner(x, routing, experts, mesh)
 
-        y, infos = chunk_by_chunk(one, self.chunks, *leaves)
+        y, infos = map_chunks(one, self.chunks, *leaves)
         return y, jax.tree.map(lambda value: jnp.sum(value, axis=0, dtype=value.dtype), infos)
 
 

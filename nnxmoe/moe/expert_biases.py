@@ -7,7 +7,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from nnxmoe.axes import ParamOptions, parameter
-from nnxmoe.layers.linear.dots import einsum_f32
+from nnxmoe.layers.linear.matmul import einsum_f32
 from nnxmoe.layers.linear.multilinear import multilinear
 
 

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from nnxmoe.axes import AnyMesh
 from nnxmoe.config.validate import check_object, set_positive
-from nnxmoe.layers.chunks import chunk_by_chunk
+from nnxmoe.layers.chunks import map_chunks
 from nnxmoe.moe.capacity import check_batch, check_factor
 from nnxmoe.moe.dispatch import Assignments, Dispatch, DispatchInfo, assignments, dispatch_info, sorted_rows
 from nnxmoe.moe.experts import ExpertFn
@@ -227,7 +227,7 @@ class ChunkedExchange:
         def one(x: Array, ids: Array, weights: Array) -> tuple[Array, Array]:
             return self.exchange(x, Assignments(ids + none, weights), experts, axis)
 
-        y, dropped = chunk_by_chunk(one, chunks, x, chosen.ids - none, chosen.weights)
+        y, dropped = map_chunks(one, chunks, x, chosen.ids - none, chosen.weights)
         return y, jnp.sum(dropped)
 
 

@@ -69,26 +69,29 @@ class TritonMatmul:
 
 @dataclasses.dataclass(frozen=True)
 class TritonProduct:
-    """Product of a few 16-bit rows with one quantised kernel, for decoding: reads the codes once.
+    """Multiplies a few 16-bit rows with one quantized kernel, for decoding: reads the codes once.
 
-    ``fallback``: used for more than ``most`` rows, for other kernels, and on a mesh, over which XLA cannot partition
-    it.
+    Attributes:
+        fallback: the product for more than ``max_rows`` rows, for other kernels, and on a mesh: XLA cannot partition
+            this product.
+        max_rows: the largest number of rows.
+        interpret: whether to run in Pallas's interpreter.
     """
 
     fallback: QuantizedProduct = CastProduct()
-    most: int = 16
+    max_rows: int = 16
     interpret: bool = False
 
     def with_mesh(self, mesh: Mesh | None, rules: Rules) -> QuantizedProduct:
         return self if mesh is None or mesh.size == 1 else self.fallback
 
-    def __call__(self, x: Float[Array, "R _"], kernel: QuantizedKernel, back: bool = False) -> Float[Array, "R _"]:
-        one = jax.tree.map(lambda leaf: leaf[None], kernel)
-        few = 0 < x.shape[0] <= self.most and x.dtype.itemsize == 2
-        tiles = _tiles(x, one, back) if few else None
+    def __call__(self, x: Float[Array, "R _"], kernel: QuantizedKernel, transpose: bool = False) -> Float[Array, "R _"]:
+        stacked = jax.tree.map(lambda leaf: leaf[None], kernel)
+        is_supported = 0 < x.shape[0] <= self.max_rows and x.dtype.itemsize == 2
+        tiles = _tiles(x, stacked, transpose) if is_supported else None
         if tiles is None:
-            return self.fallback(x, kernel, back)
-        return _multiply(x, one, jnp.array([x.shape[0]]), back, tiles, self.interpret, jnp.dtype(jnp.float32))
+            return self.fallback(x, kernel, transpose)
+        return _multiply(x, stacked, jnp.array([x.shape[0]]), transpose, tiles, self.interpret, jnp.dtype(jnp.float32))
 
 
 def _tiles(rows: Array, kernel: Kernel, back: bool) -> Tiles | None:

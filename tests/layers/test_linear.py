@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from nnxmoe import BlockedMatmul, MaskedMatmul
-from nnxmoe.layers.linear.dots import batched_matmul_f32, einsum_f32, matmul, matmul_f32
+from nnxmoe.layers.linear.matmul import batched_matmul_f32, einsum_f32, matmul, matmul_f32
 from nnxmoe.moe.blocked import FEW_BLOCK_SIZES, MANY_BLOCK_SIZES, block_sizes
 from tests.support.arrays import max_error
 from tests.support.running import PART_TOLERANCE

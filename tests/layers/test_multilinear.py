@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from nnxmoe import BlockedMatmul
-from nnxmoe.layers.linear.dots import batched_matmul_f32, matmul
+from nnxmoe.layers.linear.matmul import batched_matmul_f32, matmul
 from nnxmoe.layers.linear.multilinear import multilinear
 from nnxmoe.moe.permute import gather_rows
 from tests.support.arrays import max_error

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 from nnxmoe.layers.linear import xla_cpu
-from nnxmoe.layers.linear.dots import dot_f32, matmul_f32
 from nnxmoe.layers.linear.kernel import DenseKernel
+from nnxmoe.layers.linear.matmul import dot_f32, matmul_f32
 from nnxmoe.moe import blocked
 
 pytestmark = [
@@ -33,7 +33,7 @@ def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
 def test_single_row_16_bit_matmul_casts_the_kernel() -> None:
     shapes, nbytes = ((1, 256), (256, 1024)), 256 * 1024 * 2
     assert temporary_bytes(product, *shapes) > nbytes
-    assert temporary_bytes(lambda x, kernel: product(xla_cpu.pad_single_row(x, 0), kernel)[:1], *shapes) < nbytes
+    assert temporary_bytes(lambda x, kernel: product(xla_cpu.add_zero_row(x, 0), kernel)[:1], *shapes) < nbytes
 
 
 def test_16_bit_dot_with_non_leading_batch_dimensions_fails() -> None:

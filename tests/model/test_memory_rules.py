@@ -23,8 +23,8 @@ from nnxmoe.layers import cache
 from nnxmoe.layers.attention.softmax_attention import MaskedSoftmax
 from nnxmoe.layers.cache import CacheMetadata, SlotMetadata, TokenCache
 from nnxmoe.layers.embed import Embed
-from nnxmoe.layers.linear import dots
 from nnxmoe.layers.linear import kernel as kernels
+from nnxmoe.layers.linear import matmul as matmuls
 from nnxmoe.layers.mask import Mask
 from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.model.remat import NAMES
@@ -299,7 +299,7 @@ def round_trips(found: list[Any]) -> int:
 
 def plain_matmul(x: Any, kernel: Any, transpose: bool = False) -> Any:
     """`matmul` with JAX's default backward."""
-    return dots.matmul_f32(x, kernel.astype(x.dtype), transpose).astype(x.dtype)
+    return matmuls.matmul_f32(x, kernel.astype(x.dtype), transpose).astype(x.dtype)
 
 
 @pytest.mark.slow
@@ -322,11 +322,13 @@ def test_backward_matmuls_have_operands_of_one_dtype() -> None:
         assert len(found) >= 2
         return any(e.invars[0].aval.dtype != e.invars[1].aval.dtype for e in found)
 
-    assert not mixed(dots.matmul)
+    assert not mixed(matmuls.matmul)
     assert mixed(plain_matmul)
     rng = np.random.default_rng(0)
     x, w = jnp.asarray(rng.normal(size=(3, 4)), F32), jnp.asarray(rng.normal(size=(4, 5)), F32)
-    ours, plain = (jax.grad(lambda *a, f=f: jnp.sum(jnp.sin(f(*a))), (0, 1))(x, w) for f in (dots.matmul, jnp.matmul))
+    ours, plain = (
+        jax.grad(lambda *a, f=f: jnp.sum(jnp.sin(f(*a))), (0, 1))(x, w) for f in (matmuls.matmul, jnp.matmul)
+    )
     assert max(map(max_error, ours, plain)) < 1e-6
 
 
@@ -429,8 +431,8 @@ def test_unrolled_caches_are_updated_in_place(ring: bool, dtype: Any, monkeypatc
         after = []
         for k, v in buffers:
             new, (keys, values), _ = TokenCache((k, v), ring).append((x[:, :, :1], x[:, :, 1:2]), CacheMetadata(*past))
-            scores = dots.batched_matmul_f32(x, keys, -1)
-            x = dots.batched_matmul_f32(jax.nn.softmax(scores).astype(dtype), values, -2).astype(dtype)
+            scores = matmuls.batched_matmul_f32(x, keys, -1)
+            x = matmuls.batched_matmul_f32(jax.nn.softmax(scores).astype(dtype), values, -2).astype(dtype)
             after.append(new.buffers)
         return after, x
 

@@ -43,7 +43,7 @@ def test_decoding_by_the_formula(form: str, zero: bool, order: bool) -> None:
     np.testing.assert_array_equal(jax.jit(lambda k: k.transposed())(kernel), wanted)
     plain = dataclasses.replace(kernel, order=None)
     wanted = by_the_formula(plain)
-    found = jax.jit(lambda k, start: k.rows(start, 5))(plain, 30)
+    found = jax.jit(lambda k, start: k.decode_rows(start, 5))(plain, 30)
     np.testing.assert_array_equal(plain.format.join_halves(tuple(map(np.asarray, found))), wanted[30:35])
     host = [None if leaf is None else np.asarray(leaf) for leaf in (plain.codes, plain.scale, plain.zero)]
     np.testing.assert_array_equal(plain.format.decode(*host, slice(0, OUTS)), wanted)

@@ -23,9 +23,9 @@ from nnxmoe.convert.arrays.load_report import LoadReport
 from nnxmoe.convert.files.safetensors import dtype_code
 from nnxmoe.convert.peft.adapter_slots import adapted_slots, adapter_slots
 from nnxmoe.convert.storage.write_safetensors import write_sharded
-from nnxmoe.layers.linear.dots import matmul
 from nnxmoe.layers.linear.kernel import DenseKernel
 from nnxmoe.layers.linear.linear import Linear
+from nnxmoe.layers.linear.matmul import matmul
 from nnxmoe.model.structure import strip_metadata
 from nnxmoe.models import Mixtral, config_from_hf
 from nnxmoe.moe.experts import Experts

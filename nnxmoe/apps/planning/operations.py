@@ -83,7 +83,7 @@ def counted(jaxpr: Any, devices: int = 1) -> float:
             return math.nan
         elif name == "cond":
             total += max(inner, default=0.0)
-        elif name == "linear":  # of `layers.multilinear`
+        elif name == "linear":  # of `layers.linear.multilinear`
             made = jax.make_jaxpr(params["function"])(*[one.aval for one in equation.invars])
             total += counted(made.jaxpr, devices)
         else:

@@ -18,7 +18,7 @@ from nnxmoe.config.printable import some
 from nnxmoe.convert.arrays.lazy_array import Box, LazyArray, whole
 from nnxmoe.convert.arrays.tensor_parts import TensorPart
 from nnxmoe.convert.storage.multihost import AnyArray
-from nnxmoe.layers.linear.kernel import LEAD, flax_order
+from nnxmoe.layers.linear.kernel import STACK_AXES, flax_order
 from nnxmoe.layers.linear.lora import UnmergeValue
 from nnxmoe.layers.linear.quantized import QuantizedArray
 from nnxmoe.model.paths import name_of
@@ -68,7 +68,7 @@ class Parameter:
     @property
     def inner(self) -> tuple[int, ...]:
         """Shape per layer and expert."""
-        return self.shape[sum(axis in LEAD for axis in self.axes) :]
+        return self.shape[sum(axis in STACK_AXES for axis in self.axes) :]
 
     @property
     def of_layer(self) -> tuple[int, ...]:

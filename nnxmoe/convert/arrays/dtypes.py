@@ -9,7 +9,7 @@ from flax import nnx
 
 from nnxmoe.axes import axes_of
 from nnxmoe.convert.arrays.lazy_array import LazyArray
-from nnxmoe.layers.linear.kernel import LEAD
+from nnxmoe.layers.linear.kernel import STACK_AXES
 
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "half": "float16", "float": "float32"}
 
@@ -44,5 +44,5 @@ def matrix_dtype(variables: Iterable[nnx.Variable]) -> Any:
 
 def is_matrix(variable: nnx.Variable) -> bool:
     """Whether a parameter determines the dtype of activations: true except for norms, biases and routers."""
-    axes = [axis for axis in axes_of(variable) if axis not in LEAD]
+    axes = [axis for axis in axes_of(variable) if axis not in STACK_AXES]
     return isinstance(variable, nnx.Param) and len(axes) > 1 and "router" not in axes

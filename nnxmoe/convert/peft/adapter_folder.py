@@ -59,7 +59,7 @@ def save(model: CausalLM, folder: str | os.PathLike[str], *, overwrite: bool = F
         (slot, layer, numbers, parameter_name(model, slot, layer))
         for slot in adapted_slots(model)
         for layer in slot.layers
-        if slot.adapter is not None and (numbers := slot.adapter.numbers(layer)) is not None
+        if slot.adapter is not None and (numbers := slot.adapter.rank_and_alpha(layer)) is not None
     )
     if not pieces:
         raise ValueError("cannot save: the model has no adapters; nnxmoe.save_pretrained writes whole models")

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from nnxmoe.config.validate import set_positive
 from nnxmoe.layers.attention.softmax_attention import MaskedSoftmax
 from nnxmoe.layers.cache import SlotMetadata
-from nnxmoe.layers.linear.dots import dot_f32
+from nnxmoe.layers.linear.matmul import dot_f32
 from nnxmoe.layers.linear.xla_cpu import as_bits, from_bits
 from nnxmoe.layers.mask import Mask
 

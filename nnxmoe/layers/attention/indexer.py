@@ -18,10 +18,10 @@ from nnxmoe.axes import ParamOptions
 from nnxmoe.config.rope_parameters import Rope
 from nnxmoe.layers.attention.softmax_attention import AttentionFn, MaskedSoftmax, ReferenceAttention
 from nnxmoe.layers.cache import SlotMetadata, gather_tokens
-from nnxmoe.layers.chunks import chunk_by_chunk
+from nnxmoe.layers.chunks import map_chunks
 from nnxmoe.layers.context import Context
-from nnxmoe.layers.linear.dots import dot_f32
 from nnxmoe.layers.linear.linear import Linear
+from nnxmoe.layers.linear.matmul import dot_f32
 from nnxmoe.layers.mask import Mask
 from nnxmoe.layers.norm import LayerNorm
 from nnxmoe.layers.rope import RotateFn
@@ -277,4 +277,4 @@ def _in_blocks(run: Callable[..., Array], block: int, *arrays: Array) -> Array:
     length = arrays[0].shape[1]
     if length <= block:
         return run(*arrays)
-    return chunk_by_chunk(lambda *part: (run(*part), ()), -(-length // max(block, 1)), *arrays)[0]
+    return map_chunks(lambda *part: (run(*part), ()), -(-length // max(block, 1)), *arrays)[0]

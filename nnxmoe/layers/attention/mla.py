@@ -85,7 +85,9 @@ class AbsorbedMLA:
     def __call__(self, x: MLAInputs, scores: MaskedSoftmax, attention_fn: AttentionFn) -> Float[Array, "B T N v"]:
         kv_rank, nope, dtype = x.kv_b.shape[0], x.q_nope.shape[-1], x.q_nope.dtype
         values = x.kv_b.shape[1] // x.q_nope.shape[2] - nope
-        q_latent = _each_head(jnp.swapaxes(x.q_nope, 1, 2), lambda q: x.kv_b.matmul_per_head(q, 0, nope, back=True))
+        q_latent = _each_head(
+            jnp.swapaxes(x.q_nope, 1, 2), lambda q: x.kv_b.matmul_per_head(q, 0, nope, transpose=True)
+        )
         q = jnp.concatenate([q_latent, jnp.swapaxes(x.q_rope, 1, 2)], axis=-1)
         shared = x.seen[:, None].astype(dtype)
         out = attention_fn(q, shared, shared, scores)[..., :kv_rank]  # the rope part of the values is dropped

@@ -20,7 +20,7 @@ from nnxmoe.layers.attention.gqa import Sinks
 from nnxmoe.layers.attention.indexer import NO_SLOT, SelectedMask, highest
 from nnxmoe.layers.attention.softmax_attention import AttentionFn, MaskedSoftmax, ReferenceAttention
 from nnxmoe.layers.cache import SlotMetadata, TokenCache
-from nnxmoe.layers.chunks import chunk_by_chunk
+from nnxmoe.layers.chunks import map_chunks
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.linear.linear import Linear
 from nnxmoe.layers.mask import ConcatenatedMask, Mask
@@ -197,7 +197,7 @@ class SharedKV(nnx.Module):
 
         given = mask.query_index, index[:, :1] * 0 if mask.query_segment is None else mask.query_segment
         of_queries = (jnp.broadcast_to(a, (batch, count)) for a in given)
-        return chunk_by_chunk(run, chunks, q, *of_queries, *picked)[0]
+        return map_chunks(run, chunks, q, *of_queries, *picked)[0]
 
     def _block(
         self, q: Float[Array, "B t N H"], near: Float[Array, "B S H"], mask: Mask, far: Far, picked: tuple[Array, ...]

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from nnxmoe.layers.linear.dots import batched_matmul_f32
+from nnxmoe.layers.linear.matmul import batched_matmul_f32
 from nnxmoe.layers.mask import ConcatenatedMask, Mask
 
 

@@ -1,9 +1,9 @@
 """Kernels: the weights of linear maps. The rest of the package multiplies with them and never reads their arrays.
 
 A module stores its ``kernel`` in one of two *storage forms*: an ``nnx.Param`` (one trained float array), or an
-``nnx.Module`` with ``ins``, ``outs`` and ``read()``, such as quantised weights, whose arrays have logical axes like all
-parameters. `as_weight` gives both the same interface, by wrapping a parameter in `ParamWeight`. ``read()`` returns a
-`Kernel`, the operand of products: a `DenseKernel` for parameters, for other forms a subclass with at least ``dense``.
+``nnx.Module`` with ``ins``, ``outs`` and ``read()``, such as quantized weights. `as_weight` gives both the same
+interface: it wraps a parameter in `ParamWeight`. ``read()`` returns a `Kernel`, the operand of products. The kernel of
+a parameter is a `DenseKernel`. Other storage forms return a subclass with at least ``dense`` and ``shape``.
 """
 
 import dataclasses
@@ -17,10 +17,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from nnxmoe.axes import LAYER_AXES, axes_of, parameter
-from nnxmoe.layers.linear.dots import batched_matmul_f32, dot_f32, einsum_f32, matmul, matmul_f32
+from nnxmoe.layers.linear.matmul import batched_matmul_f32, dot_f32, einsum_f32, matmul, matmul_f32
 
-LEAD = (*LAYER_AXES, "expert")  # logical axes along which kernels are stacked: one linear map per index
-
+STACK_AXES = (*LAYER_AXES, "expert")  # logical axes along which kernels are stacked: one linear map per index
 
 Product = Callable[[Array, "Kernel"], Array]
 
@@ -28,9 +27,11 @@ Product = Callable[[Array, "Kernel"], Array]
 class Kernel:
     """The weight of one linear map ``[I, O]``, or of one map per expert ``[E, I, O]``, for use in products.
 
-    Subclasses are registered pytrees whose leaves all have the expert dimension first, if there is one. Only ``dense``
-    and ``shape`` are required; the other methods are defined by it and may be overridden by faster ones.
-    ``trainable``: whether products have gradients with respect to the kernel; then ``vjp_kernel`` must exist.
+    Subclasses are registered pytrees whose leaves all have the expert dimension first, if there is one. They must
+    define ``dense`` and ``shape``, and may override the other methods with faster ones.
+
+    Attributes:
+        trainable: whether products have gradients with respect to the kernel. If so, ``vjp_kernel`` must be defined.
     """
 
     trainable: ClassVar[bool] = False
@@ -41,63 +42,68 @@ class Kernel:
         raise TypeError(f"{type(self).__name__} does not define shape")
 
     def dense(self, dtype: Any = None) -> Float[Array, "*E I O"]:
-        """The whole kernel as one array; ``dtype`` None: in its own precision."""
+        """Return the whole kernel as one array, by default in the precision of the storage form."""
         raise TypeError(f"{type(self).__name__} does not define dense")
 
     def transposed(self, dtype: Any = None) -> Float[Array, "*E O I"]:
-        """`dense` with outputs before inputs, as in memory and in checkpoints."""
+        """Return `dense` with outputs before inputs, as in memory and in checkpoints."""
         return jnp.swapaxes(self.dense(dtype), -1, -2)
 
     def cast(self, dtype: Any) -> "Kernel":
-        """The kernel as several products with operands of this dtype want it: cast once, if it is cast at all."""
+        """Cast the kernel once for several products with operands of this dtype, if products would cast it."""
         return self
 
     def __call__(self, x: Float[Array, "*rows I"]) -> Float[Array, "*rows O"]:
-        """``x @ kernel`` in ``x``'s dtype, accumulated in float32."""
+        """Return ``x @ kernel`` in ``x``'s dtype, accumulated in float32."""
         return matmul(x, self.dense(x.dtype))
 
     def matmul_f32(
         self, x: Float[Array, "*rows I"], precision: jax.lax.PrecisionLike = None
     ) -> Float[Array, "*rows O"]:
-        """``x @ kernel`` with the kernel cast to ``x``'s dtype, returned in float32 as accumulated."""
+        """Return ``x @ kernel`` in float32, as accumulated. The kernel is cast to ``x``'s dtype."""
         return matmul_f32(x, self.dense(x.dtype), precision=precision)
 
     def output_grad(self, d: Float[Array, "*rows O"], y: Float[Array, "*rows O"]) -> Float[Array, "*rows O"]:
-        """The gradient of the linear map's output, given that of `matmul_f32`, ``d``, and its result ``y``."""
+        """Return the gradient of the map's output from the gradient ``d`` and the result ``y`` of `matmul_f32`."""
         return d
 
     def vjp_input(self, d: Float[Array, "*rows O"]) -> Float[Array, "*rows I"]:
-        """``d @ kernel.T`` in ``d``'s dtype, accumulated in float32: the gradient with respect to the input."""
+        """Return ``d @ kernel.T`` in ``d``'s dtype, accumulated in float32: the gradient of the input."""
         return matmul(d, self.dense(d.dtype), True)
 
     def batched_matmul(self, rows: Float[Array, "E R I"]) -> Float[Array, "E R O"]:
-        """One batched product with equally many rows per expert, which compilers also split over devices."""
+        """Multiply equally many rows per expert in one batched product, which compilers can partition over devices."""
         return einsum_f32("ERI,EIO->ERO", rows, self.dense(rows.dtype)).astype(rows.dtype)
 
     def matmul_per_head(
-        self, x: Float[Array, "N R _"], first: int, count: int, back: bool = False
+        self, x: Float[Array, "N R _"], first: int, count: int, transpose: bool = False
     ) -> Float[Array, "N R _"]:
-        """For ``N`` heads with equally many outputs each, the product of every head's rows with ``count`` of its
-        outputs, from the ``first`` on; ``back``: with these outputs as inputs, as in `vjp_input`."""
+        """Multiply the rows of each head with some outputs of that head. All ``N`` heads have equally many outputs.
+
+        Args:
+            first: the first output of each head to use.
+            count: the number of outputs of each head.
+            transpose: whether ``x`` has these outputs as its columns, as in `vjp_input`.
+        """
         array = self.transposed(x.dtype)
-        part = array.reshape(len(x), -1, array.shape[-1])[:, first : first + count]
-        return batched_matmul_f32(x, part, -2 if back else -1).astype(x.dtype)
+        head_kernels = array.reshape(len(x), -1, array.shape[-1])[:, first : first + count]
+        return batched_matmul_f32(x, head_kernels, -2 if transpose else -1).astype(x.dtype)
 
     def apply(self, x: Float[Array, "..."], product: "Product") -> Float[Array, "..."]:
-        """Apply ``product(x, kernel)``; a kernel that is a sum adds the products of its terms."""
+        """Return ``product(x, kernel)``. A kernel that is a sum adds the products of its terms."""
         return product(x, self)
 
     def expert(self, index: int | Int[Array, ""]) -> Self:
-        """The kernel of one expert."""
+        """Return the kernel of one expert."""
         return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), self)
 
     def vjp_kernel(self, x: Float[Array, "*rows I"], d: Float[Array, "*rows O"]) -> Self:
-        """The gradient ``x.T @ d`` of one linear map, in float32, as a kernel of the same form."""
-        raise TypeError(f"{type(self).__name__} is not trained")
+        """Return the gradient ``x.T @ d`` of one linear map, in float32, as a kernel of the same form."""
+        raise TypeError(f"{type(self).__name__} is not trainable")
 
 
 class Adapter(Protocol):
-    """A trained addition to a frozen kernel; see `nnxmoe.layers.linear.lora.LoRA`."""
+    """A trainable addition to a frozen kernel; see `nnxmoe.layers.linear.lora.LoRA`."""
 
     def adapt(self, kernel: Kernel) -> Kernel: ...
 
@@ -107,14 +113,14 @@ class Adapter(Protocol):
 
 
 def with_adapter(kernel: Kernel, adapter: Adapter | None) -> Kernel:
-    """The kernel with its adapter, if there is one."""
+    """Return the kernel with its adapter, if there is one."""
     return kernel if adapter is None else adapter.adapt(kernel)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DenseKernel(Kernel):
-    """One float array ``[*E, O, I]``; with ``ins_first`` ``[*E, I, O]``, whose products are plain dots as in Flax."""
+    """A kernel in one float array ``[*E, O, I]``, or with ``ins_first`` ``[*E, I, O]``, the order of Flax."""
 
     array: Any  # a float array; transformations of JAX put other leaves in its place
     ins_first: bool = dataclasses.field(default=False, metadata={"static": True})
@@ -158,23 +164,25 @@ class DenseKernel(Kernel):
         return DenseKernel(dot_f32(*pair, -2, -2), self.ins_first)
 
     def __jax_array__(self) -> Array:
-        """Convert to an array where `jax.numpy` expects one, as in a custom `GroupedMatmul`."""
+        """Convert to an array for `jax.numpy`, as in a custom `GroupedMatmul`."""
         return self.dense()
 
 
 def as_kernel(kernel: Kernel | Float[Array, "*E I O"]) -> Kernel:
-    """A kernel as it is; an array ``[*E, I, O]`` wrapped."""
+    """Return a kernel unchanged, and an array ``[*E, I, O]`` as a `DenseKernel`."""
     return kernel if isinstance(kernel, Kernel) else DenseKernel(kernel, ins_first=True)
 
 
 def is_kernel(variable: Any) -> bool:
-    """Whether a variable was created by `kernel_param`: the weight of a linear map in one array."""
+    """Return whether a variable is the weight of a linear map in one array, created by `kernel_param`."""
     return isinstance(variable, nnx.Param) and variable.get_metadata().get("inputs") is not None
 
 
 def as_weight(kernel: Any) -> Any:
-    """Return a module's kernel as an object with ``ins``, ``outs``, ``lead``, ``logical_axes`` and ``read()``. Wraps a
-    parameter in `ParamWeight`; returns other storage forms unchanged."""
+    """Return a module's kernel as an object with ``ins``, ``outs``, ``lead``, ``logical_axes`` and ``read()``.
+
+    Wraps a parameter in `ParamWeight`, and returns other storage forms unchanged.
+    """
     return ParamWeight(kernel) if isinstance(kernel, nnx.Variable) else kernel
 
 
@@ -182,27 +190,30 @@ def as_weight(kernel: Any) -> Any:
 class ParamWeight:
     """The trained weight of a linear map in one array ``[*lead, *outs, *ins]``; ``lead`` counts layers and experts.
 
-    ``variable``: an ``nnx.Param`` from `kernel_param`, or an ``nnx.LoRAParam``, but not a subclass: Flax's bridge to
-    Linen would not put it into the collection ``params``. Input and output features may have several dimensions, such
-    as heads; ``read`` flattens each to one. Outputs come first as in Hugging Face's files, so that loading transposes
-    nothing and CPUs multiply few rows faster. XLA's dots on GPUs and TPUs accept either order. Of tokamax's grouped
-    kernels, the Hopper kernel is optimised for this order, and the TPU kernel needs the opposite one. After
-    ``move_inputs_first``, as in Linen, the array is ``[*lead, *ins, *outs]``.
+    Input and output features may have several dimensions, such as heads. ``read`` flattens each to one. Outputs come
+    first as in Hugging Face's files, so loading transposes nothing, and CPUs multiply few rows faster. XLA's dots on
+    GPUs and TPUs accept either order. tokamax's grouped kernel for Hopper is optimized for this order, its kernel for
+    TPUs needs the opposite one. After ``move_inputs_first``, as in Linen, the array is ``[*lead, *ins, *outs]``.
+
+    Attributes:
+        variable: an ``nnx.Param`` from `kernel_param`, or an ``nnx.LoRAParam``. Flax's bridge to Linen would not put
+            other subclasses into the collection ``params``.
     """
 
     variable: nnx.Variable
 
     @property
     def ins_first(self) -> bool:
-        """Whether the input dimensions come before those of the outputs."""
+        """Whether the input dimensions come before the output dimensions."""
         return self.variable.get_metadata().get("ins_first", False)
 
     def split(self, dimensions: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
-        """A description of the dimensions, such as the shape or the logical axes, as (lead, ins, outs)."""
-        first, inputs = sum(axis in LEAD for axis in axes_of(self.variable)), self.variable.get_metadata()["inputs"]
+        """Split the shape, the logical axes or another sequence over the dimensions into (lead, ins, outs)."""
+        first = sum(axis in STACK_AXES for axis in axes_of(self.variable))
+        inputs = self.variable.get_metadata()["inputs"]
         end = first + inputs if self.ins_first else len(dimensions) - inputs
-        parts = tuple(dimensions[:first]), tuple(dimensions[first:end]), tuple(dimensions[end:])
-        return parts if self.ins_first else (parts[0], parts[2], parts[1])
+        lead, left, right = tuple(dimensions[:first]), tuple(dimensions[first:end]), tuple(dimensions[end:])
+        return (lead, left, right) if self.ins_first else (lead, right, left)
 
     @property
     def logical_axes(self) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
@@ -223,37 +234,39 @@ class ParamWeight:
         return self.split(self.variable.shape)[2]
 
     def read(self) -> DenseKernel:
-        """The kernel ``[*lead, prod(ins), prod(outs)]``, for products."""
+        """Return the kernel ``[*lead, prod(ins), prod(outs)]`` for products."""
         lead, ins, outs = self.split(self.variable.shape)
         sizes = math.prod(ins), math.prod(outs)
         shape = *lead, *(sizes if self.ins_first else sizes[::-1])
         return DenseKernel(self.variable[...].reshape(shape), self.ins_first)
 
     def move_inputs_first(self) -> None:
-        """Put the inputs first, in place."""
-        value, order = self.variable.get_value(), flax_order(self.variable, range(self.variable.ndim))
+        """Transpose the variable in place so that its inputs come first."""
+        value = self.variable.get_value()
         if isinstance(value, jax.ShapeDtypeStruct):
             value = jax.ShapeDtypeStruct(flax_order(self.variable, value.shape), value.dtype)
         else:
-            value = jnp.transpose(value, order)
+            value = jnp.transpose(value, flax_order(self.variable, range(self.variable.ndim)))
         axes = flax_order(self.variable, axes_of(self.variable))
         self.variable.set_value(value)
         self.variable.set_metadata(out_sharding=axes, ins_first=True)
 
 
 def flax_order(variable: nnx.Variable, dimensions: Sequence[Any]) -> tuple[Any, ...]:
-    """A description of the dimensions of a variable, or of one of its layers or experts, in the order of Flax's
-    kernels, ``[*lead, *ins, *outs]``; of other variables as it is."""
+    """Reorder a sequence over a kernel's dimensions to ``[*lead, *ins, *outs]``, the order of Flax.
+
+    The sequence may omit layers or experts. It is returned unchanged for variables that are no kernels.
+    """
     inputs = variable.get_metadata().get("inputs")
     if not inputs or variable.get_metadata().get("ins_first"):
         return tuple(dimensions)
-    first = len(dimensions) - sum(axis not in LEAD for axis in axes_of(variable))
+    first = len(dimensions) - sum(axis not in STACK_AXES for axis in axes_of(variable))
     end = len(dimensions) - inputs
     return (*dimensions[:first], *dimensions[end:], *dimensions[first:end])
 
 
 def fan_in(inputs: Sequence[int], gain: float = 1.0) -> nnx.Initializer:
-    """Normal with variance 1 / inputs, so that a projection keeps the scale of its input, or ``gain`` times it."""
+    """Return a normal initializer of variance 1 / inputs, with which a map multiplies its input's scale by ``gain``."""
     return nnx.initializers.normal(gain * math.prod(inputs) ** -0.5)
 
 
@@ -268,9 +281,12 @@ def kernel_param(
     rngs: nnx.Rngs | None,
     param_type: type[nnx.Param] = nnx.Param,
 ) -> nnx.Param:
-    """A kernel with the logical ``axes`` of the dimensions ``(*lead, *ins, *outs)``; ``rngs`` None: a shape only."""
+    """Create a kernel ``[*lead, *outs, *ins]`` from the logical ``axes`` of ``(*lead, *ins, *outs)``.
+
+    With ``rngs=None``, the kernel has a shape and no values.
+    """
     first, end = len(lead), len(lead) + len(ins)
     shape, names = (*lead, *outs, *ins), (*axes[:first], *axes[end:], *axes[first:end])
-    made = parameter(shape, names, fan_in(ins, gain), dtype=dtype, rngs=rngs, param_type=param_type, inputs=len(ins))
-    assert isinstance(made, nnx.Param)
-    return made
+    param = parameter(shape, names, fan_in(ins, gain), dtype=dtype, rngs=rngs, param_type=param_type, inputs=len(ins))
+    assert isinstance(param, nnx.Param)
+    return param

@@ -13,10 +13,10 @@ from nnxmoe.layers.linear.kernel import Adapter, Kernel, as_weight, kernel_param
 
 
 class Linear(nnx.Module):
-    """``x[... *ins] -> [... *outs]``; kernel ``[*outs, *ins]`` with heads as a separate dimension; bias flattened, as
-    in checkpoints.
+    """A linear map ``x[... *ins] -> [... *outs]`` with a kernel ``[*outs, *ins]`` and an optional flattened bias.
 
-    ``gain``: the scale of the initial output relative to the input. ``lora``: an adapter (`nnxmoe.train.lora.add`).
+    Attributes:
+        lora: an adapter, set by `nnxmoe.train.lora.add`.
     """
 
     adapted: ClassVar[Mapping[str, tuple[str, ...]]] = {"lora": ("kernel",)}  # adapter attribute -> its kernels
@@ -31,17 +31,25 @@ class Linear(nnx.Module):
         gain: float = 1.0,
         **kw: Unpack[ParamOptions],
     ):
+        """Create the kernel and the bias.
+
+        Args:
+            ins: sizes of the input dimensions.
+            outs: sizes of the output dimensions, such as heads and head width.
+            axes: logical axes of ``(*ins, *outs)``.
+            bias: whether there is a bias.
+            gain: scale of the initial output relative to the input.
+        """
         self.lora: Adapter | None = None
         self.kernel = kernel_param(ins, outs, axes, gain=gain, **kw)
         if bias:
-            zeros = nnx.initializers.zeros
-            self.bias = parameter((math.prod(outs),), (axes[len(ins)],), zeros, **kw)
+            self.bias = parameter((math.prod(outs),), (axes[len(ins)],), nnx.initializers.zeros, **kw)
             self.bias.set_metadata(outs=tuple(outs))  # its shape in layouts with a separate head dimension
         else:
             self.bias = None
 
     def weight(self) -> Kernel:
-        """The kernel ``[I, O]``, inputs and outputs flattened, with its adapter if there is one."""
+        """Return the kernel ``[I, O]``, inputs and outputs flattened, with its adapter if there is one."""
         return with_adapter(as_weight(self.kernel).read(), self.lora)
 
     @property
@@ -58,5 +66,6 @@ class Linear(nnx.Module):
         ins, outs = self.ins, self.outs
         lead = x.shape[: x.ndim - len(ins)]
         y = self.weight()(x.reshape(*lead, math.prod(ins)))
-        y = y if self.bias is None else y + jnp.broadcast_to(self.bias[...].astype(y.dtype), y.shape)
+        if self.bias is not None:
+            y = y + jnp.broadcast_to(self.bias[...].astype(y.dtype), y.shape)
         return y.reshape(*lead, *outs)

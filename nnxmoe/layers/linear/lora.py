@@ -11,11 +11,11 @@ from jaxtyping import Array, Float, Int
 
 from nnxmoe.layers.linear.kernel import DenseKernel, Kernel, ParamWeight, Product
 
-Layers = tuple[tuple[int, tuple[int, float]], ...]
+LayerRanks = tuple[tuple[int, tuple[int, float]], ...]
 
 
 class UnmergeValue(nnx.Variable):
-    """A value that `nnxmoe.train.lora.merge` keeps for ``unmerge``; not a parameter."""
+    """A value that `nnxmoe.train.lora.merge` stores for ``unmerge``; not a parameter."""
 
 
 class LoRA(nnx.Module):
@@ -23,18 +23,20 @@ class LoRA(nnx.Module):
 
     Both are ``nnx.LoRAParam``s, which are trained while the rest of the model is frozen. If several maps share one
     adapter, such as the experts' gate and up, ``b`` is ``[*lead, maps, *outs, rank]``.
-    ``layers``: pairs of a layer and its own (rank, alpha), for stacked layers that differ; None: all are equal. Layers
-    without a pair have no adapter. What a layer lacks is zero in ``a`` and ``b``, which gets no gradient.
+
+    Attributes:
+        layers: pairs (layer, (rank, alpha)) for stacked layers that differ; None if all are equal. Layers without a
+            pair have no adapter. The unused part of ``a`` and ``b`` is zero and gets no gradient.
     """
 
-    def __init__(self, a: nnx.Param, b: nnx.Param, alpha: float, layers: Layers | None = None):
+    def __init__(self, a: nnx.Param, b: nnx.Param, alpha: float, layers: LayerRanks | None = None):
         self.a = a
         self.b = b
         self.alpha = alpha
         self.layers = nnx.static(layers)
 
-    def numbers(self, layer: int) -> tuple[int, float] | None:
-        """(rank, alpha) of a layer; None for a layer without an adapter."""
+    def rank_and_alpha(self, layer: int) -> tuple[int, float] | None:
+        """Return (rank, alpha) of a layer, or None for a layer without an adapter."""
         return (self.rank, self.alpha) if self.layers is None else dict(self.layers).get(layer)
 
     @property
@@ -48,7 +50,7 @@ class LoRA(nnx.Module):
         return self.alpha / self.rank
 
     def outputs_per_map(self, x: Float[Array, "*rows I"], product: Product) -> list[Float[Array, "*rows O"]]:
-        """The adapter's output for each of several maps, which share ``x @ a``.
+        """Return the adapter's output for each of several maps, which share ``x @ a``.
 
         ``b`` is indexed before the product: slicing a sharded output would move data between devices.
         """
@@ -56,17 +58,16 @@ class LoRA(nnx.Module):
         return [product(low, DenseKernel(b[..., i, :, :])) * self.scale for i in range(b.shape[-3])]
 
     def adapt(self, kernel: Kernel) -> "AdaptedKernel":
-        """The kernel with this adapter."""
+        """Return the kernel with this adapter."""
         return AdaptedKernel(kernel, ParamWeight(self.a).read(), ParamWeight(self.b).read(), self.scale)
 
     def lookup(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """Rows that the adapter of an embedding, ``a [rank, V]`` and ``b [D, rank]``, adds to those of the table, in
-        float32."""
+        """Return, in float32, what the adapter of an embedding (``a [rank, V]``, ``b [D, rank]``) adds to its rows."""
         low = jnp.take(self.a[...], tokens, axis=1)
         return jnp.einsum("RBT,DR->BTD", low, self.b[...], preferred_element_type=jnp.float32) * self.scale
 
     def delta(self) -> Float[Array, "*lead I O"]:
-        """The matrix that the adapter adds to its kernel, in float32, with inputs and outputs flattened."""
+        """Return the matrix that the adapter adds to its kernel, in float32, with inputs and outputs flattened."""
         return _delta(ParamWeight(self.a).read(), ParamWeight(self.b).read(), self.scale)
 
 
@@ -77,7 +78,7 @@ def _delta(a: DenseKernel, b: DenseKernel, scale: float) -> Float[Array, "*lead 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AdaptedKernel(Kernel):
-    """A kernel plus ``scale * a @ b``; products do not materialise the sum."""
+    """A kernel plus ``scale * a @ b``. Products do not materialize the sum."""
 
     base: Kernel
     a: DenseKernel
@@ -91,9 +92,9 @@ class AdaptedKernel(Kernel):
         return self.base.shape
 
     def dense(self, dtype: Any = None) -> Float[Array, "*E I O"]:
-        """The materialised sum, computed in float32; ``dtype`` None: float32."""
-        whole = self.base.dense(jnp.float32) + _delta(self.a, self.b, self.scale)
-        return whole if dtype is None else whole.astype(dtype)
+        """Return the materialized sum, computed and by default returned in float32."""
+        total = self.base.dense(jnp.float32) + _delta(self.a, self.b, self.scale)
+        return total if dtype is None else total.astype(dtype)
 
     def apply(self, x: Float[Array, "..."], product: Product) -> Float[Array, "..."]:
         return product(x, self.base) + product(product(x, self.a), self.b) * self.scale
@@ -107,10 +108,9 @@ class AdaptedKernel(Kernel):
         return self.apply(x, lambda x, kernel: kernel.matmul_f32(x, precision))
 
     def vjp_kernel(self, x: Float[Array, "*rows I"], d: Float[Array, "*rows O"]) -> "AdaptedKernel":
-        """The gradients of the adapter, and of a base that is trained; else zeros."""
-        zeros = functools.partial(jax.tree.map, lambda leaf: jnp.zeros(leaf.shape, jnp.float32))
-        base = self.base.vjp_kernel(x, d) if self.base.trainable else zeros(self.base)
+        """Return the gradients of the adapter and of the base kernel, zeros for a base that is not trainable."""
+        zeros_like = functools.partial(jax.tree.map, lambda leaf: jnp.zeros(leaf.shape, jnp.float32))
+        d_base = self.base.vjp_kernel(x, d) if self.base.trainable else zeros_like(self.base)
         scaled = d * self.scale
-        return AdaptedKernel(
-            base, self.a.vjp_kernel(x, self.b.vjp_input(scaled)), self.b.vjp_kernel(self.a(x), scaled), self.scale
-        )
+        d_a, d_b = self.a.vjp_kernel(x, self.b.vjp_input(scaled)), self.b.vjp_kernel(self.a(x), scaled)
+        return AdaptedKernel(d_base, d_a, d_b, self.scale)

@@ -1,4 +1,4 @@
-"""Kernels that are kept as codes of 8 or 4 bits: their arrays in a model, and their products."""
+"""Quantized kernels: weights as codes of 8 or 4 bits, their variables in a model, and their products."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -11,27 +11,35 @@ from jaxtyping import Array, Float, Int
 
 from nnxmoe.axes import axes_of
 from nnxmoe.layers.linear.code_format import CodeFormat
-from nnxmoe.layers.linear.dots import matmul
 from nnxmoe.layers.linear.kernel import Kernel
+from nnxmoe.layers.linear.matmul import matmul
 from nnxmoe.layers.linear.multilinear import multilinear
 
-ARRAYS = ("codes", "scale", "zero", "order")  # of a quantised kernel; the last two may be None
+ARRAYS = ("codes", "scale", "zero", "order")  # of a quantized kernel; the last two may be None
 
 
 class QuantizedProduct(Protocol):
-    """``x @ kernel`` or, with ``back``, ``x @ kernel.T``, for rows and the quantised kernel of one linear map."""
+    """The product of rows with the quantized kernel of one linear map."""
 
-    def __call__(self, x: Float[Array, "R _"], kernel: "QuantizedKernel", back: bool = False) -> Float[Array, "R _"]:
-        """The product in float32."""
+    def __call__(
+        self, x: Float[Array, "R _"], kernel: "QuantizedKernel", transpose: bool = False
+    ) -> Float[Array, "R _"]:
+        """Return ``x @ kernel``, or ``x @ kernel.T`` if ``transpose``, in float32."""
         ...
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QuantizedKernel(Kernel):
-    """Codes ``[*E, O, I]`` (4 bits: ``[*E, O, I / 2]``) with scales and zero points per tile (`CodeFormat`).
+    """A kernel of codes ``[*E, O, I]`` (4 bits: ``[*E, O, I / 2]``), with scales and zero points per tile.
 
-    ``order [*E, I]``: the input that column j of the codes multiplies (GPTQ's act order); None: input j.
+    Attributes:
+        codes: the stored codes; see `CodeFormat`.
+        scale: one scale per tile.
+        zero: one zero point per tile, or None.
+        order: ``[*E, I]``, the input that column j of the codes multiplies (GPTQ's act order). None: input j.
+        format: the format of the codes.
+        product: how rows are multiplied with the kernel.
     """
 
     codes: Any
@@ -48,17 +56,17 @@ class QuantizedKernel(Kernel):
         return (*self.codes.shape[:-2], self.format.input_count(self.codes), self.codes.shape[-2])
 
     def transposed(self, dtype: Any = None) -> Float[Array, "*E O I"]:
-        """All weights; ``dtype`` None: in float32."""
-        found = self.format.decode(self.codes, self.scale, self.zero, slice(0, self.codes.shape[-2]))
+        """Return all weights, by default in float32."""
+        weights = self.format.decode(self.codes, self.scale, self.zero, slice(0, self.codes.shape[-2]))
         if self.order is not None:
-            found = jnp.take_along_axis(found, jnp.argsort(self.order)[..., None, :], axis=-1)
-        return found if dtype is None else found.astype(dtype)
+            weights = jnp.take_along_axis(weights, jnp.argsort(self.order)[..., None, :], axis=-1)
+        return weights if dtype is None else weights.astype(dtype)
 
     def dense(self, dtype: Any = None) -> Float[Array, "*E I O"]:
         return jnp.swapaxes(self.transposed(dtype), -1, -2)
 
-    def rows(self, start: Int[Array, ""], count: int) -> tuple[Float[Array, "count _"], ...]:
-        """The weights of some outputs of one linear map in float32, in the pieces of `CodeFormat.split_halves`."""
+    def decode_rows(self, start: Int[Array, ""], count: int) -> tuple[Float[Array, "count _"], ...]:
+        """Return the weights of some outputs of one linear map in float32, as in `CodeFormat.split_halves`."""
         codes, grids = jax.lax.dynamic_slice_in_dim(self.codes, start, count), (self.scale, self.zero)
         if self.format.tile[0] > 1:
             return self.format.decode_halves(codes, *grids, start + jnp.arange(count))
@@ -66,68 +74,74 @@ class QuantizedKernel(Kernel):
         return self.format.decode_halves(codes, *grids, slice(0, count))
 
     def __call__(self, x: Float[Array, "*rows I"]) -> Float[Array, "*rows O"]:
-        return self._times(x).astype(x.dtype)
+        return self._multiply(x).astype(x.dtype)
 
     def matmul_f32(
         self, x: Float[Array, "*rows I"], precision: jax.lax.PrecisionLike = None
     ) -> Float[Array, "*rows O"]:
-        return self._times(x)
+        return self._multiply(x)
 
     def vjp_input(self, d: Float[Array, "*rows O"]) -> Float[Array, "*rows I"]:
-        return self._times(d, back=True).astype(d.dtype)
+        return self._multiply(d, transpose=True).astype(d.dtype)
 
     def matmul_per_head(
-        self, x: Float[Array, "N R _"], first: int, count: int, back: bool = False
+        self, x: Float[Array, "N R _"], first: int, count: int, transpose: bool = False
     ) -> Float[Array, "N R _"]:
-        """One head at a time, so that only its weights become floats."""
+        """Multiply one head at a time, so that only the weights of that head are decoded."""
         if self.order is not None:
-            return super().matmul_per_head(x, first, count, back)
+            return super().matmul_per_head(x, first, count, transpose)
         width = self.shape[-1] // len(x)
 
-        def one(given: tuple[Array, Array]) -> Array:
-            head, rows = given
-            weights = self.format.join_halves(self.rows(head * width + first, count)).astype(x.dtype)
-            return matmul(rows, weights, not back)
+        def multiply_head(operands: tuple[Array, Array]) -> Array:
+            head, rows = operands
+            weights = self.format.join_halves(self.decode_rows(head * width + first, count)).astype(x.dtype)
+            return matmul(rows, weights, not transpose)
 
-        return jax.lax.map(one, (jnp.arange(len(x)), x))
+        return jax.lax.map(multiply_head, (jnp.arange(len(x)), x))
 
-    def _times(self, x: Float[Array, "*rows _"], back: bool = False) -> Float[Array, "*rows _"]:
+    def _multiply(self, x: Float[Array, "*rows _"], transpose: bool = False) -> Float[Array, "*rows _"]:
         leaves, tree = jax.tree.flatten(self)
 
-        def product(back: bool) -> Callable[..., Array]:
+        def product(transpose: bool) -> Callable[..., Array]:
             def run(x: Array, *leaves: Array) -> Array:
-                kernel = tree.unflatten(leaves)
-                order = kernel.order
-                plain = dataclasses.replace(kernel, order=None)
-                if order is None:
-                    return self.product(x, plain, back)
-                if back:
-                    return self.product(x, plain, back)[:, jnp.argsort(order)]
-                return self.product(x[:, order], plain, back)
+                return tree.unflatten(leaves)._ordered_product(x, transpose)
 
-            def d_x(*given: Array) -> Array:
-                *leaves, d = given
-                return product(not back)(d, *leaves).astype(x.dtype)
+            def d_x(*leaves_and_d: Array) -> Array:
+                *leaves, d = leaves_and_d
+                return product(not transpose)(d, *leaves).astype(x.dtype)
 
             return multilinear(run, {0: d_x})
 
-        out = product(back)(x.reshape(-1, x.shape[-1]), *leaves)
+        out = product(transpose)(x.reshape(-1, x.shape[-1]), *leaves)
         return out.reshape(*x.shape[:-1], out.shape[-1])
+
+    def _ordered_product(self, x: Float[Array, "R _"], transpose: bool) -> Float[Array, "R _"]:
+        """Apply the product with the inputs in the order of the codes' columns."""
+        plain = dataclasses.replace(self, order=None)
+        if self.order is None:
+            return self.product(x, plain, transpose)
+        if transpose:
+            return self.product(x, plain, transpose)[:, jnp.argsort(self.order)]
+        return self.product(x[:, self.order], plain, transpose)
 
     def batched_matmul(self, rows: Float[Array, "E R I"]) -> Float[Array, "E R O"]:
         return jax.lax.map(lambda pair: pair[1](pair[0]), (rows, self))
 
 
 class QuantizedArray(nnx.Variable):
-    """One of the arrays of a quantised kernel, which no optimizer changes."""
+    """An array of a quantized kernel. Optimizers do not change it."""
 
     keeps_dtype = True
 
 
 class QuantizedWeight(nnx.Module):
-    """Variables of a `QuantizedKernel`, stored in a model in place of a parameter, with leading dimensions of layers
-    and experts. Inputs and outputs are flattened. ``ins``, ``outs``, ``in_axes`` and ``out_axes`` are their sizes and
-    logical axes before flattening.
+    """The variables of a `QuantizedKernel`, stored in a model in place of a parameter.
+
+    The arrays have leading dimensions of layers and experts, and flattened inputs and outputs.
+
+    Attributes:
+        ins, outs: sizes of the inputs and outputs before flattening.
+        in_axes, out_axes: their logical axes.
     """
 
     def __init__(
@@ -156,15 +170,17 @@ class QuantizedWeight(nnx.Module):
 
     @property
     def logical_axes(self) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
-        """The logical axes of layers and experts, of inputs, and of outputs."""
+        """Logical axes as (layers and experts, inputs, outputs)."""
         return axes_of(self.codes)[:-2], self.in_axes, self.out_axes
 
     @property
     def arrays(self) -> dict[str, nnx.Variable]:
-        """Its variables by name; without zero points and order if there are none."""
-        return {name: variable for name in ARRAYS if (variable := getattr(self, name)) is not None}
+        """The variables by name, without zero points and order if there are none."""
+        variables = {name: getattr(self, name) for name in ARRAYS}
+        return {name: variable for name, variable in variables.items() if variable is not None}
 
-    def holding(self, arrays: Mapping[str, nnx.Variable]) -> "QuantizedWeight":
+    def with_arrays(self, arrays: Mapping[str, nnx.Variable]) -> "QuantizedWeight":
+        """Return a weight of the same format with other variables."""
         return QuantizedWeight(
             *map(arrays.get, ARRAYS),
             ins=self.ins,
@@ -176,5 +192,7 @@ class QuantizedWeight(nnx.Module):
         )
 
     def read(self) -> QuantizedKernel:
-        zero, order = (None if one is None else one[...] for one in (self.zero, self.order))
+        """Return the kernel for products."""
+        zero = None if self.zero is None else self.zero[...]
+        order = None if self.order is None else self.order[...]
         return QuantizedKernel(self.codes[...], self.scale[...], zero, order, self.format, self.product)

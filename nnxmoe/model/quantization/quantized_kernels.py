@@ -1,11 +1,11 @@
-"""The kernels of a model that can be quantised, and their exchange for quantised ones and back."""
+"""The kernels of a model that can be quantized, and their replacement by quantized kernels and back."""
 
 import dataclasses
 import functools
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,8 +27,15 @@ from nnxmoe.sharding_rules import Rules, axes_per_dimension, shard_count
 
 @dataclasses.dataclass(frozen=True)
 class KernelRef:
-    """A kernel's place in a model: an attribute of a module. ``path``: of the kernel in the model; ``key``: such as
-    ``layer.attention.q.kernel``; ``layer``: number of its (first) layer, None outside of layers."""
+    """A reference to a kernel of a model: an attribute of a module.
+
+    Attributes:
+        owner: the module.
+        attribute: the name of the attribute.
+        path: the path of the kernel in the model.
+        key: the name in tables, such as ``layer.attention.q.kernel``.
+        layer: number of its (first) layer; None outside of layers.
+    """
 
     owner: Any
     attribute: str
@@ -38,48 +45,51 @@ class KernelRef:
 
     @property
     def weight(self) -> Any:
-        """The parameter or `QuantizedWeight` stored here."""
+        """The parameter or `QuantizedWeight`."""
         return getattr(self.owner, self.attribute)
 
     @property
     def experts(self) -> bool:
-        """Whether it holds one linear map per routed expert."""
+        """Whether the kernel has one linear map per routed expert."""
         return ".experts." in self.key
 
     @property
     def head(self) -> bool:
-        """Whether it is the output head."""
+        """Whether the kernel is the output head."""
         return self.key == "head.kernel"
 
-    def put(self, weight: Any) -> None:
-        """Put another weight here."""
+    def set_weight(self, weight: Any) -> None:
+        """Replace the weight."""
         setattr(self.owner, self.attribute, nnx.data(weight))
 
 
 def quantizable_kernels(model: CausalLM) -> list[KernelRef]:
-    """The kernels of attention, dense feed-forwards and experts, and of an output head that is not the embedding.
-    Embedding, router and norms stay floats."""
-    found = []
+    """Return the kernels of attention, dense feed-forwards, experts, and of an output head that is not the embedding.
+
+    Embedding, router and norms stay floats.
+    """
+    refs = list[KernelRef]()
     for path, module in layer_modules(model):
-        for attribute, value in list(vars(module).items()) if isinstance(module, nnx.Module) else ():
+        attributes = list(vars(module).items()) if isinstance(module, nnx.Module) else []
+        for attribute, value in attributes:
             if not (isinstance(value, QuantizedWeight) or is_kernel(value)) or isinstance(value, nnx.LoRAParam):
                 continue
             key, layer, _ = name_of(model, (*path, attribute))
             if ".router." not in key:
-                found.append(KernelRef(module, attribute, (*path, attribute), key, layer))
+                refs.append(KernelRef(module, attribute, (*path, attribute), key, layer))
     if model.head is not None:
-        found.append(KernelRef(model.head, "kernel", ("head", "kernel"), "head.kernel"))
-    return found
+        refs.append(KernelRef(model.head, "kernel", ("head", "kernel"), "head.kernel"))
+    return refs
 
 
 def quantized_kernels(model: CausalLM) -> list[KernelRef]:
-    """The places of quantised kernels."""
-    return [place for place in quantizable_kernels(model) if isinstance(place.weight, QuantizedWeight)]
+    """Return the kernels that are quantized."""
+    return [ref for ref in quantizable_kernels(model) if isinstance(ref.weight, QuantizedWeight)]
 
 
 def replace_with_quantized(
-    place: KernelRef,
-    codes: CodeFormat,
+    ref: KernelRef,
+    format: CodeFormat,
     strategy: Strategy,
     *,
     scale: Any,
@@ -87,169 +97,201 @@ def replace_with_quantized(
     order: bool = False,
     mesh: AnyMesh | None = None,
 ) -> QuantizedWeight:
-    """Put a quantised weight without values in the place of a kernel. ``scale``: dtype of the scales; ``zero``,
-    ``order``: whether there are zero points, and an order of the inputs; ``mesh``: another one than the strategy's.
+    """Replace a kernel with a quantized weight without values.
 
-    Raises ValueError if the kernel does not fit the codes, or if the strategy's mesh splits it within a tile.
+    Args:
+        scale: dtype of the scales.
+        zero: whether there are zero points.
+        order: whether there is an order of the inputs.
+        mesh: a mesh to check instead of the strategy's.
+
+    Raises:
+        ValueError: if the kernel does not fit the format, or if the mesh splits the kernel within a tile.
     """
-    kernel = ParamWeight(place.weight)
-    (lead, ins, outs), axes = kernel.split(kernel.variable.shape), kernel.logical_axes
-    sizes, both = (math.prod(outs), math.prod(ins)), (axes[2][0], axes[1][0])
+    kernel = ParamWeight(ref.weight)
+    lead, ins, outs = kernel.split(kernel.variable.shape)
+    lead_axes, in_axes, out_axes = kernel.logical_axes
+    sizes, kernel_axes = (math.prod(outs), math.prod(ins)), (out_axes[0], in_axes[0])
     try:
-        codes.check_inputs(sizes[1])
-        _check_split(codes, sizes, (*axes[0], *both), mesh or strategy.mesh, strategy.rules, order)
+        format.check_inputs(sizes[1])
+        _check_sharding(format, sizes, (*lead_axes, *kernel_axes), mesh or strategy.mesh, strategy.rules, order)
     except ValueError as error:
-        raise ValueError(f"{place.key}: {error}") from None
-    grid = codes.scales_shape(*sizes)
+        raise ValueError(f"{ref.key}: {error}") from None
+    grid = format.scales_shape(*sizes)
     # A scale for all inputs (or outputs) belongs to each shard of them.
-    of_grid = tuple(axis if count > 1 else None for axis, count in zip(both, grid, strict=True))
+    grid_axes = tuple(axis if count > 1 else None for axis, count in zip(kernel_axes, grid, strict=True))
 
-    def variable(shape: Sequence[int], dtype: Any, names: Sequence[Any]) -> QuantizedArray:
+    def variable(shape: Sequence[int], dtype: Any, axes: Sequence[Any]) -> QuantizedArray:
         value = jax.ShapeDtypeStruct((*lead, *shape), dtype)
-        return QuantizedArray(value, out_sharding=(*axes[0], *names), eager_sharding=False)
+        return QuantizedArray(value, out_sharding=(*lead_axes, *axes), eager_sharding=False)
 
-    made = QuantizedWeight(
-        variable(codes.codes_shape(*sizes), STORAGE_DTYPES[codes.code_dtype], both),
-        variable(grid, scale, of_grid),
-        variable(grid, scale if codes.offset else STORAGE_DTYPES[codes.code_dtype], of_grid) if zero else None,
+    code_dtype = STORAGE_DTYPES[format.code_dtype]
+    weight = QuantizedWeight(
+        variable(format.codes_shape(*sizes), code_dtype, kernel_axes),
+        variable(grid, scale, grid_axes),
+        variable(grid, scale if format.offset else code_dtype, grid_axes) if zero else None,
         variable(sizes[1:], np.int32, (None,)) if order else None,
         ins=ins,
         outs=outs,
-        format=codes,
+        format=format,
         product=strategy.quantized,
-        in_axes=axes[1],
-        out_axes=axes[2],
+        in_axes=in_axes,
+        out_axes=out_axes,
     )
-    place.put(made)
-    return made
+    ref.set_weight(weight)
+    return weight
 
 
-def _check_split(
-    codes: CodeFormat, sizes: tuple[int, int], axes: tuple[Any, ...], mesh: AnyMesh | None, rules: Rules, order: bool
+def _check_sharding(
+    format: CodeFormat, sizes: tuple[int, int], axes: tuple[Any, ...], mesh: AnyMesh | None, rules: Rules, order: bool
 ) -> None:
     """Raise ValueError if a mesh splits outputs or inputs within a tile, or inputs that have an order."""
-    split = ((), ()) if mesh is None else axes_per_dimension(axes, mesh, rules)[-2:]
-    for dim, (what, over) in enumerate(zip(("outputs", "inputs"), split, strict=True)):
-        count, named = shard_count(mesh, over), ", ".join(map(repr, over))
-        if count > 1 and not codes.can_shard(dim, sizes[dim], count):
+    if mesh is None:
+        return
+    mesh_axes = axes_per_dimension(axes, mesh, rules)[-2:]
+    for dim, (what, dim_axes) in enumerate(zip(("outputs", "inputs"), mesh_axes, strict=True)):
+        count, names = shard_count(mesh, dim_axes), ", ".join(map(repr, dim_axes))
+        if count > 1 and not format.can_shard(dim, sizes[dim], count):
             raise ValueError(
-                f"{count} devices of the mesh axis {named} would split its {sizes[dim]} {what} within a tile of "
-                f"{codes.tile[dim]} that share a scale: make that axis smaller"
+                f"{count} devices of the mesh axis {names} would split its {sizes[dim]} {what} within a tile of "
+                f"{format.tile[dim]} that share a scale: make that axis smaller"
             )
         if count > 1 and order and dim == 1:
-            raise ValueError(f"its inputs have an order (act order) and cannot be split over {named}")
+            raise ValueError(f"its inputs have an order (act order) and cannot be split over {names}")
 
 
 def bytes_by_dtype(model: nnx.Module) -> dict[str, int]:
-    """Bytes of a model's parameters by dtype, most first; those of quantised kernels by their kind of code."""
-    size = Counter[str]()
-    inside = set[int]()
+    """Return the bytes of a model's parameters by dtype, most first, quantized kernels by the dtype of codes."""
+    sizes = Counter[str]()
+    quantized_ids = set[int]()
     for _, node in nnx.iter_graph(model):
         if isinstance(node, QuantizedWeight):
-            parts = node.arrays.values()
-            inside |= {id(part) for part in parts}
-            size[node.format.code_dtype] += sum(part.size * np.dtype(part.dtype).itemsize for part in parts)
+            variables = node.arrays.values()
+            quantized_ids |= {id(variable) for variable in variables}
+            sizes[node.format.code_dtype] += sum(map(_nbytes, variables))
     for _, node in nnx.iter_graph(model):
-        if isinstance(node, nnx.Variable) and id(node) not in inside:
-            size[str(node.dtype)] += node.size * np.dtype(node.dtype).itemsize
-    return dict(size.most_common())
+        if isinstance(node, nnx.Variable) and id(node) not in quantized_ids:
+            sizes[str(node.dtype)] += _nbytes(node)
+    return dict(sizes.most_common())
+
+
+def _nbytes(variable: nnx.Variable) -> int:
+    return variable.size * np.dtype(variable.dtype).itemsize
 
 
 def update_report(model: CausalLM, error: float | None = None) -> None:
-    """Set what the model's ``load_report``, if it has one, says of its weights. ``error``: of quantising them."""
+    """Update the weights and the quantization error in the model's ``load_report``, if it has one."""
     if model.load_report is not None:
         report = dataclasses.replace(model.load_report, weights=bytes_by_dtype(model), quantization_error=error)
         model.load_report = report
 
 
 def dequantize(model: CausalLM, dtype: Any = None) -> CausalLM:
-    """Convert the kernels of a quantised model to floats and return a new model. The other arrays are shared, in new
-    variables: writing into one model leaves the other unchanged.
+    """Return a new model with the quantized kernels as floats.
 
-    ``dtype`` defaults to the embedding's. Values are computed in float32 and rounded once.
+    The other arrays are shared, in new variables: writing into one model leaves the other unchanged. Values are
+    computed in float32 and rounded once.
+
+    Args:
+        dtype: dtype of the kernels, by default that of the embedding.
     """
     check_model(model)
     if dtype is not None:
         dtype = floating_dtype("dequantize", "dtype", dtype)
     graph, state = nnx.split(model)
-    made = nnx.merge(graph, state, copy=True)
-    for place in quantized_kernels(made):
-        dequantize_kernel(place, made, dtype)
-    update_report(made)
-    return made
+    copy = nnx.merge(graph, state, copy=True)
+    for ref in quantized_kernels(copy):
+        dequantize_kernel(ref, copy, dtype)
+    update_report(copy)
+    return copy
 
 
-def dequantize_kernel(place: KernelRef, model: CausalLM, dtype: Any = None) -> None:
-    """Put a float kernel in the place of a quantised one, with its values; ``dtype``: see `dequantize`."""
-    weight: QuantizedWeight = place.weight
+def dequantize_kernel(ref: KernelRef, model: CausalLM, dtype: Any = None) -> None:
+    """Replace a quantized kernel with a float kernel of the same values, in place; ``dtype``: see `dequantize`."""
+    weight: QuantizedWeight = ref.weight
     dtype = jnp.dtype(model.embed.table.dtype if dtype is None else dtype)
-    lead, ins, outs = weight.logical_axes
-    shape, names = (*weight.lead, *weight.outs, *weight.ins), (*lead, *outs, *ins)
+    lead_axes, in_axes, out_axes = weight.logical_axes
+    shape, axes = (*weight.lead, *weight.outs, *weight.ins), (*lead_axes, *out_axes, *in_axes)
     value, inputs = jax.ShapeDtypeStruct(shape, dtype), len(weight.ins)
-    made: nnx.Param[Any] = nnx.Param(value, out_sharding=names, inputs=inputs, eager_sharding=False)
-    place.put(made)
-    made.set_value(_floats(dtype, shape, model.strategy.sharding_of(made))(weight.read()))
+    param: nnx.Param[Any] = nnx.Param(value, out_sharding=axes, inputs=inputs, eager_sharding=False)
+    ref.set_weight(param)
+    param.set_value(_to_floats(dtype, shape, model.strategy.sharding_of(param))(weight.read()))
 
 
 @functools.lru_cache(maxsize=64)
-def _floats(dtype: np.dtype, shape: tuple[int, ...], place: Any) -> Callable[[Kernel], Array]:
+def _to_floats(dtype: np.dtype, shape: tuple[int, ...], sharding: Any) -> Callable[[Kernel], Array]:
     """Return the compiled function from a quantized kernel to a float array, shared by kernels of equal structure."""
-    return jax.jit(lambda kernel: kernel.transposed(dtype).reshape(shape), out_shardings=place)
-
-
-def _format_fields(code_format: CodeFormat) -> dict[str, Any]:
-    """Return the fields of a format under their names in the record."""
-    return {
-        "kind": code_format.code_dtype,
-        "tile": code_format.tile,
-        "rounded": code_format.round_dtype,
-        "offset": code_format.offset,
-    }
+    return jax.jit(lambda kernel: kernel.transposed(dtype).reshape(shape), out_shardings=sharding)
 
 
 def quantization_record(model: CausalLM) -> list[dict[str, Any]]:
-    """The quantised kernels for a JSON file: one entry per form, with the kernels that have it."""
-    found: dict[str, dict[str, Any]] = {}
-    for place in quantized_kernels(model):
-        weight: QuantizedWeight = place.weight
-        form = {**_format_fields(weight.format), "scale": str(weight.scale.dtype)}
-        form |= {name: getattr(weight, name) is not None for name in ("zero", "order")}
-        entry = found.setdefault(json.dumps(form), {**form, "kernels": {}})
-        entry["kernels"].setdefault(place.key, []).extend(_layers(place))
-    return list(found.values())
+    """Return the quantized kernels for a JSON file: one entry per format, with the layers of each kernel."""
+    entries: dict[str, dict[str, Any]] = {}
+    for ref in quantized_kernels(model):
+        fields = _record_fields(ref.weight)
+        entry = entries.setdefault(json.dumps(fields), {**fields, "kernels": {}})
+        entry["kernels"].setdefault(ref.key, []).extend(_layers(ref))
+    return list(entries.values())
 
 
-def apply_quantization_record(model: CausalLM, description: Any) -> None:
-    """Replace kernels of an abstract model by quantised ones, as recorded by `describe`. Raises ValueError if the
-    record is malformed."""
-    forms = {}
+def _record_fields(weight: QuantizedWeight) -> dict[str, Any]:
+    """Return a weight's format and arrays under the names of the record."""
+    return {
+        "kind": weight.format.code_dtype,
+        "tile": weight.format.tile,
+        "rounded": weight.format.round_dtype,
+        "offset": weight.format.offset,
+        "scale": str(weight.scale.dtype),
+        "zero": weight.zero is not None,
+        "order": weight.order is not None,
+    }
+
+
+def apply_quantization_record(model: CausalLM, record: Any) -> None:
+    """Replace kernels of an abstract model with quantized ones, as recorded by `quantization_record`.
+
+    Raises ValueError if the record is malformed.
+    """
+    options_by_kernel = _parse_record(record)
+    for ref in quantizable_kernels(model):
+        per_layer = [options_by_kernel.pop((ref.key, layer), None) for layer in _layers(ref)]
+        if any(options != per_layer[0] for options in per_layer):
+            raise ValueError(f"{ref.key}: its layers are quantized in different ways: load with Unrolled()")
+        if per_layer[0] is not None:
+            replace_with_quantized(ref, strategy=model.strategy, **per_layer[0])
+    if options_by_kernel:
+        key, _ = next(iter(options_by_kernel))
+        raise ValueError(f"{key} is not a kernel that can be quantized")
+
+
+def _parse_record(record: Any) -> dict[tuple[str, int | None], Mapping[str, Any]]:
+    """Return the arguments of `replace_with_quantized` for each (key, layer)."""
+    options_by_kernel: dict[tuple[str, int | None], Mapping[str, Any]] = {}
     try:
-        for entry in description:
+        for entry in record:
             if entry["kind"] not in STORAGE_DTYPES:
                 raise ValueError(f"{entry['kind']!r} is an unknown kind of code")
             tile = entry["tile"][0], entry["tile"][1]
-            codes = CodeFormat(entry["kind"], tile, entry["rounded"], bool(entry.get("offset")))
-            form = codes, jnp.dtype(entry["scale"]), bool(entry["zero"]), bool(entry["order"])
-            forms |= {(key, layer): form for key, layers in entry["kernels"].items() for layer in layers}
-        positive = all(min(form[0].tile) > 0 for form in forms.values())
+            options = {
+                "format": CodeFormat(entry["kind"], tile, entry["rounded"], bool(entry.get("offset"))),
+                "scale": jnp.dtype(entry["scale"]),
+                "zero": bool(entry["zero"]),
+                "order": bool(entry["order"]),
+            }
+            for key, layers in entry["kernels"].items():
+                options_by_kernel |= {(key, layer): options for layer in layers}
+        is_positive = all(min(options["format"].tile) > 0 for options in options_by_kernel.values())
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"it is not a list of quantised kernels: {error}") from None
-    if not positive:
+        raise ValueError(f"it is not a list of quantized kernels: {error}") from None
+    if not is_positive:
         raise ValueError("it has a tile that is not positive")
-    for place in quantizable_kernels(model):
-        of_layers = {forms.pop((place.key, layer), None) for layer in _layers(place)}
-        if len(of_layers) > 1:
-            raise ValueError(f"{place.key}: its layers are quantised in different ways: load with Unrolled()")
-        if (form := of_layers.pop()) is not None:
-            codes, scale, zero, order = form
-            replace_with_quantized(place, codes, model.strategy, scale=scale, zero=zero, order=order)
-    if forms:
-        raise ValueError(f"{next(iter(forms))[0]} is not a kernel that can be quantised")
+    return options_by_kernel
 
 
-def _layers(place: KernelRef) -> Sequence[int | None]:
-    """Indices of the layers that a weight belongs to; None for weights outside of the layers, such as the head."""
-    first, weight = place.layer, as_weight(place.weight)
-    if first is None:
+def _layers(ref: KernelRef) -> Sequence[int | None]:
+    """Return the numbers of the layers of a weight, or [None] for weights outside of layers, such as the head."""
+    if ref.layer is None:
         return [None]
-    return range(first, first + (weight.lead[0] if is_stacked(weight.logical_axes[0]) else 1))
+    weight = as_weight(ref.weight)
+    count = weight.lead[0] if is_stacked(weight.logical_axes[0]) else 1
+    return range(ref.layer, ref.layer + count)

@@ -1,4 +1,4 @@
-"""``nnxmoe.quantize``: round a model's kernels to codes, in memory."""
+"""`nnxmoe.quantize`: round the kernels of a model in memory to codes."""
 
 import math
 from typing import Any
@@ -32,71 +32,90 @@ from nnxmoe.sharding import spans_hosts
 
 
 def kernels_to_quantize(model: CausalLM, method: Method | Mixed | None) -> list[tuple[KernelRef, Method]]:
-    """The kernels to quantise, each with its method: the head only with `Mixed`, no kernel with None.
+    """Return the kernels to quantize, each with its method: the head only with `Mixed`, no kernel with None.
 
-    Raises ValueError if the head is to be quantised and is the embedding.
+    Raises ValueError if the method is for a head that is the embedding.
     """
     mixed = method if isinstance(method, Mixed) else Mixed(method, method)
     if mixed.head is not None and model.head is None:
-        raise ValueError("head: the output head is the embedding (tie_word_embeddings), which cannot be quantised")
-    every = [
-        (place, mixed.head if place.head else mixed.experts if place.experts else mixed.others)
-        for place in quantizable_kernels(model)
-    ]
-    return [(place, one) for place, one in every if one is not None]
+        raise ValueError("head: the output head is the embedding (tie_word_embeddings), which cannot be quantized")
+    selected = list[tuple[KernelRef, Method]]()
+    for ref in quantizable_kernels(model):
+        part_method = mixed.head if ref.head else mixed.experts if ref.experts else mixed.others
+        if part_method is not None:
+            selected.append((ref, part_method))
+    return selected
 
 
 def quantize(model: CausalLM, method: Method | Mixed) -> CausalLM:
-    """Return a model with the kernels of attention, feed-forwards and experts rounded to codes (`Int8`, `Int4`,
-    `Float8`, or `Mixed`, which may include the output head). Lossy. The arrays of embedding, router, norms and biases
-    are shared, in new variables: writing into one model leaves the other unchanged.
+    """Return a model with the kernels of attention, feed-forwards and experts rounded to codes. Lossy.
 
-    Raises ValueError for kernels that do not fit the codes, or are quantised already, for NaN, and for the head of a
-    model whose head is the embedding.
+    The arrays of embedding, router, norms and biases are shared, in new variables: writing into one model leaves the
+    other unchanged.
+
+    Args:
+        model: a model with values.
+        method: `Int8`, `Int4`, `Float8`, or `Mixed`, which may include the output head.
+
+    Raises:
+        ValueError: for NaN, for kernels that do not fit the format or are quantized already, and for the head of a
+            model whose head is the embedding.
     """
     check_model(model)
     check_method(method)
     graph, state = nnx.split(model)
     require_values(jax.tree.leaves(state))
-    made, error = nnx.merge(graph, state, copy=True), ErrorMeter()
-    for place, one in kernels_to_quantize(made, method):
-        round_to_codes(place, one, made, error)
-    update_report(made, error.relative)
-    return made
+    copy, error = nnx.merge(graph, state, copy=True), ErrorMeter()
+    for ref, part_method in kernels_to_quantize(copy, method):
+        round_to_codes(ref, part_method, copy, error)
+    update_report(copy, error.relative)
+    return copy
 
 
 def quantize_structure(model: CausalLM, method: Method | Mixed | None, dtype: Any, mesh: AnyMesh | None = None) -> None:
-    """Make kernels of an abstract model quantised by a method, in place and without values, as `quantize` would.
+    """Quantize the kernels of an abstract model in place, without values, as `quantize` would.
 
-    ``dtype``: of the kernels; ``mesh``: see `replace_with_quantized`. Raises ValueError for kernels that
-    do not fit the codes.
+    Args:
+        dtype: dtype of the kernels.
+        mesh: see `replace_with_quantized`.
+
+    Raises:
+        ValueError: for kernels that do not fit the format.
     """
-    for place, one in kernels_to_quantize(model, method):
-        replace_with_quantized(place, format_for_dtype(one, dtype), model.strategy, scale=jnp.dtype(dtype), mesh=mesh)
+    for ref, part_method in kernels_to_quantize(model, method):
+        format = format_for_dtype(part_method, dtype)
+        replace_with_quantized(ref, format, model.strategy, scale=jnp.dtype(dtype), mesh=mesh)
 
 
-def round_to_codes(place: KernelRef, method: Method, model: CausalLM, error: ErrorMeter) -> None:
-    """Quantise one kernel of a model in place."""
-    kernel = place.weight
+def round_to_codes(ref: KernelRef, method: Method, model: CausalLM, error: ErrorMeter) -> None:
+    """Quantize one kernel of a model in place."""
+    kernel = ref.weight
     if isinstance(kernel, QuantizedWeight):
-        raise ValueError(f"{place.key} is quantised already: call nnxmoe.dequantize(model) first")
+        raise ValueError(f"{ref.key} is quantized already: call nnxmoe.dequantize(model) first")
     if spans_hosts(kernel.get_value()):
-        raise ValueError("the model spans processes: quantise it while loading, from_pretrained(…, quantize=…)")
-    weight = replace_with_quantized(place, format_for_dtype(method, kernel.dtype), model.strategy, scale=kernel.dtype)
-    form = ParamWeight(kernel)
-    lead, ins, outs = form.split(kernel.shape)
-    value = np.asarray(kernel.get_value())
-    if form.ins_first:
-        value = np.moveaxis(value.reshape(*lead, math.prod(ins), math.prod(outs)), -1, -2)
-    rows = value.reshape(*lead, math.prod(outs), math.prod(ins))
-    codes, scale = (np.empty(v.shape, v.dtype) for v in (weight.codes, weight.scale))
-    for at in np.ndindex(*lead):
+        raise ValueError("the model spans processes: quantize it while loading, from_pretrained(…, quantize=…)")
+    weight = replace_with_quantized(ref, format_for_dtype(method, kernel.dtype), model.strategy, scale=kernel.dtype)
+    lead, outs_by_ins = _host_weights(kernel)
+    codes = np.empty(weight.codes.shape, weight.codes.dtype)
+    scale = np.empty(weight.scale.shape, weight.scale.dtype)
+    for index in np.ndindex(*lead):
+        weights = outs_by_ins[index]
         try:
-            scale[at] = compute_scales(method, rows[at], scale.dtype)
+            scale[index] = compute_scales(method, weights, scale.dtype)
         except ValueError as problem:
-            raise ValueError(f"{place.key}: {problem}") from None
-        codes[at] = encode_weights(weight.format, rows[at], scale[at])
-        error.add(rows[at], weight.format.decode(codes[at], scale[at], None, slice(0, len(rows[at]))))
+            raise ValueError(f"{ref.key}: {problem}") from None
+        codes[index] = encode_weights(weight.format, weights, scale[index])
+        error.add(weights, weight.format.decode(codes[index], scale[index], None, slice(0, len(weights))))
     for variable, values in ((weight.codes, codes), (weight.scale, scale)):
-        placed: Any = jax.device_put(values, model.strategy.sharding_of(variable))
-        variable.set_value(placed)
+        array: Any = jax.device_put(values, model.strategy.sharding_of(variable))
+        variable.set_value(array)
+
+
+def _host_weights(kernel: nnx.Variable) -> tuple[tuple[int, ...], np.ndarray]:
+    """Return the sizes of layers and experts, and the weights ``[*lead, O, I]`` in host memory."""
+    param = ParamWeight(kernel)
+    lead, ins, outs = param.split(kernel.shape)
+    value = np.asarray(kernel.get_value())
+    if param.ins_first:
+        value = np.moveaxis(value.reshape(*lead, math.prod(ins), math.prod(outs)), -1, -2)
+    return lead, value.reshape(*lead, math.prod(outs), math.prod(ins))

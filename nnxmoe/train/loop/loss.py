@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from nnxmoe.axes import CONTEXT, AnyMesh
 from nnxmoe.config.validate import set_positive
-from nnxmoe.layers.chunks import chunk_by_chunk, in_chunks, joined
+from nnxmoe.layers.chunks import join_chunks, map_chunks, split_chunks
 from nnxmoe.layers.linear.kernel import Kernel
 from nnxmoe.sharding import batch_shard_axes, context_shard_axes, shard_map
 from nnxmoe.sharding_rules import shard_count
@@ -88,7 +88,7 @@ def log_probabilities(
         def one(x: Array, targets: Array) -> tuple[Array, None]:
             return -_losses(cast.matmul_f32(x), targets, 0.0)[1], None
 
-        return chunk_by_chunk(one, chunks, x, targets)[0]
+        return map_chunks(one, chunks, x, targets)[0]
 
     (axes, rows), cast = _split(targets, mesh), kernel.cast(x.dtype)
     if mesh is None or not axes:
@@ -128,7 +128,7 @@ def _chunked(
             each, entropy, _ = _losses(cast.matmul_f32(x), targets, z)
             return (sums[0] + jnp.sum(each * weights), sums[1] + jnp.sum(entropy * weights)), None
 
-        return jax.lax.scan(one, (jnp.zeros(()), jnp.zeros(())), in_chunks(step, x, targets, weights))[0]
+        return jax.lax.scan(one, (jnp.zeros(()), jnp.zeros(())), split_chunks(step, x, targets, weights))[0]
 
     (axes, rows), cast, whole = _split(targets, mesh), kernel.cast(x.dtype), PartitionSpec()
     if mesh is None or not axes:
@@ -192,8 +192,8 @@ def _slopes_of_rows(x: Array, cast: Kernel, targets: Array, weights: Array, step
 
     slope = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), cast) if cast.trainable else None
     start = (jnp.zeros(()), jnp.zeros(()), slope)
-    (total, entropy, slope), by_x = jax.lax.scan(one, start, in_chunks(step, x, targets, weights))
-    return (total, entropy), (joined(by_x, x.shape[1]), slope)
+    (total, entropy, slope), by_x = jax.lax.scan(one, start, split_chunks(step, x, targets, weights))
+    return (total, entropy), (join_chunks(by_x, x.shape[1]), slope)
 
 
 def _chunked_jvp(step: int, z: float, mesh: AnyMesh | None, given: Any, moved: Any) -> Any:

@@ -48,7 +48,7 @@ def _as(kind: type[nnx.Variable], variable: nnx.Variable) -> Any:
 
 
 def _codes_as(kind: type[nnx.Variable], kernel: QuantizedWeight) -> QuantizedWeight:
-    return kernel.holding({name: _as(kind, variable) for name, variable in kernel.arrays.items()})
+    return kernel.with_arrays({name: _as(kind, variable) for name, variable in kernel.arrays.items()})
 
 
 def merge(model: CausalLM, *, keep: bool = True, quantize: Method | Mixed | None = None) -> None:

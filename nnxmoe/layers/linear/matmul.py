@@ -1,0 +1,101 @@
+"""Matrix products of arrays, accumulated in float32 by `dot_f32`, with custom backward passes.
+
+A product of `nnxmoe.layers.linear.linear.Linear` is ``Linear -> DenseKernel -> matmul``, all of it in this package.
+
+Products of float32 operands use the precision set by ``jax.default_matmul_precision``, by default TF32 on NVIDIA GPUs
+and bfloat16 on TPUs. Pass ``precision`` where float32 is needed on every platform.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from nnxmoe.layers.linear import xla_cpu
+from nnxmoe.layers.linear.multilinear import multilinear
+
+
+def matmul(x: Float[Array, "*rows I"], kernel: Float[Array, "_ _"], transpose: bool = False) -> Float[Array, "*rows O"]:
+    """Return ``x @ kernel``, or ``x @ kernel.T`` with ``transpose``. The kernel is cast to ``x``'s dtype.
+
+    Products accumulate in float32 and return ``x``'s dtype, also in the backward pass, where JAX's own derivative would
+    multiply float32 copies of bfloat16 operands. The gradient of a float32 kernel is accumulated and returned in
+    float32, without rounding to ``x``'s dtype. Supports forward mode and higher derivatives.
+    """
+    kernel_dtype = kernel.dtype
+
+    def product(x: Array, kernel: Array) -> Array:
+        return matmul_f32(x, kernel.astype(x.dtype), transpose).astype(x.dtype)
+
+    def x_gradient(kernel: Array, d_out: Array) -> Array:
+        rows, kernel = d_out.reshape(-1, d_out.shape[-1]), kernel.astype(d_out.dtype)
+        out = dot_f32(rows, kernel, -1, -2 if transpose else -1).astype(d_out.dtype)
+        return out.reshape(*d_out.shape[:-1], out.shape[-1])
+
+    def kernel_gradient(x: Array, d_out: Array) -> Array:
+        x, d_out = x.reshape(-1, x.shape[-1]), d_out.reshape(-1, d_out.shape[-1])
+        left, right = (d_out, x) if transpose else (x, d_out)
+        return dot_f32(left, right, -2, -2).astype(kernel_dtype)
+
+    return multilinear(product, {0: x_gradient, 1: kernel_gradient})(x, kernel)
+
+
+def matmul_f32(
+    x: Float[Array, "*rows I"],
+    kernel: Float[Array, "_ _"],
+    transpose: bool = False,
+    precision: jax.lax.PrecisionLike = None,
+) -> Float[Array, "*rows O"]:
+    """Return ``x @ kernel`` or ``x @ kernel.T`` of operands in their own dtype, accumulated and returned in float32."""
+    rows = x.reshape(-1, x.shape[-1])
+    if transpose and xla_cpu.is_faster_with_kernel_first(rows):
+        out = jax.lax.optimization_barrier(dot_f32(kernel, rows, -1, -1, precision)).T
+    else:
+        out = dot_f32(rows, kernel, -1, -1 if transpose else -2, precision)
+    return out.reshape(*x.shape[:-1], out.shape[-1])
+
+
+def dot_f32(
+    x: Float[Array, "*b _ _"],
+    y: Float[Array, "*b _ _"],
+    x_axis: int,
+    y_axis: int,
+    precision: jax.lax.PrecisionLike = None,
+) -> Float[Array, "*b _ _"]:
+    """Contract dimension ``x_axis`` of x with ``y_axis`` of y (-2 or -1 each), accumulated and returned in float32.
+
+    Batch dimensions come first: XLA:CPU cannot execute all bfloat16 products with other orders.
+    """
+    row_axis = -3 - x_axis
+    if xla_cpu.casts_kernel_of_single_row(x, row_axis):
+        return dot_f32(xla_cpu.add_zero_row(x, row_axis), y, x_axis, y_axis, precision)[..., :1, :]
+    batch = tuple(range(x.ndim - 2))
+    dimensions = ((x.ndim + x_axis,), (y.ndim + y_axis,)), (batch, batch)
+    return jax.lax.dot_general(x, y, dimensions, precision=precision, preferred_element_type=jnp.float32)
+
+
+def batched_matmul_f32(x: Float[Array, "*b M I"], y: Float[Array, "*b _ _"], y_axis: int) -> Float[Array, "*b M N"]:
+    """Return ``x @ y`` per matrix (``y_axis`` -2) or ``x @ y.T`` (-1), accumulated and returned in float32.
+
+    The backward pass casts both operands to float32, and its results back to the operands' dtypes.
+    """
+    x_dtype, y_dtype = x.dtype, y.dtype
+
+    def product(x: Array, y: Array) -> Array:
+        return dot_f32(x, y, -1, y_axis)
+
+    def x_gradient(y: Array, d_out: Array) -> Array:
+        return dot_f32(d_out, y.astype(jnp.float32), -1, -3 - y_axis).astype(x_dtype)
+
+    def y_gradient(x: Array, d_out: Array) -> Array:
+        x = x.astype(jnp.float32)
+        left, right = (d_out, x) if y_axis == -1 else (x, d_out)
+        return dot_f32(left, right, -2, -2).astype(y_dtype)
+
+    return multilinear(product, {0: x_gradient, 1: y_gradient})(x, y)
+
+
+def einsum_f32(spec: str, *operands: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Contract any dimensions, accumulated and returned in float32. XLA can partition the product over devices."""
+    if xla_cpu.on_cpu():
+        operands = xla_cpu.widen(*operands)
+    return jnp.einsum(spec, *operands, preferred_element_type=jnp.float32)
