@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Protocol, Self
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.lax import PrecisionLike
 from jaxtyping import Array, Float, Int
 
 from nnxmoe.axes import LAYER_AXES, axes_of, parameter
@@ -57,9 +58,7 @@ class Kernel:
         """Return ``x @ kernel`` in ``x``'s dtype, accumulated in float32."""
         return matmul(x, self.dense(x.dtype))
 
-    def matmul_f32(
-        self, x: Float[Array, "*rows I"], precision: jax.lax.PrecisionLike = None
-    ) -> Float[Array, "*rows O"]:
+    def matmul_f32(self, x: Float[Array, "*rows I"], precision: PrecisionLike = None) -> Float[Array, "*rows O"]:
         """Return ``x @ kernel`` in float32, as accumulated. The kernel is cast to ``x``'s dtype."""
         return matmul_f32(x, self.dense(x.dtype), precision=precision)
 
@@ -146,9 +145,7 @@ class DenseKernel(Kernel):
     def __call__(self, x: Float[Array, "*rows I"]) -> Float[Array, "*rows O"]:
         return matmul(x, self.array, not self.ins_first)
 
-    def matmul_f32(
-        self, x: Float[Array, "*rows I"], precision: jax.lax.PrecisionLike = None
-    ) -> Float[Array, "*rows O"]:
+    def matmul_f32(self, x: Float[Array, "*rows I"], precision: PrecisionLike = None) -> Float[Array, "*rows O"]:
         return matmul_f32(x, self.array.astype(x.dtype), not self.ins_first, precision)
 
     def vjp_input(self, d: Float[Array, "*rows O"]) -> Float[Array, "*rows I"]:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.lax import PrecisionLike
 from jaxtyping import Array, Float, Int
 
 from nnxmoe.layers.linear.kernel import DenseKernel, Kernel, ParamWeight, Product
@@ -102,9 +103,7 @@ class AdaptedKernel(Kernel):
     def __call__(self, x: Float[Array, "*rows I"]) -> Float[Array, "*rows O"]:
         return self.apply(x, lambda x, kernel: kernel(x))
 
-    def matmul_f32(
-        self, x: Float[Array, "*rows I"], precision: jax.lax.PrecisionLike = None
-    ) -> Float[Array, "*rows O"]:
+    def matmul_f32(self, x: Float[Array, "*rows I"], precision: PrecisionLike = None) -> Float[Array, "*rows O"]:
         return self.apply(x, lambda x, kernel: kernel.matmul_f32(x, precision))
 
     def vjp_kernel(self, x: Float[Array, "*rows I"], d: Float[Array, "*rows O"]) -> "AdaptedKernel":

@@ -8,6 +8,7 @@ and bfloat16 on TPUs. Pass ``precision`` where float32 is needed on every platfo
 
 import jax
 import jax.numpy as jnp
+from jax.lax import PrecisionLike
 from jaxtyping import Array, Float
 
 from nnxmoe.layers.linear import xla_cpu
@@ -43,7 +44,7 @@ def matmul_f32(
     x: Float[Array, "*rows I"],
     kernel: Float[Array, "_ _"],
     transpose: bool = False,
-    precision: jax.lax.PrecisionLike = None,
+    precision: PrecisionLike = None,
 ) -> Float[Array, "*rows O"]:
     """Return ``x @ kernel`` or ``x @ kernel.T`` of operands in their own dtype, accumulated and returned in float32."""
     rows = x.reshape(-1, x.shape[-1])
@@ -59,7 +60,7 @@ def dot_f32(
     y: Float[Array, "*b _ _"],
     x_axis: int,
     y_axis: int,
-    precision: jax.lax.PrecisionLike = None,
+    precision: PrecisionLike = None,
 ) -> Float[Array, "*b _ _"]:
     """Contract dimension ``x_axis`` of x with ``y_axis`` of y (-2 or -1 each), accumulated and returned in float32.
 

@@ -17,43 +17,46 @@ Function = Callable[..., Array]
 
 
 def multilinear(function: Function, transposes: Mapping[int, Function], forward: Function | None = None) -> Function:
-    """``function``, which is linear in each argument whose position is a key of ``transposes``, with derivatives.
+    """Return a function with custom derivatives. All operations are visible to rematerialization policies.
 
-    ``transposes[i](*others, d_out)`` returns the gradient of argument i; ``others`` are all arguments except i. Under
-    differentiation the output is computed by ``forward``. All operations are visible to rematerialisation policies.
+    Args:
+        function: linear in each argument whose position is a key of ``transposes``.
+        transposes: ``transposes[i](*others, d_out)`` returns the gradient of argument i; ``others`` are all arguments
+            except i.
+        forward: computes the output under differentiation; by default ``function``.
     """
     wrapped = jax.custom_jvp(function)
 
     def jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
-        out, slope = (forward or function)(*primals), None
+        out, d_out = (forward or function)(*primals), None
         for i, transpose in transposes.items():
             if isinstance(tangents[i], SymbolicZero):
                 continue
             others = (*primals[:i], *primals[i + 1 :])
 
-            def term(*given: Any, i: int = i) -> Any:
-                return wrapped(*given[:i], given[-1], *given[i:-1])
+            def linear_in_i(*args: Any, i: int = i) -> Any:
+                return wrapped(*args[:i], args[-1], *args[i:-1])
 
-            more = _linear.bind(*others, tangents[i], function=term, transpose=transpose)
-            slope = more if slope is None else slope + more
-        return out, SymbolicZero(jax.typeof(out)) if slope is None else slope
+            term = _linear.bind(*others, tangents[i], function=linear_in_i, transpose=transpose)
+            d_out = term if d_out is None else d_out + term
+        return out, SymbolicZero(jax.typeof(out)) if d_out is None else d_out
 
     wrapped.defjvp(jvp, symbolic_zeros=True)
     return wrapped
 
 
-# Computes ``function(*constants, x)``, linear in x; the gradient of x is ``transpose(*constants, d_out)``.
+# Computes ``function(*constants, x)``, linear in x. The gradient of x is ``transpose(*constants, d_out)``.
 _linear = Primitive("linear")
 
 
 @_linear.def_impl
-def _run(*given: Any, function: Function, transpose: Function) -> Any:
-    return function(*given)
+def _run(*args: Any, function: Function, transpose: Function) -> Any:
+    return function(*args)
 
 
 @_linear.def_abstract_eval
-def _shape(*given: Any, function: Function, transpose: Function) -> Any:
-    return jax.make_jaxpr(function)(*given).out_avals[0]
+def _abstract_eval(*args: Any, function: Function, transpose: Function) -> Any:
+    return jax.make_jaxpr(function)(*args).out_avals[0]
 
 
 def _jvp(primals: Any, tangents: Any, *, function: Function, transpose: Function) -> tuple[Any, Any]:
@@ -63,38 +66,38 @@ def _jvp(primals: Any, tangents: Any, *, function: Function, transpose: Function
     terms = []
     if not isinstance(d_x, ad.Zero):
         terms.append(_linear.bind(*constants, d_x, function=function, transpose=transpose))
-    moved = [i for i, d in enumerate(d_constants) if not isinstance(d, ad.Zero)]
-    if moved:
+    varying = [i for i, d in enumerate(d_constants) if not isinstance(d, ad.Zero)]
+    if varying:
 
-        def of_moved(*values: Array) -> Any:
-            given = dict(zip(moved, values, strict=True))
-            return function(*(given.get(i, c) for i, c in enumerate(constants)), x)
+        def function_of_varying(*values: Array) -> Any:
+            replaced = dict(zip(varying, values, strict=True))
+            return function(*(replaced.get(i, constant) for i, constant in enumerate(constants)), x)
 
-        terms.append(jax.jvp(of_moved, [constants[i] for i in moved], [d_constants[i] for i in moved])[1])
+        values, d_values = [constants[i] for i in varying], [d_constants[i] for i in varying]
+        terms.append(jax.jvp(function_of_varying, values, d_values)[1])
     return out, sum(terms[1:], terms[0])
 
 
-def _transposed(d_out: Any, *given: Any, function: Function, transpose: Function) -> list[Any]:
-    *constants, x = given
+def _transpose(d_out: Any, *args: Any, function: Function, transpose: Function) -> list[Any]:
+    *constants, x = args
     assert ad.is_undefined_primal(x) and not any(map(ad.is_undefined_primal, constants))
     d_x = ad.Zero(x.aval) if isinstance(d_out, ad.Zero) else transpose(*constants, d_out)
     return [*(None for _ in constants), d_x]
 
 
-def _batched(given: Any, dims: Any, *, function: Function, transpose: Function) -> tuple[Any, int]:
+def _batch(args: Any, dims: Any, *, function: Function, transpose: Function) -> tuple[Any, int]:
     axes = tuple(dim if isinstance(dim, int) else None for dim in dims)
-    if axes[-1] is None:  # x is not batched: its gradient is the sum over the batch
+    x_axis = axes[-1]
+    transpose_each = jax.vmap(transpose, (*axes[:-1], 0), 0 if x_axis is None else x_axis)
 
-        def summed(*given: Any) -> Any:
-            return jax.vmap(transpose, (*axes[:-1], 0))(*given).sum(axis=0)
+    def batched_transpose(*args: Any) -> Any:
+        d_x = transpose_each(*args)
+        return d_x.sum(axis=0) if x_axis is None else d_x  # an x without a batch sums the gradients of the batch
 
-        back = summed
-    else:
-        back = jax.vmap(transpose, (*axes[:-1], 0), axes[-1])
-    return _linear.bind(*given, function=jax.vmap(function, axes), transpose=back), 0
+    return _linear.bind(*args, function=jax.vmap(function, axes), transpose=batched_transpose), 0
 
 
 ad.primitive_jvps[_linear] = _jvp
-ad.primitive_transposes[_linear] = _transposed
-batching.primitive_batchers[_linear] = _batched
+ad.primitive_transposes[_linear] = _transpose
+batching.primitive_batchers[_linear] = _batch
 mlir.register_lowering(_linear, mlir.lower_fun(_run, multiple_results=False))

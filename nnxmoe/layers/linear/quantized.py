@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Protocol
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.lax import PrecisionLike
 from jaxtyping import Array, Float, Int
 
 from nnxmoe.axes import axes_of
@@ -76,9 +77,7 @@ class QuantizedKernel(Kernel):
     def __call__(self, x: Float[Array, "*rows I"]) -> Float[Array, "*rows O"]:
         return self._multiply(x).astype(x.dtype)
 
-    def matmul_f32(
-        self, x: Float[Array, "*rows I"], precision: jax.lax.PrecisionLike = None
-    ) -> Float[Array, "*rows O"]:
+    def matmul_f32(self, x: Float[Array, "*rows I"], precision: PrecisionLike = None) -> Float[Array, "*rows O"]:
         return self._multiply(x)
 
     def vjp_input(self, d: Float[Array, "*rows O"]) -> Float[Array, "*rows I"]:
