@@ -14,10 +14,11 @@ from nnxmoe.layers.attention.gqa import GQA, OutputGate
 from nnxmoe.layers.attention.qk_norm import QKNorm
 from nnxmoe.layers.embed import Embed, MuPEmbed
 from nnxmoe.layers.norm import RMSNorm
+from nnxmoe.model.family import Family
 from nnxmoe.model.layer import Layer
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.shared.grouped_experts import HF_GROUPED_EXPERTS, DenseOrMoE, corrected_router
-from nnxmoe.models.shared.tables import HF_DECODER
+from nnxmoe.models.shared.tables import HF_DECODER, Hf
 from nnxmoe.moe.router import Router
 
 
@@ -68,34 +69,10 @@ class AfmoeConfig(LayerWindowsConfig):
         return self.layer_types or [SLIDING if (i + 1) % every else FULL for i in range(self.num_hidden_layers)]
 
 
-_NANO = AfmoeConfig(
-    hidden_size=1024, intermediate_size=3072, num_hidden_layers=56, num_attention_heads=8, num_key_value_heads=2,
-    max_position_embeddings=131072, sliding_window=2048, num_dense_layers=2, moe_intermediate_size=256,
-    num_experts=128, num_experts_per_tok=8, num_shared_experts=1, route_scale=2.826, mup_enabled=True,
-    dtype="bfloat16",
-)  # fmt: skip
-_MINI = dataclasses.replace(
-    _NANO, hidden_size=2048, intermediate_size=6144, num_hidden_layers=32, num_attention_heads=32,
-    num_key_value_heads=4, moe_intermediate_size=1024, layer_types=(SLIDING, SLIDING, SLIDING, FULL) * 8,
-)  # fmt: skip
-
-
 class Afmoe(DenseOrMoE):
     """Trinity."""
 
     configs = (AfmoeConfig,)
-    presets = {"trinity-nano": _NANO, "trinity-mini": _MINI}
-    hub_ids = {"trinity-nano": "arcee-ai/Trinity-Nano-Preview", "trinity-mini": "arcee-ai/Trinity-Mini"}
-    hf_table = {
-        **HF_DECODER,
-        **HF_GROUPED_EXPERTS,
-        "layer.attention.gate.g.kernel": W("self_attn.gate_proj.weight"),
-        "layer.attention_post_norm.scale": W("post_attention_layernorm.weight"),
-        "layer.moe.router.kernel": W("mlp.router.gate.weight"),
-        "layer.moe.router.bias": W("mlp.expert_bias"),
-        **{f"layer.{x}_norm.scale": W("pre_mlp_layernorm.weight") for x in ("mlp", "moe")},
-        **{f"layer.{x}_post_norm.scale": W("post_mlp_layernorm.weight") for x in ("mlp", "moe")},
-    }
 
     def embedding(self, **kw: Any) -> Embed:
         return super().embedding(MuPEmbed if self.config.mup_enabled else Embed, **kw)
@@ -113,3 +90,32 @@ class Afmoe(DenseOrMoE):
 
     def router(self, **kw: Any) -> Router:
         return corrected_router(self.config, scale=self.config.route_scale, **kw)
+
+
+_NANO = AfmoeConfig(
+    hidden_size=1024, intermediate_size=3072, num_hidden_layers=56, num_attention_heads=8, num_key_value_heads=2,
+    max_position_embeddings=131072, sliding_window=2048, num_dense_layers=2, moe_intermediate_size=256,
+    num_experts=128, num_experts_per_tok=8, num_shared_experts=1, route_scale=2.826, mup_enabled=True,
+    dtype="bfloat16",
+)  # fmt: skip
+_MINI = dataclasses.replace(
+    _NANO, hidden_size=2048, intermediate_size=6144, num_hidden_layers=32, num_attention_heads=32,
+    num_key_value_heads=4, moe_intermediate_size=1024, layer_types=(SLIDING, SLIDING, SLIDING, FULL) * 8,
+)  # fmt: skip
+_HF: Hf = {
+    **HF_DECODER,
+    **HF_GROUPED_EXPERTS,
+    "layer.attention.gate.g.kernel": W("self_attn.gate_proj.weight"),
+    "layer.attention_post_norm.scale": W("post_attention_layernorm.weight"),
+    "layer.moe.router.kernel": W("mlp.router.gate.weight"),
+    "layer.moe.router.bias": W("mlp.expert_bias"),
+    **{f"layer.{x}_norm.scale": W("pre_mlp_layernorm.weight") for x in ("mlp", "moe")},
+    **{f"layer.{x}_post_norm.scale": W("post_mlp_layernorm.weight") for x in ("mlp", "moe")},
+}
+
+FAMILY = Family(
+    model=Afmoe,
+    hf=_HF,
+    presets={"trinity-nano": _NANO, "trinity-mini": _MINI},
+    hub_ids={"trinity-nano": "arcee-ai/Trinity-Nano-Preview", "trinity-mini": "arcee-ai/Trinity-Mini"},
+)

@@ -12,6 +12,7 @@ from nnxmoe.config.bounds import count, number
 from nnxmoe.layers.attention.gqa import OutputGate
 from nnxmoe.layers.attention.mla import MLA
 from nnxmoe.layers.recurrent.kimi_delta import BoundedDecays, KimiDelta, unbounded_decays
+from nnxmoe.model.family import Family
 from nnxmoe.model.weight_names import W, options
 from nnxmoe.models.deepseek_v3 import DeepSeekV3
 from nnxmoe.models.kimi_linear import KimiMoEConfig
@@ -63,6 +64,23 @@ class BailingHybridConfig(KimiMoEConfig):
         return (index + 1) % self.layer_group_size > 0
 
 
+class BailingHybrid(KimiHybrid, DeepSeekV3):
+    """Ling 3.0 Flash."""
+
+    configs = (BailingHybridConfig,)
+
+    def attention(self, index: int, **kw: Any) -> KimiDelta | MLA:
+        c = self.config
+        if not c.recurrent_layers[index]:
+            kw["gate"] = OutputGate(c.hidden_size, c.num_attention_heads, 1, **kw)
+        return super().attention(index, **kw)
+
+    def recurrent(self, **kw: Any) -> KimiDelta:
+        c = self.config
+        decays = BoundedDecays(c.kda_lower_bound) if c.kda_safe_gate else unbounded_decays
+        return self.delta(decays, None, (c.linear_num_heads,), **kw)
+
+
 _TABLE: Hf = HF_DECODER | HF_LATENT | HF_GROUPED_EXPERTS | HF_KIMI_DELTA
 _TABLE |= {"layer.attention.gate.g.kernel": W("self_attn.g_proj.weight")}
 _RENAMED = {"self_attn.o_proj": "attention.dense", "self_attn": "attention", "embed_tokens": "word_embeddings",
@@ -76,24 +94,12 @@ def _published(where: W) -> W:
     return dataclasses.replace(where, name=name)
 
 
-class BailingHybrid(KimiHybrid, DeepSeekV3):
-    """Ling 3.0 Flash."""
+_PRESETS = {"ling-3.0-flash": BailingHybridConfig(dtype="bfloat16")}
 
-    configs = (BailingHybridConfig,)
-    presets = {"ling-3.0-flash": BailingHybridConfig(dtype="bfloat16")}
-    hub_ids = {"ling-3.0-flash": "inclusionAI/Ling-3.0-Flash"}
-    hub_notes = dict.fromkeys(presets, "the layer for multi-token prediction is left out")
-    hf_table = {
-        key: tuple(dict.fromkeys((*map(_published, options(_TABLE, key)), *options(_TABLE, key)))) for key in _TABLE
-    }
-
-    def attention(self, index: int, **kw: Any) -> KimiDelta | MLA:
-        c = self.config
-        if not c.recurrent_layers[index]:
-            kw["gate"] = OutputGate(c.hidden_size, c.num_attention_heads, 1, **kw)
-        return super().attention(index, **kw)
-
-    def recurrent(self, **kw: Any) -> KimiDelta:
-        c = self.config
-        decays = BoundedDecays(c.kda_lower_bound) if c.kda_safe_gate else unbounded_decays
-        return self.delta(decays, None, (c.linear_num_heads,), **kw)
+FAMILY = Family(
+    model=BailingHybrid,
+    hf={key: tuple(dict.fromkeys((*map(_published, options(_TABLE, key)), *options(_TABLE, key)))) for key in _TABLE},
+    presets=_PRESETS,
+    hub_ids={"ling-3.0-flash": "inclusionAI/Ling-3.0-Flash"},
+    checkpoint_notes=dict.fromkeys(_PRESETS, "the layer for multi-token prediction is left out"),
+)

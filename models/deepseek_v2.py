@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from nnxmoe.config.bounds import ConfigError, check_at_most, count, one_of
+from nnxmoe.model.family import Family
+from nnxmoe.models.deepseek_v3 import FAMILY as DEEPSEEK_V3
 from nnxmoe.models.deepseek_v3 import DeepSeekV3, DeepSeekV3Config
 from nnxmoe.moe.router import Router, SoftmaxGroupTopK, SoftmaxTopK
 
@@ -62,6 +64,21 @@ class DeepSeekV2Config(DeepSeekV3Config):
             super()._check_experts()
 
 
+class DeepSeekV2(DeepSeekV3):
+    """DeepSeek-V2, V2-Lite and their Coder models."""
+
+    configs = (DeepSeekV2Config,)
+
+    def router(self, **kw: Any) -> Router:
+        c, k, scale = self.config, self.config.num_experts_per_tok, self.config.routed_scaling_factor
+        assert k is not None
+        if c.n_group is None or c.topk_group is None or c.topk_method == GREEDY:
+            select = SoftmaxTopK(k, normalize=False, scale=scale)
+        else:
+            select = SoftmaxGroupTopK(k, c.n_group, c.topk_group, scale)
+        return Router(c.hidden_size, c.n_routed_experts, select, bias=False, **kw)
+
+
 def _yarn(mscale: float) -> dict[str, Any]:
     lengths = {"factor": 40.0, "original_max_position_embeddings": 4096}
     return {"type": "yarn", "beta_fast": 32.0, "beta_slow": 1.0, "mscale": mscale, "mscale_all_dim": mscale} | lengths
@@ -79,19 +96,10 @@ _V2 = dataclasses.replace(
     n_routed_experts=160, topk_method=IN_GROUPS, n_group=8, topk_group=3, routed_scaling_factor=16.0,
 )  # fmt: skip
 
-
-class DeepSeekV2(DeepSeekV3):
-    """DeepSeek-V2, V2-Lite and their Coder models."""
-
-    configs = (DeepSeekV2Config,)
-    presets = {"deepseek-v2": _V2, "deepseek-v2-lite": _LITE}
-    hub_ids = {"deepseek-v2": "deepseek-ai/DeepSeek-V2", "deepseek-v2-lite": "deepseek-ai/DeepSeek-V2-Lite"}
-
-    def router(self, **kw: Any) -> Router:
-        c, k, scale = self.config, self.config.num_experts_per_tok, self.config.routed_scaling_factor
-        assert k is not None
-        if c.n_group is None or c.topk_group is None or c.topk_method == GREEDY:
-            select = SoftmaxTopK(k, normalize=False, scale=scale)
-        else:
-            select = SoftmaxGroupTopK(k, c.n_group, c.topk_group, scale)
-        return Router(c.hidden_size, c.n_routed_experts, select, bias=False, **kw)
+FAMILY = Family(
+    model=DeepSeekV2,
+    hf=DEEPSEEK_V3.hf,
+    maxtext=DEEPSEEK_V3.maxtext,
+    presets={"deepseek-v2": _V2, "deepseek-v2-lite": _LITE},
+    hub_ids={"deepseek-v2": "deepseek-ai/DeepSeek-V2", "deepseek-v2-lite": "deepseek-ai/DeepSeek-V2-Lite"},
+)

@@ -13,7 +13,7 @@ from nnxmoe.config.bounds import ConfigError, count
 from nnxmoe.config.rope_parameters import rope_type, yarn_mscale
 from nnxmoe.layers.attention.mla import LATENT_NORM_EPS, MLA, MLADims
 from nnxmoe.layers.rope import rotate_halves, rotate_pairs
-from nnxmoe.model.maxtext_layers import LayerGroups
+from nnxmoe.model.family import Family, LayerGroups, MaxTextNames
 from nnxmoe.models.shared.grouped_experts import HF_GROUPED_EXPERTS, DenseOrMoE, GroupedExpertsConfig
 from nnxmoe.models.shared.tables import (
     HF_DECODER,
@@ -22,6 +22,7 @@ from nnxmoe.models.shared.tables import (
     MAXTEXT_DECODER,
     MAXTEXT_LATENT,
     MAXTEXT_MLP,
+    Linen,
     maxtext_experts,
     maxtext_mlp,
 )
@@ -93,37 +94,11 @@ class DeepSeekV3Config(GroupedExpertsConfig):
         return scale
 
 
-_DEEPSEEK_V3 = DeepSeekV3Config(
-    max_position_embeddings=163840,
-    rope_scaling={
-        "type": "yarn", "factor": 40.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
-        "original_max_position_embeddings": 4096,
-    },
-    dtype="bfloat16",
-)  # fmt: skip
-
-_BLOCK = "DeepSeekMoeBlock_0"
-
-
 class DeepSeekV3(DenseOrMoE):
     """DeepSeek-V3 and R1."""
 
     configs = (DeepSeekV3Config,)
-    presets = {"deepseek-v3": _DEEPSEEK_V3, "deepseek-r1": _DEEPSEEK_V3}
-    hub_ids = {"deepseek-v3": "deepseek-ai/DeepSeek-V3", "deepseek-r1": "deepseek-ai/DeepSeek-R1"}
-    hub_notes = dict.fromkeys(
-        presets,
-        "685B parameters in FP8 blocks, 0.69 TB, loaded as bfloat16; the layer for multi-token prediction (11.5B "
-        "parameters) is left out without mtp=True",
-    )
-    hf_table = HF_DECODER | HF_LATENT | HF_GROUPED_EXPERTS | HF_MTP
-    maxtext_table = {
-        **MAXTEXT_DECODER, **MAXTEXT_LATENT, **MAXTEXT_MLP,
-        **maxtext_mlp("layer.moe.shared", f"{_BLOCK}/shared_experts"), **maxtext_experts(f"{_BLOCK}/MoeBlock_0"),
-        "layer.moe.router.kernel": (f"{_BLOCK}/MoeBlock_0/gate/kernel", ("embed_moe", None)),
-        "layer.moe.router.bias": (f"{_BLOCK}/MoeBlock_0/gate/bias", (None,)),
-    }  # fmt: skip
-    maxtext_layers = LayerGroups("dense_layers", "moe_layers")
+    supports_mtp = True
 
     def attention(self, index: int, form: Callable[..., MLA] = MLA, **kw: Any) -> MLA:
         c = self.config
@@ -146,3 +121,34 @@ class DeepSeekV3(DenseOrMoE):
             attention_fn=self.strategy.attention_fn,
             **kw,
         )
+
+
+_DEEPSEEK_V3 = DeepSeekV3Config(
+    max_position_embeddings=163840,
+    rope_scaling={
+        "type": "yarn", "factor": 40.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+    },
+    dtype="bfloat16",
+)  # fmt: skip
+_BLOCK = "DeepSeekMoeBlock_0"
+_MAXTEXT: Linen = {
+    **MAXTEXT_DECODER, **MAXTEXT_LATENT, **MAXTEXT_MLP,
+    **maxtext_mlp("layer.moe.shared", f"{_BLOCK}/shared_experts"), **maxtext_experts(f"{_BLOCK}/MoeBlock_0"),
+    "layer.moe.router.kernel": (f"{_BLOCK}/MoeBlock_0/gate/kernel", ("embed_moe", None)),
+    "layer.moe.router.bias": (f"{_BLOCK}/MoeBlock_0/gate/bias", (None,)),
+}  # fmt: skip
+_PRESETS = {"deepseek-v3": _DEEPSEEK_V3, "deepseek-r1": _DEEPSEEK_V3}
+
+FAMILY = Family(
+    model=DeepSeekV3,
+    hf=HF_DECODER | HF_LATENT | HF_GROUPED_EXPERTS | HF_MTP,
+    maxtext=MaxTextNames(_MAXTEXT, LayerGroups("dense_layers", "moe_layers")),
+    presets=_PRESETS,
+    hub_ids={"deepseek-v3": "deepseek-ai/DeepSeek-V3", "deepseek-r1": "deepseek-ai/DeepSeek-R1"},
+    checkpoint_notes=dict.fromkeys(
+        _PRESETS,
+        "685B parameters in FP8 blocks, 0.69 TB, loaded as bfloat16; the layer for multi-token prediction (11.5B "
+        "parameters) is left out without mtp=True",
+    ),
+)

@@ -13,7 +13,9 @@ from nnxmoe.config.bounds import check_at_most, count, one_of, per_layer
 from nnxmoe.layers.attention.indexer import Indexer
 from nnxmoe.layers.attention.sparse_mla import SparseMLA
 from nnxmoe.layers.rope import rotate_halves
+from nnxmoe.model.family import Family, MaxTextNames
 from nnxmoe.model.weight_names import W
+from nnxmoe.models.deepseek_v3 import FAMILY as DEEPSEEK_V3
 from nnxmoe.models.deepseek_v3 import DeepSeekV3, DeepSeekV3Config
 from nnxmoe.models.shared.tables import Linen
 
@@ -49,6 +51,21 @@ class DeepSeekV32Config(DeepSeekV3Config):
         return self.index_topk
 
 
+class DeepSeekV32(DeepSeekV3):
+    configs = (DeepSeekV32Config,)
+    rotate_index = staticmethod(rotate_halves)
+
+    def attention(self, index: int, **kw: Any) -> Any:
+        form = functools.partial(SparseMLA, indexer=self.indexer(index, **kw), topk=self.config.keys_per_query)
+        return super().attention(index, form, **kw)
+
+    def indexer(self, index: int, **kw: Any) -> Indexer | None:
+        """The indexer of a layer."""
+        c = self.config
+        sizes = c.hidden_size, c.q_lora_rank, c.index_n_heads, c.index_head_dim
+        return Indexer(*sizes, rotary=c.rope, rotate=self.rotate_index, **kw)
+
+
 HF_INDEXER = {
     "layer.attention.indexer.q.kernel": W("self_attn.indexer.wq_b.weight"),
     "layer.attention.indexer.k.kernel": W("self_attn.indexer.wk.weight"),
@@ -66,29 +83,19 @@ _MAXTEXT_INDEXER: Linen = {
         ("weights.kernel", "weights_proj/kernel", ("embed", "q_heads")),
     )
 }
+_PRESETS = dict.fromkeys(
+    ("deepseek-v3.2-exp", "deepseek-v3.2"),
+    DeepSeekV32Config(rope_scaling=DEEPSEEK_V3.presets["deepseek-v3"].rope_scaling, dtype="bfloat16"),
+)
 
-
-class DeepSeekV32(DeepSeekV3):
-    configs = (DeepSeekV32Config,)
-    presets = dict.fromkeys(
-        ("deepseek-v3.2-exp", "deepseek-v3.2"),
-        DeepSeekV32Config(rope_scaling=DeepSeekV3.presets["deepseek-v3"].rope_scaling, dtype="bfloat16"),
-    )
-    hub_ids = {name: f"deepseek-ai/DeepSeek-V3.2{'-Exp' * name.endswith('exp')}" for name in presets}
-    hub_notes = dict.fromkeys(
-        presets,
+FAMILY = Family(
+    model=DeepSeekV32,
+    hf={**DEEPSEEK_V3.hf, **HF_INDEXER},
+    maxtext=MaxTextNames({**DEEPSEEK_V3.maxtext.table, **_MAXTEXT_INDEXER}, DEEPSEEK_V3.maxtext.groups),
+    presets=_PRESETS,
+    hub_ids={name: f"deepseek-ai/DeepSeek-V3.2{'-Exp' * name.endswith('exp')}" for name in _PRESETS},
+    checkpoint_notes=dict.fromkeys(
+        _PRESETS,
         "FP8 blocks, 0.69 TB, loaded as bfloat16; the layer for multi-token prediction is left out without mtp=True",
-    )
-    hf_table = {**DeepSeekV3.hf_table, **HF_INDEXER}
-    maxtext_table = {**DeepSeekV3.maxtext_table, **_MAXTEXT_INDEXER}
-    rotate_index = staticmethod(rotate_halves)
-
-    def attention(self, index: int, **kw: Any) -> Any:
-        form = functools.partial(SparseMLA, indexer=self.indexer(index, **kw), topk=self.config.keys_per_query)
-        return super().attention(index, form, **kw)
-
-    def indexer(self, index: int, **kw: Any) -> Indexer | None:
-        """The indexer of a layer."""
-        c = self.config
-        sizes = c.hidden_size, c.q_lora_rank, c.index_n_heads, c.index_head_dim
-        return Indexer(*sizes, rotary=c.rope, rotate=self.rotate_index, **kw)
+    ),
+)

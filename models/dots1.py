@@ -4,6 +4,8 @@ import dataclasses
 
 from nnxmoe.config.bounds import count
 from nnxmoe.config.layer_types import LayerWindowsConfig
+from nnxmoe.model.family import Family
+from nnxmoe.models.glm4_moe import FAMILY as GLM4_MOE
 from nnxmoe.models.glm4_moe import Glm4Moe
 from nnxmoe.models.shared.grouped_experts import GroupedExpertsConfig
 from nnxmoe.models.shared.normed_heads import NormedHeads
@@ -34,11 +36,19 @@ class Dots1Config(LayerWindowsConfig, GroupedExpertsConfig):
 
 class Dots1(NormedHeads, Glm4Moe):
     configs = (Dots1Config,)
-    presets = {
-        "dots.llm1": Dots1Config(
-            hidden_size=4096, max_position_embeddings=32768, rms_norm_eps=1e-5, rope_theta=1e7, first_k_dense_replace=1,
-            n_routed_experts=128, n_shared_experts=2, num_experts_per_tok=6, norm_topk_prob=True,
-            routed_scaling_factor=2.5, sliding_window=None, eos_token_id=151649, dtype="bfloat16",
-        )
-    }  # fmt: skip
-    hub_ids = {"dots.llm1": "rednote-hilab/dots.llm1.inst"}
+
+
+_PRESETS = {
+    "dots.llm1": Dots1Config(
+        hidden_size=4096, max_position_embeddings=32768, rms_norm_eps=1e-5, rope_theta=1e7, first_k_dense_replace=1,
+        n_routed_experts=128, n_shared_experts=2, num_experts_per_tok=6, norm_topk_prob=True,
+        routed_scaling_factor=2.5, sliding_window=None, eos_token_id=151649, dtype="bfloat16",
+    )
+}  # fmt: skip
+
+FAMILY = Family(
+    model=Dots1,
+    hf=GLM4_MOE.hf,
+    presets=_PRESETS,
+    hub_ids={"dots.llm1": "rednote-hilab/dots.llm1.inst"},
+)

@@ -9,9 +9,10 @@ from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import count, number
 from nnxmoe.layers.attention.gqa import GQA
 from nnxmoe.layers.rope import rotate_pairs
+from nnxmoe.model.family import Family
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.shared.grouped_experts import HF_GROUPED_EXPERTS, DenseOrMoE
-from nnxmoe.models.shared.tables import HF_DECODER
+from nnxmoe.models.shared.tables import HF_DECODER, Hf
 from nnxmoe.moe.router import Router, SoftmaxTopK
 
 
@@ -63,15 +64,6 @@ class Ernie45Moe(DenseOrMoE):
     """ERNIE 4.5 with experts."""
 
     configs = (Ernie45MoeConfig,)
-    presets = {"ernie-4.5-21b-a3b": Ernie45MoeConfig(dtype="bfloat16")}
-    hub_ids = {"ernie-4.5-21b-a3b": "baidu/ERNIE-4.5-21B-A3B-PT"}
-    hub_notes = dict.fromkeys(presets, "the layer for multi-token prediction is left out")
-    hf_table = {
-        **HF_DECODER, **HF_GROUPED_EXPERTS,
-        "layer.moe.router.bias": (
-            W("mlp.moe_statics.e_score_correction_bias"), W("mlp.gate.moe_statics.e_score_correction_bias")
-        ),
-    }  # fmt: skip
 
     def attention(self, index: int, **kw: Any) -> GQA:
         return self.gqa(index, bias=False, rotate=rotate_pairs, **kw)
@@ -82,3 +74,20 @@ class Ernie45Moe(DenseOrMoE):
         assert made.bias is not None
         made.bias.set_metadata(inputs=1)  # checkpoints have it as a matrix [1, E]
         return made
+
+
+_HF: Hf = {
+    **HF_DECODER, **HF_GROUPED_EXPERTS,
+    "layer.moe.router.bias": (
+        W("mlp.moe_statics.e_score_correction_bias"), W("mlp.gate.moe_statics.e_score_correction_bias")
+    ),
+}  # fmt: skip
+_PRESETS = {"ernie-4.5-21b-a3b": Ernie45MoeConfig(dtype="bfloat16")}
+
+FAMILY = Family(
+    model=Ernie45Moe,
+    hf=_HF,
+    presets=_PRESETS,
+    hub_ids={"ernie-4.5-21b-a3b": "baidu/ERNIE-4.5-21B-A3B-PT"},
+    checkpoint_notes=dict.fromkeys(_PRESETS, "the layer for multi-token prediction is left out"),
+)

@@ -10,10 +10,11 @@ from typing import Any
 from nnxmoe.config.bounds import ConfigError, count, per_layer
 from nnxmoe.config.layer_types import FULL, SLIDING, LayerWindowsConfig
 from nnxmoe.layers.attention.gqa import GQA
+from nnxmoe.model.family import Family
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.qwen import NormedHeads
 from nnxmoe.models.shared.grouped_experts import HF_GROUPED_EXPERTS, DenseOrMoE, check_groups
-from nnxmoe.models.shared.tables import HF_DECODER
+from nnxmoe.models.shared.tables import HF_DECODER, Hf
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,21 +70,29 @@ class ExaoneMoeConfig(LayerWindowsConfig):
 
 class ExaoneMoe(NormedHeads, DenseOrMoE):
     configs = (ExaoneMoeConfig,)
-    presets = {
-        "k-exaone-236b-a23b": ExaoneMoeConfig(
-            vocab_size=153600, hidden_size=6144, intermediate_size=18432, num_hidden_layers=48, num_attention_heads=64,
-            num_key_value_heads=8, head_dim=128, max_position_embeddings=262144, rope_theta=1e6, sliding_window=128,
-            sliding_window_pattern="LLLG", layer_types=(SLIDING, SLIDING, SLIDING, FULL) * 12,
-            moe_intermediate_size=2048, num_experts=128, dtype="bfloat16",
-        )
-    }  # fmt: skip
-    hub_ids = {"k-exaone-236b-a23b": "LGAI-EXAONE/K-EXAONE-236B-A23B"}
-    hub_notes = dict.fromkeys(presets, "the layer for multi-token prediction is left out")
-    hf_table = {
-        **HF_DECODER, **HF_GROUPED_EXPERTS,
-        "layer.moe.router.bias": (W("mlp.e_score_correction_bias"), W("mlp.gate.e_score_correction_bias")),
-    }  # fmt: skip
 
     def attention(self, index: int, **kw: Any) -> GQA:
         rotary = self.config.rope if self.config.windows[index] else None
         return super().attention(index, rotary=rotary, **kw)
+
+
+_HF: Hf = {
+    **HF_DECODER, **HF_GROUPED_EXPERTS,
+    "layer.moe.router.bias": (W("mlp.e_score_correction_bias"), W("mlp.gate.e_score_correction_bias")),
+}  # fmt: skip
+_PRESETS = {
+    "k-exaone-236b-a23b": ExaoneMoeConfig(
+        vocab_size=153600, hidden_size=6144, intermediate_size=18432, num_hidden_layers=48, num_attention_heads=64,
+        num_key_value_heads=8, head_dim=128, max_position_embeddings=262144, rope_theta=1e6, sliding_window=128,
+        sliding_window_pattern="LLLG", layer_types=(SLIDING, SLIDING, SLIDING, FULL) * 12,
+        moe_intermediate_size=2048, num_experts=128, dtype="bfloat16",
+    )
+}  # fmt: skip
+
+FAMILY = Family(
+    model=ExaoneMoe,
+    hf=_HF,
+    presets=_PRESETS,
+    hub_ids={"k-exaone-236b-a23b": "LGAI-EXAONE/K-EXAONE-236B-A23B"},
+    checkpoint_notes=dict.fromkeys(_PRESETS, "the layer for multi-token prediction is left out"),
+)

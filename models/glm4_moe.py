@@ -13,6 +13,7 @@ from nnxmoe.config.partial_rotary import PartialRotaryConfig
 from nnxmoe.layers.attention.gqa import GQA
 from nnxmoe.layers.attention.qk_norm import QKNorm
 from nnxmoe.layers.rope import PartialRotary
+from nnxmoe.model.family import Family
 from nnxmoe.models.shared.grouped_experts import HF_GROUPED_EXPERTS, DenseOrMoE, GroupedExpertsConfig
 from nnxmoe.models.shared.tables import HF_DECODER, HF_MTP
 
@@ -40,6 +41,19 @@ class Glm4MoeConfig(GroupedExpertsConfig, PartialRotaryConfig):
     num_nextn_predict_layers: int = 1
 
 
+class Glm4Moe(DenseOrMoE):
+    """GLM-4.5, 4.6 and 4.7."""
+
+    configs = (Glm4MoeConfig,)
+    supports_mtp = True
+
+    def attention(self, index: int, **kw: Any) -> GQA:
+        c = self.config
+        norm = QKNorm.per_head(c.head_width, c.rms_norm_eps, **kw) if c.use_qk_norm else None
+        options = {"qk_norm": norm, "rotate": PartialRotary(c.rope_dim), **kw}
+        return self.gqa(index, bias=c.attention_bias, out_bias=False, **options)
+
+
 _AIR = Glm4MoeConfig(
     head_dim=128, attention_bias=True, rope_theta=1e6, partial_rotary_factor=0.5, eos_token_id=(151329, 151336, 151338),
     pad_token_id=151329, dtype="bfloat16",
@@ -49,24 +63,17 @@ _LARGE = dataclasses.replace(
     moe_intermediate_size=1536, n_routed_experts=160, routed_scaling_factor=2.5,
 )  # fmt: skip
 _LONG = dataclasses.replace(_LARGE, max_position_embeddings=202752)
+_PRESETS = {"glm-4.5-air": _AIR, "glm-4.5": _LARGE, "glm-4.6": _LONG, "glm-4.7": _LONG}
 
-
-class Glm4Moe(DenseOrMoE):
-    """GLM-4.5, 4.6 and 4.7."""
-
-    configs = (Glm4MoeConfig,)
-    presets = {"glm-4.5-air": _AIR, "glm-4.5": _LARGE, "glm-4.6": _LONG, "glm-4.7": _LONG}
-    hub_ids = {
+FAMILY = Family(
+    model=Glm4Moe,
+    hf=HF_DECODER | HF_GROUPED_EXPERTS | HF_MTP,
+    presets=_PRESETS,
+    hub_ids={
         "glm-4.5-air": "zai-org/GLM-4.5-Air",
         "glm-4.5": "zai-org/GLM-4.5",
         "glm-4.6": "zai-org/GLM-4.6",
         "glm-4.7": "zai-org/GLM-4.7",
-    }
-    hub_notes = dict.fromkeys(presets, "the layer for multi-token prediction is left out without mtp=True")
-    hf_table = HF_DECODER | HF_GROUPED_EXPERTS | HF_MTP
-
-    def attention(self, index: int, **kw: Any) -> GQA:
-        c = self.config
-        norm = QKNorm.per_head(c.head_width, c.rms_norm_eps, **kw) if c.use_qk_norm else None
-        options = {"qk_norm": norm, "rotate": PartialRotary(c.rope_dim), **kw}
-        return self.gqa(index, bias=c.attention_bias, out_bias=False, **options)
+    },
+    checkpoint_notes=dict.fromkeys(_PRESETS, "the layer for multi-token prediction is left out without mtp=True"),
+)

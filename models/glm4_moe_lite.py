@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 
 from nnxmoe.config.bounds import count, one_of, per_layer
+from nnxmoe.model.family import Family
+from nnxmoe.models.deepseek_v3 import FAMILY as DEEPSEEK_V3
 from nnxmoe.models.deepseek_v3 import DeepSeekV3, DeepSeekV3Config
 
 
@@ -40,11 +42,18 @@ class Glm4MoeLite(DeepSeekV3):
     """GLM-4.7-Flash."""
 
     configs = (Glm4MoeLiteConfig,)
-    presets = {
-        "glm-4.7-flash": Glm4MoeLiteConfig(
-            rope_theta=1e6, eos_token_id=(154820, 154827, 154829), pad_token_id=154820, dtype="bfloat16",
-        )
-    }  # fmt: skip
-    hub_ids = {"glm-4.7-flash": "zai-org/GLM-4.7-Flash"}
-    hub_notes = {"glm-4.7-flash": "the layer for multi-token prediction is left out without mtp=True"}
-    maxtext_table = {}
+
+
+_PRESETS = {
+    "glm-4.7-flash": Glm4MoeLiteConfig(
+        rope_theta=1e6, eos_token_id=(154820, 154827, 154829), pad_token_id=154820, dtype="bfloat16",
+    )
+}  # fmt: skip
+
+FAMILY = Family(
+    model=Glm4MoeLite,
+    hf=DEEPSEEK_V3.hf,
+    presets=_PRESETS,
+    hub_ids={"glm-4.7-flash": "zai-org/GLM-4.7-Flash"},
+    checkpoint_notes={"glm-4.7-flash": "the layer for multi-token prediction is left out without mtp=True"},
+)

@@ -14,11 +14,14 @@ from nnxmoe.layers.attention.pooled_indexer import PooledIndexer
 from nnxmoe.layers.gated import LimitedSwiGLU
 from nnxmoe.layers.hyper import MeanNorm
 from nnxmoe.layers.recurrent.kimi_delta import BoundedDecays, KimiDelta, unbounded_decays
+from nnxmoe.model.family import Family
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.deepseek_v32 import DeepSeekV32
-from nnxmoe.models.glm_moe_dsa import GlmMoeDsa, GlmMoeDsaConfig
+from nnxmoe.models.glm_moe_dsa import FAMILY as GLM_MOE_DSA
+from nnxmoe.models.glm_moe_dsa import GlmMoeDsaConfig
 from nnxmoe.models.shared.kimi_hybrid import FULL, HF_KIMI_DELTA, LINEAR, KimiHybrid, NestedDeltaConfig
 from nnxmoe.models.shared.streamed import StreamedLM
+from nnxmoe.models.shared.tables import Hf
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,28 +82,11 @@ class Glm5NextTextConfig(GlmMoeDsaConfig, NestedDeltaConfig):
         return self.index_topk + self.index_kpool - 1
 
 
-_STREAMS = {"fn.kernel": "fn", "base": "base", "scale": "scale"}
-_HALVES = (("attention", "attn"), ("mlp", "ffn"), ("moe", "ffn"))
-
-
 class Glm5NextText(StreamedLM, KimiHybrid, DeepSeekV32):
     """The text model of GLM-5.3 Flash."""
 
     configs = (Glm5NextTextConfig,)
-    presets = {"glm-5.3-flash": Glm5NextTextConfig(dtype="bfloat16")}
-    hub_ids = {"glm-5.3-flash": "zai-org/GLM-5.3-Flash"}
-    hub_notes = dict.fromkeys(presets, "the vision tower and the layer for multi-token prediction are left out")
-    hf_table = {
-        **GlmMoeDsa.hf_table,
-        **HF_KIMI_DELTA,
-        "layer.attention.indexer.gate.kernel": W("self_attn.indexer.index_kpool_compress_gate"),
-        "layer.attention.indexer.place": W("self_attn.indexer.index_kpool_compress_ape"),
-        **{
-            f"layer.{half}_streams.weights.{part}": (W(f"hc_{theirs}_{end}"), W(f"{theirs}_hc.{end}"))
-            for half, theirs in _HALVES
-            for part, end in _STREAMS.items()
-        },
-    }
+    supports_mtp = True
 
     def final_norm(self, **kw: Any) -> MeanNorm:
         return MeanNorm(self.config.hidden_size, self.config.hc_mult, self.config.rms_norm_eps, **kw)
@@ -119,3 +105,27 @@ class Glm5NextText(StreamedLM, KimiHybrid, DeepSeekV32):
     @property
     def activation(self) -> LimitedSwiGLU:
         return LimitedSwiGLU(self.config.swiglu_limit)
+
+
+_STREAMS = {"fn.kernel": "fn", "base": "base", "scale": "scale"}
+_HALVES = (("attention", "attn"), ("mlp", "ffn"), ("moe", "ffn"))
+_HF: Hf = {
+    **GLM_MOE_DSA.hf,
+    **HF_KIMI_DELTA,
+    "layer.attention.indexer.gate.kernel": W("self_attn.indexer.index_kpool_compress_gate"),
+    "layer.attention.indexer.place": W("self_attn.indexer.index_kpool_compress_ape"),
+    **{
+        f"layer.{half}_streams.weights.{part}": (W(f"hc_{theirs}_{end}"), W(f"{theirs}_hc.{end}"))
+        for half, theirs in _HALVES
+        for part, end in _STREAMS.items()
+    },
+}
+_PRESETS = {"glm-5.3-flash": Glm5NextTextConfig(dtype="bfloat16")}
+
+FAMILY = Family(
+    model=Glm5NextText,
+    hf=_HF,
+    presets=_PRESETS,
+    hub_ids={"glm-5.3-flash": "zai-org/GLM-5.3-Flash"},
+    checkpoint_notes=dict.fromkeys(_PRESETS, "the vision tower and the layer for multi-token prediction are left out"),
+)

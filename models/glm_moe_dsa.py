@@ -15,9 +15,11 @@ from nnxmoe.config.bounds import ConfigError, count, per_layer
 from nnxmoe.layers.attention.indexer import NO_SLOT, Indexer, SelectedSlots
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.rope import rotate_pairs
+from nnxmoe.model.family import Family
 from nnxmoe.model.layer import Layer, LayerOutput
 from nnxmoe.model.mtp import last_layer
 from nnxmoe.model.output import Ids
+from nnxmoe.models.deepseek_v32 import FAMILY as DEEPSEEK_V32
 from nnxmoe.models.deepseek_v32 import DeepSeekV32, DeepSeekV32Config
 
 
@@ -84,22 +86,10 @@ class IndexedLayer(Layer):
         return LayerOutput((hidden + more, chosen), cache, info)
 
 
-_GLM_5 = GlmMoeDsaConfig(rope_theta=1e6, eos_token_id=(154820, 154827, 154829), pad_token_id=154820, dtype="bfloat16")
-
-
 class GlmMoeDsa(DeepSeekV32):
     """GLM-5, 5.1 and 5.2."""
 
     configs = (GlmMoeDsaConfig,)
-    presets = {
-        "glm-5": _GLM_5,
-        "glm-5.2": dataclasses.replace(
-            _GLM_5, max_position_embeddings=2**20, rope_theta=8e6, index_topk_freq=4, index_skip_topk_offset=3,
-        ),
-    }  # fmt: skip
-    hub_ids = {"glm-5": "zai-org/GLM-5", "glm-5.2": "zai-org/GLM-5.2"}
-    hub_notes = dict.fromkeys(presets, "the layer for multi-token prediction is left out without mtp=True")
-    maxtext_table = {}
     rotate_index = staticmethod(rotate_pairs)
 
     def __init__(self, config: GlmMoeDsaConfig, *given: Any, **options: Any):
@@ -126,3 +116,20 @@ class GlmMoeDsa(DeepSeekV32):
 
     def from_layer_output(self, x: Indexed) -> Float[Array, "B asked D"]:
         return x[0]
+
+
+_GLM_5 = GlmMoeDsaConfig(rope_theta=1e6, eos_token_id=(154820, 154827, 154829), pad_token_id=154820, dtype="bfloat16")
+_PRESETS = {
+    "glm-5": _GLM_5,
+    "glm-5.2": dataclasses.replace(
+        _GLM_5, max_position_embeddings=2**20, rope_theta=8e6, index_topk_freq=4, index_skip_topk_offset=3,
+    ),
+}  # fmt: skip
+
+FAMILY = Family(
+    model=GlmMoeDsa,
+    hf=DEEPSEEK_V32.hf,
+    presets=_PRESETS,
+    hub_ids={"glm-5": "zai-org/GLM-5", "glm-5.2": "zai-org/GLM-5.2"},
+    checkpoint_notes=dict.fromkeys(_PRESETS, "the layer for multi-token prediction is left out without mtp=True"),
+)

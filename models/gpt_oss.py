@@ -14,9 +14,9 @@ from nnxmoe.config.layer_types import FULL, SLIDING, LayerWindowsConfig
 from nnxmoe.layers.attention.gqa import GQA, Sinks
 from nnxmoe.layers.gated import ClampedSwiGLU
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.model.maxtext_layers import LayerBlocks
+from nnxmoe.model.family import Family, LayerBlocks, MaxTextNames
 from nnxmoe.model.weight_names import W
-from nnxmoe.models.shared.tables import HF_DECODER, MAXTEXT_DECODER, maxtext_experts, maxtext_gqa
+from nnxmoe.models.shared.tables import HF_DECODER, MAXTEXT_DECODER, Hf, Linen, maxtext_experts, maxtext_gqa
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.expert_biases import ExpertBiases
 from nnxmoe.moe.router import LogitBias, Router, SoftmaxTopK
@@ -63,50 +63,8 @@ class GptOssConfig(LayerWindowsConfig):
         return super().rope_fields or YARN
 
 
-_GPT_OSS_120B = GptOssConfig(rope_parameters=YARN, eos_token_id=200002, pad_token_id=199999, dtype="bfloat16")
-_GATE_UP, _DOWN = W("mlp.experts.gate_up_proj").T, W("mlp.experts.down_proj").T
-_GATE_UP_BLOCKS, _GATE_UP_BIAS = W("mlp.experts.gate_up_proj_blocks").in_files, W("mlp.experts.gate_up_proj_bias")
-
-
-def _others(kind: str, ending: str) -> tuple[W, W]:
-    """Names of a quantised expert's tensors: those of AutoRound, and Unsloth's, where gate and up alternate."""
-    one = W("mlp.experts").each(f"{kind}_proj.{ending}")
-    if kind == "down":
-        return one, W("mlp.experts.down_projs").each(ending)
-    return one, W("mlp.experts.gate_up_projs").each(ending).every(int(kind == "up"), 2)
-
-
 class GptOss(CausalLM):
     configs = (GptOssConfig,)
-    presets = {
-        "gpt-oss-120b": _GPT_OSS_120B,
-        "gpt-oss-20b": dataclasses.replace(_GPT_OSS_120B, num_hidden_layers=24, num_local_experts=32),
-    }
-    hub_ids = {name: f"openai/{name}" for name in presets}
-    hub_notes = dict.fromkeys(presets, "the experts' kernels are in MXFP4, loaded as bfloat16")
-    hf_table = {
-        **HF_DECODER,
-        "layer.attention.sinks.scores": W("self_attn.sinks"),
-        "layer.moe_norm.scale": W("post_attention_layernorm.weight"),
-        "layer.moe.router.kernel": (W("mlp.router.weight"), W("mlp.router.linear.weight").in_files),
-        "layer.moe.router.logit_bias.values": (W("mlp.router.bias"), W("mlp.router.linear.bias").in_files),
-        "layer.moe.experts.gate": (_GATE_UP.every(0, 2), _GATE_UP_BLOCKS.every(0, 2), *_others("gate", "weight")),
-        "layer.moe.experts.up": (_GATE_UP.every(1, 2), _GATE_UP_BLOCKS.every(1, 2), *_others("up", "weight")),
-        "layer.moe.experts.down": (_DOWN, W("mlp.experts.down_proj_blocks").in_files, *_others("down", "weight")),
-        "layer.moe.experts.biases.gate": (_GATE_UP_BIAS.every(0, 2), *_others("gate", "bias")),
-        "layer.moe.experts.biases.up": (_GATE_UP_BIAS.every(1, 2), *_others("up", "bias")),
-        "layer.moe.experts.biases.down": (W("mlp.experts.down_proj_bias"), *_others("down", "bias")),
-    }  # fmt: skip
-    maxtext_table = {
-        **MAXTEXT_DECODER, **maxtext_gqa("GptOssAttention"), **maxtext_experts("GptOssMlp"),
-        "layer.attention.sinks.scores": ("GptOssAttention/sinks", (None,)),
-        "layer.moe.router.kernel": ("GptOssMlp/gate/kernel", ("embed", None)),
-        "layer.moe.router.logit_bias.values": ("GptOssMlp/gate/bias", (None,)),
-        "layer.moe.experts.biases.gate": ("GptOssMlp/wi_0_bias", ("exp", "activation_mlp")),
-        "layer.moe.experts.biases.up": ("GptOssMlp/wi_1_bias", ("exp", "activation_mlp")),
-        "layer.moe.experts.biases.down": ("GptOssMlp/wo_bias", ("exp", "activation_embed")),
-    }  # fmt: skip
-    maxtext_layers = LayerBlocks(("local", "global"))
 
     def attention(self, index: int, **kw: Any) -> GQA:
         c = self.config
@@ -120,3 +78,53 @@ class GptOss(CausalLM):
         router = Router(dim, count, select, bias=False, logit_bias=logit_bias, **kw)
         clamped, biases = ClampedSwiGLU(c.swiglu_alpha, c.swiglu_limit), ExpertBiases(dim, width, count, **kw)
         return self.moe(router, width, activation=clamped, biases=biases, **kw)
+
+
+_GPT_OSS_120B = GptOssConfig(rope_parameters=YARN, eos_token_id=200002, pad_token_id=199999, dtype="bfloat16")
+_GATE_UP, _DOWN = W("mlp.experts.gate_up_proj").T, W("mlp.experts.down_proj").T
+_GATE_UP_BLOCKS, _GATE_UP_BIAS = W("mlp.experts.gate_up_proj_blocks").in_files, W("mlp.experts.gate_up_proj_bias")
+
+
+def _others(kind: str, ending: str) -> tuple[W, W]:
+    """Names of a quantised expert's tensors: those of AutoRound, and Unsloth's, where gate and up alternate."""
+    one = W("mlp.experts").each(f"{kind}_proj.{ending}")
+    if kind == "down":
+        return one, W("mlp.experts.down_projs").each(ending)
+    return one, W("mlp.experts.gate_up_projs").each(ending).every(int(kind == "up"), 2)
+
+
+_HF: Hf = {
+    **HF_DECODER,
+    "layer.attention.sinks.scores": W("self_attn.sinks"),
+    "layer.moe_norm.scale": W("post_attention_layernorm.weight"),
+    "layer.moe.router.kernel": (W("mlp.router.weight"), W("mlp.router.linear.weight").in_files),
+    "layer.moe.router.logit_bias.values": (W("mlp.router.bias"), W("mlp.router.linear.bias").in_files),
+    "layer.moe.experts.gate": (_GATE_UP.every(0, 2), _GATE_UP_BLOCKS.every(0, 2), *_others("gate", "weight")),
+    "layer.moe.experts.up": (_GATE_UP.every(1, 2), _GATE_UP_BLOCKS.every(1, 2), *_others("up", "weight")),
+    "layer.moe.experts.down": (_DOWN, W("mlp.experts.down_proj_blocks").in_files, *_others("down", "weight")),
+    "layer.moe.experts.biases.gate": (_GATE_UP_BIAS.every(0, 2), *_others("gate", "bias")),
+    "layer.moe.experts.biases.up": (_GATE_UP_BIAS.every(1, 2), *_others("up", "bias")),
+    "layer.moe.experts.biases.down": (W("mlp.experts.down_proj_bias"), *_others("down", "bias")),
+}  # fmt: skip
+_MAXTEXT: Linen = {
+    **MAXTEXT_DECODER, **maxtext_gqa("GptOssAttention"), **maxtext_experts("GptOssMlp"),
+    "layer.attention.sinks.scores": ("GptOssAttention/sinks", (None,)),
+    "layer.moe.router.kernel": ("GptOssMlp/gate/kernel", ("embed", None)),
+    "layer.moe.router.logit_bias.values": ("GptOssMlp/gate/bias", (None,)),
+    "layer.moe.experts.biases.gate": ("GptOssMlp/wi_0_bias", ("exp", "activation_mlp")),
+    "layer.moe.experts.biases.up": ("GptOssMlp/wi_1_bias", ("exp", "activation_mlp")),
+    "layer.moe.experts.biases.down": ("GptOssMlp/wo_bias", ("exp", "activation_embed")),
+}  # fmt: skip
+_PRESETS = {
+    "gpt-oss-120b": _GPT_OSS_120B,
+    "gpt-oss-20b": dataclasses.replace(_GPT_OSS_120B, num_hidden_layers=24, num_local_experts=32),
+}
+
+FAMILY = Family(
+    model=GptOss,
+    hf=_HF,
+    maxtext=MaxTextNames(_MAXTEXT, LayerBlocks(("local", "global"))),
+    presets=_PRESETS,
+    hub_ids={name: f"openai/{name}" for name in _PRESETS},
+    checkpoint_notes=dict.fromkeys(_PRESETS, "the experts' kernels are in MXFP4, loaded as bfloat16"),
+)

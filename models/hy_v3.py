@@ -11,10 +11,11 @@ from typing import Any
 
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import count, per_layer
+from nnxmoe.model.family import Family
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.shared.grouped_experts import DenseOrMoE, corrected_router
 from nnxmoe.models.shared.normed_heads import NormedHeads
-from nnxmoe.models.shared.tables import HF_DECODER, HF_MOE, HF_MTP
+from nnxmoe.models.shared.tables import HF_DECODER, HF_MOE, HF_MTP, Hf
 from nnxmoe.moe.router import Router
 
 
@@ -63,6 +64,14 @@ class HyV3Config(DecoderConfig):
     num_nextn_predict_layers: int = count(1, least=0, most=1024)
 
 
+class HyV3(NormedHeads, DenseOrMoE):
+    configs = (HyV3Config,)
+    supports_mtp = True
+
+    def router(self, **kw: Any) -> Router:
+        return corrected_router(self.config, scale=self.config.router_scaling_factor, **kw)
+
+
 # The second names are those of transformers in memory.
 _SHARED = {
     f"layer.moe.shared.{x}.kernel": (W(f"mlp.shared_mlp.{x}_proj.weight"), W(f"mlp.shared_experts.{x}_proj.weight"))
@@ -70,24 +79,23 @@ _SHARED = {
 }
 # Without copies of the embedding and the head.
 _MTP = {key: row for key, row in HF_MTP.items() if key.endswith((".scale", "project.kernel"))}
+_HF: Hf = {
+    **HF_DECODER, **HF_MOE, **_SHARED, **_MTP,
+    "layer.moe.router.kernel": (W("mlp.router.gate.weight"), W("mlp.gate.weight")),
+    "layer.moe.router.bias": (W("mlp.expert_bias"), W("mlp.e_score_correction_bias")),
+    "layer.mtp.norm.scale": W("final_layernorm.weight"),
+}  # fmt: skip
+_PRESETS = {
+    "hy3": HyV3Config(
+        max_position_embeddings=262144, rope_parameters={"rope_theta": 11158840.0, "rope_type": "default"},
+        bos_token_id=120000, eos_token_id=120025, pad_token_id=120002, dtype="bfloat16",
+    )
+}  # fmt: skip
 
-
-class HyV3(NormedHeads, DenseOrMoE):
-    configs = (HyV3Config,)
-    presets = {
-        "hy3": HyV3Config(
-            max_position_embeddings=262144, rope_parameters={"rope_theta": 11158840.0, "rope_type": "default"},
-            bos_token_id=120000, eos_token_id=120025, pad_token_id=120002, dtype="bfloat16",
-        )
-    }  # fmt: skip
-    hub_ids = {"hy3": "tencent/Hy3"}
-    hub_notes = {"hy3": "the layer for multi-token prediction is left out without mtp=True"}
-    hf_table = {
-        **HF_DECODER, **HF_MOE, **_SHARED, **_MTP,
-        "layer.moe.router.kernel": (W("mlp.router.gate.weight"), W("mlp.gate.weight")),
-        "layer.moe.router.bias": (W("mlp.expert_bias"), W("mlp.e_score_correction_bias")),
-        "layer.mtp.norm.scale": W("final_layernorm.weight"),
-    }  # fmt: skip
-
-    def router(self, **kw: Any) -> Router:
-        return corrected_router(self.config, scale=self.config.router_scaling_factor, **kw)
+FAMILY = Family(
+    model=HyV3,
+    hf=_HF,
+    presets=_PRESETS,
+    hub_ids={"hy3": "tencent/Hy3"},
+    checkpoint_notes={"hy3": "the layer for multi-token prediction is left out without mtp=True"},
+)

@@ -7,6 +7,8 @@ text functions need. K2-Thinking has experts in packed int4, and so have K2.5 an
 
 import dataclasses
 
+from nnxmoe.model.family import Family
+from nnxmoe.models.deepseek_v3 import FAMILY as DEEPSEEK_V3
 from nnxmoe.models.deepseek_v3 import DeepSeekV3, DeepSeekV3Config
 
 
@@ -16,6 +18,10 @@ class KimiK2Config(DeepSeekV3Config):
 
     model_type = "kimi_k2"
     saved_type = "deepseek_v3"
+
+
+class KimiK2(DeepSeekV3):
+    configs = (KimiK2Config,)
 
 
 _KIMI_K2 = KimiK2Config(
@@ -29,32 +35,35 @@ _KIMI_K2 = KimiK2Config(
     bos_token_id=163584, eos_token_id=163585, dtype="bfloat16",
 )  # fmt: skip
 _YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 64.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+_PRESETS = {
+    "kimi-k2": _KIMI_K2,
+    "kimi-k2.5": dataclasses.replace(
+        _KIMI_K2, max_position_embeddings=262144, rms_norm_eps=1e-5,
+        rope_scaling={"type": "yarn", "original_max_position_embeddings": 4096, **_YARN}, pad_token_id=163839,
+    ),
+    "moonlight-16b-a3b": DeepSeekV3Config(
+        vocab_size=163840, hidden_size=2048, intermediate_size=11264, num_hidden_layers=27, num_attention_heads=16,
+        num_key_value_heads=16, max_position_embeddings=8192, rms_norm_eps=1e-5, rope_theta=50000.0,
+        q_lora_rank=None, moe_intermediate_size=1408, n_routed_experts=64, n_shared_experts=2,
+        num_experts_per_tok=6, n_group=1, topk_group=1, routed_scaling_factor=2.446, first_k_dense_replace=1,
+        num_nextn_predict_layers=0, bos_token_id=163584, eos_token_id=163585, dtype="bfloat16",
+    ),
+}  # fmt: skip
 
-
-class KimiK2(DeepSeekV3):
-    configs = (KimiK2Config,)
-    presets = {
-        "kimi-k2": _KIMI_K2,
-        "kimi-k2.5": dataclasses.replace(
-            _KIMI_K2, max_position_embeddings=262144, rms_norm_eps=1e-5,
-            rope_scaling={"type": "yarn", "original_max_position_embeddings": 4096, **_YARN}, pad_token_id=163839,
-        ),
-        "moonlight-16b-a3b": DeepSeekV3Config(
-            vocab_size=163840, hidden_size=2048, intermediate_size=11264, num_hidden_layers=27, num_attention_heads=16,
-            num_key_value_heads=16, max_position_embeddings=8192, rms_norm_eps=1e-5, rope_theta=50000.0,
-            q_lora_rank=None, moe_intermediate_size=1408, n_routed_experts=64, n_shared_experts=2,
-            num_experts_per_tok=6, n_group=1, topk_group=1, routed_scaling_factor=2.446, first_k_dense_replace=1,
-            num_nextn_predict_layers=0, bos_token_id=163584, eos_token_id=163585, dtype="bfloat16",
-        ),
-    }  # fmt: skip
-    hub_ids = {
+FAMILY = Family(
+    model=KimiK2,
+    hf=DEEPSEEK_V3.hf,
+    maxtext=DEEPSEEK_V3.maxtext,
+    presets=_PRESETS,
+    hub_ids={
         "kimi-k2": "moonshotai/Kimi-K2-Instruct",
         "kimi-k2.5": "moonshotai/Kimi-K2.5",
         "moonlight-16b-a3b": "moonshotai/Moonlight-16B-A3B",
-    }
-    hub_notes = {
+    },
+    checkpoint_notes={
         "kimi-k2": "FP8 blocks, 1.03 TB, loaded as bfloat16; its tokenizer, a tiktoken file with code, is not read",
         "kimi-k2.5": "experts in packed int4, 0.55 TB, loaded as bfloat16 unless keep_quantized=True; vision tower and "
         "projector are left out; its tokenizer, a tiktoken file with code, is not read",
         "moonlight-16b-a3b": "its tokenizer, a tiktoken file with code, is not read",
-    }
+    },
+)

@@ -11,6 +11,7 @@ from typing import Any
 from nnxmoe.config.bounds import ConfigError, count, one_of, per_layer
 from nnxmoe.config.printable import short
 from nnxmoe.layers.recurrent.kimi_delta import KimiDelta, unbounded_decays
+from nnxmoe.model.family import Family
 from nnxmoe.model.weight_names import W, options
 from nnxmoe.models.deepseek_v3 import DeepSeekV3, DeepSeekV3Config
 from nnxmoe.models.shared.grouped_experts import HF_GROUPED_EXPERTS
@@ -94,6 +95,15 @@ class KimiLinearConfig(KimiMoEConfig, NestedDeltaConfig):
         return index % 4 > 0 or index == 0
 
 
+class KimiLinear(KimiHybrid, DeepSeekV3):
+    """Kimi-Linear-48B-A3B."""
+
+    configs = (KimiLinearConfig,)
+
+    def recurrent(self, **kw: Any) -> KimiDelta:
+        return self.delta(unbounded_decays, self.config.linear_head_dim, (1, 1, self.config.linear_num_heads, 1), **kw)
+
+
 _SPARSE, _PARTS = "block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"}
 _NAMES = {
     "layer.moe.router.kernel": W(f"{_SPARSE}.gate.weight"),
@@ -106,20 +116,16 @@ _TABLE |= {key: (name, *options(_TABLE, key)) for key, name in _NAMES.items()}
 # The hub's name, the name that transformers 5.24 saves, and its name in memory, which has to be the last.
 _DENSE = "mlp", _SPARSE, "mlp"
 _TABLE |= {f"layer.mlp.{x}.kernel": tuple(W(f"{name}.{x}_proj.weight") for name in _DENSE) for x in _PARTS}
+_PRESETS = {
+    "kimi-linear-48b-a3b": KimiLinearConfig(
+        layer_types=tuple(FULL if i in (4, 8, 12, 16, 20, 24, 27) else LINEAR for i in range(1, 28)),
+        dtype="bfloat16",
+    )
+}
 
-
-class KimiLinear(KimiHybrid, DeepSeekV3):
-    """Kimi-Linear-48B-A3B."""
-
-    configs = (KimiLinearConfig,)
-    presets = {
-        "kimi-linear-48b-a3b": KimiLinearConfig(
-            layer_types=tuple(FULL if i in (4, 8, 12, 16, 20, 24, 27) else LINEAR for i in range(1, 28)),
-            dtype="bfloat16",
-        )
-    }
-    hub_ids = {"kimi-linear-48b-a3b": "moonshotai/Kimi-Linear-48B-A3B-Instruct"}
-    hf_table = _TABLE
-
-    def recurrent(self, **kw: Any) -> KimiDelta:
-        return self.delta(unbounded_decays, self.config.linear_head_dim, (1, 1, self.config.linear_num_heads, 1), **kw)
+FAMILY = Family(
+    model=KimiLinear,
+    hf=_TABLE,
+    presets=_PRESETS,
+    hub_ids={"kimi-linear-48b-a3b": "moonshotai/Kimi-Linear-48B-A3B-Instruct"},
+)

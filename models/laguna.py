@@ -22,9 +22,10 @@ from nnxmoe.layers.attention.qk_norm import QKNorm
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.rope import PartialRotary
 from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.family import Family
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.shared.grouped_experts import HF_GROUPED_EXPERTS
-from nnxmoe.models.shared.tables import HF_DECODER
+from nnxmoe.models.shared.tables import HF_DECODER, Hf
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.router import Router, Routing, SigmoidGroupTopK
 
@@ -101,20 +102,8 @@ class CappedTopK(SigmoidGroupTopK):
         return super().__call__(self.cap * jnp.tanh(logits / self.cap), bias)
 
 
-_BIAS, _SHARED = "e_score_correction_bias", ("shared_expert", "shared_experts")
-
-
 class Laguna(CausalLM):
     configs = (LagunaConfig,)
-    hf_table = {
-        **HF_DECODER, **HF_GROUPED_EXPERTS,
-        "layer.attention.gate.g.kernel": W("self_attn.g_proj.weight"),
-        "layer.moe.router.bias": (W(f"mlp.experts.{_BIAS}"), W(f"mlp.gate.{_BIAS}")),
-        **{
-            f"layer.moe.shared.{x}.kernel": tuple(W(f"mlp.{name}.{x}_proj.weight") for name in _SHARED)
-            for x in ("gate", "up", "down")
-        },
-    }  # fmt: skip
 
     def layer_type(self, index: int) -> Any:
         c = self.config
@@ -142,3 +131,20 @@ class Laguna(CausalLM):
         select = CappedTopK(*rule, cap=cap) if cap else SigmoidGroupTopK(*rule)
         shared = MLP(dim, c.shared_expert_intermediate_size, bias=False, **kw)
         return self.moe(Router(dim, c.num_experts, select, bias=True, **kw), c.moe_intermediate_size, shared, **kw)
+
+
+_BIAS, _SHARED = "e_score_correction_bias", ("shared_expert", "shared_experts")
+_HF: Hf = {
+    **HF_DECODER, **HF_GROUPED_EXPERTS,
+    "layer.attention.gate.g.kernel": W("self_attn.g_proj.weight"),
+    "layer.moe.router.bias": (W(f"mlp.experts.{_BIAS}"), W(f"mlp.gate.{_BIAS}")),
+    **{
+        f"layer.moe.shared.{x}.kernel": tuple(W(f"mlp.{name}.{x}_proj.weight") for name in _SHARED)
+        for x in ("gate", "up", "down")
+    },
+}  # fmt: skip
+
+FAMILY = Family(
+    model=Laguna,
+    hf=_HF,
+)

@@ -12,6 +12,7 @@ from nnxmoe.config.bounds import count
 from nnxmoe.layers.attention.gqa import GQA
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.family import Family, MaxTextNames
 from nnxmoe.models.shared.tables import HF_DECODER, MAXTEXT_DECODER, MAXTEXT_GQA, MAXTEXT_MLP
 
 
@@ -50,6 +51,22 @@ class MistralConfig(DecoderConfig):
         return self.sliding_window
 
 
+class LlamaLike(CausalLM):
+    """Llama's layers, which other families change in part."""
+
+    def attention(self, index: int, **kw: Any) -> GQA:
+        return self.gqa(index, bias=self.config.attention_bias, **kw)
+
+    def feed_forward(self, index: int, **kw: Any) -> MLP:
+        return MLP(self.config.hidden_size, self.config.intermediate_size, bias=self.config.mlp_bias, **kw)
+
+
+class Llama(LlamaLike):
+    """Llama and Mistral."""
+
+    configs = (LlamaConfig, MistralConfig)
+
+
 def _llama3(factor: float) -> dict[str, Any]:
     return {
         "rope_type": "llama3",
@@ -65,50 +82,37 @@ _LLAMA_3_1 = LlamaConfig(
     rms_norm_eps=1e-5, rope_theta=500000.0, rope_scaling=_llama3(8.0), bos_token_id=128000, eos_token_id=128001,
     dtype="bfloat16",
 )  # fmt: skip
-
 _SMALL = "mistral-small-3.1-24b"
 
+_PRESETS = {
+    "llama-3.1-8b": _LLAMA_3_1,
+    "llama-3.1-70b": dataclasses.replace(
+        _LLAMA_3_1, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64
+    ),
+    "llama-3.1-405b": dataclasses.replace(
+        _LLAMA_3_1, hidden_size=16384, intermediate_size=53248, num_hidden_layers=126, num_attention_heads=128
+    ),
+    "llama-3.2-1b": dataclasses.replace(
+        _LLAMA_3_1, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, head_dim=64,
+        tie_word_embeddings=True, rope_scaling=_llama3(32.0),
+    ),
+    "mistral-7b-v0.1": MistralConfig(max_position_embeddings=32768, rms_norm_eps=1e-5, dtype="bfloat16"),
+    "mistral-7b-v0.3": MistralConfig(
+        vocab_size=32768, max_position_embeddings=32768, rms_norm_eps=1e-5, rope_theta=1e6, sliding_window=None,
+        dtype="bfloat16",
+    ),
+    _SMALL: MistralConfig(
+        vocab_size=131072, hidden_size=5120, intermediate_size=32768, num_hidden_layers=40, head_dim=128,
+        rms_norm_eps=1e-5, rope_theta=1e9, sliding_window=None, dtype="bfloat16",
+    ),
+}  # fmt: skip
 
-class LlamaLike(CausalLM):
-    """Llama's layers, which other families change in part."""
-
-    hf_table = HF_DECODER
-    maxtext_table = MAXTEXT_DECODER | MAXTEXT_GQA | MAXTEXT_MLP
-
-    def attention(self, index: int, **kw: Any) -> GQA:
-        return self.gqa(index, bias=self.config.attention_bias, **kw)
-
-    def feed_forward(self, index: int, **kw: Any) -> MLP:
-        return MLP(self.config.hidden_size, self.config.intermediate_size, bias=self.config.mlp_bias, **kw)
-
-
-class Llama(LlamaLike):
-    """Llama and Mistral."""
-
-    configs = (LlamaConfig, MistralConfig)
-    presets = {
-        "llama-3.1-8b": _LLAMA_3_1,
-        "llama-3.1-70b": dataclasses.replace(
-            _LLAMA_3_1, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64
-        ),
-        "llama-3.1-405b": dataclasses.replace(
-            _LLAMA_3_1, hidden_size=16384, intermediate_size=53248, num_hidden_layers=126, num_attention_heads=128
-        ),
-        "llama-3.2-1b": dataclasses.replace(
-            _LLAMA_3_1, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, head_dim=64,
-            tie_word_embeddings=True, rope_scaling=_llama3(32.0),
-        ),
-        "mistral-7b-v0.1": MistralConfig(max_position_embeddings=32768, rms_norm_eps=1e-5, dtype="bfloat16"),
-        "mistral-7b-v0.3": MistralConfig(
-            vocab_size=32768, max_position_embeddings=32768, rms_norm_eps=1e-5, rope_theta=1e6, sliding_window=None,
-            dtype="bfloat16",
-        ),
-        _SMALL: MistralConfig(
-            vocab_size=131072, hidden_size=5120, intermediate_size=32768, num_hidden_layers=40, head_dim=128,
-            rms_norm_eps=1e-5, rope_theta=1e9, sliding_window=None, dtype="bfloat16",
-        ),
-    }  # fmt: skip
-    hub_ids = {
+FAMILY = Family(
+    model=Llama,
+    hf=HF_DECODER,
+    maxtext=MaxTextNames(MAXTEXT_DECODER | MAXTEXT_GQA | MAXTEXT_MLP),
+    presets=_PRESETS,
+    hub_ids={
         "llama-3.1-8b": "meta-llama/Llama-3.1-8B",
         "llama-3.1-70b": "meta-llama/Llama-3.1-70B",
         "llama-3.1-405b": "meta-llama/Llama-3.1-405B",
@@ -116,5 +120,6 @@ class Llama(LlamaLike):
         "mistral-7b-v0.1": "mistralai/Mistral-7B-v0.1",
         "mistral-7b-v0.3": "mistralai/Mistral-7B-v0.3",
         _SMALL: "mistralai/Mistral-Small-3.1-24B-Instruct-2503",
-    }
-    hub_notes = {_SMALL: "the vision tower and the projector beside the text model are left out"}
+    },
+    checkpoint_notes={_SMALL: "the vision tower and the projector beside the text model are left out"},
+)

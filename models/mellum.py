@@ -8,6 +8,7 @@ from nnxmoe.config.bounds import count, per_layer
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.layer_types import FULL, SLIDING, LayerRopesConfig
 from nnxmoe.layers.attention.gqa import GQA
+from nnxmoe.model.family import Family
 from nnxmoe.models.shared.normed_heads import NormedHeads
 from nnxmoe.models.shared.qwen_moe import QwenMoe
 from nnxmoe.models.shared.tables import HF_DECODER, HF_MOE
@@ -49,26 +50,31 @@ class MellumConfig(LayerRopesConfig):
         return self.layer_types or [FULL] * self.num_hidden_layers
 
 
-_YARN = {
-    "rope_type": "yarn", "rope_theta": 500000.0, "factor": 16.0, "original_max_position_embeddings": 8192,
-    "beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": 1.2772588722239782,
-}  # fmt: skip
-
-
 class Mellum(NormedHeads, QwenMoe):
     """Mellum 2."""
 
     configs = (MellumConfig,)
-    presets = {
-        "mellum2-12b-a2.5b": MellumConfig(
-            layer_types=(SLIDING, SLIDING, SLIDING, FULL) * 7, mlp_layer_types=("sparse",) * 28,
-            rope_parameters={FULL: _YARN, SLIDING: {"rope_type": "default", "rope_theta": 500000.0}}, bos_token_id=0,
-            eos_token_id=28, dtype="bfloat16",
-        )
-    }  # fmt: skip
-    hub_ids = {"mellum2-12b-a2.5b": "JetBrains/Mellum2-12B-A2.5B-Base"}
-    hf_table = HF_DECODER | HF_MOE
 
     def attention(self, index: int, **kw: Any) -> GQA:
         rope = self.config.rope_of(self.config.layer_kinds[index])
         return super().attention(index, rotary=rope, **kw)
+
+
+_YARN = {
+    "rope_type": "yarn", "rope_theta": 500000.0, "factor": 16.0, "original_max_position_embeddings": 8192,
+    "beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": 1.2772588722239782,
+}  # fmt: skip
+_PRESETS = {
+    "mellum2-12b-a2.5b": MellumConfig(
+        layer_types=(SLIDING, SLIDING, SLIDING, FULL) * 7, mlp_layer_types=("sparse",) * 28,
+        rope_parameters={FULL: _YARN, SLIDING: {"rope_type": "default", "rope_theta": 500000.0}}, bos_token_id=0,
+        eos_token_id=28, dtype="bfloat16",
+    )
+}  # fmt: skip
+
+FAMILY = Family(
+    model=Mellum,
+    hf=HF_DECODER | HF_MOE,
+    presets=_PRESETS,
+    hub_ids={"mellum2-12b-a2.5b": "JetBrains/Mellum2-12B-A2.5B-Base"},
+)

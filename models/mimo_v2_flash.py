@@ -13,9 +13,10 @@ from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.layer_types import FULL, SLIDING, PartialRopesConfig
 from nnxmoe.layers.attention.gqa import GQA, ConstantGate, Sinks
 from nnxmoe.layers.rope import PartialRotary
+from nnxmoe.model.family import Family
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.shared.grouped_experts import HF_GROUPED_EXPERTS, DenseOrMoE, check_groups
-from nnxmoe.models.shared.tables import HF_DECODER
+from nnxmoe.models.shared.tables import HF_DECODER, Hf
 
 _FACTOR = {"partial_rotary_factor": 0.334}
 
@@ -93,13 +94,6 @@ class MiMoV2FlashConfig(PartialRopesConfig):
 
 class MiMoV2Flash(DenseOrMoE):
     configs = (MiMoV2FlashConfig,)
-    presets = {"mimo-v2-flash": MiMoV2FlashConfig(dtype="bfloat16")}
-    hub_ids = {"mimo-v2-flash": "XiaomiMiMo/MiMo-V2-Flash"}
-    hub_notes = {"mimo-v2-flash": "FP8 blocks, loaded as bfloat16; the layers for multi-token prediction are left out"}
-    hf_table = {
-        **HF_DECODER, **HF_GROUPED_EXPERTS,
-        "layer.attention.sinks.scores": (W("self_attn.attention_sink_bias"), W("self_attn.sinks")),
-    }  # fmt: skip
 
     def layer_type(self, index: int) -> Any:
         return self.config.layer_kinds[index], self.config.sparse_layers[index]
@@ -119,3 +113,19 @@ class MiMoV2Flash(DenseOrMoE):
             gate=None if c.attention_value_scale is None else ConstantGate(c.attention_value_scale),
             **kw,
         )
+
+
+_HF: Hf = {
+    **HF_DECODER, **HF_GROUPED_EXPERTS,
+    "layer.attention.sinks.scores": (W("self_attn.attention_sink_bias"), W("self_attn.sinks")),
+}  # fmt: skip
+
+FAMILY = Family(
+    model=MiMoV2Flash,
+    hf=_HF,
+    presets={"mimo-v2-flash": MiMoV2FlashConfig(dtype="bfloat16")},
+    hub_ids={"mimo-v2-flash": "XiaomiMiMo/MiMo-V2-Flash"},
+    checkpoint_notes={
+        "mimo-v2-flash": "FP8 blocks, loaded as bfloat16; the layers for multi-token prediction are left out"
+    },
+)

@@ -15,9 +15,11 @@ from nnxmoe.layers.attention.gqa import GQA
 from nnxmoe.layers.attention.qk_norm import QKNorm
 from nnxmoe.layers.rope import PartialRotary
 from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.family import Family
 from nnxmoe.model.weight_names import W
-from nnxmoe.models.mixtral import Mixtral
+from nnxmoe.models.mixtral import FAMILY as MIXTRAL
 from nnxmoe.models.shared.grouped_experts import corrected_router
+from nnxmoe.models.shared.tables import Hf
 from nnxmoe.moe.block import MoE
 
 
@@ -90,18 +92,8 @@ class MiniMaxM2Config(PartialRotaryConfig):
         return self.rotary_dim or super().rope_dim
 
 
-_BIAS = "e_score_correction_bias"
-
-
 class MiniMaxM2(CausalLM):
     configs = (MiniMaxM2Config,)
-    presets = {"minimax-m2": MiniMaxM2Config(rotary_dim=64, attn_type_list=(1,) * 62, dtype="bfloat16")}
-    hub_ids = {"minimax-m2": "MiniMaxAI/MiniMax-M2"}
-    hub_notes = {"minimax-m2": "FP8 blocks, 0.23 TB, loaded as bfloat16"}
-    hf_table = {
-        **Mixtral.hf_table,
-        "layer.moe.router.bias": (W(f"block_sparse_moe.{_BIAS}"), W(f"mlp.{_BIAS}")),
-    }  # fmt: skip
 
     def attention(self, index: int, **kw: Any) -> GQA:
         c = self.config
@@ -111,3 +103,18 @@ class MiniMaxM2(CausalLM):
     def feed_forward(self, index: int, **kw: Any) -> MoE:
         c = self.config
         return self.moe(corrected_router(c, scale=1.0, **kw), c.intermediate_size, **kw)
+
+
+_BIAS = "e_score_correction_bias"
+_HF: Hf = {
+    **MIXTRAL.hf,
+    "layer.moe.router.bias": (W(f"block_sparse_moe.{_BIAS}"), W(f"mlp.{_BIAS}")),
+}  # fmt: skip
+
+FAMILY = Family(
+    model=MiniMaxM2,
+    hf=_HF,
+    presets={"minimax-m2": MiniMaxM2Config(rotary_dim=64, attn_type_list=(1,) * 62, dtype="bfloat16")},
+    hub_ids={"minimax-m2": "MiniMaxAI/MiniMax-M2"},
+    checkpoint_notes={"minimax-m2": "FP8 blocks, 0.23 TB, loaded as bfloat16"},
+)

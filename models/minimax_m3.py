@@ -21,9 +21,10 @@ from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.norm import OffsetNorm
 from nnxmoe.layers.rope import PartialRotary
 from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.family import Family
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.shared.grouped_experts import corrected_router
-from nnxmoe.models.shared.tables import HF_DECODER
+from nnxmoe.models.shared.tables import HF_DECODER, Hf
 from nnxmoe.moe.block import MoE
 
 _SPARSE = "minimax_m3_sparse"
@@ -121,46 +122,11 @@ class MiniMaxM3VLTextConfig(PartialRotaryConfig):
         return tuple(kind == _SPARSE for kind in self.layer_types or [""] * self.num_hidden_layers)
 
 
-_MOE, _GATE_UP = "block_sparse_moe", W("mlp.experts.gate_up_proj")
-_PARTS = (("gate", "w1", 0), ("up", "w3", 1))
-
-
-def _mlp(theirs: str, published: str) -> dict[str, tuple[W, ...]]:
-    """The rows of a dense or shared feed-forward, in which transformers has gate and up in one tensor."""
-    rows = {x: (W(f"{theirs}.gate_up_proj.weight").rows(i, 2), W(f"{published}.{x}_proj.weight")) for x, _, i in _PARTS}
-    return rows | {"down": (W(f"{theirs}.down_proj.weight"), W(f"{published}.down_proj.weight").in_files)}
-
-
 class MiniMaxM3VLText(CausalLM):
     """The text model of MiniMax-M3."""
 
     norm_class = OffsetNorm
     configs = (MiniMaxM3VLTextConfig,)
-    not_for_peft = ("mlp.gate", "mlp.up", "shared.gate", "shared.up")  # halves of one linear layer in transformers
-    # The first names are those of the text model in transformers, the others those of published files.
-    hf_table = {
-        **HF_DECODER,
-        **{
-            f"layer.attention.indexer.{x}{ours}": (
-                W(f"self_attn.indexer.{x}_{end}"), W(f"self_attn.index_{x}_{end}").in_files
-            )
-            for x in "qk"
-            for ours, end in ((".kernel", "proj.weight"), ("_norm.scale", "norm.weight"))
-        },
-        **{f"layer.{kind}_norm.scale": W("post_attention_layernorm.weight") for kind in ("mlp", "moe")},
-        **{f"layer.mlp.{x}.kernel": row for x, row in _mlp("mlp", "mlp").items()},
-        **{
-            f"layer.moe.shared.{x}.kernel": row
-            for x, row in _mlp("mlp.shared_experts", f"{_MOE}.shared_experts").items()
-        },
-        "layer.moe.router.kernel": (W("mlp.gate.weight"), W(f"{_MOE}.gate.weight").in_files),
-        "layer.moe.router.bias": (W("mlp.gate.e_score_correction_bias"), W(f"{_MOE}.e_score_correction_bias").in_files),
-        **{
-            f"layer.moe.experts.{x}": (_GATE_UP.rows(i, 2), W(f"{_MOE}.experts").each(f"{w}.weight"))
-            for x, w, i in _PARTS
-        },
-        "layer.moe.experts.down": (W("mlp.experts.down_proj"), W(f"{_MOE}.experts").each("w2.weight")),
-    }  # fmt: skip
 
     def layer_type(self, index: int) -> Any:
         return self.config.indexed[index], self.config.sparse_layers[index]
@@ -187,3 +153,46 @@ class MiniMaxM3VLText(CausalLM):
         router = corrected_router(c, scale=c.routed_scaling_factor, **kw)
         shared = dense(width=c.shared_intermediate_size)
         return self.moe(router, c.intermediate_size, shared, activation=clamped, **kw)
+
+
+_MOE, _GATE_UP = "block_sparse_moe", W("mlp.experts.gate_up_proj")
+_PARTS = (("gate", "w1", 0), ("up", "w3", 1))
+
+
+def _mlp(theirs: str, published: str) -> dict[str, tuple[W, ...]]:
+    """The rows of a dense or shared feed-forward, in which transformers has gate and up in one tensor."""
+    rows = {x: (W(f"{theirs}.gate_up_proj.weight").rows(i, 2), W(f"{published}.{x}_proj.weight")) for x, _, i in _PARTS}
+    return rows | {"down": (W(f"{theirs}.down_proj.weight"), W(f"{published}.down_proj.weight").in_files)}
+
+
+# The first names are those of the text model in transformers, the others those of published files.
+_HF: Hf = {
+    **HF_DECODER,
+    **{
+        f"layer.attention.indexer.{x}{ours}": (
+            W(f"self_attn.indexer.{x}_{end}"), W(f"self_attn.index_{x}_{end}").in_files
+        )
+        for x in "qk"
+        for ours, end in ((".kernel", "proj.weight"), ("_norm.scale", "norm.weight"))
+    },
+    **{f"layer.{kind}_norm.scale": W("post_attention_layernorm.weight") for kind in ("mlp", "moe")},
+    **{f"layer.mlp.{x}.kernel": row for x, row in _mlp("mlp", "mlp").items()},
+    **{
+        f"layer.moe.shared.{x}.kernel": row
+        for x, row in _mlp("mlp.shared_experts", f"{_MOE}.shared_experts").items()
+    },
+    "layer.moe.router.kernel": (W("mlp.gate.weight"), W(f"{_MOE}.gate.weight").in_files),
+    "layer.moe.router.bias": (W("mlp.gate.e_score_correction_bias"), W(f"{_MOE}.e_score_correction_bias").in_files),
+    **{
+        f"layer.moe.experts.{x}": (_GATE_UP.rows(i, 2), W(f"{_MOE}.experts").each(f"{w}.weight"))
+        for x, w, i in _PARTS
+    },
+    "layer.moe.experts.down": (W("mlp.experts.down_proj"), W(f"{_MOE}.experts").each("w2.weight")),
+}  # fmt: skip
+
+FAMILY = Family(
+    model=MiniMaxM3VLText,
+    hf=_HF,
+    # Halves of one linear layer in transformers.
+    peft_excluded=("mlp.gate", "mlp.up", "shared.gate", "shared.up"),
+)

@@ -11,6 +11,8 @@ from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.printable import short
 from nnxmoe.layers.attention.gqa import GQA
 from nnxmoe.layers.attention.scaled_queries import PositionScaledGQA
+from nnxmoe.model.family import Family
+from nnxmoe.models.llama import FAMILY as LLAMA
 from nnxmoe.models.llama import LlamaLike
 
 BETA, ORIGINAL = "llama_4_scaling_beta", "original_max_position_embeddings"
@@ -72,11 +74,18 @@ def position_scale(rope_fields: Mapping[str, Any]) -> dict[str, Any]:
 
 class Ministral3(LlamaLike):
     configs = (Ministral3Config,)
-    presets = {"ministral-3-8b": Ministral3Config(rope_parameters=_YARN, dtype="bfloat16")}
-    hub_ids = {"ministral-3-8b": "mistralai/Ministral-3-8B-Base-2512"}
-    hub_notes = dict.fromkeys(presets, "the vision tower beside the text model is left out")
-    maxtext_table = {}
 
     def attention(self, index: int, **kw: Any) -> GQA:
         scaled = position_scale(self.config.rope_fields)
         return self.gqa(index, PositionScaledGQA, bias=False, **scaled, **kw)
+
+
+_PRESETS = {"ministral-3-8b": Ministral3Config(rope_parameters=_YARN, dtype="bfloat16")}
+
+FAMILY = Family(
+    model=Ministral3,
+    hf=LLAMA.hf,
+    presets=_PRESETS,
+    hub_ids={"ministral-3-8b": "mistralai/Ministral-3-8B-Base-2512"},
+    checkpoint_notes=dict.fromkeys(_PRESETS, "the vision tower beside the text model is left out"),
+)

@@ -10,13 +10,15 @@ from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.printable import short
 from nnxmoe.layers.attention.mla import MLA
 from nnxmoe.layers.attention.scaled_queries import PositionScaledMLA
+from nnxmoe.model.family import Family
 from nnxmoe.model.weight_names import options
+from nnxmoe.models.deepseek_v3 import FAMILY as DEEPSEEK_V3
 from nnxmoe.models.deepseek_v3 import DeepSeekV3, DeepSeekV3Config
 from nnxmoe.models.ministral3 import BETA, ORIGINAL, position_scale
+from nnxmoe.models.shared.tables import Hf
 from nnxmoe.moe.router import Router, SoftmaxTopK
 
 FACTOR = "partial_rotary_factor"
-_EXPERTS = tuple(f"layer.moe.experts.{x}" for x in ("gate", "up", "down"))
 _YARN = FrozenDict(
     {
         "type": "yarn", "rope_theta": 10000.0, "factor": 128.0, ORIGINAL: 8192, "beta_fast": 32.0, "beta_slow": 1.0,
@@ -79,14 +81,6 @@ class Mistral4(DeepSeekV3):
     """Mistral Small 4."""
 
     configs = (Mistral4Config,)
-    presets = {"mistral-small-4": Mistral4Config(rope_parameters=_YARN, dtype="bfloat16")}
-    hub_ids = {"mistral-small-4": "mistralai/Mistral-Small-4-119B-2603"}
-    hub_notes = dict.fromkeys(presets, "the vision tower beside the text model is left out")
-    hf_table = {
-        **DeepSeekV3.hf_table,
-        **{key: tuple(reversed(options(DeepSeekV3.hf_table, key))) for key in _EXPERTS},  # first in one tensor
-    }
-    maxtext_table = {}
 
     def router(self, **kw: Any) -> Router:
         c = self.config
@@ -95,3 +89,19 @@ class Mistral4(DeepSeekV3):
 
     def attention(self, index: int, **kw: Any) -> MLA:
         return super().attention(index, form=PositionScaledMLA, **position_scale(self.config.rope_fields), **kw)
+
+
+_EXPERTS = tuple(f"layer.moe.experts.{x}" for x in ("gate", "up", "down"))
+_HF: Hf = {
+    **DEEPSEEK_V3.hf,
+    **{key: tuple(reversed(options(DEEPSEEK_V3.hf, key))) for key in _EXPERTS},  # first in one tensor
+}
+_PRESETS = {"mistral-small-4": Mistral4Config(rope_parameters=_YARN, dtype="bfloat16")}
+
+FAMILY = Family(
+    model=Mistral4,
+    hf=_HF,
+    presets=_PRESETS,
+    hub_ids={"mistral-small-4": "mistralai/Mistral-Small-4-119B-2603"},
+    checkpoint_notes=dict.fromkeys(_PRESETS, "the vision tower beside the text model is left out"),
+)

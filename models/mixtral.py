@@ -12,8 +12,9 @@ from nnxmoe.config.bounds import ConfigError, count
 from nnxmoe.config.printable import short
 from nnxmoe.layers.attention.gqa import GQA
 from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.family import Family, MaxTextNames
 from nnxmoe.model.weight_names import W
-from nnxmoe.models.shared.tables import HF_DECODER, MAXTEXT_DECODER, MAXTEXT_GQA, maxtext_experts
+from nnxmoe.models.shared.tables import HF_DECODER, MAXTEXT_DECODER, MAXTEXT_GQA, Hf, Linen, maxtext_experts
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.router import Router, SoftmaxTopK
 
@@ -51,37 +52,8 @@ class MixtralConfig(DecoderConfig):
         return self.sliding_window
 
 
-_MIXTRAL_8X7B = MixtralConfig(max_position_embeddings=32768, dtype="bfloat16")
-
-
-# The first names are those of checkpoints on the hub, the others those of transformers 5 in memory, which some saved
-# checkpoints have.
-_HUB, _SAVED, _FUSED = W("block_sparse_moe.experts"), W("mlp.experts"), W("mlp.experts.gate_up_proj")
-
-
 class Mixtral(CausalLM):
     configs = (MixtralConfig,)
-    presets = {
-        "mixtral-8x7b": _MIXTRAL_8X7B,
-        "mixtral-8x22b": dataclasses.replace(
-            _MIXTRAL_8X7B, hidden_size=6144, intermediate_size=16384, num_hidden_layers=56, num_attention_heads=48,
-            max_position_embeddings=65536,
-        ),
-    }  # fmt: skip
-    hub_ids = {"mixtral-8x7b": "mistralai/Mixtral-8x7B-v0.1", "mixtral-8x22b": "mistralai/Mixtral-8x22B-v0.1"}
-    hf_table = {
-        **HF_DECODER,
-        "layer.moe_norm.scale": W("post_attention_layernorm.weight"),
-        "layer.moe.router.kernel": (W("block_sparse_moe.gate.weight"), W("mlp.gate.weight")),
-        "layer.moe.experts.gate": (_HUB.each("w1.weight"), _SAVED.each("w1.weight"), _FUSED.rows(0, 2)),
-        "layer.moe.experts.up": (_HUB.each("w3.weight"), _SAVED.each("w3.weight"), _FUSED.rows(1, 2)),
-        "layer.moe.experts.down": (_HUB.each("w2.weight"), _SAVED.each("w2.weight"), W("mlp.experts.down_proj")),
-    }  # fmt: skip
-    maxtext_table = {
-        **MAXTEXT_DECODER, **MAXTEXT_GQA,
-        "layer.moe.router.kernel": ("MoeBlock_0/gate/kernel", ("embed", None)),
-        **maxtext_experts("MoeBlock_0"),
-    }  # fmt: skip
 
     def attention(self, index: int, **kw: Any) -> GQA:
         return self.gqa(index, bias=False, **kw)
@@ -91,3 +63,37 @@ class Mixtral(CausalLM):
         jitter = c.router_jitter_noise or 0.0
         router = Router(c.hidden_size, c.num_local_experts, select, bias=False, jitter=jitter, **kw)
         return self.moe(router, c.intermediate_size, **kw)
+
+
+_MIXTRAL_8X7B = MixtralConfig(max_position_embeddings=32768, dtype="bfloat16")
+# The first names are those of checkpoints on the hub, the others those of transformers 5 in memory, which some saved
+# checkpoints have.
+_HUB, _SAVED, _FUSED = W("block_sparse_moe.experts"), W("mlp.experts"), W("mlp.experts.gate_up_proj")
+_HF: Hf = {
+    **HF_DECODER,
+    "layer.moe_norm.scale": W("post_attention_layernorm.weight"),
+    "layer.moe.router.kernel": (W("block_sparse_moe.gate.weight"), W("mlp.gate.weight")),
+    "layer.moe.experts.gate": (_HUB.each("w1.weight"), _SAVED.each("w1.weight"), _FUSED.rows(0, 2)),
+    "layer.moe.experts.up": (_HUB.each("w3.weight"), _SAVED.each("w3.weight"), _FUSED.rows(1, 2)),
+    "layer.moe.experts.down": (_HUB.each("w2.weight"), _SAVED.each("w2.weight"), W("mlp.experts.down_proj")),
+}  # fmt: skip
+_MAXTEXT: Linen = {
+    **MAXTEXT_DECODER, **MAXTEXT_GQA,
+    "layer.moe.router.kernel": ("MoeBlock_0/gate/kernel", ("embed", None)),
+    **maxtext_experts("MoeBlock_0"),
+}  # fmt: skip
+_PRESETS = {
+    "mixtral-8x7b": _MIXTRAL_8X7B,
+    "mixtral-8x22b": dataclasses.replace(
+        _MIXTRAL_8X7B, hidden_size=6144, intermediate_size=16384, num_hidden_layers=56, num_attention_heads=48,
+        max_position_embeddings=65536,
+    ),
+}  # fmt: skip
+
+FAMILY = Family(
+    model=Mixtral,
+    hf=_HF,
+    maxtext=MaxTextNames(_MAXTEXT),
+    presets=_PRESETS,
+    hub_ids={"mixtral-8x7b": "mistralai/Mixtral-8x7B-v0.1", "mixtral-8x22b": "mistralai/Mixtral-8x22B-v0.1"},
+)

@@ -19,6 +19,7 @@ from nnxmoe.layers.linear.linear import Linear
 from nnxmoe.layers.mlp import UngatedMLP
 from nnxmoe.layers.recurrent.delta import DeltaDims
 from nnxmoe.layers.recurrent.mamba2 import Mamba2
+from nnxmoe.model.family import Family
 from nnxmoe.model.layer import Layer, SingleLayer
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.shared.grouped_experts import DenseOrMoE, GroupedExpertsConfig
@@ -130,56 +131,10 @@ class NemotronHConfig(GroupedExpertsConfig):
         return {}
 
 
-_PARTS = ("up", "down")
-_HF: Hf = {
-    "embed.table": W("model.embeddings.weight"),
-    "norm.scale": W("model.norm_f.weight"),
-    "head.kernel": W("lm_head.weight"),
-    **{f"layer.{part}_norm.scale": W("norm.weight") for part in ("attention", "mlp", "moe")},
-    "layer.attention.project.kernel": W("mixer.in_proj.weight"),
-    "layer.attention.project.bias": W("mixer.in_proj.bias"),
-    "layer.attention.conv.weight": W("mixer.conv1d.weight"),
-    "layer.attention.conv.bias": W("mixer.conv1d.bias"),
-    "layer.attention.a_log": W("mixer.A_log"),
-    "layer.attention.dt_bias": W("mixer.dt_bias"),
-    "layer.attention.d": W("mixer.D"),
-    "layer.attention.norm.scale": W("mixer.norm.weight"),
-    "layer.attention.out.kernel": W("mixer.out_proj.weight"),
-    "layer.attention.out.bias": W("mixer.out_proj.bias"),
-    "layer.moe.router.kernel": W("mixer.gate.weight"),
-    "layer.moe.router.bias": W("mixer.gate.e_score_correction_bias"),
-    **{
-        f"layer.moe.experts.{x}": (W("mixer.experts").each(f"{x}_proj.weight"), W(f"mixer.experts.{x}_proj"))
-        for x in _PARTS
-    },
-}
-_LINEAR = {f"layer.attention.{x}": f"{x}_proj" for x in "qkvo"} | {f"layer.mlp.{x}": f"{x}_proj" for x in _PARTS}
-_LINEAR |= {f"layer.moe.shared.{x}": f"shared_experts.{x}_proj" for x in _PARTS}
-_LINEAR |= {"layer.moe.reduce": "fc1_latent_proj", "layer.moe.expand": "fc2_latent_proj"}
-_HF |= {
-    f"{ours}.{end}": W(f"mixer.{theirs}.{other}")
-    for ours, theirs in _LINEAR.items()
-    for end, other in (("kernel", "weight"), ("bias", "bias"))
-}
-
-
 class NemotronH(DenseOrMoE):
     """Nemotron-H and Nemotron 3."""
 
     configs = (NemotronHConfig,)
-    presets = {
-        "nemotron-3-nano-30b-a3b": NemotronHConfig(
-            hidden_size=2688, intermediate_size=1856, num_hidden_layers=52, num_key_value_heads=2,
-            max_position_embeddings=262144, mamba_num_heads=64, n_routed_experts=128, num_experts_per_tok=6,
-            moe_intermediate_size=1856, moe_shared_expert_intermediate_size=3712, routed_scaling_factor=2.5,
-            layer_types=tuple(_LETTERS[x] for x in "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"),
-            dtype="bfloat16",
-        )
-    }  # fmt: skip
-    hub_ids = {"nemotron-3-nano-30b-a3b": "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"}
-    hub_root = "backbone."
-    not_for_peft = ("attention.out",)
-    hf_table = _HF
 
     def layer_type(self, index: int) -> str:
         return self.config.layer_types[index]
@@ -219,3 +174,54 @@ class NemotronH(DenseOrMoE):
         made = super().router(**kw | {"dtype": jnp.dtype(jnp.float32)})
         made.kernel.set_metadata(keeps_dtype=True)
         return made
+
+
+_PARTS = ("up", "down")
+_HF: Hf = {
+    "embed.table": W("model.embeddings.weight"),
+    "norm.scale": W("model.norm_f.weight"),
+    "head.kernel": W("lm_head.weight"),
+    **{f"layer.{part}_norm.scale": W("norm.weight") for part in ("attention", "mlp", "moe")},
+    "layer.attention.project.kernel": W("mixer.in_proj.weight"),
+    "layer.attention.project.bias": W("mixer.in_proj.bias"),
+    "layer.attention.conv.weight": W("mixer.conv1d.weight"),
+    "layer.attention.conv.bias": W("mixer.conv1d.bias"),
+    "layer.attention.a_log": W("mixer.A_log"),
+    "layer.attention.dt_bias": W("mixer.dt_bias"),
+    "layer.attention.d": W("mixer.D"),
+    "layer.attention.norm.scale": W("mixer.norm.weight"),
+    "layer.attention.out.kernel": W("mixer.out_proj.weight"),
+    "layer.attention.out.bias": W("mixer.out_proj.bias"),
+    "layer.moe.router.kernel": W("mixer.gate.weight"),
+    "layer.moe.router.bias": W("mixer.gate.e_score_correction_bias"),
+    **{
+        f"layer.moe.experts.{x}": (W("mixer.experts").each(f"{x}_proj.weight"), W(f"mixer.experts.{x}_proj"))
+        for x in _PARTS
+    },
+}
+_LINEAR = {f"layer.attention.{x}": f"{x}_proj" for x in "qkvo"} | {f"layer.mlp.{x}": f"{x}_proj" for x in _PARTS}
+_LINEAR |= {f"layer.moe.shared.{x}": f"shared_experts.{x}_proj" for x in _PARTS}
+_LINEAR |= {"layer.moe.reduce": "fc1_latent_proj", "layer.moe.expand": "fc2_latent_proj"}
+_HF |= {
+    f"{ours}.{end}": W(f"mixer.{theirs}.{other}")
+    for ours, theirs in _LINEAR.items()
+    for end, other in (("kernel", "weight"), ("bias", "bias"))
+}
+_PRESETS = {
+    "nemotron-3-nano-30b-a3b": NemotronHConfig(
+        hidden_size=2688, intermediate_size=1856, num_hidden_layers=52, num_key_value_heads=2,
+        max_position_embeddings=262144, mamba_num_heads=64, n_routed_experts=128, num_experts_per_tok=6,
+        moe_intermediate_size=1856, moe_shared_expert_intermediate_size=3712, routed_scaling_factor=2.5,
+        layer_types=tuple(_LETTERS[x] for x in "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"),
+        dtype="bfloat16",
+    )
+}  # fmt: skip
+
+FAMILY = Family(
+    model=NemotronH,
+    hf=_HF,
+    hf_root="backbone.",
+    peft_excluded=("attention.out",),
+    presets=_PRESETS,
+    hub_ids={"nemotron-3-nano-30b-a3b": "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"},
+)

@@ -13,6 +13,7 @@ from nnxmoe.config.bounds import count
 from nnxmoe.layers.attention.gqa import GQA
 from nnxmoe.layers.attention.qk_norm import QKNorm
 from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.family import Family
 from nnxmoe.models.shared.tables import HF_DECODER, HF_MOE
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.router import Router, SoftmaxTopK
@@ -48,9 +49,6 @@ class OlmoeConfig(DecoderConfig):
 
 class Olmoe(CausalLM):
     configs = (OlmoeConfig,)
-    presets = {"olmoe-1b-7b": OlmoeConfig(intermediate_size=1024, num_key_value_heads=16, dtype="bfloat16")}
-    hub_ids = {"olmoe-1b-7b": "allenai/OLMoE-1B-7B-0924"}
-    hf_table = HF_DECODER | HF_MOE
 
     def attention(self, index: int, **kw: Any) -> GQA:
         c = self.config
@@ -61,3 +59,11 @@ class Olmoe(CausalLM):
         c = self.config
         select = SoftmaxTopK(c.num_experts_per_tok, c.norm_topk_prob)
         return self.moe(Router(c.hidden_size, c.num_experts, select, bias=False, **kw), c.intermediate_size, **kw)
+
+
+FAMILY = Family(
+    model=Olmoe,
+    hf=HF_DECODER | HF_MOE,
+    presets={"olmoe-1b-7b": OlmoeConfig(intermediate_size=1024, num_key_value_heads=16, dtype="bfloat16")},
+    hub_ids={"olmoe-1b-7b": "allenai/OLMoE-1B-7B-0924"},
+)

@@ -10,6 +10,8 @@ from typing import Any
 from nnxmoe.config.bounds import count
 from nnxmoe.config.layer_types import LayerWindowsConfig
 from nnxmoe.layers.attention.gqa import GQA
+from nnxmoe.model.family import Family, MaxTextNames
+from nnxmoe.models.llama import FAMILY as LLAMA
 from nnxmoe.models.llama import LlamaLike
 from nnxmoe.models.shared.normed_heads import NormedHeads
 from nnxmoe.models.shared.tables import MAXTEXT_QK_NORM
@@ -52,6 +54,21 @@ class Qwen3Config(Qwen2Config):
     attention_bias: bool = False
 
 
+class Qwen2(LlamaLike):
+    """Qwen2 and Qwen2.5."""
+
+    configs = (Qwen2Config,)
+
+    def attention(self, index: int, **kw: Any) -> GQA:
+        return self.gqa(index, bias=True, out_bias=False, **kw)
+
+
+class Qwen3(NormedHeads, LlamaLike):
+    """The dense models of Qwen3."""
+
+    configs = (Qwen3Config,)
+
+
 def _qwen2(vocab: int, hidden: int, width: int, layers: int, heads: int, kv_heads: int, tied: bool) -> Qwen2Config:
     return Qwen2Config(
         vocab_size=vocab, hidden_size=hidden, intermediate_size=width, num_hidden_layers=layers,
@@ -68,34 +85,35 @@ def _qwen3(hidden: int, width: int, layers: int, heads: int, kv_heads: int, tied
     )  # fmt: skip
 
 
-class Qwen2(LlamaLike):
-    """Qwen2 and Qwen2.5."""
+_QWEN2_PRESETS = {
+    "qwen2.5-0.5b": _qwen2(151936, 896, 4864, 24, 14, 2, tied=True),
+    "qwen2.5-1.5b": _qwen2(151936, 1536, 8960, 28, 12, 2, tied=True),
+    "qwen2.5-3b": _qwen2(151936, 2048, 11008, 36, 16, 2, tied=True),
+    "qwen2.5-7b": _qwen2(152064, 3584, 18944, 28, 28, 4, tied=False),
+    "qwen2.5-72b": _qwen2(152064, 8192, 29568, 80, 64, 8, tied=False),
+}
 
-    configs = (Qwen2Config,)
-    presets = {
-        "qwen2.5-0.5b": _qwen2(151936, 896, 4864, 24, 14, 2, tied=True),
-        "qwen2.5-1.5b": _qwen2(151936, 1536, 8960, 28, 12, 2, tied=True),
-        "qwen2.5-3b": _qwen2(151936, 2048, 11008, 36, 16, 2, tied=True),
-        "qwen2.5-7b": _qwen2(152064, 3584, 18944, 28, 28, 4, tied=False),
-        "qwen2.5-72b": _qwen2(152064, 8192, 29568, 80, 64, 8, tied=False),
-    }
-    hub_ids = {name: f"Qwen/Qwen{name[4:].upper()}-Instruct" for name in presets}
+QWEN2 = Family(
+    model=Qwen2,
+    hf=LLAMA.hf,
+    maxtext=LLAMA.maxtext,
+    presets=_QWEN2_PRESETS,
+    hub_ids={name: f"Qwen/Qwen{name[4:].upper()}-Instruct" for name in _QWEN2_PRESETS},
+)
+_QWEN3_PRESETS = {
+    "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, 8, tied=True),
+    "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, 8, tied=True),
+    "qwen3-4b": _qwen3(2560, 9728, 36, 32, 8, tied=True),
+    "qwen3-8b": _qwen3(4096, 12288, 36, 32, 8, tied=False),
+    "qwen3-14b": _qwen3(5120, 17408, 40, 40, 8, tied=False),
+    "qwen3-32b": _qwen3(5120, 25600, 64, 64, 8, tied=False),
+}
 
-    def attention(self, index: int, **kw: Any) -> GQA:
-        return self.gqa(index, bias=True, out_bias=False, **kw)
-
-
-class Qwen3(NormedHeads, LlamaLike):
-    """The dense models of Qwen3."""
-
-    configs = (Qwen3Config,)
-    presets = {
-        "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, 8, tied=True),
-        "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, 8, tied=True),
-        "qwen3-4b": _qwen3(2560, 9728, 36, 32, 8, tied=True),
-        "qwen3-8b": _qwen3(4096, 12288, 36, 32, 8, tied=False),
-        "qwen3-14b": _qwen3(5120, 17408, 40, 40, 8, tied=False),
-        "qwen3-32b": _qwen3(5120, 25600, 64, 64, 8, tied=False),
-    }
-    hub_ids = {name: f"Qwen/Qwen{name[4:].upper()}" for name in presets}
-    maxtext_table = {**LlamaLike.maxtext_table, **MAXTEXT_QK_NORM}
+QWEN3 = Family(
+    model=Qwen3,
+    hf=LLAMA.hf,
+    maxtext=MaxTextNames({**LLAMA.maxtext.table, **MAXTEXT_QK_NORM}),
+    presets=_QWEN3_PRESETS,
+    hub_ids={name: f"Qwen/Qwen{name[4:].upper()}" for name in _QWEN3_PRESETS},
+)
+FAMILIES = (QWEN2, QWEN3)

@@ -10,6 +10,7 @@ from typing import Any
 
 from nnxmoe.config.bounds import count, per_layer
 from nnxmoe.layers.attention.gqa import GQA
+from nnxmoe.model.family import Family
 from nnxmoe.models.shared.qwen_moe import HF_SHARED, QwenMoe, QwenMoeConfig
 from nnxmoe.models.shared.tables import HF_DECODER
 
@@ -35,6 +36,15 @@ class Qwen2MoeConfig(QwenMoeConfig):
     layer_types: Sequence[str] | None = per_layer("full_attention")
 
 
+class Qwen2Moe(QwenMoe):
+    """Qwen1.5-MoE and Qwen2's mixture-of-experts model."""
+
+    configs = (Qwen2MoeConfig,)
+
+    def attention(self, index: int, **kw: Any) -> GQA:
+        return self.gqa(index, bias=self.config.qkv_bias, out_bias=False, **kw)
+
+
 _A2_7B = Qwen2MoeConfig(
     max_position_embeddings=8192, rope_theta=1e6, bos_token_id=151643, eos_token_id=151643, dtype="bfloat16"
 )
@@ -44,14 +54,9 @@ _A14B = dataclasses.replace(
     shared_expert_intermediate_size=20480, num_experts=64, num_experts_per_tok=8,
 )  # fmt: skip
 
-
-class Qwen2Moe(QwenMoe):
-    """Qwen1.5-MoE and Qwen2's mixture-of-experts model."""
-
-    configs = (Qwen2MoeConfig,)
-    presets = {"qwen1.5-moe-a2.7b": _A2_7B, "qwen2-57b-a14b": _A14B}
-    hub_ids = {"qwen1.5-moe-a2.7b": "Qwen/Qwen1.5-MoE-A2.7B", "qwen2-57b-a14b": "Qwen/Qwen2-57B-A14B"}
-    hf_table = HF_DECODER | HF_SHARED
-
-    def attention(self, index: int, **kw: Any) -> GQA:
-        return self.gqa(index, bias=self.config.qkv_bias, out_bias=False, **kw)
+FAMILY = Family(
+    model=Qwen2Moe,
+    hf=HF_DECODER | HF_SHARED,
+    presets={"qwen1.5-moe-a2.7b": _A2_7B, "qwen2-57b-a14b": _A14B},
+    hub_ids={"qwen1.5-moe-a2.7b": "Qwen/Qwen1.5-MoE-A2.7B", "qwen2-57b-a14b": "Qwen/Qwen2-57B-A14B"},
+)

@@ -14,10 +14,17 @@ import numpy as np
 
 from nnxmoe.config.bounds import count, one_of
 from nnxmoe.layers.recurrent.delta import DeltaDims, SeparateProjection
-from nnxmoe.model.maxtext_layers import LayerBlocks
+from nnxmoe.model.family import Family, LayerBlocks
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.qwen3_vl import MROPE
-from nnxmoe.models.shared.qwen_hybrid import HF_HYBRID, MAXTEXT_HYBRID, QwenHybrid, QwenHybridConfig
+from nnxmoe.models.shared.qwen_hybrid import (
+    HF_HYBRID,
+    MAXTEXT_HYBRID,
+    MTP_PREFIXES,
+    QwenHybrid,
+    QwenHybridConfig,
+    QwenHybridMaxText,
+)
 from nnxmoe.models.shared.qwen_moe import HF_SHARED, QwenMoe, QwenMoeConfig
 
 
@@ -69,27 +76,13 @@ class Qwen3_5MoeTextConfig(Qwen3_5Config, QwenMoeConfig):
     mlp_only_layers: Sequence[int] | None = one_of(None, ())
 
 
-_35B = Qwen3_5MoeTextConfig(
-    max_position_embeddings=262144, rope_theta=1e7, partial_rotary_factor=0.25, mlp_only_layers=(),
-    eos_token_id=248044, dtype="bfloat16",
-)  # fmt: skip
-_397B = dataclasses.replace(
-    _35B, hidden_size=4096, num_hidden_layers=60, num_attention_heads=32, moe_intermediate_size=1024, num_experts=512,
-    num_experts_per_tok=10, linear_num_value_heads=64, shared_expert_intermediate_size=1024,
-)  # fmt: skip
-_PROJECTIONS = {f"layer.attention.project.{x}.kernel": W(f"linear_attn.in_proj_{x}.weight") for x in ("qkv", *"zba")}
 _PROJECT = "layer.attention.project"
-_MAXTEXT_PROJECTIONS = {
-    f"{_PROJECT}.{x}.kernel": (f"attention/in_proj_{name}/kernel", ("embed", "gdn_head"))
-    for x, name in (("qkv", "qkvz"), ("z", "qkvz"), ("b", "ba"), ("a", "ba"))
-}
 
 
 class Qwen3_5Text(QwenHybrid):
     """The text model of dense Qwen3.5."""
 
     configs = (Qwen3_5TextConfig,)
-    hf_table = {**HF_HYBRID, **_PROJECTIONS}
 
     def project(self, heads: DeltaDims, **kw: Any) -> SeparateProjection:
         return SeparateProjection(heads, **kw)
@@ -99,25 +92,58 @@ class Qwen3_5MoeText(QwenHybrid, QwenMoe):
     """The text model of Qwen3.5 with experts."""
 
     configs = (Qwen3_5MoeTextConfig,)
-    presets = {"qwen3.5-35b-a3b": _35B, "qwen3.5-397b-a17b": _397B}
-    hub_ids = {"qwen3.5-35b-a3b": "Qwen/Qwen3.5-35B-A3B", "qwen3.5-397b-a17b": "Qwen/Qwen3.5-397B-A17B"}
-    hub_notes = dict.fromkeys(presets, "the vision tower is left out, and the prediction layer without mtp=True")
-    hf_table = {**HF_HYBRID, **HF_SHARED, **_PROJECTIONS}
-    maxtext_table = {**MAXTEXT_HYBRID, **_MAXTEXT_PROJECTIONS}
 
-    @property
-    def maxtext_layers(self) -> LayerBlocks:
-        """As in Qwen3-Next, but each layer of a block is scanned on its own."""
-        return LayerBlocks(super().maxtext_layers.kinds, "layers/layer_{}")
+    def project(self, heads: DeltaDims, **kw: Any) -> SeparateProjection:
+        return SeparateProjection(heads, **kw)
 
-    @property
-    def maxtext_columns(self) -> Mapping[str, tuple[int, ...]]:
-        """MaxText has the outputs sorted by heads of the keys, as `FusedProjection` has them."""
-        heads = self.config.delta_heads
+
+_35B = Qwen3_5MoeTextConfig(
+    max_position_embeddings=262144, rope_theta=1e7, partial_rotary_factor=0.25, mlp_only_layers=(),
+    eos_token_id=248044, dtype="bfloat16",
+)  # fmt: skip
+_397B = dataclasses.replace(
+    _35B, hidden_size=4096, num_hidden_layers=60, num_attention_heads=32, moe_intermediate_size=1024, num_experts=512,
+    num_experts_per_tok=10, linear_num_value_heads=64, shared_expert_intermediate_size=1024,
+)  # fmt: skip
+_PROJECTIONS = {f"layer.attention.project.{x}.kernel": W(f"linear_attn.in_proj_{x}.weight") for x in ("qkv", *"zba")}
+_MAXTEXT_PROJECTIONS = {
+    f"{_PROJECT}.{x}.kernel": (f"attention/in_proj_{name}/kernel", ("embed", "gdn_head"))
+    for x, name in (("qkv", "qkvz"), ("z", "qkvz"), ("b", "ba"), ("a", "ba"))
+}
+
+
+class Qwen3_5MaxText(QwenHybridMaxText):
+    """MaxText's names of Qwen3.5."""
+
+    def layers(self, config: Any) -> LayerBlocks:
+        """Return the blocks of Qwen3-Next; each layer of a block is scanned on its own."""
+        return LayerBlocks(super().layers(config).layer_types, "layers/layer_{}")
+
+    def columns(self, config: Any) -> Mapping[str, tuple[int, ...]]:
+        """MaxText sorts the outputs by heads of the keys, like `FusedProjection`."""
+        heads = config.delta_heads
         width, ba = heads.channels + heads.values * heads.value_dim, 2 * heads.values
         at = heads.split(*(jnp.arange(size).reshape(heads.keys, -1) for size in (width, ba)))
         named = zip(("qkv", "z", "b", "a"), at, strict=True)
         return {f"{_PROJECT}.{x}.kernel": tuple(np.asarray(columns).ravel().tolist()) for x, columns in named}
 
-    def project(self, heads: DeltaDims, **kw: Any) -> SeparateProjection:
-        return SeparateProjection(heads, **kw)
+
+QWEN3_5_TEXT = Family(
+    model=Qwen3_5Text,
+    hf={**HF_HYBRID, **_PROJECTIONS},
+    mtp_prefixes=MTP_PREFIXES,
+)
+_QWEN3_5_MOE_TEXT_PRESETS = {"qwen3.5-35b-a3b": _35B, "qwen3.5-397b-a17b": _397B}
+
+QWEN3_5_MOE_TEXT = Family(
+    model=Qwen3_5MoeText,
+    hf={**HF_HYBRID, **HF_SHARED, **_PROJECTIONS},
+    maxtext=Qwen3_5MaxText({**MAXTEXT_HYBRID, **_MAXTEXT_PROJECTIONS}),
+    mtp_prefixes=MTP_PREFIXES,
+    presets=_QWEN3_5_MOE_TEXT_PRESETS,
+    hub_ids={"qwen3.5-35b-a3b": "Qwen/Qwen3.5-35B-A3B", "qwen3.5-397b-a17b": "Qwen/Qwen3.5-397B-A17B"},
+    checkpoint_notes=dict.fromkeys(
+        _QWEN3_5_MOE_TEXT_PRESETS, "the vision tower is left out, and the prediction layer without mtp=True"
+    ),
+)
+FAMILIES = (QWEN3_5_TEXT, QWEN3_5_MOE_TEXT)

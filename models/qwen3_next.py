@@ -7,9 +7,18 @@ from typing import Any
 
 from nnxmoe.config.bounds import count
 from nnxmoe.layers.recurrent.delta import DeltaDims, FusedProjection
+from nnxmoe.model.family import Family
 from nnxmoe.model.weight_names import W
-from nnxmoe.models.shared.qwen_hybrid import HF_HYBRID, MAXTEXT_HYBRID, QwenHybrid, QwenHybridConfig
+from nnxmoe.models.shared.qwen_hybrid import (
+    HF_HYBRID,
+    MAXTEXT_HYBRID,
+    MTP_PREFIXES,
+    QwenHybrid,
+    QwenHybridConfig,
+    QwenHybridMaxText,
+)
 from nnxmoe.models.shared.qwen_moe import HF_SHARED, QwenMoe, QwenMoeConfig
+from nnxmoe.models.shared.tables import Hf, Linen
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,26 +47,35 @@ class Qwen3Next(QwenHybrid, QwenMoe):
     """Qwen3-Next-80B-A3B."""
 
     configs = (Qwen3NextConfig,)
-    presets = {
-        "qwen3-next-80b-a3b": Qwen3NextConfig(
-            intermediate_size=5120, max_position_embeddings=262144, rope_theta=1e7, partial_rotary_factor=0.25,
-            mlp_only_layers=(), bos_token_id=151643, eos_token_id=151645, dtype="bfloat16",
-        )
-    }  # fmt: skip
-    hub_ids = {"qwen3-next-80b-a3b": "Qwen/Qwen3-Next-80B-A3B-Instruct"}
-    hub_notes = dict.fromkeys(presets, "the layer for multi-token prediction is left out without mtp=True")
-    hf_table = {
-        **HF_HYBRID,
-        **HF_SHARED,
-        "layer.attention.project.qkvz.kernel": W("linear_attn.in_proj_qkvz.weight"),
-        "layer.attention.project.ba.kernel": W("linear_attn.in_proj_ba.weight"),
-    }
-
-    maxtext_table = {
-        **MAXTEXT_HYBRID,
-        "layer.attention.project.qkvz.kernel": ("attention/in_proj_qkvz/kernel", ("embed", "gdn_head")),
-        "layer.attention.project.ba.kernel": ("attention/in_proj_ba/kernel", ("embed", "gdn_head")),
-    }
 
     def project(self, heads: DeltaDims, **kw: Any) -> FusedProjection:
         return FusedProjection(heads, **kw)
+
+
+_HF: Hf = {
+    **HF_HYBRID,
+    **HF_SHARED,
+    "layer.attention.project.qkvz.kernel": W("linear_attn.in_proj_qkvz.weight"),
+    "layer.attention.project.ba.kernel": W("linear_attn.in_proj_ba.weight"),
+}
+_MAXTEXT: Linen = {
+    **MAXTEXT_HYBRID,
+    "layer.attention.project.qkvz.kernel": ("attention/in_proj_qkvz/kernel", ("embed", "gdn_head")),
+    "layer.attention.project.ba.kernel": ("attention/in_proj_ba/kernel", ("embed", "gdn_head")),
+}
+_PRESETS = {
+    "qwen3-next-80b-a3b": Qwen3NextConfig(
+        intermediate_size=5120, max_position_embeddings=262144, rope_theta=1e7, partial_rotary_factor=0.25,
+        mlp_only_layers=(), bos_token_id=151643, eos_token_id=151645, dtype="bfloat16",
+    )
+}  # fmt: skip
+
+FAMILY = Family(
+    model=Qwen3Next,
+    hf=_HF,
+    maxtext=QwenHybridMaxText(_MAXTEXT),
+    mtp_prefixes=MTP_PREFIXES,
+    presets=_PRESETS,
+    hub_ids={"qwen3-next-80b-a3b": "Qwen/Qwen3-Next-80B-A3B-Instruct"},
+    checkpoint_notes=dict.fromkeys(_PRESETS, "the layer for multi-token prediction is left out without mtp=True"),
+)

@@ -8,11 +8,13 @@ import dataclasses
 from typing import Any
 
 from nnxmoe.config.bounds import count, one_of
+from nnxmoe.model.family import Family
 from nnxmoe.model.weight_names import W
-from nnxmoe.models.qwen import Qwen3, Qwen3Config
+from nnxmoe.models.qwen import QWEN3, Qwen3, Qwen3Config
+from nnxmoe.models.qwen3_moe import FAMILY as QWEN3_MOE
 from nnxmoe.models.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
+from nnxmoe.models.shared.tables import Hf
 
-_EXPERTS, _GATE_UP, _DOWN = (W(f"mlp.experts{end}") for end in ("", ".gate_up_proj", ".down_proj"))
 # How the three dimensions of the positions of images and videos are interleaved.
 MROPE = " ".join(f"rope_{end}.mrope_{x}" for end in ("scaling", "parameters") for x in ("section", "interleaved"))
 
@@ -52,6 +54,19 @@ class Qwen3VLMoeTextConfig(Qwen3MoeConfig):
     norm_topk_prob: bool = one_of(True)
 
 
+class Qwen3VLText(Qwen3):
+    """The text model of dense Qwen3-VL."""
+
+    configs = (Qwen3VLTextConfig,)
+
+
+class Qwen3VLMoeText(Qwen3Moe):
+    """The text model of Qwen3-VL with experts."""
+
+    configs = (Qwen3VLMoeTextConfig,)
+
+
+_EXPERTS, _GATE_UP, _DOWN = (W(f"mlp.experts{end}") for end in ("", ".gate_up_proj", ".down_proj"))
 _PUBLISHED: dict[str, Any] = {
     "max_position_embeddings": 262144,
     "rope_theta": 5e6,
@@ -69,35 +84,40 @@ def _dense(hidden: int, width: int, layers: int, heads: int, tied: bool) -> Qwen
     )  # fmt: skip
 
 
-class Qwen3VLText(Qwen3):
-    """The text model of dense Qwen3-VL."""
+_QWEN3_VL_TEXT_PRESETS = {
+    "qwen3-vl-2b": _dense(2048, 6144, 28, 16, tied=True),
+    "qwen3-vl-4b": _dense(2560, 9728, 36, 32, tied=True),
+    "qwen3-vl-8b": _dense(4096, 12288, 36, 32, tied=False),
+}
 
-    configs = (Qwen3VLTextConfig,)
-    presets = {
-        "qwen3-vl-2b": _dense(2048, 6144, 28, 16, tied=True),
-        "qwen3-vl-4b": _dense(2560, 9728, 36, 32, tied=True),
-        "qwen3-vl-8b": _dense(4096, 12288, 36, 32, tied=False),
-    }
-    hub_ids = {name: f"Qwen/Qwen3-VL-{name[9:].upper()}-Instruct" for name in presets}
-    hub_notes = dict.fromkeys(presets, "the vision tower beside the text model is left out")
+QWEN3_VL_TEXT = Family(
+    model=Qwen3VLText,
+    hf=QWEN3.hf,
+    maxtext=QWEN3.maxtext,
+    presets=_QWEN3_VL_TEXT_PRESETS,
+    hub_ids={name: f"Qwen/Qwen3-VL-{name[9:].upper()}-Instruct" for name in _QWEN3_VL_TEXT_PRESETS},
+    checkpoint_notes=dict.fromkeys(_QWEN3_VL_TEXT_PRESETS, "the vision tower beside the text model is left out"),
+)
+# Published with inputs before outputs. transformers has the other order in memory and in what it saves.
+_QWEN3_VL_MOE_TEXT_HF: Hf = {
+    **QWEN3_MOE.hf,
+    "layer.moe.experts.gate": (_EXPERTS.each("gate_proj.weight"), _GATE_UP.rows(0, 2), _GATE_UP.T.rows(0, 2)),
+    "layer.moe.experts.up": (_EXPERTS.each("up_proj.weight"), _GATE_UP.rows(1, 2), _GATE_UP.T.rows(1, 2)),
+    "layer.moe.experts.down": (_EXPERTS.each("down_proj.weight"), _DOWN, _DOWN.T),
+}
+_QWEN3_VL_MOE_TEXT_PRESETS = {
+    "qwen3-vl-30b-a3b": Qwen3VLMoeTextConfig(
+        intermediate_size=6144, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, head_dim=128,
+        moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, mlp_only_layers=(), **_PUBLISHED,
+    )
+}  # fmt: skip
 
-
-class Qwen3VLMoeText(Qwen3Moe):
-    """The text model of Qwen3-VL with experts."""
-
-    configs = (Qwen3VLMoeTextConfig,)
-    presets = {
-        "qwen3-vl-30b-a3b": Qwen3VLMoeTextConfig(
-            intermediate_size=6144, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, head_dim=128,
-            moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, mlp_only_layers=(), **_PUBLISHED,
-        )
-    }  # fmt: skip
-    hub_ids = {"qwen3-vl-30b-a3b": "Qwen/Qwen3-VL-30B-A3B-Instruct"}
-    hub_notes = dict.fromkeys(presets, "the vision tower beside the text model is left out")
-    # Published with inputs before outputs. transformers has the other order in memory and in what it saves.
-    hf_table = {
-        **Qwen3Moe.hf_table,
-        "layer.moe.experts.gate": (_EXPERTS.each("gate_proj.weight"), _GATE_UP.rows(0, 2), _GATE_UP.T.rows(0, 2)),
-        "layer.moe.experts.up": (_EXPERTS.each("up_proj.weight"), _GATE_UP.rows(1, 2), _GATE_UP.T.rows(1, 2)),
-        "layer.moe.experts.down": (_EXPERTS.each("down_proj.weight"), _DOWN, _DOWN.T),
-    }
+QWEN3_VL_MOE_TEXT = Family(
+    model=Qwen3VLMoeText,
+    hf=_QWEN3_VL_MOE_TEXT_HF,
+    maxtext=QWEN3_MOE.maxtext,
+    presets=_QWEN3_VL_MOE_TEXT_PRESETS,
+    hub_ids={"qwen3-vl-30b-a3b": "Qwen/Qwen3-VL-30B-A3B-Instruct"},
+    checkpoint_notes=dict.fromkeys(_QWEN3_VL_MOE_TEXT_PRESETS, "the vision tower beside the text model is left out"),
+)
+FAMILIES = (QWEN3_VL_TEXT, QWEN3_VL_MOE_TEXT)

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from nnxmoe.config.bounds import count
+from nnxmoe.model.family import Family
+from nnxmoe.models.deepseek_v3 import FAMILY as DEEPSEEK_V3
 from nnxmoe.models.deepseek_v3 import DeepSeekV3, DeepSeekV3Config
 
 
@@ -42,15 +44,22 @@ class SarvamMLA(DeepSeekV3):
     """Sarvam 105B."""
 
     configs = (SarvamMLAConfig,)
-    presets = {
-        "sarvam-105b": SarvamMLAConfig(
-            max_position_embeddings=131072,
-            rope_scaling={
-                "rope_type": "deepseek_yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0,
-                "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096,
-            },
-            pad_token_id=0, dtype="bfloat16",
-        )
-    }  # fmt: skip
-    hub_ids = {"sarvam-105b": "sarvamai/sarvam-105b"}
-    maxtext_table = {}
+
+
+_PRESETS = {
+    "sarvam-105b": SarvamMLAConfig(
+        max_position_embeddings=131072,
+        rope_scaling={
+            "rope_type": "deepseek_yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0,
+            "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096,
+        },
+        pad_token_id=0, dtype="bfloat16",
+    )
+}  # fmt: skip
+
+FAMILY = Family(
+    model=SarvamMLA,
+    hf=DEEPSEEK_V3.hf,
+    presets=_PRESETS,
+    hub_ids={"sarvam-105b": "sarvamai/sarvam-105b"},
+)

@@ -5,13 +5,13 @@ The kernels of queries, keys and values are one tensor.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 from nnxmoe.config.bounds import count
-from nnxmoe.model.weight_names import Table, W, options
+from nnxmoe.model.family import Family
+from nnxmoe.model.weight_names import W, options
 from nnxmoe.models.glm4_moe import Glm4Moe, Glm4MoeConfig
 from nnxmoe.models.shared.grouped_experts import HF_GROUPED_EXPERTS
-from nnxmoe.models.shared.tables import HF_DECODER
+from nnxmoe.models.shared.tables import HF_DECODER, Hf
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,19 +64,28 @@ class SarvamMoE(Glm4Moe):
     """Sarvam 30B."""
 
     configs = (SarvamMoEConfig,)
-    presets = {"sarvam-30b": SarvamMoEConfig()}
-    hub_ids = {"sarvam-30b": "sarvamai/sarvam-30b"}
-    hf_table = HF_DECODER | HF_GROUPED_EXPERTS
+    supports_mtp = False
 
-    @classmethod
-    def hf_names(cls, config: Any) -> Table:
-        heads, groups = config.num_attention_heads, config.kv_heads
-        total = heads + 2 * groups
-        spans = {"q": (0, total, heads), "k": (heads, total, groups), "v": (heads + groups, total, groups)}
-        first = _RENAMED | {
-            f"layer.attention.{x}.{ours}": W(f"attention.query_key_value.{theirs}").rows(*span)
-            for x, span in spans.items()
-            for ours, theirs in (("kernel", "weight"), ("bias", "bias"))
-        }
-        table = cls.hf_table
-        return {key: (first[key], *options(table, key)) if key in first else row for key, row in table.items()}
+
+_HF: Hf = HF_DECODER | HF_GROUPED_EXPERTS
+
+
+def _published_rows(config: SarvamMoEConfig) -> Hf:
+    """Return the rows of published names. The spans of the fused queries, keys and values depend on the config."""
+    heads, groups = config.num_attention_heads, config.kv_heads
+    total = heads + 2 * groups
+    spans = {"q": (0, total, heads), "k": (heads, total, groups), "v": (heads + groups, total, groups)}
+    rows = dict(_RENAMED)
+    for x, span in spans.items():
+        for ours, theirs in (("kernel", "weight"), ("bias", "bias")):
+            rows[f"layer.attention.{x}.{ours}"] = W(f"attention.query_key_value.{theirs}").rows(*span)
+    return {key: (published, *options(_HF, key)) for key, published in rows.items()}
+
+
+FAMILY = Family(
+    model=SarvamMoE,
+    hf=_HF,
+    hf_of_config=_published_rows,
+    presets={"sarvam-30b": SarvamMoEConfig()},
+    hub_ids={"sarvam-30b": "sarvamai/sarvam-30b"},
+)

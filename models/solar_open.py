@@ -3,6 +3,8 @@
 import dataclasses
 
 from nnxmoe.config.bounds import count
+from nnxmoe.model.family import Family
+from nnxmoe.models.glm4_moe import FAMILY as GLM4_MOE
 from nnxmoe.models.glm4_moe import Glm4Moe
 from nnxmoe.models.shared.grouped_experts import GroupedExpertsConfig
 
@@ -30,11 +32,19 @@ class SolarOpenConfig(GroupedExpertsConfig):
 
 class SolarOpen(Glm4Moe):
     configs = (SolarOpenConfig,)
-    presets = {
-        "solar-open-100b": SolarOpenConfig(
-            intermediate_size=10240,
-            rope_scaling={"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 65536}, bos_token_id=1,
-            eos_token_id=2, pad_token_id=2, dtype="bfloat16",
-        )
-    }  # fmt: skip
-    hub_ids = {"solar-open-100b": "upstage/Solar-Open-100B"}
+
+
+_PRESETS = {
+    "solar-open-100b": SolarOpenConfig(
+        intermediate_size=10240,
+        rope_scaling={"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 65536}, bos_token_id=1,
+        eos_token_id=2, pad_token_id=2, dtype="bfloat16",
+    )
+}  # fmt: skip
+
+FAMILY = Family(
+    model=SolarOpen,
+    hf=GLM4_MOE.hf,
+    presets=_PRESETS,
+    hub_ids={"solar-open-100b": "upstage/Solar-Open-100B"},
+)

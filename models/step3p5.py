@@ -25,9 +25,10 @@ from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.norm import OffsetNorm
 from nnxmoe.layers.rope import PartialRotary
 from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.family import Family
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.shared.grouped_experts import corrected_router
-from nnxmoe.models.shared.tables import HF_DECODER
+from nnxmoe.models.shared.tables import HF_DECODER, Hf
 from nnxmoe.moe.block import MoE
 
 # Lists to which published files append an entry per prediction layer.
@@ -206,45 +207,11 @@ class BoundedSwiGLU:
         return jnp.minimum(jax.nn.silu(gate), self.limit) * jnp.clip(up, -self.limit, self.limit)
 
 
-_FLASH = Step3p5Config(
-    vocab_size=128896, max_position_embeddings=262144, sliding_window=512, num_sliding_attention_heads=96,
-    layer_types=tuple(FULL if i % 4 == 0 else SLIDING for i in range(45)), moe_router_scaling_factor=3.0,
-    swiglu_limits=(0.0,) * 43 + (7.0, 7.0), swiglu_limits_shared=(0.0,) * 43 + (16.0, 16.0),
-    rope_parameters={
-        FULL: {
-            "rope_theta": 5e6, "partial_rotary_factor": 0.5, "rope_type": "llama3", "factor": 2.0,
-            "original_max_position_embeddings": 131072, "low_freq_factor": 1.0, "high_freq_factor": 32.0,
-        },
-        SLIDING: {"rope_theta": 1e4},
-    },
-    bos_token_id=0, eos_token_id=(1, 2, 128007), dtype="bfloat16",
-)  # fmt: skip
-_GATE_UP = W("mlp.experts.gate_up_proj")
-
-
 class Step3p5(CausalLM):
     """Step-3.5-Flash, and the text model of Step-3.7-Flash."""
 
     norm_class = OffsetNorm
     configs = (Step3p5Config,)
-    presets = {"step-3.5-flash": _FLASH}
-    hub_ids = {"step-3.5-flash": "stepfun-ai/Step-3.5-Flash"}
-    hub_notes = {"step-3.5-flash": "the layers for multi-token prediction are left out"}
-    hf_table = {
-        **HF_DECODER,
-        "layer.attention.gate.g.kernel": W("self_attn.g_proj.weight"),
-        "layer.moe_norm.scale": W("post_attention_layernorm.weight"),
-        "layer.moe.router.kernel": (W("moe.gate.weight"), W("mlp.gate.weight")),
-        "layer.moe.router.bias": (W("moe.router_bias"), W("mlp.gate.e_score_correction_bias")),
-        "layer.moe.experts.gate": (W("moe.gate_proj.weight"), _GATE_UP.rows(0, 2)),
-        "layer.moe.experts.up": (W("moe.up_proj.weight"), _GATE_UP.rows(1, 2)),
-        "layer.moe.experts.down": (W("moe.down_proj.weight"), W("mlp.experts.down_proj")),
-        **{
-            f"layer.moe.shared.{x}.{ours}": (W(f"share_expert.{x}_proj.{end}"), W(f"mlp.shared_experts.{x}_proj.{end}"))
-            for x in ("gate", "up", "down")
-            for ours, end in (("kernel", "weight"), ("bias", "bias"))
-        },
-    }  # fmt: skip
 
     def layer_type(self, index: int) -> Any:
         c = self.config
@@ -273,3 +240,42 @@ class Step3p5(CausalLM):
         router = corrected_router(c, scale=c.moe_router_scaling_factor, **kw)
         activation = c.activation(index, shared=False)
         return self.moe(router, c.moe_intermediate_size, dense(width=c.share_expert_dim), activation=activation, **kw)
+
+
+_FLASH = Step3p5Config(
+    vocab_size=128896, max_position_embeddings=262144, sliding_window=512, num_sliding_attention_heads=96,
+    layer_types=tuple(FULL if i % 4 == 0 else SLIDING for i in range(45)), moe_router_scaling_factor=3.0,
+    swiglu_limits=(0.0,) * 43 + (7.0, 7.0), swiglu_limits_shared=(0.0,) * 43 + (16.0, 16.0),
+    rope_parameters={
+        FULL: {
+            "rope_theta": 5e6, "partial_rotary_factor": 0.5, "rope_type": "llama3", "factor": 2.0,
+            "original_max_position_embeddings": 131072, "low_freq_factor": 1.0, "high_freq_factor": 32.0,
+        },
+        SLIDING: {"rope_theta": 1e4},
+    },
+    bos_token_id=0, eos_token_id=(1, 2, 128007), dtype="bfloat16",
+)  # fmt: skip
+_GATE_UP = W("mlp.experts.gate_up_proj")
+_HF: Hf = {
+    **HF_DECODER,
+    "layer.attention.gate.g.kernel": W("self_attn.g_proj.weight"),
+    "layer.moe_norm.scale": W("post_attention_layernorm.weight"),
+    "layer.moe.router.kernel": (W("moe.gate.weight"), W("mlp.gate.weight")),
+    "layer.moe.router.bias": (W("moe.router_bias"), W("mlp.gate.e_score_correction_bias")),
+    "layer.moe.experts.gate": (W("moe.gate_proj.weight"), _GATE_UP.rows(0, 2)),
+    "layer.moe.experts.up": (W("moe.up_proj.weight"), _GATE_UP.rows(1, 2)),
+    "layer.moe.experts.down": (W("moe.down_proj.weight"), W("mlp.experts.down_proj")),
+    **{
+        f"layer.moe.shared.{x}.{ours}": (W(f"share_expert.{x}_proj.{end}"), W(f"mlp.shared_experts.{x}_proj.{end}"))
+        for x in ("gate", "up", "down")
+        for ours, end in (("kernel", "weight"), ("bias", "bias"))
+    },
+}  # fmt: skip
+
+FAMILY = Family(
+    model=Step3p5,
+    hf=_HF,
+    presets={"step-3.5-flash": _FLASH},
+    hub_ids={"step-3.5-flash": "stepfun-ai/Step-3.5-Flash"},
+    checkpoint_notes={"step-3.5-flash": "the layers for multi-token prediction are left out"},
+)

@@ -102,7 +102,7 @@ class KimiHybrid(CausalLM):
     The attention comes from the base class named after this one, such as `DeepSeekV3`.
     """
 
-    maxtext_table = {}
+    supports_mtp = False
 
     def layer_type(self, index: int) -> Any:
         return self.config.recurrent_layers[index], self.config.sparse_layers[index]

@@ -14,7 +14,7 @@ from nnxmoe.layers.attention.gqa import QueryGate
 from nnxmoe.layers.norm import OffsetNorm
 from nnxmoe.layers.recurrent.delta import DeltaDims, DeltaProjection, GatedDeltaNet
 from nnxmoe.layers.rope import PartialRotary
-from nnxmoe.model.maxtext_layers import LayerBlocks
+from nnxmoe.model.family import LayerBlocks, MaxTextNames
 from nnxmoe.model.mtp import last_layer
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.shared.grouped_experts import DenseOrMoE
@@ -101,28 +101,31 @@ MAXTEXT_HYBRID: Linen = {
 }
 
 
+MTP_PREFIXES = ("mtp.", "mtp.layers.{}.")
+
+
+class QwenHybridMaxText(MaxTextNames):
+    """MaxText's names of recurrent layers and attention in repeated blocks that end with attention."""
+
+    def layers(self, config: Any) -> LayerBlocks:
+        types = ("recurrent",) * (config.full_attention_interval - 1) + ("global",)
+        return LayerBlocks(types, "layers", nested=True)
+
+    def layer_types(self, config: Any) -> Sequence[str]:
+        return ["recurrent" if recurrent else "global" for recurrent in config.recurrent_layers]
+
+
 class QwenHybrid(NormedHeads, DenseOrMoE):
     """The attention of both kinds; each family has feed-forwards and a projection of its own."""
 
     norm_class = OffsetNorm
-    mtp_prefixes = ("mtp.", "mtp.layers.{}.")
+    supports_mtp = True
 
     @property
     def mtp_layer_index(self) -> int:
         c = self.config
         kinds = zip(c.recurrent_layers, c.sparse_layers, strict=True)
         return last_layer(not recurrent and sparse == (c.experts > 0) for recurrent, sparse in kinds)
-
-    @property
-    def maxtext_kinds(self) -> Sequence[str]:
-        return ["recurrent" if recurrent else "global" for recurrent in self.config.recurrent_layers]
-
-    @property
-    def maxtext_layers(self) -> LayerBlocks:
-        """Blocks that end with attention."""
-        return LayerBlocks(
-            ("recurrent",) * (self.config.full_attention_interval - 1) + ("global",), "layers", nested=True
-        )
 
     def layer_type(self, index: int) -> Any:
         return self.config.recurrent_layers[index], self.config.sparse_layers[index]

@@ -4,7 +4,7 @@ A config determines the numbers. Its fields are validated when it is created, in
 """
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 from nnxmoe.config.arguments import KnownFields
@@ -120,13 +120,12 @@ class DecoderConfig(KnownFields):
     def from_hf(cls, fields: Mapping[str, Any]) -> Self:
         """Config from a parsed config.json (transformers 4 or 5 style); absent fields take the family's defaults.
 
-        Raises ConfigError for files of other models than causal language models, for unsupported values, and for
-        undeclared fields with which transformers computes something else. Other undeclared fields are dropped, as in
+        Raises ConfigError for unsupported values, and for undeclared fields with which transformers computes something
+        else. Other undeclared fields are dropped, as in
         transformers: see `notes`.
         """
-        from nnxmoe.config.undeclared import refuse_effective, refuse_other_models
+        from nnxmoe.config.undeclared import refuse_effective
 
-        refuse_other_models(fields, {kind.architecture for kind in _families(DecoderConfig)})
         given, known = cls._given(fields), cls._known()
         for name, allowed in cls._declared("fixed").items():
             if name in given and name not in known and not is_one_of(given[name], allowed):
@@ -289,11 +288,3 @@ class DecoderConfig(KnownFields):
         """The rotary embedding these fields ask for."""
         positions = self.max_position_embeddings, self.original_max_position_embeddings
         return rope_from_fields(self.rope_fields, self.rope_dim, self.rope_theta, *positions, self.rope_field)
-
-
-def _families(kind: type[DecoderConfig]) -> Iterator[type[DecoderConfig]]:
-    """Subclasses with an architecture, however deep."""
-    for one in kind.__subclasses__():
-        yield from _families(one)
-        if hasattr(one, "architecture"):
-            yield one

@@ -31,7 +31,7 @@ from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.layer import Layer
 from nnxmoe.model.stack import Scanned, Unrolled
 from nnxmoe.model.strategy import Strategy
-from nnxmoe.models import MODELS, model_class
+from nnxmoe.models import FAMILIES, model_class
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.experts import Experts
 from nnxmoe.moe.router import Router
@@ -236,7 +236,7 @@ def _by_table(variables: Mapping[Path, nnx.Variable], prefix: str, module: nnx.M
     """Names and axes from the first model table with all of these parameters, without their common path prefix."""
     prefix = "layer." if isinstance(module, Layer) else prefix
     keys = {p: prefix + ".".join(map(str, p)) for p in variables}
-    tables = [model.maxtext_table for _, model in MODELS.values()]
+    tables = (family.maxtext.table for family in FAMILIES.values())
     table = next((table for table in tables if table.keys() >= set(keys.values())), None)
     if table is None:
         raise ValueError(

@@ -25,12 +25,10 @@ from nnxmoe.layers.linear.linear import Linear
 from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.model.inputs import as_array, call
 from nnxmoe.model.layer import Layer
-from nnxmoe.model.maxtext_layers import LayerBlocks, LayerGroups
 from nnxmoe.model.output import Body, Ids, Output, TokenMask
 from nnxmoe.model.stack import in_turn, stacks_of
 from nnxmoe.model.strategy import Strategy, check_arguments
 from nnxmoe.model.tree import children
-from nnxmoe.model.weight_names import Table
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.experts import Experts
 from nnxmoe.moe.router import Router, Routing
@@ -40,7 +38,8 @@ from nnxmoe.sharding import shard_batch
 class CausalLM(nnx.Module):
     """A decoder-only transformer: ``Mixtral(MixtralConfig(…), nnxmoe.Strategy(…), rngs=nnx.Rngs(0), dtype=…)``.
 
-    A family is a subclass with configs and tables of tensor names, which makes ``attention`` and ``feed_forward``.
+    A family is a subclass with configs that builds ``attention`` and ``feed_forward``. The names of its weights in
+    files are in its `Family`.
     `compiled` compiles every function of a model, and splits it once as long as its structure stays the same.
 
     Args:
@@ -52,25 +51,9 @@ class CausalLM(nnx.Module):
     """
 
     configs: ClassVar[tuple[type[DecoderConfig], ...]]
-    presets: ClassVar[Mapping[str, DecoderConfig]] = {}
-    hub_ids: ClassVar[Mapping[str, str]] = {}  # preset -> its checkpoint on the hub
-    hub_notes: ClassVar[Mapping[str, str]] = {}  # preset -> how those files differ from what is loaded
-    hf_table: ClassVar[Table]
-    maxtext_table: ClassVar[Mapping[str, tuple[Any, ...]]] = {}  # parameter -> `maxtext_layout.MaxTextRow`
-    maxtext_layers: LayerGroups | LayerBlocks = LayerGroups()
-    maxtext_scales_embeddings: ClassVar[bool] = False  # whether its table is multiplied by sqrt(hidden_size)
-    maxtext_streams: int = 0  # residual streams, whose weights are split there
     norm_class: ClassVar[type[RMSNorm]] = RMSNorm  # before attention and feed-forward, and after all layers
-    # Of the names of what only prediction layers have, and of their parts; empty: as layers after the others.
-    mtp_prefixes: ClassVar[tuple[str, ...]] = ()
-    hub_root: ClassVar[str] = "model."  # begins the names of a saved checkpoint, in place of ``model.``
-    not_for_peft: ClassVar[tuple[str, ...]] = ()  # projections that PEFT cannot adapt, or refuses to
+    supports_mtp: ClassVar[bool] = False  # whether checkpoints of the family have multi-token prediction layers
     config: Any
-
-    @classmethod
-    def hf_names(cls, config: Any) -> Table:
-        """``hf_table``, with the rows that depend on the config."""
-        return cls.hf_table
 
     def attention(self, index: int, **kw: Any) -> Attention:
         """The attention of a layer. ``kw``, here and below: dtype and rngs."""
@@ -79,16 +62,6 @@ class CausalLM(nnx.Module):
     def feed_forward(self, index: int, **kw: Any) -> FeedForward:
         """The feed-forward of a layer."""
         raise TypeError("a model class must define feed_forward(index, dtype=…, rngs=…)")
-
-    @property
-    def maxtext_columns(self) -> Mapping[str, tuple[int, ...]]:
-        """For parameters that share an array of MaxText's: its columns that hold the outputs of each."""
-        return {}
-
-    @property
-    def maxtext_kinds(self) -> Sequence[str]:
-        """The kind of each layer, as `LayerBlocks` has them."""
-        return ["global" if window is None else "local" for window in self.config.windows]
 
     def layer_type(self, index: int) -> Any:
         """Hashable kind of a layer, by which consecutive ones form a stack. Override it if other parts differ too."""

@@ -97,8 +97,8 @@ def has_mtp(config: DecoderConfig, table: Container[str]) -> bool:
 
 
 def check_mtp(depths: int, model: Any) -> None:
-    """Raise ConfigError if a model has no depths, or if the family's table has no names for them."""
-    if _OWN not in model.hf_table:
+    """Raise ConfigError if a model has no depths, or if its family has no prediction layers."""
+    if not model.supports_mtp:
         raise ConfigError(f"{model.config.model_type} models have no multi-token prediction layers")
     if depths < 1:
         raise ConfigError(f"num_nextn_predict_layers {depths}: the model has no multi-token prediction layers")

@@ -18,6 +18,7 @@ from flax import nnx
 import nnxmoe
 from nnxmoe.layers.context import FeedForwardOutput
 from nnxmoe.model.layer import Layer
+from nnxmoe.models import family_of
 from nnxmoe.moe.router import Router
 from nnxmoe.train import lora
 from tests.support.arrays import max_error
@@ -80,7 +81,7 @@ def test_attributes_of_a_layer_have_the_names_of_paths() -> None:
         names.add(name)
     assert names == {"mlp", "moe"}
     keys = {".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model.stacks))}
-    table = {key.removeprefix("layer.") for key in model.hf_table if key.startswith("layer.")}
+    table = {key.removeprefix("layer.") for key in family_of(model).hf if key.startswith("layer.")}
     assert {key.split(".", 3)[3] for key in keys} <= table
 
 

@@ -16,10 +16,11 @@ from nnxmoe.generation.engine import Engine
 from nnxmoe.generation.request import RequestOptions
 from nnxmoe.model import compiled
 from nnxmoe.model.layer import LayerOutput
+from nnxmoe.models import registry
 from nnxmoe.moe.router import Router
 from nnxmoe.train import lora
 from tests.support.arrays import max_error
-from tests.support.openings import WINDOW, OpenConfig, Openings, Parallel
+from tests.support.openings import OPENINGS, WINDOW, OpenConfig, Openings, Parallel
 from tests.support.running import PART_TOLERANCE, feed, randomise
 from tests.support.tiny import random_tokens
 
@@ -32,8 +33,8 @@ TOKENS = random_tokens(2, 13) % 59
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(models, "MODELS", dict(models.MODELS))
-    models.register(Openings)
+    monkeypatch.setattr(registry, "REGISTERED", {})
+    models.register(OPENINGS)
     yield
 
 

@@ -48,7 +48,7 @@ from tests.support.reference import (  # noqa: E402
 )
 from tests.support.running import MODEL_TOLERANCE, feed  # noqa: E402
 from tests.support.tiny import Fields, stacking_of, write_checkpoint  # noqa: E402
-from tests.support.toy_family import Granite  # noqa: E402
+from tests.support.toy_family import GRANITE  # noqa: E402
 
 pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
 
@@ -177,7 +177,7 @@ def test_peft_loads_adapters(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_adapters_have_the_names_of_transformers(kind: str) -> None:
-    """PEFT ignores adapters whose names it does not know, without a warning; `not_for_peft` is excepted."""
+    """PEFT ignores adapters whose names it does not know, without a warning; `Family.peft_excluded` is excepted."""
     family = FAMILIES[kind]
     theirs = transformers.CONFIG_MAPPING[family.theirs](**family.draw(random.Random(f"{kind} 1")))
     with torch.device("meta"):
@@ -185,7 +185,7 @@ def test_adapters_have_the_names_of_transformers(kind: str) -> None:
     known = {name for name, _ in reference.named_parameters(remove_duplicate=False)}
     config = nnxmoe.config_from_hf(theirs.to_dict() | {"model_type": kind})
     model = model_class(config)(config, nnxmoe.Strategy(), rngs=None)
-    found = [slot for slot in adapter_slots(model) if not slot.name.startswith(model.not_for_peft)]
+    found = [slot for slot in adapter_slots(model) if not slot.name.startswith(models.family_of(model).peft_excluded)]
     assert {parameter_name(model, slot, layer) for slot in found for layer in slot.layers} <= known
 
 
@@ -236,8 +236,8 @@ def test_family_with_another_embedding_residual_and_head(
     scan: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Granite, which is written from parts in `tests.support.toy_family`: logits, steps with a cache, and saving."""
-    monkeypatch.setattr(models, "MODELS", dict(models.MODELS))
-    models.register(Granite)
+    monkeypatch.setattr(registry, "REGISTERED", {})
+    models.register(GRANITE)
     given: Fields = {"vocab_size": 48, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 3}
     given |= {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": not scan}
     given |= {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2}

@@ -1,5 +1,6 @@
 """A new model family needs one file and one registration; everything else works unchanged."""
 
+import dataclasses
 import re
 import sys
 from collections.abc import Iterator
@@ -16,12 +17,14 @@ import nnxmoe
 from nnxmoe import models
 from nnxmoe.apps.cli.parser import main
 from nnxmoe.convert import maxtext
+from nnxmoe.model.family import Family
 from nnxmoe.model.weight_names import W
+from nnxmoe.models import registry
 from nnxmoe.train import lora
 from tests.support.arrays import max_error
 from tests.support.numpy_decoder import reference_logits
 from tests.support.tiny import TINY, Weights, random_tokens, stacking_of, tiny_weights, write_checkpoint
-from tests.support.toy_family import Toy, ToyConfig
+from tests.support.toy_family import TOY, Toy, ToyConfig
 
 FIELDS = TINY["llama"] | {"model_type": "qwen3", "sliding_window": None, "use_sliding_window": False}
 del FIELDS["mlp_bias"]
@@ -29,9 +32,8 @@ del FIELDS["mlp_bias"]
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(models, "MODELS", dict(models.MODELS))
-    monkeypatch.setattr(models, "PRESETS", dict(models.PRESETS))
-    models.register(Toy)
+    monkeypatch.setattr(registry, "REGISTERED", {})
+    models.register(TOY)
     yield
 
 
@@ -105,7 +107,7 @@ def test_family_of_the_guide_in_a_user_module(
     """The guide's example runs. ``--import`` takes its module by name or by path, before or after the command."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "palmoe.py").write_text(EXAMPLE.partition("models.register(Palmoe)")[0] + "models.register(Palmoe)\n")
+    (tmp_path / "palmoe.py").write_text(EXAMPLE.partition("models.register(FAMILY)")[0] + "models.register(FAMILY)\n")
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "palmoe.py").write_text("")
     try:
@@ -136,40 +138,42 @@ def test_failed_imports_name_the_module_in_one_line(
             assert capsys.readouterr().err == f"nnxmoe: error: {wanted}\n"
 
 
-def variant(**changes: Any) -> type[Toy]:
+def variant(**changes: Any) -> Family:
     """A Toy family with changed rows in its table. None removes a row."""
-    table = {key: row for key, row in (dict(Toy.hf_table) | changes).items() if row is not None}
-    return type("Variant", (Toy,), {"hf_table": table, "__module__": Toy.__module__})
+    table = {key: row for key, row in (dict(TOY.hf) | changes).items() if row is not None}
+    return dataclasses.replace(TOY, hf=table)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"layer.mlp.up.kernel": None}, r"Variant: the parameter layer\.mlp\.up\.kernel has no row in hf_table"),
+        ({"layer.mlp.up.kernel": None}, r"Toy: the parameter layer\.mlp\.up\.kernel has no row in hf"),
         ({"layer.attention.q.bias": None}, r"the parameter layer\.attention\.q\.bias has no row"),
         ({"layer.mlp.up.kernel": W("mlp.gate_proj.weight")}, r"gives layer\.mlp\.(gate|up)\.kernel.*the same tensor"),
-        ({"layer.mlp.up.kernel": W("mlp.up").rows(1, 2)}, r"no row of hf_table has part 0 of the 2 of .*mlp\.up"),
+        ({"layer.mlp.up.kernel": W("mlp.up").rows(1, 2)}, r"no row of hf has part 0 of the 2 of .*mlp\.up"),
         ({"layer.mlp.up.kernel": W("mlp").each("up")}, r"layer\.mlp\.up\.kernel has no dimension of experts"),
     ],
     ids=["no row", "no row for a bias that a config field adds", "two rows, one tensor", "half a tensor", "experts"],
 )
 def test_register_refuses_a_faulty_table(changes: dict[str, Any], message: str) -> None:
-    registered = dict(models.MODELS)
+    registered = dict(registry.REGISTERED)
     with pytest.raises(nnxmoe.ConfigError, match=message):
         models.register(variant(**changes))
-    assert models.MODELS == registered
+    assert registry.REGISTERED == registered
 
 
 def test_saving_names_a_parameter_without_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The row was removed after registration."""
     config = ToyConfig(vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
     model = Toy(config, rngs=nnx.Rngs(0))
-    monkeypatch.setattr(Toy, "hf_table", variant(**{"norm.scale": None}).hf_table)
-    with pytest.raises(nnxmoe.ConfigError, match=r"Toy: the parameter norm\.scale has no row in hf_table"):
+    monkeypatch.setattr(registry, "REGISTERED", {"qwen3": variant(**{"norm.scale": None})})
+    with pytest.raises(nnxmoe.ConfigError, match=r"Toy: the parameter norm\.scale has no row in hf"):
         nnxmoe.save_pretrained(model, tmp_path / "model")
 
 
 def test_unregistered_family_computes_logits() -> None:
-    kind = variant()
+    class Variant(Toy):
+        """A class without a family."""
+
     config = ToyConfig(vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
-    assert kind(config, rngs=nnx.Rngs(0))(np.arange(4)[None]).logits.shape == (1, 4, 40)
+    assert Variant(config, rngs=nnx.Rngs(0))(np.arange(4)[None]).logits.shape == (1, 4, 40)

@@ -14,7 +14,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from nnxmoe.models import MODELS, TEXT_OF
+from nnxmoe.models import MODELS
+from nnxmoe.models.registry import TEXT_OF
 
 FILE = Path(__file__).parents[1] / "data" / "declared_fields.json"
 # Files of transformers through which every causal language model runs.

@@ -18,6 +18,7 @@ from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.layers.recurrent.recurrence import RecurrentState, recurrence
 from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.family import Family
 from nnxmoe.model.layer import Layer, LayerOutput
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.llama import HF_DECODER
@@ -114,16 +115,6 @@ class Openings(CausalLM):
     """All openings in one model."""
 
     configs = (OpenConfig,)
-    hf_table = (
-        HF_DECODER
-        | {f"layer.attention.{x}.kernel": W(f"mixer.{x}.weight") for x in ("taps", "decay", "gate.g")}
-        | {f"layer.{x}_post_norm.scale": W(f"{x}_post_norm.weight") for x in ("attention", "mlp", "moe")}
-        | {
-            "layer.moe_norm.scale": W("post_attention_layernorm.weight"),
-            "layer.moe.router.kernel": W("mlp.gate.weight"),
-        }
-        | {f"layer.moe.experts.{x}": W("mlp.experts").each(f"{x}.weight") for x in ("gate", "up", "down")}
-    )
 
     def layer_type(self, index: int) -> str:
         return self.config.forms[index]
@@ -154,3 +145,16 @@ class Openings(CausalLM):
             return MLP(c.hidden_size, c.intermediate_size, bias=False, **kw)
         router = HashRouter(c.hidden_size, c.num_local_experts, SoftmaxTopK(c.num_experts_per_tok), bias=False, **kw)
         return self.moe(router, c.intermediate_size, **kw)
+
+
+_HF = (
+    HF_DECODER
+    | {f"layer.attention.{x}.kernel": W(f"mixer.{x}.weight") for x in ("taps", "decay", "gate.g")}
+    | {f"layer.{x}_post_norm.scale": W(f"{x}_post_norm.weight") for x in ("attention", "mlp", "moe")}
+    | {
+        "layer.moe_norm.scale": W("post_attention_layernorm.weight"),
+        "layer.moe.router.kernel": W("mlp.gate.weight"),
+    }
+    | {f"layer.moe.experts.{x}": W("mlp.experts").each(f"{x}.weight") for x in ("gate", "up", "down")}
+)
+OPENINGS = Family(model=Openings, hf=_HF)

@@ -13,8 +13,10 @@ from nnxmoe.layers.embed import Embed
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.family import Family
 from nnxmoe.model.layer import Layer
-from nnxmoe.models.llama import HF_DECODER, LlamaConfig
+from nnxmoe.models.llama import LlamaConfig
+from nnxmoe.models.shared.tables import HF_DECODER
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,8 +38,6 @@ class Toy(CausalLM):
     """A Qwen3 without sliding windows."""
 
     configs = (ToyConfig,)
-    presets = {"toy-8b": ToyConfig()}
-    hf_table = HF_DECODER
 
     def attention(self, index: int, **kw: Any) -> GQA:
         c = self.config
@@ -46,6 +46,9 @@ class Toy(CausalLM):
 
     def feed_forward(self, index: int, **kw: Any) -> MLP:
         return MLP(self.config.hidden_size, self.config.intermediate_size, bias=False, **kw)
+
+
+TOY = Family(model=Toy, hf=HF_DECODER, presets={"toy-8b": ToyConfig()})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,7 +91,6 @@ class Granite(CausalLM):
     """Llama with four factors: what to do where embedding, residual, scores and logits differ."""
 
     configs = (GraniteConfig,)
-    hf_table = HF_DECODER
 
     def embedding(self, **kw: Any) -> Embed:
         return super().embedding(functools.partial(ScaledEmbed, self.config.embedding_multiplier), **kw)
@@ -107,3 +109,6 @@ class Granite(CausalLM):
     def feed_forward(self, index: int, **kw: Any) -> MLP:
         c = self.config
         return MLP(c.hidden_size, c.intermediate_size, bias=c.mlp_bias, **kw)
+
+
+GRANITE = Family(model=Granite, hf=HF_DECODER)

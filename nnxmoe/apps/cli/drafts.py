@@ -41,12 +41,12 @@ def needs_mtp(choice: Choice | None, model: str, options: argparse.Namespace) ->
     from nnxmoe.apps.cli.summary import find
     from nnxmoe.model.mtp import has_mtp
     from nnxmoe.model.weight_names import prefix_of
-    from nnxmoe.models import model_class
+    from nnxmoe.models import family_of
 
     config, arrays = find(model, options.revision, options.local_files_only)
-    kind = model_class(config)
-    prefix = kind.mtp_prefixes[0].format(0) if kind.mtp_prefixes else prefix_of(config.num_hidden_layers)
-    return has_mtp(config, kind.hf_table) and any(name.startswith(prefix) for name in arrays)
+    family = family_of(config)
+    prefix = family.mtp_prefixes[0].format(0) if family.mtp_prefixes else prefix_of(config.num_hidden_layers)
+    return has_mtp(config, family.hf) and any(name.startswith(prefix) for name in arrays)
 
 
 def draft_of(choice: Choice | None, model: nnxmoe.CausalLM) -> Any:

@@ -41,7 +41,7 @@ from nnxmoe.model.quantization.methods import Method, Mixed, check_quantize_opti
 from nnxmoe.model.quantization.quantized_kernels import quantizable_kernels, quantized_kernels
 from nnxmoe.model.quantization.rounding import quantize_structure
 from nnxmoe.model.strategy import Strategy
-from nnxmoe.models import HUB_IDS, HUB_NOTES, model_class, near_presets, parse_config, preset
+from nnxmoe.models import CHECKPOINT_NOTES, HUB_IDS, family_of, model_class, near_presets, parse_config, preset
 from nnxmoe.runtime.progress import logger
 from nnxmoe.sharding_rules import RULES, check_mesh, partition_spec
 
@@ -135,7 +135,7 @@ def summarise(
     weights, active_bytes = _in_memory(model, config, jnp.dtype(kept))
     with contextlib.suppress(ConfigError):  # models without prediction layers; the counts above leave them out
         model.mtp = kind(config, rngs=None, dtype=kept, mtp=True).mtp
-    published = filter(None, (HUB_IDS.get(str(name).lower()), HUB_NOTES.get(str(name).lower())))
+    published = filter(None, (HUB_IDS.get(str(name).lower()), CHECKPOINT_NOTES.get(str(name).lower())))
     return Summary(
         str(name),
         config,
@@ -225,9 +225,8 @@ def _checked(
     quantisation."""
     config = _config(fields, where)
     tied = config.tie_word_embeddings and not untied(config, tensors)
-    arrays = split_tensors(
-        model_class(config).hf_names(config), tensor_arrays(dict(tensors), fields, where, checkpoint)
-    )
+    table = family_of(config).hf_names(config)
+    arrays = split_tensors(table, tensor_arrays(dict(tensors), fields, where, checkpoint))
     return dataclasses.replace(config, tie_word_embeddings=tied), arrays
 
 

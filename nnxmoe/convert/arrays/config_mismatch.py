@@ -33,7 +33,7 @@ def refuse_config_mismatch(model: CausalLM) -> None:
         raise CheckpointError(
             f"{family.__name__} with {type(config).__name__} is not the family registered for {config.model_type!r}, "
             "so it would load as a different model or not at all. Give its config a new model_type, and call "
-            f"nnxmoe.models.register({family.__name__}) first"
+            f"nnxmoe.models.register(Family(model={family.__name__}, hf=…)) first"
         )
     described = family(config, model.strategy, rngs=None, dtype=model.dtype, mtp=bool(model.mtp))
     if differences := list(_differences(model, described)):

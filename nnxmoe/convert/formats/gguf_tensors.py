@@ -18,7 +18,7 @@ from nnxmoe.convert.gguf.gguf_file import GGUF, GGUFInfo, library
 from nnxmoe.convert.storage.checkpoint import Checkpoint
 from nnxmoe.layers.linear.code_format import STORAGE_DTYPES, CodeFormat
 from nnxmoe.model.weight_names import Table, W, options
-from nnxmoe.models import model_class, parse_config
+from nnxmoe.models import family_of, parse_config
 
 _BLOCK = re.compile(r"blk\.([0-9]{1,6})\.")
 _PARTS = {"gate": "gate", "up": "up", "down": "down"}
@@ -79,7 +79,7 @@ def gguf_arrays(checkpoint: Checkpoint) -> dict[str, LazyArray]:
     """Name -> lazy array. Tensors that no parameter has keep the names of the file."""
     model = GGUF.open(checkpoint.folder)
     config, _ = parse_config(checkpoint.config, checkpoint.config_file)
-    table, pairs = model_class(config).hf_names(config), model.text("general.architecture") == "llama"
+    table, pairs = family_of(config).hf_names(config), model.text("general.architecture") == "llama"
     found: dict[str, LazyArray] = {}
     halves: dict[str, dict[str, LazyArray]] = {}
     for name, info in model.tensors.items():

@@ -46,7 +46,7 @@ from nnxmoe.convert.storage.write_safetensors import Tensors, write_sharded
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.quantization.methods import Method, Mixed, check_quantize_options
 from nnxmoe.model.strategy import Strategy, with_mesh
-from nnxmoe.models import model_class, parse_config, refuse_preset
+from nnxmoe.models import family_of, parse_config, refuse_preset
 from nnxmoe.moe.router_variants import TokenExpertTable
 from nnxmoe.runtime.progress import bytes_bar, logger
 
@@ -86,18 +86,18 @@ def from_pretrained(
     refuse_preset(path_or_hub_id)
     with Checkpoint.open(path_or_hub_id, revision=revision, local_files_only=local_files_only) as checkpoint:
         config, notes = _config(checkpoint)
-        kind = model_class(config)
-        if expect is not None and not issubclass(kind, expect):
+        family = family_of(config)
+        if expect is not None and not issubclass(family.model, expect):
             raise CheckpointError(
-                f"{checkpoint.folder} holds a {config.model_type} model: use {kind.__name__}.from_pretrained "
+                f"{checkpoint.folder} holds a {config.model_type} model: use {family.model.__name__}.from_pretrained "
                 f"or nnxmoe.from_pretrained, not {expect.__name__}.from_pretrained"
             )
         where = checkpoint.config_file
         found = split_tensors(
-            kind.hf_names(config), tensor_arrays(checkpoint.tensors, checkpoint.config, where, checkpoint)
+            family.hf_names(config), tensor_arrays(checkpoint.tensors, checkpoint.config, where, checkpoint)
         )
         refuse_oversized_config(config, found, where)
-        model = kind(config, strategy, rngs=None, mtp=mtp)
+        model = family.model(config, strategy, rngs=None, mtp=mtp)
         model.generation_config, more = generation_fields(checkpoint.folder, config)
         notes += (*more, *_other_copies(model, checkpoint), *checkpoint.notes)
         error = None
@@ -195,7 +195,7 @@ def _tensors(model: CausalLM, dtype: np.dtype | None) -> tuple[dict[str, LazyArr
     """The tensors of a saved model, with the copies that prediction layers have, and its quantization_config."""
     leaves = tensor_layout(model, times=model.config.folded()[1])
     leaves |= {name: leaves[main] for name, main in repeated_tensors(model, leaves).items()}
-    leaves = {re.sub(r"^model\.", model.hub_root, name): leaf for name, leaf in leaves.items()}
+    leaves = {re.sub(r"^model\.", family_of(model).hf_root, name): leaf for name, leaf in leaves.items()}
     found = model_arrays(leaves)
     for name, leaf in leaves.items():
         if isinstance(leaf.parts[0].variable, TokenExpertTable):

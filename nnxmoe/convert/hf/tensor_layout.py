@@ -20,8 +20,9 @@ from nnxmoe.convert.formats.module_tensors import ACTIVATION_SCALES
 from nnxmoe.convert.storage.find_checkpoint import group_towers
 from nnxmoe.layers.linear.quantized import ARRAYS
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.model.family_checks import row_missing
+from nnxmoe.model.family import Family, row_missing
 from nnxmoe.model.weight_names import Table, W, layer_of, options, prefix_of
+from nnxmoe.models import family_of
 from nnxmoe.models.shared.tables import HF_MTP
 
 HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
@@ -34,15 +35,16 @@ def tensor_layout(model: CausalLM, arrays: LazyArrays | None = None, times: floa
     """Map tensor names to an `ArrayLayout` for every parameter. Of several names, the first of ``arrays`` is used (per
     layer), rather one of the right shape; else the first of the table. ``times``: a factor on the queries, see
     `DecoderConfig.query_scalar`."""
-    names, table = {} if arrays is None else arrays, model.hf_names(model.config)
+    family = family_of(model)
+    names, table = {} if arrays is None else arrays, family.hf_names(model.config)
     found: dict[str, ArrayLayout] = {}
     for parameter in parameters(model, codes=True):
         key = parameter.key.removesuffix(parameter.ending)
         if key not in table:
-            raise ConfigError(row_missing(type(model), key))
+            raise ConfigError(row_missing(family, key))
         change = ValueChange(times=times if parameter.takes_query_scalar else 1.0)
         for layer, one in parameter.layers():
-            prefix = _prefix(model, key, layer)
+            prefix = _prefix(family, model.config.num_hidden_layers, key, layer)
             rows = [_named(w, prefix, one, change) for w in options(table, key)]
             chosen = [row for row in rows if any(name in names for name, _, _ in row)]
             fit = [row for row in chosen if len(chosen) == 1 or _fit(row, names)]
@@ -53,13 +55,11 @@ def tensor_layout(model: CausalLM, arrays: LazyArrays | None = None, times: floa
     return {HEAD if swap and name == EMBED else name: leaf for name, leaf in found.items()}
 
 
-def _prefix(model: CausalLM, key: str, layer: int | None) -> str:
-    """What the name of a parameter's tensor begins with; some families store prediction layers apart from the others
-    (`CausalLM.mtp_prefixes`)."""
-    apart, first = model.mtp_prefixes, model.config.num_hidden_layers
-    if layer is None or layer < first or not apart:
+def _prefix(family: Family, depth: int, key: str, layer: int | None) -> str:
+    """Return the prefix of a parameter's tensor. Layers from number ``depth`` on are prediction layers."""
+    if layer is None or layer < depth or not family.mtp_prefixes:
         return prefix_of(layer)
-    return apart[not key.startswith(_MTP)].format(layer - first)
+    return family.mtp_prefixes[not key.startswith(_MTP)].format(layer - depth)
 
 
 def _named(w: W, prefix: str, parameter: Parameter, change: ValueChange) -> list[tuple[str, ArrayLayout, Parameter]]:
@@ -92,7 +92,7 @@ def repeated_tensors(model: CausalLM, names: Container[str]) -> dict[str, str]:
     they repeat, the arrays of a quantised head each. They are written for readers that expect them, and never read."""
     found = {}
     for k in range(len(model.mtp)):
-        for copy, main in _repeated(model.hf_table, model.config.num_hidden_layers + k).items():
+        for copy, main in _repeated(family_of(model).hf, model.config.num_hidden_layers + k).items():
             endings = [ending for ending in ("", *(f".{array}" for array in ARRAYS)) if main + ending in names]
             found |= {copy + ending: main + ending for ending in endings} or {copy: EMBED}
     return found
@@ -157,7 +157,7 @@ def _skip_rules(
     model: CausalLM, left: Set[str], leaves: Iterable[str], arrays: LazyArrays
 ) -> dict[str, Callable[[str], bool]]:
     """Rules for tensors that are skipped on purpose: description -> predicate of a tensor's name."""
-    config, table, unused = model.config, model.hf_table, model.config.unused_tensors
+    config, table, unused = model.config, family_of(model).hf, model.config.unused_tensors
     first = config.num_hidden_layers
     numbers = range(first, first + getattr(config, "num_nextn_predict_layers", 0))
     # Tensors that only prediction layers have, not surplus layers. HF_MTP: for families whose table lacks such names.

@@ -48,7 +48,7 @@ from nnxmoe.convert.storage.find_checkpoint import read_config_fields
 from nnxmoe.convert.storage.multihost import shared_folder
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.strategy import Strategy
-from nnxmoe.models import parse_config
+from nnxmoe.models import family_of, parse_config
 from nnxmoe.runtime.progress import bytes_bar, logger
 
 _MTP = "mtp_block"  # MaxText's prediction layers, beside the decoder
@@ -142,12 +142,12 @@ def _model(
     stacked = {name for name, leaf in wanted.items() if leaf.axis is not None}
     turned = _layers_first({n: a.shape for n, (a, aux) in names.items() if not aux}, wanted)
     # MaxText 0.2.5 puts layers on axis 0 in ``nnx_aux`` too, and for the routers' biases in states of its NNX models.
-    bias = f"/{model.maxtext_table.get('layer.moe.router.bias', ('',))[0]}"
+    bias = f"/{family_of(model).maxtext.table.get('layer.moe.router.bias', ('',))[0]}"
     of_nnx = any(re.match("(params/|state/)*model/", name) for name in found)
     biases = {n: names[n][0].shape for n in stacked & names.keys() if n.endswith(bias)}
     first = {n for n, s in biases.items() if s == wanted[n].shape[::-1] and (of_nnx or s != wanted[n].shape)}
     given = {n: a.swapped() if (aux or turned or n in first) and n in stacked else a for n, (a, aux) in names.items()}
-    given = from_maxtext(wanted, given, model.maxtext_streams)
+    given = from_maxtext(wanted, given, family_of(model).maxtext.streams(config))
     misfit = f"{report.source} does not fit the config ({config.model_type})"
     report = compare_arrays(wanted, given, dataclasses.replace(report, skipped=skipped), strict=True)
     load_model(model, wanted, given, kind, report, misfit)
@@ -168,7 +168,7 @@ def save(
     found = maxtext_arrays(model, scan_layers)
     _warn_of_rounding(model, found)
     with shared_folder(folder) as stage, bytes_bar(sum(a.nbytes for a in found.values()), "writing") as bar:
-        row = model.maxtext_table.get("layer.moe.router.bias", ("/",))[0]
+        row = family_of(model).maxtext.table.get("layer.moe.router.bias", ("/",))[0]
         biases = {n: a.swapped() for n, a in found.items() if n.endswith(f"/{row}") and len(a.shape) == 2}
         both = {"params": unflatten_dict(found, sep="/"), BIASES: unflatten_dict(biases, sep="/")}
         params = {"params": both if biases else {"params": both["params"]}}

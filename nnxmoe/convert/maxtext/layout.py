@@ -31,7 +31,8 @@ from nnxmoe.convert.arrays.model_arrays import model_arrays
 from nnxmoe.convert.files.errors import CheckpointError
 from nnxmoe.convert.maxtext import stream_weights
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.model.maxtext_layers import LayerBlocks, LayerGroups, Places
+from nnxmoe.model.family import LayerBlocks, LayerGroups, Places
+from nnxmoe.models import family_of
 
 KEY, EMBED = "layer.attention.k.", "embed.table"
 NO_CHANGES: Mapping[str, ValueChange] = {}
@@ -53,8 +54,9 @@ def maxtext_layout(
 ) -> dict[str, ArrayLayout]:
     """Map MaxText's names to an `ArrayLayout` for every parameter. ``changes``: beginning of a key -> its change.
     Raises CheckpointError for a model that MaxText does not have."""
-    if not model.maxtext_table:
-        kind = model.config.model_type
+    config, maxtext = model.config, family_of(model).maxtext
+    if not maxtext.table:
+        kind = config.model_type
         raise CheckpointError(f"there is no table of MaxText's names for {kind!r} models: choose another format")
     if model.mtp:
         raise CheckpointError(
@@ -62,18 +64,14 @@ def maxtext_layout(
             "states before the final norm: choose another format, or load a Hugging Face folder "
             "(nnxmoe.save_pretrained) without mtp=True"
         )
-    every, found, shared, kinds = (
-        parameters(model),
-        dict[str, ArrayLayout](),
-        model.maxtext_columns,
-        model.maxtext_kinds,
-    )
+    every, found = parameters(model), dict[str, ArrayLayout]()
+    shared, layer_types = maxtext.columns(config), maxtext.layer_types(config)
     places = _places(model, {p.stack: p.layer for p in reversed(every) if p.layer is not None}, scan_layers)
     for parameter in every:
-        if parameter.key not in model.maxtext_table:
-            kind = model.config.model_type
+        if parameter.key not in maxtext.table:
+            kind = config.model_type
             raise CheckpointError(f"MaxText's {kind} has no parameter like {parameter.key}: choose another format")
-        row = MaxTextRow(*model.maxtext_table[parameter.key])
+        row = MaxTextRow(*maxtext.table[parameter.key])
         change = next((changes[start] for start in changes if parameter.key.startswith(start)), UNCHANGED)
         leaf, columns = (
             ArrayLayout(parameter.key, parameter.of_layer, change=change, axes=row.axes),
@@ -81,7 +79,7 @@ def maxtext_layout(
         )
         for layer, part in parameter.layers():
             group, dims = ("", ()) if layer is None else places[layer]
-            name = row.name if layer is None else f"decoder/{group}/{row.name.replace(_KIND, kinds[layer])}"
+            name = row.name if layer is None else f"decoder/{group}/{row.name.replace(_KIND, layer_types[layer])}"
             if dims:
                 stacked = group.split("/")[0], *("local_layers",) * (len(dims) - 1)
                 axes = *row.axes[:1], *stacked, *row.axes[1:]
@@ -111,7 +109,8 @@ def _arranged(
 def _places(model: CausalLM, stacks: Mapping[int | None, int], scan: bool) -> Places:
     """The place of each layer. Raises CheckpointError if the layers are not those of MaxText's model; ``stacks``: the
     first layer of each stack."""
-    config, layers = model.config, model.maxtext_layers
+    config, maxtext = model.config, family_of(model).maxtext
+    layers = maxtext.layers(config)
     kind, groups = config.model_type, [group for group, _ in layers.places(config.sparse_layers, True)]
     if isinstance(layers, LayerGroups) and len({groups[first] for first in stacks.values()}) < len(stacks):
         raise CheckpointError(
@@ -119,11 +118,11 @@ def _places(model: CausalLM, stacks: Mapping[int | None, int], scan: bool) -> Pl
             "choose another format"
         )
     if isinstance(layers, LayerBlocks):
-        block, first, found = len(layers.kinds), layers.first, model.maxtext_kinds[layers.first :]
+        block, first, found = len(layers.layer_types), layers.first, maxtext.layer_types(config)[layers.first :]
         differ = len({(i % block, model.layer_type(first + i)) for i in range(len(found))}) > block
-        if differ or any(one != layers.kinds[i % block] for i, one in enumerate(found)):
+        if differ or any(one != layers.layer_types[i % block] for i, one in enumerate(found)):
             raise CheckpointError(
-                f"MaxText's {kind} repeats blocks of {some(layers.kinds, 8)} layers, and this model's layers are "
+                f"MaxText's {kind} repeats blocks of {some(layers.layer_types, 8)} layers, and this model's layers are "
                 f"{some(found, 8)}, or differ in more: choose another format"
             )
         if scan and len(found) % block:
@@ -136,7 +135,8 @@ def _places(model: CausalLM, stacks: Mapping[int | None, int], scan: bool) -> Pl
 
 def is_scanned(model: CausalLM, names: Iterable[str]) -> bool:
     """Whether MaxText's names are those of scanned layers."""
-    groups = {group for group, dims in model.maxtext_layers.places(model.config.sparse_layers, True) if dims}
+    layers = family_of(model).maxtext.layers(model.config)
+    groups = {group for group, dims in layers.places(model.config.sparse_layers, True) if dims}
     return any(name.startswith(f"decoder/{group}/") for name in names for group in groups)
 
 
@@ -146,7 +146,7 @@ def value_changes(model: CausalLM) -> dict[str, ValueChange]:
     features = "pairs" if config.scale_in_queries and isinstance(config.rope, Llama3Rope) else "as they are"
     key = ValueChange(features=features)
     query = dataclasses.replace(key, over=config.query_scalar**0.5 if config.scale_in_queries else 1.0)
-    embed = ValueChange(times=config.hidden_size**0.5 if model.maxtext_scales_embeddings else 1.0)
+    embed = ValueChange(times=config.hidden_size**0.5 if family_of(model).maxtext.scales_embeddings else 1.0)
     return {QUERY: query, KEY: key, EMBED: embed}
 
 
@@ -162,7 +162,8 @@ def maxtext_arrays(model: CausalLM, scan_layers: bool, dtype: Any = None) -> dic
         else:
             parts.setdefault(name.split(_SHARED)[0], []).append((array, stored.columns))
     made |= {name: LazyArray.of_columns(each) for name, each in parts.items()}
-    return stream_weights.split_streams(made, model.maxtext_streams) if model.maxtext_streams else made
+    streams = family_of(model).maxtext.streams(model.config)
+    return stream_weights.split_streams(made, streams) if streams else made
 
 
 def from_maxtext(leaves: Mapping[str, ArrayLayout], given: LazyArrays, streams: int) -> dict[str, LazyArray]:

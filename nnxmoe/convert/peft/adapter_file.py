@@ -14,6 +14,7 @@ from nnxmoe.convert.peft.peft_config import Settings
 from nnxmoe.convert.storage.find_checkpoint import WRAPPERS, normalize_prefixes
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.weight_names import options
+from nnxmoe.models import family_of
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 _OUTSIDE = "base_model.model."  # in PEFT's names, before that of the base model
@@ -87,7 +88,7 @@ def read_expert_adapters(
     (lead, (ins,), (outs,)), _ = slot.dimensions
     found: dict[tuple[int, int], tuple[str, tuple[int, float]]] = {}
     for number, kernel in enumerate(slot.kernels):
-        for w in options(model.hf_names(model.config), slot.key.rpartition(".")[0] + "." + kernel):
+        for w in options(family_of(model).hf_names(model.config), slot.key.rpartition(".")[0] + "." + kernel):
             for expert in range(lead[-1]) if w.per_expert else ():
                 module = w.tensor(layer, expert).removesuffix(".weight")
                 tensors = f"base_model.model.{module}.lora_"

@@ -41,6 +41,7 @@ from nnxmoe.layers.linear.quantized import QuantizedWeight
 from nnxmoe.model.causal_lm import CausalLM, check_model
 from nnxmoe.model.compiled import require_values
 from nnxmoe.model.weight_names import layer_of, options
+from nnxmoe.models import family_of
 from nnxmoe.runtime.progress import logger
 from nnxmoe.sharding import spans_hosts
 
@@ -66,7 +67,7 @@ def save(model: CausalLM, folder: str | os.PathLike[str], *, overwrite: bool = F
     report = model.load_report
     if report is not None and report.towers:
         logger.warning("%s: an adapter of the text model alone, to load here or beside its save_pretrained", folder)
-    if unknown := sorted({one.slot.name for one in pieces if one.slot.name.startswith(model.not_for_peft)}):
+    if unknown := sorted({one.slot.name for one in pieces if one.slot.name.startswith(family_of(model).peft_excluded)}):
         logger.warning("%s: peft has no layers for the adapters of %s: load them here", folder, ", ".join(unknown))
     if report is not None and report.files is not None and is_gguf(report.files):
         text = "%s: its base model is the GGUF file %s, which peft cannot load: give peft the original model instead"
@@ -169,7 +170,7 @@ def _targeted(
 ) -> Iterator[tuple[AdapterSlot, int, Numbers, str]]:
     """The adapters that the settings name, with the names of their parameters, which older files spell differently."""
     for slot in adapter_slots(model):
-        rows = () if slot.name == "head" else options(model.hf_names(model.config), slot.key)
+        rows = () if slot.name == "head" else options(family_of(model).hf_names(model.config), slot.key)
         older = [w for w in rows if w.whole and not w.per_expert]
         for layer in slot.layers:
             asked, spellings = [], [parameter_name(model, slot, layer)]

@@ -15,6 +15,7 @@ from nnxmoe.layers.linear.kernel import as_weight, kernel_param
 from nnxmoe.layers.linear.lora import LoRA
 from nnxmoe.model.causal_lm import CausalLM, check_model
 from nnxmoe.model.paths import layer_modules, name_of
+from nnxmoe.models import family_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,11 +100,11 @@ def adapter_slots(model: CausalLM) -> list[AdapterSlot]:
 
 def select_slots(model: CausalLM, targets: str | Sequence[str] | None) -> list[AdapterSlot]:
     """The slots whose names equal a target or start with ``target.``; None: all but router, embedding, head, indexers,
-    which have no gradient, and those of `CausalLM.not_for_peft`."""
+    which have no gradient, and those of `Family.peft_excluded`."""
     check_model(model)
     every = adapter_slots(model)
     if targets is None:
-        left_out = "router", "embed", "head", "attention.indexer", *model.not_for_peft
+        left_out = "router", "embed", "head", "attention.indexer", *family_of(model).peft_excluded
         return [slot for slot in every if not slot.name.startswith(left_out)]
     if not isinstance(targets, Iterable) or isinstance(targets, bytes):
         raise ValueError(f"targets={short(targets)}: give the name of a projection, or a list of them")

@@ -14,6 +14,7 @@ from nnxmoe.layers.linear.kernel import ParamWeight
 from nnxmoe.layers.linear.lora import LoRA
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.weight_names import in_transformers, options
+from nnxmoe.models import family_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +65,7 @@ class LayerAdapter:
         """The tensors of ``a`` and ``b``."""
         slot, found = self.slot, []
         made = slot.shapes(*self.numbers, np.dtype(np.float32))
-        first = options(model.hf_names(model.config), slot.key)[0]
+        first = options(family_of(model).hf_names(model.config), slot.key)[0]
         times = model.config.folded()[1] if slot.key.startswith(QUERY) else 1.0
         for letter, variable in (("A", made.a), ("B", made.b)):
             kind = f"lora_embedding_{letter}" if slot.name == "embed" else f"lora_{letter}.weight"
@@ -79,7 +80,7 @@ def parameter_name(model: CausalLM, slot: AdapterSlot, layer: int) -> str:
     """The parameter name in transformers 5 of a slot's kernels: ``model.layers.3.self_attn.q_proj.weight``."""
     if slot.name == "head":  # of a tied head too, which has the key of the embedding
         return "lm_head.weight"
-    name = in_transformers(model.hf_names(model.config), slot.key)
+    name = in_transformers(family_of(model).hf_names(model.config), slot.key)
     return name.tensor(layer if slot.key.startswith("layer.") else None)
 
 

@@ -1,0 +1,213 @@
+"""Registry of the model families by ``model_type`` and preset. A family is imported when it is first used."""
+
+import importlib
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from nnxmoe.config.base import DecoderConfig
+from nnxmoe.config.bounds import ConfigError
+from nnxmoe.config.nested import text_fields
+from nnxmoe.config.printable import did_you_mean, short
+from nnxmoe.config.undeclared import refuse_other_models
+from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.family import Family
+from nnxmoe.models.index import ARCHITECTURES, MODULE_OF_PRESET, MODULE_OF_TYPE, MODULES
+
+logger = logging.getLogger(__name__)
+Value = TypeVar("Value")
+REGISTERED: dict[str, Family] = {}  # model_type -> family passed to `register`; these replace families of this folder
+TEXT_OF = {"step3p7": "step3p5"}  # multimodal model_type -> that of its text model, where it is not `…_text`
+# Supported model_type -> families that are not supported and differ least from it.
+RELATIVES = {
+    "deepseek_v3": "longcat_flash",
+    "glm4_moe": "glm4v_moe",
+    "mixtral": "minimax phimoe granitemoe jamba",
+    "qwen3_moe": "hunyuan_v1_moe",
+    "olmoe": "flex_olmo",
+    "qwen3": "olmo2 olmo3 gemma3",
+    "qwen2": "qwen2_vl qwen2_5_vl",
+    "mistral": "ministral",
+    "llama": "gemma gemma2 granite internlm2 llama4 phi3 smollm3 stablelm",
+}
+
+
+class LazyTable(Mapping[str, Value]):
+    """A mapping whose names are known and whose values are computed on access."""
+
+    def __init__(self, names: Callable[[], Sequence[str]], value: Callable[[str], Value]):
+        self._names, self._value = names, value
+
+    def __getitem__(self, name: str) -> Value:
+        return self._value(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names())
+
+    def __len__(self) -> int:
+        return len(self._names())
+
+
+def _families_in(module: str) -> Sequence[Family]:
+    """Import a module of this folder and return its families."""
+    names = vars(importlib.import_module(f"nnxmoe.models.{module}"))
+    return names["FAMILIES"] if "FAMILIES" in names else (names["FAMILY"],)
+
+
+def _family_of_type(model_type: str) -> Family:
+    """Return the family of a ``model_type``. Raises KeyError for unknown types."""
+    if model_type in REGISTERED:
+        return REGISTERED[model_type]
+    families = _families_in(MODULE_OF_TYPE[model_type])
+    return next(family for family in families if model_type in (config.model_type for config in family.configs))
+
+
+def _family_of_preset(name: str) -> Family:
+    """Return the family that has a preset. Raises KeyError for unknown presets."""
+    for family in reversed(REGISTERED.values()):
+        if name in family.presets:
+            return family
+    return next(family for family in _families_in(MODULE_OF_PRESET[name]) if name in family.presets)
+
+
+def family_of(source: CausalLM | DecoderConfig) -> Family:
+    """Return the family of a config by its ``model_type``, or of a model by its class or the first known base.
+
+    Raises ConfigError if no family is registered for it.
+    """
+    if isinstance(source, DecoderConfig):
+        return _family_of_type(source.model_type)
+    for base in type(source).__mro__:
+        module = base.__module__.removeprefix("nnxmoe.models.")
+        for family in (*REGISTERED.values(), *(_families_in(module) if module in MODULES else ())):
+            if family.model is base:
+                return family
+    name = type(source).__name__
+    raise ConfigError(f"{name} belongs to no family: call nnxmoe.models.register(Family(model={name}, hf=…))")
+
+
+def _types() -> list[str]:
+    return list(dict.fromkeys((*MODULE_OF_TYPE, *REGISTERED)))
+
+
+def _classes(model_type: str) -> tuple[type[DecoderConfig], type[CausalLM]]:
+    family = _family_of_type(model_type)
+    return next(config for config in family.configs if config.model_type == model_type), family.model
+
+
+def _preset_names() -> list[str]:
+    registered = (name for family in REGISTERED.values() for name in family.presets)
+    return list(dict.fromkeys((*MODULE_OF_PRESET, *registered)))
+
+
+FAMILIES = LazyTable(_types, _family_of_type)  # model_type -> family
+MODELS = LazyTable(_types, _classes)  # model_type -> config class and model class
+PRESETS = LazyTable(_preset_names, lambda name: _family_of_preset(name).presets[name])
+HUB_IDS = LazyTable(  # preset -> the published checkpoint
+    lambda: [name for name in PRESETS if name in _family_of_preset(name).hub_ids],
+    lambda name: _family_of_preset(name).hub_ids[name],
+)
+CHECKPOINT_NOTES = LazyTable(  # preset -> how its files differ from what is loaded
+    lambda: [name for name in PRESETS if name in _family_of_preset(name).checkpoint_notes],
+    lambda name: _family_of_preset(name).checkpoint_notes[name],
+)
+
+
+def register(family: Family) -> None:
+    """Register a family under the ``model_type`` of each of its configs, and its presets by name.
+
+    Required before loading, saving or planning models of a custom class. Raises ConfigError if a parameter has no row
+    in the table of tensor names.
+    """
+    from nnxmoe.model.family_checks import refuse_unnamed_parameters
+
+    if not isinstance(family, Family):
+        raise ValueError(f"register({short(family)}): pass an nnxmoe.models.Family")
+    refuse_unnamed_parameters(family)
+    REGISTERED.update({config.model_type: family for config in family.configs})
+
+
+def config_from_hf(fields: Mapping[str, Any]) -> DecoderConfig:
+    """The config of a parsed config.json, or of the text model in it. Raises ConfigError for unsupported models and
+    values (see `DecoderConfig.from_hf`), and warns of fields that are dropped."""
+    config, notes = _parsed(text_fields(fields))
+    for note in notes:
+        logger.warning("%s", note)
+    return config
+
+
+def _parsed(fields: Mapping[str, Any]) -> tuple[DecoderConfig, tuple[str, ...]]:
+    """Return the config and the notes of the fields of a text model."""
+    family_config = config_class(fields)
+    registered = {config.architecture for family in REGISTERED.values() for config in family.configs}
+    refuse_other_models(fields, ARCHITECTURES | registered)
+    return family_config.from_hf(fields), family_config.notes(fields)
+
+
+def parse_config(fields: Mapping[str, Any], where: str) -> tuple[DecoderConfig, tuple[str, ...]]:
+    """The config of a parsed config.json, and what to report of it; errors name the file ``where``."""
+    try:
+        return _parsed(fields)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def config_class(fields: Mapping[str, Any]) -> type[DecoderConfig]:
+    """The class for the ``model_type`` of a parsed config.json. Raises ConfigError if there is none."""
+    if not isinstance(fields, Mapping):
+        raise ConfigError(f"config.json must hold an object, got {type(fields).__name__}")
+    model_type = fields.get("model_type")
+    if isinstance(model_type, str):  # the text model of a multimodal one, without its own type
+        text_type = f"{model_type}_text"
+        model_type = TEXT_OF.get(model_type, text_type if text_type in MODELS else model_type)
+    if not isinstance(model_type, str) or model_type not in MODELS:
+        raise ConfigError(
+            f"model_type {short(model_type)} is not supported{_relative(model_type)}; supported: {', '.join(MODELS)}"
+        )
+    return MODELS[model_type][0]
+
+
+def _relative(model_type: Any) -> str:
+    """Describe how an unsupported model_type differs from the closest supported one, if one is known."""
+    for name, relatives in RELATIVES.items():
+        if str(model_type).removesuffix("_text") in relatives.split():
+            return (
+                f", since its layers are not those of {name}, its closest relative: with another model_type it would "
+                f"compute something else. A family can be added, see models/README.md and "
+                f"models/{MODULE_OF_TYPE[name]}.py"
+            )
+    return ""
+
+
+def preset(name: str | os.PathLike[str]) -> DecoderConfig | None:
+    """The preset of that name; None if there is none, or if a folder of that name exists."""
+    is_path = isinstance(name, str | os.PathLike)
+    return PRESETS.get(str(name).lower()) if is_path and not os.path.isdir(name) else None
+
+
+def near_presets(name: str | os.PathLike[str]) -> str:
+    """Hint for an unknown model: the presets with the nearest names, or the command that lists all presets."""
+    near = did_you_mean(str(name), PRESETS, 3)
+    return near or "; nnxmoe inspect --help lists the presets, which need no files"
+
+
+def refuse_preset(name: str | os.PathLike[str]) -> None:
+    """Raise ConfigError if weights are asked of a preset, which has none, with the hub id that has them."""
+    if preset(name) is not None:
+        where = HUB_IDS.get(str(name).lower(), "its name on the hub, such as 'org/name'")
+        raise ConfigError(f"{name} is a preset, a config without weights: give {where}, or a folder")
+
+
+def is_registered(model: CausalLM) -> bool:
+    """Whether loading the config of a model builds a model of its class."""
+    model_type = model.config.model_type
+    return model_type in MODELS and MODELS[model_type] == (type(model.config), type(model))
+
+
+def model_class(config: DecoderConfig) -> type[CausalLM]:
+    """The model class of a config."""
+    return MODELS[config.model_type][1]
