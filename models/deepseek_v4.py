@@ -116,9 +116,9 @@ class DeepSeekV4Config(DecoderConfig):
         _ = self.compressed_rope, self.rates
 
     @classmethod
-    def undeclared(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
+    def unknown_fields(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
         both = {f"rope_parameters.{kind}" for kind in ("main", "compress")}
-        return {name: value for name, value in super().undeclared(fields).items() if name not in both}
+        return {name: value for name, value in super().unknown_fields(fields).items() if name not in both}
 
     def to_hf(self) -> dict[str, Any]:
         return {name: value for name, value in super().to_hf().items() if name != "intermediate_size"}

@@ -54,7 +54,7 @@ class MiniMaxM3VLTextConfig(PartialRotaryConfig):
     scale_in_queries = False
     aliases = {"num_experts": "num_local_experts"}
     fixed = {"scoring_func": ("sigmoid",), "use_qk_norm": (True,), "use_routing_bias": (True,)}
-    # Fields of published files that transformers does not read; `_given` reads the last two.
+    # Fields of published files that transformers does not read; `_standard_fields` reads the last two.
     ignored = """rotary_dim router_jitter_noise output_router_logits router_aux_loss_coef qk_norm_type use_gemma_norm
         merged_hidden_size use_mtp num_mtp_modules mtp_transformer_layers max_model_len
         sparse_attention_config moe_layer_freq"""
@@ -86,8 +86,8 @@ class MiniMaxM3VLTextConfig(PartialRotaryConfig):
     eos_token_id: int | Sequence[int] | None = 200020
 
     @classmethod
-    def _given(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
-        given = super()._given(fields) | {"hidden_act": "silu"}  # transformers ignores the field
+    def _standard_fields(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
+        given = super()._standard_fields(fields) | {"hidden_act": "silu"}  # transformers ignores the field
         nested = given.get("sparse_attention_config") or {}
         if not isinstance(nested, Mapping):
             raise ConfigError(f"sparse_attention_config must be an object or null, got {short(nested)}")

@@ -96,8 +96,8 @@ class NemotronHConfig(GroupedExpertsConfig):
         check_multiple(self, "mamba_num_heads", "n_groups")
 
     @classmethod
-    def _given(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
-        given = super()._given(fields)
+    def _standard_fields(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
+        given = super()._standard_fields(fields)
         pattern, kinds = given.pop("hybrid_override_pattern", None), given.get("layer_types")
         if kinds is None and pattern is not None:
             if not isinstance(pattern, str) or set(pattern) - set(_LETTERS):

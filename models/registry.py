@@ -8,9 +8,8 @@ from typing import Any, TypeVar
 
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import ConfigError
-from nnxmoe.config.nested import text_fields
+from nnxmoe.config.config_json import refuse_other_models, text_fields
 from nnxmoe.config.printable import did_you_mean, short
-from nnxmoe.config.undeclared import refuse_other_models
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.family import Family
 from nnxmoe.models.index import ARCHITECTURES, MODULE_OF_PRESET, MODULE_OF_TYPE, MODULES

@@ -159,8 +159,8 @@ class Step3p5Config(PartialRopesConfig):
     pad_token_id: int | None = 1
 
     @classmethod
-    def _given(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
-        given = super()._given(fields)
+    def _standard_fields(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
+        given = super()._standard_fields(fields)
         counts = (given.get(name, getattr(cls, name)) for name in ("num_hidden_layers", "num_nextn_predict_layers"))
         return _translated(given, *counts)
 

@@ -120,70 +120,69 @@ class DecoderConfig(KnownFields):
     def from_hf(cls, fields: Mapping[str, Any]) -> Self:
         """Config from a parsed config.json (transformers 4 or 5 style); absent fields take the family's defaults.
 
-        Raises ConfigError for unsupported values, and for undeclared fields with which transformers computes something
-        else. Other undeclared fields are dropped, as in
-        transformers: see `notes`.
+        Raises ConfigError for unsupported values, and for unknown fields with which transformers computes something
+        else. Other unknown fields are dropped, as in transformers: see `notes`.
         """
-        from nnxmoe.config.undeclared import refuse_effective
+        from nnxmoe.config.config_json import refuse_effective
 
-        given, known = cls._given(fields), cls._known()
-        for name, allowed in cls._declared("fixed").items():
-            if name in given and name not in known and not is_one_of(given[name], allowed):
+        values, known = cls._standard_fields(fields), cls._field_names()
+        for name, allowed in cls._inherited("fixed").items():
+            if name in values and name not in known and not is_one_of(values[name], allowed):
                 raise ConfigError(
-                    f"{name} {short(given[name])} is not supported; supported: {', '.join(map(repr, allowed))}"
+                    f"{name} {short(values[name])} is not supported; supported: {', '.join(map(repr, allowed))}"
                 )
-        given.setdefault("dtype", given.get("torch_dtype"))
-        for name in _ROPES & given.keys():
-            if isinstance(rope := given[name], Mapping):
-                given[name] = {k: v for k, v in rope.items() if k in cls.rope_keys or isinstance(v, Mapping)}
-        config = cls(**{k: v for k, v in given.items() if k in known})
-        refuse_effective(config, cls.undeclared(fields), fields)
+        values.setdefault("dtype", values.get("torch_dtype"))
+        for name in _ROPES & values.keys():
+            if isinstance(rope := values[name], Mapping):
+                values[name] = {k: v for k, v in rope.items() if k in cls.rope_keys or isinstance(v, Mapping)}
+        config = cls(**{k: v for k, v in values.items() if k in known})
+        refuse_effective(config, cls.unknown_fields(fields), fields)
         return config
 
     @classmethod
     def notes(cls, fields: Mapping[str, Any]) -> tuple[str, ...]:
         """Notes on a config.json: fields that `from_hf` drops, and ids outside the vocabulary."""
-        from nnxmoe.config.undeclared import described
+        from nnxmoe.config.config_json import describe_fields
 
-        unread = described(cls.undeclared(fields))
+        unread = describe_fields(cls.unknown_fields(fields))
         text = f"config.json has fields that {cls.model_type} models do not read, here as in transformers: "
-        odd = check_token_ids(fields, fields.get("vocab_size", cls.vocab_size))
-        beyond = (f"config.json: {some(odd)}: not in the vocabulary, and ignored",) if odd else ()
-        return ((text + some(unread, 20),) if unread else ()) + beyond
+        outside = check_token_ids(fields, fields.get("vocab_size", cls.vocab_size))
+        ignored = (f"config.json: {some(outside)}: not in the vocabulary, and ignored",) if outside else ()
+        return ((text + some(unread, 20),) if unread else ()) + ignored
 
     @classmethod
-    def undeclared(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
+    def unknown_fields(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
         """The fields of a config.json, and of its rope object, that this family neither has nor knows to ignore."""
-        from nnxmoe.config.undeclared import IGNORED
+        from nnxmoe.config.config_json import IGNORED
 
         ignored = IGNORED | {name for base in cls.__mro__ for name in vars(base).get("ignored", "").split()}
-        known = cls._known() | ignored | cls._declared("fixed").keys() | cls._declared("aliases").keys()
-        found = {name: value for name, value in fields.items() if name not in known}
+        known = cls._field_names() | ignored | cls._inherited("fixed").keys() | cls._inherited("aliases").keys()
+        unknown = {name: value for name, value in fields.items() if name not in known}
         for name in _ROPES & fields.keys():
             if isinstance(rope := fields[name], Mapping):
-                found |= {f"{name}.{k}": rope[k] for k in rope.keys() - cls.rope_keys if f"{name}.{k}" not in known}
-        return found
+                unknown |= {f"{name}.{k}": rope[k] for k in rope.keys() - cls.rope_keys if f"{name}.{k}" not in known}
+        return unknown
 
     @classmethod
-    def _known(cls) -> set[str]:
+    def _field_names(cls) -> set[str]:
         return {field.name for field in dataclasses.fields(cls)}
 
     @classmethod
-    def _given(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
+    def _standard_fields(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
         """The fields under this family's names. Raises ConfigError if two names of a field have different values."""
-        aliases = cls._declared("aliases")
-        given: dict[str, tuple[str, Any]] = {}  # field -> the name it has in the file, and its value
+        aliases = cls._inherited("aliases")
+        values: dict[str, tuple[str, Any]] = {}  # field -> the name it has in the file, and its value
         for alias, value in fields.items():
             name = aliases.get(alias, alias)
-            first, other = given.setdefault(name, (alias, value))
+            first, other = values.setdefault(name, (alias, value))
             if other is None:
-                given[name] = alias, value
+                values[name] = alias, value
             elif value is not None and first != alias and value != other:
                 raise ConfigError(f"{first} {short(other)} and {alias} {short(value)} are one field: remove one")
-        return {name: value for name, (_, value) in given.items()}
+        return {name: value for name, (_, value) in values.items()}
 
     @classmethod
-    def _declared(cls, name: str) -> dict[str, Any]:
+    def _inherited(cls, name: str) -> dict[str, Any]:
         """A class variable with entries of this class and of all its bases."""
         return {k: v for base in reversed(cls.__mro__) for k, v in vars(base).get(name, {}).items()}
 
@@ -191,7 +190,7 @@ class DecoderConfig(KnownFields):
         """The config.json that ``from_hf`` reads back to the same config. It has the fixed fields too, with the first
         of their values unless that is None, since some programs choose another router without them."""
         fields: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.model_type}
-        fields |= {name: values[0] for name, values in self._declared("fixed").items() if values[0] is not None}
+        fields |= {name: values[0] for name, values in self._inherited("fixed").items() if values[0] is not None}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if value is None and field.name in ABSENT:

@@ -91,8 +91,8 @@ class LayerRopesConfig(LayerWindowsConfig):
         return self.rope_of(FULL if FULL in self.layer_kinds else SLIDING)
 
     @classmethod
-    def undeclared(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
-        found = super().undeclared(fields)
+    def unknown_fields(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
+        found = super().unknown_fields(fields)
         for name in {f"rope_parameters.{kind}" for kind in (FULL, SLIDING)} & found.keys():
             if isinstance(inner := found[name], Mapping):
                 del found[name]

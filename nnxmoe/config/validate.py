@@ -1,6 +1,5 @@
 """Validation of arguments, with one function per type of value."""
 
-import contextlib
 import os
 import sys
 from typing import Any
@@ -8,6 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from nnxmoe.config.printable import short
+
+_DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "half": "float16", "float": "float32"}
 
 
 def as_python(value: Any) -> Any:
@@ -70,12 +71,21 @@ def check_type(name: str, value: Any, kind: Any, example: str) -> None:
         raise ValueError(f"{name}={short(value)}: give {example}")
 
 
+def as_dtype(value: Any) -> Any:
+    """Convert a dtype of NumPy, JAX or torch, or a name such as "bf16", to a NumPy dtype; None for other values."""
+    name = str(value).removeprefix("torch.")
+    try:
+        return jnp.dtype(_DTYPE_NAMES.get(name, name if name != str(value) else value))
+    except TypeError:
+        return None
+
+
 def floating_dtype(where: str, name: str, value: Any) -> Any:
-    """Convert ``value`` to a NumPy dtype. Raises ValueError for ``where(name=value)`` unless it is floating-point."""
-    with contextlib.suppress(TypeError):  # jnp.dtype raises it for values that are not dtypes
-        if value is not None and jnp.issubdtype(dtype := jnp.dtype(value), jnp.floating):
-            return dtype
-    raise ValueError(f"{where}({name}={short(value)}): pass a floating-point dtype, such as jnp.bfloat16")
+    """Convert ``value`` by `as_dtype`. Raises ValueError for ``where(name=value)`` unless it is floating-point."""
+    dtype = None if value is None else as_dtype(value)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"{where}({name}={short(value)}): pass a floating-point dtype, such as jnp.bfloat16")
+    return dtype
 
 
 def check_positive(where: str, name: str, value: Any) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from nnxmoe.config.nested import text_fields
+from nnxmoe.config.config_json import text_fields
 from nnxmoe.config.printable import short
 from nnxmoe.convert.files.untrusted_files import read_bounded
 from nnxmoe.tokenizer.tokenizer_files import (

@@ -19,10 +19,10 @@ import nnxmoe
 from nnxmoe import ConfigError
 from nnxmoe.apps.cli.summary import find
 from nnxmoe.config.base import DecoderConfig
+from nnxmoe.config.config_json import FP8_EXPERTS, PREDICTION
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.layer_types import PartialRopesConfig
 from nnxmoe.config.rope_parameters import DynamicRope, LinearRope, Llama3Rope, Rope, YarnRope
-from nnxmoe.config.undeclared import FP8_EXPERTS, PREDICTION
 from nnxmoe.convert.hf.auxiliary_files import read_config
 from nnxmoe.model.family import Family
 from nnxmoe.model.family_checks import check_rows
@@ -890,7 +890,7 @@ SHARED: dict[str, tuple[list[Any], list[Any]]] = {
 def test_undeclared_fields_that_transformers_reads_are_refused() -> None:
     for kind in MODELS:
         few = {"num_hidden_layers": 2, "first_k_dense_replace": 0} if kind == "dots1" else LAYERS
-        known = MODELS[kind][0].undeclared(dict.fromkeys(SHARED, 1))
+        known = MODELS[kind][0].unknown_fields(dict.fromkeys(SHARED, 1))
         for name in known:
             good, bad = SHARED[name]
             for value in good:
@@ -915,16 +915,16 @@ WITHOUT_EFFECT = """classifier_dropout token_classification_bias distributed_con
     mlp_layer_types num_mtp_layers num_local_experts""".split()
 
 
-def test_every_field_that_transformers_reads_is_known() -> None:
+def test_every_field_that_transformers_reads_is_field_names() -> None:
     """The list is generated: see `tests.support.declared`."""
     found = json.loads(FILE.read_text())
     assert found["families"].keys() == MODELS.keys()
     judged = SHARED.keys() | {*PREDICTION, *FP8_EXPERTS, *WITHOUT_EFFECT}
     for kind, (config, _) in MODELS.items():
         declared, shared = (dict.fromkeys(found[name], 1) for name in ("all", "shared"))
-        own = config.undeclared(declared | dict.fromkeys(found["families"][kind], 1))
+        own = config.unknown_fields(declared | dict.fromkeys(found["families"][kind], 1))
         assert not own.keys() - SHARED.keys(), (kind, own)
-        assert not (left := config.undeclared(shared).keys() - judged), (kind, left)
+        assert not (left := config.unknown_fields(shared).keys() - judged), (kind, left)
     assert len(found["families"]["deepseek_v3"]) > 30 and "is_causal" in found["shared"]
 
 
@@ -1190,8 +1190,8 @@ def test_odd_values_of_every_field_are_valid_or_raise_config_errors(kind: str) -
     """In config.json and in ``dataclasses.replace``. The caller's dict is unchanged."""
     config_class = MODELS[kind][0]
     fields = dict(BY_TYPE.get(kind) or config_class().to_hf())
-    names = config_class._known()
-    names |= config_class._declared("fixed").keys() | config_class._declared("aliases").keys()
+    names = config_class._field_names()
+    names |= config_class._inherited("fixed").keys() | config_class._inherited("aliases").keys()
     config = config_from_hf(fields)
     for name in sorted(names | {"architectures", "auto_map", "quantization_config", "text_config"}):
         for value in ODD:
@@ -1200,7 +1200,7 @@ def test_odd_values_of_every_field_are_valid_or_raise_config_errors(kind: str) -
             with contextlib.suppress(ConfigError):
                 config_from_hf(changed)
             assert repr(changed) == before
-            if name in config_class._known():
+            if name in config_class._field_names():
                 with contextlib.suppress(ConfigError):
                     dataclasses.replace(config, **{name: value})
 

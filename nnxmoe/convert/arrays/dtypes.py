@@ -8,10 +8,9 @@ import numpy as np
 from flax import nnx
 
 from nnxmoe.axes import axes_of
+from nnxmoe.config.validate import as_dtype
 from nnxmoe.convert.arrays.lazy_array import LazyArray
 from nnxmoe.layers.linear.kernel import STACK_AXES
-
-_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "half": "float16", "float": "float32"}
 
 
 def float_dtype(dtype: Any) -> np.dtype | None:
@@ -21,13 +20,10 @@ def float_dtype(dtype: Any) -> np.dtype | None:
     """
     if dtype is None or dtype == "auto":
         return None
-    name = str(dtype).removeprefix("torch.")
-    try:
-        named = jnp.dtype(_SHORT.get(name, name if name != str(dtype) else dtype))
-    except TypeError:
-        named = dtype
+    named = as_dtype(dtype)
     if named not in (jnp.float32, jnp.bfloat16, jnp.float16):
-        raise ValueError(f"dtype {named} is not supported for weights; supported: float32, bfloat16, float16")
+        label = dtype if named is None else named
+        raise ValueError(f"dtype {label} is not supported for weights; supported: float32, bfloat16, float16")
     return named
 
 

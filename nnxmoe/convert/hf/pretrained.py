@@ -93,9 +93,8 @@ def from_pretrained(
                 f"or nnxmoe.from_pretrained, not {expect.__name__}.from_pretrained"
             )
         where = checkpoint.config_file
-        found = split_tensors(
-            family.hf_names(config), tensor_arrays(checkpoint.tensors, checkpoint.config, where, checkpoint)
-        )
+        stored_arrays = tensor_arrays(checkpoint.tensors, checkpoint.config, where, checkpoint)
+        found = split_tensors(family.hf_names(config), stored_arrays)
         refuse_oversized_config(config, found, where)
         model = family.model(config, strategy, rngs=None, mtp=mtp)
         model.generation_config, more = generation_fields(checkpoint.folder, config)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from nnxmoe.config.nested import text_fields
+from nnxmoe.config.config_json import text_fields
 from nnxmoe.config.printable import short, some
 from nnxmoe.convert.files.errors import CheckpointError
 from nnxmoe.convert.files.hub import CODE_FILES, TOKENIZER_FILES, check_hub_id, hub_call, local_folder, snapshot

@@ -1,4 +1,4 @@
-"""Fields of config.json that a family does not declare, and signs that a file belongs to another kind of model.
+"""A config.json as a whole: the text model in it, unknown fields, and signs that it describes another kind of model.
 
 transformers chooses the class by ``model_type``, and a class reads only the fields that it declares, except in code
 that all classes share: `tests/support/declared.py` lists both. A field that this shared code reads is refused unless
@@ -59,6 +59,27 @@ IGNORED = frozenset(
 )
 _DRAFT = re.compile("draft|eagle|medusa|speculator|hydra|mtp|nextn|dflash|dflare|dspark|domino", re.IGNORECASE)
 _DRAFT_FIELDS = ("draft_vocab_size", "dflash_config", "eagle_config", "speculators_config", "speculators_model_type")
+# Fields of the multimodal config that apply to the text model if its own config lacks them.
+_TEXT_MODEL_FIELDS = "dtype torch_dtype quantization_config quantization bos_token_id eos_token_id pad_token_id".split()
+
+
+def text_fields(fields: Any) -> Any:
+    """The fields of the text model, if a parsed config.json nests it in ``text_config``; else the fields as they are.
+
+    The embedding and the head are tied if either config says so, as in transformers.
+    """
+    nested = fields.get("text_config") if isinstance(fields, Mapping) else None
+    if not isinstance(nested, Mapping) or "num_hidden_layers" in fields:
+        return fields
+    text = {name: fields[name] for name in _TEXT_MODEL_FIELDS if fields.get(name) is not None}
+    text |= {name: value for name, value in nested.items() if value is not None or name not in text}
+    text.setdefault("model_type", fields.get("model_type"))
+    names = fields.get("architectures")
+    if names and not (isinstance(names, list) and all(str(n).endswith("ForConditionalGeneration") for n in names)):
+        text["architectures"] = names  # such as a classifier, which is refused
+    if fields.get("tie_word_embeddings"):
+        text["tie_word_embeddings"] = True
+    return text
 
 
 def refuse_other_models(fields: Mapping[str, Any], architectures: Set[str]) -> None:
@@ -70,15 +91,15 @@ def refuse_other_models(fields: Mapping[str, Any], architectures: Set[str]) -> N
     if names is not None and not (isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)):
         raise ConfigError(f"architectures must be a list of names or null, got {short(names)}")
     supported = {name.lower() for name in architectures}  # LLaMAForCausalLM in files of 2023
-    found = [name for name in names or () if name.lower() in supported]
+    known = [name for name in names or () if name.lower() in supported]
     bodies = [name for name in names or () if name.lower().removesuffix("model") + "forcausallm" in supported]
     drafts = [name for name in _DRAFT_FIELDS if fields.get(name) is not None]
-    if drafts or (names and not found and any(map(_DRAFT.search, names))):
-        given = f"{drafts[0]} {short(fields[drafts[0]])}" if drafts else f"architectures {short(names)}"
-        raise ConfigError(f"{given}: a draft model for speculative decoding, which is not supported")
-    if bodies and not found and not fields.get("tie_word_embeddings"):
+    if drafts or (names and not known and any(map(_DRAFT.search, names))):
+        evidence = f"{drafts[0]} {short(fields[drafts[0]])}" if drafts else f"architectures {short(names)}"
+        raise ConfigError(f"{evidence}: a draft model for speculative decoding, which is not supported")
+    if bodies and not known and not fields.get("tie_word_embeddings"):
         raise ConfigError(f"architectures {short(names)}: a model without output head, which computes no logits")
-    if names and not found and not bodies:
+    if names and not known and not bodies:
         causal = any(name.endswith("ForCausalLM") for name in names)
         what = "a language model that is not supported" if causal else "not a causal language model, which is required"
         raise ConfigError(f"architectures {short(names)}: {what}")
@@ -91,8 +112,8 @@ def refuse_other_models(fields: Mapping[str, Any], architectures: Set[str]) -> N
             )
 
 
-def refuse_effective(config: Any, undeclared: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
-    """Raise ConfigError if one of the ``undeclared`` fields of a config.json may change what the model computes.
+def refuse_effective(config: Any, unknown_fields: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
+    """Raise ConfigError if one of the ``unknown_fields`` of a config.json may change what the model computes.
 
     ``config``: the model's; ``fields``: the whole file."""
     neutral = dict(SHARED)
@@ -102,14 +123,14 @@ def refuse_effective(config: Any, undeclared: Mapping[str, Any], fields: Mapping
     if config.experts and isinstance(settings, Mapping) and settings.get("quant_method") == "fp8":
         neutral |= dict.fromkeys(FP8_EXPERTS, (None,))
     neutral["layer_types"] += (["full_attention"] * config.num_hidden_layers,)
-    for name in neutral.keys() & undeclared.keys():
-        if not is_one_of(undeclared[name], neutral[name]):
+    for name in neutral.keys() & unknown_fields.keys():
+        if not is_one_of(unknown_fields[name], neutral[name]):
             allowed = ", ".join(short(value) for value in neutral[name])
             raise ConfigError(
-                f"{name} {short(undeclared[name])} is not supported for {config.model_type} models, in which "
+                f"{name} {short(unknown_fields[name])} is not supported for {config.model_type} models, in which "
                 f"transformers reads it; supported: {allowed}"
             )
-    unread = described(undeclared)
+    unread = describe_fields(unknown_fields)
     if unread and fields.get("auto_map"):
         raise ConfigError(
             f"{some(unread, 20)}: unknown to {config.model_type} models, and auto_map names code of the repository's "
@@ -117,7 +138,7 @@ def refuse_effective(config: Any, undeclared: Mapping[str, Any], fields: Mapping
         )
 
 
-def described(undeclared: Mapping[str, Any]) -> list[str]:
+def describe_fields(fields: Mapping[str, Any]) -> list[str]:
     """Names and values of fields for a message, except those that are null, false or empty and ask for nothing."""
-    empty = {name for name, value in undeclared.items() if value is None or value is False or value in ("", [], {})}
-    return [f"{name} {short(value)}" for name, value in sorted(undeclared.items()) if name not in empty]
+    empty = {name for name, value in fields.items() if value is None or value is False or value in ("", [], {})}
+    return [f"{name} {short(value)}" for name, value in sorted(fields.items()) if name not in empty]
