@@ -14,9 +14,9 @@ from nnxmoe.config.bounds import ConfigError, count, number, per_layer
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.printable import short
 from nnxmoe.config.rope_parameters import Rope, rope_from_fields
+from nnxmoe.layers.activations import LimitedSwiGLU
 from nnxmoe.layers.attention.compressed import Compressor
 from nnxmoe.layers.attention.shared_kv import EntryIndexer, SharedKV, SharedKVDims
-from nnxmoe.layers.gated import LimitedSwiGLU
 from nnxmoe.layers.hyper import CollapsedNorm
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.rope import TrailingPairs

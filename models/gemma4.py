@@ -17,11 +17,11 @@ from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.layer_types import FULL, SLIDING, LayerRopesConfig
 from nnxmoe.config.printable import short
 from nnxmoe.config.rope_parameters import ProportionalRope, Rope, rope_from_fields, rope_type
+from nnxmoe.layers.activations import geglu
 from nnxmoe.layers.attention.capped import CappedKernel
 from nnxmoe.layers.attention.cross_layer import CrossLayerAttention, ValueNormGQA
 from nnxmoe.layers.attention.qk_norm import QKNorm
 from nnxmoe.layers.embed import Embed, MuPEmbed
-from nnxmoe.layers.gated import geglu
 from nnxmoe.layers.linear.kernel import Kernel
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.norm import RMSNorm

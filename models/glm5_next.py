@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nnxmoe.config.bounds import ConfigError, check_multiple, count, number, one_of, per_layer
+from nnxmoe.layers.activations import LimitedSwiGLU
 from nnxmoe.layers.attention.pooled_indexer import PooledIndexer
-from nnxmoe.layers.gated import LimitedSwiGLU
 from nnxmoe.layers.hyper import MeanNorm
 from nnxmoe.layers.recurrent.kimi_delta import BoundedDecays, KimiDelta, unbounded_decays
 from nnxmoe.model.family import Family

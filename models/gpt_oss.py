@@ -11,8 +11,8 @@ from typing import Any
 
 from nnxmoe.config.bounds import count, number
 from nnxmoe.config.layer_types import FULL, SLIDING, LayerWindowsConfig
+from nnxmoe.layers.activations import ClampedSwiGLU
 from nnxmoe.layers.attention.gqa import GQA, Sinks
-from nnxmoe.layers.gated import ClampedSwiGLU
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.family import Family, LayerBlocks, MaxTextNames
 from nnxmoe.model.weight_names import W

@@ -13,10 +13,10 @@ from typing import Any
 from nnxmoe.config.bounds import ConfigError, check_at_most, count, number, per_layer
 from nnxmoe.config.partial_rotary import PartialRotaryConfig
 from nnxmoe.config.printable import short
+from nnxmoe.layers.activations import ClampedSwiGLU
 from nnxmoe.layers.attention.block_indexer import BlockIndexer, IndexedGQA, KeyBlocks
 from nnxmoe.layers.attention.gqa import GQA
 from nnxmoe.layers.attention.qk_norm import QKNorm
-from nnxmoe.layers.gated import ClampedSwiGLU
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.norm import OffsetNorm
 from nnxmoe.layers.rope import PartialRotary

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from nnxmoe.config.bounds import ConfigError, Kinds, check_multiple, count, number, one_of
 from nnxmoe.config.printable import short
-from nnxmoe.layers.gated import relu2
+from nnxmoe.layers.activations import relu2
 from nnxmoe.layers.linear.linear import Linear
 from nnxmoe.layers.mlp import UngatedMLP
 from nnxmoe.layers.recurrent.delta import DeltaDims

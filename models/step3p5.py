@@ -18,9 +18,9 @@ from nnxmoe.config.bounds import MOST_LAYERS, ConfigError, Count, Number, count,
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.layer_types import FULL, SLIDING, PartialRopesConfig
 from nnxmoe.config.printable import short
+from nnxmoe.layers.activations import GatedActivation, swiglu
 from nnxmoe.layers.attention.gqa import GQA, OutputGate
 from nnxmoe.layers.attention.qk_norm import QKNorm
-from nnxmoe.layers.gated import Gated, swiglu
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.norm import OffsetNorm
 from nnxmoe.layers.rope import PartialRotary
@@ -190,7 +190,7 @@ class Step3p5Config(PartialRopesConfig):
     def layer_kinds(self) -> Sequence[str]:
         return self.layer_types or [FULL] * self.num_hidden_layers
 
-    def activation(self, index: int, *, shared: bool) -> Gated:
+    def activation(self, index: int, *, shared: bool) -> GatedActivation:
         """The activation of a layer's routed experts, or of its shared expert or dense feed-forward."""
         limits = self.swiglu_limits_shared if shared else self.swiglu_limits
         limit = limits[index] if limits else None

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import ConfigError, check_at_most, count
+from nnxmoe.layers.activations import GatedActivation, swiglu
 from nnxmoe.layers.context import FeedForward
-from nnxmoe.layers.gated import Gated, swiglu
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.weight_names import W
@@ -85,7 +85,7 @@ class DenseOrMoE(CausalLM):
     """
 
     @property
-    def activation(self) -> Gated:
+    def activation(self) -> GatedActivation:
         """The activation of dense feed-forwards and of experts."""
         return swiglu
 

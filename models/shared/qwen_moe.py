@@ -10,7 +10,7 @@ from typing import Any
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import ConfigError, count
 from nnxmoe.config.printable import short
-from nnxmoe.layers.mlp import GatedShared
+from nnxmoe.layers.mlp import GatedSharedExpert
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.shared.grouped_experts import DenseOrMoE
 from nnxmoe.models.shared.tables import HF_MOE, Hf, hf_mlp
@@ -67,6 +67,6 @@ class QwenMoe(DenseOrMoE):
         select = SoftmaxTopK(c.num_experts_per_tok, c.norm_topk_prob)
         return Router(c.hidden_size, c.num_experts, select, bias=False, **kw)
 
-    def shared(self, **kw: Any) -> GatedShared | None:
+    def shared(self, **kw: Any) -> GatedSharedExpert | None:
         width = self.config.shared_expert_intermediate_size
-        return GatedShared(self.config.hidden_size, width, **kw) if width else None
+        return GatedSharedExpert(self.config.hidden_size, width, **kw) if width else None

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from nnxmoe.axes import ParamOptions, parameter
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.linear.linear import Linear
-from nnxmoe.layers.norm import RMSNorm, unit_rms
+from nnxmoe.layers.norm import RMSNorm, rms_normalize
 
 F32 = jnp.dtype(jnp.float32)
 
@@ -44,7 +44,7 @@ class StreamWeights(nnx.Module):
 
     def __call__(self, streams: Float[Array, "B T streams D"]) -> Float[Array, "B T count"]:
         flat = streams.reshape(*streams.shape[:2], -1).astype(jnp.float32)
-        weights = self.fn.weight().matmul_f32(unit_rms(flat, self.eps), jax.lax.Precision.HIGHEST)
+        weights = self.fn.weight().matmul_f32(rms_normalize(flat, self.eps), jax.lax.Precision.HIGHEST)
         scale = jnp.concatenate([jnp.broadcast_to(s, (n,)) for s, n in zip(self.scale[...], self.groups, strict=True)])
         return weights * scale + self.base[...]
 

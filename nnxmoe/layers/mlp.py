@@ -9,8 +9,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Key
 
 from nnxmoe.axes import ParamOptions
+from nnxmoe.layers.activations import GatedActivation, swiglu
 from nnxmoe.layers.context import Context
-from nnxmoe.layers.gated import Gated, swiglu
 from nnxmoe.layers.linear.linear import Linear
 
 
@@ -19,7 +19,9 @@ class MLP(nnx.Module):
 
     name: ClassVar[str] = "mlp"
 
-    def __init__(self, dim: int, width: int, *, bias: bool, activation: Gated = swiglu, **kw: Unpack[ParamOptions]):
+    def __init__(
+        self, dim: int, width: int, *, bias: bool, activation: GatedActivation = swiglu, **kw: Unpack[ParamOptions]
+    ):
         self.activation = activation
         self.gate = Linear((dim,), (width,), ("embed", "mlp"), bias=bias, **kw)
         self.up = Linear((dim,), (width,), ("embed", "mlp"), bias=bias, **kw)
@@ -47,7 +49,7 @@ class UngatedMLP(MLP):
         return checkpoint_name(self.down(self.activation(checkpoint_name(self.up(x), "up"))), "down")
 
 
-class GatedShared(MLP):
+class GatedSharedExpert(MLP):
     """An MLP whose output is gated per token: ``sigmoid(x @ w) * mlp(x)``, with ``output_gate`` kernel ``[1, D]``.
 
     The shared expert of Qwen1.5-MoE and Qwen2-MoE (Yang et al. 2024), after transformers' Qwen2MoeSparseMoeBlock.

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from nnxmoe.axes import ParamOptions, parameter
 
 
-def unit_rms(x: Float[Array, "*rows D"], eps: float) -> Float[Array, "*rows D"]:
+def rms_normalize(x: Float[Array, "*rows D"], eps: float) -> Float[Array, "*rows D"]:
     """Return ``x / sqrt(mean(x^2) + eps)`` over the last dimension, in float32, cast back to ``x``'s dtype."""
     x32 = x.astype(jnp.float32)
     return (x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)).astype(x.dtype)
@@ -25,7 +25,7 @@ class RMSNorm(nnx.Module):
         self.scale = parameter((dim,), ("norm",), nnx.initializers.ones, **kw)
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
-        return unit_rms(x, self.eps) * jnp.broadcast_to(self.scale[...].astype(x.dtype), x.shape)
+        return rms_normalize(x, self.eps) * jnp.broadcast_to(self.scale[...].astype(x.dtype), x.shape)
 
 
 class OffsetNorm(RMSNorm):
@@ -37,7 +37,7 @@ class OffsetNorm(RMSNorm):
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
         scale = jnp.broadcast_to(self.scale[...].astype(jnp.float32), x.shape)
-        return (unit_rms(x.astype(jnp.float32), self.eps) * (1 + scale)).astype(x.dtype)
+        return (rms_normalize(x.astype(jnp.float32), self.eps) * (1 + scale)).astype(x.dtype)
 
 
 class GatedNorm(nnx.Module):
@@ -50,7 +50,7 @@ class GatedNorm(nnx.Module):
         self.scale = parameter((dim,), ("norm",), nnx.initializers.ones, **kw)
 
     def __call__(self, x: Float[Array, "*rows D"], gate: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
-        scaled = unit_rms(x, self.eps) * jnp.broadcast_to(self.scale[...].astype(x.dtype), x.shape)
+        scaled = rms_normalize(x, self.eps) * jnp.broadcast_to(self.scale[...].astype(x.dtype), x.shape)
         return (scaled.astype(jnp.float32) * self.activation(gate.astype(jnp.float32))).astype(x.dtype)
 
 
@@ -64,6 +64,6 @@ class LayerNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
         x32 = x.astype(jnp.float32)
-        unit = unit_rms(x32 - jnp.mean(x32, axis=-1, keepdims=True), self.eps)
+        unit = rms_normalize(x32 - jnp.mean(x32, axis=-1, keepdims=True), self.eps)
         scale, bias = (jnp.broadcast_to(a[...].astype(jnp.float32), x.shape) for a in (self.scale, self.bias))
         return (unit * scale + bias).astype(x.dtype)

@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from nnxmoe.axes import ParamOptions
-from nnxmoe.layers.gated import Gated, swiglu
+from nnxmoe.layers.activations import GatedActivation, swiglu
 from nnxmoe.layers.linear.kernel import Adapter, Kernel, as_weight, kernel_param, with_adapter
 from nnxmoe.moe.grouped_matmul import GroupedMatmul, equal_groups
 from nnxmoe.sharding_rules import RULES, Rules
@@ -48,7 +48,7 @@ class Experts(nnx.Module):
         *,
         matmul: GroupedMatmul,
         rules: Rules = RULES,
-        activation: Gated = swiglu,
+        activation: GatedActivation = swiglu,
         biases: Callable[..., Array] | None = None,
         **kw: Unpack[ParamOptions],
     ):

@@ -9,14 +9,14 @@ from jaxtyping import Array, Float
 
 from nnxmoe.axes import AnyMesh, ParamOptions, parameter
 from nnxmoe.layers.context import Context
-from nnxmoe.layers.norm import unit_rms
+from nnxmoe.layers.norm import rms_normalize
 from nnxmoe.moe.router import Router, Routing, Select, SqrtSoftplusTopK
 
 
 class ScaledRouter(Router):
     """`Router` with a normalized input and a factor per expert (Gemma 4, 2026).
 
-    The input of the linear map is ``unit_rms(x) * scale / sqrt(D)``. The weights are multiplied by ``per_expert``.
+    The input of the linear map is ``rms_normalize(x) * scale / sqrt(D)``. The weights are multiplied by ``per_expert``.
     """
 
     def __init__(self, dim: int, experts: int, select: Select, *, eps: float, **kw: Unpack[ParamOptions]):
@@ -29,7 +29,9 @@ class ScaledRouter(Router):
         self, x: Float[Array, "*rows D"], context: Context | None = None, mesh: AnyMesh | None = None
     ) -> Routing:
         scale = self.scale[...].astype(x.dtype) * x.shape[-1] ** -0.5
-        routing = super().__call__(unit_rms(x, self.eps) * jnp.broadcast_to(scale, x.shape), context=context, mesh=mesh)
+        routing = super().__call__(
+            rms_normalize(x, self.eps) * jnp.broadcast_to(scale, x.shape), context=context, mesh=mesh
+        )
         factors = self.per_expert[...].astype(jnp.float32)[routing.experts]
         return dataclasses.replace(routing, weights=routing.weights * factors)
 

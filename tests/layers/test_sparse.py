@@ -16,6 +16,7 @@ from nnxmoe import AbsorbedMLA, AdaptiveMLA, NaiveMLA, ReferenceAttention
 from nnxmoe.config.rope_parameters import Rope
 from nnxmoe.generation.engine import Engine
 from nnxmoe.generation.request import RequestOptions
+from nnxmoe.layers.activations import LimitedSwiGLU
 from nnxmoe.layers.attention import indexer, pooled_indexer
 from nnxmoe.layers.attention.block_indexer import BlockIndexer, KeyBlocks
 from nnxmoe.layers.attention.indexer import NO_SLOT, Indexer, highest, select_keys
@@ -24,7 +25,6 @@ from nnxmoe.layers.attention.pooled_indexer import PooledIndexer
 from nnxmoe.layers.attention.sparse_mla import SparseMLA
 from nnxmoe.layers.cache import SlotMetadata, TokenCache
 from nnxmoe.layers.context import Context
-from nnxmoe.layers.gated import LimitedSwiGLU
 from nnxmoe.layers.hyper import MeanNorm
 from nnxmoe.layers.mask import Mask
 from nnxmoe.layers.norm import LayerNorm, RMSNorm

@@ -27,7 +27,7 @@ from nnxmoe import (
     Sorted,
 )
 from nnxmoe.axes import BATCH_AXES
-from nnxmoe.layers.gated import ClampedSwiGLU
+from nnxmoe.layers.activations import ClampedSwiGLU
 from nnxmoe.models import Mixtral, MixtralConfig
 from nnxmoe.moe import expert_parallel
 from nnxmoe.moe.block import MoE

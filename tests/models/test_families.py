@@ -27,12 +27,12 @@ from nnxmoe.convert import maxtext
 from nnxmoe.convert.hf.tensor_layout import tensor_layout
 from nnxmoe.convert.peft.adapter_slots import adapted_slots, adapter_slots
 from nnxmoe.convert.peft.layer_adapters import parameter_name
+from nnxmoe.layers.activations import LimitedSwiGLU, swiglu
 from nnxmoe.layers.attention.block_indexer import BlockIndexer, IndexedGQA, KeyBlocks
 from nnxmoe.layers.attention.cross_layer import CrossLayerAttention
 from nnxmoe.layers.attention.gqa import GQA, AttentionDims
 from nnxmoe.layers.attention.qk_norm import AllHeadsNorm, QKNorm
-from nnxmoe.layers.gated import LimitedSwiGLU, swiglu
-from nnxmoe.layers.norm import RMSNorm, unit_rms
+from nnxmoe.layers.norm import RMSNorm, rms_normalize
 from nnxmoe.layers.rope import rotate_halves, rotate_pairs
 from nnxmoe.linen import LinenCausalLM
 from nnxmoe.models import model_class
@@ -705,7 +705,7 @@ def normalised_keys_as_values(model: Any) -> None:
     """As if values were taken after the norm of the keys."""
     for x in attentions(model):
         if getattr(x, "keys_as_values", False):
-            x.keys_and_values = lambda h, x=x: (x.k(h), unit_rms(x.qk_norm.k(x.k(h)), 1e-6))
+            x.keys_and_values = lambda h, x=x: (x.k(h), rms_normalize(x.qk_norm.k(x.k(h)), 1e-6))
 
 
 def each_layer(model: Any) -> list[Any]:

@@ -18,8 +18,8 @@ import nnxmoe
 from nnxmoe import train
 from nnxmoe.apps.cli.summary import summarise
 from nnxmoe.convert import maxtext
+from nnxmoe.layers.activations import ClampedSwiGLU
 from nnxmoe.layers.cache import TokenCache
-from nnxmoe.layers.gated import ClampedSwiGLU
 from nnxmoe.linen import LinenCausalLM
 from nnxmoe.models import PRESETS, GptOssConfig, config_from_hf
 from nnxmoe.train import lora

@@ -13,7 +13,7 @@ from nnxmoe.layers.attention.softmax_attention import AttentionFn, MaskedSoftmax
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.linear.linear import Linear
 from nnxmoe.layers.mask import Mask
-from nnxmoe.layers.norm import RMSNorm, unit_rms
+from nnxmoe.layers.norm import RMSNorm, rms_normalize
 from nnxmoe.layers.rope import rotate_halves
 
 LayerKV = tuple[Float[Array, "B K S H"], Float[Array, "B K S W"], Mask]
@@ -33,7 +33,7 @@ class ValueNormGQA(GQA):
 
     def keys_and_values(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T K H"], Float[Array, "B T K W"]]:
         k = self.k(x)
-        return k, unit_rms(k if self.keys_as_values else self.v(x), self.eps)
+        return k, rms_normalize(k if self.keys_as_values else self.v(x), self.eps)
 
     def attend_sharing_kv(
         self, x: Float[Array, "B T D"], context: Context, cache: Any = None

@@ -24,7 +24,7 @@ from nnxmoe.layers.chunks import map_chunks
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.linear.linear import Linear
 from nnxmoe.layers.mask import ConcatenatedMask, Mask
-from nnxmoe.layers.norm import RMSNorm, unit_rms
+from nnxmoe.layers.norm import RMSNorm, rms_normalize
 from nnxmoe.layers.rope import TrailingPairs
 
 MOST_SCORES, MOST_QUERIES = 2**23, 256  # of a row, in one block
@@ -128,7 +128,7 @@ class SharedKV(nnx.Module):
     ) -> tuple[Float[Array, "B asked D"], SharedKVCache | None]:
         asked = context.output_tokens(x)
         low = self.q_norm(self.q_a(asked))
-        q = context.rotated(unit_rms(self.q_b(low), self.eps), self.rotary, self.rotate)
+        q = context.rotated(rms_normalize(self.q_b(low), self.eps), self.rotary, self.rotate)
         kv = context.rotated(self.kv_norm(self.kv(x))[:, :, None], self.rotary, self.rotate)[:, :, 0]
         window, seen, mask = context.append_to_cache(None if cache is None else cache.window, kv, self.window)
         kept: tuple[Any, Any] = None, None

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from nnxmoe.axes import AnyMesh, ParamOptions, parameter
 from nnxmoe.layers.linear.linear import Linear
-from nnxmoe.layers.norm import unit_rms
+from nnxmoe.layers.norm import rms_normalize
 from nnxmoe.layers.recurrent.conv import ShortConv
 from nnxmoe.layers.recurrent.delta import DeltaDims, DeltaProjections, GatedDeltaNet, log_rates
 from nnxmoe.layers.recurrent.delta_rule import DeltaInputs
@@ -42,7 +42,7 @@ class GroupedGatedNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T N W"], gate: Float[Array, "B T N W"]) -> Float[Array, "B T N W"]:
         gated = x.astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))
-        unit = unit_rms(gated.reshape(*x.shape[:2], self.groups, -1), self.eps).reshape(x.shape).astype(x.dtype)
+        unit = rms_normalize(gated.reshape(*x.shape[:2], self.groups, -1), self.eps).reshape(x.shape).astype(x.dtype)
         return unit * jnp.broadcast_to(self.scale[...].astype(x.dtype).reshape(x.shape[2:]), x.shape)
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-Gated = Callable[[Array, Array], Array]
+GatedActivation = Callable[[Array, Array], Array]
 """``(gate, up) -> hidden``, elementwise ``[*rows F]``; zero where both are zero. Hashable."""
 
 
