@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from nnxmoe.moe.dispatch import assignments
+from nnxmoe.moe.dispatch import mask_padding
 from nnxmoe.moe.router import Routing
 
 
@@ -103,7 +103,7 @@ def _where_real(routing: Routing, values: Float[Array, "*rows E"]) -> Float[Arra
 
 def _chosen(routing: Routing) -> Float[Array, "*rows E"]:
     """Indicator of the experts chosen for each token."""
-    return jnp.sum(jax.nn.one_hot(assignments(routing).ids, routing.scores.shape[-1]), axis=-2)
+    return jnp.sum(jax.nn.one_hot(mask_padding(routing).ids, routing.scores.shape[-1]), axis=-2)
 
 
 def _by_sequence(

@@ -19,16 +19,23 @@ from nnxmoe.moe.router import Router, Routing
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MoEInfo:
-    """A MoE layer's routing, or what `Context.reduce_routing` kept of it, and its dispatch statistics."""
+    """Routing of a MoE layer (or the result of `Context.reduce_routing` for it), and its dispatch statistics."""
 
     routing: Any
     dispatch: DispatchInfo
 
 
 class MoE(nnx.Module):
-    """``x[B T D] -> y``: routed experts, plus an optional shared expert applied to every token.
+    """Feed-forward of routed experts, plus an optional shared expert for every token.
 
-    ``norm`` is applied to the input of the experts, but not of the router; None: both read x."""
+    Args:
+        router: Chooses the experts of each token and their weights.
+        experts: The routed experts.
+        dispatch: Brings tokens to the experts and combines the outputs.
+        shared: The shared expert.
+        mesh: The mesh of the tokens and the experts.
+        norm: Applied to the input of the experts, but not of the router. None means that both read ``x``.
+    """
 
     name: ClassVar[str] = "moe"
 
@@ -49,34 +56,42 @@ class MoE(nnx.Module):
         self.norm = norm
 
     def __call__(self, x: Float[Array, "B T D"], context: Context | None = None) -> FeedForwardOutput:
-        """The output ``y`` and ``info``. Without a context all tokens are real, and nothing is random."""
+        """Return the output and a `MoEInfo`. Without a context there is no padding and no jitter."""
         routing = self.router(x, context=context, mesh=self.mesh)
-        keep = None if context is None else context.reduce_routing
-        x = x if self.norm is None else self.norm(x)
-        y, info = self._routed(x, routing)
+        if self.norm is not None:
+            x = self.norm(x)
+        y, info = self._apply_routed_experts(x, routing)
         if self.shared is not None:
             y = y + self.shared(x)
-        return FeedForwardOutput(y, MoEInfo(routing if keep is None else keep(routing), info))
+        if context is not None and context.reduce_routing is not None:
+            return FeedForwardOutput(y, MoEInfo(context.reduce_routing(routing), info))
+        return FeedForwardOutput(y, MoEInfo(routing, info))
 
-    def _routed(self, x: Float[Array, "B T D"], routing: Routing) -> tuple[Float[Array, "B T D"], DispatchInfo]:
+    def _apply_routed_experts(
+        self, x: Float[Array, "B T D"], routing: Routing
+    ) -> tuple[Float[Array, "B T D"], DispatchInfo]:
         if not hasattr(self.experts, "count"):
-            kind = type(self.experts).__name__
-            raise ValueError(f"moe.experts, a {kind}, must define count and rules, as Experts does")
+            name = type(self.experts).__name__
+            raise ValueError(f"moe.experts, a {name}, must define count and rules, as Experts does")
         return self.dispatch(x, routing, self.experts, self.mesh)
 
     def token_independent(self, key: Key[Array, ""] | None) -> bool:
-        """False if tokens compete for capacity, or if routing depends on a token's index in the batch."""
+        """Return False if tokens compete for capacity, or if routing depends on a token's index in the batch."""
         return getattr(self.dispatch, "token_independent", False) and token_independent(self.router, key)
 
 
 class LatentMoE(MoE):
-    """`MoE` whose routed experts read ``reduce(x)``, of a smaller width; ``expand`` maps their sum back (Nemotron 3
-    Super, 2026)."""
+    """`MoE` whose routed experts have a smaller width than the tokens (Nemotron 3 Super, 2026).
+
+    ``reduce`` maps the tokens to that width, and ``expand`` maps the experts' weighted sum back.
+    """
 
     def __init__(self, *args: Any, reduce: Linear, expand: Linear):
         super().__init__(*args)
         self.reduce, self.expand = reduce, expand
 
-    def _routed(self, x: Float[Array, "B T D"], routing: Routing) -> tuple[Float[Array, "B T D"], DispatchInfo]:
-        y, info = super()._routed(self.reduce(x), routing)
+    def _apply_routed_experts(
+        self, x: Float[Array, "B T D"], routing: Routing
+    ) -> tuple[Float[Array, "B T D"], DispatchInfo]:
+        y, info = super()._apply_routed_experts(self.reduce(x), routing)
         return self.expand(y), info

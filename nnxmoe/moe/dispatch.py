@@ -1,7 +1,9 @@
-"""Dispatch of tokens to experts and combination of the outputs: ``(x, routing, experts, mesh) -> y, DispatchInfo``.
+"""Dispatch: bring each token to its experts, and combine the experts' outputs.
 
-The experts receive only rows grouped by expert and the group sizes. All dispatches return the same y, except for the
-assignments that they report as dropped. Padding is not sent to any expert and its y is 0.
+An assignment is a pair of a token and one of its X experts. A dispatch makes one row per assignment, calls the experts
+with rows grouped by expert, multiplies the outputs by the router's weights and adds them up per token.
+All dispatches return the same output, except for the assignments that they report as dropped. Padding is not sent to
+any expert, and its output is 0.
 """
 
 import dataclasses
@@ -22,8 +24,13 @@ from nnxmoe.sharding import batch_shard_axes, context_shard_axes, shard_constrai
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DispatchInfo:
-    """Number of assignments (token, expert) per expert, padding excluded, and how many of them were dropped for lack
-    of capacity, in total and per shard of the tokens."""
+    """Numbers of assignments, without padding. Stacked layers have a leading axis L.
+
+    Attributes:
+        load: Assignments per expert, including dropped assignments.
+        dropped: Assignments dropped for lack of capacity.
+        dropped_by_shard: The same per shard of the tokens.
+    """
 
     load: Int[Array, "*L E"]
     dropped: Int[Array, "*L"]
@@ -31,7 +38,7 @@ class DispatchInfo:
 
 
 class Assignments(NamedTuple):
-    """The experts of each token and their weights; ids that are out of range are skipped."""
+    """The experts of each token and their weights. Dispatches skip ids that are out of range."""
 
     ids: Int[Array, "*rows X"]
     weights: Float[Array, "*rows X"]
@@ -40,8 +47,8 @@ class Assignments(NamedTuple):
 class Dispatch(Protocol):
     """Protocol of a dispatch, on one device or on a mesh.
 
-    Set ``token_independent = True`` if a token's output does not depend on the other tokens. Otherwise (the
-    default) tokens may compete for capacity, and the layer is always called with all of them.
+    A dispatch with ``token_independent = True`` computes each token's output independently of the other tokens.
+    By default tokens may compete for capacity, and the layer is always called with all of them.
     """
 
     def __call__(
@@ -51,31 +58,31 @@ class Dispatch(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Dense:
-    """Computes every expert for every token, then the weighted sum. Slow: the reference for the other dispatches."""
+    """Every expert computes every token. Slow: the reference for the other dispatches."""
 
     token_independent: ClassVar[bool] = True
 
     def __call__(
         self, x: Float[Array, "B T D"], routing: Routing, experts: ExpertFn, mesh: AnyMesh | None = None
     ) -> tuple[Float[Array, "B T D"], DispatchInfo]:
-        count = routing.scores.shape[-1]
-        tokens = x.shape[0] * x.shape[1]
-        flat = x.reshape(tokens, x.shape[-1])
+        num_experts = routing.scores.shape[-1]
+        num_tokens = x.shape[0] * x.shape[1]
+        tokens = x.reshape(num_tokens, x.shape[-1])
         axes = expert_row_axes(batch_shard_axes(x.shape[0], mesh))
-        rows = shard_constraint(jnp.broadcast_to(flat, (count, *flat.shape)), mesh, *axes)
-        outs = shard_constraint(experts(rows, None), mesh, *axes)
-        ids, scales = assignments(routing)
-        weights = jnp.sum(jax.nn.one_hot(ids, count, dtype=bool) * scales[..., None], axis=-2)
-        y = weighted_sum(weights.reshape(tokens, count).T, outs, axis=0)
+        rows = shard_constraint(jnp.broadcast_to(tokens, (num_experts, *tokens.shape)), mesh, *axes)
+        outputs = shard_constraint(experts(rows, None), mesh, *axes)
+        ids, weights = mask_padding(routing)
+        all_weights = jnp.sum(jax.nn.one_hot(ids, num_experts, dtype=bool) * weights[..., None], axis=-2)
+        y = weighted_sum(all_weights.reshape(num_tokens, num_experts).T, outputs, axis=0)
         return y.reshape(x.shape).astype(x.dtype), dispatch_info(routing)
 
 
 @dataclasses.dataclass(frozen=True)
 class Sorted:
-    """Sorts the assignments by expert, computes exactly those and restores the order. No dropping, no padding.
+    """Sorts the assignments by expert and computes exactly those. It neither drops nor pads.
 
-    On a mesh each shard of the batch sorts its own tokens and gathers the experts' weights. If the batch is not
-    divisible by the number of shards, every device computes the whole batch.
+    On a mesh each shard of the batch sorts its own tokens and gathers the experts' kernels. If the number of shards
+    does not divide the batch, every device computes the whole batch.
     """
 
     token_independent: ClassVar[bool] = True
@@ -85,32 +92,39 @@ class Sorted:
     ) -> tuple[Float[Array, "B T D"], DispatchInfo]:
         axes = batch_shard_axes(x.shape[0], mesh)
         if mesh is None or not (axes or context_shard_axes(x.shape[1], mesh)):
-            y, _ = sorted_rows(x, assignments(routing), experts)
+            y, _ = apply_sorted(x, mask_padding(routing), experts)
         else:
             from nnxmoe.moe.shard_map_dispatch import shard_map_dispatch
 
-            y, _ = shard_map_dispatch(sorted_rows, x, assignments(routing), experts, mesh, axes, expert_axis=None)
+            y, _ = shard_map_dispatch(apply_sorted, x, mask_padding(routing), experts, mesh, axes, expert_axis=None)
         return y.astype(x.dtype), dispatch_info(routing)
 
 
-def sorted_rows(
-    x: Float[Array, "B T D"], chosen: Assignments, experts: ExpertFn, limit: int | None = None
+def apply_sorted(
+    x: Float[Array, "B T D"], assignments: Assignments, experts: ExpertFn, max_rows: int | None = None
 ) -> tuple[Float[Array, "B T D"], Int[Array, ""]]:
-    """``y`` in float32, and the number of assignments beyond the first ``limit`` rows, which are dropped.
+    """Sort the assignments by expert, apply the experts, and add up the weighted outputs of each token.
 
-    Rows are sorted by expert, so the last experts lose rows first.
+    Args:
+        x: The tokens.
+        assignments: The experts of each token and their weights.
+        experts: The experts.
+        max_rows: Number of rows to compute; None computes all. Later rows, of the last experts, are dropped.
+
+    Returns:
+        The outputs in float32, and the number of dropped assignments.
     """
-    ids, weights = (a.reshape(-1, a.shape[-1]) for a in chosen)
-    total = ids.size if limit is None else min(limit, ids.size)
-    rows, order = permute(x.reshape(-1, x.shape[-1]), ids, total, experts.count)
-    sizes = jnp.bincount(ids.reshape(-1), length=experts.count).astype(jnp.int32)
-    kept = clip_to_capacity(sizes, total)
-    y = combine(experts(rows, kept), order, weights)
-    return y.reshape(x.shape), jnp.sum(sizes) - jnp.sum(kept)
+    ids, weights = (array.reshape(-1, array.shape[-1]) for array in assignments)
+    num_rows = ids.size if max_rows is None else min(max_rows, ids.size)
+    rows, order = permute(x.reshape(-1, x.shape[-1]), ids, num_rows, experts.count)
+    group_sizes = jnp.bincount(ids.reshape(-1), length=experts.count).astype(jnp.int32)
+    computed_sizes = clip_to_capacity(group_sizes, num_rows)
+    y = combine(experts(rows, computed_sizes), order, weights)
+    return y.reshape(x.shape), jnp.sum(group_sizes) - jnp.sum(computed_sizes)
 
 
-def assignments(routing: Routing) -> Assignments:
-    """Expert ids and weights; padding gets the out-of-range id E and weight 0."""
+def mask_padding(routing: Routing) -> Assignments:
+    """Return the experts and weights of each token. Padding gets the out-of-range id E and weight 0."""
     if routing.valid is None:
         return Assignments(routing.experts, routing.weights)
     valid = routing.valid[..., None]
@@ -119,14 +133,14 @@ def assignments(routing: Routing) -> Assignments:
 
 
 def expert_row_axes(axes: Sequence[str]) -> tuple[str | None, tuple[str, ...]]:
-    """Mesh axes of the two leading dimensions of rows ``[E, B, ...]``: ``expert`` if present, and the other axes."""
+    """Split the mesh axes of a batch for rows ``[E, B, ...]``: ``expert`` (or None) for E, the other axes for B."""
     return "expert" if "expert" in axes else None, tuple(axis for axis in axes if axis != "expert")
 
 
-def dispatch_info(routing: Routing, dropped: Any = 0, by_shard: Any = None) -> DispatchInfo:
-    """The `DispatchInfo` for all shards together."""
+def dispatch_info(routing: Routing, dropped: Any = 0, dropped_by_shard: Any = None) -> DispatchInfo:
+    """Count the assignments of all shards together. ``dropped_by_shard`` None means one shard."""
     dropped = jnp.asarray(dropped, jnp.int32)
-    by_shard = dropped[None] if by_shard is None else by_shard
-    hits = jax.nn.one_hot(assignments(routing).ids, routing.scores.shape[-1], dtype=bool)
+    dropped_by_shard = dropped[None] if dropped_by_shard is None else dropped_by_shard
+    hits = jax.nn.one_hot(mask_padding(routing).ids, routing.scores.shape[-1], dtype=bool)
     load = jnp.sum(hits, axis=tuple(range(hits.ndim - 1)), dtype=jnp.int32)
-    return DispatchInfo(load, dropped, by_shard)
+    return DispatchInfo(load, dropped, dropped_by_shard)

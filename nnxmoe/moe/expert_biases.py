@@ -1,4 +1,4 @@
-"""Biases of experts, added to rows that are grouped by expert."""
+"""Biases of experts, for rows grouped by expert."""
 
 from typing import Unpack
 
@@ -12,7 +12,7 @@ from nnxmoe.layers.linear.multilinear import multilinear
 
 
 class ExpertBiases(nnx.Module):
-    """``gate up [E F]`` and ``down [E D]``, for `Experts`."""
+    """Biases of the three linear maps of `Experts`: ``gate up [E F]``, ``down [E D]``."""
 
     def __init__(self, dim: int, width: int, experts: int, **kw: Unpack[ParamOptions]):
         zeros, into, out = nnx.initializers.zeros, ("expert", "mlp"), ("expert", "embed")
@@ -23,29 +23,31 @@ class ExpertBiases(nnx.Module):
         self.down.set_metadata(added_once=True)
 
     def __call__(self, name: str, rows: Float[Array, "*E R F"], sizes: Int[Array, "E"] | None) -> Array:
-        """Rows with the biases of this name; see `add_bias`."""
+        """Add the biases of the linear map ``name``; see `add_bias`."""
         return add_bias(rows, getattr(self, name), sizes)
 
 
 def add_bias(
     rows: Float[Array, "*E R F"], biases: nnx.Variable, sizes: Int[Array, "E"] | None
 ) -> Float[Array, "*E R F"]:
-    """Add the bias of its expert, from ``biases [E F]``, to each row.
+    """Add to each row the bias of its expert.
 
-    Rows are ``[R F]``, sorted by expert with group ``sizes`` (those beyond ``sum(sizes)`` get none), or ``[E R F]``
-    with None.
+    Args:
+        rows: ``[R F]`` sorted by expert, or ``[E R F]`` with equally many rows per expert.
+        biases: The biases ``[E F]``.
+        sizes: Rows per expert; rows beyond ``sum(sizes)`` get no bias. None for ``[E R F]``.
     """
     bias = biases[...].astype(rows.dtype)
     if sizes is None:
         return rows + jnp.broadcast_to(bias[:, None, :], rows.shape)
-    expert = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(rows.shape[0]), side="right")  # E: none
+    expert = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(rows.shape[0]), side="right")  # E beyond the last group
 
-    def taken(bias: Array, expert: Array) -> Array:
+    def gather(bias: Array, expert: Array) -> Array:
         return bias.at[expert].get(mode="fill", fill_value=0)
 
-    def summed(expert: Array, d_rows: Array) -> Array:
-        """A product, because the transpose of a gather would be a scatter-add."""
+    def bias_grad(expert: Array, d_rows: Array) -> Array:
+        # A product, because the transpose of a gather would be a scatter-add.
         member = expert[None, :] == jnp.arange(bias.shape[0])[:, None]
         return einsum_f32("ER,RF->EF", member.astype(d_rows.dtype), d_rows).astype(d_rows.dtype)
 
-    return rows + multilinear(taken, {0: summed})(bias, expert)
+    return rows + multilinear(gather, {0: bias_grad})(bias, expert)

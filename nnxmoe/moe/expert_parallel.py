@@ -1,7 +1,7 @@
 """Expert parallelism: experts sharded over a mesh axis (GShard, 2020; MaxText's sparse modes).
 
 ``ExpertParallel(Sorted(), RaggedAllToAll())`` sends each row to the device of its expert and back.
-``ExpertParallel(Sorted(), RingOfExperts())`` gathers all tokens of the axis on each device and sums the outputs.
+``ExpertParallel(Sorted(), RingOfExperts())`` gathers all tokens of the axis on each device and adds up the outputs.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from nnxmoe.axes import AnyMesh
 from nnxmoe.config.validate import check_object, set_positive
 from nnxmoe.layers.chunks import map_chunks
 from nnxmoe.moe.capacity import check_batch, check_factor
-from nnxmoe.moe.dispatch import Assignments, Dispatch, DispatchInfo, assignments, dispatch_info, sorted_rows
+from nnxmoe.moe.dispatch import Assignments, Dispatch, DispatchInfo, apply_sorted, dispatch_info, mask_padding
 from nnxmoe.moe.experts import ExpertFn
 from nnxmoe.moe.permute import clip_to_capacity, combine, permute, unpermute
 from nnxmoe.moe.ragged import TransferPlan, ragged_all_to_all
@@ -27,19 +27,28 @@ from nnxmoe.sharding import batch_axes
 
 
 class Exchange(Protocol):
-    """Exchange of tokens between shards, called inside ``shard_map``; returns y in float32 and the dropped count."""
+    """Protocol of an exchange of tokens between shards. It is called inside ``shard_map`` with one shard's values.
+
+    It returns the outputs in float32, and the number of dropped assignments.
+    """
 
     def __call__(
-        self, x: Float[Array, "B T D"], chosen: Assignments, experts: ExpertFn, axis: str
+        self, x: Float[Array, "B T D"], assignments: Assignments, experts: ExpertFn, axis: str
     ) -> tuple[Float[Array, "B T D"], Int[Array, ""]]: ...
 
 
 @dataclasses.dataclass(frozen=True)
 class ExpertParallel:
-    """Shards the experts over ``axis`` and the batch over ``data_axes`` and ``axis``; None: all axes of the batch.
+    """Dispatch that shards the experts over ``axis``, and the batch over ``data_axes`` and ``axis``.
 
-    ``inner`` is the dispatch without a mesh, and on a mesh whose ``axis`` has one device. Raises ValueError if the
-    batch or the number of experts is not divisible by the shards, or if a mesh axis is missing or repeated.
+    Raises ValueError if the shards do not divide the batch or the number of experts, or if a mesh axis is missing or
+    repeated.
+
+    Attributes:
+        inner: The dispatch without a mesh, and on a mesh whose ``axis`` has one device.
+        exchange: How tokens and experts meet.
+        axis: Mesh axis of the experts.
+        data_axes: Mesh axes of the batch. None means all batch axes of the mesh.
     """
 
     inner: Dispatch
@@ -55,15 +64,14 @@ class ExpertParallel:
         if self.data_axes is None:
             return
         object.__setattr__(self, "data_axes", tuple(self.data_axes))
-        named = (*self.data_axes, self.axis)
         if self.axis in self.data_axes:
             raise ValueError(f"ExpertParallel: the expert axis {self.axis!r} is also among data_axes {self.data_axes}")
-        if len(set(named)) != len(named):
+        if len(set(self.data_axes)) != len(self.data_axes):
             raise ValueError(f"ExpertParallel: a mesh axis is named twice in data_axes {self.data_axes}")
 
     @property
     def token_independent(self) -> bool:
-        """Not with a ``buffer_factor``: tokens compete for a buffer of limited size."""
+        """False with a ``buffer_factor``, since tokens compete for a buffer of limited size."""
         return getattr(self.exchange, "buffer_factor", 0) is None and getattr(self.inner, "token_independent", False)
 
     def __call__(
@@ -71,14 +79,15 @@ class ExpertParallel:
     ) -> tuple[Float[Array, "B T D"], DispatchInfo]:
         if mesh is None:
             return self.inner(x, routing, experts)
-        others = batch_axes(mesh) if self.data_axes is None else self.data_axes
-        named = (*(axis for axis in others if axis != self.axis), self.axis)
-        if missing := [axis for axis in named if axis not in mesh.shape]:
+        data_axes = batch_axes(mesh) if self.data_axes is None else self.data_axes
+        axes = (*(axis for axis in data_axes if axis != self.axis), self.axis)
+        missing = [axis for axis in axes if axis not in mesh.shape]
+        if missing:
             raise ValueError(f"ExpertParallel: the mesh {dict(mesh.shape)} has no axis {missing[0]!r}")
         size = mesh.shape[self.axis]
         if experts.count % size:
             raise ValueError(f"{experts.count} experts are not divisible by the {size} devices of {self.axis}")
-        axes = tuple(axis for axis in named if mesh.shape[axis] > 1)
+        axes = tuple(axis for axis in axes if mesh.shape[axis] > 1)
         check_batch("ExpertParallel", x.shape[0], mesh, axes)
         if size == 1:
             return self.inner(x, routing, experts, mesh)
@@ -87,14 +96,16 @@ class ExpertParallel:
                 f"ExpertParallel: the rules split experts over {experts.rules['expert']!r}, not over {self.axis!r}"
             )
         body = functools.partial(self.exchange, axis=self.axis)
-        y, dropped = shard_map_dispatch(body, x, assignments(routing), experts, mesh, axes, self.axis)
+        y, dropped = shard_map_dispatch(body, x, mask_padding(routing), experts, mesh, axes, self.axis)
         return y.astype(x.dtype), dispatch_info(routing, jnp.sum(dropped), dropped)
 
 
 @dataclasses.dataclass(frozen=True)
 class BufferedExchange:
-    """``buffer_factor`` None: the receive buffer fits the worst case, all rows of the axis on one device, so nothing is
-    dropped. A number: the buffer size in multiples of the balanced load; rows that do not fit are dropped and counted.
+    """Exchange with a receive buffer.
+
+    ``buffer_factor`` is the size of the buffer in multiples of the balanced load. Rows that do not fit are dropped and
+    counted. With None the buffer fits the worst case, all rows of the axis on one device, and nothing is dropped.
     """
 
     buffer_factor: float | None = None
@@ -107,99 +118,115 @@ class BufferedExchange:
 
 @dataclasses.dataclass(frozen=True)
 class RaggedAllToAll(BufferedExchange):
-    """Sends each row to its expert's device and back: permute, exchange, local permute, experts, and the inverses."""
+    """Exchange that sends each row to the device of its expert and back."""
 
     def __call__(
-        self, x: Float[Array, "B T D"], chosen: Assignments, experts: ExpertFn, axis: str
+        self, x: Float[Array, "B T D"], assignments: Assignments, experts: ExpertFn, axis: str
     ) -> tuple[Float[Array, "B T D"], Int[Array, ""]]:
-        size, me, mine = jax.lax.axis_size(axis), jax.lax.axis_index(axis), experts.count
-        ids, weights = (a.reshape(-1, a.shape[-1]) for a in chosen)
-        tokens, count = ids.shape
-        room = buffer_size(self.buffer_factor, tokens, count, size, mine)
-        # Permute: this shard's rows sorted by global expert, and the number of rows per expert.
-        rows, order = permute(x.reshape(tokens, x.shape[-1]), ids, ids.size, size * mine)
-        counts = jnp.bincount(ids.reshape(-1), length=size * mine).astype(jnp.int32)
-        plan = ExchangePlan.of(jax.lax.all_gather(counts, axis).reshape(size, size, mine), me, room)
-        # Exchange.
-        most = min(tokens * min(count, mine), room)  # upper bound on rows from one shard to another
-        move = functools.partial(ragged_all_to_all, axis=axis, most=most)
-        received = move(rows, room, plan.send, plan.receive)
-        # Local permute, this shard's experts, local unpermute.
-        grouped, local = permute(received, plan.expert[:, None], room, mine)
-        back = unpermute(experts(grouped, plan.sizes), local)
-        # Exchange back; dropped rows stay zero.
-        returned = move(back, ids.size, plan.receive, plan.send)
+        shards, shard, local_experts = jax.lax.axis_size(axis), jax.lax.axis_index(axis), experts.count
+        ids, weights = (array.reshape(-1, array.shape[-1]) for array in assignments)
+        tokens, experts_per_token = ids.shape
+        capacity = buffer_size(self.buffer_factor, tokens, experts_per_token, shards, local_experts)
+        # Sort this shard's rows by global expert id, and plan the exchange from the rows per expert of all shards.
+        rows, order = permute(x.reshape(tokens, x.shape[-1]), ids, ids.size, shards * local_experts)
+        counts = jnp.bincount(ids.reshape(-1), length=shards * local_experts).astype(jnp.int32)
+        all_counts = jax.lax.all_gather(counts, axis).reshape(shards, shards, local_experts)
+        plan = ExchangePlan.from_counts(all_counts, shard, capacity)
+        # Send the rows to the shards of their experts.
+        max_rows = min(tokens * min(experts_per_token, local_experts), capacity)
+        exchange = functools.partial(ragged_all_to_all, axis=axis, max_rows=max_rows)
+        received = exchange(rows, capacity, plan.send, plan.receive)
+        # Sort the received rows by local expert, apply the experts, and undo the sort.
+        grouped, local_order = permute(received, plan.expert[:, None], capacity, local_experts)
+        outputs = unpermute(experts(grouped, plan.sizes), local_order)
+        # Send the outputs back. Dropped rows stay zero.
+        returned = exchange(outputs, ids.size, plan.receive, plan.send)
         return combine(returned, order, weights).reshape(x.shape), plan.dropped
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ExchangePlan:
-    """Send and receive counts and offsets of one shard of the axis (S shards with L experts each).
+    """Plan of one shard of an axis of S shards with L experts each.
 
-    ``expert``: local expert of each row of the receive buffer, L for unused rows; ``sizes``: rows per local expert.
+    Attributes:
+        send: Rows to send to each shard.
+        receive: Rows to receive from each shard.
+        expert: Local expert of each row of the receive buffer, L for unused rows.
+        sizes: Received rows per local expert.
+        dropped: Number of rows for this shard's experts that did not fit into its buffer.
     """
 
     send: TransferPlan
     receive: TransferPlan
-    expert: Int[Array, "room"]
+    expert: Int[Array, "capacity"]
     sizes: Int[Array, "L"]
     dropped: Int[Array, ""]
 
     @classmethod
-    def of(cls, counts: Int[Array, "S S L"], me: Int[Array, ""], room: int) -> "ExchangePlan":
-        """The plan of shard ``me`` from ``counts[s, r, l]``, the rows of shard s for expert l of shard r. Buffers are
-        filled in the order of the senders; rows beyond ``room`` are dropped."""
-        wanted = jnp.sum(counts, axis=-1)
-        begins = jnp.cumsum(wanted, axis=1) - wanted  # in the sender's rows
-        arrives = jnp.cumsum(wanted, axis=0) - wanted  # in the receiver's buffer
-        sent = jnp.clip(room - arrives, 0, wanted)
-        arrives = jnp.minimum(arrives, room)
-        mine = counts[:, me].reshape(-1)  # by sender, then by expert: the order in which the buffer is filled
-        fits = clip_to_capacity(mine, room)
-        ends = jnp.cumsum(fits)
-        expert = jnp.searchsorted(ends, jnp.arange(room), side="right").astype(jnp.int32) % counts.shape[-1]
-        expert = jnp.where(jnp.arange(room) < ends[-1], expert, counts.shape[-1])
+    def from_counts(cls, counts: Int[Array, "S S L"], shard: Int[Array, ""], capacity: int) -> "ExchangePlan":
+        """Plan the exchange of one shard. Buffers are filled in the order of the senders.
+
+        Args:
+            counts: ``counts[s, r, l]`` is the number of rows of shard s for expert l of shard r.
+            shard: Index of this shard.
+            capacity: Rows of the receive buffer. Further rows are dropped.
+        """
+        requested = jnp.sum(counts, axis=-1)
+        send_offsets = jnp.cumsum(requested, axis=1) - requested  # in the sender's rows
+        receive_offsets = jnp.cumsum(requested, axis=0) - requested  # in the receiver's buffer
+        sent = jnp.clip(capacity - receive_offsets, 0, requested)
+        receive_offsets = jnp.minimum(receive_offsets, capacity)
+        arriving = counts[:, shard].reshape(-1)  # by sender, then by expert: the order in which the buffer is filled
+        accepted = clip_to_capacity(arriving, capacity)
+        ends = jnp.cumsum(accepted)
+        expert = jnp.searchsorted(ends, jnp.arange(capacity), side="right").astype(jnp.int32) % counts.shape[-1]
+        expert = jnp.where(jnp.arange(capacity) < ends[-1], expert, counts.shape[-1])
         return cls(
-            send=TransferPlan(begins[me], sent[me], arrives[me]),
-            receive=TransferPlan(arrives[:, me], sent[:, me], begins[:, me]),
+            send=TransferPlan(send_offsets[shard], sent[shard], receive_offsets[shard]),
+            receive=TransferPlan(receive_offsets[:, shard], sent[:, shard], send_offsets[:, shard]),
             expert=expert,
-            sizes=jnp.sum(fits.reshape(counts.shape[0], -1), axis=0, dtype=jnp.int32),
-            dropped=jnp.sum(mine) - jnp.sum(fits),
+            sizes=jnp.sum(accepted.reshape(counts.shape[0], -1), axis=0, dtype=jnp.int32),
+            dropped=jnp.sum(arriving) - jnp.sum(accepted),
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class RingOfExperts(BufferedExchange):
-    """All-gathers the tokens of the axis; each device applies its own experts to all of them, and the partial outputs
-    are reduce-scattered."""
+    """Exchange that all-gathers the tokens of the axis.
+
+    Each device applies its experts to all tokens, and the partial outputs are reduce-scattered.
+    """
 
     def __call__(
-        self, x: Float[Array, "B T D"], chosen: Assignments, experts: ExpertFn, axis: str
+        self, x: Float[Array, "B T D"], assignments: Assignments, experts: ExpertFn, axis: str
     ) -> tuple[Float[Array, "B T D"], Int[Array, ""]]:
-        size, mine = jax.lax.axis_size(axis), experts.count
-        everyone = jax.lax.all_gather(x, axis, axis=0, tiled=True)
-        routing = jnp.concatenate([a.astype(jnp.float32) for a in chosen], axis=-1)
-        ids, weights = jnp.split(jax.lax.all_gather(routing, axis, axis=0, tiled=True), 2, axis=-1)
-        local = ids.astype(jnp.int32) - jax.lax.axis_index(axis) * mine
-        local = jnp.where((local >= 0) & (local < mine), local, mine)
-        room = buffer_size(self.buffer_factor, x.shape[0] * x.shape[1], ids.shape[-1], size, mine)
-        part, dropped = sorted_rows(everyone, Assignments(local, weights), experts, limit=room)
-        y = jax.lax.psum_scatter(part.astype(x.dtype), axis, scatter_dimension=0, tiled=True)
+        shards, local_experts = jax.lax.axis_size(axis), experts.count
+        all_tokens = jax.lax.all_gather(x, axis, axis=0, tiled=True)
+        packed = jnp.concatenate([array.astype(jnp.float32) for array in assignments], axis=-1)
+        ids, weights = jnp.split(jax.lax.all_gather(packed, axis, axis=0, tiled=True), 2, axis=-1)
+        local_ids = ids.astype(jnp.int32) - jax.lax.axis_index(axis) * local_experts
+        local_ids = jnp.where((local_ids >= 0) & (local_ids < local_experts), local_ids, local_experts)
+        capacity = buffer_size(self.buffer_factor, x.shape[0] * x.shape[1], ids.shape[-1], shards, local_experts)
+        partial, dropped = apply_sorted(all_tokens, Assignments(local_ids, weights), experts, max_rows=capacity)
+        y = jax.lax.psum_scatter(partial.astype(x.dtype), axis, scatter_dimension=0, tiled=True)
         return y.astype(jnp.float32), dropped
 
 
-MAX_BUFFER_FACTOR = 8  # times the balanced load, in the worst case: the most that an axis of eight devices needs
+MAX_BUFFER_FACTOR = 8  # in multiples of the balanced load; an axis of eight devices never needs more
 
 
 @dataclasses.dataclass(frozen=True)
 class ChunkedExchange:
-    """Runs ``exchange`` on one slice of each shard's sequences at a time, recomputed in the backward pass.
+    """Runs ``exchange`` on one chunk of each shard's sequences at a time, recomputed in the backward pass.
 
-    The receive buffer for the worst case is that of one slice, and nothing is dropped. ``chunks`` None: as few slices
-    as keep it within eight times the balanced load of all tokens: one if the axis has up to eight devices. Unlike
-    `Chunked` around `ExpertParallel`, kernels are gathered once for all slices. Padding of the last slice is sent to
-    no expert.
+    The worst-case receive buffer is that of one chunk, and nothing is dropped. Unlike `Chunked` around
+    `ExpertParallel`, it gathers kernels once for all chunks. Padding of the last chunk is not sent to any expert.
+
+    Attributes:
+        exchange: The exchange of one chunk.
+        chunks: Number of chunks. None means the smallest number that bounds the buffer by eight times the balanced load
+            of all tokens, which is one if the axis has up to eight devices.
     """
 
     exchange: Exchange
@@ -211,34 +238,44 @@ class ChunkedExchange:
 
     @property
     def buffer_factor(self) -> float | None:
-        """Of ``exchange``: None if nothing is dropped."""
+        """The factor of ``exchange``; None if nothing is dropped."""
         return getattr(self.exchange, "buffer_factor", 0.0)
 
     def __call__(
-        self, x: Float[Array, "B T D"], chosen: Assignments, experts: ExpertFn, axis: str
+        self, x: Float[Array, "B T D"], assignments: Assignments, experts: ExpertFn, axis: str
     ) -> tuple[Float[Array, "B T D"], Int[Array, ""]]:
-        size, factor, chunks = jax.lax.axis_size(axis), self.buffer_factor, self.chunks
+        shards, chunks = jax.lax.axis_size(axis), self.chunks
         if chunks is None:
-            chunks = min_chunks(factor, chosen.ids.shape[-1], size, experts.count)
+            chunks = min_chunks(self.buffer_factor, assignments.ids.shape[-1], shards, experts.count)
         if min(chunks, x.shape[1]) == 1:
-            return self.exchange(x, chosen, experts, axis)
-        none = size * experts.count  # the id of no expert, as which the zeros of padding count
+            return self.exchange(x, assignments, experts, axis)
+        # Chunks are padded with zeros. Shifted ids make these the out-of-range id E.
+        num_experts = shards * experts.count
 
-        def one(x: Array, ids: Array, weights: Array) -> tuple[Array, Array]:
-            return self.exchange(x, Assignments(ids + none, weights), experts, axis)
+        def exchange_chunk(x: Array, ids: Array, weights: Array) -> tuple[Array, Array]:
+            return self.exchange(x, Assignments(ids + num_experts, weights), experts, axis)
 
-        y, dropped = map_chunks(one, chunks, x, chosen.ids - none, chosen.weights)
+        y, dropped = map_chunks(exchange_chunk, chunks, x, assignments.ids - num_experts, assignments.weights)
         return y, jnp.sum(dropped)
 
 
-def buffer_size(factor: float | None, tokens: int, chosen: int, size: int, mine: int) -> int:
-    """Rows in a shard's buffer, given ``tokens`` on each of ``size`` shards with ``mine`` experts each."""
-    worst = size * tokens * min(chosen, mine)
-    return worst if factor is None else min(worst, max(1, math.ceil(factor * tokens * chosen)))
+def buffer_size(factor: float | None, tokens: int, experts_per_token: int, shards: int, local_experts: int) -> int:
+    """Return the rows of a shard's receive buffer.
+
+    Args:
+        factor: Multiple of the balanced load; None for the worst case.
+        tokens: Tokens of each shard.
+        experts_per_token: Experts per token, X.
+        shards: Shards of the expert axis.
+        local_experts: Experts of each shard.
+    """
+    worst = shards * tokens * min(experts_per_token, local_experts)
+    return worst if factor is None else min(worst, max(1, math.ceil(factor * tokens * experts_per_token)))
 
 
-def min_chunks(factor: float | None, chosen: int, size: int, mine: int) -> int:
-    """Slices that bound the receive room by ``MAX_BUFFER_FACTOR``; arguments as of `buffer_size`."""
-    return (
-        1 if factor is not None else math.ceil(buffer_size(None, 1, chosen, size, mine) / (chosen * MAX_BUFFER_FACTOR))
-    )
+def min_chunks(factor: float | None, experts_per_token: int, shards: int, local_experts: int) -> int:
+    """Return the fewest chunks that bound the buffer by ``MAX_BUFFER_FACTOR``; arguments as for `buffer_size`."""
+    if factor is not None:
+        return 1
+    rows_per_token = buffer_size(None, 1, experts_per_token, shards, local_experts)
+    return math.ceil(rows_per_token / (experts_per_token * MAX_BUFFER_FACTOR))

@@ -1,4 +1,4 @@
-"""Experts: feed-forward networks, one per group of rows."""
+"""Experts: feed-forward networks, applied to rows grouped by expert."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -11,14 +11,15 @@ from jaxtyping import Array, Float, Int
 from nnxmoe.axes import ParamOptions
 from nnxmoe.layers.activations import GatedActivation, swiglu
 from nnxmoe.layers.linear.kernel import Adapter, Kernel, as_weight, kernel_param, with_adapter
-from nnxmoe.moe.grouped_matmul import GroupedMatmul, equal_groups
+from nnxmoe.moe.grouped_matmul import GroupedMatmul, batched_matmul
 from nnxmoe.sharding_rules import RULES, Rules
 
 
 class ExpertFn(Protocol):
-    """Applies the experts to ``rows[R D]`` sorted by expert with group ``sizes[E]``, or to ``rows[E R D]`` with None.
+    """Protocol of experts, which dispatches call.
 
-    The output of rows beyond ``sum(sizes)`` is zero. ``rules``: the sharding rules of the parameters.
+    The rows are ``[R D]``, sorted by expert with ``sizes[E]`` rows each, or ``[E R D]`` with ``sizes`` None. The output
+    of rows beyond ``sum(sizes)`` is zero. ``rules`` are the sharding rules of the parameters.
     """
 
     rules: Rules
@@ -32,10 +33,19 @@ class ExpertFn(Protocol):
 
 
 class Experts(nnx.Module):
-    """An `ExpertFn` of gated networks; kernels ``gate up [E F D]``, ``down [E D F]``.
+    """Experts ``down(activation(gate(rows), up(rows)))`` with kernels ``gate up [E F D]`` and ``down [E D F]``.
 
-    ``activation``: of gate and up; ``biases``: `ExpertBiases`, None for experts without. Gate and up share one adapter,
-    of a kernel ``[E D 2 F]``.
+    Gate and up share one adapter, of a kernel ``[E D 2 F]``.
+
+    Args:
+        dim: Width of the rows, D.
+        width: Hidden width, F.
+        experts: Number of experts, E.
+        matmul: Grouped product of rows sorted by expert.
+        rules: Sharding rules of the parameters.
+        activation: Function of the outputs of gate and up.
+        biases: `ExpertBiases`, or None.
+        **kw: The dtype and rngs of the parameters.
     """
 
     adapted: ClassVar[Mapping[str, tuple[str, ...]]] = {"lora_gate_up": ("gate", "up"), "lora_down": ("down",)}
@@ -68,23 +78,24 @@ class Experts(nnx.Module):
         return as_weight(self.up).lead[-1]
 
     def __call__(self, rows: Float[Array, "..."], sizes: Int[Array, "E"] | None) -> Float[Array, "..."]:
-        product = functools.partial(self._product, sizes=sizes)
-        gate, up = product(rows, as_weight(self.gate).read()), product(rows, as_weight(self.up).read())
+        matmul = functools.partial(self._matmul, sizes=sizes)
+        gate, up = matmul(rows, as_weight(self.gate).read()), matmul(rows, as_weight(self.up).read())
         if self.lora_gate_up is not None:
-            more, over = self.lora_gate_up.outputs_per_map(rows, product)
-            gate, up = gate + more, up + over
+            gate_delta, up_delta = self.lora_gate_up.outputs_per_map(rows, matmul)
+            gate, up = gate + gate_delta, up + up_delta
         if self.biases is not None:
             gate, up = self.biases("gate", gate, sizes), self.biases("up", up, sizes)
-        y = self.activation(checkpoint_name(gate, "gate"), checkpoint_name(up, "up"))
-        y = checkpoint_name(with_adapter(as_weight(self.down).read(), self.lora_down).apply(y, product), "down")
+        hidden = self.activation(checkpoint_name(gate, "gate"), checkpoint_name(up, "up"))
+        down = with_adapter(as_weight(self.down).read(), self.lora_down)
+        y = checkpoint_name(down.apply(hidden, matmul), "down")
         return y if self.biases is None else self.biases("down", y, sizes)
 
-    def _product(self, rows: Array, kernel: Kernel, sizes: Int[Array, "E"] | None) -> Array:
-        return equal_groups(rows, kernel) if sizes is None else self.matmul(rows, kernel, sizes)
+    def _matmul(self, rows: Array, kernel: Kernel, sizes: Int[Array, "E"] | None) -> Array:
+        return batched_matmul(rows, kernel) if sizes is None else self.matmul(rows, kernel, sizes)
 
 
 class UngatedExperts(Experts):
-    """`Experts` without gate: ``down(activation(up(rows)))`` (Nemotron 3, 2025)."""
+    """Experts without a gate: ``down(activation(up(rows)))`` (Nemotron 3, 2025)."""
 
     adapted = {"lora_up": ("up",), "lora_down": ("down",)}
 
@@ -106,7 +117,8 @@ class UngatedExperts(Experts):
         self.down = kernel_param((width,), (dim,), ("expert", "mlp", "embed"), lead=(experts,), **kw)
 
     def __call__(self, rows: Float[Array, "..."], sizes: Int[Array, "E"] | None) -> Float[Array, "..."]:
-        product = functools.partial(self._product, sizes=sizes)
-        up = checkpoint_name(with_adapter(as_weight(self.up).read(), self.lora_up).apply(rows, product), "up")
-        y = with_adapter(as_weight(self.down).read(), self.lora_down).apply(self.activation(up), product)
-        return checkpoint_name(y, "down")
+        matmul = functools.partial(self._matmul, sizes=sizes)
+        up = with_adapter(as_weight(self.up).read(), self.lora_up)
+        down = with_adapter(as_weight(self.down).read(), self.lora_down)
+        hidden = self.activation(checkpoint_name(up.apply(rows, matmul), "up"))
+        return checkpoint_name(down.apply(hidden, matmul), "down")

@@ -1,4 +1,4 @@
-"""Grouped matrix product, one kernel per group: ``rows[R I], kernel[E I O], sizes[E] -> [R O]``, rows sorted by group.
+"""Grouped matrix products: rows sorted by group, times one kernel per group.
 
 The output of rows beyond ``sum(sizes)`` is zero on every backend.
 """
@@ -19,33 +19,33 @@ GroupedKernel = Kernel | Float[Array, "E I O"]
 
 
 class GroupedMatmul(Protocol):
-    """A backend of the grouped product, with its own backward pass. ``kernel`` may be an array."""
+    """Protocol of grouped products: ``sizes[e]`` rows are multiplied by ``kernel[e]``. Backends define derivatives."""
 
     def __call__(
         self, rows: Float[Array, "R I"], kernel: GroupedKernel, sizes: Int[Array, "E"]
     ) -> Float[Array, "R O"]: ...
 
 
-def equal_groups(rows: Float[Array, "E R I"], kernel: GroupedKernel) -> Float[Array, "E R O"]:
-    """The product for equally sized groups: one batched dot, which XLA can partition over devices."""
+def batched_matmul(rows: Float[Array, "E R I"], kernel: GroupedKernel) -> Float[Array, "E R O"]:
+    """Multiply groups of equal size by their kernels. XLA can shard this batched dot over devices."""
     return as_kernel(kernel).batched_matmul(rows)
 
 
 @dataclasses.dataclass(frozen=True)
 class MaskedMatmul:
-    """Multiplies every row by every kernel and masks the result: E times the work. The reference for the others."""
+    """Multiplies every row by every kernel and masks the results. E times the work: the reference for the others."""
 
     def __call__(self, rows: Float[Array, "R I"], kernel: GroupedKernel, sizes: Int[Array, "E"]) -> Float[Array, "R O"]:
         kernel, ends = as_kernel(kernel), jnp.cumsum(sizes)
         index = jnp.arange(rows.shape[0])[None, :]
-        member = (index >= (ends - sizes)[:, None]) & (index < ends[:, None])
-        outs = [jnp.where(mine[:, None], kernel.expert(e)(rows), 0) for e, mine in enumerate(member)]
-        return functools.reduce(jnp.add, outs)
+        in_group = (index >= (ends - sizes)[:, None]) & (index < ends[:, None])
+        outputs = [jnp.where(mask[:, None], kernel.expert(e)(rows), 0) for e, mask in enumerate(in_group)]
+        return functools.reduce(jnp.add, outputs)
 
 
 @dataclasses.dataclass(frozen=True)
 class RaggedDotMatmul:
-    """``jax.lax.ragged_dot``: a grouped kernel on TPU, a masked dense product on CPU and NVIDIA GPUs."""
+    """``jax.lax.ragged_dot``, a grouped kernel on TPU, and a masked dense product on CPU and NVIDIA GPUs."""
 
     def __call__(self, rows: Float[Array, "R I"], kernel: GroupedKernel, sizes: Int[Array, "E"]) -> Float[Array, "R O"]:
         rows = zero_unused_rows(rows, sizes)
@@ -55,17 +55,14 @@ class RaggedDotMatmul:
 
 
 def zero_unused_rows(rows: Float[Array, "R D"], sizes: Int[Array, "E"]) -> Float[Array, "R D"]:
-    """``rows`` with those beyond ``sum(sizes)`` set to zero. Backends may return any values there, or gradients."""
-    inside = jnp.arange(rows.shape[0]) < jnp.sum(sizes)
-    return jnp.where(inside[:, None], rows, 0)
+    """Set rows beyond ``sum(sizes)`` to zero. Backends may return any values or gradients there."""
+    used = jnp.arange(rows.shape[0]) < jnp.sum(sizes)
+    return jnp.where(used[:, None], rows, 0)
 
 
 @dataclasses.dataclass(frozen=True)
 class AlignedMatmul:
-    """Calls ``inner`` with group sizes rounded up to multiples of ``block``, for backends that require it.
-
-    Groups are padded with zeros, at most ``E * (block - 1)`` rows in total.
-    """
+    """Pads groups to multiples of ``block`` rows for ``inner``, at most ``E * (block - 1)`` rows of zeros in total."""
 
     inner: GroupedMatmul
     block: int
@@ -74,20 +71,23 @@ class AlignedMatmul:
         set_positive(self, "block")
 
     def __call__(self, rows: Float[Array, "R I"], kernel: GroupedKernel, sizes: Int[Array, "E"]) -> Float[Array, "R O"]:
-        have, groups = rows.shape[0], sizes.shape[0]
-        if have == 0:
+        num_rows, num_groups = rows.shape[0], sizes.shape[0]
+        if num_rows == 0:
             return jnp.zeros((0, as_kernel(kernel).shape[2]), rows.dtype)
-        room = -(-(have + groups * (self.block - 1)) // self.block) * self.block
-        filled = (sizes + self.block - 1) // self.block * self.block
-        source, place = _moved(filled, sizes, room, have), _moved(sizes, filled, have, room)
-        out = self.inner(gather_rows(rows, source, place[:, None]), kernel, filled)
-        return gather_rows(out, place, source[:, None])
+        num_padded = -(-(num_rows + num_groups * (self.block - 1)) // self.block) * self.block
+        padded_sizes = (sizes + self.block - 1) // self.block * self.block
+        row_of_padded = _row_mapping(padded_sizes, sizes, num_padded, num_rows)
+        padded_of_row = _row_mapping(sizes, padded_sizes, num_rows, num_padded)
+        outputs = self.inner(gather_rows(rows, row_of_padded, padded_of_row[:, None]), kernel, padded_sizes)
+        return gather_rows(outputs, padded_of_row, row_of_padded[:, None])
 
 
-def _moved(ours: Int[Array, "E"], theirs: Int[Array, "E"], count: int, nowhere: int) -> Int[Array, "count"]:
-    """Index of each row of groups ``ours`` within groups ``theirs``; ``nowhere`` beyond the end of the group."""
-    index, ends = jnp.arange(count), jnp.cumsum(ours)
-    group = jnp.minimum(jnp.searchsorted(ends, index, side="right"), ours.shape[0] - 1)
-    within = index - (ends - ours)[group]
-    there = (jnp.cumsum(theirs) - theirs)[group] + within
-    return jnp.where(within < jnp.minimum(ours, theirs)[group], there, nowhere).astype(jnp.int32)
+def _row_mapping(
+    from_sizes: Int[Array, "E"], to_sizes: Int[Array, "E"], num_from: int, num_to: int
+) -> Int[Array, "num_from"]:
+    """Map the rows of groups of one size to those of another size; ``num_to`` for rows beyond the smaller group."""
+    index, ends = jnp.arange(num_from), jnp.cumsum(from_sizes)
+    group = jnp.minimum(jnp.searchsorted(ends, index, side="right"), from_sizes.shape[0] - 1)
+    offset = index - (ends - from_sizes)[group]
+    target = (jnp.cumsum(to_sizes) - to_sizes)[group] + offset
+    return jnp.where(offset < jnp.minimum(from_sizes, to_sizes)[group], target, num_to).astype(jnp.int32)

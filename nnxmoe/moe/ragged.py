@@ -10,49 +10,67 @@ from nnxmoe.layers.linear.multilinear import multilinear
 
 
 class TransferPlan(NamedTuple):
-    """One side of an exchange with each shard of the axis: start of the rows ``here``, their ``count``, and their start
-    ``there``, in the other shard's rows."""
+    """Rows that one shard sends to, or receives from, each of the S shards of an axis.
 
-    here: Int[Array, "S"]
-    count: Int[Array, "S"]
-    there: Int[Array, "S"]
+    Attributes:
+        offsets: First row in this shard's array.
+        sizes: Number of rows.
+        remote_offsets: First row in the other shard's array.
+    """
+
+    offsets: Int[Array, "S"]
+    sizes: Int[Array, "S"]
+    remote_offsets: Int[Array, "S"]
 
 
 def ragged_all_to_all(
-    rows: Float[Array, "R D"], room: int, send: TransferPlan, receive: TransferPlan, *, axis: str, most: int
-) -> Float[Array, "room D"]:
-    """The ``room`` rows that this shard receives, padded with zeros. One shard sends at most ``most`` rows to another.
+    rows: Float[Array, "R D"], buffer_size: int, send: TransferPlan, receive: TransferPlan, *, axis: str, max_rows: int
+) -> Float[Array, "buffer_size D"]:
+    """Exchange rows between the shards of a mesh axis. The backward pass swaps ``send`` and ``receive``.
 
     On TPUs and GPUs this is `jax.lax.ragged_all_to_all`, which XLA:CPU does not compile. On CPU it is an all-to-all of
-    pieces padded to ``most`` rows, bitwise equal. The backward pass is the exchange with the two sides swapped.
+    blocks padded to ``max_rows`` rows, which is bitwise equal.
+
+    Args:
+        rows: Rows of this shard.
+        buffer_size: Rows of the receive buffer.
+        send: Rows to send.
+        receive: Rows to receive.
+        axis: Mesh axis.
+        max_rows: Upper bound of the rows from one shard to another.
+
+    Returns:
+        The receive buffer, with zeros where no row arrives.
     """
+    num_rows = rows.shape[0]
 
-    def there(rows: Array, *sides: Array) -> Array:
-        return _move(rows, TransferPlan(*sides[:3]), TransferPlan(*sides[3:]), room, have, axis, most)
+    def exchange(rows: Array, *plans: Array) -> Array:
+        send, receive = TransferPlan(*plans[:3]), TransferPlan(*plans[3:])
+        return _exchange(rows, send, receive, buffer_size, axis, max_rows)
 
-    def back(*given: Array) -> Array:
-        *sides, d_out = given
-        return _move(d_out, TransferPlan(*sides[3:]), TransferPlan(*sides[:3]), have, room, axis, most)
+    def rows_grad(*args: Array) -> Array:
+        *plans, d_out = args
+        send, receive = TransferPlan(*plans[:3]), TransferPlan(*plans[3:])
+        return _exchange(d_out, receive, send, num_rows, axis, max_rows)
 
-    have = rows.shape[0]
-    return multilinear(there, {0: back})(rows, *send, *receive)
+    return multilinear(exchange, {0: rows_grad})(rows, *send, *receive)
 
 
-def _move(rows: Any, send: TransferPlan, receive: TransferPlan, room: int, have: int, axis: str, most: int) -> Any:
+def _exchange(rows: Any, send: TransferPlan, receive: TransferPlan, buffer_size: int, axis: str, max_rows: int) -> Any:
     def ragged(rows: Array) -> Array:
-        out = jnp.zeros((room, rows.shape[1]), rows.dtype)
-        sizes = (send.here, send.count, send.there, receive.count)
-        return jax.lax.ragged_all_to_all(rows, out, *sizes, axis_name=axis)
+        output = jnp.zeros((buffer_size, rows.shape[1]), rows.dtype)
+        sizes = (send.offsets, send.sizes, send.remote_offsets, receive.sizes)
+        return jax.lax.ragged_all_to_all(rows, output, *sizes, axis_name=axis)
 
     def padded(rows: Array) -> Array:
-        shards, within, place = send.count.shape[0], jnp.arange(most)[None, :], jnp.arange(room)
-        index = jnp.where(within < send.count[:, None], send.here[:, None] + within, have)
-        pieces = rows.at[index].get(mode="fill", fill_value=0)
-        pieces = jax.lax.all_to_all(pieces, axis, split_axis=0, concat_axis=0).reshape(shards * most, -1)
-        begins = receive.here
-        sender = jnp.clip(jnp.searchsorted(begins, place, side="right") - 1, 0, shards - 1)
-        offset = place - begins[sender]
-        index = jnp.where(offset < receive.count[sender], sender * most + offset, shards * most)
-        return pieces.at[index].get(mode="fill", fill_value=0)
+        shards, offset, position = send.sizes.shape[0], jnp.arange(max_rows)[None, :], jnp.arange(buffer_size)
+        index = jnp.where(offset < send.sizes[:, None], send.offsets[:, None] + offset, rows.shape[0])
+        blocks = rows.at[index].get(mode="fill", fill_value=0)
+        blocks = jax.lax.all_to_all(blocks, axis, split_axis=0, concat_axis=0).reshape(shards * max_rows, -1)
+        starts = receive.offsets
+        sender = jnp.clip(jnp.searchsorted(starts, position, side="right") - 1, 0, shards - 1)
+        offset = position - starts[sender]
+        index = jnp.where(offset < receive.sizes[sender], sender * max_rows + offset, shards * max_rows)
+        return blocks.at[index].get(mode="fill", fill_value=0)
 
     return jax.lax.platform_dependent(rows, cpu=padded, default=ragged)

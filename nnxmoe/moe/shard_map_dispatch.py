@@ -1,7 +1,7 @@
 """``shard_map`` around dispatch, experts and combine."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,59 +13,105 @@ from nnxmoe.axes import AnyMesh, axes_of
 from nnxmoe.layers.linear.kernel import is_kernel
 from nnxmoe.layers.linear.multilinear import multilinear
 from nnxmoe.sharding import context_shard_axes, shard_map
-from nnxmoe.sharding_rules import axes_per_dimension, partition_spec
+from nnxmoe.sharding_rules import Rules, axes_per_dimension, partition_spec
 
 Body = Callable[..., tuple[Float[Array, "B T D"], Int[Array, ""]]]
+
+
+class _ShardedDim(NamedTuple):
+    """A dimension of a parameter that mesh axes shard, with its logical name."""
+
+    name: str
+    dim: int
+    axes: tuple[str, ...]
 
 
 def shard_map_dispatch(
     body: Body,
     x: Float[Array, "B T D"],
-    chosen: Any,
+    assignments: Any,
     experts: Any,
     mesh: AnyMesh,
     axes: Sequence[str],
     expert_axis: str | None,
 ) -> tuple[Float[Array, "B T D"], Int[Array, "S"]]:
-    """Run ``body(x, chosen, experts) -> y, dropped`` on every device, with the batch of x and of the `Assignments`
-    sharded over ``axes`` and the tokens of each row over ``context``.
+    """Run ``body(x, assignments, experts) -> y, dropped`` on every device with its shards.
 
     Experts stay sharded over ``expert_axis``. The feed-forward width stays sharded over mesh axes that do not shard
-    tokens, and the partial y are summed; only one of them includes parameters with ``added_once``. All other kernel
-    dimensions are all-gathered, in the dtype of ``x`` (gradient: reduce-scatter, in the kernel's own dtype).
+    tokens. Each device then computes a partial ``y``, and the partial outputs are added up; only one of them includes
+    parameters with ``added_once``. All other kernel dimensions are all-gathered in the dtype of ``x``. Their gradients
+    are reduce-scattered in the kernel's dtype.
+
+    Args:
+        body: Function of one shard. It returns the outputs and the number of dropped assignments.
+        x: The tokens. ``axes`` shard the batch, and ``context`` shards the tokens of each row.
+        assignments: The `Assignments` of the tokens, sharded as the tokens are.
+        experts: The experts, a module with ``rules``.
+        mesh: The mesh.
+        axes: Mesh axes of the batch.
+        expert_axis: Mesh axis over which experts stay sharded. None gathers all experts.
+
+    Returns:
+        The outputs, and the number of dropped assignments per shard of the tokens.
     """
     graph, state = nnx.split(experts)
-    over = context_shard_axes(x.shape[1], mesh)
-    flat = nnx.to_flat_state(state)
-    specs = [partition_spec(axes_of(v), v.shape, mesh, experts.rules) for _, v in flat]
-    keep = {"expert": {expert_axis}, "mlp": set(mesh.shape) - {*axes, *over, expert_axis}}
-    dims = [_split_dims(axes_of(v), axes_per_dimension(axes_of(v), mesh, experts.rules)) for _, v in flat]
-    summed = tuple(
-        {axis for split in dims for name, _, over in split for axis in over if name == "mlp" and axis in keep[name]}
-    )
+    context_axes = context_shard_axes(x.shape[1], mesh)
+    flat_state = nnx.to_flat_state(state)
+    paths, variables = [path for path, _ in flat_state], [variable for _, variable in flat_state]
+    width_axes = set(mesh.shape) - {*axes, *context_axes, expert_axis}
+    local_axes = {"expert": {expert_axis}, "mlp": width_axes}
+    sharded_dims = [_sharded_dims(variable, mesh, experts.rules) for variable in variables]
+    sum_axes = _partial_sum_axes(sharded_dims, width_axes)
 
-    def used(variable: nnx.Variable, value: Array, split: list[tuple[str, int, tuple[str, ...]]]) -> Array:
-        for name, dim, over in split:
-            if gathered := tuple(axis for axis in over if axis not in keep.get(name, ())):
-                value = _gathered(value, gathered, dim, x.dtype if is_kernel(variable) else value.dtype)
-        once = summed and variable.get_metadata().get("added_once")
-        return jnp.where(jax.lax.axis_index(summed) == 0, value, 0) if once else value
+    def gather_parameter(variable: nnx.Variable, shard: Array, dims: list[_ShardedDim]) -> Array:
+        value = shard
+        for name, dim, dim_axes in dims:
+            gather_axes = tuple(axis for axis in dim_axes if axis not in local_axes.get(name, ()))
+            if gather_axes:
+                value = _all_gather(value, gather_axes, dim, x.dtype if is_kernel(variable) else value.dtype)
+        if sum_axes and variable.get_metadata().get("added_once"):
+            return jnp.where(jax.lax.axis_index(sum_axes) == 0, value, 0)
+        return value
 
-    def local(x: Any, chosen: Any, kernels: Any) -> Any:
-        kernels = [v.replace(used(v, k, split)) for (_, v), k, split in zip(flat, kernels, dims, strict=True)]
-        mine = nnx.merge(graph, nnx.from_flat_state(zip([path for path, _ in flat], kernels, strict=True)))
-        y, dropped = body(x, chosen, mine)
-        return (jax.lax.psum(y, summed) if summed else y), dropped[None]
+    def run_on_shard(x: Any, assignments: Any, shards: Any) -> Any:
+        local_variables = [
+            variable.replace(gather_parameter(variable, shard, dims))
+            for variable, shard, dims in zip(variables, shards, sharded_dims, strict=True)
+        ]
+        local_state = nnx.from_flat_state(zip(paths, local_variables, strict=True))
+        y, dropped = body(x, assignments, nnx.merge(graph, local_state))
+        return (jax.lax.psum(y, sum_axes) if sum_axes else y), dropped[None]
 
-    rows, each = PartitionSpec(tuple(axes) or None, over or None), PartitionSpec((*axes, *over))
-    kernels = [v.get_value() for _, v in flat]
-    return shard_map(local, mesh, (rows, rows, specs), (rows, each))(x, chosen, kernels)
+    tokens, per_shard = PartitionSpec(tuple(axes) or None, context_axes or None), PartitionSpec((*axes, *context_axes))
+    specs = [partition_spec(axes_of(variable), variable.shape, mesh, experts.rules) for variable in variables]
+    values = [variable.get_value() for variable in variables]
+    return shard_map(run_on_shard, mesh, (tokens, tokens, specs), (tokens, per_shard))(x, assignments, values)
 
 
-def _gathered(value: Array, axes: tuple[str, ...], dim: int, dtype: Any) -> Array:
-    """The shards of a kernel together, rounded to ``dtype`` before they travel if it has fewer bits.
+def _sharded_dims(variable: nnx.Variable, mesh: AnyMesh, rules: Rules) -> list[_ShardedDim]:
+    names = axes_of(variable)
+    mesh_axes = axes_per_dimension(names, mesh, rules)
+    return [
+        _ShardedDim(name, dim, axes)
+        for dim, (name, axes) in enumerate(zip(names, mesh_axes, strict=True))
+        if name is not None and axes
+    ]
 
-    Products cast kernels to the dtype of their rows anyway, so results do not change; the bytes on the network do.
+
+def _partial_sum_axes(sharded_dims: Sequence[Sequence[_ShardedDim]], width_axes: set[str]) -> tuple[str, ...]:
+    """Return the mesh axes over which the feed-forward width stays sharded."""
+    sum_axes: dict[str, None] = {}
+    for dims in sharded_dims:
+        for name, _, axes in dims:
+            if name == "mlp":
+                sum_axes.update(dict.fromkeys(axis for axis in axes if axis in width_axes))
+    return tuple(sum_axes)
+
+
+def _all_gather(value: Array, axes: tuple[str, ...], dim: int, dtype: Any) -> Array:
+    """All-gather the shards of a kernel, cast to ``dtype`` before if that has fewer bits.
+
+    Products cast kernels to the dtype of their rows anyway. The cast saves traffic and does not change results.
     """
     if jnp.dtype(dtype).itemsize >= value.dtype.itemsize:
         return jax.lax.all_gather(value, axes, axis=dim, tiled=True)
@@ -77,9 +123,3 @@ def _gathered(value: Array, axes: tuple[str, ...], dim: int, dtype: Any) -> Arra
         return jax.lax.psum_scatter(d_out, axes, scatter_dimension=dim, tiled=True)
 
     return multilinear(gather, {0: scatter})(value)
-
-
-def _split_dims(names: Sequence[str | None], over: Sequence[tuple[str, ...]]) -> list[tuple[str, int, tuple[str, ...]]]:
-    """(logical name, dimension, mesh axes) of the sharded dimensions."""
-    split = enumerate(zip(names, over, strict=True))
-    return [(name, dim, axes) for dim, (name, axes) in split if name is not None and axes]

@@ -141,7 +141,7 @@ def exchange() -> Iterator[Line]:
 
     def moved(rows: Any) -> Any:
         def body(rows: Any) -> Any:
-            return ragged_all_to_all(rows, 15, send, receive, axis="expert", most=7)
+            return ragged_all_to_all(rows, 15, send, receive, axis="expert", max_rows=7)
 
         return shard_map(body, mesh, (PartitionSpec(),), PartitionSpec())(rows)
 

@@ -252,10 +252,10 @@ def test_buffer_overflow_drops_are_counted_and_isolated(eight: Callable[..., Any
 
 
 def test_buffer_sizes() -> None:
-    assert buffer_size(None, tokens=10, chosen=3, size=4, mine=2) == 4 * 10 * 2
-    assert buffer_size(None, tokens=10, chosen=3, size=4, mine=8) == 4 * 10 * 3
-    assert buffer_size(1.5, tokens=10, chosen=3, size=4, mine=8) == 45
-    assert buffer_size(99.0, tokens=10, chosen=3, size=4, mine=2) == 80
+    assert buffer_size(None, tokens=10, experts_per_token=3, shards=4, local_experts=2) == 4 * 10 * 2
+    assert buffer_size(None, tokens=10, experts_per_token=3, shards=4, local_experts=8) == 4 * 10 * 3
+    assert buffer_size(1.5, tokens=10, experts_per_token=3, shards=4, local_experts=8) == 45
+    assert buffer_size(99.0, tokens=10, experts_per_token=3, shards=4, local_experts=2) == 80
 
 
 def test_chunks_bound_the_room_on_large_meshes() -> None:
@@ -300,10 +300,10 @@ def exchanged(seed: int, room: int) -> tuple[Any, ...]:
     mesh = nnxmoe.make_mesh(expert=shards, devices=jax.devices()[:shards])
 
     def local(rows: Any, weight: Any) -> Any:
-        plan = ExchangePlan.of(jnp.asarray(counts), jax.lax.axis_index("expert"), room)
+        plan = ExchangePlan.from_counts(jnp.asarray(counts), jax.lax.axis_index("expert"), room)
 
         def move(rows: Any) -> Any:
-            return ragged_all_to_all(rows, room, plan.send, plan.receive, axis="expert", most=min(have, room))
+            return ragged_all_to_all(rows, room, plan.send, plan.receive, axis="expert", max_rows=min(have, room))
 
         out, pull = jax.vjp(move, rows[0])
         return out[None], pull(weight[0])[0][None], plan.expert[None], plan.sizes[None], plan.dropped[None]

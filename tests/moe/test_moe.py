@@ -547,9 +547,9 @@ def test_capacity_drops_exactly_the_overflow(
     valid = np.random.default_rng(0).random((3, length)) < 0.8
     moe = make_moe(Capacity(factor), count=count, k=k, shared=False)
     rows: list[tuple[int, ...]] = []
-    true = experts_module.equal_groups
+    true = experts_module.batched_matmul
     monkeypatch.setattr(
-        experts_module, "equal_groups", lambda r, kernel: (rows.append(r.shape[:2]), true(r, kernel))[1]
+        experts_module, "batched_matmul", lambda r, kernel: (rows.append(r.shape[:2]), true(r, kernel))[1]
     )
     y, info = jax.jit(lambda x, valid: moe(x, of_valid(valid)))(x, jnp.asarray(valid))
     assert rows == [(count, 3 * slots)] * 3  # gate, up and down

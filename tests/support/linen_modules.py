@@ -28,7 +28,7 @@ from nnxmoe.layers.rope import rotate_halves, rotate_pairs
 from nnxmoe.model.layer import Layer
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.experts import Experts
-from nnxmoe.moe.grouped_matmul import equal_groups
+from nnxmoe.moe.grouped_matmul import batched_matmul
 from nnxmoe.moe.router import Router, SigmoidGroupTopK, SoftmaxTopK
 
 Axes = tuple[str | None, ...]
@@ -167,7 +167,7 @@ class Rows:
 
     def __call__(self, rows: jax.Array, sizes: jax.Array | None) -> jax.Array:
         def product(rows: jax.Array, kernel: jax.Array) -> jax.Array:
-            return equal_groups(rows, kernel) if sizes is None else MATMUL(rows, kernel, sizes)
+            return batched_matmul(rows, kernel) if sizes is None else MATMUL(rows, kernel, sizes)
 
         return product(jax.nn.silu(product(rows, self.gate)) * product(rows, self.up), self.down)
 

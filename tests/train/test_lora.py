@@ -29,7 +29,7 @@ from nnxmoe.layers.linear.matmul import matmul
 from nnxmoe.model.structure import strip_metadata
 from nnxmoe.models import Mixtral, config_from_hf
 from nnxmoe.moe.experts import Experts
-from nnxmoe.moe.grouped_matmul import equal_groups
+from nnxmoe.moe.grouped_matmul import batched_matmul
 from nnxmoe.train import lora
 from nnxmoe.train.loop.fit import fit
 from nnxmoe.train.lora.merge import merger
@@ -115,8 +115,8 @@ def test_program_without_adapters_has_no_extra_operations() -> None:
         return (y + jnp.broadcast_to(bias, y.shape)).reshape(5, 3, 2)
 
     def feed_forward(x: Any) -> Any:
-        gate, up = (equal_groups(x, DenseKernel(kernel[...])) for kernel in (experts.gate, experts.up))
-        return equal_groups(jax.nn.silu(gate) * up, DenseKernel(experts.down[...]))
+        gate, up = (batched_matmul(x, DenseKernel(kernel[...])) for kernel in (experts.gate, experts.up))
+        return batched_matmul(jax.nn.silu(gate) * up, DenseKernel(experts.down[...]))
 
     def program(run: Any, shape: tuple[int, ...]) -> str:
         return jax.jit(lambda x: run(x)).lower(jnp.ones(shape)).as_text()
