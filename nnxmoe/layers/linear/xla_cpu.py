@@ -2,7 +2,8 @@
 
 Callers apply a workaround in one branch, which is false on other backends. A test runs each operation without its
 workaround and fails once XLA no longer needs it: `tests/layers/test_xla_cpu.py`, and for `write_rows`
-`tests/model/test_memory_rules.py`.
+`tests/model/test_memory_rules.py`. Costs are processor time without the workaround, relative to with it, on two cores
+with jax 0.10.2.
 """
 
 from typing import Any
@@ -31,6 +32,7 @@ def write_rows(buffer: Array, new: Array, slots: Int[Array, "B 1"], axis: int) -
     XLA:CPU fuses a write with each use of the result and copies the whole buffer for each, but not the result of a
     loop (jax 0.10.2, 0.12.0). XLA unrolls a loop of one trip, so the loop has at least two; the second trip repeats the
     first. The values of dropped slots are read before the loop: XLA casts all of a bfloat16 buffer for a select inside.
+    Cost of a write and the attention that reads 4096 slots: 1.8 in float32, 1.3 in bfloat16.
     """
     size, rows, slots = buffer.shape[axis], buffer.shape[0], slots.astype(jnp.int32)
     starts, in_range = jnp.minimum(slots[:, 0], size - 1), slots < size
@@ -51,7 +53,7 @@ def casts_kernel_of_single_row(x: Float[Array, "..."], axis: int) -> bool:
     """Return whether XLA casts the whole other operand of a dot to float32, because ``x`` is a single 16-bit row.
 
     A dot of one bfloat16 row becomes a matrix-vector product, for which XLA:CPU casts the whole kernel (jax 0.10.2,
-    0.12.0). It does not with two rows; see `add_zero_row`.
+    0.12.0). It does not with two rows; see `add_zero_row`. Cost of the product: 11.
     """
     return on_cpu() and x.shape[axis] == 1 and jnp.finfo(x.dtype).bits == 16
 
@@ -66,7 +68,8 @@ def is_faster_with_kernel_first(x: Float[Array, "R I"]) -> bool:
 
     XLA:CPU rearranges all of the right operand before it multiplies, which takes up to three times as long as the
     product of a few rows. It swaps the operands back where it can, unless there is a barrier (jax 0.10.2, 0.12.0). With
-    256 rows the order does not matter; one row is a matrix-vector product. In bfloat16 it is slower below 32 rows.
+    256 rows the order does not matter; one row is a matrix-vector product. In bfloat16 it is slower below 32 rows. Cost
+    of the product: 3.1 for 2 rows, 1.6 for 16 rows, 1.2 for 64 rows.
     """
     return on_cpu() and is_static(x.shape[0]) and 2 <= x.shape[0] <= 128 and x.dtype == jnp.float32
 
@@ -86,6 +89,7 @@ def carried(*values: Any) -> tuple[Any, ...]:
     XLA:CPU hoists the cast of a 16-bit loop invariant to float32 out of the loop and so copies the whole array
     (jax 0.10.2), and keeps more float32 rows alive around the loops of expert parallelism (jax 0.12.0: a third more
     temporary memory per step; `tests/model/test_modes.py`). A carried value behind a barrier is not a loop invariant.
+    Cost of a product of eight experts in bfloat16: 16 for 2 rows, 4 for 256 rows.
     """
     return jax.lax.optimization_barrier(values) if on_cpu() else values
 
@@ -94,7 +98,8 @@ def as_bits(array: Array) -> Array:
     """Return a 16-bit float array as integers, to read and update parts of it in a loop; other arrays unchanged.
 
     XLA:CPU updates a part of a bfloat16 array by casting all of it to float32 and back (jax 0.10.2: 3 times the time),
-    and keeps a float32 copy of all of an array of which a loop reads parts; no longer in 0.12.0.
+    and keeps a float32 copy of all of an array of which a loop reads parts; no longer in 0.12.0. Cost of a product of
+    eight experts: 1.4 for 256 rows.
     """
     needed = COPIES_16_BITS and on_cpu() and array.dtype.itemsize == 2
     return jax.lax.bitcast_convert_type(array, jnp.uint16) if needed else array
