@@ -20,9 +20,10 @@ from flax import nnx
 
 import nnxmoe
 from nnxmoe.apps import cli
-from nnxmoe.apps.cli import chat, prompts
-from nnxmoe.apps.cli.parser import as_typed
-from nnxmoe.apps.cli.summary import summarise
+from nnxmoe.apps.cli import chat_command
+from nnxmoe.apps.cli.generate_command import PromptLine, read_prompts
+from nnxmoe.apps.cli.parser import with_flags
+from nnxmoe.apps.cli.summary import summarize
 from nnxmoe.convert.hf import pretrained
 from nnxmoe.convert.storage.checkpoint import Checkpoint
 from nnxmoe.generation.complete import StopStringFilter
@@ -190,7 +191,7 @@ def test_messages_name_the_options_that_were_typed() -> None:
         "plan(learning_rate=-1): give a number": "--learning-rate -1: give a number",
         "a folder/learning_rates, 'seed=3'": "a folder/learning_rates, 'seed=3'",
     }.items():
-        assert as_typed(message, flags) == typed
+        assert with_flags(message, flags) == typed
 
 
 def test_a_folder_with_a_typo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -211,7 +212,7 @@ INTERRUPTED = """
 import sys
 import jax, jax.numpy as jnp
 from nnxmoe.apps import cli
-from nnxmoe.apps.cli import inspecting
+from nnxmoe.apps.cli import inspect_command
 
 def many(x):
     for i in range(800):
@@ -223,7 +224,7 @@ def compiling(options):
     print("ready", flush=True)
     lowered.compile()
 
-inspecting.inspect = compiling
+inspect_command.run = compiling
 cli.command()
 """
 
@@ -310,7 +311,7 @@ def test_chat_keeps_and_forgets_the_conversation(
         seen.append([dict(m) for m in messages])
         return f"answer {len(seen)}"
 
-    monkeypatch.setattr(chat, "answer", answer)
+    monkeypatch.setattr(chat_command, "answer", answer)
     monkeypatch.setattr("sys.stdin", io.StringIO("one\n\ntwo\n/clear\nthree\n/what\n/exit\nnever\n"))
     assert cli.main(["chat", MIXTRAL, "--system", "Be brief."]) == 0
     assert [[m["content"] for m in messages] for messages in seen] == [
@@ -348,18 +349,18 @@ def test_inspect_reads_no_weights(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 def test_inspect_without_weights_and_with_mismatches(tmp_path: Path) -> None:
     fields = json.loads((CASES / "deepseek_basic" / "model" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    alone = summarise(tmp_path)
+    alone = summarize(tmp_path)
     assert alone.stored == {} and alone.missing == () and alone.weight_dtype == "float32"
-    whole = summarise(CASES / "deepseek_basic" / "model")
+    whole = summarize(CASES / "deepseek_basic" / "model")
     assert whole.parts == alone.parts and whole.missing == whole.unexpected == ()
     more = tmp_path / "more"
     more.mkdir()
     (more / "config.json").write_text(json.dumps(fields | {"num_hidden_layers": 4, "attention_bias": True}))
     (more / "model.safetensors").symlink_to(CASES / "deepseek_basic" / "model" / "model.safetensors")
-    misfit = summarise(more)
+    misfit = summarize(more)
     assert misfit.misshapen == ()
     (more / "config.json").write_text(json.dumps(fields | {"moe_intermediate_size": 16}))
-    assert any("gate_proj" in line and "[32, 64]" in line for line in summarise(more).misshapen)
+    assert any("gate_proj" in line and "[32, 64]" in line for line in summarize(more).misshapen)
     assert any("layers.3." in name for name in misfit.missing) and any(n.endswith("bias") for n in misfit.missing)
 
 
@@ -373,7 +374,7 @@ def test_inspect_without_weights_and_with_mismatches(tmp_path: Path) -> None:
     ],
 )
 def test_inspect_sizes_of_presets(preset: str, total: float, active: float, cache: int) -> None:
-    found = summarise(preset)
+    found = summarize(preset)
     assert found.parameters / 1e9 == pytest.approx(total, abs=0.01)
     assert found.active / 1e9 == pytest.approx(active, abs=0.01)
     assert found.cache == {None: cache}
@@ -382,16 +383,16 @@ def test_inspect_sizes_of_presets(preset: str, total: float, active: float, cach
 
 @pytest.mark.slow
 def test_sliding_window_bounds_the_cache() -> None:
-    found = summarise("mistral-7b-v0.1")
+    found = summarize("mistral-7b-v0.1")
     assert found.cache == {4096: found.cache_token} and found.cache_bytes(1, 32768) == 4096 * found.cache_token
-    assert all(summarise(name).parameters > 4e8 for name in PRESETS)
+    assert all(summarize(name).parameters > 4e8 for name in PRESETS)
 
 
 INSPECT = """
 import sys
 import nnxmoe
 from nnxmoe.apps import cli
-from nnxmoe.apps.cli import commands
+from nnxmoe.apps.cli import loading
 code = cli.main(["inspect", "deepseek-v3"])
 peak = next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
 print(peak, file=sys.stderr)
@@ -634,27 +635,27 @@ def test_prompts_are_read_line_by_line(tmp_path: Path) -> None:
         '{"prompt": [1, 2]}',
     ]
     file.write_text("\ufeff" + "\r\n".join(lines), encoding="utf-8", newline="")
-    found = prompts.read(str(file))
+    found = read_prompts(str(file))
     assert [line.prompt for line in found] == ["a text\u2028with a separator", "x\u2028y", [1, 2]]
     assert [line.number for line in found] == [1, 2, 4]
     (tmp_path / "prompts.txt").write_text("{a text\n")
-    assert prompts.read(str(tmp_path / "prompts.txt")) == [prompts.Line("{a text", 1, {})]
+    assert read_prompts(str(tmp_path / "prompts.txt")) == [PromptLine("{a text", 1, {})]
     file.write_text('[{"prompt": "a"},\n {"prompt": "b", "id": 7}]')
-    assert prompts.read(str(file)) == [prompts.Line("a", 1, {}), prompts.Line("b", 2, {"id": 7})]
+    assert read_prompts(str(file)) == [PromptLine("a", 1, {}), PromptLine("b", 2, {"id": 7})]
     file.write_text('[{"prompt": "a"},\n\n{"prompt": 7}]')
     with pytest.raises(ValueError, match="prompts: item 2: prompt must be a text"):
-        prompts.read(str(file))
+        read_prompts(str(file))
     file.write_bytes("café".encode("latin-1"))
     with pytest.raises(ValueError, match=r"prompts is not UTF-8 .*: save it as UTF-8"):
-        prompts.read(str(file))
+        read_prompts(str(file))
     file.write_text('[{"prompt": "a"}, 7]')
     with pytest.raises(ValueError, match=r"prompts: item 2 of the array must be an object, got 7"):
-        prompts.read(str(file))
+        read_prompts(str(file))
 
 
 def test_byte_order_mark_on_stdin_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO('\ufeff{"prompt": "a"}\r\n\r\n'))
-    assert prompts.read("-") == [prompts.Line("a", 1, {})]
+    assert read_prompts("-") == [PromptLine("a", 1, {})]
 
 
 @pytest.mark.slow
@@ -691,7 +692,7 @@ def test_prompts_keep_their_own_fields(
 def test_prompts_that_cannot_be_read(tmp_path: Path, line: str, message: str) -> None:
     (tmp_path / "prompts").write_text(f"fine\n{line}\n")
     with pytest.raises(ValueError, match=message):
-        prompts.read(str(tmp_path / "prompts"))
+        read_prompts(str(tmp_path / "prompts"))
 
 
 def test_options_of_many_prompts_for_one(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:

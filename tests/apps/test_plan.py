@@ -20,7 +20,7 @@ from flax import nnx
 
 import nnxmoe
 from nnxmoe.apps import cli
-from nnxmoe.apps.cli.summary import summarise
+from nnxmoe.apps.cli.summary import summarize
 from nnxmoe.apps.planning import child
 from nnxmoe.apps.planning.arithmetic import PlannedStep, adapters, bytes_of
 from nnxmoe.apps.planning.hlo import Collective, collectives
@@ -685,7 +685,7 @@ def test_adapters_and_codes_are_those_of_a_model() -> None:
     assert not [one for one in tuned.traffic if one.kind == "reduce-scatter"]
     method = nnxmoe.model.quantization.methods.parse_method("int4")
     small = nnxmoe.plan("mixtral-8x7b", {}, train=False, quantize=method, **options)
-    assert small.bytes.parameters == summarise("mixtral-8x7b", "bfloat16", quantize=method).weight_bytes
+    assert small.bytes.parameters == summarize("mixtral-8x7b", "bfloat16", quantize=method).weight_bytes
     with pytest.raises(ValueError, match="quantised weights are not trained"):
         nnxmoe.plan("mixtral-8x7b", {}, quantize=method, **options)
 

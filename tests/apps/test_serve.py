@@ -22,7 +22,7 @@ from flax import nnx
 
 import nnxmoe
 from nnxmoe.apps import cli
-from nnxmoe.apps.cli import serving as serving_command
+from nnxmoe.apps.cli import serve_command
 from nnxmoe.apps.serve import engine_thread
 from nnxmoe.apps.serve.answer_form import AnswerForm
 from nnxmoe.apps.serve.app import PAGE, Endpoints
@@ -837,11 +837,11 @@ def test_the_id_of_a_model_is_the_end_of_its_path(
     if path.startswith(("files", "./files")):
         (tmp_path / path).touch()
     monkeypatch.chdir(tmp_path)
-    assert serving_command.model_id(path) == name
-    assert serving_command.model_id(str(tmp_path / path)) == name
-    assert serving_command.model_id("org/Tiny-1.5") == "org/Tiny-1.5"
+    assert serve_command.model_id(path) == name
+    assert serve_command.model_id(str(tmp_path / path)) == name
+    assert serve_command.model_id("org/Tiny-1.5") == "org/Tiny-1.5"
     monkeypatch.chdir(tmp_path / "sets" / "Tiny-1.5")
-    assert serving_command.model_id(".") == "Tiny-1.5"
+    assert serve_command.model_id(".") == "Tiny-1.5"
 
 
 @pytest.mark.commands

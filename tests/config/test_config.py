@@ -17,7 +17,7 @@ from flax import nnx
 
 import nnxmoe
 from nnxmoe import ConfigError
-from nnxmoe.apps.cli.summary import find
+from nnxmoe.apps.cli.tensor_headers import read_headers
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.config_json import FP8_EXPERTS, PREDICTION
 from nnxmoe.config.frozen import FrozenDict
@@ -977,7 +977,7 @@ def test_real_files_are_accepted_and_refused_as_they_should(tmp_path: Path) -> N
             config = config_from_hf(file["fields"])
             assert config_from_hf(config.to_hf()) == config, file["name"]
             (tmp_path / "config.json").write_text(json.dumps(file["fields"]))
-            assert find(tmp_path, None, False) == (config, {}) and read_config(tmp_path) == config
+            assert read_headers(tmp_path, None, False) == (config, {}) and read_config(tmp_path) == config
         else:
             with pytest.raises(ConfigError, match=r"draft model|Grok1|MLX"):
                 config_from_hf(file["fields"])

@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import nnxmoe
-from nnxmoe.apps.cli.summary import summarise
+from nnxmoe.apps.cli.summary import summarize
 from nnxmoe.convert.hf.tensor_arrays import tensor_arrays
 from nnxmoe.convert.storage.checkpoint import Checkpoint
 from nnxmoe.model.quantization.quantized_kernels import quantized_kernels
@@ -53,7 +53,7 @@ def test_every_format_is_read_to_the_bit(tmp_path: Path, name: str) -> None:
         read_tensors(codes)
     )
     identical(arrays(nnxmoe.dequantize(kept)), wanted)
-    assert summarise(codes, dtype="float32", keep_quantized=True).weights == dict(kept.load_report.weights)
+    assert summarize(codes, dtype="float32", keep_quantized=True).weights == dict(kept.load_report.weights)
 
 
 @pytest.mark.parametrize("name", ["pack-4-16-zero", "deepseek-24x40-float32", "awq-16", "gptq-4-16-v1-act", "nf4"])

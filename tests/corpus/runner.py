@@ -22,7 +22,7 @@ import numpy as np
 from flax import nnx
 
 import nnxmoe
-from nnxmoe.apps.cli.summary import summarise
+from nnxmoe.apps.cli.summary import summarize
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.models import model_class
 from tests.corpus import configs, families, files, mxfp4, tensors, texts
@@ -143,7 +143,7 @@ def _child(name: str, folder: str, pipe: Connection) -> None:
 
 def _inspect(folder: str) -> str | None:
     try:
-        summary = summarise(folder)
+        summary = summarize(folder)
     except ValueError as error:
         return str(error)
     return "; ".join([*summary.missing, *summary.misshapen]) or (None if summary.stored else "no weights")

@@ -15,7 +15,7 @@ import pytest
 import nnxmoe
 from nnxmoe import Engine, ModelDraft, MTPDraft, PromptLookup
 from nnxmoe.apps import cli
-from nnxmoe.apps.cli import commands
+from nnxmoe.apps.cli import loading
 from nnxmoe.generation import draft_cost
 from nnxmoe.generation.draft_cost import acceptance
 from nnxmoe.models import PRESETS, model_class
@@ -137,7 +137,7 @@ def test_draft_on_the_command_line(text: str, choice: Any, monkeypatch: pytest.M
         seen.append(draft)
         raise Stop
 
-    monkeypatch.setattr(commands, "load", lambda options: seen.append(options.draft) or (model, None))
+    monkeypatch.setattr(loading, "load", lambda options: seen.append(options.draft) or (model, None))
     for owner, name in ((nnxmoe, "stream"), (nnxmoe, "complete"), (serve, "serving_engine")):
         monkeypatch.setattr(owner, name, stop)
     prompts = str(Path(__file__))

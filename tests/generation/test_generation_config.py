@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import nnxmoe
-from nnxmoe.apps.cli.commands import sampling_of
+from nnxmoe.apps.cli.loading import sampling_of
 from nnxmoe.generation.rules import Rules
 from nnxmoe.generation.sampling import OPTIONS
 

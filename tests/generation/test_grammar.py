@@ -14,7 +14,7 @@ import pytest
 import nnxmoe
 from nnxmoe import Engine, Grammar, Prefix, PromptLookup, RequestOptions, Sampling
 from nnxmoe.apps.cli import main
-from nnxmoe.apps.cli.prompts import grammar_of
+from nnxmoe.apps.cli.generate_command import grammar_of
 from nnxmoe.convert.files.hub import DEMO
 from nnxmoe.generation.grammar import empty_masks
 

@@ -441,7 +441,7 @@ def test_codes_cannot_be_trained_and_other_layouts_refuse_them() -> None:
 
 @pytest.mark.slow
 def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
-    from nnxmoe.apps.cli.parser import main
+    from nnxmoe.apps.cli import main
 
     assert main(["generate", "demo", "Once upon a time", "--max-new-tokens", "4", "--quantize", "int8"]) == 0
     assert capsys.readouterr().out.strip()
@@ -466,10 +466,10 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: py
     ],
 )
 def test_inspect_of_mixtral(capsys: pytest.CaptureFixture[str], method: str, weights: Any, fits: str) -> None:
-    from nnxmoe.apps.cli.parser import main
-    from nnxmoe.apps.cli.summary import summarise
+    from nnxmoe.apps.cli import main
+    from nnxmoe.apps.cli.summary import summarize
 
-    found = summarise("mixtral-8x7b", "bfloat16", quantize=parse_method(method))
+    found = summarize("mixtral-8x7b", "bfloat16", quantize=parse_method(method))
     assert weights[0] < found.weight_bytes < weights[1] and set(found.weights) == {method, "bfloat16"}
     main(["inspect", "mixtral-8x7b", "--quantize", method, "--context", "4096", "--dtype", "bfloat16"])
     out = capsys.readouterr().out

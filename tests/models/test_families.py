@@ -20,8 +20,8 @@ from safetensors.numpy import load_file
 
 import nnxmoe
 from nnxmoe import Capacity, Chunked, Dense, ExpertParallel, RaggedAllToAll, RingOfExperts, Scanned, Sorted, Strategy
-from nnxmoe.apps.cli.parser import main
-from nnxmoe.apps.cli.summary import summarise
+from nnxmoe.apps.cli import main
+from nnxmoe.apps.cli.summary import summarize
 from nnxmoe.config.rope_parameters import Rope
 from nnxmoe.convert import maxtext
 from nnxmoe.convert.hf.tensor_layout import tensor_layout
@@ -169,13 +169,13 @@ def test_prediction_layer_is_skipped(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_inspect_reads_headers(kind: str, folders: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(folders(kind))]) == 0 and kind in capsys.readouterr().out
-    found = summarise(folders(kind))
+    found = summarize(folders(kind))
     assert found.parameters == sum(array.size for array in load(kind).weights.values())
     assert not found.missing and not found.unexpected
 
 
 def test_inspect_counts_the_windows_of_each_layer(folders: Callable[[str], Path]) -> None:
-    found = summarise(folders("qwen3"))
+    found = summarize(folders("qwen3"))
     token = 2 * 2 * 10 * 4  # keys and values of two heads of width 10, in float32
     assert found.cache == {5: 2 * token, None: token} and found.cache_bytes(3, 9) == 3 * (5 * 2 + 9) * token
 

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 
 import nnxmoe
 from nnxmoe import models
-from nnxmoe.apps.cli.parser import main
+from nnxmoe.apps.cli import main
 from nnxmoe.convert import maxtext
 from nnxmoe.model.family import Family
 from nnxmoe.model.weight_names import W

@@ -16,7 +16,7 @@ from flax.traverse_util import flatten_dict
 
 import nnxmoe
 from nnxmoe import train
-from nnxmoe.apps.cli.summary import summarise
+from nnxmoe.apps.cli.summary import summarize
 from nnxmoe.convert import maxtext
 from nnxmoe.layers.activations import ClampedSwiGLU
 from nnxmoe.layers.cache import TokenCache
@@ -130,7 +130,7 @@ def test_mxfp4_is_read_to_the_bit(tmp_path: Path) -> None:
     kept = nnxmoe.from_pretrained(codes, dtype="float32", keep_quantized=True)
     identical({path: np.asarray(v[...]) for path, v in variables(nnxmoe.dequantize(kept))}, wanted)
     assert set(kept.load_report.weights) == {"fp4", "float32"}
-    assert summarise(codes, dtype="float32", keep_quantized=True).weights == dict(kept.load_report.weights)
+    assert summarize(codes, dtype="float32", keep_quantized=True).weights == dict(kept.load_report.weights)
 
 
 def test_scales_of_nan_are_refused(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_transformers_reads_the_mxfp4_that_we_save(tmp_path: Path) -> None:
 def test_inspect_sizes_of_the_presets() -> None:
     """The published sizes are 20.9 and 116.8 billion parameters, of which 3.6 and 5.1 are active."""
     for name, total, active in (("gpt-oss-20b", 20.91, 4.19), ("gpt-oss-120b", 116.83, 5.71)):
-        found, layers = summarise(name), PRESETS[name].num_hidden_layers
+        found, layers = summarize(name), PRESETS[name].num_hidden_layers
         assert found.parameters / 1e9 == pytest.approx(total, abs=0.01)
         assert found.active / 1e9 == pytest.approx(active, abs=0.01)
         assert found.cache == {128: layers // 2 * 2048, None: layers // 2 * 2048}

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 import nnxmoe
 from nnxmoe.apps.cli import main
-from nnxmoe.apps.cli.summary import summarise
+from nnxmoe.apps.cli.summary import summarize
 from nnxmoe.config.bounds import ConfigError
 from nnxmoe.convert.hf.tensor_layout import tensor_layout
 from nnxmoe.models import PRESETS, config_from_hf, model_class
@@ -236,7 +236,7 @@ def test_kimi_k25_with_experts_in_packed_int4(tmp_path: Path, keep: bool) -> Non
     assert (report.towers, report.unexpected) == (("mm_projector", "vision_tower"), ())
     assert set(report.weights) == ({"int4", "float32"} if keep else {"float32"})
     assert max_error(model(tokens).logits, flat(tokens).logits) < (2e-4 if keep else 1e-7)
-    assert not summarise(folder).missing
+    assert not summarize(folder).missing
     nnxmoe.save_pretrained(model, tmp_path / "saved")
     again = nnxmoe.from_pretrained(tmp_path / "saved", keep_quantized=keep)
     assert again.config.model_type == "deepseek_v3" and again.load_report.towers == ()

@@ -54,7 +54,7 @@ def use() -> str:
     try:
         model = nnxmoe.from_pretrained(FOLDER)
         tokenizer = nnxmoe.Tokenizer.from_pretrained(FOLDER)
-        summary.summarise(FOLDER)
+        summary.summarize(FOLDER)
         list(nnxmoe.stream(model, tokenizer, "hello you", max_new_tokens=2))
         nnxmoe.save_pretrained(model, SAVED)
     except ValueError as error:

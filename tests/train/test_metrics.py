@@ -19,7 +19,7 @@ from flax import nnx
 
 import nnxmoe
 from nnxmoe import train
-from nnxmoe.apps.cli.summary import summarise
+from nnxmoe.apps.cli.summary import summarize
 from nnxmoe.convert.files.errors import CheckpointError
 from nnxmoe.convert.storage.atomic_dir import refuse_unless_writable
 from nnxmoe.runtime.hardware import of_device
@@ -243,7 +243,7 @@ def test_peaks_of_devices(kind: str, peak: float | None) -> None:
 
 def test_flops_of_mixtral_8x7b() -> None:
     """It has 12.9 billion active parameters, including the embedding table, which is excluded here."""
-    summary = summarise("mixtral-8x7b")
+    summary = summarize("mixtral-8x7b")
     model: Any = nnxmoe.models.Mixtral(summary.config, rngs=None)
     names = {".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))}
     assert token_flops(model, names) == pytest.approx(6 * (summary.active - 32000 * 4096), rel=1e-6)

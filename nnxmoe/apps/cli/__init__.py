@@ -1,4 +1,4 @@
-"""The command ``nnxmoe``: its parser, its commands, and how it ends."""
+"""The command ``nnxmoe``: runs a command line and ends the process."""
 
 import contextlib
 import os
@@ -6,14 +6,19 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from nnxmoe.apps.cli.exit_codes import INTERRUPTED, PIPE_CLOSED
+INTERRUPTED = 130  # 128 + SIGINT
+PIPE_CLOSED = 141  # 128 + SIGPIPE: the status of other programs in `nnxmoe … | head`
+
+# Kept until the process ends. Their frames hold what XLA's threads still compile, and freeing that meanwhile is a
+# segmentation fault (jax 0.10.2, in about a third of Ctrl-C within 0.2 s after a compilation began).
+_interruptions: list[KeyboardInterrupt] = []
 
 
 def command() -> NoReturn:
     """Run the process's command line and end the process with its exit code."""
     try:
         status = main()
-    except KeyboardInterrupt:  # during the imports, or a second one while the first was handled
+    except KeyboardInterrupt:  # a second Ctrl-C while `main` reports the first
         print("nnxmoe: interrupted", file=sys.stderr)
         status = INTERRUPTED
     if status not in (INTERRUPTED, PIPE_CLOSED):
@@ -26,7 +31,25 @@ def command() -> NoReturn:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command line and return its exit code."""
-    from nnxmoe.apps.cli import parser
+    """Run one command line and return its exit code.
 
-    return parser.main(arguments)
+    Args:
+        arguments: the words after ``nnxmoe``. Defaults to those of the process.
+
+    Returns:
+        0: success. 1: failure, explained in one line on stderr. 130: Ctrl-C. 141: closed pipe.
+
+    Raises:
+        SystemExit: with code 2 for a wrong command line.
+    """
+    try:
+        from nnxmoe.apps.cli import parser  # imports JAX: Ctrl-C meanwhile is handled below
+
+        return parser.run(sys.argv[1:] if arguments is None else arguments)
+    except KeyboardInterrupt as interruption:
+        _interruptions.append(interruption)
+        line = "\n" if sys.stderr.isatty() else ""  # ends a line that is half written
+        print(f"{line}nnxmoe: {str(interruption) or 'interrupted'}", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of the output is gone, e.g. `| head`
+        return PIPE_CLOSED

@@ -1,9 +1,9 @@
-"""Options that several commands of ``nnxmoe`` share, and the values that they take."""
+"""Options that several commands of ``nnxmoe`` share, and the types of their values."""
 
 import argparse
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from nnxmoe.config.printable import parse_bytes
 
@@ -30,11 +30,11 @@ def size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def text(given: str) -> str:
+def nonempty(text: str) -> str:
     """A text that is not empty."""
-    if not given:
+    if not text:
         raise argparse.ArgumentTypeError("the text is empty")
-    return given
+    return text
 
 
 def mesh(text: str) -> Any:
@@ -57,17 +57,17 @@ def _quantization(text: str) -> str:
     return text
 
 
-def add_model(parser: argparse.ArgumentParser, what: str = "a folder, a GGUF file, a hub id, or 'demo'") -> None:
-    """MODEL, and how its files are found."""
+def add_model(parser: argparse.ArgumentParser, help_text: str = "a folder, a GGUF file, a hub id, or 'demo'") -> None:
+    """Add MODEL, and options that say which of its files are read."""
     add = parser.add_argument
-    add("model", metavar="MODEL", help=what)
+    add("model", metavar="MODEL", help=help_text)
     add("--dtype", choices=DTYPES, help="dtype of the weights (default: as stored)")
     add("--revision", help="branch, tag or commit on the hub")
     add("--local-files-only", action="store_true", help="use cached files only, without contacting the hub")
 
 
 def add_loading(parser: argparse.ArgumentParser) -> None:
-    """MODEL, an adapter, quantisation and a mesh, for commands that run a model."""
+    """Add the options that `nnxmoe.apps.cli.loading.load` reads."""
     add_model(parser)
     add_adapter(parser)
     add_quantize(parser)
@@ -79,28 +79,66 @@ def add_mesh(parser: argparse.ArgumentParser) -> None:
 
 
 def add_adapter(parser: argparse.ArgumentParser) -> None:
-    what = "merge this LoRA adapter (of peft or of nnxmoe) into the model"
-    parser.add_argument("--adapter", metavar="FOLDER", help=what)
+    help_text = "merge this LoRA adapter (of peft or of nnxmoe) into the model"
+    parser.add_argument("--adapter", metavar="FOLDER", help=help_text)
 
 
 def add_quantize(parser: argparse.ArgumentParser, *, keep: bool = True) -> None:
-    """``--quantize``, and ``--keep-quantized`` if ``keep``."""
-    what = "round weights to int8, int4 (int4:32: groups of 32), fp8, or experts=int4,others=int8,head=int8; lossy"
-    parser.add_argument("--quantize", type=_quantization, metavar="METHOD", help=what)
+    """Add ``--quantize``, and with ``keep`` also ``--keep-quantized``."""
+    help_text = "round weights to int8, int4 (int4:32: groups of 32), fp8, or experts=int4,others=int8,head=int8; lossy"
+    parser.add_argument("--quantize", type=_quantization, metavar="METHOD", help=help_text)
     if keep:
-        what = "keep the checkpoint's FP8, MXFP4, int8, int4 or NF4 codes in memory"
-        parser.add_argument("--keep-quantized", action="store_true", help=what)
+        help_text = "keep the checkpoint's FP8, MXFP4, int8, int4 or NF4 codes in memory"
+        parser.add_argument("--keep-quantized", action="store_true", help=help_text)
 
 
 def add_slots(add: Callable[..., Any]) -> None:
+    """Add ``--slots``. ``add``: ``add_argument`` of a parser or of a group of its options."""
     add("--slots", type=count, default=8, metavar="N", help="samples computed together, as one batch (default 8)")
 
 
+class DraftChoice(NamedTuple):
+    """Value of ``--draft``.
+
+    Attributes:
+        source: prompt, mtp or auto.
+        count: drafts per step. Defaults to that of the source.
+    """
+
+    source: str
+    count: int | None
+
+
+def _draft(text: str) -> DraftChoice:
+    match = re.fullmatch("(prompt|mtp)(?::([1-9][0-9]{0,2}))?|(auto)", text)
+    if match is None:
+        forms = "prompt, prompt:K, mtp, mtp:K or auto, with K drafts per step"
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {forms}")
+    return DraftChoice(match[1] or match[3], int(match[2]) if match[2] else None)
+
+
+def add_draft(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--draft",
+        type=_draft,
+        metavar="SOURCE",
+        help="verify several drafted tokens per step; the text stays the same. prompt[:K]: what followed the newest "
+        "tokens before (K = 7); mtp[:K]: the model's own prediction layer (K = 1); auto: the one that the model has, "
+        "refused where it cannot pay",
+    )
+
+
 def add_sampling(parser: argparse.ArgumentParser, tokens: int, default: str) -> None:
-    """Add options for sampling and for the maximum number of new tokens. ``default``: description of the default;
-    ``tokens``: default number."""
-    add, what = parser.add_argument, f"maximum number of new tokens (default {tokens})"
-    add("--max-new-tokens", type=count, default=tokens, metavar="N", help=what)
+    """Add options for sampling and for the maximum number of new tokens.
+
+    Args:
+        parser: the parser of a command.
+        tokens: default of ``--max-new-tokens``.
+        default: describes the default temperature in the help text.
+    """
+    add = parser.add_argument
+    help_text = f"maximum number of new tokens (default {tokens})"
+    add("--max-new-tokens", type=count, default=tokens, metavar="N", help=help_text)
     add("--temperature", type=float, metavar="T", help=f"0: always the most likely token (default: {default})")
     add("--top-k", type=int, metavar="K", help="sample from the K most likely tokens (0: all)")
     add("--top-p", type=float, metavar="P", help="sample from the most likely tokens whose probabilities sum to P")

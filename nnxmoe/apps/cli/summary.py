@@ -5,14 +5,14 @@ import dataclasses
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from nnxmoe.apps.cli.tensor_headers import read_headers
 from nnxmoe.apps.planning.arithmetic import cache_per_token
 from nnxmoe.axes import AnyMesh, keeps_dtype
 from nnxmoe.config.base import DecoderConfig
@@ -21,19 +21,9 @@ from nnxmoe.config.printable import bytes_text
 from nnxmoe.convert.arrays.array_layout import Parameter, parameters
 from nnxmoe.convert.arrays.lazy_array import LazyArrays
 from nnxmoe.convert.arrays.load_report import LoadReport
-from nnxmoe.convert.arrays.tensor_parts import split_tensors
-from nnxmoe.convert.files.errors import CheckpointError
-from nnxmoe.convert.files.hub import local_folder
-from nnxmoe.convert.files.safetensors import TensorInfo, dtype_code
-from nnxmoe.convert.files.untrusted_files import is_gguf
-from nnxmoe.convert.formats.scheme import QuantizationScheme
-from nnxmoe.convert.hf.auxiliary_files import generation_fields
-from nnxmoe.convert.hf.pretrained import untied
+from nnxmoe.convert.files.safetensors import dtype_code
 from nnxmoe.convert.hf.quantized_loading import keep_codes
-from nnxmoe.convert.hf.tensor_arrays import tensor_arrays
 from nnxmoe.convert.hf.tensor_layout import refuse_oversized_config, report_tensors, tensor_layout
-from nnxmoe.convert.storage.checkpoint import Checkpoint, hub_headers
-from nnxmoe.convert.storage.find_checkpoint import has_weights, read_config_fields
 from nnxmoe.layers.linear.kernel import as_weight
 from nnxmoe.layers.linear.quantized import QuantizedArray
 from nnxmoe.model.causal_lm import CausalLM
@@ -41,8 +31,7 @@ from nnxmoe.model.quantization.methods import Method, Mixed, check_quantize_opti
 from nnxmoe.model.quantization.quantized_kernels import quantizable_kernels, quantized_kernels
 from nnxmoe.model.quantization.rounding import quantize_structure
 from nnxmoe.model.strategy import Strategy
-from nnxmoe.models import CHECKPOINT_NOTES, HUB_IDS, family_of, model_class, near_presets, parse_config, preset
-from nnxmoe.runtime.progress import logger
+from nnxmoe.models import CHECKPOINT_NOTES, HUB_IDS, model_class, preset
 from nnxmoe.sharding_rules import RULES, check_mesh, partition_spec
 
 
@@ -103,7 +92,7 @@ class Summary:
         return self.weight_bytes + self.cache_bytes(batch, context)
 
 
-def summarise(
+def summarize(
     name: str | os.PathLike[str],
     dtype: str | None = None,
     revision: str | None = None,
@@ -111,15 +100,21 @@ def summarise(
     quantize: Method | Mixed | None = None,
     keep_quantized: bool = False,
 ) -> Summary:
-    """Sizes of the model in a folder (weights optional), or of a hub id or preset. Weights are neither read nor built,
-    and the tensors are judged as a load would judge them. The options after ``local_files_only``: see
-    `from_pretrained`."""
+    """Compute the sizes of a model without reading or building its weights. Tensors are checked as in a load.
+
+    Args:
+        name: a folder (weights optional), a hub id or a preset.
+        dtype: dtype of the weights. Defaults to that of a load.
+        revision: branch, tag or commit on the hub.
+        local_files_only: use cached files only.
+        quantize, keep_quantized: as in `from_pretrained`.
+    """
     check_quantize_options(quantize, keep_quantized)
-    config, arrays = find(name, revision, local_files_only)
+    config, arrays = read_headers(name, revision, local_files_only)
     if arrays:
         refuse_oversized_config(config, arrays, f"{name}/config.json")
-    kind, kept = model_class(config), dtype or _common_dtype(arrays, config)
-    model = kind(config, rngs=None, dtype=kept)
+    model_type, dtype = model_class(config), dtype or _common_dtype(arrays, config)
+    model = model_type(config, rngs=None, dtype=dtype)
     report = LoadReport(str(name))
     if arrays:
         report = report_tensors(model, tensor_layout(model, arrays), arrays, report)
@@ -127,118 +122,67 @@ def summarise(
     for parameter in parameters(model):
         size = math.prod(parameter.shape)
         parts[_part(parameter.key)] += size
-        active += size * _share(parameter, config)
-    buffer = _buffer(model, config) * jnp.dtype(kept).itemsize
+        active += size * _active_fraction(parameter, config)
+    buffer = _buffer_elements(model, config) * jnp.dtype(dtype).itemsize
     if keep_quantized:
         keep_codes(model, arrays)
-    quantize_structure(model, quantize, kept)
-    weights, active_bytes = _in_memory(model, config, jnp.dtype(kept))
+    quantize_structure(model, quantize, dtype)
+    weights, active_bytes = _weight_bytes(model, config, jnp.dtype(dtype))
     with contextlib.suppress(ConfigError):  # models without prediction layers; the counts above leave them out
-        model.mtp = kind(config, rngs=None, dtype=kept, mtp=True).mtp
+        model.mtp = model_type(config, rngs=None, dtype=dtype, mtp=True).mtp
     published = filter(None, (HUB_IDS.get(str(name).lower()), CHECKPOINT_NOTES.get(str(name).lower())))
     return Summary(
-        str(name),
-        config,
-        model,
-        dict(parts),
-        round(active),
-        kept,
-        weights,
-        active_bytes,
-        buffer,
-        _stored(arrays),
-        cache_per_token(model),
-        report.missing,
-        report.unexpected,
-        report.wrong,
-        report.skipped,
-        ": ".join(published) if preset(name) else "",
+        source=str(name),
+        config=config,
+        model=model,
+        parts=dict(parts),
+        active=round(active),
+        weight_dtype=dtype,
+        weights=weights,
+        active_bytes=active_bytes,
+        buffer_token=buffer,
+        stored=_stored_bytes(arrays),
+        cache=cache_per_token(model),
+        missing=report.missing,
+        unexpected=report.unexpected,
+        misshapen=report.wrong,
+        skipped=report.skipped,
+        published=": ".join(published) if preset(name) else "",
     )
 
 
-def _in_memory(model: CausalLM, config: DecoderConfig, dtype: np.dtype) -> tuple[dict[str, int], int]:
-    """The bytes of a model's weights by dtype or kind of code, and the bytes that a token reads."""
-    kinds = {place.path: place.weight.format.code_dtype for place in quantized_kernels(model)}
-    size, active = Counter[str](), 0.0
+def _weight_bytes(model: CausalLM, config: DecoderConfig, dtype: np.dtype) -> tuple[dict[str, int], int]:
+    """Bytes of a model's weights by dtype or dtype of codes, and the bytes that a token reads."""
+    code_dtypes = {kernel.path: kernel.weight.format.code_dtype for kernel in quantized_kernels(model)}
+    sizes, active = Counter[str](), 0.0
     for parameter in parameters(model, codes=True):
-        kind = parameter.variable.dtype if isinstance(parameter.variable, QuantizedArray) else dtype
-        count = math.prod(parameter.shape) * jnp.dtype(kind).itemsize
-        size[kinds.get(parameter.path[:-1], str(dtype))] += count
-        active += count * _share(parameter, config)
-    return dict(size.most_common()), round(active)
+        is_code = isinstance(parameter.variable, QuantizedArray)
+        size = math.prod(parameter.shape) * jnp.dtype(parameter.variable.dtype if is_code else dtype).itemsize
+        sizes[code_dtypes.get(parameter.path[:-1], str(dtype))] += size
+        active += size * _active_fraction(parameter, config)
+    return dict(sizes.most_common()), round(active)
 
 
-def _share(parameter: Parameter, config: DecoderConfig) -> float:
-    """The share of a parameter that one token uses."""
+def _active_fraction(parameter: Parameter, config: DecoderConfig) -> float:
+    """The fraction of a parameter that one token uses."""
     return config.experts_per_token / parameter.experts if parameter.experts else 1.0
 
 
-def _buffer(model: CausalLM, config: DecoderConfig) -> int:
-    """Numbers that are alive at once per token in the largest layer: inputs and outputs of its linear maps."""
+def _buffer_elements(model: CausalLM, config: DecoderConfig) -> int:
+    """Elements per token that exist at once in the largest layer: inputs and outputs of its linear maps."""
     attention, feed_forward = Counter[Any](), Counter[Any]()
     for place in quantizable_kernels(model):
-        if place.head:  # which computes the last token only
+        if place.head:  # computes the last token only
             continue
         kernel, layer = as_weight(place.weight), place.path[:4]
-        count = math.prod(kernel.outs) + math.prod(kernel.ins) * (place.experts or ".attention." not in place.key)
-        (attention if ".attention." in place.key else feed_forward)[layer] += count * (
-            config.experts_per_token if place.experts else 1
-        )
+        is_attention = ".attention." in place.key
+        size = math.prod(kernel.outs)
+        if place.experts:  # each expert has its own copy of its tokens
+            size = config.experts_per_token * (size + math.prod(kernel.ins))
+        elif not is_attention:
+            size += math.prod(kernel.ins)
+        (attention if is_attention else feed_forward)[layer] += size
     return max((*attention.values(), *feed_forward.values())) + 2 * config.hidden_size
-
-
-def find(
-    name: str | os.PathLike[str], revision: str | None, local_files_only: bool
-) -> tuple[DecoderConfig, LazyArrays]:
-    """The config, and the tensors of the files, which cannot be read."""
-    if found := preset(name):
-        return found, {}
-    where, folder = f"{name}/config.json", local_folder(name, CheckpointError)
-    where = str(name) if folder is not None and is_gguf(folder) else where
-    if folder is not None:
-        if not has_weights(folder):
-            fields = read_config_fields(folder)
-            config = _config(fields, where)
-            try:
-                QuantizationScheme.of(fields, where)
-            except CheckpointError as error:
-                logger.warning("%s. The sizes are those of the model without quantization", error)
-            return config, {}
-        with Checkpoint.open(folder) as checkpoint:
-            checked = _checked(checkpoint.config, checkpoint.tensors, where, checkpoint)
-            _warn([*generation_fields(checkpoint.folder, checked[0])[1], *checkpoint.notes], where)
-            return checked
-    try:
-        fields, headers = hub_headers(str(name), revision=revision, local_files_only=local_files_only)
-    except CheckpointError as error:
-        near = near_presets(name)
-        with_names = f"{name} is not a preset{near} ({error})"
-        raise CheckpointError(with_names if "did you mean" in near else f"{error}{near}") from None
-    tensors = {n: TensorInfo(n, Path(), dtype, shape, 0, 0) for n, (dtype, shape) in headers.items()}
-    return _checked(fields, tensors, where)
-
-
-def _checked(
-    fields: Mapping[str, Any], tensors: Mapping[str, TensorInfo], where: str, checkpoint: Checkpoint | None = None
-) -> tuple[DecoderConfig, LazyArrays]:
-    """Return the config as loading would use it, and the tensors. Raises CheckpointError for an unsupported
-    quantisation."""
-    config = _config(fields, where)
-    tied = config.tie_word_embeddings and not untied(config, tensors)
-    table = family_of(config).hf_names(config)
-    arrays = split_tensors(table, tensor_arrays(dict(tensors), fields, where, checkpoint))
-    return dataclasses.replace(config, tie_word_embeddings=tied), arrays
-
-
-def _config(fields: Mapping[str, Any], where: str) -> DecoderConfig:
-    config, notes = parse_config(fields, where)
-    _warn(notes, where)
-    return config
-
-
-def _warn(notes: Iterable[str], where: str) -> None:
-    for note in notes:
-        logger.warning("%s: %s", where.removesuffix("/config.json"), note)
 
 
 def _part(key: str) -> str:
@@ -252,45 +196,60 @@ def _part(key: str) -> str:
     if names[1] == "moe":
         parts = {"router": "router", "experts": "routed experts", "shared": "shared experts"}
         return parts.get(names[2], "projections around experts")
-    kinds = {"attention": "attention", "mlp": "dense mlp", "dense": "dense mlp", "own": "inputs of layers"}
-    return kinds[names[1]]
+    parts = {"attention": "attention", "mlp": "dense mlp", "dense": "dense mlp", "own": "inputs of layers"}
+    return parts[names[1]]
 
 
 def _common_dtype(arrays: LazyArrays, config: DecoderConfig) -> str:
     """Dtype that loading would give most weights: the stored one (bfloat16 for FP8), or the config's without files."""
-    size = Counter[np.dtype]()
+    sizes = Counter[np.dtype]()
     for array in arrays.values():
-        size[array.loaded if array.codes else array.dtype] += math.prod(array.shape)
-    return str(size.most_common(1)[0][0]) if size else config.dtype or "float32"
+        sizes[array.loaded if array.codes else array.dtype] += math.prod(array.shape)
+    return str(sizes.most_common(1)[0][0]) if sizes else config.dtype or "float32"
 
 
-def _stored(arrays: LazyArrays) -> dict[str, int]:
-    size = Counter[str]()
+def _stored_bytes(arrays: LazyArrays) -> dict[str, int]:
+    sizes = Counter[str]()
     for array in arrays.values():
         parts = [array] if array.codes is None else array.parts.values()
-        kind = dtype_code(array.dtype) if array.codes is None else array.kind
-        kind, count = array.stored or (kind, sum(part.nbytes for part in parts))
-        size[kind] += count
-    return dict(size.most_common())
+        dtype = dtype_code(array.dtype) if array.codes is None else array.kind
+        dtype, size = array.stored or (dtype, sum(part.nbytes for part in parts))
+        sizes[dtype] += size
+    return dict(sizes.most_common())
 
 
-def spread_lines(config: DecoderConfig, dtype: str, mesh: AnyMesh, method: Method | Mixed | None) -> list[str]:
-    """One line per name of parameters: how many there are, of what shape, bytes of them on one device, and what splits
-    them. Raises ValueError for a parameter that the rules cannot split."""
+def shard_lines(config: DecoderConfig, dtype: str, mesh: AnyMesh, method: Method | Mixed | None) -> list[str]:
+    """Describe how the parameters are sharded, one line per name and shape.
+
+    A line has the number of parameters, the shape, their bytes on one device and the mesh axes per dimension. The last
+    line has the bytes of all.
+
+    Raises:
+        ValueError: if the rules cannot shard a parameter.
+    """
     model = model_class(config)(config, Strategy(), rngs=None)
     check_mesh(model, mesh, RULES)
     quantize_structure(model, method, dtype, mesh)
-    alike: dict[tuple[str, tuple[int, ...]], list[Parameter]] = {}
+    groups: dict[tuple[str, tuple[int, ...]], list[Parameter]] = {}
     for parameter in parameters(model, codes=True):
-        alike.setdefault((parameter.key, parameter.shape), []).append(parameter)
+        groups.setdefault((parameter.key, parameter.shape), []).append(parameter)
     axes, total = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1), 0
     lines = [f"mesh        {axes or 'one device'}"]
-    for (key, shape), group in alike.items():
+    for (key, shape), group in groups.items():
         spec = partition_spec(group[0].axes, shape, mesh, RULES)
-        dtypes = (one.variable.dtype if keeps_dtype(one.variable) else dtype for one in group)
-        size = math.prod(NamedSharding(mesh, spec).shard_shape(shape)) * sum(jnp.dtype(one).itemsize for one in dtypes)
-        split = ("-" if axis is None else axis if isinstance(axis, str) else " x ".join(axis) for axis in spec)
+        variables = [parameter.variable for parameter in group]
+        dtypes = [variable.dtype if keeps_dtype(variable) else dtype for variable in variables]
+        size = math.prod(NamedSharding(mesh, spec).shard_shape(shape)) * sum(
+            jnp.dtype(name).itemsize for name in dtypes
+        )
         count = f"{len(group):>4} x {list(shape)}"
-        lines.append(f"  {key:32} {count:28} {bytes_text(size):>10}  {', '.join(split) or 'whole'}")
+        lines.append(f"  {key:32} {count:28} {bytes_text(size):>10}  {', '.join(map(_axes_text, spec)) or 'whole'}")
         total += size
     return [*lines, f"per device  {bytes_text(total)} of weights, on each of {mesh.size} devices"]
+
+
+def _axes_text(axes: str | Sequence[str] | None) -> str:
+    """Text for an entry of a partition spec."""
+    if axes is None:
+        return "-"
+    return axes if isinstance(axes, str) else " x ".join(axes)

@@ -1,18 +1,20 @@
-"""``nnxmoe serve``: its options, and the server with the model that they name."""
+"""``nnxmoe serve``: serves a model over HTTP."""
 
 import argparse
 import os
 import re
 
-from nnxmoe.apps.cli import commands, drafts
-from nnxmoe.apps.cli.options import add_loading, add_slots, count, size
+from nnxmoe.apps.cli import loading
+from nnxmoe.apps.cli.options import add_draft, add_loading, add_slots, count, size
 from nnxmoe.runtime.extras import install_command
 from nnxmoe.runtime.progress import logger, say
+
+EXAMPLE = "serve demo --port 8000 --draft prompt:4"
 
 KEY = "NNXMOE_API_KEY"
 
 
-def options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     add_loading(parser)
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine only)")
@@ -20,30 +22,29 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--name", help="the model's name for clients (default: MODEL, of a path its last part without .gguf)")
     add_slots(add)
     add("--capacity", type=count, default=2048, metavar="T", help="tokens per sample, prompt included (default 2048)")
-    what = (
+    help_text = (
         "memory for the beginnings of prompts that later ones share, such as 2GB (default: as much as 4 slots; 0: none)"
     )
-    add("--prefix-bytes", type=size, metavar="SIZE", help=what)
+    add("--prefix-bytes", type=size, metavar="SIZE", help=help_text)
     add("--queue", type=count, default=256, metavar="N", help="samples that may wait; beyond: 429 (default 256)")
     add("--seconds", type=count, default=600, metavar="S", help="longest time of a request (default 600)")
     add("--max-body", type=count, default=4 << 20, metavar="BYTES", help="largest body of a request (default 4 MiB)")
     add("--drain", type=count, default=30, metavar="S", help="seconds to finish requests at the end (default 30)")
-    what = "print a line per request: path, status, seconds, tokens (default: on)"
-    add("--access-log", action=argparse.BooleanOptionalAction, default=True, help=what)
-    drafts.add_option(parser)
+    help_text = "print a line per request: path, status, seconds, tokens (default: on)"
+    add("--access-log", action=argparse.BooleanOptionalAction, default=True, help=help_text)
+    add_draft(parser)
     parser.epilog = f"{parser.epilog}\n\n{KEY}=… in the environment: clients must send this key as a bearer token."
 
 
 def model_id(model: str) -> str:
-    """The name by which clients know a model: of a folder or file the last part of its path, else ``model``, since
-    clients give the whole id of a model on the hub."""
+    """The name that clients use for a model: the last part of a path, or the whole id on the hub."""
     if not os.path.exists(model):
         return model
     name = os.path.basename(os.path.abspath(model))
     return re.sub(r"(-\d{5}-of-\d{5})?\.gguf$", "", name, flags=re.IGNORECASE) if os.path.isfile(model) else name
 
 
-def serve(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> None:
     """Serve a model over HTTP: the OpenAI API and a chat page. Needs the extra serve."""
     try:
         from nnxmoe.apps.serve import server
@@ -66,10 +67,13 @@ def serve(options: argparse.Namespace) -> None:
     )
     if not local and settings.key is None:
         logger.warning("everyone who reaches %s may use this server: set %s to ask for a key", options.host, KEY)
-    model, tokenizer = commands.load(options)
-    draft = drafts.draft_of(options.draft, model)
-    sizes = {"slots": options.slots, "capacity": options.capacity, "prefix_bytes": options.prefix_bytes}
-    engine = server.serving_engine(model, draft=draft, **sizes)
-    said = f"serving {name} with {engine.slots} slots of {engine.capacity} tokens on %s; Ctrl-C ends"
-    where = options.host, options.port
-    server.serve(engine, tokenizer, settings, *where, lambda address: say(said, address))
+    model, tokenizer = loading.load(options)
+    engine = server.serving_engine(
+        model,
+        draft=loading.draft_of(options.draft, model),
+        slots=options.slots,
+        capacity=options.capacity,
+        prefix_bytes=options.prefix_bytes,
+    )
+    message = f"serving {name} with {engine.slots} slots of {engine.capacity} tokens on %s; Ctrl-C ends"
+    server.serve(engine, tokenizer, settings, options.host, options.port, lambda address: say(message, address))

@@ -1,4 +1,4 @@
-"""``nnxmoe eval``: its options, and the evaluation that they name."""
+"""``nnxmoe eval``: evaluates a model with lm-evaluation-harness."""
 
 # pyright: reportMissingImports=false
 # lm-eval is an extra, which checking types does not need.
@@ -7,13 +7,15 @@ import argparse
 import json
 from pathlib import Path
 
-from nnxmoe.apps.cli import commands
+from nnxmoe.apps.cli import loading
 from nnxmoe.apps.cli.options import add_loading, add_slots, count
 from nnxmoe.convert.storage.atomic_dir import refuse_unless_writable
 from nnxmoe.runtime.extras import install_command
 
+EXAMPLE = "eval demo --tasks arc_easy,hellaswag --limit 100"
 
-def options(parser: argparse.ArgumentParser) -> None:
+
+def add_options(parser: argparse.ArgumentParser) -> None:
     add_loading(parser)
     add = parser.add_argument
     add("--tasks", required=True, metavar="NAMES", help="tasks of lm-evaluation-harness, separated by commas")
@@ -26,7 +28,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--out", type=Path, metavar="FILE", help="also write all results as JSON")
 
 
-def evaluate(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> None:
     """Evaluate a model with lm-evaluation-harness. Needs the extra eval."""
     try:
         from lm_eval import evaluator
@@ -36,18 +38,20 @@ def evaluate(options: argparse.Namespace) -> None:
         from nnxmoe.apps.evaluation.harness import HarnessLM
     except ModuleNotFoundError as error:
         raise ValueError(f"nnxmoe eval needs lm-eval ({error}): {install_command('eval')}") from None
-    names, manager = [name.strip() for name in options.tasks.split(",")], TaskManager(include_path=options.include_path)
-    if unknown := [name for name in names if not manager.match_tasks([name])]:
+    names = [name.strip() for name in options.tasks.split(",")]
+    manager = TaskManager(include_path=options.include_path)
+    unknown = [name for name in names if not manager.match_tasks([name])]
+    if unknown:
         raise ValueError(f"--tasks: there is no task {unknown[0]!r}; lm-eval ls tasks lists them")
     if options.out is not None:
         if options.out.is_dir():
             raise ValueError(f"--out {options.out} is a folder: give the name of a file")
         refuse_unless_writable(options.out.parent)
-    model, tokenizer = commands.load(options)
+    model, tokenizer = loading.load(options)
     evaluator.get_git_commit_hash = lambda: None  # runs git, which prints an error outside of repositories
     results = evaluator.simple_evaluate(
         HarnessLM(model, tokenizer, slots=options.slots, seed=options.seed),
-        tasks=list(names),
+        tasks=names,
         num_fewshot=options.num_fewshot,
         limit=options.limit,
         apply_chat_template=options.apply_chat_template,
@@ -57,8 +61,8 @@ def evaluate(options: argparse.Namespace) -> None:
     )
     if results is None:  # only the first process of several has them
         return
-    few = "" if options.limit is None else f", the first {options.limit} questions of each task"
-    print(f"{options.model}, {model.dtype}{few}")
+    limit = "" if options.limit is None else f", the first {options.limit} questions of each task"
+    print(f"{options.model}, {model.dtype}{limit}")
     print(make_table(results))
     if "groups" in results:
         print(make_table(results, "groups"))

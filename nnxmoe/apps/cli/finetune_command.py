@@ -1,0 +1,88 @@
+"""``nnxmoe finetune``: trains a model, or an adapter, on a file of records."""
+
+import argparse
+import dataclasses
+import shlex
+import sys
+
+import jax
+
+import nnxmoe
+from nnxmoe.apps.cli.loading import devices_text, mesh_of, refuse_without_weights
+from nnxmoe.apps.cli.options import add_mesh, add_model, add_quantize, count
+from nnxmoe.runtime.progress import say
+
+EXAMPLE = "finetune demo chats.jsonl --out tuned --lora 16"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    add = parser.add_argument
+    add(
+        "data",
+        metavar="DATA.json",
+        help='objects {"text": …}, {"messages": [{"role": …}, …]}, {"prompt": …, "completion": …}, or of Alpaca and '
+        "ShareGPT, one per line or in a JSON array, also as .gz",
+    )
+    add("--out", required=True, metavar="DIR", help="new, empty or the folder of a run; gets metrics.jsonl")
+    add("--lora", type=count, metavar="RANK", help="train LoRA adapters of this rank (default: all weights)")
+    add_quantize(parser)
+    add("--adapter-only", action="store_true", help="write the adapter in peft's format, unmerged")
+    add("--lora-alpha", type=float, metavar="A", help="scale adapters by A / rank (default: the rank)")
+    add("--split-rank", action="store_true", help="divide the experts' ranks by the experts per token")
+    length = parser.add_mutually_exclusive_group().add_argument
+    length("--steps", type=count, metavar="N", help="training steps in all (default 200)")
+    length("--epochs", type=count, metavar="N", help="passes over the data, instead of --steps")
+    add("--warmup", type=int, metavar="N", help="steps to the peak learning rate (default: a tenth)")
+    add("--preferences", action="store_true", help="DATA has chosen and rejected completions: use DPO")
+    add("--beta", type=float, metavar="B", help="how closely DPO keeps to the original (default 0.1)")
+    help_text = "compute each batch in N parts, for less memory"
+    add("--accumulate", type=count, default=1, metavar="N", help=help_text)
+    add("--eval", dest="evaluation", metavar="DATA.json", help="data held out; evaluated with every checkpoint")
+    help_text = "skip unusable records if they are at most this fraction of all (default 0.01; 0: skip none)"
+    add("--max-bad-fraction", type=float, default=0.01, metavar="X", help=help_text)
+    add("--batch-size", type=count, default=8, metavar="B", help="rows per step (default 8)")
+    add("--seq-len", type=count, default=512, metavar="T", help="tokens per row (default 512)")
+    add("--optimizer", default="adam", metavar="NAME", help="adam (default), muon, adafactor or lion")
+    add("--learning-rate", type=float, metavar="LR", help="peak (2e-4 with --lora or 2e-5; lion / 5; DPO / 20)")
+    help_text = "save a checkpoint every K steps (default 100)"
+    add("--save-every", type=count, default=100, metavar="K", help=help_text)
+    add("--profile", type=count, metavar="N", help="write a trace of N steps for xprof or Perfetto")
+    add("--seed", type=int, default=0, metavar="S", help="the same seed gives the same order of the data")
+    add_mesh(parser)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Fine-tune a model on lines of text or chats. Repeating the command resumes an interrupted run."""
+    from nnxmoe.train import finetune as tuning
+    from nnxmoe.train.loop.measured import EVAL_LOSS
+
+    names = [field.name for field in dataclasses.fields(tuning.Finetune) if field.name != "model"]
+    task = tuning.Finetune(refuse_without_weights(options.model), **{name: getattr(options, name) for name in names})
+    mesh = mesh_of(options.mesh, connect=True)
+    if mesh is None and (count := jax.process_count()) > 1:
+        raise ValueError(
+            f"this job has {count} processes, and each would train a model of its own: give --mesh with all "
+            f"{jax.device_count()} devices, such as --mesh fsdp={jax.device_count()}"
+        )
+    say("running on %s", devices_text(mesh))
+    names = ("save_every", "local_files_only", "profile", "max_bad_fraction")
+    try:
+        result = tuning.finetune(task, options.out, mesh=mesh, **{name: getattr(options, name) for name in names})
+    except KeyboardInterrupt:
+        line = shlex.join(["nnxmoe", *sys.argv[1:]])
+        raise KeyboardInterrupt(f"interrupted {tuning.progress_of(options.out)} with: {line}") from None
+    if jax.process_index() > 0:
+        return
+    if result is not None and result.history:
+        first, last = result.history[0], result.history[-1]
+        name = "cross_entropy" if "cross_entropy" in first else "loss"
+        steps = f"steps {first['step']} to {last['step']}"
+        print(f"{steps}: {name.replace('_', '-')} {first[name]:.4f} -> {last[name]:.4f}")
+        if EVAL_LOSS in last:
+            print(f"on {options.evaluation}: {last[EVAL_LOSS]:.4f}")
+    output = "an adapter for peft" if options.adapter_only else "the tuned model"
+    hub = {"revision": options.revision, "local_files_only": options.local_files_only}
+    has_template = nnxmoe.Tokenizer.from_pretrained(task.model, **hub).chat_template is not None
+    words = ["chat", options.out] if has_template else ["generate", options.out, "Once upon a time"]
+    print(f"{options.out}: {output}; its losses are in metrics.jsonl. Try it: {shlex.join(['nnxmoe', *words])}")

@@ -1,0 +1,238 @@
+"""``nnxmoe generate``: continues one prompt, or a file of prompts as JSON lines."""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tqdm import tqdm  # see runtime.progress
+
+import nnxmoe
+from nnxmoe.apps.cli import loading
+from nnxmoe.apps.cli.loading import GREEDY, Speed, draft_of, sampling_of
+from nnxmoe.apps.cli.options import add_draft, add_loading, add_sampling, add_slots, count, natural, nonempty
+from nnxmoe.generation.complete import StopStringFilter, split_stop_strings
+from nnxmoe.generation.ids import eos_ids
+from nnxmoe.generation.sampling import effective_fields, listed
+from nnxmoe.runtime.progress import logger, say
+
+EXAMPLE = """generate mistralai/Mixtral-8x7B-v0.1 'The three laws are' --mesh tensor=8
+  nnxmoe generate demo --prompts questions.txt --draft prompt:4"""
+
+OUTPUT = ("index", "prompt", "messages", "line", "text", "finish_reason", "ids", "sample", "logprobs", "top_logprobs")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_loading(parser)
+    prompt = parser.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("prompt", nargs="?", metavar="PROMPT", help="the text to continue ('-': read from stdin)")
+    prompt.add_argument("--prompt", dest="prompt", metavar="PROMPT", help="PROMPT as an option: --prompt=-5")
+    add_sampling(parser, 64, "0")
+    add_draft(parser)
+    prompt.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help='answer each prompt of a file ("-": stdin) with a line of JSON. A prompt is a line of text, or an object '
+        '{"prompt": …} or {"messages": …}, one per line or in a JSON array, whose other fields are copied to the '
+        "output. In FILE.txt every line is text",
+    )
+    add = parser.add_argument
+    add(
+        "--stop",
+        action="append",
+        default=[],
+        type=nonempty,
+        metavar="TEXT",
+        help="end before this text; may be repeated",
+    )
+    add("--json-schema", metavar="FILE", help="generate only JSON that this schema accepts (needs the extra serve)")
+    group = parser.add_argument_group("output as JSON lines, always with --prompts")
+    add = group.add_argument
+    add("--samples", type=count, default=1, metavar="N", help="samples of each prompt (default 1)")
+    add("--logprobs", type=natural, metavar="N", help="log-probabilities, also of the N most likely tokens")
+    add_slots(add)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Continue a prompt, streaming the text, or many prompts, as JSON lines."""
+    sampling = sampling_of(options)
+    if options.prompts is not None:
+        lines = read_prompts(options.prompts)
+    else:
+        lines = [PromptLine(sys.stdin.read() if options.prompt == "-" else options.prompt, 1, {})]
+    if not lines or not lines[0].prompt:
+        raise ValueError(f"{options.prompts} holds no prompts" if options.prompts else "the prompt is empty")
+    model, tokenizer = loading.load(options)
+    recommended = effective_fields(model.generation_config)[0]
+    if sampling == GREEDY and recommended:
+        fields = listed(recommended)
+        say("generation_config.json asks for %s: chat and serve apply it, generate takes options only", fields)
+    if options.prompts is not None or options.samples > 1 or options.logprobs is not None:
+        for line in json_lines(model, tokenizer, lines, sampling, options):
+            print(line, flush=True)
+    else:
+        _stream(model, tokenizer, lines[0].prompt, sampling, options)
+
+
+def _stream(model: Any, tokenizer: Any, prompt: Any, sampling: nnxmoe.Sampling, options: argparse.Namespace) -> None:
+    """Print the continuation of a prompt as it is generated, and report how it ended."""
+    stop_texts, stop_ids = split_stop_strings(options.stop, tokenizer, model.vocab_size) if options.stop else ((), ())
+    stream = nnxmoe.stream(
+        model,
+        tokenizer,
+        prompt,
+        max_new_tokens=options.max_new_tokens,
+        sampling=sampling,
+        seed=options.seed,
+        eos_token_id=(*eos_ids(model, ...), *stop_ids),
+        draft=draft_of(options.draft, model),
+        constraint=grammar_of(options, tokenizer),
+    )
+    speed, text = Speed(), StopStringFilter(stop_texts)
+    for piece in stream:
+        speed.update(stream.tokens)
+        print(text.add(piece), end="", flush=True)
+        if text.stopped:
+            break
+    print(text.rest())
+    if speed.tokens > 1:
+        endings = {"stop": "ended by the model", "error": "ended by an error", None: "ended by --stop"}
+        ending = endings.get(None if text.stopped else stream.finish, "stopped by --max-new-tokens")
+        say("%d tokens, %s%s", stream.tokens, ending, speed)
+    elif stream.finish == "stop" and tokenizer.chat_template is not None:
+        say("the model ended at once; it has a chat template, so try: nnxmoe chat %s", options.model)
+
+
+class PromptLine(NamedTuple):
+    """A prompt of a file.
+
+    Attributes:
+        prompt: a text, token ids or the messages of a chat.
+        number: of its line, or of its item in a JSON array.
+        fields: other fields of its JSON object.
+    """
+
+    prompt: Any
+    number: int
+    fields: dict[str, Any]
+
+
+def read_prompts(path: str) -> list[PromptLine]:
+    """Read a file of prompts; "-" reads stdin.
+
+    A line is a text, or a JSON object with "prompt" (text or ids) or "messages" (a chat). A JSON array of such objects
+    is read too. Every line of a file named .txt is text.
+
+    Raises:
+        ValueError: names the line.
+    """
+    try:
+        text = sys.stdin.read().removeprefix("\ufeff") if path == "-" else Path(path).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 ({error}): save it as UTF-8") from None
+    only_text = path.endswith(".txt")
+    if not only_text and re.match(r"\s*\[\s*\{", text):
+        prompts = [
+            _record(item, f"{path}: item {number}", number)
+            for number, item in enumerate(_json(text, f"{path} begins with [{{"), 1)
+        ]
+    else:
+        prompts = _read_lines(text, path, only_text)
+    replaced = sorted({name for prompt in prompts for name in prompt.fields} & set(OUTPUT))
+    if replaced:
+        logger.warning("%s: the output has its own fields %s, which replace those of the prompts", path, replaced)
+    return prompts
+
+
+def _read_lines(text: str, path: str, only_text: bool) -> list[PromptLine]:
+    prompts = list[PromptLine]()
+    for number, line in enumerate(text.split("\n"), 1):  # splitlines would also split within a JSON string
+        where = f"{path}: line {number}"
+        if not only_text and line.lstrip().startswith("{"):
+            prompts.append(_record(_json(line, f"{where} begins with {{"), where, number))
+        elif line.strip():
+            prompts.append(PromptLine(line.rstrip("\r"), number, {}))
+    return prompts
+
+
+def _json(text: str, description: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{description} and is not JSON ({error}); if it is text, name the file .txt") from None
+
+
+def _record(record: Any, where: str, number: int) -> PromptLine:
+    if not isinstance(record, dict):
+        raise ValueError(f"{where} of the array must be an object, got {record!r:.60}")
+    fields = {name: value for name, value in record.items() if value is not None}
+    names = {"prompt", "messages"} & fields.keys()
+    if len(names) != 1:
+        raise ValueError(f'{where}: give "prompt" or "messages", one of them, got {sorted(fields)}')
+    name = names.pop()
+    prompt = fields.pop(name)
+    if name == "prompt" and prompt == "":
+        raise ValueError(f"{where}: prompt is empty")
+    item_type, expected = (int, "a text or a list of ids") if name == "prompt" else (dict, "a list of messages")
+    is_list = isinstance(prompt, list) and prompt and all(isinstance(item, item_type) for item in prompt)
+    if not is_list and not (name == "prompt" and isinstance(prompt, str)):
+        raise ValueError(f"{where}: {name} must be {expected}, got {prompt!r:.60}")
+    return PromptLine(prompt, number, fields)
+
+
+def grammar_of(options: argparse.Namespace, tokenizer: Any) -> nnxmoe.Grammar | None:
+    """The grammar of ``--json-schema``. Raises ValueError if the schema is malformed."""
+    if options.json_schema is None:
+        return None
+    try:
+        return nnxmoe.Grammar.json_schema(Path(options.json_schema).read_text(encoding="utf-8-sig"), tokenizer)
+    except ValueError as error:
+        raise ValueError(f"{options.json_schema}: {error}") from None
+
+
+def json_lines(
+    model: Any, tokenizer: Any, lines: Sequence[PromptLine], sampling: nnxmoe.Sampling, options: argparse.Namespace
+) -> Iterator[str]:
+    """Generate a JSON line per completion, in the order of the prompts."""
+    completions = nnxmoe.complete(
+        model,
+        [line.prompt for line in lines],
+        tokenizer,
+        max_new_tokens=options.max_new_tokens,
+        sampling=sampling,
+        n=options.samples,
+        stop=options.stop,
+        seed=options.seed,
+        logprobs=options.logprobs,
+        draft=draft_of(options.draft, model),
+        constraint=grammar_of(options, tokenizer),
+        slots=options.slots,
+    )
+    total, tokens = len(lines) * options.samples, 0
+    # No progress bar among lines on the same terminal.
+    disable: Any = {"disable": True} if sys.stdout.isatty() else {}
+    for completion in tqdm(completions, "generating", total, unit="answer", dynamic_ncols=True, delay=1, **disable):
+        tokens += len(completion.ids)
+        yield json.dumps(_fields(completion, lines[completion.prompt], tokenizer, options), ensure_ascii=False)
+    say("%d prompt%s, %d new tokens", len(lines), "s" * (len(lines) != 1), tokens)
+
+
+def _fields(
+    completion: nnxmoe.Completion, line: PromptLine, tokenizer: Any, options: argparse.Namespace
+) -> dict[str, Any]:
+    """The fields of a line of output: those of the prompt's line, then ours."""
+    name = "messages" if isinstance(line.prompt, list) and isinstance(line.prompt[0], dict) else "prompt"
+    fields = {**line.fields, "index": completion.prompt, name: line.prompt, "line": line.number}
+    fields |= {"text": completion.text, "finish_reason": completion.finish, "ids": completion.ids}
+    if options.samples > 1:
+        fields["sample"] = completion.sample
+    if options.logprobs is not None:
+        fields["logprobs"] = completion.logprobs
+        if options.logprobs:
+            fields["top_logprobs"] = [
+                [[tokenizer.decode([token]), token, value] for token, value in top] for top in completion.top
+            ]
+    return fields

@@ -1,0 +1,158 @@
+"""``nnxmoe plan``: plans a step of a model on devices that need not be present."""
+
+import argparse
+import contextlib
+import dataclasses
+import math
+import os
+import re
+from collections.abc import Callable
+from typing import Any
+
+from nnxmoe.apps.cli import loading
+from nnxmoe.apps.cli.options import add_quantize, count, mesh
+from nnxmoe.config.printable import bytes_text
+
+EXAMPLE = "plan deepseek-v3 --mesh fsdp=16,expert=16 --batch 256 --seq 4096 --on h200"
+
+RATES = {"flops": "operations per second", "memory": "bytes"}
+RATES |= dict.fromkeys(("bandwidth", "link", "network"), "bytes per second")
+RATES |= {"efficiency": "share of the peak, 0 to 1"}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="a preset such as deepseek-v3, 'demo', a folder or a hub id")
+    meshes = parser.add_mutually_exclusive_group(required=True)
+    meshes.add_argument("--mesh", type=mesh, metavar="AXES", help="sizes of mesh axes, such as fsdp=16,expert=16")
+    help_text = "compare the meshes of N devices, and without --batch also numbers of rows: the best ten"
+    meshes.add_argument("--devices", "--search", dest="search", type=count, metavar="N", help=help_text)
+    add("--batch", type=count, metavar="B", help="rows of one step, over all devices")
+    add("--seq", type=count, default=4096, metavar="T", help="tokens per row, with --decode those in the cache (4096)")
+    add("--on", default="h100", metavar="DEVICE", help="h100, h200, b200, tpu-v5p:4x4x4, … (h100)")
+    task = parser.add_mutually_exclusive_group()
+    task.add_argument("--train", dest="train", action="store_true", default=True, help="a training step (default)")
+    task.add_argument("--decode", dest="train", action="store_false", help="one token for every row, with a full cache")
+    add("--accumulate", type=count, default=1, metavar="N", help="compute each batch in N parts")
+    help_text = "most rows that a device receives for its experts, as a multiple of the even load; others are dropped"
+    add("--buffer-factor", type=float, metavar="F", help=help_text)
+    help_text = (
+        "send tokens to experts in N parts, one after another (default: so many that buffers hold 8 x the even load)"
+    )
+    add("--chunks", type=count, metavar="N", help=help_text)
+    help_text = "parts of a batch in the pipeline of --mesh pipe=…; a multiple of its stages"
+    add("--microbatches", type=count, metavar="M", help=help_text)
+    add("--no-remat", dest="remat", action="store_false", help="keep all activations for the backward")
+    help_text = "mesh axes that shard an axis of parameters, such as embed=fsdp+expert"
+    add("--rule", dest="rules", action="append", default=[], type=_rule, metavar="NAME=AXES", help=help_text)
+    add("--across", metavar="AXIS", help="the mesh axis that crosses nodes or slices")
+    add("--compare", type=mesh, metavar="AXES", help="a second mesh, to be planned too")
+    help_text = "how long so many tokens take, such as 15T; with --price in money too"
+    add("--tokens", type=tokens, metavar="N", help=help_text)
+    add("--price", type=float, metavar="P", help="of a device and hour")
+    add("--offload", action="store_true", help="the host keeps the inputs of layers")
+    help_text = "groups of layers of each pipeline stage, one after another (arithmetic only)"
+    add("--interleaved", type=count, default=1, metavar="V", help=help_text)
+    help_text = "the exchange sends one copy of a token per node, as DeepEP's (arithmetic only)"
+    add("--node-copies", action="store_true", help=help_text)
+    help_text = "train adapters of this rank only; the weights are frozen (arithmetic only)"
+    add("--lora", type=count, default=0, metavar="R", help=help_text)
+    add("--split-rank", action="store_true", help="adapters of experts have the rank / experts per token")
+    add_quantize(parser, keep=False)
+    add("--compute", choices=["bf16", "fp8"], default="bf16", help="how products are computed (arithmetic only)")
+    add(
+        "--compile",
+        dest="compile_for",
+        nargs="?",
+        const="device",
+        choices=["cpu", "device"],
+        help="compile the step: for the devices of --on (need the extras plan-gpu and plan-tpu), or for virtual CPUs",
+    )
+    for name, unit in RATES.items():
+        add(f"--{name}", type=float, metavar="X", help=f"{name} of a device, in {unit}, instead of the table's")
+    add("--plot", metavar="FILE.png", help="also draw the bytes and the time (needs the extra notebooks)")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print the memory, traffic and time of a step on a mesh of devices that need not be there."""
+    import jax
+
+    from nnxmoe.apps.planning import printing, search
+    from nnxmoe.apps.planning.plan import plan
+    from nnxmoe.apps.planning.torus import hardware
+    from nnxmoe.apps.planning.work import Work
+    from nnxmoe.sharding_rules import RULES
+
+    jax.config.update("jax_platforms", "cpu")  # a plan uses no device, and compilers without one print errors
+    _check(options)
+    rates = {name: getattr(options, name) for name in RATES if getattr(options, name) is not None}
+    work = {field.name: getattr(options, field.name) for field in dataclasses.fields(Work)}
+    work["quantize"] = loading.quantize_method(options)
+    work["on"] = dataclasses.replace(hardware(options.on), **rates)
+    work["rules"] = {**RULES, **dict(options.rules)}
+    if options.search:
+        search_meshes = search.search
+        if options.batch is None:  # the batch size and rematerialization are searched too
+            search_meshes = search.best_of
+            del work["batch"], work["remat"]
+        plans = search_meshes(options.model, options.search, **work)
+        best, text = plans[0], printing.compared(plans)
+        text += "" if best.fits else f"\n{_more_devices(options, search_meshes, work)}"
+    else:
+        best = plan(options.model, options.mesh, compile_for=options.compile_for, **work)
+        text = str(best)
+        if options.compare is not None:
+            other = plan(options.model, options.compare, advise=False, **work)
+            text = printing.compared([best, other])
+    print(text)
+    if options.tokens is not None:
+        cost = printing.cost(best, options.tokens, options.price) if best.fits else "no time or cost: it does not fit"
+        print(cost)
+    if options.plot:
+        best.plot().figure.savefig(os.fspath(options.plot), bbox_inches="tight")
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Raise ValueError for options that exclude or require each other."""
+    if options.search and options.compile_for:
+        raise ValueError("--search compares meshes by arithmetic: leave --compile out, then compile the best one")
+    if options.batch is None and not options.search:
+        raise ValueError("--mesh needs --batch: the rows of one step, over all devices")
+    if options.price is not None and options.tokens is None:
+        raise ValueError("--price needs --tokens: how many are to be computed")
+    if options.price is not None and not 0 <= options.price < math.inf:
+        raise ValueError(f"--price {options.price}: give a number that is not negative")
+
+
+def _more_devices(options: argparse.Namespace, search_meshes: Callable[..., Any], work: dict[str, Any]) -> str:
+    """Say how many devices hold the model, if a small multiple of ``--devices`` does."""
+    from nnxmoe.apps.planning.printing import axes_text
+
+    for factor in (2, 4, 8, 16):
+        devices = factor * options.search
+        with contextlib.suppress(ValueError):  # the hardware has no such mesh, or the batch does not divide
+            best = search_meshes(options.model, devices, most=1, **work)[0]
+            if best.fits:
+                size = f"{axes_text(best)}, {bytes_text(best.memory)} each"
+                return f"no mesh of {options.search} fits; one of {devices} does: {size}"
+    return f"no mesh of {options.search} fits, nor of {factor} times as many: nnxmoe plan with --mesh lists what helps"
+
+
+def tokens(text: str) -> float:
+    """A number such as 500M, 1B or 14.8T."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kMBT]?)", text)
+    if match is None or not float(match[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens such as 500M, 1B or 14.8T")
+    return float(match[1]) * {"": 1, "k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}[match[2]]
+
+
+def _rule(text: str) -> tuple[str, Any]:
+    from nnxmoe.sharding_rules import RULES
+
+    name, _, axes = text.partition("=")
+    if name not in RULES or not re.fullmatch(r"[a-z]+(\+[a-z]+)*", axes):
+        raise argparse.ArgumentTypeError(f"{text!r} is not like embed=fsdp+expert, or embed=none")
+    if axes == "none":
+        return name, None
+    names = tuple(axes.split("+"))
+    return name, names if len(names) > 1 else axes
