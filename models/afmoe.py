@@ -64,7 +64,7 @@ class AfmoeConfig(LayerWindowsConfig):
     mup_enabled: bool = False
 
     @property
-    def layer_kinds(self) -> Sequence[str]:
+    def attention_types(self) -> Sequence[str]:
         every = self.global_attn_every_n_layers
         return self.layer_types or [SLIDING if (i + 1) % every else FULL for i in range(self.num_hidden_layers)]
 

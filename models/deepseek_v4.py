@@ -117,14 +117,14 @@ class DeepSeekV4Config(DecoderConfig):
 
     @classmethod
     def unknown_fields(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
-        both = {f"rope_parameters.{kind}" for kind in ("main", "compress")}
+        both = {f"rope_parameters.{rope_name}" for rope_name in ("main", "compress")}
         return {name: value for name, value in super().unknown_fields(fields).items() if name not in both}
 
     def to_hf(self) -> dict[str, Any]:
         return {name: value for name, value in super().to_hf().items() if name != "intermediate_size"}
 
     @property
-    def kinds(self) -> Sequence[str]:
+    def attention_types(self) -> Sequence[str]:
         """The attention of each layer."""
         if self.layer_types is not None:
             return self.layer_types
@@ -137,35 +137,37 @@ class DeepSeekV4Config(DecoderConfig):
         """Tokens per entry of both kinds."""
         given = dict(self.compress_rates or {SPARSE: 4, HEAVY: 128})
         given |= {
-            kind: rate for kind, rate in ((SPARSE, self.compress_rate_csa), (HEAVY, self.compress_rate_hca)) if rate
+            attention_type: rate
+            for attention_type, rate in ((SPARSE, self.compress_rate_csa), (HEAVY, self.compress_rate_hca))
+            if rate
         }
-        for kind in {SPARSE, HEAVY} & set(self.kinds):
-            rate = given.get(kind)
+        for attention_type in {SPARSE, HEAVY} & set(self.attention_types):
+            rate = given.get(attention_type)
             if type(rate) is not int or not 0 < rate <= 2**16:
-                raise ConfigError(f"compress_rates: {kind} must be a positive integer, got {short(rate)}")
+                raise ConfigError(f"compress_rates: {attention_type} must be a positive integer, got {short(rate)}")
         return given
 
     @property
     def hashed_layers(self) -> Sequence[bool]:
         """Whether each layer routes by token ids."""
         if self.mlp_layer_types is not None:
-            return [kind == HASHED for kind in self.mlp_layer_types]
+            return [mlp_type == HASHED for mlp_type in self.mlp_layer_types]
         return [i < self.num_hash_layers for i in range(self.num_hidden_layers)]
 
     @property
     def windows(self) -> Sequence[int | None]:
-        return [self.sliding_window if kind == WINDOW else None for kind in self.kinds]
+        return [self.sliding_window if attention_type == WINDOW else None for attention_type in self.attention_types]
 
     @property
     def rope_dim(self) -> int:
         return self.qk_rope_head_dim or int(self.head_width * (self.partial_rotary_factor or 0.125))
 
-    def _rope(self, kind: str, flat: Mapping[str, Any]) -> Rope:
+    def _rope(self, rope_name: str, flat: Mapping[str, Any]) -> Rope:
         given = self.rope_fields
         nested = [name for name in ("main", "compress") if isinstance(given.get(name), Mapping)]
         if len(nested) == 1:
             raise ConfigError(f"rope_parameters has {nested[0]!r} only: give both main and compress")
-        fields = dict(given[kind] if nested else flat)
+        fields = dict(given[rope_name] if nested else flat)
         fields.pop("partial_rotary_factor", None)
         positions = self.max_position_embeddings, self.original_max_position_embeddings
         return rope_from_fields(fields, self.rope_dim, self.rope_theta, *positions, self.rope_field)
@@ -187,7 +189,7 @@ class DeepSeekV4(StreamedLM):
     supports_mtp = True
 
     def layer_type(self, index: int) -> Any:
-        return self.config.kinds[index], self.config.hashed_layers[index]
+        return self.config.attention_types[index], self.config.hashed_layers[index]
 
     @property
     def mtp_layer_index(self) -> int:
@@ -206,17 +208,17 @@ class DeepSeekV4(StreamedLM):
 
     def attention(self, index: int, **kw: Any) -> SharedKV:
         c = self.config
-        kind = c.kinds[index] if index < c.num_hidden_layers else WINDOW
-        rope = c.rope if kind == WINDOW else c.compressed_rope
+        attention_type = c.attention_types[index] if index < c.num_hidden_layers else WINDOW
+        rope = c.rope if attention_type == WINDOW else c.compressed_rope
 
         def compressor(width: int) -> Compressor:
             return Compressor(
-                c.hidden_size, width, rate=c.rates[kind], series=2 if kind == SPARSE else 1, eps=c.rms_norm_eps,
-                rotary=rope, rotate=TrailingPairs(rope.dim), **kw,
+                c.hidden_size, width, rate=c.rates[attention_type], series=2 if attention_type == SPARSE else 1,
+                eps=c.rms_norm_eps, rotary=rope, rotate=TrailingPairs(rope.dim), **kw,
             )  # fmt: skip
 
         chooser = None
-        if kind == SPARSE:
+        if attention_type == SPARSE:
             keys = compressor(c.index_head_dim)
             chooser = EntryIndexer(c.hidden_size, c.q_lora_rank, c.index_n_heads, k=c.index_topk, keys=keys, **kw)
         return SharedKV(
@@ -226,7 +228,7 @@ class DeepSeekV4(StreamedLM):
             eps=c.rms_norm_eps,
             rotary=rope,
             attention_fn=self.strategy.attention_fn,
-            compressor=None if kind == WINDOW else compressor(c.head_width),
+            compressor=None if attention_type == WINDOW else compressor(c.head_width),
             indexer=chooser,
             **kw,
         )
@@ -364,7 +366,7 @@ class DeepSeekV4MaxText(MaxTextNames):
         return LayerBlocks(("hca", "csa"), "scanned_blocks/layers_{}", first=sum(config.hashed_layers))
 
     def layer_types(self, config: Any) -> Sequence[str]:
-        return [{SPARSE: "csa", HEAVY: "hca", WINDOW: "window"}[layer_type] for layer_type in config.kinds]
+        return [{SPARSE: "csa", HEAVY: "hca", WINDOW: "window"}[layer_type] for layer_type in config.attention_types]
 
     def streams(self, config: Any) -> int:
         return config.hc_mult

@@ -63,7 +63,7 @@ class ExaoneMoeConfig(LayerWindowsConfig):
         check_groups(self)
 
     @property
-    def layer_kinds(self) -> Sequence[str]:
+    def attention_types(self) -> Sequence[str]:
         every: Any = self.sliding_window_pattern  # a number without layer_types
         return self.layer_types or [SLIDING if (i + 1) % every else FULL for i in range(self.num_hidden_layers)]
 

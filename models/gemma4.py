@@ -59,7 +59,7 @@ class Gemma4TextConfig(LayerRopesConfig):
     rope object for each of the layer types. ``enable_moe_block``: each layer has ``num_experts`` beside its dense
     feed-forward. ``final_logit_softcapping``: the logits' bound. ``hidden_size_per_layer_input``: width of each layer's
     own input, 0: none; ``vocab_size_per_layer_input``: rows of its table. ``num_kv_shared_layers``: how many layers,
-    the last ones, attend to the keys and values of the last layer of their kind before them; ``use_double_wide_mlp``:
+    the last ones, attend to the keys and values of the last layer of their type before them; ``use_double_wide_mlp``:
     whether their feed-forward is twice as wide."""
 
     model_type = "gemma4_text"
@@ -114,7 +114,7 @@ class Gemma4TextConfig(LayerRopesConfig):
     def _whole(self, given: Mapping[str, Any]) -> tuple[Any, Any]:
         """The width and the number of key heads of whole layers. Raises ConfigError for fields of other layers, or if
         whole layers differ."""
-        whole = {str(i) for i, kind in enumerate(self.layer_kinds) if kind == FULL}
+        whole = {str(i) for i, attention_type in enumerate(self.attention_types) if attention_type == FULL}
         names = {WIDTH, KV_HEADS} if self.attention_k_eq_v else {WIDTH}
         found = [given[name] for name in given]
         alike = all(isinstance(one, Mapping) and one == found[0] and {*one} <= names for one in found)
@@ -130,11 +130,11 @@ class Gemma4TextConfig(LayerRopesConfig):
         super()._check()
         if self.hidden_size_per_layer_input:
             check_at_most(self, "vocab_size", "vocab_size_per_layer_input")
-        first, kinds = max(self.first_shared, 0), self.layer_kinds
-        if lost := [i for i in range(first, len(kinds)) if kinds[i] not in kinds[:first]]:
+        first, attention_types = max(self.first_shared, 0), self.attention_types
+        if lost := [i for i in range(first, len(attention_types)) if attention_types[i] not in attention_types[:first]]:
             raise ConfigError(
-                f"num_kv_shared_layers {self.num_kv_shared_layers}: layer {lost[0]} has no {kinds[lost[0]]} layer "
-                f"before layer {first} whose keys it could share"
+                f"num_kv_shared_layers {self.num_kv_shared_layers}: layer {lost[0]} has no "
+                f"{attention_types[lost[0]]} layer before layer {first} whose keys it could share"
             )
         if self.attention_k_eq_v:
             check_multiple(self, "num_attention_heads", "num_global_key_value_heads")
@@ -147,10 +147,10 @@ class Gemma4TextConfig(LayerRopesConfig):
         unused = "hidden_act", "per_layer_config"  # the second wins over other fields, null too
         return {name: value for name, value in super().to_hf().items() if name not in unused}
 
-    def rope_of(self, kind: str) -> Rope:
-        given = self.rope_fields_of(kind)
+    def rope_of(self, attention_type: str) -> Rope:
+        given = self.rope_fields_of(attention_type)
         fields = {name: value for name, value in given.items() if name != FACTOR}
-        width, length = self.width_of(kind), self.max_position_embeddings
+        width, length = self.width_of(attention_type), self.max_position_embeddings
         if rope_type(fields) != PROPORTIONAL:
             return rope_from_fields(fields, width, self.rope_theta, length, None, self.rope_field)
         linear = rope_from_fields(fields | {"rope_type": "linear", "factor": fields.get("factor", 1.0)}, width,
@@ -160,9 +160,9 @@ class Gemma4TextConfig(LayerRopesConfig):
             raise ConfigError(f"rope: {FACTOR} must be a number from 0 to 1, got {short(part)}")
         return ProportionalRope(width, linear.theta, int(part * width // 2), linear.scale)  # pyright: ignore
 
-    def width_of(self, kind: str) -> int:
+    def width_of(self, attention_type: str) -> int:
         """The width of a head in layers of this type."""
-        return self.global_head_dim if kind == FULL else self.head_width
+        return self.global_head_dim if attention_type == FULL else self.head_width
 
     @property
     def hands_on(self) -> bool:
@@ -177,8 +177,11 @@ class Gemma4TextConfig(LayerRopesConfig):
     @property
     def storing(self) -> Sequence[bool]:
         """Whether later layers attend to the keys of each layer."""
-        kinds, first = self.layer_kinds, self.first_shared
-        last = {max(i for i in range(first) if kinds[i] == kind) for kind in set(kinds[first:])}
+        attention_types, first = self.attention_types, self.first_shared
+        last = {
+            max(i for i in range(first) if attention_types[i] == attention_type)
+            for attention_type in set(attention_types[first:])
+        }
         return tuple(i in last for i in range(self.num_hidden_layers))
 
     @property
@@ -192,9 +195,9 @@ class Gemma4TextConfig(LayerRopesConfig):
         return (self.num_global_key_value_heads if self.attention_k_eq_v else None) or self.kv_heads
 
     @property
-    def layer_kinds(self) -> Sequence[str]:
-        kinds = self.layer_types or [SLIDING if (i + 1) % 6 else FULL for i in range(self.num_hidden_layers)]
-        return (*kinds[:-1], FULL)  # whatever the list says, as in transformers
+    def attention_types(self) -> Sequence[str]:
+        attention_types = self.layer_types or [SLIDING if (i + 1) % 6 else FULL for i in range(self.num_hidden_layers)]
+        return (*attention_types[:-1], FULL)  # whatever the list says, as in transformers
 
     @property
     def experts(self) -> int:
@@ -219,7 +222,7 @@ class Gemma4Text(CausalLM):
 
     def layer_type(self, index: int) -> Any:
         c = self.config
-        return c.layer_kinds[index], index >= c.first_shared, c.storing[index]
+        return c.attention_types[index], index >= c.first_shared, c.storing[index]
 
     def to_layer_input(self, x: Float[Array, "B T D"], tokens: Ids) -> Any:
         inputs = self.embed.inputs(x, jnp.asarray(tokens)) if isinstance(self.embed, PerLayerEmbed) else None
@@ -240,15 +243,15 @@ class Gemma4Text(CausalLM):
         if c.hands_on:
             form, width = EdgeLayer, c.hidden_size_per_layer_input
             own = PerLayerInput(c.hidden_size, width, c.rms_norm_eps, **kw) if width else None
-            options |= {"kind": c.layer_kinds[index], "stores": c.storing[index], "own": own}
+            options |= {"kind": c.attention_types[index], "stores": c.storing[index], "own": own}
         return super().layer(index, form, **kw, **options)
 
     def attention(self, index: int, **kw: Any) -> ValueNormGQA | CrossLayerAttention:
-        c, kind = self.config, self.config.layer_kinds[index]
-        whole, width = kind == FULL, self.config.width_of(kind)
+        c, attention_type = self.config, self.config.attention_types[index]
+        whole, width = attention_type == FULL, self.config.width_of(attention_type)
         kv_heads = c.whole_kv_heads if whole else c.kv_heads
         options = {"kv_heads": kv_heads, "head_dim": width, "scale": 1.0, "bias": c.attention_bias}
-        options |= {"eps": c.rms_norm_eps, "rotary": c.rope_of(kind), **kw}
+        options |= {"eps": c.rms_norm_eps, "rotary": c.rope_of(attention_type), **kw}
         if index >= c.first_shared:
             return self.gqa(index, CrossLayerAttention, **options)
         norm, same = QKNorm.per_head(width, c.rms_norm_eps, **kw), whole and c.attention_k_eq_v

@@ -55,7 +55,7 @@ class GptOssConfig(LayerWindowsConfig):
     swiglu_limit: float = number(7.0, above=0.0, most=1e6)
 
     @property
-    def layer_kinds(self) -> Sequence[str]:
+    def attention_types(self) -> Sequence[str]:
         return self.layer_types or [(SLIDING, FULL)[i % 2] for i in range(self.num_hidden_layers)]
 
     @property

@@ -88,7 +88,7 @@ class LagunaConfig(PartialRopesConfig):
         return (self.num_attention_heads,) * self.num_hidden_layers if given is None else given
 
     @property
-    def layer_kinds(self) -> Sequence[str]:
+    def attention_types(self) -> Sequence[str]:
         return self.layer_types or [FULL] * self.num_hidden_layers
 
 
@@ -107,11 +107,11 @@ class Laguna(CausalLM):
 
     def layer_type(self, index: int) -> Any:
         c = self.config
-        return c.layer_kinds[index], c.sparse_layers[index], c.heads_per_layer[index]
+        return c.attention_types[index], c.sparse_layers[index], c.heads_per_layer[index]
 
     def attention(self, index: int, **kw: Any) -> GQA:
         c, count = self.config, self.config.heads_per_layer[index]
-        rope, width = c.rope_of(c.layer_kinds[index]), c.head_width if c.gating == "per-element" else 1
+        rope, width = c.rope_of(c.attention_types[index]), c.head_width if c.gating == "per-element" else 1
         return self.gqa(
             index,
             heads=count,

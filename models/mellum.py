@@ -46,7 +46,7 @@ class MellumConfig(LayerRopesConfig):
     norm_topk_prob: bool = True
 
     @property
-    def layer_kinds(self) -> Sequence[str]:
+    def attention_types(self) -> Sequence[str]:
         return self.layer_types or [FULL] * self.num_hidden_layers
 
 
@@ -56,7 +56,7 @@ class Mellum(NormedHeads, QwenMoe):
     configs = (MellumConfig,)
 
     def attention(self, index: int, **kw: Any) -> GQA:
-        rope = self.config.rope_of(self.config.layer_kinds[index])
+        rope = self.config.rope_of(self.config.attention_types[index])
         return super().attention(index, rotary=rope, **kw)
 
 

@@ -73,7 +73,7 @@ class MiMoV2FlashConfig(PartialRopesConfig):
 
     def _check(self) -> None:
         super()._check()
-        for layer_type in {*self.layer_kinds}:
+        for layer_type in {*self.attention_types}:
             if self.num_attention_heads % (heads := self.kv_heads_of(layer_type)):
                 raise ConfigError(
                     f"num_attention_heads {self.num_attention_heads} is not a multiple of the {heads} key heads of "
@@ -88,7 +88,7 @@ class MiMoV2FlashConfig(PartialRopesConfig):
         return self.kv_heads if layer_type == FULL else 2 * self.kv_heads
 
     @property
-    def layer_kinds(self) -> Sequence[str]:
+    def attention_types(self) -> Sequence[str]:
         return self.layer_types or [FULL if i == 0 or i % 6 == 5 else SLIDING for i in range(self.num_hidden_layers)]
 
 
@@ -96,14 +96,14 @@ class MiMoV2Flash(DenseOrMoE):
     configs = (MiMoV2FlashConfig,)
 
     def layer_type(self, index: int) -> Any:
-        return self.config.layer_kinds[index], self.config.sparse_layers[index]
+        return self.config.attention_types[index], self.config.sparse_layers[index]
 
     def attention(self, index: int, **kw: Any) -> GQA:
-        c, kind, window = self.config, self.config.layer_kinds[index], self.config.windows[index]
-        rope = c.rope_of(kind)
+        c, attention_type, window = self.config, self.config.attention_types[index], self.config.windows[index]
+        rope = c.rope_of(attention_type)
         return self.gqa(
             index,
-            kv_heads=c.kv_heads_of(kind),
+            kv_heads=c.kv_heads_of(attention_type),
             value_dim=c.v_head_dim,
             bias=c.attention_bias,
             out_bias=False,

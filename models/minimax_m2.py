@@ -71,7 +71,7 @@ class MiniMaxM2Config(PartialRotaryConfig):
 
     def _check(self) -> None:
         super()._check()
-        given, wide = self.given_factor, self.head_width
+        given, wide = self.rotary_factor, self.head_width
         if self.rotary_dim is not None and self.rotary_dim > wide:
             raise ConfigError(f"rotary_dim {self.rotary_dim} is more than head_dim {wide}")
         if self.rotary_dim is not None and given is not None and int(wide * given) != self.rotary_dim:

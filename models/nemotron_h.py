@@ -12,7 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from nnxmoe.config.bounds import ConfigError, Kinds, check_multiple, count, number, one_of
+from nnxmoe.config.bounds import ConfigError, PerLayer, check_multiple, count, number, one_of
 from nnxmoe.config.printable import short
 from nnxmoe.layers.activations import relu2
 from nnxmoe.layers.linear.linear import Linear
@@ -76,7 +76,7 @@ class NemotronHConfig(GroupedExpertsConfig):
     use_bias: bool = False
     use_conv_bias: bool = True
     layer_types: Sequence[str] = dataclasses.field(
-        default=(MAMBA, EXPERTS, ATTENTION, DENSE), metadata={"check": Kinds(tuple(_LETTERS.values()))}
+        default=(MAMBA, EXPERTS, ATTENTION, DENSE), metadata={"check": PerLayer(tuple(_LETTERS.values()))}
     )
     mamba_num_heads: int = count(128, most=2**14)
     mamba_head_dim: int = count(64, most=2**16)
@@ -97,30 +97,33 @@ class NemotronHConfig(GroupedExpertsConfig):
 
     @classmethod
     def _standard_fields(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
-        given = super()._standard_fields(fields)
-        pattern, kinds = given.pop("hybrid_override_pattern", None), given.get("layer_types")
-        if kinds is None and pattern is not None:
+        values = super()._standard_fields(fields)
+        pattern, layer_types = values.pop("hybrid_override_pattern", None), values.get("layer_types")
+        if layer_types is None and pattern is not None:
             if not isinstance(pattern, str) or set(pattern) - set(_LETTERS):
                 letters = " ".join(_LETTERS)
                 raise ConfigError(f"hybrid_override_pattern must have one of {letters} per layer, got {short(pattern)}")
-            kinds = [_LETTERS[letter] for letter in pattern]
-        kinds = cls.layer_types if kinds is None else kinds
-        if kinds and isinstance(kinds, list | tuple):
-            kinds = [_OLD.get(kind, kind) if isinstance(kind, str) else kind for kind in kinds]
-            given["num_hidden_layers"] = len(kinds)
-        return given | {"layer_types": kinds}
+            layer_types = [_LETTERS[letter] for letter in pattern]
+        layer_types = cls.layer_types if layer_types is None else layer_types
+        if layer_types and isinstance(layer_types, list | tuple):
+            layer_types = [
+                _OLD.get(layer_type, layer_type) if isinstance(layer_type, str) else layer_type
+                for layer_type in layer_types
+            ]
+            values["num_hidden_layers"] = len(layer_types)
+        return values | {"layer_types": layer_types}
 
     def to_hf(self) -> dict[str, Any]:
         fields = super().to_hf()
         del fields["layer_types"]
-        letters = {kind: letter for letter, kind in _LETTERS.items()}
-        pattern = "".join(letters[kind] for kind in self.layer_types)
+        letters = {layer_type: letter for letter, layer_type in _LETTERS.items()}
+        pattern = "".join(letters[layer_type] for layer_type in self.layer_types)
         named = {"layers_block_type": list(self.layer_types), "hybrid_override_pattern": pattern}
         return fields | named | {"layer_norm_epsilon": fields.pop("rms_norm_eps")}
 
     @property
     def sparse_layers(self) -> Sequence[bool]:
-        return tuple(kind == EXPERTS for kind in self.layer_types)
+        return tuple(layer_type == EXPERTS for layer_type in self.layer_types)
 
     @property
     def experts(self) -> int:

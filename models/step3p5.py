@@ -36,39 +36,58 @@ _PADDED = "layer_types mlp_layer_types swiglu_limits swiglu_limits_shared rope_t
 _ROPE = {"rope_theta": "rope_theta", "partial_rotary_factor": "partial_rotary_factors"}  # rope object -> config.json
 
 
-def _translated(given: dict[str, Any], layers: int, more: int) -> dict[str, Any]:
-    """The fields of `Step3p5Config` for those of a config.json, which may be a published one. ``more``: number of
-    prediction layers."""
-    Count(1, MOST_LAYERS)("num_hidden_layers", layers)
-    Count(0, MOST_LAYERS)("num_nextn_predict_layers", more)
+def _drop_prediction_entries(values: dict[str, Any], layers: int) -> None:
+    """Cut lists that published files pad with an entry per prediction layer to one entry per layer."""
+    mtp_layers = values.get("num_nextn_predict_layers", Step3p5Config.num_nextn_predict_layers)
+    Count(0, MOST_LAYERS)("num_nextn_predict_layers", mtp_layers)
     for name in _PADDED:
-        if more and isinstance(value := given.get(name), list) and len(value) == layers + more:
-            given[name] = value[:layers]
-    kinds = given.get("layer_types") or [FULL] * layers
-    kinds = kinds if isinstance(kinds, list | tuple) else []  # the check of the field raises
-    if (listed := given.get("moe_layers_enum")) is not None and given.get("mlp_layer_types") is None:
-        sparse = _numbers(listed)
-        given["mlp_layer_types"] = ["sparse" if i in sparse else "dense" for i in range(layers)]
-    if other := given.get("attention_other_setting"):
-        if not isinstance(other, Mapping):
-            raise ConfigError(f"attention_other_setting must be an object or null, got {short(other)}")
-        if given.get("num_sliding_attention_heads") is None:
-            given["num_sliding_attention_heads"] = other.get("num_attention_heads")
-    heads, overrides = given.get("num_sliding_attention_heads"), given.get("per_layer_config")
-    same = heads is None or heads == given.get("num_attention_heads", Step3p5Config.num_attention_heads)
-    wanted = {str(i): {"num_attention_heads": heads} for i, kind in enumerate(kinds) if kind == SLIDING and not same}
-    if overrides is not None and overrides != wanted:
+        entries = values.get(name)
+        if mtp_layers and isinstance(entries, list) and len(entries) == layers + mtp_layers:
+            values[name] = entries[:layers]
+
+
+def _read_moe_layers(values: dict[str, Any], layers: int) -> None:
+    """Set ``mlp_layer_types`` from the published ``moe_layers_enum``."""
+    moe_layers = values.get("moe_layers_enum")
+    if moe_layers is not None and values.get("mlp_layer_types") is None:
+        sparse = _numbers(moe_layers)
+        values["mlp_layer_types"] = ["sparse" if i in sparse else "dense" for i in range(layers)]
+
+
+def _read_sliding_heads(values: dict[str, Any], attention_types: Sequence[Any]) -> None:
+    """Set ``num_sliding_attention_heads`` from the published ``attention_other_setting``.
+
+    Raises ConfigError if ``per_layer_config``, which transformers saves, has other numbers.
+    """
+    setting = values.get("attention_other_setting")
+    if setting and not isinstance(setting, Mapping):
+        raise ConfigError(f"attention_other_setting must be an object or null, got {short(setting)}")
+    if setting and values.get("num_sliding_attention_heads") is None:
+        values["num_sliding_attention_heads"] = setting.get("num_attention_heads")
+    heads, overrides = values.get("num_sliding_attention_heads"), values.get("per_layer_config")
+    expected = {}
+    if heads is not None and heads != values.get("num_attention_heads", Step3p5Config.num_attention_heads):
+        sliding = [i for i, attention_type in enumerate(attention_types) if attention_type == SLIDING]
+        expected = {str(i): {"num_attention_heads": heads} for i in sliding}
+    if overrides is not None and overrides != expected:
         raise ConfigError(f"per_layer_config {short(overrides)} differs from num_sliding_attention_heads {heads}")
-    scaling = given.get("rope_scaling") or {}
-    if not given.get("rope_parameters") and isinstance(kinds, list) and isinstance(scaling, Mapping):
-        given["rope_parameters"] = ropes = {}
-        for kind in {*map(str, kinds), FULL}:
-            i = kinds.index(kind) if kind in kinds else 0
-            rope = {ours: _of_layer(given, name, i, layers) for ours, name in _ROPE.items()}
-            ropes[kind] = {"rope_theta": 1e4} | {name: value for name, value in rope.items() if value is not None}
-        ropes[FULL] |= scaling
-        given = {name: value for name, value in given.items() if name not in ("rope_scaling", "rope_theta")}
-    return given
+
+
+def _read_layer_ropes(values: dict[str, Any], attention_types: Sequence[Any], layers: int) -> None:
+    """Set ``rope_parameters`` from the published ``rope_theta`` and ``partial_rotary_factors``, lists with one value
+    per layer, and ``rope_scaling``, which applies to layers without a window."""
+    scaling = values.get("rope_scaling") or {}
+    if values.get("rope_parameters") or not isinstance(attention_types, list) or not isinstance(scaling, Mapping):
+        return
+    ropes: dict[str, dict[str, Any]] = {}
+    for attention_type in {*map(str, attention_types), FULL}:
+        i = attention_types.index(attention_type) if attention_type in attention_types else 0
+        rope = {ours: _layer_value(values, name, i, layers) for ours, name in _ROPE.items()}
+        ropes[attention_type] = {"rope_theta": 1e4} | {name: x for name, x in rope.items() if x is not None}
+    ropes[FULL] |= scaling
+    values["rope_parameters"] = ropes
+    for name in ("rope_scaling", "rope_theta"):
+        values.pop(name, None)
 
 
 def _numbers(listed: Any) -> set[int]:
@@ -80,9 +99,9 @@ def _numbers(listed: Any) -> set[int]:
     return {int(text) for text in texts if text}
 
 
-def _of_layer(given: Mapping[str, Any], name: str, index: int, layers: int) -> Any:
-    """The value of a field for a layer; the field has one for all layers, or a list."""
-    value = given.get(name)
+def _layer_value(values: Mapping[str, Any], name: str, index: int, layers: int) -> Any:
+    """Return the value of a field for a layer. The field has one value for all layers, or a list."""
+    value = values.get(name)
     if isinstance(value, list) and len(value) != layers:
         raise ConfigError(f"{name} lists {len(value)} layers, not {layers} as num_hidden_layers says")
     return value[index] if isinstance(value, list) else value
@@ -130,8 +149,8 @@ class Step3p5Config(PartialRopesConfig):
         "zero_centered": (None, True),
     }
     ignored = """output_router_logits max_seq_len need_fp32_gate mtp_layer_types mtp_mlp_layer_types moe_layers_enum
-        attention_other_setting partial_rotary_factors per_layer_config"""  # `_translated` reads the last four
-    default_ropes = FrozenDict({kind: {"rope_theta": 1e4} for kind in (FULL, SLIDING)})
+        attention_other_setting partial_rotary_factors per_layer_config"""  # `_standard_fields` reads the last four
+    default_ropes = FrozenDict({attention_type: {"rope_theta": 1e4} for attention_type in (FULL, SLIDING)})
     scale_in_queries = True
     first_k_dense_replace = 3
 
@@ -160,9 +179,17 @@ class Step3p5Config(PartialRopesConfig):
 
     @classmethod
     def _standard_fields(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
-        given = super()._standard_fields(fields)
-        counts = (given.get(name, getattr(cls, name)) for name in ("num_hidden_layers", "num_nextn_predict_layers"))
-        return _translated(given, *counts)
+        values = super()._standard_fields(fields)
+        layers = values.get("num_hidden_layers", cls.num_hidden_layers)
+        Count(1, MOST_LAYERS)("num_hidden_layers", layers)
+        _drop_prediction_entries(values, layers)
+        attention_types = values.get("layer_types") or [FULL] * layers
+        if not isinstance(attention_types, list | tuple):
+            attention_types = []  # the check of the field raises
+        _read_moe_layers(values, layers)
+        _read_sliding_heads(values, attention_types)
+        _read_layer_ropes(values, attention_types, layers)
+        return values
 
     def _check(self) -> None:
         super()._check()
@@ -182,12 +209,12 @@ class Step3p5Config(PartialRopesConfig):
         """The config itself: transformers reads query_pre_attn_scalar here."""
         return self, 1.0
 
-    def heads_of(self, kind: str) -> int:
+    def heads_of(self, attention_type: str) -> int:
         """Query heads of the layers of a type."""
-        return (kind == SLIDING and self.num_sliding_attention_heads) or self.num_attention_heads
+        return (attention_type == SLIDING and self.num_sliding_attention_heads) or self.num_attention_heads
 
     @property
-    def layer_kinds(self) -> Sequence[str]:
+    def attention_types(self) -> Sequence[str]:
         return self.layer_types or [FULL] * self.num_hidden_layers
 
     def activation(self, index: int, *, shared: bool) -> GatedActivation:
@@ -216,11 +243,11 @@ class Step3p5(CausalLM):
     def layer_type(self, index: int) -> Any:
         c = self.config
         activations = (c.activation(index, shared=shared) for shared in (False, True))
-        return c.layer_kinds[index], c.sparse_layers[index], *activations
+        return c.attention_types[index], c.sparse_layers[index], *activations
 
     def attention(self, index: int, **kw: Any) -> GQA:
-        c, kind = self.config, self.config.layer_kinds[index]
-        rope, count = c.rope_of(kind), c.heads_of(kind)
+        c, attention_type = self.config, self.config.attention_types[index]
+        rope, count = c.rope_of(attention_type), c.heads_of(attention_type)
         return self.gqa(
             index,
             heads=count,

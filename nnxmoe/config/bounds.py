@@ -26,8 +26,8 @@ class Count:
 
     def __call__(self, name: str, value: object) -> None:
         if isinstance(value, bool) or not isinstance(value, int) or value < self.least:
-            kind = "positive" if self.least else "non-negative"
-            raise ConfigError(f"{name} must be a {kind} integer, got {short(value)}")
+            sign = "positive" if self.least else "non-negative"
+            raise ConfigError(f"{name} must be a {sign} integer, got {short(value)}")
         if value > self.most:
             raise ConfigError(f"{name} {short(value)} is beyond what is supported: at most {self.most}")
 
@@ -40,24 +40,24 @@ class Number:
     most: float = 1e6
 
     def __call__(self, name: str, value: object) -> float:
-        least, kind = (-math.inf, "finite") if self.above < 0 else (0, "positive")
+        least, label = (-math.inf, "finite") if self.above < 0 else (0, "positive")
         if isinstance(value, bool) or not isinstance(value, int | float) or not least < value < math.inf:
-            raise ConfigError(f"{name} must be a {kind} number, got {short(value)}")
+            raise ConfigError(f"{name} must be a {label} number, got {short(value)}")
         if not self.above < value <= self.most:
             raise ConfigError(f"{name} {short(value)} is out of range: above {self.above:g}, at most {self.most:g}")
         return float(value)
 
 
 @dataclasses.dataclass(frozen=True)
-class Kinds:
-    """Checks that a field lists one of the ``allowed`` kinds per layer."""
+class PerLayer:
+    """Checks that a field lists one of the ``allowed`` types per layer."""
 
     allowed: tuple[str, ...]
 
     def __call__(self, name: str, value: object) -> None:
         if not isinstance(value, list | tuple) or not value:
             raise ConfigError(f"{name} must list the kind of each layer, got {short(value)}")
-        if odd := [kind for kind in value if kind not in self.allowed]:
+        if odd := [layer_type for layer_type in value if layer_type not in self.allowed]:
             raise ConfigError(f"{name}: {short(odd[0])} is not supported; supported: {', '.join(self.allowed)}")
 
 
@@ -95,8 +95,8 @@ def number(default: float | None, *, above: float, most: float) -> Any:
 
 
 def per_layer(*allowed: str) -> Any:
-    """A config field with a list of one of these kinds per layer, or null."""
-    return dataclasses.field(default=None, metadata={"check": Kinds(allowed)})
+    """A config field with a list of one of these types per layer, or null."""
+    return dataclasses.field(default=None, metadata={"check": PerLayer(allowed)})
 
 
 def one_of(*allowed: Any) -> Any:
@@ -132,7 +132,7 @@ def check_fields(config: Any) -> None:
         check = checks[0] if checks else by_type.get(field.type) or _container(field.type)
         if check is not None and not (value is None and type(None) in get_args(field.type)):
             check(field.name, value)
-            if isinstance(check, Kinds) and value and len(value) != (layers := config.num_hidden_layers):
+            if isinstance(check, PerLayer) and value and len(value) != (layers := config.num_hidden_layers):
                 raise ConfigError(f"{field.name} lists {len(value)} layers, not {layers} as num_hidden_layers says")
 
 

@@ -25,7 +25,7 @@ class LayerWindowsConfig(DecoderConfig):
 
     def _check(self) -> None:
         super()._check()
-        if self.layer_window is None and SLIDING in self.layer_kinds:
+        if self.layer_window is None and SLIDING in self.attention_types:
             raise ConfigError(f"layer_types has {SLIDING!r} layers, which need {self.needed_for_windows}")
 
     @property
@@ -39,14 +39,16 @@ class LayerWindowsConfig(DecoderConfig):
         return self.sliding_window
 
     @property
-    def layer_kinds(self) -> Sequence[str]:
+    def attention_types(self) -> Sequence[str]:
         """``layer_types``, or the family's default."""
         first = self.num_hidden_layers if self.layer_window is None else self.max_window_layers
         return self.layer_types or [SLIDING if i >= first else FULL for i in range(self.num_hidden_layers)]
 
     @property
     def windows(self) -> Sequence[int | None]:
-        return tuple(self.layer_window if kind == SLIDING else None for kind in self.layer_kinds)
+        return tuple(
+            self.layer_window if attention_type == SLIDING else None for attention_type in self.attention_types
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,31 +71,31 @@ class LayerRopesConfig(LayerWindowsConfig):
                 f"rope_scaling {short(self.rope_scaling)} is not supported: give rope_parameters per type"
             )
         super()._check()
-        for kind in {*self.layer_kinds}:
-            self.rope_of(kind)
+        for attention_type in {*self.attention_types}:
+            self.rope_of(attention_type)
 
-    def rope_fields_of(self, kind: str) -> Mapping[str, Any]:
+    def rope_fields_of(self, attention_type: str) -> Mapping[str, Any]:
         """Return the rope object of a layer type. Raises ConfigError if it, or its theta, is missing."""
-        fields = (self.rope_parameters or self.default_ropes).get(kind)
+        fields = (self.rope_parameters or self.default_ropes).get(attention_type)
         if not isinstance(fields, Mapping):
-            raise ConfigError(f"rope_parameters has no object for {kind!r} layers, got {short(fields)}")
+            raise ConfigError(f"rope_parameters has no object for {attention_type!r} layers, got {short(fields)}")
         if fields.get("rope_theta") is None:
-            raise ConfigError(f"rope_parameters: {kind}: rope_theta is missing and has no default: give it")
+            raise ConfigError(f"rope_parameters: {attention_type}: rope_theta is missing and has no default: give it")
         return fields
 
-    def rope_of(self, kind: str) -> Rope:
+    def rope_of(self, attention_type: str) -> Rope:
         """Return the rotary embedding of a layer type."""
-        fields, length = self.rope_fields_of(kind), self.max_position_embeddings
+        fields, length = self.rope_fields_of(attention_type), self.max_position_embeddings
         return rope_from_fields(fields, self.rope_dim, self.rope_theta, length, None, self.rope_field)
 
     @property
     def rope(self) -> Rope:
-        return self.rope_of(FULL if FULL in self.layer_kinds else SLIDING)
+        return self.rope_of(FULL if FULL in self.attention_types else SLIDING)
 
     @classmethod
     def unknown_fields(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
         found = super().unknown_fields(fields)
-        for name in {f"rope_parameters.{kind}" for kind in (FULL, SLIDING)} & found.keys():
+        for name in {f"rope_parameters.{attention_type}" for attention_type in (FULL, SLIDING)} & found.keys():
             if isinstance(inner := found[name], Mapping):
                 del found[name]
                 found |= {f"{name}.{key}": inner[key] for key in inner.keys() - cls.rope_keys}
@@ -107,7 +109,7 @@ class PartialRopesConfig(LayerRopesConfig):
 
     default_rotary_factor: ClassVar[float] = 1.0
 
-    def rope_of(self, kind: str) -> Rope:
-        fields, length = dict(self.rope_fields_of(kind)), self.max_position_embeddings
+    def rope_of(self, attention_type: str) -> Rope:
+        fields, length = dict(self.rope_fields_of(attention_type)), self.max_position_embeddings
         factor = Number(0.0, 1.0)(f"rope: {FACTOR}", fields.pop(FACTOR, self.default_rotary_factor))
         return rope_from_fields(fields, int(self.head_width * factor), self.rope_theta, length, None, f"rope: {FACTOR}")

@@ -31,17 +31,17 @@ class PartialRotaryConfig(DecoderConfig):
             )
         super()._check()
         if self.rope_dim < 2:
-            raise ConfigError(f"{FACTOR} {self.given_factor} of the head width {self.head_width} rotates nothing")
+            raise ConfigError(f"{FACTOR} {self.rotary_factor} of the head width {self.head_width} rotates nothing")
 
     @property
-    def given_factor(self) -> float | None:
+    def rotary_factor(self) -> float | None:
         """``partial_rotary_factor``, from wherever it is."""
         nested = super().rope_fields.get(FACTOR)
         return self.partial_rotary_factor if nested is None else nested
 
     @property
     def rope_dim(self) -> int:
-        return int(self.head_width * (self.given_factor or self.default_rotary_factor))
+        return int(self.head_width * (self.rotary_factor or self.default_rotary_factor))
 
     @property
     def rope_fields(self) -> Mapping[str, Any]:

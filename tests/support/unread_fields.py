@@ -8,7 +8,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from nnxmoe.config.base import DecoderConfig
-from nnxmoe.config.bounds import ConfigError, Kinds, OneOf
+from nnxmoe.config.bounds import ConfigError, OneOf, PerLayer
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.family import Family
 
@@ -21,7 +21,9 @@ def refuse_unread_fields(family: Family) -> None:
         names = {name for code in _codes(config, family.model) for name in _names(code)}
         names |= {config.experts_field, config.chosen_field}
         checks = {field.name: field.metadata.get("check") for field in dataclasses.fields(config)}
-        fixed = {name for name, check in checks.items() if isinstance(check, OneOf | Kinds) and len(check.allowed) == 1}
+        fixed = {
+            name for name, check in checks.items() if isinstance(check, OneOf | PerLayer) and len(check.allowed) == 1
+        }
         if unread := checks.keys() - common - fixed - names:
             raise ConfigError(
                 f"{config.__name__} declares {', '.join(sorted(unread))}, which nothing in {family.model.__name__} "
