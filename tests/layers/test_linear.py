@@ -52,7 +52,7 @@ def test_matmul_with_a_kernel(lead: tuple[int, ...], transpose: bool, dtype: str
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("of_y", [-2, -1])
+@pytest.mark.parametrize("y_axis", [-2, -1])
 @pytest.mark.parametrize(
     "lead",
     [
@@ -62,17 +62,17 @@ def test_matmul_with_a_kernel(lead: tuple[int, ...], transpose: bool, dtype: str
         (8, 2),
     ],
 )
-def test_batched_matmul(lead: tuple[int, ...], of_y: int, dtype: str) -> None:
+def test_batched_matmul(lead: tuple[int, ...], y_axis: int, dtype: str) -> None:
     for count, ins, outs in itertools.product((1, 2, 8), (1, 33), (1, 24)):
-        x, y = arrays(dtype, (*lead, count, ins), (*lead, ins, outs) if of_y == -2 else (*lead, outs, ins))
+        x, y = arrays(dtype, (*lead, count, ins), (*lead, ins, outs) if y_axis == -2 else (*lead, outs, ins))
         (dz,) = arrays("float32", (*lead, count, outs))
         a, b, c = exact(x, y, dz)
-        z, pull = jax.jit(lambda x, y: jax.vjp(lambda x, y: batched_matmul_f32(x, y, of_y), x, y))(x, y)
-        assert z.dtype == jnp.float32 and close(z, a @ (b if of_y == -2 else np.swapaxes(b, -1, -2)), jnp.float32)
+        z, pull = jax.jit(lambda x, y: jax.vjp(lambda x, y: batched_matmul_f32(x, y, y_axis), x, y))(x, y)
+        assert z.dtype == jnp.float32 and close(z, a @ (b if y_axis == -2 else np.swapaxes(b, -1, -2)), jnp.float32)
         d_x, d_y = pull(dz)
         assert d_x.dtype == d_y.dtype == x.dtype
-        assert close(d_x, c @ (np.swapaxes(b, -1, -2) if of_y == -2 else b), dtype)
-        assert close(d_y, np.swapaxes(a, -1, -2) @ c if of_y == -2 else np.swapaxes(c, -1, -2) @ a, dtype)
+        assert close(d_x, c @ (np.swapaxes(b, -1, -2) if y_axis == -2 else b), dtype)
+        assert close(d_y, np.swapaxes(a, -1, -2) @ c if y_axis == -2 else np.swapaxes(c, -1, -2) @ a, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
