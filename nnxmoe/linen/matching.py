@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
@@ -13,6 +14,27 @@ Shape = tuple[int, ...]
 Layers = frozenset[int | None]
 OUTSIDE: Layers = frozenset({None})
 _AS_IS, _TRANSPOSED, _EITHER = "as is", "transposed", "unknown"  # how values are stored
+
+
+class _Fit(NamedTuple):
+    """Whether values fit in order, whether they fit transposed, and whether they are a matrix."""
+
+    as_is: bool
+    transposed: bool
+    is_matrix: bool
+
+    def storage(self, matrices_transposed: bool | None) -> str | None:
+        """Decide how values are stored. ``matrices_transposed``: how their other matrices are stored, if known."""
+        as_is, transposed = self.as_is, self.transposed
+        if matrices_transposed is False:
+            transposed = False
+        elif matrices_transposed and self.is_matrix and transposed:
+            as_is = False
+        if as_is and transposed:
+            return _EITHER
+        if as_is:
+            return _AS_IS
+        return _TRANSPOSED if transposed else None
 
 
 @dataclasses.dataclass
@@ -38,30 +60,30 @@ class Entry:
 
 
 class Matching:
-    """Possible pairs, ``edges[ours][theirs]`` -> how the values are stored, and certain pairs."""
+    """Possible pairs and certain pairs. ``edges[i][j]`` says how their entry j stores our entry i."""
 
     def __init__(self, ours: list[Entry], theirs: list[Entry], every: Layers):
         self.ours, self.theirs, self.every = ours, theirs, every
-        fits = {
-            (i, j): fit
-            for i, a in enumerate(ours)
-            for j, b in enumerate(theirs)
-            if not a.words.contradicts(b.words) and (fit := self._fits(a, b))
-        }
-        votes = {inside: self._votes(fits, inside) for inside in (False, True)}
-        usual = {False} if any(b.name.split("/")[-1] == "kernel" for b in theirs) else set[bool]()
+        fits: dict[tuple[int, int], _Fit] = {}
+        for i, a in enumerate(ours):
+            for j, b in enumerate(theirs):
+                fit = None if a.words.contradicts(b.words) else self._fit(a, b)
+                if fit is not None:
+                    fits[i, j] = fit
         self.edges: dict[int, dict[int, str]] = {i: {} for i in range(len(ours))}
-        for (i, j), (as_is, transposed, matrix) in fits.items():
-            stored = votes[ours[i].layers != OUTSIDE] or usual | votes[False] | votes[True]
-            known = next(iter(stored)) if len(stored) == 1 else None
-            as_is, transposed = as_is and not (matrix and transposed and known), transposed and known is not False
-            if as_is or transposed:
-                self.edges[i][j] = _EITHER if as_is and transposed else _AS_IS if as_is else _TRANSPOSED
+        votes = {inside: self._votes(fits, inside) for inside in (False, True)}
+        has_kernels = any(b.name.split("/")[-1] == "kernel" for b in theirs)
+        for (i, j), fit in fits.items():
+            answers = votes[ours[i].layers != OUTSIDE]
+            if not answers:
+                answers = votes[False] | votes[True] | ({False} if has_kernels else set[bool]())
+            storage = fit.storage(next(iter(answers)) if len(answers) == 1 else None)
+            if storage is not None:
+                self.edges[i][j] = storage
         self.complete = self._complete_layers()
         self.pairs: dict[int, tuple[int, str]] = {}
 
-    def _fits(self, a: Entry, b: Entry) -> tuple[bool, bool, bool] | None:
-        """Whether values fit in order, whether they fit transposed, and whether they are a matrix; None if no fit."""
+    def _fit(self, a: Entry, b: Entry) -> _Fit | None:
         stored = b.shape
         if a.layers == OUTSIDE:
             if b.layers != OUTSIDE or b.hidden or (self.every and self._stacked(b) and len(stored) > len(a.shape)):
@@ -77,17 +99,17 @@ class Matching:
         experts = len(a.shape) == 3 and a.words.aspects[1] == "experts"
         transposed = matrix and (len(stored) == 2 or (experts and len(stored) == 3 and stored[1] == stored[2]))
         transposed = transposed and splits(stored[::-1] if len(stored) == 2 else stored, a.shape)
-        return (as_is, transposed, matrix and len(stored) == 2) if as_is or transposed else None
+        return _Fit(as_is, transposed, matrix and len(stored) == 2) if as_is or transposed else None
 
     def _stacked(self, b: Entry) -> bool:
         return b.layers == OUTSIDE and b.shape[:1] == (len(self.every),)
 
-    def _votes(self, fits: Mapping[tuple[int, int], tuple[bool, bool, bool]], inside: bool) -> set[bool]:
+    def _votes(self, fits: Mapping[tuple[int, int], _Fit], inside: bool) -> set[bool]:
         """Decide whether their matrices are ``[out, in]``, by the matrices that fit in one orientation only and share a
         role with ours. Returns both answers if these contradict each other."""
         votes: dict[int, set[bool]] = {}
-        for (i, j), (as_is, transposed, matrix) in fits.items():
-            in_scope = matrix and (self.ours[i].layers != OUTSIDE) == inside
+        for (i, j), (as_is, transposed, is_matrix) in fits.items():
+            in_scope = is_matrix and (self.ours[i].layers != OUTSIDE) == inside
             if in_scope and self.ours[i].words.roles & self.theirs[j].words.roles:
                 votes.setdefault(j, set()).update([False] * as_is + [True] * transposed)
         return {vote for each in votes.values() if len(each) == 1 for vote in each}
@@ -99,16 +121,19 @@ class Matching:
         if any(j not in fitting and b.layers == OUTSIDE for j, b in enumerate(self.theirs)):
             return frozenset()
 
-        def complete(layer: int | None) -> bool:
-            here = [i for i, a in enumerate(self.ours) if layer in a.layers]
-            there = [
-                j
-                for j, b in enumerate(self.theirs)
-                if (layer in b.layers if b.layers != OUTSIDE or j not in inside else layer is not None)
-            ]
-            return len(here) == len(there) and all(self.edges[i] for i in here) and fitting.issuperset(there)
+        def is_complete(layer: int | None) -> bool:
+            our_indices = [i for i, a in enumerate(self.ours) if layer in a.layers]
+            their_indices: list[int] = []
+            for j, b in enumerate(self.theirs):
+                is_stack = b.layers == OUTSIDE and j in inside
+                has_layer = layer is not None if is_stack else layer in b.layers
+                if has_layer:
+                    their_indices.append(j)
+            if len(our_indices) != len(their_indices):
+                return False
+            return all(self.edges[i] for i in our_indices) and fitting.issuperset(their_indices)
 
-        return frozenset(layer for layer in (*self.every, None) if complete(layer))
+        return frozenset(layer for layer in (*self.every, None) if is_complete(layer))
 
     def run(self) -> None:
         """Apply the rules in turn until none accepts another pair."""
@@ -127,20 +152,22 @@ class Matching:
             for j in row:
                 columns.setdefault(j, []).append(i)
 
-        def certain(i: int, j: int) -> bool:
+        def is_certain(i: int, j: int) -> bool:
             score = scores[i][j]
-            if score < 0 or self.edges[i][j] == _EITHER or any(abs(scores[i][k]) >= score for k in scores[i] if k != j):
+            if score < 0 or self.edges[i][j] == _EITHER:
+                return False
+            if any(abs(scores[i][k]) >= score for k in scores[i] if k != j):
                 return False
             return not any(abs(scores[k][j]) >= score for k in columns[j] if k != i and self._overlap(i, k))
 
-        found = [(i, j) for i, row in scores.items() for j in row if certain(i, j)]
-        for i, j in found:
+        accepted = [(i, j) for i, row in scores.items() for j in row if is_certain(i, j)]
+        for i, j in accepted:
             self.pairs[i] = j, self.edges[i][j]
             for k, edges in self.edges.items():
                 if self._overlap(i, k):
                     edges.pop(j, None)
             self.edges[i] = {}
-        return bool(found)
+        return bool(accepted)
 
     def _same_words(self, i: int, j: int) -> float:
         """Score pairs whose names have equal words. Equal numbers count if these words have the same numbers on both

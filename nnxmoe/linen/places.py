@@ -1,12 +1,14 @@
-"""The mapping of an NNX module to Linen: its graph definition, built once, and the place of each of its variables.
+"""Plan of an NNX module in Linen: its graph definition, built once, and the place of each variable.
 
-Whole models are named by `maxtext_layout`, parts of models by the models' tables, other modules by their attributes.
+Whole models have the names of `maxtext_layout`. Parts of models have those of the families' tables. Other modules have
+the names of their attributes.
 """
 
 import dataclasses
 import functools
 import inspect
 import itertools
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -56,9 +58,19 @@ _PARTS: dict[type[nnx.Module], str] = {
 
 @dataclasses.dataclass(frozen=True)
 class LinenSlot:
-    """A variable of NNX of the shape ``own``, and its place in Linen. ``axes``: of its box, None: unboxed. ``rows``: of
-    Linen's axis 1, on which layers are stacked; in NNX they are on axis 0. None: not stacked. ``matrix``: see
-    `is_matrix`."""
+    """A variable of NNX and its place in Linen.
+
+    Attributes:
+        collection: Linen's collection, such as ``params``.
+        names: Path within the collection.
+        shape: Shape in Linen.
+        own: Shape in NNX.
+        dtype: Dtype of both.
+        axes: Logical axes of the box in Linen. None means unboxed.
+        rows: Layers of the variable on axis 1 in Linen, where layers are stacked. In NNX they are on axis 0. None means
+            not stacked.
+        matrix: See `is_matrix`.
+    """
 
     collection: str
     names: Names
@@ -83,7 +95,7 @@ class LinenSlot:
         return value if value.shape == self.own else value.reshape(self.own)
 
     def fault(self, boxed: Any) -> str | None:
-        """An error message for a stored value that does not fit, else None."""
+        """Return an error message for a stored value that does not fit, else None."""
         name, value = "/".join((self.collection, *self.names)), meta.unbox(boxed)
         if value is None:
             return f"{name} is missing, {list(self.shape)}"
@@ -98,8 +110,10 @@ class LinenSlot:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LinenPlan:
-    """A module's graph definition, and the places of its variables in a Linen tree. A place has several variables if
-    they are rows of a stack. Keys and counts of RNG streams are not stored in Linen."""
+    """A module's graph definition, and the places of its variables in a Linen tree.
+
+    A place has several variables if they are rows of a stack. Linen does not store keys and counts of RNG streams.
+    """
 
     make: Make
     graph: Any
@@ -145,7 +159,7 @@ class Streams(nnx.Rngs):
 
 @functools.lru_cache(maxsize=32)
 def model_plan(config: DecoderConfig, strategy: Strategy | None, scan_layers: bool) -> LinenPlan:
-    """The plan of a whole model in MaxText's layout, in which queries are divided by sqrt(head width)."""
+    """Plan a whole model in MaxText's layout, in which queries are divided by sqrt(head width)."""
     if not isinstance(config, DecoderConfig) or not isinstance(scan_layers, bool):
         raise ValueError(f"LinenCausalLM({config!r}, scan_layers={scan_layers!r}): give a model's config, and a bool")
     strategy = dataclasses.replace(strategy or Strategy.auto(), stacking=Scanned() if scan_layers else Unrolled())
@@ -153,7 +167,7 @@ def model_plan(config: DecoderConfig, strategy: Strategy | None, scan_layers: bo
     config = dataclasses.replace(config, query_pre_attn_scalar=1.0) if config.scale_in_queries else config
 
     def make(rngs: nnx.Rngs | None) -> CausalLM:
-        model = _turned(model_class(config)(config, strategy, rngs=rngs))
+        model = _move_inputs_first(model_class(config)(config, strategy, rngs=rngs))
         for _, module in nnx.iter_graph(model) if value_changes(model)[KEY].features == "pairs" else ():
             if isinstance(module, GQA):
                 module.rotate = rotate_pairs
@@ -175,7 +189,7 @@ def model_plan(config: DecoderConfig, strategy: Strategy | None, scan_layers: bo
 
 
 def _rows(leaf: ArrayLayout) -> list[tuple[Parameter, slice | None]]:
-    """Parameters of a leaf, each with its rows of axis 1; None instead of rows if a parameter is not stacked."""
+    """Return the parameters of a leaf, each with its rows of axis 1, or None if the leaf is not stacked."""
     if leaf.axis is None:
         return [(leaf.parts[0], None)]
     same = itertools.groupby(enumerate(leaf.parts), lambda pair: pair[1].path)
@@ -185,12 +199,12 @@ def _rows(leaf: ArrayLayout) -> list[tuple[Parameter, slice | None]]:
 
 @functools.lru_cache(maxsize=256)
 def part_plan(blueprint: Blueprint) -> LinenPlan:
-    """The plan of a part of a model or of any other NNX module. ValueError if Linen cannot store its state."""
+    """Plan a part of a model, or any other NNX module. Raises ValueError if Linen cannot store its state."""
     made: list[nnx.Module] = []
 
     def shapes() -> Any:
         with nnx.use_eager_sharding(False):
-            made[:] = [_turned(blueprint(Streams(lambda name: jax.random.key(0))))]
+            made[:] = [_move_inputs_first(blueprint(Streams(lambda name: jax.random.key(0))))]
         return nnx.state(made[0])
 
     state = jax.eval_shape(shapes)
@@ -204,13 +218,12 @@ def part_plan(blueprint: Blueprint) -> LinenPlan:
             raise ValueError(f"wrap: {what} is not one array in an nnx.Variable, and Linen stores nothing else")
     kept = {path: variable for path, variable in variables.items() if not isinstance(variable, nnx.RngState)}
     prefix = next((prefix for part, prefix in _PARTS.items() if issubclass(kind, part)), None)
-    slots = _by_attribute(kept) if prefix is None else _by_table(kept, prefix, made[0])
-    return _plan(lambda rngs: _turned(blueprint(rngs)), nnx.graphdef(made[0]), state, slots)
+    slots = _slots_by_attribute(kept) if prefix is None else _slots_by_table(kept, prefix, made[0])
+    return _plan(lambda rngs: _move_inputs_first(blueprint(rngs)), nnx.graphdef(made[0]), state, slots)
 
 
-def _turned(module: Any) -> Any:
-    """Put the kernels of the module in the orientation of Linen, so that programs transpose nothing and round as Flax
-    does."""
+def _move_inputs_first(module: Any) -> Any:
+    """Store the kernels with inputs first, as Linen does. Programs then transpose nothing and round as Flax does."""
     for _, node in nnx.iter_graph(module):
         if is_kernel(node):
             ParamWeight(node).move_inputs_first()
@@ -232,44 +245,50 @@ def _plan(make: Make, graph: Any, state: Any, slots: Mapping[Path, LinenSlot]) -
     return LinenPlan(make, graph, jax.tree.structure(state), leaves, places)
 
 
-def _by_table(variables: Mapping[Path, nnx.Variable], prefix: str, module: nnx.Module) -> dict[Path, LinenSlot]:
-    """Names and axes from the first model table with all of these parameters, without their common path prefix."""
-    prefix = "layer." if isinstance(module, Layer) else prefix
-    keys = {p: prefix + ".".join(map(str, p)) for p in variables}
-    tables = (family.maxtext.table for family in FAMILIES.values())
-    table = next((table for table in tables if table.keys() >= set(keys.values())), None)
+def _slots_by_table(variables: Mapping[Path, nnx.Variable], prefix: str, module: nnx.Module) -> dict[Path, LinenSlot]:
+    """Name a part of a model by the first family's table that has all of its parameters.
+
+    A part does not know its family. The common prefix of the names is left out.
+    """
+    keys = {path: prefix + ".".join(map(str, path)) for path in variables}
+    table = _table_with(set(keys.values()))
     if table is None:
         raise ValueError(
             f"wrap({type(module).__name__}, …): no model of MaxText's has all of {', '.join(keys.values())}"
         )
-    full = {path: tuple(table[key][0].split("/")) for path, key in keys.items()}
-    folders = zip(*(names[:-1] for names in full.values()), strict=False)
-    shared = len(list(itertools.takewhile(lambda level: len(set(level)) == 1, folders)))
-    found: dict[Path, LinenSlot] = {}
+    names = {path: tuple(table[key][0].split("/")) for path, key in keys.items()}
+    prefix_length = len(os.path.commonprefix([path_names[:-1] for path_names in names.values()]))
+    slots: dict[Path, LinenSlot] = {}
     for path, variable in variables.items():
-        own, labels = tuple(variable.shape), table[keys[path]][1]
+        own, axes = tuple(variable.shape), table[keys[path]][1]
         shape = tuple(variable.get_metadata().get("outs", own))  # biases of heads are flat in NNX
-        found[path] = LinenSlot("params", full[path][shared:], shape, own, variable.dtype, labels)
-    return found
+        slots[path] = LinenSlot("params", names[path][prefix_length:], shape, own, variable.dtype, axes)
+    return slots
 
 
-def _by_attribute(variables: Mapping[Path, nnx.Variable]) -> dict[Path, LinenSlot]:
-    found: dict[Path, LinenSlot] = {}
+def _table_with(keys: set[str]) -> Mapping[str, tuple[Any, ...]] | None:
+    for family in FAMILIES.values():
+        if family.maxtext.table.keys() >= keys:
+            return family.maxtext.table
+    return None
+
+
+def _slots_by_attribute(variables: Mapping[Path, nnx.Variable]) -> dict[Path, LinenSlot]:
+    slots: dict[Path, LinenSlot] = {}
     for path, variable in variables.items():
-        shape, metadata = tuple(variable.shape), variable.get_metadata()
-        axes = metadata.get("out_sharding")
-        labels = None if axes is None else tuple(axes)
-        found[path] = LinenSlot(collection_of(variable), attributes(path), shape, shape, variable.dtype, labels)
-    return found
+        shape, axes = tuple(variable.shape), variable.get_metadata().get("out_sharding")
+        axes = None if axes is None else tuple(axes)
+        slots[path] = LinenSlot(collection_of(variable), attributes(path), shape, shape, variable.dtype, axes)
+    return slots
 
 
 def collection_of(variable: nnx.Variable) -> str:
-    """Linen's collection of a variable: ``params``, ``batch_stats``, … or else the name of its class."""
+    """Return Linen's collection of a variable: ``params``, ``batch_stats``, …, or the name of its class."""
     return nnx.variable_name_from_type(type(variable), allow_register=True)
 
 
 def attributes(path: Path) -> Names:
-    """``("layers", 0, "kernel")`` -> ``("layers_0", "kernel")``."""
+    """Join indices to names: ``("layers", 0, "kernel")`` becomes ``("layers_0", "kernel")``."""
     names: list[str] = []
     for part in path:
         if isinstance(part, int) and names:

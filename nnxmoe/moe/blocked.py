@@ -1,4 +1,4 @@
-"""Grouped matrix product in a loop over blocks of rows: the work grows with the rows, whatever the backend."""
+"""Grouped matrix product in a loop over blocks of rows. The work grows with the rows on every backend."""
 
 import dataclasses
 import functools
@@ -20,11 +20,14 @@ from nnxmoe.sharding import is_static
 
 @dataclasses.dataclass(frozen=True)
 class BlockedMatmul:
-    """A loop over blocks of rows, each within one group: the work grows with the rows, not with the experts.
+    """A loop over blocks of rows, each within one group. The work grows with the rows, not with the experts.
 
-    ``block`` None: the smallest of several sizes that holds the group (of fewer sizes under differentiation). The
-    backward pass saves only the inputs. For Hessian-vector products use forward over reverse: JAX 0.10 cannot apply
+    The backward pass saves only the inputs. For Hessian-vector products use forward over reverse: JAX 0.10 cannot apply
     reverse mode twice to these loops within ``jax.checkpoint``.
+
+    Attributes:
+        block: Rows per block. None chooses for each group the smallest of several sizes that holds the group.
+            There are fewer sizes under differentiation.
     """
 
     block: int | None = None
@@ -35,107 +38,123 @@ class BlockedMatmul:
     def __call__(self, rows: Float[Array, "R I"], kernel: GroupedKernel, sizes: Int[Array, "E"]) -> Float[Array, "R O"]:
         kernel = as_kernel(kernel)
         count, groups = rows.shape[0], kernel.shape[0]
-        if not is_static(count):  # blocks of one size; the last may extend beyond the rows
+        if not is_static(count):  # all blocks have equal sizes, and the last may extend beyond the rows
             block = self.block or 64
             rows = jnp.concatenate([rows, jnp.zeros((block, rows.shape[1]), rows.dtype)])
-            return self._in_blocks(rows, kernel, sizes, (block,), (block,))[:count]
+            return self._multiply_in_blocks(rows, kernel, sizes, (block,), (block,))[:count]
         if count == 0:
             return jnp.zeros((0, kernel.shape[2]), rows.dtype)
-        fewer = block_sizes(count, groups, FEW_BLOCK_SIZES) if self.block is None else (min(self.block, count),)
+        if self.block is not None:
+            blocks = (min(self.block, count),)
+            return self._multiply_in_blocks(rows, kernel, sizes, blocks, blocks)
+        vjp_blocks = block_sizes(count, groups, FEW_SIZE_FACTORS)
         # With few rows per group the product is bound by reading the kernels, so padded rows cost nothing.
-        many = self.block is None and count >= 32 * groups
-        blocks = block_sizes(count, groups, MANY_BLOCK_SIZES) if many else fewer
-        return self._in_blocks(rows, kernel, sizes, fewer, blocks)
+        blocks = block_sizes(count, groups, MANY_SIZE_FACTORS) if count >= 32 * groups else vjp_blocks
+        return self._multiply_in_blocks(rows, kernel, sizes, vjp_blocks, blocks)
 
-    def _in_blocks(
-        self, rows: Array, kernel: Kernel, sizes: Array, fewer: tuple[int, ...], blocks: tuple[int, ...]
+    def _multiply_in_blocks(
+        self, rows: Array, kernel: Kernel, sizes: Array, vjp_blocks: tuple[int, ...], blocks: tuple[int, ...]
     ) -> Array:
-        """Compute the product in ``blocks`` of these sizes, and its gradients in blocks of the sizes ``fewer``."""
+        """Compute the product in blocks of the sizes ``blocks``, and its derivatives in ``vjp_blocks``."""
         leaves, tree = jax.tree.flatten(kernel)
-        form = _Form(tree, tuple((leaf.shape, jnp.dtype(leaf.dtype)) for leaf in leaves), kernel.trainable)
+        spec = _KernelSpec(tree, tuple((leaf.shape, jnp.dtype(leaf.dtype)) for leaf in leaves), kernel.trainable)
 
-        def multiply(back: bool, rows: Array, sizes: Array, *leaves: Array, blocks: tuple[int, ...] = fewer) -> Array:
-            return _apply(blocks, rows, tree.unflatten(leaves), sizes, back)
+        def multiply(transpose: bool, rows: Array, sizes: Array, *leaves: Array) -> Array:
+            return _apply(vjp_blocks, rows, tree.unflatten(leaves), sizes, transpose)
+
+        def primal(rows: Array, sizes: Array, *leaves: Array) -> Array:
+            return _apply(blocks, rows, tree.unflatten(leaves), sizes, False)
 
         def outer(rows: Array, d_out: Array, sizes: Array) -> Array:
-            (leaf,) = jax.tree.leaves(_kernel_gradient(fewer, form, rows, d_out, sizes))
+            (leaf,) = jax.tree.leaves(_kernel_gradient(vjp_blocks, spec, rows, d_out, sizes))
             return leaf
 
-        first = functools.partial(multiply, False, blocks=blocks)
-        return differentiable_grouped_matmul(multiply, outer, kernel.trainable, first=first)(rows, sizes, *leaves)
+        product = differentiable_grouped_matmul(multiply, outer, kernel.trainable, primal=primal)
+        return product(rows, sizes, *leaves)
 
 
-# Block sizes as multiples of the mean group size. Densest just above 1: half of balanced loads lie slightly above it.
-FEW_BLOCK_SIZES = (0.5, 1.125, 1.5, 2)
-MANY_BLOCK_SIZES = (0.5, 0.75, 1, 1.125, 1.25, 1.5, 2, 4)
+# Block sizes as multiples of the mean group size, densest just above 1: half of balanced loads are slightly above it.
+FEW_SIZE_FACTORS = (0.5, 1.125, 1.5, 2)
+MANY_SIZE_FACTORS = (0.5, 0.75, 1, 1.125, 1.25, 1.5, 2, 4)
 
 
-def block_sizes(rows: int, groups: int, means: Sequence[float]) -> tuple[int, ...]:
-    """Block sizes, ascending: multiples of the mean group size up to 2048, each compiled separately and holding a whole
-    group. Larger groups are cut into blocks of the last size, at most 512 so that little padding is computed."""
+def block_sizes(rows: int, groups: int, factors: Sequence[float]) -> tuple[int, ...]:
+    """Return ascending block sizes, multiples of the mean group size up to 2048.
+
+    Each size is compiled separately and holds a whole group. Larger groups are cut into blocks of the last size, which
+    is at most 512, so that little padding is computed.
+    """
     mean = max(1, rows // groups)
-    wanted = [math.ceil(mean * times) for times in means]
-    # Multiples of 16 rows, the tile of matrix products, from 32 on.
-    sizes = sorted({min(-(-size // 16) * 16 if size >= 32 else size, rows) for size in wanted})
-    whole = tuple(size for size in sizes if size <= 2048)
-    return whole if sizes[-1] <= 512 else (*whole, 512)
+    sizes: set[int] = set()
+    for factor in factors:
+        size = math.ceil(mean * factor)
+        if size >= 32:
+            size = -(-size // 16) * 16  # 16 rows are the tile of matrix products
+        sizes.add(min(size, rows))
+    group_sizes = tuple(size for size in sorted(sizes) if size <= 2048)
+    return group_sizes if max(sizes) <= 512 else (*group_sizes, 512)
 
 
 def _for_each_group(blocks, sizes, body, init):
-    """Fold ``body(block, several, first row, end, group, carry)`` over the non-empty groups, with the smallest block
-    that holds the group, or the last block size, of which it may need ``several``. One loop per block size:
-    `lax.switch` inside a single loop copies its operands."""
+    """Fold ``body(block, is_last_size, first row, end, group, carry)`` over the non-empty groups.
+
+    Each group gets the smallest block that holds it, or several blocks of the last size. There is a loop per block
+    size, because `lax.switch` inside a single loop copies its operands.
+    """
     ends = jnp.cumsum(sizes)
-    which = jnp.sum(sizes[:, None] > jnp.asarray(blocks[:-1], sizes.dtype)[None, :], axis=1)
-    which = jnp.where(sizes == 0, len(blocks), which)
-    order, stops = jnp.argsort(which, stable=True), jnp.sum(which[:, None] <= jnp.arange(len(blocks))[None, :], axis=0)
+    size_index = jnp.sum(sizes[:, None] > jnp.asarray(blocks[:-1], sizes.dtype)[None, :], axis=1)
+    size_index = jnp.where(sizes == 0, len(blocks), size_index)
+    order, stops = (
+        jnp.argsort(size_index, stable=True),
+        jnp.sum(size_index[:, None] <= jnp.arange(len(blocks))[None, :], axis=0),
+    )
     carry, first = init, 0
     for i, block in enumerate(blocks):
-        several = i == len(blocks) - 1
+        is_last_size = i == len(blocks) - 1
 
-        def step(j, carry, block=block, several=several):
+        def step(j, carry, block=block, is_last_size=is_last_size):
             group = order[j]
-            return body(block, several, ends[group] - sizes[group], ends[group], group, carry)
+            return body(block, is_last_size, ends[group] - sizes[group], ends[group], group, carry)
 
         carry = jax.lax.fori_loop(first, stops[i], step, carry)
         first = stops[i]
     return carry
 
 
-def _for_each_block(block, several, start, end, body, init):
-    """Fold ``body(first row, carry)`` over the blocks of a group; only one block unless ``several``."""
-    if not several:
+def _for_each_block(block, is_last_size, start, end, body, init):
+    """Fold ``body(first row, carry)`` over the blocks of a group. Only groups of the last size may have several."""
+    if not is_last_size:
         return body(start, init)
     count = (end - start + block - 1) // block
     return jax.lax.fori_loop(0, count, lambda i, carry: body(start + i * block, carry), init)
 
 
 def _window(block, start, end, rows):
-    """Start of a slice of ``block`` rows within ``rows``, and the mask of its rows in ``start`` to ``end``."""
+    """Return the start of a slice of ``block`` rows, and the mask of its rows from ``start`` to ``end``."""
     first = jnp.minimum(start, rows - block)
     index = first + jnp.arange(block)
     return first, ((index >= start) & (index < end))[:, None]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4))  # without jit, every eager call would recompile the loops
-def _apply(blocks, rows, kernel, sizes, back):
-    """The grouped product, or with ``back`` the product with each kernel's transpose."""
-    count, width = rows.shape[0], kernel.shape[1 if back else 2]
+def _apply(blocks, rows, kernel, sizes, transpose):
+    """Compute the grouped product, with ``transpose`` by the transposed kernels."""
+    count, width = rows.shape[0], kernel.shape[1 if transpose else 2]
 
-    def group_product(block, several, start, end, group, carry):
+    def group_product(block, is_last_size, start, end, group, carry):
         rows, kernel, out = carry
-        one = kernel.expert(group)
+        group_kernel = kernel.expert(group)
 
         def block_product(start, carry):
-            rows, one, out = carry
-            first, mine = _window(block, start, end, count)
+            rows, group_kernel, out = carry
+            first, mask = _window(block, start, end, count)
             tile = jax.lax.dynamic_slice_in_dim(rows, first, block)
-            tile = as_bits(one.vjp_input(tile) if back else one(tile))
+            tile = as_bits(group_kernel.vjp_input(tile) if transpose else group_kernel(tile))
             old = jax.lax.dynamic_slice_in_dim(out, first, block)
-            out = jax.lax.dynamic_update_slice_in_dim(out, jnp.where(mine, tile, old), first, 0)
-            return *carried(rows, one), out
+            out = jax.lax.dynamic_update_slice_in_dim(out, jnp.where(mask, tile, old), first, 0)
+            return *carried(rows, group_kernel), out
 
-        out = _for_each_block(block, several, start, end, block_product, (rows, one, out))[-1]
+        out = _for_each_block(block, is_last_size, start, end, block_product, (rows, group_kernel, out))[-1]
         return *carried(rows, kernel), out
 
     out = as_bits(jnp.zeros((count, width), rows.dtype))
@@ -144,28 +163,28 @@ def _apply(blocks, rows, kernel, sizes, back):
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _kernel_gradient(blocks, form, rows, d_out, sizes):
-    """``rows.T @ d_out`` per group, as a kernel of this form."""
-    kernel = form.zeros()  # only its shape is used
+def _kernel_gradient(blocks, spec, rows, d_out, sizes):
+    """Compute ``rows.T @ d_out`` per group, as a kernel of this tree structure."""
+    kernel = spec.zeros()  # only its shape is used
 
-    def group_product(block, several, start, end, group, carry):
+    def group_product(block, is_last_size, start, end, group, carry):
         rows, d_out, d_kernel = carry
 
         def block_product(start, carry):
             rows, d_out, total = carry
-            first, mine = _window(block, start, end, rows.shape[0])
+            first, mask = _window(block, start, end, rows.shape[0])
             # Mask both: rows of other groups may hold NaN, and 0 * NaN is NaN.
-            tile, d_tile = (jnp.where(mine, jax.lax.dynamic_slice_in_dim(a, first, block), 0) for a in (rows, d_out))
+            tile, d_tile = (jnp.where(mask, jax.lax.dynamic_slice_in_dim(a, first, block), 0) for a in (rows, d_out))
             product = kernel.expert(0).vjp_kernel(tile, d_tile)
             return *carried(rows, d_out), product if total is None else jax.tree.map(jnp.add, total, product)
 
-        total = jax.tree.map(lambda a: jnp.zeros(a.shape[1:], jnp.float32), kernel) if several else None
-        total = _for_each_block(block, several, start, end, block_product, (rows, d_out, total))[-1]
+        total = jax.tree.map(lambda a: jnp.zeros(a.shape[1:], jnp.float32), kernel) if is_last_size else None
+        total = _for_each_block(block, is_last_size, start, end, block_product, (rows, d_out, total))[-1]
 
-        def put(every, one, like):
-            return jax.lax.dynamic_update_index_in_dim(every, as_bits(one.astype(like.dtype)), group, 0)
+        def write_group(bits, gradient, leaf):
+            return jax.lax.dynamic_update_index_in_dim(bits, as_bits(gradient.astype(leaf.dtype)), group, 0)
 
-        return *carried(rows, d_out), jax.tree.map(put, d_kernel, total, kernel)
+        return *carried(rows, d_out), jax.tree.map(write_group, d_kernel, total, kernel)
 
     d_kernel = jax.tree.map(lambda a: as_bits(jnp.zeros(a.shape, a.dtype)), kernel)
     d_kernel = _for_each_group(blocks, sizes, group_product, (rows, d_out, d_kernel))[-1]
@@ -173,7 +192,7 @@ def _kernel_gradient(blocks, form, rows, d_out, sizes):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Form:
+class _KernelSpec:
     """The tree structure, shapes and dtypes of a kernel; hashable."""
 
     tree: Any
@@ -187,42 +206,44 @@ class _Form:
 def differentiable_grouped_matmul(
     multiply: Callable[..., Array],
     outer: Callable[..., Array],
-    trained: bool,
-    back: bool = False,
-    first: Callable[..., Array] | None = None,
+    trainable: bool,
+    transpose: bool = False,
+    primal: Callable[..., Array] | None = None,
 ) -> Callable[..., Array]:
-    """``(rows, sizes, *leaves) -> rows``: the product with each group's kernel with derivatives, to any order, because
-    the product, the product with the transpose and the outer product are closed under differentiation.
+    """Return the grouped product ``(rows, sizes, *leaves) -> rows`` with derivatives of any order.
+
+    The product, the product with the transposed kernels and the outer product are closed under differentiation.
 
     Args:
-        multiply: ``(back, rows, sizes, *leaves) -> rows``; ``back``: with each kernel's transpose.
-        outer: ``(rows, d_out, sizes) -> leaf``: ``rows.T @ d_out`` of every group, for kernels of one leaf.
-        trained: whether the kernel has a gradient.
-        first: the product where nothing is differentiated; None: ``multiply``.
+        multiply: ``(transpose, rows, sizes, *leaves) -> rows``, the product with the kernels or their transposes.
+        outer: ``(rows, d_out, sizes) -> leaf``, ``rows.T @ d_out`` of every group, for kernels of one leaf.
+        trainable: Whether the kernel has a gradient.
+        transpose: Whether to multiply with the transposed kernels.
+        primal: The product where nothing is differentiated. None means ``multiply``.
     """
 
     def d_rows(sizes: Array, *rest: Array) -> Array:
         *leaves, d_out = rest
-        return differentiable_grouped_matmul(multiply, outer, trained, not back)(d_out, sizes, *leaves)
+        return differentiable_grouped_matmul(multiply, outer, trainable, not transpose)(d_out, sizes, *leaves)
 
     def d_kernel(rows: Array, sizes: Array, d_out: Array) -> Array:
-        return _outer_product(multiply, outer)(*((d_out, rows) if back else (rows, d_out)), sizes)
+        return _outer_product(multiply, outer)(*((d_out, rows) if transpose else (rows, d_out)), sizes)
 
-    def forward(*given: Array) -> Array:
-        return differentiable_grouped_matmul(multiply, outer, trained, back)(*given)
+    def forward(*args: Array) -> Array:
+        return differentiable_grouped_matmul(multiply, outer, trainable, transpose)(*args)
 
-    transposes = {0: d_rows, 2: d_kernel} if trained else {0: d_rows}
-    return multilinear(first or functools.partial(multiply, back), transposes, forward)
+    transposes = {0: d_rows, 2: d_kernel} if trainable else {0: d_rows}
+    return multilinear(primal or functools.partial(multiply, transpose), transposes, forward)
 
 
 def _outer_product(multiply: Callable[..., Array], outer: Callable[..., Array]) -> Callable[..., Array]:
     def d_rows(d_out: Array, sizes: Array, d_kernel: Array) -> Array:
-        return differentiable_grouped_matmul(multiply, outer, True, back=True)(d_out, sizes, d_kernel)
+        return differentiable_grouped_matmul(multiply, outer, True, transpose=True)(d_out, sizes, d_kernel)
 
     def d_d_out(rows: Array, sizes: Array, d_kernel: Array) -> Array:
         return differentiable_grouped_matmul(multiply, outer, True)(rows, sizes, d_kernel)
 
-    def forward(*given: Array) -> Array:
-        return _outer_product(multiply, outer)(*given)
+    def forward(*args: Array) -> Array:
+        return _outer_product(multiply, outer)(*args)
 
     return multilinear(outer, {0: d_rows, 1: d_d_out}, forward)

@@ -18,7 +18,7 @@ from nnxmoe.runtime.extras import install_command
 
 
 def is_installed() -> bool:
-    """Whether tokamax (the extra 'kernels') is is_installed, without importing it."""
+    """Return whether tokamax (the extra 'kernels') is installed, without importing it."""
     return importlib.util.find_spec("tokamax") is not None
 
 
@@ -32,9 +32,16 @@ def _library() -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class TokamaxMatmul:
-    """``tokamax.ragged_dot``. ``implementation``: "mosaic", "xla", or None for tokamax's default, which on CPU is a
-    masked dense product. It computes from the codes of quantised kernels. On NVIDIA GPUs tokamax 0.0.17 refuses widths
-    that are not multiples of 64. Raises ValueError if tokamax is not is_installed."""
+    """``tokamax.ragged_dot``, also from the codes of quantized kernels.
+
+    On NVIDIA GPUs tokamax 0.0.17 refuses widths that are not multiples of 64.
+
+    Attributes:
+        implementation: "mosaic" or "xla". None is tokamax's default, a masked dense product on CPU.
+
+    Raises:
+        ValueError: tokamax is not installed.
+    """
 
     implementation: str | None = None
 
@@ -49,16 +56,15 @@ class TokamaxMatmul:
         leaves, tree = jax.tree.flatten(kernel)
 
         def run(rows: Array, sizes: Array, *leaves: Array) -> Array:
-            given: QuantizedKernel = tree.unflatten(leaves)
-            order, given = given.order, dataclasses.replace(given, order=None)
-            if order is not None:  # each expert has its own
+            kernel: QuantizedKernel = tree.unflatten(leaves)
+            if kernel.order is not None:  # a permutation of the inputs per expert
                 expert = jnp.repeat(jnp.arange(len(sizes)), sizes, total_repeat_length=len(rows))
-                rows = jnp.take_along_axis(rows, order[expert], axis=1)
-            return self._product(rows, _qarray(given, rows.dtype), sizes)
+                rows = jnp.take_along_axis(rows, kernel.order[expert], axis=1)
+            return self._product(rows, _qarray(dataclasses.replace(kernel, order=None), rows.dtype), sizes)
 
-        def d_rows(sizes: Array, *rest: Array) -> Array:
-            *leaves, d = rest
-            return self._product(d, tree.unflatten(leaves).transposed(d.dtype), sizes)
+        def d_rows(sizes: Array, *leaves_and_output_grad: Array) -> Array:
+            *leaves, d_out = leaves_and_output_grad
+            return self._product(d_out, tree.unflatten(leaves).transposed(d_out.dtype), sizes)
 
         return multilinear(run, {0: d_rows})(rows, sizes, *leaves)
 
@@ -72,8 +78,10 @@ class TokamaxMatmul:
 
 
 def _qarray(kernel: QuantizedKernel, dtype: Any) -> Any:
-    """The kernel ``[E, I, O]`` as qwix's array, from whose codes tokamax computes on GPUs; as floats if its tiles do
-    not divide the inputs, for kinds whose values are looked up, and with offsets."""
+    """Convert a kernel ``[E, I, O]`` to qwix's array. On GPUs tokamax computes from its codes.
+
+    It becomes a float array if its tiles do not divide the inputs, if codes index a codebook, and with offsets.
+    """
     codes, (rows, columns), (_, ins, outs) = kernel.format, kernel.format.tile, kernel.shape
     if (kernel.scale.shape[-1] > 1 and ins % columns) or codes.code_dtype in CODEBOOKS or codes.offset:
         return kernel.dense(dtype)
@@ -83,15 +91,15 @@ def _qarray(kernel: QuantizedKernel, dtype: Any) -> Any:
     if codes.code_dtype == "int4":
         values = (values.astype(jnp.int8) - INT4_ZERO).astype(jnp.int4)
 
-    def of_outputs(grid: Array) -> Array:
+    def expand_rows(grid: Array) -> Array:
         if rows > 1:
             grid = jnp.repeat(grid, min(rows, outs), axis=-2)[:, :outs]
         return jnp.swapaxes(grid, -1, -2)
 
-    scale = of_outputs(kernel.scale.astype(dtype))
+    scale = expand_rows(kernel.scale.astype(dtype))
     zero = kernel.zero
     if zero is not None:
-        zero = of_outputs(zero.astype(jnp.int8) - INT4_ZERO if codes.code_dtype == "int4" else zero).astype(
+        zero = expand_rows(zero.astype(jnp.int8) - INT4_ZERO if codes.code_dtype == "int4" else zero).astype(
             values.dtype
         )
     qwix = importlib.import_module("qwix")  # tokamax's array type

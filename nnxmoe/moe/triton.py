@@ -1,4 +1,4 @@
-"""Grouped matrix products as one Triton kernel for GPUs, written in Pallas, also from codes of 4 and 8 bits."""
+"""Grouped matrix products as one Triton kernel for GPUs, written in Pallas, from floats or codes of 4 and 8 bits."""
 
 import dataclasses
 import functools
@@ -35,11 +35,14 @@ class Tiles(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TritonMatmul:
-    """One kernel for all groups: each program multiplies a tile of one group's rows by a tile of its kernel.
+    """One Triton kernel for all groups, for rows of 16 bits whose widths are multiples of 16.
 
-    For rows of 16 bits whose widths are multiples of 16. Codes of 4 and 8 bits become floats tile by tile, so a step of
-    decoding reads each chosen expert's codes once. ``fallback`` computes the rest. ``interpret``: run in Pallas's
-    interpreter, on any backend.
+    Each program multiplies a tile of one group's rows by a tile of its kernel. Codes of 4 and 8 bits become floats tile
+    by tile, so that a decoding step reads each chosen expert's codes once.
+
+    Attributes:
+        fallback: The product in all other cases.
+        interpret: Run in Pallas's interpreter, on any backend.
     """
 
     fallback: GroupedMatmul = BlockedMatmul()
@@ -53,12 +56,12 @@ class TritonMatmul:
             return self.fallback(rows, kernel, sizes)
         leaves, tree = jax.tree.flatten(kernel)
 
-        def multiply(back: bool, rows: Array, sizes: Array, *leaves: Array) -> Array:
+        def multiply(transpose: bool, rows: Array, sizes: Array, *leaves: Array) -> Array:
             kernel = tree.unflatten(leaves)
-            tiles = _tiles(rows, kernel, back)
+            tiles = _tiles(rows, kernel, transpose)
             if tiles is not None:
-                return _multiply(rows, kernel, sizes, back, tiles, self.interpret)
-            return self.fallback(rows, DenseKernel(kernel.transposed(rows.dtype), ins_first=back), sizes)
+                return _multiply(rows, kernel, sizes, transpose, tiles, self.interpret)
+            return self.fallback(rows, DenseKernel(kernel.transposed(rows.dtype), ins_first=transpose), sizes)
 
         def outer(rows: Array, d_out: Array, sizes: Array) -> Array:
             ins_first = tree.unflatten([0]).ins_first
@@ -94,13 +97,13 @@ class TritonProduct:
         return _multiply(x, stacked, jnp.array([x.shape[0]]), transpose, tiles, self.interpret, jnp.dtype(jnp.float32))
 
 
-def _tiles(rows: Array, kernel: Kernel, back: bool) -> Tiles | None:
-    """The tiles of a product; None if there are none for this kernel."""
+def _tiles(rows: Array, kernel: Kernel, transpose: bool) -> Tiles | None:
+    """Return the tiles of a product, or None if this kernel is not supported."""
     groups, ins, outs = kernel.shape
-    ins, outs = (outs, ins) if back else (ins, outs)
+    ins, outs = (outs, ins) if transpose else (ins, outs)
     if isinstance(kernel, QuantizedKernel):
         kind = kernel.format
-        if back or kernel.order is not None or kind.code_dtype not in COMPUTED:
+        if transpose or kernel.order is not None or kind.code_dtype not in COMPUTED:
             return None
         halves = 1 + kind.is_packed
         lengths = min(ins, kind.tile[1]) // halves, ins // halves  # codes that share a scale, and all of an output
@@ -121,15 +124,15 @@ def _tiles(rows: Array, kernel: Kernel, back: bool) -> Tiles | None:
 
 
 def _language() -> Any:
-    """Pallas's module for Triton, whose import takes a quarter of a second."""
+    """Return Pallas's module for Triton. Its import takes a quarter of a second."""
     return importlib.import_module("jax.experimental.pallas.triton")
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4, 5, 6))
-def _multiply(rows, kernel, sizes, back, tiles, interpret, dtype=None):
-    """Multiply rows by the kernel of their group, in their dtype or another; rows beyond the groups become zero."""
+def _multiply(rows, kernel, sizes, transpose, tiles, interpret, dtype=None):
+    """Multiply rows by the kernel of their group. The output has ``dtype`` (None: that of the rows)."""
     count, groups, (height, width, depth, warps, stages) = rows.shape[0], sizes.shape[0], tiles
-    outs, dtype = kernel.shape[1 if back else 2], dtype or rows.dtype
+    outs, dtype = kernel.shape[1 if transpose else 2], dtype or rows.dtype
     sizes = jnp.append(sizes, count - jnp.sum(sizes)).astype(jnp.int32)  # with a last group, of zeros
     ends, needed = jnp.cumsum(sizes), -(-sizes // height)
     tile = jnp.arange(count // height + min(groups + 1, count), dtype=jnp.int32)
@@ -144,27 +147,27 @@ def _multiply(rows, kernel, sizes, back, tiles, interpret, dtype=None):
         first, end = first_ref[pl.program_id(1)], end_ref[pl.program_id(1)]
         index = first + jnp.arange(height)
 
-        def put(values):
-            place = out_ref.at[pl.ds(first, height), pl.ds(column, width)]
-            _language().store(place, values.astype(dtype), mask=(index < end)[:, None])
+        def store(values):
+            tile_ref = out_ref.at[pl.ds(first, height), pl.ds(column, width)]
+            _language().store(tile_ref, values.astype(dtype), mask=(index < end)[:, None])
 
         @pl.when(group < groups)
         def _():
             refs = tree.unflatten(weights)
             codes = isinstance(kernel, QuantizedKernel)
-            add = _add_codes if codes else functools.partial(_add_floats, back=back)
+            add = _add_codes if codes else functools.partial(_add_floats, transpose=transpose)
             step = functools.partial(add, rows_ref, jnp.minimum(index, count - 1), refs, group, column, tiles)
             length = kernel.codes.shape[-1] if codes else rows.shape[1]
-            put(jax.lax.fori_loop(0, length // depth, step, jnp.zeros((height, width), jnp.float32)))
+            store(jax.lax.fori_loop(0, length // depth, step, jnp.zeros((height, width), jnp.float32)))
 
         @pl.when(group == groups)
         def _():
-            put(jnp.zeros((height, width), jnp.float32))
+            store(jnp.zeros((height, width), jnp.float32))
 
-    room = count + height * interpret  # the interpreter moves a slice that reaches beyond the end
+    out_rows = count + height * interpret  # the interpreter shifts a slice that reaches beyond the end
     return pl.pallas_call(
         body,
-        out_shape=jax.ShapeDtypeStruct((room, outs), dtype),
+        out_shape=jax.ShapeDtypeStruct((out_rows, outs), dtype),
         grid=(outs // width, tile.shape[0]),
         compiler_params=_language().CompilerParams(warps, stages),
         interpret=interpret,
@@ -178,12 +181,12 @@ def _dot(x, y, of_x, of_y):
     return jax.lax.dot_general(x, y, axes, jax.lax.Precision.DEFAULT, preferred_element_type=jnp.float32)
 
 
-def _add_floats(rows_ref, index, kernel, group, column, tiles, i, total, back):
+def _add_floats(rows_ref, index, kernel, group, column, tiles, i, total, transpose):
     """``total`` plus the product with the i-th tile of a float kernel."""
-    turned = kernel.ins_first == back  # whether tiles are [outputs, inputs] in memory
+    outs_first = kernel.ins_first == transpose  # whether tiles are [outputs, inputs] in memory
     depth = pl.ds(i * tiles.depth, tiles.depth)
-    place = (pl.ds(column, tiles.width), depth) if turned else (depth, pl.ds(column, tiles.width))
-    return total + _dot(rows_ref[index, depth], kernel.array[(group, *place)], 1, int(turned))
+    place = (pl.ds(column, tiles.width), depth) if outs_first else (depth, pl.ds(column, tiles.width))
+    return total + _dot(rows_ref[index, depth], kernel.array[(group, *place)], 1, int(outs_first))
 
 
 def _add_codes(rows_ref, index, kernel, group, column, tiles, i, total):

@@ -12,7 +12,7 @@ import pytest
 
 from nnxmoe import BlockedMatmul, MaskedMatmul
 from nnxmoe.layers.linear.matmul import batched_matmul_f32, einsum_f32, matmul, matmul_f32
-from nnxmoe.moe.blocked import FEW_BLOCK_SIZES, MANY_BLOCK_SIZES, block_sizes
+from nnxmoe.moe.blocked import FEW_SIZE_FACTORS, MANY_SIZE_FACTORS, block_sizes
 from tests.support.arrays import max_error
 from tests.support.running import PART_TOLERANCE
 
@@ -135,13 +135,13 @@ def test_grouped_matmul_with_very_different_group_sizes(sizes: list[int], dtype:
 
 
 def test_block_sizes() -> None:
-    assert block_sizes(1024, 8, MANY_BLOCK_SIZES) == (64, 96, 128, 144, 160, 192, 256, 512)
-    assert block_sizes(1024, 8, FEW_BLOCK_SIZES) == (64, 144, 192, 256)
-    assert block_sizes(8192, 8, FEW_BLOCK_SIZES) == (512, 1152, 1536, 2048, 512)
-    assert block_sizes(10**6, 2, MANY_BLOCK_SIZES) == (512,)
-    assert block_sizes(2, 8, FEW_BLOCK_SIZES) == (1, 2) and block_sizes(1, 8, FEW_BLOCK_SIZES) == (1,)
+    assert block_sizes(1024, 8, MANY_SIZE_FACTORS) == (64, 96, 128, 144, 160, 192, 256, 512)
+    assert block_sizes(1024, 8, FEW_SIZE_FACTORS) == (64, 144, 192, 256)
+    assert block_sizes(8192, 8, FEW_SIZE_FACTORS) == (512, 1152, 1536, 2048, 512)
+    assert block_sizes(10**6, 2, MANY_SIZE_FACTORS) == (512,)
+    assert block_sizes(2, 8, FEW_SIZE_FACTORS) == (1, 2) and block_sizes(1, 8, FEW_SIZE_FACTORS) == (1,)
     for mean in (48, 128, 1024, 1500):  # nearly even loads leave no block mostly empty
-        for means in (FEW_BLOCK_SIZES, MANY_BLOCK_SIZES):
+        for means in (FEW_SIZE_FACTORS, MANY_SIZE_FACTORS):
             assert min(size for size in block_sizes(8 * mean, 8, means) if size >= 1.1 * mean) <= 1.34 * mean
     for rows in range(1, 99):
-        assert all(1 <= size <= rows for size in block_sizes(rows, 8, MANY_BLOCK_SIZES))
+        assert all(1 <= size <= rows for size in block_sizes(rows, 8, MANY_SIZE_FACTORS))
