@@ -10,8 +10,7 @@ from typing import Any
 
 from nnxmoe.config.bounds import count
 from nnxmoe.config.layer_types import FULL, SLIDING, LayerWindowsConfig
-from nnxmoe.layers.attention.gqa import GQA, OutputGate
-from nnxmoe.layers.attention.qk_norm import QKNorm
+from nnxmoe.layers.attention.gqa import GQA, OutputGate, QKNorm
 from nnxmoe.layers.embed import Embed, MuPEmbed
 from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.model.family import Family

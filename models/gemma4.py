@@ -18,9 +18,8 @@ from nnxmoe.config.layer_types import FULL, SLIDING, LayerRopesConfig
 from nnxmoe.config.printable import short
 from nnxmoe.config.rope_parameters import ProportionalRope, Rope, rope_from_fields, rope_type
 from nnxmoe.layers.activations import geglu
-from nnxmoe.layers.attention.capped import CappedKernel
 from nnxmoe.layers.attention.cross_layer import CrossLayerAttention, ValueNormGQA
-from nnxmoe.layers.attention.qk_norm import QKNorm
+from nnxmoe.layers.attention.gqa import QKNorm
 from nnxmoe.layers.embed import Embed, MuPEmbed
 from nnxmoe.layers.linear.kernel import Kernel
 from nnxmoe.layers.mlp import MLP
@@ -31,7 +30,7 @@ from nnxmoe.model.family import Family, LayerBlocks, MaxTextNames
 from nnxmoe.model.layer import Layer
 from nnxmoe.model.output import Ids
 from nnxmoe.model.weight_names import W
-from nnxmoe.models.shared.gemma_layers import EdgeLayer, GemmaLayer
+from nnxmoe.models.shared.gemma_layers import CappedKernel, EdgeLayer, GemmaLayer
 from nnxmoe.models.shared.tables import (
     HF_DECODER,
     MAXTEXT_DECODER,
@@ -213,7 +212,7 @@ class Gemma4Text(CausalLM):
         c = self.config
         if not (width := c.hidden_size_per_layer_input):
             return super().embedding(MuPEmbed, **kw)
-        own = {"own_vocab": c.vocab_size_per_layer_input, "layers": c.num_hidden_layers, "width": width}
+        own = {"per_layer_vocab": c.vocab_size_per_layer_input, "layers": c.num_hidden_layers, "width": width}
         return super().embedding(PerLayerEmbed, eps=c.rms_norm_eps, **own, **kw)
 
     def __init__(self, config: Gemma4TextConfig, *given: Any, **options: Any):

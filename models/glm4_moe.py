@@ -10,8 +10,7 @@ from typing import Any
 
 from nnxmoe.config.bounds import count
 from nnxmoe.config.partial_rotary import PartialRotaryConfig
-from nnxmoe.layers.attention.gqa import GQA
-from nnxmoe.layers.attention.qk_norm import QKNorm
+from nnxmoe.layers.attention.gqa import GQA, QKNorm
 from nnxmoe.layers.rope import PartialRotary
 from nnxmoe.model.family import Family
 from nnxmoe.models.shared.grouped_experts import HF_GROUPED_EXPERTS, DenseOrMoE, GroupedExpertsConfig

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from nnxmoe.config.bounds import ConfigError, count, per_layer
-from nnxmoe.layers.attention.indexer import NO_SLOT, Indexer, SelectedSlots
+from nnxmoe.layers.attention.indexer import Indexer
+from nnxmoe.layers.attention.sparse_attention import NO_SLOT, SelectedSlots
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.rope import rotate_pairs
 from nnxmoe.model.family import Family

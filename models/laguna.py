@@ -17,8 +17,7 @@ from nnxmoe.config.bounds import ConfigError, count, number, one_of, per_layer
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.layer_types import FULL, SLIDING, PartialRopesConfig
 from nnxmoe.config.printable import short
-from nnxmoe.layers.attention.gqa import GQA, OutputGate
-from nnxmoe.layers.attention.qk_norm import QKNorm
+from nnxmoe.layers.attention.gqa import GQA, OutputGate, QKNorm
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.rope import PartialRotary
 from nnxmoe.model.causal_lm import CausalLM

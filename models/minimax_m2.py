@@ -11,8 +11,7 @@ from typing import Any
 from nnxmoe.config.bounds import ConfigError, count
 from nnxmoe.config.partial_rotary import PartialRotaryConfig
 from nnxmoe.config.printable import short
-from nnxmoe.layers.attention.gqa import GQA
-from nnxmoe.layers.attention.qk_norm import QKNorm
+from nnxmoe.layers.attention.gqa import GQA, QKNorm
 from nnxmoe.layers.rope import PartialRotary
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.family import Family
@@ -97,7 +96,7 @@ class MiniMaxM2(CausalLM):
 
     def attention(self, index: int, **kw: Any) -> GQA:
         c = self.config
-        norm = QKNorm.whole(c.num_attention_heads, c.kv_heads, c.head_width, c.rms_norm_eps, **kw)
+        norm = QKNorm.all_heads(c.num_attention_heads, c.kv_heads, c.head_width, c.rms_norm_eps, **kw)
         return self.gqa(index, bias=False, qk_norm=norm, rotate=PartialRotary(c.rope_dim), **kw)
 
     def feed_forward(self, index: int, **kw: Any) -> MoE:

@@ -15,8 +15,7 @@ from nnxmoe.config.partial_rotary import PartialRotaryConfig
 from nnxmoe.config.printable import short
 from nnxmoe.layers.activations import ClampedSwiGLU
 from nnxmoe.layers.attention.block_indexer import BlockIndexer, IndexedGQA, KeyBlocks
-from nnxmoe.layers.attention.gqa import GQA
-from nnxmoe.layers.attention.qk_norm import QKNorm
+from nnxmoe.layers.attention.gqa import GQA, QKNorm
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.norm import OffsetNorm
 from nnxmoe.layers.rope import PartialRotary

@@ -9,8 +9,7 @@ from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import ConfigError, count
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.printable import short
-from nnxmoe.layers.attention.gqa import GQA
-from nnxmoe.layers.attention.scaled_queries import PositionScaledGQA
+from nnxmoe.layers.attention.gqa import GQA, PositionScaledGQA
 from nnxmoe.model.family import Family
 from nnxmoe.models.llama import FAMILY as LLAMA
 from nnxmoe.models.llama import LlamaLike

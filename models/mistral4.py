@@ -8,8 +8,7 @@ from typing import Any
 from nnxmoe.config.bounds import ConfigError, check_at_most, count, one_of
 from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.printable import short
-from nnxmoe.layers.attention.mla import MLA
-from nnxmoe.layers.attention.scaled_queries import PositionScaledMLA
+from nnxmoe.layers.attention.mla import MLA, PositionScaledMLA
 from nnxmoe.model.family import Family
 from nnxmoe.model.weight_names import options
 from nnxmoe.models.deepseek_v3 import FAMILY as DEEPSEEK_V3

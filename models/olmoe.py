@@ -10,8 +10,7 @@ from typing import Any
 
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import count
-from nnxmoe.layers.attention.gqa import GQA
-from nnxmoe.layers.attention.qk_norm import QKNorm
+from nnxmoe.layers.attention.gqa import GQA, QKNorm
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.family import Family
 from nnxmoe.models.shared.tables import HF_DECODER, HF_MOE
@@ -52,7 +51,7 @@ class Olmoe(CausalLM):
 
     def attention(self, index: int, **kw: Any) -> GQA:
         c = self.config
-        norm = QKNorm.whole(c.num_attention_heads, c.kv_heads, c.head_width, c.rms_norm_eps, **kw)
+        norm = QKNorm.all_heads(c.num_attention_heads, c.kv_heads, c.head_width, c.rms_norm_eps, **kw)
         return self.gqa(index, bias=c.attention_bias, qk_norm=norm, **kw)
 
     def feed_forward(self, index: int, **kw: Any) -> MoE:

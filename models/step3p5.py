@@ -19,8 +19,7 @@ from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.layer_types import FULL, SLIDING, PartialRopesConfig
 from nnxmoe.config.printable import short
 from nnxmoe.layers.activations import GatedActivation, swiglu
-from nnxmoe.layers.attention.gqa import GQA, OutputGate
-from nnxmoe.layers.attention.qk_norm import QKNorm
+from nnxmoe.layers.attention.gqa import GQA, OutputGate, QKNorm
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.norm import OffsetNorm
 from nnxmoe.layers.rope import PartialRotary

@@ -40,7 +40,7 @@ if TYPE_CHECKING:  # the same names for type checkers and editors
     from nnxmoe.layers.attention.ring_attention import RingAttention as RingAttention
     from nnxmoe.layers.attention.softmax_attention import ReferenceAttention as ReferenceAttention
     from nnxmoe.layers.attention.splash_attention import SplashAttention as SplashAttention
-    from nnxmoe.layers.cache import Int8Cache as Int8Cache
+    from nnxmoe.layers.cache_buffer import Int8Cache as Int8Cache
     from nnxmoe.layers.context import Context as Context
     from nnxmoe.layers.linear.quantized_products import AutoProduct as AutoProduct
     from nnxmoe.layers.linear.quantized_products import BlockwiseProduct as BlockwiseProduct
@@ -110,7 +110,7 @@ _NAMES = {  # module -> the names it defines
     "nnxmoe.layers.attention.ring_attention": "RingAttention",
     "nnxmoe.layers.attention.softmax_attention": "ReferenceAttention",
     "nnxmoe.layers.attention.splash_attention": "SplashAttention",
-    "nnxmoe.layers.cache": "Int8Cache",
+    "nnxmoe.layers.cache_buffer": "Int8Cache",
     "nnxmoe.layers.context": "Context",
     "nnxmoe.layers.linear.quantized_products": "AutoProduct BlockwiseProduct CastProduct DequantizedProduct "
     "TwoInt8Product W8A8Product",

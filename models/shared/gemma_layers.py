@@ -1,13 +1,16 @@
 """The layers of Gemma 4: post norms, a factor of the output, experts beside a dense feed-forward, and in E2B and E4B an
 input per layer and keys of earlier layers."""
 
+import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from nnxmoe.layers.attention.cross_layer import CrossLayerAttention
 from nnxmoe.layers.context import Context, FeedForwardOutput
+from nnxmoe.layers.linear.kernel import Kernel
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.layers.per_layer import OutputScale, PerLayerInput
@@ -57,7 +60,7 @@ class EdgeLayer(GemmaLayer):
         if isinstance(attention, CrossLayerAttention):
             more = attention(self.attention_norm(hidden), kept[self.kind], context=context)
         else:
-            more, cache, seen = attention.attend_sharing_kv(self.attention_norm(hidden), context=context, cache=cache)
+            more, cache, seen = attention.attend(self.attention_norm(hidden), context=context, cache=cache)
             kept = kept | {self.kind: seen} if self.stores else kept
         hidden = context.output_tokens(hidden) + self._added(more, self.attention_post_norm)
         more, info = self.feed_forward_branch(hidden, context=context)
@@ -66,3 +69,40 @@ class EdgeLayer(GemmaLayer):
             mine = jax.lax.dynamic_index_in_dim(inputs, place, axis=2, keepdims=False)
             hidden = hidden + self.own(hidden, context.output_tokens(mine))
         return LayerOutput((self.output_scale(hidden), inputs, place + 1, kept), cache, info)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class CappedKernel(Kernel):
+    """``cap * tanh(x @ base / cap)``: the kernel of an output head with capped logits (Gemma 2, 2024).
+
+    Supports products in float32 only. The product is not linear, so the kernel has no dense form.
+    """
+
+    base: Kernel
+    cap: float = dataclasses.field(metadata={"static": True})
+
+    @property
+    def trainable(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.base.trainable
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.base.shape
+
+    def cast(self, dtype: Any) -> "CappedKernel":
+        return CappedKernel(self.base.cast(dtype), self.cap)
+
+    def matmul_f32(
+        self, x: Float[Array, "*rows I"], precision: jax.lax.PrecisionLike = None
+    ) -> Float[Array, "*rows O"]:
+        return self.cap * jnp.tanh(self.base.matmul_f32(x, precision) / self.cap)
+
+    def output_grad(self, d: Float[Array, "*rows O"], y: Float[Array, "*rows O"]) -> Float[Array, "*rows O"]:
+        return d * (1 - (y / self.cap) ** 2)
+
+    def vjp_input(self, d: Float[Array, "*rows O"]) -> Float[Array, "*rows I"]:
+        return self.base.vjp_input(d)
+
+    def vjp_kernel(self, x: Float[Array, "*rows I"], d: Float[Array, "*rows O"]) -> "CappedKernel":
+        return CappedKernel(self.base.vjp_kernel(x, d), self.cap)

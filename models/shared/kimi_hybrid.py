@@ -12,7 +12,7 @@ from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import ConfigError, count, per_layer
 from nnxmoe.config.printable import short
 from nnxmoe.layers.recurrent.delta import DeltaDims
-from nnxmoe.layers.recurrent.kimi_delta import Decays, KimiDelta, KimiProjection
+from nnxmoe.layers.recurrent.kimi_delta import DecayFn, KimiDelta, KimiProjection
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.shared.tables import Hf
@@ -114,10 +114,10 @@ class KimiHybrid(CausalLM):
         """The recurrent half of a layer."""
         raise TypeError("a model class must define recurrent(**kw)")
 
-    def delta(self, decays: Decays, rank: int | None, rates: tuple[int, ...], **kw: Any) -> KimiDelta:
+    def delta(self, decays: DecayFn, rank: int | None, rates: tuple[int, ...], **kw: Any) -> KimiDelta:
         """A `KimiDelta` of the config's sizes. ``rank``: see `KimiProjection`; ``rates``: see `KimiDelta`."""
         c, heads = self.config, self.config.delta_heads
         project = KimiProjection(heads, rank, **kw)
         kw |= {"taps": c.linear_conv_kernel_dim, "eps": c.rms_norm_eps, "mesh": self.strategy.mesh}
         kw["recurrence"] = self.strategy.recurrence
-        return KimiDelta(heads, project, decays, rates=rates, **kw)
+        return KimiDelta(heads, project, decays, rate_shape=rates, **kw)

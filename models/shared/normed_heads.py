@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from nnxmoe.layers.attention.gqa import GQA
-from nnxmoe.layers.attention.qk_norm import QKNorm
+from nnxmoe.layers.attention.gqa import GQA, QKNorm
 from nnxmoe.model.causal_lm import CausalLM
 
 

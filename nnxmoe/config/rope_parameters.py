@@ -1,8 +1,7 @@
-"""Rotary position embedding (Su et al. 2021) and its long-context forms: the frequencies that a config's fields ask
-for, in the styles of transformers 4 and 5.
+"""Frequencies of rotary position embedding (Su et al. 2021) and its long-context variants, from a config's fields.
 
-Sources: llama3 (Meta's Llama 3.1 reference), dynamic NTK (transformers), YaRN (Peng et al. 2023; DeepSeek's mscale).
-`nnxmoe.layers.rope` applies them.
+Fields of transformers 4 and 5 are supported. Sources: llama3 (Meta's Llama 3.1 reference), dynamic NTK (transformers),
+YaRN (Peng et al. 2023; DeepSeek's mscale). `nnxmoe.layers.rope` applies the frequencies.
 """
 
 import dataclasses
@@ -26,11 +25,11 @@ class Rope:
     theta: float
 
     def frequencies(self, length: Int[Array, ""]) -> Float[Array, "half"]:
-        """Radians per position of each pair; ``length`` is the number of positions in use."""
+        """Return the radians per position of each pair; ``length``: number of positions in use."""
         return jnp.asarray(self._plain(), jnp.float32)
 
     def factor(self) -> float:
-        """Factor of the cosines and sines."""
+        """Return the factor of the cosines and sines."""
         return 1.0
 
     def _plain(self) -> np.ndarray:
@@ -49,20 +48,22 @@ class LinearRope(Rope):
 
 @dataclasses.dataclass(frozen=True)
 class ProportionalRope(Rope):
-    """The first ``rotated`` pairs turn with the frequencies of the whole width, divided by ``scale``; the others do not
-    turn (Gemma 4, 2026)."""
+    """Rotates the first ``rotated`` pairs by the frequencies of the whole width over ``scale`` (Gemma 4, 2026).
+
+    The other pairs are not rotated.
+    """
 
     rotated: int
     scale: float = 1.0
 
     def frequencies(self, length: Int[Array, ""]) -> Float[Array, "half"]:
-        turns = np.where(np.arange(self.dim // 2) < self.rotated, self._plain() / self.scale, 0.0)
-        return jnp.asarray(turns, jnp.float32)
+        frequencies = np.where(np.arange(self.dim // 2) < self.rotated, self._plain() / self.scale, 0.0)
+        return jnp.asarray(frequencies, jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
 class DynamicRope(Rope):
-    """NTK scaling that grows with the length once it exceeds ``max_positions``; keys in a cache keep their rotation."""
+    """NTK scaling that grows with lengths above ``max_positions``; keys in a cache are not rotated again."""
 
     scale: float
     max_positions: int
@@ -76,7 +77,7 @@ class DynamicRope(Rope):
 
 @dataclasses.dataclass(frozen=True)
 class Llama3Rope(Rope):
-    """Long waves slowed by ``scale``, short waves kept, a ramp in between."""
+    """Low frequencies divided by ``scale``, high frequencies unchanged, a ramp in between."""
 
     scale: float
     low_freq_factor: float
@@ -86,13 +87,13 @@ class Llama3Rope(Rope):
     def frequencies(self, length: Int[Array, ""]) -> Float[Array, "half"]:
         plain = self._plain()
         turns = self.original_positions * plain / (2 * np.pi)
-        kept = np.clip((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0, 1)
-        return jnp.asarray((1 - kept) * plain / self.scale + kept * plain, jnp.float32)
+        ramp = np.clip((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0, 1)
+        return jnp.asarray((1 - ramp) * plain / self.scale + ramp * plain, jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
 class YarnRope(Rope):
-    """YaRN: frequencies below ``beta_slow`` turns divided by ``scale``, above ``beta_fast`` kept, a ramp between."""
+    """YaRN: frequencies below ``beta_slow`` turns over ``scale``, above ``beta_fast`` unchanged, a ramp between."""
 
     scale: float
     original_positions: int
@@ -116,12 +117,12 @@ class YarnRope(Rope):
         return jnp.asarray(plain / self.scale * ramp + plain * (1 - ramp), jnp.float32)
 
     def _dimension(self, turns: float) -> float:
-        """The dimension whose wave makes ``turns`` turns over the original context."""
+        """Return the dimension that rotates ``turns`` times over the original context."""
         return self.dim * math.log(self.original_positions / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
 
 
 def yarn_mscale(scale: float, mscale: float) -> float:
-    """YaRN's attention temperature for a context stretched by ``scale``."""
+    """Return YaRN's attention temperature for a context extended by ``scale``."""
     return 0.1 * mscale * math.log(scale) + 1.0 if scale > 1 else 1.0
 
 
@@ -134,18 +135,28 @@ FIELDS = frozenset(
 
 
 def rope_type(fields: Mapping[str, Any]) -> Any:
-    """The type of a rope object; ``rope_type`` wins over the older ``type``."""
-    given = [fields[name] for name in ("rope_type", "type") if fields.get(name) is not None]
-    return given[0] if given else "default"
+    """Return the type of a rope object; ``rope_type`` takes precedence over the older ``type``."""
+    for name in ("rope_type", "type"):
+        if fields.get(name) is not None:
+            return fields[name]
+    return "default"
 
 
 def rope_from_fields(
     fields: Mapping[str, Any], dim: int, theta: float, positions: int, original: int | None, width: str
 ) -> Rope:
-    """The Rope for a rope object and the top-level fields of the config.
+    """Build the `Rope` of a rope object and the top-level fields of the config.
 
-    ``dim``: the rotated width, from the field named ``width``; ``theta``: the default of rope_theta; ``positions``:
-    max_position_embeddings; ``original``: the top-level original_max_position_embeddings, which takes precedence.
+    Args:
+        fields: the rope object.
+        dim: the rotated width.
+        theta: default of rope_theta.
+        positions: max_position_embeddings.
+        original: the top-level original_max_position_embeddings, which takes precedence.
+        width: name of the field that ``dim`` comes from, for errors.
+
+    Raises:
+        ConfigError: a field is missing, invalid or not supported.
     """
     kind = rope_type(fields)
     _check_rope_fields(fields)
@@ -160,30 +171,31 @@ def rope_from_fields(
         raise ConfigError(f"{width}: dynamic rope needs a width of at least 4, got {dim}")
     if kind == "dynamic":
         return DynamicRope(dim, theta, _number(fields, "factor"), positions)
-    trained: int = original or fields.get("original_max_position_embeddings") or positions
+    original_positions: int = original or fields.get("original_max_position_embeddings") or positions
     if kind == "llama3":
         low, high = _number(fields, "low_freq_factor"), _number(fields, "high_freq_factor")
         if not low < high:
             raise ConfigError(f"rope: low_freq_factor {low} must be below high_freq_factor {high}")
-        return Llama3Rope(dim, theta, _number(fields, "factor"), low, high, trained)
+        return Llama3Rope(dim, theta, _number(fields, "factor"), low, high, original_positions)
     if kind == "yarn":
         if "factor" not in fields:
             raise ConfigError("rope: yarn needs factor: give it, or null for the ratio of the two lengths")
-        scale = _number(fields, "factor", positions / trained)
+        scale = _number(fields, "factor", positions / original_positions)
         betas = _number(fields, "beta_fast", 32.0), _number(fields, "beta_slow", 1.0)
         truncate = fields.get("truncate", True)
-        return YarnRope(dim, theta, scale, trained, *betas, truncate, _yarn_attention(fields, scale))
+        return YarnRope(dim, theta, scale, original_positions, *betas, truncate, _yarn_attention(fields, scale))
     raise ConfigError(f"rope type {short(kind)} is not supported; supported: default, linear, dynamic, llama3, yarn")
 
 
 def _check_rope_fields(fields: Mapping[str, Any]) -> None:
-    """Check types and ranges of all fields of a rope object, also those that its type does not use."""
+    """Check types and ranges of all fields of a rope object, including fields that its type does not use."""
     for name in NUMBERS:
         value = fields.get(name)
         if value is not None and not (name.startswith("mscale") and type(value) in (int, float) and value == 0):
             _check(name, value)
-    if nested := [name for name, value in fields.items() if isinstance(value, Mapping)]:
-        raise ConfigError(f"rope: {short(nested[0])}: rotary embeddings that differ between layers are not supported")
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            raise ConfigError(f"rope: {short(name)}: rotary embeddings that differ between layers are not supported")
     if rope_type(fields) == "default" and fields.get("factor", 1) not in (None, 1):
         raise ConfigError(
             f"rope: factor {short(fields['factor'])} without a rope_type that uses it: give the rope_type"

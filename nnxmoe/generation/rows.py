@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from nnxmoe.axes import AnyMesh
 from nnxmoe.generation.sampling import DynamicSampling, StaticSampling, generated_counts, sample_ids
-from nnxmoe.layers.cache import written
+from nnxmoe.layers.cache_buffer import write_slots
 from nnxmoe.sharding import replicate
 
 # Why a row ended: a stop id, the limit of new ids, or NaN or infinite logits.
@@ -189,7 +189,7 @@ def step_rows(
     history, width = rows.history, rows.ids.shape[1]
     place = jnp.arange(width, dtype=jnp.int32)[None]
     slots = jnp.where(place < count[:, None], history.count[:, None] + place, history.ids.shape[1])
-    ids = written(history.ids, report.ids, slots, 1)
+    ids = write_slots(history.ids, report.ids, slots, 1)
     moved = rows._replace(history=History(ids, history.count + count, history.new_count + count))
     last = jnp.take_along_axis(report.ids, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
     length = length - jnp.where(rows.active[:, 0], width - count, 0)

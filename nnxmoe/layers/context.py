@@ -142,7 +142,7 @@ class Context:
             if not self.fresh:
                 segment = jnp.zeros(self.past.index.shape, jnp.int32) if self.segment is None else self.segment
                 seen, mask = stored, Mask(self.index, segment, slots, window)
-        return cache, seen, mask.part(slice(-1, None), slice(None)) if self.last else mask
+        return cache, seen, mask.select(slice(-1, None), slice(None)) if self.last else mask
 
 
 class Attention(Protocol):

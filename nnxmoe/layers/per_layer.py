@@ -1,4 +1,4 @@
-"""Inputs of every layer beside the hidden states (Gemma 3n, 2025; Gemma 4 E2B and E4B), and a factor of its output."""
+"""Per-layer embeddings (Gemma 3n, 2025; Gemma 4 E2B and E4B), and a factor of a layer's output."""
 
 from typing import Any, Unpack
 
@@ -14,39 +14,43 @@ from nnxmoe.layers.norm import RMSNorm
 
 
 class PerLayerEmbed(MuPEmbed):
-    """`MuPEmbed` with a second table: ``width`` inputs of each of ``layers`` layers per token.
+    """`MuPEmbed` with a second table, which has ``width`` inputs for each of ``layers`` layers per token.
 
-    ``more``: options of `Embed`, with dtype and rngs.
+    ``per_layer_vocab``: rows of the second table. ``options``: of `Embed`, with dtype and rngs.
     """
 
-    def __init__(self, vocab: int, dim: int, *, own_vocab: int, layers: int, width: int, eps: float, **more: Any):
-        super().__init__(vocab, dim, **more)
-        kw = {"dtype": more["dtype"], "rngs": more["rngs"]}
-        self.per_layer = Embed(own_vocab, layers * width, **more)
+    def __init__(
+        self, vocab: int, dim: int, *, per_layer_vocab: int, layers: int, width: int, eps: float, **options: Any
+    ):
+        super().__init__(vocab, dim, **options)
+        kw = {"dtype": options["dtype"], "rngs": options["rngs"]}
+        self.per_layer = Embed(per_layer_vocab, layers * width, **options)
         self.project = Linear((dim,), (layers, width), ("embed", None, "latent"), **kw)
         self.norm = RMSNorm(width, eps, **kw)
 
     def inputs(self, x: Float[Array, "B T D"], tokens: Int[Array, "B T"]) -> Float[Array, "B T L P"]:
         """``(norm(project(x) / sqrt(D)) + sqrt(P) table[token]) / sqrt(2)``; ``x``: the embedded tokens."""
         projected = self.norm(self.project(x) * x.shape[-1] ** -0.5)
-        looked_up = self.per_layer(tokens, x.dtype).reshape(projected.shape) * projected.shape[-1] ** 0.5
-        return (projected + looked_up) * 2**-0.5
+        embedded = self.per_layer(tokens, x.dtype).reshape(projected.shape) * projected.shape[-1] ** 0.5
+        return (projected + embedded) * 2**-0.5
 
 
 class PerLayerInput(nnx.Module):
-    """What a layer adds because of its own input: ``norm(project(gelu(gate(x)) * own))``."""
+    """Contribution of a layer's input from `PerLayerEmbed`: ``norm(project(gelu(gate(x)) * layer_input))``."""
 
     def __init__(self, dim: int, width: int, eps: float, **kw: Unpack[ParamOptions]):
         self.gate = Linear((dim,), (width,), ("embed", "latent"), **kw)
         self.project = Linear((width,), (dim,), ("latent", "embed"), **kw)
         self.norm = RMSNorm(dim, eps, **kw)
 
-    def __call__(self, x: Float[Array, "B asked D"], own: Float[Array, "B asked P"]) -> Float[Array, "B asked D"]:
-        return self.norm(self.project(jax.nn.gelu(self.gate(x), approximate=True) * own))
+    def __call__(
+        self, x: Float[Array, "B asked D"], layer_input: Float[Array, "B asked P"]
+    ) -> Float[Array, "B asked D"]:
+        return self.norm(self.project(jax.nn.gelu(self.gate(x), approximate=True) * layer_input))
 
 
 class Factor(nnx.Variable):
-    """A number ``[1]`` that nothing trains."""
+    """A factor ``[1]`` that is not trained."""
 
 
 class OutputScale(nnx.Module):

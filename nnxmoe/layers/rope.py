@@ -30,11 +30,19 @@ class Rotations(dict[Rope, Rotation]):
 
     @classmethod
     def tree_unflatten(cls, aux: Any, leaves: Any) -> Self:
-        return cls(zip(aux[0], jax.tree.unflatten(aux[1], leaves), strict=True))
+        ropes, tree = aux
+        return cls(zip(ropes, jax.tree.unflatten(tree, leaves), strict=True))
+
+
+RotateFn = Callable[[Float[Array, "B T N H"], Rotation], Float[Array, "B T N H"]]
+"""Rotates heads. If the `Rotation` has more tokens than ``x``, its last T tokens belong to ``x``."""
 
 
 def compute_rotation(rope: Rope, positions: Int[Array, "B T"], valid: Bool[Array, "B T"] | None = None) -> Rotation:
-    """The `Rotation` for tokens at these positions. ``valid``: False for padding, which does not count as length."""
+    """Compute the `Rotation` of tokens at these positions.
+
+    ``valid``: False for padding, whose positions do not count towards the length.
+    """
     used = positions if valid is None else jnp.where(valid, positions, 0)
     frequencies = rope.frequencies(jnp.max(used) + 1)
     angles = positions[:, :, None].astype(jnp.float32) * frequencies[None, None, :]
@@ -42,8 +50,7 @@ def compute_rotation(rope: Rope, positions: Int[Array, "B T"], valid: Bool[Array
 
 
 def rotate_halves(x: Float[Array, "B T N H"], rotation: Rotation) -> Float[Array, "B T N H"]:
-    """Rotate the pairs ``(i, i + H/2)``, in float32 (Llama, Mistral, Mixtral). Of a longer rotation, the last T tokens
-    are x's."""
+    """Rotate the pairs ``(i, i + H/2)``, in float32 (Llama, Mistral, Mixtral)."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = (a[:, -x.shape[1] :, None, :] for a in (rotation.cos, rotation.sin))
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
@@ -54,34 +61,33 @@ def rotate_pairs(x: Float[Array, "B T N H"], rotation: Rotation) -> Float[Array,
     return rotate_halves(jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1), rotation)
 
 
-RotateFn = Callable[[Float[Array, "B T N H"], Rotation], Float[Array, "B T N H"]]
-
-
 @dataclasses.dataclass(frozen=True)
 class PartialRotary:
-    """Rotate the first ``width`` components of each head by halves, ``(i, i + width/2)``; the others carry no position
-    (GPT-NeoX-20B, Black et al. 2022; GLM-4.5, MiniMax-M2). The `Rotation` is that of a `Rope` of this width."""
+    """Rotates the first ``width`` components of each head by halves; the others carry no position.
+
+    The `Rotation` is that of a `Rope` of this width (GPT-NeoX-20B, Black et al. 2022; GLM-4.5, MiniMax-M2).
+    """
 
     width: int
 
     def __call__(self, x: Float[Array, "B T N H"], rotation: Rotation) -> Float[Array, "B T N H"]:
-        rotated, kept = x[..., : self.width], x[..., self.width :]
-        return jnp.concatenate([rotate_halves(rotated, rotation), kept], axis=-1)
+        rotated, rest = x[..., : self.width], x[..., self.width :]
+        return jnp.concatenate([rotate_halves(rotated, rotation), rest], axis=-1)
 
 
 @dataclasses.dataclass(frozen=True)
 class TrailingPairs:
-    """Rotate the pairs ``(2i, 2i + 1)`` of the last ``width`` components of each head, in place (DeepSeek-V4)."""
+    """Rotates the pairs ``(2i, 2i + 1)`` of the last ``width`` components of each head, in place (DeepSeek-V4)."""
 
     width: int
 
     def __call__(self, x: Float[Array, "B T N H"], rotation: Rotation) -> Float[Array, "B T N H"]:
-        kept, rotated = x[..., : -self.width], x[..., -self.width :].astype(jnp.float32)
+        rest, rotated = x[..., : -self.width], x[..., -self.width :].astype(jnp.float32)
         first, second = rotated[..., 0::2], rotated[..., 1::2]
         cos, sin = (a[:, -x.shape[1] :, None, :] for a in (rotation.cos, rotation.sin))
         pairs = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1)
-        return jnp.concatenate([kept, pairs.reshape(rotated.shape).astype(x.dtype)], axis=-1)
+        return jnp.concatenate([rest, pairs.reshape(rotated.shape).astype(x.dtype)], axis=-1)
 
-    def back(self, x: Float[Array, "B T N H"], rotation: Rotation) -> Float[Array, "B T N H"]:
-        """The inverse rotation."""
+    def inverse(self, x: Float[Array, "B T N H"], rotation: Rotation) -> Float[Array, "B T N H"]:
+        """Apply the inverse rotation."""
         return self(x, Rotation(rotation.cos, -rotation.sin))

@@ -164,7 +164,7 @@ def call(
     if is_stateful(model):  # tracing may just have detected it
         return plain()
     if lengths is not None and out.cache is not None:
-        out.cache.remember(lengths)
+        out.cache.remember_lengths(lengths)
     return out if exact else cut(out, length, attention_mask is None)
 
 

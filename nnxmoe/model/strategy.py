@@ -20,7 +20,7 @@ from nnxmoe.config.frozen import FrozenDict
 from nnxmoe.config.printable import short
 from nnxmoe.config.validate import check_object, floating_dtype
 from nnxmoe.layers.attention.softmax_attention import AttentionFn
-from nnxmoe.layers.cache import CacheFormat
+from nnxmoe.layers.cache_buffer import CacheFormat
 from nnxmoe.model.remat import Remat
 from nnxmoe.model.stack import Scanned, Stacking, Unrolled
 from nnxmoe.moe.dispatch import Dispatch, Sorted
@@ -118,7 +118,7 @@ class Strategy(KnownFields):
     dispatch: Dispatch = Sorted()
     matmul: GroupedMatmul = _default("matmul")
     attention_fn: AttentionFn = _default("attention_fn")
-    mla: Callable[..., Any] = _default("mla")  # an MLAFn
+    mla: Any = _default("mla")  # an MLAFn
     quantized: Callable[..., Any] = _default("quantized")  # a QuantizedProduct
     recurrence: Callable[..., Any] | None = None  # a Recurrence
     stacking: Stacking | None = None

@@ -154,7 +154,7 @@ def test_cache_is_not_modified_by_a_continuation() -> None:
 
 
 def past(lengths: list[int], real: np.ndarray) -> CacheMetadata:
-    """Past of rows that hold ``lengths`` tokens and get new ones, of which ``real`` marks the non-padding."""
+    """Metadata of rows that hold ``lengths`` tokens and get new ones, of which ``real`` marks the non-padding."""
     cache = Cache(layers=(), length=jnp.asarray(lengths), segment=jnp.zeros((len(lengths), 99), jnp.int32), capacity=99)
     return cache.advance(real.shape[1], jnp.asarray(real), None)[1]
 
@@ -164,7 +164,7 @@ def past(lengths: list[int], real: np.ndarray) -> CacheMetadata:
 @pytest.mark.parametrize("size", [4, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 3, 7))])
 def test_append_ring_equals_a_list(size: int, lookahead: int) -> None:
     """Random chunks with padding: slot i % size holds token i, and a chunk attends to the earlier ring, then to
-    itself; one of few tokens, that spare slots have room for, to the ring after it."""
+    itself; one of few tokens, that lookahead slots have room for, to the ring after it."""
     rng, rows = np.random.default_rng(size), 3
     buffer, stored, lengths = jnp.full((rows, size, 1), -1), [[-1] * size for _ in range(rows)], [0] * rows
     for count in rng.choice([1, max(1, size - 1), size, 2 * size + 1], 12):
@@ -198,7 +198,7 @@ def test_append_full_writes_in_the_buffers_dtype() -> None:
     """Real tokens are written at each row's own cursor; padding is not."""
     real = np.array([[True, True], [False, True]])
     new = 1 + jnp.arange(4.0).reshape(2, 2, 1)
-    buffer, seen, index = append_full(jnp.zeros((2, 4, 1), jnp.bfloat16), new, past([1, 2], real), 0)
+    buffer, seen, index = append_full(jnp.zeros((2, 4, 1), jnp.bfloat16), new, past([1, 2], real))
     assert buffer.dtype == seen.dtype == jnp.bfloat16
     assert np.asarray(buffer[..., 0], np.float32).tolist() == [[0, 1, 2, 0], [0, 0, 4, 0]]
     assert np.asarray(index).tolist() == [[0, 1, 2, -1], [0, 1, 2, -1]]
@@ -366,7 +366,7 @@ def test_reference_and_fused_equal_numpy(
             sink = 0 if scores.sinks is None else np.exp(float(sinks[n]))
             wanted[b, n] = weights / (weights.sum(axis=-1, keepdims=True) + sink) @ v[b, n // (heads // kv_heads)]
         assert max_error(ReferenceAttention()(*arrays, scores), wanted) < PART_TOLERANCE
-        if scores.plain:
+        if scores.is_plain:
             assert max_error(FusedAttention()(*arrays, scores), wanted) < PART_TOLERANCE
         else:
             with pytest.raises(ValueError, match="neither sinks nor a soft cap"):
@@ -509,9 +509,9 @@ def test_mask_part_equals_a_slice_of_the_mask() -> None:
     for padding, segments, window in (("full", False, None), ("left", True, 3), ("holes", False, 4)):
         mask, _ = causal_mask(19, window, padding, segments)
         for queries, keys in ((slice(5, 9), slice(2, 9)), (slice(0, 7), slice(0, 7)), (slice(7, 19), slice(7, 19))):
-            part, whole = mask.part(queries, keys), np.asarray(mask.allowed())
+            part, whole = mask.select(queries, keys), np.asarray(mask.allowed())
             assert np.array_equal(part.allowed(), whole[:, queries, keys])
-            assert part.causal == (queries == keys) and part.plain == (part.causal and mask.plain)
+            assert part.causal == (queries == keys) and part.is_plain == (part.causal and mask.is_plain)
 
 
 @pytest.mark.program

@@ -97,7 +97,7 @@ def test_blocks_of_queries(model: nnxmoe.CausalLM, monkeypatch: pytest.MonkeyPat
     """Attention of long passes is computed a block of queries at a time, each with its part of the window."""
     mask = CASE.arrays["mask"]
     wanted = [eager_logits(model, TOKENS, used) for used in (None, mask)]
-    monkeypatch.setattr(shared_kv, "MOST_QUERIES", 8)
+    monkeypatch.setattr(shared_kv, "MAX_QUERIES", 8)
     for used, logits in zip((None, mask), wanted, strict=True):
         error = max_error(eager_logits(model, TOKENS, used), logits, np.ones_like(mask) if used is None else used)
         assert error < PART_TOLERANCE
@@ -116,20 +116,20 @@ def test_memory_of_a_cache() -> None:
 
 def closing_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Entries exist from the token after their window on."""
-    old = compressed.PassRows.slots
+    old = compressed.RowMetadata.slots
     monkeypatch.setattr(
-        compressed.PassRows, "slots", lambda self, index: old(self, jnp.where(index < 0, -1, index + 1))
+        compressed.RowMetadata, "slots", lambda self, index: old(self, jnp.where(index < 0, -1, index + 1))
     )
 
 
 def entries_from_the_future(monkeypatch: pytest.MonkeyPatch) -> None:
-    old = shared_kv.SharedKV._block
+    old = shared_kv.SharedKV._attend_block
 
-    def block(self: Any, q: Any, near: Any, mask: Any, far: Any, picked: Any) -> Any:
-        slots = dataclasses.replace(far.slots, index=jnp.minimum(far.slots.index, 0))
-        return old(self, q, near, mask, dataclasses.replace(far, slots=slots), picked)
+    def block(self: Any, q: Any, kv: Any, mask: Any, entries: Any, index_queries: Any) -> Any:
+        slots = dataclasses.replace(entries.slots, index=jnp.minimum(entries.slots.index, 0))
+        return old(self, q, kv, mask, dataclasses.replace(entries, slots=slots), index_queries)
 
-    monkeypatch.setattr(shared_kv.SharedKV, "_block", block)
+    monkeypatch.setattr(shared_kv.SharedKV, "_attend_block", block)
 
 
 def index_without_relu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +137,7 @@ def index_without_relu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def outputs_stay_rotated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TrailingPairs, "back", lambda self, x, rotation: x)
+    monkeypatch.setattr(TrailingPairs, "inverse", lambda self, x, rotation: x)
 
 
 def series_swapped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,7 +133,9 @@ def test_recurrences_pass_on_their_state(eight: Callable[..., Any], segments: bo
 @pytest.mark.parametrize("count", [2, 3, 8])
 def test_devices_compute_equally_many_scores(count: int) -> None:
     """In balanced order; together they compute those of all tokens."""
-    tokens = [np.asarray(ContextShards.of(96, count, None).tokens(jnp.int32(device))) for device in range(count)]
+    tokens = [
+        np.asarray(ContextShards.for_window(96, count, None).tokens(jnp.int32(device))) for device in range(count)
+    ]
     assert len({int((places + 1).sum()) for places in tokens}) == 1
     assert sorted(np.concatenate(tokens)) == list(range(96))
 

@@ -118,7 +118,7 @@ def test_gradients_of_chunks_are_those_of_steps(run: Callable[..., Any], length:
 
     def loss(run: Callable[..., Any], arrays: Any) -> Any:
         *given, state = arrays
-        return jnp.sum(jnp.sin(run(DeltaInputs._make((*given, inputs.run)), state)[0]))
+        return jnp.sum(jnp.sin(run(DeltaInputs._make((*given, inputs.segment)), state)[0]))
 
     arrays = (*inputs[:5], state)
     ours = jax.jit(jax.grad(lambda arrays: loss(lambda i, s: run(i, s, chunk), arrays)))(arrays)  # as programs
@@ -188,7 +188,7 @@ def reversed_taps(model: Any, patch: pytest.MonkeyPatch) -> None:
 
 
 def unnormalised_keys(model: Any, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(delta, "_unit", lambda x: x)
+    patch.setattr(delta, "_normalize", lambda x: x)
 
 
 MISTAKES: dict[str, Plant] = {
@@ -197,7 +197,7 @@ MISTAKES: dict[str, Plant] = {
     "no strength": changed(lambda i: i._replace(beta=jnp.ones_like(i.beta))),
     "decay of the next token": changed(lambda i: i._replace(g=jnp.roll(i.g, -1, axis=1))),
     "key heads in turn": changed(tiled),
-    "state kept at a segment": changed(lambda i: i._replace(run=None)),
+    "state kept at a segment": changed(lambda i: i._replace(segment=None)),
     "window kept at a segment": convolution(lambda x, window, run: (x, window, None)),
     "convolution a token late": convolution(lambda x, window, run: (jnp.roll(x, 1, axis=1), window, run)),
     "reversed taps": reversed_taps,
@@ -231,7 +231,7 @@ def gate_for_query(model: Any, patch: pytest.MonkeyPatch) -> None:
 
 
 def no_gate(model: Any, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(QueryGate, "__call__", lambda self, x, beside, y: y)
+    patch.setattr(QueryGate, "__call__", lambda self, x, gate_inputs, heads: heads)
 
 
 def layers_in_another_order(model: Any, patch: pytest.MonkeyPatch) -> None:
@@ -460,7 +460,7 @@ def test_tokamax_computes_the_rule(length: int, segments: bool, channels: bool) 
 
     def found(run: Any, inputs: DeltaInputs, state: jax.Array) -> Any:
         def total(arrays: Any, state: jax.Array) -> Any:
-            out, after = run(DeltaInputs(*arrays, inputs.run), state)
+            out, after = run(DeltaInputs(*arrays, inputs.segment), state)
             return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(after)), (out, after)
 
         (_, parts), slopes = jax.value_and_grad(total, (0, 1), has_aux=True)(inputs[:5], state)

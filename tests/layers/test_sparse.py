@@ -17,11 +17,12 @@ from nnxmoe.config.rope_parameters import Rope
 from nnxmoe.generation.engine import Engine
 from nnxmoe.generation.request import RequestOptions
 from nnxmoe.layers.activations import LimitedSwiGLU
-from nnxmoe.layers.attention import indexer, pooled_indexer
+from nnxmoe.layers.attention import indexer, pooled_indexer, sparse_attention
 from nnxmoe.layers.attention.block_indexer import BlockIndexer, KeyBlocks
-from nnxmoe.layers.attention.indexer import NO_SLOT, Indexer, highest, select_keys
+from nnxmoe.layers.attention.indexer import Indexer, select_keys, topk_slots
 from nnxmoe.layers.attention.mla import MLA, MLADims
 from nnxmoe.layers.attention.pooled_indexer import PooledIndexer
+from nnxmoe.layers.attention.sparse_attention import NO_SLOT
 from nnxmoe.layers.attention.sparse_mla import SparseMLA
 from nnxmoe.layers.cache import SlotMetadata, TokenCache
 from nnxmoe.layers.context import Context
@@ -44,16 +45,17 @@ POOLED, BLOCKS = "glm5_next_text", "minimax_m3_vl_text"
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of a few queries, and causal parts of three, as for passes of thousands of tokens."""
-    monkeypatch.setattr(indexer, "BLOCK", 2**8)
-    monkeypatch.setattr(indexer, "FEWEST_QUERIES", 3)
-    monkeypatch.setattr(indexer, "GATHERING", 0)
+    for module in (indexer, sparse_attention):
+        monkeypatch.setattr(module, "BLOCK_SCORES", 2**8)
+    monkeypatch.setattr(sparse_attention, "MIN_QUERIES", 3)
+    monkeypatch.setattr(sparse_attention, "GATHER_COST", 0)
 
 
 # The choice
 
 
 def best(scores: np.ndarray, allowed: np.ndarray, count: int) -> np.ndarray:
-    """The oracle of `highest`, by a sort."""
+    """The oracle of `topk_slots`, by a sort."""
     order = sorted(np.flatnonzero(allowed), key=lambda place: (-scores[place], place))[:count]
     return np.r_[np.sort(order), [NO_SLOT] * (count - len(order))]
 
@@ -65,7 +67,7 @@ def test_highest_scores_are_those_of_a_sort() -> None:
     scores[20:40] = rng.standard_normal((20, 23))
     allowed = rng.random((60, 23)) < rng.choice([0.0, 0.1, 0.6, 1.0], (60, 1))
     for count in (1, 7, 23):
-        found = jax.jit(highest, static_argnums=2)(scores, allowed, count)
+        found = jax.jit(topk_slots, static_argnums=2)(scores, allowed, count)
         assert np.array_equal(found, [best(*row, count) for row in zip(scores + 0.0, allowed, strict=True)])
 
 
@@ -99,7 +101,7 @@ def test_an_indexer_chooses_by_its_formula() -> None:
     for causal in (True, False):
         slots = SlotMetadata(jnp.asarray(index), jnp.asarray(valid), jnp.asarray(segment))
         mask = Mask(jnp.asarray(index), jnp.asarray(segment), slots, None, causal)
-        found = np.asarray(part.choose(jnp.asarray(x), jnp.asarray(latent), keys, mask, 3, context))
+        found = np.asarray(part.select(jnp.asarray(x), jnp.asarray(latent), keys, mask, 3, context))
         for b, t in np.ndindex(2, 11):
             allowed = (index <= t) & valid[b] & (segment[b] == segment[b, t])
             wanted = [NO_SLOT] * 3 if causal and t < 3 else best(scores[b, t], allowed, 3)
@@ -128,7 +130,7 @@ def test_blocks_are_chosen_by_their_best_keys(packed: bool, small_blocks: None) 
     slots = SlotMetadata(jnp.asarray(index, jnp.int32), jnp.asarray(valid), of_slots)
     for causal in (True, False):
         mask = Mask(slots.index, of_slots, slots, None, causal)
-        found = np.asarray(part.choose(x, jnp.asarray(keys), mask, context))
+        found = np.asarray(part.select(x, jnp.asarray(keys), mask, context))
         for b, t, n in np.ndindex(3, size, 2):
             if not valid[b, t] or (causal and t < 6):
                 continue
@@ -180,7 +182,7 @@ class Masked(ReferenceAttention):
 def test_attention_is_dense_attention_to_the_chosen_keys(form: Any, small_blocks: None) -> None:
     """Values and gradients, masked and gathered, in blocks, and in causal parts or not."""
     context, sparse = Context.from_lengths(ROPE, 2, 29, lengths=[29, 21]), attention(6, form)
-    chosen = sparse.indexer.choose(
+    chosen = sparse.indexer.select(
         X, sparse.q.latent(X), sparse.indexer.keys(X, context), context.append_to_cache(None, None, None)[2], 6, context
     )
     allowed = np.zeros((2, 29, 30), bool)
@@ -221,7 +223,8 @@ def test_few_keys_are_all_attended_to() -> None:
 
 def test_no_array_has_all_queries_and_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward; the limit is that of one block, and of the chosen keys of all queries."""
-    monkeypatch.setattr(indexer, "BLOCK", 2**14)
+    for module in (indexer, sparse_attention):
+        monkeypatch.setattr(module, "BLOCK_SCORES", 2**14)
     sparse, x = attention(8, NaiveMLA()), jax.ShapeDtypeStruct((1, 1024, 12), F32)
     graph, state = nnx.split(sparse)
 
@@ -358,7 +361,8 @@ def see_later_keys(model: Any, patch: pytest.MonkeyPatch) -> None:
     def choose(q: Any, weights: Any, keys: Any, mask: Mask, topk: int) -> Any:
         return select_keys(q, weights, keys, dataclasses.replace(mask, query_index=mask.query_index + 1), topk)
 
-    patch.setattr(indexer, "_parts", lambda mask, length, topk: [(slice(topk, None), slice(0, length))])
+    for module in (indexer, sparse_attention):
+        patch.setattr(module, "query_parts", lambda mask, length, topk: [(slice(topk, None), slice(0, length))])
     patch.setattr(indexer, "select_keys", choose)
 
 
@@ -458,8 +462,8 @@ def places_forgotten(model: Any, patch: pytest.MonkeyPatch) -> None:
 
 
 def own_pool_not_seen(model: Any, patch: pytest.MonkeyPatch) -> None:
-    right = PooledIndexer._own
-    patch.setattr(PooledIndexer, "_own", lambda self, *given: jnp.full_like(right(self, *given), NO_SLOT))
+    right = PooledIndexer._own_pool
+    patch.setattr(PooledIndexer, "_own_pool", lambda self, *given: jnp.full_like(right(self, *given), NO_SLOT))
 
 
 def pools_from_the_second_token(model: Any, patch: pytest.MonkeyPatch) -> None:

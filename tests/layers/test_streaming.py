@@ -11,7 +11,7 @@ import pytest
 
 from nnxmoe import BlockwiseAttention, FlashAttention, ReferenceAttention
 from nnxmoe.layers.attention import blockwise_attention
-from nnxmoe.layers.attention.flash_attention import _bounds
+from nnxmoe.layers.attention.flash_attention import _key_ranges
 from nnxmoe.layers.attention.softmax_attention import MaskedSoftmax
 from nnxmoe.layers.cache import SlotMetadata
 from nnxmoe.layers.mask import Mask
@@ -167,9 +167,9 @@ def test_blocks_without_allowed_pairs_are_skipped(case: str) -> None:
         slots = dataclasses.replace(mask.keys, index=jnp.where(mask.keys.valid, mask.keys.index, -1), valid=None)
         mask = dataclasses.replace(mask, keys=slots)
     queries, keys = (mask.query_index.shape[-1] // 8 * 8, mask.keys.index.shape[-1] // 4 * 4)
-    mask = mask.part(slice(0, queries), slice(0, keys))
+    mask = mask.select(slice(0, queries), slice(0, keys))
     allowed = np.asarray(mask.allowed()).reshape(-1, queries // 8, 8, keys // 4, 4).any(axis=(0, 2, 4))
-    first, end = (np.asarray(x) for x in _bounds(mask, (8, 4)))
+    first, end = (np.asarray(x) for x in _key_ranges(mask, (8, 4)))
     for i, row in enumerate(allowed):
         needed = np.flatnonzero(row)
         assert not needed.size or (first[i] <= needed[0] and needed[-1] < end[i])
@@ -202,7 +202,7 @@ def test_blockwise_streams_long_passes(count: int, keys: int, streams: int) -> N
 
 
 def test_default_block_sizes_equal_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blockwise_attention, "MOST_PAIRS", 200 * 200)
+    monkeypatch.setattr(blockwise_attention, "MAX_PAIRS", 200 * 200)
     arrays, scores = operands(261, 261), MaskedSoftmax(plain(150, 261), 0.4)
     ours, wanted = (
         jax.jit(lambda *a, f=f: f(*a, scores))(*arrays) for f in (BlockwiseAttention(), ReferenceAttention())

@@ -19,7 +19,8 @@ from jax.extend.core import jaxprs_in_params
 
 import nnxmoe
 from nnxmoe import sharding
-from nnxmoe.layers import cache
+from nnxmoe.layers import cache_buffer
+from nnxmoe.layers.attention import softmax_attention
 from nnxmoe.layers.attention.softmax_attention import MaskedSoftmax
 from nnxmoe.layers.cache import CacheMetadata, SlotMetadata, TokenCache
 from nnxmoe.layers.embed import Embed
@@ -119,9 +120,9 @@ def masks(text: str) -> set[str]:
     return found
 
 
-def chosen(self: Mask, scores: Any, after: Any) -> Any:
-    """Naive `Mask.hide` that materialises the mask."""
-    return jnp.where(self.allowed()[:, None, None], scores, jnp.finfo(jnp.float32).min)
+def materialize_mask(mask: Mask, scores: Any, q: Any) -> Any:
+    """Naive `_mask_scores` that materializes the mask."""
+    return jnp.where(mask.allowed()[:, None, None], scores, jnp.finfo(jnp.float32).min)
 
 
 @pytest.mark.parametrize("fields", [(), ("segment_ids",), ("segment_ids", "attention_mask")])
@@ -132,7 +133,7 @@ def test_training_stores_no_attention_mask(fields: tuple[str, ...], monkeypatch:
 
     assert not found()
     if not fields:
-        monkeypatch.setattr(Mask, "hide", chosen)
+        monkeypatch.setattr(softmax_attention, "_mask_scores", materialize_mask)
         assert any(mask.startswith("while") for mask in found())
 
 
@@ -150,7 +151,7 @@ def test_attention_backward_stores_no_mask(monkeypatch: pytest.MonkeyPatch) -> N
         return sum(a.dtype == bool and a.shape[-2:] == (LENGTH, LENGTH) for a in jax.tree.leaves(back))
 
     assert kept() == 0
-    monkeypatch.setattr(Mask, "hide", chosen)
+    monkeypatch.setattr(softmax_attention, "_mask_scores", materialize_mask)
     assert kept() > 0
 
 
@@ -445,7 +446,7 @@ def test_unrolled_caches_are_updated_in_place(ring: bool, dtype: Any, monkeypatc
 
     assert copied() < 0.3
     if dtype == F32:  # older XLA versions do not copy 16-bit buffers
-        monkeypatch.setattr(cache, "one_cpu", lambda: False)  # a single write outside a loop
+        monkeypatch.setattr(cache_buffer, "one_cpu", lambda: False)  # a single write outside a loop
         assert copied() > 3
 
 

@@ -30,8 +30,7 @@ from nnxmoe.convert.peft.layer_adapters import parameter_name
 from nnxmoe.layers.activations import LimitedSwiGLU, swiglu
 from nnxmoe.layers.attention.block_indexer import BlockIndexer, IndexedGQA, KeyBlocks
 from nnxmoe.layers.attention.cross_layer import CrossLayerAttention
-from nnxmoe.layers.attention.gqa import GQA, AttentionDims
-from nnxmoe.layers.attention.qk_norm import AllHeadsNorm, QKNorm
+from nnxmoe.layers.attention.gqa import GQA, AllHeadsNorm, AttentionDims, QKNorm
 from nnxmoe.layers.norm import RMSNorm, rms_normalize
 from nnxmoe.layers.rope import rotate_halves, rotate_pairs
 from nnxmoe.linen import LinenCausalLM
@@ -392,7 +391,7 @@ def whole_norm_on_shards() -> tuple[float, float]:
     the difference that a norm per shard would make."""
     f32 = jnp.dtype("float32")
     rngs = nnx.Rngs(0)
-    norm = QKNorm.whole(8, 4, 6, 1e-5, dtype=f32, rngs=rngs)
+    norm = QKNorm.all_heads(8, 4, 6, 1e-5, dtype=f32, rngs=rngs)
     for each in (norm.q, norm.k):
         each.scale.set_value(1 + 0.5 * jax.random.normal(rngs.params(), each.scale.shape))
     options: dict[str, Any] = {"rotary": Rope(6, 100.0), "window": None, "attention_fn": nnxmoe.ReferenceAttention()}
@@ -837,13 +836,15 @@ def blocks_of_other_sizes(model: Any) -> None:
 def blocks_from_the_end(model: Any) -> None:
     """Without the keys that complete the last block."""
     for x in indexers(model):
-        x._places = lambda q, keys, allowed, *rest, p=x._places: p(q, keys, allowed & (rest[0][:, None] % 3 < 2), *rest)
+        x._select_places = lambda q, keys, allowed, *rest, p=x._select_places: p(
+            q, keys, allowed & (rest[0][:, None] % 3 < 2), *rest
+        )
 
 
 def rank_by_the_last_keys(model: Any) -> None:
     """Instead of the best of each block."""
     for x in indexers(model):
-        x._places = lambda q, keys, allowed, offset, packed, p=x._places: p(
+        x._select_places = lambda q, keys, allowed, offset, packed, p=x._select_places: p(
             q, jnp.where((offset % 3 == 2)[..., None], keys, -jnp.abs(keys)), allowed, offset, packed
         )
 

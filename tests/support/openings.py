@@ -16,7 +16,7 @@ from nnxmoe.layers.context import Context
 from nnxmoe.layers.linear.linear import Linear
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.norm import RMSNorm
-from nnxmoe.layers.recurrent.recurrence import RecurrentState, recurrence
+from nnxmoe.layers.recurrent.recurrence import RecurrentState, scan_tokens
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.family import Family
 from nnxmoe.model.layer import Layer, LayerOutput
@@ -73,7 +73,7 @@ class Recurrence(nnx.Module):
             h = decay * h + (1 - decay) * jnp.tanh(conv)
             return (h, window[:, 1:]), h
 
-        out, cache = recurrence(step, self._zero(x.shape[0]), (taps, decay), context, cache)
+        out, cache = scan_tokens(step, self._zero(x.shape[0]), (taps, decay), context, cache)
         return self.o(context.output_tokens(out.astype(x.dtype))), cache
 
     def _zero(self, batch: int) -> Any:

@@ -7,8 +7,7 @@ from typing import Any
 
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import count
-from nnxmoe.layers.attention.gqa import GQA
-from nnxmoe.layers.attention.qk_norm import QKNorm
+from nnxmoe.layers.attention.gqa import GQA, QKNorm
 from nnxmoe.layers.embed import Embed
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.norm import RMSNorm

@@ -1,4 +1,4 @@
-"""Grouped-query attention to blocks of keys that an indexer chooses (MiniMax-M3, 2026)."""
+"""Grouped-query attention to blocks of keys that an indexer selects (MiniMax-M3, 2026)."""
 
 import dataclasses
 from typing import Any, ClassVar, Unpack
@@ -12,17 +12,16 @@ from nnxmoe.axes import ParamOptions
 from nnxmoe.config.rope_parameters import Rope
 from nnxmoe.layers.attention.gqa import GQA, AttentionDims
 from nnxmoe.layers.attention.indexer import (
-    NO_SLOT,
-    SelectedSlots,
-    SparseAttention,
-    choose_in_blocks,
     gather_or_none,
-    highest,
-    products,
+    query_key_products,
+    select_in_blocks,
     sort_padding_last,
+    topk_slots,
 )
-from nnxmoe.layers.attention.softmax_attention import AttentionFn, MaskedSoftmax
-from nnxmoe.layers.cache import TokenCache, gather_tokens
+from nnxmoe.layers.attention.softmax_attention import AttentionFn, HeadOutputs, Keys, MaskedSoftmax, Queries, Values
+from nnxmoe.layers.attention.sparse_attention import NO_SLOT, SelectedSlots, SparseAttention
+from nnxmoe.layers.cache import TokenCache
+from nnxmoe.layers.cache_buffer import gather_tokens
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.linear.linear import Linear
 from nnxmoe.layers.mask import Mask
@@ -32,8 +31,10 @@ from nnxmoe.layers.rope import RotateFn
 
 @dataclasses.dataclass(frozen=True)
 class KeyBlocks:
-    """Blocks of ``size`` consecutive keys, of which a query attends to ``count``: always to the ``local`` last ones,
-    its own among them."""
+    """Blocks of ``size`` consecutive keys; a query attends to ``count`` blocks, always to the ``local`` last blocks.
+
+    The block of the query's own token is one of the local blocks.
+    """
 
     size: int
     count: int
@@ -41,11 +42,11 @@ class KeyBlocks:
 
 
 class BlockIndexer(nnx.Module):
-    """Chooses blocks of keys for each query and each of ``heads`` groups of heads.
+    """Selects blocks of keys for each query and each of ``heads`` groups of heads.
 
-    The score of a block is the highest ``q · key`` of its keys up to the query. Each segment is divided into blocks
-    from its first token on, where transformers also counts padding. ``q``: ``heads`` queries of width
-    ``head_dim``; one key per token; both are normalised and rotated. The choice has no gradient. Source:
+    ``q`` computes ``heads`` queries of width ``head_dim``. There is one key per token. Both are normalized and rotated.
+    The score of a block is the highest ``q · key`` over its keys up to the query. Each segment is divided into blocks
+    from its first token on; transformers also counts padding. The selection has no gradient. Source:
     ``MiniMaxM3VLIndexer`` in transformers 5.24.
     """
 
@@ -76,113 +77,117 @@ class BlockIndexer(nnx.Module):
         """Compute one key per token."""
         return context.rotated(self.k_norm(self.k(x))[:, :, None], self.rotary, self.rotate)[:, :, 0]
 
-    def choose(
+    def select(
         self, x: Float[Array, "B asked D"], keys: Float[Array, "B S H"], mask: Mask, context: Context
     ) -> SelectedSlots:
-        """The slots of the keys in the chosen blocks up to each query, ``[B * heads, T, topk]``, in ascending
-        order. Of a causal pass the first `topk` queries have none, since they attend to all keys before them."""
+        """Return the slots of the keys in the selected blocks up to each query, ``[B * heads, T, topk]``, ascending.
+
+        The first `topk` queries of a causal pass get `NO_SLOT`: they attend to all keys before them.
+        """
         q = context.rotated(self.q_norm(self.q(x)), self.rotary, self.rotate)
         order, tokens, offset = sort_padding_last(mask.keys, keys.shape[:2])
-        moved, packed = mask.keys.valid is not None, tokens.segment is not None
-        q, keys = jax.lax.stop_gradient((q, gather_tokens(keys, order) if moved else keys))
+        has_padding, is_packed = mask.keys.valid is not None, tokens.segment is not None
+        q, keys = jax.lax.stop_gradient((q, gather_tokens(keys, order) if has_padding else keys))
 
-        def run(allowed: Bool[Array, "B T S"], seen: slice, q: Float[Array, "B T N H"]) -> Int[Array, "B T _"]:
-            chosen = self._places(q, keys[:, seen], allowed, offset[:, seen], packed)
-            chosen = gather_or_none(order, chosen) if moved else chosen
-            return chosen.reshape(*chosen.shape[:2], -1)
+        def select(allowed: Bool[Array, "B T S"], key_slice: slice, q: Float[Array, "B T N H"]) -> Int[Array, "B T _"]:
+            places = self._select_places(q, keys[:, key_slice], allowed, offset[:, key_slice], is_packed)
+            slots = gather_or_none(order, places) if has_padding else places
+            return slots.reshape(*slots.shape[:2], -1)
 
         heads, mask = q.shape[2], dataclasses.replace(mask, keys=tokens)
-        chosen = choose_in_blocks(run, mask, self.topk, heads * self.topk, heads, q)
-        split = chosen.reshape(*chosen.shape[:2], heads, self.topk)
-        return jnp.moveaxis(split, 2, 1).reshape(-1, chosen.shape[1], self.topk)
+        slots = select_in_blocks(select, mask, self.topk, heads * self.topk, heads, q)
+        by_head = slots.reshape(*slots.shape[:2], heads, self.topk)
+        return jnp.moveaxis(by_head, 2, 1).reshape(-1, slots.shape[1], self.topk)
 
-    def _places(
+    def _select_places(
         self,
         q: Float[Array, "B T N H"],
         keys: Float[Array, "B S H"],
         allowed: Bool[Array, "B T S"],
         offset: Int[Array, "B S"],
-        packed: bool,
+        is_packed: bool,
     ) -> Int[Array, "B T N X"]:
-        """The places of the chosen keys among all that are in order. ``offset``: of each key in its segment."""
+        """Select places among keys that are sorted by their tokens; ``offset``: of each key in its segment."""
         blocks, size, places = self.blocks, keys.shape[1], jnp.arange(keys.shape[1])
-        scores = jnp.where(allowed[:, :, None], products(q, keys), -jnp.inf)
-        if packed:  # a block may begin anywhere
-            first, best = places, running_max(scores, blocks.size)
+        scores = jnp.where(allowed[:, :, None], query_key_products(q, keys), -jnp.inf)
+        if is_packed:  # a block may begin anywhere
+            first, block_scores = places, windowed_max(scores, blocks.size)
         else:
-            first, pad = places[:: blocks.size], -size % blocks.size
-            wide = jnp.pad(scores, ((0, 0),) * 3 + ((0, pad),), constant_values=-jnp.inf)
-            best = wide.reshape(*scores.shape[:3], -1, blocks.size).max(axis=-1)
-        starts = allowed[..., first] & (offset[:, None, first] % blocks.size == 0)
-        own = jnp.sum(allowed, axis=-1, keepdims=True) - 1  # the query's offset in its segment
-        near = own // blocks.size - offset[:, None, first] // blocks.size < blocks.local
-        best = jnp.where((near & starts)[:, :, None], jnp.inf, best)
-        chosen = highest(best, starts[:, :, None], blocks.count)
-        begin = jnp.where(chosen == NO_SLOT, size, first[jnp.where(chosen == NO_SLOT, 0, chosen)])
+            first, padding = places[:: blocks.size], -size % blocks.size
+            padded = jnp.pad(scores, ((0, 0),) * 3 + ((0, padding),), constant_values=-jnp.inf)
+            block_scores = padded.reshape(*scores.shape[:3], -1, blocks.size).max(axis=-1)
+        is_start = allowed[..., first] & (offset[:, None, first] % blocks.size == 0)
+        query_offset = jnp.sum(allowed, axis=-1, keepdims=True) - 1
+        is_local = query_offset // blocks.size - offset[:, None, first] // blocks.size < blocks.local
+        block_scores = jnp.where((is_local & is_start)[:, :, None], jnp.inf, block_scores)
+        selected = topk_slots(block_scores, is_start[:, :, None], blocks.count)
+        is_missing = selected == NO_SLOT
+        starts = jnp.where(is_missing, size, first[jnp.where(is_missing, 0, selected)])
         last = jnp.max(jnp.where(allowed, places, -1), axis=-1)
-        found = begin[..., None] + jnp.arange(blocks.size)
-        found = jnp.where(found <= last[:, :, None, None, None], found, NO_SLOT)
-        return found.reshape(*found.shape[:3], -1)
+        selected = starts[..., None] + jnp.arange(blocks.size)
+        selected = jnp.where(selected <= last[:, :, None, None, None], selected, NO_SLOT)
+        return selected.reshape(*selected.shape[:3], -1)
 
 
-def running_max(x: Float[Array, "*rows S"], width: int) -> Float[Array, "*rows S"]:
-    """The maximum of each number and the ``width - 1`` after it."""
-    done = 1
-    while done < width:
-        step = min(done, width - done)
+def windowed_max(x: Float[Array, "*rows S"], width: int) -> Float[Array, "*rows S"]:
+    """Maximum of each number and the ``width - 1`` numbers after it."""
+    covered = 1
+    while covered < width:
+        step = min(covered, width - covered)
         later = jnp.pad(x[..., step:], ((0, 0),) * (x.ndim - 1) + ((0, step),), constant_values=-jnp.inf)
-        x, done = jnp.maximum(x, later), done + step
+        x, covered = jnp.maximum(x, later), covered + step
     return x
 
 
 class IndexedGQA(GQA):
-    """`GQA` whose queries attend to the blocks of keys that a `BlockIndexer` chooses for groups of heads. Equal to
-    `GQA`, also in the last bit, where no more keys than these are there."""
+    """`GQA` whose queries attend to the blocks of keys that a `BlockIndexer` selects per group of heads.
+
+    Bit-equal to `GQA` where there are at most ``topk`` keys.
+    """
 
     supports_context_parallel: ClassVar[bool] = False
 
-    def __init__(self, heads: AttentionDims, *, indexer: BlockIndexer, **options: Any):
-        super().__init__(heads, **options)
+    def __init__(self, dims: AttentionDims, *, indexer: BlockIndexer, **options: Any):
+        super().__init__(dims, **options)
         self.indexer, self.topk = indexer, indexer.topk
 
-    def _seen(
+    def append_to_cache(
         self, x: Float[Array, "B T D"], k: Array, v: Array, context: Context, cache: Any
     ) -> tuple[Any, Array, Array, Mask, AttentionFn]:
-        cache, (k, v, near), mask = context.append_to_cache(cache, (k, v, self.indexer.keys(x, context=context)), None)
+        stored = k, v, self.indexer.keys(x, context=context)
+        cache, (k, v, index_keys), mask = context.append_to_cache(cache, stored, None)
         attention_fn = self.attention_fn
-        if near.shape[1] > self.topk:
-            chosen = self.indexer.choose(context.output_tokens(x), near, mask=mask, context=context)
-            attention_fn = PerGroupAttention(SparseAttention(chosen, attention_fn), self.indexer.q.outs[0])
+        if index_keys.shape[1] > self.topk:
+            selected = self.indexer.select(context.output_tokens(x), index_keys, mask=mask, context=context)
+            attention_fn = PerGroupAttention(SparseAttention(selected, attention_fn), self.indexer.q.outs[0])
         return cache, k, v, mask, attention_fn
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, lookahead: int = 0) -> TokenCache:
-        """A slot per token, for its keys and values, and the indexer's key."""
+        """Create a cache with one slot per token, for its keys and values, and the indexer's key."""
         cache, width = super().empty_cache(batch, capacity, dtype, lookahead), self.indexer.k.outs[0]
         return dataclasses.replace(cache, buffers=(*cache.buffers, jnp.zeros((batch, capacity, width), dtype)))
 
 
 @dataclasses.dataclass(frozen=True)
 class PerGroupAttention:
-    """Computes ``attention_fn`` with each group of heads as a row of the batch, so that groups may attend to other
-    keys.
+    """Computes ``attention_fn`` with each group of heads as a row of the batch, so that groups attend to other keys.
 
-    ``groups``: number of groups; it divides the number of key/value heads, or is a multiple of it.
+    ``groups``: number of groups; divides the number of key/value heads, or is a multiple of it.
     """
 
     attention_fn: AttentionFn
     groups: int
 
-    def __call__(
-        self, q: Float[Array, "B N T H"], k: Float[Array, "B K S H"], v: Float[Array, "B K S Hv"], scores: MaskedSoftmax
-    ) -> Float[Array, "B N T Hv"]:
-        (batch, heads), groups = k.shape[:2], self.groups
-        assert scores.sinks is None, "sinks are per head"
-        if groups > heads:
-            k, v = (jnp.repeat(a, groups // heads, axis=1) for a in (k, v))
+    def __call__(self, q: Queries, k: Keys, v: Values, softmax: MaskedSoftmax) -> HeadOutputs:
+        (batch, kv_heads), groups = k.shape[:2], self.groups
+        assert softmax.sinks is None, "sinks are per head"
+        if groups > kv_heads:
+            k, v = (jnp.repeat(a, groups // kv_heads, axis=1) for a in (k, v))
 
-        def of_rows(a: Array) -> Array:
+        def repeat_rows(a: Array) -> Array:
             return jnp.repeat(a, groups, axis=0) if a.ndim > 1 and a.shape[0] == batch else a
 
         q, k, v = (a.reshape(batch * groups, -1, *a.shape[2:]) for a in (q, k, v))
-        out = self.attention_fn(q, k, v, dataclasses.replace(scores, mask=jax.tree.map(of_rows, scores.mask)))
-        return out.reshape(batch, -1, *out.shape[2:])
+        mask = jax.tree.map(repeat_rows, softmax.mask)
+        outputs = self.attention_fn(q, k, v, dataclasses.replace(softmax, mask=mask))
+        return outputs.reshape(batch, -1, *outputs.shape[2:])

@@ -1,7 +1,7 @@
-"""Compressed keys: one entry for every few tokens, which later tokens attend to instead of these (DeepSeek-V4, 2026).
+"""Compressed keys: one entry per ``rate`` tokens, which later tokens attend to instead (DeepSeek-V4, 2026).
 
-Windows of ``rate`` tokens are counted from the start of each segment, so that padding and packing change nothing. The
-entry of a window exists once its last token does, in slot ``index of that token // rate`` of its row.
+Windows of ``rate`` tokens are counted from the start of each segment, so padding and packing change nothing. The entry
+of a window exists as soon as the last token of the window does, in slot ``index of that token // rate`` of its row.
 """
 
 import dataclasses
@@ -14,7 +14,8 @@ from jaxtyping import Array, Float, Int
 
 from nnxmoe.axes import ParamOptions, parameter
 from nnxmoe.config.rope_parameters import Rope
-from nnxmoe.layers.cache import Buffer, CacheMetadata, RecurrentState, SlotMetadata, append_ring, floats, written
+from nnxmoe.layers.cache import CacheMetadata, RecurrentState, SlotMetadata, append_ring
+from nnxmoe.layers.cache_buffer import Buffer, as_float, write_slots
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.linear.linear import Linear
 from nnxmoe.layers.norm import RMSNorm
@@ -24,8 +25,12 @@ from nnxmoe.layers.rope import RotateFn, compute_rotation
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class CompressedCache:
-    """The entries of a layer, ``[*L, B, C / rate, W]``, and what the newest tokens of a row contribute to entries,
-    ``[*L, B, R, W]``: that of token i at ``i % R``."""
+    """The entries of a layer and the inputs of entries that are not complete yet.
+
+    Attributes:
+        entries: ``[*L, B, C / rate, W]``.
+        open: projections of the newest tokens of a row, ``[*L, B, R, W]``; token i is at ``i % R``.
+    """
 
     entries: Buffer
     open: RecurrentState
@@ -33,70 +38,74 @@ class CompressedCache:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class PassRows(CacheMetadata):
-    """The `CacheMetadata` of a pass, also of one without a cache, for parts that look back.
+class RowMetadata(CacheMetadata):
+    """`CacheMetadata` of a pass with or without a cache.
 
-    ``own``: for every stored token by its index, its index in its segment.
+    ``segment_offset``: for every stored token by its index, the number of tokens before it in its segment.
     """
 
-    own: Int[Array, "B C"]
+    segment_offset: Int[Array, "B C"]
 
     @classmethod
-    def of(cls, context: Context, batch: int, length: int) -> "PassRows":
-        """The rows of a pass."""
+    def from_context(cls, context: Context, batch: int, length: int) -> "RowMetadata":
+        """Read the metadata of a pass with ``length`` tokens per row."""
         if context.past is not None:
             past = context.past
-            before, after, index, segment = past.before, past.after, past.index, past.segment
+            before, after, index, segment = past.length_before, past.length_after, past.index, past.segment
         else:
             index = jnp.broadcast_to(context.index, (batch, length))
-            index = index if context.valid is None else jnp.where(context.valid, index, -1)
+            if context.valid is not None:
+                index = jnp.where(context.valid, index, -1)
             before, after = jnp.zeros((batch,), jnp.int32), jnp.max(index, axis=1) + 1
             segment = jnp.zeros((batch, length), jnp.int32)
             if context.segment is not None:
                 segment = gather_by_index(context.segment[..., None], index, before, length)[..., 0]
         places = jnp.arange(segment.shape[1], dtype=jnp.int32)
         starts = jnp.where(segment[:, 1:] != segment[:, :-1], places[1:], 0)
-        first = jax.lax.cummax(jnp.pad(starts, ((0, 0), (1, 0))), axis=1)
-        return cls(index, before, after, segment, places - first)
+        segment_start = jax.lax.cummax(jnp.pad(starts, ((0, 0), (1, 0))), axis=1)
+        return cls(index, before, after, segment, places - segment_start)
 
-    def closing(self, rate: int) -> Int[Array, "B n"]:
-        """The index of the last token of each slot's window; -1 for slots without an entry."""
-        count = self.own.shape[1]
-        last = ((self.own + 1) % rate == 0) & (jnp.arange(count, dtype=jnp.int32) < self.after[:, None])
-        last = jnp.pad(last, ((0, 0), (0, -count % rate))).reshape(len(last), -1, rate)
-        at = jnp.argmax(last, axis=2).astype(jnp.int32) + jnp.arange(last.shape[1], dtype=jnp.int32) * rate
-        return jnp.where(last.any(axis=2), at, -1)
+    def window_ends(self, rate: int) -> Int[Array, "B n"]:
+        """Index of the last token of each slot's window; -1 for slots without an entry."""
+        count = self.segment_offset.shape[1]
+        is_end = (self.segment_offset + 1) % rate == 0
+        is_end = is_end & (jnp.arange(count, dtype=jnp.int32) < self.length_after[:, None])
+        is_end = jnp.pad(is_end, ((0, 0), (0, -count % rate))).reshape(len(is_end), -1, rate)
+        ends = jnp.argmax(is_end, axis=2).astype(jnp.int32) + jnp.arange(is_end.shape[1], dtype=jnp.int32) * rate
+        return jnp.where(is_end.any(axis=2), ends, -1)
 
     def slots(self, index: Int[Array, "B n"]) -> SlotMetadata:
-        """The slots that hold the tokens of these indices, -1 for none."""
+        """Describe slots that hold the tokens with these indices; -1 for empty slots."""
         return SlotMetadata(index, None, gather_clipped(self.segment, index))
 
 
 def gather_clipped(values: Int[Array, "B C"], index: Int[Array, "B n"]) -> Int[Array, "B n"]:
-    """The value at each index of its row; any for an index out of range."""
+    """Gather from each row; indices out of range are clipped."""
     return jnp.take_along_axis(values, jnp.clip(index, 0, values.shape[1] - 1), axis=1)
 
 
 def gather_by_index(
     values: Float[Array, "B S W"] | Int[Array, "B S W"], index: Int[Array, "B S"], first: Int[Array, "B"], count: int
 ) -> Array:
-    """``count`` tokens of each row from the index ``first`` on, ``[B, count, W]``; zeros for those that are not there.
+    """Gather the ``count`` tokens of each row with the indices from ``first`` on, ``[B, count, W]``.
 
-    ``index``: of each of the values in its row, negative for none.
+    ``index``: index of each value in its row, negative for none. Tokens without a value get zeros.
     """
-    at = jnp.where(index < 0, -1, index - first[:, None])
-    at = jnp.where(at < 0, count, at)
+    targets = jnp.where(index < 0, -1, index - first[:, None])
+    targets = jnp.where(targets < 0, count, targets)
     empty = jnp.full((len(values), count), values.shape[1], jnp.int32)
-    where = jax.vmap(lambda row, at: row.at[at].set(jnp.arange(len(at), dtype=jnp.int32), mode="drop"))(empty, at)
-    return jnp.take_along_axis(values, where[..., None], axis=1, mode="fill", fill_value=0)
+    sources = jax.vmap(lambda row, at: row.at[at].set(jnp.arange(len(at), dtype=jnp.int32), mode="drop"))(
+        empty, targets
+    )
+    return jnp.take_along_axis(values, sources[..., None], axis=1, mode="fill", fill_value=0)
 
 
 class Compressor(nnx.Module):
-    """Entries ``norm(sum_j softmax_j(gate_j + place_j) * kv_j)`` over the tokens of ``series`` windows each.
+    """Entries ``norm(sum_j softmax_j(gate_j + place_j) * kv_j)`` over the tokens j of ``series`` windows.
 
-    With one series an entry is of its own window; with two also of the window before, whose tokens have other kernels
-    (paper 2.3.1 and 2.3.2; ``DeepseekV4CSACompressor`` and ``DeepseekV4HCACompressor`` in transformers). Entries are
-    rotated by the position of their window's first token.
+    With one series an entry depends on its own window, with two also on the window before, whose tokens have other
+    kernels (paper 2.3.1 and 2.3.2; ``DeepseekV4CSACompressor`` and ``DeepseekV4HCACompressor`` in transformers).
+    Entries are rotated by the position of the first token of their window.
     """
 
     def __init__(
@@ -122,59 +131,66 @@ class Compressor(nnx.Module):
 
     @property
     def reach(self) -> int:
-        """How many tokens before its last one an entry depends on."""
+        """Number of tokens before the last token of an entry that the entry depends on."""
         return self.series * self.rate - 1
 
     def __call__(
-        self, x: Float[Array, "B T D"], context: Context, rows: PassRows, cache: CompressedCache | None
+        self, x: Float[Array, "B T D"], context: Context, rows: RowMetadata, cache: CompressedCache | None
     ) -> tuple[CompressedCache | None, Float[Array, "B n W"], SlotMetadata]:
-        """Return the cache, all entries of the rows with those of the tokens x, and the slots of their last tokens."""
-        new, index, open_tokens = jnp.concatenate([self.kv(x), self.gate(x)], axis=-1), rows.index, None
-        length, seen = x.shape[1], new
-        if cache is not None:  # -1 spare slots: even one token is seen beside those that were stored before it
-            open_tokens, seen, index = append_ring(cache.open.states, new, rows, -1)
-        seen = gather_by_index(seen, index, rows.before - self.reach, self.reach + length)
-        closing, alone = rows.closing(self.rate), cache is None or context.fresh
-        count = min(-(-length // self.rate) + (not alone), closing.shape[1])
-        slots = rows.before[:, None] // self.rate + jnp.arange(count, dtype=jnp.int32)
-        last = jnp.where(slots < closing.shape[1], gather_clipped(closing, slots), -1)
-        last = jnp.where(last >= rows.before[:, None], last, -1)
-        entries = self._entries(seen, last, rows, context)
+        """Return the cache, all entries of the rows including those of the tokens x, and the slots of the entries."""
+        projected, length = jnp.concatenate([self.kv(x), self.gate(x)], axis=-1), x.shape[1]
+        open_tokens, tokens, index = None, projected, rows.index
+        if cache is not None:  # lookahead -1: even a single token is returned beside the tokens stored before it
+            open_tokens, tokens, index = append_ring(cache.open.states, projected, rows, -1)
+        tokens = gather_by_index(tokens, index, rows.length_before - self.reach, self.reach + length)
+        ends = rows.window_ends(self.rate)
+        continues = cache is not None and not context.fresh  # a window may have begun before this pass
+        count = min(-(-length // self.rate) + continues, ends.shape[1])
+        slots = rows.length_before[:, None] // self.rate + jnp.arange(count, dtype=jnp.int32)
+        new_ends = jnp.where(slots < ends.shape[1], gather_clipped(ends, slots), -1)
+        new_ends = jnp.where(new_ends >= rows.length_before[:, None], new_ends, -1)
+        entries = self._entries(tokens, new_ends, rows, context)
         if cache is None or open_tokens is None:
-            return None, entries, rows.slots(last)
-        at = jnp.where(last < 0, closing.shape[1], slots)
-        cache = CompressedCache(written(cache.entries, entries, at, 1), RecurrentState(open_tokens))
+            return None, entries, rows.slots(new_ends)
+        slots = jnp.where(new_ends < 0, ends.shape[1], slots)
+        cache = CompressedCache(write_slots(cache.entries, entries, slots, 1), RecurrentState(open_tokens))
         if context.fresh:
-            return cache, entries, rows.slots(last)
-        return cache, floats(cache.entries, entries), rows.slots(closing)
+            return cache, entries, rows.slots(new_ends)
+        return cache, as_float(cache.entries, entries.dtype), rows.slots(ends)
 
     def _entries(
-        self, seen: Float[Array, "B S _"], last: Int[Array, "B n"], rows: PassRows, context: Context
+        self, tokens: Float[Array, "B S _"], ends: Int[Array, "B n"], rows: RowMetadata, context: Context
     ) -> Float[Array, "B n W"]:
-        """The entries whose last tokens have these indices; ``seen``: tokens from ``before - reach`` on."""
-        (width,), rate = self.norm.scale.shape[-1:], self.rate
-        own, parts = gather_clipped(rows.own, last), []
+        """Compute the entries whose windows end at these indices; ``tokens`` start at ``length_before - reach``."""
+        width, rate = self.norm.scale.shape[-1], self.rate
+        end_offset = gather_clipped(rows.segment_offset, ends)
+        kv_parts, gate_parts = [], []
         for i in range(self.series):
-            ago = (self.series - i) * rate - 1  # from the window's first token to the entry's last
-            at = (last - ago - rows.before[:, None] + self.reach)[..., None] + jnp.arange(rate, dtype=jnp.int32)
-            at = jnp.clip(at, 0, seen.shape[1] - 1).reshape(len(at), -1, 1)
+            distance = (self.series - i) * rate - 1  # from the first token of window i to the last token of the entry
+            first = ends - distance - rows.length_before[:, None] + self.reach
+            places = first[..., None] + jnp.arange(rate, dtype=jnp.int32)
+            places = jnp.clip(places, 0, tokens.shape[1] - 1).reshape(len(places), -1, 1)
             kv, gate = (
-                jnp.take_along_axis(seen[..., start : start + width], at, axis=1).reshape(*last.shape, rate, width)
+                jnp.take_along_axis(tokens[..., start : start + width], places, axis=1).reshape(
+                    *ends.shape, rate, width
+                )
                 for start in (i * width, (self.series + i) * width)
             )
             gate = gate.astype(jnp.float32) + self.place[...][:, i * width : (i + 1) * width]
-            parts.append((kv, jnp.where((own >= ago)[..., None, None], gate, -jnp.inf)))
-        kv, gate = (jnp.concatenate(each, axis=2) for each in zip(*parts, strict=True))
-        gate = jnp.where(last[..., None, None] < 0, 0, gate)
+            kv_parts.append(kv)
+            gate_parts.append(jnp.where((end_offset >= distance)[..., None, None], gate, -jnp.inf))
+        kv, gate = jnp.concatenate(kv_parts, axis=2), jnp.concatenate(gate_parts, axis=2)
+        gate = jnp.where(ends[..., None, None] < 0, 0, gate)
         entries = self.norm(jnp.sum(kv * jax.nn.softmax(gate, axis=2).astype(kv.dtype), axis=2))
         assert context.positions is not None
         positions = jnp.broadcast_to(context.positions, rows.index.shape)[..., None]
-        positions = gather_by_index(positions, rows.index, rows.before, rows.index.shape[1])[..., 0]
-        first = jnp.maximum(gather_clipped(positions, last - rows.before[:, None]) - (rate - 1), 0)
-        return self.rotate(entries[:, :, None], compute_rotation(self.rotary, first))[:, :, 0]
+        positions = gather_by_index(positions, rows.index, rows.length_before, rows.index.shape[1])[..., 0]
+        end_positions = gather_clipped(positions, ends - rows.length_before[:, None])
+        first_positions = jnp.maximum(end_positions - (rate - 1), 0)
+        return self.rotate(entries[:, :, None], compute_rotation(self.rotary, first_positions))[:, :, 0]
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, lookahead: int = 0) -> CompressedCache:
-        """Entries for ``capacity`` tokens, and the tokens that entries not yet made depend on."""
+        """Create a cache of entries for ``capacity`` tokens and of the tokens that later entries depend on."""
         width = self.norm.scale.shape[-1]
         entries = jnp.zeros((batch, -(-capacity // self.rate), width), dtype)
         values = jnp.zeros((batch, self.reach + lookahead, 2 * self.series * width), dtype)

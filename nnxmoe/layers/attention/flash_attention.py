@@ -7,34 +7,47 @@ et al. 2022; FlashAttention-2, Dao 2023).
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from nnxmoe.config.validate import set_positive
-from nnxmoe.layers.attention.softmax_attention import MaskedSoftmax
+from nnxmoe.layers.attention.softmax_attention import HeadOutputs, Keys, MaskedSoftmax, Queries, Values
 from nnxmoe.layers.cache import SlotMetadata
 from nnxmoe.layers.linear.matmul import dot_f32
 from nnxmoe.layers.linear.xla_cpu import as_bits, from_bits
 from nnxmoe.layers.mask import Mask
 
 LOWEST = float(jnp.finfo(jnp.float32).min)
-Sizes = tuple[int, int]  # queries and keys per block
-Form = tuple[Sizes, Any]  # and the structure of `MaskedSoftmax`
+BlockShape = tuple[int, int]  # queries and keys per block
+Static = tuple[BlockShape, Any]  # and the structure of `MaskedSoftmax`
 Grouped = Float[Array, "B K G T _"]
 Sinks = Float[Array, "N"] | None
+
+
+class Blocks(NamedTuple):
+    """Operands padded to whole blocks; ``leaves``: of `MaskedSoftmax` without sinks."""
+
+    static: Static
+    q: Grouped
+    k: Keys
+    v: Values
+    leaves: list[Array]
 
 
 @dataclasses.dataclass(frozen=True)
 class FlashAttention:
     """Exact attention in blocks of up to ``block_q`` by ``block_k`` scores; blocks without an allowed pair are skipped.
 
-    ``block_q`` None: 256, or 512 where each key head has one query head: XLA:CPU computes fewer scores per key head at
-    half the speed (jax 0.10.2). Accumulates in float32. The output of a query without any key (padding) is zero, also
-    in the gradients. First derivatives in reverse mode only: use ``ReferenceAttention()`` for forward mode and higher
-    derivatives.
+    Accumulates in float32. The output of a query without any key (padding) is zero, also in the gradients. Supports
+    first derivatives in reverse mode only: use ``ReferenceAttention()`` for forward mode and higher derivatives.
+
+    Args:
+        block_q: queries per block. None: 256, or 512 where each key head has one query head: XLA:CPU computes fewer
+            scores per key head at half the speed (jax 0.10.2).
+        block_k: keys per block.
     """
 
     block_q: int | None = None
@@ -43,234 +56,235 @@ class FlashAttention:
     def __post_init__(self) -> None:
         set_positive(self, "block_q", "block_k")
 
-    def __call__(
-        self, q: Float[Array, "B N T H"], k: Float[Array, "B K S H"], v: Float[Array, "B K S Hv"], scores: MaskedSoftmax
-    ) -> Float[Array, "B N T Hv"]:
-        form, *given, leaves = self._in_blocks(q, k, v, scores)
-        out: Array = _attend(form, *given, scores.sinks, leaves)
-        return out[..., : q.shape[2], :].reshape(*q.shape[:3], v.shape[3])
+    def __call__(self, q: Queries, k: Keys, v: Values, softmax: MaskedSoftmax) -> HeadOutputs:
+        blocks = self._split(q, k, v, softmax)
+        outputs: Array = _attend(blocks.static, blocks.q, blocks.k, blocks.v, softmax.sinks, blocks.leaves)
+        return outputs[..., : q.shape[2], :].reshape(*q.shape[:3], v.shape[3])
 
-    def _in_blocks(
-        self, q: Array, k: Array, v: Array, scores: MaskedSoftmax
-    ) -> tuple[Form, Array, Array, Array, list[Array]]:
-        """Grouped queries, keys and values of whole blocks, and the leaves of `MaskedSoftmax` without sinks."""
-        (batch, heads, count, width), kv_heads = q.shape, k.shape[1]
-        grouped = q.reshape(batch, kv_heads, heads // kv_heads, count, width)
-        most = self.block_q or (512 if heads == kv_heads else 256)
-        rows, columns = _even(count, most), _even(k.shape[2], self.block_k)
-        given = _padded(grouped, -count % rows), _padded(k, -k.shape[2] % columns), _padded(v, -k.shape[2] % columns)
-        mask = _padded_mask(scores.mask, -count % rows, -k.shape[2] % columns)
-        leaves, tree = jax.tree.flatten(dataclasses.replace(scores, mask=mask, sinks=None))
-        return ((rows, columns), tree), *given, leaves
+    def _split(self, q: Array, k: Array, v: Array, softmax: MaskedSoftmax) -> Blocks:
+        """Group queries by key head, and pad queries, keys, values and mask to whole blocks."""
+        (batch, heads, length, width), kv_heads, keys = q.shape, k.shape[1], k.shape[2]
+        grouped = q.reshape(batch, kv_heads, heads // kv_heads, length, width)
+        max_q = self.block_q or (512 if heads == kv_heads else 256)
+        block_q, block_k = _even_block(length, max_q), _even_block(keys, self.block_k)
+        q_padding, k_padding = -length % block_q, -keys % block_k
+        q, k, v = _pad(grouped, q_padding), _pad(k, k_padding), _pad(v, k_padding)
+        mask = _pad_mask(softmax.mask, q_padding, k_padding)
+        leaves, tree = jax.tree.flatten(dataclasses.replace(softmax, mask=mask, sinks=None))
+        return Blocks(((block_q, block_k), tree), q, k, v, leaves)
 
-    def partial(
-        self, q: Float[Array, "B N T H"], k: Float[Array, "B K S H"], v: Float[Array, "B K S Hv"], scores: MaskedSoftmax
-    ) -> tuple[Float[Array, "B N T Hv"], Float[Array, "B N T"]]:
-        """The output for some of the keys, in float32 and without sinks, and the log-sum-exp of each query's scores;
-        infinite for a query without keys. Not differentiable: see `slopes`."""
-        form, grouped, keys, values, leaves = self._in_blocks(q, k, v, scores)
-        out, logs = _forward(form, grouped, keys, values, None, leaves, jnp.float32)
-        count = q.shape[2]
-        return out[..., :count, :].reshape(*q.shape[:3], -1), logs[..., :count].reshape(q.shape[:3])
+    def partial_forward(
+        self, q: Queries, k: Keys, v: Values, softmax: MaskedSoftmax
+    ) -> tuple[HeadOutputs, Float[Array, "B N T"]]:
+        """Attend to a part of the keys, without sinks. Not differentiable: see `partial_backward`.
 
-    def slopes(
+        Returns the outputs in float32 and the log-sum-exp of each query's scores; infinite for a query without keys.
+        """
+        blocks = self._split(q, k, v, softmax)
+        outputs, logsumexp = _forward(blocks.static, blocks.q, blocks.k, blocks.v, None, blocks.leaves, jnp.float32)
+        outputs = outputs[..., : q.shape[2], :].reshape(*q.shape[:3], -1)
+        return outputs, logsumexp[..., : q.shape[2]].reshape(q.shape[:3])
+
+    def partial_backward(
         self,
-        q: Float[Array, "B N T H"],
-        k: Float[Array, "B K S H"],
-        v: Float[Array, "B K S Hv"],
-        scores: MaskedSoftmax,
-        out: Float[Array, "B N T Hv"],
-        logs: Float[Array, "B N T"],
-        d_out: Float[Array, "B N T Hv"],
-    ) -> tuple[Float[Array, "B N T H"], Float[Array, "B K S H"], Float[Array, "B K S Hv"]]:
-        """The gradients of q, k and v for some of the keys, given the output and log-sum-exps for all of them."""
-        form, grouped, keys, values, leaves = self._in_blocks(q, k, v, scores)
-        extra = grouped.shape[3] - q.shape[2]
-        out, logs, d_out = (_padded(x, extra).reshape(*grouped.shape[:4], -1) for x in (out, logs[..., None], d_out))
-        saved = grouped, keys, values, None, leaves, out, logs[..., 0]
-        d_q, d_k, d_v, *_ = _backward(form, saved, d_out)
+        q: Queries,
+        k: Keys,
+        v: Values,
+        softmax: MaskedSoftmax,
+        outputs: HeadOutputs,
+        logsumexp: Float[Array, "B N T"],
+        d_outputs: HeadOutputs,
+    ) -> tuple[Queries, Keys, Values]:
+        """Compute the gradients of q, k and v for a part of the keys, given outputs and log-sum-exps for all keys."""
+        blocks = self._split(q, k, v, softmax)
+        lead, padding = blocks.q.shape[:4], blocks.q.shape[3] - q.shape[2]
+        outputs, d_outputs, logsumexp = (
+            _pad(x, padding).reshape(*lead, -1) for x in (outputs, d_outputs, logsumexp[..., None])
+        )
+        residuals = blocks.q, blocks.k, blocks.v, None, blocks.leaves, outputs, logsumexp[..., 0]
+        d_q, d_k, d_v, *_ = _backward(blocks.static, residuals, d_outputs)
         d_q = d_q[..., : q.shape[2], :].reshape(q.shape)
         return d_q, d_k[..., : k.shape[2], :], d_v[..., : k.shape[2], :]
 
 
-def _even(count: int, most: int) -> int:
-    """Size of blocks for ``count`` elements: as few blocks of at most ``most`` as possible, equally large."""
-    return -(-count // -(-count // most))
+def _even_block(count: int, max_block: int) -> int:
+    """Size of blocks for ``count`` elements: as few blocks of at most ``max_block`` as possible, equally large."""
+    return -(-count // -(-count // max_block))
 
 
-def _padded(x: Array, extra: int, axis: int = -2, value: int = 0) -> Array:
-    if not extra:
+def _pad(x: Array, padding: int, axis: int = -2, value: int = 0) -> Array:
+    if not padding:
         return x
     widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, extra)
+    widths[axis] = (0, padding)
     return jnp.pad(x, widths, constant_values=value)
 
 
-def _padded_mask(mask: Mask, queries: int, keys: int) -> Mask:
+def _pad_mask(mask: Mask, queries: int, keys: int) -> Mask:
     """Pad the mask with queries and keys that nothing may attend to; padding keys have index -1."""
     slots = mask.keys
     index = slots.index if slots.valid is None else jnp.where(slots.valid, slots.index, -1)
     mask = dataclasses.replace(mask, keys=SlotMetadata(index, None, slots.segment))
-    return mask.map(lambda x: _padded(x, queries, -1, -1), lambda x: _padded(x, keys, -1, -1))
+    return mask.map(lambda x: _pad(x, queries, -1, -1), lambda x: _pad(x, keys, -1, -1))
 
 
-def _block(x: Array, at: Int[Array, ""], size: int, axis: int = -2) -> Array:
-    return from_bits(jax.lax.dynamic_slice_in_dim(as_bits(x), at * size, size, axis), x.dtype)
+def _read_block(x: Array, i: Int[Array, ""], size: int, axis: int = -2) -> Array:
+    return from_bits(jax.lax.dynamic_slice_in_dim(as_bits(x), i * size, size, axis), x.dtype)
 
 
-def _put(x: Array, block: Array, at: Int[Array, ""], axis: int = -2) -> Array:
-    return jax.lax.dynamic_update_slice_in_dim(x, block, at * block.shape[axis], axis)
+def _write_block(x: Array, block: Array, i: Int[Array, ""], axis: int = -2) -> Array:
+    return jax.lax.dynamic_update_slice_in_dim(x, block, i * block.shape[axis], axis)
 
 
-def _block_of_mask(mask: Mask, i: Int[Array, ""], j: Int[Array, ""], sizes: Sizes) -> Bool[Array, "_ _ _"]:
-    return mask.map(lambda x: _block(x, i, sizes[0], -1), lambda x: _block(x, j, sizes[1], -1)).allowed()
+def _add_block(x: Keys, block: Float[Array, "B K R H"], i: Int[Array, ""]) -> Array:
+    return _write_block(x, _read_block(x, i, block.shape[2]) + block, i)
 
 
-def _bounds(mask: Mask, sizes: Sizes) -> tuple[Int[Array, "_"], Int[Array, "_"]]:
-    """The first block of keys that each block of queries attends to, and the end of the last one.
+def _block_allowed(mask: Mask, i: Int[Array, ""], j: Int[Array, ""], shape: BlockShape) -> Bool[Array, "_ _ _"]:
+    block = mask.map(lambda x: _read_block(x, i, shape[0], -1), lambda x: _read_block(x, j, shape[1], -1))
+    return block.allowed()
 
-    They follow from the range of indices and of segments in each block, so blocks without an allowed pair may be among
-    them.
+
+def _key_ranges(mask: Mask, shape: BlockShape) -> tuple[Int[Array, "_"], Int[Array, "_"]]:
+    """Return the first block of keys that each block of queries attends to, and the end of the last.
+
+    The range follows from the range of indices and of segments in each block, so it may contain blocks without an
+    allowed pair.
     """
-    queries, keys = (
-        _ranges(mask.query_index, mask.query_index, sizes[0]),
-        _ranges(mask.keys.index, mask.keys.index, sizes[1]),
-    )
-    needed = keys[0][:, None] <= queries[1][:, :, None]
+    query_min, query_max = _block_min_max(mask.query_index, mask.query_index, shape[0])
+    key_min, key_max = _block_min_max(mask.keys.index, mask.keys.index, shape[1])
+    needed = key_min[:, None] <= query_max[:, :, None]
     if mask.window is not None:
-        needed &= keys[1][:, None] > queries[0][:, :, None] - mask.window
+        needed &= key_max[:, None] > query_min[:, :, None] - mask.window
     if mask.query_segment is not None and mask.keys.segment is not None:
-        query_segments = _ranges(mask.query_segment, mask.query_index, sizes[0])
-        key_segments = _ranges(mask.keys.segment, mask.keys.index, sizes[1])
-        needed &= key_segments[0][:, None] <= query_segments[1][:, :, None]
-        needed &= key_segments[1][:, None] >= query_segments[0][:, :, None]
+        query_min, query_max = _block_min_max(mask.query_segment, mask.query_index, shape[0])
+        key_min, key_max = _block_min_max(mask.keys.segment, mask.keys.index, shape[1])
+        needed &= key_min[:, None] <= query_max[:, :, None]
+        needed &= key_max[:, None] >= query_min[:, :, None]
     needed = needed.any(axis=0)
     end = jnp.where(needed.any(axis=1), needed.shape[1] - jnp.argmax(needed[:, ::-1], axis=1), 0)
     return jnp.argmax(needed, axis=1).astype(jnp.int32), end.astype(jnp.int32)
 
 
-def _ranges(x: Array, index: Array, size: int) -> tuple[Int[Array, "_ _"], Int[Array, "_ _"]]:
-    """The least and the greatest value in each block of tokens, of those with an index from 0."""
+def _block_min_max(x: Array, index: Array, size: int) -> tuple[Int[Array, "_ _"], Int[Array, "_ _"]]:
+    """Return the minimum and the maximum over the tokens of each block with an index >= 0."""
     info = jnp.iinfo(x.dtype)
-    least, most = (jnp.atleast_2d(jnp.where(index >= 0, x, value)) for value in (info.max, info.min))
-    return least.reshape(len(least), -1, size).min(axis=2), most.reshape(len(most), -1, size).max(axis=2)
+    lower, upper = (jnp.atleast_2d(jnp.where(index >= 0, x, value)) for value in (info.max, info.min))
+    return lower.reshape(len(lower), -1, size).min(axis=2), upper.reshape(len(upper), -1, size).max(axis=2)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(form: Form, q: Grouped, k: Array, v: Array, sinks: Sinks, leaves: list[Array]) -> Grouped:
-    """``leaves``: of `MaskedSoftmax` without sinks; their slopes are zero."""
-    return _forward(form, q, k, v, sinks, leaves, q.dtype)[0]
+def _attend(static: Static, q: Grouped, k: Array, v: Array, sinks: Sinks, leaves: list[Array]) -> Grouped:
+    return _forward(static, q, k, v, sinks, leaves, q.dtype)[0]
 
 
-def _products(rows: Float[Array, "B K G R H"], y: Float[Array, "B K S H"]) -> Float[Array, "B K G R S"]:
-    flat = rows.reshape(*rows.shape[:2], -1, rows.shape[4])
-    return dot_f32(flat, y, -1, -1).reshape(*rows.shape[:4], y.shape[2])
+def _products(q: Float[Array, "B K G R H"], k: Keys) -> Float[Array, "B K G R S"]:
+    flat = q.reshape(*q.shape[:2], -1, q.shape[4])
+    return dot_f32(flat, k, -1, -1).reshape(*q.shape[:4], k.shape[2])
 
 
-def _sums(weights: Float[Array, "B K G R S"], y: Float[Array, "B K S H"]) -> Float[Array, "B K G R H"]:
+def _weighted_sums(weights: Float[Array, "B K G R S"], v: Keys) -> Float[Array, "B K G R H"]:
     flat = weights.reshape(*weights.shape[:2], -1, weights.shape[4])
-    return dot_f32(flat, y, -1, -2).reshape(*weights.shape[:4], y.shape[3])
+    return dot_f32(flat, v, -1, -2).reshape(*weights.shape[:4], v.shape[3])
 
 
-def _of_queries(sinks: Sinks, shape: tuple[int, ...]) -> Float[Array, "B K G R"]:
-    """The score of each query's sink, the lowest float32 without sinks."""
+def _transposed_sums(weights: Float[Array, "B K G R S"], y: Float[Array, "B K G R H"]) -> Keys:
+    weights, y = (x.reshape(*x.shape[:2], -1, x.shape[4]) for x in (weights, y))
+    return dot_f32(weights, y, -2, -2)
+
+
+def _initial_maximum(sinks: Sinks, shape: tuple[int, ...]) -> Float[Array, "B K G R"]:
+    """Return the score of each query's sink, or the lowest float32 without sinks."""
     if sinks is None:
         return jnp.full(shape, LOWEST)
-    wide = sinks.astype(jnp.float32).reshape(1, *shape[1:3], 1)
-    return jnp.broadcast_to(jnp.maximum(wide, LOWEST), shape)
+    per_head = sinks.astype(jnp.float32).reshape(1, *shape[1:3], 1)
+    return jnp.broadcast_to(jnp.maximum(per_head, LOWEST), shape)
 
 
 def _forward(
-    form: Form, q: Grouped, k: Array, v: Array, sinks: Sinks, leaves: list[Array], dtype: Any
+    static: Static, q: Grouped, k: Array, v: Array, sinks: Sinks, leaves: list[Array], dtype: Any
 ) -> tuple[Array, Float[Array, "B K G T"]]:
-    """The output, and the log of the sum of each query's exponentiated scores; infinite for a query without keys."""
-    sizes, scores = form[0], form[1].unflatten(leaves)
-    first, end = _bounds(scores.mask, sizes)
+    """Return the outputs and the log-sum-exp of each query's scores; infinite for a query without keys."""
+    shape, softmax = static[0], static[1].unflatten(leaves)
+    first, end = _key_ranges(softmax.mask, shape)
 
-    def add_keys(i: Array, rows: Array, j: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
-        peak, total, out = state
-        products = scores.capped(_products(rows, _block(k, j, sizes[1]).astype(q.dtype)))
-        allowed = _block_of_mask(scores.mask, i, j, sizes)[:, None, None]
-        products = jnp.where(allowed, products, LOWEST)
-        higher = jnp.maximum(peak, jnp.max(products, axis=-1))
-        shares, kept = jnp.exp(products - higher[..., None]), jnp.exp(peak - higher)
-        new = _sums(shares.astype(v.dtype), _block(v, j, sizes[1]))
-        total = total * kept + jnp.sum(shares, axis=-1)
-        return higher, total, out * kept[..., None] + new
+    def add_keys(i: Array, q_block: Array, j: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
+        maximum, total, outputs = state
+        scores = softmax.scores(_products(q_block, _read_block(k, j, shape[1]).astype(q.dtype)))
+        allowed = _block_allowed(softmax.mask, i, j, shape)[:, None, None]
+        scores = jnp.where(allowed, scores, LOWEST)
+        new_maximum = jnp.maximum(maximum, jnp.max(scores, axis=-1))
+        exponentials, rescale = jnp.exp(scores - new_maximum[..., None]), jnp.exp(maximum - new_maximum)
+        sums = _weighted_sums(exponentials.astype(v.dtype), _read_block(v, j, shape[1]))
+        total = total * rescale + jnp.sum(exponentials, axis=-1)
+        return new_maximum, total, outputs * rescale[..., None] + sums
 
     def add_queries(i: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
-        outs, logs = state
-        rows = _block(q, i, sizes[0])
-        peak = _of_queries(sinks, rows.shape[:4])
-        total = jnp.zeros_like(peak) if sinks is None else jnp.ones_like(peak)
-        start = peak, total, jnp.zeros((*peak.shape, v.shape[3]), jnp.float32)
-        peak, total, out = jax.lax.fori_loop(first[i], end[i], functools.partial(add_keys, i, rows), start)
-        none = peak == LOWEST
-        out = jnp.where(none[..., None], 0, out / total[..., None]).astype(dtype)
-        log = jnp.where(none, jnp.inf, peak + jnp.log(total))
-        return _put(outs, as_bits(out), i), _put(logs, log, i, -1)
+        all_outputs, all_logsumexp = state
+        q_block = _read_block(q, i, shape[0])
+        maximum = _initial_maximum(sinks, q_block.shape[:4])
+        total = jnp.zeros_like(maximum) if sinks is None else jnp.ones_like(maximum)
+        start = maximum, total, jnp.zeros((*maximum.shape, v.shape[3]), jnp.float32)
+        add_block = functools.partial(add_keys, i, q_block)
+        maximum, total, outputs = jax.lax.fori_loop(first[i], end[i], add_block, start)
+        has_no_keys = maximum == LOWEST
+        outputs = jnp.where(has_no_keys[..., None], 0, outputs / total[..., None]).astype(dtype)
+        logsumexp = jnp.where(has_no_keys, jnp.inf, maximum + jnp.log(total))
+        return _write_block(all_outputs, as_bits(outputs), i), _write_block(all_logsumexp, logsumexp, i, -1)
 
-    outs = as_bits(jnp.zeros((*q.shape[:4], v.shape[3]), dtype))
-    start = outs, jnp.zeros(q.shape[:4], jnp.float32)
-    outs, logs = jax.lax.fori_loop(0, q.shape[3] // sizes[0], add_queries, start)
-    return from_bits(outs, dtype), logs
-
-
-def _save(form: Form, q: Grouped, k: Array, v: Array, sinks: Sinks, leaves: list[Array]) -> tuple[Array, Any]:
-    out, logs = _forward(form, q, k, v, sinks, leaves, q.dtype)
-    return out, (q, k, v, sinks, leaves, out, logs)
+    start = as_bits(jnp.zeros((*q.shape[:4], v.shape[3]), dtype)), jnp.zeros(q.shape[:4], jnp.float32)
+    outputs, logsumexp = jax.lax.fori_loop(0, q.shape[3] // shape[0], add_queries, start)
+    return from_bits(outputs, dtype), logsumexp
 
 
-def _backward(form: Form, saved: Any, d_out: Grouped) -> tuple[Array, Array, Array, Sinks, None]:
-    """The slopes of q, k, v and the sinks; products are of float32 operands, as for `batched_matmul_f32`."""
-    q, k, v, sinks, leaves, out, logs = saved
-    sizes, scores = form[0], form[1].unflatten(leaves)
-    first, end = _bounds(scores.mask, sizes)
-    shared = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
+def _attend_fwd(static: Static, q: Grouped, k: Array, v: Array, sinks: Sinks, leaves: list[Array]) -> tuple[Array, Any]:
+    outputs, logsumexp = _forward(static, q, k, v, sinks, leaves, q.dtype)
+    return outputs, (q, k, v, sinks, leaves, outputs, logsumexp)
+
+
+def _backward(static: Static, residuals: Any, d_outputs: Grouped) -> tuple[Array, Array, Array, Sinks, None]:
+    """Compute the gradients of q, k, v and the sinks.
+
+    Operands of products are float32, as in the backward pass of `batched_matmul_f32`.
+    """
+    q, k, v, sinks, leaves, outputs, logsumexp = residuals
+    shape, softmax = static[0], static[1].unflatten(leaves)
+    first, end = _key_ranges(softmax.mask, shape)
+    output_products = jnp.sum(d_outputs.astype(jnp.float32) * outputs.astype(jnp.float32), axis=-1)
 
     def add_keys(i: Array, rows: tuple[Array, ...], j: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
         d_q, d_k, d_v = state
-        q, d_out, logs, shared = rows
-        keys, values = (_block(y, j, sizes[1]).astype(jnp.float32) for y in (k, v))
-        products, d_capped = jax.vjp(scores.capped, _products(q, keys))
-        allowed = _block_of_mask(scores.mask, i, j, sizes)[:, None, None]
-        weights = jnp.where(allowed, jnp.exp(products - logs[..., None]), 0)
-        (d_products,) = d_capped(weights * (_products(d_out, values) - shared[..., None]))
-        d_k = _add(d_k, _transposed_sums(d_products, q), j)
-        d_v = _add(d_v, _transposed_sums(weights, d_out), j)
-        return d_q + _sums(d_products, keys), d_k, d_v
+        q, d_outputs, logsumexp, output_products = rows
+        keys, values = (_read_block(y, j, shape[1]).astype(jnp.float32) for y in (k, v))
+        scores, scores_vjp = jax.vjp(softmax.scores, _products(q, keys))
+        allowed = _block_allowed(softmax.mask, i, j, shape)[:, None, None]
+        weights = jnp.where(allowed, jnp.exp(scores - logsumexp[..., None]), 0)
+        (d_products,) = scores_vjp(weights * (_products(d_outputs, values) - output_products[..., None]))
+        d_k = _add_block(d_k, _transposed_sums(d_products, q), j)
+        d_v = _add_block(d_v, _transposed_sums(weights, d_outputs), j)
+        return d_q + _weighted_sums(d_products, keys), d_k, d_v
 
     def add_queries(i: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
-        d_qs, d_k, d_v = state
-        wide = (_block(x, i, sizes[0]).astype(jnp.float32) for x in (q, d_out))
-        rows = *wide, *(_block(x, i, sizes[0], -1) for x in (logs, shared))
+        all_d_q, d_k, d_v = state
+        wide = (_read_block(x, i, shape[0]).astype(jnp.float32) for x in (q, d_outputs))
+        rows = *wide, *(_read_block(x, i, shape[0], -1) for x in (logsumexp, output_products))
         start = jnp.zeros(rows[0].shape, jnp.float32), d_k, d_v
         d_q, d_k, d_v = jax.lax.fori_loop(first[i], end[i], functools.partial(add_keys, i, rows), start)
-        return _put(d_qs, as_bits(d_q.astype(q.dtype)), i), d_k, d_v
+        return _write_block(all_d_q, as_bits(d_q.astype(q.dtype)), i), d_k, d_v
 
     start = as_bits(jnp.zeros_like(q)), *(jnp.zeros(y.shape, jnp.float32) for y in (k, v))
-    d_q, d_k, d_v = jax.lax.fori_loop(0, q.shape[3] // sizes[0], add_queries, start)
-    d_sinks = None
-    if sinks is not None:
-        d_sinks = slope_of_sinks(sinks, *(a.reshape(len(a), -1, a.shape[3]) for a in (logs, shared)))
+    d_q, d_k, d_v = jax.lax.fori_loop(0, q.shape[3] // shape[0], add_queries, start)
+    per_head = (a.reshape(len(a), -1, a.shape[3]) for a in (logsumexp, output_products))
+    d_sinks = None if sinks is None else sinks_gradient(sinks, *per_head)
     return from_bits(d_q, q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), d_sinks, None
 
 
-def slope_of_sinks(
-    sinks: Float[Array, "N"], logs: Float[Array, "B N T"], shared: Float[Array, "B N T"]
+def sinks_gradient(
+    sinks: Float[Array, "N"], logsumexp: Float[Array, "B N T"], output_products: Float[Array, "B N T"]
 ) -> Float[Array, "N"]:
-    """The gradient of the sinks, from the log-sum-exps and the products of each query's output with its gradient."""
-    return -jnp.sum(jnp.exp(sinks.astype(jnp.float32)[:, None] - logs) * shared, axis=(0, 2)).astype(sinks.dtype)
+    """Compute the gradient of the sinks; ``output_products``: each query's output times the output's gradient."""
+    weights = jnp.exp(sinks.astype(jnp.float32)[:, None] - logsumexp)
+    return -jnp.sum(weights * output_products, axis=(0, 2)).astype(sinks.dtype)
 
 
-def _add(x: Float[Array, "B K S H"], block: Float[Array, "B K R H"], at: Int[Array, ""]) -> Float[Array, "B K S H"]:
-    return _put(x, _block(x, at, block.shape[2]) + block, at)
-
-
-def _transposed_sums(weights: Float[Array, "B K G R S"], y: Float[Array, "B K G R H"]) -> Float[Array, "B K S H"]:
-    """``weights.T @ y`` over the queries of all heads of a group, in float32."""
-    rows, y = (x.reshape(*x.shape[:2], -1, x.shape[4]) for x in (weights, y))
-    return dot_f32(rows, y, -2, -2)
-
-
-_attend.defvjp(_save, _backward)
+_attend.defvjp(_attend_fwd, _backward)

@@ -1,8 +1,8 @@
-"""Grouped-query attention (Ainslie et al. 2023), with an optional sliding window (Mistral) and normalised heads."""
+"""Grouped-query attention (Ainslie et al. 2023), with sliding window, query-key norm, sinks and gate."""
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol, Unpack
+from typing import Any, ClassVar, Protocol, Self, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -17,37 +17,89 @@ from nnxmoe.layers.cache import TokenCache
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.linear.linear import Linear
 from nnxmoe.layers.mask import Mask
+from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.layers.rope import RotateFn, rotate_halves
+
+Heads = Float[Array, "B asked N _"]
+KeysValuesMask = tuple[Float[Array, "B K S H"], Float[Array, "B K S W"], Mask]
+
+
+class AllHeadsNorm(RMSNorm):
+    """`RMSNorm` over all heads of a token together; scale ``[N * H]``.
+
+    Also correct where heads are sharded: the mean is over the global array, so the partitioner sums the squares of all
+    shards.
+    """
+
+    def __call__(self, x: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
+        return super().__call__(x.reshape(*x.shape[:-2], -1)).reshape(x.shape)
+
+
+class QKNorm(nnx.Module):
+    """Norms of queries ``[B T N H]`` and keys ``[B T K H]`` before the rotation (Henry et al. 2020)."""
+
+    def __init__(self, q: RMSNorm, k: RMSNorm):
+        self.q, self.k = q, k
+
+    @classmethod
+    def per_head(cls, head_dim: int, eps: float, *, norm: type[RMSNorm] = RMSNorm, **kw: Unpack[ParamOptions]) -> Self:
+        """Normalize each head separately; all heads share a scale ``[H]`` (Qwen3 technical report, 2025)."""
+        return cls(*(norm(head_dim, eps, **kw) for _ in "qk"))
+
+    @classmethod
+    def all_heads(cls, heads: int, kv_heads: int, head_dim: int, eps: float, **kw: Unpack[ParamOptions]) -> Self:
+        """Normalize all heads together, with scales ``[N * H]`` and ``[K * H]`` (OLMoE; Muennighoff et al. 2024)."""
+        return cls(*(AllHeadsNorm(count * head_dim, eps, **kw) for count in (heads, kv_heads)))
+
+    def __call__(
+        self, q: Float[Array, "B asked N H"], k: Float[Array, "B T K H"]
+    ) -> tuple[Float[Array, "B asked N H"], Float[Array, "B T K H"]]:
+        return self.q(q), self.k(k)
+
+
+class Sinks(nnx.Module):
+    """Trained score ``[N]`` per query head of an extra key without a value (gpt-oss 2025; Xiao et al. 2023).
+
+    Every query attends to the extra key. Its score is not scaled; see `MaskedSoftmax`.
+    """
+
+    def __init__(self, heads: int, **kw: Unpack[ParamOptions]):
+        self.scores = parameter((heads,), ("heads",), nnx.initializers.zeros, **kw)
+
+    def __call__(self) -> Float[Array, "N"]:
+        return self.scores[...]
 
 
 class Gate(Protocol):
-    """Factors of the heads' outputs y, from the layer's input x, or from ``beside``: the ``extra`` outputs that the
-    kernel of the queries has per head for it, after those of the query."""
+    """Scales the outputs of the heads before the output projection.
+
+    ``q_width``: number of outputs per head that the query projection computes for the gate, after those of the query.
+    They are the argument ``gate_inputs``. ``x`` is the layer's input.
+    """
 
     @property
-    def extra(self) -> int: ...
+    def q_width(self) -> int: ...
 
-    def __call__(
-        self, x: Float[Array, "B asked D"], beside: Float[Array, "B asked N _"], y: Float[Array, "B asked N H"]
-    ) -> Float[Array, "B asked N H"]: ...
+    def __call__(self, x: Float[Array, "B asked D"], gate_inputs: Heads, heads: Heads) -> Heads: ...
 
 
 @dataclasses.dataclass(frozen=True)
 class QueryGate:
-    """``y * sigmoid(g)`` with g from the kernel of the queries, H more outputs per head (Qwen3-Next, 2025)."""
+    """``heads * sigmoid(gate_inputs)``, computed by the query projection with H more outputs per head (Qwen3-Next)."""
 
-    extra: int
+    q_width: int
 
-    def __call__(
-        self, x: Float[Array, "B asked D"], beside: Float[Array, "B asked N H"], y: Float[Array, "B asked N H"]
-    ) -> Float[Array, "B asked N H"]:
-        return y * jax.nn.sigmoid(beside)
+    def __call__(self, x: Float[Array, "B asked D"], gate_inputs: Heads, heads: Heads) -> Heads:
+        return heads * jax.nn.sigmoid(gate_inputs)
 
 
 class OutputGate(nnx.Module):
-    """``y * activation(g(x))``, with g's own kernel (Qiu et al. 2025); ``width`` 1: a factor per head, else H."""
+    """``heads * activation(g(x))``, with a projection ``g`` (Qiu et al. 2025).
 
-    extra = 0
+    ``width``: outputs of g per head: H, or 1 for one factor per head.
+    """
+
+    q_width = 0
 
     def __init__(
         self,
@@ -61,46 +113,31 @@ class OutputGate(nnx.Module):
         self.activation = activation
         self.g = Linear((dim,), (heads, width), ("embed", "heads", "head"), **kw)
 
-    def __call__(
-        self, x: Float[Array, "B asked D"], beside: Float[Array, "B asked N _"], y: Float[Array, "B asked N H"]
-    ) -> Float[Array, "B asked N H"]:
-        return y * self.activation(self.g(x).astype(jnp.float32)).astype(y.dtype)
+    def __call__(self, x: Float[Array, "B asked D"], gate_inputs: Heads, heads: Heads) -> Heads:
+        return heads * self.activation(self.g(x).astype(jnp.float32)).astype(heads.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class ConstantGate:
-    """``y * factor``: equal to values scaled by ``factor``."""
+    """``heads * factor``; equal to values scaled by ``factor``."""
 
     factor: float
-    extra: int = 0
+    q_width: int = 0
 
-    def __call__(
-        self, x: Float[Array, "B asked D"], beside: Float[Array, "B asked N _"], y: Float[Array, "B asked N H"]
-    ) -> Float[Array, "B asked N H"]:
-        return y * self.factor
-
-
-class Sinks(nnx.Module):
-    """One trained score ``[N]`` per query head, of a key without a value that every query sees: it takes a share of the
-    softmax and is not scaled (gpt-oss 2025; Xiao et al. 2023; see `MaskedSoftmax`)."""
-
-    def __init__(self, heads: int, **kw: Unpack[ParamOptions]):
-        self.scores = parameter((heads,), ("heads",), nnx.initializers.zeros, **kw)
-
-    def __call__(self) -> Float[Array, "N"]:
-        return self.scores[...]
+    def __call__(self, x: Float[Array, "B asked D"], gate_inputs: Heads, heads: Heads) -> Heads:
+        return heads * self.factor
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionDims:
-    """N query heads over K key/value heads of width H, for activations of width D: the projections of `GQA`.
+    """Sizes of the projections of `GQA`: N query heads and K key/value heads of width H, activations of width D.
 
     Args:
-        bias: whether q, k and v have one.
-        out_bias: whether o has one; None: as ``bias``.
-        scale: factor of the scores; None: ``H ** -0.5``. With another scale the query kernel is initialised so that the
+        bias: whether q, k and v have a bias.
+        out_bias: whether o has a bias; None: same as ``bias``.
+        scale: factor of the scores; None: ``H ** -0.5``. With another scale the query kernel is initialized so that the
             scores have the same variance (MaxText folds the scale into that kernel and uses 1).
-        value_dim: width of the values; None: H.
+        value_dim: width of a value head; None: H.
     """
 
     dim: int
@@ -114,22 +151,23 @@ class AttentionDims:
 
 
 class GQA(nnx.Module):
-    """Grouped-query attention; kernels ``q [D N H+extra]``, ``k [D K H]``, ``v [D K W]``, ``o [N W D]``.
+    """Grouped-query attention; kernels ``q [D N H+q_width]``, ``k [D K H]``, ``v [D K W]``, ``o [N W D]``.
 
     Args:
-        rotary: rotary position embedding of queries and keys; None: they carry no position.
-        window: number of keys that a query attends to, its own included; None: all.
+        rotary: rotary position embedding of queries and keys; None: no position embedding.
+        window: number of latest keys that a query attends to, including its own token's; None: all keys.
+        attention_fn: implementation of softmax attention.
         rotate: how the rotation pairs the components of a head.
         qk_norm: norm of queries and keys before the rotation, a `QKNorm`.
-        sinks: a score per head of a key without value, a `Sinks`; None: a softmax over the keys alone.
-        gate: factors of the output of each head, with ``extra`` outputs of q for them; None: no factors.
+        sinks: score of an extra key per head, a `Sinks`; None: no extra key.
+        gate: factors of the outputs of the heads; None: no gate.
     """
 
     supports_context_parallel: ClassVar[bool] = True  # whether the mesh axis ``context`` may shard its tokens
 
     def __init__(
         self,
-        heads: AttentionDims,
+        dims: AttentionDims,
         *,
         rotary: Rope | None,
         window: int | None,
@@ -140,49 +178,57 @@ class GQA(nnx.Module):
         gate: Gate | None = None,
         **kw: Unpack[ParamOptions],
     ):
-        self.window = window
-        self.attention_fn = attention_fn
+        self.window, self.attention_fn = window, attention_fn
         self.rotary, self.rotate = rotary, rotate
         self.qk_norm, self.sinks, self.gate = qk_norm, sinks, gate
-        dim, width = (heads.dim,), heads.value_dim or heads.head_dim
-        extra = 0 if gate is None else gate.extra
-        plain = heads.head_dim**-0.5
-        self.scale = plain if heads.scale is None else heads.scale
-        biased: dict[str, Any] = {"bias": heads.bias, **kw}
+        default_scale = dims.head_dim**-0.5
+        self.scale = default_scale if dims.scale is None else dims.scale
+        q_width = dims.head_dim + (0 if gate is None else gate.q_width)
+        value_dim = dims.value_dim or dims.head_dim
+        biased: dict[str, Any] = {"bias": dims.bias, **kw}
         self.q = Linear(
-            dim, (heads.heads, heads.head_dim + extra), ("embed", "heads", "head"), gain=plain / self.scale, **biased
+            (dims.dim,), (dims.heads, q_width), ("embed", "heads", "head"), gain=default_scale / self.scale, **biased
         )
-        self.k = Linear(dim, (heads.kv_heads, heads.head_dim), ("embed", "kv_heads", "head"), **biased)
-        self.v = Linear(dim, (heads.kv_heads, width), ("embed", "kv_heads", "head"), **biased)
-        out_bias = heads.bias if heads.out_bias is None else heads.out_bias
-        self.o = Linear((heads.heads, width), dim, ("heads", "head", "embed"), bias=out_bias, **kw)
+        self.k = Linear((dims.dim,), (dims.kv_heads, dims.head_dim), ("embed", "kv_heads", "head"), **biased)
+        self.v = Linear((dims.dim,), (dims.kv_heads, value_dim), ("embed", "kv_heads", "head"), **biased)
+        out_bias = dims.bias if dims.out_bias is None else dims.out_bias
+        self.o = Linear((dims.heads, value_dim), (dims.dim,), ("heads", "head", "embed"), bias=out_bias, **kw)
 
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, cache: TokenCache | None = None
     ) -> tuple[Float[Array, "B asked D"], TokenCache | None]:
-        y, cache, _ = self._attended(x, context=context, cache=cache)
+        y, cache, _ = self.attend(x, context=context, cache=cache)
         return y, cache
 
-    def _attended(
+    def attend(
         self, x: Float[Array, "B T D"], context: Context, cache: Any
-    ) -> tuple[Float[Array, "B asked D"], Any, tuple[Array, Array, Any]]:
-        """Output, cache, and the keys, values and mask of the tokens that were attended to."""
-        q, beside = jnp.split(self.q(context.output_tokens(x)), (self.k.outs[1],), axis=-1)
-        k, v = self.keys_and_values(x)
-        q, k = (q, k) if self.qk_norm is None else self.qk_norm(q, k)
+    ) -> tuple[Float[Array, "B asked D"], Any, KeysValuesMask]:
+        """Return the output, the cache, and the keys, values and mask that the queries attended to."""
+        q, gate_inputs = jnp.split(self.q(context.output_tokens(x)), (self.k.outs[1],), axis=-1)
+        k, v = self.project_kv(x)
+        if self.qk_norm is not None:
+            q, k = self.qk_norm(q, k)
         q = jnp.swapaxes(self.encode_positions(q, context=context), 1, 2)
         k = jnp.swapaxes(context.rotated(k, self.rotary, self.rotate), 1, 2)
-        cache, k, v, mask, attention_fn = self._seen(x, k, jnp.swapaxes(v, 1, 2), context=context, cache=cache)
+        v = jnp.swapaxes(v, 1, 2)
+        cache, k, v, mask, attention_fn = self.append_to_cache(x, k, v, context=context, cache=cache)
         q, k, v = checkpoint_name(q, "queries"), checkpoint_name(k, "keys"), checkpoint_name(v, "values")
-        y = attention_fn(q, k, v, MaskedSoftmax(mask, self.scale, sinks=None if self.sinks is None else self.sinks()))
-        y = checkpoint_name(jnp.swapaxes(y, 1, 2), "head_outputs")
-        return self.o(y if self.gate is None else self.gate(context.output_tokens(x), beside, y)), cache, (k, v, mask)
+        softmax = MaskedSoftmax(mask, self.scale, sinks=None if self.sinks is None else self.sinks())
+        heads = jnp.swapaxes(attention_fn(q, k, v, softmax), 1, 2)
+        heads = checkpoint_name(heads, "head_outputs")
+        if self.gate is not None:
+            heads = self.gate(context.output_tokens(x), gate_inputs, heads)
+        return self.o(heads), cache, (k, v, mask)
 
-    def keys_and_values(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T K H"], Float[Array, "B T K W"]]:
-        """Keys before their norm and rotation, and values."""
+    def project_kv(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T K H"], Float[Array, "B T K W"]]:
+        """Project keys, before their norm and rotation, and values."""
         return self.k(x), self.v(x)
 
-    def _seen(
+    def encode_positions(self, q: Float[Array, "B asked N H"], context: Context) -> Float[Array, "B asked N H"]:
+        """Rotate the queries."""
+        return context.rotated(q, self.rotary, self.rotate)
+
+    def append_to_cache(
         self,
         x: Float[Array, "B T D"],
         k: Float[Array, "B K T H"],
@@ -190,17 +236,40 @@ class GQA(nnx.Module):
         context: Context,
         cache: Any,
     ) -> tuple[Any, Array, Array, Mask, AttentionFn]:
-        """The cache, the keys and values that the tokens may attend to, the mask over them, and how they attend."""
+        """Append keys and values to the cache.
+
+        Returns the cache, all keys and values that the queries may attend to, their mask, and the attention function.
+        """
         cache, (k, v), mask = context.append_to_cache(cache, (k, v), self.window)
         return cache, k, v, mask, self.attention_fn
 
-    def encode_positions(self, q: Float[Array, "B asked N H"], context: Context) -> Float[Array, "B asked N H"]:
-        """Queries with their positions."""
-        return context.rotated(q, self.rotary, self.rotate)
-
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, lookahead: int = 0) -> TokenCache:
-        """A ring of the window's size and ``lookahead`` slots more if there is a window, else one slot per token."""
+        """Create a cache with one slot per token, or with a window a ring of its size plus ``lookahead`` slots."""
         kv_heads, widths = self.k.outs[0], (self.k.outs[1], self.o.ins[1])
         slots = capacity if self.window is None else min(self.window + lookahead, capacity)
         k, v = (jnp.zeros((batch, kv_heads, slots, width), dtype) for width in widths)
         return TokenCache((k, v), ring=self.window is not None, lookahead=lookahead)
+
+
+class PositionScaledGQA(GQA):
+    """`GQA` with `scale_by_position` applied to the queries (Ministral 3, 2025)."""
+
+    def __init__(self, dims: AttentionDims, *, beta: float, original: int, **options: Any):
+        super().__init__(dims, **options)
+        self.beta, self.original = beta, original
+
+    def encode_positions(self, q: Float[Array, "B asked N H"], context: Context) -> Float[Array, "B asked N H"]:
+        return scale_by_position(super().encode_positions(q, context=context), context, self.beta, self.original)
+
+
+def scale_by_position(
+    q: Float[Array, "B asked N H"], context: Context, beta: float, original: int
+) -> Float[Array, "B asked N H"]:
+    """Scale queries at position p by ``1 + beta * log(1 + floor(p / original))`` (Llama 4, 2025).
+
+    The factor keeps scores as far apart over more keys than the ``original`` number of the training. Unlike a rotation
+    the factor depends on the absolute position, so without a cache left-padded rows need ``positions``.
+    """
+    assert context.positions is not None
+    positions = context.positions[:, -q.shape[1] :, None, None]
+    return q * (1 + beta * jnp.log1p((positions // original).astype(jnp.float32))).astype(q.dtype)

@@ -1,13 +1,13 @@
 """Multi-head latent attention (DeepSeek-V2, 2024; DeepSeek-V3 technical report, 2024).
 
-Keys and values are expanded from one small latent per token. ``NaiveMLA`` expands them and attends as usual: fewer
-FLOPs for many queries. ``AbsorbedMLA`` applies the expansion to the queries and outputs instead and attends in latent
-space, which reads nothing but the cache: faster decoding. Both compute the same function and share the latent cache.
+Keys and values are expanded from one small latent per token. `NaiveMLA` expands the latents and attends as usual, which
+takes fewer FLOPs for many queries. `AbsorbedMLA` applies the expansion to the queries and outputs and attends in latent
+space, which reads only the cache and is faster for decoding. Both compute the same function and share the latent cache.
 """
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar, Protocol, Unpack
 
 import jax.numpy as jnp
 from flax import nnx
@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 from nnxmoe.axes import ParamOptions
 from nnxmoe.config.rope_parameters import Rope
 from nnxmoe.layers.attention.context_parallel import ContextParallelAttention
-from nnxmoe.layers.attention.gqa import Gate
+from nnxmoe.layers.attention.gqa import Gate, scale_by_position
 from nnxmoe.layers.attention.softmax_attention import AttentionFn, MaskedSoftmax
 from nnxmoe.layers.cache import TokenCache
 from nnxmoe.layers.context import Context
@@ -33,72 +33,88 @@ LATENT_NORM_EPS = 1e-6  # not the config's rms_norm_eps, as in the published imp
 
 @dataclasses.dataclass(frozen=True)
 class MLAInputs:
-    """Inputs of latent attention: queries in two parts, the latents (each followed by its rotated key), and the kernel
-    ``[kv_rank, N * (nope + v)]`` that expands them to keys and values."""
+    """Queries, latents and the kernel that expands latents.
+
+    Attributes:
+        q_nope: part of the queries without position embedding.
+        q_rope: rotated part of the queries.
+        latents: per token, its latent followed by its rotated key.
+        kv_b: kernel ``[kv_rank, N * (nope + v)]`` that expands latents to keys and values.
+    """
 
     q_nope: Float[Array, "B T N nope"]
     q_rope: Float[Array, "B T N rope"]
-    seen: Float[Array, "B S latent_and_rope"]
+    latents: Float[Array, "B S latent_and_rope"]
     kv_b: Kernel
-
-
-MLAFn = Callable[[MLAInputs, MaskedSoftmax, AttentionFn], Array]
-"""``(inputs, scores, attention_fn) -> o [B T N v]``: attention of queries over latents."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LatentExpansion:
-    """``(seen, kv_b) -> k, v``: latents expanded to the keys and values of all heads, in the dtype of the queries."""
+    """``(latents, kv_b) -> k, v``: expands latents to the keys and values of all heads, in the dtype of the queries."""
 
     heads: int
     nope: int
     dtype: Any
 
     def __call__(
-        self, seen: Float[Array, "B S latent_and_rope"], kv_b: Kernel
+        self, latents: Float[Array, "B S latent_and_rope"], kv_b: Kernel
     ) -> tuple[Float[Array, "B N S H"], Float[Array, "B N S v"]]:
         kv_rank = kv_b.shape[0]
-        latent, k_rope = seen[..., :kv_rank].astype(self.dtype), seen[..., kv_rank:].astype(self.dtype)
+        latent, k_rope = latents[..., :kv_rank].astype(self.dtype), latents[..., kv_rank:].astype(self.dtype)
         kv = kv_b(latent).reshape(*latent.shape[:2], self.heads, -1)
         k_nope, v = jnp.split(jnp.swapaxes(kv, 1, 2), [self.nope], axis=-1)
         k_rope = jnp.broadcast_to(k_rope[:, None], (k_rope.shape[0], self.heads, *k_rope.shape[1:]))
         return jnp.concatenate([k_nope, k_rope], axis=-1), v
 
 
+class MLAFn(Protocol):
+    """Implementation of latent attention, ``Strategy.mla``."""
+
+    def __call__(
+        self, inputs: MLAInputs, softmax: MaskedSoftmax, attention_fn: AttentionFn
+    ) -> Float[Array, "B T N v"]: ...
+
+    def expansion(self, inputs: MLAInputs) -> LatentExpansion | None:
+        """Return how latents become keys and values; None if queries attend to the latents."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class NaiveMLA:
     """Expands every latent to the keys and values of all heads."""
 
-    def __call__(self, x: MLAInputs, scores: MaskedSoftmax, attention_fn: AttentionFn) -> Float[Array, "B T N v"]:
-        q = jnp.swapaxes(jnp.concatenate([x.q_nope, x.q_rope], axis=-1), 1, 2)
-        return jnp.swapaxes(attention_fn(q, *self.expansion(x)(x.seen, x.kv_b), scores), 1, 2)
+    def __call__(self, inputs: MLAInputs, softmax: MaskedSoftmax, attention_fn: AttentionFn) -> Float[Array, "B T N v"]:
+        q = jnp.swapaxes(jnp.concatenate([inputs.q_nope, inputs.q_rope], axis=-1), 1, 2)
+        k, v = self.expansion(inputs)(inputs.latents, inputs.kv_b)
+        return jnp.swapaxes(attention_fn(q, k, v, softmax), 1, 2)
 
-    def expansion(self, x: MLAInputs) -> LatentExpansion:
-        """How latents become keys and values."""
-        return LatentExpansion(x.q_nope.shape[2], x.q_nope.shape[3], x.q_nope.dtype)
+    def expansion(self, inputs: MLAInputs) -> LatentExpansion:
+        return LatentExpansion(inputs.q_nope.shape[2], inputs.q_nope.shape[3], inputs.q_nope.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class AbsorbedMLA:
     """Projects queries into the latent space and outputs out of it; all heads share the latents as keys and values."""
 
-    def __call__(self, x: MLAInputs, scores: MaskedSoftmax, attention_fn: AttentionFn) -> Float[Array, "B T N v"]:
-        kv_rank, nope, dtype = x.kv_b.shape[0], x.q_nope.shape[-1], x.q_nope.dtype
-        values = x.kv_b.shape[1] // x.q_nope.shape[2] - nope
-        q_latent = _each_head(
-            jnp.swapaxes(x.q_nope, 1, 2), lambda q: x.kv_b.matmul_per_head(q, 0, nope, transpose=True)
-        )
-        q = jnp.concatenate([q_latent, jnp.swapaxes(x.q_rope, 1, 2)], axis=-1)
-        shared = x.seen[:, None].astype(dtype)
-        out = attention_fn(q, shared, shared, scores)[..., :kv_rank]  # the rope part of the values is dropped
-        return jnp.swapaxes(_each_head(out, lambda o: x.kv_b.matmul_per_head(o, nope, values)), 1, 2)
+    def __call__(self, inputs: MLAInputs, softmax: MaskedSoftmax, attention_fn: AttentionFn) -> Float[Array, "B T N v"]:
+        kv_b, (heads, nope) = inputs.kv_b, inputs.q_nope.shape[2:]
+        kv_rank, v_dim = kv_b.shape[0], kv_b.shape[1] // heads - nope
+        q_nope = jnp.swapaxes(inputs.q_nope, 1, 2)
+        q_latent = _project_heads(q_nope, lambda rows: kv_b.matmul_per_head(rows, 0, nope, transpose=True))
+        q = jnp.concatenate([q_latent, jnp.swapaxes(inputs.q_rope, 1, 2)], axis=-1)
+        latents = inputs.latents[:, None].astype(inputs.q_nope.dtype)
+        outputs = attention_fn(q, latents, latents, softmax)[..., :kv_rank]  # drops the rope part of the values
+        return jnp.swapaxes(_project_heads(outputs, lambda rows: kv_b.matmul_per_head(rows, nope, v_dim)), 1, 2)
+
+    def expansion(self, inputs: MLAInputs) -> None:
+        return None
 
 
-def _each_head(x: Float[Array, "B N T I"], product: Callable[[Array], Array]) -> Float[Array, "B N T O"]:
-    """A product of the rows of all heads ``[N, B * T, I]``."""
-    batch, heads, count, width = x.shape
-    rows = jnp.swapaxes(x, 0, 1).reshape(heads, batch * count, width)
-    return jnp.swapaxes(product(rows).reshape(heads, batch, count, -1), 0, 1)
+def _project_heads(x: Float[Array, "B N T I"], project: Callable[[Array], Array]) -> Float[Array, "B N T O"]:
+    """Apply ``project`` to the rows ``[N, B * T, I]`` of all heads."""
+    batch, heads, length, width = x.shape
+    rows = jnp.swapaxes(x, 0, 1).reshape(heads, batch * length, width)
+    return jnp.swapaxes(project(rows).reshape(heads, batch, length, -1), 0, 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,16 +123,16 @@ class AdaptiveMLA:
 
     max_queries: int = 8
 
-    def __call__(self, x: MLAInputs, scores: MaskedSoftmax, attention_fn: AttentionFn) -> Float[Array, "B T N v"]:
-        form = AbsorbedMLA() if self._is_short(x) else NaiveMLA()
-        return form(x, scores, attention_fn)
+    def __call__(self, inputs: MLAInputs, softmax: MaskedSoftmax, attention_fn: AttentionFn) -> Float[Array, "B T N v"]:
+        mla = AbsorbedMLA() if self._is_short(inputs) else NaiveMLA()
+        return mla(inputs, softmax, attention_fn)
 
-    def expansion(self, x: MLAInputs) -> LatentExpansion | None:
-        """As of `NaiveMLA`, if it is used."""
-        return None if self._is_short(x) else NaiveMLA().expansion(x)
+    def expansion(self, inputs: MLAInputs) -> LatentExpansion | None:
+        return None if self._is_short(inputs) else NaiveMLA().expansion(inputs)
 
-    def _is_short(self, x: MLAInputs) -> bool:
-        return is_static(x.q_nope.shape[1]) and x.q_nope.shape[1] <= self.max_queries
+    def _is_short(self, inputs: MLAInputs) -> bool:
+        length = inputs.q_nope.shape[1]
+        return is_static(length) and length <= self.max_queries
 
 
 class LowRankQuery(nnx.Module):
@@ -141,15 +157,21 @@ class LowRankQuery(nnx.Module):
         return self.b(self.latent(x))
 
     def latent(self, x: Float[Array, "B T D"]) -> Float[Array, "B T q_rank"]:
-        """The normalised latents that the queries are expanded from."""
+        """Compute the normalized latents from which ``b`` expands the queries."""
         return self.norm(self.a(x))
 
 
 @dataclasses.dataclass(frozen=True)
 class MLADims:
-    """Sizes of `MLA`: ranks of the latents, and widths of a head's parts without and with rotation and of its values.
+    """Sizes of `MLA`: ranks of the latents, and widths of a head's parts.
 
-    ``q_rank`` None: queries are one full-rank projection. ``eps``: of the norms of the latents.
+    Args:
+        q_rank: rank of the queries; None: one full-rank projection.
+        kv_rank: rank of the latents of keys and values.
+        nope: width of the part of queries and keys without rotation.
+        rope: width of the rotated part of queries and keys.
+        v_dim: width of a value head.
+        eps: of the norms of the latents.
     """
 
     dim: int
@@ -165,15 +187,21 @@ class MLADims:
 class MLA(nnx.Module):
     """Latent attention; kernels ``kv_a [kv_rank + rope, D]``, ``kv_b [N, nope + v, kv_rank]``, ``o [D, N, v]``.
 
-    ``rotary``, ``rotate``, ``gate``: as in `GQA`, but the query kernel has no outputs for the gate. ``bias``: on the
-    down-projections and the output only.
+    Args:
+        scale: factor of the scores.
+        bias: whether the down-projections and the output projection have a bias.
+        rotary: see `GQA`.
+        rotate: see `GQA`.
+        mla: implementation of latent attention.
+        attention_fn: implementation of softmax attention.
+        gate: see `GQA`; here the query projection has no outputs for the gate.
     """
 
     supports_context_parallel: ClassVar[bool] = True  # as in `GQA`
 
     def __init__(
         self,
-        widths: MLADims,
+        dims: MLADims,
         *,
         scale: float,
         bias: bool,
@@ -184,52 +212,72 @@ class MLA(nnx.Module):
         gate: Gate | None = None,
         **kw: Unpack[ParamOptions],
     ):
-        w, dim, heads = widths, widths.dim, widths.heads
-        self.nope, self.kv_rank, self.scale = w.nope, w.kv_rank, scale
-        self.rotary, self.rotate, self.mla, self.attention_fn, self.gate = rotary, rotate, mla, attention_fn, gate
-        if w.q_rank is None:
-            self.q = Linear((dim,), (heads, w.nope + w.rope), ("embed", "heads", "head"), **kw)
+        dim, heads = dims.dim, dims.heads
+        self.nope, self.kv_rank, self.scale = dims.nope, dims.kv_rank, scale
+        self.rotary, self.rotate, self.gate = rotary, rotate, gate
+        self.mla, self.attention_fn = mla, attention_fn
+        if dims.q_rank is None:
+            self.q = Linear((dim,), (heads, dims.nope + dims.rope), ("embed", "heads", "head"), **kw)
         else:
-            self.q = LowRankQuery(dim, w.q_rank, heads, w.nope + w.rope, bias=bias, eps=w.eps, **kw)
-        self.kv_a = Linear((dim,), (w.kv_rank + w.rope,), ("embed", "latent"), bias=bias, **kw)
-        self.kv_norm = RMSNorm(w.kv_rank, w.eps, **kw)
-        self.kv_b = Linear((w.kv_rank,), (heads, w.nope + w.v_dim), ("kv_rank", "heads", "head"), **kw)
-        self.o = Linear((heads, w.v_dim), (dim,), ("heads", "head", "embed"), bias=bias, **kw)
+            self.q = LowRankQuery(dim, dims.q_rank, heads, dims.nope + dims.rope, bias=bias, eps=dims.eps, **kw)
+        self.kv_a = Linear((dim,), (dims.kv_rank + dims.rope,), ("embed", "latent"), bias=bias, **kw)
+        self.kv_norm = RMSNorm(dims.kv_rank, dims.eps, **kw)
+        self.kv_b = Linear((dims.kv_rank,), (heads, dims.nope + dims.v_dim), ("kv_rank", "heads", "head"), **kw)
+        self.o = Linear((heads, dims.v_dim), (dim,), ("heads", "head", "embed"), bias=bias, **kw)
 
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, cache: TokenCache | None = None
     ) -> tuple[Float[Array, "B asked D"], TokenCache | None]:
-        cache, seen, mask = context.append_to_cache(cache, self._latents(x, context), window=None)
-        asked = context.output_tokens(x)
-        return self._out(asked, self._attended(self.q(asked), seen, mask, context, self.attention_fn)), cache
+        cache, latents, mask = context.append_to_cache(cache, self.project_latents(x, context), window=None)
+        x = context.output_tokens(x)
+        heads = self.attend(self.q(x), latents, mask, context, self.attention_fn)
+        return self.project_out(x, heads), cache
 
-    def _latents(self, x: Float[Array, "B T D"], context: Context) -> Float[Array, "B T latent_and_rope"]:
-        """Compute what the cache stores per token: its normalised latent and its rotated key."""
+    def project_latents(self, x: Float[Array, "B T D"], context: Context) -> Float[Array, "B T latent_and_rope"]:
+        """Compute what the cache stores per token: its normalized latent and its rotated key."""
         latent, k_rope = jnp.split(self.kv_a(x), [self.kv_rank], axis=-1)
         k_rope = context.rotated(k_rope[:, :, None, :], self.rotary, self.rotate)[:, :, 0, :]
         return checkpoint_name(jnp.concatenate([self.kv_norm(latent), k_rope], axis=-1), "latents")
 
-    def _attended(
+    def attend(
         self,
         q: Float[Array, "B asked N H"],
-        seen: Float[Array, "B S latent_and_rope"],
+        latents: Float[Array, "B S latent_and_rope"],
         mask: Mask,
         context: Context,
         attention_fn: AttentionFn,
     ) -> Float[Array, "B asked N v"]:
+        """Rotate the queries and compute the outputs of the heads."""
         q_nope, q_rope = jnp.split(checkpoint_name(q, "queries"), [self.nope], axis=-1)
         q_rope = context.rotated(q_rope, self.rotary, self.rotate)
-        given = MLAInputs(q_nope, q_rope, seen, self.kv_b.weight()), MaskedSoftmax(mask, self.scale)
-        return (
-            attention_fn.latents(self.mla, *given)
-            if isinstance(attention_fn, ContextParallelAttention)
-            else self.mla(*given, attention_fn)
-        )
+        inputs, softmax = MLAInputs(q_nope, q_rope, latents, self.kv_b.weight()), MaskedSoftmax(mask, self.scale)
+        if isinstance(attention_fn, ContextParallelAttention):
+            return attention_fn.attend_latents(self.mla, inputs, softmax)
+        return self.mla(inputs, softmax, attention_fn)
 
-    def _out(self, x: Float[Array, "B asked D"], heads: Float[Array, "B asked N v"]) -> Float[Array, "B asked D"]:
+    def project_out(
+        self, x: Float[Array, "B asked D"], heads: Float[Array, "B asked N v"]
+    ) -> Float[Array, "B asked D"]:
+        """Apply the gate and the output projection; ``x`` is the layer's input."""
         heads = checkpoint_name(heads, "head_outputs")
-        return self.o(heads if self.gate is None else self.gate(x, heads[..., :0], heads))
+        if self.gate is not None:
+            heads = self.gate(x, heads[..., :0], heads)
+        return self.o(heads)
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, lookahead: int = 0) -> TokenCache:
-        """A slot per token, for its latent and its rotated key."""
+        """Create a cache with one slot per token, for its latent and its rotated key."""
         return TokenCache(jnp.zeros((batch, capacity, self.kv_a.outs[0]), dtype))
+
+
+class PositionScaledMLA(MLA):
+    """`MLA` with `scale_by_position` applied to the queries (Mistral Small 4)."""
+
+    def __init__(self, dims: MLADims, *, beta: float, original: int, **options: Any):
+        super().__init__(dims, **options)
+        self.beta, self.original = beta, original
+
+    def attend(
+        self, q: Float[Array, "B asked N H"], latents: Array, mask: Mask, context: Context, attention_fn: AttentionFn
+    ) -> Float[Array, "B asked N v"]:
+        q = scale_by_position(q, context, self.beta, self.original)
+        return super().attend(q, latents, mask, context, attention_fn)

@@ -1,4 +1,4 @@
-"""Ring attention (Liu et al. 2023): keys and values go round the devices along ``context``, none of which has all."""
+"""Ring attention (Liu et al. 2023): keys and values circulate along ``context``; no device has all of them."""
 
 import dataclasses
 import functools
@@ -14,23 +14,28 @@ from nnxmoe.axes import CONTEXT
 from nnxmoe.config.validate import check_object
 from nnxmoe.layers.attention.blockwise_attention import BlockwiseAttention
 from nnxmoe.layers.attention.context_parallel import ContextShards, is_context_sharded, ppermute_next, shard_map_context
-from nnxmoe.layers.attention.flash_attention import LOWEST, FlashAttention, slope_of_sinks
-from nnxmoe.layers.attention.softmax_attention import AttentionFn, MaskedSoftmax
+from nnxmoe.layers.attention.flash_attention import LOWEST, FlashAttention, sinks_gradient
+from nnxmoe.layers.attention.softmax_attention import AttentionFn, HeadOutputs, Keys, MaskedSoftmax, Queries, Values
 from nnxmoe.sharding import bind_mesh
 from nnxmoe.sharding_rules import Rules
 
 Sinks = Float[Array, "N"] | None
+KVExpansion = Callable[[Array, Any], tuple[Array, Array]]
+"""``(shard, kernel) -> k, v``: keys and values of the circulating shard; hashable."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RingAttention:
-    """Passes keys and values from device to device along the mesh axis ``context``; each attends with its own queries
-    to those that it has, and results are merged by their log-sum-exps. Memory per device is that of its own tokens.
+    """Passes keys and values (of MLA the latents) from device to device along the mesh axis ``context``.
 
-    ``flash`` computes the scores; of blocks without an allowed pair none. With a window W only devices of the last W
-    tokens are asked. Of latent attention the latents go round, and each device expands those that it has. ``fallback``
-    computes passes with a cache, and rows that the axis does not divide, on every device. Gradients are those of
-    `FlashAttention`: first derivatives in reverse mode only. ``mesh``: ``Strategy`` sets it.
+    Each device attends with its own queries to the keys that it has, and merges results by their log-sum-exps. Memory
+    per device is that of its own tokens. Blocks without an allowed pair are skipped. With a window W, only the devices
+    of the last W tokens are visited. Each device expands the latents that it has.
+
+    Args:
+        flash: computes the scores. It determines the gradients: first derivatives in reverse mode only.
+        fallback: computes passes with a cache, and rows that the axis does not divide, on every device.
+        mesh: set by ``Strategy``.
     """
 
     flash: FlashAttention = FlashAttention(512, 1024)
@@ -43,52 +48,53 @@ class RingAttention:
             raise ValueError(f"RingAttention(flash={self.flash!r}): give FlashAttention(block_q, block_k)")
 
     def with_mesh(self, mesh: Mesh | None, rules: Rules) -> Self:
+        """Return the attention for a model on this mesh."""
         return dataclasses.replace(self, fallback=bind_mesh(self.fallback, mesh, rules), mesh=mesh)
 
-    def __call__(
-        self, q: Float[Array, "B N T H"], k: Float[Array, "B K S H"], v: Float[Array, "B K S Hv"], scores: MaskedSoftmax
-    ) -> Float[Array, "B N T Hv"]:
-        if not is_context_sharded(scores.mask, q.shape[2], self.mesh):
-            return self.fallback(q, k, v, scores)
+    def __call__(self, q: Queries, k: Keys, v: Values, softmax: MaskedSoftmax) -> HeadOutputs:
+        if not is_context_sharded(softmax.mask, q.shape[2], self.mesh):
+            return self.fallback(q, k, v, softmax)
 
-        def run(q: Array, both: Array, scores: MaskedSoftmax) -> Array:
-            return self._around(SplitKV(q.shape[3]), (q, 2), (both, 2), None, scores)
+        def run(q: Array, kv: Array, softmax: MaskedSoftmax) -> Array:
+            return self._attend_ring(SplitKV(q.shape[3]), q, kv, 2, None, softmax)
 
-        both = jnp.concatenate([k, v.astype(k.dtype)], axis=3)
-        return shard_map_context(run, self.mesh, (q, both), (scores,), 2)
+        kv = jnp.concatenate([k, v.astype(k.dtype)], axis=3)
+        return shard_map_context(run, self.mesh, (q, kv), (softmax,), 2)
 
-    def latents(self, form: Any, x: Any, scores: MaskedSoftmax) -> Float[Array, "B T N v"]:
-        """Latent attention whose latents go round, if ``form`` has an `LatentExpansion`; else what it attends to
-        does."""
-        expansion = getattr(form, "expansion", lambda x: None)(x)
-        if expansion is None or not is_context_sharded(scores.mask, x.q_nope.shape[1], self.mesh):
-            return form(x, scores, self)
+    def attend_latents(self, mla: Any, inputs: Any, softmax: MaskedSoftmax) -> Float[Array, "B T N v"]:
+        """Circulate the latents if ``mla`` has a `LatentExpansion`; otherwise what it attends to circulates."""
+        expansion = mla.expansion(inputs)
+        if expansion is None or not is_context_sharded(softmax.mask, inputs.q_nope.shape[1], self.mesh):
+            return mla(inputs, softmax, self)
 
-        def run(q: Array, seen: Array, scores: MaskedSoftmax, kv_b: Any) -> Array:
-            return jnp.swapaxes(self._around(expansion, (jnp.swapaxes(q, 1, 2), 2), (seen, 1), kv_b, scores), 1, 2)
+        def run(q: Array, latents: Array, softmax: MaskedSoftmax, kv_b: Any) -> Array:
+            outputs = self._attend_ring(expansion, jnp.swapaxes(q, 1, 2), latents, 1, kv_b, softmax)
+            return jnp.swapaxes(outputs, 1, 2)
 
-        q = jnp.concatenate([x.q_nope, x.q_rope], axis=3)
-        return shard_map_context(run, self.mesh, (q, x.seen), (scores, x.kv_b), 1)
+        q = jnp.concatenate([inputs.q_nope, inputs.q_rope], axis=3)
+        return shard_map_context(run, self.mesh, (q, inputs.latents), (softmax, inputs.kv_b), 1)
 
-    def _around(
-        self, keys: "KVExpansion", q: tuple[Array, int], stored: tuple[Array, int], kernel: Any, scores: MaskedSoftmax
-    ) -> Float[Array, "B N T Hv"]:
-        """On one device: arrays come with the axis of their tokens."""
+    def _attend_ring(
+        self,
+        expand: KVExpansion,
+        q: Queries,
+        shard: Array,
+        shard_axis: int,
+        kernel: Any,
+        softmax: MaskedSoftmax,
+    ) -> HeadOutputs:
+        """Attend on one device; ``shard``: what circulates, with its tokens along ``shard_axis``."""
         count = jax.lax.axis_size(CONTEXT)
-        pieces = ContextShards.of(q[0].shape[q[1]] * count, count, scores.mask.window)
-        own, theirs = (pieces.exchanged(*array) for array in (q, stored))
-        leaves, tree = jax.tree.flatten(dataclasses.replace(scores, sinks=None))
-        arrays, tree_of_kernel = jax.tree.flatten(kernel)
-        trained = tuple(jnp.issubdtype(a.dtype, jnp.inexact) for a in arrays)
-        floats, codes = (
-            [a for a, is_float in zip(arrays, trained, strict=True) if is_float is kind] for kind in (True, False)
-        )
-        ring = Ring(self.flash, pieces, tree, keys, trained, tree_of_kernel)
-        out: Array = _ring(ring, own, theirs, floats, scores.sinks, (leaves, codes))
-        return pieces.exchanged(out, 2, back=True)
-
-
-KVExpansion = Callable[[Array, Any], tuple[Array, Array]]  # ``(stored, kernel) -> k, v`` of what goes round; hashable
+        shards = ContextShards.for_window(q.shape[2] * count, count, softmax.mask.window)
+        q, shard = shards.balance(q, 2), shards.balance(shard, shard_axis)
+        softmax_leaves, softmax_tree = jax.tree.flatten(dataclasses.replace(softmax, sinks=None))
+        kernel_leaves, kernel_tree = jax.tree.flatten(kernel)
+        is_float = tuple(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in kernel_leaves)
+        floats = [leaf for leaf, has_gradient in zip(kernel_leaves, is_float, strict=True) if has_gradient]
+        codes = [leaf for leaf, has_gradient in zip(kernel_leaves, is_float, strict=True) if not has_gradient]
+        ring = Ring(self.flash, shards, softmax_tree, expand, is_float, kernel_tree)
+        outputs: Array = _ring_attention(ring, q, shard, floats, softmax.sinks, (softmax_leaves, codes))
+        return shards.unbalance(outputs, 2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,107 +103,121 @@ class SplitKV:
 
     width: int
 
-    def __call__(self, stored: Float[Array, "B K S H+Hv"], kernel: None) -> tuple[Array, Array]:
-        return stored[..., : self.width], stored[..., self.width :]
+    def __call__(self, shard: Float[Array, "B K S H+Hv"], kernel: None) -> tuple[Array, Array]:
+        return shard[..., : self.width], shard[..., self.width :]
 
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """The placement of tokens on the devices of a ring. ``keys`` expands what circulates into keys and values.
-    ``tree``: the structure of `MaskedSoftmax` without sinks. ``floats``: which arrays of the kernel, of structure
-    ``kernel``, have gradients."""
+    """Static arguments of the ring's forward and backward pass.
+
+    Attributes:
+        flash: computes the scores.
+        shards: tokens of each device.
+        softmax_tree: structure of `MaskedSoftmax` without sinks.
+        expand: computes keys and values from what circulates.
+        is_float: which leaves of the kernel have gradients.
+        kernel_tree: structure of the kernel.
+    """
 
     flash: FlashAttention
-    pieces: ContextShards
-    tree: Any
-    keys: KVExpansion
-    floats: tuple[bool, ...]
-    kernel: Any
+    shards: ContextShards
+    softmax_tree: Any
+    expand: KVExpansion
+    is_float: tuple[bool, ...]
+    kernel_tree: Any
 
-    def turns(self, scores: MaskedSoftmax) -> int:
-        """How many devices' keys a device needs, its own included. Padding does not count towards a window."""
-        window, size = scores.mask.window, self.pieces.length // self.pieces.count
-        if window is None or scores.mask.keys.valid is not None:
-            return self.pieces.count
-        return min(self.pieces.count, 1 - (1 - window) // size)
+    def step_count(self, softmax: MaskedSoftmax) -> int:
+        """Number of devices whose keys a device needs, including itself. Padding does not count towards a window."""
+        window, size = softmax.mask.window, self.shards.length // self.shards.count
+        if window is None or softmax.mask.keys.valid is not None:
+            return self.shards.count
+        return min(self.shards.count, 1 - (1 - window) // size)
 
-    def expanded(self, stored: Array, floats: list[Array], codes: list[Array]) -> tuple[Array, Array]:
-        """Keys and values of the tokens in ``stored``, the part of the ring that this device holds in this turn."""
-        one, other = iter(floats), iter(codes)
-        return self.keys(stored, self.kernel.unflatten([next(one if is_float else other) for is_float in self.floats]))
+    def keys_and_values(self, shard: Array, floats: list[Array], codes: list[Array]) -> tuple[Array, Array]:
+        """Compute keys and values of the shard that this device has in a step."""
+        floats, codes = list(floats), list(codes)
+        leaves = [floats.pop(0) if is_float else codes.pop(0) for is_float in self.is_float]
+        return self.expand(shard, self.kernel_tree.unflatten(leaves))
 
-    def scores(self, leaves: list[Array], turn: Any) -> MaskedSoftmax:
-        """Scores of this device's queries and the keys that it holds in this turn."""
-        scores, me = self.tree.unflatten(leaves), jax.lax.axis_index(CONTEXT)
-        mine, theirs = (self.pieces.tokens(device) for device in (me, (me - turn) % self.pieces.count))
-        return dataclasses.replace(scores, mask=scores.mask.part(mine, theirs))
+    def softmax(self, leaves: list[Array], step: Any) -> MaskedSoftmax:
+        """Build the softmax for this device's queries and the keys that it has in a step."""
+        softmax, device = self.softmax_tree.unflatten(leaves), jax.lax.axis_index(CONTEXT)
+        queries, keys = (self.shards.tokens(i) for i in (device, (device - step) % self.shards.count))
+        return dataclasses.replace(softmax, mask=softmax.mask.select(queries, keys))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ring(
-    ring: Ring, q: Array, stored: Array, floats: list[Array], sinks: Sinks, rest: tuple[list[Array], list[Array]]
-) -> Float[Array, "B N T Hv"]:
-    """``floats``: arrays of the kernel; ``rest``: those of `MaskedSoftmax`, and others of the kernel, without
-    gradients."""
-    return _around(ring, q, stored, floats, sinks, rest)[0]
+def _ring_attention(
+    ring: Ring, q: Array, shard: Array, floats: list[Array], sinks: Sinks, constants: tuple[list[Array], list[Array]]
+) -> HeadOutputs:
+    """Attend to all shards of the ring.
+
+    ``floats``: leaves of the kernel with gradients. ``constants``: leaves of `MaskedSoftmax`, and leaves of the kernel
+    without gradients.
+    """
+    return _ring_forward(ring, q, shard, floats, sinks, constants)[0]
 
 
-def _around(
-    ring: Ring, q: Array, stored: Array, floats: list[Array], sinks: Sinks, rest: tuple[list[Array], list[Array]]
+def _ring_forward(
+    ring: Ring, q: Array, shard: Array, floats: list[Array], sinks: Sinks, constants: tuple[list[Array], list[Array]]
 ) -> tuple[Array, Any]:
-    leaves, codes = rest
+    softmax_leaves, codes = constants
 
-    def attended(stored: Array, turn: Any, so_far: tuple[Array, Array]) -> tuple[Array, Array]:
-        out, logs = ring.flash.partial(q, *ring.expanded(stored, floats, codes), ring.scores(leaves, turn))
-        return _merged(so_far, (out, jnp.where(logs == jnp.inf, LOWEST, logs)))
+    def attend(shard: Array, step: Any, partial: tuple[Array, Array]) -> tuple[Array, Array]:
+        k, v = ring.keys_and_values(shard, floats, codes)
+        outputs, logsumexp = ring.flash.partial_forward(q, k, v, ring.softmax(softmax_leaves, step))
+        return _merge_partial(partial, (outputs, jnp.where(logsumexp == jnp.inf, LOWEST, logsumexp)))
 
-    def step(turn: Int[Array, ""], carry: tuple[Array, Any]) -> tuple[Array, Any]:
-        stored, so_far = carry
-        return ppermute_next(stored), attended(stored, turn, so_far)  # independent: the next keys arrive meanwhile
+    def attend_and_pass_on(step: Int[Array, ""], carry: tuple[Array, Any]) -> tuple[Array, Any]:
+        shard, partial = carry
+        return ppermute_next(shard), attend(shard, step, partial)  # independent: the next keys arrive meanwhile
 
-    logs = jnp.full(q.shape[:3], LOWEST)
-    logs = logs if sinks is None else jnp.broadcast_to(sinks.astype(jnp.float32)[:, None], logs.shape)
-    width = jax.eval_shape(ring.expanded, stored, floats, codes)[1].shape[3]
-    start = stored, (jnp.zeros((*q.shape[:3], width), jnp.float32), logs)
-    last = ring.turns(ring.tree.unflatten(leaves)) - 1
-    moved, so_far = jax.lax.fori_loop(0, last, step, start)
-    out, logs = attended(moved, last, so_far)
-    out, logs = out.astype(q.dtype), jnp.where(logs <= LOWEST / 2, jnp.inf, logs)
-    return out, (q, stored, floats, sinks, rest, out, logs)
-
-
-def _merged(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Output and log-sum-exp for the keys of both."""
-    logs = jnp.logaddexp(one[1], other[1])
-    parts = [out * jnp.exp(own - logs)[..., None] for out, own in (one, other)]
-    return parts[0] + parts[1], logs
+    logsumexp = jnp.full(q.shape[:3], LOWEST)
+    if sinks is not None:
+        logsumexp = jnp.broadcast_to(sinks.astype(jnp.float32)[:, None], logsumexp.shape)
+    width = jax.eval_shape(ring.keys_and_values, shard, floats, codes)[1].shape[3]
+    start = shard, (jnp.zeros((*q.shape[:3], width), jnp.float32), logsumexp)
+    last = ring.step_count(ring.softmax_tree.unflatten(softmax_leaves)) - 1
+    last_shard, partial = jax.lax.fori_loop(0, last, attend_and_pass_on, start)
+    outputs, logsumexp = attend(last_shard, last, partial)
+    outputs, logsumexp = outputs.astype(q.dtype), jnp.where(logsumexp <= LOWEST / 2, jnp.inf, logsumexp)
+    return outputs, (q, shard, floats, sinks, constants, outputs, logsumexp)
 
 
-def _back_around(ring: Ring, saved: Any, d_out: Array) -> tuple[Array, Array, list[Array], Sinks, None]:
-    """Gradients of what goes round go with it, in float32, and home at last."""
-    q, stored, floats, sinks, (leaves, codes), out, logs = saved
-    wide = q.astype(jnp.float32)
+def _merge_partial(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Merge outputs and log-sum-exps for two sets of keys."""
+    logsumexp = jnp.logaddexp(first[1], second[1])
+    scaled = [outputs * jnp.exp(part - logsumexp)[..., None] for outputs, part in (first, second)]
+    return scaled[0] + scaled[1], logsumexp
 
-    def step(turn: Int[Array, ""], carry: tuple[Array, Any]) -> tuple[Array, Any]:
-        stored, (d_q, d_stored, d_floats) = carry
-        kv, back = jax.vjp(lambda stored, floats: ring.expanded(stored, floats, codes), stored, floats)
+
+def _ring_backward(ring: Ring, residuals: Any, d_outputs: Array) -> tuple[Array, Array, list[Array], Sinks, None]:
+    """Gradients of a shard circulate with it, in float32, until they reach the device of its tokens."""
+    q, shard, floats, sinks, (softmax_leaves, codes), outputs, logsumexp = residuals
+    q_f32 = q.astype(jnp.float32)
+
+    def backward_step(step: Int[Array, ""], carry: tuple[Array, Any]) -> tuple[Array, Any]:
+        shard, (d_q, d_shard, d_floats) = carry
+        kv, expansion_vjp = jax.vjp(lambda shard, floats: ring.keys_and_values(shard, floats, codes), shard, floats)
         k, v = (a.astype(jnp.float32) for a in kv)
-        more, *d_kv = ring.flash.slopes(wide, k, v, ring.scores(leaves, turn), out, logs, d_out)
-        own, of_kernel = back(tuple(d.astype(a.dtype) for d, a in zip(d_kv, kv, strict=True)))
-        d_stored, *sums = jax.tree.map(jnp.add, [d_stored, d_q, *d_floats], [own, more, *of_kernel])
-        return ppermute_next(stored), (sums[0], ppermute_next(d_stored), sums[1:])
+        softmax = ring.softmax(softmax_leaves, step)
+        step_d_q, *d_kv = ring.flash.partial_backward(q_f32, k, v, softmax, outputs, logsumexp, d_outputs)
+        step_d_shard, step_d_floats = expansion_vjp(tuple(d.astype(a.dtype) for d, a in zip(d_kv, kv, strict=True)))
+        totals, gradients = (d_shard, d_q, d_floats), (step_d_shard, step_d_q, step_d_floats)
+        d_shard, d_q, d_floats = jax.tree.map(jnp.add, totals, gradients)
+        return ppermute_next(shard), (d_q, ppermute_next(d_shard), d_floats)
 
-    turns = ring.turns(ring.tree.unflatten(leaves))
-    zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), (q, stored, floats))
-    _, (d_q, d_stored, d_floats) = jax.lax.fori_loop(0, turns, step, (stored, zeros))
-    if home := -turns % ring.pieces.count:
-        d_stored = ppermute_next(d_stored, home)
-    shared = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
-    d_sinks = None if sinks is None else slope_of_sinks(sinks, logs, shared)
-    d_q, d_stored, d_floats = jax.tree.map(
-        lambda d, a: d.astype(a.dtype), (d_q, d_stored, d_floats), (q, stored, floats)
-    )
-    return d_q, d_stored, d_floats, d_sinks, None
+    steps = ring.step_count(ring.softmax_tree.unflatten(softmax_leaves))
+    zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), (q, shard, floats))
+    _, (d_q, d_shard, d_floats) = jax.lax.fori_loop(0, steps, backward_step, (shard, zeros))
+    remaining = -steps % ring.shards.count
+    if remaining:
+        d_shard = ppermute_next(d_shard, remaining)
+    products = jnp.sum(d_outputs.astype(jnp.float32) * outputs.astype(jnp.float32), axis=-1)
+    d_sinks = None if sinks is None else sinks_gradient(sinks, logsumexp, products)
+    d_q, d_shard, d_floats = jax.tree.map(lambda d, a: d.astype(a.dtype), (d_q, d_shard, d_floats), (q, shard, floats))
+    return d_q, d_shard, d_floats, d_sinks, None
 
 
-_ring.defvjp(_around, _back_around)
+_ring_attention.defvjp(_ring_forward, _ring_backward)

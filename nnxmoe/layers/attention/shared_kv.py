@@ -1,6 +1,6 @@
 """Attention with one head of keys, which are also the values (DeepSeek-V4, 2026).
 
-Queries attend to a window of tokens and, in compressed layers, to the entries of all windows before them
+Queries attend to a window of tokens and, in compressed layers, to the entries of all windows before it
 (`nnxmoe.layers.attention.compressed`). Values carry a rotation, so outputs are rotated back by the query's position.
 """
 
@@ -15,10 +15,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from nnxmoe.axes import ParamOptions
 from nnxmoe.config.rope_parameters import Rope
-from nnxmoe.layers.attention.compressed import CompressedCache, Compressor, PassRows, gather_by_index
+from nnxmoe.layers.attention.compressed import CompressedCache, Compressor, RowMetadata, gather_by_index
 from nnxmoe.layers.attention.gqa import Sinks
-from nnxmoe.layers.attention.indexer import NO_SLOT, SelectedMask, highest
+from nnxmoe.layers.attention.indexer import topk_slots
 from nnxmoe.layers.attention.softmax_attention import AttentionFn, MaskedSoftmax, ReferenceAttention
+from nnxmoe.layers.attention.sparse_attention import NO_SLOT, SelectedMask
 from nnxmoe.layers.cache import SlotMetadata, TokenCache
 from nnxmoe.layers.chunks import map_chunks
 from nnxmoe.layers.context import Context
@@ -27,13 +28,13 @@ from nnxmoe.layers.mask import ConcatenatedMask, Mask
 from nnxmoe.layers.norm import RMSNorm, rms_normalize
 from nnxmoe.layers.rope import TrailingPairs
 
-MOST_SCORES, MOST_QUERIES = 2**23, 256  # of a row, in one block
+MAX_SCORES, MAX_QUERIES = 2**23, 256  # of a row, in one block
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SharedKVCache:
-    """The window of a layer, its entries, and those of its `EntryIndexer`; None for what a layer does not have."""
+    """A layer's window, its entries and the entries of its `EntryIndexer`; None for parts that the layer lacks."""
 
     window: TokenCache
     entries: CompressedCache | None
@@ -41,18 +42,23 @@ class SharedKVCache:
 
 
 @dataclasses.dataclass(frozen=True)
-class Far:
-    """The entries of a pass ``[B, n, H]``, the slots of their last tokens, and what chooses among them: products with
-    ``keys [B, n, h]``; None: queries attend to all entries."""
+class Entries:
+    """The entries of a pass.
 
-    entries: Array
+    Attributes:
+        values: ``[B, n, H]``.
+        slots: the slots of the last tokens of the entries.
+        index_keys: keys ``[B, n, h]`` by which queries select entries; None: queries attend to all entries.
+    """
+
+    values: Array
     slots: SlotMetadata
-    keys: Array | None = None
+    index_keys: Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class SharedKVDims:
-    """Widths of `SharedKV`: heads and their width, ranks of queries and of outputs, and groups of heads."""
+    """Sizes of `SharedKV`: heads and their width, ranks of queries and of outputs, and groups of heads."""
 
     heads: int
     head_dim: int
@@ -61,9 +67,16 @@ class SharedKVDims:
     groups: int
 
 
+IndexQueries = tuple[Float[Array, "B asked h W"], Float[Array, "B asked h"]]
+"""Queries of an `EntryIndexer` and the weights of their heads."""
+
+
 class EntryIndexer(nnx.Module):
-    """Scores of entries, of which a query attends to the ``k`` best: ``sum_h w_h(x) relu(q_h . key)`` with keys from a
-    compressor of its own (lightning indexer; paper 2.3.1, equations 13 to 17). Of equal scores the earlier wins."""
+    """Selects the ``k`` entries with the highest ``sum_h w_h(x) relu(q_h . key)`` for each query.
+
+    ``keys``: compressor of the keys. Of equal scores the earlier entry wins. Lightning indexer; paper 2.3.1, equations
+    13 to 17.
+    """
 
     def __init__(self, dim: int, q_rank: int, heads: int, *, k: int, keys: Compressor, **kw: Unpack[ParamOptions]):
         self.k, self.keys = k, keys
@@ -71,35 +84,35 @@ class EntryIndexer(nnx.Module):
         self.q = Linear((q_rank,), (heads, width), ("q_rank", "heads", "head"), **kw)
         self.weights = Linear((dim,), (heads,), ("embed", "heads"), **kw)
 
-    def _queries(
-        self, x: Float[Array, "B asked D"], low: Float[Array, "B asked q_rank"], context: Context
-    ) -> tuple[Float[Array, "B asked h W"], Float[Array, "B asked h"]]:
-        """Rotated queries, and the weights of their heads with all factors."""
-        q = context.rotated(self.q(low), self.keys.rotary, self.keys.rotate)
+    def queries(
+        self, x: Float[Array, "B asked D"], q_latent: Float[Array, "B asked q_rank"], context: Context
+    ) -> IndexQueries:
+        """Compute rotated queries, and the weights of their heads including all constant factors."""
+        q = context.rotated(self.q(q_latent), self.keys.rotary, self.keys.rotate)
         heads, width = q.shape[2:]
         return q, self.weights(x).astype(jnp.float32) * (heads * width) ** -0.5
 
-    def _chosen(
-        self, q: Float[Array, "B t h W"], weights: Float[Array, "B t h"], far: Far, seen: Bool[Array, "B t n"]
+    def select(
+        self, queries: IndexQueries, keys: Float[Array, "B n W"], allowed: Bool[Array, "B t n"]
     ) -> Int[Array, "B t k"]:
-        """The slots of the ``k`` best entries among those seen, `NO_SLOT` in place of missing ones."""
-        assert far.keys is not None
-        products = jnp.einsum("bthw,bnw->bthn", q.astype(jnp.float32), far.keys.astype(jnp.float32))
+        """Return the slots of the ``k`` best allowed entries; `NO_SLOT` where fewer are allowed."""
+        q, weights = queries
+        products = jnp.einsum("bthw,bnw->bthn", q.astype(jnp.float32), keys.astype(jnp.float32))
         scores = jnp.einsum("bthn,bth->btn", jax.nn.relu(products), weights)
-        return highest(jax.lax.stop_gradient(scores), seen, self.k)
+        return topk_slots(jax.lax.stop_gradient(scores), allowed, self.k)
 
 
 class SharedKV(nnx.Module):
-    """N query heads over one head that is key and value; ``q``: low-rank queries with unit norms, ``kv``: the head,
-    ``o_a``, ``o_b``: a low-rank output projection in ``groups`` of heads. ``compressor`` None: the window is all.
+    """N query heads over one head that is key and value; ``DeepseekV4Attention`` in transformers.
 
-    ``DeepseekV4Attention`` in transformers.
+    Kernels: ``q_a``, ``q_b`` for low-rank queries with unit norms, ``kv`` for the head, ``o_a``, ``o_b`` for a low-rank
+    output projection in groups of heads. ``compressor`` None: queries attend to the window only.
     """
 
     def __init__(
         self,
         dim: int,
-        widths: SharedKVDims,
+        dims: SharedKVDims,
         *,
         window: int,
         eps: float,
@@ -110,136 +123,144 @@ class SharedKV(nnx.Module):
         **kw: Unpack[ParamOptions],
     ):
         self.window, self.eps, self.attention_fn, self.rotary = window, eps, attention_fn, rotary
-        w = widths
-        self.rotate, self.scale = TrailingPairs(rotary.dim), w.head_dim**-0.5
-        self.q_a = Linear((dim,), (w.q_rank,), ("embed", "latent"), **kw)
-        self.q_norm = RMSNorm(w.q_rank, eps, **kw)
-        self.q_b = Linear((w.q_rank,), (w.heads, w.head_dim), ("q_rank", "heads", "head"), **kw)
-        self.kv = Linear((dim,), (w.head_dim,), ("embed", "latent"), **kw)
-        self.kv_norm = RMSNorm(w.head_dim, eps, **kw)
-        group = w.heads * w.head_dim // w.groups
-        self.o_a = Linear((group,), (w.groups, w.o_rank), ("head", "heads", "latent"), **kw)
-        self.o_b = Linear((w.groups, w.o_rank), (dim,), ("heads", "head", "embed"), **kw)
-        self.sinks = Sinks(w.heads, **kw)
+        self.rotate, self.scale = TrailingPairs(rotary.dim), dims.head_dim**-0.5
+        self.q_a = Linear((dim,), (dims.q_rank,), ("embed", "latent"), **kw)
+        self.q_norm = RMSNorm(dims.q_rank, eps, **kw)
+        self.q_b = Linear((dims.q_rank,), (dims.heads, dims.head_dim), ("q_rank", "heads", "head"), **kw)
+        self.kv = Linear((dim,), (dims.head_dim,), ("embed", "latent"), **kw)
+        self.kv_norm = RMSNorm(dims.head_dim, eps, **kw)
+        group_width = dims.heads * dims.head_dim // dims.groups
+        self.o_a = Linear((group_width,), (dims.groups, dims.o_rank), ("head", "heads", "latent"), **kw)
+        self.o_b = Linear((dims.groups, dims.o_rank), (dim,), ("heads", "head", "embed"), **kw)
+        self.sinks = Sinks(dims.heads, **kw)
         self.compressor, self.indexer = compressor, indexer
 
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, cache: SharedKVCache | None = None
     ) -> tuple[Float[Array, "B asked D"], SharedKVCache | None]:
-        asked = context.output_tokens(x)
-        low = self.q_norm(self.q_a(asked))
-        q = context.rotated(rms_normalize(self.q_b(low), self.eps), self.rotary, self.rotate)
+        q_latent = self.q_norm(self.q_a(context.output_tokens(x)))
+        q = context.rotated(rms_normalize(self.q_b(q_latent), self.eps), self.rotary, self.rotate)
         kv = context.rotated(self.kv_norm(self.kv(x))[:, :, None], self.rotary, self.rotate)[:, :, 0]
-        window, seen, mask = context.append_to_cache(None if cache is None else cache.window, kv, self.window)
-        kept: tuple[Any, Any] = None, None
+        window, kv, mask = context.append_to_cache(None if cache is None else cache.window, kv, self.window)
+        entry_caches: tuple[Any, Any] = None, None
         if self.compressor is None:
-            shared, q = seen[:, None].astype(q.dtype), jnp.swapaxes(q, 1, 2)
-            y = jnp.swapaxes(self.attention_fn(q, shared, shared, self._scores(mask)), 1, 2)
+            kv, q = kv[:, None].astype(q.dtype), jnp.swapaxes(q, 1, 2)
+            heads = jnp.swapaxes(self.attention_fn(q, kv, kv, self._softmax(mask)), 1, 2)
         else:
-            rows = PassRows.of(context, *x.shape[:2])
-            kept, far = self._compressed(x, context, rows, cache)
-            picked = ()
-            if self.indexer is not None and far.keys is not None:
-                picked = self.indexer._queries(asked, low, context)
-            y = self._attended(q, seen, mask, rows, far, picked)
-        y = context.rotated(y, self.rotary, self.rotate.back)
-        y = self.o_b(self._grouped(y))
-        return y, None if cache is None else SharedKVCache(window, *kept)
+            rows = RowMetadata.from_context(context, *x.shape[:2])
+            entry_caches, entries = self._compress(x, context, rows, cache)
+            index_queries = ()
+            if self.indexer is not None and entries.index_keys is not None:
+                index_queries = self.indexer.queries(context.output_tokens(x), q_latent, context)
+            heads = self._attend(q, kv, mask, rows, entries, index_queries)
+        heads = context.rotated(heads, self.rotary, self.rotate.inverse)
+        y = self.o_b(self._project_groups(heads))
+        return y, None if cache is None else SharedKVCache(window, *entry_caches)
 
-    def _grouped(self, y: Float[Array, "B asked N H"]) -> Float[Array, "B asked groups rank"]:
-        """The first half of the output projection, a product for each group of heads."""
-        batch, count, groups = *y.shape[:2], self.o_a.outs[0]
-        rows = jnp.moveaxis(y.reshape(batch * count, groups, -1), 1, 0)
-        out = self.o_a.weight().matmul_per_head(rows, 0, self.o_a.outs[1])
-        return jnp.moveaxis(out, 0, 1).reshape(batch, count, groups, -1)
+    def _project_groups(self, heads: Float[Array, "B asked N H"]) -> Float[Array, "B asked groups rank"]:
+        """Apply the first half of the output projection, one product per group of heads."""
+        batch, length, groups = *heads.shape[:2], self.o_a.outs[0]
+        rows = jnp.moveaxis(heads.reshape(batch * length, groups, -1), 1, 0)
+        outputs = self.o_a.weight().matmul_per_head(rows, 0, self.o_a.outs[1])
+        return jnp.moveaxis(outputs, 0, 1).reshape(batch, length, groups, -1)
 
-    def _compressed(
-        self, x: Float[Array, "B T D"], context: Context, rows: PassRows, cache: SharedKVCache | None
-    ) -> tuple[tuple[Any, Any], Far]:
-        """The caches of the entries and of the index, and the entries; with keys if there are more than are chosen."""
+    def _compress(
+        self, x: Float[Array, "B T D"], context: Context, rows: RowMetadata, cache: SharedKVCache | None
+    ) -> tuple[tuple[Any, Any], Entries]:
+        """Return the caches of the entries and of the index, and the entries.
+
+        The entries have index keys if there are more entries than the indexer selects.
+        """
         assert self.compressor is not None
-        entries, index = (None, None) if cache is None else (cache.entries, cache.index)
-        entries, values, slots = self.compressor(x, context=context, rows=rows, cache=entries)
+        entry_cache, index_cache = (None, None) if cache is None else (cache.entries, cache.index)
+        entry_cache, values, slots = self.compressor(x, context=context, rows=rows, cache=entry_cache)
         if self.indexer is None:
-            return (entries, None), Far(values, slots)
-        index, keys, _ = self.indexer.keys(x, context=context, rows=rows, cache=index)
-        return (entries, index), Far(values, slots, keys if values.shape[1] > self.indexer.k else None)
+            return (entry_cache, None), Entries(values, slots)
+        index_cache, index_keys, _ = self.indexer.keys(x, context=context, rows=rows, cache=index_cache)
+        needs_selection = values.shape[1] > self.indexer.k
+        return (entry_cache, index_cache), Entries(values, slots, index_keys if needs_selection else None)
 
-    def _attended(
+    def _attend(
         self,
         q: Float[Array, "B t N H"],
-        seen: Float[Array, "B S H"],
+        kv: Float[Array, "B S H"],
         mask: Mask,
-        rows: PassRows,
-        far: Far,
-        picked: tuple[Array, ...],
+        rows: RowMetadata,
+        entries: Entries,
+        index_queries: IndexQueries | tuple[()],
     ) -> Float[Array, "B t N H"]:
-        """Attention over the tokens seen and the entries, a block of queries at a time."""
-        batch, count, heads = q.shape[:3]
-        most = max(8, min(MOST_QUERIES, MOST_SCORES // (heads * (far.entries.shape[1] + self.window))))
-        if count <= most:
-            return self._block(q, seen, mask, far, picked)
-        chunks, back = -(-count // most), self.window - 1
-        step = -(-count // chunks)
-        keys, start = mask.keys, rows.before - back
-        index = jnp.broadcast_to(
-            keys.index if keys.valid is None else jnp.where(keys.valid, keys.index, -1), seen.shape[:2]
-        )
-        near = gather_by_index(seen, index, start, back + chunks * step)
+        """Attend to the window's tokens ``kv`` and to the entries, one block of queries at a time."""
+        batch, length, heads = q.shape[:3]
+        block_size = max(8, min(MAX_QUERIES, MAX_SCORES // (heads * (entries.values.shape[1] + self.window))))
+        if length <= block_size:
+            return self._attend_block(q, kv, mask, entries, index_queries)
+        blocks, reach = -(-length // block_size), self.window - 1
+        step = -(-length // blocks)
+        keys, start = mask.keys, rows.length_before - reach
+        key_index = keys.index if keys.valid is None else jnp.where(keys.valid, keys.index, -1)
+        key_index = jnp.broadcast_to(key_index, kv.shape[:2])
+        kv = gather_by_index(kv, key_index, start, reach + blocks * step)
 
-        def run(q: Array, index: Array, segment: Array, *picked: Array) -> tuple[Array, None]:
-            first = jnp.clip(index[:, 0] - rows.before, 0, (chunks - 1) * step)
-            part = jax.vmap(lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, back + q.shape[1]))(near, first)
-            at = (start + first)[:, None] + jnp.arange(part.shape[1], dtype=jnp.int32)
-            of_segment = None if mask.query_segment is None else segment
-            block = Mask(index, of_segment, rows.slots(jnp.maximum(at, -1)), self.window)
-            return self._block(q, part, block, far, picked), None
+        def attend_block(q: Array, index: Array, segment: Array, *index_queries: Array) -> tuple[Array, None]:
+            first = jnp.clip(index[:, 0] - rows.length_before, 0, (blocks - 1) * step)
+            near = jax.vmap(lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, reach + q.shape[1]))(kv, first)
+            near_index = (start + first)[:, None] + jnp.arange(near.shape[1], dtype=jnp.int32)
+            query_segment = None if mask.query_segment is None else segment
+            block_mask = Mask(index, query_segment, rows.slots(jnp.maximum(near_index, -1)), self.window)
+            return self._attend_block(q, near, block_mask, entries, index_queries), None
 
-        given = mask.query_index, index[:, :1] * 0 if mask.query_segment is None else mask.query_segment
-        of_queries = (jnp.broadcast_to(a, (batch, count)) for a in given)
-        return map_chunks(run, chunks, q, *of_queries, *picked)[0]
+        segment = key_index[:, :1] * 0 if mask.query_segment is None else mask.query_segment
+        query_arrays = (jnp.broadcast_to(array, (batch, length)) for array in (mask.query_index, segment))
+        return map_chunks(attend_block, blocks, q, *query_arrays, *index_queries)[0]
 
-    def _block(
-        self, q: Float[Array, "B t N H"], near: Float[Array, "B S H"], mask: Mask, far: Far, picked: tuple[Array, ...]
+    def _attend_block(
+        self,
+        q: Float[Array, "B t N H"],
+        kv: Float[Array, "B S H"],
+        mask: Mask,
+        entries: Entries,
+        index_queries: IndexQueries | tuple[()],
     ) -> Float[Array, "B t N H"]:
-        of_far, entries, chosen = Mask(mask.query_index, mask.query_segment, far.slots, None), far.entries, None
-        if picked:
-            assert self.indexer is not None
-            seen = of_far.allowed()
-            wanted, weights = picked
-            best = self.indexer._chosen(wanted, weights, far, jnp.broadcast_to(seen, (len(q), *seen.shape[1:])))
-            if q.shape[1] == 1:  # one query reads what it attends to, and no more
-                at = jnp.minimum(best[:, 0], entries.shape[1] - 1)
-                entries = jnp.take_along_axis(entries, at[..., None], axis=1)
-                of_far = of_far.map(lambda a: a, lambda a: jnp.take_along_axis(a, at, axis=1))
-                index = jnp.where(best[:, 0] != NO_SLOT, of_far.keys.index, -1)
-                of_far = dataclasses.replace(of_far, keys=dataclasses.replace(of_far.keys, index=index))
+        values, selected = entries.values, None
+        entry_mask = Mask(mask.query_index, mask.query_segment, entries.slots, None)
+        if index_queries:
+            assert self.indexer is not None and entries.index_keys is not None
+            allowed = entry_mask.allowed()
+            allowed = jnp.broadcast_to(allowed, (len(q), *allowed.shape[1:]))
+            slots = self.indexer.select(index_queries, entries.index_keys, allowed)
+            if q.shape[1] == 1:  # one query reads the selected entries only
+                places = jnp.minimum(slots[:, 0], values.shape[1] - 1)
+                values = jnp.take_along_axis(values, places[..., None], axis=1)
+                entry_mask = entry_mask.map(lambda a: a, lambda a: jnp.take_along_axis(a, places, axis=1))
+                index = jnp.where(slots[:, 0] != NO_SLOT, entry_mask.keys.index, -1)
+                keys = dataclasses.replace(entry_mask.keys, index=index)
+                entry_mask = dataclasses.replace(entry_mask, keys=keys)
             else:
-                chosen = SelectedMask(mask.query_index, None, far.slots, None, slots=best).allowed()
-        keys = jnp.concatenate([near.astype(q.dtype), entries.astype(q.dtype)], axis=1)[:, None]
-        scores = self._scores(ConcatenatedMask(mask, of_far, chosen))
-        return jnp.swapaxes(ReferenceAttention()(jnp.swapaxes(q, 1, 2), keys, keys, scores), 1, 2)
+                selected = SelectedMask(mask.query_index, None, entries.slots, None, slots=slots).allowed()
+        kv = jnp.concatenate([kv.astype(q.dtype), values.astype(q.dtype)], axis=1)[:, None]
+        softmax = self._softmax(ConcatenatedMask(mask, entry_mask, selected))
+        return jnp.swapaxes(ReferenceAttention()(jnp.swapaxes(q, 1, 2), kv, kv, softmax), 1, 2)
 
-    def _scores(self, mask: Mask | ConcatenatedMask) -> MaskedSoftmax:
+    def _softmax(self, mask: Mask | ConcatenatedMask) -> MaskedSoftmax:
         return MaskedSoftmax(mask, self.scale, sinks=self.sinks())
 
-    def score_ops(self, seen: float) -> list[tuple[int, float]]:
-        """For queries after ``seen`` tokens: multiplications per query and key, and keys per query, of its products."""
-        width = 2 * math.prod(self.q_b.outs)
+    def score_ops(self, keys: float) -> list[tuple[int, float]]:
+        """Multiplications per query and key, and keys per query, of each product for queries after ``keys`` tokens."""
+        width, window = 2 * math.prod(self.q_b.outs), min(self.window, keys)
         if self.compressor is None:
-            return [(width, min(self.window, seen))]
-        far = seen / self.compressor.rate
+            return [(width, window)]
+        entries = keys / self.compressor.rate
         if self.indexer is None:
-            return [(width, min(self.window, seen) + far)]
-        return [
-            (width, min(self.window, seen) + min(self.indexer.k, far)),
-            (math.prod(self.indexer.q.outs), far),
-        ]
+            return [(width, window + entries)]
+        return [(width, window + min(self.indexer.k, entries)), (math.prod(self.indexer.q.outs), entries)]
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, lookahead: int = 0) -> SharedKVCache:
-        """A ring of the window's size and ``lookahead`` slots more, and the entries of the compressors."""
+        """Create a ring of the window's size plus ``lookahead`` slots, and the compressors' caches."""
         size = min(self.window + lookahead, capacity)
         window = TokenCache(jnp.zeros((batch, size, self.kv.outs[0]), dtype), ring=True, lookahead=lookahead)
-        parts = self.compressor, None if self.indexer is None else self.indexer.keys
-        made = (None if part is None else part.empty_cache(batch, capacity, dtype, lookahead) for part in parts)
-        return SharedKVCache(window, *made)
+        compressors = self.compressor, None if self.indexer is None else self.indexer.keys
+        entry_caches = (
+            None if compressor is None else compressor.empty_cache(batch, capacity, dtype, lookahead)
+            for compressor in compressors
+        )
+        return SharedKVCache(window, *entry_caches)

@@ -1,4 +1,4 @@
-"""Fused attention kernels: which one a backend has, and JAX's splash attention for TPUs."""
+"""Fused attention kernels: the default of each backend, and JAX's splash attention for TPUs."""
 
 import dataclasses
 import importlib
@@ -7,32 +7,33 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from nnxmoe.config.validate import check_object
 from nnxmoe.layers.attention.blockwise_attention import BlockwiseAttention
 from nnxmoe.layers.attention.flash_attention import FlashAttention
 from nnxmoe.layers.attention.fused_attention import FusedAttention, ShardMapKernel, shard_map_heads
-from nnxmoe.layers.attention.softmax_attention import AttentionFn, MaskedSoftmax
+from nnxmoe.layers.attention.softmax_attention import AttentionFn, HeadOutputs, Keys, MaskedSoftmax, Queries, Values
 
 LANES = 128  # the kernel's blocks are multiples of a TPU register's lanes
-LARGEST_BLOCK = 512
-ELSEWHERE: tuple[int, int] = (8, 0)  # compute capability that is assumed of GPUs of another machine
+BLOCK_SIZES = (512, 256, LANES)
+REMOTE_CAPABILITY: tuple[int, int] = (8, 0)  # compute capability that is assumed of GPUs of another machine
 
 
 def default_attention_fn(platform: str | None = None) -> AttentionFn:
-    """The fused attention of a platform, by default JAX's; `BlockwiseAttention` computes the rest, or all if there is
-    none.
+    """Return the fused attention of a platform (default: JAX's), with `BlockwiseAttention` for what it lacks.
 
     GPUs of another machine are assumed to be of the Ampere generation or later. cuDNN gets heads of up to 128 there,
-    because JAX asks this machine's GPU whether wider ones are supported.
+    because JAX asks this machine's GPU whether wider heads are supported.
     """
-    here, fallback = jax.default_backend(), BlockwiseAttention(long_context=FlashAttention(512, 1024))
-    backend = platform or here
+    local_backend, fallback = jax.default_backend(), BlockwiseAttention(long_context=FlashAttention(512, 1024))
+    backend = platform or local_backend
     if backend == "tpu":
         return SplashAttention(fallback)
     if backend == "gpu":
-        capability = _cuda_capability(jax.local_devices()[0]) if here == "gpu" else ELSEWHERE
+        capability = REMOTE_CAPABILITY
+        if local_backend == "gpu":
+            capability = _cuda_capability(jax.local_devices()[0])
         if capability[0] < 8:
             return fallback
         return FusedAttention("cudnn", fallback, max_head_dim=256 if capability >= (9, 0) else 128)
@@ -41,17 +42,22 @@ def default_attention_fn(platform: str | None = None) -> AttentionFn:
 
 def _cuda_capability(device: Any) -> tuple[int, int]:
     """Compute capability of an NVIDIA GPU, such as (9, 0); (0, 0) for other devices."""
-    found = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
-    return (int(found[1]), int(found[2])) if found else (0, 0)
+    match = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
+    return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 @dataclasses.dataclass(frozen=True)
 class SplashAttention(ShardMapKernel):
     """``jax.experimental.pallas.ops.tpu.splash_attention``, FlashAttention for TPUs that skips masked blocks.
 
-    It computes causal passes of multiples of 128 tokens, with window, segments, padding and soft cap; ``fallback``
-    computes the rest: steps and chunks with a cache, sinks, and a window with padding. ``interpret``: run in Pallas's
-    interpreter, on any backend. Raises ValueError if ``fallback`` is not an object.
+    Computes causal passes of multiples of 128 tokens, with window, segments, padding and soft cap.
+
+    Args:
+        fallback: computes the rest: steps and chunks with a cache, sinks, and a window with padding.
+        interpret: whether to run in Pallas's interpreter, on any backend.
+
+    Raises:
+        ValueError: ``fallback`` is not an object.
     """
 
     fallback: AttentionFn = BlockwiseAttention()
@@ -60,49 +66,47 @@ class SplashAttention(ShardMapKernel):
     def __post_init__(self) -> None:
         check_object("SplashAttention", "fallback", self.fallback, "BlockwiseAttention()")
 
-    def __call__(
-        self, q: Float[Array, "B N T H"], k: Float[Array, "B K S H"], v: Float[Array, "B K S Hv"], scores: MaskedSoftmax
-    ) -> Float[Array, "B N T Hv"]:
-        mask = scores.mask
-        padded_window = mask.window is not None and mask.keys.valid is not None
-        if not mask.causal or q.shape[2] % LANES or scores.sinks is not None or padded_window:
-            return self.fallback(q, k, v, scores)
-        q = (q.astype(jnp.float32) * scores.scale).astype(q.dtype)  # the kernel does not scale
-        given = q, k.astype(q.dtype), v.astype(q.dtype), _segments(scores, q.shape[0])
+    def __call__(self, q: Queries, k: Keys, v: Values, softmax: MaskedSoftmax) -> HeadOutputs:
+        mask = softmax.mask
+        has_padded_window = mask.window is not None and mask.keys.valid is not None
+        if not mask.causal or q.shape[2] % LANES or softmax.sinks is not None or has_padded_window:
+            return self.fallback(q, k, v, softmax)
+        q = (q.astype(jnp.float32) * softmax.scale).astype(q.dtype)  # the kernel does not scale
+        segments = _segments(softmax, q.shape[0])
 
         def run(q: Array, k: Array, v: Array, segments: Array | None) -> Array:
-            return _splash(q.shape[1:], scores, self.interpret)(q, k, v, segments)
+            return _splash_kernel(q.shape[1:], softmax, self.interpret)(q, k, v, segments)
 
-        return shard_map_heads(run, self.mesh, self.rules, *given)
+        return shard_map_heads(run, self.mesh, self.rules, q, k.astype(q.dtype), v.astype(q.dtype), segments)
 
 
-def _segments(scores: MaskedSoftmax, batch: int) -> Int[Array, "B T"] | None:
-    """Segments in which padding has one of its own, so that each query attends to itself at least."""
-    segment, valid = scores.mask.query_segment, scores.mask.keys.valid
+def _segments(softmax: MaskedSoftmax, batch: int) -> Int[Array, "B T"] | None:
+    """Return the segments, with padding in a segment of its own, so that each query attends at least to itself."""
+    segment, valid = softmax.mask.query_segment, softmax.mask.keys.valid
     if valid is None:
         return segment
     segment = jnp.zeros((batch, valid.shape[1]), jnp.int32) if segment is None else segment
     return jnp.where(valid, segment, -1)
 
 
-def _splash(shape: tuple[int, ...], scores: MaskedSoftmax, interpret: bool) -> Any:
-    """The kernel for queries ``[N, T, H]``, over a batch ``[B, N, T, H]`` and its segments."""
-    library = importlib.import_module("jax.experimental.pallas.ops.tpu.splash_attention")
-    heads, length, window = shape[0], shape[1], scores.mask.window
+def _splash_kernel(shape: tuple[int, ...], softmax: MaskedSoftmax, interpret: bool) -> Any:
+    """Return the kernel for queries ``[N, T, H]``, mapped over a batch ``[B, N, T, H]`` and its segments."""
+    splash = importlib.import_module("jax.experimental.pallas.ops.tpu.splash_attention")
+    heads, length, window = shape[0], shape[1], softmax.mask.window
     square = (length, length)
-    one = library.CausalMask(square) if window is None else library.LocalMask(square, (window - 1, 0), 0)
-    size = next(size for size in (LARGEST_BLOCK, 256, LANES) if length % size == 0)
+    head_mask = splash.CausalMask(square) if window is None else splash.LocalMask(square, (window - 1, 0), 0)
+    block_size = next(size for size in BLOCK_SIZES if length % size == 0)
     names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
-    kernel = library.make_splash_mha(
-        library.MultiHeadMask([one] * heads),
-        block_sizes=library.BlockSizes(**{f"block_{name}": size for name in names}),
+    kernel = splash.make_splash_mha(
+        splash.MultiHeadMask([head_mask] * heads),
+        block_sizes=splash.BlockSizes(**{f"block_{name}": block_size for name in names}),
         head_shards=1,
         q_seq_shards=1,
-        attn_logits_soft_cap=scores.softcap,
+        attn_logits_soft_cap=softmax.softcap,
         interpret=interpret,
     )
 
-    def of_row(q: Array, k: Array, v: Array, segment: Array | None) -> Array:
-        return kernel(q, k, v, None if segment is None else library.SegmentIds(segment, segment))
+    def attend_row(q: Array, k: Array, v: Array, segment: Array | None) -> Array:
+        return kernel(q, k, v, None if segment is None else splash.SegmentIds(segment, segment))
 
-    return jax.vmap(of_row)
+    return jax.vmap(attend_row)

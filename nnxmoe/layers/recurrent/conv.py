@@ -8,7 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from nnxmoe.axes import ParamOptions, parameter
-from nnxmoe.layers.cache import gather_tokens
+from nnxmoe.layers.cache_buffer import gather_tokens
 
 
 class ShortConv(nnx.Module):
@@ -23,50 +23,58 @@ class ShortConv(nnx.Module):
 
     @property
     def taps(self) -> int:
-        """Number of tokens that an output depends on, its own included."""
+        """Number of tokens that an output depends on, including its own."""
         return self.weight.shape[-1]
 
     def filters(self) -> Float[Array, "channels 1 taps"]:
-        """The filter of each channel."""
+        """Return the filter of each channel."""
         return self.weight[...]
 
     def __call__(
-        self, x: Float[Array, "B T channels"], window: Float[Array, "B _ channels"], run: Int[Array, "B T"] | None
+        self, x: Float[Array, "B T channels"], window: Float[Array, "B _ channels"], segment: Int[Array, "B T"] | None
     ) -> tuple[Float[Array, "B T channels"], Float[Array, "B _ channels"]]:
-        """The outputs, and the inputs with the window before them.
+        """Return the outputs, and the inputs preceded by the window.
 
-        ``window``: the ``taps - 1`` inputs before x. ``run``: the number of segments that begin up to each token, whose
-        output depends on tokens of its own run only; the window is of run 0. None: all are of run 0.
+        Args:
+            x: inputs.
+            window: the ``taps - 1`` inputs before x.
+            segment: number of segments that begin up to each token. Outputs depend on tokens of the same segment only;
+                the window belongs to segment 0. None: all tokens are in segment 0.
         """
-        (_, length, _), past = x.shape, self.taps - 1
-        seen = jnp.concatenate([window.astype(x.dtype), x], axis=1)
+        length, past = x.shape[1], self.taps - 1
+        inputs = jnp.concatenate([window.astype(x.dtype), x], axis=1)
         weight, total = self.filters().astype(jnp.float32), jnp.zeros(x.shape, jnp.float32)
-        runs = None if run is None else jnp.pad(run, ((0, 0), (past, 0)))
+        same_segment = None
+        if segment is not None:
+            input_segment = jnp.pad(segment, ((0, 0), (past, 0)))
+            same_segment = [input_segment[:, tap : tap + length] == segment for tap in range(self.taps)]
         for tap in range(self.taps):
-            part = seen[:, tap : tap + length].astype(jnp.float32) * weight[:, 0, tap]
-            if run is not None and runs is not None:
-                part = jnp.where((runs[:, tap : tap + length] == run)[:, :, None], part, 0)
-            total += part
+            term = inputs[:, tap : tap + length].astype(jnp.float32) * weight[:, 0, tap]
+            if same_segment is not None:
+                term = jnp.where(same_segment[tap][:, :, None], term, 0)
+            total += term
         if self.bias is not None:
             total += jnp.broadcast_to(self.bias[...].astype(jnp.float32), total.shape)
-        return jax.nn.silu(total).astype(x.dtype), seen
+        return jax.nn.silu(total).astype(x.dtype), inputs
 
     def windows(
-        self, seen: Float[Array, "B _ channels"], at: Int[Array, "B n"], run: Int[Array, "B T"] | None
+        self, inputs: Float[Array, "B _ channels"], places: Int[Array, "B n"], segment: Int[Array, "B T"] | None
     ) -> Float[Array, "B n _ channels"]:
-        """The window after each of the tokens ``at``, with zeros for tokens of another run. ``seen``: the inputs that
-        the call returns."""
+        """Gather the window after each of the tokens at ``places``, with zeros for tokens of other segments.
+
+        ``inputs``: the inputs that the call returns.
+        """
         past = self.taps - 1
-        places = jnp.maximum(at, 0)[:, :, None] + 1 + jnp.arange(past)
-        found = gather_tokens(seen, places)
-        if run is None:
-            return found
-        runs = gather_tokens(jnp.pad(run, ((0, 0), (past, 0))), places)
-        return jnp.where((runs == runs[:, :, -1:])[..., None], found, 0)
+        places = jnp.maximum(places, 0)[:, :, None] + 1 + jnp.arange(past)
+        windows = gather_tokens(inputs, places)
+        if segment is None:
+            return windows
+        segments = gather_tokens(jnp.pad(segment, ((0, 0), (past, 0))), places)
+        return jnp.where((segments == segments[:, :, -1:])[..., None], windows, 0)
 
 
 class SeparateConvs(ShortConv):
-    """`ShortConv` for queries, keys and values of ``channels`` each, with a weight each as in checkpoints."""
+    """`ShortConv` for queries, keys and values of ``channels`` each, with separate weights as in checkpoints."""
 
     def __init__(self, channels: int, taps: int, **kw: Unpack[ParamOptions]):
         self.q, self.k, self.v = (ShortConv(channels, taps, **kw) for _ in "qkv")

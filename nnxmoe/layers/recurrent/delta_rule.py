@@ -2,9 +2,9 @@
 
     S <- exp(g) S;  S <- S + k (beta (v - S^T k))^T;  o = S^T q
 
-Values have N heads, queries and keys K, each for N / K consecutive heads of the values. Without the correction
-``- S^T k`` it is the recurrence of Mamba-2 (Dao & Gu 2024). Kimi Delta Attention (Kimi team 2025) has a vector g per
-key: ``S <- diag(exp(g)) S``.
+Values have N heads, queries and keys K heads, each for N / K consecutive heads of the values. Without the correction
+``- S^T k`` the rule is the recurrence of Mamba-2 (Dao & Gu 2024). Kimi Delta Attention (Kimi team 2025) has a vector g
+per key: ``S <- diag(exp(g)) S``.
 """
 
 from collections.abc import Callable
@@ -18,172 +18,207 @@ CHUNK = 64  # tokens
 
 
 class DeltaInputs(NamedTuple):
-    """Inputs of the rule for ``T`` tokens, all in float32. Tokens with ``beta`` and ``g`` 0, such as padding, leave the
-    state as it is. ``run``: the number of segments that begin up to each token, each with an empty state; None: 0."""
+    """Inputs of the rule for ``T`` tokens, all in float32.
+
+    Tokens with ``beta`` and ``g`` 0, such as padding, leave the state as it is.
+
+    Attributes:
+        q: queries.
+        k: keys.
+        v: values.
+        g: logarithm of the decay, at most 0, per head or per channel of the keys.
+        beta: strength of the update.
+        segment: number of segments that begin up to each token. Each segment starts with an empty state. None: 0.
+    """
 
     q: Float[Array, "B T K H"]
     k: Float[Array, "B T K H"]
     v: Float[Array, "B T N W"]
-    g: Float[Array, "B T N"] | Float[Array, "B T N H"]  # logarithm of the decay, at most 0; H: a channel of the keys
+    g: Float[Array, "B T N"] | Float[Array, "B T N H"]
     beta: Float[Array, "B T N"]
-    run: Int[Array, "B T"] | None
+    segment: Int[Array, "B T"] | None
 
 
-Chunked = Callable[[DeltaInputs, Array], tuple[Array, Array]]
-"""``(inputs, state) ->`` the outputs ``[B T N W]`` and the state ``[B N H W]`` after all tokens."""
+ChunkedRule = Callable[[DeltaInputs, Array], tuple[Array, Array]]
+"""``(inputs, state)`` -> the outputs ``[B T N W]`` and the state ``[B N H W]`` after all tokens."""
 
 
-Recurrence = Callable[[DeltaInputs, Array, Chunked], tuple[Array, Array]]
-"""``Strategy.recurrence``: how the rule is computed for passes; last argument: the layer's own way, without one."""
+Recurrence = Callable[[DeltaInputs, Array, ChunkedRule], tuple[Array, Array]]
+"""``Strategy.recurrence``: how passes compute the rule; the last argument is the layer's own `ChunkedRule`."""
 
 
-def product(spec: str, *operands: Array) -> Array:
-    """An einsum in float32, on every device."""
+def einsum_f32(spec: str, *operands: Array) -> Array:
+    """An einsum in float32 on every device."""
     return jnp.einsum(spec, *operands, precision=jax.lax.Precision.HIGHEST)
 
 
 def recurrent_delta_rule(
     inputs: DeltaInputs,
     state: Float[Array, "B N H W"],
-    run: Int[Array, "B"] | None = None,
+    state_segment: Int[Array, "B"] | None = None,
     *,
     has_correction: bool = True,
 ) -> tuple[Float[Array, "B T N W"], Float[Array, "B T N H W"]]:
-    """Outputs and the state after each token, a token at a time. ``run``: of the state; None: 0. ``has_correction``:
-    False leaves the correction out.
+    """Compute the rule token by token. Decoding uses it, and it is the oracle of `chunk_delta_rule`.
 
-    The oracle of `chunk_delta_rule`, and the way to decode.
+    Args:
+        inputs: of all tokens.
+        state: before the first token.
+        state_segment: segment of the state; None: 0.
+        has_correction: False leaves the correction out.
+
+    Returns:
+        The outputs, and the state after each token.
     """
-    q, k, v, g, beta, of_token = inputs
+    q, k, v, g, beta, segment = inputs
     groups = v.shape[2] // k.shape[2]
-    before = jnp.zeros(len(q), jnp.int32) if run is None else run
+    state_segment = jnp.zeros(len(q), jnp.int32) if state_segment is None else state_segment
 
     def step(carry: tuple[Array, Array], token: tuple[Array, ...]) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-        (state, before), (q, k, v, g, beta, run) = carry, token
+        (state, state_segment), (q, k, v, g, beta, segment) = carry, token
         q, k = (jnp.repeat(a, groups, axis=1)[..., None] for a in (q, k))
-        keep = jnp.exp(g) * (run == before).reshape(-1, *(1,) * (g.ndim - 1))
-        state = state * (keep[..., None] if g.ndim == 3 else keep[:, :, None, None])
-        more = beta[..., None] * (v - jnp.sum(state * k, axis=2) if has_correction else v)
-        state = state + k * more[:, :, None]
-        return (state, run), (jnp.sum(state * q, axis=2), state)
+        decay = jnp.exp(g) * (segment == state_segment).reshape(-1, *(1,) * (g.ndim - 1))
+        state = state * (decay[..., None] if g.ndim == 3 else decay[:, :, None, None])
+        update = beta[..., None] * (v - jnp.sum(state * k, axis=2) if has_correction else v)
+        state = state + k * update[:, :, None]
+        return (state, segment), (jnp.sum(state * q, axis=2), state)
 
-    of_token = jnp.broadcast_to(before[:, None], q.shape[:2]) if of_token is None else of_token
-    tokens = tuple(jnp.moveaxis(a, 1, 0) for a in (q, k, v, g, beta, of_token))
+    segment = jnp.broadcast_to(state_segment[:, None], q.shape[:2]) if segment is None else segment
+    tokens = tuple(jnp.moveaxis(a, 1, 0) for a in (q, k, v, g, beta, segment))
     if len(tokens[0]) == 1:
-        _, found = step((state, before), tuple(a[0] for a in tokens))
-        return found[0][:, None], found[1][:, None]
-    _, (out, states) = jax.lax.scan(step, (state, before), tokens)
-    return jnp.moveaxis(out, 0, 1), jnp.moveaxis(states, 0, 1)
+        _, (output, state) = step((state, state_segment), tuple(a[0] for a in tokens))
+        return output[:, None], state[:, None]
+    _, (outputs, states) = jax.lax.scan(step, (state, state_segment), tokens)
+    return jnp.moveaxis(outputs, 0, 1), jnp.moveaxis(states, 0, 1)
 
 
 def chunk_delta_rule(
     inputs: DeltaInputs, state: Float[Array, "B N H W"], chunk: int = CHUNK, *, has_correction: bool = True
 ) -> tuple[Float[Array, "B T N W"], Float[Array, "B N H W"]]:
-    """Outputs, and the state after all tokens, by products of matrices (the WY form): the corrections of a chunk solve
-    a triangular system, and only the state goes from chunk to chunk. ``state``: of run 0. For ``g [B T N]``.
-    ``has_correction``: as in `recurrent_delta_rule`."""
-    (batch, length, keys, _), (heads, width) = inputs.k.shape, inputs.v.shape[2:]
-    size = min(chunk, 1 << max(length - 1, 1).bit_length())
-    count, groups = -(-length // size), heads // keys
+    """Compute the rule in chunks by matrix products (the WY form), for ``g [B T N]``.
 
-    def cut(a: Array, *shape: int) -> Array:
-        """``[B T …]`` as ``[n B … C]``, or ``[n B … C W]``, with n chunks of C tokens."""
+    The corrections of a chunk solve a triangular system, and only the state is passed from chunk to chunk.
+
+    Args:
+        inputs: of all tokens.
+        state: before the first token, of segment 0.
+        chunk: tokens per chunk.
+        has_correction: see `recurrent_delta_rule`.
+
+    Returns:
+        The outputs, and the state after all tokens.
+    """
+    (batch, length, keys, _), (heads, width) = inputs.k.shape, inputs.v.shape[2:]
+    size, count = _chunk_size_and_count(length, chunk)
+    groups = heads // keys
+
+    def split(a: Array, *shape: int) -> Array:
+        """``[B T …]`` to ``[n B … C]``, or to ``[n B … C W]``, with n chunks of C tokens."""
         a = jnp.pad(a, ((0, 0), (0, count * size - length), *((0, 0),) * (a.ndim - 2)))
         return jnp.moveaxis(a.reshape(batch, count, size, *shape), (1, 2), (0, 2 + len(shape) - (a.ndim == 4)))
 
-    q, k = (cut(a, keys, a.shape[-1]) for a in (inputs.q, inputs.k))
-    v, g, beta = cut(inputs.v, keys, groups, width), cut(inputs.g, keys, groups), cut(inputs.beta, keys, groups)
+    q, k = (split(a, keys, a.shape[-1]) for a in (inputs.q, inputs.k))
+    v, g, beta = split(inputs.v, keys, groups, width), split(inputs.g, keys, groups), split(inputs.beta, keys, groups)
     total, causal = jnp.cumsum(g, axis=-1), jnp.tril(jnp.ones((size, size), bool))
-    apart, first, last = total[..., :, None] - total[..., None, :], jnp.exp(total), total[..., -1:] - total
-    if inputs.run is not None:  # what tokens of other runs have stored does not count
-        run = jnp.pad(inputs.run, ((0, 0), (0, count * size - length)), mode="edge")
-        run = jnp.moveaxis(run.reshape(batch, count, size), 1, 0)
-        before = jnp.concatenate([jnp.zeros((1, batch, 1), run.dtype), run[:-1, :, -1:]])
-        causal = causal & (run[..., :, None] == run[..., None, :])[:, :, None, None]
-        first = first * (run == before)[:, :, None, None]
-        last = jnp.where((run == run[..., -1:])[:, :, None, None], last, -jnp.inf)
-    decay, last, whole = jnp.exp(jnp.where(causal, apart, -jnp.inf)), jnp.exp(last), first[..., -1]
-    values, seen = beta[..., None] * v, None
+    log_decay = total[..., :, None] - total[..., None, :]  # from token to token
+    from_start, to_end = jnp.exp(total), total[..., -1:] - total
+    if inputs.segment is not None:  # tokens do not depend on other segments
+        segment = jnp.pad(inputs.segment, ((0, 0), (0, count * size - length)), mode="edge")
+        segment = jnp.moveaxis(segment.reshape(batch, count, size), 1, 0)
+        previous = jnp.concatenate([jnp.zeros((1, batch, 1), segment.dtype), segment[:-1, :, -1:]])
+        causal = causal & (segment[..., :, None] == segment[..., None, :])[:, :, None, None]
+        from_start = from_start * (segment == previous)[:, :, None, None]
+        to_end = jnp.where((segment == segment[..., -1:])[:, :, None, None], to_end, -jnp.inf)
+    decay, to_end = jnp.exp(jnp.where(causal, log_decay, -jnp.inf)), jnp.exp(to_end)
+    state_decay = from_start[..., -1]
+    values, correction = beta[..., None] * v, None
     if has_correction:
-        system = beta[..., None] * product("nbkch,nbkdh->nbkcd", k, k)[:, :, :, None] * decay
+        system = beta[..., None] * einsum_f32("nbkch,nbkdh->nbkcd", k, k)[:, :, :, None] * decay
         inverse = unit_lower_inverse(jnp.tril(system, -1))
-        values = product("nbkgcd,nbkgdw->nbkgcw", inverse, values)
-        seen = product("nbkgcd,nbkdh->nbkgch", inverse * (beta * first)[..., None, :], k)
-    scores = product("nbkch,nbkdh->nbkcd", q, k)[:, :, :, None] * decay
+        values = einsum_f32("nbkgcd,nbkgdw->nbkgcw", inverse, values)
+        correction = einsum_f32("nbkgcd,nbkdh->nbkgch", inverse * (beta * from_start)[..., None, :], k)
+    scores = einsum_f32("nbkch,nbkdh->nbkcd", q, k)[:, :, :, None] * decay
 
-    def one(state: Array, given: Any) -> tuple[Array, Array]:
-        q, k, values, seen, scores, first, last, whole = given
-        new = values if seen is None else values - product("bkgch,bkghw->bkgcw", seen, state)
-        out = first[..., None] * product("bkch,bkghw->bkgcw", q, state) + product("bkgcd,bkgdw->bkgcw", scores, new)
-        more = product("bkch,bkgcw->bkghw", k, last[..., None] * new)
-        return whole[..., None, None] * state + more, out
+    def step(state: Array, chunk: Any) -> tuple[Array, Array]:
+        q, k, values, correction, scores, from_start, to_end, state_decay = chunk
+        new = values if correction is None else values - einsum_f32("bkgch,bkghw->bkgcw", correction, state)
+        outputs = from_start[..., None] * einsum_f32("bkch,bkghw->bkgcw", q, state)
+        outputs = outputs + einsum_f32("bkgcd,bkgdw->bkgcw", scores, new)
+        update = einsum_f32("bkch,bkgcw->bkghw", k, to_end[..., None] * new)
+        return state_decay[..., None, None] * state + update, outputs
 
-    state = state.reshape(batch, keys, groups, *state.shape[2:])
-    state, out = jax.lax.scan(one, state, (q, k, values, seen, scores, first, last, whole))
-    out = jnp.moveaxis(out, (0, 4), (1, 2)).reshape(batch, count * size, heads, width)
-    return out[:, :length], state.reshape(batch, heads, *state.shape[3:])
+    chunks = q, k, values, correction, scores, from_start, to_end, state_decay
+    state, outputs = jax.lax.scan(step, state.reshape(batch, keys, groups, *state.shape[2:]), chunks)
+    outputs = jnp.moveaxis(outputs, (0, 4), (1, 2)).reshape(batch, count * size, heads, width)
+    return outputs[:, :length], state.reshape(batch, heads, *state.shape[3:])
+
+
+def _chunk_size_and_count(length: int, chunk: int) -> tuple[int, int]:
+    """Return a power of 2, at most ``chunk``, and how many chunks of this size cover ``length`` tokens."""
+    size = min(chunk, 1 << max(length - 1, 1).bit_length())
+    return size, -(-length // size)
 
 
 def unit_lower_inverse(lower: Float[Array, "*b C C"]) -> Float[Array, "*b C C"]:
-    """``(I + lower)^-1`` for a strictly lower triangle, from the inverses of diagonal blocks, each of two half as
-    large: ``[[A, 0], [C, B]]^-1 = [[A^-1, 0], [-B^-1 C A^-1, B^-1]]``. C is a power of 2. Unlike powers of ``lower``,
-    products of these blocks do not grow where keys are nearly equal."""
+    """Compute ``(I + lower)^-1`` for a strictly lower triangle; C is a power of 2.
+
+    The inverse of a diagonal block follows from the inverses of two blocks half as large:
+    ``[[A, 0], [C, B]]^-1 = [[A^-1, 0], [-B^-1 C A^-1, B^-1]]``. Unlike powers of ``lower``, products of these blocks do
+    not grow where keys are nearly equal.
+    """
     size = lower.shape[-1]
     row, column = jnp.arange(size)[:, None], jnp.arange(size)
-    found, block = jnp.broadcast_to(jnp.eye(size, dtype=lower.dtype), lower.shape), 1
+    inverse, block = jnp.broadcast_to(jnp.eye(size, dtype=lower.dtype), lower.shape), 1
     while block < size:
-        corner = (row // block == column // block + 1) & (row // block % 2 == 1)
-        between = jnp.where(corner, lower, 0)
-        more = (
-            between
-            if block == 1
-            else product("...ab,...bc->...ac", product("...ab,...bc->...ac", found, between), found)
-        )
-        found, block = found - more, 2 * block
-    return found
+        is_corner = (row // block == column // block + 1) & (row // block % 2 == 1)
+        corner = jnp.where(is_corner, lower, 0)
+        if block > 1:
+            corner = einsum_f32("...ab,...bc->...ac", einsum_f32("...ab,...bc->...ac", inverse, corner), inverse)
+        inverse, block = inverse - corner, 2 * block
+    return inverse
 
 
 def chunk_channelwise_delta_rule(
     inputs: DeltaInputs, state: Float[Array, "B N H W"], chunk: int = CHUNK
 ) -> tuple[Float[Array, "B T N W"], Float[Array, "B N H W"]]:
-    """As `chunk_delta_rule`, for a decay per channel of the keys, ``g [B T N H]``, and as many heads of keys as of
-    values."""
+    """Compute `chunk_delta_rule` for a decay per channel, ``g [B T N H]``, and as many heads of keys as of values."""
     (batch, length, heads, _), width = inputs.k.shape, inputs.v.shape[-1]
-    size = min(chunk, 1 << max(length - 1, 1).bit_length())
-    count = -(-length // size)
+    size, count = _chunk_size_and_count(length, chunk)
 
-    def cut(a: Array) -> Array:
-        """``[B T N …]`` as ``[n B N C …]``, with n chunks of C tokens."""
+    def split(a: Array) -> Array:
+        """``[B T N …]`` to ``[n B N C …]``, with n chunks of C tokens."""
         a = jnp.pad(a, ((0, 0), (0, count * size - length), *((0, 0),) * (a.ndim - 2)))
         return jnp.moveaxis(a.reshape(batch, count, size, *a.shape[2:]), (1, 3), (0, 2))
 
-    q, k, v, g, beta = map(cut, inputs[:5])
+    q, k, v, g, beta = map(split, inputs[:5])
     total = jnp.cumsum(g, axis=-2)
-    system, scores = _pairs(k, k, total), _pairs(q, k, total)
-    first, last = jnp.exp(total), jnp.exp(total[..., -1:, :] - total)
-    if inputs.run is not None:  # what tokens of other runs have stored does not count
-        run = jnp.pad(inputs.run, ((0, 0), (0, count * size - length)), mode="edge")
-        run = jnp.moveaxis(run.reshape(batch, count, size), 1, 0)[:, :, None]
-        before = jnp.concatenate([jnp.zeros((1, batch, 1, 1), run.dtype), run[:-1, ..., -1:]])
-        same = run[..., :, None] == run[..., None, :]
-        system, scores = jnp.where(same, system, 0), jnp.where(same, scores, 0)
-        first = first * (run == before)[..., None]
-        last = last * (run == run[..., -1:])[..., None]
+    system, scores = _decayed_products(k, k, total), _decayed_products(q, k, total)
+    from_start, to_end = jnp.exp(total), jnp.exp(total[..., -1:, :] - total)
+    if inputs.segment is not None:  # tokens do not depend on other segments
+        segment = jnp.pad(inputs.segment, ((0, 0), (0, count * size - length)), mode="edge")
+        segment = jnp.moveaxis(segment.reshape(batch, count, size), 1, 0)[:, :, None]
+        previous = jnp.concatenate([jnp.zeros((1, batch, 1, 1), segment.dtype), segment[:-1, ..., -1:]])
+        is_same = segment[..., :, None] == segment[..., None, :]
+        system, scores = jnp.where(is_same, system, 0), jnp.where(is_same, scores, 0)
+        from_start = from_start * (segment == previous)[..., None]
+        to_end = to_end * (segment == segment[..., -1:])[..., None]
     weights = unit_lower_inverse(jnp.tril(beta[..., None] * system, -1)) * beta[..., None, :]
-    values, seen = product("nbkcd,nbkdw->nbkcw", weights, v), product("nbkcd,nbkdh->nbkch", weights, k * first)
+    values = einsum_f32("nbkcd,nbkdw->nbkcw", weights, v)
+    correction = einsum_f32("nbkcd,nbkdh->nbkch", weights, k * from_start)
 
-    def one(state: Array, given: tuple[Array, ...]) -> tuple[Array, Array]:
-        q, k, values, seen, scores, whole = given
-        new = values - product("bkch,bkhw->bkcw", seen, state)
-        out = product("bkch,bkhw->bkcw", q, state) + product("bkcd,bkdw->bkcw", scores, new)
-        return whole[..., None] * state + product("bkch,bkcw->bkhw", k, new), out
+    def step(state: Array, chunk: tuple[Array, ...]) -> tuple[Array, Array]:
+        q, k, values, correction, scores, decay = chunk
+        new = values - einsum_f32("bkch,bkhw->bkcw", correction, state)
+        outputs = einsum_f32("bkch,bkhw->bkcw", q, state) + einsum_f32("bkcd,bkdw->bkcw", scores, new)
+        return decay[..., None] * state + einsum_f32("bkch,bkcw->bkhw", k, new), outputs
 
-    state, out = jax.lax.scan(one, state, (q * first, k * last, values, seen, scores, first[..., -1, :]))
-    out = jnp.moveaxis(out, (0, 3), (1, 2)).reshape(batch, count * size, heads, width)
-    return out[:, :length], state
+    chunks = q * from_start, k * to_end, values, correction, scores, from_start[..., -1, :]
+    state, outputs = jax.lax.scan(step, state, chunks)
+    outputs = jnp.moveaxis(outputs, (0, 3), (1, 2)).reshape(batch, count * size, heads, width)
+    return outputs[:, :length], state
 
 
-def _pairs(x: Float[Array, "*b C H"], k: Float[Array, "*b C H"], total: Float[Array, "*b C H"]) -> Array:
+def _decayed_products(x: Float[Array, "*b C H"], k: Float[Array, "*b C H"], total: Float[Array, "*b C H"]) -> Array:
     """Compute ``[*b C C]``: ``sum_h x[c, h] k[d, h] exp(total[c, h] - total[d, h])`` for d <= c, else 0.
 
     C is a power of 2. Blocks on the diagonal are joined in pairs until one is left. For c in the later block of a pair
@@ -194,7 +229,7 @@ def _pairs(x: Float[Array, "*b C H"], k: Float[Array, "*b C H"], total: Float[Ar
     0.10.2, because the program writes out of bounds (not with jax 0.12.0).
     """
     lead, size = k.shape[:-2], k.shape[-2]
-    found, block = jnp.sum(x * k, axis=-1)[..., None, None], 1
+    products, block = jnp.sum(x * k, axis=-1)[..., None, None], 1
     while block < size:
 
         def halves(a: Array, block: int = block) -> tuple[Array, Array]:
@@ -204,9 +239,9 @@ def _pairs(x: Float[Array, "*b C H"], k: Float[Array, "*b C H"], total: Float[Ar
         early, late = halves(total)
         first = late[..., :1, :]
         rows, columns = halves(x)[1] * jnp.exp(late - first), halves(k)[0] * jnp.exp(first - early)
-        corner = product("...ch,...dh->...cd", rows, columns)
-        one, other = halves(found)
-        upper = jnp.concatenate([one, jnp.zeros_like(corner)], axis=-1)
-        found = jnp.concatenate([upper, jnp.concatenate([corner, other], axis=-1)], axis=-2)
+        corner = einsum_f32("...ch,...dh->...cd", rows, columns)
+        early_products, late_products = halves(products)
+        upper = jnp.concatenate([early_products, jnp.zeros_like(corner)], axis=-1)
+        products = jnp.concatenate([upper, jnp.concatenate([corner, late_products], axis=-1)], axis=-2)
         block *= 2
-    return found.reshape(*lead, size, size)
+    return products.reshape(*lead, size, size)

@@ -13,16 +13,16 @@ from nnxmoe.axes import AnyMesh, ParamOptions, parameter
 from nnxmoe.layers.linear.linear import Linear
 from nnxmoe.layers.norm import GatedNorm
 from nnxmoe.layers.recurrent.conv import SeparateConvs
-from nnxmoe.layers.recurrent.delta import DeltaDims, DeltaProjections, GatedDeltaNet, log_rates
+from nnxmoe.layers.recurrent.delta import DeltaDims, GatedDeltaNet, ProjectedTokens, init_log_rates
 from nnxmoe.layers.recurrent.delta_rule import DeltaInputs, Recurrence, chunk_channelwise_delta_rule
 
 
 class LowRank(nnx.Module):
     """Low-rank projection ``b(a(x))``: ``[B T D] -> [B T rank] -> [B T N H]``."""
 
-    def __init__(self, heads: DeltaDims, rank: int, **kw: Unpack[ParamOptions]):
-        self.a = Linear((heads.dim,), (rank,), ("embed", "latent"), **kw)
-        self.b = Linear((rank,), (heads.keys, heads.key_dim), ("q_rank", "heads", "head"), **kw)
+    def __init__(self, dims: DeltaDims, rank: int, **kw: Unpack[ParamOptions]):
+        self.a = Linear((dims.dim,), (rank,), ("embed", "latent"), **kw)
+        self.b = Linear((rank,), (dims.keys, dims.key_dim), ("q_rank", "heads", "head"), **kw)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T N H"]:
         return self.b(self.a(x))
@@ -34,21 +34,21 @@ class KimiProjection(nnx.Module):
     ``rank``: of ``f`` and ``g``, which are `LowRank`; None: full rank.
     """
 
-    def __init__(self, heads: DeltaDims, rank: int | None, **kw: Unpack[ParamOptions]):
-        def by_head() -> Linear:
-            return Linear((heads.dim,), (heads.keys, heads.key_dim), ("embed", "heads", "head"), **kw)
+    def __init__(self, dims: DeltaDims, rank: int | None, **kw: Unpack[ParamOptions]):
+        def full_rank() -> Linear:
+            return Linear((dims.dim,), (dims.keys, dims.key_dim), ("embed", "heads", "head"), **kw)
 
-        self.q, self.k, self.v = (by_head() for _ in "qkv")
-        self.f, self.g = (by_head() if rank is None else LowRank(heads, rank, **kw) for _ in "fg")
-        self.b = Linear((heads.dim,), (heads.keys,), ("embed", "heads"), **kw)
+        self.q, self.k, self.v = (full_rank() for _ in "qkv")
+        self.f, self.g = (full_rank() if rank is None else LowRank(dims, rank, **kw) for _ in "fg")
+        self.b = Linear((dims.dim,), (dims.keys,), ("embed", "heads"), **kw)
 
-    def __call__(self, x: Float[Array, "B T D"]) -> DeltaProjections:
-        mixed = jnp.concatenate([part(x).reshape(*x.shape[:2], -1) for part in (self.q, self.k, self.v)], axis=-1)
-        return mixed, self.g(x), self.b(x), self.f(x)
+    def __call__(self, x: Float[Array, "B T D"]) -> ProjectedTokens:
+        qkv = jnp.concatenate([part(x).reshape(*x.shape[:2], -1) for part in (self.q, self.k, self.v)], axis=-1)
+        return qkv, self.g(x), self.b(x), self.f(x)
 
 
-Decays = Callable[[Array, Array], Array]
-"""``(x [B T N H], log rates [N 1]) ->`` logarithms of the decays ``[B T N H]``, at most 0."""
+DecayFn = Callable[[Array, Array], Array]
+"""``(x [B T N H], log rates [N 1])`` -> logarithms of the decays ``[B T N H]``, at most 0."""
 
 
 def unbounded_decays(x: Float[Array, "B T N H"], rates: Float[Array, "N 1"]) -> Float[Array, "B T N H"]:
@@ -58,47 +58,56 @@ def unbounded_decays(x: Float[Array, "B T N H"], rates: Float[Array, "N 1"]) -> 
 
 @dataclasses.dataclass(frozen=True)
 class BoundedDecays:
-    """``lowest * sigmoid(exp(rate) x)``: between the negative number ``lowest`` and 0."""
+    """``min_log_decay * sigmoid(exp(rate) x)``, which lies between the negative ``min_log_decay`` and 0."""
 
-    lowest: float
+    min_log_decay: float
 
     def __call__(self, x: Float[Array, "B T N H"], rates: Float[Array, "N 1"]) -> Float[Array, "B T N H"]:
-        return self.lowest * jax.nn.sigmoid(jnp.exp(rates) * x)
+        return self.min_log_decay * jax.nn.sigmoid(jnp.exp(rates) * x)
 
 
 class KimiDelta(GatedDeltaNet):
     """`GatedDeltaNet` with one decay per head and key channel, sigmoid output gates, and as many key as value heads.
 
-    ``decays``: the decays' function of the projection and the rates. ``rates``: shape of the logarithms of the rates
-    in checkpoints, with one entry per head. Source: ``KimiLinearDeltaAttention`` in transformers 5.24.
+    Source: ``KimiLinearDeltaAttention`` in transformers 5.24.
+
+    Args:
+        dims: sizes.
+        project: the input projection.
+        decays: computes the decays from the projection and the rates.
+        rate_shape: shape of the logarithms of the rates in checkpoints, with one entry per head.
+        taps: see `GatedDeltaNet`.
+        eps: see `GatedDeltaNet`.
+        mesh: see `GatedDeltaNet`.
+        recurrence: see `GatedDeltaNet`.
     """
 
     def __init__(
         self,
-        heads: DeltaDims,
+        dims: DeltaDims,
         project: KimiProjection,
-        decays: Decays,
+        decays: DecayFn,
         *,
-        rates: tuple[int, ...],
+        rate_shape: tuple[int, ...],
         taps: int,
         eps: float,
         mesh: AnyMesh | None = None,
         recurrence: Recurrence | None = None,
         **kw: Unpack[ParamOptions],
     ):
-        self.heads, self.project, self.decays = heads, project, decays
+        self.dims, self.project, self.decays = dims, project, decays
         self.mesh, self.recurrence = mesh, recurrence
-        width = heads.keys * heads.key_dim
+        width = dims.keys * dims.key_dim
         self.conv = SeparateConvs(width, taps, **kw)
-        axes = ["heads" if size == heads.keys and size > 1 else None for size in rates]
-        self.a_log = parameter(rates, axes, log_rates, **kw)
+        axes = ["heads" if size == dims.keys and size > 1 else None for size in rate_shape]
+        self.a_log = parameter(rate_shape, axes, init_log_rates, **kw)
         self.dt_bias = parameter((width,), ("heads",), nnx.initializers.ones, **kw)
-        self.norm = GatedNorm(heads.value_dim, eps, activation=jax.nn.sigmoid, **kw)
-        self.out = Linear((heads.values, heads.value_dim), (heads.dim,), ("heads", "head", "embed"), **kw)
+        self.norm = GatedNorm(dims.value_dim, eps, activation=jax.nn.sigmoid, **kw)
+        self.out = Linear((dims.values, dims.value_dim), (dims.dim,), ("heads", "head", "embed"), **kw)
 
     def log_decays(self, a: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
         rates, bias = (p[...].astype(jnp.float32) for p in (self.a_log, self.dt_bias))
         return self.decays(a.astype(jnp.float32) + bias.reshape(a.shape[2:]), rates.reshape(-1, 1))
 
-    def _chunked(self, inputs: DeltaInputs, state: Array) -> tuple[Array, Array]:
+    def _chunk_rule(self, inputs: DeltaInputs, state: Array) -> tuple[Array, Array]:
         return chunk_channelwise_delta_rule(inputs, state)

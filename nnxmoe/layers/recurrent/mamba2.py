@@ -11,7 +11,7 @@ from nnxmoe.axes import AnyMesh, ParamOptions, parameter
 from nnxmoe.layers.linear.linear import Linear
 from nnxmoe.layers.norm import rms_normalize
 from nnxmoe.layers.recurrent.conv import ShortConv
-from nnxmoe.layers.recurrent.delta import DeltaDims, DeltaProjections, GatedDeltaNet, log_rates
+from nnxmoe.layers.recurrent.delta import DeltaDims, GatedDeltaNet, ProjectedTokens, init_log_rates
 from nnxmoe.layers.recurrent.delta_rule import DeltaInputs
 from nnxmoe.layers.recurrent.recurrence import OrderedTokens
 
@@ -19,25 +19,24 @@ from nnxmoe.layers.recurrent.recurrence import OrderedTokens
 class MambaProjection(Linear):
     """One kernel for gates, the input of the convolution, and step sizes."""
 
-    def __init__(self, heads: DeltaDims, *, bias: bool, **kw: Unpack[ParamOptions]):
-        width = heads.values * heads.value_dim + heads.channels + heads.values
-        super().__init__((heads.dim,), (width,), ("embed", "mlp"), bias=bias, **kw)
-        self.heads = heads
+    def __init__(self, dims: DeltaDims, *, bias: bool, **kw: Unpack[ParamOptions]):
+        width = dims.values * dims.value_dim + dims.channels + dims.values
+        super().__init__((dims.dim,), (width,), ("embed", "mlp"), bias=bias, **kw)
+        self.dims = dims
 
-    def __call__(self, x: Float[Array, "B T D"]) -> DeltaProjections:
-        c = self.heads
-        gates = c.values * c.value_dim
-        z, mixed, steps = jnp.split(super().__call__(x), (gates, gates + c.channels), axis=-1)
-        return mixed, z.reshape(*x.shape[:2], c.values, c.value_dim), steps, steps
+    def __call__(self, x: Float[Array, "B T D"]) -> ProjectedTokens:
+        dims = self.dims
+        gate_width = dims.values * dims.value_dim
+        z, conv_inputs, steps = jnp.split(super().__call__(x), (gate_width, gate_width + dims.channels), axis=-1)
+        return conv_inputs, z.reshape(*x.shape[:2], dims.values, dims.value_dim), steps, steps
 
 
 class GroupedGatedNorm(nnx.Module):
-    """``x * silu(gate)``, normalised within ``groups`` of consecutive heads in float32, cast to ``x``'s dtype, times
-    the scale."""
+    """``x * silu(gate)``, normalized within ``groups`` of consecutive heads in float32, times the scale."""
 
-    def __init__(self, heads: DeltaDims, groups: int, eps: float, **kw: Unpack[ParamOptions]):
+    def __init__(self, dims: DeltaDims, groups: int, eps: float, **kw: Unpack[ParamOptions]):
         self.groups, self.eps = groups, eps
-        width = heads.values * heads.value_dim
+        width = dims.values * dims.value_dim
         self.scale = parameter((width,), ("heads",), nnx.initializers.ones, **kw)
 
     def __call__(self, x: Float[Array, "B T N W"], gate: Float[Array, "B T N W"]) -> Float[Array, "B T N W"]:
@@ -47,18 +46,27 @@ class GroupedGatedNorm(nnx.Module):
 
 
 class Mamba2(GatedDeltaNet):
-    """``out(norm(y, z))`` with ``y = S^T C + d x`` and ``S <- exp(-exp(a_log) step) S + B (step x)^T``, for x, B and C
-    from the convolution and ``step = max(softplus(projected + dt_bias), min_step)``.
+    """``out(norm(y, z))`` with ``y = S^T C + d x`` and ``S <- exp(-exp(a_log) step) S + B (step x)^T``.
 
-    ``heads``: as many values as x has, as many keys as there are groups of B and C. Source: ``NemotronHMamba2Mixer``
-    in transformers 5.24, which bounds the steps in passes only, not in those of one token with a cache; here all are.
+    x, B and C come from the convolution, and ``step = max(softplus(projected + dt_bias), min_step)``. Source:
+    ``NemotronHMamba2Mixer`` in transformers 5.24, which bounds the steps in passes only, not in those of one token with
+    a cache; here all steps are bounded.
+
+    Args:
+        dims: as many values as x has heads, and as many keys as there are groups of B and C.
+        taps: width of the convolution.
+        bias: whether the projections have a bias.
+        conv_bias: whether the convolution has a bias.
+        eps: of the norm.
+        min_step: lower bound of the step sizes.
+        mesh: see `GatedDeltaNet`.
     """
 
     has_correction: ClassVar[bool] = False
 
     def __init__(
         self,
-        heads: DeltaDims,
+        dims: DeltaDims,
         *,
         taps: int,
         bias: bool,
@@ -68,28 +76,28 @@ class Mamba2(GatedDeltaNet):
         mesh: AnyMesh | None = None,
         **kw: Unpack[ParamOptions],
     ):
-        self.heads, self.min_step, self.mesh, self.recurrence = heads, min_step, mesh, None
-        self.project = MambaProjection(heads, bias=bias, **kw)
-        self.conv = ShortConv(heads.channels, taps, bias=conv_bias, **kw)
-        self.a_log = parameter((heads.values,), ("heads",), log_rates, **kw)
-        self.dt_bias, self.d = (parameter((heads.values,), ("heads",), nnx.initializers.ones, **kw) for _ in range(2))
-        self.norm = GroupedGatedNorm(heads, heads.keys, eps, **kw)
+        self.dims, self.min_step, self.mesh, self.recurrence = dims, min_step, mesh, None
+        self.project = MambaProjection(dims, bias=bias, **kw)
+        self.conv = ShortConv(dims.channels, taps, bias=conv_bias, **kw)
+        self.a_log = parameter((dims.values,), ("heads",), init_log_rates, **kw)
+        self.dt_bias, self.d = (parameter((dims.values,), ("heads",), nnx.initializers.ones, **kw) for _ in range(2))
+        self.norm = GroupedGatedNorm(dims, dims.keys, eps, **kw)
         axes = ("heads", "head", "embed")
-        self.out = Linear((heads.values, heads.value_dim), (heads.dim,), axes, bias=bias, **kw)
+        self.out = Linear((dims.values, dims.value_dim), (dims.dim,), axes, bias=bias, **kw)
 
-    def _inputs(self, tokens: OrderedTokens, mixed: Array, b: Array, a: Array) -> DeltaInputs:
-        c, lead, mixed = self.heads, mixed.shape[:2], mixed.astype(jnp.float32)
-        width = c.values * c.value_dim
-        x, into, out = jnp.split(mixed, (width, width + c.keys * c.key_dim), axis=-1)
-        into, out = (part.reshape(*lead, c.keys, c.key_dim) for part in (into, out))
-        x = x.reshape(*lead, c.values, c.value_dim)
-        return DeltaInputs(out, into, x, self.log_decays(a), self.steps(a), tokens.run)
+    def _delta_inputs(self, tokens: OrderedTokens, qkv: Array, b: Array, a: Array) -> DeltaInputs:
+        dims, lead, qkv = self.dims, qkv.shape[:2], qkv.astype(jnp.float32)
+        width = dims.values * dims.value_dim
+        x, b, c = jnp.split(qkv, (width, width + dims.keys * dims.key_dim), axis=-1)
+        b, c = (part.reshape(*lead, dims.keys, dims.key_dim) for part in (b, c))
+        x = x.reshape(*lead, dims.values, dims.value_dim)
+        return DeltaInputs(c, b, x, self.log_decays(a), self.step_sizes(a), tokens.segment)
 
-    def steps(self, a: Float[Array, "B T N"]) -> Array:
-        return jnp.maximum(super().steps(a), self.min_step)
+    def step_sizes(self, a: Float[Array, "B T N"]) -> Array:
+        return jnp.maximum(super().step_sizes(a), self.min_step)
 
-    def _delta(
+    def _apply_rule(
         self, inputs: DeltaInputs, state: Array, tokens: OrderedTokens, lookahead: int
     ) -> tuple[Array, Array, Array]:
-        out, at, states = super()._delta(inputs, state, tokens, lookahead)
-        return out + self.d[...].astype(jnp.float32)[:, None] * inputs.v, at, states
+        outputs, places, states = super()._apply_rule(inputs, state, tokens, lookahead)
+        return outputs + self.d[...].astype(jnp.float32)[:, None] * inputs.v, places, states

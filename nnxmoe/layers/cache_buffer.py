@@ -1,0 +1,80 @@
+"""Buffers of caches, as floats or as int8 with scales: reading, writing and gathering slots."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Shaped
+
+from nnxmoe.layers.linear.xla_cpu import one_cpu, write_rows
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Int8Array:
+    """Floats as int8 codes with one float32 scale per vector of the last dimension."""
+
+    codes: Array  # [..., W]
+    scale: Array  # [..., 1]
+
+    @classmethod
+    def quantize(cls, array: Float[Array, "..."]) -> Self:
+        """Round each vector of the last dimension to multiples of a 127th of its largest magnitude."""
+        wide = array.astype(jnp.float32)
+        scale = jnp.max(jnp.abs(wide), axis=-1, keepdims=True) / 127
+        codes = jnp.round(wide / jnp.where(scale > 0, scale, 1)).astype(jnp.int8)
+        return cls(codes, scale)
+
+    def dequantize(self, dtype: Any) -> Float[Array, "..."]:
+        """Return ``codes * scale`` in ``dtype``."""
+        return (self.codes.astype(jnp.float32) * self.scale).astype(dtype)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.codes.shape
+
+
+Buffer = Array | Int8Array
+
+
+def as_float(buffer: Buffer, dtype: Any) -> Array:
+    """Dequantize an `Int8Array` to ``dtype``; return a float buffer unchanged."""
+    return buffer.dequantize(dtype) if isinstance(buffer, Int8Array) else buffer
+
+
+def write_slots(buffer: Buffer, new: Array, slots: Int[Array, "B T"], axis: int) -> Any:
+    """Write token t of row b of ``new`` to ``slots[b, t]`` along ``axis``; slots out of range are not written.
+
+    In place where the buffer is donated or carried by a loop.
+    """
+    if isinstance(buffer, Int8Array):
+        quantized = Int8Array.quantize(new)
+        return jax.tree.map(lambda part, values: write_slots(part, values, slots, axis), buffer, quantized)
+    new = new.astype(buffer.dtype)
+    if slots.shape[1] == 1 and one_cpu():
+        return write_rows(buffer, new, slots, axis)
+    leading = (slice(None),) * (axis - 1)
+    return jax.vmap(lambda row, new, slots: row.at[(*leading, slots)].set(new, mode="drop"))(buffer, new, slots)
+
+
+def gather_tokens(x: Shaped[Array, "B S ..."], places: Int[Array, "B ..."]) -> Shaped[Array, "B ..."]:
+    """Gather ``places`` of each row along the token axis."""
+    return jax.vmap(lambda row, places: row[places])(x, places)
+
+
+CacheFormat = Callable[[Array], Buffer]
+"""``Strategy.cache``: returns an empty buffer ``[..., W]`` of a layer's cache in the format in which it is stored."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Int8Cache:
+    """Stores keys, values and latents as int8, with one float32 scale per token and head.
+
+    **Changes numbers**: each key and value by up to a 254th of its largest component. Takes 0.52 of the bytes of
+    bfloat16 with heads of width 128.
+    """
+
+    def __call__(self, buffer: Array) -> Int8Array:
+        return Int8Array.quantize(buffer)
