@@ -12,11 +12,12 @@ from flax import nnx
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.rope_parameters import Rope
 from nnxmoe.layers.attention.gqa import OutputGate
+from nnxmoe.layers.cache import RecurrentState
 from nnxmoe.layers.context import Context
 from nnxmoe.layers.linear.linear import Linear
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.norm import RMSNorm
-from nnxmoe.layers.recurrent.recurrence import RecurrentState, scan_tokens
+from nnxmoe.layers.recurrent.recurrence import scan_tokens
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.family import Family
 from nnxmoe.model.layer import Layer, LayerOutput
