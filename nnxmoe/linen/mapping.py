@@ -142,41 +142,41 @@ def read_mapping(
         ]:
             faults.append(f"{name}: {odd[0]} does not have the {counts[general.split(LAYER)[0]]} layers on axis 0")
             continue
-        rows[name] = Row(parts, _checked(name, shape, sources, make), not isinstance(source, str))
+        rows[name] = Row(parts, _add_checks(name, shape, sources, make), not isinstance(source, str))
     known = {*wanted, *(general_name(name)[0] for name in wanted)}
     odd = [f"{name} of the mapping is no parameter of this model" for name in mapping if name not in known]
     return rows, faults + odd
 
 
-def _checked(
+def _add_checks(
     name: str, shape: tuple[int, ...], sources: tuple[str, ...], make: Callable[..., Any]
 ) -> Callable[..., Any]:
-    def checked(*given: Any) -> Any:
+    def make_with_checks(*arrays: Any) -> Any:
         try:
-            made = make(*given)
+            value = make(*arrays)
         except Exception as error:
-            kinds = ", ".join(f"{jax.dtypes.result_type(a)}{list(np.shape(a))}" for a in given)
-            raise ValueError(f"{name}: its function fails for {kinds}: {type(error).__name__}: {error}") from error
-        if not splits(np.shape(made), shape):
-            raise ValueError(f"{name} is {list(shape)}, {' and '.join(sources)} give {list(np.shape(made))}")
-        return jnp.reshape(made, shape)
+            types = ", ".join(f"{jax.dtypes.result_type(array)}{list(np.shape(array))}" for array in arrays)
+            raise ValueError(f"{name}: its function fails for {types}: {type(error).__name__}: {error}") from error
+        if not splits(np.shape(value), shape):
+            raise ValueError(f"{name} is {list(shape)}, {' and '.join(sources)} give {list(np.shape(value))}")
+        return jnp.reshape(value, shape)
 
-    return compare_arrays
+    return make_with_checks
 
 
 def checked_pair(name: str, source: Any) -> tuple[Any, Callable[..., Any]]:
-    """A row's pair ``(names, function)``. Raises ValueError if it is something else."""
+    """Return a row's pair ``(names, function)``. Raises ValueError if the source is something else."""
     if isinstance(source, tuple) and len(source) == 2 and callable(source[1]):
         return source
     raise ValueError(f"the mapping has {name}: {source!r}: give a name of theirs, or a pair of that and a function")
 
 
 def by_layer(faults: list[str]) -> list[str]:
-    """The faults, with one line for those that differ in the numbers of their layers only."""
+    """Merge faults that differ in layer numbers only into one line each."""
     groups: dict[str, list[str]] = {}
     for fault in faults:
         groups.setdefault(NUMBERED.sub(r"\1\2*", fault), []).append(fault)
-    return [f"{text} ({len(one)} layers)" if len(one) > 1 else one[0] for text, one in groups.items()]
+    return [f"{text} ({len(lines)} layers)" if len(lines) > 1 else lines[0] for text, lines in groups.items()]
 
 
 def splits(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
