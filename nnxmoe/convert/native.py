@@ -47,7 +47,8 @@ def layout(model: CausalLM, scan_layers: bool, query: ValueChange = UNCHANGED) -
         for layer, part in parameter.layers():
             stacked = layer is not None and scan_layers
             inner = flax_order(parameter.variable, part.shape[len(part.at) :])
-            leaf = ArrayLayout(parameter.key, inner, axis=0 if stacked else None, change=change)
+            order = flax_order(parameter.variable, range(len(inner)))
+            leaf = ArrayLayout(parameter.key, inner, axis=0 if stacked else None, order=order, change=change)
             within = f"stacks/{parameter.stack}" if stacked else f"layers/{layer}"
             add_part(found, name if layer is None else name.replace("layer", within, 1), leaf, part)
     return found

@@ -40,7 +40,7 @@ def from_mapping(
     rows, faults = read_mapping(mapping, {name: leaf.shape for name, leaf in wanted.items()}, theirs)
     for name, row in rows.items():
         try:
-            found[name] = LazyArray.of(row(theirs))
+            found[name] = LazyArray.from_array(row(theirs))
         except ValueError as error:
             faults.append(str(error))
     check_faults(faults + unused(rows, theirs), type(model).__name__)

@@ -178,7 +178,7 @@ def model_plan(config: DecoderConfig, strategy: Strategy | None, scan_layers: bo
     slots = dict[Path, LinenSlot]()
     for name, leaf in maxtext_layout(model, scan_layers).items():
         names = tuple(name.split("/"))
-        if leaf.arranged is not None:
+        if leaf.rearrange is not None:
             what = f"LinenCausalLM({type(config).__name__}(…), scan_layers={scan_layers})"
             raise ValueError(f"{what}: MaxText arranges {name} otherwise than this model: convert checkpoints instead")
         for parameter, rows in _rows(leaf):

@@ -173,13 +173,13 @@ def _maxtext_rows(model: nnx.Module, shapes: Arrays) -> tuple[dict[str, Row], li
 
     def row(leaf: ArrayLayout) -> Row:
         def make(*arrays: Array) -> Array:
-            made = [leaf.change(a.reshape(leaf.inner)).astype(a.dtype) for a in arrays]
+            made = [leaf.change(a.reshape(leaf.part_shape)).astype(a.dtype) for a in arrays]
             return made[0] if leaf.axis is None else jnp.stack(made, axis=leaf.axis)
 
         return Row(tuple(map(_part, leaf.parts)), make, leaf.change != UNCHANGED)
 
     leaves = layout.maxtext_layout(model, layout.is_scanned(model, shapes), layout.value_changes(model))
-    if found := [name for name, leaf in leaves.items() if leaf.arranged is not None]:
+    if found := [name for name, leaf in leaves.items() if leaf.rearrange is not None]:
         raise ValueError(
             f"MaxText arranges {some(found, 2)} otherwise than {type(model).__name__}: give a mapping, or compare with "
             "nnxmoe.convert.maxtext.from_tree(params, config)"

@@ -307,7 +307,7 @@ def test_verify_detects_one_flipped_bit(kind: str, tmp_path: Path, monkeypatch: 
                     name = sorted(found)[len(found) // 2]
                     array = np.array(found[name])
                     array.view(np.uint32).reshape(-1)[-1] ^= 1
-                    found = {**found, name: LazyArray.of(array)}
+                    found = {**found, name: LazyArray.from_array(array)}
                 yield found
 
         return spoiled()

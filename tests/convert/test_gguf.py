@@ -18,7 +18,8 @@ from flax import nnx
 
 import nnxmoe
 from nnxmoe.apps.cli import main
-from nnxmoe.convert.arrays.lazy_array import LazyArray, whole
+from nnxmoe.convert.arrays.boxes import whole
+from nnxmoe.convert.arrays.lazy_array import LazyArray
 from nnxmoe.convert.files.errors import CheckpointError
 from nnxmoe.convert.files.hub import DEMO
 from nnxmoe.convert.formats.gguf_tensors import _array
@@ -176,7 +177,7 @@ def test_types_decode_as_in_the_library(name: str, tmp_path: Path) -> None:
     array = _array(info, _Files(octets))
     for box in (whole((experts, outs, ins)), (slice(1, 3), slice(2, 4), slice(group + 3, 3 * group - 1))):
         np.testing.assert_array_equal(array.read_box(box, np.empty), wanted[box])
-    assert (array.kind, array.loaded, array.stored) == (name, np.float32, (name, octets.nbytes))
+    assert (array.kind, array.load_dtype, array.stored) == (name, np.float32, (name, octets.nbytes))
 
 
 class _Files(Checkpoint):

@@ -28,9 +28,9 @@ from safetensors.numpy import load_file, save_file
 
 import nnxmoe
 from nnxmoe.axes import axes_of
-from nnxmoe.convert.arrays import load_parameters
+from nnxmoe.convert.arrays import parameter_loader
 from nnxmoe.convert.arrays.array_layout import parameters
-from nnxmoe.convert.arrays.load_parameters import ParameterLoader
+from nnxmoe.convert.arrays.parameter_loader import ParameterLoader
 from nnxmoe.convert.files import host_memory
 from nnxmoe.convert.files.host_memory import reader_threads
 from nnxmoe.convert.files.safetensors import TensorInfo
@@ -380,13 +380,13 @@ def test_slice_of_a_parameter_reads_only_its_bytes(case: str, scan: bool) -> Non
         model = nnxmoe.models.model_class(config)(config, nnxmoe.Strategy(stacking=stacking_of(scan)), rngs=None)
         arrays = tensor_arrays(checkpoint.tensors, checkpoint.config, "config.json", checkpoint)
         leaves = tensor_layout(model, arrays)
-        filler = ParameterLoader(leaves, arrays)
+        loader = ParameterLoader(leaves, arrays)
         for parameter in parameters(model):
             names = [name for name, leaf in leaves.items() if any(p.key == parameter.key for p in leaf.parts)]
 
             def read(ranges: list[tuple[int, int]], path: Any = parameter.path, names: Any = names) -> np.ndarray:
                 out = np.empty([stop - start for start, stop in ranges], np.float32)
-                filler.finish(filler.begin(names, {path: {tuple(ranges): out}}, pool))
+                loader.await_reads(loader.submit_reads(names, {path: {tuple(ranges): out}}, pool))
                 return out
 
             every = [(0, n) for n in parameter.shape]
@@ -509,7 +509,7 @@ def test_threads_and_chunk_size_do_not_change_the_result(
             host_memory.os, "sched_getaffinity", lambda _, threads=threads: range(threads), raising=False
         )
         monkeypatch.setattr(plain_array, "CHUNK_BYTES", chunk)
-        monkeypatch.setattr(load_parameters, "AHEAD_BYTES", ahead)
+        monkeypatch.setattr(parameter_loader, "AHEAD_BYTES", ahead)
         model = nnxmoe.from_pretrained(folder, dtype=dtype)
         report = vars(model.load_report) | {"seconds": 0}
         found.append(([np.asarray(leaf) for leaf in jax.tree.leaves(nnx.state(model))], report))
@@ -569,21 +569,21 @@ def test_interrupt_stops_loading(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_read_ahead_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, most, limit = {}, [], 60_000
-    begin, finish = ParameterLoader.begin, ParameterLoader.finish
+    submit, wait = ParameterLoader.submit_reads, ParameterLoader.await_reads
 
-    def counted_begin(self: ParameterLoader, names: Any, buffers: Any, pool: Any) -> Any:
-        reads = begin(self, names, buffers, pool)
+    def counted_submit(self: ParameterLoader, names: Any, buffers: Any, pool: Any) -> Any:
+        reads = submit(self, names, buffers, pool)
         begun[id(reads)] = sum(buffer.nbytes for each in buffers.values() for buffer in each.values())
         most.append(sum(begun.values()))
         return reads
 
-    def counted_finish(self: ParameterLoader, reads: Any) -> None:
+    def counted_wait(self: ParameterLoader, reads: Any) -> None:
         begun.pop(id(reads))
-        finish(self, reads)
+        wait(self, reads)
 
-    monkeypatch.setattr(ParameterLoader, "begin", counted_begin)
-    monkeypatch.setattr(ParameterLoader, "finish", counted_finish)
-    monkeypatch.setattr(load_parameters, "AHEAD_BYTES", limit)
+    monkeypatch.setattr(ParameterLoader, "submit_reads", counted_submit)
+    monkeypatch.setattr(ParameterLoader, "await_reads", counted_wait)
+    monkeypatch.setattr(parameter_loader, "AHEAD_BYTES", limit)
     model = nnxmoe.from_pretrained(CASES / "mixtral_basic" / "model")
     largest = max(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
     assert limit / 2 < max(most) <= max(limit, largest) and not begun

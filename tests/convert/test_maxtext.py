@@ -180,7 +180,7 @@ def test_boxes_of_reshaped_arrays() -> None:
     shapes = [(24,), (4, 6), (2, 3, 4), (1, 6, 2, 2), (3, 8, 1), (12, 1, 2)]
     for one, other in itertools.product(shapes, repeat=2):
         array = np.arange(24).reshape(one)
-        reshaped, wanted = LazyArray.of(array).reshaped(other), array.reshape(other)
+        reshaped, wanted = LazyArray.from_array(array).reshape(other), array.reshape(other)
         for _ in range(20):
             ends = [sorted(rng.choice(size + 1, 2, replace=False)) for size in other]
             box = tuple(slice(int(low), int(high)) for low, high in ends)

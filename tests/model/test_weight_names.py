@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from nnxmoe.convert.arrays.coded_array import coded_array
 from nnxmoe.convert.arrays.lazy_array import LazyArray
 from nnxmoe.convert.arrays.tensor_parts import TensorPart, join_parts, split_tensors
 from nnxmoe.layers.linear.code_format import CodeFormat
@@ -32,7 +33,7 @@ def test_parts_of_a_tensor_are_read_and_joined() -> None:
         tensor = RNG.standard_normal(shape).astype(np.float32)
         name, table = ws[0].tensor(3), {f"layer.{key}.{i}": w for i, w in enumerate(ws)}
         assert layer_of(name) == (3, ws[0].name)
-        found = split_tensors(table, {name: LazyArray.of(tensor), "other": LazyArray.of(tensor)})
+        found = split_tensors(table, {name: LazyArray.from_array(tensor), "other": LazyArray.from_array(tensor)})
         assert found.keys() == {w.label(name) for w in ws} | {"other"}
         for w, wanted in zip(ws, numpy(tensor), strict=True):
             part = found[w.label(name)]
@@ -49,7 +50,10 @@ def test_parts_of_a_tensor_are_read_and_joined() -> None:
 
 def test_tensors_that_cannot_be_divided_are_faults() -> None:
     table: Table = {"layer.moe.experts.up": FUSED.rows(1, 2), "layer.moe.experts.down": W("down").T}
-    arrays = {FUSED.tensor(0): LazyArray.of(np.zeros((4, 7, 5))), W("down").tensor(0): LazyArray.of(np.zeros(4))}
+    arrays = {
+        FUSED.tensor(0): LazyArray.from_array(np.zeros((4, 7, 5))),
+        W("down").tensor(0): LazyArray.from_array(np.zeros(4)),
+    }
     odd, flat = split_tensors(table, arrays).values()
     assert odd.fault is not None and "must hold 2 parts of equal size" in odd.fault
     assert flat.fault is not None and "must hold a kernel per expert" in flat.fault
@@ -61,7 +65,7 @@ def test_parts_of_a_quantised_tensor_stay_quantised() -> None:
     for tall, kept in ((1, True), (3, True), (12, True), (4, False)):
         form = CodeFormat("int8", (tall, 5))
         scale = RNG.uniform(1, 2, (-(-12 // tall), 1)).astype(np.float32)
-        whole = LazyArray.quantized(form, (12, 5), {"codes": LazyArray.of(codes), "scale": LazyArray.of(scale)})
+        whole = coded_array(form, (12, 5), {"codes": LazyArray.from_array(codes), "scale": LazyArray.from_array(scale)})
         part = split_tensors({"layer.mlp.up": W("up").rows(1, 2)}, {"model.layers.0.up": whole})[
             "model.layers.0.up[1/2]"
         ]

@@ -204,7 +204,7 @@ def _common_dtype(arrays: LazyArrays, config: DecoderConfig) -> str:
     """Dtype that loading would give most weights: the stored one (bfloat16 for FP8), or the config's without files."""
     sizes = Counter[np.dtype]()
     for array in arrays.values():
-        sizes[array.loaded if array.codes else array.dtype] += math.prod(array.shape)
+        sizes[array.load_dtype if array.codes else array.dtype] += math.prod(array.shape)
     return str(sizes.most_common(1)[0][0]) if sizes else config.dtype or "float32"
 
 

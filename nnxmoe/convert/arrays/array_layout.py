@@ -1,11 +1,9 @@
 """The common description of external layouts: ``layout(model) -> {external name: ArrayLayout}``.
 
-An `ArrayLayout` says which parts of which parameters an external array holds, where, and how they are arranged.
-Hugging Face,
-MaxText, the native format and Linen each build one; loading, checking and saving depend on it alone.
+An `ArrayLayout` says which parts of which parameters an external array holds, where, and how they are arranged. Hugging
+Face, MaxText and the native format each build them. Loading, checking and saving depend on them alone.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
@@ -15,7 +13,8 @@ from flax import nnx
 
 from nnxmoe.axes import axes_of, is_stacked
 from nnxmoe.config.printable import some
-from nnxmoe.convert.arrays.lazy_array import Box, LazyArray, whole
+from nnxmoe.convert.arrays.boxes import Box, reshape_box
+from nnxmoe.convert.arrays.lazy_array import LazyArray
 from nnxmoe.convert.arrays.tensor_parts import TensorPart
 from nnxmoe.convert.storage.multihost import AnyArray
 from nnxmoe.layers.linear.kernel import STACK_AXES, flax_order
@@ -113,11 +112,41 @@ def parameters(model: nnx.Module, *, codes: bool = False) -> list[Parameter]:
 
 
 @dataclass(frozen=True)
-class ValueChange:
-    """A transformation of an external array's values, on loading or saving.
+class Rearrange:
+    """A reshape, a transpose and another reshape, as `einops.rearrange` does for names.
 
-    ``times``, ``over``: multiply and divide, in float32, rounded once. ``features``: reorders the last dimension;
-    ``halves`` puts even features before odd ones, ``pairs`` is its inverse.
+    Calls accept NumPy, JAX and lazy arrays alike.
+
+    Attributes:
+        source: Shape of the arrays that it is called with.
+        split: ``source`` with merged dimensions apart.
+        order: For each dimension after the transpose, its position in ``split``.
+        target: Shape of the result.
+    """
+
+    source: tuple[int, ...]
+    split: tuple[int, ...]
+    order: tuple[int, ...]
+    target: tuple[int, ...]
+
+    @property
+    def inverse(self) -> "Rearrange":
+        """The rearrangement back."""
+        split = tuple(self.split[i] for i in self.order)
+        return Rearrange(self.target, split, tuple(map(int, np.argsort(self.order))), self.source)
+
+    def __call__(self, array: Any) -> Any:
+        return array.reshape(self.split).transpose(self.order).reshape(self.target)
+
+
+@dataclass(frozen=True)
+class ValueChange:
+    """A change of an external array's values, on loading or saving.
+
+    Attributes:
+        times: Factor, applied in float32 and rounded once.
+        over: Divisor, likewise.
+        features: ``halves`` puts the even features of the last dimension before the odd ones. ``pairs`` inverts it.
     """
 
     times: float = 1.0
@@ -126,129 +155,99 @@ class ValueChange:
 
     @property
     def inverse(self) -> "ValueChange":
-        """The transformation back."""
+        """The change back."""
         back: dict[str, Any] = {"halves": "pairs", "pairs": "halves"}
         return ValueChange(self.over, self.times, back.get(self.features, self.features))
 
     def __call__(self, array: AnyArray) -> AnyArray:
-        if self.features == "halves":
-            array = array.__array_namespace__().concatenate([array[..., ::2], array[..., 1::2]], axis=-1)
-        elif self.features == "pairs":
-            half = array.shape[-1] // 2
-            both = [array[..., :half], array[..., half:]]
-            array = array.__array_namespace__().stack(both, axis=-1).reshape(array.shape)
+        """Change an array in memory."""
+        return self._scale(self._reorder(array))
+
+    def lazily(self, array: LazyArray) -> LazyArray:
+        """Change the values of a lazy array when they are read."""
+        array = self._reorder(array)
+        return array if self.times == self.over == 1 else array.map(self._scale, np.float32)
+
+    def _reorder(self, array: Any) -> Any:
+        if self.features == "as they are":
+            return array
+        shape, last = tuple(array.shape), len(array.shape)
+        half = shape[-1] // 2
+        split = (half, 2) if self.features == "halves" else (2, half)
+        return Rearrange(shape, (*shape[:-1], *split), (*range(last - 1), last, last - 1), shape)(array)
+
+    def _scale(self, array: AnyArray) -> AnyArray:
         if self.times != 1:
             array = array.astype(np.float32) * np.float32(self.times)
         if self.over != 1:
             array = array.astype(np.float32) / np.float32(self.over)
         return array
 
-    def of(self, array: LazyArray) -> LazyArray:
-        """The array whose values are transformed when they are read."""
-        if self == UNCHANGED:
-            return array
-        dtype = array.dtype if self.times == self.over == 1 else np.float32
-        if self.features == "as they are":
-            return array.each(self, dtype)
-        return array.in_blocks(array.shape[-1], array.shape[-1], self, dtype)
-
 
 UNCHANGED = ValueChange()
 
 
 @dataclass(frozen=True)
-class Arrangement:
-    """The arrangement of an array in a file, where it has another shape.
-
-    ``shape``: its shape there. ``parts``: the same with every dimension apart that is merged there or in our array.
-    ``order``: for each dimension of our array, its place among ``parts``. ``columns``: if the file's array holds others
-    too, which of its columns are this one.
-    """
-
-    shape: tuple[int, ...]
-    parts: tuple[int, ...]
-    order: tuple[int, ...]
-    columns: tuple[int, ...] | None = None
-
-    def read(self, array: LazyArray, shape: tuple[int, ...]) -> LazyArray:
-        """Our array of this shape, from the file's."""
-        return array.reshaped(self.parts).transposed(self.order).reshaped(shape)
-
-    def write(self, array: LazyArray) -> LazyArray:
-        """The file's array, from ours."""
-        parts = array.reshaped(tuple(self.parts[i] for i in self.order))
-        return parts.transposed(tuple(map(int, np.argsort(self.order)))).reshaped(self.shape)
-
-
-@dataclass(frozen=True)
 class ArrayLayout:
-    """An external array: the parts of parameters that it holds, each of shape ``inner``, stacked on ``axis``, or
-    one part without ``axis``.
+    """How an external array holds parts of parameters: which, where and in which order.
 
-    ``flat``: linear maps are stored as ``[outs, ins]`` with heads flattened; otherwise as in Flax, ``[*ins, *outs]``.
-    ``axes``: its logical axes, if the layout has them. ``part_of``: the tensor that holds it with others or in another
-    order, if any. ``arranged``: its arrangement in the file, if it has another
-    shape there.
+    Attributes:
+        key: Key of the parameters.
+        part_shape: Shape of each part in the external array.
+        parts: The parts that the array holds; several are stacked on ``axis``.
+        axis: Axis of the stack; None for a single part.
+        order: Order in which the array has the dimensions of a part in memory, before they are merged or split to
+            ``part_shape``; empty for the order in memory.
+        change: Change of the values.
+        axes: Logical axes of the array, if the layout has them.
+        tensor_part: The part of a tensor that the array is, if the file stores it with others or transposed.
+        rearrange: Rearranges the file's array to this one, if its shape differs there.
+        columns: Columns of the file's array that are this one, if it also holds others.
     """
 
     key: str
-    inner: tuple[int, ...]
+    part_shape: tuple[int, ...]
     parts: tuple[Parameter, ...] = ()
     axis: int | None = None
-    flat: bool = False
+    order: tuple[int, ...] = ()
     change: ValueChange = UNCHANGED
     axes: tuple[str | None, ...] = ()
-    part_of: TensorPart | None = None
-    arranged: Arrangement | None = None
+    tensor_part: TensorPart | None = None
+    rearrange: Rearrange | None = None
+    columns: tuple[int, ...] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the array."""
-        return self.inner if self.axis is None else _inserted(self.inner, self.axis, len(self.parts))
+        """Shape of the array."""
+        return self.part_shape if self.axis is None else _insert(self.part_shape, self.axis, len(self.parts))
 
-    def stacked(self, box: Box, number: int) -> Box:
-        """Convert a box of a part, which has this number, to a box of the array."""
-        return box if self.axis is None else _inserted(box, self.axis, slice(number, number + 1))
+    # Kernels are stored in memory as [*outs, *ins]. Only the next two methods and `flax_order` depend on it.
 
-    # Only these two methods and `flax_order` depend on how parameters are stored in memory: kernels as [*outs, *ins].
+    def part_view(self, values: AnyArray, shape: tuple[int, ...]) -> AnyArray:
+        """Arrange values of a part, or of a box of it, as in the external array, where they have this shape.
 
-    def view(self, values: AnyArray, parameter: Parameter, shape: tuple[int, ...] | None = None) -> AnyArray:
-        """Rearrange values of one part, or of a box of it, as in the external layout (a view, for NumPy arrays)."""
-        inputs = parameter.inputs
-        if inputs is None:
-            return values.reshape(self.inner if shape is None else shape)
-        if self.flat:
-            end = values.ndim - inputs
-            return values.reshape(math.prod(values.shape[:end]), math.prod(values.shape[end:]))
-        return values.transpose(flax_order(parameter.variable, range(values.ndim)))
+        The result is a view if ``values`` is a NumPy array.
+        """
+        return values.transpose(self.order or tuple(range(values.ndim))).reshape(shape)
 
-    def inner_box(self, box: Box, parameter: Parameter) -> Box:
-        """A box of one part in memory as a box of the external array. ValueError if it has no such box."""
-        own, inputs = parameter.inner, parameter.inputs
-        if self.flat and inputs is not None:
-            end = len(own) - inputs
-            return _flattened(box[:end], own[:end]), _flattened(box[end:], own[end:])
-        if len(self.inner) == len(box):
-            return flax_order(parameter.variable, box)
-        width = math.prod(self.inner[1:])  # a bias, flat in memory, [heads, width] in the external array
-        low, high = box[0].start, box[0].stop
-        if low % width or high % width:
-            raise ValueError(f"heads of width {width} cannot be split: change the rules")
-        return (slice(low // width, high // width), *whole(self.inner[1:]))
+    def part_box(self, box: Box, shape: tuple[int, ...]) -> Box:
+        """Convert a box of one part in memory, where it has this shape, to a box of the part in the external array.
+
+        Raises ValueError if its values form no box there.
+        """
+        order = self.order or range(len(shape))
+        return reshape_box(tuple(box[i] for i in order), tuple(shape[i] for i in order), self.part_shape)
+
+    def stacked_box(self, box: Box, number: int) -> Box:
+        """Convert a box of the part with this number to a box of the array."""
+        return box if self.axis is None else _insert(box, self.axis, slice(number, number + 1))
 
 
-def _flattened(box: Box, shape: tuple[int, ...]) -> slice:
-    """The range of a box after flattening the dimensions; only the first may be sliced."""
-    if any(part != slice(0, size) for part, size in zip(box[1:], shape[1:], strict=True)):
-        raise ValueError(f"only the first of the dimensions {shape} can be split, got {box}: change the rules")
-    rest = math.prod(shape[1:])
-    return slice(box[0].start * rest, box[0].stop * rest) if box else slice(0, 1)
-
-
-def _inserted(values: tuple[T, ...], axis: int, value: T) -> tuple[T, ...]:
+def _insert(values: tuple[T, ...], axis: int, value: T) -> tuple[T, ...]:
     return (*values[:axis], value, *values[axis:])
 
 
-def add_part(found: dict[str, ArrayLayout], name: str, leaf: ArrayLayout, part: Parameter) -> None:
-    """Append a part to the leaf of a named array, creating it from ``leaf`` if it is new."""
-    found[name] = replace(leaf, parts=(*(found[name].parts if name in found else ()), part))
+def add_part(layouts: dict[str, ArrayLayout], name: str, layout: ArrayLayout, part: Parameter) -> None:
+    """Append a part to the layout of a named array, which is ``layout`` without parts if the name is new."""
+    parts = layouts[name].parts if name in layouts else ()
+    layouts[name] = replace(layout, parts=(*parts, part))

@@ -30,7 +30,7 @@ def float_dtype(dtype: Any) -> np.dtype | None:
 def default_dtype(arrays: Iterable[LazyArray]) -> np.dtype:
     """The default dtype for loading arrays: the widest, with float64 as float32; codes as what their tool defines, FP8
     blocks as bfloat16."""
-    return np.dtype(jnp.result_type(*{array.loaded for array in arrays}))
+    return np.dtype(jnp.result_type(*{array.load_dtype for array in arrays}))
 
 
 def matrix_dtype(variables: Iterable[nnx.Variable]) -> Any:

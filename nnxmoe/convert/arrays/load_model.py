@@ -1,22 +1,30 @@
-"""Loads abstract models (shapes only) from arrays, after comparing what they need with what is stored."""
+"""Compares the arrays that an abstract model (shapes only) needs with the stored ones, and loads them into it."""
 
 import dataclasses
+import os
+import time
 from collections.abc import Iterable, Iterator, Mapping
 
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh
 
+from nnxmoe.axes import keeps_dtype
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.printable import plain, some
-from nnxmoe.convert.arrays.array_layout import ArrayLayout
+from nnxmoe.convert.arrays.array_layout import ArrayLayout, Parameter, Path, parameters
+from nnxmoe.convert.arrays.dtypes import default_dtype, matrix_dtype
 from nnxmoe.convert.arrays.lazy_array import LazyArray, LazyArrays
-from nnxmoe.convert.arrays.load_parameters import load_parameters
 from nnxmoe.convert.arrays.load_report import LoadError, LoadReport
+from nnxmoe.convert.arrays.parameter_loader import LoadGroup, LoadTarget, ParameterLoader
 from nnxmoe.layers.linear.quantized import QuantizedArray
 from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.quantization.quantized_kernels import bytes_by_dtype
 from nnxmoe.model.strategy import Strategy, with_mesh
 from nnxmoe.models import model_class
+from nnxmoe.runtime.memory import local_bytes, refuse_beyond_memory
+from nnxmoe.runtime.progress import bytes_bar
 
 DTYPES = tuple(map(np.dtype, (np.float32, jnp.bfloat16, np.float16, np.float64)))
 INTEGERS = tuple(map(np.dtype, (np.int64, np.int32)))
@@ -32,61 +40,166 @@ def check_config(config: DecoderConfig) -> None:
 def abstract_model(
     config: DecoderConfig, strategy: Strategy | None, mesh: Mesh | None, *, mtp: bool = False
 ) -> CausalLM:
-    """A model with shapes but no values; ``mesh`` None: the strategy's; ``mtp``: see `CausalLM`."""
+    """Build a model with shapes but no values.
+
+    Args:
+        config: Config of the model.
+        strategy: Strategy of the model; None: the default.
+        mesh: Mesh of the model; None: that of the strategy.
+        mtp: Whether to add the layers for multi-token prediction.
+    """
     return model_class(config)(config, with_mesh(strategy, mesh), rngs=None, mtp=mtp)
 
 
 def fold_query_scale_if_cast(
     config: DecoderConfig, arrays: Iterable[LazyArray], dtype: np.dtype | None
 ) -> tuple[DecoderConfig, float]:
-    """``(config, 1.0)`` if all arrays keep their dtype. Otherwise `config.folded()`: the config without the queries'
-    scale and the factor that removes it, so that scaling and casting round only once."""
-    kept = dtype is None or all(array.dtype == dtype for array in arrays)
-    return (config, 1.0) if kept else config.folded()
+    """Return the config to load arrays with, and a factor on the queries.
+
+    If any array is cast, the factor replaces the config's scale of the queries (`config.folded()`). Scaling and casting
+    then round only once.
+    """
+    is_cast = dtype is not None and any(array.dtype != dtype for array in arrays)
+    return config.folded() if is_cast else (config, 1.0)
 
 
 def compare_arrays(
-    leaves: Mapping[str, ArrayLayout], arrays: LazyArrays, report: LoadReport, *, strict: bool = False
+    layouts: Mapping[str, ArrayLayout], arrays: LazyArrays, report: LoadReport, *, strict: bool = False
 ) -> LoadReport:
-    """A report with the differences between the arrays that a layout needs and those that are stored. ``strict``:
-    unexpected arrays are wrong."""
-    unexpected = tuple(sorted(arrays.keys() - leaves.keys()))
-    strange = [f"{name} {list(arrays[name].shape)} is not a parameter" for name in unexpected if strict]
-    wrong = [line for name in leaves if name in arrays for line in _wrong(name, leaves[name], arrays)]
-    missing = tuple(sorted(leaves.keys() - arrays.keys()))
-    return dataclasses.replace(report, missing=missing, unexpected=unexpected, wrong=(*strange, *wrong))
+    """Add the differences between the arrays of a layout and the stored arrays to a report.
+
+    ``strict``: unexpected arrays are wrong.
+    """
+    unexpected = tuple(sorted(arrays.keys() - layouts.keys()))
+    wrong = [f"{name} {list(arrays[name].shape)} is not a parameter" for name in unexpected if strict]
+    for name, layout in layouts.items():
+        if name in arrays:
+            wrong += _differences(name, layout, arrays[name])
+    missing = tuple(sorted(layouts.keys() - arrays.keys()))
+    return dataclasses.replace(report, missing=missing, unexpected=unexpected, wrong=tuple(wrong))
 
 
-def _wrong(name: str, leaf: ArrayLayout, arrays: LazyArrays) -> Iterator[str]:
-    array, variable = arrays[name], leaf.parts[0].variable
-    where = f"{plain(name)} in {array.file}" if array.file else plain(name)
-    whole = np.dtype(variable.dtype).kind in "iu"
-    allowed = (np.dtype(variable.dtype),) if isinstance(variable, QuantizedArray) else INTEGERS if whole else DTYPES
+def _differences(name: str, layout: ArrayLayout, array: LazyArray) -> Iterator[str]:
     if array.fault is not None:
         yield array.fault
         return
-    if array.shape != leaf.shape:
-        turned = " (it looks transposed)" if array.shape == leaf.shape[::-1] else ""
-        yield f"{where} has shape {list(array.shape)}, the config asks for {list(leaf.shape)}{turned}"
+    where = f"{plain(name)} in {array.file}" if array.file else plain(name)
+    if array.shape != layout.shape:
+        hint = " (it looks transposed)" if array.shape == layout.shape[::-1] else ""
+        yield f"{where} has shape {list(array.shape)}, the config asks for {list(layout.shape)}{hint}"
+    variable = layout.parts[0].variable
+    dtype = np.dtype(variable.dtype)
+    allowed = INTEGERS if dtype.kind in "iu" else DTYPES
+    if isinstance(variable, QuantizedArray):
+        allowed = (dtype,)
     if array.dtype not in allowed:
         yield f"{where} is {array.dtype}: weights are {', '.join(map(str, allowed))}"
 
 
 def load_model(
     model: CausalLM,
-    leaves: Mapping[str, ArrayLayout],
+    layouts: Mapping[str, ArrayLayout],
     arrays: LazyArrays,
     dtype: np.dtype | None,
     report: LoadReport,
-    misfit: str,
+    mismatch: str,
     remedy: str = "",
 ) -> None:
-    """Set the values and ``load_report`` of an abstract model. Raises LoadError if, according to the report, arrays are
-    missing or wrong: its message begins with ``misfit`` and lists up to 20 of them; ``remedy`` is for missing ones."""
-    lines = [f"{name} is missing, {list(leaves[name].shape)}" for name in report.missing] + list(report.wrong)
+    """Set the values and ``load_report`` of an abstract model.
+
+    Args:
+        model: Model with shapes but no values.
+        layouts: Array name -> how the array holds the model's parameters.
+        arrays: The arrays of the checkpoint.
+        dtype: Dtype of the parameters, except those with a dtype of their own; None: as stored.
+        report: Result of `compare_arrays`.
+        mismatch: Beginning of the error message.
+        remedy: End of the error message if arrays are missing.
+
+    Raises:
+        LoadError: if arrays are missing or wrong. The message lists up to 20 of them.
+    """
+    lines = [f"{name} is missing, {list(layouts[name].shape)}" for name in report.missing] + list(report.wrong)
     if lines:
         more = [f"… and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
         more += [f"and nothing reads {some(report.unexpected)}"] if report.missing and report.unexpected else []
         shown = "\n  ".join(lines[:_SHOWN] + more)
-        raise LoadError(f"{misfit}:\n  {shown}{remedy if report.missing else ''}", report)
-    load_parameters(model, leaves, arrays, dtype, report)
+        raise LoadError(f"{mismatch}:\n  {shown}{remedy if report.missing else ''}", report)
+    _load_parameters(model, layouts, arrays, dtype, report)
+
+
+def _load_parameters(
+    model: CausalLM, layouts: Mapping[str, ArrayLayout], arrays: LazyArrays, dtype: np.dtype | None, report: LoadReport
+) -> None:
+    started, groups = time.perf_counter(), _group_parameters(model, layouts, arrays, dtype)
+    _refuse_beyond_memory(groups, report.source)
+    total = sum(arrays[name].nbytes for name in layouts)
+    with bytes_bar(total, f"loading {os.path.basename(report.source)}") as bar:
+        loader = ParameterLoader(layouts, arrays, bar)
+        values = loader.load(groups)
+    state = {path: variable.replace(values[path]) for path, variable in nnx.to_flat_state(nnx.state(model))}
+    nnx.update(model, nnx.from_flat_state(state))
+    compute_dtype = model.strategy.compute_dtype
+    model.dtype = matrix_dtype(state.values()) if compute_dtype is None else jnp.dtype(compute_dtype)
+    model.load_report = dataclasses.replace(
+        report,
+        loaded=report.loaded or tuple(sorted(layouts)),
+        casts=_casts(groups, layouts, arrays),
+        nonfinite=dict(sorted(loader.nonfinite.items())),
+        weights=bytes_by_dtype(model),
+        bytes_read=loader.bytes_read,
+        seconds=time.perf_counter() - started,
+    )
+    model.load_report.warn()
+
+
+def _refuse_beyond_memory(groups: list[LoadGroup], source: str) -> None:
+    targets = [target for group in groups for target in group.targets]
+    remedy = "shard it over more devices (mesh=…)"
+    if any(target.dtype.itemsize > 2 for target in targets):
+        remedy += ", or load it as bfloat16 (dtype=…)"
+    sizes_and_shardings = [(target.parameter.shape, target.dtype, target.sharding) for target in targets]
+    refuse_beyond_memory(local_bytes(sizes_and_shardings), f"{source}: the weights take", remedy)
+
+
+def _casts(
+    groups: list[LoadGroup], layouts: Mapping[str, ArrayLayout], arrays: LazyArrays
+) -> dict[str, tuple[str, ...]]:
+    """Group the names of arrays whose dtype changes by "stored -> loaded dtype"."""
+    casts: dict[str, set[str]] = {}
+    for group in groups:
+        dtypes = {target.parameter.path: target.dtype for target in group.targets}
+        for name in group.names:
+            stored, loaded = arrays[name].kind, str(dtypes[layouts[name].parts[0].path])
+            if stored != loaded:
+                casts.setdefault(f"{stored} -> {loaded}", set()).add(name)
+    return {cast: tuple(sorted(names)) for cast, names in sorted(casts.items())}
+
+
+def _group_parameters(
+    model: CausalLM, layouts: Mapping[str, ArrayLayout], arrays: LazyArrays, dtype: np.dtype | None
+) -> list[LoadGroup]:
+    """Group the model's parameters, in its order, so that parameters of the same array are in the same group."""
+    groups = {parameter.path: ([parameter], list[str]()) for parameter in parameters(model, codes=True)}
+    stored: dict[Path, list[LazyArray]] = {path: [] for path in groups}
+    for name, layout in layouts.items():
+        paths = {part.path: None for part in layout.parts}
+        group, *others = {id(groups[path]): groups[path] for path in paths}.values()
+        group[1].append(name)
+        for members, names in others:
+            group[0].extend(members)
+            group[1].extend(names)
+            groups |= dict.fromkeys((member.path for member in members), group)
+        for path in paths:
+            stored[path].append(arrays[name])
+
+    def target(parameter: Parameter) -> LoadTarget:
+        variable = parameter.variable
+        if keeps_dtype(variable):
+            new_dtype = np.dtype(variable.dtype)
+        else:
+            new_dtype = dtype or default_dtype(stored[parameter.path])
+        return LoadTarget(parameter, new_dtype, model.strategy.sharding_of(variable))
+
+    distinct = {id(group): group for group in groups.values()}.values()
+    return [LoadGroup([target(member) for member in members], names) for members, names in distinct]

@@ -1,4 +1,4 @@
-"""Arrays of a layout, computed from a model's parameters when they are read, also if these span several processes."""
+"""Arrays of a layout, computed from a model's parameters when they are read, also if they span several processes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,99 +10,112 @@ import numpy as np
 from jaxtyping import Array
 
 from nnxmoe.convert.arrays.array_layout import ArrayLayout, Parameter
-from nnxmoe.convert.arrays.lazy_array import Box, Empty, LazyArray, overlap, sizes, whole, within
+from nnxmoe.convert.arrays.boxes import Box, overlap, sizes, whole, within
+from nnxmoe.convert.arrays.lazy_array import Empty, LazyArray
 from nnxmoe.convert.storage.multihost import AnyArray, gather, hosts_holding, local_value
 from nnxmoe.sharding import spans_hosts
 
 
-def model_arrays(leaves: Mapping[str, ArrayLayout], dtype: Any = None) -> dict[str, LazyArray]:
-    """Name -> lazy array of every leaf, computed from the parameters when read; ``dtype`` None: their own dtype."""
-    found, held = dict[str, LazyArray](), _holders(leaves)
-    for name, leaf in leaves.items():
-        values = [part.variable.get_value() for part in leaf.parts]
+def model_arrays(layouts: Mapping[str, ArrayLayout], dtype: Any = None) -> dict[str, LazyArray]:
+    """Return name -> lazy array for a layout, computed from the parameters when it is read.
+
+    ``dtype`` None: the dtype of the parameters. Integers are never cast.
+    """
+    arrays, holders_of = dict[str, LazyArray](), _holders(layouts)
+    for name, layout in layouts.items():
+        values = [part.variable.get_value() for part in layout.parts]
         if any(isinstance(value, jax.ShapeDtypeStruct) for value in values):
-            raise ValueError(f"the parameter {leaf.key} has a shape but no values: this model cannot be saved")
-        own = np.dtype(jnp.result_type(*{value.dtype for value in values}))
-        wanted = own if dtype is None or own.kind in "iu" else np.dtype(dtype)  # integers are not cast
+            raise ValueError(f"the parameter {layout.key} has a shape but no values: this model cannot be saved")
+        stored_dtype = np.dtype(jnp.result_type(*{value.dtype for value in values}))
+        new_dtype = stored_dtype if dtype is None or stored_dtype.kind in "iu" else np.dtype(dtype)
         if any(map(spans_hosts, values)):
-            holders = tuple(sorted(held[_tensor(name, leaf)]))
-            made = _Made(leaf, values, own, together=not holders)
-            array = LazyArray(leaf.shape, own, made.read, holders=holders, joined=made.join)
+            holders = tuple(sorted(holders_of[_tensor(name, layout)]))
+            source = _ModelArray(layout, values, stored_dtype, is_collective=not holders)
+            array = LazyArray(
+                layout.shape, stored_dtype, source.read, holders=holders, global_array=source.global_array
+            )
         else:
-            array = LazyArray(leaf.shape, own, _Made(leaf, values, own).read)
-        array = leaf.change.of(array)
-        found[name] = array if array.dtype == wanted else array.cast(wanted)
-    return found
+            array = LazyArray(layout.shape, stored_dtype, _ModelArray(layout, values, stored_dtype).read)
+        array = layout.change.lazily(array)
+        arrays[name] = array if array.dtype == new_dtype else array.astype(new_dtype)
+    return arrays
 
 
-def _tensor(name: str, leaf: ArrayLayout) -> str:
-    return name if leaf.part_of is None else leaf.part_of.tensor
+def _tensor(name: str, layout: ArrayLayout) -> str:
+    return name if layout.tensor_part is None else layout.tensor_part.tensor
 
 
-def _holders(leaves: Mapping[str, ArrayLayout]) -> dict[str, set[int]]:
-    """The processes that hold all parts of each tensor."""
-    held = dict[str, set[int]]()
-    for name, leaf in leaves.items():
-        arrays = {(id(part.variable), _stack(leaf, part)): part.variable.get_value() for part in leaf.parts}
-        for (_, at), value in arrays.items():
-            who = set(hosts_holding(value, at))
-            held[_tensor(name, leaf)] = held.get(_tensor(name, leaf), who) & who
-    return held
+def _holders(layouts: Mapping[str, ArrayLayout]) -> dict[str, set[int]]:
+    """Return, for each tensor, the processes that hold all of its parts."""
+    holders = dict[str, set[int]]()
+    for name, layout in layouts.items():
+        tensor = _tensor(name, layout)
+        stacks = {(id(part.variable), _stack_index(layout, part)): part for part in layout.parts}
+        for (_, index), part in stacks.items():
+            processes = set(hosts_holding(part.variable.get_value(), index))
+            holders[tensor] = holders.get(tensor, processes) & processes
+    return holders
 
 
-def _stack(leaf: ArrayLayout, part: Parameter) -> tuple[int, ...]:
-    """Where in its parameter a part is, or if it is one of a stack, such as of experts, where that stack is."""
-    return part.at if leaf.axis is None else part.at[:-1]
+def _stack_index(layout: ArrayLayout, part: Parameter) -> tuple[int, ...]:
+    """Return the index of a part in its parameter, or that of the stack, such as of experts, that it belongs to."""
+    return part.at if layout.axis is None else part.at[:-1]
 
 
 @dataclass(frozen=True)
-class _Made:
-    """Computes the values of a leaf from parameters. ``together``: no process holds the whole tensor, so that all
-    processes read it at the same time."""
+class _ModelArray:
+    """Computes the values of an array of a layout from parameters.
 
-    leaf: ArrayLayout
+    ``is_collective``: no process holds the whole tensor, so all processes must read it at the same time.
+    """
+
+    layout: ArrayLayout
     values: list[AnyArray]
     dtype: np.dtype
-    together: bool = False
+    is_collective: bool = False
 
     def read(self, box: Box, empty: Empty) -> np.ndarray:
-        """A box of the array, on the host. Collective if no process holds the whole tensor."""
-        leaf = self.leaf
-        if leaf.axis is None:
-            (part,), (value,) = leaf.parts, self.values
-            one = _fetch(value, part.at, box == whole(leaf.shape), self.together)
-            return leaf.view(one, part)[box]
+        """Return a box of the array on the host."""
+        layout = self.layout
+        if layout.axis is None:
+            (part,), (value,) = layout.parts, self.values
+            values = _fetch(value, part.at, box == whole(layout.shape), self.is_collective)
+            return layout.part_view(values, layout.part_shape)[box]
         out, stacks = np.empty(sizes(box), self.dtype), dict[Any, np.ndarray]()
-        for number, (part, value) in enumerate(zip(leaf.parts, self.values, strict=True)):
-            place, at = leaf.stacked(whole(leaf.inner), number), _stack(leaf, part)
-            if both := overlap(place, box):
-                if (id(value), at) not in stacks:
-                    stacks[id(value), at] = _fetch(value, at, False, self.together)
-                one = leaf.view(stacks[id(value), at][part.at[len(at) :]], part)
-                one = np.expand_dims(one, leaf.axis)[within(both, place)]
-                out[within(both, box)] = one
+        for number, (part, value) in enumerate(zip(layout.parts, self.values, strict=True)):
+            part_box, index = layout.stacked_box(whole(layout.part_shape), number), _stack_index(layout, part)
+            common = overlap(part_box, box)
+            if common is None:
+                continue
+            if (id(value), index) not in stacks:
+                stacks[id(value), index] = _fetch(value, index, False, self.is_collective)
+            values = stacks[id(value), index][part.at[len(index) :]]
+            values = np.expand_dims(layout.part_view(values, layout.part_shape), layout.axis)
+            out[within(common, box)] = values[within(common, part_box)]
         return out
 
-    def join(self) -> Array:
-        """The whole array, on the devices of the parameters."""
-        leaf = self.leaf
+    def global_array(self) -> Array:
+        """Return the whole array, on the devices of the parameters."""
+        layout = self.layout
 
         def run(values: list[Array]) -> Array:
-            pairs = zip(leaf.parts, values, strict=True)
-            made = [leaf.view(value[part.at], part).astype(self.dtype) for part, value in pairs]
-            return made[0] if leaf.axis is None else jnp.stack(made, axis=leaf.axis)
+            parts = [
+                layout.part_view(value[part.at], layout.part_shape).astype(self.dtype)
+                for part, value in zip(layout.parts, values, strict=True)
+            ]
+            return parts[0] if layout.axis is None else jnp.stack(parts, axis=layout.axis)
 
         return jax.jit(run)(self.values)
 
 
-def _fetch(value: AnyArray, at: tuple[int, ...], once: bool, together: bool) -> np.ndarray:
-    """``value[at]`` on the host. Collective if ``together`` and the value spans hosts.
+def _fetch(value: AnyArray, index: tuple[int, ...], is_only_read: bool, is_collective: bool) -> np.ndarray:
+    """Return ``value[index]`` on the host. Collective if ``is_collective`` and the value spans hosts.
 
-    ``once``: no other range will be read, so only this part is copied from the device. Otherwise the whole value is
-    copied to the host and cached by JAX for further reads.
+    ``is_only_read``: no other range will be read, so only this part is copied from the device. Otherwise the whole
+    value is copied to the host, and JAX caches the copy for further reads.
     """
     if spans_hosts(value):
-        return gather(value, at) if together else local_value(value, at)
+        return gather(value, index) if is_collective else local_value(value, index)
     devices = list(value.devices()) if isinstance(value, jax.Array) else []
-    free = not devices or (len(devices) == 1 and devices[0].platform == "cpu")  # NumPy reads this memory in place
-    return np.asarray(value)[at] if free or not once else np.asarray(value[at])
+    on_host = not devices or (len(devices) == 1 and devices[0].platform == "cpu")  # NumPy reads this memory in place
+    return np.asarray(value)[index] if on_host or not is_only_read else np.asarray(value[index])

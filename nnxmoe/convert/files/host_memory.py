@@ -89,6 +89,12 @@ def transpose_into(out: np.ndarray, values: np.ndarray, rows: int = 256) -> None
         out[:, row : row + rows] = values[row : row + rows].T
 
 
+def transpose_matrices(out: np.ndarray, values: np.ndarray) -> None:
+    """``out[...] = values`` with the last two dimensions exchanged."""
+    for index in np.ndindex(values.shape[:-2]):
+        transpose_into(out[index], values[index])
+
+
 def as_unsigned(values: np.ndarray) -> np.ndarray:
     """The same memory as unsigned integers."""
     return values.view(np.dtype(f"u{values.dtype.itemsize}"))

@@ -59,7 +59,7 @@ def read_fp4(
     scale = files.tensor(scales, dtypes, [codes.scales_shape(*shape)])
     grid = files.scale(scale, scale.shape, allowed="positive" if scaled is None else "not negative")
     stored = plain_array(files.checkpoint, dataclasses.replace(info, dtype="U8"))
-    parts = {"codes": unpack_nibbles(stored, size), "scale": grid if scaled is None else grid.each(scaled)}
+    parts = {"codes": unpack_nibbles(stored, size), "scale": grid if scaled is None else grid.map(scaled)}
     return files.made(codes, shape, parts)
 
 
@@ -114,12 +114,12 @@ def gpt_oss_tensors(arrays: LazyArrays, leaves: Mapping[str, ArrayLayout]) -> di
     rounding."""
     found, views = dict[str, LazyArray](), dict[str, TensorPart | None]()
     for name, array in arrays.items():
-        view, ending = leaves[name].part_of, name.rpartition(".")[2]
+        view, ending = leaves[name].tensor_part, name.rpartition(".")[2]
         if ending in ("codes", "scale"):
             tensor = name.removesuffix("." + ending) if view is None else view.tensor
             tensor += BLOCKS if ending == "codes" else SCALES
             if ending == "codes":
-                array = pack_nibbles(array).reshaped((*array.shape[:-1], array.shape[-1] // _OCTETS, _OCTETS))
+                array = pack_nibbles(array).reshape((*array.shape[:-1], array.shape[-1] // _OCTETS, _OCTETS))
             else:
                 array = to_exponents(array)
             view = view and TensorPart(tensor, dataclasses.replace(view.w, turned=False), view.dim)
@@ -138,7 +138,7 @@ def unpack_nibbles(stored: LazyArray, size: int) -> LazyArray:
         pairs = first & 15 | second << 4, first >> 4 | second & 240
         return np.stack(pairs, axis=-1).reshape(octets.shape)
 
-    return stored.in_blocks(size // 2, size // 2, in_memory)
+    return stored.map_blocks(size // 2, size // 2, in_memory)
 
 
 def pack_nibbles(codes: LazyArray) -> LazyArray:
@@ -150,7 +150,7 @@ def pack_nibbles(codes: LazyArray) -> LazyArray:
         halves = first & 15 | second << 4, first >> 4 | second & 240
         return np.stack(halves, axis=-2).reshape(octets.shape)
 
-    return codes.in_blocks(_OCTETS, _OCTETS, in_file)
+    return codes.map_blocks(_OCTETS, _OCTETS, in_file)
 
 
 def to_exponents(scale: LazyArray) -> LazyArray:
@@ -161,4 +161,4 @@ def to_exponents(scale: LazyArray) -> LazyArray:
         assert (half == 0.5).all(), "scales of MXFP4 are powers of two"
         return (found + 126).astype(np.uint8)
 
-    return scale.each(exponents, np.uint8)
+    return scale.map(exponents, np.uint8)

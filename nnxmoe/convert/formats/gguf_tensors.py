@@ -11,7 +11,9 @@ from collections.abc import Mapping
 import numpy as np
 
 from nnxmoe.config.base import DecoderConfig
-from nnxmoe.convert.arrays.lazy_array import AT_ONCE, Box, Empty, LazyArray
+from nnxmoe.convert.arrays.boxes import Box
+from nnxmoe.convert.arrays.coded_array import coded_array
+from nnxmoe.convert.arrays.lazy_array import AT_ONCE, Empty, LazyArray
 from nnxmoe.convert.arrays.tensor_parts import TensorPart
 from nnxmoe.convert.formats.plain_array import plain_array
 from nnxmoe.convert.gguf.gguf_file import GGUF, GGUFInfo, library
@@ -125,7 +127,7 @@ def _of_experts(
         read = _array(one, checkpoint)
         if half is None:
             return read
-        part = TensorPart(one.name, W(one.name).rows(half, 2), dim).of(read)
+        part = TensorPart(one.name, W(one.name).rows(half, 2), dim).select(read)
         return dataclasses.replace(part, stored=read.stored and (one.kind, one.nbytes // 2))
 
     if not w.per_expert:
@@ -142,12 +144,12 @@ def _array(info: GGUFInfo, checkpoint: Checkpoint) -> LazyArray:
     if info.kind in _KEPT:
         codes, places = _KEPT[info.kind]
         parts = {name: _part(octets, codes, info, name, place) for name, place in places.items()}
-        return dataclasses.replace(LazyArray.quantized(codes, info.values, parts), stored=(info.kind, info.nbytes))
+        return dataclasses.replace(coded_array(codes, info.values, parts), stored=(info.kind, info.nbytes))
     if info.shape == info.values:
         return octets
     kind = library().GGMLQuantizationType[info.kind]
     group, width = library().GGML_QUANT_SIZES[kind]
-    floats = octets.in_blocks(width, group, lambda found: library().dequantize(found, kind), np.float32)
+    floats = octets.map_blocks(width, group, lambda found: library().dequantize(found, kind), np.float32)
     return dataclasses.replace(floats, stored=(info.kind, info.nbytes))
 
 
@@ -163,10 +165,10 @@ def _part(octets: LazyArray, codes: CodeFormat, info: GGUFInfo, name: str, place
         blocks = found.reshape(*found.shape[:-1], -1, width)[..., begin:end]
         return np.ascontiguousarray(blocks).view(dtype).reshape(*found.shape[:-1], -1)
 
-    part = octets.in_blocks(width, (end - begin) // dtype.itemsize, read, dtype)
+    part = octets.map_blocks(width, (end - begin) // dtype.itemsize, read, dtype)
     if name == "codes" or dtype != np.uint8:
         return part
-    return part.each(lambda exponents: np.ldexp(np.float32(1), exponents.astype(np.int32) - 127), np.float32)
+    return part.map(lambda exponents: np.ldexp(np.float32(1), exponents.astype(np.int32) - 127), np.float32)
 
 
 def _turned_back(array: LazyArray, heads: int, width: int) -> LazyArray:
@@ -178,7 +180,7 @@ def _turned_back(array: LazyArray, heads: int, width: int) -> LazyArray:
     if array.codes is None:
         return array.take(order, 0)
     parts = {name: part.take(order, 0) for name, part in array.parts.items()}
-    return dataclasses.replace(LazyArray.quantized(array.codes, array.shape, parts), stored=array.stored)
+    return dataclasses.replace(coded_array(array.codes, array.shape, parts), stored=array.stored)
 
 
 def _joined(both: Mapping[str, LazyArray], config: DecoderConfig, name: str) -> LazyArray:
@@ -201,4 +203,4 @@ def _joined(both: Mapping[str, LazyArray], config: DecoderConfig, name: str) -> 
     shape = heads * outs, shapes["k"][1]
     # Read as a whole: blocks of rows would decode the heads at their borders twice.
     array = LazyArray(shape, np.dtype(np.float32), read, AT_ONCE, tensors=tensors, file=both["k"].file)
-    return array.cast(dtype)
+    return array.astype(dtype)

@@ -111,5 +111,5 @@ def _inputs_first(
         "zero": files.zero_words(codes, shape, zero, unpack_zero),
     }
     if order is not None:
-        parts["order"] = dataclasses.replace(LazyArray.of(order), tensors=(f"{files.module}.g_idx",))
+        parts["order"] = dataclasses.replace(LazyArray.from_array(order), tensors=(f"{files.module}.g_idx",))
     return files.made(codes, shape, parts)

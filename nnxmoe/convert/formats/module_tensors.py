@@ -9,7 +9,9 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Shaped, UInt8
 
-from nnxmoe.convert.arrays.lazy_array import AT_ONCE, Box, Empty, LazyArray
+from nnxmoe.convert.arrays.boxes import Box
+from nnxmoe.convert.arrays.coded_array import coded_array
+from nnxmoe.convert.arrays.lazy_array import AT_ONCE, Empty, LazyArray
 from nnxmoe.convert.files.safetensors import TensorInfo
 from nnxmoe.convert.formats.plain_array import plain_array
 from nnxmoe.convert.formats.scheme import MalformedTensor, QuantizationScheme
@@ -109,7 +111,7 @@ class ModuleTensors:
         named = {name for kind, part in parts.items() if kind != "codes" for name in part.tensors}
         rest = tuple(name for name in self.used if name not in named)
         first = dataclasses.replace(parts["codes"], tensors=rest)
-        return LazyArray.quantized(codes, shape, {**parts, "codes": first})
+        return coded_array(codes, shape, {**parts, "codes": first})
 
     def octets(
         self, codes: CodeFormat, info: TensorInfo, scale: TensorInfo, allowed: Allowed = "positive", **more: LazyArray
@@ -140,7 +142,7 @@ class ModuleTensors:
     ) -> LazyArray:
         """Packed zero points of the codes of a weight of this shape. ``unpack`` returns all of them, unsigned."""
         change = unpack if codes.is_packed else lambda packed: _signed(np.ascontiguousarray(unpack(packed)))
-        return plain_array(self.checkpoint, info).mapped(
+        return plain_array(self.checkpoint, info).map_whole(
             codes.scales_shape(*shape), STORAGE_DTYPES[codes.code_dtype], change
         )
 
@@ -152,7 +154,7 @@ class ModuleTensors:
                 raise MalformedTensor(f"{self.where(info)}: zero points must lie in -128 … 127")
             return found.astype(np.int8).reshape(grid)
 
-        return plain_array(self.checkpoint, info).mapped(grid, np.dtype(np.int8), checked)
+        return plain_array(self.checkpoint, info).map_whole(grid, np.dtype(np.int8), checked)
 
 
 def unpack_words(words: Shaped[np.ndarray, "... W"], bits: int) -> UInt8[np.ndarray, "... N"]:

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from nnxmoe.config.printable import short
-from nnxmoe.convert.arrays.lazy_array import AT_ONCE, Box, Empty, LazyArray
+from nnxmoe.convert.arrays.boxes import Box
+from nnxmoe.convert.arrays.lazy_array import AT_ONCE, Empty, LazyArray
 from nnxmoe.convert.files.safetensors import TensorInfo
 from nnxmoe.convert.formats.module_tensors import ModuleTensors
 from nnxmoe.convert.formats.plain_array import plain_array

@@ -4,7 +4,8 @@ import functools
 
 import numpy as np
 
-from nnxmoe.convert.arrays.lazy_array import Box, Empty, LazyArray, sizes, whole
+from nnxmoe.convert.arrays.boxes import Box, sizes, whole
+from nnxmoe.convert.arrays.lazy_array import Empty, LazyArray
 from nnxmoe.convert.files.safetensors import TensorInfo
 from nnxmoe.convert.storage.checkpoint import Checkpoint
 

@@ -57,7 +57,7 @@ def compress_tensors(
         found |= {f"{module}.{ending}": array for ending, array in _stored(codes, parts).items()}
         settings = _settings(codes, codes.input_count(parts["codes"]), "zero" in parts)
         groups.setdefault(json.dumps(settings, sort_keys=True), []).append(module)
-    views = {name: leaf.part_of for name, leaf in leaves.items()}
+    views = {name: leaf.tensor_part for name, leaf in leaves.items()}
     return join_parts(found, views), _config(model, groups) if groups else None
 
 
@@ -67,11 +67,11 @@ def _stored(codes: CodeFormat, parts: Mapping[str, LazyArray]) -> dict[str, Lazy
     if codes.code_dtype == "fp4":
         return {"weight_packed": fp4.pack_nibbles(kept), "weight_scale": fp4.to_exponents(parts["scale"])}
     # Readers round weights to the dtype of the scales, so that those of weights that are not rounded are float32.
-    scale = parts["scale"] if codes.round_dtype is not None else parts["scale"].cast(np.dtype(np.float32))
+    scale = parts["scale"] if codes.round_dtype is not None else parts["scale"].astype(np.dtype(np.float32))
     if codes.tile[0] == FULL and scale.shape == (1, 1):  # that of a whole tensor is a vector
-        scale = scale.reshaped((1,))
+        scale = scale.reshape((1,))
     if codes.code_dtype == "fp8":
-        return {"weight": kept.each(lambda octets: octets.view(FP8), FP8), "weight_scale": scale}
+        return {"weight": kept.map(lambda octets: octets.view(FP8), FP8), "weight_scale": scale}
     outs, ins = kept.shape[0], codes.input_count(kept)
 
     def packed(numbers: np.ndarray) -> np.ndarray:
@@ -88,14 +88,14 @@ def _stored(codes: CodeFormat, parts: Mapping[str, LazyArray]) -> dict[str, Lazy
         return packed(np.ascontiguousarray(values.T)).T
 
     made = {
-        "weight_packed": kept.in_blocks(kept.shape[1], -(-ins * bits // 32), in_words, np.int32),
+        "weight_packed": kept.map_blocks(kept.shape[1], -(-ins * bits // 32), in_words, np.int32),
         "weight_scale": scale,
-        "weight_shape": LazyArray.of(np.array([outs, ins], np.int64)),
+        "weight_shape": LazyArray.from_array(np.array([outs, ins], np.int64)),
     }
     if "zero" in parts:
         rows, columns = parts["zero"].shape
         shape = -(-rows * bits // 32), columns
-        made["weight_zero_point"] = parts["zero"].mapped(shape, np.dtype(np.int32), zeros)
+        made["weight_zero_point"] = parts["zero"].map_whole(shape, np.dtype(np.int32), zeros)
     return made
 
 

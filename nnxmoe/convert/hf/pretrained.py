@@ -198,9 +198,9 @@ def _tensors(model: CausalLM, dtype: np.dtype | None) -> tuple[dict[str, LazyArr
     found = model_arrays(leaves)
     for name, leaf in leaves.items():
         if isinstance(leaf.parts[0].variable, TokenExpertTable):
-            found[name] = found[name].cast(np.dtype(np.int64))  # as torch has integers
+            found[name] = found[name].astype(np.dtype(np.int64))  # as torch has integers
         elif dtype is not None and not keeps_dtype(leaf.parts[0].variable):
-            found[name] = found[name].cast(dtype)
+            found[name] = found[name].astype(dtype)
     found, quantization = compress_tensors(model, leaves, found)
     return found | empty_tensors(model), quantization
 

@@ -5,8 +5,9 @@ from typing import Any
 import numpy as np
 
 from nnxmoe.config.printable import plain
+from nnxmoe.convert.arrays.boxes import Box, sizes
 from nnxmoe.convert.arrays.dtypes import default_dtype
-from nnxmoe.convert.arrays.lazy_array import AT_ONCE, Box, Empty, LazyArray, LazyArrays, sizes
+from nnxmoe.convert.arrays.lazy_array import AT_ONCE, Empty, LazyArray, LazyArrays
 from nnxmoe.convert.files.errors import CheckpointError
 from nnxmoe.convert.formats.plain_array import CHUNK_BYTES
 from nnxmoe.convert.hf.tensor_layout import tensor_layout
@@ -139,4 +140,4 @@ def _without_nan(codes: LazyArray) -> LazyArray:
             raise CheckpointError(f"{', '.join(codes.tensors)} in {codes.file} has NaN: load it without keep_quantized")
         return found
 
-    return codes.each(checked)
+    return codes.map(checked)

@@ -67,17 +67,17 @@ def _named(w: W, prefix: str, parameter: Parameter, change: ValueChange) -> list
     inner, inputs, experts = parameter.inner, parameter.inputs, parameter.experts
     flat = inner if inputs is None else (math.prod(inner[:-inputs]), math.prod(inner[-inputs:]))
     axis = None if experts is None or w.per_expert else 0
-    leaf = ArrayLayout(parameter.key, flat, axis=axis, flat=True, change=change)
+    leaf = ArrayLayout(parameter.key, flat, axis=axis, change=change)
     parts = [dataclasses.replace(parameter, at=(*parameter.at, e)) for e in range(experts)] if experts else [parameter]
     tensors = [w.under(prefix, e) for e in range(len(parts))] if w.per_expert else [w.under(prefix)] * len(parts)
     views = {tensor: TensorPart(tensor, w, int(axis == 0)) for tensor in set(tensors)}
-    leaves = {t: leaf if w.whole else dataclasses.replace(leaf, part_of=view) for t, view in views.items()}
+    leaves = {t: leaf if w.whole else dataclasses.replace(leaf, tensor_part=view) for t, view in views.items()}
     return [(views[t].name + parameter.ending, leaves[t], part) for t, part in zip(tensors, parts, strict=True)]
 
 
 def _fit(row: list[tuple[str, ArrayLayout, Parameter]], arrays: LazyArrays) -> bool:
     """Whether those arrays of a row that exist have the right shapes."""
-    shapes = ((name, leaf.inner if leaf.axis is None else (len(row), *leaf.inner)) for name, leaf, _ in row)
+    shapes = ((name, leaf.part_shape if leaf.axis is None else (len(row), *leaf.part_shape)) for name, leaf, _ in row)
     return all(arrays[name].shape == shape for name, shape in shapes if name in arrays)
 
 
@@ -102,7 +102,7 @@ def empty_tensors(model: CausalLM) -> dict[str, LazyArray]:
     """The tensors without values that the family's reference stores in layers with experts."""
     routers = [p for p in parameters(model, codes=True) if p.key == "layer.moe.router.kernel"]
     return {
-        W(name).tensor(layer): LazyArray.of(np.empty(shape, router.variable.dtype))
+        W(name).tensor(layer): LazyArray.from_array(np.empty(shape, router.variable.dtype))
         for name, shape in model.config.empty_tensors.items()
         for router in routers
         for layer, _ in router.layers()

@@ -86,7 +86,7 @@ def to_tree(model: CausalLM, scan_layers: bool = True, dtype: Any = None) -> dic
     """
     found = maxtext_arrays(model, scan_layers, dtype)
     _warn_of_rounding(model, found)
-    made = {name: array.joined() if array.joined else np.asarray(array) for name, array in found.items()}
+    made = {name: array.global_array() if array.global_array else np.asarray(array) for name, array in found.items()}
     return {"params": unflatten_dict(made, sep="/")}
 
 
@@ -111,7 +111,9 @@ def from_tree(
     if empty := [name for name, leaf in found.items() if isinstance(leaf, jax.ShapeDtypeStruct)]:
         raise CheckpointError(f"the tree holds shapes without values: {some(empty)}")
     report = LoadReport("the tree", skipped=skipped)
-    return _model({name: LazyArray.of(leaf) for name, leaf in found.items()}, report, config, strategy, mesh, dtype)
+    return _model(
+        {name: LazyArray.from_array(leaf) for name, leaf in found.items()}, report, config, strategy, mesh, dtype
+    )
 
 
 def _model(
@@ -146,7 +148,10 @@ def _model(
     of_nnx = any(re.match("(params/|state/)*model/", name) for name in found)
     biases = {n: names[n][0].shape for n in stacked & names.keys() if n.endswith(bias)}
     first = {n for n, s in biases.items() if s == wanted[n].shape[::-1] and (of_nnx or s != wanted[n].shape)}
-    given = {n: a.swapped() if (aux or turned or n in first) and n in stacked else a for n, (a, aux) in names.items()}
+    given = {
+        n: a.swap_leading_axes() if (aux or turned or n in first) and n in stacked else a
+        for n, (a, aux) in names.items()
+    }
     given = from_maxtext(wanted, given, family_of(model).maxtext.streams(config))
     misfit = f"{report.source} does not fit the config ({config.model_type})"
     report = compare_arrays(wanted, given, dataclasses.replace(report, skipped=skipped), strict=True)
@@ -169,7 +174,7 @@ def save(
     _warn_of_rounding(model, found)
     with shared_folder(folder) as stage, bytes_bar(sum(a.nbytes for a in found.values()), "writing") as bar:
         row = family_of(model).maxtext.table.get("layer.moe.router.bias", ("/",))[0]
-        biases = {n: a.swapped() for n, a in found.items() if n.endswith(f"/{row}") and len(a.shape) == 2}
+        biases = {n: a.swap_leading_axes() for n, a in found.items() if n.endswith(f"/{row}") and len(a.shape) == 2}
         both = {"params": unflatten_dict(found, sep="/"), BIASES: unflatten_dict(biases, sep="/")}
         params = {"params": both if biases else {"params": both["params"]}}
         tree = params if parameters_only else {"step": 0, **params, "opt_state": {}}
@@ -260,7 +265,7 @@ def _names(found: LazyArrays) -> dict[str, tuple[LazyArray, bool]]:
 
 def _layers_first(shapes: Mapping[str, tuple[int, ...]], wanted: Mapping[str, ArrayLayout]) -> bool:
     """Whether MaxText scanned layers on axis 0 (``param_scan_axis: 0``): as all shapes say that can tell."""
-    if any(leaf.arranged is not None for leaf in wanted.values()):
+    if any(leaf.rearrange is not None for leaf in wanted.values()):
         return False
     pairs = [(shapes[n], leaf.shape) for n, leaf in wanted.items() if leaf.axis is not None and n in shapes]
     telling = [(shape, there) for shape, own in pairs if (there := (own[1], own[0], *own[2:])) != own]

@@ -18,18 +18,19 @@ from nnxmoe.config.rope_parameters import Llama3Rope
 from nnxmoe.convert.arrays.array_layout import (
     QUERY,
     UNCHANGED,
-    Arrangement,
     ArrayLayout,
     Parameter,
+    Rearrange,
     ValueChange,
     add_part,
     parameters,
 )
 from nnxmoe.convert.arrays.dtypes import float_dtype
-from nnxmoe.convert.arrays.lazy_array import LazyArray, LazyArrays
+from nnxmoe.convert.arrays.lazy_array import LazyArray, LazyArrays, merge_columns
 from nnxmoe.convert.arrays.model_arrays import model_arrays
 from nnxmoe.convert.files.errors import CheckpointError
 from nnxmoe.convert.maxtext import stream_weights
+from nnxmoe.layers.linear.kernel import flax_order
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.family import LayerBlocks, LayerGroups, Places
 from nnxmoe.models import family_of
@@ -64,46 +65,60 @@ def maxtext_layout(
             "states before the final norm: choose another format, or load a Hugging Face folder "
             "(nnxmoe.save_pretrained) without mtp=True"
         )
-    every, found = parameters(model), dict[str, ArrayLayout]()
-    shared, layer_types = maxtext.columns(config), maxtext.layer_types(config)
-    places = _places(model, {p.stack: p.layer for p in reversed(every) if p.layer is not None}, scan_layers)
-    for parameter in every:
+    layouts: dict[str, ArrayLayout] = {}
+    stored, columns_of = parameters(model), maxtext.columns(config)
+    layer_types = maxtext.layer_types(config)
+    places = _places(model, {p.stack: p.layer for p in reversed(stored) if p.layer is not None}, scan_layers)
+    for parameter in stored:
         if parameter.key not in maxtext.table:
             kind = config.model_type
             raise CheckpointError(f"MaxText's {kind} has no parameter like {parameter.key}: choose another format")
         row = MaxTextRow(*maxtext.table[parameter.key])
-        change = next((changes[start] for start in changes if parameter.key.startswith(start)), UNCHANGED)
-        leaf, columns = (
-            ArrayLayout(parameter.key, parameter.of_layer, change=change, axes=row.axes),
-            shared.get(parameter.key),
-        )
+        columns = columns_of.get(parameter.key)
         for layer, part in parameter.layers():
             group, dims = ("", ()) if layer is None else places[layer]
             name = row.name if layer is None else f"decoder/{group}/{row.name.replace(_KIND, layer_types[layer])}"
+            name = name if columns is None else name + _SHARED + parameter.key
+            axes = row.axes
             if dims:
                 stacked = group.split("/")[0], *("local_layers",) * (len(dims) - 1)
                 axes = *row.axes[:1], *stacked, *row.axes[1:]
-                leaf = dataclasses.replace(leaf, axis=1, axes=axes)
-            name = name if columns is None else name + _SHARED + parameter.key
-            add_part(found, name, dataclasses.replace(leaf, arranged=_arranged(parameter, row, dims, columns)), part)
-    return found
+            layout = ArrayLayout(
+                parameter.key,
+                parameter.of_layer,
+                axis=1 if dims else None,
+                order=flax_order(parameter.variable, range(len(part.shape) - len(part.at))),
+                change=next((changes[start] for start in changes if parameter.key.startswith(start)), UNCHANGED),
+                axes=axes,
+                rearrange=_rearrange(parameter, row, dims, columns),
+                columns=columns,
+            )
+            add_part(layouts, name, layout, part)
+    return layouts
 
 
-def _arranged(
+def _rearrange(
     parameter: Parameter, row: MaxTextRow, dims: tuple[int, ...], columns: tuple[int, ...] | None
-) -> Arrangement | None:
-    """The arrangement of an array in MaxText, if it differs from the leaf's."""
-    own, ins = parameter.of_layer, parameter.inputs or 0
-    own = own if len(row.axes) <= len(own) else (own[0], 1, *own[1:])
-    flat, order = len(row.axes) < len(own), row.order or range(len(own))
-    first = ins if flat else 1  # the number of dimensions before those of the layers
-    if not (flat or row.order or dims[1:] or columns or own != parameter.of_layer):
+) -> Rearrange | None:
+    """Return how MaxText's array is rearranged to the array of a layout; None if the two are equal.
+
+    ``dims``: sizes of the dimensions that MaxText scans.
+    """
+    shape, ins = parameter.of_layer, parameter.inputs or 0
+    shape = shape if len(row.axes) <= len(shape) else (shape[0], 1, *shape[1:])
+    is_flat, order = len(row.axes) < len(shape), row.order or range(len(shape))
+    if not (is_flat or row.order or dims[1:] or columns or shape != parameter.of_layer):
         return None
-    before, after = [own[i] for i in order[:first]], [own[i] for i in order[first:]]
-    shape = (math.prod(before), *dims, math.prod(after)) if flat else (*before, *dims, *after)
-    places = {i: place for place, i in enumerate([*order[:first], *(-1 - i for i in range(len(dims))), *order[first:]])}
-    natural = [places[0], *(places[-1 - i] for i in range(len(dims))), *(places[i] for i in range(1, len(own)))]
-    return Arrangement(shape, (*before, *dims, *after), tuple(natural), columns)
+    before_layers = ins if is_flat else 1  # number of dimensions before those of the layers
+    before, after = [shape[i] for i in order[:before_layers]], [shape[i] for i in order[before_layers:]]
+    source = (math.prod(before), *dims, math.prod(after)) if is_flat else (*before, *dims, *after)
+    # Our dimensions by position in MaxText's array; those of layers are numbered -1, -2, …
+    ours = [*order[:before_layers], *(-1 - i for i in range(len(dims))), *order[before_layers:]]
+    positions = {dimension: position for position, dimension in enumerate(ours)}
+    wanted = (0, *(-1 - i for i in range(len(dims))), *range(1, len(shape)))
+    stacked = (math.prod(dims),) if dims else ()
+    target = (parameter.of_layer[0], *stacked, *parameter.of_layer[1:])
+    return Rearrange(source, (*before, *dims, *after), tuple(positions[i] for i in wanted), target)
 
 
 def _places(model: CausalLM, stacks: Mapping[int | None, int], scan: bool) -> Places:
@@ -151,39 +166,46 @@ def value_changes(model: CausalLM) -> dict[str, ValueChange]:
 
 
 def maxtext_arrays(model: CausalLM, scan_layers: bool, dtype: Any = None) -> dict[str, LazyArray]:
-    """MaxText's name -> lazy array, computed from the model's parameters when read."""
-    leaves = maxtext_layout(model, scan_layers, value_changes(model))
-    made, parts = dict[str, LazyArray](), dict[str, list[tuple[LazyArray, tuple[int, ...]]]]()
-    for name, array in model_arrays(leaves, float_dtype(dtype)).items():
-        stored = leaves[name].arranged
-        array = array if stored is None else stored.write(array)
-        if stored is None or stored.columns is None:
-            made[name] = array
+    """Return MaxText's name -> lazy array, computed from the model's parameters when read."""
+    layouts = maxtext_layout(model, scan_layers, value_changes(model))
+    arrays, columns = dict[str, LazyArray](), dict[str, list[tuple[LazyArray, tuple[int, ...]]]]()
+    for name, array in model_arrays(layouts, float_dtype(dtype)).items():
+        layout = layouts[name]
+        if layout.rearrange is not None:
+            array = layout.rearrange.inverse(array)
+        if layout.columns is None:
+            arrays[name] = array
         else:
-            parts.setdefault(name.split(_SHARED)[0], []).append((array, stored.columns))
-    made |= {name: LazyArray.of_columns(each) for name, each in parts.items()}
+            columns.setdefault(name.split(_SHARED)[0], []).append((array, layout.columns))
+    arrays |= {name: merge_columns(parts) for name, parts in columns.items()}
     streams = family_of(model).maxtext.streams(model.config)
-    return stream_weights.split_streams(made, streams) if streams else made
+    return stream_weights.split_streams(arrays, streams) if streams else arrays
 
 
-def from_maxtext(leaves: Mapping[str, ArrayLayout], given: LazyArrays, streams: int) -> dict[str, LazyArray]:
-    """The inverse of `maxtext_arrays`: the arrays of leaves from MaxText's. Those of other shapes get a fault."""
-    given = stream_weights.join_streams(given, leaves, streams) if streams else given
-    found, widths = dict(given), collections.Counter[str]()
-    for name, leaf in leaves.items():
-        if leaf.arranged is not None and leaf.arranged.columns is not None:
-            widths[name.split(_SHARED)[0]] += len(leaf.arranged.columns)
-    for name, leaf in leaves.items():
-        stored, file = leaf.arranged, name.split(_SHARED)[0]
-        if stored is None or file not in given:
+def from_maxtext(layouts: Mapping[str, ArrayLayout], stored: LazyArrays, streams: int) -> dict[str, LazyArray]:
+    """Invert `maxtext_arrays`: return the arrays of a layout, with a fault if MaxText's array has another shape.
+
+    Args:
+        layouts: Layout of the model.
+        stored: MaxText's arrays.
+        streams: Number of residual streams; 0 for a model without `HyperConnection`.
+    """
+    stored = stream_weights.join_streams(stored, layouts, streams) if streams else stored
+    arrays, widths = dict(stored), collections.Counter[str]()
+    for name, layout in layouts.items():
+        widths[name.split(_SHARED)[0]] += len(layout.columns or ())
+    for name, layout in layouts.items():
+        stored_name = name.split(_SHARED)[0]
+        if layout.rearrange is None or stored_name not in stored:
             continue
-        found.pop(file, None)
-        array, wanted = given[file], (*stored.shape[:-1], widths[file] or stored.shape[-1])
+        arrays.pop(stored_name, None)
+        array, source = stored[stored_name], layout.rearrange.source
+        shape = (*source[:-1], widths[stored_name] or source[-1])
         if array.fault is not None:
-            found[name] = array
-        elif array.shape != wanted:
-            fault = f"{plain(file)} has shape {list(array.shape)}, the config asks for {list(wanted)}"
-            found[name] = LazyArray.faulty(fault, (file,))
+            arrays[name] = array
+        elif array.shape != shape:
+            fault = f"{plain(stored_name)} has shape {list(array.shape)}, the config asks for {list(shape)}"
+            arrays[name] = LazyArray.faulty(fault, (stored_name,))
         else:
-            found[name] = stored.read(array if stored.columns is None else array.take(stored.columns, -1), leaf.shape)
-    return found
+            arrays[name] = layout.rearrange(array if layout.columns is None else array.take(layout.columns, -1))
+    return arrays

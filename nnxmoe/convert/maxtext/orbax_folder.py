@@ -16,7 +16,8 @@ import tensorstore
 from orbax.checkpoint import type_handlers
 
 from nnxmoe.config.printable import some
-from nnxmoe.convert.arrays.lazy_array import Box, Empty, LazyArray, sizes
+from nnxmoe.convert.arrays.boxes import Box, sizes
+from nnxmoe.convert.arrays.lazy_array import Empty, LazyArray
 from nnxmoe.convert.files.errors import CheckpointError, check_orbax_path, error_summary
 from nnxmoe.runtime.memory import give_back
 
@@ -121,7 +122,9 @@ def _writer(folder: Path, bar: Any) -> Iterator[Any]:
 
 def write(folder: Path, tree: Mapping[str, Any], bar: Any, *, step: bool = False) -> None:
     """Write a tree of `LazyArray` leaves to a folder; ``step``: to its ``0/items``, as step 0."""
-    spread = jax.tree.map(lambda x: _Spread(x, x.joined) if isinstance(x, LazyArray) and x.joined else x, tree)
+    spread = jax.tree.map(
+        lambda x: _Spread(x, x.global_array) if isinstance(x, LazyArray) and x.global_array else x, tree
+    )
     args = ocp.args.PyTreeSave(spread, save_args=jax.tree.map(_chunks, spread))
     with _writer(folder, bar) as writer:
         if step:

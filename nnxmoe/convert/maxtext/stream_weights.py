@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from nnxmoe.convert.arrays.lazy_array import Box, Empty, LazyArray, LazyArrays
+from nnxmoe.convert.arrays.boxes import Box
+from nnxmoe.convert.arrays.lazy_array import Empty, LazyArray, LazyArrays, merge_columns
 
 _NORM, _PARTS, _KINDS = "mhc_norm/scale", ("pre", "post", "res"), ("alpha", "beta", "alpha_scale")
 
@@ -22,11 +23,11 @@ def split_streams(found: LazyArrays, streams: int) -> dict[str, LazyArray]:
         folder, kind = _of_streams(name)
         if kind:
             del made[name]
-            rows = array if kind == "alpha" else array.swapped()
+            rows = array if kind == "alpha" else array.swap_leading_axes()
             for part, columns, shape in _sections(kind, streams):
                 made[f"{folder}/{part}_{kind}"] = _shaped(rows.take(columns, -1), shape, kind)
         if kind == "alpha":
-            made[f"{folder}/{_NORM}"] = LazyArray.of(np.ones(array.shape[:-1], array.dtype))
+            made[f"{folder}/{_NORM}"] = LazyArray.from_array(np.ones(array.shape[:-1], array.dtype))
     return made
 
 
@@ -52,9 +53,9 @@ def join_streams(given: LazyArrays, names: Iterable[str], streams: int) -> dict[
         if faults:
             made[name] = LazyArray.faulty(", and ".join(faults), (name,))
             continue
-        joined = LazyArray.of_columns(parts)
+        joined = merge_columns(parts)
         joined = joined if norm is None else _times(joined, norm)
-        made[name] = joined if kind == "alpha" else joined.swapped()
+        made[name] = joined if kind == "alpha" else joined.swap_leading_axes()
     return made
 
 
@@ -78,8 +79,8 @@ def _shaped(rows: LazyArray, shape: tuple[int, ...], kind: str) -> LazyArray:
     """Columns of ``[…, n]`` in MaxText's shape, with layers on axis 1."""
     if kind == "alpha":
         return rows
-    made = rows.reshaped((*rows.shape[:-1], *shape))
-    return made.swapped() if len(rows.shape) > 1 else made
+    made = rows.reshape((*rows.shape[:-1], *shape))
+    return made.swap_leading_axes() if len(rows.shape) > 1 else made
 
 
 def _flat(array: LazyArray, shape: tuple[int, ...], kind: str) -> LazyArray:
@@ -87,7 +88,7 @@ def _flat(array: LazyArray, shape: tuple[int, ...], kind: str) -> LazyArray:
     if kind == "alpha":
         return array
     layers = array.shape[1:2] if len(array.shape) > len(shape) else ()
-    return (array.swapped() if layers else array).reshaped((*layers, math.prod(shape)))
+    return (array.swap_leading_axes() if layers else array).reshape((*layers, math.prod(shape)))
 
 
 def _fits(found: tuple[int, ...], shape: tuple[int, ...], kind: str) -> bool:

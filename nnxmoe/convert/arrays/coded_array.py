@@ -1,0 +1,52 @@
+"""Weights that a checkpoint stores as codes, decoded to floats when they are read."""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from nnxmoe.convert.arrays.boxes import Box
+from nnxmoe.convert.arrays.lazy_array import Empty, LazyArray, LazyArrays
+from nnxmoe.layers.linear.code_format import CodeFormat
+
+
+def coded_array(codes: CodeFormat, shape: tuple[int, ...], parts: Mapping[str, LazyArray]) -> LazyArray:
+    """Return weights in float32 that are decoded when they are read.
+
+    Args:
+        codes: Format of the codes.
+        shape: Shape of the weights, ``[O, I]``, or ``[E, O, I]`` of all experts.
+        parts: The arrays of a `QuantizedWeight` by name: ``codes``, ``scale``, and ``zero`` and ``order`` if present.
+    """
+    stored, read = parts["codes"], functools.partial(_decode, codes, shape, parts)
+    tensors = tuple(name for part in parts.values() for name in part.tensors)
+    fault = next((part.fault for part in parts.values() if part.fault), None)
+    weights = LazyArray(shape, np.dtype(np.float32), read, stored.block, codes, parts, stored.file)
+    return replace(weights, tensors=tensors, fault=fault)
+
+
+def _decode(codes: CodeFormat, shape: tuple[int, ...], parts: LazyArrays, box: Box, empty: Empty) -> np.ndarray:
+    *experts, rows, columns = box
+    if "order" in parts:
+        weights = _decode_tiles(codes, parts, [], rows, slice(0, shape[1]))
+        return weights[:, np.argsort(np.asarray(parts["order"]))[columns]]
+    tile = min(codes.tile[1], shape[-1])
+    first, last = columns.start // tile * tile, min(shape[-1], -(-columns.stop // tile) * tile)
+    weights = _decode_tiles(codes, parts, experts, rows, slice(first, last))
+    return weights[..., columns.start - first : columns.stop - first]
+
+
+def _decode_tiles(
+    codes: CodeFormat, parts: LazyArrays, experts: list[slice], rows: slice, columns: slice
+) -> np.ndarray:
+    """Decode any rows, and columns that begin and end at the border of a tile."""
+    (tall, wide), per_byte = codes.tile, 1 + codes.is_packed
+    tiles = slice(rows.start // tall, -(-rows.stop // tall)), slice(columns.start // wide, -(-columns.stop // wide))
+    bytes_ = slice(columns.start // per_byte, columns.stop // per_byte)
+    stored = parts["codes"].read_box((*experts, rows, bytes_), np.empty)
+    scale = parts["scale"].read_box((*experts, *tiles), np.empty)
+    zero = parts["zero"].read_box((*experts, *tiles), np.empty) if "zero" in parts else None
+    first = tiles[0].start * tall
+    with np.errstate(over="ignore", invalid="ignore"):
+        return codes.decode(stored, scale, zero, slice(rows.start - first, rows.stop - first))

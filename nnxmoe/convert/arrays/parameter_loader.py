@@ -1,0 +1,231 @@
+"""Reads the arrays of a checkpoint into the parameters of a model, for every layout, with or without a mesh.
+
+A parameter gets one aligned buffer per shard on this process's devices. Arrays are read in blocks, and each block is
+read once. Its values are cast, transposed and copied into every buffer that overlaps it.
+"""
+
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import FIRST_EXCEPTION, Executor, Future, wait
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+
+from nnxmoe.config.printable import plain
+from nnxmoe.convert.arrays.array_layout import ArrayLayout, Parameter, Path
+from nnxmoe.convert.arrays.boxes import Box, hull, overlap, sizes, within
+from nnxmoe.convert.arrays.lazy_array import LazyArray, LazyArrays
+from nnxmoe.convert.files.errors import CheckpointError
+from nnxmoe.convert.files.host_memory import (
+    BlockAllocator,
+    ScratchBuffers,
+    copy_into,
+    count_nonfinite,
+    reader_threads,
+    transpose_into,
+)
+
+AHEAD_BYTES = 128 << 20  # limit on the parameters that are read but not yet placed on devices
+
+
+Ranges = tuple[tuple[int, int], ...]  # (start, stop) per dimension
+Buffers = dict[Ranges, np.ndarray]  # a parameter's shards on this process's devices
+BoxView = tuple[Box, np.ndarray]  # a box of an array, and the part of a buffer that receives its values
+
+
+class LoadTarget(NamedTuple):
+    """A parameter to load, with the dtype and sharding that it gets."""
+
+    parameter: Parameter
+    dtype: np.dtype
+    sharding: Sharding | None
+
+
+class LoadGroup(NamedTuple):
+    """Parameters that share arrays, and the names of those arrays."""
+
+    targets: list[LoadTarget]
+    names: list[str]
+
+
+class ParameterLoader:
+    """Reads groups of parameters in a few threads, while the calling thread places finished groups on the devices.
+
+    Parameters that are not placed yet take the memory of one group, or of several groups of at most AHEAD_BYTES.
+    """
+
+    def __init__(self, layouts: Mapping[str, ArrayLayout], arrays: LazyArrays, bar: Any = None):
+        self.layouts, self.arrays, self.bar = layouts, arrays, bar
+        self.nonfinite: dict[str, int] = {}
+        self.bytes_read = 0
+        self._scratch, self._allocator = ScratchBuffers(), BlockAllocator()
+
+    def load(self, groups: Iterable[LoadGroup]) -> dict[Path, jax.Array]:
+        """Return the parameters of all groups as JAX arrays with their shardings."""
+        placed: dict[Path, jax.Array] = {}
+        pending: deque[tuple[LoadGroup, dict[Path, Buffers], int, list[Future[Any]]]] = deque()
+        pending_bytes = 0
+
+        def place_first() -> int:
+            group, buffers, size, reads = pending.popleft()
+            self.await_reads(reads)
+            for parameter, _, sharding in group.targets:
+                placed[parameter.path] = _place(parameter.shape, buffers[parameter.path], sharding)
+            return size
+
+        with reader_threads() as pool:
+            for group in groups:
+                buffers = {target.parameter.path: self._buffers(*target) for target in group.targets}
+                size = sum(buffer.nbytes for shards in buffers.values() for buffer in shards.values())
+                while pending and pending_bytes + size > AHEAD_BYTES:
+                    pending_bytes -= place_first()
+                pending.append((group, buffers, size, self.submit_reads(group.names, buffers, pool)))
+                pending_bytes += size
+            while pending:
+                place_first()
+        return placed
+
+    def _buffers(self, parameter: Parameter, dtype: np.dtype, sharding: Sharding | None) -> Buffers:
+        """Allocate a buffer for each distinct shard of a parameter on this process's devices."""
+        shape, indices = parameter.shape, [(slice(None),) * len(parameter.shape)]
+        if sharding is not None:
+            indices = sharding.addressable_devices_indices_map(shape).values()
+        shards = sorted({_ranges(index, shape) for index in indices})
+        return {
+            ranges: self._allocator.empty(tuple(stop - start for start, stop in ranges), dtype) for ranges in shards
+        }
+
+    def submit_reads(
+        self, names: Iterable[str], buffers: Mapping[Path, Buffers], pool: Executor
+    ) -> list[Future[tuple[str, int, int]]]:
+        """Submit the reads of arrays into the buffers of parameters."""
+        reads = []
+        for name in names:
+            layout, array = self.layouts[name], self.arrays[name]
+            views = _buffer_views(layout, buffers)
+            if not views:
+                continue
+            itemsize = -(-array.nbytes // max(1, array.size))
+            rows = 1 if all(view.flags.c_contiguous for _, view in views) else 64
+            for block in _split_box(hull(box for box, _ in views), itemsize, array.block, rows):
+                block_views: list[BoxView] = []
+                for box, view in views:
+                    common = overlap(box, block)
+                    if common is not None:
+                        block_views.append((common, view[within(common, box)]))
+                if block_views:
+                    box = hull(common for common, _ in block_views)
+                    reads.append(pool.submit(self._read, name, layout.change.lazily(array), box, block_views))
+        return reads
+
+    def await_reads(self, reads: list[Future[tuple[str, int, int]]]) -> None:
+        """Wait for the reads and raise the first exception of a thread."""
+        running: set[Future[Any]] = set(reads)
+        while running:  # every 0.1 s only, because each wake-up takes the GIL from the readers
+            done, running = wait(running, timeout=0.1, return_when=FIRST_EXCEPTION)
+            for name, nonfinite, size in [read.result() for read in done]:
+                self.bytes_read += size
+                if nonfinite:
+                    self.nonfinite[name] = self.nonfinite.get(name, 0) + nonfinite
+            if self.bar is not None:
+                self.bar.update(self.bytes_read - self.bar.n)
+
+    def _read(self, name: str, array: LazyArray, box: Box, views: list[BoxView]) -> tuple[str, int, int]:
+        """Read a box into the views of buffers. Returns (array name, number of non-finite values, bytes read)."""
+        buffer = views[0][1] if len(views) == 1 and views[0][1].flags.c_contiguous else None
+
+        def empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+            if buffer is not None and buffer.dtype == dtype:
+                return buffer  # the file is read into the buffer without a copy
+            return self._scratch.empty("raw", (1, math.prod(shape)), dtype).reshape(shape)
+
+        values = array.read_box(box, empty)
+        assert values.shape == sizes(box), (name, values.shape, box)
+        below = getattr(self.layouts[name].parts[0].variable, "below", None)
+        if below is not None and (odd := values[(values < 0) | (values >= below)]).size:
+            raise CheckpointError(
+                f"{plain(name)} in {array.file} has {odd[0]}: it must hold integers of 0 … {below - 1}"
+            )
+        if values is buffer:
+            nonfinite = count_nonfinite(values)
+        else:
+            nonfinite = sum(self._copy(view, values[within(part, box)]) for part, view in views)
+        return name, nonfinite, self.arrays[name].box_nbytes(box)
+
+    def _copy(self, view: np.ndarray, values: np.ndarray) -> int:
+        """``view[...] = values``, cast. Returns the number of non-finite values in the result."""
+        if view.ndim > 2 and not view.flags.c_contiguous:
+            view, values = _merge_dimensions(view, values)
+        if view.ndim > 2:
+            return sum(self._copy(*pair) for pair in zip(view, values, strict=True))
+        if view.ndim == 2 and view.strides[0] < view.strides[1]:  # the view is a transpose
+            cast = self._scratch.padded("cast", (view.shape[0], view.shape[1]), view.dtype)
+            copy_into(cast, values)
+            transpose_into(view.T, cast)
+            return count_nonfinite(cast)
+        copy_into(view, values)
+        return count_nonfinite(view)
+
+
+def _merge_dimensions(view: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Drop dimensions of size 1 of both arrays, and merge neighboring dimensions where the view stays a view."""
+    view, shape = view.squeeze(), list[int]()
+    for i, (size, stride) in enumerate(zip(view.shape, view.strides, strict=True)):
+        if i and view.strides[i - 1] == stride * size:
+            shape[-1] *= size
+        else:
+            shape.append(size)
+    return view.reshape(shape), values.reshape(shape)
+
+
+def _buffer_views(layout: ArrayLayout, buffers: Mapping[Path, Buffers]) -> list[BoxView]:
+    """Return the boxes of an array that this process needs, each with the view of a buffer that receives its values.
+
+    The views have the dimensions of the array.
+    """
+    views: list[BoxView] = []
+    for number, part in enumerate(layout.parts):
+        lead = len(part.at)  # dimensions of layers and experts, of which the part is one index
+        for ranges, buffer in buffers.get(part.path, {}).items():
+            if not all(start <= index < stop for index, (start, stop) in zip(part.at, ranges, strict=False)):
+                continue
+            values = buffer[tuple(index - start for index, (start, _) in zip(part.at, ranges, strict=False))]
+            box = layout.part_box(tuple(slice(*ends) for ends in ranges[lead:]), part.shape[lead:])
+            view = layout.part_view(values, sizes(box))
+            view = view if layout.axis is None else np.expand_dims(view, layout.axis)
+            views.append((layout.stacked_box(box, number), view))
+    return views
+
+
+def _split_box(box: Box, itemsize: int, block: int, row_multiple: int) -> Iterator[Box]:
+    """Yield pieces of a box of about ``block`` bytes, with a multiple of ``row_multiple`` rows.
+
+    Such multiples fill whole cache lines of a transpose.
+    """
+    if not box:
+        yield box
+        return
+    rows, rest = box[0], box[1:]
+    row_bytes = max(1, itemsize * math.prod(sizes(rest)))
+    if len(rest) > 1 and row_bytes > block:
+        for row in range(rows.start, rows.stop):
+            for inner in _split_box(rest, itemsize, block, row_multiple):
+                yield slice(row, row + 1), *inner
+        return
+    step = max(row_multiple, block // row_bytes // row_multiple * row_multiple)
+    for start in range(rows.start, rows.stop, step):
+        yield slice(start, min(start + step, rows.stop)), *rest
+
+
+def _ranges(index: Any, shape: tuple[int, ...]) -> Ranges:
+    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+
+
+def _place(shape: tuple[int, ...], buffers: Buffers, sharding: Sharding | None) -> jax.Array:
+    """Put the buffers of a parameter on the devices as one array."""
+    if sharding is None:
+        return jax.device_put(*buffers.values())
+    return jax.make_array_from_callback(shape, sharding, lambda index: buffers[_ranges(index, shape)])
