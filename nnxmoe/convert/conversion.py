@@ -3,10 +3,8 @@
 import contextlib
 import dataclasses
 import math
-import os
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -142,54 +140,64 @@ def convert(
     change: Callable[[CausalLM], None] | None = None,
     quantize: Method | Mixed | None = None,
 ) -> ConversionResult:
-    """Convert the checkpoint ``source``, in any supported format, to format ``to`` in the new or empty ``target``.
+    """Convert a checkpoint to another format.
 
-    ``scan``: stack layers in one array (not for ``hf``). ``config``: a folder with config.json or a preset's name, for
-    sources without config.json. ``verify``: read all arrays back and compare them bitwise, and compare the logits of
-    both models for a short prompt. They may differ by more than 2e-4 of the largest logit only if the format requires
-    rounding. ``change``: applied to the model before it is written, such as merging an adapter. ``quantize``: round the
-    kernels to codes after that.
-    Raises ValueError; invalid arguments are reported before anything is read.
+    Args:
+        source, target: Checkpoint, and a new or empty folder.
+        to: Name of the target's format, a key of `FORMATS`.
+        scan: Whether to stack the layers in one array (not for ``hf``).
+        dtype: As in `from_pretrained`.
+        mesh: Mesh to shard the model over.
+        config: Folder with config.json or name of a preset, for sources without config.json.
+        verify: Whether to read all arrays back, compare them bitwise, and compare logits of a short prompt. Logits may
+            differ by more than 2e-4 of the largest only if the format requires rounding.
+        change: Applied to the model before it is written, such as merging an adapter.
+        quantize: Method that rounds the kernels to codes after ``change``.
+
+    Raises ValueError, for invalid arguments before anything is read.
     """
     _check(to, scan, quantize, verify)
     dtype = float_dtype(dtype)
     refuse_unless_empty(target)
     refuse_unless_writable(target)
-    kind, writer = FORMATS[detect_format(source)], FORMATS[to]
-    if config is not None and kind is not FORMATS["maxtext"]:
-        raise ValueError(f"--config {config}: {source} has a config.json of its own: leave it out, or change that")
-    given = _given_config(config)
+    reader, writer = FORMATS[detect_format(source)], FORMATS[to]
+    source_config = _given_config(config, source, reader)
     strategy = dataclasses.replace(Strategy.auto(), mesh=mesh, stacking=Scanned() if scan else Unrolled())
-    if kind is not FORMATS["hf"] or local_folder(source, CheckpointError) is not None:
-        with kind.read(source, True) as arrays:
-            _announce(arrays, dtype)
-            if kind is FORMATS["hf"] and quantize is None and any(array.codes for array in arrays.values()):
-                say("quantised kernels become floats; --quantize METHOD rounds them to codes again")
-    if quantize is not None and kind is FORMATS["hf"] and change is None:
+    _announce_source(source, reader, dtype, quantize)
+    if quantize is not None and reader is FORMATS["hf"] and change is None:
         model, quantize = pretrained.from_pretrained(source, dtype, strategy=strategy, quantize=quantize), None
     else:
-        model = kind.load(source, given, dtype, strategy)
-    if config is not None and os.path.isdir(beside := absolute_path(config)):
-        _take_along(model, beside)
+        model = reader.load(source, source_config, dtype, strategy)
+    _add_files(model, config)
     if change is not None:
         change(model)
     model = _rounded(model, to, quantize)
     report = model.load_report
-    assert report is not None
-    started, made = time.perf_counter(), writer.made(model, scan)
-    count, size = len(made), sum(array.nbytes for array in made.values())
+    started, arrays = time.perf_counter(), writer.made(model, scan)
+    count, size, difference = len(arrays), sum(array.nbytes for array in arrays.values()), None
     writer.save(model, target, scan)
-    write_speed, difference, rounded = size / (time.perf_counter() - started), None, _roundings(model, to, made)
+    write_speed, roundings = size / (time.perf_counter() - started), _roundings(model, to, arrays)
     if verify:
-        _compare(made, writer, target)
-        wanted, used = _logits(model), model.config
+        _compare(arrays, writer, target)
+        source_logits, saved_config = _logits(model), model.config
         dtype = model.dtype if quantized_kernels(model) else None  # codes would become bfloat16
-        del model, made
-        again = writer.load(target, used, dtype, strategy)
-        difference = _difference(wanted, _logits(again), target, rounded)
-    return ConversionResult(
-        report.source, target, count, size, report.bytes_per_second, write_speed, difference, rounded
-    )
+        del model, arrays
+        saved_logits = _logits(writer.load(target, saved_config, dtype, strategy))
+        difference = _difference(source_logits, saved_logits, target, roundings)
+    assert report is not None
+    speeds = report.bytes_per_second, write_speed
+    return ConversionResult(report.source, target, count, size, *speeds, difference, roundings)
+
+
+def _announce_source(source: str, reader: CheckpointFormat, dtype: Any, quantize: Method | Mixed | None) -> None:
+    """Log the expected memory, and that codes become floats, if the source is on this machine."""
+    is_hf = reader is FORMATS["hf"]
+    if is_hf and local_folder(source, CheckpointError) is None:
+        return
+    with reader.read(source, True) as arrays:
+        _announce(arrays, dtype)
+        if is_hf and quantize is None and any(array.codes for array in arrays.values()):
+            say("quantised kernels become floats; --quantize METHOD rounds them to codes again")
 
 
 def _roundings(model: CausalLM, to: str, made: LazyArrays) -> tuple[str, ...]:
@@ -222,16 +230,21 @@ def _rounded(model: CausalLM, to: str, quantize: Method | Mixed | None) -> Causa
     return model if quantize is None else round_kernels(model, quantize)
 
 
-def _given_config(name: str | None) -> DecoderConfig | None:
+def _given_config(name: str | None, source: str, reader: CheckpointFormat) -> DecoderConfig | None:
     if name is None:
         return None
+    if reader is not FORMATS["maxtext"]:
+        raise ValueError(f"--config {name}: {source} has a config.json of its own: leave it out, or change that")
     if (found := preset(name)) is None and not (name and absolute_path(name).is_dir()):
         raise ValueError(f"--config {name}: no folder with config.json, and no preset{near_presets(name)}")
     return found or read_config(absolute_path(name))
 
 
-def _take_along(model: CausalLM, folder: Path) -> None:
-    """Use the folder's tokenizer files and generation config where the source has none."""
+def _add_files(model: CausalLM, config: str | None) -> None:
+    """Use tokenizer files and generation config of the folder ``config`` where the source has none."""
+    if config is None or not absolute_path(config).is_dir():
+        return
+    folder = absolute_path(config)
     assert model.load_report is not None
     if model.load_report.files is None or not has_tokenizer(model.load_report.files):
         model.load_report = dataclasses.replace(model.load_report, files=str(folder))

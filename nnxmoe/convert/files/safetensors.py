@@ -63,6 +63,11 @@ class TensorInfo:
         return replace(self, shape=self.shape[1:], begin=begin, end=begin + size)
 
 
+def is_size(value: object) -> bool:
+    """Whether a value from JSON is a non-negative integer; true, 1.0 and "1" are not."""
+    return type(value) is int and value >= 0
+
+
 def dtype_code(dtype: Any) -> str:
     """Return the safetensors code of a numpy dtype (also jnp's scalar types), for instance 'BF16'."""
     wanted = np.dtype(dtype)

@@ -50,6 +50,8 @@ from nnxmoe.models import family_of, parse_config, refuse_preset
 from nnxmoe.moe.router_variants import TokenExpertTable
 from nnxmoe.runtime.progress import bytes_bar, logger
 
+_REMEDY = "\nCheck that config.json belongs to these files and that all of them are here."
+
 
 @refuses_unknown
 def from_pretrained(
@@ -65,20 +67,25 @@ def from_pretrained(
     mtp: bool = False,
     expect: type[CausalLM] | None = None,
 ) -> CausalLM:
-    """Load a model from a local folder, a GGUF file, a hub id, or a GGUF file of the hub (``org/name/file.gguf``).
-    Its ``load_report`` accounts for every tensor.
+    """Load a model. Its ``load_report`` accounts for every tensor.
 
-    ``dtype`` None: as stored, with FP8 blocks as bfloat16, and GGUF's blocks as float32. DeepSeek's correction bias is
-    always float32.
-    ``mesh`` (None: the strategy's): the strategy's ``rules`` shard the parameters over it, and each process reads only
-    the shards of its devices.
-    ``keep_quantized``: weights that the checkpoint stores as codes (FP8, int8, int4, NF4, MXFP4, and GGUF's Q8_0, Q4_0
-    and Q4_1) stay codes in memory, which changes no number; default: they become floats. ``quantize``: round the
-    kernels of attention, feed-forwards and experts, with `Mixed` the head's too, to codes while they are read (`Int8`,
-    `Int4`, `Float8`, `Mixed`); lossy: `load_report` has the error.
-    ``mtp``: with the layers for multi-token prediction, as ``model.mtp``; default: they are skipped.
-    Raises CheckpointError or ConfigError (ValueErrors) naming the file, tensor or field, or LoadError, which lists
-    all missing tensors and wrong shapes.
+    Args:
+        path_or_hub_id: A folder, a GGUF file, a hub id, or a GGUF file of the hub (``org/name/file.gguf``).
+        dtype: Dtype of the parameters, except DeepSeek's correction bias (float32). None: as stored, with FP8 blocks
+            as bfloat16 and GGUF's blocks as float32.
+        mesh: Mesh to shard the parameters over; None: the strategy's. A process reads the shards of its devices only.
+        strategy: How the model is computed; None: the default.
+        revision: Branch, tag or commit of a hub repository.
+        local_files_only: Whether to use only files in the hub's cache.
+        keep_quantized: Whether weights that the checkpoint stores as codes (FP8, int8, int4, NF4, MXFP4, and GGUF's
+            Q8_0, Q4_0 and Q4_1) stay codes in memory, which changes no number. By default they become floats.
+        quantize: Method that rounds kernels to codes while they are read. ``load_report`` has the error.
+        mtp: Whether to load the layers for multi-token prediction, as ``model.mtp``. By default they are skipped.
+        expect: Class of the model.
+
+    Raises:
+        CheckpointError, ConfigError: (ValueErrors) naming the file, tensor or field. A LoadError lists all tensors
+            that are missing or have a wrong shape.
     """
     dtype = float_dtype(dtype)
     check_quantize_options(quantize, keep_quantized)
@@ -87,35 +94,39 @@ def from_pretrained(
     with Checkpoint.open(path_or_hub_id, revision=revision, local_files_only=local_files_only) as checkpoint:
         config, notes = _config(checkpoint)
         family = family_of(config)
-        if expect is not None and not issubclass(family.model, expect):
-            raise CheckpointError(
-                f"{checkpoint.folder} holds a {config.model_type} model: use {family.model.__name__}.from_pretrained "
-                f"or nnxmoe.from_pretrained, not {expect.__name__}.from_pretrained"
-            )
-        where = checkpoint.config_file
-        stored_arrays = tensor_arrays(checkpoint.tensors, checkpoint.config, where, checkpoint)
-        found = split_tensors(family.hf_names(config), stored_arrays)
-        refuse_oversized_config(config, found, where)
+        _refuse_other_class(checkpoint, config, expect)
+        tensors = tensor_arrays(checkpoint.tensors, checkpoint.config, checkpoint.config_file, checkpoint)
+        arrays = split_tensors(family.hf_names(config), tensors)
+        refuse_oversized_config(config, arrays, checkpoint.config_file)
         model = family.model(config, strategy, rngs=None, mtp=mtp)
-        model.generation_config, more = generation_fields(checkpoint.folder, config)
-        notes += (*more, *_other_copies(model, checkpoint), *checkpoint.notes)
+        model.generation_config, generation_notes = generation_fields(checkpoint.folder, config)
+        notes += (*generation_notes, *_other_copies(model, checkpoint), *checkpoint.notes)
         error = None
         if keep_quantized:
-            found = keep_codes(model, found)
+            arrays = keep_codes(model, arrays)
         elif quantize is not None:
-            found, error = quantize_while_loading(model, found, quantize, dtype)
-        report = LoadReport(os.fspath(path_or_hub_id), notes=notes, files=str(checkpoint.folder), revision=revision)
-        leaves = tensor_layout(model, found)
-        misfit = f"{report.source}: the tensors do not fit config.json ({config.model_type})"
-        remedy = "\nCheck that config.json belongs to these files and that all of them are here."
-        load_model(model, leaves, found, dtype, report_tensors(model, leaves, found, report), misfit, remedy)
-        if error is not None:
-            model.load_report = dataclasses.replace(model.load_report, quantization_error=error.relative)
-        return model
+            arrays, error = quantize_while_loading(model, arrays, quantize, dtype)
+        layouts = tensor_layout(model, arrays)
+        source = os.fspath(path_or_hub_id)
+        report = LoadReport(source, notes=notes, files=str(checkpoint.folder), revision=revision)
+        mismatch = f"{source}: the tensors do not fit config.json ({config.model_type})"
+        load_model(model, layouts, arrays, dtype, report_tensors(model, layouts, arrays, report), mismatch, _REMEDY)
+    if error is not None:
+        model.load_report = dataclasses.replace(model.load_report, quantization_error=error.relative)
+    return model
+
+
+def _refuse_other_class(checkpoint: Checkpoint, config: DecoderConfig, expect: type[CausalLM] | None) -> None:
+    family = family_of(config).model
+    if expect is not None and not issubclass(family, expect):
+        raise CheckpointError(
+            f"{checkpoint.folder} holds a {config.model_type} model: use {family.__name__}.from_pretrained "
+            f"or nnxmoe.from_pretrained, not {expect.__name__}.from_pretrained"
+        )
 
 
 def _config(checkpoint: Checkpoint) -> tuple[DecoderConfig, tuple[str, ...]]:
-    """The config, with ``tie_word_embeddings`` False if the checkpoint stores a different head, and notes."""
+    """Return the config and notes. ``tie_word_embeddings`` is False if the checkpoint stores a different head."""
     config, notes = parse_config(checkpoint.config, checkpoint.config_file)
     if untied(config, checkpoint.tensors, checkpoint.same):
         note = f"tie_word_embeddings is true but {HEAD} differs from {EMBED}: both are used, untied"

@@ -16,6 +16,7 @@ from nnxmoe.config.config_json import text_fields
 from nnxmoe.config.printable import short, some
 from nnxmoe.convert.files.errors import CheckpointError
 from nnxmoe.convert.files.hub import CODE_FILES, TOKENIZER_FILES, check_hub_id, hub_call, local_folder, snapshot
+from nnxmoe.convert.files.safetensors import is_size
 from nnxmoe.convert.files.untrusted_files import GGUF_SUFFIX, is_gguf, read_object
 from nnxmoe.convert.gguf.gguf_config import config_fields
 from nnxmoe.convert.gguf.gguf_file import GGUF
@@ -100,10 +101,10 @@ def find_in_folder(folder: Path) -> CheckpointFiles:
         raise CheckpointError(f"no such folder: {folder}; give the folder that holds config.json and the weights")
     config = read_config_fields(folder)
     files, weight_map = _weight_files(folder)
-    notes = (f"{_ADAPTER} is beside the model: {_TO_ADAPT}; loading the model does not apply it",)
-    return CheckpointFiles(
-        folder, config, tuple(files), weight_map, notes if os.path.lexists(folder / _ADAPTER) else ()
-    )
+    notes = ()
+    if os.path.lexists(folder / _ADAPTER):
+        notes = (f"{_ADAPTER} is beside the model: {_TO_ADAPT}; loading the model does not apply it",)
+    return CheckpointFiles(folder, config, tuple(files), weight_map, notes)
 
 
 def read_config_fields(folder: Path) -> dict[str, Any]:
@@ -296,8 +297,3 @@ def _fetch_headers(repo_id: str, revision: str | None) -> dict[str, tuple[str, t
             raise CheckpointError(f"{repo_id}: {short(file)}: tensor {short(name)} is malformed: {short(info)}")
         tensors.setdefault(name, (info.dtype, tuple(info.shape)))
     return tensors
-
-
-def is_size(value: object) -> bool:
-    """Whether a value from JSON is a non-negative integer; true, 1.0 and "1" are not."""
-    return type(value) is int and value >= 0

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from nnxmoe.convert.files.errors import CheckpointError
-from nnxmoe.convert.files.safetensors import DTYPES
-from nnxmoe.convert.storage.find_checkpoint import INDEX_FILE, SINGLE_FILE, is_size
+from nnxmoe.convert.files.safetensors import DTYPES, is_size
+from nnxmoe.convert.storage.find_checkpoint import INDEX_FILE, SINGLE_FILE
 
 _PIECE = 64 << 20  # bytes per copy from an array that is not contiguous
 
