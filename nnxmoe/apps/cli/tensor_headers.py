@@ -56,7 +56,7 @@ def _read_folder(folder: Path, where: str) -> tuple[DecoderConfig, LazyArrays]:
     fields = read_config_fields(folder)
     config = _config(fields, where)
     try:
-        QuantizationScheme.of(fields, where)
+        QuantizationScheme.from_config(fields, where)
     except CheckpointError as error:
         logger.warning("%s. The sizes are those of the model without quantization", error)
     return config, {}

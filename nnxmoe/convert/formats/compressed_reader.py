@@ -26,7 +26,7 @@ def read_unpacked(files: ModuleTensors, info: TensorInfo) -> LazyArray:
             raise MalformedTensor(f"{files.module}.weight_zero_point: FP8 codes have no zero points")
         stored = files.tensor("weight_zero_point", ("I8", "I32", "I64"), shapes)
         zero = {"zero": files.zero_numbers(stored, codes.scales_shape(*shape))}
-    return files.octets(codes, info, scale, "not zero" if kind == "int8" else "positive", **zero)
+    return files.byte_codes(codes, info, scale, "not zero" if kind == "int8" else "positive", **zero)
 
 
 def read_packed(files: ModuleTensors, info: TensorInfo) -> LazyArray:
@@ -72,7 +72,7 @@ def read_packed(files: ModuleTensors, info: TensorInfo) -> LazyArray:
     if asymmetric:
         zero = files.tensor("weight_zero_point", ("I32",), [(-(-grid[0] * bits // 32), grid[1])])
         parts["zero"] = files.zero_words(codes, shape, zero, lambda z: unpack_words(z.T, bits)[:, : grid[0]].T)
-    return files.made(codes, shape, parts)
+    return files.weight(codes, shape, parts)
 
 
 def _packed_fp4(files: ModuleTensors, info: TensorInfo, settings: WeightScheme) -> LazyArray:

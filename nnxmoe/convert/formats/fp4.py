@@ -60,7 +60,7 @@ def read_fp4(
     grid = files.scale(scale, scale.shape, allowed="positive" if scaled is None else "not negative")
     stored = plain_array(files.checkpoint, dataclasses.replace(info, dtype="U8"))
     parts = {"codes": unpack_nibbles(stored, size), "scale": grid if scaled is None else grid.map(scaled)}
-    return files.made(codes, shape, parts)
+    return files.weight(codes, shape, parts)
 
 
 def read_nvfp4(files: ModuleTensors, info: TensorInfo, codes: CodeFormat, factor: str, divides: bool) -> LazyArray:
@@ -106,7 +106,7 @@ def read_gpt_oss(files: ModuleTensors, info: TensorInfo) -> LazyArray:
     experts, outs, groups, octets = blocks.shape
     stored = plain_array(files.checkpoint, dataclasses.replace(blocks, shape=(experts, outs, groups * octets)))
     parts = {"codes": unpack_nibbles(stored, 32), "scale": files.scale(scales, scales.shape)}
-    return files.made(MXFP4, (experts, outs, groups * 32), parts)
+    return files.weight(MXFP4, (experts, outs, groups * 32), parts)
 
 
 def gpt_oss_tensors(arrays: LazyArrays, leaves: Mapping[str, ArrayLayout]) -> dict[str, LazyArray]:

@@ -28,7 +28,7 @@ def read_fp8(files: ModuleTensors, info: TensorInfo) -> LazyArray:
         raise MalformedTensor(f"{files.where(info)}: config.json has no weight_block_size, and weight_scale is missing")
     codes = CodeFormat("fp8", block or (FULL, FULL))
     dtypes, shapes = (_dtypes(files), [codes.scales_shape(*shape)]) if block else (FLOATS, [(), (1,), (1, 1)])
-    return files.octets(codes, info, files.tensor(ending, dtypes, shapes))
+    return files.byte_codes(codes, info, files.tensor(ending, dtypes, shapes))
 
 
 def read_modelopt_fp8(files: ModuleTensors, info: TensorInfo) -> LazyArray:
@@ -47,7 +47,9 @@ def read_modelopt_fp8(files: ModuleTensors, info: TensorInfo) -> LazyArray:
     else:
         tile, wanted = (1, FULL), [(outs,), (outs, 1)]
     files.tensor("weight_scale", (scale.dtype,), wanted)
-    return files.octets(CodeFormat("fp8", tile), info, replace(scale, shape=blocks) if len(scale.shape) > 2 else scale)
+    return files.byte_codes(
+        CodeFormat("fp8", tile), info, replace(scale, shape=blocks) if len(scale.shape) > 2 else scale
+    )
 
 
 def read_packed_fp4(files: ModuleTensors, info: TensorInfo) -> LazyArray:
@@ -88,7 +90,7 @@ def read_fused_fp8(files: ModuleTensors, info: TensorInfo) -> LazyArray:
 
     scale = one if block else one.take([0] * grid[1], 1)
     parts = {"codes": plain_array(files.checkpoint, replace(info, dtype="U8")), "scale": scale}
-    return files.made(codes, info.shape, parts)
+    return files.weight(codes, info.shape, parts)
 
 
 def expert_scales(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:

@@ -33,7 +33,7 @@ def read_gptq(files: ModuleTensors, info: TensorInfo) -> LazyArray:
     tall, outs = files.matrix(info)
     bits, group = _settings(files, tall, outs)
     ins, limit = tall * 32 // bits, (1 << bits) - 1
-    less = files.scheme.one_of("checkpoint_format", GPTQ_FORMATS, "gptq") != "gptq_v2"
+    less = files.scheme.choice("checkpoint_format", GPTQ_FORMATS, "gptq") != "gptq_v2"
 
     def unpack(packed: np.ndarray) -> np.ndarray:
         return unpack_words(packed.T, bits)[:, :ins]
@@ -48,7 +48,7 @@ def read_gptq(files: ModuleTensors, info: TensorInfo) -> LazyArray:
 def _settings(files: ModuleTensors, tall: int, outs: int) -> tuple[int, int]:
     """Bits and group size: those of quantization_config, or what the module's tensors say if its ``dynamic`` gives
     some modules settings of their own (GPTQModel)."""
-    bits, scheme = files.scheme.one_of("bits", (4, 8), None), files.scheme
+    bits, scheme = files.scheme.choice("bits", (4, 8), None), files.scheme
     if not scheme.fields.get("dynamic"):
         return bits, scheme.group_size() or tall * 32 // bits
     zeros, scales = files.tensor("qzeros", ("I32",)), files.tensor("scales", FLOATS)
@@ -107,9 +107,9 @@ def _inputs_first(
 
     parts = {
         "codes": files.codes(codes, shape, info, rows_of),
-        "scale": files.scale(scale, codes.scales_shape(outs, ins), turned=True, allowed="not zero"),
+        "scale": files.scale(scale, codes.scales_shape(outs, ins), transposed=True, allowed="not zero"),
         "zero": files.zero_words(codes, shape, zero, unpack_zero),
     }
     if order is not None:
         parts["order"] = dataclasses.replace(LazyArray.from_array(order), tensors=(f"{files.module}.g_idx",))
-    return files.made(codes, shape, parts)
+    return files.weight(codes, shape, parts)

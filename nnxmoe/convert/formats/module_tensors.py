@@ -75,22 +75,28 @@ class ModuleTensors:
         return info.shape[0], info.shape[1]
 
     def scale(
-        self, info: TensorInfo, grid: tuple[int, ...], turned: bool = False, allowed: Allowed = "positive"
+        self, info: TensorInfo, grid: tuple[int, ...], transposed: bool = False, allowed: Allowed = "positive"
     ) -> LazyArray:
-        """Scales as ``[*experts, rows, columns]`` of tiles, checked when read. ``turned``: the file has columns first.
-        ``allowed``: AutoRound makes negative scales, to use the code -8 for the largest weight of either sign; scales
-        in FP8 that are too small for it are zero."""
+        """Return scales as ``[*experts, rows, columns]`` of tiles, checked when they are read.
+
+        Args:
+            info: The tensor.
+            grid: Shape of the result.
+            transposed: Whether the file has columns first.
+            allowed: Which scales are valid. AutoRound makes negative scales, to use the code -8 for the largest weight
+                of either sign. Scales that are too small for FP8 are zero.
+        """
         dtype = jnp.dtype(_SCALES[info.dtype])
         stored, compare = plain_array(self.checkpoint, info), _ALLOWED[allowed]
 
         def read(box: Box, empty: Empty) -> np.ndarray:
-            at_once = turned or info.shape != grid
+            at_once = transposed or info.shape != grid
             whole = np.asarray(stored) if at_once else stored.read_box(box, np.empty)
             if info.dtype == "U8":
                 whole = whole.view(ml_dtypes.float8_e8m0fnu)
             found = whole.astype(dtype) if whole.dtype != dtype else whole
             if at_once:
-                found = np.ascontiguousarray(found.T if turned else found).reshape(grid)[box]
+                found = np.ascontiguousarray(found.T if transposed else found).reshape(grid)[box]
             values = found.astype(np.float32)
             valid = np.isfinite(values) & compare(values, 0)
             if not valid.all():
@@ -102,7 +108,7 @@ class ModuleTensors:
 
         return dataclasses.replace(stored, shape=grid, dtype=dtype, read_box=read)
 
-    def made(self, codes: CodeFormat, shape: tuple[int, ...], parts: Mapping[str, LazyArray]) -> LazyArray:
+    def weight(self, codes: CodeFormat, shape: tuple[int, ...], parts: Mapping[str, LazyArray]) -> LazyArray:
         """The weight, whose codes account for the tensors that no part names."""
         try:
             codes.check_inputs(shape[-1])
@@ -113,7 +119,7 @@ class ModuleTensors:
         first = dataclasses.replace(parts["codes"], tensors=rest)
         return coded_array(codes, shape, {**parts, "codes": first})
 
-    def octets(
+    def byte_codes(
         self, codes: CodeFormat, info: TensorInfo, scale: TensorInfo, allowed: Allowed = "positive", **more: LazyArray
     ) -> LazyArray:
         """The weight of codes of a byte each, as they are in the file; ``more``: parts beside codes and scales."""
@@ -122,7 +128,7 @@ class ModuleTensors:
             self.checkpoint, dataclasses.replace(info, dtype="I8" if codes.code_dtype == "int8" else "U8")
         )
         scales = self.scale(scale, codes.scales_shape(*shape), allowed=allowed)
-        return self.made(codes, shape, {"codes": stored, "scale": scales, **more})
+        return self.weight(codes, shape, {"codes": stored, "scale": scales, **more})
 
     def codes(
         self, codes: CodeFormat, shape: tuple[int, int], info: TensorInfo, unpack: Unpack, block: int = AT_ONCE

@@ -50,7 +50,7 @@ def read_nf4(files: ModuleTensors, info: TensorInfo) -> LazyArray:
 
     scale = _scales(files, state, codes)
     if not codes.tile[1] % 2:
-        return files.made(codes, shape, {"codes": files.codes(codes, shape, info, unpack), "scale": scale})
+        return files.weight(codes, shape, {"codes": files.codes(codes, shape, info, unpack), "scale": scale})
     stored = plain_array(
         files.checkpoint, info
     )  # two codes of an odd row cannot share a byte, so the weight becomes floats

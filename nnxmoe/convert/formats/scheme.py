@@ -60,7 +60,7 @@ class QuantizationScheme:
     groups: tuple[tuple[list[str], "WeightScheme"], ...] = ()
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], where: str) -> "QuantizationScheme":
+    def from_config(cls, config: Mapping[str, Any], where: str) -> "QuantizationScheme":
         """Parse a config.json. Raises CheckpointError for quantisations that cannot be read."""
         fields, where = config.get("quantization_config"), f"{where}: quantization_config"
         if fields is None:
@@ -82,7 +82,7 @@ class QuantizationScheme:
         if method == "auto-round":
             made = made._repacked()
         for name, allowed, default in _FIELDS[made.method]:
-            made.one_of(name, allowed, default)
+            made.choice(name, allowed, default)
         if made.method == "compressed-tensors":
             return dataclasses.replace(made, groups=_groups(made))
         if made.method == "fp8":
@@ -95,8 +95,8 @@ class QuantizationScheme:
 
     def _repacked(self) -> "QuantizationScheme":
         """AutoRound's settings as those of the tool with its packing; the tensors show what ``extra_config`` sets."""
-        self.one_of("data_type", ("int",), "int")
-        packing = self.one_of("packing_format", tuple(_PACKINGS), "auto_round:gptq")
+        self.choice("data_type", ("int",), "int")
+        packing = self.choice("packing_format", tuple(_PACKINGS), "auto_round:gptq")
         fields = {"bits": 4, **self.fields, "dynamic": self.fields.get("extra_config"), **_PACKINGS[packing]}
         return QuantizationScheme(fields["quant_method"], fields, f"{self.where} of AutoRound")
 
@@ -112,7 +112,7 @@ class QuantizationScheme:
                 "that config.json belongs to these files, or remove the field"
             )
 
-    def one_of(self, name: str, allowed: tuple[Any, ...], default: Any) -> Any:
+    def choice(self, name: str, allowed: tuple[Any, ...], default: Any) -> Any:
         """Return a field that must have one of some values. Raises CheckpointError."""
         value = self.fields.get(name, default)
         if value is None and None not in allowed:
@@ -163,7 +163,7 @@ class WeightScheme:
     floats: bool
 
     @classmethod
-    def of(cls, fields: Mapping[str, Any], scheme: QuantizationScheme) -> "WeightScheme":
+    def from_fields(cls, fields: Mapping[str, Any], scheme: QuantizationScheme) -> "WeightScheme":
         """Parse ``config_groups.*.weights``, with the library's defaults. Raises CheckpointError for unsupported
         settings."""
         bits, strategy, size = fields.get("num_bits", 8), fields.get("strategy"), fields.get("group_size")
@@ -237,7 +237,7 @@ def _groups(scheme: QuantizationScheme) -> tuple[tuple[list[str], WeightScheme],
                 f"{where}: format {short(group['format'])} is not supported; supported: {', '.join(_FORMATS)}"
             )
         if weights is not None:  # null or absent: a group for activations or caches
-            found.append((targets, WeightScheme.of(weights, scheme)))
+            found.append((targets, WeightScheme.from_fields(weights, scheme)))
     _refuse_rotations(scheme)
     return tuple(found)
 

@@ -34,7 +34,7 @@ def tensor_arrays(
     """
     if checkpoint is not None and is_gguf(checkpoint.folder):
         return gguf_arrays(checkpoint)
-    scheme = QuantizationScheme.of(fields, where)
+    scheme = QuantizationScheme.from_config(fields, where)
     beside = {name for names in group_towers(tensors).values() for name in names}
     text = {name: info for name, info in tensors.items() if name not in beside}
     weights = _quantised(text, scheme, checkpoint)

@@ -27,32 +27,37 @@ from nnxmoe.models.shared.tables import HF_MTP
 
 HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
 _EXPERT = re.compile(r".*\.experts\.([0-9]{1,9})\.")
-_MTP = "layer.mtp."  # begins the keys of what only layers for multi-token prediction have
-_MAIN = ("embed.table", "head.kernel")  # of which checkpoints have copies in these layers
+_MTP = "layer.mtp."  # prefix of keys that only layers for multi-token prediction have
+_COPIED = ("embed.table", "head.kernel")  # parameters of which checkpoints have copies in these layers
+Row = list[tuple[str, ArrayLayout, Parameter]]  # the arrays of one layer of a parameter: name, layout, part
 
 
 def tensor_layout(model: CausalLM, arrays: LazyArrays | None = None, times: float = 1.0) -> dict[str, ArrayLayout]:
-    """Map tensor names to an `ArrayLayout` for every parameter. Of several names, the first of ``arrays`` is used (per
-    layer), rather one of the right shape; else the first of the table. ``times``: a factor on the queries, see
-    `DecoderConfig.query_scalar`."""
+    """Map the names of tensors to an `ArrayLayout`, for every parameter of a model.
+
+    Args:
+        model: Model, with values or without.
+        arrays: Arrays of a checkpoint. If the table has several names for a parameter, the first name in ``arrays``
+            is used, preferably with the right shape. This is decided per layer. Default: the first name of the table.
+        times: Factor on the queries, see `DecoderConfig.query_scalar`.
+    """
     family = family_of(model)
-    names, table = {} if arrays is None else arrays, family.hf_names(model.config)
-    found: dict[str, ArrayLayout] = {}
+    stored, table = {} if arrays is None else arrays, family.hf_names(model.config)
+    layouts: dict[str, ArrayLayout] = {}
     for parameter in parameters(model, codes=True):
         key = parameter.key.removesuffix(parameter.ending)
         if key not in table:
             raise ConfigError(row_missing(family, key))
         change = ValueChange(times=times if parameter.takes_query_scalar else 1.0)
-        for layer, one in parameter.layers():
+        for layer, layer_parameter in parameter.layers():
             prefix = _prefix(family, model.config.num_hidden_layers, key, layer)
-            rows = [_named(w, prefix, one, change) for w in options(table, key)]
-            chosen = [row for row in rows if any(name in names for name, _, _ in row)]
-            fit = [row for row in chosen if len(chosen) == 1 or _fit(row, names)]
-            for name, leaf, part in (fit or chosen or rows)[0]:
-                add_part(found, name, leaf, part)
-    swap = EMBED not in names and HEAD in names and HEAD not in found
-    # A tied model may be stored with the head only; the embedding is then read from it.
-    return {HEAD if swap and name == EMBED else name: leaf for name, leaf in found.items()}
+            rows = [_row(w, prefix, layer_parameter, change) for w in options(table, key)]
+            for name, layout, part in _choose_row(rows, stored):
+                add_part(layouts, name, layout, part)
+    if EMBED in stored or HEAD not in stored or HEAD in layouts:
+        return layouts
+    # A tied model may be stored with the head only. The embedding is then read from it.
+    return {HEAD if name == EMBED else name: layout for name, layout in layouts.items()}
 
 
 def _prefix(family: Family, depth: int, key: str, layer: int | None) -> str:
@@ -62,51 +67,75 @@ def _prefix(family: Family, depth: int, key: str, layer: int | None) -> str:
     return family.mtp_prefixes[not key.startswith(_MTP)].format(layer - depth)
 
 
-def _named(w: W, prefix: str, parameter: Parameter, change: ValueChange) -> list[tuple[str, ArrayLayout, Parameter]]:
-    """The arrays of one layer of a parameter: one, or one per expert."""
-    inner, inputs, experts = parameter.inner, parameter.inputs, parameter.experts
-    flat = inner if inputs is None else (math.prod(inner[:-inputs]), math.prod(inner[-inputs:]))
+def _row(w: W, prefix: str, parameter: Parameter, change: ValueChange) -> Row:
+    """Return the arrays that hold one layer of a parameter: one, or one per expert."""
+    shape, inputs, experts = parameter.inner, parameter.inputs, parameter.experts
+    flat_shape = shape if inputs is None else (math.prod(shape[:-inputs]), math.prod(shape[-inputs:]))
     axis = None if experts is None or w.per_expert else 0
-    leaf = ArrayLayout(parameter.key, flat, axis=axis, change=change)
-    parts = [dataclasses.replace(parameter, at=(*parameter.at, e)) for e in range(experts)] if experts else [parameter]
-    tensors = [w.under(prefix, e) for e in range(len(parts))] if w.per_expert else [w.under(prefix)] * len(parts)
-    views = {tensor: TensorPart(tensor, w, int(axis == 0)) for tensor in set(tensors)}
-    leaves = {t: leaf if w.whole else dataclasses.replace(leaf, tensor_part=view) for t, view in views.items()}
-    return [(views[t].name + parameter.ending, leaves[t], part) for t, part in zip(tensors, parts, strict=True)]
+    layout = ArrayLayout(parameter.key, flat_shape, axis=axis, change=change)
+    parts = [parameter]
+    if experts:
+        parts = [dataclasses.replace(parameter, at=(*parameter.at, expert)) for expert in range(experts)]
+    row: Row = []
+    for expert, part in enumerate(parts):
+        tensor = w.under(prefix, expert) if w.per_expert else w.under(prefix)
+        tensor_part = TensorPart(tensor, w, int(axis == 0))
+        part_layout = layout if w.whole else dataclasses.replace(layout, tensor_part=tensor_part)
+        row.append((tensor_part.name + parameter.ending, part_layout, part))
+    return row
 
 
-def _fit(row: list[tuple[str, ArrayLayout, Parameter]], arrays: LazyArrays) -> bool:
-    """Whether those arrays of a row that exist have the right shapes."""
-    shapes = ((name, leaf.part_shape if leaf.axis is None else (len(row), *leaf.part_shape)) for name, leaf, _ in row)
-    return all(arrays[name].shape == shape for name, shape in shapes if name in arrays)
+def _choose_row(rows: list[Row], arrays: LazyArrays) -> Row:
+    """Return the first row of which arrays exist, preferably with the right shapes; else the first row."""
+    stored = [row for row in rows if any(name in arrays for name, _, _ in row)]
+    if len(stored) < 2:
+        return (stored or rows)[0]
+    return next((row for row in stored if _fits(row, arrays)), stored[0])
 
 
-def _repeated(table: Table, layer: int) -> dict[str, str]:
-    """The tensors of a prediction layer that repeat the embedding and the output head -> those of the main model."""
-    rows = ((row, main) for main in _MAIN if _MTP + main in table for row in options(table, _MTP + main))
-    return {row.tensor(layer): options(table, main)[0].tensor(None) for row, main in rows}
+def _fits(row: Row, arrays: LazyArrays) -> bool:
+    """Whether the arrays of a row that exist have the right shapes."""
+    for name, layout, _ in row:
+        shape = layout.part_shape if layout.axis is None else (len(row), *layout.part_shape)
+        if name in arrays and arrays[name].shape != shape:
+            return False
+    return True
+
+
+def _copied_names(table: Table, layer: int) -> dict[str, str]:
+    """Map the tensors of a prediction layer that repeat the embedding and the head to those of the main model."""
+    names: dict[str, str] = {}
+    for key in _COPIED:
+        if _MTP + key in table:
+            original = options(table, key)[0].tensor(None)
+            names |= {w.tensor(layer): original for w in options(table, _MTP + key)}
+    return names
 
 
 def repeated_tensors(model: CausalLM, names: Container[str]) -> dict[str, str]:
-    """The tensors of prediction layers that repeat the embedding and the output head -> the name in ``names`` of what
-    they repeat, the arrays of a quantised head each. They are written for readers that expect them, and never read."""
-    found = {}
+    """Map the tensors of prediction layers that repeat the embedding and the head to the repeated names.
+
+    They are written for readers that expect them, and never read. A quantized head has a copy of each of its arrays.
+    ``names``: the names that may be repeated.
+    """
+    repeated: dict[str, str] = {}
     for k in range(len(model.mtp)):
-        for copy, main in _repeated(family_of(model).hf, model.config.num_hidden_layers + k).items():
-            endings = [ending for ending in ("", *(f".{array}" for array in ARRAYS)) if main + ending in names]
-            found |= {copy + ending: main + ending for ending in endings} or {copy: EMBED}
-    return found
+        for copy, original in _copied_names(family_of(model).hf, model.config.num_hidden_layers + k).items():
+            endings = ["", *(f".{array}" for array in ARRAYS)]
+            stored = {copy + ending: original + ending for ending in endings if original + ending in names}
+            repeated |= stored or {copy: EMBED}
+    return repeated
 
 
 def empty_tensors(model: CausalLM) -> dict[str, LazyArray]:
-    """The tensors without values that the family's reference stores in layers with experts."""
+    """Return the tensors without values that the family's reference stores in layers with experts."""
     routers = [p for p in parameters(model, codes=True) if p.key == "layer.moe.router.kernel"]
-    return {
-        W(name).tensor(layer): LazyArray.from_array(np.empty(shape, router.variable.dtype))
-        for name, shape in model.config.empty_tensors.items()
-        for router in routers
-        for layer, _ in router.layers()
-    }
+    tensors: dict[str, LazyArray] = {}
+    for name, shape in model.config.empty_tensors.items():
+        for router in routers:
+            array = LazyArray.from_array(np.empty(shape, router.variable.dtype))
+            tensors |= {W(name).tensor(layer): array for layer, _ in router.layers()}
+    return tensors
 
 
 def refuse_oversized_config(config: DecoderConfig, arrays: LazyArrays, where: str) -> None:
@@ -164,7 +193,7 @@ def _skip_rules(
     own = {w.name for rows in (HF_MTP, table) for key in rows if key.startswith(_MTP) for w in options(rows, key)}
     marked = {layer for layer, name in map(layer_of, left) if layer in numbers and name in own}
     built = {layer for layer, name in map(layer_of, leaves) if layer in numbers and name in own}
-    repeated = {name for layer in built if layer is not None for name in _repeated(table, layer)}
+    repeated = {name for layer in built if layer is not None for name in _copied_names(table, layer)}
     return {
         "multi-token prediction layers (not part of the model)": lambda name: (
             layer_of(name)[0] in marked - built or name.removeprefix("model.").startswith("mtp.")
