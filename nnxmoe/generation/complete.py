@@ -21,7 +21,7 @@ from nnxmoe.generation.request import Finish, Prefix, Request, RequestOptions
 from nnxmoe.generation.rows import LogitsProcessor
 from nnxmoe.generation.sampling import Sampling, warn_of_unused
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.model.inputs import bucket
+from nnxmoe.model.program import bucket_size
 from nnxmoe.tokenizer.byte_level import has_merges
 from nnxmoe.tokenizer.messages import is_message
 from nnxmoe.tokenizer.tokenizer import TextStream, Tokenizer
@@ -221,7 +221,7 @@ def _capacity(model: CausalLM, tokens: int, slots: int) -> int:
     """``tokens`` rounded up, but not beyond the length from which rotary embeddings change with the longest row."""
     # Few sizes, since each one is compiled separately. `SMALLEST_CACHE` is the least number of tokens of all rows
     # together: as a minimum per row it would make 8 rows of the demo three times as slow (two CPU cores).
-    size, most = bucket(tokens, max(SMALL, SMALLEST_CACHE // slots)), model.fixed_positions
+    size, most = bucket_size(tokens, max(SMALL, SMALLEST_CACHE // slots)), model.fixed_positions
     return size if most is None else min(size, max(tokens, most))
 
 

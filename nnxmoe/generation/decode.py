@@ -24,7 +24,7 @@ from nnxmoe.generation.passes import CacheSize, cache_bytes, fits
 from nnxmoe.generation.request import Finish, Request, RequestOptions
 from nnxmoe.generation.sampling import Sampling, warn_of_unused
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.model.inputs import bucket
+from nnxmoe.model.program import bucket_size
 from nnxmoe.runtime.progress import logger
 from nnxmoe.tokenizer.tokenizer import TextStream
 
@@ -147,9 +147,9 @@ def _requests(
     ids, valid = left_aligned(tokens, attention_mask)
     rows, length = ids.shape
     few = rows <= SMALLEST_BATCH  # of many rows, padding would take longer than to compile another program
-    capacity = bucket(length + wanted.max_new_tokens, SMALLEST_CACHE if few else SMALL)
+    capacity = bucket_size(length + wanted.max_new_tokens, SMALLEST_CACHE if few else SMALL)
     chunked = model.token_independent() and (few or length > LARGE)
-    sizes = chunk_sizes(length) if chunked else [bucket(length, 16)]
+    sizes = chunk_sizes(length) if chunked else [bucket_size(length, 16)]
     engine = Engine(
         model,
         slots=_batch(model, rows, capacity),
@@ -169,7 +169,7 @@ def _report_dropped(engine: Engine) -> None:
 
 def _batch(model: CausalLM, rows: int, capacity: int) -> int:
     """Number of rows to compute: rounded up to 1, 8, 12, 16, …, or exact if memory is short."""
-    batch = rows if rows == 1 else bucket(rows, SMALLEST_BATCH)
+    batch = rows if rows == 1 else bucket_size(rows, SMALLEST_BATCH)
     return batch if fits(model, cache_bytes(model, batch, CacheSize(capacity, 0))) else rows
 
 

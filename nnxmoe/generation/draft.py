@@ -14,9 +14,8 @@ from nnxmoe.generation.passes import unroll_for_decoding
 from nnxmoe.generation.rows import Choose, History
 from nnxmoe.layers.cache import Cache
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.model.compiled import split_arrays
 from nnxmoe.model.output import Body, drop_routing
-from nnxmoe.model.structure import strip_metadata
+from nnxmoe.model.program import split_arrays, strip_metadata
 
 
 @jax.tree_util.register_dataclass

@@ -19,7 +19,7 @@ from nnxmoe.layers.linear.kernel import as_weight, is_kernel
 from nnxmoe.layers.linear.lora import UnmergeValue
 from nnxmoe.layers.linear.quantized import QuantizedWeight
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.model.structure import strip_metadata
+from nnxmoe.model.program import strip_metadata
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.dispatch import Dense
 from nnxmoe.runtime.progress import say

@@ -44,7 +44,7 @@ from nnxmoe.generation.request import (
 )
 from nnxmoe.generation.rows import History, LogitsProcessor, RowReport, StepOptions, empty_rows, start_rows, step_rows
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.model.inputs import warn_beyond_positions
+from nnxmoe.model.program import warn_beyond_positions
 from nnxmoe.runtime.memory import refuse_beyond_memory
 from nnxmoe.runtime.progress import logger
 from nnxmoe.sharding import batch_axes

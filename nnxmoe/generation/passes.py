@@ -20,12 +20,11 @@ from nnxmoe.convert.storage.multihost import any_process
 from nnxmoe.generation import rows
 from nnxmoe.layers.cache import Cache
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.model.compiled import model_program, require_values
 from nnxmoe.model.copies import unscan
 from nnxmoe.model.output import Ids, TokenMask, drop_routing
 from nnxmoe.model.pipeline import PipelinedStack
+from nnxmoe.model.program import model_program, require_values, split_once
 from nnxmoe.model.stack import ScannedStack
-from nnxmoe.model.structure import split_once
 from nnxmoe.moe.blocked import BlockedMatmul
 from nnxmoe.moe.experts import Experts
 from nnxmoe.runtime.memory import local_bytes, memory_bytes
@@ -84,7 +83,7 @@ def _pass(
 def passes(model: CausalLM) -> Callable[..., PassResult]:
     """`_pass` of a model, compiled, of which the log tells once per size; the cache is donated. Raises ValueError for a
     model without values."""
-    run = model_program(model, _pass, static=(4, 5), donated=(2,), by_run=True)
+    run = model_program(model, _pass, static=(4, 5), donated=(2,))
     compiled_sizes, said = split_once(model)[0].program(_sizes)
 
     def announcing(ids: Any, valid: Any, cache: Any, dropped: Any, room: CacheSize, part: LogitsMode) -> PassResult:

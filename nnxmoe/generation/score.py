@@ -18,9 +18,8 @@ from nnxmoe.generation.ids import Ids, as_token_ids, check_ids
 from nnxmoe.generation.request import unusable_logits
 from nnxmoe.layers.chunks import join_chunks, split_chunks
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.model.compiled import model_program
-from nnxmoe.model.inputs import bucket, warn_beyond_positions
 from nnxmoe.model.output import drop_routing
+from nnxmoe.model.program import bucket_size, model_program, warn_beyond_positions
 from nnxmoe.runtime.progress import logger
 from nnxmoe.sharding import batch_axes, replicate, shard_constraint
 from nnxmoe.sharding_rules import shard_count
@@ -91,7 +90,7 @@ def score(
     warn_beyond_positions(model, max((len(ids) for ids, _ in items), default=0))
     while order:
         longest = len(items[order[-1]][0])
-        length = bucket(longest, 64)
+        length = bucket_size(longest, 64)
         rows = max(1, min(TOKENS // length, next(rows for rows in ROWS if rows >= min(len(order), ROWS[-1]))))
         if fixed is not None and longest > fixed:
             rows = 1  # it would change the rotary embedding of shorter texts beside it

@@ -8,7 +8,9 @@ from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.core import Tracer
 from jaxtyping import Array, Float, Key
 
 from nnxmoe.config.arguments import refuses_unknown
@@ -23,16 +25,26 @@ from nnxmoe.layers.embed import Embed
 from nnxmoe.layers.linear.kernel import Kernel, as_weight
 from nnxmoe.layers.linear.linear import Linear
 from nnxmoe.layers.norm import RMSNorm
-from nnxmoe.model.inputs import as_array, call
 from nnxmoe.model.layer import Layer
-from nnxmoe.model.output import Body, Ids, Output, TokenMask
-from nnxmoe.model.stack import in_turn, stacks_of
+from nnxmoe.model.output import Body, ByLayer, Ids, Output, TokenMask, drop_routing
+from nnxmoe.model.program import (
+    ModelInputs,
+    check_inputs,
+    is_traced,
+    lengths_after_pass,
+    model_program,
+    pad_inputs,
+    remove_padding,
+    warn_beyond_positions,
+)
+from nnxmoe.model.stack import concatenate_layers, stacks_of
+from nnxmoe.model.stateful import is_stateful
 from nnxmoe.model.strategy import Strategy, check_arguments
 from nnxmoe.model.tree import children
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.experts import Experts
 from nnxmoe.moe.router import Router, Routing
-from nnxmoe.sharding import shard_batch
+from nnxmoe.sharding import is_static, shard_batch
 
 
 class CausalLM(nnx.Module):
@@ -40,7 +52,7 @@ class CausalLM(nnx.Module):
 
     A family is a subclass with configs that builds ``attention`` and ``feed_forward``. The names of its weights in
     files are in its `Family`.
-    `compiled` compiles every function of a model, and splits it once as long as its structure stays the same.
+    `model_program` compiles functions of a model, and splits the model once as long as its structure stays the same.
 
     Args:
         rngs: None for a model of shapes without arrays. On a mesh every device initialises its own shards.
@@ -233,9 +245,52 @@ class CausalLM(nnx.Module):
         """
         if (tokens is None) == (input_ids is None):
             raise ValueError("give tokens, or input_ids, which is transformers' name of them, and not both")
-        given = {"tokens": input_ids if tokens is None else tokens, "attention_mask": attention_mask}
-        given |= {"positions": positions, "segment_ids": segment_ids}
-        return call(self, *map(as_array, given, given.values()), cache, return_routing, return_hidden, key)
+        tokens = input_ids if tokens is None else tokens
+        inputs = check_inputs(self.vocab_size, tokens, attention_mask, positions, segment_ids)
+        lengths, width = lengths_after_pass(inputs, cache), np.shape(inputs.tokens)[1]
+        if lengths is not None and positions is None and not isinstance(inputs.tokens, Tracer):
+            warn_beyond_positions(self, int(lengths.max()))
+        fresh = cache is not None and cache.max_length == 0 and width > 1  # one token is a step of decoding
+        options = cache, key, return_routing, return_hidden, fresh
+        if is_traced(self, (inputs, cache, key)) or is_stateful(self):
+            return self._forward_uncompiled(inputs, *options)
+        exact = self.mesh is not None or (cache is not None and width == 1) or not self.token_independent(key)
+        program = model_program(self, CausalLM.forward, static=(3, 4, 5))
+        out = program(inputs if exact else pad_inputs(inputs), *options)
+        if is_stateful(self):  # found by tracing the program
+            return self._forward_uncompiled(inputs, *options)
+        if lengths is not None and out.cache is not None:
+            out.cache.remember_lengths(lengths)
+        return out if exact else remove_padding(out, width, all_real=inputs.attention_mask is None)
+
+    def _forward_uncompiled(self, inputs: ModelInputs, *options: Any) -> Output:
+        try:
+            return self.forward(inputs, *options)
+        except (TypeError, jax.errors.InconclusiveDimensionOperation) as error:
+            if is_static(*np.shape(inputs.tokens)):
+                raise
+            raise ValueError(  # of jax.export
+                f"{type(self).__name__} cannot be exported for tokens {list(np.shape(inputs.tokens))}: give numbers "
+                f"in place of the symbols, one program per size ({str(error).splitlines()[0]})"
+            ) from error
+
+    def forward(
+        self,
+        inputs: ModelInputs,
+        cache: Cache | None,
+        key: Key[Array, ""] | None,
+        return_routing: bool,
+        return_hidden: bool,
+        fresh: bool,
+    ) -> Output:
+        """Compute the output of a call from arrays. ``fresh``: the cache is empty, see `body`."""
+        reduce_routing = None if return_routing else drop_routing
+        body = self.body(*inputs, cache, key, reduce_routing, fresh=fresh, keep_hidden=return_hidden)
+        routing, dispatch = None, None
+        if return_routing:
+            routing = ByLayer({i: info.routing for i, info in body.infos.items()})
+            dispatch = ByLayer({i: info.dispatch for i, info in body.infos.items()})
+        return Output(self.logits(body.x), body.cache, routing, body.hidden if return_hidden else None, dispatch)
 
     def body(
         self,
@@ -259,30 +314,42 @@ class CausalLM(nnx.Module):
         ``last``: returns ``x [B, 1, D]`` of the last token only. If the last layer can skip the other tokens (but not
         their keys and values), its part of ``infos`` and ``hidden`` covers that token only.
         """
-        stored = (None,) * len(self.stacks) if cache is None else cache.layers
+        caches = (None,) * len(self.stacks) if cache is None else cache.layers
         shared = None if cache is None else cache.shared(fresh)
-        x, context, moved = self._begin(tokens, attention_mask, positions, segment_ids, shared, key, fresh)
+        embedded, context, cache = self.embed_inputs(
+            tokens, attention_mask, positions, segment_ids, shared, key, fresh=fresh
+        )
         context = dataclasses.replace(context, reduce_routing=reduce_routing, keep_hidden=keep_hidden)
-        parts = []
-        for i, (stack, of_layers) in enumerate(zip(self.stacks, stored, strict=True)):
-            of_stack = dataclasses.replace(context.for_layer(i), last=last and i + 1 == len(self.stacks))
-            parts.append((stack.depth, functools.partial(stack, context=of_stack, cache=of_layers)))
-        out = in_turn(x, parts)
-        end = self._end(out.x, moved, last)
-        moved = None if moved is None else dataclasses.replace(moved, layers=out.cache)
-        hidden = tuple(map(self.from_layer_output, (x, *out.hidden))) if keep_hidden else ()
-        states = self.mtp_hidden(self.from_layer_output(out.x)[:, -1:] if last else self.from_layer_output(out.x), end)
-        return Body(end, moved, out.infos, (*hidden, end) if keep_hidden else (), states)
+        x, outputs = embedded, []
+        for i, (stack, stack_cache) in enumerate(zip(self.stacks, caches, strict=True)):
+            stack_context = dataclasses.replace(context.for_layer(i), last=last and i + 1 == len(self.stacks))
+            outputs.append(stack(x, stack_context, stack_cache))
+            x = outputs[-1].x
+        out = concatenate_layers(x, outputs, [stack.depth for stack in self.stacks])
+        x = self.from_layer_output(x)
+        hidden_states = x if cache is None else cache.nan_if_full(x)
+        normalized = self.norm(hidden_states[:, -1:] if last else hidden_states)
+        hidden = (*map(self.from_layer_output, (embedded, *out.hidden)), normalized) if keep_hidden else ()
+        mtp_hidden = self.mtp_hidden(x[:, -1:] if last else x, normalized)
+        cache = None if cache is None else dataclasses.replace(cache, layers=out.cache)
+        return Body(normalized, cache, out.infos, hidden, mtp_hidden)
 
-    def _begin(self, tokens: Ids, *given: Any) -> tuple[Any, Context, Cache | None]:
-        """Inputs of the layers: the embedded tokens, and the results of `Context.from_inputs`."""
-        context, moved = Context.from_inputs(self.ropes, tokens := jnp.asarray(tokens), *given)
-        return self.to_layer_input(shard_batch(self.embed(tokens, self.dtype), self.mesh), tokens), context, moved
-
-    def _end(self, x: Any, cache: Cache | None, last: bool) -> Float[Array, "B asked D"]:
-        """The norm after the layers, of all tokens or the last one; NaN in rows that do not fit in the cache."""
-        x = self.from_layer_output(x) if cache is None else cache.nan_if_full(self.from_layer_output(x))
-        return self.norm(x[:, -1:] if last else x)
+    def embed_inputs(
+        self,
+        tokens: Ids,
+        attention_mask: TokenMask | None,
+        positions: Ids | None,
+        segment_ids: Ids | None,
+        cache: Cache | None,
+        key: Key[Array, ""] | None,
+        *,
+        fresh: bool,
+    ) -> tuple[Any, Context, Cache | None]:
+        """Return the input of the first layer, the context of the layers, and the cache with the tokens counted in."""
+        tokens, masks = jnp.asarray(tokens), (attention_mask, positions, segment_ids)
+        context, cache = Context.from_inputs(self.ropes, tokens, *masks, cache, key, fresh)
+        embedded = shard_batch(self.embed(tokens, self.dtype), self.mesh)
+        return self.to_layer_input(embedded, tokens), context, cache
 
     def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Apply the output head: logits in float32."""

@@ -9,8 +9,8 @@ from jax.sharding import Mesh
 from nnxmoe.layers.embed import Embed
 from nnxmoe.layers.recurrent.delta import GatedDeltaNet
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.model.compiled import require_values
 from nnxmoe.model.pipeline import PipelinedStack
+from nnxmoe.model.program import require_values
 from nnxmoe.model.stack import ScannedStack, Unrolled
 from nnxmoe.model.strategy import attention_fn_for_mesh, check_context
 from nnxmoe.moe.block import MoE

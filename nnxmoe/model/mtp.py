@@ -71,7 +71,9 @@ class MTP(nnx.Module):
         own, from `empty_cache`; pairs may be given a few at a time. Other arguments are those of `CausalLM.body`.
         """
         shared = None if cache is None else cache.shared(fresh)
-        embedded, context, moved = model._begin(tokens, attention_mask, positions, segment_ids, shared, key, fresh)
+        embedded, context, moved = model.embed_inputs(
+            tokens, attention_mask, positions, segment_ids, shared, key, fresh=fresh
+        )
         embedded = model.from_layer_output(embedded)
         context = dataclasses.replace(context, reduce_routing=reduce_routing)
         run = self.layer if self.remat is None else self.remat(self.layer, scanned=False)

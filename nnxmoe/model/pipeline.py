@@ -22,7 +22,7 @@ from nnxmoe.model.stack import (
     ScannedStack,
     UnrolledStack,
     by_layer,
-    in_turn,
+    concatenate_layers,
     layer_keys,
     scan_layers,
 )
@@ -170,13 +170,13 @@ class PipelinedStack(ScannedStack):
             )
 
     def __call__(self, x: Float[Array, "B T D"], context: Context, cache: Any, first: int | Int[Array, ""] = 0) -> Body:
-        staged = functools.partial(super().__call__ if stages_of(self.mesh) == 1 else self._in_stages, context=context)
+        run = super().__call__ if stages_of(self.mesh) == 1 else self._in_stages
         caches = (None, None) if cache is None else cache
-        parts = [(self.count, functools.partial(staged, cache=caches[0], first=first))]
+        outputs, depths = [run(x, context=context, cache=caches[0], first=first)], [self.count]
         if self.rest is not None:
-            after = functools.partial(self.rest, context=context, cache=caches[1], first=first + self.count)
-            parts.append((self.rest.count, after))
-        out = in_turn(x, parts)
+            outputs.append(self.rest(outputs[0].x, context=context, cache=caches[1], first=first + self.count))
+            depths.append(self.rest.count)
+        out = concatenate_layers(outputs[-1].x, outputs, depths)
         return dataclasses.replace(out, cache=None if cache is None else out.cache)
 
     def _in_stages(self, x: Float[Array, "B T D"], context: Context, cache: Any, first: int | Int[Array, ""]) -> Body:

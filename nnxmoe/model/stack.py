@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -31,13 +31,10 @@ def by_layer(stacked: Any) -> ByLayer:
     return ByLayer({i: jax.tree.map(lambda a, i=i: a[i], stacked) for i in range(count)})
 
 
-def in_turn(x: Any, parts: Iterable[tuple[int, Callable[[Any], Body]]]) -> Body:
-    """Run parts of a model, given with their numbers of layers, each on the output of the one before; ``cache`` is the
-    tuple of theirs."""
+def concatenate_layers(x: Any, outputs: Sequence[Body], depths: Sequence[int]) -> Body:
+    """Join the outputs of consecutive stacks with ``depths`` layers each. ``x``: the output of the last one."""
     caches, infos, hidden, first = [], ByLayer(), [], 0
-    for depth, run in parts:
-        out = run(x)
-        x = out.x
+    for out, depth in zip(outputs, depths, strict=True):
         caches.append(out.cache)
         infos |= {first + i: info for i, info in out.infos.items()}
         hidden += out.hidden
@@ -65,13 +62,13 @@ class UnrolledStack(nnx.Module):
         """Number of layers."""
         return len(self.layers)
 
-    def __call__(self, x: Any, context: Context, cache: Any, first: int | Int[Array, ""] = 0) -> Body:
-        """The layers' output; ``first``: number of the first layer, if these are some of a stack's layers."""
+    def __call__(self, x: Any, context: Context, cache: Any) -> Body:
+        """The layers' output."""
         caches, infos, hidden = [], ByLayer(), []
         for i, (layer, layer_cache) in enumerate(zip(self.layers, cache or [None] * self.depth, strict=True)):
             run = layer if self.remat is None or is_stateful(layer) else self.remat(layer, scanned=False)
             last = context.last and i + 1 == self.depth and layer.token_independent(context.key)
-            own = dataclasses.replace(context.for_layer(first + i), last=last)
+            own = dataclasses.replace(context.for_layer(i), last=last)
             x, layer_cache, info = run(x, context=own, cache=layer_cache)
             caches.append(layer_cache)
             infos |= {} if info is None else {i: info}

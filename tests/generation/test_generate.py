@@ -19,7 +19,7 @@ from nnxmoe.generation.decode import left_aligned
 from nnxmoe.generation.grouping import chunk_sizes
 from nnxmoe.generation.ids import eos_ids
 from nnxmoe.generation.sampling import sample_ids, split_sampling
-from nnxmoe.model.inputs import bucket
+from nnxmoe.model.program import bucket_size
 from nnxmoe.tokenizer.tokenizer import TextStream
 from tests.support.cases import HF_CASES, load_case_model
 from tests.support.running import compiled_in, greedy_ids
@@ -405,7 +405,7 @@ def test_left_aligned_keeps_order() -> None:
 
 
 def test_buckets() -> None:
-    sizes = [bucket(n, 16) for n in range(1, 3000)]
+    sizes = [bucket_size(n, 16) for n in range(1, 3000)]
     assert all(size >= n for n, size in enumerate(sizes, 1)) and sizes == sorted(sizes)
     assert all(size <= max(16, 1.5 * n) for n, size in enumerate(sizes, 1))
     assert len(set(sizes)) <= 17

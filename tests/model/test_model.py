@@ -19,9 +19,8 @@ from nnxmoe import models, train
 from nnxmoe.convert import maxtext, native
 from nnxmoe.generation import decode, passes
 from nnxmoe.layers.cache import Cache
-from nnxmoe.model import compiled as programs
-from nnxmoe.model import inputs, structure
-from nnxmoe.model.structure import strip_metadata
+from nnxmoe.model import program as programs
+from nnxmoe.model.program import strip_metadata
 from nnxmoe.models import Llama, Mixtral, config_from_hf, model_class
 from nnxmoe.train import fit, lora
 from tests.support.arrays import max_error
@@ -123,7 +122,7 @@ def test_texts_are_scored_in_few_shapes(kind: str) -> None:
     model = build_tiny(kind, nnxmoe.Strategy())
     exact = jax.jit(lambda tokens, **options: model(tokens, return_routing=True, return_hidden=True, **options))
     graph, state = nnx.split(strip_metadata(model))
-    program = programs._whole(graph, jax.tree.structure(state), inputs._forward, (5, 6, 8), ())
+    program = programs._jit(graph, jax.tree.structure(state), nnxmoe.CausalLM.forward, (3, 4, 5), ())
     shapes = program._cache_size()
     for length in (1, 5, 30):
         tokens = random_tokens(2, length)
@@ -420,7 +419,7 @@ def test_load_report_and_generation_config_do_not_recompile() -> None:
 def test_a_model_is_split_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host's share of a call does not grow with the number of layers: only the first call splits the model."""
     splits, split, known = [], nnx.split, Cache.lengths.fget
-    monkeypatch.setattr(structure.nnx, "split", lambda *a, **k: splits.append(type(a[0]).__name__) or split(*a, **k))
+    monkeypatch.setattr(programs.nnx, "split", lambda *a, **k: splits.append(type(a[0]).__name__) or split(*a, **k))
     model = build_tiny("mixtral", nnxmoe.Strategy())
     cache = model(random_tokens(1, 5), cache=model.empty_cache(1, 16)).cache
     read: list[bool] = []  # the length of the cache is known without the device
@@ -480,49 +479,3 @@ def test_load_reports_compare_without_timings() -> None:
     assert report == same and hash(report) == hash(same)
     for changes in ({"source": "b"}, {"loaded": ("y",)}, {"casts": {}}, {"nonfinite": {"x": 1}}):
         assert dataclasses.replace(report, **changes) != report
-
-
-@pytest.mark.program
-@pytest.mark.slow
-def test_equal_layers_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A deeper model compiles nothing but what sums up its layers' drops; its results are those of one program."""
-    monkeypatch.setattr(programs, "MOST_LAYERS", 1)
-    programs._plan.cache_clear()
-
-    def build(layers: int) -> nnxmoe.CausalLM:
-        return build_tiny("deepseek_v3", nnxmoe.Strategy(), num_hidden_layers=layers)
-
-    shallow, deep = build(3), build(5)
-    tokens = random_tokens(1, 64)
-
-    def results(model: nnxmoe.CausalLM) -> tuple[Any, np.ndarray]:
-        out = model(tokens, return_hidden=True, return_routing=True, key=jax.random.key(3))
-        return out, nnxmoe.generate(model, tokens, max_new_tokens=4)
-
-    results(shallow)
-    assert compiled_in(lambda: results(deep)) <= 2
-    ours = results(deep)
-    assert programs.pays(shallow) and programs.pays(deep)
-    monkeypatch.setattr(programs, "pays", lambda _: False)
-    for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(results(build(5))), strict=True):
-        assert max_error(one, other) < 1e-5
-    programs._plan.cache_clear()
-
-
-@pytest.mark.slow
-@pytest.mark.program
-def test_runs_of_layers_have_their_own_jitter_and_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several layers per call: each has its own random key, its cache, and the last one alone skips tokens."""
-    monkeypatch.setattr(programs, "MOST_LAYERS", 2)
-    programs._plan.cache_clear()
-    fields = {"num_hidden_layers": 5, "router_jitter_noise": 0.5, "sliding_window": 9}
-    tokens, key, found = random_tokens(2, 64), jax.random.key(5), []
-    for whole in (True, False):
-        monkeypatch.setattr(programs, "pays", lambda _, whole=whole: not whole)
-        model = build_tiny("mixtral", nnxmoe.Strategy(), **fields)  # a model keeps its compiled functions
-        logits = model(tokens, key=key).logits
-        found.append((logits, nnxmoe.generate(model, tokens, max_new_tokens=4, eos_token_id=None)))
-    for one, other in zip(*found, strict=True):
-        assert max_error(one, other) < 1e-5
-    assert max_error(found[0][0], model(tokens).logits) > 1e-3, "there is jitter"
-    programs._plan.cache_clear()

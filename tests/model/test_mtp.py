@@ -18,7 +18,7 @@ from nnxmoe import Engine, MTPDraft
 from nnxmoe.convert import maxtext
 from nnxmoe.convert.hf.tensor_layout import repeated_tensors, tensor_layout
 from nnxmoe.generation.request import RequestOptions
-from nnxmoe.model.structure import strip_metadata
+from nnxmoe.model.program import strip_metadata
 from nnxmoe.models import PRESETS, DeepSeekV3, Llama, config_from_hf, model_class
 from nnxmoe.train import Objective, Step
 from tests.support.arrays import max_error

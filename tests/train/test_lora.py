@@ -26,7 +26,7 @@ from nnxmoe.convert.storage.write_safetensors import write_sharded
 from nnxmoe.layers.linear.kernel import DenseKernel
 from nnxmoe.layers.linear.linear import Linear
 from nnxmoe.layers.linear.matmul import matmul
-from nnxmoe.model.structure import strip_metadata
+from nnxmoe.model.program import strip_metadata
 from nnxmoe.models import Mixtral, config_from_hf
 from nnxmoe.moe.experts import Experts
 from nnxmoe.moe.grouped_matmul import batched_matmul

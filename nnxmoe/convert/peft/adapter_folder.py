@@ -39,7 +39,7 @@ from nnxmoe.convert.storage.multihost import gather, shared_folder
 from nnxmoe.convert.storage.write_safetensors import Tensors, write_json, write_sharded
 from nnxmoe.layers.linear.quantized import QuantizedWeight
 from nnxmoe.model.causal_lm import CausalLM, check_model
-from nnxmoe.model.compiled import require_values
+from nnxmoe.model.program import require_values
 from nnxmoe.model.weight_names import layer_of, options
 from nnxmoe.models import family_of
 from nnxmoe.runtime.progress import logger

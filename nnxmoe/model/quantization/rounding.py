@@ -12,7 +12,7 @@ from nnxmoe.axes import AnyMesh
 from nnxmoe.layers.linear.kernel import ParamWeight
 from nnxmoe.layers.linear.quantized import QuantizedWeight
 from nnxmoe.model.causal_lm import CausalLM, check_model
-from nnxmoe.model.compiled import require_values
+from nnxmoe.model.program import require_values
 from nnxmoe.model.quantization.methods import (
     ErrorMeter,
     Method,

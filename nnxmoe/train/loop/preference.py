@@ -18,8 +18,8 @@ from jaxtyping import Array, Float
 
 from nnxmoe.config.validate import set_numbers
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.model.compiled import model_program
 from nnxmoe.model.output import Body
+from nnxmoe.model.program import model_program
 from nnxmoe.sharding import batch_axes, shard_constraint
 from nnxmoe.train.loop.batch import Batch, Restartable, as_arrays, check_batch, check_ids, check_masks, targets_of
 from nnxmoe.train.loop.feed import put_rows, rows_of_process

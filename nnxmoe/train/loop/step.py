@@ -15,7 +15,7 @@ from jaxtyping import Array
 
 from nnxmoe.config.validate import real_number, whole_number
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.model.compiled import require_values
+from nnxmoe.model.program import require_values
 from nnxmoe.moe.router import RouterBias
 from nnxmoe.runtime.programs import JitProgram, shapes_of, shared_program
 from nnxmoe.train.loop.batch import Batch, as_arrays, rows_of

@@ -18,7 +18,7 @@ from nnxmoe.layers.linear.lora import LoRA, UnmergeValue
 from nnxmoe.layers.linear.quantized import QuantizedArray, QuantizedWeight
 from nnxmoe.layers.linear.xla_cpu import as_bits, from_bits
 from nnxmoe.model.causal_lm import CausalLM, check_model
-from nnxmoe.model.compiled import require_values
+from nnxmoe.model.program import require_values
 from nnxmoe.model.quantization.methods import ErrorMeter, Method, Mixed, check_quantize_options
 from nnxmoe.model.quantization.quantized_kernels import dequantize_kernel, quantized_kernels, update_report
 from nnxmoe.model.quantization.rounding import kernels_to_quantize, round_to_codes

@@ -1,0 +1,298 @@
+"""The parts of a model's call: checks of its arguments, padding, and programs compiled for a model's structure."""
+
+import copy
+import dataclasses
+import functools
+import logging
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.core import Tracer
+from jaxtyping import Array
+
+from nnxmoe.layers.cache import Cache
+from nnxmoe.model.output import ByLayer, Output
+from nnxmoe.model.stateful import is_captured, watch
+from nnxmoe.sharding import is_static
+
+
+class ModelInputs(NamedTuple):
+    """The arrays ``[B, T]`` that a model is called with."""
+
+    tokens: Any
+    attention_mask: Any
+    positions: Any
+    segment_ids: Any
+
+
+def check_inputs(vocab_size: int, tokens: Any, attention_mask: Any, positions: Any, segment_ids: Any) -> ModelInputs:
+    """Convert the arguments of a call to arrays.
+
+    Raises:
+        ValueError: A dtype or shape is wrong, or a token id is outside the vocabulary. Traced ids are not checked.
+    """
+    arguments = {"tokens": tokens, "attention_mask": attention_mask, "positions": positions, "segment_ids": segment_ids}
+    inputs = ModelInputs(**{name: _as_array(name, value) for name, value in arguments.items()})
+    shape, dtype = np.shape(inputs.tokens), getattr(inputs.tokens, "dtype", type(inputs.tokens))
+    if len(shape) != 2 or 0 in shape or not jnp.issubdtype(dtype, jnp.integer):
+        raise ValueError(f"tokens must be integers [B, T], got {dtype} {list(shape)}")
+    for name, array in inputs._asdict().items():
+        if array is not None and np.shape(array) != shape:
+            raise ValueError(f"{name} must have the tokens' shape {list(shape)}, got {list(np.shape(array))}")
+    if not isinstance(inputs.tokens, Tracer):
+        _check_ids(inputs.tokens, vocab_size)
+    return inputs
+
+
+def _as_array(name: str, value: Any) -> Any:
+    if value is None or isinstance(value, jax.Array | np.ndarray):
+        return value
+    try:
+        array = np.asarray(value)
+    except (ValueError, TypeError):  # rows of different lengths
+        raise ValueError(f"{name} must be integers [B, T], in rows of one length; got {value!r:.80}") from None
+    if array.dtype.kind in "USO":
+        remedy = ": encode text with the checkpoint's tokenizer, or call nnxmoe.complete(model, text)"
+        raise ValueError(f"{name} must be integers [B, T], got {value!r:.80}{remedy if name == 'tokens' else ''}")
+    return array
+
+
+def _check_ids(tokens: Any, vocab_size: int) -> None:
+    # In NumPy, because reducing a JAX array inside a trace would be traced. Each process checks its own rows.
+    if isinstance(tokens, jax.Array) and not tokens.is_fully_addressable:
+        shards = [np.asarray(shard.data) for shard in tokens.addressable_shards]
+    else:
+        shards = [np.asarray(tokens)]
+    low, high = min(int(ids.min()) for ids in shards), max(int(ids.max()) for ids in shards)
+    if low < 0 or high >= vocab_size:
+        raise ValueError(f"token ids must lie in 0 … {vocab_size - 1}, got {low if low < 0 else high}")
+
+
+def lengths_after_pass(inputs: ModelInputs, cache: Cache | None) -> np.ndarray | None:
+    """Count the real tokens of each row after a pass, with those in the cache.
+
+    Returns:
+        The counts ``[B]``, or None if they are traced or held by other processes.
+
+    Raises:
+        ValueError: The tokens do not fit in the cache.
+    """
+    shape, mask = np.shape(inputs.tokens), inputs.attention_mask
+    if isinstance(mask, Tracer) or not is_static(*shape):
+        return None
+    stored = np.zeros(shape[0], np.int32) if cache is None else cache.lengths
+    if stored is None or (isinstance(mask, jax.Array) and not mask.is_fully_addressable):
+        return None
+    real = np.ones(shape, bool) if mask is None else np.asarray(mask) != 0
+    lengths = stored + real.sum(axis=1, dtype=np.int32)
+    row = int(np.argmax(lengths))
+    if cache is not None and lengths[row] > cache.capacity:
+        raise ValueError(
+            f"the cache holds {cache.capacity} tokens; {stored[row]} are in and {lengths[row] - stored[row]} more do "
+            "not fit: make it larger with empty_cache(batch, capacity)"
+        )
+    return lengths
+
+
+_warned = weakref.WeakSet[Any]()  # models whose rows were once longer than their positions
+
+
+def warn_beyond_positions(model: Any, tokens: int) -> None:
+    """Log a warning, once per model, about rows of more tokens than ``max_position_embeddings``."""
+    limit = model.config.max_position_embeddings
+    if tokens > limit and model not in _warned:
+        _warned.add(model)
+        text = "a row of up to %d tokens is longer than the %d positions that this model was made for "
+        text += "(max_position_embeddings): its output may be poor from there on"
+        logging.getLogger("nnxmoe").warning(text, tokens, limit)
+
+
+def is_traced(model: Any, arguments: Any) -> bool:
+    """Return whether a call is part of a transformation: whether the model or the arguments have tracers.
+
+    Raises:
+        ValueError: The model has shapes without values.
+    """
+    parameter = next(part for _, part in nnx.iter_graph(model.embed) if isinstance(part, nnx.Param)).get_value()
+    require_values([parameter])
+    leaves = {type(leaf): leaf for leaf in jax.tree.leaves((parameter, arguments))}.values()
+    return not all(isinstance(leaf, jax.Array | np.ndarray) and not isinstance(leaf, Tracer) for leaf in leaves)
+
+
+def bucket_size(length: int, smallest: int) -> int:
+    """Round ``length`` up to ``smallest`` times 1, 1.5, 2, 3, 4, 6, …: by half at most, or to ``smallest``."""
+    size = smallest
+    while size < length:
+        if size * 3 // 2 >= length:
+            return size * 3 // 2
+        size *= 2
+    return size
+
+
+def pad_inputs(inputs: ModelInputs) -> ModelInputs:
+    """Pad the end of each row to a bucket size of 64 or more, with a mask that excludes the padding."""
+    batch, length = np.shape(inputs.tokens)
+    width = bucket_size(length, 64) - length
+    mask = np.ones((batch, length), bool) if inputs.attention_mask is None else np.asarray(inputs.attention_mask) != 0
+    arrays = inputs._replace(attention_mask=mask)
+    return ModelInputs(*(None if a is None else np.pad(np.asarray(a), ((0, 0), (0, width))) for a in arrays))
+
+
+def remove_padding(out: Output, length: int, all_real: bool) -> Output:
+    """Return the output for the first ``length`` tokens; its routing has no mask if all tokens are real."""
+    first_tokens = functools.partial(_first_tokens, length=length)
+    logits, routing, hidden = jax.tree.map(first_tokens, (out.logits, out.routing, out.hidden))
+    if routing is not None and all_real:
+        routing = ByLayer({i: dataclasses.replace(of_layer, valid=None) for i, of_layer in routing.items()})
+    return dataclasses.replace(out, logits=logits, routing=routing, hidden=hidden)
+
+
+def _first_tokens(array: Array, length: int) -> Array:
+    if isinstance(array, Tracer) or any(device.platform != "cpu" for device in array.devices()):
+        return array[:, :length]
+    return jax.device_put(np.asarray(array)[:, :length], array.sharding)  # JAX would compile a slice per length
+
+
+def model_program(
+    model: Any, function: Callable[..., Any], *, static: tuple[int, ...] = (), donated: tuple[int, ...] = ()
+) -> Callable[..., Any]:
+    """Compile ``function(model, *args)`` as a function of ``args``, with the model's current arrays.
+
+    Models of equal structure share the program.
+
+    Args:
+        function: A global function; JAX finds its programs by identity.
+        static: Indices of ``args`` that are hashable constants.
+        donated: Indices of ``args`` whose buffers are donated.
+
+    Raises:
+        ValueError: The model has shapes without values, or `nnx.capture` collects values from it.
+    """
+    if is_captured(model):
+        raise ValueError("nnx.capture collects values from calls model(tokens) only: call it outside of the capture")
+    structure, leaves = split_once(model)
+    require_values(leaves)
+    return functools.partial(structure.program(_jit, function, static, donated), leaves)
+
+
+@functools.lru_cache(maxsize=64)
+def _jit(graph: Any, tree: Any, function: Callable[..., Any], static: tuple[int, ...], donated: tuple[int, ...]) -> Any:
+    def run(leaves: list[Array], *args: Any) -> Any:
+        module = nnx.merge(graph, jax.tree.unflatten(tree, leaves))
+        return watch(function, module, module, *args)
+
+    return jax.jit(run, static_argnums=[1 + i for i in static], donate_argnums=[1 + i for i in donated])
+
+
+def require_values(leaves: Sequence[Any]) -> None:
+    """Raise ValueError if a model's variables have shapes without values."""
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+        raise ValueError("the model has shapes only: load weights first, or make it with rngs=nnx.Rngs(0)")
+
+
+def split_arrays(module: nnx.Module) -> tuple[Any, Any, list[Array]]:
+    """Return graph, tree and arrays of a module, for ``nnx.merge(graph, jax.tree.unflatten(tree, arrays))``.
+
+    Raises:
+        ValueError: The module has shapes without values.
+    """
+    graph, state = nnx.split(module)
+    leaves, tree = jax.tree.flatten(state)
+    require_values(leaves)
+    return graph, tree, leaves
+
+
+# Attributes that calls do not depend on. Models that differ only in these share programs.
+_METADATA = {"config", "strategy", "mtp", "merged", "load_report", "_generation_config"}
+_NOT_CALLED = _METADATA | {"_pytree__nodes", "_pytree__state"}
+
+
+def strip_metadata(model: Any) -> Any:
+    """Copy a model without its config, strategy, prediction layers and reports."""
+    stripped = copy.copy(model)
+    for name in _METADATA:
+        vars(stripped).pop(name, None)  # not delattr, which flax refuses inside a transformation
+    return stripped
+
+
+class Structure:
+    """The structure of a model: graph and tree of its parameters, and the programs compiled for them.
+
+    References to modules are weak, because programs must not keep replaced parts in memory.
+    """
+
+    def __init__(self, model: Any, stripped: Any, graph: Any, state: Any):
+        self.graph, self.tree = graph, jax.tree.structure(state)
+        self._programs: dict[Any, Any] = {}
+        parts = dict(nnx.iter_graph(stripped))
+        modules = [part for part in parts.values() if isinstance(part, nnx.Module) and part is not stripped]
+        self._modules = [(weakref.ref(model), _fingerprint(model, _NOT_CALLED))]
+        self._modules += [(weakref.ref(module), _fingerprint(module)) for module in modules]
+        self._settings = [_settings(module) for module in (stripped, *modules)]  # keeps identities from being reused
+        paths = [path for path, _ in nnx.to_flat_state(state)]
+        # A model with arrays outside of parameters or with mutable containers is split at each call.
+        self._comparable = not any(type(part) in (list, dict, set) for part in parts.values())
+        for path in paths:
+            variable, owner = parts.get(path), parts.get(path[:-1])
+            self._comparable &= isinstance(variable, nnx.Variable) and isinstance(owner, nnx.Module)
+        paths = paths if self._comparable else []
+        self._places = [(weakref.ref(parts[path[:-1]]), str(path[-1])) for path in paths]
+        self._metadata = [parts[path].get_metadata() for path in paths]
+        self._values = jax.tree.structure([parts[path].get_raw_value() for path in paths])
+
+    def current_arrays(self) -> list[Any] | None:
+        """Return the arrays of the parameters, or their shapes if there are no arrays; None if the structure changed.
+
+        Comparing 32 layers takes under 1 ms; splitting them takes 14 to 100 ms.
+        """
+        if not self._comparable:
+            return None
+        for i, (reference, fingerprint) in enumerate(self._modules):
+            module = reference()
+            if module is None or _fingerprint(module, _NOT_CALLED if i == 0 else ()) != fingerprint:
+                return None
+        variables = [getattr(module(), name) for module, name in self._places]
+        if [variable.get_metadata() for variable in variables] != self._metadata:
+            return None
+        leaves, tree = jax.tree.flatten([variable.get_raw_value() for variable in variables])
+        return leaves if tree == self._values else None
+
+    def program(self, make: Callable[..., Any], *arguments: Any) -> Any:
+        """Return ``make(graph, tree, *arguments)``, which is called once."""
+        key = make, arguments
+        if key not in self._programs:
+            self._programs[key] = make(self.graph, self.tree, *arguments)
+        return self._programs[key]
+
+
+def _fingerprint(module: Any, ignored: Collection[str] = ()) -> tuple[Any, ...]:
+    """Class of a module and identities of its attributes; of a parameter only its class."""
+    values = [value for name, value in vars(module).items() if name not in ignored]
+    return type(module), *(type(value) if isinstance(value, nnx.Variable) else id(value) for value in values)
+
+
+def _settings(module: Any) -> list[Any]:
+    return [value for value in vars(module).values() if not isinstance(value, nnx.Module | nnx.Variable)]
+
+
+_structures = weakref.WeakKeyDictionary[Any, Structure]()
+
+
+def split_once(model: Any) -> tuple[Structure, list[Any]]:
+    """Return the structure of a model, split again only after a change, and the arrays of its parameters.
+
+    The arrays are ``jax.ShapeDtypeStruct`` if the model has no values (see `require_values`).
+    """
+    structure = _structures.get(model)
+    leaves = None if structure is None else structure.current_arrays()
+    if structure is None or leaves is None:
+        stripped = strip_metadata(model)
+        graph, state = nnx.split(stripped)
+        structure = _structures[model] = Structure(model, stripped, graph, state)
+        leaves = jax.tree.leaves(state)
+    return structure, leaves
