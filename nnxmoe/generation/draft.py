@@ -14,7 +14,7 @@ from nnxmoe.generation.passes import unroll_for_decoding
 from nnxmoe.generation.rows import Choose, History
 from nnxmoe.layers.cache import Cache
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.model.output import Body, drop_routing
+from nnxmoe.model.output import LOGITS_ONLY, Body, drop_routing
 from nnxmoe.model.program import split_arrays, strip_metadata
 
 
@@ -136,7 +136,7 @@ class ModelDraft(ModelBasedDraft):
         return memory._replace(cache=self._pass(self.modules, memory.cache, ids, valid, states).cache)
 
     def _pass(self, parts: Any, cache: Cache, ids: Array, valid: Array, states: Array) -> Body:
-        return parts["decoder"].body(ids, valid, cache=cache, reduce_routing=drop_routing, keep_hidden=False)
+        return parts["decoder"].body(ids, valid, cache=cache, request=LOGITS_ONLY)
 
 
 @jax.tree_util.register_dataclass

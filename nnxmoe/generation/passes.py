@@ -21,7 +21,7 @@ from nnxmoe.generation import rows
 from nnxmoe.layers.cache import Cache
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.copies import unscan
-from nnxmoe.model.output import Ids, TokenMask, drop_routing
+from nnxmoe.model.output import LOGITS_ONLY, Ids, TokenMask
 from nnxmoe.model.pipeline import PipelinedStack
 from nnxmoe.model.program import model_program, require_values, split_once
 from nnxmoe.model.stack import ScannedStack
@@ -71,9 +71,9 @@ def _pass(
     """One pass over ids; ``cache`` None: an empty one."""
     ids = shard_constraint(ids, model.mesh, batch_axes(model.mesh))
     only = part.last and not part.states
-    options: dict[str, Any] = {"fresh": cache is None, "last": only, "keep_hidden": False}
+    fresh, request = cache is None, dataclasses.replace(LOGITS_ONLY, last_token_only=only)
     cache = model.empty_cache(ids.shape[0], *room) if cache is None else cache
-    body = model.body(ids, valid, cache=cache, reduce_routing=drop_routing, **options)
+    body = model.body(ids, valid, cache=cache, request=request, fresh=fresh)
     for info in body.infos.values():
         dropped = dropped + info.dispatch.dropped
     dropped = replicate(dropped, model.mesh)

@@ -18,7 +18,7 @@ from nnxmoe.generation.ids import Ids, as_token_ids, check_ids
 from nnxmoe.generation.request import unusable_logits
 from nnxmoe.layers.chunks import join_chunks, split_chunks
 from nnxmoe.model.causal_lm import CausalLM
-from nnxmoe.model.output import drop_routing
+from nnxmoe.model.output import LOGITS_ONLY
 from nnxmoe.model.program import bucket_size, model_program, warn_beyond_positions
 from nnxmoe.runtime.progress import logger
 from nnxmoe.sharding import batch_axes, replicate, shard_constraint
@@ -147,9 +147,7 @@ def _score(model: CausalLM, ids: Int[Array, "B T"], valid: Bool[Array, "B T"], t
     """``[B, T]`` of each id: the log-probability of the next one, whether that is the most likely, the most likely ids,
     and their log-probabilities."""
     mesh = model.mesh
-    x = model.body(
-        shard_constraint(ids, mesh, batch_axes(mesh)), valid, reduce_routing=drop_routing, keep_hidden=False
-    ).x
+    x = model.body(shard_constraint(ids, mesh, batch_axes(mesh)), valid, request=LOGITS_ONLY).x
     kernel = model.head_weight()
     rows, length = ids.shape
     step = min(length, max(1, LOGITS // (kernel.shape[1] * -(-rows // shard_count(mesh, batch_axes(mesh))))))

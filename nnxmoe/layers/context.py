@@ -17,18 +17,40 @@ from nnxmoe.layers.mask import Mask
 from nnxmoe.layers.rope import RotateFn, Rotations, compute_rotation
 
 
+@dataclasses.dataclass(frozen=True)
+class OutputRequest:
+    """What the layers of a pass return.
+
+    Attributes:
+        last_token_only: Return the output of the last token only.
+        all_hidden: Return the output of every layer, not only of the last one.
+        reduce_routing: Maps each layer's routing to the part that is returned, so that less stays in memory. None
+            returns the whole routing.
+    """
+
+    last_token_only: bool = False
+    all_hidden: bool = True
+    reduce_routing: Callable[[Any], Any] | None = None
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """State that all layers of a forward pass share. Each attention derives its mask, slots and rotation from it.
+    """What all layers of a forward pass share: positions, padding, segments and the state of the cache.
 
-    ``index``: position of each token among the real tokens of its row; padding repeats that of the token before.
-    ``valid``: True for real tokens; None if all are. ``segment``: None if there is only one. ``past``: None without a
-    cache. ``key``: random key of the router's jitter. ``tokens``: ids, for routers that read them. ``positions``: of
-    the rotation. ``rotations``: computed once for all layers. ``reduce_routing``: maps each layer's
-    routing to what is kept of it; None keeps all. ``fresh``: the cache was empty, so the tokens attend to each other
-    instead of to its slots. ``last``: a layer returns the last token's output only; `output_tokens` selects it.
-    ``keep_hidden``: stacks return the output of every layer.
+    Each attention derives its mask, its slots in the cache and its rotation from it.
+
+    Attributes:
+        index: Position of each token among the real tokens of its row. Padding repeats the index of the token before.
+        valid: True for real tokens. None if all tokens are real.
+        segment: Segment ids of packed documents. None if each row is one segment.
+        past: Tokens in the cache. None without a cache.
+        key: Random key of the router's jitter. None disables jitter.
+        tokens: Token ids, for routers that read them.
+        positions: Positions of the rotary embedding.
+        rotations: Rotations computed once for all layers.
+        fresh: The cache was empty, so the tokens attend to each other instead of to its slots.
+        request: What each layer returns.
     """
 
     index: Int[Array, "S"] | Int[Array, "B S"]
@@ -39,10 +61,8 @@ class Context:
     tokens: Int[Array, "B T"] | None = None
     positions: Int[Array, "B S"] | None = None
     rotations: Rotations = dataclasses.field(default_factory=Rotations)
-    reduce_routing: Callable[[Any], Any] | None = dataclasses.field(default=None, metadata={"static": True})
     fresh: bool = dataclasses.field(default=False, metadata={"static": True})
-    last: bool = dataclasses.field(default=False, metadata={"static": True})
-    keep_hidden: bool = dataclasses.field(default=True, metadata={"static": True})
+    request: OutputRequest = dataclasses.field(default=OutputRequest(), metadata={"static": True})
 
     @classmethod
     def from_lengths(
@@ -70,18 +90,27 @@ class Context:
         valid = index < counts[:, None]
         return dataclasses.replace(context, index=jnp.minimum(index, counts[:, None] - 1), valid=valid)
 
-    def for_layer(self, index: int | Int[Array, ""]) -> "Context":
-        """The context of a layer or stack, with its own random key."""
-        return self if self.key is None else dataclasses.replace(self, key=jax.random.fold_in(self.key, index))
+    def for_layer(self, index: int | Int[Array, ""], *, last_token_only: bool | None = None) -> Self:
+        """Return the context of a layer or stack: with a random key of its own, and another request if given."""
+        key = None if self.key is None else jax.random.fold_in(self.key, index)
+        request = self.request
+        if last_token_only is not None:
+            request = dataclasses.replace(request, last_token_only=last_token_only)
+        return dataclasses.replace(self, key=key, request=request)
 
     def output_tokens(self, x: Shaped[Array, "B T ..."]) -> Shaped[Array, "B asked ..."]:
-        """The tokens whose output is needed: all, or the last."""
-        return x[:, -1:] if self.last else x
+        """Select the tokens whose output is requested: all tokens, or only the last one."""
+        return x[:, -1:] if self.request.last_token_only else x
 
-    def of_asked(self) -> Self:
-        """The context of the tokens whose output is needed."""
-        valid, tokens = (None if a is None else self.output_tokens(a) for a in (self.valid, self.tokens))
-        return dataclasses.replace(self, valid=valid, tokens=tokens) if self.last else self
+    def output_queries(self, mask: Mask) -> Mask:
+        """Select the rows of a mask for the tokens whose output is requested."""
+        return mask.select(slice(-1, None), slice(None)) if self.request.last_token_only else mask
+
+    def for_output_tokens(self) -> Self:
+        """Return the context of the tokens whose output is requested."""
+        valid = None if self.valid is None else self.output_tokens(self.valid)
+        tokens = None if self.tokens is None else self.output_tokens(self.tokens)
+        return dataclasses.replace(self, valid=valid, tokens=tokens)
 
     def rotated(
         self, x: Float[Array, "B asked N H"], rope: Rope | None, rotate: RotateFn
@@ -142,11 +171,12 @@ class Context:
             if not self.fresh:
                 segment = jnp.zeros(self.past.index.shape, jnp.int32) if self.segment is None else self.segment
                 seen, mask = stored, Mask(self.index, segment, slots, window)
-        return cache, seen, mask.select(slice(-1, None), slice(None)) if self.last else mask
+        return cache, seen, self.output_queries(mask)
 
 
 class Attention(Protocol):
-    """``(x, context, cache) -> y, cache``; y has all tokens, or only the last one if ``context.last``.
+    """``(x, context, cache) -> y, cache``; y has all tokens, or only the last one if
+    ``context.request.last_token_only``.
 
     Inputs are padded, so tokens may attend to real tokens only (``context.valid``). ``empty_cache`` is needed only for
     calls with a cache, such as generation.

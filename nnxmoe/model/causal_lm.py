@@ -20,13 +20,13 @@ from nnxmoe.config.rope_parameters import DynamicRope
 from nnxmoe.config.validate import floating_dtype
 from nnxmoe.layers.attention.gqa import GQA, AttentionDims
 from nnxmoe.layers.cache import Cache, format_caches
-from nnxmoe.layers.context import Attention, Context, FeedForward
+from nnxmoe.layers.context import Attention, Context, FeedForward, OutputRequest
 from nnxmoe.layers.embed import Embed
 from nnxmoe.layers.linear.kernel import Kernel, as_weight
 from nnxmoe.layers.linear.linear import Linear
 from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.model.layer import Layer
-from nnxmoe.model.output import Body, ByLayer, Ids, Output, TokenMask, drop_routing
+from nnxmoe.model.output import EVERYTHING, Body, ByLayer, Ids, Output, TokenMask, drop_routing
 from nnxmoe.model.program import (
     ModelInputs,
     check_inputs,
@@ -43,7 +43,7 @@ from nnxmoe.model.strategy import Strategy, check_arguments
 from nnxmoe.model.tree import children
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.experts import Experts
-from nnxmoe.moe.router import Router, Routing
+from nnxmoe.moe.router import Router
 from nnxmoe.sharding import is_static, shard_batch
 
 
@@ -284,8 +284,8 @@ class CausalLM(nnx.Module):
         fresh: bool,
     ) -> Output:
         """Compute the output of a call from arrays. ``fresh``: the cache is empty, see `body`."""
-        reduce_routing = None if return_routing else drop_routing
-        body = self.body(*inputs, cache, key, reduce_routing, fresh=fresh, keep_hidden=return_hidden)
+        request = OutputRequest(all_hidden=return_hidden, reduce_routing=None if return_routing else drop_routing)
+        body = self.body(*inputs, cache, key, request, fresh=fresh)
         routing, dispatch = None, None
         if return_routing:
             routing = ByLayer({i: info.routing for i, info in body.infos.items()})
@@ -300,37 +300,39 @@ class CausalLM(nnx.Module):
         segment_ids: Ids | None = None,
         cache: Cache | None = None,
         key: Key[Array, ""] | None = None,
-        reduce_routing: Callable[[Routing], Any] | None = None,
+        request: OutputRequest = EVERYTHING,
         *,
         fresh: bool = False,
-        last: bool = False,
-        keep_hidden: bool = True,
     ) -> Body:
-        """Everything but the head, for callers that need the logits of some tokens only.
+        """Compute everything but the head, for callers that need the logits of some tokens only.
 
-        ``reduce_routing``: maps each layer's routing to what ``infos`` keep of it, so that less stays in memory.
-        ``fresh``: promises that the cache is empty, so that its slots are not read. Raises ValueError if it is known
-        not to be. ``keep_hidden`` False: ``hidden`` is empty.
-        ``last``: returns ``x [B, 1, D]`` of the last token only. If the last layer can skip the other tokens (but not
-        their keys and values), its part of ``infos`` and ``hidden`` covers that token only.
+        Args:
+            request: What to return. With ``last_token_only``, ``x`` is ``[B, 1, D]``. If the last layer can skip the
+                other tokens (but not their keys and values), its ``infos`` and ``hidden`` cover only that token.
+            fresh: Promises that the cache is empty, so that its slots are not read.
+
+        Raises:
+            ValueError: ``fresh`` is True and the cache is known to have tokens.
         """
         caches = (None,) * len(self.stacks) if cache is None else cache.layers
         shared = None if cache is None else cache.shared(fresh)
         embedded, context, cache = self.embed_inputs(
             tokens, attention_mask, positions, segment_ids, shared, key, fresh=fresh
         )
-        context = dataclasses.replace(context, reduce_routing=reduce_routing, keep_hidden=keep_hidden)
+        context = dataclasses.replace(context, request=request)
         x, outputs = embedded, []
         for i, (stack, stack_cache) in enumerate(zip(self.stacks, caches, strict=True)):
-            stack_context = dataclasses.replace(context.for_layer(i), last=last and i + 1 == len(self.stacks))
-            outputs.append(stack(x, stack_context, stack_cache))
+            last_only = request.last_token_only and i + 1 == len(self.stacks)
+            outputs.append(stack(x, context.for_layer(i, last_token_only=last_only), stack_cache))
             x = outputs[-1].x
         out = concatenate_layers(x, outputs, [stack.depth for stack in self.stacks])
         x = self.from_layer_output(x)
         hidden_states = x if cache is None else cache.nan_if_full(x)
-        normalized = self.norm(hidden_states[:, -1:] if last else hidden_states)
-        hidden = (*map(self.from_layer_output, (embedded, *out.hidden)), normalized) if keep_hidden else ()
-        mtp_hidden = self.mtp_hidden(x[:, -1:] if last else x, normalized)
+        normalized = self.norm(hidden_states[:, -1:] if request.last_token_only else hidden_states)
+        hidden = ()
+        if request.all_hidden:
+            hidden = (*map(self.from_layer_output, (embedded, *out.hidden)), normalized)
+        mtp_hidden = self.mtp_hidden(x[:, -1:] if request.last_token_only else x, normalized)
         cache = None if cache is None else dataclasses.replace(cache, layers=out.cache)
         return Body(normalized, cache, out.infos, hidden, mtp_hidden)
 

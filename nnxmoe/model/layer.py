@@ -125,7 +125,7 @@ class Layer(nnx.Module):
 
     def call_feed_forward(self, x: Float[Array, "B asked D"], context: Context) -> FeedForwardOutput:
         """Call the feed-forward, without norms."""
-        out = self.feed_forward(x, context=context.of_asked())
+        out = self.feed_forward(x, context=context.for_output_tokens())
         if isinstance(out, tuple) and not isinstance(out, FeedForwardOutput):
             raise ValueError(
                 f"the feed-forward {type(self.feed_forward).__name__} must return y or FeedForwardOutput(y, info)"

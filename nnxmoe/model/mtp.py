@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Key
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import ConfigError
 from nnxmoe.layers.cache import Cache
+from nnxmoe.layers.context import OutputRequest
 from nnxmoe.layers.linear.linear import Linear
 from nnxmoe.model.layer import Layer
 from nnxmoe.model.output import Body, ByLayer, Ids, TokenMask
@@ -75,7 +76,7 @@ class MTP(nnx.Module):
             tokens, attention_mask, positions, segment_ids, shared, key, fresh=fresh
         )
         embedded = model.from_layer_output(embedded)
-        context = dataclasses.replace(context, reduce_routing=reduce_routing)
+        context = dataclasses.replace(context, request=OutputRequest(reduce_routing=reduce_routing))
         run = self.layer if self.remat is None else self.remat(self.layer, scanned=False)
         x = self.joined(model, embedded, hidden, tokens)
         x, stored, info = run(x, context=context, cache=None if cache is None else cache.layers[0])

@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from nnxmoe.layers.cache import Cache
+from nnxmoe.layers.context import OutputRequest
 from nnxmoe.moe.router import Routing
 
 Ids = Int[Array, "B T"] | Int[np.ndarray, "B T"]
@@ -66,4 +67,8 @@ class Output:
 
 
 def drop_routing(routing: Routing) -> None:
-    """Keep nothing of a layer's routing (see `Context.reduce_routing`)."""
+    """Keep nothing of a layer's routing (see `OutputRequest.reduce_routing`)."""
+
+
+EVERYTHING = OutputRequest()
+LOGITS_ONLY = OutputRequest(all_hidden=False, reduce_routing=drop_routing)

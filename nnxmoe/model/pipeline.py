@@ -112,7 +112,7 @@ class PipelinedStack(ScannedStack):
     """Scanned layers that a mesh with several stages computes as a pipeline, then ``rest``, the layers left over.
 
     The batch comes and leaves sharded over ``pipe`` too. Layers see one microbatch at a time: of their infos, loads and
-    dropped assignments are summed over the microbatches, and results of `Context.reduce_routing` averaged.
+    dropped assignments are summed over the microbatches, and results of `OutputRequest.reduce_routing` averaged.
     """
 
     def __init__(

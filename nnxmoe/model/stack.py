@@ -67,12 +67,13 @@ class UnrolledStack(nnx.Module):
         caches, infos, hidden = [], ByLayer(), []
         for i, (layer, layer_cache) in enumerate(zip(self.layers, cache or [None] * self.depth, strict=True)):
             run = layer if self.remat is None or is_stateful(layer) else self.remat(layer, scanned=False)
-            last = context.last and i + 1 == self.depth and layer.token_independent(context.key)
-            own = dataclasses.replace(context.for_layer(i), last=last)
+            is_last = i + 1 == self.depth
+            last_only = context.request.last_token_only and is_last and layer.token_independent(context.key)
+            own = context.for_layer(i, last_token_only=last_only)
             x, layer_cache, info = run(x, context=own, cache=layer_cache)
             caches.append(layer_cache)
             infos |= {} if info is None else {i: info}
-            hidden += [x] if context.keep_hidden else []
+            hidden += [x] if context.request.all_hidden else []
         return Body(x, None if cache is None else tuple(caches), infos, tuple(hidden))
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, lookahead: int = 0) -> Any:
@@ -83,9 +84,16 @@ class UnrolledStack(nnx.Module):
 def scan_layers(
     layer: Layer, state: Any, remat: Remat | None, x: Any, context: Context, cache: Any, first: Any
 ) -> tuple[Any, Any, Any, Any]:
-    """Output, cache, `MoEInfo`s and, with ``context.keep_hidden``, outputs of layers like ``layer`` with the parameters
-    ``state``, all with a leading axis of layers. ``first``: number of the first."""
-    graph, context = nnx.graphdef(layer), dataclasses.replace(context, last=False)
+    """Scan over layers like ``layer`` with the stacked parameters ``state``.
+
+    Args:
+        first: Number of the first layer.
+
+    Returns:
+        The last output, and with a leading axis of layers: the cache, the `MoEInfo`s and, with
+        ``context.request.all_hidden``, the outputs.
+    """
+    graph = nnx.graphdef(layer)
     count = jax.tree.leaves(state)[0].shape[0]
 
     def step(carry: tuple[Any, Any], inputs: tuple[Any, Array]) -> tuple[tuple[Any, Any], Any]:
@@ -94,10 +102,10 @@ def scan_layers(
         one = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, i, keepdims=False), caches)
         layer = nnx.merge(graph, layer_state)
         run = layer if remat is None else remat(layer, scanned=count > 1)
-        x, one, info = watch(run, layer, x, context=context.for_layer(first + i), cache=one)
+        x, one, info = watch(run, layer, x, context=context.for_layer(first + i, last_token_only=False), cache=one)
         # The cache is in the carry: as scanned inputs and outputs XLA would copy all of it.
         caches = jax.tree.map(lambda a, new: jax.lax.dynamic_update_index_in_dim(a, new, i, 0), caches, one)
-        return (x, caches), (info, x if context.keep_hidden else None)
+        return (x, caches), (info, x if context.request.all_hidden else None)
 
     if count == 1:  # a layer alone may return a pytree of another structure, which a loop may not
         (x, cache), found = step((x, cache), (jax.tree.map(lambda a: a[0], state), jnp.int32(0)))
@@ -159,17 +167,16 @@ class ScannedStack(nnx.Module):
         variables = [v for _, v in nnx.iter_graph(self.layer) if isinstance(v, nnx.Variable)]
         variables = [v for v in variables if is_stacked(v.get_metadata().get("out_sharding") or ())]  # not sown
         stacked = [variable.get_value() for variable in variables]
-        context = dataclasses.replace(context, last=False)
         caches, infos, hidden = [], ByLayer(), []
         try:
             for i in range(self.count):
                 for variable, values in zip(variables, stacked, strict=True):
                     variable.set_value(values[i])
                 own = jax.tree.map(lambda a, i=i: a[i], cache)
-                x, own, info = self.layer(x, context=context.for_layer(first + i), cache=own)
+                x, own, info = self.layer(x, context=context.for_layer(first + i, last_token_only=False), cache=own)
                 caches.append(own)
                 infos |= {} if info is None else {i: info}
-                hidden += [x] if context.keep_hidden else []
+                hidden += [x] if context.request.all_hidden else []
         finally:
             for variable, values in zip(variables, stacked, strict=True):
                 variable.set_value(values)

@@ -19,7 +19,7 @@ from nnxmoe.moe.router import Router, Routing
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MoEInfo:
-    """Routing of a MoE layer (or the result of `Context.reduce_routing` for it), and its dispatch statistics."""
+    """Routing of a MoE layer (or the result of `OutputRequest.reduce_routing` for it), and its dispatch statistics."""
 
     routing: Any
     dispatch: DispatchInfo
@@ -63,8 +63,8 @@ class MoE(nnx.Module):
         y, info = self._apply_routed_experts(x, routing)
         if self.shared is not None:
             y = y + self.shared(x)
-        if context is not None and context.reduce_routing is not None:
-            return FeedForwardOutput(y, MoEInfo(context.reduce_routing(routing), info))
+        if context is not None and context.request.reduce_routing is not None:
+            return FeedForwardOutput(y, MoEInfo(context.request.reduce_routing(routing), info))
         return FeedForwardOutput(y, MoEInfo(routing, info))
 
     def _apply_routed_experts(

@@ -12,6 +12,7 @@ import nnxmoe
 from nnxmoe import Capacity, Chunked, Dense, ExpertParallel, ReferenceAttention, RingOfExperts, Sorted
 from nnxmoe.layers.attention.softmax_attention import MaskedSoftmax
 from nnxmoe.layers.cache import TokenCache
+from nnxmoe.layers.context import OutputRequest
 from nnxmoe.moe.router import BalancedTopK
 from nnxmoe.train import lora
 from tests.support.arrays import max_error
@@ -31,6 +32,9 @@ FAMILIES: dict[str, tuple[str, nnxmoe.Strategy, dict[str, Any]]] = MODELS | {
 def build(name: str) -> nnxmoe.CausalLM:
     kind, strategy, changes = FAMILIES[name]
     return build_tiny(kind, strategy, **changes)
+
+
+LAST = OutputRequest(last_token_only=True)
 
 
 def prefill(model: nnxmoe.CausalLM, capacity: int = 24, **options: Any) -> Any:
@@ -66,7 +70,8 @@ def test_fresh_and_last_keep_logits_and_cache(name: str) -> None:
     """Compares the last token's logits and the whole cache for every padding; the prompt is longer than the window."""
     model, tokens = build(name), random_tokens(2, LENGTH)
     plain, fresh, last, both = (
-        prefill(model, **options) for options in ({}, {"fresh": True}, {"last": True}, {"fresh": True, "last": True})
+        prefill(model, **options)
+        for options in ({}, {"fresh": True}, {"request": LAST}, {"fresh": True, "request": LAST})
     )
     for padding, mask in masks(LENGTH).items():
         logits, cache, _ = plain(tokens, mask)
@@ -160,7 +165,7 @@ def test_fresh_and_last_reduce_flops(kind: str) -> None:
     model = build_tiny(kind)
     layer = model.stacks[-1].layers[-1]
     saved = 2 * (LENGTH - 1) * products(layer.attention.q, layer.attention.o, layer.feed_forward)
-    whole, last, fresh = (operations(model, **options) for options in ({}, {"last": True}, {"fresh": True}))
+    whole, last, fresh = (operations(model, **options) for options in ({}, {"request": LAST}, {"fresh": True}))
     assert whole - last >= saved
     assert fresh < whole
     assert operations(model, 640, fresh=True) == pytest.approx(fresh, rel=0.01)
@@ -170,12 +175,12 @@ def test_fresh_and_last_reduce_flops(kind: str) -> None:
 @pytest.mark.program
 def test_scanned_layers_compute_all_tokens() -> None:
     model = build_tiny("llama", SCANNED)
-    assert operations(model, last=True) == pytest.approx(operations(model), rel=0.01)
+    assert operations(model, request=LAST) == pytest.approx(operations(model), rel=0.01)
 
 
 def tokens_routed(model: nnxmoe.CausalLM, **options: Any) -> list[int]:
     """Number of tokens per prompt that each MoE layer routed."""
-    infos = model.body(random_tokens(2, LENGTH), last=True, **options).infos
+    infos = model.body(random_tokens(2, LENGTH), request=LAST, **options).infos
     return [infos[i].routing.experts.shape[1] for i in sorted(infos)]
 
 
@@ -202,7 +207,9 @@ class Silent:
 def test_last_layer_routes_all_tokens_if_the_dispatch_mixes_them(dispatch: Any, alone: bool) -> None:
     """The last token is routed alone only if tokens do not affect each other. The number of drops stays the same."""
     model, tokens = build_tiny("mixtral", nnxmoe.Strategy(dispatch=dispatch)), random_tokens(2, LENGTH)
-    (logits, _, infos), (ours, _, our_infos) = (prefill(model, last=last)(tokens, None) for last in (False, True))
+    (logits, _, infos), (ours, _, our_infos) = (
+        prefill(model, request=request)(tokens, None) for request in (OutputRequest(), LAST)
+    )
     assert max_error(ours, logits[:, -1:]) < 2 * PART_TOLERANCE
     assert tokens_routed(model) == [LENGTH, 1 if alone else LENGTH]
     drops = [int(sum(info.dispatch.dropped for info in each.values())) for each in (infos, our_infos)]
@@ -227,13 +234,15 @@ def test_last_token_prefill_applies_adapters(kind: str) -> None:
     randomise(model)
     after = model.logits(model.body(tokens).x)
     assert max_error(before, after) > 1e-2
-    assert max_error(model.logits(model.body(tokens, last=True).x), after[:, -1:]) < 2 * PART_TOLERANCE
+    assert max_error(model.logits(model.body(tokens, request=LAST).x), after[:, -1:]) < 2 * PART_TOLERANCE
 
 
 def test_last_keeps_one_token_in_final_routing_and_hidden_states() -> None:
-    """``last`` also works without a cache."""
+    """``last_token_only`` also works without a cache."""
     model, tokens = build_tiny("mixtral", nnxmoe.Strategy()), random_tokens(2, LENGTH)
-    whole, last = (model.body(tokens, reduce_routing=lambda r: r.experts, last=last) for last in (False, True))
+    whole, last = (
+        model.body(tokens, request=OutputRequest(last, reduce_routing=lambda r: r.experts)) for last in (False, True)
+    )
     assert [h.shape[1] for h in last.hidden] == [LENGTH, LENGTH, 1, 1] and last.x.shape[1] == 1
     for ours, theirs in zip(last.hidden, whole.hidden, strict=True):
         assert max_error(ours, theirs[:, -ours.shape[1] :]) < 2 * PART_TOLERANCE

@@ -166,13 +166,13 @@ def weights_of_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tokens_shifted(monkeypatch: pytest.MonkeyPatch) -> None:
-    old = Context.of_asked
+    old = Context.for_output_tokens
 
     def shifted(self: Any) -> Any:
         found = old(self)
         return dataclasses.replace(found, tokens=jnp.roll(jnp.asarray(found.tokens), 1, axis=1))
 
-    monkeypatch.setattr(Context, "of_asked", shifted)
+    monkeypatch.setattr(Context, "for_output_tokens", shifted)
 
 
 MISTAKES: list[Callable[[pytest.MonkeyPatch], None]] = [

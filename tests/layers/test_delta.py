@@ -19,6 +19,7 @@ from nnxmoe.generation.request import RequestOptions
 from nnxmoe.layers.attention.gqa import GQA, QueryGate
 from nnxmoe.layers.attention.mla import MLA
 from nnxmoe.layers.cache import Cache, RecurrentState
+from nnxmoe.layers.context import OutputRequest
 from nnxmoe.layers.mlp import UngatedMLP
 from nnxmoe.layers.norm import GatedNorm, OffsetNorm, RMSNorm
 from nnxmoe.layers.recurrent import delta, kimi_delta
@@ -355,7 +356,7 @@ def test_chunks_padding_and_segments(model: nnxmoe.CausalLM) -> None:
     once = model(IDS, segment_ids=segment, positions=places).logits
     apart = np.concatenate([model(part).logits for part in np.split(IDS, [60, 61], axis=1)], axis=1)
     assert max_error(once, apart) < MODEL_TOLERANCE
-    last = model.body(jnp.asarray(IDS), jnp.asarray(mask), last=True).x
+    last = model.body(jnp.asarray(IDS), jnp.asarray(mask), request=OutputRequest(last_token_only=True)).x
     assert max_error(last[1:], model.body(jnp.asarray(IDS), jnp.asarray(mask)).x[1:, -1:]) < PART_TOLERANCE
 
 

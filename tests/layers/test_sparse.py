@@ -25,7 +25,7 @@ from nnxmoe.layers.attention.pooled_indexer import PooledIndexer
 from nnxmoe.layers.attention.sparse_attention import NO_SLOT
 from nnxmoe.layers.attention.sparse_mla import SparseMLA
 from nnxmoe.layers.cache import SlotMetadata, TokenCache
-from nnxmoe.layers.context import Context
+from nnxmoe.layers.context import Context, OutputRequest
 from nnxmoe.layers.hyper import MeanNorm
 from nnxmoe.layers.mask import Mask
 from nnxmoe.layers.norm import LayerNorm, RMSNorm
@@ -280,7 +280,10 @@ def test_every_split_of_a_prompt(kind: str, made: Made) -> None:
     packed = model(tokens, segment_ids=segment.astype(np.int32), positions=places).logits
     assert max_error(packed, halves) < 5 * PART_TOLERANCE
     x = model.body(jnp.asarray(tokens)).x
-    assert max_error(model.body(jnp.asarray(tokens), last=True).x, x[:, -1:]) < 5 * PART_TOLERANCE
+    assert (
+        max_error(model.body(jnp.asarray(tokens), request=OutputRequest(last_token_only=True)).x, x[:, -1:])
+        < 5 * PART_TOLERANCE
+    )
 
 
 def greedy(model: Any, prompt: list[int], count: int) -> list[int]:

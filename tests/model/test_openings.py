@@ -14,6 +14,7 @@ import nnxmoe
 from nnxmoe import models
 from nnxmoe.generation.engine import Engine
 from nnxmoe.generation.request import RequestOptions
+from nnxmoe.layers.context import OutputRequest
 from nnxmoe.model.layer import LayerOutput
 from nnxmoe.models import registry
 from nnxmoe.moe.router import Router
@@ -111,7 +112,7 @@ def test_openings_hold_in_chunks_padding_and_segments(model: Openings, scan: boo
     segment, places = (np.arange(13) >= 6)[None].repeat(2, 0), np.r_[:6, :7][None].repeat(2, 0)
     packed = model(TOKENS, segment_ids=segment.astype(np.int32), positions=places).logits
     assert max_error(packed, halves) < 5 * PART_TOLERANCE
-    last = model.body(jnp.asarray(TOKENS), last=True).x
+    last = model.body(jnp.asarray(TOKENS), request=OutputRequest(last_token_only=True)).x
     assert max_error(last, model.body(jnp.asarray(TOKENS)).x[:, -1:]) < PART_TOLERANCE
 
 

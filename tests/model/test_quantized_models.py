@@ -19,6 +19,7 @@ import pytest
 from flax import nnx
 
 import nnxmoe
+from nnxmoe.model.output import LOGITS_ONLY
 from nnxmoe.model.quantization.methods import parse_method
 from nnxmoe.model.quantization.quantized_kernels import quantizable_kernels, quantized_kernels
 from nnxmoe.train import lora
@@ -528,7 +529,9 @@ def test_mixtral_8x7b_in_int4_fits_40_gb() -> None:
 
     def run(state: Any, tokens: Any, cache: Any, fresh: bool) -> Any:
         made = nnx.merge(graph, state)
-        body = made.body(tokens, cache=cache, fresh=fresh, last=True, keep_hidden=False)
+        body = made.body(
+            tokens, cache=cache, fresh=fresh, request=dataclasses.replace(LOGITS_ONLY, last_token_only=True)
+        )
         return made.logits(body.x), body.cache
 
     for length, fresh in ((1, False), (4096, True)):

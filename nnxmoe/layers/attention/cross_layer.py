@@ -65,8 +65,7 @@ class CrossLayerAttention(nnx.Module):
         self, x: Float[Array, "B T D"], keys_values: KeysValuesMask, context: Context
     ) -> Float[Array, "B asked D"]:
         k, v, mask = keys_values
-        if context.last:
-            mask = mask.select(slice(-1, None), slice(None))
+        mask = context.output_queries(mask)
         q = context.rotated(self.q_norm(self.q(context.output_tokens(x))), self.rotary, rotate_halves)
         heads = self.attention_fn(jnp.swapaxes(q, 1, 2), k, v, MaskedSoftmax(mask, self.scale))
         return self.o(jnp.swapaxes(heads, 1, 2))

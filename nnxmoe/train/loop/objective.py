@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from nnxmoe.config.arguments import KnownFields
 from nnxmoe.config.validate import set_numbers
+from nnxmoe.layers.context import OutputRequest
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.output import Body
 from nnxmoe.moe import balance as balancing
@@ -141,8 +142,9 @@ class RouterLosses(KnownFields):
         """All layers of the model, each with the losses of its router."""
         segments = batch.get("segment_ids")
         mask = real_tokens(batch) if segments is not None or "attention_mask" in batch else None
-        given = batch["tokens"], mask, batch.get("positions"), segments, None, key, self._summarise_routing
-        return model.body(*given, keep_hidden=False)
+        given = batch["tokens"], mask, batch.get("positions"), segments, None, key
+        request = OutputRequest(all_hidden=False, reduce_routing=self._summarise_routing)
+        return model.body(*given, request)
 
     def _of_routers(
         self, infos: Sequence[Any], share: float
