@@ -21,9 +21,8 @@ from nnxmoe.layers.hyper import CollapsedNorm
 from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.rope import TrailingPairs
 from nnxmoe.model.family import Family, LayerBlocks, MaxTextNames
-from nnxmoe.model.weight_names import W
+from nnxmoe.models.shared.deepseek_v4_names import HF_DEEPSEEK_V4, MAXTEXT_DEEPSEEK_V4
 from nnxmoe.models.shared.streamed import StreamedLM
-from nnxmoe.models.shared.tables import MAXTEXT_DECODER, Hf, Linen, maxtext_experts, maxtext_mlp
 from nnxmoe.moe.block import MoE
 from nnxmoe.moe.router import Router, SqrtSoftplusTopK
 from nnxmoe.moe.router_variants import HashRouter
@@ -253,109 +252,6 @@ _FLASH = DeepSeekV4Config(
     qk_rope_head_dim=64,
     dtype="bfloat16",
 )  # fmt: skip
-# Our parameter -> its name in DeepSeek's files, and in transformers.
-_LAYER = {
-    "attention_norm.scale": ("attn_norm.weight", "input_layernorm.weight"),
-    "moe_norm.scale": ("ffn_norm.weight", "post_attention_layernorm.weight"),
-    "attention.sinks.scores": ("attn.attn_sink", "self_attn.sinks"),
-    "attention.q_norm.scale": ("attn.q_norm.weight", "self_attn.q_a_norm.weight"),
-    "attention.kv_norm.scale": ("attn.norm.weight", "self_attn.kv_norm.weight"),
-    "attention.indexer.q.kernel": ("attn.indexer.wq_b.weight", "self_attn.compressor.indexer.q_b_proj.weight"),
-    "attention.indexer.weights.kernel": (
-        "attn.indexer.weights_proj.weight", "self_attn.compressor.indexer.scorer.weights_proj.weight"
-    ),
-    "moe.router.kernel": ("ffn.gate.weight", "mlp.gate.weight"),
-    "moe.router.bias": ("ffn.gate.bias", "mlp.gate.e_score_correction_bias"),
-    "moe.router.table": ("ffn.gate.tid2eid", "mlp.gate.tid2eid"),
-}  # fmt: skip
-_LAYER |= {
-    f"attention.{ours}.kernel": (f"attn.{first}.weight", f"self_attn.{second}.weight")
-    for ours, first, second in (
-        ("q_a", "wq_a", "q_a_proj"), ("q_b", "wq_b", "q_b_proj"), ("kv", "wkv", "kv_proj"), ("o_a", "wo_a", "o_a_proj"),
-        ("o_b", "wo_b", "o_b_proj"),
-    )
-}  # fmt: skip
-_LAYER |= {
-    f"attention.{ours}.{part}": (f"attn.{first}.{one}", f"self_attn.{second}.{other}")
-    for ours, first, second in (
-        ("compressor", "compressor", "compressor"), ("indexer.keys", "indexer.compressor", "compressor.indexer")
-    )
-    for part, one, other in (
-        ("kv.kernel", "wkv.weight", "kv_proj.weight"), ("gate.kernel", "wgate.weight", "gate_proj.weight"),
-        ("norm.scale", "norm.weight", "kv_norm.weight"), ("place", "ape", "position_bias"),
-    )
-}  # fmt: skip
-_LAYER |= {
-    f"{ours}_streams.weights.{part}": (f"hc_{first}_{end}", f"{first}_hc.{end}")
-    for ours, first in (("attention", "attn"), ("moe", "ffn"))
-    for part, end in (("fn.kernel", "fn"), ("base", "base"), ("scale", "scale"))
-}
-_LAYER |= {
-    f"moe.shared.{ours}.kernel": (f"ffn.shared_experts.{first}.weight", f"mlp.shared_experts.{ours}_proj.weight")
-    for ours, first in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
-}
-_EXPERTS, _GATE_UP, _ONE = W("ffn.experts"), W("mlp.experts.gate_up_proj"), W("mlp.experts")
-_HF: Hf = {
-    "embed.table": (W("model.embed_tokens.weight"), W("model.embed.weight").in_files),
-    "norm.scale": W("model.norm.weight"),
-    "head.kernel": (W("head.weight"), W("lm_head.weight")),
-    "layer.moe.experts.gate": (_EXPERTS.each("w1.weight"), _GATE_UP.rows(0, 2), _ONE.each("gate_proj.weight")),
-    "layer.moe.experts.up": (_EXPERTS.each("w3.weight"), _GATE_UP.rows(1, 2), _ONE.each("up_proj.weight")),
-    "layer.moe.experts.down": (_EXPERTS.each("w2.weight"), W("mlp.experts.down_proj"), _ONE.each("down_proj.weight")),
-}
-_HF |= {
-    f"norm.weights.{part}": (W(f"model.hc_head.hc_{end}"), W(f"model.hc_head_{end}"))
-    for part, end in (("fn.kernel", "fn"), ("base", "base"), ("scale", "scale"))
-}
-_HF |= {f"layer.{ours}": (W(first), W(second)) for ours, (first, second) in _LAYER.items()}
-_HF |= {
-    f"layer.mtp.{ours}": W(theirs)
-    for ours, theirs in (
-        ("token_norm.scale", "enorm.weight"), ("hidden_norm.scale", "hnorm.weight"), ("norm.scale", "norm.weight"),
-        ("project.token.kernel", "e_proj.weight"), ("project.state.kernel", "h_proj.weight"),
-        ("norm.weights.fn.kernel", "hc_head_fn"), ("norm.weights.base", "hc_head_base"),
-        ("norm.weights.scale", "hc_head_scale"),
-    )
-}  # fmt: skip
-_SELF, _EXPERTS_THERE = "self_attention", "mlp/MoeBlock_0"
-_COMPRESSOR = f"{_SELF}/{{kind}}_compressor"
-_MAXTEXT: Linen = {
-    **MAXTEXT_DECODER,
-    **maxtext_experts(_EXPERTS_THERE),
-    **maxtext_mlp("layer.moe.shared", "mlp/shared_experts"),
-    "norm.weights.fn.kernel": ("decoder/hc_head/hc_fn", ("activation_embed", None)),
-    "norm.weights.base": ("decoder/hc_head/hc_base", (None,)),
-    "norm.weights.scale": ("decoder/hc_head/hc_scale", (None,)),
-    "layer.moe.router.kernel": (f"{_EXPERTS_THERE}/gate/kernel", ("embed_moe", None)),
-    "layer.moe.router.bias": (f"{_EXPERTS_THERE}/gate/bias", (None,)),
-    "layer.moe.router.table": (f"{_EXPERTS_THERE}/tid2eid", (None, None)),
-    "layer.attention.sinks.scores": (f"{_SELF}/sinks", (None,)),
-    "layer.attention.q_norm.scale": (f"{_SELF}/q_norm/scale", ("norm",)),
-    "layer.attention.kv_norm.scale": (f"{_SELF}/kv_norm/scale", ("norm",)),
-    "layer.attention.q_a.kernel": (f"{_SELF}/wq_a/kernel", ("embed", "q_lora_up_proj")),
-    "layer.attention.q_b.kernel": (f"{_SELF}/wq_b/kernel", ("q_lora", "q_heads", "kv")),
-    "layer.attention.kv.kernel": (f"{_SELF}/wkv/kernel", ("embed", "kv_heads", "kv_head_dim")),
-    "layer.attention.o_a.kernel": (f"{_SELF}/o_a_proj/kernel", ("o_groups", "q_heads", "o_lora_up_proj"), (1, 0, 2)),
-    "layer.attention.o_b.kernel": (f"{_SELF}/o_b_proj/kernel", ("o_lora_up_proj", "embed")),
-    "layer.attention.indexer.q.kernel": (f"{_COMPRESSOR}/indexer/q_proj/kernel", ("q_lora", "indexer_q")),
-    "layer.attention.indexer.weights.kernel": (f"{_COMPRESSOR}/indexer/weights_proj/kernel", ("embed", None)),
-    **{
-        f"layer.attention.{ours}.{part}": (f"{theirs}/{name}", axes)
-        for ours, theirs in (("compressor", _COMPRESSOR), ("indexer.keys", f"{_COMPRESSOR}/indexer"))
-        for part, name, axes in (
-            ("kv.kernel", "kv_proj/kernel", ("embed", "kv")), ("gate.kernel", "gate_proj/kernel", ("embed", "kv")),
-            ("norm.scale", "kv_norm/scale", ("norm",)), ("place", "position_bias", (None, None)),
-        )
-    },
-    **{
-        f"layer.{ours}_streams.weights.{part}": (f"mhc_{theirs}/{name}", axes)
-        for ours, theirs in (("attention", "attention"), ("moe", "mlp"))
-        for part, name, axes in (
-            ("fn.kernel", "alpha", ("activation_embed", None)), ("base", "beta", (None,)),
-            ("scale", "alpha_scale", (None,)),
-        )
-    },
-}  # fmt: skip
 
 
 class DeepSeekV4MaxText(MaxTextNames):
@@ -374,8 +270,8 @@ class DeepSeekV4MaxText(MaxTextNames):
 
 FAMILY = Family(
     model=DeepSeekV4,
-    hf=_HF,
-    maxtext=DeepSeekV4MaxText(_MAXTEXT),
+    hf=HF_DEEPSEEK_V4,
+    maxtext=DeepSeekV4MaxText(MAXTEXT_DEEPSEEK_V4),
     mtp_prefixes=("mtp.{}.", "mtp.{}."),
     # In groups of heads.
     peft_excluded=("attention.o_a",),
