@@ -18,7 +18,7 @@ from nnxmoe.layers.context import Context
 from nnxmoe.layers.rope import rotate_pairs
 from nnxmoe.model.family import Family
 from nnxmoe.model.layer import Layer, LayerOutput
-from nnxmoe.model.mtp import last_layer
+from nnxmoe.model.mtp import last_matching_layer
 from nnxmoe.model.output import Ids
 from nnxmoe.models.deepseek_v32 import FAMILY as DEEPSEEK_V32
 from nnxmoe.models.deepseek_v32 import DeepSeekV32, DeepSeekV32Config
@@ -101,7 +101,7 @@ class GlmMoeDsa(DeepSeekV32):
     def mtp_layer_index(self) -> int:
         c = self.config
         kinds = zip(c.indexed, c.sparse_layers, strict=True)
-        return last_layer(indexed and sparse == any(c.sparse_layers) for indexed, sparse in kinds)
+        return last_matching_layer(indexed and sparse == any(c.sparse_layers) for indexed, sparse in kinds)
 
     def layer_type(self, index: int) -> Any:
         return self.config.sparse_layers[index], self.config.indexed[index]

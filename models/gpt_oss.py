@@ -82,7 +82,7 @@ class GptOss(CausalLM):
 
 _GPT_OSS_120B = GptOssConfig(rope_parameters=YARN, eos_token_id=200002, pad_token_id=199999, dtype="bfloat16")
 _GATE_UP, _DOWN = W("mlp.experts.gate_up_proj").T, W("mlp.experts.down_proj").T
-_GATE_UP_BLOCKS, _GATE_UP_BIAS = W("mlp.experts.gate_up_proj_blocks").in_files, W("mlp.experts.gate_up_proj_bias")
+_GATE_UP_BLOCKS, _GATE_UP_BIAS = W("mlp.experts.gate_up_proj_blocks").files_only, W("mlp.experts.gate_up_proj_bias")
 
 
 def _others(kind: str, ending: str) -> tuple[W, W]:
@@ -97,11 +97,11 @@ _HF: Hf = {
     **HF_DECODER,
     "layer.attention.sinks.scores": W("self_attn.sinks"),
     "layer.moe_norm.scale": W("post_attention_layernorm.weight"),
-    "layer.moe.router.kernel": (W("mlp.router.weight"), W("mlp.router.linear.weight").in_files),
-    "layer.moe.router.logit_bias.values": (W("mlp.router.bias"), W("mlp.router.linear.bias").in_files),
+    "layer.moe.router.kernel": (W("mlp.router.weight"), W("mlp.router.linear.weight").files_only),
+    "layer.moe.router.logit_bias.values": (W("mlp.router.bias"), W("mlp.router.linear.bias").files_only),
     "layer.moe.experts.gate": (_GATE_UP.every(0, 2), _GATE_UP_BLOCKS.every(0, 2), *_others("gate", "weight")),
     "layer.moe.experts.up": (_GATE_UP.every(1, 2), _GATE_UP_BLOCKS.every(1, 2), *_others("up", "weight")),
-    "layer.moe.experts.down": (_DOWN, W("mlp.experts.down_proj_blocks").in_files, *_others("down", "weight")),
+    "layer.moe.experts.down": (_DOWN, W("mlp.experts.down_proj_blocks").files_only, *_others("down", "weight")),
     "layer.moe.experts.biases.gate": (_GATE_UP_BIAS.every(0, 2), *_others("gate", "bias")),
     "layer.moe.experts.biases.up": (_GATE_UP_BIAS.every(1, 2), *_others("up", "bias")),
     "layer.moe.experts.biases.down": (W("mlp.experts.down_proj_bias"), *_others("down", "bias")),

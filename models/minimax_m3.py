@@ -161,7 +161,7 @@ _PARTS = (("gate", "w1", 0), ("up", "w3", 1))
 def _mlp(theirs: str, published: str) -> dict[str, tuple[W, ...]]:
     """The rows of a dense or shared feed-forward, in which transformers has gate and up in one tensor."""
     rows = {x: (W(f"{theirs}.gate_up_proj.weight").rows(i, 2), W(f"{published}.{x}_proj.weight")) for x, _, i in _PARTS}
-    return rows | {"down": (W(f"{theirs}.down_proj.weight"), W(f"{published}.down_proj.weight").in_files)}
+    return rows | {"down": (W(f"{theirs}.down_proj.weight"), W(f"{published}.down_proj.weight").files_only)}
 
 
 # The first names are those of the text model in transformers, the others those of published files.
@@ -169,7 +169,7 @@ _HF: Hf = {
     **HF_DECODER,
     **{
         f"layer.attention.indexer.{x}{ours}": (
-            W(f"self_attn.indexer.{x}_{end}"), W(f"self_attn.index_{x}_{end}").in_files
+            W(f"self_attn.indexer.{x}_{end}"), W(f"self_attn.index_{x}_{end}").files_only
         )
         for x in "qk"
         for ours, end in ((".kernel", "proj.weight"), ("_norm.scale", "norm.weight"))
@@ -180,8 +180,8 @@ _HF: Hf = {
         f"layer.moe.shared.{x}.kernel": row
         for x, row in _mlp("mlp.shared_experts", f"{_MOE}.shared_experts").items()
     },
-    "layer.moe.router.kernel": (W("mlp.gate.weight"), W(f"{_MOE}.gate.weight").in_files),
-    "layer.moe.router.bias": (W("mlp.gate.e_score_correction_bias"), W(f"{_MOE}.e_score_correction_bias").in_files),
+    "layer.moe.router.kernel": (W("mlp.gate.weight"), W(f"{_MOE}.gate.weight").files_only),
+    "layer.moe.router.bias": (W("mlp.gate.e_score_correction_bias"), W(f"{_MOE}.e_score_correction_bias").files_only),
     **{
         f"layer.moe.experts.{x}": (_GATE_UP.rows(i, 2), W(f"{_MOE}.experts").each(f"{w}.weight"))
         for x, w, i in _PARTS

@@ -46,7 +46,7 @@ _LAYER |= {
 }
 _EXPERTS, _GATE_UP, _ONE = W("ffn.experts"), W("mlp.experts.gate_up_proj"), W("mlp.experts")
 HF_DEEPSEEK_V4: Hf = {
-    "embed.table": (W("model.embed_tokens.weight"), W("model.embed.weight").in_files),
+    "embed.table": (W("model.embed_tokens.weight"), W("model.embed.weight").files_only),
     "norm.scale": W("model.norm.weight"),
     "head.kernel": (W("head.weight"), W("lm_head.weight")),
     "layer.moe.experts.gate": (_EXPERTS.each("w1.weight"), _GATE_UP.rows(0, 2), _ONE.each("gate_proj.weight")),

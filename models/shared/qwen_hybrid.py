@@ -15,7 +15,7 @@ from nnxmoe.layers.norm import OffsetNorm
 from nnxmoe.layers.recurrent.delta import DeltaDims, DeltaProjection, GatedDeltaNet
 from nnxmoe.layers.rope import PartialRotary
 from nnxmoe.model.family import LayerBlocks, MaxTextNames
-from nnxmoe.model.mtp import last_layer
+from nnxmoe.model.mtp import last_matching_layer
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.shared.grouped_experts import DenseOrMoE
 from nnxmoe.models.shared.normed_heads import NormedHeads
@@ -125,7 +125,7 @@ class QwenHybrid(NormedHeads, DenseOrMoE):
     def mtp_layer_index(self) -> int:
         c = self.config
         kinds = zip(c.recurrent_layers, c.sparse_layers, strict=True)
-        return last_layer(not recurrent and sparse == (c.experts > 0) for recurrent, sparse in kinds)
+        return last_matching_layer(not recurrent and sparse == (c.experts > 0) for recurrent, sparse in kinds)
 
     def layer_type(self, index: int) -> Any:
         return self.config.recurrent_layers[index], self.config.sparse_layers[index]

@@ -51,7 +51,7 @@ class StreamedMTP(MTP):
     def projection(self, dim: int, **kw: Any) -> TokenAndStreams:
         return TokenAndStreams(dim, **kw)
 
-    def joined(self, model: Any, embedded: Any, hidden: Any, tokens: Any) -> Any:
+    def combine(self, model: Any, embedded: Any, hidden: Any, tokens: Any) -> Any:
         streams = hidden.astype(embedded.dtype).reshape(*embedded.shape[:2], self.norm.streams, -1)
         token = self.project.token(self.token_norm(embedded[:, :, 0]))
         return token[:, :, None] + self.project.state(self.hidden_norm(streams))

@@ -37,17 +37,17 @@ class MTP(nnx.Module):
         self.remat = model.strategy.remat
 
     def projection(self, dim: int, **kw: Any) -> Any:
-        """The part that makes the layer's input of a token and a state."""
+        """Build the projection from [token; state] to the layer's input."""
         return Linear((2 * dim,), (dim,), ("embed", "norm"), **kw)
 
-    def joined(self, model: Any, embedded: Float[Array, "B T D"], hidden: Float[Array, "B T D"], tokens: Ids) -> Any:
-        """Input of the prediction layer: normalised embeddings and previous states, concatenated and projected."""
+    def combine(self, model: Any, embedded: Float[Array, "B T D"], hidden: Float[Array, "B T D"], tokens: Ids) -> Any:
+        """Normalize, concatenate and project embeddings and previous states to the input of the prediction layer."""
         both = jnp.concatenate([self.token_norm(embedded), self.hidden_norm(hidden.astype(embedded.dtype))], axis=-1)
         return model.to_layer_input(self.project(both), tokens)
 
     @property
     def width(self) -> int:
-        """Numbers in a state."""
+        """The size of a state."""
         return self.hidden_norm.scale.shape[-1]
 
     def __call__(
@@ -78,7 +78,7 @@ class MTP(nnx.Module):
         embedded = model.from_layer_output(embedded)
         context = dataclasses.replace(context, request=OutputRequest(reduce_routing=reduce_routing))
         run = self.layer if self.remat is None else self.remat(self.layer, scanned=False)
-        x = self.joined(model, embedded, hidden, tokens)
+        x = self.combine(model, embedded, hidden, tokens)
         x, stored, info = run(x, context=context, cache=None if cache is None else cache.layers[0])
         x = model.from_layer_output(x)
         end = self.norm(x if moved is None else moved.nan_if_full(x))
@@ -91,12 +91,12 @@ class MTP(nnx.Module):
         return model.cache_of((layer,), batch, capacity)
 
 
-_OWN = "layer.mtp.token_norm.scale"  # the key of a tensor that all such layers have
+_MTP_KEY = "layer.mtp.token_norm.scale"  # the key of a tensor that all such layers have
 
 
 def has_mtp(config: DecoderConfig, table: Container[str]) -> bool:
     """Whether a config asks for such layers, and the family's ``table`` has names for them."""
-    return _OWN in table and getattr(config, "num_nextn_predict_layers", 0) > 0
+    return _MTP_KEY in table and getattr(config, "num_nextn_predict_layers", 0) > 0
 
 
 def check_mtp(depths: int, model: Any) -> None:
@@ -107,9 +107,9 @@ def check_mtp(depths: int, model: Any) -> None:
         raise ConfigError(f"num_nextn_predict_layers {depths}: the model has no multi-token prediction layers")
 
 
-def last_layer(fits: Iterable[bool]) -> int:
-    """Number of the last layer that has the parts of prediction layers. Raises ConfigError if none has."""
-    numbers = [i for i, fit in enumerate(fits) if fit]
+def last_matching_layer(matches: Iterable[bool]) -> int:
+    """Return the index of the last layer with the parts of prediction layers. Raises ConfigError if none matches."""
+    numbers = [i for i, match in enumerate(matches) if match]
     if not numbers:
         raise ConfigError(
             "no layer has both the attention and the feed-forward of prediction layers: load without them"

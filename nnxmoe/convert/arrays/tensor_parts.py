@@ -49,14 +49,14 @@ class TensorPart:
         """Return the part of a tensor, with a fault if the tensor cannot be split."""
         if array.fault is not None:
             return array
-        w, shape = self.w, _swap_last(array.shape) if self.w.turned else array.shape
+        w, shape = self.w, _swap_last(array.shape) if self.w.transposed else array.shape
         array = dataclasses.replace(array, tensors=array.tensors or (self.tensor,))
-        if len(shape) < self.dim + 1 + w.turned or shape[self.dim] % w.parts:
+        if len(shape) < self.dim + 1 + w.transposed or shape[self.dim] % w.parts:
             where = f"{self.tensor} in {array.file}" if array.file else self.tensor
             several = f"{w.parts} parts of equal size" if w.parts > 1 else "a kernel per expert"
             return dataclasses.replace(array, fault=f"{where} has shape {list(array.shape)}: it must hold {several}")
-        part = array.take(self.outputs(shape[self.dim]), self.dim + w.turned)
-        if w.turned:
+        part = array.take(self.outputs(shape[self.dim]), self.dim + w.transposed)
+        if w.transposed:
             # A transpose is read a matrix at a time, because its rows in memory are columns of the tensor.
             block = math.prod(part.shape[-2:]) * array.dtype.itemsize
             last = len(part.shape) - 1
@@ -123,7 +123,7 @@ def _join(parts: Mapping[TensorPart, LazyArray]) -> LazyArray:
     dim, dtype = first.dim, array.dtype
     total = array.shape[dim] // first.w.span * first.w.parts
     shape = (*array.shape[:dim], total, *array.shape[dim + 1 :])
-    shape = _swap_last(shape) if first.w.turned else shape
+    shape = _swap_last(shape) if first.w.transposed else shape
 
     def read(box: Box, empty: Empty) -> np.ndarray:
         experts = (box[0],) if dim else ()  # of all experts only those in the box
@@ -131,8 +131,8 @@ def _join(parts: Mapping[TensorPart, LazyArray]) -> LazyArray:
         for part, array in parts.items():
             values = array.read_box((*experts, *whole(array.shape)[len(experts) :]), np.empty)
             outs = part.outputs(total)
-            target = tensor[(*(slice(None),) * (dim + part.w.turned), slice(outs.start, outs.stop, outs.step))]
-            if part.w.turned:
+            target = tensor[(*(slice(None),) * (dim + part.w.transposed), slice(outs.start, outs.stop, outs.step))]
+            if part.w.transposed:
                 transpose_matrices(target, values)
             else:
                 target[...] = values

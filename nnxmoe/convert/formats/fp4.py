@@ -122,7 +122,7 @@ def gpt_oss_tensors(arrays: LazyArrays, leaves: Mapping[str, ArrayLayout]) -> di
                 array = pack_nibbles(array).reshape((*array.shape[:-1], array.shape[-1] // _OCTETS, _OCTETS))
             else:
                 array = to_exponents(array)
-            view = view and TensorPart(tensor, dataclasses.replace(view.w, turned=False), view.dim)
+            view = view and TensorPart(tensor, dataclasses.replace(view.w, transposed=False), view.dim)
             name = tensor if view is None or view.w.whole else view.name
         found[name], views[name] = array, view
     return join_parts(found, views)
