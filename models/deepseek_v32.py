@@ -83,7 +83,7 @@ _MAXTEXT_INDEXER: Linen = {
         ("weights.kernel", "weights_proj/kernel", ("embed", "q_heads")),
     )
 }
-_PRESETS = dict.fromkeys(
+_PRESETS: dict[str, DeepSeekV32Config] = dict.fromkeys(
     ("deepseek-v3.2-exp", "deepseek-v3.2"),
     DeepSeekV32Config(rope_scaling=DEEPSEEK_V3.presets["deepseek-v3"].rope_scaling, dtype="bfloat16"),
 )
