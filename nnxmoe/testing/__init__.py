@@ -18,7 +18,7 @@ from flax import nnx
 from nnxmoe.config.validate import real_number
 from nnxmoe.linen.mapping import Mapped
 from nnxmoe.testing import explain, sides
-from nnxmoe.testing.compare import compare_gradients, compare_outputs, pairs_of
+from nnxmoe.testing.compare import compare_gradients, compare_outputs, pair_calls
 from nnxmoe.testing.load import load_linen as load_linen
 from nnxmoe.testing.parameters import Names, compare_trees
 
@@ -78,20 +78,20 @@ def assert_module_parity(
     title = f"NNX {type(nnx_module).__name__} and Linen {type(linen_module).__name__} differ"
     try:
         with jax.default_matmul_precision("highest"):
-            ours = sides.Ours(nnx_module, nnx_call or (lambda module, *inputs: module(*inputs)))
-            theirs = sides.Theirs(linen_module, linen_call, arguments)
+            ours = sides.NNXSide(nnx_module, nnx_call or (lambda module, *inputs: module(*inputs)))
+            theirs = sides.LinenSide(linen_module, linen_call, arguments)
             rows = theirs.rows = compare_trees(title, nnx_module, ours.params, theirs.shapes, mapping)
             (out, calls), (their_out, their_calls) = (sides.run(s, ours.params, arguments) for s in (ours, theirs))
-            pairs = pairs_of(rows, calls, their_calls)
+            pairs = pair_calls(rows, calls, their_calls)
             try:
                 worst = compare_outputs(title, out, their_out, pairs, rows, tolerance)
             except AssertionError as error:
                 if list(map(jnp.shape, jax.tree.leaves(out))) != list(map(jnp.shape, jax.tree.leaves(their_out))):
                     raise  # nothing to compare
-                causes = explain.exchanged(theirs, ours.params, arguments, out, tolerance)
-                causes = causes or explain.routed(ours, ours.params, pairs, tolerance)
+                causes = explain.find_exchange(theirs, ours.params, arguments, out, tolerance)
+                causes = causes or explain.explain_routing(ours, ours.params, pairs, tolerance)
                 raise AssertionError("\n  ".join([str(error), *causes])) from None
-            grads = [sides.gradients(side, ours.params, arguments, out) for side in (ours, theirs)]
+            grads = [sides.compute_gradients(side, ours.params, arguments, out) for side in (ours, theirs)]
             gradient = compare_gradients(title, grads, rows, calls, tolerance)
     except AssertionError as error:
         raise error.with_traceback(None) from None  # the report matters, not where in this package it was written

@@ -30,7 +30,7 @@ class _Gap(NamedTuple):
         return f"{self.error:.1e} at {list(self.at)}: NNX {self.ours:.6g}, Linen {self.theirs:.6g}"
 
 
-def gap_of(ours: Any, theirs: Any) -> _Gap:
+def measure_gap(ours: Any, theirs: Any) -> _Gap:
     """Compute the largest difference of two arrays."""
     a, b = (np.asarray(x, np.float64) for x in (ours, theirs))
     if not a.size:
@@ -59,7 +59,7 @@ def compare_outputs(
         raise ValueError("the outputs hold no values to compare: give inputs that are not empty")
     if odd := [kind(leaf) for _, leaf in a if jnp.iscomplexobj(leaf)]:
         raise ValueError(f"the outputs have {odd[0]}: return real and imaginary parts apart (nnx_call, linen_call)")
-    gaps = {jax.tree_util.keystr(path): gap_of(x, y) for (path, x), (_, y) in zip(a, b, strict=True)}
+    gaps = {jax.tree_util.keystr(path): measure_gap(x, y) for (path, x), (_, y) in zip(a, b, strict=True)}
     worst = max((gap.error for gap in gaps.values()), default=0.0)
     if not worst <= tolerance:
         faults = [f"output{name} {gap}" for name, gap in gaps.items() if not gap.error <= tolerance]
@@ -94,7 +94,7 @@ def _first_parting(pairs: list[Pair], rows: Mapping[str, Row], tolerance: float)
     """
     if not pairs:
         return ["no submodules correspond: no two have the same parameters and return arrays of the same shape"]
-    gaps = [gap_of(a.returned, b.returned) for a, b in pairs]
+    gaps = [measure_gap(a.returned, b.returned) for a, b in pairs]
     agree = [gap.error <= tolerance for gap in gaps]
     differing = [i for i in range(len(pairs)) if not agree[i] and not _is_healed(i, pairs, agree)]
     changed = {part[0].rpartition("/")[0] for row in rows.values() if row.changed for part in row.parts}
@@ -109,7 +109,7 @@ def _first_parting(pairs: list[Pair], rows: Mapping[str, Row], tolerance: float)
     ours, theirs = pairs[first]
     lines.append(f"  DIFFER {ours} = {theirs}  {gaps[first]}")
     if ours.given is not None and theirs.given is not None and ours.given.shape == theirs.given.shape:
-        gap = gap_of(ours.given, theirs.given).error
+        gap = measure_gap(ours.given, theirs.given).error
         inside = f"  its inputs agree, {gap:.1e}: the cause is inside it"
         before = f"  its inputs differ already, {gap:.1e}: the cause is before it, between the two"
         lines.append(inside if gap <= tolerance else before)
@@ -130,7 +130,7 @@ def _is_healed(i: int, pairs: list[Pair], agree: list[bool]) -> bool:
 # Which submodules correspond
 
 
-def pairs_of(rows: Mapping[str, Row], ours: list[Call], theirs: list[Call]) -> list[Pair]:
+def pair_calls(rows: Mapping[str, Row], ours: list[Call], theirs: list[Call]) -> list[Pair]:
     """Pairs of calls of submodules with the same parameters and the same shape of result, in order of execution.
 
     If one side has more such calls (for example a wrapper around a layer), only the last and outermost is paired.
@@ -178,11 +178,11 @@ def compare_gradients(
 ) -> float:
     """Return the largest difference; raise AssertionError with the largest and with the one nearest to the output."""
     (by_params, by_inputs), (their_params, their_inputs) = grads
-    gaps = {name: gap_of(a, their_inputs[name]) for name, a in by_inputs.items()}
+    gaps = {name: measure_gap(a, their_inputs[name]) for name, a in by_inputs.items()}
     for label, (name, i) in _in_order(rows, calls):
         at = ... if i is None else i
         if name in by_params:  # integer parameters have no gradient
-            gaps[label] = gap_of(by_params[name][at], their_params[name][at])
+            gaps[label] = measure_gap(by_params[name][at], their_params[name][at])
     differing = [label for label, gap in gaps.items() if not gap.error <= tolerance]
     if differing:
         worst, last = max(gaps, key=lambda label: gaps[label].error), differing[-1]

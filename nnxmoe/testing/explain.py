@@ -15,23 +15,25 @@ from nnxmoe.linen.mapping import general_linen_name
 from nnxmoe.moe.block import LatentMoE, MoE
 from nnxmoe.moe.dispatch import Dense
 from nnxmoe.moe.router import Routing
-from nnxmoe.testing.compare import Pair, gap_of
-from nnxmoe.testing.sides import Arguments, Ours, Theirs
+from nnxmoe.testing.compare import Pair, measure_gap
+from nnxmoe.testing.sides import Arguments, LinenSide, NNXSide
 
 _SWAPS = 24  # most pairs of parameters or modules to try
 _TOKENS = 32  # most tokens whose routing is compared
 _LARGE = 1 << 28  # bytes of parameters; larger modules are not run again
 
 
-def exchanged(theirs: Theirs, params: Mapping[str, Any], arguments: Arguments, out: Any, tolerance: float) -> list[str]:
+def find_exchange(
+    theirs: LinenSide, params: Mapping[str, Any], arguments: Arguments, out: Any, tolerance: float
+) -> list[str]:
     """Return a line if Linen's output agrees once two of its parameters or modules with equal shapes are exchanged."""
     stored = {name: row(params) for name, row in theirs.rows.items()}
     if sum(array.nbytes for array in stored.values()) > _LARGE:
         return []
-    run = jax.jit(lambda stored, floats: theirs.apply(stored, arguments.filled(floats)))
+    run = jax.jit(lambda stored, floats: theirs.apply(stored, arguments.with_floats(floats)))
     for one, other, swap in itertools.islice(_swaps(stored), _SWAPS):
         leaves = jax.tree.leaves(run({name: stored[swap.get(name, name)] for name in stored}, arguments.floats))
-        if all(gap_of(a, b).error <= tolerance for a, b in zip(jax.tree.leaves(out), leaves, strict=True)):
+        if all(measure_gap(a, b).error <= tolerance for a, b in zip(jax.tree.leaves(out), leaves, strict=True)):
             return [f"the outputs agree if Linen's {one} and {other} are exchanged: exchange them in the mapping"]
     return []
 
@@ -55,7 +57,7 @@ def _swaps(stored: Mapping[str, Any]) -> list[tuple[str, str, dict[str, str]]]:
     return sorted(found, key=lambda pair: -len(os.path.commonprefix(pair[:2])))
 
 
-def routed(ours: Ours, params: Mapping[str, Any], pairs: list[Pair], tolerance: float) -> list[str]:
+def explain_routing(ours: NNXSide, params: Mapping[str, Any], pairs: list[Pair], tolerance: float) -> list[str]:
     """Describe routing, weights and experts of the first MoE block whose inputs agree and whose outputs differ."""
     modules = {path: node for path, node in nnx.iter_graph(ours.module(params)) if isinstance(node, MoE)}
     for call, other in pairs:
@@ -63,9 +65,9 @@ def routed(ours: Ours, params: Mapping[str, Any], pairs: list[Pair], tolerance: 
         if moe is None or isinstance(moe, LatentMoE) or call.given is None or other.given is None:
             continue
         same = call.given.shape == other.given.shape == call.returned.shape
-        if not same or gap_of(call.given, other.given).error > tolerance:
+        if not same or measure_gap(call.given, other.given).error > tolerance:
             continue
-        if gap_of(call.returned, other.returned).error > tolerance:
+        if measure_gap(call.returned, other.returned).error > tolerance:
             return [
                 f"of the MoE block {call} = {other}:",
                 *_steps(_of_layer(moe, call.number, call.of), call, other, tolerance),
@@ -105,7 +107,9 @@ def _steps(moe: MoE, call: Any, other: Any, tolerance: float) -> list[str]:
     np.add.at(dense, (np.arange(tokens)[:, None], chosen), given)
     return [
         f"  {line}"
-        for line in _lines(weights, dense, gap_of(np.einsum("te,ted->td", weights, outputs), wanted).error, tolerance)
+        for line in _lines(
+            weights, dense, measure_gap(np.einsum("te,ted->td", weights, outputs), wanted).error, tolerance
+        )
     ]
 
 

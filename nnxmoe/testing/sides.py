@@ -1,4 +1,4 @@
-"""Both modules as functions of the NNX module's parameters and the inputs; their outputs and gradients."""
+"""Both modules as functions of the NNX module's parameters and the inputs, and their outputs and gradients."""
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ from nnxmoe.testing.record import Call, Tape, is_floating
 
 
 class Arguments:
-    """The inputs: floating-point arrays are differentiated, everything else is constant."""
+    """Inputs of both modules. Floating-point arrays are differentiated, and everything else is constant."""
 
     def __init__(self, inputs: Sequence[Any]):
         leaves, self._tree = jax.tree_util.tree_flatten_with_path(tuple(inputs))
@@ -30,14 +30,16 @@ class Arguments:
                 raise ValueError(f"{name} has a shape but no values: give an array")
         self.floats = {name: leaf for name, leaf in self._leaves.items() if is_floating(leaf)}
 
-    def filled(self, floats: Arrays) -> tuple[Any, ...]:
-        """All inputs, with the floating-point arrays replaced."""
+    def with_floats(self, floats: Arrays) -> tuple[Any, ...]:
+        """Return all inputs, with the floating-point arrays replaced."""
         return jax.tree.unflatten(self._tree, [floats.get(name, leaf) for name, leaf in self._leaves.items()])
 
 
-class Ours:
-    """The NNX module; its random number state does not count as parameters. Kernels of nnxmoe are given and compared in
-    Flax's order of dimensions, ``[*ins, *outs]``."""
+class NNXSide:
+    """The NNX module. Its random number state does not count as parameters.
+
+    Parameters of nnxmoe's kernels are in Flax's order of dimensions, ``[*ins, *outs]``.
+    """
 
     def __init__(self, module: nnx.Module, call: Callable[..., Any]):
         self.call = call
@@ -66,14 +68,14 @@ class Ours:
         return self.call(module, *inputs)
 
 
-class Theirs:
-    """The Linen module, its parameters made from the NNX module's by ``rows`` (Linen's name -> row)."""
+class LinenSide:
+    """The Linen module. ``rows`` compute its parameters from those of the NNX module, by Linen's names."""
 
     rows: dict[str, Row]
 
     def __init__(self, module: nn.Module, call: Callable[..., Any] | None, arguments: Arguments):
         self.module, self.call = module, call
-        inputs = arguments.filled(arguments.floats)
+        inputs = arguments.with_floats(arguments.floats)
         variables = jax.eval_shape(lambda: module.init(jax.random.key(0), *inputs, method=call))
         if others := sorted(variables.keys() - {"params"}):
             raise ValueError(
@@ -91,22 +93,24 @@ class Theirs:
         return self.module.apply({"params": unflatten_dict(dict(stored), sep="/")}, *inputs, method=self.call)
 
 
-def run(side: Ours | Theirs, params: Arrays, arguments: Arguments) -> tuple[Any, list[Call]]:
+def run(side: NNXSide | LinenSide, params: Arrays, arguments: Arguments) -> tuple[Any, list[Call]]:
     """Return the module's output and the calls of its submodules."""
     tape = Tape()
-    run = jax.jit(lambda params, floats: side(params, arguments.filled(floats), tape))
+    run = jax.jit(lambda params, floats: side(params, arguments.with_floats(floats), tape))
     return jax.block_until_ready(run(params, arguments.floats)), tape.calls()
 
 
-def gradients(side: Ours | Theirs, params: Arrays, arguments: Arguments, like: Any) -> tuple[Arrays, Arrays]:
-    """Gradients of the product of all floating-point outputs with fixed random numbers: by parameters and by inputs."""
+def compute_gradients(
+    side: NNXSide | LinenSide, params: Arrays, arguments: Arguments, like: Any
+) -> tuple[Arrays, Arrays]:
+    """Differentiate a random weighted sum of all floating-point outputs, with respect to parameters and inputs."""
     key, fixed = jax.random.key(0), {name: value for name, value in params.items() if not is_floating(value)}
     weights = [jax.random.normal(jax.random.fold_in(key, i), a.shape) for i, a in enumerate(jax.tree.leaves(like))]
 
-    def product(params: Arrays, floats: Arrays, weights: list[Any]) -> Any:
-        out = jax.tree.leaves(side(params | fixed, arguments.filled(floats)))
+    def weighted_sum(params: Arrays, floats: Arrays, weights: list[Any]) -> Any:
+        out = jax.tree.leaves(side(params | fixed, arguments.with_floats(floats)))
         sums = (jnp.sum(weight * a) for weight, a in zip(weights, out, strict=True) if is_floating(a))
         return sum(sums, start=jnp.float32(0))  # integer outputs have no gradients
 
-    moved = {name: value for name, value in params.items() if name not in fixed}
-    return jax.jit(jax.grad(product, argnums=(0, 1)))(moved, arguments.floats, weights)
+    trained = {name: value for name, value in params.items() if name not in fixed}
+    return jax.jit(jax.grad(weighted_sum, argnums=(0, 1)))(trained, arguments.floats, weights)

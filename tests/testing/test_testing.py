@@ -23,7 +23,7 @@ from nnxmoe.layers.mlp import MLP
 from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.models import Llama, LlamaConfig, Mixtral, MixtralConfig
 from nnxmoe.testing.parameters import compare_trees
-from nnxmoe.testing.sides import Ours
+from nnxmoe.testing.sides import NNXSide
 from tests.support.running import randomise
 from tests.support.tiny import build_tiny, stacking_of
 
@@ -842,7 +842,7 @@ def test_maxtext_mapping_equals_convert(kind: str, changes: dict[str, Any], scan
     """Covers divided and interleaved queries, biases per head, and stacked layers."""
     model = build_tiny(kind, nnxmoe.Strategy(), **changes)
     tree = flatten_dict(maxtext.to_tree(model, scan_layers=scan)["params"], sep="/")
-    params = Ours(model, lambda model, tokens: model(tokens)).params
+    params = NNXSide(model, lambda model, tokens: model(tokens)).params
     rows = compare_trees("", model, params, tree, None)
     assert rows.keys() == tree.keys() and {name for row in rows.values() for name, _ in row.parts} == params.keys()
     for name, array in tree.items():
