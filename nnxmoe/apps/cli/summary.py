@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from nnxmoe.apps.cli.tensor_headers import read_headers
-from nnxmoe.apps.planning.arithmetic import cache_per_token
+from nnxmoe.apps.planning.planned_step import cache_per_token
 from nnxmoe.axes import AnyMesh, keeps_dtype
 from nnxmoe.config.base import DecoderConfig
 from nnxmoe.config.bounds import ConfigError

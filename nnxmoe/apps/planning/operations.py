@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.extend.core import jaxprs_in_params
 
-from nnxmoe.apps.planning.arithmetic import PlannedStep, abstract
+from nnxmoe.apps.planning.planned_step import PlannedStep, abstract
 from nnxmoe.layers.attention.gqa import GQA
 from nnxmoe.layers.attention.mla import MLA
 from nnxmoe.model.stack import UnrolledStack

@@ -1,9 +1,9 @@
 """Traffic between the devices of a mesh in one step, estimated from shapes."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Iterable
 
-from nnxmoe.apps.planning.arithmetic import STATE, VALUES, PlannedStep
+from nnxmoe.apps.planning.planned_step import STATE, VALUES, ParamSize, PlannedStep
 from nnxmoe.axes import CONTEXT, TOKEN_AXES
 from nnxmoe.model.pipeline import AXIS, stages_of
 from nnxmoe.sharding_rules import shard_count
@@ -11,8 +11,16 @@ from nnxmoe.sharding_rules import shard_count
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Bytes that one device receives in a step by collectives of one ``kind`` over mesh axes; ``times``: how often.
-    ``copies``: rows of each token, of which one per node crosses the network; 0: all do."""
+    """Bytes that one device receives in a step by collectives of one kind.
+
+    Attributes:
+        kind: all-gather, reduce-scatter, all-reduce, all-to-all or collective-permute.
+        axes: mesh axes that the collectives run over.
+        bytes: of all calls together.
+        times: number of calls.
+        what: tokens, keys, or the `Role` of the parameters.
+        copies: rows sent per token, of which one per node crosses the network. 0: all rows cross it.
+    """
 
     kind: str
     axes: tuple[str, ...]
@@ -22,95 +30,123 @@ class Traffic:
     copies: int = 0
 
 
+class _Sums:
+    """Sums bytes and calls by kind, axes and what is sent."""
+
+    def __init__(self) -> None:
+        self.bytes: dict[tuple[str, tuple[str, ...], str], float] = {}
+        self.times: dict[tuple[str, tuple[str, ...], str], float] = {}
+
+    def add(self, kind: str, axes: tuple[str, ...], what: str, size: float, times: float) -> None:
+        """Add ``times`` calls of ``size`` bytes."""
+        key = (kind, axes, what)
+        self.bytes[key] = self.bytes.get(key, 0.0) + size * times
+        self.times[key] = self.times.get(key, 0) + times
+
+
 def traffic(step: PlannedStep) -> list[Traffic]:
-    """Estimate of the collectives of a step: gathered kernels, reduced gradients, tokens to experts and back, and keys
-    that `AllGatherAttention` gathers.
+    """Estimate the collectives of a step.
 
-    Assumes kernels gathered in the dtype of activations, or as codes, once per pass, and gradients reduced in float32;
-    those of adapters are left out. The head is gathered once per part of a batch. Embeddings of tokens are exchanged
-    instead of their table. Stages of a pipeline do all this in every turn, those of waiting included, and each turn
-    sends a microbatch and a slot on, forward and backward.
+    They gather kernels, reduce gradients, send tokens to experts and back, and gather keys for `AllGatherAttention`.
+
+    Kernels are gathered once per pass, in the dtype of activations or as codes, and the head once per part of a batch.
+    Gradients are reduced in float32; those of adapters are left out. Embeddings of tokens are exchanged instead of
+    their table. Pipeline stages do all this in every turn, waiting turns included. Each turn sends a microbatch and a
+    slot on, forward and backward.
     """
-    config, work, mesh = step.config, step.work, step.mesh
-    sums: dict[tuple[str, tuple[str, ...], str], list[float]] = {}
-
-    def add(kind: str, axes: tuple[str, ...], what: str, size: float, times: int) -> None:
-        one = sums.setdefault((kind, axes, what), [0.0, 0])
-        one[0] += size * times
-        one[1] += times
-
-    head = "embed.table" if config.tie_word_embeddings else "head.kernel"
-    token_axes = tuple(axis for axis in TOKEN_AXES if mesh.shape[axis] > 1)
-    passes = (2 if work.remat else 1) if work.train else 1
+    config, work, mesh, sums = step.config, step.work, step.mesh, _Sums()
     for part in step.parts:
-        own = (*(("expert",) if part.experts else ()), *((AXIS,) if part.staged else ()))
-        split = tuple(axis for axis in part.axes if axis in token_axes and axis not in own)
-        what = "experts" if part.experts else "layers" if part.layers else "head" if part.key == head else "embedding"
-        size, times, fraction = step.gathered(part), step.runs(part), 1 - 1 / shard_count(mesh, split)
-        looked_up = part.key == "embed.table"
-        if looked_up and split:
-            _embeddings(step, split, part.over[0], add)
-        gathered_over = () if looked_up and what != "head" else split
-        if gathered_over:
-            add("all-gather", split, what, size * part.stored * fraction, times * (1 if what == "head" else passes))
-        if work.train and part.trained and not work.lora:
-            if gathered_over:
-                add("reduce-scatter", split, what, size * STATE * fraction, times)
-            if rest := tuple(axis for axis in token_axes if axis not in part.axes):
-                local = size / shard_count(mesh, split) * STATE
-                add("all-reduce", rest, what, 2 * local * (1 - 1 / shard_count(mesh, rest)), times)
-    _activations(step, add)
+        _parameter(step, part, sums)
+    _activations(step, sums)
     if work.train and mesh.shape[CONTEXT] > 1:
-        _keys(step, add)
+        _keys(step, sums)
     if work.pipeline is not None:
-        sent = step.rows * stages_of(mesh) // work.pipeline.microbatches // work.accumulate
-        sent *= work.seq * config.hidden_size * VALUES
-        add("collective-permute", (AXIS,), "tokens", 2 * sent, 2 * work.turns(mesh))
-        add("collective-permute", (AXIS,), "tokens", sent, 2 * work.accumulate)
-    copies = config.experts_per_token if work.node_copies else 0
-    return [
-        Traffic(kind, axes, size, int(times), what, copies if (kind, what) == ("all-to-all", "tokens") else 0)
-        for (kind, axes, what), (size, times) in sums.items()
-    ]
+        tokens = step.rows * stages_of(mesh) // work.pipeline.microbatches // work.accumulate
+        size = tokens * work.seq * config.hidden_size * VALUES
+        sums.add("collective-permute", (AXIS,), "tokens", 2 * size, 2 * work.turns(mesh))
+        sums.add("collective-permute", (AXIS,), "tokens", size, 2 * work.accumulate)
+    found = list[Traffic]()
+    for (kind, axes, what), size in sums.bytes.items():
+        to_experts = (kind, what) == ("all-to-all", "tokens")
+        copies = config.experts_per_token if work.node_copies and to_experts else 0
+        found.append(Traffic(kind, axes, size, int(sums.times[kind, axes, what]), what, copies))
+    return found
 
 
-def _embeddings(step: PlannedStep, split: tuple[str, ...], vocab: tuple[str, ...], add: Callable[..., None]) -> None:
-    """Embeddings of each device's tokens, from the devices that have a part of D, and of V (see `Embed`)."""
+def _parameter(step: PlannedStep, part: ParamSize, sums: _Sums) -> None:
+    """Gather a parameter for the passes over its layers, and reduce its gradients."""
+    work, mesh = step.work, step.mesh
+    token_axes = tuple(axis for axis in TOKEN_AXES if mesh.shape[axis] > 1)
+    # A device computes only the experts and the layers that it holds.
+    held = (*(("expert",) if part.experts else ()), *((AXIS,) if part.staged else ()))
+    axes = tuple(axis for axis in part.axes if axis in token_axes and axis not in held)
+    size, times, fraction = step.gathered(part), step.runs(part), 1 - 1 / shard_count(mesh, axes)
+    if part.is_table and axes:
+        _embeddings(step, axes, part.over[0], sums)
+    is_gathered = axes and (not part.is_table or part.role == "head")
+    if is_gathered:
+        passes = 2 if work.train and work.remat and part.role != "head" else 1
+        sums.add("all-gather", axes, part.role, size * part.stored * fraction, times * passes)
+    if not work.train or not part.trained or work.lora:
+        return
+    if is_gathered:
+        sums.add("reduce-scatter", axes, part.role, size * STATE * fraction, times)
+    replicated = tuple(axis for axis in token_axes if axis not in part.axes)
+    if replicated:
+        shard = size / shard_count(mesh, axes) * STATE
+        sums.add("all-reduce", replicated, part.role, 2 * shard * (1 - 1 / shard_count(mesh, replicated)), times)
+
+
+def _embeddings(step: PlannedStep, axes: tuple[str, ...], vocab_axes: tuple[str, ...], sums: _Sums) -> None:
+    """Exchange the embeddings of each device's tokens: over ``axes`` for parts of D, ``vocab_axes`` for parts of V."""
     work, mesh = step.work, step.mesh
     tokens = step.rows * step.tokens_per_row // work.accumulate
-    size, runs = tokens * step.config.hidden_size * VALUES, (2 if work.train else 1) * work.accumulate
-    add("all-to-all", split, "embedding", size * (1 - 1 / shard_count(mesh, split)), runs)
-    if vocab:
-        add("all-reduce", vocab, "embedding", 2 * size * (1 - 1 / shard_count(mesh, vocab)), runs)
+    size, times = tokens * step.config.hidden_size * VALUES, (2 if work.train else 1) * work.accumulate
+    sums.add("all-to-all", axes, "embedding", size * (1 - 1 / shard_count(mesh, axes)), times)
+    if vocab_axes:
+        sums.add("all-reduce", vocab_axes, "embedding", 2 * size * (1 - 1 / shard_count(mesh, vocab_axes)), times)
 
 
-def _activations(step: PlannedStep, add: Callable[..., None]) -> None:
-    """Tokens to the experts and back, and partial sums over the tensor axis."""
-    config, work, mesh = step.config, step.work, step.mesh
-    passes, vector = (3 if work.remat else 2) if work.train else 1, config.hidden_size * VALUES
+def _activations(step: PlannedStep, sums: _Sums) -> None:
+    """Send tokens to the experts and back, and reduce partial sums over the tensor axis."""
+    work, mesh = step.work, step.mesh
+    passes = (3 if work.remat else 2) if work.train else 1
+    width = step.config.hidden_size * VALUES
     experts, tensor = mesh.shape["expert"], mesh.shape["tensor"]
-    norms = [part for part in step.parts if part.layers and part.key.endswith("attention_norm.scale")]
-    for moe, parts in ((True, [part for part in step.parts if part.experts]), (False, norms)):
-        for run in {(part.stack, part.staged): part for part in parts}.values():
-            times, part_of_tokens = step.runs(run), step.rows * step.tokens_per_row / work.accumulate
-            if run.staged and work.pipeline is not None:
-                part_of_tokens *= stages_of(mesh) / work.pipeline.microbatches
-            if moe and experts > 1:
-                sent = part_of_tokens * config.experts_per_token * vector * (1 - 1 / experts)
-                again = int(work.train and step.chunks > 1)  # each chunk is recomputed
-                add("all-to-all", ("expert",), "tokens", sent, 2 * (passes + again) * times)
-            if not moe and tensor > 1:
-                summed = 2 * part_of_tokens * vector * (1 - 1 / tensor)
-                add("all-reduce", ("tensor",), "tokens", summed, 2 * passes * times)
+    if experts > 1:
+        recomputed = int(work.train and step.chunks > 1)  # each chunk is recomputed
+        for run in _runs(part for part in step.parts if part.experts):
+            size = _tokens(step, run) * step.config.experts_per_token * width * (1 - 1 / experts)
+            sums.add("all-to-all", ("expert",), "tokens", size, 2 * (passes + recomputed) * step.runs(run))
+    if tensor > 1:
+        for run in _runs(part for part in step.parts if part.layers and part.key.endswith("attention_norm.scale")):
+            size = 2 * _tokens(step, run) * width * (1 - 1 / tensor)
+            sums.add("all-reduce", ("tensor",), "tokens", size, 2 * passes * step.runs(run))
 
 
-def _keys(step: PlannedStep, add: Callable[..., None]) -> None:
-    """Keys and values, or latents, gathered from neighbour to neighbour, with their gradients on the way back, and each
-    device's queries and outputs, as wide as the input of the output kernel, in balanced order and back."""
+def _runs(parts: Iterable[ParamSize]) -> Iterable[ParamSize]:
+    """One of the parameters for each run of layers."""
+    return {(part.stack, part.staged): part for part in parts}.values()
+
+
+def _tokens(step: PlannedStep, part: ParamSize) -> float:
+    """Tokens on one device in each computation of a parameter's layers."""
+    tokens = step.rows * step.tokens_per_row / step.work.accumulate
+    if part.staged and step.work.pipeline is not None:
+        tokens *= stages_of(step.mesh) / step.work.pipeline.microbatches
+    return tokens
+
+
+def _keys(step: PlannedStep, sums: _Sums) -> None:
+    """Pass keys and values, or latents, from neighbor to neighbor, and their gradients back.
+
+    Each device's queries, and outputs as wide as the input of the output kernel, are exchanged to balanced order and
+    back.
+    """
     config, work, mesh = step.config, step.work, step.mesh
-    tokens, times = step.rows * step.tokens_per_row / work.accumulate, 3 if work.remat else 2
-    times *= config.num_hidden_layers * work.accumulate
+    tokens = step.rows * step.tokens_per_row / work.accumulate
+    times = (3 if work.remat else 2) * config.num_hidden_layers * work.accumulate
     width = max(part.width for part in step.parts if part.key.endswith("attention.o.kernel")) - config.hidden_size
-    of_layer = step.keys_per_token / config.num_hidden_layers * VALUES / 2
-    add("collective-permute", (CONTEXT,), "keys", tokens * of_layer, times * (mesh.shape[CONTEXT] - 1))
-    add("collective-permute", (CONTEXT,), "tokens", tokens * width / mesh.shape["tensor"] * VALUES, 2 * times)
+    size = step.keys_per_token / config.num_hidden_layers * VALUES / 2
+    sums.add("collective-permute", (CONTEXT,), "keys", tokens * size, times * (mesh.shape[CONTEXT] - 1))
+    sums.add("collective-permute", (CONTEXT,), "tokens", tokens * width / mesh.shape["tensor"] * VALUES, 2 * times)

@@ -1,0 +1,241 @@
+"""A step of a model on a mesh: its parameters, their shards, and the tokens of each device, from shapes alone."""
+
+import dataclasses
+import functools
+import math
+from collections import Counter
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from nnxmoe.apps.planning.work import Work
+from nnxmoe.axes import BATCH_AXES, CONTEXT, TOKEN_AXES, AnyMesh, axes_of, is_stacked
+from nnxmoe.config.base import DecoderConfig
+from nnxmoe.convert.arrays.array_layout import parameters
+from nnxmoe.layers.linear.kernel import ParamWeight, is_kernel
+from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.model.paths import name_of
+from nnxmoe.model.pipeline import Pipeline, stages_of
+from nnxmoe.model.quantization.methods import Method, Mixed
+from nnxmoe.model.quantization.quantized_kernels import quantized_kernels
+from nnxmoe.model.quantization.rounding import quantize_structure
+from nnxmoe.model.stack import Scanned, UnrolledStack
+from nnxmoe.model.strategy import Strategy, check_context
+from nnxmoe.models import model_class
+from nnxmoe.moe.expert_parallel import min_chunks
+from nnxmoe.sharding_rules import axes_per_dimension, check_mesh, shard_count
+
+# Bytes per element of a parameter while it is trained, and of an activation or a decoded weight.
+STATE, VALUES = 4, 2
+
+
+# What the printed traffic of a parameter is called. "embedding" includes the final norm.
+Role = Literal["experts", "layers", "head", "embedding"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamSize:
+    """The size of one variable, its shards and its role.
+
+    Attributes:
+        key: path without layer numbers.
+        size: number of elements.
+        over: mesh axes that shard each dimension.
+        trained: whether it is an `nnx.Param`.
+        kernel: whether it is the kernel of a linear map.
+        role: the part of the model that it belongs to. A tied embedding is the head.
+        experts: E of a variable with an expert dimension, else 0.
+        itemsize: bytes per element of a variable that is not trained.
+        layers: number of layers that it holds; 0 outside of the stacks.
+        staged: whether a pipeline shards these layers over its stages.
+        stack: the run of layers that it belongs to.
+        width: elements per row of a kernel's input and output together, per expert if there are any.
+        stored: bytes per element of a parameter that is frozen.
+    """
+
+    key: str
+    size: int
+    over: tuple[tuple[str, ...], ...]
+    trained: bool
+    kernel: bool
+    role: Role
+    experts: int
+    itemsize: int
+    layers: int
+    staged: bool
+    stack: int | None
+    width: int
+    stored: float = 2.0
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """All mesh axes that shard it."""
+        return tuple(axis for axes in self.over for axis in axes)
+
+    @property
+    def is_table(self) -> bool:
+        """Whether it is the embedding table, in which rows are looked up."""
+        return self.key == "embed.table"
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedStep:
+    """A step of a model on a mesh, from which all estimates are computed: the work, and the model's variables."""
+
+    config: Any
+    mesh: AnyMesh
+    work: Work
+    parts: tuple[ParamSize, ...]
+
+    @classmethod
+    def of(cls, config: DecoderConfig, mesh: AnyMesh, work: Work) -> "PlannedStep":
+        """List the variables of a model. Raises ValueError if the rules cannot shard one of them, or ``quantize`` fits
+        none."""
+        stages = None if work.pipeline is None else stages_of(mesh)
+        model, parts = _scanned(config, stages), list[ParamSize]()
+        check_context(model, mesh)
+        check_mesh(model, mesh, work.rules)
+        codes = {} if work.quantize is None else _bytes_of_codes(config, stages, work.quantize)
+        for path, variable in nnx.to_flat_state(nnx.state(model)):
+            key, _, stack = name_of(model, path)
+            axes, shape = axes_of(variable), variable.shape
+            experts, layers = (
+                shape[axes.index("expert")] if "expert" in axes else 0,
+                shape[0] if is_stacked(axes) else 0,
+            )
+            part = ParamSize(
+                key,
+                math.prod(shape),
+                over=axes_per_dimension(axes, mesh, work.rules),
+                trained=isinstance(variable, nnx.Param),
+                kernel=is_kernel(variable),
+                role=_role(key, experts, layers, config.tie_word_embeddings),
+                experts=experts,
+                itemsize=jnp.dtype(variable.dtype).itemsize,
+                layers=layers,
+                staged=axes[:1] == ("stages",),
+                stack=stack,
+                width=sum(map(math.prod, ParamWeight(variable).split(shape)[1:])) if is_kernel(variable) else 0,
+                stored=codes.get(tuple(path), 2.0 * variable.size) / variable.size,
+            )
+            parts.append(part)
+        return cls(config, mesh, work, tuple(parts))
+
+    @property
+    def chunks(self) -> int:
+        """Slices of an exchange between experts; one token decoded per row is not sliced."""
+        size = self.mesh.shape["expert"]
+        if not self.config.experts or size == 1:
+            return 1
+        if self.work.chunks is not None:
+            return self.work.chunks
+        if not self.work.train:
+            return 1
+        experts_per_device = max(1, self.config.experts // size)
+        return min_chunks(self.work.buffer_factor, self.config.experts_per_token, size, experts_per_device)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the batch on each device."""
+        return rows_per_device(self.work.batch, self.mesh)
+
+    @property
+    def tokens_per_row(self) -> int:
+        """Tokens of each row that pass through one device. Raises ValueError if ``context`` does not divide a row."""
+        seq, parts = self.work.seq, self.mesh.shape[CONTEXT]
+        if not self.work.train:
+            return 1
+        if seq % parts:
+            raise ValueError(f"rows of {seq} tokens are not divisible by {CONTEXT}={parts}: use a multiple")
+        return seq // parts
+
+    @property
+    def keys_per_token(self) -> int:
+        """Bytes of a token's keys and values, or latents, in all layers, in bfloat16. The tensor axis shards keys, not
+        latents. The state of a recurrence is not counted: all tokens share it."""
+        has_keys = any(part.key.endswith("attention.k.kernel") for part in self.parts)
+        size = sum(size for slots, size in cache_sizes(self.config).items() if slots != 1)
+        return size // (self.mesh.shape["tensor"] if has_keys else 1)
+
+    def held(self, part: ParamSize) -> int:
+        """Elements of a variable on one device."""
+        return part.size // shard_count(self.mesh, part.axes)
+
+    def gathered(self, part: ParamSize) -> int:
+        """Elements per layer of a variable on one device, once it is gathered over the axes of tokens."""
+        axes = [axis for axis in part.axes if axis not in TOKEN_AXES or (axis == "expert" and part.experts)]
+        return part.size // max(1, part.layers) // shard_count(self.mesh, axes)
+
+    def runs(self, part: ParamSize) -> int:
+        """How often a step computes a variable's layers."""
+        if part.staged:
+            return part.layers // stages_of(self.mesh) * self.work.turns(self.mesh)
+        return max(1, part.layers) * self.work.accumulate
+
+
+def _role(key: str, experts: int, layers: int, tied: bool) -> Role:
+    if experts:
+        return "experts"
+    if layers:
+        return "layers"
+    return "head" if key == ("embed.table" if tied else "head.kernel") else "embedding"
+
+
+def _bytes_of_codes(config: DecoderConfig, stages: int | None, method: Method | Mixed) -> dict[tuple[Any, ...], float]:
+    """Path of a quantized kernel -> bytes of its codes and scales."""
+    model, sizes = _build(config, stages), Counter[tuple[Any, ...]]()
+    quantize_structure(model, method, jnp.bfloat16)
+    kernels = {place.path for place in quantized_kernels(model)}
+    for parameter in parameters(model, codes=True):
+        if (path := parameter.path[:-1]) in kernels:
+            sizes[tuple(path)] += math.prod(parameter.shape) * jnp.dtype(parameter.variable.dtype).itemsize
+    return dict(sizes)
+
+
+def rows_per_device(batch: int, mesh: AnyMesh) -> int:
+    """Rows of a batch on each device. Raises ValueError if they do not divide."""
+    over = [axis for axis in BATCH_AXES if mesh.shape[axis] > 1]
+    count = shard_count(mesh, over)
+    if batch % count:
+        names = " x ".join(over)
+        raise ValueError(f"a batch of {batch} rows is not divisible by the {count} devices of {names}: use a multiple")
+    return batch // count
+
+
+def cache_per_token(model: CausalLM) -> dict[int | None, int]:
+    """Map the capacity of a layer's cache (tokens, `None`: no limit) to the bytes per token and row of such layers."""
+
+    def size(attention: Any, capacity: int) -> int:
+        buffers = jax.eval_shape(lambda: jax.tree.leaves(attention.empty_cache(1, capacity, model.dtype)))
+        return sum(math.prod(buffer.shape) * buffer.dtype.itemsize for buffer in buffers)
+
+    sizes, unlimited = Counter[int | None](), 2**30
+    for stack in model.stacks:
+        assert isinstance(stack, UnrolledStack), "the default of models without a strategy"
+        for layer in stack.layers:
+            if token := size(layer.attention, 1):
+                slots = size(layer.attention, unlimited) // token
+                sizes[None if slots == unlimited else slots] += token
+    return dict(sizes)
+
+
+def _build(config: DecoderConfig, stages: int | None) -> CausalLM:
+    """Make the model without arrays, its layers stacked as by `Scanned`, or as by a `Pipeline` of this many stages."""
+    strategy = Strategy(stacking=Scanned(), pipeline=None if stages is None else Pipeline(stages, stages))
+    return model_class(config)(config, strategy, rngs=None, dtype=jnp.bfloat16)
+
+
+_scanned = functools.lru_cache(maxsize=8)(_build)
+
+
+@functools.lru_cache(maxsize=8)
+def cache_sizes(config: DecoderConfig) -> dict[int | None, int]:
+    return cache_per_token(abstract(config))
+
+
+@functools.lru_cache(maxsize=8)
+def abstract(config: DecoderConfig) -> CausalLM:
+    """Make the model without arrays, with unrolled layers."""
+    return model_class(config)(config, Strategy(), rngs=None, dtype=jnp.bfloat16)
