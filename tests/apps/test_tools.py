@@ -15,9 +15,10 @@ from tokenizers import AddedToken, Tokenizer
 
 import nnxmoe
 from nnxmoe.apps.serve.answer_form import AnswerForm
+from nnxmoe.apps.serve.call_formats import FORMATS, format_of
 from nnxmoe.apps.serve.call_split import AnswerPart, CallPiece
 from nnxmoe.apps.serve.json_stream import JsonObject, json_object
-from nnxmoe.apps.serve.tools import FORMATS, Calls, format_of
+from nnxmoe.apps.serve.tool_options import ToolOptions
 from nnxmoe.generation.grammar import empty_masks, symbols
 from tests.support.serving import Running, serving, serving_tools
 
@@ -45,6 +46,12 @@ BOTH = [("now", {}), ("get_weather", ARGUMENTS)]
 def wide(text: str) -> str:
     """The special tokens of DeepSeek."""
     return text.replace("|", "\uff5c")
+
+
+def end_tag(name: str) -> str:
+    """The tag after the value of an argument."""
+    tags = FORMATS[name].argument
+    return "" if tags is None else tags.end_tag
 
 
 # Of each format: texts as its models write them, what is said in them, and names and arguments of the calls.
@@ -266,8 +273,8 @@ MALFORMED: list[tuple[str, str, str, list[tuple[str, Any]]]] = [  # format, text
         (name, text.replace("{}", value), "", [("find", {"city": value})])
         for name, text in (("qwen xml", QWEN), ("glm", GLM), ("minimax", MINIMAX + "</minimax:tool_call>"))
         for value in (
-            f"x = '{FORMATS[name].argument_ends[0]}'",
-            FORMATS[name].argument_ends[0],
+            f"x = '{end_tag(name)}'",
+            end_tag(name),
             "a </function> </invoke> </tool_call> </minimax:tool_call> <tool_call> b",
             f"a\n{text.replace('{}', 'Rome')}\nb",
             "",
@@ -312,7 +319,7 @@ def joined(calls: Sequence[CallPiece]) -> list[str]:
 @pytest.mark.parametrize("name", FORMATS)
 def test_calls_in_texts(name: str) -> None:
     """As a whole, and in pieces of every size."""
-    answer = AnswerForm(calls=Calls(FORMATS[name], PARAMETERS), harmony=name == "harmony")
+    answer = AnswerForm(calls=ToolOptions(FORMATS[name], PARAMETERS), harmony=name == "harmony")
     for text, said, calls in TEXTS[name]:
         for size in (len(text), *range(1, 12), 40):
             found = parts(answer, [text[at : at + size] for at in range(0, len(text), size)])
@@ -323,7 +330,7 @@ def test_calls_in_texts(name: str) -> None:
 @pytest.mark.parametrize(("name", "text", "said", "calls"), MALFORMED)
 def test_malformed_calls_have_arguments_that_are_json(name: str, text: str, said: str, calls: Any) -> None:
     """Tags or brackets that are missing, that belong to values, and words between: nothing of the text is lost."""
-    answer = AnswerForm(calls=Calls(FORMATS[name], TRIP), harmony=name == "harmony")
+    answer = AnswerForm(calls=ToolOptions(FORMATS[name], TRIP), harmony=name == "harmony")
     for pieces in ([text], text):
         assert parts(answer, pieces)[1:] == (said, calls)
 
@@ -333,8 +340,9 @@ def test_answers_may_end_anywhere(name: str) -> None:
     """An answer that ends by itself has arguments that are JSON, one that was cut has their beginning, and no word is
     lost, in any division into pieces."""
     form, rng = FORMATS[name], random.Random(0)
-    answer = AnswerForm(calls=Calls(form, PARAMETERS), harmony=name == "harmony")
-    marks = f"{form.opening} {form.call} {form.argument} {form.closing} analysis start assistant end"
+    answer = AnswerForm(calls=ToolOptions(form, PARAMETERS), harmony=name == "harmony")
+    tags = "" if form.argument is None else form.argument.before + form.argument.after
+    marks = f"{form.opening} {form.call} {tags} {form.closing} analysis start assistant end"
     marks += " name function id Ab3 type"  # further fields of calls, and headers without a message, are dropped
     marks += " get_weather" if name == "harmony" else ""
     for text, *_ in TEXTS[name][:2]:
@@ -404,7 +412,7 @@ def test_repaired_json(text: str, value: Any) -> None:
 def test_arguments_come_in_pieces() -> None:
     """A client sees the name first, and the arguments while they are made."""
     text = TEXTS["hermes"][0][0]
-    splitter = AnswerForm(calls=Calls(FORMATS["hermes"], PARAMETERS)).splitter()
+    splitter = AnswerForm(calls=ToolOptions(FORMATS["hermes"], PARAMETERS)).splitter()
     found = [piece for letter in text for piece in splitter.put(letter).calls]
     assert found[0].name == "get_weather" and not found[0].arguments and len(found) > len(JSON) / 2
     assert [call.id for call in found[1:]] == [None] * (len(found) - 1)
@@ -435,7 +443,7 @@ def test_values_of_arguments(schema: Any, text: str, value: Any) -> None:
     """Arguments that are written as texts have the types of their schemas."""
     level, loop = {"type": "string", "enum": ["1", "2"]}, {"$ref": "#/$defs/loop"}
     tool = {"type": "object", "properties": {"x": schema}, "$defs": {"level": level, "loop": loop}}
-    answer = AnswerForm(calls=Calls(FORMATS["glm"], {"f": tool}))
+    answer = AnswerForm(calls=ToolOptions(FORMATS["glm"], {"f": tool}))
     written = f"<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>{text}</arg_value>\n</tool_call>"
     assert parts(answer, [written])[2] == [("f", {"x": value})]
 
@@ -444,7 +452,10 @@ def test_values_of_arguments(schema: Any, text: str, value: Any) -> None:
 def test_white_space_after_arguments_takes_linear_time(name: str) -> None:
     """Small models may repeat a line's end; one regular expression needed minutes for 600 of them."""
     text = TEXTS[name][0][0]
-    answer, since = AnswerForm(calls=Calls(FORMATS[name], PARAMETERS), harmony=name == "harmony"), time.monotonic()
+    answer, since = (
+        AnswerForm(calls=ToolOptions(FORMATS[name], PARAMETERS), harmony=name == "harmony"),
+        time.monotonic(),
+    )
     assert parts(answer, [text[: text.index(JSON) + len(JSON)], *"\n" * 400])[2][-1] == BOTH[1]
     assert time.monotonic() - since < 5
 
@@ -529,7 +540,7 @@ def test_calls_by_grammar(name: str, special: bool) -> None:
     given = {"properties": weather["properties"] | more, "$defs": {"unit": {"type": "string", "enum": ["C", "F"]}}}
     given |= {name: weather[name] for name in ("required", "additionalProperties")}  # no type: it is an object even so
     for several, must in ((True, True), (False, True), (True, False)):
-        calls = Calls(FORMATS[name], {"get_weather": given, "now": None}, must=must, strict=True, several=several)
+        calls = ToolOptions(FORMATS[name], {"get_weather": given, "now": None}, must=must, strict=True, several=several)
         answer = AnswerForm(calls=calls, harmony=name == "harmony", tokens=ids)
         texts = list(sampled(answer, None, tokenizer, 8))
         assert len(texts) > 3
@@ -573,7 +584,7 @@ def test_forms_in_channels() -> None:
     tokenizer = tokenizer_with(marks("harmony"), [])
     backend = nnxmoe.Tokenizer(tokenizer, {}, {}, "test")
     form = nnxmoe.Grammar.json_schema(PARAMETERS["get_weather"], backend)
-    calls, found = Calls(FORMATS["harmony"], PARAMETERS), list[tuple[str, str, Any]]()
+    calls, found = ToolOptions(FORMATS["harmony"], PARAMETERS), list[tuple[str, str, Any]]()
     answer = AnswerForm.of("<|channel|><|message|>", "", calls, symbols(backend))
     for text in sampled(answer, form, tokenizer, 30):
         found.append(parts(answer, [text]))
@@ -684,7 +695,7 @@ def test_templates_without_tools() -> None:
 
 
 def test_formats_of_templates() -> None:
-    words = {name: " ".join(form.words) for name, form in FORMATS.items()}
+    words = {name: " ".join(form.template_words) for name, form in FORMATS.items()}
     assert {
         name: next(key for key, form in FORMATS.items() if form is format_of(text)) for name, text in words.items()
     } == {name: name for name in FORMATS}

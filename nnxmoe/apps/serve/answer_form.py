@@ -5,9 +5,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nnxmoe.apps.serve import harmony
+from nnxmoe.apps.serve.call_formats import FORMATS, format_of
 from nnxmoe.apps.serve.call_split import AnswerPart, CallSplit
 from nnxmoe.apps.serve.reasoning import Reasoning, ReasoningSplit
-from nnxmoe.apps.serve.tools import FORMATS, Calls, escaped, format_of, literal
+from nnxmoe.apps.serve.tool_options import ToolOptions, escaped, literal
 from nnxmoe.generation.grammar import Grammar
 
 
@@ -17,12 +18,12 @@ class AnswerForm:
     in channels. ``tokens``: ids of tokens in these forms that are no text to grammars; they are kept in the text."""
 
     reasoning: Reasoning | None = None
-    calls: Calls | None = None
+    calls: ToolOptions | None = None
     harmony: bool = False
     tokens: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def of(cls, template: str, prompt: str, calls: Calls | None, symbols: Mapping[str, int]) -> "AnswerForm":
+    def of(cls, template: str, prompt: str, calls: ToolOptions | None, symbols: Mapping[str, int]) -> "AnswerForm":
         """The form of answers by a chat template. ``prompt``: the end of the rendered chat; ``symbols``: the ids of
         tokens that are no text to grammars."""
         channels = format_of(template) is FORMATS["harmony"]
@@ -63,7 +64,7 @@ class AnswerForm:
         rules, answers = list[str](), ["calls"] if calls is not None else []
         rules += calls.rules(self.tokens) if calls is not None else []
         if calls is None or not calls.must:
-            final = literal(FORMATS["harmony"].final, self.tokens) if self.harmony else ""
+            final = literal(FORMATS["harmony"].text_prefix, self.tokens) if self.harmony else ""
             if form is not None:
                 answers.append(f"{final} @form")
             elif calls is not None:
@@ -72,12 +73,12 @@ class AnswerForm:
         text = "\n".join([f"start: {self._thinking(rules)} ({' | '.join(answers)})", *rules])
         return Grammar.lark(text, tokenizer) if form is None else form.within(text)
 
-    def _free(self, calls: Calls, final: str) -> tuple[Sequence[str], Sequence[str]]:
+    def _free(self, calls: ToolOptions, final: str) -> tuple[Sequence[str], Sequence[str]]:
         """Alternatives and rules of an answer that says something, calls tools, or both."""
         form, any_text = calls.format, r"/(.|\n)*/"
         if self.harmony:
             return ["calls", f"{final} {any_text}"], []
-        if form.first:
+        if form.only_at_start:
             return ["calls", rf"/\s*([^\s{escaped(form.marks[0])}](.|\n)*)?/"], []
         if form.marks[0] in self.tokens:
             return [f"{any_text} calls?"], []

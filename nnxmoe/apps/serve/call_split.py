@@ -9,10 +9,11 @@ import string
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
+from nnxmoe.apps.serve.call_formats import NAME
 from nnxmoe.apps.serve.json_stream import NOTHING, JsonArguments, json_object
 from nnxmoe.apps.serve.reasoning import held
 from nnxmoe.apps.serve.tagged_arguments import TaggedArguments, next_tag
-from nnxmoe.apps.serve.tools import NAME, Calls
+from nnxmoe.apps.serve.tool_options import ToolOptions
 
 _LETTERS = string.ascii_letters + string.digits
 _NOTHING = re.compile(rf"\s*(?:{'|'.join(NOTHING[1:])})(?![\w\"])")
@@ -47,14 +48,13 @@ def new_id() -> str:
 
 
 class CallSplit:
-    """Splits a text into content and tool calls in the format of a `Calls`. At the end, text that is not a call after
-    all becomes content.
+    """Splits a text into content and tool calls. At the end, text that is not a call after all becomes content.
 
     ``count``: number of calls so far. The parts do not depend on how the text is divided into pieces.
     """
 
-    def __init__(self, calls: Calls):
-        self._calls, self._format = calls, calls.format
+    def __init__(self, tools: ToolOptions):
+        self._tools, self._format = tools, tools.format
         self._state: Literal["text", "calls", "arguments"] = "text"
         self._buffer, self.count, self._said = "", 0, False
         self._space = ""  # before a call that may be none
@@ -85,8 +85,9 @@ class CallSplit:
     def _is_rest(self, text: str) -> bool:
         """Whether a text belongs to the end of a call. Models leave out a part of it, or are cut there."""
         form, got = self._format, "".join(text.split()).removesuffix(self._format.between.strip())
-        after = form.call.partition("ARGUMENTS")[2] + (form.closing or "")
-        wholes = ["".join(part.split()) for part in (after, (form.argument or "").partition("KEY")[0])]
+        after = form.after_arguments + (form.closing or "")
+        opening = "" if form.argument is None else form.argument.opening
+        wholes = ["".join(part.split()) for part in (after, opening)]
         return any(whole.startswith(got) for whole in wholes) or form.tail.fullmatch(text.rstrip()) is not None
 
     def _next(self, final: bool, cut: bool) -> AnswerPart | None:
@@ -110,7 +111,7 @@ class CallSplit:
 
     def _text(self) -> AnswerPart | None:
         text, marks = self._buffer, self._format.marks
-        if self._format.first:
+        if self._format.only_at_start:
             if self._said:
                 self._buffer = ""
                 return AnswerPart(content=text) if text else None
@@ -134,7 +135,7 @@ class CallSplit:
         form = self._format
         if (found := form.head.match(self._buffer)) is None:
             return None
-        rest, known = self._buffer[found.end() :], found["name"] in self._calls.parameters
+        rest, known = self._buffer[found.end() :], found["name"] in self._tools.parameters
         ends = final and known and not _NOTHING.sub("", rest).strip()
         if rest.startswith("{"):
             self._arguments = JsonArguments(form.stops)
@@ -143,7 +144,7 @@ class CallSplit:
             first = part is not None and part.start() == 0 and not rest.startswith(form.marks)
             if not (ends or first or (known and (part is not None or (final and rest.startswith("<"))))):
                 return None
-            self._arguments = TaggedArguments(self._calls, found["name"])
+            self._arguments = TaggedArguments(self._tools, found["name"])
         elif ends or _NOTHING.sub("", rest).lstrip().startswith(form.stops):
             self._arguments, rest = JsonArguments(form.stops), _NOTHING.sub("", rest).lstrip()
         else:
@@ -162,7 +163,7 @@ class CallSplit:
         """Read a call that is one JSON object with fields in a different order or with different names. At the end of
         the text the object may be incomplete if it names one of the request's tools."""
         form = self._format
-        if (found := form.object_lead.match(self._buffer)) is None:
+        if (found := form.object_head.match(self._buffer)) is None:
             return None
         text = self._buffer[found.end() :]
         try:
@@ -172,7 +173,7 @@ class CallSplit:
                 return None
             taken = JsonArguments(form.stops).take(text, final=True)
             body, end = _loaded(taken.arguments), len(text) - len(taken.rest)
-            if not body or body.get("name") not in self._calls.parameters or not body.keys() <= _FIELDS:
+            if not body or body.get("name") not in self._tools.parameters or not body.keys() <= _FIELDS:
                 return None
         arguments = body.get("arguments", body.get("parameters")) or {}
         if isinstance(arguments, str) and arguments.lstrip().startswith("{"):
@@ -180,7 +181,7 @@ class CallSplit:
         name = body.get("name")
         if not isinstance(name, str) or not re.fullmatch(NAME, name) or not isinstance(arguments, dict):
             return None
-        brace = "}" if form.has_object else ""  # other calls leave this brace in the buffer too
+        brace = "}" if form.is_object else ""  # other calls leave this brace in the buffer too
         self._buffer = brace + text[end:]
         return self._new(name, None, json.dumps(arguments, ensure_ascii=False))
 
@@ -194,7 +195,7 @@ class CallSplit:
     def _skip(self) -> AnswerPart | None:
         """Return the words before the next tag of a call; used at the end of the text."""
         form, text = self._format, self._buffer
-        tags = () if form.first else form.stops if self.count else form.marks
+        tags = () if form.only_at_start else form.stops if self.count else form.marks
         start = max(1, found.end() if self.count and (found := form.leftover.match(text)) else 1)
         places = [at for tag in tags if (at := text.find(tag, start)) > 0]
         if not places:

@@ -3,10 +3,10 @@
 import re
 from typing import Literal
 
+from nnxmoe.apps.serve.call_formats import NAME
 from nnxmoe.apps.serve.call_split import AnswerPart, CallPiece, new_id
 from nnxmoe.apps.serve.json_stream import NOTHING, JsonArguments
 from nnxmoe.apps.serve.reasoning import held
-from nnxmoe.apps.serve.tools import NAME
 
 MESSAGE = "<|message|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")

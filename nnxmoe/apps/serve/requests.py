@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from nnxmoe.apps.serve.answer_form import PLAIN, AnswerForm
+from nnxmoe.apps.serve.call_formats import FORMATS, format_of
 from nnxmoe.apps.serve.schema import GUIDED, BaseRequest, ChatRequest, CompletionRequest, Message, NamedTool
 from nnxmoe.apps.serve.settings import Refused, ServerSettings
-from nnxmoe.apps.serve.tools import FORMATS, Calls, format_of
+from nnxmoe.apps.serve.tool_options import ToolOptions
 from nnxmoe.generation.complete import split_stop_strings
 from nnxmoe.generation.engine import Engine
 from nnxmoe.generation.grammar import Grammar, symbols
@@ -98,7 +99,7 @@ class Planner:
         answer = AnswerForm.of(template, end, calls, self.symbols)
         return self._plan(request, [tuple(ids)], most, logprobs if request.logprobs else None, answer)
 
-    def _rendered(self, request: ChatRequest, calls: Calls | None, variables: Mapping[str, Any]) -> list[int]:
+    def _rendered(self, request: ChatRequest, calls: ToolOptions | None, variables: Mapping[str, Any]) -> list[int]:
         """The ids of a chat. Raises Refused."""
         tools = [tool.plain() for tool in request.tools or ()] if calls is not None else None
         messages = [self._message(message) for message in request.messages]
@@ -109,7 +110,7 @@ class Planner:
         except (TokenizerError, TypeError) as error:
             raise Refused(400, getattr(error, "public", str(error)), "messages") from None
 
-    def _calls(self, request: ChatRequest) -> Calls | None:
+    def _calls(self, request: ChatRequest) -> ToolOptions | None:
         """What the request says of its tools; None if it has none, or wants none called. Raises Refused."""
         choice, tools = request.tool_choice, request.tools or []
         named = choice.function.name if isinstance(choice, NamedTool) else None
@@ -132,7 +133,7 @@ class Planner:
         parameters = parameters if named is None else {named: parameters[named]}
         strict = any(tool.function.strict for tool in tools)
         must, several = choice not in (None, "auto"), named is None and request.parallel_tool_calls is not False
-        return Calls(form, parameters, must, strict, several, named is not None)
+        return ToolOptions(form, parameters, must, strict, several, named is not None)
 
     def _template_for(self, tools: bool) -> str:
         """The chat template; of several, the one for tools."""

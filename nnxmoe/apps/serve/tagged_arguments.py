@@ -4,9 +4,10 @@ import json
 import re
 from typing import Any
 
+from nnxmoe.apps.serve.call_formats import CallFormat
 from nnxmoe.apps.serve.json_stream import Taken
 from nnxmoe.apps.serve.reasoning import held
-from nnxmoe.apps.serve.tools import CallFormat, Calls
+from nnxmoe.apps.serve.tool_options import ToolOptions
 
 QUOTE = '"'
 
@@ -18,14 +19,16 @@ class TaggedArguments:
     tag before any other tag. If the closing tag is missing, the value ends at the next other tag.
     """
 
-    def __init__(self, calls: Calls, tool: str):
-        self._calls, self._format, self._tool, self._count = calls, calls.format, tool, 0
+    def __init__(self, tools: ToolOptions, tool: str):
+        assert tools.format.argument is not None
+        self._tools, self._format, self._tags = tools, tools.format, tools.format.argument
+        self._tool, self._count = tool, 0
 
     def take(self, text: str, final: bool = False, cut: bool = False) -> Taken:
         """Read a text. ``final``: the text is complete. ``cut``: it was cut at its length limit, so the object is left
         open."""
         form = self._format
-        if found := form.argument_head.match(text):
+        if found := self._tags.head.match(text):
             if (value := self._value(text, found.end(), final)) is None:
                 return Taken(rest=text)
             written, rest, ended = value
@@ -41,7 +44,7 @@ class TaggedArguments:
 
     def _member(self, key: str, text: str, cut: bool) -> str:
         """Format an argument as a member of the object, left open if it was cut."""
-        value = _json(self._calls.value(self._tool, key, text))
+        value = _json(self._tools.value(self._tool, key, text))
         self._count += 1
         comma = ", " if self._count > 1 else "{"
         return f"{comma}{_json(key)}: {value.removesuffix(QUOTE) if cut else value}"
@@ -49,10 +52,10 @@ class TaggedArguments:
     def _value(self, text: str, start: int, final: bool) -> tuple[str, str, bool] | None:
         """Return the value that begins at ``start``, the text after it, and whether it is complete; None if that
         depends on further text."""
-        tag, space = self._format.argument_ends
+        tag, space = self._tags.end_tag, self._tags.space
         if not final and tag not in text:
             return None
-        parts, depth = list(self._format.parts.finditer(text, start)), 0
+        parts, depth = list(self._format.argument_tags.finditer(text, start)), 0
         for i, part in enumerate(parts):
             if part.lastgroup != "end":
                 depth += part.lastgroup == "head"
@@ -72,7 +75,7 @@ class TaggedArguments:
 
 def next_tag(form: CallFormat, text: str, start: int = 0) -> re.Match[str] | None:
     """Find the first tag after ``start`` that does not end a value."""
-    return next((part for part in form.parts.finditer(text, start) if part.lastgroup != "end"), None)
+    return next((part for part in form.argument_tags.finditer(text, start) if part.lastgroup != "end"), None)
 
 
 def _json(value: Any) -> str:

@@ -1,0 +1,234 @@
+"""How the models of each family write calls of tools in their answers.
+
+`FORMATS` has the text of a call per family, with placeholders. The patterns of the parser (`CallSplit`) and the grammar
+(`ToolOptions`) are derived from that text.
+"""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Mapping
+
+NAME = r"(?P<name>[\w.-]+)"
+_SPACES = r"\s*+"  # possessive: long runs of white space take linear time
+_TAG = re.compile(r'</?[\w:]+>|<[\w:]+=|<\w+ name="|<[|\uff5c].*?[|\uff5c]>|\[[A-Z_]+\]')
+
+
+class ArgumentTags:
+    """How a family writes arguments one by one in tags: a template with ``KEY`` and ``VALUE``.
+
+    Attributes:
+        before, after: the template up to the value, and from there on.
+        opening: the template up to the key.
+        end_tag: the tag after a value.
+        space: white space between a value and ``end_tag``.
+        head: pattern of the text before a value. Models leave out tags after the name.
+    """
+
+    def __init__(self, template: str):
+        self.before, _, self.after = template.partition("VALUE")
+        self.opening, after_key = self.before.split("KEY")
+        self.end_tag = self.after.strip()
+        self.space = self.after[: self.after.index(self.end_tag)]
+        tags = [re.escape(tag) for tag in _TAG.findall(after_key)]
+        if len(tags) == 2:
+            tail = rf"(?:\s*{tags[0]}\s*(?:{tags[1]})?|\s*{tags[1]})"
+        else:
+            tail = _pattern(after_key, r"\n?")
+        self.head = re.compile(rf"\s*{_pattern(self.opening)}(?P<key>[^<>\"]+){tail}")
+
+
+@dataclasses.dataclass(frozen=True)
+class CallFormat:
+    """How a family writes calls: ``opening``, calls with ``between`` among them, and ``closing``.
+
+    Attributes:
+        template_words: words that identify a chat template of the family.
+        marks: texts that begin a call.
+        call: a call, with the placeholders ``NAME``, ``ARGUMENTS``, and for some families ``INDEX`` and ``IDENTIFIER``.
+        opening: text before the first call.
+        between: text between two calls.
+        closing: text after the last call; `None` if the answer ends there.
+        argument: how each argument is written, if the arguments are not one JSON object.
+        only_at_start: whether calls begin the answer, without text before them.
+        text_prefix: what begins an answer without calls. Formats with a prefix allow one call per answer.
+    """
+
+    template_words: tuple[str, ...]
+    marks: tuple[str, ...]
+    call: str
+    opening: str = ""
+    between: str = "\n"
+    closing: str | None = ""
+    argument: ArgumentTags | None = None
+    only_at_start: bool = False
+    text_prefix: str = ""
+
+    @property
+    def before_arguments(self) -> str:
+        return self.call.partition("ARGUMENTS")[0]
+
+    @property
+    def after_arguments(self) -> str:
+        return self.call.partition("ARGUMENTS")[2]
+
+    @property
+    def is_object(self) -> bool:
+        """Whether a call is one JSON object."""
+        return self.after_arguments.startswith("}")
+
+    @functools.cached_property
+    def head(self) -> re.Pattern[str]:
+        """Pattern of the text before the arguments of a call, with the remainder of the call before it."""
+        return re.compile(self._between_calls + _pattern(self.before_arguments) + _SPACES)
+
+    @functools.cached_property
+    def object_head(self) -> re.Pattern[str]:
+        """Pattern of the text before a call that is one JSON object. Models of all families may write such calls."""
+        before, brace, _ = self.before_arguments.partition('{"name"')
+        start = _pattern(before) if brace else f"(?:{'|'.join(map(re.escape, self.marks))})?"
+        return re.compile(self._between_calls + start + r"\s*+(?=\{)")
+
+    @functools.cached_property
+    def tail(self) -> re.Pattern[str]:
+        """Pattern of the text after the arguments of a call.
+
+        Further fields of the call are skipped. Models may write the last brace twice or not at all.
+        """
+        fields = r"(?:\s*+,(?:[^{}]|\{[^{}]*\})*+\})?[\s}]*+" if self.is_object else r"\s*+"
+        return re.compile(fields + _pattern(self.after_arguments.removeprefix("}")))
+
+    @functools.cached_property
+    def end(self) -> re.Pattern[str] | None:
+        """Pattern of the text that ends the last call; `None` if the answer ends there."""
+        if self.closing is None:
+            return None
+        if not self.closing:
+            return self.tail
+        closing = rf"\s*+{_pattern(self.closing).removesuffix(_SPACES)}"  # white space that follows is content
+        return re.compile(f"(?:{self.tail.pattern})?{closing}")
+
+    @functools.cached_property
+    def stops(self) -> tuple[str, ...]:
+        """Tags around calls. They end arguments whose own end is missing."""
+        around = " ".join((self.opening, self.call, self.closing or "", *self.marks))
+        after = self.after_arguments.removeprefix("}").strip()
+        return tuple(dict.fromkeys([*_TAG.findall(around), *(["```"] if after.startswith("```") else [])]))
+
+    @functools.cached_property
+    def leftover(self) -> re.Pattern[str]:
+        """Pattern of the remainder of a call's end, at the beginning of a text."""
+        tags = "|".join(map(re.escape, _TAG.findall(self.after_arguments + (self.closing or "")))) or "$."
+        brace = r"\s}" if self.is_object else r"\s"
+        return re.compile(rf"^(?:{self.tail.pattern})?(?:[{brace}]*+(?:{tags}))*+{'[}]*+' if self.is_object else ''}")
+
+    @functools.cached_property
+    def argument_tags(self) -> re.Pattern[str]:
+        """For arguments in tags: pattern of all tags among them, as the group head, end or stop."""
+        assert self.argument is not None
+        head = self.argument.head.pattern.removeprefix(r"\s*").replace("?P<key>", "?:")
+        stops = "|".join(map(re.escape, self.stops))
+        return re.compile(rf"(?P<head>{head})|(?P<end>{re.escape(self.argument.end_tag)})|(?P<stop>{stops})")
+
+    @property
+    def _between_calls(self) -> str:
+        between = _pattern(self.between.strip())
+        return rf"(?:{self.tail.pattern})?\s*+(?:{between})?\s*+(?:{_pattern(self.opening)})?\s*+"
+
+
+def _pattern(text: str, newline: str = _SPACES) -> str:
+    """Convert a template to a regular expression. White space may differ, also around special tokens."""
+    parts = re.split(r"(\s+|NAME|INDEX|IDENTIFIER|functions\.|<[|\uff5c].*?[|\uff5c]>|\[[A-Z_]+\])", text)
+    known = {"NAME": NAME, "INDEX": r"(?P<index>\d+)", "IDENTIFIER": r"(?P<id>\w+)", "functions.": r"(?:functions\.)?"}
+    pattern = ""
+    for part in parts:
+        around = _SPACES if re.match(r"<[|\uff5c]|\[[A-Z]", part) else ""
+        space = newline if "\n" in part else _SPACES
+        pattern += space if part.isspace() else around + (known.get(part) or re.escape(part)) + around
+    return pattern
+
+
+def _deepseek(call: str, between: str, *words: str) -> CallFormat:
+    """A format of DeepSeek, whose special tokens have a wide vertical bar."""
+    wide = str.maketrans("|", "\uff5c")
+    first, begin, end, last = (
+        f"<|tool▁{name}|>".translate(wide) for name in ("calls▁begin", "call▁begin", "call▁end", "calls▁end")
+    )
+    return CallFormat((first, *words), (first, begin), begin + call.translate(wide) + end, first, between, last)
+
+
+FORMATS: Mapping[str, CallFormat] = {
+    "kimi": CallFormat(
+        ("<|tool_calls_section_begin|>",),
+        ("<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
+        "<|tool_call_begin|>functions.NAME:INDEX<|tool_call_argument_begin|>ARGUMENTS<|tool_call_end|>",
+        "<|tool_calls_section_begin|>",
+        "",
+        "<|tool_calls_section_end|>",
+    ),
+    "deepseek v3": _deepseek("function<|tool▁sep|>NAME\n```json\nARGUMENTS\n```", "\n", "```json"),
+    "deepseek v3.1": _deepseek("NAME<|tool▁sep|>ARGUMENTS", ""),
+    "mistral v11": CallFormat(
+        ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
+        ("[TOOL_CALLS]",),
+        "[TOOL_CALLS]NAME[CALL_ID]IDENTIFIER[ARGS]ARGUMENTS",
+        between="",
+        closing=None,
+    ),
+    "mistral": CallFormat(
+        ("[TOOL_CALLS]", "[ARGS]"), ("[TOOL_CALLS]",), "[TOOL_CALLS]NAME[ARGS]ARGUMENTS", between="", closing=None
+    ),
+    "mistral json": CallFormat(
+        ("[TOOL_CALLS]",), ("[TOOL_CALLS]",), '{"name": "NAME", "arguments": ARGUMENTS}', "[TOOL_CALLS] [", ", ", "]"
+    ),
+    "harmony": CallFormat(
+        ("<|channel|>", "<|message|>"),
+        ("<|channel|>commentary",),
+        "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>ARGUMENTS",
+        closing=None,
+        text_prefix="<|channel|>final<|message|>",
+    ),
+    "glm": CallFormat(
+        ("<tool_call>", "<arg_key>"),
+        ("<tool_call>",),
+        "<tool_call>NAME\nARGUMENTS</tool_call>",
+        argument=ArgumentTags("<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>\n"),
+    ),
+    "qwen xml": CallFormat(
+        ("<tool_call>", "<function="),
+        ("<tool_call>", "<function="),  # models leave out the first
+        "<function=NAME>\nARGUMENTS</function>",
+        "<tool_call>\n",
+        "\n</tool_call>\n<tool_call>\n",
+        "\n</tool_call>",
+        argument=ArgumentTags("<parameter=KEY>\nVALUE\n</parameter>\n"),
+    ),
+    "minimax": CallFormat(
+        ("minimax:tool_call", "<invoke"),
+        ("<minimax:tool_call>",),
+        '<invoke name="NAME">\nARGUMENTS</invoke>',
+        "<minimax:tool_call>\n",
+        "\n",
+        "\n</minimax:tool_call>",
+        argument=ArgumentTags('<parameter name="KEY">VALUE</parameter>\n'),
+    ),
+    "hermes": CallFormat(
+        ("<tool_call>",), ("<tool_call>",), '<tool_call>\n{"name": "NAME", "arguments": ARGUMENTS}\n</tool_call>'
+    ),
+    "llama": CallFormat(
+        ('{"name": function name, "parameters":',),
+        ("{",),
+        '{"name": "NAME", "parameters": ARGUMENTS}',
+        between="; ",
+        closing=None,
+        only_at_start=True,
+    ),
+}
+
+
+def format_of(template: str) -> CallFormat | None:
+    """The format that a chat template uses; `None` if it is not in `FORMATS`."""
+    for form in FORMATS.values():
+        if all(word in template for word in form.template_words):
+            return form
+    return None
