@@ -1,4 +1,4 @@
-"""The process in which `nnxmoe.apps.planning.program` compiles.
+"""The process in which `nnxmoe.apps.planning.compilation` compiles.
 
 Usage: ``python -m nnxmoe.apps.planning.child JOB PROGRAM``.
 """
@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from nnxmoe.apps.planning.hlo import collectives
 from nnxmoe.apps.planning.operations import counted
-from nnxmoe.apps.planning.program import CompileJob, Program
+from nnxmoe.apps.planning.compilation import CompileJob, Program
 from nnxmoe.mesh import make_mesh
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.stack import ScannedStack

@@ -74,7 +74,7 @@ class ContextShards:
         even, odd = _swap_on_odd_devices(*jnp.split(x, 2, axis))
         return jnp.concatenate(self._exchange(even, odd, inverse=True), axis)
 
-    def _exchange(self, even: Array, odd: Array, inverse: bool = False) -> list[Array]:
+    def _exchange(self, even: Array, odd: Array, *, inverse: bool = False) -> list[Array]:
         """Send the even and the odd chunk of each device to the devices that compute them, or back."""
         outputs = []
         for chunk, numbers in ((even, range(0, 2 * self.count, 2)), (odd, range(1, 2 * self.count, 2))):

@@ -219,7 +219,7 @@ class SharedKV(nnx.Module):
         kv: Float[Array, "B S H"],
         mask: Mask,
         entries: Entries,
-        index_queries: IndexQueries | tuple[()],
+        index_queries: tuple[Array, ...],
     ) -> Float[Array, "B t N H"]:
         values, selected = entries.values, None
         entry_mask = Mask(mask.query_index, mask.query_segment, entries.slots, None)
@@ -227,7 +227,8 @@ class SharedKV(nnx.Module):
             assert self.indexer is not None and entries.index_keys is not None
             allowed = entry_mask.allowed()
             allowed = jnp.broadcast_to(allowed, (len(q), *allowed.shape[1:]))
-            slots = self.indexer.select(index_queries, entries.index_keys, allowed)
+            queries, weights = index_queries
+            slots = self.indexer.select((queries, weights), entries.index_keys, allowed)
             if q.shape[1] == 1:  # one query reads the selected entries only
                 places = jnp.minimum(slots[:, 0], values.shape[1] - 1)
                 values = jnp.take_along_axis(values, places[..., None], axis=1)

@@ -28,7 +28,7 @@ from nnxmoe.train.loop.run import Run
 from nnxmoe.train.loop.step import Step
 
 
-class StepOptions(TypedDict, total=False):
+class StepArguments(TypedDict, total=False):
     """Arguments of `Step` that `fit` passes on."""
 
     objective: TrainingObjective | Callable[[CausalLM, Batch], Any] | None
@@ -49,7 +49,7 @@ def fit(
     callbacks: Sequence[Callback] = (),
     mesh: Mesh | None = None,
     seed: int = 0,
-    **options: Unpack[StepOptions],
+    **options: Unpack[StepArguments],
 ) -> Fitted:
     """Train a copy of a model.
 
@@ -94,7 +94,7 @@ def fit(
         return fitted
 
 
-def _step(model: CausalLM, optimizer: optax.GradientTransformation, options: StepOptions) -> Step:
+def _step(model: CausalLM, optimizer: optax.GradientTransformation, options: StepArguments) -> Step:
     """Create the step for a model. Raises ValueError for merged adapters."""
     if model.merged is not None:
         raise ValueError(
