@@ -20,11 +20,12 @@ from nnxmoe.generation.ids import EosIds, Ids, as_token_ids, check_ids, eos_ids
 from nnxmoe.generation.request import Finish, Prefix, Request, RequestOptions
 from nnxmoe.generation.rows import LogitsProcessor
 from nnxmoe.generation.sampling import Sampling, warn_of_unused
+from nnxmoe.generation.stop_strings import StopStringFilter, check_stop_strings
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.program import bucket_size
 from nnxmoe.tokenizer.byte_level import has_merges
 from nnxmoe.tokenizer.messages import is_message
-from nnxmoe.tokenizer.tokenizer import TextStream, Tokenizer
+from nnxmoe.tokenizer.tokenizer import Tokenizer
 from nnxmoe.tokenizer.tokenizer_files import TOKENIZER
 
 T = TypeVar("T")
@@ -50,59 +51,6 @@ class Completion:
     logprobs: tuple[float, ...]
     top: tuple[list[tuple[int, float]], ...]
     accepted: Mapping[int, int]
-
-
-class StopStringFilter:
-    """Streamed text, cut before the first stop string. ``stopped``: whether one was found. It comes in pieces, or as
-    ids of a ``tokenizer`` (None: these have no text), of which ``count`` precede the end of the stop string. ``keep``:
-    special tokens that are in the text.
-
-    A possible start of a stop string is held back until the next pieces decide.
-    """
-
-    def __init__(
-        self,
-        stop: Sequence[str],
-        tokenizer: Any = None,
-        context: Sequence[int] = (),
-        keep: frozenset[int] = frozenset(),
-    ):
-        self._stop, self._held, self.text, self.stopped, self.count = tuple(stop), "", "", False, 0
-        self._stream = None if tokenizer is None else TextStream(tokenizer, context=context, keep=keep)
-
-    def take(self, ids: Sequence[int], finish: Finish | None) -> str:
-        """The text that is certain after these ids; empty once it was stopped. ``finish``: why the ids end there; None:
-        they go on."""
-        text = ""
-        for token in ids:
-            if self.stopped:
-                break
-            text += "" if self._stream is None else self.add(self._stream.put(token))
-            self.count += 1
-        if finish is not None and not self.stopped:
-            text += self.add("" if self._stream is None else self._stream.end()) + self.rest()
-        return text
-
-    def add(self, piece: str) -> str:
-        """The text that is certain after this piece; empty once it was stopped."""
-        if self.stopped:
-            return ""
-        text = self._held + piece
-        found = [at for stop in self._stop if (at := text.find(stop)) >= 0]
-        if found:
-            self.stopped, keep = True, min(found)
-        else:
-            starts = (n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n]))
-            keep = len(text) - max(starts, default=0)
-        text, self._held = text[:keep], text[keep:]
-        self.text += text
-        return text
-
-    def rest(self) -> str:
-        """The text held back at the end; empty if it was stopped."""
-        rest, self._held = "" if self.stopped else self._held, ""
-        self.text += rest
-        return rest
 
 
 class CompleteOptions(TypedDict, total=False):
@@ -157,13 +105,13 @@ def complete(
     seeds, vocab = _seeds(seed, len(given)), model.vocab_size
     n = whole_number("n", n, 1)
     tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
-    stops, special = _stops(stop, tokenizer, vocab)
+    stop_strings, stop_tokens = check_stop_strings(stop, tokenizer, vocab)
     prompt_ids = map_numbered("prompt", given, lambda prompt: check_ids(encode_prompt(prompt, tokenizer), vocab))
     wanted = RequestOptions(
         max_new_tokens,
         options.get("min_new_tokens", 0),
         sampling=sampling,
-        stop_ids=(*eos_ids(model, options.get("eos_token_id", ...)), *special),
+        stop_ids=(*eos_ids(model, options.get("eos_token_id", ...)), *stop_tokens),
         logit_bias={} if (biases := options.get("logit_bias")) is None else biases,
         logprobs=options.get("logprobs"),
         constraint=_constraint(options, tokenizer),
@@ -183,7 +131,7 @@ def complete(
     options_per_prompt = [dataclasses.replace(wanted, seed=one) for one in seeds]
     for ids, prompt_options in zip(prompt_ids, options_per_prompt, strict=True):
         engine.check(ids, prompt_options)  # once for all samples, which differ in their number only
-    return _in_order(engine, collections.deque(_jobs(prompt_ids, options_per_prompt, n)), tokenizer, stops)
+    return _in_order(engine, collections.deque(_jobs(prompt_ids, options_per_prompt, n)), tokenizer, stop_strings)
 
 
 def _constraint(options: CompleteOptions, tokenizer: Any) -> Constraint | None:
@@ -204,17 +152,6 @@ def _seeds(seed: int | Sequence[int] | np.ndarray, count: int) -> list[int]:
     if len(seeds) != count:
         raise ValueError(f"{len(seeds)} seeds for {count} prompts: give one for all, or one each")
     return seeds
-
-
-def _stops(stop: str | Sequence[str] | None, tokenizer: Any, vocab: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """`split_stop_strings` of a validated ``stop``. Raises ValueError for empty strings or a missing tokenizer."""
-    several = isinstance(stop, Iterable) and not isinstance(stop, str | bytes | Mapping)
-    texts: Any = () if stop is None else tuple(stop) if several else (stop,)
-    if not all(isinstance(text, str) and text for text in texts):
-        raise ValueError(f"stop={stop!r:.60}: give strings that are not empty")
-    if texts and tokenizer is None:
-        raise ValueError("stop strings need a tokenizer: pass tokenizer=")
-    return split_stop_strings(texts, tokenizer, vocab) if texts else ((), ())
 
 
 def _capacity(model: CausalLM, tokens: int, slots: int) -> int:
@@ -251,14 +188,6 @@ def map_numbered(what: str, given: Sequence[Any], read: Callable[[Any], T]) -> l
     return results
 
 
-def split_stop_strings(stops: Sequence[str], tokenizer: Any, vocab: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Split into stop strings, and the ids of those that are special tokens (below ``vocab``), which have no text."""
-    special = tokenizer.special_ids if isinstance(tokenizer, Tokenizer) else frozenset(tokenizer.all_special_ids)
-    ids = {text: list(tokenizer.encode(text, add_special_tokens=False)) for text in stops}
-    found = {text: i[0] for text, i in ids.items() if len(i) == 1 and i[0] in special and i[0] < vocab}
-    return tuple(text for text in stops if text not in found), tuple(found.values())
-
-
 _Job = tuple[
     int, tuple[int, ...], RequestOptions, Prefix | None
 ]  # number of the prompt, its ids, options, shared first ids
@@ -287,7 +216,7 @@ def _in_order(
                 del prefix  # the engine frees it with the last request that needs it
             for event in engine.step():
                 text = started[event.request][1]
-                text.take(event.ids, event.finish)
+                text.add_ids(event.ids, event.finish)
                 if text.stopped:
                     engine.cancel(event.request)
             while started and (first := next(iter(started))).done:

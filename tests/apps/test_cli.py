@@ -26,7 +26,7 @@ from nnxmoe.apps.cli.parser import with_flags
 from nnxmoe.apps.cli.summary import summarize
 from nnxmoe.convert.hf import pretrained
 from nnxmoe.convert.storage.checkpoint import Checkpoint
-from nnxmoe.generation.complete import StopStringFilter
+from nnxmoe.generation.stop_strings import StopStringFilter
 from nnxmoe.models import MODELS, PRESETS
 from nnxmoe.train import lora
 from tests.corpus.case import Draft
@@ -719,5 +719,5 @@ def test_stop_strings_over_pieces(stops: tuple[str, ...]) -> None:
     for size in range(1, 8):
         shown = StopStringFilter(stops)
         pieces = [shown.add(text[i : i + size]) for i in range(0, len(text), size)]
-        assert "".join([*pieces, shown.rest()]) == text[: min(found, default=len(text))] == shown.text
+        assert "".join([*pieces, shown.flush()]) == text[: min(found, default=len(text))] == shown.text
         assert shown.stopped == bool(found)

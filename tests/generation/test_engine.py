@@ -15,10 +15,11 @@ import pytest
 
 import nnxmoe
 from nnxmoe import Engine, EngineLimits, Prefix, PromptLookup, RequestOptions, Sampling
-from nnxmoe.generation.complete import StopStringFilter, complete
+from nnxmoe.generation.complete import complete
 from nnxmoe.generation.draft import ModelDraft, MTPDraft
 from nnxmoe.generation.engine import Request
 from nnxmoe.generation.rows import History
+from nnxmoe.generation.stop_strings import StopStringFilter
 from tests.support.cases import HF_CASES, load_case_model
 from tests.support.mtp import ahead, with_mtp
 from tests.support.running import compiled_in
@@ -616,7 +617,7 @@ def test_text_ends_before_a_stop_string(text: str, stop: list[str], wanted: str,
     """What may begin a stop string is held back; no piece is ever taken back."""
     tokenizer = Letters()
     continuation = StopStringFilter(stop, tokenizer)
-    found = [*(continuation.take([i], None) for i in tokenizer.encode(text)), continuation.take([], "stop")]
+    found = [*(continuation.add_ids([i], None) for i in tokenizer.encode(text)), continuation.add_ids([], "stop")]
     assert continuation.text == "".join(found) == wanted
     assert continuation.stopped == any(one in text for one in stop)
     assert stop == ["aac"] or found[: len(pieces)] == pieces

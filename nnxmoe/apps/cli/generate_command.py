@@ -14,9 +14,9 @@ import nnxmoe
 from nnxmoe.apps.cli import loading
 from nnxmoe.apps.cli.loading import GREEDY, Speed, draft_of, sampling_of
 from nnxmoe.apps.cli.options import add_draft, add_loading, add_sampling, add_slots, count, natural, nonempty
-from nnxmoe.generation.complete import StopStringFilter, split_stop_strings
 from nnxmoe.generation.ids import eos_ids
 from nnxmoe.generation.sampling import effective_fields, listed
+from nnxmoe.generation.stop_strings import StopStringFilter, split_stop_strings
 from nnxmoe.runtime.progress import logger, say
 
 EXAMPLE = """generate mistralai/Mixtral-8x7B-v0.1 'The three laws are' --mesh tensor=8
@@ -97,7 +97,7 @@ def _stream(model: Any, tokenizer: Any, prompt: Any, sampling: nnxmoe.Sampling, 
         print(text.add(piece), end="", flush=True)
         if text.stopped:
             break
-    print(text.rest())
+    print(text.flush())
     if speed.tokens > 1:
         endings = {"stop": "ended by the model", "error": "ended by an error", None: "ended by --stop"}
         ending = endings.get(None if text.stopped else stream.finish, "stopped by --max-new-tokens")

@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from nnxmoe.apps.serve.settings import Refused
-from nnxmoe.generation.complete import StopStringFilter
 from nnxmoe.generation.engine import Engine
 from nnxmoe.generation.request import Event, Finish, Prefix, Request, RequestOptions, unusable_logits
 from nnxmoe.generation.score import Score, score
+from nnxmoe.generation.stop_strings import StopStringFilter
 
 logger = logging.getLogger("nnxmoe")
 
@@ -186,7 +186,7 @@ class EngineThread:
     def _piece(self, event: Event, text: StopStringFilter) -> Sample:
         """Convert an event to text. At a stop string end the request and drop the ids that follow."""
         request, before = event.request, text.count
-        new = text.take(event.ids, event.finish)
+        new = text.add_ids(event.ids, event.finish)
         finish = "stop" if text.stopped else event.finish
         if finish is not None:
             self.engine.cancel(request)

@@ -11,12 +11,12 @@ from nnxmoe.apps.serve.call_formats import FORMATS, format_of
 from nnxmoe.apps.serve.schema import GUIDED, BaseRequest, ChatRequest, CompletionRequest, Message, NamedTool
 from nnxmoe.apps.serve.settings import Refused, ServerSettings
 from nnxmoe.apps.serve.tool_options import ToolOptions
-from nnxmoe.generation.complete import split_stop_strings
 from nnxmoe.generation.engine import Engine
 from nnxmoe.generation.grammar import Grammar, symbols
 from nnxmoe.generation.ids import check_ids, eos_ids
 from nnxmoe.generation.request import Prefix, RequestOptions
 from nnxmoe.generation.sampling import OPTIONS, Sampling
+from nnxmoe.generation.stop_strings import split_stop_strings
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.tokenizer.tokenizer import TokenizerError
 

@@ -1,0 +1,114 @@
+"""Stop strings: the place where generated text is cut, for `complete`, the command line and the server."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from nnxmoe.generation.request import Finish
+from nnxmoe.tokenizer.tokenizer import TextStream, Tokenizer
+
+
+class StopStringFilter:
+    """Streamed text, cut before the first stop string.
+
+    Text arrives in pieces (`add`) or as token ids (`add_ids`). A possible start of a stop string is held back until
+    later text decides.
+
+    Args:
+        stop: stop strings.
+        tokenizer: decodes ids. Without a tokenizer, ids have no text.
+        context: ids of the prompt, which can change how the first ids are decoded.
+        keep: ids of special tokens that are part of the text.
+
+    Attributes:
+        text: the text so far, without the text that is held back.
+        stopped: whether a stop string was found.
+        count: number of ids up to the end of the stop string.
+    """
+
+    def __init__(
+        self,
+        stop: Sequence[str],
+        tokenizer: Any = None,
+        context: Sequence[int] = (),
+        keep: frozenset[int] = frozenset(),
+    ):
+        self.text, self.stopped, self.count = "", False, 0
+        self._stop, self._held_back = tuple(stop), ""
+        self._decoder = None if tokenizer is None else TextStream(tokenizer, context=context, keep=keep)
+
+    def add_ids(self, ids: Sequence[int], finish: Finish | None) -> str:
+        """Decode ids and return the text that can be emitted now.
+
+        Args:
+            ids: the next ids.
+            finish: why generation ends after these ids, or None if it continues.
+        """
+        text = ""
+        for token in ids:
+            if self.stopped:
+                break
+            if self._decoder is not None:
+                text += self.add(self._decoder.put(token))
+            self.count += 1
+        if finish is not None and not self.stopped:
+            if self._decoder is not None:
+                text += self.add(self._decoder.end())
+            text += self.flush()
+        return text
+
+    def add(self, piece: str) -> str:
+        """Append text and return the text that can be emitted now. Returns "" after a stop string."""
+        if self.stopped:
+            return ""
+        text = self._held_back + piece
+        starts = [text.find(stop) for stop in self._stop if stop in text]
+        if starts:
+            self.stopped, cut = True, min(starts)
+        else:
+            cut = len(text) - max((_overlap(text, stop) for stop in self._stop), default=0)
+        text, self._held_back = text[:cut], text[cut:]
+        self.text += text
+        return text
+
+    def flush(self) -> str:
+        """Return the text that is held back at the end of generation. Returns "" after a stop string."""
+        text, self._held_back = "" if self.stopped else self._held_back, ""
+        self.text += text
+        return text
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest proper prefix of ``stop`` that ends the text."""
+    return max((length for length in range(1, len(stop)) if text.endswith(stop[:length])), default=0)
+
+
+def check_stop_strings(
+    stop: str | Sequence[str] | None, tokenizer: Any, vocab_size: int
+) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Validate stop strings, then split them with `split_stop_strings`.
+
+    Raises:
+        ValueError: if a stop string is empty or not a str, or if there is no tokenizer.
+    """
+    is_list = isinstance(stop, Iterable) and not isinstance(stop, str | bytes | Mapping)
+    strings: Any = tuple(stop) if is_list else (stop,)
+    if stop is None or not strings:
+        return (), ()
+    if not all(isinstance(string, str) and string for string in strings):
+        raise ValueError(f"stop={stop!r:.60}: give strings that are not empty")
+    if tokenizer is None:
+        raise ValueError("stop strings need a tokenizer: pass tokenizer=")
+    return split_stop_strings(strings, tokenizer, vocab_size)
+
+
+def split_stop_strings(stop: Sequence[str], tokenizer: Any, vocab_size: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Split into strings to search in the text, and ids of special tokens below ``vocab_size``, which have no text."""
+    special_ids = tokenizer.special_ids if isinstance(tokenizer, Tokenizer) else frozenset(tokenizer.all_special_ids)
+    strings, stop_ids = list[str](), list[int]()
+    for string in stop:
+        ids = list(tokenizer.encode(string, add_special_tokens=False))
+        if len(ids) == 1 and ids[0] in special_ids and ids[0] < vocab_size:
+            stop_ids.append(ids[0])
+        else:
+            strings.append(string)
+    return tuple(strings), tuple(dict.fromkeys(stop_ids))
