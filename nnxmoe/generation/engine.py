@@ -15,9 +15,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from nnxmoe.config.validate import check_object, check_type, whole_number
-from nnxmoe.generation import draft_cost, passes
-from nnxmoe.generation.draft import ModelBasedDraft
+from nnxmoe.config.validate import check_type, whole_number
+from nnxmoe.generation import passes
+from nnxmoe.generation.draft_cost import DraftOption
+from nnxmoe.generation.engine_plan import plan_engine
 from nnxmoe.generation.grammar import empty_masks
 from nnxmoe.generation.grouping import (
     LARGE,
@@ -26,12 +27,11 @@ from nnxmoe.generation.grouping import (
     Grouping,
     PrefillGroup,
     PrefixCache,
-    as_one_large_chunk,
     chunk_sizes,
-    one_by_one,
+    left_padded_chunks,
 )
 from nnxmoe.generation.ids import Ids, as_token_ids, check_ids, eos_ids
-from nnxmoe.generation.passes import CacheSize, LogitsMode, PassResult, cache_bytes
+from nnxmoe.generation.passes import LogitsMode, PassResult
 from nnxmoe.generation.request import (
     FINISH_REASONS,
     EngineLimits,
@@ -42,34 +42,29 @@ from nnxmoe.generation.request import (
     RequestOptions,
     unusable_logits,
 )
-from nnxmoe.generation.rows import History, LogitsProcessor, RowReport, StepOptions, empty_rows, start_rows, step_rows
+from nnxmoe.generation.rows import History, LogitsProcessor, RowReport, empty_rows, start_rows, step_rows
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.program import warn_beyond_positions
-from nnxmoe.runtime.memory import refuse_beyond_memory
 from nnxmoe.runtime.progress import logger
-from nnxmoe.sharding import batch_axes
-from nnxmoe.sharding_rules import shard_count
 
 
 @dataclasses.dataclass(eq=False)
-class _Reading:
-    """A prefill in progress, of prompts or a prefix: the chunks that remain, and the results so far. ``shared``: the
-    results are also those of a prefix."""
+class _Prefill:
+    """A prefill in progress.
+
+    Attributes:
+        requests: requests whose prompts are read. Empty if a prefix is read.
+        prefix: the prefix that is read, or None.
+        chunks: ids and validity masks that remain, each [rows, chunk size].
+        result: result of the chunks so far, or of the prefix before them.
+        shares_result: True if ``result`` is the result of a prefix, whose cache must not be donated.
+    """
 
     requests: list[Request]
     prefix: Prefix | None
     chunks: collections.deque[tuple[np.ndarray, np.ndarray]]
-    passed: PassResult | None
-    shared: bool
-
-
-def _check_types(model: Any, limits: Any, **functions: Any) -> None:
-    """Raise ValueError for arguments of `Engine` of a wrong type."""
-    check_type("model", model, CausalLM, "a model, such as that of nnxmoe.from_pretrained(path)")
-    check_type("limits", limits, EngineLimits | None, "nnxmoe.EngineLimits(…), or None")
-    for name, function in functions.items():
-        if function is not None:
-            check_object("Engine", name, function, "a function")
+    result: PassResult | None
+    shares_result: bool
 
 
 class Engine:
@@ -102,88 +97,50 @@ class Engine:
         capacity: int = 2048,
         limits: EngineLimits | None = None,
         logits_processor: LogitsProcessor | None = None,
-        draft: draft_cost.DraftOption = None,
+        draft: DraftOption = None,
         ahead: int = 1,
         prefix_bytes: int = 0,
         grouping: Grouping | None = None,
     ):
-        _check_types(model, limits, logits_processor=logits_processor, grouping=grouping)
-        model, limits = passes.unroll_for_decoding(model), limits or EngineLimits()
-        limits = dataclasses.replace(limits, max_stop_ids=max(limits.max_stop_ids, len(eos_ids(model, ...))))
-        self.model, self.limits = model, limits
-        self.capacity, self._ahead = whole_number("capacity", capacity, 1), whole_number("ahead", ahead, 0)
-        if draft is not None and not model.token_independent():
-            raise ValueError(
-                f"draft={draft}: with {model.strategy.dispatch} drafts would take the room of real tokens, and change "
-                "what follows: use Strategy(dispatch=nnxmoe.Sorted())"
-            )
-        self._mesh = model.strategy.mesh
-        self._parts = shard_count(self._mesh, batch_axes(self._mesh))
-        self.slots = (count := whole_number("slots", slots, 1)) + -count % self._parts
-        self.draft = draft = draft_cost.resolve(model, draft, self.slots, self.capacity)
-        lookahead = 0 if draft is None else draft.count
-        fixed = model.fixed_positions
-        if grouping is None and fixed is not None and self.capacity > fixed:
-            raise ValueError(
-                f"capacity={self.capacity}: the rotary embedding of this model changes with the longest row beyond "
-                f"{fixed} tokens, so requests would change each other: use at most that, or generate()"
-            )
-        self._grouping = grouping or (as_one_large_chunk if draft is None else one_by_one)
-        self._begun = weakref.WeakKeyDictionary[Prefix, PassResult]()  # prefixes that were read
-        self._options = StepOptions(limits.sampling, limits.max_logprobs, logits_processor, self._mesh)
-        self._room, self._vocab = CacheSize(self.capacity + lookahead, lookahead), model.vocab_size
-        if isinstance(draft, ModelBasedDraft) and draft.vocab_size != self._vocab:
-            raise ValueError(
-                f"draft={draft}: its vocabulary has {draft.vocab_size} ids and the model's {self._vocab}: give a model "
-                "with the same tokenizer and vocab_size"
-            )
-        one = cache_bytes(model, self._parts, self._room)
-        self.prefix_cache = PrefixCache(whole_number("prefix_bytes", prefix_bytes, 0) // max(one, 1))
-        self._refuse_beyond_memory(self.prefix_cache.max_prefixes * one)
-        self._pass, self._axes = passes.passes(model), passes.cache_batch_axes(model, self._room)
-        self._step = self._pass
-        if draft is not None:
-            self._step = passes.passes(passes.deterministic_blocks(model, self.slots * (1 + lookahead)))
-        memory = None if draft is None else draft.empty(self.slots, self._room.tokens)
-        # Whether nothing may be added to a row that has ended: there are others, drafts, or its cache may be kept.
-        self._stays = self.slots > 1 or lookahead > 0 or self.prefix_cache.max_prefixes > 0
-        self._nothing = RequestOptions(stop_ids=None).row_params(limits, self._vocab)  # for rows without a request
-        self._rows: Any = empty_rows(self._nothing, self.slots, self._room.tokens, 1 + lookahead, memory, self._mesh)
+        self._ahead = whole_number("ahead", ahead, 0)
+        plan = plan_engine(model, slots, capacity, limits, logits_processor, draft, prefix_bytes, grouping)
+        self.plan, self.model, self.limits, self.draft = plan, plan.model, plan.limits, plan.draft
+        self.slots, self.capacity, self._vocab = plan.slots, plan.capacity, plan.model.vocab_size
+        self.prefix_cache = PrefixCache(plan.max_prefixes)
+        self._prefix_results = weakref.WeakKeyDictionary[Prefix, PassResult]()  # prefixes that were read
+
+        self._cache_axes = passes.cache_batch_axes(self.model, plan.cache_size)
+        self._pass = self._step = passes.passes(self.model)
+        memory = None
+        if self.draft is not None:
+            self._step = passes.passes(passes.deterministic_blocks(self.model, self.slots * plan.step_width))
+            memory = self.draft.empty(self.slots, plan.cache_size.tokens)
+
+        self._unused_row = RequestOptions(stop_ids=None).row_params(self.limits, self._vocab)
+        mesh, tokens = plan.step_options.mesh, plan.cache_size.tokens
+        self._rows: Any = empty_rows(self._unused_row, self.slots, tokens, plan.step_width, memory, mesh)
         self._cache: Any = None
         self._dropped: Any = np.int32(0)
         self._slots: list[Request | None] = [None] * self.slots
-        self._keep = np.zeros(self.slots, bool)
+        self._active = np.zeros(self.slots, bool)  # slots whose rows generate, as far as this process has seen
         self._waiting: collections.deque[Request] = collections.deque()
-        self._reading: _Reading | None = None
+        self._prefill: _Prefill | None = None
         self._reports: collections.deque[tuple[RowReport, list[Request | None]]] = collections.deque()
-
-    def _refuse_beyond_memory(self, kept: int) -> None:
-        """Raise ValueError if the caches, ``kept`` bytes of prefixes among them, and the draft's do not fit."""
-        draft, arguments = self.draft, (self.slots, self._room.tokens)
-        parts = [] if draft is None else jax.eval_shape(lambda: jax.tree.leaves(draft.empty(*arguments)))
-        drafting = sum(part.size * part.dtype.itemsize for part in parts)
-        reading = 0
-        if self.slots > 1 and self._grouping in (as_one_large_chunk, one_by_one):  # prompts read while other rows run
-            rows = self._grouping([SMALL] * self.slots, self.slots).rows
-            reading = cache_bytes(self.model, rows + -rows % self._parts, self._room)
-        what = f"a cache of {self._room.tokens} tokens for batch {self.slots} takes"
-        remedy = "use fewer max_new_tokens, a smaller capacity, or a smaller batch"
-        refuse_beyond_memory(self.cache_bytes + reading + drafting + kept, what, remedy)
 
     @property
     def cache_bytes(self) -> int:
         """Bytes of the cache of all slots that this process holds. Prompts that are being read take up to 8
         slots' more, and each `Prefix` in use takes one slot's."""
-        return cache_bytes(self.model, self.slots, self._room)
+        return self.plan.cache_bytes(self.slots)
 
     @property
     def dropped(self) -> int:
-        """How many assignments to experts were dropped so far."""
+        """Number of assignments to experts that were dropped so far."""
         return int(self._dropped)
 
     @property
     def waiting(self) -> int:
-        """How many requests wait for a slot."""
+        """Number of requests that wait for a slot."""
         return len(self._waiting)
 
     @property
@@ -197,7 +154,7 @@ class Engine:
         request = self._request(ids, options, prefix)
         if self.prefix_cache.max_prefixes and prefix is None:
             request.prefix = self.prefix_cache.match(request.prompt)
-        elif self.prefix_cache.max_prefixes and prefix is not None and prefix not in self._begun:
+        elif self.prefix_cache.max_prefixes and prefix is not None and prefix not in self._prefix_results:
             self.prefix_cache.link(prefix)
         warn_beyond_positions(self.model, len(request.prompt) + request.options.max_new_tokens)
         if request.options.max_new_tokens == 0:
@@ -222,7 +179,7 @@ class Engine:
         if not prompt:
             raise ValueError("the prompt is empty: it needs at least one id")
         check_ids(prompt, self._vocab)
-        asked = options.row_params(self.limits, self._vocab, len(prompt))
+        row_params = options.row_params(self.limits, self._vocab, len(prompt))
         if len(prompt) + options.max_new_tokens > self.capacity:
             raise ValueError(
                 f"a prompt of {len(prompt)} ids and {options.max_new_tokens} new ones do not fit in the "
@@ -230,51 +187,50 @@ class Engine:
             )
         if prefix is not None and prompt[: len(prefix.ids)] != prefix.ids:
             raise ValueError(f"the prompt does not begin with the {len(prefix.ids)} ids of its prefix")
-        return Request(prompt, options, asked, prefix, progress=options.start_constraint(self._vocab))
+        return Request(prompt, options, row_params, prefix, progress=options.start_constraint(self._vocab))
 
     def step(self) -> list[Event]:
-        """Read a chunk of waiting prompts if a slot is free, start a step of all rows, and return what earlier steps
-        have made, all but the newest ``ahead``. Without requests it does nothing."""
+        """Read a chunk of waiting prompts if a slot is free, and start a step of all rows.
+
+        Returns:
+            The ids of earlier steps, all but the newest ``ahead`` steps. A no-op without requests.
+        """
         if self._rows is None:
             raise ValueError("the engine is closed")
-        if self._reading is None:
-            self._reading = self._next_reading()
-        if (reading := self._reading) is not None:
-            if reading.prefix is None and all(request.done for request in reading.requests):
-                self._reading = None  # all were cancelled
-            else:
-                self._read(reading)
+        if self._prefill is None:
+            self._prefill = self._next_prefill()
+        if self._prefill is not None:
+            self._advance_prefill(self._prefill)
         events = list[Event]()
-        if going := any(r.steps < r.options.max_new_tokens for r in self._going()):
-            events += self._advance()
-        while len(self._reports) > (self._ahead if going else 0):
-            events += self._look()
+        is_running = any(request.steps < request.options.max_new_tokens for request in self._active_requests())
+        if is_running:
+            events += self._start_step()
+        while len(self._reports) > (self._ahead if is_running else 0):
+            events += self._read_report()
         return events
 
     def run(self) -> None:
-        """StaticSampling until all requests are done."""
+        """Step until all requests are done."""
         while self._waiting or self.running or self._reports:
             self.step()
 
     def warm_up(self) -> None:
-        """Compile all programs for requests without a prefix, so that none has to wait for one later."""
-        most, kept, self.prefix_cache = (
-            RequestOptions(max_new_tokens=2, stop_ids=None),
-            self.prefix_cache,
-            PrefixCache(0),
-        )
-        room = min(self.capacity, self.model.config.max_position_embeddings)
+        """Compile all programs for requests without a prefix, so that no request has to wait for them."""
+        options = RequestOptions(max_new_tokens=2, stop_ids=None)
+        prefix_cache, self.prefix_cache = self.prefix_cache, PrefixCache(0)
+        longest = min(self.capacity, self.model.config.max_position_embeddings) - options.max_new_tokens
         for length in (1, SMALL + 1, MOST_SMALL * SMALL + 1, LARGE + 1):
-            if length + most.max_new_tokens <= room:
-                for count in (1, self.slots):
-                    # One row is running while others are read, if that leaves more than one slot.
-                    occupied = [self.submit([0], most)] if count > 2 else []
-                    while any(request.steps == 0 for request in occupied):
+            if length > longest:
+                continue
+            for count in (1, self.slots):
+                if count > 2:  # one row runs while the other prompts are read
+                    running = self.submit([0], options)
+                    while running.steps == 0:
                         self.step()
-                    for _ in range(count):
-                        self.submit([0] * length, most)
-                    self.run()
-        self.prefix_cache = kept
+                for _ in range(count):
+                    self.submit([0] * length, options)
+                self.run()
+        self.prefix_cache = prefix_cache
 
     def cancel(self, request: Request) -> None:
         """End a request, and free its slot; without effect once it is done."""
@@ -287,178 +243,216 @@ class Engine:
         """End all requests, and free the cache."""
         for request in [*self._waiting, *filter(None, self._slots)]:
             self.cancel(request)
-        self._rows = self._cache = self._reading = None
+        self._rows = self._cache = self._prefill = None
         self._reports.clear()
 
     def _end(self, request: Request, finish: Finish) -> None:
         request.finish, request.prefix = finish, None
         if request in self._slots:
             slot = self._slots.index(request)
-            self._slots[slot], self._keep[slot] = None, False
+            self._slots[slot], self._active[slot] = None, False
 
-    def _keep_row(self, request: Request) -> None:
-        """Keep the cache of a request that has just ended: that of its prompt and of all its ids but the last."""
+    def _active_requests(self) -> Iterator[Request]:
+        for request, is_active in zip(self._slots, self._active, strict=True):
+            if request is not None and is_active:
+                yield request
+
+    # Prefill
+
+    def _next_prefill(self) -> _Prefill | None:
+        """Choose the next prompts to read and assign their slots, or choose a prefix of theirs that must be read."""
+        free_slots = [slot for slot, request in enumerate(self._slots) if request is None]
+        if not self._waiting or not free_slots:
+            return None
+        prefix = self._waiting[0].prefix
+        if prefix is not None and prefix not in self._prefix_results:
+            return self._prefill_of_prefix(prefix)
+        return self._prefill_of_prompts(prefix, free_slots)
+
+    def _prefill_of_prefix(self, prefix: Prefix) -> _Prefill:
+        """Plan the shortest prefix of ``prefix`` that has not been read."""
+        start: Prefix | None = prefix
+        while start is not None and start not in self._prefix_results:
+            prefix, start = start, self.prefix_cache.starts.get(start, start.start)
+        ids = prefix.ids[_length(start) :]
+        group = PrefillGroup(1, self.plan.batch_shards, chunk_sizes(len(ids)))
+        return self._plan_prefill([ids], group, start, [], prefix)
+
+    def _prefill_of_prompts(self, prefix: Prefix | None, free_slots: list[int]) -> _Prefill:
+        """Plan the next prompts, all of which begin with ``prefix``, and assign slots to them."""
+        prompts = list[tuple[int, ...]]()  # without the prefix
+        for request in itertools.islice(self._waiting, len(free_slots)):
+            if request.prefix is not prefix:
+                break
+            prompts.append(request.prompt[_length(prefix) :])
+        if prompts[0]:
+            group = self.plan.grouping([len(ids) for ids in itertools.takewhile(bool, prompts)], self.slots)
+        else:  # the prefix is the whole prompt
+            group = PrefillGroup(1, self.plan.batch_shards, [])
+        requests = [self._waiting.popleft() for _ in range(group.count)]
+        for slot, request in zip(free_slots, requests, strict=False):
+            self._slots[slot] = request
+        return self._plan_prefill(prompts[: group.count], group, prefix, requests, None)
+
+    def _plan_prefill(
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        group: PrefillGroup,
+        start: Prefix | None,
+        requests: list[Request],
+        prefix: Prefix | None,
+    ) -> _Prefill:
+        """Divide prompts into chunks that follow a copy of the cache of ``start``."""
+        rows = self.plan.pad_rows(group.rows)
+        chunks = left_padded_chunks(prompts, rows, group.sizes)
+        result = None if start is None else self._prefix_results[start]
+        if result is not None and chunks:
+            cache = passes.broadcast_row(result.cache, rows, self._cache_axes)
+            result = result._replace(cache=cache, memory=passes.broadcast_memory(result.memory, rows))
+        return _Prefill(requests, prefix, collections.deque(chunks), result, start is not None and not chunks)
+
+    def _advance_prefill(self, prefill: _Prefill) -> None:
+        """Read one chunk. After the last chunk, start the rows of the prompts or store the prefix."""
+        if prefill.prefix is None and all(request.done for request in prefill.requests):
+            self._prefill = None  # all requests were cancelled
+            return
+        if prefill.chunks:
+            self._read_chunk(prefill, *prefill.chunks.popleft())
+        if prefill.chunks:
+            return
+        self._prefill = None
+        if prefill.prefix is None:
+            self._start_requests(prefill)
+        else:
+            assert prefill.result is not None
+            self._prefix_results[prefill.prefix] = prefill.result
+            self.prefix_cache.starts.pop(prefill.prefix, None)  # the start's cache is no longer needed
+
+    def _read_chunk(self, prefill: _Prefill, ids: np.ndarray, valid: np.ndarray) -> None:
+        before, size = prefill.result, self.plan.cache_size
+        cache, memory = (None, None) if before is None else (before.cache, before.memory)
+        mode = LogitsMode(last_only=True, with_states=self.draft is not None)
+        result = self._pass(ids, valid, cache, self._dropped, size, mode)
+        if self.draft is not None:
+            memory = self.draft.empty(len(ids), size.tokens) if memory is None else memory
+            memory = passes.draft_prefill(self.draft, memory, ids, valid, result.states)
+        self._dropped, prefill.result = result.dropped, result._replace(memory=memory)
+
+    def _start_requests(self, prefill: _Prefill) -> None:
+        """Move the caches of prompts into their slots and sample the first ids."""
+        result = prefill.result
+        assert result is not None
+        rows = result.logits.shape[0]
+        slots = np.full(rows, self.slots, np.int32)  # out of range: no slot
+        ids, lengths = np.zeros((rows, self.plan.cache_size.tokens), np.int32), np.ones(rows, np.int32)
+        row_params = [self._unused_row] * rows
+        row_requests: list[Request | None] = [None] * rows
+        for row, request in enumerate(prefill.requests):
+            request.prefix = None
+            if request.done:  # cancelled
+                continue
+            slots[row], row_requests[row] = self._slots.index(request), request
+            ids[row, : len(request.prompt)], lengths[row] = request.prompt, len(request.prompt)
+            row_params[row] = request.row_params
+        self._store_rows(result.cache, slots, prefill.shares_result)
+        prompts: Any = History(ids, lengths, np.zeros_like(lengths))  # pyright: ignore[reportArgumentType]
+        self._rows, report = start_rows(
+            self._rows,
+            slots,
+            jax.tree.map(lambda *values: np.stack(values), *row_params),
+            prompts,
+            result.logits,
+            result.memory,
+            self._active.copy(),  # JAX may read its arguments later
+            self._masks(row_requests, rows, 1),
+            self.plan.step_options,
+            self.draft,
+        )
+        for row, request in enumerate(row_requests):
+            if request is not None:
+                self._active[slots[row]], request.steps = True, 1
+        self._reports.append((report, row_requests))
+
+    def _store_rows(self, cache: Any, slots: np.ndarray, is_shared: bool) -> None:
+        """Copy rows of a cache into slots, or take the cache as it is if its rows are already in place."""
+        in_place = all(slot in (row, self.slots) for row, slot in enumerate(slots))
+        if len(slots) == self.slots and in_place and not self._active.any() and not is_shared:
+            self._cache = cache
+            return
+        if self._cache is None:
+            self._cache = passes.empty_like(cache, self.slots, self._cache_axes)
+        self._cache = passes.scatter_rows(self._cache, cache, slots, self._cache_axes)
+
+    # Decoding
+
+    def _masks(self, requests: Sequence[Request | None], rows: int, width: int) -> np.ndarray | None:
+        """Compute bit masks of the ids that may follow in each row. Returns None if no row has a constraint."""
+        masks = None
+        for row, request in enumerate(requests):
+            if request is not None and request.progress is not None and not request.done:
+                masks = empty_masks(rows, width, self._vocab) if masks is None else masks
+                request.progress.masks(request.drafts[: width - 1], masks[row])
+        return masks
+
+    def _start_step(self) -> list[Event]:
+        """Start a step of all rows.
+
+        If a row has a constraint, this also reads all earlier reports, and computes the masks, while the device
+        computes the pass.
+
+        Returns:
+            Events of the reports that were read.
+        """
+        rows, plan = self._rows, self.plan
+        valid = rows.active if plan.masks_ended_rows else None
+        mode = LogitsMode(last_only=False)
+        result = self._step(rows.ids, valid, self._cache, self._dropped, plan.cache_size, mode)
+        self._cache, self._dropped = result.cache, result.dropped
+        events = list[Event]()
+        if any(request.progress is not None for request in self._active_requests()):
+            while self._reports:
+                events += self._read_report()
+        requests = [request if active else None for request, active in zip(self._slots, self._active, strict=True)]
+        masks = self._masks(requests, self.slots, rows.ids.shape[1])
+        outputs = result.logits, result.states, result.cache.length
+        self._rows, length, report = step_rows(
+            rows, *outputs, self._active.copy(), masks, plan.step_options, self.draft
+        )
+        self._cache = dataclasses.replace(result.cache, length=length)
+        for request in self._active_requests():
+            request.steps += 1
+        self._reports.append((report, requests))
+        return events
+
+    def _read_report(self) -> list[Event]:
+        """Read the oldest report, update its requests and end those that are done."""
+        device_report, requests = self._reports.popleft()
+        report = jax.tree.map(np.asarray, device_report)
+        events = list[Event]()
+        for row, request in enumerate(requests):
+            count, finish = int(report.count[row]), FINISH_REASONS[int(report.end[row])]
+            if request is None or request.done or not (count or finish == "error"):
+                continue
+            new_ids = report.ids[row, :count].tolist()
+            _update_request(request, report, row, new_ids)
+            if finish == "error":
+                self._warn_of_logits(request)
+            elif finish is not None:
+                self._keep_prefix(request)
+            if finish is not None:
+                self._end(request, finish)
+            events.append(Event(request, new_ids, finish))
+        return events
+
+    def _keep_prefix(self, request: Request) -> None:
+        """Store the cache of a request that has just ended: of its prompt and all its ids but the last."""
         ids = (*request.prompt, *request.ids[:-1])
         if not self.prefix_cache.max_prefixes or len(ids) < SMALL or self._rows.memory is not None:
             return
-        cache = passes.broadcast_row(self._cache, self._parts, self._axes, self._slots.index(request))
-        prefix = self.prefix_cache.insert(Prefix(ids))
-        self._begun[prefix] = PassResult(None, None, cache, self._dropped)  # pyright: ignore[reportArgumentType]
-
-    def _going(self) -> Iterator[Request]:
-        """The requests that are being continued, as far as this process has seen."""
-        return (r for r, keep in zip(self._slots, self._keep, strict=True) if r is not None and keep)
-
-    def _next_reading(self) -> _Reading | None:
-        """The next prompts to read, with slots for them, or a prefix of theirs that has not been read: their chunks,
-        padded on the left, and a copy of what was read before them."""
-        free = [i for i, occupant in enumerate(self._slots) if occupant is None]
-        if not self._waiting or not free:
-            return None
-        start, target, requests = self._waiting[0].prefix, None, list[Request]()
-        if start is not None and start not in self._begun:
-            while start is not None and start not in self._begun:
-                target, start = start, self.prefix_cache.starts.get(start, start.start)
-            assert target is not None
-            rests = [target.ids[len(start.ids) if start else 0 :]]
-            group = PrefillGroup(1, self._parts, chunk_sizes(len(rests[0])))
-        else:
-            alike = itertools.takewhile(lambda r: r.prefix is start, itertools.islice(self._waiting, len(free)))
-            rests = [r.prompt[len(start.ids) if start else 0 :] for r in alike]
-            if rests[0]:
-                group = self._grouping([len(rest) for rest in itertools.takewhile(bool, rests)], self.slots)
-            else:  # the prefix is all of the prompt
-                group = PrefillGroup(1, self._parts, [])
-            requests = [self._waiting.popleft() for _ in range(group.count)]
-            for slot, request in zip(free, requests, strict=False):
-                self._slots[slot] = request
-        length, rows = sum(group.sizes), group.rows + -group.rows % self._parts
-        ids, valid = np.zeros((rows, length), np.int32), np.zeros((rows, length), bool)
-        for row, rest in enumerate(rests[: group.count]):
-            ids[row, length - len(rest) :], valid[row, length - len(rest) :] = rest, True
-        ends = list(itertools.accumulate(group.sizes))
-        chunks = [(ids[:, e - n : e], valid[:, e - n : e]) for e, n in zip(ends, group.sizes, strict=True)]
-        passed = None if start is None else self._begun[start]
-        if passed is not None and chunks:
-            cache, memory = (
-                passes.broadcast_row(passed.cache, rows, self._axes),
-                passes.broadcast_memory(passed.memory, rows),
-            )
-            passed = passed._replace(cache=cache, memory=memory)
-        return _Reading(requests, target, collections.deque(chunks), passed, start is not None and not chunks)
-
-    def _read(self, reading: _Reading) -> None:
-        """One chunk; after the last one the prompts' rows begin."""
-        if reading.chunks:
-            ids, valid = reading.chunks.popleft()
-            before, part = reading.passed, LogitsMode(True, self.draft is not None)
-            cache, memory = (None, None) if before is None else (before.cache, before.memory)
-            passed = self._pass(ids, valid, cache, self._dropped, self._room, part)
-            if self.draft is not None:
-                memory = self.draft.empty(len(ids), self._room.tokens) if memory is None else memory
-                memory = passes.read(self.draft, memory, ids, valid, passed.states)
-            self._dropped, reading.passed = passed.dropped, passed._replace(memory=memory)
-        if reading.chunks:
-            return
-        self._reading = None
-        if reading.prefix is not None:
-            assert reading.passed is not None
-            self._begun[reading.prefix] = reading.passed
-            self.prefix_cache.starts.pop(reading.prefix, None)  # its cache is no longer needed
-        else:
-            self._begin(reading)
-
-    def _begin(self, reading: _Reading) -> None:
-        """Move the caches of prompts into free slots, and draw their first ids."""
-        passed = reading.passed
-        assert passed is not None
-        rows, requests = passed.logits.shape[0], reading.requests
-        at = np.full(rows, self.slots, np.int32)  # none
-        prompts, lengths = np.zeros((rows, self._room.tokens), np.int32), np.ones(rows, np.int32)
-        asked = [self._nothing] * rows
-        for row, request in enumerate(requests):
-            if request.done:  # cancelled
-                continue
-            at[row] = self._slots.index(request)
-            prompts[row, : len(request.prompt)], lengths[row] = request.prompt, len(request.prompt)
-            asked[row] = request.row_params
-        together = jax.tree.map(lambda *parts: np.stack(parts), *asked)
-        in_place = all(slot in (row, self.slots) for row, slot in enumerate(at))
-        if rows == self.slots and in_place and not self._keep.any() and not reading.shared:
-            self._cache = passed.cache
-        else:
-            if self._cache is None:
-                self._cache = passes.empty_like(passed.cache, self.slots, self._axes)
-            self._cache = passes.scatter_rows(self._cache, passed.cache, at, self._axes)
-        kept = self._keep.copy()  # what a program is given may be read later
-        known: Any = prompts, lengths, np.zeros_like(lengths)
-        given = together, History(*known), passed.logits, passed.memory, kept, self._masks(requests, rows, 1)
-        self._rows, report = start_rows(self._rows, at, *given, self._options, self.draft)
-        here: list[Request | None] = [None] * rows
-        for row, request in enumerate(requests):
-            if not request.done:
-                here[row], self._keep[at[row]], request.steps = request, True, 1
-            request.prefix = None
-        self._reports.append((report, here))
-
-    def _masks(self, requests: Sequence[Request | None], rows: int, width: int) -> np.ndarray | None:
-        """The ids that may follow in each row; None if no row has a constraint."""
-        found = None
-        for row, request in enumerate(requests):
-            if request is not None and request.progress is not None and not request.done:
-                found = empty_masks(rows, width, self._vocab) if found is None else found
-                request.progress.masks(request.drafts[: width - 1], found[row])
-        return found
-
-    def _advance(self) -> list[Event]:
-        """Start a step of all rows. Where one follows a constraint, the ids of the step before are read, and returned,
-        and what may follow is computed, while the device computes the pass."""
-        state = self._rows
-        valid = state.active if self._stays else None
-        passed = self._step(state.ids, valid, self._cache, self._dropped, self._room, LogitsMode(False))
-        self._cache, self._dropped = passed.cache, passed.dropped
-        events = list[Event]()
-        if any(request.progress is not None for request in self._going()):
-            while self._reports:
-                events += self._look()
-        here = [request if keep else None for request, keep in zip(self._slots, self._keep, strict=True)]
-        masks = self._masks(here, self.slots, state.ids.shape[1])
-        after = passed.logits, passed.states, passed.cache.length, self._keep.copy(), masks
-        self._rows, length, report = step_rows(state, *after, self._options, self.draft)
-        self._cache = dataclasses.replace(passed.cache, length=length)
-        for request in self._going():
-            request.steps += 1
-        self._reports.append((report, here))
-        return events
-
-    def _look(self) -> list[Event]:
-        """Read the oldest report."""
-        report, requests = self._reports.popleft()
-        found = jax.tree.map(np.asarray, report)
-        events = []
-        for row, request in enumerate(requests):
-            count, why = int(found.count[row]), FINISH_REASONS[int(found.end[row])]
-            if request is None or request.done or not (count or why == "error"):
-                continue
-            new = found.ids[row, :count].tolist()
-            request.ids += new
-            if request.progress is not None:
-                request.progress.advance(new)
-                request.drafts = found.drafts[row].tolist()
-            if found.ids.shape[1] > 1 and count:
-                request.accepted[count - 1] += 1
-            if (options := request.options.logprobs) is not None:
-                request.logprobs += found.logprobs[row, :count].tolist()
-                pairs = zip(found.top_ids[row, :count], found.top_logprobs[row, :count], strict=True)
-                request.top += [list(zip(i[:options].tolist(), p[:options].tolist(), strict=True)) for i, p in pairs]
-            if why == "error":
-                self._warn_of_logits(request)
-            elif why is not None:
-                self._keep_row(request)
-            if why is not None:
-                self._end(request, why)
-            events.append(Event(request, new, why))
-        return events
+        slot = self._slots.index(request)
+        cache = passes.broadcast_row(self._cache, self.plan.batch_shards, self._cache_axes, slot)
+        result: Any = PassResult(None, None, cache, self._dropped)  # pyright: ignore[reportArgumentType]
+        self._prefix_results[self.prefix_cache.insert(Prefix(ids))] = result
 
     def _warn_of_logits(self, request: Request) -> None:
         """Log a warning, once per engine, about a request that ended because of NaN or infinite logits."""
@@ -467,3 +461,24 @@ class Engine:
             text = "the logits after %d ids of a prompt and %d new ones are NaN or infinite, so that it ends with "
             text += "finish='error' (further ones do so without a warning): %s"
             logger.warning(text, len(request.prompt), len(request.ids), unusable_logits(self.model))
+
+
+def _length(prefix: Prefix | None) -> int:
+    return 0 if prefix is None else len(prefix.ids)
+
+
+def _update_request(request: Request, report: RowReport, row: int, new_ids: list[int]) -> None:
+    """Append the results of one row of a report."""
+    count = len(new_ids)
+    request.ids += new_ids
+    if request.progress is not None:
+        request.progress.advance(new_ids)
+        request.drafts = report.drafts[row].tolist()
+    if report.ids.shape[1] > 1 and count:
+        request.accepted[count - 1] += 1
+    top = request.options.logprobs
+    if top is not None:
+        assert report.logprobs is not None and report.top_ids is not None and report.top_logprobs is not None
+        request.logprobs += report.logprobs[row, :count].tolist()
+        for ids, logprobs in zip(report.top_ids[row, :count], report.top_logprobs[row, :count], strict=True):
+            request.top.append(list(zip(ids[:top].tolist(), logprobs[:top].tolist(), strict=True)))

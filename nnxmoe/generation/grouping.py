@@ -7,6 +7,9 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
+from jaxtyping import Bool, Int
+
 from nnxmoe.generation.request import Prefix
 
 SMALL, LARGE = 64, 512  # tokens per chunk of a prompt
@@ -44,6 +47,27 @@ def one_by_one(lengths: Sequence[int], slots: int) -> PrefillGroup:
     """Read each prompt in a batch of its own, so that its numbers do not depend on other requests, not even in the last
     bits."""
     return PrefillGroup(1, 1, chunk_sizes(lengths[0]))
+
+
+def left_padded_chunks(
+    prompts: Sequence[Sequence[int]], rows: int, sizes: Sequence[int]
+) -> list[tuple[Int[np.ndarray, "R T"], Bool[np.ndarray, "R T"]]]:
+    """Pad prompts on the left and split them into chunks.
+
+    Args:
+        prompts: ids, at most ``sum(sizes)`` per prompt.
+        rows: number of rows. Rows without a prompt are padding.
+        sizes: tokens per chunk.
+
+    Returns:
+        Ids and validity mask of each chunk.
+    """
+    length = sum(sizes)
+    ids, valid = np.zeros((rows, length), np.int32), np.zeros((rows, length), bool)
+    for row, prompt in enumerate(prompts):
+        ids[row, length - len(prompt) :], valid[row, length - len(prompt) :] = prompt, True
+    ends = itertools.accumulate(sizes)
+    return [(ids[:, end - size : end], valid[:, end - size : end]) for end, size in zip(ends, sizes, strict=True)]
 
 
 Grouping = Callable[[Sequence[int], int], PrefillGroup]  # (lengths of the waiting prompts, slots) -> PrefillGroup

@@ -53,10 +53,10 @@ class PassResult(NamedTuple):
 
 class LogitsMode(NamedTuple):
     """The part of a pass that is computed: logits of the last column only, and nothing that only other columns need,
-    unless all ``states`` are wanted."""
+    unless ``with_states``."""
 
-    last: bool
-    states: bool = False
+    last_only: bool
+    with_states: bool = False
 
 
 def _pass(
@@ -66,18 +66,18 @@ def _pass(
     cache: Cache | None,
     dropped: Any,
     room: CacheSize,
-    part: LogitsMode,
+    mode: LogitsMode,
 ) -> PassResult:
     """One pass over ids; ``cache`` None: an empty one."""
     ids = shard_constraint(ids, model.mesh, batch_axes(model.mesh))
-    only = part.last and not part.states
+    only = mode.last_only and not mode.with_states
     fresh, request = cache is None, dataclasses.replace(LOGITS_ONLY, last_token_only=only)
     cache = model.empty_cache(ids.shape[0], *room) if cache is None else cache
     body = model.body(ids, valid, cache=cache, request=request, fresh=fresh)
     for info in body.infos.values():
         dropped = dropped + info.dispatch.dropped
     dropped = replicate(dropped, model.mesh)
-    return PassResult(model.logits(body.x[:, -1:] if part.last else body.x), body.mtp_hidden, body.cache, dropped)
+    return PassResult(model.logits(body.x[:, -1:] if mode.last_only else body.x), body.mtp_hidden, body.cache, dropped)
 
 
 def passes(model: CausalLM) -> Callable[..., PassResult]:
@@ -86,8 +86,8 @@ def passes(model: CausalLM) -> Callable[..., PassResult]:
     run = model_program(model, _pass, static=(4, 5), donated=(2,))
     compiled_sizes, said = split_once(model)[0].program(_sizes)
 
-    def announcing(ids: Any, valid: Any, cache: Any, dropped: Any, room: CacheSize, part: LogitsMode) -> PassResult:
-        given, size = (ids, valid, cache, dropped, room, part), (ids.shape, valid is None, cache is None, room, part)
+    def announcing(ids: Any, valid: Any, cache: Any, dropped: Any, room: CacheSize, mode: LogitsMode) -> PassResult:
+        given, size = (ids, valid, cache, dropped, room, mode), (ids.shape, valid is None, cache is None, room, mode)
         if size in compiled_sizes:
             return run(*given)
         compiled_sizes.add(size)
@@ -107,7 +107,7 @@ def _sizes(graph: Any, tree: Any) -> tuple[set[Any], set[str]]:
 
 
 @functools.partial(jax.jit, donate_argnums=(1,))
-def read(draft: rows.Draft, *given: Any) -> Any:
+def draft_prefill(draft: rows.Draft, *given: Any) -> Any:
     return draft.read(*given)
 
 

@@ -511,7 +511,7 @@ def test_multi_token_prediction_drafts_what_its_layer_predicts() -> None:
     while not request.done:
         engine.step()
         while engine._reports:
-            engine._look()
+            engine._read_report()
         if request.ids and not request.done:
             seen.append((len(request.ids), int(engine._rows.ids[0, 1])))
     predicted = ahead(model, jnp.asarray([[*prompt, *request.ids]]))[1][0].argmax(axis=-1)

@@ -1,0 +1,160 @@
+"""The plan of an `Engine`: what its arguments mean for one model, validated and sized before anything is allocated."""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from nnxmoe.config.validate import check_object, check_type, whole_number
+from nnxmoe.generation import draft_cost
+from nnxmoe.generation.draft import ModelBasedDraft
+from nnxmoe.generation.grouping import SMALL, Grouping, as_one_large_chunk, one_by_one
+from nnxmoe.generation.ids import eos_ids
+from nnxmoe.generation.passes import CacheSize, cache_bytes, unroll_for_decoding
+from nnxmoe.generation.request import EngineLimits
+from nnxmoe.generation.rows import Draft, LogitsProcessor, StepOptions
+from nnxmoe.model.causal_lm import CausalLM
+from nnxmoe.runtime.memory import refuse_beyond_memory
+from nnxmoe.sharding import batch_axes
+from nnxmoe.sharding_rules import shard_count
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class EnginePlan:
+    """Sizes and options of an `Engine` that do not change while it runs.
+
+    Attributes:
+        model: the model, with a copy of scanned layers if memory permits.
+        limits: largest options of a request, with room for the checkpoint's end tokens.
+        capacity: tokens per row, prompt and generated ids.
+        slots: number of rows, a multiple of ``batch_shards``.
+        batch_shards: number of parts into which the mesh divides the rows.
+        draft: proposes ids to verify, or None.
+        cache_size: ``capacity`` with room for the ids of a draft.
+        grouping: policy that chooses which waiting prompts are read together.
+        step_options: options that the step of all rows is compiled with.
+        max_prefixes: number of prefixes whose caches fit in ``prefix_bytes``.
+    """
+
+    model: CausalLM
+    limits: EngineLimits
+    capacity: int
+    slots: int
+    batch_shards: int
+    draft: Draft | None
+    cache_size: CacheSize
+    grouping: Grouping
+    step_options: StepOptions
+    max_prefixes: int
+
+    @property
+    def step_width(self) -> int:
+        """Number of ids per row and step: the last id and its drafts."""
+        return 1 + self.cache_size.lookahead
+
+    @property
+    def masks_ended_rows(self) -> bool:
+        """True if a step must not append to the caches of ended rows.
+
+        With other rows or drafts a row can end before the step does, and the prefix cache copies ended rows.
+        """
+        return self.slots > 1 or self.step_width > 1 or self.max_prefixes > 0
+
+    def pad_rows(self, rows: int) -> int:
+        """Round up to a multiple of ``batch_shards``."""
+        return rows + -rows % self.batch_shards
+
+    def cache_bytes(self, rows: int) -> int:
+        """Bytes of a cache of ``rows`` rows in this process."""
+        return cache_bytes(self.model, rows, self.cache_size)
+
+
+def plan_engine(
+    model: CausalLM,
+    slots: int,
+    capacity: int,
+    limits: EngineLimits | None,
+    logits_processor: LogitsProcessor | None,
+    draft: draft_cost.DraftOption,
+    prefix_bytes: int,
+    grouping: Grouping | None,
+) -> EnginePlan:
+    """Validate the arguments of an `Engine`, round its sizes and check that its caches fit in memory.
+
+    Raises:
+        ValueError: as described in `Engine`.
+    """
+    _check_types(model, limits, logits_processor=logits_processor, grouping=grouping)
+    model, limits = unroll_for_decoding(model), limits or EngineLimits()
+    limits = dataclasses.replace(limits, max_stop_ids=max(limits.max_stop_ids, len(eos_ids(model, ...))))
+    capacity, slots = whole_number("capacity", capacity, 1), whole_number("slots", slots, 1)
+    mesh = model.strategy.mesh
+    batch_shards = shard_count(mesh, batch_axes(mesh))
+    slots += -slots % batch_shards
+    resolved = _resolve_draft(model, draft, slots, capacity)
+    if grouping is None:
+        _check_rotary_capacity(model, capacity)
+        grouping = as_one_large_chunk if resolved is None else one_by_one
+    lookahead = 0 if resolved is None else resolved.count
+    cache_size = CacheSize(capacity + lookahead, lookahead)
+    bytes_per_prefix = cache_bytes(model, batch_shards, cache_size)
+    plan = EnginePlan(
+        model=model,
+        limits=limits,
+        capacity=capacity,
+        slots=slots,
+        batch_shards=batch_shards,
+        draft=resolved,
+        cache_size=cache_size,
+        grouping=grouping,
+        step_options=StepOptions(limits.sampling, limits.max_logprobs, logits_processor, mesh),
+        max_prefixes=whole_number("prefix_bytes", prefix_bytes, 0) // max(bytes_per_prefix, 1),
+    )
+    _check_memory(plan, plan.max_prefixes * bytes_per_prefix)
+    return plan
+
+
+def _check_types(model: Any, limits: Any, **functions: Any) -> None:
+    check_type("model", model, CausalLM, "a model, such as that of nnxmoe.from_pretrained(path)")
+    check_type("limits", limits, EngineLimits | None, "nnxmoe.EngineLimits(…), or None")
+    for name, function in functions.items():
+        if function is not None:
+            check_object("Engine", name, function, "a function")
+
+
+def _resolve_draft(model: CausalLM, draft: draft_cost.DraftOption, slots: int, capacity: int) -> Draft | None:
+    if draft is not None and not model.token_independent():
+        raise ValueError(
+            f"draft={draft}: with {model.strategy.dispatch} drafts would take the room of real tokens, and change "
+            "what follows: use Strategy(dispatch=nnxmoe.Sorted())"
+        )
+    resolved = draft_cost.resolve(model, draft, slots, capacity)
+    if isinstance(resolved, ModelBasedDraft) and resolved.vocab_size != model.vocab_size:
+        raise ValueError(
+            f"draft={resolved}: its vocabulary has {resolved.vocab_size} ids and the model's {model.vocab_size}: "
+            "give a model with the same tokenizer and vocab_size"
+        )
+    return resolved
+
+
+def _check_rotary_capacity(model: CausalLM, capacity: int) -> None:
+    length = model.fixed_positions
+    if length is not None and capacity > length:
+        raise ValueError(
+            f"capacity={capacity}: the rotary embedding of this model changes with the longest row beyond {length} "
+            "tokens, so requests would change each other: use at most that, or generate()"
+        )
+
+
+def _check_memory(plan: EnginePlan, prefix_bytes: int) -> None:
+    """Raise ValueError if the caches of rows, of prompts being read, of prefixes and of the draft do not fit."""
+    draft, tokens = plan.draft, plan.cache_size.tokens
+    draft_arrays = [] if draft is None else jax.eval_shape(lambda: jax.tree.leaves(draft.empty(plan.slots, tokens)))
+    draft_bytes = sum(array.size * array.dtype.itemsize for array in draft_arrays)
+    prefill_bytes = 0
+    if plan.slots > 1 and plan.grouping in (as_one_large_chunk, one_by_one):  # prompts are read while other rows run
+        rows = plan.grouping([SMALL] * plan.slots, plan.slots).rows
+        prefill_bytes = plan.cache_bytes(plan.pad_rows(rows))
+    what = f"a cache of {tokens} tokens for batch {plan.slots} takes"
+    remedy = "use fewer max_new_tokens, a smaller capacity, or a smaller batch"
+    refuse_beyond_memory(plan.cache_bytes(plan.slots) + prefill_bytes + draft_bytes + prefix_bytes, what, remedy)
