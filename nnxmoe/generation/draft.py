@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from nnxmoe.config.validate import as_python, check_positive, check_type, set_positive
 from nnxmoe.generation.passes import unroll_for_decoding
-from nnxmoe.generation.rows import Choose, History
+from nnxmoe.generation.rows import StepInputs
 from nnxmoe.layers.cache import Cache
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.output import LOGITS_ONLY, Body, drop_routing
@@ -40,10 +40,10 @@ class PromptLookup:
         pass
 
     def propose(
-        self, memory: None, history: History, ids: Array, states: Any, count: Array, choose: Choose
+        self, memory: None, inputs: StepInputs, ids: Array, states: Any, count: Array
     ) -> tuple[Int[Array, "B count"], None]:
         """Drafts for each row; repetitions of its last id where nothing occurred before."""
-        return jax.vmap(self._after)(history.ids, history.count), None
+        return jax.vmap(self._after)(inputs.history.ids, inputs.history.count), None
 
     def _after(self, ids: Int[Array, "C"], count: Int[Array, ""]) -> Int[Array, "count"]:
         places = jnp.arange(ids.shape[0], dtype=jnp.int32)
@@ -96,7 +96,7 @@ class ModelBasedDraft(abc.ABC):
         """States after ids, each given the main model's state (or this model's own) that led to it."""
 
     def propose(
-        self, memory: _Memory, history: History, ids: Array, states: Any, count: Array, choose: Choose
+        self, memory: _Memory, inputs: StepInputs, ids: Array, states: Any, count: Array
     ) -> tuple[Int[Array, "B count"], _Memory]:
         """Drafts one after the other, each drawn with the key by which the model will draw."""
         parts, valid = self.modules, jnp.arange(ids.shape[1])[None] < count[:, None]
@@ -108,7 +108,7 @@ class ModelBasedDraft(abc.ABC):
         x, states = (jnp.take_along_axis(each, at, axis=1) for each in (body.x, body.mtp_hidden))
         drafts = jnp.zeros((ids.shape[0], 0), jnp.int32)
         for place in range(self.count):
-            one = choose(parts["decoder"].logits(x)[:, 0], drafts)[:, None]
+            one = inputs.sample(parts["decoder"].logits(x)[:, 0], drafts)[0][:, None]
             drafts = jnp.concatenate([drafts, one], axis=1)
             if place + 1 < self.count:
                 body = self._pass(parts, cache, one, valid[:, :1], states)

@@ -22,16 +22,26 @@ RUNNING, STOPPED, FULL, BROKEN = 0, 1, 2, 3
 
 
 class RowParams(NamedTuple):
-    """The options of the requests, one of each per row. ``limit``, ``least``: the most and the fewest new ids.
-    ``stops``: ids that end a row, -1: none. ``biases`` are added to the logits of ``biased`` ids (the size of the
-    vocabulary: none). ``logprobs``: the number of the most likely ids to report, -1 for no log-probabilities at all."""
+    """Options of the requests as arrays, one per row.
+
+    Attributes:
+        dynamic: sampling options that are values.
+        key: data of a random key.
+        sample: number of the sample among the samples of one prompt.
+        max_new_tokens: maximum number of new ids.
+        min_new_tokens: number of new ids before which no stop id is sampled.
+        stop_ids: ids that end the row, -1 for none.
+        biased: ids whose logits are biased, the vocabulary's size for none.
+        biases: values that are added to the logits of ``biased``.
+        logprobs: number of most likely ids to report, -1 for no log-probabilities.
+    """
 
     dynamic: DynamicSampling
-    key: Any  # the data of a random key
+    key: Any
     sample: Any
-    limit: Any
-    least: Any
-    stops: Any
+    max_new_tokens: Any
+    min_new_tokens: Any
+    stop_ids: Any
     biased: Any
     biases: Any
     logprobs: Any
@@ -52,12 +62,15 @@ LogitsProcessor = Callable[[Float[Array, "B V"], History], Float[Array, "B V"]] 
 class StepOptions(NamedTuple):
     """Options that are constants of the compiled step.
 
-    ``top``: number of most likely ids whose log-probabilities are reported; None: no log-probabilities.
-    ``logits_processor``: applied to the logits; None: nothing.
+    Attributes:
+        sampling: sampling operations of any row.
+        max_logprobs: number of most likely ids whose log-probabilities are reported. None: no log-probabilities.
+        logits_processor: applied to the logits, or None.
+        mesh: mesh of the model, or None.
     """
 
-    steps: StaticSampling
-    top: int | None
+    sampling: StaticSampling
+    max_logprobs: int | None
     logits_processor: LogitsProcessor | None
     mesh: AnyMesh | None
 
@@ -86,7 +99,69 @@ class RowReport(NamedTuple):
     top_logprobs: Float[Array, "B W top"] | None
 
 
-Choose = Callable[[Float[Array, "B V"], Int[Array, "B K"]], Int[Array, "B"]]  # (logits, drafts before) -> ids
+class StepInputs(NamedTuple):
+    """What the next ids of all rows depend on besides the logits: options of the rows, history and static options."""
+
+    params: RowParams
+    history: History
+    options: StepOptions
+
+    def sample(
+        self,
+        logits: Float[Array, "B V"],
+        drafts: Int[Array, "B K"],
+        allowed: UInt32[Array, "B words"] | None = None,
+    ) -> tuple[Int[Array, "B"], Bool[Array, "B"]]:
+        """Sample the id after the drafts, assuming that all drafts are accepted.
+
+        The ids are exactly those that a step without drafts would sample.
+
+        Args:
+            logits: logits after the drafts.
+            drafts: ids that follow the history.
+            allowed: bit masks of the ids to choose from, or None.
+
+        Returns:
+            The ids, and whether the largest logit of each row is finite.
+        """
+        params, static = self.params, self.options.sampling
+        row = jnp.arange(logits.shape[0])[:, None]
+        history = _append_drafts(self.history, drafts)
+        scores = _process_logits(logits, history, params, self.options)
+        if allowed is not None:
+            scores = _masked(scores, logits, allowed)
+        seen = counts = None
+        if static.penalty:
+            is_id = jnp.arange(history.ids.shape[1])[None] < history.count[:, None]
+            seen = jnp.zeros(scores.shape, bool).at[row, history.ids].max(is_id)
+        if static.counts:
+            counts = generated_counts(*history, params.dynamic, scores.shape[1])
+        sample_keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(params.key), params.sample)
+        keys = jax.vmap(jax.random.fold_in)(sample_keys, history.new_count)
+        ids = sample_ids(scores, seen, static, params.dynamic, keys, counts)
+        # XLA fuses this maximum with `argmax`. Gathering the id's logit instead takes 0.1 ms (151,936 ids, XLA:CPU).
+        return ids, jnp.isfinite(jnp.max(scores, axis=-1))
+
+
+def _append_drafts(history: History, drafts: Int[Array, "B K"]) -> History:
+    row, place = jnp.arange(drafts.shape[0])[:, None], jnp.arange(drafts.shape[1])[None]
+    ids = history.ids.at[row, history.count[:, None] + place].set(drafts, mode="drop")
+    return History(ids, history.count + drafts.shape[1], history.new_count + drafts.shape[1])
+
+
+def _process_logits(
+    logits: Float[Array, "B V"], history: History, params: RowParams, options: StepOptions
+) -> Float[Array, "B V"]:
+    """Apply biases, the minimum number of new ids, rules and the logits processor."""
+    row = jnp.arange(logits.shape[0])[:, None]
+    scores = logits.at[row, params.biased].add(params.biases, mode="drop")
+    too_early = history.new_count < params.min_new_tokens
+    stop_ids = jnp.where((params.stop_ids >= 0) & too_early[:, None], params.stop_ids, scores.shape[1])
+    scores = scores.at[row, stop_ids].set(-jnp.inf, mode="drop")
+    for number, rules in enumerate(options.sampling.rules):
+        changed = rules(scores, *history, params.max_new_tokens)
+        scores = jnp.where((params.dynamic.rules == number)[:, None], changed, scores)
+    return scores if options.logits_processor is None else options.logits_processor(scores, history)
 
 
 class Draft(Protocol):
@@ -113,14 +188,23 @@ class Draft(Protocol):
     def propose(
         self,
         memory: Any,
-        history: History,
+        inputs: StepInputs,
         ids: Int[Array, "B W"],
         states: Float[Array, "B W S"] | None,
         count: Int[Array, "B"],
-        choose: Choose,
     ) -> tuple[Int[Array, "B K"], Any]:
-        """Drafts of what follows the histories, whose newest ``count`` ids are new: the first of ``ids``, each given
-        the state that led to it; None: the last state that `read` was given. ``choose`` draws as the model would."""
+        """Propose ids that follow the histories.
+
+        Args:
+            memory: memory of the rows.
+            inputs: the histories. ``inputs.sample`` samples as the model would.
+            ids: the newest ids, of which the first ``count`` are valid.
+            states: the state that led to each of ``ids``. None: the last state passed to `read`.
+            count: number of new ids per row.
+
+        Returns:
+            Proposed ids and the new memory.
+        """
         ...
 
 
@@ -153,7 +237,7 @@ def start_rows(
     def put(old: Array, new: Array) -> Array:
         return old.at[at].set(new.astype(old.dtype), mode="drop")
 
-    report = _choose(params, prompts, logits, jnp.zeros((len(at), 0), jnp.int32), masks, options)
+    report = _accept(StepInputs(params, prompts, options), logits, jnp.zeros((len(at), 0), jnp.int32), masks)
     first = report.ids[:, 0]
     ids = put(rows.history.ids, prompts.ids).at[at, prompts.count].set(first, mode="drop")
     history = History(
@@ -183,7 +267,7 @@ def step_rows(
     drafts that were refused, and the report. Rows that are not to be kept end. ``masks``: the ids that may follow each
     of ``rows.ids``; None: all."""
     running = rows.active[:, 0] & keep
-    report = _choose(rows.params, rows.history, logits, rows.ids[:, 1:], masks, options)
+    report = _accept(StepInputs(rows.params, rows.history, options), logits, rows.ids[:, 1:], masks)
     count = jnp.where(running, report.count, 0)
     report = report._replace(count=count, end=jnp.where(running, report.end, FULL))
     history, width = rows.history, rows.ids.shape[1]
@@ -212,11 +296,8 @@ def _next(
     """The rows with what goes into their next pass; those without new ids keep their drafts."""
     into, memory = last[:, None], rows.memory
     if draft is not None:
-
-        def choose(logits: Array, before: Array) -> Array:
-            return _alone(rows.params, rows.history, logits, before, options)[0]
-
-        drafts, memory = draft.propose(memory, rows.history, ids, states, count, choose)
+        inputs = StepInputs(rows.params, rows.history, options)
+        drafts, memory = draft.propose(memory, inputs, ids, states, count)
         drafts = jnp.where(count[:, None] > 0, drafts.astype(jnp.int32), rows.ids[:, 1:])
         into = jnp.concatenate([into, drafts], axis=1)
     return rows._replace(ids=into, active=jnp.broadcast_to(active[:, None], into.shape), memory=memory)
@@ -226,68 +307,36 @@ def _everywhere(tree: Any, mesh: AnyMesh | None) -> Any:
     return jax.tree.map(lambda a: replicate(a, mesh), tree)
 
 
-def _choose(
-    params: RowParams,
-    history: History,
-    logits: Float[Array, "B W V"],
-    drafts: Int[Array, "B K"],
-    masks: Masks | None,
-    options: StepOptions,
+def _accept(
+    inputs: StepInputs, logits: Float[Array, "B W V"], drafts: Int[Array, "B K"], masks: Masks | None
 ) -> RowReport:
-    """Choose the next ids, up to the first that differs from its draft or ends the row. The key of each id does not
-    depend on the drafts, so drafts change nothing but the speed (Daliri, Musco and Suresh 2024). A row ends before an
-    id if a logit is NaN, if no logit is finite, or if the id's log-probability is not finite."""
-    width = logits.shape[1]
-    allowed = [None if masks is None else masks[:, w] for w in range(width)]
-    places = [_alone(params, history, logits[:, w], drafts[:, :w], options, allowed[w]) for w in range(width)]
-    ids, finite = (jnp.stack(part, axis=1) for part in zip(*places, strict=True))
-    logprobs = _logprobs(logits, ids, params.logprobs, options.top)
-    broken = ~finite if options.top is None else ~(finite & jnp.isfinite(logprobs[0]))
-    agree = jnp.cumprod(drafts == ids[:, :-1], axis=1)
-    count = 1 + jnp.sum(agree, axis=1, dtype=jnp.int32)
-    new_count = history.new_count[:, None] + 1 + jnp.arange(width, dtype=jnp.int32)[None]
-    stopped = jnp.any(ids[:, :, None] == params.stops[:, None, :], axis=-1)
-    ends = stopped | broken | (new_count >= params.limit[:, None])
+    """Sample the next ids, up to the first id that differs from its draft or ends the row.
+
+    The key of each id does not depend on the drafts, so drafts change nothing but the speed (Daliri, Musco and Suresh
+    2024). A row ends before an id if a logit is NaN, if no logit is finite, or if the id's log-probability is not
+    finite.
+    """
+    params, width = inputs.params, logits.shape[1]
+    ids, finite = list[Array](), list[Array]()
+    for w in range(width):
+        allowed = None if masks is None else masks[:, w]
+        next_ids, is_finite = inputs.sample(logits[:, w], drafts[:, :w], allowed)
+        ids.append(next_ids)
+        finite.append(is_finite)
+    report_ids, valid = jnp.stack(ids, axis=1), jnp.stack(finite, axis=1)
+    logprobs = _logprobs(logits, report_ids, params.logprobs, inputs.options.max_logprobs)
+    if inputs.options.max_logprobs is not None:
+        valid &= jnp.isfinite(logprobs[0])
+    accepted = jnp.cumprod(drafts == report_ids[:, :-1], axis=1)
+    count = 1 + jnp.sum(accepted, axis=1, dtype=jnp.int32)
+    new_count = inputs.history.new_count[:, None] + 1 + jnp.arange(width, dtype=jnp.int32)[None]
+    stopped = jnp.any(report_ids[:, :, None] == params.stop_ids[:, None, :], axis=-1)
+    ends = stopped | ~valid | (new_count >= params.max_new_tokens[:, None])
     count = jnp.minimum(count, jnp.where(jnp.any(ends, axis=1), jnp.argmax(ends, axis=1) + 1, width))
-    at = (count - 1)[:, None]
-    stopped, broken, ends = (jnp.take_along_axis(a, at, axis=1)[:, 0] for a in (stopped, broken, ends))
+    last = (count - 1)[:, None]
+    stopped, broken, ends = (jnp.take_along_axis(a, last, axis=1)[:, 0] for a in (stopped, ~valid, ends))
     end = jnp.where(broken, BROKEN, jnp.where(stopped, STOPPED, jnp.where(ends, FULL, RUNNING))).astype(jnp.int32)
-    return RowReport(ids, count - broken, end, drafts, *logprobs)
-
-
-def _alone(
-    params: RowParams,
-    history: History,
-    logits: Float[Array, "B V"],
-    drafts: Int[Array, "B K"],
-    options: StepOptions,
-    allowed: UInt32[Array, "B words"] | None = None,
-) -> tuple[Int[Array, "B"], Bool[Array, "B"]]:
-    """Choose the id after the drafts, assuming that all of them are accepted: exactly the id that a step without drafts
-    would draw. Also returns whether its logits are finite. ``allowed``: bit mask of the ids to choose from, or None."""
-    row, place = jnp.arange(logits.shape[0])[:, None], jnp.arange(drafts.shape[1])[None]
-    ids = history.ids.at[row, history.count[:, None] + place].set(drafts, mode="drop")
-    known = History(ids, history.count + drafts.shape[1], history.new_count + drafts.shape[1])
-    one, seen = logits.at[row, params.biased].add(params.biases, mode="drop"), None
-    early = known.new_count < params.least
-    stops = jnp.where((params.stops >= 0) & early[:, None], params.stops, one.shape[1])
-    one = one.at[row, stops].set(-jnp.inf, mode="drop")
-    steps = options.steps
-    for number, rules in enumerate(steps.rules):
-        theirs = rules(one, ids, known.count, known.new_count, params.limit)
-        one = jnp.where((params.dynamic.rules == number)[:, None], theirs, one)
-    one = one if options.logits_processor is None else options.logits_processor(one, known)
-    one = one if allowed is None else _masked(one, logits, allowed)
-    if steps.penalty:
-        real = jnp.arange(ids.shape[1])[None] < known.count[:, None]
-        seen = jnp.zeros(one.shape, bool).at[row, ids].max(real)
-    counts = None
-    if steps.counts:
-        counts = generated_counts(known.ids, known.count, known.new_count, params.dynamic, one.shape[1])
-    keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(params.key), params.sample)
-    chosen = sample_ids(one, seen, steps, params.dynamic, jax.vmap(jax.random.fold_in)(keys, known.new_count), counts)
-    # XLA fuses this maximum with `argmax`. Gathering the chosen id's logit instead takes 0.1 ms (151,936 ids, XLA:CPU).
-    return chosen, jnp.isfinite(jnp.max(one, axis=-1))
+    return RowReport(report_ids, count - broken, end, drafts, *logprobs)
 
 
 def _masked(one: Float[Array, "B V"], logits: Float[Array, "B V"], allowed: UInt32[Array, "B words"]) -> Array:

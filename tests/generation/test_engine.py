@@ -18,7 +18,7 @@ from nnxmoe import Engine, EngineLimits, Prefix, PromptLookup, RequestOptions, S
 from nnxmoe.generation.complete import complete
 from nnxmoe.generation.draft import ModelDraft, MTPDraft
 from nnxmoe.generation.engine import Request
-from nnxmoe.generation.rows import History
+from nnxmoe.generation.rows import History, StepInputs
 from nnxmoe.generation.stop_strings import StopStringFilter
 from tests.support.cases import HF_CASES, load_case_model
 from tests.support.mtp import ahead, with_mtp
@@ -391,7 +391,8 @@ class Scripted:
     def read(self, memory: None, *chunk: jax.Array) -> None:
         pass
 
-    def propose(self, memory: None, history: History, *rest: Any) -> tuple[jax.Array, None]:
+    def propose(self, memory: None, inputs: StepInputs, *rest: Any) -> tuple[jax.Array, None]:
+        history = inputs.history
         at = history.new_count[:, None] + jnp.arange(self.count)[None]
         return jnp.take_along_axis(self.table[history.ids[:, 0]], at, axis=1, mode="clip"), None
 
