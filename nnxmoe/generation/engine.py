@@ -22,7 +22,7 @@ from nnxmoe.generation.engine_plan import plan_engine
 from nnxmoe.generation.grammar import empty_masks
 from nnxmoe.generation.grouping import (
     LARGE,
-    MOST_SMALL,
+    MAX_SMALL,
     SMALL,
     Grouping,
     PrefillGroup,
@@ -68,23 +68,34 @@ class _Prefill:
 
 
 class Engine:
-    """Requests in, ids out, with ``slots`` rows of ``capacity`` tokens each, prompt and new ones together.
+    """Generates ids for requests that share a batch of ``slots`` rows.
 
         engine = Engine(model, slots=8, capacity=1024)
         requests = [engine.submit(ids, RequestOptions(max_new_tokens=100)) for ids in prompts]
         engine.run()
 
-    ``logits_processor``: a JAX function ``(logits [B, V], History) -> logits``, applied in every step after biases and
-    before sampling. ``draft``: proposes ids to verify, which changes the speed only; ``"auto"``: multi-token prediction
-    if the model has layers for it, else prompt lookup. ``ahead``: how many steps the device may be ahead of what this
-    process has read. ``prefix_bytes``: room for the caches of prompts' beginnings, which later prompts that begin so
-    do not read again: what several prompts share, and the prompts and answers of ended requests. ``grouping``: which
-    waiting prompts are read together; None: `as_one_large_chunk`, and with a draft `one_by_one`, so that drafts do not
-    change a bit.
+    The ids of a request are the ids that it would get alone, up to rounding, unless tokens compete for experts
+    (`Capacity`).
 
-    The ids of a request are those it would get alone, up to rounding, unless tokens compete for experts (`Capacity`).
-    Raises ValueError if the caches do not fit in memory, for a draft where tokens compete, for ``"auto"`` where drafts
-    cannot pay, and for dynamic rotary embeddings beyond the length of the training, which depend on the longest row.
+    Args:
+        model: the model.
+        slots: number of rows.
+        capacity: tokens per row, prompt and new ids.
+        limits: largest options of a request. Default: `EngineLimits()`.
+        logits_processor: JAX function ``(logits [B, V], History) -> logits``, applied in every step after biases and
+            before sampling.
+        draft: proposes ids to verify, which changes the speed only. ``"auto"``: multi-token prediction if the model has
+            layers for it, else prompt lookup.
+        ahead: number of steps that the device may be ahead of the results that this process has read.
+        prefix_bytes: memory for the caches of prompts' first ids, so that later prompts need not compute them again.
+            These are ids that several prompts share, and prompts and answers of ended requests.
+        grouping: chooses which waiting prompts are read together. Default: `as_one_large_chunk`. With a draft:
+            `one_by_one`, so that drafts do not change a bit of the results.
+
+    Raises:
+        ValueError: if the caches do not fit in memory; for a draft where tokens compete for experts; for ``"auto"``
+            where drafts cannot pay; and for dynamic rotary embeddings beyond the length of the training, which depend
+            on the longest row.
     """
 
     _warned = False  # whether NaN or infinite logits were reported
@@ -149,8 +160,16 @@ class Engine:
         return sum(request is not None for request in self._slots)
 
     def submit(self, ids: Ids, options: RequestOptions | None = None, prefix: Prefix | None = None) -> Request:
-        """Append a request to the queue. ``prefix``: common first ids, read once for all requests with the same object.
-        Raises ValueError if the request does not fit in this engine."""
+        """Append a request to the queue.
+
+        Args:
+            ids: the prompt.
+            options: default `RequestOptions()`.
+            prefix: first ids of the prompt, read once for all requests with the same object.
+
+        Raises:
+            ValueError: if the request is invalid or does not fit in this engine.
+        """
         request = self._request(ids, options, prefix)
         if self.prefix_cache.max_prefixes and prefix is None:
             request.prefix = self.prefix_cache.match(request.prompt)
@@ -219,7 +238,7 @@ class Engine:
         options = RequestOptions(max_new_tokens=2, stop_ids=None)
         prefix_cache, self.prefix_cache = self.prefix_cache, PrefixCache(0)
         longest = min(self.capacity, self.model.config.max_position_embeddings) - options.max_new_tokens
-        for length in (1, SMALL + 1, MOST_SMALL * SMALL + 1, LARGE + 1):
+        for length in (1, SMALL + 1, MAX_SMALL * SMALL + 1, LARGE + 1):
             if length > longest:
                 continue
             for count in (1, self.slots):
@@ -233,7 +252,7 @@ class Engine:
         self.prefix_cache = prefix_cache
 
     def cancel(self, request: Request) -> None:
-        """End a request, and free its slot; without effect once it is done."""
+        """End a request and free its slot. A no-op once the request is done."""
         if not request.done:
             if request in self._waiting:
                 self._waiting.remove(request)

@@ -1,4 +1,4 @@
-"""Policies for reading waiting prompts: which share a batch, sizes of chunks, and which beginnings are kept."""
+"""Policies of prefill: which prompts share a batch, the sizes of chunks, and which prefixes are cached."""
 
 import collections
 import itertools
@@ -13,9 +13,9 @@ from jaxtyping import Bool, Int
 from nnxmoe.generation.request import Prefix
 
 SMALL, LARGE = 64, 512  # tokens per chunk of a prompt
-MOST_SMALL = 6  # small chunks that are less work than a large one
+MAX_SMALL = 6  # up to so many small chunks are less work than a large chunk
 SMALLEST_CACHE, SMALLEST_BATCH = 512, 8  # tokens of up to 8 rows together; rows of a batch of several
-_RECENT = 32  # prompts that a new one is compared with
+_MAX_RECENT = 32  # recent prompts that a new prompt is compared with
 
 
 def chunk_sizes(length: int) -> list[int]:
@@ -23,7 +23,7 @@ def chunk_sizes(length: int) -> list[int]:
     `LARGE` if that is less work."""
     large, rest = divmod(length, LARGE)
     small = -(-rest // SMALL)
-    return [LARGE] * large + ([SMALL] * small if small <= MOST_SMALL else [LARGE])
+    return [LARGE] * large + ([SMALL] * small if small <= MAX_SMALL else [LARGE])
 
 
 class PrefillGroup(NamedTuple):
@@ -74,49 +74,60 @@ Grouping = Callable[[Sequence[int], int], PrefillGroup]  # (lengths of the waiti
 
 
 class PrefixCache:
-    """LRU cache of up to ``most`` prefixes. The engine keeps the KV cache of a prefix as long as the object lives.
+    """LRU cache of prefixes. The engine keeps the KV cache of a prefix as long as the `Prefix` object lives.
 
-    ``hits``: number of prompts that began with a cached prefix. ``tokens``: number of ids that were not computed again.
-    ``starts``: maps a prefix yet to be read to the cached prefix that it begins with. It is stored here because the
-    caller may share `Prefix` objects between engines.
+    Attributes:
+        max_prefixes: maximum number of prefixes.
+        starts: maps a prefix yet to be read to the cached prefix that it begins with. It is stored here because the
+            caller may share `Prefix` objects between engines.
+        hits: number of prompts that began with a cached prefix.
+        tokens: number of ids that were not computed again.
     """
 
-    def __init__(self, most: int):
+    def __init__(self, max_prefixes: int):
         self.starts = weakref.WeakKeyDictionary[Prefix, Prefix]()
-        self.max_prefixes, self.hits, self.tokens = most, 0, 0
-        self._kept = collections.OrderedDict[tuple[int, ...], Prefix]()
-        self._recent = collections.deque[tuple[int, ...]](maxlen=_RECENT)
+        self.max_prefixes, self.hits, self.tokens = max_prefixes, 0, 0
+        self._prefixes = collections.OrderedDict[tuple[int, ...], Prefix]()
+        self._recent_prompts = collections.deque[tuple[int, ...]](maxlen=_MAX_RECENT)
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._prefixes)
 
     def match(self, ids: tuple[int, ...]) -> Prefix | None:
-        """The longest prefix of a prompt, shorter than it: one that is kept, or, if that is at least SMALL ids longer,
-        what it has in common with a recent prompt, which is kept from now on."""
-        found = [kept for kept in self._kept if len(kept) < len(ids) and ids[: len(kept)] == kept]
-        best = max(found, key=len, default=())
-        alike = (len(os.path.commonprefix([ids, recent])) for recent in self._recent)  # pyright: ignore
-        common = min(max(alike, default=0), len(ids) - 1)
-        self._recent.append(ids)
-        kept = self._kept.get(best)
-        if kept is not None:
-            self._kept.move_to_end(best)
-            self.hits, self.tokens = self.hits + 1, self.tokens + len(best)
-        if common - len(best) < SMALL:
-            return kept
-        prefix = self.insert(Prefix(ids[:common]))
-        if kept is not None:
-            self.starts[prefix] = kept
-        return prefix
+        """Return the longest prefix of a prompt, shorter than the prompt.
+
+        This is a cached prefix, unless the prompt has at least SMALL more ids in common with a recent prompt. In that
+        case the common ids become a new cached prefix.
+        """
+        matches = [cached for cached in self._prefixes if len(cached) < len(ids) and ids[: len(cached)] == cached]
+        longest = max(matches, key=len, default=())
+        common = 0
+        for recent in self._recent_prompts:
+            common = max(common, len(os.path.commonprefix([ids, recent])))  # pyright: ignore
+        common = min(common, len(ids) - 1)
+        self._recent_prompts.append(ids)
+        prefix = self._prefixes.get(longest)
+        if prefix is not None:
+            self._prefixes.move_to_end(longest)
+            self.hits, self.tokens = self.hits + 1, self.tokens + len(longest)
+        if common - len(longest) < SMALL:
+            return prefix
+        extended = self.insert(Prefix(ids[:common]))
+        if prefix is not None:
+            self.starts[extended] = prefix
+        return extended
 
     def link(self, prefix: Prefix) -> None:
         """Record a cached prefix as the start of a prefix that has no start yet."""
-        if prefix.start is None and prefix not in self.starts and (start := self.match(prefix.ids)) is not None:
-            self.starts[prefix] = start
+        if prefix.start is None and prefix not in self.starts:
+            start = self.match(prefix.ids)
+            if start is not None:
+                self.starts[prefix] = start
 
     def insert(self, prefix: Prefix) -> Prefix:
-        self._kept[prefix.ids] = prefix
-        self._kept.move_to_end(prefix.ids)
-        while len(self._kept) > self.max_prefixes:
-            self._kept.popitem(last=False)
+        """Add a prefix and evict the least recently used prefixes beyond ``max_prefixes``. Returns ``prefix``."""
+        self._prefixes[prefix.ids] = prefix
+        self._prefixes.move_to_end(prefix.ids)
+        while len(self._prefixes) > self.max_prefixes:
+            self._prefixes.popitem(last=False)
         return prefix

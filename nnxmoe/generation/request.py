@@ -1,4 +1,4 @@
-"""Requests for generation: their options, their limits and their results so far."""
+"""Requests for generation: their options, the limits of an engine, and their results so far."""
 
 import collections
 import dataclasses
@@ -19,13 +19,20 @@ from nnxmoe.generation.sampling import Sampling, StaticSampling, split_sampling
 
 Finish = Literal["stop", "length", "cancelled", "error"]  # error: the logits were NaN or infinite
 FINISH_REASONS: Mapping[int, Finish | None] = {RUNNING: None, STOPPED: "stop", FULL: "length", BROKEN: "error"}
-_BIAS = float(np.finfo(np.float32).max)
+_MAX_BIAS = float(np.finfo(np.float32).max)
+_MAX_INT32 = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True)
 class EngineLimits:
-    """The room of a batch, per row: ``stops`` ids that end it, ``biases`` of its logits, and log-probabilities of
-    the ``top`` most likely ids (None: no log-probabilities). ``sampling``: the options it is compiled with."""
+    """Largest options of a request that an `Engine` is compiled for.
+
+    Attributes:
+        max_stop_ids: number of stop ids.
+        max_logit_biases: number of ids in ``logit_bias``.
+        max_logprobs: number of most likely ids whose log-probabilities are reported. None: no log-probabilities.
+        sampling: sampling operations of any request.
+    """
 
     max_stop_ids: int = 16
     max_logit_biases: int = 0
@@ -43,13 +50,21 @@ class EngineLimits:
 
 @dataclasses.dataclass(frozen=True)
 class RequestOptions:
-    """Options of a request: up to ``max_new_tokens`` ids, none of ``stop_ids`` before ``min_new_tokens``; an id of
-    ``stop_ids`` ends a request, as its last one. Default: the end tokens of the checkpoint; None: none.
+    """Options of one request.
 
-    ``sampling`` None: greedy. Ids are drawn by ``seed`` and ``sample``, the number among the samples of one prompt;
-    nothing else matters, such as other requests. ``logit_bias``: id -> what is added to its logit. ``logprobs`` n:
-    also the log-probabilities of the ids made, and the n most likely ids at each place; None: none. ``constraint``:
-    what the ids must follow, such as a `Grammar`; it counts before every other option.
+    The ids depend on the prompt, ``seed`` and ``sample`` only, not on other requests of the engine.
+
+    Attributes:
+        max_new_tokens: maximum number of new ids.
+        min_new_tokens: number of new ids before which no stop id is sampled.
+        sampling: sampling options. None: greedy.
+        stop_ids: ids that end the request and are its last id. Default: the checkpoint's end tokens. None: no ids.
+        seed: seed of the random keys.
+        sample: number of the sample among the samples of one prompt.
+        logit_bias: maps ids to values that are added to their logits.
+        logprobs: number of most likely ids to report per position, besides the log-probabilities of the new ids. None:
+            no log-probabilities.
+        constraint: restricts the ids, such as a `Grammar`. Takes precedence over all other options.
     """
 
     max_new_tokens: int = 64
@@ -81,58 +96,69 @@ class RequestOptions:
     def _stop_ids(self) -> tuple[int, ...]:
         return self.stop_ids if isinstance(self.stop_ids, tuple) else ()
 
-    def start_constraint(self, vocab: int) -> ConstraintState | None:
-        """The state of the constraint before the first id; None without one. Raises ValueError."""
-        return None if self.constraint is None else self.constraint.start(vocab, self._stop_ids)
+    def start_constraint(self, vocab_size: int) -> ConstraintState | None:
+        """Return the state of the constraint before the first id, or None without a constraint. Raises ValueError."""
+        return None if self.constraint is None else self.constraint.start(vocab_size, self._stop_ids)
 
-    def required_limits(self, vocab: int) -> EngineLimits:
-        """The limits that a batch needs for this request; the checkpoint's end tokens are not counted."""
-        steps = split_sampling(self.sampling, vocab)[0]
-        return EngineLimits(max(1, len(self._stop_ids)), len(self.logit_bias), self.logprobs, steps)
+    def required_limits(self, vocab_size: int) -> EngineLimits:
+        """Return the limits that an engine needs for this request. `Engine` adds the checkpoint's end tokens."""
+        static = split_sampling(self.sampling, vocab_size)[0]
+        return EngineLimits(max(1, len(self._stop_ids)), len(self.logit_bias), self.logprobs, static)
 
-    def row_params(self, limits: EngineLimits, vocab: int, prompt: int = 0) -> RowParams:
-        """This as the NumPy arrays of one row, without a row dimension, after a prompt of so many ids. Raises
-        ValueError beyond the limits."""
-        for name, given, most in (
-            ("stop_ids", len(self._stop_ids), limits.max_stop_ids),
-            ("logit_bias", len(self.logit_bias), limits.max_logit_biases),
-            (
-                "logprobs",
-                -1 if self.logprobs is None else self.logprobs,
-                -1 if limits.max_logprobs is None else limits.max_logprobs,
-            ),
-        ):
-            if given > most:
-                raise ValueError(f"{name}: {given} is more than the {max(most, 0)} of this engine's {limits}")
-        steps, dynamic = split_sampling(self.sampling, vocab, limits.sampling.rules)
-        if limits.sampling | steps != limits.sampling:
-            raise ValueError(f"{self.sampling} needs {steps}, and this engine has {limits}")
-        check_ids(self._stop_ids, vocab, "stop_ids")
-        check_ids(self.logit_bias, vocab, "ids of logit_bias")
-        if (self.logprobs or 0) > vocab:
-            raise ValueError(f"logprobs={self.logprobs} is more than the {vocab} ids of the vocabulary")
-        stops = np.full(limits.max_stop_ids, -1, np.int32)
-        stops[: len(self._stop_ids)] = self._stop_ids
-        biased, biases = (
-            np.full(limits.max_logit_biases, vocab, np.int32),
-            np.zeros(limits.max_logit_biases, np.float32),
-        )
+    def row_params(self, limits: EngineLimits, vocab_size: int, prompt_length: int = 0) -> RowParams:
+        """Convert to the NumPy arrays of one row, without a row dimension.
+
+        Raises:
+            ValueError: for options beyond the limits, and for ids outside the vocabulary.
+        """
+        self._check(limits, vocab_size)
+        dynamic = split_sampling(self.sampling, vocab_size, limits.sampling.rules)[1]
+        stop_ids = np.full(limits.max_stop_ids, -1, np.int32)
+        stop_ids[: len(self._stop_ids)] = self._stop_ids
+        biased = np.full(limits.max_logit_biases, vocab_size, np.int32)
+        biases = np.zeros(limits.max_logit_biases, np.float32)
         count = len(self.logit_bias)
         biased[:count], biases[:count] = list(self.logit_bias), list(self.logit_bias.values())
-        low, high = self.seed & 0xFFFFFFFF, self.seed >> 32 & 0xFFFFFFFF
-        random = jax.random.key(low)  # of a wider seed JAX would use these bits only
-        key = np.asarray(jax.random.key_data(jax.random.fold_in(random, high) if high else random))
-        fewest = max(self.min_new_tokens, 0 if self.sampling is None else self.sampling.min_new_tokens_after(prompt))
-        most, least = (np.int32(min(count, 2**31 - 1)) for count in (self.max_new_tokens, fewest))
-        sample = np.int32(self.sample)
-        logprobs = np.int32(_or_minus_one(self.logprobs))
-        return RowParams(dynamic, key, sample, most, least, stops, biased, biases, logprobs)
+        min_new_tokens = self.min_new_tokens
+        if self.sampling is not None:
+            min_new_tokens = max(min_new_tokens, self.sampling.min_new_tokens_after(prompt_length))
+        return RowParams(
+            dynamic=dynamic,
+            key=_key_data(self.seed),
+            sample=np.int32(self.sample),
+            max_new_tokens=np.int32(min(self.max_new_tokens, _MAX_INT32)),
+            min_new_tokens=np.int32(min(min_new_tokens, _MAX_INT32)),
+            stop_ids=stop_ids,
+            biased=biased,
+            biases=biases,
+            logprobs=np.int32(_or_minus_one(self.logprobs)),
+        )
+
+    def _check(self, limits: EngineLimits, vocab_size: int) -> None:
+        for name, count, limit in (
+            ("stop_ids", len(self._stop_ids), limits.max_stop_ids),
+            ("logit_bias", len(self.logit_bias), limits.max_logit_biases),
+            ("logprobs", _or_minus_one(self.logprobs), _or_minus_one(limits.max_logprobs)),
+        ):
+            if count > limit:
+                raise ValueError(f"{name}: {count} is more than the {max(limit, 0)} of this engine's {limits}")
+        static = split_sampling(self.sampling, vocab_size)[0]
+        if limits.sampling | static != limits.sampling:
+            raise ValueError(f"{self.sampling} needs {static}, and this engine has {limits}")
+        check_ids(self._stop_ids, vocab_size, "stop_ids")
+        check_ids(self.logit_bias, vocab_size, "ids of logit_bias")
+        if (self.logprobs or 0) > vocab_size:
+            raise ValueError(f"logprobs={self.logprobs} is more than the {vocab_size} ids of the vocabulary")
 
 
 @dataclasses.dataclass(eq=False)
 class Prefix:
-    """Ids with which several requests begin, read once while the object is in use. ``start``: a shorter prefix, with
-    which this one begins."""
+    """First ids of several requests, which an engine reads once while the object is in use.
+
+    Attributes:
+        ids: the ids.
+        start: a shorter prefix with which this prefix begins, or None.
+    """
 
     ids: tuple[int, ...]
     start: "Prefix | None" = None
@@ -148,12 +174,21 @@ class Prefix:
 
 @dataclasses.dataclass(eq=False)
 class Request:
-    """A prompt that waits, is read, is continued, or is done; made by `Engine.submit`.
+    """A prompt that waits, is read, is continued or is done. Created by `Engine.submit`.
 
-    ``asked``: what is wanted, as arrays. ``ids``: the new ones so far. ``logprobs``: of each of them, under the model's
-    own distribution before any option; ``top``: the most likely ids at each place, with their log-probabilities.
-    ``steps``: how many were started for it. ``accepted[n]``: in how many of them n ids of the draft were accepted.
-    ``finish``: why it is done; None before. ``progress``: the state of its constraint; ``drafts``: what may follow.
+    Attributes:
+        prompt: ids of the prompt.
+        options: the options.
+        row_params: the options as arrays.
+        prefix: the prefix whose cache is reused, until the prompt has been read.
+        ids: new ids so far.
+        logprobs: log-probability of each new id under the model's distribution, before any option.
+        top: most likely ids per position, with their log-probabilities.
+        steps: number of steps started for the request.
+        accepted: ``accepted[n]`` is the number of steps in which n ids of the draft were accepted.
+        finish: why the request is done, or None.
+        progress: state of the constraint, or None.
+        drafts: ids that may follow, proposed by the draft.
     """
 
     prompt: tuple[int, ...]
@@ -175,11 +210,18 @@ class Request:
 
 
 class Event(NamedTuple):
-    """New ids of a request, and why it is done if it is."""
+    """New ids of a request, and the reason why the request ended, if it ended."""
 
     request: Request
     ids: list[int]
     finish: Finish | None
+
+
+def _key_data(seed: int) -> np.ndarray:
+    """Data of the random key of a 64-bit seed. JAX would use the low 32 bits only."""
+    low, high = seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF
+    key = jax.random.key(low)
+    return np.asarray(jax.random.key_data(jax.random.fold_in(key, high) if high else key))
 
 
 def _or_minus_one(count: int | None) -> int:
@@ -193,7 +235,7 @@ def _biases(biases: Any) -> dict[int, float]:
     values = [as_python(bias) for bias in biases.values()]
     for i, bias in zip(ids, values, strict=True):
         number = isinstance(bias, int | float) and not isinstance(bias, bool)
-        if not number or not (bias == -math.inf or -_BIAS <= bias <= _BIAS):
+        if not number or not (bias == -math.inf or -_MAX_BIAS <= bias <= _MAX_BIAS):
             raise ValueError(f"logit_bias[{i}]={short(bias)}: give a finite number, or -inf to exclude the id")
     return dict(zip(ids, map(float, values), strict=True))
 

@@ -425,7 +425,7 @@ def test_chunk_sizes() -> None:
 def test_prompts_of_several_chunks(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of 3 to 21 tokens in chunks of 4 and 8, with a window of 6, continue as the prompt in one piece does."""
     for module in (engine, grouping):
-        for name, value in (("SMALL", 4), ("LARGE", 8), ("MOST_SMALL", 1)):
+        for name, value in (("SMALL", 4), ("LARGE", 8), ("MAX_SMALL", 1)):
             monkeypatch.setattr(module, name, value)
     model = build_tiny(kind, **({} if kind == "deepseek_v3" else {"sliding_window": 6}))
     tokens, mask = random_tokens(3, 21), np.arange(21) >= np.array([[0], [9], [18]])
