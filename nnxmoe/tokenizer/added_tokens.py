@@ -19,45 +19,48 @@ _EXTRA = ("extra_special_tokens", "additional_special_tokens")
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 
 
-def named_tokens(folder: Path, config: Mapping[str, Any], defaults: Mapping[str, str]) -> dict[str, Any]:
+def read_special_tokens(folder: Path, config: Mapping[str, Any], defaults: Mapping[str, str]) -> dict[str, Any]:
     """The ``*_token`` fields, each a str or an object, from the map too unless the config has the decoder."""
     found: dict[str, Any] = dict(defaults)
-    for fields, path, extra in _files(folder, config):
+    for fields, path, extra in _special_token_files(folder, config):
         for name, value in fields.items():
             if name.endswith("_token") and (name in NAMED or isinstance(value, str | dict)):
                 if value is None:
                     found.pop(name, None)
-                elif name in NAMED or _content(value) is not None:
-                    found[name] = _checked(value, f"{path}: {name}")
+                elif name in NAMED or _token_text(value) is not None:
+                    found[name] = _check_token(value, f"{path}: {name}")
         if isinstance(extra, dict):
-            found |= {name: _checked(value, f"{path}: extra_special_tokens") for name, value in extra.items()}
+            found |= {name: _check_token(value, f"{path}: extra_special_tokens") for name, value in extra.items()}
     order = {name: place for place, name in enumerate(NAMED)}  # that of new ids in transformers
     return dict(sorted(found.items(), key=lambda item: order.get(item[0], len(order))))
 
 
-def add_declared(
+def add_declared_tokens(
     backend: tokenizers.Tokenizer, folder: Path, config: Mapping[str, Any], named: Mapping[str, Any]
 ) -> None:
     """Add what the files declare and the tokenizer lacks. Raises TokenizerError if a token gets another id than the
     declared one."""
     extra = [
-        _checked(one, f"{path}: extra_special_tokens")
-        for _, path, found in _files(folder, config)
+        _check_token(one, f"{path}: extra_special_tokens")
+        for _, path, found in _special_token_files(folder, config)
         for one in (found if isinstance(found, list) else ())
     ]
     declared, where = config.get("added_tokens_decoder"), folder / CONFIG
     if declared is None:
-        declared, where = _legacy(folder, [*map(_content, named.values()), *map(_content, extra)]), folder / ADDED
+        declared, where = (
+            _legacy_decoder(folder, [*map(_token_text, named.values()), *map(_token_text, extra)]),
+            folder / ADDED,
+        )
     if not isinstance(declared, dict) or not all(str(number).isdecimal() for number in declared):
         raise TokenizerError(f"{where}: added_tokens_decoder is {short(declared)}: it must map ids to tokens")
-    ids = {int(number): _token(value, f"{where}: token {number}", False) for number, value in declared.items()}
+    ids = {int(number): _as_added_token(value, f"{where}: token {number}", False) for number, value in declared.items()}
     known = {repr(token) for token in backend.get_added_tokens_decoder().values()}
     more = [token for _, token in sorted(ids.items()) if repr(token) not in known]
     present = {token.content for token in (*backend.get_added_tokens_decoder().values(), *more)}
-    names = {_content(value) for value in named.values()}
+    names = {_token_text(value) for value in named.values()}
     for value in (*named.values(), *extra):
-        if (text := _content(value)) not in present:
-            more.append(_token(value, f"{folder / CONFIG}: special token {short(text)}", True))
+        if (text := _token_text(value)) not in present:
+            more.append(_as_added_token(value, f"{folder / CONFIG}: special token {short(text)}", True))
             present.add(str(text))
     for token in more:
         token.special = token.special or token.content in names
@@ -81,7 +84,7 @@ def _match_raw_text(backend: tokenizers.Tokenizer) -> None:
             backend.add_tokens([tokenizers.AddedToken(token.content, normalized=False, special=True, **sides)])
 
 
-def _files(folder: Path, config: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], Path, Any]]:
+def _special_token_files(folder: Path, config: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], Path, Any]]:
     """The files with special tokens: their fields, path, and ``extra_special_tokens``, called
     ``additional_special_tokens`` in older files."""
     files = {CONFIG: config}
@@ -91,7 +94,7 @@ def _files(folder: Path, config: Mapping[str, Any]) -> Iterator[tuple[Mapping[st
         yield fields, folder / file, next((fields[name] for name in _EXTRA if fields.get(name)), None)
 
 
-def _legacy(folder: Path, special: list[str | None]) -> dict[str, Any]:
+def _legacy_decoder(folder: Path, special: list[str | None]) -> dict[str, Any]:
     """added_tokens.json, which maps tokens to ids, as a decoder."""
     found: dict[str, Any] = {}
     for text, number in read_json(folder / ADDED).items():
@@ -102,14 +105,14 @@ def _legacy(folder: Path, special: list[str | None]) -> dict[str, Any]:
     return found
 
 
-def _content(value: Any) -> str | None:
+def _token_text(value: Any) -> str | None:
     text = value.get("content") if isinstance(value, dict) else value
     return text if isinstance(text, str) else None
 
 
-def _checked(value: Any, what: str) -> Any:
+def _check_token(value: Any, what: str) -> Any:
     """The value, if it is a str or an object with a str "content", of valid Unicode."""
-    text = _content(value)
+    text = _token_text(value)
     if text is None:
         raise TokenizerError(f'{what} is {short(value)}. It must be a string or {{"content": string}}')
     if any("\ud800" <= letter <= "\udfff" for letter in text):
@@ -117,9 +120,9 @@ def _checked(value: Any, what: str) -> Any:
     return value
 
 
-def _token(value: Any, what: str, special: bool) -> tokenizers.AddedToken:
+def _as_added_token(value: Any, what: str, special: bool) -> tokenizers.AddedToken:
     """The token of a str or of an object with flags; of a str it is special."""
-    text = _content(_checked(value, what))
+    text = _token_text(_check_token(value, what))
     if isinstance(value, str):
         return tokenizers.AddedToken(text, special=True)
     flags = {name: bool(value[name]) for name in _FLAGS if name in value}

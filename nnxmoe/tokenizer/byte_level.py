@@ -35,9 +35,9 @@ def has_merges(folder: Path) -> bool:
     return not os.path.lexists(folder / TOKENIZER) and all(os.path.lexists(folder / name) for name in (VOCAB, MERGES))
 
 
-def build(folder: Path, config: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
+def build_byte_level_bpe(folder: Path, config: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
     """The tokenizer, and the special tokens that its class has by default. Raises TokenizerError."""
-    kind, space = _kind(folder, config), bool(config.get("add_prefix_space", False))
+    model_class, space = _model_class(folder, config), bool(config.get("add_prefix_space", False))
     for name in (VOCAB, MERGES):
         read_bounded(folder / name, MAX_BYTES, REMEDY, TokenizerError)
     try:
@@ -46,15 +46,17 @@ def build(folder: Path, config: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer
         raise backend_failure(error, f"{folder}: {VOCAB} and {MERGES} are not a vocabulary of byte-level BPE") from None
     backend.decoder = decoders.ByteLevel()
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=space)
-    if kind == "Qwen2":
+    if model_class == "Qwen2":
         backend.normalizer = normalizers.NFC()
         split = pre_tokenizers.Split(tokenizers.Regex(_QWEN), behavior="isolated", invert=False)
         plain = pre_tokenizers.ByteLevel(add_prefix_space=space, use_regex=False)
         backend.pre_tokenizer = pre_tokenizers.Sequence([split, plain])
-    return backend, dict.fromkeys(_DEFAULTS[kind], _END)
+    return backend, dict.fromkeys(_DEFAULTS[model_class], _END)
 
 
-def add_ends(backend: tokenizers.Tokenizer, config: Mapping[str, Any], ends: tuple[str | None, str | None]) -> None:
+def add_bos_and_eos(
+    backend: tokenizers.Tokenizer, config: Mapping[str, Any], ends: tuple[str | None, str | None]
+) -> None:
     """Let the tokenizer add ``ends``, the first and the last token of a text, where the config asks for them."""
     before, after = (
         token if config.get(name) else None
@@ -67,15 +69,15 @@ def add_ends(backend: tokenizers.Tokenizer, config: Mapping[str, Any], ends: tup
     )
 
 
-def _kind(folder: Path, config: Mapping[str, Any]) -> str:
+def _model_class(folder: Path, config: Mapping[str, Any]) -> str:
     """GPT2 or Qwen2: by tokenizer_class, else by the model's type."""
     named, fields = config.get("tokenizer_class"), text_fields(read_json(folder / "config.json"))
     if named is None and str(fields.get("model_type", "")).startswith("qwen"):
         return "Qwen2"
-    kind = str(named).removesuffix("Fast").removesuffix("Tokenizer")
-    if kind not in _DEFAULTS:
+    model_class = str(named).removesuffix("Fast").removesuffix("Tokenizer")
+    if model_class not in _DEFAULTS:
         raise TokenizerError(
             f"{folder / CONFIG}: tokenizer_class is {short(named)}, and of folders with {VOCAB} and {MERGES} only "
             "GPT2Tokenizer and Qwen2Tokenizer are read"
         )
-    return kind
+    return model_class

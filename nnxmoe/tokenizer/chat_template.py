@@ -136,7 +136,7 @@ def template_variables(template: str) -> frozenset[str]:
         found = _environment().parse(template).find_all(jinja2.nodes.Name)
         return frozenset(node.name for node in found if node.ctx == "load")
     except (jinja2.TemplateError, RecursionError) as error:
-        raise _fault(error, None) from None
+        raise _template_error(error, None) from None
 
 
 def render_chat_template(template: str, variables: Mapping[str, Any]) -> RenderedChat:
@@ -150,7 +150,7 @@ def render_chat_template(template: str, variables: Mapping[str, Any]) -> Rendere
             tracker.pieces.append(piece)
             tracker.length += len(piece)
     except Exception as error:
-        raise _fault(error, compiled) from None
+        raise _template_error(error, compiled) from None
     finally:
         _tracker.reset(token)
     text = "".join(tracker.pieces)
@@ -187,7 +187,7 @@ def to_json_types(value: Any, fallback: Callable[[Any], Any] = _placeholder) -> 
     return fallback(value)
 
 
-def _fault(error: Exception, compiled: jinja2.Template | None) -> ChatTemplateError:
+def _template_error(error: Exception, compiled: jinja2.Template | None) -> ChatTemplateError:
     """The error of a template in words, with the line if it is known."""
     line, trace = getattr(error, "lineno", None), error.__traceback__
     while trace and compiled:

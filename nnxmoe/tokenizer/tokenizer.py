@@ -17,7 +17,7 @@ import tokenizers
 
 from nnxmoe.runtime.progress import logger
 from nnxmoe.tokenizer import byte_level
-from nnxmoe.tokenizer.added_tokens import add_declared, named_tokens
+from nnxmoe.tokenizer.added_tokens import add_declared_tokens, read_special_tokens
 from nnxmoe.tokenizer.chat_template import ChatTemplateError, RenderedChat, render_chat_template, template_variables
 from nnxmoe.tokenizer.messages import cut_at_mark, mark_end, normalize_messages
 from nnxmoe.tokenizer.tokenizer_files import (
@@ -36,7 +36,14 @@ from nnxmoe.tokenizer.tool_calls import convert_tool_calls
 __all__ = ["TextStream", "Tokenizer", "TokenizerError"]
 
 _TENSORS = {None: list, "np": np.asarray, "jax": jnp.asarray}
-_OF_ENCODING = ("return_tensors", "return_dict", "padding", "truncation", "max_length", "return_assistant_tokens_mask")
+_ENCODING_OPTIONS = (
+    "return_tensors",
+    "return_dict",
+    "padding",
+    "truncation",
+    "max_length",
+    "return_assistant_tokens_mask",
+)
 
 
 class Tokenizer:
@@ -79,12 +86,12 @@ class Tokenizer:
         folder = find_folder(path_or_hub_id, revision, local_files_only)
         config = read_config(folder)
         merges = byte_level.has_merges(folder)
-        backend, defaults = byte_level.build(folder, config) if merges else (read_backend(folder), {})
-        named = named_tokens(folder, config, defaults)
-        add_declared(backend, folder, config, named)
+        backend, defaults = byte_level.build_byte_level_bpe(folder, config) if merges else (read_backend(folder), {})
+        named = read_special_tokens(folder, config, defaults)
+        add_declared_tokens(backend, folder, config, named)
         special = {name: value if isinstance(value, str) else value["content"] for name, value in named.items()}
         if merges:
-            byte_level.add_ends(backend, config, (special.get("bos_token"), special.get("eos_token")))
+            byte_level.add_bos_and_eos(backend, config, (special.get("bos_token"), special.get("eos_token")))
         templates, template_file = read_chat_templates(folder, config)
         return cls(backend, special, templates, str(folder), str(template_file))
 
@@ -221,7 +228,7 @@ class Tokenizer:
     def _warn_of_unread(self, read: frozenset[str], given: Mapping[str, Any]) -> None:
         """Warn once of each variable that the template does not read. Raises TypeError for options of encoding."""
         for name in sorted(given.keys() - read - {"tools", "documents", "add_generation_prompt"} - self._warned):
-            if name in _OF_ENCODING:
+            if name in _ENCODING_OPTIONS:
                 raise TypeError(
                     f"unexpected argument {name!r}: the result is a str, or with tokenize=True a list of ids"
                 )
@@ -273,8 +280,8 @@ class TextStream:
         self._skip, self._skips_later = skip_special_tokens, skip_special_tokens and not keep
         ids = (int(i) for i in context)
         self._window = [i for i in ids if not (skip_special_tokens and i in self._special)][-8:]
-        self._shown = len(self._decode())  # characters of the window's text that have been returned
-        self._settled = len(self._window)  # tokens of the window whose text has been returned
+        self._returned_chars = len(self._decode())  # characters of the window's text that have been returned
+        self._returned_tokens = len(self._window)  # tokens of the window whose text has been returned
 
     def put(self, token_id: Any) -> str:
         """Return the text that this token completes, possibly empty."""
@@ -283,24 +290,24 @@ class TextStream:
             return ""
         self._window.append(token)
         text = self._decode()
-        if text.endswith("\ufffd") and len(self._window) - self._settled < self.LONGEST_WAIT:
-            return self._unseen(text.rstrip("\ufffd"))
-        piece = self._unseen(text)
+        if text.endswith("\ufffd") and len(self._window) - self._returned_tokens < self.LONGEST_WAIT:
+            return self._new_text(text.rstrip("\ufffd"))
+        piece = self._new_text(text)
         if piece:
-            self._window = self._window[self._settled :]
-            self._shown, self._settled = len(self._decode()), len(self._window)
+            self._window = self._window[self._returned_tokens :]
+            self._returned_chars, self._returned_tokens = len(self._decode()), len(self._window)
         return piece
 
     def end(self) -> str:
         """Return the rest, with U+FFFD for an incomplete character, and reset the stream."""
-        piece = self._unseen(self._decode())
-        self._window, self._shown, self._settled = [], 0, 0
+        piece = self._new_text(self._decode())
+        self._window, self._returned_chars, self._returned_tokens = [], 0, 0
         return piece
 
     def _decode(self) -> str:
         return self._decoder(self._window, self._skips_later)
 
-    def _unseen(self, text: str) -> str:
-        piece = text[self._shown :]
-        self._shown = max(self._shown, len(text))
+    def _new_text(self, text: str) -> str:
+        piece = text[self._returned_chars :]
+        self._returned_chars = max(self._returned_chars, len(text))
         return piece

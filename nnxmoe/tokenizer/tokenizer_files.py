@@ -20,7 +20,8 @@ from nnxmoe.convert.gguf.gguf_tokenizer import tokenizer_files
 
 TOKENIZER, CONFIG, SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 VOCAB, MERGES = "vocab.json", "merges.txt"
-TEMPLATE, OLD_TEMPLATE, MORE_TEMPLATES = "chat_template.jinja", "chat_template.json", "additional_chat_templates"
+TEMPLATE, LEGACY_TEMPLATE = "chat_template.jinja", "chat_template.json"
+ADDITIONAL_TEMPLATES = "additional_chat_templates"
 REMEDY = "Download the file again"
 MAX_BYTES = 100_000_000  # for comparison: Gemma's tokenizer.json has 33 MB
 MAX_TEMPLATE_BYTES = 16_000_000
@@ -55,7 +56,7 @@ def read_backend(folder: Path) -> tokenizers.Tokenizer:
     elif os.path.lexists(path):
         data = read_bounded(path, MAX_BYTES, REMEDY, TokenizerError)
     else:
-        raise TokenizerError(f"{path} is missing. {_found_instead(folder)}")
+        raise TokenizerError(f"{path} is missing. {_describe_folder(folder)}")
     _check_precompiled(path, data)
     try:
         backend = tokenizers.Tokenizer.from_buffer(data)
@@ -74,7 +75,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     return tokenizer_files(GGUF.open(folder))[CONFIG] if is_gguf(folder) else read_json(folder / CONFIG)
 
 
-def _found_instead(folder: Path) -> str:
+def _describe_folder(folder: Path) -> str:
     """Describe the content of a folder without tokenizer.json, with a remedy if one is known."""
     names = sorted(path.name for path in folder.iterdir())
     tiktoken = next((name for name in names if name.endswith((".tiktoken", "tiktoken.model"))), None)
@@ -173,14 +174,14 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_chat_templates(folder: Path, config: Mapping[str, Any]) -> tuple[dict[str, str], Path]:
     """Templates by name, and their file: chat_template.jinja and additional_chat_templates/NAME.jinja, else those in
     tokenizer_config.json, else chat_template.json."""
-    found = sorted((folder / MORE_TEMPLATES).glob("*.jinja"))
+    found = sorted((folder / ADDITIONAL_TEMPLATES).glob("*.jinja"))
     files = {path.stem: path for path in found} | {"default": folder / TEMPLATE}
     read = {name: _read_template(path) for name, path in files.items() if os.path.lexists(path)}
     if read:
-        return read, files["default"] if "default" in read else folder / MORE_TEMPLATES
+        return read, files["default"] if "default" in read else folder / ADDITIONAL_TEMPLATES
     where, found = folder / CONFIG, config.get("chat_template")
     if found is None:
-        where = folder / OLD_TEMPLATE
+        where = folder / LEGACY_TEMPLATE
         found = read_json(where).get("chat_template")
     if found is None:
         return {}, where
