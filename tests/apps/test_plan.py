@@ -23,11 +23,11 @@ from nnxmoe.apps import cli
 from nnxmoe.apps.cli.summary import summarize
 from nnxmoe.apps.planning import child
 from nnxmoe.apps.planning.arithmetic import adapters, bytes_of
+from nnxmoe.apps.planning.compilation import CompileJob, Program, compile_program
 from nnxmoe.apps.planning.hlo import Collective, collectives
 from nnxmoe.apps.planning.operations import counted, operations
 from nnxmoe.apps.planning.plan import default_strategy
 from nnxmoe.apps.planning.planned_step import PlannedStep
-from nnxmoe.apps.planning.compilation import CompileJob, Program, compile_program
 from nnxmoe.apps.planning.published import PublishedRun, published
 from nnxmoe.apps.planning.search import best_of, search
 from nnxmoe.apps.planning.torus import Route, hardware, refuse_unheld, routes, seconds

@@ -20,8 +20,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import nnxmoe
 from nnxmoe.apps.planning import child
-from nnxmoe.apps.planning.plan import default_strategy
 from nnxmoe.apps.planning.compilation import CompileJob, environment
+from nnxmoe.apps.planning.plan import default_strategy
 from nnxmoe.apps.planning.work import Work
 from nnxmoe.mesh import make_mesh
 from nnxmoe.models import PRESETS, config_from_hf, model_class

@@ -17,9 +17,9 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from nnxmoe.apps.planning.compilation import CompileJob, Program
 from nnxmoe.apps.planning.hlo import collectives
 from nnxmoe.apps.planning.operations import counted
-from nnxmoe.apps.planning.compilation import CompileJob, Program
 from nnxmoe.mesh import make_mesh
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.stack import ScannedStack

@@ -8,9 +8,9 @@ from typing import Any
 
 from nnxmoe.apps.planning import advice, printing
 from nnxmoe.apps.planning.arithmetic import Bytes, bytes_of, bytes_read
+from nnxmoe.apps.planning.compilation import CompileJob, Program, compile_program, target
 from nnxmoe.apps.planning.operations import operations
 from nnxmoe.apps.planning.planned_step import PlannedStep, rows_per_device
-from nnxmoe.apps.planning.compilation import CompileJob, Program, compile_program, target
 from nnxmoe.apps.planning.published import Efficiency
 from nnxmoe.apps.planning.torus import Route, hardware, refuse_unheld, routes, seconds
 from nnxmoe.apps.planning.traffic import Traffic, traffic
