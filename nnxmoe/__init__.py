@@ -27,7 +27,7 @@ if _TYPE_CHECKING:
 else:
     from nnxmoe.api import MODULES as _MODULES
 
-    __all__ = list(_MODULES)  # help(nnxmoe) describes these
+    __all__ = list(_MODULES)  # pyright: ignore[reportUnsupportedDunderAll]  help(nnxmoe) describes these
 
     def __getattr__(name):
         import importlib

@@ -90,9 +90,10 @@ def check_stop_strings(
     Raises:
         ValueError: if a stop string is empty or not a str, or if there is no tokenizer.
     """
-    is_list = isinstance(stop, Iterable) and not isinstance(stop, str | bytes | Mapping)
-    strings: Any = tuple(stop) if is_list else (stop,)
-    if stop is None or not strings:
+    if stop is None:
+        return (), ()
+    strings = tuple(stop) if isinstance(stop, Iterable) and not isinstance(stop, str | bytes | Mapping) else (stop,)
+    if not strings:
         return (), ()
     if not all(isinstance(string, str) and string for string in strings):
         raise ValueError(f"stop={stop!r:.60}: give strings that are not empty")
