@@ -1,4 +1,4 @@
-"""``complete``: continuations of many prompts of any lengths, with an `Engine`."""
+"""Continue many prompts of different lengths with an `Engine`."""
 
 import collections
 import dataclasses
@@ -29,17 +29,25 @@ from nnxmoe.tokenizer.tokenizer import Tokenizer
 from nnxmoe.tokenizer.tokenizer_files import TOKENIZER
 
 T = TypeVar("T")
-Prompt = str | Ids | Sequence[Any]  # a text, token ids, or messages: dicts, dataclasses or pydantic models
+Prompt = str | Ids | Sequence[Any]  # text, token ids, or messages (dicts, dataclasses or pydantic models)
 
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """One continuation: sample number ``sample`` of prompt number ``prompt``.
+    """One continuation of one prompt.
 
-    ``prompt_ids``: ids of the prompt. ``ids``: new ids, including the id that ended them. ``text``: the text of ``ids``
-    without special tokens, cut before a stop string; empty without a tokenizer. ``finish``: "stop" for a stop id or
-    stop string, "length" for ``max_new_tokens``, "error" if the logits were NaN or infinite. ``logprobs`` and
-    ``top``: see `Request`. ``accepted[n]``: in how many steps n ids of a draft were accepted.
+    Attributes:
+        prompt: index of the prompt.
+        sample: index of the sample among the samples of the prompt.
+        prompt_ids: ids of the prompt.
+        ids: new ids, including the stop id.
+        text: decoded ``ids`` without special tokens, cut before a stop string. Empty without a
+            tokenizer.
+        finish: "stop" for a stop id or a stop string, "length" for ``max_new_tokens``, "error" if the
+            logits were NaN or infinite.
+        logprobs: log-probability of each new id, see `Request`.
+        top: most likely ids per position, see `Request`.
+        accepted: ``accepted[n]`` is the number of steps in which n ids of a draft were accepted.
     """
 
     prompt: int
@@ -54,11 +62,18 @@ class Completion:
 
 
 class CompleteOptions(TypedDict, total=False):
-    """Options of `complete` that few calls need.
+    """Less common options of `complete`.
 
-    ``eos_token_id``: ids that end the text; default: those of the checkpoint; None: none. ``min_new_tokens``,
-    ``logit_bias``, ``logprobs``, ``constraint``: see `RequestOptions`. ``schema``: a JSON schema that every text
-    follows, a `Grammar` as ``constraint``. ``logits_processor``, ``draft``: see `Engine`.
+    Attributes:
+        min_new_tokens: see `RequestOptions`.
+        eos_token_id: ids that end the text. Defaults to the checkpoint's end tokens. If None, no id
+            ends the text.
+        logit_bias: see `RequestOptions`.
+        logprobs: see `RequestOptions`.
+        logits_processor: see `Engine`.
+        draft: see `Engine`.
+        constraint: see `RequestOptions`.
+        schema: JSON schema that every text follows. Excludes ``constraint``.
     """
 
     min_new_tokens: int
@@ -85,20 +100,20 @@ def complete(
     slots: int = 8,
     **options: Unpack[CompleteOptions],
 ) -> Iterator[Completion]:
-    """Continue prompts of any lengths, and yield ``n`` samples of each in the prompts' order.
+    """Continue prompts and yield ``n`` samples per prompt, in the order of the prompts.
 
     Args:
-        prompts: texts, chats (lists of messages, see `Tokenizer.apply_chat_template`), or token ids. An iterator is
-            read to its end first.
-        tokenizer: a `Tokenizer`; None: that of the checkpoint the model was loaded from, if it has one.
-        sampling: None: greedy.
+        prompts: texts, chats (see `Tokenizer.apply_chat_template`) or token ids. An iterator is
+            consumed first. Prefixes that prompts or samples share are computed once.
+        tokenizer: a `Tokenizer`. If None, the tokenizer of the checkpoint, if there is one.
+        sampling: sampling options. If None, decoding is greedy.
         stop: strings before which the text ends.
-        seed: for all prompts, or one per prompt. A sample depends on its prompt, its seed and its number only.
+        seed: for all prompts, or per prompt. A sample depends only on its prompt, seed and index.
         slots: number of rows that are decoded at a time.
         options: see `CompleteOptions`.
 
-    Prefixes that all prompts or samples share are computed once. Raises ValueError, for every prompt and option, before
-    anything is computed.
+    Raises:
+        ValueError: if a prompt or an option is invalid, before anything is computed.
     """
     check_type("model", model, CausalLM, "a model, such as that of nnxmoe.from_pretrained(path)")
     given = _several(prompts)
@@ -130,12 +145,12 @@ def complete(
     )
     options_per_prompt = [dataclasses.replace(wanted, seed=one) for one in seeds]
     for ids, prompt_options in zip(prompt_ids, options_per_prompt, strict=True):
-        engine.check(ids, prompt_options)  # once for all samples, which differ in their number only
+        engine.check(ids, prompt_options)  # once per prompt: samples differ only in their index
     return _in_order(engine, collections.deque(_jobs(prompt_ids, options_per_prompt, n)), tokenizer, stop_strings)
 
 
 def _constraint(options: CompleteOptions, tokenizer: Any) -> Constraint | None:
-    """What every text follows. Raises ValueError."""
+    """Return the constraint, or the grammar of the schema. Raises ValueError if both are set."""
     constraint, schema = options.get("constraint"), options.get("schema")
     if schema is None:
         return constraint
@@ -145,7 +160,7 @@ def _constraint(options: CompleteOptions, tokenizer: Any) -> Constraint | None:
 
 
 def _seeds(seed: int | Sequence[int] | np.ndarray, count: int) -> list[int]:
-    """A seed per prompt. Raises ValueError for another number of them."""
+    """Return a seed per prompt. Raises ValueError if the number of seeds differs from ``count``."""
     given: Any = as_python(seed)
     several = hasattr(given, "tolist") or (isinstance(given, Sequence) and not isinstance(given, str))
     seeds: list[Any] = [*given] if several else [given] * count
@@ -155,15 +170,18 @@ def _seeds(seed: int | Sequence[int] | np.ndarray, count: int) -> list[int]:
 
 
 def _capacity(model: CausalLM, tokens: int, slots: int) -> int:
-    """``tokens`` rounded up, but not beyond the length from which rotary embeddings change with the longest row."""
-    # Few sizes, since each one is compiled separately. `SMALLEST_CACHE` is the least number of tokens of all rows
-    # together: as a minimum per row it would make 8 rows of the demo three times as slow (two CPU cores).
+    """Round ``tokens`` up to one of few sizes.
+
+    Does not round past the length beyond which rotary embeddings depend on the longest row.
+    """
+    # Each size is compiled separately, so there are few sizes. `SMALLEST_CACHE` is the minimum for all rows together.
+    # As a minimum per row it would slow down 8 rows of the demo by a factor of three (two CPU cores).
     size, most = bucket_size(tokens, max(SMALL, SMALLEST_CACHE // slots)), model.fixed_positions
     return size if most is None else min(size, max(tokens, most))
 
 
 def _several(prompts: Iterable[Prompt]) -> list[Prompt]:
-    """The prompts as a list. Raises ValueError for a single one: its letters, ids or messages are no prompts."""
+    """Return the prompts as a list. Raises ValueError for a single prompt that is not in a list."""
 
     def is_number(value: Any) -> bool:
         return isinstance(value, int | float) or getattr(value, "shape", None) == ()
@@ -176,7 +194,7 @@ def _several(prompts: Iterable[Prompt]) -> list[Prompt]:
 
 
 def map_numbered(what: str, given: Sequence[Any], read: Callable[[Any], T]) -> list[T]:
-    """Apply ``read`` to each text. Adds the text's number to a ValueError."""
+    """Apply ``read`` to each text. Prefixes a ValueError with the index of the text."""
     results = list[T]()
     for number, one in enumerate(given):
         try:
@@ -190,7 +208,7 @@ def map_numbered(what: str, given: Sequence[Any], read: Callable[[Any], T]) -> l
 
 _Job = tuple[
     int, tuple[int, ...], RequestOptions, Prefix | None
-]  # number of the prompt, its ids, options, shared first ids
+]  # index of the prompt, its ids, options, shared prefix
 
 
 def _jobs(prompts: Sequence[tuple[int, ...]], wanted: Sequence[RequestOptions], n: int) -> Iterator[_Job]:
@@ -205,8 +223,10 @@ def _jobs(prompts: Sequence[tuple[int, ...]], wanted: Sequence[RequestOptions], 
 def _in_order(
     engine: Engine, waiting: collections.deque[_Job], tokenizer: Any, stop: Sequence[str]
 ) -> Iterator[Completion]:
-    """Run the jobs, submitting only as many as can start soon, and yield each one once it is first in the order and
-    done."""
+    """Run the jobs and yield the completions in the order of the jobs.
+
+    Submits only as many jobs as can start soon.
+    """
     started = dict[Request, tuple[int, StopStringFilter]]()
     try:
         while waiting or started:
@@ -241,7 +261,7 @@ def _completion(request: Request, prompt: int, text: StopStringFilter) -> Comple
 
 
 def encode_prompt(prompt: Prompt, tokenizer: Any) -> tuple[int, ...]:
-    """Encode a prompt: a text, a chat (rendered by its template), or ids. Raises ValueError for an empty one."""
+    """Encode a text, a chat (rendered by its template) or ids. Raises ValueError if the prompt is empty."""
     if prompt is None:
         raise ValueError("a prompt is None: give a text, a chat, or token ids")
     text = isinstance(prompt, str)
@@ -259,7 +279,7 @@ def encode_prompt(prompt: Prompt, tokenizer: Any) -> tuple[int, ...]:
 
 
 def load_tokenizer(model: CausalLM) -> Tokenizer | None:
-    """The tokenizer in the folder that the model was loaded from; None if there is none."""
+    """Load the tokenizer from the folder that the model was loaded from. Returns None if there is none."""
     folder = Path(model.load_report.files) if model.load_report and model.load_report.files else None
     if folder is None or not (is_gguf(folder) or os.path.exists(folder / TOKENIZER) or has_merges(folder)):
         return None

@@ -1,6 +1,6 @@
-"""``generate`` for batches of ids, ``stream`` for text, piece by piece: the simplest uses of the `Engine`.
+"""Generate ids for a batch (``generate``) or text in pieces (``stream``), with an `Engine`.
 
-Batches and caches are rounded up to a few sizes, so that new lengths seldom need a new program.
+Batch and cache sizes are rounded up to a few sizes, so new lengths rarely compile a new program.
 """
 
 import dataclasses
@@ -40,19 +40,32 @@ def generate(
     seed: int = 0,
     draft: DraftOption = None,
 ) -> Integer[np.ndarray, "B T_plus_new"]:
-    """Return prompts ``[B, T]`` followed by up to ``max_new_tokens`` new ids. Stops early once every row has ended.
+    """Continue a batch of prompts until every row has ended.
 
-    ``attention_mask`` is 0 at padding, on either side. ``sampling`` None: greedy. ``eos_token_id`` default: the
-    checkpoint's; None: never stop. Ended rows are padded with the checkpoint's pad id (else its eos id). Deterministic
-    for a given seed. ``draft``: see `Engine`. The result has the prompts' dtype, or int32 if that is narrower. A row
-    ends early, with a warning, if its logits are NaN or infinite. Raises ValueError before anything is computed, for
-    ids outside the vocabulary, empty prompts and masks of a different shape.
+    Deterministic for a given seed. A row ends early, with a warning, if its logits are NaN or infinite.
+
+    Args:
+        tokens: prompts, [B, T].
+        attention_mask: 0 at padding, which may be on either side.
+        sampling: sampling options. If None, decoding is greedy.
+        eos_token_id: ids that end a row. Defaults to the checkpoint's end tokens. If None, no id ends a
+            row.
+        draft: see `Engine`.
+
+    Returns:
+        Prompts followed by up to ``max_new_tokens`` ids. Ended rows are padded with the checkpoint's
+        pad id, or its end id without a pad id. The dtype is the prompts' dtype, at least 32 bits wide.
+
+    Raises:
+        ValueError: before anything is computed, if ids are outside the vocabulary, a prompt is empty or
+            the shape of the mask differs from the shape of ``tokens``.
     """
     check_type("model", model, CausalLM, "a model, such as that of nnxmoe.from_pretrained(path)")
     tokens, eos = _ids(tokens), eos_ids(model, eos_token_id)
     warn_of_unused(model, sampling)
     wanted = RequestOptions(max_new_tokens, 0, sampling, eos, seed)
-    # Dynamic NTK scaling follows the longest row of the batch, which in transformers grows after its end: rows go on.
+    # Dynamic NTK scaling depends on the longest row of the batch. In transformers ended rows still grow, so with
+    # dynamic scaling rows are also continued here after their end.
     ends = set(eos) if model.fixed_positions is not None and len(tokens) > 1 else set[int]()
     if ends and sampling is not None and sampling.min_new_tokens_after(0):
         raise ValueError(
@@ -88,11 +101,19 @@ def stream(
     draft: DraftOption = None,
     constraint: Constraint | None = None,
 ) -> "Stream":
-    """Yield the continuation of one prompt (text, chat or token ids) in pieces of text, without the end token.
+    """Yield the continuation of one prompt in pieces of text, without the end token.
 
-    The prompt's text followed by the pieces is the decoded text of all ids, so the first piece may start with a space.
-    ``tokenizer``: a `Tokenizer`, or one of transformers. ``draft``: see `Engine`. ``constraint``: restricts
-    the text, such as a `Grammar`. Raises ValueError at once; computation starts when the first piece is read.
+    The text of the prompt followed by the pieces is the decoded text of all ids. The first piece may
+    thus start with a space. Computation starts when the first piece is read.
+
+    Args:
+        tokenizer: a `Tokenizer`, or a tokenizer of transformers.
+        prompt: text, chat or token ids.
+        draft: see `Engine`.
+        constraint: restricts the text, for example a `Grammar`.
+
+    Raises:
+        ValueError: immediately, if an argument is invalid.
     """
     check_type("model", model, CausalLM, "a model, such as that of nnxmoe.from_pretrained(path)")
     ids, eos = encode_prompt(prompt, tokenizer), eos_ids(model, eos_token_id)
@@ -105,8 +126,10 @@ def stream(
 class Stream(Iterator[str]):
     """Iterator over pieces of text as they are generated.
 
-    ``tokens``: number of new tokens so far. ``finish``: None until generation ends, then the reason as in `Request`:
-    "stop" (an end token, not part of the text), "length", "error" or "cancelled".
+    Attributes:
+        tokens: number of new tokens so far.
+        finish: None until generation ends, then the reason as in `Request`: "stop" (an end token, not
+            part of the text), "length", "error" or "cancelled".
     """
 
     def __init__(self, engine: Engine, request: Request, eos: tuple[int, ...], text: TextStream) -> None:
@@ -141,12 +164,12 @@ class Stream(Iterator[str]):
 def _requests(
     model: CausalLM, tokens: np.ndarray, attention_mask: Any, wanted: RequestOptions, draft: DraftOption = None
 ) -> tuple[Engine, list[Request]]:
-    """An engine with one request per row; all are read together, and take their steps together."""
+    """Create an engine with one request per row. All rows are prefilled together and decoded together."""
     vocab = model.vocab_size
     check_ids(tokens.reshape(-1), vocab)
     ids, valid = left_aligned(tokens, attention_mask)
     rows, length = ids.shape
-    few = rows <= SMALLEST_BATCH  # of many rows, padding would take longer than to compile another program
+    few = rows <= SMALLEST_BATCH  # with more rows, padding takes longer than compiling another program
     capacity = bucket_size(length + wanted.max_new_tokens, SMALLEST_CACHE if few else SMALL)
     chunked = model.token_independent() and (few or length > LARGE)
     sizes = chunk_sizes(length) if chunked else [bucket_size(length, 16)]
@@ -168,13 +191,13 @@ def _report_dropped(engine: Engine) -> None:
 
 
 def _batch(model: CausalLM, rows: int, capacity: int) -> int:
-    """Number of rows to compute: rounded up to 1, 8, 12, 16, …, or exact if memory is short."""
+    """Round the number of rows up to 1, 8, 12, 16, …, or return ``rows`` if memory is short."""
     batch = rows if rows == 1 else bucket_size(rows, SMALLEST_BATCH)
     return batch if fits(model, cache_bytes(model, batch, CacheSize(capacity, 0))) else rows
 
 
 def left_aligned(tokens: Integer[np.ndarray, "B T"], mask: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Move all padding to the left. Returns ids and validity mask, as wide as the longest row."""
+    """Move all padding to the left. Returns ids and the validity mask, as wide as the longest row."""
     given = np.ones(tokens.shape, bool) if mask is None else np.asarray(mask)
     if not (given.dtype == bool or jnp.issubdtype(given.dtype, jnp.number)) or given.dtype.kind == "c":
         raise ValueError(f"attention_mask must be numbers or booleans, got {short(mask, 60)}")
@@ -191,7 +214,7 @@ def left_aligned(tokens: Integer[np.ndarray, "B T"], mask: Any) -> tuple[np.ndar
 
 
 def _pad_id(model: CausalLM, eos: tuple[int, ...]) -> int:
-    """The pad id of the checkpoint; the end id if that is -1 or not in the vocabulary."""
+    """Return the checkpoint's pad id, or the first end id if the pad id is not in the vocabulary."""
     pad = model.generation_config.get("pad_token_id", model.config.pad_token_id)
     return int(pad) if pad is not None and 0 <= pad < model.config.vocab_size else (eos[0] if eos else 0)
 
@@ -208,6 +231,6 @@ def _ids(tokens: Any) -> np.ndarray:
     if ids.ndim != 2 or not jnp.issubdtype(ids.dtype, jnp.integer):
         raise ValueError(f"tokens must be integers [B, T], got {ids.dtype} {list(ids.shape)}; one prompt is [ids]")
     for row in tokens if isinstance(tokens, list | tuple) else ():
-        if isinstance(row, list | tuple):  # NumPy would convert a bool among integers to an integer
+        if isinstance(row, list | tuple):  # NumPy converts a bool among integers to an integer
             as_token_ids(row, least=-(2**63))
     return ids if ids.dtype.itemsize >= 4 else ids.astype(np.int32)

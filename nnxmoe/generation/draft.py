@@ -1,4 +1,4 @@
-"""Drafts of what may follow, for a model to verify several ids in one pass. They change the speed, never the ids."""
+"""Propose drafts, so that the model verifies several ids per pass. Drafts change the speed, never the ids."""
 
 import abc
 import dataclasses
@@ -21,10 +21,15 @@ from nnxmoe.model.program import split_arrays, strip_metadata
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PromptLookup:
-    """Proposes what followed the last time that the newest ids occurred, in the prompt or after it: ``count`` ids after
-    the latest occurrence of the longest run of up to ``ngram`` ids (Saxena 2023, prompt lookup decoding).
+    """Draft of the ids that followed an earlier occurrence of the newest ids.
 
-    It costs no pass of another model, and pays where answers copy: quotes, code, summaries.
+    Prompt lookup decoding (Saxena 2023). Searches the prompt and the new ids for the latest occurrence
+    of the longest run of up to ``ngram`` newest ids. Needs no pass of a second model. Pays if answers
+    copy from the prompt: quotes, code, summaries.
+
+    Attributes:
+        count: number of ids per draft.
+        ngram: maximum length of the run.
     """
 
     count: int = dataclasses.field(default=7, metadata={"static": True})
@@ -34,7 +39,7 @@ class PromptLookup:
         set_positive(self, "count", "ngram")
 
     def empty(self, rows: int, capacity: int) -> None:
-        """No memory: drafts depend on the history only."""
+        """Return None: drafts depend on the history only."""
 
     def read(self, memory: None, ids: Array, valid: Array, states: Array) -> None:
         pass
@@ -42,25 +47,31 @@ class PromptLookup:
     def propose(
         self, memory: None, inputs: StepInputs, ids: Array, states: Any, count: Array
     ) -> tuple[Int[Array, "B count"], None]:
-        """Drafts for each row; repetitions of its last id where nothing occurred before."""
+        """Propose ids per row. Repeats the row's last id if no newest id occurred before."""
         return jax.vmap(self._after)(inputs.history.ids, inputs.history.count), None
 
     def _after(self, ids: Int[Array, "C"], count: Int[Array, ""]) -> Int[Array, "count"]:
         places = jnp.arange(ids.shape[0], dtype=jnp.int32)
         alike, length = jnp.ones(ids.shape, bool), jnp.zeros(ids.shape, jnp.int32)
-        for back in range(self.ngram):  # whether the ids that end before each place are the newest ones
+        for back in range(self.ngram):  # compare the ids before each place with the newest ids
             newest = ids[jnp.maximum(count - 1 - back, 0)]
             alike &= (jnp.roll(ids, back + 1) == newest) & (places > back) & (count > back)
             length += alike
         length = jnp.where(places < count, length, 0)
         best = jnp.max(jnp.where(length > 0, length * ids.shape[0] + places, 0))
         start = jnp.where(best > 0, best % ids.shape[0], count - 1)
-        period = jnp.maximum(count - start, 1)  # beyond the newest id, the run goes on as it began
+        period = jnp.maximum(count - start, 1)  # past the newest id, the copied run repeats
         return ids[start + jnp.arange(self.count) % period]
 
 
 class _Memory(NamedTuple):
-    """Memory of a draft that is a model: its cache, and the last state of each row that it was given."""
+    """Memory of a draft that is a model.
+
+    Attributes:
+        cache: cache of the draft model.
+        state: last main-model state of each row.
+        known: whether ``state`` is set.
+    """
 
     cache: Cache
     state: Float[Array, "B D"]
@@ -69,7 +80,7 @@ class _Memory(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ModelBasedDraft(abc.ABC):
-    """Drafts of a model that has a cache of its own. A pytree whose leaves are the model's arrays."""
+    """Draft from a model with a separate cache. A pytree whose leaves are the model's arrays."""
 
     graph: Any = dataclasses.field(metadata={"static": True}, repr=False)
     tree: Any = dataclasses.field(metadata={"static": True}, repr=False)
@@ -83,22 +94,27 @@ class ModelBasedDraft(abc.ABC):
 
     @property
     def modules(self) -> Any:
-        """The modules that draft, ``decoder`` among them: a model with the embedding and the output head."""
+        """Modules that draft. ``decoder`` is a model with the embedding and the output head."""
         return nnx.merge(self.graph, jax.tree.unflatten(self.tree, self.leaves))
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids that it can propose."""
+        """Number of ids in the vocabulary of the draft model."""
         return self.modules["decoder"].vocab_size
 
     @abc.abstractmethod
     def _pass(self, parts: Any, cache: Cache, ids: Array, valid: Array, states: Array) -> Body:
-        """States after ids, each given the main model's state (or this model's own) that led to it."""
+        """Run the draft model on ids.
+
+        Args:
+            states: for each id, the preceding state of the main model, or of the draft model for
+                drafted ids.
+        """
 
     def propose(
         self, memory: _Memory, inputs: StepInputs, ids: Array, states: Any, count: Array
     ) -> tuple[Int[Array, "B count"], _Memory]:
-        """Drafts one after the other, each drawn with the key by which the model will draw."""
+        """Draft ids one after the other, each sampled with the key that the main model will use."""
         parts, valid = self.modules, jnp.arange(ids.shape[1])[None] < count[:, None]
         states = memory.state[:, None] if states is None else states
         body = self._pass(parts, memory.cache, ids, valid, states)
@@ -114,13 +130,15 @@ class ModelBasedDraft(abc.ABC):
                 body = self._pass(parts, cache, one, valid[:, :1], states)
                 x, states, cache = body.x, body.mtp_hidden, body.cache
         assert cache is not None
-        return drafts, memory._replace(cache=dataclasses.replace(cache, length=length))  # of drafts nothing is kept
+        return drafts, memory._replace(cache=dataclasses.replace(cache, length=length))  # drops the drafts
 
 
 @jax.tree_util.register_dataclass
 class ModelDraft(ModelBasedDraft):
-    """Drafts of a smaller model: ``ModelDraft.of(small, 4)`` (Leviathan et al. 2023). `Engine` raises ValueError for
-    one with a vocabulary of another size."""
+    """Draft from a smaller model: ``ModelDraft.of(small, 4)`` (speculative decoding, Leviathan et al. 2023).
+
+    `Engine` raises ValueError if the vocabulary sizes of the two models differ.
+    """
 
     @classmethod
     def of(cls, model: CausalLM, count: int = 4) -> Self:
@@ -132,7 +150,7 @@ class ModelDraft(ModelBasedDraft):
         return _Memory(cache, jnp.zeros((rows, 1)), jnp.zeros(rows, bool))
 
     def read(self, memory: _Memory, ids: Array, valid: Array, states: Array) -> _Memory:
-        """Read the chunk too."""
+        """Append the chunk to the cache of the draft model."""
         return memory._replace(cache=self._pass(self.modules, memory.cache, ids, valid, states).cache)
 
     def _pass(self, parts: Any, cache: Cache, ids: Array, valid: Array, states: Array) -> Body:
@@ -141,15 +159,16 @@ class ModelDraft(ModelBasedDraft):
 
 @jax.tree_util.register_dataclass
 class MTPDraft(ModelBasedDraft):
-    """Drafts of the model's own multi-token prediction layer: ``MTPDraft.of(model)``, loaded with ``mtp=True``.
+    """Draft from the model's multi-token prediction layer: ``MTPDraft.of(model)``.
 
-    Its first depth predicts one id further on. For more drafts it goes on from its own states, which it was not trained
-    to do, so that fewer of them are accepted.
+    Requires a model that was loaded with ``mtp=True``. Uses the layer of the first depth, which
+    predicts one further id. For more drafts the layer reads its previous output states. It was not
+    trained on these states, so fewer of these drafts are accepted.
     """
 
     @classmethod
     def of(cls, model: CausalLM, count: int = 1) -> Self:
-        """Drafts of ``count`` ids. Raises ValueError for a model without such layers."""
+        """Create a draft of ``count`` ids. Raises ValueError if the model has no prediction layers."""
         check_type("model", model, CausalLM, "a model, such as that of nnxmoe.from_pretrained(path)")
         if not model.mtp:
             raise ValueError("the model has no multi-token prediction layers: load it with mtp=True")
@@ -161,7 +180,10 @@ class MTPDraft(ModelBasedDraft):
         return _Memory(cache, jnp.zeros((rows, parts["mtp"].width), parts["decoder"].dtype), jnp.zeros(rows, bool))
 
     def read(self, memory: _Memory, ids: Array, valid: Array, states: Array) -> _Memory:
-        """Each id meets the state of the one before it; that of the chunk's last id waits for the next id."""
+        """Append the chunk, each id with the state of the previous id.
+
+        Stores the state of the last id for the next chunk.
+        """
         before = jnp.concatenate([memory.state[:, None], states[:, :-1].astype(memory.state.dtype)], axis=1)
         known = jnp.concatenate([memory.known[:, None], valid[:, :-1]], axis=1)
         cache = self._pass(self.modules, memory.cache, ids, known & valid, before).cache
@@ -173,7 +195,12 @@ class MTPDraft(ModelBasedDraft):
 
 
 def mtp_modules(model: CausalLM) -> Any:
-    """The first depth for multi-token prediction, and the model's embedding and head as a decoder without layers."""
+    """Return the modules that `MTPDraft` runs.
+
+    Returns:
+        ``mtp``: the multi-token prediction layer of the first depth. ``decoder``: the model without
+        layers, for the embedding and the output head.
+    """
     decoder = strip_metadata(model)
     decoder.stacks = nnx.List([])
     return nnx.Dict(decoder=decoder, mtp=model.mtp[0])

@@ -1,5 +1,8 @@
-"""The cost of steps with drafts, estimated from the bytes that they read and the products that they compute; and
-``draft="auto"``, which drafts where that pays and refuses where it cannot."""
+"""Estimate the cost of steps with drafts, and choose a draft for ``draft="auto"``.
+
+The estimate counts the bytes that a step reads and the products that it computes. ``"auto"`` raises
+ValueError if no draft is expected to pay.
+"""
 
 import dataclasses
 import functools
@@ -26,24 +29,31 @@ from nnxmoe.runtime.progress import say
 
 DraftOption = Draft | Literal["auto"] | None
 
-# Operations per byte read at which products take as long as reading: H100 989 TFLOP/s and 3.35 TB/s, TPU v5p 459 and
-# 2.77; two CPU cores in bfloat16, with the models of tests/benchmarks/models.py.
+# Operations per byte read at which computing takes as long as reading. GPU: H100, 989 TFLOP/s and 3.35 TB/s.
+# TPU: v5p, 459 TFLOP/s and 2.77 TB/s. CPU: two cores in bfloat16, with the models of tests/benchmarks/models.py.
 BALANCE = {"gpu": 295.0, "tpu": 166.0, "cpu": 20.0}
-# On CPUs the float32 product of one row takes as long as reading, that of several rows longer: Llama's steps of 2 and 8
-# ids take 1.49 and 2.56 times as long as those of one (jax 0.10.2, two cores).
+# On CPUs the float32 product of one row takes as long as reading. Products of several rows take longer: Llama's steps
+# of 2 and 8 ids take 1.49 and 2.56 times as long as a step of one id (jax 0.10.2, two cores).
 CPU_FLOAT32 = 3.0
-# The share of drafts that was accepted elsewhere: DeepSeek-V3's layer 0.81 to 0.90 (its report, section 5.4.3; vLLM
-# #12755); prompt lookup 1.5 ids per step on GSM8K, and far more where answers copy.
+# Share of drafts that other systems accept. DeepSeek-V3's prediction layer: 0.81 to 0.90 (DeepSeek-V3 technical
+# report, section 5.4.3; vLLM #12755). Prompt lookup: 1.5 ids per step on GSM8K, far more if answers copy the prompt.
 MTP, LOOKUP = "multi-token prediction", "prompt lookup"
 REACHABLE = {MTP: 0.85, LOOKUP: 1 / 3}
-LEAST = 1.1  # the expected speed-up that "auto" asks for: less is within the error of the estimate
-MOST = 7  # ids that prompt lookup drafts
+LEAST = 1.1  # smallest expected speed-up for "auto": less is within the error of the estimate
+MOST = 7  # largest number of ids that "auto" drafts with prompt lookup
 
 
 @dataclasses.dataclass(frozen=True)
 class DraftCost:
-    """The cost of steps that verify ``count`` drafts per row. ``plain_bytes`` and ``bytes``: read by a step without and
-    with drafts, weights and cache; ``ratio``: the time of one with drafts / the time of one without."""
+    """Cost of steps that verify ``count`` drafts per row.
+
+    Attributes:
+        source: source of the drafts.
+        count: number of drafts per row and step.
+        plain_bytes: bytes of weights and cache that a step without drafts reads.
+        bytes: bytes of weights and cache that a step with drafts reads.
+        ratio: time of a step with drafts / time of a step without drafts.
+    """
 
     source: str
     count: int
@@ -53,27 +63,27 @@ class DraftCost:
 
     @property
     def break_even(self) -> float:
-        """The share of drafts that must be accepted; infinite if not even all of them are enough."""
+        """Share of drafts that must be accepted to pay, or inf if accepting every draft does not pay."""
         return acceptance(self.ratio, self.count)
 
     def speed(self, accepted: float) -> float:
-        """New ids per time in multiples of those without drafts, if this share of drafts is accepted."""
+        """Return the speed-up over steps without drafts if the share ``accepted`` of drafts is accepted."""
         return made(accepted, self.count) / self.ratio
 
     @property
     def expected(self) -> float:
-        """The share that ``"auto"`` expects to be accepted; 0 for other sources than it chooses from."""
+        """Share of drafts that ``"auto"`` expects to be accepted, or 0 for sources it never chooses."""
         return REACHABLE.get(self.source, 0.0)
 
     @property
     def pays(self) -> str:
-        """Where drafts pay, in words."""
+        """Text that states when drafts pay."""
         worst = self.break_even
         return f"pay if more than {worst:.0%} are accepted" if math.isfinite(worst) else "never pay"
 
     @property
     def name(self) -> str:
-        """Number and source of the drafts."""
+        """Number and source of the drafts, as text."""
         return f"{self.count} draft{'s' * (self.count > 1)} by {self.source}"
 
     def __str__(self) -> str:
@@ -82,13 +92,20 @@ class DraftCost:
 
 
 def made(accepted: float, count: int) -> float:
-    """Ids per step with ``count`` drafts, each accepted with this probability if those before it are (Leviathan et al.
-    2023)."""
+    """Return the expected number of ids per step with ``count`` drafts.
+
+    Args:
+        accepted: probability that a draft is accepted if all earlier drafts of the step are (Leviathan
+            et al. 2023).
+    """
     return sum(accepted**n for n in range(count + 1))
 
 
 def acceptance(ratio: float, count: int) -> float:
-    """The probability with which a step with ``count`` drafts makes ``ratio`` ids; infinite above ``count + 1``."""
+    """Return the acceptance probability at which a step with ``count`` drafts yields ``ratio`` ids.
+
+    Returns inf if ``ratio`` is above ``count + 1``.
+    """
     if ratio <= 1:
         return 0.0
     if ratio > count + 1:
@@ -102,8 +119,15 @@ def acceptance(ratio: float, count: int) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class _Weights:
-    """Reads and products of passes over a module: ``dense`` bytes in every pass; per MoE layer the share of its experts
-    that a token is routed to, and their bytes; operations per token, and the dtype of activations."""
+    """Bytes and operations of passes over a module.
+
+    Attributes:
+        dense: bytes that every pass reads.
+        experts: per MoE layer, the share of experts that a token is routed to, and the bytes of all
+            experts.
+        operations: operations per token.
+        dtype: dtype of activations.
+    """
 
     dense: int
     experts: tuple[tuple[float, int], ...]
@@ -111,11 +135,11 @@ class _Weights:
     dtype: Any
 
     def read(self, tokens: int) -> float:
-        """Expected bytes that a pass over ``tokens`` reads, if every token is routed independently and uniformly."""
+        """Return the expected bytes read by a pass over ``tokens``, with independent and uniform routing."""
         return self.dense + sum(size * (1 - (1 - share) ** tokens) for share, size in self.experts)
 
     def time(self, tokens: int, cache: float = 0.0) -> float:
-        """Time of a pass, in units of the bytes that memory could deliver in it."""
+        """Return the time of a pass, in bytes that memory delivers in this time."""
         read, operations, platform = self.read(tokens) + cache, self.operations * tokens, jax.default_backend()
         if platform == "cpu" and self.dtype == jnp.float32:
             return read + (operations / CPU_FLOAT32 if tokens > 1 else 0.0)
@@ -123,8 +147,10 @@ class _Weights:
 
 
 def _weights(module: nnx.Module, head: CausalLM) -> _Weights:
-    """Weights of a module that ends in a decoder's output head; the embedding is left out, because a pass reads only a
-    few of its rows."""
+    """Measure the weights of a module that ends in a decoder's output head.
+
+    Excludes the embedding, because a pass reads only a few of its rows.
+    """
     dense, operations = _bytes(module), _operations(module)
     if head.head is None:
         operations += 2 * math.prod(head.embed.table.shape)
@@ -146,19 +172,23 @@ def _bytes(module: nnx.Module) -> int:
 
 
 def _operations(module: nnx.Module) -> float:
-    """Operations of the linear maps per token, with every expert counted."""
+    """Count the operations of the linear maps per token, with every expert."""
     parts = [part for _, part in nnx.iter_graph(module) if isinstance(part, QuantizedWeight) or is_kernel(part)]
     maps = map(as_weight, parts)
     return 2.0 * sum(math.prod((*one.lead, *one.ins, *one.outs)) for one in maps)
 
 
 def _cost(model: CausalLM, source: str, count: int, own: Any, slots: int, capacity: int) -> DraftCost:
-    """``own``: the modules that draft, as of `ModelBasedDraft.modules`; None: drafts cost nothing."""
+    """Estimate the cost of steps with ``count`` drafts per row.
+
+    Args:
+        own: modules that draft, as in `ModelBasedDraft.modules`. If None, drafts cost nothing.
+    """
     decoder = strip_metadata(model)
     weights, cache = _weights(decoder, decoder), cache_bytes(model, slots, CacheSize(capacity, 0))
     tokens = slots * (count + 1)
     time, read = weights.time(tokens, cache), weights.read(tokens) + cache
-    if own is not None:  # one pass over what was accepted, then one per further draft
+    if own is not None:  # a pass over the accepted ids, then a pass per further draft
         passes = [tokens, *[slots] * (count - 1)]
         drafts, layer = _weights(own, own["decoder"]), getattr(own, "mtp", None)
         part = own["decoder"].empty_cache if layer is None else functools.partial(layer.empty_cache, own["decoder"])
@@ -170,11 +200,17 @@ def _cost(model: CausalLM, source: str, count: int, own: Any, slots: int, capaci
 
 
 def draft_cost(model: CausalLM, draft: Draft, *, slots: int = 1, capacity: int = 2048) -> DraftCost:
-    """The cost of steps with these drafts, with ``slots`` rows in use and a cache of ``capacity`` tokens per row.
+    """Estimate the cost of steps with a draft.
 
-    The model may have shapes only. The time is that of reading or of computing, whichever is longer, on this
-    platform; collectives, launches and the operations of attention are left out, and drafts of classes other than
-    `PromptLookup`, `MTPDraft` and `ModelDraft` count as free.
+    The time of a pass is the time of reading or of computing on this platform, whichever is longer. The
+    estimate excludes collectives, launches and the operations of attention. Drafts of classes other
+    than `PromptLookup`, `MTPDraft` and `ModelDraft` count as free.
+
+    Args:
+        model: the model. Abstract arrays suffice.
+        draft: the draft.
+        slots: number of rows in use.
+        capacity: tokens per row of the cache.
     """
     slots, capacity = whole_number("slots", slots, 1), whole_number("capacity", capacity, 1)
     own = draft.modules if isinstance(draft, ModelBasedDraft) else None
@@ -183,8 +219,11 @@ def draft_cost(model: CausalLM, draft: Draft, *, slots: int = 1, capacity: int =
 
 
 def auto_cost(model: CausalLM, slots: int, capacity: int) -> DraftCost:
-    """Cost of the drafts that ``"auto"`` chooses: one by the layers for multi-token prediction if there are any, else
-    the number by prompt lookup that is fastest at the `REACHABLE` share."""
+    """Estimate the cost of the draft that ``"auto"`` chooses.
+
+    ``"auto"`` drafts one id with the multi-token prediction layers if there are any. Otherwise it uses
+    prompt lookup, with the number of ids that is fastest at the `REACHABLE` share.
+    """
     if model.mtp:
         return _cost(model, MTP, 1, mtp_modules(model), slots, capacity)
     costs = [_cost(model, LOOKUP, count, None, slots, capacity) for count in range(1, MOST + 1)]
@@ -192,8 +231,11 @@ def auto_cost(model: CausalLM, slots: int, capacity: int) -> DraftCost:
 
 
 def resolve(model: CausalLM, draft: DraftOption, slots: int, capacity: int) -> Draft | None:
-    """``draft`` itself, or for ``"auto"`` the drafts of `auto_cost`, whose cost is logged. Raises ValueError if they do
-    not pay, and for another text."""
+    """Return ``draft``, or for ``"auto"`` the draft of `auto_cost`. Logs the cost of an ``"auto"`` draft.
+
+    Raises:
+        ValueError: if an ``"auto"`` draft does not pay, or if ``draft`` is not a valid option.
+    """
     proposes = callable(getattr(draft, "propose", None)) and not isinstance(draft, type)
     if draft is None or proposes:
         return draft  # pyright: ignore[reportReturnType]
@@ -215,14 +257,17 @@ def _say_once(message: str) -> None:
 
 
 def break_even(model: CausalLM, draft: Draft, *, slots: int = 1, capacity: int = 2048) -> float:
-    """The share of drafts that the model must accept for steps with them to pay, each draft by itself; infinite if not
-    even all of them are enough.
+    """Return the share of drafts that the model must accept for drafts to pay, or inf if they never pay.
 
         nnxmoe.break_even(model, nnxmoe.PromptLookup(4), slots=8)
 
-    A step over ``k`` drafts makes ``(1 - a ** (k + 1)) / (1 - a)`` ids if each is accepted with probability ``a``
-    (Leviathan et al. 2023). Its time is estimated from the bytes that it reads and the products that it computes on
-    this platform, with ``slots`` rows in use and a cache of ``capacity`` tokens each; see `draft_cost`. The model may
-    have shapes only.
+    A step over ``k`` drafts yields ``(1 - a ** (k + 1)) / (1 - a)`` ids if each draft is accepted with
+    probability ``a`` (Leviathan et al. 2023). `draft_cost` estimates the time of the step.
+
+    Args:
+        model: the model. Abstract arrays suffice.
+        draft: the draft.
+        slots: number of rows in use.
+        capacity: tokens per row of the cache.
     """
     return draft_cost(model, draft, slots=slots, capacity=capacity).break_even

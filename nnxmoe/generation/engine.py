@@ -1,8 +1,10 @@
-"""Continuous batching: requests of any lengths share the rows of one batch, and a row that ends is used again at once.
+"""Continuous batching: requests of different lengths share the rows of a batch.
 
-A waiting prompt is read in chunks, alone or with others of its size, between the steps of the rows that are continued;
-then its cache is moved into a free row. The programs are few and fixed: passes of a few sizes, one step of all rows,
-and the moves. Everything runs in the caller's thread, and with the same calls in every process of a job.
+A row is reused as soon as its request ends. The prompts of waiting requests are prefilled in chunks
+between decoding steps, alone or with prompts of similar length. After prefill, the cache of a prompt is
+copied into a free row. The number of compiled programs is fixed: passes of a few sizes, a step of all
+rows, and copies between caches. Everything runs in the caller's thread. Every process of a job must
+make the same calls.
 """
 
 import collections
@@ -53,11 +55,11 @@ class _Prefill:
     """A prefill in progress.
 
     Attributes:
-        requests: requests whose prompts are read. Empty if a prefix is read.
-        prefix: the prefix that is read, or None.
+        requests: requests of the prompts. Empty if a prefix is prefilled.
+        prefix: the prefix that is prefilled, or None.
         chunks: ids and validity masks that remain, each [rows, chunk size].
-        result: result of the chunks so far, or of the prefix before them.
-        shares_result: True if ``result`` is the result of a prefix, whose cache must not be donated.
+        result: result of the chunks so far, or of the preceding prefix.
+        shares_result: True if ``result`` belongs to a prefix, whose cache must not be donated.
     """
 
     requests: list[Request]
@@ -74,28 +76,29 @@ class Engine:
         requests = [engine.submit(ids, RequestOptions(max_new_tokens=100)) for ids in prompts]
         engine.run()
 
-    The ids of a request are the ids that it would get alone, up to rounding, unless tokens compete for experts
-    (`Capacity`).
+    The ids of a request do not depend on other requests, up to rounding, unless tokens compete for
+    experts (`Capacity`).
 
     Args:
         model: the model.
         slots: number of rows.
         capacity: tokens per row, prompt and new ids.
         limits: largest options of a request. Default: `EngineLimits()`.
-        logits_processor: JAX function ``(logits [B, V], History) -> logits``, applied in every step after biases and
-            before sampling.
-        draft: proposes ids to verify, which changes the speed only. ``"auto"``: multi-token prediction if the model has
-            layers for it, else prompt lookup.
-        ahead: number of steps that the device may be ahead of the results that this process has read.
-        prefix_bytes: memory for the caches of prompts' first ids, so that later prompts need not compute them again.
-            These are ids that several prompts share, and prompts and answers of ended requests.
-        grouping: chooses which waiting prompts are read together. Default: `as_one_large_chunk`. With a draft:
-            `one_by_one`, so that drafts do not change a bit of the results.
+        logits_processor: JAX function ``(logits [B, V], History) -> logits``, applied in every step
+            after biases and before sampling.
+        draft: proposes ids to verify. Changes the speed only. ``"auto"`` uses the model's multi-token
+            prediction layers if there are any, else prompt lookup.
+        ahead: number of steps that the device may run ahead of the results that this process has read.
+        prefix_bytes: memory for the caches of prefixes, so that later prompts skip the prefill of the
+            same ids. Stores first ids that several prompts share, and prompts and answers of ended
+            requests.
+        grouping: chooses which waiting prompts are prefilled together. Default: `as_one_large_chunk`,
+            with a draft `one_by_one`, so that results with and without drafts are bitwise equal.
 
     Raises:
-        ValueError: if the caches do not fit in memory; for a draft where tokens compete for experts; for ``"auto"``
-            where drafts cannot pay; and for dynamic rotary embeddings beyond the length of the training, which depend
-            on the longest row.
+        ValueError: if the caches do not fit in memory, if a draft is used where tokens compete for
+            experts, if ``"auto"`` finds that drafts do not pay, or if ``capacity`` exceeds the length
+            beyond which dynamic rotary embeddings depend on the longest row.
     """
 
     _warned = False  # whether NaN or infinite logits were reported
@@ -118,7 +121,7 @@ class Engine:
         self.plan, self.model, self.limits, self.draft = plan, plan.model, plan.limits, plan.draft
         self.slots, self.capacity, self._vocab = plan.slots, plan.capacity, plan.model.vocab_size
         self.prefix_cache = PrefixCache(plan.max_prefixes)
-        self._prefix_results = weakref.WeakKeyDictionary[Prefix, PassResult]()  # prefixes that were read
+        self._prefix_results = weakref.WeakKeyDictionary[Prefix, PassResult]()  # prefilled prefixes
 
         self._cache_axes = passes.cache_batch_axes(self.model, plan.cache_size)
         self._pass = self._step = passes.passes(self.model)
@@ -140,13 +143,16 @@ class Engine:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the cache of all slots that this process holds. Prompts that are being read take up to 8
-        slots' more, and each `Prefix` in use takes one slot's."""
+        """Bytes of the cache of all slots in this process.
+
+        Prefill needs additional memory of up to 8 slots, and each `Prefix` in use needs the memory of
+        one slot.
+        """
         return self.plan.cache_bytes(self.slots)
 
     @property
     def dropped(self) -> int:
-        """Number of assignments to experts that were dropped so far."""
+        """Number of expert assignments dropped so far."""
         return int(self._dropped)
 
     @property
@@ -165,7 +171,7 @@ class Engine:
         Args:
             ids: the prompt.
             options: default `RequestOptions()`.
-            prefix: first ids of the prompt, read once for all requests with the same object.
+            prefix: first ids of the prompt, prefilled once for all requests with the same object.
 
         Raises:
             ValueError: if the request is invalid or does not fit in this engine.
@@ -183,7 +189,7 @@ class Engine:
         return request
 
     def check(self, ids: Ids, options: RequestOptions | None = None) -> None:
-        """Validate arguments like `submit`, without appending a request. Raises ValueError."""
+        """Validate arguments as `submit` does, without appending a request. Raises ValueError."""
         self._request(ids, options, None)
 
     def _request(self, ids: Ids, options: RequestOptions | None, prefix: Prefix | None) -> Request:
@@ -209,10 +215,12 @@ class Engine:
         return Request(prompt, options, row_params, prefix, progress=options.start_constraint(self._vocab))
 
     def step(self) -> list[Event]:
-        """Read a chunk of waiting prompts if a slot is free, and start a step of all rows.
+        """Prefill a chunk of waiting prompts if a slot is free, and start a step of all rows.
+
+        A no-op without requests.
 
         Returns:
-            The ids of earlier steps, all but the newest ``ahead`` steps. A no-op without requests.
+            New ids of earlier steps, except the newest ``ahead`` steps.
         """
         if self._rows is None:
             raise ValueError("the engine is closed")
@@ -234,7 +242,7 @@ class Engine:
             self.step()
 
     def warm_up(self) -> None:
-        """Compile all programs for requests without a prefix, so that no request has to wait for them."""
+        """Compile all programs for requests without a prefix, so that no request waits for compilation."""
         options = RequestOptions(max_new_tokens=2, stop_ids=None)
         prefix_cache, self.prefix_cache = self.prefix_cache, PrefixCache(0)
         longest = min(self.capacity, self.model.config.max_position_embeddings) - options.max_new_tokens
@@ -242,7 +250,7 @@ class Engine:
             if length > longest:
                 continue
             for count in (1, self.slots):
-                if count > 2:  # one row runs while the other prompts are read
+                if count > 2:  # prefill of the other prompts while one row decodes
                     running = self.submit([0], options)
                     while running.steps == 0:
                         self.step()
@@ -279,7 +287,10 @@ class Engine:
     # Prefill
 
     def _next_prefill(self) -> _Prefill | None:
-        """Choose the next prompts to read and assign their slots, or choose a prefix of theirs that must be read."""
+        """Plan the next prefill: a prefix that waiting prompts need, else the prompts.
+
+        Returns None if no slot is free or no request waits.
+        """
         free_slots = [slot for slot, request in enumerate(self._slots) if request is None]
         if not self._waiting or not free_slots:
             return None
@@ -289,7 +300,7 @@ class Engine:
         return self._prefill_of_prompts(prefix, free_slots)
 
     def _prefill_of_prefix(self, prefix: Prefix) -> _Prefill:
-        """Plan the shortest prefix of ``prefix`` that has not been read."""
+        """Plan the shortest prefix of ``prefix`` that has not been prefilled."""
         start: Prefix | None = prefix
         while start is not None and start not in self._prefix_results:
             prefix, start = start, self.prefix_cache.starts.get(start, start.start)
@@ -298,7 +309,7 @@ class Engine:
         return self._plan_prefill([ids], group, start, [], prefix)
 
     def _prefill_of_prompts(self, prefix: Prefix | None, free_slots: list[int]) -> _Prefill:
-        """Plan the next prompts, all of which begin with ``prefix``, and assign slots to them."""
+        """Plan the next prompts that begin with ``prefix``, and assign slots to them."""
         prompts = list[tuple[int, ...]]()  # without the prefix
         for request in itertools.islice(self._waiting, len(free_slots)):
             if request.prefix is not prefix:
@@ -331,7 +342,7 @@ class Engine:
         return _Prefill(requests, prefix, collections.deque(chunks), result, start is not None and not chunks)
 
     def _advance_prefill(self, prefill: _Prefill) -> None:
-        """Read one chunk. After the last chunk, start the rows of the prompts or store the prefix."""
+        """Prefill one chunk. After the last chunk, start the rows of the prompts or store the prefix."""
         if prefill.prefix is None and all(request.done for request in prefill.requests):
             self._prefill = None  # all requests were cancelled
             return
@@ -358,7 +369,7 @@ class Engine:
         self._dropped, prefill.result = result.dropped, result._replace(memory=memory)
 
     def _start_requests(self, prefill: _Prefill) -> None:
-        """Move the caches of prompts into their slots and sample the first ids."""
+        """Copy the caches of prompts into their slots and sample the first ids."""
         result = prefill.result
         assert result is not None
         rows = result.logits.shape[0]
@@ -382,7 +393,7 @@ class Engine:
             prompts,
             result.logits,
             result.memory,
-            self._active.copy(),  # JAX may read its arguments later
+            self._active.copy(),  # JAX may read its arguments after this call
             self._masks(row_requests, rows, 1),
             self.plan.step_options,
             self.draft,
@@ -393,7 +404,7 @@ class Engine:
         self._reports.append((report, row_requests))
 
     def _store_rows(self, cache: Any, slots: np.ndarray, is_shared: bool) -> None:
-        """Copy rows of a cache into slots, or take the cache as it is if its rows are already in place."""
+        """Copy rows of a cache into slots, or adopt the cache if its rows are already in place."""
         in_place = all(slot in (row, self.slots) for row, slot in enumerate(slots))
         if len(slots) == self.slots and in_place and not self._active.any() and not is_shared:
             self._cache = cache
@@ -405,7 +416,7 @@ class Engine:
     # Decoding
 
     def _masks(self, requests: Sequence[Request | None], rows: int, width: int) -> np.ndarray | None:
-        """Compute bit masks of the ids that may follow in each row. Returns None if no row has a constraint."""
+        """Compute bit masks of the allowed next ids per row. Returns None if no row has a constraint."""
         masks = None
         for row, request in enumerate(requests):
             if request is not None and request.progress is not None and not request.done:
@@ -416,8 +427,8 @@ class Engine:
     def _start_step(self) -> list[Event]:
         """Start a step of all rows.
 
-        If a row has a constraint, this also reads all earlier reports, and computes the masks, while the device
-        computes the pass.
+        If a row has a constraint, reads all earlier reports and computes the masks while the device
+        runs the pass.
 
         Returns:
             Events of the reports that were read.
@@ -444,7 +455,7 @@ class Engine:
         return events
 
     def _read_report(self) -> list[Event]:
-        """Read the oldest report, update its requests and end those that are done."""
+        """Read the oldest report, update its requests and end finished requests."""
         device_report, requests = self._reports.popleft()
         report = jax.tree.map(np.asarray, device_report)
         events = list[Event]()
@@ -464,7 +475,7 @@ class Engine:
         return events
 
     def _keep_prefix(self, request: Request) -> None:
-        """Store the cache of a request that has just ended: of its prompt and all its ids but the last."""
+        """Store the cache of a request that has just ended: its prompt and all new ids except the last."""
         ids = (*request.prompt, *request.ids[:-1])
         if not self.prefix_cache.max_prefixes or len(ids) < SMALL or self._rows.memory is not None:
             return
@@ -474,7 +485,7 @@ class Engine:
         self._prefix_results[self.prefix_cache.insert(Prefix(ids))] = result
 
     def _warn_of_logits(self, request: Request) -> None:
-        """Log a warning, once per engine, about a request that ended because of NaN or infinite logits."""
+        """Warn, once per engine, that a request ended because its logits are NaN or infinite."""
         if not self._warned:
             self._warned = True
             text = "the logits after %d ids of a prompt and %d new ones are NaN or infinite, so that it ends with "
@@ -487,7 +498,7 @@ def _length(prefix: Prefix | None) -> int:
 
 
 def _update_request(request: Request, report: RowReport, row: int, new_ids: list[int]) -> None:
-    """Append the results of one row of a report."""
+    """Append the results of one row of a report to its request."""
     count = len(new_ids)
     request.ids += new_ids
     if request.progress is not None:

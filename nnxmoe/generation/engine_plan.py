@@ -1,4 +1,4 @@
-"""The plan of an `Engine`: what its arguments mean for one model, validated and sized before anything is allocated."""
+"""Validate and size the arguments of an `Engine` before anything is allocated."""
 
 import dataclasses
 from typing import Any
@@ -24,15 +24,15 @@ class EnginePlan:
     """Sizes and options of an `Engine` that do not change while it runs.
 
     Attributes:
-        model: the model, with a copy of scanned layers if memory permits.
+        model: the model. Scanned layers are unrolled into a copy if memory permits.
         limits: largest options of a request, with room for the checkpoint's end tokens.
         capacity: tokens per row, prompt and generated ids.
         slots: number of rows, a multiple of ``batch_shards``.
-        batch_shards: number of parts into which the mesh divides the rows.
+        batch_shards: number of shards of the batch on the mesh.
         draft: proposes ids to verify, or None.
         cache_size: ``capacity`` with room for the ids of a draft.
-        grouping: policy that chooses which waiting prompts are read together.
-        step_options: options that the step of all rows is compiled with.
+        grouping: policy that chooses which waiting prompts are prefilled together.
+        step_options: static options of the compiled step.
         max_prefixes: number of prefixes whose caches fit in ``prefix_bytes``.
     """
 
@@ -56,7 +56,8 @@ class EnginePlan:
     def masks_ended_rows(self) -> bool:
         """True if a step must not append to the caches of ended rows.
 
-        With other rows or drafts a row can end before the step does, and the prefix cache copies ended rows.
+        With several rows or drafts, a row can end before the step does. The prefix cache copies ended
+        rows.
         """
         return self.slots > 1 or self.step_width > 1 or self.max_prefixes > 0
 
@@ -82,7 +83,7 @@ def plan_engine(
     """Validate the arguments of an `Engine`, round its sizes and check that its caches fit in memory.
 
     Raises:
-        ValueError: as described in `Engine`.
+        ValueError: see `Engine`.
     """
     _check_types(model, limits, logits_processor=logits_processor, grouping=grouping)
     model, limits = unroll_for_decoding(model), limits or EngineLimits()
@@ -147,12 +148,12 @@ def _check_rotary_capacity(model: CausalLM, capacity: int) -> None:
 
 
 def _check_memory(plan: EnginePlan, prefix_bytes: int) -> None:
-    """Raise ValueError if the caches of rows, of prompts being read, of prefixes and of the draft do not fit."""
+    """Raise ValueError if the caches of rows, prefills, prefixes and the draft do not fit in memory."""
     draft, tokens = plan.draft, plan.cache_size.tokens
     draft_arrays = [] if draft is None else jax.eval_shape(lambda: jax.tree.leaves(draft.empty(plan.slots, tokens)))
     draft_bytes = sum(array.size * array.dtype.itemsize for array in draft_arrays)
     prefill_bytes = 0
-    if plan.slots > 1 and plan.grouping in (as_one_large_chunk, one_by_one):  # prompts are read while other rows run
+    if plan.slots > 1 and plan.grouping in (as_one_large_chunk, one_by_one):  # prefill runs while other rows decode
         rows = plan.grouping([SMALL] * plan.slots, plan.slots).rows
         prefill_bytes = plan.cache_bytes(plan.pad_rows(rows))
     what = f"a cache of {tokens} tokens for batch {plan.slots} takes"

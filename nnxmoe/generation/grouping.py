@@ -1,4 +1,4 @@
-"""Policies of prefill: which prompts share a batch, the sizes of chunks, and which prefixes are cached."""
+"""Policies of prefill: which prompts share a batch, chunk sizes, and which prefixes are cached."""
 
 import collections
 import itertools
@@ -13,21 +13,30 @@ from jaxtyping import Bool, Int
 from nnxmoe.generation.request import Prefix
 
 SMALL, LARGE = 64, 512  # tokens per chunk of a prompt
-MAX_SMALL = 6  # up to so many small chunks are less work than a large chunk
-SMALLEST_CACHE, SMALLEST_BATCH = 512, 8  # tokens of up to 8 rows together; rows of a batch of several
+MAX_SMALL = 6  # up to this many small chunks are less work than a large chunk
+SMALLEST_CACHE, SMALLEST_BATCH = 512, 8  # tokens of up to 8 rows in total; rows of a batch with more than one row
 _MAX_RECENT = 32  # recent prompts that a new prompt is compared with
 
 
 def chunk_sizes(length: int) -> list[int]:
-    """Sizes of the chunks of a prompt: as many `LARGE` as fit, then as few `SMALL` as hold the rest, or one more
-    `LARGE` if that is less work."""
+    """Return the chunk sizes of a prompt.
+
+    As many `LARGE` chunks as fit, then the fewest `SMALL` chunks for the rest, or a `LARGE` chunk if
+    that is less work.
+    """
     large, rest = divmod(length, LARGE)
     small = -(-rest // SMALL)
     return [LARGE] * large + ([SMALL] * small if small <= MAX_SMALL else [LARGE])
 
 
 class PrefillGroup(NamedTuple):
-    """A batch of waiting prompts to read: their number, the rows of the batch, and the sizes of its chunks."""
+    """A batch of waiting prompts to prefill.
+
+    Attributes:
+        count: number of prompts.
+        rows: number of rows of the batch.
+        sizes: tokens per chunk.
+    """
 
     count: int
     rows: int
@@ -35,8 +44,10 @@ class PrefillGroup(NamedTuple):
 
 
 def as_one_large_chunk(lengths: Sequence[int], slots: int) -> PrefillGroup:
-    """Batch prompts of equally many small chunks, up to the size of a large chunk; longer prompts are read one at a
-    time."""
+    """Batch prompts with the same chunk sizes, up to `LARGE` tokens per chunk of the batch.
+
+    Prompts with a `LARGE` chunk are prefilled one at a time.
+    """
     sizes = chunk_sizes(lengths[0])
     rows = min(slots, max(1, LARGE // max(sizes)))
     count = sum(1 for _ in itertools.takewhile(lambda length: chunk_sizes(length) == sizes, lengths[:rows]))
@@ -44,8 +55,10 @@ def as_one_large_chunk(lengths: Sequence[int], slots: int) -> PrefillGroup:
 
 
 def one_by_one(lengths: Sequence[int], slots: int) -> PrefillGroup:
-    """Read each prompt in a batch of its own, so that its numbers do not depend on other requests, not even in the last
-    bits."""
+    """Prefill each prompt in a separate batch.
+
+    The results of a prompt are then bitwise independent of other requests.
+    """
     return PrefillGroup(1, 1, chunk_sizes(lengths[0]))
 
 
@@ -74,12 +87,12 @@ Grouping = Callable[[Sequence[int], int], PrefillGroup]  # (lengths of the waiti
 
 
 class PrefixCache:
-    """LRU cache of prefixes. The engine keeps the KV cache of a prefix as long as the `Prefix` object lives.
+    """LRU cache of prefixes. The engine keeps the KV cache of a prefix while the `Prefix` object is alive.
 
     Attributes:
         max_prefixes: maximum number of prefixes.
-        starts: maps a prefix yet to be read to the cached prefix that it begins with. It is stored here because the
-            caller may share `Prefix` objects between engines.
+        starts: maps a prefix that is not prefilled yet to the cached prefix that it begins with. Stored
+            here because callers may share `Prefix` objects between engines.
         hits: number of prompts that began with a cached prefix.
         tokens: number of ids that were not computed again.
     """
@@ -94,10 +107,10 @@ class PrefixCache:
         return len(self._prefixes)
 
     def match(self, ids: tuple[int, ...]) -> Prefix | None:
-        """Return the longest prefix of a prompt, shorter than the prompt.
+        """Return the longest reusable prefix of a prompt, shorter than the prompt, or None.
 
-        This is a cached prefix, unless the prompt has at least SMALL more ids in common with a recent prompt. In that
-        case the common ids become a new cached prefix.
+        The prefix is a cached prefix. If the prompt shares at least `SMALL` more ids with a recent
+        prompt, the shared ids become a new cached prefix and are returned.
         """
         matches = [cached for cached in self._prefixes if len(cached) < len(ids) and ids[: len(cached)] == cached]
         longest = max(matches, key=len, default=())

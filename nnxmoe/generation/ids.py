@@ -1,4 +1,4 @@
-"""Validation of token ids in arguments: prompts, prefixes, stop ids and the keys of logit biases."""
+"""Validate token ids in arguments: prompts, prefixes, stop ids and keys of logit biases."""
 
 from collections.abc import Iterable, Sequence
 from types import EllipsisType
@@ -10,14 +10,17 @@ from jaxtyping import Integer
 from nnxmoe.config.printable import short
 from nnxmoe.config.validate import as_python, whole_number
 
-Ids = Sequence[int] | Integer[Any, "_"]  # ids of one text: a list, or an array of NumPy, JAX or torch
+Ids = Sequence[int] | Integer[Any, "_"]  # ids of one text: a list, or a NumPy, JAX or torch array
 EosIds = int | np.integer | Ids | None | EllipsisType  # `...`: the checkpoint's end tokens
 T = TypeVar("T", bound=Iterable[Any])
 
 
 def as_token_ids(ids: Any, name: str = "a token id", least: int = 0) -> tuple[int, ...]:
-    """Return token ids as a tuple of ints. Raises ValueError unless they are a list or a one-dimensional array of
-    integers >= ``least``."""
+    """Return token ids as a tuple of ints.
+
+    Raises:
+        ValueError: unless ``ids`` is a list or a one-dimensional array of integers >= ``least``.
+    """
     if isinstance(ids, str | bytes | bytearray):
         raise ValueError(f"{ids!r:.60} is a text: encode it with the tokenizer")
     values = ids.tolist() if hasattr(ids, "tolist") else ids
@@ -27,7 +30,11 @@ def as_token_ids(ids: Any, name: str = "a token id", least: int = 0) -> tuple[in
 
 
 def stop_ids(ids: Any, name: str, least: int = 0) -> tuple[int, ...]:
-    """Return stop ids as a tuple, from a single id, several, or None. Raises ValueError."""
+    """Return stop ids as a tuple. Accepts a single id, several ids or None.
+
+    Raises:
+        ValueError: if a value is not an integer >= ``least``.
+    """
     if ids is None:
         return ()
     ids = as_python(ids)
@@ -36,15 +43,23 @@ def stop_ids(ids: Any, name: str, least: int = 0) -> tuple[int, ...]:
 
 
 def check_ids(ids: T, vocab: int, name: str = "token ids") -> T:
-    """Return ``ids`` unchanged. Raises ValueError for ids outside the vocabulary."""
+    """Return ``ids`` unchanged. Raises ValueError if an id is outside the vocabulary."""
     for bad in [i for i in ids if not 0 <= i < vocab][:1]:
         raise ValueError(f"{name} must lie in 0 … {vocab - 1}, got {bad}: is this the model's tokenizer?")
     return ids
 
 
 def eos_ids(model: Any, eos_token_id: EosIds) -> tuple[int, ...]:
-    """Return the ids that end a sequence. ``...`` reads them from generation_config.json, else config.json, and drops
-    ids outside the vocabulary. Raises ValueError for values that are not ids."""
+    """Return the ids that end a sequence.
+
+    Args:
+        model: the model.
+        eos_token_id: the ids. ``...`` reads them from generation_config.json, or from config.json if
+            absent there, and drops ids outside the vocabulary.
+
+    Raises:
+        ValueError: if a value is not a token id.
+    """
     if eos_token_id is not ...:
         return stop_ids(eos_token_id, "eos_token_id")
     value = model.generation_config.get("eos_token_id", model.config.eos_token_id)
