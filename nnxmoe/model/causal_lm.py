@@ -1,4 +1,4 @@
-"""Causal language models: embedding, stacks of layers, norm and output head, with their config and strategy."""
+"""Causal language models: token embedding, stacks of decoder layers, final norm and output head."""
 
 import dataclasses
 import functools
@@ -48,60 +48,88 @@ from nnxmoe.sharding import is_static, shard_batch
 
 
 class CausalLM(nnx.Module):
-    """A decoder-only transformer: ``Mixtral(MixtralConfig(…), nnxmoe.Strategy(…), rngs=nnx.Rngs(0), dtype=…)``.
+    """A decoder-only transformer.
 
-    A family is a subclass with configs that builds ``attention`` and ``feed_forward``. The names of its weights in
-    files are in its `Family`.
-    `model_program` compiles functions of a model, and splits the model once as long as its structure stays the same.
+    Create a model with ``Mixtral(MixtralConfig(…), nnxmoe.Strategy(…), rngs=nnx.Rngs(0), dtype=…)``.
+
+    A model family is a subclass that sets ``configs`` and defines ``attention`` and ``feed_forward``. Its `Family`
+    lists the names of its weights in checkpoint files. `model_program` compiles functions of a model. It splits the
+    model again only after the model's structure has changed.
 
     Args:
-        rngs: None for a model of shapes without arrays. On a mesh every device initialises its own shards.
-        dtype: of the parameters, and of the activations unless the strategy has a ``compute_dtype``.
-        mtp: whether to add the layers for multi-token prediction (`MTP`), which the logits do not depend on.
+        config: Config of the model, an instance of a class in ``configs``.
+        strategy: How to compute the model. Defaults to ``Strategy()``.
+        rngs: Random keys for initialization. If None, parameters have shapes but no values. On a mesh, each device
+            initializes its shards.
+        dtype: Floating-point dtype of the parameters, and of the activations unless the strategy sets
+            ``compute_dtype``.
+        mtp: Whether to add the layers for multi-token prediction (`MTP`). Logits do not depend on these layers.
+
     Raises:
-        ConfigError: the config is one of another family.
+        ConfigError: The config belongs to a different family, or ``mtp`` is True and the model has no prediction
+            layers.
+        ValueError: An argument has the wrong type.
     """
 
     configs: ClassVar[tuple[type[DecoderConfig], ...]]
-    norm_class: ClassVar[type[RMSNorm]] = RMSNorm  # before attention and feed-forward, and after all layers
+    norm_class: ClassVar[type[RMSNorm]] = RMSNorm  # norm before attention and feed-forward, and after the last layer
     supports_mtp: ClassVar[bool] = False  # whether checkpoints of the family have multi-token prediction layers
     config: Any
 
     def attention(self, index: int, **kw: Any) -> Attention:
-        """The attention of a layer. ``kw``, here and below: dtype and rngs."""
+        """Build the attention of layer ``index``. ``kw``, here and below: ``dtype`` and ``rngs``."""
         raise TypeError("a model class must define attention(index, **kw)")
 
     def feed_forward(self, index: int, **kw: Any) -> FeedForward:
-        """The feed-forward of a layer."""
+        """Build the feed-forward of layer ``index``."""
         raise TypeError("a model class must define feed_forward(index, dtype=…, rngs=…)")
 
     def layer_type(self, index: int) -> Any:
-        """Hashable kind of a layer, by which consecutive ones form a stack. Override it if other parts differ too."""
+        """Return a hashable layer type. Consecutive layers of equal type form a stack.
+
+        By default the type is the sliding window and whether the layer has experts. Override this method if layers of
+        the family also differ in other parts.
+        """
         return self.config.windows[index], self.config.sparse_layers[index]
 
     def layer(self, index: int, form: type[Layer] = Layer, *, dtype: Any, rngs: Any, **options: Any) -> Layer:
-        """A layer of this ``form``, with its ``options``."""
+        """Build layer ``index`` as an instance of ``form``, with keyword arguments ``options`` of ``form``."""
         kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
         attention, fed = self.attention(index, **kw), self.feed_forward(index, **kw)
         one, other = (self.norm_class(self.config.hidden_size, self.config.rms_norm_eps, **kw) for _ in range(2))
         return form(one, attention, other, fed, **options)
 
     def to_layer_input(self, x: Float[Array, "B T D"], tokens: Ids) -> Any:
-        """The input of the first layer: the embedding ``x`` of the ``tokens``, or a pytree of it and of what layers
-        hand on beside it."""
+        """Return the input of the first layer for the embedding ``x`` of ``tokens``.
+
+        The input is ``x``, or a pytree if layers pass more than hidden states to the next layer.
+        """
         return x
 
     def from_layer_output(self, x: Any) -> Float[Array, "B asked D"]:
-        """The hidden states in what a layer hands on; the inverse of `enter`."""
+        """Extract the hidden states from a layer's output. Inverse of `to_layer_input`."""
         return x
 
     def mtp_hidden(self, before: Any, after: Float[Array, "B T D"]) -> Float[Array, "B T S"]:
-        """What prediction layers (`MTP`) read of tokens, from the input and the result of the last norm."""
+        """Return the states that prediction layers (`MTP`) read.
+
+        Args:
+            before: Input of the final norm.
+            after: Output of the final norm.
+
+        Returns:
+            States of width S. By default ``after``, so S = D.
+        """
         return after
 
     def gqa(self, index: int, form: Callable[..., Any] = GQA, *, bias: bool, **options: Any) -> Any:
-        """`GQA`, or another ``form`` of it, as the config says for a layer. ``options``: arguments of `AttentionDims`
-        and `GQA` in place of the config's, and those of the form."""
+        """Build grouped-query attention for layer ``index`` from the config.
+
+        Args:
+            form: Class to instantiate: `GQA` or a variant with the same arguments.
+            bias: Whether the projections of queries, keys and values have biases.
+            options: Arguments of `AttentionDims` and ``form`` that override the values from the config.
+        """
         c = self.config
         sizes = {"heads": c.num_attention_heads, "kv_heads": c.kv_heads, "head_dim": c.head_width}
         sizes |= {"scale": c.query_scale, "out_bias": None, "value_dim": None}
@@ -112,8 +140,14 @@ class CausalLM(nnx.Module):
         return form(heads, **chosen)
 
     def moe(self, router: Router, width: int, shared: Any = None, **options: Any) -> MoE:
-        """A feed-forward with an expert of ``width`` for each logit of the router, computed as the strategy says.
-        ``options``: dtype and rngs of its `Experts`, their activation and biases, and the norm of the `MoE`."""
+        """Build a mixture-of-experts feed-forward that the strategy's objects compute.
+
+        Args:
+            router: The router. The number of its logits is the number of experts.
+            width: Intermediate size of each expert.
+            shared: Shared experts, added to the output of the routed experts. None if there are none.
+            options: Arguments of `Experts` (``dtype``, ``rngs``, activation, biases) and the ``norm`` of `MoE`.
+        """
         s, weight = self.strategy, as_weight(router.kernel)
         (dim,), (count,) = weight.ins, weight.outs
         norm = options.pop("norm", None)
@@ -121,16 +155,16 @@ class CausalLM(nnx.Module):
         return MoE(router, experts, s.dispatch, shared, s.mesh, norm)
 
     def embedding(self, form: Callable[..., Embed] = Embed, **options: Any) -> Embed:
-        """The embedding, which is also the head if the two are tied."""
+        """Build the token embedding. If ``tie_word_embeddings`` is set, it is also the output head."""
         c, s = self.config, self.strategy
         return form(c.vocab_size, c.hidden_size, mesh=s.mesh, rules=s.rules, **options)
 
     def final_norm(self, **kw: Any) -> RMSNorm:
-        """The norm after the layers."""
+        """Build the norm after the last layer."""
         return self.norm_class(self.config.hidden_size, self.config.rms_norm_eps, **kw)
 
     def output_head(self, **kw: Any) -> Linear | None:
-        """The output head; None if it is the embedding."""
+        """Build the output head. Returns None if the head is the embedding."""
         c = self.config
         return None if c.tie_word_embeddings else Linear((c.hidden_size,), (c.vocab_size,), ("embed", "vocab"), **kw)
 
@@ -149,7 +183,7 @@ class CausalLM(nnx.Module):
         ahead = self._prediction_layers() if mtp else lambda **kw: []
         self.generation_config = {}
         self.load_report: Any = None
-        self.merged: Any = None  # adapters, by `nnxmoe.train.lora.merge`
+        self.merged: Any = None  # adapters that `nnxmoe.train.lora.merge` has folded into the weights
 
         def parts(key: Array | None) -> dict[str, Any]:
             kw: dict[str, Any] = {"dtype": dtype, "rngs": None if key is None else nnx.Rngs(key)}
@@ -173,11 +207,11 @@ class CausalLM(nnx.Module):
 
     @property
     def mtp_layer_index(self) -> int:
-        """Number of the layer whose parts a layer for multi-token prediction has: the last one."""
+        """Index of the layer whose attention and feed-forward prediction layers copy. By default the last layer."""
         return self.config.num_hidden_layers - 1
 
     def _prediction_layers(self) -> Callable[..., list[Any]]:
-        """``(dtype, rngs) -> list[MTP]``; imported here, since few models have them."""
+        """Return a function ``(dtype, rngs) -> list[MTP]``. Imports the module here because few models need it."""
         from nnxmoe.model.mtp import check_mtp, make_mtp
 
         check_mtp(depths := getattr(self.config, "num_nextn_predict_layers", 0), self)
@@ -197,12 +231,16 @@ class CausalLM(nnx.Module):
 
     @classmethod
     def from_pretrained(cls, path_or_hub_id: Any, **options: Any) -> Self:
-        """`nnxmoe.from_pretrained` for this class only. Raises CheckpointError for checkpoints of another class."""
+        """Load a checkpoint with `nnxmoe.from_pretrained`.
+
+        Raises:
+            CheckpointError: The checkpoint belongs to a different model class.
+        """
         return importlib.import_module("nnxmoe").from_pretrained(path_or_hub_id, expect=cls, **options)
 
     @property
     def generation_config(self) -> Mapping[str, Any]:
-        """The checkpoint's defaults for generation; assigning a dict stores a frozen copy."""
+        """Default generation options of the checkpoint. Assigning a dict stores a frozen copy."""
         return self._generation_config
 
     @generation_config.setter
@@ -225,23 +263,26 @@ class CausalLM(nnx.Module):
         *,
         input_ids: Ids | Sequence[Sequence[int]] | None = None,
     ) -> Output:
-        """Compute logits ``[B, T, V]`` in float32 for token ids ``[B, T]``: JAX or NumPy arrays, lists, torch tensors.
+        """Compute logits ``[B, T, V]`` in float32.
 
-        ``input_ids`` is transformers' name of the tokens: ``model(**tokenizer(text, return_tensors="np"))`` works.
+        Calls with arrays are compiled. A prompt with an empty cache has a separate program. Inside a transformation
+        such as ``jax.jit`` the call is traced. T is padded to 64, 96, 128, 192, … to limit the number of programs, and
+        the padding is removed from the output. T is not padded on a mesh, if tokens compete (`token_independent`), or
+        for one token with a cache. Calls are not compiled under ``nnx.capture``, or if a part sows values or sets a
+        variable, because a compiled call would drop these values.
 
-        ``attention_mask [B, T]``: nonzero for real tokens, 0 for padding; of these T tokens, not of those in the cache.
-        ``positions [B, T]``: rotary positions. Default: 0 … T-1, or with a cache the number of real tokens before.
-        ``segment_ids [B, T]``: tokens attend to their own segment only (packed documents). ``cache``: from
-        ``empty_cache``. ``key``: random key of the router's jitter, if the config has one; None disables it.
+        Args:
+            tokens: Token ids ``[B, T]``: a JAX or NumPy array, lists or a torch tensor.
+            attention_mask: ``[B, T]``, nonzero for real tokens and 0 for padding. Does not cover cached tokens.
+            positions: Rotary positions ``[B, T]``. Default: the number of real tokens before, cached tokens included.
+            segment_ids: ``[B, T]``. Tokens attend to their segment only (packed documents).
+            cache: A cache from `empty_cache`.
+            key: Random key for the router's jitter, if the config has jitter. None disables it.
+            input_ids: Name of ``tokens`` in transformers: ``model(**tokenizer(text, return_tensors="np"))`` works.
 
-        Compiled when called with arrays, and once more for a prompt with an empty cache; inside a transformation such
-        as ``jax.jit`` it is traced like any function. So that few programs serve all lengths, T is rounded up to 64,
-        96, 128, 192, … with padding that is removed from the output. T is not rounded on a mesh, if tokens compete
-        (`token_independent`), or for one token with a cache. Under ``nnx.capture``, and if a part sows values or sets a
-        variable, the call is not compiled, so that the model keeps the values.
-
-        Raises ValueError for ids outside the vocabulary, wrong shapes, a full cache, or a model without values. Inside
-        a transformation the length of the cache is unknown, and the logits of rows that do not fit are NaN.
+        Raises:
+            ValueError: A token id is outside the vocabulary, a shape is wrong, the cache is full, or the model has no
+                values. Inside a transformation the cache's length is unknown: rows that do not fit have NaN logits.
         """
         if (tokens is None) == (input_ids is None):
             raise ValueError("give tokens, or input_ids, which is transformers' name of them, and not both")
@@ -283,7 +324,7 @@ class CausalLM(nnx.Module):
         return_hidden: bool,
         fresh: bool,
     ) -> Output:
-        """Compute the output of a call from arrays. ``fresh``: the cache is empty, see `body`."""
+        """Compute the output of a call from arrays. ``fresh``: promises that the cache is empty (see `body`)."""
         request = OutputRequest(all_hidden=return_hidden, reduce_routing=None if return_routing else drop_routing)
         body = self.body(*inputs, cache, key, request, fresh=fresh)
         routing, dispatch = None, None
@@ -304,15 +345,16 @@ class CausalLM(nnx.Module):
         *,
         fresh: bool = False,
     ) -> Body:
-        """Compute everything but the head, for callers that need the logits of some tokens only.
+        """Compute the normalized input of the output head, for callers that need logits of some tokens only.
 
         Args:
-            request: What to return. With ``last_token_only``, ``x`` is ``[B, 1, D]``. If the last layer can skip the
-                other tokens (but not their keys and values), its ``infos`` and ``hidden`` cover only that token.
-            fresh: Promises that the cache is empty, so that its slots are not read.
+            request: Which outputs to return. With ``last_token_only``, ``x`` is ``[B, 1, D]``. If the last layer can
+                skip the other tokens (except their keys and values), its ``infos`` and ``hidden`` cover the last token
+                only.
+            fresh: Promises that the cache is empty. Attention then does not read the cache's slots.
 
         Raises:
-            ValueError: ``fresh`` is True and the cache is known to have tokens.
+            ValueError: ``fresh`` is True, but the cache is known to contain tokens.
         """
         caches = (None,) * len(self.stacks) if cache is None else cache.layers
         shared = None if cache is None else cache.shared(fresh)
@@ -347,7 +389,12 @@ class CausalLM(nnx.Module):
         *,
         fresh: bool,
     ) -> tuple[Any, Context, Cache | None]:
-        """Return the input of the first layer, the context of the layers, and the cache with the tokens counted in."""
+        """Embed tokens.
+
+        Returns:
+            The input of the first layer, the context of the layers, and the cache with its lengths increased by the
+            new tokens.
+        """
         tokens, masks = jnp.asarray(tokens), (attention_mask, positions, segment_ids)
         context, cache = Context.from_inputs(self.ropes, tokens, *masks, cache, key, fresh)
         embedded = shard_batch(self.embed(tokens, self.dtype), self.mesh)
@@ -360,8 +407,11 @@ class CausalLM(nnx.Module):
         return self.head_weight().matmul_f32(x)
 
     def head_weight(self) -> Kernel:
-        """Return the kernel ``[D, V]`` of the output head, or the embedding's table if the two are tied. Raises
-        ValueError for a replaced part without ``weight``."""
+        """Return the kernel ``[D, V]`` of the output head: the embedding's table if the two are tied.
+
+        Raises:
+            ValueError: The head or embedding was replaced by a module without a method ``weight``.
+        """
         name, part = ("embed", self.embed) if self.head is None else ("head", self.head)
         if not hasattr(part, "weight"):
             raise ValueError(f"model.{name}, a {type(part).__name__}, must define weight(), which returns its Kernel")
@@ -369,30 +419,39 @@ class CausalLM(nnx.Module):
 
     @property
     def vocab_size(self) -> int:
-        """Number of token ids: rows of the embedding's table, or the config's value if the embedding has no table."""
+        """Number of token ids: rows of the embedding table, or the config's value if the embedding has no table."""
         table = getattr(self.embed, "table", None)
         return self.config.vocab_size if table is None else int(table.shape[0])
 
     def token_independent(self, key: Key[Array, ""] | None = None) -> bool:
-        """Whether tokens influence each other by attention only, so that a pass may be split, or padded with tokens
-        that are not real, without another result. Not so with `Capacity`, where they compete for slots."""
+        """Whether tokens influence each other through attention only.
+
+        If True, splitting or padding a pass does not change its result. False with `Capacity`, because tokens compete
+        for the slots of an expert.
+        """
         return all(stack.token_independent(key) for stack in self.stacks)
 
     def empty_cache(self, batch: int, capacity: int, lookahead: int = 0) -> Cache:
-        """A cache for ``capacity`` real tokens per row, in the activations' dtype or in the strategy's format.
+        """Create an empty cache in the activations' dtype or in the strategy's format.
 
-        ``lookahead``: how many of the newest tokens of a row may be taken back, by a smaller ``length``.
+        Args:
+            batch: Number of rows.
+            capacity: Maximum number of real tokens per row.
+            lookahead: Number of the newest tokens of a row that a smaller ``length`` can remove again.
         """
         layers = tuple(stack.empty_cache(batch, capacity, self.dtype, lookahead) for stack in self.stacks)
         return self.cache_of(layers, batch, capacity)
 
     def cache_of(self, layers: tuple[Any, ...], batch: int, capacity: int) -> Cache:
-        """A cache around the layers' empty caches, in the strategy's format."""
+        """Build a `Cache` from the layers' empty caches, in the strategy's format."""
         return Cache.empty(format_caches(layers, self.cache_format), batch, capacity)
 
     @property
     def fixed_positions(self) -> int | None:
-        """Positions beyond which a `DynamicRope` rotates by the length of the longest row; None: there is none."""
+        """Positions beyond which the frequencies of a `DynamicRope` depend on the longest row's length.
+
+        None if the model has no `DynamicRope`.
+        """
         return min((rope.max_positions for rope in self.ropes if isinstance(rope, DynamicRope)), default=None)
 
 

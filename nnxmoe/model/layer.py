@@ -1,4 +1,4 @@
-"""One decoder layer."""
+"""Decoder layers: attention and feed-forward with residual connections."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
@@ -13,8 +13,13 @@ from nnxmoe.layers.norm import RMSNorm
 
 
 class LayerOutput(NamedTuple):
-    """Hidden states ``[B asked D]`` or what the layers hand on in their place, the layer's cache, and the `MoEInfo` of
-    its feed-forward (None for a dense one)."""
+    """Output of a layer.
+
+    Attributes:
+        x: Hidden states ``[B asked D]`` of the requested tokens, or a pytree (see `CausalLM.to_layer_input`).
+        cache: The layer's updated cache.
+        info: `MoEInfo` of the feed-forward. None if the feed-forward is dense.
+    """
 
     x: Any
     cache: Any
@@ -22,18 +27,25 @@ class LayerOutput(NamedTuple):
 
 
 class Layer(nnx.Module):
-    """``x + attention(norm(x))``, then ``x + feed_forward(norm(x))``.
+    """A pre-norm decoder layer: ``x + attention(norm(x))``, then ``x + feed_forward(norm(x))``.
 
-    The feed-forward is the attribute ``moe`` if it has experts, and ``mlp`` if it is dense. The parts around it have
-    the same prefix (``moe_norm`` or ``mlp_norm``), as in parameter keys. `feed_forward` returns it under either name.
+    The feed-forward is the attribute ``moe`` if it has experts, and ``mlp`` if it is dense. Its norms have the
+    same prefix (``moe_norm`` or ``mlp_norm``), as in parameter keys. The property `feed_forward` returns either.
 
-    ``post_norms``: of what attention and feed-forward add to x (Gemma 2, 2024); None: none. ``scale``: its factor. A
-    layer of another form, such as parallel branches, is a subclass that calls `attention_branch` and
-    `feed_forward_branch` in another way. The hidden states may be any pytree, if `CausalLM.to_layer_input` returns it
-    and the layers are of that form.
+    A layer with a different structure, such as parallel branches, is a subclass that overrides ``__call__`` and calls
+    `attention_branch` and `feed_forward_branch`. The hidden states can be any pytree if `CausalLM.to_layer_input`
+    returns that pytree and the layer class supports it.
+
+    Args:
+        attention_norm: Norm of the attention's input.
+        attention: Attention, or a recurrent layer with the same interface.
+        feed_forward_norm: Norm of the feed-forward's input.
+        feed_forward: Feed-forward.
+        post_norms: Norms of the outputs of attention and feed-forward before they are added to x (Gemma 2, 2024).
+        scale: Factor of the outputs of attention and feed-forward.
     """
 
-    moe: Any  # or mlp, with its norms
+    moe: Any  # a layer has either ``moe`` or ``mlp``, with norms of the same prefix
     mlp: Any
     attention: Any
 
@@ -52,15 +64,24 @@ class Layer(nnx.Module):
         self.scale = scale
 
     def store_feed_forward(self, part: FeedForward, **around: Any) -> None:
-        """Store the feed-forward under its ``name`` (default ``mlp``), and the parts around it with that prefix:
-        ``norm=…`` as ``moe_norm`` or ``mlp_norm``."""
+        """Assign the feed-forward to the attribute that its ``name`` says (default ``mlp``).
+
+        Args:
+            part: The feed-forward.
+            around: Parts with the feed-forward's prefix, by suffix: ``norm=…`` is stored as ``moe_norm`` or
+                ``mlp_norm``.
+        """
         setattr(self, getattr(part, "name", "mlp"), part)
         for suffix, module in around.items():
             setattr(self, f"feed_forward_{suffix}", module)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Assign a part. Names that start with ``feed_forward`` are translated to ``moe`` or ``mlp``. Raises ValueError
-        for a part that cannot be called with the layer's arguments."""
+        """Assign a part. Translates the prefix ``feed_forward`` to ``moe`` or ``mlp``.
+
+        Raises:
+            ValueError: The part cannot be called with the layer's arguments, or the layer would have both ``moe`` and
+                ``mlp``.
+        """
         other = {"moe": "mlp", "mlp": "moe"}.get(name)
         if other in vars(self):
             raise ValueError(f"{name} cannot be assigned: this layer's feed-forward is {other}, and a layer has one")
@@ -86,15 +107,19 @@ class Layer(nnx.Module):
 
     @property
     def feed_forward_post_norm(self) -> Any:
-        """Norm of the feed-forward's output: ``moe_post_norm`` or ``mlp_post_norm``; may be None."""
+        """Norm of the feed-forward's output, ``moe_post_norm`` or ``mlp_post_norm``. None without such a norm."""
         return getattr(self, f"{self.feed_forward_name}_post_norm")
 
     def token_independent(self, key: Key[Array, ""] | None) -> bool:
-        """Whether the feed-forward declares its output for a token independent of all other tokens."""
+        """Whether the feed-forward's output for a token does not depend on other tokens, as the part declares."""
         return token_independent(self.feed_forward, key)
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, lookahead: int = 0) -> Any:
-        """Create an empty cache for the attention. Raises ValueError if the attention does not define one."""
+        """Create an empty cache for the attention.
+
+        Raises:
+            ValueError: The attention has no method ``empty_cache``.
+        """
         if not hasattr(self.attention, "empty_cache"):
             raise ValueError(
                 f"the attention {type(self.attention).__name__} has no cache: define "
@@ -111,7 +136,11 @@ class Layer(nnx.Module):
     def attention_branch(
         self, x: Float[Array, "B T D"], context: Context, cache: Any
     ) -> tuple[Float[Array, "B asked D"], Any]:
-        """Return what attention adds to the hidden states ``x``, and the layer's cache."""
+        """Compute the attention's contribution to the hidden states ``x``.
+
+        Returns:
+            The values to add to ``x``, and the layer's updated cache.
+        """
         out = self.attention(self.attention_norm(x), context=context, cache=cache)
         if not isinstance(out, tuple) or len(out) != 2:
             raise ValueError(f"the attention {type(self.attention).__name__} must return (y, cache)")
@@ -119,12 +148,12 @@ class Layer(nnx.Module):
         return self._added(checkpoint_name(y, "attention_output"), self.attention_post_norm), cache
 
     def feed_forward_branch(self, x: Float[Array, "B asked D"], context: Context) -> FeedForwardOutput:
-        """Return what the feed-forward adds to ``x``, with its `MoEInfo` if it has experts."""
+        """Compute the feed-forward's contribution to ``x``, with its `MoEInfo` if it has experts."""
         y, info = self.call_feed_forward(self.feed_forward_norm(x), context=context)
         return FeedForwardOutput(self._added(y, self.feed_forward_post_norm), info)
 
     def call_feed_forward(self, x: Float[Array, "B asked D"], context: Context) -> FeedForwardOutput:
-        """Call the feed-forward, without norms."""
+        """Call the feed-forward without its norms. Raises ValueError if it returns a tuple of a different type."""
         out = self.feed_forward(x, context=context.for_output_tokens())
         if isinstance(out, tuple) and not isinstance(out, FeedForwardOutput):
             raise ValueError(
@@ -138,7 +167,7 @@ class Layer(nnx.Module):
 
 
 class EmptyPart(nnx.Module):
-    """The half that a `SingleLayer` lacks: it stores nothing."""
+    """Placeholder for the attention or feed-forward that a `SingleLayer` does not have."""
 
     name: ClassVar[str] = "mlp"
     supports_context_parallel: ClassVar[bool] = True
@@ -148,16 +177,16 @@ class EmptyPart(nnx.Module):
         return True
 
     def score_ops(self, seen: float) -> list[tuple[int, float]]:
-        """No products of scores."""
+        """Return an empty list, because there are no attention scores."""
         return []
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, lookahead: int = 0) -> tuple[()]:
-        """An empty pytree."""
+        """Return an empty pytree."""
         return ()
 
 
 class SingleLayer(Layer):
-    """``x + part(norm(x))``: attention alone, or a feed-forward alone (Nemotron-H, 2025)."""
+    """A layer with either attention or a feed-forward: ``x + part(norm(x))`` (Nemotron-H, 2025)."""
 
     def __init__(self, norm: RMSNorm, part: Any):
         attends = hasattr(part, "empty_cache")

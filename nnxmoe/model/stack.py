@@ -1,4 +1,4 @@
-"""Stacks of equal layers, and the two choices of a strategy that make them: `Unrolled` and `Scanned`."""
+"""Stacks of equal layers. A strategy's `Unrolled` or `Scanned` object builds them."""
 
 import dataclasses
 import functools
@@ -20,19 +20,28 @@ from nnxmoe.model.stateful import is_stateful, watch
 
 
 def layer_keys(rngs: nnx.Rngs, count: int) -> Key[Array, "L"]:
-    """One random key per layer, folded from the stack's key and the layer's index, whatever the kind of stack."""
+    """Return one random key per layer, folded from the stack's key and the layer's index.
+
+    Unrolled and scanned stacks use the same keys, so their layers have equal values.
+    """
     return jax.vmap(jax.random.fold_in, (None, 0))(rngs.params(), jnp.arange(count))
 
 
 def by_layer(stacked: Any) -> ByLayer:
-    """The slices of a pytree's arrays ``[L, …]``, one for each layer; none of None."""
+    """Split a pytree of arrays ``[L, …]`` into one pytree per layer. Returns an empty `ByLayer` for None."""
     leaves = jax.tree.leaves(stacked)
     count = leaves[0].shape[0] if leaves else 0
     return ByLayer({i: jax.tree.map(lambda a, i=i: a[i], stacked) for i in range(count)})
 
 
 def concatenate_layers(x: Any, outputs: Sequence[Body], depths: Sequence[int]) -> Body:
-    """Join the outputs of consecutive stacks with ``depths`` layers each. ``x``: the output of the last one."""
+    """Join the outputs of consecutive stacks.
+
+    Args:
+        x: Output of the last stack.
+        outputs: Output of each stack.
+        depths: Number of layers per stack.
+    """
     caches, infos, hidden, first = [], ByLayer(), [], 0
     for out, depth in zip(outputs, depths, strict=True):
         caches.append(out.cache)
@@ -43,10 +52,10 @@ def concatenate_layers(x: Any, outputs: Sequence[Body], depths: Sequence[int]) -
 
 
 class UnrolledStack(nnx.Module):
-    """L layers, each a module of its own; cache: a tuple of the layers' caches.
+    """L layers, one module per layer. The cache is a tuple of the layers' caches.
 
-    If only the last token's output is needed, and the last layer's feed-forward separates tokens, that layer computes
-    nothing but keys and values of the other tokens.
+    If only the last token's output is requested and the last layer's feed-forward is token-independent, the last layer
+    computes only keys and values for the other tokens.
     """
 
     def __init__(self, layers: Sequence[Layer], remat: Remat | None = None):
@@ -54,7 +63,7 @@ class UnrolledStack(nnx.Module):
         self.remat = remat
 
     def token_independent(self, key: Key[Array, ""] | None) -> bool:
-        """Whether every layer's feed-forward does."""
+        """Whether tokens do not affect each other in the feed-forward of any layer."""
         return all(layer.token_independent(key) for layer in self.layers)
 
     @property
@@ -63,7 +72,7 @@ class UnrolledStack(nnx.Module):
         return len(self.layers)
 
     def __call__(self, x: Any, context: Context, cache: Any) -> Body:
-        """The layers' output."""
+        """Compute the layers in order."""
         caches, infos, hidden = [], ByLayer(), []
         for i, (layer, layer_cache) in enumerate(zip(self.layers, cache or [None] * self.depth, strict=True)):
             run = layer if self.remat is None or is_stateful(layer) else self.remat(layer, scanned=False)
@@ -77,21 +86,22 @@ class UnrolledStack(nnx.Module):
         return Body(x, None if cache is None else tuple(caches), infos, tuple(hidden))
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, lookahead: int = 0) -> Any:
-        """One empty cache per layer."""
+        """Create one empty cache per layer."""
         return tuple(layer.empty_cache(batch, capacity, dtype, lookahead) for layer in self.layers)
 
 
 def scan_layers(
     layer: Layer, state: Any, remat: Remat | None, x: Any, context: Context, cache: Any, first: Any
 ) -> tuple[Any, Any, Any, Any]:
-    """Scan over layers like ``layer`` with the stacked parameters ``state``.
+    """Scan over layers with the structure of ``layer`` and the stacked parameters ``state``.
 
     Args:
-        first: Number of the first layer.
+        cache: The layers' caches with a leading layer axis, or None.
+        first: Index of the first layer.
 
     Returns:
-        The last output, and with a leading axis of layers: the cache, the `MoEInfo`s and, with
-        ``context.request.all_hidden``, the outputs.
+        The last layer's output, the caches, the `MoEInfo`s and the outputs of all layers. The last three have a leading
+        layer axis. Outputs of all layers are None unless ``context.request.all_hidden`` is True.
     """
     graph = nnx.graphdef(layer)
     count = jax.tree.leaves(state)[0].shape[0]
@@ -103,11 +113,11 @@ def scan_layers(
         layer = nnx.merge(graph, layer_state)
         run = layer if remat is None else remat(layer, scanned=count > 1)
         x, one, info = watch(run, layer, x, context=context.for_layer(first + i, last_token_only=False), cache=one)
-        # The cache is in the carry: as scanned inputs and outputs XLA would copy all of it.
+        # The caches are in the carry because XLA copies the complete array of a scanned input or output.
         caches = jax.tree.map(lambda a, new: jax.lax.dynamic_update_index_in_dim(a, new, i, 0), caches, one)
         return (x, caches), (info, x if context.request.all_hidden else None)
 
-    if count == 1:  # a layer alone may return a pytree of another structure, which a loop may not
+    if count == 1:  # a single layer may return a pytree whose structure differs from its input, a loop body may not
         (x, cache), found = step((x, cache), (jax.tree.map(lambda a: a[0], state), jnp.int32(0)))
         infos, hidden = jax.tree.map(lambda a: a[None], found)
         return x, cache, infos, hidden
@@ -116,9 +126,17 @@ def scan_layers(
 
 
 class ScannedStack(nnx.Module):
-    """L layers as one module whose parameters have a leading axis, ``axis``; cache: one pytree with the same axis.
+    """L layers as one module whose parameters have a leading layer axis.
 
-    ``keys``: a random key for each layer, or None: shapes without values. Every layer computes all tokens.
+    The cache is one pytree whose arrays have the same leading axis. Every layer computes all tokens, even if only the
+    last token's output is requested.
+
+    Args:
+        count: Number of layers (L).
+        make: Function that builds one layer.
+        keys: One random key per layer. If None, parameters have shapes without values.
+        remat: Which activations the backward pass recomputes.
+        axis: Logical name of the layer axis, for sharding.
     """
 
     def __init__(
@@ -149,23 +167,26 @@ class ScannedStack(nnx.Module):
         return self.count
 
     def token_independent(self, key: Key[Array, ""] | None) -> bool:
-        """Whether the layers' feed-forward does."""
+        """Whether tokens do not affect each other in the layers' feed-forward."""
         return self.layer.token_independent(key)
 
     def __call__(self, x: Any, context: Context, cache: Any, first: int | Int[Array, ""] = 0) -> Body:
-        """The layers' output; ``first``: number of the first layer, if these are some of a stack's layers."""
+        """Scan over the layers. ``first``: index of the first layer if the layers are part of a larger stack."""
         if not is_stateful(self.layer):
             state = nnx.state(self.layer)
             out, stored, infos, hidden = scan_layers(self.layer, state, self.remat, x, context, cache, first)
-        if is_stateful(self.layer):  # tracing may just have detected it
+        if is_stateful(self.layer):  # checked again because tracing the scan may have detected it
             return self._in_turn(x, context, cache, first)
         return Body(out, stored, by_layer(infos), () if hidden is None else tuple(by_layer(hidden).values()))
 
     def _in_turn(self, x: Any, context: Context, cache: Any, first: int | Int[Array, ""]) -> Body:
-        """`__call__` for layers that change when called. Calls the module once per layer, with that layer's values, so
-        that it sows a tuple with one value per layer."""
+        """Compute layers that change when called.
+
+        Calls the module once per layer with the parameters of that layer. The module then sows one value per layer.
+        """
         variables = [v for _, v in nnx.iter_graph(self.layer) if isinstance(v, nnx.Variable)]
-        variables = [v for v in variables if is_stacked(v.get_metadata().get("out_sharding") or ())]  # not sown
+        # Sown variables have no layer axis.
+        variables = [v for v in variables if is_stacked(v.get_metadata().get("out_sharding") or ())]
         stacked = [variable.get_value() for variable in variables]
         caches, infos, hidden = [], ByLayer(), []
         try:
@@ -184,14 +205,18 @@ class ScannedStack(nnx.Module):
         return Body(x, cache, infos, tuple(hidden))
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, lookahead: int = 0) -> Any:
-        """The layers' empty caches, stacked."""
+        """Create the layers' empty caches, stacked along a leading axis."""
         graph, state = nnx.split(self.layer)
         first = nnx.merge(graph, jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), state))
         cache = first.empty_cache(batch, capacity, dtype, lookahead)
         return jax.tree.map(lambda a: jnp.zeros((self.count, *a.shape), a.dtype), cache)
 
     def unrolled(self, place: Callable[[nnx.Variable], Any]) -> UnrolledStack:
-        """The same layers with arrays of their own, which are copies. ``place`` gives an array's sharding, or None."""
+        """Copy the layers to an `UnrolledStack` with separate arrays per layer.
+
+        Args:
+            place: Function that returns the sharding of a layer's variable, or None.
+        """
         graph, state = nnx.split(self.layer)
         layers: list[list[Any]] = [[] for _ in range(self.count)]
         for path, variable in nnx.to_flat_state(state):
@@ -218,13 +243,14 @@ def _unstack(count: int, place: Any) -> Callable[[Array], list[Array]]:
 Stack = UnrolledStack | ScannedStack
 
 
-# ``(count, make, rngs, remat)`` -> ``count`` equal layers, each made by ``make``; without ``rngs`` shapes only.
+# A function ``(count, make, rngs, remat)`` that builds a stack of ``count`` equal layers with ``make``. If ``rngs`` is
+# None, parameters have shapes without values.
 Stacking = Callable[[int, MakeLayer, nnx.Rngs | None, Remat | None], Stack]
 
 
 @dataclasses.dataclass(frozen=True)
 class Unrolled:
-    """A module per layer, with arrays of its own: the fastest decoding."""
+    """Build one module with separate arrays per layer. Decoding is fastest with this choice."""
 
     def __call__(self, count: int, make: MakeLayer, rngs: nnx.Rngs | None, remat: Remat | None = None) -> UnrolledStack:
         keys = [None] * count if rngs is None else layer_keys(rngs, count)
@@ -233,15 +259,24 @@ class Unrolled:
 
 @dataclasses.dataclass(frozen=True)
 class Scanned:
-    """One module for all layers, its arrays stacked: one layer to trace and compile, whatever the depth (training)."""
+    """Build one module with stacked arrays for all layers.
+
+    JAX traces and compiles a single layer, so compile time does not depend on the depth. Suited to training.
+    """
 
     def __call__(self, count: int, make: MakeLayer, rngs: nnx.Rngs | None, remat: Remat | None = None) -> ScannedStack:
         return ScannedStack(count, make, None if rngs is None else layer_keys(rngs, count), remat)
 
 
 def stacks_of(model: Any, strategy: Any, *, dtype: Any, rngs: nnx.Rngs | None) -> list[Stack]:
-    """The layers of a model: a stack per run of consecutive layers of one kind, of which a pipeline computes the
-    longest. Raises ValueError if that has fewer layers than there are stages."""
+    """Build the stacks of a model's layers.
+
+    Each run of consecutive layers of equal ``layer_type`` forms a stack. With a pipeline, the longest run is split into
+    stages.
+
+    Raises:
+        ValueError: The longest run has fewer layers than the pipeline has stages.
+    """
     runs = [list(run) for _, run in itertools.groupby(range(model.config.num_hidden_layers), model.layer_type)]
     longest, stacks = max(runs, key=len), []
     for run in runs:

@@ -1,7 +1,7 @@
-"""How this machine computes a model.
+"""Execution choices of a model, such as kernels, mesh and rematerialization.
 
-Results differ by rounding only, except where an object says that it drops assignments (`Capacity`, a
-``buffer_factor``) or changes numbers (`W8A8Product`, `Int8Cache`), and with a ``compute_dtype`` of fewer bits.
+The choices change results by rounding only, with three exceptions: objects that drop assignments (`Capacity`, a
+``buffer_factor``), objects with lossy formats (`W8A8Product`, `Int8Cache`), and a ``compute_dtype`` of fewer bits.
 """
 
 import dataclasses
@@ -64,7 +64,7 @@ _WHY = {  # (type, backend or None for any) -> reason; measured by python -m tes
 
 
 def _defaults(platform: str | None = None) -> dict[str, Any]:
-    """The default of each choice that depends on the platform, or whose code the code of a model does not import."""
+    """Return the defaults of the fields that depend on the platform or whose modules are imported on demand."""
     from nnxmoe.layers.attention import splash_attention
     from nnxmoe.layers.attention.mla import AdaptiveMLA
     from nnxmoe.layers.linear.quantized_products import AutoProduct
@@ -102,17 +102,23 @@ _EXAMPLES = {
 
 @dataclasses.dataclass(frozen=True)
 class Strategy(KnownFields):
-    """The execution choices of a model, each an object that does the work.
+    """The execution choices of a model. Each choice is an object that performs the computation.
 
-    ``stacking``: ``Unrolled()``, each layer with arrays of its own (fastest decoding), or ``Scanned()``, a run of equal
-    layers as one with a leading layer axis (training, large meshes).
-    None: ``Scanned()`` with a ``pipeline``, which needs it, else ``Unrolled()``. ``pipeline``: how a `Pipeline` splits
-    the layers over the mesh axis ``pipe``; None: every device has a part of every layer.
-    ``remat``: what the backward pass computes again. ``quantized``: the product of rows with quantised kernels.
-    ``recurrence``: computes passes of recurrent layers (`nnxmoe.TokamaxDeltaRule`); None: XLA does.
-    ``cache``: a format for the caches of layers (`Int8Cache`); None: the activations' dtype. ``compute_dtype`` None:
-    activations have the dtype of the loaded matrices. ``mesh``: where parameters and tokens lie, split by
-    ``rules``; ``from_pretrained(mesh=…)`` sets it.
+    Attributes:
+        dispatch: Moves token rows to experts and back.
+        matmul: Grouped matrix product of rows and their experts' kernels.
+        attention_fn: Softmax attention of queries, keys and values.
+        mla: Attention of `MLA` layers.
+        quantized: Product of rows and a quantized kernel.
+        recurrence: Computes recurrent layers (`nnxmoe.TokamaxDeltaRule`). If None, XLA operations compute them.
+        stacking: ``Unrolled()``: separate arrays per layer (fastest decoding). ``Scanned()``: arrays of equal layers
+            stacked on a leading axis (training, large meshes), the default with a ``pipeline`` and required by it.
+        remat: Which activations the backward pass recomputes. If None, it recomputes none.
+        cache: Format of the layers' caches (`Int8Cache`). If None, caches have the activations' dtype.
+        compute_dtype: Dtype of the activations. If None, the dtype of the model's parameters.
+        mesh: Mesh over which parameters and tokens are sharded by ``rules``. ``from_pretrained(mesh=…)`` sets it.
+        rules: Mesh axes of each logical axis.
+        pipeline: A `Pipeline` that splits the layers over the mesh axis ``pipe``. If None, layers are not split.
     """
 
     dispatch: Dispatch = Sorted()
@@ -181,21 +187,24 @@ class Strategy(KnownFields):
 
     @classmethod
     def auto(cls, platform: str | None = None) -> Self:
-        """Return the defaults for a platform, ``"cpu"``, ``"gpu"`` or ``"tpu"``; None: the platform of this process.
+        """Return the defaults for ``"cpu"``, ``"gpu"`` or ``"tpu"``, or for this process if ``platform`` is None.
 
-        Name the platform to compile programs for devices of another machine.
+        Pass a platform to compile programs for the devices of a different machine. Raises ValueError if it is unknown.
         """
         if platform not in (None, "cpu", "gpu", "tpu"):
             raise ValueError(f"Strategy.auto({platform!r}): give 'cpu', 'gpu' or 'tpu', or None")
         return cls(**_defaults(platform))
 
     def sharding_of(self, variable: nnx.Variable) -> NamedSharding | None:
-        """The sharding of a parameter on the mesh; None without a mesh."""
+        """Return the sharding of a parameter on the mesh, or None without a mesh."""
         return None if self.mesh is None else sharding_of(variable, self.mesh, self.rules)
 
     def initialise(self, model: nnx.Module, parts: Callable[[Array], dict[str, Any]], key: Array | None) -> None:
-        """Initialise each shard of ``model``, whose attributes ``parts`` makes, on its own device, to the values that a
-        single device would compute; without a key only check that the mesh divides it."""
+        """Initialize each shard of ``model`` on the shard's device. The values do not depend on the mesh.
+
+        ``parts(key)`` builds the model's attributes. If ``key`` is None, only checks that the mesh fits the model.
+        Raises ValueError if the mesh does not divide a parameter, or if an attention does not support ``context``.
+        """
         assert self.mesh is not None
         check_context(model, self.mesh)
         check_mesh(model, self.mesh, self.rules)
@@ -212,7 +221,7 @@ class Strategy(KnownFields):
         nnx.update(model, nnx.from_flat_state([(p, v.replace(a)) for (p, v), a in zip(shapes, made, strict=True)]))
 
     def explain(self) -> str:
-        """One line per choice: the object, and why it is the default on this backend."""
+        """Describe each choice in one line: the object, and why it is the default on this backend."""
         backend = jax.default_backend()
 
         def why(choice: Any) -> str:
@@ -240,7 +249,7 @@ class Strategy(KnownFields):
 
 
 def attention_fn_for_mesh(attention_fn: AttentionFn, mesh: Mesh | None, rules: Rules) -> AttentionFn:
-    """The attention for a model on this mesh, which gathers keys if the mesh has an axis ``context``."""
+    """Bind an attention function to a mesh. Adds `AllGatherAttention` if the mesh has several ``context`` shards."""
     if mesh is not None and mesh.shape.get(CONTEXT, 1) > 1:
         from nnxmoe.layers.attention.context_parallel import AllGatherAttention, ContextParallelAttention
 
@@ -251,7 +260,7 @@ def attention_fn_for_mesh(attention_fn: AttentionFn, mesh: Mesh | None, rules: R
 
 
 def check_context(model: Any, mesh: AnyMesh) -> None:
-    """Raise ValueError if the mesh shards tokens over ``context`` and an attention needs whole rows."""
+    """Raise ValueError if the mesh shards tokens over ``context`` and an attention requires complete rows."""
     for _, part in nnx.iter_graph((model.stacks, model.mtp)) if mesh.shape.get(CONTEXT, 1) > 1 else ():
         attention = getattr(part, "attention", None)
         if attention is not None and not getattr(attention, "supports_context_parallel", False):
@@ -263,8 +272,10 @@ def check_context(model: Any, mesh: AnyMesh) -> None:
 
 
 def with_mesh(strategy: Strategy | None, mesh: Mesh | None) -> Strategy:
-    """Return the strategy (default `Strategy.auto`) with this mesh (default: the strategy's). Raises ValueError for
-    other types."""
+    """Return the strategy (default `Strategy.auto`) with this mesh (default: the strategy's mesh).
+
+    Raises ValueError if ``strategy`` is not a `Strategy`.
+    """
     if strategy is not None and not isinstance(strategy, Strategy):
         raise ValueError(f"strategy={short(strategy)} is not an nnxmoe.Strategy: give one, or None")
     strategy = Strategy.auto() if strategy is None else strategy
@@ -272,7 +283,7 @@ def with_mesh(strategy: Strategy | None, mesh: Mesh | None) -> Strategy:
 
 
 def check_arguments(model: Any, config: Any, strategy: Any, rngs: Any) -> None:
-    """Raise ValueError unless these are constructor arguments of the class ``model``."""
+    """Check the types of constructor arguments of the class ``model``. Raises ConfigError or ValueError."""
     name = model.__name__
     if type(config) not in model.configs:
         wanted = " or a ".join(kind.__name__ for kind in model.configs)
