@@ -1,7 +1,8 @@
-"""Checkpoints of a training run: Orbax's CheckpointManager, with one writer per folder and errors that name the remedy.
+"""Checkpoints of a training run: Orbax's CheckpointManager, with one writer per folder.
 
-``step_12/arrays`` holds the arrays of step 12 and ``step_12/run`` a JSON object: their shapes and dtypes, and what the
-caller adds. Orbax writes into ``step_12.orbax-checkpoint-tmp`` and renames it, so a step is complete or absent.
+``step_12/arrays`` contains the arrays of step 12. ``step_12/run`` is a JSON object with their
+shapes and dtypes, and with the caller's ``extra``. Orbax writes into
+``step_12.orbax-checkpoint-tmp`` and renames it, so a step is complete or absent.
 """
 
 import contextlib
@@ -42,12 +43,12 @@ _OURS = re.compile(r"step_[0-9]+(\.orbax-checkpoint-tmp.*)?|\..*")
 
 
 class Checkpoints:
-    """The checkpoints in a folder, as a context manager: ``save`` steps, ``restore`` the ``latest`` one.
+    """Checkpoints in a folder, as a context manager: `save` steps, `restore` the `latest` step.
 
-    ``keep`` is the number of finished steps that are kept. ``save`` acts on multiples of ``every``; the default is that
-    of `fit` with a folder's name. The folder must be new, empty, or created by this class. The first save locks it
-    against other processes until `close`; reading takes no lock. With several processes, all make the same calls on a
-    shared file system. Errors are CheckpointErrors, which are ValueErrors.
+    ``folder`` must be new, empty, or created by this class. ``keep`` is the number of finished steps to
+    retain. `save` acts on multiples of ``every``. The first save locks the folder against other
+    processes until `close`. Reading takes no lock. With several processes, all make the same calls on a
+    shared file system. Errors are CheckpointErrors, a subclass of ValueError.
     """
 
     def __init__(self, folder: str | os.PathLike[str], keep: int = 3, every: int = 100) -> None:
@@ -65,7 +66,7 @@ class Checkpoints:
             self.close()
 
     def due(self, step: int) -> bool:
-        """Whether `save` acts on this step without ``force``."""
+        """Check whether `save` acts on this step without ``force``."""
         return step % self.every == 0
 
     def save(
@@ -73,9 +74,9 @@ class Checkpoints:
     ) -> bool:
         """Start writing a step in the background, after waiting for the previous one.
 
-        Returns False without writing if the step is not `due` (unless ``force``) or was saved already. The arrays may
-        be donated or deleted when this returns. ``extra`` must consist of JSON values. Raises CheckpointError if the
-        previous step could not be written, or if the step is lower.
+        The arrays may be donated or deleted after the call. ``extra`` must consist of JSON values.
+        Returns False without writing if the step is not `due` (unless ``force``) or was saved already.
+        Raises CheckpointError if writing the previous step failed, or if a later step was saved.
         """
         step = whole_number("step", step, 0)
         if not (force or self.due(step)):
@@ -103,7 +104,7 @@ class Checkpoints:
         return True
 
     def wait(self) -> None:
-        """Block until the step being saved is on disk. Raises CheckpointError if it could not be written."""
+        """Block until the step being saved is on disk. Raises CheckpointError if writing failed."""
         if self._manager is not None:
             with self._writing(self._manager.latest_step()):
                 self._manager.wait_until_finished()
@@ -116,15 +117,15 @@ class Checkpoints:
             self._release()
 
     def latest(self) -> int | None:
-        """The newest finished step, or None."""
+        """Return the newest finished step, or None."""
         return json.loads(broadcast_text(lambda: json.dumps(newest(self.folder))))
 
     def restore(self, step: int, like: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The arrays of a finished step, bit for bit, and its ``extra``.
+        """Return the arrays of a finished step, bit for bit, and its ``extra``.
 
-        ``like`` is a nested dict of jax.ShapeDtypeStruct or arrays, structured as it was saved. Each array gets the
-        sharding given there, on any mesh; without one it is placed on the first device. Raises one CheckpointError
-        that lists every array that is missing, unexpected, or of another shape or dtype.
+        ``like`` is a nested dict of jax.ShapeDtypeStruct or arrays with the saved structure. Its shardings
+        may be on any mesh. An array without a sharding is placed on the first device. Raises a
+        CheckpointError that lists every missing or unexpected array and every wrong shape or dtype.
         """
         where = self.folder / f"step_{step}"
         remedy = f"move {where} away to resume from an earlier step"
@@ -146,12 +147,12 @@ class Checkpoints:
             ocp.Checkpointer(ocp.StandardCheckpointHandler()) as reader,
         ):
             found |= reader.restore(where / _ARRAYS, args=ocp.args.StandardRestore(stored)) if stored else {}
-        if lines := differences(signature(wanted), signature(found)):  # random keys whose metadata is lost
+        if lines := differences(signature(wanted), signature(found)):  # detects random keys whose metadata is lost
             raise CheckpointError(f"{where} is damaged; {remedy}:{lines}")
         return jax.tree.unflatten(jax.tree.structure(like), [found[name] for name in wanted]), run["extra"]
 
     def _open(self) -> ocp.CheckpointManager:
-        """Orbax's manager of the folder. The first call locks it, and unfinished saves of killed processes go."""
+        """Open Orbax's manager. Locks the folder and removes unfinished saves of killed processes."""
         if self._manager is None:
             broadcast_text(self._acquire)
             logging.getLogger("absl").addFilter(_without_traceback)
@@ -162,7 +163,7 @@ class Checkpoints:
         return self._manager
 
     def _acquire(self) -> str:
-        """Lock the folder until this process ends or releases it; children that are forked do not hold the lock."""
+        """Lock the folder until release or process exit. Forked children do not inherit the lock."""
         self.folder.mkdir(parents=True, exist_ok=True)
         if others := sorted(name for name in os.listdir(self.folder) if not _OURS.fullmatch(name)):
             raise CheckpointError(
@@ -184,26 +185,26 @@ class Checkpoints:
 
     def _release(self) -> None:
         manager, lock, self._manager, self._lock = self._manager, self._lock, None, None
-        with contextlib.suppress(Exception):  # a failed save is raised again
+        with contextlib.suppress(Exception):  # closing raises the error of a failed save again
             if manager is not None:
                 manager.close()
         if lock is not None:
             lock.close()
 
     def _writing(self, step: int | None) -> contextlib.AbstractContextManager[None]:
-        """Turn errors into CheckpointError and close the manager; the next one removes what was written."""
+        """Turn errors into CheckpointError and close the manager. The next manager removes partial output."""
         doing = f"cannot write step {step} to {self.folder}"
         return _failing(doing, "make room, or choose another folder", self._release)
 
 
 def newest(folder: Path) -> int | None:
-    """The newest finished step in a folder, as this process sees it."""
+    """Return the newest finished step in a folder, as visible to this process."""
     return max((one.step for one in _STEPS.find_all(folder)), default=None)
 
 
 @contextlib.contextmanager
 def _failing(doing: str, remedy: str, clean_up: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Turn any error of Orbax into a CheckpointError."""
+    """Turn any error of Orbax into a CheckpointError, after ``clean_up``."""
     try:
         yield
     except Exception as error:
@@ -214,14 +215,14 @@ def _failing(doing: str, remedy: str, clean_up: Callable[[], None] = lambda: Non
 
 
 def _without_traceback(record: logging.LogRecord) -> bool:
-    """Cut the tracebacks of errors that Orbax both logs and raises: the CheckpointError says the same in one line."""
+    """Drop the tracebacks of errors that Orbax both logs and raises. CheckpointError reports them."""
     if "orbax" in record.pathname:
         record.exc_info = None
     return True
 
 
 def named(tree: Any, what: str) -> dict[str, Any]:
-    """``{"a": {"b": x}}`` -> ``{"a/b": x}``. Leaves must be jax arrays or ShapeDtypeStructs."""
+    """Flatten ``{"a": {"b": x}}`` to ``{"a/b": x}``. Leaves must be jax arrays or ShapeDtypeStructs."""
     found: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -234,12 +235,12 @@ def named(tree: Any, what: str) -> dict[str, Any]:
 
 
 def signature(arrays: Mapping[str, Any]) -> dict[str, str]:
-    """Shape and dtype of each array, as text."""
+    """Return the shape and dtype of each array as text."""
     return {name: f"{list(array.shape)} {array.dtype}" for name, array in arrays.items()}
 
 
 def differences(wanted: Mapping[str, str], found: Mapping[str, str]) -> str:
-    """One line per array that is missing in ``found``, unexpected, or of another shape or dtype; empty if none is."""
+    """Describe each array that is missing, unexpected, or of a different shape or dtype, one per line."""
     lines = []
     for name in sorted(wanted.keys() | found.keys()):
         ours, theirs = wanted.get(name), found.get(name)
@@ -253,7 +254,7 @@ def differences(wanted: Mapping[str, str], found: Mapping[str, str]) -> str:
 
 
 def plain(extra: Mapping[str, Any], what: str = "extra") -> dict[str, Any]:
-    """Copy ``extra`` by way of JSON. Raises CheckpointError, which names it ``what``, if JSON does not preserve it."""
+    """Copy ``extra`` through JSON. Raises CheckpointError, naming ``what``, if JSON does not preserve it."""
     given = dict(extra)
     try:
         text = json.dumps(given, allow_nan=False)
@@ -269,7 +270,7 @@ def plain(extra: Mapping[str, Any], what: str = "extra") -> dict[str, Any]:
 
 
 def fingerprint(arrays: Mapping[str, Array]) -> str | None:
-    """A digest of the names and bits of arrays, the same on every mesh; None without arrays."""
+    """Return a digest of the names and bits of arrays, equal on every mesh, or None without arrays."""
     if not arrays:
         return None
     sums = jax.device_get(_sums(dict(arrays)))
@@ -278,14 +279,14 @@ def fingerprint(arrays: Mapping[str, Array]) -> str | None:
 
 
 def _sum(array: Array) -> UInt32[Array, ""]:
-    """The sum of the bits, weighted by position: it is exact, so that shards may be added in any order."""
+    """Sum the bits, weighted by position. The sum is exact, so shards may be added in any order."""
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.random.key_data(array)
     size = min(array.dtype.itemsize, 4)
     array = array.astype(np.uint8) if array.dtype == bool else array
     bits = jax.lax.bitcast_convert_type(array, f"uint{8 * size}").astype(jnp.uint32)
     weights = jnp.uint32(1)
-    for axis in range(bits.ndim):  # an index of the flat array would gather the shards
+    for axis in range(bits.ndim):  # computing the index of the flat array would gather the shards
         weights = weights * jnp.uint32(0x9E3779B1) + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
     return jnp.sum(bits * (2 * weights + 1), dtype=jnp.uint32)
 

@@ -1,7 +1,7 @@
-"""Fine-tuning as one command: from a model and a file of texts or chats to a folder with the tuned model.
+"""Fine-tune a model with one command, from a file of texts or chats to a folder with the tuned model.
 
-During the run the folder holds ``finetune.json`` (the task), ``checkpoints`` and ``metrics.jsonl``; at the end also the
-model in transformers' format, or the adapter in ``peft``'s.
+During the run the folder contains ``finetune.json`` (the task), ``checkpoints`` and
+``metrics.jsonl``. A finished run adds the model in transformers' format, or the adapter in PEFT's.
 """
 
 import dataclasses
@@ -60,18 +60,28 @@ _CLIP, _WARMUP, _FLOOR = 1.0, 100, 0.1  # gradient norm; steps at most; final / 
 class Finetune(KnownFields):
     """A fine-tuning task: everything that determines the result.
 
-    ``model`` is a folder or hub id, ``data`` a JSONL file for `nnxmoe.train.batches`, ``evaluation`` another, of which
-    the cross-entropy is measured with every checkpoint. ``lora`` is the rank of the adapters, ``lora_alpha`` (default:
-    the rank) scales them by ``alpha / rank``; None trains all parameters. ``split_rank`` divides the rank of each
-    expert's adapter by the experts per token, see `lora.split_ranks`. ``steps`` in total, or ``epochs``; 200 steps
-    by default. ``optimizer`` is one of `OPTIMIZERS`, without weight decay. ``learning_rate`` defaults to 2e-4 for
-    adapters and 2e-5 for all parameters, for lion to a fifth of it; it is reached after ``warmup`` steps (default: a
-    tenth, 100 at most) and decays to a tenth along a cosine. ``preferences``: the data are pairs for
-    `nnxmoe.train.preferences`, trained on by DPO with ``beta`` (default 0.1), and the learning rate defaults to a
-    twentieth. The reference is the base model of the adapters, or else the original model, which stays in memory.
-    ``accumulate`` splits each batch into that many parts, for less memory. ``quantize`` (such as ``int4``, see
-    `quantization.methods.parse_method`) or ``keep_quantized`` train adapters on quantised kernels (QLoRA, Dettmers et
-    al. 2023); merging makes them floats.
+    Attributes:
+        model: Folder or hub id.
+        data: JSONL file for `nnxmoe.train.batches`.
+        lora: Rank of the adapters. If None, all parameters are trained.
+        steps: Total number of steps. Defaults to 200 unless ``epochs`` is set.
+        learning_rate: Peak learning rate, reached after ``warmup`` steps and followed by a cosine
+            decay to a tenth. Defaults to 2e-4 for adapters and 2e-5 for all parameters. The default
+            is a fifth of that for lion, and a twentieth for ``preferences``.
+        evaluation: JSONL file whose cross-entropy is measured with every checkpoint.
+        accumulate: Number of parts that each batch is split into to save memory.
+        warmup: Number of warmup steps. Defaults to a tenth of the steps, at most 100.
+        lora_alpha: Scales the adapters by ``alpha / rank``. Defaults to the rank.
+        split_rank: Divides the rank of each expert's adapter by the experts per token, see
+            `lora.split_ranks`.
+        preferences: The data are pairs for `nnxmoe.train.preferences`, trained on by DPO. The
+            reference is the model without its adapters. Without adapters it is the original model,
+            which stays in memory.
+        beta: DPO's beta. Defaults to 0.1.
+        quantize, keep_quantized: Train adapters on quantized kernels (QLoRA, Dettmers et al. 2023).
+            ``quantize`` is a method such as ``int4``, see `quantization.methods.parse_method`.
+            Merging converts the kernels to floats.
+        optimizer: One of `OPTIMIZERS`, without weight decay.
     """
 
     model: str
@@ -134,7 +144,7 @@ class Finetune(KnownFields):
             raise ValueError(f"warmup={self.warmup}: it must be less than the {steps} steps")
 
     def transformation(self, steps: int, model: CausalLM) -> optax.GradientTransformation:
-        """The optimizer with gradients clipped to a norm of 1. Its state holds the learning rate."""
+        """Build the optimizer, with gradients clipped to norm 1. Its state has the learning rate."""
         make, share = OPTIMIZERS[self.optimizer]
         share = share / 20 if self.preferences else share
         peak = self.learning_rate or share * (2e-5 if self.lora is None else 2e-4)
@@ -147,7 +157,7 @@ class Finetune(KnownFields):
 
     @property
     def objective(self) -> TrainingObjective:
-        """The objective; without adapters, that of preferences needs batches `with_reference`."""
+        """The objective. For preferences without adapters it needs batches from `with_reference`."""
         reference = None if self.lora is None else lora.without
         return DPO(reference, 0.1 if self.beta is None else self.beta) if self.preferences else Objective()
 
@@ -162,13 +172,13 @@ def finetune(
     profile: int | None = None,
     max_bad_fraction: float = MAX_BAD_FRACTION,
 ) -> Fitted | None:
-    """Run a task in the folder ``out``, which must be new, empty, or hold a run of the same task.
+    """Run a task in the folder ``out``, which must be new, empty or from a run of the same task.
 
-    An unfinished run is resumed bit for bit. With more steps or epochs than before, a run is extended, and its learning
-    rate follows the longer schedule. A finished run is evaluated if ``evaluation`` is new; otherwise the result is
-    None. ``profile``: number of steps to trace into the folder, see `Profile`. Up to ``max_bad_fraction`` of a file's
-    records are skipped if they are unusable, see `batches`. Raises ValueError if the folder holds a different task, and
-    the errors of `fit`.
+    An unfinished run resumes bit for bit. More steps or epochs extend a run, with the learning rate
+    of the longer schedule. A finished run is evaluated if ``evaluation`` is new. Otherwise the result
+    is None. ``profile`` is the number of steps to trace into the folder, see `Profile`. Up to
+    ``max_bad_fraction`` of a file's records are skipped if they are unusable, see `batches`. Raises
+    ValueError if the folder has a different task, and the errors of `fit`.
     """
     folder = absolute_path(out, "out")
     traces = [] if profile is None else [Profile(folder / _PROFILE, profile)]
@@ -214,7 +224,7 @@ def finetune(
 
 
 def _encoded(task: Finetune, tokenizer: Tokenizer, max_bad_fraction: float) -> tuple[Documents, Documents | None]:
-    """Encode the documents for training and evaluation. This comes before loading the model, to find errors early."""
+    """Encode the documents. The call precedes loading the model, so that errors appear early."""
     kind = Pairs if task.preferences else Documents
     documents = kind(task.data, tokenizer, max_bad_fraction)
     held = None if task.evaluation is None else kind(task.evaluation, tokenizer, max_bad_fraction)
@@ -230,7 +240,6 @@ def _add_adapters(model: CausalLM, task: Finetune) -> None:
 
 
 def _row_length(task: Finetune, hub: Mapping[str, Any]) -> int:
-    """Tokens per row: ``seq_len``, or the model's maximum context if that is shorter."""
     with Checkpoint.open(task.model, **hub) as checkpoint:
         config, _ = parse_config(checkpoint.config, checkpoint.config_file)
     if (length := min(task.seq_len, config.max_position_embeddings)) < task.seq_len:
@@ -239,14 +248,14 @@ def _row_length(task: Finetune, hub: Mapping[str, Any]) -> int:
 
 
 def progress_of(out: str | os.PathLike[str]) -> str:
-    """Describe what an interrupted run has saved in its folder, and return the verb for running its command again."""
+    """Describe what an interrupted run has saved, with the verb for running its command again."""
     step = newest(absolute_path(out, "out") / _CHECKPOINTS)
     return f"after step {step} (saved); resume" if step else "before a step was saved; start again"
 
 
 @dataclasses.dataclass
 class _Begin:
-    """A callback that records the task, once one step has worked."""
+    """Callback that records the task after the first successful step."""
 
     folder: Path
     task: Finetune
@@ -261,7 +270,7 @@ class _Begin:
 
 
 def _strategy() -> Strategy:
-    """Scanned layers with rematerialisation; float32 activations on CPUs, whose bfloat16 is slow."""
+    """Scan and rematerialize the layers. On CPUs, where bfloat16 is slow, compute in float32."""
     narrow = jax.default_backend() == "cpu"
     return Strategy(stacking=Scanned(), remat=Remat(), compute_dtype=jnp.float32 if narrow else None)
 

@@ -1,4 +1,4 @@
-"""Record of a fine-tuning in its folder: the task, and whether it has finished."""
+"""Record of a fine-tuning run in its folder: the task, and whether it has finished."""
 
 import os
 from collections.abc import Mapping
@@ -14,12 +14,14 @@ from nnxmoe.convert.storage.atomic_dir import refuse_unless_empty
 from nnxmoe.convert.storage.write_safetensors import write_json
 
 _RECORD = "finetune.json"
-_FINISHED, _LENGTHS = "finished", ("steps", "epochs")  # fields of that file
+_FINISHED, _LENGTHS = "finished", ("steps", "epochs")  # fields of the file
 
 
 def look(folder: Path, asked: Mapping[str, Any]) -> str:
-    """Return ``done`` if the task has finished in the folder, else "". Raises CheckpointError if the folder holds
-    anything else."""
+    """Return ``done`` if the task has finished in the folder, else "".
+
+    Raises CheckpointError if the folder has other contents.
+    """
     path = folder / _RECORD
     if not os.path.lexists(path):
         refuse_unless_empty(folder)
@@ -29,7 +31,7 @@ def look(folder: Path, asked: Mapping[str, Any]) -> str:
     evaluated_anew = asked["evaluation"] not in (None, found.get("evaluation"))
     lengths = [(found.get(name), asked[name]) for name in _LENGTHS]
     longer = all(type(old) is type(new) and (old is None or new >= old) for old, new in lengths)
-    same = {"evaluation", *(_LENGTHS if longer else ())}  # evaluation does not change the result
+    same = {"evaluation", *(_LENGTHS if longer else ())}  # evaluation data do not change the result
     if odd := [name for name in (asked.keys() | found.keys()) - same if asked.get(name) != found.get(name)]:
         if set(odd) <= {*_LENGTHS}:
             name, old = next((name, found.get(name)) for name in odd if found.get(name) is not None)
@@ -42,7 +44,7 @@ def look(folder: Path, asked: Mapping[str, Any]) -> str:
 
 
 def record(folder: Path, task: Mapping[str, Any], finished: int | None) -> str:
-    """Write the task, and the number of steps after which it finished, to the folder."""
+    """Write the task to the folder, with the number of steps if the run has finished."""
     folder.mkdir(parents=True, exist_ok=True)
     beside = folder / f".{_RECORD}.{os.getpid()}.tmp"
     write_json(beside, {**task, _FINISHED: finished})

@@ -1,4 +1,4 @@
-"""Batches of tokens: their fields, their checks, and what of them is to be predicted."""
+"""Batches of tokens: fields, validation, and the tokens to predict."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +19,7 @@ Batch = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Restartable:
-    """Batches whose every iterator is made anew by a function."""
+    """Iterable of batches that calls ``make`` for each iterator."""
 
     make: Callable[[], Iterator[Batch]]
 
@@ -28,7 +28,10 @@ class Restartable:
 
 
 def as_arrays(batch: Any) -> dict[str, Any]:
-    """A batch whose lists and torch tensors are NumPy arrays. Raises ValueError for anything but a dict of arrays."""
+    """Convert the lists and torch tensors of a batch to NumPy arrays.
+
+    Raises ValueError for anything but a dict of arrays.
+    """
     if not isinstance(batch, Mapping):
         raise ValueError(f"a batch must be a dict of arrays, got {type(batch).__name__}: pass an iterable of dicts")
     return {name: _as_array(name, value) for name, value in batch.items()}
@@ -49,8 +52,11 @@ def _as_array(name: str, value: Any) -> Any:
 
 
 def check_batch(batch: Batch) -> None:
-    """Raise ValueError for unknown fields, for shapes that differ or are empty, for ids that are not integers, and for
-    masks that `check_masks` refuses."""
+    """Validate a batch of tokens.
+
+    Raises ValueError for unknown fields, for shapes that differ or are empty, for ids that are not
+    integers, and for masks that `check_masks` rejects.
+    """
     if unknown := [name for name in batch if name not in FIELDS]:
         raise ValueError(
             f"unknown field {unknown[0]!r} in a batch: the fields are {', '.join(FIELDS)}. Transformers' input_ids are "
@@ -70,8 +76,11 @@ def check_batch(batch: Batch) -> None:
 
 
 def check_masks(batch: Batch) -> None:
-    """Raise ValueError for masks with values other than 0 and 1. Arrays that cannot be read here are not checked:
-    traced ones, those of several processes, and shapes."""
+    """Raise ValueError for masks with values other than 0 and 1.
+
+    Arrays whose values are not available are not checked: tracers, arrays sharded over several
+    processes, and shapes.
+    """
     for name in MASKS:
         array = batch.get(name, 0)
         if isinstance(array, Tracer | jax.ShapeDtypeStruct) or not getattr(array, "is_fully_addressable", True):
@@ -85,12 +94,12 @@ def check_masks(batch: Batch) -> None:
 
 
 def rows_of(batch: Batch) -> int:
-    """The number of rows of every array."""
+    """Return the number of rows of a batch."""
     return np.shape(next(iter(batch.values())))[0]
 
 
 def check_ids(batch: Batch, vocab: int) -> None:
-    """Raise ValueError for ids outside the vocabulary. Reads the arrays, so it cannot be traced."""
+    """Raise ValueError for ids outside the vocabulary. Reads the arrays, so they cannot be tracers."""
     for name in ("tokens", "targets"):
         ids = np.asarray(batch.get(name, 0))
         for found in (int(np.min(ids, initial=0)), int(np.max(ids, initial=0))):
@@ -102,7 +111,7 @@ def check_ids(batch: Batch, vocab: int) -> None:
 
 
 def real_tokens(batch: Batch) -> Array:
-    """``[B, T]``, False for padding: where the attention mask or the segment id is 0."""
+    """Return a mask ``[B, T]``, False for padding: where the attention mask or the segment id is 0."""
     real = jnp.ones(jnp.shape(batch["tokens"]), bool)
     if "attention_mask" in batch:
         real &= jnp.asarray(batch["attention_mask"]) != 0
@@ -112,10 +121,10 @@ def real_tokens(batch: Batch) -> Array:
 
 
 def targets_of(batch: Batch) -> tuple[Int[Array, "B T"], Float[Array, "B T"]]:
-    """The target of each token, and its weight: 1 where the loss counts it, else 0.
+    """Return the target of each token and its weight in the loss, 1 or 0.
 
-    Without ``targets`` in the batch the target is the next token of the row, which counts if it is no padding, belongs
-    to the same segment and has ``loss_mask`` 1.
+    Without ``targets`` in the batch, the target is the next token of the row. Its weight is 1 if the
+    next token is not padding, is in the same segment and has ``loss_mask`` 1.
     """
     real = real_tokens(batch)
     counts = real & (jnp.asarray(batch["loss_mask"]) != 0) if "loss_mask" in batch else real
@@ -126,7 +135,7 @@ def targets_of(batch: Batch) -> tuple[Int[Array, "B T"], Float[Array, "B T"]]:
 
 
 def _followed(batch: Batch, real: Bool[Array, "B T"]) -> Bool[Array, "B T"]:
-    """Real tokens whose next position is in the row and in the same segment."""
+    """Return a mask of real tokens whose next position is in the same row and segment."""
     found = real & (jnp.arange(real.shape[1]) < real.shape[1] - 1)[None, :]
     if "segment_ids" in batch:
         segment = jnp.asarray(batch["segment_ids"])
@@ -135,8 +144,11 @@ def _followed(batch: Batch, real: Bool[Array, "B T"]) -> Bool[Array, "B T"]:
 
 
 class Ahead(NamedTuple):
-    """For each position, the token some steps further on, whether it belongs to the same document, and the target and
-    weight of that token."""
+    """For each position, the token a number of steps ahead, with its target and weight.
+
+    Attributes:
+        there: True if the token belongs to the same document.
+    """
 
     tokens: Int[Array, "B T"]
     there: Bool[Array, "B T"]
@@ -145,8 +157,10 @@ class Ahead(NamedTuple):
 
 
 def targets_ahead(batch: Batch, steps: int) -> list[Ahead]:
-    """The tokens and targets 1 … ``steps`` steps further on; ``there`` is False if padding or another segment lies
-    between, and then the weight is 0."""
+    """Return the tokens and targets 1, …, ``steps`` steps ahead.
+
+    ``there`` is False and the weight 0 if padding or a different segment comes before the token.
+    """
     real, found = real_tokens(batch), list[Ahead]()
     followed = _followed(batch, real)
     last = Ahead(jnp.asarray(batch["tokens"]), real, *targets_of(batch))

@@ -1,4 +1,4 @@
-"""Callbacks of `fit`: metrics in files, TensorBoard and Weights & Biases, early stopping, traces for a profiler."""
+"""Callbacks for `fit`: metrics in files, TensorBoard and Weights & Biases, early stopping, profiling."""
 
 import abc
 import csv
@@ -26,7 +26,7 @@ _NO_LOG = "is not the metrics of a step: use another file for the log, or remove
 
 
 class _FolderWriter:
-    """Callback that writes into ``folder``. Entering it raises CheckpointError if the folder is not writable."""
+    """Callback that writes into ``folder``. Entering raises CheckpointError if the folder is not writable."""
 
     folder: Path
 
@@ -39,7 +39,10 @@ class _FolderWriter:
 
 
 class _Log(_FolderWriter, abc.ABC):
-    """Appends one entry per step to a file. A resumed run first removes the entries of steps that it repeats."""
+    """Callback that appends one entry per step to a file.
+
+    A resumed run first removes the entries of the steps that it repeats.
+    """
 
     late = True  # see `Callback`
 
@@ -50,14 +53,14 @@ class _Log(_FolderWriter, abc.ABC):
     def __call__(self, progress: Progress) -> None:
         if jax.process_index() > 0:
             return
-        if progress.step != self._next:  # the first call, or another run with the same log
+        if progress.step != self._next:  # the first call, or a new run with the same log
             self._begin(progress.step)
         self.add(progress.metrics)
         self._next = progress.step + 1
 
     def _begin(self, step: int) -> None:
         lines, rows = (self._lines(), self.read()) if self.path.exists() else ([], [])
-        head = len(lines) - len(rows)  # lines with column names
+        head = len(lines) - len(rows)  # number of header lines
         kept = [line for line, row in zip(lines[head:], rows, strict=True) if self._step_of(row, line) < step]
         self.path.parent.mkdir(parents=True, exist_ok=True)
         beside = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
@@ -66,12 +69,12 @@ class _Log(_FolderWriter, abc.ABC):
         os.replace(beside, self.path)
 
     def _lines(self) -> list[str]:
-        """Read the file's lines without blank ones and an incomplete last one, such as after a full disk."""
+        """Read the file's lines. Skips blank lines and an incomplete last line, such as after a full disk."""
         with self.path.open(newline="", encoding="utf-8") as file:
             return [line for line in file if line.endswith("\n") and line.strip()]
 
     def _step_of(self, row: Any, line: str) -> int:
-        """Return the step number in a line. Raises ValueError if it has none."""
+        """Return the step number in a line. Raises ValueError if the line has no step number."""
         try:
             return int(row["step"])
         except (KeyError, TypeError, ValueError):
@@ -79,7 +82,7 @@ class _Log(_FolderWriter, abc.ABC):
 
     @abc.abstractmethod
     def read(self) -> list[dict[str, Any]]:
-        """The metrics in the file, one dict per step."""
+        """Read the metrics in the file, one dict per step."""
 
     @abc.abstractmethod
     def add(self, metrics: Metrics) -> None:
@@ -87,7 +90,7 @@ class _Log(_FolderWriter, abc.ABC):
 
 
 class JsonLog(_Log):
-    """One JSON object per line and step."""
+    """Log of metrics in JSON lines, one object per step."""
 
     def read(self) -> list[dict[str, Any]]:
         rows = []
@@ -104,7 +107,11 @@ class JsonLog(_Log):
 
 
 class CsvLog(_Log):
-    """One line per step; the columns are the metrics of the first step and of evaluations, empty if not measured."""
+    """Log of metrics in CSV, one line per step.
+
+    The columns are the metrics of the first step and of evaluations. A field is empty if its metric
+    was not measured.
+    """
 
     def read(self) -> list[dict[str, Any]]:
         return list(csv.DictReader(self._lines()))
@@ -124,7 +131,7 @@ class CsvLog(_Log):
 
 
 def _installed(package: str, log: str) -> Any:
-    """The module of a package. Raises ValueError if it is not installed."""
+    """Import a package. Raises ValueError if it is not installed."""
     try:
         return importlib.import_module(package)
     except ImportError as error:
@@ -136,7 +143,7 @@ def _scalars(metrics: Metrics) -> Metrics:
 
 
 class TensorBoardLog(_FolderWriter):
-    """Scalars for TensorBoard. Requires the package ``tensorboardX``."""
+    """Log of scalars for TensorBoard. Requires the package ``tensorboardX``."""
 
     late = True
 
@@ -154,10 +161,13 @@ class TensorBoardLog(_FolderWriter):
 
 
 class WandbLog:
-    """Metrics for Weights & Biases, as a run that begins and ends with the call of `fit`. Requires ``wandb``.
+    """Log of metrics to a Weights & Biases run, from start to end of `fit`. Requires ``wandb``.
 
-    ``settings`` are those of `wandb.init`, such as ``name``, ``config`` or ``mode="offline"``. For a run that may be
-    resumed give ``id`` and ``resume="allow"``: wandb ignores the steps that it has already, which are equal.
+    Args:
+        project: Name of the project.
+        settings: Arguments of `wandb.init`, such as ``name``, ``config`` or ``mode="offline"``. If the
+            run may be resumed, pass ``id`` and ``resume="allow"``. Steps that wandb has already are
+            identical, and wandb ignores them.
     """
 
     late = True
@@ -187,12 +197,14 @@ class EarlyStopping:
                   callbacks=[train.EarlyStopping("eval_loss", patience=3)])
 
     Args:
-        metric: A name in `Fitted.history`, such as ``eval_loss``. Steps that do not measure it do not count.
+        metric: A name in `Fitted.history`, such as ``eval_loss``. Steps that do not measure the metric
+            do not count.
         min_delta: Minimum difference from the best measurement to count as an improvement.
-        mode: ``min`` if smaller is better, ``max`` if larger is better, such as for ``rewards/accuracies``.
+        mode: ``min`` if smaller is better, ``max`` if larger is better, such as for
+            ``rewards/accuracies``.
 
-    Counting restarts with each call of `fit`, including resumed runs. Raises ValueError at the first step if the run
-    does not measure the metric, or measures ``eval_loss`` only at its end.
+    Counting restarts with each call of `fit`, including resumed runs. Raises ValueError at the first
+    step if the run does not measure the metric, or measures ``eval_loss`` only at the end.
     """
 
     def __init__(self, metric: str, patience: int = 3, min_delta: float = 0.0, mode: str = "min") -> None:
@@ -232,11 +244,11 @@ class EarlyStopping:
 
 
 class Profile(_FolderWriter):
-    """Writes a trace (`jax.profiler`) of the first ``steps`` steps after the one that compiles into a folder.
+    """Writes a `jax.profiler` trace of the first ``steps`` steps after compilation into a folder.
 
-    The device is idle before and after these steps; between them it overlaps with the host as in the rest of the run.
-    Every process writes a file. The log says how xprof or Perfetto opens it. Raises ValueError unless ``steps`` is an
-    int of at least 1.
+    The device is idle before and after these steps. During these steps, device and host overlap as in
+    the rest of the run. Every process writes a file. A log message says how to open the files with
+    xprof or Perfetto. Raises ValueError unless ``steps`` is an int of at least 1.
     """
 
     def __init__(self, folder: str | os.PathLike[str], steps: int = 3) -> None:
@@ -244,19 +256,19 @@ class Profile(_FolderWriter):
 
     def __enter__(self) -> Self:
         super().__enter__()
-        self._at, self._span = 0, range(0)  # the step it was called for; the steps in the trace
+        self._at, self._span = 0, range(0)  # the last finished step; the traced steps
         self._tracing = False
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._tracing:  # the training ended early
+        if self._tracing:  # training ended early
             self._stop()
         elif kind is None and not self._span:
             logger.warning("no step was profiled: there was none after the step that compiles")
 
     @property
     def late(self) -> bool:
-        """False at the last step of the trace, for which the training waits; see `Callback`."""
+        """False at the last traced step, so that training waits for it; see `Callback`."""
         return not self._tracing or self._at + 1 < self._span[-1]
 
     def __call__(self, progress: Progress) -> None:

@@ -28,7 +28,7 @@ Variables = dict[str, tuple[Any, nnx.Variable]]  # dotted path -> path and varia
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Everything that a step updates, as arrays, shapes or shardings. Variables are keyed by dotted path."""
+    """Everything that a step updates, as arrays, shapes or shardings, keyed by dotted path."""
 
     step: Any  # number of completed steps
     params: dict[str, Any]  # the trained variables, in float32
@@ -40,7 +40,7 @@ class TrainState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """The results of one step. If a gradient is not finite, parameters and optimizer state keep their values."""
+    """Results of one step. If a gradient is not finite, parameters and optimizer state do not change."""
 
     losses: Losses
     gradient_norm: Any  # a scalar, or its shape; before the optimizer
@@ -51,9 +51,11 @@ class Report:
 
 
 class StepDefinition:
-    """A training step as pure functions of arrays; see `Step` for the arguments.
+    """Training step as pure functions of arrays; see `Step` for the arguments.
 
-    ``key``: equal for definitions that compute the same, or None if that cannot be determined (see `static_key`).
+    Attributes:
+        key: Equal for definitions that compute the same. None if that cannot be determined, see
+            `static_key`.
     """
 
     def __init__(
@@ -68,7 +70,7 @@ class StepDefinition:
         self.optimizer, self.objective = optimizer, objective
         self.accumulate, self.bias_rate = accumulate, bias_rate
         plain = copy.copy(model)
-        vars(plain)["load_report"] = None  # contains load times, which differ
+        vars(plain)["load_report"] = None  # its load times differ between equal models
         self._graph, params, frozen = nnx.split(plain, trainable, ...)
         self._params, self._frozen = (_without_values(variables_of(state)) for state in (params, frozen))
         self._biases = _biases(model, getattr(objective, "depths", 0))
@@ -76,7 +78,6 @@ class StepDefinition:
         self.key = settings and hashable((self._graph, *map(jax.tree.structure, (params, frozen)), settings))
 
     def init(self, params: dict[str, Array], frozen: dict[str, Array], key: Array) -> TrainState:
-        """Create the state before the first step."""
         wide = {
             name: jnp.array(value, jnp.float32 if jnp.issubdtype(value.dtype, jnp.floating) else value.dtype, copy=True)
             for name, value in params.items()
@@ -85,21 +86,20 @@ class StepDefinition:
         return TrainState(jnp.int32(0), wide, copied, self.optimizer.init(wide), key)
 
     def merge(self, params: Mapping[str, Array], frozen: Mapping[str, Array]) -> CausalLM:
-        """Build the model with these values."""
         return merged(self._graph, (self._params, params), (self._frozen, frozen))
 
     def losses(self, state: TrainState, batch: Mapping[str, Array]) -> Losses:
-        """Compute the losses of a batch, without a step."""
+        """Compute the losses of a batch without a step."""
         return self.objective(self.merge(state.params, state.frozen), batch, None, None, 1.0)[1]
 
     def step(self, state: TrainState, batch: dict[str, Array]) -> tuple[TrainState, Report]:
-        """Run one step: gradients, the optimizer's update, and the update of the routers' correction biases."""
+        """Run one step: gradients, the optimizer's update, and the routers' correction biases."""
         key, later = jax.random.split(state.key)
         grads, losses = self.gradients(state, batch, key)
         finite = jnp.stack([jnp.all(jnp.isfinite(grad)) for grad in grads.values()])
         good, skips = jnp.all(finite), skipped_steps(state.moments) is not None
 
-        def total(params: Any) -> Float[Array, ""]:  # line searches evaluate it at other parameters
+        def total(params: Any) -> Float[Array, ""]:  # line searches evaluate the loss at other parameters
             return self._accumulated(functools.partial(self._loss, state.frozen, params), batch, key)[0]
 
         def update() -> tuple[Any, Any, Any]:
@@ -115,10 +115,10 @@ class StepDefinition:
             rejected = skips and jnp.all(jnp.stack([jnp.all(update == 0) for update in jax.tree.leaves(updates)]))
             return optax.apply_updates(state.params, updates), moments, rejected
 
-        if skips:  # the optimizer rejects non-finite updates, until there are too many in a row
+        if skips:  # the optimizer rejects non-finite updates up to its limit of consecutive rejections
             params, moments, skipped = update()
             finite |= skipped
-        else:  # With `where`, XLA:CPU copies the old parameters and moments, and an update takes 4 times as long.
+        else:  # `where` makes XLA:CPU copy the old parameters and moments: an update takes 4 times as long
             params, moments, _ = jax.lax.cond(good, update, lambda: (state.params, state.moments, False))
         frozen = dict(state.frozen)
         for name, rows in self._biases.items() if self.bias_rate else ():
@@ -176,7 +176,7 @@ def merged(graph: Any, *groups: tuple[Variables, Mapping[str, Any]]) -> CausalLM
 
 
 def _without_values(variables: Variables) -> Variables:
-    """Replace arrays by shapes, so that keeping the variables does not keep the model's arrays in memory."""
+    """Replace arrays by shapes, so that the variables do not retain the model's arrays in memory."""
     return {
         name: (path, variable.replace(jax.eval_shape(lambda value: value, variable.get_value())))
         for name, (path, variable) in variables.items()
@@ -184,8 +184,11 @@ def _without_values(variables: Variables) -> Variables:
 
 
 def _biases(model: CausalLM, depths: int) -> dict[str, np.ndarray]:
-    """Map the path of each correction bias to its rows in the MoE layers' loads: one row, or one per layer of a scanned
-    stack. Prediction layers have rows only if ``depths`` > 0."""
+    """Map the path of each correction bias to its rows in the loads of the MoE layers.
+
+    A bias has one row, or one row per layer of a scanned stack. Prediction layers have rows only if
+    ``depths`` > 0.
+    """
     numbers = dict[str, np.ndarray]()
     wanted = RouterBias if depths else nnx.All(RouterBias, nnx.Not(nnx.PathContains("mtp")))
     for name, (path, variable) in variables_of(nnx.state(model, wanted)).items():

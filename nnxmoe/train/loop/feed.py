@@ -1,4 +1,4 @@
-"""Batches on their way into a step: the position in the data, and placement on the devices."""
+"""Feed batches to training steps: position in the data, and placement on devices."""
 
 import base64
 import functools
@@ -21,20 +21,25 @@ from nnxmoe.train.loop.batch import Batch, as_arrays, check_ids, rows_of
 from nnxmoe.train.loop.memory_limit import BatchLimit
 from nnxmoe.train.loop.step import Step
 
-_BYTES = "base64"  # of a state in bytes, such as that of grain's DataLoader
-_PROCESSES = "processes"  # the position of each, such as that of a DataLoader with grain.ShardByJaxProcess
+_BYTES = "base64"  # key of a state in bytes, such as from grain's DataLoader
+_PROCESSES = "processes"  # key of per-process positions, such as with grain.ShardByJaxProcess
 
 
 class BatchSource:
-    """Training data with a position that can be saved: the state of the data if it has one, else the number of batches
-    taken."""
+    """Training data with a position that can be saved.
+
+    The position has the state of the data's iterator, if it has one, and the number of batches read.
+    """
 
     def __init__(self, data: Iterable[Batch]) -> None:
         self.data, self.taken = data, 0
         self.batches: Any = iter(data)
 
     def next(self) -> tuple[Batch, dict[str, Any]]:
-        """The next batch, and the position after it."""
+        """Return the next batch, and the position after it. Restarts re-iterable data when exhausted.
+
+        Raises ValueError if the data ended.
+        """
         batch = next(self.batches, None)
         if batch is None and iter(self.data) is not self.data:
             self.batches = iter(self.data)
@@ -45,13 +50,13 @@ class BatchSource:
         return batch, self.position()
 
     def position(self) -> dict[str, Any]:
-        """The current position, for `restore`."""
+        """Return the current position, for `restore`."""
         own = self.batches.get_state() if _resumes(self.batches) else None
         own = {_BYTES: base64.b64encode(own).decode()} if isinstance(own, bytes) else own
         return {"taken": self.taken, "state": own}
 
     def restore(self, position: Mapping[str, Any]) -> None:
-        """Continue at the position of an earlier run, as `in_every_process` gave it."""
+        """Continue at the position of an earlier run, as returned by `in_every_process`."""
         if (each := position.get(_PROCESSES)) is not None:
             if len(each) != jax.process_count():
                 raise ValueError(
@@ -77,7 +82,10 @@ class BatchSource:
 
 
 def in_every_process(position: dict[str, Any]) -> dict[str, Any]:
-    """Collective: the position to save, which is that of each process if they differ."""
+    """Return the position to save, with the positions of all processes if they differ.
+
+    Collective: every process must call it.
+    """
     every = [json.loads(text) for text in gather_texts(json.dumps(position))]
     return position if all(one == every[0] for one in every) else {_PROCESSES: every}
 
@@ -87,10 +95,10 @@ def _resumes(batches: Any) -> bool:
 
 
 def put_batch(batch: Batch, step: Step, limit: BatchLimit | None = None) -> dict[str, Any]:
-    """Put a batch on the step's devices, rows and tokens split over the mesh. Each process passes its own rows.
+    """Put a batch on the step's devices, with rows and tokens sharded over the mesh.
 
-    Raises ValueError if the batch is malformed, has ids outside the vocabulary, exceeds the limit or does not divide
-    over the mesh.
+    Each process passes its own rows. Raises ValueError if the batch is malformed, has ids outside the
+    vocabulary, exceeds the limit or does not divide over the mesh.
     """
     batch = as_arrays(batch)
     step.objective.check(batch)
@@ -120,7 +128,7 @@ def check_length(length: int, mesh: Mesh | None) -> None:
 
 
 def put_rows(batch: Batch, mesh: Mesh | None) -> dict[str, Any]:
-    """The arrays of a batch, rows split over the mesh; see `put_batch`."""
+    """Put the arrays of a batch on devices, with rows sharded over the mesh; see `put_batch`."""
     if mesh is None:
         return {name: jnp.asarray(array) for name, array in batch.items()}
     rows, shape = rows_of(batch) * jax.process_count(), np.shape(batch.get("tokens", ()))
@@ -136,8 +144,11 @@ def put_rows(batch: Batch, mesh: Mesh | None) -> dict[str, Any]:
 
 
 def _put(array: np.ndarray, where: NamedSharding, rows: int) -> jax.Array:
-    """An array whose rows each process has some of, as one of all ``rows``. Processes whose devices need rows, or parts
-    of rows, of each other get all rows of all of them, in the order of the processes."""
+    """Build the global array from each process's rows.
+
+    If a process's devices need rows, or parts of rows, of a different process, every process gathers
+    all rows in process order.
+    """
     shape = (rows, *array.shape[1:])
     if own_rows(where, shape):
         return jax.make_array_from_process_local_data(where, array, shape)
@@ -146,7 +157,7 @@ def _put(array: np.ndarray, where: NamedSharding, rows: int) -> jax.Array:
 
 
 def rows_of_process(array: jax.Array, rows: int) -> np.ndarray:
-    """Of an array with the rows of all processes, placed as `put_rows` does, the ``rows`` of this process."""
+    """Return the ``rows`` of this process from a global array placed by `put_rows`."""
     if array.is_fully_addressable:
         return np.asarray(array)
     if own_rows(array.sharding, array.shape):
@@ -157,7 +168,7 @@ def rows_of_process(array: jax.Array, rows: int) -> np.ndarray:
 
 @functools.lru_cache(maxsize=64)
 def own_rows(where: Sharding, shape: tuple[int, ...]) -> bool:
-    """Whether the devices of each process hold as many rows as those of the others, and no row that others hold."""
+    """Check whether every process has equally many rows on its devices and shares no row with others."""
     found: dict[int, set[Any]] = {device.process_index: set() for device in jax.devices()}
     for device, at in where.devices_indices_map(shape).items():
         found[device.process_index].add(at[0].indices(shape[0]))

@@ -1,4 +1,4 @@
-"""Training as one call: steps, checkpoints from which a killed run resumes, evaluation, metrics and callbacks."""
+"""Train a model with one call: steps, resumable checkpoints, evaluation, metrics and callbacks."""
 
 import contextlib
 import os
@@ -29,7 +29,7 @@ from nnxmoe.train.loop.step import Step
 
 
 class StepArguments(TypedDict, total=False):
-    """Arguments of `Step` that `fit` passes on."""
+    """Arguments that `fit` passes to `Step`."""
 
     objective: TrainingObjective | Callable[[CausalLM, Batch], Any] | None
     trainable: Any
@@ -53,29 +53,30 @@ def fit(
 ) -> Fitted:
     """Train a copy of a model.
 
-    A later call with an equal model, optimizer, objective and shapes compiles nothing: the last 64 programs are cached
-    and compared by value, see `runtime.static_key`. Without ``mesh`` arrays are trained on their current devices.
-    Ctrl-C stops the training after the current step, saves a checkpoint and raises Interrupted with the result so far.
+    A later call with an equal model, optimizer, objective and shapes compiles nothing. The last 64
+    programs are cached and compared by value, see `runtime.static_key`. Without ``mesh``, arrays are
+    trained on their current devices. Ctrl-C stops the training after the current step, saves a
+    checkpoint and raises Interrupted with the result so far.
 
     Args:
-        data: Batches, dicts with ``tokens [B, T]`` and optionally `train.loop.batch.FIELDS`; re-iterable data restarts
-            when exhausted.
-        optimizer: One of optax, such as ``optax.adamw(1e-4)``, or `train.muon`.
-        steps: Number of steps in total, those of an earlier run included.
-        checkpoint: A folder, saved to every 100 steps with the last 3 kept, or `Checkpoints` with other numbers. A run
-            found there is resumed bit for bit, with ``data`` set to its old position by ``set_state`` (grain's
-            iterators, `train.batches`) or, without that method, by iterating up to it. For a finished run, the result's
-            history has the metrics of its last step.
-        evaluate: Batches whose cross-entropy is measured at the end (also for a finished run), or an `Evaluation` to
-            measure it more often. The metric is ``eval_loss``.
-        callbacks: Called after each step; see `Callback`.
-        options: ``objective``, ``trainable``, ``accumulate`` and ``bias_rate`` of `Step`. ``trainable`` defaults to the
-            adapters if the model has any, else to `nnx.Param`.
+        data: Batches, dicts with ``tokens [B, T]`` and optionally `train.loop.batch.FIELDS`.
+            Re-iterable data restarts when exhausted.
+        optimizer: An optax optimizer such as ``optax.adamw(1e-4)``, or `train.muon`.
+        steps: Total number of steps, including the steps of an earlier run.
+        checkpoint: A folder, or `Checkpoints`. A folder gets a checkpoint every 100 steps and retains
+            the last 3. A run found there resumes bit for bit. ``data`` moves to the old position by
+            ``set_state`` (grain's iterators, `train.batches`), or by iterating if it has no
+            ``set_state``. If the run is finished, ``history`` has the metrics of its last step.
+        evaluate: Batches to measure ``eval_loss`` (cross-entropy) at the end, also of a finished run.
+            Pass an `Evaluation` to measure more often.
+        callbacks: Called after each step, see `Callback`.
+        options: ``objective``, ``trainable``, ``accumulate`` and ``bias_rate`` of `Step`.
+            ``trainable`` defaults to the adapters if the model has any, else to `nnx.Param`.
 
     Raises:
         NotFinite: If a gradient is NaN or infinite, unless `optax.apply_if_finite` skips the step.
-        ValueError: For unusable arguments or data. Also, before the step is compiled, if the model or a batch cannot
-            fit in memory.
+        ValueError: If arguments or data are unusable, or if the model or a batch cannot fit in
+            memory. The memory check precedes compilation.
     """
     steps, seed = whole_number("steps", steps, 1, 2**31), whole_number("seed", seed, -(2**63))
     model = model if mesh is None else on_mesh(model, mesh)
@@ -95,7 +96,7 @@ def fit(
 
 
 def _step(model: CausalLM, optimizer: optax.GradientTransformation, options: StepArguments) -> Step:
-    """Create the step for a model. Raises ValueError for merged adapters."""
+    """Create the step for a model. Raises ValueError if the model has merged adapters."""
     if model.merged is not None:
         raise ValueError(
             "the model has merged adapters: call lora.unmerge(model) to train them, or merge them for good with "
@@ -107,7 +108,10 @@ def _step(model: CausalLM, optimizer: optax.GradientTransformation, options: Ste
 
 
 def _trainable(model: CausalLM) -> Any:
-    """The adapters if the model has any, else its parameters, which must be floats."""
+    """Return the filter of the adapters if the model has any, else of its parameters.
+
+    Raises ValueError if the model has quantized kernels and no adapters.
+    """
     if jax.tree.leaves(nnx.state(model, nnx.LoRAParam)):
         return nnx.LoRAParam
     if jax.tree.leaves(nnx.state(model, QuantizedArray)):
@@ -119,8 +123,11 @@ def _trainable(model: CausalLM) -> Any:
 
 
 def _limit(step: Step, model: CausalLM, data: Any) -> BatchLimit:
-    """Compute the limit on batch size. Raises ValueError for several processes without a mesh, and if the state or
-    batches of known size cannot fit in memory."""
+    """Compute the limit on batch size.
+
+    Raises ValueError if there are several processes and no mesh, and if the state or batches of known
+    size cannot fit in memory.
+    """
     if step.mesh is None and (count := jax.process_count()) > 1:
         raise ValueError(
             f"mesh=None in a job of {count} processes: each would train a model of its own on its share of the rows; "

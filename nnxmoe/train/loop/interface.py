@@ -1,4 +1,4 @@
-"""Types in the interface of `fit`: arguments of callbacks, the callback protocol, the result and errors."""
+"""Types in the interface of `fit`: callbacks and their argument, the result and the errors."""
 
 import dataclasses
 import math
@@ -13,15 +13,18 @@ from nnxmoe.train.loop.measured import Metrics
 
 
 class NotFinite(ValueError):
-    """Raised when gradients, or parameters about to be saved, are NaN or infinite; the message names the parameters."""
+    """Raised if gradients, or parameters to be saved, are NaN or infinite.
+
+    The message names the parameters.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """Passed to callbacks after each step.
+    """Argument of callbacks, created after each step.
 
-    ``model()`` returns the current model. The next step donates its arrays: copy what you keep
-    (``jax.tree.map(jnp.copy, nnx.state(model))``) or save it.
+    ``model()`` returns the current model. The next step donates its arrays. Copy the arrays that you
+    need later (``jax.tree.map(jnp.copy, nnx.state(model))``), or save the model.
     """
 
     step: int
@@ -33,13 +36,16 @@ class Progress:
 
 
 class Callback(Protocol):
-    """Called after each step; returns True to stop the training: a bool of Python, NumPy or JAX, or an array with a
-    single bool. Results of other types, such as the count returned by ``file.write``, are ignored.
+    """Called after each step. Returns True to stop the training.
 
-    The next step waits for the callbacks, unless all of them have an attribute ``late = True``. Late callbacks are
-    called while the next step is computed. They see metrics only, cannot call ``progress.model``, and can stop the
-    training only after a step that is evaluated or saved. A callback that is a context manager is entered before the
-    first step, and exited after the last or when the training ends early.
+    True is a bool of Python, NumPy or JAX, or an array with a single bool. Results of other types,
+    such as the count returned by ``file.write``, are ignored.
+
+    The next step waits for the callbacks, unless all of them have an attribute ``late = True``. Late
+    callbacks run while the device computes the next step. They can read metrics but not call
+    ``progress.model``. They can stop the training only after a step that is evaluated or saved.
+    A callback that is a context manager is entered before the first step. It is exited after the last
+    step, or when the training ends early.
     """
 
     def __call__(self, progress: Progress, /) -> Any: ...
@@ -47,9 +53,13 @@ class Callback(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Fitted:
-    """The result of `fit`: the trained model, the metrics of each step of this call, and the final state.
+    """Result of `fit`.
 
-    If the run had already finished, ``history`` has the metrics of its last step, and a new evaluation if requested.
+    Attributes:
+        model: The trained model.
+        history: Metrics of each step of this call. If the run had already finished: the metrics of
+            its last step, with a new evaluation if requested.
+        state: The final state.
     """
 
     model: CausalLM
@@ -58,7 +68,10 @@ class Fitted:
 
 
 def is_true(answer: Any) -> bool:
-    """Whether a callback returned a true boolean. Raises ValueError for an array of several booleans."""
+    """Check whether a callback returned a true boolean.
+
+    Raises ValueError for an array of several booleans.
+    """
     if getattr(answer, "dtype", None) is not None and str(answer.dtype).removeprefix("torch.") == "bool":
         if math.prod(answer.shape) != 1:
             raise ValueError(
@@ -69,5 +82,5 @@ def is_true(answer: Any) -> bool:
 
 
 def unseen() -> CausalLM:
-    """`Progress.model` of late callbacks: raises ValueError."""
+    """Raise ValueError: `Progress.model` for late callbacks."""
     raise ValueError("the next step has begun when a late callback is called: remove its attribute late to see a model")

@@ -1,4 +1,4 @@
-"""Next-token cross-entropy from hidden states, all logits at once or in chunks."""
+"""Next-token cross-entropy from hidden states, with all logits at once or in chunks."""
 
 import dataclasses
 import functools
@@ -23,9 +23,10 @@ Sums = tuple[Float[Array, ""], Float[Array, ""]]
 class Head(Protocol):
     """``(x, kernel, targets, weights, z, mesh) -> (loss, cross-entropy)``, weighted sums over all tokens.
 
-    The loss adds ``z * logsumexp(logits) ** 2`` per token and is the sum to differentiate. ``kernel [D V]`` is the
-    output head's, tied or not. Logits are float32, products take operands of ``x``'s dtype. Rows are split over
-    the batch axes of ``mesh``, and their tokens over ``context``, if they divide.
+    The loss adds ``z * logsumexp(logits) ** 2`` per token. The loss is the sum to differentiate.
+    ``kernel [D V]`` is the kernel of the output head, tied or not. Logits are float32. Products use
+    operands in the dtype of ``x``. Rows are sharded over the batch axes of ``mesh`` and tokens over
+    ``context``, if these axes divide their numbers.
     """
 
     def __call__(
@@ -41,7 +42,7 @@ class Head(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Whole:
-    """All logits at once: the oracle."""
+    """Loss with all logits at once: the reference for tests."""
 
     def __call__(
         self, x: Array, kernel: Kernel, targets: Array, weights: Array, z: float, mesh: AnyMesh | None = None
@@ -52,11 +53,11 @@ class Whole:
 
 @dataclasses.dataclass(frozen=True)
 class ChunkedLoss:
-    """At most ``logits`` logits per device at a time; the full logits are never materialised.
+    """Loss with at most ``logits`` logits per device at a time; the full logits are never materialized.
 
-    The same pass computes the gradients, so no product runs twice. Exact: a token's softmax is never split. Devices
-    gather the kernel once, in the dtype of ``x``, go through chunks of their own tokens, and add up the kernel's
-    gradients at the end.
+    The same pass computes the gradients, so no product runs twice. The loss is exact: a token's softmax
+    is never split. Each device gathers the kernel once, in the dtype of ``x``, processes its own tokens
+    in chunks, and sums the kernel's gradients at the end.
     """
 
     logits: int = 1 << 26
@@ -79,8 +80,10 @@ def log_probabilities(
     mesh: AnyMesh | None = None,
     logits: int = ChunkedLoss.logits,
 ) -> Float[Array, "B T"]:
-    """The log-probability of each target, differentiable; see `Head` and `ChunkedLoss`. The backward pass computes the
-    logits of each chunk again."""
+    """Compute the log-probability of each target; see `Head` and `ChunkedLoss`.
+
+    The result is differentiable. The backward pass computes the logits of each chunk again.
+    """
     length = x.shape[1] // shard_count(mesh, context_shard_axes(x.shape[1], mesh))
     chunks = -(-length // _tokens_per_chunk(logits, kernel, targets, mesh))
 
@@ -97,13 +100,13 @@ def log_probabilities(
 
 
 def _split(targets: Int[Array, "B T"], mesh: AnyMesh | None) -> tuple[tuple[str, ...], PartitionSpec]:
-    """The mesh axes that shard rows and their tokens, all and by dimension."""
+    """Return the mesh axes that shard rows and tokens, as a tuple and as a PartitionSpec."""
     rows, tokens = batch_shard_axes(len(targets), mesh), context_shard_axes(targets.shape[1], mesh)
     return (*rows, *tokens), PartitionSpec(rows or None, tokens or None)
 
 
 def _tokens_per_chunk(logits: int, kernel: Kernel, targets: Array, mesh: AnyMesh | None) -> int:
-    """How many tokens of every row a chunk has, for at most ``logits`` logits per device."""
+    """Return the tokens per row of a chunk, for at most ``logits`` logits per device."""
     batch, length = targets.shape
     length //= shard_count(mesh, context_shard_axes(length, mesh))
     return min(
@@ -112,7 +115,7 @@ def _tokens_per_chunk(logits: int, kernel: Kernel, targets: Array, mesh: AnyMesh
 
 
 def _losses(logits: Array, targets: Array, z: float) -> tuple[Array, Array, Array]:
-    """Per token: loss, cross-entropy and logsumexp."""
+    """Compute loss, cross-entropy and logsumexp per token."""
     norm = jax.nn.logsumexp(logits, axis=-1)
     chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     return norm - chosen + z * norm**2, norm - chosen, norm
@@ -143,15 +146,18 @@ def _chunked(
 def _with_slopes(
     x: Array, kernel: Kernel, targets: Array, weights: Array, step: int, z: float, mesh: AnyMesh | None
 ) -> Any:
-    """Compute the sums, and the gradients of the first with respect to ``x`` and, if it is trained, ``kernel``."""
+    """Compute the sums and the gradients of the first sum.
+
+    The gradients are with respect to ``x`` and, if it is trained, ``kernel``.
+    """
     (axes, rows), cast = _split(targets, mesh), kernel.cast(x.dtype)
     local = functools.partial(_slopes_of_rows, step=step, z=z)
     if mesh is None or not axes:
         sums, (by_x, slope) = local(x, cast, targets, weights)
     else:
         whole, count = PartitionSpec(), shard_count(mesh, axes)
-        axes = tuple(sorted(axes, key=lambda axis: axis not in ("fsdp", CONTEXT)))  # which shard parameters
-        alone = count == mesh.size  # XLA would gather what other axes shard before it scatters
+        axes = tuple(sorted(axes, key=lambda axis: axis not in ("fsdp", CONTEXT)))  # parameters' axes first
+        alone = count == mesh.size  # with further axes, XLA would gather their shards before it scatters
         parted = jax.tree.map(lambda a: alone and bool(a.ndim) and a.shape[-1] % count == 0, cast)
         of_slope = jax.tree.map(
             lambda a, part: PartitionSpec(*[None] * (a.ndim - 1), axes) if part else whole, cast, parted
@@ -169,12 +175,12 @@ def _with_slopes(
 
 
 def _added(a: Array, axes: tuple[str, ...], scatter: bool) -> Array:
-    """The sum over mesh axes, of which each device keeps its part of the last dimension with ``scatter``."""
+    """Sum over mesh axes. With ``scatter``, each device gets its part of the last dimension."""
     return jax.lax.psum_scatter(a, axes, scatter_dimension=a.ndim - 1, tiled=True) if scatter else jax.lax.psum(a, axes)
 
 
 def _slopes_of_rows(x: Array, cast: Kernel, targets: Array, weights: Array, step: int, z: float) -> Any:
-    """`_with_slopes` on one device; the kernel's gradients are float32."""
+    """Run `_with_slopes` on one device. The kernel's gradients are float32."""
 
     def one(carry: Any, chunk: Any) -> Any:
         total, entropies, slope = carry
@@ -200,10 +206,10 @@ def _chunked_jvp(step: int, z: float, mesh: AnyMesh | None, given: Any, moved: A
     x, kernel, targets, weights = given
     sums, slopes = _with_slopes(x, kernel, targets, weights, step, z, mesh)
     total = jnp.zeros(())
-    # Leaf by leaf; a kernel that is not trained comes last and has no slope.
+    # An untrained kernel comes last and has no slope, so the lists may differ in length.
     for slope, along in zip(jax.tree.leaves(slopes), jax.tree.leaves(moved[:2]), strict=False):
         if not isinstance(along, SymbolicZero):
-            # In float32, in reverse mode too: 1 / tokens in bfloat16 is off by up to 0.4 %, as all gradients would be.
+            # Float32, also in reverse mode: 1 / tokens in bfloat16 is off by up to 0.4 %, and scales all gradients.
             total += jnp.sum(slope.astype(jnp.float32) * along.astype(jnp.float32))
     return sums, (total, jnp.zeros(()))
 

@@ -1,4 +1,4 @@
-"""The metrics of a step, the seconds waited for its parts and its FLOPs; the loss of held-out batches."""
+"""Metrics of a step: losses, seconds per phase, FLOPs, and the loss of held-out batches."""
 
 import contextlib
 import dataclasses
@@ -25,7 +25,7 @@ from nnxmoe.train.loop.step import Step
 Metrics = dict[str, float]
 EVAL_LOSS, EVAL_SECONDS = "eval_loss", "eval_seconds"
 EVALUATED = frozenset({EVAL_LOSS, EVAL_SECONDS})
-# The names that metrics of an objective must not have, besides those of the losses.
+# Reserved names of metrics, in addition to the names of the losses.
 _OWN = {
     *("gradient_norm", "seconds", "learning_rate", "tokens_per_second", "mfu", "skipped"),
     *("data_seconds", "device_seconds", "checkpoint_seconds", *EVALUATED),
@@ -40,7 +40,7 @@ class Spent:
 
     @contextlib.contextmanager
     def on(self, name: str) -> Iterator[None]:
-        """Add the time of this block."""
+        """Add the seconds of the ``with`` block."""
         began = time.perf_counter()
         try:
             yield
@@ -54,7 +54,10 @@ class Spent:
 
 
 def metrics_of(report: Report, number: int, batch: Batch, seconds: float) -> Metrics:
-    """The metrics of a step that took this many seconds. Raises ValueError for a name that is taken."""
+    """Compute the metrics of a step that took this many seconds.
+
+    Raises ValueError if a metric of the objective has a reserved name.
+    """
     losses = report.losses
     metrics = {"step": number, "loss": float(losses.total)}
     if losses.cross_entropy is not None:
@@ -83,14 +86,14 @@ def metrics_of(report: Report, number: int, batch: Batch, seconds: float) -> Met
 
 
 def shown_metrics(metrics: Metrics) -> dict[str, str]:
-    """The metrics shown beside the progress bar, as text; zeros are left out, except the loss."""
+    """Format the metrics shown next to the progress bar. Zeros are left out, except the loss."""
     names = {
         "loss": "{:.4f}",
         "tokens_per_second": "{:.0f}",
         "seconds": "{:.3f}",
         "mfu": "{:.1%}",
         "data_seconds": "{:.3f}",
-        "busiest_expert": "{:.1f}x",  # its share, in even shares
+        "busiest_expert": "{:.1f}x",  # as a multiple of the even share
         "dropped": "{:.1%}",
         "skipped": "{}",
     }
@@ -105,18 +108,19 @@ def shown_metrics(metrics: Metrics) -> dict[str, str]:
 
 
 def peak_flops(mesh: Mesh | None) -> float | None:
-    """Peak FLOP/s of dense bfloat16 products on the mesh's devices together; None for unknown devices."""
+    """Return the peak FLOP/s of dense bfloat16 products of all devices of a mesh, if known."""
     devices = [jax.devices()[0]] if mesh is None else list(mesh.devices.flat)
     found = of_device(devices[0].device_kind)
     return None if found is None else found.flops * len(devices)
 
 
 def token_flops(model: CausalLM, trained: Collection[str]) -> float:
-    """FLOPs of a training step per token: 4 per parameter used (forward, and gradient of the input), 2 more for the
-    gradient of a parameter in ``trained`` (dotted paths).
+    """Estimate the FLOPs of a training step per token.
 
-    Attention scores and rematerialisation are not counted (PaLM; Chowdhery et al. 2022). Prediction layers are used if
-    any of them is trained, and each of them uses the output head once more.
+    Counts 4 FLOPs per used parameter (forward pass, and gradient of the input) and 2 more for the
+    gradient of each parameter in ``trained`` (dotted paths). Attention scores and rematerialization
+    are not counted (PaLM; Chowdhery et al. 2022). If any prediction layer is trained, all prediction
+    layers count, and each adds a use of the output head.
     """
     total, depths = 0.0, len(model.mtp) if any(name.startswith("mtp.") for name in trained) else 0
     head = "embed.table" if model.head is None else "head.kernel"
@@ -132,14 +136,14 @@ def token_flops(model: CausalLM, trained: Collection[str]) -> float:
         elif key == head:
             share = 1.0 + depths
         elif key.endswith(".table"):
-            share = 0.0  # a lookup, no product; Gemma 4 has a second table
+            share = 0.0  # a lookup, not a product; Gemma 4 has a second table
         total += (6 if ".".join(map(str, path)) in trained else 4) * share * size
     return total
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation(KnownFields):
-    """Held-out batches, measured every ``every`` steps (None: not before the end) and at the end."""
+    """Held-out batches, measured at the end and, if ``every`` is set, every ``every`` steps."""
 
     batches: Iterable[Batch]
     every: int | None = None
@@ -150,13 +154,15 @@ class Evaluation(KnownFields):
         set_positive(self, "every")
 
     def due(self, step: int, last: bool) -> bool:
-        """Whether the state after a step is measured."""
+        """Check whether the state after a step is measured."""
         return last or (self.every is not None and step % self.every == 0)
 
     def of(self, step: Step) -> Callable[[TrainState], float]:
-        """The function from a state to the mean cross-entropy of the batches. Raises ValueError if there are none, or
-        if the first one is unusable: before the training, of which an error in the evaluation would lose the last
-        steps."""
+        """Return a function from a state to the mean cross-entropy of the batches.
+
+        Raises ValueError if there are no batches or the first batch is unusable. The check runs before
+        training, since an error in the evaluation would lose the steps since the last checkpoint.
+        """
         if (first := next(iter(self.batches), None)) is None:
             raise ValueError("evaluate: there are no batches: pass at least one, or leave it out")
         put_batch(first, step)

@@ -1,4 +1,4 @@
-"""Lower bounds of the memory for training, to refuse what cannot fit before compiling it."""
+"""Lower bounds on training memory, to reject batches and models that cannot fit before compiling."""
 
 import dataclasses
 import math
@@ -18,9 +18,10 @@ from nnxmoe.train.loop.step import Step
 
 
 def refuse_state(step: Step) -> float:
-    """Raise ValueError if the state and its gradients do not fit in memory. Return the bytes left for activations.
+    """Check that a state and its gradients fit in memory, and return the bytes left for activations.
 
-    Gradients are not subtracted, since activations are freed before all gradients exist.
+    Raises ValueError if they do not fit. Gradients are not subtracted from the result, since activations
+    are freed before all gradients exist.
     """
     state, (have, _) = step.shapes(), memory_bytes()
     arrays = [*jax.tree.leaves((state.params, state.frozen, state.moments))]
@@ -40,19 +41,20 @@ def refuse_state(step: Step) -> float:
 
 @dataclasses.dataclass
 class BatchLimit:
-    """Refuses batches whose activations need more than ``room``, the bytes that the state leaves free.
+    """Rejects batches whose activations need more than ``room``, the bytes that the state leaves free.
 
-    A lower bound: it counts only the input of each layer that gradients pass through, which the backward pass needs
-    with and without `Remat`, as if it were sharded over all devices. Logits and activations inside layers are extra.
+    The need is a lower bound. It counts only the input of each layer that gradients pass through, as
+    if it were sharded over all devices. The backward pass needs these inputs with and without `Remat`.
+    Logits and activations inside layers come on top.
     """
 
     room: float
-    bytes_per_token: float  # on all devices of this process together, for accumulate=1
+    bytes_per_token: float  # sum over the devices of this process, for accumulate=1
     accumulate: int
 
     @classmethod
     def of(cls, step: Step, model: CausalLM, room: float) -> "BatchLimit":
-        """Create the limit for a step. Objectives that may leave out tokens have no limit."""
+        """Create the limit for a step. Objectives that may skip tokens have no limit."""
         known = isinstance(step.objective, RouterLosses)
         layers = _layers_with_gradients(model, step.names) if known else 0
         dtype = model.strategy.compute_dtype or model.dtype
@@ -73,8 +75,8 @@ class BatchLimit:
 def _layers_with_gradients(model: CausalLM, trained: tuple[str, ...]) -> int:
     """Count the layers whose inputs the backward pass reads from memory.
 
-    These are the layers after the first one with a trained parameter, or all but one if the embedding is trained. At
-    least one, since the output head's input is always needed.
+    These are the layers after the first layer with a trained parameter, or all but one if the
+    embedding is trained. The count is at least 1, since the output head's input is always needed.
     """
     remat = model.strategy.remat
     if remat is not None and (remat.offload or remat.policy is not None):
@@ -89,6 +91,6 @@ def _layers_with_gradients(model: CausalLM, trained: tuple[str, ...]) -> int:
 
 
 def size_of_batches(data: Any) -> tuple[int, int] | None:
-    """Return rows and tokens per row of batches that declare their size, such as `train.batches`; None for others."""
+    """Return rows and tokens per row of batches that declare them, such as `train.batches`, else None."""
     rows, length = getattr(data, "batch_size", None), getattr(data, "seq_len", None)
     return (rows, length) if isinstance(rows, int) and isinstance(length, int) else None

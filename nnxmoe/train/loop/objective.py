@@ -1,4 +1,4 @@
-"""Objectives of training: next-token cross-entropy plus auxiliary losses, or a function of model and batch."""
+"""Training objectives: next-token cross-entropy plus auxiliary losses, or a function of model and batch."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -23,38 +23,42 @@ from nnxmoe.train.loop.loss import ChunkedLoss, Head, Sums
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Losses:
-    """The losses of one batch, as arrays or as their shapes; None where an objective does not know them."""
+    """Losses of one batch, as arrays or as shapes. None for losses that an objective does not compute."""
 
-    total: Any  # the scalar to minimise
+    total: Any  # the scalar to minimize
     cross_entropy: Any  # mean over the tokens that count
-    tokens: Any  # how many tokens count, or pairs of completions
-    balance: Any  # without its weight, as is router_z
+    tokens: Any  # number of tokens, or of pairs of completions, that count
+    balance: Any  # unweighted, like router_z
     router_z: Any
-    load: Any  # int [L, E]: assignments per MoE layer and expert, those of prediction layers last
+    load: Any  # int [L, E]: assignments per MoE layer and expert, prediction layers last
     dropped: Any  # int [L]: assignments that exceeded an expert's capacity
-    mtp: Any = None  # mean over the depths of multi-token prediction, without its weight
-    measured: Any = dataclasses.field(default_factory=dict)  # name -> scalar, of a function's own metrics
+    mtp: Any = None  # unweighted mean over the depths of multi-token prediction
+    measured: Any = dataclasses.field(default_factory=dict)  # name -> scalar: metrics that the objective adds
 
 
 class TrainingObjective(Protocol):
-    """An objective that a step minimises. `Objective` is one, and `of_function` makes one of any function of model and
-    batch."""
+    """Objective that a step minimizes, such as `Objective` or a function wrapped by `of_function`."""
 
     def check(self, batch: Batch) -> None:
         """Raise ValueError if the batch is malformed."""
         ...
 
     def count(self, batch: Batch) -> Any:
-        """How many tokens of a whole batch count; None if the objective does not divide by them."""
+        """Count the tokens of a whole batch, or return None if the loss is not divided by the count."""
         ...
 
     def __call__(
         self, model: CausalLM, batch: Batch, key: Any, count: Any, share: float
     ) -> tuple[Float[Array, ""], Losses]:
-        """The scalar to minimise, and its parts.
+        """Compute the scalar to minimize, and its parts.
 
-        With gradient accumulation ``batch`` is a part, and the results of the parts are added: ``count`` is that of the
-        whole batch (else None), ``share`` the weight of what is not divided by it. ``key``: for random numbers.
+        With gradient accumulation, the results of the parts of a batch are added.
+
+        Args:
+            batch: The batch, or a part of it with gradient accumulation.
+            key: For random numbers.
+            count: Result of `count` for the whole batch, or None without accumulation.
+            share: Weight of the terms that are not divided by ``count``.
         """
         ...
 
@@ -106,11 +110,11 @@ def _scalar(name: str, value: Any) -> Float[Array, ""]:
 
 
 def of_function(objective: Any) -> TrainingObjective:
-    """The objective itself, or one made of a function ``(model, batch) -> loss`` or ``-> (loss, {name: scalar})``,
-    whose scalars are logged as metrics.
+    """Wrap a function of model and batch as an objective. Objectives are returned unchanged.
 
-    Its batches are any dicts of arrays with the same number of rows; with accumulation the mean over the parts of a
-    batch is minimised. A loss in ten lines, such as DPO's, needs no more.
+    The function is ``(model, batch) -> loss`` or ``-> (loss, {name: scalar})``. The scalars are logged
+    as metrics. Batches are any dicts of arrays with the same number of rows. With accumulation, the
+    mean over the parts of a batch is minimized.
     """
     if hasattr(objective, "check"):
         return objective
@@ -121,10 +125,12 @@ def of_function(objective: Any) -> TrainingObjective:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RouterLosses(KnownFields):
-    """The part of an objective that reads the routers: their weighted losses and the loads of the experts.
+    """The losses of the routers and the loads of the experts, as a base class of objectives.
 
-    ``balance`` weighs the mean of ``balance_loss`` over the MoE layers, ``router_z_loss`` the mean of the routers'
-    z-losses; both default to 0.
+    Attributes:
+        balance: Weight of the mean of ``balance_loss`` over the MoE layers.
+        balance_loss: Load-balancing loss of one layer.
+        router_z_loss: Weight of the mean of the routers' z-losses.
     """
 
     balance: float = 0.0
@@ -135,11 +141,11 @@ class RouterLosses(KnownFields):
         set_numbers(self, "balance", "router_z_loss")
 
     def of_model(self, model: CausalLM) -> Self:
-        """The objective for a model. Raises ValueError if it needs layers that the model lacks."""
+        """Return the objective for a model. Raises ValueError if the model lacks layers that it needs."""
         return self
 
     def _body(self, model: CausalLM, batch: Batch, key: Any) -> Body:
-        """All layers of the model, each with the losses of its router."""
+        """Run all layers of the model, with the losses of each router."""
         segments = batch.get("segment_ids")
         mask = real_tokens(batch) if segments is not None or "attention_mask" in batch else None
         given = batch["tokens"], mask, batch.get("positions"), segments, None, key
@@ -149,26 +155,27 @@ class RouterLosses(KnownFields):
     def _of_routers(
         self, infos: Sequence[Any], share: float
     ) -> tuple[Float[Array, ""], tuple[Array, Array, Array, Array]]:
-        """The weighted sum of the routers' losses, and the fields ``balance`` to ``dropped`` of `Losses`."""
+        """Return the weighted sum of the routers' losses, and fields ``balance`` to ``dropped`` of `Losses`."""
         even, router_z = (share * _mean([info.routing[i] for info in infos]) for i in range(2))
         load = jnp.stack([info.dispatch.load for info in infos]) if infos else jnp.zeros((0, 0), jnp.int32)
         dropped = jnp.stack([info.dispatch.dropped for info in infos]) if infos else jnp.zeros((0,), jnp.int32)
         return self.balance * even + self.router_z_loss * router_z, (even, router_z, load, dropped)
 
     def _summarise_routing(self, routing: Routing) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        """Auxiliary losses of one layer, computed within the layer so that its scores need not be kept."""
+        """Compute the auxiliary losses inside the layer, so that its scores need not be stored."""
         return self.balance_loss(routing), balancing.z_loss(routing)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Objective(RouterLosses):
-    """Mean next-token cross-entropy plus weighted auxiliary losses; each weight defaults to 0.
+    """Mean next-token cross-entropy plus weighted auxiliary losses. Each weight defaults to 0.
 
-    ``z_loss`` weighs the mean squared logsumexp of the logits (PaLM; Chowdhery et al. 2022), `RouterLosses` has the
-    weights of the routers' losses. ``mtp`` weighs the loss
-    of multi-token prediction (DeepSeek-V3: 0.3, later 0.1): the mean over ``model.mtp`` of the mean cross-entropy of
-    tokens 2, 3, … steps further on in the same document. With 0 those layers are not computed, and `Step` does not
-    train them. ``depths``: their number, set by `of_model`.
+    Attributes:
+        z_loss: Weight of the mean squared logsumexp of the logits (PaLM; Chowdhery et al. 2022).
+        mtp: Weight of the multi-token prediction loss (DeepSeek-V3: 0.3, later 0.1): the mean over
+            ``model.mtp`` of the mean cross-entropy of tokens 2, 3, … steps ahead in the same
+            document. With 0, the prediction layers are not computed and `Step` does not train them.
+        depths: Number of prediction layers, set by `of_model`.
     """
 
     z_loss: float = 0.0
@@ -181,8 +188,10 @@ class Objective(RouterLosses):
         set_numbers(self, "z_loss", "mtp")
 
     def of_model(self, model: CausalLM) -> Self:
-        """The objective for the number of prediction layers of a model. ValueError if it needs some and there are
-        none."""
+        """Set ``depths`` to the model's number of prediction layers.
+
+        Raises ValueError if ``mtp`` is not 0 and the model has no prediction layers.
+        """
         if self.mtp and not model.mtp:
             raise ValueError(
                 f"Objective(mtp={self.mtp}): the model has no multi-token prediction layers: load it with mtp=True"
@@ -193,7 +202,7 @@ class Objective(RouterLosses):
         check_batch(batch)
 
     def count(self, batch: Batch) -> tuple[Float[Array, ""], ...]:
-        """The number of tokens that count, at least 1: in the main loss, and at each depth of prediction."""
+        """Count the tokens in the main loss and at each depth of prediction, at least 1 each."""
         weights = [targets_of(batch)[1], *(ahead.weights for ahead in targets_ahead(batch, self.depths))]
         return tuple(jnp.maximum(jnp.sum(each), 1.0) for each in weights)
 
@@ -205,7 +214,7 @@ class Objective(RouterLosses):
         count: tuple[Float[Array, ""], ...] | None = None,
         share: float = 1.0,
     ) -> tuple[Float[Array, ""], Losses]:
-        """The scalar to minimise, and the losses it consists of; see `TrainingObjective`."""
+        """Compute the scalar to minimize and its losses; see `TrainingObjective`."""
         body = self._body(model, batch, key)
         targets, weights = targets_of(batch)
         counts = self.of_model(model).count(batch) if count is None else count
@@ -218,17 +227,19 @@ class Objective(RouterLosses):
         return total, Losses(total, entropy, jnp.sum(weights), *routers, mtp=ahead)
 
     def _sums(self, model: CausalLM, x: Array, targets: Array, weights: Array, z: float) -> Sums:
-        """Weighted sums over all tokens of the loss and the cross-entropy, from the input of the output head."""
+        """Sum the weighted loss and cross-entropy over all tokens, from the output head's input."""
         kernel, mesh = model.head_weight(), model.strategy.mesh
-        if mesh is None:  # one long row, which chunks may cut anywhere
+        if mesh is None:  # one long row, so that chunks may split it anywhere
             x, targets, weights = (a.reshape(1, -1, *a.shape[2:]) for a in (x, targets, weights))
         return self.head(x, kernel, targets, weights, z, mesh)
 
     def _predict(
         self, model: CausalLM, states: Array, batch: Batch, key: Any, counts: Sequence[Array]
     ) -> tuple[Array | None, list[Any]]:
-        """Mean loss of the prediction layers and their `MoEInfo`s. Each layer gets the states of the one before; layers
-        without targets are not computed."""
+        """Return the mean loss of the prediction layers and their `MoEInfo`s.
+
+        Each layer gets the states of the previous layer. Layers without targets are not computed.
+        """
         losses, infos = [], []
         for k, (count, ahead) in enumerate(zip(counts, targets_ahead(batch, len(counts)), strict=True)):
             own = None if key is None else jax.random.fold_in(key, len(model.stacks) + k)

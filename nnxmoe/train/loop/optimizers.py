@@ -1,4 +1,4 @@
-"""Optax optimizers on a model's parameters: Muon's matrices, the shardings of moments, and skipped updates."""
+"""Optax optimizers for a model's parameters: Muon's matrices, shardings of moments, skipped updates."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,17 +20,22 @@ _OTHERS = "others"
 def muon(
     learning_rate: optax.ScalarOrSchedule, model: CausalLM, *, consistent_rms: float | None = 0.2, **options: Any
 ) -> optax.GradientTransformation:
-    """`optax.contrib.muon`, which orthogonalises the kernel of each layer and expert as one matrix ``[I, O]``; heads
-    are part of I or O. Embedding, output head, norms, biases and other parameters are trained by AdamW.
+    """Create `optax.contrib.muon` for a model.
 
-    ``consistent_rms`` scales the updates of matrices to the size of AdamW's, so that both use one learning rate (Liu et
-    al. 2025, arXiv 2502.16982); None is Jordan's scale (2024). ``options``: those of `optax.contrib.muon`. The
-    optimizer is for models with these parameter names: `train.lora.add` comes first. It raises ValueError for others.
+    Muon orthogonalizes the kernel of each layer and expert as one matrix ``[I, O]``. Heads are part of
+    I or O. AdamW trains embedding, output head, norms, biases and all other parameters. The optimizer
+    is for models with the same parameter names: call `train.lora.add` first. It raises ValueError for
+    other parameters.
+
+    Args:
+        consistent_rms: Scales the updates of matrices to the size of AdamW's updates, so that both
+            use one learning rate (Liu et al. 2025, arXiv 2502.16982). If None, Jordan's scale (2024).
+        options: Further arguments of `optax.contrib.muon`.
     """
     variables = {".".join(map(str, path)): variable for path, variable in nnx.to_flat_state(nnx.state(model))}
     numbers = {name: _matrix(variable) for name, variable in variables.items()}
     stacked = {
-        name: jax.vmap if axes_of(v)[0] == "stages" else _one_by_one  # a loop would gather the layers of all stages
+        name: jax.vmap if axes_of(v)[0] == "stages" else _one_by_one  # a loop would make XLA gather all stages' layers
         for name, v in variables.items()
         if is_kernel(v) and len(ParamWeight(v).lead) > 1
     }
@@ -52,14 +57,14 @@ _Over = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def _one_by_one(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Like `jax.vmap`, with temporary arrays of one layer only."""
+    """Map like `jax.vmap`, with temporary arrays for one layer at a time."""
     return lambda *given: jax.lax.map(lambda layer: run(*layer), given)
 
 
 def _per_layer(inner: optax.GradientTransformation, stacked: Mapping[str, _Over]) -> optax.GradientTransformation:
-    """``inner``, mapped over the first axis of the ``stacked`` parameters, each with a state of its own.
+    """Map ``inner`` over the first axis of each ``stacked`` parameter, with separate optimizer states.
 
-    Optax 0.2.8 merges the axes of layers and experts into one, for which XLA gathers the experts of all devices; see
+    Optax 0.2.8 merges the axes of layers and experts, so XLA gathers the experts of all devices. See
     ``test_muon_gathers_no_experts``.
     """
 
@@ -83,14 +88,15 @@ def _per_layer(inner: optax.GradientTransformation, stacked: Mapping[str, _Over]
 
 
 def _matrix(variable: nnx.Variable) -> MuonDimensionNumbers | None:
-    """The axes of inputs and outputs, counted from the end; None for parameters that AdamW trains."""
+    """Return the axes of inputs and outputs, counted from the end, or None if AdamW trains the parameter."""
     if not is_kernel(variable) or "vocab" in axes_of(variable):
         return None
     _, ins, outs = ParamWeight(variable).split(range(-variable.ndim, 0))
     return MuonDimensionNumbers(ins, outs)
 
 
-# Name -> optimizer without weight decay, of a learning rate and a model; the default learning rate relative to Adam's.
+# Name -> (function of learning rate and model that creates an optimizer without weight decay,
+# default learning rate relative to Adam's).
 OPTIMIZERS: dict[str, tuple[Callable[[Any, CausalLM], optax.GradientTransformation], float]] = {
     "adam": (lambda rate, model: optax.adam(rate), 1.0),
     "muon": (muon, 1.0),
@@ -102,8 +108,12 @@ OPTIMIZERS: dict[str, tuple[Callable[[Any, CausalLM], optax.GradientTransformati
 def moment_shardings(
     moments: Any, params: Mapping[str, jax.ShapeDtypeStruct], places: Mapping[str, Any], everywhere: Any
 ) -> Any:
-    """The sharding of each array of an optimizer's state: that of its parameter, also without one of its dimensions
-    (Adafactor's means of rows and columns); all else gets ``everywhere``. Models without values have no places."""
+    """Return the sharding of each array of an optimizer's state.
+
+    A moment gets its parameter's sharding, also if it lacks one of the dimensions (Adafactor's means of
+    rows and columns). All other arrays get ``everywhere``. The shardings in ``places`` are None for
+    models without values.
+    """
 
     def place(path: Any, leaf: Any) -> Any:
         name = next((key.key for key in reversed(path) if getattr(key, "key", None) in places), None)
@@ -123,11 +133,11 @@ def moment_shardings(
 
 
 def moment_paths(moments: Any) -> list[str]:
-    """The name of each array of an optimizer's state, in the order of its leaves."""
+    """Return the path of each array of an optimizer's state, in the order of its leaves."""
     return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(moments)]
 
 
 def skipped_steps(moments: Any) -> Array | None:
-    """The number of steps that `optax.apply_if_finite` has skipped; None for other optimizers."""
+    """Return the number of steps skipped by `optax.apply_if_finite`, or None for other optimizers."""
     found = optax.tree.get_all_with_path(moments, "total_notfinite")
     return found[0][1] if found else None

@@ -1,11 +1,13 @@
-"""Learning from preferences, pairs of a chosen and a rejected completion: DPO (Rafailov et al. 2023) and its variants.
+"""Preference learning from pairs of completions: DPO (Rafailov et al. 2023) and its variants.
 
     train.lora.add(model, rank=16, rngs=nnx.Rngs(0))
     data = train.preferences("pairs.jsonl", tokenizer, batch_size=8, seq_len=512)
     train.fit(model, data, objective=train.DPO(train.lora.without, beta=0.1), …)
 
-Without adapters the reference is a second model, and ``with_reference(data, model)`` adds its log-probabilities to the
-batches: ``train.fit(model, train.with_reference(data, model), objective=train.DPO(), …)``.
+Without adapters the reference is a second model. ``with_reference(data, model)`` adds its
+log-probabilities to the batches:
+
+    train.fit(model, train.with_reference(data, model), objective=train.DPO(), …)
 """
 
 import dataclasses
@@ -36,35 +38,48 @@ the rejected completion is than the reference's; ``tokens``: how many tokens the
 
 
 def sigmoid_loss(ratios: Pairs, tokens: Pairs, beta: float) -> Float[Array, "B"]:
-    """DPO: ``-log sigmoid(beta * margin)`` (Rafailov et al. 2023, eq. 7)."""
+    """Compute the DPO loss ``-log sigmoid(beta * margin)`` (Rafailov et al. 2023, eq. 7)."""
     return -jax.nn.log_sigmoid(beta * (ratios[:, 0] - ratios[:, 1]))
 
 
 def hinge_loss(ratios: Pairs, tokens: Pairs, beta: float) -> Float[Array, "B"]:
-    """SLiC's ``max(0, 1 - beta * margin)`` (Zhao et al. 2023), normalised by the reference (Liu et al. 2023)."""
+    """Compute SLiC's ``max(0, 1 - beta * margin)`` (Zhao et al. 2023).
+
+    The reference normalizes the log-probabilities (Liu et al. 2023).
+    """
     return jax.nn.relu(1 - beta * (ratios[:, 0] - ratios[:, 1]))
 
 
 def ipo_loss(ratios: Pairs, tokens: Pairs, beta: float) -> Float[Array, "B"]:
-    """IPO: ``(margin - 1 / (2 beta)) ** 2`` (Azar et al. 2023, eq. 17), of the means over tokens as in TRL."""
+    """Compute the IPO loss ``(margin - 1 / (2 beta)) ** 2`` (Azar et al. 2023, eq. 17).
+
+    The margin is between means over tokens, as in TRL.
+    """
     means = ratios / jnp.maximum(tokens, 1.0)
     return (means[:, 0] - means[:, 1] - 1 / (2 * beta)) ** 2
 
 
 @dataclasses.dataclass(frozen=True)
 class DPO(RouterLosses):
-    """Mean loss of the pairs of a batch: the chosen completion shall gain more probability than the rejected one.
+    """Mean preference loss of a batch's pairs, lower for a larger margin of the chosen completions.
 
-    Batches have ``tokens [B, 2, T]`` int, the chosen and the rejected row of each pair, padded on the right;
-    ``loss_mask`` of the same shape, 1 for the tokens of the completion; and optionally ``attention_mask``, 0 for
-    padding. A pair counts if both completions have tokens that count. `nnxmoe.train.preferences` makes such batches.
+    Batches have three arrays of int ``[B, 2, T]``. ``tokens`` has the chosen and the rejected row of
+    each pair, padded on the right. ``loss_mask`` is 1 for the tokens of the completion.
+    ``attention_mask`` is optional and 0 for padding. A pair counts if both completions have tokens that
+    count. `nnxmoe.train.preferences` creates such batches. Metrics have TRL's names.
 
-    ``reference`` returns the reference of the trained model: `lora.without` for adapters that start at zero, at the
-    cost of a forward pass per step and no memory for weights. With None, batches have ``reference_logps [B, 2]``, see
-    `with_reference`. ``label_smoothing`` is the probability that a pair is labelled the wrong way round (cDPO, Mitchell
-    2023). Metrics have TRL's names. The routers' losses, with the weights of `RouterLosses`, are those of both rows;
-    with weights of 0 they are measured only, as by `Objective`. Raises ValueError for a beta that is not positive, a
-    smoothing outside [0, 0.5), and a model as the reference.
+    The routers' losses cover both rows of each pair. With weights of 0 they are only measured, as by
+    `Objective`.
+
+    Args:
+        reference: Returns the reference of the trained model, such as `lora.without` for adapters that
+            start at zero. It costs a forward pass per step and no memory for weights. If None, batches
+            have ``reference_logps [B, 2]``, see `with_reference`.
+        label_smoothing: Probability that the labels of a pair are swapped (cDPO, Mitchell 2023).
+
+    Raises:
+        ValueError: If ``beta`` is not positive, ``label_smoothing`` is outside [0, 0.5), or
+            ``reference`` is a model.
     """
 
     reference: Callable[[CausalLM], CausalLM] | None = None
@@ -82,7 +97,7 @@ class DPO(RouterLosses):
             raise ValueError(f"DPO(label_smoothing={self.label_smoothing}): it must be at least 0 and less than 0.5")
 
     def check(self, batch: Batch) -> None:
-        """Raise ValueError if the batch is not one of pairs, or has not exactly one reference."""
+        """Raise ValueError if the batch is malformed or does not have exactly one reference."""
         check_pairs({name: array for name, array in batch.items() if name != REFERENCE})
         if self.reference is not None and REFERENCE in batch:
             raise ValueError(f"the batch has {REFERENCE} and DPO a reference function: leave out one of them")
@@ -95,13 +110,13 @@ class DPO(RouterLosses):
             raise ValueError(f"{REFERENCE} has the shape {found}: it must be [B, 2], {[len(batch['tokens']), 2]}")
 
     def count(self, batch: Batch) -> Float[Array, ""]:
-        """The number of pairs that count, at least 1."""
+        """Count the pairs that have tokens in both completions, at least 1."""
         return jnp.maximum(jnp.sum(_counting(_tokens_of(_rows(batch)))), 1.0)
 
     def __call__(
         self, model: CausalLM, batch: Batch, key: Any = None, count: Any = None, share: float = 1.0
     ) -> tuple[Float[Array, ""], Losses]:
-        """The scalar to minimise, and the metrics; see `TrainingObjective`."""
+        """Compute the scalar to minimize and the metrics; see `TrainingObjective`."""
         rows = _rows(batch)
         logps, body = self.logps(model, rows, key)
         known = batch[REFERENCE] if self.reference is None else self.logps(self.reference(model), rows, key)[0]
@@ -127,7 +142,7 @@ class DPO(RouterLosses):
         return total, Losses(total, None, jnp.sum(pairs), *routers, measured=means)
 
     def logps(self, model: CausalLM, rows: Batch, key: Any) -> tuple[Pairs, Body]:
-        """The log-probabilities of the completions in rows ``[2 B, T]``, summed over their tokens, and all layers."""
+        """Sum the log-probabilities of each completion in rows ``[2 B, T]``, and return the layers' results."""
         body, (targets, weights) = self._body(model, rows, key), targets_of(rows)
         each = log_probabilities(body.x, model.head_weight(), targets, model.mesh)
         return jnp.sum(each * weights, axis=1).reshape(-1, 2), body
@@ -151,26 +166,27 @@ def check_pairs(batch: Batch) -> None:
 
 
 def _rows(batch: Batch) -> dict[str, Array]:
-    """``[B, 2, T] -> [2 B, T]``: the rows of a pair stay beside each other, so that a mesh moves nothing."""
+    """Reshape ``[B, 2, T] -> [2 B, T]``. The rows of a pair stay adjacent, so a mesh moves no data."""
     return {n: jnp.reshape(batch[n], (-1, jnp.shape(batch[n])[-1])) for n in FIELDS if n in batch}
 
 
 def _tokens_of(rows: Batch) -> Pairs:
-    """How many tokens of each completion count."""
+    """Count the tokens of each completion that are in the loss."""
     return jnp.sum(targets_of(rows)[1], axis=1).reshape(-1, 2)
 
 
 def _counting(tokens: Pairs) -> Float[Array, "B"]:
-    """1 for pairs that count, else 0."""
+    """Return 1 for pairs that count, else 0."""
     return jnp.all(tokens > 0, axis=1).astype(jnp.float32)
 
 
 def with_reference(batches: Iterable[Batch], model: CausalLM) -> Iterable[Batch]:
-    """Batches of pairs with ``reference_logps [B, 2]``, the log-probabilities that a model gives to the completions.
+    """Add ``reference_logps [B, 2]``, a model's log-probabilities of the completions, to batches of pairs.
 
-    They are computed when a batch is read; ``list(with_reference(…))`` computes those of a few batches once. The model
-    stays in memory, as the one given to `fit` does anyway, and must not be changed. With a mesh the rows are split over
-    it. Iterators have the positions of those of ``batches``. Raises ValueError for batches that are not of pairs.
+    The values are computed when a batch is read. ``list(with_reference(…))`` computes the values of a
+    few batches once. The model stays in memory and must not be changed. With a mesh, the rows are
+    sharded over it. The iterators resume if the iterators of ``batches`` do. Raises ValueError for
+    batches that are not of pairs.
     """
     return Restartable(lambda: _Referenced(iter(batches), model))
 

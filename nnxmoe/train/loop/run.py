@@ -1,4 +1,4 @@
-"""The steps of a training run: what is read, evaluated, called and saved after each of them."""
+"""The steps of a training run, with evaluation, callbacks and checkpoints between them."""
 
 import contextlib
 import dataclasses
@@ -40,18 +40,18 @@ from nnxmoe.train.loop.step import Step
 
 @dataclasses.dataclass(frozen=True)
 class _StepMade:
-    """A step that was started. ``position``: of the data after its batch."""
+    """A step that was started. ``position`` is the position in the data after the step's batch."""
 
     number: int
     position: dict[str, Any]
     batch: Batch
     report: Report
-    asked: Callable[[], bool]  # whether Ctrl-C was pressed, in any process
+    asked: Callable[[], bool]  # returns True if Ctrl-C was pressed in any process
 
 
 @dataclasses.dataclass
 class Run:
-    """The steps from the last checkpoint, or from the start, to the last one."""
+    """Training run from the last checkpoint, or from the start, to the last step."""
 
     step: Step
     source: BatchSource
@@ -85,8 +85,11 @@ class Run:
         self.finite = shared_program("finite", _finite, out_shardings=self.step.places.step)
 
     def go(self) -> Fitted:
-        """Read the report of each step while the device computes the next one, unless something looks at the state
-        between the two."""
+        """Run all steps.
+
+        Reads the report of each step while the device computes the next step, unless a callback, an
+        evaluation or a checkpoint reads the state in between.
+        """
         before: _StepMade | None = None  # the step whose report has not been read
         with contextlib.ExitStack() as shown:
             for callback in self.callbacks:
@@ -95,13 +98,13 @@ class Run:
             for number in range(self.first + 1, self.steps + 1):
                 if self.checkpoints is not None and self.checkpoints.due(number):
                     with self.spent.on("checkpoint"):
-                        self.checkpoints.wait()  # a kill loses one interval at most
+                        self.checkpoints.wait()  # a killed process loses at most one interval
                 if before is None:
                     self.since = time.perf_counter()
                 try:
                     made = self._start(number, shown)
                 finally:
-                    if before is not None:  # also where the data end or are refused
+                    if before is not None:  # also if the data end or are invalid
                         started, before = before, None
                         self._finish(started, lambda: False, ahead=True)
                 if self._late and number > self.first + 1 and not self._due(number) and not made.asked():
@@ -119,7 +122,7 @@ class Run:
             batch = put_batch(batch, self.step, self.limit)
         if self.step.compiles(batch):
             self._compile(batch)
-        if self.bar is None:  # only now, so that its estimate counts no compilation
+        if self.bar is None:  # created after compilation, so that its time estimate excludes it
             silent = {"disable": True} if jax.process_index() else {}  # False overrides TQDM_DISABLE
             given = {"total": self.steps, "initial": self.first, "desc": "training", "unit": "step"}
             self.bar = shown.enter_context(progress_bar(**given, **silent))
@@ -129,7 +132,7 @@ class Run:
         return _StepMade(number, position, batch, report, asked)
 
     def _compile(self, batch: Batch) -> None:
-        """Compile the step for batches of this shape, in seconds that do not count as training."""
+        """Compile the step for batches of this shape. The seconds do not count as training time."""
         started = time.perf_counter()
         if self.bar is not None:
             self.bar.clear()
@@ -141,11 +144,11 @@ class Run:
 
     @property
     def _late(self) -> bool:
-        """Whether no callback looks at the state, see `Callback`."""
+        """True if no callback reads the state, see `Callback`."""
         return all(getattr(callback, "late", False) for callback in self.callbacks)
 
     def _due(self, number: int) -> bool:
-        """Whether the state after this step is needed."""
+        """Check whether the state after this step is read, since the step is the last, saved or evaluated."""
         saved = self.checkpoints is not None and self.checkpoints.due(number)
         return number == self.steps or saved or self._evaluates(number)
 
@@ -153,8 +156,19 @@ class Run:
         return self.evaluation is not None and self.evaluation.due(number, number == self.steps)
 
     def _finish(self, made: _StepMade, asked: Callable[[], bool], ahead: bool = False) -> bool:
-        """Read a step's report, evaluate, run callbacks and save a checkpoint if due. Returns whether training ends.
-        Raises Interrupted if ``asked()`` is true. ``ahead``: the next step has begun."""
+        """Read a step's report, evaluate, run callbacks and save a checkpoint if due.
+
+        Args:
+            made: The step.
+            asked: Returns True if Ctrl-C was pressed in any process.
+            ahead: The next step has begun.
+
+        Returns:
+            True if training ends.
+
+        Raises:
+            Interrupted: If ``asked()`` is true and the step is not the last.
+        """
         number, late = made.number, self._late
         metrics, load = self._read(made)
         interrupted = asked()
@@ -188,8 +202,10 @@ class Run:
         return Fitted(self.step.model(self.state), self.history, self.state)
 
     def _read(self, made: _StepMade) -> tuple[Metrics, np.ndarray]:
-        """Wait for a step, and return its metrics and `Progress.load`. Raises ValueError for a batch without tokens,
-        and NotFinite."""
+        """Wait for a step and return its metrics and `Progress.load`.
+
+        Raises ValueError for a batch without tokens to predict, and NotFinite for non-finite gradients.
+        """
         with self.spent.on("device"):
             report = jax.device_get(made.report)
         if report.losses.tokens is not None and not report.losses.tokens:
@@ -208,14 +224,17 @@ class Run:
         return metrics, load / np.maximum(load.sum(axis=-1, keepdims=True), 1)
 
     def _evaluated(self) -> Metrics:
-        """Evaluate the current state; returns the metrics, empty without batches to evaluate."""
+        """Evaluate the current state. Returns no metrics if there is no evaluation."""
         if self.evaluate is None:
             return {}
         began = time.perf_counter()
         return {EVAL_LOSS: self.evaluate(self.state), EVAL_SECONDS: time.perf_counter() - began}
 
     def _save(self, made: _StepMade, metrics: Metrics, force: bool) -> None:
-        """Save a checkpoint if it is due or forced. Raises NotFinite, also where only the end of a run would save."""
+        """Save a checkpoint if it is due or forced.
+
+        Raises NotFinite if the new values are not finite. A run without checkpoints is checked at the end.
+        """
         due = self.checkpoints is not None and self.checkpoints.due(made.number)
         if not (force or due):
             return

@@ -1,4 +1,4 @@
-"""A training step as one compiled program: gradients, the optimizer's update, and the routers' correction bias."""
+"""Training step as one compiled program: gradients, optimizer update, and correction bias of the routers."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -25,13 +25,18 @@ from nnxmoe.train.loop.optimizers import moment_paths, moment_shardings
 
 
 class Step:
-    """``(state, batch) -> (state, report)`` for one model and optimizer; the state is donated.
+    """``(state, batch) -> (state, report)`` for one model and optimizer. The state is donated.
 
-    ``trainable`` is an nnx filter for the variables that get gradients. ``accumulate`` splits a batch into that many
-    parts, processed one after the other; the gradients are those of the whole batch. ``bias_rate`` is DeepSeek's u, by
-    which the correction bias moves after the optimizer's update (Wang et al. 2024). Parameters are kept in float32,
-    activations have the model's dtype. Layers for multi-token prediction are trained if `Objective.mtp` is not 0. The
-    optimizer may take ``value``, ``grad`` and ``value_fn``.
+    Parameters are stored in float32. Activations have the model's dtype. Multi-token prediction layers
+    are trained if `Objective.mtp` is not 0. The optimizer may accept ``value``, ``grad`` and
+    ``value_fn``.
+
+    Args:
+        trainable: nnx filter of the variables that get gradients.
+        accumulate: Number of parts that a batch is split into. The parts are processed one after the
+            other. The gradients are equal to the gradients of the whole batch.
+        bias_rate: DeepSeek's u (Wang et al. 2024), by which the correction bias moves after the
+            optimizer's update.
     """
 
     def __init__(
@@ -51,7 +56,7 @@ class Step:
         self.optimizer, self.objective = optax.with_extra_args_support(optimizer), of_function(objective or Objective())
         if isinstance(self.objective, RouterLosses):
             self.objective = self.objective.of_model(model)
-            # Without a gradient, weight decay would shrink parameters, and their moments would take memory.
+            # Unused parameters get no gradient: weight decay would shrink them, and their moments would use memory.
             idle = ("indexer",) if getattr(self.objective, "depths", 0) else ("indexer", "mtp")
             trainable = nnx.All(trainable, *(nnx.Not(nnx.PathContains(name)) for name in idle))
         if bias_rate and not isinstance(self.objective, RouterLosses):
@@ -71,23 +76,26 @@ class Step:
         self.dtypes = {name: variable.dtype for name, (_, variable) in self._params.items()}
         self._places, self.replicated = _places(model, {**self._params, **self._frozen})
         self._moving = [n for n, (_, v) in self._frozen.items() if isinstance(v, RouterBias | nnx.RngState)]
-        self._programs: dict[Any, Any] = {}  # by the batch: looking at a whole state in every step would take a while
+        self._programs: dict[Any, Any] = {}  # keyed by batch shapes only: hashing a whole state per step is slow
         out = self.places, None
         self._run = self.shared("step", self.definition.step, "the training step", donate_argnums=0, out_shardings=out)
 
     def shared(self, what: str, function: Callable[..., Any], name: str | None = None, **options: Any) -> JitProgram:
-        """Return the program of one of the definition's functions, shared by equal steps; see `shared_program`."""
+        """Return the program of a function of the definition, shared by equal steps; see `shared_program`."""
         key = self.definition.key
         return shared_program(key and (what, key), function, name, **options)
 
     def init(self, seed: int = 0) -> TrainState:
-        """The initial state. It shares no array with the model, and raises ValueError if that has shapes only."""
+        """Create the initial state, without arrays shared with the model.
+
+        Raises ValueError if the model has shapes only.
+        """
         require_values(jax.tree.leaves(self._start))
         program = self.shared("init", self.definition.init, out_shardings=self.places)
         return program(*self._start, jax.random.key(seed))
 
     def shapes(self) -> TrainState:
-        """The result of `init` as shapes with shardings."""
+        """Return the result of `init` as shapes with shardings."""
         return jax.tree.map(
             lambda a, place: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), self._shapes, self.places
         )
@@ -98,26 +106,30 @@ class Step:
 
     @functools.cached_property
     def places(self) -> Any:
-        """The sharding of each array of a state: see `moment_shardings`; what has no parameter is replicated."""
+        """Sharding of each array of a state, see `moment_shardings`."""
         everywhere, shapes = self.replicated, self._shapes
         params = {name: self._places[name] for name in self._params}
         moments = moment_shardings(shapes.moments, shapes.params, params, everywhere)
         return TrainState(everywhere, params, {name: self._places[name] for name in self._frozen}, moments, everywhere)
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Report]:
-        """Make one step. Raises ValueError if the batch is malformed."""
+        """Run one step. Raises ValueError if the batch is malformed."""
         batch = as_arrays(batch)
         self.objective.check(batch)
         return self.run(state, batch)
 
     def run(self, state: TrainState, batch: Batch) -> tuple[TrainState, Report]:
-        """Make one step with a batch that the objective's ``check`` has passed."""
+        """Run one step with a batch that has passed the objective's ``check``."""
         if any(isinstance(leaf, Tracer) for leaf in (state.step, *batch.values())):
             return self.definition.step(state, dict(batch))
         return self.program(state, batch)(state, dict(batch))
 
     def program(self, state: TrainState, batch: Batch) -> Any:
-        """Return the step compiled for batches of these shapes, shared by equal steps (see `StepDefinition.key`)."""
+        """Return the step compiled for batches of these shapes.
+
+        Equal steps share it, see `StepDefinition.key`. Raises ValueError if ``accumulate`` does not divide
+        the number of rows.
+        """
         rows = rows_of(batch)
         if rows % self.accumulate:
             raise ValueError(
@@ -129,26 +141,31 @@ class Step:
 
     @property
     def jitted(self) -> Any:
-        """``(state, batch) -> (state, report)`` of ``jax.jit``, which traces and lowers for `shapes`."""
+        """The ``jax.jit`` function ``(state, batch) -> (state, report)``, for tracing and lowering."""
         return self._run.jitted
 
     def compiles(self, batch: Batch) -> bool:
-        """Whether these shapes are new, so that `program` may have to compile."""
+        """Check whether these shapes are new, so that `program` may have to compile."""
         return shapes_of(dict(batch)) not in self._programs
 
     def base(self) -> dict[str, Array]:
-        """The frozen arrays that no step changes and no checkpoint holds."""
+        """Return the frozen arrays that no step changes and no checkpoint contains."""
         return {name: value for name, value in self._start[1].items() if name not in self._moving}
 
     def saved(self, state: TrainState) -> dict[str, Any]:
-        """The arrays that a checkpoint needs: all but frozen variables that never change, such as adapted kernels."""
+        """Return the arrays for a checkpoint.
+
+        Frozen variables that never change, such as adapted kernels, are left out.
+        """
         moments = dict(zip(moment_paths(state.moments), jax.tree.leaves(state.moments), strict=True))
         moving = {name: state.frozen[name] for name in self._moving}
         return {"step": state.step, "key": state.key, "params": state.params, "moving": moving, "moments": moments}
 
     def restored(self, arrays: Mapping[str, Any]) -> TrainState:
-        """The state from the arrays of a checkpoint; variables that were not saved come from the model. Nothing is
-        copied twice, so resuming takes no more memory than starting."""
+        """Build a state from the arrays of a checkpoint and, for variables that were not saved, of the model.
+
+        No array is copied twice, so resuming uses no more memory than starting.
+        """
         leaves = [arrays["moments"][path] for path in moment_paths(self.places.moments)]  # dicts sort them by path
         moments = jax.tree.unflatten(jax.tree.structure(self.places.moments), leaves)
         copied = shared_program("copies", _copies, out_shardings=self.places.frozen)
@@ -156,7 +173,7 @@ class Step:
         return TrainState(arrays["step"], dict(arrays["params"]), frozen, moments, arrays["key"])
 
     def model(self, state: TrainState) -> CausalLM:
-        """A model with the values of a state, in the dtypes of the original model."""
+        """Build a model with the values of a state, in the dtypes of the original model."""
         stored = {name: value.astype(self.dtypes[name]) for name, value in state.params.items()}
         return merged(self._graph, (self._params, stored), (self._frozen, state.frozen))
 
@@ -168,8 +185,9 @@ def _copies(arrays: dict[str, Array]) -> dict[str, Array]:
 def _places(model: CausalLM, variables: Variables) -> tuple[dict[str, Any], Any]:
     """Return the sharding of each variable, and the sharding of replicated arrays.
 
-    Without a mesh, arrays stay where they are. If some are sharded over several devices, uncommitted arrays are
-    replicated to these devices. Raises ValueError if arrays are on different devices, or on a mesh with explicit axes.
+    Without a mesh, arrays stay on their devices. If some arrays are sharded over several devices,
+    uncommitted arrays are replicated to these devices. Raises ValueError if arrays are on different
+    devices, or on a mesh with explicit axes.
     """
     if (mesh := model.strategy.mesh) is not None:
         places = {n: model.strategy.sharding_of(v) or v.get_value().sharding for n, (_, v) in variables.items()}
@@ -195,7 +213,6 @@ def _places(model: CausalLM, variables: Variables) -> tuple[dict[str, Any], Any]
 
 
 def _replicated(place: Sharding) -> NamedSharding:
-    """Return the sharding that replicates an array to all devices of ``place``."""
     if isinstance(place, NamedSharding):
         return NamedSharding(place.mesh, PartitionSpec())
     devices = sorted(place.device_set, key=lambda device: device.id)

@@ -1,12 +1,12 @@
 """LoRA (Hu et al. 2021) on attention, feed-forward networks and every routed expert.
 
     lora.add(model, rank=16, rngs=nnx.Rngs(0))     # logits do not change: b is 0
-    lora.add(model, lora.split_ranks(model, 16), rngs=nnx.Rngs(0))  # instead: 16 / experts per token for each expert
+    lora.add(model, lora.split_ranks(model, 16), rngs=nnx.Rngs(0))  # or: 16 / experts per token for each expert
     graph, adapters, rest = nnx.split(model, nnx.LoRAParam, ...)
-    lora.save(model, "adapter")                    # in peft's format; lora.load(model, "adapter")
+    lora.save(model, "adapter")                    # in PEFT's format; lora.load(model, "adapter")
     lora.merge(model); nnxmoe.save_pretrained(model, "merged")
 
-Gate and up of the experts share ``a``, as in PEFT, because transformers stores the two as one matrix.
+Gate and up of the experts share ``a``, as in PEFT, because transformers stores them as one matrix.
 """
 
 from flax.nnx import LoRAParam as LoRAParam

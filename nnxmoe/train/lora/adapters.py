@@ -1,4 +1,4 @@
-"""Adding adapters to a model, and removing them."""
+"""Add adapters to a model, and remove them."""
 
 import math
 import zlib
@@ -36,14 +36,19 @@ def add(
     rngs: nnx.Rngs | None,
     dtype: Any = jnp.float32,
 ) -> None:
-    """Add adapters to a model, in place: ``a`` is random and ``b`` zero, so that its outputs do not change.
+    """Add adapters to a model, in place. The outputs do not change, since ``a`` is random and ``b`` zero.
 
-    ``alpha`` defaults to the rank of each adapter, a scale of 1. ``targets`` are projections or groups of them, such as
-    ``["attention", "experts.down"]``, by default all but router, embedding and head. Rank and alpha may differ by
-    target, as in ``{"attention": 8, "experts": 2}``: the longest name that fits a projection decides, and the names of
-    the ranks are the default of ``targets``; see also `split_ranks`. The same ``rngs`` give the same values whether
-    layers are scanned or not and on any mesh; None makes shapes. Raises ValueError for unusable arguments, and if the
-    model has adapters already.
+    Args:
+        rank: One rank, or ranks by target, as in ``{"attention": 8, "experts": 2}``. The longest name
+            that matches a projection decides. See also `split_ranks`.
+        alpha: One value, or values by target. Defaults to the rank of each adapter, a scale of 1.
+        targets: Projections or groups of them, such as ``["attention", "experts.down"]``. Defaults to
+            the names in ``rank``, else to all projections but router, embedding and head.
+        rngs: The same ``rngs`` give the same values on any mesh, with scanned layers or not. If None,
+            the adapters have shapes only.
+
+    Raises:
+        ValueError: If an argument is unusable or the model has adapters already.
     """
     if rngs is not None and not isinstance(rngs, nnx.Rngs):
         raise ValueError(f"rngs={short(rngs)}: give nnx.Rngs(0), or None for adapters of shapes without values")
@@ -66,11 +71,11 @@ def add(
 
 
 def split_ranks(model: CausalLM, rank: int) -> dict[str, int]:
-    """Ranks for `add` by projection: ``rank``, and ``rank / experts per token`` for the adapters of each expert.
+    """Return ranks for `add`: ``rank`` per projection, and ``rank / experts per token`` per expert.
 
-    The adapters that compute one token then have the same total rank in the experts as elsewhere ("LoRA Without
-    Regret", Schulman et al. 2025). Raises ValueError for a model without experts, and for a rank that is not a multiple
-    of the experts per token.
+    The experts of one token then have the same total rank as each other projection ("LoRA Without
+    Regret", Schulman et al. 2025). Raises ValueError for a model without experts, and for a rank that
+    is not a multiple of the experts per token.
     """
     check_model(model)
     active = model.config.experts_per_token
@@ -86,11 +91,11 @@ def split_ranks(model: CausalLM, rank: int) -> dict[str, int]:
 
 
 def _drawn(seed: list[int], slot: AdapterSlot, a: nnx.Param) -> np.ndarray:
-    """Initial values of ``a``: uniform within PEFT's bound, from one random stream per layer.
+    """Draw initial values of ``a``: uniform within PEFT's bound, from one random stream per layer.
 
     NumPy draws them, since compiling JAX's generator for every shape takes longer than drawing.
     """
-    ins = () if slot.name == "embed" else ParamWeight(a).ins  # a token of the embedding is one of its inputs
+    ins = () if slot.name == "embed" else ParamWeight(a).ins  # each embedding token is one input
     bound = math.prod(ins) ** -0.5
     stream = zlib.crc32(slot.name.encode())
     rngs = (np.random.Generator(np.random.Philox(np.random.SeedSequence([*seed, stream, i]))) for i in slot.layers)
@@ -100,6 +105,6 @@ def _drawn(seed: list[int], slot: AdapterSlot, a: nnx.Param) -> np.ndarray:
 
 
 def remove(model: CausalLM) -> None:
-    """Remove a model's adapters, in place. Raises ValueError if it has none, or merged ones."""
+    """Remove a model's adapters, in place. Raises ValueError if it has no adapters or merged adapters."""
     for slot in unmerged_slots(model, "remove"):
         slot.put(None)

@@ -1,4 +1,4 @@
-"""Merging adapters into the kernels they adapt, and undoing it bit for bit."""
+"""Merge adapters into the kernels they adapt, and undo it bit for bit."""
 
 import functools
 import os
@@ -41,7 +41,7 @@ class Merged(nnx.Module):
 
 
 def _as(kind: type[nnx.Variable], variable: nnx.Variable) -> Any:
-    """The value and axes of a variable in one of another kind."""
+    """Copy the value and axes of a variable to a variable of another kind."""
     meta = variable.get_metadata()
     options = {"out_sharding": meta["out_sharding"], "inputs": meta.get("inputs")}
     return kind(variable.get_value(), **options, eager_sharding=False)
@@ -52,12 +52,16 @@ def _codes_as(kind: type[nnx.Variable], kernel: QuantizedWeight) -> QuantizedWei
 
 
 def merge(model: CausalLM, *, keep: bool = True, quantize: Method | Mixed | None = None) -> None:
-    """Add the adapters to the kernels, in place: computed in float32, rounded once to the kernel's dtype.
+    """Add the adapters to the kernels, in place.
 
-    ``keep`` stores the adapters and the original kernels, at the cost of the kernels' memory, so that `unmerge`
-    restores every bit; without it the merge is final. A merged model is saved like any other. Quantised kernels become
-    floats in the embedding's dtype; ``quantize`` then rounds all float kernels to codes, which changes numbers and
-    needs ``keep=False``.
+    The sum is computed in float32 and rounded once to the kernel's dtype. A merged model is saved like
+    any other model. Quantized kernels become floats in the embedding's dtype.
+
+    Args:
+        keep: Store the adapters and the original kernels, so that `unmerge` restores every bit. It
+            costs the memory of the kernels. Without it, the merge is final.
+        quantize: Round all float kernels to codes after the merge. It changes numbers and needs
+            ``keep=False``.
     """
     check_model(model)
     if not isinstance(keep, bool):
@@ -84,7 +88,7 @@ def merge(model: CausalLM, *, keep: bool = True, quantize: Method | Mixed | None
         (lead, _, outs), _ = slot.dimensions
         add = merger(len(lead), len(lead) + len(outs), adapter.scale, kernels[0].dtype, kernels[0].sharding)
         a, b = adapter.a.get_value(), adapter.b.get_value()
-        a, b = (b.T, a.T) if slot.owner is model.embed else (a, b)  # the table has the inputs first
+        a, b = (b.T, a.T) if slot.owner is model.embed else (a, b)  # the input axes come first in the table
         for kernel, value in zip(slot.base, add(kernels, a, b), strict=True):
             kernel.set_value(value)
         slot.put(None)
@@ -98,17 +102,18 @@ def merge(model: CausalLM, *, keep: bool = True, quantize: Method | Mixed | None
 
 
 def merge_from(model: CausalLM, folder: str | os.PathLike[str], *, quantize: Method | Mixed | None = None) -> None:
-    """Load the adapter of a folder and merge it into the model for good, in place; ``quantize``: see `merge`."""
+    """Load the adapter in a folder and merge it into the model for good, in place; see `merge`."""
     check_quantize_options(quantize, keep_quantized=False)
     load(model, folder)
     merge(model, keep=False, quantize=quantize)
 
 
 def without(model: CausalLM) -> CausalLM:
-    """The base model of a model with adapters that are not merged: it shares its arrays and lacks the adapters.
-    Its variables are new: writing into one model leaves the other unchanged.
+    """Return the base model of a model with unmerged adapters.
 
-    The reference of preference losses such as DPO's (Rafailov et al. 2023), within an objective or outside:
+    The base model shares the arrays and has no adapters. Its variables are new: writing to one model
+    leaves the other unchanged. Use it as the reference of preference losses such as DPO (Rafailov et
+    al. 2023), inside or outside an objective:
 
         reference = lora.without(model)(tokens).logits
     """
@@ -123,11 +128,17 @@ def without(model: CausalLM) -> CausalLM:
 
 @functools.lru_cache(maxsize=64)
 def merger(lead: int, inner: int, scale: float, dtype: jnp.dtype, place: Sharding) -> Any:
-    """The compiled ``(kernels, a, b) -> kernels`` that adds an adapter, one layer and one expert at a time.
+    """Compile the function ``(kernels, a, b) -> kernels`` that adds an adapter.
 
-    The float32 sum of all experts would take twice the memory of their bfloat16 kernels. ``lead`` is the number of
-    leading layer and expert dimensions, ``inner`` that number plus the output dimensions, ``dtype`` and ``place`` those
-    of the kernels. On a mesh, each device merges its own shards.
+    The function processes one layer and one expert at a time. A float32 sum of all experts would use
+    twice the memory of their bfloat16 kernels. On a mesh, each device merges its own shards.
+
+    Args:
+        lead: Number of leading layer and expert dimensions.
+        inner: ``lead`` plus the number of output dimensions.
+        scale: Scale of the adapter.
+        dtype: Dtype of the kernels.
+        place: Sharding of the kernels.
     """
 
     def one(given: tuple[list[Array], Array, Array]) -> list[Array]:
