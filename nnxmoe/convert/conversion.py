@@ -1,4 +1,4 @@
-"""Converts checkpoints between formats: detects the format, loads a model, writes it and optionally verifies it."""
+"""Convert checkpoints between formats: detect the format, load a model, write it and optionally verify it."""
 
 import contextlib
 import dataclasses
@@ -45,8 +45,8 @@ _PROMPT = 8  # tokens whose logits are compared
 class CheckpointFormat:
     """Functions that read and write one checkpoint format.
 
-    ``read(folder, decoded)``: the arrays of a folder, codes as floats if ``decoded``. ``made(model, scan)``: the arrays
-    that ``save(model, folder, scan)`` writes. ``load(folder, config, dtype, strategy)``: a model.
+    ``read(folder, decoded)`` opens the arrays of a folder, dequantized if ``decoded``. ``made(model, scan)`` returns
+    the arrays that ``save(model, folder, scan)`` writes. ``load(folder, config, dtype, strategy)`` returns a model.
     """
 
     read: Callable[[str, bool], contextlib.AbstractContextManager[LazyArrays]]
@@ -65,14 +65,14 @@ def _tensors(folder: str, decoded: bool) -> Iterator[LazyArrays]:
 
 
 def _maxtext(folder: str, _: bool) -> contextlib.AbstractContextManager[LazyArrays]:
-    """Without the copies of `maxtext.BIASES`."""
+    """Read a MaxText checkpoint without the copies of `maxtext.BIASES`."""
     return contextlib.nullcontext({n: a for n, a in maxtext.read(folder).items() if maxtext.BIASES not in n})
 
 
 FORMATS = {
     "hf": CheckpointFormat(
         _tensors,
-        lambda model, _: normalize_prefixes(pretrained.arrays(model)),  # the names that `Checkpoint` has
+        lambda model, _: normalize_prefixes(pretrained.arrays(model)),  # the names that `Checkpoint` uses
         lambda folder, _, dtype, strategy: pretrained.from_pretrained(folder, dtype=dtype, strategy=strategy),
         lambda model, folder, _: pretrained.save_pretrained(model, folder),
     ),
@@ -92,7 +92,7 @@ FORMATS = {
 
 
 def detect_format(path_or_hub_id: str) -> str:
-    """The key in `FORMATS` of a folder's format; a hub id is ``hf``. Raises CheckpointError for unknown formats."""
+    """Return the key in `FORMATS` of a folder's format (``hf`` for a hub id); raise CheckpointError if unknown."""
     folder = local_folder(path_or_hub_id, CheckpointError)
     if folder is None or is_gguf(folder) or (folder / SINGLE_FILE).exists() or (folder / INDEX_FILE).exists():
         return "hf"
@@ -112,9 +112,10 @@ def detect_format(path_or_hub_id: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class ConversionResult:
-    """Result of a conversion; speeds in bytes per second.
+    """Result of a conversion, with speeds in bytes per second.
 
-    ``difference``: largest difference of the logits, if verified. ``roundings``: the roundings that explain it.
+    ``difference`` is the largest absolute difference of the logits (None if not verified). ``roundings`` lists the
+    roundings that explain it.
     """
 
     source: str
@@ -143,18 +144,18 @@ def convert(
     """Convert a checkpoint to another format.
 
     Args:
-        source, target: Checkpoint, and a new or empty folder.
+        source, target: Checkpoint to read, and a new or empty folder to write.
         to: Name of the target's format, a key of `FORMATS`.
         scan: Whether to stack the layers in one array (not for ``hf``).
-        dtype: As in `from_pretrained`.
+        dtype: Dtype of the parameters. See `from_pretrained`.
         mesh: Mesh to shard the model over.
-        config: Folder with config.json or name of a preset, for sources without config.json.
+        config: Folder with config.json or name of a preset, for a MaxText source.
         verify: Whether to read all arrays back, compare them bitwise, and compare logits of a short prompt. Logits may
-            differ by more than 2e-4 of the largest only if the format requires rounding.
-        change: Applied to the model before it is written, such as merging an adapter.
-        quantize: Method that rounds the kernels to codes after ``change``.
+            differ by more than 2e-4 of the largest logit only if the format requires rounding.
+        change: Function called on the model before writing, for example to merge an adapter.
+        quantize: Method that quantizes the kernels after ``change``.
 
-    Raises ValueError, for invalid arguments before anything is read.
+    Raises ValueError. Invalid arguments raise before the source is read.
     """
     _check(to, scan, quantize, verify)
     dtype = float_dtype(dtype)
@@ -180,7 +181,7 @@ def convert(
     if verify:
         _compare(arrays, writer, target)
         source_logits, saved_config = _logits(model), model.config
-        dtype = model.dtype if quantized_kernels(model) else None  # codes would become bfloat16
+        dtype = model.dtype if quantized_kernels(model) else None  # dequantization defaults to bfloat16
         del model, arrays
         saved_logits = _logits(writer.load(target, saved_config, dtype, strategy))
         difference = _difference(source_logits, saved_logits, target, roundings)
@@ -190,7 +191,7 @@ def convert(
 
 
 def _announce_source(source: str, reader: CheckpointFormat, dtype: Any, quantize: Method | Mixed | None) -> None:
-    """Log the expected memory, and that codes become floats, if the source is on this machine."""
+    """Log the expected memory, and whether weights will be dequantized, if the source is on this machine."""
     is_hf = reader is FORMATS["hf"]
     if is_hf and local_folder(source, CheckpointError) is None:
         return
@@ -201,7 +202,7 @@ def _announce_source(source: str, reader: CheckpointFormat, dtype: Any, quantize
 
 
 def _roundings(model: CausalLM, to: str, made: LazyArrays) -> tuple[str, ...]:
-    """List the tensors that the format stores multiplied by a factor, and so rounds below float32's precision."""
+    """Describe the tensors that the format stores multiplied by a factor and rounded below float32's precision."""
     times = model.config.folded()[1] if to == "hf" else 1.0
     floats = {array.dtype for array in made.values() if jax.dtypes.issubdtype(array.dtype, np.inexact)}
     if (narrow := floats - {np.dtype(np.float32)}) and math.frexp(times)[0] != 0.5:
@@ -210,7 +211,7 @@ def _roundings(model: CausalLM, to: str, made: LazyArrays) -> tuple[str, ...]:
 
 
 def _check(to: str, scan: bool, quantize: Method | Mixed | None, verify: bool) -> None:
-    """Raise ValueError for options that do not go together."""
+    """Raise ValueError for an unknown format or incompatible options."""
     if to not in FORMATS:
         raise ValueError(f"--to {to}: choose one of {', '.join(FORMATS)}")
     check_quantize_options(quantize, keep_quantized=False)
@@ -223,7 +224,7 @@ def _check(to: str, scan: bool, quantize: Method | Mixed | None, verify: bool) -
 
 
 def _rounded(model: CausalLM, to: str, quantize: Method | Mixed | None) -> CausalLM:
-    """The model with float kernels if it had codes and cannot keep them, then with those of ``quantize``."""
+    """Dequantize the model if MaxText or a new quantization requires floats, then apply ``quantize`` if given."""
     if quantized_kernels(model) and (quantize is not None or to == "maxtext"):
         say("the codes of %s become floats", model.load_report.source if model.load_report else "the model")
         model = dequantize(model)
@@ -241,7 +242,7 @@ def _given_config(name: str | None, source: str, reader: CheckpointFormat) -> De
 
 
 def _add_files(model: CausalLM, config: str | None) -> None:
-    """Use tokenizer files and generation config of the folder ``config`` where the source has none."""
+    """Take tokenizer files and generation config from the folder ``config`` if the source has none."""
     if config is None or not absolute_path(config).is_dir():
         return
     folder = absolute_path(config)
@@ -262,7 +263,7 @@ def _announce(arrays: LazyArrays, dtype: Any) -> None:
 
 
 def _compare(made: LazyArrays, writer: CheckpointFormat, target: str) -> None:
-    """Raise CheckpointError unless every array in the folder is bitwise equal to the model's."""
+    """Raise CheckpointError unless every array in the folder is bitwise equal to the model's array."""
     with writer.read(target, False) as found, bytes_bar(sum(a.nbytes for a in made.values()), "verifying") as bar:
         if odd := sorted(found.keys() ^ made.keys()):
             raise CheckpointError(

@@ -1,8 +1,8 @@
 """The native checkpoint format: parameters as an Orbax checkpoint, plus the small files of a Hugging Face folder.
 
-``config.json``, ``nnxmoe.json`` (the version of this format, and which kernels are quantised) and ``parameters/``, a
-nested dict with names such as ``layers/3/attention/q/kernel``, or ``stacks/0/attention/q/kernel`` with the layers of a
-stack stacked on axis 0.
+A folder contains ``config.json``, ``nnxmoe.json`` (the version of this format and the quantized kernels) and
+``parameters/``. The parameters are a nested dict with names such as ``layers/3/attention/q/kernel``. In the scanned
+form, the layers of a stack are one array, such as ``stacks/0/attention/q/kernel``, with the layers on axis 0.
 """
 
 import os
@@ -39,7 +39,13 @@ _QUANTIZED = "quantized"
 
 
 def layout(model: CausalLM, scan_layers: bool, query: ValueChange = UNCHANGED) -> dict[str, ArrayLayout]:
-    """Name -> `ArrayLayout` for every parameter of a model; ``query``: the change to query projections."""
+    """Return the `ArrayLayout` of every stored array, by name.
+
+    Args:
+        model: Model, with values or without.
+        scan_layers: Whether the layers of a stack are one array.
+        query: Change of the values of query projections.
+    """
     found: dict[str, ArrayLayout] = {}
     for parameter in parameters(model, codes=True):
         name = parameter.key.replace(".", "/")
@@ -55,16 +61,23 @@ def layout(model: CausalLM, scan_layers: bool, query: ValueChange = UNCHANGED) -
 
 
 def arrays(model: CausalLM, scan_layers: bool) -> dict[str, LazyArray]:
-    """Name -> lazy array, computed from the model's parameters when read."""
+    """Return the stored arrays by name, computed from the model's parameters when they are read."""
     return model_arrays(layout(model, scan_layers))
 
 
 def save(model: CausalLM, folder: str | os.PathLike[str], *, scan_layers: bool | None = None) -> None:
-    """Save a model for `load`: an Orbax checkpoint of its parameters, its config and its tokenizer files.
+    """Save a model for `load`: an Orbax checkpoint of the parameters, the config and the tokenizer files.
 
-    ``scan_layers``: store the layers of a stack as one array, which loads faster into scanned models; None: as in the
-    model. Each process writes its shards. The folder must be new or empty and is created atomically.
-    Raises CheckpointError (a ValueError).
+    Each process writes its shards. The folder is created atomically.
+
+    Args:
+        model: Model to save.
+        folder: New or empty folder.
+        scan_layers: Whether to store the layers of a stack as one array. Scanned models load this form faster. Defaults
+            to the model's own form.
+
+    Raises:
+        CheckpointError: (a ValueError) The folder cannot be written, or the model does not fit its config.
     """
     from nnxmoe.convert.maxtext import orbax_folder
 
@@ -80,9 +93,16 @@ def save(model: CausalLM, folder: str | os.PathLike[str], *, scan_layers: bool |
 def load(
     folder: str | os.PathLike[str], dtype: Any = None, mesh: Mesh | None = None, strategy: Strategy | None = None
 ) -> CausalLM:
-    """Load a model that `save` wrote, on any mesh, with layers scanned or not according to the strategy.
+    """Load a model that `save` wrote. The mesh and the stacking may differ from the saved model's.
 
-    ``dtype`` None: as stored. Raises CheckpointError (a ValueError) that lists all arrays that do not fit.
+    Args:
+        folder: Folder that `save` wrote.
+        dtype: Dtype of the parameters. Defaults to the stored dtype.
+        mesh: Mesh to shard the parameters over. Defaults to the strategy's mesh.
+        strategy: Computation strategy of the model, including whether layers are scanned.
+
+    Raises:
+        CheckpointError: (a ValueError) The message lists the arrays that do not fit the config.
     """
     where, kind = absolute_path(folder), float_dtype(dtype)
     stored = read_config(where)
@@ -108,7 +128,7 @@ def load(
 
 
 def read(folder: str | os.PathLike[str]) -> dict[str, LazyArray]:
-    """Name -> lazy array of the parameters in a folder that `save` wrote."""
+    """Return the lazy arrays in a folder that `save` wrote, by name."""
     from nnxmoe.convert.maxtext import orbax_folder
 
     return orbax_folder.read(absolute_path(folder) / PARAMETERS, None)

@@ -1,4 +1,4 @@
-"""Lazy arrays, read or computed one box at a time. All checkpoint formats are read and written through them."""
+"""Lazy arrays, read or computed one box at a time. All checkpoint formats are read and written as lazy arrays."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -14,27 +14,28 @@ from nnxmoe.convert.arrays.boxes import Box, hull_of_range, matching_dimensions,
 from nnxmoe.convert.files.host_memory import transpose_matrices
 from nnxmoe.layers.linear.code_format import CodeFormat
 
-AT_ONCE = 1 << 62  # the block of an array that is read as a whole, such as one whose rows are not contiguous
+AT_ONCE = 1 << 62  # block size of an array that must be read whole, for example if its rows are not contiguous
 Empty = Callable[[tuple[int, ...], np.dtype], np.ndarray]
 
 
 @dataclass(frozen=True)
 class LazyArray:
-    """Shape and dtype of an array, and a function that reads boxes of it.
+    """Shape and dtype of an array, with a function that reads boxes of the array.
 
     Attributes:
         shape: Shape of the whole array.
         dtype: Dtype of the values that are read.
-        read_box: Returns the values of a box. Its second argument allocates memory that it may read into.
+        read_box: ``read_box(box, empty)`` returns the values of a box. It may allocate its result with ``empty``.
         block: Efficient size of a read, in bytes.
-        codes: How the file quantizes the values; None for plain values.
-        parts: The stored arrays of a quantized weight: ``codes``, ``scale``, and ``zero`` and ``order`` if present.
+        codes: Quantization format in the file. `None` for plain values.
+        parts: Stored arrays of a quantized weight: ``codes``, ``scale``, and ``zero`` and ``order`` if present.
         file: Name of the file, for messages.
         tensors: Names of the tensors that are read, if they differ from the name of the array.
-        stored: The format's own name of the dtype and the bytes in the file, if ``dtype`` and ``codes`` do not say.
-        fault: Error message from checking the headers.
-        holders: Processes that hold all values, for an array that spans processes.
-        global_array: Computes the whole array on all devices, for an array that spans processes.
+        stored: The file format's name of the dtype and the size in the file in bytes, for formats such as GGUF whose
+            types ``dtype`` and ``codes`` do not describe.
+        fault: Error message from checking the headers. Such an array must not be read.
+        holders: For an array that spans processes, the processes that have all its values.
+        global_array: For an array that spans processes, computes the whole array on all devices.
     """
 
     shape: tuple[int, ...]
@@ -58,22 +59,22 @@ class LazyArray:
 
     @classmethod
     def faulty(cls, fault: str, tensors: tuple[str, ...]) -> "LazyArray":
-        """Return an array that is refused before it is read."""
+        """Return an array without values whose ``fault`` is reported before any array is read."""
         return cls((), np.dtype(np.float32), _refuse_read, fault=fault, tensors=tensors)
 
     @property
     def kind(self) -> str:
-        """The dtype in the file, or the kind of code."""
+        """Name of the dtype or quantization type in the file."""
         if self.stored is not None:
             return self.stored[0]
         return str(self.dtype) if self.codes is None else self.codes.code_dtype
 
     @property
     def load_dtype(self) -> np.dtype:
-        """The default dtype for loading.
+        """Default dtype for loading.
 
-        float64 becomes float32, codes what their tool defines, and formats with types of their own (``stored``)
-        float32, which is exact.
+        Dtypes of 8 bytes, such as float64, are loaded as float32. Quantized values are loaded in the dtype that the quantization tool
+        defines, or else bfloat16. Formats with ``stored`` types are loaded as float32 without rounding.
         """
         if self.codes is not None and self.stored is None:
             return jnp.dtype(self.codes.round_dtype or "bfloat16")
@@ -86,7 +87,7 @@ class LazyArray:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes; of codes, without their scales."""
+        """Size in bytes. For a quantized array, the size of the codes without the scales."""
         return self.box_nbytes(whole(self.shape))
 
     def box_nbytes(self, box: Box) -> int:
@@ -102,18 +103,21 @@ class LazyArray:
         return np.asarray(self.read_box(whole(self.shape), np.empty), dtype)
 
     def astype(self, dtype: np.dtype) -> "LazyArray":
-        """Return the array with its values in another dtype."""
+        """Cast the values to a dtype when they are read."""
         return replace(self.map(lambda values: values.astype(dtype), dtype), codes=None)
 
     def map(self, function: Callable[[Any], Any], dtype: Any = None) -> "LazyArray":
-        """Apply an elementwise function to every box that is read; ``dtype`` None: it keeps the dtype."""
+        """Apply an elementwise function to every box that is read.
+
+        ``dtype`` is the dtype of the result. If None, the array's dtype.
+        """
         read = self.read_box
         return self._derive(self.shape, lambda box, empty: function(read(box, empty)), function, dtype)
 
     def map_blocks(self, width: int, new_width: int, function: Callable[[Any], Any], dtype: Any = None) -> "LazyArray":
         """Apply a function that converts each ``width`` values of the last dimension to ``new_width`` values.
 
-        Only whole blocks are read. ``dtype`` None: the function keeps the dtype.
+        Reads whole blocks of ``width`` values. ``dtype`` is the dtype of the result. If None, the array's dtype.
         """
 
         def read(box: Box, empty: Empty) -> np.ndarray:
@@ -127,7 +131,7 @@ class LazyArray:
     def map_whole(
         self, shape: tuple[int, ...], dtype: np.dtype, function: Callable[[np.ndarray], np.ndarray]
     ) -> "LazyArray":
-        """Apply a function to the whole array at every read."""
+        """Apply a function to the whole array at every read. ``shape`` and ``dtype`` describe the result."""
         read_source = self.read_box
 
         def read(box: Box, empty: Empty) -> np.ndarray:
@@ -136,9 +140,9 @@ class LazyArray:
         return replace(self, shape=shape, dtype=dtype, read_box=read, block=AT_ONCE)
 
     def reshape(self, shape: tuple[int, ...]) -> "LazyArray":
-        """Merge and split dimensions as `numpy.reshape` does.
+        """Reshape as `numpy.reshape` does.
 
-        Of a range that is split, the smallest box that contains it is read.
+        If a box of the result is not a box of the source, the smallest source box that contains it is read.
         """
         if shape == self.shape:
             return self
@@ -180,13 +184,13 @@ class LazyArray:
         return self._derive(tuple(self.shape[i] for i in order), read, lambda array: array.transpose(order))
 
     def swap_leading_axes(self) -> "LazyArray":
-        """Exchange the first two dimensions; a vector stays as it is."""
+        """Swap the first two dimensions. Return vectors unchanged."""
         return self.transpose((1, 0, *range(2, len(self.shape)))) if len(self.shape) > 1 else self
 
     def take(self, index: Sequence[int] | np.ndarray, axis: int) -> "LazyArray":
         """Select entries of a dimension as `numpy.take` does.
 
-        For each box, the smallest range that contains its entries is read.
+        A read of a box reads the smallest source range that contains the selected entries.
         """
         axis %= len(self.shape)
         lead, entries = (slice(None),) * axis, index if isinstance(index, range) else np.asarray(index)
@@ -212,7 +216,7 @@ class LazyArray:
         function: Callable[[jax.Array], jax.Array],
         dtype: Any = None,
     ) -> "LazyArray":
-        """Return an array computed from this one; ``function`` computes it from the whole array on devices."""
+        """Return an array with a new ``read``. ``function`` computes the same array from the whole array on devices."""
         source = self.global_array
         compute = None if source is None else lambda: function(source())
         dtype = self.dtype if dtype is None else np.dtype(dtype)
@@ -223,7 +227,7 @@ LazyArrays = Mapping[str, LazyArray]
 
 
 def merge_columns(parts: Sequence[tuple[LazyArray, Sequence[int]]]) -> LazyArray:
-    """Invert `LazyArray.take` of the last dimension; ``parts``: arrays and the numbers of their columns."""
+    """Invert `LazyArray.take` of the last dimension. ``parts`` are arrays with the indices of their columns."""
     order, first = np.argsort(np.concatenate([columns for _, columns in parts])), parts[0][0]
 
     def read(box: Box, empty: Empty) -> np.ndarray:

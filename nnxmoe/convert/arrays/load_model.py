@@ -1,4 +1,4 @@
-"""Compares the arrays that an abstract model (shapes only) needs with the stored ones, and loads them into it."""
+"""Compare the arrays that an abstract model (shapes only) needs with the stored arrays, and load them."""
 
 import dataclasses
 import os
@@ -44,8 +44,8 @@ def abstract_model(
 
     Args:
         config: Config of the model.
-        strategy: Strategy of the model; None: the default.
-        mesh: Mesh of the model; None: that of the strategy.
+        strategy: Computation strategy of the model. Defaults to `Strategy.auto()`.
+        mesh: Mesh of the model. Defaults to the strategy's mesh.
         mtp: Whether to add the layers for multi-token prediction.
     """
     return model_class(config)(config, with_mesh(strategy, mesh), rngs=None, mtp=mtp)
@@ -54,10 +54,11 @@ def abstract_model(
 def fold_query_scale_if_cast(
     config: DecoderConfig, arrays: Iterable[LazyArray], dtype: np.dtype | None
 ) -> tuple[DecoderConfig, float]:
-    """Return the config to load arrays with, and a factor on the queries.
+    """Fold the config's query scale into the weights if loading casts them, to round only once.
 
-    If any array is cast, the factor replaces the config's scale of the queries (`config.folded()`). Scaling and casting
-    then round only once.
+    Returns:
+        Tuple of the config to load with and the factor on the query weights. If no array is cast, the unchanged config
+        and 1.0. See `DecoderConfig.folded`.
     """
     is_cast = dtype is not None and any(array.dtype != dtype for array in arrays)
     return config.folded() if is_cast else (config, 1.0)
@@ -68,7 +69,14 @@ def compare_arrays(
 ) -> LoadReport:
     """Add the differences between the arrays of a layout and the stored arrays to a report.
 
-    ``strict``: unexpected arrays are wrong.
+    Args:
+        layouts: Array name -> layout of an array that the model needs.
+        arrays: Stored arrays by name.
+        report: Report to extend.
+        strict: Whether unexpected arrays are errors.
+
+    Returns:
+        The report with ``missing``, ``unexpected`` and ``wrong`` set.
     """
     unexpected = tuple(sorted(arrays.keys() - layouts.keys()))
     wrong = [f"{name} {list(arrays[name].shape)} is not a parameter" for name in unexpected if strict]
@@ -109,15 +117,15 @@ def load_model(
 
     Args:
         model: Model with shapes but no values.
-        layouts: Array name -> how the array holds the model's parameters.
-        arrays: The arrays of the checkpoint.
-        dtype: Dtype of the parameters, except those with a dtype of their own; None: as stored.
+        layouts: Array name -> layout of the model's parameters in that array.
+        arrays: Arrays of the checkpoint by name.
+        dtype: Dtype of the parameters, except parameters with a fixed dtype. Defaults to the stored dtype.
         report: Result of `compare_arrays`.
-        mismatch: Beginning of the error message.
-        remedy: End of the error message if arrays are missing.
+        mismatch: First words of the error message.
+        remedy: Last words of the error message if arrays are missing.
 
     Raises:
-        LoadError: if arrays are missing or wrong. The message lists up to 20 of them.
+        LoadError: Arrays are missing or wrong. The message lists up to 20 arrays.
     """
     lines = [f"{name} is missing, {list(layouts[name].shape)}" for name in report.missing] + list(report.wrong)
     if lines:
@@ -165,7 +173,7 @@ def _refuse_beyond_memory(groups: list[LoadGroup], source: str) -> None:
 def _casts(
     groups: list[LoadGroup], layouts: Mapping[str, ArrayLayout], arrays: LazyArrays
 ) -> dict[str, tuple[str, ...]]:
-    """Group the names of arrays whose dtype changes by "stored -> loaded dtype"."""
+    """Group the names of cast arrays by "stored dtype -> loaded dtype"."""
     casts: dict[str, set[str]] = {}
     for group in groups:
         dtypes = {target.parameter.path: target.dtype for target in group.targets}
@@ -179,7 +187,7 @@ def _casts(
 def _group_parameters(
     model: CausalLM, layouts: Mapping[str, ArrayLayout], arrays: LazyArrays, dtype: np.dtype | None
 ) -> list[LoadGroup]:
-    """Group the model's parameters, in its order, so that parameters of the same array are in the same group."""
+    """Group the model's parameters in order, with all parameters of an array in the same group."""
     groups = {parameter.path: ([parameter], list[str]()) for parameter in parameters(model, codes=True)}
     stored: dict[Path, list[LazyArray]] = {path: [] for path in groups}
     for name, layout in layouts.items():

@@ -1,7 +1,8 @@
-"""Loads models from Hugging Face checkpoints, and saves models as folders that transformers loads.
+"""Load models from Hugging Face checkpoints, and save models as folders that transformers loads.
 
-Loading: config.json -> config -> abstract model (shapes only) -> the tensor names of each parameter -> the bytes that
-this process's devices need -> one array on the devices. Every parameter is read; none keeps a random value.
+Steps of loading: config.json -> config -> abstract model (shapes only) -> the tensor names of each parameter -> the
+bytes that this process's devices need -> one array per parameter on the devices. Every parameter is read from the
+checkpoint. A missing tensor raises an error.
 """
 
 import dataclasses
@@ -67,25 +68,25 @@ def from_pretrained(
     mtp: bool = False,
     expect: type[CausalLM] | None = None,
 ) -> CausalLM:
-    """Load a model. Its ``load_report`` accounts for every tensor.
+    """Load a model. ``model.load_report`` lists what happened to every tensor.
 
     Args:
-        path_or_hub_id: A folder, a GGUF file, a hub id, or a GGUF file of the hub (``org/name/file.gguf``).
-        dtype: Dtype of the parameters, except DeepSeek's correction bias (float32). None: as stored, with FP8 blocks
-            as bfloat16 and GGUF's blocks as float32.
-        mesh: Mesh to shard the parameters over; None: the strategy's. A process reads the shards of its devices only.
-        strategy: How the model is computed; None: the default.
+        path_or_hub_id: Folder, GGUF file, hub id, or GGUF file on the hub (``org/name/file.gguf``).
+        dtype: Dtype of the parameters, except DeepSeek's correction bias (float32). If None, the stored dtype. FP8
+            blocks are then loaded as bfloat16, and GGUF blocks as float32.
+        mesh: Mesh to shard the parameters over. Defaults to the strategy's mesh.
+        strategy: Computation strategy of the model. Defaults to `Strategy.auto()`.
         revision: Branch, tag or commit of a hub repository.
         local_files_only: Whether to use only files in the hub's cache.
-        keep_quantized: Whether weights that the checkpoint stores as codes (FP8, int8, int4, NF4, MXFP4, and GGUF's
-            Q8_0, Q4_0 and Q4_1) stay codes in memory, which changes no number. By default they become floats.
-        quantize: Method that rounds kernels to codes while they are read. ``load_report`` has the error.
-        mtp: Whether to load the layers for multi-token prediction, as ``model.mtp``. By default they are skipped.
-        expect: Class of the model.
+        keep_quantized: Whether quantized weights (FP8, int8, int4, NF4, MXFP4, and GGUF's Q8_0, Q4_0 and Q4_1) stay
+            quantized in memory, with identical values. By default they are dequantized.
+        quantize: Method that quantizes kernels during loading. ``load_report`` contains the quantization error.
+        mtp: Whether to load the multi-token prediction layers as ``model.mtp``. By default they are skipped.
+        expect: Expected class of the model, checked before the weights are read.
 
     Raises:
-        CheckpointError, ConfigError: (ValueErrors) naming the file, tensor or field. A LoadError lists all tensors
-            that are missing or have a wrong shape.
+        CheckpointError, ConfigError: (ValueErrors) The message names the file, tensor or field. A LoadError lists the
+            tensors that are missing or have a wrong shape.
     """
     dtype = float_dtype(dtype)
     check_quantize_options(quantize, keep_quantized)
@@ -126,7 +127,7 @@ def _refuse_other_class(checkpoint: Checkpoint, config: DecoderConfig, expect: t
 
 
 def _config(checkpoint: Checkpoint) -> tuple[DecoderConfig, tuple[str, ...]]:
-    """Return the config and notes. ``tie_word_embeddings`` is False if the checkpoint stores a different head."""
+    """Return (config, notes). Set ``tie_word_embeddings`` to False if the stored head differs from the embedding."""
     config, notes = parse_config(checkpoint.config, checkpoint.config_file)
     if untied(config, checkpoint.tensors, checkpoint.same):
         note = f"tie_word_embeddings is true but {HEAD} differs from {EMBED}: both are used, untied"
@@ -137,9 +138,12 @@ def _config(checkpoint: Checkpoint) -> tuple[DecoderConfig, tuple[str, ...]]:
 def untied(
     config: DecoderConfig, tensors: Mapping[str, TensorInfo], same: Callable[[str, str], bool] | None = None
 ) -> bool:
-    """Whether a checkpoint of a tied model stores a head with another shape or other bytes than the embedding.
+    """Return whether the config ties head and embedding, but the checkpoint stores two different tensors.
 
-    ``same`` compares the bytes of two tensors; None (headers only): assume that they are equal.
+    Args:
+        config: Config of the model.
+        tensors: Tensor name -> header entry.
+        same: Compares the bytes of two tensors by name. If None, only the shapes are compared (with the config).
     """
     if not config.tie_word_embeddings or not {HEAD, EMBED} <= tensors.keys():
         return False
@@ -148,7 +152,7 @@ def untied(
 
 
 def _other_copies(model: CausalLM, checkpoint: Checkpoint) -> list[str]:
-    """Notes on stored copies of the embedding and the head, in prediction layers, that differ from the originals."""
+    """Return a note if prediction layers store an embedding or a head that differs from the main model's."""
     found = checkpoint.tensors
     odd = [
         f"{name} differs from {main}"
@@ -167,15 +171,24 @@ def save_pretrained(
     overwrite: bool = False,
     dtype: Any = None,
 ) -> None:
-    """Save as safetensors with Hugging Face's names, in the model's dtypes or in ``dtype``, with config.json,
-    generation_config.json and the tokenizer files of the folder that the model was loaded from. The codes of quantised
-    kernels are saved as they are, in the formats of compressed-tensors.
+    """Save a model as safetensors files with Hugging Face's tensor names.
 
-    Holds one tensor at a time in memory; each process writes the shards of its devices. The folder must be new or empty
-    unless ``overwrite`` is set. Then the checkpoint in it is replaced atomically after everything is written. Its
-    tokenizer files are replaced too if the model was loaded with a tokenizer. One warning lists the files that are
-    kept. If saving fails or is killed, the folder is unchanged.
-    Raises CheckpointError (a ValueError), also if the model does not fit its config.
+    Writes config.json and generation_config.json too, and copies the tokenizer files from the folder that the model
+    was loaded from. Quantized kernels are saved in the formats of compressed-tensors without rounding. Only one tensor
+    at a time is in host memory. Each process writes the shards of its devices. If saving fails or is killed, the folder
+    is unchanged.
+
+    Args:
+        model: Model to save.
+        folder: New or empty folder, unless ``overwrite`` is set.
+        max_shard_size: Maximum size of a safetensors file, in bytes or as text such as ``"5GB"``.
+        overwrite: Whether to replace a checkpoint in the folder, atomically, after everything is written. The folder's
+            tokenizer files are replaced too if the model was loaded with a tokenizer. Other files remain, and one
+            warning lists them.
+        dtype: Dtype of the saved weights. Defaults to the dtypes of the parameters.
+
+    Raises:
+        CheckpointError: (a ValueError) The folder cannot be written, or the model does not fit its config.
     """
     try:
         size = parse_bytes(max_shard_size)
@@ -197,19 +210,22 @@ def save_pretrained(
 
 
 def arrays(model: CausalLM) -> dict[str, LazyArray]:
-    """Hugging Face name -> lazy tensor, as `save_pretrained` writes it, computed from the parameters when read."""
+    """Return the lazy tensors that `save_pretrained` would write, by their Hugging Face names.
+
+    A tensor is computed from the parameters when it is read.
+    """
     return _tensors(model, None)[0]
 
 
 def _tensors(model: CausalLM, dtype: np.dtype | None) -> tuple[dict[str, LazyArray], Any]:
-    """The tensors of a saved model, with the copies that prediction layers have, and its quantization_config."""
+    """Return (tensors to save, quantization_config). The tensors include the copies in prediction layers."""
     leaves = tensor_layout(model, times=model.config.folded()[1])
     leaves |= {name: leaves[main] for name, main in repeated_tensors(model, leaves).items()}
     leaves = {re.sub(r"^model\.", family_of(model).hf_root, name): leaf for name, leaf in leaves.items()}
     found = model_arrays(leaves)
     for name, leaf in leaves.items():
         if isinstance(leaf.parts[0].variable, TokenExpertTable):
-            found[name] = found[name].astype(np.dtype(np.int64))  # as torch has integers
+            found[name] = found[name].astype(np.dtype(np.int64))  # torch's default integer dtype
         elif dtype is not None and not keeps_dtype(leaf.parts[0].variable):
             found[name] = found[name].astype(dtype)
     found, quantization = compress_tensors(model, leaves, found)
@@ -217,7 +233,10 @@ def _tensors(model: CausalLM, dtype: np.dtype | None) -> tuple[dict[str, LazyArr
 
 
 def _shares(found: LazyArrays, bar: Any) -> list[tuple[int | None, Tensors]]:
-    """Tensors by writing process, the holder with the fewest bytes so far; None: no process holds the whole tensor."""
+    """Assign each tensor to the process that writes it: of the processes with all its values, the least loaded.
+
+    The key is None for tensors whose values no single process has.
+    """
     shares: dict[int | None, list[Any]] = {None: []} | {process: [] for process in range(jax.process_count())}
     loads = [0] * jax.process_count()
     for name, array in found.items():
