@@ -1,1 +1,1 @@
-"""Lazy arrays and the tables that map parameters to tensors, for every checkpoint format."""
+"""Lazy arrays and the layouts that map parameters to tensors, for every checkpoint format."""

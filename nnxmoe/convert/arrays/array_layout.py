@@ -1,7 +1,7 @@
-"""The common description of external layouts: ``layout(model) -> {external name: ArrayLayout}``.
+"""Description of external layouts, common to all formats: ``layout(model) -> {external name: ArrayLayout}``.
 
-An `ArrayLayout` says which parts of which parameters an external array holds, where, and how they are arranged. Hugging
-Face, MaxText and the native format each build them. Loading, checking and saving depend on them alone.
+An `ArrayLayout` maps parts of parameters to positions in an external array. The Hugging Face, MaxText and native
+formats each build such layouts. Loading, checking and saving use the layouts without knowing the format.
 """
 
 from collections.abc import Iterator
@@ -29,8 +29,16 @@ QUERY = "layer.attention.q."
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of a model: its name (see `name_of`) and its variable, with shape and metadata. ``at``: which of
-    its layers or experts is meant; empty: all of it."""
+    """A parameter of a model, or the slice of it for one layer or expert.
+
+    Attributes:
+        path: Path in the model's state.
+        key: Name of the parameter (see `name_of`).
+        layer: Number of the parameter's first layer, or None outside of layers.
+        stack: Number of the parameter's stack, or None outside of stacks.
+        variable: Variable of the parameter, with shape and metadata.
+        at: Indices of the leading layer and expert dimensions. Empty for the whole parameter.
+    """
 
     path: Path
     key: str
@@ -41,12 +49,12 @@ class Parameter:
 
     @property
     def ending(self) -> str:
-        """Suffix of a key that names an array of a quantised kernel, such as ``.scale``; empty for other keys."""
+        """Suffix that names an array of a quantized kernel, such as ``.scale``. Empty for other parameters."""
         return self.key[self.key.rindex(".") :] if isinstance(self.variable, QuantizedArray) else ""
 
     @property
     def takes_query_scalar(self) -> bool:
-        """Whether a factor on the queries multiplies it: yes for weights, biases, and the scales of codes."""
+        """Whether a factor on the queries multiplies the parameter: query weights, biases and quantization scales."""
         return self.key.startswith(QUERY) and self.ending in ("", ".scale")
 
     @property
@@ -61,7 +69,7 @@ class Parameter:
 
     @property
     def inputs(self) -> int | None:
-        """Number of trailing dimensions that a linear map contracts; None for other parameters."""
+        """Number of trailing dimensions that a linear map contracts. `None` for other parameters."""
         return self.variable.get_metadata().get("inputs")
 
     @property
@@ -71,19 +79,24 @@ class Parameter:
 
     @property
     def of_layer(self) -> tuple[int, ...]:
-        """Shape per layer, experts first, in the order of Flax's kernels; for a bias, its unflattened output shape,
-        such as [heads, width]."""
+        """Shape per layer, experts first, in the dimension order of Flax's kernels.
+
+        For a bias, the unflattened output shape, such as [heads, width].
+        """
         outs = self.variable.get_metadata().get("outs")
         own = self.shape[1:] if is_stacked(self.axes) else self.shape
         return flax_order(self.variable, own) if outs is None else outs
 
     @property
     def experts(self) -> int | None:
-        """Size of the expert dimension; None without one."""
+        """Size of the expert dimension. `None` if the parameter has no expert dimension."""
         return self.shape[self.axes.index("expert")] if "expert" in self.axes else None
 
     def layers(self) -> Iterator[tuple[int | None, "Parameter"]]:
-        """Yield (layer number in the model, the parameter of that layer); ``(None, self)`` outside of stacks."""
+        """Yield (layer number in the model, slice of the parameter for that layer).
+
+        A parameter outside of stacks is yielded whole, with its layer number or None.
+        """
         if is_stacked(self.axes):
             assert self.layer is not None
             yield from ((self.layer + i, replace(self, at=(i,))) for i in range(self.shape[0]))
@@ -92,10 +105,14 @@ class Parameter:
 
 
 def parameters(model: nnx.Module, *, codes: bool = False) -> list[Parameter]:
-    """The parameters to store in a checkpoint, in the model's order, without values kept for `lora.unmerge`.
+    """Return the parameters to store in a checkpoint, in the model's order, without the values for `lora.unmerge`.
 
-    ``codes``: whether the layout stores the arrays of quantised kernels. Raises ValueError if the model has such
-    kernels and it does not, or unmerged adapters, which would be lost.
+    Args:
+        model: Model, with values or without.
+        codes: Whether the layout can store the arrays of quantized kernels.
+
+    Raises:
+        ValueError: The model has unmerged adapters, or quantized kernels that the layout cannot store.
     """
     flat = [(path, v) for path, v in nnx.to_flat_state(nnx.state(model)) if not isinstance(v, UnmergeValue)]
     if found := [".".join(map(str, path)) for path, v in flat if isinstance(v, nnx.LoRAParam)]:
@@ -113,14 +130,14 @@ def parameters(model: nnx.Module, *, codes: bool = False) -> list[Parameter]:
 
 @dataclass(frozen=True)
 class Rearrange:
-    """A reshape, a transpose and another reshape, as `einops.rearrange` does for names.
+    """Reshape, transpose and second reshape of an array, like `einops.rearrange`.
 
-    Calls accept NumPy, JAX and lazy arrays alike.
+    Can be called on NumPy, JAX and lazy arrays.
 
     Attributes:
-        source: Shape of the arrays that it is called with.
-        split: ``source`` with merged dimensions apart.
-        order: For each dimension after the transpose, its position in ``split``.
+        source: Shape of the input.
+        split: ``source`` with merged dimensions split, the shape before the transpose.
+        order: Axes of the transpose, as positions in ``split``.
         target: Shape of the result.
     """
 
@@ -131,7 +148,7 @@ class Rearrange:
 
     @property
     def inverse(self) -> "Rearrange":
-        """The rearrangement back."""
+        """Rearrangement from ``target`` back to ``source``."""
         split = tuple(self.split[i] for i in self.order)
         return Rearrange(self.target, split, tuple(map(int, np.argsort(self.order))), self.source)
 
@@ -141,12 +158,13 @@ class Rearrange:
 
 @dataclass(frozen=True)
 class ValueChange:
-    """A change of an external array's values, on loading or saving.
+    """Change of an external array's values during loading or saving.
 
     Attributes:
         times: Factor, applied in float32 and rounded once.
-        over: Divisor, likewise.
-        features: ``halves`` puts the even features of the last dimension before the odd ones. ``pairs`` inverts it.
+        over: Divisor, applied in float32 and rounded once.
+        features: ``halves`` moves the even features of the last dimension before the odd features. ``pairs`` is the
+            inverse of ``halves``.
     """
 
     times: float = 1.0
@@ -155,7 +173,7 @@ class ValueChange:
 
     @property
     def inverse(self) -> "ValueChange":
-        """The change back."""
+        """Change that undoes this change."""
         back: dict[str, Any] = {"halves": "pairs", "pairs": "halves"}
         return ValueChange(self.over, self.times, back.get(self.features, self.features))
 
@@ -189,20 +207,21 @@ UNCHANGED = ValueChange()
 
 @dataclass(frozen=True)
 class ArrayLayout:
-    """How an external array holds parts of parameters: which, where and in which order.
+    """Layout of an external array: the parts of parameters that it contains, and their order.
 
     Attributes:
         key: Key of the parameters.
         part_shape: Shape of each part in the external array.
-        parts: The parts that the array holds; several are stacked on ``axis``.
-        axis: Axis of the stack; None for a single part.
-        order: Order in which the array has the dimensions of a part in memory, before they are merged or split to
-            ``part_shape``; empty for the order in memory.
+        parts: Parts that the array contains. Several parts are stacked on ``axis``.
+        axis: Axis of the stack. `None` for a single part.
+        order: Permutation from the dimensions of a part in memory to the dimensions in the array, applied before the
+            reshape to ``part_shape``. Empty if the order is the same.
         change: Change of the values.
-        axes: Logical axes of the array, if the layout has them.
-        tensor_part: The part of a tensor that the array is, if the file stores it with others or transposed.
-        rearrange: Rearranges the file's array to this one, if its shape differs there.
-        columns: Columns of the file's array that are this one, if it also holds others.
+        axes: Logical axes of the array, if the layout defines them.
+        tensor_part: Part of a tensor that corresponds to the array, if the file stores the array transposed or in one
+            tensor with other arrays.
+        rearrange: Rearrangement from the file's shape to this array's shape, if they differ.
+        columns: Columns of the file's array that belong to this array, if the file's array contains more.
     """
 
     key: str
@@ -221,25 +240,26 @@ class ArrayLayout:
         """Shape of the array."""
         return self.part_shape if self.axis is None else _insert(self.part_shape, self.axis, len(self.parts))
 
-    # Kernels are stored in memory as [*outs, *ins]. Only the next two methods and `flax_order` depend on it.
+    # Kernels are stored in memory as [*outs, *ins]. Only the next two methods and `flax_order` depend on this order.
 
     def part_view(self, values: AnyArray, shape: tuple[int, ...]) -> AnyArray:
-        """Arrange values of a part, or of a box of it, as in the external array, where they have this shape.
+        """Convert values of a part (or of a box of a part) from memory order to the external array's order.
 
-        The result is a view if ``values`` is a NumPy array.
+        ``shape`` is the shape of the result. The result is a view if ``values`` is a NumPy array.
         """
         return values.transpose(self.order or tuple(range(values.ndim))).reshape(shape)
 
     def part_box(self, box: Box, shape: tuple[int, ...]) -> Box:
-        """Convert a box of one part in memory, where it has this shape, to a box of the part in the external array.
+        """Convert a box of a part in memory to a box of the part in the external array.
 
-        Raises ValueError if its values form no box there.
+        ``shape`` is the shape of the part in memory. Raises ValueError if the values do not form a box in the external
+        array.
         """
         order = self.order or range(len(shape))
         return reshape_box(tuple(box[i] for i in order), tuple(shape[i] for i in order), self.part_shape)
 
     def stacked_box(self, box: Box, number: int) -> Box:
-        """Convert a box of the part with this number to a box of the array."""
+        """Convert a box of part ``number`` to a box of the array."""
         return box if self.axis is None else _insert(box, self.axis, slice(number, number + 1))
 
 
@@ -248,6 +268,6 @@ def _insert(values: tuple[T, ...], axis: int, value: T) -> tuple[T, ...]:
 
 
 def add_part(layouts: dict[str, ArrayLayout], name: str, layout: ArrayLayout, part: Parameter) -> None:
-    """Append a part to the layout of a named array, which is ``layout`` without parts if the name is new."""
+    """Append a part to the layout of array ``name``. If the name is new, start from ``layout``."""
     parts = layouts[name].parts if name in layouts else ()
     layouts[name] = replace(layout, parts=(*parts, part))

@@ -47,7 +47,7 @@ def hull_of_range(shape: tuple[int, ...], low: int, high: int) -> Box:
 
 
 def matching_dimensions(shape: tuple[int, ...], other: tuple[int, ...]) -> Iterator[tuple[slice, slice]]:
-    """Yield the shortest runs of dimensions of two shapes that hold the same number of values."""
+    """Yield the shortest runs of consecutive dimensions of two shapes with equal numbers of values."""
     i = j = 0
     while i < len(shape) or j < len(other):
         first, a, b = (i, j), shape[i], other[j]
@@ -61,9 +61,9 @@ def matching_dimensions(shape: tuple[int, ...], other: tuple[int, ...]) -> Itera
 
 
 def reshape_box(box: Box, shape: tuple[int, ...], other: tuple[int, ...]) -> Box:
-    """Return the box that an array of one shape has after `numpy.reshape` to another shape.
+    """Return the box with the same values after `numpy.reshape` from ``shape`` to ``other``.
 
-    Raises ValueError if the values of the box form no box in the other shape.
+    Raises ValueError if the values do not form a box in ``other``.
     """
     reshaped: Box = ()
     for dimensions, others in matching_dimensions(shape, other):

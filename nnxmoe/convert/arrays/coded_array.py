@@ -1,4 +1,4 @@
-"""Weights that a checkpoint stores as codes, decoded to floats when they are read."""
+"""Quantized weights of a checkpoint, dequantized when they are read."""
 
 import functools
 from collections.abc import Mapping
@@ -12,12 +12,12 @@ from nnxmoe.layers.linear.code_format import CodeFormat
 
 
 def coded_array(codes: CodeFormat, shape: tuple[int, ...], parts: Mapping[str, LazyArray]) -> LazyArray:
-    """Return weights in float32 that are decoded when they are read.
+    """Return quantized weights as a lazy float32 array. Reading a box dequantizes it.
 
     Args:
         codes: Format of the codes.
-        shape: Shape of the weights, ``[O, I]``, or ``[E, O, I]`` of all experts.
-        parts: The arrays of a `QuantizedWeight` by name: ``codes``, ``scale``, and ``zero`` and ``order`` if present.
+        shape: Shape of the weights, ``[O, I]``, or ``[E, O, I]`` for all experts.
+        parts: Arrays of a `QuantizedWeight` by name: ``codes``, ``scale``, and ``zero`` and ``order`` if present.
     """
     stored, read = parts["codes"], functools.partial(_decode, codes, shape, parts)
     tensors = tuple(name for part in parts.values() for name in part.tensors)
@@ -40,7 +40,7 @@ def _decode(codes: CodeFormat, shape: tuple[int, ...], parts: LazyArrays, box: B
 def _decode_tiles(
     codes: CodeFormat, parts: LazyArrays, experts: list[slice], rows: slice, columns: slice
 ) -> np.ndarray:
-    """Decode any rows, and columns that begin and end at the border of a tile."""
+    """Decode any range of rows. The range of columns must start and end at tile borders."""
     (tall, wide), per_byte = codes.tile, 1 + codes.is_packed
     tiles = slice(rows.start // tall, -(-rows.stop // tall)), slice(columns.start // wide, -(-columns.stop // wide))
     bytes_ = slice(columns.start // per_byte, columns.stop // per_byte)

@@ -1,4 +1,4 @@
-"""Check before saving that a model fits its config: a checkpoint is loaded as config.json describes it."""
+"""Check before saving that a model fits its config, because loading builds the model from config.json alone."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +15,7 @@ from nnxmoe.layers.linear.quantized import QuantizedArray, QuantizedWeight
 from nnxmoe.model.causal_lm import CausalLM, check_model
 from nnxmoe.models import is_registered
 
-# Attributes set by a strategy: they change how the model is computed, and config.json does not describe them.
+# Attributes set by a strategy. They affect how the model is computed and are not part of config.json.
 _OF_STRATEGIES = frozenset("attention_fn dispatch matmul mesh mla product recurrence remat rules".split())
 _OF_MODELS = frozenset("cache_format config dtype load_report merged ropes strategy".split())
 _SHOWN = 5
@@ -24,8 +24,8 @@ _SHOWN = 5
 def refuse_config_mismatch(model: CausalLM) -> None:
     """Raise CheckpointError if a model differs from the model that loading its config would build.
 
-    Compares modules, shapes and dtypes of parameters, and all attributes that no strategy sets. Adapters are not
-    compared: each layout checks whether it can store them.
+    Compares modules, shapes and dtypes of parameters, and all attributes except attributes set by a strategy. Skips
+    adapters, because each layout checks whether it can store adapters.
     """
     check_model(model)
     family, config = type(model), model.config
@@ -45,7 +45,7 @@ def refuse_config_mismatch(model: CausalLM) -> None:
 
 
 def _differences(model: CausalLM, described: CausalLM) -> Iterator[str]:
-    """Yield a description of each difference. The content of a module that differs as a whole is skipped."""
+    """Yield a description of each difference. If a module differs as a whole, its submodules are skipped."""
     depth, described_depth = (sum(stack.depth for stack in each.stacks) for each in (model, described))
     if depth != described_depth:
         yield f"it has {depth} layers and num_hidden_layers is {described_depth}"
@@ -66,7 +66,7 @@ def _differences(model: CausalLM, described: CausalLM) -> Iterator[str]:
 
 
 def _parts(model: CausalLM) -> dict[str, Any]:
-    """Modules and shapes of parameters by path. A quantized kernel counts as the float kernel that it replaces."""
+    """Return modules and parameter shapes by path. A quantized kernel counts as the float kernel that it replaces."""
     parts = dict[str, Any]()
     for path, node in nnx.iter_graph(model):
         name = ".".join(map(str, path))
@@ -90,7 +90,7 @@ def _noun(part: Any) -> str:
 
 
 def _attributes(name: str, actual: Any, expected: Any) -> Iterator[str]:
-    """Yield the differing attributes of two modules, without submodules and those that a strategy sets."""
+    """Yield the differing attributes of two modules, except submodules and attributes set by a strategy."""
     ignored = _OF_STRATEGIES if name else _OF_STRATEGIES | _OF_MODELS
     for attribute in vars(actual) | vars(expected):
         values = [vars(module).get(attribute) for module in (actual, expected)]
@@ -102,7 +102,7 @@ def _attributes(name: str, actual: Any, expected: Any) -> Iterator[str]:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Compare attributes by value, arrays within lists, tuples and dicts too."""
+    """Compare attributes by value, including arrays in lists, tuples and dicts."""
     if a is b:
         return True
     leaves, structure = jax.tree.flatten(a)

@@ -1,4 +1,4 @@
-"""Dtypes: which are supported for weights, the default dtype when loading, and that of a model's matrices."""
+"""Dtypes: the supported dtypes of weights, the default dtype of loading, and the dtype of a model's matrices."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -14,9 +14,16 @@ from nnxmoe.layers.linear.kernel import STACK_AXES
 
 
 def float_dtype(dtype: Any) -> np.dtype | None:
-    """``dtype`` as a NumPy dtype: of NumPy, JAX or torch, or a name such as "bf16". None and "auto" give None.
+    """Convert a dtype argument to a NumPy dtype.
 
-    ValueError unless it is float32, bfloat16 or float16.
+    Args:
+        dtype: Dtype of NumPy, JAX or torch, a name such as "bf16", or None or "auto".
+
+    Returns:
+        float32, bfloat16 or float16. `None` for None and "auto".
+
+    Raises:
+        ValueError: The dtype is not supported for weights.
     """
     if dtype is None or dtype == "auto":
         return None
@@ -28,17 +35,16 @@ def float_dtype(dtype: Any) -> np.dtype | None:
 
 
 def default_dtype(arrays: Iterable[LazyArray]) -> np.dtype:
-    """The default dtype for loading arrays: the widest, with float64 as float32; codes as what their tool defines, FP8
-    blocks as bfloat16."""
+    """Return the default dtype for loading arrays into one parameter: the promoted `LazyArray.load_dtype`."""
     return np.dtype(jnp.result_type(*{array.load_dtype for array in arrays}))
 
 
 def matrix_dtype(variables: Iterable[nnx.Variable]) -> Any:
-    """The promoted dtype of all matrices among a model's parameters."""
+    """Return the promoted dtype of all matrices among a model's parameters."""
     return jnp.result_type(*{v.dtype for v in variables if is_matrix(v)})
 
 
 def is_matrix(variable: nnx.Variable) -> bool:
-    """Whether a parameter determines the dtype of activations: true except for norms, biases and routers."""
+    """Return whether a parameter determines the dtype of activations: True except for norms, biases and routers."""
     axes = [axis for axis in axes_of(variable) if axis not in STACK_AXES]
     return isinstance(variable, nnx.Param) and len(axes) > 1 and "router" not in axes

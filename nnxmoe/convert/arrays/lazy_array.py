@@ -73,8 +73,9 @@ class LazyArray:
     def load_dtype(self) -> np.dtype:
         """Default dtype for loading.
 
-        Dtypes of 8 bytes, such as float64, are loaded as float32. Quantized values are loaded in the dtype that the quantization tool
-        defines, or else bfloat16. Formats with ``stored`` types are loaded as float32 without rounding.
+        Dtypes of 8 bytes, such as float64, are loaded as float32. Quantized values are loaded in the dtype that the
+        quantization tool defines, or else bfloat16. Formats with ``stored`` types are loaded as float32 without
+        rounding.
         """
         if self.codes is not None and self.stored is None:
             return jnp.dtype(self.codes.round_dtype or "bfloat16")

@@ -11,17 +11,26 @@ from nnxmoe.runtime.progress import logger
 
 @dataclasses.dataclass(frozen=True)
 class LoadReport:
-    """Accounts for every tensor of a checkpoint and every parameter of a model.
+    """Result of loading: the status of every tensor of a checkpoint and every parameter of a model.
 
-    ``source``: the folder or hub id that was asked for, and ``revision`` the branch, tag or commit of the hub.
-    ``skipped``: rule -> names skipped on purpose. ``unexpected``: other tensors that the model does not use.
-    ``missing``: parameters without a tensor; ``wrong``: messages about tensors of another shape or dtype (both empty
-    for a loaded model). ``casts``: "stored -> loaded dtype" -> names.
-    ``towers``: the parts of a multimodal checkpoint beside the text model, whose tensors are skipped.
-    ``nonfinite``: tensor -> number of NaN or infinite values after loading (on this process's devices).
-    ``files``: the folder with the tokenizer files, which saving copies. ``weights``: bytes in memory by dtype or kind
-    of code, scales included, without copies on several devices. ``quantization_error``: the root mean square of what
-    ``quantize`` changed, relative to that of the weights.
+    Attributes:
+        source: Folder or hub id as passed by the caller.
+        loaded: Names of the tensors that were read.
+        missing: Parameters without a tensor. Empty for a loaded model.
+        wrong: Messages about tensors with a wrong shape or dtype. Empty for a loaded model.
+        unexpected: Tensors that the model does not use, except skipped tensors.
+        skipped: Rule -> names of tensors skipped on purpose.
+        casts: "stored -> loaded dtype" -> names of tensors.
+        nonfinite: Tensor name -> number of NaN or infinite values after loading, on this process's devices.
+        notes: Further messages for the user.
+        bytes_read: Bytes read by this process.
+        seconds: Duration of loading.
+        files: Folder with the tokenizer files, or GGUF file. Saving the model copies these files.
+        revision: Branch, tag or commit on the hub.
+        weights: Dtype or quantization type -> bytes in memory, with scales, without replicas on several devices.
+        quantization_error: Root mean square of the error from ``quantize``, relative to the root mean square of the
+            weights.
+        towers: Parts of a multimodal checkpoint other than the text model. Their tensors are skipped.
     """
 
     source: str
@@ -48,12 +57,11 @@ class LoadReport:
 
     @property
     def bytes_per_second(self) -> float:
-        """Speed of reading, casting and placing on devices."""
+        """Speed of loading in bytes per second: reading, casting and placing on devices."""
         return self.bytes_read / max(self.seconds, 1e-9)
 
     def warn(self) -> None:
-        """Log one warning with what the user must know: tensors that were not read, notes, and values that are NaN or
-        infinite."""
+        """Log one warning about unread tensors, notes, and NaN or infinite values, if there are any."""
         found = list(self.notes)
         if self.towers:
             found.insert(0, f"this is the text model of a multimodal checkpoint, without {', '.join(self.towers)}")
@@ -69,7 +77,7 @@ class LoadReport:
             logger.warning("%s: %s", self.source, "; ".join(found))
 
     def summary(self) -> str:
-        """The report without what `warn` has logged."""
+        """Return the report as text, without the messages that `warn` logs."""
         lines = [
             f"{self.source}: {len(self.loaded)} tensors, {bytes_text(self.bytes_read)} "
             f"in {self.seconds:.2f} s ({bytes_text(self.bytes_per_second)}/s)"
@@ -92,7 +100,7 @@ class LoadReport:
 
 
 class LoadError(CheckpointError):
-    """Raised if weights do not fit the model; ``report`` has the details."""
+    """Error for weights that do not fit the model. ``report`` contains the details."""
 
     def __init__(self, message: str, report: LoadReport):
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""Arrays of a layout, computed from a model's parameters when they are read, also if they span several processes."""
+"""Arrays of a layout, computed from a model's parameters when they are read. Parameters may span processes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,9 +17,14 @@ from nnxmoe.sharding import spans_hosts
 
 
 def model_arrays(layouts: Mapping[str, ArrayLayout], dtype: Any = None) -> dict[str, LazyArray]:
-    """Return name -> lazy array for a layout, computed from the parameters when it is read.
+    """Return the lazy arrays of a layout by name, computed from the parameters when they are read.
 
-    ``dtype`` None: the dtype of the parameters. Integers are never cast.
+    Args:
+        layouts: Array name -> layout.
+        dtype: Dtype of the arrays. Defaults to the dtype of the parameters. Integers are never cast.
+
+    Raises:
+        ValueError: The model has shapes but no values.
     """
     arrays, holders_of = dict[str, LazyArray](), _holders(layouts)
     for name, layout in layouts.items():
@@ -46,7 +51,7 @@ def _tensor(name: str, layout: ArrayLayout) -> str:
 
 
 def _holders(layouts: Mapping[str, ArrayLayout]) -> dict[str, set[int]]:
-    """Return, for each tensor, the processes that hold all of its parts."""
+    """Return tensor name -> processes that have all parts of the tensor in their shards."""
     holders = dict[str, set[int]]()
     for name, layout in layouts.items():
         tensor = _tensor(name, layout)
@@ -58,15 +63,15 @@ def _holders(layouts: Mapping[str, ArrayLayout]) -> dict[str, set[int]]:
 
 
 def _stack_index(layout: ArrayLayout, part: Parameter) -> tuple[int, ...]:
-    """Return the index of a part in its parameter, or that of the stack, such as of experts, that it belongs to."""
+    """Return the index of a part in its parameter. If parts are stacked, for example experts, the stack's index."""
     return part.at if layout.axis is None else part.at[:-1]
 
 
 @dataclass(frozen=True)
 class _ModelArray:
-    """Computes the values of an array of a layout from parameters.
+    """Reader of a layout's array from parameters.
 
-    ``is_collective``: no process holds the whole tensor, so all processes must read it at the same time.
+    If ``is_collective``, no single process has the whole tensor. All processes must then read it at the same time.
     """
 
     layout: ArrayLayout
@@ -95,7 +100,7 @@ class _ModelArray:
         return out
 
     def global_array(self) -> Array:
-        """Return the whole array, on the devices of the parameters."""
+        """Return the whole array on the devices of the parameters."""
         layout = self.layout
 
         def run(values: list[Array]) -> Array:
@@ -111,8 +116,8 @@ class _ModelArray:
 def _fetch(value: AnyArray, index: tuple[int, ...], is_only_read: bool, is_collective: bool) -> np.ndarray:
     """Return ``value[index]`` on the host. Collective if ``is_collective`` and the value spans hosts.
 
-    ``is_only_read``: no other range will be read, so only this part is copied from the device. Otherwise the whole
-    value is copied to the host, and JAX caches the copy for further reads.
+    If ``is_only_read``, no other range will be read, and only this slice is copied from the device. Otherwise the whole
+    value is copied to the host. JAX caches this copy for further reads.
     """
     if spans_hosts(value):
         return gather(value, index) if is_collective else local_value(value, index)

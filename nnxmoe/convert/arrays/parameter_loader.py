@@ -1,7 +1,7 @@
-"""Reads the arrays of a checkpoint into the parameters of a model, for every layout, with or without a mesh.
+"""Read the arrays of a checkpoint into the parameters of a model, for every layout, with or without a mesh.
 
-A parameter gets one aligned buffer per shard on this process's devices. Arrays are read in blocks, and each block is
-read once. Its values are cast, transposed and copied into every buffer that overlaps it.
+Each parameter has one aligned buffer per shard on this process's devices. Arrays are read in blocks, and each block is
+read once. The values of a block are cast, transposed and copied into every buffer that overlaps the block.
 """
 
 import math
@@ -28,7 +28,7 @@ from nnxmoe.convert.files.host_memory import (
     transpose_into,
 )
 
-AHEAD_BYTES = 128 << 20  # limit on the parameters that are read but not yet placed on devices
+AHEAD_BYTES = 128 << 20  # limit on the total size of parameters that are read but not yet placed on devices
 
 
 Ranges = tuple[tuple[int, int], ...]  # (start, stop) per dimension
@@ -37,7 +37,7 @@ BoxView = tuple[Box, np.ndarray]  # a box of an array, and the part of a buffer 
 
 
 class LoadTarget(NamedTuple):
-    """A parameter to load, with the dtype and sharding that it gets."""
+    """A parameter to load, with its dtype and sharding after loading."""
 
     parameter: Parameter
     dtype: np.dtype
@@ -45,16 +45,24 @@ class LoadTarget(NamedTuple):
 
 
 class LoadGroup(NamedTuple):
-    """Parameters that share arrays, and the names of those arrays."""
+    """Parameters that share arrays, with the names of the arrays."""
 
     targets: list[LoadTarget]
     names: list[str]
 
 
 class ParameterLoader:
-    """Reads groups of parameters in a few threads, while the calling thread places finished groups on the devices.
+    """Reader of parameter groups in up to 8 threads, while the calling thread places finished groups on the devices.
 
-    Parameters that are not placed yet take the memory of one group, or of several groups of at most AHEAD_BYTES.
+    Parameters that are not placed yet use the memory of one group, or of several groups of at most AHEAD_BYTES in
+    total.
+
+    Attributes:
+        layouts: Array name -> layout.
+        arrays: Array name -> lazy array.
+        bar: Progress bar in bytes, or None.
+        nonfinite: Array name -> number of NaN and infinite values in this process's shards.
+        bytes_read: Bytes read so far.
     """
 
     def __init__(self, layouts: Mapping[str, ArrayLayout], arrays: LazyArrays, bar: Any = None):
@@ -124,7 +132,7 @@ class ParameterLoader:
     def await_reads(self, reads: list[Future[tuple[str, int, int]]]) -> None:
         """Wait for the reads and raise the first exception of a thread."""
         running: set[Future[Any]] = set(reads)
-        while running:  # every 0.1 s only, because each wake-up takes the GIL from the readers
+        while running:  # wake up every 0.1 s at most, because each wake-up takes the GIL from the readers
             done, running = wait(running, timeout=0.1, return_when=FIRST_EXCEPTION)
             for name, nonfinite, size in [read.result() for read in done]:
                 self.bytes_read += size
@@ -134,7 +142,7 @@ class ParameterLoader:
                 self.bar.update(self.bytes_read - self.bar.n)
 
     def _read(self, name: str, array: LazyArray, box: Box, views: list[BoxView]) -> tuple[str, int, int]:
-        """Read a box into the views of buffers. Returns (array name, number of non-finite values, bytes read)."""
+        """Read a box into views of buffers and return (array name, number of non-finite values, bytes read)."""
         buffer = views[0][1] if len(views) == 1 and views[0][1].flags.c_contiguous else None
 
         def empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -156,7 +164,7 @@ class ParameterLoader:
         return name, nonfinite, self.arrays[name].box_nbytes(box)
 
     def _copy(self, view: np.ndarray, values: np.ndarray) -> int:
-        """``view[...] = values``, cast. Returns the number of non-finite values in the result."""
+        """Assign ``view[...] = values`` with a cast, and return the number of non-finite values in the view."""
         if view.ndim > 2 and not view.flags.c_contiguous:
             view, values = _merge_dimensions(view, values)
         if view.ndim > 2:
@@ -171,7 +179,7 @@ class ParameterLoader:
 
 
 def _merge_dimensions(view: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Drop dimensions of size 1 of both arrays, and merge neighboring dimensions where the view stays a view."""
+    """Drop dimensions of size 1, and merge neighboring dimensions if merging does not copy the view."""
     view, shape = view.squeeze(), list[int]()
     for i, (size, stride) in enumerate(zip(view.shape, view.strides, strict=True)):
         if i and view.strides[i - 1] == stride * size:
@@ -182,13 +190,13 @@ def _merge_dimensions(view: np.ndarray, values: np.ndarray) -> tuple[np.ndarray,
 
 
 def _buffer_views(layout: ArrayLayout, buffers: Mapping[Path, Buffers]) -> list[BoxView]:
-    """Return the boxes of an array that this process needs, each with the view of a buffer that receives its values.
+    """Return the boxes of an array that this process needs, each with the buffer view that receives the values.
 
-    The views have the dimensions of the array.
+    The views have the dimension order of the array.
     """
     views: list[BoxView] = []
     for number, part in enumerate(layout.parts):
-        lead = len(part.at)  # dimensions of layers and experts, of which the part is one index
+        lead = len(part.at)  # number of leading layer and expert dimensions, which the part indexes
         for ranges, buffer in buffers.get(part.path, {}).items():
             if not all(start <= index < stop for index, (start, stop) in zip(part.at, ranges, strict=False)):
                 continue
@@ -201,9 +209,9 @@ def _buffer_views(layout: ArrayLayout, buffers: Mapping[Path, Buffers]) -> list[
 
 
 def _split_box(box: Box, itemsize: int, block: int, row_multiple: int) -> Iterator[Box]:
-    """Yield pieces of a box of about ``block`` bytes, with a multiple of ``row_multiple`` rows.
+    """Split a box into pieces of about ``block`` bytes, with a multiple of ``row_multiple`` rows.
 
-    Such multiples fill whole cache lines of a transpose.
+    A suitable multiple fills whole cache lines in a transpose.
     """
     if not box:
         yield box

@@ -1,6 +1,6 @@
-"""Splits tensors that hold several parameters on loading, and joins them on saving.
+"""Split tensors that contain several parameters during loading, and join the parts during saving.
 
-No other code knows that a tensor holds several parameters, or that its inputs precede its outputs, as in gpt-oss.
+Only this module handles tensors with several parameters, and tensors with inputs before outputs, as in gpt-oss.
 """
 
 import dataclasses
@@ -25,8 +25,8 @@ class TensorPart:
 
     Attributes:
         tensor: Name of the tensor.
-        w: Which part it is.
-        dim: Dimension of the outputs, if the inputs are left out.
+        w: Row of the name table, with the range of outputs.
+        dim: Axis of the outputs if the tensor is not transposed. 1 if the tensor contains all experts, else 0.
     """
 
     tensor: str
@@ -39,14 +39,14 @@ class TensorPart:
         return self.w.label(self.tensor)
 
     def outputs(self, size: int) -> range:
-        """Return which of the tensor's ``size`` outputs the part has."""
+        """Return the indices of the part's outputs among the tensor's ``size`` outputs."""
         w = self.w
         if w.alternate:
             return range(w.part, size, w.parts)
         return range(w.part * (size // w.parts), (w.part + w.span) * (size // w.parts))
 
     def select(self, array: LazyArray) -> LazyArray:
-        """Return the part of a tensor, with a fault if the tensor cannot be split."""
+        """Select the part from a tensor. If the tensor cannot be split, the result has a ``fault``."""
         if array.fault is not None:
             return array
         w, shape = self.w, _swap_last(array.shape) if self.w.transposed else array.shape
@@ -57,14 +57,14 @@ class TensorPart:
             return dataclasses.replace(array, fault=f"{where} has shape {list(array.shape)}: it must hold {several}")
         part = array.take(self.outputs(shape[self.dim]), self.dim + w.transposed)
         if w.transposed:
-            # A transpose is read a matrix at a time, because its rows in memory are columns of the tensor.
+            # Read one whole matrix at a time, because its rows in memory are columns of the tensor.
             block = math.prod(part.shape[-2:]) * array.dtype.itemsize
             last = len(part.shape) - 1
             part = dataclasses.replace(part.transpose((*range(last - 1), last, last - 1)), block=block)
         return part if array.codes is None else self._select_codes(array, part)
 
     def _select_codes(self, array: LazyArray, floats: LazyArray) -> LazyArray:
-        """Select the part of a quantized tensor's codes; ``floats``: the part of the decoded values."""
+        """Select the part from the codes, scales and zero points. ``floats`` is the part of the dequantized tensor."""
         assert array.codes is not None
         tall, high = array.codes.tile[0], array.shape[self.dim]
         common = {"order"} if tall < high else {"order", "scale", "zero"}
@@ -82,12 +82,17 @@ def _swap_last(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def split_tensors(table: Table, arrays: LazyArrays) -> dict[str, LazyArray]:
-    """Replace tensors that hold several parameters by the parts that a table of names names."""
+    """Replace each tensor that contains several parameters by its parts.
+
+    Args:
+        table: Parameter key -> tensor name and part.
+        arrays: Tensors of a checkpoint by name.
+    """
     rows = [(w, int(".experts." in key and not w.per_expert)) for key in table for w in options(table, key)]
     split = {(w.name, w.per_expert) for w, _ in rows if not w.whole}
     parts_of: dict[tuple[str, ...], list[tuple[W, int]]] = {}
     for w, dim in rows:
-        if (w.name, w.per_expert) in split:  # a whole tensor too, if that is an alternative
+        if (w.name, w.per_expert) in split:  # includes the whole tensor if the table lists it as an alternative
             parts_of.setdefault((w.name, w.per_expert), []).append((w, dim))
     result: dict[str, LazyArray] = {}
     for name, array in arrays.items():
@@ -103,8 +108,8 @@ def join_parts(arrays: LazyArrays, parts: Mapping[str, TensorPart | None]) -> di
     """Invert `split_tensors`, for saving.
 
     Args:
-        arrays: The arrays of a layout.
-        parts: Array name -> the part of a tensor that the array is; None for whole tensors.
+        arrays: Arrays of a layout by name.
+        parts: Array name -> part of a tensor, or None if the array is a whole tensor.
     """
     tensors: dict[str, LazyArray] = {}
     split: dict[str, dict[TensorPart, LazyArray]] = {}
@@ -126,7 +131,7 @@ def _join(parts: Mapping[TensorPart, LazyArray]) -> LazyArray:
     shape = _swap_last(shape) if first.w.transposed else shape
 
     def read(box: Box, empty: Empty) -> np.ndarray:
-        experts = (box[0],) if dim else ()  # of all experts only those in the box
+        experts = (box[0],) if dim else ()  # read only the experts in the box
         tensor = np.empty((*sizes(experts), *shape[len(experts) :]), dtype)
         for part, array in parts.items():
             values = array.read_box((*experts, *whole(array.shape)[len(experts) :]), np.empty)
