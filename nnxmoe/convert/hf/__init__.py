@@ -1,1 +1,1 @@
-"""Hugging Face checkpoints: safetensors files, config.json and the files beside them."""
+"""Hugging Face checkpoints: safetensors files, config.json, generation_config.json and tokenizer files."""

@@ -1,4 +1,4 @@
-"""The small files of a Hugging Face folder: config.json, generation_config.json and the tokenizer's."""
+"""The small files of a Hugging Face folder: config.json, generation_config.json and tokenizer files."""
 
 import glob
 import os
@@ -34,9 +34,15 @@ def write_auxiliary_files(
     dtype: Any = None,
     more: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write config.json and generation_config.json, and copy tokenizer files and Python code from the folder that the
-    model was loaded from. ``dtype``: dtype of the saved weights (default: the model's). ``more``: further fields of
-    config.json."""
+    """Write config.json and generation_config.json, and copy tokenizer and Python files from the model's source folder.
+
+    Args:
+        stage: Folder to write to.
+        model: Model that is saved.
+        config: Config to write.
+        dtype: Dtype of the saved weights. Defaults to the dtype of the model's matrices.
+        more: Further fields of config.json.
+    """
     dtype = dtype or matrix_dtype(parameter.variable for parameter in parameters(model, codes=True))
     write_json(stage / "config.json", config.to_hf() | {"dtype": str(dtype)} | dict(more or {}))
     if model.generation_config:
@@ -47,7 +53,7 @@ def write_auxiliary_files(
     if is_gguf(source):
         try:
             files = tokenizer_files(GGUF.open(source))
-        except CheckpointError as error:  # as below
+        except CheckpointError as error:  # a missing tokenizer must not prevent saving the model
             logger.warning("%s; no tokenizer is written", error)
             files = {}
         for name, content in files.items():
@@ -67,18 +73,18 @@ def write_auxiliary_files(
 
 
 def _companions(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
-    """The files of a folder that match, broken links included."""
+    """Return the files in a folder that match a pattern, including broken links."""
     found = {folder / name for pattern in patterns for name in glob.glob(pattern, root_dir=folder)}
     return sorted(path for path in found if not path.is_dir())
 
 
 def has_tokenizer(folder: str | os.PathLike[str]) -> bool:
-    """Whether a folder has any tokenizer file."""
+    """Return whether a folder has any tokenizer file. True for GGUF files."""
     return is_gguf(folder) or bool(_companions(Path(folder), TOKENIZER_FILES))
 
 
 def read_config(folder: Path) -> DecoderConfig:
-    """The config in a folder's config.json; warns of fields that are dropped."""
+    """Read a folder's config.json. Logs a warning for each dropped field."""
     config, notes = parse_config(read_config_fields(folder), str(folder / "config.json"))
     for note in notes:
         logger.warning("%s: %s", folder, note)
@@ -86,7 +92,7 @@ def read_config(folder: Path) -> DecoderConfig:
 
 
 def read_generation_config(folder: Path, config: DecoderConfig) -> Mapping[str, Any]:
-    """The generation_config.json of a folder, empty if missing or unreadable; warns of what has no effect."""
+    """Read a folder's generation_config.json. Logs a warning for each note of `generation_fields`."""
     fields, notes = generation_fields(folder, config)
     for note in notes:
         logger.warning("%s: %s", folder, note)
@@ -94,9 +100,15 @@ def read_generation_config(folder: Path, config: DecoderConfig) -> Mapping[str, 
 
 
 def generation_fields(folder: Path, config: DecoderConfig) -> tuple[FrozenDict, tuple[str, ...]]:
-    """The generation_config.json of a folder, or its equal in a GGUF file, and what to report of it: transformers too
-    ignores an unreadable file, and ids outside the vocabulary. Raises CheckpointError for end ids that are no
-    numbers."""
+    """Read generation_config.json of a folder, or the equivalent fields of a GGUF file.
+
+    Returns:
+        Tuple of the fields and notes. As in transformers, an unreadable file and ids outside the vocabulary are
+        ignored, with a note. The fields are empty if the file is missing or unreadable.
+
+    Raises:
+        CheckpointError: (a ValueError) A token id is not an integer.
+    """
     if is_gguf(folder):
         found, unused = gguf_config.generation_fields(GGUF.open(folder))
         return FrozenDict(found), unused

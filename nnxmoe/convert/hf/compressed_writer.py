@@ -1,7 +1,7 @@
-"""Saving quantised kernels in the formats of compressed-tensors, which vLLM and transformers read.
+"""Save quantized kernels without rounding in the formats of compressed-tensors. vLLM and transformers read them.
 
-int8 and int4 codes become ``pack-quantized``, FP8 codes ``float-quantized``, MXFP4 ``mxfp4-pack-quantized``, or the
-blocks of gpt-oss where a tensor holds all experts; nothing is rounded.
+int8 and int4 codes become ``pack-quantized``, and FP8 codes ``float-quantized``. MXFP4 codes become
+``mxfp4-pack-quantized``, or the blocks of gpt-oss if one tensor contains all experts.
 """
 
 import json
@@ -31,8 +31,19 @@ WHAT = "which compressed-tensors cannot store: make it a float first with nnxmoe
 def compress_tensors(
     model: CausalLM, leaves: Mapping[str, ArrayLayout], arrays: Mapping[str, LazyArray]
 ) -> tuple[dict[str, LazyArray], dict[str, Any] | None]:
-    """The tensors to write for the arrays of a layout, and the ``quantization_config`` of config.json; None without
-    quantised kernels. Raises CheckpointError for codes that the format does not have."""
+    """Convert the arrays of a layout to the tensors of a compressed-tensors checkpoint.
+
+    Args:
+        model: Model that is saved.
+        leaves: Array name -> layout.
+        arrays: Array name -> values.
+
+    Returns:
+        Tuple of the tensors and the ``quantization_config`` of config.json (None without quantized kernels).
+
+    Raises:
+        CheckpointError: (a ValueError) The format cannot represent a kernel.
+    """
     kinds = {(*place.path, "codes"): place.weight.format for place in quantized_kernels(model)}
     fused = all(len(array.shape) == 3 for name, array in arrays.items() if name.endswith(".codes"))
     if kinds and fused and all(kind == fp4.MXFP4 for kind in kinds.values()):
@@ -62,20 +73,20 @@ def compress_tensors(
 
 
 def _stored(codes: CodeFormat, parts: Mapping[str, LazyArray]) -> dict[str, LazyArray]:
-    """The tensors of a kernel, by the ends of their names."""
+    """Return the tensors of a kernel by the suffixes of their names."""
     kept, bits = parts["codes"], codes.bits
     if codes.code_dtype == "fp4":
         return {"weight_packed": fp4.pack_nibbles(kept), "weight_scale": fp4.to_exponents(parts["scale"])}
-    # Readers round weights to the dtype of the scales, so that those of weights that are not rounded are float32.
+    # Readers round weights to the dtype of the scales. If the weights are not rounded, the scales must be float32.
     scale = parts["scale"] if codes.round_dtype is not None else parts["scale"].astype(np.dtype(np.float32))
-    if codes.tile[0] == FULL and scale.shape == (1, 1):  # that of a whole tensor is a vector
+    if codes.tile[0] == FULL and scale.shape == (1, 1):  # the format stores a per-tensor scale as a vector
         scale = scale.reshape((1,))
     if codes.code_dtype == "fp8":
         return {"weight": kept.map(lambda octets: octets.view(FP8), FP8), "weight_scale": scale}
     outs, ins = kept.shape[0], codes.input_count(kept)
 
     def packed(numbers: np.ndarray) -> np.ndarray:
-        """Unsigned numbers in words, the last of which is filled up with zeros."""
+        """Pack unsigned numbers into 32-bit words. The last word is padded with zeros."""
         numbers = numbers if codes.is_packed else numbers.view(np.uint8) ^ 128
         padded = np.pad(numbers, ((0, 0), (0, -numbers.shape[1] % (32 // bits))))
         octets = padded if bits == 8 else padded[:, ::2] | padded[:, 1::2] << 4
@@ -100,7 +111,7 @@ def _stored(codes: CodeFormat, parts: Mapping[str, LazyArray]) -> dict[str, Lazy
 
 
 def _settings(codes: CodeFormat, ins: int, zero: bool) -> dict[str, Any]:
-    """``weights`` of a group in ``config_groups``."""
+    """Return the field ``weights`` of a group in ``config_groups``."""
     rows, columns = codes.tile
     fields: dict[str, Any] = {"num_bits": codes.bits, "type": "float" if codes.code_dtype in ("fp8", "fp4") else "int"}
     fields |= {"symmetric": not zero, "dynamic": False, "group_size": None, "strategy": "tensor"}
@@ -112,7 +123,11 @@ def _settings(codes: CodeFormat, ins: int, zero: bool) -> dict[str, Any]:
 
 
 def _config(model: CausalLM, groups: Mapping[str, list[str]]) -> dict[str, Any]:
-    """``quantization_config``. One group has all linear maps but those that stay floats; several have names."""
+    """Return ``quantization_config``.
+
+    A single group targets all linear layers, and ``ignore`` lists the layers that stay floats. Several groups target
+    modules by name.
+    """
     chosen = {module for modules in groups.values() for module in modules}
     made = {}
     for i, (settings, modules) in enumerate(groups.items()):
@@ -121,7 +136,7 @@ def _config(model: CausalLM, groups: Mapping[str, list[str]]) -> dict[str, Any]:
         form = _FORMATS[weights["type"], weights["num_bits"]]
         made[f"group_{i}"] = {"targets": targets, "weights": weights, "input_activations": None, "format": form}
     formats = {group["format"] for group in made.values()}
-    # Linear maps that stay floats: routers, and kernels that are not quantised.
+    # Linear layers that stay floats: routers, and kernels that are not quantized.
     keys = {place.key for place in quantizable_kernels(model) if not isinstance(place.weight, QuantizedWeight)}
     linear = [name for name, leaf in tensor_layout(model).items() if leaf.key in keys or ".router.kernel" in leaf.key]
     floats = [name.removesuffix(".weight") for name in linear]
@@ -135,7 +150,7 @@ def _config(model: CausalLM, groups: Mapping[str, list[str]]) -> dict[str, Any]:
 
 
 def _targets(modules: list[str]) -> list[str]:
-    """Expressions that match modules and no others, all experts of a layer and layers of one name in one of them."""
+    """Return expressions that match exactly these modules, with one regular expression for all layers and experts."""
     layers: dict[str, set[str]] = {}
     for module in modules:
         expression = re.sub(r"\.experts\.[0-9]+", ".experts.EXPERT", module)

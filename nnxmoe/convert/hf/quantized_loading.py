@@ -1,4 +1,4 @@
-"""Load into quantised kernels: keep the codes of the checkpoint, or round floats while they are read."""
+"""Load into quantized kernels: use the codes of the checkpoint, or quantize floats while they are read."""
 
 from typing import Any
 
@@ -26,14 +26,23 @@ from nnxmoe.model.quantization.rounding import kernels_to_quantize
 
 
 def keep_codes(model: CausalLM, arrays: LazyArrays) -> dict[str, LazyArray]:
-    """Make kernels of an abstract model quantised where the checkpoint has codes; the arrays to load it from.
+    """Quantize the kernels of an abstract model in place wherever the checkpoint contains codes.
 
-    Raises CheckpointError if the codes that one kernel would hold differ in kind, tile or zero points.
+    Args:
+        model: Model with shapes but no values.
+        arrays: Arrays of the checkpoint by name.
+
+    Returns:
+        Arrays to load the model from: ``arrays`` with the codes, scales and zero points of quantized kernels in place
+        of their floats.
+
+    Raises:
+        CheckpointError: (a ValueError) The arrays of one kernel differ in quantization type, tile or zero points.
     """
     found = dict(arrays)
     for place, names in _names(model, arrays):
         kept = {name: one for name in names if name in arrays and (one := arrays[name]).codes is not None}
-        if not kept or any(one.fault for one in kept.values()):  # faults are reported when the model is filled
+        if not kept or any(one.fault for one in kept.values()):  # `load_model` reports the faults
             continue
         first, one = next(iter(kept.items()))
         for name in names:
@@ -56,14 +65,24 @@ def keep_codes(model: CausalLM, arrays: LazyArrays) -> dict[str, LazyArray]:
 def quantize_while_loading(
     model: CausalLM, arrays: LazyArrays, method: Method | Mixed, dtype: np.dtype | None
 ) -> tuple[dict[str, LazyArray], ErrorMeter]:
-    """Make kernels of an abstract model quantised by a method; the arrays to load it from, whose codes are computed
-    when they are read, and the error, which grows meanwhile. ``dtype``: of the scales, None: of the weights."""
+    """Quantize the kernels of an abstract model in place. The codes are computed when their arrays are read.
+
+    Args:
+        model: Model with shapes but no values.
+        arrays: Arrays of the checkpoint by name.
+        method: Quantization method.
+        dtype: Dtype of the scales. Defaults to the weights' default dtype.
+
+    Returns:
+        Tuple of the arrays to load the model from and a meter of the quantization error. Each read of codes adds to
+        the meter.
+    """
     found, error = dict(arrays), ErrorMeter()
     methods = {place.path: one for place, one in kernels_to_quantize(model, method)}
     for place, names in _names(model, arrays):
         one = methods.get(place.path)
         stored = [arrays[name] for name in names if name in arrays and arrays[name].fault is None]
-        if one is None or len(stored) < len(names):  # what is missing or faulty is refused when the model is filled
+        if one is None or len(stored) < len(names):  # `load_model` reports missing and faulty arrays
             continue
         if any(len(array.shape) != 2 for array in stored):
             raise CheckpointError(
@@ -82,12 +101,12 @@ def quantize_while_loading(
 def _on_reading(
     name: str, array: LazyArray, method: Method, kind: CodeFormat, dtype: np.dtype, error: ErrorMeter
 ) -> dict[str, LazyArray]:
-    """Codes and scales of a float array ``[O, I]``, computed from its rows. Each of the two reads all rows."""
+    """Return codes and scales of a float array ``[O, I]``. Both are computed from the rows, which are read twice."""
     outs, ins = array.shape
     tile = min(kind.tile[0], outs)
 
     def rounded(first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
-        """Weights and scales of rows that begin with a tile and end with one."""
+        """Return weights and scales of a range of rows that starts and ends at tile borders."""
         rows = array.read_box((slice(first, min(last, outs)), slice(0, ins)), np.empty)
         try:
             return rows, compute_scales(method, rows, dtype)
@@ -106,7 +125,7 @@ def _on_reading(
         return rounded(box[0].start * tile, box[0].stop * tile)[1][:, box[1]].reshape(sizes(box))
 
     common: dict[str, Any] = {"file": array.file, "tensors": array.tensors or (name,)}
-    # Blocks of about CHUNK_BYTES floats, unless each read of the source reads all of it.
+    # Blocks of about CHUNK_BYTES floats, unless each read reads the whole source.
     of_codes, of_scales = (max(AT_ONCE if array.block >= AT_ONCE else 0, CHUNK_BYTES // n) for n in (8, 256))
     return {
         f"{name}.codes": LazyArray(
@@ -117,7 +136,7 @@ def _on_reading(
 
 
 def _names(model: CausalLM, arrays: LazyArrays) -> list[tuple[KernelRef, list[str]]]:
-    """Kernels that may be quantised, with the checkpoint's names of their arrays."""
+    """Return the quantizable kernels, each with the names of its arrays in the checkpoint."""
     names: dict[Any, list[str]] = {}
     for name, leaf in tensor_layout(model, arrays).items():
         for part in leaf.parts:
@@ -128,12 +147,12 @@ def _names(model: CausalLM, arrays: LazyArrays) -> list[tuple[KernelRef, list[st
 
 
 def _form(array: LazyArray) -> Any:
-    """Properties that all weights in one array must share."""
+    """Return the properties that must be equal for all weights of one kernel."""
     return array.codes, {name: part.dtype for name, part in array.parts.items()}
 
 
 def _without_nan(codes: LazyArray) -> LazyArray:
-    """FP8 codes that are refused if there is NaN among them, which products on CPUs take for a number."""
+    """Raise CheckpointError at reading if FP8 codes contain NaN, because CPU matmuls treat the NaN code as a number."""
 
     def checked(found: np.ndarray) -> np.ndarray:
         if ((found & 127) == 127).any():

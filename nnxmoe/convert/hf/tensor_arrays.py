@@ -1,6 +1,7 @@
-"""The tensors of a Hugging Face checkpoint as lazy arrays; quantised weights are dequantised on reading.
+"""The tensors of a Hugging Face checkpoint as lazy arrays. Quantized weights are dequantized when they are read.
 
-Such weights are recognised by their tensors; ``quantization_config`` says what the tensors cannot. One file per tool.
+Quantized weights are recognized by their tensors. ``quantization_config`` supplies the settings that the tensors do not
+show. Each quantization tool has a module in `nnxmoe.convert.formats`.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,17 +21,23 @@ from nnxmoe.convert.storage.find_checkpoint import group_towers
 
 Reader = Callable[[ModuleTensors, TensorInfo], LazyArray]
 
-# Endings of the tensors that hold a weight's codes, the longest first.
+# Suffixes of tensors that contain codes, the longest first.
 _CODES = ("weight_packed", "qweight", "weight")
 
 
 def tensor_arrays(
     tensors: dict[str, TensorInfo], fields: Mapping[str, Any], where: str, checkpoint: Checkpoint | None
 ) -> dict[str, LazyArray]:
-    """Name -> lazy array; the tensors of a quantised weight are one array ``….weight``, or ``…_blocks``.
+    """Return lazy arrays by name. The tensors of a quantized weight become one array ``….weight`` or ``…_blocks``.
 
-    ``fields``: config.json, at ``where``; ``checkpoint`` None: headers only, reading fails. Raises CheckpointError for
-    quantization that is not supported.
+    Args:
+        tensors: Tensor name -> header entry.
+        fields: Fields of config.json.
+        where: Path of config.json, for messages.
+        checkpoint: Checkpoint to read from. If None, only headers are used and reading an array fails.
+
+    Raises:
+        CheckpointError: (a ValueError) The quantization is not supported.
     """
     if checkpoint is not None and is_gguf(checkpoint.folder):
         return gguf_arrays(checkpoint)
@@ -47,8 +54,10 @@ def tensor_arrays(
 def _quantised(
     tensors: dict[str, TensorInfo], scheme: QuantizationScheme, checkpoint: Checkpoint | None
 ) -> dict[str, LazyArray]:
-    """Name (``….weight``, or that of a fused tensor) -> lazy array of every quantised weight; a faulty one has a
-    ``fault`` and no shape."""
+    """Return the lazy array of every quantized weight, by ``….weight`` or the name of a fused tensor.
+
+    A malformed weight has a ``fault`` and an empty shape.
+    """
     found: dict[str, LazyArray] = {}
     every = tensors | fp8.expert_scales(tensors) if scheme.method == "fp8" else tensors
     for name, info in tensors.items():
@@ -75,7 +84,7 @@ def _quantised(
 def _place_of(
     name: str, info: TensorInfo, tensors: Mapping[str, TensorInfo], scheme: QuantizationScheme
 ) -> tuple[str | None, Reader]:
-    """The name of the quantised weight that a tensor is of, None for other tensors, and the weight's reader."""
+    """Return (name of the quantized weight that the tensor belongs to, reader). The name is None for other tensors."""
     module, _, ending = name.rpartition(".")
     if info.dtype == "U8" and ending.endswith((fp4.BLOCKS, fp4.SCALES)):
         return name.removesuffix(fp4.BLOCKS).removesuffix(fp4.SCALES) + fp4.BLOCKS, fp4.read_gpt_oss
@@ -88,7 +97,7 @@ def _place_of(
 
 
 def _weight(files: ModuleTensors, _: TensorInfo) -> LazyArray:
-    """The weight ``….weight`` of a module. Raises Malformed."""
+    """Return the quantized weight of a module. Raises MalformedTensor."""
     present = [ending for ending in _CODES if files.has(ending)]
     if len(present) > 1:
         both = " and as ".join(present)

@@ -1,4 +1,4 @@
-"""Hugging Face's names for a model's parameters, and the tensors of a checkpoint that may be skipped."""
+"""Layout of a model's parameters in Hugging Face tensors, and the tensors that loading may skip."""
 
 import dataclasses
 import math
@@ -27,19 +27,23 @@ from nnxmoe.models.shared.tables import HF_MTP
 
 HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
 _EXPERT = re.compile(r".*\.experts\.([0-9]{1,9})\.")
-_MTP = "layer.mtp."  # prefix of keys that only layers for multi-token prediction have
-_COPIED = ("embed.table", "head.kernel")  # parameters of which checkpoints have copies in these layers
-Row = list[tuple[str, ArrayLayout, Parameter]]  # the arrays of one layer of a parameter: name, layout, part
+_MTP = "layer.mtp."  # prefix of the keys of multi-token prediction layers
+_COPIED = ("embed.table", "head.kernel")  # parameters that checkpoints repeat in prediction layers
+Row = list[tuple[str, ArrayLayout, Parameter]]  # arrays of one layer of a parameter: name, layout, part
 
 
 def tensor_layout(model: CausalLM, arrays: LazyArrays | None = None, times: float = 1.0) -> dict[str, ArrayLayout]:
-    """Map the names of tensors to an `ArrayLayout`, for every parameter of a model.
+    """Map tensor names to an `ArrayLayout`, for every parameter of a model.
 
     Args:
         model: Model, with values or without.
-        arrays: Arrays of a checkpoint. If the table has several names for a parameter, the first name in ``arrays``
-            is used, preferably with the right shape. This is decided per layer. Default: the first name of the table.
-        times: Factor on the queries, see `DecoderConfig.query_scalar`.
+        arrays: Arrays of a checkpoint. If the family's table lists several names for a parameter, use the first name
+            in ``arrays`` with the right shape, or else the first name in ``arrays``. The choice is made per layer.
+            Without ``arrays``, use the first name of the table.
+        times: Factor on the queries. See `DecoderConfig.query_scalar`.
+
+    Raises:
+        ConfigError: (a ValueError) The family's table has no row for a parameter.
     """
     family = family_of(model)
     stored, table = {} if arrays is None else arrays, family.hf_names(model.config)
@@ -56,19 +60,19 @@ def tensor_layout(model: CausalLM, arrays: LazyArrays | None = None, times: floa
                 add_part(layouts, name, layout, part)
     if EMBED in stored or HEAD not in stored or HEAD in layouts:
         return layouts
-    # A tied model may be stored with the head only. The embedding is then read from it.
+    # The checkpoint of a tied model may contain only the head. The embedding is then read from the head.
     return {HEAD if name == EMBED else name: layout for name, layout in layouts.items()}
 
 
 def _prefix(family: Family, depth: int, key: str, layer: int | None) -> str:
-    """Return the prefix of a parameter's tensor. Layers from number ``depth`` on are prediction layers."""
+    """Return the prefix of a parameter's tensor names. Layers with numbers >= ``depth`` are prediction layers."""
     if layer is None or layer < depth or not family.mtp_prefixes:
         return prefix_of(layer)
     return family.mtp_prefixes[not key.startswith(_MTP)].format(layer - depth)
 
 
 def _row(w: W, prefix: str, parameter: Parameter, change: ValueChange) -> Row:
-    """Return the arrays that hold one layer of a parameter: one, or one per expert."""
+    """Return the arrays of one layer of a parameter: a single array, or one array per expert."""
     shape, inputs, experts = parameter.inner, parameter.inputs, parameter.experts
     flat_shape = shape if inputs is None else (math.prod(shape[:-inputs]), math.prod(shape[-inputs:]))
     axis = None if experts is None or w.per_expert else 0
@@ -86,7 +90,7 @@ def _row(w: W, prefix: str, parameter: Parameter, change: ValueChange) -> Row:
 
 
 def _choose_row(rows: list[Row], arrays: LazyArrays) -> Row:
-    """Return the first row of which arrays exist, preferably with the right shapes; else the first row."""
+    """Return the first row with stored arrays of the right shapes, else with stored arrays, else the first row."""
     stored = [row for row in rows if any(name in arrays for name, _, _ in row)]
     if len(stored) < 2:
         return (stored or rows)[0]
@@ -94,7 +98,7 @@ def _choose_row(rows: list[Row], arrays: LazyArrays) -> Row:
 
 
 def _fits(row: Row, arrays: LazyArrays) -> bool:
-    """Whether the arrays of a row that exist have the right shapes."""
+    """Return whether all stored arrays of a row have the right shapes."""
     for name, layout, _ in row:
         shape = layout.part_shape if layout.axis is None else (len(row), *layout.part_shape)
         if name in arrays and arrays[name].shape != shape:
@@ -103,7 +107,7 @@ def _fits(row: Row, arrays: LazyArrays) -> bool:
 
 
 def _copied_names(table: Table, layer: int) -> dict[str, str]:
-    """Map the tensors of a prediction layer that repeat the embedding and the head to those of the main model."""
+    """Map a prediction layer's copies of the embedding and the head to the tensors of the main model, by name."""
     names: dict[str, str] = {}
     for key in _COPIED:
         if _MTP + key in table:
@@ -113,10 +117,10 @@ def _copied_names(table: Table, layer: int) -> dict[str, str]:
 
 
 def repeated_tensors(model: CausalLM, names: Container[str]) -> dict[str, str]:
-    """Map the tensors of prediction layers that repeat the embedding and the head to the repeated names.
+    """Map the prediction layers' copies of the embedding and the head to the names of the original tensors.
 
-    They are written for readers that expect them, and never read. A quantized head has a copy of each of its arrays.
-    ``names``: the names that may be repeated.
+    Saving writes the copies for readers that expect them. Loading ignores the copies. A quantized head has a copy of
+    each of its arrays. ``names`` are the names of the tensors of the main model.
     """
     repeated: dict[str, str] = {}
     for k in range(len(model.mtp)):
@@ -128,7 +132,7 @@ def repeated_tensors(model: CausalLM, names: Container[str]) -> dict[str, str]:
 
 
 def empty_tensors(model: CausalLM) -> dict[str, LazyArray]:
-    """Return the tensors without values that the family's reference stores in layers with experts."""
+    """Return the empty tensors that the family's reference implementation stores in MoE layers."""
     routers = [p for p in parameters(model, codes=True) if p.key == "layer.moe.router.kernel"]
     tensors: dict[str, LazyArray] = {}
     for name, shape in model.config.empty_tensors.items():
@@ -139,11 +143,14 @@ def empty_tensors(model: CausalLM) -> dict[str, LazyArray]:
 
 
 def refuse_oversized_config(config: DecoderConfig, arrays: LazyArrays, where: str) -> None:
-    """Raise CheckpointError if config.json has far more layers or experts than the files, before building a layout."""
+    """Raise CheckpointError if config.json has far more layers or experts than the files.
+
+    Called before a layout is built, because a layout of such a config could exceed the memory.
+    """
     stored = [array.shape for array in arrays.values() if math.prod(array.shape)]
     fused = [shape[0] for shape in stored if len(shape) == 3]  # all experts in one tensor
     layers, experts = config.num_hidden_layers, config.experts
-    # The margin of 16 allows for models in which most layers are dense, so that layers * experts overcounts.
+    # If most layers are dense, layers * experts counts too many tensors. The factor 16 allows for such models.
     if layers > len(stored) or layers * experts > 16 * (len(stored) + sum(fused)):
         count = f" with {experts} experts each" if experts else ""
         raise CheckpointError(
@@ -155,7 +162,7 @@ def refuse_oversized_config(config: DecoderConfig, arrays: LazyArrays, where: st
 def report_tensors(
     model: CausalLM, leaves: Mapping[str, ArrayLayout], arrays: LazyArrays, report: LoadReport
 ) -> LoadReport:
-    """The report of each tensor of a checkpoint."""
+    """Add to a report which tensors of a checkpoint are loaded, skipped, unexpected, missing and wrong."""
     config, report = model.config, compare_arrays(leaves, arrays, report)
     used = source_tensors(leaves.keys() & arrays.keys(), arrays)
     left = {name for name in report.unexpected if not source_tensors([name], arrays) <= used}
@@ -178,18 +185,19 @@ def report_tensors(
 
 
 def source_tensors(names: Iterable[str], arrays: LazyArrays) -> set[str]:
-    """The tensors of the files that some arrays are read from."""
+    """Return the names of the stored tensors that arrays are read from."""
     return {tensor for name in names for tensor in (arrays[name].tensors or (name,))}
 
 
 def _skip_rules(
     model: CausalLM, left: Set[str], leaves: Iterable[str], arrays: LazyArrays
 ) -> dict[str, Callable[[str], bool]]:
-    """Rules for tensors that are skipped on purpose: description -> predicate of a tensor's name."""
+    """Return the rules for tensors to skip: description -> predicate on the tensor's name."""
     config, table, unused = model.config, family_of(model).hf, model.config.unused_tensors
     first = config.num_hidden_layers
     numbers = range(first, first + getattr(config, "num_nextn_predict_layers", 0))
-    # Tensors that only prediction layers have, not surplus layers. HF_MTP: for families whose table lacks such names.
+    # Names that occur only in prediction layers distinguish prediction layers from surplus layers. HF_MTP has the names
+    # for families whose table lacks them.
     own = {w.name for rows in (HF_MTP, table) for key in rows if key.startswith(_MTP) for w in options(rows, key)}
     marked = {layer for layer, name in map(layer_of, left) if layer in numbers and name in own}
     built = {layer for layer, name in map(layer_of, leaves) if layer in numbers and name in own}
@@ -208,7 +216,7 @@ def _skip_rules(
 
 
 def _beyond(config: DecoderConfig, left: Set[str]) -> list[str]:
-    """Likely reasons for unused tensors, from their names."""
+    """Return likely reasons for unused tensors, derived from the tensor names."""
     found = []
     of_experts = ((int(match[1]) if (match := _EXPERT.match(name)) else None) for name in left)
     numbers = {"layers": {layer_of(name)[0] for name in left}, "experts": set(of_experts)}

@@ -1,1 +1,1 @@
-"""Checkpoints on disk: opening and writing them, atomically and by several processes."""
+"""Checkpoints on disk: find, open and write them, atomically and from several processes."""

@@ -1,4 +1,4 @@
-"""Writes a folder atomically: it appears complete or not at all. Every checkpoint is written this way."""
+"""Write a folder atomically: the folder appears complete or not at all. Every checkpoint is written this way."""
 
 import contextlib
 import filecmp
@@ -32,15 +32,20 @@ ADAPTER_FILES = re.compile(r"adapter_(config\.json|model\.(safetensors|bin))")
 def atomic_dir(
     folder: str | os.PathLike[str], overwrite: bool | None = None, replaced: re.Pattern[str] = MODEL_FILES
 ) -> Iterator[Path]:
-    """Yield a hidden folder to write a checkpoint into; on exit it is renamed to ``folder``.
+    """Yield a hidden folder to write a checkpoint into, and rename it to ``folder`` on exit.
 
-    ``folder`` must be new or empty, unless ``overwrite=True``. Then a checkpoint in it (the files that match
-    ``replaced``) is replaced: the old folder is renamed, and its other files move to the new folder unless a file of
-    that name exists there. One warning lists the moved files if a checkpoint was replaced or if tokenizer files moved.
-    ``overwrite=None`` is like False, for callers that have no such argument.
+    Until exit, and after an error, ``folder`` is unchanged. A killed process leaves a hidden folder behind. Hidden
+    folders that end in ``.tmp`` may be deleted. Folders that end in ``.old`` contain files that were not moved yet.
 
-    Until exit, and after an error, ``folder`` is unchanged. A killed process leaves a hidden folder behind. Folders
-    that end in ``.tmp`` may be deleted; those that end in ``.old`` contain files not moved yet. Raises CheckpointError.
+    Args:
+        folder: New or empty folder, unless ``overwrite`` is True.
+        overwrite: Whether to replace a checkpoint in the folder. Its other files move to the new folder, unless a file
+            with the same name exists there. One warning lists the moved files if a checkpoint was replaced or if
+            tokenizer files moved. `None` means False, with an error message that does not mention ``overwrite``.
+        replaced: Pattern of the file names that are replaced.
+
+    Raises:
+        CheckpointError: (a ValueError) The folder cannot be written or replaced.
     """
     target = _target(folder)
     present = _present(target, overwrite, replaced)
@@ -79,13 +84,13 @@ def atomic_dir(
     except OSError as error:
         raise CheckpointError(f"cannot write the checkpoint to {target}: {error}; {state}") from error
     finally:
-        _remove(stage)  # what was written before a failure
+        _remove(stage)  # what a failed save wrote, or the folder that `_move_in` emptied
     with contextlib.suppress(OSError):  # some file systems cannot sync folders
         _sync_folder(target.parent)
 
 
 def _remove(folder: Path) -> None:
-    """Delete a folder; after an error again, since writer threads may still have created files in it."""
+    """Delete a folder. After an error, delete it twice, because writer threads may still create files in it."""
     shutil.rmtree(folder, ignore_errors=True)
     if sys.exc_info()[0] is not None:
         time.sleep(0.2)
@@ -98,7 +103,10 @@ def refuse_unless_empty(folder: str | os.PathLike[str]) -> None:
 
 
 def refuse_unless_writable(folder: str | os.PathLike[str]) -> None:
-    """Raise CheckpointError unless files can be written to ``folder``, which need not exist. Leaves no files behind."""
+    """Raise CheckpointError unless files can be written to ``folder``. The folder need not exist.
+
+    Removes the test file and the folders that it creates.
+    """
     target = ancestor = _target(folder)
     missing: list[Path] = []
     while not os.path.lexists(ancestor):
@@ -124,7 +132,7 @@ def _target(folder: str | os.PathLike[str]) -> Path:
 
 
 def _present(target: Path, overwrite: bool | None, replaced: re.Pattern[str] = MODEL_FILES) -> list[str]:
-    """Names in the target folder; raises CheckpointError if it must not be written to."""
+    """Return the file names in the target folder. Raises CheckpointError if the folder must not be written to."""
     if not os.path.lexists(target):
         return []
     if not os.path.isdir(target):
@@ -154,7 +162,10 @@ def _present(target: Path, overwrite: bool | None, replaced: re.Pattern[str] = M
 
 
 def _refuse_both(target: Path, names: list[str], replaced: re.Pattern[str]) -> None:
-    """Reject a folder that would contain both a model and an adapter: programs differ in which one they read."""
+    """Raise CheckpointError if the folder would contain both a model and an adapter.
+
+    Programs differ in which of the two they read.
+    """
     content, pattern = ("an adapter", ADAPTER_FILES) if replaced is MODEL_FILES else ("a model", MODEL_FILES)
     if conflicts := [name for name in names if pattern.fullmatch(name)]:
         raise CheckpointError(
@@ -164,7 +175,7 @@ def _refuse_both(target: Path, names: list[str], replaced: re.Pattern[str]) -> N
 
 
 def _must_stay(target: Path) -> str | None:
-    """The reason that a folder cannot be renamed; None if it can."""
+    """Return the reason why a folder cannot be renamed, or None if it can."""
     if os.path.ismount(target):
         return "something is mounted there"
     if not os.access(target.parent, os.W_OK):
@@ -176,7 +187,7 @@ def _must_stay(target: Path) -> str | None:
 
 
 def _replace(stage: Path, target: Path, old: Path) -> None:
-    """Rename the folders; the new one gets the old one's mode and, if permitted, its owner."""
+    """Swap the folders by renaming. Copies the mode and, if permitted, the owner of the old folder."""
     shutil.copymode(target, stage)
     with contextlib.suppress(PermissionError):
         os.chown(stage, target.stat().st_uid, target.stat().st_gid)
@@ -189,7 +200,10 @@ def _replace(stage: Path, target: Path, old: Path) -> None:
 
 
 def _carry_over(old: Path, new: Path, replaced: re.Pattern[str] = MODEL_FILES) -> list[str]:
-    """Move files that are neither replaced nor in the new folder, and delete the old folder. Returns their names."""
+    """Move the other files of the old folder to the new folder, delete the old folder and return the moved names.
+
+    A file is not moved if its name matches ``replaced`` or exists in the new folder.
+    """
     moved = [name for name in os.listdir(old) if not replaced.fullmatch(name) and not os.path.lexists(new / name)]
     for name in moved:
         os.rename(old / name, new / name)
@@ -198,14 +212,16 @@ def _carry_over(old: Path, new: Path, replaced: re.Pattern[str] = MODEL_FILES) -
 
 
 def _differs(old: Path, new: Path) -> bool:
-    """Whether both paths exist and differ. Folders always count as different."""
+    """Return whether both paths exist and differ. Folders always count as different."""
     both = os.path.lexists(old) and os.path.lexists(new)
     return both and not (old.is_file() and new.is_file() and filecmp.cmp(old, new, shallow=False))
 
 
 def _warn_of_kept(names: list[str], target: Path, replaced: re.Pattern[str], *, replaces: bool) -> None:
-    """Log one warning with the files that a save has kept, if it replaces a checkpoint (``replaces``) or if some of
-    them are loaded with the model, such as tokenizer files."""
+    """Log one warning with the files that were moved, if a checkpoint was replaced or if the files include tokenizers.
+
+    Tokenizer and code files in the folder are loaded with the new model.
+    """
     patterns = [pattern.split("/")[0] for pattern in TOKENIZER_FILES + CODE_FILES] if replaced is MODEL_FILES else []
     loaded = sorted(name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns))
     hint = f". {some(loaded)} will be loaded with the new model: delete files that belong to the old one"
@@ -215,7 +231,7 @@ def _warn_of_kept(names: list[str], target: Path, replaced: re.Pattern[str], *, 
 
 
 def _move_in(stage: Path, target: Path) -> None:
-    """Move the files one by one, config.json last: without it the folder is not a checkpoint."""
+    """Move the files one by one. config.json is last, because a folder without it is not a checkpoint."""
     moved: list[Path] = []
     names = sorted(os.listdir(stage), key=lambda name: name == "config.json")
     if there := [name for name in names if os.path.lexists(target / name)]:

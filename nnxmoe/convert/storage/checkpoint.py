@@ -1,7 +1,7 @@
-"""An opened checkpoint in Hugging Face's layout: config, headers, and exact reads of rows and columns.
+"""An open checkpoint in Hugging Face's layout: config, headers, and exact reads of rows and columns.
 
-It knows files and NumPy arrays, no models. Data is read with pread and never mapped: a file that is truncated while it
-is read then raises an error instead of SIGBUS.
+Returns NumPy arrays and does not depend on models. Reads data with pread, not with a memory map, because a file that is
+truncated during reading then raises an error instead of SIGBUS.
 """
 
 import os
@@ -22,17 +22,17 @@ from nnxmoe.convert.storage import find_checkpoint
 from nnxmoe.convert.storage.find_checkpoint import INDEX_FILE, CheckpointFiles, normalize_prefixes
 
 _PIECE = 64 << 20  # bytes per system call
-_PAGE = 4096  # rows of at most a page are read whole: the kernel fetches the page anyway
+_PAGE = 4096  # rows of at most a page are read whole, because the kernel fetches whole pages
 
 
 class Checkpoint:
-    """An opened checkpoint: config, headers of all its weight files, and exact reads of rows and columns.
+    """An open checkpoint: config, headers of all weight files, and exact reads of rows and columns.
 
-    Reads are thread-safe. Files stay open until `close`, which no read may overlap.
+    Reads are thread-safe. Files stay open until `close`. No read may run during `close`.
     """
 
     def __init__(self, found: CheckpointFiles) -> None:
-        """Read and check the headers of the files that were found; use `Checkpoint.open`."""
+        """Read and check the headers of the files. Callers normally use `Checkpoint.open`."""
         self.folder = found.folder
         self.config_file = str(found.folder if is_gguf(found.folder) else found.folder / "config.json")
         self.config = found.config
@@ -54,12 +54,12 @@ class Checkpoint:
     def open(
         cls, path_or_hub_id: str | os.PathLike[str], *, revision: str | None = None, local_files_only: bool = False
     ) -> Self:
-        """Open a local folder, or a hub id such as 'org/name' after downloading what the cache lacks."""
+        """Open a local folder, or a hub id such as 'org/name' after downloading the files missing in the cache."""
         return cls(find_checkpoint.find_checkpoint(path_or_hub_id, revision, local_files_only))
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of tensor data returned so far; for column ranges, of these columns only."""
+        """Bytes of tensor data returned so far. A read of columns counts the bytes of these columns only."""
         return self._bytes_read
 
     def _collect(self, weight_map: dict[str, str]) -> None:
@@ -123,17 +123,17 @@ class Checkpoint:
         return True
 
     def same(self, name: str, other: str) -> bool:
-        """Whether two tensors are equal in dtype, shape and every byte."""
+        """Return whether two tensors are equal in dtype, shape and every byte."""
         return self._equal(self.info(name), self.info(other))
 
     def info(self, name: str) -> TensorInfo:
-        """Return the location of a tensor; raise CheckpointError for an unknown name."""
+        """Return the location of a tensor. Raises CheckpointError if the name is unknown."""
         if name not in self.tensors:
             raise CheckpointError(f"{self.folder} has no tensor {short(name)} (it has {len(self.tensors)} others)")
         return self.tensors[name]
 
     def read(self, name: str, rows: slice | None = None, cols: slice | None = None) -> np.ndarray:
-        """Read a tensor, or a range `rows` of its first and `cols` of its last dimension, in its stored dtype."""
+        """Read a tensor in its stored dtype: all of it, or ``rows`` of the first and ``cols`` of the last dimension."""
         info = self.info(name)
         out = np.empty(_window(info, rows, cols)[0], info.numpy_dtype)
         self.read_into(info, out, rows, cols)
@@ -142,7 +142,7 @@ class Checkpoint:
     def read_into(
         self, tensor: str | TensorInfo, out: np.ndarray, rows: slice | None = None, cols: slice | None = None
     ) -> None:
-        """Like `read`, of a tensor or a part of one, into a C-contiguous array of its dtype and the range's shape."""
+        """Read as in `read` into ``out``, a C-contiguous array with the stored dtype and the shape of the range."""
         info = self.info(tensor) if isinstance(tensor, str) else tensor
         shape, (first, last), (left, right) = _window(info, rows, cols)
         if out.dtype != info.numpy_dtype or out.shape != shape or not out.flags.c_contiguous:
@@ -161,7 +161,7 @@ class Checkpoint:
             self._bytes_read += out.nbytes
 
     def _fill_columns(self, info: TensorInfo, start: int, row_bytes: int, left: int, target: np.ndarray) -> None:
-        """Read the same byte range of consecutive rows: row by row, or blocks of whole rows if they are short."""
+        """Read the same byte range of consecutive rows: row by row, or in blocks of whole rows if rows are short."""
         count, segment = target.shape
         if row_bytes > _PAGE:
             for row in range(count):
@@ -192,14 +192,14 @@ class Checkpoint:
     def _read_at(self, descriptor: int, buffer: memoryview, offset: int) -> int:
         if hasattr(os, "preadv"):
             return os.preadv(descriptor, [buffer], offset)
-        with self._lock:  # Windows and older macOS: the position in the file is shared by all threads
+        with self._lock:  # Windows and older macOS: all threads share the position in the file
             os.lseek(descriptor, offset, os.SEEK_SET)
             data = os.read(descriptor, len(buffer))
         buffer[: len(data)] = data
         return len(data)
 
     def _descriptor(self, file: Path) -> int:
-        """Open a file at its first read and keep it open; its size must still be that of the checked header."""
+        """Open a file at its first read. Raises CheckpointError if its size changed since its header was checked."""
         descriptor = self._descriptors.get(file)
         if descriptor is not None:
             return descriptor
@@ -217,7 +217,7 @@ class Checkpoint:
             return self._descriptors[file]
 
     def close(self) -> None:
-        """Close the files; later reads are refused."""
+        """Close the files. Later reads raise ValueError."""
         with self._lock:
             self._closed = True
             descriptors, self._descriptors = self._descriptors, {}
@@ -241,7 +241,7 @@ _Range = tuple[int, int]
 def _window(info: TensorInfo, rows: slice | None, cols: slice | None) -> tuple[tuple[int, ...], _Range, _Range]:
     """Resolve slices to (result shape, range of rows, range of columns), without clipping.
 
-    A vector has one element per row and one column, whichever slice was given; a scalar is one such row.
+    A vector counts as a single column, for either slice. A scalar counts as a single row and column.
     """
     shape = info.shape
     if len(shape) < 2:
@@ -271,7 +271,7 @@ def hub_headers(
 ) -> tuple[dict[str, Any], dict[str, tuple[str, tuple[int, ...]]]]:
     """Return (config, {tensor: (dtype code, shape)}) of a hub repository without downloading its weights.
 
-    Without the hub, the headers of a snapshot in the local cache are used.
+    If the hub cannot be reached, use the headers of a snapshot in the local cache.
     """
     if repo_id.endswith(".gguf"):
         how = "download it (hf download) and give its path"

@@ -1,6 +1,6 @@
-"""Finds a checkpoint's files: in a local folder or on the hub, its JSON files, and the weight files to open.
+"""Find the JSON files and weight files of a checkpoint, in a local folder or on the hub.
 
-Weight files are not opened here. Every path that a checkpoint names is validated before it is used.
+This module does not open weight files. It validates every path in a checkpoint's JSON files before using the path.
 """
 
 import glob
@@ -27,12 +27,12 @@ logger = logging.getLogger(__name__)
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 NATIVE_FILE = "nnxmoe.json"  # marks a folder written by nnxmoe.save
-MAX_TENSORS = 250_000  # of all files; DeepSeek-V3 has 92,000
+MAX_TENSORS = 250_000  # in all files together; DeepSeek-V3 has 92,000
 _MAX_INDEX_BYTES = 32_000_000  # the index of DeepSeek-V3 has 9 MB
 _SHARD_NAME = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")
 _OTHER_FORMATS = {".bin", ".pth", ".pt", ".ckpt", ".gguf", ".h5", ".msgpack", ".pkl"}
 _GPTQ_FILE = "quantize_config.json"  # AutoGPTQ's settings, in checkpoints older than quantization_config
-_MODELOPT_FILE = "hf_quant_config.json"  # ModelOpt's, likewise
+_MODELOPT_FILE = "hf_quant_config.json"  # ModelOpt's settings, in checkpoints older than quantization_config
 _PREFIXES = {f"{name}.": f"model.{name}." for name in ("embed_tokens", "layers", "norm")} | {
     "model.model.": "model.",
     "backbone.": "model.",
@@ -43,7 +43,7 @@ _PREFIXES = {f"{name}.": f"model.{name}." for name in ("embed_tokens", "layers",
     "model.text_model.": "model.",
     "language_model.": "model.",
 }
-# Prefixes of the text model in other checkpoints, mostly of multimodal models.
+# Prefixes of the text model in checkpoints that contain more than the text model, mostly multimodal models.
 WRAPPERS = [old for old, new in _PREFIXES.items() if new == "model." and old != "model.model."]
 _TOWER = re.compile(
     r"(?:model\.)?((?:vision|image|audio|speech)_(?:tower|model|encoder|embed_tokens)|visual|vit|mlp1|image_newline"
@@ -54,12 +54,12 @@ _ADAPTER = "adapter_config.json"
 _TO_ADAPT = "call nnxmoe.train.lora.load(model, folder) with this folder, or give it to a command as --adapter"
 _DOWNLOAD = ["config.json", _GPTQ_FILE, _MODELOPT_FILE, _ADAPTER, "generation_config.json", "*.safetensors", INDEX_FILE]
 _DOWNLOAD += [*TOKENIZER_FILES, *CODE_FILES]
-_SKIP = ["consolidated*", "original/*", "*/*.safetensors"]  # the original layout, and other models' weights
+_SKIP = ["consolidated*", "original/*", "*/*.safetensors"]  # weights in the original layout or of other models
 
 
 @dataclass(frozen=True)
 class CheckpointFiles:
-    """A checkpoint's folder, its parsed JSON files and the weight files to open; `weight_map` only with an index."""
+    """A checkpoint's folder, parsed config and weight files. ``weight_map`` is empty if there is no index."""
 
     folder: Path
     config: dict[str, Any]
@@ -71,7 +71,7 @@ class CheckpointFiles:
 def find_checkpoint(
     path_or_hub_id: str | os.PathLike[str], revision: str | None, local_files_only: bool
 ) -> CheckpointFiles:
-    """Find a checkpoint's files in a local folder or through the hub, downloading what is missing."""
+    """Find a checkpoint's files in a local folder, or on the hub after downloading missing files."""
     folder = local_folder(path_or_hub_id, CheckpointError)
     if folder is not None:
         return find_in_folder(folder)
@@ -81,7 +81,7 @@ def find_checkpoint(
         listed = set[str]()
         if os.path.lexists(folder / INDEX_FILE) and not os.path.lexists(folder / SINGLE_FILE):
             listed = set(_read_weight_map(folder / INDEX_FILE).values())
-        # `download` leaves out weight files in subfolders, which an index may name.
+        # `download` skips weight files in subfolders. Fetch the weight files that the index lists there.
         if lost := sorted(name for name in listed if "/" in name and not os.path.lexists(folder / name)):
             snapshot(repo_id, revision, local_files_only, list(map(glob.escape, lost)), [], CheckpointError)
         return find_in_folder(folder)
@@ -91,8 +91,9 @@ def find_checkpoint(
 
 
 def find_in_folder(folder: Path) -> CheckpointFiles:
-    """Read the JSON files of a local folder and decide which weight files make up the checkpoint. ``folder`` may be a
-    GGUF file, whose metadata holds the config."""
+    """Read the JSON files of a local folder and choose the weight files.
+
+    If ``folder`` is a GGUF file, read the config from its metadata."""
     if is_gguf(folder):
         model = GGUF.open(folder)
         fields, notes = config_fields(model)
@@ -108,15 +109,15 @@ def find_in_folder(folder: Path) -> CheckpointFiles:
 
 
 def read_config_fields(folder: Path) -> dict[str, Any]:
-    """The parsed config.json of a folder, or its text model's part, with the settings of an old GPTQ or ModelOpt
-    checkpoint as ``quantization_config``."""
+    """Parse config.json, for a multimodal model the part of the text model. Settings in a separate file of an old GPTQ
+    or ModelOpt checkpoint become ``quantization_config``."""
     if is_gguf(folder):
         return config_fields(GGUF.open(folder))[0]
     path = folder / "config.json"
     if not os.path.lexists(path):
         other = _adapter_in(folder) or gguf_in(folder) or "copy it here from where the weights come from"
         raise CheckpointError(f"{folder} has no config.json: {other}")
-    # Nemotron-H has Infinity in a field that nothing reads; the checks of the fields that are read refuse it.
+    # Not strict, because Nemotron-H has Infinity in an unused field. The checks of the used fields reject Infinity.
     found = read_object(path, "a checkpoint needs a readable config.json", CheckpointError, strict=False)
     if "quantization_config" not in found and os.path.lexists(folder / _GPTQ_FILE):
         settings = read_object(folder / _GPTQ_FILE, "fetch it again", CheckpointError)
@@ -130,7 +131,7 @@ def read_config_fields(folder: Path) -> dict[str, Any]:
 
 
 def _adapter_in(folder: Path) -> str | None:
-    """Remedy for a folder that holds an adapter instead of a model; None for other folders."""
+    """Return the remedy for a folder with an adapter instead of a model, or None for other folders."""
     if not os.path.lexists(folder / _ADAPTER):
         return None
     base = read_object(folder / _ADAPTER, "fetch it again", CheckpointError).get("base_model_name_or_path")
@@ -139,13 +140,13 @@ def _adapter_in(folder: Path) -> str | None:
 
 
 def gguf_in(folder: Path) -> str | None:
-    """Remedy for a folder that holds a GGUF file instead of a checkpoint; None for other folders."""
+    """Return the remedy for a folder with GGUF files instead of a checkpoint, or None for other folders."""
     found = [name for name in _names(folder) if name.endswith(GGUF_SUFFIX) or is_gguf(folder / name)]
     return f"{some(found)} is a model of its own: give the path of the file instead of the folder" if found else None
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether a folder has weight files of any format."""
+    """Return whether a folder has weight files of any format."""
     if is_gguf(folder):
         return True
     return any(".safetensors" in name or Path(name).suffix in _OTHER_FORMATS for name in _names(folder))
@@ -159,7 +160,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
-    """Choose the weight files: the single file, else those in the index, else the only safetensors file."""
+    """Choose the weight files: model.safetensors, else the files in the index, else the only safetensors file."""
     single, index = folder / SINGLE_FILE, folder / INDEX_FILE
     if os.path.lexists(single):
         return [single], {}
@@ -184,7 +185,7 @@ def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
 
 
 def holds_orbax(folder: Path) -> bool:
-    """Whether the folder is a tree that Orbax wrote, or has one as an item, such as ``items``, or as that of a step."""
+    """Return whether the folder, an item in it (such as ``items``) or an item of a step is an Orbax checkpoint."""
     return any(next(folder.glob(f"{where}_METADATA"), None) for where in ("", "*/", "[0-9]*/*/"))
 
 
@@ -207,7 +208,7 @@ def _no_weights(folder: Path, consolidated: list[str], names: list[str]) -> str:
 
 
 def _read_weight_map(index: Path) -> dict[str, str]:
-    """Read the index's weight_map; its values must be names of safetensors files in the same folder."""
+    """Read the index's weight_map. The values must be paths of safetensors files in the folder or below it."""
     weight_map = read_object(index, "fetch it again", CheckpointError, _MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(
@@ -236,8 +237,8 @@ def _is_plain_name(value: str) -> bool:
 
 
 def normalize_prefixes(tensors: dict[str, T]) -> dict[str, T]:
-    """Rename tensors as in a text model with a head. The names of a ``LlamaModel`` lack ``model.``, those of a wrapped
-    model have it twice, and a multimodal model has another prefix; transformers does the same for each name."""
+    """Rename tensors as in a text model with a head, as transformers does. Names lack ``model.`` in a ``LlamaModel``,
+    have it twice in a wrapped model, and have a different prefix in a multimodal model."""
     found = {}
     for name, info in tensors.items():
         full = next((new + name[len(old) :] for old, new in _PREFIXES.items() if name.startswith(old)), name)
@@ -246,12 +247,12 @@ def normalize_prefixes(tensors: dict[str, T]) -> dict[str, T]:
 
 
 def module_spellings(module: str) -> list[str]:
-    """The names that a module of the text model may have in a multimodal model, its own first."""
+    """Return the names of a text model's module in multimodal models, with ``module`` itself first."""
     return [module, *(old + module.removeprefix("model.") for old in WRAPPERS if module.startswith("model."))]
 
 
 def group_towers(names: Iterable[str]) -> dict[str, list[str]]:
-    """The names of tensors beside the text model of a multimodal checkpoint, by the part that they belong to."""
+    """Group the tensors outside the text model of a multimodal checkpoint by the part that they belong to."""
     found: dict[str, list[str]] = {}
     for name in names:
         if match := _TOWER.match(name):
@@ -260,12 +261,12 @@ def group_towers(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def download(repo_id: str, revision: str | None, local_files_only: bool) -> Path:
-    """Return the snapshot folder of a hub repository, fetching config, tokenizer and safetensors files only."""
+    """Download config, tokenizer and safetensors files of a hub repository, and return the snapshot folder."""
     return snapshot(repo_id, revision, local_files_only, _DOWNLOAD, _SKIP, CheckpointError)
 
 
 def remote_headers(repo_id: str, revision: str | None) -> tuple[dict[str, Any], dict[str, tuple[str, tuple[int, ...]]]]:
-    """Fetch a hub repository's config.json and the headers of its safetensors files, no weights."""
+    """Fetch a hub repository's config.json and the headers of its safetensors files, without the weights."""
     import huggingface_hub
 
     check_hub_id(repo_id, CheckpointError)

@@ -1,4 +1,4 @@
-"""Several processes writing one checkpoint: which process holds which shard, and errors that all of them raise."""
+"""Write one checkpoint from several processes: shards per process, and errors that every process raises."""
 
 import contextlib
 import functools
@@ -29,7 +29,10 @@ _MESSAGE = 4000  # bytes of a broadcast text
 def shared_folder(
     folder: str | os.PathLike[str], overwrite: bool | None = None, replaced: re.Pattern[str] = MODEL_FILES
 ) -> Iterator[Path]:
-    """`atomic_dir` for all processes, on a shared file system: the folder appears once every process has written."""
+    """Collective `atomic_dir` on a shared file system. The folder appears after every process has written.
+
+    If one process raises, every process raises and the folder is unchanged.
+    """
     if jax.process_count() == 1:
         with atomic_dir(folder, overwrite, replaced) as stage:
             yield stage
@@ -50,7 +53,10 @@ def shared_folder(
 
 
 def broadcast_text(make: Callable[[], str]) -> str:
-    """Collective: the text that process 0 makes, in every process. Its error is raised in every process."""
+    """Collective: call ``make`` in process 0 and return its text in every process.
+
+    If ``make`` raises, every process raises. Texts are cut to 4000 bytes.
+    """
     if jax.process_count() == 1:
         return make()
     text, failure = "", None
@@ -70,7 +76,7 @@ def broadcast_text(make: Callable[[], str]) -> str:
 
 
 def gather_texts(text: str) -> list[str]:
-    """Collective: the texts of all processes, in their order."""
+    """Collective: return the texts of all processes, ordered by process index."""
     if jax.process_count() == 1:
         return [text]
     data = np.frombuffer(text.encode(), np.uint8)
@@ -81,9 +87,11 @@ def gather_texts(text: str) -> list[str]:
 
 
 def any_process(flag: Callable[[], bool], mesh: Mesh | None) -> Callable[[], bool]:
-    """Collective over the processes of a mesh: whether a flag is set in any of them, as a function that waits for the
-    answer, equal in all, so that the devices may be given more work before. Within one process the function reads the
-    flag when it is called."""
+    """Collective over the processes of a mesh: start to compute whether a flag is set in any process.
+
+    Returns a function that waits for the result. The result is equal in all processes. The caller can enqueue more work
+    on the devices before it calls the function. With a single process, returns ``flag`` itself.
+    """
     if mesh is None or not mesh.is_multi_process:
         return flag
     mine, rows = np.asarray([flag()]), NamedSharding(mesh, PartitionSpec(mesh.axis_names))
@@ -93,12 +101,15 @@ def any_process(flag: Callable[[], bool], mesh: Mesh | None) -> Callable[[], boo
 
 @functools.lru_cache(maxsize=16)
 def _everywhere(function: Callable[..., Array], mesh: Mesh | AbstractMesh) -> Callable[..., Array]:
-    """The compiled function, whose result every device of the mesh has."""
+    """Compile a function with its result replicated on every device of the mesh."""
     return jax.jit(function, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 def raise_in_all(failure: Exception | None) -> None:
-    """Collective: if one process fails, every process raises, the others a CheckpointError that names it."""
+    """Collective: raise in every process if one process failed.
+
+    A failed process raises its failure. The other processes raise a CheckpointError with the index of a failed process.
+    """
     failed = np.ravel(multihost_utils.process_allgather(np.asarray([failure is not None])))
     if failure is not None:
         raise failure
@@ -109,7 +120,7 @@ def raise_in_all(failure: Exception | None) -> None:
 
 
 def hosts_holding(value: AnyArray, at: tuple[int, ...]) -> list[int]:
-    """The processes that hold all of ``value[at]``."""
+    """Return the processes whose shards contain all of ``value[at]``."""
     if not spans_hosts(value):
         return [0]
     inner = value.shape[len(at) :]
@@ -124,7 +135,7 @@ def hosts_holding(value: AnyArray, at: tuple[int, ...]) -> list[int]:
 
 
 def local_value(value: AnyArray, at: tuple[int, ...]) -> np.ndarray:
-    """``value[at]`` from this process's shards, which must hold all of it."""
+    """Return ``value[at]`` from this process's shards. The shards must contain the whole slice."""
     if not spans_hosts(value):
         return np.asarray(value[at])
     out = np.empty(value.shape[len(at) :], value.dtype)
@@ -137,6 +148,6 @@ def local_value(value: AnyArray, at: tuple[int, ...]) -> np.ndarray:
 
 
 def gather(value: Array, at: tuple[int, ...]) -> np.ndarray:
-    """Collective: ``value[at]``. Every process must call it."""
+    """Collective: return ``value[at]``. Every process must call it."""
     assert isinstance(value.sharding, NamedSharding)
     return np.asarray(_everywhere(operator.getitem, value.sharding.mesh)(value, at))

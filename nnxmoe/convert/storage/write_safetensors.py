@@ -1,4 +1,4 @@
-"""Writing safetensors: streamed, one tensor in memory at a time."""
+"""Write safetensors files as a stream, with one tensor in memory at a time."""
 
 import json
 import os
@@ -31,7 +31,7 @@ class _Item:
         return prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
-# Name, dtype code, shape, and the function that makes the array.
+# Name, dtype code, shape, and the function that computes the array.
 Tensors = Iterable[tuple[str, str, Sequence[int], Callable[[], np.ndarray]]]
 
 
@@ -43,13 +43,24 @@ def write_sharded(
     process: int,
     single: str = SINGLE_FILE,
 ) -> list[Path]:
-    """Write tensors as one safetensors file, named ``single``, or as shards with an index; return the weight files.
+    """Write tensors as a single safetensors file, or as shards with an index.
 
-    ``shares`` holds (process, its tensors), of which ``process`` writes its own, and process 0 the index. One tensor at
-    a time is in memory. Existing files are never overwritten: to replace a checkpoint, write into an `atomic_dir`.
-    Tensors of the process None need a collective: every process makes them at the same time, and the processes take
-    turns in writing their files. A process that fails to write still takes part in the collectives, and raises at the
-    end.
+    One tensor at a time is in memory. Existing files are never overwritten. To replace a checkpoint, write into an
+    `atomic_dir`. A process that fails to write still takes part in the collectives, and raises at the end.
+
+    Args:
+        folder: Existing folder.
+        shares: (process, tensors that the process writes). The tensors of process `None` are computed by a collective:
+            every process computes them at the same time, and the processes take turns to write their files.
+        max_shard_size: Maximum size of a shard in bytes.
+        process: Index of this process. Process 0 also writes the index.
+        single: Name of the file if the tensors fit into one shard.
+
+    Returns:
+        Paths of the weight files of all processes.
+
+    Raises:
+        CheckpointError: (a ValueError) A file cannot be written.
     """
     folder = Path(folder)
     plan = [(writer, shard) for writer, tensors in shares for shard in _plan(tensors, max_shard_size) if shard]
@@ -85,13 +96,13 @@ def write_sharded(
 
 
 def write_json(path: Path, fields: Mapping[str, Any]) -> None:
-    """Write a new JSON file, synced to the disk."""
+    """Write a new JSON file and sync it to disk."""
     text = json.dumps(dict(fields), indent=2, sort_keys=True, default=_plain, allow_nan=False)
     write_bytes(path, text.encode() + b"\n")
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write a new file, synced to the disk."""
+    """Write a new file and sync it to disk."""
     _write_file(path, [data])
 
 
@@ -100,7 +111,7 @@ def _plain(value: Any) -> Any:
 
 
 def _plan(tensors: Tensors, max_shard_size: int) -> list[list[_Item]]:
-    """Fill shards in the given order; within a shard, wide dtypes come first: this aligns every tensor."""
+    """Assign tensors to shards in order. Within a shard, sort by descending item size, to align every tensor."""
     if max_shard_size <= 0:
         raise ValueError(f"max_shard_size must be a positive number of bytes, got {max_shard_size}")
     shards: list[list[_Item]] = [[]]
@@ -118,7 +129,10 @@ def _plan(tensors: Tensors, max_shard_size: int) -> list[list[_Item]]:
 
 
 def _file_parts(shard: list[_Item], made: set[str]) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of a safetensors file: the header, then each tensor; ``made`` collects the names begun."""
+    """Yield the bytes of a safetensors file: the header, then each tensor.
+
+    Adds the name of a tensor to ``made`` before the tensor is computed.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     for item in shard:
@@ -144,7 +158,7 @@ def _make(item: _Item) -> np.ndarray:
 
 
 def _array_parts(array: np.ndarray) -> Iterator[memoryview]:
-    """Yield an array's bytes in row-major order; an array that is not contiguous is copied in pieces."""
+    """Yield an array's bytes in row-major order. If the array is not contiguous, copy it in pieces."""
     if array.flags.c_contiguous:
         yield array.reshape(-1).view(np.uint8).data
         return
@@ -158,7 +172,7 @@ def _write_file(path: Path, parts: Iterable[bytes | memoryview]) -> None:
         with open(path, "xb") as file:
             for part in parts:
                 file.write(part)
-                del part  # it would keep the tensor alive while the next one is made
+                del part  # a reference would keep the tensor in memory while the next tensor is computed
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
