@@ -93,7 +93,7 @@ class Engine:
             same ids. Stores first ids that several prompts share, and prompts and answers of ended
             requests.
         grouping: chooses which waiting prompts are prefilled together. Default: `as_one_large_chunk`,
-            with a draft `one_by_one`, so that results with and without drafts are bitwise equal.
+            with a draft `one_by_one`, so that the results do not depend on the drafts, bit for bit.
 
     Raises:
         ValueError: if the caches do not fit in memory, if a draft is used where tokens compete for

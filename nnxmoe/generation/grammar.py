@@ -1,6 +1,6 @@
-"""Output that follows a JSON schema, a regular expression or a grammar: which ids may come next, from llguidance.
+"""Constrain output to a JSON schema, a regular expression or a grammar with llguidance.
 
-A text is always one of the grammar's, or the beginning of one where ``max_new_tokens`` cut it.
+The output is a text of the grammar, or a prefix of such a text if ``max_new_tokens`` truncates it.
 """
 
 import copy
@@ -17,37 +17,52 @@ from nnxmoe.config.printable import short
 from nnxmoe.runtime.extras import install_command
 from nnxmoe.runtime.progress import logger
 
-# Between two parts of JSON a space, or a line's end and indentation: without a bound, small models go on for ever. A
-# schema may say something else in "x-guidance".
+# Allow a space, or a line break with indentation, between two parts of JSON. Without a bound small models emit white
+# space forever. A schema may override this pattern in "x-guidance".
 _JSON = {"whitespace_pattern": r" ?|\r?\n[ \t]{0,40}"}
 
 
 class ConstraintState(Protocol):
-    """The state of one text."""
+    """State of the constraint for one text."""
 
     def advance(self, ids: Sequence[int]) -> None:
-        """Note the ids that the text goes on with."""
+        """Append generated ids to the text."""
         ...
 
     def masks(self, drafts: Sequence[int], out: UInt32[np.ndarray, "W words"]) -> None:
-        """Write which ids may come next, and which after each of the first drafts: bit v % 32 of word v // 32."""
+        """Write bit masks of the allowed ids: before the first draft, then after each draft.
+
+        Args:
+            drafts: ids that may follow the text.
+            out: the masks. Bit v % 32 of word v // 32 is set if id v is allowed.
+        """
         ...
 
 
 class Constraint(Protocol):
-    """What the new ids of a request must follow."""
+    """Restricts the new ids of a request."""
 
     def start(self, vocab: int, stop_ids: Sequence[int]) -> ConstraintState:
-        """The state before the first id, for a vocabulary of this size, of which ``stop_ids`` end a text. Raises
-        ValueError."""
+        """Return the state before the first id.
+
+        Args:
+            vocab: size of the vocabulary.
+            stop_ids: ids that end a text.
+
+        Raises:
+            ValueError: if the constraint is invalid.
+        """
         ...
 
 
 class Grammar:
-    """A `Constraint` of llguidance (extra ``serve``), written in its Lark dialect or as its functions return it.
+    """A `Constraint` that runs llguidance (extra ``serve``).
 
-    ``tokenizer``: the model's tokenizer. Grammars of one tokenizer share its tables, which take about a second to
-    build.
+    Grammars with the same tokenizer share tables, which take about a second to build.
+
+    Args:
+        text: grammar in llguidance's Lark dialect, or as returned by llguidance.
+        tokenizer: tokenizer of the model.
     """
 
     def __init__(self, text: str, tokenizer: Any):
@@ -57,8 +72,16 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool | str, tokenizer: Any) -> "Grammar":
-        """JSON that a schema (also as JSON text) accepts. Raises ValueError if it is none, or uses what llguidance does
-        not know."""
+        """Create the grammar of JSON that matches a schema.
+
+        Args:
+            schema: the schema, also as JSON text.
+            tokenizer: tokenizer of the model.
+
+        Raises:
+            ValueError: if the schema is not a JSON object or ``true``. Unsupported keywords raise in
+                `start`.
+        """
         if isinstance(schema, str):
             try:
                 schema = json.loads(schema)
@@ -73,19 +96,27 @@ class Grammar:
 
     @classmethod
     def json_object(cls, tokenizer: Any) -> "Grammar":
-        """Any JSON object."""
+        """Create the grammar of any JSON object."""
         return cls.json_schema({"type": "object"}, tokenizer)
 
     @classmethod
     def regex(cls, pattern: str, tokenizer: Any) -> "Grammar":
-        """Texts that a regular expression (Rust's syntax) matches as a whole. Raises ValueError unless it is a text."""
+        """Create the grammar of texts that a regular expression (Rust syntax) matches as a whole.
+
+        Raises:
+            ValueError: if ``pattern`` is not a str.
+        """
         if not isinstance(pattern, str):
             raise ValueError(f"a regular expression is a text, got {short(pattern)}")
         return cls(_library().LLMatcher.grammar_from_regex(pattern), tokenizer)
 
     @classmethod
     def choice(cls, texts: Sequence[str], tokenizer: Any) -> "Grammar":
-        """One of some texts. Raises ValueError unless they are strings, one at least."""
+        """Create the grammar of a list of texts.
+
+        Raises:
+            ValueError: if the list is empty or has an element that is not a str.
+        """
         if isinstance(texts, str) or not isinstance(texts, Sequence) or not texts:
             raise ValueError(f"choices are a list of texts that is not empty, got {short(texts)}")
         if wrong := [text for text in texts if not isinstance(text, str)]:
@@ -94,20 +125,23 @@ class Grammar:
 
     @classmethod
     def lark(cls, text: str, tokenizer: Any) -> "Grammar":
-        """Texts of a grammar in llguidance's form of Lark."""
+        """Create a grammar in llguidance's Lark dialect."""
         return cls(_library().LLMatcher.grammar_from_lark(text), tokenizer)
 
     def within(self, lark: str) -> "Grammar":
-        """The grammar ``lark``, in which ``@form`` stands for the texts of this grammar."""
-        # llguidance returns JSON with a list of grammars, or Lark as it is.
+        """Embed this grammar in the grammar ``lark``, where ``@form`` refers to this grammar."""
+        # llguidance returns JSON with a list of grammars, or the unchanged Lark text.
         is_json = self._text.lstrip().startswith("{")
         form, *more = json.loads(self._text)["grammars"] if is_json else [{"lark_grammar": self._text}]
         grammars = [{"lark_grammar": lark}, form | {"name": "form"}, *more]
         return Grammar(json.dumps({"grammars": grammars}), self._tokenizer)
 
     def start(self, vocab: int, stop_ids: Sequence[int]) -> ConstraintState:
-        """The state before the first id. Raises ValueError for a grammar that llguidance refuses, and without ids that
-        end the text."""
+        """Return the state before the first id.
+
+        Raises:
+            ValueError: if llguidance rejects the grammar, or if ``stop_ids`` is empty.
+        """
         ends = tuple(dict.fromkeys(stop_ids))
         if not ends:
             raise ValueError("a text that follows a grammar needs ids that end it: give eos_token_id (or stop_ids)")
@@ -133,13 +167,13 @@ class _Matching:
         for place, draft in enumerate((*drafts, None)):
             self._write(out[place])
             if draft is None or self._matcher.is_stopped() or not self._matcher.try_consume_tokens([int(draft)]):
-                break  # what would follow a draft that the grammar refuses is never asked
+                break  # masks after a rejected draft are never read
             taken += 1
         if taken:
             self._matcher.rollback(taken)
 
     def _write(self, row: np.ndarray) -> None:
-        """One mask; only ids that end the text, once it is complete or llguidance has given up."""
+        """Write one mask. Allows only stop ids once the text is complete or llguidance has failed."""
         if not self._matcher.is_stopped():
             self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         if self._matcher.is_stopped():
@@ -153,14 +187,14 @@ class _Matching:
 
 
 def symbols(tokenizer: Any) -> dict[str, int]:
-    """The added tokens that are no text to llguidance, but symbols: ``<[id]>`` in its form of Lark."""
+    """Return added tokens that llguidance treats as symbols, not as text: ``<[id]>`` in its Lark dialect."""
     added = _backend(tokenizer).get_added_tokens_decoder().items()
     brackets = lambda text: text.startswith("<") and text.endswith(">")  # noqa: E731
     return {token.content: i for i, token in added if token.special or brackets(token.content)}
 
 
 def empty_masks(rows: int, width: int, vocab: int) -> UInt32[np.ndarray, "B W words"]:
-    """Masks that allow every id."""
+    """Create masks that allow every id."""
     return np.full((rows, width, -(-vocab // 32)), 0xFFFFFFFF, np.uint32)
 
 
@@ -169,7 +203,7 @@ _making = threading.Lock()
 
 
 def _tables(tokenizer: Any, vocab: int, ends: tuple[int, ...]) -> Any:
-    """llguidance's tables of a tokenizer, made once."""
+    """Build llguidance's tables of a tokenizer. Cached per tokenizer, vocabulary size and stop ids."""
     with _making:
         found = _made.setdefault(tokenizer, {})
         if (vocab, ends) not in found:

@@ -1,6 +1,7 @@
-"""The compiled programs of generation: passes of a model over ids with a cache, and moves of rows between caches.
+"""Compiled programs of generation: passes over ids with a cache, and copies of rows between caches.
 
-Programs belong to the structure of a model and hold no weights, so models of one structure share them.
+Programs depend on the structure of a model and contain no weights. Models with the same structure share
+programs.
 """
 
 import contextlib
@@ -34,15 +35,27 @@ from nnxmoe.sharding import batch_axes, replicate, shard_constraint
 
 
 class CacheSize(NamedTuple):
-    """The size of an empty cache: tokens per row, and how many of the newest may be taken back."""
+    """Size of a cache.
+
+    Attributes:
+        tokens: tokens per row.
+        lookahead: number of newest tokens that may be removed again.
+    """
 
     tokens: int
     lookahead: int
 
 
 class PassResult(NamedTuple):
-    """Result of a pass: logits of all its ids or of the last, what prediction layers read of them, the cache, and the
-    assignments to experts dropped so far, this pass included. ``memory``: a draft's, after these ids."""
+    """Result of a pass.
+
+    Attributes:
+        logits: logits of all ids of the pass, or of the last id.
+        states: hidden states that multi-token prediction layers read.
+        cache: cache after the pass.
+        dropped: number of expert assignments dropped so far, including this pass.
+        memory: memory of the draft after these ids.
+    """
 
     logits: Float[Array, "B asked V"]
     states: Float[Array, "B _ S"]
@@ -52,8 +65,12 @@ class PassResult(NamedTuple):
 
 
 class LogitsMode(NamedTuple):
-    """The part of a pass that is computed: logits of the last column only, and nothing that only other columns need,
-    unless ``with_states``."""
+    """Which outputs a pass computes.
+
+    Attributes:
+        last_only: compute logits of the last column only, and skip work that only other columns need.
+        with_states: compute the states of all columns, also with ``last_only``.
+    """
 
     last_only: bool
     with_states: bool = False
@@ -68,7 +85,7 @@ def _pass(
     room: CacheSize,
     mode: LogitsMode,
 ) -> PassResult:
-    """One pass over ids; ``cache`` None: an empty one."""
+    """Run the model on ids. If ``cache`` is None, starts with an empty cache."""
     ids = shard_constraint(ids, model.mesh, batch_axes(model.mesh))
     only = mode.last_only and not mode.with_states
     fresh, request = cache is None, dataclasses.replace(LOGITS_ONLY, last_token_only=only)
@@ -81,8 +98,11 @@ def _pass(
 
 
 def passes(model: CausalLM) -> Callable[..., PassResult]:
-    """`_pass` of a model, compiled, of which the log tells once per size; the cache is donated. Raises ValueError for a
-    model without values."""
+    """Return the compiled `_pass` of a model. Logs compilation once per size, and donates the cache.
+
+    Raises:
+        ValueError: if the model is abstract.
+    """
     run = model_program(model, _pass, static=(4, 5), donated=(2,))
     compiled_sizes, said = split_once(model)[0].program(_sizes)
 
@@ -102,7 +122,7 @@ def passes(model: CausalLM) -> Callable[..., PassResult]:
 
 @functools.lru_cache(maxsize=16)
 def _sizes(graph: Any, tree: Any) -> tuple[set[Any], set[str]]:
-    """The sizes of passes that models of one structure have compiled, and those that the log names."""
+    """Return the compiled pass sizes and the logged messages of models with this structure."""
     return set(), set()
 
 
@@ -111,15 +131,19 @@ def draft_prefill(draft: rows.Draft, *given: Any) -> Any:
     return draft.read(*given)
 
 
-# Scanned models, each with the structure and the arrays of which its unrolled copy was made, and that copy.
+# Maps scanned models to the structure and arrays that were unrolled, and to the unrolled copy.
 _copies: "weakref.WeakKeyDictionary[CausalLM, tuple[Any, list[weakref.ref[Any]], CausalLM]]"
 _copies = weakref.WeakKeyDictionary()
 
 
 def unroll_for_decoding(model: CausalLM) -> CausalLM:
-    """The model with arrays of their own for all layers, if memory permits: a scan copies its slices in every step.
+    """Unroll scanned layers into a copy of the model if memory permits.
 
-    The copy is kept as long as the model and its arrays. Raises ValueError for a model without values.
+    A scan copies slices of its weights in every step. The copy lives as long as the model and its
+    arrays.
+
+    Raises:
+        ValueError: if a scanned model is abstract, or if a pipelined stack cannot decode.
     """
     for stack in model.stacks:
         if isinstance(stack, PipelinedStack):
@@ -150,16 +174,20 @@ def unroll_for_decoding(model: CausalLM) -> CausalLM:
 
 
 def fits(model: CausalLM, need: int) -> bool:
-    """Whether so many bytes are free in this process and in the others that hold the model, which decide alike."""
+    """Return whether every process that holds the model has ``need`` bytes free.
+
+    All processes get the same result.
+    """
     short = need > memory_bytes()[0]
     return not any_process(lambda: short, model.mesh)()
 
 
 def deterministic_blocks(model: CausalLM, tokens: int) -> CausalLM:
-    """The same model with one size for all blocks of rows of an expert, in passes over so many tokens.
+    """Return a copy of the model with a fixed block size of expert rows in passes over ``tokens`` tokens.
 
-    XLA:CPU sums a row's products in another order with another number of rows beside it (jax 0.10.2, 0.12.0); so a
-    token's logits would depend, in their last bits, on the drafts of other tokens.
+    XLA:CPU sums the products of a row in an order that depends on the number of rows (jax 0.10.2,
+    0.12.0). With variable block sizes, the last bits of a token's logits would depend on the drafts of
+    other tokens.
     """
     deterministic = nnx.merge(*nnx.split(model))
     for _, part in nnx.iter_graph(deterministic):
@@ -169,20 +197,20 @@ def deterministic_blocks(model: CausalLM, tokens: int) -> CausalLM:
 
 
 def cache_bytes(model: CausalLM, count: int, room: CacheSize) -> int:
-    """Bytes of a cache of so many rows that this process holds."""
+    """Compute the bytes of a cache of ``count`` rows in this process."""
     made = jax.eval_shape(lambda: jax.tree.leaves(model.empty_cache(count, *room).layers))
     return local_bytes((b.shape, b.dtype, None) for b in made)
 
 
 def cache_batch_axes(model: CausalLM, room: CacheSize) -> tuple[int, ...]:
-    """The axis of each array of the layers' caches that counts rows: a scanned stack's caches have layers first."""
+    """Find the batch axis of every cache array. Caches of scanned stacks have the layer axis first."""
     one, two = (jax.eval_shape(lambda n=n: jax.tree.leaves(model.empty_cache(n, *room).layers)) for n in (1, 2))
     pairs = (zip(a.shape, b.shape, strict=True) for a, b in zip(one, two, strict=True))
     return tuple(next(i for i, (m, n) in enumerate(pair) if m != n) for pair in pairs)
 
 
 def _by_row(cache: Cache, axes: tuple[int, ...], change: Callable[..., Array], *others: Cache) -> Cache:
-    """Apply ``change(array, axis, *arrays of the others)`` to each array of a cache."""
+    """Apply ``change(array, axis, *arrays of the other caches)`` to each array of a cache."""
     every = [jax.tree.leaves((c.layers, c.length, c.segment)) for c in (cache, *others)]
     new = [change(a, axis, *more) for a, axis, *more in zip(every[0], (*axes, 0, 0), *every[1:], strict=True)]
     tree = jax.tree.structure((cache.layers, cache.length, cache.segment))
@@ -192,7 +220,7 @@ def _by_row(cache: Cache, axes: tuple[int, ...], change: Callable[..., Array], *
 
 @functools.partial(jax.jit, static_argnums=(3,), donate_argnums=(0,))
 def scatter_rows(cache: Cache, group: Cache, at: Int[Array, "R"], axes: tuple[int, ...]) -> Cache:
-    """``cache`` with the rows of ``group`` at the rows ``at``; those out of range are left out."""
+    """Copy the rows of ``group`` to the rows ``at`` of ``cache``. Skips rows that are out of range."""
 
     def into(old: Array, axis: int, new: Array) -> Array:
         return old.at[(slice(None),) * axis + (at,)].set(new, mode="drop")
@@ -202,19 +230,19 @@ def scatter_rows(cache: Cache, group: Cache, at: Int[Array, "R"], axes: tuple[in
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def broadcast_row(cache: Cache, count: int, axes: tuple[int, ...], row: Int[Array, ""] | int = 0) -> Cache:
-    """A cache of ``count`` rows, each a copy of one row of ``cache``."""
+    """Create a cache of ``count`` rows, each a copy of row ``row`` of ``cache``."""
     return _by_row(cache, axes, lambda a, axis: jnp.take(a, jnp.full(count, row, jnp.int32), axis=axis))
 
 
 @functools.partial(jax.jit, static_argnums=(1,))
 def broadcast_memory(memory: Any, count: int) -> Any:
-    """A draft's memory of ``count`` rows, each a copy of the first row of ``memory``."""
+    """Create draft memory of ``count`` rows, each a copy of the first row of ``memory``."""
     return jax.tree.map(lambda a: jnp.take(a, jnp.zeros(count, jnp.int32), axis=0), memory)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def empty_like(group: Cache, count: int, axes: tuple[int, ...]) -> Cache:
-    """A cache of ``count`` rows without tokens, otherwise as ``group``."""
+    """Create a cache of ``count`` empty rows with the shapes and dtypes of ``group``."""
 
     def empty(a: Array, axis: int) -> Array:
         return jnp.zeros((*a.shape[:axis], count, *a.shape[axis + 1 :]), a.dtype)

@@ -1,4 +1,4 @@
-"""Requests for generation: their options, the limits of an engine, and their results so far."""
+"""Requests for generation: options, the limits of an engine, and results so far."""
 
 import collections
 import dataclasses
@@ -30,8 +30,9 @@ class EngineLimits:
     Attributes:
         max_stop_ids: number of stop ids.
         max_logit_biases: number of ids in ``logit_bias``.
-        max_logprobs: number of most likely ids whose log-probabilities are reported. None: no log-probabilities.
-        sampling: sampling operations of any request.
+        max_logprobs: number of most likely ids whose log-probabilities are reported. If None, no
+            log-probabilities are computed.
+        sampling: sampling operations that requests may use.
     """
 
     max_stop_ids: int = 16
@@ -57,14 +58,15 @@ class RequestOptions:
     Attributes:
         max_new_tokens: maximum number of new ids.
         min_new_tokens: number of new ids before which no stop id is sampled.
-        sampling: sampling options. None: greedy.
-        stop_ids: ids that end the request and are its last id. Default: the checkpoint's end tokens. None: no ids.
+        sampling: sampling options. If None, decoding is greedy.
+        stop_ids: ids that end the request. The stop id is the last id of the request. Defaults to the
+            checkpoint's end tokens. If None, no id ends the request.
         seed: seed of the random keys.
-        sample: number of the sample among the samples of one prompt.
+        sample: index of the sample among the samples of one prompt.
         logit_bias: maps ids to values that are added to their logits.
-        logprobs: number of most likely ids to report per position, besides the log-probabilities of the new ids. None:
-            no log-probabilities.
-        constraint: restricts the ids, such as a `Grammar`. Takes precedence over all other options.
+        logprobs: number of most likely ids to report per position, besides the log-probabilities of the
+            new ids. If None, no log-probabilities are reported.
+        constraint: restricts the ids, for example a `Grammar`. Takes precedence over all other options.
     """
 
     max_new_tokens: int = 64
@@ -97,7 +99,11 @@ class RequestOptions:
         return self.stop_ids if isinstance(self.stop_ids, tuple) else ()
 
     def start_constraint(self, vocab_size: int) -> ConstraintState | None:
-        """Return the state of the constraint before the first id, or None without a constraint. Raises ValueError."""
+        """Return the state of the constraint before the first id, or None without a constraint.
+
+        Raises:
+            ValueError: if the constraint is invalid.
+        """
         return None if self.constraint is None else self.constraint.start(vocab_size, self._stop_ids)
 
     def required_limits(self, vocab_size: int) -> EngineLimits:
@@ -109,7 +115,7 @@ class RequestOptions:
         """Convert to the NumPy arrays of one row, without a row dimension.
 
         Raises:
-            ValueError: for options beyond the limits, and for ids outside the vocabulary.
+            ValueError: if an option exceeds the limits or an id is outside the vocabulary.
         """
         self._check(limits, vocab_size)
         dynamic = split_sampling(self.sampling, vocab_size, limits.sampling.rules)[1]
@@ -153,7 +159,7 @@ class RequestOptions:
 
 @dataclasses.dataclass(eq=False)
 class Prefix:
-    """First ids of several requests, which an engine reads once while the object is in use.
+    """First ids of several requests. An engine prefills them once while the object is in use.
 
     Attributes:
         ids: the ids.
@@ -174,13 +180,13 @@ class Prefix:
 
 @dataclasses.dataclass(eq=False)
 class Request:
-    """A prompt that waits, is read, is continued or is done. Created by `Engine.submit`.
+    """A request that waits, is in prefill, is decoding or is done. Created by `Engine.submit`.
 
     Attributes:
         prompt: ids of the prompt.
         options: the options.
         row_params: the options as arrays.
-        prefix: the prefix whose cache is reused, until the prompt has been read.
+        prefix: the prefix whose cache is reused, until the prompt has been prefilled.
         ids: new ids so far.
         logprobs: log-probability of each new id under the model's distribution, before any option.
         top: most likely ids per position, with their log-probabilities.
@@ -188,7 +194,7 @@ class Request:
         accepted: ``accepted[n]`` is the number of steps in which n ids of the draft were accepted.
         finish: why the request is done, or None.
         progress: state of the constraint, or None.
-        drafts: ids that may follow, proposed by the draft.
+        drafts: ids that the draft proposed for the next step.
     """
 
     prompt: tuple[int, ...]
@@ -210,7 +216,13 @@ class Request:
 
 
 class Event(NamedTuple):
-    """New ids of a request, and the reason why the request ended, if it ended."""
+    """New ids of a request.
+
+    Attributes:
+        request: the request.
+        ids: the new ids.
+        finish: why the request ended, or None.
+    """
 
     request: Request
     ids: list[int]
@@ -218,7 +230,7 @@ class Event(NamedTuple):
 
 
 def _key_data(seed: int) -> np.ndarray:
-    """Data of the random key of a 64-bit seed. JAX would use the low 32 bits only."""
+    """Create the data of the random key of a 64-bit seed. `jax.random.key` uses the low 32 bits only."""
     low, high = seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF
     key = jax.random.key(low)
     return np.asarray(jax.random.key_data(jax.random.fold_in(key, high) if high else key))
@@ -229,7 +241,7 @@ def _or_minus_one(count: int | None) -> int:
 
 
 def _biases(biases: Any) -> dict[int, float]:
-    """Copy ``logit_bias``. Raises ValueError for keys that are not ids and values that are neither finite nor -inf."""
+    """Copy ``logit_bias``. Raises ValueError if a key is not an id or a value is neither finite nor -inf."""
     check_type("logit_bias", biases, Mapping, "a dict of token ids and what is added to their logits")
     ids = as_token_ids(list(biases), "an id of logit_bias")
     values = [as_python(bias) for bias in biases.values()]
@@ -241,7 +253,7 @@ def _biases(biases: Any) -> dict[int, float]:
 
 
 def unusable_logits(model: Any) -> str:
-    """Error text: possible causes of NaN or infinite logits, and remedies."""
+    """Return the possible cause of NaN or infinite logits and a remedy, for error messages."""
     if jnp.dtype(model.dtype) == jnp.float16:
         return "float16 overflows beyond 65504: load the model with dtype=jnp.bfloat16 or jnp.float32"
     return "look for NaN and for huge values in the weights, and in what biases, rules and process= do to the logits"

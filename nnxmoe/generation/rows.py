@@ -1,7 +1,7 @@
-"""The rows of a batch that is being generated, on the device: request parameters, ids, and one decoding step.
+"""Rows of a generating batch on the device: request parameters, ids, and one decoding step.
 
-Row b is independent of all others: its ids are a function of its prompt, its options and its own key (a seed, the
-number of the sample, and how many ids it has generated). So neither its place in the batch nor its neighbours matter.
+Rows are independent. The ids of a row depend on its prompt, its options and its random key (seed, index
+of the sample, number of ids generated). They do not depend on the index of the row or on other rows.
 """
 
 import functools
@@ -17,21 +17,21 @@ from nnxmoe.generation.sampling import DynamicSampling, StaticSampling, generate
 from nnxmoe.layers.cache_buffer import write_slots
 from nnxmoe.sharding import replicate
 
-# Why a row ended: a stop id, the limit of new ids, or NaN or infinite logits.
+# State of a row: still running, or ended by a stop id, the limit of new ids, or NaN or infinite logits.
 RUNNING, STOPPED, FULL, BROKEN = 0, 1, 2, 3
 
 
 class RowParams(NamedTuple):
-    """Options of the requests as arrays, one per row.
+    """Options of the requests as arrays, one row per request.
 
     Attributes:
-        dynamic: sampling options that are values.
+        dynamic: values of the sampling options.
         key: data of a random key.
-        sample: number of the sample among the samples of one prompt.
+        sample: index of the sample among the samples of one prompt.
         max_new_tokens: maximum number of new ids.
         min_new_tokens: number of new ids before which no stop id is sampled.
-        stop_ids: ids that end the row, -1 for none.
-        biased: ids whose logits are biased, the vocabulary's size for none.
+        stop_ids: ids that end the row, padded with -1.
+        biased: ids whose logits are biased, padded with the vocabulary size.
         biases: values that are added to the logits of ``biased``.
         logprobs: number of most likely ids to report, -1 for no log-probabilities.
     """
@@ -48,23 +48,30 @@ class RowParams(NamedTuple):
 
 
 class History(NamedTuple):
-    """The ids of every row, prompt and new. ``ids[b, i]`` counts for ``i < count[b]``, and ``new_count[b]`` are new."""
+    """Ids of every row, prompt and new.
+
+    Attributes:
+        ids: ``ids[b, i]`` is valid for ``i < count[b]``.
+        count: number of ids per row.
+        new_count: number of new ids per row.
+    """
 
     ids: Int[Array, "B C"]
     count: Int[Array, "B"]
     new_count: Int[Array, "B"]
 
 
-Masks = UInt32[Array, "B W words"]  # bit v % 32 of word v // 32: whether id v may come next, as llguidance writes it
+Masks = UInt32[Array, "B W words"]  # bit v % 32 of word v // 32 is set if id v is allowed (llguidance layout)
 LogitsProcessor = Callable[[Float[Array, "B V"], History], Float[Array, "B V"]]  # logits -> logits
 
 
 class StepOptions(NamedTuple):
-    """Options that are constants of the compiled step.
+    """Static options of the compiled step.
 
     Attributes:
-        sampling: sampling operations of any row.
-        max_logprobs: number of most likely ids whose log-probabilities are reported. None: no log-probabilities.
+        sampling: sampling operations that any row needs.
+        max_logprobs: number of most likely ids whose log-probabilities are reported. If None, no
+            log-probabilities are computed.
         logits_processor: applied to the logits, or None.
         mesh: mesh of the model, or None.
     """
@@ -76,8 +83,16 @@ class StepOptions(NamedTuple):
 
 
 class RowStates(NamedTuple):
-    """State of all rows between two steps. ``ids``: input of the next pass for rows that are ``active``: the last id of
-    the history, which is not in the cache yet, and drafts of the ids after it."""
+    """State of all rows between two steps.
+
+    Attributes:
+        params: options of the rows.
+        history: prompt and new ids.
+        ids: input of the next pass: the last id of the history, which is not in the cache yet, and its
+            drafts.
+        active: whether the row is running.
+        memory: memory of the draft, or None.
+    """
 
     params: RowParams
     history: History
@@ -87,8 +102,17 @@ class RowStates(NamedTuple):
 
 
 class RowReport(NamedTuple):
-    """Result of a step: ``count[b]`` ids of row b (0 if its logits are NaN or infinite), the reason why it ended, the
-    next drafts, and log-probabilities of the ids and of the most likely ids under the model's own distribution."""
+    """Result of a step.
+
+    Attributes:
+        ids: new ids, of which the first ``count`` are valid.
+        count: number of new ids per row. 0 if the logits are NaN or infinite.
+        end: why the row ended, or `RUNNING`.
+        drafts: drafts of the next step.
+        logprobs: log-probabilities of ``ids`` under the model's distribution, before any option.
+        top_ids: most likely ids per position.
+        top_logprobs: log-probabilities of ``top_ids``.
+    """
 
     ids: Int[Array, "B W"]
     count: Int[Array, "B"]
@@ -100,7 +124,13 @@ class RowReport(NamedTuple):
 
 
 class StepInputs(NamedTuple):
-    """What the next ids of all rows depend on besides the logits: options of the rows, history and static options."""
+    """Inputs of sampling besides the logits.
+
+    Attributes:
+        params: options of the rows.
+        history: prompt and new ids.
+        options: static options.
+    """
 
     params: RowParams
     history: History
@@ -114,12 +144,12 @@ class StepInputs(NamedTuple):
     ) -> tuple[Int[Array, "B"], Bool[Array, "B"]]:
         """Sample the id after the drafts, assuming that all drafts are accepted.
 
-        The ids are exactly those that a step without drafts would sample.
+        A step without drafts samples the same ids.
 
         Args:
             logits: logits after the drafts.
             drafts: ids that follow the history.
-            allowed: bit masks of the ids to choose from, or None.
+            allowed: bit masks of the allowed ids, or None.
 
         Returns:
             The ids, and whether the largest logit of each row is finite.
@@ -165,24 +195,31 @@ def _process_logits(
 
 
 class Draft(Protocol):
-    """Proposes ids that may follow, for the model to verify: they change the speed of generation, never the ids.
+    """Proposes ids that may follow, for the model to verify. Changes the speed of generation, never the ids.
 
-    A pytree, whose arrays are arguments of the compiled programs. Its memory is a pytree with a leading row dimension.
+    A pytree whose arrays are arguments of the compiled programs. Its memory is a pytree with a leading
+    row dimension.
     """
 
     @property
     def count(self) -> int:
-        """The number of ids per step."""
+        """Number of proposed ids per step."""
         ...
 
     def empty(self, rows: int, capacity: int) -> Any:
-        """The memory of so many rows of so many tokens; None if it has none."""
+        """Create empty memory for ``rows`` rows of ``capacity`` tokens.
+
+        Returns None if the draft has no memory.
+        """
         ...
 
     def read(
         self, memory: Any, ids: Int[Array, "B T"], valid: Bool[Array, "B T"], states: Float[Array, "B T S"]
     ) -> Any:
-        """Update the memory after a chunk of the prompts, with the `CausalLM.mtp_hidden` of its tokens."""
+        """Update the memory after a chunk of the prompts.
+
+        ``states`` is the `CausalLM.mtp_hidden` of the tokens.
+        """
         ...
 
     def propose(
@@ -197,9 +234,10 @@ class Draft(Protocol):
 
         Args:
             memory: memory of the rows.
-            inputs: the histories. ``inputs.sample`` samples as the model would.
-            ids: the newest ids, of which the first ``count`` are valid.
-            states: the state that led to each of ``ids``. None: the last state passed to `read`.
+            inputs: the histories. ``inputs.sample`` samples as the main model does.
+            ids: newest ids, of which the first ``count`` are valid.
+            states: main-model state that preceded each of ``ids``. If None, use the last state passed
+                to `read`.
             count: number of new ids per row.
 
         Returns:
@@ -210,7 +248,7 @@ class Draft(Protocol):
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 5))
 def empty_rows(like: RowParams, count: int, capacity: int, width: int, memory: Any, mesh: AnyMesh | None) -> RowStates:
-    """Rows that are not active. ``like``: parameters of one row, for shapes and dtypes."""
+    """Create inactive rows. ``like`` has the shapes and dtypes of the parameters of one row."""
     params = jax.tree.map(lambda a: jnp.zeros((count, *a.shape), a.dtype), like)
     none = jnp.zeros((count,), jnp.int32)
     history = History(jnp.zeros((count, capacity), jnp.int32), none, none)
@@ -231,8 +269,20 @@ def start_rows(
     options: StepOptions,
     draft: Any,
 ) -> tuple[RowStates, RowReport]:
-    """Start rows ``at`` (out of range: none) whose prompts were read, with their first ids. ``memory``: the draft's,
-    of these prompts. ``masks``: the ids that may come next; None: all."""
+    """Start rows after prefill, and sample their first ids.
+
+    Args:
+        rows: state of all rows. Donated.
+        at: index of the row of each prompt. Out-of-range indices are skipped.
+        params: options of the prompts.
+        prompts: ids of the prompts.
+        logits: logits after the prompts.
+        memory: memory of the draft for the prompts.
+        keep: running rows that stay active.
+        masks: bit masks of the allowed ids, or None.
+        options: static options.
+        draft: proposes ids to verify, or None.
+    """
 
     def put(old: Array, new: Array) -> Array:
         return old.at[at].set(new.astype(old.dtype), mode="drop")
@@ -263,9 +313,21 @@ def step_rows(
     options: StepOptions,
     draft: Any,
 ) -> tuple[RowStates, Int[Array, "B"], RowReport]:
-    """One step after a pass over ``rows.ids``, whose cache then had these lengths: the rows, the lengths without the
-    drafts that were refused, and the report. Rows that are not to be kept end. ``masks``: the ids that may follow each
-    of ``rows.ids``; None: all."""
+    """Sample the ids of all rows after a pass over ``rows.ids``.
+
+    Args:
+        rows: state of all rows. Donated.
+        logits: logits of the pass.
+        states: states of the pass, read by the draft.
+        length: lengths of the cache after the pass.
+        keep: rows that continue. Other rows end.
+        masks: bit masks of the allowed ids after each of ``rows.ids``, or None.
+        options: static options.
+        draft: proposes ids to verify, or None.
+
+    Returns:
+        The rows, the lengths of the cache without rejected drafts, and the report.
+    """
     running = rows.active[:, 0] & keep
     report = _accept(StepInputs(rows.params, rows.history, options), logits, rows.ids[:, 1:], masks)
     count = jnp.where(running, report.count, 0)
@@ -293,7 +355,7 @@ def _next(
     options: StepOptions,
     draft: Any,
 ) -> RowStates:
-    """The rows with what goes into their next pass; those without new ids keep their drafts."""
+    """Set the inputs of the next pass. Rows without new ids retain their drafts."""
     into, memory = last[:, None], rows.memory
     if draft is not None:
         inputs = StepInputs(rows.params, rows.history, options)
@@ -312,9 +374,9 @@ def _accept(
 ) -> RowReport:
     """Sample the next ids, up to the first id that differs from its draft or ends the row.
 
-    The key of each id does not depend on the drafts, so drafts change nothing but the speed (Daliri, Musco and Suresh
-    2024). A row ends before an id if a logit is NaN, if no logit is finite, or if the id's log-probability is not
-    finite.
+    The random key of an id does not depend on the drafts, so drafts change the speed only (Daliri,
+    Musco and Suresh 2024). A row ends before an id if a logit is NaN, if no logit is finite, or if the
+    log-probability of the id is not finite.
     """
     params, width = inputs.params, logits.shape[1]
     ids, finite = list[Array](), list[Array]()
@@ -340,7 +402,10 @@ def _accept(
 
 
 def _masked(one: Float[Array, "B V"], logits: Float[Array, "B V"], allowed: UInt32[Array, "B words"]) -> Array:
-    """The logits of allowed ids, -inf for others; the model's own where nothing that is allowed was left."""
+    """Set the logits of ids that are not allowed to -inf.
+
+    Uses the model's logits for rows where the options leave no allowed id.
+    """
     bits = allowed[:, :, None] >> jnp.arange(32, dtype=jnp.uint32) & 1
     may = bits.reshape(len(one), -1)[:, : one.shape[1]] > 0
     left = jnp.any(may & (one > -jnp.inf), axis=1, keepdims=True)
@@ -350,7 +415,7 @@ def _masked(one: Float[Array, "B V"], logits: Float[Array, "B V"], allowed: UInt
 def _logprobs(
     logits: Float[Array, "B W V"], ids: Int[Array, "B W"], wanted: Int[Array, "B"], top: int | None
 ) -> tuple[Any, Any, Any]:
-    """Log-probabilities of the ids, and the ``top`` most likely ids with theirs; computed if a row wants them."""
+    """Compute log-probabilities of ``ids`` and of the ``top`` most likely ids, if any row requests them."""
     if top is None:
         return None, None, None
 

@@ -1,4 +1,7 @@
-"""Rules that restrict the next id: the settings of generation_config.json beside sampling, as in transformers."""
+"""Rules that restrict the next id, as in transformers.
+
+They are the settings of generation_config.json other than sampling.
+"""
 
 import dataclasses
 import math
@@ -16,11 +19,16 @@ _MOST = float(np.finfo(np.float32).max)  # largest bias
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """The rules of a request, fixed when its step is compiled.
+    """Rules of a request. Static in the compiled step.
 
-    ``ngram``: no n ids occur twice (0: any may). ``biases``: what is added to the logit of the last id of a sequence
-    where the others precede it. ``suppressed``, ``suppressed_first``: ids that never follow, or not as the first new
-    one. ``forced_end``: ids of which one is the last of as many new ids as are allowed.
+    Attributes:
+        ngram: length of id sequences that must not repeat. 0 disables the rule.
+        biases: pairs of an id sequence and a value. The value is added to the logit of the last id if
+            the preceding ids match the rest of the sequence.
+        suppressed: ids that are never generated.
+        suppressed_first: ids that are not generated as the first new id.
+        forced_end: ids that may be generated as the last of ``max_new_tokens`` ids. Excludes all other
+            ids there.
     """
 
     ngram: int = 0
@@ -48,7 +56,15 @@ class Rules:
         new_count: Int[Array, "B"],
         limit: Int[Array, "B"],
     ) -> Float[Array, "B V"]:
-        """Apply the rules to the logits after ``count`` ids, of which ``new_count`` (at most ``limit``) are new."""
+        """Apply the rules to the logits of the next id.
+
+        Args:
+            logits: logits after ``count`` ids.
+            ids: prompt and new ids.
+            count: number of ids per row.
+            new_count: number of new ids per row.
+            limit: maximum number of new ids per row.
+        """
         logits = self._biased(logits, ids, count)
         if self.ngram:
             logits = jnp.where(self._repeated(logits, ids, count), -jnp.inf, logits)
@@ -62,7 +78,7 @@ class Rules:
         return logits
 
     def _repeated(self, logits: Array, ids: Array, count: Array) -> Array:
-        """Mask ``[B, V]`` of the ids that would repeat a sequence of ``ngram`` ids."""
+        """Compute a mask [B, V] of the ids that would repeat a sequence of ``ngram`` ids."""
         before = self.ngram - 1
         place = jnp.arange(ids.shape[1])[None]
         same = place + before < count[:, None]

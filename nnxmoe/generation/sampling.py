@@ -1,4 +1,4 @@
-"""Sampling of the next token from logits. Options are applied in the same order as in transformers."""
+"""Sample the next token from logits. Options are applied in the same order as in transformers."""
 
 import dataclasses
 import math
@@ -19,8 +19,8 @@ from nnxmoe.generation.rules import Rules
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.runtime.progress import logger
 
-# Fields of generation_config.json that change what transformers generates, with the values that change nothing. Those
-# of the second table count only where it samples.
+# Fields of generation_config.json that change what transformers generates, with the values that have no effect.
+# Fields in the second table have an effect only with do_sample.
 _FIELDS: dict[str, tuple[Any, ...]] = {
     "do_sample": (False,),
     "repetition_penalty": (1,),
@@ -40,7 +40,7 @@ _UNSUPPORTED_SAMPLED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("epsilon_cutoff", "eta_cutoff"), (0,)),
     "top_h": (),
 }
-_TOP_K = 50  # transformers' default where it samples
+_TOP_K = 50  # transformers' default with do_sample
 _warned: weakref.WeakSet[CausalLM] = weakref.WeakSet()
 
 
@@ -52,7 +52,7 @@ def _whole(value: Any) -> bool:
     return 0 <= value < 2**63 and value == value // 1
 
 
-# field of `Sampling` -> the values that it may have, in words and as a function
+# field of `Sampling` -> its valid values, in words and as a function
 _CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "temperature": ("a number >= 0 (0: greedy)", lambda value: 0 <= value < 1e38),
     "top_k": ("an integer >= 0 (0 or None: off)", _whole),
@@ -68,13 +68,21 @@ _CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Sampling(KnownFields):
-    """Sampling options; each is off at its default. ``temperature`` 0 is greedy (after the penalties).
+    """Sampling options. Each option is off at its default.
 
-    ``top_k``: keep the k most likely tokens (0 or None: all). ``top_p``: keep the fewest that sum to p. ``min_p``: keep
-    those at least p times as likely as the best. ``repetition_penalty``: > 1 makes tokens already seen less likely.
-    ``presence_penalty``: subtracted once from the logit of each token already generated. ``frequency_penalty``: once
-    per occurrence. Tokens of the prompt do not count, as in the OpenAI API and vLLM. ``min_new_tokens``, or
-    ``min_length`` including the prompt: no end id before this length. ``rules``: which ids may follow.
+    Attributes:
+        temperature: divides the logits, after the penalties. 0 is greedy.
+        top_k: keep the k most likely tokens. 0 or None keeps all.
+        top_p: keep the fewest tokens whose probabilities sum to p.
+        min_p: keep tokens at least p times as likely as the most likely token.
+        repetition_penalty: above 1, tokens of the prompt and of the new text become less likely.
+        presence_penalty: subtracted once from the logit of each generated token. As in the OpenAI API
+            and vLLM, tokens of the prompt do not count.
+        frequency_penalty: subtracted per occurrence of a generated token. Tokens of the prompt do not
+            count.
+        min_new_tokens: number of new tokens before which no end id is sampled.
+        min_length: like ``min_new_tokens``, but includes the prompt.
+        rules: rules that restrict the next id, or None.
     """
 
     temperature: float = 1.0
@@ -99,10 +107,12 @@ class Sampling(KnownFields):
 
     @classmethod
     def from_checkpoint(cls, model: CausalLM) -> Self:
-        """Sampling options of the model's generation_config.json, with the meaning they have in transformers; default:
-        greedy.
+        """Read the sampling options of generation_config.json, with the meaning they have in transformers.
 
-        Logs a warning that names unsupported fields. Raises ValueError for values of a wrong type.
+        Without options, decoding is greedy. A warning lists unsupported fields.
+
+        Raises:
+            ValueError: if a field has a wrong type or value.
         """
         fields, ignored = effective_fields(model.generation_config)
         if ignored and model not in _warned:
@@ -114,7 +124,7 @@ class Sampling(KnownFields):
                 top_k = max(whole_number("top_k", fields.get("top_k", _TOP_K), -(2**63)), 0)
                 options = {"temperature": 1.0, "top_k": top_k, **options}
             least = {name: fields[name] for name in ("min_new_tokens", "min_length") if name in fields}
-            if "min_new_tokens" in least:  # transformers prefers it
+            if "min_new_tokens" in least:  # takes precedence in transformers
                 least.pop("min_length", None)
             penalty = fields.get("repetition_penalty", 1)
             given: dict[str, Any] = {"temperature": 0.0, "repetition_penalty": penalty, **options, **least}
@@ -123,12 +133,16 @@ class Sampling(KnownFields):
             raise ValueError(f"generation_config.json: {listed(fields)}: {error}") from None
 
     def min_new_tokens_after(self, prompt: int) -> int:
-        """Minimum number of new tokens after a prompt of this length."""
+        """Return the minimum number of new tokens after a prompt of this length."""
         return max(self.min_new_tokens, self.min_length - prompt)
 
 
 def effective_fields(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The fields of generation_config.json that change what transformers generates: supported ones, and others."""
+    """Return fields of generation_config.json that change what transformers generates.
+
+    Returns:
+        Supported fields and unsupported fields.
+    """
     drawn = bool(config.get("do_sample"))
     tables = [_FIELDS | (_SAMPLED if drawn else {}), _UNSUPPORTED | (_UNSUPPORTED_SAMPLED if drawn else {})]
     found = []
@@ -139,8 +153,11 @@ def effective_fields(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[st
 
 
 def warn_of_unused(model: CausalLM, sampling: Sampling | None) -> None:
-    """Without sampling options, warn once per model if its generation_config.json has fields with which transformers
-    would not decode greedily."""
+    """Warn once per model if generation_config.json has fields that are not applied.
+
+    A no-op with sampling options. Without options, decoding is greedy here, but transformers would
+    apply the fields.
+    """
     if sampling is None and model not in _warned:
         fields, ignored = effective_fields(model.generation_config)
         if fields or ignored:
@@ -150,12 +167,12 @@ def warn_of_unused(model: CausalLM, sampling: Sampling | None) -> None:
 
 
 def listed(fields: Mapping[str, Any]) -> str:
-    """The fields for a message."""
+    """Format fields for a message."""
     return ", ".join(f"{name}={short(value, 60)}" for name, value in fields.items())
 
 
 def _rules(fields: Mapping[str, Any], model: CausalLM) -> Rules | None:
-    """The rules in the fields of a generation_config.json."""
+    """Read the rules from the fields of generation_config.json. Returns None if there are no rules."""
     ends = eos_ids(model, ...)
     bad = [tuple(ids) for ids in fields.get("bad_words_ids", ())]
     bad = [ids for ids in bad if ids not in [(i,) for i in ends]]  # as transformers does
@@ -174,8 +191,15 @@ def _ids(name: str, value: Any) -> tuple[int, ...]:
 
 
 class StaticSampling(NamedTuple):
-    """The sampling steps that any row needs: the static part of all rows' options. ``penalty``: a row has a repetition
-    penalty. ``counts``: a row has a presence or frequency penalty."""
+    """Sampling operations that any row needs: the static part of all options.
+
+    Attributes:
+        random: any row is not greedy.
+        penalty: any row has a repetition penalty.
+        cut: any row has top-k, top-p or min-p.
+        counts: any row has a presence or frequency penalty.
+        rules: rules of all rows.
+    """
 
     random: bool = True
     penalty: bool = True
@@ -191,8 +215,11 @@ class StaticSampling(NamedTuple):
 
 
 class DynamicSampling(NamedTuple):
-    """Values of the options, one per row: the part that may change without recompilation. ``temperature`` 0: greedy.
-    ``rules``: index of the row's rules in those of the `StaticSampling`, -1: none."""
+    """Values of the options per row: the part that changes without recompilation.
+
+    See `Sampling`. ``temperature`` 0 is greedy. ``rules`` is an index into `StaticSampling.rules`, or
+    -1 without rules.
+    """
 
     temperature: Any
     top_k: Any
@@ -207,9 +234,12 @@ class DynamicSampling(NamedTuple):
 def split_sampling(
     sampling: Sampling | None, vocab: int, known: tuple[Rules, ...] = ()
 ) -> tuple[StaticSampling, DynamicSampling]:
-    """Split a Sampling (None: greedy) into its static part and the values of one row, without a row dimension.
+    """Split sampling options into the static part and the values of one row, without a row dimension.
 
-    ``known``: the rules of the program that the row is for.
+    Args:
+        sampling: the options. If None, decoding is greedy.
+        vocab: size of the vocabulary.
+        known: `StaticSampling.rules` of the compiled step.
     """
     s = sampling or Sampling(temperature=0.0)
     top_k = min(s.top_k or vocab, vocab)
@@ -233,8 +263,17 @@ def sample_ids(
     keys: Key[Array, "B"],
     counts: Int[Array, "B V"] | None = None,
 ) -> Int[Array, "B"]:
-    """Choose the next token of each row from its logits, options and key. ``seen``: tokens so far, prompt included.
-    ``counts``: how often each token was generated."""
+    """Sample the next token of each row.
+
+    Args:
+        logits: logits of the next token.
+        seen: tokens of the prompt and of the new text. None without repetition penalties.
+        steps: operations to apply.
+        dynamic: option values per row.
+        keys: random key per row.
+        counts: number of occurrences of each generated token. None without presence and frequency
+            penalties.
+    """
     logits = _penalised(logits, seen, counts, steps, dynamic)
     best, drawn = jnp.argmax(logits, axis=-1).astype(jnp.int32), dynamic.temperature > 0
     if not steps.random:
@@ -250,7 +289,10 @@ def sample_ids(
 def generated_counts(
     ids: Int[Array, "B C"], count: Int[Array, "B"], made: Int[Array, "B"], dynamic: DynamicSampling, vocab: int
 ) -> Int[Array, "B V"]:
-    """Count each id among the last ``made`` of ``count`` ids; zeros if no row has a presence or frequency penalty."""
+    """Count each id among the last ``made`` of ``count`` ids.
+
+    Returns zeros if no row has a presence or frequency penalty.
+    """
     row, place = jnp.arange(len(ids))[:, None], jnp.arange(ids.shape[1])[None]
     zeros = jnp.zeros((len(ids), vocab), jnp.int32)
 
@@ -282,17 +324,17 @@ def _penalised(
 def _scaled_and_cut(
     logits: Float[Array, "B V"], steps: StaticSampling, dynamic: DynamicSampling
 ) -> Float[Array, "B V"]:
-    """The logits of the distribution that is drawn from; -inf for removed tokens."""
+    """Divide the logits by the temperature and set removed tokens to -inf."""
     logits = logits / jnp.where(dynamic.temperature > 0, dynamic.temperature, 1)[:, None]
     return jnp.where(logits < _threshold(logits, dynamic)[:, None], -jnp.inf, logits) if steps.cut else logits
 
 
 def _threshold(logits: Float[Array, "B V"], dynamic: DynamicSampling) -> Float[Array, "B"]:
-    """The smallest logit that is kept by top-k, then top-p, then min-p."""
+    """Compute the smallest logit that passes top-k, then top-p, then min-p."""
     ordered = -jnp.sort(-logits, axis=-1)
     rank = jnp.arange(logits.shape[-1])[None, :]
     least = jnp.take_along_axis(ordered, dynamic.top_k[:, None] - 1, axis=-1)
-    ordered = jnp.where(ordered < least, -jnp.inf, ordered)  # keeps ties with the k-th, as transformers does
+    ordered = jnp.where(ordered < least, -jnp.inf, ordered)  # ties with the k-th logit are kept, as in transformers
     probabilities = jax.nn.softmax(ordered, axis=-1)
     before = jnp.cumsum(probabilities, axis=-1) - probabilities
     top_p = dynamic.top_p[:, None]

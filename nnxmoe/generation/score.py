@@ -1,4 +1,4 @@
-"""``score``: how likely a model finds given texts."""
+"""Compute log-probabilities of texts under a model."""
 
 import dataclasses
 import math
@@ -24,18 +24,26 @@ from nnxmoe.runtime.progress import logger
 from nnxmoe.sharding import batch_axes, replicate, shard_constraint
 from nnxmoe.sharding_rules import shard_count
 
-TOKENS = 4096  # of one pass: rows times their length, unless a single row is longer
-ROWS = (1, 8, TOKENS)  # of one pass at most: few sizes, since each is a program
-LOGITS = 1 << 24  # at once, on each device
+TOKENS = 4096  # tokens per pass (rows x length), unless a single row is longer
+ROWS = (1, 8, TOKENS)  # maximum rows per pass: each size compiles a program, so there are few
+LOGITS = 1 << 24  # maximum number of logits in memory per device
 
 Text = str | Ids
 
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """Log-probabilities of the ids of a text, each given all ids before it; the first id of a text without a context
-    has none. ``greedy``: whether an id was the most likely one. ``top_ids``, ``top_logprobs``: the most likely ids at
-    each place."""
+    """Log-probabilities of the ids of a text, given all preceding ids.
+
+    The first id of a text without a context has no log-probability and is left out.
+
+    Attributes:
+        ids: the scored ids.
+        logprobs: log-probability per id.
+        greedy: whether the id was the most likely id.
+        top_ids: most likely ids per position.
+        top_logprobs: log-probabilities of ``top_ids``.
+    """
 
     ids: tuple[int, ...]
     logprobs: Float[np.ndarray, "T"]
@@ -45,18 +53,18 @@ class Score:
 
     @property
     def top(self) -> list[list[tuple[int, float]]]:
-        """Pairs of the most likely ids and their log-probabilities per place, as in `Request`."""
+        """Pairs of the most likely ids and their log-probabilities per position, as in `Request`."""
         places = zip(self.top_ids.tolist(), self.top_logprobs.tolist(), strict=True)
         return [list(zip(ids, logprobs, strict=True)) for ids, logprobs in places]
 
     @property
     def total(self) -> float:
-        """The log-probability of all of it."""
+        """Log-probability of all ids."""
         return float(np.sum(self.logprobs, dtype=np.float64))
 
     @property
     def perplexity(self) -> float:
-        """``exp(-total / number of ids)``."""
+        """``exp(-total / number of ids)``, NaN without ids."""
         return math.exp(-self.total / len(self.ids)) if self.ids else math.nan
 
 
@@ -64,13 +72,21 @@ class Score:
 def score(
     model: CausalLM, texts: Iterable[Text | tuple[Text, Text] | list[Text]], tokenizer: Any = None, *, top: int = 0
 ) -> list[Score]:
-    """Compute log-probabilities of texts, or of the continuations in pairs ``(context, continuation)``, in order.
+    """Compute log-probabilities of texts, or of continuations, in the given order.
 
-    Texts are strings or token ids. A pair is a tuple or a list. A pair of strings is encoded as one text, and the
-    continuation is what follows the ids that it shares with the context alone: a token that spans both is scored.
-    ``tokenizer`` defaults to the checkpoint's. ``top``: number of most likely ids to return per position. Only a few
-    positions' logits are in memory at a time. One warning lists texts whose log-probabilities are NaN. An iterator is
-    read to its end first. Raises ValueError, before anything is computed, if any text has no ids to score.
+    The logits of only a few positions are in memory at a time. One warning reports texts with NaN
+    log-probabilities.
+
+    Args:
+        texts: texts (str or token ids), or pairs ``(context, continuation)`` as tuples or lists. An
+            iterator is read to its end first. A pair of strings is encoded as one text. The scored ids
+            are those after the common prefix with the encoded context. A token that spans both is
+            scored.
+        tokenizer: If None, the tokenizer of the checkpoint.
+        top: number of most likely ids to return per position.
+
+    Raises:
+        ValueError: before anything is computed, if a text has no ids to score.
     """
     check_type("model", model, CausalLM, "a model, such as that of nnxmoe.from_pretrained(path)")
     if isinstance(texts, str):
@@ -93,7 +109,7 @@ def score(
         length = bucket_size(longest, 64)
         rows = max(1, min(TOKENS // length, next(rows for rows in ROWS if rows >= min(len(order), ROWS[-1]))))
         if fixed is not None and longest > fixed:
-            rows = 1  # it would change the rotary embedding of shorter texts beside it
+            rows = 1  # longer rows change the rotary embedding of the shorter rows
         batch, order = order[-rows:], order[:-rows]
         shape = rows + -rows % parts, length
         padded, valid = np.zeros(shape, np.int32), np.zeros(shape, bool)
@@ -113,12 +129,19 @@ def score(
 
 
 def _is_text(value: Any) -> bool:
-    """Whether a value is a string, or a sequence or array of ids (a single id is not)."""
+    """Return whether a value is a string, or a sequence or array of ids. A single id is not."""
     return isinstance(value, Sequence) or getattr(value, "ndim", 0) > 0
 
 
 def _split(item: Any, tokenizer: Any, vocab: int) -> tuple[tuple[int, ...], int]:
-    """Encode a text or pair; returns its ids and the index of the first id to score. Raises ValueError."""
+    """Encode a text or a pair.
+
+    Returns:
+        The ids, and the index of the first id to score.
+
+    Raises:
+        ValueError: if the value is not a text or a pair of texts.
+    """
     pair = isinstance(item, tuple | list) and len(item) == 2 and (item[0] is None or _is_text(item[0]))
     context, text = item if pair else ((), item)
     if text is None or context is None:
@@ -144,8 +167,12 @@ def _split(item: Any, tokenizer: Any, vocab: int) -> tuple[tuple[int, ...], int]
 
 
 def _score(model: CausalLM, ids: Int[Array, "B T"], valid: Bool[Array, "B T"], top: int) -> tuple[Array, ...]:
-    """``[B, T]`` of each id: the log-probability of the next one, whether that is the most likely, the most likely ids,
-    and their log-probabilities."""
+    """Score the next id of every position.
+
+    Returns:
+        Arrays [B, T]: log-probability of the next id, and whether it is the most likely id. Arrays [B,
+        T, top]: most likely ids, and their log-probabilities.
+    """
     mesh = model.mesh
     x = model.body(shard_constraint(ids, mesh, batch_axes(mesh)), valid, request=LOGITS_ONLY).x
     kernel = model.head_weight()

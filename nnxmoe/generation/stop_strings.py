@@ -1,4 +1,4 @@
-"""Stop strings: the place where generated text is cut, for `complete`, the command line and the server."""
+"""Cut generated text at stop strings, for `complete`, the command line and the server."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -8,19 +8,19 @@ from nnxmoe.tokenizer.tokenizer import TextStream, Tokenizer
 
 
 class StopStringFilter:
-    """Streamed text, cut before the first stop string.
+    """Cuts streamed text before the first stop string.
 
-    Text arrives in pieces (`add`) or as token ids (`add_ids`). A possible start of a stop string is held back until
-    later text decides.
+    Text arrives in pieces (`add`) or as token ids (`add_ids`). Text that may be the start of a stop
+    string is held back until later text decides.
 
     Args:
         stop: stop strings.
-        tokenizer: decodes ids. Without a tokenizer, ids have no text.
-        context: ids of the prompt, which can change how the first ids are decoded.
+        tokenizer: decodes ids. If None, ids have no text.
+        context: ids of the prompt. They can affect how the first ids are decoded.
         keep: ids of special tokens that are part of the text.
 
     Attributes:
-        text: the text so far, without the text that is held back.
+        text: text so far, without the text that is held back.
         stopped: whether a stop string was found.
         count: number of ids up to the end of the stop string.
     """
@@ -71,14 +71,14 @@ class StopStringFilter:
         return text
 
     def flush(self) -> str:
-        """Return the text that is held back at the end of generation. Returns "" after a stop string."""
+        """Return the text that is held back, at the end of generation. Returns "" after a stop string."""
         text, self._held_back = "" if self.stopped else self._held_back, ""
         self.text += text
         return text
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest proper prefix of ``stop`` that ends the text."""
+    """Return the length of the longest proper prefix of ``stop`` that is a suffix of the text."""
     return max((length for length in range(1, len(stop)) if text.endswith(stop[:length])), default=0)
 
 
@@ -103,7 +103,12 @@ def check_stop_strings(
 
 
 def split_stop_strings(stop: Sequence[str], tokenizer: Any, vocab_size: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Split into strings to search in the text, and ids of special tokens below ``vocab_size``, which have no text."""
+    """Split stop strings into strings and special tokens.
+
+    Returns:
+        Strings to search in the text, and ids of special tokens below ``vocab_size``. Special tokens
+        have no text.
+    """
     special_ids = tokenizer.special_ids if isinstance(tokenizer, Tokenizer) else frozenset(tokenizer.all_special_ids)
     strings, stop_ids = list[str](), list[int]()
     for string in stop:
