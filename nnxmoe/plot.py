@@ -3,9 +3,10 @@
     plot.load(model(tokens, return_routing=True).routing)
     plot.history(fitted.history, ["loss", "eval_loss"])
 
-Every function draws into ``ax`` (None: a new figure) and returns it. Inputs are arrays, lists, dicts or model outputs.
-The colours are colour-blind safe: cividis, and the palette of Okabe and Ito (2008). Requires matplotlib, imported on
-the first plot (the extra ``notebooks``).
+Every function draws into ``ax`` and returns it. If ``ax`` is None, it creates a figure. Inputs are
+arrays, lists, dicts or model outputs. The colors are safe for color-blind readers: cividis, and the
+palette of Okabe and Ito (2008). Requires matplotlib (the extra ``notebooks``), imported at the
+first plot.
 """
 
 import itertools
@@ -22,13 +23,14 @@ Loads = Mapping[int, Routing] | Sequence[Any] | Any  # {layer: Routing}, or coun
 Numbers = Mapping[str, float] | Mapping[str, Mapping[str, float]]
 
 PALETTE = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#BBBBBB")
-_MAP, _CELLS = "cividis", 160  # colour map; heat maps with at most this many cells show their values
+_MAP, _CELLS = "cividis", 160  # color map; heat maps with at most this many cells show their values
 
 
 def shares(loads: Loads) -> np.ndarray:
-    """Share of the assignments per layer and expert, ``[L, E]``; 0 for layers without assignments.
+    """Compute the share of assignments per layer and expert, ``[L, E]``; 0 for layers without assignments.
 
-    ``loads``: the routings of a model's output (padding is excluded), or counts or shares ``[L, E]``.
+    Args:
+        loads: The routings of a model's output (padding is excluded), or counts or shares ``[L, E]``.
     """
     if isinstance(loads, Mapping):
         loads = [_counts(loads[layer]) for layer in sorted(loads)]
@@ -40,9 +42,11 @@ def shares(loads: Loads) -> np.ndarray:
 
 
 def load(loads: Loads, names: Sequence[str] | None = None, ax: Axes = None) -> Axes:
-    """Heat map with layers as rows and experts as columns: each expert's load / the mean load of its layer.
+    """Draw a heat map of each expert's load / the mean load of its layer, with layers as rows.
 
-    ``loads``: see `shares`. ``names``: row labels, by default "layer 0", …
+    Args:
+        loads: See `shares`.
+        names: Row labels. Defaults to "layer 0", …
     """
     values = shares(loads)
     values = values * values.shape[1]
@@ -60,9 +64,12 @@ def load(loads: Loads, names: Sequence[str] | None = None, ax: Axes = None) -> A
 
 
 def entropy(loads: Loads, names: Sequence[str] | None = None, ax: Axes = None) -> Axes:
-    """One bar per layer: the entropy of its load / log(E). 1: uniform load, 0: one expert has all of it.
+    """Draw one bar per layer: the entropy of its load / log(E).
 
-    ``loads``: see `shares`.
+    1 is a uniform load. 0 means that one expert has the whole load.
+
+    Args:
+        loads: See `shares`.
     """
     share = shares(loads)
     names = _names(loads, share, names)
@@ -72,9 +79,11 @@ def entropy(loads: Loads, names: Sequence[str] | None = None, ax: Axes = None) -
 
 
 def over_steps(loads: Any, steps: Sequence[int] | None = None, ax: Axes = None) -> Axes:
-    """Heat map of one layer's load / mean load, with experts as rows and training steps as columns.
+    """Draw a heat map of one layer's load / mean load, with experts as rows and training steps as columns.
 
-    ``loads``: counts or shares ``[S, E]``, one row per step. ``steps``: step numbers, evenly spaced; default 1 … S.
+    Args:
+        loads: Counts or shares ``[S, E]``, one row per step.
+        steps: Evenly spaced step numbers. Defaults to 1 … S.
     """
     values = shares(loads)
     values = values.T * values.shape[1]
@@ -87,10 +96,15 @@ def over_steps(loads: Any, steps: Sequence[int] | None = None, ax: Axes = None) 
 
 
 def strip(pieces: Sequence[str], routing: Mapping[int, Routing] | Routing, row: int = 0, ax: Axes = None) -> Axes:
-    """The first expert of each token in each layer, as number and colour: one column per token, one row per layer.
+    """Draw the first expert of each token in each layer as number and color.
 
-    ``pieces``: the text of the first tokens, or of all T. ``routing``: ``{layer: Routing [B, T, …]}``, or a single
-    Routing to show all its choices, best first. ``row``: index into the batch. Cells of padding stay empty.
+    The plot has one column per token and one row per layer. Cells of padding are empty.
+
+    Args:
+        pieces: Text of the first tokens, or of all T.
+        routing: ``{layer: Routing [B, T, …]}``, or a single Routing to show all its choices, best
+            first.
+        row: Index into the batch.
     """
     if isinstance(routing, Routing):
         choices = np.asarray(routing.experts)[row].T
@@ -109,7 +123,7 @@ def strip(pieces: Sequence[str], routing: Mapping[int, Routing] | Routing, row: 
             ink = "black" if 0.3 * red + 0.59 * green + 0.11 * blue > 128 else "white"
             ax.text(x, y, str(experts[x]), ha="center", va="center", fontsize=8, color=ink)
     ax.set(xlim=(-0.5, len(pieces) - 0.5), ylim=(len(cells) - 0.5, -0.5), yticks=range(len(cells)), yticklabels=cells)
-    # Visible spaces and newlines; a dollar would start a formula.
+    # Show spaces and newlines, and escape dollars, since matplotlib starts a formula at a dollar.
     shown = [piece.replace(" ", "·").replace("\n", "↵").replace("$", r"\$") for piece in pieces]
     ax.set_xticks(range(len(pieces)), shown, rotation=90, fontsize=8, family="monospace")
     ax.tick_params(length=0)
@@ -122,14 +136,18 @@ def history(
     metrics: str | Sequence[str] = "loss",
     ax: Axes = None,
 ) -> Axes:
-    """Curves of metrics by step, the first widest. ``runs``: a `Fitted.history`, or ``{label: history}`` to compare.
+    """Draw curves of metrics by step. The first curve is the widest.
 
-    Steps without a metric are skipped (for example between evaluations). ValueError if no step has it.
+    Steps without a metric are skipped, for example between evaluations. Raises ValueError if no step
+    has the metric.
+
+    Args:
+        runs: A `Fitted.history`, or ``{label: history}`` to compare.
     """
     runs = runs if isinstance(runs, Mapping) else {"": runs}
     metrics = [metrics] if isinstance(metrics, str) else list(metrics)
     ax = _axes(ax, (6, 3))
-    colors = itertools.cycle(PALETTE[i] for i in (0, 4, 2, 6, 1, 5))  # yellow lines fade on white
+    colors = itertools.cycle(PALETTE[i] for i in (0, 4, 2, 6, 1, 5))  # without yellow, which is faint on white
     words = {metric: metric.replace("_", " ") for metric in metrics}
     for i, ((label, steps), metric) in enumerate(itertools.product(runs.items(), metrics)):
         found = [(step["step"], step[metric]) for step in steps if metric in step]
@@ -147,8 +165,13 @@ def history(
 
 
 def bars(values: Numbers, unit: str = "", ax: Axes = None, *, form: str = "{:g}") -> Axes:
-    """Horizontal bars with their values, the first on top: ``{label: number}``, or ``{label: {part: number}}`` for
-    stacked bars, with parts in order of first appearance. ``form``: format of the values."""
+    """Draw horizontal bars with their values, the first on top.
+
+    Args:
+        values: ``{label: number}``, or ``{label: {part: number}}`` for stacked bars, with parts in
+            order of first appearance.
+        form: Format of the values.
+    """
     stacked = {label: dict(v) if isinstance(v, Mapping) else {"": v} for label, v in values.items()}
     parts = list(dict.fromkeys(part for bar in stacked.values() for part in bar))
     ax = _axes(ax, (6 + 1.5 * (len(parts) > 1), 0.7 + 0.32 * len(stacked)))
@@ -171,8 +194,13 @@ def bars(values: Numbers, unit: str = "", ax: Axes = None, *, form: str = "{:g}"
 
 
 def errors(differences: Mapping[str, float], tolerance: float | None = None, ax: Axes = None) -> Axes:
-    """One dot per entry at its absolute difference on a logarithmic axis, the first on top; zeros are hollow dots at
-    the left edge. ``tolerance``: a dotted line; larger values are red. NaN and infinity are red, at the right edge."""
+    """Draw one dot per entry at its absolute difference on a logarithmic axis, the first on top.
+
+    Zeros are hollow dots at the left edge. NaN and infinity are red dots at the right edge.
+
+    Args:
+        tolerance: Drawn as a dotted line. Larger values are red.
+    """
     values = np.nan_to_num(np.array([abs(v) for v in differences.values()], float), nan=np.inf)
     finite = [*values[(values > 0) & np.isfinite(values)], tolerance or 1e-5]
     low, high = min(finite) / 10, max(finite) * 10
@@ -191,7 +219,7 @@ def errors(differences: Mapping[str, float], tolerance: float | None = None, ax:
 
 
 def _axes(ax: Axes, size: tuple[float, float]) -> Axes:
-    """``ax``, or the axes of a new figure of ``size`` inches."""
+    """Return ``ax``, or the axes of a new figure of ``size`` inches."""
     if ax is not None:
         return ax
     try:
@@ -202,7 +230,7 @@ def _axes(ax: Axes, size: tuple[float, float]) -> Axes:
 
 
 def _counts(routing: Routing) -> np.ndarray:
-    """Assignments per expert, ``[E]``, padding excluded."""
+    """Count the assignments per expert, ``[E]``, without padding."""
     experts = np.asarray(routing.experts)
     real = experts if routing.valid is None else experts[np.asarray(routing.valid)]
     return np.bincount(real.reshape(-1), minlength=routing.scores.shape[-1])

@@ -1,1 +1,1 @@
-"""The machine a program runs on: processes, memory, messages and progress bars."""
+"""The machine that a program runs on: processes, memory, messages and progress bars."""

@@ -1,4 +1,4 @@
-"""JAX's persistent compilation cache: programs compiled once are read from a folder by later processes."""
+"""JAX's persistent compilation cache: later processes read compiled programs from a folder."""
 
 import os
 import time
@@ -14,23 +14,31 @@ from nnxmoe.runtime.progress import say
 VARIABLE = "NNXMOE_COMPILE_CACHE"
 OFF = ("", "0", "off", "no", "false")
 MAX_BYTES = 2 * 2**30
-_UNFINISHED = 60.0  # seconds after which an entry without its time stamp is taken for the rest of a killed process
+_UNFINISHED = 60.0  # seconds until an entry without time stamp counts as left by a killed process
 
 
 def compile_cache(folder: str | os.PathLike[str] | None = None, max_bytes: int = MAX_BYTES) -> Path | None:
-    """Keep compiled programs in a folder, so that the next process reads them instead of compiling again.
+    """Cache compiled programs in a folder, so that the next process reads them instead of compiling.
 
-    The programs are in ``nnxmoe/xla`` within ``folder``, which defaults to the environment variable
-    ``NNXMOE_COMPILE_CACHE``, else the user's cache folder (``$XDG_CACHE_HOME``, else ``~/.cache``). Beyond
-    ``max_bytes`` those that were used least recently are deleted; nothing else in ``folder`` is touched. Returns the
-    folder of the programs; None, and nothing changes, if the variable is ``off`` or the folder cannot be written.
-    A cache that is already configured in JAX, such as by ``JAX_COMPILATION_CACHE_DIR``, is not changed. Raises
-    ValueError for arguments that are not a path and a number of bytes.
-
-    Programs depend on the shapes, the versions of jax and XLA, and the machine. The command line calls this.
+    Programs depend on shapes, the versions of jax and XLA, and the machine. The command line calls this
+    function. A cache that is already configured in JAX, such as by ``JAX_COMPILATION_CACHE_DIR``, is
+    not changed.
 
         nnxmoe.compile_cache()
         model = nnxmoe.from_pretrained("demo")
+
+    Args:
+        folder: The programs are in its subfolder ``nnxmoe/xla``. Nothing else in it is touched.
+            Defaults to the environment variable ``NNXMOE_COMPILE_CACHE``, else to the user's cache
+            folder (``$XDG_CACHE_HOME``, else ``~/.cache``).
+        max_bytes: Beyond this size, the least recently used programs are deleted.
+
+    Returns:
+        The folder of the programs. None, without any change, if the variable is ``off`` or the folder
+        is not writable.
+
+    Raises:
+        ValueError: If an argument is not a path or a number of bytes.
     """
     if folder is not None:
         path_text(folder)
@@ -47,13 +55,13 @@ def compile_cache(folder: str | os.PathLike[str] | None = None, max_bytes: int =
         path = Path(folder).expanduser().absolute() / "nnxmoe" / "xla"
         new = not path.is_dir()
         path.mkdir(parents=True, exist_ok=True)
-        for entry in path.glob("*-cache"):  # of a killed writer: JAX writes the time stamp last, and needs both
+        for entry in path.glob("*-cache"):  # of killed writers: JAX writes the time stamp last and needs both
             stamp = entry.with_name(entry.name.removesuffix("-cache") + "-atime")
             if not stamp.exists() and time.time() - entry.stat().st_mtime > _UNFINISHED:
                 entry.unlink(missing_ok=True)
         if not os.access(path, os.W_OK):
             raise PermissionError(f"{path} cannot be written to")
-    except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
+    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home directory
         say("compiled programs are not kept: %s (%s=FOLDER: keep them elsewhere, or off)", error, VARIABLE)
         return None
     if new:
@@ -65,5 +73,5 @@ def compile_cache(folder: str | os.PathLike[str] | None = None, max_bytes: int =
         "jax_persistent_cache_min_entry_size_bytes": -1,
     }.items():
         jax.config.update(name, value)
-    jax_cache.reset_cache()  # JAX looks for a folder once, when it compiles first
+    jax_cache.reset_cache()  # JAX reads the folder only once, at its first compilation
     return path

@@ -10,7 +10,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def install_command(extra: str) -> str:
-    """Return a command that installs an extra: from this package's checkout if there is one, else its requirements."""
+    """Return a command that installs an extra.
+
+    It installs from the package's checkout if there is one, else it installs the extra's requirements.
+    """
     if (ROOT / "pyproject.toml").is_file():
         folder = "." if os.path.realpath(os.curdir) == str(ROOT) else str(ROOT)
         return f"pip install -e '{folder}[{extra}]'"
@@ -18,7 +21,7 @@ def install_command(extra: str) -> str:
 
 
 def _requirements(extra: str) -> list[str]:
-    """Requirements that an extra adds, without the ``extra ==`` marker."""
+    """Return the requirements that an extra adds, without the ``extra ==`` marker."""
     extra_marker = rf"extra\s*==\s*['\"]{re.escape(extra)}['\"]"
     requirements = []
     for line in importlib.metadata.requires("nnxmoe") or ():

@@ -1,4 +1,4 @@
-"""Accelerators: peak speed, memory and links, from their makers' documents and XLA's target specifications."""
+"""Accelerators: peak speed, memory and links, from vendors' documents and XLA's target specifications."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -11,14 +11,21 @@ GPU, TPU, CPU = "gpu", "tpu", "cpu"
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """One kind of device. Rates are per device, in bytes and operations per second; any of them may be replaced.
+    """One kind of device. Rates are per device, in bytes or operations per second.
 
-    ``flops``: dense bfloat16 products. ``link``: one way, to devices of the same node (GPU) or along one mesh axis of
-    the torus (TPU); ``network``: one way, to other nodes or slices. ``node``: devices that share fast links.
-    ``kinds``: JAX's ``device_kind``, or a part of it for GPUs. ``torus``: physical sizes of a TPU slice, empty if it
-    was not named. ``efficiency``: the share of peak that whole steps reach; None: that of published runs.
-    ``topology``: what the compiler calls the slice. ``dimensions``: of the torus; ``dies``: devices of one chip, which
-    share its links.
+    Attributes:
+        flops: Dense bfloat16 products.
+        memory: Bytes.
+        bandwidth: To and from the device's memory.
+        link: One way, to devices of the same node (GPU) or along one mesh axis of the torus (TPU).
+        network: One way, to other nodes or slices.
+        node: Number of devices that share fast links.
+        kinds: JAX's ``device_kind``, or a part of it for GPUs.
+        torus: Physical sizes of a TPU slice, empty if no slice was named.
+        efficiency: Share of the peak that whole steps reach. If None, the share of published runs.
+        topology: The compiler's name of the slice.
+        dimensions: Dimensions of the torus.
+        dies: Devices per chip, which share the chip's links.
     """
 
     name: str
@@ -49,7 +56,7 @@ _GB, _GIB, _T = 1e9, 2**30, 1e12
 
 
 def _gpu(name: str, flops: float, memory: float, bandwidth: float, link: float, network: float, *more: Any) -> Hardware:
-    """A row in teraflops, GB, TB/s and GB/s; ``more``: devices of a node, and names of JAX."""
+    """Build a row from teraflops, GB, TB/s and GB/s. ``more``: devices per node, and names in JAX."""
     rates = flops * _T, memory * _GB, bandwidth * _T, link * _GB, network * _GB
     return Hardware(name, GPU, *rates, *more)
 
@@ -57,18 +64,21 @@ def _gpu(name: str, flops: float, memory: float, bandwidth: float, link: float, 
 def _tpu(
     name: str, flops: float, memory: float, bandwidth: float, link: float, network: float, node: int, *kinds: str
 ) -> Hardware:
-    """A row in teraflops, GiB, TB/s and GB/s; the last two generations and v4 have a torus of three dimensions."""
+    """Build a row from teraflops, GiB, TB/s and GB/s. The torus has 3 dimensions, or 2 for v5e and v6e."""
     rates = flops * _T, memory * _GIB, bandwidth * _T, link * _GB, network * _GB
     dimensions = 2 if name in ("tpu-v5e", "tpu-v6e") else 3
     return Hardware(name, TPU, *rates, node, kinds, dimensions=dimensions, dies=2 if name == "tpu-7x" else 1)
 
 
-# A100: NVIDIA's data sheet of the 80 GB SXM module, a 200 Gb/s adapter. H100 to B200: XLA's target specs (cores x units
-# x clock); NVLink each way; one 400 Gb/s adapter per GPU. B300, GB200 and GB300 (72 GPUs per NVLink domain; 800 Gb/s
-# adapters of the 300s), MI300X to MI355X (Infinity Fabric to seven others), L40S, A10, L4, T4 (float16) and GeForce
-# (sums in float32): the makers' data sheets, dense; without NVLink the link is PCIe.
-# TPUs: Cloud TPU documentation, whose ICI rates are of all links both ways; a ring along one axis has its share.
-# Of names that are parts of others, the longer one comes first.
+# Sources:
+# A100: NVIDIA's data sheet of the 80 GB SXM module, with a 200 Gb/s adapter.
+# H100 to B200: XLA's target specs (cores x units x clock), NVLink one way, one 400 Gb/s adapter per GPU.
+# B300, GB200, GB300, MI300X to MI355X, L40S, A10, L4, T4 (float16) and GeForce (float32 sums): vendors' data sheets,
+# dense rates. GB200 and GB300 have 72 GPUs per NVLink domain, and the 300s have 800 Gb/s adapters. The links of MI300X
+# to MI355X are Infinity Fabric to seven other GPUs. Without NVLink the link is PCIe.
+# TPUs: Cloud TPU documentation. Its ICI rates are sums over all links and both directions. The table has the share of
+# a ring along one axis.
+# If a name is a part of another name, the longer name comes first.
 TABLE: Mapping[str, Hardware] = {
     kind.name: kind
     for kind in (
@@ -98,7 +108,7 @@ TABLE: Mapping[str, Hardware] = {
 
 
 def of_device(kind: str) -> Hardware | None:
-    """The row of the table for JAX's ``device_kind``; None for a device that is not in it."""
+    """Return the row of the table for JAX's ``device_kind``, or None if the table lacks the device."""
     for one in TABLE.values():
         if kind in one.kinds or (one.platform == GPU and any(part in kind for part in one.kinds)):
             return one

@@ -1,4 +1,4 @@
-"""Ctrl-C during a training: the step that runs is finished and saved, then KeyboardInterrupt is raised."""
+"""Ctrl-C during training: finish and save the current step, then raise KeyboardInterrupt."""
 
 import contextlib
 import dataclasses
@@ -11,9 +11,10 @@ from nnxmoe.runtime.progress import say
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C during a training; its text says what is saved and how to continue.
+    """Raised after Ctrl-C during training. The message says what is saved and how to continue.
 
-    ``fitted``: the model, metrics and state after the last step.
+    Attributes:
+        fitted: The model, metrics and state after the last step.
     """
 
     def __init__(self, text: str, fitted: Any = None) -> None:
@@ -25,7 +26,9 @@ class Interrupted(KeyboardInterrupt):
 class Stop:
     """State shared by `stopping` and the loop inside it.
 
-    ``asked``: Ctrl-C was pressed. ``deferred``: there is something to save, so the first Ctrl-C only sets ``asked``.
+    Attributes:
+        asked: Ctrl-C was pressed.
+        deferred: There is something to save, so the first Ctrl-C only sets ``asked``.
     """
 
     asked: bool = False
@@ -34,9 +37,9 @@ class Stop:
 
 @contextlib.contextmanager
 def stopping() -> Iterator[Stop]:
-    """Defer Ctrl-C to the end of a step, as the `Stop` says; a second Ctrl-C raises KeyboardInterrupt at once.
+    """Defer Ctrl-C to the end of a step, as set in `Stop`. A second Ctrl-C raises KeyboardInterrupt at once.
 
-    No-op outside of the main thread or if SIGINT is handled by someone else.
+    No-op outside the main thread, or if SIGINT has a different handler.
     """
     stop, before = Stop(), signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or before is not signal.default_int_handler:

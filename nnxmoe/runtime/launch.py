@@ -1,8 +1,9 @@
-"""Runs a script as several processes on this machine: ``python -m nnxmoe.runtime.launch 2 script.py …``.
+"""Run a script as several processes on this machine: ``python -m nnxmoe.runtime.launch 2 script.py …``.
 
-Each gets its own CPU devices and the environment in which ``nnxmoe.runtime.processes.initialize()`` finds the others.
-Ctrl-C interrupts all of them, so that a training saves its step, and a second one kills them. A convenience: on a
-cluster its own launcher does this.
+Each process gets separate CPU devices, and the environment variables with which
+``nnxmoe.runtime.processes.initialize()`` connects the processes. Ctrl-C interrupts all processes, so
+that training saves its step. A second Ctrl-C kills them. This is a convenience for one machine: on
+a cluster, use the cluster's launcher.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the processes until all have exited or one has failed; return the exit status."""
+    """Run the processes until all have exited or one has failed, and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m nnxmoe.runtime.launch", description=__doc__)
     parser.add_argument("--devices", type=int, default=1, metavar="N", help="CPU devices of each process")
     parser.add_argument("count", type=int, help="how many processes")
@@ -26,13 +27,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.command or min(options.count, options.devices) < 1:
         parser.error("give at least one process, one device and the script to run")
     for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is signal.SIG_DFL:  # not so under nohup
+        if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores SIGHUP: leave it ignored
             signal.signal(number, lambda number, _: sys.exit(128 + number))
     port, running = free_port(), []
     try:
         for i in range(options.count):
             env = os.environ | environment(i, options.count, port, options.devices)
-            command = [sys.executable, *options.command]  # a group of its own: Ctrl-C reaches this process only
+            command = [sys.executable, *options.command]  # process_group=0: Ctrl-C reaches only the launcher
             running.append(subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, process_group=0))
         while None in (codes := [process.poll() for process in running]) and not any(codes):
             time.sleep(0.05)
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     finally:
         for process in running:
-            process.kill()  # a process inside a collective does not react to SIGTERM
+            process.kill()  # a process in a collective ignores SIGTERM
             process.wait()
     for i, code in enumerate(codes):
         if code:
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def environment(number: int, count: int, port: int, devices: int) -> dict[str, str]:
-    """Environment variables that one process gets in addition to the inherited ones."""
+    """Return the environment variables that one process gets in addition to the inherited variables."""
     address = f"127.0.0.1:{port}"
     return {
         "JAX_COORDINATOR_ADDRESS": address,
@@ -68,7 +69,7 @@ def environment(number: int, count: int, port: int, devices: int) -> dict[str, s
 
 
 def free_port() -> int:
-    """A free port of the loopback interface."""
+    """Return a free port of the loopback interface."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

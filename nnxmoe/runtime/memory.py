@@ -1,4 +1,4 @@
-"""Memory available for weights and caches, and refusing what does not fit before it is begun."""
+"""Memory available for weights and caches, to reject what does not fit before it starts."""
 
 import contextlib
 import ctypes
@@ -18,8 +18,8 @@ from nnxmoe.runtime.progress import logger
 VARIABLE = "NNXMOE_MEMORY"
 _CGROUP = Path("/sys/fs/cgroup")
 _OF_PROCESS = Path("/proc/self/cgroup")
-# For cgroup versions 2 and 1: the memory controller's folder, its limit and usage files, and the line of _OF_PROCESS
-# that names the process's group.
+# For cgroup versions 2 and 1: the memory controller's folder, its limit and usage files, and a pattern for the line of
+# _OF_PROCESS that names the process's group.
 _VERSIONS = (
     ("", "memory.max", "memory.current", re.compile(rb"^0::(.*)$", re.MULTILINE)),
     (
@@ -32,11 +32,12 @@ _VERSIONS = (
 
 
 def memory_bytes() -> tuple[float, str]:
-    """Bytes for the weights and caches of this process, and a description of whose: its accelerators, else the free
-    memory of this machine, within the limits of the process and of its container.
+    """Return the bytes for weights and caches of this process, and the name of the limit.
 
-    The environment variable ``NNXMOE_MEMORY`` sets it, such as ``48GB``, or with ``off`` to infinity. Infinite on
-    systems without ``sysconf`` (Windows), where the size is not known.
+    The limit is the memory of the process's accelerators. Without accelerators it is the free memory of
+    the machine, within the limits of the process and its container. The environment variable
+    ``NNXMOE_MEMORY`` overrides it with a size such as ``48GB``, or with ``off`` for infinity. The size
+    is unknown and thus infinite on systems without ``sysconf`` (Windows).
     """
     if given := os.environ.get(VARIABLE):
         return _given(given), f"{VARIABLE}={given}"
@@ -57,24 +58,24 @@ def memory_bytes() -> tuple[float, str]:
 
 
 def _container_room() -> float:
-    """Return the least free memory of the control groups of this process, from its direct group up to the root."""
+    """Return the least free memory of the process's control groups, from its direct group to the root."""
     groups, room = _read(_OF_PROCESS) or b"", math.inf
     for controller, limit, usage, line in _VERSIONS:
         root, match = _CGROUP / controller, line.search(groups)
         path = Path(os.fsdecode(match[1]).strip().lstrip("/")) if match else Path()
         if ".." in path.parts:  # the group is outside the container's view
             path = Path()
-        # In a container, the path may be the host's and not exist, since the container's group is mounted as the root.
+        # In a container, the path may be the host's and not exist, since the container's group is mounted as root.
         for group in (path, *path.parents):
             room = min(room, _group_room(root / group, limit, usage))
     return room
 
 
 def _group_room(group: Path, limit: str, usage: str) -> float:
-    """Free bytes of a control group; infinite without a limit.
+    """Return the free bytes of a control group, or infinity if it has no limit.
 
-    Cached file pages count as free, because the kernel drops them when memory is short. Unknown usage counts as 0, so
-    that the limit still applies.
+    Cached file pages count as free, because the kernel drops them when memory is short. Unknown usage
+    counts as 0, so that the limit still applies.
     """
     text = _read(group / limit)
     if text is None or text.strip() == b"max":
@@ -93,7 +94,7 @@ def _group_room(group: Path, limit: str, usage: str) -> float:
 
 
 def _read(file: Path) -> bytes | None:
-    """Read a file. Returns None if it is missing, or, with a warning, if it cannot be read."""
+    """Read a file. Returns None if it is missing, or, with a warning, if it is not readable."""
     try:
         return file.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
@@ -104,7 +105,7 @@ def _read(file: Path) -> bytes | None:
 
 
 def _number(text: bytes) -> float | None:
-    """Parse a number of bytes: infinite if it exceeds a float's range, None for other text."""
+    """Parse a number of bytes. Returns None for other text, and infinity beyond a float's range."""
     return float(text) if text.strip().isdigit() else None
 
 
@@ -118,7 +119,7 @@ def _given(text: str) -> float:
 
 
 def _address_space() -> float:
-    """Bytes left under the limit on this process's virtual memory."""
+    """Return the bytes left under the limit on this process's virtual memory."""
     with contextlib.suppress(ImportError, OSError, AttributeError):
         import resource
 
@@ -130,7 +131,7 @@ def _address_space() -> float:
 
 
 def local_bytes(arrays: Iterable[tuple[Any, Any, Any]]) -> int:
-    """Bytes that this process holds of arrays of these shapes, dtypes and shardings, copies on its devices counted."""
+    """Count this process's bytes of arrays with these shapes, dtypes and shardings, including replicas."""
     total = 0
     for shape, dtype, place in arrays:
         held = 1 if place is None else len(place.addressable_devices)
@@ -139,7 +140,13 @@ def local_bytes(arrays: Iterable[tuple[Any, Any, Any]]) -> int:
 
 
 def refuse_beyond_memory(need: float, what: str, remedy: str) -> None:
-    """Raise ValueError if ``need`` bytes do not fit. ``remedy``: what to do besides the override."""
+    """Raise ValueError if ``need`` bytes do not fit, and warn above 90 % of the memory.
+
+    Args:
+        need: Bytes.
+        what: Start of the message, such as "training takes".
+        remedy: Advice in the message, in addition to the override by ``NNXMOE_MEMORY``.
+    """
     have, where = memory_bytes()
     if need > have:
         raise ValueError(
@@ -150,9 +157,9 @@ def refuse_beyond_memory(need: float, what: str, remedy: str) -> None:
 
 
 def give_back() -> None:
-    """Return freed memory to the system: glibc keeps buffers freed by other threads, hundreds of MB.
+    """Return freed memory to the system. glibc retains hundreds of MB that other threads freed.
 
-    No-op where the C library is not glibc: ``CDLL(None)`` is a TypeError on Windows.
+    No-op without glibc. ``CDLL(None)`` raises TypeError on Windows.
     """
     with contextlib.suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,6 +1,7 @@
-"""Programs of several processes: connecting them, with one timeout for everything in which they wait.
+"""Connect the processes of a program, with one timeout for every wait.
 
-JAX detects SLURM, Open MPI, Kubernetes and Cloud TPU, connects the processes and checks their heartbeats.
+JAX detects SLURM, Open MPI, Kubernetes and Cloud TPU, connects the processes and checks their
+heartbeats.
 """
 
 import faulthandler
@@ -13,22 +14,26 @@ import jax
 from nnxmoe.config.validate import real_number
 from nnxmoe.runtime.progress import say
 
-_LAUNCHERS = ("SLURM_", "OMPI_", "JOB_COMPLETION_", "TPU_WORKER", "MEGASCALE_")  # of clusters
+_LAUNCHERS = ("SLURM_", "OMPI_", "JOB_COMPLETION_", "TPU_WORKER", "MEGASCALE_")  # environment variables of clusters
 _FROM_ENVIRONMENT = {"coordinator_address": str, "num_processes": int, "process_id": int}
 _TIMEOUTS = ("initialization_timeout", "heartbeat_timeout_seconds", "shutdown_timeout_seconds")
 
 
 def initialize(timeout: float = 300.0, **options: Any) -> None:
-    """Connect this process to the others, before any other use of JAX. No-op with a log message for a single process.
+    """Connect this process to the others, before any other use of JAX.
+
+    No-op with a log message for a single process.
 
     Args:
-        timeout: Seconds to wait for other processes at the start, for their heartbeats and at the end. After it JAX
-            ends this process with a message and a non-zero status.
-        options: Those of ``jax.distributed.initialize``. What is not given is read from the environment: the cluster
-            launcher's variables, or ``JAX_COORDINATOR_ADDRESS``, ``JAX_NUM_PROCESSES`` and ``JAX_PROCESS_ID``.
+        timeout: Seconds to wait for other processes at the start, for their heartbeats and at the
+            end. After the timeout, JAX ends this process with a message and a non-zero status.
+        options: Arguments of ``jax.distributed.initialize``. Missing arguments are read from the
+            environment: the variables of the cluster's launcher, or ``JAX_COORDINATOR_ADDRESS``,
+            ``JAX_NUM_PROCESSES`` and ``JAX_PROCESS_ID``.
 
     Raises:
-        ValueError: For an invalid timeout, incomplete variables, or if the process is connected already.
+        ValueError: For an invalid timeout, incomplete variables, or if the process is connected
+            already.
     """
     timeout = real_number("timeout (seconds)", timeout, 0, 2**31, positive=True)
     if jax.distributed.is_initialized():
@@ -40,16 +45,16 @@ def initialize(timeout: float = 300.0, **options: Any) -> None:
     except Exception as error:
         set_here = given.keys() & _FROM_ENVIRONMENT.keys()
         launched = set_here or any(name.startswith(_LAUNCHERS) for name in os.environ)
-        late = "must be called before any JAX" in str(error) and not launched  # JAX is in use, as in a notebook
+        late = "must be called before any JAX" in str(error) and not launched  # JAX was used before, as in a notebook
         if not late and (set_here or "coordinator_address should" not in str(error)):
             raise
         say("no cluster and no JAX_COORDINATOR_ADDRESS found: running as a single process")
         return
-    faulthandler.enable()  # JAX aborts when another process has died: show the stacks of this one
+    faulthandler.enable()  # JAX aborts if another process dies: print the stacks of this process
 
 
 def _from_environment() -> dict[str, Any]:
-    """Settings from ``JAX_*`` variables; if all are set, cluster detection is switched off."""
+    """Read settings from ``JAX_*`` variables. If all are set, cluster detection is disabled."""
     found: dict[str, Any] = {}
     for name, kind in _FROM_ENVIRONMENT.items():
         text = os.environ.get(variable := f"JAX_{name.upper()}")

@@ -1,4 +1,4 @@
-"""Compiled programs of training, and messages about compiling."""
+"""Compiled programs of training, and messages about compilation."""
 
 import contextlib
 import dataclasses
@@ -15,18 +15,20 @@ from jax.sharding import Sharding
 
 from nnxmoe.runtime.progress import say
 
-# XLA:CPU starts independent collectives of a program of several devices in any order, in which devices wait for each
-# other for ever, above all in programs from the compilation cache (jax 0.10.2, 0.12.0). A schedule has one order.
-# ``xla_cpu_enable_concurrency_optimized_scheduler=False`` is without effect as an option of a single program.
+# XLA:CPU starts independent collectives in any order in programs with several devices. Devices can then deadlock, most
+# often in programs from the compilation cache (jax 0.10.2, 0.12.0). This scheduler fixes the order.
+# ``xla_cpu_enable_concurrency_optimized_scheduler=False`` has no effect as an option of a single program.
 _IN_ORDER: Any = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 
 
 class JitProgram:
-    """``jax.jit(function, **options)`` without static arguments, compiled per combination of shapes, dtypes and
-    shardings.
+    """``jax.jit(function, **options)`` without static arguments, compiled per shapes, dtypes and shardings.
 
-    ``name``: shown in a log message whenever XLA compiles it; None: no message. ``jitted``: the function that
-    ``jax.jit`` returned.
+    Args:
+        name: Shown in a log message when XLA compiles the program. If None, no message is logged.
+
+    Attributes:
+        jitted: The function returned by ``jax.jit``.
     """
 
     def __init__(self, function: Callable[..., Any], name: str | None = None, **options: Any):
@@ -49,15 +51,15 @@ class JitProgram:
         return self._known[shapes]
 
 
-# JAX settings that do not affect programs. A program is reused only if all other settings have equal values.
+# JAX settings that do not affect programs. A program is reused only if all other settings are equal.
 _HARMLESS = re.compile("log|cache|traceback|dump|explain|timeout|transfer_guard|pprint|profil")
 
 
 def shared_program(key: Any, function: Callable[..., Any], name: str | None = None, **options: Any) -> JitProgram:
     """Return the `JitProgram` of an earlier call with an equal key and equal ``out_shardings``, or a new one.
 
-    ``function`` must compute the same for equal keys. It should not reference arrays, since recent programs are cached.
-    With the key None the program is always new and not cached.
+    ``function`` must compute the same for equal keys. It should not reference arrays, since recent
+    programs are cached. If the key is None, the program is always new and not cached.
     """
     if key is None:
         return JitProgram(function, name, **options)
@@ -66,8 +68,11 @@ def shared_program(key: Any, function: Callable[..., Any], name: str | None = No
 
 
 def _settings() -> tuple[tuple[str, Any], ...]:
-    """Current JAX settings that may affect a program. Attributes of `jax.config` include the effect of context managers
-    such as `jax.default_matmul_precision`. Settings without an attribute are read from `jax.config.values`."""
+    """Return the current JAX settings that may affect a program.
+
+    Attributes of `jax.config` include the effect of context managers such as
+    `jax.default_matmul_precision`. Settings without an attribute are read from `jax.config.values`.
+    """
     values = dict(jax.config.values)
     named = [(name, getattr(jax.config, name, value)) for name, value in sorted(values.items())]
     return tuple((name, value) for name, value in named if not _HARMLESS.search(name))
@@ -88,11 +93,11 @@ def _program(request: _Request) -> JitProgram:
 
 @contextlib.contextmanager
 def announced(message: str) -> Iterator[list[str]]:
-    """Log ``message`` when XLA begins to compile in this block, and yield a list that then holds it; programs read from
-    the compilation cache are no news.
+    """Log ``message`` when XLA starts to compile in this block. Yields a list of the logged messages.
 
-    JAX reports a miss before it compiles only to its logger, at level DEBUG, which is enabled for this block alone.
-    Without a compilation cache the message comes at once.
+    Programs read from the compilation cache are not reported. JAX reports a cache miss before compiling
+    only to its logger at level DEBUG, so that level is enabled for this block. Without a compilation
+    cache, the message is logged at once.
     """
     settings: Any = jax.config
     if not settings.jax_enable_compilation_cache or settings.jax_compilation_cache_dir is None:
@@ -119,6 +124,6 @@ def announced(message: str) -> Iterator[list[str]]:
 
 
 def shapes_of(arguments: Any) -> Any:
-    """The structure of a pytree with the shapes, dtypes and shardings of its arrays, as a key."""
+    """Return the structure of a pytree with its arrays' shapes, dtypes and shardings, as a key."""
     leaves, tree = jax.tree.flatten(arguments)
     return tree, tuple((np.shape(a), jax.dtypes.result_type(a), getattr(a, "sharding", None)) for a in leaves)

@@ -1,8 +1,9 @@
 """Log messages and progress bars.
 
-Messages go through the logger ``nnxmoe``, to which importing the package adds no handler. Python itself therefore
-prints warnings on stderr in a script or notebook without logging set-up; ``logging.basicConfig(level="INFO")`` shows
-all messages. The command line sets up its own handler. Bars are tqdm's (``TQDM_DISABLE=1`` switches them off).
+Messages go through the logger ``nnxmoe``. Importing the package adds no handler to it. In a script
+or notebook without logging set-up, Python therefore prints only warnings, on stderr.
+``logging.basicConfig(level="INFO")`` shows all messages. The command line sets up a handler.
+Progress bars are tqdm's (``TQDM_DISABLE=1`` disables them).
 """
 
 import contextlib
@@ -18,14 +19,14 @@ logger = logging.getLogger("nnxmoe")
 
 @contextlib.contextmanager
 def messages_on_stderr() -> Iterator[None]:
-    """Within this block the package's messages appear on stderr, unless the program has set up logging itself."""
+    """Print the package's messages on stderr in this block, unless the program has set up logging."""
     level, propagate, handler = logger.level, logger.propagate, logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("nnxmoe: %(message)s"))
     own = not logging.getLogger().handlers
     logger.setLevel(logging.INFO)
     if own:
         logger.addHandler(handler)
-        logger.propagate = False  # a library's logging.info(…) adds a root handler, which would print them again
+        logger.propagate = False  # a library's logging.info(…) adds a root handler: avoid printing twice
     try:
         yield
     finally:
@@ -35,16 +36,16 @@ def messages_on_stderr() -> Iterator[None]:
 
 
 def say(message: str, *args: Any) -> None:
-    """Log a message that is not a warning (level INFO)."""
+    """Log a message of level INFO."""
     logger.info(message, *args)
 
 
 def progress_bar(**options: Any) -> tqdm:
-    """A progress bar on one line; in the log of a program without terminal it is redrawn every ten seconds."""
+    """Create a progress bar on one line. Without a terminal, it is redrawn every ten seconds."""
     live = sys.stderr.isatty() or "ipykernel" in sys.modules
     return tqdm(dynamic_ncols=True, mininterval=0.1 if live else 10.0, **options)
 
 
 def bytes_bar(total: int, description: str) -> tqdm:
-    """A progress bar in bytes, with the speed; it appears after one second."""
+    """Create a progress bar in bytes with the speed. It appears after one second."""
     return progress_bar(total=total, desc=description, unit="B", unit_scale=True, unit_divisor=1000, delay=1)

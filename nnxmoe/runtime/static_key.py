@@ -1,7 +1,7 @@
-"""Cache keys for compiled programs, which compare functions and settings by value.
+"""Cache keys for compiled programs that compare functions and settings by value.
 
-`jax.jit` recognizes only the same function object. However, two calls of ``optax.adam(1e-4)`` return different closures
-that compute the same, and so does a notebook cell that is run twice.
+`jax.jit` recognizes only the same function object. However, two calls of ``optax.adam(1e-4)``
+return different closures that compute the same. So does a notebook cell that is run twice.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ import numpy as np
 
 _LIBRARIES = {"nnxmoe", "jax", "jaxlib", "flax", "optax", "numpy", "chex", "ml_dtypes", "builtins"}
 _PLAIN = (type(None), type(...), bool, int, str, bytes, complex, types.CodeType)
-_MAX_ELEMENTS = 1024  # of an array that is compared by value
+_MAX_ELEMENTS = 1024  # largest array that is compared by value
 
 
 class _Opaque(Exception):
@@ -25,11 +25,11 @@ class _Opaque(Exception):
 
 
 def static_key(*values: Any) -> Any:
-    """Return a hashable key that is equal only for values that compute the same, or None if that cannot be determined.
+    """Return a hashable key that is equal only for values that compute the same.
 
-    Functions are compared by their code, defaults and captured variables, and by the globals they use, except in JAX,
-    Flax, Optax, NumPy and this package. Only small captured arrays are compared. A key references no model and no large
-    array.
+    Returns None if that cannot be determined. Functions are compared by their code, defaults, captured
+    variables and the globals they use, except in JAX, Flax, Optax, NumPy and this package. Captured
+    arrays are compared only if they are small. A key references no model and no large array.
     """
     try:
         return hashable(tuple(_key(value, {}) for value in values))
@@ -57,7 +57,7 @@ def _key(value: Any, seen: dict[int, int]) -> Any:
         return kind, value
     if kind is float:
         return kind, value.hex()  # distinguishes 0.0 from -0.0
-    if id(value) in seen:  # a recursive function
+    if id(value) in seen:  # part of a recursive function
         return "seen", seen[id(value)]
     if isinstance(value, types.FunctionType):
         seen[id(value)] = len(seen)
@@ -78,7 +78,7 @@ def _key(value: Any, seen: dict[int, int]) -> Any:
 
 
 def _content_key(value: Any, seen: dict[int, int]) -> Any:
-    """Return the key of a value of a known type, such as a tuple, a dict, a frozen dataclass or a mesh."""
+    """Return the key of a tuple, dict, frozen dataclass, mesh or other value with a known type."""
     if isinstance(value, tuple | list):
         return tuple(_key(item, seen) for item in value)
     if isinstance(value, set | frozenset):
@@ -108,7 +108,7 @@ def _array_key(value: Any) -> Any:
 
 
 def _parts(function: types.FunctionType) -> Iterator[Any]:
-    """Yield everything besides its arguments that determines what a function computes."""
+    """Yield everything that determines what a function computes, except its arguments."""
     yield from (function.__code__, function.__defaults__, function.__kwdefaults__)
     for cell in function.__closure__ or ():
         try:
@@ -121,7 +121,7 @@ def _parts(function: types.FunctionType) -> Iterator[Any]:
 
 
 def _global_names(code: types.CodeType) -> Iterator[str]:
-    """Yield the names of the globals that code and its nested functions use."""
+    """Yield the names of the globals used in code and its nested functions."""
     for step in dis.get_instructions(code):
         if "GLOBAL" in step.opname or step.opname == "LOAD_NAME":
             yield step.argval

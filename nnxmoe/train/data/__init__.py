@@ -1,1 +1,1 @@
-"""Training data: chats and texts of JSON lines, as packed batches that resume where a run stopped."""
+"""Training data: chats and texts in JSON lines, as packed and resumable batches."""

@@ -1,8 +1,9 @@
-"""Chats as token ids, with a mask of the assistant's answers and of the tokens that end them.
+"""Encode chats as token ids, with a mask of the assistant's answers and their end tokens.
 
-Answers are where the template's ``{% generation %}`` tags say. Without tags they are found by comparing renderings: of
-the chat up to each answer, and of the chat with a mark in the answer's place, since many templates render an answer
-differently once more messages follow (Qwen3, gpt-oss, DeepSeek-R1).
+The template's ``{% generation %}`` tags mark the answers. Without tags, the answers are found by
+comparing renderings: of the chat up to each answer, and of the chat with a marker in place of the
+answer. Two kinds are needed, since many templates render an answer differently once more messages
+follow (Qwen3, gpt-oss, DeepSeek-R1).
 """
 
 import dataclasses
@@ -30,12 +31,16 @@ def chat_tokens(
     note: Callable[[str], None],
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> tuple[Int32[np.ndarray, " T"], Bool[np.ndarray, " T"]]:
-    """The ids of a chat and the mask of those to learn, of the messages with the indices ``learned``.
-    ``tools``: JSON schemas for the template.
+    """Return the ids of a chat and the mask of the ids to learn.
 
-    A text that ends with an answer gets the tokenizer's end token if the template writes none; elsewhere the marker
-    that follows an answer is learned as its end. ``note`` is called with what could not be learned. Raises
-    TokenizerError if no answer can be located.
+    Args:
+        learned: Indices of the messages to learn.
+        note: Called with a message for each part that cannot be learned.
+        tools: JSON schemas for the template.
+
+    A text that ends with an answer gets the tokenizer's end token if the template writes none. Elsewhere
+    the special token after an answer is learned as its end. Raises TokenizerError if no answer can be
+    located.
     """
     given: dict[str, Any] = {"tools": list(tools)} if tools else {}
     render = functools.partial(tokenizer.render_chat, add_generation_prompt=False, **given)
@@ -60,20 +65,23 @@ def chat_tokens(
 
 @dataclasses.dataclass(frozen=True)
 class _RenderedChat:
-    """A chat, its rendered text, and the ranges of its answers in the text."""
+    """A chat with its rendered text, to find the ranges of answers in the text."""
 
     tokenizer: Tokenizer
     chat: Chat
     text: str
-    given: dict[str, Any]  # further variables of the template
+    given: dict[str, Any]  # additional template variables
 
     def _render(self, chat: Chat, asked: bool = False) -> str:
-        """The text of messages, with the prompt for an answer if ``asked``."""
+        """Render messages, with the prompt for an answer if ``asked``."""
         return self.tokenizer.render_chat(chat, add_generation_prompt=asked, **self.given).text
 
     def tagged(self, answers: Sequence[Span], turns: list[int], learned: Sequence[int]) -> list[Span]:
-        """The spans in ``answers``, marked by the template, that are learned: those of the turns ``learned``, or all
-        from the first learned turn on if the template does not mark one span per turn."""
+        """Return the spans to learn from ``answers``, the spans marked by the template.
+
+        These are the spans of the turns ``learned``. If the template does not mark one span per turn, they
+        are all spans from the first learned turn on.
+        """
         if len(answers) == len(turns):
             return [span for span, turn in zip(answers, turns, strict=True) if turn in learned]
         first = 0 if learned[0] == turns[0] else learned[0]
@@ -81,7 +89,7 @@ class _RenderedChat:
         return [span for span in answers if span[0] >= start]
 
     def answer(self, turn: int) -> Span | None:
-        """The range of an answer: what the model writes after the prompt, up to the next message. None if unknown."""
+        """Find the range of an answer, from the end of its prompt to the next message, or None if unknown."""
         text, last = self.text, turn == len(self.chat) - 1
         asked = self._render(self.chat[:turn], True)
         answered = text if last else self._render(self.chat[: turn + 1])
@@ -91,7 +99,7 @@ class _RenderedChat:
             empty = not self.chat[turn].get("content") and text.startswith(asked)
             return self._to_the_end_token(len(asked)) if empty else None
         start, end = place
-        # The model also writes what stands between the prompt and the content, such as an empty <think> block.
+        # The model also writes the text between prompt and content, such as an empty <think> block.
         if (prompt := self._prompt_end(asked, turn)) is not None:
             start = prompt if start is None else min(start, prompt)
         if start is None:
@@ -103,14 +111,16 @@ class _RenderedChat:
         return start, end + (len(tail) if text.startswith(tail, end) else 0)
 
     def _to_the_end_token(self, start: int) -> Span | None:
-        """The range up to the first special token, for answers without content, such as calls of tools."""
+        """Find the range up to the next special token, for answers without content, such as tool calls."""
         ids, offsets = self.tokenizer.encode_with_offsets(self.text, add_special_tokens=False)
         ends = (b for i, (a, b) in zip(ids, offsets, strict=True) if a >= start and i in self.tokenizer.special_ids)
         return next(((start, end) for end in ends), None)
 
     def _prompt_end(self, asked: str, turn: int) -> int | None:
-        """Find the end of an answer's prompt ``asked`` in the text, which may contain only the beginning of that
-        prompt."""
+        """Find the end of an answer's prompt ``asked`` in the text.
+
+        The text may contain only the beginning of the prompt.
+        """
         if self.text.startswith(asked):
             return len(asked)
         history = self._render(self.chat[:turn])
@@ -120,10 +130,10 @@ class _RenderedChat:
         return end if self.text.startswith(history) and end > len(history) else None
 
     def _content(self, chat: Chat, turn: int, text: str) -> tuple[int | None, int] | None:
-        """Find the range of a message's content in a rendered chat; the start is None if only the end is certain.
+        """Find the range of a message's content in a rendered chat.
 
-        Renders the chat again with a mark in place of the content, else with a mark after it. Returns None if the
-        template changes the content.
+        Renders the chat again with a marker in place of the content, else with a marker after the content.
+        The start is None if only the end is certain. Returns None if the template changes the content.
         """
         if (content := chat[turn].get("content", "")) is None:
             return None
@@ -141,7 +151,7 @@ class _RenderedChat:
 def _masked(
     tokenizer: Tokenizer, text: str, spans: Sequence[Span], note: Callable[[str], None]
 ) -> tuple[Int32[np.ndarray, " T"], Bool[np.ndarray, " T"]]:
-    """Ids and mask of a text. A token that spans the start of an answer is learned."""
+    """Return ids and mask of a text. A token that overlaps the start of an answer is learned."""
     ids, offsets = tokenizer.encode_with_offsets(text, add_special_tokens=False)
     starts, ends = np.asarray(offsets, np.int64).reshape(-1, 2).T
     blank = np.array([not text[a:b].strip() for a, b in offsets], bool)

@@ -1,4 +1,4 @@
-"""Count unusable training records by reason, and skip them up to a given fraction."""
+"""Count unusable training records by reason, and skip up to a given fraction of records."""
 
 import dataclasses
 import re
@@ -12,14 +12,15 @@ _LISTED_LINES, _LISTED_REASONS, _REASONS = 5, 8, 1000
 
 
 class DataError(ValueError):
-    """Raised for unusable training data; the message names the file, the line and the remedy."""
+    """Raised for unusable training data. The message names the file, the line and the remedy."""
 
 
 class RecordError(DataError):
     """Raised for one unusable record.
 
-    ``reason`` groups records with the same fault: the message contains their values, the reason does not. It defaults
-    to the message without numbers.
+    Args:
+        reason: Text that is equal for records with the same fault. Unlike the message, it has no
+            values of the record. Defaults to the message without numbers.
     """
 
     def __init__(self, message: str, reason: str | None = None) -> None:
@@ -29,7 +30,7 @@ class RecordError(DataError):
 
 @dataclasses.dataclass
 class _Fault:
-    """A group of records with the same fault: count, first record numbers, and the first record's message."""
+    """Records with the same fault: their count, the first record numbers and the first message."""
 
     message: str
     count: int = 0
@@ -44,9 +45,9 @@ class _Fault:
 
 
 class BadRecords:
-    """Counter of the unusable records of one data set. Up to ``max_fraction`` of all records may be unusable.
+    """Counter of the unusable records of one data set, of which up to ``max_fraction`` are allowed.
 
-    The data alone determines which records are skipped. The fraction only determines whether `settle` raises.
+    Only the data determine which records are skipped. The fraction determines whether `settle` raises.
     """
 
     def __init__(self, max_fraction: float = MAX_BAD_FRACTION) -> None:
@@ -57,24 +58,25 @@ class BadRecords:
         self._reported, self._early = 0, False
 
     def add(self, number: int, error: RecordError) -> None:
-        """Count the record with this number."""
+        """Count the unusable record with this number."""
         reason = error.reason
         if reason not in self._faults and len(self._faults) >= _REASONS:
-            reason = ""  # bounds the memory
+            reason = ""  # limits the memory of the counter
         fault = self._faults.setdefault(reason, _Fault(str(error) if reason else "other reasons"))
         fault.count += 1
         fault.numbers += [number] if len(fault.numbers) < _LISTED_LINES else []
         self.count += 1
 
     def exceeds(self, total: int) -> bool:
-        """Whether all of ``total`` records, or more of them than may be skipped, are unusable."""
+        """Check whether all of ``total`` records are unusable, or more than the allowed fraction."""
         allowed = self.max_fraction * total + 1e-6  # tolerance: 0.29 * 100 is less than 29 in floating point
         return self.count > allowed or 0 < total <= self.count
 
     def settle(self, source: object, unit: str, total: int, *, final: bool = True) -> None:
-        """Log a warning with the skipped records. Raises DataError if more of ``total`` are unusable than allowed.
+        """Log a warning about the skipped records.
 
-        ``final``: all records have been read. Before that, only the first skipped record is reported.
+        Raises DataError if more of ``total`` records are unusable than allowed. ``final`` is True if all
+        records have been read. Before that, only the first skipped record is reported.
         """
         if self.exceeds(total):
             summary = f"{source} has {self.count} unusable record{'s' * (self.count != 1)} of {total}"

@@ -1,11 +1,12 @@
-"""Batches for training from texts and chats: packed, shuffled and resumable.
+"""Training batches from texts and chats: packed, shuffled and resumable.
 
     data = batches("chats.jsonl", tokenizer, batch_size=8, seq_len=512)
     next(data)  # {"tokens", "loss_mask", "segment_ids", "positions"}: int32 [8, 512]
     pairs = preferences("pairs.jsonl", tokenizer, batch_size=8, seq_len=512)
     next(pairs)  # {"tokens", "loss_mask", "attention_mask"}: int32 [8, 2, 512]
 
-With grain's workers and transformations: ``grain.MapDataset.source(Rows(documents, 512)).shuffle(…).batch(8)``.
+To use grain's workers and transformations:
+``grain.MapDataset.source(Rows(documents, 512)).shuffle(…).batch(8)``.
 """
 
 import bisect
@@ -24,7 +25,7 @@ from nnxmoe.train.data.bad_records import MAX_BAD_FRACTION, DataError
 from nnxmoe.train.data.documents import Data, Document, Documents, Pairs, Row
 
 _VERSION, _POSITION = 1, ("epoch", "document", "row")
-LEAST = {"batch_size": 1, "seq_len": 2, "seed": 0, "epochs": 1}  # the smallest value of each option
+LEAST = {"batch_size": 1, "seq_len": 2, "seed": 0, "epochs": 1}  # minimum of each option
 Batch = dict[str, np.ndarray]
 
 
@@ -42,12 +43,15 @@ def batches(
     share: tuple[int, int] | None = None,
     max_bad_fraction: float = MAX_BAD_FRACTION,
 ) -> "Batches":
-    """`Batches` from a file of JSON lines, a list of dicts, or another iterable of them such as a ``datasets.Dataset``.
+    """Create `Batches` from a JSONL file or an iterable of dicts, such as a ``datasets.Dataset``.
 
-    Each record is a text, a prompt with its completion, or a chat, in the common forms (`nnxmoe.train.data.records`).
-    Unusable records are skipped with a warning. Raises DataError, a ValueError, if they are more than
-    ``max_bad_fraction`` of all records. It counts them by reason and names the first lines. With 0 every record must
-    be usable.
+    Each record is a text, a prompt with its completion, or a chat, in the common forms (see
+    `nnxmoe.train.data.records`). Unusable records are skipped with a warning.
+
+    Raises:
+        DataError: If more than ``max_bad_fraction`` of all records are unusable. The message counts
+            them by reason and names the first lines. With 0, every record must be usable. DataError
+            is a ValueError.
     """
     documents = Documents(data, tokenizer, max_bad_fraction)
     return Batches(documents, batch_size, seq_len, seed=seed, shuffle=shuffle, pack=pack, epochs=epochs, share=share)
@@ -66,23 +70,28 @@ def preferences(
     share: tuple[int, int] | None = None,
     max_bad_fraction: float = MAX_BAD_FRACTION,
 ) -> "Batches":
-    """`Batches` of pairs, int32 [B, 2, T] arrays, from the same kinds of data as `batches`; see `Pairs`.
+    """Create `Batches` of pairs, int32 ``[B, 2, T]``, from the same kinds of data as `batches`.
 
-    Each record has the fields "prompt", "chosen" and "rejected", or whole chats as "chosen" and "rejected" (see
-    `nnxmoe.train.data.records.pair_of`). Unusable records are handled as in `batches`.
+    Each record has the fields "prompt", "chosen" and "rejected", or whole chats as "chosen" and
+    "rejected" (see `nnxmoe.train.data.records.pair_of`). Unusable records are handled as in `batches`.
+    See also `Pairs`.
     """
     documents = Pairs(data, tokenizer, max_bad_fraction)
     return Batches(documents, batch_size, seq_len, seed=seed, shuffle=shuffle, epochs=epochs, share=share)
 
 
 class Batches(Iterator[Batch]):
-    """An iterator over batches of int32 [B, T] arrays, endless or for ``epochs``; deterministic given seed and data.
+    """Iterator over batches of int32 ``[B, T]`` arrays, deterministic for a given seed and data.
 
-    The documents of an epoch, in an order drawn from ``seed``, are packed 8 to 64 rows at a time. A text longer than
-    ``seq_len`` is split, a longer chat truncated (see `Document.pieces`). An epoch starts in the batch in which the
-    previous one ends; the last batch of all is padded. ``share`` is (index of this process, number of processes) and
-    defaults to JAX's: each process gets its rows of every batch, and all must make the same calls. `get_state` and
+    The documents of an epoch are ordered by ``seed`` and packed 8 to 64 rows at a time. A text longer
+    than ``seq_len`` is split and a longer chat truncated (see `Document.pieces`). An epoch starts in
+    the batch in which the previous epoch ends. Only the very last batch is padded. `get_state` and
     `set_state` have the signatures of grain's iterators.
+
+    Args:
+        epochs: Number of epochs. If None, the batches never end.
+        share: (index of this process, number of processes). Defaults to JAX's. Each process gets its
+            rows of every batch, and all processes must make the same calls.
     """
 
     def __init__(
@@ -121,7 +130,7 @@ class Batches(Iterator[Batch]):
     def __next__(self) -> Batch:
         try:
             found = list(itertools.islice(self._rows, self.batch_size))
-        except BaseException:  # lose no row, also on KeyboardInterrupt in a notebook
+        except BaseException:  # lose no row if interrupted, such as by KeyboardInterrupt in a notebook
             self._rows = self._rows_from(*self._position)
             raise
         if not found:
@@ -133,18 +142,24 @@ class Batches(Iterator[Batch]):
         return {name: np.stack([row[name] for row in filled]) for name in filled[0]}
 
     def count(self) -> int:
-        """The number of batches of all epochs, found by packing every document. Raises ValueError if they never end."""
+        """Count the batches of all epochs by packing every document.
+
+        Raises ValueError without ``epochs``.
+        """
         if self.epochs is None:
             raise ValueError("without epochs the batches never end: pass a number of epochs")
         return -(-sum(1 for _ in self._rows_from(0, 0, 0)) // self.batch_size)
 
     def get_state(self) -> dict[str, Any]:
-        """The position of the next batch and the identity of the data: a small JSON value, equal in all processes."""
+        """Return the position of the next batch and the identity of the data.
+
+        The state is a small JSON value, equal in all processes.
+        """
         position = dict(zip(_POSITION, self._position, strict=True))
         return {"version": _VERSION, "data": self._settings(), "position": position}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Continue, bit for bit, where `get_state` was called. Raises DataError for other data or settings."""
+        """Continue, bit for bit, from a state of `get_state`. Raises DataError for other data or settings."""
         if state.get("version") != _VERSION or not isinstance(state.get("data"), Mapping):
             raise DataError(f"{short(dict(state))} is not a state of Batches: pass the result of get_state")
         theirs, ours = state["data"], self._settings()
@@ -167,8 +182,11 @@ class Batches(Iterator[Batch]):
         return self.documents.identity | {name: getattr(self, name) for name in names}
 
     def _rows_from(self, epoch: int, start: int, row: int) -> Iterator[tuple[list[Document], tuple[int, int, int]]]:
-        """The documents of each row, and the position after it: the epoch, the document at which the window of the next
-        row starts, and the number of that row in its window."""
+        """Yield the documents of each row, and the position after the row.
+
+        A position is the epoch, the document at which the window of the next row starts, and the row's
+        number in the window.
+        """
         while self.epochs is None or epoch < self.epochs:
             order = self._order(epoch)
             while start < len(order):
@@ -186,12 +204,12 @@ class Batches(Iterator[Batch]):
             self.documents.tell_cut(self.seq_len, ended=True)
 
     def _order(self, epoch: int) -> Sequence[int] | np.ndarray:
-        """The order of the documents. RandomState draws the same in every version of NumPy."""
+        """Return the order of the documents. RandomState draws the same in every version of NumPy."""
         count = len(self.documents)
         return np.random.RandomState([self.seed, epoch]).permutation(count) if self.shuffle else range(count)
 
     def _packed(self, order: Sequence[int] | np.ndarray, start: int) -> tuple[list[list[Document]], int]:
-        """The rows of the window that starts at a document of an order, and where the next one starts."""
+        """Return the rows of the window that starts at a document, and the start of the next window."""
         found: list[Document] = []
         tokens, stop = 0, start
         while stop < len(order) and tokens < _window(self.seq_len):
@@ -208,14 +226,17 @@ class Batches(Iterator[Batch]):
 
 
 def _window(seq_len: int) -> int:
-    """Number of tokens that are packed together: 64 rows, but at least 8 rows and about 131,000 tokens."""
+    """Return the tokens packed together: 64 rows, at most the larger of 8 rows and 131,072 tokens."""
     return max(8 * seq_len, min(64 * seq_len, 1 << 17))
 
 
 def place(sizes: Iterable[int], length: int) -> list[list[int]]:
-    """Rows as lists of piece indices. Best fit: each piece, in order, goes into the fullest row with room for it."""
+    """Pack pieces into rows and return each row as a list of piece indices.
+
+    Best fit: each piece, in order, goes into the fullest row that has room.
+    """
     rows: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # (room, row) of each row that is not full, sorted
+    rooms: list[tuple[int, int]] = []  # sorted (room, row) of rows that are not full
     for number, size in enumerate(sizes):
         at = bisect.bisect_left(rooms, (size, -1))
         room, row = rooms.pop(at) if at < len(rooms) else (length, len(rows))
@@ -228,7 +249,7 @@ def place(sizes: Iterable[int], length: int) -> list[list[int]]:
 
 
 class Rows:
-    """A random-access source for ``grain.MapDataset``: one document per row, as int32 [T] arrays.
+    """Random-access source for ``grain.MapDataset``: one document per row, as int32 [T] arrays.
 
     Documents longer than a row are truncated. A chat without an answer within the row becomes padding.
     """

@@ -1,4 +1,4 @@
-"""Texts and chats as token ids, with a mask of the tokens to learn."""
+"""Encode texts and chats as token ids, with a mask of the tokens to learn."""
 
 import dataclasses
 import functools
@@ -26,7 +26,10 @@ Data = str | os.PathLike[str] | Iterable[Mapping[str, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """Token ids with the mask of those to predict: the assistant's messages of a chat, every token of a text."""
+    """Token ids with a mask of the tokens to predict.
+
+    These are all tokens of a text, and the tokens of the assistant's messages of a chat.
+    """
 
     tokens: Int32[np.ndarray, " T"]
     learnt: Bool[np.ndarray, " T"]
@@ -34,14 +37,14 @@ class Document:
 
     @property
     def parts(self) -> "tuple[Document, ...]":
-        """The documents that each fill a row: this one, or both completions of a `Pair`."""
+        """The documents that each fill a row: the document itself, or both completions of a `Pair`."""
         return (self,)
 
     def pieces(self, length: int) -> "list[Document]":
-        """The pieces of at most ``length`` tokens: all of a text, the beginning of a chat.
+        """Split a text into pieces of at most ``length`` tokens, or truncate a chat to one piece.
 
-        The rest of a chat would be learnt without its context. Pieces in which nothing is to be predicted are left out:
-        the beginning of a chat without an answer, and a single token at the end of a text.
+        The rest of a chat would be learned without its context. Pieces without a token to predict are left
+        out: the beginning of a chat without an answer, and a single token at the end of a text.
         """
         starts = range(0, length if self.chat else len(self.tokens), length)
         parts = [slice(start, start + length) for start in starts]
@@ -51,24 +54,26 @@ class Document:
 
 @dataclasses.dataclass(frozen=True)
 class Pair(Document):
-    """The chosen document of a preference, with the rejected one."""
+    """A preference: the chosen document, with the rejected document."""
 
     rejected: Document
 
     @property
     def parts(self) -> tuple[Document, ...]:
-        """Both documents."""
+        """The chosen and the rejected document."""
         return Document(self.tokens, self.learnt, self.chat), self.rejected
 
     def pieces(self, length: int) -> list[Document]:
-        """The pair of the first pieces; none if a completion has no token left."""
+        """Return the pair of truncated documents, or nothing if no token of a completion remains."""
         halves = [half for part in self.parts for half in part.pieces(length)]
         return [Pair(**vars(halves[0]), rejected=halves[1])] if len(halves) == 2 else []
 
 
 def fill(documents: Sequence[Document], length: int, pad: int) -> Row:
-    """One row [T] of every array of a batch. ``segment_ids`` count from 1, 0 is padding; ``positions`` restart at 0 in
-    each document."""
+    """Pack documents into one row ``[T]`` of every array of a batch.
+
+    ``segment_ids`` count from 1, and 0 is padding. ``positions`` restart at 0 in each document.
+    """
     names = ("tokens", "loss_mask", "segment_ids", "positions")
     row = {name: np.full(length, pad if name == "tokens" else 0, np.int32) for name in names}
     start = 0
@@ -81,18 +86,18 @@ def fill(documents: Sequence[Document], length: int, pad: int) -> Row:
 
 
 class Documents:
-    """The records of a file (see `JsonLines`) or of an iterable of dicts as tokens, encoded on access.
+    """The records of a JSONL file (see `JsonLines`) or an iterable of dicts, encoded on access.
 
-    `nnxmoe.train.data.records` lists their forms. A text is encoded with ``tokenizer.encode`` and ends with the
-    tokenizer's end-of-text token, if there is one; of a completion, the prompt before it is not learned. A chat
-    is rendered with the chat template; the tokens to learn are the assistant's messages with the token that ends each
-    (see `chat_tokens`). Up to 256 MB of tokens are cached (5 bytes per token), so that later
-    epochs of small files need no encoding.
+    `nnxmoe.train.data.records` lists the forms of records. A text is encoded with ``tokenizer.encode``
+    and ends with the tokenizer's end-of-text token, if there is one. The prompt before a completion is
+    not learned. A chat is rendered with the chat template. Its tokens to learn are the assistant's
+    messages, each with its end token (see `chat_tokens`). Up to 256 MB of tokens are cached (5 bytes
+    per token), so that later epochs of small files need no encoding.
 
-    Unusable records, including chats that the template rejects, are skipped with a warning that counts them by reason.
-    Raises DataError, a ValueError with these counts and the first lines, if they are more than ``max_bad_fraction`` of
-    all records. The data and the tokenizer alone determine which records are skipped, so a resumed run and all
-    processes skip the same ones.
+    Unusable records, including chats that the template rejects, are skipped with a warning that counts
+    them by reason. Only the data and the tokenizer determine which records are skipped, so a resumed
+    run and all processes skip the same records. Raises DataError, a ValueError with the counts and the
+    first lines, if more than ``max_bad_fraction`` of all records are unusable.
     """
 
     unit: ClassVar[str] = "chat"
@@ -107,10 +112,10 @@ class Documents:
         self.tokenizer = tokenizer
         self._kept: dict[int, Document] = {}
         self._room, self._noted = _CACHE_BYTES, set[str]()
-        self._chats = np.zeros((len(self), 2), np.int32)  # tokens of each chat, and those up to its first answer
+        self._chats = np.zeros((len(self), 2), np.int32)  # per chat: its tokens, and its tokens up to the first answer
         self._encoded = np.zeros(len(self), bool)
-        self._counting = False  # if True, unusable records are counted and raise no error
-        self._told: dict[int, str] = {}  # length of rows -> the last warning of `tell_cut`
+        self._counting = False  # if True, unusable records are only counted
+        self._told: dict[int, str] = {}  # row length -> last warning of `tell_cut`
 
     def __len__(self) -> int:
         return len(self.lines)
@@ -133,7 +138,7 @@ class Documents:
         return document
 
     def check(self) -> None:
-        """Encode every document once, so that errors of tokenizer and chat template are raised before training."""
+        """Encode every document once, so that errors of tokenizer and template appear before training."""
         self._encode(range(len(self)))
         self._settle()
 
@@ -161,12 +166,15 @@ class Documents:
         self.bad.settle(self.lines, self.lines.unit, self.lines.total, final=bool(self._encoded.all()))
 
     def row(self, documents: Sequence[Document], length: int) -> Row:
-        """The arrays of a row of documents, ``[T]``."""
+        """Return the arrays ``[T]`` of a row of documents."""
         return fill(documents, length, self.tokenizer.pad_token_id or 0)
 
     def tell_cut(self, length: int, *, ended: bool) -> None:
-        """Warn of the chats that are truncated or left out in rows of ``length`` tokens: of the first one, and at the
-        end of an epoch once all documents have been encoded, so that the counts are final."""
+        """Warn about chats that are truncated or left out in rows of ``length`` tokens.
+
+        Warns once at the first such chat. Warns again with final counts at the end of an epoch, once all
+        documents have been encoded.
+        """
         tokens, answer = self._chats.T
         cut, out = np.sum((tokens > length) & (answer <= length)), np.sum(answer > length)
         parts = [f"{cut} of {len(self)} are truncated"] if cut else []
@@ -181,13 +189,13 @@ class Documents:
 
     @functools.cached_property
     def identity(self) -> dict[str, Any]:
-        """Checksums of the file and the tokenizer: a small JSON value that identifies the tokens."""
+        """Checksums of the file and the tokenizer, a small JSON value that identifies the tokens."""
         given = [self.tokenizer.backend.to_str(), self.tokenizer.chat_templates, self.tokenizer.special_tokens]
         made = hashlib.sha256(json.dumps(given, sort_keys=True).encode("utf-8", "surrogatepass")).hexdigest()
         return {"file's bytes": self.lines.size, "file's sha256": self.lines.digest, "tokenizer's sha256": made}
 
     def _note(self, where: str, why: str) -> None:
-        """Warn of the first chat that is not learned completely for a reason."""
+        """Warn about the first chat that is not learned completely, once per reason."""
         if why not in self._noted:
             self._noted.add(why)
             logger.warning("%s: %s. Further chats like this are not reported", where, why)
@@ -206,15 +214,16 @@ class Documents:
             ids.append(end)
         if not ids:
             raise RecordError("the tokenizer returns no tokens for this record")
-        given = len(os.path.commonprefix([prompt, ids]))  # a token that spans the end of the prompt is learned
+        given = len(os.path.commonprefix([prompt, ids]))  # a token that overlaps the end of the prompt is learned
         return Document(np.asarray(ids, np.int32), np.arange(len(ids)) >= given, bool(prompt))
 
 
 class Pairs(Documents):
-    """The preferences of a file or an iterable of dicts (see `pair_of`), each as the documents of two completions.
+    """Preferences of a JSONL file or an iterable of dicts (see `pair_of`), each as two documents.
 
-    Rows are int32 [2, T] arrays, each half one completion after its prompt, with its first tokens; a pair of which a
-    completion then has no token left is left out. The warning of `tell_cut` counts both kinds.
+    Rows are int32 ``[2, T]`` arrays. Each half has the first tokens of the prompt with one completion.
+    A pair is left out if no token of a completion remains. The warning of `tell_cut` counts truncated
+    and omitted pairs.
     """
 
     unit = "pair"
@@ -227,7 +236,7 @@ class Pairs(Documents):
         return Pair(**vars(chosen), rejected=rejected)
 
     def row(self, documents: Sequence[Document], length: int) -> Row:
-        """The arrays of a pair, ``[2, T]``; without documents, of an empty one."""
+        """Return the arrays ``[2, T]`` of a pair, or of padding if there are no documents."""
         halves = [[half] for half in documents[0].parts] if documents else [[], []]
         rows = [super(Pairs, self).row(half, length) for half in halves]
         names = {"tokens": "tokens", "loss_mask": "loss_mask", "attention_mask": "segment_ids"}

@@ -1,8 +1,8 @@
-"""Training data as JSON lines, one object per line, or as one JSON array; `nnxmoe.train.data.records` has the forms.
+"""Training data in JSON lines, or in one JSON array; see `nnxmoe.train.data.records` for the forms.
 
-The file is read once to validate every line and to index its offset. Lines are then read on access, so a file may be
-larger than memory: the index takes 8 bytes per line. Compressed files and arrays are rewritten as lines in a temporary
-file; arrays have to fit in memory for that.
+The file is read once to validate every line and to index its offset. Lines are then read on access,
+so a file may be larger than memory. The index takes 8 bytes per line. Compressed files and arrays
+are rewritten as lines in a temporary file. Arrays have to fit in memory.
 """
 
 import gzip
@@ -32,9 +32,10 @@ _OTHERS |= {b"\x28\xb5\x2f\xfd": "compressed with zstd", b"\xfd7zX": "compressed
 
 
 class JsonLines:
-    """The usable records of a file, all validated. Blank lines do not count as records.
+    """The usable records of a file. Blank lines do not count as records.
 
-    Reads the whole file, then raises DataError if more records are unusable than ``bad`` allows.
+    Construction validates the whole file. Raises DataError if more records are unusable than ``bad``
+    allows.
     """
 
     def __init__(self, path: str | os.PathLike[str], parse: Parse = record_of, bad: BadRecords | None = None) -> None:
@@ -69,7 +70,7 @@ class JsonLines:
         self.digest = digest.hexdigest()
         self._starts = np.frombuffer(starts, np.int64)
         whole = len(numbers) == numbers[-1]
-        self._numbers = None if whole else np.frombuffer(numbers, np.int64)  # None if no line is left out
+        self._numbers = None if whole else np.frombuffer(numbers, np.int64)  # None if every line is a usable record
         tell_ignored(ignored, self)
 
     def __len__(self) -> int:
@@ -79,11 +80,11 @@ class JsonLines:
         return str(self.path)
 
     def number(self, index: int) -> int:
-        """Line number of a usable record, counted from 1."""
+        """Return the line number of a usable record, counted from 1."""
         return index + 1 if self._numbers is None else int(self._numbers[index])
 
     def where(self, index: int) -> str:
-        """Location of a record in messages: file and line number."""
+        """Return the location of a record for messages: file and line number."""
         return f"{self.path} {self.unit} {self.number(index)}"
 
     def __getitem__(self, index: SupportsIndex) -> Any:
@@ -100,8 +101,11 @@ class JsonLines:
 
 
 def _as_lines(path: Path) -> tuple[Path, str] | None:
-    """A temporary file with the lines of a compressed file or of a JSON array, and the name of a line; None for a file
-    of lines. Raises DataError for other formats."""
+    """Rewrite a compressed file or a JSON array as a temporary file of lines.
+
+    Returns its path and the unit of records for messages, or None if the file has lines already. Raises
+    DataError for other formats.
+    """
     with path.open("rb") as file:
         start = file.read(4)
     if start[:2] in (b"\xff\xfe", b"\xfe\xff"):
@@ -170,9 +174,9 @@ def _written(parts: Iterable[bytes]) -> Path:
 
 
 def _lines(path: Path, on_bytes: Callable[[bytes], Any]) -> Iterator[tuple[int, int, bytes | None]]:
-    """Yield number, offset and bytes of each line, with None for the bytes of an overlong line.
+    """Yield number, offset and bytes of each line, and pass all bytes to ``on_bytes``.
 
-    Passes all bytes to ``on_bytes``.
+    The bytes are None for a line that is too long.
     """
     try:
         with path.open("rb") as file:
@@ -193,7 +197,7 @@ def _lines(path: Path, on_bytes: Callable[[bytes], Any]) -> Iterator[tuple[int, 
 
 
 def _value(line: bytes | None) -> Any:
-    """Parse the JSON value of a line. Raises RecordError."""
+    """Parse the JSON value of a line. Raises RecordError if it is too long or not valid JSON."""
     if line is None:
         raise RecordError(f"the record has more than {MAX_LINE_BYTES} bytes: split it into several records")
     line = line.removeprefix(_BOM).strip()

@@ -1,4 +1,4 @@
-"""Training records held in memory, from a list, a ``datasets.Dataset`` or another iterable of dicts."""
+"""Training records in memory, from a list, a ``datasets.Dataset`` or another iterable of dicts."""
 
 import dataclasses
 import functools
@@ -18,11 +18,11 @@ _USED = frozenset(name for names in FORMS.values() for name in names) | {*PAIR}
 
 
 class RecordList:
-    """The usable records of an iterable of dicts, all validated and held in memory.
+    """The usable records of an iterable of dicts, validated and stored in memory.
 
-    Lists and numbers may also be NumPy or JAX arrays. Two kinds of values count as absent: NaN (pandas marks missing
-    values with it), and the nulls that a ``datasets.Dataset`` or a Parquet file fills its columns with. Raises
-    DataError if more records are unusable than ``bad`` allows.
+    Lists and numbers may also be NumPy or JAX arrays. NaN counts as absent, since pandas marks missing
+    values with NaN. Nulls that a ``datasets.Dataset`` or a Parquet file fills its columns with also
+    count as absent. Raises DataError if more records are unusable than ``bad`` allows.
     """
 
     unit = "record"
@@ -34,7 +34,7 @@ class RecordList:
             raise DataError(f"{short(records)} is not training data: pass a file of JSON lines or an iterable of dicts")
         bad = BadRecords() if bad is None else bad
         digest, ignored, self._records, self._numbers = hashlib.sha256(), set[str](), list[Any](), list[int]()
-        self.total, null_filled = 0, hasattr(records, "features")  # a datasets.Dataset has them
+        self.total, null_filled = 0, hasattr(records, "features")  # datasets.Dataset has this attribute
         for number, value in enumerate(records):
             self.total += 1
             try:
@@ -62,20 +62,20 @@ class RecordList:
         return "the list of records"
 
     def number(self, index: int) -> int:
-        """Index of a usable record among all records."""
+        """Return the index of a usable record among all records."""
         return self._numbers[index]
 
     def where(self, index: int) -> str:
-        """Location of a record in messages."""
+        """Return the location of a record for messages."""
         return f"{self.unit} {self.number(index)}"
 
 
 def _plain_record(record: Mapping[str, Any], null_filled: bool) -> dict[str, Any]:
-    """Convert the used fields of a record to JSON values. ``null_filled``: nulls mark absent fields."""
+    """Convert the used fields of a record to JSON values. If ``null_filled``, nulls mark absent fields."""
     plain: dict[str, Any] = {}
     for name, value in record.items():
         if name in _USED:
-            drop_nulls = null_filled or isinstance(value, np.ndarray)  # pandas reads lists of Parquet files as arrays
+            drop_nulls = null_filled or isinstance(value, np.ndarray)  # pandas reads Parquet lists as arrays
             value = to_json_types(value, functools.partial(_refuse, name))
             value = without_nulls(value) if drop_nulls else value
             if isinstance(value, float) and value != value:

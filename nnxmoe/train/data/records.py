@@ -1,4 +1,4 @@
-"""Training examples: the forms in which data sets hold them, as texts, completions and chats."""
+"""Forms of training records: texts, completions, chats and preferences."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -11,11 +11,11 @@ from nnxmoe.tokenizer.tokenizer_files import TokenizerError
 from nnxmoe.tokenizer.tool_calls import parse_tool_calls
 from nnxmoe.train.data.bad_records import RecordError
 
-# Role, also as ShareGPT spells it -> role in templates.
+# Role, also in ShareGPT's spelling -> role in templates.
 ROLES = {name: name for name in ("system", "developer", "user", "assistant", "tool", "function", "ipython")}
 ROLES |= {"human": "user", "gpt": "assistant", "observation": "tool"}
-_TEXTS = ("text", "input_text", "output_text")  # types of parts
-# The fields that make each form, in the order in which they are looked for; what else a record has is ignored.
+_TEXTS = ("text", "input_text", "output_text")  # types of content parts
+# Fields of each form, in order of precedence. Other fields of a record are ignored.
 FORMS = {
     "messages": ("messages", "tools"),
     "conversations": ("conversations", "system", "tools"),
@@ -35,10 +35,12 @@ Fields = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """A text, or the messages of a chat, dicts with role, content and what else templates read.
+    """A text, or the messages of a chat: dicts with role, content and other fields that templates read.
 
-    ``prompt``: a text before the text, which is not to be learned. ``answers``: indices of the messages to learn.
-    ``tools``: their JSON schemas.
+    Attributes:
+        prompt: Text before ``text``, not learned.
+        answers: Indices of the messages to learn.
+        tools: JSON schemas of the tools.
     """
 
     text: str | None
@@ -49,14 +51,19 @@ class Record:
 
 
 def record_of(value: object) -> tuple[Record, frozenset[str]]:
-    """Parse a JSON object as a record. Returns the record and the names of the ignored fields.
+    """Parse a JSON object as a record, and return the record and the names of the ignored fields.
 
-    Raises RecordError unless it has one of the forms ``{"text"}``, ``{"messages": [{"role", "content"}]}``,
-    ``{"prompt", "completion"}`` (strings or messages; the completion may be a whole chat that begins with the prompt),
-    ``{"instruction", "input", "output"}`` (Alpaca; "input" is optional), or ``{"conversations": [{"from", "value"}],
-    "system"}`` (ShareGPT; "system" is optional). Chat templates also get "tools" beside a chat, and other fields of
-    messages. "tool_calls" are validated (see `parse_tool_calls`). Answers with weight 0 are not trained on, as in
-    OpenAI's files.
+    Raises RecordError unless it has one of these forms:
+
+    - ``{"text"}``
+    - ``{"messages": [{"role", "content"}]}``
+    - ``{"prompt", "completion"}``, strings or messages. The completion may be a whole chat that begins
+      with the prompt.
+    - ``{"instruction", "input", "output"}`` (Alpaca). "input" is optional.
+    - ``{"conversations": [{"from", "value"}], "system"}`` (ShareGPT). "system" is optional.
+
+    Chat templates also get the field "tools" and other fields of messages. "tool_calls" are validated
+    (see `parse_tool_calls`). Answers with weight 0 are not trained on, as in OpenAI's files.
     """
     fields = _fields(value)
     pair = fields.keys() >= set(PAIR)
@@ -113,13 +120,13 @@ def _completion(fields: Fields) -> Record:
 
 
 def pair_of(value: object) -> tuple[tuple[Record, Record], frozenset[str]]:
-    """Parse a JSON object as a preference. Returns the records of the chosen and of the rejected completion, and the
-    names of the ignored fields.
+    """Parse a JSON object as a preference.
 
-    The forms are TRL's: ``{"prompt", "chosen", "rejected"}``, all strings or all messages, and ``{"chosen",
-    "rejected"}``, whole chats or texts, whose prompt is the longest beginning that they share; a prompt that is a
-    string beside whole chats is ignored. Chat templates also get "tools". Raises RecordError for other objects, and if
-    the two are equal.
+    Returns the chosen and the rejected record, and the names of the ignored fields. The forms are
+    TRL's. In ``{"prompt", "chosen", "rejected"}`` all are strings or all are messages. In
+    ``{"chosen", "rejected"}`` both are whole chats or texts, and the prompt is their longest common
+    beginning. A string prompt next to whole chats is ignored. Chat templates also get "tools". Raises
+    RecordError for other objects, and if both completions are equal.
     """
     fields = _fields(value)
     both: list[Any] = [_required(fields, name) for name in PAIR]
@@ -136,7 +143,7 @@ def pair_of(value: object) -> tuple[tuple[Record, Record], frozenset[str]]:
         raise RecordError("chosen and rejected are equal, so there is no preference to learn")
     if prompt is None or (chats and isinstance(prompt, str)):
         shared = next((i for i, (a, b) in enumerate(zip(*both, strict=False)) if a != b), min(map(len, both)))
-        shared -= texts and both[0][:shared].endswith(" ")  # the space belongs to the next token
+        shared -= texts and both[0][:shared].endswith(" ")  # tokenizers put the space into the next token
         prompt, both = both[0][:shared], [one[shared:] for one in both]
     if not prompt:
         hint = ' of messages: write it as [{"role": "user", "content": …}]' if chats else ""
@@ -161,10 +168,10 @@ def _fields(value: object) -> Fields:
 
 
 def _is_null_filled(messages: list[Any]) -> bool:
-    """Whether all messages have the same fields, some of them null.
+    """Check whether all messages have the same fields, some of them null.
 
-    Such files come from typed columns, for example by ``Dataset.to_json``. Their nulls mark absent fields, also within
-    the arguments of tool calls.
+    Files from typed columns, such as from ``Dataset.to_json``, have such nulls. They mark absent fields,
+    also within the arguments of tool calls.
     """
     if len(messages) < 2 or not all(isinstance(message, Mapping) for message in messages):
         return False
@@ -190,7 +197,7 @@ def _required(fields: Fields, name: str) -> Any:
 
 
 def _wrong(what: str, value: object, rule: str) -> RecordError:
-    """Build the error for a value that violates a rule. Its reason has the value's type, and whether it is empty."""
+    """Build the error for a value that violates a rule. Its reason has the type, and whether it is empty."""
     if value is None:
         return RecordError(f"{what} is null: {rule}")
     type_name = f"an empty {type(value).__name__}" if value in ("", []) else type(value).__name__
@@ -198,7 +205,7 @@ def _wrong(what: str, value: object, rule: str) -> RecordError:
 
 
 def _text(fields: Fields, name: str, where: str = "", *, empty: bool = False) -> str:
-    """The text in a field. ``where`` is the path of the object that has the field."""
+    """Return the text in a field. ``where`` is the path of the object that has the field."""
     value, what = _required(fields, name), f"{where}{name}"
     if not isinstance(value, str) or not (value.strip() or empty):
         raise _wrong(what, value, f"it must be a {'' if empty else 'non-empty '}string")
@@ -216,7 +223,7 @@ def _list(value: object, what: str) -> list[Any]:
 
 
 def _tools(value: object) -> Messages:
-    """Validate the schemas: a list, or JSON text, as in data sets with typed columns."""
+    """Validate tool schemas: a list, or JSON text, as in data sets with typed columns."""
     schemas = value
     if isinstance(value, str) and value:
         schemas = parse_json(value.encode("utf-8", "replace"), "tools", "correct the JSON", RecordError)
@@ -231,7 +238,7 @@ def _messages(values: object, what: str) -> list[dict[str, Any]]:
 
 
 def _message(value: Any, what: str) -> dict[str, Any]:
-    """Validate a message, and rename its fields to the names that templates read: role and content."""
+    """Validate a message, and rename its fields to role and content, as read by templates."""
     if not isinstance(value, Mapping):
         raise _wrong(what, value, "it must be an object with 'role' and 'content', or 'from' and 'value'")
     fields = {name: field for name, field in value.items() if field is not None}
@@ -254,7 +261,7 @@ def _message(value: Any, what: str) -> dict[str, Any]:
 
 
 def _part(part: Any, what: str) -> str:
-    """Text of one part of a message's content."""
+    """Return the text of one part of a message's content."""
     text = part.get("text") if isinstance(part, Mapping) and part.get("type", "text") in _TEXTS else None
     if not isinstance(text, str):
         part_type = short(part.get("type")) if isinstance(part, Mapping) else type(part).__name__
@@ -288,6 +295,6 @@ Parse = Callable[[object], tuple[Any, frozenset[str]]]
 
 
 def tell_ignored(names: set[str], source: object) -> None:
-    """Report the fields of records that are ignored, if there are any."""
+    """Report the ignored fields of records, if any."""
     if names:
         say("%s: these fields are ignored: %s", source, short(sorted(names)))
