@@ -18,19 +18,21 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 MESH_AXES = ("pipe", "data", "fsdp", "context", "expert", "tensor")
-# The batch is sharded over all of these, so attention needs no communication. Within the stages of a pipeline, over all
-# but the first.
+# The batch is sharded over all of these axes, so attention needs no communication. Inside the stages of a pipeline,
+# ``pipe`` does not shard the batch.
 BATCH_AXES = ("pipe", "data", "fsdp", "expert")
-CONTEXT = "context"  # shards the tokens of every row; attention exchanges keys and values over it
-TOKEN_AXES = (*BATCH_AXES, CONTEXT)  # devices along these have different tokens, so gradients are summed over them
+CONTEXT = "context"  # shards the tokens of every row; attention exchanges keys and values over this axis
+TOKEN_AXES = (*BATCH_AXES, CONTEXT)  # shards of different tokens, so gradients are summed over these axes
 LAYER_AXES = ("layers", "stages")  # logical axes that count layers; a parameter has at most one, first
 AnyMesh = Mesh | AbstractMesh
 
 
 class ParamOptions(TypedDict):
-    """Options of every constructor of parameters: their dtype, and the random keys of their initial values.
+    """Options of every constructor of parameters.
 
-    With ``rngs=None``, parameters have shapes and no values.
+    Attributes:
+        dtype: Dtype of the parameters.
+        rngs: Random keys of the initial values. If None, parameters have shapes but no values.
     """
 
     dtype: jnp.dtype
@@ -47,15 +49,17 @@ def parameter(
     keeps_dtype: bool = False,
     **kw: Unpack[ParamOptions],
 ) -> nnx.Variable:
-    """Create a parameter whose metadata has its logical axes as ``out_sharding``, which Flax reads too.
+    """Create a parameter with its logical axes in the metadata ``out_sharding``. Flax also reads this metadata.
 
     Args:
-        shape: its shape.
-        axes: the logical axis of each dimension. None: not sharded.
-        init: initializer of the value; unused if ``rngs`` is None.
-        param_type: type of the variable.
-        inputs: how many of the last dimensions a linear map contracts. None for parameters of no linear map.
-        keeps_dtype: whether the parameter keeps this dtype when the model is cast.
+        shape: Shape of the parameter.
+        axes: Logical axis of each dimension. Dimensions with None are not sharded.
+        init: Initializer of the value. Unused if ``rngs`` is None.
+        param_type: Type of the variable.
+        inputs: Number of trailing dimensions that a linear map contracts. None if the parameter is not the kernel of
+            a linear map.
+        keeps_dtype: Whether casting the model leaves this parameter unchanged.
+        **kw: The dtype and rngs of the parameter.
     """
     shape, axes = tuple(shape), tuple(axes)
     assert len(shape) == len(axes), (shape, axes)
@@ -70,9 +74,9 @@ def keeps_dtype(variable: nnx.Variable) -> bool:
 
 
 def axes_of(variable: nnx.Variable) -> tuple[str | None, ...]:
-    """Return the logical axis of each dimension of a parameter, None for dimensions without a label.
+    """Return the logical axis of each dimension of a parameter. Dimensions without a label have None.
 
-    Inside a scan over layers, values have no layer dimension, and its axis is omitted.
+    Inside a scan over layers, values have no layer dimension. The layer axis is then omitted.
     """
     axes, rank = variable.get_metadata().get("out_sharding"), len(variable.shape)
     return (None,) * rank if axes is None else tuple(axes[len(axes) - rank :])

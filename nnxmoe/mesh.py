@@ -1,4 +1,4 @@
-"""Meshes of devices with the package's axes."""
+"""Device meshes with the axes of the package."""
 
 import math
 import re
@@ -28,17 +28,17 @@ def make_mesh(
 ) -> Mesh:
     """Create a device mesh with the axes ``pipe, data, fsdp, context, expert, tensor``.
 
-    ``context`` shards the tokens of every row, the axes before it and ``expert`` the rows. TPUs are laid out on their
-    torus by `jax.experimental.mesh_utils`.
+    ``pipe``, ``data``, ``fsdp`` and ``expert`` shard the rows of a batch. ``context`` shards the tokens of every row.
+    `jax.experimental.mesh_utils` lays TPUs out along their torus.
 
     Args:
-        data, fsdp, expert, tensor, pipe, context: size of each axis; one may be -1: the remaining devices.
-        devices: the devices, by default all.
-        across: the axis that crosses hosts or slices, whose index changes least often along the devices. None: the
-            first axis with several devices.
+        data, fsdp, expert, tensor, pipe, context: Size of each axis. One size may be -1 for the remaining devices.
+        devices: The devices. If None, all devices.
+        across: Axis that crosses hosts or slices. Its index changes least often along the devices. If None, the first
+            axis with several devices.
 
     Raises:
-        ValueError: unless the product of the sizes is the number of devices.
+        ValueError: If the product of the sizes is not the number of devices.
     """
     sizes: dict[str, int] = dict(zip(MESH_AXES, (pipe, data, fsdp, context, expert, tensor), strict=True))
     device_array = np.asarray(jax.devices() if devices is None else devices, dtype=object)
@@ -65,14 +65,14 @@ def make_mesh(
 
 
 def _flat_layout(devices: np.ndarray, sizes: Mapping[str, int], across: str | None) -> np.ndarray:
-    """Lay devices out in their order, with the index of ``across`` changing least often."""
+    """Lay devices out in order, so the index of ``across`` changes least often."""
     first = 0 if across is None else MESH_AXES.index(across)
     order = [MESH_AXES[first], *MESH_AXES[:first], *MESH_AXES[first + 1 :]]
     return np.moveaxis(devices.reshape([sizes[axis] for axis in order]), 0, first)
 
 
 def _torus_layout(devices: np.ndarray, sizes: Mapping[str, int], across: str | None) -> np.ndarray:
-    """Lay TPUs out so that neighbors along a mesh axis are neighbors in a slice. ``across`` spans several slices."""
+    """Lay TPUs out so that neighbors along a mesh axis are neighbors in a slice. ``across`` spans the slices."""
     shape = [sizes[axis] for axis in MESH_AXES]
     slices = len({getattr(device, "slice_index", 0) for device in devices.flat})
     if slices == 1:
@@ -91,7 +91,11 @@ def _torus_layout(devices: np.ndarray, sizes: Mapping[str, int], across: str | N
 
 
 def mesh_sizes(mesh: str | Mapping[str, int] | AnyMesh) -> dict[str, int]:
-    """Return axis -> size from text such as ``fsdp=4,expert=8``, a mapping or a mesh; else raise ValueError."""
+    """Convert text such as ``fsdp=4,expert=8``, a mapping or a mesh to a dict from axis to size.
+
+    Raises:
+        ValueError: If ``mesh`` is none of these, or a size is not a positive integer.
+    """
     if isinstance(mesh, str):
         pairs = [part.strip().partition("=")[::2] for part in mesh.split(",")]
         sizes = {name: int(size) for name, size in pairs if re.fullmatch("[1-9][0-9]{0,5}", size)}
@@ -105,9 +109,13 @@ def mesh_sizes(mesh: str | Mapping[str, int] | AnyMesh) -> dict[str, int]:
 
 
 def abstract_mesh(mesh: str | Mapping[str, int] | AnyMesh) -> AbstractMesh:
-    """Return a mesh of these sizes without devices, for planning. Omitted axes have size 1.
+    """Create a mesh without devices, for planning. Omitted axes have size 1.
 
-    Raises ValueError for unknown axes.
+    Args:
+        mesh: Axis sizes; see `mesh_sizes`.
+
+    Raises:
+        ValueError: If an axis is unknown or ``mesh`` is malformed.
     """
     sizes = mesh_sizes(mesh)
     for name in sizes:

@@ -1,4 +1,4 @@
-"""The rules table that maps logical axes of parameters to mesh axes, and the shardings that follow from it."""
+"""Rules that map the logical axes of parameters to mesh axes, and the resulting shardings."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,9 +12,10 @@ from nnxmoe.config.frozen import FrozenDict
 
 Rules = Mapping[str, str | tuple[str, ...] | None]
 
-# Logical axis of a parameter -> the mesh axis or axes that shard it (None: replicated). A rule with several mesh axes
-# leaves out those that shard another dimension of the same parameter: "embed": ("fsdp", "expert") shards dense kernels
-# over both. Devices along "context" have different tokens, like those along "fsdp", so both shard parameters.
+# Logical axis of a parameter -> the mesh axis or axes that shard it. None replicates. A rule with several mesh axes
+# omits mesh axes that already shard a different dimension of the parameter. For example, "embed": ("fsdp", "expert")
+# shards dense kernels over both axes, but expert kernels over "fsdp" only. Like "fsdp", "context" shards parameters,
+# because its devices have different tokens.
 RULES: Rules = FrozenDict(
     {
         "vocab": "tensor",
@@ -30,8 +31,8 @@ RULES: Rules = FrozenDict(
         "norm": None,
         "router": None,
         "layers": None,
-        "stages": "pipe",  # the layers of a pipeline
-        "rank": None,  # of a LoRA adapter
+        "stages": "pipe",  # layers of a pipeline
+        "rank": None,  # rank of a LoRA adapter
         "gate_up": None,  # gate and up in one LoRA adapter
     }
 )
@@ -45,13 +46,16 @@ def shard_count(mesh: AnyMesh | None, mesh_axes: Sequence[str]) -> int:
 
 
 def rule_axes(name: str, mesh: AnyMesh, rules: Rules, axes: Sequence[str | None] = ()) -> tuple[str, ...]:
-    """Return the mesh axes that the rule of a logical axis names, without mesh axes of size 1.
+    """Return the mesh axes in the rule of a logical axis, without mesh axes of size 1.
 
     Args:
-        axes: all logical axes of the parameter, for the error message.
+        name: The logical axis.
+        mesh: The mesh.
+        rules: The rules.
+        axes: All logical axes of the parameter, for the error message.
 
     Raises:
-        ValueError: if the rule or a mesh axis that it names is missing.
+        ValueError: If there is no rule for ``name``, or the mesh does not have an axis of the rule.
     """
     if name not in rules:
         raise ValueError(f"no rule for the logical axis {name!r} of a parameter with axes {tuple(axes)}")
@@ -69,7 +73,13 @@ def rule_axes(name: str, mesh: AnyMesh, rules: Rules, axes: Sequence[str | None]
 
 
 def axes_per_dimension(axes: Sequence[str | None], mesh: AnyMesh, rules: Rules = RULES) -> tuple[tuple[str, ...], ...]:
-    """Return the mesh axes that shard each dimension of a parameter with these logical axes; see `partition_spec`."""
+    """Return the mesh axes that shard each dimension of a parameter with these logical axes.
+
+    Omits mesh axes of size 1. A rule with several mesh axes omits axes that shard a different dimension.
+
+    Raises:
+        ValueError: If a rule is missing, or a mesh axis is missing or used twice.
+    """
     per_dimension = [() if name is None else rule_axes(name, mesh, rules, axes) for name in axes]
     may_yield = [name is not None and isinstance(rules[name], list | tuple) for name in axes]
     used = set[str]()
@@ -88,12 +98,16 @@ def axes_per_dimension(axes: Sequence[str | None], mesh: AnyMesh, rules: Rules =
 def partition_spec(
     axes: Sequence[str | None], shape: Sequence[int], mesh: AnyMesh, rules: Rules = RULES
 ) -> PartitionSpec:
-    """Return the partition spec of a parameter with these logical axes. Dimensions without a name are not sharded.
+    """Return the partition spec of a parameter; see `axes_per_dimension`.
 
-    Drops mesh axes of size 1, and from a rule with several mesh axes those that shard another dimension.
+    Args:
+        axes: Logical axis of each dimension. Dimensions with None are not sharded.
+        shape: Shape of the parameter.
+        mesh: The mesh.
+        rules: Logical axis -> mesh axes.
 
     Raises:
-        ValueError: if a size is indivisible, a rule is missing, or a mesh axis is missing or used twice.
+        ValueError: If a size is not divisible, a rule is missing, or a mesh axis is missing or used twice.
     """
     per_dimension = axes_per_dimension(axes, mesh, rules)
     for name, size, mesh_axes in zip(axes, shape, per_dimension, strict=True):
@@ -107,7 +121,7 @@ def partition_spec(
 
 
 def _spec_entry(mesh_axes: tuple[str, ...]) -> tuple[str, ...] | str | None:
-    """Return an entry of a partition spec, which distinguishes ``"fsdp"`` from ``("fsdp",)``."""
+    """Return an entry of a partition spec. A single axis is not a tuple: ``("fsdp",)`` and ``"fsdp"`` differ."""
     if len(mesh_axes) > 1:
         return mesh_axes
     return mesh_axes[0] if mesh_axes else None
@@ -119,7 +133,12 @@ def sharding_of(variable: nnx.Variable, mesh: Mesh, rules: Rules = RULES) -> Nam
 
 
 def check_rules(where: str, rules: Any) -> None:
-    """Raise ValueError for ``where(rules=…)`` unless the rules map every logical axis to mesh axes."""
+    """Raise ValueError unless the rules map every logical axis to mesh axes.
+
+    Args:
+        where: Name of the function or class whose argument ``rules`` is checked, for the error message.
+        rules: The rules.
+    """
     if not isinstance(rules, Mapping) or set(rules) != set(RULES):
         wrong = sorted(set(rules) ^ set(RULES), key=str) if isinstance(rules, Mapping) else [rules]
         raise ValueError(
@@ -135,8 +154,8 @@ def check_rules(where: str, rules: Any) -> None:
 
 
 def check_mesh(model: nnx.Module, mesh: AnyMesh, rules: Rules) -> None:
-    """Raise ValueError unless the mesh divides every parameter. The error names the largest mesh sizes that do."""
-    forms = dict[tuple[Any, ...], str]()  # (logical axes, shape) -> the path of one such parameter
+    """Raise ValueError unless the mesh divides every parameter. The error suggests the largest mesh sizes that do."""
+    forms = dict[tuple[Any, ...], str]()  # (logical axes, shape) -> path of the first such parameter
     for path, variable in nnx.to_flat_state(nnx.state(model)):
         forms.setdefault((axes_of(variable), tuple(variable.shape)), ".".join(map(str, path)))
     for (axes, shape), path in forms.items():
@@ -149,7 +168,7 @@ def check_mesh(model: nnx.Module, mesh: AnyMesh, rules: Rules) -> None:
 
 
 def _largest_fitting_sizes(forms: Sequence[tuple[Any, ...]], mesh: AnyMesh, rules: Rules) -> dict[str, int]:
-    """Return the largest sizes, at most the mesh's, that divide all parameters, chosen one mesh axis at a time."""
+    """Find, for one mesh axis after the other, the largest size up to the mesh's that divides all parameters."""
     sizes = dict.fromkeys(mesh.shape, 1)
     for axis, max_size in mesh.shape.items():
         if max_size > 1:
@@ -160,7 +179,10 @@ def _largest_fitting_sizes(forms: Sequence[tuple[Any, ...]], mesh: AnyMesh, rule
 
 
 def _common_divisor(forms: Sequence[tuple[Any, ...]], axis: str, trial: AnyMesh, rules: Rules) -> int:
-    """Return the greatest common divisor of what ``axis``, of size 2 in the trial mesh, may divide; 0 if nothing."""
+    """Return the greatest common divisor of the sizes that ``axis`` shards, or 0 if it shards no dimension.
+
+    ``axis`` has size 2 in the trial mesh. Each size is divided by the shards over the other axes of its dimension.
+    """
     divisor = 0
     for axes, shape in forms:
         for size, mesh_axes in zip(shape, axes_per_dimension(axes, trial, rules), strict=True):

@@ -16,14 +16,15 @@ class Mask:
     """Causal attention mask with padding, a sliding window and segments, stored as indices of queries and keys.
 
     A query attends to keys that are real, not later than the query, inside the window and in the query's segment.
-    Kernels that support a part of this structure use it directly. `allowed` is the equivalent boolean array.
+    Attention kernels use the parts of this structure that they support. `allowed` is the equivalent boolean array.
 
     Attributes:
-        query_index: index of each query among the real tokens of its row.
-        query_segment: segment of each query; None if all tokens are in one segment.
-        keys: the same of the keys, and which of them are real.
-        window: number of latest keys that a query attends to, including the key of its own token; None: no window.
-        causal: whether query t and key t are the same token, as in a pass without a cache.
+        query_index: Index of each query among the real tokens of its row.
+        query_segment: Segment of each query. None if all tokens are in one segment.
+        keys: Index, validity and segment of each key.
+        window: Number of latest keys that a query attends to, including the key of the query's token. None disables
+            the window.
+        causal: Whether query t and key t are the same token, as in a pass without a cache.
     """
 
     query_index: Int[Array, "T"] | Int[Array, "B T"]
@@ -38,7 +39,7 @@ class Mask:
         return self.causal and self.query_segment is None and self.keys.valid is None
 
     def allowed(self) -> Bool[Array, "#B T S"]:
-        """True where query t may attend to key s."""
+        """Return the boolean mask: True where query t may attend to key s."""
         query, key = self.query_index[..., :, None], self.keys.index[..., None, :]
         allowed = (key >= 0) & (key <= query)
         if self.window is not None:
@@ -53,12 +54,12 @@ class Mask:
         return allowed
 
     def map(self, map_queries: Callable[[Array], Array], map_keys: Callable[[Array], Array]) -> "Mask":
-        """Apply functions to the arrays of the queries and to those of the keys, whose last axis is the tokens."""
+        """Apply a function to the query arrays and a function to the key arrays. Their last axis is the tokens."""
         index, segment = jax.tree.map(map_queries, (self.query_index, self.query_segment))
         return Mask(index, segment, jax.tree.map(map_keys, self.keys), self.window)
 
     def select(self, queries: slice | Int[Array, "t"], keys: slice | Int[Array, "s"]) -> "Mask":
-        """Select queries and keys along the token axis; causal if both are the same slice of tokens."""
+        """Select queries and keys along the token axis. The result is causal if both are the same slice."""
         causal = self.causal and isinstance(queries, slice) and queries == keys
         selected = self.map(lambda array: array[..., queries], lambda array: array[..., keys])
         return dataclasses.replace(selected, causal=causal)
@@ -67,9 +68,13 @@ class Mask:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ConcatenatedMask:
-    """The masks of two sets of keys, one after the other, for `ReferenceAttention` on blocks of queries.
+    """Masks of two concatenated sets of keys, for `ReferenceAttention` on blocks of queries.
 
-    ``selected``: further restricts which keys of the second set a query attends to; None: all that ``far`` allows.
+    Attributes:
+        near: Mask over the first set of keys.
+        far: Mask over the second set of keys.
+        selected: True for keys of the second set that a query has selected. A query attends to the selected keys that
+            ``far`` allows. If None, all keys are selected.
     """
 
     near: Mask
@@ -77,7 +82,7 @@ class ConcatenatedMask:
     selected: Bool[Array, "B T n"] | None = None
 
     def allowed(self) -> Bool[Array, "B T S"]:
-        """True where query t may attend to key s of the concatenated keys."""
+        """Return the boolean mask: True where query t may attend to key s of the concatenated keys."""
         far = self.far.allowed()
         if self.selected is not None:
             far = far & self.selected

@@ -12,13 +12,13 @@ from nnxmoe.axes import ParamOptions, parameter
 
 
 def rms_normalize(x: Float[Array, "*rows D"], eps: float) -> Float[Array, "*rows D"]:
-    """Return ``x / sqrt(mean(x^2) + eps)`` over the last dimension, in float32, cast back to ``x``'s dtype."""
+    """Compute ``x / sqrt(mean(x^2) + eps)`` over the last dimension in float32, and cast back to ``x``'s dtype."""
     x32 = x.astype(jnp.float32)
     return (x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)).astype(x.dtype)
 
 
 class RMSNorm(nnx.Module):
-    """``x / sqrt(mean(x^2) + eps)`` in float32, cast back to ``x``'s dtype, then times the scale, as in Llama."""
+    """RMS normalization as in Llama: `rms_normalize`, then a product with the scale in ``x``'s dtype."""
 
     def __init__(self, dim: int, eps: float, **kw: Unpack[ParamOptions]):
         self.eps = eps
@@ -29,7 +29,7 @@ class RMSNorm(nnx.Module):
 
 
 class OffsetNorm(RMSNorm):
-    """``x / sqrt(mean(x^2) + eps) * (1 + scale)`` in float32, cast back to ``x``'s dtype (Gemma, Qwen3-Next)."""
+    """RMS normalization with scale ``1 + scale``, in float32, cast back to ``x``'s dtype (Gemma, Qwen3-Next)."""
 
     def __init__(self, dim: int, eps: float, **kw: Unpack[ParamOptions]):
         self.eps = eps
@@ -55,7 +55,10 @@ class GatedNorm(nnx.Module):
 
 
 class LayerNorm(nnx.Module):
-    """``(x - mean(x)) / sqrt(var(x) + eps)`` in float32, times the scale plus the bias, cast back to ``x``'s dtype."""
+    """Layer normalization ``(x - mean(x)) / sqrt(var(x) + eps) * scale + bias``.
+
+    Computed in float32 and cast back to ``x``'s dtype.
+    """
 
     def __init__(self, dim: int, eps: float, **kw: Unpack[ParamOptions]):
         self.eps = eps
