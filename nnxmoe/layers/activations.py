@@ -1,4 +1,4 @@
-"""Activations of feed-forward networks with a gate (Shazeer 2020) and without.
+"""Activations of feed-forward networks with a gate (Shazeer 2020) and without a gate.
 
 An activation returns the input of the down projection.
 """
@@ -20,15 +20,16 @@ def swiglu(gate: Float[Array, "*rows F"], up: Float[Array, "*rows F"]) -> Float[
 
 
 def geglu(gate: Float[Array, "*rows F"], up: Float[Array, "*rows F"]) -> Float[Array, "*rows F"]:
-    """Return ``gelu(gate) * up``, with the approximation by tanh (Shazeer 2020; Gemma)."""
+    """Return ``gelu(gate) * up``, with the tanh approximation of gelu (Shazeer 2020; Gemma)."""
     return jax.nn.gelu(gate, approximate=True) * up
 
 
 @dataclasses.dataclass(frozen=True)
 class ClampedSwiGLU:
-    """``(up + 1) * gate * sigmoid(alpha * gate)``, with gate at most ``limit`` and up within ``±limit``.
+    """Activation ``(up + 1) * gate * sigmoid(alpha * gate)`` (gpt-oss, 2025).
 
-    The reference is ``swiglu`` in ``gpt_oss/torch/model.py`` (gpt-oss 2025).
+    ``gate`` is clipped to at most ``limit``, and ``up`` to ``±limit``.
+    Source: ``swiglu`` in ``gpt_oss/torch/model.py``.
     """
 
     alpha: float
@@ -41,7 +42,7 @@ class ClampedSwiGLU:
 
 @dataclasses.dataclass(frozen=True)
 class LimitedSwiGLU:
-    """``silu(gate) * up``, with gate at most ``limit`` and up within ``±limit`` (DeepSeek-V4, 2026)."""
+    """SwiGLU with ``gate`` clipped to at most ``limit``, and ``up`` to ``±limit`` (DeepSeek-V4, 2026)."""
 
     limit: float
 

@@ -1,8 +1,9 @@
-"""Caches for decoding: keys and values (or MLA's latents) per layer, and how many tokens each row has stored.
+"""Caches for decoding: keys and values (or MLA's latents) per layer, and the number of stored tokens per row.
 
-Each row has its own cursor: its real tokens fill its slots in order, and padding takes no slot. A full cache stores
-token i of a row in slot i, a ring in slot ``i % size``, so the row's length determines which token a slot holds. All
-caches are pytrees: passed in, returned, and safe to donate.
+Each row has a separate length. The real tokens of a row fill its slots in order, and padding does not use slots.
+A full cache stores token i of a row in slot i. A ring stores it in slot ``i % size``. The length of a row therefore
+determines which token each slot contains. Caches are pytrees. A model takes them as arguments and returns new caches,
+and callers may donate them.
 """
 
 import dataclasses
@@ -21,13 +22,13 @@ from nnxmoe.layers.cache_buffer import Buffer, CacheFormat, Int8Array, as_float,
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SlotMetadata:
-    """The token in each key slot.
+    """Token in each key slot.
 
     Attributes:
-        index: index of the token among the real tokens of its row; negative for empty slots. Without a batch dimension
+        index: Index of the token among the real tokens of its row. Negative for empty slots. Without a batch dimension,
             all rows have the same indices.
-        valid: whether the token is real; None: all are.
-        segment: segment of the token; None: all tokens are in one segment.
+        valid: Whether the token is real. None if all tokens are real.
+        segment: Segment of the token. None if all tokens are in one segment.
     """
 
     index: Int[Array, "S"] | Int[Array, "B S"]
@@ -41,10 +42,10 @@ class CacheMetadata:
     """State that the caches of all layers share in one forward pass.
 
     Attributes:
-        index: index of each new token in its row; -1 for padding.
-        length_before: number of tokens per row that the cache stored before this pass.
-        length_after: the same after this pass.
-        segment: segment of every stored token, by its index.
+        index: Index of each new token in its row. -1 for padding.
+        length_before: Number of tokens stored per row before this pass.
+        length_after: Number of tokens stored per row after this pass.
+        segment: Segment of each stored token by token index, including the new tokens.
     """
 
     index: Int[Array, "B T"]
@@ -53,7 +54,7 @@ class CacheMetadata:
     segment: Int[Array, "B C"]
 
     def slots(self, index: Int[Array, "B S"]) -> SlotMetadata:
-        """Describe slots that hold the tokens with these indices."""
+        """Return the metadata of slots that contain the tokens with these indices."""
         segment = jnp.take_along_axis(self.segment, jnp.maximum(index, 0), axis=1)
         return SlotMetadata(index, None, segment)
 
@@ -63,7 +64,7 @@ AppendResult = tuple[Buffer, Array, Int[Array, "B S"]]
 
 
 def append_full(buffer: Buffer, new: Array, metadata: CacheMetadata) -> AppendResult:
-    """Write token i to slot i; all slots may be attended to."""
+    """Write token i to slot i, and return all slots as values. Slots after the last token have index -1."""
     size, axis = buffer.shape[-2], new.ndim - 2
     buffer = write_slots(buffer, new, jnp.where(metadata.index < 0, size, metadata.index), axis)
     slots = jnp.arange(size, dtype=jnp.int32)[None]
@@ -73,8 +74,8 @@ def append_full(buffer: Buffer, new: Array, metadata: CacheMetadata) -> AppendRe
 def append_ring(buffer: Buffer, new: Array, metadata: CacheMetadata, lookahead: int) -> AppendResult:
     """Write token i to slot ``i % size``.
 
-    Up to ``1 + lookahead`` new tokens attend to the new ring. More tokens attend to the previous ring followed by
-    themselves, since later tokens overwrite slots that earlier tokens attend to.
+    With up to ``1 + lookahead`` new tokens, the values are the new ring. With more new tokens, the values are the
+    previous ring followed by the new tokens, because later tokens overwrite slots that earlier tokens attend to.
     """
     size, axis, index = buffer.shape[-2], new.ndim - 2, metadata.index
     stays = (index >= 0) & (index >= metadata.length_after[:, None] - size)
@@ -90,7 +91,7 @@ def append_ring(buffer: Buffer, new: Array, metadata: CacheMetadata, lookahead: 
 
 
 def _ring_index(length: Int[Array, "B"], size: int) -> Int[Array, "B S"]:
-    """Index of the token in each slot of a ring after ``length`` tokens were written; negative for empty slots."""
+    """Return the index of the token in each slot of a ring of ``length`` tokens. Negative for empty slots."""
     newest = length[:, None] - 1
     return newest - (newest - jnp.arange(size, dtype=jnp.int32)[None]) % size
 
@@ -98,13 +99,13 @@ def _ring_index(length: Int[Array, "B"], size: int) -> Int[Array, "B S"]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TokenCache:
-    """One layer's cache with a slot per token.
+    """Cache of one layer with one slot per token.
 
     Attributes:
-        buffers: a pytree of ``[*L, B, …, S, W]``, such as keys and values ``[*L, B, K, S, H]``, or MLA's latents
+        buffers: Pytree of ``[*L, B, …, S, W]``, such as keys and values ``[*L, B, K, S, H]``, or MLA's latents
             ``[*L, B, S, W]``, each followed by its rotated key (DeepSeek-V2).
-        ring: whether the cache stores only the last tokens, as many as a sliding window covers.
-        lookahead: number of slots for draft tokens that may be removed again.
+        ring: Whether the cache stores only the latest tokens, as many as a sliding window covers.
+        lookahead: Number of extra slots for draft tokens, which may be removed again.
     """
 
     buffers: Any
@@ -112,9 +113,14 @@ class TokenCache:
     lookahead: int = dataclasses.field(default=0, metadata={"static": True})
 
     def append(self, new: Any, metadata: CacheMetadata) -> tuple[Self, Any, SlotMetadata]:
-        """Store ``new``, arrays ``[B, …, T, W]`` in the structure of the buffers.
+        """Store the new tokens.
 
-        Returns the cache, all values that may be attended to, and the tokens that they belong to.
+        Args:
+            new: Pytree of arrays ``[B, …, T, W]`` with the structure of ``buffers``.
+            metadata: State that all layers share.
+
+        Returns:
+            The cache, all values that queries may attend to, and the tokens of these values.
         """
         arrays, tree = jax.tree.flatten(new)
         append = functools.partial(append_ring, lookahead=self.lookahead) if self.ring else append_full
@@ -128,17 +134,25 @@ class TokenCache:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RecurrentState:
-    """A recurrent layer's states after each of the newest tokens of a row, a pytree of ``[*L, B, 1 + lookahead, ...]``.
+    """States of a recurrent layer after each of the newest tokens of a row.
 
-    The state after token i is at ``i % (1 + lookahead)``, so that the ``lookahead`` newest tokens may be removed by a
-    smaller `Cache.length`, as for keys and values. States keep their dtype whatever the `CacheFormat`.
+    The state after token i is at ``i % (1 + lookahead)``. A smaller `Cache.length` therefore removes up to
+    ``lookahead`` newest tokens, as for keys and values. A `CacheFormat` does not change the dtype of states.
+
+    Attributes:
+        states: Pytree of ``[*L, B, 1 + lookahead, ...]``.
     """
 
     states: Any
 
     @classmethod
     def empty(cls, zero: Any, lookahead: int) -> Self:
-        """Create the states of rows without tokens from arrays of zeros ``[B, ...]``."""
+        """Create the states of rows without tokens.
+
+        Args:
+            zero: Pytree of zeros ``[B, ...]``, the state before the first token.
+            lookahead: Number of newest tokens that may be removed.
+        """
         return cls(jax.tree.map(lambda a: jnp.repeat(a[:, None], 1 + lookahead, axis=1), zero))
 
     @property
@@ -158,7 +172,7 @@ class RecurrentState:
         return jax.tree.map(select, self.states)
 
     def write(self, new: Any, index: Int[Array, "B n"]) -> Self:
-        """Store the states ``[B, n, ...]`` after the n tokens with these indices; negative indices are skipped."""
+        """Store the states ``[B, n, ...]`` after the n tokens with these indices. Skip negative indices."""
 
         def write(states: Array, new: Array) -> Array:
             size = states.shape[1]
@@ -168,7 +182,7 @@ class RecurrentState:
 
 
 def format_caches(layers: Any, cache_format: CacheFormat | None) -> Any:
-    """Convert the buffers of empty caches to a format, except those of recurrent states."""
+    """Convert the buffers of empty caches to a format. Recurrent states are unchanged."""
     if cache_format is None:
         return layers
 
@@ -181,14 +195,14 @@ def format_caches(layers: Any, cache_format: CacheFormat | None) -> Any:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """A model's cache.
+    """Cache of a model.
 
     Attributes:
-        layers: One entry per stack: a tuple of layer caches, or, for a scanned stack, one cache whose arrays have a
-            leading layer dimension. The arrays of a ``TokenCache`` are its ``buffers``: ``(keys, values)`` for most
-            attentions, latents for MLA.
+        layers: One entry per stack. The entry of a scanned stack is one cache whose arrays have a leading layer
+            dimension, otherwise a tuple with one cache per layer. The arrays of a ``TokenCache`` are its ``buffers``:
+            ``(keys, values)`` for most attentions, latents for MLA.
         length: Number of tokens stored per row.
-        segment: Segment id of each stored token, indexed by row and position in the row.
+        segment: Segment id of each stored token, by row and token index.
         capacity: Number of real tokens that fit in a row.
     """
 
@@ -199,15 +213,15 @@ class Cache:
 
     @classmethod
     def empty(cls, layers: tuple[Any, ...], batch: int, capacity: int) -> Self:
-        """Wrap the layers' empty caches."""
+        """Create the cache of ``batch`` empty rows from the layers' empty caches."""
         cache = cls(layers, jnp.zeros((batch,), jnp.int32), jnp.zeros((batch, capacity), jnp.int32), capacity)
         return cache.remember_lengths(np.zeros(batch, np.int32))
 
     @property
     def lengths(self) -> np.ndarray | None:
-        """``length`` as a NumPy array; None where it is traced or other processes hold it.
+        """``length`` as a NumPy array, or None if it is traced or not fully addressable by this process.
 
-        Waits for the device unless `remember_lengths` was called.
+        Blocks until the device has computed it, unless `remember_lengths` was called.
         """
         if isinstance(self.length, Tracer) or not self.length.is_fully_addressable:
             return None
@@ -221,16 +235,22 @@ class Cache:
         return None if lengths is None else int(lengths.max())
 
     def remember_lengths(self, lengths: np.ndarray) -> Self:
-        """Set the value of `lengths`; transformed and changed copies of this cache do not have it."""
+        """Set the value of `lengths` in place. JAX transformations and `dataclasses.replace` drop the value."""
         object.__setattr__(self, "_lengths", lengths)
         return self
 
     def advance(
         self, count: int, valid: Bool[Array, "B T"] | None, segment: Int[Array, "B T"] | None
     ) -> tuple[Self, CacheMetadata]:
-        """Count ``count`` new tokens per row, whose keys and values the layers have yet to append.
+        """Add new tokens to the lengths and segments. The layers append their keys and values afterwards.
 
-        Returns the cache with the new lengths, and the metadata for the layers' caches.
+        Args:
+            count: Number of new tokens per row, including padding.
+            valid: True for real tokens. None if all tokens are real.
+            segment: Segment ids of the new tokens. If None, 0.
+
+        Returns:
+            The cache with the new lengths, and the metadata for the layers' caches.
         """
         before = self.length[:, None]
         if valid is None:
@@ -245,14 +265,17 @@ class Cache:
         return advanced, CacheMetadata(index, self.length, length, segments)
 
     def nan_if_full(self, x: Float[Array, "B T *D"]) -> Float[Array, "B T *D"]:
-        """Replace ``x`` by NaN in rows whose tokens do not fit."""
+        """Replace ``x`` with NaN in rows with more tokens than ``capacity``."""
         return jnp.where((self.length > self.capacity).reshape(-1, *(1,) * (x.ndim - 1)), jnp.nan, x)
 
     def shared(self, fresh: bool) -> Self:
-        """Return the part that all layers share.
+        """Return the cache without its layers.
+
+        Args:
+            fresh: Whether the caller requires an empty cache.
 
         Raises:
-            ValueError: ``fresh`` is set and the cache is known not to be empty.
+            ValueError: If ``fresh`` is True and the cache is known not to be empty.
         """
         if fresh and self.max_length:
             raise ValueError(f"fresh=True: {self.max_length} tokens are in the cache; pass an empty cache")

@@ -1,4 +1,4 @@
-"""Buffers of caches, as floats or as int8 with scales: reading, writing and gathering slots."""
+"""Cache buffers of floats, or of int8 codes with scales, and functions that read, write and gather slots."""
 
 import dataclasses
 from collections.abc import Callable
@@ -14,14 +14,14 @@ from nnxmoe.layers.linear.xla_cpu import one_cpu, write_rows
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Int8Array:
-    """Floats as int8 codes with one float32 scale per vector of the last dimension."""
+    """Array of int8 codes with one float32 scale per vector of the last dimension."""
 
     codes: Array  # [..., W]
     scale: Array  # [..., 1]
 
     @classmethod
     def quantize(cls, array: Float[Array, "..."]) -> Self:
-        """Round each vector of the last dimension to multiples of a 127th of its largest magnitude."""
+        """Round each vector of the last dimension to multiples of its largest magnitude / 127."""
         wide = array.astype(jnp.float32)
         scale = jnp.max(jnp.abs(wide), axis=-1, keepdims=True) / 127
         codes = jnp.round(wide / jnp.where(scale > 0, scale, 1)).astype(jnp.int8)
@@ -45,9 +45,9 @@ def as_float(buffer: Buffer, dtype: Any) -> Array:
 
 
 def write_slots(buffer: Buffer, new: Array, slots: Int[Array, "B T"], axis: int) -> Any:
-    """Write token t of row b of ``new`` to ``slots[b, t]`` along ``axis``; slots out of range are not written.
+    """Write token t of row b of ``new`` to ``slots[b, t]`` along ``axis``. Out-of-range slots are dropped.
 
-    In place where the buffer is donated or carried by a loop.
+    XLA updates the buffer in place if it is donated or a loop carries it.
     """
     if isinstance(buffer, Int8Array):
         quantized = Int8Array.quantize(new)
@@ -60,7 +60,7 @@ def write_slots(buffer: Buffer, new: Array, slots: Int[Array, "B T"], axis: int)
 
 
 def gather_tokens(x: Shaped[Array, "B S ..."], places: Int[Array, "B ..."]) -> Shaped[Array, "B ..."]:
-    """Gather ``places`` of each row along the token axis."""
+    """Gather the tokens of each row at the row's ``places``."""
     return jax.vmap(lambda row, places: row[places])(x, places)
 
 
@@ -70,10 +70,10 @@ CacheFormat = Callable[[Array], Buffer]
 
 @dataclasses.dataclass(frozen=True)
 class Int8Cache:
-    """Stores keys, values and latents as int8, with one float32 scale per token and head.
+    """Cache format that stores keys, values and latents as int8, with one float32 scale per token and head.
 
-    **Changes numbers**: each key and value by up to a 254th of its largest component. Takes 0.52 of the bytes of
-    bfloat16 with heads of width 128.
+    **Changes numbers**: each component of a key or value by up to 1/254 of the largest component. With heads of width
+    128, the cache has 0.52 times the bytes of bfloat16.
     """
 
     def __call__(self, buffer: Array) -> Int8Array:

@@ -1,4 +1,4 @@
-"""Sequences in chunks, for loops that keep the activations of few tokens in memory at a time."""
+"""Loops over chunks of a sequence, which need memory for the activations of one chunk only."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,9 +9,9 @@ from jaxtyping import Array
 
 
 def split_chunks(size: int, *arrays: Array) -> tuple[Array, ...]:
-    """Split arrays ``[B, T, …]`` into chunks ``[n, B, size, …]``, the last one padded with zeros.
+    """Split arrays ``[B, T, …]`` into chunks ``[n, B, size, …]``. The last chunk is padded with zeros.
 
-    Every chunk has tokens of all rows, so that rows stay on their devices.
+    Each chunk has tokens of every row, so rows remain on their devices.
     """
 
     def split(array: Array) -> Array:
@@ -30,14 +30,15 @@ def join_chunks(chunks: Array, length: int) -> Array:
 
 
 def map_chunks(run: Callable[..., tuple[Array, Any]], chunks: int, *arrays: Array) -> tuple[Array, Any]:
-    """Apply ``run(*arrays) -> y [B, T, …], info`` to one chunk of tokens at a time, recomputed in the backward pass.
+    """Apply a function to one chunk of tokens at a time. The backward pass rematerializes each chunk.
 
     Args:
-        chunks: the number of chunks, at most one per token.
-        arrays: ``[B, T, …]``.
+        run: ``(*arrays) -> y [B, t, …], info``.
+        chunks: Number of chunks. There are at most as many chunks as tokens.
+        *arrays: Arrays ``[B, T, …]``.
 
     Returns:
-        ``y`` of all tokens, and ``info`` of every chunk, stacked.
+        ``y`` of all tokens, and the ``info`` of all chunks, stacked.
     """
     length = arrays[0].shape[1]
     size = -(-length // min(chunks, length))

@@ -1,4 +1,4 @@
-"""Inputs and outputs of the two halves of a layer: attention and feed-forward."""
+"""Interfaces of the two halves of a layer, attention and feed-forward, and the inputs that all layers share."""
 
 import dataclasses
 import inspect
@@ -19,13 +19,13 @@ from nnxmoe.layers.rope import RotateFn, Rotations, compute_rotation
 
 @dataclasses.dataclass(frozen=True)
 class OutputRequest:
-    """What the layers of a pass return.
+    """Outputs that a caller requests from the layers of a pass.
 
     Attributes:
-        last_token_only: Return the output of the last token only.
-        all_hidden: Return the output of every layer, not only of the last one.
-        reduce_routing: Maps each layer's routing to the part that is returned, so that less stays in memory. None
-            returns the whole routing.
+        last_token_only: Whether to return the output of the last token only.
+        all_hidden: Whether to return the output of every layer instead of the last layer only.
+        reduce_routing: Maps the routing of each layer to the value that is returned, to save memory. If None, the
+            whole routing is returned.
     """
 
     last_token_only: bool = False
@@ -36,21 +36,21 @@ class OutputRequest:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """What all layers of a forward pass share: positions, padding, segments and the state of the cache.
+    """Inputs that all layers of a forward pass share: positions, padding, segments and the state of the cache.
 
-    Each attention derives its mask, its slots in the cache and its rotation from it.
+    Each attention layer derives its mask, its cache slots and its rotation from the context.
 
     Attributes:
-        index: Position of each token among the real tokens of its row. Padding repeats the index of the token before.
+        index: Index of each token among the real tokens of its row. Padding repeats the index of the previous token.
         valid: True for real tokens. None if all tokens are real.
         segment: Segment ids of packed documents. None if each row is one segment.
-        past: Tokens in the cache. None without a cache.
+        past: State of the cache. None without a cache.
         key: Random key of the router's jitter. None disables jitter.
         tokens: Token ids, for routers that read them.
         positions: Positions of the rotary embedding.
         rotations: Rotations computed once for all layers.
-        fresh: The cache was empty, so the tokens attend to each other instead of to its slots.
-        request: What each layer returns.
+        fresh: Whether the cache was empty. If so, the tokens attend to each other and the slots are not read.
+        request: Outputs that each layer returns.
     """
 
     index: Int[Array, "S"] | Int[Array, "B S"]
@@ -68,14 +68,19 @@ class Context:
     def from_lengths(
         cls, rope: Rope, batch: int, length: int, lengths: Integer[Any, "B"] | Sequence[int] | None = None
     ) -> Self:
-        """Create the context of ``batch`` rows of ``length`` tokens without a cache, to call a layer or attention.
-
-        ``lengths``: the number of real tokens of each row, which come first; None: all are real.
+        """Create a context without a cache, to call a layer or attention directly.
 
             x = jnp.ones((2, 9, config.hidden_size))
             y, _ = model.stacks[0].layers[0].attention(x, Context.from_lengths(config.rope, 2, 9, lengths=[9, 4]))
 
-        Raises ValueError for lengths that do not fit. Traced lengths are not checked.
+        Args:
+            rope: Rotary position embedding of the layer.
+            batch: Number of rows.
+            length: Number of tokens per row.
+            lengths: Number of real tokens per row. Padding follows the real tokens. If None, all tokens are real.
+
+        Raises:
+            ValueError: If ``lengths`` is not ``batch`` integers from 0 to ``length``. Traced values are not checked.
         """
         index = jnp.arange(length, dtype=jnp.int32)
         context = cls(index)._rotating((rope,), jnp.broadcast_to(index, (batch, length)))
@@ -91,7 +96,12 @@ class Context:
         return dataclasses.replace(context, index=jnp.minimum(index, counts[:, None] - 1), valid=valid)
 
     def for_layer(self, index: int | Int[Array, ""], *, last_token_only: bool | None = None) -> Self:
-        """Return the context of a layer or stack: with a random key of its own, and another request if given."""
+        """Return the context of one layer or stack.
+
+        Args:
+            index: Index of the layer or stack. It is folded into the random key.
+            last_token_only: Replaces ``request.last_token_only`` if not None.
+        """
         key = None if self.key is None else jax.random.fold_in(self.key, index)
         request = self.request
         if last_token_only is not None:
@@ -99,7 +109,7 @@ class Context:
         return dataclasses.replace(self, key=key, request=request)
 
     def output_tokens(self, x: Shaped[Array, "B T ..."]) -> Shaped[Array, "B asked ..."]:
-        """Select the tokens whose output is requested: all tokens, or only the last one."""
+        """Select the tokens whose output is requested: all tokens, or the last token."""
         return x[:, -1:] if self.request.last_token_only else x
 
     def output_queries(self, mask: Mask) -> Mask:
@@ -115,7 +125,7 @@ class Context:
     def rotated(
         self, x: Float[Array, "B asked N H"], rope: Rope | None, rotate: RotateFn
     ) -> Float[Array, "B asked N H"]:
-        """Queries or keys, rotated by their positions; unchanged without a ``rope``."""
+        """Rotate queries or keys by their positions. Return ``x`` unchanged if ``rope`` is None."""
         if rope is None:
             return x
         if (rotation := self.rotations.get(rope)) is None:
@@ -124,7 +134,7 @@ class Context:
         return rotate(x, rotation)
 
     def _rotating(self, ropes: tuple[Rope, ...], positions: Int[Array, "B S"]) -> Self:
-        """This context with the rotations of all layers."""
+        """Return the context with these positions, and with the rotations of all layers."""
         rotations = Rotations({rope: compute_rotation(rope, positions, self.valid) for rope in ropes})
         return dataclasses.replace(self, positions=positions, rotations=rotations)
 
@@ -140,9 +150,12 @@ class Context:
         key: Key[Array, ""] | None,
         fresh: bool,
     ) -> tuple[Self, Cache | None]:
-        """The context of a pass over tokens, and the cache with these tokens counted in.
+        """Create the context of a pass over tokens. Also return the cache with the new lengths.
 
-        ``cache``: the part that all layers share. Other arguments are those of `CausalLM.body`.
+        Args:
+            ropes: Rotary position embeddings of all layers.
+            cache: The cache without its layers; see `Cache.shared`.
+            tokens, attention_mask, positions, segment_ids, key, fresh: See `CausalLM.body`.
         """
         past, moved, index, shape = None, None, jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape
         valid = None if attention_mask is None else jnp.asarray(attention_mask) != 0
@@ -159,9 +172,15 @@ class Context:
         return context._rotating(ropes, jnp.asarray(positions)), moved
 
     def append_to_cache(self, cache: Any, new: Any, window: int | None) -> tuple[Any, Any, Mask]:
-        """Append ``new`` (keys and values, or latents) to a layer's cache.
+        """Append new tokens to a layer's cache.
 
-        Returns the cache, everything that the tokens attend to, and the mask over it.
+        Args:
+            cache: Cache of the layer, or None.
+            new: Keys and values, or latents, of the new tokens.
+            window: Size of the sliding window, or None.
+
+        Returns:
+            The cache, the keys and values (or latents) that the tokens attend to, and the mask over them.
         """
         slots = SlotMetadata(self.index, self.valid, self.segment)
         mask, seen = Mask(self.index, self.segment, slots, window, causal=True), new
@@ -175,11 +194,11 @@ class Context:
 
 
 class Attention(Protocol):
-    """``(x, context, cache) -> y, cache``; y has all tokens, or only the last one if
-    ``context.request.last_token_only``.
+    """Protocol of the first half of a layer, ``(x, context, cache) -> y, cache``.
 
-    Inputs are padded, so tokens may attend to real tokens only (``context.valid``). ``empty_cache`` is needed only for
-    calls with a cache, such as generation.
+    If ``context.request.last_token_only``, y has only the last token, otherwise all tokens. Inputs have padding, so
+    tokens may attend to real tokens only (``context.valid``). Calls with a cache, such as generation, also need
+    ``empty_cache``.
     """
 
     def __call__(
@@ -187,23 +206,28 @@ class Attention(Protocol):
     ) -> tuple[Float[Array, "B asked D"], Any]: ...
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, lookahead: int = 0) -> Any:
-        """A cache for ``capacity`` tokens, of which the ``lookahead`` newest may be taken back."""
+        """Create a cache for ``capacity`` tokens per row. The ``lookahead`` newest tokens may be removed again."""
         ...
 
 
 class FeedForwardOutput(NamedTuple):
-    """Output of a feed-forward with experts, and its `MoEInfo` (named for `nnx.tabulate`, which fails on dataclasses in
-    plain tuples)."""
+    """Output of a feed-forward with experts, and its `MoEInfo`.
+
+    This is a named tuple because `nnx.tabulate` fails on dataclasses in plain tuples.
+    """
 
     y: Float[Array, "B T D"]
     info: Any
 
 
 class FeedForward(Protocol):
-    """The second half of a layer, ``(x, context) -> y``, or `FeedForwardOutput`: a dense `MLP`, or a `MoE`.
+    """Protocol of the second half of a layer, a dense `MLP` or a `MoE`: ``(x, context) -> y`` or `FeedForwardOutput`.
 
-    ``name``: attribute name in a layer and in parameter keys, ``mlp`` or ``moe``. Defaults to the name of the part that
-    it replaces, else ``mlp``. Without ``token_independent`` inputs are neither padded nor split.
+    If a feed-forward does not define ``token_independent``, inputs are neither padded nor split.
+
+    Attributes:
+        name: Attribute name in a layer and in parameter keys, ``mlp`` or ``moe``. A feed-forward without ``name`` gets
+            the name of the part that it replaces, or ``mlp``.
     """
 
     name: ClassVar[str]
@@ -211,18 +235,24 @@ class FeedForward(Protocol):
     def __call__(self, x: Float[Array, "B T D"], context: Context | None = None) -> Any: ...
 
     def token_independent(self, key: Key[Array, ""] | None) -> bool:
-        """Whether the output for a token is independent of all other tokens; ``key`` as in `Context`."""
+        """Return whether the output for a token is independent of all other tokens. ``key`` is `Context.key`."""
         ...
 
 
 def token_independent(part: Any, key: Key[Array, ""] | None) -> bool:
-    """Whether a part declares its output for a token independent of all other tokens; False without a declaration."""
+    """Call ``part.token_independent(key)``. Return False if the part does not define it."""
     separates = getattr(part, "token_independent", None)
     return separates is not None and separates(key)
 
 
 def check_call(name: str, part: Any, *options: str) -> None:
-    """Raise ValueError if a part of a layer cannot be called with ``x`` and these keyword arguments."""
+    """Raise ValueError unless a part of a layer can be called with ``x`` and these keyword arguments.
+
+    Args:
+        name: Name of the part, for the error message.
+        part: The part.
+        *options: Names of the keyword arguments.
+    """
     known = inspect.signature(part).parameters.values() if callable(part) else ()
     several = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known)
     if not callable(part) or not (several or {one.name for one in known} >= set(options)):

@@ -1,4 +1,4 @@
-"""Token embedding, which is also the output head of models with tied embeddings."""
+"""Token embedding. Models with tied embeddings also use it as the output head."""
 
 import functools
 from typing import Any, Unpack
@@ -16,15 +16,16 @@ from nnxmoe.sharding_rules import RULES, Rules, axes_per_dimension
 
 
 class Embed(nnx.Module):
-    """A table ``[V, D]`` of token embeddings. ``weight`` returns it as a tied output head.
+    """Table ``[V, D]`` of token embeddings. ``weight`` returns the table as a tied output head.
 
     Attributes:
-        mesh, rules: how the table is sharded. None: not at all.
-        lora: an adapter of the lookup, ``a [rank, V]`` and ``b [D, rank]``.
-        lora_head: an adapter of a tied output head.
+        mesh: Mesh that shards the table, or None.
+        rules: Sharding rules of the table.
+        lora: Adapter of the lookup, ``a [rank, V]`` and ``b [D, rank]``.
+        lora_head: Adapter of a tied output head.
     """
 
-    ins_first = False  # whether products with the head have the order of Flax, as in the Linen bridge
+    ins_first = False  # whether the head's kernel has the dimension order of Flax, [D, V], as in the Linen bridge
 
     def __init__(
         self, vocab: int, dim: int, *, mesh: AnyMesh | None = None, rules: Rules = RULES, **kw: Unpack[ParamOptions]
@@ -36,7 +37,7 @@ class Embed(nnx.Module):
         self.table = parameter((vocab, dim), ("vocab", "embed"), init, **kw)
 
     def __call__(self, tokens: Int[Array, "B T"], dtype: Any = None) -> Float[Array, "B T D"]:
-        """Return the embeddings of tokens, by default in the dtype of the table."""
+        """Look up the embeddings of tokens. If ``dtype`` is None, they have the dtype of the table."""
         dtype = self.table.dtype if dtype is None else dtype
         embeddings = self._look_up(tokens, dtype)
         return embeddings if self.lora is None else embeddings + self.lora.lookup(tokens).astype(dtype)
@@ -51,8 +52,8 @@ class Embed(nnx.Module):
         sharded_axes = {*row_axes, *token_axes}
         if not width_axes or not set(width_axes) <= sharded_axes or set(vocab_axes) & sharded_axes:
             return jnp.take(table, tokens, axis=0).astype(dtype)
-        # D is sharded over axes that also shard the tokens. XLA would replicate the embeddings of the whole batch
-        # ("involuntary full rematerialization").
+        # D is sharded over mesh axes that also shard the tokens. For a plain lookup, XLA would replicate the embeddings
+        # of the whole batch ("involuntary full rematerialization").
         look_up = functools.partial(
             _look_up_shard, vocab=table.shape[0], dtype=dtype, vocab_axes=vocab_axes, width_axes=width_axes
         )
@@ -61,7 +62,7 @@ class Embed(nnx.Module):
         return shard_map(look_up, self.mesh, (table_spec, token_spec), token_spec)(table, tokens)
 
     def weight(self) -> Kernel:
-        """Return the table as the kernel ``[D, V]`` of a tied output head, with the head's adapter if there is one."""
+        """Return the table as the kernel ``[D, V]`` of a tied output head, including the head's adapter, if any."""
         table = self.table[...]
         kernel = DenseKernel(table.T, ins_first=True) if self.ins_first else DenseKernel(table)
         return with_adapter(kernel, self.lora_head)
@@ -76,10 +77,11 @@ def _look_up_shard(
     vocab_axes: tuple[str, ...],
     width_axes: tuple[str, ...],
 ) -> Float[Array, "b T D"]:
-    """Return the embeddings of this device's tokens from a table sharded over ``width_axes`` and ``vocab_axes``.
+    """Look up the embeddings of this device's tokens in a table sharded over ``width_axes`` and ``vocab_axes``.
 
-    Each device looks up its part of all tokens along ``width_axes``, with zeros for tokens in other devices' part of
-    the vocabulary. The parts are summed over ``vocab_axes`` and exchanged over ``width_axes``.
+    The tokens are all-gathered over ``width_axes``. Each device looks up its slice of the width for all gathered
+    tokens, with zeros for tokens outside its shard of the vocabulary. The results are summed over ``vocab_axes``. An
+    all-to-all over ``width_axes`` then returns the whole width of each device's tokens.
     """
     all_tokens = jax.lax.all_gather(tokens, width_axes, axis=0, tiled=True)
     if not vocab_axes:
@@ -88,14 +90,14 @@ def _look_up_shard(
         index = all_tokens + jnp.where(all_tokens < 0, vocab, 0) - jax.lax.axis_index(vocab_axes) * table.shape[0]
         is_local = (index >= 0) & (index < table.shape[0])
         local = jnp.take(table, jnp.where(is_local, index, 0), axis=0).astype(dtype)
-        # Like `jnp.take`, tokens outside of the vocabulary give NaN.
+        # As with `jnp.take`, tokens outside the vocabulary return NaN.
         remote = jnp.where((all_tokens >= -vocab) & (all_tokens < vocab), 0, jnp.nan).astype(dtype)
         part = jax.lax.psum(jnp.where(is_local[..., None], local, remote[..., None]), vocab_axes)
     return jax.lax.all_to_all(part, width_axes, split_axis=0, concat_axis=2, tiled=True)
 
 
 class MuPEmbed(Embed):
-    """Embeddings multiplied by the root of their width (Gemma, Trinity). The tied head is not multiplied."""
+    """`Embed` with embeddings multiplied by ``sqrt(D)`` (Gemma, Trinity). The tied output head is not scaled."""
 
     def __call__(self, tokens: Int[Array, "B T"], dtype: Any = None) -> Float[Array, "B T D"]:
         return super().__call__(tokens, dtype) * self.table.shape[1] ** 0.5

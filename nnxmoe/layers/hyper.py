@@ -16,12 +16,12 @@ F32 = jnp.dtype(jnp.float32)
 
 
 class Connection(NamedTuple):
-    """Input of half a layer, and how its output is added to the streams.
+    """Input of one half of a layer, and the weights that add its output to the streams.
 
     Attributes:
-        x: the streams collapsed to one.
-        post: factors of what is added to each stream.
-        mix: ``[..., i, o]``: the share of stream i in stream o; rows and columns sum to 1.
+        x: Weighted sum of the streams, the input of the half layer.
+        post: Factor of the output per stream.
+        mix: ``[..., i, o]`` is the share of stream i in the new stream o. Rows and columns sum to 1.
     """
 
     x: Float[Array, "B T D"]
@@ -29,14 +29,19 @@ class Connection(NamedTuple):
     mix: Float[Array, "B T streams streams"]
 
     def output_tokens(self, context: Context) -> "Connection":
-        """Select the tokens whose output is needed."""
+        """Select the tokens whose output is requested."""
         return Connection(*map(context.output_tokens, self))
 
 
 class StreamWeights(nnx.Module):
-    """``scale * (fn @ unit(streams)) + base``: ``count`` weights per token, in float32 whatever the model's dtype.
+    """Weights per token, ``scale * (fn @ rms_normalize(streams)) + base``, in float32 for any dtype of the model.
 
-    ``groups``: number of weights per scale; ``count`` is their sum.
+    Args:
+        dim: Width of a stream, D.
+        streams: Number of streams.
+        groups: Number of weights per scale. ``sum(groups)`` is the number of weights.
+        eps: Epsilon of the normalization.
+        rngs: Random keys of the initial values, or None.
     """
 
     def __init__(self, dim: int, streams: int, groups: tuple[int, ...], eps: float, *, rngs: nnx.Rngs | None):
@@ -56,9 +61,17 @@ class StreamWeights(nnx.Module):
 
 
 class HyperConnection(nnx.Module):
-    """Reads the streams for half a layer, and says how its output is added; all factors depend on the token's streams.
+    """Compute the `Connection` of half a layer from the streams of each token.
 
-    ``mix`` is made doubly stochastic by ``iterations`` of Sinkhorn and Knopp (1967), with ``eps`` in its divisors.
+    ``iterations`` Sinkhorn-Knopp iterations (1967) normalize ``mix`` to a doubly stochastic matrix.
+
+    Args:
+        dim: Width of a stream, D.
+        streams: Number of streams.
+        iterations: Number of Sinkhorn-Knopp iterations.
+        eps: Added to ``mix``, to the divisors of the iterations and to the weights of the sum ``x``.
+        norm_eps: Epsilon of the normalization of the streams.
+        rngs: Random keys of the initial values, or None.
     """
 
     def __init__(self, dim: int, streams: int, *, iterations: int, eps: float, norm_eps: float, rngs: nnx.Rngs | None):
@@ -83,20 +96,20 @@ class HyperConnection(nnx.Module):
 def collapse_streams(
     streams: Float[Array, "B T streams D"], weights: Float[Array, "B T streams"]
 ) -> Float[Array, "B T D"]:
-    """Sum the streams with weights, in their dtype."""
+    """Compute the weighted sum of the streams in float32, and return it in their dtype."""
     return jnp.einsum("btn,btnd->btd", weights, streams.astype(jnp.float32)).astype(streams.dtype)
 
 
 def mix_streams(
     streams: Float[Array, "B T streams D"], y: Float[Array, "B T D"], connection: Connection
 ) -> Float[Array, "B T streams D"]:
-    """Mix the streams with each other and add ``y`` to each."""
+    """Mix the streams with ``connection.mix``, and add ``y`` times ``connection.post`` to each stream."""
     mixed = jnp.einsum("btio,btid->btod", connection.mix.astype(streams.dtype), streams)
     return connection.post.astype(y.dtype)[..., None] * y[:, :, None] + mixed.astype(y.dtype)
 
 
 class MeanNorm(RMSNorm):
-    """Norm after the last layer, of the mean of the streams (GLM-5.3, 2026)."""
+    """Final norm of a model, applied to the mean of the streams (GLM-5.3, 2026)."""
 
     def __init__(self, dim: int, streams: int, eps: float, **kw: Unpack[ParamOptions]):
         super().__init__(dim, eps, **kw)
@@ -107,7 +120,7 @@ class MeanNorm(RMSNorm):
 
 
 class CollapsedNorm(RMSNorm):
-    """Norm after the last layer, of the streams collapsed to one."""
+    """Final norm of a model, applied to a weighted sum of the streams. The weights depend on the token."""
 
     def __init__(self, dim: int, streams: int, *, eps: float, norm_eps: float, **kw: Unpack[ParamOptions]):
         super().__init__(dim, norm_eps, **kw)

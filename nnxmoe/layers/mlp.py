@@ -15,7 +15,7 @@ from nnxmoe.layers.linear.linear import Linear
 
 
 class MLP(nnx.Module):
-    """``down(activation(gate(x), up(x)))``."""
+    """Feed-forward network with a gate: ``down(activation(gate(x), up(x)))``."""
 
     name: ClassVar[str] = "mlp"
 
@@ -36,7 +36,7 @@ class MLP(nnx.Module):
 
 
 class UngatedMLP(MLP):
-    """``down(activation(up(x)))``."""
+    """Feed-forward network without a gate: ``down(activation(up(x)))``."""
 
     def __init__(
         self, dim: int, width: int, *, bias: bool, activation: Callable[[Array], Array], **kw: Unpack[ParamOptions]
@@ -50,9 +50,9 @@ class UngatedMLP(MLP):
 
 
 class GatedSharedExpert(MLP):
-    """An MLP whose output is gated per token: ``sigmoid(x @ w) * mlp(x)``, with ``output_gate`` kernel ``[1, D]``.
+    """`MLP` with one gate per token: ``sigmoid(output_gate(x)) * mlp(x)``. ``output_gate`` has a kernel ``[1, D]``.
 
-    The shared expert of Qwen1.5-MoE and Qwen2-MoE (Yang et al. 2024), after transformers' Qwen2MoeSparseMoeBlock.
+    Shared expert of Qwen1.5-MoE and Qwen2-MoE (Yang et al. 2024). Source: transformers' Qwen2MoeSparseMoeBlock.
     """
 
     def __init__(self, dim: int, width: int, **kw: Unpack[ParamOptions]):

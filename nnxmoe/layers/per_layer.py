@@ -1,4 +1,4 @@
-"""Per-layer embeddings (Gemma 3n, 2025; Gemma 4 E2B and E4B), and a factor of a layer's output."""
+"""Per-layer embeddings (Gemma 3n, 2025; Gemma 4 E2B and E4B), and a fixed scale of a layer's output."""
 
 from typing import Any, Unpack
 
@@ -14,9 +14,16 @@ from nnxmoe.layers.norm import RMSNorm
 
 
 class PerLayerEmbed(MuPEmbed):
-    """`MuPEmbed` with a second table, which has ``width`` inputs for each of ``layers`` layers per token.
+    """`MuPEmbed` with a second table that contains one embedding per token and layer.
 
-    ``per_layer_vocab``: rows of the second table. ``options``: of `Embed`, with dtype and rngs.
+    Args:
+        vocab: Size of the vocabulary, V.
+        dim: Width of the token embeddings, D.
+        per_layer_vocab: Number of rows of the second table.
+        layers: Number of layers, L.
+        width: Width of the per-layer embeddings, P.
+        eps: Epsilon of the norm.
+        **options: Options of `Embed`, including dtype and rngs.
     """
 
     def __init__(
@@ -29,14 +36,19 @@ class PerLayerEmbed(MuPEmbed):
         self.norm = RMSNorm(width, eps, **kw)
 
     def inputs(self, x: Float[Array, "B T D"], tokens: Int[Array, "B T"]) -> Float[Array, "B T L P"]:
-        """``(norm(project(x) / sqrt(D)) + sqrt(P) table[token]) / sqrt(2)``; ``x``: the embedded tokens."""
+        """Compute the inputs of all layers, ``(norm(project(x) / sqrt(D)) + sqrt(P) * table[token]) / sqrt(2)``.
+
+        Args:
+            x: Embeddings of the tokens.
+            tokens: Token ids.
+        """
         projected = self.norm(self.project(x) * x.shape[-1] ** -0.5)
         embedded = self.per_layer(tokens, x.dtype).reshape(projected.shape) * projected.shape[-1] ** 0.5
         return (projected + embedded) * 2**-0.5
 
 
 class PerLayerInput(nnx.Module):
-    """Contribution of a layer's input from `PerLayerEmbed`: ``norm(project(gelu(gate(x)) * layer_input))``."""
+    """Map a layer's input from `PerLayerEmbed` to the residual stream: ``norm(project(gelu(gate(x)) * input))``."""
 
     def __init__(self, dim: int, width: int, eps: float, **kw: Unpack[ParamOptions]):
         self.gate = Linear((dim,), (width,), ("embed", "latent"), **kw)
@@ -50,11 +62,11 @@ class PerLayerInput(nnx.Module):
 
 
 class Factor(nnx.Variable):
-    """A factor ``[1]`` that is not trained."""
+    """Scale ``[1]`` that is not trained."""
 
 
 class OutputScale(nnx.Module):
-    """``x * factor``, in ``x``'s dtype (Gemma 4, 2026)."""
+    """Multiply ``x`` by a factor in ``x``'s dtype (Gemma 4, 2026)."""
 
     def __init__(self, **kw: Unpack[ParamOptions]):
         self.factor = parameter((1,), (None,), nnx.initializers.ones, param_type=Factor, **kw)

@@ -1,4 +1,4 @@
-"""Rotary position embedding of queries and keys, with the feature order of Hugging Face checkpoints."""
+"""Rotary position embedding of queries and keys, in the feature order of Hugging Face checkpoints."""
 
 import dataclasses
 from collections.abc import Callable
@@ -22,7 +22,10 @@ class Rotation:
 
 @jax.tree_util.register_pytree_node_class
 class Rotations(dict[Rope, Rotation]):
-    """The rotations of a pass. Its leaves are flat, because `nnx.tabulate` fails on dataclasses in containers."""
+    """Rotations of a pass by `Rope`.
+
+    As a pytree it has arrays as direct children, because `nnx.tabulate` fails on dataclasses in containers.
+    """
 
     def tree_flatten(self) -> tuple[list[Any], Any]:
         leaves, tree = jax.tree.flatten(list(self.values()))
@@ -41,7 +44,11 @@ RotateFn = Callable[[Float[Array, "B T N H"], Rotation], Float[Array, "B T N H"]
 def compute_rotation(rope: Rope, positions: Int[Array, "B T"], valid: Bool[Array, "B T"] | None = None) -> Rotation:
     """Compute the `Rotation` of tokens at these positions.
 
-    ``valid``: False for padding, whose positions do not count towards the length.
+    Args:
+        rope: The rotary position embedding.
+        positions: Position of each token.
+        valid: False for padding. Positions of padding are ignored when the sequence length is computed, from which
+            some ropes choose their frequencies.
     """
     used = positions if valid is None else jnp.where(valid, positions, 0)
     frequencies = rope.frequencies(jnp.max(used) + 1)
@@ -50,22 +57,25 @@ def compute_rotation(rope: Rope, positions: Int[Array, "B T"], valid: Bool[Array
 
 
 def rotate_halves(x: Float[Array, "B T N H"], rotation: Rotation) -> Float[Array, "B T N H"]:
-    """Rotate the pairs ``(i, i + H/2)``, in float32 (Llama, Mistral, Mixtral)."""
+    """Rotate the pairs ``(i, i + H/2)`` in float32 (Llama, Mistral, Mixtral)."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = (a[:, -x.shape[1] :, None, :] for a in (rotation.cos, rotation.sin))
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
 def rotate_pairs(x: Float[Array, "B T N H"], rotation: Rotation) -> Float[Array, "B T N H"]:
-    """Rotate the pairs ``(2i, 2i + 1)`` (DeepSeek). Queries and keys are both de-interleaved; scores are equal."""
+    """Rotate the pairs ``(2i, 2i + 1)`` (DeepSeek).
+
+    The output is de-interleaved: even components first. Scores do not change if both queries and keys use it.
+    """
     return rotate_halves(jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1), rotation)
 
 
 @dataclasses.dataclass(frozen=True)
 class PartialRotary:
-    """Rotates the first ``width`` components of each head by halves; the others carry no position.
+    """Rotate the first ``width`` components of each head by halves. Leave the remaining components unchanged.
 
-    The `Rotation` is that of a `Rope` of this width (GPT-NeoX-20B, Black et al. 2022; GLM-4.5, MiniMax-M2).
+    The `Rotation` must come from a `Rope` of this width (GPT-NeoX-20B, Black et al. 2022; GLM-4.5, MiniMax-M2).
     """
 
     width: int
@@ -77,7 +87,10 @@ class PartialRotary:
 
 @dataclasses.dataclass(frozen=True)
 class TrailingPairs:
-    """Rotates the pairs ``(2i, 2i + 1)`` of the last ``width`` components of each head, in place (DeepSeek-V4)."""
+    """Rotate the pairs ``(2i, 2i + 1)`` of the last ``width`` components of each head (DeepSeek-V4).
+
+    The components keep their order.
+    """
 
     width: int
 
