@@ -1,6 +1,6 @@
-"""Load balance of experts: auxiliary losses, DeepSeek's bias update without an auxiliary loss, and statistics.
+"""Load balance of experts: auxiliary losses, DeepSeek's auxiliary-loss-free bias update, and statistics.
 
-The losses are pure functions of a `Routing`. They ignore padding, and are not multiplied by their coefficients.
+The losses are pure functions of a `Routing`. They ignore padding and do not include their coefficients.
 """
 
 import dataclasses
@@ -15,10 +15,11 @@ from nnxmoe.moe.router import Routing
 
 
 def switch_loss(routing: Routing) -> Float[Array, ""]:
-    """Compute ``E * sum_e f_e P_e`` over all tokens. f_e: assignments per token to expert e. P_e: its mean probability.
+    """Compute Switch Transformer's balance loss ``E * sum_e f_e P_e`` over all tokens (Fedus et al. 2021, eq. 4).
 
-    It equals X (experts per token) at perfect balance. Switch Transformer (Fedus et al. 2021, eq. 4), summed over the X
-    choices as transformers does for Mixtral. Stack the routings of all layers to pool them as transformers does.
+    f_e is the number of assignments to expert e per token, and P_e the mean probability of expert e. As in
+    transformers' Mixtral, f_e sums over the X choices, so the loss is X (experts per token) at perfect balance. Stack
+    the routings of all layers to compute one loss for all layers, as transformers does.
     """
     chosen, tokens = _expert_mask(routing), _token_mask(routing)
     total = jnp.maximum(jnp.sum(tokens), 1.0)
@@ -31,8 +32,8 @@ def switch_loss(routing: Routing) -> Float[Array, ""]:
 def sequence_loss(routing: Routing) -> Float[Array, ""]:
     """Compute DeepSeek-V3's sequence-wise balance loss (2024, eq. 17 to 20), averaged over the sequences.
 
-    ``sum_e f_e P_e`` with ``f_e = E / X * assignments per token to e`` and P_e the mean normalized affinity, over the
-    last row dimension of ``[..., T]``. It equals 1 at perfect balance.
+    The loss of a sequence is ``sum_e f_e P_e``. f_e is ``E / X`` times the assignments to expert e per token, and P_e
+    the mean normalized affinity. Sequences are the last row dimension, ``[..., T]``. The loss is 1 at perfect balance.
     """
     total = jnp.sum(routing.scores, axis=-1, keepdims=True)
     affinities = routing.scores / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)  # all affinities may underflow to 0
@@ -42,10 +43,13 @@ def sequence_loss(routing: Routing) -> Float[Array, ""]:
 
 
 def maxtext_loss(routing: Routing, logits: Float[Array, "*rows E"] | None = None) -> Float[Array, ""]:
-    """Compute MaxText's load balance loss: ``mean over b, e of (density * density_prob) * E**2``.
+    """Compute MaxText's load balance loss: the mean over sequences and experts of ``density * density_prob * E**2``.
 
-    It is computed per sequence. ``density_prob`` is the softmax of ``logits``. None means the router's logits. For
-    DeepSeek, MaxText uses affinities plus bias.
+    ``density`` is the number of assignments per token, and ``density_prob`` the mean softmax of ``logits``.
+
+    Args:
+        routing: The routing.
+        logits: Input of the softmax. If None, the router's logits. For DeepSeek, MaxText uses affinities plus bias.
     """
     logits = _zero_padding(routing, routing.logits if logits is None else logits)
     share, probability, weight = _sequence_means(routing, jax.nn.softmax(logits, axis=-1))
@@ -53,16 +57,21 @@ def maxtext_loss(routing: Routing, logits: Float[Array, "*rows E"] | None = None
 
 
 def z_loss(routing: Routing) -> Float[Array, ""]:
-    """Compute the router z-loss, the mean of ``logsumexp(logits) ** 2`` (ST-MoE, Zoph et al. 2022)."""
+    """Compute the router z-loss: the mean of ``logsumexp(logits) ** 2`` (ST-MoE, Zoph et al. 2022)."""
     tokens = _token_mask(routing)
     squares = jax.nn.logsumexp(_zero_padding(routing, routing.logits), axis=-1) ** 2
     return jnp.sum(squares * tokens) / jnp.maximum(jnp.sum(tokens), 1.0)
 
 
 def updated_bias(bias: Float[Array, "*L E"], load: Int[Array, "*L E"], rate: float) -> Float[Array, "*L E"]:
-    """Raise the correction bias by ``rate`` for experts below the mean load, and lower it by ``rate`` above it.
+    """Return the updated correction bias: ``+ rate`` for experts below the mean load, ``- rate`` for experts above.
 
-    Auxiliary-loss-free balancing (Wang et al. 2024, arXiv 2408.15664, algorithm 1). Apply after the optimizer step.
+    Auxiliary-loss-free balancing (Wang et al. 2024, arXiv 2408.15664, algorithm 1). Call it after the optimizer step.
+
+    Args:
+        bias: The correction bias.
+        load: Assignments per expert.
+        rate: Step size of the update.
     """
     load = load.astype(jnp.float32)
     return bias + rate * jnp.sign(jnp.mean(load, axis=-1, keepdims=True) - load)
@@ -71,13 +80,13 @@ def updated_bias(bias: Float[Array, "*L E"], load: Int[Array, "*L E"], rate: flo
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Utilization:
-    """Load statistics per layer, as arrays of JAX or NumPy, or their shapes.
+    """Load statistics per layer, as JAX arrays, NumPy arrays or shapes.
 
     Attributes:
-        share: Fraction of the assignments per expert ``[*L, E]``. The other statistics are ``[*L]``.
-        entropy: Entropy of the shares divided by log(E): 1 if uniform, 0 for a single expert.
+        share: Fraction of the assignments per expert, ``[*L, E]``. All other statistics are ``[*L]``.
+        entropy: Entropy of the shares divided by log(E). 1 if the load is uniform, 0 if one expert has all assignments.
         busiest: Largest load divided by the mean load.
-        idle: Number of unused experts.
+        idle: Number of experts without tokens.
         dropped: Fraction of assignments dropped.
     """
 
@@ -89,7 +98,7 @@ class Utilization:
 
 
 def utilization(load: Int[Array, "*L E"], dropped: Int[Array, "*L"]) -> Utilization:
-    """Compute statistics from the `DispatchInfo` fields of one layer, or of stacked layers."""
+    """Compute load statistics from the fields ``load`` and ``dropped`` of a `DispatchInfo`."""
     count, loads = load.shape[-1], load.astype(jnp.float32)
     total = jnp.maximum(jnp.sum(loads, axis=-1), 1.0)
     share = loads / total[..., None]
@@ -104,7 +113,7 @@ def _token_mask(routing: Routing) -> Float[Array, "*rows"]:
 
 
 def _zero_padding(routing: Routing, values: Float[Array, "*rows E"]) -> Float[Array, "*rows E"]:
-    """Set the values of padding to 0. Multiplying by a 0/1 mask would keep NaN."""
+    """Set the values of padding to 0. A product with a 0/1 mask would propagate NaN."""
     return values if routing.valid is None else jnp.where(routing.valid[..., None], values, 0)
 
 
@@ -115,7 +124,10 @@ def _expert_mask(routing: Routing) -> Float[Array, "*rows E"]:
 def _sequence_means(
     routing: Routing, probabilities: Float[Array, "*B T E"]
 ) -> tuple[Float[Array, "*B E"], Float[Array, "*B E"], Float[Array, "*B"]]:
-    """Return per sequence: assignments per token, mean probabilities, and the weight in the mean over sequences."""
+    """Return, per sequence, the assignments per token, mean probabilities and weight in the mean over sequences.
+
+    Sequences without real tokens have weight 0.
+    """
     length = jnp.sum(_token_mask(routing), axis=-1)
     total = jnp.maximum(length, 1.0)[..., None]
     share = jnp.sum(_expert_mask(routing), axis=-2) / total

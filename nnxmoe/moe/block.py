@@ -19,22 +19,27 @@ from nnxmoe.moe.router import Router, Routing
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MoEInfo:
-    """Routing of a MoE layer (or the result of `OutputRequest.reduce_routing` for it), and its dispatch statistics."""
+    """Routing and dispatch statistics of a MoE layer.
+
+    Attributes:
+        routing: The `Routing`, or the result of `OutputRequest.reduce_routing`.
+        dispatch: Statistics of the dispatch.
+    """
 
     routing: Any
     dispatch: DispatchInfo
 
 
 class MoE(nnx.Module):
-    """Feed-forward of routed experts, plus an optional shared expert for every token.
+    """Feed-forward with routed experts and an optional shared expert.
 
     Args:
         router: Chooses the experts of each token and their weights.
         experts: The routed experts.
-        dispatch: Brings tokens to the experts and combines the outputs.
-        shared: The shared expert.
+        dispatch: Sends tokens to the experts and combines the outputs.
+        shared: The shared expert, applied to every token. None for no shared expert.
         mesh: The mesh of the tokens and the experts.
-        norm: Applied to the input of the experts, but not of the router. None means that both read ``x``.
+        norm: Norm of the input of all experts. The router reads ``x`` without this norm. None for no norm.
     """
 
     name: ClassVar[str] = "moe"
@@ -56,7 +61,7 @@ class MoE(nnx.Module):
         self.norm = norm
 
     def __call__(self, x: Float[Array, "B T D"], context: Context | None = None) -> FeedForwardOutput:
-        """Return the output and a `MoEInfo`. Without a context there is no padding and no jitter."""
+        """Return the output and a `MoEInfo`. Without a context, all tokens are real and the router has no jitter."""
         routing = self.router(x, context=context, mesh=self.mesh)
         if self.norm is not None:
             x = self.norm(x)
@@ -76,14 +81,20 @@ class MoE(nnx.Module):
         return self.dispatch(x, routing, self.experts, self.mesh)
 
     def token_independent(self, key: Key[Array, ""] | None) -> bool:
-        """Return False if tokens compete for capacity, or if routing depends on a token's index in the batch."""
+        """Return whether the output for a token is independent of the other tokens.
+
+        False if tokens compete for capacity, or if the routing depends on a token's index in the batch.
+        """
         return getattr(self.dispatch, "token_independent", False) and token_independent(self.router, key)
 
 
 class LatentMoE(MoE):
-    """`MoE` whose routed experts have a smaller width than the tokens (Nemotron 3 Super, 2026).
+    """`MoE` with routed experts of a smaller width than the tokens (Nemotron 3 Super, 2026).
 
-    ``reduce`` maps the tokens to that width, and ``expand`` maps the experts' weighted sum back.
+    Args:
+        *args: Positional arguments of `MoE`.
+        reduce: Projection of the tokens to the width of the experts.
+        expand: Projection of the weighted sum of expert outputs to the width of the tokens.
     """
 
     def __init__(self, *args: Any, reduce: Linear, expand: Linear):

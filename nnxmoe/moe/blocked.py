@@ -1,4 +1,4 @@
-"""Grouped matrix product in a loop over blocks of rows. The work grows with the rows on every backend."""
+"""Grouped matrix product in a loop over blocks of rows. The work is proportional to the rows on every backend."""
 
 import dataclasses
 import functools
@@ -20,14 +20,15 @@ from nnxmoe.sharding import is_static
 
 @dataclasses.dataclass(frozen=True)
 class BlockedMatmul:
-    """A loop over blocks of rows, each within one group. The work grows with the rows, not with the experts.
+    """Grouped product in a loop over blocks of rows. Each block has rows of one group.
 
-    The backward pass saves only the inputs. For Hessian-vector products use forward over reverse: JAX 0.10 cannot apply
-    reverse mode twice to these loops within ``jax.checkpoint``.
+    The work is proportional to the number of rows, not to the number of experts. The backward pass saves only the
+    inputs. For Hessian-vector products use forward over reverse mode: JAX 0.10 cannot apply reverse mode twice to these
+    loops inside ``jax.checkpoint``.
 
     Attributes:
-        block: Rows per block. None chooses for each group the smallest of several sizes that holds the group.
-            There are fewer sizes under differentiation.
+        block: Rows per block. If None, each group uses the smallest of several sizes that fits the group. Under
+            differentiation there are fewer sizes.
     """
 
     block: int | None = None
@@ -38,7 +39,7 @@ class BlockedMatmul:
     def __call__(self, rows: Float[Array, "R I"], kernel: GroupedKernel, sizes: Int[Array, "E"]) -> Float[Array, "R O"]:
         kernel = as_kernel(kernel)
         count, groups = rows.shape[0], kernel.shape[0]
-        if not is_static(count):  # all blocks have equal sizes, and the last may extend beyond the rows
+        if not is_static(count):  # all blocks have the same size, and the last block may extend beyond the rows
             block = self.block or 64
             rows = jnp.concatenate([rows, jnp.zeros((block, rows.shape[1]), rows.dtype)])
             return self._multiply_in_blocks(rows, kernel, sizes, (block,), (block,))[:count]
@@ -48,14 +49,14 @@ class BlockedMatmul:
             blocks = (min(self.block, count),)
             return self._multiply_in_blocks(rows, kernel, sizes, blocks, blocks)
         vjp_blocks = block_sizes(count, groups, FEW_SIZE_FACTORS)
-        # With few rows per group the product is bound by reading the kernels, so padded rows cost nothing.
+        # With few rows per group, reading the kernels dominates the time, so padded rows are free.
         blocks = block_sizes(count, groups, MANY_SIZE_FACTORS) if count >= 32 * groups else vjp_blocks
         return self._multiply_in_blocks(rows, kernel, sizes, vjp_blocks, blocks)
 
     def _multiply_in_blocks(
         self, rows: Array, kernel: Kernel, sizes: Array, vjp_blocks: tuple[int, ...], blocks: tuple[int, ...]
     ) -> Array:
-        """Compute the product in blocks of the sizes ``blocks``, and its derivatives in ``vjp_blocks``."""
+        """Compute the product in blocks of the sizes ``blocks``, and its derivatives in blocks of ``vjp_blocks``."""
         leaves, tree = jax.tree.flatten(kernel)
         spec = _KernelSpec(tree, tuple((leaf.shape, jnp.dtype(leaf.dtype)) for leaf in leaves), kernel.trainable)
 
@@ -73,23 +74,24 @@ class BlockedMatmul:
         return product(rows, sizes, *leaves)
 
 
-# Block sizes as multiples of the mean group size, densest just above 1: half of balanced loads are slightly above it.
+# Block sizes as multiples of the mean group size. Factors are dense just above 1, because about half of the groups of a
+# balanced load are slightly larger than the mean.
 FEW_SIZE_FACTORS = (0.5, 1.125, 1.5, 2)
 MANY_SIZE_FACTORS = (0.5, 0.75, 1, 1.125, 1.25, 1.5, 2, 4)
 
 
 def block_sizes(rows: int, groups: int, factors: Sequence[float]) -> tuple[int, ...]:
-    """Return ascending block sizes, multiples of the mean group size up to 2048.
+    """Return ascending block sizes up to 2048: the mean group size times each factor.
 
-    Each size is compiled separately and holds a whole group. Larger groups are cut into blocks of the last size, which
-    is at most 512, so that little padding is computed.
+    Each size is compiled separately. A block contains a whole group if the group fits. Larger groups are split into
+    blocks of the last size. The last size is at most 512, so little padding is computed.
     """
     mean = max(1, rows // groups)
     sizes: set[int] = set()
     for factor in factors:
         size = math.ceil(mean * factor)
         if size >= 32:
-            size = -(-size // 16) * 16  # 16 rows are the tile of matrix products
+            size = -(-size // 16) * 16  # matrix products have tiles of 16 rows
         sizes.add(min(size, rows))
     group_sizes = tuple(size for size in sorted(sizes) if size <= 2048)
     return group_sizes if max(sizes) <= 512 else (*group_sizes, 512)
@@ -98,8 +100,8 @@ def block_sizes(rows: int, groups: int, factors: Sequence[float]) -> tuple[int, 
 def _for_each_group(blocks, sizes, body, init):
     """Fold ``body(block, is_last_size, first row, end, group, carry)`` over the non-empty groups.
 
-    Each group gets the smallest block that holds it, or several blocks of the last size. There is a loop per block
-    size, because `lax.switch` inside a single loop copies its operands.
+    Each group uses the smallest block that fits it, or several blocks of the last size. Each block size has a separate
+    loop, because `lax.switch` inside a single loop copies its operands.
     """
     ends = jnp.cumsum(sizes)
     size_index = jnp.sum(sizes[:, None] > jnp.asarray(blocks[:-1], sizes.dtype)[None, :], axis=1)
@@ -122,7 +124,7 @@ def _for_each_group(blocks, sizes, body, init):
 
 
 def _for_each_block(block, is_last_size, start, end, body, init):
-    """Fold ``body(first row, carry)`` over the blocks of a group. Only groups of the last size may have several."""
+    """Fold ``body(first row, carry)`` over the blocks of a group. Groups of smaller sizes have a single block."""
     if not is_last_size:
         return body(start, init)
     count = (end - start + block - 1) // block
@@ -138,7 +140,7 @@ def _window(block, start, end, rows):
 
 @functools.partial(jax.jit, static_argnums=(0, 4))  # without jit, every eager call would recompile the loops
 def _apply(blocks, rows, kernel, sizes, transpose):
-    """Compute the grouped product, with ``transpose`` by the transposed kernels."""
+    """Compute the grouped product with the kernels, or with the transposed kernels if ``transpose``."""
     count, width = rows.shape[0], kernel.shape[1 if transpose else 2]
 
     def group_product(block, is_last_size, start, end, group, carry):
@@ -164,7 +166,7 @@ def _apply(blocks, rows, kernel, sizes, transpose):
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _kernel_gradient(blocks, spec, rows, d_out, sizes):
-    """Compute ``rows.T @ d_out`` per group, as a kernel of this tree structure."""
+    """Compute ``rows.T @ d_out`` per group, as a kernel with the structure of ``spec``."""
     kernel = spec.zeros()  # only its shape is used
 
     def group_product(block, is_last_size, start, end, group, carry):
@@ -173,7 +175,7 @@ def _kernel_gradient(blocks, spec, rows, d_out, sizes):
         def block_product(start, carry):
             rows, d_out, total = carry
             first, mask = _window(block, start, end, rows.shape[0])
-            # Mask both: rows of other groups may hold NaN, and 0 * NaN is NaN.
+            # Mask both operands, because rows of other groups may be NaN, and 0 * NaN is NaN.
             tile, d_tile = (jnp.where(mask, jax.lax.dynamic_slice_in_dim(a, first, block), 0) for a in (rows, d_out))
             product = kernel.expert(0).vjp_kernel(tile, d_tile)
             return *carried(rows, d_out), product if total is None else jax.tree.map(jnp.add, total, product)
@@ -193,7 +195,7 @@ def _kernel_gradient(blocks, spec, rows, d_out, sizes):
 
 @dataclasses.dataclass(frozen=True)
 class _KernelSpec:
-    """The tree structure, shapes and dtypes of a kernel; hashable."""
+    """Tree structure, shapes and dtypes of a kernel. Hashable."""
 
     tree: Any
     leaves: tuple[tuple[tuple[int, ...], jnp.dtype], ...]
@@ -212,14 +214,15 @@ def differentiable_grouped_matmul(
 ) -> Callable[..., Array]:
     """Return the grouped product ``(rows, sizes, *leaves) -> rows`` with derivatives of any order.
 
-    The product, the product with the transposed kernels and the outer product are closed under differentiation.
+    The derivatives of the product, the product with the transposed kernels and the outer product are again such
+    products.
 
     Args:
         multiply: ``(transpose, rows, sizes, *leaves) -> rows``, the product with the kernels or their transposes.
-        outer: ``(rows, d_out, sizes) -> leaf``, ``rows.T @ d_out`` of every group, for kernels of one leaf.
+        outer: ``(rows, d_out, sizes) -> leaf``, ``rows.T @ d_out`` per group, for kernels of one leaf.
         trainable: Whether the kernel has a gradient.
         transpose: Whether to multiply with the transposed kernels.
-        primal: The product where nothing is differentiated. None means ``multiply``.
+        primal: The product outside of differentiation. If None, ``multiply``.
     """
 
     def d_rows(sizes: Array, *rest: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Dispatches with bounded memory: a fixed number of slots per expert, or one chunk of the sequence at a time."""
+"""Dispatches with bounded memory: fixed slots per expert, or one chunk of the sequence at a time."""
 
 import dataclasses
 import math
@@ -23,10 +23,14 @@ from nnxmoe.sharding_rules import shard_count
 
 @dataclasses.dataclass(frozen=True)
 class Capacity:
-    """A fixed number of slots per expert and batch row. Later tokens of the row are dropped (GShard, 2020).
+    """Dispatch with a fixed number of slots per expert and batch row (GShard, 2020).
 
-    There are ``max(ceil(T * X / E) * factor, factor)`` slots, rounded down, as in MaxText. On a mesh the ``expert``
-    axis shards the dispatched tokens ``[E, B, C, D]`` along E instead of B.
+    Assignments use the slots in the order of the tokens. Assignments beyond the last slot are dropped. The number of
+    slots is ``max(ceil(T * X / E) * factor, factor)``, rounded down as in MaxText, but at least 1 and at most T. On a
+    mesh, the ``expert`` axis shards the dispatched tokens ``[E, B, C, D]`` along E instead of B.
+
+    Attributes:
+        factor: Number of slots as a multiple of the balanced load.
     """
 
     token_independent: ClassVar[bool] = False
@@ -50,11 +54,11 @@ class Capacity:
         slots = self.slots(length, experts_per_token, num_experts)
         ids, weights = mask_padding(routing)
         assigned = jax.nn.one_hot(ids, num_experts, dtype=jnp.int32)  # zeros for padding, whose id is out of range
-        # Assignments take slots in the order of the sequence; those beyond the last slot are dropped.
+        # Assignments use slots in the order of the sequence. Assignments beyond the last slot are dropped.
         in_order = assigned.reshape(batch, length * experts_per_token, num_experts)
         position = (jnp.cumsum(in_order, axis=1) - in_order).reshape(assigned.shape)
         accepted = assigned * (position < slots)
-        # A token is sent to an expert at most once, so its choices can be summed before the one-hot over slots.
+        # A token has at most one assignment per expert, so the choices can be summed before the one-hot over slots.
         slot = jax.nn.one_hot(jnp.sum(position * accepted, axis=2), slots, dtype=x.dtype)
         dispatch_mask = slot * jnp.sum(accepted, axis=2)[..., None].astype(x.dtype)
         combine_weights = jnp.sum(accepted * weights[..., None], axis=2).astype(x.dtype)[..., None] * dispatch_mask
@@ -69,9 +73,13 @@ class Capacity:
 
 @dataclasses.dataclass(frozen=True)
 class Chunked:
-    """Applies ``inner`` to one chunk of the sequence at a time, recomputed in the backward pass.
+    """Dispatch that applies ``inner`` to one chunk of the sequence at a time. The backward pass rematerializes chunks.
 
-    Only the activations of one chunk are in memory. The slots of `Capacity` are then per chunk.
+    Memory contains the activations of one chunk only. An inner `Capacity` has its slots per chunk.
+
+    Attributes:
+        inner: Dispatch of one chunk.
+        chunks: Number of chunks.
     """
 
     token_independent: ClassVar[bool] = False
@@ -98,7 +106,7 @@ class Chunked:
 
 
 def check_factor(field: str, factor: float) -> float:
-    """Return the factor of a buffer size as a Python number. Raises ValueError unless it is positive and finite."""
+    """Convert the factor of a buffer size to a Python number. Raise ValueError unless it is in (0, 2**63)."""
     if (number := as_number(factor)) is None or not 0 < number < 2**63:
         raise ValueError(f"{field}={short(factor)}): give a positive multiple of the balanced load")
     return number

@@ -1,9 +1,9 @@
-"""Dispatch: bring each token to its experts, and combine the experts' outputs.
+"""Dispatch: send each token to its experts, and combine the experts' outputs.
 
-An assignment is a pair of a token and one of its X experts. A dispatch makes one row per assignment, calls the experts
-with rows grouped by expert, multiplies the outputs by the router's weights and adds them up per token.
-All dispatches return the same output, except for the assignments that they report as dropped. Padding is not sent to
-any expert, and its output is 0.
+An assignment is a pair of a token and one of its X experts. A dispatch creates one row per assignment, calls the
+experts with rows grouped by expert, multiplies the outputs by the router's weights and sums them per token.
+All dispatches return the same output, except for assignments that they report as dropped. Padding is not assigned to
+experts, and its output is 0.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ class DispatchInfo:
     Attributes:
         load: Assignments per expert, including dropped assignments.
         dropped: Assignments dropped for lack of capacity.
-        dropped_by_shard: The same per shard of the tokens.
+        dropped_by_shard: Dropped assignments per shard of the tokens.
     """
 
     load: Int[Array, "*L E"]
@@ -38,17 +38,17 @@ class DispatchInfo:
 
 
 class Assignments(NamedTuple):
-    """The experts of each token and their weights. Dispatches skip ids that are out of range."""
+    """Expert ids of each token and their weights. Dispatches skip out-of-range ids."""
 
     ids: Int[Array, "*rows X"]
     weights: Float[Array, "*rows X"]
 
 
 class Dispatch(Protocol):
-    """Protocol of a dispatch, on one device or on a mesh.
+    """Protocol of a dispatch on one device or on a mesh.
 
     A dispatch with ``token_independent = True`` computes each token's output independently of the other tokens.
-    By default tokens may compete for capacity, and the layer is always called with all of them.
+    Without this attribute, tokens may compete for capacity, and the layer is always called with the whole batch.
     """
 
     def __call__(
@@ -58,7 +58,7 @@ class Dispatch(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Dense:
-    """Every expert computes every token. Slow: the reference for the other dispatches."""
+    """Dispatch that applies every expert to every token. Slow; the reference for all other dispatches."""
 
     token_independent: ClassVar[bool] = True
 
@@ -79,10 +79,10 @@ class Dense:
 
 @dataclasses.dataclass(frozen=True)
 class Sorted:
-    """Sorts the assignments by expert and computes exactly those. It neither drops nor pads.
+    """Dispatch that sorts the assignments by expert and computes exactly these rows, without drops and padding.
 
-    On a mesh each shard of the batch sorts its own tokens and gathers the experts' kernels. If the number of shards
-    does not divide the batch, every device computes the whole batch.
+    On a mesh, each shard sorts the tokens on its device and gathers the experts' kernels. If the number of shards does
+    not divide the batch, every device computes the whole batch.
     """
 
     token_independent: ClassVar[bool] = True
@@ -103,13 +103,13 @@ class Sorted:
 def apply_sorted(
     x: Float[Array, "B T D"], assignments: Assignments, experts: ExpertFn, max_rows: int | None = None
 ) -> tuple[Float[Array, "B T D"], Int[Array, ""]]:
-    """Sort the assignments by expert, apply the experts, and add up the weighted outputs of each token.
+    """Sort the assignments by expert, apply the experts, and sum the weighted outputs of each token.
 
     Args:
         x: The tokens.
         assignments: The experts of each token and their weights.
         experts: The experts.
-        max_rows: Number of rows to compute; None computes all. Later rows, of the last experts, are dropped.
+        max_rows: Number of rows to compute. Later rows, of the last experts, are dropped. If None, all rows.
 
     Returns:
         The outputs in float32, and the number of dropped assignments.
@@ -124,7 +124,7 @@ def apply_sorted(
 
 
 def mask_padding(routing: Routing) -> Assignments:
-    """Return the experts and weights of each token. Padding gets the out-of-range id E and weight 0."""
+    """Return the experts and weights of each token. Padding has the out-of-range id E and weight 0."""
     if routing.valid is None:
         return Assignments(routing.experts, routing.weights)
     valid = routing.valid[..., None]
@@ -133,12 +133,12 @@ def mask_padding(routing: Routing) -> Assignments:
 
 
 def expert_row_axes(axes: Sequence[str]) -> tuple[str | None, tuple[str, ...]]:
-    """Split the mesh axes of a batch for rows ``[E, B, ...]``: ``expert`` (or None) for E, the other axes for B."""
+    """Split the mesh axes of a batch for rows ``[E, B, ...]``: ``expert`` (or None) for E, all other axes for B."""
     return "expert" if "expert" in axes else None, tuple(axis for axis in axes if axis != "expert")
 
 
 def dispatch_info(routing: Routing, dropped: Any = 0, dropped_by_shard: Any = None) -> DispatchInfo:
-    """Count the assignments of all shards together. ``dropped_by_shard`` None means one shard."""
+    """Count the assignments per expert over all shards. If ``dropped_by_shard`` is None, there is one shard."""
     dropped = jnp.asarray(dropped, jnp.int32)
     dropped_by_shard = dropped[None] if dropped_by_shard is None else dropped_by_shard
     hits = jax.nn.one_hot(mask_padding(routing).ids, routing.scores.shape[-1], dtype=bool)

@@ -1,4 +1,4 @@
-"""Biases of experts, for rows grouped by expert."""
+"""Biases of experts for rows grouped by expert."""
 
 from typing import Unpack
 
@@ -12,14 +12,14 @@ from nnxmoe.layers.linear.multilinear import multilinear
 
 
 class ExpertBiases(nnx.Module):
-    """Biases of the three linear maps of `Experts`: ``gate up [E F]``, ``down [E D]``."""
+    """Biases of the three linear maps of `Experts`: ``gate [E F]``, ``up [E F]``, ``down [E D]``."""
 
     def __init__(self, dim: int, width: int, experts: int, **kw: Unpack[ParamOptions]):
         zeros, into, out = nnx.initializers.zeros, ("expert", "mlp"), ("expert", "embed")
         self.gate = parameter((experts, width), into, zeros, **kw)
         self.up = parameter((experts, width), into, zeros, **kw)
         self.down = parameter((experts, dim), out, zeros, **kw)
-        # `shard_map_dispatch` adds partial outputs, so only one shard of the feed-forward width may add this bias.
+        # `shard_map_dispatch` sums partial outputs, so only one shard of the feed-forward width may add this bias.
         self.down.set_metadata(added_once=True)
 
     def __call__(self, name: str, rows: Float[Array, "*E R F"], sizes: Int[Array, "E"] | None) -> Array:
@@ -30,12 +30,12 @@ class ExpertBiases(nnx.Module):
 def add_bias(
     rows: Float[Array, "*E R F"], biases: nnx.Variable, sizes: Int[Array, "E"] | None
 ) -> Float[Array, "*E R F"]:
-    """Add to each row the bias of its expert.
+    """Add the bias of its expert to each row.
 
     Args:
         rows: ``[R F]`` sorted by expert, or ``[E R F]`` with equally many rows per expert.
         biases: The biases ``[E F]``.
-        sizes: Rows per expert; rows beyond ``sum(sizes)`` get no bias. None for ``[E R F]``.
+        sizes: Rows per expert. Rows beyond ``sum(sizes)`` are unchanged. None for ``[E R F]``.
     """
     bias = biases[...].astype(rows.dtype)
     if sizes is None:
@@ -46,7 +46,7 @@ def add_bias(
         return bias.at[expert].get(mode="fill", fill_value=0)
 
     def bias_grad(expert: Array, d_rows: Array) -> Array:
-        # A product, because the transpose of a gather would be a scatter-add.
+        # Use a product, because the transpose of a gather is a scatter-add.
         member = expert[None, :] == jnp.arange(bias.shape[0])[:, None]
         return einsum_f32("ER,RF->EF", member.astype(d_rows.dtype), d_rows).astype(d_rows.dtype)
 

@@ -1,7 +1,7 @@
 """Expert parallelism: experts sharded over a mesh axis (GShard, 2020; MaxText's sparse modes).
 
 ``ExpertParallel(Sorted(), RaggedAllToAll())`` sends each row to the device of its expert and back.
-``ExpertParallel(Sorted(), RingOfExperts())`` gathers all tokens of the axis on each device and adds up the outputs.
+``ExpertParallel(Sorted(), RingOfExperts())`` gathers all tokens of the axis on each device and sums the outputs.
 """
 
 import dataclasses
@@ -27,9 +27,9 @@ from nnxmoe.sharding import batch_axes
 
 
 class Exchange(Protocol):
-    """Protocol of an exchange of tokens between shards. It is called inside ``shard_map`` with one shard's values.
+    """Protocol of an exchange of tokens between shards, called inside ``shard_map`` with the values of one shard.
 
-    It returns the outputs in float32, and the number of dropped assignments.
+    Returns the outputs in float32, and the number of dropped assignments.
     """
 
     def __call__(
@@ -41,14 +41,15 @@ class Exchange(Protocol):
 class ExpertParallel:
     """Dispatch that shards the experts over ``axis``, and the batch over ``data_axes`` and ``axis``.
 
-    Raises ValueError if the shards do not divide the batch or the number of experts, or if a mesh axis is missing or
-    repeated.
-
     Attributes:
         inner: The dispatch without a mesh, and on a mesh whose ``axis`` has one device.
-        exchange: How tokens and experts meet.
+        exchange: Exchanges tokens between shards and applies the experts.
         axis: Mesh axis of the experts.
-        data_axes: Mesh axes of the batch. None means all batch axes of the mesh.
+        data_axes: Mesh axes of the batch. If None, all batch axes of the mesh.
+
+    Raises:
+        ValueError: If the shards do not divide the batch or the number of experts, a mesh axis is missing or repeated,
+            or the sharding rules do not shard experts over ``axis``.
     """
 
     inner: Dispatch
@@ -71,7 +72,7 @@ class ExpertParallel:
 
     @property
     def token_independent(self) -> bool:
-        """False with a ``buffer_factor``, since tokens compete for a buffer of limited size."""
+        """False if the exchange has a ``buffer_factor``, because tokens then compete for the receive buffer."""
         return getattr(self.exchange, "buffer_factor", 0) is None and getattr(self.inner, "token_independent", False)
 
     def __call__(
@@ -104,8 +105,9 @@ class ExpertParallel:
 class BufferedExchange:
     """Exchange with a receive buffer.
 
-    ``buffer_factor`` is the size of the buffer in multiples of the balanced load. Rows that do not fit are dropped and
-    counted. With None the buffer fits the worst case, all rows of the axis on one device, and nothing is dropped.
+    Attributes:
+        buffer_factor: Size of the buffer in multiples of the balanced load. Rows that do not fit are dropped and
+            counted. If None, the buffer fits all rows of the axis, the worst case, and no rows are dropped.
     """
 
     buffer_factor: float | None = None
@@ -147,14 +149,14 @@ class RaggedAllToAll(BufferedExchange):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ExchangePlan:
-    """Plan of one shard of an axis of S shards with L experts each.
+    """Exchange plan of one shard, on an axis of S shards with L experts per shard.
 
     Attributes:
         send: Rows to send to each shard.
         receive: Rows to receive from each shard.
-        expert: Local expert of each row of the receive buffer, L for unused rows.
+        expert: Local expert of each row of the receive buffer. L for unused rows.
         sizes: Received rows per local expert.
-        dropped: Number of rows for this shard's experts that did not fit into its buffer.
+        dropped: Number of rows for this shard's experts that do not fit into the receive buffer.
     """
 
     send: TransferPlan
@@ -170,7 +172,7 @@ class ExchangePlan:
         Args:
             counts: ``counts[s, r, l]`` is the number of rows of shard s for expert l of shard r.
             shard: Index of this shard.
-            capacity: Rows of the receive buffer. Further rows are dropped.
+            capacity: Number of rows of the receive buffer. Further rows are dropped.
         """
         requested = jnp.sum(counts, axis=-1)
         send_offsets = jnp.cumsum(requested, axis=1) - requested  # in the sender's rows
@@ -195,7 +197,7 @@ class ExchangePlan:
 class RingOfExperts(BufferedExchange):
     """Exchange that all-gathers the tokens of the axis.
 
-    Each device applies its experts to all tokens, and the partial outputs are reduce-scattered.
+    Each device applies its experts to the gathered tokens. A reduce-scatter sums the partial outputs.
     """
 
     def __call__(
@@ -213,20 +215,20 @@ class RingOfExperts(BufferedExchange):
         return y.astype(jnp.float32), dropped
 
 
-MAX_BUFFER_FACTOR = 8  # in multiples of the balanced load; an axis of eight devices never needs more
+MAX_BUFFER_FACTOR = 8  # in multiples of the balanced load; enough for the worst case on up to eight devices
 
 
 @dataclasses.dataclass(frozen=True)
 class ChunkedExchange:
-    """Runs ``exchange`` on one chunk of each shard's sequences at a time, recomputed in the backward pass.
+    """Exchange that runs ``exchange`` on one chunk of each sequence at a time. The backward pass rematerializes chunks.
 
-    The worst-case receive buffer is that of one chunk, and nothing is dropped. Unlike `Chunked` around
-    `ExpertParallel`, it gathers kernels once for all chunks. Padding of the last chunk is not sent to any expert.
+    The receive buffer only needs to fit the rows of one chunk. Unlike `Chunked` around `ExpertParallel`, this class
+    gathers kernels once for all chunks. Padding of the last chunk is not assigned to experts.
 
     Attributes:
-        exchange: The exchange of one chunk.
-        chunks: Number of chunks. None means the smallest number that bounds the buffer by eight times the balanced load
-            of all tokens, which is one if the axis has up to eight devices.
+        exchange: Exchange of one chunk.
+        chunks: Number of chunks. If None, the smallest number that bounds the buffer by eight times the balanced load
+            of all tokens. This number is 1 if the axis has up to eight devices.
     """
 
     exchange: Exchange
@@ -238,7 +240,7 @@ class ChunkedExchange:
 
     @property
     def buffer_factor(self) -> float | None:
-        """The factor of ``exchange``; None if nothing is dropped."""
+        """Buffer factor of ``exchange``. None if no rows are dropped."""
         return getattr(self.exchange, "buffer_factor", 0.0)
 
     def __call__(
@@ -249,7 +251,7 @@ class ChunkedExchange:
             chunks = min_chunks(self.buffer_factor, assignments.ids.shape[-1], shards, experts.count)
         if min(chunks, x.shape[1]) == 1:
             return self.exchange(x, assignments, experts, axis)
-        # Chunks are padded with zeros. Shifted ids make these the out-of-range id E.
+        # `map_chunks` pads with zeros. The shift maps these zeros to the out-of-range id E.
         num_experts = shards * experts.count
 
         def exchange_chunk(x: Array, ids: Array, weights: Array) -> tuple[Array, Array]:
@@ -260,21 +262,21 @@ class ChunkedExchange:
 
 
 def buffer_size(factor: float | None, tokens: int, experts_per_token: int, shards: int, local_experts: int) -> int:
-    """Return the rows of a shard's receive buffer.
+    """Return the number of rows of a shard's receive buffer.
 
     Args:
-        factor: Multiple of the balanced load; None for the worst case.
-        tokens: Tokens of each shard.
+        factor: Multiple of the balanced load. If None, the worst case.
+        tokens: Tokens per shard.
         experts_per_token: Experts per token, X.
-        shards: Shards of the expert axis.
-        local_experts: Experts of each shard.
+        shards: Number of shards of the expert axis.
+        local_experts: Experts per shard.
     """
     worst = shards * tokens * min(experts_per_token, local_experts)
     return worst if factor is None else min(worst, max(1, math.ceil(factor * tokens * experts_per_token)))
 
 
 def min_chunks(factor: float | None, experts_per_token: int, shards: int, local_experts: int) -> int:
-    """Return the fewest chunks that bound the buffer by ``MAX_BUFFER_FACTOR``; arguments as for `buffer_size`."""
+    """Return the smallest number of chunks that bounds the buffer by ``MAX_BUFFER_FACTOR``; see `buffer_size`."""
     if factor is not None:
         return 1
     rows_per_token = buffer_size(None, 1, experts_per_token, shards, local_experts)

@@ -1,4 +1,4 @@
-"""Experts: feed-forward networks, applied to rows grouped by expert."""
+"""Experts: feed-forward networks for rows grouped by expert."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -16,10 +16,13 @@ from nnxmoe.sharding_rules import RULES, Rules
 
 
 class ExpertFn(Protocol):
-    """Protocol of experts, which dispatches call.
+    """Protocol of experts. Dispatches call the experts with rows grouped by expert.
 
-    The rows are ``[R D]``, sorted by expert with ``sizes[E]`` rows each, or ``[E R D]`` with ``sizes`` None. The output
-    of rows beyond ``sum(sizes)`` is zero. ``rules`` are the sharding rules of the parameters.
+    The rows are ``[R D]``, sorted by expert, with ``sizes[e]`` rows of expert e. If ``sizes`` is None, the rows are
+    ``[E R D]``, with R rows per expert. The output of rows beyond ``sum(sizes)`` is zero.
+
+    Attributes:
+        rules: Sharding rules of the parameters.
     """
 
     rules: Rules
@@ -33,18 +36,19 @@ class ExpertFn(Protocol):
 
 
 class Experts(nnx.Module):
-    """Experts ``down(activation(gate(rows), up(rows)))`` with kernels ``gate up [E F D]`` and ``down [E D F]``.
+    """Experts with a gate: ``down(activation(gate(rows), up(rows)))``.
 
-    Gate and up share one adapter, of a kernel ``[E D 2 F]``.
+    The kernels are ``gate [E F D]``, ``up [E F D]`` and ``down [E D F]``. Gate and up share one adapter, as if they
+    were one kernel ``[E D 2 F]``.
 
     Args:
         dim: Width of the rows, D.
         width: Hidden width, F.
         experts: Number of experts, E.
-        matmul: Grouped product of rows sorted by expert.
+        matmul: Grouped product for rows sorted by expert.
         rules: Sharding rules of the parameters.
-        activation: Function of the outputs of gate and up.
-        biases: `ExpertBiases`, or None.
+        activation: Maps the outputs of gate and up to the input of down.
+        biases: `ExpertBiases`, or None for experts without biases.
         **kw: The dtype and rngs of the parameters.
     """
 

@@ -1,4 +1,4 @@
-"""Grouped matrix products: rows sorted by group, times one kernel per group.
+"""Grouped matrix products of rows sorted by group with one kernel per group.
 
 The output of rows beyond ``sum(sizes)`` is zero on every backend.
 """
@@ -19,7 +19,7 @@ GroupedKernel = Kernel | Float[Array, "E I O"]
 
 
 class GroupedMatmul(Protocol):
-    """Protocol of grouped products: ``sizes[e]`` rows are multiplied by ``kernel[e]``. Backends define derivatives."""
+    """Protocol of grouped products. Multiplies ``sizes[e]`` rows by ``kernel[e]``. Implementations define gradients."""
 
     def __call__(
         self, rows: Float[Array, "R I"], kernel: GroupedKernel, sizes: Int[Array, "E"]
@@ -27,13 +27,13 @@ class GroupedMatmul(Protocol):
 
 
 def batched_matmul(rows: Float[Array, "E R I"], kernel: GroupedKernel) -> Float[Array, "E R O"]:
-    """Multiply groups of equal size by their kernels. XLA can shard this batched dot over devices."""
+    """Multiply groups of equal size by their kernels. XLA can partition this batched product over devices."""
     return as_kernel(kernel).batched_matmul(rows)
 
 
 @dataclasses.dataclass(frozen=True)
 class MaskedMatmul:
-    """Multiplies every row by every kernel and masks the results. E times the work: the reference for the others."""
+    """Multiply every row by every kernel, and mask the results: E times the work; the reference implementation."""
 
     def __call__(self, rows: Float[Array, "R I"], kernel: GroupedKernel, sizes: Int[Array, "E"]) -> Float[Array, "R O"]:
         kernel, ends = as_kernel(kernel), jnp.cumsum(sizes)
@@ -45,7 +45,7 @@ class MaskedMatmul:
 
 @dataclasses.dataclass(frozen=True)
 class RaggedDotMatmul:
-    """``jax.lax.ragged_dot``, a grouped kernel on TPU, and a masked dense product on CPU and NVIDIA GPUs."""
+    """Call `jax.lax.ragged_dot`: a grouped kernel on TPUs, a masked dense product on CPUs and NVIDIA GPUs."""
 
     def __call__(self, rows: Float[Array, "R I"], kernel: GroupedKernel, sizes: Int[Array, "E"]) -> Float[Array, "R O"]:
         rows = zero_unused_rows(rows, sizes)
@@ -55,14 +55,17 @@ class RaggedDotMatmul:
 
 
 def zero_unused_rows(rows: Float[Array, "R D"], sizes: Int[Array, "E"]) -> Float[Array, "R D"]:
-    """Set rows beyond ``sum(sizes)`` to zero. Backends may return any values or gradients there."""
+    """Set rows beyond ``sum(sizes)`` to zero. Backends may return arbitrary values or gradients for these rows."""
     used = jnp.arange(rows.shape[0]) < jnp.sum(sizes)
     return jnp.where(used[:, None], rows, 0)
 
 
 @dataclasses.dataclass(frozen=True)
 class AlignedMatmul:
-    """Pads groups to multiples of ``block`` rows for ``inner``, at most ``E * (block - 1)`` rows of zeros in total."""
+    """Pad each group to a multiple of ``block`` rows, and call ``inner``.
+
+    The groups get at most ``E * (block - 1)`` rows of zeros in total.
+    """
 
     inner: GroupedMatmul
     block: int
@@ -85,7 +88,10 @@ class AlignedMatmul:
 def _row_mapping(
     from_sizes: Int[Array, "E"], to_sizes: Int[Array, "E"], num_from: int, num_to: int
 ) -> Int[Array, "num_from"]:
-    """Map the rows of groups of one size to those of another size; ``num_to`` for rows beyond the smaller group."""
+    """Map each row of groups with sizes ``from_sizes`` to its row in groups with sizes ``to_sizes``.
+
+    Rows that do not fit into their new group are mapped to ``num_to``.
+    """
     index, ends = jnp.arange(num_from), jnp.cumsum(from_sizes)
     group = jnp.minimum(jnp.searchsorted(ends, index, side="right"), from_sizes.shape[0] - 1)
     offset = index - (ends - from_sizes)[group]

@@ -15,7 +15,7 @@ class TransferPlan(NamedTuple):
     Attributes:
         offsets: First row in this shard's array.
         sizes: Number of rows.
-        remote_offsets: First row in the other shard's array.
+        remote_offsets: First row in the array of the remote shard.
     """
 
     offsets: Int[Array, "S"]
@@ -28,19 +28,19 @@ def ragged_all_to_all(
 ) -> Float[Array, "buffer_size D"]:
     """Exchange rows between the shards of a mesh axis. The backward pass swaps ``send`` and ``receive``.
 
-    On TPUs and GPUs this is `jax.lax.ragged_all_to_all`, which XLA:CPU does not compile. On CPU it is an all-to-all of
-    blocks padded to ``max_rows`` rows, which is bitwise equal.
+    TPUs and GPUs use `jax.lax.ragged_all_to_all`. XLA:CPU does not compile this operation, so CPUs use an all-to-all of
+    blocks padded to ``max_rows`` rows. Both results are bitwise equal.
 
     Args:
         rows: Rows of this shard.
-        buffer_size: Rows of the receive buffer.
+        buffer_size: Number of rows of the receive buffer.
         send: Rows to send.
         receive: Rows to receive.
-        axis: Mesh axis.
-        max_rows: Upper bound of the rows from one shard to another.
+        axis: The mesh axis.
+        max_rows: Upper bound of the number of rows that a shard sends to a single shard.
 
     Returns:
-        The receive buffer, with zeros where no row arrives.
+        The receive buffer. Rows that are not received are zero.
     """
     num_rows = rows.shape[0]
 

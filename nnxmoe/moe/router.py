@@ -1,7 +1,7 @@
-"""Routers choose the experts of each token and the weights of their outputs.
+"""Routers: choose the experts of each token and the weights of their outputs.
 
-`Router` computes one logit per expert. Its `Select` turns the logits into a `Routing` by top-k.
-All of this is computed in float32 on every platform. NaN logits produce NaN weights and so NaN outputs.
+`Router` computes one logit per expert. A `Select` converts the logits to a `Routing` by top-k.
+Routers compute in float32 on every platform. NaN logits produce NaN weights and therefore NaN outputs.
 """
 
 import dataclasses
@@ -24,14 +24,14 @@ from nnxmoe.sharding import batch_shard_axes, context_shard_axes, shard_map
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """The experts of each token and their weights.
+    """Chosen experts of each token and their weights.
 
     Attributes:
         experts: Ids of the X chosen experts.
         weights: Factors of the chosen experts' outputs, in float32.
-        scores: Probabilities (softmax) or affinities (sigmoid) of all E experts, without any correction bias.
-        logits: The outputs of the router's linear map.
-        valid: False for padding. Padding uses no capacity and is excluded from statistics. None means no padding.
+        scores: Probabilities (softmax) or affinities (sigmoid) of all E experts, without the correction bias.
+        logits: Outputs of the router's linear map.
+        valid: False for padding. Padding uses no capacity and is excluded from statistics. None if there is no padding.
     """
 
     experts: Int[Array, "*rows X"]
@@ -42,10 +42,11 @@ class Routing:
 
 
 class Select(Protocol):
-    """Choice of the experts from the router's logits. Ties go to the lower expert id.
+    """Protocol of functions that choose experts from the router's logits. Of equal scores the lower expert id wins.
 
-    ``token_independent`` is True if each token is routed independently of the others. Each shard can then route its
-    own tokens.
+    Attributes:
+        token_independent: Whether the routing of a token is independent of other tokens. If so, each shard routes the
+            tokens on its device.
     """
 
     token_independent: ClassVar[bool]
@@ -54,11 +55,11 @@ class Select(Protocol):
 
 
 class RouterBias(nnx.Variable):
-    """Correction bias of DeepSeek's routing. It has no gradient; `nnxmoe.moe.balance.updated_bias` updates it."""
+    """Correction bias of DeepSeek's routing. It has no gradient. `nnxmoe.moe.balance.updated_bias` updates it."""
 
 
 class LogitBias(nnx.Module):
-    """Trained bias ``[E]`` of the logits. It affects both the choice and the weights (gpt-oss, 2025)."""
+    """Trained bias ``[E]`` of the logits. It affects both the choice of experts and the weights (gpt-oss, 2025)."""
 
     def __init__(self, experts: int, **kw: Unpack[ParamOptions]):
         self.values = parameter((experts,), ("router",), nnx.initializers.zeros, **kw)
@@ -69,13 +70,13 @@ class LogitBias(nnx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class SoftmaxTopK:
-    """Softmax over all experts, then top-k (Mixtral; Jiang et al. 2024). A correction bias affects the choice only.
+    """Softmax over all experts, then top-k (Mixtral; Jiang et al. 2024). The correction bias affects the choice only.
 
     Attributes:
         k: Experts per token.
         normalize: Divide the weights by their sum. This equals a softmax over the top-k logits.
         scale: Factor of the weights.
-        min_weight_sum: Lower bound of the sum by which weights are divided (ERNIE 4.5). 0 means no bound.
+        min_weight_sum: Lower bound of the sum that divides the weights (ERNIE 4.5). 0 disables the bound.
     """
 
     token_independent: ClassVar[bool] = True
@@ -100,9 +101,9 @@ class SoftmaxTopK:
 
 @dataclasses.dataclass(frozen=True)
 class BalancedTopK:
-    """Balanced choice for load tests: ignores the logits and assigns equally many tokens to each expert.
+    """Balanced choice for load tests: ignore the logits and assign equally many tokens to each expert.
 
-    Loads differ by at most one, and all weights are equal. The choice is deterministic for a given ``seed``.
+    Loads differ by at most one token. All weights are ``1 / k``. The choice is deterministic for a given ``seed``.
     """
 
     token_independent: ClassVar[bool] = False
@@ -122,9 +123,9 @@ class BalancedTopK:
 class SigmoidGroupTopK:
     """Sigmoid affinities with group-limited top-k (DeepSeek-V3, 2024). The bias affects the choice only.
 
-    The score of a group is the sum of its two largest biased affinities. The top-k experts are chosen within the
-    ``top_groups`` best of all ``groups``. Experts of other groups are masked with -inf. With 0 they could win against
-    negative biased affinities.
+    The score of a group is the sum of its two largest biased affinities. The top-k experts are chosen from the
+    ``top_groups`` best of the ``groups`` groups. Experts of the remaining groups are masked with -inf, because 0 would
+    win against negative biased affinities.
     """
 
     token_independent: ClassVar[bool] = True
@@ -154,9 +155,10 @@ class SigmoidGroupTopK:
 class SoftmaxGroupTopK:
     """Softmax over all experts with group-limited top-k (``group_limited_greedy``; DeepSeek-V2, 2024).
 
-    The score of a group is its largest score. The top-k experts are chosen within the ``top_groups`` best of all
-    ``groups``, and weighted by their scores times ``scale``. Experts of other groups are masked with 0, since scores
-    are not negative. Unlike `SigmoidGroupTopK` it ignores the correction bias and does not normalize the weights.
+    The score of a group is the largest probability in the group. The top-k experts are chosen from the ``top_groups``
+    best of the ``groups`` groups. Weights are the experts' probabilities times ``scale``. Experts of the remaining
+    groups are masked with 0, since probabilities are not negative. Unlike `SigmoidGroupTopK`, this class ignores the
+    correction bias and does not normalize the weights.
     """
 
     token_independent: ClassVar[bool] = True
@@ -195,7 +197,7 @@ class SqrtSoftplusTopK:
     def route_to(
         self, experts: Int[Array, "*rows X"], scores: Float[Array, "*rows E"], logits: Float[Array, "*rows E"]
     ) -> Routing:
-        """Compute the weights of given experts."""
+        """Return the routing to given experts, with weights computed from ``scores``."""
         weights = _normalize(jnp.take_along_axis(scores, experts, axis=-1))
         return Routing(experts, weights * self.scale, scores, logits)
 
@@ -210,7 +212,7 @@ def _top_k_mask(values: Float[Array, "*rows groups"], k: int) -> Bool[Array, "*r
 
 
 def _normalize(weights: Float[Array, "*rows X"]) -> Float[Array, "*rows X"]:
-    """Divide by ``sum + 1e-20``. The gradient is zero where all weights underflow, since it would be 0 / 0 there."""
+    """Divide by ``sum + 1e-20``. If all weights of a token underflow, the gradient is 0 instead of 0 / 0."""
     total = jnp.sum(weights, axis=-1, keepdims=True)
     underflow = total < 1e-15
     normalized = weights / (jnp.where(underflow, 1.0, total) + 1e-20)
@@ -218,15 +220,15 @@ def _normalize(weights: Float[Array, "*rows X"]) -> Float[Array, "*rows X"]:
 
 
 class Router(nnx.Module):
-    """Linear map to one logit per expert, followed by `Select`. The kernel is ``[E, D]``.
+    """Linear map to one logit per expert, followed by a `Select`. The kernel is ``[E, D]``.
 
     Args:
         dim: Width of the tokens, D.
         experts: Number of experts, E.
         select: Chooses the experts from the logits.
-        bias: Whether there is a correction bias, a `RouterBias`.
-        jitter: With a key, the input is multiplied by uniform noise in [1 - jitter, 1 + jitter) (Switch Transformer,
-            Fedus et al. 2021).
+        bias: Whether the router has a correction bias, a `RouterBias`.
+        jitter: If the context has a key, the input is multiplied by uniform noise in [1 - jitter, 1 + jitter)
+            (Switch Transformer, Fedus et al. 2021).
         logit_bias: Trained bias of the logits.
         **kw: The dtype and rngs of the parameters.
     """
@@ -260,7 +262,7 @@ class Router(nnx.Module):
     def __call__(
         self, x: Float[Array, "*rows D"], context: Context | None = None, mesh: AnyMesh | None = None
     ) -> Routing:
-        """Choose the experts of each token. Without a context there is no padding and no jitter."""
+        """Choose the experts of each token. Without a context, all tokens are real and there is no jitter."""
         valid, key = (None, None) if context is None else (context.valid, context.key)
         logits = self._compute_logits(x, key)
         bias = None if self.bias is None else self.bias[...]
@@ -272,7 +274,7 @@ class Router(nnx.Module):
         if self.jitter and key is not None:
             x = x * jax.random.uniform(key, x.shape, jnp.float32, 1 - self.jitter, 1 + self.jitter)
         kernel = with_adapter(as_weight(self.kernel).read(), self.lora)
-        # HIGHEST: with near ties, a less precise product would choose other experts.
+        # HIGHEST, because a less precise product would choose different experts if scores are nearly equal.
         logits = kernel.matmul_f32(x, jax.lax.Precision.HIGHEST)
         return logits if self.logit_bias is None else self.logit_bias(logits)
 
@@ -283,7 +285,7 @@ class Router(nnx.Module):
         context_axes = context_shard_axes(logits.shape[1], mesh) if logits.ndim == 3 else ()
         if mesh is None or not (batch_axes or context_axes) or not self._select_is_token_independent:
             return self.select(logits, bias)
-        # shard_map keeps top-k local to each shard. Without it XLA:CPU gathers all tokens.
+        # With shard_map, top-k runs locally on each shard. Without it, XLA:CPU gathers all tokens.
         tokens = PartitionSpec(batch_axes or None, context_axes or None)
         return shard_map(self.select, mesh, (tokens, PartitionSpec()), tokens)(logits, bias)
 
@@ -292,5 +294,5 @@ class Router(nnx.Module):
         return getattr(self.select, "token_independent", False)
 
     def token_independent(self, key: Key[Array, ""] | None) -> bool:
-        """Return False if routing depends on a token's index in the batch."""
+        """Return whether routing is independent of other tokens and of a token's index in the batch."""
         return self._select_is_token_independent and (key is None or not self.jitter)

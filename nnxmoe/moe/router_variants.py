@@ -1,4 +1,4 @@
-"""Routers that single families use."""
+"""Routers of individual model families."""
 
 import dataclasses
 from typing import Unpack
@@ -14,7 +14,7 @@ from nnxmoe.moe.router import Router, Routing, Select, SqrtSoftplusTopK
 
 
 class ScaledRouter(Router):
-    """`Router` with a normalized input and a factor per expert (Gemma 4, 2026).
+    """`Router` with a normalized input and one trained factor per expert (Gemma 4, 2026).
 
     The input of the linear map is ``rms_normalize(x) * scale / sqrt(D)``. The weights are multiplied by ``per_expert``.
     """
@@ -37,14 +37,14 @@ class ScaledRouter(Router):
 
 
 class TokenExpertTable(nnx.Variable):
-    """The experts of each token id, int32 ``[V, X]``. It is not trained. Expert ids are smaller than ``below``."""
+    """Table of the experts of each token id, int32 ``[V, X]``, not trained. Its metadata ``below`` bounds the ids."""
 
 
 class HashRouter(Router):
     """Hash routing (Roller et al. 2021; the first layers of DeepSeek-V4, 2026).
 
     A table assigns experts to each token id. The weights of the experts are computed from the activations.
-    Raises ValueError if the context has no token ids.
+    Calls raise ValueError if the context does not have token ids.
     """
 
     select: SqrtSoftplusTopK

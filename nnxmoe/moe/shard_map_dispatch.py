@@ -19,7 +19,7 @@ Body = Callable[..., tuple[Float[Array, "B T D"], Int[Array, ""]]]
 
 
 class _ShardedDim(NamedTuple):
-    """A dimension of a parameter that mesh axes shard, with its logical name."""
+    """Sharded dimension of a parameter: its logical axis, its index and the mesh axes that shard it."""
 
     name: str
     dim: int
@@ -37,19 +37,19 @@ def shard_map_dispatch(
 ) -> tuple[Float[Array, "B T D"], Int[Array, "S"]]:
     """Run ``body(x, assignments, experts) -> y, dropped`` on every device with its shards.
 
-    Experts stay sharded over ``expert_axis``. The feed-forward width stays sharded over mesh axes that do not shard
-    tokens. Each device then computes a partial ``y``, and the partial outputs are added up; only one of them includes
-    parameters with ``added_once``. All other kernel dimensions are all-gathered in the dtype of ``x``. Their gradients
-    are reduce-scattered in the kernel's dtype.
+    Experts remain sharded over ``expert_axis``. The feed-forward width remains sharded over mesh axes that do not shard
+    tokens. Each device then computes a partial ``y``, and the partial outputs are summed. Only one device of the sum
+    uses parameters with ``added_once``. All other kernel dimensions are all-gathered in the dtype of ``x``. Their
+    gradients are reduce-scattered in the kernel's dtype.
 
     Args:
         body: Function of one shard. It returns the outputs and the number of dropped assignments.
         x: The tokens. ``axes`` shard the batch, and ``context`` shards the tokens of each row.
-        assignments: The `Assignments` of the tokens, sharded as the tokens are.
+        assignments: The `Assignments` of the tokens, sharded like the tokens.
         experts: The experts, a module with ``rules``.
         mesh: The mesh.
         axes: Mesh axes of the batch.
-        expert_axis: Mesh axis over which experts stay sharded. None gathers all experts.
+        expert_axis: Mesh axis over which experts remain sharded. If None, all experts are gathered.
 
     Returns:
         The outputs, and the number of dropped assignments per shard of the tokens.
@@ -109,9 +109,9 @@ def _partial_sum_axes(sharded_dims: Sequence[Sequence[_ShardedDim]], width_axes:
 
 
 def _all_gather(value: Array, axes: tuple[str, ...], dim: int, dtype: Any) -> Array:
-    """All-gather the shards of a kernel, cast to ``dtype`` before if that has fewer bits.
+    """All-gather the shards of a kernel. If ``dtype`` has fewer bits, cast the shards before.
 
-    Products cast kernels to the dtype of their rows anyway. The cast saves traffic and does not change results.
+    Products cast kernels to the dtype of the rows anyway, so the cast saves traffic without changing results.
     """
     if jnp.dtype(dtype).itemsize >= value.dtype.itemsize:
         return jax.lax.all_gather(value, axes, axis=dim, tiled=True)

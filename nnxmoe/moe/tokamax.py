@@ -1,4 +1,4 @@
-"""Grouped matrix products with tokamax's Pallas kernels (Mosaic, on NVIDIA GPUs from Hopper on and on TPUs)."""
+"""Grouped matrix products with tokamax's Pallas kernels (Mosaic, on TPUs and on NVIDIA GPUs since Hopper)."""
 
 import dataclasses
 import importlib
@@ -23,7 +23,7 @@ def is_installed() -> bool:
 
 
 def _library() -> Any:
-    """The tokamax module. Before 0.0.17 it parses sys.argv with absl unless the flags are marked as parsed."""
+    """Import tokamax. Versions before 0.0.17 parse sys.argv with absl unless the flags are marked as parsed."""
     flags = importlib.import_module("absl.flags").FLAGS
     if not flags.is_parsed():
         flags.mark_as_parsed()
@@ -32,15 +32,15 @@ def _library() -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class TokamaxMatmul:
-    """``tokamax.ragged_dot``, also from the codes of quantized kernels.
+    """Grouped product by ``tokamax.ragged_dot``, for float kernels and quantized kernels.
 
-    On NVIDIA GPUs tokamax 0.0.17 refuses widths that are not multiples of 64.
+    On NVIDIA GPUs, tokamax 0.0.17 rejects widths that are not multiples of 64.
 
     Attributes:
-        implementation: "mosaic" or "xla". None is tokamax's default, a masked dense product on CPU.
+        implementation: "mosaic" or "xla". If None, tokamax's default, a masked dense product on CPUs.
 
     Raises:
-        ValueError: tokamax is not installed.
+        ValueError: If tokamax is not installed.
     """
 
     implementation: str | None = None
@@ -57,7 +57,7 @@ class TokamaxMatmul:
 
         def run(rows: Array, sizes: Array, *leaves: Array) -> Array:
             kernel: QuantizedKernel = tree.unflatten(leaves)
-            if kernel.order is not None:  # a permutation of the inputs per expert
+            if kernel.order is not None:  # one permutation of the inputs per expert
                 expert = jnp.repeat(jnp.arange(len(sizes)), sizes, total_repeat_length=len(rows))
                 rows = jnp.take_along_axis(rows, kernel.order[expert], axis=1)
             return self._product(rows, _qarray(dataclasses.replace(kernel, order=None), rows.dtype), sizes)
@@ -69,7 +69,7 @@ class TokamaxMatmul:
         return multilinear(run, {0: d_rows})(rows, sizes, *leaves)
 
     def _product(self, rows: Float[Array, "R _"], weights: Any, sizes: Int[Array, "E"]) -> Float[Array, "R _"]:
-        # In the rows' dtype: its Mosaic kernels refuse a gradient in float32, and products of 16 bits in "highest".
+        # tokamax's Mosaic kernels reject gradients in float32, and 16-bit products with precision "highest".
         options: dict[str, Any] = {"preferred_element_type": rows.dtype, "implementation": self.implementation}
         if rows.dtype.itemsize == 2:
             options["precision"] = jax.lax.Precision.DEFAULT
@@ -78,9 +78,9 @@ class TokamaxMatmul:
 
 
 def _qarray(kernel: QuantizedKernel, dtype: Any) -> Any:
-    """Convert a kernel ``[E, I, O]`` to qwix's array. On GPUs tokamax computes from its codes.
+    """Convert a kernel ``[E, I, O]`` to a qwix array. On GPUs, tokamax multiplies with the codes of this array.
 
-    It becomes a float array if its tiles do not divide the inputs, if codes index a codebook, and with offsets.
+    Returns a float array if the tiles do not divide the inputs, the codes index a codebook, or the kernel has offsets.
     """
     codes, (rows, columns), (_, ins, outs) = kernel.format, kernel.format.tile, kernel.shape
     if (kernel.scale.shape[-1] > 1 and ins % columns) or codes.code_dtype in CODEBOOKS or codes.offset:

@@ -1,4 +1,4 @@
-"""Grouped matrix products as one Triton kernel for GPUs, written in Pallas, from floats or codes of 4 and 8 bits."""
+"""Grouped matrix products in one Pallas Triton kernel for GPUs, with float kernels or codes of 4 and 8 bits."""
 
 import dataclasses
 import functools
@@ -19,12 +19,20 @@ from nnxmoe.moe.blocked import BlockedMatmul, differentiable_grouped_matmul
 from nnxmoe.moe.grouped_matmul import GroupedKernel, GroupedMatmul
 from nnxmoe.sharding_rules import Rules
 
-SIZES = (128, 64, 32, 16)  # of tiles: the first that divides
-COMPUTED = ("int8", "int4", "fp8", "fp4")  # kinds of codes whose values are computed, not looked up
+SIZES = (128, 64, 32, 16)  # candidate tile sizes; the first size that divides is used
+COMPUTED = ("int8", "int4", "fp8", "fp4")  # code dtypes whose values are computed instead of looked up
 
 
 class Tiles(NamedTuple):
-    """Sizes of a Triton program: rows and outputs of its tile, inputs per step, warps and pipeline stages."""
+    """Sizes of a Triton program.
+
+    Attributes:
+        height: Rows of the output tile.
+        width: Columns of the output tile.
+        depth: Inputs per step of the loop.
+        warps: Number of warps.
+        stages: Number of pipeline stages.
+    """
 
     height: int
     width: int
@@ -35,14 +43,14 @@ class Tiles(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TritonMatmul:
-    """One Triton kernel for all groups, for rows of 16 bits whose widths are multiples of 16.
+    """Grouped product in one Triton kernel for all groups, for 16-bit rows with widths that are multiples of 16.
 
-    Each program multiplies a tile of one group's rows by a tile of its kernel. Codes of 4 and 8 bits become floats tile
-    by tile, so that a decoding step reads each chosen expert's codes once.
+    Each program multiplies a tile of one group's rows by a tile of the group's kernel. Codes of 4 and 8 bits are
+    decoded tile by tile, so a decoding step reads each chosen expert's codes once.
 
     Attributes:
-        fallback: The product in all other cases.
-        interpret: Run in Pallas's interpreter, on any backend.
+        fallback: The product for unsupported rows and kernels.
+        interpret: Whether to run in Pallas's interpreter, on any backend.
     """
 
     fallback: GroupedMatmul = BlockedMatmul()
@@ -72,13 +80,13 @@ class TritonMatmul:
 
 @dataclasses.dataclass(frozen=True)
 class TritonProduct:
-    """Multiplies a few 16-bit rows with one quantized kernel, for decoding: reads the codes once.
+    """Product of a few 16-bit rows with one quantized kernel, for decoding. Reads the codes once.
 
     Attributes:
-        fallback: the product for more than ``max_rows`` rows, for other kernels, and on a mesh: XLA cannot partition
-            this product.
-        max_rows: the largest number of rows.
-        interpret: whether to run in Pallas's interpreter.
+        fallback: The product for more than ``max_rows`` rows and for unsupported kernels. Also the product on a mesh,
+            because XLA cannot partition this product.
+        max_rows: Largest number of rows.
+        interpret: Whether to run in Pallas's interpreter.
     """
 
     fallback: QuantizedProduct = CastProduct()
@@ -98,7 +106,7 @@ class TritonProduct:
 
 
 def _tiles(rows: Array, kernel: Kernel, transpose: bool) -> Tiles | None:
-    """Return the tiles of a product, or None if this kernel is not supported."""
+    """Return the tile sizes of a product, or None if the kernel is not supported."""
     groups, ins, outs = kernel.shape
     ins, outs = (outs, ins) if transpose else (ins, outs)
     if isinstance(kernel, QuantizedKernel):
@@ -106,7 +114,7 @@ def _tiles(rows: Array, kernel: Kernel, transpose: bool) -> Tiles | None:
         if transpose or kernel.order is not None or kind.code_dtype not in COMPUTED:
             return None
         halves = 1 + kind.is_packed
-        lengths = min(ins, kind.tile[1]) // halves, ins // halves  # codes that share a scale, and all of an output
+        lengths = min(ins, kind.tile[1]) // halves, ins // halves  # codes per scale, and codes per output
     elif isinstance(kernel, DenseKernel):
         lengths = (ins,)
     else:
@@ -114,7 +122,7 @@ def _tiles(rows: Array, kernel: Kernel, transpose: bool) -> Tiles | None:
     mean = rows.shape[0] // min(groups, rows.shape[0])
     height = 16 if mean <= 16 else 64 if mean <= 64 else 128
     codes = len(lengths) > 1
-    # The fastest on an H200 of those in tests/benchmarks/README.md; programs that decode codes want narrow tiles.
+    # The fastest sizes on an H200 (tests/benchmarks/README.md). Programs that decode codes need narrow tiles.
     widest, deepest = {16: 64, 64: 32, 128: 128}[height] if codes else 128, 128 if codes and height == 16 else 64
     depth = next((size for size in SIZES if size <= deepest and not any(length % size for length in lengths)), None)
     width = next((size for size in SIZES if size <= widest and outs % size == 0), None)
@@ -124,20 +132,20 @@ def _tiles(rows: Array, kernel: Kernel, transpose: bool) -> Tiles | None:
 
 
 def _language() -> Any:
-    """Return Pallas's module for Triton. Its import takes a quarter of a second."""
+    """Import Pallas's Triton module on first use, because the import takes 0.25 s."""
     return importlib.import_module("jax.experimental.pallas.triton")
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4, 5, 6))
 def _multiply(rows, kernel, sizes, transpose, tiles, interpret, dtype=None):
-    """Multiply rows by the kernel of their group. The output has ``dtype`` (None: that of the rows)."""
+    """Multiply rows by the kernel of their group. If ``dtype`` is None, the output has the rows' dtype."""
     count, groups, (height, width, depth, warps, stages) = rows.shape[0], sizes.shape[0], tiles
     outs, dtype = kernel.shape[1 if transpose else 2], dtype or rows.dtype
-    sizes = jnp.append(sizes, count - jnp.sum(sizes)).astype(jnp.int32)  # with a last group, of zeros
+    sizes = jnp.append(sizes, count - jnp.sum(sizes)).astype(jnp.int32)  # the last group has the rows that are zero
     ends, needed = jnp.cumsum(sizes), -(-sizes // height)
     tile = jnp.arange(count // height + min(groups + 1, count), dtype=jnp.int32)
     group = jnp.searchsorted(jnp.cumsum(needed), tile, side="right", method="compare_all").astype(jnp.int32)
-    of_group = jnp.minimum(group, groups)  # programs beyond the last tile have number groups + 1
+    of_group = jnp.minimum(group, groups)  # programs beyond the last tile have group number groups + 1
     first = (ends - sizes)[of_group] + (tile - (jnp.cumsum(needed) - needed)[of_group]) * height
     leaves, tree = jax.tree.flatten(kernel)
 
@@ -164,7 +172,7 @@ def _multiply(rows, kernel, sizes, transpose, tiles, interpret, dtype=None):
         def _():
             store(jnp.zeros((height, width), jnp.float32))
 
-    out_rows = count + height * interpret  # the interpreter shifts a slice that reaches beyond the end
+    out_rows = count + height * interpret  # the interpreter shifts slices that extend beyond the end
     return pl.pallas_call(
         body,
         out_shape=jax.ShapeDtypeStruct((out_rows, outs), dtype),
@@ -176,13 +184,13 @@ def _multiply(rows, kernel, sizes, transpose, tiles, interpret, dtype=None):
 
 
 def _dot(x, y, of_x, of_y):
-    """The product over one axis of each, in float32."""
+    """Contract axis ``of_x`` of x with axis ``of_y`` of y, accumulated in float32."""
     axes = (((of_x,), (of_y,)), ((), ()))
     return jax.lax.dot_general(x, y, axes, jax.lax.Precision.DEFAULT, preferred_element_type=jnp.float32)
 
 
 def _add_floats(rows_ref, index, kernel, group, column, tiles, i, total, transpose):
-    """``total`` plus the product with the i-th tile of a float kernel."""
+    """Add the product with the i-th tile of a float kernel to ``total``."""
     outs_first = kernel.ins_first == transpose  # whether tiles are [outputs, inputs] in memory
     depth = pl.ds(i * tiles.depth, tiles.depth)
     place = (pl.ds(column, tiles.width), depth) if outs_first else (depth, pl.ds(column, tiles.width))
@@ -190,7 +198,7 @@ def _add_floats(rows_ref, index, kernel, group, column, tiles, i, total, transpo
 
 
 def _add_codes(rows_ref, index, kernel, group, column, tiles, i, total):
-    """Add the product with the i-th tile of codes to ``total``; a tile of 4-bit codes holds two tiles of inputs."""
+    """Add the product with the i-th tile of codes to ``total``. A tile of 4-bit codes contains two tiles of inputs."""
     kind: CodeFormat = kernel.format
     depth = tiles.depth
     codes = kernel.codes[group, pl.ds(column, tiles.width), pl.ds(i * depth, depth)]
@@ -215,7 +223,10 @@ def _add_codes(rows_ref, index, kernel, group, column, tiles, i, total):
 
 
 def _value(kind: CodeFormat, codes: Any) -> Any:
-    """Values of codes in float32. The bits of fp8 and fp4 are moved to those of float16, whose bias is larger."""
+    """Convert codes to float32 values.
+
+    fp8 and fp4 codes are shifted into the bits of a float16. A factor corrects the larger exponent bias of float16.
+    """
     if kind.code_dtype not in ("fp8", "fp4"):
         return codes.astype(jnp.float32)
     low, sign, up, over, bias = (0x7F, 0x80, 7, 8, 2.0**8) if kind.code_dtype == "fp8" else (7, 8, 9, 12, 2.0**14)
@@ -226,7 +237,7 @@ def _value(kind: CodeFormat, codes: Any) -> Any:
 
 @functools.partial(jax.jit, static_argnums=3)
 def _sums(left, right, sizes, interpret):
-    """``left.T @ right`` of every group: ``[E, L, R]``."""
+    """Compute ``left.T @ right`` per group, ``[E, L, R]``."""
     count, groups, widths = left.shape[0], sizes.shape[0], (left.shape[1], right.shape[1])
     tiles = [next((size for size in SIZES if width % size == 0), 0) for width in widths]
     height = 32 if count // groups <= 64 else 64
