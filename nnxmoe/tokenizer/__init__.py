@@ -1,1 +1,1 @@
-"""Text to token ids and back: tokenizer files, chat templates and messages."""
+"""Encode text to token ids and decode ids: tokenizer files, chat templates and messages."""

@@ -1,7 +1,8 @@
-"""Tokens declared outside ``tokenizer.json``: added as transformers 5 adds them, or refused.
+"""Add tokens declared outside ``tokenizer.json``, as transformers 5 does, or reject the files.
 
-``tokenizer_config.json`` has them in ``added_tokens_decoder``, the ``*_token`` fields and ``extra_special_tokens``.
-Folders without ``added_tokens_decoder`` may also have ``added_tokens.json`` and ``special_tokens_map.json``.
+``tokenizer_config.json`` declares tokens in ``added_tokens_decoder``, the ``*_token`` fields and
+``extra_special_tokens``. Folders without ``added_tokens_decoder`` may also have ``added_tokens.json``
+and ``special_tokens_map.json``.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,7 +21,18 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 
 
 def read_special_tokens(folder: Path, config: Mapping[str, Any], defaults: Mapping[str, str]) -> dict[str, Any]:
-    """The ``*_token`` fields, each a str or an object, from the map too unless the config has the decoder."""
+    """Read the ``*_token`` fields and named extra special tokens.
+
+    Reads special_tokens_map.json too, unless the config has ``added_tokens_decoder``.
+
+    Args:
+        folder: folder of the checkpoint.
+        config: content of tokenizer_config.json.
+        defaults: default tokens by field name.
+
+    Returns:
+        Tokens by field name, each a str or an object with flags.
+    """
     found: dict[str, Any] = dict(defaults)
     for fields, path, extra in _special_token_files(folder, config):
         for name, value in fields.items():
@@ -31,15 +43,18 @@ def read_special_tokens(folder: Path, config: Mapping[str, Any], defaults: Mappi
                     found[name] = _check_token(value, f"{path}: {name}")
         if isinstance(extra, dict):
             found |= {name: _check_token(value, f"{path}: extra_special_tokens") for name, value in extra.items()}
-    order = {name: place for place, name in enumerate(NAMED)}  # that of new ids in transformers
+    order = {name: place for place, name in enumerate(NAMED)}  # transformers assigns new ids in this order
     return dict(sorted(found.items(), key=lambda item: order.get(item[0], len(order))))
 
 
 def add_declared_tokens(
     backend: tokenizers.Tokenizer, folder: Path, config: Mapping[str, Any], named: Mapping[str, Any]
 ) -> None:
-    """Add what the files declare and the tokenizer lacks. Raises TokenizerError if a token gets another id than the
-    declared one."""
+    """Add declared tokens that the tokenizer lacks.
+
+    Raises:
+        TokenizerError: if the id of a token differs from the declared id.
+    """
     extra = [
         _check_token(one, f"{path}: extra_special_tokens")
         for _, path, found in _special_token_files(folder, config)
@@ -76,8 +91,11 @@ def add_declared_tokens(
 
 
 def _match_raw_text(backend: tokenizers.Tokenizer) -> None:
-    """Let special tokens match before the normalizer runs. Llama 1 and 2 have files with "normalized": true, whose
-    normalizer makes `tokenizers` look for "▁</s>" only; transformers rebuilds these tokenizers."""
+    """Match special tokens before the normalizer runs.
+
+    Llama 1 and 2 have files with "normalized": true. With their normalizer, `tokenizers` searches for
+    "▁</s>" only. transformers rebuilds these tokenizers.
+    """
     for token in backend.get_added_tokens_decoder().values():
         if token.special and token.normalized:
             sides = {"lstrip": token.lstrip, "rstrip": token.rstrip, "single_word": token.single_word}
@@ -85,8 +103,11 @@ def _match_raw_text(backend: tokenizers.Tokenizer) -> None:
 
 
 def _special_token_files(folder: Path, config: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], Path, Any]]:
-    """The files with special tokens: their fields, path, and ``extra_special_tokens``, called
-    ``additional_special_tokens`` in older files."""
+    """Iterate over the files with special tokens.
+
+    Yields:
+        Fields, path, and ``extra_special_tokens`` (in older files ``additional_special_tokens``).
+    """
     files = {CONFIG: config}
     if "added_tokens_decoder" not in config:
         files[SPECIAL] = read_json(folder / SPECIAL)
@@ -95,7 +116,7 @@ def _special_token_files(folder: Path, config: Mapping[str, Any]) -> Iterator[tu
 
 
 def _legacy_decoder(folder: Path, special: list[str | None]) -> dict[str, Any]:
-    """added_tokens.json, which maps tokens to ids, as a decoder."""
+    """Convert added_tokens.json, which maps tokens to ids, to the form of ``added_tokens_decoder``."""
     found: dict[str, Any] = {}
     for text, number in read_json(folder / ADDED).items():
         if type(number) is not int or number < 0:
@@ -111,7 +132,11 @@ def _token_text(value: Any) -> str | None:
 
 
 def _check_token(value: Any, what: str) -> Any:
-    """The value, if it is a str or an object with a str "content", of valid Unicode."""
+    """Return the value if it is a str, or an object with "content", of valid Unicode.
+
+    Raises:
+        TokenizerError: otherwise.
+    """
     text = _token_text(value)
     if text is None:
         raise TokenizerError(f'{what} is {short(value)}. It must be a string or {{"content": string}}')
@@ -121,7 +146,7 @@ def _check_token(value: Any, what: str) -> Any:
 
 
 def _as_added_token(value: Any, what: str, special: bool) -> tokenizers.AddedToken:
-    """The token of a str or of an object with flags; of a str it is special."""
+    """Convert a str or an object with flags to an added token. A str becomes a special token."""
     text = _token_text(_check_token(value, what))
     if isinstance(value, str):
         return tokenizers.AddedToken(text, special=True)

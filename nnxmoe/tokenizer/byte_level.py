@@ -1,4 +1,4 @@
-"""Tokenizers of folders with vocab.json and merges.txt, built as transformers builds GPT-2's and Qwen2's."""
+"""Build tokenizers from vocab.json and merges.txt, as transformers does for GPT-2 and Qwen2."""
 
 import os
 from collections.abc import Mapping
@@ -31,12 +31,19 @@ _QWEN = (
 
 
 def has_merges(folder: Path) -> bool:
-    """Whether a folder has vocab.json and merges.txt, but no tokenizer.json."""
+    """Return whether a folder has vocab.json and merges.txt, but no tokenizer.json."""
     return not os.path.lexists(folder / TOKENIZER) and all(os.path.lexists(folder / name) for name in (VOCAB, MERGES))
 
 
 def build_byte_level_bpe(folder: Path, config: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
-    """The tokenizer, and the special tokens that its class has by default. Raises TokenizerError."""
+    """Build the tokenizer of a folder with vocab.json and merges.txt.
+
+    Returns:
+        The tokenizer, and the default special tokens of its class.
+
+    Raises:
+        TokenizerError: if the files are invalid or the class is not supported.
+    """
     model_class, space = _model_class(folder, config), bool(config.get("add_prefix_space", False))
     for name in (VOCAB, MERGES):
         read_bounded(folder / name, MAX_BYTES, REMEDY, TokenizerError)
@@ -57,7 +64,13 @@ def build_byte_level_bpe(folder: Path, config: Mapping[str, Any]) -> tuple[token
 def add_bos_and_eos(
     backend: tokenizers.Tokenizer, config: Mapping[str, Any], ends: tuple[str | None, str | None]
 ) -> None:
-    """Let the tokenizer add ``ends``, the first and the last token of a text, where the config asks for them."""
+    """Configure the tokenizer to add BOS and EOS if the config sets ``add_bos_token`` and ``add_eos_token``.
+
+    Args:
+        backend: the tokenizer.
+        config: content of tokenizer_config.json.
+        ends: the BOS and EOS tokens.
+    """
     before, after = (
         token if config.get(name) else None
         for name, token in zip(("add_bos_token", "add_eos_token"), ends, strict=True)
@@ -70,7 +83,7 @@ def add_bos_and_eos(
 
 
 def _model_class(folder: Path, config: Mapping[str, Any]) -> str:
-    """GPT2 or Qwen2: by tokenizer_class, else by the model's type."""
+    """Return "GPT2" or "Qwen2", from tokenizer_class if set, else from the model type."""
     named, fields = config.get("tokenizer_class"), text_fields(read_json(folder / "config.json"))
     if named is None and str(fields.get("model_type", "")).startswith("qwen"):
         return "Qwen2"

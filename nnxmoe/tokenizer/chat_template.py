@@ -1,7 +1,7 @@
-"""Renders chat templates as transformers does: jinja2's immutable sandbox, with the same filters and functions.
+"""Render chat templates as transformers does: in jinja2's immutable sandbox.
 
-The sandbox keeps a template away from Python's internals and from files. As in transformers, nothing limits its time
-and its memory.
+Filters and functions are the same as in transformers. The sandbox denies templates access to Python
+internals and files. As in transformers, the time and memory of a template are not limited.
 """
 
 import contextvars
@@ -21,16 +21,21 @@ import jinja2.utils
 
 
 class ChatTemplateError(ValueError):
-    """Raised for a faulty chat template or unsuitable messages; the message says what to change."""
+    """Raised for an invalid chat template or unsuitable messages. The message includes the remedy."""
 
 
 class _Raised(jinja2.TemplateError):
-    """The template called ``raise_exception``."""
+    """Raised if the template calls ``raise_exception``."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RenderedChat:
-    """A rendered chat. ``answers``: the ranges of characters inside ``{% generation %}`` tags."""
+    """A rendered chat.
+
+    Attributes:
+        text: the rendered text.
+        answers: character ranges inside ``{% generation %}`` tags.
+    """
 
     text: str
     answers: tuple[tuple[int, int], ...]
@@ -38,7 +43,13 @@ class RenderedChat:
 
 @dataclasses.dataclass
 class _Tracker:
-    """The text so far, and the enclosed parts with their starts."""
+    """Rendered text so far, and the texts inside ``{% generation %}`` tags.
+
+    Attributes:
+        pieces: pieces of the rendered text.
+        length: number of characters so far.
+        found: start and text of each part inside tags.
+    """
 
     pieces: list[str] = dataclasses.field(default_factory=list)
     length: int = 0
@@ -49,28 +60,31 @@ _tracker: contextvars.ContextVar[_Tracker] = contextvars.ContextVar("tracker")
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """``{% generation %}...{% endgeneration %}`` marks the assistant's text; the body is rendered unchanged."""
+    """Jinja extension for ``{% generation %}...{% endgeneration %}``.
+
+    The tags mark the assistant's text. The body is rendered unchanged.
+    """
 
     tags = {"generation"}
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        """Turn the block into a call of :meth:`body`, so that it has its own scope."""
+        """Convert the block to a call of `body`, so that the block has a separate scope."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return jinja2.nodes.CallBlock(self.call_method("body"), [], [], body).set_lineno(line)
 
     def body(self, caller: Callable[[], str]) -> str:
-        """Render the enclosed part, and note where it stands."""
+        """Render the block and record its position."""
         text = caller()
         _tracker.get().found.append((_tracker.get().length, text))
         return text
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Jinja's ``namespace()`` without underscore names, which could reach Python's internals."""
+    """Jinja's ``namespace()`` without underscore names, which can reach Python internals."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
-        # No named parameter, so that namespace(self=...) works.
+        # There is no named parameter, so that namespace(self=...) works.
         namespace, *rest = args
         values = dict(*rest, **kwargs)
         for name in values:
@@ -83,7 +97,7 @@ class _Namespace(jinja2.utils.Namespace):
 
 
 class _DictMaker:
-    """The ``dict`` of templates: creates dictionaries, but does not expose the type's methods and bases."""
+    """The ``dict`` of templates. Creates dictionaries without exposing methods and bases of the type."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -108,7 +122,10 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as models were trained on it: unlike Jinja's own filter it does not escape ``<``, ``>``, ``&`` and ``'``."""
+    """Format JSON as in training data.
+
+    Unlike Jinja's filter, does not escape ``<``, ``>``, ``&`` and ``'``.
+    """
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -131,7 +148,7 @@ _compiled = functools.lru_cache(maxsize=32)(lambda template: _environment().from
 
 @functools.lru_cache(maxsize=32)
 def template_variables(template: str) -> frozenset[str]:
-    """The names of variables that a template reads. Raises ChatTemplateError for a faulty one."""
+    """Return the names of variables that a template reads. Raises ChatTemplateError if it is invalid."""
     try:
         found = _environment().parse(template).find_all(jinja2.nodes.Name)
         return frozenset(node.name for node in found if node.ctx == "load")
@@ -140,12 +157,12 @@ def template_variables(template: str) -> frozenset[str]:
 
 
 def render_chat_template(template: str, variables: Mapping[str, Any]) -> RenderedChat:
-    """Render a template in the sandbox. Raises ChatTemplateError, whatever fails in it."""
+    """Render a template in the sandbox. Raises ChatTemplateError for any failure."""
     compiled, tracker = None, _Tracker()
     token = _tracker.set(tracker)
     try:
         compiled = _compiled(template)
-        # root_render_func leaves the traceback as it is, which tells the line of an error
+        # root_render_func preserves the traceback, which contains the line of an error
         for piece in compiled.root_render_func(compiled.new_context(to_json_types(variables))):
             tracker.pieces.append(piece)
             tracker.length += len(piece)
@@ -154,7 +171,7 @@ def render_chat_template(template: str, variables: Mapping[str, Any]) -> Rendere
     finally:
         _tracker.reset(token)
     text = "".join(tracker.pieces)
-    # Inside a macro or {% set %} a tag is rendered before the text that precedes it is known.
+    # Inside a macro or {% set %}, a tag is rendered before the preceding text, so its position is unknown.
     whole = all(text.startswith(part, at) for at, part in tracker.found)
     answers = tuple((at, at + len(part)) for at, part in tracker.found if part) if whole else ()
     return RenderedChat(text, answers)
@@ -165,8 +182,12 @@ def _placeholder(value: object) -> str:
 
 
 def to_json_types(value: Any, fallback: Callable[[Any], Any] = _placeholder) -> Any:
-    """Convert a value to JSON types, whose methods are safe in the sandbox. ``fallback`` converts objects of other
-    types, by default to ``<type name>``."""
+    """Convert a value to JSON types, whose methods are safe in the sandbox.
+
+    Args:
+        value: the value. Arrays, dataclasses and pydantic models are converted.
+        fallback: converts objects of other types, by default to ``<type name>``.
+    """
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):  # subclasses, such as enums, become the plain type
@@ -182,13 +203,15 @@ def to_json_types(value: Any, fallback: Callable[[Any], Any] = _placeholder) -> 
         return to_json_types(convert(), fallback)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: to_json_types(getattr(value, field.name), fallback) for field in dataclasses.fields(value)}
-    if callable(dump := getattr(value, "model_dump", None)):  # pydantic, such as messages of the OpenAI client
+    if callable(
+        dump := getattr(value, "model_dump", None)
+    ):  # pydantic models, for example messages of the OpenAI client
         return to_json_types(dump(), fallback)
     return fallback(value)
 
 
 def _template_error(error: Exception, compiled: jinja2.Template | None) -> ChatTemplateError:
-    """The error of a template in words, with the line if it is known."""
+    """Convert an exception to an error message, with the template line if it is known."""
     line, trace = getattr(error, "lineno", None), error.__traceback__
     while trace and compiled:
         if trace.tb_frame.f_globals.get("__jinja_template__") is compiled:

@@ -1,4 +1,4 @@
-"""Chat messages in the form that templates expect, and prompts that end inside the last message."""
+"""Convert chat messages to the form that templates read, and leave the last message of a prompt open."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -8,12 +8,12 @@ from nnxmoe.tokenizer.chat_template import to_json_types
 from nnxmoe.tokenizer.tokenizer_files import TokenizerError
 from nnxmoe.tokenizer.tool_calls import parse_tool_calls
 
-REASONING = ("reasoning_content", "thinking", "reasoning")  # names of the same field in different templates
-_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # ends in a space, to detect whether the template strips its messages
+REASONING = ("reasoning_content", "thinking", "reasoning")  # names of the reasoning field in different templates
+_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # ends in a space to detect whether the template strips messages
 
 
 def is_message(value: Any) -> bool:
-    """Whether a value is a message: a mapping, a dataclass or a pydantic model."""
+    """Return whether a value is a message: a mapping, a dataclass or a pydantic model."""
     made = dataclasses.is_dataclass(value) and not isinstance(value, type)
     return isinstance(value, Mapping) or made or callable(getattr(value, "model_dump", None))
 
@@ -21,8 +21,14 @@ def is_message(value: Any) -> bool:
 def normalize_messages(messages: Any) -> list[dict[str, Any]]:
     """Convert messages to dicts of JSON types without None fields.
 
-    Reasoning is stored under each name that templates read. Tool calls are validated (see `parse_tool_calls`).
-    Dataclasses and pydantic models are converted, as in transformers.
+    Reasoning is stored under each name that templates read. Tool calls are validated (see
+    `parse_tool_calls`). Dataclasses and pydantic models are converted, as in transformers.
+
+    Args:
+        messages: a list of messages, or an object with the attribute ``messages``.
+
+    Raises:
+        TokenizerError: if the messages are invalid or empty.
     """
     found = to_json_types(getattr(messages, "messages", messages))
     if not isinstance(found, list | tuple) or not all(isinstance(message, dict) for message in found):
@@ -44,10 +50,16 @@ def normalize_messages(messages: Any) -> list[dict[str, Any]]:
 
 
 def mark_end(messages: list[dict[str, Any]], field: str) -> tuple[list[dict[str, Any]], str]:
-    """Append a mark to a field of the last message; return the messages and the field's text without the mark.
+    """Append a mark to a field of the last message.
 
-    If ``field`` holds a list of blocks, the last block with a "text" is marked. Reasoning is marked under each of its
-    names.
+    If the field is a list of blocks, marks the last block with a "text". Reasoning is marked under all
+    its names.
+
+    Returns:
+        The messages, and the text of the field without the mark.
+
+    Raises:
+        TokenizerError: if the field has no text.
     """
     *before, last = messages
     value = last.get(field)
@@ -63,7 +75,15 @@ def mark_end(messages: list[dict[str, Any]], field: str) -> tuple[list[dict[str,
 
 
 def cut_at_mark(rendered: str, text: str) -> str:
-    """The rendered chat up to the mark after ``text``, the end of the last message."""
+    """Cut the rendered chat at the mark of `mark_end`.
+
+    Args:
+        rendered: the rendered chat.
+        text: text of the last message before the mark.
+
+    Raises:
+        TokenizerError: if the template changes or omits the last message.
+    """
     at = rendered.rfind(_MARK.strip())
     if at < 0 or text.strip() not in rendered:
         raise TokenizerError(

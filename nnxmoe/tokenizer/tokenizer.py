@@ -1,7 +1,7 @@
-"""Text to token ids and back: a checkpoint's tokenizer, its chat template, and streaming decoding.
+"""Encode text to token ids, decode ids, render chat templates and decode streams.
 
-Ids are computed by the ``tokenizers`` library from ``tokenizer.json``. ``add_bos_token`` in ``tokenizer_config.json``
-is ignored, as transformers 5 does for such files.
+The ``tokenizers`` library computes ids from ``tokenizer.json``. ``add_bos_token`` in
+``tokenizer_config.json`` is ignored, as transformers 5 does for such files.
 """
 
 import copy
@@ -47,9 +47,16 @@ _ENCODING_OPTIONS = (
 
 
 class Tokenizer:
-    """Encodes, decodes and renders chats for one checkpoint. Created by :meth:`from_pretrained`.
+    """Encodes, decodes and renders chats for one checkpoint. Created by `from_pretrained`.
 
-    ``special_tokens`` maps names such as ``bos_token`` to their text; they are also variables of the chat template.
+    Attributes:
+        backend: tokenizer of the ``tokenizers`` library.
+        special_tokens: maps names such as ``bos_token`` to their text. They are also variables of
+            the chat template.
+        chat_templates: chat templates by name.
+        source: path of the checkpoint.
+        vocab_size: largest id + 1.
+        special_ids: ids of special tokens.
     """
 
     def __init__(
@@ -60,8 +67,8 @@ class Tokenizer:
         source: str,
         template_file: str | None = None,
     ) -> None:
-        if backend.truncation is not None or backend.padding is not None:  # saved settings for training batches
-            backend = copy.deepcopy(backend)  # the caller's backend keeps them
+        if backend.truncation is not None or backend.padding is not None:  # settings saved for training batches
+            backend = copy.deepcopy(backend)  # do not change the caller's backend
             backend.no_truncation()
             backend.no_padding()
         self.backend = backend
@@ -81,8 +88,12 @@ class Tokenizer:
     def from_pretrained(
         cls, path_or_hub_id: str | Path, revision: str | None = None, local_files_only: bool = False
     ) -> Self:
-        """Read the tokenizer files of a local folder or a Hugging Face repository, or the tokenizer in a GGUF file.
-        Raises TokenizerError, for a malformed GGUF file CheckpointError (both ValueErrors)."""
+        """Load the tokenizer of a local folder, a Hugging Face repository or a GGUF file.
+
+        Raises:
+            TokenizerError: if a tokenizer file is missing or invalid.
+            CheckpointError: if a GGUF file is malformed. Both errors are ValueErrors.
+        """
         folder = find_folder(path_or_hub_id, revision, local_files_only)
         config = read_config(folder)
         merges = byte_level.has_merges(folder)
@@ -107,11 +118,15 @@ class Tokenizer:
         max_length: int | None = None,
         return_tensors: str | None = None,
     ) -> dict[str, Any]:
-        """Tokenize one or several texts; returns ``input_ids`` and ``attention_mask`` as the tokenizers of transformers
-        do.
+        """Tokenize a text or several texts, like the tokenizers of transformers.
 
-        ``padding`` True: on the right, to the longest text; "max_length": to ``max_length``. ``truncation``: to
-        ``max_length``. ``return_tensors``: "np" or "jax" for arrays [B, T]; default: lists.
+        Args:
+            padding: True pads on the right to the longest text, "max_length" to ``max_length``.
+            truncation: truncate to ``max_length``.
+            return_tensors: "np" or "jax" for arrays [B, T]. If None, lists.
+
+        Returns:
+            ``input_ids`` and ``attention_mask``.
         """
         if return_tensors not in _TENSORS:
             raise ValueError(f"return_tensors={return_tensors!r}: use 'np', 'jax' or None")
@@ -141,13 +156,18 @@ class Tokenizer:
         return self.chat_templates.get("default")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text. Special tokens written in the text are encoded as special tokens."""
+        """Encode a text. Special tokens written in the text are encoded as special tokens."""
         return self.encode_with_offsets(text, add_special_tokens)[0]
 
     def encode_with_offsets(
         self, text: str, add_special_tokens: bool = True
     ) -> tuple[list[int], list[tuple[int, int]]]:
-        """Token ids of a text, and the range of characters of each. Tokens that are parts of one character share it."""
+        """Encode a text with character offsets.
+
+        Returns:
+            Token ids, and the character range of each token. Tokens that are parts of one character
+            share its range.
+        """
         if not isinstance(text, str):
             raise TypeError(f"encode takes a str, not {type(text).__name__}")
         try:
@@ -160,7 +180,7 @@ class Tokenizer:
             raise backend_failure(error, f"{self.source}: {TOKENIZER} cannot encode a text", self.source) from None
 
     def decode(self, ids: Any, skip_special_tokens: bool = False) -> str:
-        """Text of one row of ids: a list, or an integer array of NumPy or JAX. Unknown ids are skipped."""
+        """Decode a row of ids: a list, or an integer array of NumPy or JAX. Unknown ids are skipped."""
         row = np.asarray(ids)
         if row.ndim > 1:
             raise TokenizerError(f"decode takes one row of ids, not an array of shape {row.shape}: decode row by row")
@@ -169,7 +189,7 @@ class Tokenizer:
         return self.decode_list([int(i) for i in row.reshape(-1)], skip_special_tokens)
 
     def decode_list(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """:meth:`decode` without validation, for use in loops."""
+        """Decode ids without validation, for use in loops. See `decode`."""
         if skip_special_tokens:  # `tokenizers` 0.23 does not skip special tokens that its normalizer changes
             ids = [i for i in ids if i not in self.special_ids]
         try:
@@ -188,14 +208,27 @@ class Tokenizer:
         continue_final_message: bool | str = False,
         **variables: Any,
     ) -> Any:
-        """Render a conversation as the prompt the model was trained on: a str, or its ids with ``tokenize=True``.
+        """Render a conversation as the prompt that the model was trained on.
 
-        ``messages``: a list of dicts, dataclasses or pydantic models, or an object that holds one as ``messages``.
-        Arguments of tool calls, objects or JSON text, are converted to the form that the template reads. ``tools`` are
-        JSON schemas. ``chat_template`` is a template, or names one of several. ``continue_final_message`` leaves the
-        last message open, so that the model continues its "content" (or the named field). Other keyword arguments are
-        variables of the template. A warning names variables that the template does not read. Raises TokenizerError,
-        also if the template fails.
+        A warning lists variables that the template does not read.
+
+        Args:
+            messages: a list of dicts, dataclasses or pydantic models, or an object with the list as
+                attribute ``messages``. Arguments of tool calls (objects or JSON text) are converted to
+                the form that the template reads.
+            add_generation_prompt: append the start of an answer.
+            tokenize: return ids.
+            tools: JSON schemas.
+            chat_template: a template, or the name of one of several templates.
+            continue_final_message: leave the last message open, so that the model continues its
+                "content", or the field with this name.
+            variables: variables of the template.
+
+        Returns:
+            A str, or its ids with ``tokenize=True``.
+
+        Raises:
+            TokenizerError: if an argument is invalid or the template fails.
         """
         options = {"tools": tools, "documents": documents, "add_generation_prompt": bool(add_generation_prompt)}
         render = functools.partial(self.render_chat, chat_template=chat_template, **options, **variables)
@@ -212,7 +245,10 @@ class Tokenizer:
     def render_chat(
         self, plain: list[dict[str, Any]], chat_template: str | None = None, **variables: Any
     ) -> RenderedChat:
-        """Render messages of plain JSON values. The result has the ranges that the template marks as answers."""
+        """Render messages of JSON types.
+
+        The result includes the ranges that the template marks as answers.
+        """
         for name in ("tools", "documents"):
             value = variables.setdefault(name, None)
             if value is not None and not all(isinstance(one, Mapping) for one in value):
@@ -226,13 +262,13 @@ class Tokenizer:
             raise TokenizerError(f"{self._template_file}: {error}", self.source) from None
 
     def _warn_of_unread(self, read: frozenset[str], given: Mapping[str, Any]) -> None:
-        """Warn once of each variable that the template does not read. Raises TypeError for options of encoding."""
+        """Warn once per variable that the template does not read. Raises TypeError for encoding options."""
         for name in sorted(given.keys() - read - {"tools", "documents", "add_generation_prompt"} - self._warned):
             if name in _ENCODING_OPTIONS:
                 raise TypeError(
                     f"unexpected argument {name!r}: the result is a str, or with tokenize=True a list of ids"
                 )
-            if len(self._warned) > 100:  # clients of servers choose the names
+            if len(self._warned) > 100:  # clients of a server choose the names, so bound the set
                 return
             self._warned.add(name)
             near = difflib.get_close_matches(name, {*read, "add_generation_prompt", "continue_final_message"}, 1)
@@ -240,7 +276,11 @@ class Tokenizer:
             logger.warning("the chat template does not read %r, which has no effect%s", name, hint)
 
     def _template(self, name: str | None, with_tools: bool) -> str:
-        """The template of that name; None: "tool_use" if there are tools and it exists, else "default"."""
+        """Return a chat template by name.
+
+        If ``name`` is None, "tool_use" with tools if it exists, else "default". A name with a brace is
+        a template.
+        """
         if name is not None and "{" in name:
             return name
         if name is None:
@@ -257,15 +297,21 @@ class Tokenizer:
 
 
 class TextStream:
-    """Decodes tokens one by one: ``put`` returns the text that a token completes, ``end`` the rest.
+    """Decodes tokens one by one. ``put`` returns the text that a token completes, ``end`` the remaining text.
 
-    Incomplete characters are buffered until the tokens that complete them arrive. Each step decodes only a short
-    window. It begins with tokens whose text has been returned, since decoders treat the start of a text differently
-    (leading spaces). ``context``: the prompt's ids; the prompt's text followed by the pieces is the text of all ids.
-    ``tokenizer``: a `Tokenizer`, or one of transformers. ``keep``: special tokens that are not skipped.
+    Bytes of an incomplete character are buffered until the character is complete. Each step decodes
+    only a short window. The window starts with tokens whose text has been returned, because decoders
+    treat the start of a text differently (leading spaces). The text of ``context`` followed by the
+    pieces is the text of all ids.
+
+    Args:
+        tokenizer: a `Tokenizer`, or a tokenizer of transformers.
+        skip_special_tokens: omit special tokens from the text.
+        context: ids of the prompt.
+        keep: ids of special tokens that are not skipped.
     """
 
-    LONGEST_WAIT = 64  # tokens; only invalid UTF-8 takes more than a few
+    LONGEST_WAIT = 64  # tokens; only invalid UTF-8 needs more than a few
 
     def __init__(
         self,
@@ -299,7 +345,7 @@ class TextStream:
         return piece
 
     def end(self) -> str:
-        """Return the rest, with U+FFFD for an incomplete character, and reset the stream."""
+        """Return the remaining text, with U+FFFD for an incomplete character, and reset the stream."""
         piece = self._new_text(self._decode())
         self._window, self._returned_chars, self._returned_tokens = [], 0, 0
         return piece

@@ -1,4 +1,4 @@
-"""Reads a checkpoint's tokenizer files from a local folder or a Hugging Face repository."""
+"""Read tokenizer files from a local folder or a Hugging Face repository."""
 
 import base64
 import binascii
@@ -30,9 +30,12 @@ EXPLAINED_BYTES = 16_000_000  # a rejected tokenizer.json up to this size is par
 
 
 class TokenizerError(ValueError):
-    """Raised for a faulty tokenizer file or chat template, or unsuitable input; names the file and the remedy.
+    """Raised for an invalid tokenizer file, chat template or input.
 
-    ``public``: the message without ``folder``, for clients of a server.
+    The message states the file and the remedy.
+
+    Attributes:
+        public: the message without ``folder``, for clients of a server.
     """
 
     def __init__(self, message: str, folder: str = "") -> None:
@@ -41,7 +44,11 @@ class TokenizerError(ValueError):
 
 
 def find_folder(path_or_hub_id: str | Path, revision: str | None, local_files_only: bool) -> Path:
-    """The local folder or GGUF file, or the hub's cache folder after downloading only the tokenizer's files."""
+    """Return the local folder or GGUF file, or download the tokenizer files of a Hugging Face repository.
+
+    Returns:
+        The local path, or the folder in the hub's cache.
+    """
     folder = local_folder(path_or_hub_id, TokenizerError)
     if folder is not None:
         return folder
@@ -49,7 +56,7 @@ def find_folder(path_or_hub_id: str | Path, revision: str | None, local_files_on
 
 
 def read_backend(folder: Path) -> tokenizers.Tokenizer:
-    """The tokenizer in tokenizer.json, or in a GGUF file. Raises TokenizerError if it is missing or invalid."""
+    """Read the tokenizer from tokenizer.json or a GGUF file. Raises TokenizerError."""
     path = folder / TOKENIZER
     if is_gguf(folder):
         data = json.dumps(tokenizer_files(GGUF.open(folder))[TOKENIZER]).encode()
@@ -71,7 +78,10 @@ def read_backend(folder: Path) -> tokenizers.Tokenizer:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The content of tokenizer_config.json, empty if missing, or what stands for it in a GGUF file."""
+    """Read tokenizer_config.json, or the equivalent fields of a GGUF file.
+
+    Returns {} if the file is missing.
+    """
     return tokenizer_files(GGUF.open(folder))[CONFIG] if is_gguf(folder) else read_json(folder / CONFIG)
 
 
@@ -98,8 +108,10 @@ def _describe_folder(folder: Path) -> str:
 
 
 def _check_precompiled(path: Path, data: bytes) -> None:
-    """Refuse a truncated character map, for which ``tokenizers`` aborts the process."""
-    if b"recompiled" not in data and not re.search(rb"\\u00[4-7]", data):  # the name, possibly with escaped letters
+    """Raise TokenizerError for a truncated character map, for which ``tokenizers`` aborts the process."""
+    if b"recompiled" not in data and not re.search(
+        rb"\\u00[4-7]", data
+    ):  # the field name, possibly with escaped letters
         return
     found: Any = parse_json(data, path, REMEDY, TokenizerError)
     for step in _steps(found.get("normalizer") if isinstance(found, dict) else None):
@@ -111,7 +123,10 @@ def _check_precompiled(path: Path, data: bytes) -> None:
 
 
 def _check_growth(path: Path, backend: tokenizers.Tokenizer) -> None:
-    """Refuse Replace steps that multiply a text's length beyond MAX_GROWTH: ``tokenizers`` aborts out of memory."""
+    """Raise TokenizerError for Replace steps that multiply the length of a text beyond MAX_GROWTH.
+
+    ``tokenizers`` runs out of memory on such steps and aborts.
+    """
     for name in ("normalizer", "decoder"):
         part, growth = getattr(backend, name), 1.0
         for step in _steps(json.loads(part.__getstate__()) if part is not None else None):
@@ -125,7 +140,7 @@ def _check_growth(path: Path, backend: tokenizers.Tokenizer) -> None:
 
 
 def _steps(part: Any) -> Iterator[dict[str, Any]]:
-    """The steps of a normalizer or decoder, with sequences flattened."""
+    """Iterate over the steps of a normalizer or decoder, with sequences flattened."""
     if isinstance(part, dict):
         yield part
         for name in ("normalizers", "decoders"):
@@ -134,7 +149,10 @@ def _steps(part: Any) -> Iterator[dict[str, Any]]:
 
 
 def _check_added_tokens(path: Path, data: bytes, backend: tokenizers.Tokenizer) -> None:
-    """Refuse added tokens whose ids are taken or leave a gap: ``tokenizers`` would assign other ids."""
+    """Raise TokenizerError if ids of added tokens are in use or leave a gap.
+
+    ``tokenizers`` would assign different ids.
+    """
     match = re.search(rb'"added_tokens"\s*:\s*', data)
     try:
         tokens = json.JSONDecoder().raw_decode(data[match.end() :].decode(errors="replace"))[0] if match else []
@@ -159,7 +177,10 @@ def _explain(path: Path) -> None:
 
 
 def backend_failure(error: BaseException, what: str, folder: str = "") -> BaseException:
-    """The TokenizerError for an exception of the library, Rust panics (BaseException) included; interrupts pass."""
+    """Convert an exception of ``tokenizers`` to a TokenizerError. Returns interrupts unchanged.
+
+    Rust panics are BaseExceptions.
+    """
     if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
         return error
     why = f"{what}: {error}. Download the file again, or save it with a current 'tokenizers'"
@@ -167,13 +188,19 @@ def backend_failure(error: BaseException, what: str, folder: str = "") -> BaseEx
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty if the file is missing."""
+    """Read the JSON object in a file. Returns {} if the file is missing."""
     return read_object(path, REMEDY, TokenizerError) if os.path.lexists(path) else {}
 
 
 def read_chat_templates(folder: Path, config: Mapping[str, Any]) -> tuple[dict[str, str], Path]:
-    """Templates by name, and their file: chat_template.jinja and additional_chat_templates/NAME.jinja, else those in
-    tokenizer_config.json, else chat_template.json."""
+    """Read the chat templates.
+
+    Reads chat_template.jinja and additional_chat_templates/NAME.jinja. Without these files, reads
+    tokenizer_config.json, else chat_template.json.
+
+    Returns:
+        Templates by name, and their file.
+    """
     found = sorted((folder / ADDITIONAL_TEMPLATES).glob("*.jinja"))
     files = {path.stem: path for path in found} | {"default": folder / TEMPLATE}
     read = {name: _read_template(path) for name, path in files.items() if os.path.lexists(path)}

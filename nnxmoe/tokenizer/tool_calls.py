@@ -1,9 +1,10 @@
 """Validate tool calls in messages, and convert them to the form that a chat template reads.
 
-Data sets and clients write the arguments of a call as an object or, like OpenAI, as JSON text. A template reads one of
-these two forms. Some templates also need the call's "type", a flat call, or null content in messages with calls.
-`convert_tool_calls` renders each form with markers as arguments. It returns the first form in which every marker is
-rendered as JSON, neither encoded twice nor as Python's repr.
+Data sets and clients write the arguments of a call as an object or, like OpenAI, as JSON text. A
+template reads only one of these two forms. Some templates also require the "type" of the call, a flat
+call, or null content in messages with calls. `convert_tool_calls` renders each form with markers as
+arguments. It returns the first form in which every marker is rendered as JSON, neither encoded twice
+nor as Python's repr.
 """
 
 import itertools
@@ -17,15 +18,27 @@ from nnxmoe.tokenizer.tokenizer_files import TokenizerError
 
 Messages = list[dict[str, Any]]
 _Mark = tuple[int, int, str]  # index of the message, index of the call, marker in its arguments
-_ARGUMENT_ALIASES = ("parameters", "args", "input", "kwargs")  # field names in formats other than OpenAI's
+_ARGUMENT_ALIASES = (
+    "parameters",
+    "args",
+    "input",
+    "kwargs",
+)  # names of the arguments field in formats other than OpenAI's
 
 
 class _CallForm(NamedTuple):
-    """One way to write the calls of messages."""
+    """A form of the calls in messages.
 
-    shape: str  # "" | "typed": adds the type "function" if it is missing | "flat": name and arguments next to the id
-    content: dict[str, Any]  # content of messages that have calls and no text
-    text: bool  # True: arguments are JSON text. False: objects
+    Attributes:
+        shape: "" for OpenAI's form. "typed" adds the type "function" if it is missing. "flat" moves
+            name and arguments next to the id.
+        content: content of messages that have calls and no text.
+        text: True if arguments are JSON text, False if they are objects.
+    """
+
+    shape: str
+    content: dict[str, Any]
+    text: bool
 
 
 _CONTENTS: tuple[dict[str, Any], ...] = ({}, {"content": ""}, {"content": None})
@@ -33,10 +46,18 @@ _FORMS = [_CallForm(*options) for options in itertools.product(("", "typed", "fl
 
 
 def parse_tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
-    """Validate the calls of a message: a list or its JSON text, in OpenAI's form or flat (``{"name", "arguments"}``).
+    """Validate the calls of a message.
 
-    Returns calls in OpenAI's form. Arguments that are absent, null or "" become ``{}``. Other arguments remain an
-    object or JSON text. Raises TokenizerError with the index of the invalid call.
+    Args:
+        value: a list of calls or its JSON text, in OpenAI's form or flat (``{"name", "arguments"}``).
+        where: path of the field, for error messages.
+
+    Returns:
+        Calls in OpenAI's form. Arguments that are absent, null or "" become ``{}``. Other arguments
+        remain an object or JSON text.
+
+    Raises:
+        TokenizerError: with the index of the invalid call.
     """
     if isinstance(value, str):
         value = parse_json(value.encode("utf-8", "replace"), where, "correct the JSON", TokenizerError)
@@ -65,7 +86,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
 
 
 def _object(arguments: Any, where: str) -> dict[str, Any] | None:
-    """Parse arguments to an object, or to None if they are the JSON text "null". Raises TokenizerError."""
+    """Parse arguments to an object. Returns None for the JSON text "null". Raises TokenizerError."""
     value, reason = arguments, ""
     if isinstance(arguments, str):
         try:
@@ -83,8 +104,12 @@ def _object(arguments: Any, where: str) -> dict[str, Any] | None:
 def convert_tool_calls(render: Callable[[Messages], Any], messages: Messages) -> Messages:
     """Convert the calls in messages to the form that the chat template reads.
 
-    ``render`` renders messages of JSON values and returns an object with the attribute ``text``. Raises TokenizerError
-    if the template fails, or if it omits a call in every form.
+    Args:
+        render: renders messages of JSON types and returns an object with the attribute ``text``.
+        messages: messages with calls in OpenAI's form.
+
+    Raises:
+        TokenizerError: if the template fails, or if it omits a call in every form.
     """
     marks = [
         (number, index, f"marker{number}x{index}end")
@@ -125,9 +150,13 @@ def _with_markers(messages: Messages, marks: list[_Mark]) -> Messages:
 def _first_rendered(
     render: Callable[[Messages], Any], messages: Messages, forms: list[_CallForm], omitted: list[_Mark]
 ) -> Messages:
-    """Convert messages to the first form that renders with the real arguments, whose names a template may look up.
+    """Convert messages to the first form that renders with the real arguments.
 
-    Raises TokenizerError if no form renders. It names the first of the ``omitted`` calls, or the template's error.
+    A template may look up argument names, so it can fail with the markers.
+
+    Raises:
+        TokenizerError: if no form renders. Reports the first of the ``omitted`` calls, or the error of
+            the template.
     """
     failure: TokenizerError | None = None
     for form in forms:

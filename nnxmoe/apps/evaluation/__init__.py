@@ -1,1 +1,1 @@
-"""Evaluation with lm-evaluation-harness: ``nnxmoe eval``. Needs the extra ``eval``, and no torch."""
+"""Evaluation with lm-evaluation-harness: ``nnxmoe eval``. Requires the extra ``eval``, but not torch."""

@@ -1,12 +1,13 @@
-"""A model as lm-evaluation-harness sees it: log-likelihoods by `score`, answers by `complete`.
+"""Adapter of a model for lm-evaluation-harness.
 
     results = lm_eval.simple_evaluate(HarnessLM(model, tokenizer), tasks=["arc_easy"])
 
-Answers are passed on exactly as they were generated, up to the task's own stop strings.
+`score` computes log-likelihoods, and `complete` generates answers. Answers are passed to the task as
+generated, up to the task's stop strings.
 """
 
 # pyright: reportMissingImports=false
-# lm-eval is an extra, which checking types does not need.
+# lm-eval is an extra and not installed for type checking.
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -24,12 +25,20 @@ from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.runtime.progress import logger
 from nnxmoe.tokenizer.tokenizer import Tokenizer
 
-NEW_TOKENS = 256  # of an answer, for tasks that do not say; as of the harness' own models
+NEW_TOKENS = 256  # tokens per answer if the task does not set a limit, as in the harness
 
 
 class HarnessLM(TemplateLM):
-    """A model and its tokenizer. ``slots``: how many answers are generated at once; ``max_length``: tokens of context
-    and continuation, by default the model's positions. Encodes and truncates as the harness' ``hf`` model does."""
+    """A model and its tokenizer. Encodes and truncates as the ``hf`` model of the harness does.
+
+    Args:
+        model: the model.
+        tokenizer: the tokenizer.
+        slots: number of answers that are generated at a time.
+        max_length: tokens of context and continuation. Default: the model's
+            ``max_position_embeddings``.
+        seed: seed of all answers.
+    """
 
     def __init__(
         self, model: CausalLM, tokenizer: Tokenizer, *, slots: int = 8, max_length: int | None = None, seed: int = 0
@@ -42,30 +51,39 @@ class HarnessLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The id that ends a text. Raises ValueError for a tokenizer without one."""
+        """Id that ends a text. Raises ValueError if the tokenizer has no eos_token."""
         if self.tokenizer.eos_token_id is None:
             raise ValueError(f"{self.tokenizer.source}: the tokenizer has no eos_token, which evaluation needs")
         return self.tokenizer.eos_token_id
 
     @property
     def prefix_token_id(self) -> int:
-        """The id before texts without a context."""
+        """Id that precedes texts without a context: the BOS id, else the end id."""
         bos = self.tokenizer.bos_token_id
         return self.eot_token_id if bos is None else bos
 
     @property
     def tokenizer_name(self) -> str:
-        """A name for the harness' caches."""
+        """Name of the tokenizer in caches of the harness."""
         return self.tokenizer.source.replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Ids of a text; special tokens are added by default, but for texts that begin with them."""
+        """Encode a text.
+
+        Args:
+            string: the text.
+            add_special_tokens: add special tokens. Default: True, unless the text starts with the
+                prefix token.
+        """
         if add_special_tokens is None:
             add_special_tokens = not string.startswith(self.tokenizer.decode([self.prefix_token_id]))
         return self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The chat as its template renders it, without an end if it is to be continued in its last message."""
+        """Render a chat.
+
+        Without ``add_generation_prompt``, the last message stays open for continuation.
+        """
         return self.tokenizer.apply_chat_template(
             chat_history, add_generation_prompt, continue_final_message=not add_generation_prompt
         )
@@ -84,12 +102,12 @@ class HarnessLM(TemplateLM):
             pairs.append((ids[:split], ids[split:]))
         for request, one in zip(requests, score(self.model, pairs), strict=True):
             found.append((one.total, bool(one.greedy.all())))
-            if request[0] is not None:  # else a window of a longer text
+            if request[0] is not None:  # None for a window of a longer text
                 self.cache_hook.add_partial("loglikelihood", request[0], found[-1])
         return found
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Log-likelihoods of whole texts, in windows that do not overlap."""
+        """Compute log-likelihoods of whole texts, in windows that do not overlap."""
         windows, counts = [], []
         for (text,) in (request.args for request in requests):
             ids = self.tok_encode(text)
@@ -103,12 +121,16 @@ class HarnessLM(TemplateLM):
         return totals
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Answers, cut before the first of the task's stop strings. Raises ValueError for options it does not know."""
+        """Generate answers, cut before the task's first stop string.
+
+        Raises:
+            ValueError: if a generation option is not supported, before the first answer.
+        """
         answers, groups = dict[int, str](), dict[str, list[int]]()
-        asked: list[Any] = [request.args for request in requests]  # pairs of a text and its options
+        asked: list[Any] = [request.args for request in requests]  # pairs of a text and generation options
         for number, (_, options) in enumerate(asked):
             groups.setdefault(repr(options), []).append(number)
-        jobs = list[tuple[list[int], Iterator[Completion]]]()  # all are validated before the first is computed
+        jobs = list[tuple[list[int], Iterator[Completion]]]()  # validate all jobs before the first runs
         for numbers in groups.values():
             options = dict(normalize_gen_kwargs(asked[numbers[0]][1], NEW_TOKENS))
             jobs.append((numbers, self._answers([asked[number][0] for number in numbers], options)))
@@ -119,7 +141,7 @@ class HarnessLM(TemplateLM):
         return done
 
     def _answers(self, texts: Sequence[str], options: dict[str, Any]) -> Iterator[Completion]:
-        """Answers to prompts with the same options."""
+        """Generate answers to prompts with the same options."""
         most, stop = options.pop("max_gen_toks"), [text for text in options.pop("until") if text]
         drawn, temperature = options.pop("do_sample"), options.pop("temperature", 1.0)
         given = {name: options.pop(name) for name in OPTIONS if name in options}
@@ -141,6 +163,6 @@ class HarnessLM(TemplateLM):
         )
 
     def _keep(self, kind: str, requests: Sequence[Instance], found: Sequence[Any]) -> None:
-        """Hand results to the harness' cache, if it is in use."""
+        """Store results in the cache of the harness."""
         for request, value in zip(requests, found, strict=True):
             self.cache_hook.add_partial(kind, request.args, value)

@@ -1,1 +1,1 @@
-"""An HTTP server of one model, after the OpenAI API: ``nnxmoe serve``. Needs the extra ``serve``."""
+"""HTTP server for one model with the OpenAI API: ``nnxmoe serve``. Requires the extra ``serve``."""
