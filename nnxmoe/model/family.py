@@ -1,4 +1,4 @@
-"""A model family: its model class, its presets, and the names of its weights in checkpoints of other libraries."""
+"""Model families: model class, presets, and names of the weights in checkpoints of Hugging Face and MaxText."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -8,19 +8,24 @@ from nnxmoe.config.base import DecoderConfig
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.weight_names import Table, W
 
-# For each layer: its group in MaxText's tree, and the dimensions on which the layers of that group are stacked.
+# Per layer: its group in MaxText's parameter tree, and the shape of the axes along which the group stacks its layers.
 Places = list[tuple[str, tuple[int, ...]]]
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerGroups:
-    """MaxText's groups of equal layers: the dense layers and the layers with experts. Both may have one name."""
+    """Names of MaxText's groups of dense layers and of layers with experts. Both groups may have the same name."""
 
     dense: str = "layers"
     sparse: str = "layers"
 
     def places(self, sparse: Sequence[bool], scan: bool) -> Places:
-        """Return the place of each layer, below ``decoder/``. ``sparse``: whether each layer has experts."""
+        """Return the place of each layer below ``decoder/``.
+
+        Args:
+            sparse: Whether each layer has experts.
+            scan: Whether MaxText stacks the layers (``scan_layers``).
+        """
         groups = [self.sparse if has else self.dense for has in sparse]
         if scan:
             return [(group, (groups.count(group),)) for group in groups]
@@ -34,11 +39,11 @@ class LayerBlocks:
     Scanned layers with the same number in their blocks form a group.
 
     Attributes:
-        layer_types: The types of the layers in a block, as `MaxTextNames.layer_types` has them.
-        name: The name of a group, in which ``{}`` is the number of the layer in its block.
-        nested: The last layers of the blocks form the group ``global_layer`` below ``name``. The other layers form
-            ``local_layers``, stacked by block and then by number.
-        first: The number of layers before the blocks.
+        layer_types: Types of the layers in a block, as `MaxTextNames.layer_types` returns them.
+        name: Name of a group. ``{}`` stands for the layer's index in its block.
+        nested: Whether the last layer of each block is in the group ``global_layer`` below ``name``. The other layers
+            are then in ``local_layers``, stacked by block and by index.
+        first: Number of layers before the blocks.
     """
 
     layer_types: Sequence[str]
@@ -47,7 +52,7 @@ class LayerBlocks:
     first: int = 0
 
     def places(self, sparse: Sequence[bool], scan: bool) -> Places:
-        """Return the place of each layer, below ``decoder/``. ``sparse``: one value per layer."""
+        """Return the place of each layer below ``decoder/``. Uses only the length of ``sparse``."""
         unscanned: Places = [(f"layers_{i}", ()) for i in range(len(sparse))]
         if not scan:
             return unscanned
@@ -65,12 +70,12 @@ class LayerBlocks:
 
 @dataclasses.dataclass(frozen=True)
 class MaxTextNames:
-    """The names of a family's parameters in MaxText. A family whose names depend on the config overrides methods.
+    """Names of a family's parameters in MaxText. Override the methods if names depend on the config.
 
     Attributes:
-        table: Key of a parameter -> `nnxmoe.convert.maxtext.maxtext_layout.MaxTextRow`. Empty if MaxText lacks the
-            family.
-        groups: The groups of layers, if they are the same for all configs.
+        table: Key of a parameter -> `nnxmoe.convert.maxtext.maxtext_layout.MaxTextRow`. Empty if MaxText does not
+            support the family.
+        groups: Groups of layers, if they are the same for all configs.
         scales_embeddings: Whether MaxText multiplies the embedding table by sqrt(hidden_size).
     """
 
@@ -83,34 +88,34 @@ class MaxTextNames:
         return self.groups
 
     def layer_types(self, config: Any) -> Sequence[str]:
-        """Return the type of each layer, as `LayerBlocks` lists them."""
+        """Return the type of each layer, in the terms of `LayerBlocks.layer_types`."""
         return ["global" if window is None else "local" for window in config.windows]
 
     def columns(self, config: Any) -> Mapping[str, tuple[int, ...]]:
-        """Map parameters that share an array of MaxText to its columns that hold the outputs of each parameter."""
+        """Map each parameter that shares an array of MaxText with others to the array's columns with its outputs."""
         return {}
 
     def streams(self, config: Any) -> int:
-        """Return the number of residual streams whose weights are separate arrays in MaxText; 0 without streams."""
+        """Return the number of residual streams with separate weight arrays in MaxText. 0 if there are none."""
         return 0
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Family:
-    """A model class with its presets and the names of its weights in files; `nnxmoe.models.register` takes one.
+    """A model class with its presets and the names of its weights in files. Pass it to `nnxmoe.models.register`.
 
     Attributes:
-        model: The model class. Its ``configs`` are the configs of the family.
+        model: The model class. Its ``configs`` are the config classes of the family.
         hf: Key of a parameter -> its tensor in Hugging Face checkpoints.
-        hf_of_config: Rows of that table that depend on the config.
-        hf_root: The prefix of tensor names in saved checkpoints, in place of ``model.``.
-        maxtext: The names in MaxText.
-        mtp_prefixes: Prefixes of tensors in prediction layers: of tensors that only these layers have, and of the
-            others. Empty: prediction layers are numbered after the other layers.
-        peft_excluded: Projections for which PEFT has no adapters.
+        hf_of_config: Function that returns the rows of ``hf`` that depend on the config.
+        hf_root: Prefix of tensor names in saved checkpoints, in place of ``model.``.
+        maxtext: Names in MaxText.
+        mtp_prefixes: Two prefixes of tensors in prediction layers: for tensors that only prediction layers have, and
+            for all other tensors. If empty, prediction layers are numbered after the other layers.
+        peft_excluded: Projections that PEFT has no adapters for.
         presets: Name -> config of a published checkpoint.
-        hub_ids: Name of a preset -> its checkpoint on the hub.
-        checkpoint_notes: Name of a preset -> how its files differ from what is loaded.
+        hub_ids: Name of a preset -> its checkpoint on the Hugging Face Hub.
+        checkpoint_notes: Name of a preset -> differences between its files and the loaded model.
     """
 
     model: type[CausalLM]
@@ -126,16 +131,16 @@ class Family:
 
     @property
     def configs(self) -> tuple[type[DecoderConfig], ...]:
-        """The config classes, with different ``model_type``."""
+        """The config classes. Each has a different ``model_type``."""
         return self.model.configs
 
     def hf_names(self, config: Any) -> Table:
-        """Return ``hf`` with the rows that depend on the config."""
+        """Return ``hf`` with the rows of ``hf_of_config`` for this config."""
         return self.hf if self.hf_of_config is None else {**self.hf, **self.hf_of_config(config)}
 
 
 def row_missing(family: Family, key: str) -> str:
-    """Return the error text for a parameter without a tensor name."""
+    """Return the error message for a parameter without a row in ``hf``."""
     return (
         f"{family.model.__name__}: the parameter {key} has no row in hf, so that no checkpoint can hold it: add "
         f'"{key}": W("its name in a layer")'

@@ -1,4 +1,4 @@
-"""Multi-token prediction (DeepSeek-V3 technical report, 2024, section 2.2): layers that predict later tokens."""
+"""Multi-token prediction layers (DeepSeek-V3 technical report, 2024, section 2.2)."""
 
 import dataclasses
 from collections.abc import Callable, Container, Iterable
@@ -21,10 +21,10 @@ from nnxmoe.moe.router import Routing
 class MTP(nnx.Module):
     """Depth k of multi-token prediction: ``norm(layer(project([token_norm(token); hidden_norm(state)])))``.
 
-    The state of depth k - 1 at position i meets the embedding of token i + k, and the result predicts token i + k + 1.
-    The main model's states are those after its final norm, as in transformers; ``norm`` is the depth's own. Embedding,
-    rotary embedding and output head are the main model's. The paper concatenates in the other order, which does not fit
-    the published weights.
+    Combines the state of depth k - 1 at position i with the embedding of token i + k, to predict token i + k + 1. Depth
+    1 reads the main model's states after its final norm, as in transformers. Each depth has a separate ``norm``. The
+    embedding, rotary embedding and output head are shared with the main model. The paper concatenates state and token
+    in the opposite order, but the published weights require this order.
     """
 
     def __init__(self, model: Any, layer: Layer, *, dtype: jnp.dtype, rngs: nnx.Rngs | None):
@@ -41,13 +41,13 @@ class MTP(nnx.Module):
         return Linear((2 * dim,), (dim,), ("embed", "norm"), **kw)
 
     def combine(self, model: Any, embedded: Float[Array, "B T D"], hidden: Float[Array, "B T D"], tokens: Ids) -> Any:
-        """Normalize, concatenate and project embeddings and previous states to the input of the prediction layer."""
+        """Build the prediction layer's input: normalize, concatenate and project embeddings and previous states."""
         both = jnp.concatenate([self.token_norm(embedded), self.hidden_norm(hidden.astype(embedded.dtype))], axis=-1)
         return model.to_layer_input(self.project(both), tokens)
 
     @property
     def width(self) -> int:
-        """The size of a state."""
+        """Width of a state."""
         return self.hidden_norm.scale.shape[-1]
 
     def __call__(
@@ -64,12 +64,18 @@ class MTP(nnx.Module):
         *,
         fresh: bool = False,
     ) -> Body:
-        """The states of this depth: ``x [B, T, D]`` after its norm, for ``model.logits``, and ``states``, which are
-        ``hidden`` of the next depth.
+        """Compute this depth. Arguments that are not listed are described at `CausalLM.body`.
 
-        ``model``: the main model. ``hidden``: the ``states`` of its body, or of the depth before. ``tokens``: of each
-        position the token k further on. ``attention_mask``: 0 where the row has no such token. ``cache``: this depth's
-        own, from `empty_cache`; pairs may be given a few at a time. Other arguments are those of `CausalLM.body`.
+        Args:
+            model: The main model.
+            hidden: ``mtp_hidden`` of the main model's `Body`, or of the previous depth's.
+            tokens: Per position i, the token at position i + k.
+            attention_mask: 0 where the row has no token at position i + k.
+            cache: Cache of this depth, from `empty_cache`. A row can be passed in several calls.
+
+        Returns:
+            A `Body`. Pass ``x [B, T, D]``, the normalized states, to ``model.logits``. Pass ``mtp_hidden`` to the next
+            depth.
         """
         shared = None if cache is None else cache.shared(fresh)
         embedded, context, moved = model.embed_inputs(
@@ -86,21 +92,21 @@ class MTP(nnx.Module):
         return Body(end, moved, ByLayer({} if info is None else {0: info}), (), model.mtp_hidden(x, end))
 
     def empty_cache(self, model: Any, batch: int, capacity: int) -> Cache:
-        """A cache of this depth for ``capacity`` positions per row, in the format of the main model's."""
+        """Create a cache of this depth for ``capacity`` positions per row, in the main model's cache format."""
         layer = self.layer.empty_cache(batch, capacity, model.dtype)
         return model.cache_of((layer,), batch, capacity)
 
 
-_MTP_KEY = "layer.mtp.token_norm.scale"  # the key of a tensor that all such layers have
+_MTP_KEY = "layer.mtp.token_norm.scale"  # the key of a parameter that all prediction layers have
 
 
 def has_mtp(config: DecoderConfig, table: Container[str]) -> bool:
-    """Whether a config asks for such layers, and the family's ``table`` has names for them."""
+    """Whether the config has prediction layers and the family's ``table`` names their tensors."""
     return _MTP_KEY in table and getattr(config, "num_nextn_predict_layers", 0) > 0
 
 
 def check_mtp(depths: int, model: Any) -> None:
-    """Raise ConfigError if a model has no depths, or if its family has no prediction layers."""
+    """Raise ConfigError if ``depths`` is 0 or the model's family does not support prediction layers."""
     if not model.supports_mtp:
         raise ConfigError(f"{model.config.model_type} models have no multi-token prediction layers")
     if depths < 1:
@@ -108,7 +114,10 @@ def check_mtp(depths: int, model: Any) -> None:
 
 
 def last_matching_layer(matches: Iterable[bool]) -> int:
-    """Return the index of the last layer with the parts of prediction layers. Raises ConfigError if none matches."""
+    """Return the index of the last match: a layer with the attention and feed-forward of prediction layers.
+
+    Raises ConfigError if no layer matches.
+    """
     numbers = [i for i, match in enumerate(matches) if match]
     if not numbers:
         raise ConfigError(
@@ -118,8 +127,11 @@ def last_matching_layer(matches: Iterable[bool]) -> int:
 
 
 def make_mtp(model: Any, count: int, form: type[MTP] = MTP, *, dtype: Any, rngs: nnx.Rngs | None) -> list[MTP]:
-    """``count`` depths of this ``form`` for a `CausalLM`. Raises ConfigError if their layers have no experts in a model
-    with some."""
+    """Build ``count`` depths of multi-token prediction for a `CausalLM`, as instances of ``form``.
+
+    Raises:
+        ConfigError: The model has experts, but the layer that the prediction layers copy is dense.
+    """
     config, kw = model.config, {"dtype": dtype, "rngs": rngs}
     depths = [form(model, model.layer(model.mtp_layer_index, **kw), **kw) for _ in range(count)]
     if config.experts and any(depth.layer.feed_forward_name != "moe" for depth in depths):

@@ -1,4 +1,4 @@
-"""Outputs of a model and of its parts."""
+"""Output types of models and stacks."""
 
 import dataclasses
 from typing import Any, Self
@@ -17,29 +17,32 @@ TokenMask = Ids | Bool[Array, "B T"] | Bool[np.ndarray, "B T"]
 
 @jax.tree_util.register_pytree_node_class
 class ByLayer(dict[int, Any]):
-    """Layer index -> a value of that layer; layers without one are absent.
+    """A dict from layer index to a value of the layer. Layers without a value are absent.
 
-    Its pytree leaves are flat, because `nnx.tabulate` fails on dicts with integer keys.
+    Flattens to a list of leaves, because `nnx.tabulate` fails on dicts with integer keys.
     """
 
     def tree_flatten(self) -> tuple[list[Any], Any]:
-        """Leaves and structure, for JAX."""
+        """Return the leaves and the structure, for JAX."""
         return jax.tree.flatten(dict(self))
 
     @classmethod
     def tree_unflatten(cls, tree: Any, leaves: Any) -> Self:
-        """The inverse of `tree_flatten`."""
+        """Rebuild the dict. Inverse of `tree_flatten`."""
         return cls(jax.tree.unflatten(tree, leaves))
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Body:
-    """Output of a stack, or of a model without its head.
+    """Output of a stack, or of a model without its output head.
 
-    ``x``: hidden states of the requested tokens, or what else layers hand on (see `CausalLM.to_layer_input`).
-    ``infos``: the `MoEInfo` of each layer with experts. ``hidden``: the output of every layer.
-    ``mtp_hidden``: of a model, what its prediction layers read (`CausalLM.mtp_hidden`).
+    Attributes:
+        x: Hidden states of the requested tokens, or a pytree (see `CausalLM.to_layer_input`).
+        cache: The updated cache, or None.
+        infos: `MoEInfo` of each layer with experts.
+        hidden: Output of every layer. Empty if not requested.
+        mtp_hidden: States that prediction layers read (`CausalLM.mtp_hidden`). None for stacks.
     """
 
     x: Any
@@ -52,11 +55,14 @@ class Body:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """Output of a model; parts that were not requested are None.
+    """Output of a model. Fields that were not requested are None.
 
-    ``routing``: layer index -> `Routing`, MoE layers only. ``dispatch``: layer index -> `DispatchInfo`, the load of the
-    experts and the number of dropped assignments. ``hidden``: the embedding, the output of every layer, and last the
-    normalised input of the head.
+    Attributes:
+        logits: Logits in float32.
+        cache: The updated cache.
+        routing: Layer index -> `Routing`, for layers with experts.
+        hidden: The embedding, the output of every layer, and the normalized input of the output head.
+        dispatch: Layer index -> `DispatchInfo`: load of the experts and number of dropped assignments.
     """
 
     logits: Float[Array, "B T V"]
@@ -67,7 +73,7 @@ class Output:
 
 
 def drop_routing(routing: Routing) -> None:
-    """Keep nothing of a layer's routing (see `OutputRequest.reduce_routing`)."""
+    """Discard a layer's routing. Used as `OutputRequest.reduce_routing`."""
 
 
 EVERYTHING = OutputRequest()

@@ -1,4 +1,4 @@
-"""Pipeline stages: layers sharded over the mesh axis ``pipe``, with microbatches that go from stage to stage."""
+"""Pipeline parallelism: layers sharded over the mesh axis ``pipe``, with microbatches sent from stage to stage."""
 
 import dataclasses
 import functools
@@ -37,12 +37,14 @@ AXIS = "pipe"
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """Splits the longest run of equal layers into stages, one per device of the mesh axis ``pipe``.
+    """A pipeline over the longest run of equal layers, with one stage per index of the mesh axis ``pipe``.
 
-    A batch passes through them as ``microbatches`` parts, a multiple of the stages, in ``microbatches + stages - 1``
-    turns (GPipe; Huang et al. 2019). ``stages``: the number of layers in the pipeline is a multiple of it, and the
-    layers left over follow outside; None: the size of ``pipe``. Set it to the largest size if checkpoints of a model
-    with such layers are to be loaded on several meshes.
+    The stages compute a batch in ``microbatches + stages - 1`` turns (GPipe, Huang et al. 2019).
+
+    Attributes:
+        microbatches: Number of parts of a batch, a multiple of the size of ``pipe``.
+        stages: Divisor of the number of layers in the pipeline. The remaining layers are computed after the pipeline.
+            Defaults to the size of ``pipe``. To load checkpoints on meshes of several sizes, set the largest size.
     """
 
     microbatches: int
@@ -52,7 +54,7 @@ class Pipeline:
         set_positive(self, "microbatches", "stages")
 
     def check(self, mesh: AnyMesh | None) -> None:
-        """Raise ValueError if a mesh has no axis for the stages, another number of them, or tokens over ``context``."""
+        """Raise ValueError if the mesh has no axis ``pipe``, does not fit the numbers, or shards over ``context``."""
         if mesh is not None and AXIS not in mesh.shape:
             raise ValueError(f"{self}: the mesh {dict(mesh.shape)} has no axis {AXIS!r}: use nnxmoe.make_mesh(pipe=…)")
         if mesh is not None and mesh.shape.get(CONTEXT, 1) > 1:
@@ -70,11 +72,11 @@ class Pipeline:
             )
 
     def stack(self, mesh: AnyMesh | None, *given: Any) -> "PipelinedStack":
-        """Make a stack in stages; ``given``: the arguments of ``Strategy.stacking``."""
+        """Build a stack that is split into stages. ``given``: the arguments of ``Strategy.stacking``."""
         return PipelinedStack(self, mesh, *given)
 
     def refuse_batch(self, batch: int, mesh: AnyMesh) -> None:
-        """Raise ValueError if a batch does not divide into the microbatches and their shards."""
+        """Raise ValueError if the batch size is not divisible by microbatches times shards per microbatch."""
         over = shard_count(mesh, _rows_over(mesh))
         if batch % (self.microbatches * over):
             raise ValueError(
@@ -83,36 +85,36 @@ class Pipeline:
             )
 
     def explain(self, stages: int) -> str:
-        """Describe a pipeline of this many stages in one line."""
+        """Describe a pipeline of ``stages`` stages in one line."""
         if stages == 1:
             return f"{self}: one stage on this mesh, which computes whole batches"
         wait = f"of {self.turns(stages)} turns each waits in {stages - 1} ({self.bubble(stages):.0%})"
         return f"{self}: {stages} stages; {wait}"
 
     def turns(self, stages: int) -> int:
-        """Number of turns of a stage, in which it computes a microbatch or waits."""
+        """Return the number of turns. In each turn a stage computes a microbatch or waits."""
         return self.microbatches + stages - 1
 
     def bubble(self, stages: int) -> float:
-        """The fraction of these turns in which a stage waits: ``(S - 1) / (M + S - 1)``."""
+        """Return the fraction of turns in which a stage waits: ``(S - 1) / (M + S - 1)``."""
         return (stages - 1) / self.turns(stages)
 
 
 def stages_of(mesh: AnyMesh | None) -> int:
-    """The number of stages on a mesh."""
+    """Return the number of stages on a mesh."""
     return 1 if mesh is None else mesh.shape.get(AXIS, 1)
 
 
 def _rows_over(mesh: AnyMesh) -> tuple[str, ...]:
-    """The mesh axes that shard the rows of a microbatch."""
+    """Return the mesh axes that shard the rows of a microbatch."""
     return tuple(axis for axis in batch_axes(mesh) if axis != AXIS)
 
 
 class PipelinedStack(ScannedStack):
-    """Scanned layers that a mesh with several stages computes as a pipeline, then ``rest``, the layers left over.
+    """Scanned layers, computed as a pipeline on a mesh with several stages, then the remaining layers ``rest``.
 
-    The batch comes and leaves sharded over ``pipe`` too. Layers see one microbatch at a time: of their infos, loads and
-    dropped assignments are summed over the microbatches, and results of `OutputRequest.reduce_routing` averaged.
+    Input and output batches are sharded over ``pipe`` too. A layer computes one microbatch at a time. Loads and dropped
+    assignments are summed over microbatches. Results of `OutputRequest.reduce_routing` are averaged over microbatches.
     """
 
     def __init__(
@@ -138,7 +140,7 @@ class PipelinedStack(ScannedStack):
         self.pipeline, self.mesh = pipeline, mesh
 
     def refuse_stages(self, mesh: AnyMesh) -> None:
-        """Raise ValueError if the layers do not divide over the stages of another mesh."""
+        """Raise ValueError if the number of stages of ``mesh`` does not divide the number of layers."""
         if self.count % (stages := stages_of(mesh)):
             raise ValueError(
                 f"{self.count} layers are not divisible by {stages} pipeline stages: make the model with "
@@ -147,22 +149,22 @@ class PipelinedStack(ScannedStack):
 
     @property
     def depth(self) -> int:
-        """Number of layers, including those outside of the stages."""
+        """Number of layers, including the layers after the pipeline."""
         return self.count + (0 if self.rest is None else self.rest.count)
 
     def unrolled(self, place: Callable[[nnx.Variable], Any]) -> UnrolledStack:
-        """The same layers with arrays of their own; see `ScannedStack.unrolled`."""
+        """Copy the layers to an `UnrolledStack` with separate arrays per layer (see `ScannedStack.unrolled`)."""
         stacks = [super().unrolled(place), *([] if self.rest is None else [self.rest.unrolled(place)])]
         return UnrolledStack([layer for stack in stacks for layer in stack.layers], self.remat)
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, lookahead: int = 0) -> Any:
-        """The caches of the layers in the pipeline, and of those left over."""
+        """Create caches for the layers in the pipeline and for the remaining layers."""
         self.refuse_decoding()
         rest = () if self.rest is None else (self.rest.empty_cache(batch, capacity, dtype, lookahead),)
         return super().empty_cache(batch, capacity, dtype, lookahead), *rest
 
     def refuse_decoding(self) -> None:
-        """Raise ValueError if there are several stages."""
+        """Raise ValueError if the mesh has several stages."""
         if (stages := stages_of(self.mesh)) > 1:
             raise ValueError(
                 f"a model in {stages} pipeline stages cannot decode, because all stages but one would wait: load it on "
@@ -180,8 +182,7 @@ class PipelinedStack(ScannedStack):
         return dataclasses.replace(out, cache=None if cache is None else out.cache)
 
     def _in_stages(self, x: Float[Array, "B T D"], context: Context, cache: Any, first: int | Int[Array, ""]) -> Body:
-        """The layers of the pipeline. Manual over its axis only: within a stage, arrays are sharded as without a
-        pipeline."""
+        """Compute the layers as a pipeline. The `shard_map` is manual over the axis ``pipe`` only."""
         assert self.mesh is not None and cache is None
         if is_captured(self.layer):
             raise ValueError("nnx.capture cannot collect values from pipeline stages: use a mesh with pipe=1")
@@ -189,7 +190,7 @@ class PipelinedStack(ScannedStack):
         cut = _Microbatches(self.pipeline.microbatches, stages_of(self.mesh), _rows_over(self.mesh), self.mesh)
         layers, tree = jax.tree.flatten(nnx.state(self.layer))
         shared, tree_of_shared = jax.tree.flatten(context)
-        shared = [cut.on_all(a) if a.ndim > 1 else a for a in shared]  # all but a common index and the key have rows
+        shared = [cut.on_all(a) if a.ndim > 1 else a for a in shared]  # arrays with fewer than 2 axes have no rows
 
         def run(layers: list[Array], slots: Array, shared: list[Array]) -> Any:
             state, stage = jax.tree.unflatten(tree, layers), jax.lax.axis_index(AXIS)
@@ -218,11 +219,12 @@ def _turns(
     stage: Int[Array, ""],
     cut: "_Microbatches",
 ) -> tuple[Float[Array, "held rows T D"], Any]:
-    """On one stage: ``compute(x, microbatch) -> y, kept`` for all microbatches, and what was kept, ``[M, …]``.
+    """Compute all microbatches on one stage with ``compute(x, microbatch) -> y, kept``.
 
-    Each stage holds its share of the microbatches in slots. In each turn it sends what it has computed to the next
-    stage, and one slot with it. The first stage computes the microbatch that arrives there, and puts one that the last
-    stage has finished in its place: after one more turn each stands where it came from, but for a roll of the slots.
+    The slots of a stage store its share of the microbatches. Per turn, a stage sends its result and one slot to the
+    next stage. The first stage computes that slot and sends, in its place, the microbatch finished by the last stage.
+    After one more turn and a roll of the slots, each microbatch is in its original slot.
+    Returns the slots with the results, and the values ``kept`` of all microbatches ``[M, …]``.
     """
     parts, ring = cut.parts, [(i, (i + 1) % cut.stages) for i in range(cut.stages)]
 
@@ -248,11 +250,11 @@ def _turns(
 
 @dataclasses.dataclass(frozen=True)
 class _Microbatches:
-    """The rows of a batch as ``parts`` microbatches. Each stage holds equally many, of rows that its devices have."""
+    """Division of a batch into ``parts`` microbatches. Each stage stores equally many, from rows on its devices."""
 
     parts: int
     stages: int
-    axes: tuple[str, ...]  # of the mesh, that shard the rows of a microbatch
+    axes: tuple[str, ...]  # mesh axes that shard the rows of a microbatch
     mesh: AnyMesh
 
     @property
@@ -261,12 +263,11 @@ class _Microbatches:
         return self.parts // self.stages
 
     def place(self, part: Any) -> Any:
-        """Index of the microbatch computed as number ``part`` among those of all stages: slots move from the last stage
-        to the first."""
+        """Return the slot, among all stages, of the microbatch that is computed as number ``part``."""
         return -(part // self.held) % self.stages * self.held + part % self.held
 
     def apart(self, a: Array) -> Array:
-        """An array ``[B, …]`` by stage and microbatch; no row leaves its device."""
+        """Split an array ``[B, …]`` by stage and microbatch. Rows stay on their device."""
         return self._cut(a, AXIS)
 
     def _cut(self, a: Array, over: str | None) -> Array:
@@ -275,25 +276,23 @@ class _Microbatches:
         return shard_constraint(cut.reshape(self.stages, self.held, -1, *a.shape[1:]), self.mesh, over, None, self.axes)
 
     def together(self, a: Array) -> Array:
-        """The inverse of `apart`."""
+        """Join microbatches to an array ``[B, …]``. Inverse of `apart`."""
         cut = a.reshape(self.stages, self.held, shard_count(self.mesh, self.axes), -1, *a.shape[3:])
         return shard_batch(jnp.moveaxis(cut, 1, 2).reshape(-1, *a.shape[3:]), self.mesh)
 
     def on_all(self, a: Array) -> Array:
-        """``[B, …] -> [M, rows, …]``, the same on every stage."""
+        """Split an array ``[B, …]`` into ``[M, rows, …]``, replicated over the stages."""
         return self._cut(a, None).reshape(self.parts, -1, *a.shape[1:])
 
     def rows_of(self, kept: Array) -> Array:
-        """``[M, L, rows, …] -> [L, B, …]`` for the values kept by `_turns`."""
+        """Join values ``[M, L, rows, …]`` from `_turns` to ``[L, B, …]``."""
         kept = kept[np.argsort(self.place(np.arange(self.parts)))]
         return jax.vmap(self.together, 2)(kept.reshape(self.stages, self.held, *kept.shape[1:]))
 
 
 def _joined(infos: MoEInfo, cut: _Microbatches) -> MoEInfo:
-    """The infos ``[L, …]`` of a batch, from those of its microbatches ``[M, L, …]``.
-
-    Small ones are replicated at once: a layer's slice of sharded ones would take a collective of its own.
-    """
+    """Combine the infos ``[M, L, …]`` of the microbatches to infos ``[L, …]`` of the batch."""
+    # Replicates the small arrays here, because slicing a sharded array takes one collective per layer.
     dispatch = jax.tree.map(lambda a: replicate(jnp.sum(a, axis=0, dtype=a.dtype), cut.mesh), infos.dispatch)
     if isinstance(infos.routing, Routing):
         return MoEInfo(jax.tree.map(cut.rows_of, infos.routing), dispatch)

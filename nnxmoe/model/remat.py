@@ -1,4 +1,4 @@
-"""What a layer keeps for the backward pass: nothing, named activations, or what a policy of JAX's chooses."""
+"""Rematerialization: which activations of a layer are saved for the backward pass and which are recomputed."""
 
 import dataclasses
 from collections.abc import Callable
@@ -23,23 +23,26 @@ NAMES = (
 
 @dataclasses.dataclass(frozen=True)
 class Remat:
-    """Recomputes a layer's activations in the backward pass, except for its input and those named.
+    """Recompute a layer's activations in the backward pass, except for the layer's input and the named activations.
+
+    The names of activations (most of them are options of MaxText's ``remat_policy: custom``):
+
+    - ``layer_input``
+    - ``queries``, ``keys`` and ``values`` of `GQA` after the rotation; ``queries`` and ``latents`` of `MLA`
+    - ``head_outputs``
+    - ``attention_output``: the attention's output before its post-norm
+    - ``gate``, ``up`` and ``down``: the products of an `MLP` and of experts
 
     Args:
-        policy: one of ``jax.checkpoint_policies``, in place of names; None saves nothing more.
-        save: names of activations that stay in the device's memory.
-        offload: names of activations that are kept in the host's memory (``pinned_host``), from where the backward pass
-            fetches them. With ``("layer_input",)`` a layer leaves nothing on the device. A CPU has no other memory, so
-            that they stay where they are.
-
-    The names (MaxText has most of them as options of ``remat_policy: custom``): ``layer_input``; ``queries``, ``keys``
-    and ``values`` of `GQA` after the rotation, ``queries`` and ``latents`` of `MLA`; ``head_outputs``;
-    ``attention_output``, what attention of any kind adds to the layer's input; ``gate``, ``up`` and ``down``, the
-    products of an `MLP` and of experts.
+        policy: A policy of ``jax.checkpoint_policies``, instead of names.
+        save: Names of activations to save in device memory.
+        offload: Names of activations to save in host memory (``pinned_host``). The backward pass copies them back. With
+            ``("layer_input",)`` a layer saves nothing on the device. On CPU, offloaded activations stay in the same
+            memory.
 
     Raises:
-        ValueError: an unknown name, one that is both saved and offloaded, names beside a policy, or a device that
-            cannot address its host's memory.
+        ValueError: A name is unknown or is both saved and offloaded, or names are combined with a policy. When called:
+            the device cannot address ``pinned_host`` memory.
     """
 
     policy: Callable[..., bool] | None = None
@@ -58,7 +61,12 @@ class Remat:
             raise ValueError("Remat has a policy and names: give one of the two")
 
     def __call__(self, run: Callable[..., Any], *, scanned: bool) -> Callable[..., Any]:
-        """``run``, whose first argument are the hidden states, with its activations recomputed."""
+        """Wrap ``run(hidden_states, …)`` with `jax.checkpoint`.
+
+        Args:
+            run: A layer or function whose first argument is the hidden states.
+            scanned: Whether the call is inside a scan, where ``prevent_cse`` is not needed.
+        """
 
         def named(x: Any, **more: Any) -> Any:
             return run(jax.tree.map(lambda a: checkpoint_name(a, "layer_input"), x), **more)

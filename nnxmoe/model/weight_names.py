@@ -1,4 +1,4 @@
-"""Names of weights in Hugging Face checkpoints: the typed values in the table of a family."""
+"""Names of weights in Hugging Face checkpoints, for the tables of model families."""
 
 import dataclasses
 import re
@@ -10,24 +10,24 @@ _LAYER = re.compile(re.escape(LAYERS) + r"\.([0-9]{1,9})\.")
 
 @dataclasses.dataclass(frozen=True)
 class W:
-    """The tensor, or the part of a tensor, that holds a parameter: a kernel ``[outs, ins]`` or a vector ``[outs]``, of
-    experts with the dimension of all experts before them.
+    """The tensor, or part of a tensor, that contains a parameter.
+
+    The tensor is a kernel ``[outs, ins]`` or a vector ``[outs]``. Tensors of all experts have a leading expert axis.
+    For a key ``layer.…``, the name is relative to the layer: it follows ``model.layers.N.``.
 
         W("self_attn.q_proj.weight")                   a tensor
-        W("mlp.experts").each("up_proj.weight")        a tensor per expert: mlp.experts.0.up_proj.weight, …
+        W("mlp.experts").each("up_proj.weight")        one tensor per expert: mlp.experts.0.up_proj.weight, …
         W("mlp.experts.gate_up_proj").rows(1, 2)       the second half of a tensor's outputs
-        W("attention.qkv.weight").rows(0, 6, 4)        the first four sixths of them
-        W("mlp.router.linear.weight").files_only         a tensor that only files have, not the model in transformers
+        W("attention.qkv.weight").rows(0, 6, 4)        the first four sixths of a tensor's outputs
+        W("mlp.router.linear.weight").files_only       a tensor with a different name in transformers' model
         W("mlp.experts.gate_up_proj").T.every(0, 2)    every second output of a tensor with inputs before outputs
-
-    Names are relative to the layer: for a key ``layer.…`` they follow ``model.layers.N.``.
     """
 
     name: str
-    per_expert: str = ""  # the end of the name, after the number of the expert
+    per_expert: str = ""  # the end of the name, after the index of the expert
     part: int = 0
     parts: int = 1
-    span: int = 1  # of these parts
+    span: int = 1  # number of consecutive parts
     alternate: bool = False  # whether the outputs of the parts alternate
     transposed: bool = False  # whether the tensor has inputs before outputs
     is_files_only: bool = False  # whether the model in transformers has the parameter under another name
@@ -37,7 +37,7 @@ class W:
         return dataclasses.replace(self, per_expert=name)
 
     def rows(self, part: int, parts: int, span: int = 1) -> "W":
-        """Select one of ``parts`` equal ranges of outputs, or ``span`` ranges from number ``part`` on."""
+        """Divide the outputs into ``parts`` equal ranges and select ``span`` ranges from index ``part`` on."""
         return dataclasses.replace(self, part=part, parts=parts, span=span)
 
     def every(self, part: int, parts: int) -> "W":
@@ -46,25 +46,25 @@ class W:
 
     @property
     def T(self) -> "W":
-        """Return the name of a tensor with inputs before outputs."""
+        """The name of a tensor with inputs before outputs."""
         return dataclasses.replace(self, transposed=True)
 
     @property
     def files_only(self) -> "W":
-        """Return the name of a tensor that only files have; see `in_transformers`."""
+        """The name of a tensor that is in files but not in transformers' model (see `in_transformers`)."""
         return dataclasses.replace(self, is_files_only=True)
 
     @property
     def whole(self) -> bool:
-        """Whether the whole tensor is the parameter, or the parameter of one expert."""
+        """Whether the parameter, or its slice for one expert, is the complete tensor without transposition."""
         return self.parts == 1 and not self.transposed
 
     def tensor(self, layer: int | None, expert: int | str | None = None) -> str:
-        """Return the name of the tensor in a checkpoint. ``layer`` is None outside of the layers."""
+        """Return the tensor's name in a checkpoint. ``layer`` is None for tensors outside of the layers."""
         return self.under(prefix_of(layer), expert)
 
     def under(self, prefix: str, expert: int | str | None = None) -> str:
-        """Return the name of the tensor after a prefix, such as ``mtp.layers.0.``."""
+        """Return the tensor's name with a prefix such as ``mtp.layers.0.``."""
         return prefix + (f"{self.name}.{expert}.{self.per_expert}" if self.per_expert else self.name)
 
     def label(self, tensor: str) -> str:
@@ -74,29 +74,30 @@ class W:
         return tensor + ".T" * self.transposed + rows
 
 
-Table = Mapping[str, W | tuple[W, ...]]  # key of a parameter -> where it is, or alternatives: the first is written
+# Key of a parameter -> its tensor, or a tuple of alternatives. Saving writes the first alternative.
+Table = Mapping[str, W | tuple[W, ...]]
 
 
 def options(table: Table, key: str) -> tuple[W, ...]:
-    """Return the alternatives in the row of a key."""
+    """Return the alternative tensors of a key."""
     row = table[key]
     return (row,) if isinstance(row, W) else row
 
 
 def in_transformers(table: Table, key: str) -> W:
-    """Return the name that a parameter has in transformers 5, and its adapters in PEFT.
+    """Return the name of a parameter in transformers 5 and of its adapters in PEFT.
 
-    It is the last alternative that is neither a tensor per expert nor `W.files_only`.
+    This is the last alternative that is neither a tensor per expert nor `W.files_only`.
     """
     return [w for w in options(table, key) if not w.per_expert and not w.is_files_only][-1]
 
 
 def prefix_of(layer: int | None) -> str:
-    """Return the prefix of the names of a layer's tensors; empty outside of the layers."""
+    """Return the name prefix of a layer's tensors, or "" if ``layer`` is None."""
     return "" if layer is None else f"{LAYERS}.{layer}."
 
 
 def layer_of(name: str) -> tuple[int | None, str]:
-    """Split a tensor's name into the number of its layer, None outside of the layers, and the rest."""
+    """Split a tensor's name into its layer index and the rest. The index is None outside of the layers."""
     match = _LAYER.match(name)
     return (int(match[1]), name[match.end() :]) if match else (None, name)
