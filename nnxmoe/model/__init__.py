@@ -1,1 +1,1 @@
-"""From parts to models: layer, stack, decoder, and the causal language model around it."""
+"""Models: layers, stacks of layers, and causal language models."""

@@ -1,4 +1,4 @@
-"""Copies of a model: on a mesh, or with layers that are not scanned."""
+"""Copies of a model on a mesh or with unrolled layers."""
 
 import dataclasses
 
@@ -18,7 +18,11 @@ from nnxmoe.sharding_rules import check_mesh
 
 
 def on_mesh(model: CausalLM, mesh: Mesh) -> CausalLM:
-    """A copy of the model with its arrays sharded over a mesh. Raises ValueError for a model without values."""
+    """Copy a model with its arrays sharded over a mesh.
+
+    Raises:
+        ValueError: The model has no values, or its parameters, attention or pipeline stages do not fit the mesh.
+    """
     for stack in model.stacks:
         if isinstance(stack, PipelinedStack):
             stack.refuse_stages(mesh)
@@ -28,10 +32,10 @@ def on_mesh(model: CausalLM, mesh: Mesh) -> CausalLM:
     require_values(jax.tree.leaves(state))
     strategy = dataclasses.replace(model.strategy, mesh=mesh)
     flat = [(p, v.replace(jax.device_put(v.get_value(), strategy.sharding_of(v)))) for p, v in nnx.to_flat_state(state)]
-    model = nnx.merge(graph, nnx.from_flat_state(flat))  # new variables, so the original's stay separate
+    model = nnx.merge(graph, nnx.from_flat_state(flat))  # the copy has new variables
     model.strategy = strategy
     for _, node in nnx.iter_graph(model):
-        if isinstance(node, CausalLM | MoE | Embed | GatedDeltaNet | PipelinedStack):  # the modules that hold a mesh
+        if isinstance(node, CausalLM | MoE | Embed | GatedDeltaNet | PipelinedStack):  # modules with an attribute mesh
             node.mesh = mesh
         if isinstance(node, nnx.Module) and (attention_fn := getattr(node, "attention_fn", None)) is not None:
             setattr(node, "attention_fn", attention_fn_for_mesh(attention_fn, mesh, model.strategy.rules))  # noqa: B010
@@ -39,11 +43,11 @@ def on_mesh(model: CausalLM, mesh: Mesh) -> CausalLM:
 
 
 def unscan(model: CausalLM) -> CausalLM:
-    """Return a model with separate arrays per layer instead of stacked ones (``Scanned``), which decodes faster.
+    """Return a model with separate arrays per layer instead of stacked arrays (``Scanned``). It decodes faster.
 
-    What was stacked is copied, so both models need memory until the given one is deleted; `nnxmoe.generate` keeps such
-    a copy with a scanned model. The other arrays are shared, but the variables are new: writing into one model leaves
-    the other unchanged. Returns the model itself if it has no scanned layers.
+    Copies the stacked arrays, so both models need memory until the given model is deleted. `nnxmoe.generate` caches
+    such a copy of a scanned model. The other arrays are shared, but all variables are new: assigning a variable of one
+    model does not change the other model. Returns the given model if it has no scanned layers.
 
         model = nnxmoe.unscan(nnxmoe.train.fit(model, …).model)
     """
@@ -51,7 +55,7 @@ def unscan(model: CausalLM) -> CausalLM:
         return model
     graph, state = nnx.split(model)
     unrolled = nnx.merge(graph, state, copy=True)
-    nnx.pop(unrolled, nnx.Intermediate)  # sown values have no axis of layers
+    nnx.pop(unrolled, nnx.Intermediate)  # sown values have no layer axis
     unrolled.strategy = dataclasses.replace(model.strategy, stacking=Unrolled(), pipeline=None)
     unrolled.stacks = nnx.List(
         [

@@ -1,4 +1,4 @@
-"""Checks of the table of tensor names of a model family when it is registered."""
+"""Checks of a model family's table of tensor names, run when the family is registered."""
 
 import collections
 import contextlib
@@ -20,10 +20,10 @@ from nnxmoe.model.weight_names import W, options
 
 
 def refuse_unnamed_parameters(family: Family) -> None:
-    """Raise ConfigError if a model of the family has a parameter that its table of tensor names does not describe.
+    """Raise ConfigError if a model of the family has a parameter without a row in the table of tensor names.
 
-    Builds abstract models from the default config (a preset if fields are required), and from configs with one boolean
-    field flipped, since a bias that a field adds needs a row too.
+    Builds abstract models from the default config (from a preset if the config has required fields), and from variants
+    of the config with one boolean field flipped. The variants cover parameters that a field adds, such as biases.
     """
     for config_class in family.configs:
         configs = [config for config in family.presets.values() if type(config) is config_class]
@@ -32,13 +32,13 @@ def refuse_unnamed_parameters(family: Family) -> None:
         for config in _variants(configs[0]) if configs else ():
             try:
                 model = family.model(config, Strategy(stacking=Scanned()), rngs=None)
-            except Exception:  # defaults need not be compatible; saving checks the rows of real configs
+            except Exception:  # default values may be incompatible; saving checks the rows of actual configs
                 continue
             check_rows(model, family)
 
 
 def _variants(config: DecoderConfig) -> Iterator[DecoderConfig]:
-    """Yield the config, and variants of it with one boolean field flipped."""
+    """Yield the config, then its variants with one boolean field flipped."""
     yield config
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -50,8 +50,13 @@ def _variants(config: DecoderConfig) -> Iterator[DecoderConfig]:
 
 
 def check_rows(model: CausalLM, family: Family) -> None:
-    """Raise ConfigError unless each parameter of a model has a row, no two have the same tensor, and each tensor is
-    written completely. If a row has alternatives, the first is checked, because it is the one written."""
+    """Check the table of tensor names against a model's parameters.
+
+    If a row has alternatives, checks the first alternative, because saving writes the first alternative.
+
+    Raises:
+        ConfigError: A parameter has no row, two parameters have the same tensor, or no row covers a part of a tensor.
+    """
     owner, table = family.model.__name__, family.hf_names(model.config)
     parts = collections.defaultdict[tuple[str, int], list[str]](list)  # (tensor, part) -> parameters
     sizes = dict[str, int]()

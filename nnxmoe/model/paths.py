@@ -1,4 +1,4 @@
-"""Names of a model's parameters, which follow from their paths: nothing is stored on a parameter."""
+"""Names of a model's parameters, derived from their paths in the model."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -7,8 +7,13 @@ from flax import nnx
 
 
 class ParamName(NamedTuple):
-    """``key``: of a parameter in the tables of tensor names, such as ``layer.attention.q.kernel``. ``layer``,
-    ``stack``: the number of its (first) layer and of its stack; None outside of stacks."""
+    """Name of a parameter.
+
+    Attributes:
+        key: Key in tables of tensor names, such as ``layer.attention.q.kernel``.
+        layer: Index of the layer, or of the first layer if the parameter is stacked. None outside of stacks.
+        stack: Index of the stack. None outside of stacks.
+    """
 
     key: str
     layer: int | None
@@ -16,7 +21,7 @@ class ParamName(NamedTuple):
 
 
 def name_of(model: nnx.Module, path: Sequence[Any]) -> ParamName:
-    """The name of the parameter at a path. Prediction layers are numbered after the others."""
+    """Return the name of the parameter at a path. Prediction layers are numbered after the main model's layers."""
     group, *rest = path
     stacks = getattr(model, "stacks", None)
     if stacks is None or group not in ("stacks", "mtp"):
@@ -26,7 +31,7 @@ def name_of(model: nnx.Module, path: Sequence[Any]) -> ParamName:
         number, index = sum(stack.depth for stack in stacks) + index, index + len(stacks)
         if rest[0] != "layer":
             return ParamName(".".join(map(str, ("layer.mtp", *rest))), number, index)
-    elif rest[0] == "rest":  # layers outside the pipeline
+    elif rest[0] == "rest":  # layers after the pipeline (`PipelinedStack.rest`)
         number, rest = number + stacks[index].count, rest[1:]
     if rest[0] == "layers":
         number, rest = number + rest[1], rest[2:]
@@ -36,6 +41,6 @@ def name_of(model: nnx.Module, path: Sequence[Any]) -> ParamName:
 
 
 def layer_modules(model: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yield path and module of every module in the layers, those for multi-token prediction included."""
+    """Yield path and node of all graph nodes in the layers, prediction layers included."""
     for name in ("stacks", "mtp"):
         yield from (((name, *path), module) for path, module in nnx.iter_graph(getattr(model, name)))

@@ -1,5 +1,7 @@
-"""Detect modules that change when they are called, such as modules that `sow`. Compiled programs work on copies and
-would drop the changes."""
+"""Detection of modules that change when they are called, such as modules that `sow`.
+
+Compiled programs work on copies of the modules and would drop the changes.
+"""
 
 import logging
 import weakref
@@ -8,7 +10,7 @@ from typing import Any
 
 from flax import nnx
 
-# Classes of modules that changed when they were called, collected while calls are traced.
+# Classes of modules that `watch` has seen changing during a call.
 _changing = weakref.WeakSet[type]()
 
 
@@ -18,14 +20,20 @@ def is_captured(module: nnx.Module) -> bool:
 
 
 def is_stateful(module: nnx.Module) -> bool:
-    """Whether calls change the module: under `nnx.capture`, or if one of its parts sows values or sets a variable."""
+    """Whether calls change the module: under `nnx.capture`, or if a part sows values or sets a variable.
+
+    Detects such parts only after `watch` has observed a call of their class.
+    """
     if is_captured(module):
         return True
     return bool(_changing) and any(type(part) in _changing for _, part in nnx.iter_modules(module))
 
 
 def watch(run: Callable[..., Any], module: nnx.Module, *args: Any, **options: Any) -> Any:
-    """Return ``run(*args, **options)``, and mark the classes of the module's parts that it changes as stateful."""
+    """Return ``run(*args, **options)`` and record the classes of parts of ``module`` that change in the call.
+
+    Logs a warning for each new class.
+    """
     before = {id(part): (part, _values(part)) for _, part in nnx.iter_modules(module)}
     out = run(*args, **options)
     for part, values in before.values():

@@ -1,4 +1,4 @@
-"""Text description of a model's parts, for `print`."""
+"""Text description of a model's modules, for `print`."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -7,7 +7,7 @@ from flax import nnx
 
 
 def tree(module: nnx.Module, name: str = "", indent: str = "  ") -> Iterator[str]:
-    """Yield a line per part, with the shapes of its direct variables. Equal items of a list share one line."""
+    """Yield one line per module with the shapes of its direct variables. Equal items of a list share one line."""
     parts = {key: value for key, value in vars(module).items() if not key.startswith("_")}
     arrays = [
         f"{key} {list(v.shape)}" for key, v in parts.items() if isinstance(v, nnx.Variable) and hasattr(v, "shape")
@@ -17,7 +17,7 @@ def tree(module: nnx.Module, name: str = "", indent: str = "  ") -> Iterator[str
 
 
 def children(parts: Mapping[str, Any], indent: str) -> Iterator[str]:
-    """Yield the lines for all modules among these attributes."""
+    """Yield the lines of all modules in a mapping of attributes."""
     for key, value in parts.items():
         if isinstance(value, nnx.List):
             groups: dict[tuple[str, ...], list[int]] = {}
@@ -32,7 +32,7 @@ def children(parts: Mapping[str, Any], indent: str) -> Iterator[str]:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Format indices as ranges such as ``0-3, 5``; long lists are shortened."""
+    """Format indices as ranges such as ``0-3, 5``. Shortens lists of more than 4 ranges."""
     runs: list[list[Any]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:

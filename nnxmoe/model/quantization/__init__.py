@@ -1,1 +1,1 @@
-"""Quantized weights: how numbers become codes, and which kernels of a model hold them."""
+"""Weight quantization: rounding methods, and replacement of a model's kernels by quantized kernels."""

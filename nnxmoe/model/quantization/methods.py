@@ -1,4 +1,4 @@
-"""Methods that round float weights to the nearest codes, with one scale per tile and without calibration."""
+"""Quantization methods. They round weights to the nearest code, with one scale per tile and without calibration."""
 
 import dataclasses
 import math
@@ -17,7 +17,10 @@ from nnxmoe.layers.linear.code_format import FP8, FULL, INT4_ZERO, CodeFormat
 
 @dataclasses.dataclass(frozen=True)
 class Int8:
-    """Symmetric int8 with one scale per output: ``scale = max |w| / 127``. Half the bytes of bfloat16."""
+    """Symmetric int8 with one scale per output: ``scale = max |w| / 127``.
+
+    The weights take half the bytes of bfloat16.
+    """
 
     format = CodeFormat("int8", (1, FULL))
     max_value = 127
@@ -25,9 +28,9 @@ class Int8:
 
 @dataclasses.dataclass(frozen=True)
 class Int4:
-    """Symmetric int4 with one scale per output and ``group`` inputs: ``scale = max |w| / 7.5``.
+    """Symmetric int4 with one scale per output and group of ``group`` inputs: ``scale = max |w| / 7.5``.
 
-    With groups of 128, the weights take 0.26 of the bytes of bfloat16.
+    With groups of 128, the weights take 0.26 times the bytes of bfloat16.
     """
 
     group: int = 128
@@ -43,7 +46,10 @@ class Int4:
 
 @dataclasses.dataclass(frozen=True)
 class Float8:
-    """``float8_e4m3fn`` with one scale per ``block`` outputs by ``block`` inputs, as DeepSeek-V3: ``max |w| / 448``."""
+    """``float8_e4m3fn`` with one scale per block of ``block`` outputs by ``block`` inputs: ``scale = max |w| / 448``.
+
+    The format of DeepSeek-V3.
+    """
 
     block: int = 128
     max_value = 448
@@ -56,19 +62,19 @@ class Float8:
         return CodeFormat("fp8", (self.block, self.block))
 
 
-# A method for kernels ``[outs, ins]``: ``format`` is the format of the codes, ``max_value`` the value to which a tile's
-# largest magnitude is scaled before rounding.
+# A method for kernels ``[outs, ins]``. ``format`` is the format of the codes. ``max_value`` is the value to which the
+# largest magnitude of a tile is scaled before rounding.
 Method = Int8 | Int4 | Float8
 
 
 @dataclasses.dataclass(frozen=True)
 class Mixed:
-    """Different methods for parts of a model. Parts with None stay floats.
+    """Quantization methods per part of a model. Parts with None are not quantized.
 
     Attributes:
-        experts: the method for routed experts.
-        others: the method for attention, dense and shared feed-forwards.
-        head: the method for the output head.
+        experts: Method for routed experts.
+        others: Method for attention, dense and shared feed-forwards.
+        head: Method for the output head.
     """
 
     experts: Method | None
@@ -83,11 +89,14 @@ class Mixed:
 
 
 def parse_method(text: str) -> Method | Mixed:
-    """Parse a method of the command line.
+    """Parse a quantization method from the command line.
 
-    Accepts ``int8``, ``int4``, ``int4:32`` (groups of 32), ``fp8``, ``fp8:64`` (blocks of 64), or
-    ``experts=int4:32,others=int8,head=int8``, where parts that are ``float`` or not named stay floats.
-    Raises ValueError for other text.
+    Args:
+        text: ``int8``, ``int4``, ``int4:32`` (groups of 32), ``fp8``, ``fp8:64`` (blocks of 64), or a method per part
+            as in ``experts=int4:32,others=int8,head=int8``. Parts that are ``float`` or not listed are not quantized.
+
+    Raises:
+        ValueError: The text is not a method, or is ``float``.
     """
     if "=" not in text:
         method = _parse_single(text)
@@ -112,13 +121,18 @@ def _parse_single(text: str) -> Method | None:
 
 
 def check_method(method: Any, name: str = "method", alternative: str = "") -> None:
-    """Raise ValueError unless the argument ``name`` is a quantization method. ``alternative``: text on other values."""
+    """Raise ValueError unless ``method`` is a quantization method.
+
+    Args:
+        name: Name of the argument, for the error.
+        alternative: End of the error message, for other values that the argument accepts.
+    """
     if not isinstance(method, Method | Mixed):
         raise ValueError(f"{name}={short(method)} is not a method: give one such as nnxmoe.Int8(){alternative}")
 
 
 def check_quantize_options(quantize: Method | Mixed | None, keep_quantized: bool) -> None:
-    """Raise ValueError if ``quantize`` is combined with ``keep_quantized``, or is not a quantization method."""
+    """Raise ValueError if ``quantize`` is not a quantization method or is combined with ``keep_quantized``."""
     if quantize is not None:
         check_method(quantize, "quantize", ", or None")
     if keep_quantized and quantize is not None:
@@ -128,7 +142,7 @@ def check_quantize_options(quantize: Method | Mixed | None, keep_quantized: bool
 
 
 def format_for_dtype(method: Method, dtype: Any) -> CodeFormat:
-    """Return the format of a kernel and its scales that have this dtype."""
+    """Return the method's code format for kernels and scales of this dtype."""
     dtype = jnp.dtype(dtype)
     if dtype.itemsize > 2:
         return method.format
@@ -136,9 +150,10 @@ def format_for_dtype(method: Method, dtype: Any) -> CodeFormat:
 
 
 def compute_scales(method: Method, weights: np.ndarray, dtype: Any) -> np.ndarray:
-    """Return one scale per tile of ``weights [O, I]``, and 1 for a tile of zeros.
+    """Return one scale per tile of ``weights [O, I]``. The scale of a tile of zeros is 1.
 
-    Raises ValueError for NaN and infinite weights.
+    Raises:
+        ValueError: A weight is NaN or infinite.
     """
     peak = np.abs(weights.astype(np.float32))
     for axis, size in enumerate(method.format.tile):
@@ -146,14 +161,14 @@ def compute_scales(method: Method, weights: np.ndarray, dtype: Any) -> np.ndarra
             peak = np.maximum.reduceat(peak, np.arange(0, weights.shape[axis], size), axis=axis)
     if not np.isfinite(peak).all():
         raise ValueError("NaN and infinite weights cannot be quantized")
-    # A scale that rounds to zero would lose its tile.
+    # If a scale rounded to zero, all values of its tile would be zero.
     min_scale = np.float32(jnp.finfo(dtype).smallest_subnormal)
     scale = np.maximum(peak / np.float32(method.max_value), min_scale)
     return np.where(peak > 0, scale, np.float32(1)).astype(dtype)
 
 
 def encode_weights(format: CodeFormat, weights: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """Return the stored codes of ``weights [O, I]``."""
+    """Round ``weights [O, I]`` to codes in the storage layout of ``format``."""
     (rows, columns), ins = format.tile, weights.shape[1]
     steps = scale.astype(np.float32)[np.arange(len(weights)) // rows]
     if steps.shape[1] > 1:
@@ -168,14 +183,14 @@ def encode_weights(format: CodeFormat, weights: np.ndarray, scale: np.ndarray) -
 
 
 class ErrorMeter:
-    """Accumulates the error of quantization: root mean square of ``w - q`` over that of ``w``, for all weights."""
+    """Accumulator of the quantization error ``rms(w - q) / rms(w)`` over all weights. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._squared_error, self._squared_weights = 0.0, 0.0
 
     def add(self, weights: np.ndarray, quantized: np.ndarray) -> None:
-        """Add the error of some weights, given their quantized values."""
+        """Add weights and their dequantized values."""
         weights = weights.astype(np.float32).ravel()
         difference = weights - quantized.ravel()
         squared_error, squared_weights = float(np.vdot(difference, difference)), float(np.vdot(weights, weights))
@@ -185,5 +200,5 @@ class ErrorMeter:
 
     @property
     def relative(self) -> float:
-        """Relative error; 0 if nothing was quantized."""
+        """Relative error. 0 if nothing was quantized."""
         return math.sqrt(self._squared_error / self._squared_weights) if self._squared_weights else 0.0

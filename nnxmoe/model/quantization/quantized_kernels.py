@@ -1,4 +1,4 @@
-"""The kernels of a model that can be quantized, and their replacement by quantized kernels and back."""
+"""Quantizable kernels of a model, and their replacement by quantized kernels and back."""
 
 import dataclasses
 import functools
@@ -27,14 +27,14 @@ from nnxmoe.sharding_rules import Rules, axes_per_dimension, shard_count
 
 @dataclasses.dataclass(frozen=True)
 class KernelRef:
-    """A reference to a kernel of a model: an attribute of a module.
+    """Reference to a kernel of a model.
 
     Attributes:
-        owner: the module.
-        attribute: the name of the attribute.
-        path: the path of the kernel in the model.
-        key: the name in tables, such as ``layer.attention.q.kernel``.
-        layer: number of its (first) layer; None outside of layers.
+        owner: Module that has the kernel as an attribute.
+        attribute: Name of the attribute.
+        path: Path of the kernel in the model.
+        key: Key in tables of tensor names, such as ``layer.attention.q.kernel``.
+        layer: Index of the layer, or of the first layer if the kernel is stacked. None outside of layers.
     """
 
     owner: Any
@@ -50,7 +50,7 @@ class KernelRef:
 
     @property
     def experts(self) -> bool:
-        """Whether the kernel has one linear map per routed expert."""
+        """Whether the kernel has one matrix per routed expert."""
         return ".experts." in self.key
 
     @property
@@ -59,14 +59,14 @@ class KernelRef:
         return self.key == "head.kernel"
 
     def set_weight(self, weight: Any) -> None:
-        """Replace the weight."""
+        """Replace the kernel in its module."""
         setattr(self.owner, self.attribute, nnx.data(weight))
 
 
 def quantizable_kernels(model: CausalLM) -> list[KernelRef]:
-    """Return the kernels of attention, dense feed-forwards, experts, and of an output head that is not the embedding.
+    """Return the kernels of attention, feed-forwards and experts, and of the output head unless the embedding is tied.
 
-    Embedding, router and norms stay floats.
+    Embedding, router and norms are not quantized.
     """
     refs = list[KernelRef]()
     for path, module in layer_modules(model):
@@ -83,7 +83,7 @@ def quantizable_kernels(model: CausalLM) -> list[KernelRef]:
 
 
 def quantized_kernels(model: CausalLM) -> list[KernelRef]:
-    """Return the kernels that are quantized."""
+    """Return the model's quantized kernels."""
     return [ref for ref in quantizable_kernels(model) if isinstance(ref.weight, QuantizedWeight)]
 
 
@@ -100,13 +100,13 @@ def replace_with_quantized(
     """Replace a kernel with a quantized weight without values.
 
     Args:
-        scale: dtype of the scales.
-        zero: whether there are zero points.
-        order: whether there is an order of the inputs.
-        mesh: a mesh to check instead of the strategy's.
+        scale: Dtype of the scales.
+        zero: Whether the format has zero points.
+        order: Whether the inputs are permuted (act order).
+        mesh: Mesh to check. Defaults to the strategy's mesh.
 
     Raises:
-        ValueError: if the kernel does not fit the format, or if the mesh splits the kernel within a tile.
+        ValueError: The kernel does not fit the format, or the mesh splits the kernel within a tile.
     """
     kernel = ParamWeight(ref.weight)
     lead, ins, outs = kernel.split(kernel.variable.shape)
@@ -118,7 +118,7 @@ def replace_with_quantized(
     except ValueError as error:
         raise ValueError(f"{ref.key}: {error}") from None
     grid = format.scales_shape(*sizes)
-    # A scale for all inputs (or outputs) belongs to each shard of them.
+    # A scale for all inputs (or all outputs) is replicated over their shards.
     grid_axes = tuple(axis if count > 1 else None for axis, count in zip(kernel_axes, grid, strict=True))
 
     def variable(shape: Sequence[int], dtype: Any, axes: Sequence[Any]) -> QuantizedArray:
@@ -145,7 +145,7 @@ def replace_with_quantized(
 def _check_sharding(
     format: CodeFormat, sizes: tuple[int, int], axes: tuple[Any, ...], mesh: AnyMesh | None, rules: Rules, order: bool
 ) -> None:
-    """Raise ValueError if a mesh splits outputs or inputs within a tile, or inputs that have an order."""
+    """Raise ValueError if a mesh splits outputs or inputs within a tile, or splits permuted inputs."""
     if mesh is None:
         return
     mesh_axes = axes_per_dimension(axes, mesh, rules)[-2:]
@@ -161,7 +161,10 @@ def _check_sharding(
 
 
 def bytes_by_dtype(model: nnx.Module) -> dict[str, int]:
-    """Return the bytes of a model's parameters by dtype, most first, quantized kernels by the dtype of codes."""
+    """Return the bytes of a model's parameters by dtype, largest first.
+
+    All arrays of a quantized kernel count under the dtype of the codes.
+    """
     sizes = Counter[str]()
     quantized_ids = set[int]()
     for _, node in nnx.iter_graph(model):
@@ -180,20 +183,20 @@ def _nbytes(variable: nnx.Variable) -> int:
 
 
 def update_report(model: CausalLM, error: float | None = None) -> None:
-    """Update the weights and the quantization error in the model's ``load_report``, if it has one."""
+    """Update the weight sizes and the quantization error in the model's ``load_report``, if it has a report."""
     if model.load_report is not None:
         report = dataclasses.replace(model.load_report, weights=bytes_by_dtype(model), quantization_error=error)
         model.load_report = report
 
 
 def dequantize(model: CausalLM, dtype: Any = None) -> CausalLM:
-    """Return a new model with the quantized kernels as floats.
+    """Return a new model with float kernels in place of the quantized kernels.
 
-    The other arrays are shared, in new variables: writing into one model leaves the other unchanged. Values are
-    computed in float32 and rounded once.
+    The other arrays are shared, in new variables: assigning a variable of one model does not change the other model.
+    Values are computed in float32 and rounded once.
 
     Args:
-        dtype: dtype of the kernels, by default that of the embedding.
+        dtype: Dtype of the kernels. Defaults to the dtype of the embedding.
     """
     check_model(model)
     if dtype is not None:
@@ -207,7 +210,7 @@ def dequantize(model: CausalLM, dtype: Any = None) -> CausalLM:
 
 
 def dequantize_kernel(ref: KernelRef, model: CausalLM, dtype: Any = None) -> None:
-    """Replace a quantized kernel with a float kernel of the same values, in place; ``dtype``: see `dequantize`."""
+    """Replace a quantized kernel with a float kernel in place. ``dtype``: see `dequantize`."""
     weight: QuantizedWeight = ref.weight
     dtype = jnp.dtype(model.embed.table.dtype if dtype is None else dtype)
     lead_axes, in_axes, out_axes = weight.logical_axes
@@ -220,12 +223,12 @@ def dequantize_kernel(ref: KernelRef, model: CausalLM, dtype: Any = None) -> Non
 
 @functools.lru_cache(maxsize=64)
 def _to_floats(dtype: np.dtype, shape: tuple[int, ...], sharding: Any) -> Callable[[Kernel], Array]:
-    """Return the compiled function from a quantized kernel to a float array, shared by kernels of equal structure."""
+    """Return a compiled function from a quantized kernel to a float array. Kernels of equal structure share it."""
     return jax.jit(lambda kernel: kernel.transposed(dtype).reshape(shape), out_shardings=sharding)
 
 
 def quantization_record(model: CausalLM) -> list[dict[str, Any]]:
-    """Return the quantized kernels for a JSON file: one entry per format, with the layers of each kernel."""
+    """Describe the quantized kernels for a JSON file: one entry per format, with the layers of each kernel."""
     entries: dict[str, dict[str, Any]] = {}
     for ref in quantized_kernels(model):
         fields = _record_fields(ref.weight)
@@ -235,7 +238,7 @@ def quantization_record(model: CausalLM) -> list[dict[str, Any]]:
 
 
 def _record_fields(weight: QuantizedWeight) -> dict[str, Any]:
-    """Return a weight's format and arrays under the names of the record."""
+    """Return the fields of a record's entry for a weight."""
     return {
         "kind": weight.format.code_dtype,
         "tile": weight.format.tile,
@@ -248,9 +251,9 @@ def _record_fields(weight: QuantizedWeight) -> dict[str, Any]:
 
 
 def apply_quantization_record(model: CausalLM, record: Any) -> None:
-    """Replace kernels of an abstract model with quantized ones, as recorded by `quantization_record`.
+    """Replace kernels of an abstract model with quantized kernels, as recorded by `quantization_record`.
 
-    Raises ValueError if the record is malformed.
+    Raises ValueError if the record is malformed or does not fit the model.
     """
     options_by_kernel = _parse_record(record)
     for ref in quantizable_kernels(model):
@@ -289,7 +292,7 @@ def _parse_record(record: Any) -> dict[tuple[str, int | None], Mapping[str, Any]
 
 
 def _layers(ref: KernelRef) -> Sequence[int | None]:
-    """Return the numbers of the layers of a weight, or [None] for weights outside of layers, such as the head."""
+    """Return the layer indices of a weight, or [None] for weights outside of layers, such as the head."""
     if ref.layer is None:
         return [None]
     weight = as_weight(ref.weight)

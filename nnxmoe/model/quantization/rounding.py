@@ -1,4 +1,4 @@
-"""`nnxmoe.quantize`: round the kernels of a model in memory to codes."""
+"""Quantization of a model in memory (`nnxmoe.quantize`)."""
 
 import math
 from typing import Any
@@ -32,9 +32,13 @@ from nnxmoe.sharding import spans_hosts
 
 
 def kernels_to_quantize(model: CausalLM, method: Method | Mixed | None) -> list[tuple[KernelRef, Method]]:
-    """Return the kernels to quantize, each with its method: the head only with `Mixed`, no kernel with None.
+    """Return the kernels to quantize, with the method of each.
 
-    Raises ValueError if the method is for a head that is the embedding.
+    Args:
+        method: A method for all kernels except the output head, a `Mixed`, or None for no kernel.
+
+    Raises:
+        ValueError: The method quantizes the head, but the head is the embedding.
     """
     mixed = method if isinstance(method, Mixed) else Mixed(method, method)
     if mixed.head is not None and model.head is None:
@@ -48,18 +52,18 @@ def kernels_to_quantize(model: CausalLM, method: Method | Mixed | None) -> list[
 
 
 def quantize(model: CausalLM, method: Method | Mixed) -> CausalLM:
-    """Return a model with the kernels of attention, feed-forwards and experts rounded to codes. Lossy.
+    """Return a model with quantized kernels in attention, feed-forwards and experts. Lossy.
 
-    The arrays of embedding, router, norms and biases are shared, in new variables: writing into one model leaves the
-    other unchanged.
+    The arrays of embedding, router, norms and biases are shared, in new variables: assigning a variable of one model
+    does not change the other model.
 
     Args:
-        model: a model with values.
-        method: `Int8`, `Int4`, `Float8`, or `Mixed`, which may include the output head.
+        model: A model with values.
+        method: `Int8`, `Int4`, `Float8`, or `Mixed`. Only `Mixed` can include the output head.
 
     Raises:
-        ValueError: for NaN, for kernels that do not fit the format or are quantized already, and for the head of a
-            model whose head is the embedding.
+        ValueError: A weight is NaN or infinite, a kernel does not fit the format or is quantized already, the model
+            spans processes, or the method quantizes a head that is the embedding.
     """
     check_model(model)
     check_method(method)
@@ -73,14 +77,14 @@ def quantize(model: CausalLM, method: Method | Mixed) -> CausalLM:
 
 
 def quantize_structure(model: CausalLM, method: Method | Mixed | None, dtype: Any, mesh: AnyMesh | None = None) -> None:
-    """Quantize the kernels of an abstract model in place, without values, as `quantize` would.
+    """Replace the kernels that `quantize` would quantize with quantized kernels without values, in place.
 
     Args:
-        dtype: dtype of the kernels.
-        mesh: see `replace_with_quantized`.
+        dtype: Dtype of the kernels.
+        mesh: See `replace_with_quantized`.
 
     Raises:
-        ValueError: for kernels that do not fit the format.
+        ValueError: A kernel does not fit the format or the mesh.
     """
     for ref, part_method in kernels_to_quantize(model, method):
         format = format_for_dtype(part_method, dtype)
@@ -88,7 +92,7 @@ def quantize_structure(model: CausalLM, method: Method | Mixed | None, dtype: An
 
 
 def round_to_codes(ref: KernelRef, method: Method, model: CausalLM, error: ErrorMeter) -> None:
-    """Quantize one kernel of a model in place."""
+    """Quantize one kernel of a model in place and add its error to ``error``."""
     kernel = ref.weight
     if isinstance(kernel, QuantizedWeight):
         raise ValueError(f"{ref.key} is quantized already: call nnxmoe.dequantize(model) first")
@@ -112,7 +116,7 @@ def round_to_codes(ref: KernelRef, method: Method, model: CausalLM, error: Error
 
 
 def _host_weights(kernel: nnx.Variable) -> tuple[tuple[int, ...], np.ndarray]:
-    """Return the sizes of layers and experts, and the weights ``[*lead, O, I]`` in host memory."""
+    """Return the leading sizes (layers, experts) and the weights ``[*lead, O, I]`` in host memory."""
     param = ParamWeight(kernel)
     lead, ins, outs = param.split(kernel.shape)
     value = np.asarray(kernel.get_value())
