@@ -1,1 +1,1 @@
-"""Fields of a config.json, validated. Knows no model by name, and computes nothing."""
+"""Validation of config.json fields and of arguments. Independent of specific model families."""

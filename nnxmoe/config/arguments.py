@@ -1,4 +1,4 @@
-"""Errors for unknown keyword arguments. They name the nnxmoe argument to use, or the argument with the nearest name."""
+"""Errors for unknown keyword arguments. They name the nnxmoe argument to use or the argument with the nearest name."""
 
 import dataclasses
 import functools
@@ -8,7 +8,7 @@ from typing import Any, ParamSpec, Self, TypeVar, get_args
 
 from nnxmoe.config.printable import did_you_mean
 
-P = ParamSpec("P")  # two lines: type checkers refuse a tuple
+P = ParamSpec("P")  # separate assignments, because type checkers reject a tuple
 R = TypeVar("R")
 
 _SAMPLING = "pass sampling=nnxmoe.Sampling(temperature=…, top_k=…, top_p=…); without it decoding is greedy"
@@ -52,7 +52,7 @@ _HINTS = {
 
 
 class UnknownArgument(TypeError, ValueError):
-    """Raised for an unknown keyword argument: a TypeError, as in Python, and a ValueError, as all errors of nnxmoe."""
+    """Raised for an unknown keyword argument. A TypeError, as in Python, and a ValueError, as in nnxmoe."""
 
 
 def _unknown(callee: str, keyword: str, known: Iterable[str]) -> UnknownArgument:
@@ -84,7 +84,7 @@ def refuses_unknown(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class KnownFields:
-    """Base of dataclasses whose error for an unknown field names the field with the nearest name."""
+    """Base class of dataclasses. The error for an unknown field names the field with the nearest name."""
 
     def __new__(cls, *_: Any, **fields: Any) -> Self:
         known = [field.name for field in dataclasses.fields(cls) if field.init]  # pyright: ignore[reportArgumentType]

@@ -1,6 +1,6 @@
-"""Model configs: frozen dataclasses with Hugging Face's own field names and defaults.
+"""Model configs: frozen dataclasses with the field names and defaults of Hugging Face transformers.
 
-A config determines the numbers. Its fields are validated when it is created, in Python or from a config.json.
+A config contains every setting that affects a model's output. Its constructor validates the fields.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from nnxmoe.config.validate import python_values
 
 _ROPES = {"rope_scaling", "rope_parameters"}
 
-# Fields omitted from config.json if None: transformers would take null for a value.
+# Fields to omit from config.json if they are None, because transformers would not replace null by the default.
 ABSENT = frozenset(
     """query_pre_attn_scalar head_dim rope_scaling rope_parameters original_max_position_embeddings
     partial_rotary_factor rotary_dim""".split()
@@ -39,26 +39,26 @@ ABSENT = frozenset(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig(KnownFields):
-    """The fields shared by all decoders. Widths and counts are positive integers; None stands for ``null``.
+    """Fields shared by all decoders. Widths and counts are positive integers. None stands for ``null``.
 
-    ``query_pre_attn_scalar``: grouped-query attention multiplies scores by its ``-0.5``-th power; None: by that of the
-    head width. It is 1 for checkpoints of MaxText, whose queries carry the scale.
+    ``query_pre_attn_scalar`` is the number whose power -0.5 scales the scores of grouped-query attention. It defaults
+    to the head width. It is 1 for checkpoints of MaxText, because MaxText folds the scale into the query kernel.
     """
 
     model_type: ClassVar[str]
     architecture: ClassVar[str]
-    saved_type: ClassVar[str | None] = None  # the model_type that transformers has for these models, if another
-    # Families add their own to these three: another name of a field -> the field; a field that is not stored (by this
-    # family) -> the values it may have, the first of which is saved; and fields that do not affect the forward pass.
+    saved_type: ClassVar[str | None] = None  # model_type in saved files, if transformers uses a different model_type
+    # Subclasses add entries to ``aliases`` (alternative name of a field -> the field), ``fixed`` (a field that is not
+    # stored -> its supported values; the first is saved) and ``ignored`` (fields that do not affect the forward pass).
     aliases: ClassVar[Mapping[str, str]] = {}
     fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {"partial_rotary_factor": (None, 1)}
-    experts_field: ClassVar[str] = ""  # the field with the number of experts per layer; empty: dense models
+    experts_field: ClassVar[str] = ""  # the field with the number of experts per layer, empty for dense models
     chosen_field: ClassVar[str] = "num_experts_per_tok"  # the field with the number of experts per token
     rope_field: ClassVar[str] = "head_dim"  # the field with the rotated width
     rope_keys: ClassVar[frozenset[str]] = ROPE_FIELDS  # the fields of a rope object that are read
-    scale_in_queries: ClassVar[bool] = True  # whether the query kernel can carry the scale of the scores
+    scale_in_queries: ClassVar[bool] = True  # whether the scale of the scores can be folded into the query kernel
     ignored: ClassVar[str] = ""
-    # Fields that only some families have, with the value for the others; unannotated, so that they are no fields here.
+    # Values for families without these fields. Without annotations, they are not dataclass fields of this class.
     mlp_layer_types = None
     first_k_dense_replace = 0
 
@@ -90,11 +90,11 @@ class DecoderConfig(KnownFields):
                 raise ConfigError(f"{name} must be an object or null, got {short(value)}")
             object.__setattr__(self, name, None if value is None else FrozenDict(value))
         theta = (self.rope_scaling or self.rope_parameters or {}).get("rope_theta")
-        if theta is not None:  # a saved config.json has one theta, whatever its reader looks at
+        if theta is not None:  # rope_theta has the same value at the top level and in the rope object of a saved file
             object.__setattr__(self, "rope_theta", theta)
         if isinstance(self.dtype, str):
             object.__setattr__(self, "dtype", self.dtype.removeprefix("torch."))
-        for field in dataclasses.fields(self):  # Python values and tuples, so that configs have a hash and are JSON
+        for field in dataclasses.fields(self):  # Python values and tuples are hashable and can be written as JSON
             object.__setattr__(self, field.name, python_values(getattr(self, field.name)))
         self._check()
 
@@ -118,10 +118,11 @@ class DecoderConfig(KnownFields):
 
     @classmethod
     def from_hf(cls, fields: Mapping[str, Any]) -> Self:
-        """Config from a parsed config.json (transformers 4 or 5 style); absent fields take the family's defaults.
+        """Create a config from a parsed config.json in the format of transformers 4 or 5.
 
-        Raises ConfigError for unsupported values, and for unknown fields with which transformers computes something
-        else. Other unknown fields are dropped, as in transformers: see `notes`.
+        Absent fields have the family's defaults. Unknown fields are dropped if transformers does not read them either
+        (see `notes`). Raises ConfigError for an unsupported value, or for an unknown field that changes what
+        transformers computes.
         """
         from nnxmoe.config.config_json import refuse_effective
 
@@ -141,7 +142,7 @@ class DecoderConfig(KnownFields):
 
     @classmethod
     def notes(cls, fields: Mapping[str, Any]) -> tuple[str, ...]:
-        """Notes on a config.json: fields that `from_hf` drops, and ids outside the vocabulary."""
+        """Return notes on a config.json: fields that `from_hf` drops, and token ids outside the vocabulary."""
         from nnxmoe.config.config_json import describe_fields
 
         unread = describe_fields(cls.unknown_fields(fields))
@@ -152,7 +153,7 @@ class DecoderConfig(KnownFields):
 
     @classmethod
     def unknown_fields(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields of a config.json, and of its rope object, that this family neither has nor knows to ignore."""
+        """Return the fields of a config.json and its rope object that are not known or ignored in this family."""
         from nnxmoe.config.config_json import IGNORED
 
         ignored = IGNORED | {name for base in cls.__mro__ for name in vars(base).get("ignored", "").split()}
@@ -169,9 +170,9 @@ class DecoderConfig(KnownFields):
 
     @classmethod
     def _standard_fields(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields under this family's names. Raises ConfigError if two names of a field have different values."""
+        """Rename aliases to field names. Raises ConfigError if two names of a field have different values."""
         aliases = cls._inherited("aliases")
-        values: dict[str, tuple[str, Any]] = {}  # field -> the name it has in the file, and its value
+        values: dict[str, tuple[str, Any]] = {}  # field -> its name in the file, and its value
         for alias, value in fields.items():
             name = aliases.get(alias, alias)
             first, other = values.setdefault(name, (alias, value))
@@ -183,12 +184,15 @@ class DecoderConfig(KnownFields):
 
     @classmethod
     def _inherited(cls, name: str) -> dict[str, Any]:
-        """A class variable with entries of this class and of all its bases."""
+        """Merge the dicts that this class and its bases assign to a class variable."""
         return {k: v for base in reversed(cls.__mro__) for k, v in vars(base).get(name, {}).items()}
 
     def to_hf(self) -> dict[str, Any]:
-        """The config.json that ``from_hf`` reads back to the same config. It has the fixed fields too, with the first
-        of their values unless that is None, since some programs choose another router without them."""
+        """Return the fields of a config.json that `from_hf` converts back to an equal config.
+
+        Includes the ``fixed`` fields with their first value unless it is None, because some programs select a different
+        router if these fields are absent.
+        """
         fields: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.model_type}
         fields |= {name: values[0] for name, values in self._inherited("fixed").items() if values[0] is not None}
         for field in dataclasses.fields(self):
@@ -202,12 +206,12 @@ class DecoderConfig(KnownFields):
 
     @property
     def kv_heads(self) -> int:
-        """K; null means as many as query heads."""
+        """Number of key/value heads (K). Defaults to the number of query heads."""
         return self.num_key_value_heads or self.num_attention_heads
 
     @property
     def head_width(self) -> int:
-        """H; null means hidden_size / num_attention_heads."""
+        """Width of a head (H). Defaults to hidden_size / num_attention_heads."""
         if self.head_dim is None and self.hidden_size % self.num_attention_heads:
             raise ConfigError(
                 f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads}: "
@@ -217,7 +221,7 @@ class DecoderConfig(KnownFields):
 
     @property
     def query_scalar(self) -> float:
-        """``query_pre_attn_scalar``; null means the head width."""
+        """``query_pre_attn_scalar``. Defaults to the head width."""
         return self.head_width if self.query_pre_attn_scalar is None else self.query_pre_attn_scalar
 
     @property
@@ -226,7 +230,7 @@ class DecoderConfig(KnownFields):
         return self.query_scalar**-0.5
 
     def folded(self) -> tuple[Self, float]:
-        """The config without query_pre_attn_scalar, and the factor that queries are multiplied by in its place."""
+        """Return the config without query_pre_attn_scalar, and the factor to fold into the queries instead."""
         if self.query_pre_attn_scalar is None:
             return self, 1.0
         factor = (self.head_width / self.query_pre_attn_scalar) ** 0.5
@@ -234,12 +238,12 @@ class DecoderConfig(KnownFields):
 
     @property
     def window(self) -> int | None:
-        """Sliding window in tokens, or None."""
+        """Sliding window of all layers in tokens, or None."""
         return None
 
     @property
     def windows(self) -> Sequence[int | None]:
-        """The sliding window of each layer; None: it attends to all tokens."""
+        """Sliding window of each layer in tokens. None for layers that attend to all tokens."""
         return (self.window,) * self.num_hidden_layers
 
     @property
@@ -254,18 +258,20 @@ class DecoderConfig(KnownFields):
 
     @property
     def empty_tensors(self) -> Mapping[str, tuple[int, ...]]:
-        """Names of tensors without values that transformers stores in each layer with experts, with their shapes."""
+        """Tensors without elements that transformers stores in each layer with experts: name -> shape."""
         return {}
 
     @property
     def unused_tensors(self) -> Collection[str]:
-        """Names of tensors that files may have and the family's reference ignores."""
+        """Names of tensors that may be in files but are ignored by the reference implementation."""
         return ()
 
     @property
     def sparse_layers(self) -> Sequence[bool]:
-        """Whether each layer has experts: as ``mlp_layer_types`` says; null: all but the first
-        ``first_k_dense_replace``."""
+        """Whether each layer has experts, from ``mlp_layer_types``.
+
+        If ``mlp_layer_types`` is null, all layers except the first ``first_k_dense_replace`` have experts.
+        """
         kinds: Sequence[str] | None = self.mlp_layer_types
         if kinds is not None:
             return tuple(kind != "dense" for kind in kinds)
@@ -273,17 +279,16 @@ class DecoderConfig(KnownFields):
 
     @property
     def rope_dim(self) -> int:
-        """Width that is rotated."""
+        """Rotated width of a head."""
         return self.head_width
 
     @property
     def rope_fields(self) -> Mapping[str, Any]:
-        """The rope object in use: ``rope_scaling`` (transformers 4) if present, else ``rope_parameters`` (transformers
-        5)."""
+        """The rope object: ``rope_scaling`` (transformers 4), or ``rope_parameters`` (transformers 5) without it."""
         return self.rope_scaling or self.rope_parameters or {}
 
     @property
     def rope(self) -> Rope:
-        """The rotary embedding these fields ask for."""
+        """The rotary embedding that the fields describe."""
         positions = self.max_position_embeddings, self.original_max_position_embeddings
         return rope_from_fields(self.rope_fields, self.rope_dim, self.rope_theta, *positions, self.rope_field)

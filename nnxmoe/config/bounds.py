@@ -1,4 +1,4 @@
-"""Types and bounds of config fields, declared where a config declares the field."""
+"""Types and bounds of config fields. Configs declare them in the field's metadata."""
 
 import dataclasses
 import math
@@ -10,7 +10,7 @@ from nnxmoe.config.printable import short
 
 
 class ConfigError(ValueError):
-    """A field of a model's configuration that is invalid or asks for something that is not supported."""
+    """Raised for an invalid or unsupported field of a model config."""
 
 
 MOST_LAYERS = 1024
@@ -19,7 +19,7 @@ MOST_EXPERTS = 2**18  # in all layers together
 
 @dataclasses.dataclass(frozen=True)
 class Count:
-    """Checks that a field is an integer from ``least`` to ``most``."""
+    """Check that a field is an integer from ``least`` to ``most``."""
 
     least: int = 1
     most: int = 2**31 - 1
@@ -34,7 +34,7 @@ class Count:
 
 @dataclasses.dataclass(frozen=True)
 class Number:
-    """Checks that a field is a number above ``above`` and at most ``most``, and positive unless ``above`` is not."""
+    """Check that a field is a number above ``above`` and at most ``most``. Returns the number as a float."""
 
     above: float = 1e-6
     most: float = 1e6
@@ -50,7 +50,7 @@ class Number:
 
 @dataclasses.dataclass(frozen=True)
 class PerLayer:
-    """Checks that a field lists one of the ``allowed`` types per layer."""
+    """Check that a field lists one of the ``allowed`` types per layer."""
 
     allowed: tuple[str, ...]
 
@@ -62,13 +62,13 @@ class PerLayer:
 
 
 def is_one_of(value: object, allowed: tuple[Any, ...]) -> bool:
-    """Whether a value equals an allowed one; true and false equal no number."""
+    """Whether a value equals an allowed value. Bools do not equal numbers."""
     return any(isinstance(value, bool) == isinstance(known, bool) and value == known for known in allowed)
 
 
 @dataclasses.dataclass(frozen=True)
 class OneOf:
-    """Checks that a field has one of the ``allowed`` values."""
+    """Check that a field has one of the ``allowed`` values."""
 
     allowed: tuple[Any, ...]
 
@@ -85,44 +85,44 @@ def _flag(name: str, value: object) -> None:
 
 
 def count(default: int | None, *, least: int = 1, most: int = 2**31 - 1) -> Any:
-    """A config field for an integer; the bounds are far beyond known models, and keep allocations within reason."""
+    """Declare a config field for an integer. The bounds exceed all known models and limit memory allocations."""
     return dataclasses.field(default=default, metadata={"check": Count(least, most)})
 
 
 def number(default: float | None, *, above: float, most: float) -> Any:
-    """A config field for a number."""
+    """Declare a config field for a number."""
     return dataclasses.field(default=default, metadata={"check": Number(above, most)})
 
 
 def per_layer(*allowed: str) -> Any:
-    """A config field with a list of one of these types per layer, or null."""
+    """Declare a config field with one of the ``allowed`` types per layer, or null."""
     return dataclasses.field(default=None, metadata={"check": PerLayer(allowed)})
 
 
 def one_of(*allowed: Any) -> Any:
-    """A config field with one of these values; the default is the first."""
+    """Declare a config field with one of the ``allowed`` values. The first is the default."""
     return dataclasses.field(default=allowed[0], metadata={"check": OneOf(allowed)})
 
 
 def check_at_most(config: Any, name: str, other: str) -> None:
-    """Raise ConfigError if the field ``name`` of a config is greater than the field ``other``; null is not."""
+    """Raise ConfigError if the field ``name`` of a config is greater than the field ``other``. Accepts null."""
     value, most = getattr(config, name), getattr(config, other)
     if value is not None and value > most:
         raise ConfigError(f"{name} {value} is more than {other} {most}")
 
 
 def check_multiple(config: Any, name: str, other: str) -> None:
-    """Raise ConfigError if the field ``name`` of a config is not a multiple of the field ``other``; null is."""
+    """Raise ConfigError if the field ``name`` is not a multiple of the field ``other``. Accepts null in ``other``."""
     value, divisor = getattr(config, name), getattr(config, other)
     if divisor is not None and value % divisor:
         raise ConfigError(f"{name} {value} is not a multiple of {other} {divisor}")
 
 
 def check_fields(config: Any) -> None:
-    """Raise ConfigError for the first field of a config dataclass with a wrong type or out of its bounds.
+    """Raise ConfigError for the first field of a config dataclass that has a wrong type or is out of bounds.
 
-    A field without bounds of its own has those of the field that it overrides, else those of its type. None is valid
-    where the annotation says so.
+    A field that declares no bounds inherits the bounds of the field that it overrides. Without such bounds, the default
+    bounds of its type apply. None is valid if the annotation includes None.
     """
     by_type: dict[Any, Callable[[str, object], Any]] = {int: Count(), float: Number(), bool: _flag}
     for field in dataclasses.fields(config):
@@ -137,7 +137,7 @@ def check_fields(config: Any) -> None:
 
 
 def _container(annotation: Any) -> Callable[[str, object], None] | None:
-    """Build the check for a field annotated as a sequence or mapping, optionally or a scalar. None for other fields."""
+    """Build the check for a field whose annotation includes a sequence or mapping. Returns None for other fields."""
     members = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
     types = {get_origin(member) or member: get_args(member) for member in members}
     if not types.keys() & {Sequence, Mapping}:
@@ -159,7 +159,7 @@ def _container(annotation: Any) -> Callable[[str, object], None] | None:
 
 
 def _scalars(annotation: Any) -> tuple[type, ...]:
-    """Scalar types of an annotation, with int added for float. Empty if it has types that are not scalar."""
+    """Return an annotation's scalar types, and int if float is among them. Returns () if a type is not scalar."""
     members = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
     known = all(member in (int, float, str, bool, NoneType) for member in members)
     return (*members, *((int,) if float in members else ())) if known else ()
@@ -169,9 +169,16 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def check_token_ids(fields: Mapping[str, Any], vocab: int) -> list[str]:
-    """Names and values of token ids outside the vocabulary, which match no token; null and negative pad ids count as
-    unset. Raises ConfigError for values that are not ids, and for a pad id beyond the vocabulary, as transformers does.
-    There may be several eos ids."""
+    """Check the special token ids of a config.
+
+    Null and negative pad ids count as unset. ``eos_token_id`` may be a list.
+
+    Returns:
+        Name and value of each bos or eos id outside the vocabulary, such as "bos_token_id 5". They match no token.
+
+    Raises:
+        ConfigError: A value is not a token id, or the pad id is outside the vocabulary (an error in transformers too).
+    """
     odd = []
     for name in TOKEN_IDS:
         value = fields.get(name)

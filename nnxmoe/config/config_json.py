@@ -1,8 +1,8 @@
-"""A config.json as a whole: the text model in it, unknown fields, and signs that it describes another kind of model.
+"""Checks of a complete config.json: nested text models, unknown fields, and unsupported kinds of models.
 
-transformers chooses the class by ``model_type``, and a class reads only the fields that it declares, except in code
-that all classes share: `tests/support/declared.py` lists both. A field that this shared code reads is refused unless
-its value changes nothing; all others are only reported.
+transformers selects the class by ``model_type``. The class reads the fields that it declares. Code shared by all
+classes reads further fields. `tests/support/declared.py` lists both. Unknown fields that the shared code reads raise
+ConfigError unless their value has no effect. All other unknown fields are only reported.
 """
 
 import re
@@ -12,12 +12,12 @@ from typing import Any
 from nnxmoe.config.bounds import ConfigError, is_one_of
 from nnxmoe.config.printable import short, some
 
-# Field that shared code of transformers 5.24 reads -> the values that change nothing.
+# Field that shared code of transformers 5.24 reads -> the values that have no effect.
 SHARED: dict[str, tuple[Any, ...]] = {
     "is_causal": (None, True),  # false: every token attends to all
     "is_encoder_decoder": (None, False),
-    "sliding_window": (None,),  # caches drop the keys before it
-    "attention_chunk_size": (None,),  # likewise
+    "sliding_window": (None,),  # caches drop keys outside the window
+    "attention_chunk_size": (None,),  # caches drop keys outside the chunk
     "layer_types": (None,),
     "mtp_layer_types": (None,),
     "kv_sharing_modes": (None, []),
@@ -30,7 +30,8 @@ SHARED: dict[str, tuple[Any, ...]] = {
     "vision_feature_select_strategy": (None, "default", "full"),
     "transformers_weights": (None,),  # the name of the weight file
 }
-# Likewise, but read for multi-token prediction only, and by experts in FP8 only: null or absent.
+# Fields that shared code reads for multi-token prediction only (PREDICTION) or for experts in FP8 only (FP8_EXPERTS).
+# Only null has no effect.
 PREDICTION = (
     "mtp_hidden_states_first chain_hidden_post_norm logits_mup_width_multiplier unpadded_vocab_size "
     "mtp_mlp_layer_types mtp_per_layer_config"
@@ -38,7 +39,7 @@ PREDICTION = (
 FP8_EXPERTS = (
     "swiglu_alpha swiglu_limit mlp_gate_softcap mlp_up_softcap hidden_activation moe_intermediate_size num_experts"
 ).split()
-# Fields of any family's config.json that do not affect the forward pass.
+# Fields that do not affect the forward pass of any family.
 IGNORED = frozenset(
     """architectures model_type transformers_version torch_dtype _name_or_path _commit_hash
     use_cache pretraining_tp initializer_range attention_dropout hidden_dropout embd_pdrop resid_pdrop auto_map
@@ -59,14 +60,15 @@ IGNORED = frozenset(
 )
 _DRAFT = re.compile("draft|eagle|medusa|speculator|hydra|mtp|nextn|dflash|dflare|dspark|domino", re.IGNORECASE)
 _DRAFT_FIELDS = ("draft_vocab_size", "dflash_config", "eagle_config", "speculators_config", "speculators_model_type")
-# Fields of the multimodal config that apply to the text model if its own config lacks them.
+# Fields of a multimodal config that apply to the text model if the text model's config does not have them.
 _TEXT_MODEL_FIELDS = "dtype torch_dtype quantization_config quantization bos_token_id eos_token_id pad_token_id".split()
 
 
 def text_fields(fields: Any) -> Any:
-    """The fields of the text model, if a parsed config.json nests it in ``text_config``; else the fields as they are.
+    """Return the fields of the text model that a multimodal config.json nests in ``text_config``.
 
-    The embedding and the head are tied if either config says so, as in transformers.
+    Returns the fields unchanged if there is no nested text model. ``tie_word_embeddings`` is true if it is true in
+    either config, as in transformers.
     """
     nested = fields.get("text_config") if isinstance(fields, Mapping) else None
     if not isinstance(nested, Mapping) or "num_hidden_layers" in fields:
@@ -76,17 +78,20 @@ def text_fields(fields: Any) -> Any:
     text.setdefault("model_type", fields.get("model_type"))
     names = fields.get("architectures")
     if names and not (isinstance(names, list) and all(str(n).endswith("ForConditionalGeneration") for n in names)):
-        text["architectures"] = names  # such as a classifier, which is refused
+        text["architectures"] = names  # `refuse_other_models` rejects classes such as classifiers
     if fields.get("tie_word_embeddings"):
         text["tie_word_embeddings"] = True
     return text
 
 
 def refuse_other_models(fields: Mapping[str, Any], architectures: Set[str]) -> None:
-    """Raise ConfigError for a config.json of a draft model, a classifier or a model that MLX quantised.
+    """Raise ConfigError for a config.json of a draft model, a classifier or a model quantized by MLX.
 
-    ``architectures``: the classes that are supported, all of them ``…ForCausalLM``. A file may name one of another
-    family than its ``model_type``, which decides."""
+    Args:
+        fields: The parsed config.json. Its architecture may belong to a different family than its ``model_type``,
+            because ``model_type`` selects the family.
+        architectures: The supported classes, all of them ``…ForCausalLM``.
+    """
     names = fields.get("architectures")
     if names is not None and not (isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)):
         raise ConfigError(f"architectures must be a list of names or null, got {short(names)}")
@@ -115,7 +120,11 @@ def refuse_other_models(fields: Mapping[str, Any], architectures: Set[str]) -> N
 def refuse_effective(config: Any, unknown_fields: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
     """Raise ConfigError if one of the ``unknown_fields`` of a config.json may change what the model computes.
 
-    ``config``: the model's; ``fields``: the whole file."""
+    Args:
+        config: The model's config.
+        unknown_fields: Fields that the config's class does not know.
+        fields: All fields of the file.
+    """
     neutral = dict(SHARED)
     if getattr(config, "num_nextn_predict_layers", 0):
         neutral |= dict.fromkeys(PREDICTION, (None,))
@@ -139,6 +148,6 @@ def refuse_effective(config: Any, unknown_fields: Mapping[str, Any], fields: Map
 
 
 def describe_fields(fields: Mapping[str, Any]) -> list[str]:
-    """Names and values of fields for a message, except those that are null, false or empty and ask for nothing."""
+    """Return names and values of fields for a message, except for fields that are null, false or empty."""
     empty = {name for name, value in fields.items() if value is None or value is False or value in ("", [], {})}
     return [f"{name} {short(value)}" for name, value in sorted(fields.items()) if name not in empty]

@@ -7,7 +7,7 @@ from nnxmoe.config.validate import python_values
 
 
 class FrozenDict(Mapping[str, Any]):
-    """A hashable, immutable dict: it can be static data of a compiled program."""
+    """A hashable, immutable dict. It can be a static argument of a compiled program."""
 
     def __init__(self, items: Mapping[str, Any]):
         self._items = python_values(dict(items))
@@ -22,7 +22,7 @@ class FrozenDict(Mapping[str, Any]):
         return len(self._items)
 
     def __hash__(self) -> int:
-        return hash(frozenset(self._items))  # of the names only: equal values such as 8 and 8.0 must hash alike
+        return hash(frozenset(self._items))  # excludes values, which may be unhashable
 
     def __repr__(self) -> str:
         return repr(self._items)

@@ -1,4 +1,4 @@
-"""Configs of decoders whose layers differ: some attend to a sliding window, which may have another rotary embedding."""
+"""Configs of decoders with sliding-window and full-attention layers, optionally with different rotary embeddings."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -15,8 +15,12 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerWindowsConfig(DecoderConfig):
-    """Layers of the type ``sliding_attention`` attend to the last ``sliding_window`` keys, the query's own included;
-    ``layer_types`` null: all from number ``max_window_layers`` on, a field of the families that have it."""
+    """Config of decoders in which some layers attend to a sliding window.
+
+    Layers of type ``sliding_attention`` attend to the last ``sliding_window`` keys, including the query's position. If
+    ``layer_types`` is null, the layers from index ``max_window_layers`` on have this type. Only some families have the
+    field ``max_window_layers``.
+    """
 
     max_window_layers = 0
 
@@ -30,12 +34,12 @@ class LayerWindowsConfig(DecoderConfig):
 
     @property
     def needed_for_windows(self) -> str:
-        """Error text: the fields that layers with a window need, and their values."""
+        """Error text that names the required fields of sliding-window layers and their values."""
         return f"a sliding_window: got {self.sliding_window}"
 
     @property
     def layer_window(self) -> int | None:
-        """The window of layers that have one; None: they attend to all tokens."""
+        """Window of the sliding-window layers. If None, all layers attend to all tokens."""
         return self.sliding_window
 
     @property
@@ -53,7 +57,10 @@ class LayerWindowsConfig(DecoderConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerRopesConfig(LayerWindowsConfig):
-    """``rope_parameters``: one rope object per layer type in ``layer_types``; null: `default_ropes`."""
+    """Config with one rotary embedding per layer type.
+
+    ``rope_parameters`` maps each layer type to a rope object. It defaults to ``default_ropes``.
+    """
 
     default_ropes: ClassVar[Mapping[str, Mapping[str, Any]]]
     scale_in_queries = False
@@ -75,7 +82,7 @@ class LayerRopesConfig(LayerWindowsConfig):
             self.rope_of(attention_type)
 
     def rope_fields_of(self, attention_type: str) -> Mapping[str, Any]:
-        """Return the rope object of a layer type. Raises ConfigError if it, or its theta, is missing."""
+        """Return the rope object of a layer type. Raises ConfigError if the object or its theta is missing."""
         fields = (self.rope_parameters or self.default_ropes).get(attention_type)
         if not isinstance(fields, Mapping):
             raise ConfigError(f"rope_parameters has no object for {attention_type!r} layers, got {short(fields)}")
@@ -104,8 +111,11 @@ class LayerRopesConfig(LayerWindowsConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PartialRopesConfig(LayerRopesConfig):
-    """``partial_rotary_factor`` of a rope object: rotated fraction of the head width, rounded down to an integer width.
-    Defaults to `default_rotary_factor`."""
+    """Config with one rotary embedding per layer type, each of which may rotate only a part of the head.
+
+    ``partial_rotary_factor`` of a rope object is the rotated fraction of the head width. The rotated width is rounded
+    down to an integer. The factor defaults to ``default_rotary_factor``.
+    """
 
     default_rotary_factor: ClassVar[float] = 1.0
 

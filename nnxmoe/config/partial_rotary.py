@@ -1,4 +1,4 @@
-"""Config of decoders that rotate only the first part of each head."""
+"""Config of decoders that rotate only the first components of each head."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -13,8 +13,11 @@ FACTOR = "partial_rotary_factor"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PartialRotaryConfig(DecoderConfig):
-    """``partial_rotary_factor``: fraction of the head width that is rotated, rounded down to an integer width. In
-    transformers 5 it is in the rope object. Null in both: ``default_rotary_factor``."""
+    """Config with ``partial_rotary_factor``, the rotated fraction of the head width.
+
+    The rotated width is rounded down to an integer. In transformers 5 the factor is in the rope object. If it is null
+    in both places, it is ``default_rotary_factor``.
+    """
 
     default_rotary_factor: ClassVar[float] = 1.0
     rope_field = FACTOR
@@ -35,7 +38,7 @@ class PartialRotaryConfig(DecoderConfig):
 
     @property
     def rotary_factor(self) -> float | None:
-        """``partial_rotary_factor``, from wherever it is."""
+        """``partial_rotary_factor`` from the rope object or the top level. None if both are null."""
         nested = super().rope_fields.get(FACTOR)
         return self.partial_rotary_factor if nested is None else nested
 
@@ -45,5 +48,5 @@ class PartialRotaryConfig(DecoderConfig):
 
     @property
     def rope_fields(self) -> Mapping[str, Any]:
-        """The rope object in force, without the factor, which `rope_dim` includes."""
+        """The rope object without the factor, because `rope_dim` already includes the factor."""
         return {name: value for name, value in super().rope_fields.items() if name != FACTOR}

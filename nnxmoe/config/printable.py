@@ -1,4 +1,4 @@
-"""Values and names from files as they may appear in a message, escaped and cut to a sensible length; large numbers."""
+"""Formatting of values, names and large numbers for messages. Text from files is escaped and truncated."""
 
 import difflib
 import re
@@ -8,7 +8,7 @@ from jax.core import Tracer
 
 
 def short(value: object, limit: int = 160) -> str:
-    """A value for an error message: escaped, and cut if it is long."""
+    """Format a value for an error message. Escapes it, and truncates it to about ``limit`` characters."""
     if isinstance(value, str | list | tuple | dict) and len(value) > 10 * limit:
         return f"a {type(value).__name__} of {len(value)} items"
     if isinstance(value, int) and value.bit_length() > 512:
@@ -20,25 +20,28 @@ def short(value: object, limit: int = 160) -> str:
 
 
 def plain(name: str) -> str:
-    """A name for a terminal: everything unprintable is escaped."""
+    """Escape the non-ASCII and unprintable characters of a name, for a terminal."""
     return short(name)[1:-1]
 
 
 def some(names: Sequence[str], limit: int = 3) -> str:
-    """The first few of many names."""
+    """Join up to ``limit`` names and add the number of the remaining names."""
     shown = ", ".join(plain(name) for name in names[:limit])
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
 
 
 def did_you_mean(name: str, known: Iterable[str], most: int = 1, cutoff: float = 0.6) -> str:
-    """Return "; did you mean …?" with the known names nearest to an unknown one, ignoring case; "" if none is near."""
+    """Return "; did you mean …?" with the known names most similar to ``name``, ignoring case.
+
+    Returns "" if no known name is similar.
+    """
     names = {one.lower(): one for one in known}
     near = difflib.get_close_matches(name.lower(), names, most, cutoff)
     return f"; did you mean {' or '.join(names[one] for one in near)}?" if near else ""
 
 
 def bytes_text(size: float) -> str:
-    """A number of bytes in a decimal unit, such as 1.50 GB."""
+    """Format a number of bytes in a decimal unit, such as 1.50 GB."""
     for unit in ("B", "kB", "MB", "GB"):
         if size < 1000:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
@@ -47,7 +50,10 @@ def bytes_text(size: float) -> str:
 
 
 def parse_bytes(size: int | str) -> int:
-    """Bytes of ``5GB``, ``500MB``, ``20KB`` or a plain number, at least 1. Raises ValueError."""
+    """Parse ``5GB``, ``500MB``, ``20KB`` or a number to a number of bytes, at least 1.
+
+    Units are decimal. Raises ValueError for other text.
+    """
     match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*([KMGT]?)B?", str(size).strip().upper())
     if not match or float(match[1]) <= 0:
         raise ValueError(f"{short(size)} is not a size such as '5GB' or '500MB'")
@@ -55,7 +61,7 @@ def parse_bytes(size: int | str) -> int:
 
 
 def count_text(number: float) -> str:
-    """A large number in three digits, such as 46.7B."""
+    """Format a large number in three digits, such as 46.7B."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size:
             return f"{number / size:.3g}{unit}"

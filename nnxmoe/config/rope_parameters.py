@@ -1,7 +1,7 @@
-"""Frequencies of rotary position embedding (Su et al. 2021) and its long-context variants, from a config's fields.
+"""Frequencies of rotary position embedding (Su et al. 2021) and its long-context variants, from config fields.
 
-Fields of transformers 4 and 5 are supported. Sources: llama3 (Meta's Llama 3.1 reference), dynamic NTK (transformers),
-YaRN (Peng et al. 2023; DeepSeek's mscale). `nnxmoe.layers.rope` applies the frequencies.
+Supports the fields of transformers 4 and 5. Sources: llama3 (Meta's Llama 3.1 reference), dynamic NTK (transformers),
+YaRN (Peng et al. 2023, with DeepSeek's mscale). `nnxmoe.layers.rope` applies the frequencies.
 """
 
 import dataclasses
@@ -25,11 +25,11 @@ class Rope:
     theta: float
 
     def frequencies(self, length: Int[Array, ""]) -> Float[Array, "half"]:
-        """Return the radians per position of each pair; ``length``: number of positions in use."""
+        """Return the radians per position of each pair. ``length``: number of positions in use."""
         return jnp.asarray(self._plain(), jnp.float32)
 
     def factor(self) -> float:
-        """Return the factor of the cosines and sines."""
+        """Return the factor that multiplies the cosines and sines."""
         return 1.0
 
     def _plain(self) -> np.ndarray:
@@ -38,7 +38,7 @@ class Rope:
 
 @dataclasses.dataclass(frozen=True)
 class LinearRope(Rope):
-    """Positions divided by ``scale`` (Chen et al. 2023)."""
+    """Position interpolation: positions divided by ``scale`` (Chen et al. 2023)."""
 
     scale: float
 
@@ -48,9 +48,9 @@ class LinearRope(Rope):
 
 @dataclasses.dataclass(frozen=True)
 class ProportionalRope(Rope):
-    """Rotates the first ``rotated`` pairs by the frequencies of the whole width over ``scale`` (Gemma 4, 2026).
+    """Rotation of the first ``rotated`` pairs only, with the frequencies of the full width (Gemma 4, 2026).
 
-    The other pairs are not rotated.
+    Frequencies are divided by ``scale``.
     """
 
     rotated: int
@@ -63,7 +63,10 @@ class ProportionalRope(Rope):
 
 @dataclasses.dataclass(frozen=True)
 class DynamicRope(Rope):
-    """NTK scaling that grows with lengths above ``max_positions``; keys in a cache are not rotated again."""
+    """Dynamic NTK scaling, which increases theta with lengths above ``max_positions``.
+
+    Cached keys are not rotated again when the length grows.
+    """
 
     scale: float
     max_positions: int
@@ -77,7 +80,7 @@ class DynamicRope(Rope):
 
 @dataclasses.dataclass(frozen=True)
 class Llama3Rope(Rope):
-    """Low frequencies divided by ``scale``, high frequencies unchanged, a ramp in between."""
+    """Llama 3 scaling: low frequencies divided by ``scale``, high frequencies unchanged, a linear ramp in between."""
 
     scale: float
     low_freq_factor: float
@@ -93,7 +96,11 @@ class Llama3Rope(Rope):
 
 @dataclasses.dataclass(frozen=True)
 class YarnRope(Rope):
-    """YaRN: frequencies below ``beta_slow`` turns over ``scale``, above ``beta_fast`` unchanged, a ramp between."""
+    """YaRN scaling, by the number of turns of a frequency over the original context.
+
+    Frequencies below ``beta_slow`` turns are divided by ``scale``. Frequencies above ``beta_fast`` turns are unchanged.
+    A linear ramp connects the two.
+    """
 
     scale: float
     original_positions: int
@@ -117,7 +124,7 @@ class YarnRope(Rope):
         return jnp.asarray(plain / self.scale * ramp + plain * (1 - ramp), jnp.float32)
 
     def _dimension(self, turns: float) -> float:
-        """Return the dimension that rotates ``turns`` times over the original context."""
+        """Return the (fractional) pair index whose frequency makes ``turns`` turns over the original context."""
         return self.dim * math.log(self.original_positions / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
 
 
@@ -135,7 +142,7 @@ FIELDS = frozenset(
 
 
 def rope_type(fields: Mapping[str, Any]) -> Any:
-    """Return the type of a rope object; ``rope_type`` takes precedence over the older ``type``."""
+    """Return the type of a rope object. ``rope_type`` has precedence over the older name ``type``."""
     for name in ("rope_type", "type"):
         if fields.get(name) is not None:
             return fields[name]
@@ -145,18 +152,18 @@ def rope_type(fields: Mapping[str, Any]) -> Any:
 def rope_from_fields(
     fields: Mapping[str, Any], dim: int, theta: float, positions: int, original: int | None, width: str
 ) -> Rope:
-    """Build the `Rope` of a rope object and the top-level fields of the config.
+    """Build a `Rope` from a rope object and top-level fields of the config.
 
     Args:
-        fields: the rope object.
-        dim: the rotated width.
-        theta: default of rope_theta.
-        positions: max_position_embeddings.
-        original: the top-level original_max_position_embeddings, which takes precedence.
-        width: name of the field that ``dim`` comes from, for errors.
+        fields: The rope object.
+        dim: The rotated width.
+        theta: Default of ``rope_theta``.
+        positions: The config's ``max_position_embeddings``.
+        original: The top-level ``original_max_position_embeddings``. It overrides the rope object's value.
+        width: Name of the field that determines ``dim``, for errors.
 
     Raises:
-        ConfigError: a field is missing, invalid or not supported.
+        ConfigError: A field is missing, invalid or not supported.
     """
     kind = rope_type(fields)
     _check_rope_fields(fields)
@@ -188,7 +195,7 @@ def rope_from_fields(
 
 
 def _check_rope_fields(fields: Mapping[str, Any]) -> None:
-    """Check types and ranges of all fields of a rope object, including fields that its type does not use."""
+    """Check all fields of a rope object, including fields that its type does not use."""
     for name in NUMBERS:
         value = fields.get(name)
         if value is not None and not (name.startswith("mscale") and type(value) in (int, float) and value == 0):

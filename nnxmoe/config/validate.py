@@ -12,7 +12,7 @@ _DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "half"
 
 
 def as_python(value: Any) -> Any:
-    """Convert a NumPy, JAX or torch scalar to a Python number. Returns other values and traced scalars as they are."""
+    """Convert a NumPy, JAX or torch scalar to a Python number. Returns other values and tracers unchanged."""
     if getattr(value, "shape", None) != () or not hasattr(value, "item"):
         return value
     try:
@@ -22,36 +22,44 @@ def as_python(value: Any) -> Any:
 
 
 def python_values(value: Any) -> Any:
-    """Apply `as_python` to a value or, recursively, to the items of lists, tuples and dicts. Lists become tuples."""
+    """Apply `as_python` recursively to the items of lists, tuples and dicts. Converts lists to tuples."""
     if isinstance(value, dict):
         return {name: python_values(item) for name, item in value.items()}
     return tuple(map(python_values, value)) if isinstance(value, list | tuple) else as_python(value)
 
 
 def as_number(value: Any) -> int | float | None:
-    """Convert a Python number or an array library's scalar to a Python number; None for other values, bools and NaN."""
+    """Convert a Python number or an array library's scalar to a Python number.
+
+    Returns None for bools, NaN and other values.
+    """
     number = as_python(value)
     valid = isinstance(number, int | float) and not isinstance(number, bool) and number == number
     return number if valid else None
 
 
 def as_integer(value: Any, least: int, below: int = 2**32) -> int | None:
-    """Convert an integer, or a float or scalar array with an integral value, to an int; None for other values, bools
-    and integers out of range."""
+    """Convert an integer, or a float or scalar array with an integral value, to an int.
+
+    Returns None for bools, other values, and integers outside ``least`` <= value < ``below``.
+    """
     number = as_number(value)
     return int(number) if number is not None and least <= number < below and number == int(number) else None
 
 
 def whole_number(name: str, value: Any, least: int, below: int = 2**63) -> int:
-    """Like `as_integer`, but raises ValueError instead of returning None."""
+    """Convert a value with `as_integer`. Raises ValueError for ``name`` if the result is None."""
     if (number := as_integer(value, least, below)) is None:
         raise ValueError(f"{name} must be a {below.bit_length()}-bit integer >= {least}, got {short(value)}")
     return number
 
 
 def real_number(name: str, value: Any, least: float, most: float = sys.float_info.max, positive: bool = False) -> float:
-    """Like `as_number`, but raises ValueError for None, for values outside [``least``, ``most``], and with ``positive``
-    for 0."""
+    """Convert a value with `as_number`.
+
+    Raises:
+        ValueError: The value is not a number, is outside [``least``, ``most``], or is not positive with ``positive``.
+    """
     if (number := as_number(value)) is None or not least <= number <= most or (positive and number <= 0):
         kind, end = "positive number" if positive else "number", f" to {most:g}" if most < sys.float_info.max else ""
         raise ValueError(f"{name} must be a finite {kind} from {least:g}{end}, got {short(value)}")
@@ -59,20 +67,23 @@ def real_number(name: str, value: Any, least: float, most: float = sys.float_inf
 
 
 def set_numbers(record: Any, *names: str, positive: bool = False) -> None:
-    """Replace fields of a dataclass, frozen or not, by Python numbers >= 0; see `real_number`."""
+    """Convert fields of a (frozen) dataclass to Python numbers >= 0 in place, with `real_number`."""
     for name in names:
         number = real_number(f"{type(record).__name__}: {name}", getattr(record, name), 0, positive=positive)
         object.__setattr__(record, name, number)
 
 
 def check_type(name: str, value: Any, kind: Any, example: str) -> None:
-    """Raise ValueError unless the value is an instance of a class or of a union of classes."""
+    """Raise ValueError unless the value is an instance of ``kind``, a class or a union of classes."""
     if not isinstance(value, kind):
         raise ValueError(f"{name}={short(value)}: give {example}")
 
 
 def as_dtype(value: Any) -> Any:
-    """Convert a dtype of NumPy, JAX or torch, or a name such as "bf16", to a NumPy dtype; None for other values."""
+    """Convert a dtype of NumPy, JAX or torch, or a name such as "bf16", to a NumPy dtype.
+
+    Returns None for other values.
+    """
     name = str(value).removeprefix("torch.")
     try:
         return jnp.dtype(_DTYPE_NAMES.get(name, name if name != str(value) else value))
@@ -81,7 +92,7 @@ def as_dtype(value: Any) -> Any:
 
 
 def floating_dtype(where: str, name: str, value: Any) -> Any:
-    """Convert ``value`` by `as_dtype`. Raises ValueError for ``where(name=value)`` unless it is floating-point."""
+    """Convert ``value`` with `as_dtype`. Raises ValueError for ``where(name=value)`` unless it is floating-point."""
     dtype = None if value is None else as_dtype(value)
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"{where}({name}={short(value)}): pass a floating-point dtype, such as jnp.bfloat16")
@@ -89,15 +100,18 @@ def floating_dtype(where: str, name: str, value: Any) -> Any:
 
 
 def check_positive(where: str, name: str, value: Any) -> int:
-    """Return a positive integer as an int (see `as_integer`), or raise a ValueError about ``where(name=value)``."""
+    """Convert a positive integer to an int with `as_integer`. Raises ValueError for ``where(name=value)`` otherwise."""
     if (number := as_integer(value, 1)) is None:
         raise ValueError(f"{where}({name}={short(value)}): give a positive integer")
     return number
 
 
 def set_positive(record: Any, *names: str, where: str = "") -> None:
-    """Replace fields of a dataclass, frozen or not, by ints. Raises ValueError unless they are positive integers, or
-    None where that is the default."""
+    """Convert fields of a (frozen) dataclass to positive ints in place.
+
+    Raises:
+        ValueError: A field is not a positive integer. None is accepted in fields whose default is None.
+    """
     for name in names:
         value = getattr(record, name)
         if value is not None or getattr(type(record), name, ...) is not None:
@@ -111,8 +125,11 @@ def check_object(where: str, name: str, value: Any, example: str) -> None:
 
 
 def path_text(path: str | os.PathLike[str], error: type[ValueError] = ValueError, name: str = "folder") -> str:
-    """Convert a path to str. Raises ``error``, which names the argument, for other types (such as None from an unset
-    option) and for empty text, which would mean the current folder."""
+    """Convert a path to str.
+
+    Raises ``error`` for ``name`` if the value is not a path (such as None from an unset option) or is empty. An empty
+    path would mean the current folder.
+    """
     text = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not isinstance(text, str) or not text or "\0" in text:
         raise error(f"{name} is {short(path)}: pass a path, as a string or a pathlib.Path")
