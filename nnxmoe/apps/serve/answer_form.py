@@ -1,4 +1,4 @@
-"""What an answer consists of: reasoning, text and calls of tools; and its grammar, where something is asked for."""
+"""The form of an answer: reasoning, text and tool calls, and the grammar that enforces the form."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -14,8 +14,15 @@ from nnxmoe.generation.grammar import Grammar
 
 @dataclasses.dataclass(frozen=True)
 class AnswerForm:
-    """The parts of an answer. ``reasoning``: its tags; ``calls``: of the tools of the request; ``harmony``: the text is
-    in channels. ``tokens``: ids of tokens in these forms that are no text to grammars; they are kept in the text."""
+    """Parts of an answer.
+
+    Attributes:
+        reasoning: tags of the reasoning, or None.
+        calls: tools that the answer may call, or None.
+        harmony: whether the answer is in the channels of the harmony format.
+        tokens: ids of tokens in tags and calls that are symbols in grammars, not text. They are not
+            removed from the decoded text.
+    """
 
     reasoning: Reasoning | None = None
     calls: ToolOptions | None = None
@@ -24,8 +31,14 @@ class AnswerForm:
 
     @classmethod
     def of(cls, template: str, prompt: str, calls: ToolOptions | None, symbols: Mapping[str, int]) -> "AnswerForm":
-        """The form of answers by a chat template. ``prompt``: the end of the rendered chat; ``symbols``: the ids of
-        tokens that are no text to grammars."""
+        """Return the form of answers for a chat template.
+
+        Args:
+            template: the chat template.
+            prompt: end of the rendered chat.
+            calls: tools of the request, or None.
+            symbols: ids of tokens that are symbols in grammars.
+        """
         channels = format_of(template) is FORMATS["harmony"]
         tags = None if channels else Reasoning.of(template, prompt)
         written = [] if tags is None else [tags.start, tags.end]
@@ -41,23 +54,38 @@ class AnswerForm:
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Ids after which there is nothing to say, beside those of the checkpoint."""
+        """Ids that end an answer, in addition to the checkpoint's end tokens."""
         ends = harmony.ENDS[1:] if self.harmony else ()
         return tuple(self.tokens[end] for end in ends if end in self.tokens)
 
     def splitter(self) -> "AnswerSplit | harmony.HarmonySplit":
-        """Divide a text that comes in pieces."""
+        """Create a streaming splitter of one answer."""
         return harmony.HarmonySplit() if self.harmony else AnswerSplit(self)
 
     def split(self, text: str, cut: bool = False) -> tuple[AnswerPart, int]:
-        """Split a complete text; returns its parts and the number of calls. ``cut``: it ended at its length limit."""
+        """Split a complete text.
+
+        Args:
+            text: the text.
+            cut: whether the text ended at its length limit.
+
+        Returns:
+            The parts, and the number of tool calls.
+        """
         splitter = self.splitter()
         found = splitter.put(text).followed_by(splitter.end(cut))
         return found._replace(reasoning=found.reasoning.rstrip()), splitter.count
 
     def grammar(self, form: Grammar | None, tokenizer: Any) -> Grammar | None:
-        """What the answer must follow, so that its text is one of ``form`` and its calls are those that are asked for.
-        None: anything."""
+        """Create the grammar of answers. It enforces ``form`` and the calls that the request demands.
+
+        Args:
+            form: grammar of the text, or None.
+            tokenizer: the tokenizer.
+
+        Returns:
+            The grammar, or None if the answer is not constrained.
+        """
         calls = self.calls
         if form is None and (calls is None or not (calls.must or calls.strict or not calls.several)):
             return None
@@ -74,7 +102,7 @@ class AnswerForm:
         return Grammar.lark(text, tokenizer) if form is None else form.within(text)
 
     def _free(self, calls: ToolOptions, final: str) -> tuple[Sequence[str], Sequence[str]]:
-        """Alternatives and rules of an answer that says something, calls tools, or both."""
+        """Return alternatives and rules of answers with text, tool calls or both."""
         form, any_text = calls.format, r"/(.|\n)*/"
         if self.harmony:
             return ["calls", f"{final} {any_text}"], []
@@ -82,13 +110,13 @@ class AnswerForm:
             return ["calls", rf"/\s*([^\s{escaped(form.marks[0])}](.|\n)*)?/"], []
         if form.marks[0] in self.tokens:
             return [f"{any_text} calls?"], []
-        # The mark is text: what is said ends with it, and the calls go on after it.
+        # The mark is plain text. It ends the content, and the calls follow.
         outside = " & ".join([any_text, *(rf"~/(.|\n)*{escaped(mark)}(.|\n)*/" for mark in form.marks)])
         rules = [f"SAID: {outside}", rf"until[lazy]: /(.|\n)*{escaped(form.marks[0])}/"]
         return ["SAID", "until rest"], rules
 
     def _thinking(self, rules: list[str]) -> str:
-        """What may come before the answer; rules of it are appended."""
+        """Return the Lark expression of the reasoning before the answer. Appends its rules to ``rules``."""
         if self.harmony:
             before, after = (literal(text, self.tokens) for text in harmony.ANALYSIS)
             return rf"({before} /(.|\n)*/ {after})*"
@@ -107,7 +135,7 @@ PLAIN = AnswerForm()
 
 
 class AnswerSplit:
-    """Divides a text that comes in pieces into reasoning, and what is said, with calls."""
+    """Splits streamed text into reasoning, content and tool calls."""
 
     def __init__(self, form: AnswerForm):
         self._reasoning = None if form.reasoning is None else ReasoningSplit(form.reasoning)
@@ -118,7 +146,7 @@ class AnswerSplit:
         return 0 if self._calls is None else self._calls.count
 
     def put(self, piece: str) -> AnswerPart:
-        """The parts that are certain after this piece."""
+        """Read a piece and return the parts that can be emitted now."""
         return self._part(*(("", piece) if self._reasoning is None else self._reasoning.put(piece)))
 
     def end(self, cut: bool = False) -> AnswerPart:

@@ -1,4 +1,4 @@
-"""The ASGI application: routes, access control, and errors as JSON."""
+"""The ASGI application: routes, access control and JSON errors."""
 
 import asyncio
 import contextlib
@@ -29,12 +29,17 @@ PAGE = Path(__file__).with_name("page.html")
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
 POLICY += "img-src data:"
 OPEN_TO_ALL = ("/", "/health")
-POLLED = ("/health", "/metrics")  # of which only failures are logged
+POLLED = ("/health", "/metrics")  # only failures are logged
 DISCARD_SECONDS = 1.0
 
 
 class Endpoints:
-    """The endpoints of one model. ``service`` is set while the application runs; ``started`` is called first."""
+    """Endpoints of one model.
+
+    Attributes:
+        service: shared state, set while the application runs.
+        started: called when the application starts.
+    """
 
     def __init__(self, engine: Engine, tokenizer: Any, settings: ServerSettings, started: Callable[[], None]):
         if (mesh := engine.model.mesh) is not None and mesh.is_multi_process:
@@ -50,7 +55,7 @@ class Endpoints:
 
     @contextlib.asynccontextmanager
     async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        """Run the engine's thread while the application runs."""
+        """Run the engine thread while the application runs."""
         thread = EngineThread(self.engine, self.tokenizer, asyncio.get_running_loop())
         self.service = Service(thread, self.settings)
         self.started()
@@ -68,17 +73,17 @@ class Endpoints:
         return HTMLResponse(PAGE.read_bytes(), headers=headers)
 
     async def health(self, _: Request) -> Response:
-        """200 while the engine runs."""
+        """Return 200 while the engine runs, else 503."""
         if (failure := self.service.thread.failure) is not None:
             raise Refused(503, f"the engine failed: {type(failure).__name__}: {public(failure)}")
         return json_response({"status": "ok"})
 
     async def metrics(self, _: Request) -> Response:
-        """Metrics in the text format of Prometheus."""
+        """Return the metrics in the Prometheus text format."""
         return PlainTextResponse(self.service.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def models(self, request: Request) -> Response:
-        """The model that is served, in a list or by its name."""
+        """Return the served model, as a list or by name."""
         name = self.settings.name
         card = {
             "id": name,
@@ -103,9 +108,9 @@ class Endpoints:
         return Reply(self.service, plan, ChatFormat(self.texts, plan.options.logprobs, plan.answer), since)
 
     async def _body(self, request: Request) -> bytes:
-        """The body, of a bounded size and in a bounded time."""
+        """Read the body, with limits on its size and time."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":  # which a page of another site cannot send without being asked first
+        if kind != "application/json":  # browsers send it cross-site only after a CORS preflight
             raise Refused(415, f"the Content-Type is {kind!r:.60}: send application/json")
         most = self.settings.body
         too_large = Refused(413, f"the body is larger than {most} bytes")
@@ -125,7 +130,11 @@ class Endpoints:
 
 
 class _Body:
-    """``receive`` of a request; ``unread``: whether there may be more of its body."""
+    """Wraps the ``receive`` of a request.
+
+    Attributes:
+        unread: whether the body may have unread parts.
+    """
 
     def __init__(self, receive: Receive, headers: Mapping[bytes, bytes]):
         self._receive = receive
@@ -137,7 +146,10 @@ class _Body:
         return message
 
     async def discard(self) -> None:
-        """Read the rest for a while: a client that still sends would not see a response before a reset."""
+        """Read the remaining body for up to DISCARD_SECONDS.
+
+        A client that still sends receives a reset before it reads the response.
+        """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DISCARD_SECONDS):
                 while self.unread:
@@ -145,17 +157,19 @@ class _Body:
 
 
 class Guard:
-    """Lets requests in by Host header and key, reads the rest of refused bodies, and counts responses by path and
-    status."""
+    """Middleware: checks the Host header and the API key, and counts responses by path and status.
+
+    Reads the remaining body of rejected requests.
+    """
 
     def __init__(self, app: ASGIApp, endpoints: Endpoints, paths: frozenset[str]):
         self._app, self._endpoints, self._paths = app, endpoints, paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forward a request, or refuses it. A slash at the end of a path is dropped."""
+        """Forward or reject a request. Removes a slash at the end of the path."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        since, status = time.monotonic(), 499  # the client went away, if there is no other
+        since, status = time.monotonic(), 499  # client disconnected, unless a response sets the status
         scope = {**scope, "path": scope["path"].rstrip("/") or "/", COUNTS: [0, 0, ""]}
 
         headers = dict(scope["headers"])
@@ -169,7 +183,7 @@ class Guard:
                 self._endpoints.service.metrics.requests[path, message["status"]] += 1
                 if message["status"] >= 400:
                     await body.discard()
-                if body.unread:  # the rest would be taken for the next request
+                if body.unread:  # else the server parses the rest as the next request
                     message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
             await send(message)
 
@@ -199,7 +213,7 @@ class Guard:
 
 
 def _log(scope: Scope, status: int, seconds: float) -> None:
-    """One line: method, path, status, seconds, tokens of the prompts and new ones, and why a request was refused."""
+    """Log one line per request: method, path, status, seconds, token counts and the reason of a rejection."""
     given, made, why = scope[COUNTS]
     tokens = f", {given} + {made} tokens, {made / seconds:.1f} per second" if given else ""
     why = f": {plain(why)}" if why else ""
@@ -219,14 +233,21 @@ async def _failed(request: Request, error: Exception) -> Response:
             return _error(error)
         case HTTPException():
             return _error(Refused(error.status_code, f"{request.method} {request.url.path:.80}: {error.detail}"))
-        case ClientDisconnect():  # while it sent its body: no one reads this
+        case ClientDisconnect():  # disconnected while sending the body: no client reads this response
             return Response(status_code=499)
         case _:
             return _error(Refused(500, f"internal error: {type(error).__name__}; see its log"))
 
 
 def make_app(engine: Engine, tokenizer: Any, settings: ServerSettings, started: Callable[[], None]) -> ASGIApp:
-    """The application that serves an engine, which it closes at its end. ``started`` is called once it runs."""
+    """Create the application that serves an engine. The application closes the engine when it ends.
+
+    Args:
+        engine: the engine.
+        tokenizer: the tokenizer.
+        settings: settings of the server.
+        started: called once the application runs.
+    """
     ends = Endpoints(engine, tokenizer, settings, started)
     routes = [
         Route("/", ends.page),

@@ -1,4 +1,7 @@
-"""Arguments of calls that are written one by one, as texts: their values, by the JSON schema of the tool."""
+"""Convert the text of tool-call arguments to values, by the JSON schema of the tool.
+
+Used for arguments that are written one by one.
+"""
 
 import ast
 import contextlib
@@ -7,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 _PYTHON = {"True": True, "False": False, "None": None}
-_TYPES: Mapping[type, tuple[str, ...]] = {  # names in JSON Schema of the types that JSON is read as
+_TYPES: Mapping[type, tuple[str, ...]] = {  # Python type of a JSON value -> names of the type in JSON Schema
     str: ("string",),
     bool: ("boolean",),
     type(None): ("null",),
@@ -16,14 +19,20 @@ _TYPES: Mapping[type, tuple[str, ...]] = {  # names in JSON Schema of the types 
     list: ("array",),
     dict: ("object",),
 }
-_DEPTH = 8  # of references and alternatives, which may refer to themselves
+_DEPTH = 8  # maximum depth of references and alternatives, which may be recursive
 
 
 def value_of(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
-    """The value of an argument: the text as it is where its schema, a part of ``root``, wants one, else what is read.
+    """Convert the text of an argument to a value.
 
-    With a schema that allows strings and other types, a text that reads as none of the others stays a string, such as
-    the digits of a postcode that may be null.
+    The value is the text if the schema allows strings only. Otherwise the text is parsed as JSON or a
+    Python literal. If the schema allows strings and the parsed type is not allowed, the value is the
+    text, for example a postcode of digits that may also be null.
+
+    Args:
+        text: text of the argument.
+        schema: schema of the argument.
+        root: schema that contains ``schema``, for references.
     """
     types = _types(schema, root)
     value = text if is_text(resolved(schema, root)) else _read(text)
@@ -31,13 +40,13 @@ def value_of(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
 
 
 def properties(schema: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """The schemas of a tool's arguments by name."""
+    """Return the schemas of a tool's arguments by name."""
     found = (schema or {}).get("properties")
     return found if isinstance(found, Mapping) else {}
 
 
 def resolved(schema: Any, root: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """A schema, or the part of ``root`` that its ``$ref`` names; empty if it allows anything."""
+    """Resolve the ``$ref`` of a schema in ``root``. Returns an empty schema if any value is allowed."""
     for _ in range(_DEPTH):
         if not (isinstance(schema, Mapping) and isinstance(path := schema.get("$ref"), str) and path[:2] == "#/"):
             break
@@ -49,18 +58,18 @@ def resolved(schema: Any, root: Mapping[str, Any] | None) -> Mapping[str, Any]:
 
 
 def listed(schema: Mapping[str, Any]) -> list[Any]:
-    """The only values that a resolved schema allows; empty if it lists none."""
+    """Return the values that a resolved schema enumerates, or an empty list."""
     return [schema["const"]] if "const" in schema else _list(schema.get("enum"))
 
 
 def is_text(schema: Mapping[str, Any]) -> bool:
-    """Whether a resolved schema allows strings only. Then an argument is the text itself, without quotes."""
+    """Return whether a resolved schema allows strings only. The argument is then its text without quotes."""
     values = listed(schema)
     return all(isinstance(one, str) for one in values) if values else schema.get("type") == "string"
 
 
 def _types(schema: Any, root: Mapping[str, Any], depth: int = _DEPTH) -> set[str]:
-    """The types that a schema allows; empty if it names none."""
+    """Return the JSON types that a schema allows. Empty if the schema does not restrict the type."""
     schema = resolved(schema, root)
     kinds = schema.get("type")
     found = {one for one in ([kinds] if isinstance(kinds, str) else _list(kinds)) if isinstance(one, str)}
@@ -74,13 +83,13 @@ def _list(value: Any) -> list[Any]:
 
 
 def _read(text: str) -> Any:
-    """JSON, or literals of Python, which models write too; else the text."""
+    """Parse JSON or a Python literal, which models also write. Returns the text if parsing fails."""
     found = text.strip()
     if found in _PYTHON:
         return _PYTHON[found]
     for read in (json.loads, ast.literal_eval) if found[:1] in ("[", "{") else (json.loads,):
         with contextlib.suppress(ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             value = read(found)
-            json.dumps(value, allow_nan=False)  # raises for what JSON does not have, such as NaN and sets
+            json.dumps(value, allow_nan=False)  # raises for values that JSON does not have, such as NaN and sets
             return value
     return text

@@ -1,7 +1,7 @@
-"""How the models of each family write calls of tools in their answers.
+"""Formats of tool calls per model family.
 
-`FORMATS` has the text of a call per family, with placeholders. The patterns of the parser (`CallSplit`) and the grammar
-(`ToolOptions`) are derived from that text.
+`FORMATS` contains the text of a call per family, with placeholders. The patterns of the parser
+(`CallSplit`) and the grammar (`ToolOptions`) are derived from that text.
 """
 
 import dataclasses
@@ -15,14 +15,18 @@ _TAG = re.compile(r'</?[\w:]+>|<[\w:]+=|<\w+ name="|<[|\uff5c].*?[|\uff5c]>|\[[A
 
 
 class ArgumentTags:
-    """How a family writes arguments one by one in tags: a template with ``KEY`` and ``VALUE``.
+    """Tags around each argument, for families that write arguments one by one.
+
+    Args:
+        template: the tags, with the placeholders ``KEY`` and ``VALUE``.
 
     Attributes:
-        before, after: the template up to the value, and from there on.
+        before: the template up to the value.
+        after: the template after the value.
         opening: the template up to the key.
         end_tag: the tag after a value.
         space: white space between a value and ``end_tag``.
-        head: pattern of the text before a value. Models leave out tags after the name.
+        head: pattern of the text before a value. Models omit tags after the name.
     """
 
     def __init__(self, template: str):
@@ -40,18 +44,19 @@ class ArgumentTags:
 
 @dataclasses.dataclass(frozen=True)
 class CallFormat:
-    """How a family writes calls: ``opening``, calls with ``between`` among them, and ``closing``.
+    """Format of the calls of a family: ``opening``, calls separated by ``between``, and ``closing``.
 
     Attributes:
         template_words: words that identify a chat template of the family.
         marks: texts that begin a call.
-        call: a call, with the placeholders ``NAME``, ``ARGUMENTS``, and for some families ``INDEX`` and ``IDENTIFIER``.
+        call: a call, with the placeholders ``NAME``, ``ARGUMENTS``, and for some families ``INDEX`` and
+            ``IDENTIFIER``.
         opening: text before the first call.
         between: text between two calls.
-        closing: text after the last call; `None` if the answer ends there.
-        argument: how each argument is written, if the arguments are not one JSON object.
-        only_at_start: whether calls begin the answer, without text before them.
-        text_prefix: what begins an answer without calls. Formats with a prefix allow one call per answer.
+        closing: text after the last call, or None if the answer ends there.
+        argument: tags of each argument, or None if the arguments are one JSON object.
+        only_at_start: whether calls are at the start of the answer, without text before them.
+        text_prefix: start of an answer without calls. Formats with a prefix allow one call per answer.
     """
 
     template_words: tuple[str, ...]
@@ -79,12 +84,12 @@ class CallFormat:
 
     @functools.cached_property
     def head(self) -> re.Pattern[str]:
-        """Pattern of the text before the arguments of a call, with the remainder of the call before it."""
+        """Pattern of the text before the arguments of a call, and of the remainder of the previous call."""
         return re.compile(self._between_calls + _pattern(self.before_arguments) + _SPACES)
 
     @functools.cached_property
     def object_head(self) -> re.Pattern[str]:
-        """Pattern of the text before a call that is one JSON object. Models of all families may write such calls."""
+        """Pattern of the text before a call that is one JSON object. Any model may write such calls."""
         before, brace, _ = self.before_arguments.partition('{"name"')
         start = _pattern(before) if brace else f"(?:{'|'.join(map(re.escape, self.marks))})?"
         return re.compile(self._between_calls + start + r"\s*+(?=\{)")
@@ -100,31 +105,33 @@ class CallFormat:
 
     @functools.cached_property
     def end(self) -> re.Pattern[str] | None:
-        """Pattern of the text that ends the last call; `None` if the answer ends there."""
+        """Pattern of the text that ends the last call, or None if the answer ends there."""
         if self.closing is None:
             return None
         if not self.closing:
             return self.tail
-        closing = rf"\s*+{_pattern(self.closing).removesuffix(_SPACES)}"  # white space that follows is content
+        closing = (
+            rf"\s*+{_pattern(self.closing).removesuffix(_SPACES)}"  # white space after the closing text is content
+        )
         return re.compile(f"(?:{self.tail.pattern})?{closing}")
 
     @functools.cached_property
     def stops(self) -> tuple[str, ...]:
-        """Tags around calls. They end arguments whose own end is missing."""
+        """Tags around calls. A tag ends arguments whose end is missing."""
         around = " ".join((self.opening, self.call, self.closing or "", *self.marks))
         after = self.after_arguments.removeprefix("}").strip()
         return tuple(dict.fromkeys([*_TAG.findall(around), *(["```"] if after.startswith("```") else [])]))
 
     @functools.cached_property
     def leftover(self) -> re.Pattern[str]:
-        """Pattern of the remainder of a call's end, at the beginning of a text."""
+        """Pattern of the remainder of a call's end at the start of a text."""
         tags = "|".join(map(re.escape, _TAG.findall(self.after_arguments + (self.closing or "")))) or "$."
         brace = r"\s}" if self.is_object else r"\s"
         return re.compile(rf"^(?:{self.tail.pattern})?(?:[{brace}]*+(?:{tags}))*+{'[}]*+' if self.is_object else ''}")
 
     @functools.cached_property
     def argument_tags(self) -> re.Pattern[str]:
-        """For arguments in tags: pattern of all tags among them, as the group head, end or stop."""
+        """Pattern of the tags among arguments in tags, with the groups head, end and stop."""
         assert self.argument is not None
         head = self.argument.head.pattern.removeprefix(r"\s*").replace("?P<key>", "?:")
         stops = "|".join(map(re.escape, self.stops))
@@ -149,7 +156,7 @@ def _pattern(text: str, newline: str = _SPACES) -> str:
 
 
 def _deepseek(call: str, between: str, *words: str) -> CallFormat:
-    """A format of DeepSeek, whose special tokens have a wide vertical bar."""
+    """Create a format of DeepSeek. Its special tokens contain a wide vertical bar."""
     wide = str.maketrans("|", "\uff5c")
     first, begin, end, last = (
         f"<|tool▁{name}|>".translate(wide) for name in ("calls▁begin", "call▁begin", "call▁end", "calls▁end")
@@ -196,7 +203,7 @@ FORMATS: Mapping[str, CallFormat] = {
     ),
     "qwen xml": CallFormat(
         ("<tool_call>", "<function="),
-        ("<tool_call>", "<function="),  # models leave out the first
+        ("<tool_call>", "<function="),  # models omit the first mark
         "<function=NAME>\nARGUMENTS</function>",
         "<tool_call>\n",
         "\n</tool_call>\n<tool_call>\n",
@@ -227,7 +234,7 @@ FORMATS: Mapping[str, CallFormat] = {
 
 
 def format_of(template: str) -> CallFormat | None:
-    """The format that a chat template uses; `None` if it is not in `FORMATS`."""
+    """Return the format that a chat template uses, or None if it is not in `FORMATS`."""
     for form in FORMATS.values():
         if all(word in template for word in form.template_words):
             return form

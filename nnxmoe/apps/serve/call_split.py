@@ -1,5 +1,4 @@
-"""Calls of tools in a text that comes in pieces: what is said, and the calls, whose arguments are handed on as they
-come."""
+"""Split streamed text into content and tool calls, and stream the arguments of the calls."""
 
 import json
 import math
@@ -21,7 +20,14 @@ _FIELDS = frozenset(("name", "arguments", "parameters", "id", "type"))  # fields
 
 
 class CallPiece(NamedTuple):
-    """A part of the call with this number. The first one has its ``name`` and ``id``."""
+    """Piece of a tool call.
+
+    Attributes:
+        index: index of the call.
+        arguments: next piece of the arguments.
+        name: name of the tool, in the first piece.
+        id: id of the call, in the first piece.
+    """
 
     index: int
     arguments: str = ""
@@ -37,31 +43,41 @@ class AnswerPart(NamedTuple):
     calls: Sequence[CallPiece] = ()
 
     def followed_by(self, other: "AnswerPart") -> "AnswerPart":
-        """This part and the next one."""
+        """Append the next part."""
         joined = (self.reasoning + other.reasoning, self.content + other.content)
         return AnswerPart(*joined, (*self.calls, *other.calls))
 
 
 def new_id() -> str:
-    """An id of a call: nine letters and digits, as templates of Mistral demand."""
+    """Create an id of a call: nine letters and digits, as Mistral's templates require."""
     return "".join(secrets.choice(_LETTERS) for _ in range(9))
 
 
 class CallSplit:
-    """Splits a text into content and tool calls. At the end, text that is not a call after all becomes content.
+    """Splits streamed text into content and tool calls.
 
-    ``count``: number of calls so far. The parts do not depend on how the text is divided into pieces.
+    At the end, text that is not a valid call becomes content. The parts do not depend on how the text
+    is divided into pieces.
+
+    Attributes:
+        count: number of calls so far.
     """
 
     def __init__(self, tools: ToolOptions):
         self._tools, self._format = tools, tools.format
         self._state: Literal["text", "calls", "arguments"] = "text"
         self._buffer, self.count, self._said = "", 0, False
-        self._space = ""  # before a call that may be none
+        self._space = ""  # white space before text that may not be a call
         self._arguments: JsonArguments | TaggedArguments = JsonArguments(())
 
     def put(self, piece: str, final: bool = False, cut: bool = False) -> AnswerPart:
-        """Read a piece and return the parts that can be emitted now. ``final`` and ``cut``: see `end`."""
+        """Read a piece and return the parts that can be emitted now.
+
+        Args:
+            piece: the next piece of text.
+            final: whether the text ends with this piece.
+            cut: see `end`.
+        """
         self._buffer += piece
         found = AnswerPart()
         while (part := self._next(final, cut)) is not None:
@@ -69,21 +85,28 @@ class CallSplit:
         return found
 
     def end(self, cut: bool = False) -> AnswerPart:
-        """Return the text held back. If the end of a call is missing, its arguments are completed, unless the text was
-        ``cut`` at its length limit: then they stay incomplete, so that clients notice."""
+        """Return the text held back, and complete the arguments of a call without an end.
+
+        Args:
+            cut: whether the text ended at its length limit. Arguments then stay incomplete, so that
+                clients notice.
+        """
         found = self.put("", final=True, cut=cut)
         rest, self._buffer = self._buffer, ""
         return found.followed_by(self._left(rest))
 
     def _left(self, text: str) -> AnswerPart:
-        """What is said in a text that has no call, without the end of the call before it."""
+        """Return text without a call as content, without the remainder of the previous call."""
         text, self._space = self._space + text, ""
         if self._state == "calls" and self.count:
             text = "" if self._is_rest(text) else self._format.leftover.sub("", text, count=1)
         return AnswerPart(content="" if self.count and text.isspace() else text)
 
     def _is_rest(self, text: str) -> bool:
-        """Whether a text belongs to the end of a call. Models leave out a part of it, or are cut there."""
+        """Return whether a text belongs to the end of a call.
+
+        Models omit a part of the end or are cut there.
+        """
         form, got = self._format, "".join(text.split()).removesuffix(self._format.between.strip())
         after = form.after_arguments + (form.closing or "")
         opening = "" if form.argument is None else form.argument.opening
@@ -91,7 +114,7 @@ class CallSplit:
         return any(whole.startswith(got) for whole in wholes) or form.tail.fullmatch(text.rstrip()) is not None
 
     def _next(self, final: bool, cut: bool) -> AnswerPart | None:
-        """The next part; None if it needs more text."""
+        """Return the next part, or None if more text is needed."""
         match self._state:
             case "text":
                 return self._text()
@@ -131,7 +154,7 @@ class CallSplit:
         return AnswerPart(content=said) if said else None
 
     def _call(self, final: bool) -> AnswerPart | None:
-        """Read the head of a call. At the end of the text the name of one of the request's tools is enough."""
+        """Read the head of a call. At the end of the text, the name of a tool of the request suffices."""
         form = self._format
         if (found := form.head.match(self._buffer)) is None:
             return None
@@ -160,8 +183,10 @@ class CallSplit:
         return AnswerPart(calls=[CallPiece(self.count - 1, arguments, name, id or new_id())])
 
     def _whole(self, final: bool) -> AnswerPart | None:
-        """Read a call that is one JSON object with fields in a different order or with different names. At the end of
-        the text the object may be incomplete if it names one of the request's tools."""
+        """Read a call that is one JSON object with fields in a different order or with different names.
+
+        At the end of the text, the object may be incomplete if it names a tool of the request.
+        """
         form = self._format
         if (found := form.object_head.match(self._buffer)) is None:
             return None
@@ -181,7 +206,7 @@ class CallSplit:
         name = body.get("name")
         if not isinstance(name, str) or not re.fullmatch(NAME, name) or not isinstance(arguments, dict):
             return None
-        brace = "}" if form.is_object else ""  # other calls leave this brace in the buffer too
+        brace = "}" if form.is_object else ""  # after other calls, this brace is also still in the buffer
         self._buffer = brace + text[end:]
         return self._new(name, None, json.dumps(arguments, ensure_ascii=False))
 
@@ -193,7 +218,7 @@ class CallSplit:
         return AnswerPart()
 
     def _skip(self) -> AnswerPart | None:
-        """Return the words before the next tag of a call; used at the end of the text."""
+        """Return the text before the next tag of a call. Used at the end of the text."""
         form, text = self._format, self._buffer
         tags = () if form.only_at_start else form.stops if self.count else form.marks
         start = max(1, found.end() if self.count and (found := form.leftover.match(text)) else 1)
@@ -205,7 +230,7 @@ class CallSplit:
 
 
 def _number(text: str) -> float | str:
-    """Parse a JSON number; returns the text if the number is too large for a float."""
+    """Parse a JSON number. Returns the text if the number is too large for a float."""
     return value if math.isfinite(value := float(text)) else text
 
 
@@ -213,7 +238,7 @@ _DECODER = json.JSONDecoder(parse_constant=str, parse_float=_number)
 
 
 def _loaded(text: str) -> dict[str, Any] | None:
-    """Parse a JSON object; returns None if it is nested too deeply."""
+    """Parse a JSON object. Returns None if it is nested too deeply."""
     try:
         return _DECODER.decode(text)
     except RecursionError:

@@ -1,4 +1,7 @@
-"""The thread that owns the engine: other threads send it commands, and it sends back what each step has made."""
+"""The thread that runs the engine.
+
+Other threads send commands, and the engine thread returns the results of each step.
+"""
 
 import asyncio
 import collections
@@ -22,8 +25,17 @@ logger = logging.getLogger("nnxmoe")
 
 @dataclasses.dataclass
 class Sample:
-    """A sample, or what one step added to it. ``text`` may lag behind ``ids``; ``finish``: why the sample is done. In a
-    response ``echoed`` ids of the prompt come first, and the new text begins at ``start``."""
+    """A sample, or the additions of one step.
+
+    Attributes:
+        text: decoded text. May lag behind ``ids``.
+        ids: new ids.
+        logprobs: log-probability per id.
+        top: most likely ids per position, with their log-probabilities.
+        finish: why the sample is done, or None.
+        echoed: number of prompt ids at the start of ``ids`` in a response.
+        start: index in ``text`` where the new text begins.
+    """
 
     text: str = ""
     ids: list[int] = dataclasses.field(default_factory=list)
@@ -43,8 +55,18 @@ class Sample:
 
 @dataclasses.dataclass(eq=False)
 class SampleJob:
-    """One sample to make. ``put`` gets its pieces, in the event loop's thread, or the exception that ended it.
-    ``keep``: special tokens that are in its text. ``request``: once the engine has it."""
+    """A sample to generate.
+
+    Attributes:
+        ids: ids of the prompt.
+        options: options of the request.
+        stop: stop strings.
+        put: receives the pieces of the sample, or the exception that ended it. Runs in the thread of
+            the event loop.
+        prefix: prefix of the prompt, or None.
+        keep: ids of special tokens that are part of the text.
+        request: the request, set once the engine has accepted it.
+    """
 
     ids: tuple[int, ...]
     options: RequestOptions
@@ -56,9 +78,13 @@ class SampleJob:
 
 
 class EngineThread:
-    """Runs an engine. Its methods are called in the thread of ``loop``, and return at once.
+    """Runs an engine in a thread.
 
-    ``failure``: the exception that ended the thread; every job gets it.
+    Call the methods, except `close`, in the thread of ``loop``. They return immediately.
+
+    Attributes:
+        engine: the engine.
+        failure: exception that ended the thread, or None. Every job receives it.
     """
 
     def __init__(self, engine: Engine, tokenizer: Any, loop: asyncio.AbstractEventLoop):
@@ -66,40 +92,43 @@ class EngineThread:
         self.failure: BaseException | None = None
         self._tokenizer, self._loop = tokenizer, loop
         self._inbox: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._lock, self._open = threading.Lock(), True  # an open inbox is read
+        self._lock, self._open = threading.Lock(), True  # the thread reads the inbox while it is open
         self._running: dict[Request, tuple[SampleJob, StopStringFilter]] = {}
         self._scoring: collections.deque[Callable[[], None]] = collections.deque()
         self._thread = threading.Thread(target=self._run, name="nnxmoe engine", daemon=True)
         self._thread.start()
 
     def submit(self, jobs: Sequence[SampleJob]) -> asyncio.Future[None]:
-        """Append jobs to the engine's queue: all, or none if the result is a ValueError."""
+        """Append jobs to the engine's queue.
+
+        The future raises ValueError if a job is invalid. In that case no job runs.
+        """
         task, accepted = self._task(self._accept, jobs)
         self._send(task, task)
         return accepted
 
     def cancel(self, jobs: Sequence[SampleJob]) -> None:
-        """End jobs and free their slots; without effect on those that are done."""
+        """End jobs and free their slots. No-op for jobs that are done."""
         self._send(lambda: self._cancel(jobs))
 
     def score(self, texts: Sequence[tuple[int, ...]], top: int) -> asyncio.Future[list[Score]]:
-        """Log-probabilities of ids, computed between two steps. Cancelling the result cancels the work."""
+        """Compute log-probabilities of ids, between two steps. Cancelling the future cancels the work."""
         task, scores = self._task(self._score, texts, top)
         self._send(lambda: self._scoring.append(task), task)
         return scores
 
     def close(self, seconds: float = 60.0) -> None:
-        """End all jobs and the thread, which finishes its step first."""
+        """End all jobs and the thread. Waits up to ``seconds`` for the current step."""
         with self._lock:
             self._inbox.put(None)
         self._thread.join(seconds)
 
     def _task(self, call: Callable[..., Any], *given: Any) -> tuple[Callable[[], None], asyncio.Future[Any]]:
-        """A call for the engine's thread, and the future of its result, or of `failure`."""
+        """Create a command that runs ``call``, and the future of its result or of `failure`."""
         future = concurrent.futures.Future[Any]()
 
         def run() -> None:
-            if not future.set_running_or_notify_cancel():  # its client is gone
+            if not future.set_running_or_notify_cancel():  # the client disconnected
                 return
             try:
                 if self.failure is not None:
@@ -111,18 +140,18 @@ class EngineThread:
         return run, asyncio.wrap_future(future, loop=self._loop)
 
     def _send(self, run: Callable[[], object], otherwise: Callable[[], object] = lambda: None) -> None:
-        """Let the thread ``run`` something; ``otherwise`` is run here if it has ended."""
+        """Run ``run`` in the thread. If the thread has ended, run ``otherwise`` in the calling thread."""
         with self._lock:
             if self._open:
                 return self._inbox.put(run)
         otherwise()
 
-    # What follows runs in the engine's thread.
+    # The methods below run in the engine's thread.
 
     def _run(self) -> None:
         try:
             while self.failure is None and self._obey(wait=not (self._running or self._scoring)):
-                if self._scoring:  # one pass, so that the steps of others do not wait for more
+                if self._scoring:  # one pass at a time, so that steps of other requests wait for one pass at most
                     self._scoring.popleft()()
                 if self._running:
                     self._deliver(self.engine.step())
@@ -132,7 +161,7 @@ class EngineThread:
         self._end()
 
     def _obey(self, wait: bool) -> bool:
-        """Run the commands that were sent. Returns False to end the thread."""
+        """Run pending commands. Returns False to end the thread."""
         try:
             while (command := self._inbox.get(block=wait)) is not None:
                 wait = False
@@ -147,13 +176,13 @@ class EngineThread:
             for job in jobs:
                 job.request = self.engine.submit(job.ids, job.options, job.prefix)
                 job.prefix = None  # the engine frees a prefix with the last request that needs it
-        except Exception:  # of a tokenizer: it must not end other requests
+        except Exception:  # errors of a tokenizer must not end other requests
             self._cancel(jobs)
             raise
         done = []
         for job, text in zip(jobs, texts, strict=True):
             assert job.request is not None
-            if job.request.done:  # no new ids were asked for
+            if job.request.done:  # the request needs no new ids
                 done.append((job, Sample(finish=job.request.finish)))
             else:
                 self._running[job.request] = job, text
@@ -177,14 +206,14 @@ class EngineThread:
                 pieces.append((job, dataclasses.replace(piece, finish=None) if broken else piece))
                 if broken:
                     pieces.append((job, self._broken()))
-            except Exception as error:  # of a tokenizer: it must not end other requests
+            except Exception as error:  # errors of a tokenizer must not end other requests
                 logger.exception("a request failed")
                 self._cancel([job])
                 pieces.append((job, error))
         self._hand_out(pieces)
 
     def _piece(self, event: Event, text: StopStringFilter) -> Sample:
-        """Convert an event to text. At a stop string end the request and drop the ids that follow."""
+        """Convert an event to text. At a stop string, ends the request and drops the ids that follow."""
         request, before = event.request, text.count
         new = text.add_ids(event.ids, event.finish)
         finish = "stop" if text.stopped else event.finish
@@ -208,7 +237,7 @@ class EngineThread:
         return scores
 
     def _broken(self) -> Refused:
-        """Error for a request whose logits were NaN or infinite."""
+        """Create the error for a request whose logits are NaN or infinite."""
         why = "the model's logits are NaN or infinite after these ids, so there is no answer: "
         return Refused(500, why + unusable_logits(self.engine.model))
 
@@ -216,7 +245,7 @@ class EngineThread:
         try:
             if pieces:
                 self._loop.call_soon_threadsafe(lambda: [job.put(piece) for job, piece in pieces])
-        except RuntimeError:  # the event loop is closed: the server has ended
+        except RuntimeError:  # the event loop is closed because the server has ended
             logger.debug("an answer came after the server's end")
 
     def _end(self) -> None:

@@ -97,8 +97,16 @@ _NESTED: Mapping[str, str] = {"response_format": "json_schema", "tools": "functi
 
 
 def effective(body: Mapping[str, Any], known: Collection[str], chat: bool) -> dict[str, Any]:
-    """Return the fields of a body that have an effect, without nested fields that have none. ``known``: the supported
-    fields. Raises Refused for others."""
+    """Return the fields of a body that have an effect. Nested fields without effect are dropped.
+
+    Args:
+        body: the request body.
+        known: names of supported fields.
+        chat: whether the request is a chat.
+
+    Raises:
+        Refused: if an unsupported field has a value with an effect.
+    """
     table = NEUTRAL | (CHAT_NEUTRAL if chat else COMPLETION_NEUTRAL)
     fields = {name: value for name, value in body.items() if value is not None}
     for name in fields.keys() & table.keys():
@@ -114,7 +122,10 @@ def effective(body: Mapping[str, Any], known: Collection[str], chat: bool) -> di
 
 
 def _without_null(value: Any, child: str | None = None) -> Any:
-    """Drop fields without effect from an object or a list of objects, and from the objects in the field ``child``."""
+    """Drop fields without effect from an object or a list of objects.
+
+    Also drops them from the objects in the field ``child``.
+    """
     if isinstance(value, list):
         return [_without_null(one, child) for one in value]
     if not isinstance(value, dict):
@@ -129,7 +140,10 @@ def content_parts(content: Any) -> Any:
 
 
 def refusal(message: str, known: Collection[str]) -> Refused:
-    """Convert an error message of msgspec to a Refused that names the field as the client wrote it, and the remedy."""
+    """Convert an error message of msgspec to a Refused.
+
+    It names the field as the client wrote it, and the remedy.
+    """
     what, _, place = message.partition(" - at ")
     path = place.rpartition("$")[2].rstrip("`").lstrip(".")
     if found := re.search(r"unknown field `(\w+)`", what):
@@ -158,7 +172,7 @@ def refusal(message: str, known: Collection[str]) -> Refused:
 
 
 def _remedy(path: str) -> str:
-    """Return the remedy for a path or for the innermost enclosing path that has one, else an empty text."""
+    """Return the remedy for a path or for the innermost enclosing path that has a remedy, else ""."""
     path = re.sub(r"\[[^\]]*\]", "[]", path)
     while path and path not in _REMEDIES:
         path = path[: max(path.rfind("."), path.rfind("[]"), 0)]

@@ -1,7 +1,8 @@
-"""Responses, after the OpenAI API: of completions and of chats, whole or in chunks.
+"""Responses of the OpenAI API: completions and chats, whole or in chunks.
 
-``name`` and ``prefix`` of a format are of the whole response and of its id, ``chunk`` is the name of a chunk. `opening`
-makes the chunks before the first piece, `choice` a part of a whole response, and `delta` a part of a chunk.
+A format has the attributes ``name`` (object name of a whole response), ``chunk`` (object name of a
+chunk) and ``prefix`` (of response ids). `opening` creates the choices before the first piece, `choice`
+a choice of a whole response, and `delta` a choice of a chunk.
 """
 
 import dataclasses
@@ -20,7 +21,7 @@ Json = dict[str, Any]
 
 
 def _byte_level() -> dict[str, int]:
-    """GPT-2's characters for bytes, in which byte-level vocabularies are written."""
+    """Return GPT-2's mapping from characters to bytes, which byte-level vocabularies use."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -30,7 +31,10 @@ BYTE_LEVEL = _byte_level()
 
 
 class TokenTexts:
-    """Texts of single tokens, each decoded after another token, because decoders strip a leading space."""
+    """Decodes single tokens.
+
+    Each token is decoded after a fixed token, because decoders strip a leading space.
+    """
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
@@ -39,11 +43,11 @@ class TokenTexts:
         self.text = functools.lru_cache(maxsize=1 << 18)(self._text)
 
     def _text(self, token: int) -> str:
-        """The token's text; U+FFFD for bytes that are no whole character."""
+        """Return the text of a token, with U+FFFD for bytes that are not a whole character."""
         return self._tokenizer.decode([*self._before, token])[self._skip :]
 
     def bytes(self, token: int) -> list[int] | None:
-        """The token's bytes; None if the vocabulary does not say which."""
+        """Return the bytes of a token, or None if the vocabulary does not determine them."""
         text = self.text(token)
         if "\ufffd" not in text:
             return list(text.encode())
@@ -53,16 +57,18 @@ class TokenTexts:
         return [BYTE_LEVEL[letter] for letter in raw] if raw and all(letter in BYTE_LEVEL for letter in raw) else None
 
     def stream(self) -> TextStream:
-        """A stream of text that follows other text."""
+        """Create a stream of text that follows other text."""
         return TextStream(self._tokenizer, context=self._before)
 
     def offsets(self, ids: Sequence[int], text: str) -> list[int]:
-        """Where each of the ids of a text begins in it. Special tokens that the text does not show take no room."""
+        """Return the start of each id in a text. Special tokens that are not in the text have length 0."""
         stream, found, at = TextStream(self._tokenizer, skip_special_tokens=False), list[int](), 0
         for token in ids:
             found.append(at)
             piece = stream.put(token)
-            shown = piece if text.startswith(piece, at) else piece.lstrip()  # the first token of SentencePiece
+            shown = (
+                piece if text.startswith(piece, at) else piece.lstrip()
+            )  # SentencePiece drops the space of the first token
             hidden = token in self._tokenizer.special_ids and not text.startswith(shown, at)
             at += 0 if hidden else len(shown)
         return found
@@ -70,7 +76,13 @@ class TokenTexts:
 
 @dataclasses.dataclass(frozen=True)
 class CompletionFormat:
-    """Choices of ``/v1/completions``. ``places``: of each sample, the stream of its new text and its length so far."""
+    """Format of ``/v1/completions``.
+
+    Attributes:
+        texts: texts of tokens.
+        logprobs: number of most likely tokens to report, or None.
+        places: per sample, the stream of new text and the current length of the text.
+    """
 
     texts: TokenTexts
     logprobs: int | None
@@ -82,15 +94,18 @@ class CompletionFormat:
         return []
 
     def choice(self, index: int, sample: Sample) -> Json:
-        """``text``, and ``logprobs`` by token."""
+        """Create a choice with ``text``, and ``logprobs`` per token."""
         logprobs = None if self.logprobs is None else self._logprobs(index, sample)
         return {"index": index, "text": sample.text, "logprobs": logprobs, "finish_reason": sample.finish}
 
     delta = choice
 
     def _logprobs(self, index: int, sample: Sample) -> Json:
-        """Format log-probabilities. The most likely tokens of each position include the token itself; of several with
-        the same text (parts of characters), the most likely one is listed."""
+        """Format log-probabilities.
+
+        The most likely tokens of each position include the token itself. If several tokens have the
+        same text (parts of characters), only the most likely token is listed.
+        """
         tokens, tops = [self.texts.text(token) for token in sample.ids], []
         for token, logprob, top in zip(tokens, sample.logprobs, sample.top, strict=True):
             pairs = [] if top is None else [(self.texts.text(one), value) for one, value in top[: self.logprobs]]
@@ -104,7 +119,7 @@ class CompletionFormat:
         return {"tokens": tokens, "token_logprobs": sample.logprobs, "top_logprobs": tops, **places}
 
     def _offsets(self, index: int, sample: Sample) -> list[int]:
-        """Start of each id's text; ids that form one character share its start."""
+        """Return the start of each id's text. Ids that form one character share its start."""
         offsets = self.texts.offsets(sample.ids[: sample.echoed], sample.text[: sample.start])
         stream, at = self.places.get(index) or (self.texts.stream(), sample.start)
         for token in sample.ids[sample.echoed :]:
@@ -116,8 +131,14 @@ class CompletionFormat:
 
 @dataclasses.dataclass(frozen=True)
 class ChatFormat:
-    """Choices of ``/v1/chat/completions``. ``answer``: how the text of a sample is divided; ``splits``: of each sample
-    that is streamed."""
+    """Format of ``/v1/chat/completions``.
+
+    Attributes:
+        texts: texts of tokens.
+        logprobs: number of most likely tokens to report, or None.
+        answer: form of the answer, which splits the text of a sample.
+        splits: splitter per streamed sample.
+    """
 
     texts: TokenTexts
     logprobs: int | None
@@ -163,7 +184,10 @@ class ChatFormat:
 
 
 def _calls(pieces: Sequence[CallPiece], whole: bool) -> list[Json]:
-    """Calls, the pieces of each joined. In a stream (not ``whole``) they have a number, and later pieces no name."""
+    """Join the pieces of each call.
+
+    In a stream (not ``whole``), calls have an index, and only the first piece of a call has a name.
+    """
     found: dict[int, Json] = {}
     for piece in pieces:
         if piece.index not in found:

@@ -1,4 +1,7 @@
-"""The harmony format of gpt-oss: an answer is messages in channels, of which ``analysis`` is reasoning."""
+"""The harmony format of gpt-oss.
+
+An answer consists of messages in channels. The channel ``analysis`` is the reasoning.
+"""
 
 import re
 from typing import Literal
@@ -12,12 +15,16 @@ MESSAGE = "<|message|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
 BEGINS = ("<|start|>", "<|channel|>")
 CALLED = "<|call|>"
-ANALYSIS = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")  # what is around reasoning
+ANALYSIS = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")  # texts before and after the reasoning
 _CALLED = re.compile(rf"to=functions\.{NAME}(?=\s|<\|)")
 
 
 class HarmonySplit:
-    """Divides the text of an answer, which comes in pieces with its special tokens. ``count``: the calls so far."""
+    """Splits the streamed text of an answer, including its special tokens.
+
+    Attributes:
+        count: number of calls so far.
+    """
 
     def __init__(self) -> None:
         self._buffer, self.count = "", 0
@@ -72,7 +79,7 @@ class HarmonySplit:
         return self._part(text) if text else None
 
     def _part(self, text: str, final: bool = False, cut: bool = False) -> AnswerPart:
-        """Convert text of the current message to a part of the answer. ``final``: the message ends with it."""
+        """Convert text of the current message to a part of the answer. ``final``: the message ends here."""
         if self._in == "call":
             text, self._held = (self._held + text).lstrip(), ""
             if not final and any(word.startswith(text) for word in NOTHING):

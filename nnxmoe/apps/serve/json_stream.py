@@ -1,5 +1,7 @@
-"""Streaming parser of tool-call arguments that are one JSON object. Valid JSON passes through unchanged. Anything else
-is repaired, so that clients can always parse the result."""
+"""Streaming parser of tool-call arguments that are one JSON object.
+
+Valid JSON is returned unchanged. Invalid JSON is repaired, so that clients can always parse the result.
+"""
 
 import copy
 import json
@@ -7,7 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-NOTHING = ("", "null", "None", '""')  # written by models in place of an empty object
+NOTHING = ("", "null", "None", '""')  # models write these in place of an empty object
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _NAMES = {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null"}
 _OPENERS = {"}": "{", "]": "["}
@@ -17,8 +19,10 @@ _CLOSERS = {"{": "}", "[": "]"}
 class JsonObject:
     """Reads an object character by character, starting at its opening brace.
 
-    ``done``: the closing brace was read. ``repaired``: the text is not valid JSON. It has missing or superfluous
-    quotes, commas or brackets, single quotes, line breaks in strings, or Python literals such as ``True``.
+    Attributes:
+        done: whether the closing brace was read.
+        repaired: whether the text is not valid JSON. It has missing or superfluous quotes, commas or
+            brackets, single quotes, line breaks in strings, or Python literals such as ``True``.
     """
 
     def __init__(self) -> None:
@@ -115,7 +119,10 @@ class JsonObject:
         return letter
 
     def _quoted(self, letter: str) -> str:
-        """Read the character after a quote in a string. The quote ends the string only if the string does not go on."""
+        """Read the character after a quote in a string.
+
+        The quote is part of the string unless this character can follow a string.
+        """
         if letter in " \t\n\r":
             self._pending += letter
             return ""
@@ -140,7 +147,7 @@ class JsonObject:
         return letter if short and letter == "'" else "\\" + before + self._string(letter)
 
     def _word(self, cut: bool = False) -> str:
-        """Emit the unquoted name or value that was read. ``cut``: it may be incomplete."""
+        """Emit the unquoted name or value that was read. ``cut``: the word may be incomplete."""
         text, self._pending = self._pending, ""
         word = text.rstrip()
         space = text[len(word) :]
@@ -180,14 +187,20 @@ class JsonObject:
         text, self._pending = self._value() + self._pending.removeprefix(","), ""
         while (opener := self._stack[-1]) != _OPENERS[letter]:
             text, self._stack, self.repaired = text + _CLOSERS[opener], self._stack[:-1], True
-        # The closed object or list is a value of the enclosing one.
+        # The closed object or list is a value of the enclosing object or list.
         self._stack, self._mode, self.done = self._stack[:-1], "comma", len(self._stack) == 1
         return text + letter
 
 
 class Taken(NamedTuple):
-    """Result of reading a text: ``arguments`` as JSON, the words between them (``said``), and the unread ``rest``.
-    ``done``: the arguments end before ``rest``."""
+    """Result of reading a text.
+
+    Attributes:
+        arguments: the arguments as JSON.
+        said: text between the arguments.
+        rest: unread text.
+        done: whether the arguments end before ``rest``.
+    """
 
     arguments: str = ""
     said: str = ""
@@ -198,8 +211,9 @@ class Taken(NamedTuple):
 class JsonArguments:
     """Reads the arguments of a call that are one object.
 
-    They end at the closing brace, or at one of ``stops`` outside of strings. A stop inside a string ends them only if
-    the object would be invalid otherwise, because the model left out its end.
+    The arguments end at the closing brace, or at one of ``stops`` outside a string. A stop inside a
+    string ends the arguments only if the object would otherwise be invalid, because the model omitted
+    the end of the object.
     """
 
     def __init__(self, stops: Sequence[str]):
@@ -207,8 +221,13 @@ class JsonArguments:
         self._letters, self._longest = {stop[0] for stop in stops}, max(map(len, stops), default=0)
 
     def take(self, text: str, final: bool = False, cut: bool = False) -> Taken:
-        """Read a text. ``final``: the text is complete. ``cut``: it was cut at its length limit, so the object is left
-        open."""
+        """Read a text.
+
+        Args:
+            text: the text.
+            final: whether the text is complete.
+            cut: whether the text ended at its length limit. The object is then left open.
+        """
         found = list[str]()
         for at, letter in enumerate(text):
             if letter in self._letters:
@@ -231,7 +250,7 @@ class JsonArguments:
         return any(stop != text and stop.startswith(text) for stop in self._stops)
 
     def _ends(self, text: str, final: bool, cut: bool) -> bool | None:
-        """Whether the stop at the start of this text ends the object; None if that depends on further text."""
+        """Return whether the stop at the start of this text ends the object, or None if more text decides."""
         if not self._object.in_string:
             return True
         trial = copy.copy(self._object)

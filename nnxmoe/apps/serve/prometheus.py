@@ -1,4 +1,4 @@
-"""Counters of a server in Prometheus' text format."""
+"""Metrics of a server in the Prometheus text format."""
 
 import bisect
 import collections
@@ -23,7 +23,7 @@ HELP = {
 
 
 class Histogram:
-    """Counts of values by upper bound."""
+    """Counts of values by upper bound, and their sum."""
 
     def __init__(self) -> None:
         self.counts, self.sum = [0] * (len(SECONDS) + 1), 0.0
@@ -33,7 +33,7 @@ class Histogram:
         self.sum += value
 
     def lines(self, name: str) -> Iterator[str]:
-        """The cumulative counts, the sum and the count."""
+        """Yield the cumulative counts, the sum and the total count."""
         total = 0
         for bound, count in zip((*SECONDS, "+Inf"), self.counts, strict=True):
             total += count
@@ -43,7 +43,11 @@ class Histogram:
 
 
 class Metrics:
-    """Counters, histograms, and ``gauges``, which are read when they are asked for."""
+    """Counters, histograms and gauges.
+
+    Args:
+        gauges: functions by name, called for each report.
+    """
 
     def __init__(self, gauges: dict[str, Callable[[], int]]) -> None:
         self.requests: collections.Counter[tuple[str, int]] = collections.Counter()

@@ -1,4 +1,4 @@
-"""The reasoning of an answer apart from the answer: ``reasoning_content``, split by the tags of the model's family."""
+"""Separate the reasoning of an answer (``reasoning_content``) by the tags of the model family."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -10,8 +10,14 @@ _TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</s
 
 @dataclasses.dataclass(frozen=True)
 class Reasoning:
-    """The tags around the reasoning of an answer. ``inside`` and ``closed``: the prompt ends with the first of them, or
-    with the last."""
+    """Tags around the reasoning of an answer.
+
+    Attributes:
+        start: tag before the reasoning.
+        end: tag after the reasoning.
+        inside: whether the prompt ends with ``start``.
+        closed: whether the prompt ends with ``end``.
+    """
 
     start: str
     end: str
@@ -20,7 +26,7 @@ class Reasoning:
 
     @classmethod
     def of(cls, template: str, prompt: str) -> "Reasoning | None":
-        """The tags that a chat template has; None for models that do not reason. ``prompt``: the rendered chat."""
+        """Return the tags of a chat template, or None without tags. ``prompt`` is the rendered chat."""
         for start, end in _TAGS:
             if end in template:
                 return cls(start, end, prompt.rstrip().endswith(start), prompt.rstrip().endswith(end))
@@ -28,7 +34,7 @@ class Reasoning:
 
 
 def held(text: str, marks: Sequence[str]) -> int:
-    """How many characters at the end may belong to a mark: its beginning, and white space before it."""
+    """Count the characters at the end that may be the start of a mark, and the white space before them."""
     most = max(map(len, marks), default=0)
     places = range(max(0, len(text) - most), len(text))
     start = next((at for at in places if any(mark.startswith(text[at:]) for mark in marks)), len(text))
@@ -36,11 +42,13 @@ def held(text: str, marks: Sequence[str]) -> int:
 
 
 class ReasoningSplit:
-    """Splits a text that comes in pieces. What may be the beginning of a tag waits for the next piece, as does white
-    space beside tags, which belongs to neither part.
+    """Splits streamed text into reasoning and answer.
 
-    Without a first tag there is no reasoning: models that were asked not to reason begin with the answer. Some models
-    repeat the first tag after a prompt that ends with it.
+    Text that may be the start of a tag is held back until the next piece. White space around tags is
+    held back too, and is part of neither output.
+
+    Without the first tag there is no reasoning: models with reasoning disabled start with the answer.
+    Some models repeat the first tag after a prompt that ends with it.
     """
 
     def __init__(self, tags: Reasoning):
@@ -48,7 +56,7 @@ class ReasoningSplit:
         self._state: Literal["before", "inside", "after"] = "before"
 
     def put(self, piece: str) -> tuple[str, str]:
-        """The reasoning and the answer that are certain after this piece."""
+        """Read a piece and return the reasoning and the answer that can be emitted now."""
         text, thought = self._held + piece, ""
         self._held = ""
         if self._state == "before":
@@ -71,13 +79,13 @@ class ReasoningSplit:
         return thought, self._stripped(text)
 
     def end(self) -> tuple[str, str]:
-        """What was held back, at the end of the text."""
+        """Return the reasoning and the answer held back, at the end of the text."""
         held, self._held = self._held, ""
         inside = self._state == "inside" or (self._state == "before" and self._tags.inside)
         return (self._stripped(held), "") if inside else ("", held)
 
     def _stripped(self, text: str) -> str:
-        """Without the white space before the first other letter of a part."""
+        """Strip white space at the start of a part."""
         text = text.lstrip() if self._strips else text
         self._strips = self._strips and not text
         return text

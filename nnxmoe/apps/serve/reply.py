@@ -1,6 +1,7 @@
-"""Answers of the server while they are made: admission, pieces from the engine's thread, whole responses and streams.
+"""Responses of the server: admission, pieces from the engine thread, whole responses and streams.
 
-A request that ends in any way, and a client that goes away, cancels its samples, which frees their slots.
+Samples are cancelled when their request ends for any reason or the client disconnects. This frees their
+slots.
 """
 
 import asyncio
@@ -22,12 +23,19 @@ from nnxmoe.apps.serve.requests import Planned
 from nnxmoe.apps.serve.settings import Refused, ServerSettings, public
 from nnxmoe.generation.score import TOKENS, Score
 
-COUNTS = "nnxmoe.counts"  # in a request's scope: the tokens of its prompts, those made, and why it was refused
-LAST_WORDS = 1.0  # seconds to send an error into a stream whose reader may be stuck
+COUNTS = "nnxmoe.counts"  # key in the ASGI scope: prompt tokens, generated tokens, reason of a rejection
+LAST_WORDS = 1.0  # seconds to send an error into a stream whose client may not read
 
 
 class Service:
-    """State that all requests share. ``admitted``: samples of requests that are being served."""
+    """State that all requests share.
+
+    Attributes:
+        thread: the engine thread.
+        settings: settings of the server.
+        admitted: number of samples of current requests.
+        metrics: metrics of the server.
+    """
 
     def __init__(self, thread: EngineThread, settings: ServerSettings):
         self.thread, self.settings, self.admitted = thread, settings, 0
@@ -45,7 +53,7 @@ class Service:
 
 
 class Reply(Response):
-    """The response to a plan: whole, or as server-sent events. Made while it is sent."""
+    """Response to a planned request, whole or as server-sent events. Generated while it is sent."""
 
     def __init__(self, service: Service, plan: Planned, form: Format, since: float):
         super().__init__()
@@ -57,7 +65,7 @@ class Reply(Response):
         self._admitted, self._started, self._made = False, False, 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the response; stop if the client disconnects or the time limit is reached."""
+        """Send the response. Stops if the client disconnects or the time limit is reached."""
         work = asyncio.ensure_future(self._send_stream(send) if self._plan.stream else self._send_whole(send))
         gone = asyncio.ensure_future(_gone(receive))
         try:
@@ -83,7 +91,7 @@ class Reply(Response):
             await self._fail(send, Refused(504, why))
 
     async def _fail(self, send: Send, refused: Refused) -> None:
-        """An error response, or, in a stream that has begun, an error as its last event."""
+        """Raise the error, or send it as the last event if the response has started."""
         if not self._started:
             raise refused
         with contextlib.suppress(TimeoutError):
@@ -92,7 +100,7 @@ class Reply(Response):
 
     @contextlib.asynccontextmanager
     async def _running(self) -> AsyncIterator[None]:
-        """Start the samples of the plan, and cancel those that are not done at the end. Raises Refused."""
+        """Start the samples of the plan, and cancel unfinished samples on exit. Raises Refused."""
         service, plan, count = self._service, self._plan, len(self._samples)
         most = service.thread.engine.slots + service.settings.queue
         if count > most:
@@ -115,18 +123,18 @@ class Reply(Response):
                 service.thread.cancel(jobs)
 
     async def _scores(self) -> list[Score | None]:
-        """The scores of the plan's prompts; None for a prompt of a single id, which has nothing to score."""
+        """Score the prompts of the plan. The score of a prompt with a single id is None."""
         plan, found = self._plan, list[Score | None]()
         top = min(1, plan.options.logprobs or 0) if (plan.options.logprobs or 0) < 2 else 5
         while texts := plan.prompts[len(found) :]:
             sizes = itertools.accumulate(map(len, texts))
-            some = texts[: max(1, sum(size <= TOKENS for size in sizes))]  # what one pass holds
+            some = texts[: max(1, sum(size <= TOKENS for size in sizes))]  # texts that fit in one pass
             scores = iter(await _refusing(self._service.thread.score([ids for ids in some if len(ids) > 1], top)))
             found += [next(scores) if len(ids) > 1 else None for ids in some]
         return found
 
     async def _parts(self) -> AsyncIterator[dict[int, Sample]]:
-        """Yield the new pieces by sample, each time the reader is ready for more, until all samples are done."""
+        """Yield new pieces by sample whenever the client is ready, until all samples are done."""
         metrics = self._service.metrics
         while not all(sample.finish for sample in self._samples):
             news, pending = dict[int, Sample](), [await self._queue.get()]
@@ -156,7 +164,7 @@ class Reply(Response):
         choices = [self._form.choice(index, sample) for index, sample in enumerate(self._samples)]
         body = {**self._head, "object": self._form.name, "choices": choices, "usage": usage(plan.prompts, self._made)}
         self._started = True
-        unread: Any = None  # a whole response reads nothing
+        unread: Any = None  # a whole response does not read
         await json_response(body)({"type": "http"}, unread, send)
 
     async def _send_stream(self, send: Send) -> None:
@@ -178,7 +186,7 @@ class Reply(Response):
             await _send(send, events)
 
     def _usage(self, index: int) -> Json:
-        """Token counts so far of a sample, as a chunk reports them."""
+        """Return the token counts of a sample so far, as in a chunk."""
         plan = self._plan
         if plan.usage != "always":
             return {} if plan.usage is None else {"usage": None}
@@ -186,7 +194,7 @@ class Reply(Response):
 
 
 def _echo(sample: Sample, plan: Planned, prompt: int, scores: Sequence[Score | None]) -> None:
-    """Put the prompt before what follows it, if it is to be echoed. The first id has no log-probability."""
+    """Insert the prompt before the new text if the request echoes it. The first id has no log-probability."""
     if plan.texts is None:
         return
     sample.text, sample.start = plan.texts[prompt] + sample.text, len(plan.texts[prompt])
@@ -210,13 +218,13 @@ async def _send(send: Send, body: bytes) -> None:
 
 
 async def _gone(receive: Receive) -> None:
-    """Return when the client has closed the connection."""
+    """Return when the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def _refusing(future: asyncio.Future[Any]) -> Any:
-    """The future's result; a ValueError of the engine refuses the request, any other failure ends it."""
+    """Return the result of a future. Converts a ValueError to status 400 and a RuntimeError to status 503."""
     try:
         return await future
     except ValueError as error:

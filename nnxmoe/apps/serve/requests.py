@@ -1,4 +1,4 @@
-"""From request bodies to what the engine is asked for."""
+"""Convert request bodies to prompts and options for the engine."""
 
 import contextlib
 import dataclasses
@@ -20,10 +20,10 @@ from nnxmoe.generation.stop_strings import split_stop_strings
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.tokenizer.tokenizer import TokenizerError
 
-COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for completions; of chats: what the slot has room for
-COMPLETION_LOGPROBS, CHAT_LOGPROBS = 5, 20  # the most that the API allows
+COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for completions; chats default to the free tokens of a slot
+COMPLETION_LOGPROBS, CHAT_LOGPROBS = 5, 20  # largest values that the API allows
 OURS = {"messages", "tools", "documents", "tokenize", "add_generation_prompt", "continue_final_message"}
-OURS |= {"chat_template"}  # a client's template would run in this process
+OURS |= {"chat_template"}  # a client's template must not run in this process
 _GUIDES: Mapping[str, Callable[[Any, Any], Grammar]] = {
     "guided_json": Grammar.json_schema,
     "guided_regex": Grammar.regex,
@@ -31,15 +31,25 @@ _GUIDES: Mapping[str, Callable[[Any, Any], Grammar]] = {
     "guided_grammar": Grammar.lark,
 }
 ROLES = ("system", "developer", "user", "assistant", "tool")
-CONTENT = ("tool_calls", "function_call", "audio", "refusal")  # fields of a message that are part of what was said
+CONTENT = ("tool_calls", "function_call", "audio", "refusal")  # fields of a message that are part of the conversation
 
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """A validated request: ``n`` samples of each prompt. ``texts``: the prompts' texts, if they are echoed.
-    ``seeded``: the client set a seed; otherwise each prompt gets a different one. ``usage``: the chunks of a ``stream``
-    that report token counts (the last one, or all). ``scored``: log-probabilities of echoed prompts are requested.
-    ``answer``: how the texts are split into parts."""
+    """A validated request.
+
+    Attributes:
+        prompts: ids of the prompts.
+        options: options of each sample.
+        n: number of samples per prompt.
+        stop: stop strings.
+        seeded: whether the client set a seed. Otherwise each prompt gets a random seed.
+        stream: whether the response is streamed.
+        usage: chunks of a stream that report token counts, or None.
+        texts: texts of the prompts if they are echoed, else None.
+        scored: whether log-probabilities of echoed prompts are requested.
+        answer: form of the answers.
+    """
 
     prompts: list[tuple[int, ...]]
     options: RequestOptions
@@ -53,7 +63,7 @@ class Planned:
     answer: AnswerForm = PLAIN
 
     def samples(self) -> list[tuple[tuple[int, ...], RequestOptions, Prefix | None]]:
-        """The ids, options and shared prefix of every sample, in the order of the response's choices."""
+        """List ids, options and shared prefix of every sample, in the order of the response's choices."""
         found = []
         for ids in self.prompts:
             prefix = Prefix(ids) if self.n > 1 else None
@@ -63,7 +73,7 @@ class Planned:
 
 
 class Planner:
-    """Plans requests for an engine. ``sampling``: of requests that leave it out."""
+    """Plans requests for an engine. ``sampling`` applies to requests without sampling fields."""
 
     def __init__(self, engine: Engine, tokenizer: Any, settings: ServerSettings):
         self.tokenizer, self.settings, self.capacity = tokenizer, settings, engine.capacity
@@ -100,7 +110,6 @@ class Planner:
         return self._plan(request, [tuple(ids)], most, logprobs if request.logprobs else None, answer)
 
     def _rendered(self, request: ChatRequest, calls: ToolOptions | None, variables: Mapping[str, Any]) -> list[int]:
-        """The ids of a chat. Raises Refused."""
         tools = [tool.plain() for tool in request.tools or ()] if calls is not None else None
         messages = [self._message(message) for message in request.messages]
         try:
@@ -111,7 +120,7 @@ class Planner:
             raise Refused(400, getattr(error, "public", str(error)), "messages") from None
 
     def _calls(self, request: ChatRequest) -> ToolOptions | None:
-        """What the request says of its tools; None if it has none, or wants none called. Raises Refused."""
+        """Read the tools of the request, or None if no tool may be called. Raises Refused."""
         choice, tools = request.tool_choice, request.tools or []
         named = choice.function.name if isinstance(choice, NamedTool) else None
         if choice not in (None, "none", "auto") and not tools:
@@ -136,7 +145,6 @@ class Planner:
         return ToolOptions(form, parameters, must, strict, several, named is not None)
 
     def _template_for(self, tools: bool) -> str:
-        """The chat template; of several, the one for tools."""
         templates = self.tokenizer.chat_templates
         return (templates.get("tool_use") if tools else None) or self.tokenizer.chat_template or ""
 
@@ -153,23 +161,21 @@ class Planner:
         return {"reasoning_effort": effort, **variables}
 
     def _refuse_roles(self, messages: Sequence[Message]) -> None:
-        """Raise Refused for a role that neither the API nor the chat template has."""
+        """Raise Refused for a role that is unknown to the API and the chat template."""
         for i, message in enumerate(messages):
             if message.role not in ROLES and not self._reads(repr(message.role)):
                 why = f"messages[{i}].role: unknown role {message.role:.40}: give one of {', '.join(ROLES)}"
                 raise Refused(400, why, "messages")
 
     def _message(self, message: Message) -> dict[str, Any]:
-        """Convert a message for the chat template. The role developer becomes system unless the template knows it.
-        Raises Refused for fields that the template would drop from the conversation."""
+        """Convert a message for the template. Raises Refused if the template would drop a field."""
         if lost := [name for name in CONTENT if name in message.more and not self._reads(name)]:
             raise Refused(400, f"{lost[0]} is not supported: the model's chat template does not read it", lost[0])
-        plain = message.plain()
+        plain = message.plain()  # the role developer becomes system unless the template reads it
         return plain | {"role": "system"} if plain["role"] == "developer" and not self._reads("developer") else plain
 
     def _reads(self, word: str) -> bool:
-        """Whether the model's chat template, or its template for tools, contains this word; a quoted word matches with
-        either kind of quotes."""
+        """Return whether a chat template contains a word. Quoted words match with either kind of quotes."""
         texts = [self._template_for(tools) for tools in (False, True)]
         return any(word in text or word in text.replace('"', "'") for text in texts)
 
@@ -203,7 +209,7 @@ class Planner:
         return Planned(prompts, options, n, texts, seeded, stream, usage, answer=answer)
 
     def _most(self, field: str, prompts: Sequence[Sequence[int]], asked: int | None, default: int | None = None) -> int:
-        """Number of new tokens: ``asked``, else the room that is left, up to ``default``. Raises Refused."""
+        """Return the maximum number of new tokens: ``asked``, else the free tokens up to ``default``."""
         if not all(prompts):
             raise Refused(400, f"{field}: the prompt is empty: it needs at least one token", field)
         longest = max(map(len, prompts))
@@ -218,13 +224,12 @@ class Planner:
         raise Refused(400, why, field if asked is None else "max_tokens", "context_length_exceeded")
 
     def _constraint(self, request: BaseRequest, stop_ids: tuple[int, ...], answer: AnswerForm) -> Grammar | None:
-        """What the answer must follow. Raises Refused."""
         name = next((name for name in GUIDED if getattr(request, name) is not None), None)
         with _refusing(name or "tools"):
             form = None if name is None else self._form(name, getattr(request, name))
             found = answer.grammar(form, self.tokenizer)
             if found is not None:
-                found.start(self.vocab, stop_ids)  # here, and not in the engine's thread, it takes its time
+                found.start(self.vocab, stop_ids)  # compile here: it is slow and must not block the engine thread
             return found
 
     def _form(self, name: str, value: Any) -> Grammar:
@@ -235,7 +240,7 @@ class Planner:
         return _GUIDES[name](value, self.tokenizer)
 
     def _stops(self, stop: str | Sequence[str] | None, ids: int = 0) -> tuple[str, ...]:
-        """Return the stop strings. Raises Refused for empty or long ones, and for too many together with ``ids``."""
+        """Return the stop strings. Raises Refused for empty, long or too many strings (with ``ids``)."""
         stops = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
         _at_most("stop_token_ids" if ids else "stop", len(stops) + ids, self.settings.stops)
         for text in stops:
@@ -245,7 +250,7 @@ class Planner:
         return stops
 
     def _prompts(self, prompt: Any) -> tuple[list[tuple[int, ...]], list[str]]:
-        """The ids and texts of one prompt or several."""
+        """Return the ids and texts of a prompt or several prompts. Raises Refused."""
         if isinstance(prompt, str) or all(isinstance(part, int) for part in prompt):
             prompt = [prompt]
         if any(isinstance(part, int) for part in prompt):
@@ -270,7 +275,7 @@ class Planner:
 
 @contextlib.contextmanager
 def _refusing(field: str) -> Iterator[None]:
-    """Refuse the request for a ValueError in this block."""
+    """Convert a ValueError in this block to a Refused."""
     try:
         yield
     except ValueError as error:
@@ -278,7 +283,7 @@ def _refusing(field: str) -> Iterator[None]:
 
 
 def default_sampling(model: CausalLM) -> Sampling:
-    """Sampling of requests that leave it out: the checkpoint's, with OpenAI's temperature 1 if that is greedy."""
+    """Return the checkpoint's sampling options. If they are greedy, use OpenAI's temperature 1."""
     found = Sampling.from_checkpoint(model)
     return found if found.temperature else dataclasses.replace(found, temperature=1.0)
 

@@ -1,5 +1,8 @@
-"""Request bodies, after the OpenAI API. Unknown fields, wrong types and values out of range raise an error with the
-field's name. Null, values without effect (`fields.NEUTRAL`) and labels count as left out."""
+"""Request bodies of the OpenAI API.
+
+Unknown fields, wrong types and values out of range raise an error with the name of the field. Null,
+values without effect (`fields.NEUTRAL`) and labels count as absent.
+"""
 
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -19,8 +22,14 @@ GUIDED = ("response_format", "guided_json", "guided_regex", "guided_choice", "gu
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
-    """``include_usage``: end with a chunk that has the token counts. ``continuous_usage_stats``: then all other chunks
-    have the counts so far, as in vLLM."""
+    """Options of a stream.
+
+    Attributes:
+        include_usage: append a chunk with the token counts.
+        continuous_usage_stats: with ``include_usage``, all chunks contain the counts so far, as in
+            vLLM.
+        include_obfuscation: has no effect.
+    """
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -28,12 +37,17 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
 
     @property
     def usage(self) -> Literal["last", "always"] | None:
-        """Which chunks have token counts; None for no chunk."""
+        """Which chunks have token counts. None for no chunk."""
         return None if not self.include_usage else "always" if self.continuous_usage_stats else "last"
 
 
 class JsonSchema(Struct):
-    """``schema``: a JSON schema. Answers follow it unless they are cut. The other fields have no effect."""
+    """A JSON schema of answers.
+
+    Attributes:
+        schema: the schema. Answers follow it unless they are truncated. The other fields have no
+            effect.
+    """
 
     schema: dict[str, Any] | bool
     name: str | None = None
@@ -42,15 +56,21 @@ class JsonSchema(Struct):
 
 
 class ResponseFormat(Struct, forbid_unknown_fields=True):
-    """The form of an answer."""
+    """Form of an answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
 class Function(Struct):
-    """A function that the model may call. ``strict``: its arguments follow ``parameters``, a JSON schema, unless
-    the answer is cut."""
+    """A function that the model may call.
+
+    Attributes:
+        name: name of the function.
+        description: description for the model.
+        parameters: JSON schema of the arguments.
+        strict: whether arguments follow ``parameters``, unless the answer is truncated.
+    """
 
     name: Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
     description: str | None = None
@@ -65,28 +85,31 @@ class Tool(Struct, forbid_unknown_fields=True):
     function: Function
 
     def plain(self) -> dict[str, Any]:
-        """The tool as chat templates read it."""
+        """Convert the tool to the dict that chat templates read."""
         fields = {"name": self.function.name, "description": self.function.description}
         fields["parameters"] = self.function.parameters or {"type": "object", "properties": {}}
         return {"type": "function", "function": {key: one for key, one in fields.items() if one is not None}}
 
 
 class FunctionName(Struct, forbid_unknown_fields=True):
-    """Names a function."""
+    """Name of a function."""
 
     name: str
 
 
 class NamedTool(Struct, forbid_unknown_fields=True):
-    """The tool to call."""
+    """The tool that must be called."""
 
     type: Literal["function"]
     function: FunctionName
 
 
 class BaseRequest(Struct, forbid_unknown_fields=True, kw_only=True):
-    """Fields of both kinds of request. ``model`` defaults to the model served. ``min_tokens``, ``top_k``, ``min_p``,
-    ``repetition_penalty``, ``ignore_eos``, ``stop_token_ids`` and those named ``guided_…`` are vLLM's, not OpenAI's."""
+    """Fields of completion and chat requests. ``model`` defaults to the served model.
+
+    ``min_tokens``, ``top_k``, ``min_p``, ``repetition_penalty``, ``ignore_eos``, ``stop_token_ids`` and
+    ``guided_…`` are fields of vLLM, not of OpenAI.
+    """
 
     model: str | None = None
     max_tokens: Natural | None = None
@@ -114,7 +137,14 @@ class BaseRequest(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class CompletionRequest(BaseRequest, kw_only=True):
-    """``POST /v1/completions``. ``prompt``: a text, several, token ids, or several lists of them."""
+    """Body of ``POST /v1/completions``.
+
+    Attributes:
+        prompt: a text, several texts, token ids, or several lists of token ids.
+        echo: whether the response includes the prompt.
+        logprobs: number of most likely tokens to report.
+        best_of: must equal ``n``.
+    """
 
     prompt: str | list[str | Id | list[Id]]
     echo: bool | None = None
@@ -130,20 +160,29 @@ class TextPart(Struct):
 
 
 class Message(Struct):
-    """One turn of a chat. ``more``: its other fields, for the chat template."""
+    """A message of a chat.
+
+    Attributes:
+        role: role of the author.
+        content: text, or text parts.
+        more: other fields, for the chat template.
+    """
 
     role: str
     content: str | list[TextPart] | None = None
     more: dict[str, Any] = {}
 
     def plain(self) -> dict[str, Any]:
-        """Convert the message to the dict that chat templates read, with the text of its parts joined."""
+        """Convert the message to the dict that chat templates read. Joins text parts."""
         content = "".join(part.text for part in self.content) if isinstance(self.content, list) else self.content
         return {"role": self.role, "content": content, **self.more}
 
 
 class ChatRequest(BaseRequest, kw_only=True):
-    """``POST /v1/chat/completions``. ``chat_template_kwargs``: variables of the template, as in vLLM."""
+    """Body of ``POST /v1/chat/completions``.
+
+    ``chat_template_kwargs`` are variables of the chat template, as in vLLM.
+    """
 
     messages: list[Message]
     max_completion_tokens: Natural | None = None
@@ -160,7 +199,7 @@ Body = TypeVar("Body", bound=BaseRequest)
 
 
 def decode(body: bytes, kind: type[Body]) -> Body:
-    """The request in a body. Raises Refused with status 400 that names the field."""
+    """Decode a request body. Raises Refused with status 400 and the name of the field."""
     try:
         found = msgspec.json.decode(body)
         if isinstance(found, dict):
@@ -180,7 +219,10 @@ def decode(body: bytes, kind: type[Body]) -> Body:
 
 
 def _split(message: dict[str, Any]) -> dict[str, Any]:
-    """A message as `Message`; null fields and the empty lists of OpenAI's answers count as left out."""
+    """Convert an object to the fields of `Message`.
+
+    Null fields, and empty lists as in answers of OpenAI, count as absent.
+    """
     fields = {name: value for name, value in message.items() if value not in (None, []) and name != CACHE}
     known = {name: content_parts(fields.pop(name)) for name in ("role", "content") if name in fields}
     return {**known, "more": fields}

@@ -1,4 +1,4 @@
-"""Runs a server in this process until it is told to stop."""
+"""Run a server in this process until SIGTERM or Ctrl-C."""
 
 import contextlib
 import signal
@@ -24,17 +24,25 @@ from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.runtime.progress import say
 from nnxmoe.tokenizer.tokenizer import Tokenizer
 
-BIASES = 64  # of one request
-KEPT = 4  # slots whose memory is used for the beginnings of prompts, by default
+BIASES = 64  # maximum number of logit biases per request
+KEPT = 4  # default prefix cache, in slots of memory
 CONNECTIONS = 1024
-HEAD_SECONDS = 30.0  # to send the head of a request
+HEAD_SECONDS = 30.0  # time limit for the head of a request
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
 def serving_engine(
     model: CausalLM, *, slots: int = 8, capacity: int = 2048, draft: DraftOption = None, prefix_bytes: int | None = None
 ) -> Engine:
-    """An engine with room for every option of the API. ``prefix_bytes`` None: as much as KEPT slots take."""
+    """Create an engine whose limits cover every option of the API.
+
+    Args:
+        model: the model.
+        slots: see `Engine`.
+        capacity: see `Engine`. At most the model's ``max_position_embeddings``.
+        draft: see `Engine`.
+        prefix_bytes: see `Engine`. If None, the memory of `KEPT` slots.
+    """
     rules = default_sampling(model).rules
     steps = StaticSampling(rules=() if rules is None else (rules,))
     limits = EngineLimits(len(eos_ids(model, ...)) + ServerSettings.stops, BIASES, CHAT_LOGPROBS, steps)
@@ -51,10 +59,21 @@ def serve(
     port: int = 8000,
     started: Callable[[str], None] = lambda address: None,
 ) -> None:
-    """Serve an engine until SIGTERM or Ctrl-C: then no new connections are taken, running requests have
-    ``settings.drain`` seconds to finish, and the engine is closed.
+    """Serve an engine until SIGTERM or Ctrl-C.
 
-    ``started`` is called with the address once requests are answered. Raises OSError if the port is taken.
+    Then the server accepts no new connections, running requests have ``settings.drain`` seconds to
+    finish, and the engine is closed.
+
+    Args:
+        engine: the engine, see `serving_engine`.
+        tokenizer: the tokenizer.
+        settings: settings of the server.
+        host: address to bind.
+        port: port to bind. 0 chooses a free port.
+        started: called with the URL once requests are answered.
+
+    Raises:
+        OSError: if the port is in use.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, port), family=family, backlog=CONNECTIONS)
@@ -86,7 +105,7 @@ def make_server(app: ASGIApp, settings: ServerSettings) -> uvicorn.Server:
 
 
 class _Punctual(H11Protocol):
-    """Closes connections on which no whole head of a request arrives in time; uvicorn waits without end."""
+    """Closes connections that do not send a whole request head in time. uvicorn has no such time limit."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -105,7 +124,7 @@ class _Punctual(H11Protocol):
 
 @contextlib.contextmanager
 def _quiet_signals() -> Iterator[None]:
-    """Within the block SIGTERM does not end the process: uvicorn raises it again when it has stopped."""
+    """Ignore SIGTERM in this block. uvicorn raises the signal again after it has stopped."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""Settings of a server, and the error that a client gets."""
+"""Settings of a server, and the error for rejected requests."""
 
 import dataclasses
 import re
@@ -6,12 +6,22 @@ import re
 
 @dataclasses.dataclass(frozen=True)
 class ServerSettings:
-    """``name``: of the model. ``key``: what clients must send as a bearer token; None: no key. ``hosts``: accepted
-    values of the Host header without its port; None: any.
+    """Settings of a server.
 
-    Bounds: ``queue`` samples wait for a slot, ``seconds`` per request, ``body`` bytes and ``body_seconds`` of a request
-    body, ``prompts`` and ``samples`` per prompt in one request, ``stops`` strings of ``stop_length`` characters,
-    ``drain`` seconds to finish running requests when the server stops. ``access_log``: one line per request.
+    Attributes:
+        name: name of the model.
+        key: bearer token that clients must send. If None, no token is required.
+        hosts: accepted values of the Host header without port. If None, any value is accepted.
+        queue: maximum number of samples that wait for a slot.
+        seconds: time limit per request.
+        body: maximum size of a request body in bytes.
+        body_seconds: time limit to receive a request body.
+        prompts: maximum number of prompts per request.
+        samples: maximum number of samples per prompt.
+        stops: maximum number of stop strings.
+        stop_length: maximum number of characters per stop string.
+        drain: seconds to finish running requests when the server stops.
+        access_log: log one line per request.
     """
 
     name: str
@@ -30,19 +40,26 @@ class ServerSettings:
 
 
 def public(error: object) -> str:
-    """Text of an error for clients, without local paths."""
+    """Return the text of an error for clients, without local paths."""
     return re.sub(r"(?<![\w.])(?:/[^\s/:'\"]+)+/(?=[^\s/])", "", f"{error}")[:300]
 
 
 class Refused(Exception):
-    """A request that is not served: the HTTP ``status``, why, and the field at fault."""
+    """Raised for a rejected request.
+
+    Attributes:
+        status: HTTP status.
+        why: reason, for the client.
+        param: field that caused the error, or None.
+        code: error code of OpenAI, or None.
+    """
 
     def __init__(self, status: int, why: str, param: str | None = None, code: str | None = None):
         super().__init__(why)
         self.status, self.why, self.param, self.code = status, why, param, code
 
     def body(self) -> dict[str, object]:
-        """The error as JSON in OpenAI's form."""
+        """Return the error in OpenAI's JSON form."""
         kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
         kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.why, "type": kind, "param": self.param, "code": self.code}}

@@ -1,4 +1,7 @@
-"""Streaming parser of tool-call arguments that are written one by one in tags. Returns them as one JSON object."""
+"""Streaming parser of tool-call arguments that are written one by one in tags.
+
+Returns the arguments as one JSON object.
+"""
 
 import json
 import re
@@ -13,10 +16,11 @@ QUOTE = '"'
 
 
 class TaggedArguments:
-    """Reads the arguments of a call and emits each one once it is complete.
+    """Reads the arguments of a call and emits each argument once it is complete.
 
-    A value ends at its closing tag. It includes balanced tags, and a closing tag that is followed by another closing
-    tag before any other tag. If the closing tag is missing, the value ends at the next other tag.
+    A value ends at its closing tag. The value includes balanced tags, and a closing tag that is
+    followed by a second closing tag before any other tag. If the closing tag is missing, the value ends
+    at the next tag of a different kind.
     """
 
     def __init__(self, tools: ToolOptions, tool: str):
@@ -25,8 +29,13 @@ class TaggedArguments:
         self._tool, self._count = tool, 0
 
     def take(self, text: str, final: bool = False, cut: bool = False) -> Taken:
-        """Read a text. ``final``: the text is complete. ``cut``: it was cut at its length limit, so the object is left
-        open."""
+        """Read a text.
+
+        Args:
+            text: the text.
+            final: whether the text is complete.
+            cut: whether the text ended at its length limit. The object is then left open.
+        """
         form = self._format
         if found := self._tags.head.match(text):
             if (value := self._value(text, found.end(), final)) is None:
@@ -36,22 +45,25 @@ class TaggedArguments:
         part = next_tag(form, text)
         if part is not None and not text[: part.start()].strip():
             return Taken("}" if self._count else "{}", rest=text, done=True)
-        if part is not None:  # words between the arguments
+        if part is not None:  # text between the arguments
             return Taken(said=text[: part.start()].lstrip(), rest=text[part.start() :])
         if not final:
             return Taken(rest=text)
         return Taken("" if cut else "}" if self._count else "{}", rest=text, done=True)
 
     def _member(self, key: str, text: str, cut: bool) -> str:
-        """Format an argument as a member of the object, left open if it was cut."""
+        """Format an argument as a member of the object. A truncated member is left open."""
         value = _json(self._tools.value(self._tool, key, text))
         self._count += 1
         comma = ", " if self._count > 1 else "{"
         return f"{comma}{_json(key)}: {value.removesuffix(QUOTE) if cut else value}"
 
     def _value(self, text: str, start: int, final: bool) -> tuple[str, str, bool] | None:
-        """Return the value that begins at ``start``, the text after it, and whether it is complete; None if that
-        depends on further text."""
+        """Find the value that begins at ``start``.
+
+        Returns:
+            The value, the text after it, and whether it is complete. None if more text is needed.
+        """
         tag, space = self._tags.end_tag, self._tags.space
         if not final and tag not in text:
             return None

@@ -1,4 +1,4 @@
-"""Tools of a request: their schemas, and the grammars of answers that call them."""
+"""Tools of a request: JSON schemas, and grammars of answers with tool calls."""
 
 import dataclasses
 import json
@@ -9,8 +9,10 @@ from typing import Any
 from nnxmoe.apps.serve.argument_values import is_text, listed, properties, resolved, value_of
 from nnxmoe.apps.serve.call_formats import CallFormat
 
-_SPACE = {"whitespace_pattern": " ?"}  # in arguments: in one line, as all families were trained
-_NUMBERS = {"INDEX": "/[0-9]{1,3}/", "IDENTIFIER": "/[a-zA-Z0-9]{9}/"}  # of calls, in Lark
+_SPACE = {
+    "whitespace_pattern": " ?"
+}  # white space in arguments: a single line, as in the training data of all families
+_NUMBERS = {"INDEX": "/[0-9]{1,3}/", "IDENTIFIER": "/[a-zA-Z0-9]{9}/"}  # placeholders of a call, in Lark
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -19,10 +21,10 @@ class ToolOptions:
     """Tools of a request, and the grammar of their calls.
 
     Attributes:
-        format: how the model writes calls.
+        format: format of the model's calls.
         parameters: JSON schema of the arguments per tool.
-        must: whether the answer has to call a tool.
-        strict: whether a grammar makes arguments follow the schemas.
+        must: whether the answer must call a tool.
+        strict: whether the grammar enforces the schemas of the arguments.
         several: whether more than one call is allowed.
         named: whether the request names the tool to call.
     """
@@ -35,14 +37,15 @@ class ToolOptions:
     named: bool = False
 
     def value(self, tool: str, key: str, text: str) -> Any:
-        """Read an argument in tags: it is a text if its schema says so, else JSON or a Python literal."""
+        """Read the text of an argument in tags. See `value_of`."""
         root = self.parameters.get(tool) or {}
         return value_of(text, properties(root).get(key), root)
 
     def rules(self, tokens: Mapping[str, int]) -> Iterator[str]:
-        """Yield Lark rules: ``calls``, and ``rest``, which is the calls without their first mark.
+        """Yield Lark rules. ``calls`` matches the calls, and ``rest`` the calls without their first mark.
 
-        ``tokens``: ids of tokens that are not text to grammars.
+        Args:
+            tokens: ids of tokens that are symbols in grammars.
         """
         form, mark = self.format, self.format.marks[0]
         before, after = form.before_arguments, literal(form.after_arguments, tokens)
@@ -63,7 +66,10 @@ class ToolOptions:
         yield f"rest: {opening} {'one' if form.opening else 'first'} {more} {closing}"
 
     def _tags(self, index: int, schema: Mapping[str, Any] | None, tokens: Mapping[str, int]) -> Iterator[str]:
-        """Yield the rules of arguments in tags: required ones and any of the others, in the order of the schema."""
+        """Yield the rules of arguments in tags, in the order of the schema.
+
+        Required arguments must occur. The other arguments are optional.
+        """
         tags = self.format.argument
         assert tags is not None
         parts = []
@@ -84,7 +90,7 @@ class ToolOptions:
 
 
 def _head(text: str, name: str, tokens: Mapping[str, int]) -> str:
-    """The Lark expression of the text before the arguments of a call."""
+    """Return the Lark expression of the text before the arguments of a call."""
     parts = re.split("(INDEX|IDENTIFIER)", text.replace("NAME", name))
     return " ".join(_NUMBERS.get(part) or literal(part, tokens) for part in parts)
 
@@ -94,12 +100,12 @@ def _json(schema: Any) -> str:
 
 
 def literal(text: str, tokens: Mapping[str, int]) -> str:
-    """Write a text in Lark, with the ``tokens`` in it as their ids."""
+    """Convert a text to Lark. Each of the ``tokens`` in the text becomes its id."""
     special = sorted((token for token in tokens if token in text), key=len, reverse=True)
     parts = re.split("(" + "|".join(map(re.escape, special)) + ")", text) if special else [text]
     return " ".join(f"<[{tokens[part]}]>" if part in special else json.dumps(part) for part in parts if part)
 
 
 def escaped(text: str) -> str:
-    """Escape a text for a regular expression of Lark."""
+    """Escape a text for a regular expression in Lark."""
     return re.escape(text).replace("/", r"\/")
