@@ -1,7 +1,8 @@
 """A thin bridge from NNX modules to Linen modules, with MaxText's parameter tree.
 
-``init`` creates boxed variables with MaxText's names, shapes and logical axes. ``apply`` reads the arrays from Linen's
-scope, merges them into a cached NNX graph definition (`nnxmoe.linen.places`) and calls it; constructors do not run.
+``init`` creates boxed variables with MaxText's names, shapes and logical axes. ``apply`` reads the
+arrays from Linen's scope, merges them into a cached NNX graph definition (`nnxmoe.linen.places`)
+and calls the result. ``apply`` runs no constructors.
 """
 
 import dataclasses
@@ -41,10 +42,13 @@ from nnxmoe.model.strategy import Strategy
 
 
 class LinenCausalLM(nn.Module):
-    """A language model as a Linen module whose variables have MaxText's names, shapes and logical axes.
+    """Language model as a Linen module, with MaxText's names, shapes and logical axes of variables.
 
-    ``scan_layers``: stack layers on axis 1; overrides the strategy's ``stacking``. Activations have the strategy's
-    compute dtype, else the matrices'. As in MaxText, grouped queries are stored divided by sqrt(head width).
+    As in MaxText, grouped queries are stored divided by sqrt(head width). Activations use the
+    strategy's ``compute_dtype`` if set, else the dtype of the matrices.
+
+    Attributes:
+        scan_layers: Stack the layers on axis 1. Overrides the strategy's ``stacking``.
     """
 
     config: DecoderConfig
@@ -53,30 +57,40 @@ class LinenCausalLM(nn.Module):
 
     @nn.compact
     def __call__(self, *args: Any, **kwargs: Any) -> Output:
-        """Take the arguments of `CausalLM.__call__`, tokens ``[B, T]`` first. Raises ValueError listing all variables
-        that do not fit."""
+        """Run the model with the arguments of `CausalLM.__call__`, tokens ``[B, T]`` first.
+
+        Raises ValueError with a list of all variables that do not fit.
+        """
         return _call(self, model_plan(self.config, self.strategy, self.scan_layers), args, kwargs)
 
 
 class Wrapped(nn.Module):
-    """An NNX module as a Linen module, created by `wrap`."""
+    """NNX module as a Linen module, created by `wrap`."""
 
     blueprint: Blueprint
 
     @nn.compact
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Take the NNX module's arguments and return its output. Raises ValueError listing misfitting variables."""
+        """Call the NNX module. Raises ValueError with a list of all variables that do not fit."""
         return _call(self, part_plan(self.blueprint), args, kwargs)
 
 
 def wrap(nnx_class: Callable[..., nnx.Module], *args: Any, name: str | None = None, **kwargs: Any) -> Wrapped:
-    """A Linen module of an NNX class, or of a function that returns a module, and its arguments except ``rngs``.
+    """Wrap an NNX class, or a function that returns an NNX module, as a Linen module.
 
-    Arguments may be wrapped modules: ``wrap(MoE, wrap(Router, …), wrap(Experts, …), Sorted(), None)``. Variables of
-    nnxmoe modules have MaxText's names and axes; since its queries are divided by sqrt(H), use
-    ``wrap(GQA, AttentionDims(…, scale=1.0), …)``. Other variables are named by attribute (``layers_0`` for list items),
-    with the axes of their metadata.
-    Arguments must be hashable (else ValueError): equal arguments share the graph definition and compiled programs.
+    Variables of nnxmoe modules have MaxText's names and axes. MaxText's queries are divided by sqrt(H):
+    use ``wrap(GQA, AttentionDims(…, scale=1.0), …)``. Other variables are named by attribute
+    (``layers_0`` for list items) and have the axes of their metadata.
+
+    Args:
+        nnx_class: The class or function.
+        args, kwargs: Its arguments except ``rngs``. They must be hashable, since equal arguments
+            share the graph definition and compiled programs. Arguments may be wrapped modules:
+            ``wrap(MoE, wrap(Router, …), wrap(Experts, …), Sorted(), None)``.
+        name: Name of the Linen module.
+
+    Raises:
+        ValueError: If an argument is unhashable, or for ``rngs``.
     """
     if "rngs" in kwargs:
         raise ValueError("wrap(…, rngs=…): random keys come from Linen's rngs; omit the argument")
@@ -98,13 +112,7 @@ def from_linen(
     *,
     mapping: Mapped | None = None,
 ) -> CausalLM:
-    """The NNX model with the variables of a Linen module, boxed or not.
-
-    ``mapping`` None: they have the names of a `LinenCausalLM` or of MaxText (see `maxtext.from_tree`). Otherwise it
-    says where each parameter comes from: its name here, such as ``layers/{layer}/attention/q/kernel``, -> its name in
-    the tree, or a pair of one or several names and a function from those arrays to ours. Dimensions are split and
-    merged as needed. A name in the tree without ``{layer}`` is that of an array with the layers on axis 0, as
-    ``nn.scan`` stacks them. `propose_mapping` proposes a mapping; `nnxmoe.testing.assert_module_parity` takes it too.
+    """Build the NNX model with the variables of a Linen module, boxed or not.
 
         linen.from_linen(params, config, mapping={
             "embed/table": "wte/embedding",
@@ -112,7 +120,18 @@ def from_linen(
             …
         })
 
-    Raises ValueError that lists all parameters without a row, missing and unused arrays, and shapes that differ.
+    Args:
+        mapping: Source of each parameter: our name, such as ``layers/{layer}/attention/q/kernel``, ->
+            name in the tree, or a pair of one or several names and a function from those arrays to
+            our array. Dimensions are split and merged as needed. A name in the tree without
+            ``{layer}`` is an array with the layers on axis 0, as stacked by ``nn.scan``. If None, the
+            tree has the names of a `LinenCausalLM` or of MaxText (see `maxtext.from_tree`).
+            `propose_mapping` proposes a mapping. `nnxmoe.testing.assert_module_parity` also
+            accepts it.
+
+    Raises:
+        ValueError: With a list of all parameters without a row, missing and unused arrays, and shapes
+            that differ.
     """
     if mapping is not None:
         return from_mapping(params, config, mapping, strategy, mesh)
@@ -139,14 +158,14 @@ def _call(module: nn.Module, plan: LinenPlan, args: tuple[Any, ...], kwargs: dic
         kinds = {values[path].dtype for path, slot in slots if slot.matrix}
         part.dtype = jnp.dtype(part.strategy.compute_dtype or jnp.result_type(*kinds))
     out = part(*args, **kwargs)
-    if not module.is_initializing():  # Linen's own modules do not update statistics in ``init`` either
+    if not module.is_initializing():  # as in Linen's modules, ``init`` does not update statistics
         _write_back(module, plan, part, values, stored)
     return out
 
 
 def _draw(module: nn.Module, plan: LinenPlan) -> None:
     """Store initial values in the scope, drawn with Linen's keys."""
-    with nnx.use_eager_sharding(False):  # the boxes carry the logical axes; the user applies the sharding
+    with nnx.use_eager_sharding(False):  # boxes have the logical axes; users apply shardings
         state = dict(nnx.to_flat_state(nnx.state(plan.make(Streams(module.make_rng)))))
     for (collection, names), paths in plan.places.items():
         slots: list[Any] = [plan.leaves[path] for path in paths]
@@ -161,7 +180,10 @@ def _put(module: nn.Module, collection: str, names: Names, value: Any) -> None:
 
 
 def _stored(module: nn.Module, plan: LinenPlan) -> dict[Path, Any]:
-    """The scope's value of each leaf. Raises ValueError for all missing, misshapen and unexpected variables."""
+    """Return the scope's value of each leaf.
+
+    Raises ValueError with all missing, misshapen and unexpected variables.
+    """
     collections, odd, stored = module.variables, list[str](), dict[Path, Any]()
     for collection in sorted({collection for collection, _ in plan.places} & collections.keys()):
         for names, value in flatten_dict(collections[collection]).items():
@@ -177,7 +199,7 @@ def _stored(module: nn.Module, plan: LinenPlan) -> dict[Path, Any]:
 
 
 def _random(module: nn.Module, state: nnx.RngState) -> Any:
-    """The key or count of a random stream, which restarts with a key of Linen's at every call."""
+    """Return the key or count of a random stream. Every call restarts the stream with a key from Linen."""
     shape, tag = tuple(state.shape), state.get_metadata()["tag"]
     if isinstance(state, nnx.RngCount):
         return jnp.zeros(shape, jnp.uint32)
@@ -202,7 +224,7 @@ class _NoKey:
 def _write_back(
     module: nn.Module, plan: LinenPlan, part: nnx.Module, values: dict[Path, Any], stored: dict[Path, Any]
 ) -> None:
-    """Store changed variables in Linen's collections, and new variables in collections that are mutable."""
+    """Store changed variables in Linen's collections, and new variables in mutable collections."""
     for path, variable in nnx.to_flat_state(nnx.state(part, nnx.Not(nnx.RngState))):
         new, slot = variable.get_value(), plan.leaves.get(path)
         if slot is None:

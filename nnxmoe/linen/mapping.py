@@ -1,4 +1,4 @@
-"""NNX models from Linen parameters with names of their own, by a mapping from our names to theirs."""
+"""Load NNX models from Linen parameters with arbitrary names, by a mapping from our names to theirs."""
 
 import dataclasses
 import itertools
@@ -26,14 +26,14 @@ Source = str | tuple[str | tuple[str, ...], Callable[..., Any]]
 Mapped = Mapping[str, Source]
 Part = tuple[str, int | None]  # a parameter, or one layer of it
 LAYER = "{layer}"
-# the number of a layer in a name whose parts are separated by slashes or dots
+# matches a layer's number in a name with slashes or dots between its parts
 NUMBERED = re.compile(r"(^|[/. ])((?:[^/. ]*(?:layer|block)s?_?|h_?)?)(\d+)(?=[/.])", re.IGNORECASE)
 
 
 def from_mapping(
     params: Mapping[str, Any], config: DecoderConfig, mapping: Mapped, strategy: Strategy | None, mesh: Mesh | None
 ) -> CausalLM:
-    """The model whose parameters ``mapping`` takes from a Linen tree; see `nnxmoe.linen.from_linen`."""
+    """Load a model from a Linen tree by a mapping; see `nnxmoe.linen.from_linen`."""
     check_config(config)
     model, theirs = abstract_model(config, strategy, mesh), flat(params)
     wanted, found = native.layout(model, False), dict[str, LazyArray]()
@@ -67,14 +67,17 @@ def check_faults(faults: list[str], target: str) -> None:
 
 
 def flat(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Name -> array of a Linen tree, boxed or not, with or without its collection ``params``."""
+    """Map names to arrays of a Linen tree, boxed or not, with or without the collection ``params``."""
     found = flatten_arrays(params)
     inside = all(name.startswith("params/") for name in found)
     return {name.removeprefix("params/") if inside else name: array for name, array in found.items()}
 
 
 def general_name(name: str) -> tuple[str, int | None]:
-    """Replace the layer's number in a parameter's name by ``{layer}``; returns that name and the number, or None."""
+    """Replace the layer's number in a parameter's name by ``{layer}``.
+
+    Returns the new name, and the number or None.
+    """
     parts = name.split("/")
     if parts[0] != "layers":
         return name, None
@@ -82,15 +85,22 @@ def general_name(name: str) -> tuple[str, int | None]:
 
 
 def general_linen_name(name: str) -> tuple[str, int | None]:
-    """Replace the first number in a Linen name that may be a layer's by ``{layer}``; returns the name and number."""
+    """Replace the first number in a Linen name that may be a layer's number by ``{layer}``.
+
+    Returns the new name, and the number or None.
+    """
     match = NUMBERED.search(name)
     return (NUMBERED.sub(rf"\1\2{LAYER}", name, count=1), int(match[3])) if match else (name, None)
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A parameter of one module as a function of parameters of the other, or of layers of them. ``changed``: the
-    function does more than stack them."""
+    """A parameter of one module as a function of parameters, or of their layers, of the other module.
+
+    Attributes:
+        parts: Arguments of ``make``.
+        changed: True if ``make`` does more than stack the parts.
+    """
 
     parts: tuple[Part, ...]
     make: Callable[..., Any]
@@ -98,7 +108,7 @@ class Row:
 
     @property
     def sources(self) -> list[str]:
-        """The names of the other module's parameters."""
+        """Names of the other module's parameters."""
         return list(dict.fromkeys(name for name, _ in self.parts))
 
     def __call__(self, params: Mapping[str, Any]) -> Any:
@@ -111,10 +121,13 @@ def read_mapping(
     theirs: Mapping[str, Any],
     general_name: Callable[[str], tuple[str, int | None]] = general_name,
 ) -> tuple[dict[str, Row], list[str]]:
-    """Return the row of each wanted parameter (name -> shape), and all faults of the mapping. Rows raise ValueError if
-    their function fails or returns a wrong shape. ``general_name`` splits a wanted name into general name and layer."""
+    """Return the row of each wanted parameter (name -> shape), and all faults of the mapping.
+
+    A row raises ValueError if its function fails or returns a wrong shape. ``general_name`` splits a
+    wanted name into general name and layer.
+    """
     rows, faults, counts = dict[str, Row](), list[str](), dict[str, int]()
-    candidates: Mapping[str, tuple[str, ...]] = getattr(mapping, "candidates", {})  # of a `Proposal`
+    candidates: Mapping[str, tuple[str, ...]] = getattr(mapping, "candidates", {})  # set by `Proposal`
     if not isinstance(mapping, Mapping):
         raise ValueError(f"the mapping is a {type(mapping).__name__}: give a dict from our names to theirs")
     for general, layer in map(general_name, wanted):
@@ -165,14 +178,14 @@ def _add_checks(
 
 
 def checked_pair(name: str, source: Any) -> tuple[Any, Callable[..., Any]]:
-    """Return a row's pair ``(names, function)``. Raises ValueError if the source is something else."""
+    """Return the pair ``(names, function)`` of a row. Raises ValueError if the source is not a pair."""
     if isinstance(source, tuple) and len(source) == 2 and callable(source[1]):
         return source
     raise ValueError(f"the mapping has {name}: {source!r}: give a name of theirs, or a pair of that and a function")
 
 
 def by_layer(faults: list[str]) -> list[str]:
-    """Merge faults that differ in layer numbers only into one line each."""
+    """Merge faults that differ only in layer numbers into one line."""
     groups: dict[str, list[str]] = {}
     for fault in faults:
         groups.setdefault(NUMBERED.sub(r"\1\2*", fault), []).append(fault)
@@ -180,6 +193,9 @@ def by_layer(faults: list[str]) -> list[str]:
 
 
 def splits(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
-    """Whether one shape only splits or merges neighbouring dimensions of the other, so that no number moves."""
+    """Check that one shape only splits or merges adjacent dimensions of the other.
+
+    If so, a reshape changes the order of no values.
+    """
     one, other = (set(itertools.accumulate(s, lambda a, b: a * b)) for s in (shape, wanted))
     return math.prod(shape) == math.prod(wanted) and (one <= other or other <= one)

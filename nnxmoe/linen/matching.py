@@ -24,7 +24,10 @@ class _Fit(NamedTuple):
     is_matrix: bool
 
     def storage(self, matrices_transposed: bool | None) -> str | None:
-        """Decide how values are stored. ``matrices_transposed``: how their other matrices are stored, if known."""
+        """Return how values are stored, or None if they do not fit.
+
+        ``matrices_transposed`` says how the other matrices of the tree are stored, if known.
+        """
         as_is, transposed = self.as_is, self.transposed
         if matrices_transposed is False:
             transposed = False
@@ -41,8 +44,11 @@ class _Fit(NamedTuple):
 class Entry:
     """A parameter, or, with ``{layer}`` in its name, the parameters of equal shape in several ``layers``.
 
-    ``members``: the parameters' full names. ``rows``: their names in a mapping, which are ``name``, or ``members`` if
-    shapes differ between layers. ``hidden``: a number in the name may be a layer's number that our model does not have.
+    Attributes:
+        members: Full names of the parameters.
+        rows: Names of the parameters in a mapping: ``name``, or ``members`` if shapes differ between
+            layers.
+        hidden: A number in the name may be the number of a layer that our model does not have.
     """
 
     name: str
@@ -55,7 +61,7 @@ class Entry:
 
     @property
     def parent(self) -> str:
-        """Name of the module that has the parameter."""
+        """Name of the module that contains the parameter."""
         return re.split(r"[/.](?=[^/.]*$)", self.name)[0] if re.search(r"[/.]", self.name) else ""
 
 
@@ -105,8 +111,11 @@ class Matching:
         return b.layers == OUTSIDE and b.shape[:1] == (len(self.every),)
 
     def _votes(self, fits: Mapping[tuple[int, int], _Fit], inside: bool) -> set[bool]:
-        """Decide whether their matrices are ``[out, in]``, by the matrices that fit in one orientation only and share a
-        role with ours. Returns both answers if these contradict each other."""
+        """Decide whether their matrices are stored as ``[out, in]``.
+
+        Evaluates the matrices that fit in one orientation only and share a role with ours. Returns both
+        answers if these matrices contradict each other.
+        """
         votes: dict[int, set[bool]] = {}
         for (i, j), (as_is, transposed, is_matrix) in fits.items():
             in_scope = is_matrix and (self.ours[i].layers != OUTSIDE) == inside
@@ -115,7 +124,7 @@ class Matching:
         return {vote for each in votes.values() if len(each) == 1 for vote in each}
 
     def _complete_layers(self) -> Layers:
-        """Layers in which both sides have equally many parameters, and each has at least one that fits."""
+        """Return the layers in which both sides have equally many parameters that all fit something."""
         fitting = {j for edges in self.edges.values() for j in edges}
         inside = {j for i, edges in self.edges.items() if self.ours[i].layers != OUTSIDE for j in edges}
         if any(j not in fitting and b.layers == OUTSIDE for j, b in enumerate(self.theirs)):
@@ -136,14 +145,16 @@ class Matching:
         return frozenset(layer for layer in (*self.every, None) if is_complete(layer))
 
     def run(self) -> None:
-        """Apply the rules in turn until none accepts another pair."""
+        """Apply the rules in turn until no rule accepts a pair."""
         rules = (self._same_words, self._same_role, self._same_module, self._only_fit)
         while any(self._accept(rule) for rule in rules):
             pass
 
     def _accept(self, rule: Callable[[int, int], float]) -> bool:
-        """Accept each pair that scores higher than all other pairs with one of its parameters. A pair with a negative
-        score is not accepted, but its absolute value competes with others."""
+        """Accept each pair that scores higher than all other pairs with one of its parameters.
+
+        A pair with a negative score is not accepted, but its absolute value competes with other pairs.
+        """
         scores = {
             i: {j: score for j in row if (score := rule(i, j))} for i, row in self.edges.items() if i not in self.pairs
         }
@@ -170,8 +181,10 @@ class Matching:
         return bool(accepted)
 
     def _same_words(self, i: int, j: int) -> float:
-        """Score pairs whose names have equal words. Equal numbers count if these words have the same numbers on both
-        sides."""
+        """Score pairs whose names have equal words.
+
+        Equal numbers count if these words have the same numbers on both sides.
+        """
         a, b = self.ours[i].words, self.theirs[j].words
         if a.stem != b.stem or a.digits != b.digits:
             return 0
@@ -182,21 +195,26 @@ class Matching:
         return {entry.words.digits for entry in entries if entry.words.stem == stem}
 
     def _same_role(self, i: int, j: int) -> float:
-        """Score pairs with a role that both names allow, if theirs has all other words of ours. An unambiguous role
-        scores higher."""
+        """Score pairs with a role that both names allow, if their name has all other words of ours.
+
+        An unambiguous role scores higher.
+        """
         a, b = self.ours[i].words, self.theirs[j].words
         matches = a.roles & b.roles and a.rest <= b.rest
         return 1 + (len(b.roles) == 1) + 2 * len(a.rest) if matches else 0
 
     def _same_module(self, i: int, j: int) -> float:
-        """Score pairs in modules that are already matched by another parameter, such as the bias after the kernel."""
+        """Score pairs in modules matched already by a different parameter, such as bias after kernel."""
         ours, theirs = self.ours[i].parent, self.theirs[j].parent
         together = (self.ours[k].parent == ours and self.theirs[n].parent == theirs for k, (n, _) in self.pairs.items())
         alone = sum(entry.parent == theirs for entry in self.theirs) == 2
         return bool(ours and theirs) and alone and any(together)
 
     def _only_fit(self, i: int, j: int) -> float:
-        """Score pairs for which nothing else fits, in layers that match completely, and among norms in all layers."""
+        """Score pairs of layers that match completely, and of norms in all layers.
+
+        Such a pair is accepted if nothing else fits its parameters.
+        """
         a, b = self.ours[i], self.theirs[j]
         return 1 if a.layers <= self.complete or (a.words.norm and b.words.norm) else -1
 

@@ -1,7 +1,7 @@
 """Plan of an NNX module in Linen: its graph definition, built once, and the place of each variable.
 
-Whole models have the names of `maxtext_layout`. Parts of models have those of the families' tables. Other modules have
-the names of their attributes.
+Whole models have the names of `maxtext_layout`. Parts of models have the names of the families'
+tables. Other modules have the names of their attributes.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ from nnxmoe.moe.experts import Experts
 from nnxmoe.moe.router import Router
 
 Names = tuple[str, ...]
-Place = tuple[str, Names]  # a collection of Linen, and the name in it
+Place = tuple[str, Names]  # a Linen collection, and the name in it
 Make = Callable[[nnx.Rngs | None], nnx.Module]
 
 # Modules of nnxmoe, and the prefixes of their parameters in the models' tables.
@@ -66,9 +66,9 @@ class LinenSlot:
         shape: Shape in Linen.
         own: Shape in NNX.
         dtype: Dtype of both.
-        axes: Logical axes of the box in Linen. None means unboxed.
-        rows: Layers of the variable on axis 1 in Linen, where layers are stacked. In NNX they are on axis 0. None means
-            not stacked.
+        axes: Logical axes of the box in Linen, or None if it is unboxed.
+        rows: Layers of the variable on Linen's stacked axis 1, or None if it is not stacked. NNX has
+            the layers on axis 0.
         matrix: See `is_matrix`.
     """
 
@@ -82,20 +82,20 @@ class LinenSlot:
     matrix: bool = False
 
     def write(self, value: Any) -> Any:
-        """Convert an NNX value, or its rows in a stack, to the form it has in Linen, unboxed."""
+        """Convert an NNX value, or its rows of a stack, to its form in Linen, unboxed."""
         if self.rows is None:
             return value.reshape(self.shape)
         return jnp.moveaxis(value.reshape(-1, self.shape[0], *self.shape[2:]), 0, 1)
 
     def read(self, value: Any) -> Any:
-        """Convert a Linen value, boxed or not, to the form it has in NNX."""
+        """Convert a Linen value, boxed or not, to its form in NNX."""
         value = value.unbox() if isinstance(value, meta.AxisMetadata) else value
         value = jnp.asarray(value) if isinstance(value, np.ndarray) else value
         value = value if self.rows is None else jnp.moveaxis(value[:, self.rows], 1, 0)
         return value if value.shape == self.own else value.reshape(self.own)
 
     def fault(self, boxed: Any) -> str | None:
-        """Return an error message for a stored value that does not fit, else None."""
+        """Return an error message if a stored value does not fit, else None."""
         name, value = "/".join((self.collection, *self.names)), meta.unbox(boxed)
         if value is None:
             return f"{name} is missing, {list(self.shape)}"
@@ -112,7 +112,8 @@ class LinenSlot:
 class LinenPlan:
     """A module's graph definition, and the places of its variables in a Linen tree.
 
-    A place has several variables if they are rows of a stack. Linen does not store keys and counts of RNG streams.
+    A place has several variables if they are rows of a stack. Linen stores no keys and counts of RNG
+    streams.
     """
 
     make: Make
@@ -140,7 +141,7 @@ class Blueprint:
 
 
 class Streams(nnx.Rngs):
-    """RNG streams of any name, created on first access, so that each one keeps the requested name as its tag."""
+    """RNG streams of any name, created on first access, so that each stream has its name as its tag."""
 
     def __init__(self, key_of: Callable[[str], Any]):
         self._key_of = key_of
@@ -159,7 +160,7 @@ class Streams(nnx.Rngs):
 
 @functools.lru_cache(maxsize=32)
 def model_plan(config: DecoderConfig, strategy: Strategy | None, scan_layers: bool) -> LinenPlan:
-    """Plan a whole model in MaxText's layout, in which queries are divided by sqrt(head width)."""
+    """Plan a whole model in MaxText's layout, with queries divided by sqrt(head width)."""
     if not isinstance(config, DecoderConfig) or not isinstance(scan_layers, bool):
         raise ValueError(f"LinenCausalLM({config!r}, scan_layers={scan_layers!r}): give a model's config, and a bool")
     strategy = dataclasses.replace(strategy or Strategy.auto(), stacking=Scanned() if scan_layers else Unrolled())
@@ -189,7 +190,7 @@ def model_plan(config: DecoderConfig, strategy: Strategy | None, scan_layers: bo
 
 
 def _rows(leaf: ArrayLayout) -> list[tuple[Parameter, slice | None]]:
-    """Return the parameters of a leaf, each with its rows of axis 1, or None if the leaf is not stacked."""
+    """Return the parameters of a leaf, each with its rows on axis 1, or None if the leaf is not stacked."""
     if leaf.axis is None:
         return [(leaf.parts[0], None)]
     same = itertools.groupby(enumerate(leaf.parts), lambda pair: pair[1].path)
@@ -223,7 +224,7 @@ def part_plan(blueprint: Blueprint) -> LinenPlan:
 
 
 def _move_inputs_first(module: Any) -> Any:
-    """Store the kernels with inputs first, as Linen does. Programs then transpose nothing and round as Flax does."""
+    """Store kernels with inputs first, as in Linen. Programs then need no transposes and round as in Flax."""
     for _, node in nnx.iter_graph(module):
         if is_kernel(node):
             ParamWeight(node).move_inputs_first()
@@ -261,7 +262,7 @@ def _slots_by_table(variables: Mapping[Path, nnx.Variable], prefix: str, module:
     slots: dict[Path, LinenSlot] = {}
     for path, variable in variables.items():
         own, axes = tuple(variable.shape), table[keys[path]][1]
-        shape = tuple(variable.get_metadata().get("outs", own))  # biases of heads are flat in NNX
+        shape = tuple(variable.get_metadata().get("outs", own))  # NNX stores biases of heads flat
         slots[path] = LinenSlot("params", names[path][prefix_length:], shape, own, variable.dtype, axes)
     return slots
 

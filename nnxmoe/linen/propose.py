@@ -1,14 +1,16 @@
 """Propose a mapping between our parameters and a Linen tree, without guesses.
 
-Two parameters are a possible pair if they are in the same layers, their shapes fit (in order or transposed), and their
-names do not contradict each other (`nnxmoe.linen.words`). A possible pair is proposed if one of the rules in
-`nnxmoe.linen.matching` prefers it to all other pairs of both parameters. Numbers and letters that an author appends
-decide nothing (``ln1``, ``norm_b``, ``Dense_3``), with three exceptions:
+Two parameters are a possible pair if they are in the same layers, their shapes fit (in order or
+transposed), and their names do not contradict each other (`nnxmoe.linen.words`). A possible pair is
+proposed if a rule in `nnxmoe.linen.matching` prefers it to all other pairs of both parameters.
+Numbers and letters that an author appends to names are ignored (``ln1``, ``norm_b``, ``Dense_3``),
+with three exceptions:
 
-- GPT-2's ``ln_1``, ``ln_2`` and Flax's automatic ``RMSNorm_0``, ``RMSNorm_1``, which are numbered in order of
-  execution, if a layer has exactly the norms before attention and before the feed-forward;
-- T5X's ``wi_0`` (gate) and ``wi_1`` (up);
-- Meta's ``w1`` (gate), ``w3`` (up) and ``w2``, if ``w2`` has another name or the shape of a down projection.
+- GPT-2's ``ln_1``, ``ln_2`` and Flax's automatic ``RMSNorm_0``, ``RMSNorm_1``. They are numbered in
+  order of execution, if a layer has exactly the norms before attention and before feed-forward.
+- T5X's ``wi_0`` (gate) and ``wi_1`` (up).
+- Meta's ``w1`` (gate), ``w3`` (up) and ``w2``, if ``w2`` has a different name or the shape of a
+  down projection.
 """
 
 import collections
@@ -35,9 +37,11 @@ _AUTOMATIC = re.compile(r"(?:^|(?<=[/.]))(ln|[A-Z][A-Za-z]*)_(\d+)(?=[/.][^/.]*$
 
 
 class Proposal(dict[str, Source]):
-    """A mapping from our names to theirs; ``print`` shows the names and shapes of both sides.
+    """Mapping from our names to theirs. ``print`` shows the names and shapes of both sides.
 
-    ``candidates``: our name -> their names, for parameters without a row. ``print`` shows these as ``?``.
+    Attributes:
+        candidates: Our name -> their possible names, for parameters without a row. ``print`` shows
+            them as ``?``.
     """
 
     def __init__(
@@ -71,16 +75,20 @@ class Proposal(dict[str, Source]):
 
 
 def propose_mapping(ours: DecoderConfig | nnx.Module, params: Mapping[str, Any]) -> Proposal:
-    """Propose a mapping for `from_linen`, `nnxmoe.testing.load_linen` and `nnxmoe.testing.assert_module_parity`.
+    """Propose a mapping from our parameters to a Linen tree.
+
+    The mapping is for `from_linen`, `nnxmoe.testing.load_linen` and
+    `nnxmoe.testing.assert_module_parity`.
 
     Args:
-        ours: the config of a model, or an NNX module.
-        params: the Linen tree, of arrays or shapes (``jax.eval_shape(module.init, …)``).
+        ours: The config of a model, or an NNX module.
+        params: The Linen tree, of arrays or shapes (``jax.eval_shape(module.init, …)``).
 
     Returns:
-        A dict with a row per parameter of ours whose counterpart is certain by shape and words. If the tree stores
-        linear maps as ``[out, in]``, as torch does, the rows transpose them. Other parameters, such as those that the
-        tree fuses, have no row: ``print`` shows them as ``?`` with all candidates. Add rows with ``proposal | {…}``.
+        A dict with a row for each of our parameters whose counterpart is certain by shape and words.
+        If the tree stores linear maps as ``[out, in]``, as in torch, the rows transpose them. Other
+        parameters, such as parameters that the tree fuses, have no row. ``print`` shows them as ``?``
+        with all candidates. Add rows with ``proposal | {…}``.
     """
     model = isinstance(ours, DecoderConfig | CausalLM)
     if isinstance(ours, DecoderConfig | CausalLM):
@@ -125,8 +133,10 @@ def _entries(
 
 
 def _known_layers(theirs: list[Entry], known: set[Layers], stacked: bool) -> list[Entry]:
-    """Split their entries with ``{layer}`` into single parameters if the numbers are not our layers' numbers: they may
-    start at 1, count layers of one kind, or number submodules."""
+    """Split their entries with ``{layer}`` into single parameters if the numbers are not our layer numbers.
+
+    The numbers may start at 1, count layers of one kind, or number submodules.
+    """
     numbers: dict[str, set[int | None]] = {}
     for entry in theirs:
         if entry.layers != OUTSIDE:
@@ -145,8 +155,11 @@ _PARTNERS = {"k": "v", "v": "k", "q": "k kv", "o": "q v"}
 
 
 def _read_keys(theirs: list[Entry]) -> None:
-    """Remove attention roles from names without a counterpart, since projections are named alike: Grok's ``linear_v``
-    without a ``linear_k`` belongs to a feed-forward."""
+    """Remove attention roles from names without a counterpart.
+
+    Attention projections have similar names. For example, Grok's ``linear_v`` without a ``linear_k``
+    belongs to a feed-forward.
+    """
     stems = {entry.words.stem for entry in theirs}
     for entry in theirs:
         words, kinds = entry.words.stem[:-2], entry.words.stem[-2:]

@@ -1,4 +1,4 @@
-"""Interpret parameter names by the words that published decoders use."""
+"""Interpret parameter names by the words used in published decoders."""
 
 import dataclasses
 import itertools
@@ -7,7 +7,7 @@ import re
 from nnxmoe.linen.mapping import LAYER
 
 Roles = frozenset[str]
-# Phrase -> the single word that replaces it. Spaces separate words of a component, " / " separates components.
+# Phrase -> the single word that replaces it. Spaces separate words of a component. " / " separates components.
 _PHRASES = [
     (re.compile(rf"\b(?:{pattern})\b"), word)
     for pattern, word in {
@@ -38,7 +38,7 @@ _OF_SIDE = {
     "attention": frozenset({"q", "k", "v", "o", "kv", "gate", "fused"}),
     "mlp": frozenset({"gate", "up", "down", "router", "fused"}),
 }
-_NORMS = {  # (position, side) -> the norms of a layer that such a name may mean
+_NORMS = {  # (position, side) -> possible norms of a layer
     ("pre", "attention"): {"attention_norm"}, ("input", "attention"): {"attention_norm"},
     ("input", ""): {"attention_norm"}, ("", "attention"): {"attention_norm", "attention_post_norm"},
     ("post", "attention"): {"attention_post_norm", "mlp_norm"}, ("pre", "mlp"): {"mlp_norm"},
@@ -51,11 +51,15 @@ _OURS |= {name: name for name in ("attention_norm", "attention_post_norm", "mlp_
 
 @dataclasses.dataclass(frozen=True)
 class Words:
-    """The meaning of a name; fields are empty or None if the name does not determine them.
+    """The meaning of a name. Fields are empty or None if the name does not determine them.
 
-    ``roles``: possible roles of the parameter, such as ``{"q"}``, or ``{"gate", "router"}`` for the word ``gate``.
-    ``aspects``: the side of the layer, experts or shared expert, and the factor of a low-rank projection. ``stem``: the
-    words without ``digits`` and noise. ``rest``: words with none of these meanings.
+    Attributes:
+        roles: Possible roles of the parameter, such as ``{"q"}``, or ``{"gate", "router"}`` for the
+            word ``gate``.
+        aspects: The side of the layer, experts or shared expert, and the factor of a low-rank
+            projection.
+        stem: The words without ``digits`` and noise.
+        rest: Words with none of these meanings.
     """
 
     roles: Roles
@@ -67,7 +71,7 @@ class Words:
     rest: frozenset[str]
 
     def contradicts(self, other: "Words") -> bool:
-        """Whether both names determine the same field, with incompatible values."""
+        """Check whether both names determine the same field with incompatible values."""
         flags = ((self.norm, other.norm), (self.bias, other.bias))
         aspects = zip(self.aspects, other.aspects, strict=True)
         return (
@@ -78,7 +82,7 @@ class Words:
 
 
 def read(name: str, ours: bool = False) -> Words:
-    """Interpret a parameter's name. ``ours``: the name is from a `CausalLM`, and therefore unambiguous."""
+    """Interpret a parameter's name. ``ours``: the name is from a `CausalLM` and thus unambiguous."""
     parts = _words(name)
     leaf = parts[-1][0] if parts and len(parts[-1]) == 1 and parts[-1][0] in _LEAVES else ""
     inner = parts[:-1] if leaf and len(parts) > 1 else parts
@@ -122,7 +126,10 @@ def _words(name: str) -> list[list[str]]:
 
 
 def _roles(parts: list[list[str]], side: str) -> Roles:
-    """Return the roles allowed by the innermost component that has any; empty if they belong to the other side."""
+    """Return the roles allowed by the innermost component that has roles.
+
+    Empty if the roles belong to the other side.
+    """
     for part in reversed(parts):
         if allowed := [_ROLES[word] for word in part if word in _ROLES]:
             common = frozenset.intersection(*allowed) or frozenset({"fused"})
@@ -131,8 +138,11 @@ def _roles(parts: list[list[str]], side: str) -> Roles:
 
 
 def _norm_roles(words: list[str], module: list[str]) -> Roles:
-    """Return the norms of a layer that a name may mean. ``module``: its last component. An attention may contain
-    several norms, a feed-forward contains none."""
+    """Return the possible norms of a layer for a name.
+
+    ``module`` has the words of the last component. An attention may contain several norms. A
+    feed-forward contains none.
+    """
     projections = [_ROLES[word] for word in words if word in ("q", "k", "v", "kv", "embed")]
     positions = {word for word in module if word in _POSITIONS}
     sides = {_SIDES[word] for word in module if word in _SIDES}

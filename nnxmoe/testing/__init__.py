@@ -1,4 +1,4 @@
-"""Parity of an NNX and a Linen module: parameter trees, outputs, gradients, and the first layer that differs.
+"""Parity of an NNX and a Linen module: parameter trees, outputs, gradients, and the first difference.
 
     print(testing.assert_module_parity(nnx_module, linen_module, {"kernel": "kernel"}, (x,)))
 
@@ -25,10 +25,12 @@ from nnxmoe.testing.parameters import Names, compare_trees
 
 @dataclasses.dataclass(frozen=True)
 class ParityReport:
-    """The compared arrays and their largest differences, relative to an array's largest absolute value or 1 if it is
-    less.
+    """Number of compared arrays and their largest differences.
 
-    ``submodules``: the number of calls of submodules that have the same parameters on both sides.
+    Differences are relative to an array's largest absolute value, or to 1 if that value is smaller.
+
+    Attributes:
+        submodules: Number of calls of submodules that have the same parameters on both sides.
     """
 
     parameters: int
@@ -54,24 +56,25 @@ def assert_module_parity(
     nnx_call: Callable[..., Any] | None = None,
     linen_call: Callable[..., Any] | None = None,
 ) -> ParityReport:
-    """Compare parameter trees, outputs and gradients; the Linen module is given the NNX module's parameters.
+    """Compare parameter trees, outputs and gradients, with the NNX module's parameters on both sides.
 
-    Gradients are those of the output's product with fixed random numbers, by all parameters and floating-point inputs.
+    The gradients are of the output's product with fixed random numbers, with respect to all parameters
+    and floating-point inputs.
 
     Args:
-        mapping: NNX parameter -> Linen parameter, ``{"q/kernel": "query/kernel"}``, or a pair of that name and a
-            function from the NNX array to the Linen array. A tuple of NNX parameters stands for arrays that Linen has
-            as one, ``{("q/kernel", "k/kernel", "v/kernel"): ("qkv/kernel", lambda q, k, v: …)}``, and a list of Linen
-            parameters for one that Linen has in parts. ``{layer}`` stands for each number. For a whole model, also a
-            mapping of `nnxmoe.linen.from_linen` (``layers/{layer}/…``), whose functions are undone, or None for
-            MaxText's names. `nnxmoe.linen.propose_mapping` proposes one.
-        inputs: the positional arguments.
-        nnx_call, linen_call: ``(module, *inputs) -> output to compare``; default: a plain call.
+        mapping: NNX parameter -> Linen parameter, ``{"q/kernel": "query/kernel"}``, or a pair of the
+            name and a function from the NNX array to the Linen array. A tuple of NNX parameters maps to
+            one Linen array, ``{("q/kernel", "k/kernel"): ("qk/kernel", lambda q, k: …)}``. A list of
+            Linen parameters are the parts of one NNX parameter. ``{layer}`` matches each number. For a
+            whole model, also a mapping of `nnxmoe.linen.from_linen` (``layers/{layer}/…``), whose
+            functions are inverted, or None for MaxText's names. See `nnxmoe.linen.propose_mapping`.
+        inputs: The positional arguments.
+        nnx_call, linen_call: ``(module, *inputs) -> output to compare``. Default: a plain call.
 
     Raises:
-        AssertionError: with all differences of the trees, or the first layer that differs. If it can be determined,
-            also with two Linen parameters to exchange, or with the step of an MoE block that differs.
-        ValueError: if the modules cannot be compared, or called with these inputs.
+        AssertionError: With all differences of the trees, or the first layer that differs. If it can be
+            determined, also with two Linen parameters to exchange, or the differing step of an MoE block.
+        ValueError: If the modules cannot be compared, or called with these inputs.
     """
     tolerance = _check(nnx_module, linen_module, mapping, tolerance)
     arguments = sides.Arguments(inputs if isinstance(inputs, tuple | list) else (inputs,))
@@ -87,14 +90,14 @@ def assert_module_parity(
                 worst = compare_outputs(title, out, their_out, pairs, rows, tolerance)
             except AssertionError as error:
                 if list(map(jnp.shape, jax.tree.leaves(out))) != list(map(jnp.shape, jax.tree.leaves(their_out))):
-                    raise  # nothing to compare
+                    raise  # the shapes differ: no values to compare
                 causes = explain.find_exchange(theirs, ours.params, arguments, out, tolerance)
                 causes = causes or explain.explain_routing(ours, ours.params, pairs, tolerance)
                 raise AssertionError("\n  ".join([str(error), *causes])) from None
             grads = [sides.compute_gradients(side, ours.params, arguments, out) for side in (ours, theirs)]
             gradient = compare_gradients(title, grads, rows, calls, tolerance)
     except AssertionError as error:
-        raise error.with_traceback(None) from None  # the report matters, not where in this package it was written
+        raise error.with_traceback(None) from None  # the report matters, not its traceback
     except TypeError as error:
         if "argument: 'context'" not in str(error):
             raise

@@ -1,4 +1,4 @@
-"""Compares the numbers of both sides, and finds the first place where they differ."""
+"""Compare the values of both sides, and find the first place where they differ."""
 
 import itertools
 from collections import defaultdict
@@ -17,7 +17,7 @@ Pair = tuple[Call, Call]
 
 
 class _Gap(NamedTuple):
-    """The largest difference of two arrays, relative to their largest value or 1; infinite if either has a NaN."""
+    """Largest difference of two arrays, relative to their largest value or 1. Infinite if one has a NaN."""
 
     error: float
     at: tuple[int, ...]
@@ -45,7 +45,10 @@ def measure_gap(ours: Any, theirs: Any) -> _Gap:
 def compare_outputs(
     title: str, ours: Any, theirs: Any, pairs: list[Pair], rows: Mapping[str, Row], tolerance: float
 ) -> float:
-    """Return the largest difference; raise AssertionError with the first pair of submodules that differ."""
+    """Return the largest difference of the outputs.
+
+    Raises AssertionError with the first pair of submodules that differ.
+    """
     (a, form), (b, other) = (jax.tree_util.tree_flatten_with_path(out) for out in (ours, theirs))
     if form != other or [kind(leaf) for _, leaf in a] != [kind(leaf) for _, leaf in b]:
         lines = [
@@ -78,7 +81,7 @@ def _shown(output: Any, leaves: list[Any]) -> str:
 
 
 def _selection(ours: list[Any], theirs: list[Any]) -> str:
-    """Advice on comparing one output if one side returns one and the other several."""
+    """Advise how to compare one output if one side returns one output and the other several."""
     for call, many, one in (("nnx_call", ours, theirs), ("linen_call", theirs, ours)):
         paths = [jax.tree_util.keystr(path) for path, leaf in many if len(one) == 1 and kind(leaf) == kind(one[0][1])]
         if paths and paths[0]:
@@ -87,10 +90,11 @@ def _selection(ours: list[Any], theirs: list[Any]) -> str:
 
 
 def _first_parting(pairs: list[Pair], rows: Mapping[str, Row], tolerance: float) -> list[str]:
-    """The first pair of submodules whose results differ, the last pair that agrees, and whether the inputs agree.
+    """Describe the first pair of submodules whose results differ.
 
-    Intended differences are skipped, such as MaxText's divided queries: those inside a submodule that agrees, and those
-    of parameters that the mapping changes, unless there are no others.
+    Lists the last pair that agrees, and whether the inputs agree. Skips intended differences, such as
+    MaxText's divided queries, unless there are no other differences. These are differences inside a
+    submodule that agrees, and differences of parameters that the mapping changes.
     """
     if not pairs:
         return ["no submodules correspond: no two have the same parameters and return arrays of the same shape"]
@@ -117,8 +121,10 @@ def _first_parting(pairs: list[Pair], rows: Mapping[str, Row], tolerance: float)
 
 
 def _is_healed(i: int, pairs: list[Pair], agree: list[bool]) -> bool:
-    """Whether an enclosing submodule agrees although this one differs, for example because a factor is applied
-    elsewhere."""
+    """Check whether an enclosing submodule agrees although this submodule differs.
+
+    For example, a factor may be applied elsewhere.
+    """
     path, around = pairs[i][0].path, {}
     for j in range(i + 1, len(pairs)):
         other = pairs[j][0].path
@@ -131,9 +137,10 @@ def _is_healed(i: int, pairs: list[Pair], agree: list[bool]) -> bool:
 
 
 def pair_calls(rows: Mapping[str, Row], ours: list[Call], theirs: list[Call]) -> list[Pair]:
-    """Pairs of calls of submodules with the same parameters and the same shape of result, in order of execution.
+    """Pair calls of submodules with equal parameters and equal shapes of results, in execution order.
 
-    If one side has more such calls (for example a wrapper around a layer), only the last and outermost is paired.
+    If one side has more such calls, for example in a wrapper around a layer, only the last and
+    outermost call is paired.
     """
     there = {name: list(row.parts) for name, row in rows.items()}
     found = (_by_parameters(ours, parts_of(rows)), _by_parameters(theirs, there))
@@ -147,8 +154,8 @@ def pair_calls(rows: Mapping[str, Row], ours: list[Call], theirs: list[Call]) ->
 
 
 def parts_of(rows: Mapping[str, Row]) -> dict[str, list[Part]]:
-    """NNX parameter -> its parts: one, or one per layer."""
-    here = defaultdict(dict)  # in order, each part once: several rows may read it
+    """Map each NNX parameter to its parts: one part, or one per layer."""
+    here = defaultdict(dict)  # ordered, without duplicates: several rows may read a part
     for row in rows.values():
         for part in row.parts:
             here[part[0]][part] = None
@@ -159,7 +166,7 @@ def _by_parameters(calls: list[Call], parts: Mapping[str, list[Part]]) -> dict[A
     found = defaultdict(list)
     for call in calls:
         under = [all_parts for name, all_parts in parts.items() if _is_in(name, call)]
-        if call.of > 1 and all(len(one) == call.of for one in under):  # each iteration of the scan is another layer
+        if call.of > 1 and all(len(one) == call.of for one in under):  # each iteration of the scan is a layer
             under = [[one[call.number]] for one in under]
         if under:
             found[frozenset(itertools.chain(*under)), call.returned.shape].append(call)
@@ -176,7 +183,10 @@ def _is_in(name: str, call: Call) -> bool:
 def compare_gradients(
     title: str, grads: list[tuple[Arrays, Arrays]], rows: Mapping[str, Row], calls: list[Call], tolerance: float
 ) -> float:
-    """Return the largest difference; raise AssertionError with the largest and with the one nearest to the output."""
+    """Return the largest difference of the gradients.
+
+    Raises AssertionError with the largest difference and the difference nearest to the output.
+    """
     (by_params, by_inputs), (their_params, their_inputs) = grads
     gaps = {name: measure_gap(a, their_inputs[name]) for name, a in by_inputs.items()}
     for label, (name, i) in _in_order(rows, calls):
@@ -199,7 +209,7 @@ def compare_gradients(
 
 
 def _in_order(rows: Mapping[str, Row], calls: list[Call]) -> list[tuple[str, Part]]:
-    """Label and part of every parameter, in the order in which their innermost submodules finish."""
+    """Return label and part of every parameter, in the order in which their innermost submodules finish."""
 
     def place(part: Part) -> int:
         holders = [(i, call) for i, call in enumerate(calls) if _is_in(part[0], call)]

@@ -18,15 +18,18 @@ from nnxmoe.moe.router import Routing
 from nnxmoe.testing.compare import Pair, measure_gap
 from nnxmoe.testing.sides import Arguments, LinenSide, NNXSide
 
-_SWAPS = 24  # most pairs of parameters or modules to try
-_TOKENS = 32  # most tokens whose routing is compared
-_LARGE = 1 << 28  # bytes of parameters; larger modules are not run again
+_SWAPS = 24  # maximum number of pairs of parameters or modules to try
+_TOKENS = 32  # maximum number of tokens whose routing is compared
+_LARGE = 1 << 28  # bytes of parameters; larger modules are not rerun
 
 
 def find_exchange(
     theirs: LinenSide, params: Mapping[str, Any], arguments: Arguments, out: Any, tolerance: float
 ) -> list[str]:
-    """Return a line if Linen's output agrees once two of its parameters or modules with equal shapes are exchanged."""
+    """Return a line if Linen's output agrees after exchanging two parameters or modules.
+
+    Tries pairs with equal shapes. Returns no line if there is no such pair.
+    """
     stored = {name: row(params) for name, row in theirs.rows.items()}
     if sum(array.nbytes for array in stored.values()) > _LARGE:
         return []
@@ -39,8 +42,10 @@ def find_exchange(
 
 
 def _swaps(stored: Mapping[str, Any]) -> list[tuple[str, str, dict[str, str]]]:
-    """List pairs of parameters or modules, in all layers at once, with the renaming that exchanges them; most similar
-    names first."""
+    """List pairs of parameters or modules, each with the renaming that exchanges them in all layers.
+
+    The most similar names come first.
+    """
     units: dict[str, dict[tuple[int | None, str], str]] = defaultdict(dict)
     for name in stored:
         general, layer = general_linen_name(name)
@@ -58,7 +63,7 @@ def _swaps(stored: Mapping[str, Any]) -> list[tuple[str, str, dict[str, str]]]:
 
 
 def explain_routing(ours: NNXSide, params: Mapping[str, Any], pairs: list[Pair], tolerance: float) -> list[str]:
-    """Describe routing, weights and experts of the first MoE block whose inputs agree and whose outputs differ."""
+    """Describe routing, weights and experts of the first MoE block that differs despite equal inputs."""
     modules = {path: node for path, node in nnx.iter_graph(ours.module(params)) if isinstance(node, MoE)}
     for call, other in pairs:
         moe = modules.get(call.path)
@@ -84,7 +89,10 @@ def _of_layer(moe: MoE, number: int, of: int) -> MoE:
 
 
 def _steps(moe: MoE, call: Any, other: Any, tolerance: float) -> list[str]:
-    """Derive Linen's expert weights by least squares: its output as a weighted sum of the NNX experts' outputs."""
+    """Derive Linen's expert weights by least squares.
+
+    Linen's output is fitted as a weighted sum of the NNX experts' outputs.
+    """
     width, experts = call.given.shape[-1], moe.experts.count
     if width < experts:
         return [f"  {experts} experts with outputs of {width} values: Linen's weights cannot be derived"]
@@ -114,7 +122,7 @@ def _steps(moe: MoE, call: Any, other: Any, tolerance: float) -> list[str]:
 
 
 def _lines(theirs: np.ndarray, ours: np.ndarray, misfit: float, tolerance: float) -> list[str]:
-    """Describe the difference of the weights ``[tokens, experts]`` of ``theirs`` and ``ours``."""
+    """Describe the differences between the weights ``[tokens, experts]`` of both sides."""
     if misfit > 10 * tolerance:
         return [
             f"expert outputs differ (or shared experts): Linen's output is no weighted sum of NNX's, by {misfit:.1e}; "

@@ -15,23 +15,25 @@ from nnxmoe.model.causal_lm import CausalLM
 
 
 def load_linen(module: nnx.Module, params: Mapping[str, Any], mapping: Mapped) -> None:
-    """Set all parameters of your NNX module to those of a Linen module.
-
-    Args:
-        module: any module, including an abstract one (``nnx.eval_shape``). Random number state is not changed. For
-            models of nnxmoe use `nnxmoe.linen.from_linen`.
-        params: the Linen tree, boxed or not, with or without its collection ``params``.
-        mapping: NNX parameter (its path, ``blocks/{layer}/up/kernel``) -> name in the tree, or a pair of one or several
-            names and a function from those arrays to the NNX array, as for `nnxmoe.linen.from_linen`. ``{layer}``
-            stands for each number that the module has there. If only the parameter has ``{layer}``, the tree's array
-            has the layers on axis 0, as with ``nn.scan``. If only the name in the tree has it, its layers are stacked
-            on axis 0, as with ``nnx.scan`` and ``nnx.vmap``. Dimensions are split and merged as needed.
-            `nnxmoe.linen.propose_mapping` proposes a mapping.
+    """Set all parameters of an NNX module to the parameters of a Linen module.
 
     Values are cast to the dtypes of the module and placed on its devices.
 
-    Raises a ValueError that lists all parameters without a row, missing and unused arrays, and arrays of wrong shapes
-    or kinds of numbers. The module is then unchanged.
+    Args:
+        module: Any module, including an abstract module (``nnx.eval_shape``). Random number state does
+            not change. For models of nnxmoe use `nnxmoe.linen.from_linen`.
+        params: The Linen tree, boxed or not, with or without the collection ``params``.
+        mapping: NNX parameter (its path, ``blocks/{layer}/up/kernel``) -> name in the tree, or a pair
+            of one or several names and a function from those arrays to the NNX array, as for
+            `nnxmoe.linen.from_linen`. ``{layer}`` matches each number in the module's paths. If only
+            the parameter has ``{layer}``, the tree's array has the layers on axis 0, as with
+            ``nn.scan``. If only the name in the tree has ``{layer}``, its layers are stacked on axis
+            0, as with ``nnx.scan`` and ``nnx.vmap``. Dimensions are split and merged as needed.
+            `nnxmoe.linen.propose_mapping` proposes a mapping.
+
+    Raises:
+        ValueError: With a list of all parameters without a row, missing and unused arrays, and arrays
+            of wrong shapes or kinds of numbers. The module is then unchanged.
     """
     if not isinstance(module, nnx.Module) or isinstance(module, CausalLM):
         raise ValueError(
@@ -65,7 +67,7 @@ _KINDS = (jnp.floating, jnp.integer, jnp.bool_, jnp.complexfloating)
 
 
 def _general_name(mapping: Mapped) -> Callable[[str], tuple[str, int | None]]:
-    """Return a function from a parameter's name to the mapping's key that it matches, and its layer's number."""
+    """Return a function from a parameter's name to the matching key of the mapping and the layer number."""
     patterns = {key: re.compile(re.escape(key).replace(re.escape(LAYER), r"(\d+)")) for key in mapping if LAYER in key}
 
     def general(name: str) -> tuple[str, int | None]:
@@ -76,7 +78,7 @@ def _general_name(mapping: Mapped) -> Callable[[str], tuple[str, int | None]]:
 
 
 class _Stacked(dict[str, Source]):
-    """A mapping in which rows with ``{layer}`` only in the tree's names list the names of all layers and stack them."""
+    """Mapping that stacks the layers of rows with ``{layer}`` only in the tree's names."""
 
     def __init__(self, mapping: Mapped, theirs: Mapping[str, Any]):
         super().__init__({key: _stacked(key, source, theirs) for key, source in mapping.items()})

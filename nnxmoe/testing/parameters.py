@@ -1,4 +1,4 @@
-"""Maps the parameters of an NNX module to those of a Linen module, and checks that the two trees match."""
+"""Map the parameters of an NNX module to the parameters of a Linen module, and check both trees."""
 
 import math
 import re
@@ -24,8 +24,10 @@ Arrays = dict[str, Any]
 
 
 class _Origin(NamedTuple):
-    """Where values of an NNX parameter come from: at index ``ours`` they are ``scale`` times those of a Linen array,
-    plus ``shift``."""
+    """Origin of values of an NNX parameter in a Linen array.
+
+    The values at index ``ours`` are ``scale`` times the values at index ``theirs``, plus ``shift``.
+    """
 
     ours: np.ndarray
     theirs: np.ndarray
@@ -36,7 +38,10 @@ class _Origin(NamedTuple):
 def compare_trees(
     title: str, module: nnx.Module, params: Arrays, shapes: Arrays, mapping: Names | Mapped | None
 ) -> dict[str, Row]:
-    """Return Linen's name -> row; raise AssertionError with all faults of the mapping and of both trees."""
+    """Return the row of each Linen parameter.
+
+    Raises AssertionError with all faults of the mapping and of both trees.
+    """
     if mapping is None:
         rows, faults = _maxtext_rows(module, shapes)
     elif isinstance(module, CausalLM) and any(isinstance(key, str) and key.startswith("layers/") for key in mapping):
@@ -87,7 +92,7 @@ def _rows(mapping: Names, params: Arrays) -> tuple[dict[str, Row], list[str]]:
 
 
 def _filled(mapping: Names, params: Arrays) -> Iterator[tuple[tuple[str, ...], list[tuple[str, Any]]]]:
-    """The rows with ``{layer}`` replaced by each number that the NNX module has in its place."""
+    """Yield the rows with ``{layer}`` replaced by each number in the NNX module's names."""
     for key, target in mapping.items():
         names = (key,) if isinstance(key, str) else key
         targets = target if isinstance(target, list) else [target]
@@ -100,7 +105,7 @@ def _filled(mapping: Names, params: Arrays) -> Iterator[tuple[tuple[str, ...], l
 
 
 def _taken_rows(model: CausalLM, mapping: Mapped, params: Arrays, shapes: Arrays) -> tuple[dict[str, Row], list[str]]:
-    """Rows of a mapping of `nnxmoe.linen.from_linen`, which makes our arrays of theirs, the other way round."""
+    """Invert the rows of a mapping for `nnxmoe.linen.from_linen`, which maps Linen arrays to ours."""
     leaves = native.layout(model, False)
     taken, faults = read_mapping(mapping, {name: leaf.shape for name, leaf in leaves.items()}, shapes)
     users: dict[str, list[tuple[Part, _Origin]]] = {}
@@ -128,7 +133,7 @@ def _taken_rows(model: CausalLM, mapping: Mapped, params: Arrays, shapes: Arrays
 
 
 def _origins(one: Row, shapes: Arrays) -> dict[str, _Origin]:
-    """Where each number of a parameter comes from, found by passing positions through the function of the mapping."""
+    """Find the origin of each value of a parameter by passing positions through the mapping's function."""
     sizes = [math.prod(shapes[source].shape) for source in one.sources]
     numbers = np.arange(sum(sizes))
 
@@ -150,7 +155,7 @@ def _origins(one: Row, shapes: Arrays) -> dict[str, _Origin]:
 
 
 def _undo(origins: list[_Origin], like: Any) -> Callable[..., Array]:
-    """The function from our arrays to Linen's, whose numbers that ours do not have are 0."""
+    """Return the function from our arrays to the Linen array. Values without a source are 0."""
 
     def make(*ours: Array) -> Array:
         values = jnp.zeros(like.size, like.dtype)
@@ -192,5 +197,5 @@ def _part(part: Parameter) -> Part:
 
 
 def kind(array: Any) -> str:
-    """Type and shape, ``float32[3, 4]``."""
+    """Return dtype and shape as text, such as ``float32[3, 4]``."""
     return f"{array.dtype}{list(array.shape)}"

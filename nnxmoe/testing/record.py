@@ -1,4 +1,4 @@
-"""Records what submodules of NNX and Linen modules return, in order of execution, also under jit, scan and remat."""
+"""Record the results of NNX and Linen submodules in execution order, also under jit, scan and remat."""
 
 import dataclasses
 import functools
@@ -19,9 +19,13 @@ Values = tuple[np.ndarray | None, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One call of a submodule: the first floating-point array of its arguments (None without one) and of its result.
+    """One call of a submodule.
 
-    A scan over L layers calls a submodule ``of`` L times; ``number`` is the layer.
+    Attributes:
+        number: The layer, if a scan over layers calls the submodule.
+        of: Number of calls in the scan, else 1.
+        given: First floating-point array of the arguments, if any.
+        returned: First floating-point array of the result.
     """
 
     path: Path
@@ -36,27 +40,28 @@ class Call:
 
 
 class Tape:
-    """Records the calls of one run, and returns them from ``calls`` afterwards. Each run needs a new tape."""
+    """Recorder of the calls of one run. Read `calls` after the run. Each run needs a new tape."""
 
     def __init__(self) -> None:
-        self._sites: list[tuple[Path, list[Values] | None]] = []  # in the order of the program
+        self._sites: list[tuple[Path, list[Values] | None]] = []  # in program order
 
     def attach(self, module: nnx.Module) -> None:
         """Start recording this module's submodules and their copies."""
         for path, node in list(nnx.iter_graph(module)):
             if isinstance(node, nnx.Module) and callable(node):
                 object.__setattr__(node, "__class__", _taped(type(node)))
-                vars(node)["_take"] = functools.partial(self.take, path)  # which copies of the module share
+                vars(node)["_take"] = functools.partial(self.take, path)  # copies of the module share it
 
     def intercept(self, next_call: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext):
-        """Interceptor for ``nn.intercept_methods``: records Linen's calls."""
+        """Record Linen's calls, as an interceptor for ``nn.intercept_methods``."""
         out = next_call(*args, **kwargs)
         return self.take(context.module.path, (args, kwargs), out) if context.method_name == "__call__" else out
 
     def take(self, path: Path, given: Any, returned: Any) -> Any:
         """Return ``returned``, and record a copy each time the compiled program executes this call.
 
-        The value passes through the host, since Linen's scan refuses debugging callbacks, whose results are not used.
+        The value passes through a host callback, since Linen's scan rejects debugging callbacks without
+        used results.
         """
         leaves, tree = jax.tree.flatten(returned)
         at = next((i for i, leaf in enumerate(leaves) if is_floating(leaf)), None)
@@ -75,8 +80,8 @@ class Tape:
         return jax.tree.unflatten(tree, leaves)
 
     def calls(self) -> list[Call]:
-        """The calls in order of execution. All calls inside a scan execute equally often, in turn."""
-        # An empty list: traced but never executed.
+        """Return the calls in execution order. All calls inside a scan execute equally often, in turn."""
+        # An empty list belongs to a call that was traced and never executed.
         met = [(path, values or []) for path, values in self._sites if values != []]
         found = []
         for count, sites in itertools.groupby(met, key=lambda site: len(site[1])):
@@ -87,7 +92,7 @@ class Tape:
 
 @functools.cache
 def _taped(kind: type[nnx.Module]) -> type[nnx.Module]:
-    """A subclass whose calls are recorded."""
+    """Create a subclass that records its calls."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         out = kind.__call__(self, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,4 +1,4 @@
-"""Both modules as functions of the NNX module's parameters and the inputs, and their outputs and gradients."""
+"""Both modules as functions of the NNX parameters and the inputs, with outputs and gradients."""
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ from nnxmoe.testing.record import Call, Tape, is_floating
 
 
 class Arguments:
-    """Inputs of both modules. Floating-point arrays are differentiated, and everything else is constant."""
+    """Inputs of both modules. Floating-point arrays are differentiated. Everything else is constant."""
 
     def __init__(self, inputs: Sequence[Any]):
         leaves, self._tree = jax.tree_util.tree_flatten_with_path(tuple(inputs))
@@ -36,7 +36,7 @@ class Arguments:
 
 
 class NNXSide:
-    """The NNX module. Its random number state does not count as parameters.
+    """The NNX module. Random number state does not count as parameters.
 
     Parameters of nnxmoe's kernels are in Flax's order of dimensions, ``[*ins, *outs]``.
     """
@@ -69,7 +69,7 @@ class NNXSide:
 
 
 class LinenSide:
-    """The Linen module. ``rows`` compute its parameters from those of the NNX module, by Linen's names."""
+    """The Linen module. ``rows`` compute its parameters, by Linen's names, from the NNX parameters."""
 
     rows: dict[str, Row]
 
@@ -89,7 +89,7 @@ class LinenSide:
             return self.apply({name: row(params) for name, row in self.rows.items()}, inputs)
 
     def apply(self, stored: Mapping[str, Any], inputs: tuple[Any, ...]) -> Any:
-        """Call the module with its own parameters."""
+        """Call the module with Linen parameters."""
         return self.module.apply({"params": unflatten_dict(dict(stored), sep="/")}, *inputs, method=self.call)
 
 
@@ -103,7 +103,10 @@ def run(side: NNXSide | LinenSide, params: Arrays, arguments: Arguments) -> tupl
 def compute_gradients(
     side: NNXSide | LinenSide, params: Arrays, arguments: Arguments, like: Any
 ) -> tuple[Arrays, Arrays]:
-    """Differentiate a random weighted sum of all floating-point outputs, with respect to parameters and inputs."""
+    """Differentiate a random weighted sum of all floating-point outputs.
+
+    The gradients are with respect to parameters and inputs.
+    """
     key, fixed = jax.random.key(0), {name: value for name, value in params.items() if not is_floating(value)}
     weights = [jax.random.normal(jax.random.fold_in(key, i), a.shape) for i, a in enumerate(jax.tree.leaves(like))]
 

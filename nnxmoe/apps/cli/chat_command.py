@@ -25,12 +25,12 @@ def run(options: argparse.Namespace) -> None:
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):  # Windows has no readline
             import readline  # noqa: F401  arrow keys and history for input()
-    loading.sampling_of(options)  # a wrong value fails before the model is loaded
+    loading.sampling_of(options)  # invalid values fail before the model is loaded
     model, tokenizer = loading.load(options)
     sampling = loading.sampling_of(options, nnxmoe.Sampling.from_checkpoint(model))
     opening = [{"role": "system", "content": options.system}] if options.system else []
     messages = list(opening)
-    # Fails now rather than after the first line.
+    # Raise for an unusable template now, not after the first line.
     tokenizer.apply_chat_template([*opening, {"role": "user", "content": "Hi"}])
     say("type a message; /clear starts over, /exit ends")
     while (line := _read_line()) not in (None, "/exit"):
@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _read_line() -> str | None:
-    """Read a line; `None` at the end of stdin. At a terminal, Ctrl-C discards the line that is being typed."""
+    """Read a line, or return None at the end of stdin. On a terminal, Ctrl-C discards the current line."""
     try:
         return input("> " if sys.stdin.isatty() else "").strip()
     except EOFError:
@@ -63,7 +63,10 @@ def _read_line() -> str | None:
 
 
 def answer(model: Any, tokenizer: Any, messages: list[dict[str, str]], sampling: Any, options: Any) -> str:
-    """Print the answer to a conversation and how it ended, and return it. It is empty if there is no room for one."""
+    """Print and return the answer to a conversation, and report how it ended.
+
+    The answer is empty if no positions are left.
+    """
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True)
     positions = model.config.max_position_embeddings
     room = positions - len(ids)
@@ -76,7 +79,7 @@ def answer(model: Any, tokenizer: Any, messages: list[dict[str, str]], sampling:
     text, speed, interrupted = "", Speed(), False
     try:
         for piece in stream:
-            piece = piece if text else piece.lstrip()  # SentencePiece answers begin with a space
+            piece = piece if text else piece.lstrip()  # SentencePiece answers start with a space
             speed.update(stream.tokens)
             print(piece, end="", flush=True)
             text += piece

@@ -1,4 +1,4 @@
-"""``nnxmoe convert``: converts a checkpoint to another layout."""
+"""``nnxmoe convert``: convert a checkpoint to another layout."""
 
 import argparse
 

@@ -23,7 +23,7 @@ QUESTIONS = (
     "Write a function that squares a number.",
     "Tell me a story about a fox named Mia.",
 )
-SHADES = " ░▒▓█"  # shares of 0, up to 1, 2 and 3 times the even share, and more
+SHADES = " ░▒▓█"  # share 0; up to 1, 2 and 3 times the even share; more
 NEXT_COMMANDS = """try next:
   nnxmoe chat demo
   nnxmoe generate demo "Once upon a time"

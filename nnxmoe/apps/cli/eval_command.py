@@ -1,7 +1,7 @@
-"""``nnxmoe eval``: evaluates a model with lm-evaluation-harness."""
+"""``nnxmoe eval``: evaluate a model with lm-evaluation-harness."""
 
 # pyright: reportMissingImports=false
-# lm-eval is an extra, which checking types does not need.
+# lm-eval is an extra that type checks do not need.
 
 import argparse
 import json
@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> None:
         torch_random_seed=None,  # pyright: ignore[reportArgumentType]  None: torch is not imported
         log_samples=False,
     )
-    if results is None:  # only the first process of several has them
+    if results is None:  # only the first process has results
         return
     limit = "" if options.limit is None else f", the first {options.limit} questions of each task"
     print(f"{options.model}, {model.dtype}{limit}")

@@ -1,4 +1,4 @@
-"""``nnxmoe finetune``: trains a model, or an adapter, on a file of records."""
+"""``nnxmoe finetune``: train a model, or an adapter, on a file of records."""
 
 import argparse
 import dataclasses

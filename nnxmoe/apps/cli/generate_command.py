@@ -1,4 +1,4 @@
-"""``nnxmoe generate``: continues one prompt, or a file of prompts as JSON lines."""
+"""``nnxmoe generate``: continue one prompt, or a file of prompts in JSON lines."""
 
 import argparse
 import json
@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _stream(model: Any, tokenizer: Any, prompt: Any, sampling: nnxmoe.Sampling, options: argparse.Namespace) -> None:
-    """Print the continuation of a prompt as it is generated, and report how it ended."""
+    """Print the continuation of a prompt while it is generated, and report how it ended."""
     stop_texts, stop_ids = split_stop_strings(options.stop, tokenizer, model.vocab_size) if options.stop else ((), ())
     stream = nnxmoe.stream(
         model,
@@ -110,9 +110,9 @@ class PromptLine(NamedTuple):
     """A prompt of a file.
 
     Attributes:
-        prompt: a text, token ids or the messages of a chat.
-        number: of its line, or of its item in a JSON array.
-        fields: other fields of its JSON object.
+        prompt: A text, token ids or the messages of a chat.
+        number: Number of its line, or of its item in a JSON array.
+        fields: Other fields of its JSON object.
     """
 
     prompt: Any
@@ -121,13 +121,13 @@ class PromptLine(NamedTuple):
 
 
 def read_prompts(path: str) -> list[PromptLine]:
-    """Read a file of prompts; "-" reads stdin.
+    """Read a file of prompts. "-" reads stdin.
 
-    A line is a text, or a JSON object with "prompt" (text or ids) or "messages" (a chat). A JSON array of such objects
-    is read too. Every line of a file named .txt is text.
+    A line is a text, or a JSON object with "prompt" (text or ids) or "messages" (a chat). A JSON array
+    of such objects also works. Every line of a file named .txt is text.
 
     Raises:
-        ValueError: names the line.
+        ValueError: For a malformed line, with its number.
     """
     try:
         text = sys.stdin.read().removeprefix("\ufeff") if path == "-" else Path(path).read_text(encoding="utf-8-sig")
@@ -149,7 +149,7 @@ def read_prompts(path: str) -> list[PromptLine]:
 
 def _read_lines(text: str, path: str, only_text: bool) -> list[PromptLine]:
     prompts = list[PromptLine]()
-    for number, line in enumerate(text.split("\n"), 1):  # splitlines would also split within a JSON string
+    for number, line in enumerate(text.split("\n"), 1):  # splitlines would also split inside JSON strings
         where = f"{path}: line {number}"
         if not only_text and line.lstrip().startswith("{"):
             prompts.append(_record(_json(line, f"{where} begins with {{"), where, number))
@@ -184,7 +184,7 @@ def _record(record: Any, where: str, number: int) -> PromptLine:
 
 
 def grammar_of(options: argparse.Namespace, tokenizer: Any) -> nnxmoe.Grammar | None:
-    """The grammar of ``--json-schema``. Raises ValueError if the schema is malformed."""
+    """Build the grammar of ``--json-schema``. Raises ValueError if the schema is malformed."""
     if options.json_schema is None:
         return None
     try:
@@ -196,7 +196,7 @@ def grammar_of(options: argparse.Namespace, tokenizer: Any) -> nnxmoe.Grammar | 
 def json_lines(
     model: Any, tokenizer: Any, lines: Sequence[PromptLine], sampling: nnxmoe.Sampling, options: argparse.Namespace
 ) -> Iterator[str]:
-    """Generate a JSON line per completion, in the order of the prompts."""
+    """Yield a JSON line per completion, in the order of the prompts."""
     completions = nnxmoe.complete(
         model,
         [line.prompt for line in lines],
@@ -212,7 +212,7 @@ def json_lines(
         slots=options.slots,
     )
     total, tokens = len(lines) * options.samples, 0
-    # No progress bar among lines on the same terminal.
+    # A progress bar would mix with the lines on the same terminal.
     disable: Any = {"disable": True} if sys.stdout.isatty() else {}
     for completion in tqdm(completions, "generating", total, unit="answer", dynamic_ncols=True, delay=1, **disable):
         tokens += len(completion.ids)
@@ -223,7 +223,7 @@ def json_lines(
 def _fields(
     completion: nnxmoe.Completion, line: PromptLine, tokenizer: Any, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """The fields of a line of output: those of the prompt's line, then ours."""
+    """Return the fields of a line of output: the fields of the prompt's line, then the result's."""
     name = "messages" if isinstance(line.prompt, list) and isinstance(line.prompt[0], dict) else "prompt"
     fields = {**line.fields, "index": completion.prompt, name: line.prompt, "line": line.number}
     fields |= {"text": completion.text, "finish_reason": completion.finish, "ids": completion.ids}

@@ -1,4 +1,4 @@
-"""``nnxmoe inspect``: prints a model's sizes."""
+"""``nnxmoe inspect``: print the sizes of a model."""
 
 import argparse
 import textwrap
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _print_memory(summary: "Summary", batch: int, context: int, shards: list[str]) -> None:
-    """Print the memory of weights and cache. Without ``shards``, also print whether this machine has it."""
+    """Print the memory of weights and cache. Without ``shards``, also print whether it fits this machine."""
     from nnxmoe.runtime.memory import memory_bytes
 
     need, (have, where) = summary.needed(batch, context), memory_bytes()
@@ -81,8 +81,10 @@ def _print_memory(summary: "Summary", batch: int, context: int, shards: list[str
 
 
 def _print_sizes(summary: "Summary", batch: int, context: int, step_bytes: float) -> None:
-    """Print the bytes that a token reads, the GPUs that hold the model, their decoding speed if a step reads
-    ``step_bytes``, and the parameters by part."""
+    """Print the bytes read per token, the fitting GPUs with their decoding speed, and the parameters.
+
+    ``step_bytes`` is the number of bytes that a decoding step reads. Parameters are listed by part.
+    """
     from nnxmoe.apps.planning.published import Efficiency
     from nnxmoe.runtime.hardware import TABLE
 
@@ -126,7 +128,7 @@ def _print_cache(summary: "Summary") -> None:
 
 
 def _print_files(summary: "Summary") -> None:
-    """Print the tensors of the files, and those that a load would leave out or refuse."""
+    """Print the tensors of the files, and tensors that loading would skip or reject."""
     print("stored      " + ", ".join(f"{dtype} {bytes_text(size)}" for dtype, size in summary.stored.items()))
     for rule, names in summary.skipped.items():
         print(f"left out    {len(names)} tensors: {rule}")

@@ -1,4 +1,4 @@
-"""What several commands do with their options: load a model, choose devices, sampling and drafts, report the speed."""
+"""Helpers for several commands: load models, choose devices, sampling and drafts, report the speed."""
 
 import argparse
 import dataclasses
@@ -21,7 +21,7 @@ GREEDY = nnxmoe.Sampling(temperature=0.0)
 
 
 def load(options: argparse.Namespace) -> tuple[Any, nnxmoe.Tokenizer]:
-    """Load the model and the tokenizer. An adapter, if ``--adapter`` or MODEL is one, is merged into the model."""
+    """Load the model and the tokenizer. Merges the adapter if ``--adapter`` or MODEL names an adapter."""
     from nnxmoe.convert.peft.adapter_folder import open_adapter
     from nnxmoe.train import lora
 
@@ -63,10 +63,10 @@ def refuse_without_weights(model: str) -> str:
 
 
 def mesh_of(shape: Any, *, connect: bool = False) -> Any:
-    """Make the mesh of ``--mesh`` from the first devices; `None` without the option.
+    """Build the mesh of ``--mesh`` from the first devices, or return None without the option.
 
-    ``connect``: use the devices of all processes of a job. They are connected if there is a mesh, or if
-    ``JAX_NUM_PROCESSES`` is set.
+    With ``connect``, the mesh uses the devices of all processes of a job. The processes are connected
+    if there is a mesh, or if ``JAX_NUM_PROCESSES`` is set.
     """
     if connect and (shape is not None or "JAX_NUM_PROCESSES" in os.environ):
         processes.initialize()
@@ -82,7 +82,7 @@ def mesh_of(shape: Any, *, connect: bool = False) -> Any:
 
 
 def devices_text(mesh: Any) -> str:
-    """Number and kind of the devices in use, such as ``8 x NVIDIA H100 80GB HBM3``."""
+    """Describe number and kind of the devices in use, such as ``8 x NVIDIA H100 80GB HBM3``."""
     kind, count = jax.local_devices()[0].device_kind, jax.local_device_count()
     if mesh is not None:
         return f"{mesh.size} x {kind}"
@@ -90,14 +90,14 @@ def devices_text(mesh: Any) -> str:
 
 
 def quantize_method(options: argparse.Namespace) -> Any:
-    """The method that ``--quantize`` names."""
+    """Return the method of ``--quantize``, or None."""
     from nnxmoe.model.quantization.methods import parse_method
 
     return parse_method(options.quantize) if options.quantize else None
 
 
 def sampling_of(options: argparse.Namespace, default: nnxmoe.Sampling = GREEDY) -> nnxmoe.Sampling:
-    """Replace fields of ``default`` by the command's options. Reports options without effect at temperature 0."""
+    """Replace fields of ``default`` by the command's options. Reports options without effect."""
     changes = {name: getattr(options, name) for name in OPTIONS if getattr(options, name) is not None}
     sampling = dataclasses.replace(default, **changes)
     if sampling.temperature == 0:
@@ -109,8 +109,10 @@ def sampling_of(options: argparse.Namespace, default: nnxmoe.Sampling = GREEDY) 
 
 
 def needs_mtp(choice: DraftChoice | None, model: str, options: argparse.Namespace) -> bool:
-    """Whether ``--draft`` needs the layers for multi-token prediction; with ``auto``, whether the checkpoint has
-    them."""
+    """Check whether ``--draft`` needs the multi-token prediction layers.
+
+    With ``auto``, they are needed if the checkpoint has them.
+    """
     if choice is None or choice.source != "auto":
         return choice is not None and choice.source == "mtp"
     from nnxmoe.apps.cli.tensor_headers import read_headers
@@ -125,7 +127,7 @@ def needs_mtp(choice: DraftChoice | None, model: str, options: argparse.Namespac
 
 
 def draft_of(choice: DraftChoice | None, model: nnxmoe.CausalLM) -> Any:
-    """The ``draft`` of an engine with this model, as ``--draft`` chooses."""
+    """Return the ``draft`` argument of an engine with this model, for ``--draft``."""
     if choice is None or choice.source == "auto":
         return None if choice is None else "auto"
     if choice.source == "prompt":
@@ -134,7 +136,7 @@ def draft_of(choice: DraftChoice | None, model: nnxmoe.CausalLM) -> Any:
 
 
 class Speed:
-    """Measures the speed of a stream. As a string it ends a message, and is empty before the second token."""
+    """Measures the speed of a stream. Its string is the end of a message, empty before the second token."""
 
     def __init__(self) -> None:
         self.tokens, self._first, self._started = 0, 0, 0.0

@@ -1,4 +1,4 @@
-"""Options that several commands of ``nnxmoe`` share, and the types of their values."""
+"""Options that several commands of ``nnxmoe`` share, and parsers of their values."""
 
 import argparse
 import re
@@ -11,19 +11,19 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def count(text: str) -> int:
-    """A positive integer."""
+    """Parse a positive integer."""
     if not re.fullmatch("[0-9]{1,15}", text) or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)
 
 
 def natural(text: str) -> int:
-    """An integer of at least 0."""
+    """Parse an integer of at least 0."""
     return 0 if text == "0" else count(text)
 
 
 def size(text: str) -> int:
-    """Bytes, such as 2GB, or 0."""
+    """Parse bytes, such as 2GB, or 0."""
     try:
         return 0 if text == "0" else parse_bytes(text)
     except ValueError as error:
@@ -31,14 +31,14 @@ def size(text: str) -> int:
 
 
 def nonempty(text: str) -> str:
-    """A text that is not empty."""
+    """Return a text. Raises ArgumentTypeError if it is empty."""
     if not text:
         raise argparse.ArgumentTypeError("the text is empty")
     return text
 
 
 def mesh(text: str) -> Any:
-    """An abstract mesh of sizes such as ``fsdp=4,expert=8``."""
+    """Parse sizes such as ``fsdp=4,expert=8`` as an abstract mesh."""
     from nnxmoe.mesh import abstract_mesh
 
     try:
@@ -58,7 +58,7 @@ def _quantization(text: str) -> str:
 
 
 def add_model(parser: argparse.ArgumentParser, help_text: str = "a folder, a GGUF file, a hub id, or 'demo'") -> None:
-    """Add MODEL, and options that say which of its files are read."""
+    """Add MODEL, and options that select its files."""
     add = parser.add_argument
     add("model", metavar="MODEL", help=help_text)
     add("--dtype", choices=DTYPES, help="dtype of the weights (default: as stored)")
@@ -67,7 +67,7 @@ def add_model(parser: argparse.ArgumentParser, help_text: str = "a folder, a GGU
 
 
 def add_loading(parser: argparse.ArgumentParser) -> None:
-    """Add the options that `nnxmoe.apps.cli.loading.load` reads."""
+    """Add the options for `nnxmoe.apps.cli.loading.load`."""
     add_model(parser)
     add_adapter(parser)
     add_quantize(parser)
@@ -93,7 +93,7 @@ def add_quantize(parser: argparse.ArgumentParser, *, keep: bool = True) -> None:
 
 
 def add_slots(add: Callable[..., Any]) -> None:
-    """Add ``--slots``. ``add``: ``add_argument`` of a parser or of a group of its options."""
+    """Add ``--slots``. ``add`` is ``add_argument`` of a parser or an argument group."""
     add("--slots", type=count, default=8, metavar="N", help="samples computed together, as one batch (default 8)")
 
 
@@ -102,7 +102,7 @@ class DraftChoice(NamedTuple):
 
     Attributes:
         source: prompt, mtp or auto.
-        count: drafts per step. Defaults to that of the source.
+        count: Drafts per step. If None, the default of the source.
     """
 
     source: str
@@ -132,9 +132,9 @@ def add_sampling(parser: argparse.ArgumentParser, tokens: int, default: str) -> 
     """Add options for sampling and for the maximum number of new tokens.
 
     Args:
-        parser: the parser of a command.
-        tokens: default of ``--max-new-tokens``.
-        default: describes the default temperature in the help text.
+        parser: The parser of a command.
+        tokens: Default of ``--max-new-tokens``.
+        default: Describes the default temperature in the help text.
     """
     add = parser.add_argument
     help_text = f"maximum number of new tokens (default {tokens})"

@@ -1,4 +1,4 @@
-"""The command line of ``nnxmoe``: assembles the parsers of its commands, runs a command and reports its errors.
+"""The command line of ``nnxmoe``: assembles the parsers of commands, runs a command, reports errors.
 
 Results go to stdout, everything else to stderr.
 """
@@ -32,7 +32,7 @@ from nnxmoe.runtime.compile_cache import compile_cache
 from nnxmoe.runtime.extras import install_command
 from nnxmoe.runtime.progress import messages_on_stderr
 
-# Each module defines add_options(parser), run(options), whose docstring is the command's help, and EXAMPLE.
+# Each module defines add_options(parser), run(options) and EXAMPLE. The docstring of run is the command's help.
 _COMMANDS = {
     "demo": demo_command,
     "generate": generate_command,
@@ -57,8 +57,8 @@ def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code: 0, or 1 after printing an error.
 
     Raises:
-        SystemExit: with code 2 for a wrong command line.
-        KeyboardInterrupt, BrokenPipeError: if the user or the reader of the output ends the command.
+        SystemExit: With code 2 for a wrong command line.
+        KeyboardInterrupt, BrokenPipeError: If the user or the reader of the output ends the command.
     """
     parser = _parser()
     if not arguments:
@@ -78,7 +78,7 @@ def run(arguments: Sequence[str]) -> int:
             options.run(options)
         sys.stdout.flush()
         return 0
-    except BrokenPipeError:  # an OSError, but no failure
+    except BrokenPipeError:  # an OSError, but not a failure
         raise
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
         if options.debug:
@@ -95,9 +95,9 @@ def _error_line(error: Exception, flags: Sequence[argparse.Action]) -> str:
 
 
 def with_flags(message: str, flags: Sequence[argparse.Action]) -> str:
-    """Replace Python arguments and calls in an error message by the command line's options.
+    """Replace Python arguments and calls in an error message by command-line options.
 
-    Messages about fields of a JSON file stay unchanged.
+    Messages about fields of a JSON file are not changed.
     """
     if ".json" in message:
         return message
@@ -112,7 +112,7 @@ def with_flags(message: str, flags: Sequence[argparse.Action]) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports a wrong command line in one line, with the nearest names of the options and values that exist."""
+    """Parser that reports a wrong command line in one line, with the nearest valid options and values."""
 
     def error(self, message: str) -> NoReturn:
         hint = ""
@@ -133,7 +133,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
-    """Shows required arguments only in the usage line; the list below it has all options."""
+    """Formatter that shows only required arguments in the usage line. The list below has all options."""
 
     def add_usage(self, usage: Any, actions: Any, groups: Any, prefix: str | None = None) -> None:
         groups = [group for group in groups if group.required]
@@ -177,14 +177,17 @@ def _add_import(parser: argparse.ArgumentParser, dest: str) -> None:
 
 
 def _import_modules(names: Sequence[str]) -> None:
-    """Import modules by path, or by name (the current folder is searched too). Raises ValueError if an import fails."""
+    """Import modules by path, or by name from the current folder too.
+
+    Raises ValueError if an import fails.
+    """
     for name in names:
         path = Path(name).expanduser().resolve() if name.endswith(".py") else None
         if path is not None and not path.is_file():
             raise ValueError(f"--import {name}: file not found")
         folder = os.getcwd() if path is None else str(path.parent)
         if folder not in sys.path:
-            sys.path.insert(0, folder)  # stays there: the module may import files beside it later
+            sys.path.insert(0, folder)  # permanent: the module may import files next to it later
         try:
             module = importlib.import_module(name if path is None else path.stem)
         except Exception as error:  # the module may raise anything

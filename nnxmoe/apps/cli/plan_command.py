@@ -1,4 +1,4 @@
-"""``nnxmoe plan``: plans a step of a model on devices that need not be present."""
+"""``nnxmoe plan``: plan a step of a model on devices that need not be present."""
 
 import argparse
 import contextlib
@@ -83,7 +83,7 @@ def run(options: argparse.Namespace) -> None:
     from nnxmoe.apps.planning.work import Work
     from nnxmoe.sharding_rules import RULES
 
-    jax.config.update("jax_platforms", "cpu")  # a plan uses no device, and compilers without one print errors
+    jax.config.update("jax_platforms", "cpu")  # plans use no device, and plugins without devices print errors
     _check(options)
     rates = {name: getattr(options, name) for name in RATES if getattr(options, name) is not None}
     work = {field.name: getattr(options, field.name) for field in dataclasses.fields(Work)}
@@ -92,7 +92,7 @@ def run(options: argparse.Namespace) -> None:
     work["rules"] = {**RULES, **dict(options.rules)}
     if options.search:
         search_meshes = search.search
-        if options.batch is None:  # the batch size and rematerialization are searched too
+        if options.batch is None:  # also search the batch size and rematerialization
             search_meshes = search.best_of
             del work["batch"], work["remat"]
         plans = search_meshes(options.model, options.search, **work)
@@ -125,12 +125,12 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _more_devices(options: argparse.Namespace, search_meshes: Callable[..., Any], work: dict[str, Any]) -> str:
-    """Say how many devices hold the model, if a small multiple of ``--devices`` does."""
+    """Say how many devices fit the model, if a small multiple of ``--devices`` does."""
     from nnxmoe.apps.planning.printing import axes_text
 
     for factor in (2, 4, 8, 16):
         devices = factor * options.search
-        with contextlib.suppress(ValueError):  # the hardware has no such mesh, or the batch does not divide
+        with contextlib.suppress(ValueError):  # no such mesh on this hardware, or the batch does not divide
             best = search_meshes(options.model, devices, most=1, **work)[0]
             if best.fits:
                 size = f"{axes_text(best)}, {bytes_text(best.memory)} each"
@@ -139,7 +139,7 @@ def _more_devices(options: argparse.Namespace, search_meshes: Callable[..., Any]
 
 
 def tokens(text: str) -> float:
-    """A number such as 500M, 1B or 14.8T."""
+    """Parse a number such as 500M, 1B or 14.8T."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kMBT]?)", text)
     if match is None or not float(match[1]):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens such as 500M, 1B or 14.8T")

@@ -1,4 +1,4 @@
-"""``nnxmoe serve``: serves a model over HTTP."""
+"""``nnxmoe serve``: serve a model over HTTP."""
 
 import argparse
 import os
@@ -37,7 +37,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def model_id(model: str) -> str:
-    """The name that clients use for a model: the last part of a path, or the whole id on the hub."""
+    """Return the clients' name of a model: the last part of a path, or the whole hub id."""
     if not os.path.exists(model):
         return model
     name = os.path.basename(os.path.abspath(model))

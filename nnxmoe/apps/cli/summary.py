@@ -1,4 +1,4 @@
-"""A model's sizes and memory, from its config and the headers of its files alone."""
+"""Sizes and memory of a model, from its config and the headers of its files."""
 
 import contextlib
 import dataclasses
@@ -40,17 +40,19 @@ class Summary:
     """Sizes of a model.
 
     Attributes:
-        model: shapes in memory, with layers for multi-token prediction if there are any, which no size counts.
-        parts: number of parameters by kind.
-        weights: bytes in memory, by dtype or kind of code.
-        active_bytes: bytes of the weights that one token reads.
-        buffer_token: estimated bytes of activations per token of a prompt.
-        stored: bytes in the files, by dtype or kind of code; empty without files.
-        cache: capacity of a layer's cache in tokens (None: no limit) -> bytes per token and row of all such layers.
-        missing, unexpected: names of tensors; empty without files.
-        misshapen: messages about wrong shapes; empty without files.
-        skipped: rule -> names of tensors that are left out on purpose.
-        published: hub id of a preset, and how its files differ from what is loaded.
+        model: Shapes in memory. Any multi-token prediction layers are included here, and not counted
+            in the sizes.
+        parts: Number of parameters by kind.
+        weights: Bytes in memory, by dtype or kind of code.
+        active_bytes: Bytes of the weights that one token reads.
+        buffer_token: Estimated bytes of activations per prompt token.
+        stored: Bytes in the files, by dtype or kind of code. Empty without files.
+        cache: Capacity of a layer's cache in tokens (None without a limit) -> bytes per token and row
+            of all such layers.
+        missing, unexpected: Names of tensors. Empty without files.
+        misshapen: Messages about wrong shapes. Empty without files.
+        skipped: Rule -> names of tensors that are skipped on purpose.
+        published: Hub id of a preset, and how its files differ from the loaded model.
     """
 
     source: str
@@ -76,7 +78,7 @@ class Summary:
 
     @property
     def cache_token(self) -> int:
-        """Cache bytes per token and row, while no layer's cache is full."""
+        """Cache bytes per token and row, as long as no layer's cache is full."""
         return sum(self.cache.values())
 
     @property
@@ -84,11 +86,11 @@ class Summary:
         return sum(self.weights.values())
 
     def cache_bytes(self, batch: int, context: int) -> int:
-        """Cache size in bytes for ``batch`` rows of ``context`` tokens."""
+        """Compute the cache size in bytes for ``batch`` rows of ``context`` tokens."""
         return batch * sum(min(context, slots or context) * size for slots, size in self.cache.items())
 
     def needed(self, batch: int, context: int) -> int:
-        """Bytes of weights and cache, without activations."""
+        """Compute the bytes of weights and cache, without activations."""
         return self.weight_bytes + self.cache_bytes(batch, context)
 
 
@@ -100,14 +102,16 @@ def summarize(
     quantize: Method | Mixed | None = None,
     keep_quantized: bool = False,
 ) -> Summary:
-    """Compute the sizes of a model without reading or building its weights. Tensors are checked as in a load.
+    """Compute the sizes of a model without reading or building its weights.
+
+    Tensors are checked as in loading.
 
     Args:
-        name: a folder (weights optional), a hub id or a preset.
-        dtype: dtype of the weights. Defaults to that of a load.
-        revision: branch, tag or commit on the hub.
-        local_files_only: use cached files only.
-        quantize, keep_quantized: as in `from_pretrained`.
+        name: A folder (weights optional), a hub id or a preset.
+        dtype: Dtype of the weights. Defaults to the dtype of loading.
+        revision: Branch, tag or commit on the hub.
+        local_files_only: Use cached files only.
+        quantize, keep_quantized: As in `from_pretrained`.
     """
     check_quantize_options(quantize, keep_quantized)
     config, arrays = read_headers(name, revision, local_files_only)
@@ -128,7 +132,7 @@ def summarize(
         keep_codes(model, arrays)
     quantize_structure(model, quantize, dtype)
     weights, active_bytes = _weight_bytes(model, config, jnp.dtype(dtype))
-    with contextlib.suppress(ConfigError):  # models without prediction layers; the counts above leave them out
+    with contextlib.suppress(ConfigError):  # raised for models without prediction layers
         model.mtp = model_type(config, rngs=None, dtype=dtype, mtp=True).mtp
     published = filter(None, (HUB_IDS.get(str(name).lower()), CHECKPOINT_NOTES.get(str(name).lower())))
     return Summary(
@@ -152,7 +156,7 @@ def summarize(
 
 
 def _weight_bytes(model: CausalLM, config: DecoderConfig, dtype: np.dtype) -> tuple[dict[str, int], int]:
-    """Bytes of a model's weights by dtype or dtype of codes, and the bytes that a token reads."""
+    """Return the bytes of a model's weights by dtype or code dtype, and the bytes that a token reads."""
     code_dtypes = {kernel.path: kernel.weight.format.code_dtype for kernel in quantized_kernels(model)}
     sizes, active = Counter[str](), 0.0
     for parameter in parameters(model, codes=True):
@@ -164,20 +168,23 @@ def _weight_bytes(model: CausalLM, config: DecoderConfig, dtype: np.dtype) -> tu
 
 
 def _active_fraction(parameter: Parameter, config: DecoderConfig) -> float:
-    """The fraction of a parameter that one token uses."""
+    """Return the fraction of a parameter that one token uses."""
     return config.experts_per_token / parameter.experts if parameter.experts else 1.0
 
 
 def _buffer_elements(model: CausalLM, config: DecoderConfig) -> int:
-    """Elements per token that exist at once in the largest layer: inputs and outputs of its linear maps."""
+    """Count the elements per token that exist at once in the largest layer.
+
+    These are the inputs and outputs of its linear maps.
+    """
     attention, feed_forward = Counter[Any](), Counter[Any]()
     for place in quantizable_kernels(model):
-        if place.head:  # computes the last token only
+        if place.head:  # the head computes only the last token
             continue
         kernel, layer = as_weight(place.weight), place.path[:4]
         is_attention = ".attention." in place.key
         size = math.prod(kernel.outs)
-        if place.experts:  # each expert has its own copy of its tokens
+        if place.experts:  # each expert has a copy of its tokens
             size = config.experts_per_token * (size + math.prod(kernel.ins))
         elif not is_attention:
             size += math.prod(kernel.ins)
@@ -201,7 +208,10 @@ def _part(key: str) -> str:
 
 
 def _common_dtype(arrays: LazyArrays, config: DecoderConfig) -> str:
-    """Dtype that loading would give most weights: the stored one (bfloat16 for FP8), or the config's without files."""
+    """Return the dtype that loading would use for most weights.
+
+    It is the stored dtype (bfloat16 for FP8), or the config's dtype without files.
+    """
     sizes = Counter[np.dtype]()
     for array in arrays.values():
         sizes[array.load_dtype if array.codes else array.dtype] += math.prod(array.shape)
@@ -221,11 +231,11 @@ def _stored_bytes(arrays: LazyArrays) -> dict[str, int]:
 def shard_lines(config: DecoderConfig, dtype: str, mesh: AnyMesh, method: Method | Mixed | None) -> list[str]:
     """Describe how the parameters are sharded, one line per name and shape.
 
-    A line has the number of parameters, the shape, their bytes on one device and the mesh axes per dimension. The last
-    line has the bytes of all.
+    A line has the number of parameters, the shape, their bytes on one device and the mesh axes per
+    dimension. The last line has the total bytes.
 
     Raises:
-        ValueError: if the rules cannot shard a parameter.
+        ValueError: If the rules cannot shard a parameter.
     """
     model = model_class(config)(config, Strategy(), rngs=None)
     check_mesh(model, mesh, RULES)
@@ -249,7 +259,7 @@ def shard_lines(config: DecoderConfig, dtype: str, mesh: AnyMesh, method: Method
 
 
 def _axes_text(axes: str | Sequence[str] | None) -> str:
-    """Text for an entry of a partition spec."""
+    """Format an entry of a partition spec."""
     if axes is None:
         return "-"
     return axes if isinstance(axes, str) else " x ".join(axes)

@@ -1,4 +1,4 @@
-"""Reads a model's config and the headers of its tensors."""
+"""Read a model's config and the headers of its tensors."""
 
 import dataclasses
 import os
@@ -27,9 +27,9 @@ from nnxmoe.runtime.progress import logger
 def read_headers(
     name: str | os.PathLike[str], revision: str | None, local_files_only: bool
 ) -> tuple[DecoderConfig, LazyArrays]:
-    """Read a model's config, and names and shapes of its tensors, whose values cannot be read.
+    """Read a model's config, and the names and shapes of its tensors.
 
-    There are no tensors for a preset and for a folder without weights.
+    The values of the tensors cannot be read. Presets and folders without weights have no tensors.
     """
     config = preset(name)
     if config is not None:
@@ -65,8 +65,10 @@ def _read_folder(folder: Path, where: str) -> tuple[DecoderConfig, LazyArrays]:
 def _checked(
     fields: Mapping[str, Any], tensors: Mapping[str, TensorInfo], where: str, checkpoint: Checkpoint | None = None
 ) -> tuple[DecoderConfig, LazyArrays]:
-    """Return the config as loading would use it, and the tensors. Raises CheckpointError for an unsupported
-    quantization."""
+    """Return the config as used by loading, and the tensors.
+
+    Raises CheckpointError for an unsupported quantization.
+    """
     config = _config(fields, where)
     tied = config.tie_word_embeddings and not untied(config, tensors)
     table = family_of(config).hf_names(config)

@@ -1,1 +1,1 @@
-"""Memory, time and network traffic of a model on a mesh, before any device is rented: `nnxmoe.plan`."""
+"""Plan memory, time and network traffic of a model on a mesh without its devices: `nnxmoe.plan`."""

@@ -1,4 +1,4 @@
-"""Changes to a plan that does not fit, each of them planned again."""
+"""Plan changes to a step that does not fit."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
@@ -19,9 +19,15 @@ class _Change(NamedTuple):
 
 
 def changes(made: Any, plan: Callable[..., Any]) -> tuple[str, ...]:
-    """One line per change that saves memory, with the memory it leaves; those that fit come first. ``plan``: plans a
-    name, config, hardware, mesh and work by arithmetic."""
-    found, scale = [], made.memory / made.bytes.total  # what a compiled step takes, of its estimate
+    """Return one line per change that saves memory, with the memory after the change.
+
+    Changes that fit come first.
+
+    Args:
+        made: A `Plan`.
+        plan: Function that plans a name, config, hardware, mesh and work by arithmetic.
+    """
+    found, scale = [], made.memory / made.bytes.total  # compiled memory / estimated memory, 1 if not compiled
     for text, kind, mesh, work in _candidates(made.hardware, made.mesh, made.work):
         try:
             one = plan(made.model, made.config, kind, abstract_mesh(mesh), work)

@@ -1,4 +1,4 @@
-"""Bytes that a step takes on one device of a mesh: parameters, optimizer state, activations and cache."""
+"""Estimate the bytes of a step on one device: parameters, optimizer state, activations and cache."""
 
 import dataclasses
 from typing import NamedTuple
@@ -11,9 +11,9 @@ from nnxmoe.sharding_rules import shard_count
 
 
 def adapters(step: PlannedStep) -> int:
-    """Number of elements of the adapters on one device: those of all projections but routers.
+    """Count the elements of the adapters on one device. All projections but routers have adapters.
 
-    The adapters of gate and up of experts share the matrix that reads their input.
+    Gate and up of experts share the adapter matrix that reads their input.
     """
     config, work, total = step.config, step.work, 0
     if work.split_rank and not config.experts:
@@ -36,8 +36,8 @@ def adapters(step: PlannedStep) -> int:
 class Bytes:
     """Bytes on one device.
 
-    ``parameters``, ``moments``, ``cache`` and ``inputs`` are exact. ``gradients`` are as large as trained parameters.
-    ``activations`` are an estimate.
+    ``parameters``, ``moments``, ``cache`` and ``inputs`` are exact. ``gradients`` have the size of the
+    trained parameters. ``activations`` are an estimate.
     """
 
     parameters: int
@@ -58,28 +58,31 @@ class Bytes:
 
 
 def bytes_of(step: PlannedStep) -> Bytes:
-    """Bytes on one device, with the batch sharded over the batch axes."""
+    """Compute the bytes on one device, with the batch sharded over the batch axes."""
     work, rows = step.work, step.rows
     trained = sum(step.held(part) for part in step.parts if part.trained)
     frozen = sum(step.held(part) * part.itemsize for part in step.parts if not part.trained)
     stored = int(sum(step.held(part) * part.stored for part in step.parts if part.trained))
-    if not work.train:  # an estimate: logits in float32, and the scores of one layer
+    if not work.train:  # estimate: float32 logits, and the scores of one layer
         scores = rows * (step.config.vocab_size + step.config.num_attention_heads * work.seq) * 4
         return Bytes(stored + frozen, 0, 0, _cache_bytes(step), rows * 4, scores)
     state = (adapters(step) if work.lora else trained) * STATE
     frozen += stored if work.lora else 0
     tokens = rows * step.tokens_per_row * 4
-    # The step's number, the optimizer's and a random key of two words.
+    # 16 bytes: the step number, the optimizer's step number and a random key of two words.
     return Bytes(state + frozen, 2 * state, state, 0, tokens + 16, _temporary(step))
 
 
 def bytes_read(step: PlannedStep) -> float:
-    """Bytes that a device reads to decode one token per row: the cache and the weights (gathered weights in full).
-    Counts the expected number of experts that uniform routing selects for the rows that reach the device."""
+    """Compute the bytes that a device reads to decode one token per row.
+
+    These are the cache and the weights. Gathered weights count in full. Experts count by the expected
+    number that uniform routing selects for the rows on the device.
+    """
     config, total = step.config, float(_cache_bytes(step))
     for part in step.parts:
         if part.is_table and part.role != "head":
-            continue  # a row per token
+            continue  # only one row per token is read
         rows = step.rows * (step.mesh.shape["expert"] if "expert" in part.axes else 1)
         used = 1 - (1 - config.experts_per_token / part.experts) ** rows if part.experts else 1.0
         numbers = step.gathered(part) * max(1, part.layers)
@@ -88,33 +91,35 @@ def bytes_read(step: PlannedStep) -> float:
 
 
 def _cache_bytes(step: PlannedStep) -> int:
-    """Bytes of the cache on one device, with each row's length and segments."""
+    """Compute the bytes of the cache on one device, with each row's length and segments."""
     seq = step.work.seq
     tokens = sum(min(seq, slots or seq) * size for slots, size in cache_sizes(step.config).items())
     return step.rows * (tokens + 4 + 4 * seq)
 
 
-# Fitted to the temporary memory of compiled training steps; other models may differ by 20 %.
-# With an exchange between experts, for H100, gradients included: Mixtral-8x22B on 64 devices 35 GB (XLA: 30),
-# DeepSeek-V3 on 256 with a buffer factor of 1.25 49 GB (XLA: 49).
-# Without one, for v6e with offload: Llama-3.1-8B on 8 16 GB (XLA: 19), 70B on 256 35 (32), Mixtral-8x7B on 256 24 (23).
+# Fitted to the temporary memory of compiled training steps. Other models may differ by 20 %. Fits, and XLA's memory:
+# With an exchange between experts, on H100, with gradients: Mixtral-8x22B on 64 devices 35 GB (XLA: 30 GB),
+# DeepSeek-V3 with a buffer factor of 1.25 on 256 devices 49 GB (XLA: 49 GB).
+# Without an exchange, on v6e with offload: Llama-3.1-8B on 8 devices 16 GB (XLA: 19 GB), 70B on 256 devices 35 GB
+# (XLA: 32 GB), Mixtral-8x7B on 256 devices 24 GB (XLA: 23 GB).
 _KERNEL_BYTES_EXCHANGE = 16  # per element of one layer's gathered kernels, with their gradients
 _KERNEL_BYTES = 6
 _KERNEL_BYTES_FROZEN = 4  # with adapters: no gradients
-_LIVE_EXCHANGE, _LIVE_ROUTED_EXCHANGE = 4, 2.5  # arrays alive per input or output of a linear map, and of experts
+_LIVE_EXCHANGE, _LIVE_ROUTED_EXCHANGE = 4, 2.5  # live arrays per input or output of a linear map, and of experts
 _LIVE, _LIVE_ROUTED = 3, 1.2
-_SLOTS = 4  # buffers of a microbatch beside those that a pipeline stage holds: what is received, computed and sent
+_SLOTS = 4  # microbatch buffers on top of a pipeline stage's: receiving, computing, sending
 _LOGITS = 3 * 4  # bytes per logit: three float32 arrays of a chunk
 
 
 def _temporary(step: PlannedStep) -> int:
-    """Estimate the temporary bytes of a training step besides the gradients.
+    """Estimate the temporary bytes of a training step without the gradients.
 
-    Each layer's input; one layer's gathered kernels and activations, with their gradients; the head, and a chunk of
-    logits. Without an exchange between experts, the head and the attention and feed-forward of a layer exist one after
-    another, beside copies of the parameters in the dtype of activations.
+    The estimate has each layer's input, one layer's gathered kernels and activations with their
+    gradients, the head, and a chunk of logits. Without an exchange between experts, three parts exist
+    one after another: the head, a layer's attention, and its feed-forward. Copies of the parameters in
+    the dtype of activations then come on top.
     """
-    from nnxmoe.train.loop.loss import ChunkedLoss  # late: training imports Orbax
+    from nnxmoe.train.loop.loss import ChunkedLoss  # lazy: training imports Orbax
 
     config, work, mesh = step.config, step.work, step.mesh
     rows = step.rows // work.accumulate or 1
@@ -122,7 +127,7 @@ def _temporary(step: PlannedStep) -> int:
     exchanged = mesh.shape["expert"] > 1
     staged = max((part.layers for part in step.parts if part.staged), default=0)
     runs, slots = [_LayerRun.of(step, False, tokens, config.num_hidden_layers - staged)], 0
-    if work.pipeline is not None:  # every turn keeps the inputs of a stage's layers
+    if work.pipeline is not None:  # every turn stores the inputs of a stage's layers
         stages = stages_of(mesh)
         held = work.pipeline.microbatches // stages
         turns = work.pipeline.turns(stages)
@@ -142,7 +147,7 @@ def _temporary(step: PlannedStep) -> int:
     head = config.vocab_size * config.hidden_size // tensor * (VALUES + (0 if work.lora else STATE))
     logits = min(ChunkedLoss().logits, tokens * config.vocab_size // tensor) * _LOGITS
     trained = [part for part in step.parts if part.trained]
-    # The sum over parts or turns exists beside the gradients of one.
+    # The sum over parts or turns exists in addition to the gradients of the current part.
     summed = [part for part in trained if not work.lora and (work.accumulate > 1 or part.staged)]
     slots += sum(map(step.held, summed)) * STATE
     if exchanged:
@@ -151,12 +156,13 @@ def _temporary(step: PlannedStep) -> int:
 
 
 class _LayerRun(NamedTuple):
-    """Layers that are computed alike.
+    """Layers with the same computation.
 
     Attributes:
-        kernels: those of a layer, of the run with the most parameters, such as DeepSeek's layers with experts.
-        tokens: tokens of one computation.
-        times: how often a step computes a layer.
+        kernels: Kernels of one layer, from the stack with the most parameters, such as DeepSeek's
+            layers with experts.
+        tokens: Tokens per computation.
+        times: Number of layer computations per step.
     """
 
     kernels: list[ParamSize]
@@ -173,7 +179,7 @@ class _LayerRun(NamedTuple):
 
 
 def _activation_bytes(step: PlannedStep, run: _LayerRun) -> float:
-    """Bytes of inputs and outputs of a layer's linear maps, with their gradients."""
+    """Estimate the bytes of inputs and outputs of a layer's linear maps, with their gradients."""
     routed = sum(part.width for part in run.kernels if part.experts)
     attention = sum(part.width for part in run.kernels if ".attention." in part.key)
     others = sum(part.width for part in run.kernels) - routed - attention

@@ -1,4 +1,4 @@
-"""The process in which `nnxmoe.apps.planning.compilation` compiles.
+"""Process in which `nnxmoe.apps.planning.compilation` compiles.
 
 Usage: ``python -m nnxmoe.apps.planning.child JOB PROGRAM``.
 """
@@ -34,7 +34,10 @@ _GPUS = {"h100": (132, 9, 1.98, 50 * 2**20), "h200": (132, 9, 1.98, 50 * 2**20),
 
 
 def devices(job: CompileJob) -> list[Any]:
-    """The devices to compile for. RuntimeError with the extra to install if the compiler is missing."""
+    """Return the devices to compile for.
+
+    Raises RuntimeError, with the extra to install, if the compiler is missing.
+    """
     if job.platform == CPU:
         return jax.devices("cpu")
     from jax.experimental import topologies
@@ -53,9 +56,10 @@ def devices(job: CompileJob) -> list[Any]:
 
 
 def _gpu_target(name: str) -> str:
-    """An NVIDIA GPU as XLA's compiler describes it, for compiling without one. KeyError for another name.
+    """Describe an NVIDIA GPU for XLA's compiler, to compile without the GPU.
 
-    The fields are those of openxla/xla, xla/backends/gpu/target_config/specs; sizes are those that CUDA reports.
+    Raises KeyError for an unknown name. The fields are from openxla/xla,
+    xla/backends/gpu/target_config/specs. The sizes are as reported by CUDA.
     """
     cores, major, clock, l2 = _GPUS[name]
     sizes = {
@@ -85,14 +89,14 @@ def _gpu_target(name: str) -> str:
 
 
 def traced(job: CompileJob, mesh: Mesh) -> Any:
-    """The step, traced for arrays of shapes with their shardings."""
+    """Trace the step for shapes with shardings."""
     run, given = step(job, mesh)
-    with jax.default_device(mesh.devices.flat[0]):  # kernels ask the default device what it can run
+    with jax.default_device(mesh.devices.flat[0]):  # kernels check the capabilities of the default device
         return run.trace(*given)
 
 
 def step(job: CompileJob, mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
-    """The compiled function of the step, and its arguments, as shapes with shardings."""
+    """Return the jitted function of the step, and its arguments as shapes with shardings."""
     strategy = dataclasses.replace(job.strategy, mesh=mesh)
     model = model_class(job.config)(job.config, strategy, rngs=None, dtype=jnp.bfloat16)
     rows = NamedSharding(mesh, PartitionSpec(batch_axes(mesh) or None))
@@ -105,7 +109,7 @@ def step(job: CompileJob, mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
 
 
 def placed(model: CausalLM) -> tuple[Any, Any]:
-    """Structure and state of a model of shapes, with the sharding of every parameter."""
+    """Return structure and state of a model of shapes, with the sharding of every parameter."""
     graph, state = nnx.split(model)
     flat = [
         (path, v.replace(_at(model.strategy.sharding_of(v))(v.get_value()))) for path, v in nnx.to_flat_state(state)
@@ -114,7 +118,7 @@ def placed(model: CausalLM) -> tuple[Any, Any]:
 
 
 def _decoding(model: CausalLM, job: CompileJob, rows: NamedSharding) -> tuple[Any, tuple[Any, ...]]:
-    """One more token for every row, with a full cache that is updated in place."""
+    """Decode one token per row, with a full cache that is updated in place."""
     graph, state = placed(model)
     cache = jax.eval_shape(lambda: model.empty_cache(job.work.batch, job.work.seq))
     second = NamedSharding(rows.mesh, PartitionSpec(None, *rows.spec))

@@ -1,7 +1,8 @@
-"""Compiles a step for virtual CPU devices, a TPU slice or GPUs, in a process of its own, and reads the result.
+"""Compile a step for virtual CPU devices, a TPU slice or GPUs, in a separate process.
 
-The device count must be set before JAX starts, which requires a separate process. No accelerator is needed: libtpu
-(extra ``plan-tpu``) and the CUDA plugin (extra ``plan-gpu``) compile for devices that are not present.
+The number of devices must be set before JAX starts, which requires a separate process. No
+accelerator is needed: libtpu (extra ``plan-tpu``) and the CUDA plugin (extra ``plan-gpu``) compile
+for devices that are not present.
 """
 
 import dataclasses
@@ -27,20 +28,26 @@ LIMIT_S = 1800
 
 @dataclasses.dataclass(frozen=True)
 class CompileJob:
-    """A step to compile: the strategy has no mesh, which the process makes of ``mesh`` and the named devices."""
+    """A step to compile. The process builds the mesh of the strategy from ``mesh`` and ``device``."""
 
     config: DecoderConfig
     strategy: Strategy
     mesh: Mapping[str, int]
     work: Work
     platform: str = CPU
-    device: str = ""  # what XLA calls the devices: a TPU topology such as v5p:4x8x8, or a GPU's target such as h100
+    device: str = ""  # XLA's name of the devices: a TPU topology such as v5p:4x8x8, or a GPU target such as h100
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A compiled step: bytes on one device, collectives, the operations of its traced form on all devices, and how
-    many seconds compilation took. ``warnings``: involuntary rematerialisations that XLA reported."""
+    """A compiled step.
+
+    Attributes:
+        arguments, temporary, outputs, aliased: Bytes on one device.
+        operations: Operations of the traced step on all devices.
+        seconds: Duration of the compilation.
+        warnings: Number of involuntary rematerializations reported by XLA.
+    """
 
     arguments: int
     temporary: int
@@ -58,18 +65,21 @@ class Program:
 
 
 def target(kind: Hardware, platform: str) -> str:
-    """Return the name of the devices for the compiler. Raises ValueError if the slice of a TPU is not named."""
+    """Return the compiler's name of the devices. Raises ValueError if a TPU slice has no shape."""
     if platform == TPU and not kind.topology:
         raise ValueError(f"compiling for {kind.name} needs the slice's shape, such as {kind.name}:4x4x4")
     return {TPU: kind.topology, GPU: kind.name, CPU: ""}[platform]
 
 
 def compile_program(job: CompileJob) -> Program:
-    """Compile the step in a child process. Raises RuntimeError with the compiler's message if it fails, as for a step
-    that does not fit on a TPU."""
+    """Compile the step in a child process.
+
+    Raises RuntimeError with the compiler's message if compilation fails, for example because the step
+    does not fit on a TPU.
+    """
     env = dict(os.environ) | environment(job.platform, math.prod(job.mesh.values()))
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # finds the user's modules that define families
-    env.pop("JAX_NUM_CPU_DEVICES", None)  # would overrule the number of virtual devices
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # to import the user's modules that define families
+    env.pop("JAX_NUM_CPU_DEVICES", None)  # would override the number of virtual devices
     with tempfile.TemporaryDirectory() as folder:
         given, made = Path(folder, "job"), Path(folder, "program")
         given.write_bytes(pickle.dumps(job))
@@ -93,7 +103,10 @@ def compile_program(job: CompileJob) -> Program:
 
 
 def environment(platform: str, devices: int) -> dict[str, str]:
-    """Variables of a process that compiles for a platform, on top of this one's. ``devices``: virtual CPU devices."""
+    """Return environment variables for a process that compiles for a platform.
+
+    They extend this process's variables. ``devices`` is the number of virtual CPU devices.
+    """
     flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", ""))
     flags = f"{flags} --xla_force_host_platform_device_count={devices if platform == CPU else 1}"
     found = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags.strip(), "TQDM_DISABLE": "1"}

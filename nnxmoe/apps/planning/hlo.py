@@ -1,4 +1,4 @@
-"""Reads the collectives of a compiled program from its text: kind, bytes, mesh axes, and how often each runs."""
+"""Read the collectives of a compiled program from its text: kind, bytes, mesh axes, trip counts."""
 
 import dataclasses
 import math
@@ -18,9 +18,15 @@ _CALLED = re.compile(r"(?:body|condition|calls|to_apply|true_computation|false_c
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective of a program: ``bytes`` on one device, of its operand or its result, whichever is larger, run
-    ``times`` times; ``axes``: of the mesh.
-    ``counted``: whether the lengths of all loops around it are known; a loop of unknown length counts once."""
+    """One collective of a program.
+
+    Attributes:
+        axes: Mesh axes of the collective.
+        bytes: Bytes on one device of its operand or its result, whichever is larger.
+        times: Number of runs.
+        counted: True if the lengths of all loops around it are known. A loop of unknown length counts
+            once.
+    """
 
     kind: str
     axes: tuple[str, ...]
@@ -30,12 +36,12 @@ class Collective:
 
     @property
     def total(self) -> int:
-        """Bytes over all of its runs."""
+        """Bytes of all runs."""
         return self.bytes * self.times
 
 
 def collectives(text: str, mesh: Mapping[str, int], across: str | None = None) -> list[Collective]:
-    """Find the collectives of an optimised HLO module that can run, with the trip counts of the loops around them.
+    """Find the reachable collectives of an optimized HLO module, with the trip counts of their loops.
 
     Between TPU slices, along the mesh axis ``across``, they appear as sends that name their collective.
     """
@@ -65,7 +71,7 @@ def collectives(text: str, mesh: Mapping[str, int], across: str | None = None) -
 
 
 def _computations(text: str) -> tuple[dict[str, list[str]], str]:
-    """Name -> lines of each computation, and the name of the entry."""
+    """Map the name of each computation to its lines. Also return the name of the entry."""
     bodies, entry, current = dict[str, list[str]](), "", ""
     for line in text.splitlines():
         if head := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line):
@@ -79,14 +85,14 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
 
 def _called(line: str) -> Iterator[str]:
     if re.search(rf" (?:{KINDS})(?:-start)?\(", line):
-        return  # its reduction
+        return  # the called computation is its reduction
     yield from _CALLED.findall(line)
     if several := re.search(r"branch_computations=\{([^}]*)\}", line):
         yield from (name.strip().lstrip("%") for name in several[1].split(","))
 
 
 def _trips(line: str, bodies: Mapping[str, list[str]]) -> int | None:
-    """The length of a loop: as XLA knows it, else the only integer that its condition compares with."""
+    """Return the length of a loop: XLA's known trip count, else the only integer in its condition."""
     if known := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', line):
         return int(known[1])
     condition = re.search(r"condition=%?([\w.\-]+)", line)
@@ -96,12 +102,12 @@ def _trips(line: str, bodies: Mapping[str, list[str]]) -> int | None:
 
 
 def _bytes(result: str, kind: str, started: bool) -> int:
-    """Bytes of a result.
+    """Compute the bytes of a result.
 
-    An asynchronous start returns a tuple of operands, results and context, where operands and results are tuples if
-    several were combined; that of an all-reduce has results only.
+    An asynchronous start returns a tuple of operands, results and context. The operands and results are
+    tuples if several were combined. The start of an all-reduce returns only results.
     """
-    result = re.sub(r"\{[^}]*\}", "", result)  # layouts
+    result = re.sub(r"\{[^}]*\}", "", result)  # removes layouts
     if not started or kind == "all-reduce":
         return sum(_sizes(result))
     combined = re.match(r"\(\((.*?)\), \((.*?)\)", result)
@@ -114,7 +120,7 @@ def _sizes(shapes: str) -> list[int]:
 
 
 def _axes(line: str, mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """The mesh axes along which the members of the first group differ."""
+    """Return the mesh axes along which the members of the first group differ."""
     members = _first_group(line)
     if members is None:
         return tuple(axis for axis, size in mesh.items() if size > 1)
@@ -123,7 +129,7 @@ def _axes(line: str, mesh: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def _first_group(line: str) -> Sequence[int] | None:
-    """Device numbers of the first replica group, or of the pairs of a permutation; None: all devices."""
+    """Return the devices of the first replica group or permutation pair, or None for all devices."""
     if pairs := re.search(r"source_target_pairs=\{(.*?)\}\}", line):
         found = re.findall(r"(\d+),(\d+)", pairs[1])
         moved = [pair for pair in found if pair[0] != pair[1]]
@@ -138,8 +144,11 @@ def _first_group(line: str) -> Sequence[int] | None:
 
 
 def _named_group(sizes: str, shape: str | None, order: str | None, over: str) -> list[int]:
-    """The first group of ``mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'b','a':(2)2}``, as newer XLA writes groups:
-    along b and along the part of a that has size 2 within 2 larger parts. The names may be XLA's own."""
+    """Return the first group of ``mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'b','a':(2)2}``.
+
+    Newer XLA writes groups in this form. The example is along b and along the part of a that has size 2
+    within 2 larger parts. The names may be XLA's.
+    """
     mesh = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", sizes)}
     devices = _iota(shape or str(math.prod(mesh.values())), order).reshape(tuple(mesh.values()))
     found = {name: [0] for name in mesh}
@@ -150,7 +159,7 @@ def _named_group(sizes: str, shape: str | None, order: str | None, over: str) ->
 
 
 def _iota(shape: str, order: str | None) -> np.ndarray:
-    """The device numbers ``[2,4]T(1,0)``: 0, 1, … in this shape, transposed."""
+    """Return the device numbers ``[2,4]T(1,0)``: 0, 1, … in this shape, transposed."""
     ids = np.arange(math.prod(_numbers(shape))).reshape(_numbers(shape))
     return ids if order is None else ids.transpose(_numbers(order))
 

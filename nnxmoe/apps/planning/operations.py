@@ -1,4 +1,4 @@
-"""Floating-point operations of a step: by formula, and counted in its traced program."""
+"""Count the floating-point operations of a step: by formula, and in its traced program."""
 
 import math
 from collections.abc import Iterator
@@ -12,14 +12,14 @@ from nnxmoe.layers.attention.gqa import GQA
 from nnxmoe.layers.attention.mla import MLA
 from nnxmoe.model.stack import UnrolledStack
 
-FORWARDS = 4  # a training step with `Remat()`: forward, forward again, and two products per product backward
+FORWARDS = 4  # training step with `Remat()`: forward, forward again, and a backward pass with 2 products per product
 
 
 def operations(step: PlannedStep) -> float:
-    """Floating-point operations of one step on all devices, a product and a sum counted as two.
+    """Compute the floating-point operations of one step on all devices. A multiply-add counts as two.
 
-    A causal pass computes half of the scores. The head is computed once and has two products backward. Chunks of an
-    exchange are computed once more.
+    A causal pass computes half of the scores. The head runs forward once and has two products in the
+    backward pass. Chunks of an exchange are computed one more time.
     """
     config, work = step.config, step.work
     kernels = [part for part in step.parts if part.kernel and part.layers]
@@ -38,8 +38,10 @@ def operations(step: PlannedStep) -> float:
 
 
 def _scores(step: PlannedStep) -> Iterator[tuple[int, float]]:
-    """Per layer, the multiplications per query and key (scores and values, or an indexer's scores), and the keys per
-    query."""
+    """Yield multiplications per query and key, and the number of keys per query, for each layer.
+
+    The multiplications are of scores and values, or of an indexer's scores.
+    """
     seq, train = step.work.seq, step.work.train
     every = seq / 2 if train else seq
     for stack in abstract(step.config).stacks:
@@ -64,10 +66,11 @@ def _width(attention: GQA | MLA | Any, train: bool) -> int:
 
 
 def counted(jaxpr: Any, devices: int = 1) -> float:
-    """Operations of all products in a traced program, on all devices, loops times their lengths; of branches the
-    largest. NaN with products in a loop of unknown length, as `BlockedMatmul` has, or in a kernel of Pallas or cuDNN.
+    """Count the operations of all products in a traced program, on all devices.
 
-    ``devices``: how many run this program at once.
+    Multiplies the operations in loops by the loop lengths, and counts the largest branch. Returns NaN
+    if a product is in a loop of unknown length, as in `BlockedMatmul`, or in a kernel of Pallas or
+    cuDNN. ``devices`` is the number of devices that run this program.
     """
     total = 0.0
     for equation in jaxpr.eqns:
@@ -83,7 +86,7 @@ def counted(jaxpr: Any, devices: int = 1) -> float:
             return math.nan
         elif name == "cond":
             total += max(inner, default=0.0)
-        elif name == "linear":  # of `layers.linear.multilinear`
+        elif name == "linear":  # primitive of `layers.linear.multilinear`
             made = jax.make_jaxpr(params["function"])(*[one.aval for one in equation.invars])
             total += counted(made.jaxpr, devices)
         else:
@@ -92,7 +95,7 @@ def counted(jaxpr: Any, devices: int = 1) -> float:
 
 
 def _sharded(equation: Any) -> int:
-    """Number of devices, or stages, that each run the inner program; 1 if they share it."""
+    """Return the number of devices, or stages, that each run the inner program, or 1 if they share it."""
     if equation.primitive.name != "shard_map":
         return 1
     return math.prod(equation.params["mesh"].shape[axis] for axis in equation.params["newly_manual_axes"])
@@ -104,7 +107,7 @@ def _products(equation: Any) -> float:
     dims = getattr(dims, "dot_dimension_numbers", dims)
     (of_left, _), _ = dims
     ragged = equation.primitive.name != "dot_general"
-    grouped = ragged and len(equation.outvars[0].aval.shape) == 3  # the gradient of kernels: [E, I, O]
-    if grouped:  # every row is in one group only
+    grouped = ragged and len(equation.outvars[0].aval.shape) == 3  # gradient of kernels [E, I, O]
+    if grouped:  # every row is in exactly one group
         return 2.0 * math.prod(left.shape) * right.shape[-1]
     return 2.0 * math.prod(equation.outvars[0].aval.shape) * math.prod(left.shape[dim] for dim in of_left)

@@ -1,4 +1,4 @@
-"""`plan`: what a model takes on a mesh of named devices, by arithmetic or from a compiled step."""
+"""`plan`: memory, time and traffic of a model on a mesh, by arithmetic or from a compiled step."""
 
 import dataclasses
 import math
@@ -33,12 +33,16 @@ from nnxmoe.runtime.hardware import CPU, Hardware
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Memory, operations, traffic and time of one step on a mesh; printing it shows where each figure is from.
+    """Memory, operations, traffic and time of one step on a mesh. Printing it shows each figure's source.
 
-    ``bytes``: on one device. ``operations``: on all. ``traffic``: an estimate of what a device receives.
-    ``decode_bytes``: what a device reads to decode one token per row. ``routes``: mesh axis -> how its devices reach
-    each other. ``program``: the compiled step, if ``compiled_for`` names a
-    platform. ``advice``: changes that were planned again, with what they give.
+    Attributes:
+        bytes: Bytes on one device.
+        operations: Operations on all devices.
+        traffic: Estimate of the data that a device receives.
+        decode_bytes: Bytes that a device reads to decode one token per row.
+        routes: Mesh axis -> connection between its devices.
+        program: The compiled step, if ``compiled_for`` names a platform.
+        advice: Changes that were planned, with their results.
     """
 
     model: str
@@ -61,12 +65,12 @@ class Plan:
 
     @property
     def exact(self) -> bool:
-        """Whether ``memory`` is that of a step compiled for the planned hardware."""
+        """True if ``memory`` is from a step compiled for the planned hardware."""
         return self.program is not None and self.compiled_for == self.hardware.platform
 
     @property
     def memory(self) -> int:
-        """Bytes on one device while a step runs: of the step compiled for the hardware, else estimated."""
+        """Bytes on one device while a step runs, from the step compiled for the hardware, else estimated."""
         return self.program.total if self.program is not None and self.exact else self.bytes.total
 
     @property
@@ -75,7 +79,7 @@ class Plan:
 
     @property
     def bubble(self) -> float:
-        """The fraction of a step in which the stages of a pipeline wait."""
+        """Fraction of a step in which the stages of a pipeline wait."""
         if self.work.pipeline is None:
             return 0.0
         idle = (self.mesh[AXIS] - 1) / self.work.interleaved
@@ -83,14 +87,16 @@ class Plan:
 
     @property
     def times(self) -> dict[str, float]:
-        """Limiter -> seconds of one step if nothing else took time, at the efficiency to expect: compute, memory and
-        network."""
+        """Limiter -> seconds of one step if only this limiter took time, at the expected efficiency.
+
+        The limiters are compute, memory and network.
+        """
         kind = self.hardware
         network = sum(
             seconds(one.kind, one.bytes, [self.routes[axis] for axis in one.axes], one.copies) for one in self.traffic
         )
         share, moved = self.efficiency.expected, self.decode_bytes / self.efficiency.expected
-        if self.work.train:  # state is read and written, gathered kernels at least once
+        if self.work.train:  # state is read and written; gathered kernels are moved at least once
             moved = 2 * (self.bytes.arguments + self.bytes.gradients) + sum(
                 t.bytes for t in self.traffic if t.what != "tokens"
             )
@@ -104,22 +110,25 @@ class Plan:
 
     @property
     def efficiency(self) -> Efficiency:
-        """The share of peak that whole steps reach, in decoding of the bandwidth."""
+        """Share of peak that whole steps reach. In decoding, share of the bandwidth."""
         if (given := self.hardware.efficiency) is not None:
             return Efficiency(given, given, given, "as given")
         return Efficiency.of(self.hardware, self.config.experts > 0, self.work.train, self.work.compute)
 
     @property
     def seconds(self) -> float:
-        """Seconds per step to expect: as if compute, memory and network overlapped perfectly."""
+        """Expected seconds per step, with perfect overlap of compute, memory and network."""
         return max(self.times.values())
 
     @property
     def range(self) -> tuple[float, float]:
-        """The least and the most seconds per step: with the highest efficiency of published runs, and with the lowest
-        and nothing of the network hidden."""
+        """Minimum and maximum seconds per step.
+
+        The minimum uses the highest efficiency of published runs. The maximum uses the lowest efficiency,
+        without overlap of the network.
+        """
         share, network = self.efficiency, self.times["network"]
-        # Of a training step products depend on it, of decoding both.
+        # The efficiency scales compute in training, and compute and memory in decoding.
         work = {name: time for name, time in self.times.items() if name != "network"}
         fixed = work.pop("memory") if self.work.train else 0.0
         whole = share.expected * max(work.values())
@@ -129,7 +138,7 @@ class Plan:
         return printing.table(self)
 
     def plot(self, ax: Any = None) -> Any:
-        """Plot the bytes on one device as bars; requires matplotlib (the extra ``notebooks``)."""
+        """Plot the bytes on one device as bars. Requires matplotlib (the extra ``notebooks``)."""
         from nnxmoe import plot
 
         sizes = {name: size / 1e9 for name, size in dataclasses.asdict(self.bytes).items() if size > 1e-4 * self.memory}
@@ -155,18 +164,20 @@ def plan(
     """Plan a training step (AdamW, float32 state), or one decoded token per row.
 
     Args:
-        model: a config, a preset, a folder or a hub id, of which config.json is fetched.
-        mesh: sizes of mesh axes, as a mapping or as in the command line: ``"fsdp=16,expert=16"``.
-        batch, seq: rows on all devices, and tokens per row or in the cache.
-        on: the devices, such as ``h100`` or ``tpu-v5p:4x4x4``.
-        strategy: the one to compile, without a mesh; its rules, pipeline, remat and exchange count.
-        compile_for: ``"cpu"`` compiles the step for virtual devices, ``"device"`` for the named hardware.
-        advise: plan changes too if the step does not fit.
-        choices: fields of `nnxmoe.apps.planning.work.Work`; with a strategy not those that it makes.
+        model: A config, a preset, a folder or a hub id. Only config.json is fetched.
+        mesh: Sizes of mesh axes, as a mapping or as in the command line: ``"fsdp=16,expert=16"``.
+        batch, seq: Rows on all devices, and tokens per row or in the cache.
+        on: The devices, such as ``h100`` or ``tpu-v5p:4x4x4``.
+        strategy: The strategy to compile, without a mesh. Its rules, pipeline, remat and exchange
+            determine the plan.
+        compile_for: ``"cpu"`` compiles the step for virtual devices, ``"device"`` for the named
+            hardware.
+        advise: Also plan changes if the step does not fit.
+        choices: Fields of `nnxmoe.apps.planning.work.Work`, except fields set by ``strategy``.
 
     Raises:
-        ValueError: for what the mesh or the torus cannot hold.
-        RuntimeError: if the step does not compile.
+        ValueError: If the mesh or the torus does not fit the model or the step.
+        RuntimeError: If the step does not compile.
     """
     if strategy is not None and not isinstance(strategy, Strategy):
         raise ValueError(f"plan(strategy={short(strategy)}): give a Strategy, or None")
@@ -179,7 +190,7 @@ def plan(
     work.check()
     work = work if strategy is None else work.of(strategy)
     made = _by_arithmetic(name, config, hardware(on), abstract_mesh(mesh), work)
-    if advise and strategy is None:  # searches try one choice on many meshes
+    if advise and strategy is None:  # `search` tries one choice on many meshes
         refuse_without_effect(made, work)
     if compile_for is not None:
         if told := [name for name in PLANNED_ONLY if getattr(work, name) != getattr(Work, name)]:
@@ -194,7 +205,7 @@ def _by_arithmetic(name: str, config: DecoderConfig, kind: Hardware, mesh: AnyMe
     work.check_mesh(mesh)
     shape = dict(mesh.shape)
     refuse_unheld(kind, {axis: size for axis, size in shape.items() if axis != work.across})
-    rows_per_device(work.batch // work.accumulate, mesh)  # raises for parts that do not divide
+    rows_per_device(work.batch // work.accumulate, mesh)  # raises ValueError if the parts do not divide
     step = PlannedStep.of(config, mesh, work)
     return Plan(
         name,
@@ -211,7 +222,7 @@ def _by_arithmetic(name: str, config: DecoderConfig, kind: Hardware, mesh: AnyMe
 
 
 def refuse_without_effect(made: Plan, work: Work) -> None:
-    """Raise ValueError for choices of an exchange or a pipeline that the mesh does not have."""
+    """Raise ValueError for options of an exchange or a pipeline that the mesh does not have."""
     exchanged = made.config.experts and made.mesh["expert"] > 1
     asked = {
         "buffer_factor": work.buffer_factor,
@@ -229,7 +240,7 @@ def refuse_without_effect(made: Plan, work: Work) -> None:
 
 
 def _compiled(made: Plan, strategy: Strategy | None, compile_for: str) -> Plan:
-    """The plan with its step compiled."""
+    """Compile the step of a plan."""
     platform = CPU if compile_for == "cpu" else made.hardware.platform
     pipeline, device = made.work.pipeline, target(made.hardware, platform)
     strategy = strategy or default_strategy(made.config, made.mesh, platform, made.work)
@@ -240,8 +251,11 @@ def _compiled(made: Plan, strategy: Strategy | None, compile_for: str) -> Plan:
 
 
 def default_strategy(config: DecoderConfig, mesh: Mapping[str, int], platform: str, work: Work) -> Strategy:
-    """Scanned layers, recomputed while training, with experts over the expert axis if it has several devices, and the
-    kernels that ``Strategy.auto`` chooses for the platform."""
+    """Return a strategy with scanned layers, and with rematerialization if ``work`` trains with remat.
+
+    Experts are sharded over the expert axis if it has several devices. The kernels are as chosen by
+    ``Strategy.auto`` for the platform.
+    """
     exchange = ChunkedExchange(RaggedAllToAll(work.buffer_factor), work.chunks)
     dispatch = ExpertParallel(Sorted(), exchange) if config.experts and mesh["expert"] > 1 else Sorted()
     return dataclasses.replace(
@@ -253,7 +267,7 @@ def default_strategy(config: DecoderConfig, mesh: Mapping[str, int], platform: s
 
 
 def read_model(model: DecoderConfig | str | os.PathLike[str]) -> tuple[str, DecoderConfig]:
-    """The name and the config of what `plan` is given."""
+    """Return the name and the config of the ``model`` argument of `plan`."""
     if isinstance(model, DecoderConfig):
         return next((name for name, config in PRESETS.items() if config == model), model.model_type), model
     if (found := preset(model)) is not None:

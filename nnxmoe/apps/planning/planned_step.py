@@ -1,4 +1,4 @@
-"""A step of a model on a mesh: its parameters, their shards, and the tokens of each device, from shapes alone."""
+"""A step of a model on a mesh: its parameters, their shards, and each device's tokens, from shapes."""
 
 import dataclasses
 import functools
@@ -27,11 +27,11 @@ from nnxmoe.models import model_class
 from nnxmoe.moe.expert_parallel import min_chunks
 from nnxmoe.sharding_rules import axes_per_dimension, check_mesh, shard_count
 
-# Bytes per element of a parameter while it is trained, and of an activation or a decoded weight.
+# Bytes per element of a trained parameter, and of an activation or a decoded weight.
 STATE, VALUES = 4, 2
 
 
-# What the printed traffic of a parameter is called. "embedding" includes the final norm.
+# Name of a parameter's traffic in the printed plan. "embedding" includes the final norm.
 Role = Literal["experts", "layers", "head", "embedding"]
 
 
@@ -40,19 +40,19 @@ class ParamSize:
     """The size of one variable, its shards and its role.
 
     Attributes:
-        key: path without layer numbers.
-        size: number of elements.
-        over: mesh axes that shard each dimension.
-        trained: whether it is an `nnx.Param`.
-        kernel: whether it is the kernel of a linear map.
-        role: the part of the model that it belongs to. A tied embedding is the head.
+        key: Path without layer numbers.
+        size: Number of elements.
+        over: Mesh axes that shard each dimension.
+        trained: True for an `nnx.Param`.
+        kernel: True for the kernel of a linear map.
+        role: Part of the model. A tied embedding is the head.
         experts: E of a variable with an expert dimension, else 0.
-        itemsize: bytes per element of a variable that is not trained.
-        layers: number of layers that it holds; 0 outside of the stacks.
-        staged: whether a pipeline shards these layers over its stages.
-        stack: the run of layers that it belongs to.
-        width: elements per row of a kernel's input and output together, per expert if there are any.
-        stored: bytes per element of a parameter that is frozen.
+        itemsize: Bytes per element of a variable that is not trained.
+        layers: Number of layers of the variable; 0 outside of the stacks.
+        staged: True if a pipeline shards these layers over its stages.
+        stack: Number of the layer stack.
+        width: Elements per row of a kernel's input and output together, per expert if it has experts.
+        stored: Bytes per element of a frozen parameter.
     """
 
     key: str
@@ -71,18 +71,18 @@ class ParamSize:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """All mesh axes that shard it."""
+        """All mesh axes that shard the variable."""
         return tuple(axis for axes in self.over for axis in axes)
 
     @property
     def is_table(self) -> bool:
-        """Whether it is the embedding table, in which rows are looked up."""
+        """True for the embedding table, in which rows are looked up."""
         return self.key == "embed.table"
 
 
 @dataclasses.dataclass(frozen=True)
 class PlannedStep:
-    """A step of a model on a mesh, from which all estimates are computed: the work, and the model's variables."""
+    """The work of a step and the variables of its model, from which all estimates are computed."""
 
     config: Any
     mesh: AnyMesh
@@ -91,8 +91,10 @@ class PlannedStep:
 
     @classmethod
     def of(cls, config: DecoderConfig, mesh: AnyMesh, work: Work) -> "PlannedStep":
-        """List the variables of a model. Raises ValueError if the rules cannot shard one of them, or ``quantize`` fits
-        none."""
+        """List the variables of a model.
+
+        Raises ValueError if the rules cannot shard a variable, or if ``quantize`` fits no variable.
+        """
         stages = None if work.pipeline is None else stages_of(mesh)
         model, parts = _scanned(config, stages), list[ParamSize]()
         check_context(model, mesh)
@@ -125,7 +127,7 @@ class PlannedStep:
 
     @property
     def chunks(self) -> int:
-        """Slices of an exchange between experts; one token decoded per row is not sliced."""
+        """Number of slices of an exchange between experts. Decoding of one token per row is not sliced."""
         size = self.mesh.shape["expert"]
         if not self.config.experts or size == 1:
             return 1
@@ -143,7 +145,7 @@ class PlannedStep:
 
     @property
     def tokens_per_row(self) -> int:
-        """Tokens of each row that pass through one device. Raises ValueError if ``context`` does not divide a row."""
+        """Tokens of each row on one device. Raises ValueError if ``context`` does not divide the row."""
         seq, parts = self.work.seq, self.mesh.shape[CONTEXT]
         if not self.work.train:
             return 1
@@ -153,23 +155,26 @@ class PlannedStep:
 
     @property
     def keys_per_token(self) -> int:
-        """Bytes of a token's keys and values, or latents, in all layers, in bfloat16. The tensor axis shards keys, not
-        latents. The state of a recurrence is not counted: all tokens share it."""
+        """Bytes of a token's keys and values, or latents, in all layers, in bfloat16.
+
+        The tensor axis shards keys, but not latents. The state of a recurrence is not counted, since all
+        tokens share it.
+        """
         has_keys = any(part.key.endswith("attention.k.kernel") for part in self.parts)
         size = sum(size for slots, size in cache_sizes(self.config).items() if slots != 1)
         return size // (self.mesh.shape["tensor"] if has_keys else 1)
 
     def held(self, part: ParamSize) -> int:
-        """Elements of a variable on one device."""
+        """Count the elements of a variable on one device."""
         return part.size // shard_count(self.mesh, part.axes)
 
     def gathered(self, part: ParamSize) -> int:
-        """Elements per layer of a variable on one device, once it is gathered over the axes of tokens."""
+        """Count the elements per layer of a variable on one device, after gathering over the token axes."""
         axes = [axis for axis in part.axes if axis not in TOKEN_AXES or (axis == "expert" and part.experts)]
         return part.size // max(1, part.layers) // shard_count(self.mesh, axes)
 
     def runs(self, part: ParamSize) -> int:
-        """How often a step computes a variable's layers."""
+        """Count how often a step computes the layers of a variable."""
         if part.staged:
             return part.layers // stages_of(self.mesh) * self.work.turns(self.mesh)
         return max(1, part.layers) * self.work.accumulate
@@ -184,7 +189,7 @@ def _role(key: str, experts: int, layers: int, tied: bool) -> Role:
 
 
 def _bytes_of_codes(config: DecoderConfig, stages: int | None, method: Method | Mixed) -> dict[tuple[Any, ...], float]:
-    """Path of a quantized kernel -> bytes of its codes and scales."""
+    """Map the path of each quantized kernel to the bytes of its codes and scales."""
     model, sizes = _build(config, stages), Counter[tuple[Any, ...]]()
     quantize_structure(model, method, jnp.bfloat16)
     kernels = {place.path for place in quantized_kernels(model)}
@@ -195,7 +200,7 @@ def _bytes_of_codes(config: DecoderConfig, stages: int | None, method: Method | 
 
 
 def rows_per_device(batch: int, mesh: AnyMesh) -> int:
-    """Rows of a batch on each device. Raises ValueError if they do not divide."""
+    """Return the rows of a batch on each device. Raises ValueError if they do not divide."""
     over = [axis for axis in BATCH_AXES if mesh.shape[axis] > 1]
     count = shard_count(mesh, over)
     if batch % count:
@@ -205,7 +210,10 @@ def rows_per_device(batch: int, mesh: AnyMesh) -> int:
 
 
 def cache_per_token(model: CausalLM) -> dict[int | None, int]:
-    """Map the capacity of a layer's cache (tokens, `None`: no limit) to the bytes per token and row of such layers."""
+    """Map cache capacities to the bytes per token and row of all layers with that capacity.
+
+    A capacity is in tokens, or None without a limit.
+    """
 
     def size(attention: Any, capacity: int) -> int:
         buffers = jax.eval_shape(lambda: jax.tree.leaves(attention.empty_cache(1, capacity, model.dtype)))
@@ -222,7 +230,7 @@ def cache_per_token(model: CausalLM) -> dict[int | None, int]:
 
 
 def _build(config: DecoderConfig, stages: int | None) -> CausalLM:
-    """Make the model without arrays, its layers stacked as by `Scanned`, or as by a `Pipeline` of this many stages."""
+    """Build the model without arrays, with layers stacked by `Scanned` or by a `Pipeline` of these stages."""
     strategy = Strategy(stacking=Scanned(), pipeline=None if stages is None else Pipeline(stages, stages))
     return model_class(config)(config, strategy, rngs=None, dtype=jnp.bfloat16)
 
@@ -237,5 +245,5 @@ def cache_sizes(config: DecoderConfig) -> dict[int | None, int]:
 
 @functools.lru_cache(maxsize=8)
 def abstract(config: DecoderConfig) -> CausalLM:
-    """Make the model without arrays, with unrolled layers."""
+    """Build the model without arrays, with unrolled layers."""
     return model_class(config)(config, Strategy(), rngs=None, dtype=jnp.bfloat16)

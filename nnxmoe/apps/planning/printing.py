@@ -1,4 +1,4 @@
-"""Plans as text."""
+"""Format plans as text."""
 
 import math
 from collections import Counter
@@ -10,7 +10,7 @@ from nnxmoe.config.printable import bytes_text
 
 
 def table(plan: Any) -> str:
-    """A plan line by line: what, how much, and where the figure is from."""
+    """Format a plan line by line: name, value, and source of the figure."""
     work, kind, held = plan.work, plan.hardware, plan.bytes
     axes = axes_text(plan)
     what = "training step of" if work.train else "decoding step: a token for each of"
@@ -68,7 +68,7 @@ def table(plan: Any) -> str:
 
 
 def _verdict(plan: Any) -> str:
-    """Whether a plan fits, and how fast it is, in a line."""
+    """Say in one line whether a plan fits and how fast it is."""
     size = f"{bytes_text(plan.memory)} of {bytes_text(plan.hardware.memory)} on each device"
     if not plan.fits:
         return f"does not fit: {size}"
@@ -78,12 +78,12 @@ def _verdict(plan: Any) -> str:
 
 
 def axes_text(plan: Any) -> str:
-    """The mesh as ``--mesh`` takes it; empty for one device."""
+    """Format the mesh as an argument of ``--mesh``; empty for one device."""
     return ",".join(f"{axis}={size}" for axis, size in plan.mesh.items() if size > 1)
 
 
 def cost(plan: Any, tokens: float, price: float | None = None) -> str:
-    """Duration of training on ``tokens`` tokens, and its cost if ``price`` is that of a device-hour."""
+    """Say how long training on ``tokens`` tokens takes, and the cost at ``price`` per device-hour."""
     days = [tokens / plan.work.tokens * each / 86400 for each in (plan.seconds, *plan.range)]
     hours = 24 * days[0] * plan.devices
     text = f"{tokens:,.0f} tokens: {_days(days[0])} ({_days(days[1])} to {_days(days[2])}), {hours:,.0f} device-hours"
@@ -95,7 +95,7 @@ def _days(days: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Seconds in the unit that suits them."""
+    """Format seconds in a suitable unit."""
     return f"{seconds:.3g} s" if seconds >= 0.1 else f"{1e3 * seconds:.3g} ms"
 
 
@@ -120,7 +120,7 @@ def _compiled(plan: Any, line: Any) -> None:
 
 
 def compared(plans: Sequence[Any]) -> str:
-    """One line per plan: mesh, rows, memory, whether it fits, and if so time per step, speed and limiter."""
+    """Format one line per plan: mesh, rows, memory, and if the plan fits, time per step, speed, limiter."""
     lines = [f"{'mesh':36} {'rows':>6} {'memory':>10}  fits  {'step':>9}  {'tokens/s':>10}  waits for"]
     for plan in plans:
         axes = axes_text(plan) or "one device"

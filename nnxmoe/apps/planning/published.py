@@ -1,4 +1,4 @@
-"""Runs that others have published, and the share of peak that whole steps reached in them."""
+"""Runs published by others, with the share of peak that whole steps reached."""
 
 import dataclasses
 import functools
@@ -16,12 +16,15 @@ _FILE = Path(__file__).with_name("published.json")
 
 @dataclasses.dataclass(frozen=True)
 class PublishedRun:
-    """A run: the arguments of `plan`, its ``seconds`` per step and where they are published.
+    """A published run: the arguments of `plan`, its ``seconds`` per step and its source.
 
-    ``choices``: fields of `Choices`. ``experts``: whether the model has any. ``efficiency``: the share of peak at which
-    the operations that we count take the published time, in decoding the share of bandwidth at which the bytes do; a
-    test holds it. ``gflops_per_token``: the published
-    operations per second and device over the tokens per second and device, where the publisher halves causal attention.
+    Attributes:
+        experts: True if the model has experts.
+        efficiency: Share of peak at which our operation count takes the published time. In decoding,
+            share of bandwidth at which our byte count does. A test checks it.
+        choices: Further arguments of `plan`, fields of `Work`.
+        gflops_per_token: Published operations per second and device over tokens per second and
+            device, if the publisher halves causal attention.
     """
 
     model: str
@@ -44,7 +47,7 @@ class PublishedRun:
 
     @property
     def kind(self) -> str:
-        """The kind of device, without the shape of a slice."""
+        """Kind of device, without the shape of a slice."""
         return self.on.partition(":")[0]
 
     def __str__(self) -> str:
@@ -54,14 +57,17 @@ class PublishedRun:
 
 @functools.cache
 def published() -> tuple[PublishedRun, ...]:
-    """The runs of the table."""
+    """Read the table of published runs."""
     return tuple(PublishedRun(**row) for row in json.loads(_FILE.read_text()))
 
 
 @dataclasses.dataclass(frozen=True)
 class Efficiency:
-    """The share of peak of whole steps, in decoding of the bandwidth: the lowest, the one to expect, the highest.
-    ``why``: where they are from."""
+    """Share of peak that whole steps reach: lowest, expected and highest. In decoding, share of bandwidth.
+
+    Attributes:
+        why: Source of the shares.
+    """
 
     low: float
     expected: float
@@ -70,8 +76,11 @@ class Efficiency:
 
     @classmethod
     def of(cls, kind: Hardware, experts: bool, train: bool = True, compute: str = "bf16") -> "Efficiency":
-        """That of the published runs on such devices and of such models; else of all devices of the platform. There are
-        too few of decoding and in FP8 to tell models apart. The peak is that of bfloat16, of FP8 too."""
+        """Return the efficiency of published runs on the same kind of device with similar models.
+
+        Without such runs, uses runs on the same platform, then all runs. Decoding and FP8 have too few runs
+        to distinguish models with experts from models without. The peak is of bfloat16, also for FP8.
+        """
         name = kind.name.partition(":")[0]
         whole = not train or compute != "bf16"
         alike = [run for run in published() if run.train == train and (whole or run.experts == experts)]
@@ -84,12 +93,12 @@ class Efficiency:
         what = f"{len(found)} published runs of {what} on "
         where = name if own else f"other devices: none on {name}"
         middle = statistics.median(found)
-        # A few runs do not span what happens.
+        # Widen the range, since few runs do not show the whole spread.
         return cls(min(*found, 0.75 * middle), middle, min(0.95, max(*found, 1.25 * middle)), what + where)
 
 
 def nearest(model: str, kind: Hardware, experts: bool, devices: int, train: bool) -> PublishedRun:
-    """The published run that is most like a plan: with experts or without, by device, model and number of devices."""
+    """Return the published run most similar to a plan: by experts, device, model and number of devices."""
     name = kind.name.partition(":")[0]
 
     def distance(run: PublishedRun) -> tuple[bool, bool, float]:

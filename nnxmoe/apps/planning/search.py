@@ -1,4 +1,4 @@
-"""`search`: the best meshes of a number of devices, by arithmetic."""
+"""`search`: find the best meshes for a number of devices, by arithmetic."""
 
 import contextlib
 import dataclasses
@@ -25,11 +25,18 @@ def search(
     microbatches: int | None = None,
     **options: Any,
 ) -> list[Plan]:
-    """Return the best plans of all meshes of this many devices: the fastest of those that fit, or those that need the
-    least memory if none fits. ``options`` are those of `plan`.
+    """Return the best plans of all meshes of this many devices.
 
-    ``microbatches``: include meshes with up to this many pipeline stages. Meshes that cannot shard the model or the
-    batch are left out. Raises ValueError if no mesh can, or for an option that no mesh allows.
+    The best plans are the fastest plans that fit. If no plan fits, they need the least memory. Meshes
+    that cannot shard the model or the batch are left out.
+
+    Args:
+        most: Maximum number of plans.
+        microbatches: If set, include meshes with up to this many pipeline stages.
+        options: Arguments of `plan`.
+
+    Raises:
+        ValueError: If no mesh can shard the model and the batch, or for an option that no mesh allows.
     """
     found, reason = list[Plan](), ""
     name, config = read_model(model)
@@ -58,15 +65,18 @@ def best_of(
     most: int = 10,
     **options: Any,
 ) -> list[Plan]:
-    """`search` that also chooses the rows of a batch (1 to 64 per device, or for each of its rows' parts on the axis
-    ``context``) and, to train, whether activations are computed again: the plans with the most tokens per second, or
-    those with the least memory if none fits."""
+    """Search meshes, batch sizes and, for training, with and without rematerialization.
+
+    Tries 1 to 64 rows per device, or per group of devices that share rows on the axis ``context``.
+    Returns the plans with the most tokens per second, or the plans with the least memory if no plan
+    fits. See `search`.
+    """
     devices, most = check_positive("search", "devices", devices), check_positive("search", "most", most)
     seq = check_positive("search", "seq", seq)
     options, found, meshes = {"seq": seq, "train": train, **options}, list[Plan](), list[Plan]()
     for parts in _contexts(**options):
         if devices % parts == 0:
-            refused = (ValueError,) if parts > 1 else ()  # by a model that cannot split rows
+            refused = (ValueError,) if parts > 1 else ()  # raised for a model that cannot split rows
             with contextlib.suppress(*refused):
                 rows = devices // parts * options.get("accumulate", 1)
                 every = search(model, devices, batch=rows, most=1000, **options)
@@ -84,7 +94,10 @@ def best_of(
 
 
 def _check_options(config: DecoderConfig, devices: int, microbatches: int | None, **options: Any) -> None:
-    """Raise ValueError for options that are invalid or without effect on every mesh, by planning for one device."""
+    """Raise ValueError for options that are invalid or have no effect on any mesh.
+
+    Plans the options for one device.
+    """
     if options.get("compile_for") is not None:
         raise ValueError("search compares meshes by arithmetic: leave compile_for out, then compile the best plan")
     if microbatches is not None and not options.get("train", True):
@@ -98,14 +111,17 @@ def _check_options(config: DecoderConfig, devices: int, microbatches: int | None
 
 
 def _best(found: list[Plan]) -> list[Plan]:
-    """Sort the plans that fit by tokens per second, or all plans by memory if none fits."""
+    """Sort the plans that fit by tokens per second, or all plans by memory if no plan fits."""
     if fitting := [one for one in found if one.fits]:
         return sorted(fitting, key=lambda one: (one.seconds / one.work.tokens, one.memory))
     return sorted(found, key=lambda one: one.memory)
 
 
 def _contexts(*, seq: int, train: bool = True, **_: Any) -> list[int]:
-    """Into how many parts the axis ``context`` may split a row: 1, and to train more, of at least 8192 tokens each."""
+    """Return the possible sizes of the axis ``context``.
+
+    These are 1 and, for training, larger sizes with at least 8192 tokens per part of a row.
+    """
     return [parts for parts in (1, 2, 4, 8, 16, 32) if parts == 1 or (train and seq // parts >= 8192)]
 
 

@@ -1,4 +1,4 @@
-"""Devices that a plan names, the tori that hold a mesh, and the links that mesh axes use."""
+"""Named devices of a plan, tori that fit a mesh, and the links of mesh axes."""
 
 import dataclasses
 import itertools
@@ -13,7 +13,7 @@ _TOPOLOGIES = {"tpu-v4": "v4", "tpu-v5e": "v5e", "tpu-v5p": "v5p", "tpu-v6e": "v
 
 
 def hardware(name: str | Hardware) -> Hardware:
-    """The row of the table for a name such as ``h100`` or ``tpu-v5p:4x8x8``, which also names a slice's torus."""
+    """Return the hardware for a name such as ``h100``, or ``tpu-v5p:4x8x8`` with a slice's torus."""
     if isinstance(name, Hardware):
         return name
     if not isinstance(name, str):
@@ -31,8 +31,10 @@ def hardware(name: str | Hardware) -> Hardware:
 
 
 def refuse_unheld(kind: Hardware, mesh: Mapping[str, int]) -> None:
-    """Raise ValueError for a mesh that the torus of a named slice cannot hold: a mesh axis must be a product of whole
-    physical axes, as in ``jax.experimental.mesh_utils``."""
+    """Raise ValueError for a mesh that does not fit the torus of a named slice.
+
+    A mesh axis must be a product of whole physical axes, as in ``jax.experimental.mesh_utils``.
+    """
     if not kind.torus:
         return
     devices, chips = math.prod(mesh.values()), math.prod(kind.torus)
@@ -52,7 +54,7 @@ def refuse_unheld(kind: Hardware, mesh: Mapping[str, int]) -> None:
 
 
 def _held(wanted: Sequence[int], physical: Sequence[int]) -> list[tuple[int, ...]] | None:
-    """The physical axes of each requested size, as their product; None if they cannot be assigned so."""
+    """Return the physical axes whose product is each requested size, or None if there is no assignment."""
     if not wanted:
         return [] if all(size == 1 for size in physical) else None
     for count in range(1, len(physical) + 1):
@@ -67,10 +69,15 @@ def _held(wanted: Sequence[int], physical: Sequence[int]) -> list[tuple[int, ...
 
 @dataclasses.dataclass(frozen=True)
 class Route:
-    """How the devices of a mesh axis reach each other: ``near`` of them in one node or slice, at ``link`` bytes per
-    second, and so many in each of ``far`` nodes or slices, at ``network`` bytes per second of each device.
+    """Connection between the devices of a mesh axis.
 
-    ``name``: of the slowest link. ``ring``: devices of the longest physical ring of a torus; 1: a switch.
+    Attributes:
+        name: Name of the slowest link.
+        near: Number of devices in one node or slice.
+        far: Number of nodes or slices.
+        link: Bytes per second inside a node or slice.
+        network: Bytes per second of each device between nodes or slices.
+        ring: Devices of the longest physical ring of a torus, or 1 for a switch.
     """
 
     name: str
@@ -82,11 +89,12 @@ class Route:
 
 
 def routes(kind: Hardware, mesh: Mapping[str, int], across: str | None = None) -> dict[str, Route]:
-    """The routes of the mesh axes with several devices.
+    """Return the routes of the mesh axes with several devices.
 
-    Devices are numbered with the last mesh axis fastest, and ``across`` slowest if it is given: it crosses nodes as far
-    as it can. An axis of a torus has the links of all physical axes that it covers; without a named slice, of a torus
-    that is as cubic as the number of devices allows. A physical axis that is no closed ring has half the rate.
+    The last mesh axis varies fastest in the order of devices. ``across`` varies slowest if it is set,
+    and crosses nodes as far as possible. An axis of a torus has the links of all physical axes that it
+    covers. Without a named slice, the torus is as cubic as the number of devices allows. A physical
+    axis that is not a closed ring has half the rate.
     """
     order = [axis for axis in mesh if axis != across]
     order = order if across is None else [across, *order]
@@ -110,7 +118,7 @@ def routes(kind: Hardware, mesh: Mapping[str, int], across: str | None = None) -
 
 
 def _physical_axes(kind: Hardware, sizes: Mapping[str, int]) -> dict[str, list[tuple[int, bool]]]:
-    """Mesh axis -> sizes of the physical axes of a slice that it covers, and whether each is a closed ring."""
+    """Map mesh axes to the sizes of the physical axes they cover, with whether each is a closed ring."""
     chips = math.prod(sizes.values()) // kind.dies or 1
     torus = list(kind.torus) if math.prod(kind.torus) == chips else _balanced(chips, kind.dimensions)
     wanted = {axis: size for axis, size in sizes.items() if size > 1}
@@ -131,7 +139,7 @@ def _physical_axes(kind: Hardware, sizes: Mapping[str, int]) -> dict[str, list[t
 
 
 def _balanced(count: int, dimensions: int) -> list[int]:
-    """The sizes of a torus of so many chips, as equal as their prime factors allow."""
+    """Return the sizes of a torus of ``count`` chips, as equal as their prime factors allow."""
     sizes, factor = [1] * dimensions, 2
     factors = list[int]()
     while count > 1:
@@ -144,11 +152,12 @@ def _balanced(count: int, dimensions: int) -> list[int]:
 
 
 def seconds(kind: str, size: float, own: Sequence[Route], copies: int = 0) -> float:
-    """The time of a collective by which each device receives ``size`` bytes over some mesh axes.
+    """Estimate the time of a collective in which each device receives ``size`` bytes over mesh axes.
 
-    What is gathered or reduced enters each node once, over the adapters of all its devices; rows that are exchanged
-    between all devices take the way that they need, on a torus through the chips between. ``copies``: so many rows of a
-    token go to different experts, of which one per node is sent on the network. Sums of both ways overlap.
+    Gathered or reduced data enter each node once, over the network adapters of all its devices. Rows
+    exchanged between all devices take the necessary route, on a torus through the chips in between.
+    Sums in both directions overlap. ``copies`` is the number of rows of a token that go to different
+    experts, of which one per node crosses the network.
     """
     near, far = math.prod(one.near for one in own), math.prod(one.far for one in own)
     network = min(one.network for one in own)

@@ -1,4 +1,4 @@
-"""Traffic between the devices of a mesh in one step, estimated from shapes."""
+"""Estimate the traffic between the devices of a mesh in one step from shapes."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -15,11 +15,11 @@ class Traffic:
 
     Attributes:
         kind: all-gather, reduce-scatter, all-reduce, all-to-all or collective-permute.
-        axes: mesh axes that the collectives run over.
-        bytes: of all calls together.
-        times: number of calls.
+        axes: Mesh axes of the collectives.
+        bytes: Bytes of all calls together.
+        times: Number of calls.
         what: tokens, keys, or the `Role` of the parameters.
-        copies: rows sent per token, of which one per node crosses the network. 0: all rows cross it.
+        copies: Rows sent per token, of which one per node crosses the network. If 0, all rows cross it.
     """
 
     kind: str
@@ -31,7 +31,7 @@ class Traffic:
 
 
 class _Sums:
-    """Sums bytes and calls by kind, axes and what is sent."""
+    """Sums of bytes and calls by kind, axes and transferred data."""
 
     def __init__(self) -> None:
         self.bytes: dict[tuple[str, tuple[str, ...], str], float] = {}
@@ -47,12 +47,14 @@ class _Sums:
 def traffic(step: PlannedStep) -> list[Traffic]:
     """Estimate the collectives of a step.
 
-    They gather kernels, reduce gradients, send tokens to experts and back, and gather keys for `AllGatherAttention`.
+    The collectives gather kernels, reduce gradients, send tokens to experts and back, and gather keys
+    for `AllGatherAttention`.
 
-    Kernels are gathered once per pass, in the dtype of activations or as codes, and the head once per part of a batch.
-    Gradients are reduced in float32; those of adapters are left out. Embeddings of tokens are exchanged instead of
-    their table. Pipeline stages do all this in every turn, waiting turns included. Each turn sends a microbatch and a
-    slot on, forward and backward.
+    Kernels are gathered once per pass, in the dtype of activations or as codes. The head is gathered
+    once per part of a batch. Gradients are reduced in float32. The gradients of adapters are left out.
+    Embeddings of tokens are exchanged instead of their table. Pipeline stages do all this in every
+    turn, including waiting turns. Each turn sends a microbatch and a slot to the next stage, forward
+    and backward.
     """
     config, work, mesh, sums = step.config, step.work, step.mesh, _Sums()
     for part in step.parts:
@@ -77,7 +79,7 @@ def _parameter(step: PlannedStep, part: ParamSize, sums: _Sums) -> None:
     """Gather a parameter for the passes over its layers, and reduce its gradients."""
     work, mesh = step.work, step.mesh
     token_axes = tuple(axis for axis in TOKEN_AXES if mesh.shape[axis] > 1)
-    # A device computes only the experts and the layers that it holds.
+    # A device computes only its experts and layers, so these axes are not gathered.
     held = (*(("expert",) if part.experts else ()), *((AXIS,) if part.staged else ()))
     axes = tuple(axis for axis in part.axes if axis in token_axes and axis not in held)
     size, times, fraction = step.gathered(part), step.runs(part), 1 - 1 / shard_count(mesh, axes)
@@ -98,7 +100,7 @@ def _parameter(step: PlannedStep, part: ParamSize, sums: _Sums) -> None:
 
 
 def _embeddings(step: PlannedStep, axes: tuple[str, ...], vocab_axes: tuple[str, ...], sums: _Sums) -> None:
-    """Exchange the embeddings of each device's tokens: over ``axes`` for parts of D, ``vocab_axes`` for parts of V."""
+    """Exchange the embeddings of each device's tokens: over ``axes`` for D, ``vocab_axes`` for V."""
     work, mesh = step.work, step.mesh
     tokens = step.rows * step.tokens_per_row // work.accumulate
     size, times = tokens * step.config.hidden_size * VALUES, (2 if work.train else 1) * work.accumulate
@@ -125,12 +127,12 @@ def _activations(step: PlannedStep, sums: _Sums) -> None:
 
 
 def _runs(parts: Iterable[ParamSize]) -> Iterable[ParamSize]:
-    """One of the parameters for each run of layers."""
+    """Return one of the parameters per run of layers."""
     return {(part.stack, part.staged): part for part in parts}.values()
 
 
 def _tokens(step: PlannedStep, part: ParamSize) -> float:
-    """Tokens on one device in each computation of a parameter's layers."""
+    """Return the tokens on one device in each computation of a parameter's layers."""
     tokens = step.rows * step.tokens_per_row / step.work.accumulate
     if part.staged and step.work.pipeline is not None:
         tokens *= stages_of(step.mesh) / step.work.pipeline.microbatches
@@ -140,8 +142,8 @@ def _tokens(step: PlannedStep, part: ParamSize) -> float:
 def _keys(step: PlannedStep, sums: _Sums) -> None:
     """Pass keys and values, or latents, from neighbor to neighbor, and their gradients back.
 
-    Each device's queries, and outputs as wide as the input of the output kernel, are exchanged to balanced order and
-    back.
+    The exchange to balanced order and back moves each device's queries, and outputs with the width of
+    the output kernel's input.
     """
     config, work, mesh = step.config, step.work, step.mesh
     tokens = step.rows * step.tokens_per_row / work.accumulate

@@ -1,4 +1,4 @@
-"""The work of a planned step: how many rows and tokens, and how they are computed."""
+"""The work of a planned step: rows, tokens, and the options of their computation."""
 
 import dataclasses
 import math
@@ -14,7 +14,7 @@ from nnxmoe.moe.capacity import check_factor
 from nnxmoe.moe.expert_parallel import ChunkedExchange, ExpertParallel, RaggedAllToAll
 from nnxmoe.sharding_rules import RULES, Rules, check_rules
 
-# Fields of `Work` that no strategy computes yet, or that a compiled step does not have.
+# Fields of `Work` that no strategy supports yet, or that a compiled step does not have.
 PLANNED_ONLY = ("interleaved", "node_copies", "lora", "split_rank", "compute", "quantize")
 
 Compute = Literal["bf16", "fp8"]
@@ -22,20 +22,29 @@ Compute = Literal["bf16", "fp8"]
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """The work of one step, and how it is computed.
+    """The work of one step, and the options of its computation.
 
-    ``batch`` rows of ``seq`` tokens to train on, or rows with ``seq`` tokens in the cache of which each gets one more
-    (``train`` False). ``accumulate``: parts of a training batch. ``across``: the mesh axis that crosses nodes or
-    slices. ``rules``: over which mesh axes parameters are sharded. ``remat``: activations are computed again in the
-    backward pass. ``offload``: the host keeps the inputs of layers, as with ``Remat(offload=("layer_input",))``.
-    ``buffer_factor``: of `RaggedAllToAll`; None: room for all rows of the expert axis. ``chunks``: of `ChunkedExchange`
-    around it, which bounds this room and drops nothing; None: as many as `ChunkedExchange` chooses. ``microbatches``:
-    of a `Pipeline` over the mesh axis ``pipe``; None: this axis splits the batch only.
-
-    By arithmetic only: ``interleaved``: groups of layers per stage. ``node_copies``: one copy of a token per node goes
-    to its experts there. ``lora``: the rank of adapters of all kernels of layers, which alone are trained; 0:
-    everything is. ``split_rank``: adapters of experts have the rank divided by the experts per token. ``compute``: how
-    products are computed. ``quantize``: of weights that are not trained.
+    Attributes:
+        batch: Number of rows.
+        seq: Tokens per row to train on, or tokens per row in the cache.
+        train: Train on the rows. If False, decode one token per row.
+        accumulate: Number of parts of a training batch.
+        across: The mesh axis that crosses nodes or slices.
+        rules: Sharding of parameters over mesh axes.
+        remat: Recompute activations in the backward pass.
+        offload: Store the inputs of layers on the host, as with ``Remat(offload=("layer_input",))``.
+        buffer_factor: Of `RaggedAllToAll`. If None, buffers have room for all rows of the expert axis.
+        chunks: Of `ChunkedExchange` around it, which bounds the room and drops nothing. If None, as
+            chosen by `ChunkedExchange`.
+        microbatches: Of a `Pipeline` over the mesh axis ``pipe``. If None, ``pipe`` splits only the
+            batch.
+        interleaved: Groups of layers per stage (arithmetic only).
+        node_copies: Send one copy of a token per node to its experts there (arithmetic only).
+        lora: Rank of adapters of all layer kernels. Only the adapters are trained. If 0, all
+            parameters are trained (arithmetic only).
+        split_rank: Divide the rank of experts' adapters by the experts per token (arithmetic only).
+        compute: Dtype of products (arithmetic only).
+        quantize: Method for weights that are not trained (arithmetic only).
     """
 
     batch: int
@@ -58,7 +67,7 @@ class Work:
 
     @property
     def pipeline(self) -> Pipeline | None:
-        """How the mesh axis ``pipe`` splits layers; None: it does not."""
+        """The pipeline over the mesh axis ``pipe``, or None without microbatches."""
         return None if self.microbatches is None else Pipeline(self.microbatches)
 
     @property
@@ -67,13 +76,16 @@ class Work:
         return self.batch * (self.seq if self.train else 1)
 
     def turns(self, mesh: AnyMesh) -> int:
-        """How often a step computes a layer, and gathers its kernels: once for each part of a batch, or each turn."""
+        """Count how often a step computes a layer and gathers its kernels.
+
+        A step does so once per part of a batch, or once per turn of a pipeline.
+        """
         if self.microbatches is None:
             return self.accumulate
         return self.accumulate * (self.microbatches + math.ceil((stages_of(mesh) - 1) / self.interleaved))
 
     def check(self) -> None:
-        """Reject non-positive sizes, batches that ``accumulate`` does not divide, and choices that exclude others."""
+        """Reject non-positive sizes, batches that ``accumulate`` does not divide, and conflicting options."""
         sizes = ("batch", "seq", "accumulate", "chunks", "microbatches", "interleaved")
         set_positive(self, *sizes, where="plan")
         if (rank := as_integer(self.lora, 0)) is None:
@@ -108,7 +120,7 @@ class Work:
             )
 
     def check_mesh(self, mesh: AnyMesh) -> None:
-        """Raise ValueError for an axis ``across`` that the mesh lacks, and stages that it cannot have."""
+        """Raise ValueError if the mesh lacks the axis ``across`` or does not allow the pipeline stages."""
         if self.across is not None and self.across not in mesh.shape:
             raise ValueError(f"across={self.across!r} is not a mesh axis: use one of {', '.join(mesh.shape)}")
         if self.pipeline is not None:
@@ -122,7 +134,7 @@ class Work:
             self.pipeline.refuse_batch(self.batch // self.accumulate, mesh)
 
     def of(self, strategy: Strategy) -> "Work":
-        """This work as a strategy computes it. Raises ValueError if both make a choice."""
+        """Return this work with the options of a strategy. Raises ValueError if both set an option."""
         changed = (self.microbatches, self.buffer_factor, self.chunks) != (None, None, None)
         if changed or self.rules is not RULES or not self.remat:
             raise ValueError(
