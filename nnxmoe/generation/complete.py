@@ -34,7 +34,7 @@ Prompt = str | Ids | Sequence[Any]  # text, token ids, or messages (dicts, datac
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """One continuation of one prompt.
+    """Continuation of a prompt.
 
     Attributes:
         prompt: index of the prompt.

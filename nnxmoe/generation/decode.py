@@ -46,7 +46,7 @@ def generate(
 
     Args:
         tokens: prompts, [B, T].
-        attention_mask: 0 at padding, which may be on either side.
+        attention_mask: 0 at padding, on either side.
         sampling: sampling options. If None, decoding is greedy.
         eos_token_id: ids that end a row. Defaults to the checkpoint's end tokens. If None, no id ends a
             row.
@@ -54,7 +54,8 @@ def generate(
 
     Returns:
         Prompts followed by up to ``max_new_tokens`` ids. Ended rows are padded with the checkpoint's
-        pad id, or its end id without a pad id. The dtype is the prompts' dtype, at least 32 bits wide.
+        pad id, or its end id without a pad id. The dtype is the dtype of the prompts, or int32 if that
+        is narrower than 32 bits.
 
     Raises:
         ValueError: before anything is computed, if ids are outside the vocabulary, a prompt is empty or

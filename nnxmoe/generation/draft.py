@@ -47,7 +47,7 @@ class PromptLookup:
     def propose(
         self, memory: None, inputs: StepInputs, ids: Array, states: Any, count: Array
     ) -> tuple[Int[Array, "B count"], None]:
-        """Propose ids per row. Repeats the row's last id if no newest id occurred before."""
+        """Propose ids per row. Repeats the last id of a row if it did not occur before."""
         return jax.vmap(self._after)(inputs.history.ids, inputs.history.count), None
 
     def _after(self, ids: Int[Array, "C"], count: Int[Array, ""]) -> Int[Array, "count"]:
@@ -161,9 +161,9 @@ class ModelDraft(ModelBasedDraft):
 class MTPDraft(ModelBasedDraft):
     """Draft from the model's multi-token prediction layer: ``MTPDraft.of(model)``.
 
-    Requires a model that was loaded with ``mtp=True``. Uses the layer of the first depth, which
-    predicts one further id. For more drafts the layer reads its previous output states. It was not
-    trained on these states, so fewer of these drafts are accepted.
+    Requires a model that was loaded with ``mtp=True``. The layer of the first depth predicts one
+    further id. For more drafts the layer reads its previous output states. It was not trained on these
+    states, so fewer of these drafts are accepted.
     """
 
     @classmethod

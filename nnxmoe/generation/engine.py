@@ -70,7 +70,7 @@ class _Prefill:
 
 
 class Engine:
-    """Generates ids for requests that share a batch of ``slots`` rows.
+    """Continuous-batching engine: generates ids for requests that share a batch of ``slots`` rows.
 
         engine = Engine(model, slots=8, capacity=1024)
         requests = [engine.submit(ids, RequestOptions(max_new_tokens=100)) for ids in prompts]

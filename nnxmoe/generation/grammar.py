@@ -40,7 +40,7 @@ class ConstraintState(Protocol):
 
 
 class Constraint(Protocol):
-    """Restricts the new ids of a request."""
+    """Restriction of the new ids of a request."""
 
     def start(self, vocab: int, stop_ids: Sequence[int]) -> ConstraintState:
         """Return the state before the first id.
@@ -58,7 +58,7 @@ class Constraint(Protocol):
 class Grammar:
     """A `Constraint` that runs llguidance (extra ``serve``).
 
-    Grammars with the same tokenizer share tables, which take about a second to build.
+    Grammars with the same tokenizer share tables. Building the tables takes about a second.
 
     Args:
         text: grammar in llguidance's Lark dialect, or as returned by llguidance.

@@ -174,7 +174,7 @@ def unroll_for_decoding(model: CausalLM) -> CausalLM:
 
 
 def fits(model: CausalLM, need: int) -> bool:
-    """Return whether every process that holds the model has ``need`` bytes free.
+    """Return whether every process of the model has memory for ``need`` bytes.
 
     All processes get the same result.
     """

@@ -195,7 +195,7 @@ def _process_logits(
 
 
 class Draft(Protocol):
-    """Proposes ids that may follow, for the model to verify. Changes the speed of generation, never the ids.
+    """Source of proposed ids for the model to verify. Changes the speed of generation, never the ids.
 
     A pytree whose arrays are arguments of the compiled programs. Its memory is a pytree with a leading
     row dimension.

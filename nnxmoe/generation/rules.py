@@ -27,8 +27,7 @@ class Rules:
             the preceding ids match the rest of the sequence.
         suppressed: ids that are never generated.
         suppressed_first: ids that are not generated as the first new id.
-        forced_end: ids that may be generated as the last of ``max_new_tokens`` ids. Excludes all other
-            ids there.
+        forced_end: the only ids that may be the last of ``max_new_tokens`` ids. Empty for any id.
     """
 
     ngram: int = 0

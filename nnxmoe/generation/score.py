@@ -82,7 +82,7 @@ def score(
             iterator is read to its end first. A pair of strings is encoded as one text. The scored ids
             are those after the common prefix with the encoded context. A token that spans both is
             scored.
-        tokenizer: If None, the tokenizer of the checkpoint.
+        tokenizer: a `Tokenizer`. If None, the tokenizer of the checkpoint.
         top: number of most likely ids to return per position.
 
     Raises:

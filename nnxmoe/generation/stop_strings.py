@@ -8,7 +8,7 @@ from nnxmoe.tokenizer.tokenizer import TextStream, Tokenizer
 
 
 class StopStringFilter:
-    """Cuts streamed text before the first stop string.
+    """Streaming filter that cuts text before the first stop string.
 
     Text arrives in pieces (`add`) or as token ids (`add_ids`). Text that may be the start of a stop
     string is held back until later text decides.

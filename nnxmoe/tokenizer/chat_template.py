@@ -21,11 +21,11 @@ import jinja2.utils
 
 
 class ChatTemplateError(ValueError):
-    """Raised for an invalid chat template or unsuitable messages. The message includes the remedy."""
+    """Error for an invalid chat template or unsuitable messages. The message includes the remedy."""
 
 
 class _Raised(jinja2.TemplateError):
-    """Raised if the template calls ``raise_exception``."""
+    """Error if the template calls ``raise_exception``."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +81,7 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Jinja's ``namespace()`` without underscore names, which can reach Python internals."""
+    """Jinja's ``namespace()`` without underscore names, because they can reach Python internals."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         # There is no named parameter, so that namespace(self=...) works.
@@ -162,7 +162,7 @@ def render_chat_template(template: str, variables: Mapping[str, Any]) -> Rendere
     token = _tracker.set(tracker)
     try:
         compiled = _compiled(template)
-        # root_render_func preserves the traceback, which contains the line of an error
+        # root_render_func preserves the traceback, and thus the line of an error
         for piece in compiled.root_render_func(compiled.new_context(to_json_types(variables))):
             tracker.pieces.append(piece)
             tracker.length += len(piece)

@@ -47,7 +47,7 @@ _ENCODING_OPTIONS = (
 
 
 class Tokenizer:
-    """Encodes, decodes and renders chats for one checkpoint. Created by `from_pretrained`.
+    """Tokenizer and chat templates of a checkpoint. Created by `from_pretrained`.
 
     Attributes:
         backend: tokenizer of the ``tokenizers`` library.
@@ -297,7 +297,7 @@ class Tokenizer:
 
 
 class TextStream:
-    """Decodes tokens one by one. ``put`` returns the text that a token completes, ``end`` the remaining text.
+    """Streaming decoder. ``put`` returns the text that a token completes, ``end`` the remaining text.
 
     Bytes of an incomplete character are buffered until the character is complete. Each step decodes
     only a short window. The window starts with tokens whose text has been returned, because decoders

@@ -30,7 +30,7 @@ EXPLAINED_BYTES = 16_000_000  # a rejected tokenizer.json up to this size is par
 
 
 class TokenizerError(ValueError):
-    """Raised for an invalid tokenizer file, chat template or input.
+    """Error for an invalid tokenizer file, chat template or input.
 
     The message states the file and the remedy.
 

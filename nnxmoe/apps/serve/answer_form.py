@@ -59,7 +59,7 @@ class AnswerForm:
         return tuple(self.tokens[end] for end in ends if end in self.tokens)
 
     def splitter(self) -> "AnswerSplit | harmony.HarmonySplit":
-        """Create a streaming splitter of one answer."""
+        """Create a streaming splitter for an answer."""
         return harmony.HarmonySplit() if self.harmony else AnswerSplit(self)
 
     def split(self, text: str, cut: bool = False) -> tuple[AnswerPart, int]:
@@ -135,7 +135,7 @@ PLAIN = AnswerForm()
 
 
 class AnswerSplit:
-    """Splits streamed text into reasoning, content and tool calls."""
+    """Streaming splitter of text into reasoning, content and tool calls."""
 
     def __init__(self, form: AnswerForm):
         self._reasoning = None if form.reasoning is None else ReasoningSplit(form.reasoning)

@@ -130,7 +130,7 @@ class Endpoints:
 
 
 class _Body:
-    """Wraps the ``receive`` of a request.
+    """Wrapper of the ``receive`` of a request.
 
     Attributes:
         unread: whether the body may have unread parts.

@@ -19,7 +19,7 @@ _TYPES: Mapping[type, tuple[str, ...]] = {  # Python type of a JSON value -> nam
     list: ("array",),
     dict: ("object",),
 }
-_DEPTH = 8  # maximum depth of references and alternatives, which may be recursive
+_DEPTH = 8  # maximum depth of references and alternatives, because they may be recursive
 
 
 def value_of(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
@@ -83,7 +83,7 @@ def _list(value: Any) -> list[Any]:
 
 
 def _read(text: str) -> Any:
-    """Parse JSON or a Python literal, which models also write. Returns the text if parsing fails."""
+    """Parse JSON or a Python literal (models write both). Returns the text if parsing fails."""
     found = text.strip()
     if found in _PYTHON:
         return _PYTHON[found]

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 
 NAME = r"(?P<name>[\w.-]+)"
-_SPACES = r"\s*+"  # possessive: long runs of white space take linear time
+_SPACES = r"\s*+"  # possessive, so that matching long runs of white space is linear
 _TAG = re.compile(r'</?[\w:]+>|<[\w:]+=|<\w+ name="|<[|\uff5c].*?[|\uff5c]>|\[[A-Z_]+\]')
 
 

@@ -54,7 +54,7 @@ def new_id() -> str:
 
 
 class CallSplit:
-    """Splits streamed text into content and tool calls.
+    """Streaming splitter of text into content and tool calls.
 
     At the end, text that is not a valid call becomes content. The parts do not depend on how the text
     is divided into pieces.
@@ -206,7 +206,7 @@ class CallSplit:
         name = body.get("name")
         if not isinstance(name, str) or not re.fullmatch(NAME, name) or not isinstance(arguments, dict):
             return None
-        brace = "}" if form.is_object else ""  # after other calls, this brace is also still in the buffer
+        brace = "}" if form.is_object else ""  # `tail` expects the brace, as `JsonArguments` leaves it in the buffer
         self._buffer = brace + text[end:]
         return self._new(name, None, json.dumps(arguments, ensure_ascii=False))
 

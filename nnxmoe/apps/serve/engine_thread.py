@@ -78,7 +78,7 @@ class SampleJob:
 
 
 class EngineThread:
-    """Runs an engine in a thread.
+    """Thread that runs an engine.
 
     Call the methods, except `close`, in the thread of ``loop``. They return immediately.
 

@@ -56,7 +56,7 @@ COMPLETION_NEUTRAL: dict[str, tuple[Any, ...]] = {
 # Fields that never change an answer.
 LABELS = {"cache_prompt", "cache_salt", "keep_alive", "metadata", "prompt_cache_key", "prompt_cache_options"}
 LABELS |= {"prompt_cache_retention", "request_id", "rid", "safety_identifier", "user"}
-CACHE = "cache_control"  # Anthropic's field in messages, their parts and tools; caching changes no answer
+CACHE = "cache_control"  # Anthropic's field in messages, parts and tools. Caching does not change answers.
 _INSTEAD: Mapping[str, str] = {
     "allowed_token_ids": "logit_bias",
     "bad_words": "logit_bias",
@@ -74,7 +74,7 @@ _INSTEAD: Mapping[str, str] = {
     **dict.fromkeys(("messages", "tools", "tool_choice"), "/v1/chat/completions"),
 }
 _TOOL = 'write {"type": "function", "function": {"name": …, "description": …, "parameters": …}}'
-_REMEDIES: Mapping[str, str] = {  # by path; also for fields inside it
+_REMEDIES: Mapping[str, str] = {  # remedy by path, also for nested fields
     "messages": 'give [{"role": …, "content": …}]',
     "messages[]": 'give {"role": …, "content": …}',
     "messages[].content": 'give a text, or parts that are texts, {"type": "text", "text": …}',

@@ -21,7 +21,7 @@ Json = dict[str, Any]
 
 
 def _byte_level() -> dict[str, int]:
-    """Return GPT-2's mapping from characters to bytes, which byte-level vocabularies use."""
+    """Return the mapping from characters to bytes of GPT-2 and of byte-level vocabularies."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -31,7 +31,7 @@ BYTE_LEVEL = _byte_level()
 
 
 class TokenTexts:
-    """Decodes single tokens.
+    """Texts of single tokens.
 
     Each token is decoded after a fixed token, because decoders strip a leading space.
     """
@@ -136,7 +136,7 @@ class ChatFormat:
     Attributes:
         texts: texts of tokens.
         logprobs: number of most likely tokens to report, or None.
-        answer: form of the answer, which splits the text of a sample.
+        answer: form of the answer. Splits the text of a sample.
         splits: splitter per streamed sample.
     """
 

@@ -20,7 +20,7 @@ _CALLED = re.compile(rf"to=functions\.{NAME}(?=\s|<\|)")
 
 
 class HarmonySplit:
-    """Splits the streamed text of an answer, including its special tokens.
+    """Streaming splitter of an answer with its special tokens.
 
     Attributes:
         count: number of calls so far.

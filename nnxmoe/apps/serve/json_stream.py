@@ -17,7 +17,7 @@ _CLOSERS = {"{": "}", "[": "]"}
 
 
 class JsonObject:
-    """Reads an object character by character, starting at its opening brace.
+    """Streaming reader of a JSON object, character by character from its opening brace.
 
     Attributes:
         done: whether the closing brace was read.
@@ -162,7 +162,7 @@ class JsonObject:
         return (_NAMES.get(word) if not self._is_key else None) or json.dumps(word, ensure_ascii=False) + space
 
     def _value(self) -> str:
-        """Emit a value for a name without one."""
+        """Emit null for a name without a value."""
         if self._mode == "colon":
             self._mode, self.repaired = "comma", True
             return ": null"
@@ -209,7 +209,7 @@ class Taken(NamedTuple):
 
 
 class JsonArguments:
-    """Reads the arguments of a call that are one object.
+    """Streaming reader of arguments that are one JSON object.
 
     The arguments end at the closing brace, or at one of ``stops`` outside a string. A stop inside a
     string ends the arguments only if the object would otherwise be invalid, because the model omitted

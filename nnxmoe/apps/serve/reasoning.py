@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
-# Tags of Qwen3, DeepSeek-R1, GLM-4.5, Kimi and MiniMax; of Magistral; of Seed-OSS.
+# Tags in this order: Qwen3, DeepSeek-R1, GLM-4.5, Kimi and MiniMax. Magistral. Seed-OSS.
 _TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
 
 
@@ -42,7 +42,7 @@ def held(text: str, marks: Sequence[str]) -> int:
 
 
 class ReasoningSplit:
-    """Splits streamed text into reasoning and answer.
+    """Streaming splitter of text into reasoning and answer.
 
     Text that may be the start of a tag is held back until the next piece. White space around tags is
     held back too, and is part of neither output.

@@ -73,7 +73,7 @@ class Planned:
 
 
 class Planner:
-    """Plans requests for an engine. ``sampling`` applies to requests without sampling fields."""
+    """Planner of requests for an engine. ``sampling`` applies to requests without sampling fields."""
 
     def __init__(self, engine: Engine, tokenizer: Any, settings: ServerSettings):
         self.tokenizer, self.settings, self.capacity = tokenizer, settings, engine.capacity

@@ -37,7 +37,7 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
 
     @property
     def usage(self) -> Literal["last", "always"] | None:
-        """Which chunks have token counts. None for no chunk."""
+        """Chunks that report token counts, or None."""
         return None if not self.include_usage else "always" if self.continuous_usage_stats else "last"
 
 

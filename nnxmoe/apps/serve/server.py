@@ -105,7 +105,7 @@ def make_server(app: ASGIApp, settings: ServerSettings) -> uvicorn.Server:
 
 
 class _Punctual(H11Protocol):
-    """Closes connections that do not send a whole request head in time. uvicorn has no such time limit."""
+    """HTTP protocol with a time limit for the request head, because uvicorn has no such limit."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)

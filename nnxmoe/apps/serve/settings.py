@@ -45,7 +45,7 @@ def public(error: object) -> str:
 
 
 class Refused(Exception):
-    """Raised for a rejected request.
+    """Error for a rejected request.
 
     Attributes:
         status: HTTP status.

@@ -16,7 +16,7 @@ QUOTE = '"'
 
 
 class TaggedArguments:
-    """Reads the arguments of a call and emits each argument once it is complete.
+    """Streaming reader of arguments in tags. Emits each argument once it is complete.
 
     A value ends at its closing tag. The value includes balanced tags, and a closing tag that is
     followed by a second closing tag before any other tag. If the closing tag is missing, the value ends
