@@ -1,1 +1,1 @@
-"""Reads files safely and downloads them: JSON, safetensors, and the Hugging Face hub."""
+"""Read files safely and download them: JSON, safetensors headers, and the Hugging Face hub."""

@@ -1,4 +1,4 @@
-"""Host-side tools of loading: a thread pool, and fast allocation, checks and transposition of NumPy arrays."""
+"""Host-side tools for loading: a thread pool, and fast allocation, checks and transposes of NumPy arrays."""
 
 import contextlib
 import math
@@ -9,15 +9,17 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-_LINE = 64  # bytes of a cache line, and the alignment JAX asks for
+_LINE = 64  # bytes per cache line, and the alignment that JAX requires
 _BLOCK = 32 << 20
-_MOST_THREADS = 8  # more threads do not read faster from one memory, and each holds buffers
+_MOST_THREADS = 8  # memory bandwidth limits the speed of more threads, and each thread needs buffers
 
 
 @contextlib.contextmanager
 def reader_threads() -> Iterator[ThreadPoolExecutor]:
-    """A pool with one thread per core, at most 8. On exit, also after an error or Ctrl-C, pending work is cancelled and
-    running work is waited for."""
+    """Yield a pool with one thread per core, at most 8.
+
+    On exit, including exit after an error or Ctrl-C, cancel pending work and wait for running work.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     pool = ThreadPoolExecutor(min(cores, _MOST_THREADS), thread_name_prefix="nnxmoe-load")
     try:
@@ -27,36 +29,40 @@ def reader_threads() -> Iterator[ThreadPoolExecutor]:
 
 
 class ScratchBuffers(threading.local):
-    """Buffers that a thread reuses: touching fresh memory takes as long as reading into it."""
+    """Reusable buffers per thread. Touching newly allocated memory takes as long as reading into it."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, np.ndarray] = {}
 
     def empty(self, use: str, shape: tuple[int, int], dtype: np.dtype) -> np.ndarray:
-        """An uninitialised array, valid until the next call for the same use."""
+        """Return an uninitialized array. The array is valid until the next call with the same ``use``."""
         size = math.prod(shape) * dtype.itemsize
         if size > self._buffers.get(use, np.empty(0, np.uint8)).size:
             self._buffers[use] = aligned_empty((size,), np.dtype(np.uint8))
         return self._buffers[use][:size].view(dtype).reshape(shape)
 
     def padded(self, use: str, shape: tuple[int, int], dtype: np.dtype) -> np.ndarray:
-        """Like `empty`, with rows an odd number of cache lines apart: rows at a distance of a power of two map to the
-        same few cache sets, so that a column would not stay in the cache."""
+        """Return an uninitialized array whose rows are an odd number of cache lines apart.
+
+        Rows at a distance of a power of two map to the same few cache sets, and a column would be evicted from the
+        cache.
+        """
         lines = -(-shape[1] * dtype.itemsize // _LINE) | 1
         return self.empty(use, (shape[0], lines * _LINE // dtype.itemsize), dtype)[:, : shape[1]]
 
 
 class BlockAllocator:
-    """Allocates uninitialised aligned arrays, small ones side by side in one block that is freed with the last of them.
+    """Allocator of uninitialized aligned arrays.
 
-    The system gives large pages to large blocks; mapping small pages takes as long as reading the data.
+    Small arrays share a block. The block is freed with the last of its arrays. The operating system maps large blocks
+    with large pages. Mapping small pages would take as long as reading the data.
     """
 
     def __init__(self) -> None:
         self._free = np.empty(0, np.uint8)
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """Like `aligned_empty`."""
+        """Return an uninitialized array as `aligned_empty` does."""
         size = math.prod(shape) * dtype.itemsize
         if size > _BLOCK // 4:
             return aligned_empty(shape, dtype)
@@ -67,7 +73,7 @@ class BlockAllocator:
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """An uninitialised array that JAX can take over on CPU without a copy."""
+    """Return an uninitialized array, aligned so that JAX can use its memory on CPU without a copy."""
     size = math.prod(shape) * dtype.itemsize
     raw = np.empty(size + _LINE, np.uint8)
     start = -raw.ctypes.data % _LINE
@@ -75,7 +81,10 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 def copy_into(out: np.ndarray, values: np.ndarray) -> None:
-    """``out[...] = values``, cast. Overflow becomes infinity without a warning: `count_nonfinite` reports it."""
+    """Assign ``out[...] = values`` with a cast. Overflow becomes infinity without a warning.
+
+    `count_nonfinite` counts the infinities.
+    """
     if out.dtype == values.dtype:
         out, values = as_unsigned(out), as_unsigned(values)  # plain integers copy faster than bfloat16
     with np.errstate(over="ignore"):
@@ -83,28 +92,28 @@ def copy_into(out: np.ndarray, values: np.ndarray) -> None:
 
 
 def transpose_into(out: np.ndarray, values: np.ndarray, rows: int = 256) -> None:
-    """``out[...] = values.T`` as integers, ``rows`` source rows at a time: as many lines as the L1 cache holds."""
+    """Assign ``out[...] = values.T`` as integers, ``rows`` source rows at a time, as many lines as fit the L1 cache."""
     out, values = as_unsigned(out), as_unsigned(values)
     for row in range(0, len(values), rows):
         out[:, row : row + rows] = values[row : row + rows].T
 
 
 def transpose_matrices(out: np.ndarray, values: np.ndarray) -> None:
-    """``out[...] = values`` with the last two dimensions exchanged."""
+    """Assign ``values`` with the last two dimensions swapped to ``out``."""
     for index in np.ndindex(values.shape[:-2]):
         transpose_into(out[index], values[index])
 
 
 def as_unsigned(values: np.ndarray) -> np.ndarray:
-    """The same memory as unsigned integers."""
+    """Return a view of an array as unsigned integers of the same size."""
     return values.view(np.dtype(f"u{values.dtype.itemsize}"))
 
 
 def count_nonfinite(values: np.ndarray) -> int:
-    """Number of NaN and infinite values of a float array; 0 for integers.
+    """Count the NaN and infinite values of a float array. Returns 0 for integers.
 
-    Without the sign bit, these are the values whose bits, as an integer, reach those of infinity. Two maxima over the
-    bits, which need no memory, decide whether counting is necessary at all.
+    A value is NaN or infinite if its bits without the sign, as an integer, are >= the bits of infinity. Two maxima over
+    the bits show whether there are any such values. The maxima need no temporary memory.
     """
     if values.size == 0 or values.dtype.kind in "iu":
         return 0

@@ -1,6 +1,6 @@
-"""Local folders and the Hugging Face hub: telling them apart, and downloads whose errors name the remedy.
+"""Distinguish local folders from Hugging Face hub ids, and download from the hub with errors that name the remedy.
 
-Callers pass the class of error to raise, a ValueError.
+Callers pass the error class to raise, a subclass of ValueError.
 """
 
 import os
@@ -17,8 +17,8 @@ T = TypeVar("T")
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"  # the checkpoint within the package
 
-# Patterns of the files that a tokenizer may consist of, in every format, and of the code that belongs to a checkpoint,
-# which is never run: both are downloaded, and saving copies them from the model's folder.
+# Patterns of tokenizer files in every format, and of a checkpoint's Python code. Both are downloaded, and saving copies
+# them from the model's folder. The code is never run.
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model*"),
     *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja", "vocab.*", "merges.txt"),
@@ -47,10 +47,12 @@ _REMEDIES: tuple[tuple[str, str], ...] = (
 
 
 def local_folder(path_or_hub_id: str | os.PathLike[str], error: type[ValueError]) -> Path | None:
-    """Return the local folder or GGUF file, or None for a hub id or a GGUF file in a hub repository
-    (``org/name/file.gguf``); raise if the argument can be neither.
+    """Return the local folder or GGUF file, or None for a hub id.
 
-    The text ``demo`` names the checkpoint within the package, ``./demo`` a folder.
+    Args:
+        path_or_hub_id: Folder, GGUF file, hub id, or GGUF file in a hub repository (``org/name/file.gguf``). The text
+            ``demo`` is the checkpoint in this package. ``./demo`` is a folder.
+        error: Error class to raise if the argument is neither a path nor a hub id.
     """
     text = path_text(path_or_hub_id, error, "path_or_hub_id")
     if path_or_hub_id == "demo":
@@ -74,7 +76,7 @@ def local_folder(path_or_hub_id: str | os.PathLike[str], error: type[ValueError]
 
 
 def _close_to(path: Path) -> str:
-    """End of an error message about a missing folder: names a folder with a similar name, if there is one."""
+    """Return the end of an error message about a missing folder: a suggestion of a folder with a similar name."""
     try:
         names = [entry.name for entry in os.scandir(path.parent) if entry.is_dir()]
     except (OSError, ValueError):
@@ -84,7 +86,7 @@ def _close_to(path: Path) -> str:
 
 
 def check_hub_id(repo_id: str, error: type[ValueError]) -> None:
-    """Raise unless the text can be the name of a repository."""
+    """Raise ``error`` unless the text is a valid repository id."""
     if not _HUB_ID.fullmatch(repo_id):
         raise error(f"{repo_id!a:.160} is not a hub id such as 'org/name'")
 
@@ -97,8 +99,16 @@ def snapshot(
     skip: Sequence[str],
     error: type[ValueError],
 ) -> Path:
-    """Return a repository's folder in the hub cache, after fetching the matching files that it lacks. Of
-    ``org/name/file.gguf`` the file, with the other splits beside it."""
+    """Download the missing files of a hub repository and return its folder in the hub cache.
+
+    Args:
+        repo_id: Hub id, or ``org/name/file.gguf`` to download this file with its other splits and return its path.
+        revision: Branch, tag or commit.
+        local_files_only: Whether to use only files in the cache.
+        patterns: Patterns of the files to download.
+        skip: Patterns of files to skip.
+        error: Error class to raise if the download fails or the file is missing.
+    """
     import huggingface_hub
 
     file = ""
@@ -122,7 +132,7 @@ def snapshot(
 
 
 def _online(failure: Exception) -> str:
-    """How to reach the hub, after a LocalEntryNotFoundError."""
+    """Return the remedy for a LocalEntryNotFoundError: how to reach the hub."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
@@ -133,7 +143,7 @@ def _online(failure: Exception) -> str:
 
 
 def hub_call(repo_id: str, revision: str | None, call: Callable[[], T], error: type[ValueError]) -> T:
-    """Run a hub call; its exceptions become ``error``, with the remedy in the message."""
+    """Run a hub call and convert its exceptions to ``error``, with the remedy in the message."""
     try:
         return call()
     except Exception as failure:

@@ -1,7 +1,8 @@
-"""The headers of safetensors files: the location of each tensor. The safetensors library parses and validates them.
+"""Read safetensors headers: the location of each tensor. The safetensors library parses and validates the headers.
 
-`nnxmoe.convert.storage.checkpoint` reads the data at these places: the library's slices are copies out of a mapped file
-(SIGBUS if it is truncated meanwhile), and it has no FP8 in NumPy (safetensors 0.8).
+`nnxmoe.convert.storage.checkpoint` reads the data, for two reasons. The library copies slices from a memory map, which
+fails with SIGBUS if the file is truncated during reading. The library does not return FP8 as NumPy arrays (safetensors
+0.8).
 """
 
 from collections.abc import Mapping
@@ -30,14 +31,23 @@ DTYPES: Mapping[str, np.dtype] = {
     "F8_E5M2FNUZ": np.dtype(ml_dtypes.float8_e5m2fnuz),
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
 }
-MAX_HEADER = 32_000_000  # bytes; twice the size for the 90,000 tensors of DeepSeek-V3 in one file
+MAX_HEADER = 32_000_000  # bytes; twice the header size of one file with the 90,000 tensors of DeepSeek-V3
 _MAX_RANK = 32
 _DAMAGED = "the file is damaged or incomplete: download or write it again"
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Location of a tensor: `begin` and `end` are byte offsets in `file`; `dtype` is the file's code."""
+    """Location of a tensor in a file.
+
+    Attributes:
+        name: Name of the tensor.
+        file: Path of the file.
+        dtype: Dtype code in the file, such as ``BF16``.
+        shape: Shape of the tensor.
+        begin: Offset of the first byte in the file.
+        end: Offset after the last byte.
+    """
 
     name: str
     file: Path
@@ -48,28 +58,28 @@ class TensorInfo:
 
     @property
     def nbytes(self) -> int:
-        """The tensor's size in the file, in bytes."""
+        """Size of the tensor in the file, in bytes."""
         return self.end - self.begin
 
     @property
     def numpy_dtype(self) -> np.dtype:
-        """The stored dtype; BF16 and FP8 are those of ml_dtypes."""
+        """Stored dtype as a NumPy dtype. BF16 and FP8 are ml_dtypes dtypes."""
         return DTYPES[self.dtype]
 
     def at(self, index: int) -> Self:
-        """The part at an index of the first dimension."""
+        """Return the location of the slice at an index of the first dimension."""
         size = self.nbytes // self.shape[0]
         begin = self.begin + index * size
         return replace(self, shape=self.shape[1:], begin=begin, end=begin + size)
 
 
 def is_size(value: object) -> bool:
-    """Whether a value from JSON is a non-negative integer; true, 1.0 and "1" are not."""
+    """Return whether a value from JSON is an int >= 0 (bool, float and str excluded)."""
     return type(value) is int and value >= 0
 
 
 def dtype_code(dtype: Any) -> str:
-    """Return the safetensors code of a numpy dtype (also jnp's scalar types), for instance 'BF16'."""
+    """Return the safetensors code of a NumPy dtype or JAX scalar type, such as 'BF16'."""
     wanted = np.dtype(dtype)
     code = next((code for code, known in DTYPES.items() if known == wanted), None)
     if code is None:
@@ -78,7 +88,7 @@ def dtype_code(dtype: Any) -> str:
 
 
 def header_length(path: Path) -> int:
-    """Length of a safetensors file's header in bytes, checked against the limit."""
+    """Return the length of a safetensors file's header in bytes. Raises CheckpointError if it is out of range."""
     size = stat_regular_file(path, "download it again", CheckpointError).st_size
     try:
         with open(path, "rb") as file:
@@ -96,21 +106,21 @@ def header_length(path: Path) -> int:
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """Validate a safetensors file and return its tensors; read the header only.
+    """Read and validate the header of a safetensors file, and return the tensors' locations by name.
 
     Format: https://huggingface.co/docs/safetensors/index#format
     """
     begin, tensors = 8 + header_length(path), dict[str, TensorInfo]()
     try:
         with safe_open(path, framework="np") as file:
-            # Valid files have no gaps, so that the order and the sizes determine the offsets.
+            # Valid files have no gaps. The order and sizes of the tensors therefore determine the offsets.
             for name in file.offset_keys():
                 view = file.get_slice(name)
                 tensors[name] = _info(path, name, view.get_dtype(), tuple(view.get_shape()), begin)
                 begin = tensors[name].end
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: {error}; {_DAMAGED}") from error
-    except MemoryError as error:  # the library maps the file; a limit on the address space may forbid it
+    except MemoryError as error:  # the library maps the file, and the map can exceed a limit on the address space
         raise CheckpointError(
             f"{path}: not enough address space to check it: {error}; raise the limit (ulimit -v)"
         ) from error

@@ -1,7 +1,6 @@
-"""Reads untrusted files: regular files only, of bounded size, parsed strictly.
+"""Read untrusted files: regular files only, with bounded size and strict parsing.
 
-Callers pass the class of error to raise, a ValueError; its message names the file, what is wrong with it, and the
-remedy.
+Callers pass the error class to raise, a subclass of ValueError. The message names the file, the problem and the remedy.
 """
 
 import contextlib
@@ -15,26 +14,32 @@ from typing import Any, NoReturn
 from nnxmoe.config.printable import short
 from nnxmoe.config.validate import path_text
 
-MAX_JSON_BYTES = 16_000_000  # parsed, a hostile file of this size takes up to 400 MB
+MAX_JSON_BYTES = 16_000_000  # parsing a malicious file of this size takes up to 400 MB of memory
 GGUF_SUFFIX, GGUF_MAGIC = ".gguf", b"GGUF"
 _LFS_MAGIC = b"version https://git-lfs"
 
 
 def refuse_url(path: str | os.PathLike[str], error: type[ValueError] = ValueError, name: str = "folder") -> None:
-    """Raise for URLs such as ``gs://bucket/run``, which would be taken as relative paths, and for non-path values."""
+    """Raise ``error`` for URLs and for values that are not paths.
+
+    A URL such as ``gs://bucket/run`` would otherwise count as a relative path.
+    """
     if "://" in (text := path_text(path, error, name)):
         raise error(f"{text} is a URL: give a path of this machine, and copy the files from or to the URL yourself")
 
 
 def absolute_path(path: str | os.PathLike[str], name: str = "folder") -> Path:
-    """The absolute path of the argument ``name``; ``~`` is the home folder, as in a shell. Raises ValueError for a URL,
-    empty text and values that are not paths."""
+    """Return the absolute path. ``~`` expands to the home folder.
+
+    Raises ValueError for a URL, an empty text and a value that is not a path. ``name`` is the name of the argument in
+    the message.
+    """
     refuse_url(path, name=name)
     return Path(os.path.abspath(os.path.expanduser(path)))
 
 
 def stat_regular_file(path: Path, remedy: str, error: type[ValueError]) -> os.stat_result:
-    """The status of a regular file; raises for a missing file, a broken link, a folder or a device."""
+    """Return the status of a regular file. Raises ``error`` for a missing file, a broken link, a folder or a device."""
     try:
         status = path.stat()
     except OSError as failure:
@@ -48,13 +53,13 @@ def stat_regular_file(path: Path, remedy: str, error: type[ValueError]) -> os.st
 
 
 def refuse_lfs_pointer(path: Path, head: bytes, error: type[ValueError]) -> None:
-    """Raise for the text file that git leaves in place of a large file that was not fetched."""
+    """Raise ``error`` for a Git LFS pointer, the text file in place of a large file that was not fetched."""
     if head.startswith(_LFS_MAGIC):
         raise error(f"{path} is a Git LFS pointer, not the file itself; run `git lfs pull` in its folder")
 
 
 def read_bounded(path: Path, limit: int, remedy: str, error: type[ValueError]) -> bytes:
-    """Content of a regular file of at most ``limit`` bytes, counted while reading."""
+    """Read a regular file. Raises ``error`` if more than ``limit`` bytes can be read, whatever its stated size."""
     stat_regular_file(path, remedy, error)
     try:
         with open(path, "rb") as file:
@@ -70,7 +75,7 @@ def read_bounded(path: Path, limit: int, remedy: str, error: type[ValueError]) -
 def read_object(
     path: Path, remedy: str, error: type[ValueError], limit: int = MAX_JSON_BYTES, *, strict: bool = True
 ) -> dict[str, Any]:
-    """The JSON object that a file holds. ``strict``: as in `parse_json`."""
+    """Read a JSON object from a file. See `parse_json` for ``strict``."""
     data = read_bounded(path, limit, remedy, error)
     value = parse_json(data.removeprefix(b"\xef\xbb\xbf"), path, remedy, error, strict=strict)
     if not isinstance(value, dict):
@@ -79,7 +84,7 @@ def read_object(
 
 
 def parse_json(data: bytes, where: str | Path, remedy: str, error: type[ValueError], *, strict: bool = True) -> object:
-    """Parse JSON, in which names must be unique within their object. ``strict``: refuse NaN and Infinity."""
+    """Parse JSON. Raises ``error`` if a name occurs twice in an object and, if ``strict``, for NaN and Infinity."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
@@ -105,7 +110,7 @@ def parse_json(data: bytes, where: str | Path, remedy: str, error: type[ValueErr
 
 
 def is_gguf(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is a GGUF file, by its suffix or its first bytes (Ollama's blobs have no suffix)."""
+    """Return whether a path is a GGUF file, by its suffix or first bytes (Ollama's blobs have no suffix)."""
     if not os.path.isfile(path):
         return False
     with contextlib.suppress(OSError), open(path, "rb") as file:

@@ -1,4 +1,4 @@
-"""Reads the formats of compressed-tensors, by the formulas of its ``compressors``."""
+"""Read the formats of compressed-tensors, with the formulas of the library's ``compressors``."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from nnxmoe.layers.linear.code_format import FULL, CodeFormat
 
 
 def read_unpacked(files: ModuleTensors, info: TensorInfo) -> LazyArray:
-    """compressed-tensors' ``float-quantized``, ``int-quantized`` and ``mxfp8-quantized``: one code per element."""
+    """Read ``float-quantized``, ``int-quantized`` and ``mxfp8-quantized`` weights, with one code per element."""
     shape, settings = files.matrix(info), files.scheme.weights(files.module)
     kind = "fp8" if info.dtype == "F8_E4M3" else "int8"
     tile, shapes = _tile(files, settings, shape)
@@ -30,8 +30,11 @@ def read_unpacked(files: ModuleTensors, info: TensorInfo) -> LazyArray:
 
 
 def read_packed(files: ModuleTensors, info: TensorInfo) -> LazyArray:
-    """compressed-tensors' ``pack-quantized``: words along the inputs; zero points in words along the outputs. In bytes:
-    ``nvfp4-pack-quantized`` and ``mxfp4-pack-quantized``."""
+    """Read ``pack-quantized``, ``nvfp4-pack-quantized`` and ``mxfp4-pack-quantized`` weights.
+
+    ``pack-quantized`` packs codes into 32-bit words along the inputs, and zero points into words along the outputs. The
+    FP4 formats pack two codes per byte.
+    """
     settings = files.scheme.weights(files.module)
     if info.dtype == "U8":
         return _packed_fp4(files, info, settings)
@@ -77,7 +80,7 @@ def read_packed(files: ModuleTensors, info: TensorInfo) -> LazyArray:
 
 def _packed_fp4(files: ModuleTensors, info: TensorInfo, settings: WeightScheme) -> LazyArray:
     if (settings.bits, settings.strategy, settings.size, settings.floats) == (4, "tensor_group", 16, True):
-        # The library computes in bfloat16, in which MXFP4 is exact.
+        # The library dequantizes NVFP4 in bfloat16. MXFP4 is exact in bfloat16 and needs no rounding.
         return read_nvfp4(files, info, replace(NVFP4, rounded="bfloat16"), "weight_global_scale", divides=True)
     if (settings.bits, settings.strategy, settings.size, settings.floats) == (4, "group", 32, True):
         return read_fp4(files, info, MXFP4, "weight_scale", ("U8", "F8_E8M0"))
@@ -89,7 +92,7 @@ def _packed_fp4(files: ModuleTensors, info: TensorInfo, settings: WeightScheme) 
 
 
 def _has_zero_points(files: ModuleTensors, settings: WeightScheme) -> bool:
-    """Whether there are zero points. Raises Malformed if the settings need them and they are missing."""
+    """Return whether the module has zero points. Raises MalformedTensor if required zero points are missing."""
     found = files.has("weight_zero_point")
     if not found and not settings.symmetric:
         raise MalformedTensor(f"{files.module}.weight_zero_point is missing: config_groups says symmetric false")
@@ -99,7 +102,7 @@ def _has_zero_points(files: ModuleTensors, settings: WeightScheme) -> bool:
 def _tile(
     files: ModuleTensors, settings: WeightScheme, shape: tuple[int, int]
 ) -> tuple[tuple[int, int], list[tuple[int, ...]]]:
-    """Tile of the codes, and the shapes that its scales may have."""
+    """Return (tile that shares a scale, allowed shapes of the stored scales)."""
     outs, ins = shape
     if settings.strategy == "tensor":
         return (FULL, FULL), [(1,), (), (1, 1)]

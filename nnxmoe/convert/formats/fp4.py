@@ -1,14 +1,16 @@
-"""FP4 weights with two codes in a byte: groups of 32 with an exponent each (MXFP4), or groups of 16 with an FP8 scale
-each and one factor for the tensor (NVFP4, Nvidia 2025).
+"""FP4 weights, with two codes per byte.
+
+MXFP4 has groups of 32 codes with one exponent per group. NVFP4 (Nvidia, 2025) has groups of 16 codes with one FP8 scale
+per group and one factor per tensor.
 
     w[o, i] = FP4[code[o, i]] * scale[o, i // size] * factor
 
 Most tools store a matrix with the code of the even input in the low bits. gpt-oss stores all experts in ``X_blocks``,
-``[E, O, I / 32, 16]`` with the same order of codes, and ``X_scales [E, O, I / 32]``; both are bytes:
+``[E, O, I / 32, 16]`` with the same order of codes, and ``X_scales [E, O, I / 32]``. Both are bytes:
 
     w[e, o, 32 b + i] = FP4[code i of blocks[e, o, b]] * 2 ** (scales[e, o, b] - 127)
 
-The formats are E2M1 and E8M0 of the OCP Microscaling specification 1.0 (2023); the layout of gpt-oss is that of
+Codes are E2M1 and exponents E8M0 of the OCP Microscaling specification 1.0 (2023). The layout of gpt-oss follows
 ``Weights`` in ``gpt_oss/torch/weights.py``. MXFP4 is exact in bfloat16.
 """
 
@@ -28,7 +30,7 @@ from nnxmoe.convert.formats.scheme import MalformedTensor
 from nnxmoe.layers.linear.code_format import CodeFormat
 
 NVFP4, MXFP4 = CodeFormat("fp4", (1, 16)), CodeFormat("fp4", (1, 32))
-BLOCKS, SCALES = "_blocks", "_scales"  # the endings of gpt-oss's tensors
+BLOCKS, SCALES = "_blocks", "_scales"  # suffixes of gpt-oss's tensors
 GPT_OSS = {
     "quant_method": "mxfp4",
     "modules_to_not_convert": [
@@ -38,7 +40,7 @@ GPT_OSS = {
         "lm_head",
     ],
 }
-_OCTETS = 16  # bytes of a block of MXFP4
+_OCTETS = 16  # bytes per MXFP4 block
 
 
 def read_fp4(
@@ -49,8 +51,19 @@ def read_fp4(
     dtypes: Sequence[str],
     scaled: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> LazyArray:
-    """The weight of bytes ``[O, I / 2]`` and of the module's tensor ``scales [O, I / size]``, to which ``scaled`` is
-    applied in float32. Raises Malformed."""
+    """Read an FP4 weight.
+
+    Args:
+        files: Tensors of the module.
+        info: Bytes ``[O, I / 2]`` with two codes each.
+        codes: Format of the codes, with the group size.
+        scales: Suffix of the module's tensor of scales ``[O, I / size]``.
+        dtypes: Allowed dtypes of the scales.
+        scaled: Function applied to the scales in float32.
+
+    Raises:
+        MalformedTensor: A tensor is missing or has a wrong dtype or shape.
+    """
     outs, octets = files.matrix(info)
     size = codes.tile[1]
     if 2 * octets % size:
@@ -64,7 +77,18 @@ def read_fp4(
 
 
 def read_nvfp4(files: ModuleTensors, info: TensorInfo, codes: CodeFormat, factor: str, divides: bool) -> LazyArray:
-    """NVFP4. ``factor``: the module's tensor that holds it; ``divides``: scales are divided by it. Raises Malformed."""
+    """Read an NVFP4 weight.
+
+    Args:
+        files: Tensors of the module.
+        info: Bytes ``[O, I / 2]`` with two codes each.
+        codes: Format of the codes.
+        factor: Suffix of the module's tensor with the factor.
+        divides: Whether scales are divided by the factor instead of multiplied.
+
+    Raises:
+        MalformedTensor: A tensor is missing or has a wrong dtype, shape or value.
+    """
     one = files.tensor(factor, ("F32",), [(), (1,)])
     value = files.values(one)
     if value is not None and not (np.isfinite(value).all() and (value > 0).all()):
@@ -78,14 +102,17 @@ def read_nvfp4(files: ModuleTensors, info: TensorInfo, codes: CodeFormat, factor
 
 
 def read_modelopt_nvfp4(files: ModuleTensors, info: TensorInfo) -> LazyArray:
-    """NVFP4 of NVIDIA's ModelOpt (``NVFP4QTensor``): the factor ``weight_scale_2`` multiplies the scales."""
+    """Read NVFP4 of NVIDIA's ModelOpt (``NVFP4QTensor``). The factor ``weight_scale_2`` multiplies the scales."""
     if info.dtype != "U8":
         raise MalformedTensor(f"{files.where(info)} is {info.dtype}: with weight_scale_2 it must be U8")
     return read_nvfp4(files, info, NVFP4, "weight_scale_2", divides=False)
 
 
 def read_gpt_oss(files: ModuleTensors, info: TensorInfo) -> LazyArray:
-    """The weights ``[E, O, I]`` of gpt-oss; ``info``: their blocks or scales. Raises Malformed."""
+    """Read the weights ``[E, O, I]`` of gpt-oss. ``info`` is their tensor of blocks or scales.
+
+    Raises MalformedTensor if the blocks and scales do not fit each other or config.json.
+    """
     weight = info.name.removesuffix(BLOCKS).removesuffix(SCALES)
     files.used |= dict.fromkeys(name for end in ("", BLOCKS, SCALES) if (name := weight + end) in files.tensors)
     for ending, other in ((BLOCKS, SCALES), (SCALES, BLOCKS)):
@@ -110,8 +137,7 @@ def read_gpt_oss(files: ModuleTensors, info: TensorInfo) -> LazyArray:
 
 
 def gpt_oss_tensors(arrays: LazyArrays, leaves: Mapping[str, ArrayLayout]) -> dict[str, LazyArray]:
-    """Convert the arrays of a layout, codes and scales as `read_gpt_oss` returns them, to tensors for a file, without
-    rounding."""
+    """Convert the arrays of a layout to gpt-oss tensors, without rounding. Inverse of `read_gpt_oss`."""
     found, views = dict[str, LazyArray](), dict[str, TensorPart | None]()
     for name, array in arrays.items():
         view, ending = leaves[name].tensor_part, name.rpartition(".")[2]
@@ -129,8 +155,10 @@ def gpt_oss_tensors(arrays: LazyArrays, leaves: Mapping[str, ArrayLayout]) -> di
 
 
 def unpack_nibbles(stored: LazyArray, size: int) -> LazyArray:
-    """Convert bytes ``[*E, O, I / 2]`` that hold neighbouring codes to FP4 codes in groups of ``size``, as `CodeFormat`
-    stores them: a byte holds one code of each half of a group."""
+    """Convert bytes ``[*E, O, I / 2]`` with two neighboring codes per byte to the packing of `CodeFormat`.
+
+    In the packing of `CodeFormat`, each byte contains one code from each half of a group of ``size`` codes.
+    """
 
     def in_memory(octets: UInt8[np.ndarray, "*rows I"]) -> UInt8[np.ndarray, "*rows I"]:
         groups = octets.reshape(*octets.shape[:-1], -1, 2, size // 4)
@@ -142,7 +170,7 @@ def unpack_nibbles(stored: LazyArray, size: int) -> LazyArray:
 
 
 def pack_nibbles(codes: LazyArray) -> LazyArray:
-    """The inverse of `unpack_nibbles`, for `MXFP4`."""
+    """Invert `unpack_nibbles` for `MXFP4`."""
 
     def in_file(octets: UInt8[np.ndarray, "*rows I"]) -> UInt8[np.ndarray, "*rows I"]:
         pairs = octets.reshape(*octets.shape[:-1], -1, _OCTETS // 2, 2)
@@ -154,7 +182,7 @@ def pack_nibbles(codes: LazyArray) -> LazyArray:
 
 
 def to_exponents(scale: LazyArray) -> LazyArray:
-    """Powers of two as the bytes of E8M0."""
+    """Convert powers of two to E8M0 bytes."""
 
     def exponents(values: np.ndarray) -> np.ndarray:
         half, found = np.frexp(values.astype(np.float32))

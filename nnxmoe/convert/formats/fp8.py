@@ -1,5 +1,7 @@
-"""FP8 of DeepSeek-V3 (README_WEIGHTS.md) and V4, whose experts are FP4, of AutoFP8, ModelOpt, and of
-transformers, which stores the scales of experts fused."""
+"""FP8 weights of DeepSeek-V3 (README_WEIGHTS.md), DeepSeek-V4 (with FP4 experts), AutoFP8, ModelOpt and transformers.
+
+transformers stores the scales of all experts in one tensor.
+"""
 
 import math
 import re
@@ -20,8 +22,11 @@ _KERNELS = {"gate_up_proj": (("gate_proj", "w1"), ("up_proj", "w3")), "down_proj
 
 
 def read_fp8(files: ModuleTensors, info: TensorInfo) -> LazyArray:
-    """``quant_method: fp8``: blocks with ``weight_scale_inv`` (DeepSeek-V3; Qwen's are bfloat16) or ``scale``
-    (DeepSeek-V4), or one scale per tensor (AutoFP8's ``weight_scale``; transformers' ``weight_scale_inv``)."""
+    """Read a weight of ``quant_method: fp8``, with one scale per block or per tensor.
+
+    Scales per block are named ``weight_scale_inv`` (DeepSeek-V3 in float32, Qwen in bfloat16) or ``scale``
+    (DeepSeek-V4). Scales per tensor are named ``weight_scale`` (AutoFP8) or ``weight_scale_inv`` (transformers).
+    """
     shape, ending = files.matrix(info), _ending(files)
     block = _block(files, ending)
     if block is None and not files.has(ending):
@@ -32,9 +37,12 @@ def read_fp8(files: ModuleTensors, info: TensorInfo) -> LazyArray:
 
 
 def read_modelopt_fp8(files: ModuleTensors, info: TensorInfo) -> LazyArray:
-    """FP8 of NVIDIA's ModelOpt, by the formulas of its ``QTensor``s. The shape of ``weight_scale`` tells the kind: one
-    scale, one per output, one per block (4 dimensions), or bytes that are exponents of 32 inputs (MXFP8). Scales of
-    activations are left out; a factor on inputs (NVFP4_AWQ) is refused by its tensor's name."""
+    """Read FP8 of NVIDIA's ModelOpt, with the formulas of the library's ``QTensor`` classes.
+
+    The dtype and shape of ``weight_scale`` determine the tile: one scale per tensor, per output or per block, or
+    exponents in bytes per 32 inputs (MXFP8). Scales of activations are ignored. A factor on inputs (NVFP4_AWQ) raises
+    CheckpointError, because its tensor is not supported.
+    """
     outs, ins = files.matrix(info)
     scale = files.tensor("weight_scale", ("F32", "BF16", "U8"))
     blocks = -(-outs // _BLOCK[0]), -(-ins // _BLOCK[1])
@@ -53,12 +61,15 @@ def read_modelopt_fp8(files: ModuleTensors, info: TensorInfo) -> LazyArray:
 
 
 def read_packed_fp4(files: ModuleTensors, info: TensorInfo) -> LazyArray:
-    """Experts of DeepSeek-V4: ``weight [O, I / 2]`` of FP4 codes and ``scale [O, I / 32]`` of exponents."""
+    """Read an expert of DeepSeek-V4: FP4 codes ``weight [O, I / 2]`` and exponents ``scale [O, I / 32]``."""
     return read_fp4(files, info, MXFP4, _ending(files), ("F8_E8M0", "U8"))
 
 
 def _block(files: ModuleTensors, ending: str) -> tuple[int, int] | None:
-    """``weight_block_size``. If it is absent and there are several scales: 128 by 128, the default of transformers."""
+    """Return ``weight_block_size``.
+
+    If the field is absent and there are several scales, return (128, 128), the default of transformers.
+    """
     scale = files.tensors.get(f"{files.module}.{ending}")
     if "weight_block_size" in files.scheme.fields or scale is None or not ending.endswith(_SCALE):
         return files.scheme.block()
@@ -66,7 +77,7 @@ def _block(files: ModuleTensors, ending: str) -> tuple[int, int] | None:
 
 
 def _ending(files: ModuleTensors) -> str:
-    """The end of the name of the scales. Raises Malformed if there are several."""
+    """Return the suffix of the scales. Raises MalformedTensor if the module has scales under several names."""
     found = [ending for ending in ("weight_scale_inv", "weight_scale", "scale") if files.has(ending)]
     if len(found) > 1:
         raise MalformedTensor(f"{files.module} has both {found[0]} and {found[1]}: remove one of them")
@@ -74,7 +85,10 @@ def _ending(files: ModuleTensors) -> str:
 
 
 def read_fused_fp8(files: ModuleTensors, info: TensorInfo) -> LazyArray:
-    """The kernels ``[E, O, I]`` of all experts in one tensor, each in blocks or with one scale. Raises Malformed."""
+    """Read the kernels ``[E, O, I]`` of all experts from one tensor, with one scale per block or per expert.
+
+    Raises MalformedTensor if a tensor is missing or has a wrong dtype or shape.
+    """
     files.used[info.name] = None
     if len(info.shape) != 3 or 0 in info.shape:
         raise MalformedTensor(
@@ -82,7 +96,7 @@ def read_fused_fp8(files: ModuleTensors, info: TensorInfo) -> LazyArray:
         )
     (experts, outs, ins), kernel = info.shape, info.name.rpartition(".")[2]
     block = _block(files, kernel + _SCALE)
-    # With one scale per expert, gate and up get a tile each, so that the tensor can be split into their kernels.
+    # With one scale per expert, use one tile per kernel, so that the tensor can be split into gate and up.
     codes = CodeFormat("fp8", block or (-(-outs // len(_KERNELS[kernel])), FULL))
     grid = (experts, *codes.scales_shape(outs, ins))
     whole = grid if block else (experts, 1, 1)
@@ -94,8 +108,10 @@ def read_fused_fp8(files: ModuleTensors, info: TensorInfo) -> LazyArray:
 
 
 def expert_scales(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """``….experts.N.gate_proj.weight_scale_inv`` -> its part of ``….experts.gate_up_proj_scale_inv``, for experts whose
-    own weights are stored one by one."""
+    """Return the scales of single experts as parts of fused scale tensors, for weights that are not fused.
+
+    Maps ``….experts.N.gate_proj.weight_scale_inv`` to a part of ``….experts.gate_up_proj_scale_inv``, for example.
+    """
     found: dict[str, TensorInfo] = {}
     for name, scale in tensors.items():
         match = FUSED.fullmatch(name.removesuffix(_SCALE))
@@ -111,7 +127,7 @@ def expert_scales(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
 
 
 def _rows(info: TensorInfo, i: int, n: int) -> TensorInfo:
-    """Select the i-th of n equal row ranges of a matrix; the whole matrix if it has a single row."""
+    """Select the i-th of n equal row ranges of a matrix, or the whole matrix if it has a single row."""
     if info.shape[0] == 1:
         return info
     rows = info.shape[0] // n
@@ -120,5 +136,5 @@ def _rows(info: TensorInfo, i: int, n: int) -> TensorInfo:
 
 
 def _dtypes(files: ModuleTensors) -> tuple[str, ...]:
-    """Dtypes of scales; bytes are exponents if the settings say so."""
+    """Return the allowed dtypes of scales. Bytes are allowed, as exponents, if ``scale_fmt`` is ``ue8m0``."""
     return (*FLOATS, "F8_E8M0", *(("U8",) if files.scheme.fields.get("scale_fmt") == "ue8m0" else ()))

@@ -1,7 +1,8 @@
-"""The tensors of GGUF files as lazy arrays with Hugging Face's names: decoded on reading, or kept as codes.
+"""The tensors of GGUF files as lazy arrays with Hugging Face's names, dequantized when they are read.
 
-llama.cpp stores one tensor per kernel of all experts, reorders the rotated rows of queries and keys of Llama's
-architecture, and splits the latent up-projection of DeepSeek. The ``gguf`` library decodes what is not kept.
+llama.cpp stores each kernel of all experts in one tensor, reorders the rotated rows of queries and keys in the Llama
+architecture, and splits the latent up-projection of DeepSeek. Weights of some types can stay quantized. The ``gguf``
+library dequantizes all other types.
 """
 
 import dataclasses
@@ -25,7 +26,7 @@ from nnxmoe.models import family_of, parse_config
 _BLOCK = re.compile(r"blk\.([0-9]{1,6})\.")
 _PARTS = {"gate": "gate", "up": "up", "down": "down"}
 
-# Name in a block, without its number -> keys of parameters, of which a family has one.
+# Name in a block, without the block number -> keys of parameters. Each family has one of the keys.
 _KEYS: dict[str, tuple[str, ...]] = {
     "token_embd.weight": ("embed.table",),
     "output_norm.weight": ("norm.scale",),
@@ -62,13 +63,13 @@ _KEYS: dict[str, tuple[str, ...]] = {
     "nextn.shared_head_norm.weight": ("layer.mtp.norm.scale",),
 }
 
-# Of the tensor with the outputs of gate and up of all experts, by what it holds.
+# The fused tensor with the gate and up outputs of all experts: suffix -> keys of gate and up.
 _FUSED = {
     "weight": ("layer.moe.experts.gate", "layer.moe.experts.up"),
     "bias": ("layer.moe.experts.biases.gate", "layer.moe.experts.biases.up"),
 }
 
-# Types that can be kept: their codes, and the bytes of a block that hold codes, scale and, added after it, an offset.
+# Types that can stay quantized: format of the codes, and byte ranges of codes, scale and offset ("zero") in a block.
 _KEPT = {
     "Q8_0": (CodeFormat("int8", (1, 32)), {"codes": (2, 34), "scale": (0, 2)}),
     "Q4_0": (CodeFormat("int4", (1, 32)), {"codes": (2, 18), "scale": (0, 2)}),
@@ -78,14 +79,14 @@ _KEPT = {
 
 
 def gguf_arrays(checkpoint: Checkpoint) -> dict[str, LazyArray]:
-    """Name -> lazy array. Tensors that no parameter has keep the names of the file."""
+    """Return lazy arrays by Hugging Face name. Tensors without a parameter keep their name in the file."""
     model = GGUF.open(checkpoint.folder)
     config, _ = parse_config(checkpoint.config, checkpoint.config_file)
     table, pairs = family_of(config).hf_names(config), model.text("general.architecture") == "llama"
     found: dict[str, LazyArray] = {}
     halves: dict[str, dict[str, LazyArray]] = {}
     for name, info in model.tensors.items():
-        if name == "rope_freqs.weight":  # the config has it
+        if name == "rope_freqs.weight":  # `rope_fields` converts this tensor to fields of the config
             continue
         match = _BLOCK.match(name)
         layer, stem = (int(match[1]), name[match.end() :]) if match else (None, name)
@@ -119,8 +120,10 @@ def _name(table: Table, key: str, layer: int | None) -> str:
 def _of_experts(
     table: Table, key: str, layer: int | None, info: GGUFInfo, checkpoint: Checkpoint, half: int | None = None
 ) -> dict[str, LazyArray]:
-    """The array of a parameter, or one per expert if Hugging Face's layout has a tensor per expert. ``half``: of the
-    outputs of each expert."""
+    """Return the array of a parameter, or one array per expert if Hugging Face's layout has one tensor per expert.
+
+    If ``half`` is 0 or 1, use only this half of the outputs of each expert.
+    """
     w = options(table, key)[0]
 
     def array(one: GGUFInfo, dim: int) -> LazyArray:
@@ -139,7 +142,7 @@ def _of_experts(
 
 
 def _array(info: GGUFInfo, checkpoint: Checkpoint) -> LazyArray:
-    """The tensor, decoded on reading if it holds blocks."""
+    """Return a tensor as a lazy array. Quantized blocks are dequantized when they are read."""
     octets = plain_array(checkpoint, info)
     if info.kind in _KEPT:
         codes, places = _KEPT[info.kind]
@@ -154,7 +157,7 @@ def _array(info: GGUFInfo, checkpoint: Checkpoint) -> LazyArray:
 
 
 def _part(octets: LazyArray, codes: CodeFormat, info: GGUFInfo, name: str, place: tuple[int, int]) -> LazyArray:
-    """One of the arrays of a quantised kernel: these bytes of every block."""
+    """Return one array of a quantized kernel, read from the byte range ``place`` of every block."""
     begin, end = place
     width = info.shape[-1] // (info.values[-1] // 32)
     dtype = (
@@ -172,10 +175,13 @@ def _part(octets: LazyArray, codes: CodeFormat, info: GGUFInfo, name: str, place
 
 
 def _turned_back(array: LazyArray, heads: int, width: int) -> LazyArray:
-    """Rows of queries or keys in Hugging Face's order, where the first half of a head rotates with the second;
-    llama.cpp has these pairs side by side."""
+    """Reorder the rows of queries or keys from llama.cpp's order to Hugging Face's order.
+
+    Hugging Face pairs the first half of a head with the second half for rotation. llama.cpp stores the two rows of a
+    pair next to each other.
+    """
     if array.fault is not None or array.shape[0] != heads * width:
-        return array  # its shape is refused when the model is filled
+        return array  # `load_model` reports the wrong shape
     order = np.arange(heads * width).reshape(heads, width // 2, 2).swapaxes(1, 2).reshape(-1)
     if array.codes is None:
         return array.take(order, 0)
@@ -184,7 +190,7 @@ def _turned_back(array: LazyArray, heads: int, width: int) -> LazyArray:
 
 
 def _joined(both: Mapping[str, LazyArray], config: DecoderConfig, name: str) -> LazyArray:
-    """``kv_b [heads (nope + v), latent]`` of its halves ``k [heads, latent, nope]`` and ``v [heads, v, latent]``."""
+    """Join ``k [heads, latent, nope]`` and ``v [heads, v, latent]`` to ``kv_b [heads (nope + v), latent]``."""
     tensors = tuple(tensor for half in both.values() for tensor in half.tensors)
     shapes = {half: array.shape for half, array in both.items()}
     heads = config.num_attention_heads
@@ -194,13 +200,13 @@ def _joined(both: Mapping[str, LazyArray], config: DecoderConfig, name: str) -> 
     outs = shapes["k"][2] + shapes["v"][1]
 
     def read(box: Box, empty: Empty) -> np.ndarray:
-        first, last = box[0].start // outs, -(-box[0].stop // outs)  # the heads with these rows
+        first, last = box[0].start // outs, -(-box[0].stop // outs)  # range of heads that contains the rows
         k, v = (np.asarray(both[half].rows(slice(first, last)), np.float32) for half in "kv")
         rows = np.concatenate([k.swapaxes(1, 2), v], axis=1).reshape((last - first) * outs, -1)
         return rows[box[0].start - first * outs : box[0].stop - first * outs, box[1]]
 
     dtype = both["k"].dtype if both["k"].dtype == both["v"].dtype else np.dtype(np.float32)
     shape = heads * outs, shapes["k"][1]
-    # Read as a whole: blocks of rows would decode the heads at their borders twice.
+    # Read at once, because reads of row blocks would dequantize the heads at the borders of blocks twice.
     array = LazyArray(shape, np.dtype(np.float32), read, AT_ONCE, tensors=tensors, file=both["k"].file)
     return array.astype(dtype)

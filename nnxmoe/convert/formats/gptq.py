@@ -1,6 +1,6 @@
-"""AWQ and GPTQ: codes with inputs first, packed into 32-bit words.
+"""AWQ and GPTQ weights: codes with inputs first, packed into 32-bit words.
 
-The formulas are those of AutoAWQ (``modules/linear/gemm.py``, ``utils/packing_utils``), AutoGPTQ and GPTQModel
+The formulas follow AutoAWQ (``modules/linear/gemm.py``, ``utils/packing_utils``), AutoGPTQ and GPTQModel
 (``nn_modules/qlinear``).
 """
 
@@ -15,11 +15,11 @@ from nnxmoe.convert.formats.module_tensors import FLOATS, ModuleTensors, roundin
 from nnxmoe.convert.formats.scheme import GPTQ_FORMATS, MalformedTensor
 from nnxmoe.layers.linear.code_format import CodeFormat
 
-_AWQ_COLUMNS = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # the nibble of a word that holds each of its eight columns
+_AWQ_COLUMNS = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # column of a word -> index of its nibble
 
 
 def read_awq(files: ModuleTensors, info: TensorInfo) -> LazyArray:
-    """AWQ's ``gemm``: inputs first, eight outputs to a word."""
+    """Read AWQ's ``gemm`` format: inputs first, eight outputs per word."""
     ins, width = files.matrix(info)
 
     def unpack(packed: np.ndarray) -> np.ndarray:
@@ -29,7 +29,10 @@ def read_awq(files: ModuleTensors, info: TensorInfo) -> LazyArray:
 
 
 def read_gptq(files: ModuleTensors, info: TensorInfo) -> LazyArray:
-    """GPTQ: inputs first, packed along them; zero points along the outputs, in version 1 less one."""
+    """Read GPTQ: codes with inputs first, packed along the inputs, and zero points packed along the outputs.
+
+    Version 1 stores zero points minus one.
+    """
     tall, outs = files.matrix(info)
     bits, group = _settings(files, tall, outs)
     ins, limit = tall * 32 // bits, (1 << bits) - 1
@@ -46,8 +49,11 @@ def read_gptq(files: ModuleTensors, info: TensorInfo) -> LazyArray:
 
 
 def _settings(files: ModuleTensors, tall: int, outs: int) -> tuple[int, int]:
-    """Bits and group size: those of quantization_config, or what the module's tensors say if its ``dynamic`` gives
-    some modules settings of their own (GPTQModel)."""
+    """Return (bits, group size) of a module.
+
+    If ``quantization_config`` has ``dynamic`` (GPTQModel), modules may have different settings. The settings are then
+    derived from the shapes of the module's tensors.
+    """
     bits, scheme = files.scheme.choice("bits", (4, 8), None), files.scheme
     if not scheme.fields.get("dynamic"):
         return bits, scheme.group_size() or tall * 32 // bits
@@ -64,7 +70,7 @@ def _settings(files: ModuleTensors, tall: int, outs: int) -> tuple[int, int]:
 
 
 def _order(files: ModuleTensors, ins: int, group: int) -> np.ndarray | None:
-    """The inputs by group (act order); None if they are in order."""
+    """Return the indices of the inputs sorted by group (act order), or None if the inputs are in order."""
     if not files.has("g_idx"):
         return None
     found = files.values(info := files.tensor("g_idx", ("I32", "I64"), [(ins,)]))
@@ -93,8 +99,18 @@ def _inputs_first(
     unpack_zero: Callable[[np.ndarray], np.ndarray],
     order: np.ndarray | None = None,
 ) -> LazyArray:
-    """A weight of this shape whose tensors have inputs first. ``unpack`` returns codes ``[O, I]``, ``unpack_zero``
-    ``[O, groups]``; ``order``: see `QuantizedWeight`."""
+    """Return the quantized weight of a module whose tensors have inputs first.
+
+    Args:
+        files: Tensors of the module.
+        info: Tensor of the packed codes.
+        shape: Shape ``[O, I]`` of the weight.
+        bits: Bits per code.
+        group: Inputs per group.
+        unpack: Converts packed codes to codes ``[O, I]``.
+        unpack_zero: Converts packed zero points to ``[O, groups]``.
+        order: Permutation of the inputs, see `QuantizedWeight`.
+    """
     (outs, ins), groups = shape, -(-shape[1] // group)
     files.tensor("qweight", ("I32",))
     scale = files.tensor("scales", FLOATS, [(groups, outs)])

@@ -1,4 +1,4 @@
-"""The tensors of one module that together are a quantised weight, checked for presence, dtype and shape."""
+"""The tensors of a module that form a quantized weight, checked for presence, dtype and shape."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -18,13 +18,13 @@ from nnxmoe.convert.formats.scheme import MalformedTensor, QuantizationScheme
 from nnxmoe.convert.storage.checkpoint import Checkpoint
 from nnxmoe.layers.linear.code_format import STORAGE_DTYPES, CodeFormat
 
-# Endings of scales and zero points of activations and caches, which are not quantised here.
+# Suffixes of scales and zero points of activations and caches. nnxmoe does not quantize activations and caches.
 ACTIVATION_SCALES = tuple(
     f".{of}_{kind}"
     for of in ("input", "output", "q", "k", "v", "kv")
     for kind in ("scale", "global_scale", "zero_point")
 )
-Unpack = Callable[[LazyArray, slice], np.ndarray]  # the tensor in the file, and rows of the weight -> their codes
+Unpack = Callable[[LazyArray, slice], np.ndarray]  # (tensor in the file, range of the weight's rows) -> codes
 FLOATS = ("F32", "BF16", "F16")
 Allowed = Literal["positive", "not zero", "not negative"]
 _ALLOWED = {"positive": np.greater, "not zero": np.not_equal, "not negative": np.greater_equal}
@@ -33,7 +33,15 @@ _SCALES |= dict.fromkeys(("F8_E8M0", "U8", "F8_E4M3"), "float32")
 
 
 class ModuleTensors:
-    """The tensors whose names begin with ``module``; ``used`` collects those that were asked for."""
+    """Tensors of a module in a checkpoint.
+
+    Attributes:
+        module: Prefix of the tensors' names.
+        tensors: Header entries of all tensors in the checkpoint, by name.
+        scheme: Quantization settings.
+        checkpoint: Checkpoint to read from, or None if only the headers are available.
+        used: Names of the tensors that were accessed, in order, as keys.
+    """
 
     def __init__(
         self, module: str, tensors: Mapping[str, TensorInfo], scheme: QuantizationScheme, checkpoint: Checkpoint | None
@@ -42,11 +50,11 @@ class ModuleTensors:
         self.used: dict[str, None] = {}
 
     def where(self, info: TensorInfo) -> str:
-        """The tensor's name and file, for messages."""
+        """Return the tensor's name and file, for messages."""
         return f"{info.name} in {info.file.name}" if info.file.name else info.name
 
     def tensor(self, ending: str, dtypes: Sequence[str], shapes: Sequence[tuple[int, ...]] | None = None) -> TensorInfo:
-        """Take a tensor of the module after checking its dtype and shape. Raises Malformed."""
+        """Return a tensor of the module. Raises MalformedTensor if it is missing or has a wrong dtype or shape."""
         info = self.tensors.get(f"{self.module}.{ending}")
         if info is None:
             raise MalformedTensor(f"{self.module}.{ending} is missing: the codes of {self.module} need it")
@@ -60,15 +68,15 @@ class ModuleTensors:
         return info
 
     def has(self, ending: str) -> bool:
-        """Whether there is such a tensor."""
+        """Return whether the module has a tensor with this suffix."""
         return f"{self.module}.{ending}" in self.tensors
 
     def values(self, info: TensorInfo) -> np.ndarray | None:
-        """The values of a small tensor; None with headers only."""
+        """Read a small tensor. Returns None if only the headers are available."""
         return None if self.checkpoint is None else self.checkpoint.read(info.name)
 
     def matrix(self, info: TensorInfo) -> tuple[int, int]:
-        """The shape of codes. Raises Malformed unless there are two dimensions."""
+        """Return the shape of a tensor of codes. Raises MalformedTensor unless it has two dimensions."""
         self.used[info.name] = None
         if len(info.shape) != 2 or 0 in info.shape:
             raise MalformedTensor(f"{self.where(info)}: quantised weights have two dimensions, got {list(info.shape)}")
@@ -77,14 +85,16 @@ class ModuleTensors:
     def scale(
         self, info: TensorInfo, grid: tuple[int, ...], transposed: bool = False, allowed: Allowed = "positive"
     ) -> LazyArray:
-        """Return scales as ``[*experts, rows, columns]`` of tiles, checked when they are read.
+        """Return the scales per tile, ``[*experts, rows, columns]``.
+
+        Reading the scales raises MalformedTensor if a scale is invalid.
 
         Args:
-            info: The tensor.
+            info: Tensor of the scales.
             grid: Shape of the result.
-            transposed: Whether the file has columns first.
-            allowed: Which scales are valid. AutoRound makes negative scales, to use the code -8 for the largest weight
-                of either sign. Scales that are too small for FP8 are zero.
+            transposed: Whether the file stores columns first.
+            allowed: Valid scales. AutoRound writes negative scales, to use the code -8 for the largest weight of
+                either sign. Scales that underflow in FP8 are zero.
         """
         dtype = jnp.dtype(_SCALES[info.dtype])
         stored, compare = plain_array(self.checkpoint, info), _ALLOWED[allowed]
@@ -109,7 +119,11 @@ class ModuleTensors:
         return dataclasses.replace(stored, shape=grid, dtype=dtype, read_box=read)
 
     def weight(self, codes: CodeFormat, shape: tuple[int, ...], parts: Mapping[str, LazyArray]) -> LazyArray:
-        """The weight, whose codes account for the tensors that no part names."""
+        """Return the quantized weight.
+
+        ``tensors`` of the codes lists all used tensors that no other part lists. Raises MalformedTensor if the number
+        of inputs does not fit the format.
+        """
         try:
             codes.check_inputs(shape[-1])
         except ValueError as error:
@@ -122,7 +136,10 @@ class ModuleTensors:
     def byte_codes(
         self, codes: CodeFormat, info: TensorInfo, scale: TensorInfo, allowed: Allowed = "positive", **more: LazyArray
     ) -> LazyArray:
-        """The weight of codes of a byte each, as they are in the file; ``more``: parts beside codes and scales."""
+        """Return a quantized weight with one byte per code, used as stored in the file.
+
+        ``more`` are parts other than codes and scales, such as ``zero``.
+        """
         shape = self.matrix(info)
         stored = plain_array(
             self.checkpoint, dataclasses.replace(info, dtype="I8" if codes.code_dtype == "int8" else "U8")
@@ -133,8 +150,15 @@ class ModuleTensors:
     def codes(
         self, codes: CodeFormat, shape: tuple[int, int], info: TensorInfo, unpack: Unpack, block: int = AT_ONCE
     ) -> LazyArray:
-        """Packed codes of a weight of this shape. ``unpack`` returns some rows of it, unsigned, one code per element;
-        ``block``: efficient size of a read, in bytes."""
+        """Return the codes of a weight that the file stores in a different packing.
+
+        Args:
+            codes: Format of the codes.
+            shape: Shape of the weight.
+            info: Tensor in the file.
+            unpack: Returns the unsigned codes of a range of rows, one code per element.
+            block: Efficient size of a read, in bytes.
+        """
         stored = plain_array(self.checkpoint, info)
 
         def read(box: Box, empty: Empty) -> np.ndarray:
@@ -146,14 +170,14 @@ class ModuleTensors:
     def zero_words(
         self, codes: CodeFormat, shape: tuple[int, int], info: TensorInfo, unpack: Callable[[np.ndarray], np.ndarray]
     ) -> LazyArray:
-        """Packed zero points of the codes of a weight of this shape. ``unpack`` returns all of them, unsigned."""
+        """Return packed zero points for a weight of shape ``shape``. ``unpack`` returns all zero points, unsigned."""
         change = unpack if codes.is_packed else lambda packed: _signed(np.ascontiguousarray(unpack(packed)))
         return plain_array(self.checkpoint, info).map_whole(
             codes.scales_shape(*shape), STORAGE_DTYPES[codes.code_dtype], change
         )
 
     def zero_numbers(self, info: TensorInfo, grid: tuple[int, int]) -> LazyArray:
-        """Zero points of int8 codes, one number each."""
+        """Return the zero points of int8 codes, stored as one number per zero point."""
 
         def checked(found: np.ndarray) -> np.ndarray:
             if found.min() < -128 or found.max() > 127:
@@ -164,8 +188,11 @@ class ModuleTensors:
 
 
 def unpack_words(words: Shaped[np.ndarray, "... W"], bits: int) -> UInt8[np.ndarray, "... N"]:
-    """The unsigned numbers of 4 or 8 bits in little-endian 32-bit words, the lowest bits first, as the readers of
-    compressed-tensors (``compressors/pack_quantized``), AutoGPTQ and GPTQModel (``nn_modules/qlinear``) have them."""
+    """Unpack unsigned numbers of 4 or 8 bits from little-endian 32-bit words, the lowest bits first.
+
+    The order follows compressed-tensors (``compressors/pack_quantized``), AutoGPTQ and GPTQModel
+    (``nn_modules/qlinear``).
+    """
     octets = np.ascontiguousarray(words).view(np.uint8)
     if bits == 8:
         return octets
@@ -173,11 +200,11 @@ def unpack_words(words: Shaped[np.ndarray, "... W"], bits: int) -> UInt8[np.ndar
 
 
 def _signed(codes: UInt8[np.ndarray, "..."]) -> Shaped[np.ndarray, "..."]:
-    """Bytes in offset binary (value + 128) as int8."""
+    """Convert bytes in offset binary (value + 128) to int8."""
     return (codes ^ 128).view(np.int8)
 
 
 def rounding_dtype(scale: TensorInfo) -> str | None:
-    """The tools compute weights in the dtype of the scales."""
+    """Return the dtype of the scales, or None for float32. The tools round dequantized weights to this dtype."""
     dtype = _SCALES[scale.dtype]
     return None if dtype == "float32" else dtype

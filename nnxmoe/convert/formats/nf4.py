@@ -1,4 +1,4 @@
-"""NF4 as bitsandbytes stores it (``functional.py``; Dettmers et al. 2023, QLoRA)."""
+"""NF4 weights of bitsandbytes (``functional.py``; Dettmers et al., QLoRA, 2023)."""
 
 import dataclasses
 import json
@@ -22,11 +22,12 @@ _STATE = "quant_state.bitsandbytes__nf4"
 
 
 def read_nf4(files: ModuleTensors, info: TensorInfo) -> LazyArray:
-    """bitsandbytes' NF4: the flat weight, the first of two codes in the high bits; blocks of 64 share a scale,
-    which itself may be one of 256 levels.
+    """Read an NF4 weight of bitsandbytes.
 
-    The bytes may be stored in any dtype (``bnb_4bit_quant_storage``). Blocks may cross rows: tiles of the greatest
-    common divisor of block and row then lie within one block each.
+    The file stores the flattened weight with two codes per byte, the first code in the high bits. Each block of codes
+    (by default 64) shares a scale. The scales may be quantized to 256 levels. The bytes may be stored in any dtype
+    (``bnb_4bit_quant_storage``). Blocks may cross rows. The tile width is therefore the greatest common divisor of
+    block size and row length, so that each tile is within one block.
     """
     files.used[info.name] = None
     state = _state(files)
@@ -53,7 +54,7 @@ def read_nf4(files: ModuleTensors, info: TensorInfo) -> LazyArray:
         return files.weight(codes, shape, {"codes": files.codes(codes, shape, info, unpack), "scale": scale})
     stored = plain_array(
         files.checkpoint, info
-    )  # two codes of an odd row cannot share a byte, so the weight becomes floats
+    )  # rows of odd length cannot be packed two codes per byte, so the weight is dequantized
 
     def read(box: Box, empty: Empty) -> np.ndarray:
         return (NF4[unpack(stored, box[0])] * np.asarray(scale)[box[0]])[:, box[1]].astype(dtype)
@@ -78,8 +79,10 @@ def _state(files: ModuleTensors) -> dict[str, Any]:
 
 
 def _scales(files: ModuleTensors, state: Mapping[str, Any], codes: CodeFormat) -> LazyArray:
-    """The scale of every tile: of its block, which with double quantisation is one of 256 levels times a coarser
-    scale."""
+    """Return the scale of every tile, equal to the scale of the tile's block.
+
+    With double quantization, the scale of a block is one of 256 levels times a coarser scale, plus an offset.
+    """
     (outs, ins), block = state["shape"], state["blocksize"]
     grid, count = codes.scales_shape(outs, ins), -(-outs * ins // block)
     nested = files.has("weight.nested_absmax")
@@ -102,7 +105,7 @@ def _scales(files: ModuleTensors, state: Mapping[str, Any], codes: CodeFormat) -
     def read(box: Box, empty: Empty) -> np.ndarray:
         starts = np.arange(outs)[box[0], None] * ins + np.arange(grid[1])[None, box[1]] * codes.tile[1]
         found = values()[starts // block]
-        if not np.isfinite(found).all():  # double quantisation rounds the scales of zeros to either side of zero
+        if not np.isfinite(found).all():  # allow negative scales: double quantization rounds zeros to either side of 0
             raise MalformedTensor(f"{files.where(flat)}: scales must be finite")
         return found
 

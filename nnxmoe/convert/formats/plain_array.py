@@ -1,4 +1,4 @@
-"""A tensor of a checkpoint's files as a lazy array, as it is."""
+"""Lazy arrays that read a checkpoint's tensors without conversion."""
 
 import functools
 
@@ -9,11 +9,11 @@ from nnxmoe.convert.arrays.lazy_array import Empty, LazyArray
 from nnxmoe.convert.files.safetensors import TensorInfo
 from nnxmoe.convert.storage.checkpoint import Checkpoint
 
-CHUNK_BYTES = 2 << 20  # per read: fits into CPU caches, and is large enough that threads seldom take the GIL
+CHUNK_BYTES = 2 << 20  # bytes per read: small enough for CPU caches, large enough that threads rarely need the GIL
 
 
 def plain_array(checkpoint: Checkpoint | None, info: TensorInfo) -> LazyArray:
-    """The lazy array of a tensor; with ``checkpoint`` None (headers only), reading fails."""
+    """Return a tensor as a lazy array. If ``checkpoint`` is None (headers only), reading fails."""
     read = functools.partial(_read, checkpoint, info)
     return LazyArray(info.shape, info.numpy_dtype, read, CHUNK_BYTES, file=info.file.name, tensors=(info.name,))
 

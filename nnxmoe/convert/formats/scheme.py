@@ -1,4 +1,4 @@
-"""``quantization_config``: which tool quantised a checkpoint, and with which settings."""
+"""``quantization_config``: the tool that quantized a checkpoint, and its settings."""
 
 import dataclasses
 import re
@@ -23,7 +23,7 @@ _FORMATS = ("float-quantized", "int-quantized", "pack-quantized", "naive-quantiz
 _FORMATS += ("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized")
 _ALGORITHMS = ("fp8", "fp8_per_channel_per_token", "fp8_pb_wo", "fp8_pb_real", "nvfp4", "w4a16_nvfp4", "w4a8_nvfp4_fp8")
 _ALGORITHMS += ("mxfp8", "mixed_precision")
-# The fields of each method that must have one of some values, and the tool's default; None: it has none.
+# Per method: fields with a fixed set of supported values, and the tool's default (None if the field is required).
 GPTQ_FORMATS = ("gptq", "gptq_v2", None)
 _FIELDS: dict[str, list[tuple[str, tuple[Any, ...], Any]]] = {
     "fp8": [("fmt", ("e4m3", "float8_e4m3fn"), "e4m3"), ("activation_scheme", ("dynamic", "static"), "dynamic")],
@@ -40,19 +40,25 @@ _FIELDS: dict[str, list[tuple[str, tuple[Any, ...], Any]]] = {
 }
 _GPTQ, _AWQ = {"quant_method": "gptq"}, {"quant_method": "awq"}
 _GPTQ_V2 = _GPTQ | {"checkpoint_format": "gptq_v2"}
-# AutoRound's ``packing_format`` -> settings of the tool that packs like this (``auto_round/inference/backend.py``).
+# AutoRound's ``packing_format`` -> settings of the tool with the same packing (``auto_round/inference/backend.py``).
 _PACKINGS = {"auto_round:auto_gptq": _GPTQ, "auto_round:gptq": _GPTQ, "auto_round:gptqmodel": _GPTQ_V2}
 _PACKINGS |= {"auto_round": _GPTQ_V2, "auto_round:auto_awq": _AWQ, "auto_round:awq": _AWQ}
 
 
 class MalformedTensor(CheckpointError):
-    """Raised for one tensor that is stored wrongly; loading lists all of them."""
+    """Error for a single malformed tensor. Loading collects these errors and reports all of them at once."""
 
 
 @dataclasses.dataclass(frozen=True)
 class QuantizationScheme:
-    """The settings. ``method``: a key of `METHODS`; empty without quantization. ``where``: the file, for messages.
-    ``groups``: those of compressed-tensors, the modules of each and how their weights are stored."""
+    """Quantization settings of a checkpoint.
+
+    Attributes:
+        method: Key of `METHODS`, or empty without quantization.
+        fields: Fields of ``quantization_config``.
+        where: Name of the file, for messages.
+        groups: For compressed-tensors, pairs of (targets that match modules, settings of their weights).
+    """
 
     method: str
     fields: Mapping[str, Any]
@@ -61,13 +67,13 @@ class QuantizationScheme:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], where: str) -> "QuantizationScheme":
-        """Parse a config.json. Raises CheckpointError for quantisations that cannot be read."""
+        """Parse the settings in a config.json. Raises CheckpointError for unsupported quantization."""
         fields, where = config.get("quantization_config"), f"{where}: quantization_config"
         if fields is None:
             return cls("", {}, where)
         if not isinstance(fields, Mapping):
             raise CheckpointError(f"{where} must be an object, got {short(fields)}")
-        # Older files of ModelOpt have no method.
+        # Older ModelOpt files lack quant_method.
         method = fields.get("quant_method", "modelopt" if "quant_algo" in fields else None)
         if method is None:
             raise CheckpointError(f"{where} lacks quant_method, the name of the method")
@@ -94,17 +100,20 @@ class QuantizationScheme:
         return made
 
     def _repacked(self) -> "QuantizationScheme":
-        """AutoRound's settings as those of the tool with its packing; the tensors show what ``extra_config`` sets."""
+        """Convert AutoRound's settings to the settings of the tool with the same packing.
+
+        ``extra_config`` becomes ``dynamic``: the tensors determine the settings of single modules.
+        """
         self.choice("data_type", ("int",), "int")
         packing = self.choice("packing_format", tuple(_PACKINGS), "auto_round:gptq")
         fields = {"bits": 4, **self.fields, "dynamic": self.fields.get("extra_config"), **_PACKINGS[packing]}
         return QuantizationScheme(fields["quant_method"], fields, f"{self.where} of AutoRound")
 
     def check_use(self, count: int) -> None:
-        """Raise CheckpointError if the settings are for quantised weights and there are none."""
+        """Raise CheckpointError if the settings require quantized weights and ``count``, their number, is 0."""
         blocks = self.method == "fp8" and self.block() is not None
         dense = self.fields.get("format") == "dense"
-        excluded = bool(self.fields.get("dynamic"))  # which may leave out all modules
+        excluded = bool(self.fields.get("dynamic"))  # may exclude all modules
         if self.method and not (count or blocks or dense or excluded):
             lacks = " without weight_block_size" if self.method == "fp8" else ""
             raise CheckpointError(
@@ -113,7 +122,7 @@ class QuantizationScheme:
             )
 
     def choice(self, name: str, allowed: tuple[Any, ...], default: Any) -> Any:
-        """Return a field that must have one of some values. Raises CheckpointError."""
+        """Return a field's value, text in lower case. Raises CheckpointError if the value is not in ``allowed``."""
         value = self.fields.get(name, default)
         if value is None and None not in allowed:
             raise CheckpointError(f"{self.where} lacks {name}: give one of {', '.join(map(repr, allowed))}")
@@ -124,14 +133,14 @@ class QuantizationScheme:
         return same
 
     def group_size(self) -> int | None:
-        """Inputs per group; None: all inputs form one group."""
+        """Return the number of inputs per group, or None if all inputs form one group."""
         value = self.fields.get("group_size", 128)
         if type(value) is not int or (value < 1 and value != -1):
             raise CheckpointError(f"{self.where}: group_size must be a positive integer or -1, got {short(value)}")
         return None if value == -1 else value
 
     def block(self) -> tuple[int, int] | None:
-        """DeepSeek's ``weight_block_size``; None if it is absent."""
+        """Return DeepSeek's ``weight_block_size`` (rows, columns), or None if the field is absent."""
         return self._pair("weight_block_size", self.fields.get("weight_block_size"))
 
     def _pair(self, name: str, value: Any) -> tuple[int, int] | None:
@@ -142,7 +151,10 @@ class QuantizationScheme:
         return value[0], value[1]
 
     def weights(self, module: str) -> "WeightScheme":
-        """Settings of compressed-tensors for the weight of a module. Raises Malformed if no group matches it."""
+        """Return the compressed-tensors settings of a module's weight.
+
+        Raises MalformedTensor if no group matches the module.
+        """
         found = [(_nearness(target, module), weights) for targets, weights in self.groups for target in targets]
         rank, weights = max(found, key=lambda pair: pair[0], default=(0, None))
         if not rank or weights is None:
@@ -152,8 +164,16 @@ class QuantizationScheme:
 
 @dataclasses.dataclass(frozen=True)
 class WeightScheme:
-    """Settings of compressed-tensors for some weights. ``size``: of a group of inputs; ``block``: rows and columns;
-    ``symmetric``: without zero points; ``floats``: codes are FP8 or FP4, not integers."""
+    """Settings of compressed-tensors for the weights of a group of modules.
+
+    Attributes:
+        bits: Bits per code, 4 or 8.
+        strategy: Weights that share a scale: "tensor", "channel", "group", "tensor_group" or "block".
+        size: Number of inputs per group.
+        block: Rows and columns per block.
+        symmetric: Whether the weights have no zero points.
+        floats: Whether the codes are FP8 or FP4 instead of integers.
+    """
 
     bits: int
     strategy: str
@@ -164,8 +184,10 @@ class WeightScheme:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any], scheme: QuantizationScheme) -> "WeightScheme":
-        """Parse ``config_groups.*.weights``, with the library's defaults. Raises CheckpointError for unsupported
-        settings."""
+        """Parse ``config_groups.*.weights`` with the library's defaults.
+
+        Raises CheckpointError for unsupported settings.
+        """
         bits, strategy, size = fields.get("num_bits", 8), fields.get("strategy"), fields.get("group_size")
         kind = fields.get("type", "int")
         where = f"{scheme.where}: config_groups"
@@ -196,7 +218,7 @@ class WeightScheme:
 
 
 def _with_older_names(method: str, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The settings with ``format`` under its older name, which takes precedence where a file has both."""
+    """Return the settings with ``format`` renamed to its older name. If a file has both, the older name is used."""
     name = {"gptq": "checkpoint_format", "awq": "version"}.get(method)
     if name is None or fields.get(name) is not None:
         return fields
@@ -205,7 +227,7 @@ def _with_older_names(method: str, fields: Mapping[str, Any]) -> Mapping[str, An
 
 
 def _nearness(target: str, module: str) -> int:
-    """Rank of a target that matches a module: 3 by name, 2 by regular expression, 1 by class; 0: no match."""
+    """Rank how closely a target matches a module: 3 by name, 2 by regular expression, 1 by class, 0 for no match."""
     names = module_spellings(module)
     if target in names:
         return 3
@@ -215,7 +237,7 @@ def _nearness(target: str, module: str) -> int:
 
 
 def _groups(scheme: QuantizationScheme) -> tuple[tuple[list[str], WeightScheme], ...]:
-    """The groups of compressed-tensors. Raises CheckpointError for malformed ones."""
+    """Parse the groups of compressed-tensors. Raises CheckpointError if a group is malformed."""
     groups, found = scheme.fields.get("config_groups"), []
     if not isinstance(groups, Mapping):
         raise CheckpointError(f"{scheme.where}: config_groups must be an object, got {short(groups)}")
@@ -243,7 +265,10 @@ def _groups(scheme: QuantizationScheme) -> tuple[tuple[list[str], WeightScheme],
 
 
 def _refuse_rotations(scheme: QuantizationScheme) -> None:
-    """Raise CheckpointError for transforms of activations at run time; those of weights are in the stored weights."""
+    """Raise CheckpointError for transforms of activations at run time.
+
+    Transforms of weights are already applied to the stored weights.
+    """
     where, fields = f"{scheme.where}: transform_config", scheme.fields.get("transform_config") or {}
     try:
         groups = fields.get("config_groups") or {}

@@ -1,6 +1,7 @@
-"""The metadata of a GGUF file as the fields of a config.json.
+"""Convert the metadata of a GGUF file to the fields of a config.json.
 
-Sources: the converter and the readers of llama.cpp. What it derives from tensors or does not store is derived here too.
+Sources: the converter and the readers of llama.cpp. Fields that llama.cpp derives from tensors or does not store are
+derived from the tensors here too.
 """
 
 from collections.abc import Mapping
@@ -39,7 +40,7 @@ _NO_GROUPS |= {"num_nextn_predict_layers": 0, "first_k_dense_replace": 0, "n_sha
 _NEEDED = {"expert_count", "expert_used_count", "attention.kv_lora_rank", "attention.sliding_window", *_WIDTH}
 _LATENT = {"attention.q_lora_rank": "q_lora_rank", "attention.kv_lora_rank": "kv_lora_rank"}
 
-# Architecture of llama.cpp -> model_type, fields beside the common ones, and what llama.cpp does without a field.
+# Architecture of llama.cpp -> (model_type, keys in addition to _COMMON, llama.cpp's defaults for absent keys).
 _READ: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
     "llama": ("llama", {}, {}),
     "qwen2": ("qwen2", {}, {}),
@@ -60,7 +61,7 @@ _READ: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
 _MIXTRAL = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
 _SAMPLING = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
 _SAMPLING |= {name: name for name in ("top_k", "top_p", "min_p")}
-# Keys that say nothing more than other keys and the tensors do, or what no computation reads.
+# Keys that follow from other keys or from the tensors, and keys that do not affect any computation.
 _IMPLIED = {
     *("vocab_size", "tensor_data_layout", "rope.dimension_count", "expert_gating_func", "attention.causal"),
     *("attention.key_length", "attention.value_length", "attention.key_length_mla", "attention.value_length_mla"),
@@ -75,7 +76,7 @@ _IMPLIED = {
     *(f"rope.scaling.{name}" for name in ("attn_factor", "yarn_beta_fast", "yarn_beta_slow", "finetuned", "alpha")),
     *(f"rope.scaling.{name}" for name in ("yarn_attn_factor", "yarn_ext_factor")),
 }
-# Keys that change results in ways that no config above supports, unless they are 0.
+# Keys that change results in ways that no config above supports, unless the value is 0.
 _REFUSED = {
     *("attention.clamp_kqv", "attention.scale", "attention.max_alibi_bias", "attention.sliding_window"),
     *("attention.key_length_swa", "attention.value_length_swa", "attention.sliding_window_pattern"),
@@ -86,17 +87,20 @@ _REFUSED = {
     *("embedding_length_per_layer_input", "activation_sparsity_scale", "expert_chunk_feed_forward_length"),
     *("n_deepstack_layers", "ssm.conv_kernel"),
 }
-# The same, unless they are 0 or 1.
+# Keys that change results in ways that no config above supports, unless the value is 0 or 1.
 _REFUSED_FACTORS = {
     *("logit_scale", "residual_scale", "embedding_scale", "attention.output_scale", "expert_weights_scale"),
     *("expert_group_scale", "moe_every_n_layers", "interleave_moe_layer_step"),
 }
-# llama.cpp's number of the router's scoring function per model type; 0 means not set.
+# llama.cpp's number of the router's scoring function per model type. 0 means that the file does not set it.
 _GATES = {"mixtral": 1, "qwen3_moe": 1, "olmoe": 1, "gpt_oss": 3, "glm4_moe": 2}
 
 
 def config_fields(model: GGUF) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The fields, and notes on metadata without effect. Raises CheckpointError for what cannot be read."""
+    """Return (fields of config.json, notes on metadata without effect).
+
+    Raises CheckpointError for unsupported architectures and metadata, and for missing keys.
+    """
     name = model.text("general.architecture")
     if name not in _READ:
         raise model.error(
@@ -147,12 +151,12 @@ def _refuse(model: GGUF, name: str, kind: str, given: Mapping[str, Any]) -> None
 
 
 def _alternates(pattern: Any) -> bool:
-    """Whether every second layer has a window, beginning with the first."""
+    """Return whether every second layer, starting with the first, has a sliding window."""
     return pattern == 2 or (isinstance(pattern, tuple) and all(on == (i % 2 == 0) for i, on in enumerate(pattern)))
 
 
 def _add_defaults(kind: str, fields: dict[str, Any]) -> None:
-    """Add llama.cpp's defaults for absent keys, and replace zeros that mean "not used"."""
+    """Add llama.cpp's defaults for absent keys, and replace zeros that mean "not used" by neutral values."""
     fields.setdefault("rope_theta", 10_000.0)
     fields.setdefault("num_key_value_heads", fields["num_attention_heads"])
     for field, unused in {"routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "q_lora_rank": None}.items():
@@ -163,8 +167,10 @@ def _add_defaults(kind: str, fields: dict[str, Any]) -> None:
 
 
 def generation_fields(model: GGUF) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the fields of a generation_config.json (special tokens, recommended sampling), and notes on metadata
-    without effect."""
+    """Return (fields of generation_config.json, notes on metadata without effect).
+
+    The fields are special tokens and recommended sampling parameters.
+    """
     ids, prefix = special_ids(model), "general.sampling."
     names = {"bos": "bos_token_id", "padding": "pad_token_id"}
     fields: dict[str, Any] = {field: ids[key] for key, field in names.items() if key in ids}
@@ -179,7 +185,10 @@ def generation_fields(model: GGUF) -> tuple[dict[str, Any], tuple[str, ...]]:
 
 
 def _one(model: GGUF, key: str, value: Any) -> Any:
-    """A number; one per layer if all are equal; float32 as the shortest decimal."""
+    """Return a single number for a number or equal numbers per layer, with float32 as the shortest decimal.
+
+    Raises CheckpointError if the numbers differ between layers.
+    """
     if isinstance(value, tuple):
         if len(set(value)) != 1:
             raise model.error(f"{key} differs between layers, which is not supported: {short(value)}")
@@ -188,7 +197,7 @@ def _one(model: GGUF, key: str, value: Any) -> Any:
 
 
 def _add_shapes(model: GGUF, given: Mapping[str, Any], fields: dict[str, Any]) -> None:
-    """Add what the tensors say, and the widths that llama.cpp stores as sums."""
+    """Add the fields that follow from the tensors, and the widths that llama.cpp stores as sums."""
     embed = model.tensors.get("token_embd.weight")
     if embed is None or len(embed.values) != 2:
         raise model.error("tensor token_embd.weight is missing or not a matrix: the file holds no language model")
@@ -201,7 +210,7 @@ def _add_shapes(model: GGUF, given: Mapping[str, Any], fields: dict[str, Any]) -
     if kind != "deepseek_v3":
         _add_width(model, given, fields)
     if fields.get("num_nextn_predict_layers") and type(fields.get("num_hidden_layers")) is int:
-        fields["num_hidden_layers"] -= fields["num_nextn_predict_layers"]  # which block_count includes
+        fields["num_hidden_layers"] -= fields["num_nextn_predict_layers"]  # block_count includes prediction layers
     if kind == "deepseek_v3":
         _add_latent(model, given, fields, heads)
 
@@ -210,7 +219,7 @@ def _add_width(model: GGUF, given: Mapping[str, Any], fields: dict[str, Any]) ->
     """Add the head width. Rotary embeddings cover the whole head, except in GLM-4."""
     kind, hidden, heads = fields["model_type"], fields["hidden_size"], fields["num_attention_heads"]
     if not all(type(size) is int and size > 0 for size in (hidden, heads)):
-        return  # the config raises an error for them
+        return  # the config raises an error for these sizes
     width = given.get("attention.key_length", hidden // heads)
     rotated, values = given.get("rope.dimension_count", width), given.get("attention.value_length", width)
     fits = width * heads == hidden or kind not in ("qwen2", "olmoe")
@@ -231,9 +240,10 @@ def _add_latent(model: GGUF, given: Mapping[str, Any], fields: dict[str, Any], h
     if not all(type(size) is int for size in (rotated, width, values)):
         raise model.error("deepseek2 needs rope.dimension_count, attention.key_length and attention.value_length")
     fields |= {"qk_nope_head_dim": width - rotated, "qk_rope_head_dim": rotated, "v_head_dim": values}
-    fields |= {"num_key_value_heads": heads}  # the file has 1: llama.cpp computes in the latent space
+    fields |= {"num_key_value_heads": heads}  # the file has 1, because llama.cpp computes in the latent space
     corrected = any(name.endswith("exp_probs_b.bias") for name in model.tensors)
-    # Older files of GLM-4.7-Flash lack this key. Like llama.cpp, recognize by its size that the model uses sigmoids.
+    # Older files of GLM-4.7-Flash, a model with sigmoid routers, lack the key. As in llama.cpp, recognize this model by
+    # its number of layers and vocabulary size.
     sized = (fields["num_hidden_layers"], fields["vocab_size"]) == (47, 154_880)
     gate = given.get("expert_gating_func") or (2 if sized else 1)
     if gate not in (1, 2) or (gate == 1 and corrected):

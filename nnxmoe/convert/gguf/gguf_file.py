@@ -1,8 +1,8 @@
-"""The header of GGUF files, llama.cpp's format: the metadata and the location of each tensor; one file or its splits.
+"""Read the headers of GGUF files, llama.cpp's format: metadata and the location of each tensor.
 
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Sizes are checked against the file before anything is
-allocated: the reader of the ``gguf`` library maps the file and does not end for a wrong count (gguf 0.19). The library
-knows the types of tensors and decodes them.
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. This module checks all sizes against the file size
+before it allocates memory. The reader of the ``gguf`` library maps the file and does not terminate if a count is wrong
+(gguf 0.19). The ``gguf`` library defines the types of tensors and dequantizes them.
 """
 
 import functools
@@ -22,7 +22,7 @@ from nnxmoe.convert.files.safetensors import DTYPES, TensorInfo
 from nnxmoe.convert.files.untrusted_files import GGUF_MAGIC, refuse_lfs_pointer, stat_regular_file
 from nnxmoe.runtime.extras import install_command
 
-MAX_HEADER = 256_000_000  # bytes; the vocabulary of Gemma takes 6 MB
+MAX_HEADER = 256_000_000  # bytes; the vocabulary of Gemma has 6 MB
 _MAX_TENSORS = 250_000
 _MAX_FIELDS = 65_536
 _MAX_NAME = 1_024  # bytes of a key, or of a tensor's name
@@ -34,8 +34,14 @@ _SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 @dataclass(frozen=True)
 class GGUFInfo(TensorInfo):
-    """Location of a tensor in a GGUF file. ``kind``: its type, such as ``Q4_K``; ``values``: its shape. ``shape`` and
-    ``dtype`` are those of the file: rows of bytes (``U8``), unless the type is a dtype of NumPy or ml_dtypes."""
+    """Location of a tensor in a GGUF file.
+
+    If the type is not a dtype of NumPy or ml_dtypes, ``dtype`` is ``U8`` and ``shape`` counts bytes per row.
+
+    Attributes:
+        kind: Type of the tensor, such as ``Q4_K``.
+        values: Shape of the dequantized tensor.
+    """
 
     kind: str = ""
     values: tuple[int, ...] = ()
@@ -46,7 +52,14 @@ class GGUFInfo(TensorInfo):
 
 @dataclass(frozen=True)
 class GGUF:
-    """A model in GGUF files: its metadata, and its tensors by the names of llama.cpp."""
+    """Headers of a model in GGUF files.
+
+    Attributes:
+        file: Path that was opened.
+        files: Paths of all splits.
+        fields: Metadata by key.
+        tensors: Locations of the tensors, by llama.cpp's names.
+    """
 
     file: Path
     files: tuple[Path, ...]
@@ -55,7 +68,10 @@ class GGUF:
 
     @classmethod
     def open(cls, file: Path) -> "GGUF":
-        """Read the headers of a file and, if it is split, of the others of its folder. Raises CheckpointError."""
+        """Read the header of a file and, if the file is a split, of the other splits in the folder.
+
+        Raises CheckpointError if a file is malformed or missing.
+        """
         files = _splits(file)
         headers = [_header(each, each.stat().st_mtime_ns) for each in files]
         fields, tensors = headers[0][0], dict[str, GGUFInfo]()
@@ -86,7 +102,7 @@ def _damaged(file: Path, what: str) -> CheckpointError:
 
 
 def library() -> Any:
-    """The ``gguf`` library. Raises CheckpointError if it is not installed."""
+    """Import the ``gguf`` library. Raises CheckpointError if it is not installed."""
     try:
         import gguf
     except ImportError as error:
@@ -108,7 +124,7 @@ def _splits(file: Path) -> list[Path]:
 
 
 class _Reader:
-    """Reads numbers and strings from the start of a file; a read beyond its end or MAX_HEADER raises."""
+    """Sequential reader of numbers and strings. A read beyond the end of the file or MAX_HEADER raises."""
 
     def __init__(self, path: Path, size: int, file: Any) -> None:
         self.path, self.size, self.file, self.at = path, min(size, MAX_HEADER), file, 0
@@ -143,7 +159,7 @@ class _Reader:
         (element,), (count,) = self.numbers("I", 1, what), self.numbers("Q", 1, what)
         if element in _NUMBERS:
             return self.numbers(_NUMBERS[element], count, what) if count else ()
-        if 8 * count > self.size - self.at:  # a string takes 8 bytes at least
+        if 8 * count > self.size - self.at:  # a string takes at least 8 bytes
             raise _damaged(self.path, f"{what} is an array of {count}, more than the file can hold")
         return tuple(self.value(element, what, inside=True) for _ in range(count))
 
@@ -194,7 +210,7 @@ def _parse(reader: _Reader, path: Path, size: int) -> tuple[Mapping[str, Any], M
 def _located(
     path: Path, entries: list[tuple[str, tuple[int, ...], int, int]], start: int, align: int, size: int
 ) -> dict[str, GGUFInfo]:
-    """The tensors, which must follow one another in the order of the header, as llama.cpp demands."""
+    """Locate the tensors. As in llama.cpp, the data must be in the order of the header, without gaps except padding."""
     types, sizes = library().GGMLQuantizationType, library().GGML_QUANT_SIZES
     found, at = dict[str, GGUFInfo](), 0
     for name, shape, number, offset in entries:

@@ -18,9 +18,16 @@ def shortest(value: Any) -> Any:
 
 
 def rope_fields(model: GGUF, name: str, given: Mapping[str, Any], theta: float) -> dict[str, Any]:
-    """Return the rope fields. Absent keys have llama.cpp's defaults: linear scaling by a factor of 1.
+    """Return the rope fields of config.json.
 
-    llama.cpp stores Llama 3's scaling as one factor per frequency.
+    Absent keys have llama.cpp's defaults: linear scaling by a factor of 1. llama.cpp stores Llama 3's scaling as one
+    factor per frequency, in the tensor ``rope_freqs.weight``.
+
+    Args:
+        model: Headers of the file.
+        name: Architecture in llama.cpp.
+        given: Metadata of the architecture, by key without the prefix.
+        theta: Base of the rotary frequencies.
     """
     scaling = {key.removeprefix("rope.scaling."): shortest(v) for key, v in given.items() if "rope.scaling." in key}
     kind = scaling.get("type", "linear")
@@ -47,7 +54,7 @@ def rope_fields(model: GGUF, name: str, given: Mapping[str, Any], theta: float) 
 
 
 def _refuse_unused(kind: str, scaling: Mapping[str, Any], refuse: Any) -> None:
-    """Refuse values that change results in ways that no rope of nnxmoe supports."""
+    """Call ``refuse`` for values that change results in ways that no rope of nnxmoe supports."""
     if kind != "yarn" and scaling.get("attn_factor", 1) != 1:
         refuse("attn_factor", scaling["attn_factor"], f" with type {kind}")
     if scaling.get("alpha"):
@@ -90,7 +97,7 @@ def _llama3(model: GGUF, info: Any, theta: float) -> dict[str, Any]:
     low, high, most = 1.0, 4.0, float(found.max())
     plain, ramp = theta ** (-np.arange(len(found)) / len(found)), (found > 1.001) & (found < 0.999 * most)
     kept = (1 / found[ramp] - 1 / most) / (1 - 1 / most)
-    turns = (low + kept * (high - low)) * 2 * np.pi / plain[ramp]  # original positions, by each factor
+    turns = (low + kept * (high - low)) * 2 * np.pi / plain[ramp]  # original context length, estimated per factor
     positions = round(float(np.median(turns))) if ramp.any() else 8192
     wanted = Llama3Rope(2 * len(found), theta, most, low, high, positions)
     if not np.allclose(plain / np.asarray(wanted.frequencies(jnp.int32(0))), found, rtol=1e-4):

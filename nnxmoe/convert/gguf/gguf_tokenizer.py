@@ -1,6 +1,7 @@
-"""The tokenizer in the metadata of a GGUF file, as the content of tokenizer.json and tokenizer_config.json.
+"""Convert the tokenizer in the metadata of a GGUF file to the content of tokenizer.json and tokenizer_config.json.
 
-Sources: llama.cpp's ``llama-vocab.cpp`` for what splits a text before the merges, and the tokenizer.json of the models.
+Sources: llama.cpp's ``llama-vocab.cpp`` for the regular expressions that split a text before the merges, and the
+tokenizer.json files of the models.
 """
 
 import itertools
@@ -13,7 +14,7 @@ from nnxmoe.convert.gguf.gguf_file import GGUF
 
 logger = logging.getLogger(__name__)
 
-_UNKNOWN, _CONTROL, _OWN = 2, 3, 4  # types of tokens; _OWN is matched as a whole, and is text
+_UNKNOWN, _CONTROL, _OWN = 2, 3, 4  # types of tokens; _OWN: user-defined, matched as a whole, not special
 _NAMES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _KEY = "tokenizer.ggml."
 
@@ -93,7 +94,10 @@ _ENDS = {
 
 
 def tokenizer_files(model: GGUF) -> dict[str, dict[str, Any]]:
-    """File name -> content. Raises CheckpointError for tokenizers that are not read, and for malformed ones."""
+    """Return the content of the tokenizer files by file name.
+
+    Raises CheckpointError for unsupported and malformed tokenizers.
+    """
     tokens, kinds = _texts(model, "tokens"), model.fields.get(f"{_KEY}token_type", ())
     if len(kinds) not in (0, len(tokens)):
         raise model.error(f"{_KEY}token_type has {len(kinds)} entries, and there are {len(tokens)} tokens")
@@ -136,9 +140,10 @@ def _texts(model: GGUF, key: str) -> tuple[str, ...]:
 
 
 def special_ids(model: GGUF) -> dict[str, int]:
-    """Ids of ``bos``, ``eos``, ``eot``, ``eom``, ``unknown`` and ``padding`` where the file or its format names them.
+    """Return the ids of special tokens set by the file or its format.
 
-    For byte-level vocabularies the format's default is Falcon's id, which is used only if it is a control token.
+    The keys are ``bos``, ``eos``, ``eot``, ``eom``, ``unknown`` and ``padding``. For byte-level vocabularies, the
+    format's default is Falcon's id. This default applies only to control tokens.
     """
     tokens, kinds = model.fields.get(f"{_KEY}tokens") or (), model.fields.get(f"{_KEY}token_type") or ()
     kind = model.fields.get(f"{_KEY}model")
@@ -154,19 +159,19 @@ def special_ids(model: GGUF) -> dict[str, int]:
 
 
 def end_ids(model: GGUF) -> list[int]:
-    """Return the ids that end an answer: those that the file names, then those of well-known end tokens."""
+    """Return the ids that end an answer: first the ids set by the file, then the ids of well-known end tokens."""
     tokens, ids = model.fields.get(f"{_KEY}tokens") or (), special_ids(model)
     ends = [ids[key] for key in ("eos", "eot", "eom") if key in ids]
     texts = _ENDS & set(tokens)
     if texts >= {"<|call|>", "<|return|>"} or texts >= {"<|calls|>", "<|flush|>"}:
-        texts -= {"<|end|>"}  # in these formats it ends a message within an answer
+        texts -= {"<|end|>"}  # in these formats, <|end|> ends a message within an answer
     if "<|tool_response>" in texts:
         texts -= {"</s>"}
     return list(dict.fromkeys([*ends, *(number for number, text in enumerate(tokens) if text in texts)]))
 
 
 def _added(model: GGUF, tokens: tuple[str, ...], kinds: tuple[int, ...]) -> list[dict[str, Any]]:
-    """Return the tokens that are matched before a text is split. In Phi-3 they include the spaces after them."""
+    """Return the tokens that are matched before a text is split. In Phi-3, a match includes the following spaces."""
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     phi3 = any(part in str(model.fields.get("general.name", "")).lower() for part in ("phi-3", "phi3"))
     ends, types = set(end_ids(model)), kinds or (1,) * len(tokens)
@@ -273,7 +278,7 @@ def _merges(vocab: Mapping[str, int], scores: tuple[float, ...]) -> list[list[st
 
 
 def _with_ends(first: str | None, last: str | None, ids: Mapping[str, int]) -> dict[str, Any]:
-    """The step that adds the first and the last token of a text."""
+    """Return the post-processor that adds the first and the last token of a text."""
 
     def ends(parts: list[tuple[str, int]]) -> list[dict[str, Any]]:
         texts = [{"Sequence": {"id": name, "type_id": kind}} for name, kind in parts]

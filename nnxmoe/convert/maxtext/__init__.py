@@ -1,6 +1,6 @@
-"""Conversion from and to MaxText's layout: nested dicts with its names and shapes, and its Orbax checkpoints.
+"""Convert from and to MaxText's layout: nested dicts with MaxText's names and shapes, and MaxText's Orbax checkpoints.
 
-`nnxmoe.convert.maxtext.layout` says how it differs from ours.
+`nnxmoe.convert.maxtext.layout` describes the differences from nnxmoe's layout.
 """
 
 import dataclasses
@@ -51,20 +51,20 @@ from nnxmoe.model.strategy import Strategy
 from nnxmoe.models import family_of, parse_config
 from nnxmoe.runtime.progress import bytes_bar, logger
 
-_MTP = "mtp_block"  # MaxText's prediction layers, beside the decoder
+_MTP = "mtp_block"  # MaxText's prediction layers, next to ``decoder``
 BIASES = "MoEBiasVar"  # MaxText 0.2.5's collection of the routers' correction biases
-_BARE = ("decoder", "token_embedder")  # the tops of a tree without ``params``
-_TOPS = ("params", "model", "state", "nnx_aux", *_BARE, _MTP)  # first names in a checkpoint folder
-_LEVELS = ("params", "model", "state")  # nested around a tree in any number and order
+_BARE = ("decoder", "token_embedder")  # top-level names of a tree without ``params``
+_TOPS = ("params", "model", "state", "nnx_aux", *_BARE, _MTP)  # top-level names in a checkpoint folder
+_LEVELS = ("params", "model", "state")  # levels around a tree, in any number and order
 _AROUND = re.compile(
     rf"^(({'|'.join(_LEVELS)})/)*(?P<aux>nnx_aux/|[A-Z]\w*Var/)?(({'|'.join(_LEVELS)})/)*"
     rf"(?=({'|'.join(_BARE)}|{_MTP})/)"
 )
-_NO_ITEM = re.compile(r"^\d+$|\.orbax-checkpoint-tmp")  # a step, or what an interrupted save left
+_NO_ITEM = re.compile(r"^\d+$|\.orbax-checkpoint-tmp")  # a step, or a temporary folder of an interrupted save
 
 
 def roundings(model: CausalLM, found: LazyArrays) -> list[str]:
-    """List the tensors that are rounded below float32's precision when a model is written as these MaxText arrays."""
+    """Describe the tensors whose values MaxText's arrays ``found`` round below float32's precision."""
     narrow, change = {a.dtype for a in found.values()} - {np.dtype(np.float32)}, value_changes(model)
     factors = [("queries divided", change[QUERY].over), ("embeddings multiplied", change[EMBED].times)]
     kinds = ", ".join(sorted(map(str, narrow)))
@@ -78,11 +78,15 @@ def _warn_of_rounding(model: CausalLM, found: LazyArrays) -> None:
 
 
 def to_tree(model: CausalLM, scan_layers: bool = True, dtype: Any = None) -> dict[str, Any]:
-    """The model as MaxText's ``{"params": {"decoder": …, "token_embedder": …}}``, with NumPy arrays (JAX arrays if the
-    model spans processes); ``dtype`` None: the model's. Arrays that are equal in both layouts are not copied.
+    """Convert a model to MaxText's parameter tree ``{"params": {"decoder": …, "token_embedder": …}}``.
 
-    Queries are divided in float32 and rounded once. The result is exact if sqrt(head width) is a power of two; for a
-    bfloat16 model use ``dtype=float32`` to avoid the rounding.
+    Arrays that are equal in both layouts are not copied. Queries are divided by sqrt(head width) in float32 and rounded
+    once. The result is exact if sqrt(head width) is a power of two. For a bfloat16 model, ``dtype=float32`` avoids the
+    rounding. The arrays are NumPy arrays, or JAX arrays if the model spans processes.
+
+    Args:
+        scan_layers: Whether to stack the layers, as MaxText does with ``scan_layers=True``.
+        dtype: Dtype of the arrays. Defaults to the model's dtype.
     """
     found = maxtext_arrays(model, scan_layers, dtype)
     _warn_of_rounding(model, found)
@@ -98,13 +102,20 @@ def from_tree(
     *,
     dtype: Any = None,
 ) -> CausalLM:
-    """Build a model from MaxText's parameter tree: scanned or not, boxed or not, inside any levels of ``params`` or
-    ``model``.
+    """Build a model from MaxText's parameter tree.
 
-    ``dtype`` defaults to the tree's. Skips the state of optimizers and random generators anywhere in the tree, and
-    lists it in ``load_report.skipped``.
-    Raises CheckpointError (a ValueError) that lists all missing and unexpected arrays, and all shapes that differ from
-    the config's. ValueError unless ``tree`` is a tree of arrays.
+    Args:
+        tree: Nested mappings of arrays, scanned or not, boxed or not, inside any levels of ``params``, ``model`` or
+            ``state``. The state of optimizers and random number generators is skipped and listed in
+            ``load_report.skipped``.
+        config: Config of the model.
+        strategy: Computation strategy of the model. Defaults to `Strategy.auto()`.
+        mesh: Mesh to shard the parameters over. Defaults to the strategy's mesh.
+        dtype: Dtype of the parameters. Defaults to the dtype of the tree.
+
+    Raises:
+        CheckpointError: (a ValueError) Lists up to 20 missing or unexpected arrays and shapes that do not fit.
+        ValueError: ``tree`` is not a tree of arrays.
     """
     found, skipped = split_off_states(flatten_tree(tree))
     check_arrays(found)
@@ -130,9 +141,9 @@ def _model(
     config, times = fold_query_scale_if_cast(carried, [array for array, _ in names.values()], kind)
     model = abstract_model(config, strategy, mesh)
     scan, back = is_scanned(model, names), {key: change.inverse for key, change in value_changes(model).items()}
-    # The queries' factor stays in the config, or is in `times`.
+    # The factor on the queries is either part of the config or in `times`.
     wanted = maxtext_layout(model, scan, back | {QUERY: dataclasses.replace(back[KEY], times=times)})
-    # MaxText 0.2.5 also stores other values in nnx_aux, such as the state of random number generators.
+    # MaxText 0.2.5 also stores values that are not parameters in nnx_aux, such as random number generator states.
     ahead = {name for name in names if name.startswith(f"{_MTP}/")}
     aside = {name for name, (_, aux) in names.items() if aux and name not in wanted} - ahead
     rules = {
@@ -143,7 +154,7 @@ def _model(
     names = {name: found for name, found in names.items() if name not in ahead | aside}
     stacked = {name for name, leaf in wanted.items() if leaf.axis is not None}
     turned = _layers_first({n: a.shape for n, (a, aux) in names.items() if not aux}, wanted)
-    # MaxText 0.2.5 puts layers on axis 0 in ``nnx_aux`` too, and for the routers' biases in states of its NNX models.
+    # MaxText 0.2.5 also puts layers on axis 0 in ``nnx_aux``, and for router biases in states of its NNX models.
     bias = f"/{family_of(model).maxtext.table.get('layer.moe.router.bias', ('',))[0]}"
     of_nnx = any(re.match("(params/|state/)*model/", name) for name in found)
     biases = {n: names[n][0].shape for n in stacked & names.keys() if n.endswith(bias)}
@@ -162,12 +173,19 @@ def _model(
 def save(
     model: CausalLM, folder: str | os.PathLike[str], scan_layers: bool = True, *, parameters_only: bool = False
 ) -> None:
-    """Save an Orbax checkpoint as MaxText's converter does: ``0/items`` with ``step``, ``params`` and ``opt_state``,
-    plus config.json and the other small files of a Hugging Face folder, which are optional for `load`. Scanned biases
-    of routers are written twice, for MaxText before 0.2.5 and since, which has layers on another axis.
+    """Save an Orbax checkpoint as MaxText's converter does: ``0/items`` with ``step``, ``params`` and ``opt_state``.
 
-    ``parameters_only``: only the parameters, in the folder itself, as MaxText does for inference. Holds one array at a
-    time in memory. The folder must be new or empty and is created atomically. Raises CheckpointError (a ValueError).
+    Also writes config.json and the other small files of a Hugging Face folder. Scanned router biases are written twice,
+    because MaxText 0.2.5 moved the layers to a different axis. One array at a time is in host memory. The folder is
+    created atomically.
+
+    Args:
+        folder: New or empty folder.
+        scan_layers: Whether to stack the layers, as MaxText does with ``scan_layers=True``.
+        parameters_only: Whether to write only the parameters, directly to the folder, as MaxText does for inference.
+
+    Raises:
+        CheckpointError: (a ValueError) The folder cannot be written, or MaxText does not support the model.
     """
     refuse_config_mismatch(model)
     found = maxtext_arrays(model, scan_layers)
@@ -191,10 +209,15 @@ def load(
     *,
     dtype: Any = None,
 ) -> CausalLM:
-    """Load a model from a MaxText Orbax checkpoint, in either form, scanned or not, without the optimizer state.
+    """Load a model from a MaxText Orbax checkpoint, scanned or not, without the optimizer state.
 
-    ``folder``: the checkpoint, one of its steps, or ``items``. ``config`` None: the folder's config.json, which
-    MaxText does not write. Raises CheckpointError as `from_tree` does.
+    Args:
+        folder: Folder of the checkpoint, of a step, or of ``items``.
+        config: Config of the model. Defaults to config.json in the folder. MaxText itself does not write config.json.
+        strategy, mesh, dtype: See `from_tree`.
+
+    Raises:
+        CheckpointError: (a ValueError) The checkpoint is damaged or does not fit the config.
     """
     where = absolute_path(folder)
     if config is None and not os.path.lexists(where / "config.json"):
@@ -221,13 +244,16 @@ def load(
 
 
 def read(folder: str | os.PathLike[str]) -> dict[str, LazyArray]:
-    """Name -> lazy array of the parameters in a MaxText Orbax checkpoint."""
+    """Return the lazy arrays of the parameters in a MaxText Orbax checkpoint, by name."""
     return orbax_folder.read(items(absolute_path(folder)), _TOPS)
 
 
 def items(folder: pathlib.Path) -> pathlib.Path:
-    """The folder with the arrays: the folder itself, its item, or the item of its last complete step. An item is called
-    ``items``, or else the only one, such as ``default``. Raises CheckpointError for none or several."""
+    """Return the folder with the arrays: the folder itself, its item, or the item of the last complete step.
+
+    The item is the folder ``items``, or else the only item, such as ``default``. Raises CheckpointError if there is no
+    item, or several items without ``items``.
+    """
     steps = sorted(
         (path for path in folder.glob("*") if path.name.isdecimal()), key=lambda p: int(p.name), reverse=True
     )
@@ -248,15 +274,16 @@ def items(folder: pathlib.Path) -> pathlib.Path:
 
 
 def _names(found: LazyArrays) -> dict[str, tuple[LazyArray, bool]]:
-    """Name without prefixes such as ``params/`` -> (array, whether it is outside of ``params``).
+    """Map names without prefixes such as ``params/`` to (array, whether the array is in a collection not ``params``).
 
-    MaxText 0.2.5 has other collections beside ``params``: ``nnx_aux``, and one for each class of variables, such as
-    ``MoEBiasVar``. Of an array that is in one of these and in ``params``, that in ``params`` is skipped, as in MaxText.
+    Besides ``params``, MaxText 0.2.5 has the collection ``nnx_aux`` and a collection per class of variables, such as
+    ``MoEBiasVar``. If an array is in ``params`` and in the collection of a class, the array in ``params`` is skipped,
+    as in MaxText.
     """
     names: dict[str, tuple[LazyArray, bool]] = {}
     for name in sorted(found, key=lambda name: "Var/" in name):
         prefix = _AROUND.match(name)
-        short = (name[prefix.end() :] if prefix else name).removesuffix("/value")  # of a box or an nnx.State in a file
+        short = (name[prefix.end() :] if prefix else name).removesuffix("/value")  # saved boxes and nnx.States have it
         if short in names and "Var/" not in name:
             raise CheckpointError(f"there are two arrays {short}, one of them at {name}: remove one of them")
         names[short] = found[name], bool(prefix and prefix["aux"])
@@ -264,7 +291,7 @@ def _names(found: LazyArrays) -> dict[str, tuple[LazyArray, bool]]:
 
 
 def _layers_first(shapes: Mapping[str, tuple[int, ...]], wanted: Mapping[str, ArrayLayout]) -> bool:
-    """Whether MaxText scanned layers on axis 0 (``param_scan_axis: 0``): as all shapes say that can tell."""
+    """Return whether MaxText scanned layers on axis 0 (``param_scan_axis: 0``), judged by all unambiguous shapes."""
     if any(leaf.rearrange is not None for leaf in wanted.values()):
         return False
     pairs = [(shapes[n], leaf.shape) for n, leaf in wanted.items() if leaf.axis is not None and n in shapes]

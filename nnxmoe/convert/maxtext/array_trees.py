@@ -1,5 +1,7 @@
-"""Read the array trees of MaxText and Flax: nested dicts or states, boxed or not, that may hold other state besides
-parameters."""
+"""Read the array trees of MaxText and Flax: nested dicts or states, boxed or not.
+
+A tree may contain state other than parameters.
+"""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
@@ -15,7 +17,7 @@ from nnxmoe.config.printable import some
 Tree = Mapping[str, Any]
 T = TypeVar("T")
 _ARRAYS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, int, float)
-# Kind of state -> names of its branches, and names of its integer arrays, anywhere in a tree.
+# Kind of state -> names of branches with such state, and names of integer arrays of such state, anywhere in a tree.
 _STATES = {
     "state of random generators": (frozenset({"rngs", "rng"}), frozenset({"key"})),
     "state of a training": (frozenset({"opt_state", "optimizer", "mu", "nu"}), frozenset({"step", "count"})),
@@ -23,8 +25,11 @@ _STATES = {
 
 
 def flatten_arrays(tree: Tree) -> dict[str, Any]:
-    """Flatten a tree of mappings, boxed or not, to name -> array, without random keys. NNX variables that are not
-    parameters get names below ``nnx_aux``, as in MaxText. Raises ValueError for other values."""
+    """Flatten a tree of mappings, boxed or not, to arrays by name, without random keys.
+
+    As in MaxText, NNX variables that are not parameters have names below ``nnx_aux``. Raises ValueError for values that
+    are not arrays.
+    """
     keys = jax.dtypes.prng_key
     found = {
         n: a for n, a in flatten_tree(tree).items() if not jnp.issubdtype(getattr(a, "dtype", np.dtype(bool)), keys)
@@ -39,7 +44,10 @@ def check_arrays(found: Mapping[str, Any]) -> None:
 
 
 def flatten_tree(tree: Tree) -> dict[str, Any]:
-    """Flatten a tree of mappings to name -> value. Raises ValueError for other types."""
+    """Flatten a tree of mappings to values by name, with path components joined by ``/``.
+
+    Raises ValueError if ``tree`` is not a mapping.
+    """
     if not isinstance(tree, Mapping):
         raise ValueError(
             f"the tree is a {type(tree).__name__}: give nested dicts of arrays, such as state.params or "
@@ -60,7 +68,11 @@ def _leaves(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
 
 
 def split_off_states(found: Mapping[str, T]) -> tuple[dict[str, T], dict[str, tuple[str, ...]]]:
-    """Separate the arrays that may be parameters from the names of branches with other state, by kind of state."""
+    """Separate parameters from other state.
+
+    Returns:
+        Tuple of the values that may be parameters, by name, and kind of state -> names of skipped branches.
+    """
     kept, skipped = dict[str, T](), dict[str, set[str]]()
     for name, value in found.items():
         parts = name.removesuffix("/value").split("/")

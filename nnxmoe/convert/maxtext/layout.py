@@ -1,10 +1,14 @@
-"""MaxText's layout: for each parameter of a model the name, shape and arrangement that it has there.
+"""MaxText's layout: name, shape and dimension order of every parameter of a model.
 
-Differences to our own layout: scanned layers, vectors included, are stacked on axis 1, in one array per kind if kinds
-alternate (layer 5 of gpt-oss is number 2 of ``layers/layers_1``), or on axes 1 and 2 if all but the last of a block are
-scanned on their own (Qwen3-Next, Gemma 4); grouped-query attention of most families has its queries divided by
-sqrt(head width); with Llama 3.1's rope the two halves of a head's features are interleaved; Gemma 4 has its embeddings
-multiplied by sqrt(width); Qwen3.5 has several projections in one array, sorted by heads.
+Differences from nnxmoe's layout:
+
+- Scanned layers, including vectors, are stacked on axis 1. If layer types alternate, there is one array per type
+  (layer 5 of gpt-oss is number 2 of ``layers/layers_1``). If all layers of a block except the last are scanned
+  separately (Qwen3-Next, Gemma 4), layers are on axes 1 and 2.
+- Queries of grouped-query attention are divided by sqrt(head width) in most families.
+- With Llama 3.1's rope, the two halves of a head's features are interleaved.
+- Embeddings of Gemma 4 are multiplied by sqrt(width).
+- Qwen3.5 has several projections in one array, sorted by heads.
 """
 
 import collections
@@ -37,13 +41,20 @@ from nnxmoe.models import family_of
 
 KEY, EMBED = "layer.attention.k.", "embed.table"
 NO_CHANGES: Mapping[str, ValueChange] = {}
-_KIND = "{kind}"  # of a layer, in the name in a row
-_SHARED = " of "  # between MaxText's name and ours of a parameter that is in an array with others
+_KIND = "{kind}"  # placeholder for the layer type in the name of a row
+_SHARED = " of "  # separates MaxText's name from the parameter's key, for arrays that contain several parameters
 
 
 class MaxTextRow(NamedTuple):
-    """A row of a family's table: MaxText's name of an array, its logical axes, and our dimensions in its order. With
-    fewer axes than our array has its heads are flattened, with one more it has one head."""
+    """Row of a family's table.
+
+    If MaxText's array has fewer axes than nnxmoe's, the heads are flattened. If it has one axis more, it has one head.
+
+    Attributes:
+        name: MaxText's name of the array.
+        axes: Logical axes of MaxText's array.
+        order: nnxmoe's dimensions in the order of MaxText's array. Empty for the same order.
+    """
 
     name: str
     axes: tuple[str | None, ...]
@@ -53,8 +64,16 @@ class MaxTextRow(NamedTuple):
 def maxtext_layout(
     model: CausalLM, scan_layers: bool, changes: Mapping[str, ValueChange] = NO_CHANGES
 ) -> dict[str, ArrayLayout]:
-    """Map MaxText's names to an `ArrayLayout` for every parameter. ``changes``: beginning of a key -> its change.
-    Raises CheckpointError for a model that MaxText does not have."""
+    """Map MaxText's names to an `ArrayLayout`, for every parameter of a model.
+
+    Args:
+        model: Model, with values or without.
+        scan_layers: Whether MaxText's layers are scanned.
+        changes: Prefix of parameter keys -> change of the values.
+
+    Raises:
+        CheckpointError: (a ValueError) MaxText does not support the model.
+    """
     config, maxtext = model.config, family_of(model).maxtext
     if not maxtext.table:
         kind = config.model_type
@@ -100,19 +119,19 @@ def maxtext_layout(
 def _rearrange(
     parameter: Parameter, row: MaxTextRow, dims: tuple[int, ...], columns: tuple[int, ...] | None
 ) -> Rearrange | None:
-    """Return how MaxText's array is rearranged to the array of a layout; None if the two are equal.
+    """Return the rearrangement of MaxText's array to the array of a layout, or None if both are equal.
 
-    ``dims``: sizes of the dimensions that MaxText scans.
+    ``dims`` are the sizes of the dimensions that MaxText scans.
     """
     shape, ins = parameter.of_layer, parameter.inputs or 0
     shape = shape if len(row.axes) <= len(shape) else (shape[0], 1, *shape[1:])
     is_flat, order = len(row.axes) < len(shape), row.order or range(len(shape))
     if not (is_flat or row.order or dims[1:] or columns or shape != parameter.of_layer):
         return None
-    before_layers = ins if is_flat else 1  # number of dimensions before those of the layers
+    before_layers = ins if is_flat else 1  # number of dimensions before the layer dimensions
     before, after = [shape[i] for i in order[:before_layers]], [shape[i] for i in order[before_layers:]]
     source = (math.prod(before), *dims, math.prod(after)) if is_flat else (*before, *dims, *after)
-    # Our dimensions by position in MaxText's array; those of layers are numbered -1, -2, …
+    # nnxmoe's dimensions by position in MaxText's array. Layer dimensions are numbered -1, -2, …
     ours = [*order[:before_layers], *(-1 - i for i in range(len(dims))), *order[before_layers:]]
     positions = {dimension: position for position, dimension in enumerate(ours)}
     wanted = (0, *(-1 - i for i in range(len(dims))), *range(1, len(shape)))
@@ -122,8 +141,10 @@ def _rearrange(
 
 
 def _places(model: CausalLM, stacks: Mapping[int | None, int], scan: bool) -> Places:
-    """The place of each layer. Raises CheckpointError if the layers are not those of MaxText's model; ``stacks``: the
-    first layer of each stack."""
+    """Return the group and scanned dimensions of each layer. ``stacks`` maps a stack to its first layer.
+
+    Raises CheckpointError if the layer types differ from the layer types of MaxText's model.
+    """
     config, maxtext = model.config, family_of(model).maxtext
     layers = maxtext.layers(config)
     kind, groups = config.model_type, [group for group, _ in layers.places(config.sparse_layers, True)]
@@ -149,14 +170,14 @@ def _places(model: CausalLM, stacks: Mapping[int | None, int], scan: bool) -> Pl
 
 
 def is_scanned(model: CausalLM, names: Iterable[str]) -> bool:
-    """Whether MaxText's names are those of scanned layers."""
+    """Return whether MaxText's names belong to scanned layers."""
     layers = family_of(model).maxtext.layers(model.config)
     groups = {group for group, dims in layers.places(model.config.sparse_layers, True) if dims}
     return any(name.startswith(f"decoder/{group}/") for name in names for group in groups)
 
 
 def value_changes(model: CausalLM) -> dict[str, ValueChange]:
-    """The changes from a model's parameters to MaxText's layout."""
+    """Return the changes of values from a model's parameters to MaxText's layout, by prefix of parameter keys."""
     config = model.config
     features = "pairs" if config.scale_in_queries and isinstance(config.rope, Llama3Rope) else "as they are"
     key = ValueChange(features=features)
@@ -166,7 +187,7 @@ def value_changes(model: CausalLM) -> dict[str, ValueChange]:
 
 
 def maxtext_arrays(model: CausalLM, scan_layers: bool, dtype: Any = None) -> dict[str, LazyArray]:
-    """Return MaxText's name -> lazy array, computed from the model's parameters when read."""
+    """Return MaxText's lazy arrays by name, computed from the model's parameters when they are read."""
     layouts = maxtext_layout(model, scan_layers, value_changes(model))
     arrays, columns = dict[str, LazyArray](), dict[str, list[tuple[LazyArray, tuple[int, ...]]]]()
     for name, array in model_arrays(layouts, float_dtype(dtype)).items():
@@ -183,12 +204,12 @@ def maxtext_arrays(model: CausalLM, scan_layers: bool, dtype: Any = None) -> dic
 
 
 def from_maxtext(layouts: Mapping[str, ArrayLayout], stored: LazyArrays, streams: int) -> dict[str, LazyArray]:
-    """Invert `maxtext_arrays`: return the arrays of a layout, with a fault if MaxText's array has another shape.
+    """Invert `maxtext_arrays`: return the arrays of a layout. If MaxText's array has a wrong shape, set a ``fault``.
 
     Args:
         layouts: Layout of the model.
-        stored: MaxText's arrays.
-        streams: Number of residual streams; 0 for a model without `HyperConnection`.
+        stored: MaxText's arrays by name.
+        streams: Number of residual streams, or 0 for a model without `HyperConnection`.
     """
     stored = stream_weights.join_streams(stored, layouts, streams) if streams else stored
     arrays, widths = dict(stored), collections.Counter[str]()

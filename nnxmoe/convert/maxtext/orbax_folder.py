@@ -1,4 +1,4 @@
-"""Orbax checkpoints of lazy arrays: computed, written and read one at a time."""
+"""Read and write Orbax checkpoints of lazy arrays. Arrays are computed, written and read one at a time."""
 
 import contextlib
 import dataclasses
@@ -27,16 +27,16 @@ _BLOCK_BYTES = 32 << 20  # minimum size of a read
 
 @dataclasses.dataclass(frozen=True)
 class _Spread:
-    """An array sharded over several processes; ``make`` computes it on the devices."""
+    """Array sharded over several processes. ``make`` computes the array on the devices."""
 
     array: LazyArray
     make: Callable[[], jax.Array]
 
 
 class _Writer:
-    """Computes each array just before writing it, and frees it once it is on disk.
+    """Handler base class: compute each array just before writing, and free the array once it is on disk.
 
-    Errors are stored and raised at the end, because the other processes would wait for this one.
+    Errors are stored and raised at the end. If a process raised earlier, the other processes would wait for it forever.
     """
 
     def __init__(self, bar: Any, **options: Any):
@@ -72,7 +72,7 @@ class _HostWriter(_Writer, type_handlers.NumpyHandler):
             return
 
     async def _open_and_write(self, value: LazyArray, tspec: Any, ts_context: Any) -> None:
-        """Write a chunk of rows at a time: Orbax would hold the whole array and its compressed copy in memory."""
+        """Write a chunk of rows at a time. Orbax would need memory for the whole array and a compressed copy."""
         with self._busy:
             try:
                 if self.failure is None:
@@ -91,11 +91,14 @@ class _HostWriter(_Writer, type_handlers.NumpyHandler):
 
 
 class _SpreadWriter(_Writer, type_handlers.ArrayHandler):
-    """Each process writes the shards of its devices."""
+    """Handler for arrays that span processes. Each process writes the shards of its devices."""
 
 
 def handler(*kinds: tuple[type, Any]) -> Any:
-    """Orbax's tree handler in the format of MaxText's converter (OCDBT, Zarr 3); ``kinds``: extra leaf handlers."""
+    """Return Orbax's tree handler for the format of MaxText's converter (OCDBT, Zarr 3).
+
+    ``kinds`` are pairs of (leaf type, handler) in addition to integers and JAX arrays.
+    """
     usual = [(int, type_handlers.ScalarHandler()), (jax.Array, type_handlers.ArrayHandler())]
     registry = type_handlers.create_type_handler_registry(*usual, *kinds)
     return ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True, type_handler_registry=registry)
@@ -103,13 +106,13 @@ def handler(*kinds: tuple[type, Any]) -> Any:
 
 @contextlib.contextmanager
 def _writer(folder: Path, bar: Any) -> Iterator[Any]:
-    """A handler for writing; on exit raises CheckpointError if a write failed."""
+    """Yield a handler for writing. On exit, raise CheckpointError if a write failed."""
     check_orbax_path(folder)
     writers = _HostWriter(bar), _SpreadWriter(bar, enable_write_sharding_file=False)
     failure: BaseException | None = None
     try:
         yield handler((LazyArray, writers[0]), (_Spread, writers[1]))
-    except (OSError, ValueError, RuntimeError) as error:  # may follow from an earlier failed write
+    except (OSError, ValueError, RuntimeError) as error:  # possibly caused by an earlier failed write
         failure = error
     except BaseException as error:
         writers[0].stop(error)
@@ -121,7 +124,7 @@ def _writer(folder: Path, bar: Any) -> Iterator[Any]:
 
 
 def write(folder: Path, tree: Mapping[str, Any], bar: Any, *, step: bool = False) -> None:
-    """Write a tree of `LazyArray` leaves to a folder; ``step``: to its ``0/items``, as step 0."""
+    """Write a tree of `LazyArray` leaves to a folder. If ``step``, write step 0, in ``0/items``."""
     spread = jax.tree.map(
         lambda x: _Spread(x, x.global_array) if isinstance(x, LazyArray) and x.global_array else x, tree
     )
@@ -136,7 +139,7 @@ def write(folder: Path, tree: Mapping[str, Any], bar: Any, *, step: bool = False
 
 
 def _chunks(leaf: Any) -> ocp.SaveArgs:
-    """Large arrays are written in chunks of at most _CHUNK_BYTES, split along axis 0 if rows are long."""
+    """Return options to write large arrays in chunks of at most _CHUNK_BYTES, split along axis 0 if rows are long."""
     array: Any = leaf.array if isinstance(leaf, _Spread) else leaf
     if isinstance(array, int) or array.nbytes <= _CHUNK_BYTES:
         return ocp.SaveArgs()
@@ -145,7 +148,7 @@ def _chunks(leaf: Any) -> ocp.SaveArgs:
 
 
 class _Opener(type_handlers.NumpyHandler):
-    """Opens the arrays to restore without reading them."""
+    """Handler that opens arrays without reading them."""
 
     async def deserialize(self, infos: Sequence[Any], args: Any = None) -> Sequence[Any]:
         found = []
@@ -156,12 +159,12 @@ class _Opener(type_handlers.NumpyHandler):
 
 
 def top_level_names(folder: Path) -> list[str]:
-    """The names at the top of the tree in a folder."""
+    """Return the top-level names of the tree in a folder."""
     return list(_stored(folder)[1])
 
 
 def _stored(folder: Path) -> tuple[Any, dict[str, Any]]:
-    """A reader, and the metadata of the tree in a folder."""
+    """Return (handler for reading, metadata of the tree in a folder)."""
     if not (folder / "_METADATA").is_file():
         raise CheckpointError(f"{folder} holds no Orbax checkpoint: it has no _METADATA")
     check_orbax_path(folder)
@@ -171,7 +174,11 @@ def _stored(folder: Path) -> tuple[Any, dict[str, Any]]:
 
 
 def read(folder: Path, tops: Sequence[str] | None) -> dict[str, LazyArray]:
-    """Name -> lazy array of the tree in a folder. ``tops``: read only these branches, one of which must exist."""
+    """Return the lazy arrays of the tree in a folder, by name.
+
+    ``tops`` are the top-level names to read. At least one of these names must exist. If None, read the whole tree.
+    Raises CheckpointError if the folder is not a readable Orbax checkpoint.
+    """
     reader, stored = _stored(folder)
     wanted = stored if tops is None else {top: stored[top] for top in tops if top in stored}
     if tops is not None and not wanted:
@@ -192,7 +199,7 @@ def read(folder: Path, tops: Sequence[str] | None) -> dict[str, LazyArray]:
 
 @contextlib.contextmanager
 def _readable(folder: Path) -> Iterator[None]:
-    """Turn any exception that Orbax raises for a damaged checkpoint into CheckpointError."""
+    """Convert any exception of Orbax for a damaged checkpoint to CheckpointError."""
     try:
         yield
     except Exception as error:
@@ -201,13 +208,13 @@ def _readable(folder: Path) -> Iterator[None]:
 
 
 def _read_bytes(store: Any) -> int:
-    """Bytes per read: at least one chunk, since chunks are decompressed as a whole."""
+    """Return the bytes per read, at least one chunk, because chunks are decompressed as a whole."""
     chunk = math.prod(store.chunk_layout.read_chunk.shape or ()) * store.dtype.numpy_dtype.itemsize
     return max(_BLOCK_BYTES, chunk)
 
 
 def _read(folder: Path, store: Any, lock: threading.Lock, box: Box, _: Empty) -> np.ndarray:
-    """A box of values. Reads are serialised: tensorstore has its own threads, and each chunk takes memory."""
+    """Read a box. Reads are serialized, because tensorstore has its own threads and each chunk needs memory."""
     with _readable(folder), lock:
         give_back()
         values = store[box].read().result()

@@ -1,8 +1,9 @@
-"""The weights of residual streams (`HyperConnection`) in MaxText's layout, which has three arrays for each of ours.
+"""Convert the weights of residual streams (`HyperConnection`) to MaxText's layout, with three arrays per parameter.
 
-In the table of a family ``mhc_…/alpha``, ``beta`` and ``alpha_scale`` are ours: the map from all streams to the weights
-of reading, adding and mixing them, the weights' offsets, and a factor of each kind. MaxText calls their parts ``pre``,
-``post`` and ``res``, and multiplies the streams by a scale first, which is 1 in what is converted from Hugging Face.
+In a family's table, ``mhc_…/alpha``, ``beta`` and ``alpha_scale`` name nnxmoe's parameters. ``alpha`` maps all streams
+to the weights for reading, adding and mixing the streams. ``beta`` contains the offsets of these weights, and
+``alpha_scale`` one factor for each of the three. MaxText splits each parameter into ``pre``, ``post`` and ``res``.
+MaxText also multiplies the streams by a scale first. The scale is 1 in checkpoints converted from Hugging Face.
 """
 
 import math
@@ -17,7 +18,7 @@ _NORM, _PARTS, _KINDS = "mhc_norm/scale", ("pre", "post", "res"), ("alpha", "bet
 
 
 def split_streams(found: LazyArrays, streams: int) -> dict[str, LazyArray]:
-    """Replace our arrays of streams by MaxText's."""
+    """Replace nnxmoe's arrays of streams by MaxText's arrays. ``streams`` is the number of residual streams."""
     made = dict(found)
     for name, array in found.items():
         folder, kind = _of_streams(name)
@@ -32,8 +33,13 @@ def split_streams(found: LazyArrays, streams: int) -> dict[str, LazyArray]:
 
 
 def join_streams(given: LazyArrays, names: Iterable[str], streams: int) -> dict[str, LazyArray]:
-    """The inverse, for our arrays of these names. An array that lacks parts, or has some of other shapes, gets a
-    fault."""
+    """Invert `split_streams`.
+
+    Args:
+        given: MaxText's arrays by name.
+        names: Names of nnxmoe's arrays to build. An array with missing parts or wrong shapes has a ``fault``.
+        streams: Number of residual streams.
+    """
     made = dict(given)
     for name in names:
         folder, kind = _of_streams(name)
@@ -60,13 +66,13 @@ def join_streams(given: LazyArrays, names: Iterable[str], streams: int) -> dict[
 
 
 def _of_streams(name: str) -> tuple[str, str]:
-    """The folder and the kind of our array of streams, or an empty kind for another array."""
+    """Return (folder, kind) of an array of streams. The kind is empty for other arrays."""
     folder, _, kind = name.rpartition("/")
     return folder, kind if folder.rpartition("/")[2].startswith("mhc_") and kind in _KINDS else ""
 
 
 def _sections(kind: str, streams: int) -> Iterator[tuple[str, range, tuple[int, ...]]]:
-    """MaxText's name of each part, which of our columns it is, and its own shape, without layers and inputs."""
+    """Yield (MaxText's name, columns in nnxmoe's array, MaxText's shape without layers and inputs) for each part."""
     square = (streams, streams) if kind == "beta" else (streams**2,)
     shapes = ((1,),) * 3 if kind == "alpha_scale" else ((streams,), (streams,), square)
     first = 0
@@ -76,7 +82,7 @@ def _sections(kind: str, streams: int) -> Iterator[tuple[str, range, tuple[int, 
 
 
 def _shaped(rows: LazyArray, shape: tuple[int, ...], kind: str) -> LazyArray:
-    """Columns of ``[…, n]`` in MaxText's shape, with layers on axis 1."""
+    """Reshape columns ``[…, n]`` to MaxText's shape, with layers on axis 1."""
     if kind == "alpha":
         return rows
     made = rows.reshape((*rows.shape[:-1], *shape))
@@ -84,7 +90,7 @@ def _shaped(rows: LazyArray, shape: tuple[int, ...], kind: str) -> LazyArray:
 
 
 def _flat(array: LazyArray, shape: tuple[int, ...], kind: str) -> LazyArray:
-    """The inverse of `_shaped`."""
+    """Invert `_shaped`."""
     if kind == "alpha":
         return array
     layers = array.shape[1:2] if len(array.shape) > len(shape) else ()
@@ -97,7 +103,7 @@ def _fits(found: tuple[int, ...], shape: tuple[int, ...], kind: str) -> bool:
 
 
 def _times(array: LazyArray, norm: LazyArray) -> LazyArray:
-    """``array [… n] * norm [… 1]``."""
+    """Multiply ``array [..., n]`` by ``norm [...]``."""
 
     def read(box: Box, empty: Empty) -> np.ndarray:
         found, factor = array.read_box(box, empty), norm.read_box(box[:-1], np.empty)
