@@ -158,6 +158,7 @@ class Stream(Iterator[str]):
         return next(self._pieces)
 
     def close(self) -> None:
+        """Stop generation. ``finish`` is then "cancelled", unless generation has ended."""
         self._pieces.close()
         self.finish = self.finish or "cancelled"
 

@@ -42,6 +42,7 @@ class PromptLookup:
         """Return None: drafts depend on the history only."""
 
     def read(self, memory: None, ids: Array, valid: Array, states: Array) -> None:
+        """No-op: drafts depend on the history only."""
         pass
 
     def propose(
@@ -142,10 +143,12 @@ class ModelDraft(ModelBasedDraft):
 
     @classmethod
     def of(cls, model: CausalLM, count: int = 4) -> Self:
+        """Create a draft of ``count`` ids from a smaller model."""
         check_type("model", model, CausalLM, "a model, such as that of nnxmoe.from_pretrained(path)")
         return cls._of(nnx.Dict(decoder=strip_metadata(unroll_for_decoding(model))), count)
 
     def empty(self, rows: int, capacity: int) -> _Memory:
+        """Create an empty cache of the smaller model, with room for the drafts."""
         cache = self.modules["decoder"].empty_cache(rows, capacity + self.count, self.count)
         return _Memory(cache, jnp.zeros((rows, 1)), jnp.zeros(rows, bool))
 
@@ -175,6 +178,7 @@ class MTPDraft(ModelBasedDraft):
         return cls._of(mtp_modules(model), count)
 
     def empty(self, rows: int, capacity: int) -> _Memory:
+        """Create an empty cache of the prediction layer, with room for the drafts."""
         parts = self.modules
         cache = parts["mtp"].empty_cache(parts["decoder"], rows, capacity + self.count)
         return _Memory(cache, jnp.zeros((rows, parts["mtp"].width), parts["decoder"].dtype), jnp.zeros(rows, bool))

@@ -128,6 +128,7 @@ def _sizes(graph: Any, tree: Any) -> tuple[set[Any], set[str]]:
 
 @functools.partial(jax.jit, donate_argnums=(1,))
 def draft_prefill(draft: rows.Draft, *given: Any) -> Any:
+    """Run `Draft.read` on a chunk of the prompts, compiled. Donates the memory."""
     return draft.read(*given)
 
 

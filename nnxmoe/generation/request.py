@@ -212,6 +212,7 @@ class Request:
 
     @property
     def done(self) -> bool:
+        """Whether the request has ended for any reason."""
         return self.finish is not None
 
 

@@ -153,6 +153,7 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
+        """Default chat template, or None."""
         return self.chat_templates.get("default")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

@@ -143,6 +143,7 @@ class AnswerSplit:
 
     @property
     def count(self) -> int:
+        """Number of tool calls so far."""
         return 0 if self._calls is None else self._calls.count
 
     def put(self, piece: str) -> AnswerPart:

@@ -65,6 +65,7 @@ class Endpoints:
             await asyncio.to_thread(thread.close)
 
     async def page(self, _: Request) -> Response:
+        """Return the chat page."""
         headers = {
             "content-security-policy": POLICY,
             "x-content-type-options": "nosniff",
@@ -98,11 +99,13 @@ class Endpoints:
         return json_response({"object": "list", "data": [card]} if asked is None else card)
 
     async def completions(self, request: Request) -> Response:
+        """Respond to ``/v1/completions``."""
         since, asked = time.monotonic(), decode(await self._body(request), CompletionRequest)
         plan = await asyncio.to_thread(self.planner.completion, asked)  # tokenizers may take a second
         return Reply(self.service, plan, CompletionFormat(self.texts, plan.options.logprobs), since)
 
     async def chat(self, request: Request) -> Response:
+        """Respond to ``/v1/chat/completions``."""
         since, asked = time.monotonic(), decode(await self._body(request), ChatRequest)
         plan = await asyncio.to_thread(self.planner.chat, asked)  # tokenizers and templates may take a second
         return Reply(self.service, plan, ChatFormat(self.texts, plan.options.logprobs, plan.answer), since)

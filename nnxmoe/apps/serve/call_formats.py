@@ -71,10 +71,12 @@ class CallFormat:
 
     @property
     def before_arguments(self) -> str:
+        """Template of a call up to the arguments."""
         return self.call.partition("ARGUMENTS")[0]
 
     @property
     def after_arguments(self) -> str:
+        """Template of a call after the arguments."""
         return self.call.partition("ARGUMENTS")[2]
 
     @property

@@ -46,6 +46,7 @@ class Sample:
     start: int = 0
 
     def add(self, piece: "Sample") -> None:
+        """Append a piece."""
         self.text += piece.text
         self.ids += piece.ids
         self.logprobs += piece.logprobs

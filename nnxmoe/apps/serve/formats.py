@@ -91,6 +91,7 @@ class CompletionFormat:
     prefix = "cmpl-"
 
     def opening(self, index: int) -> list[Json]:
+        """Return no choices: streams of completions start with the first text."""
         return []
 
     def choice(self, index: int, sample: Sample) -> Json:
@@ -147,10 +148,12 @@ class ChatFormat:
     name, chunk, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
 
     def opening(self, index: int) -> list[Json]:
+        """Create the first choice of a stream, with the role."""
         delta = {"role": "assistant", "content": ""}
         return [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]
 
     def choice(self, index: int, sample: Sample) -> Json:
+        """Create a choice of a whole response."""
         found, count = self.answer.split(sample.text, cut=sample.finish == "length")
         message = {"role": "assistant", "content": found.content or (None if count else ""), "refusal": None}
         message |= {"reasoning_content": found.reasoning or None} if self.answer.reasons else {}
@@ -158,6 +161,7 @@ class ChatFormat:
         return self._with(index, sample, {"message": message}, count)
 
     def delta(self, index: int, part: Sample) -> Json:
+        """Create a choice of a chunk from the new part of a sample."""
         splitter = self.splits.setdefault(index, self.answer.splitter())
         found = splitter.put(part.text)
         found = found.followed_by(splitter.end(cut=part.finish == "length")) if part.finish else found
@@ -203,5 +207,6 @@ Format = CompletionFormat | ChatFormat
 
 
 def usage(prompts: Sequence[Sequence[int]], made: int) -> Json:
+    """Create the token counts. ``made`` is the number of generated tokens."""
     given = sum(map(len, prompts))
     return {"prompt_tokens": given, "completion_tokens": made, "total_tokens": given + made}

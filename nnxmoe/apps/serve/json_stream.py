@@ -33,6 +33,7 @@ class JsonObject:
 
     @property
     def in_string(self) -> bool:
+        """Whether the next character is inside a string."""
         return self._mode == "string"
 
     def put(self, letter: str) -> str:

@@ -29,6 +29,7 @@ class Histogram:
         self.counts, self.sum = [0] * (len(SECONDS) + 1), 0.0
 
     def add(self, value: float) -> None:
+        """Count a value in seconds."""
         self.counts[bisect.bisect_left(SECONDS, value)] += 1
         self.sum += value
 
@@ -57,6 +58,7 @@ class Metrics:
         self.first_token, self.seconds, self._gauges = Histogram(), Histogram(), gauges
 
     def text(self) -> str:
+        """Return all metrics in the Prometheus text format."""
         lines = []
 
         def say(name: str, kind: str, values: Iterator[str] | list[str]) -> None:

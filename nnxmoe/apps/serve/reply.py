@@ -206,6 +206,7 @@ def _echo(sample: Sample, plan: Planned, prompt: int, scores: Sequence[Score | N
 
 
 def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """Create a JSON response."""
     return Response(msgspec.json.encode(body), status, headers, "application/json")
 
 

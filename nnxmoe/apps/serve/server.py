@@ -87,6 +87,7 @@ def serve(
 
 
 def make_server(app: ASGIApp, settings: ServerSettings) -> uvicorn.Server:
+    """Create the uvicorn server of an application."""
     config = uvicorn.Config(
         app,
         http=_Punctual,
