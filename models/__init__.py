@@ -1,4 +1,4 @@
-"""Model families. ``from nnxmoe.models import Mixtral`` imports the module of this family only."""
+"""Model families. ``from nnxmoe.models import Mixtral`` imports only the module of this family."""
 
 if __name__ != "nnxmoe.models":
     raise ImportError(f"import nnxmoe.models, not {__name__}: otherwise every class here would exist twice")

@@ -1,4 +1,4 @@
-"""Index of the model families: what each module of this folder defines. `nnxmoe.models` imports a module on first use.
+"""Index of the modules of this folder. With the index, `nnxmoe.models` imports a module on first use.
 
 ``tests/models/test_registry.py`` compares the index with the modules.
 """
@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 
 class ModuleEntry(NamedTuple):
-    """Contents of a module, as lists separated by spaces.
+    """Contents of a module. Each attribute is a list of names separated by spaces.
 
     Attributes:
         model_types: The ``model_type`` of each config.
-        classes: The model classes and configs.
-        architectures: The names of the classes in transformers.
-        presets: The presets.
+        classes: Model classes and config classes.
+        architectures: Class names in transformers.
+        presets: Presets.
     """
 
     model_types: str

@@ -1,4 +1,4 @@
-"""Registry of the model families by ``model_type`` and preset. A family is imported when it is first used."""
+"""Registry of the model families by ``model_type`` and preset. Imports a family's module on first use."""
 
 import importlib
 import logging
@@ -16,9 +16,10 @@ from nnxmoe.models.index import ARCHITECTURES, MODULE_OF_PRESET, MODULE_OF_TYPE,
 
 logger = logging.getLogger(__name__)
 Value = TypeVar("Value")
-REGISTERED: dict[str, Family] = {}  # model_type -> family passed to `register`; these replace families of this folder
-TEXT_OF = {"step3p7": "step3p5"}  # multimodal model_type -> that of its text model, where it is not `…_text`
-# Supported model_type -> families that are not supported and differ least from it.
+# model_type -> family passed to `register`. Registered families override families of this folder.
+REGISTERED: dict[str, Family] = {}
+TEXT_OF = {"step3p7": "step3p5"}  # multimodal model_type -> model_type of its text model, if it is not `…_text`
+# Supported model_type -> the unsupported families that are most similar to it.
 RELATIVES = {
     "deepseek_v3": "longcat_flash",
     "glm4_moe": "glm4v_moe",
@@ -33,7 +34,12 @@ RELATIVES = {
 
 
 class LazyTable(Mapping[str, Value]):
-    """A mapping whose names are known and whose values are computed on access."""
+    """A mapping that computes its values on access.
+
+    Args:
+        names: Function that returns the keys.
+        value: Function that returns the value of a key.
+    """
 
     def __init__(self, names: Callable[[], Sequence[str]], value: Callable[[str], Value]):
         self._names, self._value = names, value
@@ -66,7 +72,7 @@ def _family_of_type(model_type: str) -> Family:
 
 
 def _family_of_preset(name: str) -> Family:
-    """Return the family that has a preset. Raises KeyError for unknown presets."""
+    """Return the family of a preset. Raises KeyError for unknown presets."""
     for family in reversed(REGISTERED.values()):
         if name in family.presets:
             return family
@@ -74,9 +80,11 @@ def _family_of_preset(name: str) -> Family:
 
 
 def family_of(source: CausalLM | DecoderConfig) -> Family:
-    """Return the family of a config by its ``model_type``, or of a model by its class or the first known base.
+    """Return the family of a config by its ``model_type``, or of a model by its class or first known base class.
 
-    Raises ConfigError if no family is registered for it.
+    Raises:
+        ConfigError: The model's class and base classes belong to no family.
+        KeyError: The config's ``model_type`` is unknown.
     """
     if isinstance(source, DecoderConfig):
         return _family_of_type(source.model_type)
@@ -106,11 +114,11 @@ def _preset_names() -> list[str]:
 FAMILIES = LazyTable(_types, _family_of_type)  # model_type -> family
 MODELS = LazyTable(_types, _classes)  # model_type -> config class and model class
 PRESETS = LazyTable(_preset_names, lambda name: _family_of_preset(name).presets[name])
-HUB_IDS = LazyTable(  # preset -> the published checkpoint
+HUB_IDS = LazyTable(  # preset -> Hugging Face Hub id of the published checkpoint
     lambda: [name for name in PRESETS if name in _family_of_preset(name).hub_ids],
     lambda name: _family_of_preset(name).hub_ids[name],
 )
-CHECKPOINT_NOTES = LazyTable(  # preset -> how its files differ from what is loaded
+CHECKPOINT_NOTES = LazyTable(  # preset -> differences between its files and the loaded model
     lambda: [name for name in PRESETS if name in _family_of_preset(name).checkpoint_notes],
     lambda name: _family_of_preset(name).checkpoint_notes[name],
 )
@@ -119,8 +127,11 @@ CHECKPOINT_NOTES = LazyTable(  # preset -> how its files differ from what is loa
 def register(family: Family) -> None:
     """Register a family under the ``model_type`` of each of its configs, and its presets by name.
 
-    Required before loading, saving or planning models of a custom class. Raises ConfigError if a parameter has no row
-    in the table of tensor names.
+    Required before loading, saving or planning models of a custom class.
+
+    Raises:
+        ConfigError: A parameter has no row in the table of tensor names.
+        ValueError: ``family`` is not a `Family`.
     """
     from nnxmoe.model.family_checks import refuse_unnamed_parameters
 
@@ -131,8 +142,11 @@ def register(family: Family) -> None:
 
 
 def config_from_hf(fields: Mapping[str, Any]) -> DecoderConfig:
-    """The config of a parsed config.json, or of the text model in it. Raises ConfigError for unsupported models and
-    values (see `DecoderConfig.from_hf`), and warns of fields that are dropped."""
+    """Create the config of the (text) model that a parsed config.json describes. Warns of fields that are dropped.
+
+    Raises:
+        ConfigError: The model or a value is not supported (see `DecoderConfig.from_hf`).
+    """
     config, notes = _parsed(text_fields(fields))
     for note in notes:
         logger.warning("%s", note)
@@ -140,7 +154,7 @@ def config_from_hf(fields: Mapping[str, Any]) -> DecoderConfig:
 
 
 def _parsed(fields: Mapping[str, Any]) -> tuple[DecoderConfig, tuple[str, ...]]:
-    """Return the config and the notes of the fields of a text model."""
+    """Create the config of a text model. Also returns the notes on its fields."""
     family_config = config_class(fields)
     registered = {config.architecture for family in REGISTERED.values() for config in family.configs}
     refuse_other_models(fields, ARCHITECTURES | registered)
@@ -148,7 +162,17 @@ def _parsed(fields: Mapping[str, Any]) -> tuple[DecoderConfig, tuple[str, ...]]:
 
 
 def parse_config(fields: Mapping[str, Any], where: str) -> tuple[DecoderConfig, tuple[str, ...]]:
-    """The config of a parsed config.json, and what to report of it; errors name the file ``where``."""
+    """Create the config of a parsed config.json.
+
+    Args:
+        where: Name of the file, for errors.
+
+    Returns:
+        The config, and notes to report (see `DecoderConfig.notes`).
+
+    Raises:
+        ConfigError: The model or a value is not supported.
+    """
     try:
         return _parsed(fields)
     except ConfigError as error:
@@ -156,11 +180,11 @@ def parse_config(fields: Mapping[str, Any], where: str) -> tuple[DecoderConfig, 
 
 
 def config_class(fields: Mapping[str, Any]) -> type[DecoderConfig]:
-    """The class for the ``model_type`` of a parsed config.json. Raises ConfigError if there is none."""
+    """Return the config class for the ``model_type`` of a parsed config.json. Raises ConfigError if it is unknown."""
     if not isinstance(fields, Mapping):
         raise ConfigError(f"config.json must hold an object, got {type(fields).__name__}")
     model_type = fields.get("model_type")
-    if isinstance(model_type, str):  # the text model of a multimodal one, without its own type
+    if isinstance(model_type, str):  # a text model with the model_type of its multimodal model
         text_type = f"{model_type}_text"
         model_type = TEXT_OF.get(model_type, text_type if text_type in MODELS else model_type)
     if not isinstance(model_type, str) or model_type not in MODELS:
@@ -171,7 +195,7 @@ def config_class(fields: Mapping[str, Any]) -> type[DecoderConfig]:
 
 
 def _relative(model_type: Any) -> str:
-    """Describe how an unsupported model_type differs from the closest supported one, if one is known."""
+    """Return an error text on the supported family that is most similar to ``model_type``, or "" if none is known."""
     for name, relatives in RELATIVES.items():
         if str(model_type).removesuffix("_text") in relatives.split():
             return (
@@ -183,30 +207,30 @@ def _relative(model_type: Any) -> str:
 
 
 def preset(name: str | os.PathLike[str]) -> DecoderConfig | None:
-    """The preset of that name; None if there is none, or if a folder of that name exists."""
+    """Return the preset of this name. Returns None if the preset does not exist or a folder has this name."""
     is_path = isinstance(name, str | os.PathLike)
     return PRESETS.get(str(name).lower()) if is_path and not os.path.isdir(name) else None
 
 
 def near_presets(name: str | os.PathLike[str]) -> str:
-    """Hint for an unknown model: the presets with the nearest names, or the command that lists all presets."""
+    """Return a hint for an unknown model: presets with similar names, or the command that lists all presets."""
     near = did_you_mean(str(name), PRESETS, 3)
     return near or "; nnxmoe inspect --help lists the presets, which need no files"
 
 
 def refuse_preset(name: str | os.PathLike[str]) -> None:
-    """Raise ConfigError if weights are asked of a preset, which has none, with the hub id that has them."""
+    """Raise ConfigError if ``name`` is a preset, because presets have no weights. The error names the Hub id."""
     if preset(name) is not None:
         where = HUB_IDS.get(str(name).lower(), "its name on the hub, such as 'org/name'")
         raise ConfigError(f"{name} is a preset, a config without weights: give {where}, or a folder")
 
 
 def is_registered(model: CausalLM) -> bool:
-    """Whether loading the config of a model builds a model of its class."""
+    """Whether loading the model's config builds a model of the same class."""
     model_type = model.config.model_type
     return model_type in MODELS and MODELS[model_type] == (type(model.config), type(model))
 
 
 def model_class(config: DecoderConfig) -> type[CausalLM]:
-    """The model class of a config."""
+    """Return the model class of a config."""
     return MODELS[config.model_type][1]

@@ -1,1 +1,1 @@
-"""Parts that several families share: name tables, decoders with experts, and layer variants."""
+"""Code shared by several families: tables of weight names, decoders with experts, and layer variants."""

@@ -1,9 +1,9 @@
-"""Names of DeepSeek-V4's weights: in DeepSeek's files, in transformers and in MaxText."""
+"""Names of DeepSeek-V4's weights in DeepSeek's files, in transformers and in MaxText."""
 
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.shared.tables import MAXTEXT_DECODER, Hf, Linen, maxtext_experts, maxtext_mlp
 
-# Our parameter -> its name in DeepSeek's files, and in transformers.
+# Key of a parameter -> its name in DeepSeek's files, its name in transformers.
 _LAYER = {
     "attention_norm.scale": ("attn_norm.weight", "input_layernorm.weight"),
     "moe_norm.scale": ("ffn_norm.weight", "post_attention_layernorm.weight"),

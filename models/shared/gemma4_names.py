@@ -1,4 +1,4 @@
-"""Names of Gemma 4's weights in Hugging Face's and MaxText's files."""
+"""Names of Gemma 4's weights in Hugging Face and MaxText checkpoints."""
 
 from nnxmoe.model.weight_names import W
 from nnxmoe.models.shared.tables import (
@@ -38,7 +38,7 @@ HF_GEMMA4: Hf = {
     "layer.moe.router.kernel": W("router.proj.weight"),
     "layer.moe.router.scale": W("router.scale"),
     "layer.moe.router.per_expert": W("router.per_expert_scale"),
-    # The second names are those of quantised files.
+    # Quantized files have the second names.
     "layer.moe.experts.gate": (_GATE_UP.rows(0, 2), _EXPERTS.each("gate_proj.weight")),
     "layer.moe.experts.up": (_GATE_UP.rows(1, 2), _EXPERTS.each("up_proj.weight")),
     "layer.moe.experts.down": (W("experts.down_proj"), _EXPERTS.each("down_proj.weight")),

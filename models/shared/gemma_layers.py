@@ -1,5 +1,7 @@
-"""The layers of Gemma 4: post norms, a factor of the output, experts beside a dense feed-forward, and in E2B and E4B an
-input per layer and keys of earlier layers."""
+"""Layers of Gemma 4: post-norms, scaled outputs, and experts in parallel to a dense feed-forward.
+
+In E2B and E4B, each layer also has a separate input per token, and the last layers attend to keys of earlier layers.
+"""
 
 import dataclasses
 from typing import Any
@@ -18,10 +20,14 @@ from nnxmoe.model.layer import Layer, LayerOutput
 
 
 class GemmaLayer(Layer):
-    """A `Layer` with post norms whose output has a factor, and with experts beside its dense feed-forward or not.
+    """A `Layer` with post-norms and a scaled output, optionally with experts in parallel to a dense feed-forward.
 
-    ``dense``: the feed-forward beside the experts, and the norms after it and after the experts; None: without
-    experts. `feed_forward_norm` is that of the dense one; the experts have theirs.
+    With experts, `feed_forward_norm` is the norm of the dense feed-forward's input. The `MoE` has a separate norm.
+
+    Args:
+        dense: The dense feed-forward, the norm of its output, and the norm of the experts' output. None if the layer
+            has no experts.
+        output_scale: Trained factor of the layer's output.
     """
 
     def __init__(
@@ -44,10 +50,15 @@ class GemmaLayer(Layer):
 
 
 class EdgeLayer(GemmaLayer):
-    """A `GemmaLayer` of E2B and E4B. Layers hand on the hidden states, the inputs of all layers, the number of the
-    layer, and by kind what later layers attend to.
+    """A `GemmaLayer` of E2B and E4B.
 
-    ``kind``: its type; ``stores``: whether later ones use its keys; ``own``: adds its own input, None: it has none.
+    Layer inputs and outputs are tuples: the hidden states, the inputs of all layers, the layer's index, and a dict from
+    layer type to the keys and values that later layers attend to.
+
+    Args:
+        kind: Type of the layer.
+        stores: Whether later layers attend to the keys of this layer.
+        own: Adds the layer's separate input. None if layers have no separate inputs.
     """
 
     def __init__(self, *parts: Any, kind: str, stores: bool, own: PerLayerInput | None, **options: Any):
@@ -74,7 +85,7 @@ class EdgeLayer(GemmaLayer):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class CappedKernel(Kernel):
-    """``cap * tanh(x @ base / cap)``: the kernel of an output head with capped logits (Gemma 2, 2024).
+    """Kernel of an output head with capped logits: ``cap * tanh(x @ base / cap)`` (Gemma 2, 2024).
 
     Supports products in float32 only. The product is not linear, so the kernel has no dense form.
     """

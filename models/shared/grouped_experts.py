@@ -1,6 +1,6 @@
-"""Routed experts in groups, next to shared ones (DeepSeek-V3 technical report, 2024): config fields, layer and names.
+"""Routed experts in groups, with shared experts (DeepSeek-V3 technical report, 2024): config, decoder and names.
 
-Also in GLM-4.5, dots.llm1 and Solar Open, mostly with a single group.
+GLM-4.5, dots.llm1 and Solar Open also use this design, mostly with a single group.
 """
 
 import dataclasses
@@ -21,17 +21,25 @@ from nnxmoe.moe.router import Router, SigmoidGroupTopK
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupedExpertsConfig(DecoderConfig):
-    """``intermediate_size``: width of the dense layers; ``moe_intermediate_size``: width of one expert. A token's
-    experts lie in the best ``topk_group`` of ``n_group`` groups; ``norm_topk_prob``: rescale their weights to sum to 1;
-    ``routed_scaling_factor`` multiplies the weights. ``first_k_dense_replace``: number of dense layers, which come
-    first; a field of the families that have some."""
+    """Config of decoders with routed experts in groups and shared experts.
+
+    Families with dense layers also have the field ``first_k_dense_replace``, the number of dense layers at the start.
+
+    Attributes:
+        intermediate_size: Width of the dense layers.
+        moe_intermediate_size: Width of an expert.
+        n_group: Number of groups of experts.
+        topk_group: Number of groups with the highest scores, from which a token's experts are selected.
+        norm_topk_prob: Whether to rescale the weights of the selected experts to sum to 1.
+        routed_scaling_factor: Factor of these weights.
+    """
 
     experts_field = "n_routed_experts"
     scale_in_queries = False
     aliases = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"}
     fixed = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)}
     ignored = "aux_loss_alpha seq_aux ep_size output_router_logits router_aux_loss_coef"
-    least_group: ClassVar[int] = 2  # experts of a group, whose score is the sum of its two best
+    least_group: ClassVar[int] = 2  # minimum experts per group, because a group's score is the sum of its two best
 
     moe_intermediate_size: int = count(1408, most=2**24)
     n_routed_experts: int = count(128, most=4096)
@@ -48,14 +56,14 @@ class GroupedExpertsConfig(DecoderConfig):
 
     @property
     def empty_tensors(self) -> Mapping[str, tuple[int, ...]]:
-        """Names and shapes of a shared expert of width 0, which transformers stores if ``n_shared_experts`` is 0."""
+        """Names and shapes of a shared expert of width 0. transformers stores it if ``n_shared_experts`` is 0."""
         shapes = {"gate": (0, self.hidden_size), "up": (0, self.hidden_size), "down": (self.hidden_size, 0)}
         names = {f"mlp.shared_experts.{x}_proj.weight": shape for x, shape in shapes.items()}
         return names if self.n_shared_experts == 0 else {}
 
 
 def check_groups(config: Any) -> None:
-    """Raise ConfigError if the experts do not divide into groups with enough to choose."""
+    """Raise ConfigError if the groups have unequal sizes, or the best groups have too few experts for a token."""
     c, (size, rest) = config, divmod(config.experts, config.n_group)
     if rest or size < c.least_group:
         raise ConfigError(
@@ -72,16 +80,19 @@ def check_groups(config: Any) -> None:
 def corrected_router(
     config: DecoderConfig, *, scale: float, groups: int = 1, top_groups: int = 1, normalize: bool = True, **kw: Any
 ) -> Router:
-    """The router of DeepSeek-V3: sigmoids with a correction bias, see `SigmoidGroupTopK`. ``kw``: dtype and rngs."""
+    """Build the router of DeepSeek-V3: sigmoid scores with a correction bias (see `SigmoidGroupTopK`).
+
+    ``kw``: ``dtype`` and ``rngs``.
+    """
     select = SigmoidGroupTopK(config.experts_per_token, groups, top_groups, normalize, scale)
     return Router(config.hidden_size, config.experts, select, bias=True, **kw)
 
 
 class DenseOrMoE(CausalLM):
-    """A decoder whose layers are dense or have experts, as `DecoderConfig.sparse_layers` says.
+    """A decoder in which `DecoderConfig.sparse_layers` determines the layers with experts. Other layers are dense.
 
-    Router and shared expert are those of DeepSeek-V3, which read the fields of `GroupedExpertsConfig`, unless a family
-    overrides them. ``kw``: dtype and rngs.
+    By default, the router and the shared expert are DeepSeek-V3's, built from the fields of `GroupedExpertsConfig`.
+    ``kw``: ``dtype`` and ``rngs``.
     """
 
     @property
@@ -90,13 +101,13 @@ class DenseOrMoE(CausalLM):
         return swiglu
 
     def router(self, **kw: Any) -> Router:
-        """The router of a layer with experts."""
+        """Build the router of a layer with experts."""
         c = self.config
         groups = {"groups": c.n_group, "top_groups": c.topk_group, "normalize": c.norm_topk_prob}
         return corrected_router(c, scale=c.routed_scaling_factor, **groups, **kw)
 
     def shared(self, **kw: Any) -> FeedForward | None:
-        """The shared expert of a layer with experts, or None."""
+        """Build the shared expert of a layer with experts. Returns None if the family has no shared expert."""
         c = self.config
         width = c.moe_intermediate_size * (c.n_shared_experts or 0)
         return MLP(c.hidden_size, width, bias=False, activation=self.activation, **kw) if width else None

@@ -1,7 +1,7 @@
-"""Kimi Linear's frame (Moonshot AI, 2025): recurrent `KimiDelta` layers beside latent attention.
+"""Decoders with recurrent `KimiDelta` layers and attention layers (Kimi Linear; Moonshot AI, 2025).
 
-Shared by Kimi Linear, Ling 3 and GLM-5.3 Flash: the config fields of the recurrent layers, their names in checkpoints,
-and the choice between both kinds of layers.
+Kimi Linear, Ling 3 and GLM-5.3 Flash share the config fields of the recurrent layers, their names in checkpoints, and
+the selection of the layer type.
 """
 
 import dataclasses
@@ -22,9 +22,17 @@ LINEAR, FULL = "linear_attention", "full_attention"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KimiHybridConfig(DecoderConfig):
-    """``layer_types``: the kind of each layer; null: as `recurrent_by_default` says. ``linear_num_heads``,
-    ``linear_head_dim``: number and width of the heads of recurrent layers. ``linear_conv_kernel_dim``: taps of their
-    convolutions. Must be the last of several bases, whose defaults it would replace by those of `DecoderConfig`."""
+    """Config of decoders with recurrent `KimiDelta` layers and attention layers.
+
+    With several base classes, this class must be the last base. Otherwise the defaults of `DecoderConfig` override the
+    defaults of the other bases.
+
+    Attributes:
+        linear_head_dim: Width of a head in recurrent layers.
+        linear_num_heads: Number of heads in recurrent layers.
+        linear_conv_kernel_dim: Number of taps of the convolutions in recurrent layers.
+        layer_types: Type of each layer. Defaults to `recurrent_by_default`.
+    """
 
     linear_head_dim: int | None = count(128, most=2**16)
     linear_num_heads: int | None = count(32, most=2**14)
@@ -32,7 +40,7 @@ class KimiHybridConfig(DecoderConfig):
     layer_types: Sequence[str] | None = per_layer(LINEAR, FULL)
 
     def recurrent_by_default(self, index: int) -> bool:
-        """Whether a layer is recurrent if ``layer_types`` is null: all but every fourth are."""
+        """Whether a layer is recurrent if ``layer_types`` is null. By default every fourth layer is attention."""
         return index % 4 != 3
 
     @property
@@ -44,7 +52,7 @@ class KimiHybridConfig(DecoderConfig):
 
     @property
     def delta_heads(self) -> DeltaDims:
-        """The heads of the recurrent layers."""
+        """Numbers and widths of the heads in recurrent layers."""
         heads, width = self.linear_num_heads, self.linear_head_dim
         assert heads is not None and width is not None
         return DeltaDims(self.hidden_size, heads, heads, width, width)
@@ -52,8 +60,11 @@ class KimiHybridConfig(DecoderConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NestedDeltaConfig(KimiHybridConfig):
-    """``linear_attn_config``: an object with fields of the recurrent layers, under the names in `nested`. Its values
-    override the fields ``linear_…``, and the config keeps only the latter."""
+    """Config that also reads the fields of recurrent layers from the object ``linear_attn_config``.
+
+    The class variable ``nested`` maps the object's names to fields. The object's values override the fields. The
+    config stores the fields only.
+    """
 
     nested: ClassVar[Mapping[str, str]] = {
         "head_dim": "linear_head_dim",
@@ -74,7 +85,7 @@ class NestedDeltaConfig(KimiHybridConfig):
         super().__post_init__()
 
     def unnested(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields that ``linear_attn_config`` sets."""
+        """Return the fields that the object ``linear_attn_config`` sets."""
         return {ours: given[theirs] for theirs, ours in self.nested.items() if theirs in given}
 
     def to_hf(self) -> dict[str, Any]:
@@ -90,16 +101,17 @@ HF_KIMI_DELTA: Hf = {
 }
 _FORGET = {"a_log": "A_log", "dt_bias": "dt_bias", "project.f.kernel": "f_proj.weight"}
 _FORGET |= {f"project.f.{x}.kernel": f"f_{x}_proj.weight" for x in "ab"}
-HF_KIMI_DELTA |= {  # the second names are those of transformers in memory
+HF_KIMI_DELTA |= {  # the second alternatives are the names of transformers' model in memory
     f"layer.attention.{ours}": (W(f"self_attn.{theirs}"), W(f"self_attn.forget_gate.{theirs}"))
     for ours, theirs in _FORGET.items()
 }
 
 
 class KimiHybrid(CausalLM):
-    """A decoder of `KimiDelta` layers, built by `recurrent`, and of attention layers.
+    """A decoder with recurrent `KimiDelta` layers and attention layers.
 
-    The attention comes from the base class named after this one, such as `DeepSeekV3`.
+    `recurrent` builds the recurrent layers. The next base class of the model class, such as `DeepSeekV3`, builds the
+    attention layers.
     """
 
     supports_mtp = False
@@ -111,11 +123,17 @@ class KimiHybrid(CausalLM):
         return self.recurrent(**kw) if self.config.recurrent_layers[index] else super().attention(index, **kw)
 
     def recurrent(self, **kw: Any) -> KimiDelta:
-        """The recurrent half of a layer."""
+        """Build the recurrent part of a layer."""
         raise TypeError("a model class must define recurrent(**kw)")
 
     def delta(self, decays: DecayFn, rank: int | None, rates: tuple[int, ...], **kw: Any) -> KimiDelta:
-        """A `KimiDelta` of the config's sizes. ``rank``: see `KimiProjection`; ``rates``: see `KimiDelta`."""
+        """Build a `KimiDelta` with the config's sizes.
+
+        Args:
+            decays: Function that computes the decays.
+            rank: Argument of `KimiProjection`.
+            rates: Argument ``rate_shape`` of `KimiDelta`.
+        """
         c, heads = self.config, self.config.delta_heads
         project = KimiProjection(heads, rank, **kw)
         kw |= {"taps": c.linear_conv_kernel_dim, "eps": c.rms_norm_eps, "mesh": self.strategy.mesh}

@@ -1,4 +1,4 @@
-"""Attention whose heads of queries and keys are normalised, shared by Qwen3 and its relatives."""
+"""Grouped-query attention with normalized heads of queries and keys, shared by Qwen3 and similar families."""
 
 from typing import Any
 
@@ -7,7 +7,10 @@ from nnxmoe.model.causal_lm import CausalLM
 
 
 class NormedHeads(CausalLM):
-    """The attention of Qwen3: heads of queries and keys are normalised. ``options``: those of `CausalLM.gqa`."""
+    """A decoder with Qwen3's attention, which normalizes each head of queries and keys.
+
+    ``options``: options of `CausalLM.gqa`.
+    """
 
     def attention(self, index: int, *, dtype: Any, rngs: Any, **options: Any) -> GQA:
         c, kw = self.config, {"dtype": dtype, "rngs": rngs}

@@ -1,7 +1,7 @@
-"""The config fields and the layers that Qwen3-Next and Qwen3.5 share (Qwen team 2025, 2026).
+"""Config fields and layers shared by Qwen3-Next and Qwen3.5 (Qwen team 2025, 2026).
 
-Most layers are `GatedDeltaNet`s; every fourth is grouped-query attention with normalised heads, of which a quarter is
-rotated, and a gate on the output. Norms multiply by 1 plus their weight.
+Most layers are `GatedDeltaNet`s. Every fourth layer is grouped-query attention with an output gate. It normalizes each
+head and rotates a quarter of the head. Norms multiply by 1 plus their weight.
 """
 
 import dataclasses
@@ -33,8 +33,15 @@ _LINEAR, _FULL = "linear_attention", "full_attention"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QwenHybridConfig(PartialRotaryConfig):
-    """``linear_…``: heads of the recurrent layers, their widths, and the length of the convolution. ``layer_types``
-    null: every ``full_attention_interval``-th layer is attention."""
+    """Config of Qwen's decoders with recurrent layers.
+
+    Attributes:
+        linear_conv_kernel_dim: Number of taps of the convolution in recurrent layers.
+        linear_key_head_dim: Width of a key head in recurrent layers. Also ``linear_value_head_dim``.
+        linear_num_key_heads: Number of key heads in recurrent layers. Also ``linear_num_value_heads``.
+        full_attention_interval: If ``layer_types`` is null, every layer of this interval is attention.
+        layer_types: Type of each layer.
+    """
 
     default_rotary_factor = 0.25
     scale_in_queries = False
@@ -63,7 +70,7 @@ class QwenHybridConfig(PartialRotaryConfig):
 
     @property
     def delta_heads(self) -> DeltaDims:
-        """The heads of the recurrent layers."""
+        """Numbers and widths of the heads in recurrent layers."""
         keys, values = self.linear_num_key_heads, self.linear_num_value_heads
         return DeltaDims(self.hidden_size, keys, values, self.linear_key_head_dim, self.linear_value_head_dim)
 
@@ -105,7 +112,7 @@ MTP_PREFIXES = ("mtp.", "mtp.layers.{}.")
 
 
 class QwenHybridMaxText(MaxTextNames):
-    """MaxText's names of recurrent layers and attention in repeated blocks that end with attention."""
+    """Names in MaxText, with layers in repeated blocks. Each block ends with an attention layer."""
 
     def layers(self, config: Any) -> LayerBlocks:
         types = ("recurrent",) * (config.full_attention_interval - 1) + ("global",)
@@ -116,7 +123,7 @@ class QwenHybridMaxText(MaxTextNames):
 
 
 class QwenHybrid(NormedHeads, DenseOrMoE):
-    """The attention of both kinds; each family has feed-forwards and a projection of its own."""
+    """A decoder with recurrent and attention layers. Subclasses define ``project`` and the feed-forwards."""
 
     norm_class = OffsetNorm
     supports_mtp = True
@@ -131,7 +138,7 @@ class QwenHybrid(NormedHeads, DenseOrMoE):
         return self.config.recurrent_layers[index], self.config.sparse_layers[index]
 
     def project(self, heads: DeltaDims, **kw: Any) -> DeltaProjection:
-        """The projection of a recurrent layer."""
+        """Build the projection of a recurrent layer."""
         raise TypeError("a model class must define project(heads, **kw)")
 
     def attention(self, index: int, **kw: Any) -> Any:

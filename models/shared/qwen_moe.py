@@ -1,6 +1,7 @@
-"""The config and the layers that the mixture-of-experts models of Qwen2 and Qwen3 share.
+"""Config and decoder shared by the mixture-of-experts models of Qwen2 and Qwen3.
 
-The router applies a softmax over all experts and keeps the top ones, which may be rescaled. Some layers may be dense.
+The router applies a softmax over all experts, selects the top experts, and optionally rescales their weights. Some
+layers may be dense.
 """
 
 import dataclasses
@@ -19,15 +20,21 @@ from nnxmoe.moe.router import Router, SoftmaxTopK
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QwenMoeConfig(DecoderConfig):
-    """``moe_intermediate_size``: width of one expert. Every ``decoder_sparse_step``-th layer has experts, except those
-    in ``mlp_only_layers``; the others are dense, of width ``intermediate_size``. ``norm_topk_prob``: rescale the
-    weights of the chosen experts to sum to 1."""
+    """Config of Qwen's mixture-of-experts models.
+
+    Attributes:
+        intermediate_size: Width of the dense layers.
+        decoder_sparse_step: Every ``decoder_sparse_step``-th layer has experts. Other layers are dense.
+        mlp_only_layers: Indices of further dense layers.
+        moe_intermediate_size: Width of an expert.
+        norm_topk_prob: Whether to rescale the weights of the selected experts to sum to 1.
+    """
 
     experts_field = "num_experts"
     scale_in_queries = False
     aliases = {"num_local_experts": "num_experts"}
     ignored = "output_router_logits router_aux_loss_coef"
-    shared_expert_intermediate_size = 0  # width of the shared expert, a field of the families that have one
+    shared_expert_intermediate_size = 0  # width of the shared expert; a field in families with a shared expert
 
     vocab_size: int = 151936
     hidden_size: int = 2048
@@ -60,7 +67,7 @@ HF_SHARED: Hf = {
 
 
 class QwenMoe(DenseOrMoE):
-    """The part that the families share; each has an attention of its own."""
+    """A decoder with Qwen's routers and shared experts. Subclasses define the attention."""
 
     def router(self, **kw: Any) -> Router:
         c = self.config

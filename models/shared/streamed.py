@@ -16,7 +16,12 @@ from nnxmoe.model.mtp import MTP
 
 
 class Streamed(Layer):
-    """A layer whose halves read from several residual streams and add to them."""
+    """A layer whose attention and feed-forward read from several residual streams and add to the streams.
+
+    Args:
+        parts: Arguments of `Layer`.
+        connections: Connections of attention and feed-forward to the streams.
+    """
 
     def __init__(self, *parts: Any, connections: tuple[HyperConnection, HyperConnection]):
         super().__init__(*parts)
@@ -25,7 +30,7 @@ class Streamed(Layer):
 
     @property
     def feed_forward_streams(self) -> Any:
-        """The connection of the feed-forward: ``moe_streams`` or ``mlp_streams``."""
+        """Connection of the feed-forward to the streams: ``moe_streams`` or ``mlp_streams``."""
         return getattr(self, f"{self.feed_forward_name}_streams")
 
     def __call__(self, x: Any, context: Context, cache: Any = None) -> LayerOutput:
@@ -38,15 +43,17 @@ class Streamed(Layer):
 
 
 class TokenAndStreams(nnx.Module):
-    """``token(a) + state(b)``, of a token and of each stream."""
+    """Projections of a token and of each stream of a state. `StreamedMTP` adds the two."""
 
     def __init__(self, dim: int, **kw: Any):
         self.token, self.state = (Linear((dim,), (dim,), ("embed", "norm"), **kw) for _ in range(2))
 
 
 class StreamedMTP(MTP):
-    """A prediction layer that reads and makes streams: ``norm(layer(token(token_norm(x)) + state(hidden_norm(s))))`` of
-    a token x and each stream s (``MTPBlock`` in DeepSeek's own code of V4)."""
+    """A prediction layer with residual streams (``MTPBlock`` in DeepSeek's code of V4).
+
+    Computes ``norm(layer(token(token_norm(x)) + state(hidden_norm(s))))`` for a token x and each stream s.
+    """
 
     def projection(self, dim: int, **kw: Any) -> TokenAndStreams:
         return TokenAndStreams(dim, **kw)
@@ -62,17 +69,17 @@ class StreamedMTP(MTP):
 
 
 class StreamedLM(CausalLM):
-    """A decoder with ``hc_mult`` residual streams, which its final norm reduces to one."""
+    """A decoder with ``hc_mult`` residual streams. The final norm reduces the streams to one hidden state."""
 
     def to_layer_input(self, x: Any, tokens: Any) -> Any:
         return jnp.broadcast_to(x[:, :, None], (*x.shape[:2], self.norm.streams, x.shape[2]))
 
     def from_layer_output(self, x: Any) -> Any:
-        """The streams: the last norm makes one of them."""
+        """Return the streams, because the final norm reduces them to one hidden state."""
         return x
 
     def mtp_hidden(self, before: Any, after: Any) -> Any:
-        """All streams of a token in a row."""
+        """Return the streams of each token, concatenated."""
         return before.reshape(*before.shape[:2], -1)
 
     def _prediction_layers(self) -> Callable[..., list[Any]]:

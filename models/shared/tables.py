@@ -1,7 +1,8 @@
-"""Names of weights in checkpoints, in tables that several families share.
+"""Tables of weight names in checkpoints, shared by several families.
 
-Rows for Hugging Face: our parameter -> where it is (`W`), or several alternatives, of which the first is written. Rows
-for MaxText: our parameter -> its Linen name and logical axes. Names of keys ``layer.…`` are relative to the layer.
+Tables for Hugging Face map the key of a parameter to its tensor (`W`) or a tuple of alternatives. Saving writes the
+first alternative. Tables for MaxText map the key to a Linen name and logical axes. Names of keys ``layer.…`` are
+relative to the layer.
 """
 
 from typing import Any
@@ -9,11 +10,14 @@ from typing import Any
 from nnxmoe.model.weight_names import W
 
 Hf = dict[str, W | tuple[W, ...]]
-Linen = dict[str, tuple[Any, ...]]  # the values: `nnxmoe.convert.maxtext.layout.MaxTextRow`
+Linen = dict[str, tuple[Any, ...]]  # values are `nnxmoe.convert.maxtext.layout.MaxTextRow`
 
 
 def hf_mlp(block: str, ours: str = "layer.moe.shared") -> Hf:
-    """Table rows of a shared or dense feed-forward, which is the submodule ``block`` of a layer."""
+    """Return the rows of a shared or dense feed-forward in the submodule ``block`` of a layer.
+
+    ``ours`` is the prefix of the parameters' keys.
+    """
     return {
         f"{ours}.{x}.{end}": W(f"{block}.{x}_proj.{theirs}")
         for x in ("gate", "up", "down")
@@ -21,7 +25,7 @@ def hf_mlp(block: str, ours: str = "layer.moe.shared") -> Hf:
     }
 
 
-# What most decoders have. Rows of parameters that a model does not have are not used.
+# Parameters of most decoders. Rows of parameters that a model does not have are not used.
 HF_DECODER: Hf = {
     "embed.table": W("model.embed_tokens.weight"),
     "norm.scale": W("model.norm.weight"),
@@ -50,7 +54,7 @@ HF_LATENT: Hf = {
     "layer.attention.o.bias": W("self_attn.o_proj.bias"),
 }
 _EXPERTS, _GATE_UP = W("mlp.experts"), W("mlp.experts.gate_up_proj")
-# The second names are those of transformers 5 in memory, also found in some saved checkpoints.
+# The second alternatives are the names of transformers 5 in memory. Some saved checkpoints have them too.
 HF_MOE: Hf = {
     "layer.moe_norm.scale": W("post_attention_layernorm.weight"),
     "layer.moe.router.kernel": W("mlp.gate.weight"),
@@ -58,13 +62,13 @@ HF_MOE: Hf = {
     "layer.moe.experts.up": (_EXPERTS.each("up_proj.weight"), _GATE_UP.rows(1, 2)),
     "layer.moe.experts.down": (_EXPERTS.each("down_proj.weight"), W("mlp.experts.down_proj")),
 }
-# Layers for multi-token prediction have numbers after those of the others, and the names of a layer besides these.
+# Prediction layers are numbered after the other layers. Their attention and feed-forward have the names of a layer.
 HF_MTP: Hf = {
     "layer.mtp.token_norm.scale": W("enorm.weight"),
     "layer.mtp.hidden_norm.scale": W("hnorm.weight"),
     "layer.mtp.project.kernel": W("eh_proj.weight"),
     "layer.mtp.norm.scale": W("shared_head.norm.weight"),
-    "layer.mtp.embed.table": W("embed_tokens.weight"),  # copies of the model's, which are written and never read
+    "layer.mtp.embed.table": W("embed_tokens.weight"),  # saving writes copies of embedding and head, loading skips them
     "layer.mtp.head.kernel": W("shared_head.head.weight"),
 }
 
@@ -80,7 +84,7 @@ MAXTEXT_DECODER: Linen = {
 
 
 def maxtext_gqa(block: str) -> Linen:
-    """Table rows of grouped-query attention, which is the submodule ``block`` of MaxText's layer."""
+    """Return the rows of grouped-query attention in the submodule ``block`` of MaxText's layer."""
     wide, heads = ("q_heads", "kv"), ("kv_heads", "kv_head_dim")
     rows = (("q", "query", ("embed",), wide), ("k", "key", ("embed",), heads), ("v", "value", ("embed",), heads))
     return {
@@ -111,7 +115,7 @@ MAXTEXT_QK_NORM: Linen = {
 
 
 def maxtext_mlp(ours: str = "layer.mlp", block: str = "mlp") -> Linen:
-    """Table rows of a dense or shared feed-forward."""
+    """Return the rows of a dense or shared feed-forward in the submodule ``block`` of MaxText's layer."""
     rows = (("gate", "wi_0", ("embed", "mlp")), ("up", "wi_1", ("embed", "mlp")), ("down", "wo", ("mlp", "embed")))
     return {
         f"{ours}.{x}.{end}": (f"{block}/{theirs}/{end}", axes if end == "kernel" else axes[1:])
@@ -124,7 +128,7 @@ MAXTEXT_MLP = maxtext_mlp()
 
 
 def maxtext_experts(block: str) -> Linen:
-    """The rows of a MoE layer's experts, which are in the module ``block`` of MaxText's layer."""
+    """Return the rows of a layer's experts in the submodule ``block`` of MaxText's layer."""
     wide = ("exp", "embed_moe", "mlp_moe")
     return {
         "layer.moe.experts.gate": (f"{block}/wi_0", wide),

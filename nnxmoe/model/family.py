@@ -73,7 +73,7 @@ class MaxTextNames:
     """Names of a family's parameters in MaxText. Override the methods if names depend on the config.
 
     Attributes:
-        table: Key of a parameter -> `nnxmoe.convert.maxtext.maxtext_layout.MaxTextRow`. Empty if MaxText does not
+        table: Key of a parameter -> `nnxmoe.convert.maxtext.layout.MaxTextRow`. Empty if MaxText does not
             support the family.
         groups: Groups of layers, if they are the same for all configs.
         scales_embeddings: Whether MaxText multiplies the embedding table by sqrt(hidden_size).
