@@ -213,7 +213,7 @@ class Matching:
     def _only_fit(self, i: int, j: int) -> float:
         """Score pairs of layers that match completely, and of norms in all layers.
 
-        Such a pair is accepted if nothing else fits its parameters.
+        Such a pair is accepted if nothing else fits its parameters. Other pairs have a negative score.
         """
         a, b = self.ours[i], self.theirs[j]
         return 1 if a.layers <= self.complete or (a.words.norm and b.words.norm) else -1
@@ -227,4 +227,5 @@ class Matching:
         return {i: (name, jnp.transpose) if how == _TRANSPOSED else name for i, (name, how) in named.items()}
 
     def candidates(self, i: int) -> tuple[str, ...]:
+        """Return the names of their parameters that are possible pairs of our entry."""
         return tuple(self.theirs[j].name for j in self.edges[i])

@@ -39,6 +39,7 @@ class JitProgram:
         return self.prepare(*arguments)(*arguments)
 
     def prepare(self, *arguments: Any) -> Any:
+        """Return the program compiled for these shapes, dtypes and shardings. Compiles new combinations."""
         shapes = shapes_of(arguments)
         if shapes not in self._known:
             leaves = jax.tree.leaves((arguments, self._options))

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from tqdm import tqdm  # not tqdm.auto: nbconvert and Colab store the first state of a notebook's widget
+from tqdm import tqdm  # not tqdm.auto: nbconvert and Colab store only the first state of a notebook's widget
 
 logger = logging.getLogger("nnxmoe")
 

@@ -90,14 +90,14 @@ def assert_module_parity(
                 worst = compare_outputs(title, out, their_out, pairs, rows, tolerance)
             except AssertionError as error:
                 if list(map(jnp.shape, jax.tree.leaves(out))) != list(map(jnp.shape, jax.tree.leaves(their_out))):
-                    raise  # the shapes differ: no values to compare
+                    raise  # shapes differ, so values cannot be compared
                 causes = explain.find_exchange(theirs, ours.params, arguments, out, tolerance)
                 causes = causes or explain.explain_routing(ours, ours.params, pairs, tolerance)
                 raise AssertionError("\n  ".join([str(error), *causes])) from None
             grads = [sides.compute_gradients(side, ours.params, arguments, out) for side in (ours, theirs)]
             gradient = compare_gradients(title, grads, rows, calls, tolerance)
     except AssertionError as error:
-        raise error.with_traceback(None) from None  # the report matters, not its traceback
+        raise error.with_traceback(None) from None  # the report explains the error, its traceback does not
     except TypeError as error:
         if "argument: 'context'" not in str(error):
             raise

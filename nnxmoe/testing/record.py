@@ -104,4 +104,5 @@ def _taped(kind: type[nnx.Module]) -> type[nnx.Module]:
 
 
 def is_floating(leaf: Any) -> bool:
+    """Check whether a pytree leaf is a floating-point JAX array."""
     return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.floating)

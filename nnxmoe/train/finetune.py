@@ -53,7 +53,7 @@ from nnxmoe.train.task_record import look, record
 _METRICS, _CHECKPOINTS, _PROFILE = "metrics.jsonl", "checkpoints", "profile"
 _STEPS = 200
 _INTEGERS = {**LEAST, "accumulate": 1, "lora": 1, "steps": 1, "warmup": 0}
-_CLIP, _WARMUP, _FLOOR = 1.0, 100, 0.1  # gradient norm; steps at most; final / peak learning rate
+_CLIP, _WARMUP, _FLOOR = 1.0, 100, 0.1  # maximum gradient norm; maximum of default warmup steps; final / peak rate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Finetune(KnownFields):
         check_quantize_options(parse_method(self.quantize) if self.quantize else None, self.keep_quantized)
 
     def check_warmup(self, steps: int | None) -> None:
-        """Raise ValueError if the run would end before the warmup does."""
+        """Raise ValueError if the run would end before its warmup."""
         if self.warmup and steps and self.warmup >= steps:
             raise ValueError(f"warmup={self.warmup}: it must be less than the {steps} steps")
 
@@ -172,7 +172,7 @@ def finetune(
     profile: int | None = None,
     max_bad_fraction: float = MAX_BAD_FRACTION,
 ) -> Fitted | None:
-    """Run a task in the folder ``out``, which must be new, empty or from a run of the same task.
+    """Run a task in the folder ``out``. It must be new, empty or from a run of the same task.
 
     An unfinished run resumes bit for bit. More steps or epochs extend a run, with the learning rate
     of the longer schedule. A finished run is evaluated if ``evaluation`` is new. Otherwise the result

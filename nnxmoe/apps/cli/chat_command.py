@@ -15,6 +15,7 @@ EXAMPLE = "chat demo"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``nnxmoe chat``."""
     add_loading(parser)
     parser.add_argument("--system", metavar="TEXT", help="a system message at the start of the conversation")
     add_sampling(parser, 256, "the checkpoint's")

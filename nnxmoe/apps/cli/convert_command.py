@@ -12,6 +12,7 @@ EXAMPLE = "convert demo demo-maxtext --to maxtext --scan --verify"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``nnxmoe convert``."""
     add = parser.add_argument
     add("source", metavar="SRC", help="a folder, a hub id, or 'demo'; the layout is detected")
     add("target", metavar="DST", help="the output folder; new or empty")

@@ -31,6 +31,7 @@ NEXT_COMMANDS = """try next:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``nnxmoe demo``."""
     help_text = "maximum number of new tokens per prompt (default 80)"
     parser.add_argument("--max-new-tokens", type=count, default=80, metavar="N", help=help_text)
 

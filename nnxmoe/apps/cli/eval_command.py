@@ -16,6 +16,7 @@ EXAMPLE = "eval demo --tasks arc_easy,hellaswag --limit 100"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``nnxmoe eval``."""
     add_loading(parser)
     add = parser.add_argument
     add("--tasks", required=True, metavar="NAMES", help="tasks of lm-evaluation-harness, separated by commas")

@@ -16,6 +16,7 @@ EXAMPLE = "finetune demo chats.jsonl --out tuned --lora 16"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``nnxmoe finetune``."""
     add_model(parser)
     add = parser.add_argument
     add(

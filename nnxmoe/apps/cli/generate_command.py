@@ -26,6 +26,7 @@ OUTPUT = ("index", "prompt", "messages", "line", "text", "finish_reason", "ids",
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``nnxmoe generate``."""
     add_loading(parser)
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("prompt", nargs="?", metavar="PROMPT", help="the text to continue ('-': read from stdin)")

@@ -16,6 +16,7 @@ EXAMPLE = "inspect deepseek-v3 --context 8192"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``nnxmoe inspect``."""
     add_model(parser, "a folder, a hub id, 'demo', or a preset such as deepseek-v3")
     add_quantize(parser)
     parser.epilog = f"{parser.epilog}\n\n{textwrap.fill('presets: ' + ', '.join(PRESETS), 100)}"

@@ -75,10 +75,12 @@ def add_loading(parser: argparse.ArgumentParser) -> None:
 
 
 def add_mesh(parser: argparse.ArgumentParser) -> None:
+    """Add ``--mesh``."""
     parser.add_argument("--mesh", type=mesh, metavar="AXES", help="shard over devices, such as tensor=8 or expert=8")
 
 
 def add_adapter(parser: argparse.ArgumentParser) -> None:
+    """Add ``--adapter``."""
     help_text = "merge this LoRA adapter (of peft or of nnxmoe) into the model"
     parser.add_argument("--adapter", metavar="FOLDER", help=help_text)
 
@@ -118,6 +120,7 @@ def _draft(text: str) -> DraftChoice:
 
 
 def add_draft(parser: argparse.ArgumentParser) -> None:
+    """Add ``--draft``."""
     parser.add_argument(
         "--draft",
         type=_draft,

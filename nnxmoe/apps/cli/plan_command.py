@@ -21,6 +21,7 @@ RATES |= {"efficiency": "share of the peak, 0 to 1"}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``nnxmoe plan``."""
     add = parser.add_argument
     add("model", metavar="MODEL", help="a preset such as deepseek-v3, 'demo', a folder or a hub id")
     meshes = parser.add_mutually_exclusive_group(required=True)

@@ -15,6 +15,7 @@ KEY = "NNXMOE_API_KEY"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``nnxmoe serve``."""
     add_loading(parser)
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine only)")

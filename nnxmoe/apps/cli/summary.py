@@ -74,6 +74,7 @@ class Summary:
 
     @property
     def parameters(self) -> int:
+        """Number of parameters."""
         return sum(self.parts.values())
 
     @property
@@ -83,6 +84,7 @@ class Summary:
 
     @property
     def weight_bytes(self) -> int:
+        """Bytes of the weights in memory."""
         return sum(self.weights.values())
 
     def cache_bytes(self, batch: int, context: int) -> int:

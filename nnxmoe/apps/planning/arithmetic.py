@@ -54,6 +54,7 @@ class Bytes:
 
     @property
     def total(self) -> int:
+        """Bytes of everything together."""
         return self.arguments + self.gradients + self.activations
 
 

@@ -141,6 +141,7 @@ def _at(place: NamedSharding | None) -> Any:
 
 
 def program(job: CompileJob) -> Program:
+    """Compile the step of a job, and read memory and collectives from the compiled program."""
     found = devices(job)
     sizes: dict[str, Any] = dict(job.mesh)
     mesh = make_mesh(**sizes, devices=found, across=job.work.across)

@@ -61,6 +61,7 @@ class Plan:
 
     @property
     def devices(self) -> int:
+        """Number of devices of the mesh."""
         return math.prod(self.mesh.values())
 
     @property
@@ -75,6 +76,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
+        """True if ``memory`` is at most the memory of a device."""
         return self.memory <= self.hardware.memory
 
     @property

@@ -240,6 +240,7 @@ _scanned = functools.lru_cache(maxsize=8)(_build)
 
 @functools.lru_cache(maxsize=8)
 def cache_sizes(config: DecoderConfig) -> dict[int | None, int]:
+    """Return `cache_per_token` of the model without arrays."""
     return cache_per_token(abstract(config))
 
 

@@ -43,6 +43,7 @@ class PublishedRun:
 
     @property
     def compute(self) -> str:
+        """Dtype of products."""
         return self.choices.get("compute", "bf16")
 
     @property

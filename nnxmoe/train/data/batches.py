@@ -89,6 +89,9 @@ class Batches(Iterator[Batch]):
     `set_state` have the signatures of grain's iterators.
 
     Args:
+        batch_size: Rows per batch, of all processes together.
+        seq_len: Tokens per row.
+        pack: Pack several documents into a row. Pairs are never packed.
         epochs: Number of epochs. If None, the batches never end.
         share: (index of this process, number of processes). Defaults to JAX's. Each process gets its
             rows of every batch, and all processes must make the same calls.

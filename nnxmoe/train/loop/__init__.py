@@ -1,1 +1,1 @@
-"""The training loop: the loss, one step, many steps, and what is measured on the way."""
+"""Training loop: losses, one step, all steps, metrics and callbacks."""

@@ -78,6 +78,7 @@ class StepDefinition:
         self.key = settings and hashable((self._graph, *map(jax.tree.structure, (params, frozen)), settings))
 
     def init(self, params: dict[str, Array], frozen: dict[str, Array], key: Array) -> TrainState:
+        """Create the state before the first step. Copies all arrays, with floating parameters in float32."""
         wide = {
             name: jnp.array(value, jnp.float32 if jnp.issubdtype(value.dtype, jnp.floating) else value.dtype, copy=True)
             for name, value in params.items()
@@ -86,6 +87,7 @@ class StepDefinition:
         return TrainState(jnp.int32(0), wide, copied, self.optimizer.init(wide), key)
 
     def merge(self, params: Mapping[str, Array], frozen: Mapping[str, Array]) -> CausalLM:
+        """Build the model with these values of its variables."""
         return merged(self._graph, (self._params, params), (self._frozen, frozen))
 
     def losses(self, state: TrainState, batch: Mapping[str, Array]) -> Losses:

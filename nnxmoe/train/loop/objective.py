@@ -172,6 +172,7 @@ class Objective(RouterLosses):
 
     Attributes:
         z_loss: Weight of the mean squared logsumexp of the logits (PaLM; Chowdhery et al. 2022).
+        head: Computes the loss from the output head's input, such as `ChunkedLoss` or `Whole`.
         mtp: Weight of the multi-token prediction loss (DeepSeek-V3: 0.3, later 0.1): the mean over
             ``model.mtp`` of the mean cross-entropy of tokens 2, 3, … steps ahead in the same
             document. With 0, the prediction layers are not computed and `Step` does not train them.
@@ -199,6 +200,7 @@ class Objective(RouterLosses):
         return dataclasses.replace(self, depths=len(model.mtp) if self.mtp else 0)
 
     def check(self, batch: Batch) -> None:
+        """Raise ValueError if the batch is malformed."""
         check_batch(batch)
 
     def count(self, batch: Batch) -> tuple[Float[Array, ""], ...]:

@@ -75,6 +75,8 @@ class DPO(RouterLosses):
         reference: Returns the reference of the trained model, such as `lora.without` for adapters that
             start at zero. It costs a forward pass per step and no memory for weights. If None, batches
             have ``reference_logps [B, 2]``, see `with_reference`.
+        beta: Factor of the margin in the loss, and of the log-probability ratios in the rewards.
+        loss: Loss per pair, such as `sigmoid_loss`, `hinge_loss` or `ipo_loss`.
         label_smoothing: Probability that the labels of a pair are swapped (cDPO, Mitchell 2023).
 
     Raises:

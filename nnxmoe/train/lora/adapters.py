@@ -95,7 +95,7 @@ def _drawn(seed: list[int], slot: AdapterSlot, a: nnx.Param) -> np.ndarray:
 
     NumPy draws them, since compiling JAX's generator for every shape takes longer than drawing.
     """
-    ins = () if slot.name == "embed" else ParamWeight(a).ins  # each embedding token is one input
+    ins = () if slot.name == "embed" else ParamWeight(a).ins  # an embedding lookup has a fan-in of 1
     bound = math.prod(ins) ** -0.5
     stream = zlib.crc32(slot.name.encode())
     rngs = (np.random.Generator(np.random.Philox(np.random.SeedSequence([*seed, stream, i]))) for i in slot.layers)
