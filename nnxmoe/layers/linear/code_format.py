@@ -1,9 +1,9 @@
-"""Formats of quantized weights: how numbers of 4 or 8 bits are stored, and which values they stand for.
+"""Formats of quantized weights: the storage of codes of 4 or 8 bits, and the values of the codes.
 
     w[o, i] = (value(code[o, i]) - zero[o // rows, i // columns]) * scale[o // rows, i // columns]
 
-A *tile* of ``rows`` outputs by ``columns`` inputs shares a scale and, if there is one, a zero point or an offset. All
-functions take arrays of NumPy and of JAX, with any leading dimensions.
+A *tile* of ``rows`` outputs by ``columns`` inputs shares one scale, and one zero point or offset if the format has
+them. All functions accept NumPy and JAX arrays with any leading dimensions.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from nnxmoe.layers.linear.xla_cpu import on_cpu
 
 CodeDtype = Literal["int8", "int4", "fp8", "fp4", "nf4"]
 STORAGE_DTYPES = {name: np.dtype(np.int8 if name == "int8" else np.uint8) for name in get_args(CodeDtype)}
-INT4_ZERO = 8  # the 4-bit code of zero in formats without zero points
+INT4_ZERO = 8  # 4-bit code of the value 0 in formats without zero points
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 FULL = 2**31 - 1  # rows or columns of a tile that covers a kernel of any size
 
@@ -35,22 +35,23 @@ NF4 = np.array(
     np.float32,
 )
 
-# The 16 values of E2M1: a sign, two bits of exponent and one of mantissa (OCP Microscaling specification 1.0, 2023).
+# The 16 values of E2M1: 1 sign bit, 2 exponent bits, 1 mantissa bit (OCP Microscaling specification 1.0, 2023).
 FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-CODEBOOKS = {"nf4": NF4, "fp4": FP4}  # values by code, for code dtypes that look values up
+CODEBOOKS = {"nf4": NF4, "fp4": FP4}  # code dtype -> value of each code
 
 
 @dataclasses.dataclass(frozen=True)
 class CodeFormat:
-    """The format of a quantized kernel ``[outs, ins]``: the dtype of its codes, and the tile that shares a scale.
+    """Format of a quantized kernel ``[outs, ins]``: the dtype of its codes, and the tile that shares a scale.
 
     Attributes:
-        code_dtype: ``int8``: -128 … 127. ``int4``: 0 … 15, less 8 in formats without zero points. ``nf4``, ``fp4``: an
-            index into `NF4` or `FP4`. ``fp8``: the bits of ``float8_e4m3fn``. Two codes of 4 bits share a byte: the low
-            bits hold the first half of each tile's columns, the high bits the second half.
-        tile: (rows, columns). It may reach beyond the kernel's edges, except in columns of 4-bit codes.
-        round_dtype: the dtype to which the quantization tool rounds weights. None: float32.
-        offset: whether ``zero`` is a float that is added after scaling, as in GGUF's types with a minimum.
+        code_dtype: ``int8`` codes are -128 … 127. ``int4`` codes are 0 … 15, and formats without zero points
+            subtract 8. ``nf4`` and ``fp4`` codes are indices into `NF4` or `FP4`. ``fp8`` codes are the bits of
+            ``float8_e4m3fn``. A byte contains two 4-bit codes. The low bits are the first half of each tile's columns,
+            the high bits the second half.
+        tile: (rows, columns). Tiles may extend beyond the kernel's edges, except along the columns of 4-bit codes.
+        round_dtype: Dtype to which the quantization tool rounds weights. If None, float32.
+        offset: Whether ``zero`` is a float that is added after scaling, as in GGUF's types with a minimum.
     """
 
     code_dtype: CodeDtype
@@ -69,7 +70,7 @@ class CodeFormat:
         return self.bits == 4
 
     def check_inputs(self, ins: int) -> None:
-        """Raise ValueError unless kernels with ``ins`` inputs can be stored."""
+        """Raise ValueError unless the format can store kernels with ``ins`` inputs."""
         if self.is_packed and (self.tile[1] % 2 or ins % self.tile[1]):
             group = math.gcd(ins, self.tile[1])
             remedy = "" if group % 2 else f": use groups of {group} ({self.code_dtype}:{group})"
@@ -81,13 +82,16 @@ class CodeFormat:
         return (outs, ins // 2 if self.is_packed else ins)
 
     def scales_shape(self, outs: int, ins: int) -> tuple[int, int]:
-        """Return the shape of the scales, and of the zero points."""
+        """Return the shape of the scales and of the zero points."""
         return -(-outs // self.tile[0]), -(-ins // self.tile[1])
 
     def can_shard(self, dim: int, size: int, shards: int) -> bool:
-        """Return whether the outputs (``dim`` 0) or inputs (1) of a kernel can be sharded evenly between tiles."""
+        """Return whether the outputs (``dim`` 0) or inputs (``dim`` 1) can be sharded evenly without splitting a tile.
+
+        A single tile over the whole dimension may be split, because every shard has its scale.
+        """
         tile = self.tile[dim]
-        if tile >= size and not (dim == 1 and self.is_packed):  # one tile, whose scale every shard has
+        if tile >= size and not (dim == 1 and self.is_packed):
             return True
         return size % shards == 0 and size // shards % tile == 0
 
@@ -96,14 +100,14 @@ class CodeFormat:
         return codes.shape[-1] * (2 if self.is_packed else 1)
 
     def pack(self, codes: np.ndarray) -> np.ndarray:
-        """Convert codes, one per element (4 bits: 0 … 15), to stored codes."""
+        """Convert an array with one code per element (0 … 15 for 4 bits) to stored codes."""
         if not self.is_packed:
             return codes
         low, high = self.split_halves(codes.astype(np.uint8))
         return low | high << 4
 
     def unpack(self, codes: Any) -> Any:
-        """Convert stored codes to codes, one per element."""
+        """Convert stored codes to an array with one code per element."""
         return self.join_halves(self._unpack_halves(codes))
 
     def _unpack_halves(self, codes: Any) -> tuple[Any, ...]:
@@ -112,7 +116,7 @@ class CodeFormat:
     def split_halves(self, columns: Any) -> tuple[Any, ...]:
         """Split an array ``[..., I]`` into the first and the second half of each tile's columns.
 
-        Returns one part with all columns for formats without packing.
+        If the format does not pack codes, return one part with all columns.
         """
         if not self.is_packed:
             return (columns,)
@@ -129,18 +133,18 @@ class CodeFormat:
         return xp.concatenate(groups, axis=-1).reshape(*lead, -1)
 
     def decode(self, codes: Any, scale: Any, zero: Any, rows: Any) -> Any:
-        """Decode the weights ``[*E, R, I]`` of some rows, in float32.
+        """Decode the weights ``[*E, R, I]`` of a set of rows, in float32.
 
         Args:
-            codes: stored codes of these rows, ``[*E, R, stored]``.
-            scale: scales of all rows, ``[*E, …]``.
-            zero: zero points of all rows, or None.
-            rows: a slice, or row numbers ``[R]``.
+            codes: Stored codes of these rows, ``[*E, R, stored]``.
+            scale: Scales of all rows, ``[*E, …]``.
+            zero: Zero points of all rows, or None.
+            rows: A slice, or row numbers ``[R]``.
         """
         return self.join_halves(self.decode_halves(codes, scale, zero, rows))
 
     def decode_halves(self, codes: Any, scale: Any, zero: Any, rows: Any) -> tuple[Any, ...]:
-        """Decode as `decode` does, into the parts of `split_halves`: joining them takes longer in a loop."""
+        """Decode like `decode`, but return the parts of `split_halves`. In a loop, joining the parts is slow."""
         weights = []
         for half in self._unpack_halves(codes):
             values = self._look_up(half)
@@ -169,7 +173,7 @@ class CodeFormat:
         return codes.astype(jnp.float32)
 
     def gather_rows(self, grid: Any, rows: Any) -> Any:
-        """Return the scales or zero points of some rows, ``[*E, R, groups]`` float32."""
+        """Return the scales or zero points of a set of rows, ``[*E, R, groups]`` in float32."""
         xp = grid.__array_namespace__()
         if self.tile[0] == 1 and isinstance(rows, slice):
             return grid[..., rows, :].astype(np.float32)
@@ -187,7 +191,7 @@ class CodeFormat:
         return operation(values, per_row).reshape(shape)
 
     def _round(self, weights: Any) -> Any:
-        """Round to ``round_dtype``. Uses `reduce_precision`, because XLA drops casts to fewer bits and back."""
+        """Round to ``round_dtype`` with `reduce_precision`, because XLA removes casts to fewer bits and back."""
         if self.round_dtype is None:
             return weights
         dtype = jnp.dtype(self.round_dtype)
@@ -207,10 +211,10 @@ def _value_table(code_dtype: CodeDtype) -> np.ndarray:
 
 
 def _fp8_values(codes: Any) -> Any:
-    """Return the float32 values of float8_e4m3fn bits. Loading refuses NaN.
+    """Return the float32 values of float8_e4m3fn bits. NaN is not supported: loading rejects it.
 
-    XLA:CPU widens a whole 8-bit float array before a loop that reads parts of it (jax 0.10.2, 0.12.0). There, the bits
-    are shifted into a float16, whose value is 256 times too small, exactly.
+    XLA:CPU casts a whole 8-bit float array before a loop that reads parts of it (jax 0.10.2, 0.12.0). On CPUs, the bits
+    are therefore shifted into a float16. Its value is exactly 1/256 of the fp8 value.
     """
     if not on_cpu():
         return jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)

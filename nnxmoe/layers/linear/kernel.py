@@ -1,9 +1,9 @@
-"""Kernels: the weights of linear maps. The rest of the package multiplies with them and never reads their arrays.
+"""Kernels: the weights of linear maps. The rest of the package multiplies with kernels and never reads their arrays.
 
 A module stores its ``kernel`` in one of two *storage forms*: an ``nnx.Param`` (one trained float array), or an
-``nnx.Module`` with ``ins``, ``outs`` and ``read()``, such as quantized weights. `as_weight` gives both the same
-interface: it wraps a parameter in `ParamWeight`. ``read()`` returns a `Kernel`, the operand of products. The kernel of
-a parameter is a `DenseKernel`. Other storage forms return a subclass with at least ``dense`` and ``shape``.
+``nnx.Module`` with ``ins``, ``outs`` and ``read()``, such as quantized weights. `as_weight` wraps a parameter in
+`ParamWeight`, so both forms have the same interface. ``read()`` returns a `Kernel`, the operand of products. The kernel
+of a parameter is a `DenseKernel`. An ``nnx.Module`` returns a subclass with at least ``dense`` and ``shape``.
 """
 
 import dataclasses
@@ -20,38 +20,38 @@ from jaxtyping import Array, Float, Int
 from nnxmoe.axes import LAYER_AXES, axes_of, parameter
 from nnxmoe.layers.linear.matmul import batched_matmul_f32, dot_f32, einsum_f32, matmul, matmul_f32
 
-STACK_AXES = (*LAYER_AXES, "expert")  # logical axes along which kernels are stacked: one linear map per index
+STACK_AXES = (*LAYER_AXES, "expert")  # logical axes that stack kernels: one linear map per index
 
 Product = Callable[[Array, "Kernel"], Array]
 
 
 class Kernel:
-    """The weight of one linear map ``[I, O]``, or of one map per expert ``[E, I, O]``, for use in products.
+    """Base class of the operands of products: one linear map ``[I, O]``, or one map per expert ``[E, I, O]``.
 
-    Subclasses are registered pytrees whose leaves all have the expert dimension first, if there is one. They must
-    define ``dense`` and ``shape``, and may override the other methods with faster ones.
+    Subclasses are registered pytrees. If there are experts, all leaves have the expert dimension first. Subclasses must
+    define ``dense`` and ``shape``, and may override the remaining methods with faster versions.
 
     Attributes:
-        trainable: whether products have gradients with respect to the kernel. If so, ``vjp_kernel`` must be defined.
+        trainable: Whether products have gradients with respect to the kernel. If so, ``vjp_kernel`` must be defined.
     """
 
     trainable: ClassVar[bool] = False
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """``(I, O)`` or ``(E, I, O)``, whatever the orientation in memory."""
+        """``(I, O)`` or ``(E, I, O)``, independent of the order in memory."""
         raise TypeError(f"{type(self).__name__} does not define shape")
 
     def dense(self, dtype: Any = None) -> Float[Array, "*E I O"]:
-        """Return the whole kernel as one array, by default in the precision of the storage form."""
+        """Return the whole kernel as one array. If ``dtype`` is None, in the precision of the storage form."""
         raise TypeError(f"{type(self).__name__} does not define dense")
 
     def transposed(self, dtype: Any = None) -> Float[Array, "*E O I"]:
-        """Return `dense` with outputs before inputs, as in memory and in checkpoints."""
+        """Return `dense` with outputs before inputs, the order in checkpoints."""
         return jnp.swapaxes(self.dense(dtype), -1, -2)
 
     def cast(self, dtype: Any) -> "Kernel":
-        """Cast the kernel once for several products with operands of this dtype, if products would cast it."""
+        """Cast the kernel once for several products with operands of this dtype. No-op if products do not cast it."""
         return self
 
     def __call__(self, x: Float[Array, "*rows I"]) -> Float[Array, "*rows O"]:
@@ -59,7 +59,7 @@ class Kernel:
         return matmul(x, self.dense(x.dtype))
 
     def matmul_f32(self, x: Float[Array, "*rows I"], precision: PrecisionLike = None) -> Float[Array, "*rows O"]:
-        """Return ``x @ kernel`` in float32, as accumulated. The kernel is cast to ``x``'s dtype."""
+        """Return ``x @ kernel``, accumulated and returned in float32. The kernel is cast to ``x``'s dtype."""
         return matmul_f32(x, self.dense(x.dtype), precision=precision)
 
     def output_grad(self, d: Float[Array, "*rows O"], y: Float[Array, "*rows O"]) -> Float[Array, "*rows O"]:
@@ -71,25 +71,26 @@ class Kernel:
         return matmul(d, self.dense(d.dtype), True)
 
     def batched_matmul(self, rows: Float[Array, "E R I"]) -> Float[Array, "E R O"]:
-        """Multiply equally many rows per expert in one batched product, which compilers can partition over devices."""
+        """Multiply equally many rows per expert. XLA can partition this batched product over devices."""
         return einsum_f32("ERI,EIO->ERO", rows, self.dense(rows.dtype)).astype(rows.dtype)
 
     def matmul_per_head(
         self, x: Float[Array, "N R _"], first: int, count: int, transpose: bool = False
     ) -> Float[Array, "N R _"]:
-        """Multiply the rows of each head with some outputs of that head. All ``N`` heads have equally many outputs.
+        """Multiply the rows of each head by a range of the head's outputs. All ``N`` heads have equally many outputs.
 
         Args:
-            first: the first output of each head to use.
-            count: the number of outputs of each head.
-            transpose: whether ``x`` has these outputs as its columns, as in `vjp_input`.
+            x: Rows per head.
+            first: First output of the range.
+            count: Number of outputs in the range.
+            transpose: Whether the columns of ``x`` are these outputs, as in `vjp_input`.
         """
         array = self.transposed(x.dtype)
         head_kernels = array.reshape(len(x), -1, array.shape[-1])[:, first : first + count]
         return batched_matmul_f32(x, head_kernels, -2 if transpose else -1).astype(x.dtype)
 
     def apply(self, x: Float[Array, "..."], product: "Product") -> Float[Array, "..."]:
-        """Return ``product(x, kernel)``. A kernel that is a sum adds the products of its terms."""
+        """Return ``product(x, kernel)``. If the kernel is a sum, return the sum of the products with its terms."""
         return product(x, self)
 
     def expert(self, index: int | Int[Array, ""]) -> Self:
@@ -97,12 +98,12 @@ class Kernel:
         return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), self)
 
     def vjp_kernel(self, x: Float[Array, "*rows I"], d: Float[Array, "*rows O"]) -> Self:
-        """Return the gradient ``x.T @ d`` of one linear map, in float32, as a kernel of the same form."""
+        """Return the gradient ``x.T @ d`` of one linear map, in float32, as a kernel of the same class."""
         raise TypeError(f"{type(self).__name__} is not trainable")
 
 
 class Adapter(Protocol):
-    """A trainable addition to a frozen kernel; see `nnxmoe.layers.linear.lora.LoRA`."""
+    """Protocol of trainable additions to a frozen kernel; see `nnxmoe.layers.linear.lora.LoRA`."""
 
     def adapt(self, kernel: Kernel) -> Kernel: ...
 
@@ -112,16 +113,16 @@ class Adapter(Protocol):
 
 
 def with_adapter(kernel: Kernel, adapter: Adapter | None) -> Kernel:
-    """Return the kernel with its adapter, if there is one."""
+    """Return the kernel with its adapter, or the kernel if ``adapter`` is None."""
     return kernel if adapter is None else adapter.adapt(kernel)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DenseKernel(Kernel):
-    """A kernel in one float array ``[*E, O, I]``, or with ``ins_first`` ``[*E, I, O]``, the order of Flax."""
+    """Kernel in one float array: ``[*E, O, I]``, or ``[*E, I, O]`` (the order of Flax) if ``ins_first``."""
 
-    array: Any  # a float array; transformations of JAX put other leaves in its place
+    array: Any  # a float array, or any leaf that a JAX transformation substitutes
     ins_first: bool = dataclasses.field(default=False, metadata={"static": True})
 
     trainable: ClassVar[bool] = True
@@ -161,40 +162,41 @@ class DenseKernel(Kernel):
         return DenseKernel(dot_f32(*pair, -2, -2), self.ins_first)
 
     def __jax_array__(self) -> Array:
-        """Convert to an array for `jax.numpy`, as in a custom `GroupedMatmul`."""
+        """Convert to an array, so a custom `GroupedMatmul` can pass the kernel to `jax.numpy`."""
         return self.dense()
 
 
 def as_kernel(kernel: Kernel | Float[Array, "*E I O"]) -> Kernel:
-    """Return a kernel unchanged, and an array ``[*E, I, O]`` as a `DenseKernel`."""
+    """Convert an array ``[*E, I, O]`` to a `DenseKernel`. Return a kernel unchanged."""
     return kernel if isinstance(kernel, Kernel) else DenseKernel(kernel, ins_first=True)
 
 
 def is_kernel(variable: Any) -> bool:
-    """Return whether a variable is the weight of a linear map in one array, created by `kernel_param`."""
+    """Return whether a variable is the kernel of a linear map, created by `kernel_param`."""
     return isinstance(variable, nnx.Param) and variable.get_metadata().get("inputs") is not None
 
 
 def as_weight(kernel: Any) -> Any:
     """Return a module's kernel as an object with ``ins``, ``outs``, ``lead``, ``logical_axes`` and ``read()``.
 
-    Wraps a parameter in `ParamWeight`, and returns other storage forms unchanged.
+    Wraps a parameter in `ParamWeight`. Modules such as quantized weights are returned unchanged.
     """
     return ParamWeight(kernel) if isinstance(kernel, nnx.Variable) else kernel
 
 
 @dataclasses.dataclass(frozen=True)
 class ParamWeight:
-    """The trained weight of a linear map in one array ``[*lead, *outs, *ins]``; ``lead`` counts layers and experts.
+    """Trained weight of a linear map in one array ``[*lead, *outs, *ins]``. ``lead`` are layers and experts.
 
-    Input and output features may have several dimensions, such as heads. ``read`` flattens each to one. Outputs come
-    first as in Hugging Face's files, so loading transposes nothing, and CPUs multiply few rows faster. XLA's dots on
-    GPUs and TPUs accept either order. tokamax's grouped kernel for Hopper is optimized for this order, its kernel for
-    TPUs needs the opposite one. After ``move_inputs_first``, as in Linen, the array is ``[*lead, *ins, *outs]``.
+    Inputs and outputs may have several dimensions, such as heads. ``read`` flattens them to one dimension each. Outputs
+    come first as in Hugging Face checkpoints, so loading does not transpose arrays. CPUs multiply few rows faster in
+    this order. XLA's dots on GPUs and TPUs accept either order. tokamax's grouped kernel for Hopper is optimized for
+    this order, but its kernel for TPUs needs inputs first. After ``move_inputs_first``, as in Linen, the array is
+    ``[*lead, *ins, *outs]``.
 
     Attributes:
-        variable: an ``nnx.Param`` from `kernel_param`, or an ``nnx.LoRAParam``. Flax's bridge to Linen would not put
-            other subclasses into the collection ``params``.
+        variable: An ``nnx.Param`` from `kernel_param`, or an ``nnx.LoRAParam``. Flax's bridge to Linen puts only these
+            types into the collection ``params``.
     """
 
     variable: nnx.Variable
@@ -205,7 +207,7 @@ class ParamWeight:
         return self.variable.get_metadata().get("ins_first", False)
 
     def split(self, dimensions: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
-        """Split the shape, the logical axes or another sequence over the dimensions into (lead, ins, outs)."""
+        """Split a sequence over the dimensions, such as the shape or the logical axes, into (lead, ins, outs)."""
         first = sum(axis in STACK_AXES for axis in axes_of(self.variable))
         inputs = self.variable.get_metadata()["inputs"]
         end = first + inputs if self.ins_first else len(dimensions) - inputs
@@ -219,7 +221,7 @@ class ParamWeight:
 
     @property
     def lead(self) -> tuple[int, ...]:
-        """Sizes of the leading layer and expert dimensions; within a scan over layers, without the layers."""
+        """Sizes of the leading layer and expert dimensions. Inside a scan over layers, there is no layer dimension."""
         return self.split(self.variable.shape)[0]
 
     @property
@@ -252,7 +254,7 @@ class ParamWeight:
 def flax_order(variable: nnx.Variable, dimensions: Sequence[Any]) -> tuple[Any, ...]:
     """Reorder a sequence over a kernel's dimensions to ``[*lead, *ins, *outs]``, the order of Flax.
 
-    The sequence may omit layers or experts. It is returned unchanged for variables that are no kernels.
+    The sequence may omit layers or experts. If the variable is not a kernel, the order does not change.
     """
     inputs = variable.get_metadata().get("inputs")
     if not inputs or variable.get_metadata().get("ins_first"):
@@ -263,7 +265,10 @@ def flax_order(variable: nnx.Variable, dimensions: Sequence[Any]) -> tuple[Any, 
 
 
 def fan_in(inputs: Sequence[int], gain: float = 1.0) -> nnx.Initializer:
-    """Return a normal initializer of variance 1 / inputs, with which a map multiplies its input's scale by ``gain``."""
+    """Return a normal initializer with standard deviation ``gain / sqrt(fan_in)``.
+
+    The output of the linear map then has ``gain`` times the scale of its input.
+    """
     return nnx.initializers.normal(gain * math.prod(inputs) ** -0.5)
 
 
@@ -278,9 +283,9 @@ def kernel_param(
     rngs: nnx.Rngs | None,
     param_type: type[nnx.Param] = nnx.Param,
 ) -> nnx.Param:
-    """Create a kernel ``[*lead, *outs, *ins]`` from the logical ``axes`` of ``(*lead, *ins, *outs)``.
+    """Create a kernel ``[*lead, *outs, *ins]``. ``axes`` are the logical axes of ``(*lead, *ins, *outs)``.
 
-    With ``rngs=None``, the kernel has a shape and no values.
+    If ``rngs`` is None, the kernel has a shape but no values.
     """
     first, end = len(lead), len(lead) + len(ins)
     shape, names = (*lead, *outs, *ins), (*axes[:first], *axes[end:], *axes[first:end])

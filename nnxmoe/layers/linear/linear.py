@@ -1,4 +1,4 @@
-"""The linear projection."""
+"""Linear maps."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,10 +13,10 @@ from nnxmoe.layers.linear.kernel import Adapter, Kernel, as_weight, kernel_param
 
 
 class Linear(nnx.Module):
-    """A linear map ``x[... *ins] -> [... *outs]`` with a kernel ``[*outs, *ins]`` and an optional flattened bias.
+    """Linear map ``x[... *ins] -> [... *outs]`` with a kernel ``[*outs, *ins]`` and an optional flattened bias.
 
     Attributes:
-        lora: an adapter, set by `nnxmoe.train.lora.add`.
+        lora: Adapter of the kernel, set by `nnxmoe.train.lora.add`.
     """
 
     adapted: ClassVar[Mapping[str, tuple[str, ...]]] = {"lora": ("kernel",)}  # adapter attribute -> its kernels
@@ -34,22 +34,23 @@ class Linear(nnx.Module):
         """Create the kernel and the bias.
 
         Args:
-            ins: sizes of the input dimensions.
-            outs: sizes of the output dimensions, such as heads and head width.
-            axes: logical axes of ``(*ins, *outs)``.
-            bias: whether there is a bias.
-            gain: scale of the initial output relative to the input.
+            ins: Sizes of the input dimensions.
+            outs: Sizes of the output dimensions, such as heads and head width.
+            axes: Logical axes of ``(*ins, *outs)``.
+            bias: Whether the map has a bias.
+            gain: Scale of the initial output relative to the input.
+            **kw: The dtype and rngs of the parameters.
         """
         self.lora: Adapter | None = None
         self.kernel = kernel_param(ins, outs, axes, gain=gain, **kw)
         if bias:
             self.bias = parameter((math.prod(outs),), (axes[len(ins)],), nnx.initializers.zeros, **kw)
-            self.bias.set_metadata(outs=tuple(outs))  # its shape in layouts with a separate head dimension
+            self.bias.set_metadata(outs=tuple(outs))  # shape of the bias in layouts with a separate head dimension
         else:
             self.bias = None
 
     def weight(self) -> Kernel:
-        """Return the kernel ``[I, O]``, inputs and outputs flattened, with its adapter if there is one."""
+        """Return the kernel ``[I, O]`` with flattened inputs and outputs, including the adapter, if any."""
         return with_adapter(as_weight(self.kernel).read(), self.lora)
 
     @property

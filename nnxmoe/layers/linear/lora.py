@@ -1,4 +1,4 @@
-"""LoRA: low-rank adapters of linear maps, ``y + alpha / rank * (x @ a) @ b`` (Hu et al. 2021)."""
+"""LoRA adapters of linear maps: ``y + alpha / rank * (x @ a) @ b`` (Hu et al. 2021)."""
 
 import dataclasses
 import functools
@@ -16,18 +16,21 @@ LayerRanks = tuple[tuple[int, tuple[int, float]], ...]
 
 
 class UnmergeValue(nnx.Variable):
-    """A value that `nnxmoe.train.lora.merge` stores for ``unmerge``; not a parameter."""
+    """Value that `nnxmoe.train.lora.merge` stores for ``unmerge``. It is not a parameter."""
 
 
 class LoRA(nnx.Module):
-    """The adapter of a kernel ``[*lead, *outs, *ins]``: ``a [*lead, rank, *ins]``, ``b [*lead, *outs, rank]``.
+    """Adapter of a kernel ``[*lead, *outs, *ins]``.
 
-    Both are ``nnx.LoRAParam``s, which are trained while the rest of the model is frozen. If several maps share one
-    adapter, such as the experts' gate and up, ``b`` is ``[*lead, maps, *outs, rank]``.
+    Both matrices are ``nnx.LoRAParam``s. Training updates them and freezes the rest of the model.
 
     Attributes:
-        layers: pairs (layer, (rank, alpha)) for stacked layers that differ; None if all are equal. Layers without a
-            pair have no adapter. The unused part of ``a`` and ``b`` is zero and gets no gradient.
+        a: ``[*lead, rank, *ins]``.
+        b: ``[*lead, *outs, rank]``. If several maps share one adapter, such as the experts' gate and up,
+            ``[*lead, maps, *outs, rank]``.
+        alpha: Numerator of the scale.
+        layers: Pairs (layer, (rank, alpha)) if stacked layers differ, or None if all layers are equal. Layers without
+            a pair have no adapter. Unused parts of ``a`` and ``b`` are zero and have no gradient.
     """
 
     def __init__(self, a: nnx.Param, b: nnx.Param, alpha: float, layers: LayerRanks | None = None):
@@ -37,23 +40,23 @@ class LoRA(nnx.Module):
         self.layers = nnx.static(layers)
 
     def rank_and_alpha(self, layer: int) -> tuple[int, float] | None:
-        """Return (rank, alpha) of a layer, or None for a layer without an adapter."""
+        """Return (rank, alpha) of a layer, or None if the layer has no adapter."""
         return (self.rank, self.alpha) if self.layers is None else dict(self.layers).get(layer)
 
     @property
     def rank(self) -> int:
-        """The width of the bottleneck."""
+        """Inner dimension of the adapter."""
         return ParamWeight(self.a).outs[0]
 
     @property
     def scale(self) -> float:
-        """The factor ``alpha / rank`` of the adapter's output."""
+        """Factor of the adapter's output, ``alpha / rank``."""
         return self.alpha / self.rank
 
     def outputs_per_map(self, x: Float[Array, "*rows I"], product: Product) -> list[Float[Array, "*rows O"]]:
-        """Return the adapter's output for each of several maps, which share ``x @ a``.
+        """Return the adapter's output for each map. All maps share ``x @ a``.
 
-        ``b`` is indexed before the product: slicing a sharded output would move data between devices.
+        ``b`` is indexed before the product, because slicing a sharded output would move data between devices.
         """
         low, b = product(x, ParamWeight(self.a).read()), self.b[...]
         return [product(low, DenseKernel(b[..., i, :, :])) * self.scale for i in range(b.shape[-3])]
@@ -63,12 +66,12 @@ class LoRA(nnx.Module):
         return AdaptedKernel(kernel, ParamWeight(self.a).read(), ParamWeight(self.b).read(), self.scale)
 
     def lookup(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """Return, in float32, what the adapter of an embedding (``a [rank, V]``, ``b [D, rank]``) adds to its rows."""
+        """Return, in float32, the adapter's addition to embeddings. ``a`` is ``[rank, V]`` and ``b`` ``[D, rank]``."""
         low = jnp.take(self.a[...], tokens, axis=1)
         return jnp.einsum("RBT,DR->BTD", low, self.b[...], preferred_element_type=jnp.float32) * self.scale
 
     def delta(self) -> Float[Array, "*lead I O"]:
-        """Return the matrix that the adapter adds to its kernel, in float32, with inputs and outputs flattened."""
+        """Return the adapter's addition to the kernel, in float32, with inputs and outputs flattened."""
         return _delta(ParamWeight(self.a).read(), ParamWeight(self.b).read(), self.scale)
 
 
@@ -79,7 +82,7 @@ def _delta(a: DenseKernel, b: DenseKernel, scale: float) -> Float[Array, "*lead 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AdaptedKernel(Kernel):
-    """A kernel plus ``scale * a @ b``. Products do not materialize the sum."""
+    """Kernel plus ``scale * a @ b``. Products do not materialize the sum."""
 
     base: Kernel
     a: DenseKernel
@@ -93,7 +96,7 @@ class AdaptedKernel(Kernel):
         return self.base.shape
 
     def dense(self, dtype: Any = None) -> Float[Array, "*E I O"]:
-        """Return the materialized sum, computed and by default returned in float32."""
+        """Materialize the sum in float32. Return it in ``dtype``, or in float32 if ``dtype`` is None."""
         total = self.base.dense(jnp.float32) + _delta(self.a, self.b, self.scale)
         return total if dtype is None else total.astype(dtype)
 
@@ -107,7 +110,7 @@ class AdaptedKernel(Kernel):
         return self.apply(x, lambda x, kernel: kernel.matmul_f32(x, precision))
 
     def vjp_kernel(self, x: Float[Array, "*rows I"], d: Float[Array, "*rows O"]) -> "AdaptedKernel":
-        """Return the gradients of the adapter and of the base kernel, zeros for a base that is not trainable."""
+        """Return the gradients of the adapter and the base kernel. If the base is not trainable, its part is zero."""
         zeros_like = functools.partial(jax.tree.map, lambda leaf: jnp.zeros(leaf.shape, jnp.float32))
         d_base = self.base.vjp_kernel(x, d) if self.base.trainable else zeros_like(self.base)
         scaled = d * self.scale

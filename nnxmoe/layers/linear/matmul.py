@@ -1,6 +1,6 @@
 """Matrix products of arrays, accumulated in float32 by `dot_f32`, with custom backward passes.
 
-A product of `nnxmoe.layers.linear.linear.Linear` is ``Linear -> DenseKernel -> matmul``, all of it in this package.
+The call path of `nnxmoe.layers.linear.linear.Linear` is ``Linear -> DenseKernel -> matmul``.
 
 Products of float32 operands use the precision set by ``jax.default_matmul_precision``, by default TF32 on NVIDIA GPUs
 and bfloat16 on TPUs. Pass ``precision`` where float32 is needed on every platform.
@@ -16,10 +16,10 @@ from nnxmoe.layers.linear.multilinear import multilinear
 
 
 def matmul(x: Float[Array, "*rows I"], kernel: Float[Array, "_ _"], transpose: bool = False) -> Float[Array, "*rows O"]:
-    """Return ``x @ kernel``, or ``x @ kernel.T`` with ``transpose``. The kernel is cast to ``x``'s dtype.
+    """Return ``x @ kernel``, or ``x @ kernel.T`` if ``transpose``. The kernel is cast to ``x``'s dtype.
 
-    Products accumulate in float32 and return ``x``'s dtype, also in the backward pass, where JAX's own derivative would
-    multiply float32 copies of bfloat16 operands. The gradient of a float32 kernel is accumulated and returned in
+    Products accumulate in float32 and return ``x``'s dtype. This includes the backward pass: JAX's built-in derivative
+    would multiply float32 copies of bfloat16 operands. The gradient of a float32 kernel is accumulated and returned in
     float32, without rounding to ``x``'s dtype. Supports forward mode and higher derivatives.
     """
     kernel_dtype = kernel.dtype
@@ -46,7 +46,7 @@ def matmul_f32(
     transpose: bool = False,
     precision: PrecisionLike = None,
 ) -> Float[Array, "*rows O"]:
-    """Return ``x @ kernel`` or ``x @ kernel.T`` of operands in their own dtype, accumulated and returned in float32."""
+    """Return ``x @ kernel`` or ``x @ kernel.T``, accumulated and returned in float32. Operands are not cast."""
     rows = x.reshape(-1, x.shape[-1])
     if transpose and xla_cpu.is_faster_with_kernel_first(rows):
         out = jax.lax.optimization_barrier(dot_f32(kernel, rows, -1, -1, precision)).T
@@ -64,7 +64,7 @@ def dot_f32(
 ) -> Float[Array, "*b _ _"]:
     """Contract dimension ``x_axis`` of x with ``y_axis`` of y (-2 or -1 each), accumulated and returned in float32.
 
-    Batch dimensions come first: XLA:CPU cannot execute all bfloat16 products with other orders.
+    Batch dimensions come first, because XLA:CPU cannot execute every bfloat16 product with a different order.
     """
     row_axis = -3 - x_axis
     if xla_cpu.casts_kernel_of_single_row(x, row_axis):
@@ -96,7 +96,7 @@ def batched_matmul_f32(x: Float[Array, "*b M I"], y: Float[Array, "*b _ _"], y_a
 
 
 def einsum_f32(spec: str, *operands: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Contract any dimensions, accumulated and returned in float32. XLA can partition the product over devices."""
+    """Compute an einsum, accumulated and returned in float32. XLA can partition the product over devices."""
     if xla_cpu.on_cpu():
         operands = xla_cpu.widen(*operands)
     return jnp.einsum(spec, *operands, preferred_element_type=jnp.float32)

@@ -1,8 +1,8 @@
 """Multilinear functions with custom transposes, for forward and reverse mode.
 
 ``jax.custom_vjp`` supports reverse mode only, not ``jax.jvp``. ``jax.custom_derivatives.linear_call`` supports neither
-batching nor differentiation with respect to its residual arguments (JAX 0.10 to 0.12). With JAX's own derivatives, the
-gradients of a product of bfloat16 rows with a float32 kernel take 1.8 times as long on CPUs.
+batching nor differentiation with respect to its residual arguments (JAX 0.10 to 0.12). With JAX's built-in derivatives,
+the gradients of a product of bfloat16 rows with a float32 kernel take 1.8 times as long on CPUs.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,13 +18,13 @@ Function = Callable[..., Array]
 
 
 def multilinear(function: Function, transposes: Mapping[int, Function], forward: Function | None = None) -> Function:
-    """Return a function with custom derivatives. All operations are visible to rematerialization policies.
+    """Add custom derivatives to a function. Rematerialization policies see all operations.
 
     Args:
-        function: linear in each argument whose position is a key of ``transposes``.
-        transposes: ``transposes[i](*others, d_out)`` returns the gradient of argument i; ``others`` are all arguments
+        function: Function that is linear in each argument whose position is a key of ``transposes``.
+        transposes: ``transposes[i](*others, d_out)`` returns the gradient of argument i. ``others`` are all arguments
             except i.
-        forward: computes the output under differentiation; by default ``function``.
+        forward: Computes the output under differentiation. If None, ``function``.
     """
     wrapped = jax.custom_jvp(function)
 
@@ -46,7 +46,7 @@ def multilinear(function: Function, transposes: Mapping[int, Function], forward:
     return wrapped
 
 
-# Computes ``function(*constants, x)``, linear in x. The gradient of x is ``transpose(*constants, d_out)``.
+# Computes ``function(*constants, x)``, a linear function of x. The gradient of x is ``transpose(*constants, d_out)``.
 _linear = Primitive("linear")
 
 
@@ -93,7 +93,7 @@ def _batch(args: Any, dims: Any, *, function: Function, transpose: Function) -> 
 
     def batched_transpose(*args: Any) -> Any:
         d_x = transpose_each(*args)
-        return d_x.sum(axis=0) if x_axis is None else d_x  # an x without a batch sums the gradients of the batch
+        return d_x.sum(axis=0) if x_axis is None else d_x  # if x has no batch axis, sum the gradients over the batch
 
     return _linear.bind(*args, function=jax.vmap(function, axes), transpose=batched_transpose), 0
 

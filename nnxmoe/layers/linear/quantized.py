@@ -1,4 +1,4 @@
-"""Quantized kernels: weights as codes of 8 or 4 bits, their variables in a model, and their products."""
+"""Quantized kernels: weights stored as codes of 8 or 4 bits, their variables in a model, and their products."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -16,11 +16,11 @@ from nnxmoe.layers.linear.kernel import Kernel
 from nnxmoe.layers.linear.matmul import matmul
 from nnxmoe.layers.linear.multilinear import multilinear
 
-ARRAYS = ("codes", "scale", "zero", "order")  # of a quantized kernel; the last two may be None
+ARRAYS = ("codes", "scale", "zero", "order")  # arrays of a quantized kernel; zero and order may be None
 
 
 class QuantizedProduct(Protocol):
-    """The product of rows with the quantized kernel of one linear map."""
+    """Protocol of products of rows with the quantized kernel of one linear map."""
 
     def __call__(
         self, x: Float[Array, "R _"], kernel: "QuantizedKernel", transpose: bool = False
@@ -32,15 +32,15 @@ class QuantizedProduct(Protocol):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QuantizedKernel(Kernel):
-    """A kernel of codes ``[*E, O, I]`` (4 bits: ``[*E, O, I / 2]``), with scales and zero points per tile.
+    """Kernel stored as codes, with scales and zero points per tile.
 
     Attributes:
-        codes: the stored codes; see `CodeFormat`.
-        scale: one scale per tile.
-        zero: one zero point per tile, or None.
-        order: ``[*E, I]``, the input that column j of the codes multiplies (GPTQ's act order). None: input j.
-        format: the format of the codes.
-        product: how rows are multiplied with the kernel.
+        codes: Stored codes, ``[*E, O, I]``, or ``[*E, O, I / 2]`` if codes have 4 bits; see `CodeFormat`.
+        scale: One scale per tile.
+        zero: One zero point per tile, or None.
+        order: ``[*E, I]``, the input that column j of the codes multiplies (GPTQ's act order). If None, input j.
+        format: Format of the codes.
+        product: Product of rows with this kernel.
     """
 
     codes: Any
@@ -57,7 +57,7 @@ class QuantizedKernel(Kernel):
         return (*self.codes.shape[:-2], self.format.input_count(self.codes), self.codes.shape[-2])
 
     def transposed(self, dtype: Any = None) -> Float[Array, "*E O I"]:
-        """Return all weights, by default in float32."""
+        """Decode all weights. If ``dtype`` is None, return them in float32."""
         weights = self.format.decode(self.codes, self.scale, self.zero, slice(0, self.codes.shape[-2]))
         if self.order is not None:
             weights = jnp.take_along_axis(weights, jnp.argsort(self.order)[..., None, :], axis=-1)
@@ -67,7 +67,7 @@ class QuantizedKernel(Kernel):
         return jnp.swapaxes(self.transposed(dtype), -1, -2)
 
     def decode_rows(self, start: Int[Array, ""], count: int) -> tuple[Float[Array, "count _"], ...]:
-        """Return the weights of some outputs of one linear map in float32, as in `CodeFormat.split_halves`."""
+        """Decode a range of outputs of one linear map to float32, in the parts of `CodeFormat.split_halves`."""
         codes, grids = jax.lax.dynamic_slice_in_dim(self.codes, start, count), (self.scale, self.zero)
         if self.format.tile[0] > 1:
             return self.format.decode_halves(codes, *grids, start + jnp.arange(count))
@@ -86,7 +86,7 @@ class QuantizedKernel(Kernel):
     def matmul_per_head(
         self, x: Float[Array, "N R _"], first: int, count: int, transpose: bool = False
     ) -> Float[Array, "N R _"]:
-        """Multiply one head at a time, so that only the weights of that head are decoded."""
+        """Multiply one head at a time, so only the weights of one head are decoded at once."""
         if self.order is not None:
             return super().matmul_per_head(x, first, count, transpose)
         width = self.shape[-1] // len(x)
@@ -115,7 +115,7 @@ class QuantizedKernel(Kernel):
         return out.reshape(*x.shape[:-1], out.shape[-1])
 
     def _ordered_product(self, x: Float[Array, "R _"], transpose: bool) -> Float[Array, "R _"]:
-        """Apply the product with the inputs in the order of the codes' columns."""
+        """Apply the product to inputs in the order of the codes' columns."""
         plain = dataclasses.replace(self, order=None)
         if self.order is None:
             return self.product(x, plain, transpose)
@@ -128,19 +128,20 @@ class QuantizedKernel(Kernel):
 
 
 class QuantizedArray(nnx.Variable):
-    """An array of a quantized kernel. Optimizers do not change it."""
+    """Array of a quantized kernel. Optimizers do not update it."""
 
     keeps_dtype = True
 
 
 class QuantizedWeight(nnx.Module):
-    """The variables of a `QuantizedKernel`, stored in a model in place of a parameter.
+    """Variables of a `QuantizedKernel`, stored in a model instead of a parameter.
 
-    The arrays have leading dimensions of layers and experts, and flattened inputs and outputs.
+    The arrays have leading dimensions of layers and experts. Inputs and outputs are flattened.
 
     Attributes:
-        ins, outs: sizes of the inputs and outputs before flattening.
-        in_axes, out_axes: their logical axes.
+        codes, scale, zero, order, format, product: See `QuantizedKernel`.
+        ins, outs: Sizes of the inputs and outputs before flattening.
+        in_axes, out_axes: Logical axes of the inputs and outputs before flattening.
     """
 
     def __init__(
@@ -164,7 +165,7 @@ class QuantizedWeight(nnx.Module):
 
     @property
     def lead(self) -> tuple[int, ...]:
-        """Sizes of the leading layer and expert dimensions; within a scan over layers, without the layers."""
+        """Sizes of the leading layer and expert dimensions. Inside a scan over layers, there is no layer dimension."""
         return tuple(self.codes.shape[:-2])
 
     @property
@@ -174,12 +175,12 @@ class QuantizedWeight(nnx.Module):
 
     @property
     def arrays(self) -> dict[str, nnx.Variable]:
-        """The variables by name, without zero points and order if there are none."""
+        """Variables by name. Zero points and order are omitted if they are None."""
         variables = {name: getattr(self, name) for name in ARRAYS}
         return {name: variable for name, variable in variables.items() if variable is not None}
 
     def with_arrays(self, arrays: Mapping[str, nnx.Variable]) -> "QuantizedWeight":
-        """Return a weight of the same format with other variables."""
+        """Return a copy of the weight with these variables."""
         return QuantizedWeight(
             *map(arrays.get, ARRAYS),
             ins=self.ins,

@@ -1,4 +1,4 @@
-"""Products of rows with a quantized kernel: the choices of ``Strategy.quantized``."""
+"""Products of rows with a quantized kernel, the options of ``Strategy.quantized``."""
 
 import dataclasses
 import functools
@@ -15,12 +15,12 @@ from nnxmoe.layers.linear.xla_cpu import carried, on_cpu
 from nnxmoe.sharding import is_static
 
 INT8_MAX = 127.0
-FEW_ROWS = 8  # up to this many rows, CPUs take longer to decode a kernel than to multiply with it
+FEW_ROWS = 8  # up to this number of rows, decoding a kernel takes longer on CPUs than multiplying with it
 
 
 @dataclasses.dataclass(frozen=True)
 class DequantizedProduct:
-    """Decodes the whole kernel to floats and multiplies with them: the reference for the other products."""
+    """Product that decodes the whole kernel to floats. It is the reference for all other products."""
 
     def __call__(self, x: Float[Array, "R _"], kernel: QuantizedKernel, transpose: bool = False) -> Float[Array, "R _"]:
         return matmul_f32(x, kernel.transposed(x.dtype), not transpose)
@@ -28,10 +28,13 @@ class DequantizedProduct:
 
 @dataclasses.dataclass(frozen=True)
 class BlockwiseProduct:
-    """Decodes and multiplies a block of outputs at a time in a loop.
+    """Product that decodes and multiplies one block of outputs at a time in a loop.
 
-    At most ``size`` weights, or a quarter of all, are floats at once. Up to `FEW_ROWS` 16-bit rows are multiplied in
-    float32: CPUs decode codes faster to float32 than to bfloat16.
+    Up to `FEW_ROWS` 16-bit rows are multiplied in float32, because CPUs decode codes faster to float32 than to
+    bfloat16.
+
+    Attributes:
+        size: Maximum number of weights per block. A block has at most a quarter of all outputs.
     """
 
     size: int = 2**20
@@ -43,7 +46,7 @@ class BlockwiseProduct:
         ins, outs = kernel.shape
         block = max(1, min(self.size // ins, outs // 4))
         if x.dtype.itemsize == 2:
-            # Rounding weights to 16 bits adds nothing to the rounding of the rows.
+            # The rows are rounded to 16 bits anyway, so the format's rounding of the weights is skipped.
             kernel = dataclasses.replace(kernel, format=dataclasses.replace(kernel.format, round_dtype=None))
             if is_static(x.shape[0]) and x.shape[0] <= FEW_ROWS:
                 x = x.astype(jnp.float32)
@@ -86,14 +89,15 @@ def _multiply_transposed_blocks(x: Float[Array, "R O"], kernel: QuantizedKernel,
 
 @dataclasses.dataclass(frozen=True)
 class TwoInt8Product:
-    """Multiplies int8 codes in integers: each row is the sum of two int8 rows.
+    """Integer product of int8 codes with two int8 rows per row.
 
-    The first is rounded to a 127th of the row's largest magnitude, the second is the remainder in steps 254 times as
-    small. The error is at most 4e-5 of that magnitude. Computes kernels with one scale per output and no zero points.
+    Each row is split into a sum of two int8 rows. The first int8 row has a step of 1/127 of the row's largest
+    magnitude. The second int8 row is the remainder, with a step 254 times smaller. The error is at most 4e-5 of the
+    largest magnitude. Supports kernels with one scale per output and without zero points.
 
     Attributes:
-        fallback: the product for other kernels, more rows, and transposed kernels.
-        max_rows: rows beyond which two integer products take longer than decoding.
+        fallback: The product for unsupported kernels, more rows, and transposed kernels.
+        max_rows: Largest number of rows for which two integer products are faster than decoding.
     """
 
     fallback: QuantizedProduct = BlockwiseProduct()
@@ -112,10 +116,12 @@ class TwoInt8Product:
 
 @dataclasses.dataclass(frozen=True)
 class W8A8Product:
-    """Multiplies int8 codes with rows rounded to int8, one scale per row; never a default.
+    """Integer product of int8 codes with rows rounded to int8, with one scale per row. Never a default.
 
-    **Changes numbers** by about 1 %, unlike all other products. ``fallback`` computes kernels that `TwoInt8Product`
-    does not support.
+    **Changes numbers** by about 1 %, unlike all other products.
+
+    Attributes:
+        fallback: The product for transposed kernels and for kernels that `TwoInt8Product` does not support.
     """
 
     fallback: QuantizedProduct = BlockwiseProduct()
@@ -125,16 +131,18 @@ class W8A8Product:
             return self.fallback(x, kernel, transpose)
         x = x.astype(jnp.float32)
         step = _int8_step(x)
-        # A second row of zeros: XLA:CPU multiplies one row by int8 codes 30 times slower than two (jax 0.10.2).
+        # Add a row of zeros to a single row: XLA:CPU multiplies one row by int8 codes 30 times slower than two rows
+        # (jax 0.10.2).
         rows = jnp.pad(jnp.round(x / step), ((0, 1 if len(x) == 1 else 0), (0, 0)))
         return _multiply_int8(rows, kernel)[: len(x)] * (step * _output_scales(kernel))
 
 
 @dataclasses.dataclass(frozen=True)
 class CastProduct:
-    """Casts codes and multiplies with them in one product, into which compilers for GPUs and TPUs fuse the cast.
+    """Product with the codes cast to the dtype of the rows. On GPUs and TPUs, XLA fuses the cast into the product.
 
-    The result is multiplied by the scales, one per output. `DequantizedProduct` computes other kernels.
+    The result is multiplied by one scale per output. `DequantizedProduct` computes transposed kernels, and kernels with
+    zero points, several scales per output or packed codes.
     """
 
     def __call__(self, x: Float[Array, "R _"], kernel: QuantizedKernel, transpose: bool = False) -> Float[Array, "R _"]:
@@ -146,8 +154,11 @@ class CastProduct:
 
 @dataclasses.dataclass(frozen=True)
 class AutoProduct:
-    """`CastProduct` on GPUs and TPUs, `BlockwiseProduct` for float32 rows on CPUs, `TwoInt8Product` for 16-bit rows on
-    CPUs: the rounding of 16-bit rows is larger than the error of `TwoInt8Product`."""
+    """Product that depends on the backend: `CastProduct` on GPUs and TPUs.
+
+    CPUs use `BlockwiseProduct` for float32 rows and `TwoInt8Product` for 16-bit rows. The rounding of 16-bit rows is
+    larger than the error of `TwoInt8Product`.
+    """
 
     def __call__(self, x: Float[Array, "R _"], kernel: QuantizedKernel, transpose: bool = False) -> Float[Array, "R _"]:
         if not on_cpu():
@@ -157,21 +168,22 @@ class AutoProduct:
 
 
 def _is_int8_per_output(kernel: QuantizedKernel, x: Float[Array, "R _"]) -> bool:
-    """Return whether a kernel has int8 codes, one scale per output and no zero points, and `_may_scale_result`."""
+    """Return whether a kernel has int8 codes, one scale per output and no zero points, and scales may come last."""
     is_plain = kernel.format.code_dtype == "int8" and kernel.zero is None and kernel.scale.shape[-1] == 1
     return is_plain and _may_scale_result(kernel, x)
 
 
 def _may_scale_result(kernel: QuantizedKernel, x: Float[Array, "R _"]) -> bool:
-    """Return whether scales may multiply the result, which skips the rounding of weights to the format's dtype.
+    """Return whether the result may be multiplied by the scales instead of the weights.
 
-    The rounding of 16-bit rows is as large.
+    This skips the rounding of weights to the format's dtype. With 16-bit rows it may be skipped, because the rounding
+    of the rows is equally large.
     """
     return kernel.format.round_dtype is None or x.dtype.itemsize == 2
 
 
 def _int8_step(x: Float[Array, "R I"]) -> Float[Array, "R 1"]:
-    """Return the size of an int8 step in each row: a 127th of its largest magnitude, and never zero."""
+    """Return the int8 step of each row: 1/127 of the row's largest magnitude, but never 0."""
     return jnp.maximum(jnp.max(jnp.abs(x), axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny * 2**24) / INT8_MAX
 
 
