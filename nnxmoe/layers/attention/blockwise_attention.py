@@ -1,4 +1,4 @@
-"""Causal attention in blocks of queries, which skips the scores above the diagonal."""
+"""Causal attention in blocks of queries that skips blocks of scores above the diagonal."""
 
 import dataclasses
 
@@ -17,25 +17,25 @@ from nnxmoe.layers.attention.softmax_attention import (
 )
 from nnxmoe.sharding import is_static
 
-MIN_BLOCK = 64  # queries
-MIN_TOKENS = 192  # per pass; blocks of a shorter pass save too little
-MAX_PAIRS = 512 * 512  # of a query and a key per row; larger passes go to `long_context`
+MIN_BLOCK = 64  # queries per block
+MIN_TOKENS = 192  # tokens per pass; blocks of a shorter pass save too little time
+MAX_PAIRS = 512 * 512  # pairs of a query and a key per row; `long_context` computes larger passes
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockwiseAttention:
-    """Splits a causal pass into blocks of queries, each with the keys that the block can attend to.
+    """Attention that splits a causal pass into blocks of queries and restricts each block to its possible keys.
 
-    Blocks above the diagonal are skipped, as in FlashAttention (Dao et al. 2022): of 8 x 8 blocks 36 are computed, and
-    the scores of a block stay in the CPU's cache. Short passes with a cache are not split, nor are steps of one token.
+    Blocks above the diagonal are skipped, as in FlashAttention (Dao et al. 2022): of 8 x 8 blocks, 36 are computed. The
+    scores of a block fit into the CPU's cache. Steps of one token and short passes with a cache are not split.
 
     Args:
-        inner: computes a block.
-        blocks: maximal number of blocks; each has at least 64 queries.
-        long_context: computes passes of more than 512 x 512 queries and keys.
+        inner: Computes one block, and passes that are not split.
+        blocks: Maximum number of blocks. Each block has at least 64 queries.
+        long_context: Computes passes with more than 512 x 512 pairs of a query and a key.
 
     Raises:
-        ValueError: an argument has the wrong type.
+        ValueError: If ``blocks`` is not a positive integer, or ``inner`` or ``long_context`` is not a callable object.
     """
 
     inner: AttentionFn = ReferenceAttention()
@@ -58,7 +58,7 @@ class BlockwiseAttention:
         blocks, outputs = min(self.blocks, length // MIN_BLOCK), []
         for i in range(blocks):
             queries = slice(i * length // blocks, (i + 1) * length // blocks)
-            # A window counts real tokens, so with padding it may reach further back than its size.
+            # A window counts real tokens, so with padding it may cover more slots than its size.
             window = None if mask.keys.valid is not None else mask.window
             first_key = 0 if window is None else max(queries.start - window + 1, 0)
             keys = slice(first_key, queries.stop)

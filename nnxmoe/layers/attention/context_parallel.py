@@ -1,8 +1,8 @@
-"""Attention whose queries are sharded over the mesh axis ``context``, by their place in the row.
+"""Attention with queries sharded over the mesh axis ``context`` by their place in the row.
 
-Every device has the whole integer arrays of the mask: positions, windows and segments. Causal order without a window is
-balanced as in Llama 3 (2024, section 3.3.2): a row is cut into 2n chunks, and device i computes the queries of chunks i
-and 2n - 1 - i, so that all devices compute equally many scores. Only attention uses that order.
+Every device has the whole integer arrays of the mask: indices and segments. Causal attention without a window is
+balanced over n devices as in Llama 3 (2024, section 3.3.2). A row is split into 2n chunks, and device i computes the
+queries of chunks i and 2n - 1 - i. All devices then compute equally many scores. Only attention uses this order.
 """
 
 import dataclasses
@@ -25,18 +25,21 @@ from nnxmoe.sharding_rules import Rules
 
 @runtime_checkable
 class ContextParallelAttention(Protocol):
-    """An `AttentionFn` that exchanges keys and values, or latents, over the mesh axis ``context``."""
+    """Protocol of an `AttentionFn` that exchanges keys and values, or latents, over the mesh axis ``context``."""
 
     def attend_latents(self, mla: Any, inputs: Any, softmax: MaskedSoftmax) -> Float[Array, "B T N v"]:
-        """Compute an `MLAFn` for `MLAInputs` that are sharded over the axis too."""
+        """Compute an `MLAFn` for `MLAInputs` with tokens sharded over ``context``."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class ContextShards:
-    """Which of a row's ``length`` tokens each of ``count`` devices computes.
+    """Assignment of the tokens of a row to the devices along ``context``.
 
-    ``balanced``: each device has two chunks (see the top of this file); otherwise consecutive tokens.
+    Attributes:
+        length: Number of tokens of the row.
+        count: Number of devices.
+        balanced: Whether each device computes two chunks (see the module docstring) instead of consecutive tokens.
     """
 
     length: int
@@ -45,11 +48,11 @@ class ContextShards:
 
     @classmethod
     def for_window(cls, length: int, count: int, window: int | None) -> Self:
-        """Balance rows without a window if chunks have equal sizes; with a window all shards have as many scores."""
+        """Balance rows without a window if chunks have equal sizes. With a window, shards have equal work anyway."""
         return cls(length, count, window is None and length % (2 * count) == 0)
 
     def tokens(self, device: Int[Array, ""]) -> Int[Array, "T"]:
-        """Places in the row of a device's tokens."""
+        """Return the places in the row of a device's tokens."""
         size = self.length // self.count
         if not self.balanced:
             return device * size + jnp.arange(size)
@@ -57,10 +60,10 @@ class ContextShards:
         return jnp.concatenate([device * size // 2 + half, (2 * self.count - 1 - device) * size // 2 + half])
 
     def balance(self, x: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
-        """Exchange the device's consecutive tokens for those of `tokens`.
+        """Exchange consecutive tokens between the devices, so each device has the tokens of `tokens`.
 
-        Device d starts with chunks 2d and 2d + 1 of a row. It gets one of the even and one of the odd chunks. The even
-        chunk comes first on devices with an even number.
+        Device d starts with chunks 2d and 2d + 1 of a row. It receives one even chunk and one odd chunk. Devices with
+        an even number have the even chunk first.
         """
         if not self.balanced:
             return x
@@ -68,7 +71,7 @@ class ContextShards:
         return jnp.concatenate(_swap_on_odd_devices(even, odd), axis)
 
     def unbalance(self, x: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
-        """The inverse of `balance`."""
+        """Invert `balance`."""
         if not self.balanced:
             return x
         even, odd = _swap_on_odd_devices(*jnp.split(x, 2, axis))
@@ -95,8 +98,8 @@ def shard_map_context(
 ) -> Any:
     """Call ``run(*sharded, *replicated)`` on every device along ``context``.
 
-    The arrays of ``sharded`` and the output are sharded over ``context`` along ``axis``. Other mesh axes shard arrays
-    as they do outside.
+    The arrays of ``sharded`` and the output are sharded over ``context`` along ``axis``. The sharding over all other
+    mesh axes does not change.
     """
     spec = PartitionSpec(*(None,) * axis, CONTEXT)
     in_specs = (*(spec,) * len(sharded), *(PartitionSpec(),) * len(replicated))
@@ -104,14 +107,14 @@ def shard_map_context(
 
 
 def is_context_sharded(mask: Any, length: int, mesh: Any) -> bool:
-    """Whether ``context`` shards the queries of a pass without a cache, whose keys are the same tokens."""
+    """Return whether ``context`` shards the tokens of this pass. Passes with a cache are not sharded."""
     return type(mask) is Mask and mask.causal and bool(context_shard_axes(length, mesh))
 
 
 def all_gather_context(x: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
-    """Gather the shards of all devices along ``context`` in order, passed from neighbor to neighbor.
+    """Gather the shards of all devices along ``context`` in order, by passing shards from neighbor to neighbor.
 
-    Where other axes are not manual, XLA would gather those too for an ``all_gather`` (jax 0.10.2, 0.12.0).
+    For an ``all_gather``, XLA would also gather over mesh axes that are not manual (jax 0.10.2, 0.12.0).
     """
     count, device, size = jax.lax.axis_size(CONTEXT), jax.lax.axis_index(CONTEXT), x.shape[axis]
 
@@ -134,15 +137,16 @@ def ppermute_next(x: Any, steps: int = 1) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class AllGatherAttention:
-    """Gathers keys and values (of MLA the latents) over the mesh axis ``context``; the default with that axis.
+    """Attention that gathers keys and values, or MLA's latents, over the mesh axis ``context``.
 
-    Each device attends with its own queries (Llama 3, 2024, section 3.3.2). A device has the keys and values of whole
-    rows for one layer, or for all layers unless the backward pass computes them again (`Remat`).
+    It is the default on meshes with that axis. Each device computes the outputs of its queries (Llama 3, 2024, section
+    3.3.2). A device needs memory for the keys and values of whole rows: for one layer if the backward pass
+    rematerializes them (`Remat`), otherwise for all layers.
 
     Args:
-        inner: attention of a device's queries. Also computes passes with a cache, and rows that the axis does not
-            divide, on every device.
-        mesh: set by ``Strategy``.
+        inner: Attention of a device's queries. If a pass has a cache, or the axis does not divide its rows, every
+            device computes the whole pass with ``inner``.
+        mesh: The mesh, set by ``Strategy``.
     """
 
     inner: AttentionFn = BlockwiseAttention()
@@ -152,7 +156,7 @@ class AllGatherAttention:
         check_object("AllGatherAttention", "inner", self.inner, "BlockwiseAttention()")
 
     def with_mesh(self, mesh: Mesh | None, rules: Rules) -> Self:
-        """Return the attention for a model on this mesh."""
+        """Return a copy of the attention for a model on this mesh."""
         return dataclasses.replace(self, inner=bind_mesh(self.inner, mesh, rules), mesh=mesh)
 
     def __call__(self, q: Queries, k: Keys, v: Values, softmax: MaskedSoftmax) -> HeadOutputs:
@@ -167,7 +171,7 @@ class AllGatherAttention:
         return shard_map_context(run, self.mesh, (q, kv), (softmax,), 2)
 
     def attend_latents(self, mla: Any, inputs: Any, softmax: MaskedSoftmax) -> Float[Array, "B T N v"]:
-        """Gather latents, from which every device expands the keys of all tokens."""
+        """Gather the latents. Every device then expands the keys of all tokens."""
         if not is_context_sharded(softmax.mask, inputs.q_nope.shape[1], self.mesh):
             return mla(inputs, softmax, self.inner)
         nope = inputs.q_nope.shape[3]
@@ -187,7 +191,7 @@ class AllGatherAttention:
     def _attend_balanced(
         self, attend: Callable[[Array, MaskedSoftmax], Array], q: Array, softmax: MaskedSoftmax, axis: int
     ) -> Array:
-        """Call ``attend(q, softmax)`` for the queries that this device computes."""
+        """Call ``attend(q, softmax)`` with the balanced queries of this device, and unbalance the outputs."""
         count = jax.lax.axis_size(CONTEXT)
         shards = ContextShards.for_window(q.shape[axis] * count, count, softmax.mask.window)
         mask = softmax.mask.select(shards.tokens(jax.lax.axis_index(CONTEXT)), slice(None))

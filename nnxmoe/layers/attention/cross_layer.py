@@ -17,12 +17,13 @@ from nnxmoe.layers.rope import rotate_halves
 
 
 class ValueNormGQA(GQA):
-    """`GQA` whose values are normalized per head, without a scale (Gemma 4, 2026).
+    """`GQA` with values normalized per head, without a scale (Gemma 4, 2026).
 
     Args:
-        keys_as_values: whether the values are the keys before their norm and rotation; v then has no kernel.
-        eps: of the norm of the values.
-        **options: arguments of `GQA`.
+        dims: Sizes of the projections.
+        keys_as_values: Whether the values are the keys before norm and rotation. There is then no projection ``v``.
+        eps: Epsilon of the norm of the values.
+        **options: Arguments of `GQA`.
     """
 
     def __init__(self, dims: AttentionDims, *, keys_as_values: bool, eps: float, **options: Any):
@@ -37,9 +38,15 @@ class ValueNormGQA(GQA):
 
 
 class CrossLayerAttention(nnx.Module):
-    """Query and output projections; attends to the keys and values of an earlier layer, so it has no cache.
+    """Attention to the keys and values of an earlier layer, with query and output projections but without a cache.
 
-    Arguments are those of `GQA`.
+    Args:
+        dims: Sizes of the projections.
+        rotary: Rotary position embedding of the queries.
+        window: Size of the sliding window of the earlier layer, or None. Only `score_ops` uses it.
+        attention_fn: Implementation of softmax attention.
+        eps: Epsilon of the norm of the queries.
+        **kw: The dtype and rngs of the parameters.
     """
 
     supports_context_parallel: ClassVar[bool] = True  # as in `GQA`
@@ -71,7 +78,7 @@ class CrossLayerAttention(nnx.Module):
         return self.o(jnp.swapaxes(heads, 1, 2))
 
     def score_ops(self, keys: float) -> list[tuple[int, float]]:
-        """Multiplications per query and key, and keys per query, for queries after ``keys`` tokens."""
+        """Return (multiplications per query and key, keys per query) for queries that follow ``keys`` tokens."""
         heads, width = self.q.outs
         return [(2 * heads * width, min(self.window or keys, keys))]
 

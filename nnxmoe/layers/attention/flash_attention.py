@@ -1,8 +1,8 @@
 """Attention with memory linear in the number of queries and keys, forward and backward.
 
-A running maximum and a running sum per query replace the softmax over all keys (Rabe and Staats 2021). The backward
-pass saves the output and the log-sum-exp of each query and computes the scores of each block again (FlashAttention, Dao
-et al. 2022; FlashAttention-2, Dao 2023).
+A running maximum and a running sum per query replace the softmax over all keys (Rabe and Staats 2021). The forward pass
+saves the output and the log-sum-exp of each query. The backward pass recomputes the scores of each block
+(FlashAttention, Dao et al. 2022; FlashAttention-2, Dao 2023).
 """
 
 import dataclasses
@@ -22,13 +22,13 @@ from nnxmoe.layers.mask import Mask
 
 LOWEST = float(jnp.finfo(jnp.float32).min)
 BlockShape = tuple[int, int]  # queries and keys per block
-Static = tuple[BlockShape, Any]  # and the structure of `MaskedSoftmax`
+Static = tuple[BlockShape, Any]  # block shape, and tree structure of `MaskedSoftmax`
 Grouped = Float[Array, "B K G T _"]
 Sinks = Float[Array, "N"] | None
 
 
 class Blocks(NamedTuple):
-    """Operands padded to whole blocks; ``leaves``: of `MaskedSoftmax` without sinks."""
+    """Operands padded to whole blocks. ``leaves`` are the leaves of `MaskedSoftmax` without sinks."""
 
     static: Static
     q: Grouped
@@ -39,15 +39,16 @@ class Blocks(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class FlashAttention:
-    """Exact attention in blocks of up to ``block_q`` by ``block_k`` scores; blocks without an allowed pair are skipped.
+    """Exact attention in blocks of up to ``block_q`` by ``block_k`` scores.
 
-    Accumulates in float32. The output of a query without any key (padding) is zero, also in the gradients. Supports
-    first derivatives in reverse mode only: use ``ReferenceAttention()`` for forward mode and higher derivatives.
+    Blocks without allowed pairs of query and key are mostly skipped; see `_key_ranges`. Accumulates in float32. If a
+    query has no allowed key (padding), its output and its gradients are zero. Supports first derivatives in reverse
+    mode only. Use ``ReferenceAttention()`` for forward mode and higher derivatives.
 
     Args:
-        block_q: queries per block. None: 256, or 512 where each key head has one query head: XLA:CPU computes fewer
-            scores per key head at half the speed (jax 0.10.2).
-        block_k: keys per block.
+        block_q: Maximum number of queries per block. If None, 512 if each key head has one query head, otherwise 256.
+            With fewer scores per key head, XLA:CPU runs at half the speed (jax 0.10.2).
+        block_k: Maximum number of keys per block.
     """
 
     block_q: int | None = None
@@ -76,9 +77,10 @@ class FlashAttention:
     def partial_forward(
         self, q: Queries, k: Keys, v: Values, softmax: MaskedSoftmax
     ) -> tuple[HeadOutputs, Float[Array, "B N T"]]:
-        """Attend to a part of the keys, without sinks. Not differentiable: see `partial_backward`.
+        """Attend to a subset of the keys, without sinks. Not differentiable; see `partial_backward`.
 
-        Returns the outputs in float32 and the log-sum-exp of each query's scores; infinite for a query without keys.
+        Returns:
+            The outputs in float32, and the log-sum-exp of each query's scores (inf if a query has no keys).
         """
         blocks = self._split(q, k, v, softmax)
         outputs, logsumexp = _forward(blocks.static, blocks.q, blocks.k, blocks.v, None, blocks.leaves, jnp.float32)
@@ -95,7 +97,10 @@ class FlashAttention:
         logsumexp: Float[Array, "B N T"],
         d_outputs: HeadOutputs,
     ) -> tuple[Queries, Keys, Values]:
-        """Compute the gradients of q, k and v for a part of the keys, given outputs and log-sum-exps for all keys."""
+        """Compute the gradients of q, k and v for a subset of the keys.
+
+        ``outputs`` and ``logsumexp`` are the results for all keys.
+        """
         blocks = self._split(q, k, v, softmax)
         lead, padding = blocks.q.shape[:4], blocks.q.shape[3] - q.shape[2]
         outputs, d_outputs, logsumexp = (
@@ -108,7 +113,7 @@ class FlashAttention:
 
 
 def _even_block(count: int, max_block: int) -> int:
-    """Size of blocks for ``count`` elements: as few blocks of at most ``max_block`` as possible, equally large."""
+    """Return the size of equally large blocks: as few blocks of at most ``max_block`` elements as possible."""
     return -(-count // -(-count // max_block))
 
 
@@ -121,7 +126,7 @@ def _pad(x: Array, padding: int, axis: int = -2, value: int = 0) -> Array:
 
 
 def _pad_mask(mask: Mask, queries: int, keys: int) -> Mask:
-    """Pad the mask with queries and keys that nothing may attend to; padding keys have index -1."""
+    """Pad the mask with queries and keys of index -1, which are never allowed. Keys of padding also get index -1."""
     slots = mask.keys
     index = slots.index if slots.valid is None else jnp.where(slots.valid, slots.index, -1)
     mask = dataclasses.replace(mask, keys=SlotMetadata(index, None, slots.segment))
@@ -146,10 +151,10 @@ def _block_allowed(mask: Mask, i: Int[Array, ""], j: Int[Array, ""], shape: Bloc
 
 
 def _key_ranges(mask: Mask, shape: BlockShape) -> tuple[Int[Array, "_"], Int[Array, "_"]]:
-    """Return the first block of keys that each block of queries attends to, and the end of the last.
+    """Return the range of key blocks that each block of queries attends to, as first block and end.
 
-    The range follows from the range of indices and of segments in each block, so it may contain blocks without an
-    allowed pair.
+    The range is computed from the minimum and maximum of indices and segments in each block. It may therefore contain
+    blocks without allowed pairs.
     """
     query_min, query_max = _block_min_max(mask.query_index, mask.query_index, shape[0])
     key_min, key_max = _block_min_max(mask.keys.index, mask.keys.index, shape[1])
@@ -167,7 +172,7 @@ def _key_ranges(mask: Mask, shape: BlockShape) -> tuple[Int[Array, "_"], Int[Arr
 
 
 def _block_min_max(x: Array, index: Array, size: int) -> tuple[Int[Array, "_ _"], Int[Array, "_ _"]]:
-    """Return the minimum and the maximum over the tokens of each block with an index >= 0."""
+    """Return the minimum and the maximum of each block over tokens with an index >= 0."""
     info = jnp.iinfo(x.dtype)
     lower, upper = (jnp.atleast_2d(jnp.where(index >= 0, x, value)) for value in (info.max, info.min))
     return lower.reshape(len(lower), -1, size).min(axis=2), upper.reshape(len(upper), -1, size).max(axis=2)
@@ -194,7 +199,7 @@ def _transposed_sums(weights: Float[Array, "B K G R S"], y: Float[Array, "B K G 
 
 
 def _initial_maximum(sinks: Sinks, shape: tuple[int, ...]) -> Float[Array, "B K G R"]:
-    """Return the score of each query's sink, or the lowest float32 without sinks."""
+    """Return the score of each query's sink, or the lowest float32 if there are no sinks."""
     if sinks is None:
         return jnp.full(shape, LOWEST)
     per_head = sinks.astype(jnp.float32).reshape(1, *shape[1:3], 1)
@@ -204,7 +209,7 @@ def _initial_maximum(sinks: Sinks, shape: tuple[int, ...]) -> Float[Array, "B K 
 def _forward(
     static: Static, q: Grouped, k: Array, v: Array, sinks: Sinks, leaves: list[Array], dtype: Any
 ) -> tuple[Array, Float[Array, "B K G T"]]:
-    """Return the outputs and the log-sum-exp of each query's scores; infinite for a query without keys."""
+    """Return the outputs and the log-sum-exp of each query's scores (inf if a query has no keys)."""
     shape, softmax = static[0], static[1].unflatten(leaves)
     first, end = _key_ranges(softmax.mask, shape)
 
@@ -245,7 +250,7 @@ def _attend_fwd(static: Static, q: Grouped, k: Array, v: Array, sinks: Sinks, le
 def _backward(static: Static, residuals: Any, d_outputs: Grouped) -> tuple[Array, Array, Array, Sinks, None]:
     """Compute the gradients of q, k, v and the sinks.
 
-    Operands of products are float32, as in the backward pass of `batched_matmul_f32`.
+    Operands of products are cast to float32, as in the backward pass of `batched_matmul_f32`.
     """
     q, k, v, sinks, leaves, outputs, logsumexp = residuals
     shape, softmax = static[0], static[1].unflatten(leaves)
@@ -282,7 +287,10 @@ def _backward(static: Static, residuals: Any, d_outputs: Grouped) -> tuple[Array
 def sinks_gradient(
     sinks: Float[Array, "N"], logsumexp: Float[Array, "B N T"], output_products: Float[Array, "B N T"]
 ) -> Float[Array, "N"]:
-    """Compute the gradient of the sinks; ``output_products``: each query's output times the output's gradient."""
+    """Compute the gradient of the sinks.
+
+    ``output_products`` are the dot products of each query's output with the gradient of the output.
+    """
     weights = jnp.exp(sinks.astype(jnp.float32)[:, None] - logsumexp)
     return -jnp.sum(weights * output_products, axis=(0, 2)).astype(sinks.dtype)
 

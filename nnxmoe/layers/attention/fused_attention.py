@@ -1,4 +1,4 @@
-"""Attention by ``jax.nn.dot_product_attention``, and kernels that XLA cannot partition, on each device's heads."""
+"""Attention by ``jax.nn.dot_product_attention``, and ``shard_map`` for kernels that XLA cannot partition."""
 
 import dataclasses
 from collections.abc import Callable
@@ -17,13 +17,18 @@ from nnxmoe.sharding_rules import RULES, Rules, rule_axes, shard_count
 
 @dataclasses.dataclass(frozen=True)
 class ShardMapKernel:
-    """A kernel that XLA cannot partition: each device of ``mesh`` computes its rows and heads. Set by ``Strategy``."""
+    """Base class of kernels that XLA cannot partition. Each device computes its rows and heads.
+
+    Attributes:
+        mesh: The mesh, set by ``Strategy``.
+        rules: Sharding rules, set by ``Strategy``.
+    """
 
     mesh: Mesh | None = dataclasses.field(default=None, repr=False, kw_only=True)
     rules: Rules = dataclasses.field(default=RULES, repr=False, kw_only=True)
 
     def with_mesh(self, mesh: Mesh | None, rules: Rules) -> Self:
-        """Return the kernel for a model on this mesh."""
+        """Return a copy of the kernel for a model on this mesh."""
         return dataclasses.replace(self, mesh=mesh, rules=rules)
 
 
@@ -36,7 +41,10 @@ def shard_map_heads(
     v: Values,
     *row_arrays: Any,
 ) -> HeadOutputs:
-    """Call ``run(q, k, v, *row_arrays)`` per device, on its rows and heads; ``row_arrays``: ``[#B, …]`` or None."""
+    """Call ``run(q, k, v, *row_arrays)`` on every device with its rows and heads.
+
+    ``row_arrays`` are ``[#B, …]`` or None.
+    """
     if mesh is None or mesh.size == 1:
         return run(q, k, v, *row_arrays)
     batch, heads = batch_and_head_axes(len(q), k.shape[1], "kv_heads", mesh, rules)
@@ -46,9 +54,16 @@ def shard_map_heads(
 
 
 def batch_and_head_axes(rows: int, heads: int, axis: str, mesh: Mesh, rules: Rules) -> tuple[Any, Any]:
-    """Return the mesh axes that shard ``rows`` rows, and those that shard ``heads`` heads of the logical axis ``axis``.
+    """Return the mesh axes that shard the rows, and the mesh axes that shard the heads.
 
-    None for a number that is not a multiple of the size of its axes.
+    Returns None instead of mesh axes that do not divide the number of rows or heads.
+
+    Args:
+        rows: Number of rows.
+        heads: Number of heads.
+        axis: Logical axis of the heads.
+        mesh: The mesh.
+        rules: The sharding rules.
     """
     head_axes = rule_axes(axis, mesh, rules)
     return batch_shard_axes(rows, mesh) or None, None if heads % shard_count(mesh, head_axes) else head_axes or None
@@ -56,17 +71,17 @@ def batch_and_head_axes(rows: int, heads: int, axis: str, mesh: Mesh, rules: Rul
 
 @dataclasses.dataclass(frozen=True)
 class FusedAttention(ShardMapKernel):
-    """``jax.nn.dot_product_attention``: cuDNN or XLA's own fusion on accelerators; slow on CPU.
+    """Attention by ``jax.nn.dot_product_attention``: cuDNN or XLA's fusions on accelerators. Slow on CPUs.
 
     Causal order and a window are passed as options. Caches, padding and segments are passed as a boolean mask
-    ``[B, 1, T, S]``. Unsupported operands are sinks, a soft cap, values wider than keys, and for cuDNN dtypes other
-    than bfloat16 and float16 and heads wider than ``max_head_dim`` or not a multiple of 8.
+    ``[B, 1, T, S]``. Sinks, a soft cap and values wider than keys are not supported. cuDNN supports only bfloat16 and
+    float16, and only head widths that are multiples of 8 up to ``max_head_dim``.
 
     Args:
-        implementation: argument of ``jax.nn.dot_product_attention``.
-        fallback: computes unsupported operands, and masks that would be passed as an array. Without it, unsupported
-            operands raise ValueError.
-        max_head_dim: 128; 256 from Hopper on.
+        implementation: Argument of ``jax.nn.dot_product_attention``.
+        fallback: Computes unsupported operands, and passes with a boolean mask. If None, unsupported operands raise
+            ValueError.
+        max_head_dim: Largest head width of cuDNN: 256 since Hopper, 128 on older GPUs.
     """
 
     implementation: Literal["xla", "cudnn"] | None = None
@@ -84,7 +99,7 @@ class FusedAttention(ShardMapKernel):
             return self.fallback(q, k, v, softmax)
         if unsupported is not None:
             raise ValueError(f"FusedAttention {unsupported}: use ReferenceAttention(), or FusedAttention(fallback=…)")
-        v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, k.shape[3] - width)))  # the library wants one head width
+        v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, k.shape[3] - width)))  # keys and values need the same width
         window = None if mask.window is None else (mask.window - 1, 0)
         allowed = None if mask.is_plain else mask.allowed()
 
@@ -100,9 +115,9 @@ class FusedAttention(ShardMapKernel):
         return shard_map_heads(run, mesh, self.rules, q, k.astype(q.dtype), v.astype(q.dtype), allowed)[..., :width]
 
     def _unsupported(self, q: Queries, v: Values, softmax: MaskedSoftmax) -> str | None:
-        """Return why the kernel does not support these operands, or None.
+        """Return the reason why the kernel does not support these operands, or None if it does.
 
-        The limits of cuDNN are those of JAX's ``cudnn/fused_attention_stablehlo.py`` (0.10.2, 0.12.0).
+        Source of the limits of cuDNN: JAX's ``cudnn/fused_attention_stablehlo.py`` (0.10.2, 0.12.0).
         """
         width = q.shape[3]
         if v.shape[3] > width:

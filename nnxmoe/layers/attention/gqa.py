@@ -25,10 +25,9 @@ KeysValuesMask = tuple[Float[Array, "B K S H"], Float[Array, "B K S W"], Mask]
 
 
 class AllHeadsNorm(RMSNorm):
-    """`RMSNorm` over all heads of a token together; scale ``[N * H]``.
+    """`RMSNorm` over all heads of a token, with a scale ``[N * H]``.
 
-    Also correct where heads are sharded: the mean is over the global array, so the partitioner sums the squares of all
-    shards.
+    If heads are sharded, the partitioner sums the squares of all shards, because the mean is over the global array.
     """
 
     def __call__(self, x: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
@@ -43,12 +42,12 @@ class QKNorm(nnx.Module):
 
     @classmethod
     def per_head(cls, head_dim: int, eps: float, *, norm: type[RMSNorm] = RMSNorm, **kw: Unpack[ParamOptions]) -> Self:
-        """Normalize each head separately; all heads share a scale ``[H]`` (Qwen3 technical report, 2025)."""
+        """Create norms of each head. All heads share a scale ``[H]`` (Qwen3 technical report, 2025)."""
         return cls(*(norm(head_dim, eps, **kw) for _ in "qk"))
 
     @classmethod
     def all_heads(cls, heads: int, kv_heads: int, head_dim: int, eps: float, **kw: Unpack[ParamOptions]) -> Self:
-        """Normalize all heads together, with scales ``[N * H]`` and ``[K * H]`` (OLMoE; Muennighoff et al. 2024)."""
+        """Create norms over all heads, with scales ``[N * H]`` and ``[K * H]`` (OLMoE; Muennighoff et al. 2024)."""
         return cls(*(AllHeadsNorm(count * head_dim, eps, **kw) for count in (heads, kv_heads)))
 
     def __call__(
@@ -58,9 +57,9 @@ class QKNorm(nnx.Module):
 
 
 class Sinks(nnx.Module):
-    """Trained score ``[N]`` per query head of an extra key without a value (gpt-oss 2025; Xiao et al. 2023).
+    """Trained score ``[N]``, per query head, of an extra key without a value (gpt-oss 2025; Xiao et al. 2023).
 
-    Every query attends to the extra key. Its score is not scaled; see `MaskedSoftmax`.
+    Every query attends to the extra key. The score is not multiplied by the scale; see `MaskedSoftmax`.
     """
 
     def __init__(self, heads: int, **kw: Unpack[ParamOptions]):
@@ -71,10 +70,12 @@ class Sinks(nnx.Module):
 
 
 class Gate(Protocol):
-    """Scales the outputs of the heads before the output projection.
+    """Protocol of gates. A gate scales the outputs of the heads before the output projection.
 
-    ``q_width``: number of outputs per head that the query projection computes for the gate, after those of the query.
-    They are the argument ``gate_inputs``. ``x`` is the layer's input.
+    ``x`` is the layer's input. ``gate_inputs`` are the outputs of the query projection for the gate.
+
+    Attributes:
+        q_width: Number of outputs per head that the query projection computes for the gate, after the query's outputs.
     """
 
     @property
@@ -85,7 +86,7 @@ class Gate(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class QueryGate:
-    """``heads * sigmoid(gate_inputs)``, computed by the query projection with H more outputs per head (Qwen3-Next)."""
+    """Gate ``heads * sigmoid(gate_inputs)``. The query projection has H more outputs per head (Qwen3-Next)."""
 
     q_width: int
 
@@ -94,9 +95,14 @@ class QueryGate:
 
 
 class OutputGate(nnx.Module):
-    """``heads * activation(g(x))``, with a projection ``g`` (Qiu et al. 2025).
+    """Gate ``heads * activation(g(x))`` with a projection ``g`` (Qiu et al. 2025).
 
-    ``width``: outputs of g per head: H, or 1 for one factor per head.
+    Args:
+        dim: Width of the layer's input, D.
+        heads: Number of query heads, N.
+        width: Outputs of g per head: the width of a head, or 1 for one factor per head.
+        activation: Activation of the gate.
+        **kw: The dtype and rngs of the parameters.
     """
 
     q_width = 0
@@ -119,7 +125,7 @@ class OutputGate(nnx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class ConstantGate:
-    """``heads * factor``; equal to values scaled by ``factor``."""
+    """Gate ``heads * factor``. Equivalent to scaling the values by ``factor``."""
 
     factor: float
     q_width: int = 0
@@ -132,12 +138,16 @@ class ConstantGate:
 class AttentionDims:
     """Sizes of the projections of `GQA`: N query heads and K key/value heads of width H, activations of width D.
 
-    Args:
-        bias: whether q, k and v have a bias.
-        out_bias: whether o has a bias; None: same as ``bias``.
-        scale: factor of the scores; None: ``H ** -0.5``. With another scale the query kernel is initialized so that the
-            scores have the same variance (MaxText folds the scale into that kernel and uses 1).
-        value_dim: width of a value head; None: H.
+    Attributes:
+        dim: D.
+        heads: N.
+        kv_heads: K.
+        head_dim: H.
+        bias: Whether q, k and v have a bias.
+        out_bias: Whether o has a bias. If None, the same as ``bias``.
+        scale: Factor of the scores. If None, ``H ** -0.5``. With a different scale, the query kernel is initialized
+            such that the scores have the same variance. MaxText uses scale 1 and folds the scale into that kernel.
+        value_dim: Width of a value head. If None, H.
     """
 
     dim: int
@@ -151,19 +161,21 @@ class AttentionDims:
 
 
 class GQA(nnx.Module):
-    """Grouped-query attention; kernels ``q [D N H+q_width]``, ``k [D K H]``, ``v [D K W]``, ``o [N W D]``.
+    """Grouped-query attention with the linear maps ``q [D N H+q_width]``, ``k [D K H]``, ``v [D K W]``, ``o [N W D]``.
 
     Args:
-        rotary: rotary position embedding of queries and keys; None: no position embedding.
-        window: number of latest keys that a query attends to, including its own token's; None: all keys.
-        attention_fn: implementation of softmax attention.
-        rotate: how the rotation pairs the components of a head.
-        qk_norm: norm of queries and keys before the rotation, a `QKNorm`.
-        sinks: score of an extra key per head, a `Sinks`; None: no extra key.
-        gate: factors of the outputs of the heads; None: no gate.
+        dims: Sizes of the projections.
+        rotary: Rotary position embedding of queries and keys. None for no position embedding.
+        window: Number of latest keys that a query attends to, including the key of the query's token. None for all.
+        attention_fn: Implementation of softmax attention.
+        rotate: Rotates queries and keys. It determines how the components of a head are paired.
+        qk_norm: Norm of queries and keys before the rotation, a `QKNorm`. None for no norm.
+        sinks: Score of an extra key per head, a `Sinks`. None for no extra key.
+        gate: Scales the outputs of the heads. None for no gate.
+        **kw: The dtype and rngs of the parameters.
     """
 
-    supports_context_parallel: ClassVar[bool] = True  # whether the mesh axis ``context`` may shard its tokens
+    supports_context_parallel: ClassVar[bool] = True  # whether the mesh axis ``context`` may shard the layer's tokens
 
     def __init__(
         self,
@@ -203,7 +215,7 @@ class GQA(nnx.Module):
     def attend(
         self, x: Float[Array, "B T D"], context: Context, cache: Any
     ) -> tuple[Float[Array, "B asked D"], Any, KeysValuesMask]:
-        """Return the output, the cache, and the keys, values and mask that the queries attended to."""
+        """Return the output, the cache, and the keys, values and mask of the attention."""
         q, gate_inputs = jnp.split(self.q(context.output_tokens(x)), (self.k.outs[1],), axis=-1)
         k, v = self.project_kv(x)
         if self.qk_norm is not None:
@@ -221,7 +233,7 @@ class GQA(nnx.Module):
         return self.o(heads), cache, (k, v, mask)
 
     def project_kv(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T K H"], Float[Array, "B T K W"]]:
-        """Project keys, before their norm and rotation, and values."""
+        """Project keys and values. The norm and the rotation of the keys come later."""
         return self.k(x), self.v(x)
 
     def encode_positions(self, q: Float[Array, "B asked N H"], context: Context) -> Float[Array, "B asked N H"]:
@@ -238,13 +250,14 @@ class GQA(nnx.Module):
     ) -> tuple[Any, Array, Array, Mask, AttentionFn]:
         """Append keys and values to the cache.
 
-        Returns the cache, all keys and values that the queries may attend to, their mask, and the attention function.
+        Returns:
+            The cache, all keys and values that queries may attend to, their mask, and the attention function.
         """
         cache, (k, v), mask = context.append_to_cache(cache, (k, v), self.window)
         return cache, k, v, mask, self.attention_fn
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, lookahead: int = 0) -> TokenCache:
-        """Create a cache with one slot per token, or with a window a ring of its size plus ``lookahead`` slots."""
+        """Create a cache with one slot per token. With a window, create a ring of ``window + lookahead`` slots."""
         kv_heads, widths = self.k.outs[0], (self.k.outs[1], self.o.ins[1])
         slots = capacity if self.window is None else min(self.window + lookahead, capacity)
         k, v = (jnp.zeros((batch, kv_heads, slots, width), dtype) for width in widths)
@@ -267,8 +280,9 @@ def scale_by_position(
 ) -> Float[Array, "B asked N H"]:
     """Scale queries at position p by ``1 + beta * log(1 + floor(p / original))`` (Llama 4, 2025).
 
-    The factor keeps scores as far apart over more keys than the ``original`` number of the training. Unlike a rotation
-    the factor depends on the absolute position, so without a cache left-padded rows need ``positions``.
+    The factor compensates for more keys than the training length ``original``: the differences between scores grow
+    with the position. Unlike a rotation, the factor depends on the absolute position, so left-padded rows without a
+    cache need ``positions``.
     """
     assert context.positions is not None
     positions = context.positions[:, -q.shape[1] :, None, None]

@@ -1,8 +1,8 @@
 """Multi-head latent attention (DeepSeek-V2, 2024; DeepSeek-V3 technical report, 2024).
 
-Keys and values are expanded from one small latent per token. `NaiveMLA` expands the latents and attends as usual, which
-takes fewer FLOPs for many queries. `AbsorbedMLA` applies the expansion to the queries and outputs and attends in latent
-space, which reads only the cache and is faster for decoding. Both compute the same function and share the latent cache.
+Keys and values are expanded from one small latent per token. `NaiveMLA` expands the latents and attends to the expanded
+keys. It needs fewer FLOPs for many queries. `AbsorbedMLA` applies the expansion to queries and outputs and attends to
+the latents. It reads only the cache and is faster for decoding. Both compute the same function from the same cache.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.layers.rope import RotateFn
 from nnxmoe.sharding import is_static
 
-LATENT_NORM_EPS = 1e-6  # not the config's rms_norm_eps, as in the published implementation
+LATENT_NORM_EPS = 1e-6  # the published implementation uses this value instead of the config's rms_norm_eps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,10 +36,10 @@ class MLAInputs:
     """Queries, latents and the kernel that expands latents.
 
     Attributes:
-        q_nope: part of the queries without position embedding.
-        q_rope: rotated part of the queries.
-        latents: per token, its latent followed by its rotated key.
-        kv_b: kernel ``[kv_rank, N * (nope + v)]`` that expands latents to keys and values.
+        q_nope: Part of the queries without position embedding.
+        q_rope: Rotated part of the queries.
+        latents: Latent of each token, followed by the token's rotated key.
+        kv_b: Kernel ``[kv_rank, N * (nope + v)]`` that expands latents to keys and values.
     """
 
     q_nope: Float[Array, "B T N nope"]
@@ -50,7 +50,13 @@ class MLAInputs:
 
 @dataclasses.dataclass(frozen=True)
 class LatentExpansion:
-    """``(latents, kv_b) -> k, v``: expands latents to the keys and values of all heads, in the dtype of the queries."""
+    """Function ``(latents, kv_b) -> k, v`` that expands latents to the keys and values of all heads.
+
+    Attributes:
+        heads: Number of heads, N.
+        nope: Width of the part of a key without rotation.
+        dtype: Dtype of the keys and values, the dtype of the queries.
+    """
 
     heads: int
     nope: int
@@ -68,20 +74,20 @@ class LatentExpansion:
 
 
 class MLAFn(Protocol):
-    """Implementation of latent attention, ``Strategy.mla``."""
+    """Protocol of implementations of latent attention, ``Strategy.mla``."""
 
     def __call__(
         self, inputs: MLAInputs, softmax: MaskedSoftmax, attention_fn: AttentionFn
     ) -> Float[Array, "B T N v"]: ...
 
     def expansion(self, inputs: MLAInputs) -> LatentExpansion | None:
-        """Return how latents become keys and values; None if queries attend to the latents."""
+        """Return the function that expands latents to keys and values, or None if queries attend to the latents."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class NaiveMLA:
-    """Expands every latent to the keys and values of all heads."""
+    """Latent attention that expands every latent to the keys and values of all heads."""
 
     def __call__(self, inputs: MLAInputs, softmax: MaskedSoftmax, attention_fn: AttentionFn) -> Float[Array, "B T N v"]:
         q = jnp.swapaxes(jnp.concatenate([inputs.q_nope, inputs.q_rope], axis=-1), 1, 2)
@@ -94,7 +100,10 @@ class NaiveMLA:
 
 @dataclasses.dataclass(frozen=True)
 class AbsorbedMLA:
-    """Projects queries into the latent space and outputs out of it; all heads share the latents as keys and values."""
+    """Latent attention in latent space. All heads share the latents as keys and values.
+
+    Queries are projected into the latent space, and outputs are projected from the latent space to the value heads.
+    """
 
     def __call__(self, inputs: MLAInputs, softmax: MaskedSoftmax, attention_fn: AttentionFn) -> Float[Array, "B T N v"]:
         kv_b, (heads, nope) = inputs.kv_b, inputs.q_nope.shape[2:]
@@ -103,7 +112,7 @@ class AbsorbedMLA:
         q_latent = _project_heads(q_nope, lambda rows: kv_b.matmul_per_head(rows, 0, nope, transpose=True))
         q = jnp.concatenate([q_latent, jnp.swapaxes(inputs.q_rope, 1, 2)], axis=-1)
         latents = inputs.latents[:, None].astype(inputs.q_nope.dtype)
-        outputs = attention_fn(q, latents, latents, softmax)[..., :kv_rank]  # drops the rope part of the values
+        outputs = attention_fn(q, latents, latents, softmax)[..., :kv_rank]  # drop the rotated part of the values
         return jnp.swapaxes(_project_heads(outputs, lambda rows: kv_b.matmul_per_head(rows, nope, v_dim)), 1, 2)
 
     def expansion(self, inputs: MLAInputs) -> None:
@@ -157,21 +166,23 @@ class LowRankQuery(nnx.Module):
         return self.b(self.latent(x))
 
     def latent(self, x: Float[Array, "B T D"]) -> Float[Array, "B T q_rank"]:
-        """Compute the normalized latents from which ``b`` expands the queries."""
+        """Compute the normalized latents. ``b`` expands them to the queries."""
         return self.norm(self.a(x))
 
 
 @dataclasses.dataclass(frozen=True)
 class MLADims:
-    """Sizes of `MLA`: ranks of the latents, and widths of a head's parts.
+    """Sizes of `MLA`: ranks of the latents, and widths of the parts of a head.
 
-    Args:
-        q_rank: rank of the queries; None: one full-rank projection.
-        kv_rank: rank of the latents of keys and values.
-        nope: width of the part of queries and keys without rotation.
-        rope: width of the rotated part of queries and keys.
-        v_dim: width of a value head.
-        eps: of the norms of the latents.
+    Attributes:
+        dim: Width of the activations, D.
+        heads: Number of heads, N.
+        q_rank: Rank of the queries. If None, the query projection has full rank.
+        kv_rank: Rank of the latents of keys and values.
+        nope: Width of the part of queries and keys without rotation.
+        rope: Width of the rotated part of queries and keys.
+        v_dim: Width of a value head.
+        eps: Epsilon of the norms of the latents.
     """
 
     dim: int
@@ -185,16 +196,17 @@ class MLADims:
 
 
 class MLA(nnx.Module):
-    """Latent attention; kernels ``kv_a [kv_rank + rope, D]``, ``kv_b [N, nope + v, kv_rank]``, ``o [D, N, v]``.
+    """Latent attention with kernels ``kv_a [kv_rank + rope, D]``, ``kv_b [N, nope + v, kv_rank]``, ``o [D, N, v]``.
 
     Args:
-        scale: factor of the scores.
-        bias: whether the down-projections and the output projection have a bias.
-        rotary: see `GQA`.
-        rotate: see `GQA`.
-        mla: implementation of latent attention.
-        attention_fn: implementation of softmax attention.
-        gate: see `GQA`; here the query projection has no outputs for the gate.
+        dims: Sizes.
+        scale: Factor of the scores.
+        bias: Whether the down projections and the output projection have a bias.
+        rotary, rotate: See `GQA`.
+        mla: Implementation of latent attention.
+        attention_fn: Implementation of softmax attention.
+        gate: See `GQA`. The query projection does not compute inputs of the gate.
+        **kw: The dtype and rngs of the parameters.
     """
 
     supports_context_parallel: ClassVar[bool] = True  # as in `GQA`
@@ -234,7 +246,7 @@ class MLA(nnx.Module):
         return self.project_out(x, heads), cache
 
     def project_latents(self, x: Float[Array, "B T D"], context: Context) -> Float[Array, "B T latent_and_rope"]:
-        """Compute what the cache stores per token: its normalized latent and its rotated key."""
+        """Compute the cache entry of each token: the normalized latent and the rotated key."""
         latent, k_rope = jnp.split(self.kv_a(x), [self.kv_rank], axis=-1)
         k_rope = context.rotated(k_rope[:, :, None, :], self.rotary, self.rotate)[:, :, 0, :]
         return checkpoint_name(jnp.concatenate([self.kv_norm(latent), k_rope], axis=-1), "latents")
@@ -258,14 +270,14 @@ class MLA(nnx.Module):
     def project_out(
         self, x: Float[Array, "B asked D"], heads: Float[Array, "B asked N v"]
     ) -> Float[Array, "B asked D"]:
-        """Apply the gate and the output projection; ``x`` is the layer's input."""
+        """Apply the gate and the output projection. ``x`` is the layer's input."""
         heads = checkpoint_name(heads, "head_outputs")
         if self.gate is not None:
             heads = self.gate(x, heads[..., :0], heads)
         return self.o(heads)
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, lookahead: int = 0) -> TokenCache:
-        """Create a cache with one slot per token, for its latent and its rotated key."""
+        """Create a cache with one slot per token for the token's latent and rotated key."""
         return TokenCache(jnp.zeros((batch, capacity, self.kv_a.outs[0]), dtype))
 
 

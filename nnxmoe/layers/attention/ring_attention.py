@@ -1,4 +1,4 @@
-"""Ring attention (Liu et al. 2023): keys and values circulate along ``context``; no device has all of them."""
+"""Ring attention (Liu et al. 2023): keys and values circulate along the mesh axis ``context``."""
 
 import dataclasses
 import functools
@@ -26,16 +26,17 @@ KVExpansion = Callable[[Array, Any], tuple[Array, Array]]
 
 @dataclasses.dataclass(frozen=True)
 class RingAttention:
-    """Passes keys and values (of MLA the latents) from device to device along the mesh axis ``context``.
+    """Attention that passes keys and values, or MLA's latents, from device to device along the mesh axis ``context``.
 
-    Each device attends with its own queries to the keys that it has, and merges results by their log-sum-exps. Memory
-    per device is that of its own tokens. Blocks without an allowed pair are skipped. With a window W, only the devices
-    of the last W tokens are visited. Each device expands the latents that it has.
+    In each step, a device attends with its queries to the keys of one device, and merges the results by their
+    log-sum-exps. The memory per device is proportional to the number of tokens per device. Blocks without allowed pairs
+    are skipped as in `FlashAttention`. With a window W, only the devices of the latest W tokens are visited. Each
+    device expands the latents of the current step.
 
     Args:
-        flash: computes the scores. It determines the gradients: first derivatives in reverse mode only.
-        fallback: computes passes with a cache, and rows that the axis does not divide, on every device.
-        mesh: set by ``Strategy``.
+        flash: Computes the scores and the gradients. Supports first derivatives in reverse mode only.
+        fallback: Computes the whole pass on every device if it has a cache, or the axis does not divide its rows.
+        mesh: The mesh, set by ``Strategy``.
     """
 
     flash: FlashAttention = FlashAttention(512, 1024)
@@ -48,7 +49,7 @@ class RingAttention:
             raise ValueError(f"RingAttention(flash={self.flash!r}): give FlashAttention(block_q, block_k)")
 
     def with_mesh(self, mesh: Mesh | None, rules: Rules) -> Self:
-        """Return the attention for a model on this mesh."""
+        """Return a copy of the attention for a model on this mesh."""
         return dataclasses.replace(self, fallback=bind_mesh(self.fallback, mesh, rules), mesh=mesh)
 
     def __call__(self, q: Queries, k: Keys, v: Values, softmax: MaskedSoftmax) -> HeadOutputs:
@@ -62,7 +63,7 @@ class RingAttention:
         return shard_map_context(run, self.mesh, (q, kv), (softmax,), 2)
 
     def attend_latents(self, mla: Any, inputs: Any, softmax: MaskedSoftmax) -> Float[Array, "B T N v"]:
-        """Circulate the latents if ``mla`` has a `LatentExpansion`; otherwise what it attends to circulates."""
+        """Circulate the latents if ``mla`` has a `LatentExpansion`, otherwise the keys and values of ``mla``."""
         expansion = mla.expansion(inputs)
         if expansion is None or not is_context_sharded(softmax.mask, inputs.q_nope.shape[1], self.mesh):
             return mla(inputs, softmax, self)
@@ -83,7 +84,7 @@ class RingAttention:
         kernel: Any,
         softmax: MaskedSoftmax,
     ) -> HeadOutputs:
-        """Attend on one device; ``shard``: what circulates, with its tokens along ``shard_axis``."""
+        """Attend on one device. ``shard`` is the circulating array, with tokens along ``shard_axis``."""
         count = jax.lax.axis_size(CONTEXT)
         shards = ContextShards.for_window(q.shape[2] * count, count, softmax.mask.window)
         q, shard = shards.balance(q, 2), shards.balance(shard, shard_axis)
@@ -99,7 +100,7 @@ class RingAttention:
 
 @dataclasses.dataclass(frozen=True)
 class SplitKV:
-    """Splits the last dimension into keys of this ``width`` and the values after them."""
+    """Split the last dimension into keys of ``width`` components and values."""
 
     width: int
 
@@ -112,12 +113,12 @@ class Ring:
     """Static arguments of the ring's forward and backward pass.
 
     Attributes:
-        flash: computes the scores.
-        shards: tokens of each device.
-        softmax_tree: structure of `MaskedSoftmax` without sinks.
-        expand: computes keys and values from what circulates.
-        is_float: which leaves of the kernel have gradients.
-        kernel_tree: structure of the kernel.
+        flash: Computes the scores.
+        shards: Tokens of each device.
+        softmax_tree: Tree structure of `MaskedSoftmax` without sinks.
+        expand: Computes keys and values from the circulating shard.
+        is_float: Whether each leaf of the kernel has a gradient.
+        kernel_tree: Tree structure of the kernel.
     """
 
     flash: FlashAttention
@@ -128,20 +129,23 @@ class Ring:
     kernel_tree: Any
 
     def step_count(self, softmax: MaskedSoftmax) -> int:
-        """Number of devices whose keys a device needs, including itself. Padding does not count towards a window."""
+        """Return the number of devices whose keys a device needs, including itself.
+
+        With padding all devices are needed, because a window counts real tokens only.
+        """
         window, size = softmax.mask.window, self.shards.length // self.shards.count
         if window is None or softmax.mask.keys.valid is not None:
             return self.shards.count
         return min(self.shards.count, 1 - (1 - window) // size)
 
     def keys_and_values(self, shard: Array, floats: list[Array], codes: list[Array]) -> tuple[Array, Array]:
-        """Compute keys and values of the shard that this device has in a step."""
+        """Compute keys and values from the shard of the current step."""
         floats, codes = list(floats), list(codes)
         leaves = [floats.pop(0) if is_float else codes.pop(0) for is_float in self.is_float]
         return self.expand(shard, self.kernel_tree.unflatten(leaves))
 
     def softmax(self, leaves: list[Array], step: Any) -> MaskedSoftmax:
-        """Build the softmax for this device's queries and the keys that it has in a step."""
+        """Create the softmax for this device's queries and the keys of the current step."""
         softmax, device = self.softmax_tree.unflatten(leaves), jax.lax.axis_index(CONTEXT)
         queries, keys = (self.shards.tokens(i) for i in (device, (device - step) % self.shards.count))
         return dataclasses.replace(softmax, mask=softmax.mask.select(queries, keys))
@@ -153,8 +157,8 @@ def _ring_attention(
 ) -> HeadOutputs:
     """Attend to all shards of the ring.
 
-    ``floats``: leaves of the kernel with gradients. ``constants``: leaves of `MaskedSoftmax`, and leaves of the kernel
-    without gradients.
+    ``floats`` are the kernel's leaves with gradients. ``constants`` are the leaves of `MaskedSoftmax`, and the kernel's
+    leaves without gradients.
     """
     return _ring_forward(ring, q, shard, floats, sinks, constants)[0]
 
@@ -171,7 +175,8 @@ def _ring_forward(
 
     def attend_and_pass_on(step: Int[Array, ""], carry: tuple[Array, Any]) -> tuple[Array, Any]:
         shard, partial = carry
-        return ppermute_next(shard), attend(shard, step, partial)  # independent: the next keys arrive meanwhile
+        # Both are independent, so the transfer of the next keys overlaps with the computation.
+        return ppermute_next(shard), attend(shard, step, partial)
 
     logsumexp = jnp.full(q.shape[:3], LOWEST)
     if sinks is not None:
@@ -186,14 +191,14 @@ def _ring_forward(
 
 
 def _merge_partial(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Merge outputs and log-sum-exps for two sets of keys."""
+    """Merge the outputs and log-sum-exps of two sets of keys."""
     logsumexp = jnp.logaddexp(first[1], second[1])
     scaled = [outputs * jnp.exp(part - logsumexp)[..., None] for outputs, part in (first, second)]
     return scaled[0] + scaled[1], logsumexp
 
 
 def _ring_backward(ring: Ring, residuals: Any, d_outputs: Array) -> tuple[Array, Array, list[Array], Sinks, None]:
-    """Gradients of a shard circulate with it, in float32, until they reach the device of its tokens."""
+    """Compute the gradients. The float32 gradient of a shard circulates with the shard back to its first device."""
     q, shard, floats, sinks, (softmax_leaves, codes), outputs, logsumexp = residuals
     q_f32 = q.astype(jnp.float32)
 

@@ -1,6 +1,6 @@
-"""Softmax attention over keys and values that are already projected and rotated.
+"""Softmax attention over projected and rotated keys and values.
 
-The strategy chooses the implementation. `ReferenceAttention` is the oracle of all others.
+The strategy chooses the implementation. `ReferenceAttention` is the reference for all other implementations.
 """
 
 import dataclasses
@@ -22,14 +22,14 @@ HeadOutputs = Float[Array, "B N T Hv"]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MaskedSoftmax:
-    """Scale, soft cap, mask and softmax: everything between the products ``q @ k.T`` and the attention weights.
+    """Scale, soft cap, mask and softmax: the steps from the products ``q @ k.T`` to the attention weights.
 
     Attributes:
-        mask: a `Mask`; `ReferenceAttention` also takes a `ConcatenatedMask`.
-        scale: factor of the products.
-        softcap: a scaled product s becomes ``softcap * tanh(s / softcap)`` (Gemma 2, 2024).
-        sinks: score of one extra key per query head. Every query attends to the extra key, which has no value
-            (gpt-oss, 2025).
+        mask: A `Mask`. `ReferenceAttention` also accepts a `ConcatenatedMask`.
+        scale: Factor of the products.
+        softcap: Maps a scaled product s to ``softcap * tanh(s / softcap)`` (Gemma 2, 2024). None for no soft cap.
+        sinks: Score of one extra key per query head. Every query attends to the extra key. The extra key has no value
+            (gpt-oss, 2025). None for no extra key.
     """
 
     mask: Any
@@ -39,7 +39,7 @@ class MaskedSoftmax:
 
     @property
     def is_plain(self) -> bool:
-        """Whether there are neither sinks nor a soft cap."""
+        """Whether the softmax has neither sinks nor a soft cap."""
         return self.sinks is None and self.softcap is None
 
     def select(self, queries: slice, keys: slice) -> "MaskedSoftmax":
@@ -47,7 +47,7 @@ class MaskedSoftmax:
         return dataclasses.replace(self, mask=self.mask.select(queries, keys))
 
     def scores(self, products: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
-        """Scale and cap products of queries and keys."""
+        """Apply the scale and the soft cap to products of queries and keys."""
         scores = products * self.scale
         return scores if self.softcap is None else self.softcap * jnp.tanh(scores / self.softcap)
 
@@ -67,9 +67,8 @@ def _mask_scores(
 ) -> Float[Array, "B K G T S"]:
     """Set masked scores to the lowest float32.
 
-    JAX and XLA would hoist the comparison of indices out of the layers and keep its T x S result in memory for all of
-    them. The barrier makes the comparison depend on ``q``, which differs between layers, so that each layer compares
-    again.
+    Without the barrier, JAX and XLA hoist the comparison of indices out of the layers, and its T x S result remains in
+    memory for all layers. With the barrier the comparison depends on ``q`` of each layer, so each layer compares again.
     """
     lowest = jnp.float32(jnp.finfo(jnp.float32).min)
     mask, lowest, _ = jax.lax.optimization_barrier((mask, lowest, jax.lax.stop_gradient(q)))
@@ -78,9 +77,9 @@ def _mask_scores(
 
 @jax.custom_jvp
 def _where_allowed(scores: Float[Array, "B K G T S"], allowed: Bool[Array, "#B 1 1 T S"], lowest: Array) -> Array:
-    """Mask scores with a derivative of 1 everywhere, so that ``allowed`` is not saved for the backward pass.
+    """Mask scores with a derivative of 1 everywhere, so ``allowed`` is not saved for the backward pass.
 
-    The softmax that follows has derivative 0 at masked scores.
+    The gradient is correct, because the subsequent softmax has derivative 0 at masked scores.
     """
     return jnp.where(allowed, scores, lowest)
 
@@ -91,17 +90,17 @@ def _where_allowed_jvp(primals: tuple[Array, ...], tangents: tuple[Any, ...]) ->
 
 
 class AttentionFn(Protocol):
-    """``(q, k, v, softmax) -> outputs``. N is a multiple of K: query head n uses key head ``n // (N / K)``."""
+    """Protocol of softmax attention. N is a multiple of K, and query head n uses key head ``n // (N / K)``."""
 
     def __call__(self, q: Queries, k: Keys, v: Values, softmax: MaskedSoftmax, /) -> HeadOutputs: ...
 
 
 @dataclasses.dataclass(frozen=True)
 class ReferenceAttention:
-    """Attention by one product for the scores, a softmax in float32 and one product with the values.
+    """Attention in one product for the scores, a softmax in float32 and one product with the values.
 
-    Query heads that share a key head are grouped, so keys and values are not repeated. A query without any allowed key
-    (padding) gets the mean of all values instead of NaN.
+    Query heads that share a key head are grouped, so keys and values are not repeated. If a query has no allowed key
+    (padding), the output is the mean of all values instead of NaN.
     """
 
     def __call__(self, q: Queries, k: Keys, v: Values, softmax: MaskedSoftmax) -> HeadOutputs:

@@ -1,4 +1,4 @@
-"""Fused attention kernels: the default of each backend, and JAX's splash attention for TPUs."""
+"""The default attention kernel of each backend, and JAX's splash attention for TPUs."""
 
 import dataclasses
 import importlib
@@ -17,14 +17,17 @@ from nnxmoe.layers.attention.softmax_attention import AttentionFn, HeadOutputs, 
 
 LANES = 128  # the kernel's blocks are multiples of a TPU register's lanes
 BLOCK_SIZES = (512, 256, LANES)
-REMOTE_CAPABILITY: tuple[int, int] = (8, 0)  # compute capability that is assumed of GPUs of another machine
+REMOTE_CAPABILITY: tuple[int, int] = (8, 0)  # assumed compute capability of GPUs in other machines
 
 
 def default_attention_fn(platform: str | None = None) -> AttentionFn:
-    """Return the fused attention of a platform (default: JAX's), with `BlockwiseAttention` for what it lacks.
+    """Return the default attention of a platform, with `BlockwiseAttention` as fallback.
 
-    GPUs of another machine are assumed to be of the Ampere generation or later. cuDNN gets heads of up to 128 there,
-    because JAX asks this machine's GPU whether wider heads are supported.
+    GPUs in other machines are assumed to be Ampere or later. For these GPUs, cuDNN computes heads of up to 128, because
+    JAX queries the local GPU to check whether wider heads are supported.
+
+    Args:
+        platform: "cpu", "gpu" or "tpu". If None, JAX's default backend.
     """
     local_backend, fallback = jax.default_backend(), BlockwiseAttention(long_context=FlashAttention(512, 1024))
     backend = platform or local_backend
@@ -41,23 +44,23 @@ def default_attention_fn(platform: str | None = None) -> AttentionFn:
 
 
 def _cuda_capability(device: Any) -> tuple[int, int]:
-    """Compute capability of an NVIDIA GPU, such as (9, 0); (0, 0) for other devices."""
+    """Return the compute capability of an NVIDIA GPU, such as (9, 0). Return (0, 0) for all other devices."""
     match = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
     return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 @dataclasses.dataclass(frozen=True)
 class SplashAttention(ShardMapKernel):
-    """``jax.experimental.pallas.ops.tpu.splash_attention``, FlashAttention for TPUs that skips masked blocks.
+    """Attention by ``jax.experimental.pallas.ops.tpu.splash_attention``, a FlashAttention that skips masked blocks.
 
-    Computes causal passes of multiples of 128 tokens, with window, segments, padding and soft cap.
+    Supports causal passes with a multiple of 128 tokens, with a window, segments, padding or a soft cap.
 
     Args:
-        fallback: computes the rest: steps and chunks with a cache, sinks, and a window with padding.
-        interpret: whether to run in Pallas's interpreter, on any backend.
+        fallback: Computes unsupported passes: steps and chunks with a cache, sinks, and a window with padding.
+        interpret: Whether to run in Pallas's interpreter, on any backend.
 
     Raises:
-        ValueError: ``fallback`` is not an object.
+        ValueError: If ``fallback`` is not a callable object.
     """
 
     fallback: AttentionFn = BlockwiseAttention()
@@ -81,7 +84,7 @@ class SplashAttention(ShardMapKernel):
 
 
 def _segments(softmax: MaskedSoftmax, batch: int) -> Int[Array, "B T"] | None:
-    """Return the segments, with padding in a segment of its own, so that each query attends at least to itself."""
+    """Return the segments. Padding is in a separate segment -1, so each query attends at least to itself."""
     segment, valid = softmax.mask.query_segment, softmax.mask.keys.valid
     if valid is None:
         return segment
@@ -90,7 +93,7 @@ def _segments(softmax: MaskedSoftmax, batch: int) -> Int[Array, "B T"] | None:
 
 
 def _splash_kernel(shape: tuple[int, ...], softmax: MaskedSoftmax, interpret: bool) -> Any:
-    """Return the kernel for queries ``[N, T, H]``, mapped over a batch ``[B, N, T, H]`` and its segments."""
+    """Create the kernel for queries of shape ``[N, T, H]``, mapped over a batch ``[B, N, T, H]`` and segments."""
     splash = importlib.import_module("jax.experimental.pallas.ops.tpu.splash_attention")
     heads, length, window = shape[0], shape[1], softmax.mask.window
     square = (length, length)
