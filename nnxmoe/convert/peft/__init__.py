@@ -1,1 +1,1 @@
-"""LoRA adapters in PEFT's format."""
+"""Save and load LoRA adapters in PEFT's format."""

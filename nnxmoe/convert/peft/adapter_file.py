@@ -1,4 +1,4 @@
-"""Reading the tensors of an adapter's file, also those of transformers 4: one adapter per expert and projection."""
+"""Read an adapter's tensors, including files of transformers 4 with one adapter per expert and projection."""
 
 import collections
 from pathlib import Path
@@ -17,12 +17,17 @@ from nnxmoe.model.weight_names import options
 from nnxmoe.models import family_of
 
 WEIGHTS_FILE = "adapter_model.safetensors"
-_OUTSIDE = "base_model.model."  # in PEFT's names, before that of the base model
+_OUTSIDE = "base_model.model."  # prefix of the base model's names in PEFT's names
 _FLOATS = ("F32", "BF16", "F16")
 
 
 class AdapterFile:
-    """The tensors of a folder's ``adapter_model.safetensors``, with a list of what does not fit."""
+    """Tensors of a folder's ``adapter_model.safetensors``.
+
+    Attributes:
+        folder: Folder of the adapter.
+        faults: Messages about tensors that are missing or do not fit.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder, path = folder, folder / WEIGHTS_FILE
@@ -43,16 +48,18 @@ class AdapterFile:
         return name in self._infos
 
     def in_base(self, name: str) -> str:
-        """The name that a module or parameter has in the adapter's base model, which may be multimodal."""
+        """Return the name of a module or parameter in the adapter's base model. The base model may be multimodal."""
         return self._before + name.removeprefix("model.") if name.startswith("model.") else name
 
     def skip(self, name: str) -> None:
-        """Count a tensor as read."""
+        """Mark a tensor as read."""
         self._unread.discard(name)
 
     def take(self, name: str, shape: tuple[int, ...], rank: int | None = None) -> np.ndarray:
-        """Return the values of a tensor; if it is missing or has another shape or dtype, add a fault to the list and
-        return zeros."""
+        """Return the values of a tensor.
+
+        If the tensor is missing or has a wrong shape or dtype, add a message to ``faults`` and return zeros.
+        """
         info = self._infos.get(name)
         if info is None:
             self.faults.append(f"missing: {name}")
@@ -70,7 +77,7 @@ class AdapterFile:
         return np.zeros(shape, np.float32)
 
     def check(self) -> None:
-        """Raise CheckpointError if anything did not fit, or was not read."""
+        """Raise CheckpointError if there are faults or unread tensors, or if the file is empty."""
         faults = self.faults + [f"unexpected: {plain(name)}" for name in self._infos if name in self._unread]
         if faults or not self._infos:
             lines = "\n  ".join(faults or ["it has no tensors"])
@@ -80,10 +87,10 @@ class AdapterFile:
 def read_expert_adapters(
     model: CausalLM, slot: AdapterSlot, layer: int, settings: Settings, file: AdapterFile
 ) -> AdapterValues | None:
-    """The adapters of a layer's experts as one; None if the file has none in this form.
+    """Combine the adapters per expert of a layer into a single adapter. Returns None if the file has no such adapters.
 
-    The ranks of gate and up are added, so that each keeps an ``a`` of its own: ``b`` is zero elsewhere. Experts without
-    an adapter get zeros.
+    The rank of the result is the sum of the ranks of gate and up. Each projection has its own rows of ``a``, and ``b``
+    is zero for the other rows. Experts without an adapter have zeros.
     """
     (lead, (ins,), (outs,)), _ = slot.dimensions
     found: dict[tuple[int, int], tuple[str, tuple[int, float]]] = {}

@@ -1,10 +1,10 @@
-"""Adapters in PEFT's format: ``adapter_config.json`` and ``adapter_model.safetensors``.
+"""Save and load adapters in PEFT's format: ``adapter_config.json`` and ``adapter_model.safetensors``.
 
-Names follow PEFT 0.21 with transformers 5, where the experts of a layer are two parameters and one adapter covers all
-experts: ``lora_A [E * rank, ins]``, ``lora_B [outs, rank * E]`` with the experts innermost, whichever way the base
-parameter lies. The outputs are in its order: those of gate, then of up, or in turn (gpt-oss). If two parameters of a
-module are adapted, PEFT nests the first in the second as its ``base_layer``. Files of transformers 4, which have an
-adapter per expert and projection, are read too.
+Names follow PEFT 0.21 with transformers 5. The experts of a layer are two parameters, and one adapter covers all
+experts: ``lora_A [E * rank, ins]`` and ``lora_B [outs, rank * E]`` with the experts innermost, also if the base
+parameter is transposed. The outputs are in the order of the base parameter: first gate, then up, or alternating
+(gpt-oss). If both parameters of a module are adapted, PEFT nests the first adapter in the second as ``base_layer``.
+`load` also reads files of transformers 4, with one adapter per expert and projection.
 """
 
 import collections
@@ -47,10 +47,17 @@ from nnxmoe.sharding import spans_hosts
 
 
 def save(model: CausalLM, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-    """Write a model's adapters in the format of ``peft``, which `load` reads too.
+    """Save a model's adapters in PEFT's format, for `load` or ``peft``.
 
-    The folder must be new or empty; ``overwrite`` replaces the adapter's files in it and keeps others. It is written
-    completely or not at all. Raises ValueError if the model has no adapters, or merged ones.
+    The folder is written atomically.
+
+    Args:
+        model: Model with unmerged adapters.
+        folder: New or empty folder, unless ``overwrite`` is set.
+        overwrite: Whether to replace the adapter files in the folder. Other files remain.
+
+    Raises:
+        ValueError: The model has no adapters or merged adapters, or the folder cannot be written.
     """
     check_model(model)
     require_values(jax.tree.leaves(nnx.state(model)))
@@ -81,15 +88,20 @@ def save(model: CausalLM, folder: str | os.PathLike[str], *, overwrite: bool = F
 
 
 def open_adapter(folder: str | os.PathLike[str]) -> tuple[Settings, AdapterFile]:
-    """The settings of the adapter in a folder, and the header of its tensors. Raises CheckpointError for what `load`
-    cannot use whatever the model, so that commands call it before they load one."""
+    """Return (settings, tensor headers) of the adapter in a folder.
+
+    Commands call this function before loading a model, because it raises CheckpointError for any adapter that `load`
+    does not support in any model.
+    """
     where = absolute_path(folder)
     return Settings.read(where / CONFIG_FILE), AdapterFile(where)
 
 
 def base_model_name(folder: str | os.PathLike[str]) -> str | None:
-    """Base model named by the adapter in a folder; None if the folder holds no adapter, or a whole model. Raises
-    CheckpointError for an adapter without base model."""
+    """Return the name of an adapter's base model, or None if the folder contains no adapter, or a whole model.
+
+    Raises CheckpointError if the adapter names no base model.
+    """
     path = absolute_path(folder) / CONFIG_FILE
     if not path.is_file() or path.with_name("config.json").is_file():
         return None
@@ -100,7 +112,10 @@ def base_model_name(folder: str | os.PathLike[str]) -> str | None:
 
 
 def _settings(model: CausalLM, pieces: list[LayerAdapter]) -> dict[str, Any]:
-    """The settings of adapters, by names within a layer where all layers have equal adapters, else by full names."""
+    """Return the fields of adapter_config.json.
+
+    Names are relative to the layer if all layers have equal adapters, and full names otherwise.
+    """
     numbers = {(piece.slot.name, piece.layer): piece.numbers for piece in pieces}
     groups: dict[str, dict[str, Numbers | None]] = collections.defaultdict(dict)
     for slot in adapter_slots(model):
@@ -128,7 +143,7 @@ def _tensors(model: CausalLM, pieces: list[LayerAdapter]) -> Tensors:
             ) -> Any:
                 at = () if piece.slot.depth is None else (piece.layer - piece.slot.first,)
                 one = gather(value, at) if spans_hosts(value) else np.asarray(value[at])
-                one = one[tuple(map(slice, stored.one))]  # without the padding of lower ranks
+                one = one[tuple(map(slice, stored.one))]  # remove the padding of a rank below the stack's maximum
                 one = one if stored.is_a else scale_b(one, times)
                 return stored.store(one).astype(value.dtype)
 
@@ -136,11 +151,18 @@ def _tensors(model: CausalLM, pieces: list[LayerAdapter]) -> Tensors:
 
 
 def load(model: CausalLM, folder: str | os.PathLike[str], dtype: Any = None) -> None:
-    """Load the adapters that `save` or ``peft`` wrote to a folder into a model, in place, sharded over its mesh.
+    """Load adapters that `save` or ``peft`` wrote into a model, in place, sharded over the model's mesh.
 
-    Layers may lack adapters, and may have other ranks and alphas. ``dtype`` None keeps the stored dtype. Raises
-    ValueError for other kinds of adapters, or with a list of all tensors that are missing, unexpected, or of another
-    shape than the model and the rank require. The model is then unchanged.
+    Layers may lack adapters, and ranks and alphas may differ between layers.
+
+    Args:
+        model: Model without adapters.
+        folder: Folder of the adapter.
+        dtype: Dtype of the adapters. Defaults to the stored dtype.
+
+    Raises:
+        ValueError: The kind of adapter is not supported, or tensors are missing, unexpected or of a wrong shape. The
+            message lists all these tensors. The model is unchanged.
     """
     refuse_adapters(model)
     kind, (settings, file) = float_dtype(dtype), open_adapter(folder)
@@ -168,7 +190,10 @@ def load(model: CausalLM, folder: str | os.PathLike[str], dtype: Any = None) -> 
 def _targeted(
     model: CausalLM, settings: Settings, file: AdapterFile
 ) -> Iterator[tuple[AdapterSlot, int, Numbers, str]]:
-    """The adapters that the settings name, with the names of their parameters, which older files spell differently."""
+    """Yield (slot, layer, (rank, alpha), parameter name) for each adapter in the settings.
+
+    Older files use different parameter names. If there is a choice, prefer the name whose tensors are in the file.
+    """
     for slot in adapter_slots(model):
         rows = () if slot.name == "head" else options(family_of(model).hf_names(model.config), slot.key)
         older = [w for w in rows if w.whole and not w.per_expert]
@@ -186,8 +211,10 @@ def _targeted(
 
 
 def _check_tables(model: CausalLM, file: AdapterFile) -> None:
-    """Raise CheckpointError if the file has another embedding or head than the model: peft stores them beside adapters
-    of them, and if they were resized."""
+    """Raise CheckpointError if the file contains an embedding or a head that differs from the model's.
+
+    peft stores embedding and head if they have adapters or were resized.
+    """
     head = model.embed.table if model.head is None else model.head.kernel
     for module, variable in (("model.embed_tokens", model.embed.table), ("lm_head", head)):
         for name in (f"base_model.model.{module}{end}" for end in (".base_layer.weight", ".weight")):
@@ -204,5 +231,5 @@ def _check_tables(model: CausalLM, file: AdapterFile) -> None:
 
 
 def put_array(host: np.ndarray, place: Any) -> jax.Array:
-    """A host array as a jax.Array with a sharding; None: on the default device."""
+    """Put a host array on the devices with sharding ``place``, or on the default device if ``place`` is None."""
     return jnp.asarray(host) if place is None else jax.make_array_from_callback(host.shape, place, host.__getitem__)

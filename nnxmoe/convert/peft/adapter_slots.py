@@ -1,4 +1,4 @@
-"""The places in a model that can hold an adapter, and their names: `attention.q`, `experts.gate_up`, `head`."""
+"""Adapter slots: the modules of a model that can have an adapter, named `attention.q`, `experts.gate_up`, `head`, …"""
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,46 +20,56 @@ from nnxmoe.models import family_of
 
 @dataclasses.dataclass(frozen=True)
 class AdapterSlot:
-    """A place for an adapter: an attribute of a module, with the kernels that it adapts side by side."""
+    """Attribute of a module that can contain an adapter, with the kernels that the adapter covers.
 
-    name: str  # the same in every layer
-    key: str  # of the first kernel, in the tables of names
+    Attributes:
+        name: Name of the slot, equal in all layers.
+        key: Key of the first kernel in the family's table of names.
+        path: Path of the module in the model.
+        owner: The module.
+        attribute: Name of the attribute.
+        kernels: Attribute names of the adapted kernels in the module.
+        first: Number of the layer, or of the first layer of a scanned stack.
+    """
+
+    name: str
+    key: str
     path: Path
     owner: Any
     attribute: str
     kernels: tuple[str, ...]
-    first: int  # the layer, or the first layer of a scanned stack
+    first: int
 
     @property
     def place(self) -> str:
-        """The path of the attribute, unique in the model."""
+        """Path of the attribute, unique in the model."""
         return ".".join(map(str, (*self.path, self.attribute)))
 
     @property
     def adapter(self) -> LoRA | None:
-        """The adapter, or None."""
+        """Adapter in the slot, or None."""
         return getattr(self.owner, self.attribute)
 
     def put(self, adapter: LoRA | None) -> None:
-        """Set the adapter, or remove it with None."""
+        """Set the adapter. `None` removes the adapter."""
         setattr(self.owner, self.attribute, nnx.static(None) if adapter is None else nnx.data(adapter))
 
     @property
     def base(self) -> list[Any]:
-        """The adapted kernels: a parameter or `QuantizedWeight` each."""
+        """Adapted kernels, each a parameter or a `QuantizedWeight`."""
         return [getattr(self.owner, name) for name in self.kernels]
 
     @property
     def depth(self) -> int | None:
-        """The number of layers of a scanned stack, on the first axis; None for a single layer."""
+        """Number of layers of a scanned stack, on the first axis. `None` for a single layer."""
         lead, axes = (of[0] for of in self.dimensions)
         return lead[0] if is_stacked(axes) else None
 
     @property
     def dimensions(self) -> tuple[Any, Any]:
-        """Sizes and logical axes of the kernel, each as (lead, ins, outs)."""
+        """Pair of sizes and logical axes of the kernel, each a tuple (lead, ins, outs)."""
         kernel: Any = self.base[0]
-        if isinstance(self.owner, Embed):  # the table [V, D], which is looked up, or multiplied by as a tied head
+        if isinstance(self.owner, Embed):  # table [V, D]: ins = V for the embedding, ins = D for a tied head
             turn = slice(None, None, 1 if self.attribute == "lora" else -1)
             return tuple(((), *((size,) for size in of[turn])) for of in (kernel.shape, axes_of(kernel)))
         weight = as_weight(kernel)
@@ -67,11 +77,11 @@ class AdapterSlot:
 
     @property
     def layers(self) -> range:
-        """The numbers of its layers; the embedding and the head are one."""
+        """Layer numbers of the slot. The embedding and the head count as a single layer."""
         return range(self.first, self.first + (self.depth or 1))
 
     def shapes(self, rank: int, alpha: float, dtype: np.dtype) -> LoRA:
-        """An adapter without values, with logical axes by which it is sharded like its kernel."""
+        """Return an adapter with shapes but no values, with logical axes that shard it like the kernel."""
         (lead, ins, outs), (lead_axes, in_axes, out_axes) = self.dimensions
         if len(self.kernels) > 1:
             outs, out_axes = (len(self.kernels), *outs), ("gate_up", *out_axes)
@@ -83,7 +93,7 @@ class AdapterSlot:
 
 
 def adapter_slots(model: CausalLM) -> list[AdapterSlot]:
-    """All slots, in the order of the layers, those of the embedding and the head last."""
+    """Return all slots in the order of the layers. The embedding and the head are last."""
     found = []
     for path, module in layer_modules(model):
         for attribute, kernels in getattr(module, "adapted", {}).items():
@@ -99,8 +109,16 @@ def adapter_slots(model: CausalLM) -> list[AdapterSlot]:
 
 
 def select_slots(model: CausalLM, targets: str | Sequence[str] | None) -> list[AdapterSlot]:
-    """The slots whose names equal a target or start with ``target.``; None: all but router, embedding, head, indexers,
-    which have no gradient, and those of `Family.peft_excluded`."""
+    """Return the slots whose names equal a target or start with ``target.``.
+
+    Args:
+        model: Model with or without adapters.
+        targets: Target or list of targets. If None, select all slots except router, embedding, head, indexers (they
+            have no gradient), and the names in `Family.peft_excluded`.
+
+    Raises:
+        ValueError: A target matches no slot, or the list is empty.
+    """
     check_model(model)
     every = adapter_slots(model)
     if targets is None:
@@ -121,8 +139,17 @@ def select_slots(model: CausalLM, targets: str | Sequence[str] | None) -> list[A
 
 
 def values_per_slot(found: Sequence[AdapterSlot], given: Any, what: str) -> list[Any]:
-    """One value per slot: ``given`` itself, or if it is a mapping, the value of the longest target that matches the
-    slot's name. Raises ValueError for a slot without a match, and for a target without a slot."""
+    """Return one value per slot.
+
+    Args:
+        found: Slots.
+        given: Value for all slots, or a mapping from targets to values. A slot gets the value of the longest target
+            that matches the slot's name.
+        what: Name of the value in error messages.
+
+    Raises:
+        ValueError: A slot has no matching target, or a target is used by no slot.
+    """
     if not isinstance(given, Mapping):
         return [given] * len(found)
     keys = [max((t for t in given if f"{slot.name}.".startswith(f"{t}.")), key=len, default=None) for slot in found]
@@ -134,12 +161,12 @@ def values_per_slot(found: Sequence[AdapterSlot], given: Any, what: str) -> list
 
 
 def adapted_slots(model: CausalLM) -> list[AdapterSlot]:
-    """The slots that have an adapter."""
+    """Return the slots with an adapter."""
     return [slot for slot in adapter_slots(model) if slot.adapter is not None]
 
 
 def refuse_adapters(model: CausalLM) -> None:
-    """Raise ValueError if the model has adapters already, merged or not, or is not a model."""
+    """Raise ValueError if the model has adapters, merged or not, or if it is not a model."""
     check_model(model)
     if model.merged is not None:
         raise ValueError(
@@ -154,7 +181,10 @@ def refuse_adapters(model: CausalLM) -> None:
 
 
 def unmerged_slots(model: CausalLM, what: str) -> list[AdapterSlot]:
-    """The slots with an adapter. Raises ValueError, naming the operation ``what``, if there are none or merged ones."""
+    """Return the slots with an adapter. Raises ValueError if there are no adapters, or merged adapters.
+
+    ``what`` is the name of the operation in the message.
+    """
     check_model(model)
     if model.merged is not None:
         raise ValueError(f"cannot {what}: the model's adapters are merged; call lora.unmerge(model) first")

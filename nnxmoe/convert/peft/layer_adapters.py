@@ -1,4 +1,4 @@
-"""The adapters of single layers: where PEFT stores them, in which layout, and how they form the adapters of stacks."""
+"""Adapters of single layers: their names and layout in PEFT's files, and stacking to adapters of scanned layers."""
 
 import collections
 import dataclasses
@@ -19,24 +19,35 @@ from nnxmoe.models import family_of
 
 @dataclasses.dataclass(frozen=True)
 class AdapterTensor:
-    """The tensor of one layer's ``a`` or ``b`` in a file."""
+    """Tensor of one layer's ``a`` or ``b`` in a file.
+
+    Attributes:
+        name: Name of the tensor.
+        one: Shape of one layer in nnxmoe.
+        rank: Rank of the adapter.
+        experts: Number of experts, or 1.
+        in_turn: Number of kernels whose outputs alternate, or 1 if the kernels' outputs are consecutive.
+        is_a: Whether the tensor is ``a`` instead of ``b``.
+        times: Factor from values of ``b`` in nnxmoe to values in the file: the factor on the queries from
+            `DecoderConfig.folded` for query projections, else 1.
+    """
 
     name: str
-    one: tuple[int, ...]  # the shape of one layer here
+    one: tuple[int, ...]
     rank: int
     experts: int
-    in_turn: int  # of how many kernels the outputs alternate; 1: they follow each other
+    in_turn: int
     is_a: bool
-    times: float  # of values in the file; `DecoderConfig.query_pre_attn_scalar` for queries, else 1
+    times: float
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape in the file."""
+        """Shape in the file."""
         size, rows = math.prod(self.one), self.rank * self.experts
         return (rows, size // rows) if self.is_a else (size // rows, rows)
 
     def store(self, one: np.ndarray) -> np.ndarray:
-        """Convert values to the layout of PEFT."""
+        """Convert values from nnxmoe's layout to PEFT's layout."""
         if self.is_a:
             return one.reshape(self.shape)
         one = ValueChange(times=self.times)(one)
@@ -45,7 +56,7 @@ class AdapterTensor:
         return np.ascontiguousarray(flat.transpose(1, 2, 0)).reshape(self.shape)
 
     def read(self, stored: np.ndarray) -> np.ndarray:
-        """Values from PEFT's layout."""
+        """Convert values from PEFT's layout to nnxmoe's layout."""
         if self.is_a:
             return stored.reshape(self.one)
         one = stored.reshape(-1, self.in_turn, self.rank, self.experts).transpose(3, 1, 0, 2).reshape(self.one)
@@ -54,15 +65,22 @@ class AdapterTensor:
 
 @dataclasses.dataclass(frozen=True)
 class LayerAdapter:
-    """The adapter of one layer: its place in the model, and its module in PEFT's files."""
+    """Adapter of one layer.
+
+    Attributes:
+        slot: Slot in the model.
+        layer: Number of the layer.
+        numbers: Rank and alpha.
+        module: Name of the module in PEFT's files.
+    """
 
     slot: AdapterSlot
     layer: int
-    numbers: Numbers  # (rank, alpha)
+    numbers: Numbers
     module: str
 
     def stored(self, model: CausalLM) -> list[AdapterTensor]:
-        """The tensors of ``a`` and ``b``."""
+        """Return the tensors of ``a`` and ``b``."""
         slot, found = self.slot, []
         made = slot.shapes(*self.numbers, np.dtype(np.float32))
         first = options(family_of(model).hf_names(model.config), slot.key)[0]
@@ -77,15 +95,18 @@ class LayerAdapter:
 
 
 def parameter_name(model: CausalLM, slot: AdapterSlot, layer: int) -> str:
-    """The parameter name in transformers 5 of a slot's kernels: ``model.layers.3.self_attn.q_proj.weight``."""
-    if slot.name == "head":  # of a tied head too, which has the key of the embedding
+    """Return the parameter name of a slot's kernels in transformers 5: ``model.layers.3.self_attn.q_proj.weight``."""
+    if slot.name == "head":  # test the name, because a tied head has the key of the embedding
         return "lm_head.weight"
     name = in_transformers(family_of(model).hf_names(model.config), slot.key)
     return name.tensor(layer if slot.key.startswith("layer.") else None)
 
 
 def layer_adapters(found: Iterable[tuple[AdapterSlot, int, Numbers, str]]) -> list[LayerAdapter]:
-    """The pieces of adapters given with their layers, numbers and parameters: two of one module are nested."""
+    """Build a `LayerAdapter` for each (slot, layer, (rank, alpha), parameter name).
+
+    If both adapters of an experts module are present, the first is nested in the second as ``base_layer``.
+    """
     found = list(found)
     together, made = collections.Counter((slot.path, layer) for slot, layer, _, _ in found), []
     for slot, layer, numbers, name in found:
@@ -97,7 +118,7 @@ def layer_adapters(found: Iterable[tuple[AdapterSlot, int, Numbers, str]]) -> li
 
 @dataclasses.dataclass(frozen=True)
 class AdapterValues:
-    """The values of one layer's adapter: ``a [*E, rank, *ins]``, ``b [*E, *maps, *outs, rank]``."""
+    """Values of one layer's adapter: ``a [*E, rank, *ins]``, ``b [*E, *maps, *outs, rank]``, and (rank, alpha)."""
 
     a: np.ndarray
     b: np.ndarray
@@ -105,10 +126,13 @@ class AdapterValues:
 
 
 def stack_layers(slot: AdapterSlot, layers: Mapping[int, AdapterValues]) -> tuple[LoRA, np.ndarray, np.ndarray]:
-    """An adapter without values and its values, of all layers of a slot.
+    """Stack the adapters of all layers of a slot.
 
-    In a stack, layers without an adapter get zeros, lower ranks are padded with zeros, and ``b`` is multiplied where
-    ``alpha / rank`` differs from the scale of most layers.
+    In a scanned stack, layers without an adapter have zeros, and lower ranks are padded with zeros. If ``alpha / rank``
+    of a layer differs from the most common scale, the layer's ``b`` is multiplied by the ratio.
+
+    Returns:
+        Tuple of an adapter with shapes but no values, and the values of ``a`` and ``b``.
     """
     numbers = {layer: one.numbers for layer, one in sorted(layers.items())}
     first = next(iter(layers.values()))
@@ -130,7 +154,7 @@ def stack_layers(slot: AdapterSlot, layers: Mapping[int, AdapterValues]) -> tupl
 
 
 def scale_b(b: np.ndarray, times: float) -> np.ndarray:
-    """``b`` times a number, in float32 where its own dtype would round."""
+    """Multiply ``b`` by a number. Unless the number is a power of two, the result is float32, to avoid rounding."""
     if abs(times - 1) < 1e-9:
         return b
     exact = math.frexp(times)[0] == 0.5

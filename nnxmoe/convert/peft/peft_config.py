@@ -1,4 +1,4 @@
-"""Writing and reading PEFT's ``adapter_config.json``."""
+"""Write and read PEFT's ``adapter_config.json``."""
 
 import collections
 import dataclasses
@@ -24,12 +24,12 @@ _KNOWN = {
     *("init_lora_weights", "ensure_weight_tying", "bias"),
 }
 _HARMLESS_INIT = (True, False, None, "gaussian", "eva", "orthogonal")  # other values change the base model's weights
-# In models with experts, PEFT 0.21 assumes that modules of these names are the experts of transformers 4, and a router
-# is not a torch.nn.Linear: adapters of these modules have to target the parameter instead of the module.
+# In models with experts, adapters of these modules must target the parameter instead of the module. PEFT 0.21 assumes
+# that modules with these names are the experts of transformers 4, and a router is not a torch.nn.Linear.
 _TAKEN = {"gate_proj", "up_proj", "down_proj", "gate", "router"}
-_REPEATED_GROUP = re.compile(r"\)[*+{]")  # takes exponential time to match
-# Kinds of adapters, and fields of LoRA, that peft 0.21 cannot merge either: they add to the prompt, depend on the
-# input, or need a bias that the base model lacks.
+_REPEATED_GROUP = re.compile(r"\)[*+{]")  # a pattern with a repeated group can take exponential time to match
+# Kinds of adapters and fields of LoRA that peft 0.21 cannot merge: they add to the prompt, depend on the input, or need
+# a bias that the base model lacks.
 _UNMERGEABLE_TYPES = {
     *("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CPT", "CARTRIDGE", "ADAPTION_PROMPT"),
     *("BEFT", "LILY", "POLY", "SHADOW", "XLORA"),
@@ -47,7 +47,12 @@ Numbers = tuple[int, float]
 
 
 def settings_of(numbers: Mapping[str, Numbers], *, has_experts: bool) -> dict[str, Any]:
-    """The fields for adapters, given (rank, alpha) per parameter name, or its end: ``mlp.up_proj.weight``."""
+    """Return the fields of adapter_config.json.
+
+    Args:
+        numbers: Parameter name, or a suffix of it such as ``mlp.up_proj.weight`` -> (rank, alpha).
+        has_experts: Whether the model has MoE layers.
+    """
 
     def is_module(name: str) -> bool:
         module, _, last = name.rpartition(".")
@@ -76,14 +81,14 @@ def settings_of(numbers: Mapping[str, Numbers], *, has_experts: bool) -> dict[st
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The fields of an adapter_config.json, and the file they were read from."""
+    """Fields of an adapter_config.json, with the path of the file."""
 
     fields: Mapping[str, Any]
     path: Path | None = None
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """The settings in a file. Raises CheckpointError for anything but plain LoRA."""
+        """Read the settings from a file. Raises CheckpointError for adapters other than plain LoRA."""
         if not os.path.lexists(path) and os.path.lexists(path.with_name("config.json")):
             raise CheckpointError(f"{path.parent} holds a whole model and no adapter: load it as the model")
         fields = read_object(path, "every adapter folder has this file", CheckpointError)
@@ -135,7 +140,10 @@ class Settings:
                 raise CheckpointError(f"{self.path}: {name} {short(value)} is not {what}")
 
     def _matches(self, field: str, pattern: str, name: str, *, whole: bool = True) -> re.Match[str] | None:
-        """The match of a pattern of a field with a name. Raises CheckpointError for a pattern that is none."""
+        """Match a name with a pattern from a field, as a whole or from the start.
+
+        Raises CheckpointError if the pattern is not a valid regular expression, or if it repeats a group.
+        """
         if _REPEATED_GROUP.search(pattern):
             raise CheckpointError(f"{self.path}: {field} {short(pattern)} is not supported: it repeats a group")
         try:
@@ -144,11 +152,14 @@ class Settings:
             raise CheckpointError(f"{self.path}: {field} {short(pattern)} is no regular expression: {error}") from None
 
     def has_parameter(self, name: str) -> bool:
-        """Whether ``target_parameters`` names a parameter, such as ``model.layers.0.mlp.experts.down_proj``."""
+        """Return whether ``target_parameters`` lists a parameter such as ``model.layers.0.mlp.experts.down_proj``."""
         return _named(name, self.fields.get("target_parameters") or [])
 
     def has_module(self, name: str) -> bool:
-        """Whether a module, such as ``model.layers.0.mlp.up_proj``, is a target (peft's check_target_module_exists)."""
+        """Return whether a module such as ``model.layers.0.mlp.up_proj`` is a target.
+
+        Follows peft's ``check_target_module_exists``.
+        """
         targets, excluded = self.fields.get("target_modules"), self.fields.get("exclude_modules")
         if isinstance(excluded, str) and excluded:
             if self._matches("exclude_modules", excluded, name):
@@ -173,7 +184,10 @@ class Settings:
         return found is not None and int(found["idx"]) in (layers if isinstance(layers, list) else [layers])
 
     def numbers(self, name: str) -> Numbers:
-        """(rank, alpha) of a module or parameter, by its name; the scale is alpha / rank, also with rsLoRA."""
+        """Return (rank, alpha) of a module or parameter by name.
+
+        The scale of the adapter is alpha / rank. With rsLoRA, the returned alpha includes the factor sqrt(rank).
+        """
         rank = self._number("r", "rank_pattern", name)
         alpha = self._number("lora_alpha", "alpha_pattern", name)
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 < rank < 2**31:
@@ -183,8 +197,10 @@ class Settings:
         return rank, float(alpha) * (math.sqrt(rank) if self.fields.get("use_rslora") else 1.0)
 
     def _number(self, field: str, patterns: str, name: str) -> Any:
-        """The value of the first pattern that matches a name as in peft's get_pattern_key, else that of the field. Both
-        default to 8."""
+        """Return the value of the first pattern that matches the name, else the value of the field (default 8).
+
+        Follows peft's ``get_pattern_key``.
+        """
         for pattern, value in (self.fields.get(patterns) or {}).items():
             if self._matches(patterns, rf"(.*\.)?({pattern})$", name, whole=False):
                 return value
