@@ -92,7 +92,7 @@ FORMATS = {
 
 
 def detect_format(path_or_hub_id: str) -> str:
-    """Return the key in `FORMATS` of a folder's format (``hf`` for a hub id); raise CheckpointError if unknown."""
+    """Return the key in `FORMATS` of a folder's format, ``hf`` for a hub id. Raises CheckpointError if unknown."""
     folder = local_folder(path_or_hub_id, CheckpointError)
     if folder is None or is_gguf(folder) or (folder / SINGLE_FILE).exists() or (folder / INDEX_FILE).exists():
         return "hf"

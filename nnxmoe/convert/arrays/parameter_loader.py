@@ -196,7 +196,7 @@ def _buffer_views(layout: ArrayLayout, buffers: Mapping[Path, Buffers]) -> list[
     """
     views: list[BoxView] = []
     for number, part in enumerate(layout.parts):
-        lead = len(part.at)  # number of leading layer and expert dimensions, which the part indexes
+        lead = len(part.at)  # number of leading dimensions (layers, experts) that the part indexes
         for ranges, buffer in buffers.get(part.path, {}).items():
             if not all(start <= index < stop for index, (start, stop) in zip(part.at, ranges, strict=False)):
                 continue

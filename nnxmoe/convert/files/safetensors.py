@@ -1,8 +1,7 @@
 """Read safetensors headers: the location of each tensor. The safetensors library parses and validates the headers.
 
-`nnxmoe.convert.storage.checkpoint` reads the data, for two reasons. The library copies slices from a memory map, which
-fails with SIGBUS if the file is truncated during reading. The library does not return FP8 as NumPy arrays (safetensors
-0.8).
+`nnxmoe.convert.storage.checkpoint` reads the data, for two reasons. The library copies slices from a memory map, and a
+truncation of the file during reading causes SIGBUS. The library does not return FP8 as NumPy arrays (safetensors 0.8).
 """
 
 from collections.abc import Mapping

@@ -59,7 +59,7 @@ def refuse_lfs_pointer(path: Path, head: bytes, error: type[ValueError]) -> None
 
 
 def read_bounded(path: Path, limit: int, remedy: str, error: type[ValueError]) -> bytes:
-    """Read a regular file. Raises ``error`` if more than ``limit`` bytes can be read, whatever its stated size."""
+    """Read a regular file. Raises ``error`` if it has more than ``limit`` bytes, counted during reading."""
     stat_regular_file(path, remedy, error)
     try:
         with open(path, "rb") as file:

@@ -13,7 +13,7 @@ from nnxmoe.convert.gguf.gguf_file import GGUF
 
 
 def shortest(value: Any) -> Any:
-    """Convert a float32 to the float with the shortest decimal form; returns other values unchanged."""
+    """Convert a float32 to the float with the shortest decimal form. Returns other values unchanged."""
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 

@@ -262,7 +262,7 @@ def _sentencepiece(model: GGUF, tokens: tuple[str, ...]) -> dict[str, Any]:
 def _merges(vocab: Mapping[str, int], scores: tuple[float, ...]) -> list[list[str]]:
     """Return the pairs that form tokens, best score first. Pairs with equal scores are sorted by length, longest first.
 
-    llama.cpp merges the leftmost of equal pairs, which ``tokenizers`` cannot do. SentencePiece's scores are distinct.
+    llama.cpp merges the leftmost of equal pairs. ``tokenizers`` cannot do so. SentencePiece's scores are distinct.
     """
     pairs = [
         (text[:cut], text[cut:], scores[number])

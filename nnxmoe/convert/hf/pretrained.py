@@ -68,7 +68,7 @@ def from_pretrained(
     mtp: bool = False,
     expect: type[CausalLM] | None = None,
 ) -> CausalLM:
-    """Load a model. ``model.load_report`` lists what happened to every tensor.
+    """Load a model. ``model.load_report`` contains the status of every tensor.
 
     Args:
         path_or_hub_id: Folder, GGUF file, hub id, or GGUF file on the hub (``org/name/file.gguf``).

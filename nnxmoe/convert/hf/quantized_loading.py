@@ -101,7 +101,7 @@ def quantize_while_loading(
 def _on_reading(
     name: str, array: LazyArray, method: Method, kind: CodeFormat, dtype: np.dtype, error: ErrorMeter
 ) -> dict[str, LazyArray]:
-    """Return codes and scales of a float array ``[O, I]``. Both are computed from the rows, which are read twice."""
+    """Return codes and scales of a float array ``[O, I]``, each computed from the rows. Every row is read twice."""
     outs, ins = array.shape
     tile = min(kind.tile[0], outs)
 
