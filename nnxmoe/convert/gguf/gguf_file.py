@@ -47,6 +47,7 @@ class GGUFInfo(TensorInfo):
     values: tuple[int, ...] = ()
 
     def at(self, index: int) -> Self:
+        """Return the location of the slice at an index of the first dimension."""
         return replace(super().at(index), values=self.values[1:])
 
 
@@ -88,9 +89,11 @@ class GGUF:
         return cls(file, tuple(files), fields, tensors)
 
     def error(self, message: str) -> CheckpointError:
+        """Return an error whose message starts with the path of the file."""
         return CheckpointError(f"{self.file}: {message}")
 
     def text(self, key: str) -> str:
+        """Return the metadata of a key. Raises CheckpointError unless it is text."""
         value = self.fields.get(key)
         if not isinstance(value, str):
             raise _damaged(self.file, f"{key} must be text, got {short(value)}")

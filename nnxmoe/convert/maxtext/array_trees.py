@@ -39,6 +39,7 @@ def flatten_arrays(tree: Tree) -> dict[str, Any]:
 
 
 def check_arrays(found: Mapping[str, Any]) -> None:
+    """Raise ValueError unless all values are arrays or numbers."""
     if odd := [f"{name} ({type(a).__name__})" for name, a in found.items() if not isinstance(a, _ARRAYS)]:
         raise ValueError(f"the tree holds values that are not arrays of JAX or NumPy: {some(odd)}")
 

@@ -272,7 +272,7 @@ def remote_headers(repo_id: str, revision: str | None) -> tuple[dict[str, Any], 
     check_hub_id(repo_id, CheckpointError)
 
     def config_file() -> str:
-        huggingface_hub.HfApi().model_info(repo_id, revision=revision)  # fails immediately, while the download would retry
+        huggingface_hub.HfApi().model_info(repo_id, revision=revision)  # fails at once, the download would retry
         return huggingface_hub.hf_hub_download(repo_id, "config.json", revision=revision)
 
     config = hub_call(repo_id, revision, config_file, CheckpointError)
