@@ -147,15 +147,15 @@ def convert(
         source, target: Checkpoint to read, and a new or empty folder to write.
         to: Name of the target's format, a key of `FORMATS`.
         scan: Whether to stack the layers in one array (not for ``hf``).
-        dtype: Dtype of the parameters. See `from_pretrained`.
-        mesh: Mesh to shard the model over.
+        dtype, mesh: Dtype of the parameters, and mesh to shard them over. See `from_pretrained`.
         config: Folder with config.json or name of a preset, for a MaxText source.
         verify: Whether to read all arrays back, compare them bitwise, and compare logits of a short prompt. Logits may
             differ by more than 2e-4 of the largest logit only if the format requires rounding.
         change: Function called on the model before writing, for example to merge an adapter.
         quantize: Method that quantizes the kernels after ``change``.
 
-    Raises ValueError. Invalid arguments raise before the source is read.
+    Raises:
+        ValueError: Invalid arguments (raised before the source is read), an unusable source, or a failed verification.
     """
     _check(to, scan, quantize, verify)
     dtype = float_dtype(dtype)

@@ -25,7 +25,7 @@ class LazyArray:
     Attributes:
         shape: Shape of the whole array.
         dtype: Dtype of the values that are read.
-        read_box: ``read_box(box, empty)`` returns the values of a box. It may allocate its result with ``empty``.
+        read_box: Function of (box, empty) that returns the values of a box. ``empty`` may allocate the result.
         block: Efficient size of a read, in bytes.
         codes: Quantization format in the file. `None` for plain values.
         parts: Stored arrays of a quantized weight: ``codes``, ``scale``, and ``zero`` and ``order`` if present.

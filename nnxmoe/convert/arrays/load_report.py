@@ -1,4 +1,4 @@
-"""The report of a load, tensor by tensor."""
+"""The report of loading a checkpoint, with the status of every tensor."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ class LoadReport:
     Attributes:
         source: Folder or hub id as passed by the caller.
         loaded: Names of the tensors that were read.
-        missing: Parameters without a tensor. Empty for a loaded model.
+        missing: Names of tensors that the model needs and the checkpoint lacks. Empty for a loaded model.
         wrong: Messages about tensors with a wrong shape or dtype. Empty for a loaded model.
         unexpected: Tensors that the model does not use, except skipped tensors.
         skipped: Rule -> names of tensors skipped on purpose.

@@ -72,8 +72,8 @@ def from_pretrained(
 
     Args:
         path_or_hub_id: Folder, GGUF file, hub id, or GGUF file on the hub (``org/name/file.gguf``).
-        dtype: Dtype of the parameters, except DeepSeek's correction bias (float32). If None, the stored dtype. FP8
-            blocks are then loaded as bfloat16, and GGUF blocks as float32.
+        dtype: Dtype of the parameters, except DeepSeek's correction bias (float32). Defaults to the stored dtype, with
+            FP8 blocks as bfloat16 and GGUF blocks as float32.
         mesh: Mesh to shard the parameters over. Defaults to the strategy's mesh.
         strategy: Computation strategy of the model. Defaults to `Strategy.auto()`.
         revision: Branch, tag or commit of a hub repository.

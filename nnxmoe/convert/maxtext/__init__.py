@@ -114,7 +114,7 @@ def from_tree(
         dtype: Dtype of the parameters. Defaults to the dtype of the tree.
 
     Raises:
-        CheckpointError: (a ValueError) Lists up to 20 missing or unexpected arrays and shapes that do not fit.
+        CheckpointError: (a ValueError) Arrays are missing, unexpected or of a wrong shape. The message lists up to 20.
         ValueError: ``tree`` is not a tree of arrays.
     """
     found, skipped = split_off_states(flatten_tree(tree))
@@ -274,7 +274,7 @@ def items(folder: pathlib.Path) -> pathlib.Path:
 
 
 def _names(found: LazyArrays) -> dict[str, tuple[LazyArray, bool]]:
-    """Map names without prefixes such as ``params/`` to (array, whether the array is in a collection not ``params``).
+    """Map names without prefixes such as ``params/`` to (array, whether a collection other than ``params`` has it).
 
     Besides ``params``, MaxText 0.2.5 has the collection ``nnx_aux`` and a collection per class of variables, such as
     ``MoEBiasVar``. If an array is in ``params`` and in the collection of a class, the array in ``params`` is skipped,

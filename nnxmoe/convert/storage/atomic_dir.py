@@ -34,14 +34,15 @@ def atomic_dir(
 ) -> Iterator[Path]:
     """Yield a hidden folder to write a checkpoint into, and rename it to ``folder`` on exit.
 
-    Until exit, and after an error, ``folder`` is unchanged. A killed process leaves a hidden folder behind. Hidden
-    folders that end in ``.tmp`` may be deleted. Folders that end in ``.old`` contain files that were not moved yet.
+    Until exit, and after an error, ``folder`` is unchanged. If it cannot be renamed, for example a mount point, the
+    files are moved into it. A killed process leaves a hidden folder behind. Hidden folders that end in ``.tmp`` may be
+    deleted. Folders that end in ``.old`` contain files that were not moved yet.
 
     Args:
         folder: New or empty folder, unless ``overwrite`` is True.
-        overwrite: Whether to replace a checkpoint in the folder. Its other files move to the new folder, unless a file
-            with the same name exists there. One warning lists the moved files if a checkpoint was replaced or if
-            tokenizer files moved. `None` means False, with an error message that does not mention ``overwrite``.
+        overwrite: Whether to replace a checkpoint in the folder. Other files remain, unless the new checkpoint has a
+            file with the same name. One warning lists the remaining files if a checkpoint was replaced or if tokenizer
+            files remain. `None` means False, with an error message that does not mention ``overwrite``.
         replaced: Pattern of the file names that are replaced.
 
     Raises:
@@ -218,7 +219,7 @@ def _differs(old: Path, new: Path) -> bool:
 
 
 def _warn_of_kept(names: list[str], target: Path, replaced: re.Pattern[str], *, replaces: bool) -> None:
-    """Log one warning with the files that were moved, if a checkpoint was replaced or if the files include tokenizers.
+    """Log one warning about remaining files, if a checkpoint was replaced or if tokenizer or code files remain.
 
     Tokenizer and code files in the folder are loaded with the new model.
     """
