@@ -1,7 +1,7 @@
-"""Trinity (Arcee AI, 2025): DeepSeek-V3's experts in one group, and attention with gated outputs and norms around it.
+"""Trinity (Arcee AI, 2025).
 
-Layers with a window rotate their queries and keys, the others do not. What attention and feed-forward add is
-normalised.
+Grouped-query attention with gated outputs. Sliding-window layers rotate queries and keys, full-attention layers do not.
+Norms follow attention and feed-forward. The experts are DeepSeek-V3's with a single group.
 """
 
 import dataclasses
@@ -23,10 +23,15 @@ from nnxmoe.moe.router import Router
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AfmoeConfig(LayerWindowsConfig):
-    """``layer_types`` null: every ``global_attn_every_n_layers``-th layer attends to all keys. ``num_dense_layers``:
-    number of dense layers, which come first. ``attention_bias``: biases of q, k, v and o. ``route_scale`` multiplies
-    the weights of the chosen experts, which sum to 1. ``mup_enabled``: multiply the embeddings by the root of
-    ``hidden_size``."""
+    """Config of Trinity.
+
+    Attributes:
+        global_attn_every_n_layers: If ``layer_types`` is null, every layer of this interval attends to all keys.
+        num_dense_layers: Number of dense layers at the start.
+        attention_bias: Whether q, k, v and o have biases.
+        route_scale: Factor of the weights of the selected experts. Before this factor, the weights sum to 1.
+        mup_enabled: Whether to multiply embeddings by the square root of ``hidden_size``.
+    """
 
     model_type = "afmoe"
     architecture = "AfmoeForCausalLM"
@@ -41,7 +46,8 @@ class AfmoeConfig(LayerWindowsConfig):
         "score_func": ("sigmoid",),
     }
     ignored = "use_grouped_mm load_balance_coeff output_router_logits"
-    n_shared_experts = property(lambda self: self.num_shared_experts)  # its name in DeepSeek-V3, as below
+    # Names of these fields in DeepSeek-V3, for the shared code.
+    n_shared_experts = property(lambda self: self.num_shared_experts)
     first_k_dense_replace = property(lambda self: self.num_dense_layers)
 
     vocab_size: int = 200192

@@ -1,7 +1,8 @@
-"""Ling 3 (Ant Group, 2026), after the implementation in transformers.
+"""Ling 3 (Ant Group, 2026), based on the implementation in transformers.
 
-Kimi Linear with a lower bound of the decays, rotary embedding and an output gate per head in attention, and experts in
-groups. The layer for multi-token prediction is skipped.
+Differs from Kimi Linear by bounded decays, a rotary embedding and an output gate per head in attention, and experts in
+groups. The multi-token
+prediction layer is not loaded.
 """
 
 import dataclasses
@@ -23,9 +24,15 @@ from nnxmoe.models.shared.tables import HF_DECODER, HF_LATENT, Hf
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BailingHybridConfig(KimiMoEConfig):
-    """``head_dim``: width of the heads of recurrent layers, unless ``linear_head_dim`` gives it; likewise
-    ``num_attention_heads`` and ``linear_num_heads``. ``layer_types`` null: every ``layer_group_size``-th is attention.
-    ``kda_safe_gate``: logarithms of decays lie between ``kda_lower_bound`` and 0; else they are not bounded."""
+    """Config of Ling 3.
+
+    Attributes:
+        linear_head_dim: Width of a head in recurrent layers. Defaults to ``head_dim``.
+        linear_num_heads: Number of heads in recurrent layers. Defaults to ``num_attention_heads``.
+        layer_group_size: If ``layer_types`` is null, every layer of this interval is attention.
+        kda_safe_gate: Whether the logarithms of the decays are bounded to ``kda_lower_bound`` … 0.
+        kda_lower_bound: Lower bound of the logarithms of the decays.
+    """
 
     model_type = "bailing_hybrid"
     architecture = "BailingHybridForCausalLM"

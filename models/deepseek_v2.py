@@ -1,7 +1,8 @@
-"""DeepSeek-V2 and V2-Lite (DeepSeek-V2, 2024), after the implementation in transformers.
+"""DeepSeek-V2 and V2-Lite (DeepSeek-V2, 2024), based on the implementation in transformers.
 
-The layers of DeepSeek-V3 with another router: a softmax over all experts without a correction bias, whose top ones keep
-their scores as weights. V2 chooses within the groups of the best single experts, V2-Lite among all.
+The layers are DeepSeek-V3's with a different router: a softmax over all experts without a correction bias. The scores
+of the selected experts are their weights. V2-Lite selects among all experts. V2 selects within groups, and the score of
+a group is the score of its best expert.
 """
 
 import dataclasses
@@ -19,13 +20,17 @@ GREEDY, IN_GROUPS = "greedy", "group_limited_greedy"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeepSeekV2Config(DeepSeekV3Config):
-    """``topk_method``: ``greedy`` chooses among all experts, ``group_limited_greedy`` within ``topk_group`` of
-    ``n_group`` groups. ``num_experts_per_tok`` has no default. ``norm_topk_prob`` must be false: transformers ignores
-    it, the published code does not."""
+    """Config of DeepSeek-V2. ``num_experts_per_tok`` is required.
+
+    Attributes:
+        topk_method: ``greedy`` selects among all experts. ``group_limited_greedy`` selects within ``topk_group`` of
+            ``n_group`` groups.
+        norm_topk_prob: Must be False, because transformers ignores the field and the published code does not.
+    """
 
     model_type = "deepseek_v2"
     architecture = "DeepseekV2ForCausalLM"
-    least_group = 1  # its score is that of its best expert
+    least_group = 1  # a group's score is the score of its best expert
     aliases = {"num_experts": "n_routed_experts"}
     fixed = {"scoring_func": ("softmax",), "mlp_bias": (None, False)}
 

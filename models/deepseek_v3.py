@@ -1,8 +1,9 @@
 """DeepSeek-V3 and R1 (DeepSeek-V3 technical report, 2024).
 
-Latent attention (MLA) with rotary embedding of neighbouring pairs. The first layers are dense; the others have a shared
-expert and routed experts, chosen by sigmoid affinities plus a correction bias within the best groups and weighted
-without the bias. The multi-token-prediction layers of a checkpoint are skipped unless asked for with ``mtp=True``.
+Latent attention (MLA) with a rotary embedding of adjacent pairs. The first layers are dense. The other layers have a
+shared expert and routed experts. The router selects experts by sigmoid scores plus a correction bias within the best
+groups, and weights them by the scores without the bias. Multi-token prediction layers are
+loaded only with ``mtp=True``.
 """
 
 import dataclasses
@@ -30,14 +31,18 @@ from nnxmoe.models.shared.tables import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeepSeekV3Config(GroupedExpertsConfig):
-    """``first_k_dense_replace``: number of dense layers, which come first. ``q_lora_rank`` None: a single query
-    projection. ``head_dim`` is ignored: the rotated width is ``qk_rope_head_dim``."""
+    """Config of DeepSeek-V3. ``head_dim`` is ignored, because the rotated width is ``qk_rope_head_dim``.
+
+    Attributes:
+        first_k_dense_replace: Number of dense layers at the start.
+        q_lora_rank: Rank of the query projection. If None, queries have a single full-rank projection.
+    """
 
     model_type = "deepseek_v3"
     architecture = "DeepseekV3ForCausalLM"
     rope_field = "qk_rope_head_dim"
     ignored = "qk_head_dim"
-    rotates: ClassVar[bool] = True  # False: no rotary embedding; the rope fields are ignored
+    rotates: ClassVar[bool] = True  # whether there is a rotary embedding; if False, the rope fields are ignored
 
     vocab_size: int = 129280
     hidden_size: int = 7168
@@ -86,7 +91,7 @@ class DeepSeekV3Config(GroupedExpertsConfig):
 
     @property
     def softmax_scale(self) -> float:
-        """1 / sqrt(query width), times YaRN's temperature squared if ``mscale_all_dim`` is set."""
+        """Scale of the scores: 1 / sqrt(query width), times YaRN's squared temperature if ``mscale_all_dim`` is set."""
         fields, scale = self.rope_fields, (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
         if rope_type(fields) != "default" and fields.get("mscale_all_dim"):
             stretch = float(fields.get("factor") or getattr(self.rope, "scale", 1.0))

@@ -1,7 +1,8 @@
-"""DeepSeek-V3.2 (DeepSeek-AI, 2025): DeepSeek-V3 whose queries attend to 2048 keys each, which indexers choose.
+"""DeepSeek-V3.2 (DeepSeek-AI, 2025): DeepSeek-V3 with indexers that select 2048 keys per query.
 
-The indexer rotates by halves, the attention neighbouring pairs. Its weights are found by training it alone, to predict
-the attention: a loss of the model's output gives them no gradient, and `nnxmoe.train.fit` leaves them as they are.
+The indexer rotates halves of a head, the attention rotates adjacent pairs. DeepSeek trains the indexer separately to
+predict the attention. A loss of the model's output has no gradient for the indexer's weights, so `nnxmoe.train.fit`
+does not change them.
 """
 
 import dataclasses
@@ -22,15 +23,21 @@ from nnxmoe.models.shared.tables import Linen
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeepSeekV32Config(DeepSeekV3Config):
-    """``index_topk``: keys per query; ``index_n_heads``, ``index_head_dim``: of the indexer, whose first
-    ``qk_rope_head_dim`` components are rotated. ``mlp_layer_types``: ``dense`` or ``sparse`` per layer; null: the first
-    ``first_k_dense_replace`` are dense."""
+    """Config of DeepSeek-V3.2.
+
+    Attributes:
+        mlp_layer_types: ``dense`` or ``sparse`` per layer. If null, the first ``first_k_dense_replace`` layers are
+            dense.
+        index_topk: Maximum number of keys per query.
+        index_head_dim: Width of an indexer head. The first ``qk_rope_head_dim`` components are rotated.
+        index_n_heads: Number of indexer heads.
+    """
 
     model_type = "deepseek_v32"
     architecture = "DeepseekV32ForCausalLM"
     aliases = {"num_experts": "n_routed_experts"}
     fixed = {"indexer_rope_interleave": (False,)}
-    ignored = "mlp_bias"  # false in the reference, whatever the file says
+    ignored = "mlp_bias"  # the reference implementation ignores the field and has no biases
 
     max_position_embeddings: int = 163840
     q_lora_rank: int = count(1536, most=2**20)
@@ -60,7 +67,7 @@ class DeepSeekV32(DeepSeekV3):
         return super().attention(index, form, **kw)
 
     def indexer(self, index: int, **kw: Any) -> Indexer | None:
-        """The indexer of a layer."""
+        """Build the indexer of a layer."""
         c = self.config
         sizes = c.hidden_size, c.q_lora_rank, c.index_n_heads, c.index_head_dim
         return Indexer(*sizes, rotary=c.rope, rotate=self.rotate_index, **kw)

@@ -1,8 +1,9 @@
-"""DeepSeek-V4 (DeepSeek 2026): Flash and Pro.
+"""DeepSeek-V4 Flash and Pro (DeepSeek, 2026).
 
-Attention with one shared head of keys and values over a window, and in most layers over compressed entries of all
-earlier tokens, of which an indexer chooses. Several residual streams (mHC). Every layer has a shared expert and routed
-experts, in the first layers chosen by the token's id. Layers for multi-token prediction have no entries.
+Attention has one key/value head over a sliding window. Most layers also attend to compressed entries of all earlier
+tokens. In compressed sparse layers, an indexer selects the entries. Prediction layers attend to the window only. There
+are several residual streams (mHC). Every layer has a shared expert and routed experts. The first layers select experts
+by token id.
 """
 
 import dataclasses
@@ -34,11 +35,19 @@ OF_RATIO = {0: WINDOW, 4: SPARSE, 128: HEAVY}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeepSeekV4Config(DecoderConfig):
-    """``layer_types``: the attention of each layer, as ``compress_ratios`` (0, 4 or 128) in DeepSeek's own files, after
-    which those of prediction layers may follow; both null: two heavily compressed layers, then heavily compressed and
-    sparse ones in turn. ``compress_rates``: tokens per entry. The first ``num_hash_layers`` choose experts by token
-    ids, unless ``mlp_layer_types`` says which. ``hc_mult``: residual streams. Rotations: ``rope_theta`` alone in layers
-    without entries; in others the rope object with ``compress_rope_theta``."""
+    """Config of DeepSeek-V4.
+
+    Layers without entries rotate with ``rope_theta``. Other layers rotate with the rope object and
+    ``compress_rope_theta``.
+
+    Attributes:
+        layer_types: Attention type of each layer. If null, ``compress_ratios`` determines the types. If both are null,
+            two heavily compressed layers precede alternating heavily compressed and sparse layers.
+        compress_ratios: 0, 4 or 128 per layer, the form of DeepSeek's files. May also list the prediction layers.
+        compress_rates: Tokens per entry, by attention type.
+        mlp_layer_types: Router type of each layer. If null, the first ``num_hash_layers`` route by token id.
+        hc_mult: Number of residual streams.
+    """
 
     model_type = "deepseek_v4"
     architecture = "DeepseekV4ForCausalLM"
@@ -52,7 +61,7 @@ class DeepSeekV4Config(DecoderConfig):
 
     vocab_size: int = 129280
     hidden_size: int = 4096
-    intermediate_size: int = 2048  # transformers has it as another name of moe_intermediate_size
+    intermediate_size: int = 2048  # not used: transformers treats it as an alias of moe_intermediate_size
     num_hidden_layers: int = 43
     num_attention_heads: int = 64
     num_key_value_heads: int | None = 1
@@ -89,7 +98,7 @@ class DeepSeekV4Config(DecoderConfig):
 
     def __post_init__(self) -> None:
         for name in ("layer_types", "mlp_layer_types"):
-            if isinstance(value := getattr(self, name), list | tuple):  # those of prediction layers follow
+            if isinstance(value := getattr(self, name), list | tuple):  # may also list the prediction layers
                 object.__setattr__(self, name, tuple(value[: self.num_hidden_layers]))
         if isinstance(self.compress_rates, Mapping):
             object.__setattr__(self, "compress_rates", FrozenDict(self.compress_rates))
@@ -124,7 +133,7 @@ class DeepSeekV4Config(DecoderConfig):
 
     @property
     def attention_types(self) -> Sequence[str]:
-        """The attention of each layer."""
+        """Attention type of each layer."""
         if self.layer_types is not None:
             return self.layer_types
         if self.compress_ratios is not None:
@@ -133,7 +142,7 @@ class DeepSeekV4Config(DecoderConfig):
 
     @property
     def rates(self) -> Mapping[str, int]:
-        """Tokens per entry of both kinds."""
+        """Tokens per compressed entry, by attention type."""
         given = dict(self.compress_rates or {SPARSE: 4, HEAVY: 128})
         given |= {
             attention_type: rate
@@ -148,7 +157,7 @@ class DeepSeekV4Config(DecoderConfig):
 
     @property
     def hashed_layers(self) -> Sequence[bool]:
-        """Whether each layer routes by token ids."""
+        """Whether each layer routes by token id."""
         if self.mlp_layer_types is not None:
             return [mlp_type == HASHED for mlp_type in self.mlp_layer_types]
         return [i < self.num_hash_layers for i in range(self.num_hidden_layers)]
@@ -173,12 +182,12 @@ class DeepSeekV4Config(DecoderConfig):
 
     @property
     def rope(self) -> Rope:
-        """The rotation of layers without entries."""
+        """Rotary embedding of layers without compressed entries."""
         return self._rope("main", {})
 
     @property
     def compressed_rope(self) -> Rope:
-        """The rotation of layers with entries; YaRN's factor of cosines and sines is 1 unless given."""
+        """Rotary embedding of layers with compressed entries. YaRN's attention factor defaults to 1."""
         flat = {k: v for k, v in self.rope_fields.items() if not isinstance(v, Mapping)}
         return self._rope("compress", {"attention_factor": 1.0} | flat | {"rope_theta": self.compress_rope_theta})
 
@@ -192,7 +201,7 @@ class DeepSeekV4(StreamedLM):
 
     @property
     def mtp_layer_index(self) -> int:
-        """One after the others."""
+        """Index after the last layer, because prediction layers have a different attention type."""
         c = self.config
         more = (c.compress_ratios or ())[c.num_hidden_layers :]
         if len(more) == c.num_nextn_predict_layers and any(more):
@@ -255,10 +264,10 @@ _FLASH = DeepSeekV4Config(
 
 
 class DeepSeekV4MaxText(MaxTextNames):
-    """MaxText's names of DeepSeek-V4."""
+    """Names of DeepSeek-V4 in MaxText."""
 
     def layers(self, config: Any) -> LayerBlocks:
-        """Return blocks of two, after the layers that route by token ids."""
+        """Return blocks of two layers, after the layers that route by token id."""
         return LayerBlocks(("hca", "csa"), "scanned_blocks/layers_{}", first=sum(config.hashed_layers))
 
     def layer_types(self, config: Any) -> Sequence[str]:
@@ -273,7 +282,7 @@ FAMILY = Family(
     hf=HF_DEEPSEEK_V4,
     maxtext=DeepSeekV4MaxText(MAXTEXT_DEEPSEEK_V4),
     mtp_prefixes=("mtp.{}.", "mtp.{}."),
-    # In groups of heads.
+    # PEFT has no adapters for a projection in groups of heads.
     peft_excluded=("attention.o_a",),
     presets={"deepseek-v4-flash": _FLASH},
     hub_ids={"deepseek-v4-flash": "deepseek-ai/DeepSeek-V4-Flash"},

@@ -1,4 +1,4 @@
-"""dots.llm1 (Huo et al. 2025): GLM-4.5's layers with whole heads rotated and normalised, and optional windows."""
+"""dots.llm1 (Huo et al. 2025): GLM-4.5's layers with fully rotated, normalized heads and optional sliding windows."""
 
 import dataclasses
 
@@ -13,12 +13,16 @@ from nnxmoe.models.shared.normed_heads import NormedHeads
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dots1Config(LayerWindowsConfig, GroupedExpertsConfig):
-    """``first_k_dense_replace``: number of dense layers, which come first. ``attention_bias``: biases of q, k, v and o.
-    The numbers of experts have no default."""
+    """Config of dots.llm1. The numbers of experts are required.
+
+    Attributes:
+        attention_bias: Whether q, k, v and o have biases.
+        first_k_dense_replace: Number of dense layers at the start.
+    """
 
     model_type = "dots1"
     architecture = "Dots1ForCausalLM"
-    fixed = {"scoring_func": ("noaux_tc", "sigmoid")}  # published with the name of the method
+    fixed = {"scoring_func": ("noaux_tc", "sigmoid")}  # published files have the name of the top-k method here
 
     vocab_size: int = 152064
     hidden_size: int = 4608

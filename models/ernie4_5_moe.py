@@ -1,5 +1,8 @@
-"""ERNIE 4.5 (Baidu, 2025): rotations of neighbouring pairs, and routed experts beside shared ones, chosen by a softmax
-plus a correction bias."""
+"""ERNIE 4.5 (Baidu, 2025).
+
+Rotary embedding of adjacent pairs. Routed and shared experts. The router selects experts by a softmax plus a correction
+bias.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -18,15 +21,21 @@ from nnxmoe.moe.router import Router, SoftmaxTopK
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ernie45MoeConfig(DecoderConfig):
-    """Layers from ``moe_layer_start_index`` to ``moe_layer_end_index`` (-1: the last) have experts, of these those
-    whose number, counted from 1, is a multiple of ``moe_layer_interval``. ``moe_k``: experts per token;
-    ``moe_norm_min``: the least sum by which their weights are divided."""
+    """Config of ERNIE 4.5.
+
+    Attributes:
+        moe_layer_start_index: First layer that may have experts.
+        moe_layer_end_index: Last layer that may have experts. -1 is the model's last layer.
+        moe_layer_interval: Layers in this range have experts if their number, from 1, is a multiple of the interval.
+        moe_k: Experts per token.
+        moe_norm_min: Minimum of the sum that divides the weights of the selected experts.
+    """
 
     model_type = "ernie4_5_moe"
     architecture = "Ernie4_5_MoeForCausalLM"
     experts_field, chosen_field = "moe_num_experts", "moe_k"
     scale_in_queries = False
-    n_shared_experts = property(lambda self: self.moe_num_shared_experts)  # its name in DeepSeek-V3
+    n_shared_experts = property(lambda self: self.moe_num_shared_experts)  # name in DeepSeek-V3, for the shared code
     aliases = {"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"}
     fixed = {"use_bias": (None, False)}
     ignored = "output_router_logits router_aux_loss_coef"
@@ -72,7 +81,7 @@ class Ernie45Moe(DenseOrMoE):
         c = self.config
         made = Router(c.hidden_size, c.experts, SoftmaxTopK(c.moe_k, min_weight_sum=c.moe_norm_min), bias=True, **kw)
         assert made.bias is not None
-        made.bias.set_metadata(inputs=1)  # checkpoints have it as a matrix [1, E]
+        made.bias.set_metadata(inputs=1)  # checkpoints have the bias as a matrix [1, E]
         return made
 
 

@@ -1,6 +1,6 @@
-"""K-EXAONE (LG AI Research, 2026): DeepSeek-V3's experts over attention with normalised heads and windows.
+"""K-EXAONE (LG AI Research, 2026): DeepSeek-V3's experts, and attention with normalized heads and sliding windows.
 
-Only layers with a window rotate their queries and keys. The layers for multi-token prediction are skipped.
+Only sliding-window layers rotate queries and keys. Multi-token prediction layers are not loaded.
 """
 
 import dataclasses
@@ -19,8 +19,13 @@ from nnxmoe.models.shared.tables import HF_DECODER, Hf
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExaoneMoeConfig(LayerWindowsConfig):
-    """``layer_types`` null: every ``sliding_window_pattern``-th layer attends to all keys. ``mlp_layer_types``:
-    ``dense`` or ``sparse`` per layer; null: the first ``first_k_dense_replace`` are dense."""
+    """Config of K-EXAONE.
+
+    Attributes:
+        sliding_window_pattern: If ``layer_types`` is null, every layer of this interval attends to all keys.
+        mlp_layer_types: ``dense`` or ``sparse`` per layer. If null, the first ``first_k_dense_replace`` layers are
+            dense.
+    """
 
     model_type = "exaone_moe"
     architecture = "ExaoneMoeForCausalLM"
@@ -31,7 +36,7 @@ class ExaoneMoeConfig(LayerWindowsConfig):
     ignored = "output_router_logits"
     least_group = 2
     attention_bias = False
-    n_shared_experts = property(lambda self: self.num_shared_experts)  # its name in DeepSeek-V3
+    n_shared_experts = property(lambda self: self.num_shared_experts)  # name in DeepSeek-V3, for the shared code
 
     vocab_size: int = 102400
     intermediate_size: int = 16384

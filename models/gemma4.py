@@ -1,8 +1,8 @@
-"""Gemma 4 (Google, 2026): the text model, dense or with experts beside a dense feed-forward.
+"""The text model of Gemma 4 (Google, 2026), dense or with experts in parallel to a dense feed-forward.
 
-Layers with a window and whole ones differ in the width of heads and in rotation; in whole ones the keys may be the
-values too. What attention and feed-forward add is normalised, and each layer's output has a factor. In E2B and E4B
-every layer has an input of its own beside the hidden states, and the last layers attend to the keys of earlier ones.
+Sliding-window and full-attention layers differ in head width and rotary embedding. In full-attention layers the keys
+may also be the values. Norms follow attention and feed-forward, and each layer's output has a trained factor. In E2B
+and E4B, each layer also has a separate input per token, and the last layers attend to keys of earlier layers.
 """
 
 import dataclasses
@@ -40,14 +40,19 @@ FACTOR, PROPORTIONAL, WIDTH, KV_HEADS = "partial_rotary_factor", "proportional",
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gemma4TextConfig(LayerRopesConfig):
-    """``layer_types`` null: every sixth layer is whole, as the last one always is. Whole layers have heads of
-    ``global_head_dim``, and with ``attention_k_eq_v`` ``num_global_key_value_heads`` of them for keys, which are the
-    values too. ``per_layer_config``: the same for each whole layer, as transformers saves it. ``rope_parameters``: a
-    rope object for each of the layer types. ``enable_moe_block``: each layer has ``num_experts`` beside its dense
-    feed-forward. ``final_logit_softcapping``: the logits' bound. ``hidden_size_per_layer_input``: width of each layer's
-    own input, 0: none; ``vocab_size_per_layer_input``: rows of its table. ``num_kv_shared_layers``: how many layers,
-    the last ones, attend to the keys and values of the last layer of their type before them; ``use_double_wide_mlp``:
-    whether their feed-forward is twice as wide."""
+    """Config of Gemma 4. If ``layer_types`` is null, every sixth layer is full attention. The last layer always is.
+
+    Attributes:
+        global_head_dim: Head width in full-attention layers.
+        attention_k_eq_v: Whether full-attention layers have ``num_global_key_value_heads``, with the keys as values.
+        per_layer_config: Form in which transformers saves ``global_head_dim`` and ``num_global_key_value_heads``.
+        final_logit_softcapping: Bound of the logits.
+        hidden_size_per_layer_input: Width of the separate input per layer. 0 if layers have no separate inputs.
+        vocab_size_per_layer_input: Rows of the table of these inputs.
+        num_kv_shared_layers: Number of layers at the end with the keys and values of an earlier layer of their type.
+        use_double_wide_mlp: Whether the feed-forwards of these layers have twice the width.
+        enable_moe_block: Whether each layer has ``num_experts`` in parallel to its dense feed-forward.
+    """
 
     model_type = "gemma4_text"
     architecture = "Gemma4ForCausalLM"
@@ -99,8 +104,10 @@ class Gemma4TextConfig(LayerRopesConfig):
         super().__post_init__()
 
     def _whole(self, given: Mapping[str, Any]) -> tuple[Any, Any]:
-        """The width and the number of key heads of whole layers. Raises ConfigError for fields of other layers, or if
-        whole layers differ."""
+        """Read head width and number of key/value heads of full-attention layers from ``per_layer_config``.
+
+        Raises ConfigError if full-attention layers differ, or for fields of other layers.
+        """
         whole = {str(i) for i, attention_type in enumerate(self.attention_types) if attention_type == FULL}
         names = {WIDTH, KV_HEADS} if self.attention_k_eq_v else {WIDTH}
         found = [given[name] for name in given]
@@ -131,7 +138,7 @@ class Gemma4TextConfig(LayerRopesConfig):
                     raise ConfigError(f"enable_moe_block needs {name}, which is null or missing")
 
     def to_hf(self) -> dict[str, Any]:
-        unused = "hidden_act", "per_layer_config"  # the second wins over other fields, null too
+        unused = "hidden_act", "per_layer_config"  # in transformers per_layer_config overrides fields, even if null
         return {name: value for name, value in super().to_hf().items() if name not in unused}
 
     def rope_of(self, attention_type: str) -> Rope:
@@ -148,17 +155,17 @@ class Gemma4TextConfig(LayerRopesConfig):
         return ProportionalRope(width, linear.theta, int(part * width // 2), linear.scale)  # pyright: ignore
 
     def width_of(self, attention_type: str) -> int:
-        """The width of a head in layers of this type."""
+        """Return the head width of layers of this type."""
         return self.global_head_dim if attention_type == FULL else self.head_width
 
     @property
     def hands_on(self) -> bool:
-        """Whether layers hand on more than hidden states."""
+        """Whether layers pass more than hidden states to the next layer."""
         return bool(self.hidden_size_per_layer_input or self.num_kv_shared_layers)
 
     @property
     def first_shared(self) -> int:
-        """The number of the first layer that attends to another's keys."""
+        """Index of the first layer that attends to the keys of an earlier layer."""
         return self.num_hidden_layers - self.num_kv_shared_layers
 
     @property
@@ -178,13 +185,13 @@ class Gemma4TextConfig(LayerRopesConfig):
 
     @property
     def whole_kv_heads(self) -> int:
-        """Heads for keys in whole layers."""
+        """Number of key/value heads in full-attention layers."""
         return (self.num_global_key_value_heads if self.attention_k_eq_v else None) or self.kv_heads
 
     @property
     def attention_types(self) -> Sequence[str]:
         attention_types = self.layer_types or [SLIDING if (i + 1) % 6 else FULL for i in range(self.num_hidden_layers)]
-        return (*attention_types[:-1], FULL)  # whatever the list says, as in transformers
+        return (*attention_types[:-1], FULL)  # transformers ignores the last entry of the list
 
     @property
     def experts(self) -> int:

@@ -1,8 +1,8 @@
 """GLM-4.5, 4.6 and 4.7 (GLM-4.5 technical report, 2025).
 
-Grouped-query attention that rotates half of each head, with biases on queries, keys and values; the large models
-normalize the heads of queries and keys. The first layers are dense, the others have DeepSeek-V3's experts in one group.
-The layer for multi-token prediction is skipped unless asked for with ``mtp=True``.
+Grouped-query attention rotates half of each head and has biases of queries, keys and values. The large models normalize
+the heads of queries and keys. The first layers are dense. The other layers have DeepSeek-V3's experts with a single
+group. The multi-token prediction layer is loaded only with ``mtp=True``.
 """
 
 import dataclasses
@@ -19,8 +19,13 @@ from nnxmoe.models.shared.tables import HF_DECODER, HF_MTP
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Glm4MoeConfig(GroupedExpertsConfig, PartialRotaryConfig):
-    """``first_k_dense_replace``: number of dense layers, which come first. ``attention_bias``: biases of q, k and v.
-    ``use_qk_norm``: normalize the heads of queries and keys."""
+    """Config of GLM-4.5, 4.6 and 4.7.
+
+    Attributes:
+        attention_bias: Whether q, k and v have biases.
+        use_qk_norm: Whether to normalize the heads of queries and keys.
+        first_k_dense_replace: Number of dense layers at the start.
+    """
 
     model_type = "glm4_moe"
     architecture = "Glm4MoeForCausalLM"

@@ -1,4 +1,4 @@
-"""GLM-4.7-Flash (Zhipu AI, 2026): the layers of DeepSeek-V3, which of them are dense given per layer."""
+"""GLM-4.7-Flash (Zhipu AI, 2026): the layers of DeepSeek-V3. The config lists the dense layers."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -11,7 +11,10 @@ from nnxmoe.models.deepseek_v3 import DeepSeekV3, DeepSeekV3Config
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Glm4MoeLiteConfig(DeepSeekV3Config):
-    """``mlp_layer_types``: ``dense`` or ``sparse`` per layer; null: all but the first are sparse."""
+    """Config of GLM-4.7-Flash.
+
+    ``mlp_layer_types`` is ``dense`` or ``sparse`` per layer. If null, all layers except the first are sparse.
+    """
 
     model_type = "glm4_moe_lite"
     architecture = "Glm4MoeLiteForCausalLM"
@@ -34,7 +37,7 @@ class Glm4MoeLiteConfig(DeepSeekV3Config):
     n_group: int = 1
     topk_group: int = 1
     routed_scaling_factor: float = 1.8
-    first_k_dense_replace: int = one_of(1)  # published beside mlp_layer_types, which decides
+    first_k_dense_replace: int = one_of(1)  # published files also have mlp_layer_types, which has precedence
     mlp_layer_types: Sequence[str] | None = per_layer("dense", "sparse")
 
 

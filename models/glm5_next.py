@@ -1,8 +1,9 @@
-"""GLM-5.3 Flash (Zhipu AI, 2026), the text model, after the implementation in transformers.
+"""The text model of GLM-5.3 Flash (Zhipu AI, 2026), based on the implementation in transformers.
 
-Three of four layers are Kimi Linear's recurrent ones, with bounded decays; the others have GLM-5's sparse attention
-without rotary embedding, and indexers that choose pools of keys. There are several residual streams as in DeepSeek-V4;
-the final norm is applied to their mean. The layer for multi-token prediction is skipped.
+Three of four layers are Kimi Linear's recurrent layers with bounded decays. The other layers have GLM-5's sparse
+attention without rotary embedding, and indexers that select pools of keys. There are several residual streams as in
+DeepSeek-V4. The final norm normalizes the mean of the streams. The multi-token prediction
+layer is not loaded.
 """
 
 import dataclasses
@@ -26,10 +27,16 @@ from nnxmoe.models.shared.tables import Hf
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Glm5NextTextConfig(GlmMoeDsaConfig, NestedDeltaConfig):
-    """``linear_lower_bound``: lower bound of the logarithms of decays; null: unbounded. ``index_kpool``: keys per pool;
-    ``index_topk`` is a multiple of it. ``hc_mult``, ``hc_sinkhorn_iters``, ``hc_eps``: the residual streams, as in
-    `DeepSeekV4Config`. ``swiglu_limit``: bound of gate and up projections. ``indexer_types``: must be ``full`` for all
-    layers with attention."""
+    """Config of the text model of GLM-5.3 Flash.
+
+    ``hc_mult``, ``hc_sinkhorn_iters`` and ``hc_eps`` configure the residual streams, as in `DeepSeekV4Config`.
+
+    Attributes:
+        linear_lower_bound: Lower bound of the logarithms of the decays. If null, the decays are not bounded.
+        index_kpool: Keys per pool. ``index_topk`` must be a multiple.
+        swiglu_limit: Bound of the gate and up projections.
+        indexer_types: Must be ``full`` for all attention layers.
+    """
 
     model_type = "glm5_next_text"
     architecture = "Glm5NextForCausalLM"
@@ -43,7 +50,7 @@ class Glm5NextTextConfig(GlmMoeDsaConfig, NestedDeltaConfig):
     q_lora_rank: int = count(1536, most=2**20)
     qk_nope_head_dim: int = count(256, most=2**16)
     qk_rope_head_dim: int = one_of(0)
-    head_dim: int | None = count(None, least=0, most=2**16)  # ignored; transformers saves the rotated width
+    head_dim: int | None = count(None, least=0, most=2**16)  # ignored, transformers saves the rotated width here
     n_routed_experts: int = count(288, most=4096)
     layer_types: Sequence[str] | None = per_layer(LINEAR, "indexed_attention", FULL)
     linear_num_heads: int | None = count(64, most=2**14)

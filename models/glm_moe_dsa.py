@@ -1,7 +1,7 @@
-"""GLM-5, 5.1 and 5.2 (Zhipu AI, 2026): DeepSeek-V3.2's layers, whose indexers rotate neighbouring pairs too.
+"""GLM-5, 5.1 and 5.2 (Zhipu AI, 2026): DeepSeek-V3.2's layers with indexers that rotate adjacent pairs.
 
-In GLM-5.2 most layers have no indexer: they attend to the keys that the last indexer before them has chosen, which
-layers hand on beside the hidden states. A layer for multi-token prediction has an indexer of its own.
+In GLM-5.2 most layers have no indexer. They attend to the keys selected by the last indexer before them. Layers pass
+the selected keys to the next layer together with the hidden states. A prediction layer has an indexer.
 """
 
 import dataclasses
@@ -26,9 +26,15 @@ from nnxmoe.models.deepseek_v32 import DeepSeekV32, DeepSeekV32Config
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GlmMoeDsaConfig(DeepSeekV32Config):
-    """``indexer_types``: per layer ``full``, with an indexer, or ``shared``, with the keys that the last full layer has
-    chosen. Null: as ``index_topk_pattern`` says, by the letters F and S or by these words; without it every
-    ``index_topk_freq``-th layer from number ``index_skip_topk_offset - 1`` on is full, and all before that."""
+    """Config of GLM-5, 5.1 and 5.2.
+
+    Attributes:
+        indexer_types: ``full`` (with an indexer) or ``shared`` (with the keys of the last full layer) per layer.
+        index_topk_pattern: The same, if ``indexer_types`` is null. May have the letters F and S instead of the words.
+        index_topk_freq: If both are null, every layer of this interval is full, from index
+            ``index_skip_topk_offset - 1`` on. All layers before this index are full.
+        index_skip_topk_offset: See ``index_topk_freq``.
+    """
 
     model_type = "glm_moe_dsa"
     architecture = "GlmMoeDsaForCausalLM"
@@ -71,12 +77,12 @@ class GlmMoeDsaConfig(DeepSeekV32Config):
         return tuple(max(i - first, 0) % every == 0 for i in range(self.num_hidden_layers))
 
 
-# What layers hand on: the hidden states, and the keys that the last indexer has chosen.
+# Input and output of a layer: the hidden states, and the keys that the last indexer selected.
 Indexed = tuple[Float[Array, "B T D"], SelectedSlots]
 
 
 class IndexedLayer(Layer):
-    """A pre-norm layer that attends to the chosen keys of the layer before it, or chooses some for the next."""
+    """A pre-norm layer that attends to keys selected by its indexer, or by an earlier layer's without an indexer."""
 
     def __call__(self, x: Indexed, context: Context, cache: Any = None) -> LayerOutput:
         attention: Any = self.attention

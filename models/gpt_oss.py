@@ -1,8 +1,8 @@
 """gpt-oss (OpenAI 2025, arXiv 2508.10925).
 
-Grouped-query attention with a trained sink per head, over a sliding window in every other layer, and YaRN. In every
-layer experts with biases and a clamped SwiGLU, chosen by the largest logits and weighted by a softmax over these.
-Published checkpoints have the experts' kernels in MXFP4.
+Grouped-query attention with YaRN and a trained sink per head. Every other layer attends to a sliding window. All layers
+have experts with biases and a clamped SwiGLU. The router selects the experts with the largest logits. Their
+weights are a softmax over these logits. Published checkpoints have the experts' kernels in MXFP4.
 """
 
 import dataclasses
@@ -27,8 +27,12 @@ YARN |= {"original_max_position_embeddings": 4096}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GptOssConfig(LayerWindowsConfig):
-    """``intermediate_size``: width of one expert. ``layer_types`` null: windows alternate with full attention, starting
-    with a window. Without rope fields: YaRN by 32 from 4096 positions."""
+    """Config of gpt-oss. Without rope fields, YaRN extends 4096 positions by a factor of 32.
+
+    Attributes:
+        intermediate_size: Width of an expert.
+        layer_types: Type of each layer. If null, sliding-window and full-attention layers alternate, in this order.
+    """
 
     model_type = "gpt_oss"
     architecture = "GptOssForCausalLM"
@@ -86,7 +90,7 @@ _GATE_UP_BLOCKS, _GATE_UP_BIAS = W("mlp.experts.gate_up_proj_blocks").files_only
 
 
 def _others(kind: str, ending: str) -> tuple[W, W]:
-    """Names of a quantised expert's tensors: those of AutoRound, and Unsloth's, where gate and up alternate."""
+    """Return the tensor names of quantized experts: AutoRound's, and Unsloth's with alternating gate and up outputs."""
     one = W("mlp.experts").each(f"{kind}_proj.{ending}")
     if kind == "down":
         return one, W("mlp.experts.down_projs").each(ending)

@@ -1,8 +1,8 @@
-"""Hy3 (Tencent Hunyuan, 2026), after the implementation in transformers.
+"""Hy3 (Tencent Hunyuan, 2026), based on the implementation in transformers.
 
-Grouped-query attention with normalised heads. The experts are DeepSeek-V3's in one group, under other names; which
-layers are dense is given per layer. transformers does not load the layer for multi-token prediction, whose last norm
-has a name of its own.
+Grouped-query attention with normalized heads. The experts are DeepSeek-V3's with a single group and different names.
+The config lists the dense layers. transformers does not load the multi-token prediction layer. The final norm of this
+layer has a different name than in DeepSeek-V3.
 """
 
 import dataclasses
@@ -21,9 +21,14 @@ from nnxmoe.moe.router import Router
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HyV3Config(DecoderConfig):
-    """``mlp_layer_types``: ``dense`` or ``sparse`` per layer; null: all but the first are sparse. ``attention_bias``:
-    biases of q, k, v and o. ``router_scaling_factor`` multiplies the weights of the chosen experts, which sum to 1.
-    ``num_nextn_predict_layers`` is 1 by default, because some published files lack it."""
+    """Config of Hy3.
+
+    Attributes:
+        attention_bias: Whether q, k, v and o have biases.
+        mlp_layer_types: ``dense`` or ``sparse`` per layer. If null, all layers except the first are sparse.
+        router_scaling_factor: Factor of the weights of the selected experts. Before this factor, they sum to 1.
+        num_nextn_predict_layers: Number of prediction layers. Some published files do not have this field.
+    """
 
     model_type = "hy_v3"
     architecture = "HYV3ForCausalLM"
@@ -31,17 +36,17 @@ class HyV3Config(DecoderConfig):
     scale_in_queries = False
     aliases = {"num_local_experts": "num_experts", "expert_hidden_dim": "moe_intermediate_size"}
     fixed = {
-        "first_k_dense_replace": (1,),  # published instead of mlp_layer_types, which decides
+        "first_k_dense_replace": (1,),  # published files have this field instead of mlp_layer_types
         "mlp_bias": (None, False),
         "moe_router_enable_expert_bias": (None, True),
         "moe_router_use_sigmoid": (None, True),
         "qk_norm": (None, True),
         "route_norm": (None, True),
     }
-    # The first three decide which results are rounded to 16 bits.
+    # The first three fields select which results are rounded to 16 bits.
     ignored = """enable_attention_fp32_softmax enable_lm_head_fp32 enable_moe_fp32_combine eod_token_id use_grouped_mm
         output_router_logits"""
-    n_shared_experts = property(lambda self: self.num_shared_experts)  # its name in DeepSeek-V3
+    n_shared_experts = property(lambda self: self.num_shared_experts)  # name in DeepSeek-V3, for the shared code
     first_k_dense_replace = 1
 
     vocab_size: int = 120832
@@ -72,12 +77,12 @@ class HyV3(NormedHeads, DenseOrMoE):
         return corrected_router(self.config, scale=self.config.router_scaling_factor, **kw)
 
 
-# The second names are those of transformers in memory.
+# The second alternatives are the names of transformers' model in memory.
 _SHARED = {
     f"layer.moe.shared.{x}.kernel": (W(f"mlp.shared_mlp.{x}_proj.weight"), W(f"mlp.shared_experts.{x}_proj.weight"))
     for x in ("gate", "up", "down")
 }
-# Without copies of the embedding and the head.
+# Excludes the copies of the embedding and the head.
 _MTP = {key: row for key, row in HF_MTP.items() if key.endswith((".scale", "project.kernel"))}
 _HF: Hf = {
     **HF_DECODER, **HF_MOE, **_SHARED, **_MTP,

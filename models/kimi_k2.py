@@ -1,8 +1,9 @@
 """Kimi K2 (Moonshot AI, 2025) and Moonlight (2025): the layers of DeepSeek-V3 with one group of experts.
 
-Moonlight's config.json says ``deepseek_v3``; that of K2 has a model_type of its own, which transformers does not have.
-Saved models say ``deepseek_v3`` too, so that transformers loads them. Neither publishes a tokenizer.json, which the
-text functions need. K2-Thinking has experts in packed int4, and so have K2.5 and K2.6, whose text model is loaded.
+Moonlight's config.json has the model_type ``deepseek_v3``. K2's config.json has a model_type that transformers does not
+know. Saved models have ``deepseek_v3``, so that transformers can load them. K2 and Moonlight have no tokenizer.json,
+which the text functions need. K2-Thinking, K2.5 and K2.6 have experts in packed int4. From K2.5 and K2.6, only the text
+model is loaded.
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ from nnxmoe.models.deepseek_v3 import DeepSeekV3, DeepSeekV3Config
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KimiK2Config(DeepSeekV3Config):
-    """The fields and defaults of `DeepSeekV3Config`."""
+    """Config of Kimi K2, with the fields of `DeepSeekV3Config`."""
 
     model_type = "kimi_k2"
     saved_type = "deepseek_v3"

@@ -1,7 +1,7 @@
-"""Kimi Linear (Moonshot AI, 2025), after the implementation in transformers.
+"""Kimi Linear (Moonshot AI, 2025), based on the implementation in transformers.
 
-Most layers are recurrent (`KimiDelta`); the others have DeepSeek-V3's attention without rotary embedding. The experts
-are DeepSeek-V3's in one group, under Mixtral's names.
+Most layers are recurrent (`KimiDelta`). The other layers have DeepSeek-V3's attention without rotary embedding. The
+experts are DeepSeek-V3's with a single group and Mixtral's names.
 """
 
 import dataclasses
@@ -28,8 +28,11 @@ from nnxmoe.models.shared.tables import HF_DECODER, HF_LATENT, Hf
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KimiMoEConfig(DeepSeekV3Config, KimiHybridConfig):
-    """The fields of Kimi Linear and Ling 3, under the names that both publish. ``mlp_layer_types``: ``dense`` or
-    ``sparse`` per layer; null: the first ``first_k_dense_replace`` are dense."""
+    """Config fields shared by Kimi Linear and Ling 3, with the names in their published files.
+
+    ``mlp_layer_types`` is ``dense`` or ``sparse`` per layer. If null, the first ``first_k_dense_replace`` layers are
+    dense.
+    """
 
     aliases = {
         "model_max_length": "max_position_embeddings", "moe_renormalize": "norm_topk_prob",
@@ -50,8 +53,11 @@ class KimiMoEConfig(DeepSeekV3Config, KimiHybridConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KimiLinearConfig(KimiMoEConfig, NestedDeltaConfig):
-    """``linear_attn_config`` may also list the layers of both kinds, counted from 1. Without it and ``layer_types``,
-    every fourth layer from the fifth on is attention."""
+    """Config of Kimi Linear.
+
+    ``linear_attn_config`` may also list the recurrent layers and the attention layers, numbered from 1. Without these
+    lists and ``layer_types``, every fourth layer is attention, from index 4 on.
+    """
 
     model_type = "kimi_linear"
     architecture = "KimiLinearForCausalLM"
@@ -113,7 +119,7 @@ _NAMES = {
 }
 _TABLE: Hf = HF_DECODER | HF_LATENT | HF_GROUPED_EXPERTS | HF_KIMI_DELTA
 _TABLE |= {key: (name, *options(_TABLE, key)) for key, name in _NAMES.items()}
-# The hub's name, the name that transformers 5.24 saves, and its name in memory, which has to be the last.
+# Names on the Hugging Face Hub, in files saved by transformers 5.24, and in memory. `in_transformers` returns the last.
 _DENSE = "mlp", _SPARSE, "mlp"
 _TABLE |= {f"layer.mlp.{x}.kernel": tuple(W(f"{name}.{x}_proj.weight") for name in _DENSE) for x in _PARTS}
 _PRESETS = {

@@ -1,8 +1,8 @@
-"""Laguna (Poolside, 2026), after the implementation in transformers.
+"""Laguna (Poolside, 2026), based on the implementation in transformers.
 
-Grouped-query attention with normalised heads, a number of heads per layer, softplus output gates, and another rotary
-embedding in layers with a window. The experts are DeepSeek-V3's in one group, with a shared one; router logits may be
-soft-capped.
+Grouped-query attention with normalized heads and softplus output gates. The number of heads differs between layers.
+Sliding-window layers have a different rotary embedding. The experts are DeepSeek-V3's with a single group and a shared
+expert. Router logits may be soft-capped.
 """
 
 import dataclasses
@@ -31,11 +31,15 @@ from nnxmoe.moe.router import Router, Routing, SigmoidGroupTopK
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LagunaConfig(PartialRopesConfig):
-    """``layer_types`` null: no layer has a window. ``num_attention_heads_per_layer`` null: ``num_attention_heads`` in
-    all. ``gating``: a factor per head (true, ``per-head``) or per component (``per-element``). ``mlp_layer_types``:
-    ``dense`` or ``sparse`` per layer; null: all but the first are sparse. ``moe_router_logit_softcapping``: bound of
-    the router's logits; 0: none. ``moe_routed_scaling_factor`` multiplies the weights of the chosen experts, which sum
-    to 1."""
+    """Config of Laguna. If ``layer_types`` is null, all layers are full attention.
+
+    Attributes:
+        num_attention_heads_per_layer: Query heads per layer. Defaults to ``num_attention_heads``.
+        gating: Output gate: one factor per head (True, ``per-head``) or per component (``per-element``).
+        mlp_layer_types: ``dense`` or ``sparse`` per layer. If null, all layers except the first are sparse.
+        moe_routed_scaling_factor: Factor of the weights of the selected experts. Before this factor, they sum to 1.
+        moe_router_logit_softcapping: Bound of the router's logits. 0 if they are not bounded.
+    """
 
     model_type = "laguna"
     architecture = "LagunaForCausalLM"
@@ -82,7 +86,7 @@ class LagunaConfig(PartialRopesConfig):
 
     @property
     def heads_per_layer(self) -> Sequence[int]:
-        """Query heads of each layer."""
+        """Number of query heads of each layer."""
         given = self.num_attention_heads_per_layer
         return (self.num_attention_heads,) * self.num_hidden_layers if given is None else given
 
@@ -93,7 +97,7 @@ class LagunaConfig(PartialRopesConfig):
 
 @dataclasses.dataclass(frozen=True)
 class CappedTopK(SigmoidGroupTopK):
-    """`SigmoidGroupTopK` of soft-capped logits, ``cap * tanh(logits / cap)``."""
+    """`SigmoidGroupTopK` with soft-capped logits ``cap * tanh(logits / cap)``."""
 
     cap: float
 

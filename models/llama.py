@@ -1,6 +1,6 @@
-"""Llama 1 to 3.x (Touvron et al. 2023; Llama 3, 2024) and Mistral (Jiang et al. 2023), Llama with a sliding window.
+"""Llama 1 to 3.x (Touvron et al. 2023; Llama 3, 2024) and Mistral (Jiang et al. 2023).
 
-Grouped-query attention, rotary embedding of halves, SwiGLU; optional biases.
+Grouped-query attention, rotary embedding of halves, SwiGLU, optional biases. Mistral adds a sliding window.
 """
 
 import dataclasses
@@ -18,7 +18,12 @@ from nnxmoe.models.shared.tables import HF_DECODER, MAXTEXT_DECODER, MAXTEXT_GQA
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LlamaConfig(DecoderConfig):
-    """``attention_bias``: biases of q, k, v and o. ``mlp_bias``: biases of gate, up and down."""
+    """Config of Llama.
+
+    Attributes:
+        attention_bias: Whether q, k, v and o have biases.
+        mlp_bias: Whether gate, up and down have biases.
+    """
 
     model_type = "llama"
     architecture = "LlamaForCausalLM"
@@ -31,7 +36,10 @@ class LlamaConfig(DecoderConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MistralConfig(DecoderConfig):
-    """``sliding_window``: number of keys that a query attends to, its own included; null: all."""
+    """Config of Mistral.
+
+    ``sliding_window`` is the number of keys that a query attends to, including its position. If null, all keys.
+    """
 
     model_type = "mistral"
     architecture = "MistralForCausalLM"
@@ -52,7 +60,7 @@ class MistralConfig(DecoderConfig):
 
 
 class LlamaLike(CausalLM):
-    """Llama's layers, which other families change in part."""
+    """A decoder with Llama's layers, for subclasses that override parts of them."""
 
     def attention(self, index: int, **kw: Any) -> GQA:
         return self.gqa(index, bias=self.config.attention_bias, **kw)

@@ -1,4 +1,7 @@
-"""Mellum 2 (JetBrains, 2026): Qwen3's layers with experts, of which some attend to a window and rotate otherwise."""
+"""Mellum 2 (JetBrains, 2026): Qwen3's layers with experts.
+
+Some layers attend to a sliding window and have a different rotary embedding.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -16,9 +19,14 @@ from nnxmoe.models.shared.tables import HF_DECODER, HF_MOE
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MellumConfig(LayerRopesConfig):
-    """``layer_types`` null: no layer has a window. ``mlp_layer_types``: ``dense`` or ``sparse`` per layer; null: all
-    have experts. ``rope_parameters``: a rope object for each of the layer types. ``attention_bias``: biases of q, k, v
-    and o. ``norm_topk_prob``: rescale the weights of the chosen experts to sum to 1."""
+    """Config of Mellum 2. If ``layer_types`` is null, all layers are full attention.
+
+    Attributes:
+        attention_bias: Whether q, k, v and o have biases.
+        mlp_layer_types: ``dense`` or ``sparse`` per layer. If null, all layers have experts.
+        rope_parameters: One rope object per layer type.
+        norm_topk_prob: Whether to rescale the weights of the selected experts to sum to 1.
+    """
 
     model_type = "mellum"
     architecture = "MellumForCausalLM"

@@ -1,7 +1,8 @@
-"""MiMo-V2-Flash (Xiaomi, 2025), after the implementation in transformers.
+"""MiMo-V2-Flash (Xiaomi, 2025), based on the implementation in transformers.
 
-Grouped-query attention with values narrower than the keys. Layers with a window have twice as many key/value heads, and
-attention sinks. The experts are DeepSeek-V3's, without a shared one. Layers for multi-token prediction are skipped.
+Grouped-query attention with values that are narrower than the keys. Sliding-window layers have attention sinks and
+twice as many key/value heads. The experts are DeepSeek-V3's without a shared expert. Multi-token prediction layers are
+not loaded.
 """
 
 import dataclasses
@@ -23,9 +24,14 @@ _FACTOR = {"partial_rotary_factor": 0.334}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MiMoV2FlashConfig(PartialRopesConfig):
-    """``layer_types`` null: the first layer and every sixth attend to all keys. ``mlp_layer_types``: ``dense`` or
-    ``sparse`` per layer; null: all but the first are sparse. ``v_head_dim``: width of the values, which are multiplied
-    by ``attention_value_scale``; null: by 1. ``sliding_window_size``: the window without the query's own key."""
+    """Config of MiMo-V2-Flash. If ``layer_types`` is null, the first layer and every sixth layer attend to all keys.
+
+    Attributes:
+        mlp_layer_types: ``dense`` or ``sparse`` per layer. If null, all layers except the first are sparse.
+        v_head_dim: Width of a value head.
+        attention_value_scale: Factor of the values. Defaults to 1.
+        sliding_window_size: Number of keys in the window, excluding the key at the query's position.
+    """
 
     model_type = "mimo_v2_flash"
     architecture = "MiMoV2FlashForCausalLM"
@@ -84,7 +90,7 @@ class MiMoV2FlashConfig(PartialRopesConfig):
         check_groups(self)
 
     def kv_heads_of(self, layer_type: str) -> int:
-        """Number of key heads of a layer type. Layers with a window have twice as many."""
+        """Return the number of key/value heads of a layer type. Sliding-window layers have twice as many."""
         return self.kv_heads if layer_type == FULL else 2 * self.kv_heads
 
     @property

@@ -1,7 +1,8 @@
 """MiniMax-M2 and M2.5 (MiniMax, 2025 and 2026).
 
-Grouped-query attention that normalises all heads of a token together and rotates half of each. All layers have experts,
-chosen by sigmoid affinities plus a correction bias and weighted without the bias. No shared expert, no other biases.
+Grouped-query attention normalizes all heads of a token together and rotates half of each head. All layers have experts.
+The router selects experts by sigmoid scores plus a correction bias and weights them by the scores without the bias.
+There are no shared experts and no other biases.
 """
 
 import dataclasses
@@ -24,8 +25,12 @@ from nnxmoe.moe.block import MoE
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MiniMaxM2Config(PartialRotaryConfig):
-    """``intermediate_size``: width of one expert. ``rotary_dim``: rotated width, the other spelling of
-    ``partial_rotary_factor``; null in both: the whole head."""
+    """Config of MiniMax-M2.
+
+    Attributes:
+        intermediate_size: Width of an expert.
+        rotary_dim: Rotated width. Alternative to ``partial_rotary_factor``. If both are null, the full head rotates.
+    """
 
     model_type = "minimax_m2"
     architecture = "MiniMaxM2ForCausalLM"
@@ -40,7 +45,7 @@ class MiniMaxM2Config(PartialRotaryConfig):
         "scoring_func": ("sigmoid",),
         "routed_scaling_factor": (1.0,),
         "shared_intermediate_size": (None, 0),
-        "router_jitter_noise": (None, 0),  # unlike in other families, it would also scale the experts' inputs
+        "router_jitter_noise": (None, 0),  # in this family the jitter also scales the experts' inputs: not supported
         "attn_window_size": (None, -1),
         "swa_rope_theta": (None, -1),
         "layernorm_full_attention_beta": (1.0,),
@@ -48,7 +53,7 @@ class MiniMaxM2Config(PartialRotaryConfig):
         "layernorm_mlp_beta": (1.0,),
         "use_grouped_topk": (None, False),
     }
-    # Fields of dense layers, shared experts and multi-token prediction, which these models do not have.
+    # Fields of dense layers, shared experts and multi-token prediction. These models have none of them.
     ignored = """mlp_intermediate_size shared_moe_mode use_mtp num_mtp_modules mtp_transformer_layers
         max_model_len output_router_logits router_aux_loss_coef"""
 

@@ -1,8 +1,7 @@
-"""The text model of MiniMax-M3 (MiniMax 2026), after the implementation in transformers.
+"""The text model of MiniMax-M3 (MiniMax, 2026), based on the implementation in transformers.
 
-Grouped-query attention with normalised heads, of which the first part is rotated; most layers attend to blocks of keys
-that an indexer chooses per key/value head. The experts are DeepSeek-V3's in one group, with a shared one and gpt-oss's
-activation.
+Grouped-query attention normalizes each head and rotates its first components. In most layers, an indexer selects blocks
+of keys per key/value head. The experts are DeepSeek-V3's with a single group, a shared expert and gpt-oss's activation.
 """
 
 import dataclasses
@@ -27,7 +26,7 @@ from nnxmoe.models.shared.tables import HF_DECODER, Hf
 from nnxmoe.moe.block import MoE
 
 _SPARSE = "minimax_m3_sparse"
-# Fields inside of sparse_attention_config in published files -> fields of transformers.
+# Field of sparse_attention_config in published files -> field of transformers.
 _NESTED = {
     "sparse_num_index_heads": "index_n_heads", "sparse_index_dim": "index_head_dim",
     "sparse_block_size": "index_block_size", "sparse_topk_blocks": "index_topk_blocks",
@@ -37,14 +36,20 @@ _NESTED = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MiniMaxM3VLTextConfig(PartialRotaryConfig):
-    """``intermediate_size``: width of an expert; ``shared_intermediate_size``: of the shared one;
-    ``dense_intermediate_size``: of a dense layer. ``layer_types``: ``full_attention``, or ``minimax_m3_sparse`` with an
-    indexer; null: no layer has one. ``mlp_layer_types``: ``dense`` or ``sparse``; null: all have experts.
-    ``index_topk_blocks`` blocks of ``index_block_size`` keys are chosen, the ``index_local_blocks`` last ones always.
-    ``routed_scaling_factor`` multiplies the weights of the chosen experts, which sum to 1.
+    """Config of the text model of MiniMax-M3.
 
-    Published files have the fields of the indexer in ``sparse_attention_config``, and ``moe_layer_freq`` instead of
+    Published files have the indexer's fields in ``sparse_attention_config``, and ``moe_layer_freq`` instead of
     ``mlp_layer_types``.
+
+    Attributes:
+        intermediate_size: Width of a routed expert.
+        dense_intermediate_size: Width of a dense layer.
+        shared_intermediate_size: Width of the shared expert.
+        layer_types: ``full_attention``, or ``minimax_m3_sparse`` with an indexer. If null, all are ``full_attention``.
+        mlp_layer_types: ``dense`` or ``sparse`` per layer. If null, all layers have experts.
+        routed_scaling_factor: Factor of the weights of the selected experts. Before this factor, they sum to 1.
+        index_block_size: Keys per block.
+        index_topk_blocks: Number of selected blocks, including the last ``index_local_blocks`` blocks.
     """
 
     model_type = "minimax_m3_vl_text"
@@ -53,7 +58,7 @@ class MiniMaxM3VLTextConfig(PartialRotaryConfig):
     scale_in_queries = False
     aliases = {"num_experts": "num_local_experts"}
     fixed = {"scoring_func": ("sigmoid",), "use_qk_norm": (True,), "use_routing_bias": (True,)}
-    # Fields of published files that transformers does not read; `_standard_fields` reads the last two.
+    # Fields of published files that transformers does not read. `_standard_fields` reads the last two.
     ignored = """rotary_dim router_jitter_noise output_router_logits router_aux_loss_coef qk_norm_type use_gemma_norm
         merged_hidden_size use_mtp num_mtp_modules mtp_transformer_layers max_model_len
         sparse_attention_config moe_layer_freq"""
@@ -159,12 +164,12 @@ _PARTS = (("gate", "w1", 0), ("up", "w3", 1))
 
 
 def _mlp(theirs: str, published: str) -> dict[str, tuple[W, ...]]:
-    """The rows of a dense or shared feed-forward, in which transformers has gate and up in one tensor."""
+    """Return the rows of a dense or shared feed-forward. transformers stores gate and up in one tensor."""
     rows = {x: (W(f"{theirs}.gate_up_proj.weight").rows(i, 2), W(f"{published}.{x}_proj.weight")) for x, _, i in _PARTS}
     return rows | {"down": (W(f"{theirs}.down_proj.weight"), W(f"{published}.down_proj.weight").files_only)}
 
 
-# The first names are those of the text model in transformers, the others those of published files.
+# The first alternatives are the names of the text model in transformers, the others the names in published files.
 _HF: Hf = {
     **HF_DECODER,
     **{
@@ -192,6 +197,6 @@ _HF: Hf = {
 FAMILY = Family(
     model=MiniMaxM3VLText,
     hf=_HF,
-    # Halves of one linear layer in transformers.
+    # transformers has these projections as halves of one linear layer.
     peft_excluded=("mlp.gate", "mlp.up", "shared.gate", "shared.up"),
 )

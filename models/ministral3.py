@@ -1,5 +1,7 @@
-"""Ministral 3 (Mistral AI, 2025), the text model of ``mistral3`` checkpoints: Mistral with queries that are scaled by
-their position."""
+"""Ministral 3 (Mistral AI, 2025), the text model of ``mistral3`` checkpoints.
+
+The layers are Mistral's with queries that are scaled by position.
+"""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -25,8 +27,11 @@ _YARN = FrozenDict(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ministral3Config(DecoderConfig):
-    """``llama_4_scaling_beta`` of the rope object: how much queries grow with their position. ``sliding_window``:
-    number of keys that a query attends to, its own included; null: all."""
+    """Config of Ministral 3.
+
+    ``llama_4_scaling_beta`` of the rope object determines how much queries grow with their position.
+    ``sliding_window`` is the number of keys that a query attends to, including its position. If null, all keys.
+    """
 
     model_type = "ministral3"
     architecture = "Ministral3ForCausalLM"
@@ -62,7 +67,7 @@ class Ministral3Config(DecoderConfig):
 
 
 def position_scale(rope_fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `PositionScaledGQA` that a rope object has. Raises ConfigError without them."""
+    """Read the arguments of `PositionScaledGQA` from a rope object. Raises ConfigError if they are missing."""
     beta, original = rope_fields.get(BETA), rope_fields.get(ORIGINAL)
     if isinstance(beta, bool) or not isinstance(beta, int | float) or not 0 <= beta <= 100:
         raise ConfigError(f"rope: {BETA} must be a number from 0 to 100, got {short(beta)}; 0 scales no queries")

@@ -1,5 +1,7 @@
-"""Mistral Small 4 (Mistral AI, 2026), the text model of ``mistral3`` checkpoints: DeepSeek-V3's layers with a softmax
-router, and queries that are scaled by their position."""
+"""Mistral Small 4 (Mistral AI, 2026), the text model of ``mistral3`` checkpoints.
+
+The layers are DeepSeek-V3's with a softmax router and queries that are scaled by position.
+"""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -28,8 +30,11 @@ _YARN = FrozenDict(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mistral4Config(DeepSeekV3Config):
-    """``llama_4_scaling_beta`` of the rope object: how much queries grow with their position. Its
-    ``partial_rotary_factor``, if given, is the rotated part of a query's width."""
+    """Config of Mistral Small 4.
+
+    ``llama_4_scaling_beta`` of the rope object determines how much queries grow with their position. If the rope object
+    has ``partial_rotary_factor``, it is the rotated fraction of a query's width.
+    """
 
     model_type = "mistral4"
     architecture = "Mistral4ForCausalLM"
@@ -93,7 +98,7 @@ class Mistral4(DeepSeekV3):
 _EXPERTS = tuple(f"layer.moe.experts.{x}" for x in ("gate", "up", "down"))
 _HF: Hf = {
     **DEEPSEEK_V3.hf,
-    **{key: tuple(reversed(options(DEEPSEEK_V3.hf, key))) for key in _EXPERTS},  # first in one tensor
+    **{key: tuple(reversed(options(DEEPSEEK_V3.hf, key))) for key in _EXPERTS},  # prefers one tensor for all experts
 }
 _PRESETS = {"mistral-small-4": Mistral4Config(rope_parameters=_YARN, dtype="bfloat16")}
 

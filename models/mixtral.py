@@ -1,6 +1,7 @@
-"""Mixtral (Jiang et al. 2024): Llama's attention, and in every layer eight experts of which each token uses two.
+"""Mixtral (Jiang et al. 2024): Llama's attention, and eight experts in every layer.
 
-The router applies a softmax over all experts, keeps the top two and rescales them. No shared expert, no biases.
+The router applies a softmax over all experts, selects the top two and rescales their weights to sum to 1. There are no
+shared experts and no biases.
 """
 
 import dataclasses
@@ -21,7 +22,12 @@ from nnxmoe.moe.router import Router, SoftmaxTopK
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MixtralConfig(DecoderConfig):
-    """``intermediate_size``: width of one expert. ``router_jitter_noise``: used only with a key (training)."""
+    """Config of Mixtral.
+
+    Attributes:
+        intermediate_size: Width of an expert.
+        router_jitter_noise: Noise of the router's input. Only used if the model is called with a random key.
+    """
 
     model_type = "mixtral"
     architecture = "MixtralForCausalLM"
@@ -66,8 +72,8 @@ class Mixtral(CausalLM):
 
 
 _MIXTRAL_8X7B = MixtralConfig(max_position_embeddings=32768, dtype="bfloat16")
-# The first names are those of checkpoints on the hub, the others those of transformers 5 in memory, which some saved
-# checkpoints have.
+# The first alternatives are the names on the Hugging Face Hub. The others are the names of transformers 5 in memory,
+# which some saved checkpoints have too.
 _HUB, _SAVED, _FUSED = W("block_sparse_moe.experts"), W("mlp.experts"), W("mlp.experts.gate_up_proj")
 _HF: Hf = {
     **HF_DECODER,

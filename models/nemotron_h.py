@@ -1,8 +1,8 @@
-"""Nemotron-H and Nemotron 3 (NVIDIA, 2025), after the implementation in transformers.
+"""Nemotron-H and Nemotron 3 (NVIDIA, 2025), based on the implementation in transformers.
 
-A layer is one part with its norm: a Mamba-2 recurrence, attention without rotation, a feed-forward or experts, all
-without gates. The experts are chosen as DeepSeek-V3's, beside a shared one, and may work in a narrower space. The
-layers for multi-token prediction are skipped.
+A layer is a norm and one part: a Mamba-2 recurrence, attention without rotary embedding, a feed-forward, or experts.
+Feed-forwards and experts have no gates. The router is DeepSeek-V3's. There is a shared expert, and routed experts may
+work in a narrower latent space. Multi-token prediction layers are not loaded.
 """
 
 import dataclasses
@@ -35,13 +35,19 @@ _OLD = {"mamba": MAMBA, "mamba2": MAMBA, "attention": ATTENTION}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NemotronHConfig(GroupedExpertsConfig):
-    """``layer_types``: the part of each layer, ``linear_attention`` (Mamba-2), ``full_attention``, ``mlp`` or ``moe``,
-    in config.json ``layers_block_type``, or a letter each (M, *, -, E) in ``hybrid_override_pattern``. They give the
-    number of layers; ``num_hidden_layers`` of a config.json is not read.
+    """Config of Nemotron-H and Nemotron 3.
 
-    ``mamba_num_heads``, ``mamba_head_dim``: heads of the recurrence and their width; ``ssm_state_size``: width of its
-    keys, in ``n_groups`` groups of heads; ``conv_kernel``: taps of its convolution; ``time_step_min``: the least step.
-    ``moe_latent_size``: width that experts read and write; null: ``hidden_size``.
+    Attributes:
+        layer_types: Part of each layer: ``linear_attention`` (Mamba-2), ``full_attention``, ``mlp`` or ``moe``. A
+            config.json has them as ``layers_block_type``, or as letters (M, *, -, E) in ``hybrid_override_pattern``.
+            Their number overrides ``num_hidden_layers`` of a config.json.
+        mamba_num_heads: Number of heads of the recurrence.
+        mamba_head_dim: Width of these heads.
+        ssm_state_size: Width of the keys of the recurrence.
+        n_groups: Number of groups of heads with common keys.
+        conv_kernel: Number of taps of the convolution.
+        time_step_min: Minimum time step of the recurrence.
+        moe_latent_size: Width of the experts' inputs and outputs. Defaults to ``hidden_size``.
     """
 
     model_type = "nemotron_h"
@@ -51,7 +57,7 @@ class NemotronHConfig(GroupedExpertsConfig):
         "mamba_d_conv": "conv_kernel", "mamba_dt_min": "time_step_min", "mamba_n_groups": "n_groups",
     }  # fmt: skip
     fixed = {"attention_bias": (False,), "mlp_hidden_act": ("relu2",), "mamba_hidden_act": ("silu",)}
-    ignored = (  # of training and of kernels, or read by nothing in transformers
+    ignored = (  # fields for training, fields for kernels, and fields that transformers does not read
         "chunk_size mamba_chunk_size expand mamba_expand time_step_max mamba_dt_max time_step_limit mamba_dt_limit "
         "time_step_floor mamba_dt_init_floor use_mamba_kernels mamba_ssm_cache_dtype mamba_proj_bias "
         "moe_shared_expert_overlap rescale_prenorm_residual residual_in_fp32 hidden_dropout num_logits_to_keep "
@@ -127,7 +133,7 @@ class NemotronHConfig(GroupedExpertsConfig):
 
     @property
     def experts(self) -> int:
-        return self.n_routed_experts if any(self.sparse_layers) else 0  # Nemotron-H has none
+        return self.n_routed_experts if any(self.sparse_layers) else 0  # Nemotron-H has no experts
 
     @property
     def empty_tensors(self) -> Mapping[str, tuple[int, ...]]:
@@ -173,7 +179,7 @@ class NemotronH(DenseOrMoE):
         return LatentMoE(*parts, reduce=reduce, expand=expand)
 
     def router(self, **kw: Any) -> Router:
-        """Its kernel stays in float32, as in transformers."""
+        """Build the router. Its kernel is in float32 for every ``dtype``, as in transformers."""
         made = super().router(**kw | {"dtype": jnp.dtype(jnp.float32)})
         made.kernel.set_metadata(keeps_dtype=True)
         return made

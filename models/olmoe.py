@@ -1,7 +1,8 @@
-"""OLMoE (Muennighoff et al. 2024), after the implementation in transformers.
+"""OLMoE (Muennighoff et al. 2024), based on the implementation in transformers.
 
-Llama's layers, with queries and keys normalised over all heads together before the rotation. Every layer has experts:
-the router applies a softmax over all of them and keeps the top ones, without rescaling in the published checkpoints.
+The layers are Llama's. Before the rotation, queries and keys are normalized over all heads together. Every layer has
+experts. The router applies a softmax over all experts and selects the top experts. Published checkpoints do not rescale
+their weights.
 """
 
 import dataclasses
@@ -20,8 +21,13 @@ from nnxmoe.moe.router import Router, SoftmaxTopK
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OlmoeConfig(DecoderConfig):
-    """``intermediate_size``: width of one expert. ``norm_topk_prob``: rescale the weights of the chosen experts to sum
-    to 1. ``attention_bias``: biases of q, k, v and o. ``clip_qkv`` must be null."""
+    """Config of OLMoE. ``clip_qkv`` must be null.
+
+    Attributes:
+        intermediate_size: Width of an expert.
+        attention_bias: Whether q, k, v and o have biases.
+        norm_topk_prob: Whether to rescale the weights of the selected experts to sum to 1.
+    """
 
     model_type = "olmoe"
     architecture = "OlmoeForCausalLM"

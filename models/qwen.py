@@ -1,7 +1,7 @@
 """Qwen2 and Qwen2.5 (Yang et al. 2024), and the dense models of Qwen3 (Qwen3 technical report, 2025).
 
-Llama's layers. Qwen2 has biases on queries, keys and values; Qwen3 normalises the heads of queries and keys instead.
-Some layers may attend to a sliding window.
+The layers are Llama's. Qwen2 has biases of queries, keys and values. Qwen3 normalizes the heads of queries and keys
+instead. Some layers may attend to a sliding window.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from nnxmoe.models.shared.tables import MAXTEXT_QK_NORM
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen2Config(LayerWindowsConfig):
-    """No layer has a window unless ``use_sliding_window``."""
+    """Config of Qwen2. If ``use_sliding_window`` is False, no layer has a sliding window."""
 
     model_type = "qwen2"
     architecture = "Qwen2ForCausalLM"
@@ -45,7 +45,7 @@ class Qwen2Config(LayerWindowsConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen3Config(Qwen2Config):
-    """``attention_bias``: biases of q, k, v and o."""
+    """Config of Qwen3's dense models. ``attention_bias``: whether q, k, v and o have biases."""
 
     model_type = "qwen3"
     architecture = "Qwen3ForCausalLM"

@@ -1,7 +1,7 @@
-"""Qwen1.5-MoE and the mixture-of-experts model of Qwen2 (Yang et al. 2024), after the implementation in transformers.
+"""Qwen1.5-MoE and Qwen2's mixture-of-experts model (Yang et al. 2024), based on the implementation in transformers.
 
-Qwen2's attention, with biases on queries, keys and values. Besides the routed experts, a shared expert weighted by a
-sigmoid per token. The published checkpoints do not rescale the routing weights.
+Qwen2's attention with biases of queries, keys and values. A sigmoid gate per token weights the shared expert. Published
+checkpoints do not rescale the weights of the selected experts.
 """
 
 import dataclasses
@@ -17,13 +17,17 @@ from nnxmoe.models.shared.tables import HF_DECODER
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen2MoeConfig(QwenMoeConfig):
-    """``shared_expert_intermediate_size``: width of the shared expert. ``qkv_bias``: biases of q, k and v. Sliding
-    windows, which no preset uses, are refused."""
+    """Config of Qwen2's mixture-of-experts model. Raises ConfigError for sliding windows, which no preset uses.
+
+    Attributes:
+        shared_expert_intermediate_size: Width of the shared expert.
+        qkv_bias: Whether q, k and v have biases.
+    """
 
     model_type = "qwen2_moe"
     architecture = "Qwen2MoeForCausalLM"
     fixed = {"use_sliding_window": (None, False)}
-    ignored = "sliding_window max_window_layers"  # not used without use_sliding_window
+    ignored = "sliding_window max_window_layers"  # have no effect without use_sliding_window
 
     intermediate_size: int = 5632
     num_attention_heads: int = 16

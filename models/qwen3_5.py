@@ -1,8 +1,7 @@
-"""The text models of Qwen3.5 and Qwen3.6 (Qwen team 2026), dense and with experts: the layers of Qwen3-Next, whose
-recurrent ones have a kernel each for z, b and a.
+"""The text models of Qwen3.5 and Qwen3.6 (Qwen team 2026), dense and with experts.
 
-The positions of a text are the same in all three dimensions of their rotary embedding. The layer for multi-token
-prediction is skipped unless asked for with ``mtp=True``.
+The layers are Qwen3-Next's. Recurrent layers have separate kernels for z, b and a. The rotary embedding has three
+dimensions, in which text has equal positions. The multi-token prediction layer is loaded only with ``mtp=True``.
 """
 
 import dataclasses
@@ -30,8 +29,10 @@ from nnxmoe.models.shared.qwen_moe import HF_SHARED, QwenMoe, QwenMoeConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen3_5Config(QwenHybridConfig):
-    """``mtp_num_hidden_layers``: number of layers for multi-token prediction; 1 by default, as in all published files.
-    Other fields: of `QwenHybridConfig`."""
+    """Fields shared by the configs of Qwen3.5's text models. See also `QwenHybridConfig`.
+
+    ``mtp_num_hidden_layers`` is the number of multi-token prediction layers. It is 1 in all published files.
+    """
 
     ignored = f"{MROPE} mtp_use_dedicated_embeddings mamba_ssm_dtype"
     fixed = {"attn_output_gate": (True,)}
@@ -42,13 +43,13 @@ class Qwen3_5Config(QwenHybridConfig):
 
     @property
     def num_nextn_predict_layers(self) -> int:
-        """The name of other families."""
+        """Name of ``mtp_num_hidden_layers`` in other families, for the shared code."""
         return self.mtp_num_hidden_layers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen3_5TextConfig(Qwen3_5Config):
-    """The fields of `Qwen3_5Config`."""
+    """Config of dense Qwen3.5, with the fields of `Qwen3_5Config`."""
 
     model_type = "qwen3_5_text"
     architecture = "Qwen3_5ForCausalLM"
@@ -59,8 +60,10 @@ class Qwen3_5TextConfig(Qwen3_5Config):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen3_5MoeTextConfig(Qwen3_5Config, QwenMoeConfig):
-    """``shared_expert_intermediate_size``: width of the shared expert. All layers have experts, and the weights of the
-    chosen ones sum to 1."""
+    """Config of Qwen3.5 with experts in all layers. The weights of the selected experts sum to 1.
+
+    ``shared_expert_intermediate_size`` is the width of the shared expert.
+    """
 
     model_type = "qwen3_5_moe_text"
     architecture = "Qwen3_5MoeForCausalLM"
@@ -113,14 +116,14 @@ _MAXTEXT_PROJECTIONS = {
 
 
 class Qwen3_5MaxText(QwenHybridMaxText):
-    """MaxText's names of Qwen3.5."""
+    """Names of Qwen3.5 in MaxText."""
 
     def layers(self, config: Any) -> LayerBlocks:
-        """Return the blocks of Qwen3-Next; each layer of a block is scanned on its own."""
+        """Return blocks as in Qwen3-Next, but with a separate group per layer of a block."""
         return LayerBlocks(super().layers(config).layer_types, "layers/layer_{}")
 
     def columns(self, config: Any) -> Mapping[str, tuple[int, ...]]:
-        """MaxText sorts the outputs by heads of the keys, like `FusedProjection`."""
+        """Return the columns of MaxText's arrays, which order outputs by key head like `FusedProjection`."""
         heads = config.delta_heads
         width, ba = heads.channels + heads.values * heads.value_dim, 2 * heads.values
         at = heads.split(*(jnp.arange(size).reshape(heads.keys, -1) for size in (width, ba)))

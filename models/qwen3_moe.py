@@ -1,7 +1,7 @@
 """Qwen3's mixture-of-experts models (Qwen3 technical report, 2025).
 
-Qwen3's attention. The router applies a softmax over all experts and keeps the top ones, usually rescaled. Some layers
-may be dense. No shared expert.
+Qwen3's attention. The router applies a softmax over all experts, selects the top experts and usually rescales their
+weights. Some layers may be dense. There are no shared experts.
 """
 
 import dataclasses
@@ -16,8 +16,12 @@ from nnxmoe.models.shared.tables import HF_DECODER, HF_MOE, Linen, maxtext_exper
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen3MoeConfig(QwenMoeConfig):
-    """``attention_bias``: biases of q, k, v and o. With ``use_sliding_window`` all layers attend to ``sliding_window``
-    keys."""
+    """Config of Qwen3's mixture-of-experts models.
+
+    Attributes:
+        attention_bias: Whether q, k, v and o have biases.
+        use_sliding_window: Whether all layers attend to a window of ``sliding_window`` keys.
+    """
 
     model_type = "qwen3_moe"
     architecture = "Qwen3MoeForCausalLM"

@@ -1,6 +1,9 @@
-"""Qwen3-Next (Qwen team 2025): recurrent layers with an attention every fourth, and a gated shared expert beside many
-small ones. The projections of a recurrent layer are stored in two tensors. Its layer for multi-token prediction is
-skipped unless asked for with ``mtp=True``."""
+"""Qwen3-Next (Qwen team 2025).
+
+Every fourth layer is attention, the other layers are recurrent. There are many small routed experts and a gated shared
+expert. Checkpoints store the projections of a recurrent layer in two tensors. The multi-token prediction layer is
+loaded only with ``mtp=True``.
+"""
 
 import dataclasses
 from typing import Any
@@ -23,8 +26,13 @@ from nnxmoe.models.shared.tables import Hf, Linen
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen3NextConfig(QwenHybridConfig, QwenMoeConfig):
-    """``shared_expert_intermediate_size``: width of the shared expert. ``num_nextn_predict_layers`` is 1 by default,
-    because published files lack it. Other fields: of the two bases."""
+    """Config of Qwen3-Next. See also the two base classes.
+
+    Attributes:
+        shared_expert_intermediate_size: Width of the shared expert.
+        num_nextn_predict_layers: Number of multi-token prediction layers. Defaults to 1, because published files do
+            not have this field.
+    """
 
     model_type = "qwen3_next"
     architecture = "Qwen3NextForCausalLM"

@@ -1,7 +1,7 @@
 """The text models of Qwen3-VL (Bai et al. 2025), dense and with experts: Qwen3 with a longer context.
 
-The positions of a text are the same in all three dimensions of their rotary embedding, which is then Qwen3's. Saved
-models say ``qwen3`` or ``qwen3_moe``.
+The rotary embedding has three dimensions. Text has equal positions in all three, so the embedding equals Qwen3's. Saved
+models have the model_type ``qwen3`` or ``qwen3_moe``.
 """
 
 import dataclasses
@@ -15,13 +15,13 @@ from nnxmoe.models.qwen3_moe import FAMILY as QWEN3_MOE
 from nnxmoe.models.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
 from nnxmoe.models.shared.tables import Hf
 
-# How the three dimensions of the positions of images and videos are interleaved.
+# Fields that describe how the three dimensions of image and video positions are interleaved.
 MROPE = " ".join(f"rope_{end}.mrope_{x}" for end in ("scaling", "parameters") for x in ("section", "interleaved"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen3VLTextConfig(Qwen3Config):
-    """``attention_bias``: biases of q, k, v and o."""
+    """Config of dense Qwen3-VL's text model. ``attention_bias``: whether q, k, v and o have biases."""
 
     model_type = "qwen3_vl_text"
     saved_type = "qwen3"
@@ -35,7 +35,10 @@ class Qwen3VLTextConfig(Qwen3Config):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen3VLMoeTextConfig(Qwen3MoeConfig):
-    """``attention_bias``: biases of q, k, v and o. The weights of the chosen experts always sum to 1."""
+    """Config of the text model of Qwen3-VL with experts. The weights of the selected experts always sum to 1.
+
+    ``attention_bias``: whether q, k, v and o have biases.
+    """
 
     model_type = "qwen3_vl_moe_text"
     saved_type = "qwen3_moe"
@@ -98,7 +101,7 @@ QWEN3_VL_TEXT = Family(
     hub_ids={name: f"Qwen/Qwen3-VL-{name[9:].upper()}-Instruct" for name in _QWEN3_VL_TEXT_PRESETS},
     checkpoint_notes=dict.fromkeys(_QWEN3_VL_TEXT_PRESETS, "the vision tower beside the text model is left out"),
 )
-# Published with inputs before outputs. transformers has the other order in memory and in what it saves.
+# Published tensors have inputs before outputs. transformers uses the opposite order in memory and when saving.
 _QWEN3_VL_MOE_TEXT_HF: Hf = {
     **QWEN3_MOE.hf,
     "layer.moe.experts.gate": (_EXPERTS.each("gate_proj.weight"), _GATE_UP.rows(0, 2), _GATE_UP.T.rows(0, 2)),

@@ -12,7 +12,7 @@ from nnxmoe.models.deepseek_v3 import DeepSeekV3, DeepSeekV3Config
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SarvamMLAConfig(DeepSeekV3Config):
-    """The fields of `DeepSeekV3Config`, some under the names that Sarvam publishes."""
+    """Config of Sarvam 105B: the fields of `DeepSeekV3Config`, some with different names in files."""
 
     model_type = "sarvam_mla"
     architecture = "SarvamMLAForCausalLM"
@@ -35,7 +35,7 @@ class SarvamMLAConfig(DeepSeekV3Config):
 
     @property
     def rope_fields(self) -> Mapping[str, Any]:
-        """Published YaRN has the name of vLLM's implementation."""
+        """The rope object, with the type "yarn" for vLLM's name "deepseek_yarn" in published files."""
         fields = super().rope_fields
         return {name: "yarn" if value == "deepseek_yarn" else value for name, value in fields.items()}
 

@@ -1,6 +1,6 @@
-"""Sarvam 30B (Sarvam AI, 2026): GLM-4.5's layers with normalised heads that are rotated whole, under other names.
+"""Sarvam 30B (Sarvam AI, 2026): GLM-4.5's layers with normalized, fully rotated heads and different names.
 
-The kernels of queries, keys and values are one tensor.
+Checkpoints store the kernels of queries, keys and values in one tensor.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from nnxmoe.models.shared.tables import HF_DECODER, Hf
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SarvamMoEConfig(Glm4MoeConfig):
-    """The fields of `Glm4MoeConfig`, some under the names that Sarvam publishes."""
+    """Config of Sarvam 30B: the fields of `Glm4MoeConfig`, some with different names in files."""
 
     model_type = "sarvam_moe"
     architecture = "SarvamMoEForCausalLM"
@@ -50,7 +50,7 @@ class SarvamMoEConfig(Glm4MoeConfig):
     pad_token_id: int | None = 0
 
 
-# Beside these, the names of transformers in memory are read.
+# Loading also accepts the names of transformers' model in memory.
 _RENAMED = {
     "embed.table": W("model.word_embeddings.weight"),
     "layer.attention.o.kernel": W("attention.dense.weight"),
@@ -71,7 +71,7 @@ _HF: Hf = HF_DECODER | HF_GROUPED_EXPERTS
 
 
 def _published_rows(config: SarvamMoEConfig) -> Hf:
-    """Return the rows of published names. The spans of the fused queries, keys and values depend on the config."""
+    """Return rows with the published names. The spans of the fused queries, keys and values depend on the config."""
     heads, groups = config.num_attention_heads, config.kv_heads
     total = heads + 2 * groups
     spans = {"q": (0, total, heads), "k": (heads, total, groups), "v": (heads + groups, total, groups)}

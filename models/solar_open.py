@@ -1,4 +1,4 @@
-"""Solar Open (Upstage 2026): layers of GLM-4.5, all with experts, with whole heads rotated and without QK norm."""
+"""Solar Open (Upstage, 2026): GLM-4.5's layers with fully rotated heads and without QK norm, all with experts."""
 
 import dataclasses
 
@@ -11,7 +11,10 @@ from nnxmoe.models.shared.grouped_experts import GroupedExpertsConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SolarOpenConfig(GroupedExpertsConfig):
-    """``attention_bias``: biases of q, k and v. All layers have experts; ``intermediate_size`` is not used."""
+    """Config of Solar Open. All layers have experts, so ``intermediate_size`` is not used.
+
+    ``attention_bias``: whether q, k and v have biases.
+    """
 
     model_type = "solar_open"
     architecture = "SolarOpenForCausalLM"

@@ -1,8 +1,8 @@
-"""The text model of Step-3.5-Flash and Step-3.7-Flash (StepFun 2026), after the implementation in transformers.
+"""The text model of Step-3.5-Flash and Step-3.7-Flash (StepFun, 2026), based on the implementation in transformers.
 
-Grouped-query attention with normalised heads and a factor per head; layers with a window have more heads than the
-others, and another rotary embedding. The experts are DeepSeek-V3's in one group, with a shared one, and the last layers
-clamp their activations. Layers for multi-token prediction are skipped.
+Grouped-query attention with normalized heads and an output gate per head. Sliding-window layers have more heads and a
+different rotary embedding. The experts are DeepSeek-V3's with a single group and a shared expert. The last layers clamp
+their activations. Multi-token prediction layers are not loaded.
 """
 
 import dataclasses
@@ -30,13 +30,14 @@ from nnxmoe.models.shared.grouped_experts import corrected_router
 from nnxmoe.models.shared.tables import HF_DECODER, Hf
 from nnxmoe.moe.block import MoE
 
-# Lists to which published files append an entry per prediction layer.
+# Lists in which published files have additional entries for prediction layers.
 _PADDED = "layer_types mlp_layer_types swiglu_limits swiglu_limits_shared rope_theta partial_rotary_factors".split()
-_ROPE = {"rope_theta": "rope_theta", "partial_rotary_factor": "partial_rotary_factors"}  # rope object -> config.json
+# Field of a rope object -> top-level field of published files.
+_ROPE = {"rope_theta": "rope_theta", "partial_rotary_factor": "partial_rotary_factors"}
 
 
 def _drop_prediction_entries(values: dict[str, Any], layers: int) -> None:
-    """Cut lists that published files pad with an entry per prediction layer to one entry per layer."""
+    """Truncate lists of published files to one entry per layer. Further entries are for prediction layers."""
     mtp_layers = values.get("num_nextn_predict_layers", Step3p5Config.num_nextn_predict_layers)
     Count(0, MOST_LAYERS)("num_nextn_predict_layers", mtp_layers)
     for name in _PADDED:
@@ -56,7 +57,7 @@ def _read_moe_layers(values: dict[str, Any], layers: int) -> None:
 def _read_sliding_heads(values: dict[str, Any], attention_types: Sequence[Any]) -> None:
     """Set ``num_sliding_attention_heads`` from the published ``attention_other_setting``.
 
-    Raises ConfigError if ``per_layer_config``, which transformers saves, has other numbers.
+    Raises ConfigError if ``per_layer_config`` has different numbers. transformers saves this field.
     """
     setting = values.get("attention_other_setting")
     if setting and not isinstance(setting, Mapping):
@@ -73,8 +74,10 @@ def _read_sliding_heads(values: dict[str, Any], attention_types: Sequence[Any]) 
 
 
 def _read_layer_ropes(values: dict[str, Any], attention_types: Sequence[Any], layers: int) -> None:
-    """Set ``rope_parameters`` from the published ``rope_theta`` and ``partial_rotary_factors``, lists with one value
-    per layer, and ``rope_scaling``, which applies to layers without a window."""
+    """Set ``rope_parameters`` from published fields.
+
+    ``rope_theta`` and ``partial_rotary_factors`` have one value per layer. ``rope_scaling`` applies to full attention.
+    """
     scaling = values.get("rope_scaling") or {}
     if values.get("rope_parameters") or not isinstance(attention_types, list) or not isinstance(scaling, Mapping):
         return
@@ -90,7 +93,7 @@ def _read_layer_ropes(values: dict[str, Any], attention_types: Sequence[Any], la
 
 
 def _numbers(listed: Any) -> set[int]:
-    """The numbers in ``moe_layers_enum``, a list or a text with commas."""
+    """Return the numbers in ``moe_layers_enum``, a list or a comma-separated string."""
     items = listed.split(",") if isinstance(listed, str) else listed
     texts = [str(item).strip() for item in items] if isinstance(items, list) else ["?"]
     if any(text and not text.isdecimal() for text in texts):
@@ -99,7 +102,7 @@ def _numbers(listed: Any) -> set[int]:
 
 
 def _layer_value(values: Mapping[str, Any], name: str, index: int, layers: int) -> Any:
-    """Return the value of a field for a layer. The field has one value for all layers, or a list."""
+    """Return the value of a field for a layer. The field is one value for all layers, or a list."""
     value = values.get(name)
     if isinstance(value, list) and len(value) != layers:
         raise ConfigError(f"{name} lists {len(value)} layers, not {layers} as num_hidden_layers says")
@@ -108,15 +111,19 @@ def _layer_value(values: Mapping[str, Any], name: str, index: int, layers: int) 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Step3p5Config(PartialRopesConfig):
-    """``layer_types`` null: no layer has a window. ``mlp_layer_types``: ``dense`` or ``sparse`` per layer; null: all
-    but the first three are sparse. ``num_sliding_attention_heads``: query heads of layers with a window; null: as many
-    as the others have. ``moe_router_scaling_factor`` multiplies the weights of the chosen experts, which sum to 1.
-    ``swiglu_limits``: bound of the activations of each layer's routed experts, null or 0 without one;
-    ``swiglu_limits_shared``: likewise of dense layers and shared experts. ``mlp_bias``: biases of these two.
+    """Config of Step-3.5-Flash. If ``layer_types`` is null, all layers are full attention.
 
-    Published files have ``moe_layers_enum`` instead of ``mlp_layer_types``, ``attention_other_setting`` instead of
-    ``num_sliding_attention_heads``, and instead of ``rope_parameters`` the lists ``rope_theta`` and
-    ``partial_rotary_factors``, with a ``rope_scaling`` of the layers without a window.
+    Published files have ``moe_layers_enum`` instead of ``mlp_layer_types``, and ``attention_other_setting`` instead of
+    ``num_sliding_attention_heads``. They have ``rope_theta``, ``partial_rotary_factors`` and ``rope_scaling`` instead
+    of ``rope_parameters``.
+
+    Attributes:
+        num_sliding_attention_heads: Query heads of sliding-window layers. Defaults to ``num_attention_heads``.
+        mlp_bias: Whether dense layers and shared experts have biases.
+        mlp_layer_types: ``dense`` or ``sparse`` per layer. If null, all layers except the first three are sparse.
+        moe_router_scaling_factor: Factor of the weights of the selected experts. Before this factor, they sum to 1.
+        swiglu_limits: Bound of the activations of each layer's routed experts. Null or 0 if they are not bounded.
+        swiglu_limits_shared: The same for dense layers and shared experts.
     """
 
     model_type = "step3p5"
@@ -132,7 +139,7 @@ class Step3p5Config(PartialRopesConfig):
     fixed = {
         "gating": (True, "per-head"),
         "use_bidirectional_attention": (False,),
-        # Fields of the published code, with the only values that transformers computes.
+        # Fields of the published code, with the only values that transformers supports.
         "att_impl_type": (None, "GQA"),
         "moe_every_n_layer": (None, 1),
         "moe_layer_offset": (None, 0),
@@ -184,7 +191,7 @@ class Step3p5Config(PartialRopesConfig):
         _drop_prediction_entries(values, layers)
         attention_types = values.get("layer_types") or [FULL] * layers
         if not isinstance(attention_types, list | tuple):
-            attention_types = []  # the check of the field raises
+            attention_types = []  # the field's check raises later
         _read_moe_layers(values, layers)
         _read_sliding_heads(values, attention_types)
         _read_layer_ropes(values, attention_types, layers)
@@ -205,11 +212,11 @@ class Step3p5Config(PartialRopesConfig):
                 Number(0.0)(name, limit)
 
     def folded(self) -> tuple[Self, float]:
-        """The config itself: transformers reads query_pre_attn_scalar here."""
+        """Return the config unchanged, because transformers reads query_pre_attn_scalar in this family."""
         return self, 1.0
 
     def heads_of(self, attention_type: str) -> int:
-        """Query heads of the layers of a type."""
+        """Return the number of query heads of a layer type."""
         return (attention_type == SLIDING and self.num_sliding_attention_heads) or self.num_attention_heads
 
     @property
@@ -217,7 +224,7 @@ class Step3p5Config(PartialRopesConfig):
         return self.layer_types or [FULL] * self.num_hidden_layers
 
     def activation(self, index: int, *, shared: bool) -> GatedActivation:
-        """The activation of a layer's routed experts, or of its shared expert or dense feed-forward."""
+        """Return the activation of a layer's routed experts. ``shared``: of its shared expert or dense feed-forward."""
         limits = self.swiglu_limits_shared if shared else self.swiglu_limits
         limit = limits[index] if limits else None
         return BoundedSwiGLU(limit) if limit else swiglu
@@ -225,7 +232,7 @@ class Step3p5Config(PartialRopesConfig):
 
 @dataclasses.dataclass(frozen=True)
 class BoundedSwiGLU:
-    """``min(silu(gate), limit) * up``, with up within ``±limit``."""
+    """Bounded SwiGLU: ``min(silu(gate), limit) * clip(up, -limit, limit)``."""
 
     limit: float
 
