@@ -2,8 +2,8 @@
 
 Latent attention (MLA) with a rotary embedding of adjacent pairs. The first layers are dense. The other layers have a
 shared expert and routed experts. The router selects experts by sigmoid scores plus a correction bias within the best
-groups, and weights them by the scores without the bias. Multi-token prediction layers are
-loaded only with ``mtp=True``.
+groups, and weights them by the scores without the bias. Multi-token prediction
+layers are loaded only with ``mtp=True``.
 """
 
 import dataclasses

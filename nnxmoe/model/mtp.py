@@ -22,9 +22,9 @@ class MTP(nnx.Module):
     """Depth k of multi-token prediction: ``norm(layer(project([token_norm(token); hidden_norm(state)])))``.
 
     Combines the state of depth k - 1 at position i with the embedding of token i + k, to predict token i + k + 1. By
-    default, depth 1 reads the main model's states after the final norm, as in transformers. Each depth has a separate ``norm``. The
-    embedding, rotary embedding and output head are shared with the main model. The paper concatenates state and token
-    in the opposite order, but the published weights require this order.
+    default, depth 1 reads the main model's states after the final norm, as in transformers. Each depth has
+    a separate ``norm``. The embedding, rotary embedding and output head are shared with the main model. The paper
+    concatenates state and token in the opposite order, but the published weights require this order.
     """
 
     def __init__(self, model: Any, layer: Layer, *, dtype: jnp.dtype, rngs: nnx.Rngs | None):
