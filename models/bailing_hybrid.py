@@ -1,8 +1,7 @@
 """Ling 3 (Ant Group, 2026), based on the implementation in transformers.
 
 Differs from Kimi Linear by bounded decays, a rotary embedding and an output gate per head in attention, and experts in
-groups. The multi-token
-prediction layer is not loaded.
+groups. The multi-token prediction layer is not loaded.
 """
 
 import dataclasses

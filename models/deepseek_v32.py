@@ -59,6 +59,8 @@ class DeepSeekV32Config(DeepSeekV3Config):
 
 
 class DeepSeekV32(DeepSeekV3):
+    """DeepSeek-V3.2."""
+
     configs = (DeepSeekV32Config,)
     rotate_index = staticmethod(rotate_halves)
 

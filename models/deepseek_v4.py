@@ -193,6 +193,8 @@ class DeepSeekV4Config(DecoderConfig):
 
 
 class DeepSeekV4(StreamedLM):
+    """DeepSeek-V4."""
+
     configs = (DeepSeekV4Config,)
     supports_mtp = True
 

@@ -39,6 +39,8 @@ class Dots1Config(LayerWindowsConfig, GroupedExpertsConfig):
 
 
 class Dots1(NormedHeads, Glm4Moe):
+    """dots.llm1."""
+
     configs = (Dots1Config,)
 
 

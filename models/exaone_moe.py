@@ -74,6 +74,8 @@ class ExaoneMoeConfig(LayerWindowsConfig):
 
 
 class ExaoneMoe(NormedHeads, DenseOrMoE):
+    """K-EXAONE."""
+
     configs = (ExaoneMoeConfig,)
 
     def attention(self, index: int, **kw: Any) -> GQA:

@@ -2,8 +2,8 @@
 
 Three of four layers are Kimi Linear's recurrent layers with bounded decays. The other layers have GLM-5's sparse
 attention without rotary embedding, and indexers that select pools of keys. There are several residual streams as in
-DeepSeek-V4. The final norm normalizes the mean of the streams. The multi-token prediction
-layer is not loaded.
+DeepSeek-V4. The final norm normalizes the mean of the streams. The multi-token prediction layer
+is not loaded.
 """
 
 import dataclasses

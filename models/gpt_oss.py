@@ -68,6 +68,8 @@ class GptOssConfig(LayerWindowsConfig):
 
 
 class GptOss(CausalLM):
+    """gpt-oss."""
+
     configs = (GptOssConfig,)
 
     def attention(self, index: int, **kw: Any) -> GQA:

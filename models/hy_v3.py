@@ -70,6 +70,8 @@ class HyV3Config(DecoderConfig):
 
 
 class HyV3(NormedHeads, DenseOrMoE):
+    """Hy3."""
+
     configs = (HyV3Config,)
     supports_mtp = True
 

@@ -22,6 +22,8 @@ class KimiK2Config(DeepSeekV3Config):
 
 
 class KimiK2(DeepSeekV3):
+    """Kimi K2 and Moonlight."""
+
     configs = (KimiK2Config,)
 
 

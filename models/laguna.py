@@ -106,6 +106,8 @@ class CappedTopK(SigmoidGroupTopK):
 
 
 class Laguna(CausalLM):
+    """Laguna."""
+
     configs = (LagunaConfig,)
 
     def layer_type(self, index: int) -> Any:

@@ -99,6 +99,8 @@ class MiMoV2FlashConfig(PartialRopesConfig):
 
 
 class MiMoV2Flash(DenseOrMoE):
+    """MiMo-V2-Flash."""
+
     configs = (MiMoV2FlashConfig,)
 
     def layer_type(self, index: int) -> Any:

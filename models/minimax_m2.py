@@ -97,6 +97,8 @@ class MiniMaxM2Config(PartialRotaryConfig):
 
 
 class MiniMaxM2(CausalLM):
+    """MiniMax-M2 and M2.5."""
+
     configs = (MiniMaxM2Config,)
 
     def attention(self, index: int, **kw: Any) -> GQA:

@@ -169,7 +169,7 @@ def _mlp(theirs: str, published: str) -> dict[str, tuple[W, ...]]:
     return rows | {"down": (W(f"{theirs}.down_proj.weight"), W(f"{published}.down_proj.weight").files_only)}
 
 
-# The first alternatives are the names of the text model in transformers, the others the names in published files.
+# The first alternatives are the names of the text model in transformers. Published files have the second alternatives.
 _HF: Hf = {
     **HF_DECODER,
     **{

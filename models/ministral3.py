@@ -77,6 +77,8 @@ def position_scale(rope_fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Ministral3(LlamaLike):
+    """Ministral 3."""
+
     configs = (Ministral3Config,)
 
     def attention(self, index: int, **kw: Any) -> GQA:

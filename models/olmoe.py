@@ -53,6 +53,8 @@ class OlmoeConfig(DecoderConfig):
 
 
 class Olmoe(CausalLM):
+    """OLMoE."""
+
     configs = (OlmoeConfig,)
 
     def attention(self, index: int, **kw: Any) -> GQA:

@@ -34,6 +34,8 @@ class SolarOpenConfig(GroupedExpertsConfig):
 
 
 class SolarOpen(Glm4Moe):
+    """Solar Open."""
+
     configs = (SolarOpenConfig,)
 
 

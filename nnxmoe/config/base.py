@@ -41,8 +41,8 @@ ABSENT = frozenset(
 class DecoderConfig(KnownFields):
     """Fields shared by all decoders. Widths and counts are positive integers. None stands for ``null``.
 
-    ``query_pre_attn_scalar`` is the number whose power -0.5 scales the scores of grouped-query attention. It defaults
-    to the head width. It is 1 for checkpoints of MaxText, because MaxText folds the scale into the query kernel.
+    Grouped-query attention multiplies scores by ``query_pre_attn_scalar ** -0.5``. The scalar defaults to the head
+    width. It is 1 for checkpoints of MaxText, because MaxText folds the scale into the query kernel.
     """
 
     model_type: ClassVar[str]

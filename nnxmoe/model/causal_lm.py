@@ -207,7 +207,7 @@ class CausalLM(nnx.Module):
 
     @property
     def mtp_layer_index(self) -> int:
-        """Index of the layer whose attention and feed-forward prediction layers copy. By default the last layer."""
+        """Index of a layer with the attention and feed-forward of prediction layers. By default the last layer."""
         return self.config.num_hidden_layers - 1
 
     def _prediction_layers(self) -> Callable[..., list[Any]]:

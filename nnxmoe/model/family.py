@@ -92,7 +92,7 @@ class MaxTextNames:
         return ["global" if window is None else "local" for window in config.windows]
 
     def columns(self, config: Any) -> Mapping[str, tuple[int, ...]]:
-        """Map each parameter that shares an array of MaxText with others to the array's columns with its outputs."""
+        """Map each parameter that shares an array of MaxText to the columns of the array that have its outputs."""
         return {}
 
     def streams(self, config: Any) -> int:

@@ -111,7 +111,7 @@ class Layer(nnx.Module):
         return getattr(self, f"{self.feed_forward_name}_post_norm")
 
     def token_independent(self, key: Key[Array, ""] | None) -> bool:
-        """Whether the feed-forward's output for a token does not depend on other tokens, as the part declares."""
+        """Whether the feed-forward declares that its output for a token does not depend on other tokens."""
         return token_independent(self.feed_forward, key)
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, lookahead: int = 0) -> Any:

@@ -130,7 +130,7 @@ def make_mtp(model: Any, count: int, form: type[MTP] = MTP, *, dtype: Any, rngs:
     """Build ``count`` depths of multi-token prediction for a `CausalLM`, as instances of ``form``.
 
     Raises:
-        ConfigError: The model has experts, but the layer that the prediction layers copy is dense.
+        ConfigError: The model has experts, but the layer at ``model.mtp_layer_index`` is dense.
     """
     config, kw = model.config, {"dtype": dtype, "rngs": rngs}
     depths = [form(model, model.layer(model.mtp_layer_index, **kw), **kw) for _ in range(count)]

@@ -54,7 +54,7 @@ class Pipeline:
         set_positive(self, "microbatches", "stages")
 
     def check(self, mesh: AnyMesh | None) -> None:
-        """Raise ValueError if the mesh has no axis ``pipe``, does not fit the numbers, or shards over ``context``."""
+        """Raise ValueError if the mesh does not fit the stages and microbatches, or shards tokens over ``context``."""
         if mesh is not None and AXIS not in mesh.shape:
             raise ValueError(f"{self}: the mesh {dict(mesh.shape)} has no axis {AXIS!r}: use nnxmoe.make_mesh(pipe=…)")
         if mesh is not None and mesh.shape.get(CONTEXT, 1) > 1:

@@ -30,10 +30,10 @@ class W:
     span: int = 1  # number of consecutive parts
     alternate: bool = False  # whether the outputs of the parts alternate
     transposed: bool = False  # whether the tensor has inputs before outputs
-    is_files_only: bool = False  # whether the model in transformers has the parameter under another name
+    is_files_only: bool = False  # whether the model in transformers has the parameter under a different name
 
     def each(self, name: str) -> "W":
-        """Return the names of one tensor per expert."""
+        """Return the names of one tensor per expert. ``name`` follows the index of the expert."""
         return dataclasses.replace(self, per_expert=name)
 
     def rows(self, part: int, parts: int, span: int = 1) -> "W":
