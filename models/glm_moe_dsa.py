@@ -82,7 +82,10 @@ Indexed = tuple[Float[Array, "B T D"], SelectedSlots]
 
 
 class IndexedLayer(Layer):
-    """A pre-norm layer that attends to keys selected by its indexer, or by an earlier layer's without an indexer."""
+    """A pre-norm layer that attends to the keys selected by its indexer.
+
+    A layer without an indexer attends to the keys selected by the last indexer before it.
+    """
 
     def __call__(self, x: Indexed, context: Context, cache: Any = None) -> LayerOutput:
         attention: Any = self.attention

@@ -153,7 +153,7 @@ class DecoderConfig(KnownFields):
 
     @classmethod
     def unknown_fields(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields of a config.json and its rope object that are not known or ignored in this family."""
+        """Return the fields of a config.json and its rope object that this family neither reads nor ignores."""
         from nnxmoe.config.config_json import IGNORED
 
         ignored = IGNORED | {name for base in cls.__mro__ for name in vars(base).get("ignored", "").split()}
@@ -270,7 +270,7 @@ class DecoderConfig(KnownFields):
     def sparse_layers(self) -> Sequence[bool]:
         """Whether each layer has experts, from ``mlp_layer_types``.
 
-        If ``mlp_layer_types`` is null, all layers except the first ``first_k_dense_replace`` have experts.
+        If it is null, a model with experts has experts in all layers except the first ``first_k_dense_replace``.
         """
         kinds: Sequence[str] | None = self.mlp_layer_types
         if kinds is not None:

@@ -274,7 +274,7 @@ class CausalLM(nnx.Module):
         Args:
             tokens: Token ids ``[B, T]``: a JAX or NumPy array, lists or a torch tensor.
             attention_mask: ``[B, T]``, nonzero for real tokens and 0 for padding. Does not cover cached tokens.
-            positions: Rotary positions ``[B, T]``. Default: the number of real tokens before, cached tokens included.
+            positions: Rotary positions ``[B, T]``. Default: 0 … T-1, or with a cache the number of real tokens before.
             segment_ids: ``[B, T]``. Tokens attend to their segment only (packed documents).
             cache: A cache from `empty_cache`.
             key: Random key for the router's jitter, if the config has jitter. None disables it.

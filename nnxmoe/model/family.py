@@ -36,7 +36,7 @@ class LayerGroups:
 class LayerBlocks:
     """MaxText's repeated blocks of layers of different types.
 
-    Scanned layers with the same number in their blocks form a group.
+    Scanned layers with the same index in their blocks form a group.
 
     Attributes:
         layer_types: Types of the layers in a block, as `MaxTextNames.layer_types` returns them.

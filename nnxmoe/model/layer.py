@@ -173,7 +173,7 @@ class EmptyPart(nnx.Module):
     supports_context_parallel: ClassVar[bool] = True
 
     def token_independent(self, key: Key[Array, ""] | None) -> bool:
-        """Always True."""
+        """Return True, because there is nothing to compute."""
         return True
 
     def score_ops(self, seen: float) -> list[tuple[int, float]]:

@@ -63,7 +63,7 @@ class UnrolledStack(nnx.Module):
         self.remat = remat
 
     def token_independent(self, key: Key[Array, ""] | None) -> bool:
-        """Whether tokens do not affect each other in the feed-forward of any layer."""
+        """Whether the feed-forwards of all layers are token-independent."""
         return all(layer.token_independent(key) for layer in self.layers)
 
     @property
@@ -167,7 +167,7 @@ class ScannedStack(nnx.Module):
         return self.count
 
     def token_independent(self, key: Key[Array, ""] | None) -> bool:
-        """Whether tokens do not affect each other in the layers' feed-forward."""
+        """Whether the feed-forwards of the layers are token-independent."""
         return self.layer.token_independent(key)
 
     def __call__(self, x: Any, context: Context, cache: Any, first: int | Int[Array, ""] = 0) -> Body:
