@@ -1,4 +1,4 @@
-"""Grouped-query attention to blocks of keys that an indexer selects (MiniMax-M3, 2026)."""
+"""Grouped-query attention to blocks of keys selected by an indexer (MiniMax-M3, 2026)."""
 
 import dataclasses
 from typing import Any, ClassVar, Unpack
@@ -31,9 +31,12 @@ from nnxmoe.layers.rope import RotateFn
 
 @dataclasses.dataclass(frozen=True)
 class KeyBlocks:
-    """Blocks of ``size`` consecutive keys; a query attends to ``count`` blocks, always to the ``local`` last blocks.
+    """Sizes of the selection of a `BlockIndexer`.
 
-    The block of the query's own token is one of the local blocks.
+    Attributes:
+        size: Number of consecutive keys per block.
+        count: Number of blocks per query.
+        local: Number of latest blocks that are always selected, including the block of the query's token.
     """
 
     size: int
@@ -42,12 +45,22 @@ class KeyBlocks:
 
 
 class BlockIndexer(nnx.Module):
-    """Selects blocks of keys for each query and each of ``heads`` groups of heads.
+    """Indexer that selects blocks of keys for each query and each group of heads.
 
-    ``q`` computes ``heads`` queries of width ``head_dim``. There is one key per token. Both are normalized and rotated.
-    The score of a block is the highest ``q · key`` over its keys up to the query. Each segment is divided into blocks
-    from its first token on; transformers also counts padding. The selection has no gradient. Source:
-    ``MiniMaxM3VLIndexer`` in transformers 5.24.
+    Each token has one query per group and one key, both normalized and rotated. The score of a block is the highest
+    ``q · key`` over the block's keys up to the query. Blocks are counted from the first token of each segment.
+    transformers also counts padding. The selection has no gradient. Source: ``MiniMaxM3VLIndexer`` in
+    transformers 5.24.
+
+    Args:
+        dim: Width of the layer's input, D.
+        heads: Number of groups of heads.
+        head_dim: Width of queries and keys, H.
+        blocks: Sizes of the selection.
+        eps: Epsilon of the norms.
+        rotary: Rotary position embedding.
+        rotate: Rotates queries and keys.
+        **kw: The dtype and rngs of the parameters.
     """
 
     def __init__(
@@ -70,7 +83,7 @@ class BlockIndexer(nnx.Module):
 
     @property
     def topk(self) -> int:
-        """Keys per query."""
+        """Number of keys per query."""
         return self.blocks.size * self.blocks.count
 
     def keys(self, x: Float[Array, "B T D"], context: Context) -> Float[Array, "B T H"]:
@@ -82,7 +95,7 @@ class BlockIndexer(nnx.Module):
     ) -> SelectedSlots:
         """Return the slots of the keys in the selected blocks up to each query, ``[B * heads, T, topk]``, ascending.
 
-        The first `topk` queries of a causal pass get `NO_SLOT`: they attend to all keys before them.
+        The first `topk` queries of a causal pass have only `NO_SLOT`, because they attend to all earlier keys.
         """
         q = context.rotated(self.q_norm(self.q(x)), self.rotary, self.rotate)
         order, tokens, offset = sort_padding_last(mask.keys, keys.shape[:2])
@@ -107,10 +120,10 @@ class BlockIndexer(nnx.Module):
         offset: Int[Array, "B S"],
         is_packed: bool,
     ) -> Int[Array, "B T N X"]:
-        """Select places among keys that are sorted by their tokens; ``offset``: of each key in its segment."""
+        """Select places among keys sorted by their tokens. ``offset`` is the offset of each key in its segment."""
         blocks, size, places = self.blocks, keys.shape[1], jnp.arange(keys.shape[1])
         scores = jnp.where(allowed[:, :, None], query_key_products(q, keys), -jnp.inf)
-        if is_packed:  # a block may begin anywhere
+        if is_packed:  # a block may start at any key
             first, block_scores = places, windowed_max(scores, blocks.size)
         else:
             first, padding = places[:: blocks.size], -size % blocks.size
@@ -130,7 +143,7 @@ class BlockIndexer(nnx.Module):
 
 
 def windowed_max(x: Float[Array, "*rows S"], width: int) -> Float[Array, "*rows S"]:
-    """Maximum of each number and the ``width - 1`` numbers after it."""
+    """Compute the maximum over each window of ``width`` elements that starts at an element."""
     covered = 1
     while covered < width:
         step = min(covered, width - covered)
@@ -140,9 +153,9 @@ def windowed_max(x: Float[Array, "*rows S"], width: int) -> Float[Array, "*rows 
 
 
 class IndexedGQA(GQA):
-    """`GQA` whose queries attend to the blocks of keys that a `BlockIndexer` selects per group of heads.
+    """`GQA` with attention to the blocks of keys that a `BlockIndexer` selects per group of heads.
 
-    Bit-equal to `GQA` where there are at most ``topk`` keys.
+    Bit-equal to `GQA` if there are at most ``topk`` keys.
     """
 
     supports_context_parallel: ClassVar[bool] = False
@@ -163,16 +176,18 @@ class IndexedGQA(GQA):
         return cache, k, v, mask, attention_fn
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, lookahead: int = 0) -> TokenCache:
-        """Create a cache with one slot per token, for its keys and values, and the indexer's key."""
+        """Create a cache with one slot per token for the token's keys, values and indexer key."""
         cache, width = super().empty_cache(batch, capacity, dtype, lookahead), self.indexer.k.outs[0]
         return dataclasses.replace(cache, buffers=(*cache.buffers, jnp.zeros((batch, capacity, width), dtype)))
 
 
 @dataclasses.dataclass(frozen=True)
 class PerGroupAttention:
-    """Computes ``attention_fn`` with each group of heads as a row of the batch, so that groups attend to other keys.
+    """Attention with each group of heads as a separate row of the batch, so groups may attend to different keys.
 
-    ``groups``: number of groups; divides the number of key/value heads, or is a multiple of it.
+    Attributes:
+        attention_fn: Attention of the rows.
+        groups: Number of groups, a divisor or a multiple of the number of key/value heads.
     """
 
     attention_fn: AttentionFn

@@ -1,7 +1,8 @@
-"""Compressed keys: one entry per ``rate`` tokens, which later tokens attend to instead (DeepSeek-V4, 2026).
+"""Compressed keys: later tokens attend to one entry per ``rate`` tokens (DeepSeek-V4, 2026).
 
-Windows of ``rate`` tokens are counted from the start of each segment, so padding and packing change nothing. The entry
-of a window exists as soon as the last token of the window does, in slot ``index of that token // rate`` of its row.
+Windows of ``rate`` tokens are counted from the start of each segment, so padding and packing do not change the result.
+The entry of a window exists once the window is complete. Its slot in the row is ``index // rate``, with the index of
+the window's last token.
 """
 
 import dataclasses
@@ -25,11 +26,11 @@ from nnxmoe.layers.rope import RotateFn, compute_rotation
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class CompressedCache:
-    """The entries of a layer and the inputs of entries that are not complete yet.
+    """Entries of a layer, and the inputs of incomplete entries.
 
     Attributes:
         entries: ``[*L, B, C / rate, W]``.
-        open: projections of the newest tokens of a row, ``[*L, B, R, W]``; token i is at ``i % R``.
+        open: Projections of the newest tokens of a row, ``[*L, B, R, W]``. Token i is at ``i % R``.
     """
 
     entries: Buffer
@@ -41,14 +42,15 @@ class CompressedCache:
 class RowMetadata(CacheMetadata):
     """`CacheMetadata` of a pass with or without a cache.
 
-    ``segment_offset``: for every stored token by its index, the number of tokens before it in its segment.
+    Attributes:
+        segment_offset: Number of earlier tokens in the segment of each stored token, by token index.
     """
 
     segment_offset: Int[Array, "B C"]
 
     @classmethod
     def from_context(cls, context: Context, batch: int, length: int) -> "RowMetadata":
-        """Read the metadata of a pass with ``length`` tokens per row."""
+        """Create the metadata of a pass over ``batch`` rows of ``length`` tokens."""
         if context.past is not None:
             past = context.past
             before, after, index, segment = past.length_before, past.length_after, past.index, past.segment
@@ -66,7 +68,7 @@ class RowMetadata(CacheMetadata):
         return cls(index, before, after, segment, places - segment_start)
 
     def window_ends(self, rate: int) -> Int[Array, "B n"]:
-        """Index of the last token of each slot's window; -1 for slots without an entry."""
+        """Return the index of the last token of each slot's window, or -1 for slots without an entry."""
         count = self.segment_offset.shape[1]
         is_end = (self.segment_offset + 1) % rate == 0
         is_end = is_end & (jnp.arange(count, dtype=jnp.int32) < self.length_after[:, None])
@@ -75,21 +77,28 @@ class RowMetadata(CacheMetadata):
         return jnp.where(is_end.any(axis=2), ends, -1)
 
     def slots(self, index: Int[Array, "B n"]) -> SlotMetadata:
-        """Describe slots that hold the tokens with these indices; -1 for empty slots."""
+        """Return the metadata of slots that contain the tokens with these indices. Empty slots have index -1."""
         return SlotMetadata(index, None, gather_clipped(self.segment, index))
 
 
 def gather_clipped(values: Int[Array, "B C"], index: Int[Array, "B n"]) -> Int[Array, "B n"]:
-    """Gather from each row; indices out of range are clipped."""
+    """Gather from each row. Out-of-range indices are clipped."""
     return jnp.take_along_axis(values, jnp.clip(index, 0, values.shape[1] - 1), axis=1)
 
 
 def gather_by_index(
     values: Float[Array, "B S W"] | Int[Array, "B S W"], index: Int[Array, "B S"], first: Int[Array, "B"], count: int
 ) -> Array:
-    """Gather the ``count`` tokens of each row with the indices from ``first`` on, ``[B, count, W]``.
+    """Gather, for each row, the ``count`` tokens with indices from ``first``.
 
-    ``index``: index of each value in its row, negative for none. Tokens without a value get zeros.
+    Args:
+        values: Values of the tokens.
+        index: Index of each value's token in its row. Values with a negative index are ignored.
+        first: First index per row.
+        count: Number of tokens per row.
+
+    Returns:
+        ``[B, count, W]``, with zeros for tokens without a value.
     """
     targets = jnp.where(index < 0, -1, index - first[:, None])
     targets = jnp.where(targets < 0, count, targets)
@@ -101,11 +110,22 @@ def gather_by_index(
 
 
 class Compressor(nnx.Module):
-    """Entries ``norm(sum_j softmax_j(gate_j + place_j) * kv_j)`` over the tokens j of ``series`` windows.
+    """Compress windows of tokens to entries ``norm(sum_j softmax_j(gate_j + place_j) * kv_j)``.
 
-    With one series an entry depends on its own window, with two also on the window before, whose tokens have other
-    kernels (paper 2.3.1 and 2.3.2; ``DeepseekV4CSACompressor`` and ``DeepseekV4HCACompressor`` in transformers).
-    Entries are rotated by the position of the first token of their window.
+    The sum is over the tokens j of ``series`` windows. With one series, an entry depends on its window. With two
+    series, an entry also depends on the previous window, with separate kernels. Entries are rotated by the position of
+    the first token of their window. DeepSeek-V4, sections 2.3.1 and 2.3.2. Source: ``DeepseekV4CSACompressor`` and
+    ``DeepseekV4HCACompressor`` in transformers.
+
+    Args:
+        dim: Width of the layer's input, D.
+        width: Width of an entry, W.
+        rate: Tokens per window.
+        series: Number of windows per entry.
+        eps: Epsilon of the norm.
+        rotary: Rotary position embedding of the entries.
+        rotate: Rotates entries.
+        **kw: The dtype and rngs of the parameters.
     """
 
     def __init__(
@@ -131,20 +151,20 @@ class Compressor(nnx.Module):
 
     @property
     def reach(self) -> int:
-        """Number of tokens before the last token of an entry that the entry depends on."""
+        """Number of tokens that an entry depends on, without its last token."""
         return self.series * self.rate - 1
 
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, rows: RowMetadata, cache: CompressedCache | None
     ) -> tuple[CompressedCache | None, Float[Array, "B n W"], SlotMetadata]:
-        """Return the cache, all entries of the rows including those of the tokens x, and the slots of the entries."""
+        """Return the cache, all entries including new entries from x, and the slots of the entries."""
         projected, length = jnp.concatenate([self.kv(x), self.gate(x)], axis=-1), x.shape[1]
         open_tokens, tokens, index = None, projected, rows.index
-        if cache is not None:  # lookahead -1: even a single token is returned beside the tokens stored before it
+        if cache is not None:  # with lookahead -1, even a single token is appended to the previously stored tokens
             open_tokens, tokens, index = append_ring(cache.open.states, projected, rows, -1)
         tokens = gather_by_index(tokens, index, rows.length_before - self.reach, self.reach + length)
         ends = rows.window_ends(self.rate)
-        continues = cache is not None and not context.fresh  # a window may have begun before this pass
+        continues = cache is not None and not context.fresh  # a window may have started before this pass
         count = min(-(-length // self.rate) + continues, ends.shape[1])
         slots = rows.length_before[:, None] // self.rate + jnp.arange(count, dtype=jnp.int32)
         new_ends = jnp.where(slots < ends.shape[1], gather_clipped(ends, slots), -1)
@@ -161,7 +181,7 @@ class Compressor(nnx.Module):
     def _entries(
         self, tokens: Float[Array, "B S _"], ends: Int[Array, "B n"], rows: RowMetadata, context: Context
     ) -> Float[Array, "B n W"]:
-        """Compute the entries whose windows end at these indices; ``tokens`` start at ``length_before - reach``."""
+        """Compute the entries of windows that end at ``ends``. ``tokens`` start at index ``length_before - reach``."""
         width, rate = self.norm.scale.shape[-1], self.rate
         end_offset = gather_clipped(rows.segment_offset, ends)
         kv_parts, gate_parts = [], []
@@ -190,7 +210,7 @@ class Compressor(nnx.Module):
         return self.rotate(entries[:, :, None], compute_rotation(self.rotary, first_positions))[:, :, 0]
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, lookahead: int = 0) -> CompressedCache:
-        """Create a cache of entries for ``capacity`` tokens and of the tokens that later entries depend on."""
+        """Create a cache for the entries of ``capacity`` tokens, and for tokens that later entries depend on."""
         width = self.norm.scale.shape[-1]
         entries = jnp.zeros((batch, -(-capacity // self.rate), width), dtype)
         values = jnp.zeros((batch, self.reach + lookahead, 2 * self.series * width), dtype)

@@ -28,13 +28,21 @@ KEY_NORM_EPS = 1e-6
 
 
 class Indexer(nnx.Module):
-    """Selects for each query the keys with the highest ``sum_n weights(x)_n relu(q_n · key)``.
+    """Indexer that selects, per query, the keys with the highest ``sum_n weights(x)_n relu(q_n · key)``.
 
-    ``q`` computes ``heads`` queries of width ``head_dim`` from the query latents of MLA. There is one key per token,
-    normalized. The first ``rotary.dim`` components of queries and keys are rotated; without ``rotary``, none are. The
-    reference also multiplies scores by positive constants, which do not change the selection. Of equal scores the
-    earlier key is selected; torch leaves the order open. The selection has no gradient, as in transformers: a loss of
-    the model's output does not train an indexer.
+    ``q`` computes the queries from the query latents of MLA. Each token has one normalized key. The reference also
+    multiplies scores by positive constants that do not change the selection. Of equal scores the earlier key wins, but
+    torch does not define an order. The selection has no gradient, as in transformers, so a loss of the model's output
+    does not train the indexer.
+
+    Args:
+        dim: Width of the layer's input, D.
+        q_rank: Width of the query latents.
+        heads: Number of queries per token, N.
+        head_dim: Width of queries and keys, H.
+        rotary: Rotary embedding of the first ``rotary.dim`` components of queries and keys. None for no rotation.
+        rotate: Rotates queries and keys.
+        **kw: The dtype and rngs of the parameters.
     """
 
     def __init__(
@@ -56,7 +64,7 @@ class Indexer(nnx.Module):
 
     @property
     def key_width(self) -> int:
-        """Numbers per token in the cache."""
+        """Width of a token's entry in the cache."""
         return self.k.outs[0]
 
     def keys(self, x: Float[Array, "B T D"], context: Context) -> Float[Array, "B T H"]:
@@ -72,9 +80,9 @@ class Indexer(nnx.Module):
         topk: int,
         context: Context,
     ) -> SelectedSlots:
-        """Return the slots of the selected keys of each query, ascending, `NO_SLOT` where fewer keys are allowed.
+        """Return the slots of the selected keys of each query, ascending, padded with `NO_SLOT`.
 
-        The first ``topk`` queries of a causal pass get `NO_SLOT`: they attend to all keys before them.
+        The first ``topk`` queries of a causal pass have only `NO_SLOT`, because they attend to all earlier keys.
         """
         inputs = self._rotate(self.q(q_latent), context), self.weights(x), keys
         return select_keys(*jax.lax.stop_gradient(inputs), mask, topk)
@@ -115,13 +123,13 @@ def select_in_blocks(
     """Call ``select(allowed, key_slice, *query_arrays) -> [B, t, width]`` for blocks of t queries.
 
     Args:
-        select: ``key_slice`` is the slice of keys that the queries may attend to, and ``allowed [B, t, S]`` the mask
-            over these keys.
-        mask: the mask of all queries.
-        topk: number of first queries of a causal pass, for which `NO_SLOT` is returned.
-        width: number of slots per query.
-        heads: scores per query and key that ``select`` computes, which sets t.
-        *query_arrays: arrays with a token axis, of which ``select`` gets the block's queries.
+        select: Selects slots for a block of queries. ``key_slice`` is the slice of keys that the queries may attend to,
+            and ``allowed [B, t, S]`` the mask over these keys.
+        mask: Mask of all queries.
+        topk: Number of first queries of a causal pass whose slots are all `NO_SLOT`.
+        width: Number of slots per query.
+        heads: Number of scores per query and key that ``select`` computes. It determines t.
+        *query_arrays: Arrays with a token axis. ``select`` receives the queries of the block.
     """
     batch, length = query_arrays[0].shape[:2]
     outputs = [jnp.full((batch, topk if mask.causal else 0, width), NO_SLOT, jnp.int32)]
@@ -144,9 +152,14 @@ def select_in_blocks(
 def sort_padding_last(
     keys: SlotMetadata, shape: tuple[int, ...]
 ) -> tuple[Int[Array, "B S"], SlotMetadata, Int[Array, "B S"]]:
-    """Sort the slots by their tokens, padding last; ``shape``: ``B, S``. The slots of a cache are sorted already.
+    """Sort the slots by their tokens, with padding last. The slots of a cache are sorted already.
 
-    Returns the order of the slots, the tokens in this order, and the number of tokens before each in its segment.
+    Args:
+        keys: Tokens in the slots.
+        shape: ``(B, S)``.
+
+    Returns:
+        The order of the slots, the tokens in this order, and the number of earlier tokens in each token's segment.
     """
     index, segment = (None if a is None else jnp.broadcast_to(a, shape) for a in (keys.index, keys.segment))
     assert index is not None
@@ -164,21 +177,21 @@ def sort_padding_last(
 
 
 def gather_or_none(x: Int[Array, "B S ..."], places: Int[Array, "B ..."]) -> Int[Array, "B ..."]:
-    """Gather ``places`` of each row; `NO_SLOT` where a place is `NO_SLOT`."""
+    """Gather the tokens of each row at ``places``. If a place is `NO_SLOT`, the result is `NO_SLOT`."""
     missing = places == NO_SLOT
     gathered = gather_tokens(x, jnp.where(missing, 0, places))
     return jnp.where(missing.reshape(*places.shape, *(1,) * (x.ndim - 2)), NO_SLOT, gathered)
 
 
 def topk_slots(scores: Float[Array, "*rows S"], allowed: Bool[Array, "*#rows S"], count: int) -> Int[Array, "*rows X"]:
-    """Return the indices of the ``count`` highest allowed scores, ascending; `NO_SLOT` where fewer are allowed.
+    """Return the indices of the ``count`` highest allowed scores, ascending, padded with `NO_SLOT`.
 
-    Among equal scores the lower index wins. The threshold is found bit by bit instead of by a sort: 8 ms instead of 20
-    with ``jax.lax.top_k`` for 2048 of 4096 scores in 64 rows, on two cores (jax 0.10.2).
+    Of equal scores the lower index wins. A binary search over the bits finds the threshold without a sort. For 2048 of
+    4096 scores in 64 rows on two cores, this takes 8 ms instead of 20 ms with ``jax.lax.top_k`` (jax 0.10.2).
     """
     lowest = np.int32(np.iinfo(np.int32).min)
-    bits = jax.lax.bitcast_convert_type(jnp.where(scores == 0, 0.0, scores), jnp.int32)  # -0.0 as 0.0
-    ranks = jnp.where(allowed, jnp.where(bits < 0, bits ^ np.int32(2**31 - 1), bits), lowest)  # ordered as the scores
+    bits = jax.lax.bitcast_convert_type(jnp.where(scores == 0, 0.0, scores), jnp.int32)  # maps -0.0 to 0.0
+    ranks = jnp.where(allowed, jnp.where(bits < 0, bits ^ np.int32(2**31 - 1), bits), lowest)  # same order as scores
 
     def add_bit(i: Int[Array, ""], threshold: Int[Array, "*rows"]) -> Int[Array, "*rows"]:
         higher = threshold + jax.lax.shift_left(np.int32(1), 31 - i)

@@ -1,4 +1,4 @@
-"""An indexer that selects pools of consecutive keys (GLM-5.3, 2026)."""
+"""Indexer that selects pools of consecutive keys (GLM-5.3, 2026)."""
 
 from typing import Any
 
@@ -19,11 +19,16 @@ from nnxmoe.layers.rope import rotate_halves
 
 
 class PooledIndexer(Indexer):
-    """Selects pools of ``pool`` consecutive keys, counted from the first token of each segment.
+    """`Indexer` that selects pools of ``pool`` consecutive keys, counted from the first token of each segment.
 
-    The key of a pool is the weighted mean of its keys. The weights are a softmax over the pool of ``gate(x) + place``
-    per component. A query in an incomplete pool also attends to the tokens of that pool up to itself. Keys are not
-    rotated. Source: ``Glm5NextTextIndexer`` in transformers 5.24.
+    The key of a pool is the weighted mean of the keys in the pool. The weights are a softmax over the pool of
+    ``gate(x) + place`` per component. A query in an incomplete pool also attends to the tokens of that pool up to the
+    query. Keys are not rotated. Source: ``Glm5NextTextIndexer`` in transformers 5.24.
+
+    Args:
+        dim, q_rank, heads, head_dim: See `Indexer`.
+        pool: Number of keys per pool.
+        **kw: The dtype and rngs of the parameters.
     """
 
     def __init__(self, dim: int, q_rank: int, heads: int, head_dim: int, *, pool: int, **kw: Any):
@@ -49,9 +54,9 @@ class PooledIndexer(Indexer):
         topk: int,
         context: Context,
     ) -> SelectedSlots:
-        """Return the slots of the keys in the selected pools, then those of the query's own pool, unordered.
+        """Return the slots of the keys in the selected pools, followed by the slots of the query's pool.
 
-        ``topk``: keys per query: ``pool`` times the number of pools to select, plus ``pool - 1``.
+        The slots are not sorted. ``topk`` is ``pool`` times the number of pools to select, plus ``pool - 1``.
         """
         batch, size = keys.shape[:2]
         order, tokens, offset = sort_padding_last(mask.keys, (batch, size))
@@ -77,7 +82,7 @@ class PooledIndexer(Indexer):
         return jnp.sum(weights.astype(keys.dtype) * keys, axis=2)
 
     def _own_pool(self, index: Int[Array, "B T"], offset: Int[Array, "B S"], order: Int[Array, "B S"]) -> SelectedSlots:
-        """Return the slots of the tokens of each query's pool up to the query; none if the query completes the pool."""
+        """Return the slots of each query's pool up to the query. All are `NO_SLOT` if the query completes the pool."""
         distance = jnp.arange(self.pool - 1)
         count = (gather_tokens(offset, jnp.maximum(index, 0)) + 1) % self.pool
         slots = gather_tokens(order, jnp.maximum(index[..., None] - distance, 0))

@@ -1,7 +1,8 @@
-"""Attention with one head of keys, which are also the values (DeepSeek-V4, 2026).
+"""Attention with a single head that is both key and value (DeepSeek-V4, 2026).
 
-Queries attend to a window of tokens and, in compressed layers, to the entries of all windows before it
-(`nnxmoe.layers.attention.compressed`). Values carry a rotation, so outputs are rotated back by the query's position.
+Queries attend to a sliding window of tokens. In compressed layers, queries also attend to one entry per earlier window
+of ``rate`` tokens (`nnxmoe.layers.attention.compressed`). Values are rotated, so outputs are rotated back by the
+query's position.
 """
 
 import dataclasses
@@ -28,13 +29,19 @@ from nnxmoe.layers.mask import ConcatenatedMask, Mask
 from nnxmoe.layers.norm import RMSNorm, rms_normalize
 from nnxmoe.layers.rope import TrailingPairs
 
-MAX_SCORES, MAX_QUERIES = 2**23, 256  # of a row, in one block
+MAX_SCORES, MAX_QUERIES = 2**23, 256  # maximum per row and block of queries
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SharedKVCache:
-    """A layer's window, its entries and the entries of its `EntryIndexer`; None for parts that the layer lacks."""
+    """Cache of a `SharedKV` layer.
+
+    Attributes:
+        window: Keys of the sliding window.
+        entries: Compressed entries, or None if the layer does not compress.
+        index: Entries of the `EntryIndexer`, or None if the layer has no indexer.
+    """
 
     window: TokenCache
     entries: CompressedCache | None
@@ -43,12 +50,12 @@ class SharedKVCache:
 
 @dataclasses.dataclass(frozen=True)
 class Entries:
-    """The entries of a pass.
+    """Entries of a pass.
 
     Attributes:
         values: ``[B, n, H]``.
-        slots: the slots of the last tokens of the entries.
-        index_keys: keys ``[B, n, h]`` by which queries select entries; None: queries attend to all entries.
+        slots: Metadata of the last token of each entry.
+        index_keys: Keys ``[B, n, h]`` that the selection of entries uses. If None, queries attend to all entries.
     """
 
     values: Array
@@ -58,7 +65,14 @@ class Entries:
 
 @dataclasses.dataclass(frozen=True)
 class SharedKVDims:
-    """Sizes of `SharedKV`: heads and their width, ranks of queries and of outputs, and groups of heads."""
+    """Sizes of `SharedKV`.
+
+    Attributes:
+        heads, head_dim: Number of query heads, N, and width of a head, H.
+        q_rank: Rank of the queries.
+        o_rank: Rank of the output projection per group.
+        groups: Number of groups of heads in the output projection.
+    """
 
     heads: int
     head_dim: int
@@ -72,10 +86,16 @@ IndexQueries = tuple[Float[Array, "B asked h W"], Float[Array, "B asked h"]]
 
 
 class EntryIndexer(nnx.Module):
-    """Selects the ``k`` entries with the highest ``sum_h w_h(x) relu(q_h . key)`` for each query.
+    """Indexer that selects, per query, the ``k`` entries with the highest ``sum_h w_h(x) relu(q_h . key)``.
 
-    ``keys``: compressor of the keys. Of equal scores the earlier entry wins. Lightning indexer; paper 2.3.1, equations
-    13 to 17.
+    Of equal scores the earlier entry wins. DeepSeek-V4's lightning indexer, section 2.3.1, equations 13 to 17.
+
+    Args:
+        dim, q_rank: Widths of the layer's input, D, and of the query latents.
+        heads: Number of heads of the indexer, h.
+        k: Number of entries to select.
+        keys: Compressor of the keys.
+        **kw: The dtype and rngs of the parameters.
     """
 
     def __init__(self, dim: int, q_rank: int, heads: int, *, k: int, keys: Compressor, **kw: Unpack[ParamOptions]):
@@ -87,7 +107,7 @@ class EntryIndexer(nnx.Module):
     def queries(
         self, x: Float[Array, "B asked D"], q_latent: Float[Array, "B asked q_rank"], context: Context
     ) -> IndexQueries:
-        """Compute rotated queries, and the weights of their heads including all constant factors."""
+        """Compute the rotated queries, and the weights of their heads including all constant factors."""
         q = context.rotated(self.q(q_latent), self.keys.rotary, self.keys.rotate)
         heads, width = q.shape[2:]
         return q, self.weights(x).astype(jnp.float32) * (heads * width) ** -0.5
@@ -95,7 +115,7 @@ class EntryIndexer(nnx.Module):
     def select(
         self, queries: IndexQueries, keys: Float[Array, "B n W"], allowed: Bool[Array, "B t n"]
     ) -> Int[Array, "B t k"]:
-        """Return the slots of the ``k`` best allowed entries; `NO_SLOT` where fewer are allowed."""
+        """Return the slots of the ``k`` best allowed entries, padded with `NO_SLOT` if fewer are allowed."""
         q, weights = queries
         products = jnp.einsum("bthw,bnw->bthn", q.astype(jnp.float32), keys.astype(jnp.float32))
         scores = jnp.einsum("bthn,bth->btn", jax.nn.relu(products), weights)
@@ -103,10 +123,22 @@ class EntryIndexer(nnx.Module):
 
 
 class SharedKV(nnx.Module):
-    """N query heads over one head that is key and value; ``DeepseekV4Attention`` in transformers.
+    """Attention of N query heads to a single head that is both key and value.
 
-    Kernels: ``q_a``, ``q_b`` for low-rank queries with unit norms, ``kv`` for the head, ``o_a``, ``o_b`` for a low-rank
-    output projection in groups of heads. ``compressor`` None: queries attend to the window only.
+    Kernels are ``q_a`` and ``q_b`` for low-rank queries, ``kv`` for the single head, and ``o_a`` and ``o_b`` for a
+    low-rank output projection in groups of heads. Queries are RMS-normalized without a scale. Source:
+    ``DeepseekV4Attention`` in transformers.
+
+    Args:
+        dim: Width of the layer's input, D.
+        dims: Sizes of the heads and projections.
+        window: Size of the sliding window.
+        eps: Epsilon of the norms.
+        rotary: Rotary position embedding.
+        attention_fn: Attention of layers without a compressor.
+        compressor: Computes the entries. If None, queries attend to the window only.
+        indexer: Selects entries. If None, queries attend to all entries.
+        **kw: The dtype and rngs of the parameters.
     """
 
     def __init__(
@@ -169,7 +201,7 @@ class SharedKV(nnx.Module):
     ) -> tuple[tuple[Any, Any], Entries]:
         """Return the caches of the entries and of the index, and the entries.
 
-        The entries have index keys if there are more entries than the indexer selects.
+        `Entries.index_keys` is None unless there are more entries than the indexer selects.
         """
         assert self.compressor is not None
         entry_cache, index_cache = (None, None) if cache is None else (cache.entries, cache.index)
@@ -189,7 +221,7 @@ class SharedKV(nnx.Module):
         entries: Entries,
         index_queries: IndexQueries | tuple[()],
     ) -> Float[Array, "B t N H"]:
-        """Attend to the window's tokens ``kv`` and to the entries, one block of queries at a time."""
+        """Attend to the tokens ``kv`` of the window and to the entries, one block of queries at a time."""
         batch, length, heads = q.shape[:3]
         block_size = max(8, min(MAX_QUERIES, MAX_SCORES // (heads * (entries.values.shape[1] + self.window))))
         if length <= block_size:
@@ -229,7 +261,7 @@ class SharedKV(nnx.Module):
             allowed = jnp.broadcast_to(allowed, (len(q), *allowed.shape[1:]))
             queries, weights = index_queries
             slots = self.indexer.select((queries, weights), entries.index_keys, allowed)
-            if q.shape[1] == 1:  # one query reads the selected entries only
+            if q.shape[1] == 1:  # gather, so a single query reads the selected entries only
                 places = jnp.minimum(slots[:, 0], values.shape[1] - 1)
                 values = jnp.take_along_axis(values, places[..., None], axis=1)
                 entry_mask = entry_mask.map(lambda a: a, lambda a: jnp.take_along_axis(a, places, axis=1))
@@ -246,7 +278,7 @@ class SharedKV(nnx.Module):
         return MaskedSoftmax(mask, self.scale, sinks=self.sinks())
 
     def score_ops(self, keys: float) -> list[tuple[int, float]]:
-        """Multiplications per query and key, and keys per query, of each product for queries after ``keys`` tokens."""
+        """Return (multiplications per query and key, keys per query) per product, for queries after ``keys`` tokens."""
         width, window = 2 * math.prod(self.q_b.outs), min(self.window, keys)
         if self.compressor is None:
             return [(width, window)]
@@ -256,7 +288,7 @@ class SharedKV(nnx.Module):
         return [(width, window + min(self.indexer.k, entries)), (math.prod(self.indexer.q.outs), entries)]
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, lookahead: int = 0) -> SharedKVCache:
-        """Create a ring of the window's size plus ``lookahead`` slots, and the compressors' caches."""
+        """Create a ring of ``window + lookahead`` slots, and the caches of the compressors."""
         size = min(self.window + lookahead, capacity)
         window = TokenCache(jnp.zeros((batch, size, self.kv.outs[0]), dtype), ring=True, lookahead=lookahead)
         compressors = self.compressor, None if self.indexer is None else self.indexer.keys

@@ -1,4 +1,4 @@
-"""Attention to selected keys, in blocks of queries, so that no array has queries x keys elements."""
+"""Attention to selected keys in blocks of queries. No array of size queries x keys is materialized."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -22,17 +22,21 @@ from nnxmoe.layers.cache_buffer import gather_tokens
 from nnxmoe.layers.chunks import map_chunks
 from nnxmoe.layers.mask import Mask
 
-NO_SLOT = np.iinfo(np.int32).max  # slot of a missing key, beyond every buffer
-MAX_PARTS, MIN_QUERIES = 8, 64  # a causal pass is split into parts, each with the keys up to its last query
-GATHER_COST = 80  # gathering a key and its value costs as much as their products with this many heads, on two cores
-BLOCK_SCORES = 2**23  # scores, or gathered values, of a block of queries
+NO_SLOT = np.iinfo(np.int32).max  # slot of a missing key, out of range of every buffer
+MAX_PARTS, MIN_QUERIES = 8, 64  # parts of a causal pass, and queries per part; a part has the keys up to its last query
+GATHER_COST = 80  # gathering a key and its value takes as long as their products with 80 heads, on two cores
+BLOCK_SCORES = 2**23  # maximum number of scores, or gathered values, of a block of queries
 SelectedSlots = Int[Array, "_ _ X"]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SelectedMask(Mask):
-    """A mask that allows the selected slots only; the other fields are ignored."""
+    """Mask that allows the selected slots only. `allowed` ignores all other fields.
+
+    Attributes:
+        slots: Selected slots of each query.
+    """
 
     slots: SelectedSlots | None = None
 
@@ -45,12 +49,12 @@ class SelectedMask(Mask):
 class SparseAttention:
     """Attention of each query to its selected keys, by `ReferenceAttention` in blocks of queries.
 
-    Where all heads share their keys and values (`nnxmoe.AbsorbedMLA`), the selected keys are gathered if that costs
-    less, as in decoding, which then reads no other keys. Elsewhere the scores of all keys are masked.
+    If all heads share their keys and values (`nnxmoe.AbsorbedMLA`) and gathering is faster, the selected keys are
+    gathered. For example, decoding then reads the selected keys only. Otherwise the scores of all keys are masked.
 
     Attributes:
-        selected: slots of the selected keys.
-        dense: computes the first ``topk`` queries of a causal pass.
+        selected: Slots of the selected keys.
+        dense: Computes the first ``topk`` queries of a causal pass.
     """
 
     selected: SelectedSlots
@@ -69,10 +73,10 @@ class SparseAttention:
 
 
 def _gather_is_faster(q: Queries, k: Keys, topk: int) -> bool:
-    """Whether gathering the selected keys costs less than masking the scores of all keys.
+    """Return whether gathering the selected keys is faster than masking the scores of all keys.
 
-    With 16 heads, 2048 of 4096 keys for 4096 queries take 11.7 s gathered and 3.8 s masked on two cores, of 8192 keys
-    for 8192 queries 21 and 14 s.
+    Measured with 16 heads and 2048 selected keys on two cores: 4096 queries and keys take 11.7 s gathered and 3.8 s
+    masked. 8192 queries and keys take 21 s gathered and 14 s masked.
     """
     heads, queries, keys = q.shape[1], q.shape[2], k.shape[2]
     return k.shape[1] == 1 and (queries * topk <= keys or topk * (heads + GATHER_COST) < heads * keys)
@@ -92,7 +96,7 @@ def _attend_gathered(q: Array, k: Array, v: Array, softmax: MaskedSoftmax, selec
     size, topk = k.shape[2], selected.shape[2]
 
     def attend_block(q: Array, selected: SelectedSlots) -> Array:
-        """Attend with each query as a separate row of the batch, with its own keys."""
+        """Attend with each query as a separate row of the batch, because each query has different keys."""
         batch, length, heads, width = q.shape
         places = jnp.minimum(selected, size - 1).reshape(batch, length * topk)
         k_near, v_near = (gather_tokens(x[:, 0], places).reshape(batch * length, 1, topk, -1) for x in (k, v))
@@ -107,9 +111,9 @@ def _attend_gathered(q: Array, k: Array, v: Array, softmax: MaskedSoftmax, selec
 
 
 def query_parts(mask: Mask, length: int, topk: int) -> Iterator[tuple[slice, slice]]:
-    """Yield slices of the queries, and of the keys that they may attend to.
+    """Yield slices of the queries, with the slice of keys that these queries may attend to.
 
-    The first ``topk`` queries of a causal pass are left out: they attend to all keys before them.
+    The first ``topk`` queries of a causal pass are omitted, because they attend to all earlier keys.
     """
     first = topk if mask.causal else 0
     count = min(MAX_PARTS, max(1, (length - first) // MIN_QUERIES)) if mask.causal else 1
@@ -119,7 +123,7 @@ def query_parts(mask: Mask, length: int, topk: int) -> Iterator[tuple[slice, sli
 
 
 def map_blocks(run: Callable[..., Array], block: int, *arrays: Array) -> Array:
-    """Apply ``run`` to up to ``block`` queries of the arrays ``[B, T, …]`` at a time."""
+    """Apply ``run`` to the arrays ``[B, T, …]`` in blocks of up to ``block`` queries."""
     length = arrays[0].shape[1]
     if length <= block:
         return run(*arrays)

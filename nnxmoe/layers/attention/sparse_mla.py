@@ -1,4 +1,4 @@
-"""Latent attention to the keys that an indexer selects (DeepSeek-V3.2, 2025; GLM-5, 2026)."""
+"""Latent attention to keys selected by an indexer (DeepSeek-V3.2, 2025; GLM-5, 2026)."""
 
 from typing import Any, ClassVar
 
@@ -13,9 +13,13 @@ from nnxmoe.layers.context import Context
 
 
 class SparseMLA(MLA):
-    """`MLA` whose queries attend to ``topk`` keys each, bit-equal to `MLA` where there are at most ``topk`` keys.
+    """`MLA` with up to ``topk`` selected keys per query. Bit-equal to `MLA` if there are at most ``topk`` keys.
 
-    ``indexer``: selects the keys; None: an earlier layer has selected them.
+    Args:
+        dims: Sizes.
+        indexer: Selects the keys. If None, the layer uses the selection of an earlier layer.
+        topk: Number of keys per query.
+        **options: Arguments of `MLA`.
     """
 
     supports_context_parallel: ClassVar[bool] = False
@@ -31,10 +35,20 @@ class SparseMLA(MLA):
     def attend_sparse(
         self, x: Float[Array, "B T D"], selected: SelectedSlots | None, context: Context, cache: Any
     ) -> tuple[Float[Array, "B asked D"], SelectedSlots | None, Any]:
-        """Return the output, the selected keys and the cache.
+        """Attend to selected keys.
 
-        ``selected``: selection of the layer before, returned unchanged where all keys are attended to. Raises
-        ValueError if keys must be selected and neither layer has an indexer.
+        Args:
+            x: Input of the layer.
+            selected: Selection of the previous layer, or None.
+            context: Context of the layer.
+            cache: Cache of the layer, or None.
+
+        Returns:
+            The output, the selected keys and the cache. If there are at most ``topk`` keys, queries attend to all
+            keys, and the selection of the previous layer is returned.
+
+        Raises:
+            ValueError: If keys must be selected, and the layer has neither an indexer nor a selection.
         """
         assert isinstance(self.q, LowRankQuery)
         q_latent = self.q.latent(context.output_tokens(x))
@@ -57,7 +71,7 @@ class SparseMLA(MLA):
         return self.project_out(x, heads), selected, cache
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, lookahead: int = 0) -> TokenCache:
-        """Create a cache with one slot per token, for its latent and the indexer's key."""
+        """Create a cache with one slot per token for the token's latent, rotated key and indexer key."""
         cache = super().empty_cache(batch, capacity, dtype, lookahead)
         if self.indexer is None:
             return cache
