@@ -1,1 +1,1 @@
-"""The parts of a decoder, in the order a token meets them."""
+"""Layers of a decoder: embedding, norms, attention, recurrent layers, feed-forwards, and their caches and kernels."""

@@ -1,1 +1,1 @@
-"""Attention: grouped-query, latent and sparse attention, and the kernels that compute it."""
+"""Attention: grouped-query, latent and sparse attention, and their implementations."""

@@ -1,1 +1,1 @@
-"""Linear maps: dense and quantized kernels, LoRA adapters, and the products that they compute."""
+"""Linear maps: dense and quantized kernels, LoRA adapters, and their matrix products."""

@@ -1,4 +1,4 @@
-"""Short causal convolution over the tokens of a row, one filter per channel (Mamba, Gu & Dao 2023)."""
+"""Short causal convolution over the tokens of a row with one filter per channel (Mamba, Gu & Dao 2023)."""
 
 from typing import Any, Unpack
 
@@ -12,7 +12,10 @@ from nnxmoe.layers.cache_buffer import gather_tokens
 
 
 class ShortConv(nnx.Module):
-    """``silu(sum_j w[j] x[t - taps + 1 + j] + bias)``, in float32; weight ``[channels, 1, taps]`` as in checkpoints."""
+    """Short convolution ``silu(sum_j w[j] x[t - taps + 1 + j] + bias)``, computed in float32.
+
+    The weight is ``[channels, 1, taps]``, as in checkpoints.
+    """
 
     bias: Any = None
 
@@ -23,7 +26,7 @@ class ShortConv(nnx.Module):
 
     @property
     def taps(self) -> int:
-        """Number of tokens that an output depends on, including its own."""
+        """Number of tokens that an output depends on, including the output's token."""
         return self.weight.shape[-1]
 
     def filters(self) -> Float[Array, "channels 1 taps"]:
@@ -33,13 +36,13 @@ class ShortConv(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T channels"], window: Float[Array, "B _ channels"], segment: Int[Array, "B T"] | None
     ) -> tuple[Float[Array, "B T channels"], Float[Array, "B _ channels"]]:
-        """Return the outputs, and the inputs preceded by the window.
+        """Return the outputs, and the concatenation of the window and the inputs.
 
         Args:
-            x: inputs.
-            window: the ``taps - 1`` inputs before x.
-            segment: number of segments that begin up to each token. Outputs depend on tokens of the same segment only;
-                the window belongs to segment 0. None: all tokens are in segment 0.
+            x: Inputs.
+            window: The ``taps - 1`` inputs before x, in segment 0.
+            segment: Number of segments that start at or before each token. Outputs depend on tokens of the same segment
+                only. If None, all tokens are in segment 0.
         """
         length, past = x.shape[1], self.taps - 1
         inputs = jnp.concatenate([window.astype(x.dtype), x], axis=1)
@@ -60,9 +63,9 @@ class ShortConv(nnx.Module):
     def windows(
         self, inputs: Float[Array, "B _ channels"], places: Int[Array, "B n"], segment: Int[Array, "B T"] | None
     ) -> Float[Array, "B n _ channels"]:
-        """Gather the window after each of the tokens at ``places``, with zeros for tokens of other segments.
+        """Gather the window after each token at ``places``. Tokens of different segments are zero in the window.
 
-        ``inputs``: the inputs that the call returns.
+        ``inputs`` is the second result of ``__call__``, the concatenation of the window and the inputs.
         """
         past = self.taps - 1
         places = jnp.maximum(places, 0)[:, :, None] + 1 + jnp.arange(past)
@@ -74,7 +77,7 @@ class ShortConv(nnx.Module):
 
 
 class SeparateConvs(ShortConv):
-    """`ShortConv` for queries, keys and values of ``channels`` each, with separate weights as in checkpoints."""
+    """`ShortConv` of queries, keys and values, with ``channels`` each and separate weights as in checkpoints."""
 
     def __init__(self, channels: int, taps: int, **kw: Unpack[ParamOptions]):
         self.q, self.k, self.v = (ShortConv(channels, taps, **kw) for _ in "qkv")

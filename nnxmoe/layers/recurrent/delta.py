@@ -1,4 +1,4 @@
-"""GatedDeltaNet (Yang et al. 2024), as in Qwen3-Next and Qwen3.5: attention whose memory has a fixed size."""
+"""GatedDeltaNet (Yang et al. 2024), as in Qwen3-Next and Qwen3.5: linear attention with a state of fixed size."""
 
 import dataclasses
 from collections.abc import Callable
@@ -40,12 +40,12 @@ DeltaProjection = Callable[[Array], ProjectedTokens]
 class DeltaDims:
     """Sizes of `GatedDeltaNet`.
 
-    Args:
-        dim: width of the activations.
-        keys: heads of queries and keys.
-        values: heads of values, a multiple of ``keys``.
-        key_dim: width of a head of queries and keys.
-        value_dim: width of a head of values.
+    Attributes:
+        dim: Width of the activations.
+        keys: Number of heads of queries and keys.
+        values: Number of heads of values, a multiple of ``keys``.
+        key_dim: Width of a head of queries and keys.
+        value_dim: Width of a head of values.
     """
 
     dim: int
@@ -56,11 +56,11 @@ class DeltaDims:
 
     @property
     def channels(self) -> int:
-        """Width of queries, keys and values together."""
+        """Total width of queries, keys and values."""
         return 2 * self.keys * self.key_dim + self.values * self.value_dim
 
     def split(self, qkvz: Shaped[Array, "*B keys _"], ba: Shaped[Array, "*B keys _"]) -> ProjectedTokens:
-        """Split outputs that are sorted by key heads: q, k, v and z of each head, and b and a of each head."""
+        """Split projections grouped by key head: ``qkvz`` has q, k, v and z per head, ``ba`` has b and a per head."""
         lead, groups = qkvz.shape[:-2], self.values // self.keys
         ends = self.key_dim, 2 * self.key_dim, 2 * self.key_dim + groups * self.value_dim
         q, k, v, z = jnp.split(qkvz, ends, axis=-1)
@@ -70,7 +70,7 @@ class DeltaDims:
 
 
 class SeparateProjection(nnx.Module):
-    """Separate kernels for queries, keys and values together, for z, for b and for a (Qwen3.5)."""
+    """Input projection with one kernel for queries, keys and values, and one kernel each for z, b and a (Qwen3.5)."""
 
     def __init__(self, dims: DeltaDims, **kw: Unpack[ParamOptions]):
         dim, heads = (dims.dim,), dims.values
@@ -84,7 +84,7 @@ class SeparateProjection(nnx.Module):
 
 
 class FusedProjection(nnx.Module):
-    """Two kernels, whose outputs are sorted by key heads: q, k, v and z of each, and b and a (Qwen3-Next)."""
+    """Input projection with two kernels, both with outputs grouped by key head: q, k, v and z; b and a (Qwen3-Next)."""
 
     def __init__(self, dims: DeltaDims, **kw: Unpack[ParamOptions]):
         self.dims, groups, axes = dims, dims.values // dims.keys, ("embed", "heads", "head")
@@ -97,20 +97,21 @@ class FusedProjection(nnx.Module):
 
 
 class GatedDeltaNet(nnx.Module):
-    """``out(norm(delta(conv(q, k, v))) * silu(z))``, after transformers' Qwen3NextGatedDeltaNet.
+    """Linear attention by the gated delta rule: ``out(norm(delta(conv(q, k, v))) * silu(z))``.
 
-    Decays are ``exp(-exp(a_log) softplus(a + dt_bias))`` and strengths ``sigmoid(b)``. The state of a row is a matrix
-    ``[key_dim value_dim]`` per head in float32, and the last inputs of the convolution. Passes are computed in chunks.
+    Decays are ``exp(-exp(a_log) softplus(a + dt_bias))`` and strengths ``sigmoid(b)``. The state of a row is a float32
+    matrix ``[key_dim value_dim]`` per head, and the latest inputs of the convolution. Passes are computed in chunks.
     Passes of up to ``1 + lookahead`` tokens, and the ``lookahead`` newest tokens of a longer pass, are computed token
-    by token.
+    by token. Source: transformers' Qwen3NextGatedDeltaNet.
 
     Args:
-        dims: sizes.
-        project: the input projection.
-        taps: width of the convolution.
-        eps: of the norm.
-        mesh: on its axis ``context`` devices pass on the state.
-        recurrence: computes the chunks instead of XLA.
+        dims: Sizes.
+        project: Input projection.
+        taps: Width of the convolution.
+        eps: Epsilon of the norm.
+        mesh: Mesh of the layer. If its axis ``context`` shards tokens, devices exchange their states.
+        recurrence: Computes the chunks, for example with a Pallas kernel. If None, the layer's chunked rule.
+        **kw: The dtype and rngs of the parameters.
     """
 
     has_correction: ClassVar[bool] = True  # as in `recurrent_delta_rule`
@@ -165,17 +166,17 @@ class GatedDeltaNet(nnx.Module):
         return DeltaInputs(q * dims.key_dim**-0.5, k, v, g, beta, tokens.segment)
 
     def log_decays(self, a: Float[Array, "B T N"]) -> Array:
-        """Compute the logarithms of the decays, at most 0, from the projection's last output."""
+        """Compute the logarithms of the decays, at most 0, from the output ``a`` of the projection."""
         return -jnp.exp(self.a_log[...].astype(jnp.float32)) * self.step_sizes(a)
 
     def step_sizes(self, a: Float[Array, "B T N"]) -> Array:
-        """Compute positive step sizes, which multiply the rates of the decays."""
+        """Compute the positive step sizes. The rates of the decays are multiplied by the step sizes."""
         return jax.nn.softplus(a.astype(jnp.float32) + self.dt_bias[...].astype(jnp.float32))
 
     def _apply_rule(
         self, inputs: DeltaInputs, state: Array, tokens: OrderedTokens, lookahead: int
     ) -> tuple[Float[Array, "B T N W"], Int[Array, "B n"], Float[Array, "B n N H W"]]:
-        """Return the outputs, and the places (negative: none) of the newest tokens with the state after each."""
+        """Return the outputs, the places of the newest tokens, and the state after each. Negative places are unused."""
         batch, length = inputs.beta.shape[:2]
         places = jnp.broadcast_to(jnp.arange(length), (batch, length))
         if length <= 1 + lookahead:
@@ -187,7 +188,7 @@ class GatedDeltaNet(nnx.Module):
             return outputs, (end - 1)[:, None], state[:, None]
         is_early, state_segment = places < end[:, None], None
         early = _mask_inputs(inputs, is_early)
-        if inputs.segment is not None:  # segments of the newest tokens begin after those of the early tokens
+        if inputs.segment is not None:  # segments that start among the newest tokens must not reset the early state
             state_segment = jnp.max(jnp.where(is_early, inputs.segment, 0), axis=1)
             early = early._replace(segment=jnp.minimum(inputs.segment, state_segment[:, None]))
         outputs, state = self._apply_in_chunks(early, state)
@@ -204,7 +205,7 @@ class GatedDeltaNet(nnx.Module):
         return outputs, places, jnp.concatenate([state[:, None], late_states], axis=1)
 
     def _apply_in_chunks(self, inputs: DeltaInputs, state: Array) -> tuple[Array, Array]:
-        """Return the outputs of a pass and the state after it, computed by the mesh, ``recurrence`` or XLA."""
+        """Return the outputs of a pass and the state after it, with context parallelism or ``recurrence`` if set."""
         if self.mesh is not None and context_shard_axes(inputs.beta.shape[1], self.mesh):
             return context_parallel_delta_rule(self._chunk_rule, inputs, state, self.mesh)
         if self.recurrence is not None:
@@ -220,17 +221,17 @@ class GatedDeltaNet(nnx.Module):
         return jnp.zeros((batch, dims.values, dims.key_dim, dims.value_dim), jnp.float32), window
 
     def score_ops(self, keys: float) -> list[tuple[int, float]]:
-        """Multiplications of the products of a token with the state, whatever the number of earlier ``keys``."""
+        """Return [(multiplications of a token with the state, 1)], independent of the number of earlier ``keys``."""
         dims = self.dims
         return [((2 + self.has_correction) * dims.values * dims.key_dim * dims.value_dim, 1.0)]
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, lookahead: int = 0) -> RecurrentState:
-        """Create ``1 + lookahead`` states, whatever the capacity."""
+        """Create ``1 + lookahead`` states, independent of the capacity."""
         return RecurrentState.empty(self._empty_state(batch, dtype), lookahead)
 
 
 def _mask_inputs(inputs: DeltaInputs, keep: Bool[Array, "B T"]) -> DeltaInputs:
-    """Mask the inputs so that tokens outside of ``keep`` leave the state unchanged."""
+    """Mask the inputs so that tokens with ``keep`` False do not change the state."""
     g, beta = (jnp.where(keep.reshape(*keep.shape, *(1,) * (a.ndim - 2)), a, 0) for a in (inputs.g, inputs.beta))
     return inputs._replace(g=g, beta=beta)
 
@@ -240,25 +241,26 @@ def _normalize(x: Float[Array, "... H"]) -> Float[Array, "... H"]:
 
 
 def init_log_rates(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
-    """Draw initial logarithms of rates."""
+    """Initialize the logarithms of the rates, with rates uniform in [0.01, 16)."""
     return jnp.log(jax.random.uniform(key, shape, jnp.float32, 0.01, 16.0)).astype(dtype)
 
 
 def context_parallel_delta_rule(
     chunk_rule: ChunkedRule, inputs: DeltaInputs, state: Float[Array, "B N H W"], mesh: AnyMesh
 ) -> tuple[Float[Array, "B T N W"], Float[Array, "B N H W"]]:
-    """Compute ``chunk_rule(inputs, state)`` with the tokens of each device along ``context`` computed there.
+    """Compute ``chunk_rule(inputs, state)`` with tokens sharded over ``context``.
 
-    The state after a device's tokens is linear in the state before them, ``A S + B``. Each device first computes its A
-    and B, as columns of one state, gathers those of all devices, and then starts from the state after the devices
-    before it (sequence parallelism of linear attention, LASP-2; Sun et al. 2025).
+    The state after a device's tokens is a linear function ``A S + B`` of the state S before these tokens. Each device
+    first computes A and B of its tokens, as columns of one state. The devices then all-gather A and B, and each device
+    starts from the state after all previous devices (sequence parallelism of linear attention, LASP-2; Sun et al.
+    2025).
     """
     (heads, key_dim, width), count = state.shape[1:], mesh.shape[CONTEXT]
     last_segments = None if inputs.segment is None else inputs.segment.reshape(len(state), count, -1)[:, :, -1]
 
     def run(inputs: DeltaInputs, state: Array, last_segments: Any) -> tuple[Array, Array]:
         device = jax.lax.axis_index(CONTEXT)
-        if inputs.segment is not None:  # counted from the state that the device starts from
+        if inputs.segment is not None:  # count segments from the segment of the device's initial state
             state_segment = jnp.pad(last_segments, ((0, 0), (1, 0)))[:, device, None]
             inputs = inputs._replace(segment=inputs.segment - state_segment)
         zeros = jnp.zeros((*inputs.v.shape[:3], key_dim), inputs.v.dtype)

@@ -1,10 +1,10 @@
-"""The gated delta rule (Yang et al. 2024): a matrix per head that each token decays and corrects, in float32.
+"""The gated delta rule (Yang et al. 2024): each token decays and corrects a matrix S per head, in float32.
 
     S <- exp(g) S;  S <- S + k (beta (v - S^T k))^T;  o = S^T q
 
-Values have N heads, queries and keys K heads, each for N / K consecutive heads of the values. Without the correction
-``- S^T k`` the rule is the recurrence of Mamba-2 (Dao & Gu 2024). Kimi Delta Attention (Kimi team 2025) has a vector g
-per key: ``S <- diag(exp(g)) S``.
+Values have N heads. Queries and keys have K heads, and each of these heads serves N / K consecutive value heads.
+Without the correction ``- S^T k``, the rule is the recurrence of Mamba-2 (Dao & Gu 2024). In Kimi Delta Attention (Kimi
+team 2025), g is a vector over the key channels: ``S <- diag(exp(g)) S``.
 """
 
 from collections.abc import Callable
@@ -14,21 +14,22 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-CHUNK = 64  # tokens
+CHUNK = 64  # tokens per chunk
 
 
 class DeltaInputs(NamedTuple):
-    """Inputs of the rule for ``T`` tokens, all in float32.
+    """Inputs of the rule for ``T`` tokens, in float32.
 
-    Tokens with ``beta`` and ``g`` 0, such as padding, leave the state as it is.
+    Tokens with ``beta`` and ``g`` 0, such as padding, do not change the state.
 
     Attributes:
-        q: queries.
-        k: keys.
-        v: values.
-        g: logarithm of the decay, at most 0, per head or per channel of the keys.
-        beta: strength of the update.
-        segment: number of segments that begin up to each token. Each segment starts with an empty state. None: 0.
+        q: Queries.
+        k: Keys.
+        v: Values.
+        g: Logarithm of the decay, at most 0, per head or per channel of the keys.
+        beta: Strength of the update.
+        segment: Number of segments that start at or before each token. Each segment starts with a zero state. None if
+            all tokens continue the segment of the state.
     """
 
     q: Float[Array, "B T K H"]
@@ -48,7 +49,7 @@ Recurrence = Callable[[DeltaInputs, Array, ChunkedRule], tuple[Array, Array]]
 
 
 def einsum_f32(spec: str, *operands: Array) -> Array:
-    """An einsum in float32 on every device."""
+    """Compute an einsum with float32 precision on every platform."""
     return jnp.einsum(spec, *operands, precision=jax.lax.Precision.HIGHEST)
 
 
@@ -59,13 +60,13 @@ def recurrent_delta_rule(
     *,
     has_correction: bool = True,
 ) -> tuple[Float[Array, "B T N W"], Float[Array, "B T N H W"]]:
-    """Compute the rule token by token. Decoding uses it, and it is the oracle of `chunk_delta_rule`.
+    """Compute the rule token by token, for decoding. It is the reference for `chunk_delta_rule`.
 
     Args:
-        inputs: of all tokens.
-        state: before the first token.
-        state_segment: segment of the state; None: 0.
-        has_correction: False leaves the correction out.
+        inputs: Inputs of all tokens.
+        state: State before the first token.
+        state_segment: Segment of the state. If None, 0.
+        has_correction: Whether the rule includes the correction ``- S^T k``.
 
     Returns:
         The outputs, and the state after each token.
@@ -97,13 +98,13 @@ def chunk_delta_rule(
 ) -> tuple[Float[Array, "B T N W"], Float[Array, "B N H W"]]:
     """Compute the rule in chunks by matrix products (the WY form), for ``g [B T N]``.
 
-    The corrections of a chunk solve a triangular system, and only the state is passed from chunk to chunk.
+    The corrections of a chunk are the solution of a triangular system. A loop over chunks carries only the state.
 
     Args:
-        inputs: of all tokens.
-        state: before the first token, of segment 0.
-        chunk: tokens per chunk.
-        has_correction: see `recurrent_delta_rule`.
+        inputs: Inputs of all tokens.
+        state: State before the first token, in segment 0.
+        chunk: Tokens per chunk.
+        has_correction: See `recurrent_delta_rule`.
 
     Returns:
         The outputs, and the state after all tokens.
@@ -113,14 +114,14 @@ def chunk_delta_rule(
     groups = heads // keys
 
     def split(a: Array, *shape: int) -> Array:
-        """``[B T …]`` to ``[n B … C]``, or to ``[n B … C W]``, with n chunks of C tokens."""
+        """Split ``[B T …]`` into n chunks of C tokens: ``[n B … C]``, or ``[n B … C W]`` if ``a`` has a width W."""
         a = jnp.pad(a, ((0, 0), (0, count * size - length), *((0, 0),) * (a.ndim - 2)))
         return jnp.moveaxis(a.reshape(batch, count, size, *shape), (1, 2), (0, 2 + len(shape) - (a.ndim == 4)))
 
     q, k = (split(a, keys, a.shape[-1]) for a in (inputs.q, inputs.k))
     v, g, beta = split(inputs.v, keys, groups, width), split(inputs.g, keys, groups), split(inputs.beta, keys, groups)
     total, causal = jnp.cumsum(g, axis=-1), jnp.tril(jnp.ones((size, size), bool))
-    log_decay = total[..., :, None] - total[..., None, :]  # from token to token
+    log_decay = total[..., :, None] - total[..., None, :]  # decay between two tokens
     from_start, to_end = jnp.exp(total), total[..., -1:] - total
     if inputs.segment is not None:  # tokens do not depend on other segments
         segment = jnp.pad(inputs.segment, ((0, 0), (0, count * size - length)), mode="edge")
@@ -154,17 +155,17 @@ def chunk_delta_rule(
 
 
 def _chunk_size_and_count(length: int, chunk: int) -> tuple[int, int]:
-    """Return a power of 2, at most ``chunk``, and how many chunks of this size cover ``length`` tokens."""
+    """Return the chunk size, a power of 2 up to ``chunk``, and the number of chunks for ``length`` tokens."""
     size = min(chunk, 1 << max(length - 1, 1).bit_length())
     return size, -(-length // size)
 
 
 def unit_lower_inverse(lower: Float[Array, "*b C C"]) -> Float[Array, "*b C C"]:
-    """Compute ``(I + lower)^-1`` for a strictly lower triangle; C is a power of 2.
+    """Compute ``(I + lower)^-1`` for a strictly lower triangular matrix. C must be a power of 2.
 
-    The inverse of a diagonal block follows from the inverses of two blocks half as large:
-    ``[[A, 0], [C, B]]^-1 = [[A^-1, 0], [-B^-1 C A^-1, B^-1]]``. Unlike powers of ``lower``, products of these blocks do
-    not grow where keys are nearly equal.
+    The inverse of a diagonal block is computed from the inverses of two blocks of half the size:
+    ``[[A, 0], [C, B]]^-1 = [[A^-1, 0], [-B^-1 C A^-1, B^-1]]``. If keys are nearly equal, powers of ``lower`` grow, but
+    products of these blocks do not.
     """
     size = lower.shape[-1]
     row, column = jnp.arange(size)[:, None], jnp.arange(size)
@@ -181,12 +182,12 @@ def unit_lower_inverse(lower: Float[Array, "*b C C"]) -> Float[Array, "*b C C"]:
 def chunk_channelwise_delta_rule(
     inputs: DeltaInputs, state: Float[Array, "B N H W"], chunk: int = CHUNK
 ) -> tuple[Float[Array, "B T N W"], Float[Array, "B N H W"]]:
-    """Compute `chunk_delta_rule` for a decay per channel, ``g [B T N H]``, and as many heads of keys as of values."""
+    """Compute `chunk_delta_rule` with decays per channel, ``g [B T N H]``, and equally many key and value heads."""
     (batch, length, heads, _), width = inputs.k.shape, inputs.v.shape[-1]
     size, count = _chunk_size_and_count(length, chunk)
 
     def split(a: Array) -> Array:
-        """``[B T N …]`` to ``[n B N C …]``, with n chunks of C tokens."""
+        """Split ``[B T N …]`` into n chunks of C tokens, ``[n B N C …]``."""
         a = jnp.pad(a, ((0, 0), (0, count * size - length), *((0, 0),) * (a.ndim - 2)))
         return jnp.moveaxis(a.reshape(batch, count, size, *a.shape[2:]), (1, 3), (0, 2))
 
@@ -219,14 +220,14 @@ def chunk_channelwise_delta_rule(
 
 
 def _decayed_products(x: Float[Array, "*b C H"], k: Float[Array, "*b C H"], total: Float[Array, "*b C H"]) -> Array:
-    """Compute ``[*b C C]``: ``sum_h x[c, h] k[d, h] exp(total[c, h] - total[d, h])`` for d <= c, else 0.
+    """Compute ``sum_h x[c, h] k[d, h] exp(total[c, h] - total[d, h])`` for d <= c, else 0, as ``[*b C C]``.
 
-    C is a power of 2. Blocks on the diagonal are joined in pairs until one is left. For c in the later block of a pair
-    and d in the earlier one, the exponent is split at the first token of the later block: both parts are at most 0, so
-    that neither overflows, and each is a factor of one operand of a matrix product.
+    C must be a power of 2. Pairs of diagonal blocks are merged until one block is left. If c is in the later block of a
+    pair and d in the earlier block, the exponent is split at the first token of the later block. Both parts are at most
+    0, so they do not overflow. Each part is a factor of one operand of a matrix product.
 
-    Do not write the small products as sums, nor batch two x in one call: gradients of both segfault on XLA:CPU with jax
-    0.10.2, because the program writes out of bounds (not with jax 0.12.0).
+    Do not write the small products as sums, and do not batch two x in one call. The gradients of both segfault on
+    XLA:CPU with jax 0.10.2, because the program writes out of bounds. jax 0.12.0 is not affected.
     """
     lead, size = k.shape[:-2], k.shape[-2]
     products, block = jnp.sum(x * k, axis=-1)[..., None, None], 1

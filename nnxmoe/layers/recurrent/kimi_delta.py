@@ -1,4 +1,4 @@
-"""Kimi Delta Attention (Kimi Linear, Kimi team 2025): a `GatedDeltaNet` whose decays differ by channel."""
+"""Kimi Delta Attention (Kimi Linear, Kimi team 2025): a `GatedDeltaNet` with one decay per key channel."""
 
 import dataclasses
 from collections.abc import Callable
@@ -29,9 +29,12 @@ class LowRank(nnx.Module):
 
 
 class KimiProjection(nnx.Module):
-    """The projections of `KimiDelta`: ``q``, ``k``, ``v``, the strengths ``b``, the decays ``f`` and the gates ``g``.
+    """Input projection of `KimiDelta`: ``q``, ``k``, ``v``, strengths ``b``, decays ``f`` and gates ``g``.
 
-    ``rank``: of ``f`` and ``g``, which are `LowRank`; None: full rank.
+    Args:
+        dims: Sizes of the layer.
+        rank: Rank of ``f`` and ``g``. If None, these projections have full rank.
+        **kw: The dtype and rngs of the parameters.
     """
 
     def __init__(self, dims: DeltaDims, rank: int | None, **kw: Unpack[ParamOptions]):
@@ -52,13 +55,13 @@ DecayFn = Callable[[Array, Array], Array]
 
 
 def unbounded_decays(x: Float[Array, "B T N H"], rates: Float[Array, "N 1"]) -> Float[Array, "B T N H"]:
-    """``-exp(rate) softplus(x)``."""
+    """Return the log decays ``-exp(rate) softplus(x)``."""
     return -jnp.exp(rates) * jax.nn.softplus(x)
 
 
 @dataclasses.dataclass(frozen=True)
 class BoundedDecays:
-    """``min_log_decay * sigmoid(exp(rate) x)``, which lies between the negative ``min_log_decay`` and 0."""
+    """Log decays ``min_log_decay * sigmoid(exp(rate) x)``, bounded by ``min_log_decay < 0`` and 0."""
 
     min_log_decay: float
 
@@ -67,19 +70,17 @@ class BoundedDecays:
 
 
 class KimiDelta(GatedDeltaNet):
-    """`GatedDeltaNet` with one decay per head and key channel, sigmoid output gates, and as many key as value heads.
+    """`GatedDeltaNet` with one decay per head and key channel, and sigmoid output gates.
 
-    Source: ``KimiLinearDeltaAttention`` in transformers 5.24.
+    There are equally many key and value heads. Source: ``KimiLinearDeltaAttention`` in transformers 5.24.
 
     Args:
-        dims: sizes.
-        project: the input projection.
-        decays: computes the decays from the projection and the rates.
-        rate_shape: shape of the logarithms of the rates in checkpoints, with one entry per head.
-        taps: see `GatedDeltaNet`.
-        eps: see `GatedDeltaNet`.
-        mesh: see `GatedDeltaNet`.
-        recurrence: see `GatedDeltaNet`.
+        dims: Sizes.
+        project: Input projection.
+        decays: Computes the decays from the projection and the rates.
+        rate_shape: Shape of the logarithms of the rates in checkpoints, with one entry per head.
+        taps, eps, mesh, recurrence: See `GatedDeltaNet`.
+        **kw: The dtype and rngs of the parameters.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Mamba-2 (Dao & Gu 2024), as in Nemotron-H: a recurrence that decays a matrix per head and adds to it."""
+"""Mamba-2 (Dao & Gu 2024), as in Nemotron-H: a recurrence with one matrix per head as state."""
 
 from typing import ClassVar, Unpack
 
@@ -17,7 +17,7 @@ from nnxmoe.layers.recurrent.recurrence import OrderedTokens
 
 
 class MambaProjection(Linear):
-    """One kernel for gates, the input of the convolution, and step sizes."""
+    """Input projection with one kernel for the gates, the inputs of the convolution and the step sizes."""
 
     def __init__(self, dims: DeltaDims, *, bias: bool, **kw: Unpack[ParamOptions]):
         width = dims.values * dims.value_dim + dims.channels + dims.values
@@ -32,7 +32,14 @@ class MambaProjection(Linear):
 
 
 class GroupedGatedNorm(nnx.Module):
-    """``x * silu(gate)``, normalized within ``groups`` of consecutive heads in float32, times the scale."""
+    """RMS normalization of ``x * silu(gate)`` in float32 per group of consecutive heads, times the scale.
+
+    Args:
+        dims: Sizes of the layer.
+        groups: Number of groups of heads.
+        eps: Epsilon of the norm.
+        **kw: The dtype and rngs of the parameters.
+    """
 
     def __init__(self, dims: DeltaDims, groups: int, eps: float, **kw: Unpack[ParamOptions]):
         self.groups, self.eps = groups, eps
@@ -46,20 +53,21 @@ class GroupedGatedNorm(nnx.Module):
 
 
 class Mamba2(GatedDeltaNet):
-    """``out(norm(y, z))`` with ``y = S^T C + d x`` and ``S <- exp(-exp(a_log) step) S + B (step x)^T``.
+    """Mamba-2 layer: ``out(norm(y, z))`` with ``y = S^T C + d x`` and ``S <- exp(-exp(a_log) step) S + B (step x)^T``.
 
-    x, B and C come from the convolution, and ``step = max(softplus(projected + dt_bias), min_step)``. Source:
-    ``NemotronHMamba2Mixer`` in transformers 5.24, which bounds the steps in passes only, not in those of one token with
-    a cache; here all steps are bounded.
+    x, B and C are outputs of the convolution, and ``step = max(softplus(projected + dt_bias), min_step)``. Source:
+    ``NemotronHMamba2Mixer`` in transformers 5.24. transformers does not bound the steps of single tokens with a cache.
+    This class bounds all steps.
 
     Args:
-        dims: as many values as x has heads, and as many keys as there are groups of B and C.
-        taps: width of the convolution.
-        bias: whether the projections have a bias.
-        conv_bias: whether the convolution has a bias.
-        eps: of the norm.
-        min_step: lower bound of the step sizes.
-        mesh: see `GatedDeltaNet`.
+        dims: Sizes. ``values`` is the number of heads of x, and ``keys`` the number of groups of B and C.
+        taps: Width of the convolution.
+        bias: Whether the projections have a bias.
+        conv_bias: Whether the convolution has a bias.
+        eps: Epsilon of the norm.
+        min_step: Lower bound of the step sizes.
+        mesh: See `GatedDeltaNet`.
+        **kw: The dtype and rngs of the parameters.
     """
 
     has_correction: ClassVar[bool] = False

@@ -1,4 +1,4 @@
-"""Loop over tokens for recurrent layers, and the order of tokens that such layers need."""
+"""Order of tokens for recurrent layers, and a scan over tokens."""
 
 import dataclasses
 from collections.abc import Callable
@@ -16,17 +16,17 @@ from nnxmoe.layers.context import Context
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class OrderedTokens:
-    """Order of a pass's tokens with the real tokens of each row first and padding last.
+    """Sorted order of the tokens of a pass: in each row the real tokens come first, and padding comes last.
 
-    Recurrent layers need this order, since a token depends on all tokens before it in the row.
+    Recurrent layers need this order, because a token depends on all earlier tokens of its row.
 
     Attributes:
-        count: real tokens per row.
-        length_before: tokens of each row in the cache.
-        real: which tokens are real, in this order; None: all.
-        order: place in the pass of each token in this order.
-        inverse: place in this order of each token of the pass.
-        segment: number of segments that begin up to each token; None: there is only one.
+        count: Number of real tokens per row.
+        length_before: Number of cached tokens per row.
+        real: Whether each token in sorted order is real. None if all tokens are real.
+        order: Place in the pass of each token in sorted order. None if the order does not change.
+        inverse: Place in sorted order of each token of the pass. None if the order does not change.
+        segment: Number of segments that start at or before each token in sorted order. None if there is one segment.
     """
 
     count: Int[Array, "B"]
@@ -38,7 +38,7 @@ class OrderedTokens:
 
     @classmethod
     def from_context(cls, context: Context, batch: int, length: int, cached: bool) -> Self:
-        """Order the tokens ``[B, T]`` of a context."""
+        """Sort the tokens ``[B, T]`` of a context. ``cached`` is True if the layer has a cache."""
         past, valid = context.past if cached else None, context.valid
         length_before = jnp.zeros(batch, jnp.int32) if past is None else past.length_before
         tokens = cls(jnp.full(batch, length, jnp.int32), length_before)
@@ -59,17 +59,17 @@ class OrderedTokens:
         return x if self.order is None else gather_tokens(x, self.order)
 
     def unsort(self, x: Shaped[Array, "B T ..."]) -> Shaped[Array, "B T ..."]:
-        """Invert `sort`; padding gets values of real tokens."""
+        """Invert `sort`. Padding gets the values of real tokens."""
         return x if self.inverse is None else gather_tokens(x, self.inverse)
 
     def row_index(self, places: Int[Array, "B n"]) -> Int[Array, "B n"]:
-        """Return the index in the row of the tokens at these places; -1 for padding and negative places."""
+        """Return the index in the row of the tokens at these places, or -1 for padding and negative places."""
         is_real = (places >= 0) & (places < self.count[:, None])
         return jnp.where(is_real, self.length_before[:, None] + places, -1)
 
 
 def _starts_segment(segment: Int[Array, "B T"], past: CacheMetadata | None) -> Bool[Array, "B T"]:
-    """Whether a token's segment differs from that of the token before it, in its row or in the cache."""
+    """Return whether a token's segment differs from the segment of the previous token in the row or the cache."""
     if past is None:
         previous = segment[:, :1]
     else:
@@ -80,14 +80,14 @@ def _starts_segment(segment: Int[Array, "B T"], past: CacheMetadata | None) -> B
 def scan_tokens(
     step: Callable[[Any, Any], tuple[Any, Array]], zero: Any, inputs: Any, context: Context, cache: Any
 ) -> tuple[Array, Any]:
-    """Scan a recurrence over tokens. Padding leaves the state as it is.
+    """Scan a recurrence over tokens. Padding does not change the state.
 
     Args:
         step: ``(state, inputs of a token) -> state, output``.
-        zero: arrays ``[B, ...]`` of zeros, the state before the first token of a row or segment.
-        inputs: arrays ``[B, T, ...]``.
-        context: the pass.
-        cache: a `RecurrentState`, or None.
+        zero: Arrays ``[B, ...]`` of zeros, the state before the first token of a row or segment.
+        inputs: Arrays ``[B, T, ...]``.
+        context: Context of the pass.
+        cache: A `RecurrentState`, or None.
 
     Returns:
         The outputs ``[B, T, ...]`` and the cache.

@@ -18,7 +18,7 @@ MAX_KEY_DIM = 256
 
 
 def delta_attention() -> Any:
-    """Return ``tokamax.ops.kimi_delta_attention``. Raises ValueError if tokamax lacks it or is not installed."""
+    """Import ``tokamax.ops.kimi_delta_attention``. Raise ValueError if tokamax is too old or not installed."""
     installed = importlib.util.find_spec("tokamax") is not None
     attention = getattr(importlib.import_module("tokamax.ops"), "kimi_delta_attention", None) if installed else None
     if attention is None:
@@ -30,17 +30,17 @@ def delta_attention() -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class TokamaxDeltaRule(ShardMapKernel):
-    """``tokamax.ops.kimi_delta_attention``, for recurrent layers.
+    """Delta rule of recurrent layers by ``tokamax.ops.kimi_delta_attention``.
 
     Decays are per channel of the keys (Kimi Linear, Ling 3, GLM-5.3), or per head and repeated for all channels
-    (Qwen3-Next, Qwen3.5). Computes passes of one segment per row with keys of up to 256 numbers. The layer's own rule
-    computes the rest: packed rows, and rows sharded over ``context``.
+    (Qwen3-Next, Qwen3.5). Supports passes with one segment per row and keys of width up to 256. The layer's chunked
+    rule computes packed rows, wider keys, and rows sharded over ``context``.
 
     Args:
-        implementation: "mosaic", the kernels for TPUs, or "xla", token by token on any backend.
+        implementation: "mosaic" for the TPU kernels, or "xla" for a loop over tokens on any backend.
 
     Raises:
-        ValueError: tokamax is not installed, or is older than 0.0.17.
+        ValueError: If tokamax is not installed, or is older than 0.0.17.
     """
 
     implementation: str = "mosaic"
@@ -51,7 +51,7 @@ class TokamaxDeltaRule(ShardMapKernel):
     def __call__(
         self, inputs: DeltaInputs, state: Float[Array, "B N H W"], chunk_rule: ChunkedRule
     ) -> tuple[Float[Array, "B T N W"], Float[Array, "B N H W"]]:
-        """Return the outputs and the state after all tokens; ``chunk_rule``: the layer's own computation of both."""
+        """Return the outputs and the state after all tokens. ``chunk_rule`` computes unsupported inputs."""
         q, k, v, g, beta, segment = inputs
         if segment is not None or k.shape[-1] > MAX_KEY_DIM:
             return chunk_rule(inputs, state)
@@ -62,7 +62,7 @@ class TokamaxDeltaRule(ShardMapKernel):
         return jnp.moveaxis(outputs, 0, 2)[:, : v.shape[1]], state
 
     def _shard_map_kernel(self, *operands: Array) -> tuple[Array, Array]:
-        """Call the kernel for ``[N B T …]`` and the state ``[B N H W]``, on each device's rows and heads."""
+        """Call the kernel on every device with its rows and heads of ``[N B T …]`` and of the state ``[B N H W]``."""
         if self.mesh is None or self.mesh.size == 1:
             return self._kernel(*operands)
         batch, heads = operands[-1].shape[:2]
