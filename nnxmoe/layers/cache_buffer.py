@@ -40,7 +40,7 @@ Buffer = Array | Int8Array
 
 
 def as_float(buffer: Buffer, dtype: Any) -> Array:
-    """Dequantize an `Int8Array` to ``dtype``; return a float buffer unchanged."""
+    """Dequantize an `Int8Array` to ``dtype``. Return a float buffer unchanged."""
     return buffer.dequantize(dtype) if isinstance(buffer, Int8Array) else buffer
 
 

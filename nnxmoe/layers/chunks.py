@@ -1,4 +1,4 @@
-"""Loops over chunks of a sequence, which need memory for the activations of one chunk only."""
+"""Loops over chunks of a sequence. Memory contains the activations of one chunk at a time."""
 
 from collections.abc import Callable
 from typing import Any

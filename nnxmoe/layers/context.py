@@ -87,7 +87,7 @@ class Context:
         if lengths is None:
             return context
         traced = any(isinstance(part, Tracer) for part in jax.tree.leaves(lengths))
-        counts = jnp.asarray(lengths) if traced else np.asarray(lengths)  # NumPy keeps the checks untraced
+        counts = jnp.asarray(lengths) if traced else np.asarray(lengths)  # NumPy, so jit does not trace the checks
         fits = counts.shape == (batch,) and jnp.issubdtype(counts.dtype, jnp.integer)
         if not fits or not (traced or np.all((counts >= 0) & (counts <= length))):
             raise ValueError(f"lengths={lengths}: give {batch} numbers of real tokens, from 0 to {length}")

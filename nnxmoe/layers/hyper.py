@@ -61,7 +61,7 @@ class StreamWeights(nnx.Module):
 
 
 class HyperConnection(nnx.Module):
-    """Compute the `Connection` of half a layer from the streams of each token.
+    """Projection of the streams of each token to the `Connection` of half a layer.
 
     ``iterations`` Sinkhorn-Knopp iterations (1967) normalize ``mix`` to a doubly stochastic matrix.
 

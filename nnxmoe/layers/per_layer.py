@@ -48,7 +48,7 @@ class PerLayerEmbed(MuPEmbed):
 
 
 class PerLayerInput(nnx.Module):
-    """Map a layer's input from `PerLayerEmbed` to the residual stream: ``norm(project(gelu(gate(x)) * input))``."""
+    """Addition of a layer's `PerLayerEmbed` input to the residual stream: ``norm(project(gelu(gate(x)) * input))``."""
 
     def __init__(self, dim: int, width: int, eps: float, **kw: Unpack[ParamOptions]):
         self.gate = Linear((dim,), (width,), ("embed", "latent"), **kw)
@@ -66,7 +66,7 @@ class Factor(nnx.Variable):
 
 
 class OutputScale(nnx.Module):
-    """Multiply ``x`` by a factor in ``x``'s dtype (Gemma 4, 2026)."""
+    """Fixed scale of a layer's output, ``x * factor`` in ``x``'s dtype (Gemma 4, 2026)."""
 
     def __init__(self, **kw: Unpack[ParamOptions]):
         self.factor = parameter((1,), (None,), nnx.initializers.ones, param_type=Factor, **kw)

@@ -73,7 +73,7 @@ def rotate_pairs(x: Float[Array, "B T N H"], rotation: Rotation) -> Float[Array,
 
 @dataclasses.dataclass(frozen=True)
 class PartialRotary:
-    """Rotate the first ``width`` components of each head by halves. Leave the remaining components unchanged.
+    """Rotation by halves of the first ``width`` components of each head. The remaining components are unchanged.
 
     The `Rotation` must come from a `Rope` of this width (GPT-NeoX-20B, Black et al. 2022; GLM-4.5, MiniMax-M2).
     """
@@ -87,7 +87,7 @@ class PartialRotary:
 
 @dataclasses.dataclass(frozen=True)
 class TrailingPairs:
-    """Rotate the pairs ``(2i, 2i + 1)`` of the last ``width`` components of each head (DeepSeek-V4).
+    """Rotation of the pairs ``(2i, 2i + 1)`` of the last ``width`` components of each head (DeepSeek-V4).
 
     The components keep their order.
     """

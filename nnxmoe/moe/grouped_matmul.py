@@ -33,7 +33,10 @@ def batched_matmul(rows: Float[Array, "E R I"], kernel: GroupedKernel) -> Float[
 
 @dataclasses.dataclass(frozen=True)
 class MaskedMatmul:
-    """Multiply every row by every kernel, and mask the results: E times the work; the reference implementation."""
+    """Grouped product that multiplies every row by every kernel and masks the results.
+
+    It does E times the work and is the reference for all other implementations.
+    """
 
     def __call__(self, rows: Float[Array, "R I"], kernel: GroupedKernel, sizes: Int[Array, "E"]) -> Float[Array, "R O"]:
         kernel, ends = as_kernel(kernel), jnp.cumsum(sizes)
@@ -45,7 +48,7 @@ class MaskedMatmul:
 
 @dataclasses.dataclass(frozen=True)
 class RaggedDotMatmul:
-    """Call `jax.lax.ragged_dot`: a grouped kernel on TPUs, a masked dense product on CPUs and NVIDIA GPUs."""
+    """Grouped product by `jax.lax.ragged_dot`: a grouped kernel on TPUs, a masked dense product on CPUs and GPUs."""
 
     def __call__(self, rows: Float[Array, "R I"], kernel: GroupedKernel, sizes: Int[Array, "E"]) -> Float[Array, "R O"]:
         rows = zero_unused_rows(rows, sizes)
@@ -62,7 +65,7 @@ def zero_unused_rows(rows: Float[Array, "R D"], sizes: Int[Array, "E"]) -> Float
 
 @dataclasses.dataclass(frozen=True)
 class AlignedMatmul:
-    """Pad each group to a multiple of ``block`` rows, and call ``inner``.
+    """Grouped product that pads each group to a multiple of ``block`` rows for ``inner``.
 
     The groups get at most ``E * (block - 1)`` rows of zeros in total.
     """

@@ -110,7 +110,7 @@ def gather_by_index(
 
 
 class Compressor(nnx.Module):
-    """Compress windows of tokens to entries ``norm(sum_j softmax_j(gate_j + place_j) * kv_j)``.
+    """Compression of windows of tokens to entries ``norm(sum_j softmax_j(gate_j + place_j) * kv_j)``.
 
     The sum is over the tokens j of ``series`` windows. With one series, an entry depends on its window. With two
     series, an entry also depends on the previous window, with separate kernels. Entries are rotated by the position of

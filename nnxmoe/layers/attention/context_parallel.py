@@ -140,8 +140,8 @@ class AllGatherAttention:
     """Attention that gathers keys and values, or MLA's latents, over the mesh axis ``context``.
 
     It is the default on meshes with that axis. Each device computes the outputs of its queries (Llama 3, 2024, section
-    3.3.2). A device needs memory for the keys and values of whole rows: for one layer if the backward pass
-    rematerializes them (`Remat`), otherwise for all layers.
+    3.3.2). Each device stores the keys and values of whole rows: for one layer if the backward pass rematerializes them
+    (`Remat`), otherwise for all layers.
 
     Args:
         inner: Attention of a device's queries. If a pass has a cache, or the axis does not divide its rows, every

@@ -100,7 +100,7 @@ class RingAttention:
 
 @dataclasses.dataclass(frozen=True)
 class SplitKV:
-    """Split the last dimension into keys of ``width`` components and values."""
+    """`KVExpansion` that splits the last dimension into keys of ``width`` components and values."""
 
     width: int
 

@@ -32,7 +32,7 @@ SelectedSlots = Int[Array, "_ _ X"]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SelectedMask(Mask):
-    """Mask that allows the selected slots only. `allowed` ignores all other fields.
+    """`Mask` that allows the selected slots only. The values of all other fields are ignored.
 
     Attributes:
         slots: Selected slots of each query.

@@ -84,7 +84,10 @@ class SeparateProjection(nnx.Module):
 
 
 class FusedProjection(nnx.Module):
-    """Input projection with two kernels, both with outputs grouped by key head: q, k, v and z; b and a (Qwen3-Next)."""
+    """Input projection with two kernels (Qwen3-Next): one for q, k, v and z, one for b and a.
+
+    The outputs of both kernels are grouped by key head.
+    """
 
     def __init__(self, dims: DeltaDims, **kw: Unpack[ParamOptions]):
         self.dims, groups, axes = dims, dims.values // dims.keys, ("embed", "heads", "head")
