@@ -41,9 +41,9 @@ class Blocks(NamedTuple):
 class FlashAttention:
     """Exact attention in blocks of up to ``block_q`` by ``block_k`` scores.
 
-    Blocks without allowed pairs of query and key are mostly skipped; see `_key_ranges`. Accumulates in float32. If a
-    query has no allowed key (padding), its output and its gradients are zero. Supports first derivatives in reverse
-    mode only. Use ``ReferenceAttention()`` for forward mode and higher derivatives.
+    Skips blocks of keys outside the range of indices and segments that a block of queries attends to. Accumulates in
+    float32. If a query has no allowed key (padding), its output and its gradients are zero. Supports first derivatives
+    in reverse mode only. Use ``ReferenceAttention()`` for forward mode and higher derivatives.
 
     Args:
         block_q: Maximum number of queries per block. If None, 512 if each key head has one query head, otherwise 256.

@@ -29,9 +29,9 @@ class RingAttention:
     """Attention that passes keys and values, or MLA's latents, from device to device along the mesh axis ``context``.
 
     In each step, a device attends with its queries to the keys of one device, and merges the results by their
-    log-sum-exps. The memory per device is proportional to the number of tokens per device. Blocks without allowed pairs
-    are skipped as in `FlashAttention`. With a window W, only the devices of the latest W tokens are visited. Each
-    device expands the latents of the current step.
+    log-sum-exps. The memory per device is proportional to the number of tokens per device. Blocks of keys are skipped
+    as in `FlashAttention`. With a window of W tokens and without padding, only the devices of the latest W tokens are
+    visited. Each device expands the latents of the current step.
 
     Args:
         flash: Computes the scores and the gradients. Supports first derivatives in reverse mode only.

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from nnxmoe.sharding import is_static
 
-COPIES_16_BITS = jax.__version_info__ < (0, 12)  # the oldest tested release that does not cast whole 16-bit arrays
+COPIES_16_BITS = jax.__version_info__ < (0, 12)  # 0.12.0 is the oldest tested release without these copies
 
 
 def on_cpu() -> bool:
