@@ -71,7 +71,7 @@ class EdgeLayer(GemmaLayer):
         if isinstance(attention, CrossLayerAttention):
             more = attention(self.attention_norm(hidden), kept[self.kind], context=context)
         else:
-            more, cache, seen = attention.attend(self.attention_norm(hidden), context=context, cache=cache)
+            more, cache, seen = attention.attend_and_share(self.attention_norm(hidden), context=context, cache=cache)
             kept = kept | {self.kind: seen} if self.stores else kept
         hidden = context.output_tokens(hidden) + self._added(more, self.attention_post_norm)
         more, info = self.feed_forward_branch(hidden, context=context)

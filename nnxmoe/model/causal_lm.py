@@ -296,8 +296,8 @@ class CausalLM(nnx.Module):
         if is_traced(self, (inputs, cache, key)) or is_stateful(self):
             return self._forward_uncompiled(inputs, *options)
         exact = self.mesh is not None or (cache is not None and width == 1) or not self.token_independent(key)
-        program = model_program(self, CausalLM.forward, static=(3, 4, 5))
-        out = program(inputs if exact else pad_inputs(inputs), *options)
+        program = model_program(self, CausalLM.forward, static=(6, 7, 8))
+        out = program(*(inputs if exact else pad_inputs(inputs)), *options)
         if is_stateful(self):  # found by tracing the program
             return self._forward_uncompiled(inputs, *options)
         if lengths is not None and out.cache is not None:
@@ -306,7 +306,7 @@ class CausalLM(nnx.Module):
 
     def _forward_uncompiled(self, inputs: ModelInputs, *options: Any) -> Output:
         try:
-            return self.forward(inputs, *options)
+            return self.forward(*inputs, *options)
         except (TypeError, jax.errors.InconclusiveDimensionOperation) as error:
             if is_static(*np.shape(inputs.tokens)):
                 raise
@@ -317,7 +317,10 @@ class CausalLM(nnx.Module):
 
     def forward(
         self,
-        inputs: ModelInputs,
+        tokens: Ids,
+        attention_mask: TokenMask | None,
+        positions: Ids | None,
+        segment_ids: Ids | None,
         cache: Cache | None,
         key: Key[Array, ""] | None,
         return_routing: bool,
@@ -326,7 +329,7 @@ class CausalLM(nnx.Module):
     ) -> Output:
         """Compute the output of a call from arrays. ``fresh``: promises that the cache is empty (see `body`)."""
         request = OutputRequest(all_hidden=return_hidden, reduce_routing=None if return_routing else drop_routing)
-        body = self.body(*inputs, cache, key, request, fresh=fresh)
+        body = self.body(tokens, attention_mask, positions, segment_ids, cache, key, request, fresh=fresh)
         routing, dispatch = None, None
         if return_routing:
             routing = ByLayer({i: info.routing for i, info in body.infos.items()})
@@ -358,14 +361,15 @@ class CausalLM(nnx.Module):
         """
         caches = (None,) * len(self.stacks) if cache is None else cache.layers
         shared = None if cache is None else cache.shared(fresh)
-        embedded, context, cache = self.embed_inputs(
+        embedded, context, cache = self._embed_inputs(
             tokens, attention_mask, positions, segment_ids, shared, key, fresh=fresh
         )
         context = dataclasses.replace(context, request=request)
         x, outputs = embedded, []
         for i, (stack, stack_cache) in enumerate(zip(self.stacks, caches, strict=True)):
             last_only = request.last_token_only and i + 1 == len(self.stacks)
-            outputs.append(stack(x, context.for_layer(i, last_token_only=last_only), stack_cache))
+            stack_context = context.for_layer(i, last_token_only=last_only)
+            outputs.append(stack(x, context=stack_context, cache=stack_cache))
             x = outputs[-1].x
         out = concatenate_layers(x, outputs, [stack.depth for stack in self.stacks])
         x = self.from_layer_output(x)
@@ -378,7 +382,7 @@ class CausalLM(nnx.Module):
         cache = None if cache is None else dataclasses.replace(cache, layers=out.cache)
         return Body(normalized, cache, out.infos, hidden, mtp_hidden)
 
-    def embed_inputs(
+    def _embed_inputs(
         self,
         tokens: Ids,
         attention_mask: TokenMask | None,

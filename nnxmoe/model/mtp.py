@@ -78,7 +78,7 @@ class MTP(nnx.Module):
             depth.
         """
         shared = None if cache is None else cache.shared(fresh)
-        embedded, context, moved = model.embed_inputs(
+        embedded, context, moved = model._embed_inputs(
             tokens, attention_mask, positions, segment_ids, shared, key, fresh=fresh
         )
         embedded = model.from_layer_output(embedded)

@@ -76,7 +76,7 @@ def state_beyond_the_norm(model: nnxmoe.CausalLM, patch: pytest.MonkeyPatch) -> 
     def wrong(self: Any, *given: Any, **options: Any) -> Any:
         body = right(self, *given, **options)
         after = jnp.tile(body.x, body.mtp_hidden.shape[-1] // body.x.shape[-1])
-        return dataclasses.replace(body, states=after if model.config.model_type == STREAMED else body.hidden[-2])
+        return dataclasses.replace(body, mtp_hidden=after if model.config.model_type == STREAMED else body.hidden[-2])
 
     patch.setattr(type(model), "body", wrong)
 

@@ -164,7 +164,7 @@ class IndexedGQA(GQA):
         super().__init__(dims, **options)
         self.indexer, self.topk = indexer, indexer.topk
 
-    def append_to_cache(
+    def _append_to_cache(
         self, x: Float[Array, "B T D"], k: Array, v: Array, context: Context, cache: Any
     ) -> tuple[Any, Array, Array, Mask, AttentionFn]:
         stored = k, v, self.indexer.keys(x, context=context)

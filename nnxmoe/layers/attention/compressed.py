@@ -6,7 +6,7 @@ the window's last token.
 """
 
 import dataclasses
-from typing import Unpack
+from typing import NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -109,6 +109,20 @@ def gather_by_index(
     return jnp.take_along_axis(values, sources[..., None], axis=1, mode="fill", fill_value=0)
 
 
+class CompressorOutput(NamedTuple):
+    """Output of a `Compressor`.
+
+    Attributes:
+        cache: The cache with the new entries, or None without a cache.
+        entries: All entries ``[B, n, W]``, with those of the new tokens.
+        slots: Indices and segments of the entries.
+    """
+
+    cache: CompressedCache | None
+    entries: Float[Array, "B n W"]
+    slots: SlotMetadata
+
+
 class Compressor(nnx.Module):
     """Compression of windows of tokens to entries ``norm(sum_j softmax_j(gate_j + place_j) * kv_j)``.
 
@@ -156,7 +170,7 @@ class Compressor(nnx.Module):
 
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, rows: RowMetadata, cache: CompressedCache | None
-    ) -> tuple[CompressedCache | None, Float[Array, "B n W"], SlotMetadata]:
+    ) -> CompressorOutput:
         """Return the cache, all entries including new entries from x, and the slots of the entries."""
         projected, length = jnp.concatenate([self.kv(x), self.gate(x)], axis=-1), x.shape[1]
         open_tokens, tokens, index = None, projected, rows.index
@@ -171,12 +185,12 @@ class Compressor(nnx.Module):
         new_ends = jnp.where(new_ends >= rows.length_before[:, None], new_ends, -1)
         entries = self._entries(tokens, new_ends, rows, context)
         if cache is None or open_tokens is None:
-            return None, entries, rows.slots(new_ends)
+            return CompressorOutput(None, entries, rows.slots(new_ends))
         slots = jnp.where(new_ends < 0, ends.shape[1], slots)
         cache = CompressedCache(write_slots(cache.entries, entries, slots, 1), RecurrentState(open_tokens))
         if context.fresh:
-            return cache, entries, rows.slots(new_ends)
-        return cache, as_float(cache.entries, entries.dtype), rows.slots(ends)
+            return CompressorOutput(cache, entries, rows.slots(new_ends))
+        return CompressorOutput(cache, as_float(cache.entries, entries.dtype), rows.slots(ends))
 
     def _entries(
         self, tokens: Float[Array, "B S _"], ends: Int[Array, "B n"], rows: RowMetadata, context: Context

@@ -36,6 +36,12 @@ class ValueNormGQA(GQA):
         k = self.k(x)
         return k, rms_normalize(k if self.keys_as_values else self.v(x), self.eps)
 
+    def attend_and_share(
+        self, x: Float[Array, "B T D"], context: Context, cache: Any
+    ) -> tuple[Float[Array, "B asked D"], Any, KeysValuesMask]:
+        """Return the output, the cache, and the keys, values and mask for `CrossLayerAttention` of later layers."""
+        return self._attend(x, context=context, cache=cache)
+
 
 class CrossLayerAttention(nnx.Module):
     """Attention to the keys and values of an earlier layer, with query and output projections but without a cache.

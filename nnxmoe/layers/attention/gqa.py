@@ -209,10 +209,10 @@ class GQA(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, cache: TokenCache | None = None
     ) -> tuple[Float[Array, "B asked D"], TokenCache | None]:
-        y, cache, _ = self.attend(x, context=context, cache=cache)
+        y, cache, _ = self._attend(x, context=context, cache=cache)
         return y, cache
 
-    def attend(
+    def _attend(
         self, x: Float[Array, "B T D"], context: Context, cache: Any
     ) -> tuple[Float[Array, "B asked D"], Any, KeysValuesMask]:
         """Return the output, the cache, and the keys, values and mask of the attention."""
@@ -223,7 +223,7 @@ class GQA(nnx.Module):
         q = jnp.swapaxes(self.encode_positions(q, context=context), 1, 2)
         k = jnp.swapaxes(context.rotated(k, self.rotary, self.rotate), 1, 2)
         v = jnp.swapaxes(v, 1, 2)
-        cache, k, v, mask, attention_fn = self.append_to_cache(x, k, v, context=context, cache=cache)
+        cache, k, v, mask, attention_fn = self._append_to_cache(x, k, v, context=context, cache=cache)
         q, k, v = checkpoint_name(q, "queries"), checkpoint_name(k, "keys"), checkpoint_name(v, "values")
         softmax = MaskedSoftmax(mask, self.scale, sinks=None if self.sinks is None else self.sinks())
         heads = jnp.swapaxes(attention_fn(q, k, v, softmax), 1, 2)
@@ -240,7 +240,7 @@ class GQA(nnx.Module):
         """Rotate the queries."""
         return context.rotated(q, self.rotary, self.rotate)
 
-    def append_to_cache(
+    def _append_to_cache(
         self,
         x: Float[Array, "B T D"],
         k: Float[Array, "B K T H"],

@@ -240,9 +240,9 @@ class MLA(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, cache: TokenCache | None = None
     ) -> tuple[Float[Array, "B asked D"], TokenCache | None]:
-        cache, latents, mask = context.append_to_cache(cache, self.project_latents(x, context), window=None)
+        cache, latents, mask = context.append_to_cache(cache, self.project_latents(x, context=context), window=None)
         x = context.output_tokens(x)
-        heads = self.attend(self.q(x), latents, mask, context, self.attention_fn)
+        heads = self._attend(self.q(x), latents, mask, context, self.attention_fn)
         return self.project_out(x, heads), cache
 
     def project_latents(self, x: Float[Array, "B T D"], context: Context) -> Float[Array, "B T latent_and_rope"]:
@@ -251,7 +251,7 @@ class MLA(nnx.Module):
         k_rope = context.rotated(k_rope[:, :, None, :], self.rotary, self.rotate)[:, :, 0, :]
         return checkpoint_name(jnp.concatenate([self.kv_norm(latent), k_rope], axis=-1), "latents")
 
-    def attend(
+    def _attend(
         self,
         q: Float[Array, "B asked N H"],
         latents: Float[Array, "B S latent_and_rope"],
@@ -288,8 +288,8 @@ class PositionScaledMLA(MLA):
         super().__init__(dims, **options)
         self.beta, self.original = beta, original
 
-    def attend(
+    def _attend(
         self, q: Float[Array, "B asked N H"], latents: Array, mask: Mask, context: Context, attention_fn: AttentionFn
     ) -> Float[Array, "B asked N v"]:
         q = scale_by_position(q, context, self.beta, self.original)
-        return super().attend(q, latents, mask, context, attention_fn)
+        return super()._attend(q, latents, mask, context, attention_fn)

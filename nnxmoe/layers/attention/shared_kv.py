@@ -183,7 +183,7 @@ class SharedKV(nnx.Module):
             entry_caches, entries = self._compress(x, context, rows, cache)
             index_queries = ()
             if self.indexer is not None and entries.index_keys is not None:
-                index_queries = self.indexer.queries(context.output_tokens(x), q_latent, context)
+                index_queries = self.indexer.queries(context.output_tokens(x), q_latent, context=context)
             heads = self._attend(q, kv, mask, rows, entries, index_queries)
         heads = context.rotated(heads, self.rotary, self.rotate.inverse)
         y = self.o_b(self._project_groups(heads))

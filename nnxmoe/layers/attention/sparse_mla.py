@@ -52,7 +52,7 @@ class SparseMLA(MLA):
         """
         assert isinstance(self.q, LowRankQuery)
         q_latent = self.q.latent(context.output_tokens(x))
-        latents = self.project_latents(x, context)
+        latents = self.project_latents(x, context=context)
         index_keys = None
         if self.indexer is None:
             cache, latents, mask = context.append_to_cache(cache, latents, window=None)
@@ -67,7 +67,7 @@ class SparseMLA(MLA):
             if selected is None:
                 raise ValueError("a layer without an indexer needs the keys that an earlier layer has selected")
             attention_fn = SparseAttention(selected, self.attention_fn)
-        heads = self.attend(self.q.b(q_latent), latents, mask, context, attention_fn)
+        heads = self._attend(self.q.b(q_latent), latents, mask, context, attention_fn)
         return self.project_out(x, heads), selected, cache
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, lookahead: int = 0) -> TokenCache:
