@@ -115,11 +115,11 @@ def test_the_least_recently_used_is_left_out() -> None:
     kept = PrefixCache(2)
     first, second, third = (tuple(ids(80, seed)) for seed in range(3))
     assert kept.match(first) is None and kept.match(second) is None and len(kept) == 0
-    kept.add(Prefix(first))
-    kept.add(Prefix(second))
+    kept.insert(Prefix(first))
+    kept.insert(Prefix(second))
     found = kept.match((*first, 7))
     assert found is not None and found.ids == first
-    kept.add(Prefix(third))
+    kept.insert(Prefix(third))
     assert len(kept) == kept.max_prefixes == 2 and kept.hits == 1
     assert kept.match((*third, 7)).ids == third and kept.hits == 2  # type: ignore[union-attr]
     shared = kept.match((*second, 7))  # left out before; with a recent prompt it has all of itself in common

@@ -268,7 +268,7 @@ def test_complete_checks_every_prompt_and_option_first(options: dict[str, Any], 
 @pytest.mark.wrong_types
 def test_generate_stream_and_score_check_everything_first(no_step: None, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny()
-    monkeypatch.setattr("nnxmoe.generation.score.compiled", lambda *_, **__: pytest.fail("a pass was computed"))
+    monkeypatch.setattr("nnxmoe.generation.score.model_program", lambda *_, **__: pytest.fail("a pass was computed"))
     for door, message in (
         (lambda: nnxmoe.generate(model, [[1, 2], [3, 99]]), "got 99"),
         (lambda: nnxmoe.generate(model, [[1]], max_new_tokens=10**15), "takes"),

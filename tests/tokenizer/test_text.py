@@ -15,7 +15,7 @@ import tokenizers
 
 import nnxmoe
 from nnxmoe.generation import decode
-from nnxmoe.generation.complete import encoded
+from nnxmoe.generation.complete import encode_prompt
 from nnxmoe.tokenizer.chat_template import render_chat_template
 from nnxmoe.tokenizer.tokenizer import TextStream, Tokenizer, TokenizerError
 
@@ -839,7 +839,7 @@ def test_messages_of_any_type_reach_the_template_as_plain_values() -> None:
     assert rendered.startswith('{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "see"}]')
     assert '"content": 3, "data": [1.0, 1.0]' in rendered and rendered.endswith("{'flag': False, 'other': '<object>'}")
     tokenizer = Tokenizer.from_pretrained(MODEL)
-    assert encoded([Said("user", "hi")], tokenizer) == encoded(HI, tokenizer)  # of `stream` and `complete`
+    assert encode_prompt([Said("user", "hi")], tokenizer) == encode_prompt(HI, tokenizer)  # of `stream` and `complete`
 
 
 @pytest.mark.wrong_types
@@ -995,7 +995,7 @@ def test_arguments_as_object_or_text_give_equal_prompts() -> None:
     tokenizer = Tokenizer.from_pretrained(MODEL)
     tokenizer.chat_templates = {"default": CALL_FORMS["Qwen2.5"][0]}
     chats = [calling({"name": "f", "arguments": a}, content="Hm") for a in ({"a": 1}, '{"a": 1}')]
-    assert encoded(chats[0], tokenizer) == encoded(chats[1], tokenizer)
+    assert encode_prompt(chats[0], tokenizer) == encode_prompt(chats[1], tokenizer)
     texts = [tokenizer.apply_chat_template(chat, continue_final_message=True) for chat in chats]
     assert texts == ["<user>q<assistant>Hm"] * 2
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib
-import importlib.util
 from typing import Any
 
 import jax.numpy as jnp
@@ -19,8 +18,10 @@ MAX_KEY_DIM = 256
 
 def delta_attention() -> Any:
     """Import ``tokamax.ops.kimi_delta_attention``. Raise ValueError if tokamax is too old or not installed."""
-    installed = importlib.util.find_spec("tokamax") is not None
-    attention = getattr(importlib.import_module("tokamax.ops"), "kimi_delta_attention", None) if installed else None
+    try:
+        attention = getattr(importlib.import_module("tokamax.ops"), "kimi_delta_attention", None)
+    except ModuleNotFoundError:
+        attention = None
     if attention is None:
         raise ValueError(
             f"TokamaxDeltaRule() needs tokamax 0.0.17 and Python 3.12 or newer: {install_command('kernels')}"
