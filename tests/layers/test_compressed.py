@@ -161,8 +161,8 @@ def one_round_of_sinkhorn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def weights_of_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
-    old = SqrtSoftplusTopK.chosen
-    monkeypatch.setattr(SqrtSoftplusTopK, "chosen", lambda self, e, s, x: old(self, e, jax.nn.softmax(x, -1), x))
+    old = SqrtSoftplusTopK.route_to
+    monkeypatch.setattr(SqrtSoftplusTopK, "route_to", lambda self, e, s, x: old(self, e, jax.nn.softmax(x, -1), x))
 
 
 def tokens_shifted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -379,8 +379,8 @@ def rotate_other_pairs(model: Any, patch: pytest.MonkeyPatch) -> None:
 
 
 def rotate_last_components(model: Any, patch: pytest.MonkeyPatch) -> None:
-    right = Indexer._rotated
-    patch.setattr(Indexer, "_rotated", lambda self, x, context: right(self, x[..., ::-1], context)[..., ::-1])
+    right = Indexer._rotate
+    patch.setattr(Indexer, "_rotate", lambda self, x, context: right(self, x[..., ::-1], context)[..., ::-1])
 
 
 def forget_key_bias(model: Any, patch: pytest.MonkeyPatch) -> None:

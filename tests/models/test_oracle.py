@@ -831,8 +831,8 @@ def their_logits(knobs: nnxmoe.Sampling, logits: np.ndarray, prompt: np.ndarray)
 
 
 def our_logits(knobs: nnxmoe.Sampling, logits: np.ndarray, prompt: np.ndarray) -> np.ndarray:
-    """Logits that ``pick`` draws from."""
-    steps, values, _ = of_rows(*sampling.prepare(knobs, logits.shape[-1]), len(logits))
+    """Logits that `sample_ids` draws from."""
+    steps, values, _ = of_rows(*sampling.split_sampling(knobs, logits.shape[-1]), len(logits))
     seen = np.zeros(logits.shape, bool)
     np.put_along_axis(seen, prompt, True, axis=1)
     punished = sampling._penalised(jnp.asarray(logits), jnp.asarray(seen), steps, values)
@@ -876,11 +876,11 @@ def test_sampling_with_ties() -> None:
 def test_sampling_frequencies() -> None:
     """Frequencies of drawn tokens match the expected probabilities."""
     rows = 20000
-    draw = jax.jit(sampling.pick, static_argnums=2)
+    draw = jax.jit(sampling.sample_ids, static_argnums=2)
     for seed in range(0, 40, 4):
         knobs, (logits, prompt) = random_knobs(seed), random_logits(seed, ties=False)
         expected = softmax(their_logits(knobs, logits, prompt)[1])
-        steps, values = sampling.prepare(knobs, logits.shape[-1])
+        steps, values = sampling.split_sampling(knobs, logits.shape[-1])
         seen = np.zeros(logits.shape, bool)
         np.put_along_axis(seen, prompt, True, axis=1)
         many = [jnp.broadcast_to(jnp.asarray(a[1]), (rows, logits.shape[1])) for a in (logits, seen)]
