@@ -123,7 +123,7 @@ class Layer(nnx.Module):
         if not hasattr(self.attention, "empty_cache"):
             raise ValueError(
                 f"the attention {type(self.attention).__name__} has no cache: define "
-                "empty_cache(batch, capacity, dtype, spare), in a wrapper by that of the wrapped attention"
+                "empty_cache(batch, capacity, dtype, lookahead), in a wrapper by that of the wrapped attention"
             )
         return self.attention.empty_cache(batch, capacity, dtype, lookahead)
 

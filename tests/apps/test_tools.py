@@ -205,6 +205,13 @@ HERMES = '<tool_call>\n{"name": "find", "arguments": {"city": "Rome"'
 KIMI = "<|tool_calls_section_begin|><|tool_call_begin|>functions.find:0<|tool_call_argument_begin|>"
 V3 = "<|tool▁calls▁begin|><|tool▁call▁begin|>function<|tool▁sep|>now\n```json\n"
 MALFORMED: list[tuple[str, str, str, list[tuple[str, Any]]]] = [  # format, text, what is said, calls
+    ("llama", '{"name": {"a": 1}, "arguments": {"x": 1', '{"name": {"a": 1}, "arguments": {"x": 1', []),
+    (
+        "mistral json",
+        '[TOOL_CALLS][{"name": {"a": 1}, "arguments": {"x": 1',
+        '[TOOL_CALLS][{"name": {"a": 1}, "arguments": {"x": 1',
+        [],
+    ),
     ("qwen xml", "<tool_call>\n<function=now>", "", [NOW]),
     ("qwen xml", QWEN.format("Rome").removesuffix("</function>\n</tool_call>"), "", [ROME]),
     ("qwen xml", QWEN.format("Rome").removesuffix("</function>\n</tool_call>") + QWEN.format("Rome"), "", [ROME] * 2),

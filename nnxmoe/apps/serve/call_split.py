@@ -198,7 +198,9 @@ class CallSplit:
                 return None
             taken = JsonArguments(form.stops).take(text, final=True)
             body, end = _loaded(taken.arguments), len(text) - len(taken.rest)
-            if not body or body.get("name") not in self._tools.parameters or not body.keys() <= _FIELDS:
+            if body is None or not isinstance(name := body.get("name"), str) or not body.keys() <= _FIELDS:
+                return None
+            if name not in self._tools.parameters:
                 return None
         arguments = body.get("arguments", body.get("parameters")) or {}
         if isinstance(arguments, str) and arguments.lstrip().startswith("{"):
