@@ -697,14 +697,14 @@ def scale_a_token_late(model: Any) -> None:
 
 def forget_values_norm(model: Any) -> None:
     for x in attentions(model):
-        x.keys_and_values = lambda h, x=x: (x.k(h), x.k(h) if x.keys_as_values else x.v(h))
+        x.project_kv = lambda h, x=x: (x.k(h), x.k(h) if x.keys_as_values else x.v(h))
 
 
 def normalised_keys_as_values(model: Any) -> None:
     """As if values were taken after the norm of the keys."""
     for x in attentions(model):
         if getattr(x, "keys_as_values", False):
-            x.keys_and_values = lambda h, x=x: (x.k(h), rms_normalize(x.qk_norm.k(x.k(h)), 1e-6))
+            x.project_kv = lambda h, x=x: (x.k(h), rms_normalize(x.qk_norm.k(x.k(h)), 1e-6))
 
 
 def each_layer(model: Any) -> list[Any]:

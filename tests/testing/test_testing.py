@@ -871,7 +871,7 @@ def test_unsupported_comparisons() -> None:
         compare(llama(1), FusedMLP())
     assert len(str(caught.value).splitlines()) == 1
     for call in ({}, {"nnx_call": lambda module, x: module(x)[0]}):
-        with pytest.raises(ValueError, match=r" argument: 'context', .*Context\.of_rows"):
+        with pytest.raises(ValueError, match=r" argument: 'context', .*Context\.from_lengths"):
             testing.assert_module_parity(attention()[0], Attention(), DIVIDED, (X,), **call)
     with pytest.raises(ValueError, match="the Linen module has variables in batch_stats, but only"):
         testing.assert_module_parity(mlp(), nn.BatchNorm(use_running_average=False), {}, X)
