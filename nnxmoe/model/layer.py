@@ -63,7 +63,7 @@ class Layer(nnx.Module):
         self.store_feed_forward(feed_forward, norm=feed_forward_norm, post_norm=post_norms[1])
         self.scale = scale
 
-    def store_feed_forward(self, part: FeedForward, **around: Any) -> None:
+    def store_feed_forward(self, part: "FeedForward | EmptyPart", **around: Any) -> None:
         """Assign the feed-forward to the attribute that its ``name`` says (default ``mlp``).
 
         Args:
