@@ -81,7 +81,7 @@ def read_packed(files: ModuleTensors, info: TensorInfo) -> LazyArray:
 def _packed_fp4(files: ModuleTensors, info: TensorInfo, settings: WeightScheme) -> LazyArray:
     if (settings.bits, settings.strategy, settings.size, settings.floats) == (4, "tensor_group", 16, True):
         # The library dequantizes NVFP4 in bfloat16. MXFP4 is exact in bfloat16 and needs no rounding.
-        return read_nvfp4(files, info, replace(NVFP4, rounded="bfloat16"), "weight_global_scale", divides=True)
+        return read_nvfp4(files, info, replace(NVFP4, round_dtype="bfloat16"), "weight_global_scale", divides=True)
     if (settings.bits, settings.strategy, settings.size, settings.floats) == (4, "group", 32, True):
         return read_fp4(files, info, MXFP4, "weight_scale", ("U8", "F8_E8M0"))
     said = f"num_bits {settings.bits}, strategy {settings.strategy!r}, group_size {settings.size}"
