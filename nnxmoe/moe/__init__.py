@@ -1,1 +1,1 @@
-"""Mixture of experts: router, dispatch, experts, combine."""
+"""Mixture of experts: routers, dispatches, experts and grouped matrix products."""

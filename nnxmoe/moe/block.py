@@ -1,4 +1,4 @@
-"""The feed-forward block of a mixture-of-experts layer."""
+"""Mixture-of-experts feed-forward block."""
 
 import dataclasses
 from collections.abc import Callable
@@ -19,11 +19,11 @@ from nnxmoe.moe.router import Router, Routing
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MoEInfo:
-    """Routing and dispatch statistics of a MoE layer.
+    """Routing and dispatch statistics of an MoE layer.
 
     Attributes:
-        routing: The `Routing`, or the result of `OutputRequest.reduce_routing`.
-        dispatch: Statistics of the dispatch.
+        routing: The `Routing`, or the result of `OutputRequest.reduce_routing` if that function is set.
+        dispatch: Dispatch statistics.
     """
 
     routing: Any
@@ -31,15 +31,15 @@ class MoEInfo:
 
 
 class MoE(nnx.Module):
-    """Feed-forward with routed experts and an optional shared expert.
+    """Feed-forward block with routed experts and an optional shared expert.
 
     Args:
         router: Chooses the experts of each token and their weights.
-        experts: The routed experts.
+        experts: Routed experts.
         dispatch: Sends tokens to the experts and combines the outputs.
-        shared: The shared expert, applied to every token. None for no shared expert.
-        mesh: The mesh of the tokens and the experts.
-        norm: Norm of the input of all experts. The router reads ``x`` without this norm. None for no norm.
+        shared: Shared expert, applied to every token.
+        mesh: Device mesh of the tokens and the experts.
+        norm: Normalizes the input of all experts. The router reads the input before normalization.
     """
 
     name: ClassVar[str] = "moe"
@@ -61,7 +61,7 @@ class MoE(nnx.Module):
         self.norm = norm
 
     def __call__(self, x: Float[Array, "B T D"], context: Context | None = None) -> FeedForwardOutput:
-        """Return the output and a `MoEInfo`. Without a context, all tokens are real and the router has no jitter."""
+        """Return the output and an `MoEInfo`. Without a context, no token is padding and no jitter is applied."""
         routing = self.router(x, context=context, mesh=self.mesh)
         if self.norm is not None:
             x = self.norm(x)
@@ -77,24 +77,24 @@ class MoE(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], DispatchInfo]:
         if not hasattr(self.experts, "count"):
             name = type(self.experts).__name__
-            raise ValueError(f"moe.experts, a {name}, must define count and rules, as Experts does")
+            raise ValueError(f"moe.experts is a {name} without count. Define count and rules, as in Experts.")
         return self.dispatch(x, routing, self.experts, self.mesh)
 
     def token_independent(self, key: Key[Array, ""] | None) -> bool:
-        """Return whether the output for a token is independent of the other tokens.
+        """Return whether the output for a token is independent of the other tokens and of the token's batch index.
 
-        False if tokens compete for capacity, or if the routing depends on a token's index in the batch.
+        Returns False if tokens compete for capacity, or if the routing depends on a token's index in the batch.
         """
         return getattr(self.dispatch, "token_independent", False) and token_independent(self.router, key)
 
 
 class LatentMoE(MoE):
-    """`MoE` with routed experts of a smaller width than the tokens (Nemotron 3 Super, 2026).
+    """`MoE` whose routed experts are narrower than the tokens (Nemotron 3 Super, 2026).
 
     Args:
         *args: Positional arguments of `MoE`.
-        reduce: Projection of the tokens to the width of the experts.
-        expand: Projection of the weighted sum of expert outputs to the width of the tokens.
+        reduce: Projects the tokens to the width of the experts.
+        expand: Projects the weighted sum of the expert outputs back to the width of the tokens.
     """
 
     def __init__(self, *args: Any, reduce: Linear, expand: Linear):

@@ -1,4 +1,4 @@
-"""Grouped matrix product in a loop over blocks of rows. The work is proportional to the rows on every backend."""
+"""Grouped matrix product that loops over blocks of rows. FLOPs scale with the number of rows on every backend."""
 
 import dataclasses
 import functools
@@ -20,15 +20,15 @@ from nnxmoe.sharding import is_static
 
 @dataclasses.dataclass(frozen=True)
 class BlockedMatmul:
-    """Grouped product in a loop over blocks of rows. Each block has rows of one group.
+    """Grouped product that loops over blocks of rows. All rows of a block belong to the same group.
 
-    The work is proportional to the number of rows, not to the number of experts. The backward pass saves only the
-    inputs. For Hessian-vector products use forward over reverse mode: JAX 0.10 cannot apply reverse mode twice to these
-    loops inside ``jax.checkpoint``.
+    FLOPs scale with the number of rows, not with the number of experts. The backward pass saves only the inputs.
+    Compute Hessian-vector products in forward-over-reverse mode, because JAX 0.10 cannot apply reverse mode twice to
+    these loops inside ``jax.checkpoint``.
 
     Attributes:
-        block: Rows per block. If None, each group uses the smallest of several sizes that fits the group. Under
-            differentiation there are fewer sizes.
+        block: Rows per block. If ``None``, each group uses the smallest of several block sizes that fits the group.
+            Fewer block sizes are used under differentiation.
     """
 
     block: int | None = None
@@ -38,25 +38,25 @@ class BlockedMatmul:
 
     def __call__(self, rows: Float[Array, "R I"], kernel: GroupedKernel, sizes: Int[Array, "E"]) -> Float[Array, "R O"]:
         kernel = as_kernel(kernel)
-        count, groups = rows.shape[0], kernel.shape[0]
-        if not is_static(count):  # all blocks have the same size, and the last block may extend beyond the rows
+        num_rows, num_groups = rows.shape[0], kernel.shape[0]
+        if not is_static(num_rows):  # use one block size, and pad because the last block may extend beyond the rows
             block = self.block or 64
             rows = jnp.concatenate([rows, jnp.zeros((block, rows.shape[1]), rows.dtype)])
-            return self._multiply_in_blocks(rows, kernel, sizes, (block,), (block,))[:count]
-        if count == 0:
+            return self._multiply_in_blocks(rows, kernel, sizes, (block,), (block,))[:num_rows]
+        if num_rows == 0:
             return jnp.zeros((0, kernel.shape[2]), rows.dtype)
         if self.block is not None:
-            blocks = (min(self.block, count),)
+            blocks = (min(self.block, num_rows),)
             return self._multiply_in_blocks(rows, kernel, sizes, blocks, blocks)
-        vjp_blocks = block_sizes(count, groups, FEW_SIZE_FACTORS)
-        # With few rows per group, reading the kernels dominates the time, so padded rows are free.
-        blocks = block_sizes(count, groups, MANY_SIZE_FACTORS) if count >= 32 * groups else vjp_blocks
+        vjp_blocks = block_sizes(num_rows, num_groups, FEW_SIZE_FACTORS)
+        # With few rows per group, reading the kernels dominates the run time, so extra padding costs nothing.
+        blocks = block_sizes(num_rows, num_groups, MANY_SIZE_FACTORS) if num_rows >= 32 * num_groups else vjp_blocks
         return self._multiply_in_blocks(rows, kernel, sizes, vjp_blocks, blocks)
 
     def _multiply_in_blocks(
         self, rows: Array, kernel: Kernel, sizes: Array, vjp_blocks: tuple[int, ...], blocks: tuple[int, ...]
     ) -> Array:
-        """Compute the product in blocks of the sizes ``blocks``, and its derivatives in blocks of ``vjp_blocks``."""
+        """Compute the product with block sizes ``blocks``, and its derivatives with block sizes ``vjp_blocks``."""
         leaves, tree = jax.tree.flatten(kernel)
         spec = _KernelSpec(tree, tuple((leaf.shape, jnp.dtype(leaf.dtype)) for leaf in leaves), kernel.trainable)
 
@@ -74,43 +74,43 @@ class BlockedMatmul:
         return product(rows, sizes, *leaves)
 
 
-# Block sizes as multiples of the mean group size. Factors are dense just above 1, because about half of the groups of a
-# balanced load are slightly larger than the mean.
+# Block sizes as multiples of the mean group size. The factors are dense just above 1, because about half of the groups
+# are slightly larger than the mean if the load is balanced.
 FEW_SIZE_FACTORS = (0.5, 1.125, 1.5, 2)
 MANY_SIZE_FACTORS = (0.5, 0.75, 1, 1.125, 1.25, 1.5, 2, 4)
 
 
 def block_sizes(rows: int, groups: int, factors: Sequence[float]) -> tuple[int, ...]:
-    """Return ascending block sizes up to 2048: the mean group size times each factor.
+    """Return the block sizes: the mean group size times each factor, ascending, up to 2048.
 
-    Each size is compiled separately. A block contains a whole group if the group fits. Larger groups are split into
-    blocks of the last size. The last size is at most 512, so little padding is computed.
+    A group that fits into a block uses a single block. Larger groups are split into blocks of the last size. If the
+    largest size exceeds 512, 512 is appended as the last size to limit padding. Each size is compiled separately.
     """
-    mean = max(1, rows // groups)
+    mean_size = max(1, rows // groups)
     sizes: set[int] = set()
     for factor in factors:
-        size = math.ceil(mean * factor)
+        size = math.ceil(mean_size * factor)
         if size >= 32:
-            size = -(-size // 16) * 16  # matrix products have tiles of 16 rows
+            size = -(-size // 16) * 16  # matrix products use tiles of 16 rows
         sizes.add(min(size, rows))
     group_sizes = tuple(size for size in sorted(sizes) if size <= 2048)
     return group_sizes if max(sizes) <= 512 else (*group_sizes, 512)
 
 
 def _for_each_group(blocks, sizes, body, init):
-    """Fold ``body(block, is_last_size, first row, end, group, carry)`` over the non-empty groups.
+    """Fold ``body(block, is_last_size, first_row, end_row, group, carry)`` over the non-empty groups.
 
-    Each group uses the smallest block that fits it, or several blocks of the last size. Each block size has a separate
-    loop, because `lax.switch` inside a single loop copies its operands.
+    Each group uses the smallest block size that fits the group, or several blocks of the last size. The function runs
+    one loop per block size, because `lax.switch` inside a single loop copies its operands.
     """
     ends = jnp.cumsum(sizes)
     size_index = jnp.sum(sizes[:, None] > jnp.asarray(blocks[:-1], sizes.dtype)[None, :], axis=1)
     size_index = jnp.where(sizes == 0, len(blocks), size_index)
-    order, stops = (
+    order, end_indices = (
         jnp.argsort(size_index, stable=True),
         jnp.sum(size_index[:, None] <= jnp.arange(len(blocks))[None, :], axis=0),
     )
-    carry, first = init, 0
+    carry, first_index = init, 0
     for i, block in enumerate(blocks):
         is_last_size = i == len(blocks) - 1
 
@@ -118,30 +118,30 @@ def _for_each_group(blocks, sizes, body, init):
             group = order[j]
             return body(block, is_last_size, ends[group] - sizes[group], ends[group], group, carry)
 
-        carry = jax.lax.fori_loop(first, stops[i], step, carry)
-        first = stops[i]
+        carry = jax.lax.fori_loop(first_index, end_indices[i], step, carry)
+        first_index = end_indices[i]
     return carry
 
 
 def _for_each_block(block, is_last_size, start, end, body, init):
-    """Fold ``body(first row, carry)`` over the blocks of a group. Groups of smaller sizes have a single block."""
+    """Fold ``body(first_row, carry)`` over the blocks of a group. Only the last block size may need several blocks."""
     if not is_last_size:
         return body(start, init)
-    count = (end - start + block - 1) // block
-    return jax.lax.fori_loop(0, count, lambda i, carry: body(start + i * block, carry), init)
+    num_blocks = (end - start + block - 1) // block
+    return jax.lax.fori_loop(0, num_blocks, lambda i, carry: body(start + i * block, carry), init)
 
 
 def _window(block, start, end, rows):
-    """Return the start of a slice of ``block`` rows, and the mask of its rows from ``start`` to ``end``."""
-    first = jnp.minimum(start, rows - block)
-    index = first + jnp.arange(block)
-    return first, ((index >= start) & (index < end))[:, None]
+    """Return the start of a slice of ``block`` rows, and a mask of the slice's rows in ``[start, end)``."""
+    first_row = jnp.minimum(start, rows - block)
+    index = first_row + jnp.arange(block)
+    return first_row, ((index >= start) & (index < end))[:, None]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 4))  # without jit, every eager call would recompile the loops
+@functools.partial(jax.jit, static_argnums=(0, 4))  # without jit, each eager call would recompile the loops
 def _apply(blocks, rows, kernel, sizes, transpose):
-    """Compute the grouped product with the kernels, or with the transposed kernels if ``transpose``."""
-    count, width = rows.shape[0], kernel.shape[1 if transpose else 2]
+    """Compute the grouped product. If ``transpose``, multiply by the transposed kernels."""
+    num_rows, width = rows.shape[0], kernel.shape[1 if transpose else 2]
 
     def group_product(block, is_last_size, start, end, group, carry):
         rows, kernel, out = carry
@@ -149,17 +149,17 @@ def _apply(blocks, rows, kernel, sizes, transpose):
 
         def block_product(start, carry):
             rows, group_kernel, out = carry
-            first, mask = _window(block, start, end, count)
-            tile = jax.lax.dynamic_slice_in_dim(rows, first, block)
+            first_row, mask = _window(block, start, end, num_rows)
+            tile = jax.lax.dynamic_slice_in_dim(rows, first_row, block)
             tile = as_bits(group_kernel.vjp_input(tile) if transpose else group_kernel(tile))
-            old = jax.lax.dynamic_slice_in_dim(out, first, block)
-            out = jax.lax.dynamic_update_slice_in_dim(out, jnp.where(mask, tile, old), first, 0)
+            old_tile = jax.lax.dynamic_slice_in_dim(out, first_row, block)
+            out = jax.lax.dynamic_update_slice_in_dim(out, jnp.where(mask, tile, old_tile), first_row, 0)
             return *carried(rows, group_kernel), out
 
         out = _for_each_block(block, is_last_size, start, end, block_product, (rows, group_kernel, out))[-1]
         return *carried(rows, kernel), out
 
-    out = as_bits(jnp.zeros((count, width), rows.dtype))
+    out = as_bits(jnp.zeros((num_rows, width), rows.dtype))
     out = _for_each_group(blocks, sizes, group_product, (rows, kernel, out))[-1]
     return from_bits(out, rows.dtype)
 
@@ -167,16 +167,18 @@ def _apply(blocks, rows, kernel, sizes, transpose):
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _kernel_gradient(blocks, spec, rows, d_out, sizes):
     """Compute ``rows.T @ d_out`` per group, as a kernel with the structure of ``spec``."""
-    kernel = spec.zeros()  # only its shape is used
+    kernel = spec.zeros()  # only for its shape
 
     def group_product(block, is_last_size, start, end, group, carry):
         rows, d_out, d_kernel = carry
 
         def block_product(start, carry):
             rows, d_out, total = carry
-            first, mask = _window(block, start, end, rows.shape[0])
+            first_row, mask = _window(block, start, end, rows.shape[0])
             # Mask both operands, because rows of other groups may be NaN, and 0 * NaN is NaN.
-            tile, d_tile = (jnp.where(mask, jax.lax.dynamic_slice_in_dim(a, first, block), 0) for a in (rows, d_out))
+            tile, d_tile = (
+                jnp.where(mask, jax.lax.dynamic_slice_in_dim(x, first_row, block), 0) for x in (rows, d_out)
+            )
             product = kernel.expert(0).vjp_kernel(tile, d_tile)
             return *carried(rows, d_out), product if total is None else jax.tree.map(jnp.add, total, product)
 
@@ -212,17 +214,17 @@ def differentiable_grouped_matmul(
     transpose: bool = False,
     primal: Callable[..., Array] | None = None,
 ) -> Callable[..., Array]:
-    """Return the grouped product ``(rows, sizes, *leaves) -> rows`` with derivatives of any order.
+    """Return a grouped product ``(rows, sizes, *leaves) -> rows`` that is differentiable to any order.
 
-    The derivatives of the product, the product with the transposed kernels and the outer product are again such
-    products.
+    Derivatives of any order are again products with the kernels, products with the transposed kernels, or outer
+    products per group.
 
     Args:
-        multiply: ``(transpose, rows, sizes, *leaves) -> rows``, the product with the kernels or their transposes.
-        outer: ``(rows, d_out, sizes) -> leaf``, ``rows.T @ d_out`` per group, for kernels of one leaf.
+        multiply: ``(transpose, rows, sizes, *leaves) -> rows``. Multiplies by the kernels or the transposed kernels.
+        outer: ``(rows, d_out, sizes) -> leaf``. Computes ``rows.T @ d_out`` per group, for kernels with a single leaf.
         trainable: Whether the kernel has a gradient.
-        transpose: Whether to multiply with the transposed kernels.
-        primal: The product outside of differentiation. If None, ``multiply``.
+        transpose: Whether to multiply by the transposed kernels.
+        primal: Product outside of differentiation. Defaults to ``multiply``.
     """
 
     def d_rows(sizes: Array, *rest: Array) -> Array:

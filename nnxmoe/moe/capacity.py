@@ -1,4 +1,4 @@
-"""Dispatches with bounded memory: fixed slots per expert, or one chunk of the sequence at a time."""
+"""Dispatches with bounded memory: `Capacity` limits the slots per expert, and `Chunked` splits the sequence."""
 
 import dataclasses
 import math
@@ -25,12 +25,12 @@ from nnxmoe.sharding_rules import shard_count
 class Capacity:
     """Dispatch with a fixed number of slots per expert and batch row (GShard, 2020).
 
-    Assignments use the slots in the order of the tokens. Assignments beyond the last slot are dropped. The number of
-    slots is ``max(ceil(T * X / E) * factor, factor)``, rounded down as in MaxText, but at least 1 and at most T. On a
-    mesh, the ``expert`` axis shards the dispatched tokens ``[E, B, C, D]`` along E instead of B.
+    Assignments fill the slots in token order. Assignments beyond the last slot are dropped. The number of slots is
+    ``max(ceil(T * X / E) * factor, factor)``, rounded down as in MaxText and clipped to ``[1, T]``. On a mesh, the
+    ``expert`` axis shards the dispatched tokens ``[E, B, C, D]`` along E instead of B.
 
     Attributes:
-        factor: Number of slots as a multiple of the balanced load.
+        factor: Capacity factor: the number of slots as a multiple of the balanced load.
     """
 
     token_independent: ClassVar[bool] = False
@@ -41,7 +41,7 @@ class Capacity:
         object.__setattr__(self, "factor", check_factor("Capacity(factor", self.factor))
 
     def slots(self, length: int, experts_per_token: int, num_experts: int) -> int:
-        """Return the slots per expert, C, for batch rows of ``length`` tokens."""
+        """Return the number of slots per expert, C, for batch rows of ``length`` tokens."""
         slots = int(max(math.ceil(length * experts_per_token / num_experts) * self.factor, self.factor))
         return min(max(slots, 1), length)  # an expert receives each token at most once
 
@@ -53,19 +53,19 @@ class Capacity:
         check_batch("Capacity", batch, mesh, batch_axes(mesh))
         slots = self.slots(length, experts_per_token, num_experts)
         ids, weights = mask_padding(routing)
-        assigned = jax.nn.one_hot(ids, num_experts, dtype=jnp.int32)  # zeros for padding, whose id is out of range
-        # Assignments use slots in the order of the sequence. Assignments beyond the last slot are dropped.
-        in_order = assigned.reshape(batch, length * experts_per_token, num_experts)
-        position = (jnp.cumsum(in_order, axis=1) - in_order).reshape(assigned.shape)
+        assigned = jax.nn.one_hot(ids, num_experts, dtype=jnp.int32)  # all zeros for padding: the id is out of range
+        # Each assignment takes the expert's next free slot, in sequence order.
+        flat_assigned = assigned.reshape(batch, length * experts_per_token, num_experts)
+        position = (jnp.cumsum(flat_assigned, axis=1) - flat_assigned).reshape(assigned.shape)
         accepted = assigned * (position < slots)
-        # A token has at most one assignment per expert, so the choices can be summed before the one-hot over slots.
+        # A token has at most one assignment per expert, so the X axis can be summed before the one-hot over slots.
         slot = jax.nn.one_hot(jnp.sum(position * accepted, axis=2), slots, dtype=x.dtype)
         dispatch_mask = slot * jnp.sum(accepted, axis=2)[..., None].astype(x.dtype)
         combine_weights = jnp.sum(accepted * weights[..., None], axis=2).astype(x.dtype)[..., None] * dispatch_mask
         axes, by_batch = expert_row_axes(batch_axes(mesh)), (None, batch_axes(mesh))
-        sent = shard_constraint(jnp.einsum("BTEC,BTD->EBCD", dispatch_mask, x), mesh, *by_batch)
-        rows = shard_constraint(sent, mesh, *axes).reshape(num_experts, batch * slots, x.shape[-1])
-        outputs = shard_constraint(experts(rows, None).reshape(sent.shape), mesh, *axes)
+        dispatched = shard_constraint(jnp.einsum("BTEC,BTD->EBCD", dispatch_mask, x), mesh, *by_batch)
+        rows = shard_constraint(dispatched, mesh, *axes).reshape(num_experts, batch * slots, x.shape[-1])
+        outputs = shard_constraint(experts(rows, None).reshape(dispatched.shape), mesh, *axes)
         outputs = shard_constraint(outputs, mesh, *by_batch)
         y = einsum_f32("BTEC,EBCD->BTD", combine_weights, outputs)
         return y.astype(x.dtype), dispatch_info(routing, jnp.sum(assigned) - jnp.sum(accepted))
@@ -75,10 +75,10 @@ class Capacity:
 class Chunked:
     """Dispatch that applies ``inner`` to one chunk of the sequence at a time. The backward pass rematerializes chunks.
 
-    Memory contains the activations of one chunk only. An inner `Capacity` has its slots per chunk.
+    Only the activations of one chunk are in memory. If ``inner`` is a `Capacity`, each chunk has separate slots.
 
     Attributes:
-        inner: Dispatch of one chunk.
+        inner: Dispatch of a single chunk.
         chunks: Number of chunks.
     """
 
@@ -106,16 +106,16 @@ class Chunked:
 
 
 def check_factor(field: str, factor: float) -> float:
-    """Convert the factor of a buffer size to a Python number. Raise ValueError unless it is in (0, 2**63)."""
+    """Convert a buffer size factor to a Python number. Raise ValueError if the factor is not in (0, 2**63)."""
     if (number := as_number(factor)) is None or not 0 < number < 2**63:
-        raise ValueError(f"{field}={short(factor)}): give a positive multiple of the balanced load")
+        raise ValueError(f"{field}={short(factor)}): the factor must be a positive multiple of the balanced load")
     return number
 
 
 def check_batch(dispatch: str, batch: int, mesh: AnyMesh | None, axes: Sequence[str]) -> None:
-    """Raise ValueError unless the batch size is divisible by the number of shards over these mesh axes."""
+    """Raise ValueError if the number of shards over these mesh axes does not divide the batch size."""
     if mesh is not None and batch % shard_count(mesh, axes):
         raise ValueError(
             f"{dispatch}: a batch of {batch} rows is not divisible by the {shard_count(mesh, axes)} devices of "
-            f"{' x '.join(axes)}: add rows of padding, or use Sorted()"
+            f"{' x '.join(axes)}. Pad the batch, or use Sorted()."
         )

@@ -1,9 +1,9 @@
-"""Dispatch: send each token to its experts, and combine the experts' outputs.
+"""Dispatch of tokens to experts, and combination of the expert outputs.
 
-An assignment is a pair of a token and one of its X experts. A dispatch creates one row per assignment, calls the
-experts with rows grouped by expert, multiplies the outputs by the router's weights and sums them per token.
-All dispatches return the same output, except for assignments that they report as dropped. Padding is not assigned to
-experts, and its output is 0.
+An assignment is a pair of a token and one of the token's X experts. A dispatch creates one row per assignment, calls
+the experts with rows grouped by expert, multiplies the outputs by the router's weights and sums them per token. All
+dispatches return the same output, except for dropped assignments. `DispatchInfo` counts these. Padding is not assigned
+to experts, and the output for padding is 0.
 """
 
 import dataclasses
@@ -24,12 +24,12 @@ from nnxmoe.sharding import batch_shard_axes, context_shard_axes, shard_constrai
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DispatchInfo:
-    """Numbers of assignments, without padding. Stacked layers have a leading axis L.
+    """Assignment counts, excluding padding. Stacked layers have a leading axis L.
 
     Attributes:
-        load: Assignments per expert, including dropped assignments.
-        dropped: Assignments dropped for lack of capacity.
-        dropped_by_shard: Dropped assignments per shard of the tokens.
+        load: Number of assignments per expert, including dropped assignments.
+        dropped: Number of assignments dropped for lack of capacity.
+        dropped_by_shard: Number of dropped assignments per token shard.
     """
 
     load: Int[Array, "*L E"]
@@ -38,17 +38,17 @@ class DispatchInfo:
 
 
 class Assignments(NamedTuple):
-    """Expert ids of each token and their weights. Dispatches skip out-of-range ids."""
+    """Expert ids and weights of each token. Dispatches skip out-of-range ids."""
 
     ids: Int[Array, "*rows X"]
     weights: Float[Array, "*rows X"]
 
 
 class Dispatch(Protocol):
-    """Protocol of a dispatch on one device or on a mesh.
+    """Protocol of dispatches.
 
     A dispatch with ``token_independent = True`` computes each token's output independently of the other tokens.
-    Without this attribute, tokens may compete for capacity, and the layer is always called with the whole batch.
+    Without this attribute, tokens are assumed to compete for capacity, so the layer always receives the whole batch.
     """
 
     def __call__(
@@ -58,7 +58,7 @@ class Dispatch(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Dense:
-    """Dispatch that applies every expert to every token. Slow; the reference for all other dispatches."""
+    """Dispatch that applies every expert to every token. This slow dispatch is the reference for all others."""
 
     token_independent: ClassVar[bool] = True
 
@@ -79,10 +79,10 @@ class Dense:
 
 @dataclasses.dataclass(frozen=True)
 class Sorted:
-    """Dispatch that sorts the assignments by expert and computes exactly these rows, without drops and padding.
+    """Dropless dispatch that sorts the assignments by expert, without padding.
 
-    On a mesh, each shard sorts the tokens on its device and gathers the experts' kernels. If the number of shards does
-    not divide the batch, every device computes the whole batch.
+    On a mesh, each device sorts its shard of the tokens and all-gathers the experts' kernels. If the number of shards
+    does not divide the batch, every device computes the whole batch.
     """
 
     token_independent: ClassVar[bool] = True
@@ -106,10 +106,11 @@ def apply_sorted(
     """Sort the assignments by expert, apply the experts, and sum the weighted outputs of each token.
 
     Args:
-        x: The tokens.
-        assignments: The experts of each token and their weights.
-        experts: The experts.
-        max_rows: Number of rows to compute. Later rows, of the last experts, are dropped. If None, all rows.
+        x: Token activations.
+        assignments: Expert ids and weights of each token.
+        experts: Experts to apply.
+        max_rows: Maximum number of rows to compute. Excess rows are dropped, starting with the last experts. If
+            ``None``, all rows are computed.
 
     Returns:
         The outputs in float32, and the number of dropped assignments.
@@ -124,7 +125,7 @@ def apply_sorted(
 
 
 def mask_padding(routing: Routing) -> Assignments:
-    """Return the experts and weights of each token. Padding has the out-of-range id E and weight 0."""
+    """Return the expert ids and weights of each token. Padding is assigned the out-of-range id E with weight 0."""
     if routing.valid is None:
         return Assignments(routing.experts, routing.weights)
     valid = routing.valid[..., None]
@@ -133,12 +134,12 @@ def mask_padding(routing: Routing) -> Assignments:
 
 
 def expert_row_axes(axes: Sequence[str]) -> tuple[str | None, tuple[str, ...]]:
-    """Split the mesh axes of a batch for rows ``[E, B, ...]``: ``expert`` (or None) for E, all other axes for B."""
+    """Split the mesh axes of a batch for rows ``[E, B, ...]``: ``expert``, if present, shards E. The rest shard B."""
     return "expert" if "expert" in axes else None, tuple(axis for axis in axes if axis != "expert")
 
 
 def dispatch_info(routing: Routing, dropped: Any = 0, dropped_by_shard: Any = None) -> DispatchInfo:
-    """Count the assignments per expert over all shards. If ``dropped_by_shard`` is None, there is one shard."""
+    """Count the assignments per expert over all shards. ``dropped_by_shard`` defaults to a single shard."""
     dropped = jnp.asarray(dropped, jnp.int32)
     dropped_by_shard = dropped[None] if dropped_by_shard is None else dropped_by_shard
     hits = jax.nn.one_hot(mask_padding(routing).ids, routing.scores.shape[-1], dtype=bool)

@@ -1,4 +1,4 @@
-"""Biases of experts for rows grouped by expert."""
+"""Expert biases for rows grouped by expert."""
 
 from typing import Unpack
 
@@ -15,39 +15,40 @@ class ExpertBiases(nnx.Module):
     """Biases of the three linear maps of `Experts`: ``gate [E F]``, ``up [E F]``, ``down [E D]``."""
 
     def __init__(self, dim: int, width: int, experts: int, **kw: Unpack[ParamOptions]):
-        zeros, into, out = nnx.initializers.zeros, ("expert", "mlp"), ("expert", "embed")
-        self.gate = parameter((experts, width), into, zeros, **kw)
-        self.up = parameter((experts, width), into, zeros, **kw)
-        self.down = parameter((experts, dim), out, zeros, **kw)
-        # `shard_map_dispatch` sums partial outputs, so only one shard of the feed-forward width may add this bias.
+        zeros, hidden_axes, output_axes = nnx.initializers.zeros, ("expert", "mlp"), ("expert", "embed")
+        self.gate = parameter((experts, width), hidden_axes, zeros, **kw)
+        self.up = parameter((experts, width), hidden_axes, zeros, **kw)
+        self.down = parameter((experts, dim), output_axes, zeros, **kw)
+        # `shard_map_dispatch` sums partial outputs over shards of the hidden width. Only one shard may add this bias.
         self.down.set_metadata(added_once=True)
 
     def __call__(self, name: str, rows: Float[Array, "*E R F"], sizes: Int[Array, "E"] | None) -> Array:
-        """Add the biases of the linear map ``name``; see `add_bias`."""
+        """Add the biases of the linear map ``name`` to the rows; see `add_bias`."""
         return add_bias(rows, getattr(self, name), sizes)
 
 
 def add_bias(
     rows: Float[Array, "*E R F"], biases: nnx.Variable, sizes: Int[Array, "E"] | None
 ) -> Float[Array, "*E R F"]:
-    """Add the bias of its expert to each row.
+    """Add to each row the bias of the row's expert.
 
     Args:
-        rows: ``[R F]`` sorted by expert, or ``[E R F]`` with equally many rows per expert.
-        biases: The biases ``[E F]``.
-        sizes: Rows per expert. Rows beyond ``sum(sizes)`` are unchanged. None for ``[E R F]``.
+        rows: ``[R F]`` sorted by expert, or ``[E R F]`` with the same number of rows per expert.
+        biases: Biases ``[E F]``.
+        sizes: Number of rows per expert. Rows beyond ``sum(sizes)`` are unchanged. ``None`` if the rows are
+            ``[E R F]``.
     """
     bias = biases[...].astype(rows.dtype)
     if sizes is None:
         return rows + jnp.broadcast_to(bias[:, None, :], rows.shape)
-    expert = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(rows.shape[0]), side="right")  # E beyond the last group
+    expert = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(rows.shape[0]), side="right")  # E past the last group
 
     def gather(bias: Array, expert: Array) -> Array:
         return bias.at[expert].get(mode="fill", fill_value=0)
 
     def bias_grad(expert: Array, d_rows: Array) -> Array:
-        # Use a product, because the transpose of a gather is a scatter-add.
-        member = expert[None, :] == jnp.arange(bias.shape[0])[:, None]
-        return einsum_f32("ER,RF->EF", member.astype(d_rows.dtype), d_rows).astype(d_rows.dtype)
+        # A matrix product replaces the scatter-add that is the transpose of the gather.
+        is_member = expert[None, :] == jnp.arange(bias.shape[0])[:, None]
+        return einsum_f32("ER,RF->EF", is_member.astype(d_rows.dtype), d_rows).astype(d_rows.dtype)
 
     return rows + multilinear(gather, {0: bias_grad})(bias, expert)

@@ -1,7 +1,7 @@
-"""Expert parallelism: experts sharded over a mesh axis (GShard, 2020; MaxText's sparse modes).
+"""Expert parallelism: experts are sharded over a mesh axis (GShard, 2020; MaxText's sparse modes).
 
 ``ExpertParallel(Sorted(), RaggedAllToAll())`` sends each row to the device of its expert and back.
-``ExpertParallel(Sorted(), RingOfExperts())`` gathers all tokens of the axis on each device and sums the outputs.
+``ExpertParallel(Sorted(), RingOfExperts())`` all-gathers the tokens over the axis and reduce-scatters the outputs.
 """
 
 import dataclasses
@@ -27,9 +27,9 @@ from nnxmoe.sharding import batch_axes
 
 
 class Exchange(Protocol):
-    """Protocol of an exchange of tokens between shards, called inside ``shard_map`` with the values of one shard.
+    """Protocol of token exchanges between shards. An exchange runs inside ``shard_map`` and receives local shards.
 
-    Returns the outputs in float32, and the number of dropped assignments.
+    An exchange returns the outputs in float32 and the number of dropped assignments.
     """
 
     def __call__(
@@ -42,14 +42,14 @@ class ExpertParallel:
     """Dispatch that shards the experts over ``axis``, and the batch over ``data_axes`` and ``axis``.
 
     Attributes:
-        inner: The dispatch without a mesh, and on a mesh whose ``axis`` has one device.
+        inner: Dispatch to use without a mesh, or if ``axis`` has size 1.
         exchange: Exchanges tokens between shards and applies the experts.
         axis: Mesh axis of the experts.
-        data_axes: Mesh axes of the batch. If None, all batch axes of the mesh.
+        data_axes: Mesh axes of the batch. Defaults to all batch axes of the mesh.
 
     Raises:
-        ValueError: If the shards do not divide the batch or the number of experts, a mesh axis is missing or repeated,
-            or the sharding rules do not shard experts over ``axis``.
+        ValueError: If the number of shards does not divide the batch size or the number of experts, a mesh axis is
+            missing or repeated, or the sharding rules do not shard experts over ``axis``.
     """
 
     inner: Dispatch
@@ -61,18 +61,18 @@ class ExpertParallel:
         check_object("ExpertParallel", "inner", self.inner, "Sorted()")
         check_object("ExpertParallel", "exchange", self.exchange, "RaggedAllToAll() or RingOfExperts()")
         if isinstance(self.data_axes, str):
-            raise ValueError(f"ExpertParallel(data_axes={self.data_axes!r}): give a tuple of axis names")
+            raise ValueError(f"ExpertParallel(data_axes={self.data_axes!r}): data_axes must be a tuple of axis names")
         if self.data_axes is None:
             return
         object.__setattr__(self, "data_axes", tuple(self.data_axes))
         if self.axis in self.data_axes:
-            raise ValueError(f"ExpertParallel: the expert axis {self.axis!r} is also among data_axes {self.data_axes}")
+            raise ValueError(f"ExpertParallel: the expert axis {self.axis!r} is also in data_axes {self.data_axes}")
         if len(set(self.data_axes)) != len(self.data_axes):
-            raise ValueError(f"ExpertParallel: a mesh axis is named twice in data_axes {self.data_axes}")
+            raise ValueError(f"ExpertParallel: a mesh axis is repeated in data_axes {self.data_axes}")
 
     @property
     def token_independent(self) -> bool:
-        """False if the exchange has a ``buffer_factor``, because tokens then compete for the receive buffer."""
+        """Whether tokens are independent. With a ``buffer_factor``, tokens compete for the receive buffer."""
         return getattr(self.exchange, "buffer_factor", 0) is None and getattr(self.inner, "token_independent", False)
 
     def __call__(
@@ -94,7 +94,7 @@ class ExpertParallel:
             return self.inner(x, routing, experts, mesh)
         if experts.rules["expert"] != self.axis:
             raise ValueError(
-                f"ExpertParallel: the rules split experts over {experts.rules['expert']!r}, not over {self.axis!r}"
+                f"ExpertParallel: the rules shard experts over {experts.rules['expert']!r}, not over {self.axis!r}"
             )
         body = functools.partial(self.exchange, axis=self.axis)
         y, dropped = shard_map_dispatch(body, x, mask_padding(routing), experts, mesh, axes, self.axis)
@@ -106,8 +106,8 @@ class BufferedExchange:
     """Exchange with a receive buffer.
 
     Attributes:
-        buffer_factor: Size of the buffer in multiples of the balanced load. Rows that do not fit are dropped and
-            counted. If None, the buffer fits all rows of the axis, the worst case, and no rows are dropped.
+        buffer_factor: Buffer size as a multiple of the balanced load. Rows that do not fit are dropped and counted. If
+            ``None``, the buffer has the worst-case size, all rows of the axis, and no rows are dropped.
     """
 
     buffer_factor: float | None = None
@@ -129,7 +129,7 @@ class RaggedAllToAll(BufferedExchange):
         ids, weights = (array.reshape(-1, array.shape[-1]) for array in assignments)
         tokens, experts_per_token = ids.shape
         capacity = buffer_size(self.buffer_factor, tokens, experts_per_token, shards, local_experts)
-        # Sort this shard's rows by global expert id, and plan the exchange from the rows per expert of all shards.
+        # Sort this shard's rows by global expert id. Plan the exchange from the row counts per expert of all shards.
         rows, order = permute(x.reshape(tokens, x.shape[-1]), ids, ids.size, shards * local_experts)
         counts = jnp.bincount(ids.reshape(-1), length=shards * local_experts).astype(jnp.int32)
         all_counts = jax.lax.all_gather(counts, axis).reshape(shards, shards, local_experts)
@@ -138,7 +138,7 @@ class RaggedAllToAll(BufferedExchange):
         max_rows = min(tokens * min(experts_per_token, local_experts), capacity)
         exchange = functools.partial(ragged_all_to_all, axis=axis, max_rows=max_rows)
         received = exchange(rows, capacity, plan.send, plan.receive)
-        # Sort the received rows by local expert, apply the experts, and undo the sort.
+        # Sort the received rows by local expert, apply the experts, and restore the order.
         grouped, local_order = permute(received, plan.expert[:, None], capacity, local_experts)
         outputs = unpermute(experts(grouped, plan.sizes), local_order)
         # Send the outputs back. Dropped rows stay zero.
@@ -149,14 +149,14 @@ class RaggedAllToAll(BufferedExchange):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ExchangePlan:
-    """Exchange plan of one shard, on an axis of S shards with L experts per shard.
+    """Exchange plan of one shard, for an axis with S shards and L experts per shard.
 
     Attributes:
         send: Rows to send to each shard.
         receive: Rows to receive from each shard.
-        expert: Local expert of each row of the receive buffer. L for unused rows.
-        sizes: Received rows per local expert.
-        dropped: Number of rows for this shard's experts that do not fit into the receive buffer.
+        expert: Local expert id of each row of the receive buffer, or L for unused rows.
+        sizes: Number of received rows per local expert.
+        dropped: Number of rows that are assigned to this shard's experts but do not fit into the receive buffer.
     """
 
     send: TransferPlan
@@ -167,19 +167,19 @@ class ExchangePlan:
 
     @classmethod
     def from_counts(cls, counts: Int[Array, "S S L"], shard: Int[Array, ""], capacity: int) -> "ExchangePlan":
-        """Plan the exchange of one shard. Buffers are filled in the order of the senders.
+        """Plan the exchange of one shard. Receive buffers are filled in sender order.
 
         Args:
-            counts: ``counts[s, r, l]`` is the number of rows of shard s for expert l of shard r.
+            counts: ``counts[s, r, l]`` is the number of rows that shard s sends to expert l of shard r.
             shard: Index of this shard.
-            capacity: Number of rows of the receive buffer. Further rows are dropped.
+            capacity: Number of rows in the receive buffer. Excess rows are dropped.
         """
         requested = jnp.sum(counts, axis=-1)
-        send_offsets = jnp.cumsum(requested, axis=1) - requested  # in the sender's rows
-        receive_offsets = jnp.cumsum(requested, axis=0) - requested  # in the receiver's buffer
+        send_offsets = jnp.cumsum(requested, axis=1) - requested  # row offsets on the sender
+        receive_offsets = jnp.cumsum(requested, axis=0) - requested  # row offsets in the receiver's buffer
         sent = jnp.clip(capacity - receive_offsets, 0, requested)
         receive_offsets = jnp.minimum(receive_offsets, capacity)
-        arriving = counts[:, shard].reshape(-1)  # by sender, then by expert: the order in which the buffer is filled
+        arriving = counts[:, shard].reshape(-1)  # in buffer order: by sender, then by expert
         accepted = clip_to_capacity(arriving, capacity)
         ends = jnp.cumsum(accepted)
         expert = jnp.searchsorted(ends, jnp.arange(capacity), side="right").astype(jnp.int32) % counts.shape[-1]
@@ -195,9 +195,9 @@ class ExchangePlan:
 
 @dataclasses.dataclass(frozen=True)
 class RingOfExperts(BufferedExchange):
-    """Exchange that all-gathers the tokens of the axis.
+    """Exchange that all-gathers the tokens over the axis.
 
-    Each device applies its experts to the gathered tokens. A reduce-scatter sums the partial outputs.
+    Each device applies its experts to all gathered tokens. A reduce-scatter sums the partial outputs.
     """
 
     def __call__(
@@ -215,7 +215,7 @@ class RingOfExperts(BufferedExchange):
         return y.astype(jnp.float32), dropped
 
 
-MAX_BUFFER_FACTOR = 8  # in multiples of the balanced load; enough for the worst case on up to eight devices
+MAX_BUFFER_FACTOR = 8  # multiple of the balanced load that covers the worst case on up to eight devices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,12 +223,12 @@ class ChunkedExchange:
     """Exchange that runs ``exchange`` on one chunk of each sequence at a time. The backward pass rematerializes chunks.
 
     The receive buffer only needs to fit the rows of one chunk. Unlike `Chunked` around `ExpertParallel`, this class
-    gathers kernels once for all chunks. Padding of the last chunk is not assigned to experts.
+    gathers the kernels once for all chunks. Padding in the last chunk is not assigned to experts.
 
     Attributes:
-        exchange: Exchange of one chunk.
-        chunks: Number of chunks. If None, the smallest number that bounds the buffer by eight times the balanced load
-            of all tokens. This number is 1 if the axis has up to eight devices.
+        exchange: Exchange of a single chunk.
+        chunks: Number of chunks. Defaults to the smallest number that limits the buffer to eight times the balanced
+            load of all tokens. The default is 1 on axes with up to eight devices.
     """
 
     exchange: Exchange
@@ -240,7 +240,7 @@ class ChunkedExchange:
 
     @property
     def buffer_factor(self) -> float | None:
-        """Buffer factor of ``exchange``. None if no rows are dropped."""
+        """Buffer factor of ``exchange``, or ``None`` if no rows are dropped."""
         return getattr(self.exchange, "buffer_factor", 0.0)
 
     def __call__(
@@ -251,7 +251,7 @@ class ChunkedExchange:
             chunks = min_chunks(self.buffer_factor, assignments.ids.shape[-1], shards, experts.count)
         if min(chunks, x.shape[1]) == 1:
             return self.exchange(x, assignments, experts, axis)
-        # `map_chunks` pads with zeros. The shift maps these zeros to the out-of-range id E.
+        # `map_chunks` pads ids with 0. Subtracting and re-adding E turns the padding into the out-of-range id E.
         num_experts = shards * experts.count
 
         def exchange_chunk(x: Array, ids: Array, weights: Array) -> tuple[Array, Array]:
@@ -262,21 +262,21 @@ class ChunkedExchange:
 
 
 def buffer_size(factor: float | None, tokens: int, experts_per_token: int, shards: int, local_experts: int) -> int:
-    """Return the number of rows of a shard's receive buffer.
+    """Return the number of rows in a shard's receive buffer.
 
     Args:
-        factor: Multiple of the balanced load. If None, the worst case.
-        tokens: Tokens per shard.
-        experts_per_token: Experts per token, X.
+        factor: Buffer size as a multiple of the balanced load. ``None`` for the worst-case size.
+        tokens: Number of tokens per shard.
+        experts_per_token: Number of experts per token, X.
         shards: Number of shards of the expert axis.
-        local_experts: Experts per shard.
+        local_experts: Number of experts per shard.
     """
-    worst = shards * tokens * min(experts_per_token, local_experts)
-    return worst if factor is None else min(worst, max(1, math.ceil(factor * tokens * experts_per_token)))
+    worst_case = shards * tokens * min(experts_per_token, local_experts)
+    return worst_case if factor is None else min(worst_case, max(1, math.ceil(factor * tokens * experts_per_token)))
 
 
 def min_chunks(factor: float | None, experts_per_token: int, shards: int, local_experts: int) -> int:
-    """Return the smallest number of chunks that bounds the buffer by ``MAX_BUFFER_FACTOR``; see `buffer_size`."""
+    """Return the smallest number of chunks that limits the buffer to ``MAX_BUFFER_FACTOR``; see `buffer_size`."""
     if factor is not None:
         return 1
     rows_per_token = buffer_size(None, 1, experts_per_token, shards, local_experts)

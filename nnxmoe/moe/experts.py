@@ -1,4 +1,4 @@
-"""Experts: feed-forward networks for rows grouped by expert."""
+"""Expert feed-forward networks, applied to rows grouped by expert."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -16,10 +16,10 @@ from nnxmoe.sharding_rules import RULES, Rules
 
 
 class ExpertFn(Protocol):
-    """Protocol of experts. Dispatches call the experts with rows grouped by expert.
+    """Protocol of experts. Dispatches pass rows grouped by expert.
 
-    The rows are ``[R D]``, sorted by expert, with ``sizes[e]`` rows of expert e. If ``sizes`` is None, the rows are
-    ``[E R D]``, with R rows per expert. The output of rows beyond ``sum(sizes)`` is zero.
+    The rows are ``[R D]``, sorted by expert, with ``sizes[e]`` rows for expert e. If ``sizes`` is ``None``, the rows
+    are ``[E R D]``, with R rows per expert. Outputs of rows beyond ``sum(sizes)`` are zero.
 
     Attributes:
         rules: Sharding rules of the parameters.
@@ -36,10 +36,10 @@ class ExpertFn(Protocol):
 
 
 class Experts(nnx.Module):
-    """Experts with a gate: ``down(activation(gate(rows), up(rows)))``.
+    """Gated experts: ``down(activation(gate(rows), up(rows)))``.
 
-    The kernels are ``gate [E F D]``, ``up [E F D]`` and ``down [E D F]``. Gate and up share one adapter, as if they
-    were one kernel ``[E D 2 F]``.
+    The kernels are ``gate [E F D]``, ``up [E F D]`` and ``down [E D F]``. ``gate`` and ``up`` share one adapter, as for
+    a fused kernel ``[E D 2 F]``.
 
     Args:
         dim: Width of the rows, D.
@@ -47,9 +47,9 @@ class Experts(nnx.Module):
         experts: Number of experts, E.
         matmul: Grouped product for rows sorted by expert.
         rules: Sharding rules of the parameters.
-        activation: Maps the outputs of gate and up to the input of down.
-        biases: `ExpertBiases`, or None for experts without biases.
-        **kw: The dtype and rngs of the parameters.
+        activation: Maps the outputs of ``gate`` and ``up`` to the input of ``down``.
+        biases: Optional `ExpertBiases`.
+        **kw: Parameter dtype and rngs.
     """
 
     adapted: ClassVar[Mapping[str, tuple[str, ...]]] = {"lora_gate_up": ("gate", "up"), "lora_down": ("down",)}
@@ -72,10 +72,10 @@ class Experts(nnx.Module):
         self.rules = rules
         self.activation = activation
         self.biases = biases
-        into, out = ("expert", "embed", "mlp"), ("expert", "mlp", "embed")
-        self.gate = kernel_param((dim,), (width,), into, lead=(experts,), **kw)
-        self.up = kernel_param((dim,), (width,), into, lead=(experts,), **kw)
-        self.down = kernel_param((width,), (dim,), out, lead=(experts,), **kw)
+        hidden_axes, output_axes = ("expert", "embed", "mlp"), ("expert", "mlp", "embed")
+        self.gate = kernel_param((dim,), (width,), hidden_axes, lead=(experts,), **kw)
+        self.up = kernel_param((dim,), (width,), hidden_axes, lead=(experts,), **kw)
+        self.down = kernel_param((width,), (dim,), output_axes, lead=(experts,), **kw)
 
     @property
     def count(self) -> int:
@@ -99,7 +99,7 @@ class Experts(nnx.Module):
 
 
 class UngatedExperts(Experts):
-    """Experts without a gate: ``down(activation(up(rows)))`` (Nemotron 3, 2025)."""
+    """Ungated experts: ``down(activation(up(rows)))`` (Nemotron 3, 2025)."""
 
     adapted = {"lora_up": ("up",), "lora_down": ("down",)}
 

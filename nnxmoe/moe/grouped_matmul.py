@@ -1,6 +1,6 @@
-"""Grouped matrix products of rows sorted by group with one kernel per group.
+"""Grouped matrix products: rows are sorted by group, and each group has a separate kernel.
 
-The output of rows beyond ``sum(sizes)`` is zero on every backend.
+Outputs of rows beyond ``sum(sizes)`` are zero on every backend.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ GroupedKernel = Kernel | Float[Array, "E I O"]
 
 
 class GroupedMatmul(Protocol):
-    """Protocol of grouped products. Multiplies ``sizes[e]`` rows by ``kernel[e]``. Implementations define gradients."""
+    """Protocol of differentiable grouped products. For each group e, multiplies ``sizes[e]`` rows by ``kernel[e]``."""
 
     def __call__(
         self, rows: Float[Array, "R I"], kernel: GroupedKernel, sizes: Int[Array, "E"]
@@ -27,7 +27,7 @@ class GroupedMatmul(Protocol):
 
 
 def batched_matmul(rows: Float[Array, "E R I"], kernel: GroupedKernel) -> Float[Array, "E R O"]:
-    """Multiply groups of equal size by their kernels. XLA can partition this batched product over devices."""
+    """Multiply equally sized groups by their kernels. XLA can partition this batched product over devices."""
     return as_kernel(kernel).batched_matmul(rows)
 
 
@@ -35,7 +35,7 @@ def batched_matmul(rows: Float[Array, "E R I"], kernel: GroupedKernel) -> Float[
 class MaskedMatmul:
     """Grouped product that multiplies every row by every kernel and masks the results.
 
-    It does E times the work and is the reference for all other implementations.
+    This product costs E times the FLOPs and is the reference for all other implementations.
     """
 
     def __call__(self, rows: Float[Array, "R I"], kernel: GroupedKernel, sizes: Int[Array, "E"]) -> Float[Array, "R O"]:
@@ -48,7 +48,7 @@ class MaskedMatmul:
 
 @dataclasses.dataclass(frozen=True)
 class RaggedDotMatmul:
-    """Grouped product by `jax.lax.ragged_dot`: a grouped kernel on TPUs, a masked dense product on CPUs and GPUs."""
+    """Grouped product with `jax.lax.ragged_dot`: a grouped kernel on TPUs, a masked dense product on CPUs and GPUs."""
 
     def __call__(self, rows: Float[Array, "R I"], kernel: GroupedKernel, sizes: Int[Array, "E"]) -> Float[Array, "R O"]:
         rows = zero_unused_rows(rows, sizes)
@@ -58,16 +58,16 @@ class RaggedDotMatmul:
 
 
 def zero_unused_rows(rows: Float[Array, "R D"], sizes: Int[Array, "E"]) -> Float[Array, "R D"]:
-    """Set rows beyond ``sum(sizes)`` to zero. Backends may return arbitrary values or gradients for these rows."""
+    """Zero the rows beyond ``sum(sizes)``. Backends may return arbitrary values or gradients for these rows."""
     used = jnp.arange(rows.shape[0]) < jnp.sum(sizes)
     return jnp.where(used[:, None], rows, 0)
 
 
 @dataclasses.dataclass(frozen=True)
 class AlignedMatmul:
-    """Grouped product that pads each group to a multiple of ``block`` rows for ``inner``.
+    """Grouped product that pads each group to a multiple of ``block`` rows and calls ``inner``.
 
-    The groups get at most ``E * (block - 1)`` rows of zeros in total.
+    Padding adds at most ``E * (block - 1)`` rows in total, rounded up to a multiple of ``block`` rows.
     """
 
     inner: GroupedMatmul
@@ -91,9 +91,9 @@ class AlignedMatmul:
 def _row_mapping(
     from_sizes: Int[Array, "E"], to_sizes: Int[Array, "E"], num_from: int, num_to: int
 ) -> Int[Array, "num_from"]:
-    """Map each row of groups with sizes ``from_sizes`` to its row in groups with sizes ``to_sizes``.
+    """Map row indices in a layout with group sizes ``from_sizes`` to row indices in a layout with ``to_sizes``.
 
-    Rows that do not fit into their new group are mapped to ``num_to``.
+    Rows that do not fit into the target group are mapped to ``num_to``.
     """
     index, ends = jnp.arange(num_from), jnp.cumsum(from_sizes)
     group = jnp.minimum(jnp.searchsorted(ends, index, side="right"), from_sizes.shape[0] - 1)

@@ -1,4 +1,4 @@
-"""Sorting of rows by expert and its inverse, as gathers in both the forward and the backward pass."""
+"""Sorting of rows by expert, and the inverse. Forward and backward passes are gathers, not scatters."""
 
 from typing import NamedTuple
 
@@ -11,11 +11,11 @@ from nnxmoe.sharding import is_static
 
 
 class SortOrder(NamedTuple):
-    """Permutation between assignments and rows sorted by expert, in both directions.
+    """Permutation between assignments and rows sorted by expert.
 
     Attributes:
-        assignment: The assignment of each row.
-        row: The row of each assignment. Dropped assignments have the out-of-range index ``num_rows``.
+        assignment: Assignment index of each row.
+        row: Row index of each assignment, or the out-of-range index ``num_rows`` for dropped assignments.
     """
 
     assignment: Int[Array, "num_rows"]
@@ -23,10 +23,10 @@ class SortOrder(NamedTuple):
 
 
 def sort_by_expert(ids: Int[Array, "R"], num_rows: int, num_experts: int) -> SortOrder:
-    """Sort assignments by expert id (stable), and drop all but the first ``num_rows``. The id E sorts last.
+    """Sort assignments by expert id with a stable sort, and drop all but the first ``num_rows``. The id E sorts last.
 
-    Ids and indices are packed into one int32 per assignment. The packed sort of 4096 assignments takes 0.05 ms on
-    XLA:CPU instead of 0.54 ms. XLA:TPU compiles it in 1.5 s instead of 6 to 17 s.
+    Each id and index are packed into a single int32. On XLA:CPU, the packed sort of 4096 assignments takes 0.05 ms
+    instead of 0.54 ms. XLA:TPU compiles the packed sort in 1.5 s instead of 6 to 17 s.
     """
     bits = max(1, (ids.size - 1).bit_length()) if is_static(ids.size) else 32
     if (num_experts + 1) << bits > jnp.iinfo(jnp.int32).max:
@@ -42,10 +42,10 @@ def gather_rows(rows: Float[Array, "N D"], index: Int[Array, "M"], inverse: Int[
     """Return ``rows[index]``, with zeros where the index is N.
 
     Args:
-        rows: The rows to gather from.
-        index: The row of each output.
-        inverse: Up to K outputs of each row, padded with M. With ``inverse``, the backward pass is a gather and a sum
-            instead of a scatter-add, the transpose of a gather.
+        rows: Rows to gather from.
+        index: Row index of each output.
+        inverse: Indices of up to K outputs per row, padded with M. The backward pass uses these indices for a gather
+            and a sum instead of a scatter-add.
     """
 
     def gather(rows: Array, index: Array, inverse: Array) -> Array:
@@ -61,7 +61,7 @@ def gather_rows(rows: Float[Array, "N D"], index: Int[Array, "M"], inverse: Int[
 def permute(
     x: Float[Array, "N D"], ids: Int[Array, "N X"], num_rows: int, num_experts: int
 ) -> tuple[Float[Array, "num_rows D"], SortOrder]:
-    """Create one row per assignment, sort the rows by expert, and drop all but the first ``num_rows``.
+    """Gather one row per assignment, sorted by expert, and drop all but the first ``num_rows`` rows.
 
     Assignments with the out-of-range id E sort last.
     """
@@ -71,12 +71,12 @@ def permute(
 
 
 def unpermute(rows: Float[Array, "num_rows D"], order: SortOrder) -> Float[Array, "R D"]:
-    """Return the rows in the order of the assignments. The rows of dropped assignments are zero."""
+    """Return the rows in assignment order, with zero rows for dropped assignments."""
     return gather_rows(rows, order.row, order.assignment[:, None])
 
 
 def combine(rows: Float[Array, "num_rows D"], order: SortOrder, weights: Float[Array, "N X"]) -> Float[Array, "N D"]:
-    """Invert `permute`, and return the weighted sum of each token's rows in float32."""
+    """Undo `permute`, and return the weighted sum of each token's rows in float32."""
     token_rows = unpermute(rows, order).reshape(*weights.shape, rows.shape[-1])
     return weighted_sum(weights, token_rows, axis=1)
 
@@ -84,8 +84,8 @@ def combine(rows: Float[Array, "num_rows D"], order: SortOrder, weights: Float[A
 def weighted_sum(weights: Float[Array, "M N"], rows: Float[Array, "M N D"], axis: int) -> Float[Array, "_ D"]:
     """Return ``sum(weights * rows)`` over axis 0 or 1, accumulated in float32 without a float32 copy of the rows.
 
-    XLA fuses the cast, the product and the sum. A dot would need a float32 operand. The backward pass repeats the cast
-    instead of saving the float32 rows.
+    XLA fuses the cast, the product and the sum. A dot product would materialize a float32 operand. The backward pass
+    repeats the cast instead of saving float32 rows.
     """
     if rows.dtype == jnp.float32:
         equation = "MN,MND->ND" if axis == 0 else "MN,MND->MD"
@@ -98,6 +98,6 @@ def weighted_sum(weights: Float[Array, "M N"], rows: Float[Array, "M N D"], axis
 
 
 def clip_to_capacity(group_sizes: Int[Array, "E"], num_rows: int) -> Int[Array, "E"]:
-    """Return how many rows of each group are among the first ``num_rows`` rows."""
+    """Return the number of rows per group among the first ``num_rows`` rows."""
     starts = jnp.cumsum(group_sizes) - group_sizes
     return jnp.clip(num_rows - starts, 0, group_sizes)

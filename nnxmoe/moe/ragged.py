@@ -1,4 +1,4 @@
-"""Ragged all-to-all: exchange of a variable number of rows between the shards of a mesh axis."""
+"""Ragged all-to-all: the shards of a mesh axis exchange variable numbers of rows."""
 
 from typing import Any, NamedTuple
 
@@ -10,12 +10,12 @@ from nnxmoe.layers.linear.multilinear import multilinear
 
 
 class TransferPlan(NamedTuple):
-    """Rows that one shard sends to, or receives from, each of the S shards of an axis.
+    """Row ranges that one shard sends to, or receives from, each of the S shards of an axis.
 
     Attributes:
         offsets: First row in this shard's array.
         sizes: Number of rows.
-        remote_offsets: First row in the array of the remote shard.
+        remote_offsets: First row in the remote shard's array.
     """
 
     offsets: Int[Array, "S"]
@@ -28,19 +28,19 @@ def ragged_all_to_all(
 ) -> Float[Array, "buffer_size D"]:
     """Exchange rows between the shards of a mesh axis. The backward pass swaps ``send`` and ``receive``.
 
-    TPUs and GPUs use `jax.lax.ragged_all_to_all`. XLA:CPU does not compile this operation, so CPUs use an all-to-all of
-    blocks padded to ``max_rows`` rows. Both results are bitwise equal.
+    TPUs and GPUs use `jax.lax.ragged_all_to_all`. XLA:CPU does not support this operation, so CPUs use an all-to-all of
+    blocks padded to ``max_rows`` rows. The results are bitwise equal.
 
     Args:
         rows: Rows of this shard.
-        buffer_size: Number of rows of the receive buffer.
-        send: Rows to send.
-        receive: Rows to receive.
-        axis: The mesh axis.
-        max_rows: Upper bound of the number of rows that a shard sends to a single shard.
+        buffer_size: Number of rows in the receive buffer.
+        send: Rows to send to each shard.
+        receive: Rows to receive from each shard.
+        axis: Mesh axis of the exchange.
+        max_rows: Upper bound on the number of rows that a shard sends to any single shard.
 
     Returns:
-        The receive buffer. Rows that are not received are zero.
+        The receive buffer. Unused rows are zero.
     """
     num_rows = rows.shape[0]
 

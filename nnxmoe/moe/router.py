@@ -1,6 +1,6 @@
-"""Routers: choose the experts of each token and the weights of their outputs.
+"""Routers choose the experts of each token and the weights of the expert outputs.
 
-`Router` computes one logit per expert. A `Select` converts the logits to a `Routing` by top-k.
+`Router` computes one logit per expert. A `Select` function converts the logits to a `Routing` by top-k selection.
 Routers compute in float32 on every platform. NaN logits produce NaN weights and therefore NaN outputs.
 """
 
@@ -24,14 +24,15 @@ from nnxmoe.sharding import batch_shard_axes, context_shard_axes, shard_map
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """Chosen experts of each token and their weights.
+    """Selected experts and weights of each token.
 
     Attributes:
-        experts: Ids of the X chosen experts.
-        weights: Factors of the chosen experts' outputs, in float32.
+        experts: Ids of the X selected experts.
+        weights: Factors of the selected experts' outputs, in float32.
         scores: Probabilities (softmax) or affinities (sigmoid) of all E experts, without the correction bias.
         logits: Outputs of the router's linear map.
-        valid: False for padding. Padding uses no capacity and is excluded from statistics. None if there is no padding.
+        valid: Boolean mask, False for padding. Padding uses no capacity and is excluded from statistics. ``None`` if
+            there is no padding.
     """
 
     experts: Int[Array, "*rows X"]
@@ -42,11 +43,11 @@ class Routing:
 
 
 class Select(Protocol):
-    """Protocol of functions that choose experts from the router's logits. Of equal scores the lower expert id wins.
+    """Protocol of functions that select experts from the router's logits. Ties go to the lower expert id.
 
     Attributes:
-        token_independent: Whether the routing of a token is independent of other tokens. If so, each shard routes the
-            tokens on its device.
+        token_independent: Whether the routing of a token is independent of other tokens. If True, each device routes
+            its shard of the tokens.
     """
 
     token_independent: ClassVar[bool]
@@ -55,11 +56,11 @@ class Select(Protocol):
 
 
 class RouterBias(nnx.Variable):
-    """Correction bias of DeepSeek's routing. It has no gradient. `nnxmoe.moe.balance.updated_bias` updates it."""
+    """Correction bias of DeepSeek's routing. Updated by `nnxmoe.moe.balance.updated_bias` instead of a gradient."""
 
 
 class LogitBias(nnx.Module):
-    """Trained bias ``[E]`` of the logits. It affects both the choice of experts and the weights (gpt-oss, 2025)."""
+    """Trained bias ``[E]`` of the logits. It affects both the selection and the weights (gpt-oss, 2025)."""
 
     def __init__(self, experts: int, **kw: Unpack[ParamOptions]):
         self.values = parameter((experts,), ("router",), nnx.initializers.zeros, **kw)
@@ -70,13 +71,13 @@ class LogitBias(nnx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class SoftmaxTopK:
-    """Softmax over all experts, then top-k (Mixtral; Jiang et al. 2024). The correction bias affects the choice only.
+    """Softmax over all experts, then top-k (Mixtral; Jiang et al. 2024). The bias affects the selection only.
 
     Attributes:
-        k: Experts per token.
-        normalize: Divide the weights by their sum. This equals a softmax over the top-k logits.
+        k: Number of experts per token.
+        normalize: Whether to divide the weights by their sum. This is equivalent to a softmax over the top-k logits.
         scale: Factor of the weights.
-        min_weight_sum: Lower bound of the sum that divides the weights (ERNIE 4.5). 0 disables the bound.
+        min_weight_sum: Lower bound on the divisor used by ``normalize`` (ERNIE 4.5). 0 disables the bound.
     """
 
     token_independent: ClassVar[bool] = True
@@ -92,18 +93,18 @@ class SoftmaxTopK:
         if bias is not None:
             weights = jnp.take_along_axis(scores, experts, axis=-1)
         if self.normalize:
-            total = jnp.sum(weights, axis=-1, keepdims=True)
+            weight_sum = jnp.sum(weights, axis=-1, keepdims=True)
             if self.min_weight_sum:
-                total = jnp.maximum(total, self.min_weight_sum)
-            weights = weights / total
+                weight_sum = jnp.maximum(weight_sum, self.min_weight_sum)
+            weights = weights / weight_sum
         return Routing(experts, weights * self.scale, scores, logits)
 
 
 @dataclasses.dataclass(frozen=True)
 class BalancedTopK:
-    """Balanced choice for load tests: ignore the logits and assign equally many tokens to each expert.
+    """Balanced selection for load tests: ignores the logits and assigns the same number of tokens to each expert.
 
-    Loads differ by at most one token. All weights are ``1 / k``. The choice is deterministic for a given ``seed``.
+    Loads differ by at most one token. All weights are ``1 / k``. The selection is deterministic for a given ``seed``.
     """
 
     token_independent: ClassVar[bool] = False
@@ -121,11 +122,11 @@ class BalancedTopK:
 
 @dataclasses.dataclass(frozen=True)
 class SigmoidGroupTopK:
-    """Sigmoid affinities with group-limited top-k (DeepSeek-V3, 2024). The bias affects the choice only.
+    """Sigmoid affinities with group-limited top-k (DeepSeek-V3, 2024). The bias affects the selection only.
 
-    The score of a group is the sum of its two largest biased affinities. The top-k experts are chosen from the
-    ``top_groups`` best of the ``groups`` groups. Experts of the remaining groups are masked with -inf, because 0 would
-    win against negative biased affinities.
+    The score of a group is the sum of the two largest biased affinities in the group. The top-k experts are selected
+    from the ``top_groups`` best of ``groups`` groups. Experts in the remaining groups are masked with -inf, because
+    biased affinities may be negative.
     """
 
     token_independent: ClassVar[bool] = True
@@ -147,7 +148,7 @@ class SigmoidGroupTopK:
         weights = jnp.take_along_axis(scores, experts, axis=-1)
         if self.normalize:
             weights = _normalize(weights)
-        has_nan = jnp.any(jnp.isnan(logits), axis=-1, keepdims=True)  # a NaN may be in a group that is not chosen
+        has_nan = jnp.any(jnp.isnan(logits), axis=-1, keepdims=True)  # NaNs in unselected groups also count
         return Routing(experts, jnp.where(has_nan, jnp.nan, weights * self.scale), scores, logits)
 
 
@@ -155,9 +156,9 @@ class SigmoidGroupTopK:
 class SoftmaxGroupTopK:
     """Softmax over all experts with group-limited top-k (``group_limited_greedy``; DeepSeek-V2, 2024).
 
-    The score of a group is the largest probability in the group. The top-k experts are chosen from the ``top_groups``
-    best of the ``groups`` groups. Weights are the experts' probabilities times ``scale``. Experts of the remaining
-    groups are masked with 0, since probabilities are not negative. Unlike `SigmoidGroupTopK`, this class ignores the
+    The score of a group is the largest probability in the group. The top-k experts are selected from the ``top_groups``
+    best of ``groups`` groups. Weights are the experts' probabilities times ``scale``. Experts in the remaining groups
+    are masked with 0, because probabilities are nonnegative. Unlike `SigmoidGroupTopK`, this class ignores the
     correction bias and does not normalize the weights.
     """
 
@@ -179,7 +180,7 @@ class SoftmaxGroupTopK:
 
 @dataclasses.dataclass(frozen=True)
 class SqrtSoftplusTopK:
-    """Affinities ``sqrt(softplus(logits))`` with top-k (DeepSeek-V4, 2026). The bias affects the choice only.
+    """Affinities ``sqrt(softplus(logits))`` with top-k (DeepSeek-V4, 2026). The bias affects the selection only.
 
     The weights are normalized to sum to ``scale``.
     """
@@ -190,14 +191,14 @@ class SqrtSoftplusTopK:
     scale: float
 
     def __call__(self, logits: Float[Array, "*rows E"], bias: Float[Array, "E"] | None) -> Routing:
-        scores = jnp.sqrt(jnp.maximum(jax.nn.softplus(logits), 1e-30))  # the gradient of sqrt at 0 is infinite
+        scores = jnp.sqrt(jnp.maximum(jax.nn.softplus(logits), 1e-30))  # sqrt has an infinite gradient at 0
         _, experts = jax.lax.top_k(_add_bias(scores, bias), self.k)
         return self.route_to(experts, scores, logits)
 
     def route_to(
         self, experts: Int[Array, "*rows X"], scores: Float[Array, "*rows E"], logits: Float[Array, "*rows E"]
     ) -> Routing:
-        """Return the routing to given experts, with weights computed from ``scores``."""
+        """Return a `Routing` to ``experts``, with weights computed from ``scores``."""
         weights = _normalize(jnp.take_along_axis(scores, experts, axis=-1))
         return Routing(experts, weights * self.scale, scores, logits)
 
@@ -212,25 +213,25 @@ def _top_k_mask(values: Float[Array, "*rows groups"], k: int) -> Bool[Array, "*r
 
 
 def _normalize(weights: Float[Array, "*rows X"]) -> Float[Array, "*rows X"]:
-    """Divide by ``sum + 1e-20``. If all weights of a token underflow, the gradient is 0 instead of 0 / 0."""
-    total = jnp.sum(weights, axis=-1, keepdims=True)
-    underflow = total < 1e-15
-    normalized = weights / (jnp.where(underflow, 1.0, total) + 1e-20)
-    return jnp.where(underflow, jax.lax.stop_gradient(weights / (total + 1e-20)), normalized)
+    """Divide by ``sum + 1e-20``. If all weights of a token underflow, the gradient is 0 instead of NaN."""
+    weight_sum = jnp.sum(weights, axis=-1, keepdims=True)
+    has_underflow = weight_sum < 1e-15
+    normalized = weights / (jnp.where(has_underflow, 1.0, weight_sum) + 1e-20)
+    return jnp.where(has_underflow, jax.lax.stop_gradient(weights / (weight_sum + 1e-20)), normalized)
 
 
 class Router(nnx.Module):
-    """Linear map to one logit per expert, followed by a `Select`. The kernel is ``[E, D]``.
+    """Linear map to one logit per expert, followed by a `Select` function. The kernel is ``[E, D]``.
 
     Args:
         dim: Width of the tokens, D.
         experts: Number of experts, E.
-        select: Chooses the experts from the logits.
-        bias: Whether the router has a correction bias, a `RouterBias`.
-        jitter: If the context has a key, the input is multiplied by uniform noise in [1 - jitter, 1 + jitter)
-            (Switch Transformer, Fedus et al. 2021).
-        logit_bias: Trained bias of the logits.
-        **kw: The dtype and rngs of the parameters.
+        select: Selects the experts from the logits.
+        bias: Whether to create a correction bias, a `RouterBias`.
+        jitter: Amplitude of the input noise. If the context has a key, the input is multiplied by uniform noise in
+            [1 - jitter, 1 + jitter) (Switch Transformer; Fedus et al. 2021).
+        logit_bias: Optional trained bias of the logits.
+        **kw: Parameter dtype and rngs.
     """
 
     adapted: ClassVar[Mapping[str, tuple[str, ...]]] = {"lora": ("kernel",)}
@@ -262,7 +263,7 @@ class Router(nnx.Module):
     def __call__(
         self, x: Float[Array, "*rows D"], context: Context | None = None, mesh: AnyMesh | None = None
     ) -> Routing:
-        """Choose the experts of each token. Without a context, all tokens are real and there is no jitter."""
+        """Select the experts of each token. Without a context, no token is padding and no jitter is applied."""
         valid, key = (None, None) if context is None else (context.valid, context.key)
         logits = self._compute_logits(x, key)
         bias = None if self.bias is None else self.bias[...]
@@ -274,7 +275,7 @@ class Router(nnx.Module):
         if self.jitter and key is not None:
             x = x * jax.random.uniform(key, x.shape, jnp.float32, 1 - self.jitter, 1 + self.jitter)
         kernel = with_adapter(as_weight(self.kernel).read(), self.lora)
-        # HIGHEST, because a less precise product would choose different experts if scores are nearly equal.
+        # HIGHEST, because rounding errors would change the selected experts if scores are nearly equal.
         logits = kernel.matmul_f32(x, jax.lax.Precision.HIGHEST)
         return logits if self.logit_bias is None else self.logit_bias(logits)
 
@@ -285,7 +286,7 @@ class Router(nnx.Module):
         context_axes = context_shard_axes(logits.shape[1], mesh) if logits.ndim == 3 else ()
         if mesh is None or not (batch_axes or context_axes) or not self._select_is_token_independent:
             return self.select(logits, bias)
-        # With shard_map, top-k runs locally on each shard. Without it, XLA:CPU gathers all tokens.
+        # With shard_map, top-k runs locally on each shard. Without shard_map, XLA:CPU gathers all tokens.
         tokens = PartitionSpec(batch_axes or None, context_axes or None)
         return shard_map(self.select, mesh, (tokens, PartitionSpec()), tokens)(logits, bias)
 
@@ -294,5 +295,5 @@ class Router(nnx.Module):
         return getattr(self.select, "token_independent", False)
 
     def token_independent(self, key: Key[Array, ""] | None) -> bool:
-        """Return whether routing is independent of other tokens and of a token's index in the batch."""
+        """Return whether the routing of a token is independent of other tokens and of the token's batch index."""
         return self._select_is_token_independent and (key is None or not self.jitter)

@@ -1,4 +1,4 @@
-"""Routers of individual model families."""
+"""Routers specific to one model family."""
 
 import dataclasses
 from typing import Unpack
@@ -14,7 +14,7 @@ from nnxmoe.moe.router import Router, Routing, Select, SqrtSoftplusTopK
 
 
 class ScaledRouter(Router):
-    """`Router` with a normalized input and one trained factor per expert (Gemma 4, 2026).
+    """`Router` with normalized input and one trained factor per expert (Gemma 4, 2026).
 
     The input of the linear map is ``rms_normalize(x) * scale / sqrt(D)``. The weights are multiplied by ``per_expert``.
     """
@@ -37,14 +37,14 @@ class ScaledRouter(Router):
 
 
 class TokenExpertTable(nnx.Variable):
-    """Table of the experts of each token id, int32 ``[V, X]``, not trained. Its metadata ``below`` bounds the ids."""
+    """Untrained int32 table ``[V, X]`` of the experts of each token id. Metadata ``below`` is the number of experts."""
 
 
 class HashRouter(Router):
     """Hash routing (Roller et al. 2021; the first layers of DeepSeek-V4, 2026).
 
-    A table assigns experts to each token id. The weights of the experts are computed from the activations.
-    Calls raise ValueError if the context does not have token ids.
+    A table maps each token id to experts. The weights of the experts are computed from the activations. Raises
+    ValueError if the context has no token ids.
     """
 
     select: SqrtSoftplusTopK
@@ -68,8 +68,8 @@ class HashRouter(Router):
     ) -> Routing:
         if context is None or context.tokens is None:
             raise ValueError(
-                "a router by token ids needs a context with tokens: call the model, or pass Context(tokens=…)"
+                "HashRouter needs token ids, but the context has none. Call the model, or pass Context(tokens=…)."
             )
-        by_logits = super().__call__(x, context=context, mesh=mesh)
-        routing = self.select.route_to(self.table[...][context.tokens], by_logits.scores, by_logits.logits)
-        return dataclasses.replace(routing, valid=by_logits.valid)
+        logit_routing = super().__call__(x, context=context, mesh=mesh)
+        routing = self.select.route_to(self.table[...][context.tokens], logit_routing.scores, logit_routing.logits)
+        return dataclasses.replace(routing, valid=logit_routing.valid)

@@ -1,4 +1,4 @@
-"""``shard_map`` around dispatch, experts and combine."""
+"""``shard_map`` over dispatch, experts and combine."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ Body = Callable[..., tuple[Float[Array, "B T D"], Int[Array, ""]]]
 
 
 class _ShardedDim(NamedTuple):
-    """Sharded dimension of a parameter: its logical axis, its index and the mesh axes that shard it."""
+    """Sharded dimension of a parameter: logical axis name, index, and mesh axes."""
 
     name: str
     dim: int
@@ -35,24 +35,24 @@ def shard_map_dispatch(
     axes: Sequence[str],
     expert_axis: str | None,
 ) -> tuple[Float[Array, "B T D"], Int[Array, "S"]]:
-    """Run ``body(x, assignments, experts) -> y, dropped`` on every device with its shards.
+    """Run ``body(x, assignments, experts) -> y, dropped`` on the shards of every device.
 
-    Experts remain sharded over ``expert_axis``. The feed-forward width remains sharded over mesh axes that do not shard
-    tokens. Each device then computes a partial ``y``, and the partial outputs are summed. Only one device of the sum
-    uses parameters with ``added_once``. All other kernel dimensions are all-gathered in the dtype of ``x``. Their
-    gradients are reduce-scattered in the kernel's dtype.
+    Experts remain sharded over ``expert_axis``. The hidden width remains sharded over mesh axes that do not shard
+    tokens. In this case, the devices along these axes compute partial outputs ``y``, and the partial outputs are
+    summed. Only one of these devices uses parameters with metadata ``added_once``. All other kernel dimensions are
+    all-gathered in the dtype of ``x``. Gradients are reduce-scattered in the kernel's dtype.
 
     Args:
-        body: Function of one shard. It returns the outputs and the number of dropped assignments.
-        x: The tokens. ``axes`` shard the batch, and ``context`` shards the tokens of each row.
-        assignments: The `Assignments` of the tokens, sharded like the tokens.
-        experts: The experts, a module with ``rules``.
-        mesh: The mesh.
-        axes: Mesh axes of the batch.
-        expert_axis: Mesh axis over which experts remain sharded. If None, all experts are gathered.
+        body: Function to run per shard. Returns the outputs and the number of dropped assignments.
+        x: Token activations. ``axes`` shard the batch, and axis ``context`` shards the sequence.
+        assignments: `Assignments` of the tokens, with the same sharding as the tokens.
+        experts: Module with ``rules``, see `ExpertFn`.
+        mesh: Device mesh.
+        axes: Mesh axes that shard the batch.
+        expert_axis: Mesh axis over which experts remain sharded. If ``None``, all experts are gathered.
 
     Returns:
-        The outputs, and the number of dropped assignments per shard of the tokens.
+        The outputs, and the number of dropped assignments per token shard.
     """
     graph, state = nnx.split(experts)
     context_axes = context_shard_axes(x.shape[1], mesh)
@@ -82,10 +82,13 @@ def shard_map_dispatch(
         y, dropped = body(x, assignments, nnx.merge(graph, local_state))
         return (jax.lax.psum(y, sum_axes) if sum_axes else y), dropped[None]
 
-    tokens, per_shard = PartitionSpec(tuple(axes) or None, context_axes or None), PartitionSpec((*axes, *context_axes))
+    tokens, dropped_spec = (
+        PartitionSpec(tuple(axes) or None, context_axes or None),
+        PartitionSpec((*axes, *context_axes)),
+    )
     specs = [partition_spec(axes_of(variable), variable.shape, mesh, experts.rules) for variable in variables]
     values = [variable.get_value() for variable in variables]
-    return shard_map(run_on_shard, mesh, (tokens, tokens, specs), (tokens, per_shard))(x, assignments, values)
+    return shard_map(run_on_shard, mesh, (tokens, tokens, specs), (tokens, dropped_spec))(x, assignments, values)
 
 
 def _sharded_dims(variable: nnx.Variable, mesh: AnyMesh, rules: Rules) -> list[_ShardedDim]:
@@ -99,7 +102,7 @@ def _sharded_dims(variable: nnx.Variable, mesh: AnyMesh, rules: Rules) -> list[_
 
 
 def _partial_sum_axes(sharded_dims: Sequence[Sequence[_ShardedDim]], width_axes: set[str]) -> tuple[str, ...]:
-    """Return the mesh axes over which the feed-forward width stays sharded."""
+    """Return the mesh axes over which the hidden width remains sharded."""
     sum_axes: dict[str, None] = {}
     for dims in sharded_dims:
         for name, _, axes in dims:
@@ -109,9 +112,9 @@ def _partial_sum_axes(sharded_dims: Sequence[Sequence[_ShardedDim]], width_axes:
 
 
 def _all_gather(value: Array, axes: tuple[str, ...], dim: int, dtype: Any) -> Array:
-    """All-gather the shards of a kernel. If ``dtype`` has fewer bits, cast the shards before.
+    """All-gather the shards of a kernel. If ``dtype`` is narrower than the kernel's dtype, cast the shards first.
 
-    Products cast kernels to the dtype of the rows anyway, so the cast saves traffic without changing results.
+    Products cast kernels to the dtype of the rows anyway, so the cast saves bandwidth without changing results.
     """
     if jnp.dtype(dtype).itemsize >= value.dtype.itemsize:
         return jax.lax.all_gather(value, axes, axis=dim, tiled=True)

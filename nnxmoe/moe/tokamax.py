@@ -1,4 +1,4 @@
-"""Grouped matrix products with tokamax's Pallas kernels (Mosaic, on TPUs and on NVIDIA GPUs since Hopper)."""
+"""Grouped matrix products with tokamax's Pallas Mosaic kernels, for TPUs and for NVIDIA GPUs since Hopper."""
 
 import dataclasses
 import importlib
@@ -23,7 +23,7 @@ def is_installed() -> bool:
 
 
 def _library() -> Any:
-    """Import tokamax. Versions before 0.0.17 parse sys.argv with absl unless the flags are marked as parsed."""
+    """Import tokamax. Before version 0.0.17, tokamax parses sys.argv unless absl's flags are marked as parsed."""
     flags = importlib.import_module("absl.flags").FLAGS
     if not flags.is_parsed():
         flags.mark_as_parsed()
@@ -32,12 +32,12 @@ def _library() -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class TokamaxMatmul:
-    """Grouped product by ``tokamax.ragged_dot``, for float kernels and quantized kernels.
+    """Grouped product with ``tokamax.ragged_dot``, for float and quantized kernels.
 
     On NVIDIA GPUs, tokamax 0.0.17 rejects widths that are not multiples of 64.
 
     Attributes:
-        implementation: "mosaic" or "xla". If None, tokamax's default, a masked dense product on CPUs.
+        implementation: "mosaic" or "xla". If ``None``, tokamax chooses. On CPUs, the choice is a masked dense product.
 
     Raises:
         ValueError: If tokamax is not installed.
@@ -47,7 +47,9 @@ class TokamaxMatmul:
 
     def __post_init__(self) -> None:
         if not is_installed():
-            raise ValueError(f"TokamaxMatmul() needs tokamax: {install_command('kernels')}, or choose BlockedMatmul()")
+            raise ValueError(
+                f"TokamaxMatmul requires tokamax. Run {install_command('kernels')}, or use BlockedMatmul()."
+            )
 
     def __call__(self, rows: Float[Array, "R I"], kernel: GroupedKernel, sizes: Int[Array, "E"]) -> Float[Array, "R O"]:
         kernel = as_kernel(kernel)
@@ -57,7 +59,7 @@ class TokamaxMatmul:
 
         def run(rows: Array, sizes: Array, *leaves: Array) -> Array:
             kernel: QuantizedKernel = tree.unflatten(leaves)
-            if kernel.order is not None:  # one permutation of the inputs per expert
+            if kernel.order is not None:  # each expert permutes the inputs differently
                 expert = jnp.repeat(jnp.arange(len(sizes)), sizes, total_repeat_length=len(rows))
                 rows = jnp.take_along_axis(rows, kernel.order[expert], axis=1)
             return self._product(rows, _qarray(dataclasses.replace(kernel, order=None), rows.dtype), sizes)
@@ -69,7 +71,7 @@ class TokamaxMatmul:
         return multilinear(run, {0: d_rows})(rows, sizes, *leaves)
 
     def _product(self, rows: Float[Array, "R _"], weights: Any, sizes: Int[Array, "E"]) -> Float[Array, "R _"]:
-        # tokamax's Mosaic kernels reject gradients in float32, and 16-bit products with precision "highest".
+        # tokamax's Mosaic kernels reject float32 gradients, and 16-bit products with precision "highest".
         options: dict[str, Any] = {"preferred_element_type": rows.dtype, "implementation": self.implementation}
         if rows.dtype.itemsize == 2:
             options["precision"] = jax.lax.Precision.DEFAULT
@@ -78,7 +80,7 @@ class TokamaxMatmul:
 
 
 def _qarray(kernel: QuantizedKernel, dtype: Any) -> Any:
-    """Convert a kernel ``[E, I, O]`` to a qwix array. On GPUs, tokamax multiplies with the codes of this array.
+    """Convert a kernel ``[E, I, O]`` to a qwix array. On GPUs, tokamax multiplies by the codes without dequantizing.
 
     Returns a float array if the tiles do not divide the inputs, the codes index a codebook, or the kernel has offsets.
     """

@@ -1,4 +1,4 @@
-"""Grouped matrix products in one Pallas Triton kernel for GPUs, with float kernels or codes of 4 and 8 bits."""
+"""Grouped matrix products in a single Pallas Triton kernel for GPUs, with float, 8-bit or 4-bit weights."""
 
 import dataclasses
 import functools
@@ -19,17 +19,17 @@ from nnxmoe.moe.blocked import BlockedMatmul, differentiable_grouped_matmul
 from nnxmoe.moe.grouped_matmul import GroupedKernel, GroupedMatmul
 from nnxmoe.sharding_rules import Rules
 
-SIZES = (128, 64, 32, 16)  # candidate tile sizes; the first size that divides is used
-COMPUTED = ("int8", "int4", "fp8", "fp4")  # code dtypes whose values are computed instead of looked up
+SIZES = (128, 64, 32, 16)  # candidate tile sizes, from which the first divisor is used
+COMPUTED = ("int8", "int4", "fp8", "fp4")  # code dtypes decoded by arithmetic instead of a lookup table
 
 
 class Tiles(NamedTuple):
-    """Sizes of a Triton program.
+    """Tile sizes and launch options of a Triton program.
 
     Attributes:
-        height: Rows of the output tile.
-        width: Columns of the output tile.
-        depth: Inputs per step of the loop.
+        height: Number of rows of the output tile.
+        width: Number of columns of the output tile.
+        depth: Number of inputs per loop step.
         warps: Number of warps.
         stages: Number of pipeline stages.
     """
@@ -43,13 +43,13 @@ class Tiles(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TritonMatmul:
-    """Grouped product in one Triton kernel for all groups, for 16-bit rows with widths that are multiples of 16.
+    """Grouped product in a single Triton kernel, for 16-bit rows and widths that are multiples of 16.
 
-    Each program multiplies a tile of one group's rows by a tile of the group's kernel. Codes of 4 and 8 bits are
-    decoded tile by tile, so a decoding step reads each chosen expert's codes once.
+    Each program multiplies a tile of one group's rows by a tile of the group's kernel. 4-bit and 8-bit codes are
+    dequantized tile by tile, so a decoding step reads the codes of each selected expert once.
 
     Attributes:
-        fallback: The product for unsupported rows and kernels.
+        fallback: Product for unsupported rows and kernels.
         interpret: Whether to run in Pallas's interpreter, on any backend.
     """
 
@@ -83,9 +83,9 @@ class TritonProduct:
     """Product of a few 16-bit rows with one quantized kernel, for decoding. Reads the codes once.
 
     Attributes:
-        fallback: The product for more than ``max_rows`` rows and for unsupported kernels. Also the product on a mesh,
-            because XLA cannot partition this product.
-        max_rows: Largest number of rows.
+        fallback: Product for more than ``max_rows`` rows, for unsupported kernels, and for meshes with several devices.
+            XLA cannot partition the Triton kernel.
+        max_rows: Maximum number of rows.
         interpret: Whether to run in Pallas's interpreter.
     """
 
@@ -106,73 +106,78 @@ class TritonProduct:
 
 
 def _tiles(rows: Array, kernel: Kernel, transpose: bool) -> Tiles | None:
-    """Return the tile sizes of a product, or None if the kernel is not supported."""
+    """Return the tile sizes for a product, or ``None`` if the kernel does not support the operands."""
     groups, ins, outs = kernel.shape
     ins, outs = (outs, ins) if transpose else (ins, outs)
     if isinstance(kernel, QuantizedKernel):
-        kind = kernel.format
-        if transpose or kernel.order is not None or kind.code_dtype not in COMPUTED:
+        code_format = kernel.format
+        if transpose or kernel.order is not None or code_format.code_dtype not in COMPUTED:
             return None
-        halves = 1 + kind.is_packed
-        lengths = min(ins, kind.tile[1]) // halves, ins // halves  # codes per scale, and codes per output
+        codes_per_byte = 1 + code_format.is_packed
+        # bytes per scale, and bytes per output
+        lengths = min(ins, code_format.tile[1]) // codes_per_byte, ins // codes_per_byte
     elif isinstance(kernel, DenseKernel):
         lengths = (ins,)
     else:
         return None
-    mean = rows.shape[0] // min(groups, rows.shape[0])
-    height = 16 if mean <= 16 else 64 if mean <= 64 else 128
-    codes = len(lengths) > 1
-    # The fastest sizes on an H200 (tests/benchmarks/README.md). Programs that decode codes need narrow tiles.
-    widest, deepest = {16: 64, 64: 32, 128: 128}[height] if codes else 128, 128 if codes and height == 16 else 64
-    depth = next((size for size in SIZES if size <= deepest and not any(length % size for length in lengths)), None)
-    width = next((size for size in SIZES if size <= widest and outs % size == 0), None)
+    mean_rows = rows.shape[0] // min(groups, rows.shape[0])
+    height = 16 if mean_rows <= 16 else 64 if mean_rows <= 64 else 128
+    is_quantized = len(lengths) > 1
+    # Fastest sizes on an H200 (tests/benchmarks/README.md). Programs that dequantize codes need narrow tiles.
+    width_limit, depth_limit = (
+        {16: 64, 64: 32, 128: 128}[height] if is_quantized else 128,
+        128 if is_quantized and height == 16 else 64,
+    )
+    depth = next((size for size in SIZES if size <= depth_limit and not any(length % size for length in lengths)), None)
+    width = next((size for size in SIZES if size <= width_limit and outs % size == 0), None)
     if depth is None or width is None:
         return None
     return Tiles(height, width, depth, 8 if height == 128 else 4, 3 if height == 128 else 4)
 
 
 def _language() -> Any:
-    """Import Pallas's Triton module on first use, because the import takes 0.25 s."""
+    """Import Pallas's Triton module. The import takes 0.25 s, so it is deferred to the first use."""
     return importlib.import_module("jax.experimental.pallas.triton")
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4, 5, 6))
 def _multiply(rows, kernel, sizes, transpose, tiles, interpret, dtype=None):
-    """Multiply rows by the kernel of their group. If ``dtype`` is None, the output has the rows' dtype."""
+    """Multiply rows by the kernel of their group. The output dtype defaults to the dtype of the rows."""
     count, groups, (height, width, depth, warps, stages) = rows.shape[0], sizes.shape[0], tiles
     outs, dtype = kernel.shape[1 if transpose else 2], dtype or rows.dtype
-    sizes = jnp.append(sizes, count - jnp.sum(sizes)).astype(jnp.int32)  # the last group has the rows that are zero
-    ends, needed = jnp.cumsum(sizes), -(-sizes // height)
+    # The extra group contains the rows beyond the last group. The output of these rows is zero.
+    sizes = jnp.append(sizes, count - jnp.sum(sizes)).astype(jnp.int32)
+    ends, num_tiles = jnp.cumsum(sizes), -(-sizes // height)
     tile = jnp.arange(count // height + min(groups + 1, count), dtype=jnp.int32)
-    group = jnp.searchsorted(jnp.cumsum(needed), tile, side="right", method="compare_all").astype(jnp.int32)
-    of_group = jnp.minimum(group, groups)  # programs beyond the last tile have group number groups + 1
-    first = (ends - sizes)[of_group] + (tile - (jnp.cumsum(needed) - needed)[of_group]) * height
+    group = jnp.searchsorted(jnp.cumsum(num_tiles), tile, side="right", method="compare_all").astype(jnp.int32)
+    group_index = jnp.minimum(group, groups)  # programs past the last tile have group groups + 1
+    first_row = (ends - sizes)[group_index] + (tile - (jnp.cumsum(num_tiles) - num_tiles)[group_index]) * height
     leaves, tree = jax.tree.flatten(kernel)
 
     def body(group_ref, first_ref, end_ref, rows_ref, *refs):
         *weights, out_ref = refs
         group, column = group_ref[pl.program_id(1)], pl.program_id(0) * width
-        first, end = first_ref[pl.program_id(1)], end_ref[pl.program_id(1)]
-        index = first + jnp.arange(height)
+        first_row, end = first_ref[pl.program_id(1)], end_ref[pl.program_id(1)]
+        row_index = first_row + jnp.arange(height)
 
         def store(values):
-            tile_ref = out_ref.at[pl.ds(first, height), pl.ds(column, width)]
-            _language().store(tile_ref, values.astype(dtype), mask=(index < end)[:, None])
+            tile_ref = out_ref.at[pl.ds(first_row, height), pl.ds(column, width)]
+            _language().store(tile_ref, values.astype(dtype), mask=(row_index < end)[:, None])
 
         @pl.when(group < groups)
         def _():
             refs = tree.unflatten(weights)
-            codes = isinstance(kernel, QuantizedKernel)
-            add = _add_codes if codes else functools.partial(_add_floats, transpose=transpose)
-            step = functools.partial(add, rows_ref, jnp.minimum(index, count - 1), refs, group, column, tiles)
-            length = kernel.codes.shape[-1] if codes else rows.shape[1]
+            is_quantized = isinstance(kernel, QuantizedKernel)
+            add = _add_codes if is_quantized else functools.partial(_add_floats, transpose=transpose)
+            step = functools.partial(add, rows_ref, jnp.minimum(row_index, count - 1), refs, group, column, tiles)
+            length = kernel.codes.shape[-1] if is_quantized else rows.shape[1]
             store(jax.lax.fori_loop(0, length // depth, step, jnp.zeros((height, width), jnp.float32)))
 
         @pl.when(group == groups)
         def _():
             store(jnp.zeros((height, width), jnp.float32))
 
-    out_rows = count + height * interpret  # the interpreter shifts slices that extend beyond the end
+    out_rows = count + height * interpret  # the interpreter shifts out-of-bounds slices
     return pl.pallas_call(
         body,
         out_shape=jax.ShapeDtypeStruct((out_rows, outs), dtype),
@@ -180,59 +185,61 @@ def _multiply(rows, kernel, sizes, transpose, tiles, interpret, dtype=None):
         compiler_params=_language().CompilerParams(warps, stages),
         interpret=interpret,
         name="differentiable_grouped_matmul",
-    )(group, first, ends[of_group], rows, *leaves)[:count]
+    )(group, first_row, ends[group_index], rows, *leaves)[:count]
 
 
-def _dot(x, y, of_x, of_y):
-    """Contract axis ``of_x`` of x with axis ``of_y`` of y, accumulated in float32."""
-    axes = (((of_x,), (of_y,)), ((), ()))
+def _dot(x, y, x_axis, y_axis):
+    """Contract axis ``x_axis`` of x with axis ``y_axis`` of y, accumulated in float32."""
+    axes = (((x_axis,), (y_axis,)), ((), ()))
     return jax.lax.dot_general(x, y, axes, jax.lax.Precision.DEFAULT, preferred_element_type=jnp.float32)
 
 
 def _add_floats(rows_ref, index, kernel, group, column, tiles, i, total, transpose):
     """Add the product with the i-th tile of a float kernel to ``total``."""
-    outs_first = kernel.ins_first == transpose  # whether tiles are [outputs, inputs] in memory
+    outs_first = kernel.ins_first == transpose  # True if tiles are [outputs, inputs] in memory
     depth = pl.ds(i * tiles.depth, tiles.depth)
-    place = (pl.ds(column, tiles.width), depth) if outs_first else (depth, pl.ds(column, tiles.width))
-    return total + _dot(rows_ref[index, depth], kernel.array[(group, *place)], 1, int(outs_first))
+    tile_slices = (pl.ds(column, tiles.width), depth) if outs_first else (depth, pl.ds(column, tiles.width))
+    return total + _dot(rows_ref[index, depth], kernel.array[(group, *tile_slices)], 1, int(outs_first))
 
 
 def _add_codes(rows_ref, index, kernel, group, column, tiles, i, total):
-    """Add the product with the i-th tile of codes to ``total``. A tile of 4-bit codes contains two tiles of inputs."""
-    kind: CodeFormat = kernel.format
+    """Add the product with the i-th tile of codes to ``total``. A tile of 4-bit codes covers two tiles of inputs."""
+    code_format: CodeFormat = kernel.format
     depth = tiles.depth
     codes = kernel.codes[group, pl.ds(column, tiles.width), pl.ds(i * depth, depth)]
-    inside = min(kind.tile[1] // (1 + kind.is_packed), kernel.codes.shape[-1])  # codes that share a scale
-    block, within = jax.lax.div(i * depth, inside), jax.lax.rem(i * depth, inside)
-    line = jax.lax.div(column + jnp.arange(tiles.width), kind.tile[0])
+    codes_per_scale = min(code_format.tile[1] // (1 + code_format.is_packed), kernel.codes.shape[-1])  # codes per scale
+    block, offset = jax.lax.div(i * depth, codes_per_scale), jax.lax.rem(i * depth, codes_per_scale)
+    scale_row = jax.lax.div(column + jnp.arange(tiles.width), code_format.tile[0])
 
-    def of_tile(grid):
-        return grid[group, line, block if grid.shape[-1] > 1 else 0].astype(jnp.float32)[:, None]
+    def scales_of_tile(grid):
+        return grid[group, scale_row, block if grid.shape[-1] > 1 else 0].astype(jnp.float32)[:, None]
 
-    for half, part in enumerate((codes & 15, codes >> 4) if kind.is_packed else (codes,)):
-        values = _value(kind, part)
-        if kernel.zero is not None and not kind.offset:
-            values = values - of_tile(kernel.zero)
-        elif kind.code_dtype == "int4" and not kind.offset:
+    for half, tile_codes in enumerate((codes & 15, codes >> 4) if code_format.is_packed else (codes,)):
+        values = _value(code_format, tile_codes)
+        if kernel.zero is not None and not code_format.offset:
+            values = values - scales_of_tile(kernel.zero)
+        elif code_format.code_dtype == "int4" and not code_format.offset:
             values = values - INT4_ZERO
-        weights = values * of_tile(kernel.scale) + (of_tile(kernel.zero) if kind.offset else 0.0)
-        first = block * inside * (1 + kind.is_packed) + half * inside + within
-        x = rows_ref[index, pl.ds(first, depth)]
+        weights = values * scales_of_tile(kernel.scale) + (scales_of_tile(kernel.zero) if code_format.offset else 0.0)
+        first_input = block * codes_per_scale * (1 + code_format.is_packed) + half * codes_per_scale + offset
+        x = rows_ref[index, pl.ds(first_input, depth)]
         total = total + _dot(x, weights.astype(x.dtype), 1, 1)
     return total
 
 
-def _value(kind: CodeFormat, codes: Any) -> Any:
+def _value(code_format: CodeFormat, codes: Any) -> Any:
     """Convert codes to float32 values.
 
-    fp8 and fp4 codes are shifted into the bits of a float16. A factor corrects the larger exponent bias of float16.
+    The bits of fp8 and fp4 codes are shifted into a float16. A factor corrects for the larger exponent bias of float16.
     """
-    if kind.code_dtype not in ("fp8", "fp4"):
+    if code_format.code_dtype not in ("fp8", "fp4"):
         return codes.astype(jnp.float32)
-    low, sign, up, over, bias = (0x7F, 0x80, 7, 8, 2.0**8) if kind.code_dtype == "fp8" else (7, 8, 9, 12, 2.0**14)
+    magnitude_mask, sign_mask, magnitude_shift, sign_shift, scale = (
+        (0x7F, 0x80, 7, 8, 2.0**8) if code_format.code_dtype == "fp8" else (7, 8, 9, 12, 2.0**14)
+    )
     codes = codes.astype(jnp.uint16)
-    bits = (codes & low) << up | (codes & sign) << over
-    return jax.lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32) * bias
+    bits = (codes & magnitude_mask) << magnitude_shift | (codes & sign_mask) << sign_shift
+    return jax.lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32) * scale
 
 
 @functools.partial(jax.jit, static_argnums=3)
@@ -245,17 +252,20 @@ def _sums(left, right, sizes, interpret):
 
     def body(start_ref, end_ref, left_ref, right_ref, out_ref):
         group = pl.program_id(2)
-        places = [pl.ds(pl.program_id(axis) * tile, tile) for axis, tile in zip((1, 0), tiles, strict=True)]
+        column_slices = [pl.ds(pl.program_id(axis) * tile, tile) for axis, tile in zip((1, 0), tiles, strict=True)]
         start, end = start_ref[group], end_ref[group]
 
         def step(i, total):
-            index = start + i * height + jnp.arange(height)
-            valid, index = (index < end)[:, None], jnp.minimum(index, count - 1)
-            x, d = (jnp.where(valid, ref[index, p], 0) for ref, p in zip((left_ref, right_ref), places, strict=True))
-            return total + _dot(x, d, 0, 0)
+            row_index = start + i * height + jnp.arange(height)
+            valid, row_index = (row_index < end)[:, None], jnp.minimum(row_index, count - 1)
+            x, y = (
+                jnp.where(valid, ref[row_index, p], 0)
+                for ref, p in zip((left_ref, right_ref), column_slices, strict=True)
+            )
+            return total + _dot(x, y, 0, 0)
 
         total = jax.lax.fori_loop(0, (end - start + height - 1) // height, step, jnp.zeros(tiles, jnp.float32))
-        out_ref[group, places[0], places[1]] = total.astype(left.dtype)
+        out_ref[group, column_slices[0], column_slices[1]] = total.astype(left.dtype)
 
     return pl.pallas_call(
         body,

@@ -274,7 +274,7 @@ def test_exchanged_parts_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match="mlp cannot be assigned: this layer's feed-forward is moe"):
         layer.mlp = Passing(layer.moe)
     layer.moe.experts = Passing(experts)
-    with pytest.raises(ValueError, match=r"moe\.experts, a Passing, must define count"):
+    with pytest.raises(ValueError, match=r"moe\.experts is a Passing without count"):
         model(IDS)
     layer.moe.experts, layer.attention = experts, Passing(attention)
     assert model(IDS).logits.shape == (2, 9, 53)

@@ -456,7 +456,7 @@ def refusal(kind: str) -> str:
         ("missing", "has no axis 'expert'"),
         ("missing data", "has no axis 'rows'"),
         ("capacity", "Capacity: a batch of 6 rows is not divisible by the 8 devices of "),
-        ("other axis", "the rules split experts over 'expert', not over 'tensor'"),
+        ("other axis", "the rules shard experts over 'expert', not over 'tensor'"),
         ("parameter", "k.kernel: mesh axis tensor of size 8 does not divide the 2 KV heads; try tensor=2"),
         ("explicit", "must be of type Auto: make it with nnxmoe.make_mesh"),
     ],
@@ -468,7 +468,7 @@ def test_invalid_meshes_and_batch_sizes(eight: Callable[..., Any], kind: str, me
 @pytest.mark.wrong_types
 def test_invalid_strategy_arguments() -> None:
     for make_one, message in (
-        (lambda: ExpertParallel(Sorted(), RaggedAllToAll(), data_axes=("data", "expert")), "also among data_axes"),
+        (lambda: ExpertParallel(Sorted(), RaggedAllToAll(), data_axes=("data", "expert")), "also in data_axes"),
         (lambda: ExpertParallel(Sorted(), RaggedAllToAll(), data_axes=("data", "data")), "named twice"),
         (lambda: ExpertParallel(Dense, RaggedAllToAll()), r"ExpertParallel\(inner=.*such as Sorted\(\)"),
         (lambda: ExpertParallel(Sorted(), RaggedAllToAll), "an object"),
