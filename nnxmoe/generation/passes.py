@@ -22,9 +22,10 @@ from nnxmoe.generation import rows
 from nnxmoe.layers.cache import Cache
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.model.copies import unscan
+from nnxmoe.model.layerwise import layerwise_program
 from nnxmoe.model.output import LOGITS_ONLY, Ids, TokenMask
 from nnxmoe.model.pipeline import PipelinedStack
-from nnxmoe.model.program import model_program, require_values, split_once
+from nnxmoe.model.program import require_values, split_once
 from nnxmoe.model.stack import ScannedStack
 from nnxmoe.moe.blocked import BlockedMatmul
 from nnxmoe.moe.experts import Experts
@@ -103,7 +104,7 @@ def passes(model: CausalLM) -> Callable[..., PassResult]:
     Raises:
         ValueError: if the model is abstract.
     """
-    run = model_program(model, _pass, static=(4, 5), donated=(2,))
+    run = layerwise_program(model, _pass, static=(4, 5), donated=(2,))
     compiled_sizes, said = split_once(model)[0].program(_sizes)
 
     def announcing(ids: Any, valid: Any, cache: Any, dropped: Any, room: CacheSize, mode: LogitsMode) -> PassResult:

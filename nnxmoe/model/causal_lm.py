@@ -26,6 +26,7 @@ from nnxmoe.layers.linear.kernel import Kernel, as_weight
 from nnxmoe.layers.linear.linear import Linear
 from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.model.layer import Layer
+from nnxmoe.model.layerwise import layerwise_program
 from nnxmoe.model.output import EVERYTHING, Body, ByLayer, Ids, Output, TokenMask, drop_routing
 from nnxmoe.model.program import (
     ModelInputs,
@@ -37,7 +38,7 @@ from nnxmoe.model.program import (
     remove_padding,
     warn_beyond_positions,
 )
-from nnxmoe.model.stack import concatenate_layers, stacks_of
+from nnxmoe.model.stack import run_stacks, stacks_of
 from nnxmoe.model.stateful import is_stateful
 from nnxmoe.model.strategy import Strategy, check_arguments
 from nnxmoe.model.tree import children
@@ -296,7 +297,7 @@ class CausalLM(nnx.Module):
         if is_traced(self, (inputs, cache, key)) or is_stateful(self):
             return self._forward_uncompiled(inputs, *options)
         exact = self.mesh is not None or (cache is not None and width == 1) or not self.token_independent(key)
-        program = model_program(self, CausalLM.forward, static=(6, 7, 8))
+        program = (layerwise_program if key is None else model_program)(self, CausalLM.forward, static=(6, 7, 8))
         out = program(*(inputs if exact else pad_inputs(inputs)), *options)
         if is_stateful(self):  # found by tracing the program
             return self._forward_uncompiled(inputs, *options)
@@ -361,25 +362,14 @@ class CausalLM(nnx.Module):
         """
         caches = (None,) * len(self.stacks) if cache is None else cache.layers
         shared = None if cache is None else cache.shared(fresh)
-        embedded, context, cache = self._embed_inputs(
-            tokens, attention_mask, positions, segment_ids, shared, key, fresh=fresh
+        embedded, context, shared = self._embed_inputs(
+            tokens, attention_mask, positions, segment_ids, shared, key, fresh
         )
         context = dataclasses.replace(context, request=request)
-        x, outputs = embedded, []
-        for i, (stack, stack_cache) in enumerate(zip(self.stacks, caches, strict=True)):
-            last_only = request.last_token_only and i + 1 == len(self.stacks)
-            stack_context = context.for_layer(i, last_token_only=last_only)
-            outputs.append(stack(x, context=stack_context, cache=stack_cache))
-            x = outputs[-1].x
-        out = concatenate_layers(x, outputs, [stack.depth for stack in self.stacks])
-        x = self.from_layer_output(x)
-        hidden_states = x if cache is None else cache.nan_if_full(x)
-        normalized = self.norm(hidden_states[:, -1:] if request.last_token_only else hidden_states)
-        hidden = ()
-        if request.all_hidden:
-            hidden = (*map(self.from_layer_output, (embedded, *out.hidden)), normalized)
-        mtp_hidden = self.mtp_hidden(x[:, -1:] if request.last_token_only else x, normalized)
-        cache = None if cache is None else dataclasses.replace(cache, layers=out.cache)
+        depths = [stack.depth for stack in self.stacks]
+        out = run_stacks(self.stacks, depths, embedded, context, caches)
+        normalized, hidden, mtp_hidden = self._finish(embedded, out.x, out.hidden, shared, request)
+        cache = None if shared is None else dataclasses.replace(shared, layers=out.cache)
         return Body(normalized, cache, out.infos, hidden, mtp_hidden)
 
     def _embed_inputs(
@@ -390,7 +380,6 @@ class CausalLM(nnx.Module):
         segment_ids: Ids | None,
         cache: Cache | None,
         key: Key[Array, ""] | None,
-        *,
         fresh: bool,
     ) -> tuple[Any, Context, Cache | None]:
         """Embed tokens.
@@ -403,6 +392,23 @@ class CausalLM(nnx.Module):
         context, cache = Context.from_inputs(self.ropes, tokens, *masks, cache, key, fresh)
         embedded = shard_batch(self.embed(tokens, self.dtype), self.mesh)
         return self.to_layer_input(embedded, tokens), context, cache
+
+    def _finish(
+        self, embedded: Any, x: Any, layer_outputs: tuple[Any, ...], cache: Cache | None, request: OutputRequest
+    ) -> tuple[Float[Array, "B asked D"], tuple[Array, ...], Array]:
+        """Normalize the last layer's output ``x``.
+
+        Returns:
+            The normalized states, the hidden states (empty unless requested), and the states for prediction layers.
+        """
+        x = self.from_layer_output(x)
+        last_token_only = request.last_token_only
+        hidden_states = x if cache is None else cache.nan_if_full(x)
+        normalized = self.norm(hidden_states[:, -1:] if last_token_only else hidden_states)
+        hidden = ()
+        if request.all_hidden:
+            hidden = (*map(self.from_layer_output, (embedded, *layer_outputs)), normalized)
+        return normalized, hidden, self.mtp_hidden(x[:, -1:] if last_token_only else x, normalized)
 
     def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Apply the output head: logits in float32."""

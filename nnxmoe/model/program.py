@@ -173,15 +173,29 @@ def model_program(
     Raises:
         ValueError: The model has shapes without values, or `nnx.capture` collects values from the model.
     """
+    structure, leaves = split_for_program(model)
+    return functools.partial(structure.program(jit_function, function, static, donated), leaves)
+
+
+def split_for_program(model: Any) -> tuple["Structure", list[Array]]:
+    """Return the structure and the arrays of a model.
+
+    Raises:
+        ValueError: The model has shapes without values, or `nnx.capture` collects values from the model.
+    """
     if is_captured(model):
         raise ValueError("nnx.capture collects values from calls model(tokens) only: call it outside of the capture")
     structure, leaves = split_once(model)
     require_values(leaves)
-    return functools.partial(structure.program(_jit, function, static, donated), leaves)
+    return structure, leaves
 
 
 @functools.lru_cache(maxsize=64)
-def _jit(graph: Any, tree: Any, function: Callable[..., Any], static: tuple[int, ...], donated: tuple[int, ...]) -> Any:
+def jit_function(
+    graph: Any, tree: Any, function: Callable[..., Any], static: tuple[int, ...], donated: tuple[int, ...]
+) -> Callable[..., Any]:
+    """Compile ``function(module, *args)`` as a function of the module's arrays and ``args``; see `model_program`."""
+
     def run(leaves: list[Array], *args: Any) -> Any:
         module = nnx.merge(graph, jax.tree.unflatten(tree, leaves))
         return watch(function, module, module, *args)

@@ -51,6 +51,26 @@ def concatenate_layers(x: Any, outputs: Sequence[Body], depths: Sequence[int]) -
     return Body(x, tuple(caches), infos, tuple(hidden))
 
 
+def run_stacks(
+    stacks: Sequence[Callable[..., Body]], depths: Sequence[int], x: Any, context: Context, caches: Sequence[Any]
+) -> Body:
+    """Run consecutive stacks. Only the last stack skips tokens whose output is not requested.
+
+    Args:
+        stacks: Stacks, or functions with a stack's arguments ``(x, context, cache)``.
+        depths: Number of layers per stack.
+        x: Input of the first layer.
+        context: Context of all layers.
+        caches: The cache of each stack, or None.
+    """
+    outputs = []
+    for i, (stack, cache) in enumerate(zip(stacks, caches, strict=True)):
+        last_only = context.request.last_token_only and i + 1 == len(stacks)
+        outputs.append(stack(x, context.for_layer(i, last_token_only=last_only), cache))
+        x = outputs[-1].x
+    return concatenate_layers(x, outputs, depths)
+
+
 class UnrolledStack(nnx.Module):
     """L layers, one module per layer. The cache is a tuple of the layers' caches.
 
