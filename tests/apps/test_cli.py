@@ -92,7 +92,7 @@ def test_invalid_command_lines_exit_2(line: list[str], capsys: pytest.CaptureFix
         (["generate", MIXTRAL, "--prompt", "x", "--max-new-tokens", str(10**11)], "GB"),
         (["inspect", "./nowhere"], "nowhere"),
         (["generate", "demo", "x", "--logprobs", "769"], "--logprobs 769 is more than the 768 ids"),
-        (["generate", "demo", "--prompts", "/dev/null"], "/dev/null holds no prompts"),
+        (["generate", "demo", "--prompts", "/dev/null"], "/dev/null contains no prompts"),
         (["inspect", "mixtral-8x7b", "--mesh", "expert=3"], "does not divide the 8 experts; try expert=2"),
         (["inspect", str(CASES / "mixtral_basic")], "config.json"),
     ],
@@ -200,7 +200,7 @@ def test_a_folder_with_a_typo(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert cli.main(line) == 1
         assert capsys.readouterr().err.endswith(f"; did you mean {tmp_path / 'mixtral-tuned'}?\n")
     assert cli.main(["generate", str(tmp_path / "mixtral-tuned"), "x"]) == 1
-    assert "mixtral-tuned holds no model: config.json is missing" in capsys.readouterr().err
+    assert "mixtral-tuned does not contain a model: config.json is missing" in capsys.readouterr().err
 
 
 def test_debug_shows_the_traceback() -> None:
@@ -680,9 +680,9 @@ def test_prompts_keep_their_own_fields(
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{prompt", r"line 2 begins with \{ and is not JSON"),
-        ('{"prompt": "a", "messages": []}', r"one of them, got \['messages', 'prompt'\]"),
-        ('{"text": "a"}', r"one of them, got \['text'\]"),
+        ("{prompt", r"line 2 begins with \{ but is not JSON"),
+        ('{"prompt": "a", "messages": []}', r"\"messages\", got \['messages', 'prompt'\]"),
+        ('{"text": "a"}', r"\"messages\", got \['text'\]"),
         ('{"messages": "hey"}', "messages must be a list of messages, got 'hey'"),
         ('{"prompt": [1, "a"]}', "prompt must be a text or a list of ids"),
         ('{"prompt": []}', "prompt must be a text or a list of ids"),

@@ -744,7 +744,11 @@ def test_the_command_prints_plans_and_comparisons(capsys: pytest.CaptureFixture[
     assert len(table) > 2 and table[0].split() == ["mesh", "rows", "memory", "fits", "step", "tokens/s", "waits", "for"]
     assert cli.main(["plan", "mixtral-8x7b", "--search", "1", "--batch", "16", "--seq", "4096"]) == 0
     *_, row, last = capsys.readouterr().out.splitlines()
-    assert row.endswith("no") and last.startswith("no mesh of 1 fits; one of 16 does: ") and last.endswith(" GB each")
+    assert (
+        row.endswith("no")
+        and last.startswith("no mesh of 1 fits, but a mesh of 16 does: ")
+        and last.endswith(" GB each")
+    )
     assert cli.main(["plan", "demo", "--search", "2", "--batch", "4", "--compile"]) == 1
     with pytest.raises(SystemExit, match="2"):
         cli.main([*line, "--rule", "embed=4"])
@@ -772,7 +776,7 @@ def test_the_command_finds_a_plan_and_says_what_it_costs(capsys: pytest.CaptureF
     assert capsys.readouterr().out.splitlines()[-1] == "no time or cost: it does not fit"
     one = ["--devices", "4", "--price", "-2", "--tokens", "1B"]
     wrongs = (["--mesh", "fsdp=4"], "needs --batch"), (["--devices", "4", "--price", "2"], "needs --tokens")
-    for wrong, why in (*wrongs, (one, "--price -2.0: give a number that is not negative")):
+    for wrong, why in (*wrongs, (one, "--price -2.0: use a non-negative number")):
         assert cli.main([*ask, *wrong]) == 1 and why in capsys.readouterr().err
 
 

@@ -869,7 +869,7 @@ def test_the_command_stops_gracefully() -> None:
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        (["serve", str(DEMO), "--port", "70000"], "a port lies in 0"),
+        (["serve", str(DEMO), "--port", "70000"], "--port 70000"),
         (["serve", "./nowhere"], "no such folder"),
     ],
 )

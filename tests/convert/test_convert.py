@@ -97,7 +97,7 @@ def test_rounded_queries_are_named_instead_of_verified(tmp_path: Path, capsys: p
         line = ["convert", str(tmp_path / str(i)), str(tmp_path / str(i + 1)), "--to", to, "--verify", *options]
         assert cli.main(line) == 0
         last = capsys.readouterr().out.splitlines()[-1]
-        assert last.startswith("the arrays are as they were written, but" if rounded else "verified: "), last
+        assert last.startswith("the arrays are equal to the written arrays, but" if rounded else "verified: "), last
         assert not rounded or f"queries {rounded} are rounded to bfloat16; --dtype float32 avoids it" in last
     line = ["convert", str(tmp_path / "1"), str(tmp_path / "f32"), "--to", "maxtext", "--verify", "--dtype", "float32"]
     assert cli.main(line) == 0 and "verified: " in capsys.readouterr().out

@@ -116,7 +116,7 @@ def test_family_of_the_guide_in_a_user_module(
         assert main(["inspect", "tiny-palmoe", "--import", str(tmp_path / "palmoe.py")]) == 0
         assert "palmoe of" in capsys.readouterr().out
         assert main(["inspect", "tiny-palmoe", "--import", "elsewhere/palmoe.py"]) == 1
-        assert "another module has the name palmoe" in capsys.readouterr().err
+        assert "another module is already named palmoe" in capsys.readouterr().err
     finally:
         sys.modules.pop("palmoe", None)
 

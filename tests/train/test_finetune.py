@@ -72,7 +72,7 @@ def test_finetune_teaches_the_demo_a_new_task(tmp_path: Path, capsys: pytest.Cap
     assert share_right(DEMO) < 0.05
     assert cli.main([*line, "--seq-len", "128"]) == 0
     assert share_right(out) > 0.9
-    assert capsys.readouterr().out.splitlines()[-1].startswith(f"{out}: the tuned model; ")
+    assert capsys.readouterr().out.splitlines()[-1].startswith(f"{out}: fine-tuned model, ")
     kept = {"finetune.json", "checkpoints", "metrics.jsonl", "chat_template.jinja", "generation_config.json"}
     kept |= {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     assert {path.name for path in out.iterdir()} == kept
@@ -141,7 +141,7 @@ def test_adapter_only_output_and_changed_arguments(tmp_path: Path, capsys: pytes
     assert cli.main([*line, "--lora", "2", "--adapter-only", "--profile", "1"]) == 0
     assert len(list((out / "profile").rglob("*.xplane.pb"))) == 1
     assert {"adapter_config.json", "adapter_model.safetensors", "checkpoints"} <= {path.name for path in out.iterdir()}
-    assert not (out / "config.json").exists() and "an adapter for peft" in capsys.readouterr().out
+    assert not (out / "config.json").exists() and "adapter in PEFT's format" in capsys.readouterr().out
     model, tokens = nnxmoe.from_pretrained(DEMO), np.arange(3, 15)[None]
     plain = model(tokens).logits
     lora.load(model, out)

@@ -1,4 +1,4 @@
-"""The command ``nnxmoe``: runs a command line and ends the process."""
+"""Entry point of the ``nnxmoe`` command."""
 
 import contextlib
 import os
@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 INTERRUPTED = 130  # 128 + SIGINT
-PIPE_CLOSED = 141  # 128 + SIGPIPE: the status of other programs in `nnxmoe … | head`
+PIPE_CLOSED = 141  # 128 + SIGPIPE: the exit status of other programs in `program … | head`
 
-# References until the process ends. The frames of these exceptions reference objects that XLA's threads still
-# compile. Freeing them is a segmentation fault (jax 0.10.2, in about a third of Ctrl-C within 0.2 s after a
-# compilation began).
+# These exceptions stay referenced until the process exits. Their frames refer to objects that XLA threads are still
+# compiling, and freeing those objects causes a segmentation fault (jax 0.10.2, about a third of the time if Ctrl-C
+# comes within 0.2 s of the start of a compilation).
 _interruptions: list[KeyboardInterrupt] = []
 
 
 def command() -> NoReturn:
-    """Run the process's command line and end the process with its exit code."""
+    """Run the command line of this process and exit with the command's exit code."""
     try:
         status = main()
     except KeyboardInterrupt:  # a second Ctrl-C while `main` reports the first
@@ -27,7 +27,8 @@ def command() -> NoReturn:
     for output in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # a closed pipe or file
             output.flush()
-    # Python's exit destroys XLA's objects while threads still use them: a segmentation fault (jax 0.10.2).
+    # Skip the interpreter's shutdown. It destroys XLA objects that threads still use, which causes a segmentation
+    # fault (jax 0.10.2).
     os._exit(status)
 
 
@@ -35,21 +36,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code.
 
     Args:
-        arguments: The words after ``nnxmoe``. Defaults to the arguments of the process.
+        arguments: Arguments after ``nnxmoe``. Defaults to ``sys.argv[1:]``.
 
     Returns:
-        0: success. 1: failure, explained in one line on stderr. 130: Ctrl-C. 141: closed pipe.
+        0 on success, 1 after an error (reported in one line on stderr), 130 after Ctrl-C, 141 if the reader
+        of the output closed the pipe.
 
     Raises:
-        SystemExit: With code 2 for a wrong command line.
+        SystemExit: With code 2 if the command line is invalid.
     """
     try:
-        from nnxmoe.apps.cli import parser  # imports JAX: Ctrl-C meanwhile is handled below
+        from nnxmoe.apps.cli import parser  # imports JAX, and Ctrl-C during the import is handled below
 
         return parser.run(sys.argv[1:] if arguments is None else arguments)
     except KeyboardInterrupt as interruption:
         _interruptions.append(interruption)
-        line = "\n" if sys.stderr.isatty() else ""  # ends an incomplete line
+        line = "\n" if sys.stderr.isatty() else ""  # ends a partially written line
         print(f"{line}nnxmoe: {str(interruption) or 'interrupted'}", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:  # the reader of the output has exited, e.g. `| head`

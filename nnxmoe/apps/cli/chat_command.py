@@ -1,4 +1,4 @@
-"""``nnxmoe chat``: a conversation, line by line."""
+"""``nnxmoe chat``: an interactive conversation with a model."""
 
 import argparse
 import contextlib
@@ -26,25 +26,25 @@ def run(options: argparse.Namespace) -> None:
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):  # Windows has no readline
             import readline  # noqa: F401  arrow keys and history for input()
-    loading.sampling_of(options)  # invalid values fail before the model is loaded
+    loading.sampling_of(options)  # raise for invalid values before the model is loaded
     model, tokenizer = loading.load(options)
     sampling = loading.sampling_of(options, nnxmoe.Sampling.from_checkpoint(model))
-    opening = [{"role": "system", "content": options.system}] if options.system else []
-    messages = list(opening)
-    # Raise for an unusable template now, not after the first line.
-    tokenizer.apply_chat_template([*opening, {"role": "user", "content": "Hi"}])
+    system_messages = [{"role": "system", "content": options.system}] if options.system else []
+    messages = list(system_messages)
+    # Raise for an unusable chat template now instead of after the first message.
+    tokenizer.apply_chat_template([*system_messages, {"role": "user", "content": "Hi"}])
     say("type a message; /clear starts over, /exit ends")
     while (line := _read_line()) not in (None, "/exit"):
         if line == "/clear":
-            messages = list(opening)
+            messages = list(system_messages)
             say("conversation cleared")
         elif line.startswith("/"):
             say("%s is not a command; use /clear or /exit", line.split()[0])
         elif line:
-            turn = [*messages, {"role": "user", "content": line}]
-            text = answer(model, tokenizer, turn, sampling, options)
+            conversation = [*messages, {"role": "user", "content": line}]
+            text = answer(model, tokenizer, conversation, sampling, options)
             if text:
-                messages = [*turn, {"role": "assistant", "content": text}]
+                messages = [*conversation, {"role": "assistant", "content": text}]
 
 
 def _read_line() -> str | None:
@@ -59,23 +59,27 @@ def _read_line() -> str | None:
         if not sys.stdin.isatty():
             raise
         print()
-        say("/exit or Ctrl-D ends")
+        say("type /exit or Ctrl-D to end the chat")
         return ""
 
 
 def answer(model: Any, tokenizer: Any, messages: list[dict[str, str]], sampling: Any, options: Any) -> str:
-    """Print and return the answer to a conversation, and report how it ended.
+    """Stream the answer to a conversation to stdout, log why it ended, and return it.
 
-    The answer is empty if no positions are left.
+    The answer is empty if the conversation fills all positions of the model.
     """
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True)
-    positions = model.config.max_position_embeddings
-    room = positions - len(ids)
-    if room < 1:
-        say("the conversation has %d tokens, and the model has %d positions: /clear starts over", len(ids), positions)
+    max_positions = model.config.max_position_embeddings
+    remaining_positions = max_positions - len(ids)
+    if remaining_positions < 1:
+        say(
+            "the conversation has %d tokens, but the model has %d positions: /clear starts over",
+            len(ids),
+            max_positions,
+        )
         return ""
-    max_new_tokens = min(room, options.max_new_tokens)
-    seed = options.seed + len(messages)  # differs per turn
+    max_new_tokens = min(remaining_positions, options.max_new_tokens)
+    seed = options.seed + len(messages)  # a different seed per turn
     stream = nnxmoe.stream(model, tokenizer, ids, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed)
     text, speed, interrupted = "", Speed(), False
     try:
@@ -85,7 +89,7 @@ def answer(model: Any, tokenizer: Any, messages: list[dict[str, str]], sampling:
             print(piece, end="", flush=True)
             text += piece
     except KeyboardInterrupt:
-        if not sys.stdin.isatty():  # only a person can continue the chat
+        if not sys.stdin.isatty():  # without a terminal, Ctrl-C ends the command
             raise
         interrupted = True
     print()
@@ -95,8 +99,8 @@ def answer(model: Any, tokenizer: Any, messages: list[dict[str, str]], sampling:
         ending = ""
     elif stream.finish == "error":
         ending = "ended by an error, "
-    elif max_new_tokens == room:
-        ending = f"cut at the model's {positions} positions (/clear starts over), "
+    elif max_new_tokens == remaining_positions:
+        ending = f"cut at the model's {max_positions} positions (/clear starts over), "
     else:
         ending = "cut by --max-new-tokens, "
     say("%s%d tokens%s", ending, stream.tokens, speed)

@@ -16,9 +16,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("source", metavar="SRC", help="a folder, a hub id, or 'demo'; the layout is detected")
     add("target", metavar="DST", help="the output folder; new or empty")
-    help_text = "hf: for transformers and from_pretrained, maxtext: for MaxText, orbax: for nnxmoe.load"
+    help_text = "hf for transformers and from_pretrained, maxtext for MaxText, orbax for nnxmoe.load"
     add("--to", choices=["hf", "maxtext", "orbax"], required=True, help=help_text)
-    help_text = "stack the parameters of all layers into one array each (MaxText's scan_layers)"
+    help_text = "stack each parameter of all layers into one array (MaxText's scan_layers)"
     add("--scan", action="store_true", help=help_text)
     add("--dtype", choices=DTYPES, help="dtype of the weights (default: as stored)")
     add_mesh(parser)
@@ -29,7 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Convert a checkpoint between the layouts of Hugging Face, MaxText and nnxmoe.save, into a new folder."""
+    """Convert a checkpoint to the layout of Hugging Face, MaxText or nnxmoe.save, in a new folder."""
     from nnxmoe.convert import conversion
     from nnxmoe.convert.peft.adapter_folder import open_adapter
     from nnxmoe.models import refuse_preset
@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> None:
         print(f"read {bytes_text(result.read_speed)}/s, written {bytes_text(result.write_speed)}/s")
         if result.difference is not None and result.roundings:
             print(
-                f"the arrays are as they were written, but logits differ by {result.difference:.1e}: "
+                f"the arrays are equal to the written arrays, but logits differ by {result.difference:.1e}: "
                 f"{' and '.join(result.roundings)}; --dtype float32 avoids it"
             )
         elif result.difference is not None:

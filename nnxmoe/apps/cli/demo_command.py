@@ -1,4 +1,4 @@
-"""``nnxmoe demo``: a conversation with the embedded model, and the share of tokens per expert."""
+"""``nnxmoe demo``: run the embedded model on a few questions and show the load of its experts."""
 
 import argparse
 import time
@@ -23,7 +23,7 @@ QUESTIONS = (
     "Write a function that squares a number.",
     "Tell me a story about a fox named Mia.",
 )
-SHADES = " ░▒▓█"  # share 0; up to 1, 2 and 3 times the even share; more
+SHADES = " ░▒▓█"  # share of tokens: 0, then up to 1, 2 and 3 times the uniform share, then more
 NEXT_COMMANDS = """try next:
   nnxmoe chat demo
   nnxmoe generate demo "Once upon a time"
@@ -37,11 +37,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Run the embedded tiny Mixtral, and show which experts it uses."""
+    """Run the embedded tiny Mixtral and show which experts it uses."""
     tokenizer, model = nnxmoe.Tokenizer.from_pretrained(DEMO), nnxmoe.from_pretrained(DEMO)
-    size = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
-    message = "the embedded model: a Mixtral of %s parameters, trained on generated text, on %s"
-    say(message, count_text(size), loading.devices_text(None))
+    num_parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    message = "embedded model: Mixtral with %s parameters, trained on generated text; running on %s"
+    say(message, count_text(num_parameters), loading.devices_text(None))
     conversations, tokens, seconds = [], 0, 0.0
     for question in QUESTIONS:
         messages = [{"role": "user", "content": question}]
@@ -59,13 +59,13 @@ def run(options: argparse.Namespace) -> None:
         print("\n")
         conversations.append(ids + tokenizer.encode(answer, add_special_tokens=False))
     if tokens:
-        print(f"{tokens / seconds:.0f} tokens per second, after the first of each answer\n")
+        print(f"{tokens / seconds:.0f} tokens per second, after the first token of each answer\n")
     _show_experts(model, conversations)
     print(NEXT_COMMANDS)
 
 
 def _show_experts(model: nnxmoe.CausalLM, conversations: Sequence[Sequence[int]]) -> None:
-    """Print a row per layer and a column per expert, shaded by the expert's share of all tokens' weights."""
+    """Print one row per layer and one column per expert, shaded by the expert's share of the routing weights."""
     tokens, mask = np.zeros((2, len(conversations), max(map(len, conversations))), np.int32)
     for row, ids in enumerate(conversations):
         tokens[row, : len(ids)], mask[row, : len(ids)] = ids, 1
@@ -76,12 +76,14 @@ def _show_experts(model: nnxmoe.CausalLM, conversations: Sequence[Sequence[int]]
     for layer, choice in routing.items():
         experts, weights = (np.asarray(array)[mask != 0].ravel() for array in (choice.experts, choice.weights))
         shares[layer] = np.bincount(experts, weights, minlength=choice.scores.shape[-1]) / mask.sum()
-    count = len(next(iter(shares.values())))
-    print(f"How much of the tokens each of the {count} experts of a layer took, of {mask.sum()} tokens:")
-    print("  expert   " + " ".join(f"{expert:>3}" for expert in range(count)))
+    num_experts = len(next(iter(shares.values())))
+    print(f"Share of the tokens routed to each of the {num_experts} experts per layer, of {mask.sum()} tokens:")
+    print("  expert   " + " ".join(f"{expert:>3}" for expert in range(num_experts)))
     for layer, share in shares.items():
-        cells = (SHADES[min(4, int(np.ceil(part * count)))] * 3 for part in share)
+        cells = (SHADES[min(4, int(np.ceil(fraction * num_experts)))] * 3 for fraction in share)
         print(f"  layer {layer:<3}" + " ".join(["", *cells]) + f"   most: expert {share.argmax()}, {share.max():.0%}")
-    even = 1 / count
-    print("  " + ", ".join(f"{shade * 3} up to {i * even:.1%}" for i, shade in enumerate(SHADES[1:4], 1)), end="")
-    print(f", {SHADES[4] * 3} more; {even:.1%} would be even\n")
+    uniform_share = 1 / num_experts
+    print(
+        "  " + ", ".join(f"{shade * 3} up to {i * uniform_share:.1%}" for i, shade in enumerate(SHADES[1:4], 1)), end=""
+    )
+    print(f", {SHADES[4] * 3} more; {uniform_share:.1%} is the uniform share\n")

@@ -1,7 +1,7 @@
 """``nnxmoe eval``: evaluate a model with lm-evaluation-harness."""
 
 # pyright: reportMissingImports=false
-# lm-eval is an extra that type checks do not need.
+# lm-eval is an optional dependency, not installed for type checking.
 
 import argparse
 import json
@@ -22,10 +22,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--tasks", required=True, metavar="NAMES", help="tasks of lm-evaluation-harness, separated by commas")
     add("--include-path", metavar="DIR", help="a folder with more tasks as YAML files")
     add("--num-fewshot", type=int, metavar="N", help="examples before each question (default: the task's)")
-    add("--limit", type=count, metavar="N", help="use only the first N questions of each task")
-    add("--apply-chat-template", action="store_true", help="ask each question as a chat")
+    add("--limit", type=count, metavar="N", help="evaluate only the first N questions of each task")
+    add("--apply-chat-template", action="store_true", help="format each question with the chat template")
     add_slots(add)
-    add("--seed", type=int, default=0, metavar="S", help="for tasks that sample their answers")
+    add("--seed", type=int, default=0, metavar="S", help="random seed for tasks that sample answers (default 0)")
     add("--out", type=Path, metavar="FILE", help="also write all results as JSON")
 
 
@@ -41,15 +41,15 @@ def run(options: argparse.Namespace) -> None:
         raise ValueError(f"nnxmoe eval needs lm-eval ({error}): {install_command('eval')}") from None
     names = [name.strip() for name in options.tasks.split(",")]
     manager = TaskManager(include_path=options.include_path)
-    unknown = [name for name in names if not manager.match_tasks([name])]
-    if unknown:
-        raise ValueError(f"--tasks: there is no task {unknown[0]!r}; lm-eval ls tasks lists them")
+    unknown_tasks = [name for name in names if not manager.match_tasks([name])]
+    if unknown_tasks:
+        raise ValueError(f"--tasks: unknown task {unknown_tasks[0]!r}; list all tasks with: lm-eval ls tasks")
     if options.out is not None:
         if options.out.is_dir():
-            raise ValueError(f"--out {options.out} is a folder: give the name of a file")
+            raise ValueError(f"--out {options.out} is a folder: pass a file name")
         refuse_unless_writable(options.out.parent)
     model, tokenizer = loading.load(options)
-    evaluator.get_git_commit_hash = lambda: None  # runs git, which prints an error outside of repositories
+    evaluator.get_git_commit_hash = lambda: None  # the original runs git, and git prints an error outside a repository
     results = evaluator.simple_evaluate(
         HarnessLM(model, tokenizer, slots=options.slots, seed=options.seed),
         tasks=names,
@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> None:
         limit=options.limit,
         apply_chat_template=options.apply_chat_template,
         task_manager=manager,
-        torch_random_seed=None,  # pyright: ignore[reportArgumentType]  None: torch is not imported
+        torch_random_seed=None,  # pyright: ignore[reportArgumentType]  None avoids importing torch
         log_samples=False,
     )
     if results is None:  # only the first process has results

@@ -1,4 +1,4 @@
-"""``nnxmoe finetune``: train a model, or an adapter, on a file of records."""
+"""``nnxmoe finetune``: train a model or a LoRA adapter on a file of records."""
 
 import argparse
 import dataclasses
@@ -22,39 +22,41 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add(
         "data",
         metavar="DATA.json",
-        help='objects {"text": …}, {"messages": [{"role": …}, …]}, {"prompt": …, "completion": …}, or of Alpaca and '
-        "ShareGPT, one per line or in a JSON array, also as .gz",
+        help='objects {"text": …}, {"messages": [{"role": …}, …]} or {"prompt": …, "completion": …}, or objects in the '
+        "format of Alpaca or ShareGPT, one per line or in a JSON array, optionally compressed (.gz)",
     )
-    add("--out", required=True, metavar="DIR", help="new, empty or the folder of a run; gets metrics.jsonl")
+    add("--out", required=True, metavar="DIR", help="new or empty folder, or a run to resume; gets metrics.jsonl")
     add("--lora", type=count, metavar="RANK", help="train LoRA adapters of this rank (default: all weights)")
     add_quantize(parser)
     add("--adapter-only", action="store_true", help="write the adapter in peft's format, unmerged")
     add("--lora-alpha", type=float, metavar="A", help="scale adapters by A / rank (default: the rank)")
-    add("--split-rank", action="store_true", help="divide the experts' ranks by the experts per token")
+    add("--split-rank", action="store_true", help="divide the rank of experts' adapters by the experts per token")
     length = parser.add_mutually_exclusive_group().add_argument
-    length("--steps", type=count, metavar="N", help="training steps in all (default 200)")
+    length("--steps", type=count, metavar="N", help="total number of training steps (default 200)")
     length("--epochs", type=count, metavar="N", help="passes over the data, instead of --steps")
-    add("--warmup", type=int, metavar="N", help="steps to the peak learning rate (default: a tenth)")
-    add("--preferences", action="store_true", help="DATA has chosen and rejected completions: use DPO")
-    add("--beta", type=float, metavar="B", help="how closely DPO keeps to the original (default 0.1)")
-    help_text = "compute each batch in N parts, for less memory"
+    add("--warmup", type=int, metavar="N", help="steps until the peak learning rate (default: a tenth)")
+    add("--preferences", action="store_true", help="train with DPO on chosen and rejected completions")
+    add("--beta", type=float, metavar="B", help="DPO's beta; higher stays closer to the original (default 0.1)")
+    help_text = "accumulate gradients over N microbatches to save memory"
     add("--accumulate", type=count, default=1, metavar="N", help=help_text)
-    add("--eval", dest="evaluation", metavar="DATA.json", help="data held out; evaluated with every checkpoint")
-    help_text = "skip unusable records if they are at most this fraction of all (default 0.01; 0: skip none)"
+    add("--eval", dest="evaluation", metavar="DATA.json", help="held-out data, evaluated at every checkpoint")
+    help_text = "skip unusable records up to this fraction of all records (default 0.01; 0 skips none)"
     add("--max-bad-fraction", type=float, default=0.01, metavar="X", help=help_text)
     add("--batch-size", type=count, default=8, metavar="B", help="rows per step (default 8)")
     add("--seq-len", type=count, default=512, metavar="T", help="tokens per row (default 512)")
     add("--optimizer", default="adam", metavar="NAME", help="adam (default), muon, adafactor or lion")
-    add("--learning-rate", type=float, metavar="LR", help="peak (2e-4 with --lora or 2e-5; lion / 5; DPO / 20)")
+    add(
+        "--learning-rate", type=float, metavar="LR", help="peak (default 2e-5, or 2e-4 with --lora; lion / 5; DPO / 20)"
+    )
     help_text = "save a checkpoint every K steps (default 100)"
     add("--save-every", type=count, default=100, metavar="K", help=help_text)
     add("--profile", type=count, metavar="N", help="write a trace of N steps for xprof or Perfetto")
-    add("--seed", type=int, default=0, metavar="S", help="the same seed gives the same order of the data")
+    add("--seed", type=int, default=0, metavar="S", help="random seed, for example of the data order (default 0)")
     add_mesh(parser)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Fine-tune a model on lines of text or chats. Repeating the command resumes an interrupted run."""
+    """Fine-tune a model on texts or chats. Repeat the command to resume an interrupted run."""
     from nnxmoe.train import finetune as tuning
     from nnxmoe.train.loop.measured import EVAL_LOSS
 
@@ -63,7 +65,7 @@ def run(options: argparse.Namespace) -> None:
     mesh = mesh_of(options.mesh, connect=True)
     if mesh is None and (count := jax.process_count()) > 1:
         raise ValueError(
-            f"this job has {count} processes, and each would train a model of its own: give --mesh with all "
+            f"this job has {count} processes, and each would train a separate model without --mesh: use a mesh of all "
             f"{jax.device_count()} devices, such as --mesh fsdp={jax.device_count()}"
         )
     say("running on %s", devices_text(mesh))
@@ -82,8 +84,8 @@ def run(options: argparse.Namespace) -> None:
         print(f"{steps}: {name.replace('_', '-')} {first[name]:.4f} -> {last[name]:.4f}")
         if EVAL_LOSS in last:
             print(f"on {options.evaluation}: {last[EVAL_LOSS]:.4f}")
-    output = "an adapter for peft" if options.adapter_only else "the tuned model"
+    output = "adapter in PEFT's format" if options.adapter_only else "fine-tuned model"
     hub = {"revision": options.revision, "local_files_only": options.local_files_only}
     has_template = nnxmoe.Tokenizer.from_pretrained(task.model, **hub).chat_template is not None
-    words = ["chat", options.out] if has_template else ["generate", options.out, "Once upon a time"]
-    print(f"{options.out}: {output}; its losses are in metrics.jsonl. Try it: {shlex.join(['nnxmoe', *words])}")
+    arguments = ["chat", options.out] if has_template else ["generate", options.out, "Once upon a time"]
+    print(f"{options.out}: {output}, with losses in metrics.jsonl. Try it: {shlex.join(['nnxmoe', *arguments])}")

@@ -1,4 +1,4 @@
-"""``nnxmoe generate``: continue one prompt, or a file of prompts in JSON lines."""
+"""``nnxmoe generate``: continue one prompt, or all prompts of a file."""
 
 import argparse
 import json
@@ -29,16 +29,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``nnxmoe generate``."""
     add_loading(parser)
     prompt = parser.add_mutually_exclusive_group(required=True)
-    prompt.add_argument("prompt", nargs="?", metavar="PROMPT", help="the text to continue ('-': read from stdin)")
+    prompt.add_argument("prompt", nargs="?", metavar="PROMPT", help="text to continue ('-' reads stdin)")
     prompt.add_argument("--prompt", dest="prompt", metavar="PROMPT", help="PROMPT as an option: --prompt=-5")
     add_sampling(parser, 64, "0")
     add_draft(parser)
     prompt.add_argument(
         "--prompts",
         metavar="FILE",
-        help='answer each prompt of a file ("-": stdin) with a line of JSON. A prompt is a line of text, or an object '
-        '{"prompt": …} or {"messages": …}, one per line or in a JSON array, whose other fields are copied to the '
-        "output. In FILE.txt every line is text",
+        help='continue each prompt of a file ("-" reads stdin) and print a JSON line per sample. A prompt is a line of '
+        'text or an object {"prompt": …} or {"messages": …}, one per line or in a JSON array. Other fields of the '
+        "object are copied to the output. In FILE.txt every line is text",
     )
     add = parser.add_argument
     add(
@@ -47,30 +47,30 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=[],
         type=nonempty,
         metavar="TEXT",
-        help="end before this text; may be repeated",
+        help="stop before this text; may be repeated",
     )
-    add("--json-schema", metavar="FILE", help="generate only JSON that this schema accepts (needs the extra serve)")
+    add("--json-schema", metavar="FILE", help="constrain the output to JSON of this schema (needs the extra serve)")
     group = parser.add_argument_group("output as JSON lines, always with --prompts")
     add = group.add_argument
     add("--samples", type=count, default=1, metavar="N", help="samples of each prompt (default 1)")
-    add("--logprobs", type=natural, metavar="N", help="log-probabilities, also of the N most likely tokens")
+    add("--logprobs", type=natural, metavar="N", help="output log-probabilities, and those of the N most likely tokens")
     add_slots(add)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Continue a prompt, streaming the text, or many prompts, as JSON lines."""
+    """Continue one prompt and stream the text, or continue a file of prompts and print JSON lines."""
     sampling = sampling_of(options)
     if options.prompts is not None:
         lines = read_prompts(options.prompts)
     else:
         lines = [PromptLine(sys.stdin.read() if options.prompt == "-" else options.prompt, 1, {})]
     if not lines or not lines[0].prompt:
-        raise ValueError(f"{options.prompts} holds no prompts" if options.prompts else "the prompt is empty")
+        raise ValueError(f"{options.prompts} contains no prompts" if options.prompts else "the prompt is empty")
     model, tokenizer = loading.load(options)
     recommended = effective_fields(model.generation_config)[0]
     if sampling == GREEDY and recommended:
         fields = listed(recommended)
-        say("generation_config.json asks for %s: chat and serve apply it, generate takes options only", fields)
+        say("generation_config.json recommends %s: chat and serve apply it, generate uses only its options", fields)
     if options.prompts is not None or options.samples > 1 or options.logprobs is not None:
         for line in json_lines(model, tokenizer, lines, sampling, options):
             print(line, flush=True)
@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _stream(model: Any, tokenizer: Any, prompt: Any, sampling: nnxmoe.Sampling, options: argparse.Namespace) -> None:
-    """Print the continuation of a prompt while it is generated, and report how it ended."""
+    """Stream the continuation of a prompt to stdout and log why it ended."""
     stop_texts, stop_ids = split_stop_strings(options.stop, tokenizer, model.vocab_size) if options.stop else ((), ())
     stream = nnxmoe.stream(
         model,
@@ -104,16 +104,16 @@ def _stream(model: Any, tokenizer: Any, prompt: Any, sampling: nnxmoe.Sampling, 
         ending = endings.get(None if text.stopped else stream.finish, "stopped by --max-new-tokens")
         say("%d tokens, %s%s", stream.tokens, ending, speed)
     elif stream.finish == "stop" and tokenizer.chat_template is not None:
-        say("the model ended at once; it has a chat template, so try: nnxmoe chat %s", options.model)
+        say("the model stopped immediately; it has a chat template, so try: nnxmoe chat %s", options.model)
 
 
 class PromptLine(NamedTuple):
     """A prompt of a file.
 
     Attributes:
-        prompt: A text, token ids or the messages of a chat.
-        number: Number of its line, or of its item in a JSON array.
-        fields: Other fields of its JSON object.
+        prompt: Text, token ids or chat messages.
+        number: Number of the line, or of the item in a JSON array, from 1.
+        fields: Other fields of the JSON object.
     """
 
     prompt: Any
@@ -122,18 +122,18 @@ class PromptLine(NamedTuple):
 
 
 def read_prompts(path: str) -> list[PromptLine]:
-    """Read a file of prompts. "-" reads stdin.
+    """Read the prompts of a file, or of stdin if ``path`` is "-".
 
-    A line is a text, or a JSON object with "prompt" (text or ids) or "messages" (a chat). A JSON array
-    of such objects also works. Every line of a file named .txt is text.
+    Each line is a text, or a JSON object with "prompt" (text or ids) or "messages" (a chat). The file may
+    also be a JSON array of such objects. Every line of a file named .txt is text.
 
     Raises:
-        ValueError: For a malformed line, with its number.
+        ValueError: If a line is malformed. The message has the line number.
     """
     try:
         text = sys.stdin.read().removeprefix("\ufeff") if path == "-" else Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 ({error}): save it as UTF-8") from None
+        raise ValueError(f"{path} is not encoded in UTF-8 ({error}): save it as UTF-8") from None
     only_text = path.endswith(".txt")
     if not only_text and re.match(r"\s*\[\s*\{", text):
         prompts = [
@@ -142,9 +142,11 @@ def read_prompts(path: str) -> list[PromptLine]:
         ]
     else:
         prompts = _read_lines(text, path, only_text)
-    replaced = sorted({name for prompt in prompts for name in prompt.fields} & set(OUTPUT))
-    if replaced:
-        logger.warning("%s: the output has its own fields %s, which replace those of the prompts", path, replaced)
+    duplicates = sorted({name for prompt in prompts for name in prompt.fields} & set(OUTPUT))
+    if duplicates:
+        logger.warning(
+            "%s: output fields replace the fields %s of the prompts: rename them in the file", path, duplicates
+        )
     return prompts
 
 
@@ -163,29 +165,29 @@ def _json(text: str, description: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{description} and is not JSON ({error}); if it is text, name the file .txt") from None
+        raise ValueError(f"{description} but is not JSON ({error}): if it is text, rename the file to .txt") from None
 
 
 def _record(record: Any, where: str, number: int) -> PromptLine:
     if not isinstance(record, dict):
-        raise ValueError(f"{where} of the array must be an object, got {record!r:.60}")
+        raise ValueError(f"{where}: each item of the array must be an object, got {record!r:.60}")
     fields = {name: value for name, value in record.items() if value is not None}
     names = {"prompt", "messages"} & fields.keys()
     if len(names) != 1:
-        raise ValueError(f'{where}: give "prompt" or "messages", one of them, got {sorted(fields)}')
+        raise ValueError(f'{where}: use exactly one of "prompt" and "messages", got {sorted(fields)}')
     name = names.pop()
     prompt = fields.pop(name)
     if name == "prompt" and prompt == "":
         raise ValueError(f"{where}: prompt is empty")
-    item_type, expected = (int, "a text or a list of ids") if name == "prompt" else (dict, "a list of messages")
+    item_type, expected_type = (int, "a text or a list of ids") if name == "prompt" else (dict, "a list of messages")
     is_list = isinstance(prompt, list) and prompt and all(isinstance(item, item_type) for item in prompt)
     if not is_list and not (name == "prompt" and isinstance(prompt, str)):
-        raise ValueError(f"{where}: {name} must be {expected}, got {prompt!r:.60}")
+        raise ValueError(f"{where}: {name} must be {expected_type}, got {prompt!r:.60}")
     return PromptLine(prompt, number, fields)
 
 
 def grammar_of(options: argparse.Namespace, tokenizer: Any) -> nnxmoe.Grammar | None:
-    """Build the grammar of ``--json-schema``. Raises ValueError if the schema is malformed."""
+    """Build the grammar of ``--json-schema``, if set. Raises ValueError if the schema is malformed."""
     if options.json_schema is None:
         return None
     try:
@@ -197,7 +199,7 @@ def grammar_of(options: argparse.Namespace, tokenizer: Any) -> nnxmoe.Grammar | 
 def json_lines(
     model: Any, tokenizer: Any, lines: Sequence[PromptLine], sampling: nnxmoe.Sampling, options: argparse.Namespace
 ) -> Iterator[str]:
-    """Yield a JSON line per completion, in the order of the prompts."""
+    """Yield one JSON line per completion, in the order of the prompts."""
     completions = nnxmoe.complete(
         model,
         [line.prompt for line in lines],
@@ -213,7 +215,7 @@ def json_lines(
         slots=options.slots,
     )
     total, tokens = len(lines) * options.samples, 0
-    # A progress bar would mix with the lines on the same terminal.
+    # On a terminal, a progress bar would mix with the output lines.
     disable: Any = {"disable": True} if sys.stdout.isatty() else {}
     for completion in tqdm(completions, "generating", total, unit="answer", dynamic_ncols=True, delay=1, **disable):
         tokens += len(completion.ids)
@@ -224,7 +226,7 @@ def json_lines(
 def _fields(
     completion: nnxmoe.Completion, line: PromptLine, tokenizer: Any, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Return the fields of a line of output: the fields of the prompt's line, then the result's."""
+    """Return the fields of an output line: the fields of the prompt, then the fields of the completion."""
     name = "messages" if isinstance(line.prompt, list) and isinstance(line.prompt[0], dict) else "prompt"
     fields = {**line.fields, "index": completion.prompt, name: line.prompt, "line": line.number}
     fields |= {"text": completion.text, "finish_reason": completion.finish, "ids": completion.ids}

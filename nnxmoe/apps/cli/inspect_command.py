@@ -1,4 +1,4 @@
-"""``nnxmoe inspect``: print the sizes of a model."""
+"""``nnxmoe inspect``: print the parameter counts, memory and cache sizes of a model."""
 
 import argparse
 import textwrap
@@ -22,20 +22,25 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.epilog = f"{parser.epilog}\n\n{textwrap.fill('presets: ' + ', '.join(PRESETS), 100)}"
     add = parser.add_argument
     add("--batch", type=count, default=1, metavar="B", help="rows in the cache (default 1)")
-    add("--fields", action="store_true", help="also print every field of config.json, and the strategy")
-    add("--context", type=count, metavar="T", help="tokens in the cache (default: 4096 at most)")
+    add("--fields", action="store_true", help="also print all fields of config.json and the default strategy")
+    add(
+        "--context",
+        type=count,
+        metavar="T",
+        help="tokens per row of the cache (default: the model's maximum, up to 4096)",
+    )
     help_text = "also print how parameters are sharded on a mesh, such as fsdp=4,expert=8"
     add("--mesh", type=mesh, metavar="AXES", help=help_text)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print a model's sizes and whether it fits in memory, without reading its weights."""
+    """Print the sizes of a model and whether it fits in memory, without reading its weights."""
     from nnxmoe.apps.cli.summary import shard_lines, summarize
     from nnxmoe.generation.draft_cost import auto_cost
     from nnxmoe.model.strategy import Strategy
 
     if options.mesh and options.keep_quantized:
-        raise ValueError("--mesh shows how floats or weights of --quantize are sharded: leave --keep-quantized out")
+        raise ValueError("--mesh cannot show the shards of a checkpoint's quantized weights: omit --keep-quantized")
     method, hub = loading.quantize_method(options), (options.revision, options.local_files_only)
     summary = summarize(options.model, options.dtype, *hub, method, options.keep_quantized)
     shards = shard_lines(summary.config, summary.weight_dtype, options.mesh, method) if options.mesh else []
@@ -61,30 +66,31 @@ def run(options: argparse.Namespace) -> None:
     if summary.missing or summary.misshapen:
         missing, misshapen = len(summary.missing), len(summary.misshapen)
         raise ValueError(
-            f"{summary.source} cannot be loaded: {missing} tensors are missing and {misshapen} do not fit config.json, "
+            f"{summary.source} cannot be loaded: {missing} tensors are missing and {misshapen} contradict config.json, "
             f"{plain([*summary.missing, *summary.misshapen][0])} among them"
         )
 
 
 def _print_memory(summary: "Summary", batch: int, context: int, shards: list[str]) -> None:
-    """Print the memory of weights and cache. Without ``shards``, also print whether it fits this machine."""
+    """Print the memory of weights and cache, and without ``shards`` whether this machine has enough memory."""
     from nnxmoe.runtime.memory import memory_bytes
 
-    need, (have, where) = summary.needed(batch, context), memory_bytes()
+    total, (memory, where) = summary.needed(batch, context), memory_bytes()
     size = f"{count_text(summary.parameters)} parameters, {count_text(summary.active)} active per token"
     print(f"{summary.source}: {summary.config.model_type} of {size}")
-    fits = f"{'fits' if need <= have else 'does not fit'}: {bytes_text(need)} of {bytes_text(have)} ({where})"
-    print(f"memory      {bytes_text(need)} on all devices together" if shards else f"memory      {fits}")
-    cache = f"{bytes_text(need - summary.weight_bytes)} of cache for batch {batch}, {context} tokens"
+    fits = f"{'fits' if total <= memory else 'does not fit'}: {bytes_text(total)} of {bytes_text(memory)} ({where})"
+    print(f"memory      {bytes_text(total)} on all devices together" if shards else f"memory      {fits}")
+    cache = f"{bytes_text(total - summary.weight_bytes)} of cache for batch {batch}, {context} tokens"
     print(f"            {bytes_text(summary.weight_bytes)} of weights in {' and '.join(summary.weights)}, {cache}")
     for line in shards:
         print(line)
 
 
 def _print_sizes(summary: "Summary", batch: int, context: int, step_bytes: float) -> None:
-    """Print the bytes read per token, the fitting GPUs with their decoding speed, and the parameters.
+    """Print the bytes read per token, the GPUs that fit the model with their decoding speed, and parameter counts.
 
-    ``step_bytes`` is the number of bytes that a decoding step reads. Parameters are listed by part.
+    Args:
+        step_bytes: Bytes that one decoding step reads.
     """
     from nnxmoe.apps.planning.published import Efficiency
     from nnxmoe.runtime.hardware import TABLE
@@ -92,20 +98,22 @@ def _print_sizes(summary: "Summary", batch: int, context: int, step_bytes: float
     computed = f"and {count_text(2 * summary.active)} floating-point operations are computed"
     print(f"per token   {bytes_text(summary.active_bytes)} of weights are read at batch 1, {computed}")
     buffers = batch * context * summary.buffer_token
-    need = summary.needed(batch, context) + buffers
+    needed_bytes = summary.needed(batch, context) + buffers
     sizes = {f"{gib} GiB": gib * 2**30 for gib in (16, 24, 48)}
     sizes |= {name: TABLE[name.lower()].memory for name in ("H100", "H200")}
-    room = ", ".join(f"{name} {'yes' if need <= size else 'no'}" for name, size in sizes.items())
-    print(f"one GPU     {room}; with about {bytes_text(buffers)} of buffers for a prompt of {context} tokens")
-    rates = list[str]()
+    gpu_fits = ", ".join(f"{name} {'yes' if needed_bytes <= size else 'no'}" for name, size in sizes.items())
+    print(f"one GPU     {gpu_fits}; with about {bytes_text(buffers)} of buffers for a prompt of {context} tokens")
+    gpu_rates = list[str]()
     for gpu in (TABLE[name] for name in ("t4", "rtx4090", "rtx5090", "l40s", "h100", "h200", "b200")):
-        if need <= gpu.memory:
+        if needed_bytes <= gpu.memory:
             share = Efficiency.of(gpu, summary.config.experts > 0, train=False)
-            low, high = (batch * gpu.bandwidth * fraction / step_bytes for fraction in (share.low, share.high))
-            rates.append(f"on {gpu.name} {low:,.0f} to {high:,.0f}")
-    if rates:
-        speeds = ", ".join(rates[:3])
-        print(f"            decodes {speeds} tokens per second, by the share of bandwidth of published servers")
+            low_rate, high_rate = (
+                batch * gpu.bandwidth * fraction / step_bytes for fraction in (share.low, share.high)
+            )
+            gpu_rates.append(f"on {gpu.name} {low_rate:,.0f} to {high_rate:,.0f}")
+    if gpu_rates:
+        speeds = ", ".join(gpu_rates[:3])
+        print(f"            decodes {speeds} tokens per second, at the bandwidth utilization of published servers")
     if len(summary.weights) > 1:
         print("weights     " + ", ".join(f"{dtype} {bytes_text(size)}" for dtype, size in summary.weights.items()))
     if summary.published:
@@ -117,7 +125,7 @@ def _print_sizes(summary: "Summary", batch: int, context: int, step_bytes: float
 
 
 def _print_cache(summary: "Summary") -> None:
-    state = summary.cache.get(1, 0)  # states do not grow with the length
+    state = summary.cache.get(1, 0)  # recurrent states have capacity 1: they do not grow with the length
     per_token = summary.cache_token - state
     windows = [(tokens, size) for tokens, size in summary.cache.items() if tokens is not None and tokens > 1]
     line = f"cache       {bytes_text(per_token)} per token"
@@ -129,7 +137,7 @@ def _print_cache(summary: "Summary") -> None:
 
 
 def _print_files(summary: "Summary") -> None:
-    """Print the tensors of the files, and tensors that loading would skip or reject."""
+    """Print the stored sizes, and the tensors that loading would skip or reject."""
     print("stored      " + ", ".join(f"{dtype} {bytes_text(size)}" for dtype, size in summary.stored.items()))
     for rule, names in summary.skipped.items():
         print(f"left out    {len(names)} tensors: {rule}")

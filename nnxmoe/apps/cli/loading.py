@@ -1,4 +1,4 @@
-"""Helpers for several commands: load models, choose devices, sampling and drafts, report the speed."""
+"""Functions that several commands share: load models, select devices, sampling and drafts, report speed."""
 
 import argparse
 import dataclasses
@@ -21,7 +21,7 @@ GREEDY = nnxmoe.Sampling(temperature=0.0)
 
 
 def load(options: argparse.Namespace) -> tuple[Any, nnxmoe.Tokenizer]:
-    """Load the model and the tokenizer. Merges the adapter if ``--adapter`` or MODEL names an adapter."""
+    """Load the model and the tokenizer, and merge the adapter that ``--adapter`` or MODEL names."""
     from nnxmoe.convert.peft.adapter_folder import open_adapter
     from nnxmoe.train import lora
 
@@ -52,21 +52,26 @@ def load(options: argparse.Namespace) -> tuple[Any, nnxmoe.Tokenizer]:
 
 
 def refuse_without_weights(model: str) -> str:
-    """Return a folder or hub id. Raises ValueError for a preset, and for a folder without a model."""
+    """Return ``model``. Raises ValueError if it names a preset, or a folder without a model."""
     from nnxmoe.models import refuse_preset
 
     refuse_preset(model)
     empty = os.path.isdir(model) and not any(os.path.exists(os.path.join(model, name)) for name in _MODEL_FILES)
     if empty and model != "demo":
-        raise ValueError(f"{model} holds no model: {gguf_in(Path(model)) or 'config.json is missing'}")
+        raise ValueError(f"{model} does not contain a model: {gguf_in(Path(model)) or 'config.json is missing'}")
     return model
 
 
 def mesh_of(shape: Any, *, connect: bool = False) -> Any:
-    """Build the mesh of ``--mesh`` from the first devices, or return None without the option.
+    """Build the mesh of ``--mesh``.
 
-    With ``connect``, the mesh uses the devices of all processes of a job. The processes are connected
-    if there is a mesh, or if ``JAX_NUM_PROCESSES`` is set.
+    Args:
+        shape: Abstract mesh, or `None` without the option.
+        connect: Use all devices of the job, not only as many as the mesh needs. Initializes
+            ``jax.distributed`` first if ``shape`` or ``JAX_NUM_PROCESSES`` is set.
+
+    Returns:
+        The mesh, or `None` if ``shape`` is `None`.
     """
     if connect and (shape is not None or "JAX_NUM_PROCESSES" in os.environ):
         processes.initialize()
@@ -76,42 +81,42 @@ def mesh_of(shape: Any, *, connect: bool = False) -> Any:
     if shape.size > len(devices):
         axes = ",".join(f"{axis}={size}" for axis, size in shape.shape.items() if size > 1)
         raise ValueError(
-            f"--mesh {axes} needs {shape.size} devices, and JAX finds {len(devices)} x {devices[0].device_kind}"
+            f"--mesh {axes} needs {shape.size} devices, but JAX found {len(devices)} x {devices[0].device_kind}"
         )
     return nnxmoe.make_mesh(**shape.shape, devices=devices if connect else devices[: shape.size])
 
 
 def devices_text(mesh: Any) -> str:
-    """Describe number and kind of the devices in use, such as ``8 x NVIDIA H100 80GB HBM3``."""
-    kind, count = jax.local_devices()[0].device_kind, jax.local_device_count()
+    """Describe the devices in use, such as ``8 x NVIDIA H100 80GB HBM3``."""
+    device_kind, num_devices = jax.local_devices()[0].device_kind, jax.local_device_count()
     if mesh is not None:
-        return f"{mesh.size} x {kind}"
-    return kind if count == 1 else f"{kind}, one of {count} (--mesh uses more)"
+        return f"{mesh.size} x {device_kind}"
+    return device_kind if num_devices == 1 else f"{device_kind}, one of {num_devices} (--mesh uses more)"
 
 
 def quantize_method(options: argparse.Namespace) -> Any:
-    """Return the method of ``--quantize``, or None."""
+    """Return the method of ``--quantize``, or `None` without the option."""
     from nnxmoe.model.quantization.methods import parse_method
 
     return parse_method(options.quantize) if options.quantize else None
 
 
 def sampling_of(options: argparse.Namespace, default: nnxmoe.Sampling = GREEDY) -> nnxmoe.Sampling:
-    """Replace fields of ``default`` by the command's options. Reports options without effect."""
+    """Return ``default`` with the fields that the options set. Logs which options have no effect."""
     changes = {name: getattr(options, name) for name in OPTIONS if getattr(options, name) is not None}
     sampling = dataclasses.replace(default, **changes)
     if sampling.temperature == 0:
         if changes.keys() & {"top_k", "top_p", "min_p"}:
-            say("temperature is 0 (always the most likely token): --top-k, --top-p and --min-p have no effect")
+            say("temperature is 0 (greedy decoding): --top-k, --top-p and --min-p have no effect")
         if getattr(options, "samples", 1) > 1:
-            say("temperature is 0 (always the most likely token): all --samples of a prompt are equal")
+            say("temperature is 0 (greedy decoding): all --samples of a prompt are equal")
     return sampling
 
 
 def needs_mtp(choice: DraftChoice | None, model: str, options: argparse.Namespace) -> bool:
-    """Check whether ``--draft`` needs the multi-token prediction layers.
+    """Return whether ``--draft`` needs the multi-token prediction layers.
 
-    With ``auto``, they are needed if the checkpoint has them.
+    ``auto`` needs the layers if the checkpoint has them.
     """
     if choice is None or choice.source != "auto":
         return choice is not None and choice.source == "mtp"
@@ -127,7 +132,7 @@ def needs_mtp(choice: DraftChoice | None, model: str, options: argparse.Namespac
 
 
 def draft_of(choice: DraftChoice | None, model: nnxmoe.CausalLM) -> Any:
-    """Return the ``draft`` argument of an engine with this model, for ``--draft``."""
+    """Convert the value of ``--draft`` to the ``draft`` argument of an engine."""
     if choice is None or choice.source == "auto":
         return None if choice is None else "auto"
     if choice.source == "prompt":
@@ -136,7 +141,10 @@ def draft_of(choice: DraftChoice | None, model: nnxmoe.CausalLM) -> Any:
 
 
 class Speed:
-    """Measures the speed of a stream. Its string is the end of a message, empty before the second token."""
+    """Speed of a stream in tokens per second.
+
+    ``str()`` returns the end of a log message, or an empty string before the second token.
+    """
 
     def __init__(self) -> None:
         self.tokens, self._first, self._started = 0, 0, 0.0

@@ -1,4 +1,4 @@
-"""Options that several commands of ``nnxmoe`` share, and parsers of their values."""
+"""Command-line options that several commands of ``nnxmoe`` share, and parsers of their values."""
 
 import argparse
 import re
@@ -18,12 +18,12 @@ def count(text: str) -> int:
 
 
 def natural(text: str) -> int:
-    """Parse an integer of at least 0."""
+    """Parse a non-negative integer."""
     return 0 if text == "0" else count(text)
 
 
 def size(text: str) -> int:
-    """Parse bytes, such as 2GB, or 0."""
+    """Parse a number of bytes, such as 2GB or 0."""
     try:
         return 0 if text == "0" else parse_bytes(text)
     except ValueError as error:
@@ -31,14 +31,14 @@ def size(text: str) -> int:
 
 
 def nonempty(text: str) -> str:
-    """Return a text. Raises ArgumentTypeError if it is empty."""
+    """Return the text. Raises ArgumentTypeError if the text is empty."""
     if not text:
         raise argparse.ArgumentTypeError("the text is empty")
     return text
 
 
 def mesh(text: str) -> Any:
-    """Parse sizes such as ``fsdp=4,expert=8`` as an abstract mesh."""
+    """Parse axis sizes such as ``fsdp=4,expert=8`` into an abstract mesh."""
     from nnxmoe.mesh import abstract_mesh
 
     try:
@@ -58,7 +58,7 @@ def _quantization(text: str) -> str:
 
 
 def add_model(parser: argparse.ArgumentParser, help_text: str = "a folder, a GGUF file, a hub id, or 'demo'") -> None:
-    """Add MODEL, and options that select its files."""
+    """Add MODEL and the options that select its files and dtype."""
     add = parser.add_argument
     add("model", metavar="MODEL", help=help_text)
     add("--dtype", choices=DTYPES, help="dtype of the weights (default: as stored)")
@@ -67,7 +67,7 @@ def add_model(parser: argparse.ArgumentParser, help_text: str = "a folder, a GGU
 
 
 def add_loading(parser: argparse.ArgumentParser) -> None:
-    """Add the options for `nnxmoe.apps.cli.loading.load`."""
+    """Add the options that `nnxmoe.apps.cli.loading.load` reads."""
     add_model(parser)
     add_adapter(parser)
     add_quantize(parser)
@@ -76,27 +76,27 @@ def add_loading(parser: argparse.ArgumentParser) -> None:
 
 def add_mesh(parser: argparse.ArgumentParser) -> None:
     """Add ``--mesh``."""
-    parser.add_argument("--mesh", type=mesh, metavar="AXES", help="shard over devices, such as tensor=8 or expert=8")
+    parser.add_argument("--mesh", type=mesh, metavar="AXES", help="shard the model, such as tensor=8 or expert=8")
 
 
 def add_adapter(parser: argparse.ArgumentParser) -> None:
     """Add ``--adapter``."""
-    help_text = "merge this LoRA adapter (of peft or of nnxmoe) into the model"
+    help_text = "merge this LoRA adapter (PEFT or nnxmoe) into the model"
     parser.add_argument("--adapter", metavar="FOLDER", help=help_text)
 
 
 def add_quantize(parser: argparse.ArgumentParser, *, keep: bool = True) -> None:
-    """Add ``--quantize``, and with ``keep`` also ``--keep-quantized``."""
-    help_text = "round weights to int8, int4 (int4:32: groups of 32), fp8, or experts=int4,others=int8,head=int8; lossy"
+    """Add ``--quantize`` and, if ``keep``, ``--keep-quantized``."""
+    help_text = "quantize to int8, int4, int4:32 (groups of 32), fp8 or, by part, experts=int4,others=int8,head=int8"
     parser.add_argument("--quantize", type=_quantization, metavar="METHOD", help=help_text)
     if keep:
-        help_text = "keep the checkpoint's FP8, MXFP4, int8, int4 or NF4 codes in memory"
+        help_text = "leave FP8, MXFP4, int8, int4 or NF4 weights quantized in memory, as in the checkpoint"
         parser.add_argument("--keep-quantized", action="store_true", help=help_text)
 
 
 def add_slots(add: Callable[..., Any]) -> None:
     """Add ``--slots``. ``add`` is ``add_argument`` of a parser or an argument group."""
-    add("--slots", type=count, default=8, metavar="N", help="samples computed together, as one batch (default 8)")
+    add("--slots", type=count, default=8, metavar="N", help="samples decoded together in one batch (default 8)")
 
 
 class DraftChoice(NamedTuple):
@@ -104,7 +104,7 @@ class DraftChoice(NamedTuple):
 
     Attributes:
         source: prompt, mtp or auto.
-        count: Drafts per step. If None, the default of the source.
+        count: Drafts per step. `None` if the option does not set it.
     """
 
     source: str
@@ -125,9 +125,9 @@ def add_draft(parser: argparse.ArgumentParser) -> None:
         "--draft",
         type=_draft,
         metavar="SOURCE",
-        help="verify several drafted tokens per step; the text stays the same. prompt[:K]: what followed the newest "
-        "tokens before (K = 7); mtp[:K]: the model's own prediction layer (K = 1); auto: the one that the model has, "
-        "refused where it cannot pay",
+        help="speculative decoding: verify drafted tokens in each step, without changing the text. prompt[:K] drafts "
+        "the K tokens that followed the newest tokens earlier (default 7). mtp[:K] drafts with the model's prediction "
+        "layer (default 1). auto uses mtp if the model has the layer, else prompt. It fails if no speed-up is expected",
     )
 
 
@@ -135,23 +135,23 @@ def add_sampling(parser: argparse.ArgumentParser, tokens: int, default: str) -> 
     """Add options for sampling and for the maximum number of new tokens.
 
     Args:
-        parser: The parser of a command.
+        parser: Parser of a command.
         tokens: Default of ``--max-new-tokens``.
-        default: Describes the default temperature in the help text.
+        default: Default temperature, as shown in the help text.
     """
     add = parser.add_argument
     help_text = f"maximum number of new tokens (default {tokens})"
     add("--max-new-tokens", type=count, default=tokens, metavar="N", help=help_text)
-    add("--temperature", type=float, metavar="T", help=f"0: always the most likely token (default: {default})")
+    add("--temperature", type=float, metavar="T", help=f"0 always picks the most likely token (default: {default})")
     add("--top-k", type=int, metavar="K", help="sample from the K most likely tokens (0: all)")
     add("--top-p", type=float, metavar="P", help="sample from the most likely tokens whose probabilities sum to P")
     add("--min-p", type=float, metavar="P", help="sample from tokens at least P times as likely as the best")
-    add("--repetition-penalty", type=float, metavar="R", help="above 1: discourages repetition")
+    add("--repetition-penalty", type=float, metavar="R", help="values above 1 discourage repetition")
     add(
         "--presence-penalty",
         type=float,
         metavar="R",
-        help="-2 to 2: subtracted from logits of tokens already generated",
+        help="-2 to 2, subtracted from the logits of tokens already generated",
     )
-    add("--frequency-penalty", type=float, metavar="R", help="-2 to 2: subtracted once per time they were generated")
-    add("--seed", type=int, default=0, metavar="S", help="the same seed gives the same text")
+    add("--frequency-penalty", type=float, metavar="R", help="-2 to 2, subtracted once per occurrence of a token")
+    add("--seed", type=int, default=0, metavar="S", help="random seed (default 0)")

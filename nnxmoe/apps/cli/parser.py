@@ -1,4 +1,4 @@
-"""The command line of ``nnxmoe``: assembles the parsers of commands, runs a command, reports errors.
+"""Argument parser of ``nnxmoe``. Runs the selected command and reports its errors.
 
 Results go to stdout, everything else to stderr.
 """
@@ -48,8 +48,8 @@ _COMMANDS = {
 _DESCRIPTION = "Mixture-of-experts language models in JAX. Families, by the model_type of their config.json: "
 _DEVICES = re.compile(r"--(device|gpu|cuda|cpu|tpu|n-gpu|num-gpu|ngl|tensor-parallel|tp)\b")
 _NO_DEVICES = (
-    f"; JAX chooses the device: {install_command('cuda')} (or tpu), set JAX_PLATFORMS=cpu (or cuda, tpu) to force one, "
-    "and use --mesh tensor=8 for 8 devices"
+    f"; JAX selects the device: install with {install_command('cuda')} (or tpu), set JAX_PLATFORMS=cpu (or cuda, tpu) "
+    "to force a platform, and use --mesh tensor=8 for 8 devices"
 )
 
 
@@ -57,19 +57,20 @@ def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code: 0, or 1 after printing an error.
 
     Raises:
-        SystemExit: With code 2 for a wrong command line.
-        KeyboardInterrupt, BrokenPipeError: If the user or the reader of the output ends the command.
+        SystemExit: With code 2 if the command line is invalid.
+        KeyboardInterrupt: On Ctrl-C.
+        BrokenPipeError: If the reader of the output closed the pipe.
     """
     parser = _parser()
     if not arguments:
         parser.print_help()
         return 0
-    options, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    options, unknown_arguments = parser.parse_known_args(arguments)
+    if unknown_arguments:
+        options.parser.error(f"unrecognized arguments: {' '.join(unknown_arguments)}")
     for output in (sys.stdout, sys.stderr):
         if isinstance(output, io.TextIOWrapper):
-            output.reconfigure(errors="replace")  # terminals with a small character set show "?" instead of failing
+            output.reconfigure(errors="replace")  # print "?" for characters that the terminal cannot encode
     try:
         with messages_on_stderr():
             _import_modules([*options.imports, *options.command_imports])
@@ -78,7 +79,7 @@ def run(arguments: Sequence[str]) -> int:
             options.run(options)
         sys.stdout.flush()
         return 0
-    except BrokenPipeError:  # an OSError, but not a failure
+    except BrokenPipeError:  # an OSError, but not an error to report
         raise
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
         if options.debug:
@@ -95,9 +96,9 @@ def _error_line(error: Exception, flags: Sequence[argparse.Action]) -> str:
 
 
 def with_flags(message: str, flags: Sequence[argparse.Action]) -> str:
-    """Replace Python arguments and calls in an error message by command-line options.
+    """Replace Python arguments and calls in an error message with command-line options.
 
-    Messages about fields of a JSON file are not changed.
+    Messages that mention a JSON file are returned unchanged.
     """
     if ".json" in message:
         return message
@@ -112,34 +113,36 @@ def with_flags(message: str, flags: Sequence[argparse.Action]) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Parser that reports a wrong command line in one line, with the nearest valid options and values."""
+    """Parser that reports a usage error in one line and suggests the closest valid option or value."""
 
     def error(self, message: str) -> NoReturn:
         hint = ""
-        if unknown := re.search(r"unrecognized arguments: .*?(--[\w-]+)", message):
-            hint = self._flag_hint(unknown[1])
-        elif invalid := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
-            hint = did_you_mean(invalid[1], re.findall(r"[\w-]+", invalid[2]))
+        if unknown_flag := re.search(r"unrecognized arguments: .*?(--[\w-]+)", message):
+            hint = self._flag_hint(unknown_flag[1])
+        elif invalid_choice := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
+            hint = did_you_mean(invalid_choice[1], re.findall(r"[\w-]+", invalid_choice[2]))
         self.exit(2, f"{self.prog}: error: {message}{hint} (see {self.prog} --help)\n")
 
     def _flag_hint(self, flag: str) -> str:
         if _DEVICES.match(flag):
             return _NO_DEVICES
-        start, known = flag.replace("-", ""), self._option_string_actions
-        longer = [name for name in known if name.replace("-", "").startswith(start)]
-        if longer and len(start) > 2:
-            return f"; did you mean {longer[0]}?"
-        return did_you_mean(flag, known, cutoff=0.75)
+        letters, flags = flag.replace("-", ""), self._option_string_actions
+        matches = [name for name in flags if name.replace("-", "").startswith(letters)]
+        if matches and len(letters) > 2:
+            return f"; did you mean {matches[0]}?"
+        return did_you_mean(flag, flags, cutoff=0.75)
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
-    """Formatter that shows only required arguments in the usage line. The list below has all options."""
+    """Help formatter whose usage line has only the required arguments. The list below it has all options."""
 
     def add_usage(self, usage: Any, actions: Any, groups: Any, prefix: str | None = None) -> None:
         groups = [group for group in groups if group.required]
-        grouped = [action for group in groups for action in group._group_actions]
-        shown = [action for action in actions if action.required or not action.option_strings or action in grouped]
-        super().add_usage(usage, [argparse.Action(["options"], "options", nargs=0), *shown], groups, prefix)
+        group_actions = [action for group in groups for action in group._group_actions]
+        usage_actions = [
+            action for action in actions if action.required or not action.option_strings or action in group_actions
+        ]
+        super().add_usage(usage, [argparse.Action(["options"], "options", nargs=0), *usage_actions], groups, prefix)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -161,9 +164,10 @@ def _parser() -> argparse.ArgumentParser:
             "--no-compile-cache",
             dest="compile_cache",
             action="store_false",
-            help="do not keep compiled programs for later (environment variable: NNXMOE_COMPILE_CACHE=FOLDER or off)",
+            help="do not cache compiled programs on disk (environment variable: NNXMOE_COMPILE_CACHE=FOLDER or off)",
         )
-        # Not `imports`: argparse would overwrite a value given before the command with the subparser's default.
+        # The name differs from `imports` because argparse would overwrite an --import before the command with the
+        # default of the subparser.
         _add_import(subparser, "command_imports")
         command.add_options(subparser)
         flags = [action for action in subparser._actions if action.option_strings]
@@ -177,7 +181,7 @@ def _add_import(parser: argparse.ArgumentParser, dest: str) -> None:
 
 
 def _import_modules(names: Sequence[str]) -> None:
-    """Import modules by path, or by name from the current folder too.
+    """Import modules by file path or by name. The current folder is on the search path.
 
     Raises ValueError if an import fails.
     """
@@ -187,12 +191,12 @@ def _import_modules(names: Sequence[str]) -> None:
             raise ValueError(f"--import {name}: file not found")
         folder = os.getcwd() if path is None else str(path.parent)
         if folder not in sys.path:
-            sys.path.insert(0, folder)  # permanent: the module may import files next to it later
+            sys.path.insert(0, folder)  # never removed, since the module may later import files in its folder
         try:
             module = importlib.import_module(name if path is None else path.stem)
-        except Exception as error:  # the module may raise anything
+        except Exception as error:  # a user's module may raise any exception
             raise ValueError(f"--import {name}: {type(error).__name__}: {error}") from error
         if path is not None and path != Path(module.__file__ or "").resolve():
             raise ValueError(
-                f"--import {name}: another module has the name {path.stem} ({module.__file__}): rename the file"
+                f"--import {name}: another module is already named {path.stem} ({module.__file__}): rename the file"
             )

@@ -1,4 +1,4 @@
-"""``nnxmoe plan``: plan a step of a model on devices that need not be present."""
+"""``nnxmoe plan``: estimate memory and time of a step on hardware that need not be present."""
 
 import argparse
 import contextlib
@@ -26,56 +26,54 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("model", metavar="MODEL", help="a preset such as deepseek-v3, 'demo', a folder or a hub id")
     meshes = parser.add_mutually_exclusive_group(required=True)
     meshes.add_argument("--mesh", type=mesh, metavar="AXES", help="sizes of mesh axes, such as fsdp=16,expert=16")
-    help_text = "compare the meshes of N devices, and without --batch also numbers of rows: the best ten"
+    help_text = "list the ten best meshes of N devices; without --batch, also search the number of rows"
     meshes.add_argument("--devices", "--search", dest="search", type=count, metavar="N", help=help_text)
-    add("--batch", type=count, metavar="B", help="rows of one step, over all devices")
-    add("--seq", type=count, default=4096, metavar="T", help="tokens per row, with --decode those in the cache (4096)")
+    add("--batch", type=count, metavar="B", help="rows per step, on all devices together")
+    add("--seq", type=count, default=4096, metavar="T", help="tokens per row, or in the cache with --decode (4096)")
     add("--on", default="h100", metavar="DEVICE", help="h100, h200, b200, tpu-v5p:4x4x4, … (h100)")
     task = parser.add_mutually_exclusive_group()
     task.add_argument("--train", dest="train", action="store_true", default=True, help="a training step (default)")
-    task.add_argument("--decode", dest="train", action="store_false", help="one token for every row, with a full cache")
-    add("--accumulate", type=count, default=1, metavar="N", help="compute each batch in N parts")
-    help_text = "most rows that a device receives for its experts, as a multiple of the even load; others are dropped"
+    task.add_argument("--decode", dest="train", action="store_false", help="decode one token per row with a full cache")
+    add("--accumulate", type=count, default=1, metavar="N", help="accumulate gradients over N microbatches")
+    help_text = "capacity of a device's receive buffer, as a multiple of the uniform load; further rows are dropped"
     add("--buffer-factor", type=float, metavar="F", help=help_text)
-    help_text = (
-        "send tokens to experts in N parts, one after another (default: so many that buffers hold 8 x the even load)"
-    )
+    help_text = "exchange tokens with experts in N chunks (default: enough that buffers hold 8 x the uniform load)"
     add("--chunks", type=count, metavar="N", help=help_text)
-    help_text = "parts of a batch in the pipeline of --mesh pipe=…; a multiple of its stages"
+    help_text = "microbatches of the pipeline of --mesh pipe=…; a multiple of its stages"
     add("--microbatches", type=count, metavar="M", help=help_text)
-    add("--no-remat", dest="remat", action="store_false", help="keep all activations for the backward")
-    help_text = "mesh axes that shard an axis of parameters, such as embed=fsdp+expert"
+    add("--no-remat", dest="remat", action="store_false", help="store all activations for the backward pass")
+    help_text = "mesh axes that shard a parameter axis, such as embed=fsdp+expert"
     add("--rule", dest="rules", action="append", default=[], type=_rule, metavar="NAME=AXES", help=help_text)
     add("--across", metavar="AXIS", help="the mesh axis that crosses nodes or slices")
-    add("--compare", type=mesh, metavar="AXES", help="a second mesh, to be planned too")
-    help_text = "how long so many tokens take, such as 15T; with --price in money too"
+    add("--compare", type=mesh, metavar="AXES", help="also plan this mesh and compare both")
+    help_text = "also print the time for N tokens, such as 15T, and with --price the cost"
     add("--tokens", type=tokens, metavar="N", help=help_text)
-    add("--price", type=float, metavar="P", help="of a device and hour")
-    add("--offload", action="store_true", help="the host keeps the inputs of layers")
-    help_text = "groups of layers of each pipeline stage, one after another (arithmetic only)"
+    add("--price", type=float, metavar="P", help="price per device-hour")
+    add("--offload", action="store_true", help="offload the inputs of layers to the host")
+    help_text = "groups of layers per pipeline stage, interleaved (arithmetic only)"
     add("--interleaved", type=count, default=1, metavar="V", help=help_text)
-    help_text = "the exchange sends one copy of a token per node, as DeepEP's (arithmetic only)"
+    help_text = "send one copy of a token per node, as DeepEP does (arithmetic only)"
     add("--node-copies", action="store_true", help=help_text)
-    help_text = "train adapters of this rank only; the weights are frozen (arithmetic only)"
+    help_text = "train only adapters of this rank and freeze the weights (arithmetic only)"
     add("--lora", type=count, default=0, metavar="R", help=help_text)
-    add("--split-rank", action="store_true", help="adapters of experts have the rank / experts per token")
+    add("--split-rank", action="store_true", help="divide the rank of experts' adapters by the experts per token")
     add_quantize(parser, keep=False)
-    add("--compute", choices=["bf16", "fp8"], default="bf16", help="how products are computed (arithmetic only)")
+    add("--compute", choices=["bf16", "fp8"], default="bf16", help="dtype of matrix products (arithmetic only)")
     add(
         "--compile",
         dest="compile_for",
         nargs="?",
         const="device",
         choices=["cpu", "device"],
-        help="compile the step: for the devices of --on (need the extras plan-gpu and plan-tpu), or for virtual CPUs",
+        help="compile the step for the hardware of --on (needs the extra plan-gpu or plan-tpu), or for virtual CPUs",
     )
     for name, unit in RATES.items():
-        add(f"--{name}", type=float, metavar="X", help=f"{name} of a device, in {unit}, instead of the table's")
-    add("--plot", metavar="FILE.png", help="also draw the bytes and the time (needs the extra notebooks)")
+        add(f"--{name}", type=float, metavar="X", help=f"{name} of a device in {unit}, overriding the built-in value")
+    add("--plot", metavar="FILE.png", help="also plot the memory and the time (needs the extra notebooks)")
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print the memory, traffic and time of a step on a mesh of devices that need not be there."""
+    """Print the memory, traffic and time of a step on a mesh of devices that need not be present."""
     import jax
 
     from nnxmoe.apps.planning import printing, search
@@ -84,7 +82,7 @@ def run(options: argparse.Namespace) -> None:
     from nnxmoe.apps.planning.work import Work
     from nnxmoe.sharding_rules import RULES
 
-    jax.config.update("jax_platforms", "cpu")  # plans use no device, and plugins without devices print errors
+    jax.config.update("jax_platforms", "cpu")  # plans need no device, and plugins without a device print errors
     _check(options)
     rates = {name: getattr(options, name) for name in RATES if getattr(options, name) is not None}
     work = {field.name: getattr(options, field.name) for field in dataclasses.fields(Work)}
@@ -114,19 +112,19 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Raise ValueError for options that exclude or require each other."""
+    """Raise ValueError if options exclude each other or a required option is missing."""
     if options.search and options.compile_for:
-        raise ValueError("--search compares meshes by arithmetic: leave --compile out, then compile the best one")
+        raise ValueError("--search compares meshes by arithmetic: omit --compile, then compile the best mesh")
     if options.batch is None and not options.search:
-        raise ValueError("--mesh needs --batch: the rows of one step, over all devices")
+        raise ValueError("--mesh needs --batch: set the rows per step, on all devices together")
     if options.price is not None and options.tokens is None:
-        raise ValueError("--price needs --tokens: how many are to be computed")
+        raise ValueError("--price needs --tokens: set the number of tokens to train on or to decode")
     if options.price is not None and not 0 <= options.price < math.inf:
-        raise ValueError(f"--price {options.price}: give a number that is not negative")
+        raise ValueError(f"--price {options.price}: use a non-negative number")
 
 
 def _more_devices(options: argparse.Namespace, search_meshes: Callable[..., Any], work: dict[str, Any]) -> str:
-    """Say how many devices fit the model, if a small multiple of ``--devices`` does."""
+    """Describe the smallest mesh that fits the model with 2, 4, 8 or 16 times ``--devices``."""
     from nnxmoe.apps.planning.printing import axes_text
 
     for factor in (2, 4, 8, 16):
@@ -135,8 +133,11 @@ def _more_devices(options: argparse.Namespace, search_meshes: Callable[..., Any]
             best = search_meshes(options.model, devices, most=1, **work)[0]
             if best.fits:
                 size = f"{axes_text(best)}, {bytes_text(best.memory)} each"
-                return f"no mesh of {options.search} fits; one of {devices} does: {size}"
-    return f"no mesh of {options.search} fits, nor of {factor} times as many: nnxmoe plan with --mesh lists what helps"
+                return f"no mesh of {options.search} fits, but a mesh of {devices} does: {size}"
+    return (
+        f"no mesh of {options.search} fits, nor of {factor} times as many: "
+        "nnxmoe plan with --mesh lists changes that save memory"
+    )
 
 
 def tokens(text: str) -> float:
@@ -152,7 +153,7 @@ def _rule(text: str) -> tuple[str, Any]:
 
     name, _, axes = text.partition("=")
     if name not in RULES or not re.fullmatch(r"[a-z]+(\+[a-z]+)*", axes):
-        raise argparse.ArgumentTypeError(f"{text!r} is not like embed=fsdp+expert, or embed=none")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a rule such as embed=fsdp+expert or embed=none")
     if axes == "none":
         return name, None
     names = tuple(axes.split("+"))

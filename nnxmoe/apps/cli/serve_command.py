@@ -18,27 +18,37 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``nnxmoe serve``."""
     add_loading(parser)
     add = parser.add_argument
-    add("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine only)")
-    add("--port", type=int, default=8000, help="port (default 8000; 0: any free one)")
-    add("--name", help="the model's name for clients (default: MODEL, of a path its last part without .gguf)")
+    add("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1, this machine only)")
+    add("--port", type=int, default=8000, help="port (default 8000; 0 selects a free port)")
+    add("--name", help="model name for clients (default: MODEL, or the last part of its path without .gguf)")
     add_slots(add)
     add("--capacity", type=count, default=2048, metavar="T", help="tokens per sample, prompt included (default 2048)")
-    help_text = (
-        "memory for the beginnings of prompts that later ones share, such as 2GB (default: as much as 4 slots; 0: none)"
-    )
+    help_text = "memory of the prefix cache, such as 2GB (default: the memory of 4 slots; 0 disables the cache)"
     add("--prefix-bytes", type=size, metavar="SIZE", help=help_text)
-    add("--queue", type=count, default=256, metavar="N", help="samples that may wait; beyond: 429 (default 256)")
-    add("--seconds", type=count, default=600, metavar="S", help="longest time of a request (default 600)")
-    add("--max-body", type=count, default=4 << 20, metavar="BYTES", help="largest body of a request (default 4 MiB)")
-    add("--drain", type=count, default=30, metavar="S", help="seconds to finish requests at the end (default 30)")
-    help_text = "print a line per request: path, status, seconds, tokens (default: on)"
+    add(
+        "--queue",
+        type=count,
+        default=256,
+        metavar="N",
+        help="samples that may wait; further requests get 429 (default 256)",
+    )
+    add("--seconds", type=count, default=600, metavar="S", help="time limit per request in seconds (default 600)")
+    add(
+        "--max-body",
+        type=count,
+        default=4 << 20,
+        metavar="BYTES",
+        help="maximum size of a request body (default 4 MiB)",
+    )
+    add("--drain", type=count, default=30, metavar="S", help="seconds to finish requests at shutdown (default 30)")
+    help_text = "log one line per request with path, status, seconds and tokens (default: on)"
     add("--access-log", action=argparse.BooleanOptionalAction, default=True, help=help_text)
     add_draft(parser)
     parser.epilog = f"{parser.epilog}\n\n{KEY}=… in the environment: clients must send this key as a bearer token."
 
 
 def model_id(model: str) -> str:
-    """Return the clients' name of a model: the last part of a path, or the whole hub id."""
+    """Return the name of a model for clients: the last part of a local path, or the whole hub id."""
     if not os.path.exists(model):
         return model
     name = os.path.basename(os.path.abspath(model))
@@ -53,7 +63,7 @@ def run(options: argparse.Namespace) -> None:
     except ModuleNotFoundError as error:
         raise ValueError(f"nnxmoe serve needs {error.name}: {install_command('serve')}") from None
     if not 0 <= options.port < 2**16:
-        raise ValueError(f"--port {options.port}: a port lies in 0 … 65535")
+        raise ValueError(f"--port {options.port}: use a port from 0 to 65535")
     name = options.name or model_id(options.model)
     local = options.host in {"localhost", "127.0.0.1", "::1"}
     settings = ServerSettings(
@@ -67,7 +77,7 @@ def run(options: argparse.Namespace) -> None:
         access_log=options.access_log,
     )
     if not local and settings.key is None:
-        logger.warning("everyone who reaches %s may use this server: set %s to ask for a key", options.host, KEY)
+        logger.warning("anyone who can reach %s can use this server: set %s to require a key", options.host, KEY)
     model, tokenizer = loading.load(options)
     engine = server.serving_engine(
         model,
@@ -76,5 +86,5 @@ def run(options: argparse.Namespace) -> None:
         capacity=options.capacity,
         prefix_bytes=options.prefix_bytes,
     )
-    message = f"serving {name} with {engine.slots} slots of {engine.capacity} tokens on %s; Ctrl-C ends"
+    message = f"serving {name} with {engine.slots} slots of {engine.capacity} tokens on %s; Ctrl-C stops the server"
     server.serve(engine, tokenizer, settings, options.host, options.port, lambda address: say(message, address))

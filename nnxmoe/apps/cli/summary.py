@@ -1,4 +1,4 @@
-"""Sizes and memory of a model, from its config and the headers of its files."""
+"""Parameter counts and memory of a model, computed from its config and the headers of its files."""
 
 import contextlib
 import dataclasses
@@ -40,18 +40,18 @@ class Summary:
     """Sizes of a model.
 
     Attributes:
-        model: Shapes in memory. Any multi-token prediction layers are included here, and not counted
-            in the sizes.
-        parts: Number of parameters by kind.
-        weights: Bytes in memory, by dtype or kind of code.
+        model: Abstract model. Includes multi-token prediction layers, which the sizes exclude.
+        parts: Number of parameters per part of the model.
+        active: Number of parameters that one token uses.
+        weights: Bytes in memory per dtype or quantized format.
         active_bytes: Bytes of the weights that one token reads.
         buffer_token: Estimated bytes of activations per prompt token.
-        stored: Bytes in the files, by dtype or kind of code. Empty without files.
-        cache: Capacity of a layer's cache in tokens (None without a limit) -> bytes per token and row
-            of all such layers.
+        stored: Bytes in the files per dtype or quantized format. Empty without files.
+        cache: Maps the capacity of a layer's cache in tokens (`None` without a limit) to the bytes per
+            token and row of all layers with that capacity.
         missing, unexpected: Names of tensors. Empty without files.
         misshapen: Messages about wrong shapes. Empty without files.
-        skipped: Rule -> names of tensors that are skipped on purpose.
+        skipped: Maps a rule to the names of the tensors that loading skips by that rule.
         published: Hub id of a preset, and how its files differ from the loaded model.
     """
 
@@ -79,7 +79,7 @@ class Summary:
 
     @property
     def cache_token(self) -> int:
-        """Cache bytes per token and row, as long as no layer's cache is full."""
+        """Cache bytes per token and row until the cache of a layer is full."""
         return sum(self.cache.values())
 
     @property
@@ -92,7 +92,7 @@ class Summary:
         return batch * sum(min(context, slots or context) * size for slots, size in self.cache.items())
 
     def needed(self, batch: int, context: int) -> int:
-        """Compute the bytes of weights and cache, without activations."""
+        """Compute the bytes of weights and cache. Activations are not included."""
         return self.weight_bytes + self.cache_bytes(batch, context)
 
 
@@ -104,13 +104,13 @@ def summarize(
     quantize: Method | Mixed | None = None,
     keep_quantized: bool = False,
 ) -> Summary:
-    """Compute the sizes of a model without reading or building its weights.
+    """Compute the sizes of a model without reading or allocating its weights.
 
-    Tensors are checked as in loading.
+    Checks the tensors of the files as loading does.
 
     Args:
         name: A folder (weights optional), a hub id or a preset.
-        dtype: Dtype of the weights. Defaults to the dtype of loading.
+        dtype: Dtype of the weights. Defaults to the dtype that loading would use.
         revision: Branch, tag or commit on the hub.
         local_files_only: Use cached files only.
         quantize, keep_quantized: As in `from_pretrained`.
@@ -124,17 +124,17 @@ def summarize(
     report = LoadReport(str(name))
     if arrays:
         report = report_tensors(model, tensor_layout(model, arrays), arrays, report)
-    parts, active = Counter[str](), 0.0
+    parts, active_parameters = Counter[str](), 0.0
     for parameter in parameters(model):
         size = math.prod(parameter.shape)
         parts[_part(parameter.key)] += size
-        active += size * _active_fraction(parameter, config)
-    buffer = _buffer_elements(model, config) * jnp.dtype(dtype).itemsize
+        active_parameters += size * _active_fraction(parameter, config)
+    buffer_bytes = _buffer_elements(model, config) * jnp.dtype(dtype).itemsize
     if keep_quantized:
         keep_codes(model, arrays)
     quantize_structure(model, quantize, dtype)
     weights, active_bytes = _weight_bytes(model, config, jnp.dtype(dtype))
-    with contextlib.suppress(ConfigError):  # raised for models without prediction layers
+    with contextlib.suppress(ConfigError):  # raised if the model has no prediction layers
         model.mtp = model_type(config, rngs=None, dtype=dtype, mtp=True).mtp
     published = filter(None, (HUB_IDS.get(str(name).lower()), CHECKPOINT_NOTES.get(str(name).lower())))
     return Summary(
@@ -142,11 +142,11 @@ def summarize(
         config=config,
         model=model,
         parts=dict(parts),
-        active=round(active),
+        active=round(active_parameters),
         weight_dtype=dtype,
         weights=weights,
         active_bytes=active_bytes,
-        buffer_token=buffer,
+        buffer_token=buffer_bytes,
         stored=_stored_bytes(arrays),
         cache=cache_per_token(model),
         missing=report.missing,
@@ -158,15 +158,15 @@ def summarize(
 
 
 def _weight_bytes(model: CausalLM, config: DecoderConfig, dtype: np.dtype) -> tuple[dict[str, int], int]:
-    """Return the bytes of a model's weights by dtype or code dtype, and the bytes that a token reads."""
+    """Return the bytes of the weights per dtype or code dtype, and the bytes that one token reads."""
     code_dtypes = {kernel.path: kernel.weight.format.code_dtype for kernel in quantized_kernels(model)}
-    sizes, active = Counter[str](), 0.0
+    sizes, active_bytes = Counter[str](), 0.0
     for parameter in parameters(model, codes=True):
         is_code = isinstance(parameter.variable, QuantizedArray)
         size = math.prod(parameter.shape) * jnp.dtype(parameter.variable.dtype if is_code else dtype).itemsize
         sizes[code_dtypes.get(parameter.path[:-1], str(dtype))] += size
-        active += size * _active_fraction(parameter, config)
-    return dict(sizes.most_common()), round(active)
+        active_bytes += size * _active_fraction(parameter, config)
+    return dict(sizes.most_common()), round(active_bytes)
 
 
 def _active_fraction(parameter: Parameter, config: DecoderConfig) -> float:
@@ -175,18 +175,15 @@ def _active_fraction(parameter: Parameter, config: DecoderConfig) -> float:
 
 
 def _buffer_elements(model: CausalLM, config: DecoderConfig) -> int:
-    """Count the elements per token that exist at once in the largest layer.
-
-    These are the inputs and outputs of its linear maps.
-    """
+    """Count the elements per token in the inputs and outputs of the largest layer's linear maps."""
     attention, feed_forward = Counter[Any](), Counter[Any]()
-    for place in quantizable_kernels(model):
-        if place.head:  # the head computes only the last token
+    for kernel_path in quantizable_kernels(model):
+        if kernel_path.head:  # the head is computed for the last token only
             continue
-        kernel, layer = as_weight(place.weight), place.path[:4]
-        is_attention = ".attention." in place.key
+        kernel, layer = as_weight(kernel_path.weight), kernel_path.path[:4]
+        is_attention = ".attention." in kernel_path.key
         size = math.prod(kernel.outs)
-        if place.experts:  # each expert has a copy of its tokens
+        if kernel_path.experts:  # each expert copies its tokens
             size = config.experts_per_token * (size + math.prod(kernel.ins))
         elif not is_attention:
             size += math.prod(kernel.ins)
@@ -212,7 +209,7 @@ def _part(key: str) -> str:
 def _common_dtype(arrays: LazyArrays, config: DecoderConfig) -> str:
     """Return the dtype that loading would use for most weights.
 
-    It is the stored dtype (bfloat16 for FP8), or the config's dtype without files.
+    This is the stored dtype (bfloat16 for FP8), or the dtype of the config if there are no files.
     """
     sizes = Counter[np.dtype]()
     for array in arrays.values():
@@ -231,10 +228,10 @@ def _stored_bytes(arrays: LazyArrays) -> dict[str, int]:
 
 
 def shard_lines(config: DecoderConfig, dtype: str, mesh: AnyMesh, method: Method | Mixed | None) -> list[str]:
-    """Describe how the parameters are sharded, one line per name and shape.
+    """Describe the shards of the parameters, one line per name and shape.
 
-    A line has the number of parameters, the shape, their bytes on one device and the mesh axes per
-    dimension. The last line has the total bytes.
+    Each line has the number of parameters, the shape, the bytes on one device and the mesh axes per
+    dimension. The last line has the total bytes on one device.
 
     Raises:
         ValueError: If the rules cannot shard a parameter.
@@ -245,7 +242,7 @@ def shard_lines(config: DecoderConfig, dtype: str, mesh: AnyMesh, method: Method
     groups: dict[tuple[str, tuple[int, ...]], list[Parameter]] = {}
     for parameter in parameters(model, codes=True):
         groups.setdefault((parameter.key, parameter.shape), []).append(parameter)
-    axes, total = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1), 0
+    axes, total_bytes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1), 0
     lines = [f"mesh        {axes or 'one device'}"]
     for (key, shape), group in groups.items():
         spec = partition_spec(group[0].axes, shape, mesh, RULES)
@@ -256,8 +253,8 @@ def shard_lines(config: DecoderConfig, dtype: str, mesh: AnyMesh, method: Method
         )
         count = f"{len(group):>4} x {list(shape)}"
         lines.append(f"  {key:32} {count:28} {bytes_text(size):>10}  {', '.join(map(_axes_text, spec)) or 'whole'}")
-        total += size
-    return [*lines, f"per device  {bytes_text(total)} of weights, on each of {mesh.size} devices"]
+        total_bytes += size
+    return [*lines, f"per device  {bytes_text(total_bytes)} of weights, on each of {mesh.size} devices"]
 
 
 def _axes_text(axes: str | Sequence[str] | None) -> str:

@@ -1,4 +1,4 @@
-"""Read a model's config and the headers of its tensors."""
+"""Read the config of a model and the headers of its tensors."""
 
 import dataclasses
 import os
@@ -27,9 +27,10 @@ from nnxmoe.runtime.progress import logger
 def read_headers(
     name: str | os.PathLike[str], revision: str | None, local_files_only: bool
 ) -> tuple[DecoderConfig, LazyArrays]:
-    """Read a model's config, and the names and shapes of its tensors.
+    """Read the config of a model, and the names and shapes of its tensors.
 
-    The values of the tensors cannot be read. Presets and folders without weights have no tensors.
+    Returns:
+        The config, and lazy arrays without values. Presets and folders without weights have no arrays.
     """
     config = preset(name)
     if config is not None:
@@ -40,8 +41,8 @@ def read_headers(
     try:
         fields, headers = hub_headers(str(name), revision=revision, local_files_only=local_files_only)
     except CheckpointError as error:
-        near = did_you_mean(str(name), PRESETS, 3)
-        message = f"{name} is not a preset{near} ({error})" if near else f"{error}{near_presets(name)}"
+        suggestion = did_you_mean(str(name), PRESETS, 3)
+        message = f"{name} is not a preset{suggestion} ({error})" if suggestion else f"{error}{near_presets(name)}"
         raise CheckpointError(message) from None
     tensors = {key: TensorInfo(key, Path(), dtype, shape, 0, 0) for key, (dtype, shape) in headers.items()}
     return _checked(fields, tensors, f"{name}/config.json")
@@ -58,16 +59,16 @@ def _read_folder(folder: Path, where: str) -> tuple[DecoderConfig, LazyArrays]:
     try:
         QuantizationScheme.from_config(fields, where)
     except CheckpointError as error:
-        logger.warning("%s. The sizes are those of the model without quantization", error)
+        logger.warning("%s. The sizes below are for the model without quantization", error)
     return config, {}
 
 
 def _checked(
     fields: Mapping[str, Any], tensors: Mapping[str, TensorInfo], where: str, checkpoint: Checkpoint | None = None
 ) -> tuple[DecoderConfig, LazyArrays]:
-    """Return the config as used by loading, and the tensors.
+    """Return the config that loading would use, and the tensors.
 
-    Raises CheckpointError for an unsupported quantization.
+    Raises CheckpointError if the quantization is not supported.
     """
     config = _config(fields, where)
     tied = config.tie_word_embeddings and not untied(config, tensors)

@@ -1,13 +1,13 @@
-"""Adapter of a model for lm-evaluation-harness.
+"""Model adapter for lm-evaluation-harness.
 
     results = lm_eval.simple_evaluate(HarnessLM(model, tokenizer), tasks=["arc_easy"])
 
-`score` computes log-likelihoods, and `complete` generates answers. Answers are passed to the task as
-generated, up to the task's stop strings.
+`score` computes log-likelihoods, and `complete` generates answers. Tasks receive the generated text up
+to their stop strings.
 """
 
 # pyright: reportMissingImports=false
-# lm-eval is an extra and not installed for type checking.
+# lm-eval is an optional dependency, not installed for type checking.
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -25,19 +25,17 @@ from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.runtime.progress import logger
 from nnxmoe.tokenizer.tokenizer import Tokenizer
 
-NEW_TOKENS = 256  # tokens per answer if the task does not set a limit, as in the harness
+NEW_TOKENS = 256  # default maximum of new tokens, as in the harness
 
 
 class HarnessLM(TemplateLM):
-    """A model and its tokenizer. Encodes and truncates as the ``hf`` model of the harness does.
+    """Model of lm-evaluation-harness. Encodes and truncates as the ``hf`` model of the harness does.
 
     Args:
-        model: the model.
-        tokenizer: the tokenizer.
-        slots: number of answers that are generated at a time.
-        max_length: tokens of context and continuation. Default: the model's
+        slots: Number of answers generated concurrently.
+        max_length: Maximum number of tokens of context and continuation together. Defaults to the model's
             ``max_position_embeddings``.
-        seed: seed of all answers.
+        seed: Seed of all answers.
     """
 
     def __init__(
@@ -51,39 +49,36 @@ class HarnessLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """Id that ends a text. Raises ValueError if the tokenizer has no eos_token."""
+        """Id of the EOS token. Raises ValueError if the tokenizer has no eos_token."""
         if self.tokenizer.eos_token_id is None:
-            raise ValueError(f"{self.tokenizer.source}: the tokenizer has no eos_token, which evaluation needs")
+            raise ValueError(f"{self.tokenizer.source}: evaluation needs an eos_token, but the tokenizer has none")
         return self.tokenizer.eos_token_id
 
     @property
     def prefix_token_id(self) -> int:
-        """Id that precedes texts without a context: the BOS id, else the end id."""
+        """Id that precedes texts without a context: the BOS token, or the EOS token if there is no BOS token."""
         bos = self.tokenizer.bos_token_id
         return self.eot_token_id if bos is None else bos
 
     @property
     def tokenizer_name(self) -> str:
-        """Name of the tokenizer in caches of the harness."""
+        """Name of the tokenizer in the caches of the harness."""
         return self.tokenizer.source.replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Encode a text.
 
         Args:
-            string: the text.
-            add_special_tokens: add special tokens. Default: True, unless the text starts with the
-                prefix token.
+            string: Text to encode.
+            add_special_tokens: Add special tokens. Defaults to True unless the text starts with the prefix
+                token.
         """
         if add_special_tokens is None:
             add_special_tokens = not string.startswith(self.tokenizer.decode([self.prefix_token_id]))
         return self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Render a chat.
-
-        Without ``add_generation_prompt``, the last message stays open for continuation.
-        """
+        """Render a chat. Without ``add_generation_prompt``, the text ends inside the last message."""
         return self.tokenizer.apply_chat_template(
             chat_history, add_generation_prompt, continue_final_message=not add_generation_prompt
         )
@@ -91,78 +86,80 @@ class HarnessLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        pairs, found = [], []
+        pairs, results = [], []
         for _, context, continuation in requests:
             if not 0 < len(continuation) <= self.max_length:
-                raise ValueError(f"a continuation of {len(continuation)} ids: it must have 1 to {self.max_length}")
+                raise ValueError(f"a continuation has {len(continuation)} ids: it must have 1 to {self.max_length}")
             ids = [*context, *continuation][-(self.max_length + 1) :]
             split = len(ids) - len(continuation)
             if split < len(context):
-                logger.warning("a context of %d ids is cut to its last %d", len(context), split)
+                logger.warning("a context of %d ids is truncated to its last %d", len(context), split)
             pairs.append((ids[:split], ids[split:]))
-        for request, one in zip(requests, score(self.model, pairs), strict=True):
-            found.append((one.total, bool(one.greedy.all())))
-            if request[0] is not None:  # None for a window of a longer text
-                self.cache_hook.add_partial("loglikelihood", request[0], found[-1])
-        return found
+        for request, text_score in zip(requests, score(self.model, pairs), strict=True):
+            results.append((text_score.total, bool(text_score.greedy.all())))
+            if request[0] is not None:  # None marks a window of a longer text
+                self.cache_hook.add_partial("loglikelihood", request[0], results[-1])
+        return results
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Compute log-likelihoods of whole texts, in windows that do not overlap."""
+        """Compute the log-likelihoods of whole texts in disjoint windows."""
         windows, counts = [], []
         for (text,) in (request.args for request in requests):
             ids = self.tok_encode(text)
-            found = map(make_disjoint_window, get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, 1))
-            each = [(None, *pair) for pair in found]
-            windows += each
-            counts.append(len(each))
+            token_windows = map(
+                make_disjoint_window, get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, 1)
+            )
+            text_windows = [(None, *pair) for pair in token_windows]
+            windows += text_windows
+            counts.append(len(text_windows))
         values = iter(self._loglikelihood_tokens(windows))
         totals = [sum(next(values)[0] for _ in range(count)) for count in counts]
         self._keep("loglikelihood_rolling", requests, totals)
         return totals
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Generate answers, cut before the task's first stop string.
+        """Generate answers, truncated before the first stop string of the task.
 
         Raises:
-            ValueError: if a generation option is not supported, before the first answer.
+            ValueError: If a generation option is not supported. Raised before the first answer.
         """
         answers, groups = dict[int, str](), dict[str, list[int]]()
-        asked: list[Any] = [request.args for request in requests]  # pairs of a text and generation options
-        for number, (_, options) in enumerate(asked):
+        arguments: list[Any] = [request.args for request in requests]  # pairs (text, generation options)
+        for number, (_, options) in enumerate(arguments):
             groups.setdefault(repr(options), []).append(number)
         jobs = list[tuple[list[int], Iterator[Completion]]]()  # validate all jobs before the first runs
         for numbers in groups.values():
-            options = dict(normalize_gen_kwargs(asked[numbers[0]][1], NEW_TOKENS))
-            jobs.append((numbers, self._answers([asked[number][0] for number in numbers], options)))
+            options = dict(normalize_gen_kwargs(arguments[numbers[0]][1], NEW_TOKENS))
+            jobs.append((numbers, self._answers([arguments[number][0] for number in numbers], options)))
         for numbers, completions in jobs:
             answers |= zip(numbers, (completion.text for completion in completions), strict=True)
-        done = [answers[number] for number in range(len(requests))]
-        self._keep("generate_until", requests, done)
-        return done
+        ordered_answers = [answers[number] for number in range(len(requests))]
+        self._keep("generate_until", requests, ordered_answers)
+        return ordered_answers
 
     def _answers(self, texts: Sequence[str], options: dict[str, Any]) -> Iterator[Completion]:
-        """Generate answers to prompts with the same options."""
-        most, stop = options.pop("max_gen_toks"), [text for text in options.pop("until") if text]
-        drawn, temperature = options.pop("do_sample"), options.pop("temperature", 1.0)
-        given = {name: options.pop(name) for name in OPTIONS if name in options}
+        """Generate answers to prompts that share generation options."""
+        max_new_tokens, stop = options.pop("max_gen_toks"), [text for text in options.pop("until") if text]
+        do_sample, temperature = options.pop("do_sample"), options.pop("temperature", 1.0)
+        sampling_fields = {name: options.pop(name) for name in OPTIONS if name in options}
         if options:
-            raise ValueError(f"generation options {sorted(options)} are not supported: leave them out of the task")
-        if (room := self.max_length - most) < 1:
-            raise ValueError(f"max_gen_toks={most} leaves no room for a prompt in {self.max_length} tokens")
-        sampling = Sampling(temperature=temperature if drawn else 0.0, **given)
-        prompts = [self.tok_encode(text)[-room:] for text in texts]
+            raise ValueError(f"generation options {sorted(options)} are not supported: remove them from the task")
+        if (max_prompt_tokens := self.max_length - max_new_tokens) < 1:
+            raise ValueError(f"max_gen_toks={max_new_tokens} leaves no room for a prompt in {self.max_length} tokens")
+        sampling = Sampling(temperature=temperature if do_sample else 0.0, **sampling_fields)
+        prompts = [self.tok_encode(text)[-max_prompt_tokens:] for text in texts]
         return complete(
             self.model,
             prompts,
             self.tokenizer,
-            max_new_tokens=most,
+            max_new_tokens=max_new_tokens,
             sampling=sampling,
             stop=stop,
             seed=self._seed,
             slots=self._slots,
         )
 
-    def _keep(self, kind: str, requests: Sequence[Instance], found: Sequence[Any]) -> None:
+    def _keep(self, request_type: str, requests: Sequence[Instance], results: Sequence[Any]) -> None:
         """Store results in the cache of the harness."""
-        for request, value in zip(requests, found, strict=True):
-            self.cache_hook.add_partial(kind, request.args, value)
+        for request, value in zip(requests, results, strict=True):
+            self.cache_hook.add_partial(request_type, request.args, value)
