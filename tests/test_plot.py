@@ -118,12 +118,12 @@ def test_metric_history() -> None:
     steps = [{"step": i, "loss": 1 / i} | ({"eval_loss": 2 / i} if i % 2 == 0 else {}) for i in (1, 2, 3, 4)]
     ax = plot.history(steps, ["loss", "eval_loss"])
     curves = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in ax.lines}
-    assert curves == {"loss": ([1, 2, 3, 4], [1, 1 / 2, 1 / 3, 1 / 4]), "eval_loss": ([2, 4], [1, 1 / 2])}
+    assert curves == {"loss": ([1, 2, 3, 4], [1, 1 / 2, 1 / 3, 1 / 4]), "eval loss": ([2, 4], [1, 1 / 2])}
     two = plot.history({"a": steps, "b": steps[:2]}, "loss")
     assert [line.get_label() for line in two.lines] == ["a", "b"] and two.get_ylabel() == "loss"
     assert len({(line.get_color(), line.get_linestyle(), line.get_linewidth()) for line in two.lines}) == 2
     assert plot.history([{"step": 1, "busiest_expert": 2.0}], "busiest_expert").get_ylabel() == "busiest expert"
-    with pytest.raises(ValueError, match="no step has the metric 'mfu'; there are: evaluation, loss"):
+    with pytest.raises(ValueError, match="no step has the metric 'mfu'; there are: eval_loss, loss"):
         plot.history(steps, "mfu")
 
 
