@@ -1,4 +1,4 @@
-"""Training: loss, step, fit, LoRA, data, checkpoints.
+"""Training loop, objectives, data pipeline, LoRA and checkpoints.
 
 data = nnxmoe.train.batches("chats.jsonl", tokenizer, batch_size=8, seq_len=512)
 nnxmoe.train.lora.add(model, rank=16, rngs=nnx.Rngs(0))

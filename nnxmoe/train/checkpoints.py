@@ -1,8 +1,8 @@
-"""Checkpoints of a training run: Orbax's CheckpointManager, with one writer per folder.
+"""Training checkpoints: Orbax's CheckpointManager with a lock that allows one writer per folder.
 
-``step_12/arrays`` contains the arrays of step 12. ``step_12/run`` is a JSON object with their
-shapes and dtypes, and with the caller's ``extra``. Orbax writes into
-``step_12.orbax-checkpoint-tmp`` and renames it, so a step is complete or absent.
+``step_12/arrays`` contains the arrays of step 12. ``step_12/run`` is a JSON object with the arrays'
+shapes and dtypes and the caller's ``extra``. Orbax writes to ``step_12.orbax-checkpoint-tmp`` and
+renames it, so a step is complete or absent.
 """
 
 import contextlib
@@ -43,12 +43,16 @@ _OURS = re.compile(r"step_[0-9]+(\.orbax-checkpoint-tmp.*)?|\..*")
 
 
 class Checkpoints:
-    """Checkpoints in a folder, as a context manager: `save` steps, `restore` the `latest` step.
+    """Checkpoints of training steps in a folder, as a context manager.
 
-    ``folder`` must be new, empty, or created by this class. ``keep`` is the number of finished steps to
-    retain. `save` acts on multiples of ``every``. The first save locks the folder against other
-    processes until `close`. Reading takes no lock. With several processes, all make the same calls on a
-    shared file system. Errors are CheckpointErrors, a subclass of ValueError.
+    The first `save` locks the folder against other processes until `close`. Reading needs no lock. In a
+    multi-process run, every process makes the same calls on a shared file system. Errors are
+    CheckpointErrors, a subclass of ValueError.
+
+    Args:
+        folder: A new or empty folder, or a folder of earlier checkpoints.
+        keep: Number of finished steps to retain.
+        every: Without ``force``, `save` writes only multiples of this step number.
     """
 
     def __init__(self, folder: str | os.PathLike[str], keep: int = 3, every: int = 100) -> None:
@@ -66,16 +70,16 @@ class Checkpoints:
             self.close()
 
     def due(self, step: int) -> bool:
-        """Check whether `save` acts on this step without ``force``."""
+        """Check whether `save` writes this step without ``force``."""
         return step % self.every == 0
 
     def save(
         self, step: int, arrays: Mapping[str, Any], extra: Mapping[str, Any] | None = None, force: bool = False
     ) -> bool:
-        """Start writing a step in the background, after waiting for the previous one.
+        """Start writing a step in the background, once the previous step is on disk.
 
         The arrays may be donated or deleted after the call. ``extra`` must consist of JSON values.
-        Returns False without writing if the step is not `due` (unless ``force``) or was saved already.
+        Returns False without writing if the step is not `due` (unless ``force``) or is already saved.
         Raises CheckpointError if writing the previous step failed, or if a later step was saved.
         """
         step = whole_number("step", step, 0)
@@ -86,7 +90,7 @@ class Checkpoints:
             raise CheckpointError("arrays to save: the dict is empty")
         for name, leaf in leaves.items():
             if not isinstance(leaf, jax.Array) or leaf.is_deleted():
-                raise CheckpointError(f"arrays to save: {name} has no values: it is a shape, or was donated")
+                raise CheckpointError(f"arrays to save: {name} has no values: it is abstract, or was donated")
         run = {"version": VERSION, "arrays": signature(leaves), "extra": plain(extra or {})}
         self.wait()
         with self._writing(step):
@@ -95,8 +99,8 @@ class Checkpoints:
                 if step == latest:
                     return False
                 raise CheckpointError(
-                    f"{self.folder} holds step {latest}, which is later than step {step}: resume from it, or use "
-                    "another folder"
+                    f"{self.folder} contains step {latest}, which is later than step {step}: resume from it, or use "
+                    "a different folder"
                 )
             values = {name: leaf for name, leaf in leaves.items() if leaf.size}  # Orbax stores no empty arrays
             items = {_ARRAYS: ocp.args.StandardSave(values), _RUN: ocp.args.JsonSave(run)}
@@ -117,39 +121,39 @@ class Checkpoints:
             self._release()
 
     def latest(self) -> int | None:
-        """Return the newest finished step, or None."""
+        """Return the newest finished step, or None if there is none."""
         return json.loads(broadcast_text(lambda: json.dumps(newest(self.folder))))
 
     def restore(self, step: int, like: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the arrays of a finished step, bit for bit, and its ``extra``.
+        """Restore the arrays of a finished step, bit for bit, and the step's ``extra``.
 
         ``like`` is a nested dict of jax.ShapeDtypeStruct or arrays with the saved structure. Its shardings
         may be on any mesh. An array without a sharding is placed on the first device. Raises a
         CheckpointError that lists every missing or unexpected array and every wrong shape or dtype.
         """
-        where = self.folder / f"step_{step}"
-        remedy = f"move {where} away to resume from an earlier step"
-        run = read_object(where / _RUN / "metadata", remedy, CheckpointError, limit=1 << 30)
+        folder = self.folder / f"step_{step}"
+        remedy = f"move {folder} away to resume from an earlier step"
+        run = read_object(folder / _RUN / "metadata", remedy, CheckpointError, limit=1 << 30)
         if run.get("version") != VERSION:
             raise CheckpointError(
-                f"{where}: version {short(run.get('version'))} is not version {VERSION}: continue the run with the "
-                "release of nnxmoe that began it, or begin another one in a new folder"
+                f"{folder}: version {short(run.get('version'))} is not version {VERSION}: continue the run with the "
+                "nnxmoe release that started it, or start a new run in a new folder"
             )
-        wanted = named(like, "like")
-        if lines := differences(signature(wanted), run["arrays"]):
-            raise CheckpointError(f"{where} does not match the requested arrays:{lines}")
-        first = SingleDeviceSharding(jax.local_devices()[0])
-        specs = {n: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding or first) for n, a in wanted.items()}
-        found = {name: jnp.zeros(a.shape, a.dtype, device=a.sharding) for name, a in specs.items() if not a.size}
+        target = named(like, "like")
+        if faults := differences(signature(target), run["arrays"]):
+            raise CheckpointError(f"{folder} does not match the requested arrays:{faults}")
+        device = SingleDeviceSharding(jax.local_devices()[0])
+        specs = {n: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding or device) for n, a in target.items()}
+        restored = {name: jnp.zeros(a.shape, a.dtype, device=a.sharding) for name, a in specs.items() if not a.size}
         stored = {name: a for name, a in specs.items() if a.size}
         with (
-            _failing(f"cannot read {where}", remedy),
+            _failing(f"cannot read {folder}", remedy),
             ocp.Checkpointer(ocp.StandardCheckpointHandler()) as reader,
         ):
-            found |= reader.restore(where / _ARRAYS, args=ocp.args.StandardRestore(stored)) if stored else {}
-        if lines := differences(signature(wanted), signature(found)):  # detects random keys whose metadata is lost
-            raise CheckpointError(f"{where} is damaged; {remedy}:{lines}")
-        return jax.tree.unflatten(jax.tree.structure(like), [found[name] for name in wanted]), run["extra"]
+            restored |= reader.restore(folder / _ARRAYS, args=ocp.args.StandardRestore(stored)) if stored else {}
+        if faults := differences(signature(target), signature(restored)):  # detects random keys whose metadata is lost
+            raise CheckpointError(f"{folder} is damaged; {remedy}:{faults}")
+        return jax.tree.unflatten(jax.tree.structure(like), [restored[name] for name in target]), run["extra"]
 
     def _open(self) -> ocp.CheckpointManager:
         """Open Orbax's manager. Locks the folder and removes unfinished saves of killed processes."""
@@ -168,7 +172,7 @@ class Checkpoints:
         if others := sorted(name for name in os.listdir(self.folder) if not _OURS.fullmatch(name)):
             raise CheckpointError(
                 f"{self.folder} holds {some(others)}, which is not from a run with checkpoints: use a new or empty "
-                "folder, or move it away"
+                "folder, or move these files away"
             )
         if self._lock is None:
             self._lock = open(self.folder / ".lock", "a")
@@ -177,10 +181,10 @@ class Checkpoints:
                 fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise CheckpointError(
-                f"{self.folder} is locked by another process: end it, or use another folder"
+                f"{self.folder} is locked by another process: stop that process, or use a different folder"
             ) from None
         except OSError as error:
-            logger.warning("%s cannot be locked (%s): make sure that no other run saves there", self.folder, error)
+            logger.warning("cannot lock %s (%s): make sure that no other run writes to it", self.folder, error)
         return ""
 
     def _release(self) -> None:
@@ -192,26 +196,26 @@ class Checkpoints:
             lock.close()
 
     def _writing(self, step: int | None) -> contextlib.AbstractContextManager[None]:
-        """Turn errors into CheckpointError and close the manager. The next manager removes partial output."""
-        doing = f"cannot write step {step} to {self.folder}"
-        return _failing(doing, "make room, or choose another folder", self._release)
+        """Convert errors to CheckpointError and close the manager. The next manager removes partial output."""
+        action = f"cannot write step {step} to {self.folder}"
+        return _failing(action, "free disk space, or use a different folder", self._release)
 
 
 def newest(folder: Path) -> int | None:
     """Return the newest finished step in a folder, as visible to this process."""
-    return max((one.step for one in _STEPS.find_all(folder)), default=None)
+    return max((entry.step for entry in _STEPS.find_all(folder)), default=None)
 
 
 @contextlib.contextmanager
-def _failing(doing: str, remedy: str, clean_up: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Turn any error of Orbax into a CheckpointError, after ``clean_up``."""
+def _failing(action: str, remedy: str, clean_up: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Convert any error to a CheckpointError, after ``clean_up``."""
     try:
         yield
     except Exception as error:
         clean_up()
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(f"{doing}: {error_summary(error)}; {remedy}") from error
+        raise CheckpointError(f"{action}: {error_summary(error)}; {remedy}") from error
 
 
 def _without_traceback(record: logging.LogRecord) -> bool:
@@ -221,17 +225,19 @@ def _without_traceback(record: logging.LogRecord) -> bool:
     return True
 
 
-def named(tree: Any, what: str) -> dict[str, Any]:
+def named(tree: Any, source: str) -> dict[str, Any]:
     """Flatten ``{"a": {"b": x}}`` to ``{"a/b": x}``. Leaves must be jax arrays or ShapeDtypeStructs."""
-    found: dict[str, Any] = {}
+    arrays: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
-            raise CheckpointError(f"{what}: {name or 'the value'} is a {type(leaf).__name__}: pass dicts of jax arrays")
-        if name in found:
-            raise CheckpointError(f"{what}: two arrays have the name {short(name)}: use keys without '/'")
-        found[name] = leaf
-    return found
+            raise CheckpointError(
+                f"{source}: {name or 'the value'} is a {type(leaf).__name__}: pass dicts of JAX arrays"
+            )
+        if name in arrays:
+            raise CheckpointError(f"{source}: two arrays have the name {short(name)}: use keys without '/'")
+        arrays[name] = leaf
+    return arrays
 
 
 def signature(arrays: Mapping[str, Any]) -> dict[str, str]:
@@ -239,38 +245,38 @@ def signature(arrays: Mapping[str, Any]) -> dict[str, str]:
     return {name: f"{list(array.shape)} {array.dtype}" for name, array in arrays.items()}
 
 
-def differences(wanted: Mapping[str, str], found: Mapping[str, str]) -> str:
+def differences(expected: Mapping[str, str], actual: Mapping[str, str]) -> str:
     """Describe each array that is missing, unexpected, or of a different shape or dtype, one per line."""
     lines = []
-    for name in sorted(wanted.keys() | found.keys()):
-        ours, theirs = wanted.get(name), found.get(name)
-        if theirs is None:
-            lines.append(f"\n  {name} {ours} is missing")
-        elif ours is None:
-            lines.append(f"\n  {name} {theirs} is unexpected")
-        elif ours != theirs:
-            lines.append(f"\n  {name} is {theirs}, not {ours}")
+    for name in sorted(expected.keys() | actual.keys()):
+        target, stored = expected.get(name), actual.get(name)
+        if stored is None:
+            lines.append(f"\n  {name} {target} is missing")
+        elif target is None:
+            lines.append(f"\n  {name} {stored} is unexpected")
+        elif target != stored:
+            lines.append(f"\n  {name} is {stored}, not {target}")
     return "".join(lines[:_SHOWN]) + (f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else "")
 
 
 def plain(extra: Mapping[str, Any], what: str = "extra") -> dict[str, Any]:
-    """Copy ``extra`` through JSON. Raises CheckpointError, naming ``what``, if JSON does not preserve it."""
-    given = dict(extra)
+    """Copy ``extra`` through JSON. Raises a CheckpointError about ``what`` if JSON does not preserve it."""
+    values = dict(extra)
     try:
-        text = json.dumps(given, allow_nan=False)
+        text = json.dumps(values, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{what}={short(given)} cannot be stored as JSON: {error}") from None
-    if json.loads(text) != given:
+        raise CheckpointError(f"{what}={short(values)} cannot be stored as JSON: {error}") from None
+    if json.loads(text) != values:
         raise CheckpointError(
-            f"{what}={short(given)} is not preserved by JSON: use str keys, and lists instead of tuples"
+            f"{what}={short(values)} is not preserved by JSON: use str keys, and lists instead of tuples"
         )
     if len(text) > _MAX_EXTRA:
-        raise CheckpointError(f"{what} has {len(text)} bytes as JSON, more than {_MAX_EXTRA}: save arrays as arrays")
+        raise CheckpointError(f"{what} has {len(text)} bytes as JSON, more than {_MAX_EXTRA}: save them as arrays")
     return json.loads(text)
 
 
 def fingerprint(arrays: Mapping[str, Array]) -> str | None:
-    """Return a digest of the names and bits of arrays, equal on every mesh, or None without arrays."""
+    """Return a digest of the arrays' names and bits, equal on every mesh. `None` if there are no arrays."""
     if not arrays:
         return None
     sums = jax.device_get(_sums(dict(arrays)))
@@ -286,7 +292,7 @@ def _sum(array: Array) -> UInt32[Array, ""]:
     array = array.astype(np.uint8) if array.dtype == bool else array
     bits = jax.lax.bitcast_convert_type(array, f"uint{8 * size}").astype(jnp.uint32)
     weights = jnp.uint32(1)
-    for axis in range(bits.ndim):  # computing the index of the flat array would gather the shards
+    for axis in range(bits.ndim):  # an iota over the flattened array would gather the shards
         weights = weights * jnp.uint32(0x9E3779B1) + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
     return jnp.sum(bits * (2 * weights + 1), dtype=jnp.uint32)
 

@@ -1,7 +1,7 @@
-"""Fine-tune a model with one command, from a file of texts or chats to a folder with the tuned model.
+"""Fine-tune a model on a file of texts or chats, and write the tuned model to a folder.
 
 During the run the folder contains ``finetune.json`` (the task), ``checkpoints`` and
-``metrics.jsonl``. A finished run adds the model in transformers' format, or the adapter in PEFT's.
+``metrics.jsonl``. A finished run adds the model in transformers' format or the adapter in PEFT's format.
 """
 
 import dataclasses
@@ -53,35 +53,35 @@ from nnxmoe.train.task_record import look, record
 _METRICS, _CHECKPOINTS, _PROFILE = "metrics.jsonl", "checkpoints", "profile"
 _STEPS = 200
 _INTEGERS = {**LEAST, "accumulate": 1, "lora": 1, "steps": 1, "warmup": 0}
-_CLIP, _WARMUP, _FLOOR = 1.0, 100, 0.1  # maximum gradient norm; maximum of default warmup steps; final / peak rate
+_CLIP, _WARMUP, _FLOOR = 1.0, 100, 0.1  # maximum gradient norm, maximum default warmup, final rate / peak rate
 
 
 @dataclasses.dataclass(frozen=True)
 class Finetune(KnownFields):
-    """A fine-tuning task: everything that determines the result.
+    """Fine-tuning task: all settings that determine the result.
 
     Attributes:
-        model: Folder or hub id.
+        model: Folder or hub id of the model.
         data: JSONL file for `nnxmoe.train.batches`.
         lora: Rank of the adapters. If None, all parameters are trained.
         steps: Total number of steps. Defaults to 200 unless ``epochs`` is set.
         learning_rate: Peak learning rate, reached after ``warmup`` steps and followed by a cosine
-            decay to a tenth. Defaults to 2e-4 for adapters and 2e-5 for all parameters. The default
-            is a fifth of that for lion, and a twentieth for ``preferences``.
-        evaluation: JSONL file whose cross-entropy is measured with every checkpoint.
-        accumulate: Number of parts that each batch is split into to save memory.
+            decay to a tenth of the peak. Defaults to 2e-4 for adapters and 2e-5 for all parameters.
+            The default is divided by 5 for lion, and by 20 for ``preferences``.
+        evaluation: JSONL file of held-out data. Its loss is measured at every checkpoint.
+        accumulate: Number of parts that each batch is split into, to save memory.
         warmup: Number of warmup steps. Defaults to a tenth of the steps, at most 100.
-        lora_alpha: Scales the adapters by ``alpha / rank``. Defaults to the rank.
-        split_rank: Divides the rank of each expert's adapter by the experts per token, see
+        lora_alpha: The adapters are scaled by ``lora_alpha / rank``. Defaults to the rank.
+        split_rank: Divide the rank of each expert's adapter by the experts per token, see
             `lora.split_ranks`.
-        preferences: The data are pairs for `nnxmoe.train.preferences`, trained on by DPO. The
-            reference is the model without its adapters. Without adapters it is the original model,
-            which stays in memory.
+        preferences: Train with DPO on pairs in the format of `nnxmoe.train.preferences`. The reference
+            is the model without its adapters. Without adapters, the reference is the original model,
+            and it stays in memory.
         beta: DPO's beta. Defaults to 0.1.
         quantize, keep_quantized: Train adapters on quantized kernels (QLoRA, Dettmers et al. 2023).
             ``quantize`` is a method such as ``int4``, see `quantization.methods.parse_method`.
-            Merging converts the kernels to floats.
-        optimizer: One of `OPTIMIZERS`, without weight decay.
+            Merging dequantizes the kernels.
+        optimizer: Name in `OPTIMIZERS`. None of these optimizers uses weight decay.
     """
 
     model: str
@@ -109,29 +109,33 @@ class Finetune(KnownFields):
 
     def __post_init__(self) -> None:
         optional = {field.name for field in dataclasses.fields(self) if field.default is None}
-        for name, least in _INTEGERS.items():
+        for name, minimum in _INTEGERS.items():
             if (value := getattr(self, name)) is None and name in optional:
                 continue
-            if (number := as_integer(value, least)) is None:
-                raise ValueError(f"{name}={short(value)}: it must be an integer of at least {least}, below 2**32")
+            if (number := as_integer(value, minimum)) is None:
+                raise ValueError(
+                    f"{name}={short(value)}: it must be an integer of at least {minimum} and less than 2**32"
+                )
             object.__setattr__(self, name, number)
-        for name, most in {"learning_rate": 1, "lora_alpha": 1e9, "beta": 1e9}.items():
+        for name, maximum in {"learning_rate": 1, "lora_alpha": 1e9, "beta": 1e9}.items():
             if (value := getattr(self, name)) is None:
                 continue
-            if not 0 < (rate := as_number(value) or 0) < most:
-                raise ValueError(f"{name}={short(value)}: it must be a number between 0 and {most:g}")
+            if not 0 < (rate := as_number(value) or 0) < maximum:
+                raise ValueError(f"{name}={short(value)}: it must be a number between 0 and {maximum:g}")
             object.__setattr__(self, name, rate)
         if self.optimizer not in OPTIMIZERS:
             raise ValueError(f"optimizer={short(self.optimizer)}: pass one of {', '.join(OPTIMIZERS)}")
         if self.batch_size % self.accumulate:
             raise ValueError(f"accumulate={self.accumulate} does not divide batch_size={self.batch_size}")
-        needs = ("adapter_only", "lora_alpha", "split_rank", "quantize", "keep_quantized")
-        if self.lora is None and (named := [name for name in needs if getattr(self, name)]):
-            raise ValueError(f"{named[0]}={getattr(self, named[0])} is for adapters: give their rank, such as lora=16")
+        adapter_options = ("adapter_only", "lora_alpha", "split_rank", "quantize", "keep_quantized")
+        if self.lora is None and (requested := [name for name in adapter_options if getattr(self, name)]):
+            raise ValueError(
+                f"{requested[0]}={getattr(self, requested[0])} requires adapters: pass their rank, such as lora=16"
+            )
         if self.beta is not None and not self.preferences:
-            raise ValueError(f"beta={self.beta} is for preferences: pass preferences=True, or leave it out")
+            raise ValueError(f"beta={self.beta} requires preferences: pass preferences=True, or omit beta")
         if self.steps is not None and self.epochs is not None:
-            raise ValueError(f"steps={self.steps} and epochs={self.epochs}: pass one of them")
+            raise ValueError(f"steps={self.steps} and epochs={self.epochs}: pass only one of them")
         if self.steps is None and self.epochs is None:
             object.__setattr__(self, "steps", _STEPS)
         self.check_warmup(self.steps)
@@ -141,23 +145,23 @@ class Finetune(KnownFields):
     def check_warmup(self, steps: int | None) -> None:
         """Raise ValueError if the run would end before its warmup."""
         if self.warmup and steps and self.warmup >= steps:
-            raise ValueError(f"warmup={self.warmup}: it must be less than the {steps} steps")
+            raise ValueError(f"warmup={self.warmup}: it must be less than the total of {steps} steps")
 
     def transformation(self, steps: int, model: CausalLM) -> optax.GradientTransformation:
-        """Build the optimizer, with gradients clipped to norm 1. Its state has the learning rate."""
-        make, share = OPTIMIZERS[self.optimizer]
-        share = share / 20 if self.preferences else share
-        peak = self.learning_rate or share * (2e-5 if self.lora is None else 2e-4)
+        """Build the optimizer, with gradients clipped to norm 1. Its state contains the learning rate."""
+        create, relative_rate = OPTIMIZERS[self.optimizer]
+        relative_rate = relative_rate / 20 if self.preferences else relative_rate
+        peak = self.learning_rate or relative_rate * (2e-5 if self.lora is None else 2e-4)
         warmup = min(steps // 10, _WARMUP) if self.warmup is None else self.warmup
         schedule = optax.warmup_cosine_decay_schedule(
             0.0 if warmup else peak, peak, warmup, max(steps, 1), _FLOOR * peak
         )
-        scheduled = optax.inject_hyperparams(lambda learning_rate: make(learning_rate, model))
-        return optax.chain(optax.clip_by_global_norm(_CLIP), scheduled(schedule))
+        optimizer = optax.inject_hyperparams(lambda learning_rate: create(learning_rate, model))
+        return optax.chain(optax.clip_by_global_norm(_CLIP), optimizer(schedule))
 
     @property
     def objective(self) -> TrainingObjective:
-        """The objective. For preferences without adapters it needs batches from `with_reference`."""
+        """Training objective. For preferences without adapters, the batches must be from `with_reference`."""
         reference = None if self.lora is None else lora.without
         return DPO(reference, 0.1 if self.beta is None else self.beta) if self.preferences else Objective()
 
@@ -172,65 +176,66 @@ def finetune(
     profile: int | None = None,
     max_bad_fraction: float = MAX_BAD_FRACTION,
 ) -> Fitted | None:
-    """Run a task in the folder ``out``. It must be new, empty or from a run of the same task.
+    """Run a fine-tuning task in the folder ``out``, which is new, empty or from a run of the same task.
 
     An unfinished run resumes bit for bit. More steps or epochs extend a run, with the learning rate
-    of the longer schedule. A finished run is evaluated if ``evaluation`` is new. Otherwise the result
-    is None. ``profile`` is the number of steps to trace into the folder, see `Profile`. Up to
-    ``max_bad_fraction`` of a file's records are skipped if they are unusable, see `batches`. Raises
-    ValueError if the folder has a different task, and the errors of `fit`.
+    schedule of the longer run. A finished run is only evaluated, if ``evaluation`` is new, and else
+    returns None. ``profile`` steps are traced into the folder (see `Profile`). For ``max_bad_fraction``
+    see `batches`. Raises ValueError if the folder contains a different task, and the errors of `fit`.
     """
     folder = absolute_path(out, "out")
     traces = [] if profile is None else [Profile(folder / _PROFILE, profile)]
-    saved = Checkpoints(folder / _CHECKPOINTS, every=save_every)
+    checkpoints = Checkpoints(folder / _CHECKPOINTS, every=save_every)
     if broadcast_text(lambda: look(folder, dataclasses.asdict(task))) == "done":
-        say("%s: this run is already finished; more steps extend it", folder)
+        say("%s: this run has already finished. Pass more steps to extend it", folder)
         return None
     broadcast_text(lambda: refuse_unless_writable(folder) or "")
     check_rows(task.batch_size, mesh)
     if (base := lora.base_model_name(task.model)) is not None:
         merge = f"nnxmoe convert {base} FOLDER --to hf --adapter {task.model}"
-        raise CheckpointError(f"{task.model} holds an adapter: merge it with {merge}, and train that FOLDER")
+        raise CheckpointError(f"{task.model} contains an adapter: merge it with {merge}, and train the merged FOLDER")
     hub: dict[str, Any] = {"revision": task.revision, "local_files_only": local_files_only}
-    data, held = _encoded(task, Tokenizer.from_pretrained(task.model, **hub), max_bad_fraction)
+    data, held_out = _encoded(task, Tokenizer.from_pretrained(task.model, **hub), max_bad_fraction)
     length = _row_length(task, hub)
     check_length(length, mesh)
     batches: Any = Batches(data, task.batch_size, length, seed=task.seed, epochs=task.epochs)
     steps = batches.count() if task.steps is None else task.steps
     task.check_warmup(steps)
-    evaluated: Any = held and Restartable(lambda: Batches(held, task.batch_size, length, shuffle=False, epochs=1))
-    how: dict[str, Any] = {"quantize": parse_method(task.quantize) if task.quantize else None} | hub
-    say("metrics of every step are written to %s", folder / _METRICS)
-    model = from_pretrained(task.model, task.dtype, mesh, _strategy(), keep_quantized=task.keep_quantized, **how)
+    eval_batches: Any = held_out and Restartable(
+        lambda: Batches(held_out, task.batch_size, length, shuffle=False, epochs=1)
+    )
+    options: dict[str, Any] = {"quantize": parse_method(task.quantize) if task.quantize else None} | hub
+    say("writing the metrics of every step to %s", folder / _METRICS)
+    model = from_pretrained(task.model, task.dtype, mesh, _strategy(), keep_quantized=task.keep_quantized, **options)
     say("%s", model.load_report.summary())
     _add_adapters(model, task)
     if task.preferences and task.lora is None:
-        batches, evaluated = (given and with_reference(given, model) for given in (batches, evaluated))
-    done = fit(
+        batches, eval_batches = (source and with_reference(source, model) for source in (batches, eval_batches))
+    fitted = fit(
         model,
         batches,
         optimizer=task.transformation(steps, model),
         steps=steps,
-        checkpoint=saved,
+        checkpoint=checkpoints,
         accumulate=task.accumulate,
-        evaluate=evaluated and Evaluation(evaluated, save_every),
+        evaluate=eval_batches and Evaluation(eval_batches, save_every),
         objective=task.objective,
         callbacks=[_Begin(folder, task), JsonLog(folder / _METRICS), *traces],
         seed=task.seed,
     )
-    _write(done.model, folder, task)
+    _write(fitted.model, folder, task)
     broadcast_text(lambda: record(folder, dataclasses.asdict(task), steps))
-    return done
+    return fitted
 
 
 def _encoded(task: Finetune, tokenizer: Tokenizer, max_bad_fraction: float) -> tuple[Documents, Documents | None]:
-    """Encode the documents. The call precedes loading the model, so that errors appear early."""
-    kind = Pairs if task.preferences else Documents
-    documents = kind(task.data, tokenizer, max_bad_fraction)
-    held = None if task.evaluation is None else kind(task.evaluation, tokenizer, max_bad_fraction)
-    for each in filter(None, (documents, held)):
-        each.check()
-    return documents, held
+    """Encode the documents. Called before the model is loaded, so that errors appear early."""
+    document_class = Pairs if task.preferences else Documents
+    documents = document_class(task.data, tokenizer, max_bad_fraction)
+    held_out = None if task.evaluation is None else document_class(task.evaluation, tokenizer, max_bad_fraction)
+    for encoded in filter(None, (documents, held_out)):
+        encoded.check()
+    return documents, held_out
 
 
 def _add_adapters(model: CausalLM, task: Finetune) -> None:
@@ -243,12 +248,12 @@ def _row_length(task: Finetune, hub: Mapping[str, Any]) -> int:
     with Checkpoint.open(task.model, **hub) as checkpoint:
         config, _ = parse_config(checkpoint.config, checkpoint.config_file)
     if (length := min(task.seq_len, config.max_position_embeddings)) < task.seq_len:
-        say("rows have %d tokens, the longest context of the model", length)
+        say("rows have %d tokens, the model's maximum context length", length)
     return length
 
 
 def progress_of(out: str | os.PathLike[str]) -> str:
-    """Describe what an interrupted run has saved, with the verb for running its command again."""
+    """Describe the last checkpoint of an interrupted run, and whether the next run resumes or restarts."""
     step = newest(absolute_path(out, "out") / _CHECKPOINTS)
     return f"after step {step} (saved); resume" if step else "before a step was saved; start again"
 
@@ -271,8 +276,8 @@ class _Begin:
 
 def _strategy() -> Strategy:
     """Scan and rematerialize the layers. On CPUs, where bfloat16 is slow, compute in float32."""
-    narrow = jax.default_backend() == "cpu"
-    return Strategy(stacking=Scanned(), remat=Remat(), compute_dtype=jnp.float32 if narrow else None)
+    on_cpu = jax.default_backend() == "cpu"
+    return Strategy(stacking=Scanned(), remat=Remat(), compute_dtype=jnp.float32 if on_cpu else None)
 
 
 def _write(model: CausalLM, folder: Path, task: Finetune) -> None:

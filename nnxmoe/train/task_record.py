@@ -1,4 +1,4 @@
-"""Record of a fine-tuning run in its folder: the task, and whether it has finished."""
+"""File in the folder of a fine-tuning run that records the task, and its steps once it has finished."""
 
 import os
 from collections.abc import Mapping
@@ -17,36 +17,44 @@ _RECORD = "finetune.json"
 _FINISHED, _LENGTHS = "finished", ("steps", "epochs")  # fields of the file
 
 
-def look(folder: Path, asked: Mapping[str, Any]) -> str:
-    """Return ``done`` if the task has finished in the folder, else "".
+def look(folder: Path, task: Mapping[str, Any]) -> str:
+    """Return "done" if the folder contains the finished run of a task, else "".
 
-    Raises CheckpointError if the folder has other contents.
+    Raises CheckpointError if the folder contains a different task or unrelated files.
     """
     path = folder / _RECORD
     if not os.path.lexists(path):
         refuse_unless_empty(folder)
         return ""
-    found = read_object(path, "use a new folder", CheckpointError)
-    finished = found.pop(_FINISHED, None)
-    evaluated_anew = asked["evaluation"] not in (None, found.get("evaluation"))
-    lengths = [(found.get(name), asked[name]) for name in _LENGTHS]
+    recorded = read_object(path, "use a new folder", CheckpointError)
+    finished = recorded.pop(_FINISHED, None)
+    new_evaluation = task["evaluation"] not in (None, recorded.get("evaluation"))
+    lengths = [(recorded.get(name), task[name]) for name in _LENGTHS]
     longer = all(type(old) is type(new) and (old is None or new >= old) for old, new in lengths)
-    same = {"evaluation", *(_LENGTHS if longer else ())}  # evaluation data do not change the result
-    if odd := [name for name in (asked.keys() | found.keys()) - same if asked.get(name) != found.get(name)]:
-        if set(odd) <= {*_LENGTHS}:
-            name, old = next((name, found.get(name)) for name in odd if found.get(name) is not None)
-            raise CheckpointError(f"{folder} holds a run of {old} {name}: give as many {name} or more, or a new folder")
-        what = "; ".join(f"{name} was {short(found.get(name))}, is {short(asked.get(name))}" for name in sorted(odd))
-        raise CheckpointError(f"{folder} holds another run ({what}): use the same command line, or a new folder")
-    written_last = (CONFIG_FILE, WEIGHTS_FILE) if asked["adapter_only"] else ("config.json",)
+    may_differ = {"evaluation", *(_LENGTHS if longer else ())}  # evaluation data do not change the result
+    if mismatches := [
+        name for name in (task.keys() | recorded.keys()) - may_differ if task.get(name) != recorded.get(name)
+    ]:
+        if set(mismatches) <= {*_LENGTHS}:
+            name, old = next((name, recorded.get(name)) for name in mismatches if recorded.get(name) is not None)
+            raise CheckpointError(
+                f"{folder} contains a run of {old} {name}: pass at least as many {name}, or a new folder"
+            )
+        differences = "; ".join(
+            f"{name} was {short(recorded.get(name))}, is {short(task.get(name))}" for name in sorted(mismatches)
+        )
+        raise CheckpointError(
+            f"{folder} contains a different run ({differences}): use the same command line, or a new folder"
+        )
+    written_last = (CONFIG_FILE, WEIGHTS_FILE) if task["adapter_only"] else ("config.json",)
     complete = finished and all((folder / name).is_file() for name in written_last)
-    return "done" if complete and not evaluated_anew and all(old == new for old, new in lengths) else ""
+    return "done" if complete and not new_evaluation and all(old == new for old, new in lengths) else ""
 
 
 def record(folder: Path, task: Mapping[str, Any], finished: int | None) -> str:
     """Write the task to the folder, with the number of steps if the run has finished."""
     folder.mkdir(parents=True, exist_ok=True)
-    beside = folder / f".{_RECORD}.{os.getpid()}.tmp"
-    write_json(beside, {**task, _FINISHED: finished})
-    os.replace(beside, folder / _RECORD)
+    temporary = folder / f".{_RECORD}.{os.getpid()}.tmp"
+    write_json(temporary, {**task, _FINISHED: finished})
+    os.replace(temporary, folder / _RECORD)
     return ""

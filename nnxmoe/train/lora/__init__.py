@@ -1,12 +1,13 @@
 """LoRA (Hu et al. 2021) on attention, feed-forward networks and every routed expert.
 
-    lora.add(model, rank=16, rngs=nnx.Rngs(0))     # logits do not change: b is 0
-    lora.add(model, lora.split_ranks(model, 16), rngs=nnx.Rngs(0))  # or: 16 / experts per token for each expert
+    lora.add(model, rank=16, rngs=nnx.Rngs(0))     # b is 0, so the logits do not change
+    lora.add(model, lora.split_ranks(model, 16), rngs=nnx.Rngs(0))  # or rank 16 / experts per token per expert
     graph, adapters, rest = nnx.split(model, nnx.LoRAParam, ...)
-    lora.save(model, "adapter")                    # in PEFT's format; lora.load(model, "adapter")
+    lora.save(model, "adapter")                    # PEFT's format; lora.load(model, "adapter") reads it
     lora.merge(model); nnxmoe.save_pretrained(model, "merged")
 
-Gate and up of the experts share ``a``, as in PEFT, because transformers stores them as one matrix.
+The gate and up projections of an expert share ``a``, as in PEFT, because transformers stores them as
+one matrix.
 """
 
 from flax.nnx import LoRAParam as LoRAParam

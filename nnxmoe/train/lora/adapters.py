@@ -1,4 +1,4 @@
-"""Add adapters to a model, and remove them."""
+"""Add LoRA adapters to a model, and remove them."""
 
 import math
 import zlib
@@ -36,75 +36,78 @@ def add(
     rngs: nnx.Rngs | None,
     dtype: Any = jnp.float32,
 ) -> None:
-    """Add adapters to a model, in place. The outputs do not change, since ``a`` is random and ``b`` zero.
+    """Add LoRA adapters to a model in place. ``b`` is initialized to zero, so the outputs do not change.
 
     Args:
-        rank: One rank, or ranks by target, as in ``{"attention": 8, "experts": 2}``. The longest name
-            that matches a projection decides. See also `split_ranks`.
-        alpha: One value, or values by target. Defaults to the rank of each adapter, a scale of 1.
-        targets: Projections or groups of them, such as ``["attention", "experts.down"]``. Defaults to
-            the names in ``rank``, else to all projections but router, embedding and head.
-        rngs: The same ``rngs`` give the same values on any mesh, with scanned layers or not. If None,
-            the adapters have shapes only.
+        rank: A single rank, or a rank per target, such as ``{"attention": 8, "experts": 2}``. If several
+            targets match a projection, the longest name applies. See also `split_ranks`.
+        alpha: A single value, or a value per target. Defaults to the rank of each adapter (scale 1).
+        targets: Projections or groups of projections, such as ``["attention", "experts.down"]``. Defaults
+            to the keys of ``rank``, else to all projections except router, embedding and head.
+        rngs: Random streams for ``a``. The values are independent of the mesh and of layer stacking. If
+            None, the adapters are abstract.
 
     Raises:
-        ValueError: If an argument is unusable or the model has adapters already.
+        ValueError: If an argument is invalid or the model already has adapters.
     """
     if rngs is not None and not isinstance(rngs, nnx.Rngs):
-        raise ValueError(f"rngs={short(rngs)}: give nnx.Rngs(0), or None for adapters of shapes without values")
+        raise ValueError(f"rngs={short(rngs)}: pass nnx.Rngs(0), or None for abstract adapters (shapes without values)")
     targets = list(rank) if targets is None and isinstance(rank, Mapping) else targets
-    kind, found = float_dtype(dtype) or np.dtype(np.float32), select_slots(model, targets)
-    ranks = [whole_number("rank", value, 1, 2**31) for value in values_per_slot(found, rank, "rank")]
-    alphas = ranks if alpha is None else values_per_slot(found, alpha, "alpha")
-    if odd := [value for value in alphas if not 0 < (as_number(value) or 0) < 2**63]:
-        raise ValueError(f"alpha {short(odd[0])} is not a positive number")
+    param_dtype, slots = float_dtype(dtype) or np.dtype(np.float32), select_slots(model, targets)
+    ranks = [whole_number("rank", value, 1, 2**31) for value in values_per_slot(slots, rank, "rank")]
+    alphas = ranks if alpha is None else values_per_slot(slots, alpha, "alpha")
+    if invalid := [value for value in alphas if not 0 < (as_number(value) or 0) < 2**63]:
+        raise ValueError(f"alpha {short(invalid[0])} is not a positive number")
     refuse_adapters(model)
-    made = [(slot, slot.shapes(r, float(a), kind)) for slot, r, a in zip(found, ranks, alphas, strict=True)]
+    adapters = [(slot, slot.shapes(r, float(a), param_dtype)) for slot, r, a in zip(slots, ranks, alphas, strict=True)]
     if rngs is not None:
         seed = np.asarray(jax.random.key_data(rngs.params())).tolist()
-        for slot, adapter in made:
+        for slot, adapter in adapters:
             a, b = adapter.a, adapter.b
-            for variable, host in ((a, _drawn(seed, slot, a)), (b, np.zeros(b.shape, b.dtype))):
-                variable.set_value(put_array(host, model.strategy.sharding_of(variable)))
-    for slot, adapter in made:
+            for variable, initial in ((a, _drawn(seed, slot, a)), (b, np.zeros(b.shape, b.dtype))):
+                variable.set_value(put_array(initial, model.strategy.sharding_of(variable)))
+    for slot, adapter in adapters:
         slot.put(adapter)
 
 
 def split_ranks(model: CausalLM, rank: int) -> dict[str, int]:
     """Return ranks for `add`: ``rank`` per projection, and ``rank / experts per token`` per expert.
 
-    The experts of one token then have the same total rank as each other projection ("LoRA Without
-    Regret", Schulman et al. 2025). Raises ValueError for a model without experts, and for a rank that
-    is not a multiple of the experts per token.
+    The experts of a token then have the same total rank as every other projection ("LoRA Without
+    Regret", Schulman et al. 2025). Raises ValueError if the model has no experts, or if ``rank`` is not
+    a multiple of the experts per token.
     """
     check_model(model)
-    active = model.config.experts_per_token
-    if not active:
-        raise ValueError(f"a {model.config.model_type} model has no experts: pass the rank itself, without split_ranks")
-    total = as_integer(rank, 1) or 0
-    if not total or total % active:
+    experts_per_token = model.config.experts_per_token
+    if not experts_per_token:
+        raise ValueError(f"a {model.config.model_type} model has no experts: pass the rank without split_ranks")
+    total_rank = as_integer(rank, 1) or 0
+    if not total_rank or total_rank % experts_per_token:
         raise ValueError(
-            f"rank {short(rank)} cannot be split over the {active} experts per token: use a multiple of {active}, such "
-            f"as {active * max(1, round(total / active))}"
+            f"rank {short(rank)} cannot be split over the {experts_per_token} experts per token: use a multiple of "
+            f"{experts_per_token}, such as {experts_per_token * max(1, round(total_rank / experts_per_token))}"
         )
-    return {s.name: total // active if s.name.startswith("experts.") else total for s in select_slots(model, None)}
+    return {
+        slot.name: total_rank // experts_per_token if slot.name.startswith("experts.") else total_rank
+        for slot in select_slots(model, None)
+    }
 
 
 def _drawn(seed: list[int], slot: AdapterSlot, a: nnx.Param) -> np.ndarray:
-    """Draw initial values of ``a``: uniform within PEFT's bound, from one random stream per layer.
+    """Draw initial values of ``a`` uniformly within PEFT's bound, from one random stream per layer.
 
-    NumPy draws them, since compiling JAX's generator for every shape takes longer than drawing.
+    Uses NumPy, since compiling JAX's generator for every shape takes longer than drawing the values.
     """
     ins = () if slot.name == "embed" else ParamWeight(a).ins  # an embedding lookup has a fan-in of 1
     bound = math.prod(ins) ** -0.5
     stream = zlib.crc32(slot.name.encode())
     rngs = (np.random.Generator(np.random.Philox(np.random.SeedSequence([*seed, stream, i]))) for i in slot.layers)
-    one = a.shape[slot.depth is not None :]
-    drawn = [((2 * rng.random(one, np.float32) - 1) * np.float32(bound)).astype(a.dtype) for rng in rngs]
-    return drawn[0] if slot.depth is None else np.stack(drawn)
+    layer_shape = a.shape[slot.depth is not None :]
+    layers = [((2 * rng.random(layer_shape, np.float32) - 1) * np.float32(bound)).astype(a.dtype) for rng in rngs]
+    return layers[0] if slot.depth is None else np.stack(layers)
 
 
 def remove(model: CausalLM) -> None:
-    """Remove a model's adapters, in place. Raises ValueError if it has no adapters or merged adapters."""
+    """Remove a model's adapters in place. Raises ValueError if there are none, or if they are merged."""
     for slot in unmerged_slots(model, "remove"):
         slot.put(None)
