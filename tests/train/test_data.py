@@ -481,7 +481,7 @@ def test_unusable_lists(tokenizer: Tokenizer) -> None:
 
 def test_bad_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.jsonl"
-    with pytest.raises(DataError, match=r"a\.jsonl: No such file.*give a file of JSON lines"):
+    with pytest.raises(DataError, match=r"a\.jsonl: No such file.*a file of JSON lines"):
         JsonLines(path)
     with pytest.raises(DataError, match="is a folder"):
         JsonLines(tmp_path)
@@ -596,7 +596,7 @@ SHAPES: dict[str, tuple[str, str, str]] = {
     "the last answer only": (
         EACH.replace("es %}", "es[-2:] %}") + TURN + "{% endfor %}" + ASKS,
         " y <|end|>",
-        "leaves out",
+        "omits",
     ),
     "without special tokens": (EACH + PLAIN, "x| y <|eos|>", "no special token follows an answer"),
 }

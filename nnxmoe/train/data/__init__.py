@@ -1,1 +1,1 @@
-"""Training data: chats and texts in JSON lines, as packed and resumable batches."""
+"""Training data: packed, resumable batches of chats and texts from JSON lines."""

@@ -1,4 +1,4 @@
-"""Count unusable training records by reason, and skip up to a given fraction of records."""
+"""Count unusable training records by reason, and limit the fraction that may be skipped."""
 
 import dataclasses
 import re
@@ -12,15 +12,15 @@ _LISTED_LINES, _LISTED_REASONS, _REASONS = 5, 8, 1000
 
 
 class DataError(ValueError):
-    """Raised for unusable training data. The message names the file, the line and the remedy."""
+    """Raised if training data are unusable. The message names the file, the line and the remedy."""
 
 
 class RecordError(DataError):
-    """Raised for one unusable record.
+    """Raised if a single record is unusable.
 
     Args:
-        reason: Text that is equal for records with the same fault. Unlike the message, it has no
-            values of the record. Defaults to the message without numbers.
+        reason: Text that is equal for all records with the same fault, since it contains no values of
+            the record. Defaults to the message without numbers.
     """
 
     def __init__(self, message: str, reason: str | None = None) -> None:
@@ -30,7 +30,7 @@ class RecordError(DataError):
 
 @dataclasses.dataclass
 class _Fault:
-    """Records with the same fault: their count, the first record numbers and the first message."""
+    """Records with the same fault: the count, the first record numbers and the first message."""
 
     message: str
     count: int = 0
@@ -40,14 +40,14 @@ class _Fault:
         numbers = ", ".join(map(str, self.numbers))
         if self.count == 1:
             return f"{unit} {numbers}: {self.message}"
-        more = ", …" if self.count > len(self.numbers) else ""
-        return f"{self.count} {unit}s ({numbers}{more}): {self.message}"
+        ellipsis = ", …" if self.count > len(self.numbers) else ""
+        return f"{self.count} {unit}s ({numbers}{ellipsis}): {self.message}"
 
 
 class BadRecords:
-    """Counter of the unusable records of one data set, of which up to ``max_fraction`` are allowed.
+    """Counter of the unusable records of a data set.
 
-    Only the data determine which records are skipped. The fraction determines whether `settle` raises.
+    Every unusable record is skipped. `settle` raises if their fraction exceeds ``max_fraction``.
     """
 
     def __init__(self, max_fraction: float = MAX_BAD_FRACTION) -> None:
@@ -61,7 +61,7 @@ class BadRecords:
         """Count the unusable record with this number."""
         reason = error.reason
         if reason not in self._faults and len(self._faults) >= _REASONS:
-            reason = ""  # limits the memory of the counter
+            reason = ""  # bounds the counter's memory
         fault = self._faults.setdefault(reason, _Fault(str(error) if reason else "other reasons"))
         fault.count += 1
         fault.numbers += [number] if len(fault.numbers) < _LISTED_LINES else []
@@ -75,8 +75,8 @@ class BadRecords:
     def settle(self, source: object, unit: str, total: int, *, final: bool = True) -> None:
         """Log a warning about the skipped records.
 
-        Raises DataError if more of ``total`` records are unusable than allowed. ``final`` is True if all
-        records have been read. Before that, only the first skipped record is reported.
+        Raises DataError if too many of the ``total`` records are unusable. Before all records have been read
+        (``final``), only the first call that finds skipped records logs a warning.
         """
         if self.exceeds(total):
             summary = f"{source} has {self.count} unusable record{'s' * (self.count != 1)} of {total}"
@@ -94,6 +94,6 @@ class BadRecords:
 
     def _text(self, unit: str) -> str:
         faults = sorted(self._faults.values(), key=lambda fault: -fault.count)
-        listed, rest = faults[:_LISTED_REASONS], faults[_LISTED_REASONS:]
-        unlisted = [f"{sum(fault.count for fault in rest)} for {len(rest)} other reasons"] if rest else []
-        return "; ".join([*(fault.text(unit) for fault in listed), *unlisted])
+        shown, unlisted = faults[:_LISTED_REASONS], faults[_LISTED_REASONS:]
+        summary = [f"{sum(fault.count for fault in unlisted)} for {len(unlisted)} other reasons"] if unlisted else []
+        return "; ".join([*(fault.text(unit) for fault in shown), *summary])

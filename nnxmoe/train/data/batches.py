@@ -5,7 +5,7 @@
     pairs = preferences("pairs.jsonl", tokenizer, batch_size=8, seq_len=512)
     next(pairs)  # {"tokens", "loss_mask", "attention_mask"}: int32 [8, 2, 512]
 
-To use grain's workers and transformations:
+For grain's workers and transformations, use
 ``grain.MapDataset.source(Rows(documents, 512)).shuffle(…).batch(8)``.
 """
 
@@ -45,13 +45,12 @@ def batches(
 ) -> "Batches":
     """Create `Batches` from a JSONL file or an iterable of dicts, such as a ``datasets.Dataset``.
 
-    Each record is a text, a prompt with its completion, or a chat, in the common forms (see
-    `nnxmoe.train.data.records`). Unusable records are skipped with a warning.
+    A record is a text, a prompt with a completion, or a chat (see `nnxmoe.train.data.records` for the
+    formats). Unusable records are skipped with a warning. `Batches` documents the other arguments.
 
     Raises:
         DataError: If more than ``max_bad_fraction`` of all records are unusable. The message counts
-            them by reason and names the first lines. With 0, every record must be usable. DataError
-            is a ValueError.
+            these records by reason and lists the first lines. DataError is a ValueError.
     """
     documents = Documents(data, tokenizer, max_bad_fraction)
     return Batches(documents, batch_size, seq_len, seed=seed, shuffle=shuffle, pack=pack, epochs=epochs, share=share)
@@ -70,11 +69,10 @@ def preferences(
     share: tuple[int, int] | None = None,
     max_bad_fraction: float = MAX_BAD_FRACTION,
 ) -> "Batches":
-    """Create `Batches` of pairs, int32 ``[B, 2, T]``, from the same kinds of data as `batches`.
+    """Create `Batches` of preference pairs, int32 ``[B, 2, T]``; see `batches` for the arguments.
 
     Each record has the fields "prompt", "chosen" and "rejected", or whole chats as "chosen" and
-    "rejected" (see `nnxmoe.train.data.records.pair_of`). Unusable records are handled as in `batches`.
-    See also `Pairs`.
+    "rejected" (see `nnxmoe.train.data.records.pair_of`). See also `Pairs`.
     """
     documents = Pairs(data, tokenizer, max_bad_fraction)
     return Batches(documents, batch_size, seq_len, seed=seed, shuffle=shuffle, epochs=epochs, share=share)
@@ -83,18 +81,18 @@ def preferences(
 class Batches(Iterator[Batch]):
     """Iterator over batches of int32 ``[B, T]`` arrays, deterministic for a given seed and data.
 
-    The documents of an epoch are ordered by ``seed`` and packed 8 to 64 rows at a time. A text longer
-    than ``seq_len`` is split and a longer chat truncated (see `Document.pieces`). An epoch starts in
-    the batch in which the previous epoch ends. Only the very last batch is padded. `get_state` and
-    `set_state` have the signatures of grain's iterators.
+    The documents of an epoch are shuffled by ``seed`` and packed into 8 to 64 rows at a time. Texts
+    longer than ``seq_len`` are split, and longer chats are truncated (see `Document.pieces`). A batch
+    may contain the end of one epoch and the start of the next. Only the last batch of all is padded.
+    `get_state` and `set_state` have the signatures of grain's iterators.
 
     Args:
-        batch_size: Rows per batch, of all processes together.
+        batch_size: Rows per batch, summed over all processes.
         seq_len: Tokens per row.
         pack: Pack several documents into a row. Pairs are never packed.
-        epochs: Number of epochs. If None, the batches never end.
-        share: (index of this process, number of processes). Defaults to JAX's. Each process gets its
-            rows of every batch, and all processes must make the same calls.
+        epochs: Number of epochs. If None, the iterator is infinite.
+        share: (index of this process, number of processes). Defaults to JAX's. Each process returns its
+            share of the rows of every batch. All processes must make the same calls.
     """
 
     def __init__(
@@ -113,7 +111,7 @@ class Batches(Iterator[Batch]):
 
         def integer(name: str, value: Any) -> int:
             if (number := as_integer(value, LEAST[name])) is None:
-                raise ValueError(f"{name}={short(value)}: pass an int of at least {LEAST[name]}, below 2**32")
+                raise ValueError(f"{name}={short(value)}: pass an int of at least {LEAST[name]} and less than 2**32")
             return number
 
         batch_size, seq_len = integer("batch_size", batch_size), integer("seq_len", seq_len)
@@ -132,52 +130,54 @@ class Batches(Iterator[Batch]):
 
     def __next__(self) -> Batch:
         try:
-            found = list(itertools.islice(self._rows, self.batch_size))
-        except BaseException:  # lose no row if interrupted, such as by KeyboardInterrupt in a notebook
+            packed = list(itertools.islice(self._rows, self.batch_size))
+        except BaseException:  # do not lose rows after an interrupt, such as Ctrl-C in a notebook
             self._rows = self._rows_from(*self._position)
             raise
-        if not found:
+        if not packed:
             raise StopIteration
-        self._position = found[-1][1]
-        rows = [row for row, _ in found] + [[]] * (self.batch_size - len(found))
-        mine = self.batch_size // self.share[1]
-        filled = [self.documents.row(row, self.seq_len) for row in rows[self.share[0] * mine :][:mine]]
-        return {name: np.stack([row[name] for row in filled]) for name in filled[0]}
+        self._position = packed[-1][1]
+        rows = [row for row, _ in packed] + [[]] * (self.batch_size - len(packed))
+        local_rows = self.batch_size // self.share[1]
+        arrays = [self.documents.row(row, self.seq_len) for row in rows[self.share[0] * local_rows :][:local_rows]]
+        return {name: np.stack([row[name] for row in arrays]) for name in arrays[0]}
 
     def count(self) -> int:
         """Count the batches of all epochs by packing every document.
 
-        Raises ValueError without ``epochs``.
+        Raises ValueError if ``epochs`` is None.
         """
         if self.epochs is None:
-            raise ValueError("without epochs the batches never end: pass a number of epochs")
+            raise ValueError("without epochs the number of batches is infinite: pass a number of epochs")
         return -(-sum(1 for _ in self._rows_from(0, 0, 0)) // self.batch_size)
 
     def get_state(self) -> dict[str, Any]:
-        """Return the position of the next batch and the identity of the data.
+        """Return the position of the next batch and checksums of the data, as a small JSON value.
 
-        The state is a small JSON value, equal in all processes.
+        The state is equal in all processes.
         """
         position = dict(zip(_POSITION, self._position, strict=True))
         return {"version": _VERSION, "data": self._settings(), "position": position}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Continue, bit for bit, from a state of `get_state`. Raises DataError for other data or settings."""
+        """Restore a state from `get_state`, bit for bit. Raises DataError if the data or settings differ."""
         if state.get("version") != _VERSION or not isinstance(state.get("data"), Mapping):
             raise DataError(f"{short(dict(state))} is not a state of Batches: pass the result of get_state")
-        theirs, ours = state["data"], self._settings()
-        other = [name for name in sorted(ours.keys() | theirs.keys()) if ours.get(name) != theirs.get(name)]
-        if other:
-            what = ", ".join(f"{name} was {short(theirs.get(name))}, is {short(ours.get(name))}" for name in other)
-            raise DataError(
-                f"{self.documents.lines}: the state is from other data or settings ({what}): use those, or "
-                "start a new run"
+        saved, current = state["data"], self._settings()
+        changed = [name for name in sorted(current.keys() | saved.keys()) if current.get(name) != saved.get(name)]
+        if changed:
+            changes = ", ".join(
+                f"{name} was {short(saved.get(name))}, is {short(current.get(name))}" for name in changed
             )
-        given: Any = state.get("position")
-        named = isinstance(given, Mapping) and given.keys() == set(_POSITION)
-        if not named or not all(type(number) is int and number >= 0 for number in given.values()):
-            raise DataError(f"{short(given)} is not a position of Batches: pass the result of get_state")
-        self._position = given["epoch"], given["document"], given["row"]
+            raise DataError(
+                f"{self.documents.lines}: the state is from different data or settings ({changes}): use the same ones, "
+                "or start a new run"
+            )
+        position: Any = state.get("position")
+        is_position = isinstance(position, Mapping) and position.keys() == set(_POSITION)
+        if not is_position or not all(type(number) is int and number >= 0 for number in position.values()):
+            raise DataError(f"{short(position)} is not a position of Batches: pass the result of get_state")
+        self._position = position["epoch"], position["document"], position["row"]
         self._rows = self._rows_from(*self._position)
 
     def _settings(self) -> dict[str, Any]:
@@ -187,8 +187,8 @@ class Batches(Iterator[Batch]):
     def _rows_from(self, epoch: int, start: int, row: int) -> Iterator[tuple[list[Document], tuple[int, int, int]]]:
         """Yield the documents of each row, and the position after the row.
 
-        A position is the epoch, the document at which the window of the next row starts, and the row's
-        number in the window.
+        A position has the epoch, the first document of the window that contains the next row, and the index
+        of the row in the window.
         """
         while self.epochs is None or epoch < self.epochs:
             order = self._order(epoch)
@@ -199,50 +199,50 @@ class Batches(Iterator[Batch]):
                 if not window and start == 0 and stop == len(order):
                     raise DataError(
                         f"{self.documents.lines}: no {self.documents.unit} has an answer within its first "
-                        f"{self.seq_len} tokens: increase seq_len, as far as the model's context allows, or shorten "
-                        "the prompts"
+                        f"{self.seq_len} tokens: increase seq_len, up to the model's context length, or shorten the "
+                        "prompts"
                     )
                 start, row = stop, 0
             epoch, start = epoch + 1, 0
             self.documents.tell_cut(self.seq_len, ended=True)
 
     def _order(self, epoch: int) -> Sequence[int] | np.ndarray:
-        """Return the order of the documents. RandomState draws the same in every version of NumPy."""
+        """Return the order of the documents. RandomState is stable across versions of NumPy."""
         count = len(self.documents)
         return np.random.RandomState([self.seed, epoch]).permutation(count) if self.shuffle else range(count)
 
     def _packed(self, order: Sequence[int] | np.ndarray, start: int) -> tuple[list[list[Document]], int]:
-        """Return the rows of the window that starts at a document, and the start of the next window."""
-        found: list[Document] = []
+        """Pack the window that starts at a document. Returns its rows and the start of the next window."""
+        pieces: list[Document] = []
         tokens, stop = 0, start
         while stop < len(order) and tokens < _window(self.seq_len):
             document = self.documents[order[stop]]
             parts = document.pieces(self.seq_len)
             tokens, stop = tokens + sum(len(part.tokens) for part in parts), stop + 1
-            found += parts
+            pieces += parts
             if document.chat and max(len(part.tokens) for part in document.parts) > self.seq_len:
                 self.documents.tell_cut(self.seq_len, ended=False)
         if not self.pack:
-            return [[part] for part in found], stop
-        rows = place([len(part.tokens) for part in found], self.seq_len)
-        return [[found[i] for i in row] for row in rows], stop
+            return [[part] for part in pieces], stop
+        rows = place([len(part.tokens) for part in pieces], self.seq_len)
+        return [[pieces[i] for i in row] for row in rows], stop
 
 
 def _window(seq_len: int) -> int:
-    """Return the tokens packed together: 64 rows, at most the larger of 8 rows and 131,072 tokens."""
+    """Return the tokens per packing window: 64 rows, at most the larger of 8 rows and 131,072 tokens."""
     return max(8 * seq_len, min(64 * seq_len, 1 << 17))
 
 
 def place(sizes: Iterable[int], length: int) -> list[list[int]]:
-    """Pack pieces into rows and return each row as a list of piece indices.
+    """Pack pieces into rows by best fit, and return each row as a list of piece indices.
 
-    Best fit: each piece, in order, goes into the fullest row that has room.
+    Pieces are processed in order. Each piece goes into the fullest row that has enough room.
     """
     rows: list[list[int]] = []
     rooms: list[tuple[int, int]] = []  # sorted (room, row) of rows that are not full
     for number, size in enumerate(sizes):
-        at = bisect.bisect_left(rooms, (size, -1))
-        room, row = rooms.pop(at) if at < len(rooms) else (length, len(rows))
+        index = bisect.bisect_left(rooms, (size, -1))
+        room, row = rooms.pop(index) if index < len(rooms) else (length, len(rows))
         if row == len(rows):
             rows.append([])
         rows[row].append(number)
@@ -254,7 +254,8 @@ def place(sizes: Iterable[int], length: int) -> list[list[int]]:
 class Rows:
     """Random-access source for ``grain.MapDataset``: one document per row, as int32 [T] arrays.
 
-    Documents longer than a row are truncated. A chat without an answer within the row becomes padding.
+    Documents longer than a row are truncated. A chat without an answer within the row becomes a row of
+    padding.
     """
 
     def __init__(self, documents: Documents, seq_len: int) -> None:

@@ -1,4 +1,4 @@
-"""Encode texts and chats as token ids, with a mask of the tokens to learn."""
+"""Encode texts and chats as token ids with a loss mask."""
 
 import dataclasses
 import functools
@@ -28,7 +28,7 @@ Data = str | os.PathLike[str] | Iterable[Mapping[str, Any]]
 class Document:
     """Token ids with a mask of the tokens to predict.
 
-    These are all tokens of a text, and the tokens of the assistant's messages of a chat.
+    The mask covers all tokens of a text. In a chat it covers the tokens of the assistant's messages.
     """
 
     tokens: Int32[np.ndarray, " T"]
@@ -37,24 +37,27 @@ class Document:
 
     @property
     def parts(self) -> "tuple[Document, ...]":
-        """The documents that each fill a row: the document itself, or both completions of a `Pair`."""
+        """The document itself, or the two documents of a `Pair`. Each part fills a separate row."""
         return (self,)
 
     def pieces(self, length: int) -> "list[Document]":
         """Split a text into pieces of at most ``length`` tokens, or truncate a chat to one piece.
 
-        The rest of a chat would be learned without its context. Pieces without a token to predict are left
-        out: the beginning of a chat without an answer, and a single token at the end of a text.
+        A chat is not split, since its later pieces would lack their context. Pieces without a token to
+        predict are dropped: the beginning of a chat without an answer, and a single token at the end of a
+        text.
         """
         starts = range(0, length if self.chat else len(self.tokens), length)
-        parts = [slice(start, start + length) for start in starts]
+        spans = [slice(start, start + length) for start in starts]
         # The first token of a piece is not predicted.
-        return [Document(self.tokens[at], self.learnt[at], self.chat) for at in parts if self.learnt[at][1:].any()]
+        return [
+            Document(self.tokens[span], self.learnt[span], self.chat) for span in spans if self.learnt[span][1:].any()
+        ]
 
 
 @dataclasses.dataclass(frozen=True)
 class Pair(Document):
-    """A preference: the chosen document, with the rejected document."""
+    """Preference pair: the chosen document, with the rejected document as an attribute."""
 
     rejected: Document
 
@@ -64,15 +67,15 @@ class Pair(Document):
         return Document(self.tokens, self.learnt, self.chat), self.rejected
 
     def pieces(self, length: int) -> list[Document]:
-        """Return the pair of truncated documents, or nothing if no token of a completion remains."""
+        """Truncate both documents. Returns an empty list if no token of a completion remains."""
         halves = [half for part in self.parts for half in part.pieces(length)]
         return [Pair(**vars(halves[0]), rejected=halves[1])] if len(halves) == 2 else []
 
 
 def fill(documents: Sequence[Document], length: int, pad: int) -> Row:
-    """Pack documents into one row ``[T]`` of every array of a batch.
+    """Pack documents into one row: an array ``[T]`` for each field of a batch.
 
-    ``segment_ids`` count from 1, and 0 is padding. ``positions`` restart at 0 in each document.
+    ``segment_ids`` start at 1, and 0 is padding. ``positions`` restart at 0 in each document.
     """
     names = ("tokens", "loss_mask", "segment_ids", "positions")
     row = {name: np.full(length, pad if name == "tokens" else 0, np.int32) for name in names}
@@ -86,18 +89,18 @@ def fill(documents: Sequence[Document], length: int, pad: int) -> Row:
 
 
 class Documents:
-    """The records of a JSONL file (see `JsonLines`) or an iterable of dicts, encoded on access.
+    """Records of a JSONL file (see `JsonLines`) or an iterable of dicts, encoded on access.
 
-    `nnxmoe.train.data.records` lists the forms of records. A text is encoded with ``tokenizer.encode``
-    and ends with the tokenizer's end-of-text token, if there is one. The prompt before a completion is
-    not learned. A chat is rendered with the chat template. Its tokens to learn are the assistant's
-    messages, each with its end token (see `chat_tokens`). Up to 256 MB of tokens are cached (5 bytes
-    per token), so that later epochs of small files need no encoding.
+    `nnxmoe.train.data.records` lists the formats of records. A text is encoded with
+    ``tokenizer.encode`` and ends with the tokenizer's end-of-text token, if there is one. The prompt
+    before a completion is not learned. A chat is rendered with the chat template. The assistant's
+    messages are learned, each with its end token (see `chat_tokens`). Up to 256 MB of tokens are
+    cached (5 bytes per token), so that later epochs of small files need no encoding.
 
-    Unusable records, including chats that the template rejects, are skipped with a warning that counts
-    them by reason. Only the data and the tokenizer determine which records are skipped, so a resumed
-    run and all processes skip the same records. Raises DataError, a ValueError with the counts and the
-    first lines, if more than ``max_bad_fraction`` of all records are unusable.
+    Unusable records, including chats that the template rejects, are skipped. A warning counts them by
+    reason. Only the data and the tokenizer determine which records are skipped, so a resumed run and
+    all processes skip the same records. Raises DataError, a ValueError with the counts and the first
+    lines, if more than ``max_bad_fraction`` of all records are unusable.
     """
 
     unit: ClassVar[str] = "chat"
@@ -112,10 +115,10 @@ class Documents:
         self.tokenizer = tokenizer
         self._kept: dict[int, Document] = {}
         self._room, self._noted = _CACHE_BYTES, set[str]()
-        self._chats = np.zeros((len(self), 2), np.int32)  # per chat: its tokens, and its tokens up to the first answer
+        self._chats = np.zeros((len(self), 2), np.int32)  # [chat, 2]: all tokens, tokens up to the first answer
         self._encoded = np.zeros(len(self), bool)
         self._counting = False  # if True, unusable records are only counted
-        self._told: dict[int, str] = {}  # row length -> last warning of `tell_cut`
+        self._told: dict[int, str] = {}  # row length -> last text logged by `tell_cut`
 
     def __len__(self) -> int:
         return len(self.lines)
@@ -130,20 +133,20 @@ class Documents:
                 document = self._skip(number, error)
             self._encoded[number] = True
             if document.chat and len(document.tokens):
-                each = [(len(part.tokens), int(np.argmax(part.learnt)) + 1) for part in document.parts]
-                self._chats[number] = np.max(each, axis=0)
+                lengths = [(len(part.tokens), int(np.argmax(part.learnt)) + 1) for part in document.parts]
+                self._chats[number] = np.max(lengths, axis=0)
             self._room -= 5 * sum(len(part.tokens) for part in document.parts)
             if self._room >= 0:
                 self._kept[number] = document
         return document
 
     def check(self) -> None:
-        """Encode every document once, so that errors of tokenizer and template appear before training."""
+        """Encode every document once, so that errors of the tokenizer or template appear before training."""
         self._encode(range(len(self)))
         self._settle()
 
     def _encode(self, indices: Iterable[SupportsIndex]) -> None:
-        """Encode documents. Unusable records are counted and raise no error."""
+        """Encode documents. Unusable records are only counted, without an error."""
         self._counting = True
         try:
             for index in indices:
@@ -152,12 +155,12 @@ class Documents:
             self._counting = False
 
     def _skip(self, number: int, error: RecordError) -> Document:
-        """Count an unusable record and return an empty document in its place. Raises DataError above the limit."""
+        """Count an unusable record and return an empty document. Raises DataError if the limit is exceeded."""
         if not self._encoded[number]:
             self.bad.add(self.lines.number(number), error)
             self._encoded[number] = True
         if not self._counting:
-            if self.bad.exceeds(self.lines.total):  # the error also counts records not encoded yet
+            if self.bad.exceeds(self.lines.total):  # include records that are not encoded yet in the error
                 self._encode(np.flatnonzero(~self._encoded)[:_COUNTED_RECORDS])
             self._settle()
         return self.empty
@@ -166,22 +169,22 @@ class Documents:
         self.bad.settle(self.lines, self.lines.unit, self.lines.total, final=bool(self._encoded.all()))
 
     def row(self, documents: Sequence[Document], length: int) -> Row:
-        """Return the arrays ``[T]`` of a row of documents."""
+        """Pack documents into one row, as arrays ``[T]``."""
         return fill(documents, length, self.tokenizer.pad_token_id or 0)
 
     def tell_cut(self, length: int, *, ended: bool) -> None:
-        """Warn about chats that are truncated or left out in rows of ``length`` tokens.
+        """Warn about chats that are truncated or skipped in rows of ``length`` tokens.
 
-        Warns once at the first such chat. Warns again with final counts at the end of an epoch, once all
-        documents have been encoded.
+        The first such chat triggers a warning. At the end of an epoch (``ended``), a second warning has the
+        final counts, once all documents have been encoded.
         """
         tokens, answer = self._chats.T
-        cut, out = np.sum((tokens > length) & (answer <= length)), np.sum(answer > length)
-        parts = [f"{cut} of {len(self)} are truncated"] if cut else []
-        parts += [f"{out} of {len(self)} are left out, since no answer begins within the row"] if out else []
+        truncated, skipped = np.sum((tokens > length) & (answer <= length)), np.sum(answer > length)
+        parts = [f"{truncated} of {len(self)} are truncated"] if truncated else []
+        parts += [f"{skipped} of {len(self)} are skipped, since no answer begins within the row"] if skipped else []
         text = f"{self.lines}: {self.unit}s longer than seq_len={length}: {', '.join(parts)}"
-        final, told = bool(self._encoded.all()), self._told.get(length)
-        if (told or not ended) and text != told and (final or not told):
+        final, logged = bool(self._encoded.all()), self._told.get(length)
+        if (logged or not ended) and text != logged and (final or not logged):
             logger.warning("%s%s", text, "" if final else " so far")
             self._told[length] = text
         if ended and final:
@@ -189,16 +192,26 @@ class Documents:
 
     @functools.cached_property
     def identity(self) -> dict[str, Any]:
-        """Checksums of the file and the tokenizer, a small JSON value that identifies the tokens."""
-        given = [self.tokenizer.backend.to_str(), self.tokenizer.chat_templates, self.tokenizer.special_tokens]
-        made = hashlib.sha256(json.dumps(given, sort_keys=True).encode("utf-8", "surrogatepass")).hexdigest()
-        return {"file's bytes": self.lines.size, "file's sha256": self.lines.digest, "tokenizer's sha256": made}
+        """Checksums of the data and the tokenizer, as a small JSON value that identifies the tokens."""
+        tokenizer_parts = [
+            self.tokenizer.backend.to_str(),
+            self.tokenizer.chat_templates,
+            self.tokenizer.special_tokens,
+        ]
+        tokenizer_digest = hashlib.sha256(
+            json.dumps(tokenizer_parts, sort_keys=True).encode("utf-8", "surrogatepass")
+        ).hexdigest()
+        return {
+            "file's bytes": self.lines.size,
+            "file's sha256": self.lines.digest,
+            "tokenizer's sha256": tokenizer_digest,
+        }
 
     def _note(self, where: str, why: str) -> None:
-        """Warn about the first chat that is not learned completely, once per reason."""
+        """Warn about a chat that is not learned completely, once per reason."""
         if why not in self._noted:
             self._noted.add(why)
-            logger.warning("%s: %s. Further chats like this are not reported", where, why)
+            logger.warning("%s: %s. Further chats with this problem are not reported", where, why)
 
     def _make(self, record: Any, where: str) -> Document:
         try:
@@ -214,16 +227,18 @@ class Documents:
             ids.append(end)
         if not ids:
             raise RecordError("the tokenizer returns no tokens for this record")
-        given = len(os.path.commonprefix([prompt, ids]))  # a token that overlaps the end of the prompt is learned
-        return Document(np.asarray(ids, np.int32), np.arange(len(ids)) >= given, bool(prompt))
+        num_prompt_tokens = len(
+            os.path.commonprefix([prompt, ids])
+        )  # a token that overlaps the end of the prompt is learned
+        return Document(np.asarray(ids, np.int32), np.arange(len(ids)) >= num_prompt_tokens, bool(prompt))
 
 
 class Pairs(Documents):
-    """Preferences of a JSONL file or an iterable of dicts (see `pair_of`), each as two documents.
+    """Preference pairs from a JSONL file or an iterable of dicts (see `pair_of`).
 
-    Rows are int32 ``[2, T]`` arrays. Each half has the first tokens of the prompt with one completion.
-    A pair is left out if no token of a completion remains. The warning of `tell_cut` counts truncated
-    and omitted pairs.
+    Rows are int32 ``[2, T]`` arrays: the prompt with the chosen completion, and the prompt with the
+    rejected completion, each truncated to T tokens. A pair is skipped if no token of a completion
+    remains. The warning of `tell_cut` counts truncated and skipped pairs.
     """
 
     unit = "pair"
@@ -232,12 +247,12 @@ class Pairs(Documents):
     empty = Pair(**vars(Documents.empty), rejected=Documents.empty)
 
     def _make(self, record: Any, where: str) -> Pair:
-        chosen, rejected = (super(Pairs, self)._make(one, where) for one in record)
+        chosen, rejected = (super(Pairs, self)._make(part, where) for part in record)
         return Pair(**vars(chosen), rejected=rejected)
 
     def row(self, documents: Sequence[Document], length: int) -> Row:
-        """Return the arrays ``[2, T]`` of a pair, or of padding if there are no documents."""
+        """Return a pair as arrays ``[2, T]``, or padding if there are no documents."""
         halves = [[half] for half in documents[0].parts] if documents else [[], []]
         rows = [super(Pairs, self).row(half, length) for half in halves]
         names = {"tokens": "tokens", "loss_mask": "loss_mask", "attention_mask": "segment_ids"}
-        return {name: np.stack([row[of] for row in rows]) for name, of in names.items()}
+        return {name: np.stack([row[field] for row in rows]) for name, field in names.items()}

@@ -1,8 +1,8 @@
-"""Training data in JSON lines, or in one JSON array; see `nnxmoe.train.data.records` for the forms.
+"""Training data from JSON lines or a JSON array; see `nnxmoe.train.data.records` for the formats.
 
-The file is read once to validate every line and to index its offset. Lines are then read on access,
-so a file may be larger than memory. The index takes 8 bytes per line. Compressed files and arrays
-are rewritten as lines in a temporary file. Arrays have to fit in memory.
+The file is read once to validate every line and to index the line offsets. Lines are then read on
+access, so a file may be larger than memory. The index takes 8 bytes per line. Compressed files and
+arrays are first converted to a temporary file of lines. Arrays must fit in memory.
 """
 
 import gzip
@@ -26,16 +26,16 @@ from nnxmoe.train.data.records import Parse, record_of, tell_ignored
 
 MAX_LINE_BYTES = 16 << 20
 _BOM = b"\xef\xbb\xbf"
-_WANTED = "give a file of JSON lines, or a JSON array as of Alpaca or ShareGPT"
+_WANTED = "pass a file of JSON lines, or a JSON array such as Alpaca's or ShareGPT's"
 _OTHERS = {b"PAR1": "a Parquet file", b"ARRO": "an Arrow file", b"PK\x03\x04": "a ZIP archive"}
 _OTHERS |= {b"\x28\xb5\x2f\xfd": "compressed with zstd", b"\xfd7zX": "compressed with xz"}
 
 
 class JsonLines:
-    """The usable records of a file. Blank lines do not count as records.
+    """Usable records of a file. Blank lines do not count as records.
 
-    Construction validates the whole file. Raises DataError if more records are unusable than ``bad``
-    allows.
+    The constructor validates the whole file. It raises DataError if more records are unusable than
+    ``bad`` allows.
     """
 
     def __init__(self, path: str | os.PathLike[str], parse: Parse = record_of, bad: BadRecords | None = None) -> None:
@@ -51,7 +51,7 @@ class JsonLines:
         self._index(BadRecords() if bad is None else bad)
 
     def _index(self, bad: BadRecords) -> None:
-        """Validate every record and store the offsets and line numbers of the usable ones."""
+        """Validate every record, and store the offsets and line numbers of usable records."""
         digest, starts, numbers, ignored, self.total = hashlib.sha256(), array("q"), array("q"), set[str](), 0
         for number, start, line in _lines(self._lines_of, digest.update):
             if line is not None and not line.removeprefix(_BOM).strip():
@@ -69,8 +69,8 @@ class JsonLines:
         bad.settle(self.path, self.unit, self.total)
         self.digest = digest.hexdigest()
         self._starts = np.frombuffer(starts, np.int64)
-        whole = len(numbers) == numbers[-1]
-        self._numbers = None if whole else np.frombuffer(numbers, np.int64)  # None if every line is a usable record
+        all_usable = len(numbers) == numbers[-1]
+        self._numbers = None if all_usable else np.frombuffer(numbers, np.int64)  # None if all lines are usable records
         tell_ignored(ignored, self)
 
     def __len__(self) -> int:
@@ -80,7 +80,7 @@ class JsonLines:
         return str(self.path)
 
     def number(self, index: int) -> int:
-        """Return the line number of a usable record, counted from 1."""
+        """Return the 1-based line number of a usable record."""
         return index + 1 if self._numbers is None else int(self._numbers[index])
 
     def where(self, index: int) -> str:
@@ -90,7 +90,9 @@ class JsonLines:
     def __getitem__(self, index: SupportsIndex) -> Any:
         number = range(len(self))[index]
         if self._stat() != self._status:
-            raise DataError(f"{self.path} was modified after it was opened: start again, and do not edit it meanwhile")
+            raise DataError(
+                f"{self.path} was modified after it was opened: start again, and do not edit it during the run"
+            )
         with self._lines_of.open("rb") as file:
             file.seek(int(self._starts[number]))
             return self._parse(_value(file.readline(MAX_LINE_BYTES + 1)))[0]
@@ -101,30 +103,30 @@ class JsonLines:
 
 
 def _as_lines(path: Path) -> tuple[Path, str] | None:
-    """Rewrite a compressed file or a JSON array as a temporary file of lines.
+    """Convert a compressed file or a JSON array to a temporary file of lines.
 
-    Returns its path and the unit of records for messages, or None if the file has lines already. Raises
-    DataError for other formats.
+    Returns the temporary file and the unit of its records in messages. Returns None if the file has
+    lines already. Raises DataError for other formats.
     """
     with path.open("rb") as file:
         start = file.read(4)
     if start[:2] in (b"\xff\xfe", b"\xfe\xff"):
         raise DataError(f"{path} is UTF-16 text: save it as UTF-8")
-    opened: Any = gzip.open if start.startswith(b"\x1f\x8b") else open
-    if (name := _OTHERS.get(start)) is not None:
-        raise DataError(f"{path} is {name}: convert it to JSON lines, such as with datasets' Dataset.to_json")
+    open_file: Any = gzip.open if start.startswith(b"\x1f\x8b") else open
+    if (format_name := _OTHERS.get(start)) is not None:
+        raise DataError(f"{path} is {format_name}: convert it to JSON lines, such as with datasets' Dataset.to_json")
     try:
-        with opened(path, "rb") as file:
+        with open_file(path, "rb") as file:
             head = file.read(1 << 16).removeprefix(_BOM).lstrip()
             file.seek(0)
             if head[:1] == b"[" and head[1:].lstrip()[:1] in (b"{", b"]"):
                 return _written(_items(file.read().removeprefix(_BOM), path)), "item"
             if head and head[:1] not in b"{[" and path.suffix in (".txt", ".md", ".csv", ".tsv"):
-                kind = "a table" if path.suffix in (".csv", ".tsv") else "plain text"
-                raise DataError(f'{path} is {kind}: write JSON lines such as {{"text": "…"}}, one per document')
-            return (_written(iter(lambda: file.read(1 << 20), b"")), "line") if opened is gzip.open else None
+                content = "a table" if path.suffix in (".csv", ".tsv") else "plain text"
+                raise DataError(f'{path} is {content}: write JSON lines such as {{"text": "…"}}, one per document')
+            return (_written(iter(lambda: file.read(1 << 20), b"")), "line") if open_file is gzip.open else None
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path}: {error}; the file is damaged: download it again") from error
+        raise DataError(f"{path}: {error}; the file is damaged, so download it again") from error
 
 
 def _items(data: bytes, path: Path) -> Iterator[bytes]:
@@ -148,8 +150,8 @@ def _items(data: bytes, path: Path) -> Iterator[bytes]:
         if text[position + 1 :].strip():
             raise json.JSONDecodeError("Extra data", text, position + 1)
     except (ValueError, RecursionError) as error:
-        where = "" if isinstance(error, UnicodeDecodeError) else f" item {number}"
-        raise DataError(f"{path}{where} is not valid JSON: {error}; correct the file") from error
+        location = "" if isinstance(error, UnicodeDecodeError) else f" item {number}"
+        raise DataError(f"{path}{location} is not valid JSON: {error}; correct the file") from error
 
 
 def _skip_space(space: re.Pattern[str], text: str, position: int) -> int:
@@ -158,7 +160,7 @@ def _skip_space(space: re.Pattern[str], text: str, position: int) -> int:
 
 
 def _remove(path: Path, process: int) -> None:
-    """Remove a temporary file, unless in a forked worker."""
+    """Remove a temporary file, except in forked worker processes."""
     if os.getpid() == process:
         path.unlink(missing_ok=True)
 
@@ -174,9 +176,9 @@ def _written(parts: Iterable[bytes]) -> Path:
 
 
 def _lines(path: Path, on_bytes: Callable[[bytes], Any]) -> Iterator[tuple[int, int, bytes | None]]:
-    """Yield number, offset and bytes of each line, and pass all bytes to ``on_bytes``.
+    """Yield the number, offset and bytes of each line, and pass all bytes to ``on_bytes``.
 
-    The bytes are None for a line that is too long.
+    The yielded bytes are None if the line is too long.
     """
     try:
         with path.open("rb") as file:

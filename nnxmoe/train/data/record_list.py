@@ -1,4 +1,4 @@
-"""Training records in memory, from a list, a ``datasets.Dataset`` or another iterable of dicts."""
+"""In-memory training records, from a list, a ``datasets.Dataset`` or another iterable of dicts."""
 
 import dataclasses
 import functools
@@ -18,11 +18,11 @@ _USED = frozenset(name for names in FORMS.values() for name in names) | {*PAIR}
 
 
 class RecordList:
-    """The usable records of an iterable of dicts, validated and stored in memory.
+    """Usable records of an iterable of dicts, validated and stored in memory.
 
-    Lists and numbers may also be NumPy or JAX arrays. NaN counts as absent, since pandas marks missing
-    values with NaN. Nulls that a ``datasets.Dataset`` or a Parquet file fills its columns with also
-    count as absent. Raises DataError if more records are unusable than ``bad`` allows.
+    Lists and numbers may also be NumPy or JAX arrays. NaN is treated as absent, since pandas marks
+    missing values with NaN. Nulls that fill the columns of a ``datasets.Dataset`` or a Parquet file are
+    treated as absent, too. Raises DataError if more records are unusable than ``bad`` allows.
     """
 
     unit = "record"
@@ -34,7 +34,7 @@ class RecordList:
             raise DataError(f"{short(records)} is not training data: pass a file of JSON lines or an iterable of dicts")
         bad = BadRecords() if bad is None else bad
         digest, ignored, self._records, self._numbers = hashlib.sha256(), set[str](), list[Any](), list[int]()
-        self.total, null_filled = 0, hasattr(records, "features")  # datasets.Dataset has this attribute
+        self.total, null_filled = 0, hasattr(records, "features")  # an attribute of datasets.Dataset
         for number, value in enumerate(records):
             self.total += 1
             try:
@@ -47,7 +47,7 @@ class RecordList:
             self._records.append(record)
             self._numbers.append(number)
         if not self.total:
-            raise DataError("there are no records: pass at least one")
+            raise DataError("there are no records: pass at least one record")
         bad.settle(self, self.unit, self.total)
         self.size, self.digest = len(self._records), digest.hexdigest()
         tell_ignored(ignored, self)
@@ -71,7 +71,7 @@ class RecordList:
 
 
 def _plain_record(record: Mapping[str, Any], null_filled: bool) -> dict[str, Any]:
-    """Convert the used fields of a record to JSON values. If ``null_filled``, nulls mark absent fields."""
+    """Convert the fields that are read to JSON values. If ``null_filled``, null fields are dropped."""
     plain: dict[str, Any] = {}
     for name, value in record.items():
         if name in _USED:

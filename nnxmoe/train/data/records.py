@@ -1,4 +1,4 @@
-"""Forms of training records: texts, completions, chats and preferences."""
+"""Formats of training records: texts, completions, chats and preferences."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -11,11 +11,11 @@ from nnxmoe.tokenizer.tokenizer_files import TokenizerError
 from nnxmoe.tokenizer.tool_calls import parse_tool_calls
 from nnxmoe.train.data.bad_records import RecordError
 
-# Role, also in ShareGPT's spelling -> role in templates.
+# Role in a record (including ShareGPT's names) -> role in chat templates.
 ROLES = {name: name for name in ("system", "developer", "user", "assistant", "tool", "function", "ipython")}
 ROLES |= {"human": "user", "gpt": "assistant", "observation": "tool"}
 _TEXTS = ("text", "input_text", "output_text")  # types of content parts
-# Fields of each form, in order of precedence. Other fields of a record are ignored.
+# Fields of each format, in order of precedence. Other fields of a record are ignored.
 FORMS = {
     "messages": ("messages", "tools"),
     "conversations": ("conversations", "system", "tools"),
@@ -26,7 +26,7 @@ FORMS = {
 
 
 PAIR = ("chosen", "rejected")  # the fields of a preference
-_CHATS = ("messages", "conversations", "prompt", "completion", *PAIR)  # fields with messages
+_CHATS = ("messages", "conversations", "prompt", "completion", *PAIR)  # fields that may contain messages
 
 
 Messages = tuple[dict[str, Any], ...]
@@ -35,10 +35,10 @@ Fields = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """A text, or the messages of a chat: dicts with role, content and other fields that templates read.
+    """Text, or messages of a chat as dicts with role, content and other fields for the template.
 
     Attributes:
-        prompt: Text before ``text``, not learned.
+        prompt: Text before ``text`` that is not learned.
         answers: Indices of the messages to learn.
         tools: JSON schemas of the tools.
     """
@@ -51,9 +51,9 @@ class Record:
 
 
 def record_of(value: object) -> tuple[Record, frozenset[str]]:
-    """Parse a JSON object as a record, and return the record and the names of the ignored fields.
+    """Parse a JSON object as a record. Returns the record and the names of ignored fields.
 
-    Raises RecordError unless it has one of these forms:
+    Raises RecordError unless the object has one of these formats:
 
     - ``{"text"}``
     - ``{"messages": [{"role", "content"}]}``
@@ -62,8 +62,8 @@ def record_of(value: object) -> tuple[Record, frozenset[str]]:
     - ``{"instruction", "input", "output"}`` (Alpaca). "input" is optional.
     - ``{"conversations": [{"from", "value"}], "system"}`` (ShareGPT). "system" is optional.
 
-    Chat templates also get the field "tools" and other fields of messages. "tool_calls" are validated
-    (see `parse_tool_calls`). Answers with weight 0 are not trained on, as in OpenAI's files.
+    The field "tools" and other fields of messages are passed to the chat template. "tool_calls" are
+    validated (see `parse_tool_calls`). As in OpenAI's format, answers with weight 0 are not learned.
     """
     fields = _fields(value)
     pair = fields.keys() >= set(PAIR)
@@ -120,17 +120,17 @@ def _completion(fields: Fields) -> Record:
 
 
 def pair_of(value: object) -> tuple[tuple[Record, Record], frozenset[str]]:
-    """Parse a JSON object as a preference.
+    """Parse a JSON object as a preference pair in one of TRL's formats.
 
-    Returns the chosen and the rejected record, and the names of the ignored fields. The forms are
-    TRL's. In ``{"prompt", "chosen", "rejected"}`` all are strings or all are messages. In
-    ``{"chosen", "rejected"}`` both are whole chats or texts, and the prompt is their longest common
-    beginning. A string prompt next to whole chats is ignored. Chat templates also get "tools". Raises
-    RecordError for other objects, and if both completions are equal.
+    Returns the chosen and the rejected record, and the names of ignored fields. In ``{"prompt",
+    "chosen", "rejected"}`` all fields are strings or all are messages. In ``{"chosen", "rejected"}``
+    both fields are whole chats or texts, and the prompt is their longest common prefix. A string prompt
+    next to whole chats is ignored. "tools" are passed to the chat template. Raises RecordError if the
+    object has a different format, or if both completions are equal.
     """
     fields = _fields(value)
     both: list[Any] = [_required(fields, name) for name in PAIR]
-    chats, texts = (all(isinstance(one, kind) for one in both) for kind in ((list, tuple), str))
+    chats, texts = (all(isinstance(field, types) for field in both) for types in ((list, tuple), str))
     if not (chats or texts):
         rule = (
             "write 'prompt', 'chosen' and 'rejected' (all strings or all messages), or 'chosen' and "
@@ -144,10 +144,10 @@ def pair_of(value: object) -> tuple[tuple[Record, Record], frozenset[str]]:
     if prompt is None or (chats and isinstance(prompt, str)):
         shared = next((i for i, (a, b) in enumerate(zip(*both, strict=False)) if a != b), min(map(len, both)))
         shared -= texts and both[0][:shared].endswith(" ")  # tokenizers put the space into the next token
-        prompt, both = both[0][:shared], [one[shared:] for one in both]
+        prompt, both = both[0][:shared], [field[shared:] for field in both]
     if not prompt:
         hint = ' of messages: write it as [{"role": "user", "content": …}]' if chats else ""
-        raise RecordError(f"chosen and rejected do not begin alike, and there is no prompt{hint}")
+        raise RecordError(f"chosen and rejected have no common beginning, and there is no prompt{hint}")
     records = []
     for name, completion in zip(PAIR, both, strict=True):
         try:
@@ -168,10 +168,10 @@ def _fields(value: object) -> Fields:
 
 
 def _is_null_filled(messages: list[Any]) -> bool:
-    """Check whether all messages have the same fields, some of them null.
+    """Check whether all messages have the same fields and some fields are null.
 
-    Files from typed columns, such as from ``Dataset.to_json``, have such nulls. They mark absent fields,
-    also within the arguments of tool calls.
+    Files written from typed columns, such as by ``Dataset.to_json``, contain such nulls. They mark absent
+    fields, even inside the arguments of tool calls.
     """
     if len(messages) < 2 or not all(isinstance(message, Mapping) for message in messages):
         return False
@@ -197,7 +197,7 @@ def _required(fields: Fields, name: str) -> Any:
 
 
 def _wrong(what: str, value: object, rule: str) -> RecordError:
-    """Build the error for a value that violates a rule. Its reason has the type, and whether it is empty."""
+    """Build the error for a value that violates a rule. The reason has the type instead of the value."""
     if value is None:
         return RecordError(f"{what} is null: {rule}")
     type_name = f"an empty {type(value).__name__}" if value in ("", []) else type(value).__name__
@@ -205,7 +205,7 @@ def _wrong(what: str, value: object, rule: str) -> RecordError:
 
 
 def _text(fields: Fields, name: str, where: str = "", *, empty: bool = False) -> str:
-    """Return the text in a field. ``where`` is the path of the object that has the field."""
+    """Return the text in a field. ``where`` is the path of the object that contains the field."""
     value, what = _required(fields, name), f"{where}{name}"
     if not isinstance(value, str) or not (value.strip() or empty):
         raise _wrong(what, value, f"it must be a {'' if empty else 'non-empty '}string")
@@ -223,12 +223,12 @@ def _list(value: object, what: str) -> list[Any]:
 
 
 def _tools(value: object) -> Messages:
-    """Validate tool schemas: a list, or JSON text, as in data sets with typed columns."""
+    """Validate tool schemas: a list, or JSON text as in data sets with typed columns."""
     schemas = value
     if isinstance(value, str) and value:
         schemas = parse_json(value.encode("utf-8", "replace"), "tools", "correct the JSON", RecordError)
     schemas = schemas or []
-    if not isinstance(schemas, list | tuple) or not all(isinstance(one, Mapping) for one in schemas):
+    if not isinstance(schemas, list | tuple) or not all(isinstance(schema, Mapping) for schema in schemas):
         raise _wrong("tools", value, "it must be a list of JSON schemas")
     return tuple(schemas)
 
@@ -238,7 +238,7 @@ def _messages(values: object, what: str) -> list[dict[str, Any]]:
 
 
 def _message(value: Any, what: str) -> dict[str, Any]:
-    """Validate a message, and rename its fields to role and content, as read by templates."""
+    """Validate a message, and rename its fields to role and content."""
     if not isinstance(value, Mapping):
         raise _wrong(what, value, "it must be an object with 'role' and 'content', or 'from' and 'value'")
     fields = {name: field for name, field in value.items() if field is not None}
