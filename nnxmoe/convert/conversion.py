@@ -38,15 +38,18 @@ from nnxmoe.models import near_presets, preset
 from nnxmoe.runtime.memory import memory_bytes
 from nnxmoe.runtime.progress import bytes_bar, logger, say
 
-_PROMPT = 8  # tokens whose logits are compared
+_PROMPT = 8  # number of tokens in the prompt for the comparison of logits
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointFormat:
     """Functions that read and write one checkpoint format.
 
-    ``read(folder, decoded)`` opens the arrays of a folder, dequantized if ``decoded``. ``made(model, scan)`` returns
-    the arrays that ``save(model, folder, scan)`` writes. ``load(folder, config, dtype, strategy)`` returns a model.
+    Attributes:
+        read: Function of (folder, decoded) that opens a folder's arrays, dequantized if ``decoded``.
+        made: Function of (model, scan) that returns the arrays that ``save`` writes.
+        load: Function of (folder, config, dtype, strategy) that loads a model.
+        save: Function of (model, folder, scan) that writes a model.
     """
 
     read: Callable[[str, bool], contextlib.AbstractContextManager[LazyArrays]]
@@ -66,7 +69,7 @@ def _tensors(folder: str, decoded: bool) -> Iterator[LazyArrays]:
 
 def _maxtext(folder: str, _: bool) -> contextlib.AbstractContextManager[LazyArrays]:
     """Read a MaxText checkpoint without the copies of `maxtext.BIASES`."""
-    return contextlib.nullcontext({n: a for n, a in maxtext.read(folder).items() if maxtext.BIASES not in n})
+    return contextlib.nullcontext({name: a for name, a in maxtext.read(folder).items() if maxtext.BIASES not in name})
 
 
 FORMATS = {
@@ -105,17 +108,17 @@ def detect_format(path_or_hub_id: str) -> str:
         if any(folder.glob("*.safetensors")):
             return "hf"
         raise CheckpointError(
-            f"{folder} holds no checkpoint: neither safetensors (Hugging Face) nor {NATIVE_FILE} (nnxmoe.save), and "
-            f"for MaxText: {error}"
+            f"{folder} contains no checkpoint: it has neither safetensors files (Hugging Face) nor {NATIVE_FILE} "
+            f"(nnxmoe.save), and it is not a MaxText checkpoint: {error}"
         ) from None
 
 
 @dataclasses.dataclass(frozen=True)
 class ConversionResult:
-    """Result of a conversion, with speeds in bytes per second.
+    """Result of a conversion. Speeds are in bytes per second.
 
-    ``difference`` is the largest absolute difference of the logits (None if not verified). ``roundings`` lists the
-    roundings that explain it.
+    ``difference`` is the largest absolute difference between logits (None if not verified). ``roundings`` describes
+    the tensors that were rounded, which explains a difference.
     """
 
     source: str
@@ -144,18 +147,18 @@ def convert(
     """Convert a checkpoint to another format.
 
     Args:
-        source, target: Checkpoint to read, and a new or empty folder to write.
+        source, target: Checkpoint to read, and new or empty folder to write.
         to: Name of the target's format, a key of `FORMATS`.
-        scan: Whether to stack the layers in one array (not for ``hf``).
+        scan: Whether to store the layers of a stack as one array (not for ``hf``).
         dtype, mesh: Dtype of the parameters, and mesh to shard them over. See `from_pretrained`.
         config: Folder with config.json or name of a preset, for a MaxText source.
-        verify: Whether to read all arrays back, compare them bitwise, and compare logits of a short prompt. Logits may
-            differ by more than 2e-4 of the largest logit only if the format requires rounding.
+        verify: Whether to read all arrays back, compare them bitwise, and compare the logits of a short prompt. The
+            largest difference may be 2e-4 of the largest logit, or 5e-2 if the format requires rounding.
         change: Function called on the model before writing, for example to merge an adapter.
-        quantize: Method that quantizes the kernels after ``change``.
+        quantize: Quantization method to apply to the kernels after ``change``.
 
     Raises:
-        ValueError: Invalid arguments (raised before the source is read), an unusable source, or a failed verification.
+        ValueError: The arguments are invalid (checked before reading), the source is unusable, or verification fails.
     """
     _check(to, scan, quantize, verify)
     dtype = float_dtype(dtype)
@@ -174,10 +177,10 @@ def convert(
         change(model)
     model = _rounded(model, to, quantize)
     report = model.load_report
-    started, arrays = time.perf_counter(), writer.made(model, scan)
-    count, size, difference = len(arrays), sum(array.nbytes for array in arrays.values()), None
+    start_time, arrays = time.perf_counter(), writer.made(model, scan)
+    num_arrays, num_bytes, difference = len(arrays), sum(array.nbytes for array in arrays.values()), None
     writer.save(model, target, scan)
-    write_speed, roundings = size / (time.perf_counter() - started), _roundings(model, to, arrays)
+    write_speed, roundings = num_bytes / (time.perf_counter() - start_time), _roundings(model, to, arrays)
     if verify:
         _compare(arrays, writer, target)
         source_logits, saved_config = _logits(model), model.config
@@ -187,7 +190,7 @@ def convert(
         difference = _difference(source_logits, saved_logits, target, roundings)
     assert report is not None
     speeds = report.bytes_per_second, write_speed
-    return ConversionResult(report.source, target, count, size, *speeds, difference, roundings)
+    return ConversionResult(report.source, target, num_arrays, num_bytes, *speeds, difference, roundings)
 
 
 def _announce_source(source: str, reader: CheckpointFormat, dtype: Any, quantize: Method | Mixed | None) -> None:
@@ -198,35 +201,34 @@ def _announce_source(source: str, reader: CheckpointFormat, dtype: Any, quantize
     with reader.read(source, True) as arrays:
         _announce(arrays, dtype)
         if is_hf and quantize is None and any(array.codes for array in arrays.values()):
-            say("quantised kernels become floats; --quantize METHOD rounds them to codes again")
+            say("quantized kernels are dequantized; pass --quantize METHOD to quantize them again")
 
 
-def _roundings(model: CausalLM, to: str, made: LazyArrays) -> tuple[str, ...]:
-    """Describe the tensors that the format stores multiplied by a factor and rounded below float32's precision."""
-    times = model.config.folded()[1] if to == "hf" else 1.0
-    floats = {array.dtype for array in made.values() if jax.dtypes.issubdtype(array.dtype, np.inexact)}
-    if (narrow := floats - {np.dtype(np.float32)}) and math.frexp(times)[0] != 0.5:
-        return (f"queries multiplied by {times:.4g} are rounded to {', '.join(sorted(map(str, narrow)))}",)
-    return tuple(maxtext.roundings(model, made)) if to == "maxtext" else ()
+def _roundings(model: CausalLM, to: str, arrays: LazyArrays) -> tuple[str, ...]:
+    """Describe the tensors that the format scales by a factor and rounds to less than float32 precision."""
+    factor = model.config.folded()[1] if to == "hf" else 1.0
+    floats = {array.dtype for array in arrays.values() if jax.dtypes.issubdtype(array.dtype, np.inexact)}
+    if (dtypes := floats - {np.dtype(np.float32)}) and math.frexp(factor)[0] != 0.5:
+        return (f"queries multiplied by {factor:.4g} are rounded to {', '.join(sorted(map(str, dtypes)))}",)
+    return tuple(maxtext.roundings(model, arrays)) if to == "maxtext" else ()
 
 
 def _check(to: str, scan: bool, quantize: Method | Mixed | None, verify: bool) -> None:
-    """Raise ValueError for an unknown format or incompatible options."""
     if to not in FORMATS:
         raise ValueError(f"--to {to}: choose one of {', '.join(FORMATS)}")
     check_quantize_options(quantize, keep_quantized=False)
     if scan and to == "hf":
-        raise ValueError("--scan: Hugging Face's layout keeps every layer's tensors apart; leave it out")
+        raise ValueError("--scan: the Hugging Face layout stores each layer's tensors separately: omit --scan")
     if quantize is not None and to == "maxtext":
-        raise ValueError("--quantize: MaxText's layout stores floats only: leave it out, or convert to hf or orbax")
+        raise ValueError("--quantize: the MaxText layout stores floats only: omit it, or convert to hf or orbax")
     if verify and jax.process_count() > 1:
-        raise ValueError("--verify needs a single process: run it on one machine that has the files")
+        raise ValueError("--verify requires a single process: run it on one machine with access to the files")
 
 
 def _rounded(model: CausalLM, to: str, quantize: Method | Mixed | None) -> CausalLM:
     """Dequantize the model if MaxText or a new quantization requires floats, then apply ``quantize`` if given."""
     if quantized_kernels(model) and (quantize is not None or to == "maxtext"):
-        say("the codes of %s become floats", model.load_report.source if model.load_report else "the model")
+        say("dequantizing the kernels of %s", model.load_report.source if model.load_report else "the model")
         model = dequantize(model)
     return model if quantize is None else round_kernels(model, quantize)
 
@@ -235,14 +237,14 @@ def _given_config(name: str | None, source: str, reader: CheckpointFormat) -> De
     if name is None:
         return None
     if reader is not FORMATS["maxtext"]:
-        raise ValueError(f"--config {name}: {source} has a config.json of its own: leave it out, or change that")
-    if (found := preset(name)) is None and not (name and absolute_path(name).is_dir()):
-        raise ValueError(f"--config {name}: no folder with config.json, and no preset{near_presets(name)}")
-    return found or read_config(absolute_path(name))
+        raise ValueError(f"--config {name}: {source} already has a config.json: omit --config, or edit that file")
+    if (preset_config := preset(name)) is None and not (name and absolute_path(name).is_dir()):
+        raise ValueError(f"--config {name}: neither a folder with config.json nor a preset{near_presets(name)}")
+    return preset_config or read_config(absolute_path(name))
 
 
 def _add_files(model: CausalLM, config: str | None) -> None:
-    """Take tokenizer files and generation config from the folder ``config`` if the source has none."""
+    """Use the tokenizer files and generation config of the folder ``config`` if the source has none."""
     if config is None or not absolute_path(config).is_dir():
         return
     folder = absolute_path(config)
@@ -253,27 +255,27 @@ def _add_files(model: CausalLM, config: str | None) -> None:
 
 
 def _announce(arrays: LazyArrays, dtype: Any) -> None:
-    """Log the expected peak memory: the model plus two copies of its largest array."""
-    width = np.dtype(dtype).itemsize if dtype is not None else None
-    sizes = [math.prod(a.shape) * (width or (2 if a.codes else a.dtype.itemsize)) for a in arrays.values()] or [0]
-    need, (have, where) = sum(sizes) + 2 * max(sizes), memory_bytes()
-    say("%d arrays; expected peak memory %s, without the program's own", len(arrays), bytes_text(need))
-    if need > have:
-        logger.warning("that is more than the %s of %s: pass --mesh or use a larger machine", bytes_text(have), where)
+    """Log the expected peak memory: the size of the model plus twice the size of its largest array."""
+    itemsize = np.dtype(dtype).itemsize if dtype is not None else None
+    sizes = [math.prod(a.shape) * (itemsize or (2 if a.codes else a.dtype.itemsize)) for a in arrays.values()] or [0]
+    peak_bytes, (limit, limit_name) = sum(sizes) + 2 * max(sizes), memory_bytes()
+    say("%d arrays; expected peak memory %s plus the program itself", len(arrays), bytes_text(peak_bytes))
+    if peak_bytes > limit:
+        logger.warning("this exceeds the %s of %s: pass --mesh or use a larger machine", bytes_text(limit), limit_name)
 
 
-def _compare(made: LazyArrays, writer: CheckpointFormat, target: str) -> None:
+def _compare(arrays: LazyArrays, writer: CheckpointFormat, target: str) -> None:
     """Raise CheckpointError unless every array in the folder is bitwise equal to the model's array."""
-    with writer.read(target, False) as found, bytes_bar(sum(a.nbytes for a in made.values()), "verifying") as bar:
-        if odd := sorted(found.keys() ^ made.keys()):
+    with writer.read(target, False) as files, bytes_bar(sum(a.nbytes for a in arrays.values()), "verifying") as bar:
+        if mismatches := sorted(files.keys() ^ arrays.keys()):
             raise CheckpointError(
-                f"{target}: {odd[0]} is not in both files and model: remove the folder and convert again"
+                f"{target}: {mismatches[0]} is not in both files and model: delete the folder and retry"
             )
-        for name, array in made.items():
-            ours, theirs = np.asarray(array, order="C"), np.asarray(found[name], order="C")
-            if ours.dtype != theirs.dtype or not np.array_equal(as_unsigned(ours), as_unsigned(theirs)):
+        for name, array in arrays.items():
+            expected, actual = np.asarray(array, order="C"), np.asarray(files[name], order="C")
+            if expected.dtype != actual.dtype or not np.array_equal(as_unsigned(expected), as_unsigned(actual)):
                 raise CheckpointError(
-                    f"{target}: {name} is not what was written: check the disk, remove the folder and convert again"
+                    f"{target}: {name} differs from the written array: check the disk, delete the folder and retry"
                 )
             bar.update(array.nbytes)
 
@@ -283,16 +285,16 @@ def _logits(model: CausalLM) -> np.ndarray:
     return np.asarray(model(tokens).logits)
 
 
-def _difference(wanted: np.ndarray, found: np.ndarray, target: str, rounded: tuple[str, ...]) -> float:
-    """Return the largest difference of the logits. Raises CheckpointError if ``rounded`` does not explain it."""
-    apart = ~((found == wanted) | (np.isnan(found) & np.isnan(wanted)))
+def _difference(expected: np.ndarray, actual: np.ndarray, target: str, roundings: tuple[str, ...]) -> float:
+    """Return the largest difference between logits. Raises CheckpointError if ``roundings`` do not explain it."""
+    is_different = ~((actual == expected) | (np.isnan(actual) & np.isnan(expected)))
     with np.errstate(invalid="ignore"):
-        difference = float(np.max(np.abs(found - wanted), initial=0, where=apart))
-    limit = (5e-2 if rounded else 2e-4) * np.abs(wanted).max(initial=1.0, where=np.isfinite(wanted))
+        difference = float(np.max(np.abs(actual - expected), initial=0, where=is_different))
+    limit = (5e-2 if roundings else 2e-4) * np.abs(expected).max(initial=1.0, where=np.isfinite(expected))
     if not difference <= limit:
-        cause = f"although only {' and '.join(rounded)}" if rounded else "and nothing was rounded"
+        cause = f"although only {' and '.join(roundings)}" if roundings else "although nothing was rounded"
         raise CheckpointError(
             f"{target}: logits differ by {difference:.2g} from the source's, more than {limit:.2g}, {cause}: "
-            "do not use it"
+            "do not use this checkpoint"
         )
     return difference

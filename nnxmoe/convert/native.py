@@ -42,26 +42,28 @@ def layout(model: CausalLM, scan_layers: bool, query: ValueChange = UNCHANGED) -
     """Return the `ArrayLayout` of every stored array, by name.
 
     Args:
-        model: Model, with values or without.
+        model: Model with or without values.
         scan_layers: Whether the layers of a stack are one array.
-        query: Change of the values of query projections.
+        query: Change of the query projections' values.
     """
-    found: dict[str, ArrayLayout] = {}
+    layouts: dict[str, ArrayLayout] = {}
     for parameter in parameters(model, codes=True):
         name = parameter.key.replace(".", "/")
         change = query if parameter.takes_query_scalar else UNCHANGED
         for layer, part in parameter.layers():
-            stacked = layer is not None and scan_layers
-            inner = flax_order(parameter.variable, part.shape[len(part.at) :])
-            order = flax_order(parameter.variable, range(len(inner)))
-            leaf = ArrayLayout(parameter.key, inner, axis=0 if stacked else None, order=order, change=change)
-            within = f"stacks/{parameter.stack}" if stacked else f"layers/{layer}"
-            add_part(found, name if layer is None else name.replace("layer", within, 1), leaf, part)
-    return found
+            is_stacked = layer is not None and scan_layers
+            part_shape = flax_order(parameter.variable, part.shape[len(part.at) :])
+            order = flax_order(parameter.variable, range(len(part_shape)))
+            array_layout = ArrayLayout(
+                parameter.key, part_shape, axis=0 if is_stacked else None, order=order, change=change
+            )
+            prefix = f"stacks/{parameter.stack}" if is_stacked else f"layers/{layer}"
+            add_part(layouts, name if layer is None else name.replace("layer", prefix, 1), array_layout, part)
+    return layouts
 
 
 def arrays(model: CausalLM, scan_layers: bool) -> dict[str, LazyArray]:
-    """Return the stored arrays by name, computed from the model's parameters when they are read."""
+    """Return the lazy arrays that `save` writes, by name."""
     return model_arrays(layout(model, scan_layers))
 
 
@@ -74,7 +76,7 @@ def save(model: CausalLM, folder: str | os.PathLike[str], *, scan_layers: bool |
         model: Model to save.
         folder: New or empty folder.
         scan_layers: Whether to store the layers of a stack as one array. Scanned models load this form faster. Defaults
-            to the model's own form.
+            to True for scanned models.
 
     Raises:
         CheckpointError: (a ValueError) The folder cannot be written, or the model does not fit its config.
@@ -82,18 +84,21 @@ def save(model: CausalLM, folder: str | os.PathLike[str], *, scan_layers: bool |
     from nnxmoe.convert.maxtext import orbax_folder
 
     refuse_config_mismatch(model)
-    found = arrays(model, isinstance(model.strategy.stacking, Scanned) if scan_layers is None else scan_layers)
-    with shared_folder(folder) as stage, bytes_bar(sum(a.nbytes for a in found.values()), "writing") as bar:
-        orbax_folder.write(stage / PARAMETERS, unflatten_dict(found, sep="/"), bar)
+    saved_arrays = arrays(model, isinstance(model.strategy.stacking, Scanned) if scan_layers is None else scan_layers)
+    with (
+        shared_folder(folder) as temporary_folder,
+        bytes_bar(sum(a.nbytes for a in saved_arrays.values()), "writing") as bar,
+    ):
+        orbax_folder.write(temporary_folder / PARAMETERS, unflatten_dict(saved_arrays, sep="/"), bar)
         if jax.process_index() == 0:
-            write_auxiliary_files(stage, model, model.config)
-            write_json(stage / NATIVE_FILE, {"version": _VERSION, _QUANTIZED: quantization_record(model)})
+            write_auxiliary_files(temporary_folder, model, model.config)
+            write_json(temporary_folder / NATIVE_FILE, {"version": _VERSION, _QUANTIZED: quantization_record(model)})
 
 
 def load(
     folder: str | os.PathLike[str], dtype: Any = None, mesh: Mesh | None = None, strategy: Strategy | None = None
 ) -> CausalLM:
-    """Load a model that `save` wrote. The mesh and the stacking may differ from the saved model's.
+    """Load a model that `save` wrote. The mesh and the stacking may differ from the saved model.
 
     Args:
         folder: Folder that `save` wrote.
@@ -102,28 +107,32 @@ def load(
         strategy: Computation strategy of the model, including whether layers are scanned.
 
     Raises:
-        CheckpointError: (a ValueError) The message lists the arrays that do not fit the config.
+        CheckpointError: (a ValueError) The folder cannot be read, or its arrays do not fit the config. The message
+            lists the arrays.
     """
-    where, kind = absolute_path(folder), float_dtype(dtype)
-    stored = read_config(where)
-    fields = read_object(where / NATIVE_FILE, "give a folder that nnxmoe.save wrote", CheckpointError)
+    folder_path, load_dtype = absolute_path(folder), float_dtype(dtype)
+    stored_config = read_config(folder_path)
+    fields = read_object(folder_path / NATIVE_FILE, "pass a folder that nnxmoe.save wrote", CheckpointError)
     version = fields.get("version")
     if type(version) is not int or version != _VERSION:
         raise CheckpointError(
-            f"{where / NATIVE_FILE}: version {short(version)} is not {_VERSION}: use the nnxmoe that wrote it"
+            f"{folder_path / NATIVE_FILE}: version {short(version)} is not {_VERSION}: "
+            "load it with the nnxmoe release that saved it"
         )
-    found = read(where)
-    config, times = fold_query_scale_if_cast(stored, found.values(), kind)
-    model = abstract_model(config, strategy, mesh, mtp=any("/mtp/" in name for name in found))
+    stored_arrays = read(folder_path)
+    config, query_factor = fold_query_scale_if_cast(stored_config, stored_arrays.values(), load_dtype)
+    model = abstract_model(config, strategy, mesh, mtp=any("/mtp/" in name for name in stored_arrays))
     try:
         apply_quantization_record(model, fields.get(_QUANTIZED, []))
     except ValueError as error:
-        raise CheckpointError(f"{where / NATIVE_FILE}: {_QUANTIZED}: {error}") from None
-    scanned = any(name.startswith("stacks/") for name in found)
-    leaves = layout(model, scanned, ValueChange(times=times))
-    report = compare_arrays(leaves, found, LoadReport(str(where), files=str(where)), strict=True)
-    load_model(model, leaves, found, kind, report, f"{where / PARAMETERS} does not fit config.json")
-    model.generation_config = read_generation_config(where, config)
+        raise CheckpointError(f"{folder_path / NATIVE_FILE}: {_QUANTIZED}: {error}") from None
+    is_scanned = any(name.startswith("stacks/") for name in stored_arrays)
+    layouts = layout(model, is_scanned, ValueChange(times=query_factor))
+    report = compare_arrays(layouts, stored_arrays, LoadReport(str(folder_path), files=str(folder_path)), strict=True)
+    load_model(
+        model, layouts, stored_arrays, load_dtype, report, f"{folder_path / PARAMETERS} does not fit config.json"
+    )
+    model.generation_config = read_generation_config(folder_path, config)
     return model
 
 

@@ -123,7 +123,7 @@ def test_codes_of_files_become_floats_with_a_message(tmp_path: Path, caplog: pyt
     convert(str(source), str(tmp_path / "codes"), "hf", quantize=nnxmoe.Int8())
     with caplog.at_level("INFO", "nnxmoe"):
         convert(str(tmp_path / "codes"), str(tmp_path / "tree"), "maxtext", scan=True, verify=True)
-    assert "quantised kernels become floats; --quantize METHOD rounds them to codes again" in caplog.text
+    assert "quantized kernels are dequantized; pass --quantize METHOD to quantize them again" in caplog.text
     assert sum("gate/bias" in name for name in maxtext.read(tmp_path / "tree")) == 2
 
 
@@ -256,20 +256,29 @@ def test_convert_on_a_mesh_from_the_command_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (["SOURCE", "new", "--to", "maxtext", "--quantize", "int8"], "--quantize: MaxText's layout stores floats only"),
-        (["SOURCE", "new", "--to", "hf", "--scan"], "--scan: Hugging Face's layout keeps every layer's tensors apart"),
+        (
+            ["SOURCE", "new", "--to", "maxtext", "--quantize", "int8"],
+            "--quantize: the MaxText layout stores floats only",
+        ),
+        (
+            ["SOURCE", "new", "--to", "hf", "--scan"],
+            "--scan: the Hugging Face layout stores each layer's tensors separately",
+        ),
         (["SOURCE", "full", "--to", "maxtext"], "full is not an empty folder, it holds mine.txt: save to a new one"),
         (["SOURCE", "full/mine.txt", "--to", "maxtext"], "mine.txt is not a folder"),
         (["SOURCE", "SOURCE", "--to", "maxtext"], "is not an empty folder"),
         (["nowhere", "new", "--to", "orbax"], "nowhere"),
-        (["full", "new", "--to", "orbax"], "full holds no checkpoint: neither safetensors"),
+        (["full", "new", "--to", "orbax"], "full contains no checkpoint: it has neither safetensors"),
         (["mixtral-8x7b", "new", "--to", "hf"], "mixtral-8x7b is a preset"),
-        (["MAXTEXT", "new", "--to", "maxtext", "--config", "nowhere"], "--config nowhere: no folder with config.json"),
-        (["MAXTEXT", "new", "--to", "maxtext", "--config", ""], "--config : no folder with config.json"),
+        (
+            ["MAXTEXT", "new", "--to", "maxtext", "--config", "nowhere"],
+            "--config nowhere: neither a folder with config.json",
+        ),
+        (["MAXTEXT", "new", "--to", "maxtext", "--config", ""], "--config : neither a folder with config.json"),
         (["MAXTEXT", "new", "--to", "maxtext", "--config", "llama-3.1-8b"], "does not fit the config (llama)"),
         (
             ["SOURCE", "new", "--to", "maxtext", "--config", "mixtral-8x7b"],
-            "has a config.json of its own: leave it out",
+            "already has a config.json: omit --config",
         ),
         (["SOURCE", "", "--to", "maxtext"], "folder is '': pass a path"),
     ],
@@ -313,7 +322,9 @@ def test_verify_detects_one_flipped_bit(kind: str, tmp_path: Path, monkeypatch: 
         return spoiled()
 
     monkeypatch.setitem(conversion.FORMATS, kind, dataclasses.replace(conversion.FORMATS[kind], read=read))
-    with pytest.raises(CheckpointError, match="is not what was written: check the disk, remove the folder and convert"):
+    with pytest.raises(
+        CheckpointError, match="differs from the written array: check the disk, delete the folder and retry"
+    ):
         convert(MIXTRAL, str(tmp_path / "out"), kind, verify=True)
     monkeypatch.undo()
     shutil.rmtree(tmp_path / "out")
@@ -344,7 +355,9 @@ def test_small_differences_that_nothing_explains_are_errors(tmp_path: Path, monk
         path.write_text(json.dumps(json.loads(path.read_text()) | {"rms_norm_eps": 2e-3}))
 
     monkeypatch.setitem(conversion.FORMATS, "orbax", dataclasses.replace(conversion.FORMATS["orbax"], save=save))
-    with pytest.raises(CheckpointError, match=r"logits differ by .* and nothing was rounded: do not use it"):
+    with pytest.raises(
+        CheckpointError, match=r"logits differ by .* although nothing was rounded: do not use this checkpoint"
+    ):
         convert(MIXTRAL, str(tmp_path / "out"), "orbax", dtype="bfloat16", verify=True)
 
 
@@ -370,9 +383,9 @@ def test_killed_conversion_leaves_no_output_folder(to: str, tmp_path: Path) -> N
 def test_expected_peak_memory_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     convert(MIXTRAL, str(tmp_path / "a"), "orbax")
-    assert "expected peak memory 1.02 MB, without the program's own" in caplog.text
+    assert "expected peak memory 1.02 MB plus the program itself" in caplog.text
     conversion._announce({"x": LazyArray((10**6, 10**6), np.dtype(np.float32), lambda *_: None)}, None)
-    assert "expected peak memory 12.00 TB" in caplog.text and "that is more than the " in caplog.text
+    assert "expected peak memory 12.00 TB" in caplog.text and "this exceeds the " in caplog.text
 
 
 @pytest.mark.wrong_types

@@ -79,7 +79,7 @@ def change_theta(model: Any) -> None:
 
 
 MISFITS: dict[Callable[[Any], None], str] = {
-    prune: r"it has 2 layers and num_hidden_layers is 3",
+    prune: r"it has 2 layers, but num_hidden_layers is 3",
     resize_vocabulary: r"embed\.table is \[48, 16\], not \[40, 16\]",
     remove_expert: r"experts\.down is \[3, .*not \[4, ",
     choose_one_expert: r"router\.select is SoftmaxTopK\(k=1.*not SoftmaxTopK\(k=2",

@@ -159,7 +159,7 @@ def test_error_lists_every_mismatch_with_the_config(saved: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"version": 4}, "version 4 is not 3: use the nnxmoe that wrote it"),
+        ({"version": 4}, "version 4 is not 3: load it with the nnxmoe release that saved it"),
         ({}, "version None is not 3"),
         ({"version": 3.0}, "version 3.0 is not 3"),
         ({"version": 3, "quantized": {"kind": "int8"}}, "quantized: it is not a list"),
@@ -220,7 +220,7 @@ def test_wrong_loader_error_names_the_right_one(saved: Path) -> None:
         nnxmoe.from_pretrained(saved)
     with pytest.raises(CheckpointError, match=r"use nnxmoe\.convert\.maxtext\.load"):
         nnxmoe.from_pretrained(write_config(CASES / "mixtral_scanned", saved.parent / "maxtext"))
-    with pytest.raises(CheckpointError, match=r"give a folder that nnxmoe\.save wrote"):
+    with pytest.raises(CheckpointError, match=r"pass a folder that nnxmoe\.save wrote"):
         nnxmoe.load(HF_CASES / "mixtral_basic" / "model")
     with pytest.raises(ValueError, match="int8 is not supported for weights"):
         nnxmoe.load(saved, "int8")

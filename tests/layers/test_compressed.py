@@ -214,7 +214,7 @@ def test_published_codes(published: tuple[Path, Path]) -> None:
         ({"experts.1.w2.scale": None}, r"experts\.1\.w2\.weight_scale_inv is missing"),
         ({"experts.1.w2.scale": (64, 2)}, r"w2\.scale .* has shape \[64, 2\]: its scales must be \[64, 1\]"),
         ({"experts.1.w2.weight": (64, 15)}, "has rows of 30 codes: FP4 has groups of 32 here"),
-        ({"gate.tid2eid": (48, 2)}, r"gate\.tid2eid in .* has 6: it must hold integers of 0 … 5"),
+        ({"gate.tid2eid": (48, 2)}, r"gate\.tid2eid in .* has 6: its values must be integers from 0 to 5"),
         ({"experts.1.w2.weight_scale_inv": (64, 1)}, "has both weight_scale_inv and scale: remove one of them"),
     ],
 )

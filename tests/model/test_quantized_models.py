@@ -433,7 +433,7 @@ def test_codes_cannot_be_trained_and_other_layouts_refuse_them() -> None:
     model = nnxmoe.quantize(floats("mixtral", SCANNED), nnxmoe.Int8())
     with pytest.raises(ValueError, match=r"kernels are quantised and cannot be trained: add adapters"):
         fit(model, [{"tokens": random_tokens(2, 5)}], optimizer=optax.adam(1e-3), steps=1)
-    with pytest.raises(ValueError, match=r"quantised kernels .* nnxmoe\.dequantize"):
+    with pytest.raises(ValueError, match=r"quantized kernels .* nnxmoe\.dequantize"):
         layout.maxtext_arrays(model, True)
 
 
@@ -446,7 +446,7 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: py
 
     assert main(["generate", "demo", "Once upon a time", "--max-new-tokens", "4", "--quantize", "int8"]) == 0
     assert capsys.readouterr().out.strip()
-    assert "quantised   root mean square error" in caplog.text and "int8" in caplog.text
+    assert "quantized   root mean square error" in caplog.text and "int8" in caplog.text
     assert main(["convert", "demo", str(tmp_path / "int4"), "--to", "hf", "--quantize", "int4:16", "--verify"]) == 0
     assert "verified" in capsys.readouterr().out
     assert main(["inspect", str(tmp_path / "int4"), "--keep-quantized"]) == 0

@@ -1,7 +1,8 @@
-"""Description of external layouts, common to all formats: ``layout(model) -> {external name: ArrayLayout}``.
+"""Layouts of external arrays, for all formats.
 
 An `ArrayLayout` maps parts of parameters to positions in an external array. The Hugging Face, MaxText and native
-formats each build such layouts. Loading, checking and saving use the layouts without knowing the format.
+formats each have a function that returns the layouts of a model by array name. Loading, validation and saving depend
+only on these layouts, not on the format.
 """
 
 from collections.abc import Iterator
@@ -34,10 +35,10 @@ class Parameter:
     Attributes:
         path: Path in the model's state.
         key: Name of the parameter (see `name_of`).
-        layer: Number of the parameter's first layer, or None outside of layers.
-        stack: Number of the parameter's stack, or None outside of stacks.
-        variable: Variable of the parameter, with shape and metadata.
-        at: Indices of the leading layer and expert dimensions. Empty for the whole parameter.
+        layer: Index of the parameter's first layer. `None` if the parameter belongs to no layer.
+        stack: Index of the parameter's stack. `None` if the parameter belongs to no stack.
+        variable: Variable with the parameter's value, shape and metadata.
+        at: Indices into the leading layer and expert dimensions. Empty for the whole parameter.
     """
 
     path: Path
@@ -54,7 +55,7 @@ class Parameter:
 
     @property
     def takes_query_scalar(self) -> bool:
-        """Whether a factor on the queries multiplies the parameter: query weights, biases and quantization scales."""
+        """Whether the query scale can be folded into the parameter: query weights, biases and quantization scales."""
         return self.key.startswith(QUERY) and self.ending in ("", ".scale")
 
     @property
@@ -69,7 +70,7 @@ class Parameter:
 
     @property
     def inputs(self) -> int | None:
-        """Number of trailing dimensions that a linear map contracts. `None` for other parameters."""
+        """Number of trailing dimensions that a linear layer contracts. `None` for other parameters."""
         return self.variable.get_metadata().get("inputs")
 
     @property
@@ -83,9 +84,9 @@ class Parameter:
 
         For a bias, the unflattened output shape, such as [heads, width].
         """
-        outs = self.variable.get_metadata().get("outs")
-        own = self.shape[1:] if is_stacked(self.axes) else self.shape
-        return flax_order(self.variable, own) if outs is None else outs
+        output_shape = self.variable.get_metadata().get("outs")
+        layer_shape = self.shape[1:] if is_stacked(self.axes) else self.shape
+        return flax_order(self.variable, layer_shape) if output_shape is None else output_shape
 
     @property
     def experts(self) -> int | None:
@@ -93,9 +94,9 @@ class Parameter:
         return self.shape[self.axes.index("expert")] if "expert" in self.axes else None
 
     def layers(self) -> Iterator[tuple[int | None, "Parameter"]]:
-        """Yield (layer number in the model, slice of the parameter for that layer).
+        """Yield (layer index in the model, slice of the parameter for that layer).
 
-        A parameter outside of stacks is yielded whole, with its layer number or None.
+        If the parameter is not stacked, yield it whole, with its layer index or None.
         """
         if is_stacked(self.axes):
             assert self.layer is not None
@@ -105,38 +106,42 @@ class Parameter:
 
 
 def parameters(model: nnx.Module, *, codes: bool = False) -> list[Parameter]:
-    """Return the parameters to store in a checkpoint, in the model's order, without the values for `lora.unmerge`.
+    """Return the parameters to store in a checkpoint, in the model's order.
+
+    The values that `lora.unmerge` restores are not stored.
 
     Args:
-        model: Model, with values or without.
+        model: Model with or without values.
         codes: Whether the layout can store the arrays of quantized kernels.
 
     Raises:
         ValueError: The model has unmerged adapters, or quantized kernels that the layout cannot store.
     """
-    flat = [(path, v) for path, v in nnx.to_flat_state(nnx.state(model)) if not isinstance(v, UnmergeValue)]
-    if found := [".".join(map(str, path)) for path, v in flat if isinstance(v, nnx.LoRAParam)]:
+    variables = [(path, v) for path, v in nnx.to_flat_state(nnx.state(model)) if not isinstance(v, UnmergeValue)]
+    if unsupported := [".".join(map(str, path)) for path, v in variables if isinstance(v, nnx.LoRAParam)]:
         raise ValueError(
-            f"the model has adapters ({some(found)}), which this format cannot store: merge them first with "
+            f"the model has adapters ({some(unsupported)}), which this format cannot store: merge them first with "
             "nnxmoe.train.lora.merge(model), or save them separately with nnxmoe.train.lora.save(model, folder)"
         )
-    if not codes and (found := [".".join(map(str, path)) for path, v in flat if isinstance(v, QuantizedArray)]):
+    if not codes and (
+        unsupported := [".".join(map(str, path)) for path, v in variables if isinstance(v, QuantizedArray)]
+    ):
         raise ValueError(
-            f"the model has quantised kernels ({some(found)}), which this layout cannot store: make them floats first "
-            "with nnxmoe.dequantize(model)"
+            f"the model has quantized kernels ({some(unsupported)}), which this layout cannot store: "
+            "dequantize them first with nnxmoe.dequantize(model)"
         )
-    return [Parameter(path, *name_of(model, path), variable) for path, variable in flat]
+    return [Parameter(path, *name_of(model, path), variable) for path, variable in variables]
 
 
 @dataclass(frozen=True)
 class Rearrange:
     """Reshape, transpose and second reshape of an array, like `einops.rearrange`.
 
-    Can be called on NumPy, JAX and lazy arrays.
+    Accepts NumPy, JAX and lazy arrays.
 
     Attributes:
         source: Shape of the input.
-        split: ``source`` with merged dimensions split, the shape before the transpose.
+        split: Shape before the transpose: ``source`` with merged dimensions split.
         order: Axes of the transpose, as positions in ``split``.
         target: Shape of the result.
     """
@@ -173,26 +178,26 @@ class ValueChange:
 
     @property
     def inverse(self) -> "ValueChange":
-        """Change that undoes this change."""
-        back: dict[str, Any] = {"halves": "pairs", "pairs": "halves"}
-        return ValueChange(self.over, self.times, back.get(self.features, self.features))
+        """Inverse of this change."""
+        inverse_features: dict[str, Any] = {"halves": "pairs", "pairs": "halves"}
+        return ValueChange(self.over, self.times, inverse_features.get(self.features, self.features))
 
     def __call__(self, array: AnyArray) -> AnyArray:
-        """Change an array in memory."""
+        """Apply the change to an array in memory."""
         return self._scale(self._reorder(array))
 
     def lazily(self, array: LazyArray) -> LazyArray:
-        """Change the values of a lazy array when they are read."""
+        """Apply the change to the values of a lazy array when they are read."""
         array = self._reorder(array)
         return array if self.times == self.over == 1 else array.map(self._scale, np.float32)
 
     def _reorder(self, array: Any) -> Any:
         if self.features == "as they are":
             return array
-        shape, last = tuple(array.shape), len(array.shape)
+        shape, ndim = tuple(array.shape), len(array.shape)
         half = shape[-1] // 2
         split = (half, 2) if self.features == "halves" else (2, half)
-        return Rearrange(shape, (*shape[:-1], *split), (*range(last - 1), last, last - 1), shape)(array)
+        return Rearrange(shape, (*shape[:-1], *split), (*range(ndim - 1), ndim, ndim - 1), shape)(array)
 
     def _scale(self, array: AnyArray) -> AnyArray:
         if self.times != 1:
@@ -210,13 +215,13 @@ class ArrayLayout:
     """Layout of an external array: the parts of parameters that it contains, and their order.
 
     Attributes:
-        key: Key of the parameters.
+        key: Name of the parameters (`Parameter.key`).
         part_shape: Shape of each part in the external array.
-        parts: Parts that the array contains. Several parts are stacked on ``axis``.
+        parts: Parts that the array contains. Several parts are stacked along ``axis``.
         axis: Axis of the stack. `None` for a single part.
         order: Permutation from the dimensions of a part in memory to the dimensions in the array, applied before the
             reshape to ``part_shape``. Empty if the order is the same.
-        change: Change of the values.
+        change: Change to apply to the values during loading or saving.
         axes: Logical axes of the array, if the layout defines them.
         tensor_part: Part of a tensor that corresponds to the array, if the file stores the array transposed or in one
             tensor with other arrays.
@@ -255,11 +260,11 @@ class ArrayLayout:
         ``shape`` is the shape of the part in memory. Raises ValueError if the values do not form a box in the external
         array.
         """
-        order = self.order or range(len(shape))
-        return reshape_box(tuple(box[i] for i in order), tuple(shape[i] for i in order), self.part_shape)
+        dimensions = self.order or range(len(shape))
+        return reshape_box(tuple(box[i] for i in dimensions), tuple(shape[i] for i in dimensions), self.part_shape)
 
     def stacked_box(self, box: Box, number: int) -> Box:
-        """Convert a box of part ``number`` to a box of the array."""
+        """Convert a box of the part with index ``number`` to a box of the array."""
         return box if self.axis is None else _insert(box, self.axis, slice(number, number + 1))
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-Box = tuple[slice, ...]  # every slice has a start and a stop, and no step
+Box = tuple[slice, ...]  # every slice has a start and a stop but no step
 
 
 def whole(shape: tuple[int, ...]) -> Box:
@@ -20,8 +20,8 @@ def sizes(box: Box) -> tuple[int, ...]:
 
 def overlap(a: Box, b: Box) -> Box | None:
     """Return the intersection of two boxes, or None if it is empty."""
-    both = tuple(slice(max(x.start, y.start), min(x.stop, y.stop)) for x, y in zip(a, b, strict=True))
-    return both if all(part.start < part.stop for part in both) else None
+    intersection = tuple(slice(max(x.start, y.start), min(x.stop, y.stop)) for x, y in zip(a, b, strict=True))
+    return intersection if all(extent.start < extent.stop for extent in intersection) else None
 
 
 def within(box: Box, outer: Box) -> Box:
@@ -39,44 +39,46 @@ def hull_of_range(shape: tuple[int, ...], low: int, high: int) -> Box:
     """Return the smallest box that contains the values ``low`` to ``high - 1`` of the flattened array."""
     if not shape:
         return ()
-    rest = math.prod(shape[1:])
-    first, last = low // rest, (high - 1) // rest
-    if first < last:
-        return slice(first, last + 1), *whole(shape[1:])
-    return slice(first, last + 1), *hull_of_range(shape[1:], low - first * rest, high - first * rest)
+    row_size = math.prod(shape[1:])
+    first_row, last_row = low // row_size, (high - 1) // row_size
+    if first_row < last_row:
+        return slice(first_row, last_row + 1), *whole(shape[1:])
+    return slice(first_row, last_row + 1), *hull_of_range(
+        shape[1:], low - first_row * row_size, high - first_row * row_size
+    )
 
 
-def matching_dimensions(shape: tuple[int, ...], other: tuple[int, ...]) -> Iterator[tuple[slice, slice]]:
-    """Yield the shortest runs of consecutive dimensions of two shapes with equal numbers of values."""
+def matching_dimensions(shape: tuple[int, ...], other_shape: tuple[int, ...]) -> Iterator[tuple[slice, slice]]:
+    """Yield the shortest runs of consecutive dimensions of two shapes that have equal numbers of values."""
     i = j = 0
-    while i < len(shape) or j < len(other):
-        first, a, b = (i, j), shape[i], other[j]
+    while i < len(shape) or j < len(other_shape):
+        first, a, b = (i, j), shape[i], other_shape[j]
         i, j = i + 1, j + 1
-        while a != b or (i == len(shape)) != (j == len(other)):
-            if a < b or j == len(other):
+        while a != b or (i == len(shape)) != (j == len(other_shape)):
+            if a < b or j == len(other_shape):
                 a, i = a * shape[i], i + 1
             else:
-                b, j = b * other[j], j + 1
+                b, j = b * other_shape[j], j + 1
         yield slice(first[0], i), slice(first[1], j)
 
 
-def reshape_box(box: Box, shape: tuple[int, ...], other: tuple[int, ...]) -> Box:
+def reshape_box(box: Box, shape: tuple[int, ...], new_shape: tuple[int, ...]) -> Box:
     """Return the box with the same values after `numpy.reshape` from ``shape`` to ``other``.
 
     Raises ValueError if the values do not form a box in ``other``.
     """
     reshaped: Box = ()
-    for dimensions, others in matching_dimensions(shape, other):
-        part, part_shape, other_shape = box[dimensions], shape[dimensions], other[others]
-        low = _flat_index([each.start for each in part], part_shape)
-        high = _flat_index([each.stop - 1 for each in part], part_shape) + 1
-        new = hull_of_range(other_shape, low, high)
-        if not high - low == math.prod(sizes(part)) == math.prod(sizes(new)):
+    for dimensions, other_dimensions in matching_dimensions(shape, new_shape):
+        part, part_shape, new_part_shape = box[dimensions], shape[dimensions], new_shape[other_dimensions]
+        low = _flat_index([extent.start for extent in part], part_shape)
+        high = _flat_index([extent.stop - 1 for extent in part], part_shape) + 1
+        new_box = hull_of_range(new_part_shape, low, high)
+        if not high - low == math.prod(sizes(part)) == math.prod(sizes(new_box)):
             raise ValueError(
-                f"only whole rows of the dimensions {part_shape} and {other_shape} can be split, got {part}: change "
-                "the rules"
+                f"dimensions {part_shape} and {new_part_shape} can be sharded by whole rows only, got {part}: change "
+                "the sharding rules"
             )
-        reshaped = (*reshaped, *new)
+        reshaped = (*reshaped, *new_box)
     return reshaped
 
 

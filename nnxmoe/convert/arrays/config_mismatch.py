@@ -24,19 +24,19 @@ _SHOWN = 5
 def refuse_config_mismatch(model: CausalLM) -> None:
     """Raise CheckpointError if a model differs from the model that loading its config would build.
 
-    Compares modules, shapes and dtypes of parameters, and all attributes except attributes set by a strategy. Skips
-    adapters, because each layout checks whether it can store adapters.
+    Compares modules, parameter shapes, and all attributes except attributes set by a strategy. The supported dtypes of
+    parameters are interchangeable. Skips adapters, because each layout checks whether it can store adapters.
     """
     check_model(model)
     family, config = type(model), model.config
     if not is_registered(model):
         raise CheckpointError(
             f"{family.__name__} with {type(config).__name__} is not the family registered for {config.model_type!r}, "
-            "so it would load as a different model or not at all. Give its config a new model_type, and call "
+            "so it would load as a different model or not at all. Set a new model_type in its config, and call "
             f"nnxmoe.models.register(Family(model={family.__name__}, hf=…)) first"
         )
-    described = family(config, model.strategy, rngs=None, dtype=model.dtype, mtp=bool(model.mtp))
-    if differences := list(_differences(model, described)):
+    config_model = family(config, model.strategy, rngs=None, dtype=model.dtype, mtp=bool(model.mtp))
+    if differences := list(_differences(model, config_model)):
         raise CheckpointError(
             f"the model does not fit its {type(config).__name__}, so it would load as a different model or not at "
             f"all: {some(differences, _SHOWN)}. Set model.config = dataclasses.replace(model.config, …), or undo these "
@@ -44,21 +44,21 @@ def refuse_config_mismatch(model: CausalLM) -> None:
         )
 
 
-def _differences(model: CausalLM, described: CausalLM) -> Iterator[str]:
+def _differences(model: CausalLM, config_model: CausalLM) -> Iterator[str]:
     """Yield a description of each difference. If a module differs as a whole, its submodules are skipped."""
-    depth, described_depth = (sum(stack.depth for stack in each.stacks) for each in (model, described))
-    if depth != described_depth:
-        yield f"it has {depth} layers and num_hidden_layers is {described_depth}"
-    actual_parts, described_parts = _parts(model), _parts(described)
-    reported = tuple[str, ...]()  # prefixes of the modules that differ as a whole
-    for name in sorted(actual_parts | described_parts, key=lambda name: [part.zfill(9) for part in name.split(".")]):
-        actual, expected = actual_parts.get(name), described_parts.get(name)
-        if name.startswith(reported) or actual == expected:
+    depth, config_depth = (sum(stack.depth for stack in candidate.stacks) for candidate in (model, config_model))
+    if depth != config_depth:
+        yield f"it has {depth} layers, but num_hidden_layers is {config_depth}"
+    model_parts, config_parts = _parts(model), _parts(config_model)
+    reported_prefixes = tuple[str, ...]()  # prefixes of the modules that differ as a whole
+    for name in sorted(model_parts | config_parts, key=lambda name: [part.zfill(9) for part in name.split(".")]):
+        actual, expected = model_parts.get(name), config_parts.get(name)
+        if name.startswith(reported_prefixes) or actual == expected:
             continue
         if isinstance(actual, nnx.Module) and type(actual) is type(expected):
             yield from _attributes(name, actual, expected)
             continue
-        reported = (*reported, f"{name}.")
+        reported_prefixes = (*reported_prefixes, f"{name}.")
         if actual is None or expected is None:
             yield f"{name} is {'missing' if actual is None else 'unexpected'}"
         else:
@@ -66,17 +66,17 @@ def _differences(model: CausalLM, described: CausalLM) -> Iterator[str]:
 
 
 def _parts(model: CausalLM) -> dict[str, Any]:
-    """Return modules and parameter shapes by path. A quantized kernel counts as the float kernel that it replaces."""
+    """Return modules and parameter shapes by path. A quantized kernel has the shape of the float kernel."""
     parts = dict[str, Any]()
     for path, node in nnx.iter_graph(model):
         name = ".".join(map(str, path))
-        adapter = path[:1] == ("merged",) or any(str(part).startswith("lora") for part in path)
-        if adapter or isinstance(node, UnmergeValue | nnx.LoRAParam | QuantizedArray):
+        is_adapter = path[:1] == ("merged",) or any(str(part).startswith("lora") for part in path)
+        if is_adapter or isinstance(node, UnmergeValue | nnx.LoRAParam | QuantizedArray):
             continue
         if isinstance(node, QuantizedWeight):
             parts[name] = (*node.lead, *node.outs, *node.ins)
         elif isinstance(node, nnx.Variable):
-            dtype = getattr(node, "dtype", None)  # variables also hold random keys and other values
+            dtype = getattr(node, "dtype", None)  # a variable's value can also be a random key or another object
             parts[name] = tuple(node.shape) if dtype in DTYPES + INTEGERS else f"of dtype {dtype}"
         elif isinstance(node, nnx.Module) and not isinstance(node, nnx.List | nnx.Dict):
             parts[name] = node

@@ -1,4 +1,4 @@
-"""Dtypes: the supported dtypes of weights, the default dtype of loading, and the dtype of a model's matrices."""
+"""Supported dtypes of weights, default dtype for loading, and dtype of a model's matrices."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -27,15 +27,15 @@ def float_dtype(dtype: Any) -> np.dtype | None:
     """
     if dtype is None or dtype == "auto":
         return None
-    named = as_dtype(dtype)
-    if named not in (jnp.float32, jnp.bfloat16, jnp.float16):
-        label = dtype if named is None else named
-        raise ValueError(f"dtype {label} is not supported for weights; supported: float32, bfloat16, float16")
-    return named
+    numpy_dtype = as_dtype(dtype)
+    if numpy_dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        label = dtype if numpy_dtype is None else numpy_dtype
+        raise ValueError(f"dtype {label} is not supported for weights; use float32, bfloat16 or float16")
+    return numpy_dtype
 
 
 def default_dtype(arrays: Iterable[LazyArray]) -> np.dtype:
-    """Return the default dtype for loading arrays into one parameter: the promoted `LazyArray.load_dtype`."""
+    """Return the default dtype for loading arrays into one parameter: their promoted `LazyArray.load_dtype`."""
     return np.dtype(jnp.result_type(*{array.load_dtype for array in arrays}))
 
 

@@ -26,16 +26,16 @@ class LazyArray:
         shape: Shape of the whole array.
         dtype: Dtype of the values that are read.
         read_box: Function of (box, empty) that returns the values of a box. ``empty`` may allocate the result.
-        block: Efficient size of a read, in bytes.
+        block: Preferred size of a read in bytes.
         codes: Quantization format in the file. `None` for plain values.
         parts: Stored arrays of a quantized weight: ``codes``, ``scale``, and ``zero`` and ``order`` if present.
         file: Name of the file, for messages.
-        tensors: Names of the tensors that are read, if they differ from the name of the array.
-        stored: The file format's name of the dtype and the size in the file in bytes, for formats such as GGUF whose
-            types ``dtype`` and ``codes`` do not describe.
-        fault: Error message from checking the headers. Such an array must not be read.
-        holders: For an array that spans processes, the processes that have all its values.
-        global_array: For an array that spans processes, computes the whole array on all devices.
+        tensors: Names of the tensors that the array reads, if they differ from the array's name.
+        stored: (name of the dtype in the file, size in the file in bytes), for formats such as GGUF with types that
+            ``dtype`` and ``codes`` cannot describe.
+        fault: Error message if the array's headers are invalid. An array with a fault must not be read.
+        holders: Processes that have all values. Set only for an array that spans processes.
+        global_array: Function that computes the whole array on all devices. Set only for an array that spans processes.
     """
 
     shape: tuple[int, ...]
@@ -74,7 +74,7 @@ class LazyArray:
         """Default dtype for loading.
 
         Dtypes of 8 bytes, such as float64, are loaded as float32. Quantized values are loaded in the dtype that the
-        quantization tool defines, or else bfloat16. Formats with ``stored`` types are loaded as float32 without
+        quantization tool defines, by default bfloat16. Formats with ``stored`` types are loaded as float32 without
         rounding.
         """
         if self.codes is not None and self.stored is None:
@@ -110,22 +110,22 @@ class LazyArray:
     def map(self, function: Callable[[Any], Any], dtype: Any = None) -> "LazyArray":
         """Apply an elementwise function to every box that is read.
 
-        ``dtype`` is the dtype of the result. If None, the array's dtype.
+        ``dtype`` is the dtype of the result and defaults to the array's dtype.
         """
-        read = self.read_box
-        return self._derive(self.shape, lambda box, empty: function(read(box, empty)), function, dtype)
+        read_source = self.read_box
+        return self._derive(self.shape, lambda box, empty: function(read_source(box, empty)), function, dtype)
 
     def map_blocks(self, width: int, new_width: int, function: Callable[[Any], Any], dtype: Any = None) -> "LazyArray":
         """Apply a function that converts each ``width`` values of the last dimension to ``new_width`` values.
 
-        Reads whole blocks of ``width`` values. ``dtype`` is the dtype of the result. If None, the array's dtype.
+        Reads whole blocks of ``width`` values. ``dtype`` is the dtype of the result and defaults to the array's dtype.
         """
 
         def read(box: Box, empty: Empty) -> np.ndarray:
             *rows, columns = box
-            first, last = columns.start // new_width, -(-columns.stop // new_width)
-            values = function(self.read_box((*rows, slice(first * width, last * width)), np.empty))
-            return values[..., columns.start - first * new_width : columns.stop - first * new_width]
+            first_block, last_block = columns.start // new_width, -(-columns.stop // new_width)
+            values = function(self.read_box((*rows, slice(first_block * width, last_block * width)), np.empty))
+            return values[..., columns.start - first_block * new_width : columns.stop - first_block * new_width]
 
         return self._derive((*self.shape[:-1], self.shape[-1] // width * new_width), read, function, dtype)
 
@@ -156,7 +156,7 @@ class LazyArray:
                 ranges = np.ix_(*(np.arange(part.start, part.stop) for part in box[target]))
                 index = np.ravel_multi_index(ranges, shape[target]).ravel()
                 part = hull_of_range(self.shape[source], int(index[0]), int(index[-1]) + 1)
-                positions.append(index - np.ravel_multi_index([each.start for each in part], self.shape[source]))
+                positions.append(index - np.ravel_multi_index([extent.start for extent in part], self.shape[source]))
                 source_box = (*source_box, *part)
             values = self.read_box(source_box, np.empty)
             values = values.reshape([math.prod(values.shape[source]) for source, _ in runs])
@@ -168,15 +168,15 @@ class LazyArray:
 
     def transpose(self, order: tuple[int, ...]) -> "LazyArray":
         """Reorder the dimensions as `numpy.transpose` does."""
-        last = len(order) - 1
+        last_axis = len(order) - 1
         if order == tuple(range(len(order))):
             return self
         read_source, inverse = self.read_box, np.argsort(order)
-        swaps_last = order == (*range(last - 1), last, last - 1)
+        swaps_last_axes = order == (*range(last_axis - 1), last_axis, last_axis - 1)
 
         def read(box: Box, empty: Empty) -> np.ndarray:
             values = read_source(tuple(box[i] for i in inverse), np.empty)
-            if not swaps_last:
+            if not swaps_last_axes:
                 return np.ascontiguousarray(values.transpose(order))
             transposed = np.empty(sizes(box), values.dtype)
             transpose_matrices(transposed, values)
@@ -185,30 +185,30 @@ class LazyArray:
         return self._derive(tuple(self.shape[i] for i in order), read, lambda array: array.transpose(order))
 
     def swap_leading_axes(self) -> "LazyArray":
-        """Swap the first two dimensions. Return vectors unchanged."""
+        """Swap the first two dimensions. A vector is returned unchanged."""
         return self.transpose((1, 0, *range(2, len(self.shape)))) if len(self.shape) > 1 else self
 
     def take(self, index: Sequence[int] | np.ndarray, axis: int) -> "LazyArray":
         """Select entries of a dimension as `numpy.take` does.
 
-        A read of a box reads the smallest source range that contains the selected entries.
+        Reading a box reads the smallest source range that contains the selected entries.
         """
         axis %= len(self.shape)
-        lead, entries = (slice(None),) * axis, index if isinstance(index, range) else np.asarray(index)
+        leading_slices, entries = (slice(None),) * axis, index if isinstance(index, range) else np.asarray(index)
 
         def read(box: Box, empty: Empty) -> np.ndarray:
-            chosen = entries[box[axis]]
-            is_range = isinstance(chosen, range)
-            first, last = (chosen[0], chosen[-1]) if is_range else (int(chosen.min()), int(chosen.max()))
-            outer = (*box[:axis], slice(first, last + 1), *box[axis + 1 :])
-            if not isinstance(chosen, range):
-                return np.take(self.read_box(outer, np.empty), chosen - first, axis)
-            if chosen.step == 1:
-                return self.read_box(outer, empty)
-            return self.read_box(outer, np.empty)[(*lead, slice(None, None, chosen.step))]
+            indices = entries[box[axis]]
+            is_range = isinstance(indices, range)
+            first, last = (indices[0], indices[-1]) if is_range else (int(indices.min()), int(indices.max()))
+            source_box = (*box[:axis], slice(first, last + 1), *box[axis + 1 :])
+            if not isinstance(indices, range):
+                return np.take(self.read_box(source_box, np.empty), indices - first, axis)
+            if indices.step == 1:
+                return self.read_box(source_box, empty)
+            return self.read_box(source_box, np.empty)[(*leading_slices, slice(None, None, indices.step))]
 
         shape = (*self.shape[:axis], len(entries), *self.shape[axis + 1 :])
-        return self._derive(shape, read, lambda array: array[(*lead, np.asarray(entries))])
+        return self._derive(shape, read, lambda array: array[(*leading_slices, np.asarray(entries))])
 
     def _derive(
         self,
@@ -217,7 +217,7 @@ class LazyArray:
         function: Callable[[jax.Array], jax.Array],
         dtype: Any = None,
     ) -> "LazyArray":
-        """Return an array with a new ``read``. ``function`` computes the same array from the whole array on devices."""
+        """Return an array with a new ``read_box``. ``function`` computes the same result from `global_array`."""
         source = self.global_array
         compute = None if source is None else lambda: function(source())
         dtype = self.dtype if dtype is None else np.dtype(dtype)
@@ -229,7 +229,7 @@ LazyArrays = Mapping[str, LazyArray]
 
 def merge_columns(parts: Sequence[tuple[LazyArray, Sequence[int]]]) -> LazyArray:
     """Invert `LazyArray.take` of the last dimension. ``parts`` are arrays with the indices of their columns."""
-    order, first = np.argsort(np.concatenate([columns for _, columns in parts])), parts[0][0]
+    order, first_array = np.argsort(np.concatenate([columns for _, columns in parts])), parts[0][0]
 
     def read(box: Box, empty: Empty) -> np.ndarray:
         values = [array.read_box((*box[:-1], slice(0, array.shape[-1])), np.empty) for array, _ in parts]
@@ -240,9 +240,9 @@ def merge_columns(parts: Sequence[tuple[LazyArray, Sequence[int]]]) -> LazyArray
     def compute() -> jax.Array:
         return jnp.concatenate([source() for source in sources if source], axis=-1)[..., order]
 
-    shape = (*first.shape[:-1], len(order))
-    return replace(first, shape=shape, read_box=read, global_array=compute if first.global_array else None)
+    shape = (*first_array.shape[:-1], len(order))
+    return replace(first_array, shape=shape, read_box=read, global_array=compute if first_array.global_array else None)
 
 
 def _refuse_read(box: Box, empty: Empty) -> np.ndarray:
-    raise AssertionError("a faulty tensor is refused before it is read")
+    raise AssertionError("an array with a fault must not be read")

@@ -1,4 +1,4 @@
-"""Compare the arrays that an abstract model (shapes only) needs with the stored arrays, and load them."""
+"""Compare the arrays that an abstract model (shapes only) needs with the stored arrays, and load the arrays."""
 
 import dataclasses
 import os
@@ -34,7 +34,9 @@ _SHOWN = 20
 def check_config(config: DecoderConfig) -> None:
     """Raise ValueError unless ``config`` is a DecoderConfig."""
     if not isinstance(config, DecoderConfig):
-        raise ValueError(f"config is a {type(config).__name__}: pass the result of nnxmoe.config_from_hf")
+        raise ValueError(
+            f"config is a {type(config).__name__}, not a DecoderConfig: pass the result of nnxmoe.config_from_hf"
+        )
 
 
 def abstract_model(
@@ -54,7 +56,7 @@ def abstract_model(
 def fold_query_scale_if_cast(
     config: DecoderConfig, arrays: Iterable[LazyArray], dtype: np.dtype | None
 ) -> tuple[DecoderConfig, float]:
-    """Fold the config's query scale into the weights if loading casts them, to round only once.
+    """Fold the config's query scale into the weights if loading casts them, so that they are rounded only once.
 
     Returns:
         Tuple of the config to load with and the factor on the query weights. If no array is cast, the unchanged config
@@ -91,17 +93,17 @@ def _differences(name: str, layout: ArrayLayout, array: LazyArray) -> Iterator[s
     if array.fault is not None:
         yield array.fault
         return
-    where = f"{plain(name)} in {array.file}" if array.file else plain(name)
+    location = f"{plain(name)} in {array.file}" if array.file else plain(name)
     if array.shape != layout.shape:
         hint = " (it looks transposed)" if array.shape == layout.shape[::-1] else ""
-        yield f"{where} has shape {list(array.shape)}, the config asks for {list(layout.shape)}{hint}"
+        yield f"{location} has shape {list(array.shape)}, but the config requires {list(layout.shape)}{hint}"
     variable = layout.parts[0].variable
     dtype = np.dtype(variable.dtype)
     allowed = INTEGERS if dtype.kind in "iu" else DTYPES
     if isinstance(variable, QuantizedArray):
         allowed = (dtype,)
     if array.dtype not in allowed:
-        yield f"{where} is {array.dtype}: weights are {', '.join(map(str, allowed))}"
+        yield f"{location} is {array.dtype}; supported dtypes: {', '.join(map(str, allowed))}"
 
 
 def load_model(
@@ -121,25 +123,25 @@ def load_model(
         arrays: Arrays of the checkpoint by name.
         dtype: Dtype of the parameters, except parameters with a fixed dtype. Defaults to the stored dtype.
         report: Result of `compare_arrays`.
-        mismatch: First words of the error message.
-        remedy: Last words of the error message if arrays are missing.
+        mismatch: Start of the error message.
+        remedy: End of the error message if arrays are missing.
 
     Raises:
         LoadError: Arrays are missing or wrong. The message lists up to 20 arrays.
     """
     lines = [f"{name} is missing, {list(layouts[name].shape)}" for name in report.missing] + list(report.wrong)
     if lines:
-        more = [f"… and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
-        more += [f"and nothing reads {some(report.unexpected)}"] if report.missing and report.unexpected else []
-        shown = "\n  ".join(lines[:_SHOWN] + more)
-        raise LoadError(f"{mismatch}:\n  {shown}{remedy if report.missing else ''}", report)
+        extra_lines = [f"… and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+        extra_lines += [f"unused tensors: {some(report.unexpected)}"] if report.missing and report.unexpected else []
+        listing = "\n  ".join(lines[:_SHOWN] + extra_lines)
+        raise LoadError(f"{mismatch}:\n  {listing}{remedy if report.missing else ''}", report)
     _load_parameters(model, layouts, arrays, dtype, report)
 
 
 def _load_parameters(
     model: CausalLM, layouts: Mapping[str, ArrayLayout], arrays: LazyArrays, dtype: np.dtype | None, report: LoadReport
 ) -> None:
-    started, groups = time.perf_counter(), _group_parameters(model, layouts, arrays, dtype)
+    start_time, groups = time.perf_counter(), _group_parameters(model, layouts, arrays, dtype)
     _refuse_beyond_memory(groups, report.source)
     total = sum(arrays[name].nbytes for name in layouts)
     with bytes_bar(total, f"loading {os.path.basename(report.source)}") as bar:
@@ -156,16 +158,16 @@ def _load_parameters(
         nonfinite=dict(sorted(loader.nonfinite.items())),
         weights=bytes_by_dtype(model),
         bytes_read=loader.bytes_read,
-        seconds=time.perf_counter() - started,
+        seconds=time.perf_counter() - start_time,
     )
     model.load_report.warn()
 
 
 def _refuse_beyond_memory(groups: list[LoadGroup], source: str) -> None:
     targets = [target for group in groups for target in group.targets]
-    remedy = "shard it over more devices (mesh=…)"
+    remedy = "shard them over more devices (mesh=…)"
     if any(target.dtype.itemsize > 2 for target in targets):
-        remedy += ", or load it as bfloat16 (dtype=…)"
+        remedy += ", or load them as bfloat16 (dtype=…)"
     sizes_and_shardings = [(target.parameter.shape, target.dtype, target.sharding) for target in targets]
     refuse_beyond_memory(local_bytes(sizes_and_shardings), f"{source}: the weights take", remedy)
 
@@ -178,36 +180,36 @@ def _casts(
     for group in groups:
         dtypes = {target.parameter.path: target.dtype for target in group.targets}
         for name in group.names:
-            stored, loaded = arrays[name].kind, str(dtypes[layouts[name].parts[0].path])
-            if stored != loaded:
-                casts.setdefault(f"{stored} -> {loaded}", set()).add(name)
+            stored_dtype, loaded_dtype = arrays[name].kind, str(dtypes[layouts[name].parts[0].path])
+            if stored_dtype != loaded_dtype:
+                casts.setdefault(f"{stored_dtype} -> {loaded_dtype}", set()).add(name)
     return {cast: tuple(sorted(names)) for cast, names in sorted(casts.items())}
 
 
 def _group_parameters(
     model: CausalLM, layouts: Mapping[str, ArrayLayout], arrays: LazyArrays, dtype: np.dtype | None
 ) -> list[LoadGroup]:
-    """Group the model's parameters in order, with all parameters of an array in the same group."""
+    """Group the model's parameters in order. Parameters that share an array are in the same group."""
     groups = {parameter.path: ([parameter], list[str]()) for parameter in parameters(model, codes=True)}
-    stored: dict[Path, list[LazyArray]] = {path: [] for path in groups}
+    stored_arrays: dict[Path, list[LazyArray]] = {path: [] for path in groups}
     for name, layout in layouts.items():
         paths = {part.path: None for part in layout.parts}
-        group, *others = {id(groups[path]): groups[path] for path in paths}.values()
+        group, *other_groups = {id(groups[path]): groups[path] for path in paths}.values()
         group[1].append(name)
-        for members, names in others:
+        for members, names in other_groups:
             group[0].extend(members)
             group[1].extend(names)
             groups |= dict.fromkeys((member.path for member in members), group)
         for path in paths:
-            stored[path].append(arrays[name])
+            stored_arrays[path].append(arrays[name])
 
     def target(parameter: Parameter) -> LoadTarget:
         variable = parameter.variable
         if keeps_dtype(variable):
             new_dtype = np.dtype(variable.dtype)
         else:
-            new_dtype = dtype or default_dtype(stored[parameter.path])
+            new_dtype = dtype or default_dtype(stored_arrays[parameter.path])
         return LoadTarget(parameter, new_dtype, model.strategy.sharding_of(variable))
 
-    distinct = {id(group): group for group in groups.values()}.values()
-    return [LoadGroup([target(member) for member in members], names) for members, names in distinct]
+    distinct_groups = {id(group): group for group in groups.values()}.values()
+    return [LoadGroup([target(member) for member in members], names) for members, names in distinct_groups]

@@ -1,4 +1,4 @@
-"""The report of loading a checkpoint, with the status of every tensor."""
+"""Report of loading a checkpoint, with the status of every tensor."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -27,7 +27,8 @@ class LoadReport:
         seconds: Duration of loading.
         files: Folder with the tokenizer files, or GGUF file. Saving the model copies these files.
         revision: Branch, tag or commit on the hub.
-        weights: Dtype or quantization type -> bytes in memory, with scales, without replicas on several devices.
+        weights: Dtype or quantization type -> bytes in memory, including scales. Replicas on several devices count
+            once.
         quantization_error: Root mean square of the error from ``quantize``, relative to the root mean square of the
             weights.
         towers: Parts of a multimodal checkpoint other than the text model. Their tensors are skipped.
@@ -57,24 +58,24 @@ class LoadReport:
 
     @property
     def bytes_per_second(self) -> float:
-        """Speed of loading in bytes per second: reading, casting and placing on devices."""
+        """Loading speed in bytes per second, including casts and transfer to devices."""
         return self.bytes_read / max(self.seconds, 1e-9)
 
     def warn(self) -> None:
         """Log one warning about unread tensors, notes, and NaN or infinite values, if there are any."""
-        found = list(self.notes)
+        messages = list(self.notes)
         if self.towers:
-            found.insert(0, f"this is the text model of a multimodal checkpoint, without {', '.join(self.towers)}")
+            messages.insert(0, f"this is the text model of a multimodal checkpoint, without {', '.join(self.towers)}")
         if self.unexpected:
             count, names = len(self.unexpected), some(self.unexpected, 5)
-            what = "1 tensor belongs" if count == 1 else f"{count} tensors belong"
-            was = "was" if count == 1 else "were"
-            found.insert(0, f"{what} to no parameter of the model and {was} not read: {names}")
+            subject = "1 tensor matches" if count == 1 else f"{count} tensors match"
+            verb = "was" if count == 1 else "were"
+            messages.insert(0, f"{subject} no parameter of the model and {verb} not read: {names}")
         if self.nonfinite:
             count, names = sum(self.nonfinite.values()), sorted(self.nonfinite)
-            found.append(f"{count} values of {len(names)} tensors are NaN or infinite: {some(names, 5)}")
-        if found:
-            logger.warning("%s: %s", self.source, "; ".join(found))
+            messages.append(f"{count} values of {len(names)} tensors are NaN or infinite: {some(names, 5)}")
+        if messages:
+            logger.warning("%s: %s", self.source, "; ".join(messages))
 
     def summary(self) -> str:
         """Return the report as text, without the messages that `warn` logs."""
@@ -84,10 +85,10 @@ class LoadReport:
         ]
         lines += [f"  skipped     {rule}: {some(names, 4)}" for rule, names in self.skipped.items()]
         lines += [f"  cast        {cast}: {len(names)} tensors" for cast, names in self.casts.items()]
-        sizes = ", ".join(f"{kind} {bytes_text(size)}" for kind, size in self.weights.items())
+        sizes = ", ".join(f"{dtype} {bytes_text(size)}" for dtype, size in self.weights.items())
         lines += [f"  in memory   {sizes}"] if sizes else []
         if self.quantization_error is not None:
-            lines.append(f"  quantised   root mean square error {self.quantization_error:.2%} of the weights")
+            lines.append(f"  quantized   root mean square error {self.quantization_error:.2%} of the weights")
         return "\n".join(lines)
 
     def __str__(self) -> str:

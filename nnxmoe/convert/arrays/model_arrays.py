@@ -1,4 +1,4 @@
-"""Arrays of a layout, computed from a model's parameters when they are read. Parameters may span processes."""
+"""Lazy arrays of a layout, computed from a model's parameters. The parameters may span processes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,7 +30,9 @@ def model_arrays(layouts: Mapping[str, ArrayLayout], dtype: Any = None) -> dict[
     for name, layout in layouts.items():
         values = [part.variable.get_value() for part in layout.parts]
         if any(isinstance(value, jax.ShapeDtypeStruct) for value in values):
-            raise ValueError(f"the parameter {layout.key} has a shape but no values: this model cannot be saved")
+            raise ValueError(
+                f"the parameter {layout.key} has a shape but no values: load or initialize the model before saving it"
+            )
         stored_dtype = np.dtype(jnp.result_type(*{value.dtype for value in values}))
         new_dtype = stored_dtype if dtype is None or stored_dtype.kind in "iu" else np.dtype(dtype)
         if any(map(spans_hosts, values)):
@@ -51,7 +53,7 @@ def _tensor(name: str, layout: ArrayLayout) -> str:
 
 
 def _holders(layouts: Mapping[str, ArrayLayout]) -> dict[str, set[int]]:
-    """Return tensor name -> processes that have all parts of the tensor in their shards."""
+    """Return the processes whose shards contain all parts of a tensor, by tensor name."""
     holders = dict[str, set[int]]()
     for name, layout in layouts.items():
         tensor = _tensor(name, layout)
@@ -63,7 +65,7 @@ def _holders(layouts: Mapping[str, ArrayLayout]) -> dict[str, set[int]]:
 
 
 def _stack_index(layout: ArrayLayout, part: Parameter) -> tuple[int, ...]:
-    """Return the index of a part in its parameter. If parts are stacked, for example experts, the stack's index."""
+    """Return the index of a part in its parameter, or the index of the whole stack if the layout stacks parts."""
     return part.at if layout.axis is None else part.at[:-1]
 
 
@@ -116,8 +118,8 @@ class _ModelArray:
 def _fetch(value: AnyArray, index: tuple[int, ...], is_only_read: bool, is_collective: bool) -> np.ndarray:
     """Return ``value[index]`` on the host. Collective if ``is_collective`` and the value spans hosts.
 
-    If ``is_only_read``, no other range will be read, and only this slice is copied from the device. Otherwise the whole
-    value is copied to the host. JAX caches this copy for further reads.
+    If ``is_only_read``, copies only this slice from the device, because no other slice will be read. Otherwise copies
+    the whole value to the host, where JAX caches it for further reads.
     """
     if spans_hosts(value):
         return gather(value, index) if is_collective else local_value(value, index)

@@ -1,7 +1,7 @@
 """Read the arrays of a checkpoint into the parameters of a model, for every layout, with or without a mesh.
 
-Each parameter has one aligned buffer per shard on this process's devices. Arrays are read in blocks, and each block is
-read once. The values of a block are cast, transposed and copied into every buffer that overlaps the block.
+Each parameter has one aligned buffer per distinct shard on this process's devices. Arrays are read in blocks, and each
+block is read once. The values of a block are cast, transposed and copied into every buffer that overlaps the block.
 """
 
 import math
@@ -28,7 +28,7 @@ from nnxmoe.convert.files.host_memory import (
     transpose_into,
 )
 
-AHEAD_BYTES = 128 << 20  # limit on the total size of parameters that are read but not yet placed on devices
+AHEAD_BYTES = 128 << 20  # limit on the total size of parameters that are read but not yet on devices
 
 
 Ranges = tuple[tuple[int, int], ...]  # (start, stop) per dimension
@@ -52,10 +52,9 @@ class LoadGroup(NamedTuple):
 
 
 class ParameterLoader:
-    """Reader of parameter groups in up to 8 threads, while the calling thread places finished groups on the devices.
+    """Loader of parameter groups. Up to 8 threads read, and the calling thread puts finished groups on the devices.
 
-    Parameters that are not placed yet use the memory of one group, or of several groups of at most AHEAD_BYTES in
-    total.
+    Host memory is limited to one group, or to several groups of at most AHEAD_BYTES in total.
 
     Attributes:
         layouts: Array name -> layout.
@@ -73,7 +72,7 @@ class ParameterLoader:
 
     def load(self, groups: Iterable[LoadGroup]) -> dict[Path, jax.Array]:
         """Return the parameters of all groups as JAX arrays with their shardings."""
-        placed: dict[Path, jax.Array] = {}
+        device_arrays: dict[Path, jax.Array] = {}
         pending: deque[tuple[LoadGroup, dict[Path, Buffers], int, list[Future[Any]]]] = deque()
         pending_bytes = 0
 
@@ -81,7 +80,7 @@ class ParameterLoader:
             group, buffers, size, reads = pending.popleft()
             self.await_reads(reads)
             for parameter, _, sharding in group.targets:
-                placed[parameter.path] = _place(parameter.shape, buffers[parameter.path], sharding)
+                device_arrays[parameter.path] = _place(parameter.shape, buffers[parameter.path], sharding)
             return size
 
         with reader_threads() as pool:
@@ -94,7 +93,7 @@ class ParameterLoader:
                 pending_bytes += size
             while pending:
                 place_first()
-        return placed
+        return device_arrays
 
     def _buffers(self, parameter: Parameter, dtype: np.dtype, sharding: Sharding | None) -> Buffers:
         """Allocate a buffer for each distinct shard of a parameter on this process's devices."""
@@ -131,10 +130,10 @@ class ParameterLoader:
 
     def await_reads(self, reads: list[Future[tuple[str, int, int]]]) -> None:
         """Wait for the reads and raise the first exception of a thread."""
-        running: set[Future[Any]] = set(reads)
-        while running:  # wake up every 0.1 s at most, because each wake-up takes the GIL from the readers
-            done, running = wait(running, timeout=0.1, return_when=FIRST_EXCEPTION)
-            for name, nonfinite, size in [read.result() for read in done]:
+        pending_reads: set[Future[Any]] = set(reads)
+        while pending_reads:  # wake up every 0.1 s at most, because each wake-up takes the GIL from the readers
+            finished_reads, pending_reads = wait(pending_reads, timeout=0.1, return_when=FIRST_EXCEPTION)
+            for name, nonfinite, size in [read.result() for read in finished_reads]:
                 self.bytes_read += size
                 if nonfinite:
                     self.nonfinite[name] = self.nonfinite.get(name, 0) + nonfinite
@@ -147,15 +146,16 @@ class ParameterLoader:
 
         def empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
             if buffer is not None and buffer.dtype == dtype:
-                return buffer  # the file is read into the buffer without a copy
+                return buffer  # the read writes into the buffer without a copy
             return self._scratch.empty("raw", (1, math.prod(shape)), dtype).reshape(shape)
 
         values = array.read_box(box, empty)
         assert values.shape == sizes(box), (name, values.shape, box)
-        below = getattr(self.layouts[name].parts[0].variable, "below", None)
-        if below is not None and (odd := values[(values < 0) | (values >= below)]).size:
+        upper_bound = getattr(self.layouts[name].parts[0].variable, "below", None)
+        if upper_bound is not None and (invalid_values := values[(values < 0) | (values >= upper_bound)]).size:
             raise CheckpointError(
-                f"{plain(name)} in {array.file} has {odd[0]}: it must hold integers of 0 … {below - 1}"
+                f"{plain(name)} in {array.file} has {invalid_values[0]}: its values must be integers from 0 to "
+                f"{upper_bound - 1}"
             )
         if values is buffer:
             nonfinite = count_nonfinite(values)
@@ -196,12 +196,12 @@ def _buffer_views(layout: ArrayLayout, buffers: Mapping[Path, Buffers]) -> list[
     """
     views: list[BoxView] = []
     for number, part in enumerate(layout.parts):
-        lead = len(part.at)  # number of leading dimensions (layers, experts) that the part indexes
+        num_indexed = len(part.at)  # number of leading dimensions (layers, experts) that the part indexes
         for ranges, buffer in buffers.get(part.path, {}).items():
             if not all(start <= index < stop for index, (start, stop) in zip(part.at, ranges, strict=False)):
                 continue
             values = buffer[tuple(index - start for index, (start, _) in zip(part.at, ranges, strict=False))]
-            box = layout.part_box(tuple(slice(*ends) for ends in ranges[lead:]), part.shape[lead:])
+            box = layout.part_box(tuple(slice(*ends) for ends in ranges[num_indexed:]), part.shape[num_indexed:])
             view = layout.part_view(values, sizes(box))
             view = view if layout.axis is None else np.expand_dims(view, layout.axis)
             views.append((layout.stacked_box(box, number), view))
@@ -211,21 +211,21 @@ def _buffer_views(layout: ArrayLayout, buffers: Mapping[Path, Buffers]) -> list[
 def _split_box(box: Box, itemsize: int, block: int, row_multiple: int) -> Iterator[Box]:
     """Split a box into pieces of about ``block`` bytes, with a multiple of ``row_multiple`` rows.
 
-    A suitable multiple fills whole cache lines in a transpose.
+    With a suitable multiple, a transpose writes whole cache lines.
     """
     if not box:
         yield box
         return
-    rows, rest = box[0], box[1:]
-    row_bytes = max(1, itemsize * math.prod(sizes(rest)))
-    if len(rest) > 1 and row_bytes > block:
+    rows, row_box = box[0], box[1:]
+    row_bytes = max(1, itemsize * math.prod(sizes(row_box)))
+    if len(row_box) > 1 and row_bytes > block:
         for row in range(rows.start, rows.stop):
-            for inner in _split_box(rest, itemsize, block, row_multiple):
-                yield slice(row, row + 1), *inner
+            for inner_box in _split_box(row_box, itemsize, block, row_multiple):
+                yield slice(row, row + 1), *inner_box
         return
     step = max(row_multiple, block // row_bytes // row_multiple * row_multiple)
     for start in range(rows.start, rows.stop, step):
-        yield slice(start, min(start + step, rows.stop)), *rest
+        yield slice(start, min(start + step, rows.stop)), *row_box
 
 
 def _ranges(index: Any, shape: tuple[int, ...]) -> Ranges:

@@ -26,7 +26,7 @@ class TensorPart:
     Attributes:
         tensor: Name of the tensor.
         w: Row of the name table, with the range of outputs.
-        dim: Axis of the outputs if the tensor is not transposed. 1 if the tensor contains all experts, else 0.
+        dim: Axis of the outputs before a transpose: 1 if the tensor contains all experts, else 0.
     """
 
     tensor: str
@@ -52,26 +52,32 @@ class TensorPart:
         w, shape = self.w, _swap_last(array.shape) if self.w.transposed else array.shape
         array = dataclasses.replace(array, tensors=array.tensors or (self.tensor,))
         if len(shape) < self.dim + 1 + w.transposed or shape[self.dim] % w.parts:
-            where = f"{self.tensor} in {array.file}" if array.file else self.tensor
-            several = f"{w.parts} parts of equal size" if w.parts > 1 else "a kernel per expert"
-            return dataclasses.replace(array, fault=f"{where} has shape {list(array.shape)}: it must hold {several}")
+            location = f"{self.tensor} in {array.file}" if array.file else self.tensor
+            expected_content = f"{w.parts} parts of equal size" if w.parts > 1 else "a kernel per expert"
+            return dataclasses.replace(
+                array, fault=f"{location} has shape {list(array.shape)}: it must contain {expected_content}"
+            )
         part = array.take(self.outputs(shape[self.dim]), self.dim + w.transposed)
         if w.transposed:
-            # Read one whole matrix at a time, because its rows in memory are columns of the tensor.
+            # Read one whole matrix at a time, because the rows of the matrix in memory are columns of the tensor.
             block = math.prod(part.shape[-2:]) * array.dtype.itemsize
-            last = len(part.shape) - 1
-            part = dataclasses.replace(part.transpose((*range(last - 1), last, last - 1)), block=block)
+            last_axis = len(part.shape) - 1
+            part = dataclasses.replace(part.transpose((*range(last_axis - 1), last_axis, last_axis - 1)), block=block)
         return part if array.codes is None else self._select_codes(array, part)
 
     def _select_codes(self, array: LazyArray, floats: LazyArray) -> LazyArray:
         """Select the part from the codes, scales and zero points. ``floats`` is the part of the dequantized tensor."""
         assert array.codes is not None
-        tall, high = array.codes.tile[0], array.shape[self.dim]
-        common = {"order"} if tall < high else {"order", "scale", "zero"}
-        parts = {name: part if name in common else self.select(part) for name, part in array.parts.items()}
-        apart = high % tall == 0 and high // tall % self.w.parts == 0 and not (self.w.alternate and tall > 1)
-        if tall < high and not apart:
-            fault = f"{self.tensor} in {array.file} has tiles that share a scale and belong to two parameters"
+        tile_rows, num_rows = array.codes.tile[0], array.shape[self.dim]
+        unsplit_names = {"order"} if tile_rows < num_rows else {"order", "scale", "zero"}
+        parts = {name: part if name in unsplit_names else self.select(part) for name, part in array.parts.items()}
+        is_divisible = (
+            num_rows % tile_rows == 0
+            and num_rows // tile_rows % self.w.parts == 0
+            and not (self.w.alternate and tile_rows > 1)
+        )
+        if tile_rows < num_rows and not is_divisible:
+            fault = f"{self.tensor} in {array.file} has quantization tiles that span two parameters"
             parts = {name: dataclasses.replace(part, fault=fault) for name, part in parts.items()}
             return dataclasses.replace(floats, parts=parts)
         return coded_array(array.codes, floats.shape, parts)
@@ -89,10 +95,10 @@ def split_tensors(table: Table, arrays: LazyArrays) -> dict[str, LazyArray]:
         arrays: Tensors of a checkpoint by name.
     """
     rows = [(w, int(".experts." in key and not w.per_expert)) for key in table for w in options(table, key)]
-    split = {(w.name, w.per_expert) for w, _ in rows if not w.whole}
+    split_names = {(w.name, w.per_expert) for w, _ in rows if not w.whole}
     parts_of: dict[tuple[str, ...], list[tuple[W, int]]] = {}
     for w, dim in rows:
-        if (w.name, w.per_expert) in split:  # includes the whole tensor if the table lists it as an alternative
+        if (w.name, w.per_expert) in split_names:  # also the whole tensor, if the table lists it as an alternative
             parts_of.setdefault((w.name, w.per_expert), []).append((w, dim))
     result: dict[str, LazyArray] = {}
     for name, array in arrays.items():
@@ -112,31 +118,33 @@ def join_parts(arrays: LazyArrays, parts: Mapping[str, TensorPart | None]) -> di
         parts: Array name -> part of a tensor, or None if the array is a whole tensor.
     """
     tensors: dict[str, LazyArray] = {}
-    split: dict[str, dict[TensorPart, LazyArray]] = {}
+    parts_of: dict[str, dict[TensorPart, LazyArray]] = {}
     for name, array in arrays.items():
         part = parts.get(name)
         if part is None:
             tensors[name] = array
         else:
-            split.setdefault(part.tensor, {})[part] = array
-    return tensors | {name: _join(each) for name, each in split.items()}
+            parts_of.setdefault(part.tensor, {})[part] = array
+    return tensors | {name: _join(tensor_parts) for name, tensor_parts in parts_of.items()}
 
 
 def _join(parts: Mapping[TensorPart, LazyArray]) -> LazyArray:
-    first, array = next(iter(parts.items()))
-    assert sum(part.w.span for part in parts) == first.w.parts, parts.keys()
-    dim, dtype = first.dim, array.dtype
-    total = array.shape[dim] // first.w.span * first.w.parts
-    shape = (*array.shape[:dim], total, *array.shape[dim + 1 :])
-    shape = _swap_last(shape) if first.w.transposed else shape
+    first_part, array = next(iter(parts.items()))
+    assert sum(part.w.span for part in parts) == first_part.w.parts, parts.keys()
+    axis, dtype = first_part.dim, array.dtype
+    num_outputs = array.shape[axis] // first_part.w.span * first_part.w.parts
+    shape = (*array.shape[:axis], num_outputs, *array.shape[axis + 1 :])
+    shape = _swap_last(shape) if first_part.w.transposed else shape
 
     def read(box: Box, empty: Empty) -> np.ndarray:
-        experts = (box[0],) if dim else ()  # read only the experts in the box
+        experts = (box[0],) if axis else ()  # read only the experts in the box
         tensor = np.empty((*sizes(experts), *shape[len(experts) :]), dtype)
         for part, array in parts.items():
             values = array.read_box((*experts, *whole(array.shape)[len(experts) :]), np.empty)
-            outs = part.outputs(total)
-            target = tensor[(*(slice(None),) * (dim + part.w.transposed), slice(outs.start, outs.stop, outs.step))]
+            outputs = part.outputs(num_outputs)
+            target = tensor[
+                (*(slice(None),) * (axis + part.w.transposed), slice(outputs.start, outputs.stop, outputs.step))
+            ]
             if part.w.transposed:
                 transpose_matrices(target, values)
             else:
