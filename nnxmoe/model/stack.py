@@ -57,7 +57,7 @@ def run_stacks(
     """Run consecutive stacks. Only the last stack skips tokens whose output is not requested.
 
     Args:
-        stacks: Stacks, or functions with a stack's arguments ``(x, context, cache)``.
+        stacks: Stacks, or functions ``(x, context=…, cache=…) -> Body``.
         depths: Number of layers per stack.
         x: Input of the first layer.
         context: Context of all layers.
@@ -66,7 +66,7 @@ def run_stacks(
     outputs = []
     for i, (stack, cache) in enumerate(zip(stacks, caches, strict=True)):
         last_only = context.request.last_token_only and i + 1 == len(stacks)
-        outputs.append(stack(x, context.for_layer(i, last_token_only=last_only), cache))
+        outputs.append(stack(x, context=context.for_layer(i, last_token_only=last_only), cache=cache))
         x = outputs[-1].x
     return concatenate_layers(x, outputs, depths)
 
