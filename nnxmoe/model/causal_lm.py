@@ -53,13 +53,13 @@ class CausalLM(nnx.Module):
 
     Create a model with ``Mixtral(MixtralConfig(…), nnxmoe.Strategy(…), rngs=nnx.Rngs(0), dtype=…)``.
 
-    A model family is a subclass that sets ``configs`` and defines ``attention`` and ``feed_forward``. Its `Family`
-    lists the names of its weights in checkpoint files. `model_program` compiles functions of a model. It splits the
-    model again only after the model's structure has changed.
+    A model family is a subclass that sets ``configs`` and defines ``attention`` and ``feed_forward``. A `Family` lists
+    the names of the model's weights in checkpoint files. `model_program` compiles functions of a model, and splits the
+    model again only if the model's structure has changed.
 
     Args:
         config: Config of the model, an instance of a class in ``configs``.
-        strategy: How to compute the model. Defaults to ``Strategy()``.
+        strategy: Execution choices. Defaults to ``Strategy()``.
         rngs: Random keys for initialization. If None, parameters have shapes but no values. On a mesh, each device
             initializes its shards.
         dtype: Floating-point dtype of the parameters, and of the activations unless the strategy sets
@@ -78,7 +78,7 @@ class CausalLM(nnx.Module):
     config: Any
 
     def attention(self, index: int, **kw: Any) -> Attention:
-        """Build the attention of layer ``index``. ``kw``, here and below: ``dtype`` and ``rngs``."""
+        """Build the attention of layer ``index``. In all builders, ``kw`` contains ``dtype`` and ``rngs``."""
         raise TypeError("a model class must define attention(index, **kw)")
 
     def feed_forward(self, index: int, **kw: Any) -> FeedForward:
@@ -96,18 +96,18 @@ class CausalLM(nnx.Module):
     def layer(self, index: int, form: type[Layer] = Layer, *, dtype: Any, rngs: Any, **options: Any) -> Layer:
         """Build layer ``index`` as an instance of ``form``, with keyword arguments ``options`` of ``form``."""
         kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
-        attention, fed = self.attention(index, **kw), self.feed_forward(index, **kw)
-        one, other = (self.norm_class(self.config.hidden_size, self.config.rms_norm_eps, **kw) for _ in range(2))
-        return form(one, attention, other, fed, **options)
+        attention, feed_forward = self.attention(index, **kw), self.feed_forward(index, **kw)
+        norm1, norm2 = (self.norm_class(self.config.hidden_size, self.config.rms_norm_eps, **kw) for _ in range(2))
+        return form(norm1, attention, norm2, feed_forward, **options)
 
     def to_layer_input(self, x: Float[Array, "B T D"], tokens: Ids) -> Any:
         """Return the input of the first layer for the embedding ``x`` of ``tokens``.
 
-        The input is ``x``, or a pytree if layers pass more than hidden states to the next layer.
+        The input is ``x``, or a pytree if layers pass more than hidden states to each other.
         """
         return x
 
-    def from_layer_output(self, x: Any) -> Float[Array, "B asked D"]:
+    def from_layer_output(self, x: Any) -> Float[Array, "B requested D"]:
         """Extract the hidden states from a layer's output. Inverse of `to_layer_input`."""
         return x
 
@@ -134,11 +134,11 @@ class CausalLM(nnx.Module):
         c = self.config
         sizes = {"heads": c.num_attention_heads, "kv_heads": c.kv_heads, "head_dim": c.head_width}
         sizes |= {"scale": c.query_scale, "out_bias": None, "value_dim": None}
-        heads = AttentionDims(
+        dims = AttentionDims(
             c.hidden_size, bias=bias, **{name: options.pop(name, size) for name, size in sizes.items()}
         )
-        chosen = {"rotary": c.rope, "window": c.windows[index], "attention_fn": self.strategy.attention_fn, **options}
-        return form(heads, **chosen)
+        kw = {"rotary": c.rope, "window": c.windows[index], "attention_fn": self.strategy.attention_fn, **options}
+        return form(dims, **kw)
 
     def moe(self, router: Router, width: int, shared: Any = None, **options: Any) -> MoE:
         """Build a mixture-of-experts feed-forward that the strategy's objects compute.
@@ -181,7 +181,7 @@ class CausalLM(nnx.Module):
         strategy, dtype = strategy or Strategy(), floating_dtype(type(self).__name__, "dtype", dtype)
         check_arguments(type(self), config, strategy, rngs)
         self.config, self.strategy = config, strategy
-        ahead = self._prediction_layers() if mtp else lambda **kw: []
+        build_mtp = self._prediction_layers() if mtp else lambda **kw: []
         self.generation_config = {}
         self.load_report: Any = None
         self.merged: Any = None  # adapters that `nnxmoe.train.lora.merge` has folded into the weights
@@ -193,13 +193,13 @@ class CausalLM(nnx.Module):
                 "stacks": nnx.List(stacks_of(self, strategy, **kw)),
                 "norm": self.final_norm(**kw),
                 "head": self.output_head(**kw),
-                "mtp": nnx.List(ahead(**kw)),
+                "mtp": nnx.List(build_mtp(**kw)),
             }
 
         key = None if rngs is None else rngs.params()
-        made = parts(None if strategy.mesh is not None else key)
-        self.mtp: nnx.List[Any] = made["mtp"]
-        self.embed, self.stacks, self.norm, self.head = (made[name] for name in ("embed", "stacks", "norm", "head"))
+        modules = parts(None if strategy.mesh is not None else key)
+        self.mtp: nnx.List[Any] = modules["mtp"]
+        self.embed, self.stacks, self.norm, self.head = (modules[name] for name in ("embed", "stacks", "norm", "head"))
         self.dtype, self.mesh = jnp.dtype(strategy.compute_dtype or dtype), strategy.mesh
         ropes = (getattr(part, "rotary", None) for _, part in nnx.iter_graph(self.stacks))
         self.cache_format, self.ropes = strategy.cache, tuple(dict.fromkeys(rope for rope in ropes if rope is not None))
@@ -220,9 +220,9 @@ class CausalLM(nnx.Module):
 
     def __repr__(self) -> str:
         leaves = jax.tree.leaves(nnx.state(self, nnx.Param))
-        count, kinds = sum(leaf.size for leaf in leaves), sorted({str(leaf.dtype) for leaf in leaves})
-        ahead = f" and {len(self.mtp)} prediction layers" if self.mtp else ""
-        sizes = f"{self.config.num_hidden_layers} layers{ahead}, {count:,} parameters in {', '.join(kinds)}"
+        count, dtypes = sum(leaf.size for leaf in leaves), sorted({str(leaf.dtype) for leaf in leaves})
+        mtp = f" and {len(self.mtp)} prediction layers" if self.mtp else ""
+        sizes = f"{self.config.num_hidden_layers} layers{mtp}, {count:,} parameters in {', '.join(dtypes)}"
         return f"{type(self).__name__}({sizes}, {self.strategy.stacking})"
 
     def __str__(self) -> str:
@@ -278,32 +278,32 @@ class CausalLM(nnx.Module):
             positions: Rotary positions ``[B, T]``. Default: 0 … T-1, or with a cache the number of real tokens before.
             segment_ids: ``[B, T]``. Tokens attend to their segment only (packed documents).
             cache: A cache from `empty_cache`.
-            key: Random key for the router's jitter, if the config has jitter. None disables it.
-            input_ids: Name of ``tokens`` in transformers: ``model(**tokenizer(text, return_tensors="np"))`` works.
+            key: Random key for the router's jitter, if the config has jitter. None disables jitter.
+            input_ids: Alias of ``tokens``, as in transformers: ``model(**tokenizer(text, return_tensors="np"))`` works.
 
         Raises:
             ValueError: A token id is outside the vocabulary, a shape is wrong, the cache is full, or the model has no
                 values. Inside a transformation the cache's length is unknown: rows that do not fit have NaN logits.
         """
         if (tokens is None) == (input_ids is None):
-            raise ValueError("give tokens, or input_ids, which is transformers' name of them, and not both")
+            raise ValueError("pass either tokens or input_ids (the name in transformers), not both")
         tokens = input_ids if tokens is None else tokens
         inputs = check_inputs(self.vocab_size, tokens, attention_mask, positions, segment_ids)
         lengths, width = lengths_after_pass(inputs, cache), np.shape(inputs.tokens)[1]
         if lengths is not None and positions is None and not isinstance(inputs.tokens, Tracer):
             warn_beyond_positions(self, int(lengths.max()))
-        fresh = cache is not None and cache.max_length == 0 and width > 1  # one token is a step of decoding
+        fresh = cache is not None and cache.max_length == 0 and width > 1  # a single token is a decoding step
         options = cache, key, return_routing, return_hidden, fresh
         if is_traced(self, (inputs, cache, key)) or is_stateful(self):
             return self._forward_uncompiled(inputs, *options)
-        exact = self.mesh is not None or (cache is not None and width == 1) or not self.token_independent(key)
+        is_unpadded = self.mesh is not None or (cache is not None and width == 1) or not self.token_independent(key)
         program = (layerwise_program if key is None else model_program)(self, CausalLM.forward, static=(6, 7, 8))
-        out = program(*(inputs if exact else pad_inputs(inputs)), *options)
-        if is_stateful(self):  # found by tracing the program
+        out = program(*(inputs if is_unpadded else pad_inputs(inputs)), *options)
+        if is_stateful(self):  # tracing the program detects stateful modules
             return self._forward_uncompiled(inputs, *options)
         if lengths is not None and out.cache is not None:
             out.cache.remember_lengths(lengths)
-        return out if exact else remove_padding(out, width, all_real=inputs.attention_mask is None)
+        return out if is_unpadded else remove_padding(out, width, all_real=inputs.attention_mask is None)
 
     def _forward_uncompiled(self, inputs: ModelInputs, *options: Any) -> Output:
         try:
@@ -311,9 +311,9 @@ class CausalLM(nnx.Module):
         except (TypeError, jax.errors.InconclusiveDimensionOperation) as error:
             if is_static(*np.shape(inputs.tokens)):
                 raise
-            raise ValueError(  # of jax.export
-                f"{type(self).__name__} cannot be exported for tokens {list(np.shape(inputs.tokens))}: give numbers "
-                f"in place of the symbols, one program per size ({str(error).splitlines()[0]})"
+            raise ValueError(  # symbolic sizes occur only in jax.export
+                f"{type(self).__name__} cannot be exported for symbolic tokens {list(np.shape(inputs.tokens))}: export "
+                f"one program per concrete size ({str(error).splitlines()[0]})"
             ) from error
 
     def forward(
@@ -328,7 +328,7 @@ class CausalLM(nnx.Module):
         return_hidden: bool,
         fresh: bool,
     ) -> Output:
-        """Compute the output of a call from arrays. ``fresh``: promises that the cache is empty (see `body`)."""
+        """Compute the output of a call from arrays. Set ``fresh`` only if the cache is empty (see `body`)."""
         request = OutputRequest(all_hidden=return_hidden, reduce_routing=None if return_routing else drop_routing)
         body = self.body(tokens, attention_mask, positions, segment_ids, cache, key, request, fresh=fresh)
         routing, dispatch = None, None
@@ -355,22 +355,22 @@ class CausalLM(nnx.Module):
             request: Which outputs to return. With ``last_token_only``, ``x`` is ``[B, 1, D]``. If the last layer can
                 skip the other tokens (except their keys and values), its ``infos`` and ``hidden`` cover the last token
                 only.
-            fresh: Promises that the cache is empty. Attention then does not read the cache's slots.
+            fresh: Whether the cache is known to be empty. Attention then does not read the cache's slots.
 
         Raises:
             ValueError: ``fresh`` is True, but the cache is known to contain tokens.
         """
         caches = (None,) * len(self.stacks) if cache is None else cache.layers
-        shared = None if cache is None else cache.shared(fresh)
-        embedded, context, shared = self._embed_inputs(
-            tokens, attention_mask, positions, segment_ids, shared, key, fresh
+        shared_cache = None if cache is None else cache.shared(fresh)
+        embeddings, context, shared_cache = self._embed_inputs(
+            tokens, attention_mask, positions, segment_ids, shared_cache, key, fresh
         )
         context = dataclasses.replace(context, request=request)
         depths = [stack.depth for stack in self.stacks]
-        out = run_stacks(self.stacks, depths, embedded, context, caches)
-        normalized, hidden, mtp_hidden = self._finish(embedded, out.x, out.hidden, shared, request)
-        cache = None if shared is None else dataclasses.replace(shared, layers=out.cache)
-        return Body(normalized, cache, out.infos, hidden, mtp_hidden)
+        out = run_stacks(self.stacks, depths, embeddings, context, caches)
+        head_input, hidden, mtp_hidden = self._finish(embeddings, out.x, out.hidden, shared_cache, request)
+        cache = None if shared_cache is None else dataclasses.replace(shared_cache, layers=out.cache)
+        return Body(head_input, cache, out.infos, hidden, mtp_hidden)
 
     def _embed_inputs(
         self,
@@ -390,12 +390,12 @@ class CausalLM(nnx.Module):
         """
         tokens, masks = jnp.asarray(tokens), (attention_mask, positions, segment_ids)
         context, cache = Context.from_inputs(self.ropes, tokens, *masks, cache, key, fresh)
-        embedded = shard_batch(self.embed(tokens, self.dtype), self.mesh)
-        return self.to_layer_input(embedded, tokens), context, cache
+        embeddings = shard_batch(self.embed(tokens, self.dtype), self.mesh)
+        return self.to_layer_input(embeddings, tokens), context, cache
 
     def _finish(
-        self, embedded: Any, x: Any, layer_outputs: tuple[Any, ...], cache: Cache | None, request: OutputRequest
-    ) -> tuple[Float[Array, "B asked D"], tuple[Array, ...], Array]:
+        self, embeddings: Any, x: Any, layer_outputs: tuple[Any, ...], cache: Cache | None, request: OutputRequest
+    ) -> tuple[Float[Array, "B requested D"], tuple[Array, ...], Array]:
         """Normalize the last layer's output ``x``.
 
         Returns:
@@ -404,15 +404,15 @@ class CausalLM(nnx.Module):
         x = self.from_layer_output(x)
         last_token_only = request.last_token_only
         hidden_states = x if cache is None else cache.nan_if_full(x)
-        normalized = self.norm(hidden_states[:, -1:] if last_token_only else hidden_states)
+        head_input = self.norm(hidden_states[:, -1:] if last_token_only else hidden_states)
         hidden = ()
         if request.all_hidden:
-            hidden = (*map(self.from_layer_output, (embedded, *layer_outputs)), normalized)
-        return normalized, hidden, self.mtp_hidden(x[:, -1:] if last_token_only else x, normalized)
+            hidden = (*map(self.from_layer_output, (embeddings, *layer_outputs)), head_input)
+        return head_input, hidden, self.mtp_hidden(x[:, -1:] if last_token_only else x, head_input)
 
     def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Apply the output head: logits in float32."""
-        if self.head is not None and not hasattr(self.head, "weight"):  # a replaced part
+        if self.head is not None and not hasattr(self.head, "weight"):  # a replacement without a kernel
             return self.head(x).astype(jnp.float32)
         return self.head_weight().matmul_f32(x)
 
@@ -434,9 +434,9 @@ class CausalLM(nnx.Module):
         return self.config.vocab_size if table is None else int(table.shape[0])
 
     def token_independent(self, key: Key[Array, ""] | None = None) -> bool:
-        """Whether tokens influence each other through attention only.
+        """Whether tokens influence each other only through attention.
 
-        If True, splitting or padding a pass does not change its result. False with `Capacity`, because tokens compete
+        If True, splitting or padding a pass does not change the result. False with `Capacity`, because tokens compete
         for the slots of an expert.
         """
         return all(stack.token_independent(key) for stack in self.stacks)
@@ -447,7 +447,7 @@ class CausalLM(nnx.Module):
         Args:
             batch: Number of rows.
             capacity: Maximum number of real tokens per row.
-            lookahead: Number of the newest tokens of a row that a smaller ``length`` can remove again.
+            lookahead: Number of newest tokens per row that can be removed again by reducing ``length``.
         """
         layers = tuple(stack.empty_cache(batch, capacity, self.dtype, lookahead) for stack in self.stacks)
         return self.cache_of(layers, batch, capacity)
@@ -458,7 +458,7 @@ class CausalLM(nnx.Module):
 
     @property
     def fixed_positions(self) -> int | None:
-        """Positions beyond which the frequencies of a `DynamicRope` depend on the longest row's length.
+        """Number of positions beyond which the frequencies of a `DynamicRope` depend on the longest row's length.
 
         None if the model has no `DynamicRope`.
         """

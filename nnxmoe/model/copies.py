@@ -31,8 +31,11 @@ def on_mesh(model: CausalLM, mesh: Mesh) -> CausalLM:
     graph, state = nnx.split(model)
     require_values(jax.tree.leaves(state))
     strategy = dataclasses.replace(model.strategy, mesh=mesh)
-    flat = [(p, v.replace(jax.device_put(v.get_value(), strategy.sharding_of(v)))) for p, v in nnx.to_flat_state(state)]
-    model = nnx.merge(graph, nnx.from_flat_state(flat))  # the copy has new variables
+    leaves = [
+        (path, variable.replace(jax.device_put(variable.get_value(), strategy.sharding_of(variable))))
+        for path, variable in nnx.to_flat_state(state)
+    ]
+    model = nnx.merge(graph, nnx.from_flat_state(leaves))  # the copy has new variables
     model.strategy = strategy
     for _, node in nnx.iter_graph(model):
         if isinstance(node, CausalLM | MoE | Embed | GatedDeltaNet | PipelinedStack):  # modules with an attribute mesh
@@ -43,11 +46,11 @@ def on_mesh(model: CausalLM, mesh: Mesh) -> CausalLM:
 
 
 def unscan(model: CausalLM) -> CausalLM:
-    """Return a model with separate arrays per layer instead of stacked arrays (``Scanned``). It decodes faster.
+    """Return a copy of a scanned model with separate arrays per layer, for faster decoding.
 
-    Copies the stacked arrays, so both models need memory until the given model is deleted. `nnxmoe.generate` caches
-    such a copy of a scanned model. The other arrays are shared, but all variables are new: assigning a variable of one
-    model does not change the other model. Returns the given model if it has no scanned layers.
+    Copies the stacked arrays, so both models need memory until ``model`` is deleted. `nnxmoe.generate` caches such a
+    copy of a scanned model. The other arrays are shared, but all variables are new: assigning a variable of one model
+    does not change the other model. Returns ``model`` itself if it has no scanned layers.
 
         model = nnxmoe.unscan(nnxmoe.train.fit(model, …).model)
     """

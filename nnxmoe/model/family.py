@@ -26,7 +26,7 @@ class LayerGroups:
             sparse: Whether each layer has experts.
             scan: Whether MaxText stacks the layers (``scan_layers``).
         """
-        groups = [self.sparse if has else self.dense for has in sparse]
+        groups = [self.sparse if has_experts else self.dense for has_experts in sparse]
         if scan:
             return [(group, (groups.count(group),)) for group in groups]
         return [(f"{group}_{i - groups.index(group)}", ()) for i, group in enumerate(groups)]
@@ -53,24 +53,26 @@ class LayerBlocks:
 
     def places(self, sparse: Sequence[bool], scan: bool) -> Places:
         """Return the place of each layer below ``decoder/``. Uses only the length of ``sparse``."""
-        unscanned: Places = [(f"layers_{i}", ()) for i in range(len(sparse))]
+        layer_places: Places = [(f"layers_{i}", ()) for i in range(len(sparse))]
         if not scan:
-            return unscanned
-        count = len(sparse) - self.first
-        return unscanned[: self.first] + [self._scanned(i, count // len(self.layer_types)) for i in range(count)]
+            return layer_places
+        num_layers = len(sparse) - self.first
+        return layer_places[: self.first] + [
+            self._scanned(i, num_layers // len(self.layer_types)) for i in range(num_layers)
+        ]
 
-    def _scanned(self, i: int, blocks: int) -> tuple[str, tuple[int, ...]]:
-        length = len(self.layer_types)
+    def _scanned(self, i: int, num_blocks: int) -> tuple[str, tuple[int, ...]]:
+        block_size = len(self.layer_types)
         if not self.nested:
-            return self.name.format(i % length), (blocks,)
-        if (i + 1) % length:
-            return f"{self.name}/local_layers", (blocks, length - 1)
-        return f"{self.name}/global_layer", (blocks,)
+            return self.name.format(i % block_size), (num_blocks,)
+        if (i + 1) % block_size:
+            return f"{self.name}/local_layers", (num_blocks, block_size - 1)
+        return f"{self.name}/global_layer", (num_blocks,)
 
 
 @dataclasses.dataclass(frozen=True)
 class MaxTextNames:
-    """Names of a family's parameters in MaxText. Override the methods if names depend on the config.
+    """Names of a family's parameters in MaxText. Subclasses override the methods if names depend on the config.
 
     Attributes:
         table: Key of a parameter -> `nnxmoe.convert.maxtext.layout.MaxTextRow`. Empty if MaxText does not
@@ -88,15 +90,18 @@ class MaxTextNames:
         return self.groups
 
     def layer_types(self, config: Any) -> Sequence[str]:
-        """Return the type of each layer, in the terms of `LayerBlocks.layer_types`."""
+        """Return the type of each layer. `LayerBlocks.layer_types` uses the same names."""
         return ["global" if window is None else "local" for window in config.windows]
 
     def columns(self, config: Any) -> Mapping[str, tuple[int, ...]]:
-        """Map each parameter that shares an array of MaxText to the columns of the array that have its outputs."""
+        """Return, by parameter key, the columns of parameters that share an array in MaxText.
+
+        The columns contain the parameter's outputs.
+        """
         return {}
 
     def streams(self, config: Any) -> int:
-        """Return the number of residual streams with separate weight arrays in MaxText. 0 if there are none."""
+        """Return the number of residual streams with separate weight arrays in MaxText, or 0."""
         return 0
 
 
@@ -110,9 +115,9 @@ class Family:
         hf_of_config: Function that returns the rows of ``hf`` that depend on the config.
         hf_root: Prefix of tensor names in saved checkpoints, in place of ``model.``.
         maxtext: Names in MaxText.
-        mtp_prefixes: Two prefixes of tensors in prediction layers: for tensors that only prediction layers have, and
-            for all other tensors. If empty, prediction layers are numbered after the other layers.
-        peft_excluded: Projections that PEFT has no adapters for.
+        mtp_prefixes: Two prefixes of tensors in prediction layers. The first is for tensors that only prediction layers
+            have, the second for all other tensors. If empty, prediction layers are numbered after the main layers.
+        peft_excluded: Projections without adapters in PEFT.
         presets: Name -> config of a published checkpoint.
         hub_ids: Name of a preset -> its checkpoint on the Hugging Face Hub.
         checkpoint_notes: Name of a preset -> differences between its files and the loaded model.
@@ -142,6 +147,6 @@ class Family:
 def row_missing(family: Family, key: str) -> str:
     """Return the error message for a parameter without a row in ``hf``."""
     return (
-        f"{family.model.__name__}: the parameter {key} has no row in hf, so that no checkpoint can hold it: add "
+        f"{family.model.__name__}: the parameter {key} has no row in hf, so checkpoints cannot contain it: add "
         f'"{key}": W("its name in a layer")'
     )

@@ -32,7 +32,7 @@ def refuse_unnamed_parameters(family: Family) -> None:
         for config in _variants(configs[0]) if configs else ():
             try:
                 model = family.model(config, Strategy(stacking=Scanned()), rngs=None)
-            except Exception:  # default values may be incompatible; saving checks the rows of actual configs
+            except Exception:  # Default values may be incompatible. Saving checks the rows of actual configs.
                 continue
             check_rows(model, family)
 
@@ -57,7 +57,7 @@ def check_rows(model: CausalLM, family: Family) -> None:
     Raises:
         ConfigError: A parameter has no row, two parameters have the same tensor, or no row covers a part of a tensor.
     """
-    owner, table = family.model.__name__, family.hf_names(model.config)
+    class_name, table = family.model.__name__, family.hf_names(model.config)
     parts = collections.defaultdict[tuple[str, int], list[str]](list)  # (tensor, part) -> parameters
     sizes = dict[str, int]()
     for path, variable in nnx.to_flat_state(nnx.state(model)):
@@ -67,19 +67,23 @@ def check_rows(model: CausalLM, family: Family) -> None:
         w = options(table, key)[0]
         if w.per_expert and "expert" not in axes_of(variable):
             raise ConfigError(
-                f"{owner}: {key} has no dimension of experts, and its row in hf a tensor per expert "
-                f"({w.name}.N.{w.per_expert}): write W({w.name!r})"
+                f"{class_name}: {key} has no expert axis, but its row in hf names one tensor per expert "
+                f"({w.name}.N.{w.per_expert}): use W({w.name!r})"
             )
         tensor = w.tensor(layer, "N")
         sizes[tensor] = w.parts
         for part in _covered(w):
             parts[tensor, part].append(key)
-    if twice := {name: keys for (name, _), keys in parts.items() if len(keys) > 1}:
-        name, keys = next(iter(twice.items()))
-        raise ConfigError(f"{owner}: hf gives {some(keys)} the same tensor, {name}: name one for each")
-    for tensor, count in sizes.items():
-        if missing := set(range(count)) - {part for name, part in parts if name == tensor}:
-            raise ConfigError(f"{owner}: no row of hf has part {min(missing)} of the {count} of {tensor}: add it")
+    if duplicates := {name: keys for (name, _), keys in parts.items() if len(keys) > 1}:
+        name, keys = next(iter(duplicates.items()))
+        raise ConfigError(
+            f"{class_name}: hf maps {some(keys)} to the same tensor {name}: use a different tensor for each"
+        )
+    for tensor, num_parts in sizes.items():
+        if missing_parts := set(range(num_parts)) - {part for name, part in parts if name == tensor}:
+            raise ConfigError(
+                f"{class_name}: no row of hf has part {min(missing_parts)} of the {num_parts} of {tensor}: add a row"
+            )
 
 
 def _covered(w: W) -> range:

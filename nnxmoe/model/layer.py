@@ -16,7 +16,7 @@ class LayerOutput(NamedTuple):
     """Output of a layer.
 
     Attributes:
-        x: Hidden states ``[B asked D]`` of the requested tokens, or a pytree (see `CausalLM.to_layer_input`).
+        x: Hidden states ``[B requested D]`` of the requested tokens, or a pytree (see `CausalLM.to_layer_input`).
         cache: The layer's updated cache.
         info: `MoEInfo` of the feed-forward. None if the feed-forward is dense.
     """
@@ -64,12 +64,12 @@ class Layer(nnx.Module):
         self.scale = scale
 
     def store_feed_forward(self, part: "FeedForward | EmptyPart", **around: Any) -> None:
-        """Assign the feed-forward to the attribute that its ``name`` says (default ``mlp``).
+        """Assign the feed-forward to the attribute named by ``part.name`` (default ``mlp``).
 
         Args:
             part: The feed-forward.
-            around: Parts with the feed-forward's prefix, by suffix: ``norm=…`` is stored as ``moe_norm`` or
-                ``mlp_norm``.
+            around: Modules whose attribute names share the feed-forward's prefix, by suffix. ``norm=…`` is stored as
+                ``moe_norm`` or ``mlp_norm``.
         """
         setattr(self, getattr(part, "name", "mlp"), part)
         for suffix, module in around.items():
@@ -84,7 +84,9 @@ class Layer(nnx.Module):
         """
         other = {"moe": "mlp", "mlp": "moe"}.get(name)
         if other in vars(self):
-            raise ValueError(f"{name} cannot be assigned: this layer's feed-forward is {other}, and a layer has one")
+            raise ValueError(
+                f"{name} cannot be assigned: this layer's feed-forward is {other}, and a layer can have only one"
+            )
         name = name.replace("feed_forward", self.feed_forward_name) if name.startswith("feed_forward") else name
         if name in ("moe", "mlp", "attention") and not isinstance(value, EmptyPart):
             check_call(f"layer.{name}", value, "context")
@@ -123,19 +125,19 @@ class Layer(nnx.Module):
         if not hasattr(self.attention, "empty_cache"):
             raise ValueError(
                 f"the attention {type(self.attention).__name__} has no cache: define "
-                "empty_cache(batch, capacity, dtype, lookahead), in a wrapper by that of the wrapped attention"
+                "empty_cache(batch, capacity, dtype, lookahead). A wrapper can call the wrapped attention's method"
             )
         return self.attention.empty_cache(batch, capacity, dtype, lookahead)
 
     def __call__(self, x: Float[Array, "B T D"], context: Context, cache: Any = None) -> LayerOutput:
-        more, cache = self.attention_branch(x, context=context, cache=cache)
-        x = context.output_tokens(x) + more
-        more, info = self.feed_forward_branch(x, context=context)
-        return LayerOutput(x + more, cache, info)
+        update, cache = self.attention_branch(x, context=context, cache=cache)
+        x = context.output_tokens(x) + update
+        update, info = self.feed_forward_branch(x, context=context)
+        return LayerOutput(x + update, cache, info)
 
     def attention_branch(
         self, x: Float[Array, "B T D"], context: Context, cache: Any
-    ) -> tuple[Float[Array, "B asked D"], Any]:
+    ) -> tuple[Float[Array, "B requested D"], Any]:
         """Compute the attention's contribution to the hidden states ``x``.
 
         Returns:
@@ -147,12 +149,12 @@ class Layer(nnx.Module):
         y, cache = out
         return self._added(checkpoint_name(y, "attention_output"), self.attention_post_norm), cache
 
-    def feed_forward_branch(self, x: Float[Array, "B asked D"], context: Context) -> FeedForwardOutput:
+    def feed_forward_branch(self, x: Float[Array, "B requested D"], context: Context) -> FeedForwardOutput:
         """Compute the feed-forward's contribution to ``x``, with its `MoEInfo` if it has experts."""
         y, info = self.call_feed_forward(self.feed_forward_norm(x), context=context)
         return FeedForwardOutput(self._added(y, self.feed_forward_post_norm), info)
 
-    def call_feed_forward(self, x: Float[Array, "B asked D"], context: Context) -> FeedForwardOutput:
+    def call_feed_forward(self, x: Float[Array, "B requested D"], context: Context) -> FeedForwardOutput:
         """Call the feed-forward without its norms. Raises ValueError if it returns a tuple of a different type."""
         out = self.feed_forward(x, context=context.for_output_tokens())
         if isinstance(out, tuple) and not isinstance(out, FeedForwardOutput):
@@ -161,7 +163,7 @@ class Layer(nnx.Module):
             )
         return out if isinstance(out, FeedForwardOutput) else FeedForwardOutput(out, None)
 
-    def _added(self, y: Float[Array, "B asked D"], norm: RMSNorm | None) -> Float[Array, "B asked D"]:
+    def _added(self, y: Float[Array, "B requested D"], norm: RMSNorm | None) -> Float[Array, "B requested D"]:
         y = y if norm is None else norm(y)
         return y if self.scale == 1 else y * self.scale
 
@@ -173,7 +175,7 @@ class EmptyPart(nnx.Module):
     supports_context_parallel: ClassVar[bool] = True
 
     def token_independent(self, key: Key[Array, ""] | None) -> bool:
-        """Return True, because there is nothing to compute."""
+        """Return True, because the placeholder computes nothing."""
         return True
 
     def score_ops(self, seen: float) -> list[tuple[int, float]]:
@@ -189,18 +191,18 @@ class SingleLayer(Layer):
     """A layer with either attention or a feed-forward: ``x + part(norm(x))`` (Nemotron-H, 2025)."""
 
     def __init__(self, norm: RMSNorm, part: Any):
-        attends = hasattr(part, "empty_cache")
-        attention, fed = (part, EmptyPart()) if attends else (EmptyPart(), part)
-        self.attention, self.attention_norm, self.attention_post_norm = attention, norm if attends else None, None
-        self.store_feed_forward(fed, norm=None if attends else norm, post_norm=None)
+        is_attention = hasattr(part, "empty_cache")
+        attention, feed_forward = (part, EmptyPart()) if is_attention else (EmptyPart(), part)
+        self.attention, self.attention_norm, self.attention_post_norm = attention, norm if is_attention else None, None
+        self.store_feed_forward(feed_forward, norm=None if is_attention else norm, post_norm=None)
         self.scale = 1.0
 
     def __call__(self, x: Float[Array, "B T D"], context: Context, cache: Any = None) -> LayerOutput:
         if isinstance(self.attention, EmptyPart):
-            more, info = self.feed_forward_branch(x := context.output_tokens(x), context=context)
-            return LayerOutput(x + more, cache, info)
-        more, cache = self.attention_branch(x, context=context, cache=cache)
-        return LayerOutput(context.output_tokens(x) + more, cache, None)
+            update, info = self.feed_forward_branch(x := context.output_tokens(x), context=context)
+            return LayerOutput(x + update, cache, info)
+        update, cache = self.attention_branch(x, context=context, cache=cache)
+        return LayerOutput(context.output_tokens(x) + update, cache, None)
 
 
 MakeLayer = Callable[[nnx.Rngs | None], Layer]

@@ -1,8 +1,8 @@
 """Compiled programs of a few layers each, for deep models on CPUs.
 
-XLA:CPU compiles every layer of a program again, even if all layers are equal. With one program per run of equal layers,
-the first answer of a model with 24 layers of width 256 took 11.5 s instead of 17.8 s on two cores (jax 0.10.2), at the
-same speed of decoding. On other backends a pass is one program, because each call has a cost.
+XLA:CPU compiles every layer of a program separately, even if all layers are equal. With one program per run of equal
+layers, the first answer of a model with 24 layers of width 256 took 11.5 s instead of 17.8 s on two cores (jax 0.10.2),
+at the same decoding speed. On other backends, a pass is a single program, because each call has a cost.
 """
 
 import dataclasses
@@ -22,19 +22,19 @@ from nnxmoe.model.output import EVERYTHING, Body, OutputRequest
 from nnxmoe.model.program import jit_function, model_program, split_for_program
 from nnxmoe.model.stack import UnrolledStack, run_stacks
 
-# Layers per program. On two cores, decoding took 5 to 18 % longer with one layer per program (8 layers in all), and
-# 0 to 4 % longer with four (32 layers).
+# Layers per program. On two cores, decoding took 5 to 18 % longer with one layer per program (8 layers in total), and
+# 0 to 4 % longer with four layers per program (32 layers in total).
 RUN_LENGTH = 4
 
 
 def layerwise_program(
     model: Any, function: Callable[..., Any], *, static: tuple[int, ...] = (), donated: tuple[int, ...] = ()
 ) -> Callable[..., Any]:
-    """Return `model_program`, or for deep models on CPUs ``function`` with a `LayerwiseModel`.
+    """Return the result of `model_program`, or for deep models on CPUs ``function`` with a `LayerwiseModel`.
 
     Args:
-        function: A module-level function of a model that calls its `body`, `logits` and `empty_cache` only. It donates
-            nothing but caches.
+        function: A module-level function of a model that calls only the model's `body`, `logits` and `empty_cache`, and
+            donates only caches.
         static: See `model_program`.
         donated: See `model_program`.
 
@@ -47,10 +47,10 @@ def layerwise_program(
 
 
 def is_deep_on_cpu(model: Any) -> bool:
-    """Return whether the model is on CPUs, without a mesh, with more unrolled layers than two programs have."""
-    unrolled = all(isinstance(stack, UnrolledStack) for stack in model.stacks)
+    """Whether the model runs on CPUs without a mesh and has more unrolled layers than two programs contain."""
+    is_unrolled = all(isinstance(stack, UnrolledStack) for stack in model.stacks)
     depth = sum(stack.depth for stack in model.stacks)
-    return on_cpu() and model.mesh is None and unrolled and depth > 2 * RUN_LENGTH
+    return on_cpu() and model.mesh is None and is_unrolled and depth > 2 * RUN_LENGTH
 
 
 class LayerwiseModel:
@@ -88,20 +88,20 @@ class LayerwiseModel:
     ) -> Body:
         """Compute `CausalLM.body` without a random key."""
         parts = self._parts
-        shared = None if cache is None else cache.shared(fresh)
-        inputs = tokens, attention_mask, positions, segment_ids, shared, key, fresh
-        embedded, context, shared = parts.embed(self._outer, *inputs)
+        shared_cache = None if cache is None else cache.shared(fresh)
+        inputs = tokens, attention_mask, positions, segment_ids, shared_cache, key, fresh
+        embeddings, context, shared_cache = parts.embed(self._outer, *inputs)
         context = dataclasses.replace(context, request=request)
         depths = [run.depth for run in parts.runs]
         runs = [functools.partial(self._run_layers, run) for run in parts.runs]
         caches = [None] * len(runs) if cache is None else _regroup(cache.layers, depths)
-        out = run_stacks(runs, depths, embedded, context, caches)
-        outputs = embedded, out.x, out.hidden, shared, request
-        normalized, hidden, mtp_hidden = parts.finish(self._outer, *outputs)
+        out = run_stacks(runs, depths, embeddings, context, caches)
+        outputs = embeddings, out.x, out.hidden, shared_cache, request
+        head_input, hidden, mtp_hidden = parts.finish(self._outer, *outputs)
         if cache is not None:
             layers = _regroup(out.cache, [len(layers) for layers in cache.layers])
-            cache = dataclasses.replace(shared, layers=layers)
-        return Body(normalized, cache, out.infos, hidden, mtp_hidden)
+            cache = dataclasses.replace(shared_cache, layers=layers)
+        return Body(head_input, cache, out.infos, hidden, mtp_hidden)
 
     def _run_layers(self, run: "_Run", x: Any, context: Context, cache: Any) -> Body:
         return run.program([self._leaves[i] for i in run.leaves], x, context, cache)
@@ -112,7 +112,7 @@ class LayerwiseModel:
 
 
 def _regroup(groups: Sequence[tuple[Any, ...]], sizes: Sequence[int]) -> tuple[tuple[Any, ...], ...]:
-    """Split the concatenated groups into groups of other sizes."""
+    """Concatenate the groups and split the result into groups of ``sizes``."""
     items = itertools.chain.from_iterable(groups)
     return tuple(tuple(itertools.islice(items, size)) for size in sizes)
 

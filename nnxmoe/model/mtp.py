@@ -42,8 +42,8 @@ class MTP(nnx.Module):
 
     def combine(self, model: Any, embedded: Float[Array, "B T D"], hidden: Float[Array, "B T D"], tokens: Ids) -> Any:
         """Build the prediction layer's input: normalize, concatenate and project embeddings and previous states."""
-        both = jnp.concatenate([self.token_norm(embedded), self.hidden_norm(hidden.astype(embedded.dtype))], axis=-1)
-        return model.to_layer_input(self.project(both), tokens)
+        inputs = jnp.concatenate([self.token_norm(embedded), self.hidden_norm(hidden.astype(embedded.dtype))], axis=-1)
+        return model.to_layer_input(self.project(inputs), tokens)
 
     @property
     def width(self) -> int:
@@ -64,32 +64,34 @@ class MTP(nnx.Module):
         *,
         fresh: bool = False,
     ) -> Body:
-        """Compute this depth. Arguments that are not listed are described at `CausalLM.body`.
+        """Compute this depth. `CausalLM.body` describes the other arguments.
 
         Args:
             model: The main model.
-            hidden: ``mtp_hidden`` of the main model's `Body`, or of the previous depth's.
+            hidden: ``mtp_hidden`` from the `Body` of the main model or of the previous depth.
             tokens: Per position i, the token at position i + k.
             attention_mask: 0 where the row has no token at position i + k.
-            cache: Cache of this depth, from `empty_cache`. A row can be passed in several calls.
+            cache: Cache of this depth, from `empty_cache`. The tokens of a row can be split over several calls.
 
         Returns:
             A `Body`. Pass ``x [B, T, D]``, the normalized states, to ``model.logits``. Pass ``mtp_hidden`` to the next
             depth.
         """
-        shared = None if cache is None else cache.shared(fresh)
-        embedded, context, moved = model._embed_inputs(
-            tokens, attention_mask, positions, segment_ids, shared, key, fresh=fresh
+        shared_cache = None if cache is None else cache.shared(fresh)
+        embeddings, context, new_cache = model._embed_inputs(
+            tokens, attention_mask, positions, segment_ids, shared_cache, key, fresh=fresh
         )
-        embedded = model.from_layer_output(embedded)
+        embeddings = model.from_layer_output(embeddings)
         context = dataclasses.replace(context, request=OutputRequest(reduce_routing=reduce_routing))
         run = self.layer if self.remat is None else self.remat(self.layer, scanned=False)
-        x = self.combine(model, embedded, hidden, tokens)
-        x, stored, info = run(x, context=context, cache=None if cache is None else cache.layers[0])
+        x = self.combine(model, embeddings, hidden, tokens)
+        x, layer_cache, info = run(x, context=context, cache=None if cache is None else cache.layers[0])
         x = model.from_layer_output(x)
-        end = self.norm(x if moved is None else moved.nan_if_full(x))
-        moved = None if moved is None else dataclasses.replace(moved, layers=(stored,))
-        return Body(end, moved, ByLayer({} if info is None else {0: info}), (), model.mtp_hidden(x, end))
+        normalized = self.norm(x if new_cache is None else new_cache.nan_if_full(x))
+        new_cache = None if new_cache is None else dataclasses.replace(new_cache, layers=(layer_cache,))
+        return Body(
+            normalized, new_cache, ByLayer({} if info is None else {0: info}), (), model.mtp_hidden(x, normalized)
+        )
 
     def empty_cache(self, model: Any, batch: int, capacity: int) -> Cache:
         """Create a cache of this depth for ``capacity`` positions per row, in the main model's cache format."""
@@ -118,12 +120,12 @@ def last_matching_layer(matches: Iterable[bool]) -> int:
 
     Raises ConfigError if no layer matches.
     """
-    numbers = [i for i, match in enumerate(matches) if match]
-    if not numbers:
+    indices = [i for i, match in enumerate(matches) if match]
+    if not indices:
         raise ConfigError(
-            "no layer has both the attention and the feed-forward of prediction layers: load without them"
+            "no layer has both the attention and the feed-forward of prediction layers: load without prediction layers"
         )
-    return numbers[-1]
+    return indices[-1]
 
 
 def make_mtp(model: Any, count: int, form: type[MTP] = MTP, *, dtype: Any, rngs: nnx.Rngs | None) -> list[MTP]:
@@ -136,6 +138,6 @@ def make_mtp(model: Any, count: int, form: type[MTP] = MTP, *, dtype: Any, rngs:
     depths = [form(model, model.layer(model.mtp_layer_index, **kw), **kw) for _ in range(count)]
     if config.experts and any(depth.layer.feed_forward_name != "moe" for depth in depths):
         raise ConfigError(
-            "the last layer is dense, and multi-token prediction layers have experts: check the number of dense layers"
+            "the last layer is dense, but multi-token prediction layers have experts: check the number of dense layers"
         )
     return depths

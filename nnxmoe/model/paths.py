@@ -26,18 +26,18 @@ def name_of(model: nnx.Module, path: Sequence[Any]) -> ParamName:
     stacks = getattr(model, "stacks", None)
     if stacks is None or group not in ("stacks", "mtp"):
         return ParamName(".".join(map(str, path)), None, None)
-    number, index, *rest = sum(stack.depth for stack in stacks[: rest[0]]), *rest
+    layer, stack_index, *rest = sum(stack.depth for stack in stacks[: rest[0]]), *rest
     if group == "mtp":
-        number, index = sum(stack.depth for stack in stacks) + index, index + len(stacks)
+        layer, stack_index = sum(stack.depth for stack in stacks) + stack_index, stack_index + len(stacks)
         if rest[0] != "layer":
-            return ParamName(".".join(map(str, ("layer.mtp", *rest))), number, index)
+            return ParamName(".".join(map(str, ("layer.mtp", *rest))), layer, stack_index)
     elif rest[0] == "rest":  # layers after the pipeline (`PipelinedStack.rest`)
-        number, rest = number + stacks[index].count, rest[1:]
+        layer, rest = layer + stacks[stack_index].count, rest[1:]
     if rest[0] == "layers":
-        number, rest = number + rest[1], rest[2:]
+        layer, rest = layer + rest[1], rest[2:]
     else:
         rest = rest[1:]
-    return ParamName(".".join(map(str, ("layer", *rest))), number, index)
+    return ParamName(".".join(map(str, ("layer", *rest))), layer, stack_index)
 
 
 def layer_modules(model: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:

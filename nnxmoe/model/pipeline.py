@@ -64,31 +64,31 @@ class Pipeline:
             )
         size = stages_of(mesh)
         if self.stages is not None and self.stages % size:
-            raise ValueError(f"{self}: the stages are no multiple of {size}, the size of the mesh axis {AXIS!r}")
+            raise ValueError(f"{self}: the stages must be a multiple of {size}, the size of the mesh axis {AXIS!r}")
         if self.microbatches % size:
             raise ValueError(
                 f"{self}: the microbatches must be a multiple of {size}, the size of the mesh axis {AXIS!r}, because "
-                f"each of its devices has the rows of equally many"
+                f"all devices along the axis store equally many microbatches"
             )
 
-    def stack(self, mesh: AnyMesh | None, *given: Any) -> "PipelinedStack":
-        """Build a stack that is split into stages. ``given``: the arguments of ``Strategy.stacking``."""
-        return PipelinedStack(self, mesh, *given)
+    def stack(self, mesh: AnyMesh | None, *arguments: Any) -> "PipelinedStack":
+        """Build a stack that is split into stages. ``arguments``: see `Stacking`."""
+        return PipelinedStack(self, mesh, *arguments)
 
     def refuse_batch(self, batch: int, mesh: AnyMesh) -> None:
         """Raise ValueError if the batch size is not divisible by microbatches times shards per microbatch."""
-        over = shard_count(mesh, _rows_over(mesh))
-        if batch % (self.microbatches * over):
+        shards = shard_count(mesh, _rows_over(mesh))
+        if batch % (self.microbatches * shards):
             raise ValueError(
-                f"a batch of {batch} rows is not divisible by {self.microbatches} microbatches of {over} shards each: "
-                f"use a multiple of {self.microbatches * over} rows, or fewer microbatches"
+                f"a batch of {batch} rows is not divisible by {self.microbatches} microbatches of {shards} shards "
+                f"each: use a multiple of {self.microbatches * shards} rows, or fewer microbatches"
             )
 
     def explain(self, stages: int) -> str:
         """Describe a pipeline of ``stages`` stages in one line."""
         if stages == 1:
-            return f"{self}: one stage on this mesh, which computes whole batches"
-        wait = f"of {self.turns(stages)} turns each waits in {stages - 1} ({self.bubble(stages):.0%})"
+            return f"{self}: one stage on this mesh, so batches are not split"
+        wait = f"of {self.turns(stages)} turns, each stage waits in {stages - 1} ({self.bubble(stages):.0%})"
         return f"{self}: {stages} stages; {wait}"
 
     def turns(self, stages: int) -> int:
@@ -132,19 +132,19 @@ class PipelinedStack(ScannedStack):
                 f"{pipeline}: the model's longest run of equal layers has {count}, fewer than {stages} stages: use a "
                 f"smaller mesh axis {AXIS!r}"
             )
-        inside = count - count % stages
+        num_staged = count - count % stages
         keys = None if rngs is None else layer_keys(rngs, count)
-        super().__init__(inside, make, None if keys is None else keys[:inside], remat, "stages")
-        after = None if keys is None else keys[inside:]
-        self.rest = ScannedStack(count - inside, make, after, remat) if inside < count else None
+        super().__init__(num_staged, make, None if keys is None else keys[:num_staged], remat, "stages")
+        rest_keys = None if keys is None else keys[num_staged:]
+        self.rest = ScannedStack(count - num_staged, make, rest_keys, remat) if num_staged < count else None
         self.pipeline, self.mesh = pipeline, mesh
 
     def refuse_stages(self, mesh: AnyMesh) -> None:
         """Raise ValueError if the number of stages of ``mesh`` does not divide the number of layers."""
         if self.count % (stages := stages_of(mesh)):
             raise ValueError(
-                f"{self.count} layers are not divisible by {stages} pipeline stages: make the model with "
-                f"Pipeline({self.pipeline.microbatches}, stages={stages}), which computes the others outside"
+                f"{self.count} layers are not divisible by {stages} pipeline stages: create the model with "
+                f"Pipeline({self.pipeline.microbatches}, stages={stages}) to compute the remaining layers afterwards"
             )
 
     @property
@@ -187,70 +187,70 @@ class PipelinedStack(ScannedStack):
         if is_captured(self.layer):
             raise ValueError("nnx.capture cannot collect values from pipeline stages: use a mesh with pipe=1")
         self.pipeline.refuse_batch(len(x), self.mesh)
-        cut = _Microbatches(self.pipeline.microbatches, stages_of(self.mesh), _rows_over(self.mesh), self.mesh)
+        layout = _Microbatches(self.pipeline.microbatches, stages_of(self.mesh), _rows_over(self.mesh), self.mesh)
         layers, tree = jax.tree.flatten(nnx.state(self.layer))
-        shared, tree_of_shared = jax.tree.flatten(context)
-        shared = [cut.on_all(a) if a.ndim > 1 else a for a in shared]  # arrays with fewer than 2 axes have no rows
+        leaves, tree_of_context = jax.tree.flatten(context)
+        leaves = [layout.on_all(a) if a.ndim > 1 else a for a in leaves]  # arrays with fewer than 2 axes have no rows
 
-        def run(layers: list[Array], slots: Array, shared: list[Array]) -> Any:
+        def run(layers: list[Array], slots: Array, leaves: list[Array]) -> Any:
             state, stage = jax.tree.unflatten(tree, layers), jax.lax.axis_index(AXIS)
 
-            def compute(x: Array, part: Array) -> tuple[Array, Any]:
-                at = functools.partial(jax.lax.dynamic_index_in_dim, index=cut.place(part), keepdims=False)
-                own = jax.tree.unflatten(tree_of_shared, [at(a) if a.ndim > 1 else a for a in shared])
-                number = first + stage * (self.count // cut.stages)
-                own = own.for_layer(part)
-                y, _, infos, hidden = scan_layers(self.layer, state, self.remat, x, own, None, number)
+            def compute(x: Array, microbatch: Array) -> tuple[Array, Any]:
+                select = functools.partial(jax.lax.dynamic_index_in_dim, index=layout.place(microbatch), keepdims=False)
+                stage_context = jax.tree.unflatten(tree_of_context, [select(a) if a.ndim > 1 else a for a in leaves])
+                first_layer = first + stage * (self.count // layout.stages)
+                stage_context = stage_context.for_layer(microbatch)
+                y, _, infos, hidden = scan_layers(self.layer, state, self.remat, x, stage_context, None, first_layer)
                 return y, (infos, hidden)
 
-            slots, kept = _turns(compute, slots[0], stage, cut)
-            return slots[None], kept
+            slots, outputs = _turns(compute, slots[0], stage, layout)
+            return slots[None], outputs
 
-        staged, of_layers = PartitionSpec(AXIS), PartitionSpec(None, AXIS)
-        specs = (staged, staged, PartitionSpec()), (staged, of_layers)
-        y, (infos, hidden) = shard_map(run, self.mesh, *specs, (AXIS,))(layers, cut.apart(x), shared)
-        each = ByLayer() if infos is None else by_layer(_joined(infos, cut))
-        return Body(cut.together(y), None, each, () if hidden is None else tuple(cut.rows_of(hidden)))
+        stage_spec, layer_spec = PartitionSpec(AXIS), PartitionSpec(None, AXIS)
+        specs = (stage_spec, stage_spec, PartitionSpec()), (stage_spec, layer_spec)
+        y, (infos, hidden) = shard_map(run, self.mesh, *specs, (AXIS,))(layers, layout.apart(x), leaves)
+        layer_infos = ByLayer() if infos is None else by_layer(_joined(infos, layout))
+        return Body(layout.together(y), None, layer_infos, () if hidden is None else tuple(layout.rows_of(hidden)))
 
 
 def _turns(
     compute: Callable[[Array, Array], tuple[Array, Any]],
     slots: Float[Array, "held rows T D"],
     stage: Int[Array, ""],
-    cut: "_Microbatches",
+    layout: "_Microbatches",
 ) -> tuple[Float[Array, "held rows T D"], Any]:
-    """Compute all microbatches on one stage with ``compute(x, microbatch) -> y, kept``.
+    """Compute all microbatches on one stage with ``compute(x, microbatch) -> y, outputs``.
 
     The slots of a stage store its share of the microbatches. Per turn, a stage sends its result and one slot to the
     next stage. The first stage computes that slot and sends, in its place, the microbatch finished by the last stage.
     After one more turn and a roll of the slots, each microbatch is in its original slot.
-    Returns the slots with the results, and the values ``kept`` of all microbatches ``[M, …]``.
+    Returns the slots with the results, and the ``outputs`` of all microbatches ``[M, …]``.
     """
-    parts, ring = cut.parts, [(i, (i + 1) % cut.stages) for i in range(cut.stages)]
+    count, ring = layout.parts, [(i, (i + 1) % layout.stages) for i in range(layout.stages)]
 
-    def turn(carry: tuple[Array, Array], number: Array) -> tuple[tuple[Array, Array], Any]:
-        arrived, slots = carry
-        part, at = number - stage, number % cut.held
-        slot = jax.lax.dynamic_index_in_dim(slots, at, keepdims=False)
-        given = jnp.where(stage == 0, slot, arrived)
-        given = jnp.where((part >= 0) & (part < parts), given, 0)  # a stage that waits computes finite values
-        y, kept = compute(given, jnp.clip(part, 0, parts - 1))
-        sent = jnp.stack([y, jnp.where(stage == 0, arrived, slot)])
-        arrived, slot = jax.lax.ppermute(sent, AXIS, ring)
-        return (arrived, jax.lax.dynamic_update_index_in_dim(slots, slot, at, 0)), kept
+    def turn(carry: tuple[Array, Array], turn_index: Array) -> tuple[tuple[Array, Array], Any]:
+        received, slots = carry
+        microbatch, slot_index = turn_index - stage, turn_index % layout.held
+        slot = jax.lax.dynamic_index_in_dim(slots, slot_index, keepdims=False)
+        x = jnp.where(stage == 0, slot, received)
+        x = jnp.where((microbatch >= 0) & (microbatch < count), x, 0)  # a stage that waits computes finite values
+        y, outputs = compute(x, jnp.clip(microbatch, 0, count - 1))
+        sent = jnp.stack([y, jnp.where(stage == 0, received, slot)])
+        received, slot = jax.lax.ppermute(sent, AXIS, ring)
+        return (received, jax.lax.dynamic_update_index_in_dim(slots, slot, slot_index, 0)), outputs
 
-    turns = parts + cut.stages - 1
+    turns = count + layout.stages - 1
     start = jnp.zeros_like(slots[0]), slots
-    (arrived, slots), kept = jax.lax.scan(turn, start, jnp.arange(turns))
-    last = jnp.where(stage == 0, arrived, slots[turns % cut.held])
-    slots = slots.at[turns % cut.held].set(jax.lax.ppermute(last, AXIS, ring))
-    kept = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, stage, parts), kept)  # without turns of waiting
-    return jnp.roll(slots, -cut.stages, axis=0), kept
+    (received, slots), outputs = jax.lax.scan(turn, start, jnp.arange(turns))
+    last = jnp.where(stage == 0, received, slots[turns % layout.held])
+    slots = slots.at[turns % layout.held].set(jax.lax.ppermute(last, AXIS, ring))
+    outputs = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, stage, count), outputs)  # drops turns of waiting
+    return jnp.roll(slots, -layout.stages, axis=0), outputs
 
 
 @dataclasses.dataclass(frozen=True)
 class _Microbatches:
-    """Division of a batch into ``parts`` microbatches. Each stage stores equally many, from rows on its devices."""
+    """Layout of a batch as ``parts`` microbatches. Each stage stores equally many, from the rows on its devices."""
 
     parts: int
     stages: int
@@ -259,7 +259,7 @@ class _Microbatches:
 
     @property
     def held(self) -> int:
-        """Microbatches per stage."""
+        """Number of microbatches per stage."""
         return self.parts // self.stages
 
     def place(self, part: Any) -> Any:
@@ -276,7 +276,7 @@ class _Microbatches:
         return shard_constraint(cut.reshape(self.stages, self.held, -1, *a.shape[1:]), self.mesh, over, None, self.axes)
 
     def together(self, a: Array) -> Array:
-        """Join microbatches to an array ``[B, …]``. Inverse of `apart`."""
+        """Join microbatches into an array ``[B, …]``. Inverse of `apart`."""
         cut = a.reshape(self.stages, self.held, shard_count(self.mesh, self.axes), -1, *a.shape[3:])
         return shard_batch(jnp.moveaxis(cut, 1, 2).reshape(-1, *a.shape[3:]), self.mesh)
 
@@ -285,15 +285,15 @@ class _Microbatches:
         return self._cut(a, None).reshape(self.parts, -1, *a.shape[1:])
 
     def rows_of(self, kept: Array) -> Array:
-        """Join values ``[M, L, rows, …]`` from `_turns` to ``[L, B, …]``."""
+        """Join values ``[M, L, rows, …]`` from `_turns` into ``[L, B, …]``."""
         kept = kept[np.argsort(self.place(np.arange(self.parts)))]
         return jax.vmap(self.together, 2)(kept.reshape(self.stages, self.held, *kept.shape[1:]))
 
 
-def _joined(infos: MoEInfo, cut: _Microbatches) -> MoEInfo:
-    """Combine the infos ``[M, L, …]`` of the microbatches to infos ``[L, …]`` of the batch."""
+def _joined(infos: MoEInfo, layout: _Microbatches) -> MoEInfo:
+    """Combine the infos ``[M, L, …]`` of the microbatches into infos ``[L, …]`` of the batch."""
     # Replicates the small arrays here, because slicing a sharded array takes one collective per layer.
-    dispatch = jax.tree.map(lambda a: replicate(jnp.sum(a, axis=0, dtype=a.dtype), cut.mesh), infos.dispatch)
+    dispatch = jax.tree.map(lambda a: replicate(jnp.sum(a, axis=0, dtype=a.dtype), layout.mesh), infos.dispatch)
     if isinstance(infos.routing, Routing):
-        return MoEInfo(jax.tree.map(cut.rows_of, infos.routing), dispatch)
-    return MoEInfo(jax.tree.map(lambda a: replicate(jnp.mean(a, axis=0), cut.mesh), infos.routing), dispatch)
+        return MoEInfo(jax.tree.map(layout.rows_of, infos.routing), dispatch)
+    return MoEInfo(jax.tree.map(lambda a: replicate(jnp.mean(a, axis=0), layout.mesh), infos.routing), dispatch)

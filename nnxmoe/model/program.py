@@ -55,7 +55,7 @@ def _as_array(name: str, value: Any) -> Any:
     try:
         array = np.asarray(value)
     except (ValueError, TypeError):  # rows of different lengths
-        raise ValueError(f"{name} must be integers [B, T], in rows of one length; got {value!r:.80}") from None
+        raise ValueError(f"{name} must be integers [B, T] with rows of equal length, got {value!r:.80}") from None
     if array.dtype.kind in "USO":
         remedy = ": encode text with the checkpoint's tokenizer, or call nnxmoe.complete(model, text)"
         raise ValueError(f"{name} must be integers [B, T], got {value!r:.80}{remedy if name == 'tokens' else ''}")
@@ -63,7 +63,7 @@ def _as_array(name: str, value: Any) -> Any:
 
 
 def _check_ids(tokens: Any, vocab_size: int) -> None:
-    # Uses NumPy because JAX would trace a reduction inside a transformation. Each process checks its addressable rows.
+    # NumPy, because JAX would trace a reduction inside a transformation. Each process checks its addressable rows.
     if isinstance(tokens, jax.Array) and not tokens.is_fully_addressable:
         shards = [np.asarray(shard.data) for shard in tokens.addressable_shards]
     else:
@@ -85,16 +85,17 @@ def lengths_after_pass(inputs: ModelInputs, cache: Cache | None) -> np.ndarray |
     shape, mask = np.shape(inputs.tokens), inputs.attention_mask
     if isinstance(mask, Tracer) or not is_static(*shape):
         return None
-    stored = np.zeros(shape[0], np.int32) if cache is None else cache.lengths
-    if stored is None or (isinstance(mask, jax.Array) and not mask.is_fully_addressable):
+    cached_lengths = np.zeros(shape[0], np.int32) if cache is None else cache.lengths
+    if cached_lengths is None or (isinstance(mask, jax.Array) and not mask.is_fully_addressable):
         return None
-    real = np.ones(shape, bool) if mask is None else np.asarray(mask) != 0
-    lengths = stored + real.sum(axis=1, dtype=np.int32)
+    is_real = np.ones(shape, bool) if mask is None else np.asarray(mask) != 0
+    lengths = cached_lengths + is_real.sum(axis=1, dtype=np.int32)
     row = int(np.argmax(lengths))
     if cache is not None and lengths[row] > cache.capacity:
         raise ValueError(
-            f"the cache holds {cache.capacity} tokens; {stored[row]} are in and {lengths[row] - stored[row]} more do "
-            "not fit: make it larger with empty_cache(batch, capacity)"
+            f"the cache has room for {cache.capacity} tokens; {cached_lengths[row]} are cached and "
+            f"{lengths[row] - cached_lengths[row]} more do not fit: create a larger cache with "
+            "empty_cache(batch, capacity)"
         )
     return lengths
 
@@ -107,8 +108,8 @@ def warn_beyond_positions(model: Any, tokens: int) -> None:
     limit = model.config.max_position_embeddings
     if tokens > limit and model not in _warned:
         _warned.add(model)
-        text = "a row of up to %d tokens is longer than the %d positions that this model was made for "
-        text += "(max_position_embeddings): its output may be poor from there on"
+        text = "a row of up to %d tokens is longer than the %d positions that this model supports "
+        text += "(max_position_embeddings): the output may be poor beyond these positions"
         logging.getLogger("nnxmoe").warning(text, tokens, limit)
 
 
@@ -125,7 +126,7 @@ def is_traced(model: Any, arguments: Any) -> bool:
 
 
 def bucket_size(length: int, smallest: int) -> int:
-    """Round ``length`` up to ``smallest`` times 1, 1.5, 2, 3, 4, 6, … (to at most 1.5 times a larger length)."""
+    """Round ``length`` up to ``smallest`` times 1, 1.5, 2, 3, 4, 6, …, at most 1.5 times a larger ``length``."""
     size = smallest
     while size < length:
         if size * 3 // 2 >= length:
@@ -137,10 +138,10 @@ def bucket_size(length: int, smallest: int) -> int:
 def pad_inputs(inputs: ModelInputs) -> ModelInputs:
     """Pad the end of each row to a bucket size (at least 64) and mask the padding."""
     batch, length = np.shape(inputs.tokens)
-    width = bucket_size(length, 64) - length
+    padding = bucket_size(length, 64) - length
     mask = np.ones((batch, length), bool) if inputs.attention_mask is None else np.asarray(inputs.attention_mask) != 0
     arrays = inputs._replace(attention_mask=mask)
-    return ModelInputs(*(None if a is None else np.pad(np.asarray(a), ((0, 0), (0, width))) for a in arrays))
+    return ModelInputs(*(None if a is None else np.pad(np.asarray(a), ((0, 0), (0, padding))) for a in arrays))
 
 
 def remove_padding(out: Output, length: int, all_real: bool) -> Output:
@@ -148,7 +149,7 @@ def remove_padding(out: Output, length: int, all_real: bool) -> Output:
     first_tokens = functools.partial(_first_tokens, length=length)
     logits, routing, hidden = jax.tree.map(first_tokens, (out.logits, out.routing, out.hidden))
     if routing is not None and all_real:
-        routing = ByLayer({i: dataclasses.replace(of_layer, valid=None) for i, of_layer in routing.items()})
+        routing = ByLayer({i: dataclasses.replace(layer_routing, valid=None) for i, layer_routing in routing.items()})
     return dataclasses.replace(out, logits=logits, routing=routing, hidden=hidden)
 
 
@@ -184,7 +185,7 @@ def split_for_program(model: Any) -> tuple["Structure", list[Array]]:
         ValueError: The model has shapes without values, or `nnx.capture` collects values from the model.
     """
     if is_captured(model):
-        raise ValueError("nnx.capture collects values from calls model(tokens) only: call it outside of the capture")
+        raise ValueError("nnx.capture supports only model(tokens): call this function outside of nnx.capture")
     structure, leaves = split_once(model)
     require_values(leaves)
     return structure, leaves
@@ -194,7 +195,7 @@ def split_for_program(model: Any) -> tuple["Structure", list[Array]]:
 def jit_function(
     graph: Any, tree: Any, function: Callable[..., Any], static: tuple[int, ...], donated: tuple[int, ...]
 ) -> Callable[..., Any]:
-    """Compile ``function(module, *args)`` as a function of the module's arrays and ``args``; see `model_program`."""
+    """Compile ``function(module, *args)`` as a function of the module's arrays and ``args`` (see `model_program`)."""
 
     def run(leaves: list[Array], *args: Any) -> Any:
         module = nnx.merge(graph, jax.tree.unflatten(tree, leaves))
@@ -206,7 +207,7 @@ def jit_function(
 def require_values(leaves: Sequence[Any]) -> None:
     """Raise ValueError if a variable of a model has a shape without values."""
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
-        raise ValueError("the model has shapes only: load weights first, or make it with rngs=nnx.Rngs(0)")
+        raise ValueError("the model has shapes only: load weights first, or create it with rngs=nnx.Rngs(0)")
 
 
 def split_arrays(module: nnx.Module) -> tuple[Any, Any, list[Array]]:
@@ -235,7 +236,7 @@ def strip_metadata(model: Any) -> Any:
 
 
 class Structure:
-    """The structure of a model: graph and tree of its parameters, and the programs that are compiled for them.
+    """Structure of a model: graph and tree of the parameters, and the programs compiled for them.
 
     References to modules are weak so that programs do not keep replaced parts in memory.
     """

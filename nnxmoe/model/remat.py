@@ -25,7 +25,7 @@ NAMES = (
 class Remat:
     """Recompute a layer's activations in the backward pass, except for the layer's input and the named activations.
 
-    The names of activations (most of them are options of MaxText's ``remat_policy: custom``):
+    Names of activations (most are also options of MaxText's ``remat_policy: custom``):
 
     - ``layer_input``
     - ``queries``, ``keys`` and ``values`` of `GQA` after the rotation; ``queries`` and ``latents`` of `MLA`
@@ -53,12 +53,12 @@ class Remat:
         for option in ("save", "offload"):
             names = getattr(self, option)
             if isinstance(names, str) or not all(name in NAMES for name in names):
-                raise ValueError(f"Remat({option}={names!r}): give a tuple of names from {', '.join(NAMES)}")
+                raise ValueError(f"Remat({option}={names!r}): use a tuple of names from {', '.join(NAMES)}")
             object.__setattr__(self, option, tuple(names))
-        if both := set(self.save) & set(self.offload):
-            raise ValueError(f"Remat saves and offloads {', '.join(sorted(both))}: name each once")
+        if duplicates := set(self.save) & set(self.offload):
+            raise ValueError(f"Remat cannot both save and offload {', '.join(sorted(duplicates))}: list each name once")
         if self.policy is not None and (self.save or self.offload):
-            raise ValueError("Remat has a policy and names: give one of the two")
+            raise ValueError("Remat has both a policy and names: use only one of them")
 
     def __call__(self, run: Callable[..., Any], *, scanned: bool) -> Callable[..., Any]:
         """Wrap ``run(hidden_states, …)`` with `jax.checkpoint`.
@@ -68,8 +68,8 @@ class Remat:
             scanned: Whether the call is inside a scan, where ``prevent_cse`` is not needed.
         """
 
-        def named(x: Any, **more: Any) -> Any:
-            return run(jax.tree.map(lambda a: checkpoint_name(a, "layer_input"), x), **more)
+        def named(x: Any, **kwargs: Any) -> Any:
+            return run(jax.tree.map(lambda a: checkpoint_name(a, "layer_input"), x), **kwargs)
 
         return jax.checkpoint(named, policy=self.policy or self._by_name(), prevent_cse=not scanned)
 
@@ -77,10 +77,11 @@ class Remat:
         policies = jax.checkpoint_policies
         if not self.offload:
             return policies.save_only_these_names(*self.save) if self.save else None
-        kinds = [memory.kind for memory in jax.devices()[0].addressable_memories()]
-        if "pinned_host" not in kinds:
+        memory_kinds = [memory.kind for memory in jax.devices()[0].addressable_memories()]
+        if "pinned_host" not in memory_kinds:
             raise ValueError(
-                f"Remat(offload={self.offload}): this device addresses {kinds}, no pinned_host: leave it out"
+                f"Remat(offload={self.offload}): this device has only {memory_kinds} memory, not pinned_host: "
+                "remove offload"
             )
         return policies.save_and_offload_only_these_names(
             names_which_can_be_saved=list(self.save),

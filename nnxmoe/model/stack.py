@@ -42,12 +42,12 @@ def concatenate_layers(x: Any, outputs: Sequence[Body], depths: Sequence[int]) -
         outputs: Output of each stack.
         depths: Number of layers per stack.
     """
-    caches, infos, hidden, first = [], ByLayer(), [], 0
+    caches, infos, hidden, first_layer = [], ByLayer(), [], 0
     for out, depth in zip(outputs, depths, strict=True):
         caches.append(out.cache)
-        infos |= {first + i: info for i, info in out.infos.items()}
+        infos |= {first_layer + i: info for i, info in out.infos.items()}
         hidden += out.hidden
-        first += depth
+        first_layer += depth
     return Body(x, tuple(caches), infos, tuple(hidden))
 
 
@@ -65,8 +65,8 @@ def run_stacks(
     """
     outputs = []
     for i, (stack, cache) in enumerate(zip(stacks, caches, strict=True)):
-        last_only = context.request.last_token_only and i + 1 == len(stacks)
-        outputs.append(stack(x, context=context.for_layer(i, last_token_only=last_only), cache=cache))
+        last_token_only = context.request.last_token_only and i + 1 == len(stacks)
+        outputs.append(stack(x, context=context.for_layer(i, last_token_only=last_token_only), cache=cache))
         x = outputs[-1].x
     return concatenate_layers(x, outputs, depths)
 
@@ -98,8 +98,8 @@ class UnrolledStack(nnx.Module):
             run = layer if self.remat is None or is_stateful(layer) else self.remat(layer, scanned=False)
             is_last = i + 1 == self.depth
             last_only = context.request.last_token_only and is_last and layer.token_independent(context.key)
-            own = context.for_layer(i, last_token_only=last_only)
-            x, layer_cache, info = run(x, context=own, cache=layer_cache)
+            layer_context = context.for_layer(i, last_token_only=last_only)
+            x, layer_cache, info = run(x, context=layer_context, cache=layer_cache)
             caches.append(layer_cache)
             infos |= {} if info is None else {i: info}
             hidden += [x] if context.request.all_hidden else []
@@ -129,17 +129,21 @@ def scan_layers(
     def step(carry: tuple[Any, Any], inputs: tuple[Any, Array]) -> tuple[tuple[Any, Any], Any]:
         x, caches = carry
         layer_state, i = inputs
-        one = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, i, keepdims=False), caches)
+        layer_cache = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, i, keepdims=False), caches)
         layer = nnx.merge(graph, layer_state)
         run = layer if remat is None else remat(layer, scanned=count > 1)
-        x, one, info = watch(run, layer, x, context=context.for_layer(first + i, last_token_only=False), cache=one)
+        x, layer_cache, info = watch(
+            run, layer, x, context=context.for_layer(first + i, last_token_only=False), cache=layer_cache
+        )
         # The caches are in the carry because XLA copies the complete array of a scanned input or output.
-        caches = jax.tree.map(lambda a, new: jax.lax.dynamic_update_index_in_dim(a, new, i, 0), caches, one)
+        caches = jax.tree.map(
+            lambda a, update: jax.lax.dynamic_update_index_in_dim(a, update, i, 0), caches, layer_cache
+        )
         return (x, caches), (info, x if context.request.all_hidden else None)
 
-    if count == 1:  # a single layer may return a pytree whose structure differs from its input, a loop body may not
-        (x, cache), found = step((x, cache), (jax.tree.map(lambda a: a[0], state), jnp.int32(0)))
-        infos, hidden = jax.tree.map(lambda a: a[None], found)
+    if count == 1:  # unlike a loop body, a single layer may return a pytree with a different structure
+        (x, cache), layer_outputs = step((x, cache), (jax.tree.map(lambda a: a[0], state), jnp.int32(0)))
+        infos, hidden = jax.tree.map(lambda a: a[None], layer_outputs)
         return x, cache, infos, hidden
     (x, cache), (infos, hidden) = jax.lax.scan(step, (x, cache), (state, jnp.arange(count)))
     return x, cache, infos, hidden
@@ -175,10 +179,10 @@ class ScannedStack(nnx.Module):
             state = jax.vmap(lambda key: nnx.state(make(nnx.Rngs(key))))(keys)
         else:
             state = jax.tree.map(lambda a: jax.ShapeDtypeStruct((count, *a.shape), a.dtype), state)
-        each = [variable for _, variable in nnx.iter_graph(self.layer) if isinstance(variable, nnx.Variable)]
-        labels = [(axis, *axes_of(variable)) for variable in each]
+        variables = [variable for _, variable in nnx.iter_graph(self.layer) if isinstance(variable, nnx.Variable)]
+        layer_axes = [(axis, *axes_of(variable)) for variable in variables]
         nnx.update(self.layer, state)
-        for variable, axes in zip(each, labels, strict=True):
+        for variable, axes in zip(variables, layer_axes, strict=True):
             variable.set_metadata(out_sharding=axes)
 
     @property
@@ -194,15 +198,15 @@ class ScannedStack(nnx.Module):
         """Scan over the layers. ``first``: index of the first layer if the layers are part of a larger stack."""
         if not is_stateful(self.layer):
             state = nnx.state(self.layer)
-            out, stored, infos, hidden = scan_layers(self.layer, state, self.remat, x, context, cache, first)
+            out, new_cache, infos, hidden = scan_layers(self.layer, state, self.remat, x, context, cache, first)
         if is_stateful(self.layer):  # checked again because tracing the scan may have detected it
             return self._in_turn(x, context, cache, first)
-        return Body(out, stored, by_layer(infos), () if hidden is None else tuple(by_layer(hidden).values()))
+        return Body(out, new_cache, by_layer(infos), () if hidden is None else tuple(by_layer(hidden).values()))
 
     def _in_turn(self, x: Any, context: Context, cache: Any, first: int | Int[Array, ""]) -> Body:
-        """Compute layers that change when called.
+        """Compute stateful layers in a Python loop.
 
-        Calls the module once per layer with the parameters of that layer. The module then sows one value per layer.
+        Calls the module once per layer, with the layer's parameters, so that the module sows one value per layer.
         """
         variables = [v for _, v in nnx.iter_graph(self.layer) if isinstance(v, nnx.Variable)]
         # Sown variables have no layer axis.
@@ -213,43 +217,45 @@ class ScannedStack(nnx.Module):
             for i in range(self.count):
                 for variable, values in zip(variables, stacked, strict=True):
                     variable.set_value(values[i])
-                own = jax.tree.map(lambda a, i=i: a[i], cache)
-                x, own, info = self.layer(x, context=context.for_layer(first + i, last_token_only=False), cache=own)
-                caches.append(own)
+                layer_cache = jax.tree.map(lambda a, i=i: a[i], cache)
+                x, layer_cache, info = self.layer(
+                    x, context=context.for_layer(first + i, last_token_only=False), cache=layer_cache
+                )
+                caches.append(layer_cache)
                 infos |= {} if info is None else {i: info}
                 hidden += [x] if context.request.all_hidden else []
         finally:
             for variable, values in zip(variables, stacked, strict=True):
                 variable.set_value(values)
-        cache = None if cache is None else jax.tree.map(lambda *each: jnp.stack(each), *caches)
+        cache = None if cache is None else jax.tree.map(lambda *arrays: jnp.stack(arrays), *caches)
         return Body(x, cache, infos, tuple(hidden))
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, lookahead: int = 0) -> Any:
         """Create the layers' empty caches, stacked along a leading axis."""
         graph, state = nnx.split(self.layer)
-        first = nnx.merge(graph, jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), state))
-        cache = first.empty_cache(batch, capacity, dtype, lookahead)
+        layer = nnx.merge(graph, jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), state))
+        cache = layer.empty_cache(batch, capacity, dtype, lookahead)
         return jax.tree.map(lambda a: jnp.zeros((self.count, *a.shape), a.dtype), cache)
 
     def unrolled(self, place: Callable[[nnx.Variable], Any]) -> UnrolledStack:
         """Copy the layers to an `UnrolledStack` with separate arrays per layer.
 
         Args:
-            place: Function that returns the sharding of a layer's variable, or None.
+            place: Function from a layer's variable to the variable's sharding, or to None.
         """
         graph, state = nnx.split(self.layer)
         layers: list[list[Any]] = [[] for _ in range(self.count)]
         for path, variable in nnx.to_flat_state(state):
             array = variable.get_value()
-            one = variable.replace(jax.ShapeDtypeStruct(array.shape[1:], array.dtype))
-            one.set_metadata(out_sharding=axes_of(variable)[1:])
-            for layer, part in zip(layers, _unstacked(array, self.count, place(one)), strict=True):
-                layer.append((path, one if part is None else one.replace(part)))
+            layer_variable = variable.replace(jax.ShapeDtypeStruct(array.shape[1:], array.dtype))
+            layer_variable.set_metadata(out_sharding=axes_of(variable)[1:])
+            for layer, value in zip(layers, _unstacked(array, self.count, place(layer_variable)), strict=True):
+                layer.append((path, layer_variable if value is None else layer_variable.replace(value)))
         return UnrolledStack([nnx.merge(graph, nnx.from_flat_state(layer)) for layer in layers], self.remat)
 
 
 def _unstacked(array: Any, count: int, place: Any) -> Sequence[Any]:
-    """Slice along axis 0; ``None``s if the array is a shape without values."""
+    """Slice the array along axis 0. Returns ``None``s if the array is a shape without values."""
     if isinstance(array, jax.ShapeDtypeStruct):
         return [None] * count
     return _unstack(count, place)(array)
@@ -270,7 +276,7 @@ Stacking = Callable[[int, MakeLayer, nnx.Rngs | None, Remat | None], Stack]
 
 @dataclasses.dataclass(frozen=True)
 class Unrolled:
-    """Build one module with separate arrays per layer. Decoding is fastest with this choice."""
+    """Stacking of layers as separate modules with separate arrays, the fastest choice for decoding."""
 
     def __call__(self, count: int, make: MakeLayer, rngs: nnx.Rngs | None, remat: Remat | None = None) -> UnrolledStack:
         keys = [None] * count if rngs is None else layer_keys(rngs, count)
@@ -279,9 +285,9 @@ class Unrolled:
 
 @dataclasses.dataclass(frozen=True)
 class Scanned:
-    """Build one module with stacked arrays for all layers.
+    """Stacking of layers as one module with stacked arrays, suited to training.
 
-    JAX traces and compiles a single layer, so compile time does not depend on the depth. Suited to training.
+    JAX traces and compiles a single layer, so compile time does not depend on the depth.
     """
 
     def __call__(self, count: int, make: MakeLayer, rngs: nnx.Rngs | None, remat: Remat | None = None) -> ScannedStack:
@@ -298,13 +304,13 @@ def stacks_of(model: Any, strategy: Any, *, dtype: Any, rngs: nnx.Rngs | None) -
         ValueError: The longest run has fewer layers than the pipeline has stages.
     """
     runs = [list(run) for _, run in itertools.groupby(range(model.config.num_hidden_layers), model.layer_type)]
-    longest, stacks = max(runs, key=len), []
+    longest_run, stacks = max(runs, key=len), []
     for run in runs:
 
         def make(rngs: nnx.Rngs | None, index: int = run[0]) -> Layer:
             return model.layer(index, dtype=dtype, rngs=rngs)
 
-        pipeline = strategy.pipeline if run is longest else None
-        stack = strategy.stacking if pipeline is None else functools.partial(pipeline.stack, strategy.mesh)
-        stacks.append(stack(len(run), make, rngs, strategy.remat))
+        pipeline = strategy.pipeline if run is longest_run else None
+        build_stack = strategy.stacking if pipeline is None else functools.partial(pipeline.stack, strategy.mesh)
+        stacks.append(build_stack(len(run), make, rngs, strategy.remat))
     return stacks

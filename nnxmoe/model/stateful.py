@@ -10,7 +10,7 @@ from typing import Any
 
 from flax import nnx
 
-# Classes of modules that `watch` has seen changing during a call.
+# Classes of modules whose variables changed during a call observed by `watch`.
 _changing = weakref.WeakSet[type]()
 
 
@@ -34,16 +34,18 @@ def watch(run: Callable[..., Any], module: nnx.Module, *args: Any, **options: An
 
     Logs a warning for each new class.
     """
-    before = {id(part): (part, _values(part)) for _, part in nnx.iter_modules(module)}
+    values_before = {id(part): (part, _values(part)) for _, part in nnx.iter_modules(module)}
     out = run(*args, **options)
-    for part, values in before.values():
-        after = _values(part)
-        same = after.keys() == values.keys() and all(after[name] is values[name] for name in values)
-        if not same and type(part) not in _changing:
+    for part, values in values_before.values():
+        values_after = _values(part)
+        is_unchanged = values_after.keys() == values.keys() and all(
+            values_after[name] is values[name] for name in values
+        )
+        if not is_unchanged and type(part) not in _changing:
             _changing.add(type(part))
             logging.getLogger("nnxmoe").warning(
-                "%s changes its variables when it is called: model(tokens) runs uncompiled, to keep the changes, and "
-                "generation and scoring drop them",
+                "%s changes its variables when it is called, so model(tokens) runs uncompiled to preserve the changes. "
+                "Generation and scoring drop the changes",
                 type(part).__name__,
             )
     return out

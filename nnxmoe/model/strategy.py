@@ -32,39 +32,39 @@ _WHY = {  # (type, backend or None for any) -> reason; measured by python -m tes
     (
         "BlockedMatmul",
         "cpu",
-    ): "only the blocks in use, at 0.65 of the speed of one dense product (8 experts, 512 tokens), "
-    "or 0.9 (4096 tokens); lax.ragged_dot computes every expert on every row here",
-    ("RaggedDotMatmul", "tpu"): "lax.ragged_dot is a grouped kernel here; tokamax is not installed",
-    ("TritonMatmul", "gpu"): "one kernel for all groups, also of codes, for rows of 16 bits; `fallback` for the rest",
-    ("TokamaxMatmul", "tpu"): "its Pallas kernels",
-    ("Sorted", None): "computes exactly the chosen experts; nothing is dropped",
-    ("BlockwiseAttention", None): "half the scores of a causal pass, a block at a time; memory is linear in the length",
+    ): "computes only blocks in use, at 0.65 of the speed of one dense product (8 experts, 512 tokens), or 0.9 "
+    "(4096 tokens); on CPUs, lax.ragged_dot computes every expert on every row",
+    ("RaggedDotMatmul", "tpu"): "lax.ragged_dot is a grouped kernel on TPUs, and tokamax is not installed",
+    ("TritonMatmul", "gpu"): "one kernel for all groups of 16-bit rows, also for codes; `fallback` for other dtypes",
+    ("TokamaxMatmul", "tpu"): "tokamax's Pallas kernels",
+    ("Sorted", None): "computes exactly the chosen experts and drops no assignments",
+    ("BlockwiseAttention", None): "half the scores of a causal pass, block by block; memory is linear in the length",
     (
         "FusedAttention",
         "gpu",
-    ): "cuDNN's kernel for causal passes, with or without a window, in bfloat16 and float16 with head "
-    "widths of a multiple of 8 up to `max_head_dim`; `fallback` for steps with a cache, padding and segments",
+    ): "cuDNN's kernel for causal passes, with or without a window, in bfloat16 and float16, for head widths that "
+    "are multiples of 8 up to `max_head_dim`; `fallback` for steps with a cache, padding and segments",
     (
         "SplashAttention",
         "tpu",
-    ): "its Pallas kernel for causal passes of multiples of 128 tokens, with window, segments and "
+    ): "a Pallas kernel for causal passes of multiples of 128 tokens, with window, segments and "
     "padding; `fallback` for steps with a cache and for sinks",
     (
         "AllGatherAttention",
         None,
-    ): "keys and values of whole rows, by one exchange; each device attends with its own queries",
-    ("AutoProduct", "cpu"): "for quantised kernels only: integer products of int8 codes with a few rows of 16 bits, "
-    "otherwise a loop over blocks of outputs; neither makes a float copy of a kernel",
-    ("AutoProduct", "tpu"): "for quantized kernels only: one product with the cast codes, for the compiler to fuse",
-    ("TritonProduct", "gpu"): "for quantised kernels only: up to 16 rows read codes once; `fallback` for the rest",
-    ("Unrolled", None): "arrays of its own for each layer, the fastest to decode",
-    ("Scanned", None): "one layer to compile, whatever the depth",
+    ): "gathers keys and values of whole rows in one exchange; each device computes the queries of its tokens",
+    ("AutoProduct", "cpu"): "for quantized kernels only: integer products of int8 codes with a few 16-bit rows, "
+    "otherwise a loop over blocks of outputs; no float copy of a kernel exists in either case",
+    ("AutoProduct", "tpu"): "for quantized kernels only: one product with the cast codes, which the compiler can fuse",
+    ("TritonProduct", "gpu"): "for quantized kernels only: up to 16 rows read codes once; `fallback` for more rows",
+    ("Unrolled", None): "separate arrays per layer, the fastest for decoding",
+    ("Scanned", None): "compiles a single layer for any depth",
     ("AdaptiveMLA", None): "absorbed for few tokens at a time (decoding), naive for many (prefill, training)",
 }
 
 
 def _defaults(platform: str | None = None) -> dict[str, Any]:
-    """Return the defaults of the fields that depend on the platform or whose modules are imported on demand."""
+    """Return the defaults of fields that depend on the platform, or whose modules are imported on demand."""
     from nnxmoe.layers.attention import splash_attention
     from nnxmoe.layers.attention.mla import AdaptiveMLA
     from nnxmoe.layers.linear.quantized_products import AutoProduct
@@ -110,12 +110,12 @@ class Strategy(KnownFields):
         attention_fn: Softmax attention of queries, keys and values.
         mla: Attention of `MLA` layers.
         quantized: Product of rows and a quantized kernel.
-        recurrence: Computes recurrent layers (`nnxmoe.TokamaxDeltaRule`). If None, XLA operations compute them.
+        recurrence: Computes recurrent layers (`nnxmoe.TokamaxDeltaRule`). If None, recurrent layers use XLA operations.
         stacking: ``Unrolled()``: separate arrays per layer (fastest decoding). ``Scanned()``: arrays of equal layers
-            stacked on a leading axis (training, large meshes), the default with a ``pipeline`` and required by it.
+            stacked on a leading axis (training, large meshes). Required by a ``pipeline``, and then the default.
         remat: Which activations the backward pass recomputes. If None, it recomputes none.
         cache: Format of the layers' caches (`Int8Cache`). If None, caches have the activations' dtype.
-        compute_dtype: Dtype of the activations. If None, the dtype of the model's parameters.
+        compute_dtype: Dtype of the activations. Defaults to the dtype of the model's parameters.
         mesh: Mesh over which parameters and tokens are sharded by ``rules``. ``from_pretrained(mesh=…)`` sets it.
         rules: Mesh axes of each logical axis.
         pipeline: A `Pipeline` that splits the layers over the mesh axis ``pipe``. If None, layers are not split.
@@ -138,9 +138,9 @@ class Strategy(KnownFields):
     def __post_init__(self) -> None:
         self._check_mesh()
         if self.remat is not None and not isinstance(self.remat, Remat):
-            raise ValueError(f"Strategy(remat={self.remat!r}): give Remat(), an object, or None")
+            raise ValueError(f"Strategy(remat={self.remat!r}): use a Remat object such as Remat(), or None")
         if self.cache is not None and (isinstance(self.cache, type) or not callable(self.cache)):
-            raise ValueError(f"Strategy(cache={self.cache!r}): give Int8Cache(), an object, or None")
+            raise ValueError(f"Strategy(cache={self.cache!r}): use an object such as Int8Cache(), or None")
         if self.recurrence is not None:
             check_object("Strategy", "recurrence", self.recurrence, "TokamaxDeltaRule()")
         if self.stacking is None:
@@ -158,10 +158,10 @@ class Strategy(KnownFields):
 
     def _check_mesh(self) -> None:
         if self.mesh is not None and not isinstance(self.mesh, Mesh):
-            raise ValueError(f"Strategy(mesh={self.mesh!r}): give a mesh of devices, as nnxmoe.make_mesh makes")
-        if self.mesh is not None and any(kind != AxisType.Auto for kind in self.mesh.axis_types):
+            raise ValueError(f"Strategy(mesh={self.mesh!r}): use a jax.sharding.Mesh, as nnxmoe.make_mesh returns")
+        if self.mesh is not None and any(axis_type != AxisType.Auto for axis_type in self.mesh.axis_types):
             raise ValueError(
-                f"Strategy(mesh={self.mesh}): its axes must be of type Auto: make it with nnxmoe.make_mesh, or "
+                f"Strategy(mesh={self.mesh}): its axes must be of type Auto: create the mesh with nnxmoe.make_mesh, or "
                 "with axis_types=(jax.sharding.AxisType.Auto, …)"
             )
         check_rules("Strategy", self.rules)
@@ -171,28 +171,28 @@ class Strategy(KnownFields):
         from nnxmoe.model.pipeline import Pipeline
 
         if not isinstance(pipeline, Pipeline):
-            raise ValueError(f"Strategy(pipeline={pipeline!r}): give nnxmoe.Pipeline(microbatches), or None")
+            raise ValueError(f"Strategy(pipeline={pipeline!r}): use nnxmoe.Pipeline(microbatches), or None")
         if not isinstance(self.stacking, Scanned):
             raise ValueError(
-                f"Strategy(pipeline={pipeline}, stacking={self.stacking}): stages need the layers in one array each: "
-                "give stacking=Scanned()"
+                f"Strategy(pipeline={pipeline}, stacking={self.stacking}): pipeline stages require stacked layers: "
+                "use stacking=Scanned()"
             )
         for name, axis in self.rules.items():
             if name != "stages" and "pipe" in ((axis,) if isinstance(axis, str) else axis or ()):
                 raise ValueError(
-                    f"Strategy(pipeline=…, rules=…): {name!r} -> {axis!r}: within a stage nothing is split over "
-                    "'pipe': name other axes of the mesh"
+                    f"Strategy(pipeline=…, rules=…): {name!r} -> {axis!r}: with a pipeline, only 'stages' can be "
+                    "sharded over 'pipe': use other mesh axes"
                 )
         pipeline.check(self.mesh)
 
     @classmethod
     def auto(cls, platform: str | None = None) -> Self:
-        """Return the defaults for ``"cpu"``, ``"gpu"`` or ``"tpu"``, or for this process if ``platform`` is None.
+        """Return the defaults for a platform, ``"cpu"``, ``"gpu"`` or ``"tpu"``. Defaults to the current platform.
 
         Pass a platform to compile programs for the devices of a different machine. Raises ValueError if it is unknown.
         """
         if platform not in (None, "cpu", "gpu", "tpu"):
-            raise ValueError(f"Strategy.auto({platform!r}): give 'cpu', 'gpu' or 'tpu', or None")
+            raise ValueError(f"Strategy.auto({platform!r}): use 'cpu', 'gpu', 'tpu' or None")
         return cls(**_defaults(platform))
 
     def sharding_of(self, variable: nnx.Variable) -> NamedSharding | None:
@@ -217,33 +217,33 @@ class Strategy(KnownFields):
             state = nnx.state(nnx.Dict({name: part for name, part in parts(key).items() if part is not None}))
             return [variable.get_value() for _, variable in nnx.to_flat_state(state)]
 
-        made = jax.jit(values, out_shardings=shardings)(key)
-        nnx.update(model, nnx.from_flat_state([(p, v.replace(a)) for (p, v), a in zip(shapes, made, strict=True)]))
+        arrays = jax.jit(values, out_shardings=shardings)(key)
+        nnx.update(model, nnx.from_flat_state([(p, v.replace(a)) for (p, v), a in zip(shapes, arrays, strict=True)]))
 
     def explain(self) -> str:
         """Describe each choice in one line: the object, and why it is the default on this backend."""
         backend = jax.default_backend()
 
         def why(choice: Any) -> str:
-            kind = type(choice).__name__
-            return f"{choice}: {_WHY.get((kind, backend)) or _WHY.get((kind, None)) or 'asked for; not a default here'}"
+            name = type(choice).__name__
+            return f"{choice}: {_WHY.get((name, backend)) or _WHY.get((name, None)) or 'chosen; not a default here'}"
 
-        where, stages = "none, one device", 1 if self.mesh is None else self.mesh.shape.get("pipe", 1)
+        mesh_line, stages = "none, one device", 1 if self.mesh is None else self.mesh.shape.get("pipe", 1)
         if self.mesh is not None:
-            cpu = self.mesh.devices.flat[0].platform == "cpu"
-            exchange = "a padded all-to-all" if cpu else "jax.lax.ragged_all_to_all"
-            where = f"{dict(self.mesh.shape)}; rows between experts by {exchange}"
+            is_cpu = self.mesh.devices.flat[0].platform == "cpu"
+            exchange = "a padded all-to-all" if is_cpu else "jax.lax.ragged_all_to_all"
+            mesh_line = f"{dict(self.mesh.shape)}; rows are sent to experts by {exchange}"
         choices = "dispatch", "matmul", "attention_fn", "mla", "quantized"
         return "\n".join(
             [
                 f"backend      {backend}",
-                f"mesh         {where}",
+                f"mesh         {mesh_line}",
                 *(f"{name:<12} {why(getattr(self, name))}" for name in choices),
                 *([] if self.recurrence is None else [f"recurrence   {self.recurrence}"]),
                 f"stacking     {why(self.stacking)}",
                 *([] if self.pipeline is None else [f"pipeline     {self.pipeline.explain(stages)}"]),
                 f"cache        {self.cache or 'in the dtype of the activations'}",
-                f"remat        {self.remat or 'none: activations are kept for the backward pass'}",
+                f"remat        {self.remat or 'none: activations are stored for the backward pass'}",
             ]
         )
 
@@ -265,19 +265,19 @@ def check_context(model: Any, mesh: AnyMesh) -> None:
         attention = getattr(part, "attention", None)
         if attention is not None and not getattr(attention, "supports_context_parallel", False):
             raise ValueError(
-                f"{type(attention).__name__} needs all tokens of a row on each device, and the mesh axis {CONTEXT!r} "
+                f"{type(attention).__name__} needs all tokens of a row on each device, but the mesh axis {CONTEXT!r} "
                 f"of size {mesh.shape[CONTEXT]} shards them: use make_mesh({CONTEXT}=1) with more devices along fsdp, "
                 "expert or tensor"
             )
 
 
 def with_mesh(strategy: Strategy | None, mesh: Mesh | None) -> Strategy:
-    """Return the strategy (default `Strategy.auto`) with this mesh (default: the strategy's mesh).
+    """Return ``strategy`` (default: `Strategy.auto`) with ``mesh`` (default: the strategy's mesh).
 
     Raises ValueError if ``strategy`` is not a `Strategy`.
     """
     if strategy is not None and not isinstance(strategy, Strategy):
-        raise ValueError(f"strategy={short(strategy)} is not an nnxmoe.Strategy: give one, or None")
+        raise ValueError(f"strategy={short(strategy)} is not an nnxmoe.Strategy: use nnxmoe.Strategy(…), or None")
     strategy = Strategy.auto() if strategy is None else strategy
     return strategy if mesh is None else dataclasses.replace(strategy, mesh=mesh)
 
@@ -286,9 +286,9 @@ def check_arguments(model: Any, config: Any, strategy: Any, rngs: Any) -> None:
     """Check the types of constructor arguments of the class ``model``. Raises ConfigError or ValueError."""
     name = model.__name__
     if type(config) not in model.configs:
-        wanted = " or a ".join(kind.__name__ for kind in model.configs)
-        raise ConfigError(f"{name} takes a {wanted}, got {type(config).__name__}")
-    remedy = f"give random keys as {name}(config, rngs=nnx.Rngs(0)), or rngs=None for shapes without values"
+        class_names = " or a ".join(config_class.__name__ for config_class in model.configs)
+        raise ConfigError(f"{name} takes a {class_names}, got {type(config).__name__}")
+    remedy = f"pass random keys as in {name}(config, rngs=nnx.Rngs(0)), or rngs=None for shapes without values"
     if not isinstance(strategy, Strategy):
         raise ValueError(f"strategy={type(strategy).__name__}(…) is not an nnxmoe.Strategy: {remedy}")
     if rngs is not None and not isinstance(rngs, nnx.Rngs):

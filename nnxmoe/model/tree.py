@@ -24,20 +24,20 @@ def children(parts: Mapping[str, Any], indent: str) -> Iterator[str]:
             for i, item in enumerate(value):
                 if isinstance(item, nnx.Module):
                     groups.setdefault(tuple(tree(item, "", indent)), []).append(i)
-            for (first, *rest), places in groups.items():
-                yield first.replace(": ", f"{key}[{_ranges(places)}]: ", 1)
+            for (first, *rest), indices in groups.items():
+                yield first.replace(": ", f"{key}[{_ranges(indices)}]: ", 1)
                 yield from rest
         elif isinstance(value, nnx.Module):
             yield from tree(value, key, indent)
 
 
-def _ranges(numbers: Sequence[int]) -> str:
+def _ranges(indices: Sequence[int]) -> str:
     """Format indices as ranges such as ``0-3, 5``. Shortens lists of more than 4 ranges."""
     runs: list[list[Any]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
+    for index in indices:
+        if runs and index == runs[-1][1] + 1:
+            runs[-1][1] = index
         else:
-            runs.append([number, number])
-    texts = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
-    return ", ".join(texts) if len(texts) <= 4 else f"{', '.join(texts[:3])}, … {numbers[-1]}"
+            runs.append([index, index])
+    labels = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
+    return ", ".join(labels) if len(labels) <= 4 else f"{', '.join(labels[:3])}, … {indices[-1]}"

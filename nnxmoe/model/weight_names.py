@@ -24,12 +24,12 @@ class W:
     """
 
     name: str
-    per_expert: str = ""  # the end of the name, after the index of the expert
+    per_expert: str = ""  # suffix of the name after the expert's index
     part: int = 0
     parts: int = 1
     span: int = 1  # number of consecutive parts
-    alternate: bool = False  # whether the outputs of the parts alternate
-    transposed: bool = False  # whether the tensor has inputs before outputs
+    alternate: bool = False  # whether the outputs of the parts are interleaved
+    transposed: bool = False  # whether the tensor is stored as [ins, outs]
     is_files_only: bool = False  # whether the model in transformers has the parameter under a different name
 
     def each(self, name: str) -> "W":
@@ -51,7 +51,7 @@ class W:
 
     @property
     def files_only(self) -> "W":
-        """The name of a tensor that is in files but not in transformers' model (see `in_transformers`)."""
+        """This name, marked as absent from transformers' model (see `in_transformers`)."""
         return dataclasses.replace(self, is_files_only=True)
 
     @property
@@ -68,9 +68,12 @@ class W:
         return prefix + (f"{self.name}.{expert}.{self.per_expert}" if self.per_expert else self.name)
 
     def label(self, tensor: str) -> str:
-        """Label the part of a tensor: ``….gate_up_proj.T[0::2]``, ``….gate_up_proj[0/2]`` or ``….qkv[0+4/6]``."""
-        between = "::" if self.alternate else f"+{self.span}/" if self.span > 1 else "/"
-        rows = f"[{self.part}{between}{self.parts}]" if self.parts > 1 else ""
+        """Return a label for the part of ``tensor``.
+
+        Examples: ``….gate_up_proj.T[0::2]``, ``….gate_up_proj[0/2]`` and ``….qkv[0+4/6]``.
+        """
+        separator = "::" if self.alternate else f"+{self.span}/" if self.span > 1 else "/"
+        rows = f"[{self.part}{separator}{self.parts}]" if self.parts > 1 else ""
         return tensor + ".T" * self.transposed + rows
 
 

@@ -369,7 +369,7 @@ def test_the_table_of_hardware_can_be_changed() -> None:
             lambda: nnxmoe.plan("mixtral-8x7b", {}, batch=9, seq=8, on="tpu-v5p", compile_for="device"),
             "needs the slice's shape, such as tpu-v5p:4x4x4",
         ),
-        (lambda: nnxmoe.Strategy.auto("rocm"), "give 'cpu', 'gpu' or 'tpu'"),
+        (lambda: nnxmoe.Strategy.auto("rocm"), "use 'cpu', 'gpu', 'tpu' or None"),
         (lambda: nnxmoe.plan("mixtral-8x7b", {"fsdp": 8}, batch=24, seq=8, accumulate=2), "12 rows is not"),
         (lambda: nnxmoe.plan("mixtral-8x7b", {}, batch=0, seq=8), r"plan\(batch=0\): give a positive integer"),
         (lambda: nnxmoe.plan("mixtral-8x7b", {}, batch=1, seq=8, chunks=0), r"plan\(chunks=0\): give a positive"),

@@ -178,7 +178,7 @@ def test_error_lists_every_mismatch_with_the_config(saved: Path) -> None:
                     }
                 ],
             },
-            "unknown kind of code",
+            "is not a supported code dtype",
         ),
         (
             {

@@ -138,9 +138,9 @@ def test_a_latent_cache_holds_latents_only() -> None:
 def test_a_full_cache_is_refused(kind: str) -> None:
     model, tokens = build_tiny(kind), random_tokens(1, 6)
     cache = model.empty_cache(1, 5)
-    with pytest.raises(ValueError, match=r"the cache holds 5 tokens; 0 are in and 6 more do not fit"):
+    with pytest.raises(ValueError, match=r"the cache has room for 5 tokens; 0 are cached and 6 more do not fit"):
         model(tokens, cache=cache)
-    with pytest.raises(ValueError, match=r"the cache holds 5 tokens; 5 are in and 1 more"):
+    with pytest.raises(ValueError, match=r"the cache has room for 5 tokens; 5 are cached and 1 more"):
         model(tokens[:, 5:], cache=dataclasses.replace(cache, length=jnp.full((1,), 5, jnp.int32)))
 
 

@@ -509,7 +509,7 @@ def test_names_of_activations() -> None:
     for save, offload, told in (
         (("query",), (), r"save=\('query',\).*queries"),
         ((), "up", "a tuple of names"),
-        (("up",), ("up", "down"), "saves and offloads up"),
+        (("up",), ("up", "down"), "both save and offload up"),
     ):
         with pytest.raises(ValueError, match=told):
             nnxmoe.Remat(save=save, offload=offload)  # pyright: ignore[reportArgumentType]

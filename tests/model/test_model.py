@@ -195,7 +195,7 @@ def test_transformers_names_and_other_arrays() -> None:
         np.testing.assert_array_equal(model(given).logits, wanted)
         np.testing.assert_array_equal(model(input_ids=given, attention_mask=Tensor(np.ones((2, 5)))).logits, wanted)
     for wrong in ({}, {"tokens": tokens, "input_ids": tokens}):
-        with pytest.raises(ValueError, match="give tokens, or input_ids"):
+        with pytest.raises(ValueError, match="pass either tokens or input_ids"):
             model(**wrong)
     assert str(model).startswith("Llama(2 layers, ") and repr(model).count("\n") == 0
 

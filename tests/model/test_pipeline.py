@@ -329,12 +329,12 @@ def test_refusals(eight: Callable[..., Any]) -> None:
         "rows": "a batch of 20 rows is not divisible by 4 microbatches of 2 shards each: use a multiple of 8 rows",
         "layers": "the model's longest run of equal layers has 3, fewer than 4 stages: use a smaller mesh axis 'pipe'",
         "kinds": "longest run of equal layers has 3, fewer than 4 stages",
-        "unrolled": "stages need the layers in one array each: give stacking=Scanned()",
+        "unrolled": "pipeline stages require stacked layers: use stacking=Scanned()",
         "parts": "Pipeline(microbatches=6, stages=None): the microbatches must be a multiple of 4",
-        "stages": "Pipeline(microbatches=4, stages=2): the stages are no multiple of 4",
+        "stages": "Pipeline(microbatches=4, stages=2): the stages must be a multiple of 4",
         "mesh": "the mesh {'fsdp': 8} has no axis 'pipe': use nnxmoe.make_mesh(pipe=…)",
-        "rules": "'embed' -> ('fsdp', 'pipe'): within a stage nothing is split over 'pipe'",
-        "moved": "6 layers are not divisible by 4 pipeline stages: make the model with Pipeline(4, stages=4)",
+        "rules": "'embed' -> ('fsdp', 'pipe'): with a pipeline, only 'stages' can be sharded over 'pipe'",
+        "moved": "6 layers are not divisible by 4 pipeline stages: create the model with Pipeline(4, stages=4)",
     }.items():
         assert message in found.get(name, "taken"), (name, found.get(name))
 
@@ -344,7 +344,7 @@ def test_invalid_pipelines() -> None:
     for make, message in (
         (lambda: Pipeline(0), "microbatches=0"),
         (lambda: Pipeline(4, stages=0), "stages=0"),
-        (lambda: Strategy(pipeline=4), "give nnxmoe.Pipeline"),
+        (lambda: Strategy(pipeline=4), "use nnxmoe.Pipeline"),
     ):
         with pytest.raises(ValueError, match=message):
             make()
@@ -355,4 +355,4 @@ def test_the_bubble_is_what_the_turns_say() -> None:
     assert pipeline.turns(4) == 19 and pipeline.bubble(4) == 3 / 19 and pipeline.bubble(1) == 0
     strategy = Strategy(pipeline=pipeline)
     assert strategy.stacking == Scanned() and "Pipeline(microbatches=16" in strategy.explain()
-    assert "4 stages; of 19 turns each waits in 3 (16%)" in pipeline.explain(4)
+    assert "4 stages; of 19 turns, each stage waits in 3 (16%)" in pipeline.explain(4)

@@ -458,7 +458,7 @@ def refusal(kind: str) -> str:
         ("capacity", "Capacity: a batch of 6 rows is not divisible by the 8 devices of "),
         ("other axis", "the rules shard experts over 'expert', not over 'tensor'"),
         ("parameter", "k.kernel: mesh axis tensor of size 8 does not divide the 2 KV heads; try tensor=2"),
-        ("explicit", "must be of type Auto: make it with nnxmoe.make_mesh"),
+        ("explicit", "must be of type Auto: create the mesh with nnxmoe.make_mesh"),
     ],
 )
 def test_invalid_meshes_and_batch_sizes(eight: Callable[..., Any], kind: str, message: str) -> None:
@@ -482,7 +482,7 @@ def test_invalid_strategy_arguments() -> None:
         (lambda: RaggedAllToAll(True), "buffer_factor=True"),
         (lambda: ExpertParallel(Sorted(), RaggedAllToAll(), data_axes="fsdp"), "a tuple"),
         (lambda: nnxmoe.BlockedMatmul(0), "block=0"),
-        (lambda: nnxmoe.Strategy(remat=nnxmoe.Remat), "an object"),
+        (lambda: nnxmoe.Strategy(remat=nnxmoe.Remat), r"Strategy\(remat=.*such as Remat\(\)"),
         (lambda: nnxmoe.Strategy(stacking="yes"), "stacking='yes'"),
         (lambda: nnxmoe.Strategy(compute_dtype="int8"), "floating-point"),
         (lambda: nnxmoe.Strategy(mesh="expert=8"), "nnxmoe.make_mesh"),

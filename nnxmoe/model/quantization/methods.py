@@ -48,7 +48,7 @@ class Int4:
 class Float8:
     """``float8_e4m3fn`` with one scale per block of ``block`` outputs by ``block`` inputs: ``scale = max |w| / 448``.
 
-    The format of DeepSeek-V3.
+    This is the format of DeepSeek-V3.
     """
 
     block: int = 128
@@ -85,7 +85,7 @@ class Mixed:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if not isinstance(value, Method | None):
-                raise ValueError(f"Mixed({field.name}={short(value)}): give a method such as Int8(), or None")
+                raise ValueError(f"Mixed({field.name}={short(value)}): use a method such as Int8(), or None")
 
 
 def parse_method(text: str) -> Method | Mixed:
@@ -101,12 +101,12 @@ def parse_method(text: str) -> Method | Mixed:
     if "=" not in text:
         method = _parse_single(text)
         if method is None:
-            raise ValueError(f"{text!r} quantizes nothing")
+            raise ValueError(f"{text!r} does not quantize anything: use a method such as int8")
         return method
     parts = text.split(",")
     methods = {name: method for name, _, method in (part.partition("=") for part in parts)}
     if len(methods) < len(parts) or not methods.keys() <= {"experts", "others", "head"}:
-        raise ValueError(f"{text!r} is not like experts=int4:32,others=int8,head=int8")
+        raise ValueError(f"{text!r} must have the form experts=int4:32,others=int8,head=int8")
     return Mixed(*(_parse_single(methods.get(name, "float")) for name in ("experts", "others", "head")))
 
 
@@ -128,7 +128,9 @@ def check_method(method: Any, name: str = "method", alternative: str = "") -> No
         alternative: End of the error message, for other values that the argument accepts.
     """
     if not isinstance(method, Method | Mixed):
-        raise ValueError(f"{name}={short(method)} is not a method: give one such as nnxmoe.Int8(){alternative}")
+        raise ValueError(
+            f"{name}={short(method)} is not a quantization method: use a method such as nnxmoe.Int8(){alternative}"
+        )
 
 
 def check_quantize_options(quantize: Method | Mixed | None, keep_quantized: bool) -> None:
@@ -137,7 +139,7 @@ def check_quantize_options(quantize: Method | Mixed | None, keep_quantized: bool
         check_method(quantize, "quantize", ", or None")
     if keep_quantized and quantize is not None:
         raise ValueError(
-            "keep_quantized and quantize exclude each other: keep the checkpoint's codes, or make new ones"
+            "keep_quantized and quantize cannot be combined: keep the checkpoint's codes, or quantize its weights"
         )
 
 
@@ -155,28 +157,28 @@ def compute_scales(method: Method, weights: np.ndarray, dtype: Any) -> np.ndarra
     Raises:
         ValueError: A weight is NaN or infinite.
     """
-    peak = np.abs(weights.astype(np.float32))
+    max_abs = np.abs(weights.astype(np.float32))
     for axis, size in enumerate(method.format.tile):
         if size > 1:
-            peak = np.maximum.reduceat(peak, np.arange(0, weights.shape[axis], size), axis=axis)
-    if not np.isfinite(peak).all():
+            max_abs = np.maximum.reduceat(max_abs, np.arange(0, weights.shape[axis], size), axis=axis)
+    if not np.isfinite(max_abs).all():
         raise ValueError("NaN and infinite weights cannot be quantized")
     # If a scale rounded to zero, all values of its tile would be zero.
     min_scale = np.float32(jnp.finfo(dtype).smallest_subnormal)
-    scale = np.maximum(peak / np.float32(method.max_value), min_scale)
-    return np.where(peak > 0, scale, np.float32(1)).astype(dtype)
+    scale = np.maximum(max_abs / np.float32(method.max_value), min_scale)
+    return np.where(max_abs > 0, scale, np.float32(1)).astype(dtype)
 
 
 def encode_weights(format: CodeFormat, weights: np.ndarray, scale: np.ndarray) -> np.ndarray:
     """Round ``weights [O, I]`` to codes in the storage layout of ``format``."""
-    (rows, columns), ins = format.tile, weights.shape[1]
-    steps = scale.astype(np.float32)[np.arange(len(weights)) // rows]
-    if steps.shape[1] > 1:
-        steps = np.repeat(steps, columns, axis=1)[:, :ins]
-    ratio = weights.astype(np.float32) / steps
+    (tile_rows, tile_columns), num_inputs = format.tile, weights.shape[1]
+    weight_scales = scale.astype(np.float32)[np.arange(len(weights)) // tile_rows]
+    if weight_scales.shape[1] > 1:
+        weight_scales = np.repeat(weight_scales, tile_columns, axis=1)[:, :num_inputs]
+    scaled_weights = weights.astype(np.float32) / weight_scales
     if format.code_dtype == "fp8":
-        return np.clip(ratio, -448, 448).astype(FP8).view(np.uint8)
-    rounded = np.rint(ratio, out=ratio)
+        return np.clip(scaled_weights, -448, 448).astype(FP8).view(np.uint8)
+    rounded = np.rint(scaled_weights, out=scaled_weights)
     if format.code_dtype == "int8":
         return np.clip(rounded, -127, 127).astype(np.int8)
     return format.pack((np.clip(rounded, -INT4_ZERO, INT4_ZERO - 1) + INT4_ZERO).astype(np.uint8))

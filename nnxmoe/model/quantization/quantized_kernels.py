@@ -118,7 +118,7 @@ def replace_with_quantized(
     except ValueError as error:
         raise ValueError(f"{ref.key}: {error}") from None
     grid = format.scales_shape(*sizes)
-    # A scale for all inputs (or all outputs) is replicated over their shards.
+    # A scale shared by all inputs (or all outputs) is replicated over their shards.
     grid_axes = tuple(axis if count > 1 else None for axis, count in zip(kernel_axes, grid, strict=True))
 
     def variable(shape: Sequence[int], dtype: Any, axes: Sequence[Any]) -> QuantizedArray:
@@ -149,15 +149,15 @@ def _check_sharding(
     if mesh is None:
         return
     mesh_axes = axes_per_dimension(axes, mesh, rules)[-2:]
-    for dim, (what, dim_axes) in enumerate(zip(("outputs", "inputs"), mesh_axes, strict=True)):
+    for dim, (dim_name, dim_axes) in enumerate(zip(("outputs", "inputs"), mesh_axes, strict=True)):
         count, names = shard_count(mesh, dim_axes), ", ".join(map(repr, dim_axes))
         if count > 1 and not format.can_shard(dim, sizes[dim], count):
             raise ValueError(
-                f"{count} devices of the mesh axis {names} would split its {sizes[dim]} {what} within a tile of "
-                f"{format.tile[dim]} that share a scale: make that axis smaller"
+                f"{count} devices of the mesh axis {names} would split its {sizes[dim]} {dim_name} within a tile of "
+                f"{format.tile[dim]} that share a scale: use a smaller mesh axis"
             )
         if count > 1 and order and dim == 1:
-            raise ValueError(f"its inputs have an order (act order) and cannot be split over {names}")
+            raise ValueError(f"its inputs are permuted (act order) and cannot be sharded over {names}")
 
 
 def bytes_by_dtype(model: nnx.Module) -> dict[str, int]:
@@ -238,7 +238,6 @@ def quantization_record(model: CausalLM) -> list[dict[str, Any]]:
 
 
 def _record_fields(weight: QuantizedWeight) -> dict[str, Any]:
-    """Return the fields of a record's entry for a weight."""
     return {
         "kind": weight.format.code_dtype,
         "tile": weight.format.tile,
@@ -259,12 +258,12 @@ def apply_quantization_record(model: CausalLM, record: Any) -> None:
     for ref in quantizable_kernels(model):
         per_layer = [options_by_kernel.pop((ref.key, layer), None) for layer in _layers(ref)]
         if any(options != per_layer[0] for options in per_layer):
-            raise ValueError(f"{ref.key}: its layers are quantized in different ways: load with Unrolled()")
+            raise ValueError(f"{ref.key}: its layers have different quantization formats: load with Unrolled()")
         if per_layer[0] is not None:
             replace_with_quantized(ref, strategy=model.strategy, **per_layer[0])
     if options_by_kernel:
         key, _ = next(iter(options_by_kernel))
-        raise ValueError(f"{key} is not a kernel that can be quantized")
+        raise ValueError(f"{key} is not a quantizable kernel of this model")
 
 
 def _parse_record(record: Any) -> dict[tuple[str, int | None], Mapping[str, Any]]:
@@ -273,7 +272,7 @@ def _parse_record(record: Any) -> dict[tuple[str, int | None], Mapping[str, Any]
     try:
         for entry in record:
             if entry["kind"] not in STORAGE_DTYPES:
-                raise ValueError(f"{entry['kind']!r} is an unknown kind of code")
+                raise ValueError(f"{entry['kind']!r} is not a supported code dtype")
             tile = entry["tile"][0], entry["tile"][1]
             options = {
                 "format": CodeFormat(entry["kind"], tile, entry["rounded"], bool(entry.get("offset"))),
@@ -287,7 +286,7 @@ def _parse_record(record: Any) -> dict[tuple[str, int | None], Mapping[str, Any]
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"it is not a list of quantized kernels: {error}") from None
     if not is_positive:
-        raise ValueError("it has a tile that is not positive")
+        raise ValueError("its tile sizes must be positive")
     return options_by_kernel
 
 

@@ -38,11 +38,11 @@ def kernels_to_quantize(model: CausalLM, method: Method | Mixed | None) -> list[
         method: A method for all kernels except the output head, a `Mixed`, or None for no kernel.
 
     Raises:
-        ValueError: The method quantizes the head, but the head is the embedding.
+        ValueError: The method quantizes the head, but the head is tied to the embedding.
     """
     mixed = method if isinstance(method, Mixed) else Mixed(method, method)
     if mixed.head is not None and model.head is None:
-        raise ValueError("head: the output head is the embedding (tie_word_embeddings), which cannot be quantized")
+        raise ValueError("head: the output head is the embedding (tie_word_embeddings) and cannot be quantized")
     selected = list[tuple[KernelRef, Method]]()
     for ref in quantizable_kernels(model):
         part_method = mixed.head if ref.head else mixed.experts if ref.experts else mixed.others
@@ -63,7 +63,7 @@ def quantize(model: CausalLM, method: Method | Mixed) -> CausalLM:
 
     Raises:
         ValueError: A weight is NaN or infinite, a kernel does not fit the format or is quantized already, the model
-            spans processes, or the method quantizes a head that is the embedding.
+            spans processes, or the method quantizes a head that is tied to the embedding.
     """
     check_model(model)
     check_method(method)
@@ -97,7 +97,7 @@ def round_to_codes(ref: KernelRef, method: Method, model: CausalLM, error: Error
     if isinstance(kernel, QuantizedWeight):
         raise ValueError(f"{ref.key} is quantized already: call nnxmoe.dequantize(model) first")
     if spans_hosts(kernel.get_value()):
-        raise ValueError("the model spans processes: quantize it while loading, from_pretrained(…, quantize=…)")
+        raise ValueError("the model spans processes: quantize it while loading, with from_pretrained(…, quantize=…)")
     weight = replace_with_quantized(ref, format_for_dtype(method, kernel.dtype), model.strategy, scale=kernel.dtype)
     lead, outs_by_ins = _host_weights(kernel)
     codes = np.empty(weight.codes.shape, weight.codes.dtype)
@@ -116,7 +116,7 @@ def round_to_codes(ref: KernelRef, method: Method, model: CausalLM, error: Error
 
 
 def _host_weights(kernel: nnx.Variable) -> tuple[tuple[int, ...], np.ndarray]:
-    """Return the leading sizes (layers, experts) and the weights ``[*lead, O, I]`` in host memory."""
+    """Return the sizes ``lead`` of the leading axes (layers, experts) and weights ``[*lead, O, I]`` in host memory."""
     param = ParamWeight(kernel)
     lead, ins, outs = param.split(kernel.shape)
     value = np.asarray(kernel.get_value())
