@@ -133,7 +133,7 @@ class Finetune(KnownFields):
                 f"{requested[0]}={getattr(self, requested[0])} requires adapters: pass their rank, such as lora=16"
             )
         if self.beta is not None and not self.preferences:
-            raise ValueError(f"beta={self.beta} requires preferences: pass preferences=True, or omit beta")
+            raise ValueError(f"beta={self.beta} requires preferences: pass preferences=True, or omit it")
         if self.steps is not None and self.epochs is not None:
             raise ValueError(f"steps={self.steps} and epochs={self.epochs}: pass only one of them")
         if self.steps is None and self.epochs is None:
@@ -145,7 +145,7 @@ class Finetune(KnownFields):
     def check_warmup(self, steps: int | None) -> None:
         """Raise ValueError if the run would end before its warmup."""
         if self.warmup and steps and self.warmup >= steps:
-            raise ValueError(f"warmup={self.warmup}: it must be less than the total of {steps} steps")
+            raise ValueError(f"warmup={self.warmup}: it must be less than the {steps} steps")
 
     def transformation(self, steps: int, model: CausalLM) -> optax.GradientTransformation:
         """Build the optimizer, with gradients clipped to norm 1. Its state contains the learning rate."""

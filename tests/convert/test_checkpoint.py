@@ -113,7 +113,7 @@ def test_save_interval_and_retention(tmp_path: Path) -> None:
         assert checkpoints.save(11, tree(11), force=True) and not checkpoints.save(11, tree(11), force=True)
         checkpoints.wait()
         assert listing(tmp_path / "run") == ["step_11", "step_9"]
-        with pytest.raises(CheckpointError, match=r"holds step 11, which is later than step 6: resume"):
+        with pytest.raises(CheckpointError, match=r"contains step 11, which is later than step 6: resume"):
             checkpoints.save(6, tree(6))
     with Checkpoints(tmp_path / "run", keep=1, every=1) as again:
         assert again.latest() == 11 and not again.save(11, tree(11))
@@ -200,7 +200,7 @@ def test_missing_steps(tmp_path: Path) -> None:
         (lambda: {}, "the dict is empty"),
         (lambda: {"a": jax.ShapeDtypeStruct((2,), jnp.float32)}, "a has no values"),
         (lambda: {"a/b": jnp.ones(1), "a": {"b": jnp.ones(1)}}, "two arrays have the name 'a/b'"),
-        (lambda: {"a": {"b": 1.0}}, "a/b is a float: pass dicts of jax arrays"),
+        (lambda: {"a": {"b": 1.0}}, "a/b is a float: pass dicts of JAX arrays"),
         (lambda: {"a": np.ones(2)}, "a is a ndarray"),
     ],
 )

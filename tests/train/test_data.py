@@ -462,7 +462,7 @@ def test_lists_give_the_batches_of_files(tmp_path: Path, tokenizer: Tokenizer) -
     resumed = batches(iter(values), tokenizer, **options)
     resumed.set_state(again.get_state())
     equal(again, resumed)
-    with pytest.raises(DataError, match=r"the list of records: the state is from other data"):
+    with pytest.raises(DataError, match=r"the list of records: the state is from different data"):
         batches(values[:-1], tokenizer, **options).set_state(again.get_state())
 
 
@@ -706,7 +706,7 @@ def test_template_that_leaves_out_all_answers_is_refused(tmp_path: Path, tokeniz
     documents = Documents(write(tmp_path / "a", {"text": "fine"}, chat("a ca", "t", "no", "yes")), other)
     assert documents[0].learnt.all()
     with pytest.raises(
-        DataError, match=r"a has 1 un.*line 2: the chat template leaves out or changes the assistant's messages"
+        DataError, match=r"a has 1 un.*line 2: the chat template omits or changes the assistant's messages"
     ):
         documents.check()
 
@@ -778,7 +778,7 @@ def test_long_chats_are_truncated(tmp_path: Path, tokenizer: Tokenizer, caplog: 
     first = (tuple(whole[0].tokens[:40].tolist()), tuple(whole[0].learnt[:40].astype(int).tolist()))
     assert seen.count(first) == 2
     assert sum(len(tokens) for tokens, _ in seen) == 2 * (40 + len(whole[2].tokens))
-    cut, out = "1 of 3 are truncated", "1 of 3 are left out, since no answer begins within the row"
+    cut, out = "1 of 3 are truncated", "1 of 3 are skipped, since no answer begins within the row"
     told = [entry.message.rpartition("seq_len=40: ")[2] for entry in caplog.records]
     assert told == [f"{cut} so far", f"{cut}, {out}"]
     caplog.clear()
@@ -921,7 +921,7 @@ def test_state_from_other_settings_is_refused(
     documents: Documents, message: str, make: Callable[[Documents], Batches]
 ) -> None:
     state = Batches(documents, 4, 64).get_state()
-    with pytest.raises(DataError, match=rf"mixed\.jsonl: the state is from other data or settings \({message}\)"):
+    with pytest.raises(DataError, match=rf"mixed\.jsonl: the state is from different data or settings \({message}\)"):
         make(documents).set_state(state)
     Batches(documents, 4, 64, epochs=5).set_state(state)  # more epochs are allowed
 

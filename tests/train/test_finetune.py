@@ -178,7 +178,7 @@ def test_a_finished_run_is_extended(tmp_path: Path, capsys: pytest.CaptureFixtur
     capsys.readouterr()
     for length in (["--epochs", "1"], ["--steps", "50"]):
         assert cli.main([*line, *length]) == 1
-        assert "holds a run of 2 epochs: give as many" in capsys.readouterr().err
+        assert "contains a run of 2 epochs: pass at least as many" in capsys.readouterr().err
 
 
 def test_the_last_line_names_a_command_that_works(
@@ -282,9 +282,9 @@ def test_invalid_commands_change_nothing(tmp_path: Path, capsys: pytest.CaptureF
         (["demo", str(tmp_path / "none.jsonl"), "--out", str(new)], "none.jsonl"),
         (
             ["demo", data, "--out", str(new), "--adapter-only"],
-            "--adapter-only is for adapters: give their rank, such as --lora 16",
+            "--adapter-only requires adapters: pass their rank, such as --lora 16",
         ),
-        (["demo", data, "--out", str(new), "--quantize", "int4"], "--quantize int4 is for adapters"),
+        (["demo", data, "--out", str(new), "--quantize", "int4"], "--quantize int4 requires adapters"),
         (
             ["demo", data, "--out", str(new), "--lora", "2", "--lora-alpha", "0"],
             "--lora-alpha 0.0: it must be a number",
@@ -298,7 +298,7 @@ def test_invalid_commands_change_nothing(tmp_path: Path, capsys: pytest.CaptureF
         (["demo", data, "--out", str(new), "--accumulate", "3"], "--accumulate 3 does not divide --batch-size 8"),
         (["demo", data, "--out", str(new), "--learning-rate", "2"], "--learning-rate 2.0: it must be"),
         (["demo", data, "--out", str(new), "--optimizer", "sgd"], "--optimizer 'sgd': pass one of adam, muon"),
-        (["demo", data, "--out", str(new), "--lora-alpha", "2"], "--lora-alpha 2.0 is for adapters"),
+        (["demo", data, "--out", str(new), "--lora-alpha", "2"], "--lora-alpha 2.0 requires adapters"),
         (["demo", data, "--out", str(new), "--eval", str(bad)], "bad.jsonl has 1 unusable record of 2, .*: line 2: "),
         (
             ["demo", str(bad), "--out", str(new), "--max-bad-fraction", "0.5", "--warmup", "9", "--epochs", "1"],

@@ -324,7 +324,7 @@ def test_rows_are_truncated_and_pairs_without_a_completion_left_out(caplog: pyte
     first, second, *empty = learned(batch)
     assert first[0][1].startswith("Yes. Yes.") and "end" not in first[0][1] and first[1][1] == "No.<|end|>"
     assert second[0][1] == "1<|end|>" and empty == [[("", ""), ("", "")]] * 2
-    assert "pairs longer than seq_len=12: 2 of 3 are truncated, 1 of 3 are left out" in caplog.text
+    assert "pairs longer than seq_len=12: 2 of 3 are truncated, 1 of 3 are skipped" in caplog.text
     with pytest.raises(DataError, match="no pair has an answer within its first 8 tokens"):
         next(batches_of([long], seq_len=8))
     caplog.clear()
@@ -501,9 +501,9 @@ def test_wrong_commands_of_preferences(tmp_path: Path, capsys: pytest.CaptureFix
     tried = [
         ([str(pair)], "pairs.jsonl .* line 1: .* is a preference .*--preferences"),
         ([str(chats), "--preferences"], "chats.jsonl .* line 1: the field 'chosen' is missing"),
-        ([str(pair), "--beta", "0.2"], "--beta 0.2 is for preferences: pass --preferences, or leave it out"),
+        ([str(pair), "--beta", "0.2"], "--beta 0.2 requires preferences: pass --preferences, or omit it"),
         ([str(pair), "--preferences", "--beta", "0"], "--beta 0.0: it must be a number"),
-        ([str(pair), "--split-rank"], "--split-rank is for adapters"),
+        ([str(pair), "--split-rank"], "--split-rank requires adapters"),
         ([str(pair), "--preferences", "--lora", "3", "--split-rank"], "rank 3 cannot be split over the 2 experts"),
     ]
     for line, message in tried:
