@@ -1,10 +1,10 @@
-"""nnxmoe: Mixtral, DeepSeek-V3, Llama and other mixture-of-experts language models as flax.nnx modules.
+"""nnxmoe: Mixtral, DeepSeek-V3, Llama and other mixture-of-experts and dense language models in flax.nnx.
 
     model = nnxmoe.from_pretrained("mistralai/Mixtral-8x7B-v0.1")
     logits = model(tokens).logits
 
-`nnxmoe.api` lists the public names, `nnxmoe.models.MODELS` the families. A name is imported on first use: JAX and Flax
-take more than a second to import, and the command line must handle Ctrl-C before that.
+`nnxmoe.api` lists the public names. `nnxmoe.models.MODELS` lists the model families. Names are imported on first use,
+because importing JAX and Flax takes more than a second and the command line must handle Ctrl-C before that.
 """
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING
@@ -27,7 +27,7 @@ if _TYPE_CHECKING:
 else:
     from nnxmoe.api import MODULES as _MODULES
 
-    __all__ = list(_MODULES)  # pyright: ignore[reportUnsupportedDunderAll]  help(nnxmoe) describes these
+    __all__ = list(_MODULES)  # pyright: ignore[reportUnsupportedDunderAll]  `help(nnxmoe)` documents these names
 
     def __getattr__(name):
         import importlib
@@ -36,7 +36,7 @@ else:
             return importlib.import_module(f"nnxmoe.{name}")
         if name not in _MODULES:
             raise AttributeError(f"module 'nnxmoe' has no attribute {name!r}")
-        # Unlike import_module and getattr, this also imports `processes`, a submodule of `nnxmoe.runtime`.
+        # Unlike import_module, __import__ with `fromlist` also imports a submodule, such as `nnxmoe.runtime.processes`.
         return getattr(__import__(_MODULES[name], fromlist=[name]), name)
 
     def __dir__():

@@ -1,4 +1,4 @@
-"""``python -m nnxmoe``: the command ``nnxmoe``."""
+"""Run the ``nnxmoe`` command as ``python -m nnxmoe``."""
 
 from nnxmoe.apps.cli import command
 

@@ -1,9 +1,9 @@
-"""The public names of `nnxmoe` and their modules."""
+"""Public names of `nnxmoe` and the modules that define them."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # the same names for type checkers and editors
+if TYPE_CHECKING:  # imports that type checkers and editors can resolve
     from nnxmoe.apps.planning.plan import Plan as Plan
     from nnxmoe.apps.planning.plan import plan as plan
     from nnxmoe.config.bounds import ConfigError as ConfigError
@@ -86,7 +86,7 @@ if TYPE_CHECKING:  # the same names for type checkers and editors
     from nnxmoe.tokenizer.tokenizer import Tokenizer as Tokenizer
     from nnxmoe.tokenizer.tokenizer import TokenizerError as TokenizerError
 
-_NAMES = {  # module -> the names it defines
+_NAMES = {  # module -> public names that it defines
     "nnxmoe.apps.planning.plan": "Plan plan",
     "nnxmoe.config.bounds": "ConfigError",
     "nnxmoe.convert.arrays.load_report": "LoadError LoadReport",
@@ -140,5 +140,5 @@ _NAMES = {  # module -> the names it defines
     "nnxmoe.tokenizer.tokenizer": "Tokenizer TokenizerError",
 }
 
-# Public name -> module that defines it.
+# Public name -> the module that defines the name.
 MODULES: Mapping[str, str] = {name: module for module, names in _NAMES.items() for name in names.split()}

@@ -1,12 +1,13 @@
-"""Names of dimensions, logical axes and mesh axes, and parameters that carry logical axes.
+"""Names of dimensions, logical axes and mesh axes, and creation of parameters with logical axes.
 
-Dimension letters, the same in every signature and einsum:
+All signatures and einsums use the same letters for dimensions:
 
     B batch          T query tokens    S key positions    D model width    V vocabulary
     N query heads    K key/value heads G = N / K          H head width     F feed-forward width
     E experts        X experts/token   C slots/expert     R routed rows    L layers
 
-MLA's widths are words: ``q_rank kv_rank nope rope``. ``asked`` is T, or 1 if only the last token's output is needed.
+The widths of MLA are words: ``q_rank kv_rank nope rope``. ``asked`` is T, or 1 if only the last token's output is
+needed.
 """
 
 from collections.abc import Sequence
@@ -18,21 +19,21 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 MESH_AXES = ("pipe", "data", "fsdp", "context", "expert", "tensor")
-# The batch is sharded over all of these axes, so attention needs no communication. Inside the stages of a pipeline,
+# Axes that shard the rows of a batch. Attention needs no communication over these axes. Inside a pipeline stage,
 # ``pipe`` does not shard the batch.
 BATCH_AXES = ("pipe", "data", "fsdp", "expert")
-CONTEXT = "context"  # shards the tokens of every row; attention exchanges keys and values over this axis
-TOKEN_AXES = (*BATCH_AXES, CONTEXT)  # shards of different tokens, so gradients are summed over these axes
-LAYER_AXES = ("layers", "stages")  # logical axes that count layers; a parameter has at most one, first
+CONTEXT = "context"  # shards the tokens of each row, so attention exchanges keys and values over this axis
+TOKEN_AXES = (*BATCH_AXES, CONTEXT)  # devices along these axes have different tokens, so gradients are summed
+LAYER_AXES = ("layers", "stages")  # logical axes of stacked layers; only a parameter's first axis can be one of them
 AnyMesh = Mesh | AbstractMesh
 
 
 class ParamOptions(TypedDict):
-    """Options of every constructor of parameters.
+    """Keyword arguments shared by all code that creates parameters.
 
     Attributes:
         dtype: Dtype of the parameters.
-        rngs: Random keys of the initial values. If None, parameters have shapes but no values.
+        rngs: Random number generators for the initial values. If None, parameters have shapes but no values.
     """
 
     dtype: jnp.dtype
@@ -49,17 +50,17 @@ def parameter(
     keeps_dtype: bool = False,
     **kw: Unpack[ParamOptions],
 ) -> nnx.Variable:
-    """Create a parameter with its logical axes in the metadata ``out_sharding``. Flax also reads this metadata.
+    """Create a parameter and store its logical axes in the metadata ``out_sharding``, as Flax does.
 
     Args:
         shape: Shape of the parameter.
-        axes: Logical axis of each dimension. Dimensions with None are not sharded.
-        init: Initializer of the value. Unused if ``rngs`` is None.
+        axes: Logical axis of each dimension, or None for a dimension that is not sharded.
+        init: Initializer. Unused if ``rngs`` is None.
         param_type: Type of the variable.
-        inputs: Number of trailing dimensions that a linear map contracts. None if the parameter is not the kernel of
-            a linear map.
-        keeps_dtype: Whether casting the model leaves this parameter unchanged.
-        **kw: The dtype and rngs of the parameter.
+        inputs: Number of trailing dimensions that a linear layer contracts. None if the parameter is not the kernel of
+            a linear layer.
+        keeps_dtype: True if casting the model does not cast this parameter.
+        **kw: See `ParamOptions`.
     """
     shape, axes = tuple(shape), tuple(axes)
     assert len(shape) == len(axes), (shape, axes)
@@ -69,14 +70,14 @@ def parameter(
 
 
 def keeps_dtype(variable: nnx.Variable) -> bool:
-    """Return whether loading and saving leave the parameter's dtype unchanged."""
+    """Return whether loading, saving and casting preserve the dtype of a parameter."""
     return bool(getattr(variable, "keeps_dtype", False))
 
 
 def axes_of(variable: nnx.Variable) -> tuple[str | None, ...]:
-    """Return the logical axis of each dimension of a parameter. Dimensions without a label have None.
+    """Return the logical axis of each dimension of a parameter, or None for unlabeled dimensions.
 
-    Inside a scan over layers, values have no layer dimension. The layer axis is then omitted.
+    Inside a scan over layers, parameters have no layer dimension, so the layer axis is omitted.
     """
     axes, rank = variable.get_metadata().get("out_sharding"), len(variable.shape)
     return (None,) * rank if axes is None else tuple(axes[len(axes) - rank :])

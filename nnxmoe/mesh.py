@@ -1,4 +1,4 @@
-"""Device meshes with the axes of the package."""
+"""Create device meshes with the mesh axes of nnxmoe."""
 
 import math
 import re
@@ -28,33 +28,33 @@ def make_mesh(
 ) -> Mesh:
     """Create a device mesh with the axes ``pipe, data, fsdp, context, expert, tensor``.
 
-    ``pipe``, ``data``, ``fsdp`` and ``expert`` shard the rows of a batch. ``context`` shards the tokens of every row.
-    `jax.experimental.mesh_utils` lays TPUs out along their torus.
+    ``pipe``, ``data``, ``fsdp`` and ``expert`` shard the rows of a batch. ``context`` shards the tokens of each row.
+    On TPUs, `jax.experimental.mesh_utils` maps the mesh to the torus.
 
     Args:
-        data, fsdp, expert, tensor, pipe, context: Size of each axis. One size may be -1 for the remaining devices.
-        devices: The devices. If None, all devices.
-        across: Axis that crosses hosts or slices. Its index changes least often along the devices. If None, the first
-            axis with several devices.
+        data, fsdp, expert, tensor, pipe, context: Size of each axis. One size may be -1 to use all remaining devices.
+        devices: Devices of the mesh. Defaults to all devices.
+        across: Axis that spans hosts or slices. It is the outermost axis in the order of the devices. Defaults to the
+            first axis with several devices.
 
     Raises:
-        ValueError: If the product of the sizes is not the number of devices.
+        ValueError: If an argument is invalid, or the product of the sizes is not the number of devices.
     """
     sizes: dict[str, int] = dict(zip(MESH_AXES, (pipe, data, fsdp, context, expert, tensor), strict=True))
     device_array = np.asarray(jax.devices() if devices is None else devices, dtype=object)
     for device in device_array.flat:
         if not hasattr(device, "platform"):
-            raise ValueError(f"devices lists {short(device)}: give devices of JAX, such as jax.devices()[:4]")
+            raise ValueError(f"devices contains {short(device)}: pass JAX devices, such as jax.devices()[:4]")
     counts = {name: as_integer(size, -1) for name, size in sizes.items()}
     open_axes = [name for name, size in counts.items() if size == -1]
     if len(open_axes) > 1 or not all(counts.values()):
         text = ", ".join(f"{name}={short(size)}" for name, size in sizes.items())
-        raise ValueError(f"mesh sizes {text}: give integers of at least 1; one may be -1 (the devices left)")
+        raise ValueError(f"mesh sizes {text}: pass integers >= 1. One size may be -1 to use all remaining devices")
     sizes = {name: size for name, size in counts.items() if size is not None}
     fixed = math.prod(size for size in sizes.values() if size != -1)
     if device_array.size % fixed or (device_array.size != fixed and not open_axes):
         multiple = "a multiple of " if open_axes else ""
-        raise ValueError(f"mesh sizes {sizes} need {multiple}{fixed} devices; there are {device_array.size}")
+        raise ValueError(f"mesh sizes {sizes} need {multiple}{fixed} devices, but there are {device_array.size}")
     if open_axes:
         sizes[open_axes[0]] = device_array.size // fixed
     if across is not None and across not in sizes:
@@ -65,14 +65,14 @@ def make_mesh(
 
 
 def _flat_layout(devices: np.ndarray, sizes: Mapping[str, int], across: str | None) -> np.ndarray:
-    """Lay devices out in order, so the index of ``across`` changes least often."""
+    """Arrange the devices in order, with ``across`` as the outermost axis."""
     first = 0 if across is None else MESH_AXES.index(across)
     order = [MESH_AXES[first], *MESH_AXES[:first], *MESH_AXES[first + 1 :]]
     return np.moveaxis(devices.reshape([sizes[axis] for axis in order]), 0, first)
 
 
 def _torus_layout(devices: np.ndarray, sizes: Mapping[str, int], across: str | None) -> np.ndarray:
-    """Lay TPUs out so that neighbors along a mesh axis are neighbors in a slice. ``across`` spans the slices."""
+    """Arrange TPUs so that neighbors along a mesh axis are neighbors in a slice. ``across`` spans the slices."""
     shape = [sizes[axis] for axis in MESH_AXES]
     slices = len({getattr(device, "slice_index", 0) for device in devices.flat})
     if slices == 1:
@@ -80,8 +80,8 @@ def _torus_layout(devices: np.ndarray, sizes: Mapping[str, int], across: str | N
     axis = across or next((axis for axis in MESH_AXES if sizes[axis] > 1), MESH_AXES[0])
     if sizes[axis] % slices:
         raise ValueError(
-            f"mesh sizes {dict(sizes)}: {axis!r} goes over {slices} slices: give it a multiple of {slices}, or name "
-            "another axis by across=…"
+            f"mesh sizes {dict(sizes)}: {axis!r} spans {slices} slices: set its size to a multiple of {slices}, or "
+            "pass a different axis as across=…"
         )
     slice_counts = [slices if name == axis else 1 for name in MESH_AXES]
     slice_shape = [size // count for size, count in zip(shape, slice_counts, strict=True)]
@@ -91,20 +91,22 @@ def _torus_layout(devices: np.ndarray, sizes: Mapping[str, int], across: str | N
 
 
 def mesh_sizes(mesh: str | Mapping[str, int] | AnyMesh) -> dict[str, int]:
-    """Convert text such as ``fsdp=4,expert=8``, a mapping or a mesh to a dict from axis to size.
+    """Convert a mesh, a mapping or text such as ``fsdp=4,expert=8`` to a dict of axis sizes.
 
     Raises:
-        ValueError: If ``mesh`` is none of these, or a size is not a positive integer.
+        ValueError: If ``mesh`` has a different type, is malformed, or has a size that is not a positive integer.
     """
     if isinstance(mesh, str):
         pairs = [part.strip().partition("=")[::2] for part in mesh.split(",")]
         sizes = {name: int(size) for name, size in pairs if re.fullmatch("[1-9][0-9]{0,5}", size)}
         if len(sizes) < len(pairs):
-            raise ValueError(f"mesh {short(mesh)} is not like 'fsdp=4,expert=8'")
+            raise ValueError(f"mesh {short(mesh)}: pass axes and sizes such as 'fsdp=4,expert=8'")
     elif isinstance(mesh, Mapping | Mesh | AbstractMesh):
         sizes = dict(mesh if isinstance(mesh, Mapping) else mesh.shape)
     else:
-        raise ValueError(f"mesh {short(mesh)}: give axes and sizes, as 'fsdp=4,expert=8' or {{'fsdp': 4, 'expert': 8}}")
+        raise ValueError(
+            f"mesh {short(mesh)}: pass axes and sizes, such as 'fsdp=4,expert=8' or {{'fsdp': 4, 'expert': 8}}"
+        )
     return {axis: check_positive("mesh", axis, size) for axis, size in sizes.items()}
 
 

@@ -3,10 +3,10 @@
     plot.load(model(tokens, return_routing=True).routing)
     plot.history(fitted.history, ["loss", "eval_loss"])
 
-Every function draws into ``ax`` and returns it. If ``ax`` is None, it creates a figure. Inputs are
-arrays, lists, dicts or model outputs. The colors are safe for color-blind readers: cividis, and the
-palette of Okabe and Ito (2008). Requires matplotlib (the extra ``notebooks``), imported at the
-first plot.
+Every plotting function draws on the Matplotlib axes ``ax`` and returns them. If ``ax`` is None, the
+function creates a figure. Inputs are arrays, lists, dicts or model outputs. The colors are
+colorblind-safe: cividis, and the palette of Okabe and Ito (2008). Requires Matplotlib (the extra
+``notebooks``), which is imported at the first plot.
 """
 
 import itertools
@@ -18,31 +18,33 @@ import numpy as np
 from nnxmoe.moe.router import Routing
 from nnxmoe.runtime.extras import install_command
 
-Axes = Any  # matplotlib.axes.Axes or None; matplotlib is optional
+Axes = Any  # matplotlib.axes.Axes or None. Any, because Matplotlib is optional
 Loads = Mapping[int, Routing] | Sequence[Any] | Any  # {layer: Routing}, or counts or shares [L, E]
 Numbers = Mapping[str, float] | Mapping[str, Mapping[str, float]]
 
 PALETTE = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#BBBBBB")
-_MAP, _CELLS = "cividis", 160  # color map; heat maps with at most this many cells show their values
+_MAP, _CELLS = "cividis", 160  # color map; largest number of cells for which a heat map shows values
 
 
 def shares(loads: Loads) -> np.ndarray:
-    """Compute the share of assignments per layer and expert, ``[L, E]``; 0 for layers without assignments.
+    """Compute the fraction of each layer's assignments per expert, ``[L, E]``. 0 for layers without assignments.
 
     Args:
-        loads: The routings of a model's output (padding is excluded), or counts or shares ``[L, E]``.
+        loads: Routing per layer from a model's output (padding is excluded), or counts or shares ``[L, E]``.
     """
     if isinstance(loads, Mapping):
         loads = [_counts(loads[layer]) for layer in sorted(loads)]
     array = np.asarray(loads, np.float64)
     if array.ndim != 2 or not array.size or not (array >= 0).all():
-        raise ValueError(f"loads: {list(array.shape)}, pass numbers >= 0 as [layers, experts], or {{layer: Routing}}")
+        raise ValueError(
+            f"loads: {list(array.shape)}: pass numbers >= 0 of shape [layers, experts], or {{layer: Routing}}"
+        )
     total = array.sum(axis=1, keepdims=True)
     return np.divide(array, total, out=np.zeros_like(array), where=total > 0)
 
 
 def load(loads: Loads, names: Sequence[str] | None = None, ax: Axes = None) -> Axes:
-    """Draw a heat map of each expert's load / the mean load of its layer, with layers as rows.
+    """Draw a heat map of expert loads relative to the mean load of the layer, with one row per layer.
 
     Args:
         loads: See `shares`.
@@ -64,9 +66,9 @@ def load(loads: Loads, names: Sequence[str] | None = None, ax: Axes = None) -> A
 
 
 def entropy(loads: Loads, names: Sequence[str] | None = None, ax: Axes = None) -> Axes:
-    """Draw one bar per layer: the entropy of its load / log(E).
+    """Draw one bar per layer: the entropy of the expert loads, divided by log(E).
 
-    1 is a uniform load. 0 means that one expert has the whole load.
+    1 means that the load is uniform. 0 means that a single expert has the whole load.
 
     Args:
         loads: See `shares`.
@@ -75,11 +77,15 @@ def entropy(loads: Loads, names: Sequence[str] | None = None, ax: Axes = None) -
     names = _names(loads, share, names)
     logs = np.log(share, out=np.zeros_like(share), where=share > 0)
     values = -(share * logs).sum(axis=1) / np.log(max(share.shape[1], 2))
-    return bars(dict(zip(names, values.tolist(), strict=True)), "entropy / log(experts); 1 is even", ax, form="{:.3f}")
+    return bars(
+        dict(zip(names, values.tolist(), strict=True)), "entropy / log(experts), 1 = uniform", ax, form="{:.3f}"
+    )
 
 
 def over_steps(loads: Any, steps: Sequence[int] | None = None, ax: Axes = None) -> Axes:
-    """Draw a heat map of one layer's load / mean load, with experts as rows and training steps as columns.
+    """Draw a heat map of the expert loads of one layer over training, relative to the mean load.
+
+    Rows are experts. Columns are training steps.
 
     Args:
         loads: Counts or shares ``[S, E]``, one row per step.
@@ -96,15 +102,15 @@ def over_steps(loads: Any, steps: Sequence[int] | None = None, ax: Axes = None) 
 
 
 def strip(pieces: Sequence[str], routing: Mapping[int, Routing] | Routing, row: int = 0, ax: Axes = None) -> Axes:
-    """Draw the first expert of each token in each layer as number and color.
+    """Draw the top-1 expert of each token in each layer as a number and a color.
 
-    The plot has one column per token and one row per layer. Cells of padding are empty.
+    The plot has one column per token and one row per layer. Padding cells are empty.
 
     Args:
-        pieces: Text of the first tokens, or of all T.
-        routing: ``{layer: Routing [B, T, …]}``, or a single Routing to show all its choices, best
-            first.
-        row: Index into the batch.
+        pieces: Text of each token. May cover only the first tokens of the row.
+        routing: ``{layer: Routing [B, T, …]}``, or a single Routing. For a single Routing, the rows
+            of the plot are the choices of each token, best first.
+        row: Batch index.
     """
     if isinstance(routing, Routing):
         choices = np.asarray(routing.experts)[row].T
@@ -112,20 +118,20 @@ def strip(pieces: Sequence[str], routing: Mapping[int, Routing] | Routing, row: 
     else:
         cells = {f"layer {i}": (np.asarray(r.experts)[row, :, 0], r.valid) for i, r in sorted(routing.items())}
     if short := [len(experts) for experts, _ in cells.values() if len(experts) < len(pieces)]:
-        raise ValueError(f"{len(pieces)} pieces of text for {short[0]} tokens")
+        raise ValueError(f"{len(pieces)} pieces, but the row has only {short[0]} tokens")
     ax = _axes(ax, (1 + 0.27 * len(pieces), 0.9 + 0.27 * len(cells)))
     for y, (experts, valid) in enumerate(cells.values()):
-        real = np.ones(len(experts), bool) if valid is None else np.asarray(valid)[row]
-        for x in np.flatnonzero(real[: len(pieces)]):
+        token_mask = np.ones(len(experts), bool) if valid is None else np.asarray(valid)[row]
+        for x in np.flatnonzero(token_mask[: len(pieces)]):
             color = PALETTE[experts[x] % len(PALETTE)]
             ax.bar(x, 1, 0.94, y - 0.5, color=color)
             red, green, blue = (int(color[i : i + 2], 16) for i in (1, 3, 5))
             ink = "black" if 0.3 * red + 0.59 * green + 0.11 * blue > 128 else "white"
             ax.text(x, y, str(experts[x]), ha="center", va="center", fontsize=8, color=ink)
     ax.set(xlim=(-0.5, len(pieces) - 0.5), ylim=(len(cells) - 0.5, -0.5), yticks=range(len(cells)), yticklabels=cells)
-    # Show spaces and newlines, and escape dollars, since matplotlib starts a formula at a dollar.
-    shown = [piece.replace(" ", "·").replace("\n", "↵").replace("$", r"\$") for piece in pieces]
-    ax.set_xticks(range(len(pieces)), shown, rotation=90, fontsize=8, family="monospace")
+    # Make spaces and newlines visible. Escape dollar signs, because Matplotlib starts a formula at a dollar sign.
+    labels = [piece.replace(" ", "·").replace("\n", "↵").replace("$", r"\$") for piece in pieces]
+    ax.set_xticks(range(len(pieces)), labels, rotation=90, fontsize=8, family="monospace")
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
     return ax
@@ -136,28 +142,29 @@ def history(
     metrics: str | Sequence[str] = "loss",
     ax: Axes = None,
 ) -> Axes:
-    """Draw curves of metrics by step. The first curve is the widest.
-
-    Steps without a metric are skipped, for example between evaluations. Raises ValueError if no step
-    has the metric.
+    """Plot metrics over training steps. The first curve has the widest line.
 
     Args:
-        runs: A `Fitted.history`, or ``{label: history}`` to compare.
+        runs: A `Fitted.history`, or ``{label: history}`` to compare runs.
+        metrics: Metrics to plot. Steps without a metric are skipped, such as steps between evaluations.
+
+    Raises:
+        ValueError: If no step has a metric.
     """
     runs = runs if isinstance(runs, Mapping) else {"": runs}
     metrics = [metrics] if isinstance(metrics, str) else list(metrics)
     ax = _axes(ax, (6, 3))
-    colors = itertools.cycle(PALETTE[i] for i in (0, 4, 2, 6, 1, 5))  # without yellow, which is faint on white
-    words = {metric: metric.replace("_", " ") for metric in metrics}
+    colors = itertools.cycle(PALETTE[i] for i in (0, 4, 2, 6, 1, 5))  # no yellow: it is faint on white
+    metric_titles = {metric: metric.replace("_", " ") for metric in metrics}
     for i, ((label, steps), metric) in enumerate(itertools.product(runs.items(), metrics)):
-        found = [(step["step"], step[metric]) for step in steps if metric in step]
-        if not found:
-            known = ", ".join(sorted({name for step in steps for name in step} - {"step"}))
-            raise ValueError(f"no step has the metric {metric!r}; there are: {known or 'none'}")
-        named = " ".join(part for part in (label, words[metric] if len(metrics) > 1 else "") if part)
-        style: dict[str, Any] = {"marker": "o" if len(found) < 10 else "", "linestyle": ("-", "--", "-.", ":")[i % 4]}
-        ax.plot(*zip(*found, strict=True), label=named, color=next(colors), linewidth=max(1.6, 3.6 - i), **style)
-    ax.set(xlabel="step", ylabel=", ".join(words.values()))
+        points = [(step["step"], step[metric]) for step in steps if metric in step]
+        if not points:
+            available = ", ".join(sorted({name for step in steps for name in step} - {"step"}))
+            raise ValueError(f"no step has the metric {metric!r}. Available metrics: {available or 'none'}")
+        curve_label = " ".join(part for part in (label, metric_titles[metric] if len(metrics) > 1 else "") if part)
+        style: dict[str, Any] = {"marker": "o" if len(points) < 10 else "", "linestyle": ("-", "--", "-.", ":")[i % 4]}
+        ax.plot(*zip(*points, strict=True), label=curve_label, color=next(colors), linewidth=max(1.6, 3.6 - i), **style)
+    ax.set(xlabel="step", ylabel=", ".join(metric_titles.values()))
     ax.grid(alpha=0.3)
     if len(runs) * len(metrics) > 1:
         ax.legend(frameon=False)
@@ -165,12 +172,13 @@ def history(
 
 
 def bars(values: Numbers, unit: str = "", ax: Axes = None, *, form: str = "{:g}") -> Axes:
-    """Draw horizontal bars with their values, the first on top.
+    """Draw horizontal bars with their values, in order from top to bottom.
 
     Args:
-        values: ``{label: number}``, or ``{label: {part: number}}`` for stacked bars, with parts in
+        values: ``{label: number}``, or ``{label: {part: number}}`` for stacked bars. Parts are stacked in
             order of first appearance.
-        form: Format of the values.
+        unit: Label of the x axis.
+        form: Format string of the values.
     """
     stacked = {label: dict(v) if isinstance(v, Mapping) else {"": v} for label, v in values.items()}
     parts = list(dict.fromkeys(part for bar in stacked.values() for part in bar))
@@ -194,12 +202,13 @@ def bars(values: Numbers, unit: str = "", ax: Axes = None, *, form: str = "{:g}"
 
 
 def errors(differences: Mapping[str, float], tolerance: float | None = None, ax: Axes = None) -> Axes:
-    """Draw one dot per entry at its absolute difference on a logarithmic axis, the first on top.
+    """Draw absolute differences as dots on a logarithmic axis, in order from top to bottom.
 
     Zeros are hollow dots at the left edge. NaN and infinity are red dots at the right edge.
 
     Args:
-        tolerance: Drawn as a dotted line. Larger values are red.
+        differences: ``{label: difference}``.
+        tolerance: Largest accepted difference, drawn as a dotted line. Larger differences are red.
     """
     values = np.nan_to_num(np.array([abs(v) for v in differences.values()], float), nan=np.inf)
     finite = [*values[(values > 0) & np.isfinite(values)], tolerance or 1e-5]
@@ -208,11 +217,11 @@ def errors(differences: Mapping[str, float], tolerance: float | None = None, ax:
     for y, value in enumerate(values):
         color = "#D55E00" if value > (np.inf if tolerance is None else tolerance) or np.isinf(value) else "#0072B2"
         ax.plot(np.clip(value, low, high), y, "o", color=color, markerfacecolor=color if value else "none")
-    told = "hollow: 0"
+    legend = "hollow: 0"
     if tolerance is not None:
         ax.axvline(tolerance, color="black", linestyle=":")
-        told += f"; dotted: tolerance {tolerance:g}"
-    ax.set(xscale="log", xlim=(low / 2, high * 2), xlabel=f"largest difference ({told})")
+        legend += f"; dotted: tolerance {tolerance:g}"
+    ax.set(xscale="log", xlim=(low / 2, high * 2), xlabel=f"largest difference ({legend})")
     ax.set(ylim=(len(values) - 0.5, -0.5), yticks=range(len(values)), yticklabels=list(differences))
     ax.grid(axis="x", alpha=0.3)
     return ax
@@ -232,16 +241,16 @@ def _axes(ax: Axes, size: tuple[float, float]) -> Axes:
 def _counts(routing: Routing) -> np.ndarray:
     """Count the assignments per expert, ``[E]``, without padding."""
     experts = np.asarray(routing.experts)
-    real = experts if routing.valid is None else experts[np.asarray(routing.valid)]
-    return np.bincount(real.reshape(-1), minlength=routing.scores.shape[-1])
+    token_experts = experts if routing.valid is None else experts[np.asarray(routing.valid)]
+    return np.bincount(token_experts.reshape(-1), minlength=routing.scores.shape[-1])
 
 
 def _names(loads: Loads, values: np.ndarray, names: Sequence[str] | None) -> list[str]:
     layers = sorted(loads) if isinstance(loads, Mapping) else range(len(values))
-    found = [f"layer {i}" for i in layers] if names is None else list(names)
-    if len(found) != len(values):
-        raise ValueError(f"{len(found)} names for {len(values)} rows of loads")
-    return found
+    labels = [f"layer {i}" for i in layers] if names is None else list(names)
+    if len(labels) != len(values):
+        raise ValueError(f"{len(labels)} names, but loads has {len(values)} rows")
+    return labels
 
 
 def _heat(ax: Axes, values: np.ndarray, **options: Any) -> None:

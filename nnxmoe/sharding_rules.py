@@ -12,10 +12,10 @@ from nnxmoe.config.frozen import FrozenDict
 
 Rules = Mapping[str, str | tuple[str, ...] | None]
 
-# Logical axis of a parameter -> the mesh axis or axes that shard it. None replicates. A rule with several mesh axes
-# omits mesh axes that already shard a different dimension of the parameter. For example, "embed": ("fsdp", "expert")
-# shards dense kernels over both axes, but expert kernels over "fsdp" only. Like "fsdp", "context" shards parameters,
-# because its devices have different tokens.
+# Logical axis of a parameter -> the mesh axis or axes that shard the dimension, or None to replicate. A rule with
+# several mesh axes omits mesh axes that already shard a different dimension. For example, "embed": ("fsdp", "expert")
+# shards dense kernels over both axes, but expert kernels over "fsdp" only. "context" shards parameters in the same way
+# as "fsdp", because devices along "context" have different tokens.
 RULES: Rules = FrozenDict(
     {
         "vocab": "tensor",
@@ -31,9 +31,9 @@ RULES: Rules = FrozenDict(
         "norm": None,
         "router": None,
         "layers": None,
-        "stages": "pipe",  # layers of a pipeline
+        "stages": "pipe",  # stacked layers of a pipeline
         "rank": None,  # rank of a LoRA adapter
-        "gate_up": None,  # gate and up in one LoRA adapter
+        "gate_up": None,  # gate and up projections with a shared LoRA adapter
     }
 )
 
@@ -46,16 +46,16 @@ def shard_count(mesh: AnyMesh | None, mesh_axes: Sequence[str]) -> int:
 
 
 def rule_axes(name: str, mesh: AnyMesh, rules: Rules, axes: Sequence[str | None] = ()) -> tuple[str, ...]:
-    """Return the mesh axes in the rule of a logical axis, without mesh axes of size 1.
+    """Return the mesh axes of size > 1 in the rule for a logical axis.
 
     Args:
         name: The logical axis.
         mesh: The mesh.
-        rules: The rules.
+        rules: Logical axis -> mesh axes.
         axes: All logical axes of the parameter, for the error message.
 
     Raises:
-        ValueError: If there is no rule for ``name``, or the mesh does not have an axis of the rule.
+        ValueError: If ``name`` has no rule, or the rule has an axis that the mesh does not have.
     """
     if name not in rules:
         raise ValueError(f"no rule for the logical axis {name!r} of a parameter with axes {tuple(axes)}")
@@ -66,7 +66,7 @@ def rule_axes(name: str, mesh: AnyMesh, rules: Rules, axes: Sequence[str | None]
     for axis in mesh_axes:
         if axis not in mesh.shape:
             raise ValueError(
-                f"the rule {name!r} -> {rule!r} does not name an axis of the mesh {dict(mesh.shape)}: "
+                f"the rule {name!r} -> {rule!r} has an axis that the mesh {dict(mesh.shape)} does not have: "
                 "create the mesh with nnxmoe.make_mesh, which has all axes, or pass other rules"
             )
     return tuple(axis for axis in mesh_axes if mesh.shape[axis] > 1)
@@ -75,10 +75,10 @@ def rule_axes(name: str, mesh: AnyMesh, rules: Rules, axes: Sequence[str | None]
 def axes_per_dimension(axes: Sequence[str | None], mesh: AnyMesh, rules: Rules = RULES) -> tuple[tuple[str, ...], ...]:
     """Return the mesh axes that shard each dimension of a parameter with these logical axes.
 
-    Omits mesh axes of size 1. A rule with several mesh axes omits axes that shard a different dimension.
+    Mesh axes of size 1 are omitted. A rule with several mesh axes also omits axes that shard a different dimension.
 
     Raises:
-        ValueError: If a rule is missing, or a mesh axis is missing or used twice.
+        ValueError: If a logical axis has no rule, or a mesh axis does not exist or shards two dimensions.
     """
     per_dimension = [() if name is None else rule_axes(name, mesh, rules, axes) for name in axes]
     may_yield = [name is not None and isinstance(rules[name], list | tuple) for name in axes]
@@ -98,30 +98,31 @@ def axes_per_dimension(axes: Sequence[str | None], mesh: AnyMesh, rules: Rules =
 def partition_spec(
     axes: Sequence[str | None], shape: Sequence[int], mesh: AnyMesh, rules: Rules = RULES
 ) -> PartitionSpec:
-    """Return the partition spec of a parameter; see `axes_per_dimension`.
+    """Return the partition spec of a parameter. See `axes_per_dimension`.
 
     Args:
-        axes: Logical axis of each dimension. Dimensions with None are not sharded.
+        axes: Logical axis of each dimension, or None for a dimension that is not sharded.
         shape: Shape of the parameter.
         mesh: The mesh.
         rules: Logical axis -> mesh axes.
 
     Raises:
-        ValueError: If a size is not divisible, a rule is missing, or a mesh axis is missing or used twice.
+        ValueError: If mesh axes do not divide a dimension, a logical axis has no rule, or a mesh axis does not exist or
+            shards two dimensions.
     """
     per_dimension = axes_per_dimension(axes, mesh, rules)
     for name, size, mesh_axes in zip(axes, shape, per_dimension, strict=True):
         count = shard_count(mesh, mesh_axes)
         if size % count:
-            what = f"the {size} {_NOUNS[name]}" if name in _NOUNS else f"{name!r} of size {size}"
-            raise ValueError(f"mesh axis {' x '.join(mesh_axes)} of size {count} does not divide {what}")
+            dimension = f"the {size} {_NOUNS[name]}" if name in _NOUNS else f"{name!r} of size {size}"
+            raise ValueError(f"mesh axis {' x '.join(mesh_axes)} of size {count} does not divide {dimension}")
     if not any(per_dimension):
         return PartitionSpec()
     return PartitionSpec(*map(_spec_entry, per_dimension))
 
 
 def _spec_entry(mesh_axes: tuple[str, ...]) -> tuple[str, ...] | str | None:
-    """Return an entry of a partition spec. A single axis is not a tuple: ``("fsdp",)`` and ``"fsdp"`` differ."""
+    """Convert mesh axes to a partition spec entry. A single axis becomes a str, because ``("fsdp",) != "fsdp"``."""
     if len(mesh_axes) > 1:
         return mesh_axes
     return mesh_axes[0] if mesh_axes else None
@@ -136,39 +137,42 @@ def check_rules(where: str, rules: Any) -> None:
     """Raise ValueError unless the rules map every logical axis to mesh axes.
 
     Args:
-        where: Name of the function or class whose argument ``rules`` is checked, for the error message.
-        rules: The rules.
+        where: Name of the function or class with the argument ``rules``, for the error message.
+        rules: Logical axis -> mesh axes.
     """
     if not isinstance(rules, Mapping) or set(rules) != set(RULES):
-        wrong = sorted(set(rules) ^ set(RULES), key=str) if isinstance(rules, Mapping) else [rules]
+        mismatches = sorted(set(rules) ^ set(RULES), key=str) if isinstance(rules, Mapping) else [rules]
         raise ValueError(
-            f"{where}(rules=…): {wrong[0]!r} is missing or no logical axis; give a dict of all of them, "
+            f"{where}(rules=…): {mismatches[0]!r} is missing or is not a logical axis. Pass a dict of all logical axes: "
             "{**nnxmoe.RULES, name: mesh axis or None}"
         )
     for name, rule in rules.items():
         names = rule if isinstance(rule, list | tuple) else (rule,)
         if rule is not None and not all(isinstance(axis, str) for axis in names):
             raise ValueError(
-                f"{where}(rules=…): {name!r} -> {rule!r}: give the name of a mesh axis, a tuple of names, or None"
+                f"{where}(rules=…): {name!r} -> {rule!r}: pass the name of a mesh axis, a tuple of names, or None"
             )
 
 
 def check_mesh(model: nnx.Module, mesh: AnyMesh, rules: Rules) -> None:
-    """Raise ValueError unless the mesh divides every parameter. The error suggests the largest mesh sizes that do."""
-    forms = dict[tuple[Any, ...], str]()  # (logical axes, shape) -> path of the first such parameter
+    """Raise ValueError unless the mesh divides every parameter. The error suggests the largest valid mesh sizes."""
+    forms = dict[tuple[Any, ...], str]()  # (logical axes, shape) -> path of the first parameter
     for path, variable in nnx.to_flat_state(nnx.state(model)):
         forms.setdefault((axes_of(variable), tuple(variable.shape)), ".".join(map(str, path)))
     for (axes, shape), path in forms.items():
         try:
             partition_spec(axes, shape, mesh, rules)
         except ValueError as error:
-            fitting = _largest_fitting_sizes(list(forms), mesh, rules)
-            sizes = ",".join(f"{axis}={size}" for axis, size in fitting.items() if size > 1)
+            valid_sizes = _largest_fitting_sizes(list(forms), mesh, rules)
+            sizes = ",".join(f"{axis}={size}" for axis, size in valid_sizes.items() if size > 1)
             raise ValueError(f"{path}: {error}{f'; try {sizes}' if sizes else ''}") from None
 
 
 def _largest_fitting_sizes(forms: Sequence[tuple[Any, ...]], mesh: AnyMesh, rules: Rules) -> dict[str, int]:
-    """Find, for one mesh axis after the other, the largest size up to the mesh's that divides all parameters."""
+    """Find per mesh axis the largest size that divides all parameters, at most the size in ``mesh``.
+
+    Axes are resolved in order. The sizes of earlier axes limit the sizes of later axes.
+    """
     sizes = dict.fromkeys(mesh.shape, 1)
     for axis, max_size in mesh.shape.items():
         if max_size > 1:
@@ -179,9 +183,9 @@ def _largest_fitting_sizes(forms: Sequence[tuple[Any, ...]], mesh: AnyMesh, rule
 
 
 def _common_divisor(forms: Sequence[tuple[Any, ...]], axis: str, trial: AnyMesh, rules: Rules) -> int:
-    """Return the greatest common divisor of the sizes that ``axis`` shards, or 0 if it shards no dimension.
+    """Return the greatest common divisor of the dimensions that ``axis`` shards, or 0 if it shards no dimension.
 
-    ``axis`` has size 2 in the trial mesh. Each size is divided by the shards over the other axes of its dimension.
+    ``axis`` has size 2 in the trial mesh. Sizes are divided by the number of shards over other mesh axes first.
     """
     divisor = 0
     for axes, shape in forms:

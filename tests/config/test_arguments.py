@@ -138,7 +138,7 @@ def test_wrong_values_are_named(model: nnxmoe.CausalLM) -> None:
 
     for message, call in {
         r"plan\(strategy=5\): give a Strategy": lambda: plan(strategy=5),
-        r"plan\(rules=…\): 5 is missing or no logical axis": lambda: plan(rules=5),
+        r"plan\(rules=…\): 5 is missing or is not a logical axis": lambda: plan(rules=5),
         r"plan\(rules=…\): 'embed' -> 5": lambda: plan(rules={**nnxmoe.RULES, "embed": 5}),
         r"plan\(advise=5\): give True or False": lambda: plan(advise=5),
         r"plan\(compile_for=\['cpu'\]\): use": lambda: plan(compile_for=["cpu"]),

@@ -242,7 +242,7 @@ def test_convert_on_a_mesh_from_the_command_line(tmp_path: Path) -> None:
 
     refused = run("expert=3")
     assert refused.returncode == 1 and "nnxmoe: error: " in refused.stderr and "Traceback" not in refused.stderr
-    assert "need 3 devices; there are 4" in refused.stderr.splitlines()[-1] and not list(tmp_path.iterdir()), (
+    assert "need 3 devices, but there are 4" in refused.stderr.splitlines()[-1] and not list(tmp_path.iterdir()), (
         refused.stderr
     )
     done = run("fsdp=2,expert=2")

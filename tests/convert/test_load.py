@@ -427,11 +427,11 @@ def test_partition_specs_and_invalid_meshes() -> None:
     assert partition_spec(("expert", "embed", "mlp"), (8, 64, 48), mesh) == jax.sharding.PartitionSpec()
     with pytest.raises(ValueError, match="no rule"):
         partition_spec(("nonsense",), (8,), mesh)
-    with pytest.raises(ValueError, match="does not name an axis of the mesh"):
+    with pytest.raises(ValueError, match="the rule .* has an axis that the mesh .* does not have"):
         partition_spec(("embed",), (8,), mesh, {"embed": ("fsdp", "stage")})
     with pytest.raises(ValueError, match="devices"):
         nnxmoe.make_mesh(data=jax.device_count() + 1)
-    with pytest.raises(ValueError, match="one may be -1"):
+    with pytest.raises(ValueError, match="One size may be -1"):
         nnxmoe.make_mesh(data=-1, fsdp=-1)
     model = nnxmoe.models.Llama(nnxmoe.models.LlamaConfig(num_hidden_layers=1, hidden_size=64), rngs=None)
     assert sharding_of(model.embed.table, mesh).is_fully_replicated
