@@ -143,7 +143,7 @@ def check_rules(where: str, rules: Any) -> None:
     if not isinstance(rules, Mapping) or set(rules) != set(RULES):
         mismatches = sorted(set(rules) ^ set(RULES), key=str) if isinstance(rules, Mapping) else [rules]
         raise ValueError(
-            f"{where}(rules=…): {mismatches[0]!r} is missing or is not a logical axis. Pass a dict of all logical axes: "
+            f"{where}(rules=…): {mismatches[0]!r} is missing or is not a logical axis. Pass all logical axes: "
             "{**nnxmoe.RULES, name: mesh axis or None}"
         )
     for name, rule in rules.items():

@@ -63,7 +63,7 @@ def test_load_heatmap() -> None:
     assert ticks(ax) == ["layer 2", "layer 7"] and ax.images[0].get_clim() == (0, 2)
     assert ticks(plot.load([[1, 1]], names=["sums"])) == ["sums"]
     assert plot.load([[4, 0, 0]]).images[0].get_clim() == (0, 3)
-    with pytest.raises(ValueError, match="1 names, .* 2 rows"):
+    with pytest.raises(ValueError, match=r"1 names, .* 2 rows"):
         plot.load([[1, 1], [1, 1]], names=["a"])
 
 
@@ -105,7 +105,7 @@ def test_strip_of_layers() -> None:
 def test_strip_of_choices() -> None:
     ax = plot.strip(["a", "b"], routing())
     assert texts(ax) == ["0", "0", "1", "2"] and ticks(ax) == ["choice 1", "choice 2"]
-    with pytest.raises(ValueError, match="4 pieces, .* 3 tokens"):
+    with pytest.raises(ValueError, match=r"4 pieces, .* 3 tokens"):
         plot.strip(list("abcd"), routing())
 
 

@@ -1,4 +1,4 @@
-"""Errors for unknown keyword arguments. They name the nnxmoe argument to use or the argument with the nearest name."""
+"""Errors for unknown keyword arguments that name the nnxmoe equivalent or the most similar argument."""
 
 import dataclasses
 import functools
@@ -8,68 +8,71 @@ from typing import Any, ParamSpec, Self, TypeVar, get_args
 
 from nnxmoe.config.printable import did_you_mean
 
-P = ParamSpec("P")  # separate assignments, because type checkers reject a tuple
+P = ParamSpec("P")  # type checkers reject a tuple assignment
 R = TypeVar("R")
 
-_SAMPLING = "pass sampling=nnxmoe.Sampling(temperature=…, top_k=…, top_p=…); without it decoding is greedy"
+_SAMPLING = "pass sampling=nnxmoe.Sampling(temperature=…, top_k=…, top_p=…). Without sampling=, decoding is greedy"
 _HINTS = {
-    "device_map": "pass mesh=nnxmoe.make_mesh(tensor=…) for several devices; a single one is used without it",
+    "device_map": "pass mesh=nnxmoe.make_mesh(tensor=…) to use several devices. Without a mesh, one device is used",
     "torch_dtype": "pass dtype=",
     "load_in_8bit": "pass quantize=nnxmoe.Int8()",
     "load_in_4bit": "pass quantize=nnxmoe.Int4()",
-    "quantization_config": "pass quantize=nnxmoe.Int8(), or keep_quantized=True for codes that the files have",
+    "quantization_config": "pass quantize=nnxmoe.Int8(), or keep_quantized=True for a quantized checkpoint",
     "attn_implementation": "pass strategy=nnxmoe.Strategy(attention_fn=…)",
-    "trust_remote_code": "code of checkpoints is never run: leave it out",
-    "ignore_unknown": "fields of config.json that change nothing are dropped without it: leave it out",
-    "low_cpu_mem_usage": "weights are always read into their place: leave it out",
+    "trust_remote_code": "nnxmoe never runs code from a checkpoint, so remove the argument",
+    "ignore_unknown": "config.json fields without effect are always ignored, so remove the argument",
+    "low_cpu_mem_usage": "weights are always loaded directly into the model, so remove the argument",
     "token": "run `hf auth login`, or set HF_TOKEN",
     "cache_dir": "set HF_HOME",
-    "max_length": "pass max_new_tokens=, which does not count the prompt",
+    "max_length": "pass max_new_tokens=. It does not count the prompt",
     "max_tokens": "pass max_new_tokens=",
     "do_sample": _SAMPLING,
     **dict.fromkeys(("temperature", "top_k", "top_p", "min_p", "repetition_penalty"), _SAMPLING),
     **dict.fromkeys(("presence_penalty", "frequency_penalty"), _SAMPLING),
     "num_return_sequences": "use nnxmoe.complete(model, prompts, n=…)",
-    "num_beams": "there is no beam search: leave it out",
+    "num_beams": "beam search is not supported, so remove the argument",
     "stop_strings": "use nnxmoe.complete(model, prompts, stop=[…])",
     "streamer": "use nnxmoe.stream(model, tokenizer, prompt)",
     "past_key_values": "pass cache=model.empty_cache(batch, capacity)",
-    "use_cache": "pass cache=model.empty_cache(batch, capacity) to a call; generation always has one",
+    "use_cache": "pass cache=model.empty_cache(batch, capacity) to the model. Generation always uses a cache",
     "position_ids": "pass positions=",
     "output_hidden_states": "pass return_hidden=True",
     "output_router_logits": "pass return_routing=True",
-    "labels": "use nnxmoe.train.fit, or train.Objective for the loss alone",
-    **dict.fromkeys(("lr", "learning_rate"), "pass it to the optimizer, such as optimizer=optax.adamw(1e-4)"),
-    **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs"), "pass steps=; train.batches has epochs="),
+    "labels": "use nnxmoe.train.fit, or train.Objective to compute only the loss",
+    **dict.fromkeys(("lr", "learning_rate"), "pass it to the optimizer, for example optimizer=optax.adamw(1e-4)"),
+    **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs"), "pass steps=, or pass epochs= to train.batches"),
     **dict.fromkeys(("train_dataset", "dataset"), "pass data=, such as train.batches(…)"),
     "eval_dataset": "pass evaluate=",
     "max_steps": "pass steps=",
     "gradient_accumulation_steps": "pass accumulate=",
     "output_dir": "pass checkpoint=",
-    "capacity": "the cache has room for the prompt and max_new_tokens; nnxmoe.Engine has capacity=",
-    **dict.fromkeys(("training", "train", "deterministic"), "the forward pass is the same in training: leave it out"),
+    "capacity": "the cache is sized for the prompt and max_new_tokens. Only nnxmoe.Engine has capacity=",
+    **dict.fromkeys(
+        ("training", "train", "deterministic"),
+        "the forward pass is the same in training and inference, so remove the argument",
+    ),
 }
 
 
 class UnknownArgument(TypeError, ValueError):
-    """Raised for an unknown keyword argument. A TypeError, as in Python, and a ValueError, as in nnxmoe."""
+    """Raised for an unknown keyword argument. A TypeError as in Python, and a ValueError as elsewhere in nnxmoe."""
 
 
 def _unknown(callee: str, keyword: str, known: Iterable[str]) -> UnknownArgument:
-    near = did_you_mean(keyword, known)
-    return UnknownArgument(f"{callee}() has no argument {keyword!r}{near or ': it has ' + ', '.join(known)}")
+    suggestion = did_you_mean(keyword, known)
+    return UnknownArgument(f"{callee}() has no argument {keyword!r}{suggestion or ': it has ' + ', '.join(known)}")
 
 
 def refuses_unknown(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function so that its error for an unknown keyword names the argument to use instead.
+    """Decorate a function to raise `UnknownArgument` for unknown keywords. The error names the argument to use instead.
 
-    If the function takes ``**options``, they must be annotated with ``Unpack`` of a TypedDict.
+    The annotation of ``**options`` must be ``Unpack`` of a TypedDict.
     """
     known = list[str]()
     for parameter in inspect.signature(function).parameters.values():
         variadic = parameter.kind is parameter.VAR_KEYWORD
         known += get_args(parameter.annotation)[0].__annotations__ if variadic else [parameter.name]
-    listed = [name for name in known if name != "self"]
+    argument_names = [name for name in known if name != "self"]
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -77,14 +80,14 @@ def refuses_unknown(function: Callable[P, R]) -> Callable[P, R]:
             if name not in known:
                 if name in _HINTS:
                     raise UnknownArgument(f"{function.__name__}() has no argument {name!r}: {_HINTS[name]}")
-                raise _unknown(function.__name__, name, listed)
+                raise _unknown(function.__name__, name, argument_names)
         return function(*args, **kwargs)
 
     return call
 
 
 class KnownFields:
-    """Base class of dataclasses. The error for an unknown field names the field with the nearest name."""
+    """Base class of dataclasses. The error for an unknown field suggests the most similar field."""
 
     def __new__(cls, *_: Any, **fields: Any) -> Self:
         known = [field.name for field in dataclasses.fields(cls) if field.init]  # pyright: ignore[reportArgumentType]

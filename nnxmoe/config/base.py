@@ -30,7 +30,7 @@ from nnxmoe.config.validate import python_values
 
 _ROPES = {"rope_scaling", "rope_parameters"}
 
-# Fields to omit from config.json if they are None, because transformers would not replace null by the default.
+# Fields omitted from config.json if None, because transformers does not replace null with the default.
 ABSENT = frozenset(
     """query_pre_attn_scalar head_dim rope_scaling rope_parameters original_max_position_embeddings
     partial_rotary_factor rotary_dim""".split()
@@ -39,26 +39,27 @@ ABSENT = frozenset(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig(KnownFields):
-    """Fields shared by all decoders. Widths and counts are positive integers. None stands for ``null``.
+    """Config fields shared by all decoders. Widths and counts are positive integers. None represents ``null``.
 
     Grouped-query attention multiplies scores by ``query_pre_attn_scalar ** -0.5``. The scalar defaults to the head
-    width. It is 1 for checkpoints of MaxText, because MaxText folds the scale into the query kernel.
+    width. It is 1 for MaxText checkpoints, because MaxText folds the scale into the query kernel.
     """
 
     model_type: ClassVar[str]
     architecture: ClassVar[str]
-    saved_type: ClassVar[str | None] = None  # model_type in saved files, if transformers uses a different model_type
-    # Subclasses add entries to ``aliases`` (alternative name of a field -> the field), ``fixed`` (a field that is not
-    # stored -> its supported values; the first is saved) and ``ignored`` (fields that do not affect the forward pass).
+    saved_type: ClassVar[str | None] = None  # model_type in saved files, if it differs from `model_type`
+    # Subclasses add entries to ``aliases`` (alternative name -> field), ``fixed`` (field of config.json without a
+    # dataclass field -> supported values, first the value to save) and ``ignored`` (fields that do not affect the
+    # forward pass).
     aliases: ClassVar[Mapping[str, str]] = {}
     fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {"partial_rotary_factor": (None, 1)}
-    experts_field: ClassVar[str] = ""  # the field with the number of experts per layer, empty for dense models
-    chosen_field: ClassVar[str] = "num_experts_per_tok"  # the field with the number of experts per token
-    rope_field: ClassVar[str] = "head_dim"  # the field with the rotated width
-    rope_keys: ClassVar[frozenset[str]] = ROPE_FIELDS  # the fields of a rope object that are read
-    scale_in_queries: ClassVar[bool] = True  # whether the scale of the scores can be folded into the query kernel
+    experts_field: ClassVar[str] = ""  # field with the number of experts per layer, empty for dense models
+    chosen_field: ClassVar[str] = "num_experts_per_tok"  # field with the number of experts per token
+    rope_field: ClassVar[str] = "head_dim"  # field that determines the rotated width
+    rope_keys: ClassVar[frozenset[str]] = ROPE_FIELDS  # fields of a rope object that the family reads
+    scale_in_queries: ClassVar[bool] = True  # whether the query kernel can absorb the attention scale
     ignored: ClassVar[str] = ""
-    # Values for families without these fields. Without annotations, they are not dataclass fields of this class.
+    # Defaults for families without these fields. They are not dataclass fields, because they have no annotations.
     mlp_layer_types = None
     first_k_dense_replace = 0
 
@@ -90,11 +91,11 @@ class DecoderConfig(KnownFields):
                 raise ConfigError(f"{name} must be an object or null, got {short(value)}")
             object.__setattr__(self, name, None if value is None else FrozenDict(value))
         theta = (self.rope_scaling or self.rope_parameters or {}).get("rope_theta")
-        if theta is not None:  # rope_theta has the same value at the top level and in the rope object of a saved file
+        if theta is not None:  # saved files repeat rope_theta at the top level and in the rope object
             object.__setattr__(self, "rope_theta", theta)
         if isinstance(self.dtype, str):
             object.__setattr__(self, "dtype", self.dtype.removeprefix("torch."))
-        for field in dataclasses.fields(self):  # Python values and tuples are hashable and can be written as JSON
+        for field in dataclasses.fields(self):  # Python values and tuples are hashable and JSON-serializable
             object.__setattr__(self, field.name, python_values(getattr(self, field.name)))
         self._check()
 
@@ -103,8 +104,8 @@ class DecoderConfig(KnownFields):
         check_multiple(self, "num_attention_heads", "num_key_value_heads")
         if self.experts * self.num_hidden_layers > MOST_EXPERTS:
             raise ConfigError(
-                f"num_hidden_layers {self.num_hidden_layers} with {self.experts} experts each is beyond what is "
-                f"supported: at most {MOST_EXPERTS} experts in all"
+                f"num_hidden_layers {self.num_hidden_layers} with {self.experts} experts per layer exceeds the "
+                f"supported total of {MOST_EXPERTS} experts"
             )
         if self.query_pre_attn_scalar is not None and not self.scale_in_queries:
             raise ConfigError(f"query_pre_attn_scalar is not supported for {self.model_type}: remove it")
@@ -120,9 +121,11 @@ class DecoderConfig(KnownFields):
     def from_hf(cls, fields: Mapping[str, Any]) -> Self:
         """Create a config from a parsed config.json in the format of transformers 4 or 5.
 
-        Absent fields have the family's defaults. Unknown fields are dropped if transformers does not read them either
-        (see `notes`). Raises ConfigError for an unsupported value, or for an unknown field that changes what
-        transformers computes.
+        Absent fields have the family's defaults. Fields that neither nnxmoe nor transformers reads are dropped (see
+        `notes`).
+
+        Raises:
+            ConfigError: If a value is not supported, or an unknown field changes what transformers computes.
         """
         from nnxmoe.config.config_json import refuse_effective
 
@@ -146,9 +149,9 @@ class DecoderConfig(KnownFields):
         from nnxmoe.config.config_json import describe_fields
 
         unread = describe_fields(cls.unknown_fields(fields))
-        text = f"config.json has fields that {cls.model_type} models do not read, here as in transformers: "
-        outside = check_token_ids(fields, fields.get("vocab_size", cls.vocab_size))
-        ignored = (f"config.json: {some(outside)}: not in the vocabulary, and ignored",) if outside else ()
+        text = f"config.json has fields that neither nnxmoe nor transformers reads for {cls.model_type} models: "
+        invalid_ids = check_token_ids(fields, fields.get("vocab_size", cls.vocab_size))
+        ignored = (f"config.json: {some(invalid_ids)}: not in the vocabulary, so ignored",) if invalid_ids else ()
         return ((text + some(unread, 20),) if unread else ()) + ignored
 
     @classmethod
@@ -172,14 +175,16 @@ class DecoderConfig(KnownFields):
     def _standard_fields(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Rename aliases to field names. Raises ConfigError if two names of a field have different values."""
         aliases = cls._inherited("aliases")
-        values: dict[str, tuple[str, Any]] = {}  # field -> its name in the file, and its value
+        values: dict[str, tuple[str, Any]] = {}  # field -> (name in the file, value)
         for alias, value in fields.items():
             name = aliases.get(alias, alias)
-            first, other = values.setdefault(name, (alias, value))
-            if other is None:
+            first_name, first_value = values.setdefault(name, (alias, value))
+            if first_value is None:
                 values[name] = alias, value
-            elif value is not None and first != alias and value != other:
-                raise ConfigError(f"{first} {short(other)} and {alias} {short(value)} are one field: remove one")
+            elif value is not None and first_name != alias and value != first_value:
+                raise ConfigError(
+                    f"{first_name} {short(first_value)} and {alias} {short(value)} set the same field: remove one"
+                )
         return {name: value for name, (_, value) in values.items()}
 
     @classmethod
@@ -188,10 +193,10 @@ class DecoderConfig(KnownFields):
         return {k: v for base in reversed(cls.__mro__) for k, v in vars(base).get(name, {}).items()}
 
     def to_hf(self) -> dict[str, Any]:
-        """Return the fields of a config.json that `from_hf` converts back to an equal config.
+        """Return the fields of a config.json. `from_hf` converts them back to an equal config.
 
-        Includes the ``fixed`` fields with their first value unless it is None, because some programs select a different
-        router if these fields are absent.
+        Includes the first value of each ``fixed`` field unless the value is None, because some programs select a
+        different router if the fields are absent.
         """
         fields: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.model_type}
         fields |= {name: values[0] for name, values in self._inherited("fixed").items() if values[0] is not None}
@@ -215,7 +220,7 @@ class DecoderConfig(KnownFields):
         if self.head_dim is None and self.hidden_size % self.num_attention_heads:
             raise ConfigError(
                 f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads}: "
-                "give head_dim"
+                "set head_dim"
             )
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
@@ -226,11 +231,11 @@ class DecoderConfig(KnownFields):
 
     @property
     def query_scale(self) -> float:
-        """Factor of the scores in grouped-query attention."""
+        """Factor that multiplies the scores in grouped-query attention."""
         return self.query_scalar**-0.5
 
     def folded(self) -> tuple[Self, float]:
-        """Return the config without query_pre_attn_scalar, and the factor to fold into the queries instead."""
+        """Return the config without query_pre_attn_scalar, and the equivalent factor to fold into the queries."""
         if self.query_pre_attn_scalar is None:
             return self, 1.0
         factor = (self.head_width / self.query_pre_attn_scalar) ** 0.5
@@ -238,12 +243,12 @@ class DecoderConfig(KnownFields):
 
     @property
     def window(self) -> int | None:
-        """Sliding window of all layers in tokens, or None."""
+        """Sliding window of all layers in tokens, or None if layers attend to all tokens."""
         return None
 
     @property
     def windows(self) -> Sequence[int | None]:
-        """Sliding window of each layer in tokens. None for layers that attend to all tokens."""
+        """Sliding window of each layer in tokens, or None for layers that attend to all tokens."""
         return (self.window,) * self.num_hidden_layers
 
     @property
@@ -258,23 +263,24 @@ class DecoderConfig(KnownFields):
 
     @property
     def empty_tensors(self) -> Mapping[str, tuple[int, ...]]:
-        """Tensors without elements that transformers stores in each layer with experts: name -> shape."""
+        """Name and shape of the zero-size tensors that transformers stores in each MoE layer."""
         return {}
 
     @property
     def unused_tensors(self) -> Collection[str]:
-        """Names of tensors that may be in files but are ignored by the reference implementation."""
+        """Names of tensors that checkpoints may contain but the reference implementation ignores."""
         return ()
 
     @property
     def sparse_layers(self) -> Sequence[bool]:
-        """Whether each layer has experts, from ``mlp_layer_types``.
+        """Whether each layer is an MoE layer, from ``mlp_layer_types``.
 
-        If it is null, a model with experts has experts in all layers except the first ``first_k_dense_replace``.
+        If ``mlp_layer_types`` is null, all layers of an MoE model are MoE layers except the first
+        ``first_k_dense_replace``.
         """
-        kinds: Sequence[str] | None = self.mlp_layer_types
-        if kinds is not None:
-            return tuple(kind != "dense" for kind in kinds)
+        layer_types: Sequence[str] | None = self.mlp_layer_types
+        if layer_types is not None:
+            return tuple(layer_type != "dense" for layer_type in layer_types)
         return tuple(self.experts > 0 and i >= self.first_k_dense_replace for i in range(self.num_hidden_layers))
 
     @property
@@ -284,11 +290,11 @@ class DecoderConfig(KnownFields):
 
     @property
     def rope_fields(self) -> Mapping[str, Any]:
-        """The rope object: ``rope_scaling`` (transformers 4), or ``rope_parameters`` (transformers 5) without it."""
+        """Rope object: ``rope_scaling`` (transformers 4) if set, else ``rope_parameters`` (transformers 5)."""
         return self.rope_scaling or self.rope_parameters or {}
 
     @property
     def rope(self) -> Rope:
-        """The rotary embedding that the fields describe."""
+        """Rotary embedding that the config describes."""
         positions = self.max_position_embeddings, self.original_max_position_embeddings
         return rope_from_fields(self.rope_fields, self.rope_dim, self.rope_theta, *positions, self.rope_field)

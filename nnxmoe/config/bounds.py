@@ -1,4 +1,4 @@
-"""Types and bounds of config fields. Configs declare them in the field's metadata."""
+"""Checks of the types and bounds of config fields. Configs declare the checks in field metadata."""
 
 import dataclasses
 import math
@@ -14,7 +14,7 @@ class ConfigError(ValueError):
 
 
 MOST_LAYERS = 1024
-MOST_EXPERTS = 2**18  # in all layers together
+MOST_EXPERTS = 2**18  # total over all layers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Count:
             sign = "positive" if self.least else "non-negative"
             raise ConfigError(f"{name} must be a {sign} integer, got {short(value)}")
         if value > self.most:
-            raise ConfigError(f"{name} {short(value)} is beyond what is supported: at most {self.most}")
+            raise ConfigError(f"{name} {short(value)} exceeds the supported maximum of {self.most}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,11 +40,13 @@ class Number:
     most: float = 1e6
 
     def __call__(self, name: str, value: object) -> float:
-        least, label = (-math.inf, "finite") if self.above < 0 else (0, "positive")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not least < value < math.inf:
+        lower_bound, label = (-math.inf, "finite") if self.above < 0 else (0, "positive")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not lower_bound < value < math.inf:
             raise ConfigError(f"{name} must be a {label} number, got {short(value)}")
         if not self.above < value <= self.most:
-            raise ConfigError(f"{name} {short(value)} is out of range: above {self.above:g}, at most {self.most:g}")
+            raise ConfigError(
+                f"{name} {short(value)} is out of range: it must be above {self.above:g} and at most {self.most:g}"
+            )
         return float(value)
 
 
@@ -56,13 +58,15 @@ class PerLayer:
 
     def __call__(self, name: str, value: object) -> None:
         if not isinstance(value, list | tuple) or not value:
-            raise ConfigError(f"{name} must list the kind of each layer, got {short(value)}")
-        if odd := [layer_type for layer_type in value if layer_type not in self.allowed]:
-            raise ConfigError(f"{name}: {short(odd[0])} is not supported; supported: {', '.join(self.allowed)}")
+            raise ConfigError(f"{name} must list the type of each layer, got {short(value)}")
+        if unknown_types := [layer_type for layer_type in value if layer_type not in self.allowed]:
+            raise ConfigError(
+                f"{name}: {short(unknown_types[0])} is not supported; supported: {', '.join(self.allowed)}"
+            )
 
 
 def is_one_of(value: object, allowed: tuple[Any, ...]) -> bool:
-    """Whether a value equals an allowed value. Bools do not equal numbers."""
+    """Return whether a value equals an allowed value. Bools do not equal numbers."""
     return any(isinstance(value, bool) == isinstance(known, bool) and value == known for known in allowed)
 
 
@@ -85,17 +89,17 @@ def _flag(name: str, value: object) -> None:
 
 
 def count(default: int | None, *, least: int = 1, most: int = 2**31 - 1) -> Any:
-    """Declare a config field for an integer. The bounds exceed all known models and limit memory allocations."""
+    """Declare an integer config field. The bounds exceed all known models and limit memory allocation."""
     return dataclasses.field(default=default, metadata={"check": Count(least, most)})
 
 
 def number(default: float | None, *, above: float, most: float) -> Any:
-    """Declare a config field for a number."""
+    """Declare a float config field."""
     return dataclasses.field(default=default, metadata={"check": Number(above, most)})
 
 
 def per_layer(*allowed: str) -> Any:
-    """Declare a config field with one of the ``allowed`` types per layer, or null."""
+    """Declare a config field that lists one of the ``allowed`` types per layer, or is null."""
     return dataclasses.field(default=None, metadata={"check": PerLayer(allowed)})
 
 
@@ -105,10 +109,10 @@ def one_of(*allowed: Any) -> Any:
 
 
 def check_at_most(config: Any, name: str, other: str) -> None:
-    """Raise ConfigError if the field ``name`` of a config is greater than the field ``other``. Accepts null."""
-    value, most = getattr(config, name), getattr(config, other)
-    if value is not None and value > most:
-        raise ConfigError(f"{name} {value} is more than {other} {most}")
+    """Raise ConfigError if the field ``name`` of a config is greater than the field ``other``. Null is valid."""
+    value, limit = getattr(config, name), getattr(config, other)
+    if value is not None and value > limit:
+        raise ConfigError(f"{name} {value} is more than {other} {limit}")
 
 
 def check_multiple(config: Any, name: str, other: str) -> None:
@@ -121,19 +125,23 @@ def check_multiple(config: Any, name: str, other: str) -> None:
 def check_fields(config: Any) -> None:
     """Raise ConfigError for the first field of a config dataclass that has a wrong type or is out of bounds.
 
-    A field that declares no bounds inherits the bounds of the field that it overrides. Without such bounds, the default
-    bounds of its type apply. None is valid if the annotation includes None.
+    A field without declared bounds inherits the bounds of the field that it overrides. Otherwise, the default bounds of
+    the field's type apply. None is valid if the annotation includes None.
     """
     by_type: dict[Any, Callable[[str, object], Any]] = {int: Count(), float: Number(), bool: _flag}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        declared = (vars(base).get("__dataclass_fields__", {}).get(field.name) for base in type(config).__mro__)
-        checks = [found.metadata["check"] for found in declared if found is not None and "check" in found.metadata]
+        definitions = (vars(base).get("__dataclass_fields__", {}).get(field.name) for base in type(config).__mro__)
+        checks = [
+            definition.metadata["check"]
+            for definition in definitions
+            if definition is not None and "check" in definition.metadata
+        ]
         check = checks[0] if checks else by_type.get(field.type) or _container(field.type)
         if check is not None and not (value is None and type(None) in get_args(field.type)):
             check(field.name, value)
             if isinstance(check, PerLayer) and value and len(value) != (layers := config.num_hidden_layers):
-                raise ConfigError(f"{field.name} lists {len(value)} layers, not {layers} as num_hidden_layers says")
+                raise ConfigError(f"{field.name} lists {len(value)} layers, not {layers} as in num_hidden_layers")
 
 
 def _container(annotation: Any) -> Callable[[str, object], None] | None:
@@ -159,7 +167,7 @@ def _container(annotation: Any) -> Callable[[str, object], None] | None:
 
 
 def _scalars(annotation: Any) -> tuple[type, ...]:
-    """Return an annotation's scalar types, and int if float is among them. Returns () if a type is not scalar."""
+    """Return the scalar types of an annotation, plus int if float is included, or () if a type is not scalar."""
     members = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
     known = all(member in (int, float, str, bool, NoneType) for member in members)
     return (*members, *((int,) if float in members else ())) if known else ()
@@ -171,23 +179,24 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 def check_token_ids(fields: Mapping[str, Any], vocab: int) -> list[str]:
     """Check the special token ids of a config.
 
-    Null and negative pad ids count as unset. ``eos_token_id`` may be a list.
+    Null ids and negative pad ids count as unset. ``eos_token_id`` may be a list.
 
     Returns:
-        Name and value of each bos or eos id outside the vocabulary, such as "bos_token_id 5". They match no token.
+        Name and value of each BOS or EOS id outside the vocabulary, such as "bos_token_id 5". These ids match no token.
 
     Raises:
-        ConfigError: A value is not a token id, or the pad id is outside the vocabulary (an error in transformers too).
+        ConfigError: If a value is not a token id, or the pad id is outside the vocabulary. transformers also rejects
+            such a pad id.
     """
-    odd = []
+    invalid_ids = []
     for name in TOKEN_IDS:
         value = fields.get(name)
-        several = isinstance(value, list | tuple) and name == "eos_token_id" and len(value) > 0
-        for one in () if value is None else value if several else (value,):  # pyright: ignore[reportGeneralTypeIssues]
-            if type(one) is not int or abs(one) > 2**31:
+        is_list = isinstance(value, list | tuple) and name == "eos_token_id" and len(value) > 0
+        for token_id in () if value is None else value if is_list else (value,):  # pyright: ignore[reportGeneralTypeIssues]
+            if type(token_id) is not int or abs(token_id) > 2**31:
                 raise ConfigError(f"{name} {short(value)} must be a token id or null")
-            if name == "pad_token_id" and not -vocab <= one < vocab:
-                raise ConfigError(f"{name} {one} must lie in the vocabulary, 0 to {vocab - 1}, or be null")
-            if name != "pad_token_id" and not 0 <= one < vocab:
-                odd.append(f"{name} {one}")
-    return odd
+            if name == "pad_token_id" and not -vocab <= token_id < vocab:
+                raise ConfigError(f"{name} {token_id} must be in the vocabulary, 0 to {vocab - 1}, or be null")
+            if name != "pad_token_id" and not 0 <= token_id < vocab:
+                invalid_ids.append(f"{name} {token_id}")
+    return invalid_ids

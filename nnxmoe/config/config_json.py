@@ -1,8 +1,8 @@
-"""Checks of a complete config.json: nested text models, unknown fields, and unsupported kinds of models.
+"""Checks of a complete config.json: nested text models, unknown fields and unsupported model types.
 
-transformers selects the class by ``model_type``. The class reads the fields that it declares. Code shared by all
-classes reads further fields. `tests/support/declared.py` lists both. Unknown fields that the shared code reads raise
-ConfigError unless their value has no effect. All other unknown fields are only reported.
+transformers selects the config class by ``model_type``. The class reads the fields that it declares. Code shared by
+all classes reads additional fields. `tests/support/declared.py` lists both sets. Unknown fields that the shared code
+reads raise ConfigError unless their value has no effect. All other unknown fields are only reported.
 """
 
 import re
@@ -12,9 +12,9 @@ from typing import Any
 from nnxmoe.config.bounds import ConfigError, is_one_of
 from nnxmoe.config.printable import short, some
 
-# Field that shared code of transformers 5.24 reads -> the values that have no effect.
+# Fields that the shared code of transformers 5.24 reads -> the values without effect.
 SHARED: dict[str, tuple[Any, ...]] = {
-    "is_causal": (None, True),  # false: every token attends to all
+    "is_causal": (None, True),  # if false, every token attends to all tokens
     "is_encoder_decoder": (None, False),
     "sliding_window": (None,),  # caches drop keys outside the window
     "attention_chunk_size": (None,),  # caches drop keys outside the chunk
@@ -30,8 +30,8 @@ SHARED: dict[str, tuple[Any, ...]] = {
     "vision_feature_select_strategy": (None, "default", "full"),
     "transformers_weights": (None,),  # the name of the weight file
 }
-# Fields that shared code reads for multi-token prediction only (PREDICTION) or for experts in FP8 only (FP8_EXPERTS).
-# Only null has no effect.
+# Fields that the shared code reads only for multi-token prediction (PREDICTION) or only for FP8 experts (FP8_EXPERTS).
+# Null is their only value without effect.
 PREDICTION = (
     "mtp_hidden_states_first chain_hidden_post_norm logits_mup_width_multiplier unpadded_vocab_size "
     "mtp_mlp_layer_types mtp_per_layer_config"
@@ -60,7 +60,7 @@ IGNORED = frozenset(
 )
 _DRAFT = re.compile("draft|eagle|medusa|speculator|hydra|mtp|nextn|dflash|dflare|dspark|domino", re.IGNORECASE)
 _DRAFT_FIELDS = ("draft_vocab_size", "dflash_config", "eagle_config", "speculators_config", "speculators_model_type")
-# Fields of a multimodal config that apply to the text model if the text model's config does not have them.
+# Top-level fields of a multimodal config that apply to the text model if ``text_config`` does not set them.
 _TEXT_MODEL_FIELDS = "dtype torch_dtype quantization_config quantization bos_token_id eos_token_id pad_token_id".split()
 
 
@@ -78,42 +78,46 @@ def text_fields(fields: Any) -> Any:
     text.setdefault("model_type", fields.get("model_type"))
     names = fields.get("architectures")
     if names and not (isinstance(names, list) and all(str(n).endswith("ForConditionalGeneration") for n in names)):
-        text["architectures"] = names  # `refuse_other_models` rejects classes such as classifiers
+        text["architectures"] = names  # so that `refuse_other_models` rejects classifiers and similar classes
     if fields.get("tie_word_embeddings"):
         text["tie_word_embeddings"] = True
     return text
 
 
 def refuse_other_models(fields: Mapping[str, Any], architectures: Set[str]) -> None:
-    """Raise ConfigError for a config.json of a draft model, a classifier or a model quantized by MLX.
+    """Raise ConfigError unless a config.json describes a supported causal language model with an output head.
+
+    Rejects draft models, classifiers, models without an output head and models quantized by MLX.
 
     Args:
-        fields: The parsed config.json. Its architecture may belong to a different family than its ``model_type``,
-            because ``model_type`` selects the family.
-        architectures: The supported classes, all of them ``…ForCausalLM``.
+        fields: The parsed config.json. ``model_type`` selects the family, so ``architectures`` may name a class of a
+            different family.
+        architectures: Supported class names, ``…ForCausalLM``.
     """
     names = fields.get("architectures")
     if names is not None and not (isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)):
         raise ConfigError(f"architectures must be a list of names or null, got {short(names)}")
-    supported = {name.lower() for name in architectures}  # LLaMAForCausalLM in files of 2023
-    known = [name for name in names or () if name.lower() in supported]
-    bodies = [name for name in names or () if name.lower().removesuffix("model") + "forcausallm" in supported]
-    drafts = [name for name in _DRAFT_FIELDS if fields.get(name) is not None]
-    if drafts or (names and not known and any(map(_DRAFT.search, names))):
-        evidence = f"{drafts[0]} {short(fields[drafts[0]])}" if drafts else f"architectures {short(names)}"
-        raise ConfigError(f"{evidence}: a draft model for speculative decoding, which is not supported")
-    if bodies and not known and not fields.get("tie_word_embeddings"):
-        raise ConfigError(f"architectures {short(names)}: a model without output head, which computes no logits")
-    if names and not known and not bodies:
-        causal = any(name.endswith("ForCausalLM") for name in names)
-        what = "a language model that is not supported" if causal else "not a causal language model, which is required"
-        raise ConfigError(f"architectures {short(names)}: {what}")
+    supported = {name.lower() for name in architectures}  # files from 2023 have LLaMAForCausalLM
+    supported_names = [name for name in names or () if name.lower() in supported]
+    headless_names = [name for name in names or () if name.lower().removesuffix("model") + "forcausallm" in supported]
+    draft_fields = [name for name in _DRAFT_FIELDS if fields.get(name) is not None]
+    if draft_fields or (names and not supported_names and any(map(_DRAFT.search, names))):
+        evidence = (
+            f"{draft_fields[0]} {short(fields[draft_fields[0]])}" if draft_fields else f"architectures {short(names)}"
+        )
+        raise ConfigError(f"{evidence}: draft models for speculative decoding are not supported")
+    if headless_names and not supported_names and not fields.get("tie_word_embeddings"):
+        raise ConfigError(f"architectures {short(names)}: models without an output head are not supported")
+    if names and not supported_names and not headless_names:
+        is_causal = any(name.endswith("ForCausalLM") for name in names)
+        reason = "this language model is not supported" if is_causal else "only causal language models are supported"
+        raise ConfigError(f"architectures {short(names)}: {reason}")
     for name in ("quantization", "quantization_config"):
         settings = fields.get(name)
         if isinstance(settings, Mapping) and {"group_size", "bits"} <= {*settings} and "quant_method" not in settings:
             raise ConfigError(
-                f"{name} {short(settings)}: quantised by MLX (mlx-lm), which is not supported. Load the checkpoint "
-                "that it was made from, or another quantisation of that"
+                f"{name} {short(settings)}: checkpoints quantized by MLX (mlx-lm) are not supported. Load the original "
+                "checkpoint, or a version quantized by a different tool"
             )
 
 
@@ -122,32 +126,32 @@ def refuse_effective(config: Any, unknown_fields: Mapping[str, Any], fields: Map
 
     Args:
         config: The model's config.
-        unknown_fields: Fields that the config's class does not know.
+        unknown_fields: Fields that the config class does not declare.
         fields: All fields of the file.
     """
-    neutral = dict(SHARED)
+    neutral_values = dict(SHARED)
     if getattr(config, "num_nextn_predict_layers", 0):
-        neutral |= dict.fromkeys(PREDICTION, (None,))
+        neutral_values |= dict.fromkeys(PREDICTION, (None,))
     settings = fields.get("quantization_config")
     if config.experts and isinstance(settings, Mapping) and settings.get("quant_method") == "fp8":
-        neutral |= dict.fromkeys(FP8_EXPERTS, (None,))
-    neutral["layer_types"] += (["full_attention"] * config.num_hidden_layers,)
-    for name in neutral.keys() & unknown_fields.keys():
-        if not is_one_of(unknown_fields[name], neutral[name]):
-            allowed = ", ".join(short(value) for value in neutral[name])
+        neutral_values |= dict.fromkeys(FP8_EXPERTS, (None,))
+    neutral_values["layer_types"] += (["full_attention"] * config.num_hidden_layers,)
+    for name in neutral_values.keys() & unknown_fields.keys():
+        if not is_one_of(unknown_fields[name], neutral_values[name]):
+            allowed = ", ".join(short(value) for value in neutral_values[name])
             raise ConfigError(
-                f"{name} {short(unknown_fields[name])} is not supported for {config.model_type} models, in which "
-                f"transformers reads it; supported: {allowed}"
+                f"{name} {short(unknown_fields[name])} is not supported for {config.model_type} models, and "
+                f"transformers reads the field. Supported: {allowed}"
             )
-    unread = describe_fields(unknown_fields)
-    if unread and fields.get("auto_map"):
+    unknown_texts = describe_fields(unknown_fields)
+    if unknown_texts and fields.get("auto_map"):
         raise ConfigError(
-            f"{some(unread, 20)}: unknown to {config.model_type} models, and auto_map names code of the repository's "
-            "own, which may compute something else with them. Remove the fields if that code does not need them"
+            f"{some(unknown_texts, 20)}: unknown to {config.model_type} models, but code of the repository "
+            "(auto_map) may read these fields. Remove the fields if the code does not need them"
         )
 
 
 def describe_fields(fields: Mapping[str, Any]) -> list[str]:
-    """Return names and values of fields for a message, except for fields that are null, false or empty."""
+    """Format field names and values for a message. Omits null, false and empty fields."""
     empty = {name for name, value in fields.items() if value is None or value is False or value in ("", [], {})}
     return [f"{name} {short(value)}" for name, value in sorted(fields.items()) if name not in empty]

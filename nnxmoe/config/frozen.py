@@ -1,4 +1,4 @@
-"""An immutable dict."""
+"""Immutable dict."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -7,7 +7,7 @@ from nnxmoe.config.validate import python_values
 
 
 class FrozenDict(Mapping[str, Any]):
-    """A hashable, immutable dict. It can be a static argument of a compiled program."""
+    """Hashable, immutable dict. Can be a static argument of a jitted function."""
 
     def __init__(self, items: Mapping[str, Any]):
         self._items = python_values(dict(items))
@@ -22,7 +22,7 @@ class FrozenDict(Mapping[str, Any]):
         return len(self._items)
 
     def __hash__(self) -> int:
-        return hash(frozenset(self._items))  # excludes values, which may be unhashable
+        return hash(frozenset(self._items))  # values may be unhashable
 
     def __repr__(self) -> str:
         return repr(self._items)

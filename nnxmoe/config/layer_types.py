@@ -1,4 +1,4 @@
-"""Configs of decoders with sliding-window and full-attention layers, optionally with different rotary embeddings."""
+"""Configs of decoders that mix sliding-window and full-attention layers, optionally with different rope settings."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -15,11 +15,11 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerWindowsConfig(DecoderConfig):
-    """Config of decoders in which some layers attend to a sliding window.
+    """Config of decoders in which some layers use sliding-window attention.
 
     Layers of type ``sliding_attention`` attend to the last ``sliding_window`` keys, including the query's position. If
-    ``layer_types`` is null, the layers from index ``max_window_layers`` on have this type. Only some families have the
-    field ``max_window_layers``.
+    ``layer_types`` is null, layers with an index of at least ``max_window_layers`` have this type. Only some families
+    have the field ``max_window_layers``.
     """
 
     max_window_layers = 0
@@ -34,12 +34,12 @@ class LayerWindowsConfig(DecoderConfig):
 
     @property
     def needed_for_windows(self) -> str:
-        """Error text that names the required fields of sliding-window layers and their values."""
+        """Error text with the fields that sliding-window layers require and the values of these fields."""
         return f"a sliding_window: got {self.sliding_window}"
 
     @property
     def layer_window(self) -> int | None:
-        """Window of the sliding-window layers. If None, all layers attend to all tokens."""
+        """Window of the sliding-window layers in tokens, or None if all layers attend to all tokens."""
         return self.sliding_window
 
     @property
@@ -67,27 +67,27 @@ class LayerRopesConfig(LayerWindowsConfig):
 
     def __post_init__(self) -> None:
         ropes = self.rope_parameters or self.default_ropes
-        whole = ropes.get(FULL) if isinstance(ropes, Mapping) else None
-        if isinstance(whole, Mapping) and whole.get("rope_theta") is not None:
-            object.__setattr__(self, "rope_theta", whole["rope_theta"])
+        full_rope = ropes.get(FULL) if isinstance(ropes, Mapping) else None
+        if isinstance(full_rope, Mapping) and full_rope.get("rope_theta") is not None:
+            object.__setattr__(self, "rope_theta", full_rope["rope_theta"])
         super().__post_init__()
 
     def _check(self) -> None:
         if self.rope_scaling is not None:
             raise ConfigError(
-                f"rope_scaling {short(self.rope_scaling)} is not supported: give rope_parameters per type"
+                f"rope_scaling {short(self.rope_scaling)} is not supported: set rope_parameters per layer type"
             )
         super()._check()
         for attention_type in {*self.attention_types}:
             self.rope_of(attention_type)
 
     def rope_fields_of(self, attention_type: str) -> Mapping[str, Any]:
-        """Return the rope object of a layer type. Raises ConfigError if the object or its theta is missing."""
+        """Return the rope object of a layer type. Raises ConfigError if the object or ``rope_theta`` is missing."""
         fields = (self.rope_parameters or self.default_ropes).get(attention_type)
         if not isinstance(fields, Mapping):
             raise ConfigError(f"rope_parameters has no object for {attention_type!r} layers, got {short(fields)}")
         if fields.get("rope_theta") is None:
-            raise ConfigError(f"rope_parameters: {attention_type}: rope_theta is missing and has no default: give it")
+            raise ConfigError(f"rope_parameters: {attention_type}: rope_theta is missing and has no default. Set it")
         return fields
 
     def rope_of(self, attention_type: str) -> Rope:
@@ -101,17 +101,17 @@ class LayerRopesConfig(LayerWindowsConfig):
 
     @classmethod
     def unknown_fields(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
-        found = super().unknown_fields(fields)
-        for name in {f"rope_parameters.{attention_type}" for attention_type in (FULL, SLIDING)} & found.keys():
-            if isinstance(inner := found[name], Mapping):
-                del found[name]
-                found |= {f"{name}.{key}": inner[key] for key in inner.keys() - cls.rope_keys}
-        return found
+        unknown = super().unknown_fields(fields)
+        for name in {f"rope_parameters.{attention_type}" for attention_type in (FULL, SLIDING)} & unknown.keys():
+            if isinstance(rope := unknown[name], Mapping):
+                del unknown[name]
+                unknown |= {f"{name}.{key}": rope[key] for key in rope.keys() - cls.rope_keys}
+        return unknown
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PartialRopesConfig(LayerRopesConfig):
-    """Config with one rotary embedding per layer type, each of which may rotate only a part of the head.
+    """Config with one rotary embedding per layer type. Each embedding may rotate only a part of the head.
 
     ``partial_rotary_factor`` of a rope object is the rotated fraction of the head width. The rotated width is rounded
     down to an integer. The factor defaults to ``default_rotary_factor``.

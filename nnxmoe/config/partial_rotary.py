@@ -15,8 +15,8 @@ FACTOR = "partial_rotary_factor"
 class PartialRotaryConfig(DecoderConfig):
     """Config with ``partial_rotary_factor``, the rotated fraction of the head width.
 
-    The rotated width is rounded down to an integer. In transformers 5 the factor is in the rope object. If it is null
-    in both places, it is ``default_rotary_factor``.
+    The rotated width is rounded down to an integer. In transformers 5, the factor is in the rope object. If both places
+    are null, the factor is ``default_rotary_factor``.
     """
 
     default_rotary_factor: ClassVar[float] = 1.0
@@ -25,22 +25,24 @@ class PartialRotaryConfig(DecoderConfig):
     partial_rotary_factor: float | None = number(None, above=0.0, most=1.0)
 
     def _check(self) -> None:
-        nested, beside = super().rope_fields.get(FACTOR), self.partial_rotary_factor
-        if nested is not None:
-            Number(0.0, 1.0)(f"rope: {FACTOR}", nested)
-        if nested is not None and beside is not None and nested != beside:
+        rope_factor, top_level_factor = super().rope_fields.get(FACTOR), self.partial_rotary_factor
+        if rope_factor is not None:
+            Number(0.0, 1.0)(f"rope: {FACTOR}", rope_factor)
+        if rope_factor is not None and top_level_factor is not None and rope_factor != top_level_factor:
             raise ConfigError(
-                f"{FACTOR} {short(beside)} and that of the rope object {short(nested)} differ: remove one"
+                f"{FACTOR} {short(top_level_factor)} and the rope object's {short(rope_factor)} differ: remove one"
             )
         super()._check()
         if self.rope_dim < 2:
-            raise ConfigError(f"{FACTOR} {self.rotary_factor} of the head width {self.head_width} rotates nothing")
+            raise ConfigError(
+                f"{FACTOR} {self.rotary_factor} of the head width {self.head_width} rotates no dimensions: increase it"
+            )
 
     @property
     def rotary_factor(self) -> float | None:
         """``partial_rotary_factor`` from the rope object or the top level. None if both are null."""
-        nested = super().rope_fields.get(FACTOR)
-        return self.partial_rotary_factor if nested is None else nested
+        rope_factor = super().rope_fields.get(FACTOR)
+        return self.partial_rotary_factor if rope_factor is None else rope_factor
 
     @property
     def rope_dim(self) -> int:

@@ -1,4 +1,4 @@
-"""Formatting of values, names and large numbers for messages. Text from files is escaped and truncated."""
+"""Format values, names and large numbers for messages. Text from files is escaped and truncated."""
 
 import difflib
 import re
@@ -8,13 +8,13 @@ from jax.core import Tracer
 
 
 def short(value: object, limit: int = 160) -> str:
-    """Format a value for an error message. Escapes it, and truncates it to about ``limit`` characters."""
+    """Format a value for an error message. Escapes the text and truncates it to about ``limit`` characters."""
     if isinstance(value, str | list | tuple | dict) and len(value) > 10 * limit:
         return f"a {type(value).__name__} of {len(value)} items"
     if isinstance(value, int) and value.bit_length() > 512:
         return f"a number of {value.bit_length()} bits"
     if isinstance(value, Tracer):
-        return f"{value!a}, which JAX traces: pass a number, or mark the argument as static"
+        return f"{value!a}, which is a traced value: pass a number, or mark the argument as static"
     text = ascii(value)
     return text if len(text) <= limit else text[:limit] + "..."
 
@@ -25,19 +25,19 @@ def plain(name: str) -> str:
 
 
 def some(names: Sequence[str], limit: int = 3) -> str:
-    """Join up to ``limit`` names and add the number of the remaining names."""
+    """Join up to ``limit`` names, followed by the number of remaining names."""
     shown = ", ".join(plain(name) for name in names[:limit])
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
 
 
 def did_you_mean(name: str, known: Iterable[str], most: int = 1, cutoff: float = 0.6) -> str:
-    """Return "; did you mean …?" with the known names most similar to ``name``, ignoring case.
+    """Return "; did you mean …?" with the known names that are most similar to ``name``, ignoring case.
 
     Returns "" if no known name is similar.
     """
-    names = {one.lower(): one for one in known}
-    near = difflib.get_close_matches(name.lower(), names, most, cutoff)
-    return f"; did you mean {' or '.join(names[one] for one in near)}?" if near else ""
+    names = {known_name.lower(): known_name for known_name in known}
+    matches = difflib.get_close_matches(name.lower(), names, most, cutoff)
+    return f"; did you mean {' or '.join(names[known_name] for known_name in matches)}?" if matches else ""
 
 
 def bytes_text(size: float) -> str:
@@ -50,7 +50,7 @@ def bytes_text(size: float) -> str:
 
 
 def parse_bytes(size: int | str) -> int:
-    """Parse ``5GB``, ``500MB``, ``20KB`` or a number to a number of bytes, at least 1.
+    """Parse a size such as ``5GB``, ``500MB``, ``20KB`` or a plain number of bytes. Returns at least 1.
 
     Units are decimal. Raises ValueError for other text.
     """
@@ -61,7 +61,7 @@ def parse_bytes(size: int | str) -> int:
 
 
 def count_text(number: float) -> str:
-    """Format a large number in three digits, such as 46.7B."""
+    """Format a large number with three significant digits, such as 46.7B."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size:
             return f"{number / size:.3g}{unit}"

@@ -1,4 +1,4 @@
-"""Frequencies of rotary position embedding (Su et al. 2021) and its long-context variants, from config fields.
+"""Frequencies of rotary position embeddings (Su et al. 2021) and long-context variants, from config fields.
 
 Supports the fields of transformers 4 and 5. Sources: llama3 (Meta's Llama 3.1 reference), dynamic NTK (transformers),
 YaRN (Peng et al. 2023, with DeepSeek's mscale). `nnxmoe.layers.rope` applies the frequencies.
@@ -25,7 +25,11 @@ class Rope:
     theta: float
 
     def frequencies(self, length: Int[Array, ""]) -> Float[Array, "half"]:
-        """Return the radians per position of each pair. ``length``: number of positions in use."""
+        """Return the frequency of each pair in radians per position.
+
+        Args:
+            length: Number of positions in use. Only `DynamicRope` depends on the length.
+        """
         return jnp.asarray(self._plain(), jnp.float32)
 
     def factor(self) -> float:
@@ -48,7 +52,7 @@ class LinearRope(Rope):
 
 @dataclasses.dataclass(frozen=True)
 class ProportionalRope(Rope):
-    """Rotation of the first ``rotated`` pairs only, with the frequencies of the full width (Gemma 4, 2026).
+    """Rotary embedding of the first ``rotated`` pairs only, with the frequencies of the full width (Gemma 4, 2026).
 
     Frequencies are divided by ``scale``.
     """
@@ -63,9 +67,9 @@ class ProportionalRope(Rope):
 
 @dataclasses.dataclass(frozen=True)
 class DynamicRope(Rope):
-    """Dynamic NTK scaling, which increases theta with lengths above ``max_positions``.
+    """Dynamic NTK scaling: theta increases with the length if the length exceeds ``max_positions``.
 
-    Cached keys are not rotated again when the length grows.
+    Cached keys are not rotated again when the length increases.
     """
 
     scale: float
@@ -96,10 +100,10 @@ class Llama3Rope(Rope):
 
 @dataclasses.dataclass(frozen=True)
 class YarnRope(Rope):
-    """YaRN scaling, by the number of turns of a frequency over the original context.
+    """YaRN scaling, based on the number of rotations of each frequency over the original context.
 
-    Frequencies below ``beta_slow`` turns are divided by ``scale``. Frequencies above ``beta_fast`` turns are unchanged.
-    A linear ramp connects the two.
+    Frequencies with fewer than ``beta_slow`` rotations are divided by ``scale``. Frequencies with more than
+    ``beta_fast`` rotations are unchanged. A linear ramp over the pair index connects the two ranges.
     """
 
     scale: float
@@ -123,9 +127,9 @@ class YarnRope(Rope):
         plain = self._plain()
         return jnp.asarray(plain / self.scale * ramp + plain * (1 - ramp), jnp.float32)
 
-    def _dimension(self, turns: float) -> float:
-        """Return the (fractional) pair index whose frequency makes ``turns`` turns over the original context."""
-        return self.dim * math.log(self.original_positions / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+    def _dimension(self, rotations: float) -> float:
+        """Return the (fractional) index of the pair that rotates ``rotations`` times over the original context."""
+        return self.dim * math.log(self.original_positions / (rotations * 2 * math.pi)) / (2 * math.log(self.theta))
 
 
 def yarn_mscale(scale: float, mscale: float) -> float:
@@ -142,7 +146,7 @@ FIELDS = frozenset(
 
 
 def rope_type(fields: Mapping[str, Any]) -> Any:
-    """Return the type of a rope object. ``rope_type`` has precedence over the older name ``type``."""
+    """Return the type of a rope object. ``rope_type`` takes precedence over the older name ``type``."""
     for name in ("rope_type", "type"):
         if fields.get(name) is not None:
             return fields[name]
@@ -159,43 +163,47 @@ def rope_from_fields(
         dim: The rotated width.
         theta: Default of ``rope_theta``.
         positions: The config's ``max_position_embeddings``.
-        original: The top-level ``original_max_position_embeddings``. It overrides the rope object's value.
-        width: Name of the field that determines ``dim``, for errors.
+        original: The top-level ``original_max_position_embeddings``. Overrides the value in the rope object.
+        width: Name of the field that determines ``dim``, for error messages.
 
     Raises:
-        ConfigError: A field is missing, invalid or not supported.
+        ConfigError: If a field is missing, invalid or not supported.
     """
-    kind = rope_type(fields)
+    scaling_type = rope_type(fields)
     _check_rope_fields(fields)
     if dim % 2:
         raise ConfigError(f"{width}: rotary embedding needs an even width, got {dim}")
     theta = _number(fields, "rope_theta", theta)
-    if kind == "default":
+    if scaling_type == "default":
         return Rope(dim, theta)
-    if kind == "linear":
+    if scaling_type == "linear":
         return LinearRope(dim, theta, _number(fields, "factor"))
-    if kind == "dynamic" and dim < 4:
+    if scaling_type == "dynamic" and dim < 4:
         raise ConfigError(f"{width}: dynamic rope needs a width of at least 4, got {dim}")
-    if kind == "dynamic":
+    if scaling_type == "dynamic":
         return DynamicRope(dim, theta, _number(fields, "factor"), positions)
     original_positions: int = original or fields.get("original_max_position_embeddings") or positions
-    if kind == "llama3":
+    if scaling_type == "llama3":
         low, high = _number(fields, "low_freq_factor"), _number(fields, "high_freq_factor")
         if not low < high:
             raise ConfigError(f"rope: low_freq_factor {low} must be below high_freq_factor {high}")
         return Llama3Rope(dim, theta, _number(fields, "factor"), low, high, original_positions)
-    if kind == "yarn":
+    if scaling_type == "yarn":
         if "factor" not in fields:
-            raise ConfigError("rope: yarn needs factor: give it, or null for the ratio of the two lengths")
+            raise ConfigError(
+                "rope: yarn needs factor: set it, or use null for the ratio of the maximum to the original length"
+            )
         scale = _number(fields, "factor", positions / original_positions)
         betas = _number(fields, "beta_fast", 32.0), _number(fields, "beta_slow", 1.0)
         truncate = fields.get("truncate", True)
         return YarnRope(dim, theta, scale, original_positions, *betas, truncate, _yarn_attention(fields, scale))
-    raise ConfigError(f"rope type {short(kind)} is not supported; supported: default, linear, dynamic, llama3, yarn")
+    raise ConfigError(
+        f"rope type {short(scaling_type)} is not supported; supported: default, linear, dynamic, llama3, yarn"
+    )
 
 
 def _check_rope_fields(fields: Mapping[str, Any]) -> None:
-    """Check all fields of a rope object, including fields that its type does not use."""
+    """Check all fields of a rope object, including fields that the rope type does not use."""
     for name in NUMBERS:
         value = fields.get(name)
         if value is not None and not (name.startswith("mscale") and type(value) in (int, float) and value == 0):
@@ -204,9 +212,7 @@ def _check_rope_fields(fields: Mapping[str, Any]) -> None:
         if isinstance(value, Mapping):
             raise ConfigError(f"rope: {short(name)}: rotary embeddings that differ between layers are not supported")
     if rope_type(fields) == "default" and fields.get("factor", 1) not in (None, 1):
-        raise ConfigError(
-            f"rope: factor {short(fields['factor'])} without a rope_type that uses it: give the rope_type"
-        )
+        raise ConfigError(f"rope: factor {short(fields['factor'])} needs a rope_type that uses it: set rope_type")
     if fields.get("partial_rotary_factor", 1) not in (None, 1):
         raise ConfigError(f"rope: partial_rotary_factor {short(fields['partial_rotary_factor'])} is not supported")
     original = fields.get("original_max_position_embeddings")

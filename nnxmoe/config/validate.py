@@ -1,4 +1,4 @@
-"""Validation of arguments, with one function per type of value."""
+"""Argument validation, with one function per type of value."""
 
 import os
 import sys
@@ -12,7 +12,7 @@ _DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "half"
 
 
 def as_python(value: Any) -> Any:
-    """Convert a NumPy, JAX or torch scalar to a Python number. Returns other values and tracers unchanged."""
+    """Convert a NumPy, JAX or torch scalar to a Python number. Returns tracers and other values unchanged."""
     if getattr(value, "shape", None) != () or not hasattr(value, "item"):
         return value
     try:
@@ -22,14 +22,14 @@ def as_python(value: Any) -> Any:
 
 
 def python_values(value: Any) -> Any:
-    """Apply `as_python` recursively to the items of lists, tuples and dicts. Converts lists to tuples."""
+    """Apply `as_python` to all items of nested lists, tuples and dicts. Converts lists to tuples."""
     if isinstance(value, dict):
         return {name: python_values(item) for name, item in value.items()}
     return tuple(map(python_values, value)) if isinstance(value, list | tuple) else as_python(value)
 
 
 def as_number(value: Any) -> int | float | None:
-    """Convert a Python number or an array library's scalar to a Python number.
+    """Convert a Python number or a scalar array to a Python number.
 
     Returns None for bools, NaN and other values.
     """
@@ -39,7 +39,7 @@ def as_number(value: Any) -> int | float | None:
 
 
 def as_integer(value: Any, least: int, below: int = 2**32) -> int | None:
-    """Convert an integer, or a float or scalar array with an integral value, to an int.
+    """Convert a number with an integral value (int, float or scalar array) to an int.
 
     Returns None for bools, other values, and integers outside ``least`` <= value < ``below``.
     """
@@ -48,39 +48,43 @@ def as_integer(value: Any, least: int, below: int = 2**32) -> int | None:
 
 
 def whole_number(name: str, value: Any, least: int, below: int = 2**63) -> int:
-    """Convert a value with `as_integer`. Raises ValueError for ``name`` if the result is None."""
+    """Convert a value to an int with `as_integer`. Raises ValueError with ``name`` if the value is not valid."""
     if (number := as_integer(value, least, below)) is None:
         raise ValueError(f"{name} must be a {below.bit_length()}-bit integer >= {least}, got {short(value)}")
     return number
 
 
 def real_number(name: str, value: Any, least: float, most: float = sys.float_info.max, positive: bool = False) -> float:
-    """Convert a value with `as_number`.
+    """Convert a value to a number with `as_number`.
 
     Raises:
-        ValueError: The value is not a number, is outside [``least``, ``most``], or is not positive with ``positive``.
+        ValueError: If the value is not a number, is outside [``least``, ``most``], or is not positive although
+            ``positive`` is True.
     """
     if (number := as_number(value)) is None or not least <= number <= most or (positive and number <= 0):
-        kind, end = "positive number" if positive else "number", f" to {most:g}" if most < sys.float_info.max else ""
-        raise ValueError(f"{name} must be a finite {kind} from {least:g}{end}, got {short(value)}")
+        number_type, upper_bound = (
+            "positive number" if positive else "number",
+            f" to {most:g}" if most < sys.float_info.max else "",
+        )
+        raise ValueError(f"{name} must be a finite {number_type} from {least:g}{upper_bound}, got {short(value)}")
     return number
 
 
 def set_numbers(record: Any, *names: str, positive: bool = False) -> None:
-    """Convert fields of a (frozen) dataclass to Python numbers >= 0 in place, with `real_number`."""
+    """Convert fields of a (frozen) dataclass to Python numbers >= 0 in place. See `real_number`."""
     for name in names:
         number = real_number(f"{type(record).__name__}: {name}", getattr(record, name), 0, positive=positive)
         object.__setattr__(record, name, number)
 
 
 def check_type(name: str, value: Any, kind: Any, example: str) -> None:
-    """Raise ValueError unless the value is an instance of ``kind``, a class or a union of classes."""
+    """Raise ValueError unless the value is an instance of ``kind`` (a class or a union of classes)."""
     if not isinstance(value, kind):
-        raise ValueError(f"{name}={short(value)}: give {example}")
+        raise ValueError(f"{name}={short(value)}: pass {example}")
 
 
 def as_dtype(value: Any) -> Any:
-    """Convert a dtype of NumPy, JAX or torch, or a name such as "bf16", to a NumPy dtype.
+    """Convert a NumPy, JAX or torch dtype, or a name such as "bf16", to a NumPy dtype.
 
     Returns None for other values.
     """
@@ -92,7 +96,7 @@ def as_dtype(value: Any) -> Any:
 
 
 def floating_dtype(where: str, name: str, value: Any) -> Any:
-    """Convert ``value`` with `as_dtype`. Raises ValueError for ``where(name=value)`` unless it is floating-point."""
+    """Convert ``value`` with `as_dtype`. Raises ValueError with ``where(name=value)`` unless it is a floating dtype."""
     dtype = None if value is None else as_dtype(value)
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"{where}({name}={short(value)}): pass a floating-point dtype, such as jnp.bfloat16")
@@ -100,9 +104,9 @@ def floating_dtype(where: str, name: str, value: Any) -> Any:
 
 
 def check_positive(where: str, name: str, value: Any) -> int:
-    """Convert a positive integer to an int with `as_integer`. Raises ValueError for ``where(name=value)`` otherwise."""
+    """Convert a value with `as_integer`. Raises ValueError with ``where(name=value)`` if it is not positive."""
     if (number := as_integer(value, 1)) is None:
-        raise ValueError(f"{where}({name}={short(value)}): give a positive integer")
+        raise ValueError(f"{where}({name}={short(value)}): pass a positive integer")
     return number
 
 
@@ -110,7 +114,7 @@ def set_positive(record: Any, *names: str, where: str = "") -> None:
     """Convert fields of a (frozen) dataclass to positive ints in place.
 
     Raises:
-        ValueError: A field is not a positive integer. None is accepted in fields whose default is None.
+        ValueError: If a field is not a positive integer. Fields whose default is None may be None.
     """
     for name in names:
         value = getattr(record, name)
@@ -119,16 +123,16 @@ def set_positive(record: Any, *names: str, where: str = "") -> None:
 
 
 def check_object(where: str, name: str, value: Any, example: str) -> None:
-    """Raise ValueError for ``where(name=value)`` if the value is a class or is not callable."""
+    """Raise ValueError with ``where(name=value)`` if the value is a class or is not callable."""
     if isinstance(value, type) or not callable(value):
-        raise ValueError(f"{where}({name}={short(value)}): give an object such as {example}")
+        raise ValueError(f"{where}({name}={short(value)}): pass an object such as {example}")
 
 
 def path_text(path: str | os.PathLike[str], error: type[ValueError] = ValueError, name: str = "folder") -> str:
     """Convert a path to str.
 
-    Raises ``error`` for ``name`` if the value is not a path (such as None from an unset option) or is empty. An empty
-    path would mean the current folder.
+    Raises ``error`` with ``name`` if the value is not a path (such as None from an unset option) or is empty. An empty
+    path would mean the current directory.
     """
     text = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not isinstance(text, str) or not text or "\0" in text:

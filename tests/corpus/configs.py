@@ -172,7 +172,7 @@ WHOLE: list[tuple[str, Verdict, dict[str, Any], tuple[str, ...]]] = [
     ("an unknown field of a million letters", "report", {"quantum": "x" * 10**6}, (CONFIG, "quantum")),
     ("unknown fields that the repository's code may read", "refuse", {"quantum": 3, "auto_map": {"AutoModel": "a.B"}}, (CONFIG, "quantum", "auto_map")),
     ("no causal mask", "refuse", {"is_causal": False}, (CONFIG, "is_causal")),
-    ("a classifier", "refuse", {"architectures": ["LlamaForSequenceClassification"]}, (CONFIG, "LlamaForSequenceClassification", "not a causal")),
+    ("a classifier", "refuse", {"architectures": ["LlamaForSequenceClassification"]}, (CONFIG, "LlamaForSequenceClassification", "only causal")),
     ("a draft model", "refuse", {"architectures": ["LlamaForCausalLMEagle3"]}, (CONFIG, "draft model")),
     ("MLX", "refuse", {"quantization": {"group_size": 64, "bits": 4}}, (CONFIG, "MLX")),
     ("unknown fields that are null, false or empty", "accept", {"a": None, "b": False, "c": {}, "d": []}, ()),

@@ -206,7 +206,7 @@ def test_things_that_are_not_models_are_refused() -> None:
         lambda: Engine("demo"),  # type: ignore[arg-type]
         lambda: ModelDraft.of("demo"),  # type: ignore[arg-type]
     ):
-        with pytest.raises(ValueError, match="model='demo': give a model"):
+        with pytest.raises(ValueError, match="model='demo': pass a model"):
             door()
 
 

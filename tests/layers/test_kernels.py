@@ -320,7 +320,7 @@ def test_invalid_arguments_of_attention_kernels() -> None:
             lambda: FusedAttention(fallback=BlockwiseAttention),
             r"FusedAttention\(fallback=.*such as BlockwiseAttention\(\)",
         ),  # pyright: ignore
-        (lambda: FusedAttention(max_head_dim=0), r"FusedAttention\(max_head_dim=0\): give a positive integer"),
+        (lambda: FusedAttention(max_head_dim=0), r"FusedAttention\(max_head_dim=0\): pass a positive integer"),
         (lambda: SplashAttention(BlockwiseAttention), r"SplashAttention\(fallback=.*such as BlockwiseAttention\(\)"),  # pyright: ignore
     ):
         with pytest.raises(ValueError, match=message):

@@ -230,7 +230,7 @@ def test_misspelt_arguments_and_fields_are_answered_with_the_nearest_name() -> N
         (lambda: nnxmoe.complete(model, [[1]], capacity=9), "'capacity': .*Engine"),
         (lambda: nnxmoe.complete(model, [[1]], loprobs=1), "'loprobs'; did you mean logprobs"),
         (lambda: models.MixtralConfig(hiden_size=8), "MixtralConfig.. has no argument 'hiden_size'; .* hidden_size"),
-        (lambda: model([[1]], training=True), "'training': .*leave it out"),
+        (lambda: model([[1]], training=True), "'training': .*the same in training"),
         (lambda: model([[1]], atention_mask=[[1]]), "did you mean attention_mask"),
         (lambda: nnxmoe.Sampling(temprature=1.0), "Sampling.. .*did you mean temperature"),
         (lambda: nnxmoe.Strategy(dispach=None), "Strategy.. .*did you mean dispatch"),

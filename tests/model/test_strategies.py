@@ -487,21 +487,21 @@ def test_invalid_strategy_arguments() -> None:
         (lambda: nnxmoe.Strategy(compute_dtype="int8"), "floating-point"),
         (lambda: nnxmoe.Strategy(mesh="expert=8"), "nnxmoe.make_mesh"),
         (lambda: nnxmoe.Strategy(rules={**nnxmoe.RULES, "bogus": "fsdp"}), "'bogus'"),
-        (lambda: nnxmoe.Strategy(rules={"embed": None}), "'[a-z_]+' is missing .* dict of all logical axes"),
+        (lambda: nnxmoe.Strategy(rules={"embed": None}), "'[a-z_]+' is missing .* all logical axes"),
         (lambda: nnxmoe.Strategy(rules={**nnxmoe.RULES, "embed": 3}), "'embed' -> 3"),
         (lambda: nnxmoe.Strategy(rules={**nnxmoe.RULES, "embed": ("fsdp", 3)}), "a tuple of names"),
         (lambda: nnxmoe.make_mesh(fsdp="2"), "fsdp=.2.*pass integers >= 1"),
         (lambda: nnxmoe.make_mesh(fsdp=99, expert=-1), "need a multiple of 99 devices, but there are"),
-        (lambda: Chunked(Sorted, 2), r"Chunked\(inner=.*give an object such as Sorted\(\)"),
+        (lambda: Chunked(Sorted, 2), r"Chunked\(inner=.*pass an object such as Sorted\(\)"),
         (
             lambda: BlockwiseAttention(nnxmoe.ReferenceAttention),
-            r"BlockwiseAttention\(inner=.*give an object such as ReferenceAttention\(\)",
+            r"BlockwiseAttention\(inner=.*pass an object such as ReferenceAttention\(\)",
         ),
-        (lambda: nnxmoe.Strategy(dispatch=Sorted), r"Strategy\(dispatch=.*give an object such as Sorted\(\)"),
-        (lambda: BlockwiseAttention(blocks=True), r"BlockwiseAttention\(blocks=True\): give a positive integer"),
+        (lambda: nnxmoe.Strategy(dispatch=Sorted), r"Strategy\(dispatch=.*pass an object such as Sorted\(\)"),
+        (lambda: BlockwiseAttention(blocks=True), r"BlockwiseAttention\(blocks=True\): pass a positive integer"),
         (
             lambda: nnxmoe.AlignedMatmul(nnxmoe.BlockedMatmul(), 1.5),
-            r"AlignedMatmul\(block=1\.5\): give a positive integer",
+            r"AlignedMatmul\(block=1\.5\): pass a positive integer",
         ),
     ):
         with pytest.raises(ValueError, match=message):

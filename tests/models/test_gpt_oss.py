@@ -215,7 +215,7 @@ def test_training_lowers_the_loss() -> None:
         ({"sliding_window": None}, "which need a sliding_window: got None"),
         pytest.param({"head_dim": None}, "head_dim must be a positive integer", marks=pytest.mark.wrong_types),
         ({"num_experts_per_tok": 7}, "num_experts_per_tok 7 is more than"),
-        ({"experts_per_token": 3}, "num_experts_per_tok 2 and experts_per_token 3 are one field"),
+        ({"experts_per_token": 3}, "num_experts_per_tok 2 and experts_per_token 3 set the same field"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"swiglu_limit": 0}, "swiglu_limit"),
     ],

@@ -122,7 +122,7 @@ def test_fields_around_the_text_model() -> None:
 def test_what_is_no_text_model_is_refused(tmp_path: Path) -> None:
     """A classifier, a text model of an unsupported family, and tensors of an unknown part, which are reported."""
     for name, changes, message in (
-        ("classifier", {"architectures": ["ToyForSequenceClassification"]}, "not a causal language model"),
+        ("classifier", {"architectures": ["ToyForSequenceClassification"]}, "only causal language models"),
         ("family", {"text_config": TEXT | {"model_type": "gemma3_text"}}, "model_type 'gemma3_text'"),
         ("twice", {"text_config": TEXT | {"text_config": TEXT}}, "text_config"),
         ("no object", {"text_config": [1]}, "model_type 'toy_vl'"),

@@ -374,7 +374,7 @@ def test_exhausted_data_and_invalid_settings(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="steps must be a 32-bit integer >= 1, got 0"):
         fit(model, [batch], **settings(steps=0))
     for wrong, message in (
-        ({"evaluate": [batch], "evaluate_every": 0}, "every=0.: give a positive integer"),
+        ({"evaluate": [batch], "evaluate_every": 0}, "every=0.: pass a positive integer"),
         ({"evaluate": iter([batch])}, "evaluate is an iterator"),
     ):
         with pytest.raises(ValueError, match=message):
