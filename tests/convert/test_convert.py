@@ -264,7 +264,10 @@ def test_convert_on_a_mesh_from_the_command_line(tmp_path: Path) -> None:
             ["SOURCE", "new", "--to", "hf", "--scan"],
             "--scan: the Hugging Face layout stores each layer's tensors separately",
         ),
-        (["SOURCE", "full", "--to", "maxtext"], "full is not an empty folder, it holds mine.txt: save to a new one"),
+        (
+            ["SOURCE", "full", "--to", "maxtext"],
+            "full is not an empty folder, it contains mine.txt: save to a new folder",
+        ),
         (["SOURCE", "full/mine.txt", "--to", "maxtext"], "mine.txt is not a folder"),
         (["SOURCE", "SOURCE", "--to", "maxtext"], "is not an empty folder"),
         (["nowhere", "new", "--to", "orbax"], "nowhere"),

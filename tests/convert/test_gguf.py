@@ -430,7 +430,7 @@ def test_files_without_the_suffix_are_found_by_their_first_bytes(
     assert nnxmoe.Tokenizer.from_pretrained(tmp_path / "converted").encode("</s>abc")[2] == metadata[
         "tokenizer.ggml.tokens"
     ].index("▁abc")
-    with pytest.raises(ValueError, match="is a model of its own: give the path of the file"):
+    with pytest.raises(ValueError, match="is a complete model: pass the path of the file"):
         nnxmoe.from_pretrained(tmp_path)
     (tmp_path / "text").write_bytes(b"GGU")
     with pytest.raises(CheckpointError, match="is not a folder"):
@@ -476,9 +476,9 @@ def test_files_of_the_hub_are_fetched_with_their_splits(
     with pytest.raises(CheckpointError, match=r"org/demo-GGUF has no file x-00001-of-00003\.gguf at this revision"):
         nnxmoe.from_pretrained("org/demo-GGUF/x-00001-of-00003.gguf")
     assert asked[-1] == ("org/demo-GGUF", ["x-*-of-00003.gguf"])
-    with pytest.raises(CheckpointError, match=r"download it \(hf download\) and give its path"):
+    with pytest.raises(CheckpointError, match=r"download the file \(hf download\) and pass its path"):
         main(["inspect", "org/demo-GGUF/Q8_0/demo.gguf", "--debug"])
-    with pytest.raises(ValueError, match=r"demo\.gguf is a model of its own: give the path of the file"):
+    with pytest.raises(ValueError, match=r"demo\.gguf is a complete model: pass the path of the file"):
         nnxmoe.from_pretrained(tmp_path / "Q8_0")
 
 

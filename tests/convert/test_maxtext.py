@@ -607,9 +607,9 @@ def test_urls_are_no_paths_below_this_folder(tmp_path: Path, monkeypatch: pytest
     saves = [lambda save=save: save(model, url) for save in (maxtext.save, nnxmoe.save, nnxmoe.save_pretrained)]
     loads = [lambda: maxtext.load(url, model.config), lambda: nnxmoe.load(url), lambda: nnxmoe.from_pretrained(url)]
     for call in (*saves, *loads, lambda: detect_format(url)):
-        with pytest.raises(ValueError, match="gs://bucket/run is a URL: give a path of this machine"):
+        with pytest.raises(ValueError, match="gs://bucket/run is a URL: pass a local path"):
             call()
-    with pytest.raises(ValueError, match="is a URL: give the repository's id, such as 'org/name'"):
+    with pytest.raises(ValueError, match="is a URL: pass the repository's id, such as 'org/name'"):
         nnxmoe.from_pretrained("https://huggingface.co/org/name")
     assert not list(tmp_path.iterdir())
 

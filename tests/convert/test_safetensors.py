@@ -163,7 +163,7 @@ def test_file_truncated_after_opening(tmp_path: Path) -> None:
     whole = Checkpoint.open(make_folder(tmp_path / "second", {"model.safetensors": pack({"a": A})}))
     with open(tmp_path / "second/model.safetensors", "ab") as file:
         file.write(b"x")
-    refused(lambda: whole.read("a"), "changed its size")
+    refused(lambda: whole.read("a"), "its size changed")
     whole.close()
     with pytest.raises(ValueError, match="closed"):
         whole.read("a")
@@ -314,7 +314,7 @@ def test_selection_of_weight_files(tmp_path: Path, caplog: pytest.LogCaptureFixt
         ({"model.pth": b"\x80\x04."}, "convert it to safetensors"),
         ({"consolidated.safetensors": pack({"a": A})}, "original layout"),
         ({"a.safetensors": b"", "b.safetensors": b""}, "a.safetensors, b.safetensors"),
-        ({"model-00001-of-00002.safetensors": pack({"a": A})}, "fetch the index"),
+        ({"model-00001-of-00002.safetensors": pack({"a": A})}, "download the index"),
     ):
         folder = make_folder(tmp_path / f"bad{len(part)}{len(files)}{part[0]}{sorted(files)[:1]}", files)
         refused(lambda folder=folder: Checkpoint.open(folder), str(folder), part)
@@ -353,7 +353,7 @@ def test_index_names_only_files_in_its_folder(tmp_path: Path, value: Any) -> Non
     (tmp_path / "m/sub").mkdir(parents=True)
     (tmp_path / "m/sub/x.safetensors").write_bytes(pack({"a": A}))
     folder = make_folder(tmp_path / "m", {}, weight_map={"a": value})
-    refused(lambda: Checkpoint.open(folder), str(folder), "index.json", "'a'", "this folder or below")
+    refused(lambda: Checkpoint.open(folder), str(folder), "index.json", "'a'", "this folder or a subfolder")
 
 
 def test_index_faults(tmp_path: Path) -> None:
@@ -664,7 +664,7 @@ def test_failed_writes_keep_the_old_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="lost"):
         attempt([*specs({"a": A + 1}), ("b", "I64", (4,), fail)])
     for wrong in (A.astype(np.float64), A.T, A.astype(">f4")):
-        with pytest.raises(ValueError, match="was announced as F32"):
+        with pytest.raises(ValueError, match="was declared as F32"):
             attempt([("a", "F32", (2, 3), lambda wrong=wrong: wrong)])
     for item in (("a", "F33", (1,), fail), ("a", "F32", (-1,), fail), ("__metadata__", "F32", (1,), fail)):
         with pytest.raises(ValueError, match=r"cannot be written|reserved"):

@@ -385,13 +385,13 @@ def test_overwrite_keeps_the_folder_mode(tmp_path: Path) -> None:
 
 
 def test_save_to_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty current folder is filled in place; one that holds a checkpoint is not replaced."""
+    """An empty current working directory is filled in place; one that holds a checkpoint is not replaced."""
     folder = tmp_path / "here"
     folder.mkdir()
     monkeypatch.chdir(folder)
     nnxmoe.save_pretrained(model_of(1), ".")
     assert version_in(Path(os.getcwd())) == 1
-    with pytest.raises(nnxmoe.CheckpointError, match="current folder"):
+    with pytest.raises(nnxmoe.CheckpointError, match="current working directory"):
         nnxmoe.save_pretrained(model_of(2), ".", overwrite=True)
     assert version_in(folder) == 1
 
@@ -402,7 +402,7 @@ def test_save_to_the_current_folder_keeps_other_files(tmp_path: Path, monkeypatc
     Path("checkpoints").mkdir()
     Path("finetune.json").write_text("{}")
     Path("model.safetensors.index.json").write_text("{}")
-    with pytest.raises(nnxmoe.CheckpointError, match="current folder"):
+    with pytest.raises(nnxmoe.CheckpointError, match="current working directory"):
         nnxmoe.save_pretrained(model_of(1), ".", "2KB", overwrite=True)
     Path("model.safetensors.index.json").unlink()
     with atomic_dir(".", overwrite=True) as stage:

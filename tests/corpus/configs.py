@@ -201,7 +201,7 @@ WHOLE: list[tuple[str, Verdict, dict[str, Any], tuple[str, ...]]] = [
 
 GENERATIONS: list[tuple[str, Verdict, Any, tuple[str, ...]]] = [
     ("no JSON", "report", "{", ("generation_config.json is not valid JSON",)),
-    ("a list", "report", "[]", ("generation_config.json must hold a JSON object",)),
+    ("a list", "report", "[]", ("generation_config.json must contain a JSON object",)),
     ("a number that is infinite", "report", '{"temperature": 1e400}', ("1e400",)),
     ("an eos id beyond the vocabulary", "report", {"eos_token_id": 53}, ("eos_token_id 53 is not in the vocabulary",)),
     ("eos ids of which one is negative", "report", {"eos_token_id": [1, -1]}, ("eos_token_id -1",)),

@@ -206,7 +206,7 @@ def saved(plan: str, out: Path) -> None:
 
 def cannot_save(out: Path) -> None:
     """Process 1's disk is full: both processes raise and no file remains."""
-    model, message = load("mixtral fsdp sorted"), "could not write its part"
+    model, message = load("mixtral fsdp sorted"), "could not write its shards"
     if jax.process_index() == 1:
         message = "No space left on device"
         write_safetensors._write_file = full_disk

@@ -21,5 +21,5 @@ def check_orbax_path(folder: Path) -> None:
     """Raise CheckpointError if TensorStore, Orbax's storage library, does not support the path."""
     if "\\" in str(folder) or not str(folder).isprintable():
         raise CheckpointError(
-            f"{str(folder)!a}: Orbax cannot use paths with backslashes or control characters: rename it"
+            f"{str(folder)!a}: Orbax cannot use paths with backslashes or control characters: rename the folder"
         )

@@ -11,7 +11,7 @@ import numpy as np
 
 _LINE = 64  # bytes per cache line, and the alignment that JAX requires
 _BLOCK = 32 << 20
-_MOST_THREADS = 8  # memory bandwidth limits the speed of more threads, and each thread needs buffers
+_MOST_THREADS = 8  # memory bandwidth limits additional threads, and each thread needs buffers
 
 
 @contextlib.contextmanager
@@ -29,7 +29,10 @@ def reader_threads() -> Iterator[ThreadPoolExecutor]:
 
 
 class ScratchBuffers(threading.local):
-    """Reusable buffers per thread. Touching newly allocated memory takes as long as reading into it."""
+    """Reusable buffers per thread.
+
+    Newly allocated memory is slow, because page faults take as long as reading data into the memory.
+    """
 
     def __init__(self) -> None:
         self._buffers: dict[str, np.ndarray] = {}
@@ -44,8 +47,8 @@ class ScratchBuffers(threading.local):
     def padded(self, use: str, shape: tuple[int, int], dtype: np.dtype) -> np.ndarray:
         """Return an uninitialized array whose rows are an odd number of cache lines apart.
 
-        Rows at a distance of a power of two map to the same few cache sets, and a column would be evicted from the
-        cache.
+        Rows that are a power of two apart map to the same few cache sets, so the values of a column would evict each
+        other from the cache.
         """
         lines = -(-shape[1] * dtype.itemsize // _LINE) | 1
         return self.empty(use, (shape[0], lines * _LINE // dtype.itemsize), dtype)[:, : shape[1]]
@@ -54,8 +57,8 @@ class ScratchBuffers(threading.local):
 class BlockAllocator:
     """Allocator of uninitialized aligned arrays.
 
-    Small arrays share a block. The block is freed with the last of its arrays. The operating system maps large blocks
-    with large pages. Mapping small pages would take as long as reading the data.
+    Small arrays share a block, which is freed with the last array in it. The operating system maps large blocks with
+    large pages. Mapping small pages would take as long as reading the data.
     """
 
     def __init__(self) -> None:
@@ -75,15 +78,15 @@ class BlockAllocator:
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """Return an uninitialized array, aligned so that JAX can use its memory on CPU without a copy."""
     size = math.prod(shape) * dtype.itemsize
-    raw = np.empty(size + _LINE, np.uint8)
-    start = -raw.ctypes.data % _LINE
-    return raw[start : start + size].view(dtype).reshape(shape)
+    buffer = np.empty(size + _LINE, np.uint8)
+    start = -buffer.ctypes.data % _LINE
+    return buffer[start : start + size].view(dtype).reshape(shape)
 
 
 def copy_into(out: np.ndarray, values: np.ndarray) -> None:
-    """Assign ``out[...] = values`` with a cast. Overflow becomes infinity without a warning.
+    """Assign ``out[...] = values`` with a cast.
 
-    `count_nonfinite` counts the infinities.
+    Values out of range become infinity without a warning. `count_nonfinite` counts them.
     """
     if out.dtype == values.dtype:
         out, values = as_unsigned(out), as_unsigned(values)  # plain integers copy faster than bfloat16
@@ -92,7 +95,10 @@ def copy_into(out: np.ndarray, values: np.ndarray) -> None:
 
 
 def transpose_into(out: np.ndarray, values: np.ndarray, rows: int = 256) -> None:
-    """Assign ``out[...] = values.T`` as integers, ``rows`` source rows at a time, as many lines as fit the L1 cache."""
+    """Assign ``out[...] = values.T`` as integers, in blocks of ``rows`` source rows.
+
+    A column of 256 rows occupies 256 cache lines, which fit into the L1 cache.
+    """
     out, values = as_unsigned(out), as_unsigned(values)
     for row in range(0, len(values), rows):
         out[:, row : row + rows] = values[row : row + rows].T
@@ -112,8 +118,8 @@ def as_unsigned(values: np.ndarray) -> np.ndarray:
 def count_nonfinite(values: np.ndarray) -> int:
     """Count the NaN and infinite values of a float array. Returns 0 for integers.
 
-    A value is NaN or infinite if its bits without the sign, as an integer, are >= the bits of infinity. Two maxima over
-    the bits show whether there are any such values. The maxima need no temporary memory.
+    A value is NaN or infinite if its bits without the sign bit, as an integer, are >= the bits of infinity. Two maxima
+    over the bits, which need no temporary memory, show whether the array has any such values.
     """
     if values.size == 0 or values.dtype.kind in "iu":
         return 0

@@ -79,10 +79,10 @@ def is_size(value: object) -> bool:
 
 def dtype_code(dtype: Any) -> str:
     """Return the safetensors code of a NumPy dtype or JAX scalar type, such as 'BF16'."""
-    wanted = np.dtype(dtype)
-    code = next((code for code, known in DTYPES.items() if known == wanted), None)
+    numpy_dtype = np.dtype(dtype)
+    code = next((code for code, candidate in DTYPES.items() if candidate == numpy_dtype), None)
     if code is None:
-        raise CheckpointError(f"safetensors cannot hold dtype {wanted}; cast to one of {', '.join(DTYPES)}")
+        raise CheckpointError(f"safetensors does not support dtype {numpy_dtype}; cast to one of {', '.join(DTYPES)}")
     return code
 
 
@@ -98,7 +98,7 @@ def header_length(path: Path) -> int:
     length = int.from_bytes(head[:8], "little")
     if not 2 <= length <= min(MAX_HEADER, size - 8):
         raise CheckpointError(
-            f"{path}: the header's length is {length}, the file has {size} bytes and at most {MAX_HEADER} are allowed; "
+            f"{path}: the header's length is {length}, but the file has {size} bytes and the limit is {MAX_HEADER}; "
             f"not a safetensors file, or {_DAMAGED}"
         )
     return length
@@ -119,9 +119,9 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
                 begin = tensors[name].end
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: {error}; {_DAMAGED}") from error
-    except MemoryError as error:  # the library maps the file, and the map can exceed a limit on the address space
+    except MemoryError as error:  # the library maps the file into memory, which can exceed an address space limit
         raise CheckpointError(
-            f"{path}: not enough address space to check it: {error}; raise the limit (ulimit -v)"
+            f"{path}: not enough address space to read the header: {error}; raise the limit (ulimit -v)"
         ) from error
     return tensors
 

@@ -22,38 +22,38 @@ _LFS_MAGIC = b"version https://git-lfs"
 def refuse_url(path: str | os.PathLike[str], error: type[ValueError] = ValueError, name: str = "folder") -> None:
     """Raise ``error`` for URLs and for values that are not paths.
 
-    A URL such as ``gs://bucket/run`` would otherwise count as a relative path.
+    A URL such as ``gs://bucket/run`` would otherwise be a valid relative path.
     """
     if "://" in (text := path_text(path, error, name)):
-        raise error(f"{text} is a URL: give a path of this machine, and copy the files from or to the URL yourself")
+        raise error(f"{text} is a URL: pass a local path, and copy the files from or to the URL yourself")
 
 
 def absolute_path(path: str | os.PathLike[str], name: str = "folder") -> Path:
     """Return the absolute path. ``~`` expands to the home folder.
 
-    Raises ValueError for a URL, an empty text and a value that is not a path. ``name`` is the name of the argument in
-    the message.
+    Raises ValueError for a URL, an empty string and a value that is not a path. The message calls the argument
+    ``name``.
     """
     refuse_url(path, name=name)
     return Path(os.path.abspath(os.path.expanduser(path)))
 
 
 def stat_regular_file(path: Path, remedy: str, error: type[ValueError]) -> os.stat_result:
-    """Return the status of a regular file. Raises ``error`` for a missing file, a broken link, a folder or a device."""
+    """Return a regular file's status. Raises ``error`` for a missing file, a broken link, a folder or a device."""
     try:
         status = path.stat()
     except OSError as failure:
         if path.is_symlink():
-            raise error(f"{path} is a link to {os.readlink(path)}, which cannot be opened; {remedy}") from failure
+            raise error(f"{path} links to {os.readlink(path)}, which cannot be opened; {remedy}") from failure
         raise error(f"{path}: {failure.strerror or failure}; {remedy}") from failure
     if not stat.S_ISREG(status.st_mode):
-        kind = "a folder" if stat.S_ISDIR(status.st_mode) else "not a regular file"
-        raise error(f"{path} is {kind}; {remedy}")
+        description = "a folder" if stat.S_ISDIR(status.st_mode) else "not a regular file"
+        raise error(f"{path} is {description}; {remedy}")
     return status
 
 
 def refuse_lfs_pointer(path: Path, head: bytes, error: type[ValueError]) -> None:
-    """Raise ``error`` for a Git LFS pointer, the text file in place of a large file that was not fetched."""
+    """Raise ``error`` for a Git LFS pointer, the text file that replaces a large file until it is downloaded."""
     if head.startswith(_LFS_MAGIC):
         raise error(f"{path} is a Git LFS pointer, not the file itself; run `git lfs pull` in its folder")
 
@@ -67,7 +67,7 @@ def read_bounded(path: Path, limit: int, remedy: str, error: type[ValueError]) -
     except OSError as failure:
         raise error(f"{path}: {failure.strerror or failure}; {remedy}") from failure
     if len(data) > limit:
-        raise error(f"{path} exceeds the limit of {limit} bytes for such a file; {remedy}")
+        raise error(f"{path} exceeds the limit of {limit} bytes for this type of file; {remedy}")
     refuse_lfs_pointer(path, data, error)
     return data
 
@@ -79,30 +79,30 @@ def read_object(
     data = read_bounded(path, limit, remedy, error)
     value = parse_json(data.removeprefix(b"\xef\xbb\xbf"), path, remedy, error, strict=strict)
     if not isinstance(value, dict):
-        raise error(f"{path} must hold a JSON object, got {short(value)}; {remedy}")
+        raise error(f"{path} must contain a JSON object, got {short(value)}; {remedy}")
     return value
 
 
 def parse_json(data: bytes, where: str | Path, remedy: str, error: type[ValueError], *, strict: bool = True) -> object:
-    """Parse JSON. Raises ``error`` if a name occurs twice in an object and, if ``strict``, for NaN and Infinity."""
+    """Parse JSON. Raises ``error`` for a duplicate name in an object and, if ``strict``, for NaN and Infinity."""
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
         if len(result) != len(pairs):
-            seen: set[str] = set()
-            twice = next(name for name, _ in pairs if name in seen or seen.add(name))
-            raise error(f"{where}: the name {short(twice)} occurs twice in one object; {remedy}")
+            names: set[str] = set()
+            duplicate = next(name for name, _ in pairs if name in names or names.add(name))
+            raise error(f"{where}: the name {short(duplicate)} occurs twice in one object; {remedy}")
         return result
 
-    def refuse(constant: str) -> NoReturn:
+    def reject(constant: str) -> NoReturn:
         raise error(f"{where} is not valid JSON: {constant} is not a JSON number; {remedy}")
 
-    def finite(text: str) -> float:
-        return float(text) if math.isfinite(float(text)) else refuse(short(text))
+    def parse_finite(text: str) -> float:
+        return float(text) if math.isfinite(float(text)) else reject(short(text))
 
     try:
-        numbers = {"parse_constant": refuse, "parse_float": finite} if strict else {}
-        return json.loads(data.decode("utf-8"), object_pairs_hook=unique, **numbers)
+        parse_options = {"parse_constant": reject, "parse_float": parse_finite} if strict else {}
+        return json.loads(data.decode("utf-8"), object_pairs_hook=reject_duplicates, **parse_options)
     except error:
         raise
     except (ValueError, RecursionError) as failure:

@@ -1,4 +1,4 @@
-"""Write a folder atomically: the folder appears complete or not at all. Every checkpoint is written this way."""
+"""Write a folder atomically, so that it appears complete or not at all. All checkpoints are written this way."""
 
 import contextlib
 import filecmp
@@ -34,58 +34,56 @@ def atomic_dir(
 ) -> Iterator[Path]:
     """Yield a hidden folder to write a checkpoint into, and rename it to ``folder`` on exit.
 
-    Until exit, and after an error, ``folder`` is unchanged. If it cannot be renamed, for example a mount point, the
-    files are moved into it. A killed process leaves a hidden folder behind. Hidden folders that end in ``.tmp`` may be
-    deleted. Folders that end in ``.old`` contain files that were not moved yet.
+    Until exit, and after an error, ``folder`` is unchanged. If it cannot be renamed, for example because it is a mount
+    point, the files are moved into it. A killed process leaves a hidden folder behind. Hidden folders that end in
+    ``.tmp`` may be deleted. Hidden folders that end in ``.old`` contain files that were not moved yet.
 
     Args:
         folder: New or empty folder, unless ``overwrite`` is True.
         overwrite: Whether to replace a checkpoint in the folder. Other files remain, unless the new checkpoint has a
             file with the same name. One warning lists the remaining files if a checkpoint was replaced or if tokenizer
-            files remain. `None` means False, with an error message that does not mention ``overwrite``.
+            or code files remain. `None` has the effect of False, but the error message does not mention ``overwrite``.
         replaced: Pattern of the file names that are replaced.
 
     Raises:
         CheckpointError: (a ValueError) The folder cannot be written or replaced.
     """
     target = _target(folder)
-    present = _present(target, overwrite, replaced)
+    existing_names = _present(target, overwrite, replaced)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        if left := [path.name for path in target.parent.glob(f".{glob.escape(target.name[:50])}.*-*.*")]:
-            logger.warning("%s has folders of saves that are running or were killed: %s", target.parent, some(left))
-        inside = os.path.isdir(target) and _must_stay(target)
-        if inside and any(map(replaced.fullmatch, present)):
-            raise CheckpointError(
-                f"{target} cannot be replaced in one step where it is: {inside}; save to a new folder"
-            )
+        if stale_folders := [path.name for path in target.parent.glob(f".{glob.escape(target.name[:50])}.*-*.*")]:
+            logger.warning("%s has folders of running or interrupted saves: %s", target.parent, some(stale_folders))
+        rename_obstacle = os.path.isdir(target) and _must_stay(target)
+        if rename_obstacle and any(map(replaced.fullmatch, existing_names)):
+            raise CheckpointError(f"{target} cannot be replaced atomically: {rename_obstacle}; save to a new folder")
         name = f".{target.name[:50]}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
-        stage = (target if inside else target.parent) / name
+        stage = (target if rename_obstacle else target.parent) / name
         stage.mkdir()
     except OSError as error:
         raise CheckpointError(f"cannot write to {target}: {error}; nothing was changed") from error
-    old, state = stage.with_suffix(".old"), "it is unchanged"
+    old_folder, state = stage.with_suffix(".old"), "it is unchanged"
     try:
         yield stage
         _sync_folder(stage)
-        kept_names, replaced_names = present, list[str]()
-        if inside:
+        remaining_names, replaced_names = existing_names, list[str]()
+        if rename_obstacle:
             _move_in(stage, target)
-        elif present:
-            _replace(stage, target, old)
-            state = f"it was replaced, and its other files are in {old}"
-            others = [name for name in present if not replaced.fullmatch(name)]
-            replaced_names = [name for name in others if _differs(old / name, target / name)]
-            kept_names = _carry_over(old, target, replaced)
+        elif existing_names:
+            _replace(stage, target, old_folder)
+            state = f"it was replaced, and its other files are in {old_folder}"
+            other_names = [name for name in existing_names if not replaced.fullmatch(name)]
+            replaced_names = [name for name in other_names if _differs(old_folder / name, target / name)]
+            remaining_names = _carry_over(old_folder, target, replaced)
         else:
             os.rename(stage, target)
         if replaced_names:
             logger.warning("%s: files of the saved model replace %s", target, some(replaced_names, 10))
-        _warn_of_kept(kept_names, target, replaced, replaces=any(map(replaced.fullmatch, present)))
+        _warn_of_kept(remaining_names, target, replaced, replaces=any(map(replaced.fullmatch, existing_names)))
     except OSError as error:
         raise CheckpointError(f"cannot write the checkpoint to {target}: {error}; {state}") from error
     finally:
-        _remove(stage)  # what a failed save wrote, or the folder that `_move_in` emptied
+        _remove(stage)  # after a failed save, or after `_move_in` emptied the folder
     with contextlib.suppress(OSError):  # some file systems cannot sync folders
         _sync_folder(target.parent)
 
@@ -122,7 +120,7 @@ def refuse_unless_writable(folder: str | os.PathLike[str]) -> None:
         raise CheckpointError(f"cannot write to {target}: {error.strerror or error}; use another folder") from error
     finally:
         for path in missing:
-            with contextlib.suppress(OSError):  # not created, or another process has written to it
+            with contextlib.suppress(OSError):  # the folder was not created, or another process has written to it
                 path.rmdir()
 
 
@@ -137,27 +135,25 @@ def _present(target: Path, overwrite: bool | None, replaced: re.Pattern[str] = M
     if not os.path.lexists(target):
         return []
     if not os.path.isdir(target):
-        raise CheckpointError(f"{target} is not a folder: save to a new one")
+        raise CheckpointError(f"{target} is not a folder: save to a new folder")
     try:
         names = sorted(os.listdir(target))
     except OSError as error:
         raise CheckpointError(f"{target}: {error.strerror or error}; save to another folder") from error
     if names and not overwrite:
-        way = "" if overwrite is None else ", or pass overwrite=True to replace the checkpoint in it"
-        raise CheckpointError(f"{target} is not an empty folder, it holds {some(names)}: save to a new one{way}")
+        hint = "" if overwrite is None else ", or pass overwrite=True to replace the checkpoint in it"
+        raise CheckpointError(f"{target} is not an empty folder, it contains {some(names)}: save to a new folder{hint}")
     if NATIVE_FILE in names or (names and holds_orbax(target)):
         raise CheckpointError(
-            f"{target} holds an Orbax checkpoint, which would remain beside this one: save to a new folder"
+            f"{target} contains an Orbax checkpoint, which would remain next to the new one: save to a new folder"
         )
     _refuse_both(target, names, replaced)
-    ours = [name for name in names if replaced.fullmatch(name)]
-    if links := [name for name in ours if (target / name).is_symlink()]:
+    checkpoint_names = [name for name in names if replaced.fullmatch(name)]
+    if links := [name for name in checkpoint_names if (target / name).is_symlink()]:
+        raise CheckpointError(f"{target}: {some(links)} is a link, as in the hub's cache: save to a new folder")
+    if folders := [name for name in checkpoint_names if (target / name).is_dir()]:
         raise CheckpointError(
-            f"{target}: {some(links)} is a link, as in the hub's cache: save to a new folder, not over it"
-        )
-    if folders := [name for name in ours if (target / name).is_dir()]:
-        raise CheckpointError(
-            f"{target}: {some(folders)} is a folder, but a checkpoint has a file of that name: move it away"
+            f"{target}: {some(folders)} is a folder, but a checkpoint has a file with this name: move the folder"
         )
     return names
 
@@ -165,7 +161,7 @@ def _present(target: Path, overwrite: bool | None, replaced: re.Pattern[str] = M
 def _refuse_both(target: Path, names: list[str], replaced: re.Pattern[str]) -> None:
     """Raise CheckpointError if the folder would contain both a model and an adapter.
 
-    Programs differ in which of the two they read.
+    Some programs would then read the model and some the adapter.
     """
     content, pattern = ("an adapter", ADAPTER_FILES) if replaced is MODEL_FILES else ("a model", MODEL_FILES)
     if conflicts := [name for name in names if pattern.fullmatch(name)]:
@@ -178,74 +174,78 @@ def _refuse_both(target: Path, names: list[str], replaced: re.Pattern[str]) -> N
 def _must_stay(target: Path) -> str | None:
     """Return the reason why a folder cannot be renamed, or None if it can."""
     if os.path.ismount(target):
-        return "something is mounted there"
+        return "it is a mount point"
     if not os.access(target.parent, os.W_OK):
         return f"{target.parent} is not writable"
     with contextlib.suppress(OSError):
         if Path(os.getcwd()).is_relative_to(target):
-            return "it is the current folder of this process"
+            return "it is the current working directory of this process"
     return None
 
 
-def _replace(stage: Path, target: Path, old: Path) -> None:
+def _replace(stage: Path, target: Path, old_folder: Path) -> None:
     """Swap the folders by renaming. Copies the mode and, if permitted, the owner of the old folder."""
     shutil.copymode(target, stage)
     with contextlib.suppress(PermissionError):
         os.chown(stage, target.stat().st_uid, target.stat().st_gid)
-    os.rename(target, old)
+    os.rename(target, old_folder)
     try:
         os.rename(stage, target)
     except BaseException:
-        os.rename(old, target)
+        os.rename(old_folder, target)
         raise
 
 
-def _carry_over(old: Path, new: Path, replaced: re.Pattern[str] = MODEL_FILES) -> list[str]:
+def _carry_over(old_folder: Path, new_folder: Path, replaced: re.Pattern[str] = MODEL_FILES) -> list[str]:
     """Move the other files of the old folder to the new folder, delete the old folder and return the moved names.
 
     A file is not moved if its name matches ``replaced`` or exists in the new folder.
     """
-    moved = [name for name in os.listdir(old) if not replaced.fullmatch(name) and not os.path.lexists(new / name)]
-    for name in moved:
-        os.rename(old / name, new / name)
-    _remove(old)
-    return moved
+    moved_names = [
+        name
+        for name in os.listdir(old_folder)
+        if not replaced.fullmatch(name) and not os.path.lexists(new_folder / name)
+    ]
+    for name in moved_names:
+        os.rename(old_folder / name, new_folder / name)
+    _remove(old_folder)
+    return moved_names
 
 
-def _differs(old: Path, new: Path) -> bool:
+def _differs(old_path: Path, new_path: Path) -> bool:
     """Return whether both paths exist and differ. Folders always count as different."""
-    both = os.path.lexists(old) and os.path.lexists(new)
-    return both and not (old.is_file() and new.is_file() and filecmp.cmp(old, new, shallow=False))
+    exist = os.path.lexists(old_path) and os.path.lexists(new_path)
+    return exist and not (old_path.is_file() and new_path.is_file() and filecmp.cmp(old_path, new_path, shallow=False))
 
 
 def _warn_of_kept(names: list[str], target: Path, replaced: re.Pattern[str], *, replaces: bool) -> None:
     """Log one warning about remaining files, if a checkpoint was replaced or if tokenizer or code files remain.
 
-    Tokenizer and code files in the folder are loaded with the new model.
+    Tokenizer and code files that remain are loaded with the new model.
     """
     patterns = [pattern.split("/")[0] for pattern in TOKENIZER_FILES + CODE_FILES] if replaced is MODEL_FILES else []
     loaded = sorted(name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns))
-    hint = f". {some(loaded)} will be loaded with the new model: delete files that belong to the old one"
+    hint = f". {some(loaded)} will be loaded with the new model: delete the files that belong to the old model"
     if names and (replaces or loaded):
         listed = f"{some(sorted(names), 10)}{hint if loaded else ''}"
         logger.warning("%s: files already in the folder are kept: %s", target, listed)
 
 
 def _move_in(stage: Path, target: Path) -> None:
-    """Move the files one by one. config.json is last, because a folder without it is not a checkpoint."""
-    moved: list[Path] = []
+    """Move the files one by one, config.json last, because a folder without config.json is not a checkpoint."""
+    moved_paths: list[Path] = []
     names = sorted(os.listdir(stage), key=lambda name: name == "config.json")
-    if there := [name for name in names if os.path.lexists(target / name)]:
+    if conflicts := [name for name in names if os.path.lexists(target / name)]:
         raise CheckpointError(
-            f"{target} cannot be renamed, and {some(there)} in it cannot be replaced together with the other files: "
-            "move it away, or save to a new folder"
+            f"{target} cannot be renamed, and {some(conflicts)} in it cannot be replaced together with the other "
+            "files: move the existing files, or save to a new folder"
         )
     try:
         for name in names:
             os.rename(stage / name, target / name)
-            moved.append(target / name)
+            moved_paths.append(target / name)
     except OSError:
-        for path in moved:
+        for path in moved_paths:
             path.unlink(missing_ok=True)
         raise
 

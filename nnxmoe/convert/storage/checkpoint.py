@@ -1,7 +1,7 @@
-"""An open checkpoint in Hugging Face's layout: config, headers, and exact reads of rows and columns.
+"""Open checkpoint in the Hugging Face layout: config, headers, and reads of row and column ranges.
 
-Returns NumPy arrays and does not depend on models. Reads data with pread, not with a memory map, because a file that is
-truncated during reading then raises an error instead of SIGBUS.
+This module returns NumPy arrays and does not depend on models. It reads data with pread instead of a memory map, so
+that a file that is truncated during reading causes an error instead of SIGBUS.
 """
 
 import os
@@ -22,13 +22,13 @@ from nnxmoe.convert.storage import find_checkpoint
 from nnxmoe.convert.storage.find_checkpoint import INDEX_FILE, CheckpointFiles, normalize_prefixes
 
 _PIECE = 64 << 20  # bytes per system call
-_PAGE = 4096  # rows of at most a page are read whole, because the kernel fetches whole pages
+_PAGE = 4096  # rows of at most one page are read whole, because the operating system reads whole pages
 
 
 class Checkpoint:
-    """An open checkpoint: config, headers of all weight files, and exact reads of rows and columns.
+    """Open checkpoint: config, headers of all weight files, and reads of row and column ranges.
 
-    Reads are thread-safe. Files stay open until `close`. No read may run during `close`.
+    Reads are thread-safe. Files stay open until `close`. Do not call `close` while a read is running.
     """
 
     def __init__(self, found: CheckpointFiles) -> None:
@@ -59,66 +59,66 @@ class Checkpoint:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of tensor data returned so far. A read of columns counts the bytes of these columns only."""
+        """Bytes of tensor data returned so far. A read of a column range counts only the bytes of the range."""
         return self._bytes_read
 
     def _collect(self, weight_map: dict[str, str]) -> None:
-        """Merge the files' headers and check them against the index."""
+        """Merge the headers of the files, and compare them with the index."""
         if is_gguf(self.folder):
             self.tensors |= GGUF.open(self.folder).tensors
             self._sizes = {file: file.stat().st_size for file in self.files}
             return
-        lengths, lost, replaced = 0, list[str](), dict[str, list[str]]()
+        header_bytes, missing_names, replaced = 0, list[str](), dict[str, list[str]]()
         for file in self.files:
-            lengths += header_length(file)
-            if lengths > MAX_HEADER:
+            header_bytes += header_length(file)
+            if header_bytes > MAX_HEADER:
                 raise CheckpointError(
                     f"{file}: the headers up to this file exceed {MAX_HEADER} bytes; use larger shards"
                 )
             header = read_header(file)
             self._sizes[file] = file.stat().st_size
             for name, info in header.items():
-                known = self.tensors.setdefault(name, info)
-                if known is info:
+                existing = self.tensors.setdefault(name, info)
+                if existing is info:
                     continue
-                listed = self.folder / weight_map.get(name, "")
-                chosen = next((one for one in (info, known) if one.file == listed), None)
-                if not self._equal(known, info):
-                    if chosen is None:
+                listed_file = self.folder / weight_map.get(name, "")
+                chosen_info = next((candidate for candidate in (info, existing) if candidate.file == listed_file), None)
+                if not self._equal(existing, info):
+                    if chosen_info is None:
                         raise CheckpointError(
-                            f"tensor {short(name)} is in {known.file} ({known.dtype} {list(known.shape)}) and in "
-                            f"{file} ({info.dtype} {list(info.shape)}) with different contents, and {INDEX_FILE} does "
-                            "not say which one counts"
+                            f"tensor {short(name)} is in {existing.file} ({existing.dtype} {list(existing.shape)}) and "
+                            f"in {file} ({info.dtype} {list(info.shape)}) with different contents, and {INDEX_FILE} "
+                            "does not specify which to use: correct the index"
                         )
-                    replaced.setdefault(chosen.file.name, []).append(name)
-                self.tensors[name] = chosen or known
-        for name, promised in weight_map.items():
+                    replaced.setdefault(chosen_info.file.name, []).append(name)
+                self.tensors[name] = chosen_info or existing
+        for name, listed_name in weight_map.items():
             info = self.tensors.get(name)
             if info is None:
-                lost.append(name)
-            elif info.file != self.folder / promised:
+                missing_names.append(name)
+            elif info.file != self.folder / listed_name:
                 raise CheckpointError(
-                    f"{self.folder / INDEX_FILE} lists tensor {short(name)} in {self.folder / promised}, "
+                    f"{self.folder / INDEX_FILE} lists tensor {short(name)} in {self.folder / listed_name}, "
                     f"but it is in {info.file}; correct the index"
                 )
         self.notes += [
-            f"{some(names)} of {file} replaces a tensor of that name in another file, as {INDEX_FILE} says"
+            f"{some(names)} of {file} replaces a tensor with the same name in another file, as {INDEX_FILE} says"
             for file, names in replaced.items()
         ]
-        if lost := [name for name in lost if not name.endswith("rotary_emb.inv_freq")]:
-            self.notes.append(f"{INDEX_FILE} lists {some(lost)}, which no file holds")
+        if missing_names := [name for name in missing_names if not name.endswith("rotary_emb.inv_freq")]:
+            self.notes.append(f"{INDEX_FILE} lists {some(missing_names)}, which no file contains")
         self.tensors = {name: replace(info, name=name) for name, info in normalize_prefixes(self.tensors).items()}
 
-    def _equal(self, one: TensorInfo, other: TensorInfo) -> bool:
-        if (one.dtype, one.shape) != (other.dtype, other.shape):
+    def _equal(self, first: TensorInfo, second: TensorInfo) -> bool:
+        if (first.dtype, first.shape) != (second.dtype, second.shape):
             return False
-        step = min(4 << 20, one.nbytes)
-        left, right = bytearray(step), bytearray(step)
-        for offset in range(0, one.nbytes, max(1, step)):
-            count = min(step, one.nbytes - offset)
-            self._fill(one, one.begin + offset, memoryview(left)[:count])
-            self._fill(other, other.begin + offset, memoryview(right)[:count])
-            if left[:count] != right[:count]:
+        step = min(4 << 20, first.nbytes)
+        first_bytes, second_bytes = bytearray(step), bytearray(step)
+        for offset in range(0, first.nbytes, max(1, step)):
+            count = min(step, first.nbytes - offset)
+            self._fill(first, first.begin + offset, memoryview(first_bytes)[:count])
+            self._fill(second, second.begin + offset, memoryview(second_bytes)[:count])
+            if first_bytes[:count] != second_bytes[:count]:
                 return False
         return True
 
@@ -129,11 +129,11 @@ class Checkpoint:
     def info(self, name: str) -> TensorInfo:
         """Return the location of a tensor. Raises CheckpointError if the name is unknown."""
         if name not in self.tensors:
-            raise CheckpointError(f"{self.folder} has no tensor {short(name)} (it has {len(self.tensors)} others)")
+            raise CheckpointError(f"{self.folder} has no tensor {short(name)} (it has {len(self.tensors)} tensors)")
         return self.tensors[name]
 
     def read(self, name: str, rows: slice | None = None, cols: slice | None = None) -> np.ndarray:
-        """Read a tensor in its stored dtype: all of it, or ``rows`` of the first and ``cols`` of the last dimension."""
+        """Read a tensor, or ``rows`` of its first and ``cols`` of its last dimension, in the stored dtype."""
         info = self.info(name)
         out = np.empty(_window(info, rows, cols)[0], info.numpy_dtype)
         self.read_into(info, out, rows, cols)
@@ -142,7 +142,7 @@ class Checkpoint:
     def read_into(
         self, tensor: str | TensorInfo, out: np.ndarray, rows: slice | None = None, cols: slice | None = None
     ) -> None:
-        """Read as in `read` into ``out``, a C-contiguous array with the stored dtype and the shape of the range."""
+        """Read into ``out``, a C-contiguous array with the stored dtype and the shape of the range. See `read`."""
         info = self.info(tensor) if isinstance(tensor, str) else tensor
         shape, (first, last), (left, right) = _window(info, rows, cols)
         if out.dtype != info.numpy_dtype or out.shape != shape or not out.flags.c_contiguous:
@@ -161,7 +161,7 @@ class Checkpoint:
             self._bytes_read += out.nbytes
 
     def _fill_columns(self, info: TensorInfo, start: int, row_bytes: int, left: int, target: np.ndarray) -> None:
-        """Read the same byte range of consecutive rows: row by row, or in blocks of whole rows if rows are short."""
+        """Read the same byte range of consecutive rows. Short rows are read in blocks of whole rows."""
         count, segment = target.shape
         if row_bytes > _PAGE:
             for row in range(count):
@@ -176,18 +176,18 @@ class Checkpoint:
 
     def _fill(self, info: TensorInfo, offset: int, buffer: memoryview) -> None:
         descriptor = self._descriptor(info.file)
-        done = 0
-        while done < len(buffer):
+        num_bytes = 0
+        while num_bytes < len(buffer):
             try:
-                count = self._read_at(descriptor, buffer[done : done + _PIECE], offset + done)
+                count = self._read_at(descriptor, buffer[num_bytes : num_bytes + _PIECE], offset + num_bytes)
             except OSError as error:
                 raise CheckpointError(f"{info.file}: reading tensor {short(info.name)}: {error}") from error
             if count == 0:
                 raise CheckpointError(
-                    f"{info.file} ends at byte {offset + done}, within tensor {short(info.name)}: it was cut "
-                    "short after it was opened; do not write to a checkpoint while it is read"
+                    f"{info.file} ends at byte {offset + num_bytes}, within tensor {short(info.name)}: it was "
+                    "truncated after it was opened; do not write to a checkpoint while it is read"
                 )
-            done += count
+            num_bytes += count
 
     def _read_at(self, descriptor: int, buffer: memoryview, offset: int) -> int:
         if hasattr(os, "preadv"):
@@ -199,7 +199,7 @@ class Checkpoint:
         return len(data)
 
     def _descriptor(self, file: Path) -> int:
-        """Open a file at its first read. Raises CheckpointError if its size changed since its header was checked."""
+        """Open a file on the first read. Raises CheckpointError if the size changed after the header was checked."""
         descriptor = self._descriptors.get(file)
         if descriptor is not None:
             return descriptor
@@ -210,10 +210,10 @@ class Checkpoint:
                 try:
                     descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_BINARY", 0))
                 except OSError as error:
-                    raise CheckpointError(f"{file}: {error.strerror or error}; was it moved while in use?") from error
+                    raise CheckpointError(f"{file}: {error.strerror or error}; open the checkpoint again") from error
                 self._descriptors[file] = descriptor
                 if os.fstat(descriptor).st_size != self._sizes[file]:
-                    raise CheckpointError(f"{file} changed its size after its header was read; open it again")
+                    raise CheckpointError(f"{file}: its size changed after its header was read; open it again")
             return self._descriptors[file]
 
     def close(self) -> None:
@@ -241,14 +241,14 @@ _Range = tuple[int, int]
 def _window(info: TensorInfo, rows: slice | None, cols: slice | None) -> tuple[tuple[int, ...], _Range, _Range]:
     """Resolve slices to (result shape, range of rows, range of columns), without clipping.
 
-    A vector counts as a single column, for either slice. A scalar counts as a single row and column.
+    A vector has a single column, and either slice selects its rows. A scalar has a single row and column.
     """
     shape = info.shape
     if len(shape) < 2:
         if not shape and (rows or cols):
             raise CheckpointError(f"{info.file}: tensor {short(info.name)} is a scalar and cannot be sliced")
         if rows and cols:
-            raise CheckpointError(f"{info.file}: tensor {short(info.name)} has one dimension: give rows or cols")
+            raise CheckpointError(f"{info.file}: tensor {short(info.name)} has one dimension: pass either rows or cols")
         first_last = _range(info, rows or cols, shape[0] if shape else 1)
         return ((first_last[1] - first_last[0],) if shape else ()), first_last, (0, 1)
     (first, last), (left, right) = _range(info, rows, shape[0]), _range(info, cols, shape[-1])
@@ -261,7 +261,7 @@ def _range(info: TensorInfo, part: slice | None, size: int) -> _Range:
     begin, end = 0 if part.start is None else part.start, size if part.stop is None else part.stop
     if part.step not in (None, 1) or not 0 <= begin <= end <= size:
         raise CheckpointError(
-            f"{info.file}: tensor {short(info.name)} {list(info.shape)} has no range {part} of {size}"
+            f"{info.file}: tensor {short(info.name)} {list(info.shape)}: invalid range {part} of {size}"
         )
     return begin, end
 
@@ -271,11 +271,11 @@ def hub_headers(
 ) -> tuple[dict[str, Any], dict[str, tuple[str, tuple[int, ...]]]]:
     """Return (config, {tensor: (dtype code, shape)}) of a hub repository without downloading its weights.
 
-    If the hub cannot be reached, use the headers of a snapshot in the local cache.
+    If the hub cannot be reached, read the headers of the snapshot in the local cache.
     """
     if repo_id.endswith(".gguf"):
-        how = "download it (hf download) and give its path"
-        raise CheckpointError(f"{repo_id}: of a GGUF file on the hub the header is not fetched alone: {how}")
+        remedy = "download the file (hf download) and pass its path"
+        raise CheckpointError(f"{repo_id}: the header of a GGUF file on the hub cannot be read separately: {remedy}")
     failure: CheckpointError | None = None
     if not local_files_only:
         try:

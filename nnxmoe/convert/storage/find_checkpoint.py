@@ -1,6 +1,6 @@
 """Find the JSON files and weight files of a checkpoint, in a local folder or on the hub.
 
-This module does not open weight files. It validates every path in a checkpoint's JSON files before using the path.
+This module does not open weight files. It validates every path in a checkpoint's JSON files before use.
 """
 
 import glob
@@ -31,8 +31,8 @@ MAX_TENSORS = 250_000  # in all files together; DeepSeek-V3 has 92,000
 _MAX_INDEX_BYTES = 32_000_000  # the index of DeepSeek-V3 has 9 MB
 _SHARD_NAME = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")
 _OTHER_FORMATS = {".bin", ".pth", ".pt", ".ckpt", ".gguf", ".h5", ".msgpack", ".pkl"}
-_GPTQ_FILE = "quantize_config.json"  # AutoGPTQ's settings, in checkpoints older than quantization_config
-_MODELOPT_FILE = "hf_quant_config.json"  # ModelOpt's settings, in checkpoints older than quantization_config
+_GPTQ_FILE = "quantize_config.json"  # AutoGPTQ's settings in old checkpoints without quantization_config
+_MODELOPT_FILE = "hf_quant_config.json"  # ModelOpt's settings in old checkpoints without quantization_config
 _PREFIXES = {f"{name}.": f"model.{name}." for name in ("embed_tokens", "layers", "norm")} | {
     "model.model.": "model.",
     "backbone.": "model.",
@@ -43,7 +43,7 @@ _PREFIXES = {f"{name}.": f"model.{name}." for name in ("embed_tokens", "layers",
     "model.text_model.": "model.",
     "language_model.": "model.",
 }
-# Prefixes of the text model in checkpoints that contain more than the text model, mostly multimodal models.
+# Prefixes of the text model in checkpoints that also contain other models, mostly multimodal checkpoints.
 WRAPPERS = [old for old, new in _PREFIXES.items() if new == "model." and old != "model.model."]
 _TOWER = re.compile(
     r"(?:model\.)?((?:vision|image|audio|speech)_(?:tower|model|encoder|embed_tokens)|visual|vit|mlp1|image_newline"
@@ -51,7 +51,7 @@ _TOWER = re.compile(
     r"|embed_(?:vision|audio)|patch_merge(?:r|_mlp)|vit_large_projector|aligner)(?=\.|$)"
 )
 _ADAPTER = "adapter_config.json"
-_TO_ADAPT = "call nnxmoe.train.lora.load(model, folder) with this folder, or give it to a command as --adapter"
+_TO_ADAPT = "call nnxmoe.train.lora.load(model, folder) with this folder, or pass it to a command as --adapter"
 _DOWNLOAD = ["config.json", _GPTQ_FILE, _MODELOPT_FILE, _ADAPTER, "generation_config.json", "*.safetensors", INDEX_FILE]
 _DOWNLOAD += [*TOKENIZER_FILES, *CODE_FILES]
 _SKIP = ["consolidated*", "original/*", "*/*.safetensors"]  # weights in the original layout or of other models
@@ -59,7 +59,7 @@ _SKIP = ["consolidated*", "original/*", "*/*.safetensors"]  # weights in the ori
 
 @dataclass(frozen=True)
 class CheckpointFiles:
-    """A checkpoint's folder, parsed config and weight files. ``weight_map`` is empty if there is no index."""
+    """A checkpoint's folder, parsed config and weight files. Without an index, ``weight_map`` is empty."""
 
     folder: Path
     config: dict[str, Any]
@@ -71,78 +71,77 @@ class CheckpointFiles:
 def find_checkpoint(
     path_or_hub_id: str | os.PathLike[str], revision: str | None, local_files_only: bool
 ) -> CheckpointFiles:
-    """Find a checkpoint's files in a local folder, or on the hub after downloading missing files."""
+    """Find a checkpoint's files in a local folder, or in the hub's cache after downloading missing files."""
     folder = local_folder(path_or_hub_id, CheckpointError)
     if folder is not None:
         return find_in_folder(folder)
     repo_id = os.fspath(path_or_hub_id)
     folder = download(repo_id, revision, local_files_only)
     try:
-        listed = set[str]()
+        listed_names = set[str]()
         if os.path.lexists(folder / INDEX_FILE) and not os.path.lexists(folder / SINGLE_FILE):
-            listed = set(_read_weight_map(folder / INDEX_FILE).values())
-        # `download` skips weight files in subfolders. Fetch the weight files that the index lists there.
-        if lost := sorted(name for name in listed if "/" in name and not os.path.lexists(folder / name)):
-            snapshot(repo_id, revision, local_files_only, list(map(glob.escape, lost)), [], CheckpointError)
+            listed_names = set(_read_weight_map(folder / INDEX_FILE).values())
+        # `download` skips weight files in subfolders. Download the weight files in subfolders that the index lists.
+        if missing_names := sorted(name for name in listed_names if "/" in name and not os.path.lexists(folder / name)):
+            snapshot(repo_id, revision, local_files_only, list(map(glob.escape, missing_names)), [], CheckpointError)
         return find_in_folder(folder)
     except CheckpointError as error:
-        hint = f"this is the cached copy of {repo_id!r}: if it is incomplete, load it again while online"
+        hint = f"this is the cached copy of {repo_id!r}: if it is incomplete, load it again online"
         raise CheckpointError(f"{error} ({hint})") from error
 
 
 def find_in_folder(folder: Path) -> CheckpointFiles:
-    """Read the JSON files of a local folder and choose the weight files.
-
-    If ``folder`` is a GGUF file, read the config from its metadata."""
+    """Read the JSON files of a local folder, or the metadata of a GGUF file, and choose the weight files."""
     if is_gguf(folder):
         model = GGUF.open(folder)
         fields, notes = config_fields(model)
         return CheckpointFiles(folder, fields, model.files, {}, notes)
     if not os.path.isdir(folder):
-        raise CheckpointError(f"no such folder: {folder}; give the folder that holds config.json and the weights")
+        raise CheckpointError(f"no such folder: {folder}; pass the folder that contains config.json and the weights")
     config = read_config_fields(folder)
     files, weight_map = _weight_files(folder)
     notes = ()
     if os.path.lexists(folder / _ADAPTER):
-        notes = (f"{_ADAPTER} is beside the model: {_TO_ADAPT}; loading the model does not apply it",)
+        notes = (f"{_ADAPTER} is next to the model: {_TO_ADAPT}; loading the model does not apply the adapter",)
     return CheckpointFiles(folder, config, tuple(files), weight_map, notes)
 
 
 def read_config_fields(folder: Path) -> dict[str, Any]:
-    """Parse config.json, for a multimodal model the part of the text model. Settings in a separate file of an old GPTQ
-    or ModelOpt checkpoint become ``quantization_config``."""
+    """Parse config.json. For a multimodal model, return only the text model's fields.
+
+    Old GPTQ and ModelOpt checkpoints store ``quantization_config`` in a separate file, which is merged."""
     if is_gguf(folder):
         return config_fields(GGUF.open(folder))[0]
     path = folder / "config.json"
     if not os.path.lexists(path):
-        other = _adapter_in(folder) or gguf_in(folder) or "copy it here from where the weights come from"
-        raise CheckpointError(f"{folder} has no config.json: {other}")
-    # Not strict, because Nemotron-H has Infinity in an unused field. The checks of the used fields reject Infinity.
-    found = read_object(path, "a checkpoint needs a readable config.json", CheckpointError, strict=False)
-    if "quantization_config" not in found and os.path.lexists(folder / _GPTQ_FILE):
+        remedy = _adapter_in(folder) or gguf_in(folder) or "copy it from the source of the weights"
+        raise CheckpointError(f"{folder} has no config.json: {remedy}")
+    # Not strict, because Nemotron-H has Infinity in an unused field. The validation of used fields rejects Infinity.
+    fields = read_object(path, "a checkpoint requires a readable config.json", CheckpointError, strict=False)
+    if "quantization_config" not in fields and os.path.lexists(folder / _GPTQ_FILE):
         settings = read_object(folder / _GPTQ_FILE, "fetch it again", CheckpointError)
-        found["quantization_config"] = {"quant_method": "gptq", **settings}
-    if "quantization_config" not in found and os.path.lexists(folder / _MODELOPT_FILE):
+        fields["quantization_config"] = {"quant_method": "gptq", **settings}
+    if "quantization_config" not in fields and os.path.lexists(folder / _MODELOPT_FILE):
         settings = read_object(folder / _MODELOPT_FILE, "fetch it again", CheckpointError).get("quantization")
         if not isinstance(settings, dict):
             raise CheckpointError(f"{folder / _MODELOPT_FILE}: quantization must be an object, got {short(settings)}")
-        found["quantization_config"] = {"quant_method": "modelopt", **settings}
-    return text_fields(found)
+        fields["quantization_config"] = {"quant_method": "modelopt", **settings}
+    return text_fields(fields)
 
 
 def _adapter_in(folder: Path) -> str | None:
-    """Return the remedy for a folder with an adapter instead of a model, or None for other folders."""
+    """Return the remedy for a folder with an adapter instead of a model. `None` for other folders."""
     if not os.path.lexists(folder / _ADAPTER):
         return None
     base = read_object(folder / _ADAPTER, "fetch it again", CheckpointError).get("base_model_name_or_path")
-    model = short(base) if base else "a model that it does not name"
-    return f"it holds an adapter of {model}: load that model, and {_TO_ADAPT}"
+    model = short(base) if base else "an unnamed model"
+    return f"it contains an adapter of {model}: load that model, and {_TO_ADAPT}"
 
 
 def gguf_in(folder: Path) -> str | None:
-    """Return the remedy for a folder with GGUF files instead of a checkpoint, or None for other folders."""
-    found = [name for name in _names(folder) if name.endswith(GGUF_SUFFIX) or is_gguf(folder / name)]
-    return f"{some(found)} is a model of its own: give the path of the file instead of the folder" if found else None
+    """Return the remedy for a folder with GGUF files instead of a checkpoint. `None` for other folders."""
+    names = [name for name in _names(folder) if name.endswith(GGUF_SUFFIX) or is_gguf(folder / name)]
+    return f"{some(names)} is a complete model: pass the path of the file instead of the folder" if names else None
 
 
 def has_weights(folder: Path) -> bool:
@@ -160,59 +159,57 @@ def _names(folder: Path) -> list[str]:
 
 
 def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
-    """Choose the weight files: model.safetensors, else the files in the index, else the only safetensors file."""
-    single, index = folder / SINGLE_FILE, folder / INDEX_FILE
-    if os.path.lexists(single):
-        return [single], {}
-    if os.path.lexists(index):
-        weight_map = _read_weight_map(index)
-        listed = sorted(set(weight_map.values()))
-        if missing := [name for name in listed if not os.path.lexists(folder / name)]:
-            raise CheckpointError(f"{folder}: {some(missing)} is listed in {INDEX_FILE} but missing: fetch it")
-        return [folder / name for name in listed], weight_map
+    """Choose the weight files: model.safetensors, else the files in the index, else a single safetensors file."""
+    single_file, index_file = folder / SINGLE_FILE, folder / INDEX_FILE
+    if os.path.lexists(single_file):
+        return [single_file], {}
+    if os.path.lexists(index_file):
+        weight_map = _read_weight_map(index_file)
+        listed_names = sorted(set(weight_map.values()))
+        if missing_names := [name for name in listed_names if not os.path.lexists(folder / name)]:
+            raise CheckpointError(f"{folder}: {some(missing_names)} is listed in {INDEX_FILE} but missing: download it")
+        return [folder / name for name in listed_names], weight_map
     names = _names(folder)
-    found = [name for name in names if name.endswith(".safetensors")]
-    usable = [name for name in found if not name.startswith(("consolidated", "adapter_model"))]
-    parts = [name for name in usable if (match := _SHARD_NAME.search(name)) and int(match[2]) != 1]
-    if parts or len(usable) > 1:
-        raise CheckpointError(
-            f"{folder}: {some(parts or usable)} without {INDEX_FILE}; fetch the index: it maps tensors to files"
-        )
-    if usable:
-        logger.warning("%s has no %s: reading %s, its only weight file", folder, SINGLE_FILE, usable[0])
-        return [folder / usable[0]], {}
-    raise CheckpointError(_no_weights(folder, sorted({*found} - {*usable}), names))
+    safetensors_names = [name for name in names if name.endswith(".safetensors")]
+    usable_names = [name for name in safetensors_names if not name.startswith(("consolidated", "adapter_model"))]
+    shard_names = [name for name in usable_names if (match := _SHARD_NAME.search(name)) and int(match[2]) != 1]
+    if shard_names or len(usable_names) > 1:
+        raise CheckpointError(f"{folder}: {some(shard_names or usable_names)} without {INDEX_FILE}; download the index")
+    if usable_names:
+        logger.warning("%s has no %s: reading %s, its only weight file", folder, SINGLE_FILE, usable_names[0])
+        return [folder / usable_names[0]], {}
+    raise CheckpointError(_no_weights(folder, sorted({*safetensors_names} - {*usable_names}), names))
 
 
 def holds_orbax(folder: Path) -> bool:
-    """Return whether the folder, an item in it (such as ``items``) or an item of a step is an Orbax checkpoint."""
-    return any(next(folder.glob(f"{where}_METADATA"), None) for where in ("", "*/", "[0-9]*/*/"))
+    """Return whether a folder, an item in it (such as ``items``) or an item of a step is an Orbax checkpoint."""
+    return any(next(folder.glob(f"{prefix}_METADATA"), None) for prefix in ("", "*/", "[0-9]*/*/"))
 
 
-def _no_weights(folder: Path, consolidated: list[str], names: list[str]) -> str:
+def _no_weights(folder: Path, consolidated_names: list[str], names: list[str]) -> str:
     message = f"no weights in {folder}: neither {SINGLE_FILE} nor {INDEX_FILE}"
-    other = [name for name in names if Path(name).suffix in _OTHER_FORMATS]
-    if adapter := _adapter_in(folder):
-        return f"{message}; {adapter}"
+    other_names = [name for name in names if Path(name).suffix in _OTHER_FORMATS]
+    if adapter_remedy := _adapter_in(folder):
+        return f"{message}; {adapter_remedy}"
     if NATIVE_FILE in names:
         return f"{message}; nnxmoe.save wrote this folder: use nnxmoe.load, or convert it with `nnxmoe convert`"
     if holds_orbax(folder):
         return f"{message}; this looks like an Orbax checkpoint: use nnxmoe.convert.maxtext.load if MaxText wrote it"
-    if consolidated:
-        return f"{message}; {some(consolidated)} is the original layout: get the model in Hugging Face's layout"
-    if inside := gguf_in(folder):
-        return f"{message}; {inside}"
-    if other:
-        return f"{message}; {some(other)} is never opened (such files can run code): convert it to safetensors first"
-    return f"{message}; fetch the model's safetensors files into this folder"
+    if consolidated_names:
+        return f"{message}; {some(consolidated_names)} has the original layout: download the Hugging Face version"
+    if gguf_remedy := gguf_in(folder):
+        return f"{message}; {gguf_remedy}"
+    if other_names:
+        return f"{message}; {some(other_names)} is not opened, because it can run code: convert it to safetensors first"
+    return f"{message}; download the model's safetensors files into this folder"
 
 
 def _read_weight_map(index: Path) -> dict[str, str]:
-    """Read the index's weight_map. The values must be paths of safetensors files in the folder or below it."""
+    """Read the index's weight_map. The values must be paths of safetensors files in the folder or its subfolders."""
     weight_map = read_object(index, "fetch it again", CheckpointError, _MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(
-            f"{index}: 'weight_map' must map tensors to files, got {short(weight_map)}; fetch it again"
+            f"{index}: 'weight_map' must map tensors to files, got {short(weight_map)}; download the index again"
         )
     if len(weight_map) > MAX_TENSORS:
         raise CheckpointError(f"{index}: 'weight_map' has {len(weight_map)} tensors, more than {MAX_TENSORS}")
@@ -221,7 +218,7 @@ def _read_weight_map(index: Path) -> dict[str, str]:
         if not parts or not all(map(_is_plain_name, parts)):
             raise CheckpointError(
                 f"{index}: weight_map[{short(name)}] is {short(value)}, not the name of a file in this folder or "
-                "below it: correct the index, or do not trust this checkpoint"
+                "a subfolder: correct the index, or do not trust this checkpoint"
             )
         if not value.endswith(".safetensors"):
             raise CheckpointError(
@@ -232,32 +229,32 @@ def _read_weight_map(index: Path) -> dict[str, str]:
 
 
 def _is_plain_name(value: str) -> bool:
-    plain = value not in ("", ".", "..") and len(value) <= 255 and value.isprintable() and Path(value).name == value
-    return plain and "\\" not in value and ":" not in value
+    is_name = value not in ("", ".", "..") and len(value) <= 255 and value.isprintable() and Path(value).name == value
+    return is_name and "\\" not in value and ":" not in value
 
 
 def normalize_prefixes(tensors: dict[str, T]) -> dict[str, T]:
-    """Rename tensors as in a text model with a head, as transformers does. Names lack ``model.`` in a ``LlamaModel``,
-    have it twice in a wrapped model, and have a different prefix in a multimodal model."""
-    found = {}
+    """Rename tensors to the names in a text model with a head, as transformers does. Names lack ``model.`` in a
+    ``LlamaModel``, repeat it in a wrapped model, and have a different prefix in a multimodal model."""
+    renamed_tensors = {}
     for name, info in tensors.items():
-        full = next((new + name[len(old) :] for old, new in _PREFIXES.items() if name.startswith(old)), name)
-        found[name if full in tensors else full] = info
-    return found
+        full_name = next((new + name[len(old) :] for old, new in _PREFIXES.items() if name.startswith(old)), name)
+        renamed_tensors[name if full_name in tensors else full_name] = info
+    return renamed_tensors
 
 
 def module_spellings(module: str) -> list[str]:
-    """Return the names of a text model's module in multimodal models, with ``module`` itself first."""
+    """Return the possible names of a text model's module in multimodal models, starting with ``module`` itself."""
     return [module, *(old + module.removeprefix("model.") for old in WRAPPERS if module.startswith("model."))]
 
 
 def group_towers(names: Iterable[str]) -> dict[str, list[str]]:
-    """Group the tensors outside the text model of a multimodal checkpoint by the part that they belong to."""
-    found: dict[str, list[str]] = {}
+    """Group the tensors of a multimodal checkpoint outside the text model by tower."""
+    towers: dict[str, list[str]] = {}
     for name in names:
         if match := _TOWER.match(name):
-            found.setdefault(match[1], []).append(name)
-    return found
+            towers.setdefault(match[1], []).append(name)
+    return towers
 
 
 def download(repo_id: str, revision: str | None, local_files_only: bool) -> Path:
@@ -266,13 +263,13 @@ def download(repo_id: str, revision: str | None, local_files_only: bool) -> Path
 
 
 def remote_headers(repo_id: str, revision: str | None) -> tuple[dict[str, Any], dict[str, tuple[str, tuple[int, ...]]]]:
-    """Fetch a hub repository's config.json and the headers of its safetensors files, without the weights."""
+    """Download a hub repository's config.json and the headers of its safetensors files, but not the weights."""
     import huggingface_hub
 
     check_hub_id(repo_id, CheckpointError)
 
     def config_file() -> str:
-        huggingface_hub.HfApi().model_info(repo_id, revision=revision)  # fails at once, the download would retry
+        huggingface_hub.HfApi().model_info(repo_id, revision=revision)  # fails immediately, the download retries
         return huggingface_hub.hf_hub_download(repo_id, "config.json", revision=revision)
 
     config = hub_call(repo_id, revision, config_file, CheckpointError)
@@ -287,13 +284,13 @@ def _fetch_headers(repo_id: str, revision: str | None) -> dict[str, tuple[str, t
         metadata = huggingface_hub.get_safetensors_metadata(repo_id, revision=revision)
     except (AttributeError, KeyError, TypeError) as error:  # the library does not validate the index and the headers
         raise CheckpointError(f"{repo_id}: the index or a header is malformed ({error}); do not use it") from error
-    places = list(metadata.weight_map.items())
-    places += [(name, file) for file, held in sorted(metadata.files_metadata.items()) for name in held.tensors]
+    locations = list(metadata.weight_map.items())
+    locations += [(name, file) for file, header in sorted(metadata.files_metadata.items()) for name in header.tensors]
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for name, file in places:
+    for name, file in locations:
         info = metadata.files_metadata[file].tensors.get(name)
         if info is None:
-            raise CheckpointError(f"{repo_id}: the index lists {short(name)} in {short(file)}, which lacks it")
+            raise CheckpointError(f"{repo_id}: the index lists {short(name)} in {short(file)}, but the file lacks it")
         if not isinstance(info.dtype, str) or not isinstance(info.shape, list) or not all(map(is_size, info.shape)):
             raise CheckpointError(f"{repo_id}: {short(file)}: tensor {short(name)} is malformed: {short(info)}")
         tensors.setdefault(name, (info.dtype, tuple(info.shape)))

@@ -1,4 +1,4 @@
-"""Write one checkpoint from several processes: shards per process, and errors that every process raises."""
+"""Write one checkpoint from several processes. Each process writes its shards, and every process raises each error."""
 
 import contextlib
 import functools
@@ -52,22 +52,22 @@ def shared_folder(
         broadcast_text(lambda: str(stack.close()))
 
 
-def broadcast_text(make: Callable[[], str]) -> str:
-    """Collective: call ``make`` in process 0 and return its text in every process.
+def broadcast_text(compute_text: Callable[[], str]) -> str:
+    """Collective: call ``make`` in process 0, and return the text in every process.
 
-    If ``make`` raises, every process raises. Texts are cut to 4000 bytes.
+    If ``make`` raises, every process raises. The text is truncated to 4000 bytes.
     """
     if jax.process_count() == 1:
-        return make()
+        return compute_text()
     text, failure = "", None
     if jax.process_index() == 0:
         try:
-            text = make()
+            text = compute_text()
         except Exception as error:
             text, failure = str(error), error
     data = np.zeros(_MESSAGE + 1, np.uint8)
-    encoded = text.encode()[:_MESSAGE]
-    data[: len(encoded)], data[-1] = np.frombuffer(encoded, np.uint8), failure is not None
+    text_bytes = text.encode()[:_MESSAGE]
+    data[: len(text_bytes)], data[-1] = np.frombuffer(text_bytes, np.uint8), failure is not None
     data = np.asarray(multihost_utils.broadcast_one_to_all(data))
     text = bytes(data[:-1]).rstrip(b"\0").decode(errors="replace")
     if data[-1]:
@@ -81,22 +81,24 @@ def gather_texts(text: str) -> list[str]:
         return [text]
     data = np.frombuffer(text.encode(), np.uint8)
     sizes = np.ravel(multihost_utils.process_allgather(np.asarray([data.size])))
-    padded = np.pad(data, (0, int(sizes.max()) - data.size))
-    every = multihost_utils.process_allgather(padded)
-    return [bytes(one[:size]).decode() for one, size in zip(every, sizes, strict=True)]
+    padded_data = np.pad(data, (0, int(sizes.max()) - data.size))
+    gathered = multihost_utils.process_allgather(padded_data)
+    return [bytes(row[:size]).decode() for row, size in zip(gathered, sizes, strict=True)]
 
 
 def any_process(flag: Callable[[], bool], mesh: Mesh | None) -> Callable[[], bool]:
     """Collective over the processes of a mesh: start to compute whether a flag is set in any process.
 
-    Returns a function that waits for the result. The result is equal in all processes. The caller can enqueue more work
-    on the devices before it calls the function. With a single process, returns ``flag`` itself.
+    Returns a function that waits for the result, which is the same in all processes. The caller can enqueue more work
+    on the devices before calling the function. With a single process, returns ``flag`` itself.
     """
     if mesh is None or not mesh.is_multi_process:
         return flag
-    mine, rows = np.asarray([flag()]), NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-    found = _everywhere(jnp.any, mesh)(jax.make_array_from_callback((mesh.size,), rows, lambda at: mine))
-    return lambda: bool(found)
+    local_flag, sharding = np.asarray([flag()]), NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    any_flag = _everywhere(jnp.any, mesh)(
+        jax.make_array_from_callback((mesh.size,), sharding, lambda index: local_flag)
+    )
+    return lambda: bool(any_flag)
 
 
 @functools.lru_cache(maxsize=16)
@@ -115,7 +117,7 @@ def raise_in_all(failure: Exception | None) -> None:
         raise failure
     if failed.any():
         raise CheckpointError(
-            f"process {int(np.argmax(failed))} could not write its part (see its message); nothing was saved"
+            f"process {int(np.argmax(failed))} could not write its shards (see its error); nothing was saved"
         )
 
 
@@ -123,15 +125,19 @@ def hosts_holding(value: AnyArray, at: tuple[int, ...]) -> list[int]:
     """Return the processes whose shards contain all of ``value[at]``."""
     if not spans_hosts(value):
         return [0]
-    inner = value.shape[len(at) :]
+    slice_shape = value.shape[len(at) :]
     boxes: dict[int, set[tuple[tuple[int, int], ...]]] = {}
     index: Any
     for device, index in value.sharding.devices_indices_map(value.shape).items():
-        box = tuple(s.indices(n)[:2] for s, n in zip(index, value.shape, strict=True))
+        box = tuple(part.indices(size)[:2] for part, size in zip(index, value.shape, strict=True))
         if all(low <= i < high for i, (low, high) in zip(at, box, strict=False)):
             boxes.setdefault(device.process_index, set()).add(box[len(at) :])
-    size = math.prod(inner)
-    return [p for p, own in boxes.items() if sum(math.prod(b - a for a, b in box) for box in own) == size]
+    size = math.prod(slice_shape)
+    return [
+        process
+        for process, host_boxes in boxes.items()
+        if sum(math.prod(stop - start for start, stop in box) for box in host_boxes) == size
+    ]
 
 
 def local_value(value: AnyArray, at: tuple[int, ...]) -> np.ndarray:
@@ -140,14 +146,14 @@ def local_value(value: AnyArray, at: tuple[int, ...]) -> np.ndarray:
         return np.asarray(value[at])
     out = np.empty(value.shape[len(at) :], value.dtype)
     for shard in value.addressable_shards:
-        box = [s.indices(n)[:2] for s, n in zip(shard.index, value.shape, strict=True)]
+        box = [part.indices(size)[:2] for part, size in zip(shard.index, value.shape, strict=True)]
         if all(low <= i < high for i, (low, high) in zip(at, box, strict=False)):
-            own = tuple(i - low for i, (low, _) in zip(at, box, strict=False))
-            out[tuple(slice(*b) for b in box[len(at) :])] = np.asarray(shard.data[own])
+            local_index = tuple(i - low for i, (low, _) in zip(at, box, strict=False))
+            out[tuple(slice(*extent) for extent in box[len(at) :])] = np.asarray(shard.data[local_index])
     return out
 
 
 def gather(value: Array, at: tuple[int, ...]) -> np.ndarray:
-    """Collective: return ``value[at]``. Every process must call it."""
+    """Collective: return ``value[at]``. Every process must call this function."""
     assert isinstance(value.sharding, NamedSharding)
     return np.asarray(_everywhere(operator.getitem, value.sharding.mesh)(value, at))

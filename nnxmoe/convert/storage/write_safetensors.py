@@ -1,4 +1,4 @@
-"""Write safetensors files as a stream, with one tensor in memory at a time."""
+"""Write safetensors files as streams, with one tensor in memory at a time."""
 
 import json
 import os
@@ -45,13 +45,13 @@ def write_sharded(
 ) -> list[Path]:
     """Write tensors as a single safetensors file, or as shards with an index.
 
-    One tensor at a time is in memory. Existing files are never overwritten. To replace a checkpoint, write into an
-    `atomic_dir`. A process that fails to write still takes part in the collectives, and raises at the end.
+    Only one tensor at a time is in memory. Existing files are never overwritten. To replace a checkpoint, write into an
+    `atomic_dir`. A process that fails to write still participates in the collectives, and raises at the end.
 
     Args:
         folder: Existing folder.
-        shares: (process, tensors that the process writes). The tensors of process `None` are computed by a collective:
-            every process computes them at the same time, and the processes take turns to write their files.
+        shares: (process, tensors that the process writes). Tensors with process `None` are computed by a collective:
+            every process computes them at the same time, and the processes write the files in turn.
         max_shard_size: Maximum size of a shard in bytes.
         process: Index of this process. Process 0 also writes the index.
         single: Name of the file if the tensors fit into one shard.
@@ -65,23 +65,23 @@ def write_sharded(
     folder = Path(folder)
     plan = [(writer, shard) for writer, tensors in shares for shard in _plan(tensors, max_shard_size) if shard]
     plan = plan or [(0, [])]
-    used = Counter(item.name for _, shard in plan for item in shard) + Counter(["__metadata__"])
-    if twice := [name for name, count in used.items() if count > 1]:
-        raise ValueError(f"the tensor name {twice[0]!r} is used twice or reserved")
+    name_counts = Counter(item.name for _, shard in plan for item in shard) + Counter(["__metadata__"])
+    if duplicates := [name for name, num_writers in name_counts.items() if num_writers > 1]:
+        raise ValueError(f"the tensor name {duplicates[0]!r} is used twice or reserved")
     names = (
         [single] if len(plan) == 1 else [f"model-{i + 1:05}-of-{len(plan):05}.safetensors" for i in range(len(plan))]
     )
     failure: CheckpointError | None = None
-    count = len({writer for writer, _ in plan if writer is not None} | {0})
+    num_writers = len({writer for writer, _ in plan if writer is not None} | {0})
     for i, (name, (writer, shard)) in enumerate(zip(names, plan, strict=True)):
-        turn = i % count if writer is None else writer
-        if failure is None and turn == process:
-            made: set[str] = set()
+        active_process = i % num_writers if writer is None else writer
+        if failure is None and active_process == process:
+            computed_names: set[str] = set()
             try:
-                _write_file(folder / name, _file_parts(shard, made))
+                _write_file(folder / name, _file_parts(shard, computed_names))
             except CheckpointError as error:
                 failure = error
-            shard = [item for item in shard if item.name not in made]
+            shard = [item for item in shard if item.name not in computed_names]
         elif writer is not None:
             continue
         for item in shard if writer is None else []:
@@ -111,7 +111,7 @@ def _plain(value: Any) -> Any:
 
 
 def _plan(tensors: Tensors, max_shard_size: int) -> list[list[_Item]]:
-    """Assign tensors to shards in order. Within a shard, sort by descending item size, to align every tensor."""
+    """Assign tensors to shards in order. Within a shard, sort tensors by descending item size to align them."""
     if max_shard_size <= 0:
         raise ValueError(f"max_shard_size must be a positive number of bytes, got {max_shard_size}")
     shards: list[list[_Item]] = [[]]
@@ -128,7 +128,7 @@ def _plan(tensors: Tensors, max_shard_size: int) -> list[list[_Item]]:
     return [sorted(shard, key=lambda item: -DTYPES[item.dtype].itemsize) for shard in shards]
 
 
-def _file_parts(shard: list[_Item], made: set[str]) -> Iterator[bytes | memoryview]:
+def _file_parts(shard: list[_Item], computed_names: set[str]) -> Iterator[bytes | memoryview]:
     """Yield the bytes of a safetensors file: the header, then each tensor.
 
     Adds the name of a tensor to ``made`` before the tensor is computed.
@@ -143,7 +143,7 @@ def _file_parts(shard: list[_Item], made: set[str]) -> Iterator[bytes | memoryvi
     text += b" " * (-len(text) % 8)
     yield struct.pack("<Q", len(text)) + text
     for item in shard:
-        made.add(item.name)
+        computed_names.add(item.name)
         yield from _array_parts(_make(item))
 
 
@@ -151,7 +151,7 @@ def _make(item: _Item) -> np.ndarray:
     array = np.asarray(item.make())
     if array.dtype != DTYPES[item.dtype] or array.shape != item.shape:
         raise ValueError(
-            f"tensor {item.name!r} was announced as {item.dtype} {list(item.shape)}, "
+            f"tensor {item.name!r} was declared as {item.dtype} {list(item.shape)}, "
             f"but is {array.dtype} {list(array.shape)}"
         )
     return array
@@ -177,5 +177,5 @@ def _write_file(path: Path, parts: Iterable[bytes | memoryview]) -> None:
             os.fsync(file.fileno())
     except OSError as error:
         raise CheckpointError(
-            f"cannot write {path}: {error.strerror or error}; make room, or choose another folder"
+            f"cannot write {path}: {error.strerror or error}; free disk space, or choose another folder"
         ) from error
