@@ -99,39 +99,36 @@ class StepDefinition:
         key, later = jax.random.split(state.key)
         grads, losses = self.gradients(state, batch, key)
         finite = jnp.stack([jnp.all(jnp.isfinite(grad)) for grad in grads.values()])
-        good, skips = jnp.all(finite), skipped_steps(state.moments) is not None
+        all_finite = jnp.all(finite)
 
-        def total(params: Any) -> Float[Array, ""]:  # line searches evaluate the loss at other parameters
+        def loss_of(params: Any) -> Float[Array, ""]:  # line searches evaluate the loss at other parameters
             return self._accumulated(functools.partial(self._loss, state.frozen, params), batch, key)[0]
 
-        def update() -> tuple[Any, Any, Any]:
-            updates, moments = self.optimizer.update(
-                grads,
-                state.moments,
-                state.params,
-                value=losses.total,
-                grad=grads,
-                value_fn=total,
-            )
+        update = functools.partial(self._update, state, grads, losses, loss_of)
+        if skipped_steps(state.moments) is not None:  # `optax.apply_if_finite` limits consecutive rejections
+            params, moments, updates = update()
             # `optax.apply_if_finite` replaces rejected updates by zeros.
-            rejected = skips and jnp.all(jnp.stack([jnp.all(update == 0) for update in jax.tree.leaves(updates)]))
-            return optax.apply_updates(state.params, updates), moments, rejected
-
-        if skips:  # the optimizer rejects non-finite updates up to its limit of consecutive rejections
-            params, moments, skipped = update()
-            finite |= skipped
+            finite |= jnp.all(jnp.stack([jnp.all(update == 0) for update in jax.tree.leaves(updates)]))
         else:  # `where` makes XLA:CPU copy the old parameters and moments: an update takes 4 times as long
-            params, moments, _ = jax.lax.cond(good, update, lambda: (state.params, state.moments, False))
+            params, moments = jax.lax.cond(all_finite, lambda: update()[:2], lambda: (state.params, state.moments))
         frozen = dict(state.frozen)
         for name, rows in self._biases.items() if self.bias_rate else ():
             moved = updated_bias(frozen[name], losses.load[rows], self.bias_rate)
-            frozen[name] = jnp.where(good, moved, frozen[name])
+            frozen[name] = jnp.where(all_finite, moved, frozen[name])
         rates = [rate for _, rate in optax.tree.get_all_with_path(moments, "learning_rate") if isinstance(rate, Array)]
         used = utilization(losses.load, losses.dropped) if len(losses.load) else None
         report = Report(
             losses, optax.tree.norm(grads), finite, used, rates[0] if rates else None, skipped_steps(moments)
         )
         return TrainState(state.step + 1, params, frozen, moments, later), report
+
+    def _update(
+        self, state: TrainState, grads: dict[str, Array], losses: Losses, loss_of: Callable[[Any], Array]
+    ) -> tuple[dict[str, Array], Any, Any]:
+        """Compute the new parameters, the optimizer's new state and the updates."""
+        options = {"value": losses.total, "grad": grads, "value_fn": loss_of}
+        updates, moments = self.optimizer.update(grads, state.moments, state.params, **options)
+        return optax.apply_updates(state.params, updates), moments, updates
 
     def gradients(self, state: TrainState, batch: dict[str, Array], key: Array) -> tuple[dict[str, Array], Losses]:
         """Compute the gradient of each parameter for a batch, and the batch's losses."""

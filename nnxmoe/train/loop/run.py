@@ -105,11 +105,11 @@ class Run:
                     made = self._start(number, shown)
                 finally:
                     if before is not None:  # also if the data end or are invalid
-                        started, before = before, None
-                        self._finish(started, lambda: False, ahead=True)
+                        previous, before = before, None
+                        self._finish(previous, next_started=True)
                 if self._late and number > self.first + 1 and not self._due(number) and not made.asked():
                     before = made
-                elif self._finish(made, made.asked):
+                elif self._finish(made):
                     break
         if self.first == self.steps:  # the run was finished before
             self.history.append(self.saved_metrics | self._evaluated())
@@ -155,23 +155,22 @@ class Run:
     def _evaluates(self, number: int) -> bool:
         return self.evaluation is not None and self.evaluation.due(number, number == self.steps)
 
-    def _finish(self, made: _StepMade, asked: Callable[[], bool], ahead: bool = False) -> bool:
+    def _finish(self, made: _StepMade, *, next_started: bool = False) -> bool:
         """Read a step's report, evaluate, run callbacks and save a checkpoint if due.
 
         Args:
             made: The step.
-            asked: Returns True if Ctrl-C was pressed in any process.
-            ahead: The next step has begun.
+            next_started: Whether the next step has begun. If so, training does not end here, and Ctrl-C is not checked.
 
         Returns:
             True if training ends.
 
         Raises:
-            Interrupted: If ``asked()`` is true and the step is not the last.
+            Interrupted: If Ctrl-C was pressed in any process and the step is not the last.
         """
         number, late = made.number, self._late
         metrics, load = self._read(made)
-        interrupted = asked()
+        interrupted = not next_started and made.asked()
         if self._evaluates(number):
             metrics |= self._evaluated()
         repeated = self.evaluation is not None and self.evaluation.every is not None
@@ -179,9 +178,9 @@ class Run:
         model = unseen if late else lambda: self.step.model(self.state)
         progress = Progress(number, self.steps, metrics, load, model, measured)
         stop = any([is_true(callback(progress)) for callback in self.callbacks])
-        if stop and ahead:
+        if stop and next_started:
             raise ValueError(f"a callback stops the training at step {number}: remove its attribute late")
-        stop = not ahead and any_process(lambda: stop, self.step.mesh)()
+        stop = not next_started and any_process(lambda: stop, self.step.mesh)()
         if stop and not EVALUATED <= metrics.keys():
             metrics |= self._evaluated()
         ends = stop or number == self.steps
