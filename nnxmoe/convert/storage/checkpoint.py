@@ -129,7 +129,7 @@ class Checkpoint:
     def info(self, name: str) -> TensorInfo:
         """Return the location of a tensor. Raises CheckpointError if the name is unknown."""
         if name not in self.tensors:
-            raise CheckpointError(f"{self.folder} has no tensor {short(name)} (it has {len(self.tensors)} tensors)")
+            raise CheckpointError(f"{self.folder} has no tensor {short(name)} (it has {len(self.tensors)} others)")
         return self.tensors[name]
 
     def read(self, name: str, rows: slice | None = None, cols: slice | None = None) -> np.ndarray:
