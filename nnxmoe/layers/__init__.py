@@ -1,1 +1,1 @@
-"""Layers of a decoder: embedding, norms, attention, recurrent layers, feed-forwards, and their caches and kernels."""
+"""Decoder layers: embeddings, norms, attention, recurrent layers, feed-forward layers, caches and kernels."""

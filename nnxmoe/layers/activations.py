@@ -1,4 +1,4 @@
-"""Activations of feed-forward networks with a gate (Shazeer 2020) and without a gate.
+"""Activations of gated (Shazeer 2020) and ungated feed-forward networks.
 
 An activation returns the input of the down projection.
 """
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 GatedActivation = Callable[[Array, Array], Array]
-"""``(gate, up) -> hidden``, elementwise ``[*rows F]``; zero where both are zero. Hashable."""
+"""Elementwise function ``(gate, up) -> hidden``. Must be hashable, and must map zeros to zero."""
 
 
 def swiglu(gate: Float[Array, "*rows F"], up: Float[Array, "*rows F"]) -> Float[Array, "*rows F"]:
@@ -20,7 +20,7 @@ def swiglu(gate: Float[Array, "*rows F"], up: Float[Array, "*rows F"]) -> Float[
 
 
 def geglu(gate: Float[Array, "*rows F"], up: Float[Array, "*rows F"]) -> Float[Array, "*rows F"]:
-    """Return ``gelu(gate) * up``, with the tanh approximation of gelu (Shazeer 2020; Gemma)."""
+    """Return ``gelu(gate) * up`` with the tanh approximation of GELU (Shazeer 2020; Gemma)."""
     return jax.nn.gelu(gate, approximate=True) * up
 
 
@@ -28,8 +28,8 @@ def geglu(gate: Float[Array, "*rows F"], up: Float[Array, "*rows F"]) -> Float[A
 class ClampedSwiGLU:
     """Activation ``(up + 1) * gate * sigmoid(alpha * gate)`` (gpt-oss, 2025).
 
-    ``gate`` is clipped to at most ``limit``, and ``up`` to ``±limit``.
-    Source: ``swiglu`` in ``gpt_oss/torch/model.py``.
+    ``gate`` is clipped to at most ``limit``. ``up`` is clipped to ``±limit``. Source: ``swiglu`` in
+    ``gpt_oss/torch/model.py``.
     """
 
     alpha: float

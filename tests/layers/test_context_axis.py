@@ -376,7 +376,7 @@ def test_refusals(eight: Callable[..., Any]) -> None:
         "blocks": "IndexedGQA needs all tokens of a row on each device",
         "pipeline": "stages do not shard tokens over the mesh axis 'context' of size 4: use make_mesh(context=1)",
         "tokens": "rows of 30 tokens are not divisible by the 4 devices of context: use a multiple of 4 tokens",
-        "ring": "RingAttention(flash=ReferenceAttention()): give FlashAttention(block_q, block_k)",
+        "ring": "RingAttention(flash=ReferenceAttention()): pass FlashAttention(block_q, block_k)",
         "gather": "AllGatherAttention",
         "plan": "rows of 100 tokens are not divisible by context=8: use a multiple",
         "planned": "SparseMLA needs all tokens of a row on each device",

@@ -1,1 +1,1 @@
-"""Attention: grouped-query, latent and sparse attention, and their implementations."""
+"""Grouped-query, latent and sparse attention layers, and implementations of softmax attention."""

@@ -1,4 +1,4 @@
-"""Grouped-query attention to blocks of keys selected by an indexer (MiniMax-M3, 2026)."""
+"""Grouped-query attention to key blocks that an indexer selects (MiniMax-M3, 2026)."""
 
 import dataclasses
 from typing import Any, ClassVar, Unpack
@@ -31,12 +31,12 @@ from nnxmoe.layers.rope import RotateFn
 
 @dataclasses.dataclass(frozen=True)
 class KeyBlocks:
-    """Sizes of the selection of a `BlockIndexer`.
+    """Block selection parameters of a `BlockIndexer`.
 
     Attributes:
         size: Number of consecutive keys per block.
-        count: Number of blocks per query.
-        local: Number of latest blocks that are always selected, including the block of the query's token.
+        count: Number of selected blocks per query.
+        local: Number of most recent blocks that are always selected, including the block of the query's token.
     """
 
     size: int
@@ -45,22 +45,22 @@ class KeyBlocks:
 
 
 class BlockIndexer(nnx.Module):
-    """Indexer that selects blocks of keys for each query and each group of heads.
+    """Indexer that selects key blocks for each query and each group of heads.
 
-    Each token has one query per group and one key, both normalized and rotated. The score of a block is the highest
-    ``q · key`` over the block's keys up to the query. Blocks are counted from the first token of each segment.
-    transformers also counts padding. The selection has no gradient. Source: ``MiniMaxM3VLIndexer`` in
-    transformers 5.24.
+    Each token has one query per group and one key. Queries and keys are normalized and rotated. The score of a block is
+    the maximum of ``q · key`` over the block's keys up to the query. The first block starts at the first token of each
+    segment. In transformers, the first block starts at the first slot, even if the slot is padding. The selection has
+    no gradient. Source: ``MiniMaxM3VLIndexer`` in transformers 5.24.
 
     Args:
         dim: Width of the layer's input, D.
         heads: Number of groups of heads.
         head_dim: Width of queries and keys, H.
-        blocks: Sizes of the selection.
+        blocks: Block selection parameters.
         eps: Epsilon of the norms.
         rotary: Rotary position embedding.
         rotate: Rotates queries and keys.
-        **kw: The dtype and rngs of the parameters.
+        **kw: Parameter dtype and rngs.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class BlockIndexer(nnx.Module):
 
     @property
     def topk(self) -> int:
-        """Number of keys per query."""
+        """Number of selected keys per query."""
         return self.blocks.size * self.blocks.count
 
     def keys(self, x: Float[Array, "B T D"], context: Context) -> Float[Array, "B T H"]:
@@ -93,9 +93,12 @@ class BlockIndexer(nnx.Module):
     def select(
         self, x: Float[Array, "B asked D"], keys: Float[Array, "B S H"], mask: Mask, context: Context
     ) -> SelectedSlots:
-        """Return the slots of the keys in the selected blocks up to each query, ``[B * heads, T, topk]``, ascending.
+        """Select the slots of the keys that each query attends to.
 
-        The first `topk` queries of a causal pass have only `NO_SLOT`, because they attend to all earlier keys.
+        Returns:
+            Slots ``[B * heads, T, topk]`` of the keys in the selected blocks up to each query, in ascending order. The
+            slots of the first `topk` queries of a causal pass are `NO_SLOT`, because these queries attend to all
+            earlier keys.
         """
         q = context.rotated(self.q_norm(self.q(x)), self.rotary, self.rotate)
         order, tokens, offset = sort_padding_last(mask.keys, keys.shape[:2])
@@ -109,8 +112,8 @@ class BlockIndexer(nnx.Module):
 
         heads, mask = q.shape[2], dataclasses.replace(mask, keys=tokens)
         slots = select_in_blocks(select, mask, self.topk, heads * self.topk, heads, q)
-        by_head = slots.reshape(*slots.shape[:2], heads, self.topk)
-        return jnp.moveaxis(by_head, 2, 1).reshape(-1, slots.shape[1], self.topk)
+        head_slots = slots.reshape(*slots.shape[:2], heads, self.topk)
+        return jnp.moveaxis(head_slots, 2, 1).reshape(-1, slots.shape[1], self.topk)
 
     def _select_places(
         self,
@@ -120,42 +123,42 @@ class BlockIndexer(nnx.Module):
         offset: Int[Array, "B S"],
         is_packed: bool,
     ) -> Int[Array, "B T N X"]:
-        """Select places among keys sorted by their tokens. ``offset`` is the offset of each key in its segment."""
-        blocks, size, places = self.blocks, keys.shape[1], jnp.arange(keys.shape[1])
+        """Select key indices, for keys in token order. ``offset`` counts the earlier tokens in each key's segment."""
+        blocks, size, key_indices = self.blocks, keys.shape[1], jnp.arange(keys.shape[1])
         scores = jnp.where(allowed[:, :, None], query_key_products(q, keys), -jnp.inf)
         if is_packed:  # a block may start at any key
-            first, block_scores = places, windowed_max(scores, blocks.size)
+            block_indices, block_scores = key_indices, windowed_max(scores, blocks.size)
         else:
-            first, padding = places[:: blocks.size], -size % blocks.size
-            padded = jnp.pad(scores, ((0, 0),) * 3 + ((0, padding),), constant_values=-jnp.inf)
-            block_scores = padded.reshape(*scores.shape[:3], -1, blocks.size).max(axis=-1)
-        is_start = allowed[..., first] & (offset[:, None, first] % blocks.size == 0)
+            block_indices, padding = key_indices[:: blocks.size], -size % blocks.size
+            padded_scores = jnp.pad(scores, ((0, 0),) * 3 + ((0, padding),), constant_values=-jnp.inf)
+            block_scores = padded_scores.reshape(*scores.shape[:3], -1, blocks.size).max(axis=-1)
+        is_start = allowed[..., block_indices] & (offset[:, None, block_indices] % blocks.size == 0)
         query_offset = jnp.sum(allowed, axis=-1, keepdims=True) - 1
-        is_local = query_offset // blocks.size - offset[:, None, first] // blocks.size < blocks.local
+        is_local = query_offset // blocks.size - offset[:, None, block_indices] // blocks.size < blocks.local
         block_scores = jnp.where((is_local & is_start)[:, :, None], jnp.inf, block_scores)
         selected = topk_slots(block_scores, is_start[:, :, None], blocks.count)
         is_missing = selected == NO_SLOT
-        starts = jnp.where(is_missing, size, first[jnp.where(is_missing, 0, selected)])
-        last = jnp.max(jnp.where(allowed, places, -1), axis=-1)
+        starts = jnp.where(is_missing, size, block_indices[jnp.where(is_missing, 0, selected)])
+        last_allowed = jnp.max(jnp.where(allowed, key_indices, -1), axis=-1)
         selected = starts[..., None] + jnp.arange(blocks.size)
-        selected = jnp.where(selected <= last[:, :, None, None, None], selected, NO_SLOT)
+        selected = jnp.where(selected <= last_allowed[:, :, None, None, None], selected, NO_SLOT)
         return selected.reshape(*selected.shape[:3], -1)
 
 
 def windowed_max(x: Float[Array, "*rows S"], width: int) -> Float[Array, "*rows S"]:
-    """Compute the maximum over each window of ``width`` elements that starts at an element."""
-    covered = 1
-    while covered < width:
-        step = min(covered, width - covered)
-        later = jnp.pad(x[..., step:], ((0, 0),) * (x.ndim - 1) + ((0, step),), constant_values=-jnp.inf)
-        x, covered = jnp.maximum(x, later), covered + step
+    """Compute the maximum of every window of ``width`` elements. Window i starts at element i."""
+    window = 1
+    while window < width:
+        step = min(window, width - window)
+        x_shifted = jnp.pad(x[..., step:], ((0, 0),) * (x.ndim - 1) + ((0, step),), constant_values=-jnp.inf)
+        x, window = jnp.maximum(x, x_shifted), window + step
     return x
 
 
 class IndexedGQA(GQA):
-    """`GQA` with attention to the blocks of keys that a `BlockIndexer` selects per group of heads.
+    """`GQA` with attention to the key blocks that a `BlockIndexer` selects per group of heads.
 
-    Bit-equal to `GQA` if there are at most ``topk`` keys.
+    The outputs are bitwise equal to the outputs of `GQA` if there are at most ``topk`` keys.
     """
 
     supports_context_parallel: ClassVar[bool] = False
@@ -167,8 +170,8 @@ class IndexedGQA(GQA):
     def _append_to_cache(
         self, x: Float[Array, "B T D"], k: Array, v: Array, context: Context, cache: Any
     ) -> tuple[Any, Array, Array, Mask, AttentionFn]:
-        stored = k, v, self.indexer.keys(x, context=context)
-        cache, (k, v, index_keys), mask = context.append_to_cache(cache, stored, None)
+        new_values = k, v, self.indexer.keys(x, context=context)
+        cache, (k, v, index_keys), mask = context.append_to_cache(cache, new_values, None)
         attention_fn = self.attention_fn
         if index_keys.shape[1] > self.topk:
             selected = self.indexer.select(context.output_tokens(x), index_keys, mask=mask, context=context)
@@ -176,18 +179,18 @@ class IndexedGQA(GQA):
         return cache, k, v, mask, attention_fn
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, lookahead: int = 0) -> TokenCache:
-        """Create a cache with one slot per token for the token's keys, values and indexer key."""
+        """Create a cache with one slot per token, for keys, values and indexer keys."""
         cache, width = super().empty_cache(batch, capacity, dtype, lookahead), self.indexer.k.outs[0]
         return dataclasses.replace(cache, buffers=(*cache.buffers, jnp.zeros((batch, capacity, width), dtype)))
 
 
 @dataclasses.dataclass(frozen=True)
 class PerGroupAttention:
-    """Attention with each group of heads as a separate row of the batch, so groups may attend to different keys.
+    """Attention that treats each group of heads as a separate batch row, so groups may attend to different keys.
 
     Attributes:
-        attention_fn: Attention of the rows.
-        groups: Number of groups, a divisor or a multiple of the number of key/value heads.
+        attention_fn: Attention function to call with the rows.
+        groups: Number of groups. Must be a divisor or a multiple of the number of key/value heads.
     """
 
     attention_fn: AttentionFn

@@ -1,4 +1,4 @@
-"""Causal attention in blocks of queries that skips blocks of scores above the diagonal."""
+"""Causal attention in query blocks. Score blocks above the diagonal are skipped."""
 
 import dataclasses
 
@@ -18,24 +18,25 @@ from nnxmoe.layers.attention.softmax_attention import (
 from nnxmoe.sharding import is_static
 
 MIN_BLOCK = 64  # queries per block
-MIN_TOKENS = 192  # tokens per pass; blocks of a shorter pass save too little time
-MAX_PAIRS = 512 * 512  # pairs of a query and a key per row; `long_context` computes larger passes
+MIN_TOKENS = 192  # tokens per pass; splitting a shorter pass saves too little time
+MAX_PAIRS = 512 * 512  # query-key pairs per row; `long_context` computes larger passes
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockwiseAttention:
-    """Attention that splits a causal pass into blocks of queries and restricts each block to its possible keys.
+    """Attention that splits a causal pass into query blocks and passes each block only the keys that it may attend to.
 
-    Blocks above the diagonal are skipped, as in FlashAttention (Dao et al. 2022): of 8 x 8 blocks, 36 are computed. The
-    scores of a block fit into the CPU's cache. Steps of one token and short passes with a cache are not split.
+    Score blocks above the diagonal are skipped, as in FlashAttention (Dao et al. 2022): 36 of 8 x 8 blocks are
+    computed. The scores of a block fit into the CPU cache. Single-token steps and short passes with a cache are not
+    split.
 
     Args:
-        inner: Computes one block, and passes that are not split.
+        inner: Attention function for a block, and for passes that are not split.
         blocks: Maximum number of blocks. Each block has at least 64 queries.
-        long_context: Computes passes with more than 512 x 512 pairs of a query and a key.
+        long_context: Attention function for passes with more than 512 x 512 query-key pairs.
 
     Raises:
-        ValueError: If ``blocks`` is not a positive integer, or ``inner`` or ``long_context`` is not a callable object.
+        ValueError: If ``blocks`` is not a positive integer, or if ``inner`` or ``long_context`` is not callable.
     """
 
     inner: AttentionFn = ReferenceAttention()
@@ -58,7 +59,7 @@ class BlockwiseAttention:
         blocks, outputs = min(self.blocks, length // MIN_BLOCK), []
         for i in range(blocks):
             queries = slice(i * length // blocks, (i + 1) * length // blocks)
-            # A window counts real tokens, so with padding it may cover more slots than its size.
+            # A window counts real tokens only, so it may span more slots than its size if there is padding.
             window = None if mask.keys.valid is not None else mask.window
             first_key = 0 if window is None else max(queries.start - window + 1, 0)
             keys = slice(first_key, queries.stop)

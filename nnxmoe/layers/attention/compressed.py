@@ -1,8 +1,8 @@
-"""Compressed keys: later tokens attend to one entry per ``rate`` tokens (DeepSeek-V4, 2026).
+"""Compressed keys: later tokens attend to one entry per window of ``rate`` tokens (DeepSeek-V4, 2026).
 
-Windows of ``rate`` tokens are counted from the start of each segment, so padding and packing do not change the result.
-The entry of a window exists once the window is complete. Its slot in the row is ``index // rate``, with the index of
-the window's last token.
+The first window starts at the first token of a segment, so padding and packing do not change the result. An entry is
+available as soon as its window is complete. The slot of an entry is ``index // rate``, where ``index`` is the index of
+the window's last token in the row.
 """
 
 import dataclasses
@@ -26,11 +26,11 @@ from nnxmoe.layers.rope import RotateFn, compute_rotation
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class CompressedCache:
-    """Entries of a layer, and the inputs of incomplete entries.
+    """Compressed entries of a layer, and the inputs of incomplete entries.
 
     Attributes:
-        entries: ``[*L, B, C / rate, W]``.
-        open: Projections of the newest tokens of a row, ``[*L, B, R, W]``. Token i is at ``i % R``.
+        entries: Entries ``[*L, B, C / rate, W]``.
+        open: Projections of the newest tokens of each row, ``[*L, B, R, W]``. Token i is stored at index ``i % R``.
     """
 
     entries: Buffer
@@ -40,17 +40,17 @@ class CompressedCache:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RowMetadata(CacheMetadata):
-    """`CacheMetadata` of a pass with or without a cache.
+    """`CacheMetadata` for passes with or without a cache.
 
     Attributes:
-        segment_offset: Number of earlier tokens in the segment of each stored token, by token index.
+        segment_offset: Number of earlier tokens in the same segment, for each stored token by token index.
     """
 
     segment_offset: Int[Array, "B C"]
 
     @classmethod
     def from_context(cls, context: Context, batch: int, length: int) -> "RowMetadata":
-        """Create the metadata of a pass over ``batch`` rows of ``length`` tokens."""
+        """Create the metadata for a pass over ``batch`` rows of ``length`` tokens."""
         if context.past is not None:
             past = context.past
             before, after, index, segment = past.length_before, past.length_after, past.index, past.segment
@@ -62,13 +62,13 @@ class RowMetadata(CacheMetadata):
             segment = jnp.zeros((batch, length), jnp.int32)
             if context.segment is not None:
                 segment = gather_by_index(context.segment[..., None], index, before, length)[..., 0]
-        places = jnp.arange(segment.shape[1], dtype=jnp.int32)
-        starts = jnp.where(segment[:, 1:] != segment[:, :-1], places[1:], 0)
+        token_index = jnp.arange(segment.shape[1], dtype=jnp.int32)
+        starts = jnp.where(segment[:, 1:] != segment[:, :-1], token_index[1:], 0)
         segment_start = jax.lax.cummax(jnp.pad(starts, ((0, 0), (1, 0))), axis=1)
-        return cls(index, before, after, segment, places - segment_start)
+        return cls(index, before, after, segment, token_index - segment_start)
 
     def window_ends(self, rate: int) -> Int[Array, "B n"]:
-        """Return the index of the last token of each slot's window, or -1 for slots without an entry."""
+        """Return the index of the last token in each slot's window, or -1 for slots without an entry."""
         count = self.segment_offset.shape[1]
         is_end = (self.segment_offset + 1) % rate == 0
         is_end = is_end & (jnp.arange(count, dtype=jnp.int32) < self.length_after[:, None])
@@ -77,34 +77,34 @@ class RowMetadata(CacheMetadata):
         return jnp.where(is_end.any(axis=2), ends, -1)
 
     def slots(self, index: Int[Array, "B n"]) -> SlotMetadata:
-        """Return the metadata of slots that contain the tokens with these indices. Empty slots have index -1."""
+        """Return the metadata of slots that contain the tokens ``index``. Index -1 marks empty slots."""
         return SlotMetadata(index, None, gather_clipped(self.segment, index))
 
 
 def gather_clipped(values: Int[Array, "B C"], index: Int[Array, "B n"]) -> Int[Array, "B n"]:
-    """Gather from each row. Out-of-range indices are clipped."""
+    """Gather values of each row by index. Out-of-range indices are clipped."""
     return jnp.take_along_axis(values, jnp.clip(index, 0, values.shape[1] - 1), axis=1)
 
 
 def gather_by_index(
     values: Float[Array, "B S W"] | Int[Array, "B S W"], index: Int[Array, "B S"], first: Int[Array, "B"], count: int
 ) -> Array:
-    """Gather, for each row, the ``count`` tokens with indices from ``first``.
+    """Gather the values of the tokens ``first`` to ``first + count - 1`` of each row.
 
     Args:
-        values: Values of the tokens.
-        index: Index of each value's token in its row. Values with a negative index are ignored.
-        first: First index per row.
+        values: Token values.
+        index: Index of each value's token in the row. Values with a negative index are ignored.
+        first: Index of the first token per row.
         count: Number of tokens per row.
 
     Returns:
-        ``[B, count, W]``, with zeros for tokens without a value.
+        Values ``[B, count, W]``, with zeros for tokens without a value.
     """
     targets = jnp.where(index < 0, -1, index - first[:, None])
     targets = jnp.where(targets < 0, count, targets)
-    empty = jnp.full((len(values), count), values.shape[1], jnp.int32)
-    sources = jax.vmap(lambda row, at: row.at[at].set(jnp.arange(len(at), dtype=jnp.int32), mode="drop"))(
-        empty, targets
+    no_source = jnp.full((len(values), count), values.shape[1], jnp.int32)
+    sources = jax.vmap(lambda row, slots: row.at[slots].set(jnp.arange(len(slots), dtype=jnp.int32), mode="drop"))(
+        no_source, targets
     )
     return jnp.take_along_axis(values, sources[..., None], axis=1, mode="fill", fill_value=0)
 
@@ -113,8 +113,8 @@ class CompressorOutput(NamedTuple):
     """Output of a `Compressor`.
 
     Attributes:
-        cache: The cache with the new entries, or None without a cache.
-        entries: All entries ``[B, n, W]``, with those of the new tokens.
+        cache: Updated cache, or ``None`` if no cache was passed.
+        entries: All entries ``[B, n, W]``, including entries of the new tokens.
         slots: Indices and segments of the entries.
     """
 
@@ -124,22 +124,22 @@ class CompressorOutput(NamedTuple):
 
 
 class Compressor(nnx.Module):
-    """Compression of windows of tokens to entries ``norm(sum_j softmax_j(gate_j + place_j) * kv_j)``.
+    """Compression of token windows to entries ``norm(sum_j softmax_j(gate_j + place_j) * kv_j)``.
 
-    The sum is over the tokens j of ``series`` windows. With one series, an entry depends on its window. With two
-    series, an entry also depends on the previous window, with separate kernels. Entries are rotated by the position of
-    the first token of their window. DeepSeek-V4, sections 2.3.1 and 2.3.2. Source: ``DeepseekV4CSACompressor`` and
-    ``DeepseekV4HCACompressor`` in transformers.
+    The sum runs over the tokens j of ``series`` consecutive windows. With one series, an entry depends on a single
+    window. With two series, an entry also depends on the previous window, which has separate kernels. Entries are
+    rotated by the position of the window's first token. See DeepSeek-V4, sections 2.3.1 and 2.3.2. Source:
+    ``DeepseekV4CSACompressor`` and ``DeepseekV4HCACompressor`` in transformers.
 
     Args:
         dim: Width of the layer's input, D.
         width: Width of an entry, W.
-        rate: Tokens per window.
+        rate: Number of tokens per window.
         series: Number of windows per entry.
         eps: Epsilon of the norm.
         rotary: Rotary position embedding of the entries.
         rotate: Rotates entries.
-        **kw: The dtype and rngs of the parameters.
+        **kw: Parameter dtype and rngs.
     """
 
     def __init__(
@@ -165,21 +165,21 @@ class Compressor(nnx.Module):
 
     @property
     def reach(self) -> int:
-        """Number of tokens that an entry depends on, without its last token."""
+        """Number of tokens that an entry depends on, excluding the window's last token."""
         return self.series * self.rate - 1
 
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, rows: RowMetadata, cache: CompressedCache | None
     ) -> CompressorOutput:
-        """Return the cache, all entries including new entries from x, and the slots of the entries."""
+        """Compress the windows that end in ``x``, and append the new entries to the cache."""
         projected, length = jnp.concatenate([self.kv(x), self.gate(x)], axis=-1), x.shape[1]
         open_tokens, tokens, index = None, projected, rows.index
-        if cache is not None:  # with lookahead -1, even a single token is appended to the previously stored tokens
+        if cache is not None:  # lookahead -1 also returns the stored tokens
             open_tokens, tokens, index = append_ring(cache.open.states, projected, rows, -1)
         tokens = gather_by_index(tokens, index, rows.length_before - self.reach, self.reach + length)
         ends = rows.window_ends(self.rate)
-        continues = cache is not None and not context.fresh  # a window may have started before this pass
-        count = min(-(-length // self.rate) + continues, ends.shape[1])
+        may_continue = cache is not None and not context.fresh  # the first window may start before this pass
+        count = min(-(-length // self.rate) + may_continue, ends.shape[1])
         slots = rows.length_before[:, None] // self.rate + jnp.arange(count, dtype=jnp.int32)
         new_ends = jnp.where(slots < ends.shape[1], gather_clipped(ends, slots), -1)
         new_ends = jnp.where(new_ends >= rows.length_before[:, None], new_ends, -1)
@@ -200,12 +200,12 @@ class Compressor(nnx.Module):
         end_offset = gather_clipped(rows.segment_offset, ends)
         kv_parts, gate_parts = [], []
         for i in range(self.series):
-            distance = (self.series - i) * rate - 1  # from the first token of window i to the last token of the entry
-            first = ends - distance - rows.length_before[:, None] + self.reach
-            places = first[..., None] + jnp.arange(rate, dtype=jnp.int32)
-            places = jnp.clip(places, 0, tokens.shape[1] - 1).reshape(len(places), -1, 1)
+            distance = (self.series - i) * rate - 1  # from the start of window i to the end of the entry
+            window_start = ends - distance - rows.length_before[:, None] + self.reach
+            token_index = window_start[..., None] + jnp.arange(rate, dtype=jnp.int32)
+            token_index = jnp.clip(token_index, 0, tokens.shape[1] - 1).reshape(len(token_index), -1, 1)
             kv, gate = (
-                jnp.take_along_axis(tokens[..., start : start + width], places, axis=1).reshape(
+                jnp.take_along_axis(tokens[..., start : start + width], token_index, axis=1).reshape(
                     *ends.shape, rate, width
                 )
                 for start in (i * width, (self.series + i) * width)
@@ -224,7 +224,7 @@ class Compressor(nnx.Module):
         return self.rotate(entries[:, :, None], compute_rotation(self.rotary, first_positions))[:, :, 0]
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, lookahead: int = 0) -> CompressedCache:
-        """Create a cache for the entries of ``capacity`` tokens, and for tokens that later entries depend on."""
+        """Create a cache for the entries of ``capacity`` tokens and for the inputs of incomplete entries."""
         width = self.norm.scale.shape[-1]
         entries = jnp.zeros((batch, -(-capacity // self.rate), width), dtype)
         values = jnp.zeros((batch, self.reach + lookahead, 2 * self.series * width), dtype)

@@ -1,8 +1,8 @@
-"""Attention with queries sharded over the mesh axis ``context`` by their place in the row.
+"""Context-parallel attention: the mesh axis ``context`` shards the tokens of each row.
 
-Every device has the whole integer arrays of the mask: indices and segments. Causal attention without a window is
-balanced over n devices as in Llama 3 (2024, section 3.3.2). A row is split into 2n chunks, and device i computes the
-queries of chunks i and 2n - 1 - i. All devices then compute equally many scores. Only attention uses this order.
+The integer arrays of the mask, indices and segments, are replicated. Causal attention without a window is balanced over
+n devices as in Llama 3 (2024, section 3.3.2). A row is split into 2n chunks, and device i computes the queries of
+chunks i and 2n - 1 - i. All devices then compute the same number of scores. Only attention uses this token order.
 """
 
 import dataclasses
@@ -25,21 +25,21 @@ from nnxmoe.sharding_rules import Rules
 
 @runtime_checkable
 class ContextParallelAttention(Protocol):
-    """Protocol of an `AttentionFn` that exchanges keys and values, or latents, over the mesh axis ``context``."""
+    """Protocol of attention functions that exchange keys and values, or latents, over the mesh axis ``context``."""
 
     def attend_latents(self, mla: Any, inputs: Any, softmax: MaskedSoftmax) -> Float[Array, "B T N v"]:
-        """Compute an `MLAFn` for `MLAInputs` with tokens sharded over ``context``."""
+        """Call the `MLAFn` ``mla`` with `MLAInputs` whose tokens are sharded over ``context``."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class ContextShards:
-    """Assignment of the tokens of a row to the devices along ``context``.
+    """Assignment of a row's tokens to the devices along ``context``.
 
     Attributes:
-        length: Number of tokens of the row.
+        length: Number of tokens in the row.
         count: Number of devices.
-        balanced: Whether each device computes two chunks (see the module docstring) instead of consecutive tokens.
+        balanced: Whether each device computes two chunks, as in the module docstring, instead of consecutive tokens.
     """
 
     length: int
@@ -48,22 +48,24 @@ class ContextShards:
 
     @classmethod
     def for_window(cls, length: int, count: int, window: int | None) -> Self:
-        """Balance rows without a window if chunks have equal sizes. With a window, shards have equal work anyway."""
+        """Balance rows without a window if the chunks have equal sizes. With a window, the work is balanced anyway."""
         return cls(length, count, window is None and length % (2 * count) == 0)
 
     def tokens(self, device: Int[Array, ""]) -> Int[Array, "T"]:
-        """Return the places in the row of a device's tokens."""
+        """Return the indices of a device's tokens in the row."""
         size = self.length // self.count
         if not self.balanced:
             return device * size + jnp.arange(size)
-        half = jnp.arange(size // 2)
-        return jnp.concatenate([device * size // 2 + half, (2 * self.count - 1 - device) * size // 2 + half])
+        chunk_offset = jnp.arange(size // 2)
+        return jnp.concatenate(
+            [device * size // 2 + chunk_offset, (2 * self.count - 1 - device) * size // 2 + chunk_offset]
+        )
 
     def balance(self, x: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
-        """Exchange consecutive tokens between the devices, so each device has the tokens of `tokens`.
+        """Exchange shards of consecutive tokens between devices, so each device has the tokens in `tokens`.
 
-        Device d starts with chunks 2d and 2d + 1 of a row. It receives one even chunk and one odd chunk. Devices with
-        an even number have the even chunk first.
+        Device d sends chunks 2d and 2d + 1 of a row and receives one even and one odd chunk. On devices with an even
+        index, the even chunk comes first.
         """
         if not self.balanced:
             return x
@@ -78,7 +80,7 @@ class ContextShards:
         return jnp.concatenate(self._exchange(even, odd, inverse=True), axis)
 
     def _exchange(self, even: Array, odd: Array, *, inverse: bool = False) -> list[Array]:
-        """Send the even and the odd chunk of each device to the devices that compute them, or back."""
+        """Send the even and the odd chunk of each device to the devices that compute these chunks, or back."""
         outputs = []
         for chunk, numbers in ((even, range(0, 2 * self.count, 2)), (odd, range(1, 2 * self.count, 2))):
             pairs = [(source, min(i, 2 * self.count - 1 - i)) for source, i in enumerate(numbers)]
@@ -98,8 +100,8 @@ def shard_map_context(
 ) -> Any:
     """Call ``run(*sharded, *replicated)`` on every device along ``context``.
 
-    The arrays of ``sharded`` and the output are sharded over ``context`` along ``axis``. The sharding over all other
-    mesh axes does not change.
+    ``context`` shards ``axis`` of the arrays in ``sharded`` and of the output. The sharding over all other mesh axes is
+    unchanged.
     """
     spec = PartitionSpec(*(None,) * axis, CONTEXT)
     in_specs = (*(spec,) * len(sharded), *(PartitionSpec(),) * len(replicated))
@@ -107,14 +109,14 @@ def shard_map_context(
 
 
 def is_context_sharded(mask: Any, length: int, mesh: Any) -> bool:
-    """Return whether ``context`` shards the tokens of this pass. Passes with a cache are not sharded."""
+    """Return whether ``context`` shards the tokens of this pass. Tokens of passes with a cache are not sharded."""
     return type(mask) is Mask and mask.causal and bool(context_shard_axes(length, mesh))
 
 
 def all_gather_context(x: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
-    """Gather the shards of all devices along ``context`` in order, by passing shards from neighbor to neighbor.
+    """Gather the shards of all devices along ``context`` in order, by sending shards from neighbor to neighbor.
 
-    For an ``all_gather``, XLA would also gather over mesh axes that are not manual (jax 0.10.2, 0.12.0).
+    With ``all_gather``, XLA would also gather over mesh axes that are not manual (jax 0.10.2, 0.12.0).
     """
     count, device, size = jax.lax.axis_size(CONTEXT), jax.lax.axis_index(CONTEXT), x.shape[axis]
 
@@ -130,23 +132,23 @@ def all_gather_context(x: Float[Array, "..."], axis: int) -> Float[Array, "..."]
 
 
 def ppermute_next(x: Any, steps: int = 1) -> Any:
-    """Send arrays ``steps`` devices further along ``context``."""
+    """Send arrays to the device ``steps`` further along ``context``, cyclically."""
     count = jax.lax.axis_size(CONTEXT)
     return jax.lax.ppermute(x, CONTEXT, [(i, (i + steps) % count) for i in range(count)])
 
 
 @dataclasses.dataclass(frozen=True)
 class AllGatherAttention:
-    """Attention that gathers keys and values, or MLA's latents, over the mesh axis ``context``.
+    """Attention that all-gathers keys and values, or MLA's latents, over the mesh axis ``context``.
 
-    It is the default on meshes with that axis. Each device computes the outputs of its queries (Llama 3, 2024, section
-    3.3.2). Each device stores the keys and values of whole rows: for one layer if the backward pass rematerializes them
-    (`Remat`), otherwise for all layers.
+    This is the default on meshes with axis ``context``. Each device computes the outputs of its queries (Llama 3, 2024,
+    section 3.3.2). Each device stores the keys and values of whole rows: for one layer if the backward pass
+    rematerializes them (`Remat`), otherwise for all layers.
 
     Args:
-        inner: Attention of a device's queries. If a pass has a cache, or the axis does not divide its rows, every
-            device computes the whole pass with ``inner``.
-        mesh: The mesh, set by ``Strategy``.
+        inner: Attention function for a device's queries. If a pass has a cache, or if the size of ``context`` does not
+            divide the row length, every device computes the whole pass with ``inner``.
+        mesh: Device mesh, set by ``Strategy``.
     """
 
     inner: AttentionFn = BlockwiseAttention()
@@ -156,7 +158,7 @@ class AllGatherAttention:
         check_object("AllGatherAttention", "inner", self.inner, "BlockwiseAttention()")
 
     def with_mesh(self, mesh: Mesh | None, rules: Rules) -> Self:
-        """Return a copy of the attention for a model on this mesh."""
+        """Return a copy bound to ``mesh``."""
         return dataclasses.replace(self, inner=bind_mesh(self.inner, mesh, rules), mesh=mesh)
 
     def __call__(self, q: Queries, k: Keys, v: Values, softmax: MaskedSoftmax) -> HeadOutputs:
@@ -171,16 +173,16 @@ class AllGatherAttention:
         return shard_map_context(run, self.mesh, (q, kv), (softmax,), 2)
 
     def attend_latents(self, mla: Any, inputs: Any, softmax: MaskedSoftmax) -> Float[Array, "B T N v"]:
-        """Gather the latents. Every device then expands the keys of all tokens."""
+        """All-gather the latents. Every device then expands the keys and values of all tokens."""
         if not is_context_sharded(softmax.mask, inputs.q_nope.shape[1], self.mesh):
             return mla(inputs, softmax, self.inner)
-        nope = inputs.q_nope.shape[3]
+        nope_width = inputs.q_nope.shape[3]
 
         def run(q: Array, latents: Array, softmax: MaskedSoftmax, kv_b: Any) -> Array:
             latents = all_gather_context(latents, 1)
 
             def attend(q: Array, softmax: MaskedSoftmax) -> Array:
-                local = {"q_nope": q[..., :nope], "q_rope": q[..., nope:], "latents": latents, "kv_b": kv_b}
+                local = {"q_nope": q[..., :nope_width], "q_rope": q[..., nope_width:], "latents": latents, "kv_b": kv_b}
                 return mla(dataclasses.replace(inputs, **local), softmax, self.inner)
 
             return self._attend_balanced(attend, q, softmax, 1)
@@ -191,7 +193,7 @@ class AllGatherAttention:
     def _attend_balanced(
         self, attend: Callable[[Array, MaskedSoftmax], Array], q: Array, softmax: MaskedSoftmax, axis: int
     ) -> Array:
-        """Call ``attend(q, softmax)`` with the balanced queries of this device, and unbalance the outputs."""
+        """Balance the queries, call ``attend(q, softmax)`` on this device, and undo the balancing of the outputs."""
         count = jax.lax.axis_size(CONTEXT)
         shards = ContextShards.for_window(q.shape[axis] * count, count, softmax.mask.window)
         mask = softmax.mask.select(shards.tokens(jax.lax.axis_index(CONTEXT)), slice(None))

@@ -1,4 +1,4 @@
-"""Attention to the keys and values of an earlier layer (Gemma 3n, 2025; Gemma 4 E2B and E4B), and normalized values."""
+"""Attention to the keys and values of an earlier layer (Gemma 3n, 2025; Gemma 4 E2B, E4B), and value normalization."""
 
 from typing import Any, ClassVar, Unpack
 
@@ -21,8 +21,8 @@ class ValueNormGQA(GQA):
 
     Args:
         dims: Sizes of the projections.
-        keys_as_values: Whether the values are the keys before norm and rotation. There is then no projection ``v``.
-        eps: Epsilon of the norm of the values.
+        keys_as_values: Whether to use the keys before norm and rotation as values. If so, there is no projection ``v``.
+        eps: Epsilon of the value norm.
         **options: Arguments of `GQA`.
     """
 
@@ -39,20 +39,20 @@ class ValueNormGQA(GQA):
     def attend_and_share(
         self, x: Float[Array, "B T D"], context: Context, cache: Any
     ) -> tuple[Float[Array, "B asked D"], Any, KeysValuesMask]:
-        """Return the output, the cache, and the keys, values and mask for `CrossLayerAttention` of later layers."""
+        """Return the output, the cache, and the keys, values and mask that later `CrossLayerAttention` layers use."""
         return self._attend(x, context=context, cache=cache)
 
 
 class CrossLayerAttention(nnx.Module):
-    """Attention to the keys and values of an earlier layer, with query and output projections but without a cache.
+    """Attention to the keys and values of an earlier layer, with query and output projections but no cache.
 
     Args:
         dims: Sizes of the projections.
         rotary: Rotary position embedding of the queries.
-        window: Size of the sliding window of the earlier layer, or None. Only `score_ops` uses it.
+        window: Sliding window size of the earlier layer, if any. Only `score_ops` uses the window.
         attention_fn: Implementation of softmax attention.
-        eps: Epsilon of the norm of the queries.
-        **kw: The dtype and rngs of the parameters.
+        eps: Epsilon of the query norm.
+        **kw: Parameter dtype and rngs.
     """
 
     supports_context_parallel: ClassVar[bool] = True  # as in `GQA`
@@ -84,7 +84,7 @@ class CrossLayerAttention(nnx.Module):
         return self.o(jnp.swapaxes(heads, 1, 2))
 
     def score_ops(self, keys: float) -> list[tuple[int, float]]:
-        """Return (multiplications per query and key, keys per query) for queries that follow ``keys`` tokens."""
+        """Return (multiplications per query-key pair, keys per query) for queries that follow ``keys`` tokens."""
         heads, width = self.q.outs
         return [(2 * heads * width, min(self.window or keys, keys))]
 

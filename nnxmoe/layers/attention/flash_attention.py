@@ -1,4 +1,4 @@
-"""Attention with memory linear in the number of queries and keys, forward and backward.
+"""Attention whose forward and backward passes use memory linear in the number of queries and keys.
 
 A running maximum and a running sum per query replace the softmax over all keys (Rabe and Staats 2021). The forward pass
 saves the output and the log-sum-exp of each query. The backward pass recomputes the scores of each block
@@ -28,7 +28,7 @@ Sinks = Float[Array, "N"] | None
 
 
 class Blocks(NamedTuple):
-    """Operands padded to whole blocks. ``leaves`` are the leaves of `MaskedSoftmax` without sinks."""
+    """Attention operands, padded to whole blocks. ``leaves`` are the leaves of `MaskedSoftmax` without sinks."""
 
     static: Static
     q: Grouped
@@ -39,15 +39,15 @@ class Blocks(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class FlashAttention:
-    """Exact attention in blocks of up to ``block_q`` by ``block_k`` scores.
+    """Exact attention in blocks of up to ``block_q`` by ``block_k`` scores, accumulated in float32.
 
-    Skips blocks of keys outside the range of indices and segments that a block of queries attends to. Accumulates in
-    float32. If a query has no allowed key (padding), its output and its gradients are zero. Supports first derivatives
-    in reverse mode only. Use ``ReferenceAttention()`` for forward mode and higher derivatives.
+    Key blocks outside the range of indices and segments that a query block attends to are skipped. The outputs and
+    gradients of queries without allowed keys (padding) are zero. Only first-order reverse-mode derivatives are
+    supported. Use ``ReferenceAttention()`` for forward mode and higher-order derivatives.
 
     Args:
-        block_q: Maximum number of queries per block. If None, 512 if each key head has one query head, otherwise 256.
-            With fewer scores per key head, XLA:CPU runs at half the speed (jax 0.10.2).
+        block_q: Maximum number of queries per block. Defaults to 512 if each key head has one query head, otherwise to
+            256. With fewer scores per key head, XLA:CPU runs at half the speed (jax 0.10.2).
         block_k: Maximum number of keys per block.
     """
 
@@ -63,7 +63,7 @@ class FlashAttention:
         return outputs[..., : q.shape[2], :].reshape(*q.shape[:3], v.shape[3])
 
     def _split(self, q: Array, k: Array, v: Array, softmax: MaskedSoftmax) -> Blocks:
-        """Group queries by key head, and pad queries, keys, values and mask to whole blocks."""
+        """Group the queries by key head, and pad the queries, keys, values and mask to whole blocks."""
         (batch, heads, length, width), kv_heads, keys = q.shape, k.shape[1], k.shape[2]
         grouped = q.reshape(batch, kv_heads, heads // kv_heads, length, width)
         max_q = self.block_q or (512 if heads == kv_heads else 256)
@@ -77,10 +77,10 @@ class FlashAttention:
     def partial_forward(
         self, q: Queries, k: Keys, v: Values, softmax: MaskedSoftmax
     ) -> tuple[HeadOutputs, Float[Array, "B N T"]]:
-        """Attend to a subset of the keys, without sinks. Not differentiable; see `partial_backward`.
+        """Attend to a subset of the keys, without sinks. Use `partial_backward` to compute gradients.
 
         Returns:
-            The outputs in float32, and the log-sum-exp of each query's scores (inf if a query has no keys).
+            The outputs in float32, and the log-sum-exp of each query's scores, inf for queries without keys.
         """
         blocks = self._split(q, k, v, softmax)
         outputs, logsumexp = _forward(blocks.static, blocks.q, blocks.k, blocks.v, None, blocks.leaves, jnp.float32)
@@ -113,7 +113,7 @@ class FlashAttention:
 
 
 def _even_block(count: int, max_block: int) -> int:
-    """Return the size of equally large blocks: as few blocks of at most ``max_block`` elements as possible."""
+    """Return the block size that splits ``count`` elements evenly into the fewest blocks of up to ``max_block``."""
     return -(-count // -(-count // max_block))
 
 
@@ -126,7 +126,7 @@ def _pad(x: Array, padding: int, axis: int = -2, value: int = 0) -> Array:
 
 
 def _pad_mask(mask: Mask, queries: int, keys: int) -> Mask:
-    """Pad the mask with queries and keys of index -1, which are never allowed. Keys of padding also get index -1."""
+    """Pad the mask with queries and keys of index -1. Keys of padding tokens also get index -1, which masks them."""
     slots = mask.keys
     index = slots.index if slots.valid is None else jnp.where(slots.valid, slots.index, -1)
     mask = dataclasses.replace(mask, keys=SlotMetadata(index, None, slots.segment))
@@ -151,28 +151,28 @@ def _block_allowed(mask: Mask, i: Int[Array, ""], j: Int[Array, ""], shape: Bloc
 
 
 def _key_ranges(mask: Mask, shape: BlockShape) -> tuple[Int[Array, "_"], Int[Array, "_"]]:
-    """Return the range of key blocks that each block of queries attends to, as first block and end.
+    """Return the range of key blocks that each query block attends to, as arrays of first blocks and exclusive ends.
 
-    The range is computed from the minimum and maximum of indices and segments in each block. It may therefore contain
-    blocks without allowed pairs.
+    The range is computed from the minimum and maximum index and segment of each block, so the range may contain blocks
+    without allowed pairs.
     """
     query_min, query_max = _block_min_max(mask.query_index, mask.query_index, shape[0])
     key_min, key_max = _block_min_max(mask.keys.index, mask.keys.index, shape[1])
-    needed = key_min[:, None] <= query_max[:, :, None]
+    is_needed = key_min[:, None] <= query_max[:, :, None]
     if mask.window is not None:
-        needed &= key_max[:, None] > query_min[:, :, None] - mask.window
+        is_needed &= key_max[:, None] > query_min[:, :, None] - mask.window
     if mask.query_segment is not None and mask.keys.segment is not None:
         query_min, query_max = _block_min_max(mask.query_segment, mask.query_index, shape[0])
         key_min, key_max = _block_min_max(mask.keys.segment, mask.keys.index, shape[1])
-        needed &= key_min[:, None] <= query_max[:, :, None]
-        needed &= key_max[:, None] >= query_min[:, :, None]
-    needed = needed.any(axis=0)
-    end = jnp.where(needed.any(axis=1), needed.shape[1] - jnp.argmax(needed[:, ::-1], axis=1), 0)
-    return jnp.argmax(needed, axis=1).astype(jnp.int32), end.astype(jnp.int32)
+        is_needed &= key_min[:, None] <= query_max[:, :, None]
+        is_needed &= key_max[:, None] >= query_min[:, :, None]
+    is_needed = is_needed.any(axis=0)
+    ends = jnp.where(is_needed.any(axis=1), is_needed.shape[1] - jnp.argmax(is_needed[:, ::-1], axis=1), 0)
+    return jnp.argmax(is_needed, axis=1).astype(jnp.int32), ends.astype(jnp.int32)
 
 
 def _block_min_max(x: Array, index: Array, size: int) -> tuple[Int[Array, "_ _"], Int[Array, "_ _"]]:
-    """Return the minimum and the maximum of each block over tokens with an index >= 0."""
+    """Return the minimum and the maximum of each block, over tokens with a nonnegative index."""
     info = jnp.iinfo(x.dtype)
     lower, upper = (jnp.atleast_2d(jnp.where(index >= 0, x, value)) for value in (info.max, info.min))
     return lower.reshape(len(lower), -1, size).min(axis=2), upper.reshape(len(upper), -1, size).max(axis=2)
@@ -199,46 +199,46 @@ def _transposed_sums(weights: Float[Array, "B K G R S"], y: Float[Array, "B K G 
 
 
 def _initial_maximum(sinks: Sinks, shape: tuple[int, ...]) -> Float[Array, "B K G R"]:
-    """Return the score of each query's sink, or the lowest float32 if there are no sinks."""
+    """Return the sink score of each query, or the lowest float32 value if there are no sinks."""
     if sinks is None:
         return jnp.full(shape, LOWEST)
-    per_head = sinks.astype(jnp.float32).reshape(1, *shape[1:3], 1)
-    return jnp.broadcast_to(jnp.maximum(per_head, LOWEST), shape)
+    sink_scores = sinks.astype(jnp.float32).reshape(1, *shape[1:3], 1)
+    return jnp.broadcast_to(jnp.maximum(sink_scores, LOWEST), shape)
 
 
 def _forward(
     static: Static, q: Grouped, k: Array, v: Array, sinks: Sinks, leaves: list[Array], dtype: Any
 ) -> tuple[Array, Float[Array, "B K G T"]]:
-    """Return the outputs and the log-sum-exp of each query's scores (inf if a query has no keys)."""
+    """Return the outputs, and the log-sum-exp of each query's scores, inf for queries without keys."""
     shape, softmax = static[0], static[1].unflatten(leaves)
-    first, end = _key_ranges(softmax.mask, shape)
+    first_blocks, end_blocks = _key_ranges(softmax.mask, shape)
 
     def add_keys(i: Array, q_block: Array, j: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
-        maximum, total, outputs = state
+        maximum, exp_sum, outputs = state
         scores = softmax.scores(_products(q_block, _read_block(k, j, shape[1]).astype(q.dtype)))
         allowed = _block_allowed(softmax.mask, i, j, shape)[:, None, None]
         scores = jnp.where(allowed, scores, LOWEST)
         new_maximum = jnp.maximum(maximum, jnp.max(scores, axis=-1))
         exponentials, rescale = jnp.exp(scores - new_maximum[..., None]), jnp.exp(maximum - new_maximum)
         sums = _weighted_sums(exponentials.astype(v.dtype), _read_block(v, j, shape[1]))
-        total = total * rescale + jnp.sum(exponentials, axis=-1)
-        return new_maximum, total, outputs * rescale[..., None] + sums
+        exp_sum = exp_sum * rescale + jnp.sum(exponentials, axis=-1)
+        return new_maximum, exp_sum, outputs * rescale[..., None] + sums
 
     def add_queries(i: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
         all_outputs, all_logsumexp = state
         q_block = _read_block(q, i, shape[0])
         maximum = _initial_maximum(sinks, q_block.shape[:4])
-        total = jnp.zeros_like(maximum) if sinks is None else jnp.ones_like(maximum)
-        start = maximum, total, jnp.zeros((*maximum.shape, v.shape[3]), jnp.float32)
+        exp_sum = jnp.zeros_like(maximum) if sinks is None else jnp.ones_like(maximum)
+        init_state = maximum, exp_sum, jnp.zeros((*maximum.shape, v.shape[3]), jnp.float32)
         add_block = functools.partial(add_keys, i, q_block)
-        maximum, total, outputs = jax.lax.fori_loop(first[i], end[i], add_block, start)
+        maximum, exp_sum, outputs = jax.lax.fori_loop(first_blocks[i], end_blocks[i], add_block, init_state)
         has_no_keys = maximum == LOWEST
-        outputs = jnp.where(has_no_keys[..., None], 0, outputs / total[..., None]).astype(dtype)
-        logsumexp = jnp.where(has_no_keys, jnp.inf, maximum + jnp.log(total))
+        outputs = jnp.where(has_no_keys[..., None], 0, outputs / exp_sum[..., None]).astype(dtype)
+        logsumexp = jnp.where(has_no_keys, jnp.inf, maximum + jnp.log(exp_sum))
         return _write_block(all_outputs, as_bits(outputs), i), _write_block(all_logsumexp, logsumexp, i, -1)
 
-    start = as_bits(jnp.zeros((*q.shape[:4], v.shape[3]), dtype)), jnp.zeros(q.shape[:4], jnp.float32)
-    outputs, logsumexp = jax.lax.fori_loop(0, q.shape[3] // shape[0], add_queries, start)
+    init_state = as_bits(jnp.zeros((*q.shape[:4], v.shape[3]), dtype)), jnp.zeros(q.shape[:4], jnp.float32)
+    outputs, logsumexp = jax.lax.fori_loop(0, q.shape[3] // shape[0], add_queries, init_state)
     return from_bits(outputs, dtype), logsumexp
 
 
@@ -250,11 +250,11 @@ def _attend_fwd(static: Static, q: Grouped, k: Array, v: Array, sinks: Sinks, le
 def _backward(static: Static, residuals: Any, d_outputs: Grouped) -> tuple[Array, Array, Array, Sinks, None]:
     """Compute the gradients of q, k, v and the sinks.
 
-    Operands of products are cast to float32, as in the backward pass of `batched_matmul_f32`.
+    The operands of all products are cast to float32, as in the backward pass of `batched_matmul_f32`.
     """
     q, k, v, sinks, leaves, outputs, logsumexp = residuals
     shape, softmax = static[0], static[1].unflatten(leaves)
-    first, end = _key_ranges(softmax.mask, shape)
+    first_blocks, end_blocks = _key_ranges(softmax.mask, shape)
     output_products = jnp.sum(d_outputs.astype(jnp.float32) * outputs.astype(jnp.float32), axis=-1)
 
     def add_keys(i: Array, rows: tuple[Array, ...], j: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -271,16 +271,18 @@ def _backward(static: Static, residuals: Any, d_outputs: Grouped) -> tuple[Array
 
     def add_queries(i: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
         all_d_q, d_k, d_v = state
-        wide = (_read_block(x, i, shape[0]).astype(jnp.float32) for x in (q, d_outputs))
-        rows = *wide, *(_read_block(x, i, shape[0], -1) for x in (logsumexp, output_products))
-        start = jnp.zeros(rows[0].shape, jnp.float32), d_k, d_v
-        d_q, d_k, d_v = jax.lax.fori_loop(first[i], end[i], functools.partial(add_keys, i, rows), start)
+        blocks = (_read_block(x, i, shape[0]).astype(jnp.float32) for x in (q, d_outputs))
+        rows = *blocks, *(_read_block(x, i, shape[0], -1) for x in (logsumexp, output_products))
+        init_state = jnp.zeros(rows[0].shape, jnp.float32), d_k, d_v
+        d_q, d_k, d_v = jax.lax.fori_loop(
+            first_blocks[i], end_blocks[i], functools.partial(add_keys, i, rows), init_state
+        )
         return _write_block(all_d_q, as_bits(d_q.astype(q.dtype)), i), d_k, d_v
 
-    start = as_bits(jnp.zeros_like(q)), *(jnp.zeros(y.shape, jnp.float32) for y in (k, v))
-    d_q, d_k, d_v = jax.lax.fori_loop(0, q.shape[3] // shape[0], add_queries, start)
-    per_head = (a.reshape(len(a), -1, a.shape[3]) for a in (logsumexp, output_products))
-    d_sinks = None if sinks is None else sinks_gradient(sinks, *per_head)
+    init_state = as_bits(jnp.zeros_like(q)), *(jnp.zeros(y.shape, jnp.float32) for y in (k, v))
+    d_q, d_k, d_v = jax.lax.fori_loop(0, q.shape[3] // shape[0], add_queries, init_state)
+    sink_operands = (a.reshape(len(a), -1, a.shape[3]) for a in (logsumexp, output_products))
+    d_sinks = None if sinks is None else sinks_gradient(sinks, *sink_operands)
     return from_bits(d_q, q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), d_sinks, None
 
 
@@ -289,7 +291,7 @@ def sinks_gradient(
 ) -> Float[Array, "N"]:
     """Compute the gradient of the sinks.
 
-    ``output_products`` are the dot products of each query's output with the gradient of the output.
+    ``output_products`` is the dot product of each query's output with the output's gradient.
     """
     weights = jnp.exp(sinks.astype(jnp.float32)[:, None] - logsumexp)
     return -jnp.sum(weights * output_products, axis=(0, 2)).astype(sinks.dtype)

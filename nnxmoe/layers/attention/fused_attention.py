@@ -1,4 +1,4 @@
-"""Attention by ``jax.nn.dot_product_attention``, and ``shard_map`` for kernels that XLA cannot partition."""
+"""Attention with ``jax.nn.dot_product_attention``, and ``shard_map`` for kernels that XLA cannot partition."""
 
 import dataclasses
 from collections.abc import Callable
@@ -17,10 +17,10 @@ from nnxmoe.sharding_rules import RULES, Rules, rule_axes, shard_count
 
 @dataclasses.dataclass(frozen=True)
 class ShardMapKernel:
-    """Base class of kernels that XLA cannot partition. Each device computes its rows and heads.
+    """Base class of kernels that XLA cannot partition. Each device computes its shard of the rows and heads.
 
     Attributes:
-        mesh: The mesh, set by ``Strategy``.
+        mesh: Device mesh, set by ``Strategy``.
         rules: Sharding rules, set by ``Strategy``.
     """
 
@@ -28,7 +28,7 @@ class ShardMapKernel:
     rules: Rules = dataclasses.field(default=RULES, repr=False, kw_only=True)
 
     def with_mesh(self, mesh: Mesh | None, rules: Rules) -> Self:
-        """Return a copy of the kernel for a model on this mesh."""
+        """Return a copy bound to ``mesh`` and ``rules``."""
         return dataclasses.replace(self, mesh=mesh, rules=rules)
 
 
@@ -41,9 +41,9 @@ def shard_map_heads(
     v: Values,
     *row_arrays: Any,
 ) -> HeadOutputs:
-    """Call ``run(q, k, v, *row_arrays)`` on every device with its rows and heads.
+    """Call ``run(q, k, v, *row_arrays)`` on every device with its shard of the rows and heads.
 
-    ``row_arrays`` are ``[#B, …]`` or None.
+    ``row_arrays`` are arrays ``[#B, …]`` or None.
     """
     if mesh is None or mesh.size == 1:
         return run(q, k, v, *row_arrays)
@@ -56,14 +56,15 @@ def shard_map_heads(
 def batch_and_head_axes(rows: int, heads: int, axis: str, mesh: Mesh, rules: Rules) -> tuple[Any, Any]:
     """Return the mesh axes that shard the rows, and the mesh axes that shard the heads.
 
-    Returns None instead of mesh axes that do not divide the number of rows or heads.
-
     Args:
         rows: Number of rows.
         heads: Number of heads.
         axis: Logical axis of the heads.
-        mesh: The mesh.
-        rules: The sharding rules.
+        mesh: Device mesh.
+        rules: Sharding rules.
+
+    Returns:
+        Two entries of a `PartitionSpec`. An entry is None if the number of shards does not divide the rows or heads.
     """
     head_axes = rule_axes(axis, mesh, rules)
     return batch_shard_axes(rows, mesh) or None, None if heads % shard_count(mesh, head_axes) else head_axes or None
@@ -71,17 +72,17 @@ def batch_and_head_axes(rows: int, heads: int, axis: str, mesh: Mesh, rules: Rul
 
 @dataclasses.dataclass(frozen=True)
 class FusedAttention(ShardMapKernel):
-    """Attention by ``jax.nn.dot_product_attention``: cuDNN or XLA's fusions on accelerators. Slow on CPUs.
+    """Attention with ``jax.nn.dot_product_attention``: cuDNN or XLA fusions on accelerators. Slow on CPUs.
 
-    Causal order and a window are passed as options. Caches, padding and segments are passed as a boolean mask
-    ``[B, 1, T, S]``. Sinks, a soft cap and values wider than keys are not supported. cuDNN supports only bfloat16 and
+    Causal order and the window are passed as options. For caches, padding and segments, a boolean mask ``[B, 1, T, S]``
+    is passed. Sinks, a soft cap, and values wider than keys are not supported. cuDNN supports only bfloat16 and
     float16, and only head widths that are multiples of 8 up to ``max_head_dim``.
 
     Args:
         implementation: Argument of ``jax.nn.dot_product_attention``.
-        fallback: Computes unsupported operands, and passes with a boolean mask. If None, unsupported operands raise
-            ValueError.
-        max_head_dim: Largest head width of cuDNN: 256 since Hopper, 128 on older GPUs.
+        fallback: Attention function for unsupported operands and for passes that need a boolean mask. If ``None``,
+            unsupported operands raise ValueError.
+        max_head_dim: Maximum head width of cuDNN: 256 since Hopper, 128 on older GPUs.
     """
 
     implementation: Literal["xla", "cudnn"] | None = None
@@ -98,8 +99,10 @@ class FusedAttention(ShardMapKernel):
         if self.fallback is not None and (unsupported is not None or not mask.is_plain):
             return self.fallback(q, k, v, softmax)
         if unsupported is not None:
-            raise ValueError(f"FusedAttention {unsupported}: use ReferenceAttention(), or FusedAttention(fallback=…)")
-        v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, k.shape[3] - width)))  # keys and values need the same width
+            raise ValueError(
+                f"FusedAttention {unsupported}. Use ReferenceAttention(), or set FusedAttention(fallback=…)."
+            )
+        v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, k.shape[3] - width)))  # keys and values must have the same width
         window = None if mask.window is None else (mask.window - 1, 0)
         allowed = None if mask.is_plain else mask.allowed()
 
@@ -115,17 +118,17 @@ class FusedAttention(ShardMapKernel):
         return shard_map_heads(run, mesh, self.rules, q, k.astype(q.dtype), v.astype(q.dtype), allowed)[..., :width]
 
     def _unsupported(self, q: Queries, v: Values, softmax: MaskedSoftmax) -> str | None:
-        """Return the reason why the kernel does not support these operands, or None if it does.
+        """Return why the kernel does not support these operands, or ``None`` if the operands are supported.
 
-        Source of the limits of cuDNN: JAX's ``cudnn/fused_attention_stablehlo.py`` (0.10.2, 0.12.0).
+        The limits of cuDNN are defined in ``cudnn/fused_attention_stablehlo.py`` of JAX (0.10.2, 0.12.0).
         """
         width = q.shape[3]
         if v.shape[3] > width:
-            return f"needs values no wider than keys, got {v.shape[3]} > {width}"
+            return f"does not support values wider than keys, got {v.shape[3]} > {width}"
         if not softmax.is_plain:
             return "supports neither sinks nor a soft cap"
         if self.implementation == "cudnn" and q.dtype not in (jnp.bfloat16, jnp.float16):
-            return f"by cuDNN needs bfloat16 or float16, got {q.dtype}"
+            return f"with cuDNN requires bfloat16 or float16, got {q.dtype}"
         if self.implementation == "cudnn" and (width % 8 or width > self.max_head_dim):
-            return f"by cuDNN needs a head width of a multiple of 8 up to {self.max_head_dim}, got {width}"
+            return f"with cuDNN requires a head width that is a multiple of 8 up to {self.max_head_dim}, got {width}"
         return None

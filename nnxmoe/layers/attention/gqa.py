@@ -1,4 +1,4 @@
-"""Grouped-query attention (Ainslie et al. 2023), with sliding window, query-key norm, sinks and gate."""
+"""Grouped-query attention (Ainslie et al. 2023) with optional sliding window, query-key norm, sinks and gate."""
 
 import dataclasses
 from collections.abc import Callable
@@ -27,7 +27,7 @@ KeysValuesMask = tuple[Float[Array, "B K S H"], Float[Array, "B K S W"], Mask]
 class AllHeadsNorm(RMSNorm):
     """`RMSNorm` over all heads of a token, with a scale ``[N * H]``.
 
-    If heads are sharded, the partitioner sums the squares of all shards, because the mean is over the global array.
+    The mean is over the global array. If the heads are sharded, the partitioner sums the squares over all shards.
     """
 
     def __call__(self, x: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
@@ -35,14 +35,14 @@ class AllHeadsNorm(RMSNorm):
 
 
 class QKNorm(nnx.Module):
-    """Norms of queries ``[B T N H]`` and keys ``[B T K H]`` before the rotation (Henry et al. 2020)."""
+    """Norms of queries ``[B T N H]`` and keys ``[B T K H]``, applied before the rotation (Henry et al. 2020)."""
 
     def __init__(self, q: RMSNorm, k: RMSNorm):
         self.q, self.k = q, k
 
     @classmethod
     def per_head(cls, head_dim: int, eps: float, *, norm: type[RMSNorm] = RMSNorm, **kw: Unpack[ParamOptions]) -> Self:
-        """Create norms of each head. All heads share a scale ``[H]`` (Qwen3 technical report, 2025)."""
+        """Create norms per head. All heads share a scale ``[H]`` (Qwen3 technical report, 2025)."""
         return cls(*(norm(head_dim, eps, **kw) for _ in "qk"))
 
     @classmethod
@@ -57,9 +57,10 @@ class QKNorm(nnx.Module):
 
 
 class Sinks(nnx.Module):
-    """Trained score ``[N]``, per query head, of an extra key without a value (gpt-oss 2025; Xiao et al. 2023).
+    """Attention sinks: one trained score ``[N]`` per query head (gpt-oss, 2025; Xiao et al. 2023).
 
-    Every query attends to the extra key. The score is not multiplied by the scale; see `MaskedSoftmax`.
+    Every query attends to an extra key with this score and no value. The score is not multiplied by the scale of the
+    attention scores; see `MaskedSoftmax`.
     """
 
     def __init__(self, heads: int, **kw: Unpack[ParamOptions]):
@@ -70,12 +71,12 @@ class Sinks(nnx.Module):
 
 
 class Gate(Protocol):
-    """Protocol of gates. A gate scales the outputs of the heads before the output projection.
+    """Protocol of gates. A gate scales the head outputs before the output projection.
 
-    ``x`` is the layer's input. ``gate_inputs`` are the outputs of the query projection for the gate.
+    ``x`` is the layer's input. ``gate_inputs`` are the extra outputs of the query projection.
 
     Attributes:
-        q_width: Number of outputs per head that the query projection computes for the gate, after the query's outputs.
+        q_width: Number of extra outputs per head of the query projection, after the query itself.
     """
 
     @property
@@ -86,7 +87,7 @@ class Gate(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class QueryGate:
-    """Gate ``heads * sigmoid(gate_inputs)``. The query projection has H more outputs per head (Qwen3-Next)."""
+    """Gate ``heads * sigmoid(gate_inputs)``. The query projection has H extra outputs per head (Qwen3-Next)."""
 
     q_width: int
 
@@ -100,9 +101,9 @@ class OutputGate(nnx.Module):
     Args:
         dim: Width of the layer's input, D.
         heads: Number of query heads, N.
-        width: Outputs of g per head: the width of a head, or 1 for one factor per head.
+        width: Number of outputs of ``g`` per head: the head width, or 1 for a single factor per head.
         activation: Activation of the gate.
-        **kw: The dtype and rngs of the parameters.
+        **kw: Parameter dtype and rngs.
     """
 
     q_width = 0
@@ -125,7 +126,7 @@ class OutputGate(nnx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class ConstantGate:
-    """Gate ``heads * factor``. Equivalent to scaling the values by ``factor``."""
+    """Gate ``heads * factor``, equivalent to scaling the values by ``factor``."""
 
     factor: float
     q_width: int = 0
@@ -136,18 +137,19 @@ class ConstantGate:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionDims:
-    """Sizes of the projections of `GQA`: N query heads and K key/value heads of width H, activations of width D.
+    """Sizes of the projections of `GQA`.
 
     Attributes:
-        dim: D.
-        heads: N.
-        kv_heads: K.
-        head_dim: H.
-        bias: Whether q, k and v have a bias.
-        out_bias: Whether o has a bias. If None, the same as ``bias``.
-        scale: Factor of the scores. If None, ``H ** -0.5``. With a different scale, the query kernel is initialized
-            such that the scores have the same variance. MaxText uses scale 1 and folds the scale into that kernel.
-        value_dim: Width of a value head. If None, H.
+        dim: Width of the activations, D.
+        heads: Number of query heads, N.
+        kv_heads: Number of key/value heads, K.
+        head_dim: Width of a query or key head, H.
+        bias: Whether ``q``, ``k`` and ``v`` have a bias.
+        out_bias: Whether ``o`` has a bias. Defaults to ``bias``.
+        scale: Factor of the scores. Defaults to ``H ** -0.5``. For any other scale, the query kernel is initialized
+            such that the scores have the same variance. MaxText uses scale 1 and folds the default scale into the query
+            kernel.
+        value_dim: Width of a value head. Defaults to H.
     """
 
     dim: int
@@ -165,17 +167,18 @@ class GQA(nnx.Module):
 
     Args:
         dims: Sizes of the projections.
-        rotary: Rotary position embedding of queries and keys. None for no position embedding.
-        window: Number of latest keys that a query attends to, including the key of the query's token. None for all.
+        rotary: Rotary position embedding of queries and keys. ``None`` disables position embeddings.
+        window: Sliding window size: the number of most recent keys that a query attends to, including the key of the
+            query's token. ``None`` disables the window.
         attention_fn: Implementation of softmax attention.
-        rotate: Rotates queries and keys. It determines how the components of a head are paired.
-        qk_norm: Norm of queries and keys before the rotation, a `QKNorm`. None for no norm.
-        sinks: Score of an extra key per head, a `Sinks`. None for no extra key.
-        gate: Scales the outputs of the heads. None for no gate.
-        **kw: The dtype and rngs of the parameters.
+        rotate: Rotates queries and keys, and determines how the components of a head are paired.
+        qk_norm: Optional `QKNorm`, applied to queries and keys before the rotation.
+        sinks: Optional `Sinks`.
+        gate: Optional gate of the head outputs.
+        **kw: Parameter dtype and rngs.
     """
 
-    supports_context_parallel: ClassVar[bool] = True  # whether the mesh axis ``context`` may shard the layer's tokens
+    supports_context_parallel: ClassVar[bool] = True  # whether mesh axis ``context`` may shard the tokens
 
     def __init__(
         self,
@@ -197,12 +200,12 @@ class GQA(nnx.Module):
         self.scale = default_scale if dims.scale is None else dims.scale
         q_width = dims.head_dim + (0 if gate is None else gate.q_width)
         value_dim = dims.value_dim or dims.head_dim
-        biased: dict[str, Any] = {"bias": dims.bias, **kw}
+        options: dict[str, Any] = {"bias": dims.bias, **kw}
         self.q = Linear(
-            (dims.dim,), (dims.heads, q_width), ("embed", "heads", "head"), gain=default_scale / self.scale, **biased
+            (dims.dim,), (dims.heads, q_width), ("embed", "heads", "head"), gain=default_scale / self.scale, **options
         )
-        self.k = Linear((dims.dim,), (dims.kv_heads, dims.head_dim), ("embed", "kv_heads", "head"), **biased)
-        self.v = Linear((dims.dim,), (dims.kv_heads, value_dim), ("embed", "kv_heads", "head"), **biased)
+        self.k = Linear((dims.dim,), (dims.kv_heads, dims.head_dim), ("embed", "kv_heads", "head"), **options)
+        self.v = Linear((dims.dim,), (dims.kv_heads, value_dim), ("embed", "kv_heads", "head"), **options)
         out_bias = dims.bias if dims.out_bias is None else dims.out_bias
         self.o = Linear((dims.heads, value_dim), (dims.dim,), ("heads", "head", "embed"), bias=out_bias, **kw)
 
@@ -215,7 +218,7 @@ class GQA(nnx.Module):
     def _attend(
         self, x: Float[Array, "B T D"], context: Context, cache: Any
     ) -> tuple[Float[Array, "B asked D"], Any, KeysValuesMask]:
-        """Return the output, the cache, and the keys, values and mask of the attention."""
+        """Return the output, the cache, and the keys, values and mask that the queries attend to."""
         q, gate_inputs = jnp.split(self.q(context.output_tokens(x)), (self.k.outs[1],), axis=-1)
         k, v = self.project_kv(x)
         if self.qk_norm is not None:
@@ -233,7 +236,7 @@ class GQA(nnx.Module):
         return self.o(heads), cache, (k, v, mask)
 
     def project_kv(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T K H"], Float[Array, "B T K W"]]:
-        """Project keys and values. The norm and the rotation of the keys come later."""
+        """Project keys and values. Keys are not yet normalized or rotated."""
         return self.k(x), self.v(x)
 
     def encode_positions(self, q: Float[Array, "B asked N H"], context: Context) -> Float[Array, "B asked N H"]:
@@ -251,13 +254,13 @@ class GQA(nnx.Module):
         """Append keys and values to the cache.
 
         Returns:
-            The cache, all keys and values that queries may attend to, their mask, and the attention function.
+            The cache, all keys and values that queries may attend to, the mask, and the attention function.
         """
         cache, (k, v), mask = context.append_to_cache(cache, (k, v), self.window)
         return cache, k, v, mask, self.attention_fn
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, lookahead: int = 0) -> TokenCache:
-        """Create a cache with one slot per token. With a window, create a ring of ``window + lookahead`` slots."""
+        """Create a cache with one slot per token, or with a window, a ring of ``window + lookahead`` slots."""
         kv_heads, widths = self.k.outs[0], (self.k.outs[1], self.o.ins[1])
         slots = capacity if self.window is None else min(self.window + lookahead, capacity)
         k, v = (jnp.zeros((batch, kv_heads, slots, width), dtype) for width in widths)
@@ -280,9 +283,9 @@ def scale_by_position(
 ) -> Float[Array, "B asked N H"]:
     """Scale queries at position p by ``1 + beta * log(1 + floor(p / original))`` (Llama 4, 2025).
 
-    The factor compensates for more keys than the training length ``original``: the differences between scores grow
-    with the position. Unlike a rotation, the factor depends on the absolute position, so left-padded rows without a
-    cache need ``positions``.
+    The factor increases the differences between scores to compensate for contexts longer than the training length
+    ``original``. Unlike a rotation, the factor depends on the absolute position, so left-padded rows without a cache
+    require ``positions``.
     """
     assert context.positions is not None
     positions = context.positions[:, -q.shape[1] :, None, None]

@@ -1,6 +1,6 @@
-"""Selection of keys for sparse attention: an indexer scores all keys for each query (DeepSeek-V3.2, 2025).
+"""Key selection for sparse attention: an indexer scores all keys for each query (DeepSeek-V3.2, 2025).
 
-Scores are computed for a block of queries at a time. The selected keys are returned as slots ``[B, T, X]``.
+Scores are computed for one block of queries at a time. The result is the slots ``[B, T, X]`` of the selected keys.
 """
 
 from collections.abc import Callable
@@ -30,19 +30,19 @@ KEY_NORM_EPS = 1e-6
 class Indexer(nnx.Module):
     """Indexer that selects, per query, the keys with the highest ``sum_n weights(x)_n relu(q_n · key)``.
 
-    ``q`` computes the queries from the query latents of MLA. Each token has one normalized key. The reference also
-    multiplies scores by positive constants that do not change the selection. Of equal scores the earlier key wins, but
-    torch does not define an order. The selection has no gradient, as in transformers, so a loss of the model's output
-    does not train the indexer.
+    ``q`` computes the queries from the query latents of MLA. Each token has one normalized key. The reference
+    implementation also multiplies the scores by positive constants. The constants do not change the selection. Ties go
+    to the earlier key, but torch does not define an order. As in transformers, the selection has no gradient, so a loss
+    on the model's output does not train the indexer.
 
     Args:
         dim: Width of the layer's input, D.
         q_rank: Width of the query latents.
         heads: Number of queries per token, N.
         head_dim: Width of queries and keys, H.
-        rotary: Rotary embedding of the first ``rotary.dim`` components of queries and keys. None for no rotation.
+        rotary: Rotary embedding of the first ``rotary.dim`` components of queries and keys. ``None`` disables rotation.
         rotate: Rotates queries and keys.
-        **kw: The dtype and rngs of the parameters.
+        **kw: Parameter dtype and rngs.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Indexer(nnx.Module):
 
     @property
     def key_width(self) -> int:
-        """Width of a token's entry in the cache."""
+        """Width of a token's cache entry."""
         return self.k.outs[0]
 
     def keys(self, x: Float[Array, "B T D"], context: Context) -> Float[Array, "B T H"]:
@@ -80,9 +80,10 @@ class Indexer(nnx.Module):
         topk: int,
         context: Context,
     ) -> SelectedSlots:
-        """Return the slots of the selected keys of each query, ascending, padded with `NO_SLOT`.
+        """Return the slots of the selected keys per query, in ascending order, padded with `NO_SLOT`.
 
-        The first ``topk`` queries of a causal pass have only `NO_SLOT`, because they attend to all earlier keys.
+        The slots of the first ``topk`` queries of a causal pass are all `NO_SLOT`, because these queries attend to all
+        earlier keys.
         """
         inputs = self._rotate(self.q(q_latent), context), self.weights(x), keys
         return select_keys(*jax.lax.stop_gradient(inputs), mask, topk)
@@ -90,8 +91,8 @@ class Indexer(nnx.Module):
     def _rotate(self, x: Float[Array, "B T N H"], context: Context) -> Float[Array, "B T N H"]:
         if self.rotary is None:
             return x
-        rotated, rest = jnp.split(x, [self.rotary.dim], axis=-1)
-        return jnp.concatenate([context.rotated(rotated, self.rotary, self.rotate), rest], axis=-1)
+        x_rope, x_nope = jnp.split(x, [self.rotary.dim], axis=-1)
+        return jnp.concatenate([context.rotated(x_rope, self.rotary, self.rotate), x_nope], axis=-1)
 
 
 def select_keys(
@@ -108,7 +109,7 @@ def select_keys(
 
 
 def query_key_products(q: Float[Array, "B T N H"], keys: Float[Array, "B S H"]) -> Float[Array, "B T N S"]:
-    """Multiply the queries of all heads with the keys, in float32."""
+    """Compute the dot products of the queries of all heads with the keys, in float32."""
     return dot_f32(q.reshape(q.shape[0], -1, q.shape[-1]), keys, -1, -1).reshape(*q.shape[:3], -1)
 
 
@@ -123,27 +124,27 @@ def select_in_blocks(
     """Call ``select(allowed, key_slice, *query_arrays) -> [B, t, width]`` for blocks of t queries.
 
     Args:
-        select: Selects slots for a block of queries. ``key_slice`` is the slice of keys that the queries may attend to,
-            and ``allowed [B, t, S]`` the mask over these keys.
+        select: Selects slots for a block of queries. ``key_slice`` is the slice of keys that the queries may attend to.
+            ``allowed [B, t, S]`` is the mask over these keys.
         mask: Mask of all queries.
-        topk: Number of first queries of a causal pass whose slots are all `NO_SLOT`.
+        topk: In a causal pass, the slots of the first ``topk`` queries are all `NO_SLOT`.
         width: Number of slots per query.
-        heads: Number of scores per query and key that ``select`` computes. It determines t.
-        *query_arrays: Arrays with a token axis. ``select`` receives the queries of the block.
+        heads: Number of scores per query-key pair that ``select`` computes. Determines the block size t.
+        *query_arrays: Arrays with a query axis. ``select`` receives the slices of the block.
     """
     batch, length = query_arrays[0].shape[:2]
     outputs = [jnp.full((batch, topk if mask.causal else 0, width), NO_SLOT, jnp.int32)]
     for queries, keys in query_parts(mask, length, topk):
-        part = mask.select(queries, keys)
+        part_mask = mask.select(queries, keys)
 
         def select_block(
-            index: Array, *arrays: Array, slots: SlotMetadata = part.keys, keys: slice = keys
+            index: Array, *arrays: Array, slots: SlotMetadata = part_mask.keys, keys: slice = keys
         ) -> SelectedSlots:
             segment, arrays = (None, arrays) if mask.query_segment is None else (arrays[0], arrays[1:])
             return select(Mask(index, segment, slots, None).allowed(), keys, *arrays)
 
-        index = jnp.broadcast_to(part.query_index, (batch, part.query_index.shape[-1]))
-        segments = () if part.query_segment is None else (part.query_segment,)
+        index = jnp.broadcast_to(part_mask.query_index, (batch, part_mask.query_index.shape[-1]))
+        segments = () if part_mask.query_segment is None else (part_mask.query_segment,)
         block = BLOCK_SCORES // (batch * heads * (keys.stop - keys.start))
         outputs.append(map_blocks(select_block, block, index, *segments, *(a[:, queries] for a in query_arrays)))
     return jnp.concatenate(outputs, axis=1)
@@ -152,56 +153,56 @@ def select_in_blocks(
 def sort_padding_last(
     keys: SlotMetadata, shape: tuple[int, ...]
 ) -> tuple[Int[Array, "B S"], SlotMetadata, Int[Array, "B S"]]:
-    """Sort the slots by their tokens, with padding last. The slots of a cache are sorted already.
+    """Sort the slots in token order, with padding last. Cache slots are already sorted.
 
     Args:
-        keys: Tokens in the slots.
-        shape: ``(B, S)``.
+        keys: Metadata of the slots.
+        shape: Batch size and number of slots, ``(B, S)``.
 
     Returns:
-        The order of the slots, the tokens in this order, and the number of earlier tokens in each token's segment.
+        The order of the slots, the sorted metadata, and the number of earlier tokens in each token's segment.
     """
     index, segment = (None if a is None else jnp.broadcast_to(a, shape) for a in (keys.index, keys.segment))
     assert index is not None
-    order = places = jnp.broadcast_to(jnp.arange(shape[1]), shape)
+    order = token_index = jnp.broadcast_to(jnp.arange(shape[1]), shape)
     if keys.valid is not None:
         index = jnp.where(keys.valid, index, -1)
         order = jnp.argsort(index < 0, axis=1, stable=True)
         index = gather_tokens(index, order)
         segment = None if segment is None else gather_tokens(segment, order)
     if segment is None:
-        return order, SlotMetadata(index, None, None), places
+        return order, SlotMetadata(index, None, None), token_index
     is_first = jnp.concatenate([jnp.ones((shape[0], 1), bool), segment[:, 1:] != segment[:, :-1]], axis=1)
-    segment_start = jax.lax.cummax(jnp.where(is_first, places, 0), axis=1)
-    return order, SlotMetadata(index, None, segment), places - segment_start
+    segment_start = jax.lax.cummax(jnp.where(is_first, token_index, 0), axis=1)
+    return order, SlotMetadata(index, None, segment), token_index - segment_start
 
 
-def gather_or_none(x: Int[Array, "B S ..."], places: Int[Array, "B ..."]) -> Int[Array, "B ..."]:
-    """Gather the tokens of each row at ``places``. If a place is `NO_SLOT`, the result is `NO_SLOT`."""
-    missing = places == NO_SLOT
-    gathered = gather_tokens(x, jnp.where(missing, 0, places))
-    return jnp.where(missing.reshape(*places.shape, *(1,) * (x.ndim - 2)), NO_SLOT, gathered)
+def gather_or_none(x: Int[Array, "B S ..."], indices: Int[Array, "B ..."]) -> Int[Array, "B ..."]:
+    """Gather the tokens of each row at ``indices``. The result for index `NO_SLOT` is `NO_SLOT`."""
+    is_missing = indices == NO_SLOT
+    gathered = gather_tokens(x, jnp.where(is_missing, 0, indices))
+    return jnp.where(is_missing.reshape(*indices.shape, *(1,) * (x.ndim - 2)), NO_SLOT, gathered)
 
 
 def topk_slots(scores: Float[Array, "*rows S"], allowed: Bool[Array, "*#rows S"], count: int) -> Int[Array, "*rows X"]:
-    """Return the indices of the ``count`` highest allowed scores, ascending, padded with `NO_SLOT`.
+    """Return the indices of the ``count`` highest allowed scores in ascending order, padded with `NO_SLOT`.
 
-    Of equal scores the lower index wins. A binary search over the bits finds the threshold without a sort. For 2048 of
-    4096 scores in 64 rows on two cores, this takes 8 ms instead of 20 ms with ``jax.lax.top_k`` (jax 0.10.2).
+    Ties go to the lower index. A binary search over the bits of the threshold replaces a sort. Selecting 2048 of 4096
+    scores in 64 rows on two cores takes 8 ms, compared to 20 ms with ``jax.lax.top_k`` (jax 0.10.2).
     """
     lowest = np.int32(np.iinfo(np.int32).min)
     bits = jax.lax.bitcast_convert_type(jnp.where(scores == 0, 0.0, scores), jnp.int32)  # maps -0.0 to 0.0
     ranks = jnp.where(allowed, jnp.where(bits < 0, bits ^ np.int32(2**31 - 1), bits), lowest)  # same order as scores
 
     def add_bit(i: Int[Array, ""], threshold: Int[Array, "*rows"]) -> Int[Array, "*rows"]:
-        higher = threshold + jax.lax.shift_left(np.int32(1), 31 - i)
-        is_enough = jnp.sum((ranks >= higher[..., None]).astype(jnp.int32), axis=-1) >= count
-        return jnp.where(is_enough, higher, threshold)
+        candidate = threshold + jax.lax.shift_left(np.int32(1), 31 - i)
+        is_enough = jnp.sum((ranks >= candidate[..., None]).astype(jnp.int32), axis=-1) >= count
+        return jnp.where(is_enough, candidate, threshold)
 
     threshold = jax.lax.fori_loop(0, 32, add_bit, jnp.full(ranks.shape[:-1], lowest))[..., None]
-    above, equal = ranks > threshold, (ranks == threshold) & (ranks > lowest)
-    remaining = count - jnp.sum(above, axis=-1, keepdims=True)
-    is_selected = above | (equal & (jnp.cumsum(equal, axis=-1) <= remaining))
+    is_above, is_equal = ranks > threshold, (ranks == threshold) & (ranks > lowest)
+    remaining = count - jnp.sum(is_above, axis=-1, keepdims=True)
+    is_selected = is_above | (is_equal & (jnp.cumsum(is_equal, axis=-1) <= remaining))
 
     def nonzero(row: Bool[Array, "S"]) -> Int[Array, "X"]:
         return jnp.nonzero(row, size=count, fill_value=NO_SLOT)[0].astype(jnp.int32)

@@ -1,8 +1,9 @@
 """Multi-head latent attention (DeepSeek-V2, 2024; DeepSeek-V3 technical report, 2024).
 
-Keys and values are expanded from one small latent per token. `NaiveMLA` expands the latents and attends to the expanded
-keys. It needs fewer FLOPs for many queries. `AbsorbedMLA` applies the expansion to queries and outputs and attends to
-the latents. It reads only the cache and is faster for decoding. Both compute the same function from the same cache.
+Keys and values are expanded from a small latent per token. `NaiveMLA` expands the latents and attends to the expanded
+keys. For many queries, `NaiveMLA` costs fewer FLOPs. `AbsorbedMLA` applies the expansion to queries and outputs and
+attends to the latents. `AbsorbedMLA` reads only the cache, so decoding is faster. Both compute the same function from
+the same cache.
 """
 
 import dataclasses
@@ -28,16 +29,16 @@ from nnxmoe.layers.norm import RMSNorm
 from nnxmoe.layers.rope import RotateFn
 from nnxmoe.sharding import is_static
 
-LATENT_NORM_EPS = 1e-6  # the published implementation uses this value instead of the config's rms_norm_eps
+LATENT_NORM_EPS = 1e-6  # as in the published implementation, which ignores the config's rms_norm_eps
 
 
 @dataclasses.dataclass(frozen=True)
 class MLAInputs:
-    """Queries, latents and the kernel that expands latents.
+    """Queries, latents, and the kernel that expands the latents.
 
     Attributes:
-        q_nope: Part of the queries without position embedding.
-        q_rope: Rotated part of the queries.
+        q_nope: Query components without position embedding.
+        q_rope: Rotated query components.
         latents: Latent of each token, followed by the token's rotated key.
         kv_b: Kernel ``[kv_rank, N * (nope + v)]`` that expands latents to keys and values.
     """
@@ -54,8 +55,8 @@ class LatentExpansion:
 
     Attributes:
         heads: Number of heads, N.
-        nope: Width of the part of a key without rotation.
-        dtype: Dtype of the keys and values, the dtype of the queries.
+        nope: Number of key components without rotation.
+        dtype: Dtype of queries, keys and values.
     """
 
     heads: int
@@ -74,14 +75,14 @@ class LatentExpansion:
 
 
 class MLAFn(Protocol):
-    """Protocol of implementations of latent attention, ``Strategy.mla``."""
+    """Protocol of latent attention implementations, the type of ``Strategy.mla``."""
 
     def __call__(
         self, inputs: MLAInputs, softmax: MaskedSoftmax, attention_fn: AttentionFn
     ) -> Float[Array, "B T N v"]: ...
 
     def expansion(self, inputs: MLAInputs) -> LatentExpansion | None:
-        """Return the function that expands latents to keys and values, or None if queries attend to the latents."""
+        """Return the expansion of latents to keys and values, or ``None`` if queries attend to the latents."""
         ...
 
 
@@ -100,9 +101,9 @@ class NaiveMLA:
 
 @dataclasses.dataclass(frozen=True)
 class AbsorbedMLA:
-    """Latent attention in latent space. All heads share the latents as keys and values.
+    """Latent attention in the latent space. All heads share the latents as keys and values.
 
-    Queries are projected into the latent space, and outputs are projected from the latent space to the value heads.
+    Queries are projected into the latent space. Outputs are projected from the latent space to the value heads.
     """
 
     def __call__(self, inputs: MLAInputs, softmax: MaskedSoftmax, attention_fn: AttentionFn) -> Float[Array, "B T N v"]:
@@ -128,7 +129,7 @@ def _project_heads(x: Float[Array, "B N T I"], project: Callable[[Array], Array]
 
 @dataclasses.dataclass(frozen=True)
 class AdaptiveMLA:
-    """`AbsorbedMLA` for up to ``max_queries`` tokens per pass (decoding), `NaiveMLA` for more (prefill, training)."""
+    """`AbsorbedMLA` for up to ``max_queries`` tokens per pass (decoding), otherwise `NaiveMLA` (prefill, training)."""
 
     max_queries: int = 8
 
@@ -166,23 +167,23 @@ class LowRankQuery(nnx.Module):
         return self.b(self.latent(x))
 
     def latent(self, x: Float[Array, "B T D"]) -> Float[Array, "B T q_rank"]:
-        """Compute the normalized latents. ``b`` expands them to the queries."""
+        """Compute the normalized latents. ``b`` expands these latents to the queries."""
         return self.norm(self.a(x))
 
 
 @dataclasses.dataclass(frozen=True)
 class MLADims:
-    """Sizes of `MLA`: ranks of the latents, and widths of the parts of a head.
+    """Sizes of the projections of `MLA`.
 
     Attributes:
         dim: Width of the activations, D.
         heads: Number of heads, N.
-        q_rank: Rank of the queries. If None, the query projection has full rank.
-        kv_rank: Rank of the latents of keys and values.
-        nope: Width of the part of queries and keys without rotation.
-        rope: Width of the rotated part of queries and keys.
+        q_rank: Rank of the query projection. ``None`` for full rank.
+        kv_rank: Width of the key/value latents.
+        nope: Number of query and key components without rotation.
+        rope: Number of rotated query and key components.
         v_dim: Width of a value head.
-        eps: Epsilon of the norms of the latents.
+        eps: Epsilon of the latent norms.
     """
 
     dim: int
@@ -199,14 +200,14 @@ class MLA(nnx.Module):
     """Latent attention with kernels ``kv_a [kv_rank + rope, D]``, ``kv_b [N, nope + v, kv_rank]``, ``o [D, N, v]``.
 
     Args:
-        dims: Sizes.
+        dims: Sizes of the projections.
         scale: Factor of the scores.
         bias: Whether the down projections and the output projection have a bias.
         rotary, rotate: See `GQA`.
         mla: Implementation of latent attention.
         attention_fn: Implementation of softmax attention.
-        gate: See `GQA`. The query projection does not compute inputs of the gate.
-        **kw: The dtype and rngs of the parameters.
+        gate: See `GQA`. The query projection has no extra outputs for the gate.
+        **kw: Parameter dtype and rngs.
     """
 
     supports_context_parallel: ClassVar[bool] = True  # as in `GQA`
@@ -246,7 +247,7 @@ class MLA(nnx.Module):
         return self.project_out(x, heads), cache
 
     def project_latents(self, x: Float[Array, "B T D"], context: Context) -> Float[Array, "B T latent_and_rope"]:
-        """Compute the cache entry of each token: the normalized latent and the rotated key."""
+        """Compute each token's cache entry: the normalized latent and the rotated key."""
         latent, k_rope = jnp.split(self.kv_a(x), [self.kv_rank], axis=-1)
         k_rope = context.rotated(k_rope[:, :, None, :], self.rotary, self.rotate)[:, :, 0, :]
         return checkpoint_name(jnp.concatenate([self.kv_norm(latent), k_rope], axis=-1), "latents")
@@ -259,7 +260,7 @@ class MLA(nnx.Module):
         context: Context,
         attention_fn: AttentionFn,
     ) -> Float[Array, "B asked N v"]:
-        """Rotate the queries and compute the outputs of the heads."""
+        """Rotate the queries and compute the head outputs."""
         q_nope, q_rope = jnp.split(checkpoint_name(q, "queries"), [self.nope], axis=-1)
         q_rope = context.rotated(q_rope, self.rotary, self.rotate)
         inputs, softmax = MLAInputs(q_nope, q_rope, latents, self.kv_b.weight()), MaskedSoftmax(mask, self.scale)
@@ -277,7 +278,7 @@ class MLA(nnx.Module):
         return self.o(heads)
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, lookahead: int = 0) -> TokenCache:
-        """Create a cache with one slot per token for the token's latent and rotated key."""
+        """Create a cache with one slot per token, for latents and rotated keys."""
         return TokenCache(jnp.zeros((batch, capacity, self.kv_a.outs[0]), dtype))
 
 

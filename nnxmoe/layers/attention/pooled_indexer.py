@@ -19,16 +19,16 @@ from nnxmoe.layers.rope import rotate_halves
 
 
 class PooledIndexer(Indexer):
-    """`Indexer` that selects pools of ``pool`` consecutive keys, counted from the first token of each segment.
+    """`Indexer` that selects pools of ``pool`` consecutive keys, starting at the first token of each segment.
 
-    The key of a pool is the weighted mean of the keys in the pool. The weights are a softmax over the pool of
-    ``gate(x) + place`` per component. A query in an incomplete pool also attends to the tokens of that pool up to the
-    query. Keys are not rotated. Source: ``Glm5NextTextIndexer`` in transformers 5.24.
+    A pool's key is the weighted mean of the keys in the pool. The weights are a softmax of ``gate(x) + place`` over the
+    tokens of the pool, separately for each component. A query in an incomplete pool also attends to the tokens of the
+    incomplete pool up to the query. Keys are not rotated. Source: ``Glm5NextTextIndexer`` in transformers 5.24.
 
     Args:
         dim, q_rank, heads, head_dim: See `Indexer`.
         pool: Number of keys per pool.
-        **kw: The dtype and rngs of the parameters.
+        **kw: Parameter dtype and rngs.
     """
 
     def __init__(self, dim: int, q_rank: int, heads: int, head_dim: int, *, pool: int, **kw: Any):
@@ -54,7 +54,7 @@ class PooledIndexer(Indexer):
         topk: int,
         context: Context,
     ) -> SelectedSlots:
-        """Return the slots of the keys in the selected pools, followed by the slots of the query's pool.
+        """Return the slots of the keys in the selected pools, followed by the slots of the query's incomplete pool.
 
         The slots are not sorted. ``topk`` is ``pool`` times the number of pools to select, plus ``pool - 1``.
         """
@@ -64,17 +64,17 @@ class PooledIndexer(Indexer):
         is_last = (offset % self.pool == self.pool - 1) & (jnp.arange(size) < token_count)
         ends = jax.vmap(lambda row: jnp.nonzero(row, size=size // self.pool, fill_value=NO_SLOT)[0])(is_last)
         is_pool = ends != NO_SLOT
-        places = jnp.where(is_pool, ends, self.pool - 1)[..., None] - jnp.arange(self.pool - 1, -1, -1)
-        slots = gather_tokens(order, places)
+        token_index = jnp.where(is_pool, ends, self.pool - 1)[..., None] - jnp.arange(self.pool - 1, -1, -1)
+        slots = gather_tokens(order, token_index)
         inputs = self.q(q_latent), self.weights(x), self._pool_keys(gather_tokens(keys, slots))
-        ends = places[..., -1]
+        ends = token_index[..., -1]
         segment = None if tokens.segment is None else gather_tokens(tokens.segment, ends)
         pools = SlotMetadata(jnp.where(is_pool, ends, -1), None, segment)
         pool_mask = Mask(mask.query_index, mask.query_segment, pools, None)
         selected = select_keys(*jax.lax.stop_gradient(inputs), pool_mask, (topk - self.pool + 1) // self.pool)
         selected_slots = gather_or_none(slots, selected).reshape(*selected.shape[:2], -1)
-        own_slots = self._own_pool(jnp.broadcast_to(mask.query_index, selected.shape[:2]), offset, order)
-        return jnp.concatenate([selected_slots, own_slots], axis=-1).astype(jnp.int32)
+        local_slots = self._own_pool(jnp.broadcast_to(mask.query_index, selected.shape[:2]), offset, order)
+        return jnp.concatenate([selected_slots, local_slots], axis=-1).astype(jnp.int32)
 
     def _pool_keys(self, keys: Float[Array, "B P pool both"]) -> Float[Array, "B P H"]:
         keys, gates = jnp.split(keys, 2, axis=-1)
@@ -82,7 +82,7 @@ class PooledIndexer(Indexer):
         return jnp.sum(weights.astype(keys.dtype) * keys, axis=2)
 
     def _own_pool(self, index: Int[Array, "B T"], offset: Int[Array, "B S"], order: Int[Array, "B S"]) -> SelectedSlots:
-        """Return the slots of each query's pool up to the query. All are `NO_SLOT` if the query completes the pool."""
+        """Return the slots of each query's incomplete pool up to the query, or `NO_SLOT` if the pool is complete."""
         distance = jnp.arange(self.pool - 1)
         count = (gather_tokens(offset, jnp.maximum(index, 0)) + 1) % self.pool
         slots = gather_tokens(order, jnp.maximum(index[..., None] - distance, 0))

@@ -1,4 +1,4 @@
-"""Ring attention (Liu et al. 2023): keys and values circulate along the mesh axis ``context``."""
+"""Ring attention (Liu et al. 2023): shards of keys and values circulate along the mesh axis ``context``."""
 
 import dataclasses
 import functools
@@ -21,22 +21,23 @@ from nnxmoe.sharding_rules import Rules
 
 Sinks = Float[Array, "N"] | None
 KVExpansion = Callable[[Array, Any], tuple[Array, Array]]
-"""``(shard, kernel) -> k, v``: keys and values of the circulating shard; hashable."""
+"""``(shard, kernel) -> k, v``. Computes keys and values from a circulating shard. Must be hashable."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RingAttention:
-    """Attention that passes keys and values, or MLA's latents, from device to device along the mesh axis ``context``.
+    """Attention that sends keys and values, or MLA's latents, from device to device along the mesh axis ``context``.
 
-    In each step, a device attends with its queries to the keys of one device, and merges the results by their
-    log-sum-exps. The memory per device is proportional to the number of tokens per device. Blocks of keys are skipped
-    as in `FlashAttention`. With a window of W tokens and without padding, only the devices of the latest W tokens are
-    visited. Each device expands the latents of the current step.
+    In each step, a device computes attention of its queries to one shard of the keys, and merges the result with the
+    previous results by log-sum-exp. The memory per device is proportional to the number of tokens per device. Key
+    blocks are skipped as in `FlashAttention`. With a window of W tokens and no padding, each device only visits the
+    shards of the most recent W tokens. Latents are expanded one shard at a time.
 
     Args:
-        flash: Computes the scores and the gradients. Supports first derivatives in reverse mode only.
-        fallback: Computes the whole pass on every device if it has a cache, or the axis does not divide its rows.
-        mesh: The mesh, set by ``Strategy``.
+        flash: Computes the scores and the gradients. Only first-order reverse-mode derivatives are supported.
+        fallback: Attention function for passes with a cache, and for row lengths that the size of ``context`` does not
+            divide. Every device then computes the whole pass.
+        mesh: Device mesh, set by ``Strategy``.
     """
 
     flash: FlashAttention = FlashAttention(512, 1024)
@@ -46,10 +47,10 @@ class RingAttention:
     def __post_init__(self) -> None:
         check_object("RingAttention", "fallback", self.fallback, "BlockwiseAttention()")
         if not isinstance(self.flash, FlashAttention):
-            raise ValueError(f"RingAttention(flash={self.flash!r}): give FlashAttention(block_q, block_k)")
+            raise ValueError(f"RingAttention(flash={self.flash!r}): pass FlashAttention(block_q, block_k)")
 
     def with_mesh(self, mesh: Mesh | None, rules: Rules) -> Self:
-        """Return a copy of the attention for a model on this mesh."""
+        """Return a copy bound to ``mesh``."""
         return dataclasses.replace(self, fallback=bind_mesh(self.fallback, mesh, rules), mesh=mesh)
 
     def __call__(self, q: Queries, k: Keys, v: Values, softmax: MaskedSoftmax) -> HeadOutputs:
@@ -63,7 +64,7 @@ class RingAttention:
         return shard_map_context(run, self.mesh, (q, kv), (softmax,), 2)
 
     def attend_latents(self, mla: Any, inputs: Any, softmax: MaskedSoftmax) -> Float[Array, "B T N v"]:
-        """Circulate the latents if ``mla`` has a `LatentExpansion`, otherwise the keys and values of ``mla``."""
+        """Circulate the latents if ``mla`` expands latents. Otherwise, circulate the keys and values of ``mla``."""
         expansion = mla.expansion(inputs)
         if expansion is None or not is_context_sharded(softmax.mask, inputs.q_nope.shape[1], self.mesh):
             return mla(inputs, softmax, self)
@@ -84,7 +85,7 @@ class RingAttention:
         kernel: Any,
         softmax: MaskedSoftmax,
     ) -> HeadOutputs:
-        """Attend on one device. ``shard`` is the circulating array, with tokens along ``shard_axis``."""
+        """Run ring attention on one device. ``shard`` is the circulating array, with tokens along ``shard_axis``."""
         count = jax.lax.axis_size(CONTEXT)
         shards = ContextShards.for_window(q.shape[2] * count, count, softmax.mask.window)
         q, shard = shards.balance(q, 2), shards.balance(shard, shard_axis)
@@ -100,7 +101,7 @@ class RingAttention:
 
 @dataclasses.dataclass(frozen=True)
 class SplitKV:
-    """`KVExpansion` that splits the last dimension into keys of ``width`` components and values."""
+    """`KVExpansion` that splits the last dimension into keys, the first ``width`` components, and values."""
 
     width: int
 
@@ -110,11 +111,11 @@ class SplitKV:
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """Static arguments of the ring's forward and backward pass.
+    """Static arguments of the forward and backward passes of ring attention.
 
     Attributes:
-        flash: Computes the scores.
-        shards: Tokens of each device.
+        flash: Computes the scores and the gradients.
+        shards: Assignment of tokens to devices.
         softmax_tree: Tree structure of `MaskedSoftmax` without sinks.
         expand: Computes keys and values from the circulating shard.
         is_float: Whether each leaf of the kernel has a gradient.
@@ -129,9 +130,9 @@ class Ring:
     kernel_tree: Any
 
     def step_count(self, softmax: MaskedSoftmax) -> int:
-        """Return the number of devices whose keys a device needs, including itself.
+        """Return the number of shards that each device visits, including the device's own shard.
 
-        With padding all devices are needed, because a window counts real tokens only.
+        With padding, every device visits all shards, because a window counts real tokens only.
         """
         window, size = softmax.mask.window, self.shards.length // self.shards.count
         if window is None or softmax.mask.keys.valid is not None:
@@ -139,13 +140,13 @@ class Ring:
         return min(self.shards.count, 1 - (1 - window) // size)
 
     def keys_and_values(self, shard: Array, floats: list[Array], codes: list[Array]) -> tuple[Array, Array]:
-        """Compute keys and values from the shard of the current step."""
+        """Compute the keys and values of a shard."""
         floats, codes = list(floats), list(codes)
         leaves = [floats.pop(0) if is_float else codes.pop(0) for is_float in self.is_float]
         return self.expand(shard, self.kernel_tree.unflatten(leaves))
 
     def softmax(self, leaves: list[Array], step: Any) -> MaskedSoftmax:
-        """Create the softmax for this device's queries and the keys of the current step."""
+        """Return the softmax for this device's queries and the keys of the given step."""
         softmax, device = self.softmax_tree.unflatten(leaves), jax.lax.axis_index(CONTEXT)
         queries, keys = (self.shards.tokens(i) for i in (device, (device - step) % self.shards.count))
         return dataclasses.replace(softmax, mask=softmax.mask.select(queries, keys))
@@ -157,7 +158,7 @@ def _ring_attention(
 ) -> HeadOutputs:
     """Attend to all shards of the ring.
 
-    ``floats`` are the kernel's leaves with gradients. ``constants`` are the leaves of `MaskedSoftmax`, and the kernel's
+    ``floats`` are the kernel leaves with gradients. ``constants`` are the leaves of `MaskedSoftmax`, and the kernel
     leaves without gradients.
     """
     return _ring_forward(ring, q, shard, floats, sinks, constants)[0]
@@ -175,30 +176,30 @@ def _ring_forward(
 
     def attend_and_pass_on(step: Int[Array, ""], carry: tuple[Array, Any]) -> tuple[Array, Any]:
         shard, partial = carry
-        # Both are independent, so the transfer of the next keys overlaps with the computation.
+        # The two calls are independent, so the transfer of the next shard overlaps with the computation.
         return ppermute_next(shard), attend(shard, step, partial)
 
     logsumexp = jnp.full(q.shape[:3], LOWEST)
     if sinks is not None:
         logsumexp = jnp.broadcast_to(sinks.astype(jnp.float32)[:, None], logsumexp.shape)
     width = jax.eval_shape(ring.keys_and_values, shard, floats, codes)[1].shape[3]
-    start = shard, (jnp.zeros((*q.shape[:3], width), jnp.float32), logsumexp)
-    last = ring.step_count(ring.softmax_tree.unflatten(softmax_leaves)) - 1
-    last_shard, partial = jax.lax.fori_loop(0, last, attend_and_pass_on, start)
-    outputs, logsumexp = attend(last_shard, last, partial)
+    init_carry = shard, (jnp.zeros((*q.shape[:3], width), jnp.float32), logsumexp)
+    last_step = ring.step_count(ring.softmax_tree.unflatten(softmax_leaves)) - 1
+    last_shard, partial = jax.lax.fori_loop(0, last_step, attend_and_pass_on, init_carry)
+    outputs, logsumexp = attend(last_shard, last_step, partial)
     outputs, logsumexp = outputs.astype(q.dtype), jnp.where(logsumexp <= LOWEST / 2, jnp.inf, logsumexp)
     return outputs, (q, shard, floats, sinks, constants, outputs, logsumexp)
 
 
-def _merge_partial(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Merge the outputs and log-sum-exps of two sets of keys."""
-    logsumexp = jnp.logaddexp(first[1], second[1])
-    scaled = [outputs * jnp.exp(part - logsumexp)[..., None] for outputs, part in (first, second)]
-    return scaled[0] + scaled[1], logsumexp
+def _merge_partial(partial: tuple[Array, Array], other_partial: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Merge the outputs and log-sum-exps for two sets of keys."""
+    logsumexp = jnp.logaddexp(partial[1], other_partial[1])
+    terms = [outputs * jnp.exp(part - logsumexp)[..., None] for outputs, part in (partial, other_partial)]
+    return terms[0] + terms[1], logsumexp
 
 
 def _ring_backward(ring: Ring, residuals: Any, d_outputs: Array) -> tuple[Array, Array, list[Array], Sinks, None]:
-    """Compute the gradients. The float32 gradient of a shard circulates with the shard back to its first device."""
+    """Compute the gradients. The float32 gradient of a shard circulates with the shard, back to the source device."""
     q, shard, floats, sinks, (softmax_leaves, codes), outputs, logsumexp = residuals
     q_f32 = q.astype(jnp.float32)
 

@@ -1,7 +1,7 @@
-"""Attention with a single head that is both key and value (DeepSeek-V4, 2026).
+"""Attention with a single shared key/value head (DeepSeek-V4, 2026).
 
 Queries attend to a sliding window of tokens. In compressed layers, queries also attend to one entry per earlier window
-of ``rate`` tokens (`nnxmoe.layers.attention.compressed`). Values are rotated, so outputs are rotated back by the
+of ``rate`` tokens (`nnxmoe.layers.attention.compressed`). Because values are rotated, outputs are rotated back by the
 query's position.
 """
 
@@ -29,7 +29,7 @@ from nnxmoe.layers.mask import ConcatenatedMask, Mask
 from nnxmoe.layers.norm import RMSNorm, rms_normalize
 from nnxmoe.layers.rope import TrailingPairs
 
-MAX_SCORES, MAX_QUERIES = 2**23, 256  # maximum per row and block of queries
+MAX_SCORES, MAX_QUERIES = 2**23, 256  # limits per row and query block
 
 
 @jax.tree_util.register_dataclass
@@ -38,9 +38,9 @@ class SharedKVCache:
     """Cache of a `SharedKV` layer.
 
     Attributes:
-        window: Keys of the sliding window.
-        entries: Compressed entries, or None if the layer does not compress.
-        index: Entries of the `EntryIndexer`, or None if the layer has no indexer.
+        window: Keys in the sliding window.
+        entries: Compressed entries, or ``None`` if the layer has no compressor.
+        index: Entries of the `EntryIndexer`, or ``None`` if the layer has no indexer.
     """
 
     window: TokenCache
@@ -50,12 +50,12 @@ class SharedKVCache:
 
 @dataclasses.dataclass(frozen=True)
 class Entries:
-    """Entries of a pass.
+    """Compressed entries that the queries of a pass may attend to.
 
     Attributes:
-        values: ``[B, n, H]``.
+        values: Keys and values ``[B, n, H]``.
         slots: Metadata of the last token of each entry.
-        index_keys: Keys ``[B, n, h]`` that the selection of entries uses. If None, queries attend to all entries.
+        index_keys: Indexer keys ``[B, n, h]`` of the entries. If ``None``, queries attend to all entries.
     """
 
     values: Array
@@ -69,7 +69,7 @@ class SharedKVDims:
 
     Attributes:
         heads, head_dim: Number of query heads, N, and width of a head, H.
-        q_rank: Rank of the queries.
+        q_rank: Rank of the query projection.
         o_rank: Rank of the output projection per group.
         groups: Number of groups of heads in the output projection.
     """
@@ -82,20 +82,20 @@ class SharedKVDims:
 
 
 IndexQueries = tuple[Float[Array, "B asked h W"], Float[Array, "B asked h"]]
-"""Queries of an `EntryIndexer` and the weights of their heads."""
+"""Queries and head weights of an `EntryIndexer`."""
 
 
 class EntryIndexer(nnx.Module):
     """Indexer that selects, per query, the ``k`` entries with the highest ``sum_h w_h(x) relu(q_h . key)``.
 
-    Of equal scores the earlier entry wins. DeepSeek-V4's lightning indexer, section 2.3.1, equations 13 to 17.
+    Ties go to the earlier entry. This is the lightning indexer of DeepSeek-V4, section 2.3.1, equations 13 to 17.
 
     Args:
         dim, q_rank: Widths of the layer's input, D, and of the query latents.
-        heads: Number of heads of the indexer, h.
+        heads: Number of indexer heads, h.
         k: Number of entries to select.
-        keys: Compressor of the keys.
-        **kw: The dtype and rngs of the parameters.
+        keys: Compressor that computes the keys.
+        **kw: Parameter dtype and rngs.
     """
 
     def __init__(self, dim: int, q_rank: int, heads: int, *, k: int, keys: Compressor, **kw: Unpack[ParamOptions]):
@@ -107,7 +107,7 @@ class EntryIndexer(nnx.Module):
     def queries(
         self, x: Float[Array, "B asked D"], q_latent: Float[Array, "B asked q_rank"], context: Context
     ) -> IndexQueries:
-        """Compute the rotated queries, and the weights of their heads including all constant factors."""
+        """Compute the rotated queries, and the head weights including all constant factors."""
         q = context.rotated(self.q(q_latent), self.keys.rotary, self.keys.rotate)
         heads, width = q.shape[2:]
         return q, self.weights(x).astype(jnp.float32) * (heads * width) ** -0.5
@@ -115,7 +115,7 @@ class EntryIndexer(nnx.Module):
     def select(
         self, queries: IndexQueries, keys: Float[Array, "B n W"], allowed: Bool[Array, "B t n"]
     ) -> Int[Array, "B t k"]:
-        """Return the slots of the ``k`` best allowed entries, padded with `NO_SLOT` if fewer are allowed."""
+        """Return the slots of the ``k`` allowed entries with the highest scores, padded with `NO_SLOT`."""
         q, weights = queries
         products = jnp.einsum("bthw,bnw->bthn", q.astype(jnp.float32), keys.astype(jnp.float32))
         scores = jnp.einsum("bthn,bth->btn", jax.nn.relu(products), weights)
@@ -123,10 +123,10 @@ class EntryIndexer(nnx.Module):
 
 
 class SharedKV(nnx.Module):
-    """Attention of N query heads to a single head that is both key and value.
+    """Attention of N query heads to a single shared key/value head.
 
-    Kernels are ``q_a`` and ``q_b`` for low-rank queries, ``kv`` for the single head, and ``o_a`` and ``o_b`` for a
-    low-rank output projection in groups of heads. Queries are RMS-normalized without a scale. Source:
+    The kernels are ``q_a`` and ``q_b`` for low-rank queries, ``kv`` for the shared head, and ``o_a`` and ``o_b`` for a
+    low-rank output projection per group of heads. Queries are RMS-normalized without a scale. Source:
     ``DeepseekV4Attention`` in transformers.
 
     Args:
@@ -135,10 +135,10 @@ class SharedKV(nnx.Module):
         window: Size of the sliding window.
         eps: Epsilon of the norms.
         rotary: Rotary position embedding.
-        attention_fn: Attention of layers without a compressor.
-        compressor: Computes the entries. If None, queries attend to the window only.
-        indexer: Selects entries. If None, queries attend to all entries.
-        **kw: The dtype and rngs of the parameters.
+        attention_fn: Attention function for layers without a compressor.
+        compressor: Computes the entries. If ``None``, queries attend to the window only.
+        indexer: Selects entries. If ``None``, queries attend to all entries.
+        **kw: Parameter dtype and rngs.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class SharedKV(nnx.Module):
         return y, None if cache is None else SharedKVCache(window, *entry_caches)
 
     def _project_groups(self, heads: Float[Array, "B asked N H"]) -> Float[Array, "B asked groups rank"]:
-        """Apply the first half of the output projection, one product per group of heads."""
+        """Apply the first kernel of the output projection, ``o_a``, to each group of heads."""
         batch, length, groups = *heads.shape[:2], self.o_a.outs[0]
         rows = jnp.moveaxis(heads.reshape(batch * length, groups, -1), 1, 0)
         outputs = self.o_a.weight().matmul_per_head(rows, 0, self.o_a.outs[1])
@@ -199,9 +199,9 @@ class SharedKV(nnx.Module):
     def _compress(
         self, x: Float[Array, "B T D"], context: Context, rows: RowMetadata, cache: SharedKVCache | None
     ) -> tuple[tuple[Any, Any], Entries]:
-        """Return the caches of the entries and of the index, and the entries.
+        """Return the caches of the entries and of the indexer, and the entries.
 
-        `Entries.index_keys` is None unless there are more entries than the indexer selects.
+        `Entries.index_keys` is ``None`` unless there are more entries than the indexer selects.
         """
         assert self.compressor is not None
         entry_cache, index_cache = (None, None) if cache is None else (cache.entries, cache.index)
@@ -221,7 +221,7 @@ class SharedKV(nnx.Module):
         entries: Entries,
         index_queries: IndexQueries | tuple[()],
     ) -> Float[Array, "B t N H"]:
-        """Attend to the tokens ``kv`` of the window and to the entries, one block of queries at a time."""
+        """Attend to the window tokens ``kv`` and to the entries, one block of queries at a time."""
         batch, length, heads = q.shape[:3]
         block_size = max(8, min(MAX_QUERIES, MAX_SCORES // (heads * (entries.values.shape[1] + self.window))))
         if length <= block_size:
@@ -234,12 +234,12 @@ class SharedKV(nnx.Module):
         kv = gather_by_index(kv, key_index, start, reach + blocks * step)
 
         def attend_block(q: Array, index: Array, segment: Array, *index_queries: Array) -> tuple[Array, None]:
-            first = jnp.clip(index[:, 0] - rows.length_before, 0, (blocks - 1) * step)
-            near = jax.vmap(lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, reach + q.shape[1]))(kv, first)
-            near_index = (start + first)[:, None] + jnp.arange(near.shape[1], dtype=jnp.int32)
+            offset = jnp.clip(index[:, 0] - rows.length_before, 0, (blocks - 1) * step)
+            window_kv = jax.vmap(lambda row, i: jax.lax.dynamic_slice_in_dim(row, i, reach + q.shape[1]))(kv, offset)
+            window_index = (start + offset)[:, None] + jnp.arange(window_kv.shape[1], dtype=jnp.int32)
             query_segment = None if mask.query_segment is None else segment
-            block_mask = Mask(index, query_segment, rows.slots(jnp.maximum(near_index, -1)), self.window)
-            return self._attend_block(q, near, block_mask, entries, index_queries), None
+            block_mask = Mask(index, query_segment, rows.slots(jnp.maximum(window_index, -1)), self.window)
+            return self._attend_block(q, window_kv, block_mask, entries, index_queries), None
 
         segment = key_index[:, :1] * 0 if mask.query_segment is None else mask.query_segment
         query_arrays = (jnp.broadcast_to(array, (batch, length)) for array in (mask.query_index, segment))
@@ -261,10 +261,10 @@ class SharedKV(nnx.Module):
             allowed = jnp.broadcast_to(allowed, (len(q), *allowed.shape[1:]))
             queries, weights = index_queries
             slots = self.indexer.select((queries, weights), entries.index_keys, allowed)
-            if q.shape[1] == 1:  # gather, so a single query reads the selected entries only
-                places = jnp.minimum(slots[:, 0], values.shape[1] - 1)
-                values = jnp.take_along_axis(values, places[..., None], axis=1)
-                entry_mask = entry_mask.map(lambda a: a, lambda a: jnp.take_along_axis(a, places, axis=1))
+            if q.shape[1] == 1:  # gather, so a single query only reads the selected entries
+                slot_indices = jnp.minimum(slots[:, 0], values.shape[1] - 1)
+                values = jnp.take_along_axis(values, slot_indices[..., None], axis=1)
+                entry_mask = entry_mask.map(lambda a: a, lambda a: jnp.take_along_axis(a, slot_indices, axis=1))
                 index = jnp.where(slots[:, 0] != NO_SLOT, entry_mask.keys.index, -1)
                 keys = dataclasses.replace(entry_mask.keys, index=index)
                 entry_mask = dataclasses.replace(entry_mask, keys=keys)
@@ -278,7 +278,7 @@ class SharedKV(nnx.Module):
         return MaskedSoftmax(mask, self.scale, sinks=self.sinks())
 
     def score_ops(self, keys: float) -> list[tuple[int, float]]:
-        """Return (multiplications per query and key, keys per query) per product, for queries after ``keys`` tokens."""
+        """Return (multiplications per query-key pair, keys per query) per product, after ``keys`` tokens."""
         width, window = 2 * math.prod(self.q_b.outs), min(self.window, keys)
         if self.compressor is None:
             return [(width, window)]

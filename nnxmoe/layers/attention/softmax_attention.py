@@ -1,6 +1,6 @@
 """Softmax attention over projected and rotated keys and values.
 
-The strategy chooses the implementation. `ReferenceAttention` is the reference for all other implementations.
+``Strategy`` selects the implementation. `ReferenceAttention` is the reference for all other implementations.
 """
 
 import dataclasses
@@ -22,14 +22,14 @@ HeadOutputs = Float[Array, "B N T Hv"]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MaskedSoftmax:
-    """Scale, soft cap, mask and softmax: the steps from the products ``q @ k.T`` to the attention weights.
+    """Scale, soft cap, mask and softmax: all steps from the products ``q @ k.T`` to the attention weights.
 
     Attributes:
         mask: A `Mask`. `ReferenceAttention` also accepts a `ConcatenatedMask`.
         scale: Factor of the products.
-        softcap: Maps a scaled product s to ``softcap * tanh(s / softcap)`` (Gemma 2, 2024). None for no soft cap.
-        sinks: Score of one extra key per query head. Every query attends to the extra key. The extra key has no value
-            (gpt-oss, 2025). None for no extra key.
+        softcap: Maps a scaled product s to ``softcap * tanh(s / softcap)`` (Gemma 2, 2024). ``None`` disables the cap.
+        sinks: Attention sinks: the score of an extra key without a value, per query head (gpt-oss, 2025). Every query
+            attends to the extra key. ``None`` disables sinks.
     """
 
     mask: Any
@@ -52,7 +52,7 @@ class MaskedSoftmax:
         return scores if self.softcap is None else self.softcap * jnp.tanh(scores / self.softcap)
 
     def weights(self, products: Float[Array, "B K G T S"], q: Array) -> Float[Array, "B K G T S"]:
-        """Compute the attention weights in float32 from the products of the queries ``q`` with all keys."""
+        """Compute the float32 attention weights from the products of the queries ``q`` with all keys."""
         scores = _mask_scores(self.mask, self.scores(products), q)
         if self.sinks is None:
             return jax.nn.softmax(scores, axis=-1)
@@ -65,10 +65,10 @@ class MaskedSoftmax:
 def _mask_scores(
     mask: Mask | ConcatenatedMask, scores: Float[Array, "B K G T S"], q: Array
 ) -> Float[Array, "B K G T S"]:
-    """Set masked scores to the lowest float32.
+    """Set masked scores to the lowest float32 value.
 
-    Without the barrier, JAX and XLA hoist the comparison of indices out of the layers, and its T x S result remains in
-    memory for all layers. With the barrier the comparison depends on ``q`` of each layer, so each layer compares again.
+    Without the barrier, JAX and XLA hoist the comparison of indices out of the layers, and the T x S result remains in
+    memory for all layers. With the barrier, the comparison depends on ``q``, so each layer repeats the comparison.
     """
     lowest = jnp.float32(jnp.finfo(jnp.float32).min)
     mask, lowest, _ = jax.lax.optimization_barrier((mask, lowest, jax.lax.stop_gradient(q)))
@@ -77,9 +77,9 @@ def _mask_scores(
 
 @jax.custom_jvp
 def _where_allowed(scores: Float[Array, "B K G T S"], allowed: Bool[Array, "#B 1 1 T S"], lowest: Array) -> Array:
-    """Mask scores with a derivative of 1 everywhere, so ``allowed`` is not saved for the backward pass.
+    """Mask scores. The derivative is 1 everywhere, so ``allowed`` is not saved for the backward pass.
 
-    The gradient is correct, because the subsequent softmax has derivative 0 at masked scores.
+    The gradient is correct, because the derivative of the subsequent softmax is 0 at masked scores.
     """
     return jnp.where(allowed, scores, lowest)
 
@@ -90,17 +90,17 @@ def _where_allowed_jvp(primals: tuple[Array, ...], tangents: tuple[Any, ...]) ->
 
 
 class AttentionFn(Protocol):
-    """Protocol of softmax attention. N is a multiple of K, and query head n uses key head ``n // (N / K)``."""
+    """Protocol of softmax attention functions. N is a multiple of K. Query head n uses key head ``n // (N / K)``."""
 
     def __call__(self, q: Queries, k: Keys, v: Values, softmax: MaskedSoftmax, /) -> HeadOutputs: ...
 
 
 @dataclasses.dataclass(frozen=True)
 class ReferenceAttention:
-    """Attention in one product for the scores, a softmax in float32 and one product with the values.
+    """Unfused attention: one product for the scores, a float32 softmax, and one product with the values.
 
-    Query heads that share a key head are grouped, so keys and values are not repeated. If a query has no allowed key
-    (padding), the output is the mean of all values instead of NaN.
+    Query heads that share a key head are grouped, so keys and values are not repeated. The output of queries without
+    allowed keys (padding) is the mean of all values instead of NaN.
     """
 
     def __call__(self, q: Queries, k: Keys, v: Values, softmax: MaskedSoftmax) -> HeadOutputs:

@@ -1,4 +1,4 @@
-"""Attention to selected keys in blocks of queries. No array of size queries x keys is materialized."""
+"""Attention to selected keys in query blocks. No array of size queries x keys is materialized."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -22,17 +22,17 @@ from nnxmoe.layers.cache_buffer import gather_tokens
 from nnxmoe.layers.chunks import map_chunks
 from nnxmoe.layers.mask import Mask
 
-NO_SLOT = np.iinfo(np.int32).max  # slot of a missing key, out of range of every buffer
-MAX_PARTS, MIN_QUERIES = 8, 64  # parts of a causal pass, and queries per part; a part has the keys up to its last query
-GATHER_COST = 80  # gathering a key and its value takes as long as their products with 80 heads, on two cores
-BLOCK_SCORES = 2**23  # maximum number of scores, or gathered values, of a block of queries
+NO_SLOT = np.iinfo(np.int32).max  # padding slot, out of range of every buffer
+MAX_PARTS, MIN_QUERIES = 8, 64  # parts of a causal pass, and queries per part. A part has keys up to the last query.
+GATHER_COST = 80  # gathering a key and value takes as long as the products with 80 heads, on two cores
+BLOCK_SCORES = 2**23  # maximum number of scores, or gathered values, per query block
 SelectedSlots = Int[Array, "_ _ X"]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SelectedMask(Mask):
-    """`Mask` that allows the selected slots only. The values of all other fields are ignored.
+    """`Mask` that allows only the selected slots. All other fields are ignored, except the number of keys.
 
     Attributes:
         slots: Selected slots of each query.
@@ -41,20 +41,20 @@ class SelectedMask(Mask):
     slots: SelectedSlots | None = None
 
     def allowed(self) -> Bool[Array, "B T S"]:
-        none = jnp.zeros(self.keys.index.shape[-1], bool)
-        return jax.vmap(jax.vmap(lambda slots: none.at[slots].set(True, mode="drop")))(self.slots)
+        no_keys = jnp.zeros(self.keys.index.shape[-1], bool)
+        return jax.vmap(jax.vmap(lambda slots: no_keys.at[slots].set(True, mode="drop")))(self.slots)
 
 
 @dataclasses.dataclass(frozen=True)
 class SparseAttention:
-    """Attention of each query to its selected keys, by `ReferenceAttention` in blocks of queries.
+    """Attention of each query to selected keys, computed by `ReferenceAttention` in query blocks.
 
-    If all heads share their keys and values (`nnxmoe.AbsorbedMLA`) and gathering is faster, the selected keys are
-    gathered. For example, decoding then reads the selected keys only. Otherwise the scores of all keys are masked.
+    If all heads share keys and values (`nnxmoe.AbsorbedMLA`) and gathering is faster, the selected keys are gathered.
+    Decoding, for example, then reads only the selected keys. Otherwise, the scores of all keys are masked.
 
     Attributes:
-        selected: Slots of the selected keys.
-        dense: Computes the first ``topk`` queries of a causal pass.
+        selected: Slots of the selected keys per query.
+        dense: Attention function for the first ``topk`` queries of a causal pass.
     """
 
     selected: SelectedSlots
@@ -63,20 +63,22 @@ class SparseAttention:
     def __call__(self, q: Queries, k: Keys, v: Values, softmax: MaskedSoftmax) -> HeadOutputs:
         mask, topk, outputs = softmax.mask, self.selected.shape[2], []
         if mask.causal:
-            first = slice(0, topk)
-            outputs.append(self.dense(q[:, :, first], k[:, :, first], v[:, :, first], softmax.select(first, first)))
+            prefix = slice(0, topk)
+            outputs.append(
+                self.dense(q[:, :, prefix], k[:, :, prefix], v[:, :, prefix], softmax.select(prefix, prefix))
+            )
         for queries, keys in query_parts(mask, q.shape[2], topk):
-            part = (q[:, :, queries], k[:, :, keys], v[:, :, keys], softmax.select(queries, keys))
-            attend = _attend_gathered if _gather_is_faster(*part[:2], topk) else _attend_masked
-            outputs.append(attend(*part, self.selected[:, queries]))
+            operands = (q[:, :, queries], k[:, :, keys], v[:, :, keys], softmax.select(queries, keys))
+            attend = _attend_gathered if _gather_is_faster(*operands[:2], topk) else _attend_masked
+            outputs.append(attend(*operands, self.selected[:, queries]))
         return jnp.concatenate(outputs, axis=2)
 
 
 def _gather_is_faster(q: Queries, k: Keys, topk: int) -> bool:
     """Return whether gathering the selected keys is faster than masking the scores of all keys.
 
-    Measured with 16 heads and 2048 selected keys on two cores: 4096 queries and keys take 11.7 s gathered and 3.8 s
-    masked. 8192 queries and keys take 21 s gathered and 14 s masked.
+    With 16 heads and 2048 selected keys on two cores, 4096 queries and keys take 11.7 s gathered and 3.8 s masked. 8192
+    queries and keys take 21 s gathered and 14 s masked.
     """
     heads, queries, keys = q.shape[1], q.shape[2], k.shape[2]
     return k.shape[1] == 1 and (queries * topk <= keys or topk * (heads + GATHER_COST) < heads * keys)
@@ -96,14 +98,14 @@ def _attend_gathered(q: Array, k: Array, v: Array, softmax: MaskedSoftmax, selec
     size, topk = k.shape[2], selected.shape[2]
 
     def attend_block(q: Array, selected: SelectedSlots) -> Array:
-        """Attend with each query as a separate row of the batch, because each query has different keys."""
+        """Treat each query as a separate batch row, because each query attends to different keys."""
         batch, length, heads, width = q.shape
-        places = jnp.minimum(selected, size - 1).reshape(batch, length * topk)
-        k_near, v_near = (gather_tokens(x[:, 0], places).reshape(batch * length, 1, topk, -1) for x in (k, v))
+        slot_indices = jnp.minimum(selected, size - 1).reshape(batch, length * topk)
+        k_rows, v_rows = (gather_tokens(x[:, 0], slot_indices).reshape(batch * length, 1, topk, -1) for x in (k, v))
         slots = SlotMetadata(jnp.where(selected == NO_SLOT, -1, 0).reshape(batch * length, topk), None, None)
         mask = Mask(jnp.zeros((1,), jnp.int32), None, slots, None)
         rows = q.reshape(batch * length, heads, 1, width)
-        outputs = ReferenceAttention()(rows, k_near, v_near, dataclasses.replace(softmax, mask=mask))
+        outputs = ReferenceAttention()(rows, k_rows, v_rows, dataclasses.replace(softmax, mask=mask))
         return outputs.reshape(batch, length, heads, -1)
 
     block = BLOCK_SCORES // (k.shape[0] * topk * k.shape[3])
@@ -111,14 +113,14 @@ def _attend_gathered(q: Array, k: Array, v: Array, softmax: MaskedSoftmax, selec
 
 
 def query_parts(mask: Mask, length: int, topk: int) -> Iterator[tuple[slice, slice]]:
-    """Yield slices of the queries, with the slice of keys that these queries may attend to.
+    """Yield slices of queries, each with the slice of keys that the queries may attend to.
 
-    The first ``topk`` queries of a causal pass are omitted, because they attend to all earlier keys.
+    The first ``topk`` queries of a causal pass are omitted, because these queries attend to all earlier keys.
     """
-    first = topk if mask.causal else 0
-    count = min(MAX_PARTS, max(1, (length - first) // MIN_QUERIES)) if mask.causal else 1
-    for i in range(count):
-        queries = slice(first + i * (length - first) // count, first + (i + 1) * (length - first) // count)
+    start = topk if mask.causal else 0
+    num_parts = min(MAX_PARTS, max(1, (length - start) // MIN_QUERIES)) if mask.causal else 1
+    for i in range(num_parts):
+        queries = slice(start + i * (length - start) // num_parts, start + (i + 1) * (length - start) // num_parts)
         yield queries, slice(0, queries.stop if mask.causal else mask.keys.index.shape[-1])
 
 
@@ -127,4 +129,4 @@ def map_blocks(run: Callable[..., Array], block: int, *arrays: Array) -> Array:
     length = arrays[0].shape[1]
     if length <= block:
         return run(*arrays)
-    return map_chunks(lambda *part: (run(*part), ()), -(-length // max(block, 1)), *arrays)[0]
+    return map_chunks(lambda *block_arrays: (run(*block_arrays), ()), -(-length // max(block, 1)), *arrays)[0]

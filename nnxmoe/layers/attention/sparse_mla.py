@@ -13,11 +13,13 @@ from nnxmoe.layers.context import Context
 
 
 class SparseMLA(MLA):
-    """`MLA` with up to ``topk`` selected keys per query. Bit-equal to `MLA` if there are at most ``topk`` keys.
+    """`MLA` with up to ``topk`` selected keys per query.
+
+    The outputs are bitwise equal to the outputs of `MLA` if there are at most ``topk`` keys.
 
     Args:
-        dims: Sizes.
-        indexer: Selects the keys. If None, the layer uses the selection of an earlier layer.
+        dims: Sizes of the projections.
+        indexer: Selects the keys. If ``None``, the layer reuses the selection of an earlier layer.
         topk: Number of keys per query.
         **options: Arguments of `MLA`.
     """
@@ -39,16 +41,16 @@ class SparseMLA(MLA):
 
         Args:
             x: Input of the layer.
-            selected: Selection of the previous layer, or None.
+            selected: Slots that an earlier layer selected, if any.
             context: Context of the layer.
-            cache: Cache of the layer, or None.
+            cache: Cache of the layer, if any.
 
         Returns:
-            The output, the selected keys and the cache. If there are at most ``topk`` keys, queries attend to all
-            keys, and the selection of the previous layer is returned.
+            The output, the selected slots and the cache. If there are at most ``topk`` keys, queries attend to all
+            keys, and ``selected`` is returned.
 
         Raises:
-            ValueError: If keys must be selected, and the layer has neither an indexer nor a selection.
+            ValueError: If there are more than ``topk`` keys, but neither an indexer nor ``selected``.
         """
         assert isinstance(self.q, LowRankQuery)
         q_latent = self.q.latent(context.output_tokens(x))
@@ -57,21 +59,21 @@ class SparseMLA(MLA):
         if self.indexer is None:
             cache, latents, mask = context.append_to_cache(cache, latents, window=None)
         else:
-            stored = latents, self.indexer.keys(x, context=context)
-            cache, (latents, index_keys), mask = context.append_to_cache(cache, stored, window=None)
+            new_values = latents, self.indexer.keys(x, context=context)
+            cache, (latents, index_keys), mask = context.append_to_cache(cache, new_values, window=None)
         x, attention_fn = context.output_tokens(x), self.attention_fn
         selected = None if selected is None else context.output_tokens(selected)
         if latents.shape[1] > self.topk:
             if self.indexer is not None and index_keys is not None:
                 selected = self.indexer.select(x, q_latent, index_keys, mask=mask, topk=self.topk, context=context)
             if selected is None:
-                raise ValueError("a layer without an indexer needs the keys that an earlier layer has selected")
+                raise ValueError("no keys are selected: the layer or an earlier layer must have an indexer")
             attention_fn = SparseAttention(selected, self.attention_fn)
         heads = self._attend(self.q.b(q_latent), latents, mask, context, attention_fn)
         return self.project_out(x, heads), selected, cache
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, lookahead: int = 0) -> TokenCache:
-        """Create a cache with one slot per token for the token's latent, rotated key and indexer key."""
+        """Create a cache with one slot per token, for latents, rotated keys and indexer keys."""
         cache = super().empty_cache(batch, capacity, dtype, lookahead)
         if self.indexer is None:
             return cache

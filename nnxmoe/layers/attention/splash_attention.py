@@ -1,4 +1,4 @@
-"""The default attention kernel of each backend, and JAX's splash attention for TPUs."""
+"""Default attention function of each backend, and JAX's splash attention for TPUs."""
 
 import dataclasses
 import importlib
@@ -15,19 +15,19 @@ from nnxmoe.layers.attention.flash_attention import FlashAttention
 from nnxmoe.layers.attention.fused_attention import FusedAttention, ShardMapKernel, shard_map_heads
 from nnxmoe.layers.attention.softmax_attention import AttentionFn, HeadOutputs, Keys, MaskedSoftmax, Queries, Values
 
-LANES = 128  # the kernel's blocks are multiples of a TPU register's lanes
+LANES = 128  # lanes of a TPU register; block sizes of the kernel are multiples
 BLOCK_SIZES = (512, 256, LANES)
-REMOTE_CAPABILITY: tuple[int, int] = (8, 0)  # assumed compute capability of GPUs in other machines
+REMOTE_CAPABILITY: tuple[int, int] = (8, 0)  # assumed compute capability of GPUs on other machines
 
 
 def default_attention_fn(platform: str | None = None) -> AttentionFn:
-    """Return the default attention of a platform, with `BlockwiseAttention` as fallback.
+    """Return the default attention function of a platform, with `BlockwiseAttention` as fallback.
 
-    GPUs in other machines are assumed to be Ampere or later. For these GPUs, cuDNN computes heads of up to 128, because
-    JAX queries the local GPU to check whether wider heads are supported.
+    GPUs on other machines are assumed to be Ampere or later. On these GPUs, cuDNN is only used for head widths up to
+    128, because JAX checks the local GPU for support of wider heads.
 
     Args:
-        platform: "cpu", "gpu" or "tpu". If None, JAX's default backend.
+        platform: "cpu", "gpu" or "tpu". Defaults to JAX's default backend.
     """
     local_backend, fallback = jax.default_backend(), BlockwiseAttention(long_context=FlashAttention(512, 1024))
     backend = platform or local_backend
@@ -51,16 +51,16 @@ def _cuda_capability(device: Any) -> tuple[int, int]:
 
 @dataclasses.dataclass(frozen=True)
 class SplashAttention(ShardMapKernel):
-    """Attention by ``jax.experimental.pallas.ops.tpu.splash_attention``, a FlashAttention that skips masked blocks.
+    """Attention with ``jax.experimental.pallas.ops.tpu.splash_attention``, a FlashAttention that skips masked blocks.
 
-    Supports causal passes with a multiple of 128 tokens, with a window, segments, padding or a soft cap.
+    Supports causal passes whose number of tokens is a multiple of 128, with a window, segments, padding or a soft cap.
 
     Args:
-        fallback: Computes unsupported passes: steps and chunks with a cache, sinks, and a window with padding.
+        fallback: Attention function for unsupported passes: with a cache, with sinks, or with both window and padding.
         interpret: Whether to run in Pallas's interpreter, on any backend.
 
     Raises:
-        ValueError: If ``fallback`` is not a callable object.
+        ValueError: If ``fallback`` is not callable.
     """
 
     fallback: AttentionFn = BlockwiseAttention()
@@ -84,7 +84,7 @@ class SplashAttention(ShardMapKernel):
 
 
 def _segments(softmax: MaskedSoftmax, batch: int) -> Int[Array, "B T"] | None:
-    """Return the segments. Padding is in a separate segment -1, so each query attends at least to itself."""
+    """Return the segments. Padding tokens are in a separate segment -1, so each query attends at least to itself."""
     segment, valid = softmax.mask.query_segment, softmax.mask.keys.valid
     if valid is None:
         return segment
@@ -93,7 +93,7 @@ def _segments(softmax: MaskedSoftmax, batch: int) -> Int[Array, "B T"] | None:
 
 
 def _splash_kernel(shape: tuple[int, ...], softmax: MaskedSoftmax, interpret: bool) -> Any:
-    """Create the kernel for queries of shape ``[N, T, H]``, mapped over a batch ``[B, N, T, H]`` and segments."""
+    """Create the kernel for queries ``[N, T, H]``, and map the kernel over the batch and the segments."""
     splash = importlib.import_module("jax.experimental.pallas.ops.tpu.splash_attention")
     heads, length, window = shape[0], shape[1], softmax.mask.window
     square = (length, length)

@@ -39,7 +39,7 @@ class Linear(nnx.Module):
             axes: Logical axes of ``(*ins, *outs)``.
             bias: Whether the map has a bias.
             gain: Scale of the initial output relative to the input.
-            **kw: The dtype and rngs of the parameters.
+            **kw: Parameter dtype and rngs.
         """
         self.lora: Adapter | None = None
         self.kernel = kernel_param(ins, outs, axes, gain=gain, **kw)

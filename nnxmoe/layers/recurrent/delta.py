@@ -114,7 +114,7 @@ class GatedDeltaNet(nnx.Module):
         eps: Epsilon of the norm.
         mesh: Mesh of the layer. If its axis ``context`` shards tokens, devices exchange their states.
         recurrence: Computes the chunks, for example with a Pallas kernel. If None, the layer's chunked rule.
-        **kw: The dtype and rngs of the parameters.
+        **kw: Parameter dtype and rngs.
     """
 
     has_correction: ClassVar[bool] = True  # as in `recurrent_delta_rule`

@@ -34,7 +34,7 @@ class KimiProjection(nnx.Module):
     Args:
         dims: Sizes of the layer.
         rank: Rank of ``f`` and ``g``. If None, these projections have full rank.
-        **kw: The dtype and rngs of the parameters.
+        **kw: Parameter dtype and rngs.
     """
 
     def __init__(self, dims: DeltaDims, rank: int | None, **kw: Unpack[ParamOptions]):
@@ -80,7 +80,7 @@ class KimiDelta(GatedDeltaNet):
         decays: Computes the decays from the projection and the rates.
         rate_shape: Shape of the logarithms of the rates in checkpoints, with one entry per head.
         taps, eps, mesh, recurrence: See `GatedDeltaNet`.
-        **kw: The dtype and rngs of the parameters.
+        **kw: Parameter dtype and rngs.
     """
 
     def __init__(

@@ -38,7 +38,7 @@ class GroupedGatedNorm(nnx.Module):
         dims: Sizes of the layer.
         groups: Number of groups of heads.
         eps: Epsilon of the norm.
-        **kw: The dtype and rngs of the parameters.
+        **kw: Parameter dtype and rngs.
     """
 
     def __init__(self, dims: DeltaDims, groups: int, eps: float, **kw: Unpack[ParamOptions]):
@@ -67,7 +67,7 @@ class Mamba2(GatedDeltaNet):
         eps: Epsilon of the norm.
         min_step: Lower bound of the step sizes.
         mesh: See `GatedDeltaNet`.
-        **kw: The dtype and rngs of the parameters.
+        **kw: Parameter dtype and rngs.
     """
 
     has_correction: ClassVar[bool] = False
