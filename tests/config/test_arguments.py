@@ -137,12 +137,12 @@ def test_wrong_values_are_named(model: nnxmoe.CausalLM) -> None:
         return nnxmoe.plan(CONFIG, {"fsdp": 2}, batch=2, seq=4, **options)
 
     for message, call in {
-        r"plan\(strategy=5\): give a Strategy": lambda: plan(strategy=5),
+        r"plan\(strategy=5\): use a Strategy": lambda: plan(strategy=5),
         r"plan\(rules=…\): 5 is missing or is not a logical axis": lambda: plan(rules=5),
         r"plan\(rules=…\): 'embed' -> 5": lambda: plan(rules={**nnxmoe.RULES, "embed": 5}),
-        r"plan\(advise=5\): give True or False": lambda: plan(advise=5),
+        r"plan\(advise=5\): use True or False": lambda: plan(advise=5),
         r"plan\(compile_for=\['cpu'\]\): use": lambda: plan(compile_for=["cpu"]),
-        r"plan\(across=5\): give the name": lambda: plan(across=5),
+        r"plan\(across=5\): use the name": lambda: plan(across=5),
         "quantize=5 is not a method": lambda: plan(quantize=5),
         "model is a int: pass an nnxmoe model": lambda: nnxmoe.quantize(5, nnxmoe.Int8()),
         "method=5 is not a method": lambda: nnxmoe.quantize(model, 5),

@@ -36,7 +36,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     length("--epochs", type=count, metavar="N", help="passes over the data, instead of --steps")
     add("--warmup", type=int, metavar="N", help="steps until the peak learning rate (default: a tenth)")
     add("--preferences", action="store_true", help="train with DPO on chosen and rejected completions")
-    add("--beta", type=float, metavar="B", help="DPO's beta; higher stays closer to the original (default 0.1)")
+    add("--beta", type=float, metavar="B", help="beta of DPO, higher stays closer to the original (default 0.1)")
     help_text = "accumulate gradients over N microbatches to save memory"
     add("--accumulate", type=count, default=1, metavar="N", help=help_text)
     add("--eval", dest="evaluation", metavar="DATA.json", help="held-out data, evaluated at every checkpoint")

@@ -53,7 +53,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output as JSON lines, always with --prompts")
     add = group.add_argument
     add("--samples", type=count, default=1, metavar="N", help="samples of each prompt (default 1)")
-    add("--logprobs", type=natural, metavar="N", help="output log-probabilities, and those of the N most likely tokens")
+    add("--logprobs", type=natural, metavar="N", help="output log-probabilities, also of the N most likely tokens")
     add_slots(add)
 
 

@@ -35,9 +35,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     task.add_argument("--train", dest="train", action="store_true", default=True, help="a training step (default)")
     task.add_argument("--decode", dest="train", action="store_false", help="decode one token per row with a full cache")
     add("--accumulate", type=count, default=1, metavar="N", help="accumulate gradients over N microbatches")
-    help_text = "capacity of a device's receive buffer, as a multiple of the uniform load; further rows are dropped"
+    help_text = "capacity of a device's receive buffer, as a multiple of the balanced load; further rows are dropped"
     add("--buffer-factor", type=float, metavar="F", help=help_text)
-    help_text = "exchange tokens with experts in N chunks (default: enough that buffers hold 8 x the uniform load)"
+    help_text = "exchange tokens with experts in N chunks (default: enough that buffers hold 8 x the balanced load)"
     add("--chunks", type=count, metavar="N", help=help_text)
     help_text = "microbatches of the pipeline of --mesh pipe=…; a multiple of its stages"
     add("--microbatches", type=count, metavar="M", help=help_text)

@@ -1,4 +1,4 @@
-"""Plan changes to a step that does not fit."""
+"""Suggest changes that save memory for a step that does not fit."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
@@ -18,32 +18,32 @@ class _Change(NamedTuple):
     work: Work
 
 
-def changes(made: Any, plan: Callable[..., Any]) -> tuple[str, ...]:
-    """Return one line per change that saves memory, with the memory after the change.
+def changes(step_plan: Any, plan: Callable[..., Any]) -> tuple[str, ...]:
+    """Return one line per change that saves memory, with the memory and time after the change.
 
-    Changes that fit come first.
+    Changes after which the step fits come first.
 
     Args:
-        made: A `Plan`.
+        step_plan: The `Plan` that does not fit.
         plan: Function that plans a name, config, hardware, mesh and work by arithmetic.
     """
-    found, scale = [], made.memory / made.bytes.total  # compiled memory / estimated memory, 1 if not compiled
-    for text, kind, mesh, work in _candidates(made.hardware, made.mesh, made.work):
+    lines, scale = [], step_plan.memory / step_plan.bytes.total  # compiled / estimated memory, 1 if not compiled
+    for text, device, mesh, work in _candidates(step_plan.hardware, step_plan.mesh, step_plan.work):
         try:
-            one = plan(made.model, made.config, kind, abstract_mesh(mesh), work)
-        except ValueError:  # the mesh or the batch does not divide
+            result = plan(step_plan.model, step_plan.config, device, abstract_mesh(mesh), work)
+        except ValueError:  # the mesh or the batch is not divisible
             continue
-        memory = one.memory * scale
-        if memory < 0.98 * made.memory or kind.memory > made.hardware.memory:
-            fits = memory <= kind.memory
+        memory = result.memory * scale
+        if memory < 0.98 * step_plan.memory or device.memory > step_plan.hardware.memory:
+            fits = memory <= device.memory
             verdict = "fits by estimate" if fits else "does not fit"
-            found.append((not fits, f"{text}: {memory / 1e9:.1f} GB, {verdict}, {one.seconds:.2g} s per step"))
-    return tuple(line for _, line in sorted(found, key=lambda pair: pair[0])[:MOST])
+            lines.append((not fits, f"{text}: {memory / 1e9:.1f} GB, {verdict}, {result.seconds:.2g} s per step"))
+    return tuple(line for _, line in sorted(lines, key=lambda pair: pair[0])[:MOST])
 
 
-def _candidates(kind: Hardware, mesh: Mapping[str, int], work: Work) -> Iterator[_Change]:
+def _candidates(device: Hardware, mesh: Mapping[str, int], work: Work) -> Iterator[_Change]:
     def choose(text: str, **choices: Any) -> _Change:
-        return _Change(text, kind, mesh, dataclasses.replace(work, **choices))
+        return _Change(text, device, mesh, dataclasses.replace(work, **choices))
 
     if mesh["expert"] > 1 and mesh["fsdp"] > 1 and "expert" not in (work.rules["embed"] or ()):
         wide = ("fsdp", "context", "expert")
@@ -51,28 +51,30 @@ def _candidates(kind: Hardware, mesh: Mapping[str, int], work: Work) -> Iterator
     if work.train and mesh["expert"] > 1 and work.buffer_factor is None:
         for chunks in (4 * (work.chunks or 1), 16 * (work.chunks or 1)):
             yield choose(f"ChunkedExchange(RaggedAllToAll(), {chunks})", chunks=chunks)
-        dropping = "RaggedAllToAll(buffer_factor=1.25), which drops rows beyond it"
+        dropping = "RaggedAllToAll(buffer_factor=1.25), dropping rows beyond the buffer"
         yield choose(dropping, buffer_factor=1.25, chunks=None)
     if work.train:
         for count in (2 * work.accumulate, 4 * work.accumulate, 8 * work.accumulate):
             if work.batch % count == 0:
                 yield choose(f"accumulate={count}", accumulate=count)
-        if more := work.microbatches:
-            yield choose(f"microbatches={2 * more}", microbatches=2 * more)
+        if factor := work.microbatches:
+            yield choose(f"microbatches={2 * factor}", microbatches=2 * factor)
         if not work.remat:
             yield choose("remat", remat=True)
     if mesh["data"] > 1:
-        whole = {**mesh, "data": 1, "fsdp": mesh["fsdp"] * mesh["data"]}
-        yield _Change("fsdp instead of data", kind, whole, work)
-    free = dataclasses.replace(kind, torus=(), topology="")
+        fsdp_mesh = {**mesh, "data": 1, "fsdp": mesh["fsdp"] * mesh["data"]}
+        yield _Change("fsdp instead of data", device, fsdp_mesh, work)
+    no_torus = dataclasses.replace(device, torus=(), topology="")
     for axis in ("fsdp", "context", "expert", "tensor"):
-        for more in (2, 4):
-            larger = {**mesh, axis: mesh[axis] * more}
-            yield _Change(f"{more} x the devices, {axis}={larger[axis]}", free, larger, work)
-    alike = [other for other in TABLE.values() if _maker(other) == _maker(kind) and other.memory > 1.1 * kind.memory]
-    for other in sorted(alike, key=lambda other: other.memory)[:2]:
+        for factor in (2, 4):
+            larger_mesh = {**mesh, axis: mesh[axis] * factor}
+            yield _Change(f"{factor} x the devices, {axis}={larger_mesh[axis]}", no_torus, larger_mesh, work)
+    upgrades = [
+        other for other in TABLE.values() if _maker(other) == _maker(device) and other.memory > 1.1 * device.memory
+    ]
+    for other in sorted(upgrades, key=lambda other: other.memory)[:2]:
         yield _Change(f"on {other.name}", other, mesh, work)
 
 
-def _maker(kind: Hardware) -> tuple[str, bool]:
-    return kind.platform, kind.name.startswith("mi")
+def _maker(device: Hardware) -> tuple[str, bool]:
+    return device.platform, device.name.startswith("mi")

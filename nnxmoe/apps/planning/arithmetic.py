@@ -11,9 +11,10 @@ from nnxmoe.sharding_rules import shard_count
 
 
 def adapters(step: PlannedStep) -> int:
-    """Count the elements of the adapters on one device. All projections but routers have adapters.
+    """Count the elements of the LoRA adapters on one device.
 
-    Gate and up of experts share the adapter matrix that reads their input.
+    All projections of layers except routers have adapters. The gate and up projections of experts share
+    the adapter matrix of their input.
     """
     config, work, total = step.config, step.work, 0
     if work.split_rank and not config.experts:
@@ -54,12 +55,12 @@ class Bytes:
 
     @property
     def total(self) -> int:
-        """Bytes of everything together."""
+        """Sum of all bytes."""
         return self.arguments + self.gradients + self.activations
 
 
 def bytes_of(step: PlannedStep) -> Bytes:
-    """Compute the bytes on one device, with the batch sharded over the batch axes."""
+    """Compute the bytes of a step on one device."""
     work, rows = step.work, step.rows
     trained = sum(step.held(part) for part in step.parts if part.trained)
     frozen = sum(step.held(part) * part.itemsize for part in step.parts if not part.trained)
@@ -75,10 +76,10 @@ def bytes_of(step: PlannedStep) -> Bytes:
 
 
 def bytes_read(step: PlannedStep) -> float:
-    """Compute the bytes that a device reads to decode one token per row.
+    """Compute the bytes that one device reads to decode one token per row.
 
-    These are the cache and the weights. Gathered weights count in full. Experts count by the expected
-    number that uniform routing selects for the rows on the device.
+    The device reads the cache and the weights. Gathered weights count in full. For experts, the count is
+    the expected number of experts that uniform routing selects for the rows of the device.
     """
     config, total = step.config, float(_cache_bytes(step))
     for part in step.parts:
@@ -92,50 +93,51 @@ def bytes_read(step: PlannedStep) -> float:
 
 
 def _cache_bytes(step: PlannedStep) -> int:
-    """Compute the bytes of the cache on one device, with each row's length and segments."""
+    """Compute the bytes of the cache on one device, including the length and the segment ids of each row."""
     seq = step.work.seq
     tokens = sum(min(seq, slots or seq) * size for slots, size in cache_sizes(step.config).items())
     return step.rows * (tokens + 4 + 4 * seq)
 
 
-# Fitted to the temporary memory of compiled training steps. Other models may differ by 20 %. Fits, and XLA's memory:
-# With an exchange between experts, on H100, with gradients: Mixtral-8x22B on 64 devices 35 GB (XLA: 30 GB),
-# DeepSeek-V3 with a buffer factor of 1.25 on 256 devices 49 GB (XLA: 49 GB).
-# Without an exchange, on v6e with offload: Llama-3.1-8B on 8 devices 16 GB (XLA: 19 GB), 70B on 256 devices 35 GB
-# (XLA: 32 GB), Mixtral-8x7B on 256 devices 24 GB (XLA: 23 GB).
-_KERNEL_BYTES_EXCHANGE = 16  # per element of one layer's gathered kernels, with their gradients
+# These constants are fitted to the temporary memory of compiled training steps. For other models, the estimate may be
+# off by 20 %. Estimates, with XLA's memory in parentheses:
+# With an expert exchange, on H100, with gradients: Mixtral-8x22B on 64 devices 35 GB (30 GB), DeepSeek-V3 with a buffer
+# factor of 1.25 on 256 devices 49 GB (49 GB).
+# Without an exchange, on v6e with offload: Llama-3.1-8B on 8 devices 16 GB (19 GB), 70B on 256 devices 35 GB (32 GB),
+# Mixtral-8x7B on 256 devices 24 GB (23 GB).
+_KERNEL_BYTES_EXCHANGE = 16  # per element of one layer's gathered kernels, including gradients
 _KERNEL_BYTES = 6
-_KERNEL_BYTES_FROZEN = 4  # with adapters: no gradients
-_LIVE_EXCHANGE, _LIVE_ROUTED_EXCHANGE = 4, 2.5  # live arrays per input or output of a linear map, and of experts
+_KERNEL_BYTES_FROZEN = 4  # with adapters, kernels have no gradients
+_LIVE_EXCHANGE, _LIVE_ROUTED_EXCHANGE = 4, 2.5  # live arrays per input or output of a linear map, and of an expert
 _LIVE, _LIVE_ROUTED = 3, 1.2
-_SLOTS = 4  # microbatch buffers on top of a pipeline stage's: receiving, computing, sending
-_LOGITS = 3 * 4  # bytes per logit: three float32 arrays of a chunk
+_SLOTS = 4  # additional microbatch buffers of a pipeline stage, for receiving, computing and sending
+_LOGITS = 3 * 4  # bytes per logit, for three float32 arrays of a chunk
 
 
 def _temporary(step: PlannedStep) -> int:
     """Estimate the temporary bytes of a training step without the gradients.
 
-    The estimate has each layer's input, one layer's gathered kernels and activations with their
-    gradients, the head, and a chunk of logits. Without an exchange between experts, three parts exist
-    one after another: the head, a layer's attention, and its feed-forward. Copies of the parameters in
-    the dtype of activations then come on top.
+    The estimate includes the inputs of all layers, the gathered kernels and activations of one layer with
+    their gradients, the head, and one chunk of logits. Without an expert exchange, the head, the attention
+    and the feed-forward of a layer are live at different times, so only the largest of them counts. Copies
+    of the parameters in the dtype of activations are added.
     """
-    from nnxmoe.train.loop.loss import ChunkedLoss  # lazy: training imports Orbax
+    from nnxmoe.train.loop.loss import ChunkedLoss  # imported lazily because training imports Orbax
 
     config, work, mesh = step.config, step.work, step.mesh
     rows = step.rows // work.accumulate or 1
     tokens, tensor, width = rows * step.tokens_per_row, mesh.shape["tensor"], config.hidden_size * VALUES
-    exchanged = mesh.shape["expert"] > 1
-    staged = max((part.layers for part in step.parts if part.staged), default=0)
-    runs, slots = [_LayerRun.of(step, False, tokens, config.num_hidden_layers - staged)], 0
-    if work.pipeline is not None:  # every turn stores the inputs of a stage's layers
+    has_exchange = mesh.shape["expert"] > 1
+    num_staged_layers = max((part.layers for part in step.parts if part.staged), default=0)
+    runs, slots = [_LayerRun.of(step, False, tokens, config.num_hidden_layers - num_staged_layers)], 0
+    if work.pipeline is not None:  # every turn stores the inputs of the layers of a stage
         stages = stages_of(mesh)
-        held = work.pipeline.microbatches // stages
+        microbatches_per_stage = work.pipeline.microbatches // stages
         turns = work.pipeline.turns(stages)
-        runs.append(_LayerRun.of(step, True, tokens // held, staged // stages * turns))
-        slots = tokens // held * width * (held + _SLOTS)
+        runs.append(_LayerRun.of(step, True, tokens // microbatches_per_stage, num_staged_layers // stages * turns))
+        slots = tokens // microbatches_per_stage * width * (microbatches_per_stage + _SLOTS)
     inputs = sum(run.tokens * width * (2 if work.offload else run.times) for run in runs)
-    kernel_bytes = _KERNEL_BYTES_EXCHANGE if exchanged else _KERNEL_BYTES
+    kernel_bytes = _KERNEL_BYTES_EXCHANGE if has_exchange else _KERNEL_BYTES
     kernel_bytes = _KERNEL_BYTES_FROZEN if work.lora else kernel_bytes
     kernels = kernel_bytes * max(sum(map(step.gathered, run.kernels)) for run in runs)
     activations = [_activation_bytes(step, run) for run in runs]
@@ -148,21 +150,21 @@ def _temporary(step: PlannedStep) -> int:
     head = config.vocab_size * config.hidden_size // tensor * (VALUES + (0 if work.lora else STATE))
     logits = min(ChunkedLoss().logits, tokens * config.vocab_size // tensor) * _LOGITS
     trained = [part for part in step.parts if part.trained]
-    # The sum over parts or turns exists in addition to the gradients of the current part.
-    summed = [part for part in trained if not work.lora and (work.accumulate > 1 or part.staged)]
-    slots += sum(map(step.held, summed)) * STATE
-    if exchanged:
+    # The accumulated gradients exist in addition to the gradients of the current part or turn.
+    accumulated_parts = [part for part in trained if not work.lora and (work.accumulate > 1 or part.staged)]
+    slots += sum(map(step.held, accumulated_parts)) * STATE
+    if has_exchange:
         return int(inputs + layer + head + logits + slots)
     return int(inputs + max(layer, head + logits) + sum(map(step.held, trained)) * VALUES + slots)
 
 
 class _LayerRun(NamedTuple):
-    """Layers with the same computation.
+    """Layers that are computed on the same number of tokens.
 
     Attributes:
-        kernels: Kernels of one layer, from the stack with the most parameters, such as DeepSeek's
-            layers with experts.
-        tokens: Tokens per computation.
+        kernels: Kernels of one layer of the stack with the most parameters, such as DeepSeek's layers with
+            experts.
+        tokens: Tokens per layer computation.
         times: Number of layer computations per step.
     """
 
@@ -180,18 +182,22 @@ class _LayerRun(NamedTuple):
 
 
 def _activation_bytes(step: PlannedStep, run: _LayerRun) -> float:
-    """Estimate the bytes of inputs and outputs of a layer's linear maps, with their gradients."""
-    routed = sum(part.width for part in run.kernels if part.experts)
-    attention = sum(part.width for part in run.kernels if ".attention." in part.key)
-    others = sum(part.width for part in run.kernels) - routed - attention
+    """Estimate the bytes of the inputs and outputs of a layer's linear maps, with their gradients."""
+    routed_width = sum(part.width for part in run.kernels if part.experts)
+    attention_width = sum(part.width for part in run.kernels if ".attention." in part.key)
+    other_width = sum(part.width for part in run.kernels) - routed_width - attention_width
     experts_per_token, size = step.config.experts_per_token, step.mesh.shape["expert"]
     experts, tokens = max((part.experts for part in run.kernels), default=0), run.tokens
     rows = tokens * experts_per_token
-    if size > 1 and experts:  # the buffer of one device's experts
+    if size > 1 and experts:  # rows of the receive buffer for the experts of a device
         chunk = -(-tokens // step.chunks)
         rows = buffer_size(step.work.buffer_factor, chunk, experts_per_token, size, experts // size)
     if size > 1:
-        elements = _LIVE_EXCHANGE * tokens * (attention + others) + _LIVE_ROUTED_EXCHANGE * rows * routed
+        elements = (
+            _LIVE_EXCHANGE * tokens * (attention_width + other_width) + _LIVE_ROUTED_EXCHANGE * rows * routed_width
+        )
     else:
-        elements = max(_LIVE * tokens * attention, _LIVE * tokens * others + _LIVE_ROUTED * rows * routed)
+        elements = max(
+            _LIVE * tokens * attention_width, _LIVE * tokens * other_width + _LIVE_ROUTED * rows * routed_width
+        )
     return elements * VALUES / step.mesh.shape["tensor"]

@@ -1,4 +1,4 @@
-"""Process in which `nnxmoe.apps.planning.compilation` compiles.
+"""Child process of `nnxmoe.apps.planning.compilation` that compiles a step.
 
 Usage: ``python -m nnxmoe.apps.planning.child JOB PROGRAM``.
 """
@@ -36,7 +36,7 @@ _GPUS = {"h100": (132, 9, 1.98, 50 * 2**20), "h200": (132, 9, 1.98, 50 * 2**20),
 def devices(job: CompileJob) -> list[Any]:
     """Return the devices to compile for.
 
-    Raises RuntimeError, with the extra to install, if the compiler is missing.
+    Raises RuntimeError if the compiler is missing. The message names the extra to install.
     """
     if job.platform == CPU:
         return jax.devices("cpu")
@@ -56,10 +56,10 @@ def devices(job: CompileJob) -> list[Any]:
 
 
 def _gpu_target(name: str) -> str:
-    """Describe an NVIDIA GPU for XLA's compiler, to compile without the GPU.
+    """Return XLA's target config of an NVIDIA GPU, to compile without the GPU.
 
-    Raises KeyError for an unknown name. The fields are from openxla/xla,
-    xla/backends/gpu/target_config/specs. The sizes are as reported by CUDA.
+    The fields are from openxla/xla, xla/backends/gpu/target_config/specs. The sizes are the sizes that CUDA
+    reports. Raises KeyError for an unknown name.
     """
     cores, major, clock, l2 = _GPUS[name]
     sizes = {
@@ -89,42 +89,48 @@ def _gpu_target(name: str) -> str:
 
 
 def traced(job: CompileJob, mesh: Mesh) -> Any:
-    """Trace the step for shapes with shardings."""
-    run, given = step(job, mesh)
+    """Trace the step with abstract arguments that have shardings."""
+    run, arguments = step(job, mesh)
     with jax.default_device(mesh.devices.flat[0]):  # kernels check the capabilities of the default device
-        return run.trace(*given)
+        return run.trace(*arguments)
 
 
 def step(job: CompileJob, mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
-    """Return the jitted function of the step, and its arguments as shapes with shardings."""
+    """Return the jitted step and its abstract arguments with shardings."""
     strategy = dataclasses.replace(job.strategy, mesh=mesh)
     model = model_class(job.config)(job.config, strategy, rngs=None, dtype=jnp.bfloat16)
     rows = NamedSharding(mesh, PartitionSpec(batch_axes(mesh) or None))
     if not job.work.train:
         return _decoding(model, job, rows)
-    made = Step(model, optax.adamw(1e-4), accumulate=job.work.accumulate)
-    place = NamedSharding(mesh, PartitionSpec(batch_axes(mesh) or None, context_shard_axes(job.work.seq, mesh) or None))
-    tokens = jax.ShapeDtypeStruct((job.work.batch, job.work.seq), jnp.int32, sharding=place)
-    return made.jitted, (made.shapes(), {"tokens": tokens})
+    training_step = Step(model, optax.adamw(1e-4), accumulate=job.work.accumulate)
+    token_sharding = NamedSharding(
+        mesh, PartitionSpec(batch_axes(mesh) or None, context_shard_axes(job.work.seq, mesh) or None)
+    )
+    tokens = jax.ShapeDtypeStruct((job.work.batch, job.work.seq), jnp.int32, sharding=token_sharding)
+    return training_step.jitted, (training_step.shapes(), {"tokens": tokens})
 
 
 def placed(model: CausalLM) -> tuple[Any, Any]:
-    """Return structure and state of a model of shapes, with the sharding of every parameter."""
+    """Split an abstract model into graph definition and state, and set the sharding of every parameter."""
     graph, state = nnx.split(model)
     flat = [
-        (path, v.replace(_at(model.strategy.sharding_of(v))(v.get_value()))) for path, v in nnx.to_flat_state(state)
+        (path, variable.replace(_at(model.strategy.sharding_of(variable))(variable.get_value())))
+        for path, variable in nnx.to_flat_state(state)
     ]
     return graph, nnx.from_flat_state(flat)
 
 
 def _decoding(model: CausalLM, job: CompileJob, rows: NamedSharding) -> tuple[Any, tuple[Any, ...]]:
-    """Decode one token per row, with a full cache that is updated in place."""
+    """Return the jitted decoding step and its abstract arguments.
+
+    The step decodes one token per row with a full cache, and updates the cache in place.
+    """
     graph, state = placed(model)
     cache = jax.eval_shape(lambda: model.empty_cache(job.work.batch, job.work.seq))
-    second = NamedSharding(rows.mesh, PartitionSpec(None, *rows.spec))
+    stacked_rows = NamedSharding(rows.mesh, PartitionSpec(None, *rows.spec))
     layers = tuple(
-        jax.tree.map(_at(second if isinstance(stack, ScannedStack) else rows), each)
-        for stack, each in zip(model.stacks, cache.layers, strict=True)
+        jax.tree.map(_at(stacked_rows if isinstance(stack, ScannedStack) else rows), cache_layers)
+        for stack, cache_layers in zip(model.stacks, cache.layers, strict=True)
     )
     cache = dataclasses.replace(jax.tree.map(_at(rows), cache), layers=layers)
     tokens = jax.ShapeDtypeStruct((job.work.batch, 1), jnp.int32, sharding=rows)
@@ -136,19 +142,19 @@ def _decoding(model: CausalLM, job: CompileJob, rows: NamedSharding) -> tuple[An
     return jax.jit(decode, donate_argnums=2), (state, tokens, cache)
 
 
-def _at(place: NamedSharding | None) -> Any:
-    return lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place)
+def _at(sharding: NamedSharding | None) -> Any:
+    return lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
 
 
 def program(job: CompileJob) -> Program:
-    """Compile the step of a job, and read memory and collectives from the compiled program."""
-    found = devices(job)
+    """Compile the step of a job and read its memory and collectives from the compiled program."""
+    mesh_devices = devices(job)
     sizes: dict[str, Any] = dict(job.mesh)
-    mesh = make_mesh(**sizes, devices=found, across=job.work.across)
-    made = traced(job, mesh)
-    operations, started = counted(made.jaxpr.jaxpr), time.perf_counter()
+    mesh = make_mesh(**sizes, devices=mesh_devices, across=job.work.across)
+    traced_step = traced(job, mesh)
+    operations, start = counted(traced_step.jaxpr.jaxpr), time.perf_counter()
     with jax.default_device(mesh.devices.flat[0]):  # as in `traced`
-        compiled = made.lower().compile()
+        compiled = traced_step.lower().compile()
     memory: Any = compiled.memory_analysis()
     return Program(
         memory.argument_size_in_bytes,
@@ -157,7 +163,7 @@ def program(job: CompileJob) -> Program:
         memory.alias_size_in_bytes,
         tuple(collectives(compiled.as_text(), job.mesh, job.work.across)),
         operations,
-        time.perf_counter() - started,
+        time.perf_counter() - start,
     )
 
 

@@ -1,8 +1,8 @@
-"""Compile a step for virtual CPU devices, a TPU slice or GPUs, in a separate process.
+"""Compile a step for virtual CPU devices, a TPU slice or GPUs, in a child process.
 
-The number of devices must be set before JAX starts, which requires a separate process. No
-accelerator is needed: libtpu (extra ``plan-tpu``) and the CUDA plugin (extra ``plan-gpu``) compile
-for devices that are not present.
+A child process is necessary because the number of devices must be set before JAX starts. No accelerator
+is needed: libtpu (extra ``plan-tpu``) and the CUDA plugin (extra ``plan-gpu``) compile for devices that
+are not present.
 """
 
 import dataclasses
@@ -28,14 +28,14 @@ LIMIT_S = 1800
 
 @dataclasses.dataclass(frozen=True)
 class CompileJob:
-    """A step to compile. The process builds the mesh of the strategy from ``mesh`` and ``device``."""
+    """A step to compile. The child process builds the mesh of the strategy from ``mesh`` and ``device``."""
 
     config: DecoderConfig
     strategy: Strategy
     mesh: Mapping[str, int]
     work: Work
     platform: str = CPU
-    device: str = ""  # XLA's name of the devices: a TPU topology such as v5p:4x8x8, or a GPU target such as h100
+    device: str = ""  # XLA's name of the hardware: a TPU topology such as v5p:4x8x8, or a GPU target such as h100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Program:
     Attributes:
         arguments, temporary, outputs, aliased: Bytes on one device.
         operations: Operations of the traced step on all devices.
-        seconds: Duration of the compilation.
+        seconds: Compilation time.
         warnings: Number of involuntary rematerializations reported by XLA.
     """
 
@@ -64,11 +64,11 @@ class Program:
         return self.arguments + self.temporary + self.outputs - self.aliased
 
 
-def target(kind: Hardware, platform: str) -> str:
-    """Return the compiler's name of the devices. Raises ValueError if a TPU slice has no shape."""
-    if platform == TPU and not kind.topology:
-        raise ValueError(f"compiling for {kind.name} needs the slice's shape, such as {kind.name}:4x4x4")
-    return {TPU: kind.topology, GPU: kind.name, CPU: ""}[platform]
+def target(device: Hardware, platform: str) -> str:
+    """Return XLA's name of the hardware. Raises ValueError for a TPU without the shape of a slice."""
+    if platform == TPU and not device.topology:
+        raise ValueError(f"compiling for {device.name} needs the shape of a slice, such as {device.name}:4x4x4")
+    return {TPU: device.topology, GPU: device.name, CPU: ""}[platform]
 
 
 def compile_program(job: CompileJob) -> Program:
@@ -78,38 +78,40 @@ def compile_program(job: CompileJob) -> Program:
     does not fit on a TPU.
     """
     env = dict(os.environ) | environment(job.platform, math.prod(job.mesh.values()))
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # to import the user's modules that define families
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # for the user's modules that define families
     env.pop("JAX_NUM_CPU_DEVICES", None)  # would override the number of virtual devices
     with tempfile.TemporaryDirectory() as folder:
-        given, made = Path(folder, "job"), Path(folder, "program")
-        given.write_bytes(pickle.dumps(job))
-        command = [sys.executable, "-m", "nnxmoe.apps.planning.child", str(given), str(made)]
-        where = job.device or job.platform
+        job_file, program_file = Path(folder, "job"), Path(folder, "program")
+        job_file.write_bytes(pickle.dumps(job))
+        command = [sys.executable, "-m", "nnxmoe.apps.planning.child", str(job_file), str(program_file)]
+        device = job.device or job.platform
         try:
-            done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT_S)
+            process = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT_S)
         except subprocess.TimeoutExpired:
-            raise RuntimeError(f"compiling for {where} took more than {LIMIT_S} s: plan a smaller step") from None
-        if done.returncode < 0:
+            raise RuntimeError(f"compiling for {device} took more than {LIMIT_S} s: plan a smaller step") from None
+        if process.returncode < 0:
             raise RuntimeError(
-                f"compiling for {where} was ended by signal {-done.returncode}, as where the memory of this machine is "
-                "short: plan a smaller step, or on a larger machine"
+                f"compiling for {device} was killed by signal {-process.returncode}, probably because this machine ran "
+                "out of memory: plan a smaller step, or use a larger machine"
             )
-        if done.returncode or not made.exists():
-            lines = [line for line in done.stderr.splitlines() if re.search("Error|exceed|required", line)]
-            last = lines[-1] if lines else done.stderr.strip()[-500:] or f"exit status {done.returncode}"
-            raise RuntimeError(f"the step does not compile for {where}: {last.strip()}")
-        program: Any = pickle.loads(made.read_bytes())
-    return dataclasses.replace(program, warnings=done.stderr.count("Involuntary full rematerialization"))
+        if process.returncode or not program_file.exists():
+            lines = [line for line in process.stderr.splitlines() if re.search("Error|exceed|required", line)]
+            last = lines[-1] if lines else process.stderr.strip()[-500:] or f"exit status {process.returncode}"
+            raise RuntimeError(f"the step does not compile for {device}: {last.strip()}")
+        program: Any = pickle.loads(program_file.read_bytes())
+    return dataclasses.replace(program, warnings=process.stderr.count("Involuntary full rematerialization"))
 
 
 def environment(platform: str, devices: int) -> dict[str, str]:
     """Return environment variables for a process that compiles for a platform.
 
-    They extend this process's variables. ``devices`` is the number of virtual CPU devices.
+    Args:
+        platform: cpu, gpu or tpu.
+        devices: Number of virtual devices if the platform is cpu.
     """
     flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", ""))
     flags = f"{flags} --xla_force_host_platform_device_count={devices if platform == CPU else 1}"
-    found = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags.strip(), "TQDM_DISABLE": "1"}
+    variables = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags.strip(), "TQDM_DISABLE": "1"}
     if platform == TPU:
-        found |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-    return found
+        variables |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    return variables

@@ -1,4 +1,4 @@
-"""`plan`: memory, time and traffic of a model on a mesh, by arithmetic or from a compiled step."""
+"""Plan the memory, time and traffic of a model on a mesh, by arithmetic or from a compiled step."""
 
 import dataclasses
 import math
@@ -33,16 +33,19 @@ from nnxmoe.runtime.hardware import CPU, Hardware
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Memory, operations, traffic and time of one step on a mesh. Printing it shows each figure's source.
+    """Memory, operations, traffic and time of one step on a mesh.
+
+    ``str(plan)`` lists every figure with its source.
 
     Attributes:
         bytes: Bytes on one device.
-        operations: Operations on all devices.
-        traffic: Estimate of the data that a device receives.
-        decode_bytes: Bytes that a device reads to decode one token per row.
-        routes: Mesh axis -> connection between its devices.
-        program: The compiled step, if ``compiled_for`` names a platform.
-        advice: Changes that were planned, with their results.
+        operations: Floating-point operations on all devices.
+        traffic: Estimated data that one device receives.
+        decode_bytes: Bytes that one device reads to decode one token per row.
+        routes: Maps a mesh axis to the connection between its devices.
+        program: The compiled step, or `None` if the step was not compiled.
+        compiled_for: Platform of ``program``, or an empty string.
+        advice: Changes that save memory, with their results. Empty if the step fits.
     """
 
     model: str
@@ -66,22 +69,22 @@ class Plan:
 
     @property
     def exact(self) -> bool:
-        """True if ``memory`` is from a step compiled for the planned hardware."""
+        """Whether ``memory`` is the memory of a step compiled for the planned hardware."""
         return self.program is not None and self.compiled_for == self.hardware.platform
 
     @property
     def memory(self) -> int:
-        """Bytes on one device while a step runs, from the step compiled for the hardware, else estimated."""
+        """Bytes on one device while a step runs. Estimated unless the step was compiled for the hardware."""
         return self.program.total if self.program is not None and self.exact else self.bytes.total
 
     @property
     def fits(self) -> bool:
-        """True if ``memory`` is at most the memory of a device."""
+        """Whether ``memory`` is at most the memory of a device."""
         return self.memory <= self.hardware.memory
 
     @property
     def bubble(self) -> float:
-        """Fraction of a step in which the stages of a pipeline wait."""
+        """Fraction of a step in which pipeline stages are idle."""
         if self.work.pipeline is None:
             return 0.0
         idle = (self.mesh[AXIS] - 1) / self.work.interleaved
@@ -89,21 +92,21 @@ class Plan:
 
     @property
     def times(self) -> dict[str, float]:
-        """Limiter -> seconds of one step if only this limiter took time, at the expected efficiency.
-
-        The limiters are compute, memory and network.
-        """
-        kind = self.hardware
+        """Seconds per step for each of compute, memory and network alone, at the expected efficiency."""
+        device = self.hardware
         network = sum(
-            seconds(one.kind, one.bytes, [self.routes[axis] for axis in one.axes], one.copies) for one in self.traffic
-        )
-        share, moved = self.efficiency.expected, self.decode_bytes / self.efficiency.expected
-        if self.work.train:  # state is read and written; gathered kernels are moved at least once
-            moved = 2 * (self.bytes.arguments + self.bytes.gradients) + sum(
-                t.bytes for t in self.traffic if t.what != "tokens"
+            seconds(
+                collective.kind, collective.bytes, [self.routes[axis] for axis in collective.axes], collective.copies
             )
-        compute = self.operations / self.devices / (kind.flops * share) / (1 - self.bubble)
-        return {"compute": compute, "memory": moved / kind.bandwidth, "network": network}
+            for collective in self.traffic
+        )
+        efficiency, moved_bytes = self.efficiency.expected, self.decode_bytes / self.efficiency.expected
+        if self.work.train:  # the state is read and written, and gathered kernels are moved at least once
+            moved_bytes = 2 * (self.bytes.arguments + self.bytes.gradients) + sum(
+                transfer.bytes for transfer in self.traffic if transfer.what != "tokens"
+            )
+        compute = self.operations / self.devices / (device.flops * efficiency) / (1 - self.bubble)
+        return {"compute": compute, "memory": moved_bytes / device.bandwidth, "network": network}
 
     @property
     def limiter(self) -> str:
@@ -112,9 +115,9 @@ class Plan:
 
     @property
     def efficiency(self) -> Efficiency:
-        """Share of peak that whole steps reach. In decoding, share of the bandwidth."""
-        if (given := self.hardware.efficiency) is not None:
-            return Efficiency(given, given, given, "as given")
+        """Fraction of the peak FLOP/s that whole steps reach, or in decoding of the memory bandwidth."""
+        if (efficiency := self.hardware.efficiency) is not None:
+            return Efficiency(efficiency, efficiency, efficiency, "as given")
         return Efficiency.of(self.hardware, self.config.experts > 0, self.work.train, self.work.compute)
 
     @property
@@ -126,21 +129,23 @@ class Plan:
     def range(self) -> tuple[float, float]:
         """Minimum and maximum seconds per step.
 
-        The minimum uses the highest efficiency of published runs. The maximum uses the lowest efficiency,
-        without overlap of the network.
+        The minimum assumes the highest efficiency of published runs. The maximum assumes the lowest
+        efficiency, and no overlap of the network with the rest.
         """
-        share, network = self.efficiency, self.times["network"]
+        efficiency, network = self.efficiency, self.times["network"]
         # The efficiency scales compute in training, and compute and memory in decoding.
         work = {name: time for name, time in self.times.items() if name != "network"}
-        fixed = work.pop("memory") if self.work.train else 0.0
-        whole = share.expected * max(work.values())
-        return max(whole / share.high, fixed, network), max(whole / share.low, fixed) + network
+        memory_seconds = work.pop("memory") if self.work.train else 0.0
+        peak_seconds = efficiency.expected * max(work.values())
+        return max(peak_seconds / efficiency.high, memory_seconds, network), max(
+            peak_seconds / efficiency.low, memory_seconds
+        ) + network
 
     def __str__(self) -> str:
         return printing.table(self)
 
     def plot(self, ax: Any = None) -> Any:
-        """Plot the bytes on one device as bars. Requires matplotlib (the extra ``notebooks``)."""
+        """Plot the bytes on one device as a bar chart. Requires matplotlib (the extra ``notebooks``)."""
         from nnxmoe import plot
 
         sizes = {name: size / 1e9 for name, size in dataclasses.asdict(self.bytes).items() if size > 1e-4 * self.memory}
@@ -163,100 +168,101 @@ def plan(
     advise: bool = True,
     **choices: Any,
 ) -> Plan:
-    """Plan a training step (AdamW, float32 state), or one decoded token per row.
+    """Plan one training step (AdamW, float32 state) or one decoding step.
 
     Args:
-        model: A config, a preset, a folder or a hub id. Only config.json is fetched.
-        mesh: Sizes of mesh axes, as a mapping or as in the command line: ``"fsdp=16,expert=16"``.
-        batch, seq: Rows on all devices, and tokens per row or in the cache.
-        on: The devices, such as ``h100`` or ``tpu-v5p:4x4x4``.
-        strategy: The strategy to compile, without a mesh. Its rules, pipeline, remat and exchange
-            determine the plan.
-        compile_for: ``"cpu"`` compiles the step for virtual devices, ``"device"`` for the named
-            hardware.
-        advise: Also plan changes if the step does not fit.
-        choices: Fields of `nnxmoe.apps.planning.work.Work`, except fields set by ``strategy``.
+        model: A config, a preset, a folder or a hub id. Only config.json is downloaded.
+        mesh: Sizes of mesh axes, as a mapping or as a string such as ``"fsdp=16,expert=16"``.
+        batch: Rows per step, on all devices together.
+        seq: Tokens per row in training, or tokens per row in the cache in decoding.
+        on: Hardware, such as ``h100`` or ``tpu-v5p:4x4x4``.
+        train: Plan a training step. If False, plan the decoding of one token per row.
+        strategy: Strategy without a mesh. The plan uses its rules, pipeline, remat and exchange.
+        compile_for: ``"cpu"`` compiles the step for virtual CPU devices, ``"device"`` for the hardware.
+        advise: If the step does not fit, also plan changes that save memory.
+        choices: Fields of `nnxmoe.apps.planning.work.Work`, except fields that ``strategy`` sets.
 
     Raises:
-        ValueError: If the mesh or the torus does not fit the model or the step.
-        RuntimeError: If the step does not compile.
+        ValueError: If the mesh does not fit the model, the batch or the torus of the hardware, or if
+            options are invalid.
+        RuntimeError: If the step fails to compile.
     """
     if strategy is not None and not isinstance(strategy, Strategy):
-        raise ValueError(f"plan(strategy={short(strategy)}): give a Strategy, or None")
+        raise ValueError(f"plan(strategy={short(strategy)}): use a Strategy, or None")
     if compile_for not in (None, "cpu", "device"):
         raise ValueError(f"plan(compile_for={short(compile_for)}): use 'cpu' or 'device', or None")
     if not isinstance(advise, bool):
-        raise ValueError(f"plan(advise={short(advise)}): give True or False")
+        raise ValueError(f"plan(advise={short(advise)}): use True or False")
     name, config = read_model(model)
     work = Work(batch, seq, train, **choices)
     work.check()
     work = work if strategy is None else work.of(strategy)
-    made = _by_arithmetic(name, config, hardware(on), abstract_mesh(mesh), work)
-    if advise and strategy is None:  # `search` tries one choice on many meshes
-        refuse_without_effect(made, work)
+    step_plan = _by_arithmetic(name, config, hardware(on), abstract_mesh(mesh), work)
+    if advise and strategy is None:  # `search` tries the same options on meshes where some have no effect
+        refuse_without_effect(step_plan, work)
     if compile_for is not None:
-        if told := [name for name in PLANNED_ONLY if getattr(work, name) != getattr(Work, name)]:
-            raise ValueError(f"{told[0]} is planned by arithmetic only: leave it out, or do not compile")
-        made = _compiled(made, strategy, compile_for)
-    if advise and not made.fits:
-        made = dataclasses.replace(made, advice=advice.changes(made, _by_arithmetic))
-    return made
+        if unsupported_fields := [name for name in PLANNED_ONLY if getattr(work, name) != getattr(Work, name)]:
+            raise ValueError(f"{unsupported_fields[0]} is planned by arithmetic only: omit it, or do not compile")
+        step_plan = _compiled(step_plan, strategy, compile_for)
+    if advise and not step_plan.fits:
+        step_plan = dataclasses.replace(step_plan, advice=advice.changes(step_plan, _by_arithmetic))
+    return step_plan
 
 
-def _by_arithmetic(name: str, config: DecoderConfig, kind: Hardware, mesh: AnyMesh, work: Work) -> Plan:
+def _by_arithmetic(name: str, config: DecoderConfig, device: Hardware, mesh: AnyMesh, work: Work) -> Plan:
     work.check_mesh(mesh)
     shape = dict(mesh.shape)
-    refuse_unheld(kind, {axis: size for axis, size in shape.items() if axis != work.across})
-    rows_per_device(work.batch // work.accumulate, mesh)  # raises ValueError if the parts do not divide
+    refuse_unheld(device, {axis: size for axis, size in shape.items() if axis != work.across})
+    rows_per_device(work.batch // work.accumulate, mesh)  # raises ValueError if the batch is not divisible
     step = PlannedStep.of(config, mesh, work)
     return Plan(
         name,
         config,
-        kind,
+        device,
         shape,
         dataclasses.replace(work, chunks=step.chunks),
         bytes_of(step),
         operations(step),
         tuple(traffic(step)),
         bytes_read(step),
-        routes(kind, shape, work.across),
+        routes(device, shape, work.across),
     )
 
 
-def refuse_without_effect(made: Plan, work: Work) -> None:
-    """Raise ValueError for options of an exchange or a pipeline that the mesh does not have."""
-    exchanged = made.config.experts and made.mesh["expert"] > 1
-    asked = {
+def refuse_without_effect(step_plan: Plan, work: Work) -> None:
+    """Raise ValueError for options of the expert exchange or the pipeline if the mesh has none."""
+    has_exchange = step_plan.config.experts and step_plan.mesh["expert"] > 1
+    exchange_options = {
         "buffer_factor": work.buffer_factor,
         "node_copies": work.node_copies or None,
         "chunks": None if work.chunks == 1 else work.chunks,
     }
-    for name, value in asked.items():
-        if not exchanged and value is not None:
+    for name, value in exchange_options.items():
+        if not has_exchange and value is not None:
             raise ValueError(
-                f"{name}={value}: no tokens are sent to experts: leave it out, or give a model with "
-                "experts a mesh axis expert"
+                f"{name}={value}: no tokens are sent to experts: omit it, or use a model with experts "
+                "and a mesh axis expert"
             )
     if work.interleaved > 1 and work.microbatches is None:
-        raise ValueError(f"interleaved={work.interleaved}: there are no pipeline stages: give microbatches too")
+        raise ValueError(f"interleaved={work.interleaved}: there are no pipeline stages: set microbatches too")
 
 
-def _compiled(made: Plan, strategy: Strategy | None, compile_for: str) -> Plan:
-    """Compile the step of a plan."""
-    platform = CPU if compile_for == "cpu" else made.hardware.platform
-    pipeline, device = made.work.pipeline, target(made.hardware, platform)
-    strategy = strategy or default_strategy(made.config, made.mesh, platform, made.work)
+def _compiled(step_plan: Plan, strategy: Strategy | None, compile_for: str) -> Plan:
+    """Return the plan with its compiled step."""
+    platform = CPU if compile_for == "cpu" else step_plan.hardware.platform
+    pipeline, device = step_plan.work.pipeline, target(step_plan.hardware, platform)
+    strategy = strategy or default_strategy(step_plan.config, step_plan.mesh, platform, step_plan.work)
     stacking = strategy.stacking if pipeline is None else Scanned()
-    strategy = dataclasses.replace(strategy, rules=made.work.rules, pipeline=pipeline, stacking=stacking)
-    job = CompileJob(made.config, strategy, made.mesh, made.work, platform, device)
-    return dataclasses.replace(made, program=compile_program(job), compiled_for=platform)
+    strategy = dataclasses.replace(strategy, rules=step_plan.work.rules, pipeline=pipeline, stacking=stacking)
+    job = CompileJob(step_plan.config, strategy, step_plan.mesh, step_plan.work, platform, device)
+    return dataclasses.replace(step_plan, program=compile_program(job), compiled_for=platform)
 
 
 def default_strategy(config: DecoderConfig, mesh: Mapping[str, int], platform: str, work: Work) -> Strategy:
-    """Return a strategy with scanned layers, and with rematerialization if ``work`` trains with remat.
+    """Return ``Strategy.auto`` for the platform, with scanned layers.
 
-    Experts are sharded over the expert axis if it has several devices. The kernels are as chosen by
-    ``Strategy.auto`` for the platform.
+    Adds rematerialization if ``work`` trains with remat, and expert parallelism if the expert axis has
+    several devices.
     """
     exchange = ChunkedExchange(RaggedAllToAll(work.buffer_factor), work.chunks)
     dispatch = ExpertParallel(Sorted(), exchange) if config.experts and mesh["expert"] > 1 else Sorted()
@@ -269,11 +275,11 @@ def default_strategy(config: DecoderConfig, mesh: Mapping[str, int], platform: s
 
 
 def read_model(model: DecoderConfig | str | os.PathLike[str]) -> tuple[str, DecoderConfig]:
-    """Return the name and the config of the ``model`` argument of `plan`."""
+    """Resolve the ``model`` argument of `plan` to a name and a config."""
     if isinstance(model, DecoderConfig):
         return next((name for name, config in PRESETS.items() if config == model), model.model_type), model
-    if (found := preset(model)) is not None:
-        return str(model).lower(), found
+    if (preset_config := preset(model)) is not None:
+        return str(model).lower(), preset_config
     if (folder := local_folder(model, ValueError)) is None:
         if "/" not in str(model):
             raise ValueError(f"{model} is neither a folder nor a preset{near_presets(model)}")

@@ -1,4 +1,4 @@
-"""A step of a model on a mesh: its parameters, their shards, and each device's tokens, from shapes."""
+"""Parameters, shards and tokens per device of one step of a model on a mesh, computed from shapes."""
 
 import dataclasses
 import functools
@@ -27,32 +27,32 @@ from nnxmoe.models import model_class
 from nnxmoe.moe.expert_parallel import min_chunks
 from nnxmoe.sharding_rules import axes_per_dimension, check_mesh, shard_count
 
-# Bytes per element of a trained parameter, and of an activation or a decoded weight.
+# Bytes per element of a trained parameter or its gradient (float32), and of an activation (bfloat16).
 STATE, VALUES = 4, 2
 
 
-# Name of a parameter's traffic in the printed plan. "embedding" includes the final norm.
+# Label of a parameter's traffic in the printed plan. "embedding" includes the final norm.
 Role = Literal["experts", "layers", "head", "embedding"]
 
 
 @dataclasses.dataclass(frozen=True)
 class ParamSize:
-    """The size of one variable, its shards and its role.
+    """Size, shards and role of one variable.
 
     Attributes:
         key: Path without layer numbers.
         size: Number of elements.
         over: Mesh axes that shard each dimension.
-        trained: True for an `nnx.Param`.
-        kernel: True for the kernel of a linear map.
-        role: Part of the model. A tied embedding is the head.
-        experts: E of a variable with an expert dimension, else 0.
+        trained: Whether the variable is an `nnx.Param`.
+        kernel: Whether the variable is the kernel of a linear map.
+        role: Part of the model. A tied embedding has the role ``"head"``.
+        experts: Number of experts (E), or 0 without an expert dimension.
         itemsize: Bytes per element of a variable that is not trained.
-        layers: Number of layers of the variable; 0 outside of the stacks.
-        staged: True if a pipeline shards these layers over its stages.
-        stack: Number of the layer stack.
-        width: Elements per row of a kernel's input and output together, per expert if it has experts.
-        stored: Bytes per element of a frozen parameter.
+        layers: Number of stacked layers, or 0 outside the layer stacks.
+        staged: Whether a pipeline shards the layers over its stages.
+        stack: Index of the layer stack, or `None` outside the layer stacks.
+        width: Input features plus output features of a kernel, or of one expert's kernel.
+        stored: Bytes per element if the parameter is frozen.
     """
 
     key: str
@@ -76,13 +76,13 @@ class ParamSize:
 
     @property
     def is_table(self) -> bool:
-        """True for the embedding table, in which rows are looked up."""
+        """Whether the variable is the embedding table."""
         return self.key == "embed.table"
 
 
 @dataclasses.dataclass(frozen=True)
 class PlannedStep:
-    """The work of a step and the variables of its model, from which all estimates are computed."""
+    """Config, mesh and work of a step, and the variables of its model."""
 
     config: Any
     mesh: AnyMesh
@@ -91,9 +91,9 @@ class PlannedStep:
 
     @classmethod
     def of(cls, config: DecoderConfig, mesh: AnyMesh, work: Work) -> "PlannedStep":
-        """List the variables of a model.
+        """Create the step and list the variables of its model.
 
-        Raises ValueError if the rules cannot shard a variable, or if ``quantize`` fits no variable.
+        Raises ValueError if the rules cannot shard a variable, or if ``quantize`` applies to no variable.
         """
         stages = None if work.pipeline is None else stages_of(mesh)
         model, parts = _scanned(config, stages), list[ParamSize]()
@@ -127,7 +127,7 @@ class PlannedStep:
 
     @property
     def chunks(self) -> int:
-        """Number of slices of an exchange between experts. Decoding of one token per row is not sliced."""
+        """Number of chunks of the expert exchange. Decoding defaults to one chunk."""
         size = self.mesh.shape["expert"]
         if not self.config.experts or size == 1:
             return 1
@@ -145,7 +145,7 @@ class PlannedStep:
 
     @property
     def tokens_per_row(self) -> int:
-        """Tokens of each row on one device. Raises ValueError if ``context`` does not divide the row."""
+        """Tokens per row on one device. Raises ValueError if ``context`` does not divide the row."""
         seq, parts = self.work.seq, self.mesh.shape[CONTEXT]
         if not self.work.train:
             return 1
@@ -155,10 +155,10 @@ class PlannedStep:
 
     @property
     def keys_per_token(self) -> int:
-        """Bytes of a token's keys and values, or latents, in all layers, in bfloat16.
+        """Bytes of one token's keys and values, or MLA latents, in all layers in bfloat16.
 
-        The tensor axis shards keys, but not latents. The state of a recurrence is not counted, since all
-        tokens share it.
+        The tensor axis shards keys, but not latents. Recurrent states are not counted, since their size
+        does not depend on the number of tokens.
         """
         has_keys = any(part.key.endswith("attention.k.kernel") for part in self.parts)
         size = sum(size for slots, size in cache_sizes(self.config).items() if slots != 1)
@@ -169,12 +169,12 @@ class PlannedStep:
         return part.size // shard_count(self.mesh, part.axes)
 
     def gathered(self, part: ParamSize) -> int:
-        """Count the elements per layer of a variable on one device, after gathering over the token axes."""
+        """Count the elements per layer of a variable on one device after the all-gather over the token axes."""
         axes = [axis for axis in part.axes if axis not in TOKEN_AXES or (axis == "expert" and part.experts)]
         return part.size // max(1, part.layers) // shard_count(self.mesh, axes)
 
     def runs(self, part: ParamSize) -> int:
-        """Count how often a step computes the layers of a variable."""
+        """Count the layer computations per step and device that use a variable."""
         if part.staged:
             return part.layers // stages_of(self.mesh) * self.work.turns(self.mesh)
         return max(1, part.layers) * self.work.accumulate
@@ -192,7 +192,7 @@ def _bytes_of_codes(config: DecoderConfig, stages: int | None, method: Method | 
     """Map the path of each quantized kernel to the bytes of its codes and scales."""
     model, sizes = _build(config, stages), Counter[tuple[Any, ...]]()
     quantize_structure(model, method, jnp.bfloat16)
-    kernels = {place.path for place in quantized_kernels(model)}
+    kernels = {kernel.path for kernel in quantized_kernels(model)}
     for parameter in parameters(model, codes=True):
         if (path := parameter.path[:-1]) in kernels:
             sizes[tuple(path)] += math.prod(parameter.shape) * jnp.dtype(parameter.variable.dtype).itemsize
@@ -200,19 +200,21 @@ def _bytes_of_codes(config: DecoderConfig, stages: int | None, method: Method | 
 
 
 def rows_per_device(batch: int, mesh: AnyMesh) -> int:
-    """Return the rows of a batch on each device. Raises ValueError if they do not divide."""
-    over = [axis for axis in BATCH_AXES if mesh.shape[axis] > 1]
-    count = shard_count(mesh, over)
-    if batch % count:
-        names = " x ".join(over)
-        raise ValueError(f"a batch of {batch} rows is not divisible by the {count} devices of {names}: use a multiple")
-    return batch // count
+    """Return the rows of a batch on each device. Raises ValueError if the batch is not divisible."""
+    batch_axes = [axis for axis in BATCH_AXES if mesh.shape[axis] > 1]
+    num_shards = shard_count(mesh, batch_axes)
+    if batch % num_shards:
+        names = " x ".join(batch_axes)
+        raise ValueError(
+            f"a batch of {batch} rows is not divisible by the {num_shards} devices of {names}: use a multiple"
+        )
+    return batch // num_shards
 
 
 def cache_per_token(model: CausalLM) -> dict[int | None, int]:
-    """Map cache capacities to the bytes per token and row of all layers with that capacity.
+    """Map each cache capacity to the cache bytes per token and row of all layers with this capacity.
 
-    A capacity is in tokens, or None without a limit.
+    Capacities are in tokens, or `None` without a limit. Recurrent states have capacity 1.
     """
 
     def size(attention: Any, capacity: int) -> int:
@@ -230,7 +232,7 @@ def cache_per_token(model: CausalLM) -> dict[int | None, int]:
 
 
 def _build(config: DecoderConfig, stages: int | None) -> CausalLM:
-    """Build the model without arrays, with layers stacked by `Scanned` or by a `Pipeline` of these stages."""
+    """Build the abstract model, with layers stacked by `Scanned`, or by a `Pipeline` if ``stages`` is set."""
     strategy = Strategy(stacking=Scanned(), pipeline=None if stages is None else Pipeline(stages, stages))
     return model_class(config)(config, strategy, rngs=None, dtype=jnp.bfloat16)
 
@@ -240,11 +242,11 @@ _scanned = functools.lru_cache(maxsize=8)(_build)
 
 @functools.lru_cache(maxsize=8)
 def cache_sizes(config: DecoderConfig) -> dict[int | None, int]:
-    """Return `cache_per_token` of the model without arrays."""
+    """Return `cache_per_token` of the abstract model."""
     return cache_per_token(abstract(config))
 
 
 @functools.lru_cache(maxsize=8)
 def abstract(config: DecoderConfig) -> CausalLM:
-    """Build the model without arrays, with unrolled layers."""
+    """Build the abstract model with unrolled layers."""
     return model_class(config)(config, Strategy(), rngs=None, dtype=jnp.bfloat16)

@@ -1,4 +1,4 @@
-"""Runs published by others, with the share of peak that whole steps reached."""
+"""Published runs, with the share of the peak that whole steps reached."""
 
 import dataclasses
 import functools
@@ -16,15 +16,15 @@ _FILE = Path(__file__).with_name("published.json")
 
 @dataclasses.dataclass(frozen=True)
 class PublishedRun:
-    """A published run: the arguments of `plan`, its ``seconds`` per step and its source.
+    """A published run: the arguments of `plan`, the ``seconds`` per step and the source.
 
     Attributes:
-        experts: True if the model has experts.
-        efficiency: Share of peak at which our operation count takes the published time. In decoding,
-            share of bandwidth at which our byte count does. A test checks it.
+        experts: Whether the model has experts.
+        efficiency: Share of the peak at which the operations that `plan` counts take the published time.
+            In decoding, share of the bandwidth at which the bytes that `plan` counts take this time.
         choices: Further arguments of `plan`, fields of `Work`.
-        gflops_per_token: Published operations per second and device over tokens per second and
-            device, if the publisher halves causal attention.
+        gflops_per_token: Published operations per token in billions, if the publisher counts half of
+            causal attention.
     """
 
     model: str
@@ -43,12 +43,12 @@ class PublishedRun:
 
     @property
     def compute(self) -> str:
-        """Dtype of products."""
+        """Dtype of matrix products."""
         return self.choices.get("compute", "bf16")
 
     @property
     def kind(self) -> str:
-        """Kind of device, without the shape of a slice."""
+        """Name of the hardware, without the shape of a slice."""
         return self.on.partition(":")[0]
 
     def __str__(self) -> str:
@@ -64,7 +64,7 @@ def published() -> tuple[PublishedRun, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Efficiency:
-    """Share of peak that whole steps reach: lowest, expected and highest. In decoding, share of bandwidth.
+    """Lowest, expected and highest share of the peak that whole steps reach. In decoding, share of the bandwidth.
 
     Attributes:
         why: Source of the shares.
@@ -77,25 +77,28 @@ class Efficiency:
 
     @classmethod
     def of(cls, kind: Hardware, experts: bool, train: bool = True, compute: str = "bf16") -> "Efficiency":
-        """Return the efficiency of published runs on the same kind of device with similar models.
+        """Return the efficiency of published runs of similar models on the same hardware.
 
-        Without such runs, uses runs on the same platform, then all runs. Decoding and FP8 have too few runs
-        to distinguish models with experts from models without. The peak is of bfloat16, also for FP8.
+        Without such runs, uses runs on the same platform, else all runs. Models with and without experts are
+        not distinguished for decoding and FP8, because these have too few runs. The peak is the bfloat16
+        peak, also for FP8.
         """
         name = kind.name.partition(":")[0]
-        whole = not train or compute != "bf16"
-        alike = [run for run in published() if run.train == train and (whole or run.experts == experts)]
-        alike = [run for run in alike if run.compute == compute or not train]
-        own = [run.efficiency for run in alike if run.kind == name]
-        near = [run.efficiency for run in alike if run.kind.startswith("tpu") == (kind.platform == "tpu")]
-        found = own or near or [run.efficiency for run in alike]
-        what = f"models {'with' if experts else 'without'} experts" if train else "decoding"
-        what = f"training in {compute}" if train and whole else what
-        what = f"{len(found)} published runs of {what} on "
-        where = name if own else f"other devices: none on {name}"
-        middle = statistics.median(found)
-        # Widen the range, since few runs do not show the whole spread.
-        return cls(min(*found, 0.75 * middle), middle, min(0.95, max(*found, 1.25 * middle)), what + where)
+        any_model = not train or compute != "bf16"
+        similar_runs = [run for run in published() if run.train == train and (any_model or run.experts == experts)]
+        similar_runs = [run for run in similar_runs if run.compute == compute or not train]
+        same_hardware = [run.efficiency for run in similar_runs if run.kind == name]
+        same_platform = [
+            run.efficiency for run in similar_runs if run.kind.startswith("tpu") == (kind.platform == "tpu")
+        ]
+        shares = same_hardware or same_platform or [run.efficiency for run in similar_runs]
+        runs_text = f"models {'with' if experts else 'without'} experts" if train else "decoding"
+        runs_text = f"training in {compute}" if train and any_model else runs_text
+        runs_text = f"{len(shares)} published runs of {runs_text} on "
+        device_text = name if same_hardware else f"other devices: none on {name}"
+        median = statistics.median(shares)
+        # Widen the range, since a few runs do not show the full spread.
+        return cls(min(*shares, 0.75 * median), median, min(0.95, max(*shares, 1.25 * median)), runs_text + device_text)
 
 
 def nearest(model: str, kind: Hardware, experts: bool, devices: int, train: bool) -> PublishedRun:

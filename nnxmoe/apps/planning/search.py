@@ -1,4 +1,4 @@
-"""`search`: find the best meshes for a number of devices, by arithmetic."""
+"""Search the best meshes for a number of devices, by arithmetic."""
 
 import contextlib
 import dataclasses
@@ -25,20 +25,23 @@ def search(
     microbatches: int | None = None,
     **options: Any,
 ) -> list[Plan]:
-    """Return the best plans of all meshes of this many devices.
+    """Return the best plans among all meshes of ``devices`` devices.
 
-    The best plans are the fastest plans that fit. If no plan fits, they need the least memory. Meshes
-    that cannot shard the model or the batch are left out.
+    The best plans are the fastest plans that fit, or the plans with the least memory if no plan fits.
+    Meshes that cannot shard the model or the batch are skipped.
 
     Args:
+        model: See `plan`.
+        devices: Number of devices.
         most: Maximum number of plans.
         microbatches: If set, include meshes with up to this many pipeline stages.
-        options: Arguments of `plan`.
+        options: Further arguments of `plan`.
 
     Raises:
-        ValueError: If no mesh can shard the model and the batch, or for an option that no mesh allows.
+        ValueError: If no mesh can shard the model and the batch, or if an option is invalid or has no
+            effect on any mesh.
     """
-    found, reason = list[Plan](), ""
+    plans, reason = list[Plan](), ""
     name, config = read_model(model)
     devices, most = check_positive("search", "devices", devices), check_positive("search", "most", most)
     if microbatches is not None:
@@ -47,13 +50,13 @@ def search(
     for mesh in _meshes(devices, microbatches or 1, _contexts(**options)):
         try:
             parts = microbatches if mesh[AXIS] > 1 else None
-            one = plan(config, mesh, advise=False, microbatches=parts, **options)
-            found.append(dataclasses.replace(one, model=name))
+            candidate = plan(config, mesh, advise=False, microbatches=parts, **options)
+            plans.append(dataclasses.replace(candidate, model=name))
         except ValueError as error:
             reason = reason or str(error)
-    if not found:
-        raise ValueError(f"no mesh of {devices} devices holds the model and the batch: {reason}")
-    return _best(found)[:most]
+    if not plans:
+        raise ValueError(f"no mesh of {devices} devices can shard the model and the batch: {reason}")
+    return _best(plans)[:most]
 
 
 def best_of(
@@ -65,69 +68,70 @@ def best_of(
     most: int = 10,
     **options: Any,
 ) -> list[Plan]:
-    """Search meshes, batch sizes and, for training, with and without rematerialization.
+    """Return the best plans among meshes, batch sizes and, for training, with or without rematerialization.
 
-    Tries 1 to 64 rows per device, or per group of devices that share rows on the axis ``context``.
-    Returns the plans with the most tokens per second, or the plans with the least memory if no plan
-    fits. See `search`.
+    Tries 1 to 64 rows per device, or per group of devices that shard rows over the axis ``context``. The
+    best plans have the most tokens per second, or the least memory if no plan fits. See `search`.
     """
     devices, most = check_positive("search", "devices", devices), check_positive("search", "most", most)
     seq = check_positive("search", "seq", seq)
-    options, found, meshes = {"seq": seq, "train": train, **options}, list[Plan](), list[Plan]()
+    options, plans, meshes = {"seq": seq, "train": train, **options}, list[Plan](), list[Plan]()
     for parts in _contexts(**options):
         if devices % parts == 0:
-            refused = (ValueError,) if parts > 1 else ()  # raised for a model that cannot split rows
-            with contextlib.suppress(*refused):
+            expected_errors = (ValueError,) if parts > 1 else ()  # raised if the model does not support sharded rows
+            with contextlib.suppress(*expected_errors):
                 rows = devices // parts * options.get("accumulate", 1)
-                every = search(model, devices, batch=rows, most=1000, **options)
-                meshes += [one for one in every if one.mesh[CONTEXT] == parts][:6]
+                all_plans = search(model, devices, batch=rows, most=1000, **options)
+                meshes += [candidate for candidate in all_plans if candidate.mesh[CONTEXT] == parts][:6]
     name = meshes[0].model
-    for one in meshes:
+    for candidate in meshes:
         for rows in (1, 2, 4, 8, 16, 32, 64):
             for remat in (True, False) if train else (True,):
-                with contextlib.suppress(ValueError):  # the batch does not divide
-                    asked = {"batch": rows * devices // one.mesh[CONTEXT], "remat": remat}
-                    asked["microbatches"] = one.work.microbatches  # None on meshes without stages
-                    made = plan(one.config, one.mesh, advise=False, **options | asked)
-                    found.append(dataclasses.replace(made, model=name))
-    return _best(found)[:most]
+                with contextlib.suppress(ValueError):  # the batch is not divisible
+                    overrides = {"batch": rows * devices // candidate.mesh[CONTEXT], "remat": remat}
+                    overrides["microbatches"] = candidate.work.microbatches  # None on meshes without pipeline stages
+                    step_plan = plan(candidate.config, candidate.mesh, advise=False, **options | overrides)
+                    plans.append(dataclasses.replace(step_plan, model=name))
+    return _best(plans)[:most]
 
 
 def _check_options(config: DecoderConfig, devices: int, microbatches: int | None, **options: Any) -> None:
     """Raise ValueError for options that are invalid or have no effect on any mesh.
 
-    Plans the options for one device.
+    Checks the options by planning them for one device.
     """
     if options.get("compile_for") is not None:
-        raise ValueError("search compares meshes by arithmetic: leave compile_for out, then compile the best plan")
+        raise ValueError("search compares meshes by arithmetic: omit compile_for, then compile the best plan")
     if microbatches is not None and not options.get("train", True):
-        raise ValueError(f"microbatches={microbatches}: pipeline stages do not decode: leave it out")
-    anywhere: Any = dataclasses.replace(hardware(options.get("on", "h100")), torus=())
-    one = plan(config, {}, advise=False, **options | {"on": anywhere})
+        raise ValueError(f"microbatches={microbatches}: pipelines do not support decoding: omit it")
+    hardware_without_torus: Any = dataclasses.replace(hardware(options.get("on", "h100")), torus=())
+    single_device_plan = plan(config, {}, advise=False, **options | {"on": hardware_without_torus})
     if options.get("strategy") is None:
-        most = dataclasses.replace(one, mesh={**one.mesh, "expert": devices})
+        widest_plan = dataclasses.replace(single_device_plan, mesh={**single_device_plan.mesh, "expert": devices})
         work = Work(**{key: value for key, value in options.items() if key in _WORK}, microbatches=microbatches)
-        refuse_without_effect(most, work)
+        refuse_without_effect(widest_plan, work)
 
 
-def _best(found: list[Plan]) -> list[Plan]:
+def _best(plans: list[Plan]) -> list[Plan]:
     """Sort the plans that fit by tokens per second, or all plans by memory if no plan fits."""
-    if fitting := [one for one in found if one.fits]:
-        return sorted(fitting, key=lambda one: (one.seconds / one.work.tokens, one.memory))
-    return sorted(found, key=lambda one: one.memory)
+    if fitting_plans := [candidate for candidate in plans if candidate.fits]:
+        return sorted(
+            fitting_plans, key=lambda candidate: (candidate.seconds / candidate.work.tokens, candidate.memory)
+        )
+    return sorted(plans, key=lambda candidate: candidate.memory)
 
 
 def _contexts(*, seq: int, train: bool = True, **_: Any) -> list[int]:
-    """Return the possible sizes of the axis ``context``.
+    """Return the sizes of the axis ``context`` to search.
 
-    These are 1 and, for training, larger sizes with at least 8192 tokens per part of a row.
+    These are 1 and, for training, larger sizes with at least 8192 tokens per shard of a row.
     """
     return [parts for parts in (1, 2, 4, 8, 16, 32) if parts == 1 or (train and seq // parts >= 8192)]
 
 
 def _meshes(devices: int, stages: int, contexts: list[int]) -> list[dict[str, int]]:
     sizes = [n for n in range(1, devices + 1) if devices % n == 0]
-    found = [
+    all_shapes = [
         {AXIS: pipe, "data": data, CONTEXT: parts, "expert": expert, "tensor": tensor}
         for pipe in sizes
         for data in sizes
@@ -136,5 +140,5 @@ def _meshes(devices: int, stages: int, contexts: list[int]) -> list[dict[str, in
         for tensor in sizes
         if pipe <= stages and tensor <= 8
     ]
-    fitting = [mesh for mesh in found if devices % math.prod(mesh.values()) == 0]
-    return [{**mesh, "fsdp": devices // math.prod(mesh.values())} for mesh in fitting]
+    shapes = [mesh for mesh in all_shapes if devices % math.prod(mesh.values()) == 0]
+    return [{**mesh, "fsdp": devices // math.prod(mesh.values())} for mesh in shapes]

@@ -1,4 +1,4 @@
-"""Named devices of a plan, tori that fit a mesh, and the links of mesh axes."""
+"""Look up hardware by name, map mesh axes to a TPU torus, and estimate the time of collectives."""
 
 import dataclasses
 import itertools
@@ -13,57 +13,63 @@ _TOPOLOGIES = {"tpu-v4": "v4", "tpu-v5e": "v5e", "tpu-v5p": "v5p", "tpu-v6e": "v
 
 
 def hardware(name: str | Hardware) -> Hardware:
-    """Return the hardware for a name such as ``h100``, or ``tpu-v5p:4x8x8`` with a slice's torus."""
+    """Return the hardware with a name such as ``h100``, or ``tpu-v5p:4x8x8`` for a slice with this torus."""
     if isinstance(name, Hardware):
         return name
     if not isinstance(name, str):
-        raise ValueError(f"hardware {short(name)}: give a name such as 'h100', or a Hardware")
+        raise ValueError(f"hardware {short(name)}: use a name such as 'h100', or a Hardware")
     kind, _, shape = name.lower().partition(":")
     if kind not in TABLE or (shape and (TABLE[kind].platform != TPU or not re.fullmatch(r"\d+(x\d+){1,2}", shape))):
         near = did_you_mean(kind, TABLE) if kind not in TABLE else ""
-        known = f"use one of {', '.join(TABLE)}, TPUs as in tpu-v5p:4x8x8"
+        known = f"use one of {', '.join(TABLE)}, or for a TPU slice a name such as tpu-v5p:4x8x8"
         raise ValueError(f"hardware {name!r} is not known: {known}{near}")
-    found = TABLE[kind]
+    device = TABLE[kind]
     if not shape:
-        return found
+        return device
     torus = tuple(int(size) for size in shape.split("x"))
-    return dataclasses.replace(found, name=f"{kind}:{shape}", torus=torus, topology=f"{_TOPOLOGIES[kind]}:{shape}")
+    return dataclasses.replace(device, name=f"{kind}:{shape}", torus=torus, topology=f"{_TOPOLOGIES[kind]}:{shape}")
 
 
-def refuse_unheld(kind: Hardware, mesh: Mapping[str, int]) -> None:
-    """Raise ValueError for a mesh that does not fit the torus of a named slice.
+def refuse_unheld(device: Hardware, mesh: Mapping[str, int]) -> None:
+    """Raise ValueError if the mesh does not fit the torus of a named slice.
 
-    A mesh axis must be a product of whole physical axes, as in ``jax.experimental.mesh_utils``.
+    Each mesh axis must be a product of whole physical axes, as in ``jax.experimental.mesh_utils``.
     """
-    if not kind.torus:
+    if not device.torus:
         return
-    devices, chips = math.prod(mesh.values()), math.prod(kind.torus)
-    per_chip = kind.dies
-    if devices != chips * per_chip:
-        raise ValueError(f"{kind.name} has {chips * per_chip} devices and the mesh {dict(mesh)} {devices}: change one")
-    physical = [*kind.torus, *([per_chip] if per_chip > 1 else [])]
-    wanted = [size for size in mesh.values() if size > 1]
-    if _held(wanted, [size for size in physical if size > 1]) is None:
+    devices, chips = math.prod(mesh.values()), math.prod(device.torus)
+    devices_per_chip = device.dies
+    if devices != chips * devices_per_chip:
+        raise ValueError(
+            f"{device.name} has {chips * devices_per_chip} devices and the mesh {dict(mesh)} {devices}: "
+            "change the mesh or the slice"
+        )
+    physical = [*device.torus, *([devices_per_chip] if devices_per_chip > 1 else [])]
+    axis_sizes = [size for size in mesh.values() if size > 1]
+    if _held(axis_sizes, [size for size in physical if size > 1]) is None:
         sizes = sorted(
-            {math.prod(some) for n in range(1, len(physical) + 1) for some in itertools.combinations(physical, n)}
+            {math.prod(axes) for n in range(1, len(physical) + 1) for axes in itertools.combinations(physical, n)}
         )
         raise ValueError(
-            f"the mesh {dict(mesh)} does not lie on the torus {kind.name}: every mesh axis must be a product of whole "
-            f"physical axes {'x'.join(map(str, physical))}, so use the sizes {', '.join(map(str, sizes))}"
+            f"the mesh {dict(mesh)} does not fit the torus {device.name}: every mesh axis must be a product of whole "
+            f"physical axes {'x'.join(map(str, physical))}: use the sizes {', '.join(map(str, sizes))}"
         )
 
 
-def _held(wanted: Sequence[int], physical: Sequence[int]) -> list[tuple[int, ...]] | None:
-    """Return the physical axes whose product is each requested size, or None if there is no assignment."""
-    if not wanted:
+def _held(axis_sizes: Sequence[int], physical: Sequence[int]) -> list[tuple[int, ...]] | None:
+    """Assign physical axes to mesh axes, so that the product of the physical axes is the size of the mesh axis.
+
+    Returns the sizes of the physical axes per mesh axis, or `None` if no assignment uses all physical axes.
+    """
+    if not axis_sizes:
         return [] if all(size == 1 for size in physical) else None
     for count in range(1, len(physical) + 1):
-        for some in itertools.combinations(range(len(physical)), count):
-            own = tuple(physical[i] for i in some)
-            if math.prod(own) == wanted[0]:
-                rest = _held(wanted[1:], [size for i, size in enumerate(physical) if i not in some])
-                if rest is not None:
-                    return [own, *rest]
+        for indices in itertools.combinations(range(len(physical)), count):
+            group = tuple(physical[i] for i in indices)
+            if math.prod(group) == axis_sizes[0]:
+                groups = _held(axis_sizes[1:], [size for i, size in enumerate(physical) if i not in indices])
+                if groups is not None:
+                    return [group, *groups]
     return None
 
 
@@ -73,11 +79,11 @@ class Route:
 
     Attributes:
         name: Name of the slowest link.
-        near: Number of devices in one node or slice.
-        far: Number of nodes or slices.
-        link: Bytes per second inside a node or slice.
-        network: Bytes per second of each device between nodes or slices.
-        ring: Devices of the longest physical ring of a torus, or 1 for a switch.
+        near: Number of the axis' devices in one node or slice.
+        far: Number of nodes or slices that the axis spans.
+        link: Bytes per second and device inside a node or slice.
+        network: Bytes per second and device between nodes or slices.
+        ring: Length of the longest physical ring of the torus, or 1 for a switch.
     """
 
     name: str
@@ -88,85 +94,98 @@ class Route:
     ring: int = 1
 
 
-def routes(kind: Hardware, mesh: Mapping[str, int], across: str | None = None) -> dict[str, Route]:
-    """Return the routes of the mesh axes with several devices.
+def routes(device: Hardware, mesh: Mapping[str, int], across: str | None = None) -> dict[str, Route]:
+    """Return the route of each mesh axis with more than one device.
 
-    The last mesh axis varies fastest in the order of devices. ``across`` varies slowest if it is set,
-    and crosses nodes as far as possible. An axis of a torus has the links of all physical axes that it
-    covers. Without a named slice, the torus is as cubic as the number of devices allows. A physical
-    axis that is not a closed ring has half the rate.
+    The last mesh axis varies fastest in the order of devices. If ``across`` is set, it varies slowest and
+    crosses as many nodes as possible. A mesh axis on a torus uses the links of all physical axes that it
+    covers. Without a named slice, the torus is as close to a cube as the number of devices allows. A
+    physical axis that is not a closed ring has half the rate.
     """
     order = [axis for axis in mesh if axis != across]
     order = order if across is None else [across, *order]
     near, stride = dict[str, int](), 1
     for axis in reversed(order):
-        # `across` has one device per node, unless a slice holds all other axes and more.
-        inside = 1 if axis == across and kind.platform == GPU else max(1, kind.node // stride)
-        near[axis] = math.gcd(mesh[axis], inside) if inside < mesh[axis] else mesh[axis]
+        # `across` has one device per GPU node, but a TPU slice may contain several of its devices.
+        limit = 1 if axis == across and device.platform == GPU else max(1, device.node // stride)
+        near[axis] = math.gcd(mesh[axis], limit) if limit < mesh[axis] else mesh[axis]
         stride *= mesh[axis]
     sizes = {axis: near[axis] for axis in mesh}
-    physical = _physical_axes(kind, sizes) if kind.platform == TPU else {}
-    found = dict[str, Route]()
+    physical = _physical_axes(device, sizes) if device.platform == TPU else {}
+    axis_routes = dict[str, Route]()
     for axis, size in mesh.items():
         if size > 1:
-            name = "network" if near[axis] < size else "node" if kind.platform == GPU else "ICI"
-            own = physical.get(axis, ())
-            link = sum(kind.link if closed else kind.link / 2 for _, closed in own) if own else kind.link
-            ring = max((length for length, _ in own), default=1)
-            found[axis] = Route(name, near[axis], size // near[axis], link, kind.network, ring)
-    return found
+            name = "network" if near[axis] < size else "node" if device.platform == GPU else "ICI"
+            links = physical.get(axis, ())
+            link = sum(device.link if is_ring else device.link / 2 for _, is_ring in links) if links else device.link
+            ring = max((length for length, _ in links), default=1)
+            axis_routes[axis] = Route(name, near[axis], size // near[axis], link, device.network, ring)
+    return axis_routes
 
 
-def _physical_axes(kind: Hardware, sizes: Mapping[str, int]) -> dict[str, list[tuple[int, bool]]]:
-    """Map mesh axes to the sizes of the physical axes they cover, with whether each is a closed ring."""
-    chips = math.prod(sizes.values()) // kind.dies or 1
-    torus = list(kind.torus) if math.prod(kind.torus) == chips else _balanced(chips, kind.dimensions)
-    wanted = {axis: size for axis, size in sizes.items() if size > 1}
-    closed = [size % 4 == 0 if kind.dimensions == 3 else size == 16 for size in torus]
-    rings = {size: whole for size, whole in zip(torus, closed, strict=True)}
-    physical = [size for size in (*torus, kind.dies) if size > 1]
-    if (exact := _held(list(wanted.values()), physical)) is not None:
+def _physical_axes(device: Hardware, sizes: Mapping[str, int]) -> dict[str, list[tuple[int, bool]]]:
+    """Map each mesh axis to the physical axes that it covers, as pairs (size, whether it is a closed ring)."""
+    chips = math.prod(sizes.values()) // device.dies or 1
+    torus = list(device.torus) if math.prod(device.torus) == chips else _balanced(chips, device.dimensions)
+    axis_sizes = {axis: size for axis, size in sizes.items() if size > 1}
+    is_ring = [size % 4 == 0 if device.dimensions == 3 else size == 16 for size in torus]
+    rings = {size: is_closed for size, is_closed in zip(torus, is_ring, strict=True)}
+    physical = [size for size in (*torus, device.dies) if size > 1]
+    if (groups := _held(list(axis_sizes.values()), physical)) is not None:
         # The two dies of a chip share its links.
-        return {axis: [(size, rings.get(size, False)) for size in own] for axis, own in zip(wanted, exact, strict=True)}
-    found = dict[str, list[tuple[int, bool]]]()
-    for axis, size in wanted.items():
-        found[axis] = []
+        return {
+            axis: [(size, rings.get(size, False)) for size in group]
+            for axis, group in zip(axis_sizes, groups, strict=True)
+        }
+    assigned = dict[str, list[tuple[int, bool]]]()
+    for axis, size in axis_sizes.items():
+        assigned[axis] = []
         for i in sorted(range(len(physical)), key=lambda i: -physical[i]):
             if (part := math.gcd(size, physical[i])) > 1:
-                found[axis].append((part, part == physical[i] and rings.get(part, False)))
+                assigned[axis].append((part, part == physical[i] and rings.get(part, False)))
                 size, physical[i] = size // part, physical[i] // part
-    return found
+    return assigned
 
 
 def _balanced(count: int, dimensions: int) -> list[int]:
-    """Return the sizes of a torus of ``count`` chips, as equal as their prime factors allow."""
+    """Return the sizes of a torus of ``count`` chips, as equal as the prime factors allow."""
     sizes, factor = [1] * dimensions, 2
     factors = list[int]()
     while count > 1:
         while count % factor == 0:
             factors, count = [factor, *factors], count // factor
         factor += 1
-    for one in factors:
-        sizes[sizes.index(min(sizes))] *= one
+    for prime in factors:
+        sizes[sizes.index(min(sizes))] *= prime
     return sorted(sizes)
 
 
-def seconds(kind: str, size: float, own: Sequence[Route], copies: int = 0) -> float:
-    """Estimate the time of a collective in which each device receives ``size`` bytes over mesh axes.
+def seconds(kind: str, size: float, axis_routes: Sequence[Route], copies: int = 0) -> float:
+    """Estimate the time of a collective in seconds.
 
-    Gathered or reduced data enter each node once, over the network adapters of all its devices. Rows
-    exchanged between all devices take the necessary route, on a torus through the chips in between.
-    Sums in both directions overlap. ``copies`` is the number of rows of a token that go to different
-    experts, of which one per node crosses the network.
+    Gathered or reduced data enters each node once, through the network adapters of all devices of the
+    node. On a torus, rows of an all-to-all pass through the chips between sender and receiver. Transfers
+    inside a node and between nodes overlap.
+
+    Args:
+        kind: Kind of collective, as in `Traffic`.
+        size: Bytes that each device receives.
+        axis_routes: Routes of the mesh axes.
+        copies: Rows per token that go to different experts, if only one row per node crosses the network,
+            else 0.
     """
-    near, far = math.prod(one.near for one in own), math.prod(one.far for one in own)
-    network = min(one.network for one in own)
-    link = sum(one.link for one in own) if max(one.ring for one in own) > 1 else min(one.link for one in own)
+    near, far = math.prod(route.near for route in axis_routes), math.prod(route.far for route in axis_routes)
+    network = min(route.network for route in axis_routes)
+    link = (
+        sum(route.link for route in axis_routes)
+        if max(route.ring for route in axis_routes) > 1
+        else min(route.link for route in axis_routes)
+    )
     if kind == "collective-permute":
         return size / (network if far > 1 else link)
-    whole = size / (1 - 1 / (near * far))
+    total = size / (1 - 1 / (near * far))
     if kind == "all-to-all":
-        once = far * (1 - (1 - 1 / far) ** copies) / copies if copies else 1.0
-        way = max(1.0, max(one.ring for one in own) / 4)
-        return max(whole * (near - 1) / (near * far) * way / link, whole * (1 - 1 / far) * once / network)
-    return max(whole * (1 - 1 / near) / link, whole * (1 - 1 / far) / (near * network))
+        fraction = far * (1 - (1 - 1 / far) ** copies) / copies if copies else 1.0
+        hops = max(1.0, max(route.ring for route in axis_routes) / 4)
+        return max(total * (near - 1) / (near * far) * hops / link, total * (1 - 1 / far) * fraction / network)
+    return max(total * (1 - 1 / near) / link, total * (1 - 1 / far) / (near * network))

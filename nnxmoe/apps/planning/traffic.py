@@ -1,4 +1,4 @@
-"""Estimate the traffic between the devices of a mesh in one step from shapes."""
+"""Estimate the traffic between the devices of a mesh in one step, from shapes."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -11,15 +11,16 @@ from nnxmoe.sharding_rules import shard_count
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Bytes that one device receives in a step by collectives of one kind.
+    """Collectives of one kind over the same mesh axes in one step.
 
     Attributes:
         kind: all-gather, reduce-scatter, all-reduce, all-to-all or collective-permute.
         axes: Mesh axes of the collectives.
-        bytes: Bytes of all calls together.
+        bytes: Bytes that one device receives in all calls together.
         times: Number of calls.
-        what: tokens, keys, or the `Role` of the parameters.
-        copies: Rows sent per token, of which one per node crosses the network. If 0, all rows cross it.
+        what: ``"tokens"``, ``"keys"``, or the `Role` of the parameters.
+        copies: Number of rows per token if only one row per node crosses the network. If 0, every row
+            crosses the network.
     """
 
     kind: str
@@ -31,7 +32,7 @@ class Traffic:
 
 
 class _Sums:
-    """Sums of bytes and calls by kind, axes and transferred data."""
+    """Sums of bytes and calls per kind, axes and type of data."""
 
     def __init__(self) -> None:
         self.bytes: dict[tuple[str, tuple[str, ...], str], float] = {}
@@ -50,11 +51,11 @@ def traffic(step: PlannedStep) -> list[Traffic]:
     The collectives gather kernels, reduce gradients, send tokens to experts and back, and gather keys
     for `AllGatherAttention`.
 
-    Kernels are gathered once per pass, in the dtype of activations or as codes. The head is gathered
-    once per part of a batch. Gradients are reduced in float32. The gradients of adapters are left out.
-    Embeddings of tokens are exchanged instead of their table. Pipeline stages do all this in every
-    turn, including waiting turns. Each turn sends a microbatch and a slot to the next stage, forward
-    and backward.
+    Kernels are gathered once per pass, in the dtype of activations or as quantized codes. The head is
+    gathered once per part of a batch. Gradients are reduced in float32. Gradients of adapters are not
+    counted. Token embeddings are exchanged instead of the embedding table. A pipeline stage runs these
+    collectives in every turn, including idle turns. In each turn, a stage sends a microbatch and a slot to
+    the next stage in the forward pass, and to the previous stage in the backward pass.
     """
     config, work, mesh, sums = step.config, step.work, step.mesh, _Sums()
     for part in step.parts:
@@ -67,21 +68,21 @@ def traffic(step: PlannedStep) -> list[Traffic]:
         size = tokens * work.seq * config.hidden_size * VALUES
         sums.add("collective-permute", (AXIS,), "tokens", 2 * size, 2 * work.turns(mesh))
         sums.add("collective-permute", (AXIS,), "tokens", size, 2 * work.accumulate)
-    found = list[Traffic]()
+    collectives = list[Traffic]()
     for (kind, axes, what), size in sums.bytes.items():
         to_experts = (kind, what) == ("all-to-all", "tokens")
         copies = config.experts_per_token if work.node_copies and to_experts else 0
-        found.append(Traffic(kind, axes, size, int(sums.times[kind, axes, what]), what, copies))
-    return found
+        collectives.append(Traffic(kind, axes, size, int(sums.times[kind, axes, what]), what, copies))
+    return collectives
 
 
 def _parameter(step: PlannedStep, part: ParamSize, sums: _Sums) -> None:
-    """Gather a parameter for the passes over its layers, and reduce its gradients."""
+    """Add the all-gathers of a parameter and the reductions of its gradients."""
     work, mesh = step.work, step.mesh
     token_axes = tuple(axis for axis in TOKEN_AXES if mesh.shape[axis] > 1)
-    # A device computes only its experts and layers, so these axes are not gathered.
-    held = (*(("expert",) if part.experts else ()), *((AXIS,) if part.staged else ()))
-    axes = tuple(axis for axis in part.axes if axis in token_axes and axis not in held)
+    # A device computes only the experts and layers of its shard, so these axes are not gathered.
+    computed_axes = (*(("expert",) if part.experts else ()), *((AXIS,) if part.staged else ()))
+    axes = tuple(axis for axis in part.axes if axis in token_axes and axis not in computed_axes)
     size, times, fraction = step.gathered(part), step.runs(part), 1 - 1 / shard_count(mesh, axes)
     if part.is_table and axes:
         _embeddings(step, axes, part.over[0], sums)
@@ -100,7 +101,7 @@ def _parameter(step: PlannedStep, part: ParamSize, sums: _Sums) -> None:
 
 
 def _embeddings(step: PlannedStep, axes: tuple[str, ...], vocab_axes: tuple[str, ...], sums: _Sums) -> None:
-    """Exchange the embeddings of each device's tokens: over ``axes`` for D, ``vocab_axes`` for V."""
+    """Add the exchange of token embeddings, over ``axes`` for dimension D and ``vocab_axes`` for dimension V."""
     work, mesh = step.work, step.mesh
     tokens = step.rows * step.tokens_per_row // work.accumulate
     size, times = tokens * step.config.hidden_size * VALUES, (2 if work.train else 1) * work.accumulate
@@ -110,13 +111,13 @@ def _embeddings(step: PlannedStep, axes: tuple[str, ...], vocab_axes: tuple[str,
 
 
 def _activations(step: PlannedStep, sums: _Sums) -> None:
-    """Send tokens to the experts and back, and reduce partial sums over the tensor axis."""
+    """Add the exchange of tokens with the experts, and the reduction of partial sums over the tensor axis."""
     work, mesh = step.work, step.mesh
     passes = (3 if work.remat else 2) if work.train else 1
     width = step.config.hidden_size * VALUES
     experts, tensor = mesh.shape["expert"], mesh.shape["tensor"]
     if experts > 1:
-        recomputed = int(work.train and step.chunks > 1)  # each chunk is recomputed
+        recomputed = int(work.train and step.chunks > 1)  # the backward pass recomputes each chunk
         for run in _runs(part for part in step.parts if part.experts):
             size = _tokens(step, run) * step.config.experts_per_token * width * (1 - 1 / experts)
             sums.add("all-to-all", ("expert",), "tokens", size, 2 * (passes + recomputed) * step.runs(run))
@@ -127,12 +128,12 @@ def _activations(step: PlannedStep, sums: _Sums) -> None:
 
 
 def _runs(parts: Iterable[ParamSize]) -> Iterable[ParamSize]:
-    """Return one of the parameters per run of layers."""
+    """Return one parameter per run of layers."""
     return {(part.stack, part.staged): part for part in parts}.values()
 
 
 def _tokens(step: PlannedStep, part: ParamSize) -> float:
-    """Return the tokens on one device in each computation of a parameter's layers."""
+    """Return the tokens per device and layer computation that uses the parameter."""
     tokens = step.rows * step.tokens_per_row / step.work.accumulate
     if part.staged and step.work.pipeline is not None:
         tokens *= stages_of(step.mesh) / step.work.pipeline.microbatches
@@ -140,10 +141,9 @@ def _tokens(step: PlannedStep, part: ParamSize) -> float:
 
 
 def _keys(step: PlannedStep, sums: _Sums) -> None:
-    """Pass keys and values, or latents, from neighbor to neighbor, and their gradients back.
+    """Add the passing of keys and values, or latents, from neighbor to neighbor, and of their gradients back.
 
-    The exchange to balanced order and back moves each device's queries, and outputs with the width of
-    the output kernel's input.
+    Also adds the permutation of queries to the balanced order, and of attention outputs back.
     """
     config, work, mesh = step.config, step.work, step.mesh
     tokens = step.rows * step.tokens_per_row / work.accumulate

@@ -1,4 +1,4 @@
-"""The work of a planned step: rows, tokens, and the options of their computation."""
+"""Options of a planned step: rows, tokens, and how they are computed."""
 
 import dataclasses
 import math
@@ -14,7 +14,7 @@ from nnxmoe.moe.capacity import check_factor
 from nnxmoe.moe.expert_parallel import ChunkedExchange, ExpertParallel, RaggedAllToAll
 from nnxmoe.sharding_rules import RULES, Rules, check_rules
 
-# Fields of `Work` that no strategy supports yet, or that a compiled step does not have.
+# Fields of `Work` that only the arithmetic supports: no strategy implements them, or compiled steps lack them.
 PLANNED_ONLY = ("interleaved", "node_copies", "lora", "split_rank", "compute", "quantize")
 
 Compute = Literal["bf16", "fp8"]
@@ -22,29 +22,29 @@ Compute = Literal["bf16", "fp8"]
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """The work of one step, and the options of its computation.
+    """Rows, tokens and options of one planned step.
 
     Attributes:
-        batch: Number of rows.
-        seq: Tokens per row to train on, or tokens per row in the cache.
+        batch: Rows per step, on all devices together.
+        seq: Tokens per row in training, or tokens per row in the cache in decoding.
         train: Train on the rows. If False, decode one token per row.
-        accumulate: Number of parts of a training batch.
+        accumulate: Number of parts of a training batch for gradient accumulation.
         across: The mesh axis that crosses nodes or slices.
-        rules: Sharding of parameters over mesh axes.
-        remat: Recompute activations in the backward pass.
-        offload: Store the inputs of layers on the host, as with ``Remat(offload=("layer_input",))``.
-        buffer_factor: Of `RaggedAllToAll`. If None, buffers have room for all rows of the expert axis.
-        chunks: Of `ChunkedExchange` around it, which bounds the room and drops nothing. If None, as
-            chosen by `ChunkedExchange`.
-        microbatches: Of a `Pipeline` over the mesh axis ``pipe``. If None, ``pipe`` splits only the
-            batch.
-        interleaved: Groups of layers per stage (arithmetic only).
-        node_copies: Send one copy of a token per node to its experts there (arithmetic only).
+        rules: Mesh axes that shard each axis of the parameters.
+        remat: Rematerialize activations in the backward pass.
+        offload: Offload the inputs of layers to the host, as ``Remat(offload=("layer_input",))`` does.
+        buffer_factor: Buffer factor of `RaggedAllToAll`. If `None`, buffers fit all rows of the expert axis.
+        chunks: Chunks of `ChunkedExchange`, which bounds the buffers without dropping rows. If `None`,
+            `ChunkedExchange` chooses the number.
+        microbatches: Microbatches of a `Pipeline` over the mesh axis ``pipe``. If `None`, ``pipe`` only
+            shards the batch.
+        interleaved: Number of interleaved groups of layers per pipeline stage (arithmetic only).
+        node_copies: Send each token once per node instead of once per expert (arithmetic only).
         lora: Rank of adapters of all layer kernels. Only the adapters are trained. If 0, all
             parameters are trained (arithmetic only).
         split_rank: Divide the rank of experts' adapters by the experts per token (arithmetic only).
-        compute: Dtype of products (arithmetic only).
-        quantize: Method for weights that are not trained (arithmetic only).
+        compute: Dtype of matrix products (arithmetic only).
+        quantize: Quantization method for weights that are not trained (arithmetic only).
     """
 
     batch: int
@@ -67,7 +67,7 @@ class Work:
 
     @property
     def pipeline(self) -> Pipeline | None:
-        """The pipeline over the mesh axis ``pipe``, or None without microbatches."""
+        """The pipeline over the mesh axis ``pipe``, or `None` without microbatches."""
         return None if self.microbatches is None else Pipeline(self.microbatches)
 
     @property
@@ -78,7 +78,7 @@ class Work:
     def turns(self, mesh: AnyMesh) -> int:
         """Count how often a step computes a layer and gathers its kernels.
 
-        A step does so once per part of a batch, or once per turn of a pipeline.
+        This is once per part of the batch, or with a pipeline once per turn.
         """
         if self.microbatches is None:
             return self.accumulate
@@ -89,14 +89,14 @@ class Work:
         sizes = ("batch", "seq", "accumulate", "chunks", "microbatches", "interleaved")
         set_positive(self, *sizes, where="plan")
         if (rank := as_integer(self.lora, 0)) is None:
-            raise ValueError(f"plan(lora={short(self.lora)}): give the rank, or 0 to train all parameters")
+            raise ValueError(f"plan(lora={short(self.lora)}): use the rank, or 0 to train all parameters")
         object.__setattr__(self, "lora", rank)
         for name in ("train", "remat", "offload", "node_copies", "split_rank"):
             if not isinstance(value := getattr(self, name), bool):
-                raise ValueError(f"plan({name}={short(value)}): give True or False")
+                raise ValueError(f"plan({name}={short(value)}): use True or False")
         check_rules("plan", self.rules)
         if self.across is not None and not isinstance(self.across, str):
-            raise ValueError(f"plan(across={short(self.across)}): give the name of a mesh axis, or None")
+            raise ValueError(f"plan(across={short(self.across)}): use the name of a mesh axis, or None")
         check_quantize_options(self.quantize, keep_quantized=False)
         if self.compute not in get_args(Compute):
             raise ValueError(f"plan(compute={short(self.compute)}): use {' or '.join(get_args(Compute))}")
@@ -104,16 +104,16 @@ class Work:
             object.__setattr__(self, "buffer_factor", check_factor("plan(buffer_factor", self.buffer_factor))
         if self.quantize is not None and self.train and not self.lora:
             raise ValueError(
-                "quantize: quantised weights are not trained: plan adapters (lora), or decoding (train=False)"
+                "quantize: quantized weights cannot be trained: plan adapters (lora), or decoding (train=False)"
             )
         if self.offload and not (self.train and self.remat):
             raise ValueError(
-                "offload: the host keeps inputs of layers that are computed again: plan training, with remat"
+                "offload: only inputs of rematerialized layers are offloaded to the host: plan training with remat"
             )
         if self.split_rank and not self.lora:
-            raise ValueError("split_rank: there is no rank to split: plan adapters (lora)")
+            raise ValueError("split_rank: only ranks of adapters are split: plan adapters (lora)")
         if self.accumulate > 1 and not self.train:
-            raise ValueError(f"accumulate={self.accumulate}: decoding has no parts to accumulate: leave it out")
+            raise ValueError(f"accumulate={self.accumulate}: decoding does not accumulate gradients: omit it")
         if self.batch % self.accumulate:
             raise ValueError(
                 f"a batch of {self.batch} rows cannot be cut into accumulate={self.accumulate} parts: use a multiple"
@@ -126,19 +126,19 @@ class Work:
         if self.pipeline is not None:
             self.pipeline.check(mesh)
             if stages_of(mesh) == 1:
-                raise ValueError(f"microbatches={self.microbatches}: the mesh has one stage: give it an axis {AXIS}")
+                raise ValueError(f"microbatches={self.microbatches}: the mesh has only one stage: add an axis {AXIS}")
             if not self.train:
                 raise ValueError(
-                    f"microbatches={self.microbatches}: pipeline stages do not decode: leave it out, or plan training"
+                    f"microbatches={self.microbatches}: pipelines do not support decoding: omit it, or plan training"
                 )
             self.pipeline.refuse_batch(self.batch // self.accumulate, mesh)
 
     def of(self, strategy: Strategy) -> "Work":
         """Return this work with the options of a strategy. Raises ValueError if both set an option."""
-        changed = (self.microbatches, self.buffer_factor, self.chunks) != (None, None, None)
-        if changed or self.rules is not RULES or not self.remat:
+        has_options = (self.microbatches, self.buffer_factor, self.chunks) != (None, None, None)
+        if has_options or self.rules is not RULES or not self.remat:
             raise ValueError(
-                "give rules, microbatches, remat, buffer_factor and chunks by the strategy, or without one"
+                "set rules, microbatches, remat, buffer_factor and chunks in the strategy, or omit the strategy"
             )
         exchange = strategy.dispatch.exchange if isinstance(strategy.dispatch, ExpertParallel) else None
         exchange, chunks = (
