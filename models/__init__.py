@@ -1,7 +1,7 @@
 """Model families. ``from nnxmoe.models import Mixtral`` imports only the module of this family."""
 
 if __name__ != "nnxmoe.models":
-    raise ImportError(f"import nnxmoe.models, not {__name__}: otherwise every class here would exist twice")
+    raise ImportError(f"import nnxmoe.models, not {__name__}: otherwise every model class would exist twice")
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -26,7 +26,7 @@ class AfmoeConfig(LayerWindowsConfig):
     """Config of Trinity.
 
     Attributes:
-        global_attn_every_n_layers: If ``layer_types`` is null, every layer of this interval attends to all keys.
+        global_attn_every_n_layers: Interval of layers that attend to all keys, if ``layer_types`` is null.
         num_dense_layers: Number of dense layers at the start.
         attention_bias: Whether q, k, v and o have biases.
         route_scale: Factor of the weights of the selected experts. Before this factor, the weights sum to 1.
@@ -46,7 +46,7 @@ class AfmoeConfig(LayerWindowsConfig):
         "score_func": ("sigmoid",),
     }
     ignored = "use_grouped_mm load_balance_coeff output_router_logits"
-    # Names of these fields in DeepSeek-V3, for the shared code.
+    # Names of fields in DeepSeek-V3, which the shared code reads.
     n_shared_experts = property(lambda self: self.num_shared_experts)
     first_k_dense_replace = property(lambda self: self.num_dense_layers)
 
@@ -70,8 +70,8 @@ class AfmoeConfig(LayerWindowsConfig):
 
     @property
     def attention_types(self) -> Sequence[str]:
-        every = self.global_attn_every_n_layers
-        return self.layer_types or [SLIDING if (i + 1) % every else FULL for i in range(self.num_hidden_layers)]
+        interval = self.global_attn_every_n_layers
+        return self.layer_types or [SLIDING if (i + 1) % interval else FULL for i in range(self.num_hidden_layers)]
 
 
 class Afmoe(DenseOrMoE):
@@ -83,8 +83,8 @@ class Afmoe(DenseOrMoE):
         return super().embedding(MuPEmbed if self.config.mup_enabled else Embed, **kw)
 
     def layer(self, index: int, form: type[Layer] = Layer, **options: Any) -> Layer:
-        one, other = (RMSNorm(self.config.hidden_size, self.config.rms_norm_eps, **options) for _ in range(2))
-        return super().layer(index, form, post_norms=(one, other), **options)
+        norm1, norm2 = (RMSNorm(self.config.hidden_size, self.config.rms_norm_eps, **options) for _ in range(2))
+        return super().layer(index, form, post_norms=(norm1, norm2), **options)
 
     def attention(self, index: int, **kw: Any) -> GQA:
         c = self.config

@@ -28,7 +28,7 @@ class BailingHybridConfig(KimiMoEConfig):
     Attributes:
         linear_head_dim: Width of a head in recurrent layers. Defaults to ``head_dim``.
         linear_num_heads: Number of heads in recurrent layers. Defaults to ``num_attention_heads``.
-        layer_group_size: If ``layer_types`` is null, every layer of this interval is attention.
+        layer_group_size: Interval of attention layers, if ``layer_types`` is null.
         kda_safe_gate: Whether the logarithms of the decays are bounded to ``kda_lower_bound`` … 0.
         kda_lower_bound: Lower bound of the logarithms of the decays.
     """
@@ -93,11 +93,11 @@ _RENAMED = {"self_attn.o_proj": "attention.dense", "self_attn": "attention", "em
             "e_score_correction_bias": "expert_bias"}  # fmt: skip
 
 
-def _published(where: W) -> W:
-    name = where.name
-    for theirs, published in _RENAMED.items():
-        name = name.replace(theirs, published)
-    return dataclasses.replace(where, name=name)
+def _published(row: W) -> W:
+    name = row.name
+    for name_part, replacement in _RENAMED.items():
+        name = name.replace(name_part, replacement)
+    return dataclasses.replace(row, name=name)
 
 
 _PRESETS = {"ling-3.0-flash": BailingHybridConfig(dtype="bfloat16")}
@@ -107,5 +107,5 @@ FAMILY = Family(
     hf={key: tuple(dict.fromkeys((*map(_published, options(_TABLE, key)), *options(_TABLE, key)))) for key in _TABLE},
     presets=_PRESETS,
     hub_ids={"ling-3.0-flash": "inclusionAI/Ling-3.0-Flash"},
-    checkpoint_notes=dict.fromkeys(_PRESETS, "the layer for multi-token prediction is left out"),
+    checkpoint_notes=dict.fromkeys(_PRESETS, "the multi-token prediction layer is not loaded"),
 )

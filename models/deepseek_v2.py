@@ -58,12 +58,12 @@ class DeepSeekV2Config(DeepSeekV3Config):
 
     def _check_experts(self) -> None:
         if self.num_experts_per_tok is None:
-            raise ConfigError("num_experts_per_tok is null or missing: give the number of experts per token")
+            raise ConfigError("num_experts_per_tok is null or missing: set it to the number of experts per token")
         if self.topk_method == GREEDY:
             check_at_most(self, "num_experts_per_tok", "n_routed_experts")
         elif self.n_group is None or self.topk_group is None:
             raise ConfigError(
-                f"topk_method {IN_GROUPS!r} needs n_group and topk_group, got {self.n_group} and {self.topk_group}"
+                f"topk_method {IN_GROUPS!r} requires n_group and topk_group, got {self.n_group} and {self.topk_group}"
             )
         else:
             super()._check_experts()

@@ -1,9 +1,8 @@
 """DeepSeek-V3 and R1 (DeepSeek-V3 technical report, 2024).
 
 Latent attention (MLA) with a rotary embedding of adjacent pairs. The first layers are dense. The other layers have a
-shared expert and routed experts. The router selects experts by sigmoid scores plus a correction bias within the best
-groups, and weights them by the scores without the bias. Multi-token prediction
-layers are loaded only with ``mtp=True``.
+shared expert and routed experts. The router selects experts within the best groups by sigmoid scores plus a correction
+bias, and weights them by the scores without the bias. Multi-token prediction layers are loaded only with ``mtp=True``.
 """
 
 import dataclasses
@@ -94,8 +93,8 @@ class DeepSeekV3Config(GroupedExpertsConfig):
         """Scale of the scores: 1 / sqrt(query width), times YaRN's squared temperature if ``mscale_all_dim`` is set."""
         fields, scale = self.rope_fields, (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
         if rope_type(fields) != "default" and fields.get("mscale_all_dim"):
-            stretch = float(fields.get("factor") or getattr(self.rope, "scale", 1.0))
-            scale *= yarn_mscale(stretch, float(fields["mscale_all_dim"])) ** 2
+            factor = float(fields.get("factor") or getattr(self.rope, "scale", 1.0))
+            scale *= yarn_mscale(factor, float(fields["mscale_all_dim"])) ** 2
         return scale
 
 
@@ -153,7 +152,7 @@ FAMILY = Family(
     hub_ids={"deepseek-v3": "deepseek-ai/DeepSeek-V3", "deepseek-r1": "deepseek-ai/DeepSeek-R1"},
     checkpoint_notes=dict.fromkeys(
         _PRESETS,
-        "685B parameters in FP8 blocks, 0.69 TB, loaded as bfloat16; the layer for multi-token prediction (11.5B "
-        "parameters) is left out without mtp=True",
+        "685B parameters in FP8 blocks, 0.69 TB, loaded as bfloat16; the multi-token prediction layer (11.5B "
+        "parameters) is loaded only with mtp=True",
     ),
 )

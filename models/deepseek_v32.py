@@ -1,8 +1,8 @@
 """DeepSeek-V3.2 (DeepSeek-AI, 2025): DeepSeek-V3 with indexers that select 2048 keys per query.
 
-The indexer rotates halves of a head, the attention rotates adjacent pairs. DeepSeek trains the indexer separately to
-predict the attention. A loss of the model's output has no gradient for the indexer's weights, so `nnxmoe.train.fit`
-does not change them.
+The indexer rotates halves of a head. The attention rotates adjacent pairs. DeepSeek trains the indexer separately to
+predict the attention. A loss on the model's output has no gradient with respect to the indexer's weights, so
+`nnxmoe.train.fit` does not change these weights.
 """
 
 import dataclasses
@@ -83,8 +83,8 @@ HF_INDEXER = {
     "layer.attention.indexer.weights.kernel": W("self_attn.indexer.weights_proj.weight"),
 }
 _MAXTEXT_INDEXER: Linen = {
-    f"layer.attention.indexer.{ours}": (f"self_attention/indexer/{theirs}", axes)
-    for ours, theirs, axes in (
+    f"layer.attention.indexer.{key}": (f"self_attention/indexer/{name}", axes)
+    for key, name, axes in (
         ("q.kernel", "wq_b/kernel", ("q_lora", "q_heads", "kv")),
         ("k.kernel", "wk/kernel", ("embed", "kv")),
         ("k_norm.scale", "k_norm/scale", (None,)),
@@ -105,6 +105,6 @@ FAMILY = Family(
     hub_ids={name: f"deepseek-ai/DeepSeek-V3.2{'-Exp' * name.endswith('exp')}" for name in _PRESETS},
     checkpoint_notes=dict.fromkeys(
         _PRESETS,
-        "FP8 blocks, 0.69 TB, loaded as bfloat16; the layer for multi-token prediction is left out without mtp=True",
+        "FP8 blocks, 0.69 TB, loaded as bfloat16; the multi-token prediction layer is loaded only with mtp=True",
     ),
 )

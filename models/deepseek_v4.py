@@ -37,14 +37,14 @@ OF_RATIO = {0: WINDOW, 4: SPARSE, 128: HEAVY}
 class DeepSeekV4Config(DecoderConfig):
     """Config of DeepSeek-V4.
 
-    Layers without entries rotate with ``rope_theta``. Other layers rotate with the rope object and
+    Layers without compressed entries use ``rope_theta`` for the rotation. Other layers use the rope object and
     ``compress_rope_theta``.
 
     Attributes:
         layer_types: Attention type of each layer. If null, ``compress_ratios`` determines the types. If both are null,
             two heavily compressed layers precede alternating heavily compressed and sparse layers.
-        compress_ratios: 0, 4 or 128 per layer, the form of DeepSeek's files. May also list the prediction layers.
-        compress_rates: Tokens per entry, by attention type.
+        compress_ratios: 0, 4 or 128 per layer, as in DeepSeek's files. May also list the prediction layers.
+        compress_rates: Tokens per compressed entry, by attention type.
         mlp_layer_types: Router type of each layer. If null, the first ``num_hash_layers`` route by token id.
         hc_mult: Number of residual streams.
     """
@@ -107,11 +107,11 @@ class DeepSeekV4Config(DecoderConfig):
     def _check(self) -> None:
         super()._check()
         ratios = self.compress_ratios or ()
-        if odd := [ratio for ratio in ratios if ratio not in OF_RATIO]:
-            raise ConfigError(f"compress_ratios: {short(odd[0])} is not supported; supported: 0, 4 and 128")
+        if unsupported := [ratio for ratio in ratios if ratio not in OF_RATIO]:
+            raise ConfigError(f"compress_ratios: {short(unsupported[0])} is not supported; supported: 0, 4 and 128")
         if ratios and len(ratios) < self.num_hidden_layers:
             raise ConfigError(
-                f"compress_ratios lists {len(ratios)} layers, not {self.num_hidden_layers} as num_hidden_layers says"
+                f"compress_ratios lists {len(ratios)} layers, not {self.num_hidden_layers} as in num_hidden_layers"
             )
         if self.kv_heads != 1:
             raise ConfigError(f"num_key_value_heads {self.kv_heads} is not supported; supported: 1")
@@ -125,8 +125,8 @@ class DeepSeekV4Config(DecoderConfig):
 
     @classmethod
     def unknown_fields(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
-        both = {f"rope_parameters.{rope_name}" for rope_name in ("main", "compress")}
-        return {name: value for name, value in super().unknown_fields(fields).items() if name not in both}
+        rope_names = {f"rope_parameters.{rope_name}" for rope_name in ("main", "compress")}
+        return {name: value for name, value in super().unknown_fields(fields).items() if name not in rope_names}
 
     def to_hf(self) -> dict[str, Any]:
         return {name: value for name, value in super().to_hf().items() if name != "intermediate_size"}
@@ -143,17 +143,17 @@ class DeepSeekV4Config(DecoderConfig):
     @property
     def rates(self) -> Mapping[str, int]:
         """Tokens per compressed entry, by attention type."""
-        given = dict(self.compress_rates or {SPARSE: 4, HEAVY: 128})
-        given |= {
+        rates = dict(self.compress_rates or {SPARSE: 4, HEAVY: 128})
+        rates |= {
             attention_type: rate
             for attention_type, rate in ((SPARSE, self.compress_rate_csa), (HEAVY, self.compress_rate_hca))
             if rate
         }
         for attention_type in {SPARSE, HEAVY} & set(self.attention_types):
-            rate = given.get(attention_type)
+            rate = rates.get(attention_type)
             if type(rate) is not int or not 0 < rate <= 2**16:
                 raise ConfigError(f"compress_rates: {attention_type} must be a positive integer, got {short(rate)}")
-        return given
+        return rates
 
     @property
     def hashed_layers(self) -> Sequence[bool]:
@@ -171,11 +171,11 @@ class DeepSeekV4Config(DecoderConfig):
         return self.qk_rope_head_dim or int(self.head_width * (self.partial_rotary_factor or 0.125))
 
     def _rope(self, rope_name: str, flat: Mapping[str, Any]) -> Rope:
-        given = self.rope_fields
-        nested = [name for name in ("main", "compress") if isinstance(given.get(name), Mapping)]
+        rope_fields = self.rope_fields
+        nested = [name for name in ("main", "compress") if isinstance(rope_fields.get(name), Mapping)]
         if len(nested) == 1:
-            raise ConfigError(f"rope_parameters has {nested[0]!r} only: give both main and compress")
-        fields = dict(given[rope_name] if nested else flat)
+            raise ConfigError(f"rope_parameters has {nested[0]!r}, but must have both main and compress")
+        fields = dict(rope_fields[rope_name] if nested else flat)
         fields.pop("partial_rotary_factor", None)
         positions = self.max_position_embeddings, self.original_max_position_embeddings
         return rope_from_fields(fields, self.rope_dim, self.rope_theta, *positions, self.rope_field)
@@ -203,12 +203,13 @@ class DeepSeekV4(StreamedLM):
 
     @property
     def mtp_layer_index(self) -> int:
-        """Index after the last layer, because prediction layers have a different attention type."""
+        """Index after the last layer, for which `attention` builds the attention type of prediction layers."""
         c = self.config
-        more = (c.compress_ratios or ())[c.num_hidden_layers :]
-        if len(more) == c.num_nextn_predict_layers and any(more):
+        mtp_ratios = (c.compress_ratios or ())[c.num_hidden_layers :]
+        if len(mtp_ratios) == c.num_nextn_predict_layers and any(mtp_ratios):
             raise ConfigError(
-                f"compress_ratios: prediction layers with entries ({short(more)}) are not supported: load without them"
+                f"compress_ratios: prediction layers with compressed entries ({short(mtp_ratios)}) are not supported: "
+                "load without prediction layers"
             )
         return c.num_hidden_layers
 
@@ -227,10 +228,10 @@ class DeepSeekV4(StreamedLM):
                 eps=c.rms_norm_eps, rotary=rope, rotate=TrailingPairs(rope.dim), **kw,
             )  # fmt: skip
 
-        chooser = None
+        indexer = None
         if attention_type == SPARSE:
             keys = compressor(c.index_head_dim)
-            chooser = EntryIndexer(c.hidden_size, c.q_lora_rank, c.index_n_heads, k=c.index_topk, keys=keys, **kw)
+            indexer = EntryIndexer(c.hidden_size, c.q_lora_rank, c.index_n_heads, k=c.index_topk, keys=keys, **kw)
         return SharedKV(
             c.hidden_size,
             SharedKVDims(c.num_attention_heads, c.head_width, c.q_lora_rank, c.o_lora_rank, c.o_groups),
@@ -239,7 +240,7 @@ class DeepSeekV4(StreamedLM):
             rotary=rope,
             attention_fn=self.strategy.attention_fn,
             compressor=None if attention_type == WINDOW else compressor(c.head_width),
-            indexer=chooser,
+            indexer=indexer,
             **kw,
         )
 
@@ -250,9 +251,9 @@ class DeepSeekV4(StreamedLM):
             router = HashRouter(dim, c.n_routed_experts, select, c.vocab_size, **kw)
         else:
             router = Router(dim, c.n_routed_experts, select, bias=True, **kw)
-        clamped = LimitedSwiGLU(c.swiglu_limit)
-        shared = MLP(dim, c.moe_intermediate_size, bias=False, activation=clamped, **kw)
-        return self.moe(router, c.moe_intermediate_size, shared, activation=clamped, **kw)
+        activation = LimitedSwiGLU(c.swiglu_limit)
+        shared = MLP(dim, c.moe_intermediate_size, bias=False, activation=activation, **kw)
+        return self.moe(router, c.moe_intermediate_size, shared, activation=activation, **kw)
 
 
 _FLASH = DeepSeekV4Config(
@@ -288,5 +289,5 @@ FAMILY = Family(
     peft_excluded=("attention.o_a",),
     presets={"deepseek-v4-flash": _FLASH},
     hub_ids={"deepseek-v4-flash": "deepseek-ai/DeepSeek-V4-Flash"},
-    checkpoint_notes={"deepseek-v4-flash": "the layer for multi-token prediction is left out without mtp=True"},
+    checkpoint_notes={"deepseek-v4-flash": "the multi-token prediction layer is loaded only with mtp=True"},
 )

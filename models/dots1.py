@@ -22,7 +22,7 @@ class Dots1Config(LayerWindowsConfig, GroupedExpertsConfig):
 
     model_type = "dots1"
     architecture = "Dots1ForCausalLM"
-    fixed = {"scoring_func": ("noaux_tc", "sigmoid")}  # published files have the name of the top-k method here
+    fixed = {"scoring_func": ("noaux_tc", "sigmoid")}  # published files have the top-k method in this field
 
     vocab_size: int = 152064
     hidden_size: int = 4608

@@ -1,7 +1,7 @@
 """ERNIE 4.5 (Baidu, 2025).
 
-Rotary embedding of adjacent pairs. Routed and shared experts. The router selects experts by a softmax plus a correction
-bias.
+The rotary embedding rotates adjacent pairs. Layers have routed and shared experts. The router selects experts by a
+softmax plus a correction bias.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ class Ernie45MoeConfig(DecoderConfig):
     Attributes:
         moe_layer_start_index: First layer that may have experts.
         moe_layer_end_index: Last layer that may have experts. -1 is the model's last layer.
-        moe_layer_interval: Layers in this range have experts if their number, from 1, is a multiple of the interval.
+        moe_layer_interval: In this range, layers have experts if their 1-based index is a multiple of this interval.
         moe_k: Experts per token.
         moe_norm_min: Minimum of the sum that divides the weights of the selected experts.
     """
@@ -64,9 +64,9 @@ class Ernie45MoeConfig(DecoderConfig):
 
     @property
     def sparse_layers(self) -> Sequence[bool]:
-        first, every = self.moe_layer_start_index, self.moe_layer_interval
+        first, interval = self.moe_layer_start_index, self.moe_layer_interval
         last = self.num_hidden_layers if self.moe_layer_end_index == -1 else self.moe_layer_end_index
-        return tuple(first <= i <= last and (i + 1) % every == 0 for i in range(self.num_hidden_layers))
+        return tuple(first <= i <= last and (i + 1) % interval == 0 for i in range(self.num_hidden_layers))
 
 
 class Ernie45Moe(DenseOrMoE):
@@ -79,10 +79,10 @@ class Ernie45Moe(DenseOrMoE):
 
     def router(self, **kw: Any) -> Router:
         c = self.config
-        made = Router(c.hidden_size, c.experts, SoftmaxTopK(c.moe_k, min_weight_sum=c.moe_norm_min), bias=True, **kw)
-        assert made.bias is not None
-        made.bias.set_metadata(inputs=1)  # checkpoints have the bias as a matrix [1, E]
-        return made
+        router = Router(c.hidden_size, c.experts, SoftmaxTopK(c.moe_k, min_weight_sum=c.moe_norm_min), bias=True, **kw)
+        assert router.bias is not None
+        router.bias.set_metadata(inputs=1)  # checkpoints store the bias as a matrix [1, E]
+        return router
 
 
 _HF: Hf = {
@@ -98,5 +98,5 @@ FAMILY = Family(
     hf=_HF,
     presets=_PRESETS,
     hub_ids={"ernie-4.5-21b-a3b": "baidu/ERNIE-4.5-21B-A3B-PT"},
-    checkpoint_notes=dict.fromkeys(_PRESETS, "the layer for multi-token prediction is left out"),
+    checkpoint_notes=dict.fromkeys(_PRESETS, "the multi-token prediction layer is not loaded"),
 )

@@ -22,7 +22,7 @@ class ExaoneMoeConfig(LayerWindowsConfig):
     """Config of K-EXAONE.
 
     Attributes:
-        sliding_window_pattern: If ``layer_types`` is null, every layer of this interval attends to all keys.
+        sliding_window_pattern: Interval of layers that attend to all keys, if ``layer_types`` is null.
         mlp_layer_types: ``dense`` or ``sparse`` per layer. If null, the first ``first_k_dense_replace`` layers are
             dense.
     """
@@ -59,9 +59,9 @@ class ExaoneMoeConfig(LayerWindowsConfig):
     pad_token_id: int | None = 0
 
     def _check(self) -> None:
-        every = self.sliding_window_pattern
-        if self.layer_types is None and (type(every) is not int or every < 1):
-            raise ConfigError(f"sliding_window_pattern {every!r} without layer_types: give layer_types, or a number")
+        interval = self.sliding_window_pattern
+        if self.layer_types is None and (type(interval) is not int or interval < 1):
+            raise ConfigError(f"sliding_window_pattern {interval!r} must be an integer >= 1 if layer_types is null")
         super()._check()
 
     def _check_experts(self) -> None:
@@ -69,8 +69,8 @@ class ExaoneMoeConfig(LayerWindowsConfig):
 
     @property
     def attention_types(self) -> Sequence[str]:
-        every: Any = self.sliding_window_pattern  # a number without layer_types
-        return self.layer_types or [SLIDING if (i + 1) % every else FULL for i in range(self.num_hidden_layers)]
+        interval: Any = self.sliding_window_pattern  # an integer if layer_types is null
+        return self.layer_types or [SLIDING if (i + 1) % interval else FULL for i in range(self.num_hidden_layers)]
 
 
 class ExaoneMoe(NormedHeads, DenseOrMoE):
@@ -101,5 +101,5 @@ FAMILY = Family(
     hf=_HF,
     presets=_PRESETS,
     hub_ids={"k-exaone-236b-a23b": "LGAI-EXAONE/K-EXAONE-236B-A23B"},
-    checkpoint_notes=dict.fromkeys(_PRESETS, "the layer for multi-token prediction is left out"),
+    checkpoint_notes=dict.fromkeys(_PRESETS, "the multi-token prediction layer is not loaded"),
 )

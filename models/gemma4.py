@@ -40,15 +40,17 @@ FACTOR, PROPORTIONAL, WIDTH, KV_HEADS = "partial_rotary_factor", "proportional",
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gemma4TextConfig(LayerRopesConfig):
-    """Config of Gemma 4. If ``layer_types`` is null, every sixth layer is full attention. The last layer always is.
+    """Config of Gemma 4.
+
+    If ``layer_types`` is null, every sixth layer is full attention. The last layer is always full attention.
 
     Attributes:
         global_head_dim: Head width in full-attention layers.
-        attention_k_eq_v: Whether full-attention layers have ``num_global_key_value_heads``, with the keys as values.
+        attention_k_eq_v: Whether full-attention layers have ``num_global_key_value_heads`` heads with keys as values.
         per_layer_config: Form in which transformers saves ``global_head_dim`` and ``num_global_key_value_heads``.
         final_logit_softcapping: Bound of the logits.
         hidden_size_per_layer_input: Width of the separate input per layer. 0 if layers have no separate inputs.
-        vocab_size_per_layer_input: Rows of the table of these inputs.
+        vocab_size_per_layer_input: Number of rows of the embedding table of these inputs.
         num_kv_shared_layers: Number of layers at the end with the keys and values of an earlier layer of their type.
         use_double_wide_mlp: Whether the feed-forwards of these layers have twice the width.
         enable_moe_block: Whether each layer has ``num_experts`` in parallel to its dense feed-forward.
@@ -96,63 +98,69 @@ class Gemma4TextConfig(LayerRopesConfig):
     pad_token_id: int | None = 0
 
     def __post_init__(self) -> None:
-        if isinstance(given := self.per_layer_config, Mapping):
-            width, kv_heads = self._whole(given)
+        if isinstance(overrides := self.per_layer_config, Mapping):
+            width, kv_heads = self._whole(overrides)
             object.__setattr__(self, "global_head_dim", width)
             object.__setattr__(self, "num_global_key_value_heads", kv_heads)
             object.__setattr__(self, "per_layer_config", None)
         super().__post_init__()
 
-    def _whole(self, given: Mapping[str, Any]) -> tuple[Any, Any]:
+    def _whole(self, overrides: Mapping[str, Any]) -> tuple[Any, Any]:
         """Read head width and number of key/value heads of full-attention layers from ``per_layer_config``.
 
-        Raises ConfigError if full-attention layers differ, or for fields of other layers.
+        Raises ConfigError if full-attention layers differ, or if other layers have overrides.
         """
-        whole = {str(i) for i, attention_type in enumerate(self.attention_types) if attention_type == FULL}
+        full_layers = {str(i) for i, attention_type in enumerate(self.attention_types) if attention_type == FULL}
         names = {WIDTH, KV_HEADS} if self.attention_k_eq_v else {WIDTH}
-        found = [given[name] for name in given]
-        alike = all(isinstance(one, Mapping) and one == found[0] and {*one} <= names for one in found)
-        if not alike or given.keys() not in (whole, set()):
+        settings = [overrides[name] for name in overrides]
+        is_uniform = all(
+            isinstance(setting, Mapping) and setting == settings[0] and {*setting} <= names for setting in settings
+        )
+        if not is_uniform or overrides.keys() not in (full_layers, set()):
             raise ConfigError(
-                f"per_layer_config {short(given)} is not supported: it must give {' and '.join(sorted(names))} alike "
-                f"for the whole layers {', '.join(sorted(whole))}"
+                f"per_layer_config {short(overrides)} is not supported: it must set {' and '.join(sorted(names))} to "
+                f"equal values for the full-attention layers {', '.join(sorted(full_layers))}"
             )
-        fields = found[0] if found else {}
+        fields = settings[0] if settings else {}
         return fields.get(WIDTH, self.head_dim), fields.get(KV_HEADS)
 
     def _check(self) -> None:
         super()._check()
         if self.hidden_size_per_layer_input:
             check_at_most(self, "vocab_size", "vocab_size_per_layer_input")
-        first, attention_types = max(self.first_shared, 0), self.attention_types
-        if lost := [i for i in range(first, len(attention_types)) if attention_types[i] not in attention_types[:first]]:
+        first_shared, attention_types = max(self.first_shared, 0), self.attention_types
+        if unmatched := [
+            i
+            for i in range(first_shared, len(attention_types))
+            if attention_types[i] not in attention_types[:first_shared]
+        ]:
             raise ConfigError(
-                f"num_kv_shared_layers {self.num_kv_shared_layers}: layer {lost[0]} has no "
-                f"{attention_types[lost[0]]} layer before layer {first} whose keys it could share"
+                f"num_kv_shared_layers {self.num_kv_shared_layers}: layer {unmatched[0]} requires a "
+                f"{attention_types[unmatched[0]]} layer before layer {first_shared} to share keys"
             )
         if self.attention_k_eq_v:
             check_multiple(self, "num_attention_heads", "num_global_key_value_heads")
         if self.enable_moe_block:
             for name in ("num_experts", "top_k_experts", "moe_intermediate_size"):
                 if getattr(self, name) is None:
-                    raise ConfigError(f"enable_moe_block needs {name}, which is null or missing")
+                    raise ConfigError(f"enable_moe_block requires {name}, but the field is null or missing")
 
     def to_hf(self) -> dict[str, Any]:
         unused = "hidden_act", "per_layer_config"  # in transformers per_layer_config overrides fields, even if null
         return {name: value for name, value in super().to_hf().items() if name not in unused}
 
     def rope_of(self, attention_type: str) -> Rope:
-        given = self.rope_fields_of(attention_type)
-        fields = {name: value for name, value in given.items() if name != FACTOR}
+        rope_fields = self.rope_fields_of(attention_type)
+        fields = {name: value for name, value in rope_fields.items() if name != FACTOR}
         width, length = self.width_of(attention_type), self.max_position_embeddings
         if rope_type(fields) != PROPORTIONAL:
             return rope_from_fields(fields, width, self.rope_theta, length, None, self.rope_field)
-        linear = rope_from_fields(fields | {"rope_type": "linear", "factor": fields.get("factor", 1.0)}, width,
+        linear_rope = rope_from_fields(fields | {"rope_type": "linear", "factor": fields.get("factor", 1.0)}, width,
                                   self.rope_theta, length, None, self.rope_field)  # fmt: skip
-        part = given.get(FACTOR, 1.0)
-        if isinstance(part, bool) or not isinstance(part, int | float) or not 0 <= part <= 1:
-            raise ConfigError(f"rope: {FACTOR} must be a number from 0 to 1, got {short(part)}")
-        return ProportionalRope(width, linear.theta, int(part * width // 2), linear.scale)  # pyright: ignore
+        fraction = rope_fields.get(FACTOR, 1.0)
+        if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 <= fraction <= 1:
+            raise ConfigError(f"rope: {FACTOR} must be a number from 0 to 1, got {short(fraction)}")
+        return ProportionalRope(width, linear_rope.theta, int(fraction * width // 2), linear_rope.scale)  # pyright: ignore
 
     def width_of(self, attention_type: str) -> int:
         """Return the head width of layers of this type."""
@@ -171,12 +179,12 @@ class Gemma4TextConfig(LayerRopesConfig):
     @property
     def storing(self) -> Sequence[bool]:
         """Whether later layers attend to the keys of each layer."""
-        attention_types, first = self.attention_types, self.first_shared
-        last = {
-            max(i for i in range(first) if attention_types[i] == attention_type)
-            for attention_type in set(attention_types[first:])
+        attention_types, first_shared = self.attention_types, self.first_shared
+        source_layers = {
+            max(i for i in range(first_shared) if attention_types[i] == attention_type)
+            for attention_type in set(attention_types[first_shared:])
         }
-        return tuple(i in last for i in range(self.num_hidden_layers))
+        return tuple(i in source_layers for i in range(self.num_hidden_layers))
 
     @property
     def unused_tensors(self) -> Collection[str]:
@@ -207,11 +215,11 @@ class Gemma4Text(CausalLM):
         c = self.config
         if not (width := c.hidden_size_per_layer_input):
             return super().embedding(MuPEmbed, **kw)
-        own = {"per_layer_vocab": c.vocab_size_per_layer_input, "layers": c.num_hidden_layers, "width": width}
-        return super().embedding(PerLayerEmbed, eps=c.rms_norm_eps, **own, **kw)
+        arguments = {"per_layer_vocab": c.vocab_size_per_layer_input, "layers": c.num_hidden_layers, "width": width}
+        return super().embedding(PerLayerEmbed, eps=c.rms_norm_eps, **arguments, **kw)
 
-    def __init__(self, config: Gemma4TextConfig, *given: Any, **options: Any):
-        super().__init__(config, *given, **options)
+    def __init__(self, config: Gemma4TextConfig, *args: Any, **options: Any):
+        super().__init__(config, *args, **options)
         self.logit_cap, self.hands_on = config.final_logit_softcapping, config.hands_on
 
     def layer_type(self, index: int) -> Any:
@@ -222,7 +230,7 @@ class Gemma4Text(CausalLM):
         inputs = self.embed.inputs(x, jnp.asarray(tokens)) if isinstance(self.embed, PerLayerEmbed) else None
         return (x, inputs, jnp.int32(0), {}) if self.hands_on else x
 
-    def from_layer_output(self, x: Any) -> Float[Array, "B asked D"]:
+    def from_layer_output(self, x: Any) -> Float[Array, "B requested D"]:
         return x[0] if self.hands_on else x
 
     def head_weight(self) -> Kernel:
@@ -236,20 +244,20 @@ class Gemma4Text(CausalLM):
         options |= {"post_norms": (norms[0], norms[1]), "dense": dense, "output_scale": OutputScale(**kw)}
         if c.hands_on:
             form, width = EdgeLayer, c.hidden_size_per_layer_input
-            own = PerLayerInput(c.hidden_size, width, c.rms_norm_eps, **kw) if width else None
-            options |= {"kind": c.attention_types[index], "stores": c.storing[index], "own": own}
+            layer_input = PerLayerInput(c.hidden_size, width, c.rms_norm_eps, **kw) if width else None
+            options |= {"kind": c.attention_types[index], "stores": c.storing[index], "own": layer_input}
         return super().layer(index, form, **kw, **options)
 
     def attention(self, index: int, **kw: Any) -> ValueNormGQA | CrossLayerAttention:
         c, attention_type = self.config, self.config.attention_types[index]
-        whole, width = attention_type == FULL, self.config.width_of(attention_type)
-        kv_heads = c.whole_kv_heads if whole else c.kv_heads
+        is_full, width = attention_type == FULL, self.config.width_of(attention_type)
+        kv_heads = c.whole_kv_heads if is_full else c.kv_heads
         options = {"kv_heads": kv_heads, "head_dim": width, "scale": 1.0, "bias": c.attention_bias}
         options |= {"eps": c.rms_norm_eps, "rotary": c.rope_of(attention_type), **kw}
         if index >= c.first_shared:
             return self.gqa(index, CrossLayerAttention, **options)
-        norm, same = QKNorm.per_head(width, c.rms_norm_eps, **kw), whole and c.attention_k_eq_v
-        return self.gqa(index, ValueNormGQA, keys_as_values=same, qk_norm=norm, **options)
+        norm, keys_as_values = QKNorm.per_head(width, c.rms_norm_eps, **kw), is_full and c.attention_k_eq_v
+        return self.gqa(index, ValueNormGQA, keys_as_values=keys_as_values, qk_norm=norm, **options)
 
     def feed_forward(self, index: int, **kw: Any) -> MLP | MoE:
         c = self.config
@@ -261,8 +269,8 @@ class Gemma4Text(CausalLM):
 
     def _dense(self, index: int, **kw: Any) -> MLP:
         c = self.config
-        times = 2 if c.use_double_wide_mlp and index >= c.first_shared else 1
-        return MLP(c.hidden_size, times * c.intermediate_size, bias=False, activation=geglu, **kw)
+        factor = 2 if c.use_double_wide_mlp and index >= c.first_shared else 1
+        return MLP(c.hidden_size, factor * c.intermediate_size, bias=False, activation=geglu, **kw)
 
 
 _26B = Gemma4TextConfig(
@@ -288,5 +296,5 @@ FAMILY = Family(
     maxtext=MaxTextNames(MAXTEXT_GEMMA4, _BLOCKS, scales_embeddings=True),
     presets=_PRESETS,
     hub_ids={"gemma-4-26b-a4b": "google/gemma-4-26B-A4B-it", "gemma-4-31b": "google/gemma-4-31B-it"},
-    checkpoint_notes=dict.fromkeys(_PRESETS, "the vision tower beside the text model is left out"),
+    checkpoint_notes=dict.fromkeys(_PRESETS, "the vision tower is not loaded"),
 )

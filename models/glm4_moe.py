@@ -1,8 +1,8 @@
 """GLM-4.5, 4.6 and 4.7 (GLM-4.5 technical report, 2025).
 
-Grouped-query attention rotates half of each head and has biases of queries, keys and values. The large models normalize
-the heads of queries and keys. The first layers are dense. The other layers have DeepSeek-V3's experts with a single
-group. The multi-token prediction layer is loaded only with ``mtp=True``.
+Grouped-query attention rotates half of each head and has biases for queries, keys and values. The large models
+normalize the heads of queries and keys. The first layers are dense. The other layers have DeepSeek-V3's experts with a
+single group. The multi-token prediction layer is loaded only with ``mtp=True``.
 """
 
 import dataclasses
@@ -79,5 +79,5 @@ FAMILY = Family(
         "glm-4.6": "zai-org/GLM-4.6",
         "glm-4.7": "zai-org/GLM-4.7",
     },
-    checkpoint_notes=dict.fromkeys(_PRESETS, "the layer for multi-token prediction is left out without mtp=True"),
+    checkpoint_notes=dict.fromkeys(_PRESETS, "the multi-token prediction layer is loaded only with mtp=True"),
 )

@@ -58,5 +58,5 @@ FAMILY = Family(
     hf=DEEPSEEK_V3.hf,
     presets=_PRESETS,
     hub_ids={"glm-4.7-flash": "zai-org/GLM-4.7-Flash"},
-    checkpoint_notes={"glm-4.7-flash": "the layer for multi-token prediction is left out without mtp=True"},
+    checkpoint_notes={"glm-4.7-flash": "the multi-token prediction layer is loaded only with mtp=True"},
 )

@@ -2,8 +2,7 @@
 
 Three of four layers are Kimi Linear's recurrent layers with bounded decays. The other layers have GLM-5's sparse
 attention without rotary embedding, and indexers that select pools of keys. There are several residual streams as in
-DeepSeek-V4. The final norm normalizes the mean of the streams. The multi-token prediction layer
-is not loaded.
+DeepSeek-V4. The final norm normalizes the mean of the streams. The multi-token prediction layer is not loaded.
 """
 
 import dataclasses
@@ -33,7 +32,7 @@ class Glm5NextTextConfig(GlmMoeDsaConfig, NestedDeltaConfig):
 
     Attributes:
         linear_lower_bound: Lower bound of the logarithms of the decays. If null, the decays are not bounded.
-        index_kpool: Keys per pool. ``index_topk`` must be a multiple.
+        index_kpool: Keys per pool. ``index_topk`` must be a multiple of this number.
         swiglu_limit: Bound of the gate and up projections.
         indexer_types: Must be ``full`` for all attention layers.
     """
@@ -50,7 +49,7 @@ class Glm5NextTextConfig(GlmMoeDsaConfig, NestedDeltaConfig):
     q_lora_rank: int = count(1536, most=2**20)
     qk_nope_head_dim: int = count(256, most=2**16)
     qk_rope_head_dim: int = one_of(0)
-    head_dim: int | None = count(None, least=0, most=2**16)  # ignored, transformers saves the rotated width here
+    head_dim: int | None = count(None, least=0, most=2**16)  # ignored: transformers saves the rotated width in it
     n_routed_experts: int = count(288, most=4096)
     layer_types: Sequence[str] | None = per_layer(LINEAR, "indexed_attention", FULL)
     linear_num_heads: int | None = count(64, most=2**14)
@@ -65,19 +64,21 @@ class Glm5NextTextConfig(GlmMoeDsaConfig, NestedDeltaConfig):
     pad_token_id: int | None = 154820
 
     def unnested(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        found = super().unnested(given)
-        if given.get("safe_gate", True) and found.get("linear_lower_bound", self.linear_lower_bound) is None:
-            found["linear_lower_bound"] = -5.0
-        return found
+        delta_fields = super().unnested(given)
+        if given.get("safe_gate", True) and delta_fields.get("linear_lower_bound", self.linear_lower_bound) is None:
+            delta_fields["linear_lower_bound"] = -5.0
+        return delta_fields
 
     def _check(self) -> None:
         super()._check()
         check_multiple(self, "index_topk", "index_kpool")
-        shared = [i for i, recurrent in enumerate(self.recurrent_layers) if not recurrent and not self.indexed[i]]
-        if shared:
+        shared_layers = [
+            i for i, is_recurrent in enumerate(self.recurrent_layers) if not is_recurrent and not self.indexed[i]
+        ]
+        if shared_layers:
             raise ConfigError(
-                f"layer {shared[0]} has a shared indexer, which is not supported: recurrent layers between two "
-                "layers with attention do not pass on the chosen keys. Supported: full"
+                f"layer {shared_layers[0]} has a shared indexer, but recurrent layers do not pass selected keys to the "
+                "next attention layer: indexer_types must be full for all attention layers"
             )
 
     @property
@@ -122,8 +123,8 @@ _HF: Hf = {
     "layer.attention.indexer.gate.kernel": W("self_attn.indexer.index_kpool_compress_gate"),
     "layer.attention.indexer.place": W("self_attn.indexer.index_kpool_compress_ape"),
     **{
-        f"layer.{half}_streams.weights.{part}": (W(f"hc_{theirs}_{end}"), W(f"{theirs}_hc.{end}"))
-        for half, theirs in _HALVES
+        f"layer.{half}_streams.weights.{part}": (W(f"hc_{name}_{end}"), W(f"{name}_hc.{end}"))
+        for half, name in _HALVES
         for part, end in _STREAMS.items()
     },
 }
@@ -134,5 +135,5 @@ FAMILY = Family(
     hf=_HF,
     presets=_PRESETS,
     hub_ids={"glm-5.3-flash": "zai-org/GLM-5.3-Flash"},
-    checkpoint_notes=dict.fromkeys(_PRESETS, "the vision tower and the layer for multi-token prediction are left out"),
+    checkpoint_notes=dict.fromkeys(_PRESETS, "the vision tower and the multi-token prediction layer are not loaded"),
 )

@@ -30,9 +30,9 @@ class GlmMoeDsaConfig(DeepSeekV32Config):
 
     Attributes:
         indexer_types: ``full`` (with an indexer) or ``shared`` (with the keys of the last full layer) per layer.
-        index_topk_pattern: The same, if ``indexer_types`` is null. May have the letters F and S instead of the words.
-        index_topk_freq: If both are null, every layer of this interval is full, from index
-            ``index_skip_topk_offset - 1`` on. All layers before this index are full.
+        index_topk_pattern: Indexer types if ``indexer_types`` is null, as words or as the letters F and S.
+        index_topk_freq: Interval of full layers from index ``index_skip_topk_offset - 1`` on, if both are null. All
+            layers before this index are full.
         index_skip_topk_offset: See ``index_topk_freq``.
     """
 
@@ -64,7 +64,7 @@ class GlmMoeDsaConfig(DeepSeekV32Config):
         super()._check()
         pattern = self.index_topk_pattern
         if pattern is not None and (len(pattern) != self.num_hidden_layers or {*pattern} - {*"FS", "full", "shared"}):
-            raise ConfigError(f"index_topk_pattern {pattern!r} must have an F or S for each of the layers")
+            raise ConfigError(f"index_topk_pattern {pattern!r} must have an F or S for each layer")
         if not self.indexed[0]:
             raise ConfigError("the first layer is shared, but has no layer before it: its indexer type must be full")
 
@@ -72,9 +72,9 @@ class GlmMoeDsaConfig(DeepSeekV32Config):
     def indexed(self) -> Sequence[bool]:
         """Whether each layer has an indexer."""
         if types := self.indexer_types or self.index_topk_pattern:
-            return tuple(kind in ("full", "F") for kind in types)
-        first, every = self.index_skip_topk_offset - 1, max(self.index_topk_freq, 1)
-        return tuple(max(i - first, 0) % every == 0 for i in range(self.num_hidden_layers))
+            return tuple(indexer_type in ("full", "F") for indexer_type in types)
+        first_index, interval = self.index_skip_topk_offset - 1, max(self.index_topk_freq, 1)
+        return tuple(max(i - first_index, 0) % interval == 0 for i in range(self.num_hidden_layers))
 
 
 # Input and output of a layer: the hidden states, and the keys that the last indexer selected.
@@ -89,11 +89,13 @@ class IndexedLayer(Layer):
 
     def __call__(self, x: Indexed, context: Context, cache: Any = None) -> LayerOutput:
         attention: Any = self.attention
-        before, chosen = x
-        more, chosen, cache = attention.attend_sparse(self.attention_norm(before), chosen, context=context, cache=cache)
-        hidden = context.output_tokens(before) + more
-        more, info = self.feed_forward_branch(hidden, context=context)
-        return LayerOutput((hidden + more, chosen), cache, info)
+        layer_input, selected_keys = x
+        update, selected_keys, cache = attention.attend_sparse(
+            self.attention_norm(layer_input), selected_keys, context=context, cache=cache
+        )
+        hidden = context.output_tokens(layer_input) + update
+        update, info = self.feed_forward_branch(hidden, context=context)
+        return LayerOutput((hidden + update, selected_keys), cache, info)
 
 
 class GlmMoeDsa(DeepSeekV32):
@@ -102,15 +104,17 @@ class GlmMoeDsa(DeepSeekV32):
     configs = (GlmMoeDsaConfig,)
     rotate_index = staticmethod(rotate_pairs)
 
-    def __init__(self, config: GlmMoeDsaConfig, *given: Any, **options: Any):
-        super().__init__(config, *given, **options)
+    def __init__(self, config: GlmMoeDsaConfig, *args: Any, **options: Any):
+        super().__init__(config, *args, **options)
         self.topk = config.index_topk
 
     @property
     def mtp_layer_index(self) -> int:
         c = self.config
-        kinds = zip(c.indexed, c.sparse_layers, strict=True)
-        return last_matching_layer(indexed and sparse == any(c.sparse_layers) for indexed, sparse in kinds)
+        layers = zip(c.indexed, c.sparse_layers, strict=True)
+        return last_matching_layer(
+            has_indexer and is_sparse == any(c.sparse_layers) for has_indexer, is_sparse in layers
+        )
 
     def layer_type(self, index: int) -> Any:
         return self.config.sparse_layers[index], self.config.indexed[index]
@@ -124,7 +128,7 @@ class GlmMoeDsa(DeepSeekV32):
     def to_layer_input(self, x: Float[Array, "B T D"], tokens: Ids) -> Indexed:
         return x, jnp.full((*x.shape[:2], self.topk), NO_SLOT, jnp.int32)
 
-    def from_layer_output(self, x: Indexed) -> Float[Array, "B asked D"]:
+    def from_layer_output(self, x: Indexed) -> Float[Array, "B requested D"]:
         return x[0]
 
 
@@ -141,5 +145,5 @@ FAMILY = Family(
     hf=DEEPSEEK_V32.hf,
     presets=_PRESETS,
     hub_ids={"glm-5": "zai-org/GLM-5", "glm-5.2": "zai-org/GLM-5.2"},
-    checkpoint_notes=dict.fromkeys(_PRESETS, "the layer for multi-token prediction is left out without mtp=True"),
+    checkpoint_notes=dict.fromkeys(_PRESETS, "the multi-token prediction layer is loaded only with mtp=True"),
 )

@@ -1,8 +1,8 @@
 """gpt-oss (OpenAI 2025, arXiv 2508.10925).
 
 Grouped-query attention with YaRN and a trained sink per head. Every other layer attends to a sliding window. All layers
-have experts with biases and a clamped SwiGLU. The router selects the experts with the largest logits. Their
-weights are a softmax over these logits. Published checkpoints have the experts' kernels in MXFP4.
+have experts with biases and a clamped SwiGLU. The router selects the experts with the largest logits. The experts'
+weights are a softmax over these logits. Published checkpoints store the experts' kernels in MXFP4.
 """
 
 import dataclasses
@@ -82,8 +82,8 @@ class GptOss(CausalLM):
         dim, width, count = c.hidden_size, c.intermediate_size, c.num_local_experts
         select, logit_bias = SoftmaxTopK(c.num_experts_per_tok), LogitBias(count, **kw)
         router = Router(dim, count, select, bias=False, logit_bias=logit_bias, **kw)
-        clamped, biases = ClampedSwiGLU(c.swiglu_alpha, c.swiglu_limit), ExpertBiases(dim, width, count, **kw)
-        return self.moe(router, width, activation=clamped, biases=biases, **kw)
+        activation, biases = ClampedSwiGLU(c.swiglu_alpha, c.swiglu_limit), ExpertBiases(dim, width, count, **kw)
+        return self.moe(router, width, activation=activation, biases=biases, **kw)
 
 
 _GPT_OSS_120B = GptOssConfig(rope_parameters=YARN, eos_token_id=200002, pad_token_id=199999, dtype="bfloat16")
@@ -91,12 +91,12 @@ _GATE_UP, _DOWN = W("mlp.experts.gate_up_proj").T, W("mlp.experts.down_proj").T
 _GATE_UP_BLOCKS, _GATE_UP_BIAS = W("mlp.experts.gate_up_proj_blocks").files_only, W("mlp.experts.gate_up_proj_bias")
 
 
-def _others(kind: str, ending: str) -> tuple[W, W]:
-    """Return the tensor names of quantized experts: AutoRound's, and Unsloth's with alternating gate and up outputs."""
-    one = W("mlp.experts").each(f"{kind}_proj.{ending}")
-    if kind == "down":
-        return one, W("mlp.experts.down_projs").each(ending)
-    return one, W("mlp.experts.gate_up_projs").each(ending).every(int(kind == "up"), 2)
+def _others(projection: str, suffix: str) -> tuple[W, W]:
+    """Return the names of quantized experts in files of AutoRound and Unsloth. Unsloth interleaves gate and up."""
+    autoround_name = W("mlp.experts").each(f"{projection}_proj.{suffix}")
+    if projection == "down":
+        return autoround_name, W("mlp.experts.down_projs").each(suffix)
+    return autoround_name, W("mlp.experts.gate_up_projs").each(suffix).every(int(projection == "up"), 2)
 
 
 _HF: Hf = {

@@ -26,7 +26,7 @@ class HyV3Config(DecoderConfig):
     Attributes:
         attention_bias: Whether q, k, v and o have biases.
         mlp_layer_types: ``dense`` or ``sparse`` per layer. If null, all layers except the first are sparse.
-        router_scaling_factor: Factor of the weights of the selected experts. Before this factor, they sum to 1.
+        router_scaling_factor: Factor of the weights of the selected experts. Before this factor, the weights sum to 1.
         num_nextn_predict_layers: Number of prediction layers. Some published files do not have this field.
     """
 
@@ -104,5 +104,5 @@ FAMILY = Family(
     hf=_HF,
     presets=_PRESETS,
     hub_ids={"hy3": "tencent/Hy3"},
-    checkpoint_notes={"hy3": "the layer for multi-token prediction is left out without mtp=True"},
+    checkpoint_notes={"hy3": "the multi-token prediction layer is loaded only with mtp=True"},
 )

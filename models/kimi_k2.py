@@ -1,9 +1,9 @@
 """Kimi K2 (Moonshot AI, 2025) and Moonlight (2025): the layers of DeepSeek-V3 with one group of experts.
 
-Moonlight's config.json has the model_type ``deepseek_v3``. K2's config.json has a model_type that transformers does not
-know. Saved models have ``deepseek_v3``, so that transformers can load them. K2 and Moonlight have no tokenizer.json,
-which the text functions need. K2-Thinking, K2.5 and K2.6 have experts in packed int4. From K2.5 and K2.6, only the text
-model is loaded.
+Moonlight's config.json has the model_type ``deepseek_v3``. transformers does not support the model_type of K2's
+config.json. Saving writes ``deepseek_v3`` so that transformers can load the files. Text functions do not work with K2
+and Moonlight, because their checkpoints have no tokenizer.json. K2-Thinking, K2.5 and K2.6 have experts in packed int4.
+Only the text models of K2.5 and K2.6 are loaded.
 """
 
 import dataclasses
@@ -66,7 +66,7 @@ FAMILY = Family(
     checkpoint_notes={
         "kimi-k2": "FP8 blocks, 1.03 TB, loaded as bfloat16; its tokenizer, a tiktoken file with code, is not read",
         "kimi-k2.5": "experts in packed int4, 0.55 TB, loaded as bfloat16 unless keep_quantized=True; vision tower and "
-        "projector are left out; its tokenizer, a tiktoken file with code, is not read",
+        "projector are not loaded; its tokenizer, a tiktoken file with code, is not read",
         "moonlight-16b-a3b": "its tokenizer, a tiktoken file with code, is not read",
     },
 )

@@ -82,17 +82,21 @@ class KimiLinearConfig(KimiMoEConfig, NestedDeltaConfig):
     pad_token_id: int | None = 163839
 
     def unnested(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        found = super().unnested(given)
+        delta_fields = super().unnested(given)
         if self.layer_types is None and {"full_attn_layers", "kda_layers"} <= given.keys():
-            found["layer_types"] = self._kinds(given["kda_layers"], given["full_attn_layers"])
-        return found
+            delta_fields["layer_types"] = self._kinds(given["kda_layers"], given["full_attn_layers"])
+        return delta_fields
 
     def _kinds(self, linear: Any, full: Any) -> Sequence[str]:
-        both = [i for part in (linear, full) if isinstance(part, list | tuple) for i in part]
-        numbers = range(1, len(both) + 1)
-        if any(type(i) is not int for i in both) or sorted(both) != [*numbers] or len(both) != self.num_hidden_layers:
+        listed_layers = [i for layers in (linear, full) if isinstance(layers, list | tuple) for i in layers]
+        numbers = range(1, len(listed_layers) + 1)
+        if (
+            any(type(i) is not int for i in listed_layers)
+            or sorted(listed_layers) != [*numbers]
+            or len(listed_layers) != self.num_hidden_layers
+        ):
             raise ConfigError(
-                f"linear_attn_config: kda_layers {short(linear)} and full_attn_layers {short(full)} must name each of "
+                f"linear_attn_config: kda_layers {short(linear)} and full_attn_layers {short(full)} must list each of "
                 f"the layers 1 … {short(self.num_hidden_layers)} once"
             )
         return tuple(LINEAR if i in linear else FULL for i in numbers)

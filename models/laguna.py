@@ -35,10 +35,10 @@ class LagunaConfig(PartialRopesConfig):
 
     Attributes:
         num_attention_heads_per_layer: Query heads per layer. Defaults to ``num_attention_heads``.
-        gating: Output gate: one factor per head (True, ``per-head``) or per component (``per-element``).
+        gating: Whether the output gate has one factor per head (True, ``per-head``) or per component (``per-element``).
         mlp_layer_types: ``dense`` or ``sparse`` per layer. If null, all layers except the first are sparse.
-        moe_routed_scaling_factor: Factor of the weights of the selected experts. Before this factor, they sum to 1.
-        moe_router_logit_softcapping: Bound of the router's logits. 0 if they are not bounded.
+        moe_routed_scaling_factor: Factor of the weights of the selected experts, which sum to 1 before this factor.
+        moe_router_logit_softcapping: Bound of the router's logits. 0 if the logits are not bounded.
     """
 
     model_type = "laguna"
@@ -75,9 +75,9 @@ class LagunaConfig(PartialRopesConfig):
 
     def _check(self) -> None:
         super()._check()
-        counts, most = self.heads_per_layer, 2**14
+        counts, max_heads = self.heads_per_layer, 2**14
         if len(counts) != self.num_hidden_layers or any(
-            type(n) is not int or not 0 < n <= most or n % self.kv_heads for n in counts
+            type(n) is not int or not 0 < n <= max_heads or n % self.kv_heads for n in counts
         ):
             raise ConfigError(
                 f"num_attention_heads_per_layer {short(self.num_attention_heads_per_layer)} must have a multiple of "
@@ -87,8 +87,8 @@ class LagunaConfig(PartialRopesConfig):
     @property
     def heads_per_layer(self) -> Sequence[int]:
         """Number of query heads of each layer."""
-        given = self.num_attention_heads_per_layer
-        return (self.num_attention_heads,) * self.num_hidden_layers if given is None else given
+        per_layer = self.num_attention_heads_per_layer
+        return (self.num_attention_heads,) * self.num_hidden_layers if per_layer is None else per_layer
 
     @property
     def attention_types(self) -> Sequence[str]:
@@ -132,8 +132,8 @@ class Laguna(CausalLM):
         c, dim, cap = self.config, self.config.hidden_size, self.config.moe_router_logit_softcapping
         if not c.sparse_layers[index]:
             return MLP(dim, c.intermediate_size, bias=False, **kw)
-        rule = c.num_experts_per_tok, 1, 1, True, c.moe_routed_scaling_factor
-        select = CappedTopK(*rule, cap=cap) if cap else SigmoidGroupTopK(*rule)
+        arguments = c.num_experts_per_tok, 1, 1, True, c.moe_routed_scaling_factor
+        select = CappedTopK(*arguments, cap=cap) if cap else SigmoidGroupTopK(*arguments)
         shared = MLP(dim, c.shared_expert_intermediate_size, bias=False, **kw)
         return self.moe(Router(dim, c.num_experts, select, bias=True, **kw), c.moe_intermediate_size, shared, **kw)
 

@@ -1,6 +1,7 @@
 """Llama 1 to 3.x (Touvron et al. 2023; Llama 3, 2024) and Mistral (Jiang et al. 2023).
 
-Grouped-query attention, rotary embedding of halves, SwiGLU, optional biases. Mistral adds a sliding window.
+The layers have grouped-query attention, a rotary embedding of halves, SwiGLU feed-forwards and optional biases. Mistral
+adds a sliding window.
 """
 
 import dataclasses
@@ -38,7 +39,7 @@ class LlamaConfig(DecoderConfig):
 class MistralConfig(DecoderConfig):
     """Config of Mistral.
 
-    ``sliding_window`` is the number of keys that a query attends to, including its position. If null, all keys.
+    A query attends to the last ``sliding_window`` keys, including the key at its position, or to all keys if null.
     """
 
     model_type = "mistral"
@@ -129,5 +130,5 @@ FAMILY = Family(
         "mistral-7b-v0.3": "mistralai/Mistral-7B-v0.3",
         _SMALL: "mistralai/Mistral-Small-3.1-24B-Instruct-2503",
     },
-    checkpoint_notes={_SMALL: "the vision tower and the projector beside the text model are left out"},
+    checkpoint_notes={_SMALL: "the vision tower and the projector are not loaded"},
 )

@@ -29,7 +29,7 @@ class MiMoV2FlashConfig(PartialRopesConfig):
     Attributes:
         mlp_layer_types: ``dense`` or ``sparse`` per layer. If null, all layers except the first are sparse.
         v_head_dim: Width of a value head.
-        attention_value_scale: Factor of the values. If null, values are not scaled.
+        attention_value_scale: Factor of the values. Null if values are not scaled.
         sliding_window_size: Number of keys in the window, excluding the key at the query's position.
     """
 
@@ -134,6 +134,6 @@ FAMILY = Family(
     presets={"mimo-v2-flash": MiMoV2FlashConfig(dtype="bfloat16")},
     hub_ids={"mimo-v2-flash": "XiaomiMiMo/MiMo-V2-Flash"},
     checkpoint_notes={
-        "mimo-v2-flash": "FP8 blocks, loaded as bfloat16; the layers for multi-token prediction are left out"
+        "mimo-v2-flash": "FP8 blocks, loaded as bfloat16; the multi-token prediction layers are not loaded"
     },
 )

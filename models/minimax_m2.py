@@ -45,7 +45,7 @@ class MiniMaxM2Config(PartialRotaryConfig):
         "scoring_func": ("sigmoid",),
         "routed_scaling_factor": (1.0,),
         "shared_intermediate_size": (None, 0),
-        "router_jitter_noise": (None, 0),  # in this family the jitter also scales the experts' inputs: not supported
+        "router_jitter_noise": (None, 0),  # not supported, because the jitter also scales the experts' inputs
         "attn_window_size": (None, -1),
         "swa_rope_theta": (None, -1),
         "layernorm_full_attention_beta": (1.0,),
@@ -53,7 +53,7 @@ class MiniMaxM2Config(PartialRotaryConfig):
         "layernorm_mlp_beta": (1.0,),
         "use_grouped_topk": (None, False),
     }
-    # Fields of dense layers, shared experts and multi-token prediction. These models have none of them.
+    # Fields of dense layers, shared experts and multi-token prediction, which these models do not have.
     ignored = """mlp_intermediate_size shared_moe_mode use_mtp num_mtp_modules mtp_transformer_layers
         max_model_len output_router_logits router_aux_loss_coef"""
 
@@ -75,11 +75,11 @@ class MiniMaxM2Config(PartialRotaryConfig):
 
     def _check(self) -> None:
         super()._check()
-        given, wide = self.rotary_factor, self.head_width
-        if self.rotary_dim is not None and self.rotary_dim > wide:
-            raise ConfigError(f"rotary_dim {self.rotary_dim} is more than head_dim {wide}")
-        if self.rotary_dim is not None and given is not None and int(wide * given) != self.rotary_dim:
-            raise ConfigError(f"rotary_dim {self.rotary_dim} and partial_rotary_factor {given} differ: remove one")
+        factor, width = self.rotary_factor, self.head_width
+        if self.rotary_dim is not None and self.rotary_dim > width:
+            raise ConfigError(f"rotary_dim {self.rotary_dim} is more than head_dim {width}")
+        if self.rotary_dim is not None and factor is not None and int(width * factor) != self.rotary_dim:
+            raise ConfigError(f"rotary_dim {self.rotary_dim} and partial_rotary_factor {factor} differ: remove one")
         if self.attn_type_list not in (None, (1,) * self.num_hidden_layers):
             raise ConfigError(
                 f"attn_type_list {short(self.attn_type_list)} is not supported; supported: null, or 1 (softmax "
@@ -88,7 +88,7 @@ class MiniMaxM2Config(PartialRotaryConfig):
 
     def _check_experts(self) -> None:
         if self.num_local_experts < 2:
-            raise ConfigError(f"num_local_experts {self.num_local_experts} is not supported: at least 2")
+            raise ConfigError(f"num_local_experts {self.num_local_experts} must be at least 2")
         super()._check_experts()
 
     @property

@@ -45,9 +45,10 @@ class MiniMaxM3VLTextConfig(PartialRotaryConfig):
         intermediate_size: Width of a routed expert.
         dense_intermediate_size: Width of a dense layer.
         shared_intermediate_size: Width of the shared expert.
-        layer_types: ``full_attention``, or ``minimax_m3_sparse`` with an indexer. If null, all are ``full_attention``.
+        layer_types: ``full_attention``, or ``minimax_m3_sparse`` for layers with an indexer. If null, all layers are
+            ``full_attention``.
         mlp_layer_types: ``dense`` or ``sparse`` per layer. If null, all layers have experts.
-        routed_scaling_factor: Factor of the weights of the selected experts. Before this factor, they sum to 1.
+        routed_scaling_factor: Factor of the weights of the selected experts. Before this factor, the weights sum to 1.
         index_block_size: Keys per block.
         index_topk_blocks: Number of selected blocks, including the last ``index_local_blocks`` blocks.
     """
@@ -91,30 +92,30 @@ class MiniMaxM3VLTextConfig(PartialRotaryConfig):
 
     @classmethod
     def _standard_fields(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
-        given = super()._standard_fields(fields) | {"hidden_act": "silu"}  # transformers ignores the field
-        nested = given.get("sparse_attention_config") or {}
+        values = super()._standard_fields(fields) | {"hidden_act": "silu"}  # transformers ignores the field
+        nested = values.get("sparse_attention_config") or {}
         if not isinstance(nested, Mapping):
             raise ConfigError(f"sparse_attention_config must be an object or null, got {short(nested)}")
-        given |= {name: nested[theirs] for theirs, name in _NESTED.items() if theirs in nested}
-        for name, flags, kinds in (
+        values |= {name: nested[published_name] for published_name, name in _NESTED.items() if published_name in nested}
+        for name, flags, types in (
             ("layer_types", nested.get("sparse_attention_freq"), ("full_attention", _SPARSE)),
-            ("mlp_layer_types", given.get("moe_layer_freq"), ("dense", "sparse")),
+            ("mlp_layer_types", values.get("moe_layer_freq"), ("dense", "sparse")),
         ):
             if flags is not None and not isinstance(flags, list):
                 raise ConfigError(f"{name}: expected a list of 0 and 1 per layer, got {short(flags)}")
-            if flags is not None and given.get(name) is None:
-                given[name] = [kinds[bool(flag)] for flag in flags]
-        return given
+            if flags is not None and values.get(name) is None:
+                values[name] = [types[bool(flag)] for flag in flags]
+        return values
 
     def _check(self) -> None:
         super()._check()
         if _SPARSE not in (self.layer_types or ()):
             return
-        (more, fewer), heads = sorted((self.index_n_heads, self.kv_heads), reverse=True), self.num_attention_heads
-        if more % fewer or heads % more:
+        (larger, smaller), heads = sorted((self.index_n_heads, self.kv_heads), reverse=True), self.num_attention_heads
+        if larger % smaller or heads % larger:
             raise ConfigError(
                 f"index_n_heads {self.index_n_heads} must divide num_key_value_heads {self.kv_heads}, or be a multiple "
-                f"of them that divides num_attention_heads {heads}"
+                f"of num_key_value_heads that divides num_attention_heads {heads}"
             )
         check_at_most(self, "index_local_blocks", "index_topk_blocks")
         if self.index_head_dim < self.rope_dim:
@@ -123,7 +124,7 @@ class MiniMaxM3VLTextConfig(PartialRotaryConfig):
     @property
     def indexed(self) -> Sequence[bool]:
         """Whether each layer has an indexer."""
-        return tuple(kind == _SPARSE for kind in self.layer_types or [""] * self.num_hidden_layers)
+        return tuple(layer_type == _SPARSE for layer_type in self.layer_types or [""] * self.num_hidden_layers)
 
 
 class MiniMaxM3VLText(CausalLM):
@@ -150,34 +151,36 @@ class MiniMaxM3VLText(CausalLM):
 
     def feed_forward(self, index: int, **kw: Any) -> MLP | MoE:
         c, dim = self.config, self.config.hidden_size
-        clamped = ClampedSwiGLU(c.swiglu_alpha, c.swiglu_limit)
-        dense = functools.partial(MLP, dim, bias=False, activation=clamped, **kw)
+        activation = ClampedSwiGLU(c.swiglu_alpha, c.swiglu_limit)
+        dense = functools.partial(MLP, dim, bias=False, activation=activation, **kw)
         if not c.sparse_layers[index]:
             return dense(width=c.dense_intermediate_size)
         router = corrected_router(c, scale=c.routed_scaling_factor, **kw)
         shared = dense(width=c.shared_intermediate_size)
-        return self.moe(router, c.intermediate_size, shared, activation=clamped, **kw)
+        return self.moe(router, c.intermediate_size, shared, activation=activation, **kw)
 
 
 _MOE, _GATE_UP = "block_sparse_moe", W("mlp.experts.gate_up_proj")
 _PARTS = (("gate", "w1", 0), ("up", "w3", 1))
 
 
-def _mlp(theirs: str, published: str) -> dict[str, tuple[W, ...]]:
+def _mlp(block: str, published_block: str) -> dict[str, tuple[W, ...]]:
     """Return the rows of a dense or shared feed-forward. transformers stores gate and up in one tensor."""
-    rows = {x: (W(f"{theirs}.gate_up_proj.weight").rows(i, 2), W(f"{published}.{x}_proj.weight")) for x, _, i in _PARTS}
-    return rows | {"down": (W(f"{theirs}.down_proj.weight"), W(f"{published}.down_proj.weight").files_only)}
+    rows = {
+        x: (W(f"{block}.gate_up_proj.weight").rows(i, 2), W(f"{published_block}.{x}_proj.weight")) for x, _, i in _PARTS
+    }
+    return rows | {"down": (W(f"{block}.down_proj.weight"), W(f"{published_block}.down_proj.weight").files_only)}
 
 
-# The first alternatives are the names of the text model in transformers. Published files have the second alternatives.
+# The first alternatives are the names in transformers' text model. The second alternatives are the published names.
 _HF: Hf = {
     **HF_DECODER,
     **{
-        f"layer.attention.indexer.{x}{ours}": (
+        f"layer.attention.indexer.{x}{suffix}": (
             W(f"self_attn.indexer.{x}_{end}"), W(f"self_attn.index_{x}_{end}").files_only
         )
         for x in "qk"
-        for ours, end in ((".kernel", "proj.weight"), ("_norm.scale", "norm.weight"))
+        for suffix, end in ((".kernel", "proj.weight"), ("_norm.scale", "norm.weight"))
     },
     **{f"layer.{kind}_norm.scale": W("post_attention_layernorm.weight") for kind in ("mlp", "moe")},
     **{f"layer.mlp.{x}.kernel": row for x, row in _mlp("mlp", "mlp").items()},
@@ -197,6 +200,6 @@ _HF: Hf = {
 FAMILY = Family(
     model=MiniMaxM3VLText,
     hf=_HF,
-    # transformers has these projections as halves of one linear layer.
+    # transformers stores each pair of these projections as halves of one linear layer.
     peft_excluded=("mlp.gate", "mlp.up", "shared.gate", "shared.up"),
 )

@@ -30,7 +30,7 @@ class Ministral3Config(DecoderConfig):
     """Config of Ministral 3.
 
     ``llama_4_scaling_beta`` of the rope object determines how much queries grow with their position.
-    ``sliding_window`` is the number of keys that a query attends to, including its position. If null, all keys.
+    A query attends to the last ``sliding_window`` keys, including the key at its position, or to all keys if null.
     """
 
     model_type = "ministral3"
@@ -70,9 +70,9 @@ def position_scale(rope_fields: Mapping[str, Any]) -> dict[str, Any]:
     """Read the arguments of `PositionScaledGQA` from a rope object. Raises ConfigError if they are missing."""
     beta, original = rope_fields.get(BETA), rope_fields.get(ORIGINAL)
     if isinstance(beta, bool) or not isinstance(beta, int | float) or not 0 <= beta <= 100:
-        raise ConfigError(f"rope: {BETA} must be a number from 0 to 100, got {short(beta)}; 0 scales no queries")
+        raise ConfigError(f"rope: {BETA} must be a number from 0 to 100, got {short(beta)}; 0 disables the scale")
     if original is None:
-        raise ConfigError(f"rope: {ORIGINAL} is missing: the scale of the queries depends on it")
+        raise ConfigError(f"rope: {ORIGINAL} is missing, but the scale of the queries depends on this field")
     return {"beta": float(beta), "original": original}
 
 
@@ -82,8 +82,8 @@ class Ministral3(LlamaLike):
     configs = (Ministral3Config,)
 
     def attention(self, index: int, **kw: Any) -> GQA:
-        scaled = position_scale(self.config.rope_fields)
-        return self.gqa(index, PositionScaledGQA, bias=False, **scaled, **kw)
+        scale_arguments = position_scale(self.config.rope_fields)
+        return self.gqa(index, PositionScaledGQA, bias=False, **scale_arguments, **kw)
 
 
 _PRESETS = {"ministral-3-8b": Ministral3Config(rope_parameters=_YARN, dtype="bfloat16")}
@@ -93,5 +93,5 @@ FAMILY = Family(
     hf=LLAMA.hf,
     presets=_PRESETS,
     hub_ids={"ministral-3-8b": "mistralai/Ministral-3-8B-Base-2512"},
-    checkpoint_notes=dict.fromkeys(_PRESETS, "the vision tower beside the text model is left out"),
+    checkpoint_notes=dict.fromkeys(_PRESETS, "the vision tower is not loaded"),
 )

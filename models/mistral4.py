@@ -70,8 +70,8 @@ class Mistral4Config(DeepSeekV3Config):
         if self.head_dim not in (None, width):
             raise ConfigError(f"head_dim {self.head_dim} must be the width of a query, {width}: remove it")
         if factor is not None and factor != self.qk_rope_head_dim / width:
-            part = f"qk_rope_head_dim {self.qk_rope_head_dim} of {width}"
-            raise ConfigError(f"rope: {FACTOR} {short(factor)} must be {part}: remove it")
+            expected_fraction = f"qk_rope_head_dim {self.qk_rope_head_dim} of {width}"
+            raise ConfigError(f"rope: {FACTOR} {short(factor)} must be {expected_fraction}: remove it")
 
     def _check_experts(self) -> None:
         check_at_most(self, "num_experts_per_tok", "n_routed_experts")
@@ -107,5 +107,5 @@ FAMILY = Family(
     hf=_HF,
     presets=_PRESETS,
     hub_ids={"mistral-small-4": "mistralai/Mistral-Small-4-119B-2603"},
-    checkpoint_notes=dict.fromkeys(_PRESETS, "the vision tower beside the text model is left out"),
+    checkpoint_notes=dict.fromkeys(_PRESETS, "the vision tower is not loaded"),
 )

@@ -74,8 +74,8 @@ class Mixtral(CausalLM):
 
 
 _MIXTRAL_8X7B = MixtralConfig(max_position_embeddings=32768, dtype="bfloat16")
-# The first alternatives are the names on the Hugging Face Hub. The second alternatives are the
-# names of transformers 5 in memory. Some saved checkpoints have them too.
+# The first alternatives are the names on the Hugging Face Hub. The other alternatives are names of transformers 5 in
+# memory and of some saved checkpoints.
 _HUB, _SAVED, _FUSED = W("block_sparse_moe.experts"), W("mlp.experts"), W("mlp.experts.gate_up_proj")
 _HF: Hf = {
     **HF_DECODER,

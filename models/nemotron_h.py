@@ -38,13 +38,13 @@ class NemotronHConfig(GroupedExpertsConfig):
     """Config of Nemotron-H and Nemotron 3.
 
     Attributes:
-        layer_types: Part of each layer: ``linear_attention`` (Mamba-2), ``full_attention``, ``mlp`` or ``moe``. A
-            config.json has them as ``layers_block_type``, or as letters (M, *, -, E) in ``hybrid_override_pattern``.
-            Their number overrides ``num_hidden_layers`` of a config.json.
+        layer_types: Part of each layer: ``linear_attention`` (Mamba-2), ``full_attention``, ``mlp`` or ``moe``. In a
+            config.json, the field is ``layers_block_type``, or ``hybrid_override_pattern`` with the letters M, *, - and
+            E. The length of this list overrides ``num_hidden_layers`` of a config.json.
         mamba_num_heads: Number of heads of the recurrence.
-        mamba_head_dim: Width of these heads.
+        mamba_head_dim: Width of a head of the recurrence.
         ssm_state_size: Width of the keys of the recurrence.
-        n_groups: Number of groups of heads with common keys.
+        n_groups: Number of groups of heads that share keys.
         conv_kernel: Number of taps of the convolution.
         time_step_min: Minimum time step of the recurrence.
         moe_latent_size: Width of the experts' inputs and outputs. Defaults to ``hidden_size``.
@@ -124,8 +124,8 @@ class NemotronHConfig(GroupedExpertsConfig):
         del fields["layer_types"]
         letters = {layer_type: letter for letter, layer_type in _LETTERS.items()}
         pattern = "".join(letters[layer_type] for layer_type in self.layer_types)
-        named = {"layers_block_type": list(self.layer_types), "hybrid_override_pattern": pattern}
-        return fields | named | {"layer_norm_epsilon": fields.pop("rms_norm_eps")}
+        layer_fields = {"layers_block_type": list(self.layer_types), "hybrid_override_pattern": pattern}
+        return fields | layer_fields | {"layer_norm_epsilon": fields.pop("rms_norm_eps")}
 
     @property
     def sparse_layers(self) -> Sequence[bool]:
@@ -151,8 +151,8 @@ class NemotronH(DenseOrMoE):
     def layer(self, index: int, form: type[Layer] = Layer, *, dtype: Any, rngs: Any, **options: Any) -> SingleLayer:
         c, kw = self.config, {"dtype": dtype, "rngs": rngs}
         attention = functools.partial(self.gqa, index, bias=False, rotary=None)
-        make = {MAMBA: self._mamba, ATTENTION: attention, DENSE: self._dense, EXPERTS: self._experts}
-        return SingleLayer(self.norm_class(c.hidden_size, c.rms_norm_eps, **kw), make[self.layer_type(index)](**kw))
+        builders = {MAMBA: self._mamba, ATTENTION: attention, DENSE: self._dense, EXPERTS: self._experts}
+        return SingleLayer(self.norm_class(c.hidden_size, c.rms_norm_eps, **kw), builders[self.layer_type(index)](**kw))
 
     def _mamba(self, **kw: Any) -> Mamba2:
         c = self.config
@@ -180,9 +180,9 @@ class NemotronH(DenseOrMoE):
 
     def router(self, **kw: Any) -> Router:
         """Build the router. Its kernel is in float32 for every ``dtype``, as in transformers."""
-        made = super().router(**kw | {"dtype": jnp.dtype(jnp.float32)})
-        made.kernel.set_metadata(keeps_dtype=True)
-        return made
+        router = super().router(**kw | {"dtype": jnp.dtype(jnp.float32)})
+        router.kernel.set_metadata(keeps_dtype=True)
+        return router
 
 
 _PARTS = ("up", "down")
@@ -212,9 +212,9 @@ _LINEAR = {f"layer.attention.{x}": f"{x}_proj" for x in "qkvo"} | {f"layer.mlp.{
 _LINEAR |= {f"layer.moe.shared.{x}": f"shared_experts.{x}_proj" for x in _PARTS}
 _LINEAR |= {"layer.moe.reduce": "fc1_latent_proj", "layer.moe.expand": "fc2_latent_proj"}
 _HF |= {
-    f"{ours}.{end}": W(f"mixer.{theirs}.{other}")
-    for ours, theirs in _LINEAR.items()
-    for end, other in (("kernel", "weight"), ("bias", "bias"))
+    f"{key}.{end}": W(f"mixer.{name}.{hf_end}")
+    for key, name in _LINEAR.items()
+    for end, hf_end in (("kernel", "weight"), ("bias", "bias"))
 }
 _PRESETS = {
     "nemotron-3-nano-30b-a3b": NemotronHConfig(

@@ -1,6 +1,6 @@
 """Qwen2 and Qwen2.5 (Yang et al. 2024), and the dense models of Qwen3 (Qwen3 technical report, 2025).
 
-The layers are Llama's. Qwen2 has biases of queries, keys and values. Qwen3 normalizes the heads of queries and keys
+The layers are Llama's. Qwen2 has biases for queries, keys and values. Qwen3 normalizes the heads of queries and keys
 instead. Some layers may attend to a sliding window.
 """
 
@@ -45,7 +45,11 @@ class Qwen2Config(LayerWindowsConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen3Config(Qwen2Config):
-    """Config of Qwen3's dense models. ``attention_bias``: whether q, k, v and o have biases."""
+    """Config of Qwen3's dense models.
+
+    Attributes:
+        attention_bias: Whether q, k, v and o have biases.
+    """
 
     model_type = "qwen3"
     architecture = "Qwen3ForCausalLM"

@@ -1,7 +1,7 @@
 """Qwen1.5-MoE and Qwen2's mixture-of-experts model (Yang et al. 2024), based on the implementation in transformers.
 
-Qwen2's attention with biases of queries, keys and values. A sigmoid gate per token weights the shared expert. Published
-checkpoints do not rescale the weights of the selected experts.
+The attention is Qwen2's, with biases for queries, keys and values. A sigmoid gate per token weights the shared expert.
+Published checkpoints do not rescale the weights of the selected experts.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from nnxmoe.models.shared.tables import HF_DECODER
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen2MoeConfig(QwenMoeConfig):
-    """Config of Qwen2's mixture-of-experts model. Raises ConfigError for sliding windows, which no preset uses.
+    """Config of Qwen2's mixture-of-experts model. Raises ConfigError for sliding windows. No preset uses them.
 
     Attributes:
         shared_expert_intermediate_size: Width of the shared expert.

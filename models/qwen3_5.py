@@ -1,7 +1,7 @@
 """The text models of Qwen3.5 and Qwen3.6 (Qwen team 2026), dense and with experts.
 
 The layers are Qwen3-Next's. Recurrent layers have separate kernels for z, b and a. The rotary embedding has three
-dimensions, in which text has equal positions. The multi-token prediction layer is loaded only with ``mtp=True``.
+dimensions. Text has equal positions in all three. The multi-token prediction layer is loaded only with ``mtp=True``.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from nnxmoe.models.shared.qwen_moe import HF_SHARED, QwenMoe, QwenMoeConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen3_5Config(QwenHybridConfig):
-    """Fields shared by the configs of Qwen3.5's text models. See also `QwenHybridConfig`.
+    """Fields shared by the configs of Qwen3.5's text models. `QwenHybridConfig` describes the other fields.
 
     ``mtp_num_hidden_layers`` is the number of multi-token prediction layers. It is 1 in all published files.
     """
@@ -126,9 +126,9 @@ class Qwen3_5MaxText(QwenHybridMaxText):
         """Return the columns of MaxText's arrays, which order outputs by key head like `FusedProjection`."""
         heads = config.delta_heads
         width, ba = heads.channels + heads.values * heads.value_dim, 2 * heads.values
-        at = heads.split(*(jnp.arange(size).reshape(heads.keys, -1) for size in (width, ba)))
-        named = zip(("qkv", "z", "b", "a"), at, strict=True)
-        return {f"{_PROJECT}.{x}.kernel": tuple(np.asarray(columns).ravel().tolist()) for x, columns in named}
+        split_columns = heads.split(*(jnp.arange(size).reshape(heads.keys, -1) for size in (width, ba)))
+        named_columns = zip(("qkv", "z", "b", "a"), split_columns, strict=True)
+        return {f"{_PROJECT}.{x}.kernel": tuple(np.asarray(columns).ravel().tolist()) for x, columns in named_columns}
 
 
 QWEN3_5_TEXT = Family(
@@ -146,7 +146,7 @@ QWEN3_5_MOE_TEXT = Family(
     presets=_QWEN3_5_MOE_TEXT_PRESETS,
     hub_ids={"qwen3.5-35b-a3b": "Qwen/Qwen3.5-35B-A3B", "qwen3.5-397b-a17b": "Qwen/Qwen3.5-397B-A17B"},
     checkpoint_notes=dict.fromkeys(
-        _QWEN3_5_MOE_TEXT_PRESETS, "the vision tower is left out, and the prediction layer without mtp=True"
+        _QWEN3_5_MOE_TEXT_PRESETS, "the vision tower is not loaded, and the prediction layer only with mtp=True"
     ),
 )
 FAMILIES = (QWEN3_5_TEXT, QWEN3_5_MOE_TEXT)

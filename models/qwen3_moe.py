@@ -1,7 +1,7 @@
 """Qwen3's mixture-of-experts models (Qwen3 technical report, 2025).
 
-Qwen3's attention. The router applies a softmax over all experts, selects the top experts and usually rescales their
-weights. Some layers may be dense. There are no shared experts.
+The attention is Qwen3's. The router applies a softmax over all experts, selects the top experts and usually rescales
+their weights. Some layers may be dense. There are no shared experts.
 """
 
 import dataclasses
@@ -38,8 +38,8 @@ class Qwen3MoeConfig(QwenMoeConfig):
         super()._check()
         if self.use_sliding_window and self.max_window_layers:
             raise ConfigError(
-                f"max_window_layers {self.max_window_layers} with use_sliding_window true: transformers ignores the "
-                "first and gives all layers the window. Remove max_window_layers to do the same"
+                f"max_window_layers {self.max_window_layers} with use_sliding_window true: transformers ignores "
+                "max_window_layers and uses the window in all layers. Remove max_window_layers to do the same"
             )
 
     @property

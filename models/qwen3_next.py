@@ -1,6 +1,6 @@
 """Qwen3-Next (Qwen team 2025).
 
-Every fourth layer is attention, the other layers are recurrent. There are many small routed experts and a gated shared
+Every fourth layer is attention. The other layers are recurrent. There are many small routed experts and a gated shared
 expert. Checkpoints store the projections of a recurrent layer in two tensors. The multi-token prediction layer is
 loaded only with ``mtp=True``.
 """
@@ -26,7 +26,7 @@ from nnxmoe.models.shared.tables import Hf, Linen
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen3NextConfig(QwenHybridConfig, QwenMoeConfig):
-    """Config of Qwen3-Next. See also the two base classes.
+    """Config of Qwen3-Next. The base classes describe the other fields.
 
     Attributes:
         shared_expert_intermediate_size: Width of the shared expert.
@@ -85,5 +85,5 @@ FAMILY = Family(
     mtp_prefixes=MTP_PREFIXES,
     presets=_PRESETS,
     hub_ids={"qwen3-next-80b-a3b": "Qwen/Qwen3-Next-80B-A3B-Instruct"},
-    checkpoint_notes=dict.fromkeys(_PRESETS, "the layer for multi-token prediction is left out without mtp=True"),
+    checkpoint_notes=dict.fromkeys(_PRESETS, "the multi-token prediction layer is loaded only with mtp=True"),
 )

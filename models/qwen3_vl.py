@@ -21,7 +21,11 @@ MROPE = " ".join(f"rope_{end}.mrope_{x}" for end in ("scaling", "parameters") fo
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen3VLTextConfig(Qwen3Config):
-    """Config of dense Qwen3-VL's text model. ``attention_bias``: whether q, k, v and o have biases."""
+    """Config of dense Qwen3-VL's text model.
+
+    Attributes:
+        attention_bias: Whether q, k, v and o have biases.
+    """
 
     model_type = "qwen3_vl_text"
     saved_type = "qwen3"
@@ -37,7 +41,8 @@ class Qwen3VLTextConfig(Qwen3Config):
 class Qwen3VLMoeTextConfig(Qwen3MoeConfig):
     """Config of the text model of Qwen3-VL with experts. The weights of the selected experts always sum to 1.
 
-    ``attention_bias``: whether q, k, v and o have biases.
+    Attributes:
+        attention_bias: Whether q, k, v and o have biases.
     """
 
     model_type = "qwen3_vl_moe_text"
@@ -99,7 +104,7 @@ QWEN3_VL_TEXT = Family(
     maxtext=QWEN3.maxtext,
     presets=_QWEN3_VL_TEXT_PRESETS,
     hub_ids={name: f"Qwen/Qwen3-VL-{name[9:].upper()}-Instruct" for name in _QWEN3_VL_TEXT_PRESETS},
-    checkpoint_notes=dict.fromkeys(_QWEN3_VL_TEXT_PRESETS, "the vision tower beside the text model is left out"),
+    checkpoint_notes=dict.fromkeys(_QWEN3_VL_TEXT_PRESETS, "the vision tower is not loaded"),
 )
 # Published tensors have inputs before outputs. transformers uses the opposite order in memory and when saving.
 _QWEN3_VL_MOE_TEXT_HF: Hf = {
@@ -121,6 +126,6 @@ QWEN3_VL_MOE_TEXT = Family(
     maxtext=QWEN3_MOE.maxtext,
     presets=_QWEN3_VL_MOE_TEXT_PRESETS,
     hub_ids={"qwen3-vl-30b-a3b": "Qwen/Qwen3-VL-30B-A3B-Instruct"},
-    checkpoint_notes=dict.fromkeys(_QWEN3_VL_MOE_TEXT_PRESETS, "the vision tower beside the text model is left out"),
+    checkpoint_notes=dict.fromkeys(_QWEN3_VL_MOE_TEXT_PRESETS, "the vision tower is not loaded"),
 )
 FAMILIES = (QWEN3_VL_TEXT, QWEN3_VL_MOE_TEXT)

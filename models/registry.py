@@ -18,8 +18,8 @@ logger = logging.getLogger(__name__)
 Value = TypeVar("Value")
 # model_type -> family passed to `register`. Registered families override families of this folder.
 REGISTERED: dict[str, Family] = {}
-TEXT_OF = {"step3p7": "step3p5"}  # multimodal model_type -> model_type of its text model, if it is not `…_text`
-# Supported model_type -> the unsupported families that are most similar to it.
+TEXT_OF = {"step3p7": "step3p5"}  # multimodal model_type -> model_type of its text model, unless it is `…_text`
+# Supported model_type -> the most similar unsupported families.
 RELATIVES = {
     "deepseek_v3": "longcat_flash",
     "glm4_moe": "glm4v_moe",
@@ -94,7 +94,7 @@ def family_of(source: CausalLM | DecoderConfig) -> Family:
             if family.model is base:
                 return family
     name = type(source).__name__
-    raise ConfigError(f"{name} belongs to no family: call nnxmoe.models.register(Family(model={name}, hf=…))")
+    raise ConfigError(f"{name} is not registered: call nnxmoe.models.register(Family(model={name}, hf=…))")
 
 
 def _types() -> list[str]:
@@ -142,7 +142,10 @@ def register(family: Family) -> None:
 
 
 def config_from_hf(fields: Mapping[str, Any]) -> DecoderConfig:
-    """Create the config of the (text) model that a parsed config.json describes. Warns of fields that are dropped.
+    """Create the config of a model, or of a multimodal model's text model. Logs a warning for dropped fields.
+
+    Args:
+        fields: A parsed config.json.
 
     Raises:
         ConfigError: The model or a value is not supported (see `DecoderConfig.from_hf`).
@@ -154,7 +157,7 @@ def config_from_hf(fields: Mapping[str, Any]) -> DecoderConfig:
 
 
 def _parsed(fields: Mapping[str, Any]) -> tuple[DecoderConfig, tuple[str, ...]]:
-    """Create the config of a text model. Also returns the notes on its fields."""
+    """Return the config of a text model and the notes on its fields."""
     family_config = config_class(fields)
     registered = {config.architecture for family in REGISTERED.values() for config in family.configs}
     refuse_other_models(fields, ARCHITECTURES | registered)
@@ -182,7 +185,7 @@ def parse_config(fields: Mapping[str, Any], where: str) -> tuple[DecoderConfig, 
 def config_class(fields: Mapping[str, Any]) -> type[DecoderConfig]:
     """Return the config class for the ``model_type`` of a parsed config.json. Raises ConfigError if it is unknown."""
     if not isinstance(fields, Mapping):
-        raise ConfigError(f"config.json must hold an object, got {type(fields).__name__}")
+        raise ConfigError(f"config.json must contain an object, got {type(fields).__name__}")
     model_type = fields.get("model_type")
     if isinstance(model_type, str):  # a text model with the model_type of its multimodal model
         text_type = f"{model_type}_text"
@@ -195,12 +198,12 @@ def config_class(fields: Mapping[str, Any]) -> type[DecoderConfig]:
 
 
 def _relative(model_type: Any) -> str:
-    """Return an error text on the supported family that is most similar to ``model_type``, or "" if none is known."""
+    """Return an error text about the most similar supported family, or "" if ``model_type`` is unknown."""
     for name, relatives in RELATIVES.items():
         if str(model_type).removesuffix("_text") in relatives.split():
             return (
-                f", since its layers are not those of {name}, its closest relative: with another model_type it would "
-                f"compute something else. A family can be added, see models/README.md and "
+                f". Its layers differ from the layers of {name}, the most similar supported family, so changing the "
+                f"model_type would change the results. To add a family, see models/README.md and "
                 f"models/{MODULE_OF_TYPE[name]}.py"
             )
     return ""
@@ -214,15 +217,15 @@ def preset(name: str | os.PathLike[str]) -> DecoderConfig | None:
 
 def near_presets(name: str | os.PathLike[str]) -> str:
     """Return a hint for an unknown model: presets with similar names, or the command that lists all presets."""
-    near = did_you_mean(str(name), PRESETS, 3)
-    return near or "; nnxmoe inspect --help lists the presets, which need no files"
+    suggestions = did_you_mean(str(name), PRESETS, 3)
+    return suggestions or "; nnxmoe inspect --help lists the presets, which need no files"
 
 
 def refuse_preset(name: str | os.PathLike[str]) -> None:
     """Raise ConfigError if ``name`` is a preset, because presets have no weights. The error names the Hub id."""
     if preset(name) is not None:
-        where = HUB_IDS.get(str(name).lower(), "its name on the hub, such as 'org/name'")
-        raise ConfigError(f"{name} is a preset, a config without weights: give {where}, or a folder")
+        hub_id = HUB_IDS.get(str(name).lower(), "its Hugging Face Hub id, such as 'org/name'")
+        raise ConfigError(f"{name} is a preset, a config without weights: use {hub_id}, or a folder with weights")
 
 
 def is_registered(model: CausalLM) -> bool:

@@ -35,7 +35,7 @@ class SarvamMLAConfig(DeepSeekV3Config):
 
     @property
     def rope_fields(self) -> Mapping[str, Any]:
-        """The rope object, with the type "yarn" for vLLM's name "deepseek_yarn" in published files."""
+        """The rope object, with "yarn" instead of "deepseek_yarn", which is vLLM's name in published files."""
         fields = super().rope_fields
         return {name: "yarn" if value == "deepseek_yarn" else value for name, value in fields.items()}
 

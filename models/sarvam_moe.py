@@ -77,8 +77,8 @@ def _published_rows(config: SarvamMoEConfig) -> Hf:
     spans = {"q": (0, total, heads), "k": (heads, total, groups), "v": (heads + groups, total, groups)}
     rows = dict(_RENAMED)
     for x, span in spans.items():
-        for ours, theirs in (("kernel", "weight"), ("bias", "bias")):
-            rows[f"layer.attention.{x}.{ours}"] = W(f"attention.query_key_value.{theirs}").rows(*span)
+        for end, hf_end in (("kernel", "weight"), ("bias", "bias")):
+            rows[f"layer.attention.{x}.{end}"] = W(f"attention.query_key_value.{hf_end}").rows(*span)
     return {key: (published, *options(_HF, key)) for key, published in rows.items()}
 
 

@@ -13,7 +13,8 @@ from nnxmoe.models.shared.grouped_experts import GroupedExpertsConfig
 class SolarOpenConfig(GroupedExpertsConfig):
     """Config of Solar Open. All layers have experts, so ``intermediate_size`` is not used.
 
-    ``attention_bias``: whether q, k and v have biases.
+    Attributes:
+        attention_bias: Whether q, k and v have biases.
     """
 
     model_type = "solar_open"

@@ -37,7 +37,7 @@ _ROPE = {"rope_theta": "rope_theta", "partial_rotary_factor": "partial_rotary_fa
 
 
 def _drop_prediction_entries(values: dict[str, Any], layers: int) -> None:
-    """Truncate lists of published files to one entry per layer. Further entries are for prediction layers."""
+    """Truncate lists of published files to one entry per layer. The other entries are for prediction layers."""
     mtp_layers = values.get("num_nextn_predict_layers", Step3p5Config.num_nextn_predict_layers)
     Count(0, MOST_LAYERS)("num_nextn_predict_layers", mtp_layers)
     for name in _PADDED:
@@ -50,14 +50,14 @@ def _read_moe_layers(values: dict[str, Any], layers: int) -> None:
     """Set ``mlp_layer_types`` from the published ``moe_layers_enum``."""
     moe_layers = values.get("moe_layers_enum")
     if moe_layers is not None and values.get("mlp_layer_types") is None:
-        sparse = _numbers(moe_layers)
-        values["mlp_layer_types"] = ["sparse" if i in sparse else "dense" for i in range(layers)]
+        sparse_layers = _numbers(moe_layers)
+        values["mlp_layer_types"] = ["sparse" if i in sparse_layers else "dense" for i in range(layers)]
 
 
 def _read_sliding_heads(values: dict[str, Any], attention_types: Sequence[Any]) -> None:
     """Set ``num_sliding_attention_heads`` from the published ``attention_other_setting``.
 
-    Raises ConfigError if ``per_layer_config`` has different numbers. transformers saves this field.
+    Raises ConfigError if ``per_layer_config``, a field that transformers saves, has different numbers.
     """
     setting = values.get("attention_other_setting")
     if setting and not isinstance(setting, Mapping):
@@ -67,8 +67,8 @@ def _read_sliding_heads(values: dict[str, Any], attention_types: Sequence[Any]) 
     heads, overrides = values.get("num_sliding_attention_heads"), values.get("per_layer_config")
     expected = {}
     if heads is not None and heads != values.get("num_attention_heads", Step3p5Config.num_attention_heads):
-        sliding = [i for i, attention_type in enumerate(attention_types) if attention_type == SLIDING]
-        expected = {str(i): {"num_attention_heads": heads} for i in sliding}
+        sliding_layers = [i for i, attention_type in enumerate(attention_types) if attention_type == SLIDING]
+        expected = {str(i): {"num_attention_heads": heads} for i in sliding_layers}
     if overrides is not None and overrides != expected:
         raise ConfigError(f"per_layer_config {short(overrides)} differs from num_sliding_attention_heads {heads}")
 
@@ -76,7 +76,7 @@ def _read_sliding_heads(values: dict[str, Any], attention_types: Sequence[Any]) 
 def _read_layer_ropes(values: dict[str, Any], attention_types: Sequence[Any], layers: int) -> None:
     """Set ``rope_parameters`` from published fields.
 
-    ``rope_theta`` and ``partial_rotary_factors`` have one value per layer. ``rope_scaling`` applies to full attention.
+    ``rope_theta`` and ``partial_rotary_factors`` have one value per layer. ``rope_scaling`` is for full attention only.
     """
     scaling = values.get("rope_scaling") or {}
     if values.get("rope_parameters") or not isinstance(attention_types, list) or not isinstance(scaling, Mapping):
@@ -84,7 +84,7 @@ def _read_layer_ropes(values: dict[str, Any], attention_types: Sequence[Any], la
     ropes: dict[str, dict[str, Any]] = {}
     for attention_type in {*map(str, attention_types), FULL}:
         i = attention_types.index(attention_type) if attention_type in attention_types else 0
-        rope = {ours: _layer_value(values, name, i, layers) for ours, name in _ROPE.items()}
+        rope = {rope_name: _layer_value(values, name, i, layers) for rope_name, name in _ROPE.items()}
         ropes[attention_type] = {"rope_theta": 1e4} | {name: x for name, x in rope.items() if x is not None}
     ropes[FULL] |= scaling
     values["rope_parameters"] = ropes
@@ -92,20 +92,20 @@ def _read_layer_ropes(values: dict[str, Any], attention_types: Sequence[Any], la
         values.pop(name, None)
 
 
-def _numbers(listed: Any) -> set[int]:
-    """Return the numbers in ``moe_layers_enum``, a list or a comma-separated string."""
-    items = listed.split(",") if isinstance(listed, str) else listed
+def _numbers(value: Any) -> set[int]:
+    """Return the layer indices in ``moe_layers_enum``, a list or a comma-separated string."""
+    items = value.split(",") if isinstance(value, str) else value
     texts = [str(item).strip() for item in items] if isinstance(items, list) else ["?"]
     if any(text and not text.isdecimal() for text in texts):
-        raise ConfigError(f"moe_layers_enum must list numbers of layers, got {short(listed)}")
+        raise ConfigError(f"moe_layers_enum must list layer indices, got {short(value)}")
     return {int(text) for text in texts if text}
 
 
 def _layer_value(values: Mapping[str, Any], name: str, index: int, layers: int) -> Any:
-    """Return the value of a field for a layer. The field is one value for all layers, or a list."""
+    """Return the value of a field for a layer. The field is a list, or one value for all layers."""
     value = values.get(name)
     if isinstance(value, list) and len(value) != layers:
-        raise ConfigError(f"{name} lists {len(value)} layers, not {layers} as num_hidden_layers says")
+        raise ConfigError(f"{name} lists {len(value)} layers, not {layers} as in num_hidden_layers")
     return value[index] if isinstance(value, list) else value
 
 
@@ -121,9 +121,9 @@ class Step3p5Config(PartialRopesConfig):
         num_sliding_attention_heads: Query heads of sliding-window layers. Defaults to ``num_attention_heads``.
         mlp_bias: Whether dense layers and shared experts have biases.
         mlp_layer_types: ``dense`` or ``sparse`` per layer. If null, all layers except the first three are sparse.
-        moe_router_scaling_factor: Factor of the weights of the selected experts. Before this factor, they sum to 1.
-        swiglu_limits: Bound of the activations of each layer's routed experts. Null or 0 if they are not bounded.
-        swiglu_limits_shared: The same for dense layers and shared experts.
+        moe_router_scaling_factor: Factor of the weights of the selected experts, which sum to 1 before this factor.
+        swiglu_limits: Bound of the activations of each layer's routed experts. Null or 0 if there is no bound.
+        swiglu_limits_shared: Bounds for dense layers and shared experts.
     """
 
     model_type = "step3p5"
@@ -139,7 +139,7 @@ class Step3p5Config(PartialRopesConfig):
     fixed = {
         "gating": (True, "per-head"),
         "use_bidirectional_attention": (False,),
-        # Fields of the published code, with the only values that transformers supports.
+        # Fields of the published code. transformers supports only these values.
         "att_impl_type": (None, "GQA"),
         "moe_every_n_layer": (None, 1),
         "moe_layer_offset": (None, 0),
@@ -212,7 +212,7 @@ class Step3p5Config(PartialRopesConfig):
                 Number(0.0)(name, limit)
 
     def folded(self) -> tuple[Self, float]:
-        """Return the config unchanged, because transformers reads query_pre_attn_scalar in this family."""
+        """Return the config unchanged, because in this family transformers reads ``query_pre_attn_scalar``."""
         return self, 1.0
 
     def heads_of(self, attention_type: str) -> int:
@@ -224,7 +224,7 @@ class Step3p5Config(PartialRopesConfig):
         return self.layer_types or [FULL] * self.num_hidden_layers
 
     def activation(self, index: int, *, shared: bool) -> GatedActivation:
-        """Return the activation of a layer's routed experts. ``shared``: of its shared expert or dense feed-forward."""
+        """Return the activation of a layer's routed experts, or if ``shared`` of its shared expert or dense layer."""
         limits = self.swiglu_limits_shared if shared else self.swiglu_limits
         limit = limits[index] if limits else None
         return BoundedSwiGLU(limit) if limit else swiglu
@@ -299,9 +299,9 @@ _HF: Hf = {
     "layer.moe.experts.up": (W("moe.up_proj.weight"), _GATE_UP.rows(1, 2)),
     "layer.moe.experts.down": (W("moe.down_proj.weight"), W("mlp.experts.down_proj")),
     **{
-        f"layer.moe.shared.{x}.{ours}": (W(f"share_expert.{x}_proj.{end}"), W(f"mlp.shared_experts.{x}_proj.{end}"))
+        f"layer.moe.shared.{x}.{key}": (W(f"share_expert.{x}_proj.{end}"), W(f"mlp.shared_experts.{x}_proj.{end}"))
         for x in ("gate", "up", "down")
-        for ours, end in (("kernel", "weight"), ("bias", "bias"))
+        for key, end in (("kernel", "weight"), ("bias", "bias"))
     },
 }  # fmt: skip
 
@@ -310,5 +310,5 @@ FAMILY = Family(
     hf=_HF,
     presets={"step-3.5-flash": _FLASH},
     hub_ids={"step-3.5-flash": "stepfun-ai/Step-3.5-Flash"},
-    checkpoint_notes={"step-3.5-flash": "the layers for multi-token prediction are left out"},
+    checkpoint_notes={"step-3.5-flash": "the multi-token prediction layers are not loaded"},
 )

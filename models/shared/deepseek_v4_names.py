@@ -19,30 +19,30 @@ _LAYER = {
     "moe.router.table": ("ffn.gate.tid2eid", "mlp.gate.tid2eid"),
 }  # fmt: skip
 _LAYER |= {
-    f"attention.{ours}.kernel": (f"attn.{first}.weight", f"self_attn.{second}.weight")
-    for ours, first, second in (
+    f"attention.{key}.kernel": (f"attn.{name}.weight", f"self_attn.{hf_name}.weight")
+    for key, name, hf_name in (
         ("q_a", "wq_a", "q_a_proj"), ("q_b", "wq_b", "q_b_proj"), ("kv", "wkv", "kv_proj"), ("o_a", "wo_a", "o_a_proj"),
         ("o_b", "wo_b", "o_b_proj"),
     )
 }  # fmt: skip
 _LAYER |= {
-    f"attention.{ours}.{part}": (f"attn.{first}.{one}", f"self_attn.{second}.{other}")
-    for ours, first, second in (
+    f"attention.{key}.{part}": (f"attn.{name}.{end}", f"self_attn.{hf_name}.{hf_end}")
+    for key, name, hf_name in (
         ("compressor", "compressor", "compressor"), ("indexer.keys", "indexer.compressor", "compressor.indexer")
     )
-    for part, one, other in (
+    for part, end, hf_end in (
         ("kv.kernel", "wkv.weight", "kv_proj.weight"), ("gate.kernel", "wgate.weight", "gate_proj.weight"),
         ("norm.scale", "norm.weight", "kv_norm.weight"), ("place", "ape", "position_bias"),
     )
 }  # fmt: skip
 _LAYER |= {
-    f"{ours}_streams.weights.{part}": (f"hc_{first}_{end}", f"{first}_hc.{end}")
-    for ours, first in (("attention", "attn"), ("moe", "ffn"))
+    f"{key}_streams.weights.{part}": (f"hc_{name}_{end}", f"{name}_hc.{end}")
+    for key, name in (("attention", "attn"), ("moe", "ffn"))
     for part, end in (("fn.kernel", "fn"), ("base", "base"), ("scale", "scale"))
 }
 _LAYER |= {
-    f"moe.shared.{ours}.kernel": (f"ffn.shared_experts.{first}.weight", f"mlp.shared_experts.{ours}_proj.weight")
-    for ours, first in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
+    f"moe.shared.{key}.kernel": (f"ffn.shared_experts.{name}.weight", f"mlp.shared_experts.{key}_proj.weight")
+    for key, name in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
 }
 _EXPERTS, _GATE_UP, _ONE = W("ffn.experts"), W("mlp.experts.gate_up_proj"), W("mlp.experts")
 HF_DEEPSEEK_V4: Hf = {
@@ -57,10 +57,10 @@ HF_DEEPSEEK_V4 |= {
     f"norm.weights.{part}": (W(f"model.hc_head.hc_{end}"), W(f"model.hc_head_{end}"))
     for part, end in (("fn.kernel", "fn"), ("base", "base"), ("scale", "scale"))
 }
-HF_DEEPSEEK_V4 |= {f"layer.{ours}": (W(first), W(second)) for ours, (first, second) in _LAYER.items()}
+HF_DEEPSEEK_V4 |= {f"layer.{key}": (W(name), W(hf_name)) for key, (name, hf_name) in _LAYER.items()}
 HF_DEEPSEEK_V4 |= {
-    f"layer.mtp.{ours}": W(theirs)
-    for ours, theirs in (
+    f"layer.mtp.{key}": W(name)
+    for key, name in (
         ("token_norm.scale", "enorm.weight"), ("hidden_norm.scale", "hnorm.weight"), ("norm.scale", "norm.weight"),
         ("project.token.kernel", "e_proj.weight"), ("project.state.kernel", "h_proj.weight"),
         ("norm.weights.fn.kernel", "hc_head_fn"), ("norm.weights.base", "hc_head_base"),
@@ -90,16 +90,16 @@ MAXTEXT_DEEPSEEK_V4: Linen = {
     "layer.attention.indexer.q.kernel": (f"{_COMPRESSOR}/indexer/q_proj/kernel", ("q_lora", "indexer_q")),
     "layer.attention.indexer.weights.kernel": (f"{_COMPRESSOR}/indexer/weights_proj/kernel", ("embed", None)),
     **{
-        f"layer.attention.{ours}.{part}": (f"{theirs}/{name}", axes)
-        for ours, theirs in (("compressor", _COMPRESSOR), ("indexer.keys", f"{_COMPRESSOR}/indexer"))
+        f"layer.attention.{key}.{part}": (f"{block}/{name}", axes)
+        for key, block in (("compressor", _COMPRESSOR), ("indexer.keys", f"{_COMPRESSOR}/indexer"))
         for part, name, axes in (
             ("kv.kernel", "kv_proj/kernel", ("embed", "kv")), ("gate.kernel", "gate_proj/kernel", ("embed", "kv")),
             ("norm.scale", "kv_norm/scale", ("norm",)), ("place", "position_bias", (None, None)),
         )
     },
     **{
-        f"layer.{ours}_streams.weights.{part}": (f"mhc_{theirs}/{name}", axes)
-        for ours, theirs in (("attention", "attention"), ("moe", "mlp"))
+        f"layer.{key}_streams.weights.{part}": (f"mhc_{block}/{name}", axes)
+        for key, block in (("attention", "attention"), ("moe", "mlp"))
         for part, name, axes in (
             ("fn.kernel", "alpha", ("activation_embed", None)), ("base", "beta", (None,)),
             ("scale", "alpha_scale", (None,)),

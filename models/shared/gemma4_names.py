@@ -25,7 +25,7 @@ _NORMS = {
 }
 HF_GEMMA4: Hf = {
     **HF_DECODER,
-    **{f"layer.{ours}.scale": W(f"{theirs}.weight") for ours, theirs in _NORMS.items()},
+    **{f"layer.{key}.scale": W(f"{name}.weight") for key, name in _NORMS.items()},
     **hf_mlp("mlp", "layer.dense"),
     "layer.output_scale.factor": W("layer_scalar"),
     "embed.per_layer.table": W("model.embed_tokens_per_layer.weight"),
@@ -57,7 +57,7 @@ MAXTEXT_GEMMA4: Linen = {
     **MAXTEXT_DECODER, **MAXTEXT_GQA, **MAXTEXT_QK_NORM, **MAXTEXT_MLP,
     **maxtext_mlp("layer.dense", f"{_BLOCK}/shared_experts"),
     **maxtext_experts(f"{_BLOCK}/MoeBlock_0"),
-    **{f"layer.{ours}.scale": (f"{theirs}/scale", ("norm",)) for ours, theirs in _MAXTEXT_NORMS.items()},
+    **{f"layer.{key}.scale": (f"{name}/scale", ("norm",)) for key, name in _MAXTEXT_NORMS.items()},
     "layer.output_scale.factor": ("layer_scalar", (None,)),
     "layer.moe.router.kernel": (f"{_BLOCK}/MoeBlock_0/gate/kernel", ("embed_moe", None)),
     "layer.moe.router.scale": ("mlp/pre_forward_scale_2", ("embed",)),

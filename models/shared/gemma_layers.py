@@ -41,12 +41,12 @@ class GemmaLayer(Layer):
         out = super().__call__(x, context=context, cache=cache)
         return out._replace(x=self.output_scale(out.x))
 
-    def feed_forward_branch(self, x: Float[Array, "B asked D"], context: Context) -> FeedForwardOutput:
+    def feed_forward_branch(self, x: Float[Array, "B requested D"], context: Context) -> FeedForwardOutput:
         if self.dense is None or self.dense_post_norm is None or self.experts_post_norm is None:
             return super().feed_forward_branch(x, context=context)
-        routed = self.call_feed_forward(x, context=context)
-        both = self.dense_post_norm(self.dense(self.feed_forward_norm(x))) + self.experts_post_norm(routed.y)
-        return FeedForwardOutput(self._added(both, self.feed_forward_post_norm), routed.info)
+        expert_output = self.call_feed_forward(x, context=context)
+        combined = self.dense_post_norm(self.dense(self.feed_forward_norm(x))) + self.experts_post_norm(expert_output.y)
+        return FeedForwardOutput(self._added(combined, self.feed_forward_post_norm), expert_output.info)
 
 
 class EdgeLayer(GemmaLayer):
@@ -58,7 +58,7 @@ class EdgeLayer(GemmaLayer):
     Args:
         kind: Type of the layer.
         stores: Whether later layers attend to the keys of this layer.
-        own: Adds the layer's separate input. None if layers have no separate inputs.
+        own: Module that adds the layer's separate input. None if layers have no separate inputs.
     """
 
     def __init__(self, *parts: Any, kind: str, stores: bool, own: PerLayerInput | None, **options: Any):
@@ -66,20 +66,20 @@ class EdgeLayer(GemmaLayer):
         self.kind, self.stores, self.own = kind, stores, own
 
     def __call__(self, x: Any, context: Context, cache: Any = None) -> LayerOutput:
-        hidden, inputs, place, kept = x
+        hidden, inputs, layer_index, shared_keys = x
         attention: Any = self.attention
         if isinstance(attention, CrossLayerAttention):
-            more = attention(self.attention_norm(hidden), kept[self.kind], context=context)
+            update = attention(self.attention_norm(hidden), shared_keys[self.kind], context=context)
         else:
-            more, cache, seen = attention.attend_and_share(self.attention_norm(hidden), context=context, cache=cache)
-            kept = kept | {self.kind: seen} if self.stores else kept
-        hidden = context.output_tokens(hidden) + self._added(more, self.attention_post_norm)
-        more, info = self.feed_forward_branch(hidden, context=context)
-        hidden = hidden + more
+            update, cache, keys = attention.attend_and_share(self.attention_norm(hidden), context=context, cache=cache)
+            shared_keys = shared_keys | {self.kind: keys} if self.stores else shared_keys
+        hidden = context.output_tokens(hidden) + self._added(update, self.attention_post_norm)
+        update, info = self.feed_forward_branch(hidden, context=context)
+        hidden = hidden + update
         if self.own is not None:
-            mine = jax.lax.dynamic_index_in_dim(inputs, place, axis=2, keepdims=False)
-            hidden = hidden + self.own(hidden, context.output_tokens(mine))
-        return LayerOutput((self.output_scale(hidden), inputs, place + 1, kept), cache, info)
+            layer_input = jax.lax.dynamic_index_in_dim(inputs, layer_index, axis=2, keepdims=False)
+            hidden = hidden + self.own(hidden, context.output_tokens(layer_input))
+        return LayerOutput((self.output_scale(hidden), inputs, layer_index + 1, shared_keys), cache, info)
 
 
 @jax.tree_util.register_dataclass

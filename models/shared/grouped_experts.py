@@ -56,7 +56,7 @@ class GroupedExpertsConfig(DecoderConfig):
 
     @property
     def empty_tensors(self) -> Mapping[str, tuple[int, ...]]:
-        """Names and shapes of a shared expert of width 0. transformers stores it if ``n_shared_experts`` is 0."""
+        """Names and shapes of the tensors of width 0 that transformers stores if ``n_shared_experts`` is 0."""
         shapes = {"gate": (0, self.hidden_size), "up": (0, self.hidden_size), "down": (self.hidden_size, 0)}
         names = {f"mlp.shared_experts.{x}_proj.weight": shape for x, shape in shapes.items()}
         return names if self.n_shared_experts == 0 else {}
@@ -64,16 +64,16 @@ class GroupedExpertsConfig(DecoderConfig):
 
 def check_groups(config: Any) -> None:
     """Raise ConfigError if the groups have unequal sizes, or the best groups have too few experts for a token."""
-    c, (size, rest) = config, divmod(config.experts, config.n_group)
-    if rest or size < c.least_group:
+    c, (group_size, remainder) = config, divmod(config.experts, config.n_group)
+    if remainder or group_size < c.least_group:
         raise ConfigError(
             f"n_group {c.n_group} must divide {c.experts_field} {c.experts} into groups of at least {c.least_group}"
         )
     check_at_most(c, "topk_group", "n_group")
-    if c.num_experts_per_tok > c.topk_group * size:
+    if c.num_experts_per_tok > c.topk_group * group_size:
         raise ConfigError(
-            f"num_experts_per_tok {c.num_experts_per_tok} is more than the {c.topk_group * size} experts of topk_group "
-            f"{c.topk_group} groups"
+            f"num_experts_per_tok {c.num_experts_per_tok} is more than the {c.topk_group * group_size} experts in "
+            f"topk_group {c.topk_group} groups"
         )
 
 
@@ -82,7 +82,7 @@ def corrected_router(
 ) -> Router:
     """Build the router of DeepSeek-V3: sigmoid scores with a correction bias (see `SigmoidGroupTopK`).
 
-    ``kw``: ``dtype`` and ``rngs``.
+    ``kw`` contains ``dtype`` and ``rngs``.
     """
     select = SigmoidGroupTopK(config.experts_per_token, groups, top_groups, normalize, scale)
     return Router(config.hidden_size, config.experts, select, bias=True, **kw)
@@ -92,7 +92,7 @@ class DenseOrMoE(CausalLM):
     """A decoder in which `DecoderConfig.sparse_layers` determines the layers with experts. Other layers are dense.
 
     By default, the router and the shared expert are DeepSeek-V3's, built from the fields of `GroupedExpertsConfig`.
-    ``kw``: ``dtype`` and ``rngs``.
+    ``kw`` contains ``dtype`` and ``rngs``.
     """
 
     @property

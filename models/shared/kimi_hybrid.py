@@ -47,7 +47,7 @@ class KimiHybridConfig(DecoderConfig):
     def recurrent_layers(self) -> Sequence[bool]:
         """Whether each layer is recurrent."""
         if self.layer_types:
-            return tuple(kind == LINEAR for kind in self.layer_types)
+            return tuple(layer_type == LINEAR for layer_type in self.layer_types)
         return tuple(map(self.recurrent_by_default, range(self.num_hidden_layers)))
 
     @property
@@ -75,18 +75,18 @@ class NestedDeltaConfig(KimiHybridConfig):
     linear_attn_config: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        given = self.linear_attn_config
-        if given is not None:
-            if not isinstance(given, Mapping):
-                raise ConfigError(f"linear_attn_config must be an object or null, got {short(given)}")
-            for name, value in self.unnested(given).items():
+        delta_fields = self.linear_attn_config
+        if delta_fields is not None:
+            if not isinstance(delta_fields, Mapping):
+                raise ConfigError(f"linear_attn_config must be an object or null, got {short(delta_fields)}")
+            for name, value in self.unnested(delta_fields).items():
                 object.__setattr__(self, name, value)
             object.__setattr__(self, "linear_attn_config", None)
         super().__post_init__()
 
     def unnested(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields that the object ``linear_attn_config`` sets."""
-        return {ours: given[theirs] for theirs, ours in self.nested.items() if theirs in given}
+        return {field: given[name] for name, field in self.nested.items() if name in given}
 
     def to_hf(self) -> dict[str, Any]:
         return {name: value for name, value in super().to_hf().items() if name != "linear_attn_config"}
@@ -102,8 +102,8 @@ HF_KIMI_DELTA: Hf = {
 _FORGET = {"a_log": "A_log", "dt_bias": "dt_bias", "project.f.kernel": "f_proj.weight"}
 _FORGET |= {f"project.f.{x}.kernel": f"f_{x}_proj.weight" for x in "ab"}
 HF_KIMI_DELTA |= {  # the second alternatives are the names of transformers' model in memory
-    f"layer.attention.{ours}": (W(f"self_attn.{theirs}"), W(f"self_attn.forget_gate.{theirs}"))
-    for ours, theirs in _FORGET.items()
+    f"layer.attention.{key}": (W(f"self_attn.{name}"), W(f"self_attn.forget_gate.{name}"))
+    for key, name in _FORGET.items()
 }
 
 

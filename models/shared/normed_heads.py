@@ -9,7 +9,7 @@ from nnxmoe.model.causal_lm import CausalLM
 class NormedHeads(CausalLM):
     """A decoder with Qwen3's attention, which normalizes each head of queries and keys.
 
-    ``options``: options of `CausalLM.gqa`.
+    ``attention`` passes ``options`` to `CausalLM.gqa`.
     """
 
     def attention(self, index: int, *, dtype: Any, rngs: Any, **options: Any) -> GQA:

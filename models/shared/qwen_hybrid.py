@@ -37,9 +37,11 @@ class QwenHybridConfig(PartialRotaryConfig):
 
     Attributes:
         linear_conv_kernel_dim: Number of taps of the convolution in recurrent layers.
-        linear_key_head_dim: Width of a key head in recurrent layers. Also ``linear_value_head_dim``.
-        linear_num_key_heads: Number of key heads in recurrent layers. Also ``linear_num_value_heads``.
-        full_attention_interval: If ``layer_types`` is null, every layer of this interval is attention.
+        linear_key_head_dim: Width of a key head in recurrent layers.
+        linear_value_head_dim: Width of a value head in recurrent layers.
+        linear_num_key_heads: Number of key heads in recurrent layers.
+        linear_num_value_heads: Number of value heads in recurrent layers.
+        full_attention_interval: Interval of attention layers, if ``layer_types`` is null.
         layer_types: Type of each layer.
     """
 
@@ -65,7 +67,7 @@ class QwenHybridConfig(PartialRotaryConfig):
     def recurrent_layers(self) -> Sequence[bool]:
         """Whether each layer is recurrent."""
         if self.layer_types:
-            return tuple(kind == _LINEAR for kind in self.layer_types)
+            return tuple(layer_type == _LINEAR for layer_type in self.layer_types)
         return tuple((i + 1) % self.full_attention_interval > 0 for i in range(self.num_hidden_layers))
 
     @property
@@ -119,7 +121,7 @@ class QwenHybridMaxText(MaxTextNames):
         return LayerBlocks(types, "layers", nested=True)
 
     def layer_types(self, config: Any) -> Sequence[str]:
-        return ["recurrent" if recurrent else "global" for recurrent in config.recurrent_layers]
+        return ["recurrent" if is_recurrent else "global" for is_recurrent in config.recurrent_layers]
 
 
 class QwenHybrid(NormedHeads, DenseOrMoE):
@@ -131,8 +133,10 @@ class QwenHybrid(NormedHeads, DenseOrMoE):
     @property
     def mtp_layer_index(self) -> int:
         c = self.config
-        kinds = zip(c.recurrent_layers, c.sparse_layers, strict=True)
-        return last_matching_layer(not recurrent and sparse == (c.experts > 0) for recurrent, sparse in kinds)
+        layers = zip(c.recurrent_layers, c.sparse_layers, strict=True)
+        return last_matching_layer(
+            not is_recurrent and is_sparse == (c.experts > 0) for is_recurrent, is_sparse in layers
+        )
 
     def layer_type(self, index: int) -> Any:
         return self.config.recurrent_layers[index], self.config.sparse_layers[index]

@@ -49,14 +49,18 @@ class QwenMoeConfig(DecoderConfig):
 
     def _check(self) -> None:
         super()._check()
-        only, layers = self.mlp_only_layers, range(self.num_hidden_layers)
-        if only is not None and not (isinstance(only, tuple) and all(type(i) is int and i in layers for i in only)):
-            raise ConfigError(f"mlp_only_layers must list numbers of layers, 0 to {layers[-1]}, got {short(only)}")
+        dense_layers, layers = self.mlp_only_layers, range(self.num_hidden_layers)
+        if dense_layers is not None and not (
+            isinstance(dense_layers, tuple) and all(type(i) is int and i in layers for i in dense_layers)
+        ):
+            raise ConfigError(
+                f"mlp_only_layers must list layer indices from 0 to {layers[-1]}, got {short(dense_layers)}"
+            )
 
     @property
     def sparse_layers(self) -> Sequence[bool]:
-        step, only = self.decoder_sparse_step, self.mlp_only_layers or ()
-        return tuple((i + 1) % step == 0 and i not in only for i in range(self.num_hidden_layers))
+        step, dense_layers = self.decoder_sparse_step, self.mlp_only_layers or ()
+        return tuple((i + 1) % step == 0 and i not in dense_layers for i in range(self.num_hidden_layers))
 
 
 HF_SHARED: Hf = {

@@ -34,16 +34,16 @@ class Streamed(Layer):
         return getattr(self, f"{self.feed_forward_name}_streams")
 
     def __call__(self, x: Any, context: Context, cache: Any = None) -> LayerOutput:
-        one = self.attention_streams(x)
-        y, cache = self.attention_branch(one.x, context=context, cache=cache)
-        x = mix_streams(context.output_tokens(x), y, one.output_tokens(context))
-        other = self.feed_forward_streams(x)
-        y, info = self.feed_forward_branch(other.x, context=context)
-        return LayerOutput(mix_streams(x, y, other), cache, info)
+        attention_input = self.attention_streams(x)
+        y, cache = self.attention_branch(attention_input.x, context=context, cache=cache)
+        x = mix_streams(context.output_tokens(x), y, attention_input.output_tokens(context))
+        feed_forward_input = self.feed_forward_streams(x)
+        y, info = self.feed_forward_branch(feed_forward_input.x, context=context)
+        return LayerOutput(mix_streams(x, y, feed_forward_input), cache, info)
 
 
 class TokenAndStreams(nnx.Module):
-    """Projections of a token and of each stream of a state. `StreamedMTP` adds the two."""
+    """Projections of a token and of each stream of a state. `StreamedMTP` adds their outputs."""
 
     def __init__(self, dim: int, **kw: Any):
         self.token, self.state = (Linear((dim,), (dim,), ("embed", "norm"), **kw) for _ in range(2))

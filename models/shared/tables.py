@@ -13,28 +13,28 @@ Hf = dict[str, W | tuple[W, ...]]
 Linen = dict[str, tuple[Any, ...]]  # values are `nnxmoe.convert.maxtext.layout.MaxTextRow`
 
 
-def hf_mlp(block: str, ours: str = "layer.moe.shared") -> Hf:
+def hf_mlp(block: str, prefix: str = "layer.moe.shared") -> Hf:
     """Return the rows of a shared or dense feed-forward in the submodule ``block`` of a layer.
 
-    ``ours`` is the prefix of the parameters' keys.
+    ``prefix`` is the prefix of the parameters' keys.
     """
     return {
-        f"{ours}.{x}.{end}": W(f"{block}.{x}_proj.{theirs}")
+        f"{prefix}.{x}.{end}": W(f"{block}.{x}_proj.{name}")
         for x in ("gate", "up", "down")
-        for end, theirs in (("kernel", "weight"), ("bias", "bias"))
+        for end, name in (("kernel", "weight"), ("bias", "bias"))
     }
 
 
-# Parameters of most decoders. Rows of parameters that a model does not have are not used.
+# Rows for the parameters of most decoders. A model does not use rows of parameters that it does not have.
 HF_DECODER: Hf = {
     "embed.table": W("model.embed_tokens.weight"),
     "norm.scale": W("model.norm.weight"),
     "head.kernel": W("lm_head.weight"),
     "layer.attention_norm.scale": W("input_layernorm.weight"),
     **{
-        f"layer.attention.{x}.{ours}": W(f"self_attn.{x}_proj.{theirs}")
+        f"layer.attention.{x}.{end}": W(f"self_attn.{x}_proj.{name}")
         for x in "qkvo"
-        for ours, theirs in (("kernel", "weight"), ("bias", "bias"))
+        for end, name in (("kernel", "weight"), ("bias", "bias"))
     },
     **{f"layer.attention.qk_norm.{x}.scale": W(f"self_attn.{x}_norm.weight") for x in "qk"},
     "layer.mlp_norm.scale": W("post_attention_layernorm.weight"),
@@ -54,7 +54,7 @@ HF_LATENT: Hf = {
     "layer.attention.o.bias": W("self_attn.o_proj.bias"),
 }
 _EXPERTS, _GATE_UP = W("mlp.experts"), W("mlp.experts.gate_up_proj")
-# The second alternatives are the names of transformers 5 in memory. Some saved checkpoints have them too.
+# The second alternatives are the names of transformers 5 in memory. Some saved checkpoints also have these names.
 HF_MOE: Hf = {
     "layer.moe_norm.scale": W("post_attention_layernorm.weight"),
     "layer.moe.router.kernel": W("mlp.gate.weight"),
@@ -68,7 +68,8 @@ HF_MTP: Hf = {
     "layer.mtp.hidden_norm.scale": W("hnorm.weight"),
     "layer.mtp.project.kernel": W("eh_proj.weight"),
     "layer.mtp.norm.scale": W("shared_head.norm.weight"),
-    "layer.mtp.embed.table": W("embed_tokens.weight"),  # saving writes copies of embedding and head, loading skips them
+    # Saving writes copies of the embedding and the head. Loading skips the copies.
+    "layer.mtp.embed.table": W("embed_tokens.weight"),
     "layer.mtp.head.kernel": W("shared_head.head.weight"),
 }
 
@@ -85,11 +86,15 @@ MAXTEXT_DECODER: Linen = {
 
 def maxtext_gqa(block: str) -> Linen:
     """Return the rows of grouped-query attention in the submodule ``block`` of MaxText's layer."""
-    wide, heads = ("q_heads", "kv"), ("kv_heads", "kv_head_dim")
-    rows = (("q", "query", ("embed",), wide), ("k", "key", ("embed",), heads), ("v", "value", ("embed",), heads))
+    query_axes, kv_axes = ("q_heads", "kv"), ("kv_heads", "kv_head_dim")
+    rows = (
+        ("q", "query", ("embed",), query_axes),
+        ("k", "key", ("embed",), kv_axes),
+        ("v", "value", ("embed",), kv_axes),
+    )
     return {
-        f"layer.attention.{x}.{end}": (f"{block}/{theirs}/{end}", (*ins, *outs) if end == "kernel" else outs)
-        for x, theirs, ins, outs in (*rows, ("o", "out", ("heads", "kv"), ("embed",)))
+        f"layer.attention.{x}.{end}": (f"{block}/{name}/{end}", (*ins, *outs) if end == "kernel" else outs)
+        for x, name, ins, outs in (*rows, ("o", "out", ("heads", "kv"), ("embed",)))
         for end in ("kernel", "bias")
     }
 
@@ -114,12 +119,12 @@ MAXTEXT_QK_NORM: Linen = {
 }
 
 
-def maxtext_mlp(ours: str = "layer.mlp", block: str = "mlp") -> Linen:
+def maxtext_mlp(prefix: str = "layer.mlp", block: str = "mlp") -> Linen:
     """Return the rows of a dense or shared feed-forward in the submodule ``block`` of MaxText's layer."""
     rows = (("gate", "wi_0", ("embed", "mlp")), ("up", "wi_1", ("embed", "mlp")), ("down", "wo", ("mlp", "embed")))
     return {
-        f"{ours}.{x}.{end}": (f"{block}/{theirs}/{end}", axes if end == "kernel" else axes[1:])
-        for x, theirs, axes in rows
+        f"{prefix}.{x}.{end}": (f"{block}/{name}/{end}", axes if end == "kernel" else axes[1:])
+        for x, name, axes in rows
         for end in ("kernel", "bias")
     }
 
@@ -129,9 +134,9 @@ MAXTEXT_MLP = maxtext_mlp()
 
 def maxtext_experts(block: str) -> Linen:
     """Return the rows of a layer's experts in the submodule ``block`` of MaxText's layer."""
-    wide = ("exp", "embed_moe", "mlp_moe")
+    axes = ("exp", "embed_moe", "mlp_moe")
     return {
-        "layer.moe.experts.gate": (f"{block}/wi_0", wide),
-        "layer.moe.experts.up": (f"{block}/wi_1", wide),
+        "layer.moe.experts.gate": (f"{block}/wi_0", axes),
+        "layer.moe.experts.up": (f"{block}/wi_1", axes),
         "layer.moe.experts.down": (f"{block}/wo", ("exp", "mlp_moe", "embed_moe")),
     }

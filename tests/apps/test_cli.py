@@ -510,7 +510,7 @@ def test_common_checkpoint_faults_are_one_line(
 
 def test_generating_with_a_preset_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["generate", "mixtral-8x7b", "--prompt", "x"]) == 1
-    assert "is a preset, a config without weights: give mistralai/Mixtral-8x7B-v0.1" in capsys.readouterr().err
+    assert "is a preset, a config without weights: use mistralai/Mixtral-8x7B-v0.1" in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"deepseek-v3 is a preset.*deepseek-ai/DeepSeek-V3, or a folder"):
         nnxmoe.from_pretrained("deepseek-v3")
     assert cli.main(["inspect", "deepseek-v3"]) == 0

@@ -251,7 +251,7 @@ def test_prediction_layers_with_entries_are_refused(loaded: Loaded) -> None:
     fields = case.fields | {"compress_ratios": [*case.fields["compress_ratios"][:-1], 4]}
     config = config_from_hf(fields)
     model_class(config)(config, rngs=None)
-    with pytest.raises(ValueError, match="compress_ratios: prediction layers with entries"):
+    with pytest.raises(ValueError, match="compress_ratios: prediction layers with compressed entries"):
         model_class(config)(config, rngs=None, mtp=True)
     assert config.to_hf()["compress_ratios"][-1] == 4
 
