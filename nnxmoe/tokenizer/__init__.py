@@ -1,1 +1,1 @@
-"""Encode text to token ids and decode ids: tokenizer files, chat templates and messages."""
+"""Tokenizers: encoding, decoding, tokenizer files, chat templates and messages."""

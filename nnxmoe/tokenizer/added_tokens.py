@@ -1,8 +1,8 @@
-"""Add tokens declared outside ``tokenizer.json``, as transformers 5 does, or reject the files.
+"""Add the tokens that files other than ``tokenizer.json`` declare, as transformers 5 does.
 
 ``tokenizer_config.json`` declares tokens in ``added_tokens_decoder``, the ``*_token`` fields and
-``extra_special_tokens``. Folders without ``added_tokens_decoder`` may also have ``added_tokens.json``
-and ``special_tokens_map.json``.
+``extra_special_tokens``. Checkpoints without ``added_tokens_decoder`` may also have ``added_tokens.json``
+and ``special_tokens_map.json``. Contradictory files raise TokenizerError.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,42 +23,42 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 def read_special_tokens(folder: Path, config: Mapping[str, Any], defaults: Mapping[str, str]) -> dict[str, Any]:
     """Read the ``*_token`` fields and named extra special tokens.
 
-    Reads special_tokens_map.json too, unless the config has ``added_tokens_decoder``.
+    Also reads special_tokens_map.json, unless the config has ``added_tokens_decoder``.
 
     Args:
-        folder: folder of the checkpoint.
+        folder: checkpoint folder.
         config: content of tokenizer_config.json.
         defaults: default tokens by field name.
 
     Returns:
         Tokens by field name, each a str or an object with flags.
     """
-    found: dict[str, Any] = dict(defaults)
+    tokens: dict[str, Any] = dict(defaults)
     for fields, path, extra in _special_token_files(folder, config):
         for name, value in fields.items():
             if name.endswith("_token") and (name in NAMED or isinstance(value, str | dict)):
                 if value is None:
-                    found.pop(name, None)
+                    tokens.pop(name, None)
                 elif name in NAMED or _token_text(value) is not None:
-                    found[name] = _check_token(value, f"{path}: {name}")
+                    tokens[name] = _check_token(value, f"{path}: {name}")
         if isinstance(extra, dict):
-            found |= {name: _check_token(value, f"{path}: extra_special_tokens") for name, value in extra.items()}
-    order = {name: place for place, name in enumerate(NAMED)}  # transformers assigns new ids in this order
-    return dict(sorted(found.items(), key=lambda item: order.get(item[0], len(order))))
+            tokens |= {name: _check_token(value, f"{path}: extra_special_tokens") for name, value in extra.items()}
+    ranks = {name: rank for rank, name in enumerate(NAMED)}  # transformers assigns new ids in this order
+    return dict(sorted(tokens.items(), key=lambda item: ranks.get(item[0], len(ranks))))
 
 
 def add_declared_tokens(
     backend: tokenizers.Tokenizer, folder: Path, config: Mapping[str, Any], named: Mapping[str, Any]
 ) -> None:
-    """Add declared tokens that the tokenizer lacks.
+    """Add the declared tokens that are missing from the tokenizer.
 
     Raises:
-        TokenizerError: if the id of a token differs from the declared id.
+        TokenizerError: if a declaration is invalid, or the id of a token differs from the declared id.
     """
     extra = [
-        _check_token(one, f"{path}: extra_special_tokens")
-        for _, path, found in _special_token_files(folder, config)
-        for one in (found if isinstance(found, list) else ())
+        _check_token(token_value, f"{path}: extra_special_tokens")
+        for _, path, extra_tokens in _special_token_files(folder, config)
+        for token_value in (extra_tokens if isinstance(extra_tokens, list) else ())
     ]
     declared, where = config.get("added_tokens_decoder"), folder / CONFIG
     if declared is None:
@@ -69,44 +69,44 @@ def add_declared_tokens(
     if not isinstance(declared, dict) or not all(str(number).isdecimal() for number in declared):
         raise TokenizerError(f"{where}: added_tokens_decoder is {short(declared)}: it must map ids to tokens")
     ids = {int(number): _as_added_token(value, f"{where}: token {number}", False) for number, value in declared.items()}
-    known = {repr(token) for token in backend.get_added_tokens_decoder().values()}
-    more = [token for _, token in sorted(ids.items()) if repr(token) not in known]
-    present = {token.content for token in (*backend.get_added_tokens_decoder().values(), *more)}
-    names = {_token_text(value) for value in named.values()}
+    known_tokens = {repr(token) for token in backend.get_added_tokens_decoder().values()}
+    new_tokens = [token for _, token in sorted(ids.items()) if repr(token) not in known_tokens]
+    known_texts = {token.content for token in (*backend.get_added_tokens_decoder().values(), *new_tokens)}
+    special_texts = {_token_text(value) for value in named.values()}
     for value in (*named.values(), *extra):
-        if (text := _token_text(value)) not in present:
-            more.append(_as_added_token(value, f"{folder / CONFIG}: special token {short(text)}", True))
-            present.add(str(text))
-    for token in more:
-        token.special = token.special or token.content in names
-    backend.add_tokens(more)
+        if (text := _token_text(value)) not in known_texts:
+            new_tokens.append(_as_added_token(value, f"{folder / CONFIG}: special token {short(text)}", True))
+            known_texts.add(str(text))
+    for token in new_tokens:
+        token.special = token.special or token.content in special_texts
+    backend.add_tokens(new_tokens)
     if str(config.get("tokenizer_class")).startswith("Llama"):
         _match_raw_text(backend)
     for number, token in ids.items():
-        if token.content and (got := backend.token_to_id(token.content)) != number:
+        if token.content and (assigned_id := backend.token_to_id(token.content)) != number:
             raise TokenizerError(
-                f"{where}: token {short(token.content)} is declared with the id {number}, but the vocabulary gives it "
-                f"{got}: the files do not belong together. Download them again"
+                f"{where}: token {short(token.content)} is declared with the id {number}, but the vocabulary assigns "
+                f"{assigned_id}: the files are inconsistent. Download them again"
             )
 
 
 def _match_raw_text(backend: tokenizers.Tokenizer) -> None:
     """Match special tokens before the normalizer runs.
 
-    Llama 1 and 2 have files with "normalized": true. With their normalizer, `tokenizers` searches for
-    "▁</s>" only. transformers rebuilds these tokenizers.
+    Some files of Llama 1 and 2 have "normalized": true. With their normalizer, `tokenizers` finds only
+    "▁</s>", not "</s>". transformers avoids the problem because it rebuilds these tokenizers.
     """
     for token in backend.get_added_tokens_decoder().values():
         if token.special and token.normalized:
-            sides = {"lstrip": token.lstrip, "rstrip": token.rstrip, "single_word": token.single_word}
-            backend.add_tokens([tokenizers.AddedToken(token.content, normalized=False, special=True, **sides)])
+            flags = {"lstrip": token.lstrip, "rstrip": token.rstrip, "single_word": token.single_word}
+            backend.add_tokens([tokenizers.AddedToken(token.content, normalized=False, special=True, **flags)])
 
 
 def _special_token_files(folder: Path, config: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], Path, Any]]:
-    """Iterate over the files with special tokens.
+    """Iterate over the files that declare special tokens.
 
     Yields:
-        Fields, path, and ``extra_special_tokens`` (in older files ``additional_special_tokens``).
+        Fields of the file, its path, and its extra special tokens or None.
     """
     files = {CONFIG: config}
     if "added_tokens_decoder" not in config:
@@ -116,14 +116,14 @@ def _special_token_files(folder: Path, config: Mapping[str, Any]) -> Iterator[tu
 
 
 def _legacy_decoder(folder: Path, special: list[str | None]) -> dict[str, Any]:
-    """Convert added_tokens.json, which maps tokens to ids, to the form of ``added_tokens_decoder``."""
-    found: dict[str, Any] = {}
+    """Convert added_tokens.json (token -> id) to the form of ``added_tokens_decoder`` (id -> token)."""
+    decoder: dict[str, Any] = {}
     for text, number in read_json(folder / ADDED).items():
         if type(number) is not int or number < 0:
             raise TokenizerError(f"{folder / ADDED}: the id of {short(text)} is {short(number)}, not an integer >= 0")
         is_special = text in special
-        found[str(number)] = {"content": text, "normalized": not is_special, "special": is_special}
-    return found
+        decoder[str(number)] = {"content": text, "normalized": not is_special, "special": is_special}
+    return decoder
 
 
 def _token_text(value: Any) -> str | None:
@@ -131,23 +131,23 @@ def _token_text(value: Any) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def _check_token(value: Any, what: str) -> Any:
-    """Return the value if it is a str, or an object with "content", of valid Unicode.
+def _check_token(value: Any, field: str) -> Any:
+    """Return the value if it is a str, or an object with "content", in valid Unicode.
 
     Raises:
-        TokenizerError: otherwise.
+        TokenizerError: if the value is invalid.
     """
     text = _token_text(value)
     if text is None:
-        raise TokenizerError(f'{what} is {short(value)}. It must be a string or {{"content": string}}')
-    if any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise TokenizerError(f"{what} {short(text)} is not valid Unicode. Download the file again")
+        raise TokenizerError(f'{field} is {short(value)}: it must be a string or {{"content": string}}')
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise TokenizerError(f"{field} {short(text)} is not valid Unicode. Download the file again")
     return value
 
 
-def _as_added_token(value: Any, what: str, special: bool) -> tokenizers.AddedToken:
+def _as_added_token(value: Any, field: str, special: bool) -> tokenizers.AddedToken:
     """Convert a str or an object with flags to an added token. A str becomes a special token."""
-    text = _token_text(_check_token(value, what))
+    text = _token_text(_check_token(value, field))
     if isinstance(value, str):
         return tokenizers.AddedToken(text, special=True)
     flags = {name: bool(value[name]) for name in _FLAGS if name in value}

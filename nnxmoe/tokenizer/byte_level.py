@@ -1,4 +1,4 @@
-"""Build tokenizers from vocab.json and merges.txt, as transformers does for GPT-2 and Qwen2."""
+"""Build byte-level BPE tokenizers from vocab.json and merges.txt, like transformers for GPT-2 and Qwen2."""
 
 import os
 from collections.abc import Mapping
@@ -31,66 +31,66 @@ _QWEN = (
 
 
 def has_merges(folder: Path) -> bool:
-    """Return whether a folder has vocab.json and merges.txt, but no tokenizer.json."""
+    """Return whether a folder has vocab.json and merges.txt but no tokenizer.json."""
     return not os.path.lexists(folder / TOKENIZER) and all(os.path.lexists(folder / name) for name in (VOCAB, MERGES))
 
 
 def build_byte_level_bpe(folder: Path, config: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
-    """Build the tokenizer of a folder with vocab.json and merges.txt.
+    """Build the tokenizer for a folder with vocab.json and merges.txt.
 
     Returns:
         The tokenizer, and the default special tokens of its class.
 
     Raises:
-        TokenizerError: if the files are invalid or the class is not supported.
+        TokenizerError: if the files are invalid or the tokenizer class is not supported.
     """
-    model_class, space = _model_class(folder, config), bool(config.get("add_prefix_space", False))
+    model_class, prefix_space = _model_class(folder, config), bool(config.get("add_prefix_space", False))
     for name in (VOCAB, MERGES):
         read_bounded(folder / name, MAX_BYTES, REMEDY, TokenizerError)
     try:
         backend = tokenizers.Tokenizer(models.BPE.from_file(str(folder / VOCAB), str(folder / MERGES)))
     except BaseException as error:
-        raise backend_failure(error, f"{folder}: {VOCAB} and {MERGES} are not a vocabulary of byte-level BPE") from None
+        raise backend_failure(error, f"{folder}: {VOCAB} and {MERGES} are not a byte-level BPE vocabulary") from None
     backend.decoder = decoders.ByteLevel()
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=space)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
     if model_class == "Qwen2":
         backend.normalizer = normalizers.NFC()
         split = pre_tokenizers.Split(tokenizers.Regex(_QWEN), behavior="isolated", invert=False)
-        plain = pre_tokenizers.ByteLevel(add_prefix_space=space, use_regex=False)
-        backend.pre_tokenizer = pre_tokenizers.Sequence([split, plain])
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space, use_regex=False)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     return backend, dict.fromkeys(_DEFAULTS[model_class], _END)
 
 
 def add_bos_and_eos(
     backend: tokenizers.Tokenizer, config: Mapping[str, Any], ends: tuple[str | None, str | None]
 ) -> None:
-    """Configure the tokenizer to add BOS and EOS if the config sets ``add_bos_token`` and ``add_eos_token``.
+    """Configure the tokenizer to add BOS if ``add_bos_token`` is set and EOS if ``add_eos_token`` is set.
 
     Args:
         backend: the tokenizer.
         config: content of tokenizer_config.json.
         ends: the BOS and EOS tokens.
     """
-    before, after = (
+    bos, eos = (
         token if config.get(name) else None
         for name, token in zip(("add_bos_token", "add_eos_token"), ends, strict=True)
     )
-    parts = [f"{before}:0" if before else "", "$A:0", f"{after}:0" if after else ""]
-    special = [(token, backend.token_to_id(token)) for token in {before, after} if token]
+    parts = [f"{bos}:0" if bos else "", "$A:0", f"{eos}:0" if eos else ""]
+    special = [(token, backend.token_to_id(token)) for token in {bos, eos} if token]
     backend.post_processor = processors.TemplateProcessing(
         single=" ".join(filter(None, parts)), pair="$A:0 $B:1", special_tokens=special
     )
 
 
 def _model_class(folder: Path, config: Mapping[str, Any]) -> str:
-    """Return "GPT2" or "Qwen2", from tokenizer_class if set, else from the model type."""
-    named, fields = config.get("tokenizer_class"), text_fields(read_json(folder / "config.json"))
-    if named is None and str(fields.get("model_type", "")).startswith("qwen"):
+    """Return "GPT2" or "Qwen2", from tokenizer_class if it is set, else from the model type."""
+    tokenizer_class, fields = config.get("tokenizer_class"), text_fields(read_json(folder / "config.json"))
+    if tokenizer_class is None and str(fields.get("model_type", "")).startswith("qwen"):
         return "Qwen2"
-    model_class = str(named).removesuffix("Fast").removesuffix("Tokenizer")
+    model_class = str(tokenizer_class).removesuffix("Fast").removesuffix("Tokenizer")
     if model_class not in _DEFAULTS:
         raise TokenizerError(
-            f"{folder / CONFIG}: tokenizer_class is {short(named)}, and of folders with {VOCAB} and {MERGES} only "
-            "GPT2Tokenizer and Qwen2Tokenizer are read"
+            f"{folder / CONFIG}: tokenizer_class is {short(tokenizer_class)}. With {VOCAB} and {MERGES}, only "
+            "GPT2Tokenizer and Qwen2Tokenizer are supported"
         )
     return model_class

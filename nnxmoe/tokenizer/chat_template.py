@@ -1,7 +1,7 @@
-"""Render chat templates as transformers does: in jinja2's immutable sandbox.
+"""Render chat templates in jinja2's immutable sandbox, as transformers does.
 
-Filters and functions are the same as in transformers. The sandbox denies templates access to Python
-internals and files. As in transformers, the time and memory of a template are not limited.
+Templates have the same filters and functions as in transformers. The sandbox denies access to Python
+internals and files. As in transformers, run time and memory of a template are not limited.
 """
 
 import contextvars
@@ -21,16 +21,16 @@ import jinja2.utils
 
 
 class ChatTemplateError(ValueError):
-    """Error for an invalid chat template or unsuitable messages. The message includes the remedy."""
+    """Raised if a chat template is invalid or cannot render the messages."""
 
 
 class _Raised(jinja2.TemplateError):
-    """Error if the template calls ``raise_exception``."""
+    """Raised if the template calls ``raise_exception``."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RenderedChat:
-    """A rendered chat.
+    """Rendered chat.
 
     Attributes:
         text: the rendered text.
@@ -43,12 +43,12 @@ class RenderedChat:
 
 @dataclasses.dataclass
 class _Tracker:
-    """Rendered text so far, and the texts inside ``{% generation %}`` tags.
+    """Text rendered so far, and the text inside ``{% generation %}`` tags.
 
     Attributes:
         pieces: pieces of the rendered text.
-        length: number of characters so far.
-        found: start and text of each part inside tags.
+        length: number of rendered characters.
+        found: start and text of each block inside tags.
     """
 
     pieces: list[str] = dataclasses.field(default_factory=list)
@@ -68,7 +68,7 @@ class _GenerationTag(jinja2.ext.Extension):
     tags = {"generation"}
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        """Convert the block to a call of `body`, so that the block has a separate scope."""
+        """Convert the block to a call of `body` so that the block has its own scope."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return jinja2.nodes.CallBlock(self.call_method("body"), [], [], body).set_lineno(line)
@@ -81,10 +81,10 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Jinja's ``namespace()`` without underscore names, because they can reach Python internals."""
+    """Jinja's ``namespace()`` without names that start with an underscore, because they expose Python internals."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
-        # There is no named parameter, so that namespace(self=...) works.
+        # All parameters are variadic so that templates can call namespace(self=...).
         namespace, *rest = args
         values = dict(*rest, **kwargs)
         for name in values:
@@ -97,7 +97,7 @@ class _Namespace(jinja2.utils.Namespace):
 
 
 class _DictMaker:
-    """The ``dict`` of templates. Creates dictionaries without exposing methods and bases of the type."""
+    """Replacement for ``dict`` in templates that does not expose the methods and bases of the type."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -108,7 +108,7 @@ class _DictMaker:
 
 def _check_name(name: object) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"a namespace cannot hold the name {name!r}")
+        raise jinja2.exceptions.SecurityError(f"namespace() does not accept the name {name!r}")
 
 
 def _raise_exception(message: object) -> NoReturn:
@@ -122,9 +122,9 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Format JSON as in training data.
+    """Serialize a value as JSON, as in training data.
 
-    Unlike Jinja's filter, does not escape ``<``, ``>``, ``&`` and ``'``.
+    Unlike Jinja's filter, this filter does not escape ``<``, ``>``, ``&`` and ``'``.
     """
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
@@ -132,15 +132,17 @@ def _tojson(
 @functools.cache
 def _environment() -> jinja2.Environment:
     extensions = [_GenerationTag, jinja2.ext.loopcontrols]
-    found = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-    found.filters["tojson"] = _tojson
-    found.globals |= {
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=extensions
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals |= {
         "raise_exception": _raise_exception,
         "strftime_now": lambda form: datetime.now().strftime(form),
         "namespace": _Namespace,
         "dict": _DictMaker(),
     }
-    return found
+    return environment
 
 
 _compiled = functools.lru_cache(maxsize=32)(lambda template: _environment().from_string(template))
@@ -148,21 +150,21 @@ _compiled = functools.lru_cache(maxsize=32)(lambda template: _environment().from
 
 @functools.lru_cache(maxsize=32)
 def template_variables(template: str) -> frozenset[str]:
-    """Return the names of variables that a template reads. Raises ChatTemplateError if it is invalid."""
+    """Return the names of the variables that a template reads. Raises ChatTemplateError if it is invalid."""
     try:
-        found = _environment().parse(template).find_all(jinja2.nodes.Name)
-        return frozenset(node.name for node in found if node.ctx == "load")
+        nodes = _environment().parse(template).find_all(jinja2.nodes.Name)
+        return frozenset(node.name for node in nodes if node.ctx == "load")
     except (jinja2.TemplateError, RecursionError) as error:
         raise _template_error(error, None) from None
 
 
 def render_chat_template(template: str, variables: Mapping[str, Any]) -> RenderedChat:
-    """Render a template in the sandbox. Raises ChatTemplateError for any failure."""
+    """Render a template in the sandbox. Raises ChatTemplateError if rendering fails."""
     compiled, tracker = None, _Tracker()
     token = _tracker.set(tracker)
     try:
         compiled = _compiled(template)
-        # root_render_func preserves the traceback, and thus the line of an error
+        # unlike render(), root_render_func preserves the traceback, so errors can report the template line
         for piece in compiled.root_render_func(compiled.new_context(to_json_types(variables))):
             tracker.pieces.append(piece)
             tracker.length += len(piece)
@@ -171,9 +173,9 @@ def render_chat_template(template: str, variables: Mapping[str, Any]) -> Rendere
     finally:
         _tracker.reset(token)
     text = "".join(tracker.pieces)
-    # Inside a macro or {% set %}, a tag is rendered before the preceding text, so its position is unknown.
-    whole = all(text.startswith(part, at) for at, part in tracker.found)
-    answers = tuple((at, at + len(part)) for at, part in tracker.found if part) if whole else ()
+    # In a macro or {% set %}, the block is rendered before the preceding text, so the position is unknown.
+    positions_known = all(text.startswith(part, start) for start, part in tracker.found)
+    answers = tuple((start, start + len(part)) for start, part in tracker.found if part) if positions_known else ()
     return RenderedChat(text, answers)
 
 
@@ -182,15 +184,15 @@ def _placeholder(value: object) -> str:
 
 
 def to_json_types(value: Any, fallback: Callable[[Any], Any] = _placeholder) -> Any:
-    """Convert a value to JSON types, whose methods are safe in the sandbox.
+    """Convert a value to JSON types. Their methods are safe in the sandbox.
 
     Args:
-        value: the value. Arrays, dataclasses and pydantic models are converted.
-        fallback: converts objects of other types, by default to ``<type name>``.
+        value: the value. Arrays, dataclasses and pydantic models are supported.
+        fallback: converts objects of other types. Defaults to the text ``<type name>``.
     """
     if value is None or isinstance(value, bool):
         return value
-    if isinstance(value, str):  # subclasses, such as enums, become the plain type
+    if isinstance(value, str):  # converts subclasses, such as enums, to str
         return str.__str__(value)
     if isinstance(value, int | float):
         return int(value) if isinstance(value, int) else float(value)
@@ -199,36 +201,34 @@ def to_json_types(value: Any, fallback: Callable[[Any], Any] = _placeholder) -> 
     if isinstance(value, list | tuple):
         values = [to_json_types(item, fallback) for item in value]
         return tuple(values) if type(value) is tuple else values
-    if hasattr(value, "dtype") and callable(convert := getattr(value, "tolist", None)):  # arrays of NumPy and JAX
+    if hasattr(value, "dtype") and callable(convert := getattr(value, "tolist", None)):  # NumPy and JAX arrays
         return to_json_types(convert(), fallback)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: to_json_types(getattr(value, field.name), fallback) for field in dataclasses.fields(value)}
-    if callable(
-        dump := getattr(value, "model_dump", None)
-    ):  # pydantic models, for example messages of the OpenAI client
+    if callable(dump := getattr(value, "model_dump", None)):  # pydantic models, such as OpenAI messages
         return to_json_types(dump(), fallback)
     return fallback(value)
 
 
 def _template_error(error: Exception, compiled: jinja2.Template | None) -> ChatTemplateError:
-    """Convert an exception to an error message, with the template line if it is known."""
+    """Convert an exception to a ChatTemplateError, with the template line if it is known."""
     line, trace = getattr(error, "lineno", None), error.__traceback__
     while trace and compiled:
         if trace.tb_frame.f_globals.get("__jinja_template__") is compiled:
             line = compiled.get_corresponding_lineno(trace.tb_lineno)
         trace = trace.tb_next
-    text = "".join(letter if letter.isprintable() else " " for letter in str(error)[:2000]).rstrip(". ")
+    text = "".join(character if character.isprintable() else " " for character in str(error)[:2000]).rstrip(". ")
     match error:
         case _Raised():
-            why = f"refuses this conversation: {text}"
+            reason = f"refuses this conversation: {text}"
         case jinja2.TemplateSyntaxError():
-            why = f"has a syntax error: {text}"
+            reason = f"has a syntax error: {text}"
         case jinja2.UndefinedError():
-            why = f"uses something undefined: {text}. Pass it in the messages or as a variable"
+            reason = f"uses an undefined value: {text}. Pass the value in the messages or as a variable"
         case jinja2.exceptions.SecurityError():
-            why = f"does something that is not allowed: {text}"
+            reason = f"performs an operation that is not allowed: {text}"
         case RecursionError():
-            why = "calls itself, or is nested, too deeply"
+            reason = "recurses or is nested too deeply"
         case _:
-            why = f"failed with {type(error).__name__}: {text}"
-    return ChatTemplateError(f"the chat template{f', line {line},' if line else ''} {why}")
+            reason = f"failed with {type(error).__name__}: {text}"
+    return ChatTemplateError(f"the chat template{f', line {line},' if line else ''} {reason}")

@@ -1,4 +1,4 @@
-"""Convert chat messages to the form that templates read, and leave the last message of a prompt open."""
+"""Convert chat messages to the form that templates read, and implement ``continue_final_message``."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -14,14 +14,14 @@ _MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # ends in a space to detect whether the t
 
 def is_message(value: Any) -> bool:
     """Return whether a value is a message: a mapping, a dataclass or a pydantic model."""
-    made = dataclasses.is_dataclass(value) and not isinstance(value, type)
-    return isinstance(value, Mapping) or made or callable(getattr(value, "model_dump", None))
+    is_dataclass = dataclasses.is_dataclass(value) and not isinstance(value, type)
+    return isinstance(value, Mapping) or is_dataclass or callable(getattr(value, "model_dump", None))
 
 
 def normalize_messages(messages: Any) -> list[dict[str, Any]]:
     """Convert messages to dicts of JSON types without None fields.
 
-    Reasoning is stored under each name that templates read. Tool calls are validated (see
+    Reasoning is stored under all names that templates use. Tool calls are validated (see
     `parse_tool_calls`). Dataclasses and pydantic models are converted, as in transformers.
 
     Args:
@@ -30,13 +30,13 @@ def normalize_messages(messages: Any) -> list[dict[str, Any]]:
     Raises:
         TokenizerError: if the messages are invalid or empty.
     """
-    found = to_json_types(getattr(messages, "messages", messages))
-    if not isinstance(found, list | tuple) or not all(isinstance(message, dict) for message in found):
+    converted = to_json_types(getattr(messages, "messages", messages))
+    if not isinstance(converted, list | tuple) or not all(isinstance(message, dict) for message in converted):
         raise TokenizerError('messages must be a list of dicts like {"role": "user", "content": "Hello"}')
-    if not found:
-        raise TokenizerError("messages is empty: give at least one message")
-    plain = []
-    for number, message in enumerate(found):
+    if not converted:
+        raise TokenizerError("messages is empty: pass at least one message")
+    normalized = []
+    for number, message in enumerate(converted):
         fields = {name: value for name, value in message.items() if value is not None}
         if "tool_calls" in fields:
             fields["tool_calls"] = parse_tool_calls(fields["tool_calls"], f"messages[{number}].tool_calls")
@@ -45,15 +45,15 @@ def normalize_messages(messages: Any) -> list[dict[str, Any]]:
         reasoning = next((fields[name] for name in REASONING if name in fields), None)
         if reasoning is not None:
             fields = {"thinking": reasoning, **fields, "reasoning_content": reasoning}
-        plain.append(fields)
-    return plain
+        normalized.append(fields)
+    return normalized
 
 
 def mark_end(messages: list[dict[str, Any]], field: str) -> tuple[list[dict[str, Any]], str]:
     """Append a mark to a field of the last message.
 
-    If the field is a list of blocks, marks the last block with a "text". Reasoning is marked under all
-    its names.
+    If the field is a list of blocks, the mark is appended to the last block with "text". Reasoning is
+    marked under all its names.
 
     Returns:
         The messages, and the text of the field without the mark.
@@ -61,33 +61,33 @@ def mark_end(messages: list[dict[str, Any]], field: str) -> tuple[list[dict[str,
     Raises:
         TokenizerError: if the field has no text.
     """
-    *before, last = messages
-    value = last.get(field)
+    *earlier, last_message = messages
+    value = last_message.get(field)
     if isinstance(value, str):
-        same = [name for name in REASONING if last.get(name) == value] if field in REASONING else [field]
-        return [*before, last | {name: value + _MARK for name in same}], value
+        names = [name for name in REASONING if last_message.get(name) == value] if field in REASONING else [field]
+        return [*earlier, last_message | {name: value + _MARK for name in names}], value
     blocks = list(value) if isinstance(value, list | tuple) else []
     for i, block in reversed(list(enumerate(blocks))):
         if isinstance(block, Mapping) and isinstance(text := block.get("text"), str):
             blocks[i] = {**block, "text": text + _MARK}
-            return [*before, last | {field: blocks}], text
-    raise TokenizerError(f"continue_final_message: the last message has no text {field!r:.60} to continue. Add one")
+            return [*earlier, last_message | {field: blocks}], text
+    raise TokenizerError(f"continue_final_message: the last message has no text in {field!r:.60} to continue. Add text")
 
 
 def cut_at_mark(rendered: str, text: str) -> str:
-    """Cut the rendered chat at the mark of `mark_end`.
+    """Cut the rendered chat at the mark that `mark_end` appended.
 
     Args:
         rendered: the rendered chat.
-        text: text of the last message before the mark.
+        text: text before the mark, as returned by `mark_end`.
 
     Raises:
         TokenizerError: if the template changes or omits the last message.
     """
-    at = rendered.rfind(_MARK.strip())
-    if at < 0 or text.strip() not in rendered:
+    end = rendered.rfind(_MARK.strip())
+    if end < 0 or text.strip() not in rendered:
         raise TokenizerError(
-            "continue_final_message: the chat template changes or leaves out the last message, so its end cannot be "
+            "continue_final_message: the chat template changes or omits the last message, so its end cannot be "
             "found. Use add_generation_prompt=True and append the text to the prompt"
         )
-    return rendered[:at] if rendered.startswith(_MARK, at) else rendered[:at].rstrip()
+    return rendered[:end] if rendered.startswith(_MARK, end) else rendered[:end].rstrip()

@@ -1,7 +1,7 @@
-"""Encode text to token ids, decode ids, render chat templates and decode streams.
+"""Tokenizer with chat templates, and streaming decoder.
 
-The ``tokenizers`` library computes ids from ``tokenizer.json``. ``add_bos_token`` in
-``tokenizer_config.json`` is ignored, as transformers 5 does for such files.
+The ``tokenizers`` library computes ids from ``tokenizer.json``. For such files, ``add_bos_token`` in
+``tokenizer_config.json`` is ignored, as in transformers 5.
 """
 
 import copy
@@ -47,15 +47,15 @@ _ENCODING_OPTIONS = (
 
 
 class Tokenizer:
-    """Tokenizer and chat templates of a checkpoint. Created by `from_pretrained`.
+    """Tokenizer and chat templates of a checkpoint. Create with `from_pretrained`.
 
     Attributes:
         backend: tokenizer of the ``tokenizers`` library.
-        special_tokens: maps names such as ``bos_token`` to their text. They are also variables of
-            the chat template.
+        special_tokens: texts of special tokens by name, such as ``bos_token``. They are also
+            variables of the chat template.
         chat_templates: chat templates by name.
         source: path of the checkpoint.
-        vocab_size: largest id + 1.
+        vocab_size: largest id + 1, including added tokens.
         special_ids: ids of special tokens.
     """
 
@@ -88,7 +88,7 @@ class Tokenizer:
     def from_pretrained(
         cls, path_or_hub_id: str | Path, revision: str | None = None, local_files_only: bool = False
     ) -> Self:
-        """Load the tokenizer of a local folder, a Hugging Face repository or a GGUF file.
+        """Load the tokenizer from a local folder, a Hugging Face repository or a GGUF file.
 
         Raises:
             TokenizerError: if a tokenizer file is missing or invalid.
@@ -118,12 +118,12 @@ class Tokenizer:
         max_length: int | None = None,
         return_tensors: str | None = None,
     ) -> dict[str, Any]:
-        """Tokenize a text or several texts, like the tokenizers of transformers.
+        """Tokenize one or several texts, like the tokenizers in transformers.
 
         Args:
-            padding: True pads on the right to the longest text, "max_length" to ``max_length``.
-            truncation: truncate to ``max_length``.
-            return_tensors: "np" or "jax" for arrays [B, T]. If None, lists.
+            padding: True to pad on the right to the longest text, "max_length" to pad to ``max_length``.
+            truncation: whether to truncate to ``max_length``.
+            return_tensors: "np" or "jax" to return arrays [B, T]. Defaults to lists.
 
         Returns:
             ``input_ids`` and ``attention_mask``.
@@ -133,31 +133,33 @@ class Tokenizer:
         if padding not in (False, True, "longest", "max_length", "do_not_pad"):
             raise ValueError(f"padding={padding!r}: use True, 'longest', 'max_length' or False")
         if max_length is None and (truncation or padding == "max_length"):
-            raise ValueError("truncation and padding='max_length' need max_length=")
-        one = isinstance(text, str)
-        rows = [self.encode(each, add_special_tokens) for each in ([text] if one else text)]
+            raise ValueError("truncation and padding='max_length' require max_length=")
+        is_single = isinstance(text, str)
+        rows = [self.encode(item, add_special_tokens) for item in ([text] if is_single else text)]
         rows = [row[:max_length] for row in rows] if truncation else rows
         longest = max(map(len, rows), default=0)
-        pads = padding not in (False, "do_not_pad")
-        width = max(longest, (max_length or 0) if padding == "max_length" else 0) if pads else 0
-        if return_tensors and not pads and len(set(map(len, rows))) > 1:
-            raise ValueError(f"the texts have {sorted(set(map(len, rows)))} tokens: pass padding=True for one array")
+        is_padded = padding not in (False, "do_not_pad")
+        width = max(longest, (max_length or 0) if padding == "max_length" else 0) if is_padded else 0
+        if return_tensors and not is_padded and len(set(map(len, rows))) > 1:
+            raise ValueError(
+                f"the texts have {sorted(set(map(len, rows)))} tokens: pass padding=True to return one array"
+            )
         pad = next((i for i in (self.pad_token_id, self.eos_token_id) if i is not None), 0)
-        made = {
+        encoding = {
             "input_ids": [row + [pad] * (width - len(row)) for row in rows],
             "attention_mask": [[1] * len(row) + [0] * (width - len(row)) for row in rows],
         }
-        if return_tensors is None and one:
-            return {name: value[0] for name, value in made.items()}
-        return {name: _TENSORS[return_tensors](value) for name, value in made.items()}
+        if return_tensors is None and is_single:
+            return {name: value[0] for name, value in encoding.items()}
+        return {name: _TENSORS[return_tensors](value) for name, value in encoding.items()}
 
     @property
     def chat_template(self) -> str | None:
-        """Default chat template, or None."""
+        """Default chat template, or None if there is none."""
         return self.chat_templates.get("default")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Encode a text. Special tokens written in the text are encoded as special tokens."""
+        """Encode a text. Special tokens in the text are encoded as special tokens."""
         return self.encode_with_offsets(text, add_special_tokens)[0]
 
     def encode_with_offsets(
@@ -166,22 +168,22 @@ class Tokenizer:
         """Encode a text with character offsets.
 
         Returns:
-            Token ids, and the character range of each token. Tokens that are parts of one character
-            share its range.
+            Token ids, and the character range of each token. Tokens that encode parts of the same
+            character have the same range.
         """
         if not isinstance(text, str):
             raise TypeError(f"encode takes a str, not {type(text).__name__}")
         try:
             text.encode()
-            found = self.backend.encode(text, add_special_tokens=add_special_tokens)
-            return list(found.ids), list(found.offsets)
+            encoding = self.backend.encode(text, add_special_tokens=add_special_tokens)
+            return list(encoding.ids), list(encoding.offsets)
         except UnicodeEncodeError as error:
             raise TokenizerError(f"the text is not valid Unicode: {error}. Remove lone surrogates") from None
         except BaseException as error:
             raise backend_failure(error, f"{self.source}: {TOKENIZER} cannot encode a text", self.source) from None
 
     def decode(self, ids: Any, skip_special_tokens: bool = False) -> str:
-        """Decode a row of ids: a list, or an integer array of NumPy or JAX. Unknown ids are skipped."""
+        """Decode a row of ids: a list, or a NumPy or JAX integer array. Unknown ids are skipped."""
         row = np.asarray(ids)
         if row.ndim > 1:
             raise TokenizerError(f"decode takes one row of ids, not an array of shape {row.shape}: decode row by row")
@@ -190,8 +192,8 @@ class Tokenizer:
         return self.decode_list([int(i) for i in row.reshape(-1)], skip_special_tokens)
 
     def decode_list(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """Decode ids without validation, for use in loops. See `decode`."""
-        if skip_special_tokens:  # `tokenizers` 0.23 does not skip special tokens that its normalizer changes
+        """Decode ids without validation, for loops. See `decode`."""
+        if skip_special_tokens:  # `tokenizers` 0.23 does not skip special tokens that the normalizer changes
             ids = [i for i in ids if i not in self.special_ids]
         try:
             return self.backend.decode(ids, skip_special_tokens=False)
@@ -209,46 +211,47 @@ class Tokenizer:
         continue_final_message: bool | str = False,
         **variables: Any,
     ) -> Any:
-        """Render a conversation as the prompt that the model was trained on.
+        """Render a conversation in the prompt format that the model was trained on.
 
-        A warning lists variables that the template does not read.
+        Variables that the template does not read are reported in a warning.
 
         Args:
             messages: a list of dicts, dataclasses or pydantic models, or an object with the list as
                 attribute ``messages``. Arguments of tool calls (objects or JSON text) are converted to
                 the form that the template reads.
-            add_generation_prompt: append the start of an answer.
-            tokenize: return ids.
-            tools: JSON schemas.
-            chat_template: a template, or the name of one of several templates.
-            continue_final_message: leave the last message open, so that the model continues its
-                "content", or the field with this name.
-            variables: variables of the template.
+            add_generation_prompt: whether to append the start of an assistant message.
+            tokenize: whether to return ids.
+            tools: JSON schemas of the tools.
+            documents: documents for retrieval-augmented generation.
+            chat_template: a template, or the name of one of the checkpoint's templates.
+            continue_final_message: True to end the prompt inside the last message, so that the model
+                continues the "content" of the message. A str names a different field to continue.
+            variables: further variables of the template.
 
         Returns:
-            A str, or its ids with ``tokenize=True``.
+            The rendered text, or its ids with ``tokenize=True``.
 
         Raises:
             TokenizerError: if an argument is invalid or the template fails.
         """
         options = {"tools": tools, "documents": documents, "add_generation_prompt": bool(add_generation_prompt)}
         render = functools.partial(self.render_chat, chat_template=chat_template, **options, **variables)
-        plain, end = convert_tool_calls(render, normalize_messages(messages)), None
+        normalized, last_text = convert_tool_calls(render, normalize_messages(messages)), None
         if continue_final_message:
             if add_generation_prompt:
                 raise TokenizerError("pass add_generation_prompt or continue_final_message, not both")
             field = "content" if continue_final_message is True else continue_final_message
-            plain, end = mark_end(plain, field)
-        text = render(plain).text
-        text = text if end is None else cut_at_mark(text, end)
-        return self.encode(text, add_special_tokens=False) if tokenize else text  # the template writes special tokens
+            normalized, last_text = mark_end(normalized, field)
+        text = render(normalized).text
+        text = text if last_text is None else cut_at_mark(text, last_text)
+        return self.encode(text, add_special_tokens=False) if tokenize else text  # the template includes special tokens
 
     def render_chat(
         self, plain: list[dict[str, Any]], chat_template: str | None = None, **variables: Any
     ) -> RenderedChat:
-        """Render messages of JSON types.
+        """Render messages that consist of JSON types.
 
-        The result includes the ranges that the template marks as answers.
+        The result includes the character ranges that the template marks as answers.
         """
         for name in ("tools", "documents"):
             value = variables.setdefault(name, None)
@@ -262,25 +265,29 @@ class Tokenizer:
         except ChatTemplateError as error:
             raise TokenizerError(f"{self._template_file}: {error}", self.source) from None
 
-    def _warn_of_unread(self, read: frozenset[str], given: Mapping[str, Any]) -> None:
-        """Warn once per variable that the template does not read. Raises TypeError for encoding options."""
-        for name in sorted(given.keys() - read - {"tools", "documents", "add_generation_prompt"} - self._warned):
+    def _warn_of_unread(self, template_names: frozenset[str], variables: Mapping[str, Any]) -> None:
+        """Warn once about each variable that the template does not read. Raises TypeError for encoding options."""
+        for name in sorted(
+            variables.keys() - template_names - {"tools", "documents", "add_generation_prompt"} - self._warned
+        ):
             if name in _ENCODING_OPTIONS:
                 raise TypeError(
-                    f"unexpected argument {name!r}: the result is a str, or with tokenize=True a list of ids"
+                    f"unexpected argument {name!r}: the result is a str, or a list of ids with tokenize=True"
                 )
-            if len(self._warned) > 100:  # clients of a server choose the names, so bound the set
+            if len(self._warned) > 100:  # limits memory, because clients of a server choose the names
                 return
             self._warned.add(name)
-            near = difflib.get_close_matches(name, {*read, "add_generation_prompt", "continue_final_message"}, 1)
-            hint = f": did you mean {near[0]!r}?" if near else ""
+            matches = difflib.get_close_matches(
+                name, {*template_names, "add_generation_prompt", "continue_final_message"}, 1
+            )
+            hint = f": did you mean {matches[0]!r}?" if matches else ""
             logger.warning("the chat template does not read %r, which has no effect%s", name, hint)
 
     def _template(self, name: str | None, with_tools: bool) -> str:
         """Return a chat template by name.
 
-        If ``name`` is None, "tool_use" with tools if it exists, else "default". A name with a brace is
-        a template.
+        If ``name`` is None, returns "tool_use" if there are tools and the template exists, else
+        "default". A name that contains a brace is returned as a template.
         """
         if name is not None and "{" in name:
             return name
@@ -289,30 +296,30 @@ class Tokenizer:
         if name in self.chat_templates:
             return self.chat_templates[name]
         if self.chat_templates:
-            named = f"{self._template_file}: no chat template is named {name!r:.60}"
-            known = f"Pass chat_template= one of {sorted(self.chat_templates)!r:.300}"
-            raise TokenizerError(f"{named}. {known}", self.source)
-        why = f"{self.source}: no chat template, neither {TEMPLATE} nor 'chat_template' in {CONFIG}. This may be a "
+            problem = f"{self._template_file}: no chat template is named {name!r:.60}"
+            remedy_text = f"Pass chat_template= one of {sorted(self.chat_templates)!r:.300}"
+            raise TokenizerError(f"{problem}. {remedy_text}", self.source)
+        reason = f"{self.source}: no chat template, neither {TEMPLATE} nor 'chat_template' in {CONFIG}. This may be a "
         remedy = "base model: encode plain text instead, or add the template of its chat variant"
-        raise TokenizerError(why + remedy, self.source)
+        raise TokenizerError(reason + remedy, self.source)
 
 
 class TextStream:
-    """Streaming decoder. ``put`` returns the text that a token completes, ``end`` the remaining text.
+    """Streaming decoder. ``put`` returns the text that a token completes. ``end`` returns the remaining text.
 
     Bytes of an incomplete character are buffered until the character is complete. Each step decodes
     only a short window. The window starts with tokens whose text has been returned, because decoders
-    treat the start of a text differently (leading spaces). The text of ``context`` followed by the
-    pieces is the text of all ids.
+    treat the start of a text differently (leading spaces). The text of ``context`` plus all returned
+    pieces equals the decoded text of all ids.
 
     Args:
         tokenizer: a `Tokenizer`, or a tokenizer of transformers.
-        skip_special_tokens: omit special tokens from the text.
+        skip_special_tokens: whether to omit special tokens from the text.
         context: ids of the prompt.
         keep: ids of special tokens that are not skipped.
     """
 
-    LONGEST_WAIT = 64  # tokens; only invalid UTF-8 needs more than a few
+    LONGEST_WAIT = 64  # in tokens. Valid UTF-8 needs only a few tokens
 
     def __init__(
         self,
@@ -321,9 +328,9 @@ class TextStream:
         context: Iterable[int] = (),
         keep: frozenset[int] = frozenset(),
     ) -> None:
-        ours = isinstance(tokenizer, Tokenizer)
-        self._decoder = tokenizer.decode_list if ours else tokenizer.decode
-        self._special = (tokenizer.special_ids if ours else frozenset(tokenizer.all_special_ids)) - keep
+        is_nnxmoe = isinstance(tokenizer, Tokenizer)
+        self._decoder = tokenizer.decode_list if is_nnxmoe else tokenizer.decode
+        self._special = (tokenizer.special_ids if is_nnxmoe else frozenset(tokenizer.all_special_ids)) - keep
         self._skip, self._skips_later = skip_special_tokens, skip_special_tokens and not keep
         ids = (int(i) for i in context)
         self._window = [i for i in ids if not (skip_special_tokens and i in self._special)][-8:]

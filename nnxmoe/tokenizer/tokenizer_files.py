@@ -23,16 +23,14 @@ VOCAB, MERGES = "vocab.json", "merges.txt"
 TEMPLATE, LEGACY_TEMPLATE = "chat_template.jinja", "chat_template.json"
 ADDITIONAL_TEMPLATES = "additional_chat_templates"
 REMEDY = "Download the file again"
-MAX_BYTES = 100_000_000  # for comparison: Gemma's tokenizer.json has 33 MB
+MAX_BYTES = 100_000_000  # Gemma's tokenizer.json has 33 MB
 MAX_TEMPLATE_BYTES = 16_000_000
 MAX_GROWTH = 1000
-EXPLAINED_BYTES = 16_000_000  # a rejected tokenizer.json up to this size is parsed again for a clearer error
+EXPLAINED_BYTES = 16_000_000  # rejected tokenizer.json files up to this size are parsed again for a clearer error
 
 
 class TokenizerError(ValueError):
-    """Error for an invalid tokenizer file, chat template or input.
-
-    The message states the file and the remedy.
+    """Raised for an invalid tokenizer file, chat template or input.
 
     Attributes:
         public: the message without ``folder``, for clients of a server.
@@ -44,10 +42,10 @@ class TokenizerError(ValueError):
 
 
 def find_folder(path_or_hub_id: str | Path, revision: str | None, local_files_only: bool) -> Path:
-    """Return the local folder or GGUF file, or download the tokenizer files of a Hugging Face repository.
+    """Locate the tokenizer files of a checkpoint, and download them if it is a Hugging Face repository.
 
     Returns:
-        The local path, or the folder in the hub's cache.
+        The local folder or GGUF file, or the folder in the hub's cache.
     """
     folder = local_folder(path_or_hub_id, TokenizerError)
     if folder is not None:
@@ -56,7 +54,7 @@ def find_folder(path_or_hub_id: str | Path, revision: str | None, local_files_on
 
 
 def read_backend(folder: Path) -> tokenizers.Tokenizer:
-    """Read the tokenizer from tokenizer.json or a GGUF file. Raises TokenizerError."""
+    """Read the tokenizer from tokenizer.json or a GGUF file. Raises TokenizerError if it is missing or invalid."""
     path = folder / TOKENIZER
     if is_gguf(folder):
         data = json.dumps(tokenizer_files(GGUF.open(folder))[TOKENIZER]).encode()
@@ -70,23 +68,20 @@ def read_backend(folder: Path) -> tokenizers.Tokenizer:
     except BaseException as error:
         if len(data) < EXPLAINED_BYTES and os.path.lexists(path):
             _explain(path)
-        what = f"{path} is not a tokenizer that 'tokenizers' {tokenizers.__version__} reads"
-        raise backend_failure(error, what) from None
+        problem = f"{path} is not in a format that 'tokenizers' {tokenizers.__version__} reads"
+        raise backend_failure(error, problem) from None
     _check_growth(path, backend)
     _check_added_tokens(path, data, backend)
     return backend
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read tokenizer_config.json, or the equivalent fields of a GGUF file.
-
-    Returns {} if the file is missing.
-    """
+    """Read tokenizer_config.json, or the equivalent fields of a GGUF file. Returns {} if the file is missing."""
     return tokenizer_files(GGUF.open(folder))[CONFIG] if is_gguf(folder) else read_json(folder / CONFIG)
 
 
 def _describe_folder(folder: Path) -> str:
-    """Describe the content of a folder without tokenizer.json, with a remedy if one is known."""
+    """Describe the content of a folder without tokenizer.json, with a remedy if possible."""
     names = sorted(path.name for path in folder.iterdir())
     tiktoken = next((name for name in names if name.endswith((".tiktoken", "tiktoken.model"))), None)
     model = next((name for name in names if name.startswith("tokenizer.model")), None)
@@ -94,38 +89,37 @@ def _describe_folder(folder: Path) -> str:
         with (folder / model).open("rb") as file:
             tiktoken = model if re.match(rb"[A-Za-z0-9+/]+=* \d+\n", file.read(400)) else None
     if tiktoken:
-        return f"{tiktoken} is tiktoken's format, which is not read here"
+        return f"{tiktoken} has tiktoken's format, which is not supported"
     if tekken := next((name for name in names if name.startswith("tekken")), None):
-        return f"{tekken} is mistral-common's format, which is not read here"
+        return f"{tekken} has mistral-common's format, which is not supported"
     if model:
-        how = "load and save it once with transformers.AutoTokenizer (and sentencepiece), which writes tokenizer.json"
-        return f"{model} is SentencePiece's format, which is not read here: {how}"
-    if found := [name for name in names if name in (VOCAB, MERGES)]:
-        return f"{found[0]} needs {MERGES if found[0] == VOCAB else VOCAB} beside it: fetch that file too"
+        remedy = "load and save it with transformers.AutoTokenizer (and sentencepiece) to create tokenizer.json"
+        return f"{model} has SentencePiece's format, which is not supported: {remedy}"
+    if bpe_files := [name for name in names if name in (VOCAB, MERGES)]:
+        return f"{bpe_files[0]} needs {MERGES if bpe_files[0] == VOCAB else VOCAB} in the same folder: download it too"
     if "vocab.txt" in names:
-        return "vocab.txt is WordPiece's format, which is not read here"
-    return "The folder has no file of a tokenizer: fetch the model's tokenizer.json"
+        return "vocab.txt has WordPiece's format, which is not supported"
+    return "The folder has no tokenizer files: download the model's tokenizer.json"
 
 
 def _check_precompiled(path: Path, data: bytes) -> None:
-    """Raise TokenizerError for a truncated character map, for which ``tokenizers`` aborts the process."""
-    if b"recompiled" not in data and not re.search(
-        rb"\\u00[4-7]", data
-    ):  # the field name, possibly with escaped letters
+    """Raise TokenizerError for a truncated character map, because ``tokenizers`` aborts the process on it."""
+    # The pattern matches escaped letters, which the name of the field may contain.
+    if b"recompiled" not in data and not re.search(rb"\\u00[4-7]", data):
         return
-    found: Any = parse_json(data, path, REMEDY, TokenizerError)
-    for step in _steps(found.get("normalizer") if isinstance(found, dict) else None):
+    fields: Any = parse_json(data, path, REMEDY, TokenizerError)
+    for step in _steps(fields.get("normalizer") if isinstance(fields, dict) else None):
         text = step.get("precompiled_charsmap")
         with contextlib.suppress(binascii.Error):
-            raw = base64.b64decode(text) if isinstance(text, str) else b""
-            if len(raw) >= 4 and int.from_bytes(raw[:4], "little") > len(raw) - 4:
-                raise TokenizerError(f"{path}: normalizer: precompiled_charsmap is cut short. {REMEDY}")
+            charsmap = base64.b64decode(text) if isinstance(text, str) else b""
+            if len(charsmap) >= 4 and int.from_bytes(charsmap[:4], "little") > len(charsmap) - 4:
+                raise TokenizerError(f"{path}: normalizer: precompiled_charsmap is truncated. {REMEDY}")
 
 
 def _check_growth(path: Path, backend: tokenizers.Tokenizer) -> None:
-    """Raise TokenizerError for Replace steps that multiply the length of a text beyond MAX_GROWTH.
+    """Raise TokenizerError if Replace steps can multiply the length of a text by more than MAX_GROWTH.
 
-    ``tokenizers`` runs out of memory on such steps and aborts.
+    ``tokenizers`` runs out of memory on such steps and aborts the process.
     """
     for name in ("normalizer", "decoder"):
         part, growth = getattr(backend, name), 1.0
@@ -135,7 +129,7 @@ def _check_growth(path: Path, backend: tokenizers.Tokenizer) -> None:
                 growth *= max(1.0, len(content) / max(1, len(pattern.get("String") or "")))
         if growth > MAX_GROWTH:
             raise TokenizerError(
-                f"{path}: {name}: its Replace steps can make a text {growth:.0f} times as long. {REMEDY}"
+                f"{path}: {name}: its Replace steps can multiply the length of a text by {growth:.0f}. {REMEDY}"
             )
 
 
@@ -149,9 +143,9 @@ def _steps(part: Any) -> Iterator[dict[str, Any]]:
 
 
 def _check_added_tokens(path: Path, data: bytes, backend: tokenizers.Tokenizer) -> None:
-    """Raise TokenizerError if ids of added tokens are in use or leave a gap.
+    """Raise TokenizerError if ``tokenizers`` assigned different ids to added tokens than the file.
 
-    ``tokenizers`` would assign different ids.
+    This happens if the ids of the file are already in use or leave a gap.
     """
     match = re.search(rb'"added_tokens"\s*:\s*', data)
     try:
@@ -160,26 +154,26 @@ def _check_added_tokens(path: Path, data: bytes, backend: tokenizers.Tokenizer) 
         return
     for token in tokens if isinstance(tokens, list) else []:
         if isinstance(token, dict) and isinstance(content := token.get("content"), str):
-            known = backend.token_to_id(content)
-            if known is not None and known != token.get("id"):
+            assigned_id = backend.token_to_id(content)
+            if assigned_id is not None and assigned_id != token.get("id"):
                 raise TokenizerError(
                     f"{path}: added_tokens: {short(content)} has the id {short(token.get('id'))}, but the vocabulary "
-                    f"assigns it {known}. {REMEDY}"
+                    f"assigns it {assigned_id}. {REMEDY}"
                 )
 
 
 def _explain(path: Path) -> None:
-    """Raise a clearer error than the library's for invalid JSON and for unknown models."""
+    """Raise a clearer error than ``tokenizers`` for invalid JSON and unknown models."""
     model = read_json(path).get("model")
-    kind = model.get("type") if isinstance(model, dict) else None
-    if kind not in (None, "BPE", "Unigram", "WordPiece", "WordLevel"):
-        raise TokenizerError(f"{path}: unknown tokenizer model {kind!r:.60}. Try a newer 'tokenizers'") from None
+    model_type = model.get("type") if isinstance(model, dict) else None
+    if model_type not in (None, "BPE", "Unigram", "WordPiece", "WordLevel"):
+        raise TokenizerError(f"{path}: unknown tokenizer model {model_type!r:.60}. Try a newer 'tokenizers'") from None
 
 
 def backend_failure(error: BaseException, what: str, folder: str = "") -> BaseException:
-    """Convert an exception of ``tokenizers`` to a TokenizerError. Returns interrupts unchanged.
+    """Convert an exception from ``tokenizers`` to a TokenizerError. Returns interrupts unchanged.
 
-    Rust panics are BaseExceptions.
+    Rust panics derive from BaseException.
     """
     if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
         return error
@@ -193,13 +187,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_chat_templates(folder: Path, config: Mapping[str, Any]) -> tuple[dict[str, str], Path]:
-    """Read the chat templates.
+    """Read the chat templates of a checkpoint.
 
-    Reads chat_template.jinja and additional_chat_templates/NAME.jinja. Without these files, reads
-    tokenizer_config.json, else chat_template.json.
+    Reads chat_template.jinja and additional_chat_templates/NAME.jinja. If these files do not exist, reads
+    tokenizer_config.json, or else chat_template.json.
 
     Returns:
-        Templates by name, and their file.
+        Templates by name, and the path of their file or folder.
     """
     found = sorted((folder / ADDITIONAL_TEMPLATES).glob("*.jinja"))
     files = {path.stem: path for path in found} | {"default": folder / TEMPLATE}
@@ -217,7 +211,7 @@ def read_chat_templates(folder: Path, config: Mapping[str, Any]) -> tuple[dict[s
     for entry in entries:
         name, template = (entry.get("name"), entry.get("template")) if isinstance(entry, dict) else (None, None)
         if not isinstance(name, str) or not isinstance(template, str):
-            raise TokenizerError(f"{where}: 'chat_template' must be a string or a list of {{name, template}}")
+            raise TokenizerError(f"{where}: 'chat_template' must be a string or a list of {{name, template}} objects")
         templates[name] = template
     return templates, where
 

@@ -1,10 +1,10 @@
 """Validate tool calls in messages, and convert them to the form that a chat template reads.
 
 Data sets and clients write the arguments of a call as an object or, like OpenAI, as JSON text. A
-template reads only one of these two forms. Some templates also require the "type" of the call, a flat
+template supports only one of these two forms. Some templates also require the "type" of the call, a flat
 call, or null content in messages with calls. `convert_tool_calls` renders each form with markers as
-arguments. It returns the first form in which every marker is rendered as JSON, neither encoded twice
-nor as Python's repr.
+arguments. It selects the first form in which every marker is rendered as JSON, and not as JSON in a
+JSON string or as Python's repr.
 """
 
 import itertools
@@ -18,21 +18,16 @@ from nnxmoe.tokenizer.tokenizer_files import TokenizerError
 
 Messages = list[dict[str, Any]]
 _Mark = tuple[int, int, str]  # index of the message, index of the call, marker in its arguments
-_ARGUMENT_ALIASES = (
-    "parameters",
-    "args",
-    "input",
-    "kwargs",
-)  # names of the arguments field in formats other than OpenAI's
+_ARGUMENT_ALIASES = ("parameters", "args", "input", "kwargs")  # names of "arguments" in formats other than OpenAI's
 
 
 class _CallForm(NamedTuple):
-    """A form of the calls in messages.
+    """Form of the tool calls in messages.
 
     Attributes:
         shape: "" for OpenAI's form. "typed" adds the type "function" if it is missing. "flat" moves
-            name and arguments next to the id.
-        content: content of messages that have calls and no text.
+            name and arguments to the level of the id.
+        content: the "content" field of messages that have calls but no text.
         text: True if arguments are JSON text, False if they are objects.
     """
 
@@ -46,7 +41,7 @@ _FORMS = [_CallForm(*options) for options in itertools.product(("", "typed", "fl
 
 
 def parse_tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
-    """Validate the calls of a message.
+    """Validate the tool calls of a message.
 
     Args:
         value: a list of calls or its JSON text, in OpenAI's form or flat (``{"name", "arguments"}``).
@@ -54,10 +49,10 @@ def parse_tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
 
     Returns:
         Calls in OpenAI's form. Arguments that are absent, null or "" become ``{}``. Other arguments
-        remain an object or JSON text.
+        are unchanged.
 
     Raises:
-        TokenizerError: with the index of the invalid call.
+        TokenizerError: if a call is invalid. The message has the index of the call.
     """
     if isinstance(value, str):
         value = parse_json(value.encode("utf-8", "replace"), where, "correct the JSON", TokenizerError)
@@ -80,13 +75,13 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     if is_empty or _object(arguments, where) is None:
         arguments = {}
     if function is fields:
-        more = {name: value for name, value in fields.items() if name not in ("name", "arguments", "type")}
-        return {**more, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+        other_fields = {name: value for name, value in fields.items() if name not in ("name", "arguments", "type")}
+        return {**other_fields, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
     return {**fields, "function": {**function, "arguments": arguments}}
 
 
 def _object(arguments: Any, where: str) -> dict[str, Any] | None:
-    """Parse arguments to an object. Returns None for the JSON text "null". Raises TokenizerError."""
+    """Parse arguments to a dict. Returns None for the JSON text "null". Raises TokenizerError for other values."""
     value, reason = arguments, ""
     if isinstance(arguments, str):
         try:
@@ -102,14 +97,15 @@ def _object(arguments: Any, where: str) -> dict[str, Any] | None:
 
 
 def convert_tool_calls(render: Callable[[Messages], Any], messages: Messages) -> Messages:
-    """Convert the calls in messages to the form that the chat template reads.
+    """Convert the tool calls in messages to the form that the chat template supports.
 
     Args:
-        render: renders messages of JSON types and returns an object with the attribute ``text``.
+        render: function that renders messages of JSON types and returns an object with the attribute
+            ``text``.
         messages: messages with calls in OpenAI's form.
 
     Raises:
-        TokenizerError: if the template fails, or if it omits a call in every form.
+        TokenizerError: if the template fails or omits a call in every form.
     """
     marks = [
         (number, index, f"marker{number}x{index}end")
@@ -150,13 +146,13 @@ def _with_markers(messages: Messages, marks: list[_Mark]) -> Messages:
 def _first_rendered(
     render: Callable[[Messages], Any], messages: Messages, forms: list[_CallForm], omitted: list[_Mark]
 ) -> Messages:
-    """Convert messages to the first form that renders with the real arguments.
+    """Convert messages to the first form that the template renders without an error.
 
-    A template may look up argument names, so it can fail with the markers.
+    Templates that look up argument names can fail with markers but succeed with the real arguments.
 
     Raises:
-        TokenizerError: if no form renders. Reports the first of the ``omitted`` calls, or the error of
-            the template.
+        TokenizerError: if no form renders. Reports the first of the ``omitted`` calls, or else the
+            error of the template.
     """
     failure: TokenizerError | None = None
     for form in forms:

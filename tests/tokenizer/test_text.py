@@ -181,7 +181,7 @@ def test_tokens_declared_outside_tokenizer_json_against_transformers(folder: Pat
 
 def test_tokens_declared_with_other_ids_are_refused(folder: Path) -> None:
     change_json(folder / "tokenizer_config.json", added_tokens_decoder={"305": NEW})
-    with pytest.raises(TokenizerError, match=r"'<new>' is declared with the id 305, but the vocabulary gives it 300"):
+    with pytest.raises(TokenizerError, match=r"'<new>' is declared with the id 305, but the vocabulary assigns 300"):
         Tokenizer.from_pretrained(folder)
     for bad in ([], {"x": NEW}, {"300": 5}, {"300": {"content": 5}}):
         change_json(folder / "tokenizer_config.json", added_tokens_decoder=bad)
@@ -283,7 +283,7 @@ def test_chat_template_precedence(folder: Path) -> None:
         ("tokenizer.json", "", r"tokenizer\.json is not valid JSON"),
         ("tokenizer.json", "{", r"tokenizer\.json is not valid JSON"),
         ("tokenizer.json", "[]", r"tokenizer\.json must contain a JSON object"),
-        ("tokenizer.json", "{}", r"tokenizer\.json is not a tokenizer that 'tokenizers'"),
+        ("tokenizer.json", "{}", r"tokenizer\.json is not in a format that 'tokenizers'"),
         ("tokenizer.json", '{"model": {"type": "Nope"}}', r"tokenizer\.json: unknown tokenizer model 'Nope'"),
         ("tokenizer.json", "[" * 100_000, r"tokenizer\.json is not valid JSON"),
         ("tokenizer_config.json", "no", r"tokenizer_config\.json is not valid JSON"),
@@ -306,18 +306,18 @@ def test_tokenizers_panics_become_errors(folder: Path, capfd: pytest.CaptureFixt
     with pytest.raises(TokenizerError, match=r"tokenizer\.json cannot encode"):
         Tokenizer.from_pretrained(folder).encode("Hi")
     change_json(folder / "tokenizer.json", normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"})
-    with pytest.raises(TokenizerError, match=r"tokenizer\.json is not a tokenizer"):
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json is not in a format"):
         Tokenizer.from_pretrained(folder)
 
 
 INSTEAD = {
-    "tokenizer.model": "tokenizer.model is SentencePiece's format.*save it once with transformers",
-    "tekken.json": "tekken.json is mistral-common's format, which is not read here$",
-    "tiktoken.model": "tiktoken.model is tiktoken's format, which is not read here$",
-    "qwen.tiktoken": "qwen.tiktoken is tiktoken's format, which is not read here$",
-    "vocab.json": "vocab.json needs merges.txt beside it",
-    "merges.txt": "merges.txt needs vocab.json beside it",
-    "README.md": "no file of a tokenizer",
+    "tokenizer.model": "tokenizer.model has SentencePiece's format.*save it with transformers",
+    "tekken.json": "tekken.json has mistral-common's format, which is not supported$",
+    "tiktoken.model": "tiktoken.model has tiktoken's format, which is not supported$",
+    "qwen.tiktoken": "qwen.tiktoken has tiktoken's format, which is not supported$",
+    "vocab.json": "vocab.json needs merges.txt in the same folder",
+    "merges.txt": "merges.txt needs vocab.json in the same folder",
+    "README.md": "no tokenizer files",
 }
 
 
@@ -328,7 +328,7 @@ def test_missing_tokenizer_json_names_what_is_there(tmp_path: Path) -> None:
             Tokenizer.from_pretrained(tmp_path)
         (tmp_path / name).unlink()
     (tmp_path / "tokenizer.model").write_text("IQ== 0\nIg== 1\n")  # Llama 3's
-    with pytest.raises(TokenizerError, match=r"tokenizer\.model is tiktoken's format"):
+    with pytest.raises(TokenizerError, match=r"tokenizer\.model has tiktoken's format"):
         Tokenizer.from_pretrained(tmp_path)
 
 
@@ -615,10 +615,10 @@ def test_continue_final_message_errors() -> None:
     with pytest.raises(TokenizerError, match="not both"):
         made_with(PLAIN).apply_chat_template(HI, add_generation_prompt=True, continue_final_message=True)
     for last in ({"role": "assistant"}, {"content": [{"image": 1}]}):
-        with pytest.raises(TokenizerError, match="the last message has no text 'content'"):
+        with pytest.raises(TokenizerError, match="the last message has no text in 'content'"):
             made_with(PLAIN).apply_chat_template([*HI, last], continue_final_message=True)
     for template in ("{{ messages[0].role }}", "{{ messages[0].content | upper }}"):
-        with pytest.raises(TokenizerError, match="leaves out the last message"):
+        with pytest.raises(TokenizerError, match="omits the last message"):
             made_with(template).apply_chat_template(HI, continue_final_message=True)
 
 
@@ -1022,7 +1022,7 @@ HOSTILE = {
     "{% if 1 %}" * 2000: DEEP,
     "{% for m in messages": "has a syntax error",
     "a\n{{ messages | nosuch }}": "line 2, has a syntax error: No filter named 'nosuch'",
-    "a\n\n{{ x.y }}": "line 3, uses something undefined: 'x' is undefined",
+    "a\n\n{{ x.y }}": "line 3, uses an undefined value: 'x' is undefined",
     "{{ messages[7].role }}": "undefined",
     "{{ 1/0 }}": "line 1, failed with ZeroDivisionError",
     "{{ raise_exception('only one\x1b[31m role') }}": r"refuses this conversation: only one \[31m role",
