@@ -1,1 +1,1 @@
-"""Text generation: the engine, sampling, drafts, grammars and scores."""
+"""Text generation: engine, sampling, drafts, grammars and scores."""

@@ -45,8 +45,8 @@ class Completion:
             tokenizer.
         finish: "stop" for a stop id or a stop string, "length" for ``max_new_tokens``, "error" if the
             logits were NaN or infinite.
-        logprobs: log-probability of each new id, see `Request`.
-        top: most likely ids per position, see `Request`.
+        logprobs: log-probability of each new id. See `Request`.
+        top: most likely ids per position. See `Request`.
         accepted: ``accepted[n]`` is the number of steps in which n ids of a draft were accepted.
     """
 
@@ -73,7 +73,7 @@ class CompleteOptions(TypedDict, total=False):
         logits_processor: see `Engine`.
         draft: see `Engine`.
         constraint: see `RequestOptions`.
-        schema: JSON schema that every text follows. Excludes ``constraint``.
+        schema: JSON schema that the generated text follows. Cannot be combined with ``constraint``.
     """
 
     min_new_tokens: int
@@ -104,25 +104,27 @@ def complete(
 
     Args:
         prompts: texts, chats (see `Tokenizer.apply_chat_template`) or token ids. An iterator is
-            consumed first. Prefixes that prompts or samples share are computed once.
-        tokenizer: a `Tokenizer`. If None, the tokenizer of the checkpoint, if there is one.
+            consumed before generation starts. Prefixes that prompts or samples share are computed
+            once.
+        tokenizer: a `Tokenizer`. Defaults to the tokenizer of the checkpoint, if it has one.
         sampling: sampling options. If None, decoding is greedy.
-        stop: strings before which the text ends.
-        seed: for all prompts, or per prompt. A sample depends only on its prompt, seed and index.
-        slots: number of rows that are decoded at a time.
+        n: number of samples per prompt.
+        stop: stop strings. The text is cut before the first stop string.
+        seed: one seed, or one seed per prompt. A sample depends only on its prompt, seed and index.
+        slots: maximum number of rows that are decoded together.
         options: see `CompleteOptions`.
 
     Raises:
-        ValueError: if a prompt or an option is invalid, before anything is computed.
+        ValueError: if a prompt or an option is invalid. Raised before computation starts.
     """
-    check_type("model", model, CausalLM, "a model, such as that of nnxmoe.from_pretrained(path)")
-    given = _several(prompts)
-    seeds, vocab = _seeds(seed, len(given)), model.vocab_size
+    check_type("model", model, CausalLM, "a model, such as nnxmoe.from_pretrained(path)")
+    prompt_list = _several(prompts)
+    seeds, vocab = _seeds(seed, len(prompt_list)), model.vocab_size
     n = whole_number("n", n, 1)
     tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
     stop_strings, stop_tokens = check_stop_strings(stop, tokenizer, vocab)
-    prompt_ids = map_numbered("prompt", given, lambda prompt: check_ids(encode_prompt(prompt, tokenizer), vocab))
-    wanted = RequestOptions(
+    prompt_ids = map_numbered("prompt", prompt_list, lambda prompt: check_ids(encode_prompt(prompt, tokenizer), vocab))
+    base_options = RequestOptions(
         max_new_tokens,
         options.get("min_new_tokens", 0),
         sampling=sampling,
@@ -131,53 +133,55 @@ def complete(
         logprobs=options.get("logprobs"),
         constraint=_constraint(options, tokenizer),
     )
-    if not given:
+    if not prompt_list:
         return iter(())
     warn_of_unused(model, sampling)
-    slots = min(whole_number("slots", slots, 1), n * len(given))
+    slots = min(whole_number("slots", slots, 1), n * len(prompt_list))
     engine = Engine(
         model,
         slots=slots,
-        capacity=_capacity(model, max(map(len, prompt_ids)) + wanted.max_new_tokens, slots),
-        limits=wanted.required_limits(vocab),
+        capacity=_capacity(model, max(map(len, prompt_ids)) + base_options.max_new_tokens, slots),
+        limits=base_options.required_limits(vocab),
         logits_processor=options.get("logits_processor"),
         draft=options.get("draft"),
     )
-    options_per_prompt = [dataclasses.replace(wanted, seed=one) for one in seeds]
+    options_per_prompt = [dataclasses.replace(base_options, seed=prompt_seed) for prompt_seed in seeds]
     for ids, prompt_options in zip(prompt_ids, options_per_prompt, strict=True):
-        engine.check(ids, prompt_options)  # once per prompt: samples differ only in their index
+        engine.check(ids, prompt_options)  # once per prompt, because samples differ only in the index
     return _in_order(engine, collections.deque(_jobs(prompt_ids, options_per_prompt, n)), tokenizer, stop_strings)
 
 
 def _constraint(options: CompleteOptions, tokenizer: Any) -> Constraint | None:
-    """Return the constraint, or the grammar of the schema. Raises ValueError if both are set."""
+    """Return the constraint, or a grammar for the schema. Raises ValueError if both are set."""
     constraint, schema = options.get("constraint"), options.get("schema")
     if schema is None:
         return constraint
     if constraint is not None or tokenizer is None:
-        raise ValueError("schema= needs a tokenizer, and excludes constraint=")
+        raise ValueError("schema= needs a tokenizer and cannot be combined with constraint=")
     return Grammar.json_schema(schema, tokenizer)
 
 
 def _seeds(seed: int | Sequence[int] | np.ndarray, count: int) -> list[int]:
-    """Return a seed per prompt. Raises ValueError if the number of seeds differs from ``count``."""
-    given: Any = as_python(seed)
-    several = hasattr(given, "tolist") or (isinstance(given, Sequence) and not isinstance(given, str))
-    seeds: list[Any] = [*given] if several else [given] * count
+    """Return one seed per prompt. Raises ValueError if the number of seeds differs from ``count``."""
+    seed_values: Any = as_python(seed)
+    is_sequence = hasattr(seed_values, "tolist") or (
+        isinstance(seed_values, Sequence) and not isinstance(seed_values, str)
+    )
+    seeds: list[Any] = [*seed_values] if is_sequence else [seed_values] * count
     if len(seeds) != count:
-        raise ValueError(f"{len(seeds)} seeds for {count} prompts: give one for all, or one each")
+        raise ValueError(f"{len(seeds)} seeds for {count} prompts: pass one seed, or one seed per prompt")
     return seeds
 
 
 def _capacity(model: CausalLM, tokens: int, slots: int) -> int:
-    """Round ``tokens`` up to one of few sizes.
+    """Round ``tokens`` up to one of a few cache sizes.
 
-    Does not round past the length beyond which rotary embeddings depend on the longest row.
+    Does not round past the length beyond which rotary embeddings depend on the longest row of a batch.
     """
-    # Each size is compiled separately, so there are few sizes. `SMALLEST_CACHE` is the minimum for all rows together.
-    # As a minimum per row it would slow down 8 rows of the demo by a factor of three (two CPU cores).
-    size, most = bucket_size(tokens, max(SMALL, SMALLEST_CACHE // slots)), model.fixed_positions
-    return size if most is None else min(size, max(tokens, most))
+    # Each size needs a separate compilation, so there are few sizes. `SMALLEST_CACHE` is the minimum for all rows
+    # together. As a minimum per row, it would slow down 8 rows of the demo by a factor of three (two CPU cores).
+    size, max_positions = bucket_size(tokens, max(SMALL, SMALLEST_CACHE // slots)), model.fixed_positions
+    return size if max_positions is None else min(size, max(tokens, max_positions))
 
 
 def _several(prompts: Iterable[Prompt]) -> list[Prompt]:
@@ -186,44 +190,43 @@ def _several(prompts: Iterable[Prompt]) -> list[Prompt]:
     def is_number(value: Any) -> bool:
         return isinstance(value, int | float) or getattr(value, "shape", None) == ()
 
-    single = isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable) or is_number(prompts)
-    given = [] if single else list(prompts)
-    if single or any(is_number(one) or is_message(one) for one in given):
-        raise ValueError(f"complete takes a list of prompts, got {prompts!r:.60}: put a single one into a list")
-    return given
+    is_single = isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable) or is_number(prompts)
+    prompt_list = [] if is_single else list(prompts)
+    if is_single or any(is_number(prompt) or is_message(prompt) for prompt in prompt_list):
+        raise ValueError(f"complete takes a list of prompts, got {prompts!r:.60}: pass a single prompt in a list")
+    return prompt_list
 
 
-def map_numbered(what: str, given: Sequence[Any], read: Callable[[Any], T]) -> list[T]:
-    """Apply ``read`` to each text. Prefixes a ValueError with the index of the text."""
+def map_numbered(label: str, values: Sequence[Any], function: Callable[[Any], T]) -> list[T]:
+    """Apply a function to each value. Adds the index of the value to the message of a ValueError."""
     results = list[T]()
-    for number, one in enumerate(given):
+    for number, value in enumerate(values):
         try:
-            results.append(read(one))
+            results.append(function(value))
         except ValueError as error:
-            if len(given) > 1:
-                error.args = (f"{what} {number}: {error}",)
+            if len(values) > 1:
+                error.args = (f"{label} {number}: {error}",)
             raise
     return results
 
 
-_Job = tuple[
-    int, tuple[int, ...], RequestOptions, Prefix | None
-]  # index of the prompt, its ids, options, shared prefix
+# Index of the prompt, its ids, its options, and the prefix that it shares with other prompts.
+_Job = tuple[int, tuple[int, ...], RequestOptions, Prefix | None]
 
 
-def _jobs(prompts: Sequence[tuple[int, ...]], wanted: Sequence[RequestOptions], n: int) -> Iterator[_Job]:
+def _jobs(prompts: Sequence[tuple[int, ...]], options_per_prompt: Sequence[RequestOptions], n: int) -> Iterator[_Job]:
     common: Any = os.path.commonprefix(prompts) if len(prompts) > 1 else ()  # pyright: ignore
     shared = Prefix(common) if len(common) >= SMALL else None
-    for number, (ids, one) in enumerate(zip(prompts, wanted, strict=True)):
+    for number, (ids, options) in enumerate(zip(prompts, options_per_prompt, strict=True)):
         prefix = Prefix(ids, shared) if n > 1 and (shared is None or ids != shared.ids) else shared
         for sample in range(n):
-            yield number, ids, dataclasses.replace(one, sample=sample), prefix
+            yield number, ids, dataclasses.replace(options, sample=sample), prefix
 
 
 def _in_order(
     engine: Engine, waiting: collections.deque[_Job], tokenizer: Any, stop: Sequence[str]
 ) -> Iterator[Completion]:
-    """Run the jobs and yield the completions in the order of the jobs.
+    """Run the jobs and yield their completions in order.
 
     Submits only as many jobs as can start soon.
     """
@@ -231,16 +234,16 @@ def _in_order(
     try:
         while waiting or started:
             while waiting and engine.waiting < engine.slots:
-                prompt, ids, wanted, prefix = waiting.popleft()
-                started[engine.submit(ids, wanted, prefix)] = prompt, StopStringFilter(stop, tokenizer, ids)
-                del prefix  # the engine frees it with the last request that needs it
+                prompt, ids, options, prefix = waiting.popleft()
+                started[engine.submit(ids, options, prefix)] = prompt, StopStringFilter(stop, tokenizer, ids)
+                del prefix  # lets the engine free the prefix with the last request that needs it
             for event in engine.step():
                 text = started[event.request][1]
                 text.add_ids(event.ids, event.finish)
                 if text.stopped:
                     engine.cancel(event.request)
-            while started and (first := next(iter(started))).done:
-                yield _completion(first, *started.pop(first))
+            while started and (oldest := next(iter(started))).done:
+                yield _completion(oldest, *started.pop(oldest))
     finally:
         engine.close()
 
@@ -261,16 +264,16 @@ def _completion(request: Request, prompt: int, text: StopStringFilter) -> Comple
 
 
 def encode_prompt(prompt: Prompt, tokenizer: Any) -> tuple[int, ...]:
-    """Encode a text, a chat (rendered by its template) or ids. Raises ValueError if the prompt is empty."""
+    """Encode a text, a chat (with the chat template) or ids. Raises ValueError if the prompt is empty."""
     if prompt is None:
-        raise ValueError("a prompt is None: give a text, a chat, or token ids")
-    text = isinstance(prompt, str)
-    chat = not text and isinstance(prompt, Sequence) and len(prompt) > 0 and is_message(prompt[0])
-    if (text or chat) and tokenizer is None:
-        raise ValueError("prompts of text need a tokenizer: pass tokenizer=, or token ids")
-    if text:
+        raise ValueError("a prompt is None: pass a text, a chat or token ids")
+    is_text = isinstance(prompt, str)
+    is_chat = not is_text and isinstance(prompt, Sequence) and len(prompt) > 0 and is_message(prompt[0])
+    if (is_text or is_chat) and tokenizer is None:
+        raise ValueError("text prompts need a tokenizer: pass tokenizer=, or pass token ids")
+    if is_text:
         prompt = tokenizer.encode(prompt)
-    elif chat:
+    elif is_chat:
         prompt = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True)
     ids = as_token_ids(prompt)
     if not ids:
@@ -279,7 +282,7 @@ def encode_prompt(prompt: Prompt, tokenizer: Any) -> tuple[int, ...]:
 
 
 def load_tokenizer(model: CausalLM) -> Tokenizer | None:
-    """Load the tokenizer from the folder that the model was loaded from. Returns None if there is none."""
+    """Load the tokenizer from the model's checkpoint. Returns None if the checkpoint has no tokenizer."""
     folder = Path(model.load_report.files) if model.load_report and model.load_report.files else None
     if folder is None or not (is_gguf(folder) or os.path.exists(folder / TOKENIZER) or has_merges(folder)):
         return None

@@ -1,6 +1,7 @@
-"""Generate ids for a batch (``generate``) or text in pieces (``stream``), with an `Engine`.
+"""Generate ids for a batch of prompts (``generate``), or stream the text of one prompt (``stream``).
 
-Batch and cache sizes are rounded up to a few sizes, so new lengths rarely compile a new program.
+Both use an `Engine`. Batch and cache sizes are rounded up to a few sizes, so new lengths rarely require
+a new program.
 """
 
 import dataclasses
@@ -40,13 +41,13 @@ def generate(
     seed: int = 0,
     draft: DraftOption = None,
 ) -> Integer[np.ndarray, "B T_plus_new"]:
-    """Continue a batch of prompts until every row has ended.
+    """Continue a batch of prompts until all rows have ended.
 
     Deterministic for a given seed. A row ends early, with a warning, if its logits are NaN or infinite.
 
     Args:
         tokens: prompts, [B, T].
-        attention_mask: 0 at padding, on either side.
+        attention_mask: 0 for padding, on either side.
         sampling: sampling options. If None, decoding is greedy.
         eos_token_id: ids that end a row. Defaults to the checkpoint's end tokens. If None, no id ends a
             row.
@@ -54,40 +55,40 @@ def generate(
 
     Returns:
         Prompts followed by up to ``max_new_tokens`` ids. Ended rows are padded with the checkpoint's
-        pad id, or its end id without a pad id. The dtype is the dtype of the prompts, or int32 if that
-        is narrower than 32 bits.
+        pad id, or with its end id if there is no pad id. The dtype is the dtype of the prompts, or int32
+        if the prompts have fewer than 32 bits per id.
 
     Raises:
-        ValueError: before anything is computed, if ids are outside the vocabulary, a prompt is empty or
-            the shape of the mask differs from the shape of ``tokens``.
+        ValueError: if ids are outside the vocabulary, a prompt is empty, or the mask and ``tokens`` differ in
+            shape. Raised before computation starts.
     """
-    check_type("model", model, CausalLM, "a model, such as that of nnxmoe.from_pretrained(path)")
+    check_type("model", model, CausalLM, "a model, such as nnxmoe.from_pretrained(path)")
     tokens, eos = _ids(tokens), eos_ids(model, eos_token_id)
     warn_of_unused(model, sampling)
-    wanted = RequestOptions(max_new_tokens, 0, sampling, eos, seed)
-    # Dynamic NTK scaling depends on the longest row of the batch. In transformers ended rows still grow, so with
-    # dynamic scaling rows are also continued here after their end.
+    options = RequestOptions(max_new_tokens, 0, sampling, eos, seed)
+    # Dynamic NTK scaling depends on the longest row of the batch. In transformers, ended rows still grow. With dynamic
+    # scaling, rows therefore also continue here after their end.
     ends = set(eos) if model.fixed_positions is not None and len(tokens) > 1 else set[int]()
     if ends and sampling is not None and sampling.min_new_tokens_after(0):
         raise ValueError(
-            f"{sampling}: with dynamic rotary embeddings rows go on after their ends, so min_new_tokens and min_length "
-            "are not supported for several rows: generate one row at a time"
+            f"{sampling}: with dynamic rotary embeddings, rows continue after their end, so min_new_tokens and "
+            "min_length are not supported for several rows. Generate one row at a time"
         )
-    asked = dataclasses.replace(wanted, stop_ids=None) if ends else wanted
-    engine, requests = _requests(model, tokens, attention_mask, asked, draft)
+    engine_options = dataclasses.replace(options, stop_ids=None) if ends else options
+    engine, requests = _requests(model, tokens, attention_mask, engine_options, draft)
     try:
         while not all(request.done or not ends.isdisjoint(request.ids) for request in requests):
             engine.step()
     finally:
         _report_dropped(engine)
-    made = list[list[int]]()
+    new_ids = list[list[int]]()
     for request in requests:
-        through_end = next((i + 1 for i, one in enumerate(request.ids) if one in ends), None)
-        made.append(request.ids[:through_end])
-    new = np.full((len(tokens), max(map(len, made))), _pad_id(model, eos), tokens.dtype)
-    for row, ids in zip(new, made, strict=True):
+        through_end = next((i + 1 for i, token_id in enumerate(request.ids) if token_id in ends), None)
+        new_ids.append(request.ids[:through_end])
+    padded_ids = np.full((len(tokens), max(map(len, new_ids))), _pad_id(model, eos), tokens.dtype)
+    for row, ids in zip(padded_ids, new_ids, strict=True):
         row[: len(ids)] = ids
-    return np.concatenate([tokens, new], axis=1)
+    return np.concatenate([tokens, padded_ids], axis=1)
 
 
 @refuses_unknown
@@ -102,10 +103,10 @@ def stream(
     draft: DraftOption = None,
     constraint: Constraint | None = None,
 ) -> "Stream":
-    """Yield the continuation of one prompt in pieces of text, without the end token.
+    """Stream the continuation of one prompt in pieces of text, without the end token.
 
-    The text of the prompt followed by the pieces is the decoded text of all ids. The first piece may
-    thus start with a space. Computation starts when the first piece is read.
+    The text of the prompt plus all pieces equals the decoded text of all ids, so the first piece may
+    start with a space. Computation starts when the first piece is read.
 
     Args:
         tokenizer: a `Tokenizer`, or a tokenizer of transformers.
@@ -114,23 +115,23 @@ def stream(
         constraint: restricts the text, for example a `Grammar`.
 
     Raises:
-        ValueError: immediately, if an argument is invalid.
+        ValueError: if an argument is invalid. Raised before the first piece is read.
     """
-    check_type("model", model, CausalLM, "a model, such as that of nnxmoe.from_pretrained(path)")
+    check_type("model", model, CausalLM, "a model, such as nnxmoe.from_pretrained(path)")
     ids, eos = encode_prompt(prompt, tokenizer), eos_ids(model, eos_token_id)
     warn_of_unused(model, sampling)
-    wanted = RequestOptions(max_new_tokens, 0, sampling, eos, seed, constraint=constraint)
-    engine, (request,) = _requests(model, np.array([ids]), None, wanted, draft)
+    options = RequestOptions(max_new_tokens, 0, sampling, eos, seed, constraint=constraint)
+    engine, (request,) = _requests(model, np.array([ids]), None, options, draft)
     return Stream(engine, request, eos, TextStream(tokenizer, context=ids))
 
 
 class Stream(Iterator[str]):
-    """Iterator over pieces of text as they are generated.
+    """Iterator over generated pieces of text.
 
     Attributes:
         tokens: number of new tokens so far.
-        finish: None until generation ends, then the reason as in `Request`: "stop" (an end token, not
-            part of the text), "length", "error" or "cancelled".
+        finish: None until generation ends, then the reason as in `Request`: "stop" (an end token that
+            the text does not include), "length", "error" or "cancelled".
     """
 
     def __init__(self, engine: Engine, request: Request, eos: tuple[int, ...], text: TextStream) -> None:
@@ -144,9 +145,9 @@ class Stream(Iterator[str]):
         try:
             while not request.done:
                 for event in engine.step():
-                    for new in event.ids:
+                    for token_id in event.ids:
                         self.tokens += 1
-                        if new not in eos and (piece := text.put(new)):
+                        if token_id not in eos and (piece := text.put(token_id)):
                             yield piece
         finally:
             _report_dropped(engine)
@@ -158,60 +159,62 @@ class Stream(Iterator[str]):
         return next(self._pieces)
 
     def close(self) -> None:
-        """Stop generation. ``finish`` is then "cancelled", unless generation has ended."""
+        """Stop generation. Sets ``finish`` to "cancelled" unless generation has already ended."""
         self._pieces.close()
         self.finish = self.finish or "cancelled"
 
 
 def _requests(
-    model: CausalLM, tokens: np.ndarray, attention_mask: Any, wanted: RequestOptions, draft: DraftOption = None
+    model: CausalLM, tokens: np.ndarray, attention_mask: Any, options: RequestOptions, draft: DraftOption = None
 ) -> tuple[Engine, list[Request]]:
-    """Create an engine with one request per row. All rows are prefilled together and decoded together."""
+    """Create an engine with one request per row. All rows are prefilled and decoded together."""
     vocab = model.vocab_size
     check_ids(tokens.reshape(-1), vocab)
     ids, valid = left_aligned(tokens, attention_mask)
     rows, length = ids.shape
-    few = rows <= SMALLEST_BATCH  # with more rows, padding takes longer than compiling another program
-    capacity = bucket_size(length + wanted.max_new_tokens, SMALLEST_CACHE if few else SMALL)
-    chunked = model.token_independent() and (few or length > LARGE)
+    is_small_batch = rows <= SMALLEST_BATCH  # with more rows, padding costs more time than compiling a program
+    capacity = bucket_size(length + options.max_new_tokens, SMALLEST_CACHE if is_small_batch else SMALL)
+    chunked = model.token_independent() and (is_small_batch or length > LARGE)
     sizes = chunk_sizes(length) if chunked else [bucket_size(length, 16)]
     engine = Engine(
         model,
         slots=_batch(model, rows, capacity),
         capacity=capacity,
-        limits=wanted.required_limits(vocab),
+        limits=options.required_limits(vocab),
         draft=draft,
         grouping=lambda lengths, slots: PrefillGroup(len(lengths), slots, sizes),
     )
-    each = (dataclasses.replace(wanted, sample=row) for row in range(rows))
-    return engine, [engine.submit(ids[row, valid[row]].tolist(), one) for row, one in enumerate(each)]
+    row_options = (dataclasses.replace(options, sample=row) for row in range(rows))
+    return engine, [
+        engine.submit(ids[row, valid[row]].tolist(), request_options) for row, request_options in enumerate(row_options)
+    ]
 
 
 def _report_dropped(engine: Engine) -> None:
     if count := engine.dropped:
-        logger.warning("%d assignments to experts were dropped: %s", count, engine.model.strategy.dispatch)
+        logger.warning("%d expert assignments were dropped by %s", count, engine.model.strategy.dispatch)
 
 
 def _batch(model: CausalLM, rows: int, capacity: int) -> int:
-    """Round the number of rows up to 1, 8, 12, 16, …, or return ``rows`` if memory is short."""
+    """Round the number of rows up to 1, 8, 12, 16, …, or return ``rows`` if memory does not suffice."""
     batch = rows if rows == 1 else bucket_size(rows, SMALLEST_BATCH)
     return batch if fits(model, cache_bytes(model, batch, CacheSize(capacity, 0))) else rows
 
 
 def left_aligned(tokens: Integer[np.ndarray, "B T"], mask: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Move all padding to the left. Returns ids and the validity mask, as wide as the longest row."""
-    given = np.ones(tokens.shape, bool) if mask is None else np.asarray(mask)
-    if not (given.dtype == bool or jnp.issubdtype(given.dtype, jnp.number)) or given.dtype.kind == "c":
-        raise ValueError(f"attention_mask must be numbers or booleans, got {short(mask, 60)}")
-    valid = given != 0
+    """Move all padding to the left. Returns ids and the validity mask, trimmed to the longest row."""
+    mask_array = np.ones(tokens.shape, bool) if mask is None else np.asarray(mask)
+    if not (mask_array.dtype == bool or jnp.issubdtype(mask_array.dtype, jnp.number)) or mask_array.dtype.kind == "c":
+        raise ValueError(f"attention_mask must contain numbers or booleans, got {short(mask, 60)}")
+    valid = mask_array != 0
     if valid.shape != tokens.shape:
         raise ValueError(f"attention_mask must have the tokens' shape {list(tokens.shape)}, got {list(valid.shape)}")
     if not valid.any(axis=1).all():
         raise ValueError(f"row {int(np.argmin(valid.any(axis=1)))} of the prompts has no tokens")
     order = np.argsort(valid, axis=1, kind="stable")
     ids, valid = np.take_along_axis(tokens, order, axis=1), np.take_along_axis(valid, order, axis=1)
-    keep = int(valid.sum(axis=1).max())
-    ids, valid = ids[:, -keep:], valid[:, -keep:]
+    width = int(valid.sum(axis=1).max())
+    ids, valid = ids[:, -width:], valid[:, -width:]
     return np.where(valid, ids, 0).astype(np.int32), valid
 
 
@@ -224,15 +227,19 @@ def _pad_id(model: CausalLM, eos: tuple[int, ...]) -> int:
 def _ids(tokens: Any) -> np.ndarray:
     if isinstance(tokens, list | tuple) and len({np.size(row) for row in tokens}) > 1:
         lengths = [np.size(row) for row in tokens]
-        raise ValueError(f"the rows of tokens have lengths {lengths}: pad them to one length and give attention_mask")
+        raise ValueError(
+            f"the rows of tokens have lengths {lengths}: pad them to the same length and pass attention_mask"
+        )
     ids = np.asarray(tokens)
     if ids.size == 0:
-        raise ValueError(f"the prompt is empty: tokens {list(ids.shape)} need at least one row and one token")
+        raise ValueError(f"the prompt is empty: tokens of shape {list(ids.shape)} need at least one row and one token")
     if ids.dtype.kind in "US":
-        raise ValueError("tokens are text: give [tokenizer.encode(text)], or use nnxmoe.stream(model, tokenizer, text)")
+        raise ValueError("tokens are text: pass [tokenizer.encode(text)], or use nnxmoe.stream(model, tokenizer, text)")
     if ids.ndim != 2 or not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise ValueError(f"tokens must be integers [B, T], got {ids.dtype} {list(ids.shape)}; one prompt is [ids]")
+        raise ValueError(
+            f"tokens must be integers [B, T], got {ids.dtype} {list(ids.shape)}. Pass a single prompt as [ids]"
+        )
     for row in tokens if isinstance(tokens, list | tuple) else ():
-        if isinstance(row, list | tuple):  # NumPy converts a bool among integers to an integer
+        if isinstance(row, list | tuple):  # NumPy would convert a bool in a list of integers to an integer
             as_token_ids(row, least=-(2**63))
     return ids if ids.dtype.itemsize >= 4 else ids.astype(np.int32)

@@ -1,4 +1,4 @@
-"""Propose drafts, so that the model verifies several ids per pass. Drafts change the speed, never the ids."""
+"""Drafts: proposed ids that the model verifies, several per pass. Drafts change the speed, never the ids."""
 
 import abc
 import dataclasses
@@ -21,15 +21,15 @@ from nnxmoe.model.program import split_arrays, strip_metadata
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PromptLookup:
-    """Draft of the ids that followed an earlier occurrence of the newest ids.
+    """Draft that copies the ids after an earlier occurrence of the newest ids.
 
-    Prompt lookup decoding (Saxena 2023). Searches the prompt and the new ids for the latest occurrence
-    of the longest run of up to ``ngram`` newest ids. Needs no pass of a second model. Pays if answers
-    copy from the prompt: quotes, code, summaries.
+    Prompt lookup decoding (Saxena 2023). Searches the prompt and the new ids for an earlier occurrence of
+    the newest ids: the longest match of up to ``ngram`` ids, and the latest of several. Does not run a
+    second model. Useful if answers copy from the prompt, such as quotes, code or summaries.
 
     Attributes:
         count: number of ids per draft.
-        ngram: maximum length of the run.
+        ngram: maximum length of a match.
     """
 
     count: int = dataclasses.field(default=7, metadata={"static": True})
@@ -39,38 +39,38 @@ class PromptLookup:
         set_positive(self, "count", "ngram")
 
     def empty(self, rows: int, capacity: int) -> None:
-        """Return None: drafts depend on the history only."""
+        """Return None, because drafts depend only on the history."""
 
     def read(self, memory: None, ids: Array, valid: Array, states: Array) -> None:
-        """No-op: drafts depend on the history only."""
+        """Do nothing, because drafts depend only on the history."""
         pass
 
     def propose(
         self, memory: None, inputs: StepInputs, ids: Array, states: Any, count: Array
     ) -> tuple[Int[Array, "B count"], None]:
-        """Propose ids per row. Repeats the last id of a row if it did not occur before."""
+        """Propose ids per row. Repeats the last id of a row if the id did not occur earlier."""
         return jax.vmap(self._after)(inputs.history.ids, inputs.history.count), None
 
     def _after(self, ids: Int[Array, "C"], count: Int[Array, ""]) -> Int[Array, "count"]:
-        places = jnp.arange(ids.shape[0], dtype=jnp.int32)
-        alike, length = jnp.ones(ids.shape, bool), jnp.zeros(ids.shape, jnp.int32)
-        for back in range(self.ngram):  # compare the ids before each place with the newest ids
-            newest = ids[jnp.maximum(count - 1 - back, 0)]
-            alike &= (jnp.roll(ids, back + 1) == newest) & (places > back) & (count > back)
-            length += alike
-        length = jnp.where(places < count, length, 0)
-        best = jnp.max(jnp.where(length > 0, length * ids.shape[0] + places, 0))
+        positions = jnp.arange(ids.shape[0], dtype=jnp.int32)
+        matches, length = jnp.ones(ids.shape, bool), jnp.zeros(ids.shape, jnp.int32)
+        for offset in range(self.ngram):  # compare the ids before each position with the newest ids
+            newest = ids[jnp.maximum(count - 1 - offset, 0)]
+            matches &= (jnp.roll(ids, offset + 1) == newest) & (positions > offset) & (count > offset)
+            length += matches
+        length = jnp.where(positions < count, length, 0)
+        best = jnp.max(jnp.where(length > 0, length * ids.shape[0] + positions, 0))
         start = jnp.where(best > 0, best % ids.shape[0], count - 1)
-        period = jnp.maximum(count - start, 1)  # past the newest id, the copied run repeats
+        period = jnp.maximum(count - start, 1)  # beyond the newest id, the copied ids repeat
         return ids[start + jnp.arange(self.count) % period]
 
 
 class _Memory(NamedTuple):
-    """Memory of a draft that is a model.
+    """Memory of a `ModelBasedDraft`.
 
     Attributes:
         cache: cache of the draft model.
-        state: last main-model state of each row.
+        state: last hidden state of the main model in each row.
         known: whether ``state`` is set.
     """
 
@@ -81,7 +81,7 @@ class _Memory(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ModelBasedDraft(abc.ABC):
-    """Draft from a model with a separate cache. A pytree whose leaves are the model's arrays."""
+    """Draft by a model with a separate cache. A pytree whose leaves are the arrays of the model."""
 
     graph: Any = dataclasses.field(metadata={"static": True}, repr=False)
     tree: Any = dataclasses.field(metadata={"static": True}, repr=False)
@@ -95,7 +95,7 @@ class ModelBasedDraft(abc.ABC):
 
     @property
     def modules(self) -> Any:
-        """Modules that draft. ``decoder`` is a model with the embedding and the output head."""
+        """Modules of the draft. ``decoder`` is a model with the embedding and the output head."""
         return nnx.merge(self.graph, jax.tree.unflatten(self.tree, self.leaves))
 
     @property
@@ -108,52 +108,54 @@ class ModelBasedDraft(abc.ABC):
         """Run the draft model on ids.
 
         Args:
-            states: for each id, the preceding state of the main model, or of the draft model for
-                drafted ids.
+            states: for each id, the preceding hidden state. It comes from the main model, or from the
+                draft model for drafted ids.
         """
 
     def propose(
         self, memory: _Memory, inputs: StepInputs, ids: Array, states: Any, count: Array
     ) -> tuple[Int[Array, "B count"], _Memory]:
-        """Draft ids one after the other, each sampled with the key that the main model will use."""
+        """Draft ids one at a time. Each id is sampled with the random key that the main model will use."""
         parts, valid = self.modules, jnp.arange(ids.shape[1])[None] < count[:, None]
         states = memory.state[:, None] if states is None else states
         body = self._pass(parts, memory.cache, ids, valid, states)
         assert body.cache is not None
         length, cache = body.cache.length, body.cache
-        at = jnp.maximum(count - 1, 0)[:, None, None]
-        x, states = (jnp.take_along_axis(each, at, axis=1) for each in (body.x, body.mtp_hidden))
+        last_index = jnp.maximum(count - 1, 0)[:, None, None]
+        x, states = (jnp.take_along_axis(array, last_index, axis=1) for array in (body.x, body.mtp_hidden))
         drafts = jnp.zeros((ids.shape[0], 0), jnp.int32)
-        for place in range(self.count):
-            one = inputs.sample(parts["decoder"].logits(x)[:, 0], drafts)[0][:, None]
-            drafts = jnp.concatenate([drafts, one], axis=1)
-            if place + 1 < self.count:
-                body = self._pass(parts, cache, one, valid[:, :1], states)
+        for step in range(self.count):
+            next_ids = inputs.sample(parts["decoder"].logits(x)[:, 0], drafts)[0][:, None]
+            drafts = jnp.concatenate([drafts, next_ids], axis=1)
+            if step + 1 < self.count:
+                body = self._pass(parts, cache, next_ids, valid[:, :1], states)
                 x, states, cache = body.x, body.mtp_hidden, body.cache
         assert cache is not None
-        return drafts, memory._replace(cache=dataclasses.replace(cache, length=length))  # drops the drafts
+        return drafts, memory._replace(
+            cache=dataclasses.replace(cache, length=length)
+        )  # removes the drafts from the cache
 
 
 @jax.tree_util.register_dataclass
 class ModelDraft(ModelBasedDraft):
-    """Draft from a smaller model: ``ModelDraft.of(small, 4)`` (speculative decoding, Leviathan et al. 2023).
+    """Draft by a smaller model: ``ModelDraft.of(small, 4)`` (speculative decoding, Leviathan et al. 2023).
 
     `Engine` raises ValueError if the vocabulary sizes of the two models differ.
     """
 
     @classmethod
     def of(cls, model: CausalLM, count: int = 4) -> Self:
-        """Create a draft of ``count`` ids from a smaller model."""
-        check_type("model", model, CausalLM, "a model, such as that of nnxmoe.from_pretrained(path)")
+        """Create a draft that proposes ``count`` ids with a smaller model."""
+        check_type("model", model, CausalLM, "a model, such as nnxmoe.from_pretrained(path)")
         return cls._of(nnx.Dict(decoder=strip_metadata(unroll_for_decoding(model))), count)
 
     def empty(self, rows: int, capacity: int) -> _Memory:
-        """Create an empty cache of the smaller model, with room for the drafts."""
+        """Create an empty cache of the smaller model with space for the drafts."""
         cache = self.modules["decoder"].empty_cache(rows, capacity + self.count, self.count)
         return _Memory(cache, jnp.zeros((rows, 1)), jnp.zeros(rows, bool))
 
     def read(self, memory: _Memory, ids: Array, valid: Array, states: Array) -> _Memory:
-        """Append the chunk to the cache of the draft model."""
+        """Append the chunk to the cache of the smaller model."""
         return memory._replace(cache=self._pass(self.modules, memory.cache, ids, valid, states).cache)
 
     def _pass(self, parts: Any, cache: Cache, ids: Array, valid: Array, states: Array) -> Body:
@@ -162,35 +164,35 @@ class ModelDraft(ModelBasedDraft):
 
 @jax.tree_util.register_dataclass
 class MTPDraft(ModelBasedDraft):
-    """Draft from the model's multi-token prediction layer: ``MTPDraft.of(model)``.
+    """Draft by the model's multi-token prediction layer: ``MTPDraft.of(model)``.
 
     Requires a model that was loaded with ``mtp=True``. The layer of the first depth predicts one
-    further id. For more drafts the layer reads its previous output states. It was not trained on these
-    states, so fewer of these drafts are accepted.
+    additional id. For more drafts, the layer reads its previous output states. The layer was not trained
+    on these states, so fewer of these drafts are accepted.
     """
 
     @classmethod
     def of(cls, model: CausalLM, count: int = 1) -> Self:
-        """Create a draft of ``count`` ids. Raises ValueError if the model has no prediction layers."""
-        check_type("model", model, CausalLM, "a model, such as that of nnxmoe.from_pretrained(path)")
+        """Create a draft that proposes ``count`` ids. Raises ValueError if the model has no prediction layers."""
+        check_type("model", model, CausalLM, "a model, such as nnxmoe.from_pretrained(path)")
         if not model.mtp:
             raise ValueError("the model has no multi-token prediction layers: load it with mtp=True")
         return cls._of(mtp_modules(model), count)
 
     def empty(self, rows: int, capacity: int) -> _Memory:
-        """Create an empty cache of the prediction layer, with room for the drafts."""
+        """Create an empty cache of the prediction layer with space for the drafts."""
         parts = self.modules
         cache = parts["mtp"].empty_cache(parts["decoder"], rows, capacity + self.count)
         return _Memory(cache, jnp.zeros((rows, parts["mtp"].width), parts["decoder"].dtype), jnp.zeros(rows, bool))
 
     def read(self, memory: _Memory, ids: Array, valid: Array, states: Array) -> _Memory:
-        """Append the chunk, each id with the state of the previous id.
+        """Append the chunk to the cache. Each id is combined with the state of the previous id.
 
         Stores the state of the last id for the next chunk.
         """
-        before = jnp.concatenate([memory.state[:, None], states[:, :-1].astype(memory.state.dtype)], axis=1)
+        previous_states = jnp.concatenate([memory.state[:, None], states[:, :-1].astype(memory.state.dtype)], axis=1)
         known = jnp.concatenate([memory.known[:, None], valid[:, :-1]], axis=1)
-        cache = self._pass(self.modules, memory.cache, ids, known & valid, before).cache
+        cache = self._pass(self.modules, memory.cache, ids, known & valid, previous_states).cache
         assert cache is not None
         return _Memory(cache, states[:, -1].astype(memory.state.dtype), memory.known | valid[:, -1])
 
@@ -202,7 +204,7 @@ def mtp_modules(model: CausalLM) -> Any:
     """Return the modules that `MTPDraft` runs.
 
     Returns:
-        ``mtp``: the multi-token prediction layer of the first depth. ``decoder``: the model without
+        ``mtp`` is the multi-token prediction layer of the first depth. ``decoder`` is the model without
         layers, for the embedding and the output head.
     """
     decoder = strip_metadata(model)

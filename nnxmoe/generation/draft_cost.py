@@ -1,7 +1,7 @@
 """Estimate the cost of steps with drafts, and choose a draft for ``draft="auto"``.
 
-The estimate counts the bytes that a step reads and the products that it computes. ``"auto"`` raises
-ValueError if no draft is expected to pay.
+The estimate counts the bytes that a step reads and the operations that it computes. ``"auto"`` raises
+ValueError if no draft is expected to be faster.
 """
 
 import dataclasses
@@ -29,23 +29,23 @@ from nnxmoe.runtime.progress import say
 
 DraftOption = Draft | Literal["auto"] | None
 
-# Operations per byte read at which computing takes as long as reading. GPU: H100, 989 TFLOP/s and 3.35 TB/s.
-# TPU: v5p, 459 TFLOP/s and 2.77 TB/s. CPU: two cores in bfloat16, with the models of tests/benchmarks/models.py.
+# Operations per byte read at which compute takes as long as reading. GPU: H100, 989 TFLOP/s and 3.35 TB/s.
+# TPU: v5p, 459 TFLOP/s and 2.77 TB/s. CPU: measured on two cores in bfloat16 with tests/benchmarks/models.py.
 BALANCE = {"gpu": 295.0, "tpu": 166.0, "cpu": 20.0}
-# On CPUs the float32 product of one row takes as long as reading. Products of several rows take longer: Llama's steps
-# of 2 and 8 ids take 1.49 and 2.56 times as long as a step of one id (jax 0.10.2, two cores).
+# On CPUs, a float32 product of one row takes as long as reading the weights. Products of several rows take longer:
+# Llama steps of 2 and 8 ids take 1.49 and 2.56 times as long as a step of one id (jax 0.10.2, two cores).
 CPU_FLOAT32 = 3.0
-# Share of drafts that other systems accept. DeepSeek-V3's prediction layer: 0.81 to 0.90 (DeepSeek-V3 technical
-# report, section 5.4.3; vLLM #12755). Prompt lookup: 1.5 ids per step on GSM8K, far more if answers copy the prompt.
+# Acceptance rates in other systems. DeepSeek-V3's prediction layer: 0.81 to 0.90 (DeepSeek-V3 technical report,
+# section 5.4.3; vLLM #12755). Prompt lookup: 1.5 ids per step on GSM8K, far more if answers copy the prompt.
 MTP, LOOKUP = "multi-token prediction", "prompt lookup"
 REACHABLE = {MTP: 0.85, LOOKUP: 1 / 3}
-LEAST = 1.1  # smallest expected speed-up for "auto": less is within the error of the estimate
-MOST = 7  # largest number of ids that "auto" drafts with prompt lookup
+LEAST = 1.1  # minimum expected speedup for "auto". A smaller speedup is within the error of the estimate
+MOST = 7  # maximum number of ids that "auto" drafts with prompt lookup
 
 
 @dataclasses.dataclass(frozen=True)
 class DraftCost:
-    """Cost of steps that verify ``count`` drafts per row.
+    """Cost of decoding steps that verify ``count`` drafts per row.
 
     Attributes:
         source: source of the drafts.
@@ -63,40 +63,40 @@ class DraftCost:
 
     @property
     def break_even(self) -> float:
-        """Share of drafts that must be accepted to pay, or inf if accepting every draft does not pay."""
+        """Acceptance rate above which drafts are faster, or inf if they are slower even if all are accepted."""
         return acceptance(self.ratio, self.count)
 
     def speed(self, accepted: float) -> float:
-        """Return the speed-up over steps without drafts if the share ``accepted`` of drafts is accepted."""
+        """Return the speedup over steps without drafts at the acceptance rate ``accepted``."""
         return made(accepted, self.count) / self.ratio
 
     @property
     def expected(self) -> float:
-        """Share of drafts that ``"auto"`` expects to be accepted, or 0 for sources it never chooses."""
+        """Acceptance rate that ``"auto"`` expects, or 0 for sources that ``"auto"`` never selects."""
         return REACHABLE.get(self.source, 0.0)
 
     @property
     def pays(self) -> str:
-        """Text that states when drafts pay."""
-        worst = self.break_even
-        return f"pay if more than {worst:.0%} are accepted" if math.isfinite(worst) else "never pay"
+        """Text that states when drafts are faster."""
+        rate = self.break_even
+        return f"are faster if more than {rate:.0%} are accepted" if math.isfinite(rate) else "are never faster"
 
     @property
     def name(self) -> str:
-        """Number and source of the drafts, as text."""
+        """Text with the number and the source of the drafts."""
         return f"{self.count} draft{'s' * (self.count > 1)} by {self.source}"
 
     def __str__(self) -> str:
-        more = self.bytes / self.plain_bytes
-        return f"{self.name}: a step reads {more:.2f} x the bytes in {self.ratio:.2f} x the time; drafts {self.pays}"
+        traffic = self.bytes / self.plain_bytes
+        return f"{self.name}: a step reads {traffic:.2f} x the bytes in {self.ratio:.2f} x the time; drafts {self.pays}"
 
 
 def made(accepted: float, count: int) -> float:
     """Return the expected number of ids per step with ``count`` drafts.
 
     Args:
-        accepted: probability that a draft is accepted if all earlier drafts of the step are (Leviathan
-            et al. 2023).
+        accepted: probability that a draft is accepted if all earlier drafts of the step are accepted
+            (Leviathan et al. 2023).
     """
     return sum(accepted**n for n in range(count + 1))
 
@@ -104,7 +104,7 @@ def made(accepted: float, count: int) -> float:
 def acceptance(ratio: float, count: int) -> float:
     """Return the acceptance probability at which a step with ``count`` drafts yields ``ratio`` ids.
 
-    Returns inf if ``ratio`` is above ``count + 1``.
+    Returns inf if ``ratio`` exceeds ``count + 1``.
     """
     if ratio <= 1:
         return 0.0
@@ -119,11 +119,11 @@ def acceptance(ratio: float, count: int) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class _Weights:
-    """Bytes and operations of passes over a module.
+    """Bytes read and operations computed by passes through a module.
 
     Attributes:
         dense: bytes that every pass reads.
-        experts: per MoE layer, the share of experts that a token is routed to, and the bytes of all
+        experts: per MoE layer, the fraction of experts that a token is routed to, and the bytes of all
             experts.
         operations: operations per token.
         dtype: dtype of activations.
@@ -135,11 +135,11 @@ class _Weights:
     dtype: Any
 
     def read(self, tokens: int) -> float:
-        """Return the expected bytes read by a pass over ``tokens``, with independent and uniform routing."""
+        """Return the expected bytes that a pass over ``tokens`` reads if routing is independent and uniform."""
         return self.dense + sum(size * (1 - (1 - share) ** tokens) for share, size in self.experts)
 
     def time(self, tokens: int, cache: float = 0.0) -> float:
-        """Return the time of a pass, in bytes that memory delivers in this time."""
+        """Return the time of a pass, as the number of bytes that memory delivers in this time."""
         read, operations, platform = self.read(tokens) + cache, self.operations * tokens, jax.default_backend()
         if platform == "cpu" and self.dtype == jnp.float32:
             return read + (operations / CPU_FLOAT32 if tokens > 1 else 0.0)
@@ -147,23 +147,23 @@ class _Weights:
 
 
 def _weights(module: nnx.Module, head: CausalLM) -> _Weights:
-    """Measure the weights of a module that ends in a decoder's output head.
+    """Measure the weights of a module that ends with the output head of a decoder.
 
-    Excludes the embedding, because a pass reads only a few of its rows.
+    Excludes the embedding, because a pass reads only a few rows of it.
     """
     dense, operations = _bytes(module), _operations(module)
     if head.head is None:
         operations += 2 * math.prod(head.embed.table.shape)
     else:
         dense -= _bytes(head.embed)
-    found = []
+    experts = []
     for _, block in nnx.iter_graph(module):
         if isinstance(block, MoE):
             count = block.experts.count
-            chosen = count if isinstance(block.dispatch, Dense) else getattr(block.router.select, "k", count)
-            found.append((chosen / count, _bytes(block.experts)))
-            operations -= (1 - chosen / count) * _operations(block.experts)
-    return _Weights(dense - sum(size for _, size in found), tuple(found), operations, head.dtype)
+            active = count if isinstance(block.dispatch, Dense) else getattr(block.router.select, "k", count)
+            experts.append((active / count, _bytes(block.experts)))
+            operations -= (1 - active / count) * _operations(block.experts)
+    return _Weights(dense - sum(size for _, size in experts), tuple(experts), operations, head.dtype)
 
 
 def _bytes(module: nnx.Module) -> int:
@@ -172,57 +172,61 @@ def _bytes(module: nnx.Module) -> int:
 
 
 def _operations(module: nnx.Module) -> float:
-    """Count the operations of the linear maps per token, with every expert."""
+    """Count the operations of all linear layers per token, including all experts."""
     parts = [part for _, part in nnx.iter_graph(module) if isinstance(part, QuantizedWeight) or is_kernel(part)]
-    maps = map(as_weight, parts)
-    return 2.0 * sum(math.prod((*one.lead, *one.ins, *one.outs)) for one in maps)
+    weights = map(as_weight, parts)
+    return 2.0 * sum(math.prod((*weight.lead, *weight.ins, *weight.outs)) for weight in weights)
 
 
-def _cost(model: CausalLM, source: str, count: int, own: Any, slots: int, capacity: int) -> DraftCost:
+def _cost(model: CausalLM, source: str, count: int, draft_modules: Any, slots: int, capacity: int) -> DraftCost:
     """Estimate the cost of steps with ``count`` drafts per row.
 
     Args:
-        own: modules that draft, as in `ModelBasedDraft.modules`. If None, drafts cost nothing.
+        draft_modules: modules of the draft, as in `ModelBasedDraft.modules`. If None, drafts are free.
     """
     decoder = strip_metadata(model)
     weights, cache = _weights(decoder, decoder), cache_bytes(model, slots, CacheSize(capacity, 0))
     tokens = slots * (count + 1)
     time, read = weights.time(tokens, cache), weights.read(tokens) + cache
-    if own is not None:  # a pass over the accepted ids, then a pass per further draft
+    if draft_modules is not None:  # one pass over the verified ids, then one pass per additional draft
         passes = [tokens, *[slots] * (count - 1)]
-        drafts, layer = _weights(own, own["decoder"]), getattr(own, "mtp", None)
-        part = own["decoder"].empty_cache if layer is None else functools.partial(layer.empty_cache, own["decoder"])
-        buffers = jax.eval_shape(lambda: jax.tree.leaves(part(slots, capacity).layers))
-        each = sum(math.prod(b.shape) * b.dtype.itemsize for b in buffers)
-        time += sum(drafts.time(one, each) for one in passes)
-        read += sum(drafts.read(one) + each for one in passes)
+        drafts, layer = _weights(draft_modules, draft_modules["decoder"]), getattr(draft_modules, "mtp", None)
+        empty_cache = (
+            draft_modules["decoder"].empty_cache
+            if layer is None
+            else functools.partial(layer.empty_cache, draft_modules["decoder"])
+        )
+        buffers = jax.eval_shape(lambda: jax.tree.leaves(empty_cache(slots, capacity).layers))
+        cache_read = sum(math.prod(b.shape) * b.dtype.itemsize for b in buffers)
+        time += sum(drafts.time(pass_tokens, cache_read) for pass_tokens in passes)
+        read += sum(drafts.read(pass_tokens) + cache_read for pass_tokens in passes)
     return DraftCost(source, count, weights.read(slots) + cache, read, time / weights.time(slots, cache))
 
 
 def draft_cost(model: CausalLM, draft: Draft, *, slots: int = 1, capacity: int = 2048) -> DraftCost:
     """Estimate the cost of steps with a draft.
 
-    The time of a pass is the time of reading or of computing on this platform, whichever is longer. The
-    estimate excludes collectives, launches and the operations of attention. Drafts of classes other
-    than `PromptLookup`, `MTPDraft` and `ModelDraft` count as free.
+    The time of a pass is the time to read or the time to compute on this platform, whichever is longer.
+    The estimate excludes collectives, kernel launches and the operations of attention. Drafts of classes
+    other than `PromptLookup`, `MTPDraft` and `ModelDraft` are assumed to be free.
 
     Args:
-        model: the model. Abstract arrays suffice.
+        model: the model. Its arrays may be abstract.
         draft: the draft.
         slots: number of rows in use.
         capacity: tokens per row of the cache.
     """
     slots, capacity = whole_number("slots", slots, 1), whole_number("capacity", capacity, 1)
-    own = draft.modules if isinstance(draft, ModelBasedDraft) else None
+    draft_modules = draft.modules if isinstance(draft, ModelBasedDraft) else None
     source = {PromptLookup: LOOKUP, MTPDraft: MTP}.get(type(draft), type(draft).__name__)
-    return _cost(model, source, draft.count, own, slots, capacity)
+    return _cost(model, source, draft.count, draft_modules, slots, capacity)
 
 
 def auto_cost(model: CausalLM, slots: int, capacity: int) -> DraftCost:
-    """Estimate the cost of the draft that ``"auto"`` chooses.
+    """Estimate the cost of the draft that ``"auto"`` selects.
 
-    ``"auto"`` drafts one id with the multi-token prediction layers if there are any. Otherwise it uses
-    prompt lookup, with the number of ids that is fastest at the `REACHABLE` share.
+    ``"auto"`` drafts one id with the multi-token prediction layers if the model has them. Otherwise it uses
+    prompt lookup, with the number of ids that is fastest at the `REACHABLE` acceptance rate.
     """
     if model.mtp:
         return _cost(model, MTP, 1, mtp_modules(model), slots, capacity)
@@ -231,10 +235,10 @@ def auto_cost(model: CausalLM, slots: int, capacity: int) -> DraftCost:
 
 
 def resolve(model: CausalLM, draft: DraftOption, slots: int, capacity: int) -> Draft | None:
-    """Return ``draft``, or for ``"auto"`` the draft of `auto_cost`. Logs the cost of an ``"auto"`` draft.
+    """Return ``draft``, or the draft of `auto_cost` for ``"auto"``. Logs the cost of an ``"auto"`` draft.
 
     Raises:
-        ValueError: if an ``"auto"`` draft does not pay, or if ``draft`` is not a valid option.
+        ValueError: if an ``"auto"`` draft is not expected to be faster, or ``draft`` is not a valid option.
     """
     proposes = callable(getattr(draft, "propose", None)) and not isinstance(draft, type)
     if draft is None or proposes:
@@ -244,8 +248,8 @@ def resolve(model: CausalLM, draft: DraftOption, slots: int, capacity: int) -> D
     cost = auto_cost(model, slots, capacity)
     if cost.speed(cost.expected) < LEAST:
         raise ValueError(
-            f"draft='auto' does not pay with {slots} slots: {cost}, and about {cost.expected:.0%} can be expected. "
-            "Leave draft out, or choose one such as nnxmoe.PromptLookup(4) yourself"
+            f"draft='auto' is not faster with {slots} slots: {cost}, and about {cost.expected:.0%} are expected to be. "
+            "Remove draft=, or pass a draft such as nnxmoe.PromptLookup(4)"
         )
     _say_once(str(cost))
     return MTPDraft.of(model, cost.count) if cost.source == MTP else PromptLookup(cost.count)
@@ -257,7 +261,7 @@ def _say_once(message: str) -> None:
 
 
 def break_even(model: CausalLM, draft: Draft, *, slots: int = 1, capacity: int = 2048) -> float:
-    """Return the share of drafts that the model must accept for drafts to pay, or inf if they never pay.
+    """Return the acceptance rate above which a draft is faster, or inf if it is never faster.
 
         nnxmoe.break_even(model, nnxmoe.PromptLookup(4), slots=8)
 
@@ -265,7 +269,7 @@ def break_even(model: CausalLM, draft: Draft, *, slots: int = 1, capacity: int =
     probability ``a`` (Leviathan et al. 2023). `draft_cost` estimates the time of the step.
 
     Args:
-        model: the model. Abstract arrays suffice.
+        model: the model. Its arrays may be abstract.
         draft: the draft.
         slots: number of rows in use.
         capacity: tokens per row of the cache.

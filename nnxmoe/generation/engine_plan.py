@@ -116,7 +116,7 @@ def plan_engine(
 
 
 def _check_types(model: Any, limits: Any, **functions: Any) -> None:
-    check_type("model", model, CausalLM, "a model, such as that of nnxmoe.from_pretrained(path)")
+    check_type("model", model, CausalLM, "a model, such as nnxmoe.from_pretrained(path)")
     check_type("limits", limits, EngineLimits | None, "nnxmoe.EngineLimits(…), or None")
     for name, function in functions.items():
         if function is not None:

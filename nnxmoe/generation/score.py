@@ -1,4 +1,4 @@
-"""Compute log-probabilities of texts under a model."""
+"""Log-probabilities of texts under a model."""
 
 import dataclasses
 import math
@@ -25,7 +25,7 @@ from nnxmoe.sharding import batch_axes, replicate, shard_constraint
 from nnxmoe.sharding_rules import shard_count
 
 TOKENS = 4096  # tokens per pass (rows x length), unless a single row is longer
-ROWS = (1, 8, TOKENS)  # maximum rows per pass: each size compiles a program, so there are few
+ROWS = (1, 8, TOKENS)  # row counts per pass. Each count needs a compiled program, so there are few
 LOGITS = 1 << 24  # maximum number of logits in memory per device
 
 Text = str | Ids
@@ -35,7 +35,7 @@ Text = str | Ids
 class Score:
     """Log-probabilities of the ids of a text, given all preceding ids.
 
-    The first id of a text without a context has no log-probability and is left out.
+    The first id of a text without a context has no log-probability and is omitted.
 
     Attributes:
         ids: the scored ids.
@@ -53,18 +53,18 @@ class Score:
 
     @property
     def top(self) -> list[list[tuple[int, float]]]:
-        """Pairs of the most likely ids and their log-probabilities per position, as in `Request`."""
+        """Most likely ids per position, as pairs of id and log-probability like in `Request`."""
         places = zip(self.top_ids.tolist(), self.top_logprobs.tolist(), strict=True)
         return [list(zip(ids, logprobs, strict=True)) for ids, logprobs in places]
 
     @property
     def total(self) -> float:
-        """Log-probability of all ids."""
+        """Sum of the log-probabilities."""
         return float(np.sum(self.logprobs, dtype=np.float64))
 
     @property
     def perplexity(self) -> float:
-        """``exp(-total / number of ids)``, NaN without ids."""
+        """``exp(-total / number of ids)``, or NaN without ids."""
         return math.exp(-self.total / len(self.ids)) if self.ids else math.nan
 
 
@@ -72,33 +72,33 @@ class Score:
 def score(
     model: CausalLM, texts: Iterable[Text | tuple[Text, Text] | list[Text]], tokenizer: Any = None, *, top: int = 0
 ) -> list[Score]:
-    """Compute log-probabilities of texts, or of continuations, in the given order.
+    """Compute the log-probabilities of texts or continuations, in the order of the arguments.
 
-    The logits of only a few positions are in memory at a time. One warning reports texts with NaN
+    Logits are computed for a few positions at a time, to limit memory. A warning reports texts with NaN
     log-probabilities.
 
     Args:
         texts: texts (str or token ids), or pairs ``(context, continuation)`` as tuples or lists. An
-            iterator is read to its end first. A pair of strings is encoded as one text. The scored ids
-            are those after the common prefix with the encoded context. A token that spans both is
+            iterator is consumed first. A pair of strings is encoded as one text, and the ids after the
+            common prefix with the encoded context are scored. A token that spans both strings is
             scored.
-        tokenizer: a `Tokenizer`. If None, the tokenizer of the checkpoint.
+        tokenizer: a `Tokenizer`. Defaults to the tokenizer of the checkpoint.
         top: number of most likely ids to return per position.
 
     Raises:
-        ValueError: before anything is computed, if a text has no ids to score.
+        ValueError: if a text has no ids to score. Raised before computation starts.
     """
-    check_type("model", model, CausalLM, "a model, such as that of nnxmoe.from_pretrained(path)")
+    check_type("model", model, CausalLM, "a model, such as nnxmoe.from_pretrained(path)")
     if isinstance(texts, str):
-        raise ValueError(f"score takes a list of texts, got {texts!r:.40}: put a single one into a list")
+        raise ValueError(f"score takes a list of texts, got {texts!r:.40}: pass a single text in a list")
     vocab = model.vocab_size
     items = map_numbered("text", [*texts], lambda item: _split(item, lambda: tokenizer or load_tokenizer(model), vocab))
     if (top := whole_number("top", top, 0)) > vocab:
         raise ValueError(f"top={top} is more than the {vocab} ids of the vocabulary")
     for number, (ids, first) in enumerate(items):
         if first >= len(ids):
-            why = f"its {first} ids of context are all" if ids and first > 1 else "it needs two ids, or a context"
-            raise ValueError(f"text {number} has nothing to score: {why}")
+            reason = f"its {first} ids are all context" if ids and first > 1 else "a text needs two ids, or a context"
+            raise ValueError(f"text {number} has nothing to score: {reason}")
     scores: list[Score | None] = [None] * len(items)
     order = sorted(range(len(items)), key=lambda i: len(items[i][0]))
     program, parts = model_program(model, _score, static=(2,)), shard_count(model.mesh, batch_axes(model.mesh))
@@ -116,25 +116,25 @@ def score(
         for row, i in enumerate(batch):
             ids, _ = items[i]
             padded[row, : len(ids)], valid[row, : len(ids)] = ids, True
-        found = [np.asarray(a) for a in program(padded, valid, top)]
+        arrays = [np.asarray(a) for a in program(padded, valid, top)]
         for row, i in enumerate(batch):
             ids, first = items[i]
-            scores[i] = Score(ids[first:], *(each[row, first - 1 : len(ids) - 1] for each in found))
-    if broken := [number for number, one in enumerate(scores) if one is not None and math.isnan(one.total)]:
-        text = (
-            "the log-probabilities of %d of %d texts, of number %d first, are NaN, because logits are NaN or infinite: "
-        )
-        logger.warning(text + "%s", len(broken), len(scores), broken[0], unusable_logits(model))
-    return [one for one in scores if one is not None]
+            scores[i] = Score(ids[first:], *(array[row, first - 1 : len(ids) - 1] for array in arrays))
+    if nan_texts := [
+        number for number, text_score in enumerate(scores) if text_score is not None and math.isnan(text_score.total)
+    ]:
+        text = "the log-probabilities of %d of %d texts (first: text %d) are NaN, because logits are NaN or infinite: "
+        logger.warning(text + "%s", len(nan_texts), len(scores), nan_texts[0], unusable_logits(model))
+    return [text_score for text_score in scores if text_score is not None]
 
 
 def _is_text(value: Any) -> bool:
-    """Return whether a value is a string, or a sequence or array of ids. A single id is not."""
+    """Return whether a value is a string, or a sequence or array of ids, but not a single id."""
     return isinstance(value, Sequence) or getattr(value, "ndim", 0) > 0
 
 
 def _split(item: Any, tokenizer: Any, vocab: int) -> tuple[tuple[int, ...], int]:
-    """Encode a text or a pair.
+    """Encode a text or a pair of context and continuation.
 
     Returns:
         The ids, and the index of the first id to score.
@@ -145,33 +145,33 @@ def _split(item: Any, tokenizer: Any, vocab: int) -> tuple[tuple[int, ...], int]
     pair = isinstance(item, tuple | list) and len(item) == 2 and (item[0] is None or _is_text(item[0]))
     context, text = item if pair else ((), item)
     if text is None or context is None:
-        raise ValueError("a text to score, or its context, is None: give a string or token ids")
-    known = () if isinstance(context, str) else as_token_ids(context)
+        raise ValueError("a text to score, or its context, is None: pass a string or token ids")
+    context_ids = () if isinstance(context, str) else as_token_ids(context)
     if isinstance(text, str):
         if (encode := tokenizer()) is None:
             raise ValueError("texts need a tokenizer: pass tokenizer=, or token ids")
-        before = context if isinstance(context, str) else ""
-        if known:
-            raise ValueError("a context of ids with a continuation of text: give both as text, or both as ids")
-        ids = encode.encode(before + text)
-        first = len(os.path.commonprefix([encode.encode(before), ids])) if before else 1
+        context_text = context if isinstance(context, str) else ""
+        if context_ids:
+            raise ValueError("the context is ids, but the continuation is text: pass both as text, or both as ids")
+        ids = encode.encode(context_text + text)
+        first = len(os.path.commonprefix([encode.encode(context_text), ids])) if context_text else 1
         if not first and ids:
             raise ValueError(
-                f"the first token of {before + text!r:.60} spans the context {before!r:.60}, and has no "
-                "log-probability: give a longer context"
+                f"the first token of {context_text + text!r:.60} spans the context {context_text!r:.60}, so it has no "
+                "log-probability: pass a longer context"
             )
         return check_ids(tuple(ids), vocab), first
     if isinstance(context, str) and context:
-        raise ValueError("a context of text with a continuation of ids: give both as text, or both as ids")
-    return check_ids((*known, *as_token_ids(text)), vocab), max(1, len(known))
+        raise ValueError("the context is text, but the continuation is ids: pass both as text, or both as ids")
+    return check_ids((*context_ids, *as_token_ids(text)), vocab), max(1, len(context_ids))
 
 
 def _score(model: CausalLM, ids: Int[Array, "B T"], valid: Bool[Array, "B T"], top: int) -> tuple[Array, ...]:
-    """Score the next id of every position.
+    """Score the next id at every position.
 
     Returns:
-        Arrays [B, T]: log-probability of the next id, and whether it is the most likely id. Arrays [B,
-        T, top]: most likely ids, and their log-probabilities.
+        Log-probability of the next id [B, T], whether it is the most likely id [B, T], the most likely
+        ids [B, T, top], and the log-probabilities of these ids [B, T, top].
     """
     mesh = model.mesh
     x = model.body(shard_constraint(ids, mesh, batch_axes(mesh)), valid, request=LOGITS_ONLY).x
@@ -179,12 +179,17 @@ def _score(model: CausalLM, ids: Int[Array, "B T"], valid: Bool[Array, "B T"], t
     rows, length = ids.shape
     step = min(length, max(1, LOGITS // (kernel.shape[1] * -(-rows // shard_count(mesh, batch_axes(mesh))))))
 
-    def some(given: tuple[Array, Array]) -> tuple[Array, ...]:
-        logits, targets = kernel.matmul_f32(given[0]), given[1][..., None]
-        chosen = jnp.take_along_axis(logits, targets, axis=-1)
-        total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-        most, which = jax.lax.top_k(logits, top)
-        return (chosen - total)[..., 0], jnp.argmax(logits, axis=-1) == given[1], which, most - total
+    def score_chunk(chunk: tuple[Array, Array]) -> tuple[Array, ...]:
+        logits, targets = kernel.matmul_f32(chunk[0]), chunk[1][..., None]
+        target_logits = jnp.take_along_axis(logits, targets, axis=-1)
+        log_normalizer = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+        top_logits, top_ids = jax.lax.top_k(logits, top)
+        return (
+            (target_logits - log_normalizer)[..., 0],
+            jnp.argmax(logits, axis=-1) == chunk[1],
+            top_ids,
+            top_logits - log_normalizer,
+        )
 
-    found = jax.lax.map(some, split_chunks(step, x, jnp.roll(ids, -1, axis=1)))
-    return tuple(replicate(join_chunks(a, length), mesh) for a in found)
+    results = jax.lax.map(score_chunk, split_chunks(step, x, jnp.roll(ids, -1, axis=1)))
+    return tuple(replicate(join_chunks(a, length), mesh) for a in results)

@@ -717,11 +717,11 @@ def test_scores_are_those_of_teacher_forcing() -> None:
         np.testing.assert_allclose(found.logprobs, wanted, atol=2e-5)
         assert found.ids == tuple(ids[first:]) and found.greedy.tolist() == (logprobs.argmax(1) == ids[first:]).tolist()
         assert found.perplexity == pytest.approx(np.exp(-wanted.mean()), rel=1e-4)
-    with pytest.raises(ValueError, match="text 1 has nothing to score: it needs two ids"):
+    with pytest.raises(ValueError, match="text 1 has nothing to score: a text needs two ids"):
         nnxmoe.score(model, [[1, 2], [1]])
-    with pytest.raises(ValueError, match="text 0 has nothing to score: its 2 ids of context are all"):
+    with pytest.raises(ValueError, match="text 0 has nothing to score: its 2 ids are all context"):
         nnxmoe.score(model, [([1, 2], [])])
-    with pytest.raises(ValueError, match="takes a list of texts, got 'one': put a single one into a list"):
+    with pytest.raises(ValueError, match="takes a list of texts, got 'one': pass a single text in a list"):
         nnxmoe.score(model, "one")
     assert [one.ids for one in nnxmoe.complete(model, [[1, 2]], max_new_tokens=2, stop=None)]
     with pytest.raises(ValueError, match="got 53"):
@@ -742,7 +742,7 @@ def test_tokens_that_span_the_end_of_a_context_are_scored(end: tuple[int, ...]) 
         (listed,) = nnxmoe.score(model, json.loads(json.dumps([(context, "one two three"[len(context) :])])), words)
         assert listed.ids == found.ids
     bare = types.SimpleNamespace(encode=lambda text: words.encode(text)[1:])
-    with pytest.raises(ValueError, match="spans the context 'on', and has no log-probability"):
+    with pytest.raises(ValueError, match="spans the context 'on', so it has no log-probability"):
         nnxmoe.score(model, [("on", "e two")], bare)
 
 

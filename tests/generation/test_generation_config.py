@@ -166,5 +166,5 @@ def test_fewest_tokens_with_dynamic_rotary_embeddings() -> None:
     sampling = nnxmoe.Sampling(0.0, min_new_tokens=4)
     made = nnxmoe.generate(model, [[1, 2, 3]], max_new_tokens=5, sampling=sampling, eos_token_id=end)[0, 3:]
     assert end not in made[:4].tolist() and len(made) == 5
-    with pytest.raises(ValueError, match="generate one row at a time"):
+    with pytest.raises(ValueError, match="Generate one row at a time"):
         nnxmoe.generate(model, [[1, 2], [3, 4]], max_new_tokens=5, sampling=sampling, eos_token_id=end)

@@ -194,7 +194,7 @@ def test_grammars_that_are_refused(
 def test_refusals(model: nnxmoe.CausalLM, tokenizer: nnxmoe.Tokenizer, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="needs ids that end it"):
         list(nnxmoe.complete(model, ["x"], tokenizer, schema=SCHEMA, eos_token_id=None))
-    with pytest.raises(ValueError, match="excludes constraint="):
+    with pytest.raises(ValueError, match="cannot be combined with constraint="):
         nnxmoe.complete(model, ["x"], tokenizer, schema=SCHEMA, constraint=Grammar.json_object(tokenizer))
     (tmp_path / "schema.json").write_text("{")
     with pytest.raises(ValueError, match=r"schema\.json: the schema is not JSON"):

@@ -405,7 +405,7 @@ def test_nan_is_named_by_every_door(caplog: pytest.LogCaptureFixture) -> None:
     assert named(lambda: list(pieces)) == [] and (pieces.finish, pieces.tokens) == ("error", 0)
     scores = named(lambda: nnxmoe.score(model, [*prompts, [BAD, 3]]))
     assert [bool(np.isnan(one.total)) for one in scores] == [False, True, True]
-    assert "2 of 3 texts, of number 1 first" in caplog.text
+    assert "2 of 3 texts (first: text 1)" in caplog.text
 
 
 # Compiled programs
