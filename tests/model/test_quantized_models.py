@@ -431,7 +431,7 @@ def test_codes_cannot_be_trained_and_other_layouts_refuse_them() -> None:
     from nnxmoe.convert.maxtext import layout
 
     model = nnxmoe.quantize(floats("mixtral", SCANNED), nnxmoe.Int8())
-    with pytest.raises(ValueError, match=r"kernels are quantised and cannot be trained: add adapters"):
+    with pytest.raises(ValueError, match=r"kernels are quantized and cannot be trained: add adapters"):
         fit(model, [{"tokens": random_tokens(2, 5)}], optimizer=optax.adam(1e-3), steps=1)
     with pytest.raises(ValueError, match=r"quantized kernels .* nnxmoe\.dequantize"):
         layout.maxtext_arrays(model, True)

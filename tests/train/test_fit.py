@@ -287,8 +287,8 @@ def test_unusable_objectives_and_optimizers() -> None:
         ),
         ({"objective": lambda model, batch: 1.0}, {"a": np.ones(3), "b": np.ones(2)}, "different numbers of rows"),
         ({"objective": lambda model, batch: 1.0}, [1], "a batch must be a dict of arrays, got list"),
-        ({"objective": lambda model, batch: 1.0, "bias_rate": 0.1}, batch, "which a function does not report"),
-        ({"optimizer": "adam"}, batch, "optimizer='adam': pass one of optax"),
+        ({"objective": lambda model, batch: 1.0, "bias_rate": 0.1}, batch, "but a function objective does not report"),
+        ({"optimizer": "adam"}, batch, "optimizer='adam': pass an optax"),
     ]
     for options, data, message in wrong:
         with pytest.raises(ValueError, match=message):
@@ -314,7 +314,7 @@ def test_an_objective_may_return_metrics() -> None:
         ({"loss": 1.0}, "the objective's metric 'loss' has the name of one of nnxmoe's"),
         ({"all": np.ones(3)}, r"returned float32 \[3\] as all: return a scalar"),
         ({"text": "x"}, "returned a str as text: return a scalar"),
-        ([1.0], "returned list beside the loss: return a dict"),
+        ([1.0], "returned list in addition to the loss: return a dict"),
     ):
         with pytest.raises(ValueError, match=message):
             fit(model, [batch], objective=lambda model, batch, more=more: (jnp.float32(1.0), more), **options)
@@ -418,9 +418,9 @@ def test_exhausted_data_and_invalid_settings(tmp_path: Path) -> None:
             {"tokens": np.ones((0, 5), int)},
             r"tokens has the shape \[0, 5\]: it must be \[B, T\], with at least one row",
         ),
-        ({"tokens": [[1, 2], [3]]}, "tokens in a batch is no array: its rows have different lengths: pad them"),
+        ({"tokens": [[1, 2], [3]]}, "tokens in a batch is not an array: its rows have different lengths: pad them"),
         ({"tokens": [[None]]}, r"tokens in a batch is \[\[None\]\]: pass an array of numbers"),
-        ({"input_ids": np.ones((2, 5), int)}, "unknown field 'input_ids' .* input_ids are tokens"),
+        ({"input_ids": np.ones((2, 5), int)}, "unknown field 'input_ids' .* input_ids are named tokens"),
         pytest.param("tokens", "a batch must be a dict of arrays, got str", marks=pytest.mark.wrong_types),
     ],
 )
@@ -532,7 +532,7 @@ def on_another_base(folder: str, mesh: bool) -> None:
     fit(model(False), Draws(8), **run | {"steps": 1})
     run["mesh"] = nnxmoe.make_mesh(fsdp=4, expert=2) if mesh else None
     assert fit(model(False), Draws(8), **run | {"steps": 2}).history[0]["step"] == 2
-    with pytest.raises(CheckpointError, match="holds a run on another base model: the parameters that are not trained"):
+    with pytest.raises(CheckpointError, match="contains a run with a different base model: the frozen parameters"):
         fit(model(True), Draws(8), **run | {"steps": 3})
 
 
@@ -835,7 +835,10 @@ def on_several_devices() -> None:
     ):
         np.testing.assert_allclose(losses(place), usual, rtol=2e-5)
     for place, message in (
-        (lambda a: spread if a.ndim > 1 and a.shape[0] % 2 == 0 else jax.devices()[0], "is on other devices .*mesh="),
+        (
+            lambda a: spread if a.ndim > 1 and a.shape[0] % 2 == 0 else jax.devices()[0],
+            "is on different devices .*mesh=",
+        ),
         (lambda a: NamedSharding(jax.make_mesh((2,), ("x",), (AxisType.Explicit,)), PartitionSpec()), "explicit axes"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -120,7 +120,7 @@ def test_muon_refuses_another_model() -> None:
     model = build_tiny("llama", PLAIN)
     optimizer = train.muon(RATE, model)
     lora.add(model, 2, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match=r"a model without .*lora\.a: pass the model that is trained, after lora\.add"):
+    with pytest.raises(ValueError, match=r"a model without .*lora\.a: pass the trained model, after lora\.add"):
         Step(model, optimizer, trainable=nnx.Param).shapes()
 
 

@@ -375,9 +375,9 @@ def test_each_remat_layer_stores_only_its_input(kind: str, length: int) -> None:
         ({"tokens": np.ones(3, int)}, r"tokens has the shape \[3\]: it must be \[B, T\]"),
         (
             {"tokens": np.ones((2, 3), int), "targets": np.ones((2, 2), int)},
-            r"targets has the shape \[2, 2\], not that of tokens",
+            r"targets has the shape \[2, 2\], but tokens has",
         ),
-        ({"tokens": np.ones((3, 3), int)}, "3 rows cannot be cut into accumulate=2 parts"),
+        ({"tokens": np.ones((3, 3), int)}, "3 rows cannot be split into accumulate=2 parts"),
     ],
 )
 def test_malformed_batches(batch: Any, message: str) -> None:

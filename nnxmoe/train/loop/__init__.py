@@ -1,1 +1,1 @@
-"""Training loop: losses, one step, all steps, metrics and callbacks."""
+"""Training loop: objectives, training step, run, metrics and callbacks."""

@@ -1,4 +1,4 @@
-"""Batches of tokens: fields, validation, and the tokens to predict."""
+"""Batches of tokens: fields, validation, targets and loss weights."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +19,7 @@ Batch = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Restartable:
-    """Iterable of batches that calls ``make`` for each iterator."""
+    """Re-iterable batches. Each iteration calls ``make`` for a new iterator."""
 
     make: Callable[[], Iterator[Batch]]
 
@@ -30,7 +30,7 @@ class Restartable:
 def as_arrays(batch: Any) -> dict[str, Any]:
     """Convert the lists and torch tensors of a batch to NumPy arrays.
 
-    Raises ValueError for anything but a dict of arrays.
+    Raises ValueError if the batch is not a dict of arrays.
     """
     if not isinstance(batch, Mapping):
         raise ValueError(f"a batch must be a dict of arrays, got {type(batch).__name__}: pass an iterable of dicts")
@@ -43,9 +43,9 @@ def _as_array(name: str, value: Any) -> Any:
     try:
         array = np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        lists = isinstance(value, list | tuple)
-        why = "its rows have different lengths: pad them" if lists else f"{short(str(error))}"
-        raise ValueError(f"{name} in a batch is no array: {why}") from None
+        is_list = isinstance(value, list | tuple)
+        reason = "its rows have different lengths: pad them" if is_list else f"{short(str(error))}"
+        raise ValueError(f"{name} in a batch is not an array: {reason}") from None
     if array.dtype == object:
         raise ValueError(f"{name} in a batch is {short(value)}: pass an array of numbers")
     return array
@@ -54,13 +54,13 @@ def _as_array(name: str, value: Any) -> Any:
 def check_batch(batch: Batch) -> None:
     """Validate a batch of tokens.
 
-    Raises ValueError for unknown fields, for shapes that differ or are empty, for ids that are not
-    integers, and for masks that `check_masks` rejects.
+    Raises ValueError if a field is unknown, if shapes differ or are empty, if ids are not integers, or
+    if `check_masks` rejects a mask.
     """
     if unknown := [name for name in batch if name not in FIELDS]:
         raise ValueError(
             f"unknown field {unknown[0]!r} in a batch: the fields are {', '.join(FIELDS)}. Transformers' input_ids are "
-            "tokens; its labels are not needed: targets are the next tokens where loss_mask is 1"
+            "named tokens, and labels are not needed: the targets are the next tokens where loss_mask is 1"
         )
     if "tokens" not in batch:
         raise ValueError(f"a batch needs tokens [B, T], got {', '.join(batch) or 'no fields'}")
@@ -68,28 +68,28 @@ def check_batch(batch: Batch) -> None:
     if len(shape) != 2 or 0 in shape:
         raise ValueError(f"tokens has the shape {shape}: it must be [B, T], with at least one row and one token")
     for name, array in batch.items():
-        if (other := list(jnp.shape(array))) != shape:
-            raise ValueError(f"{name} has the shape {other}, not that of tokens, {shape}: every array must be [B, T]")
+        if (array_shape := list(jnp.shape(array))) != shape:
+            raise ValueError(f"{name} has the shape {array_shape}, but tokens has {shape}: every array must be [B, T]")
         if name not in MASKS and not jnp.issubdtype(array.dtype, jnp.integer):
             raise ValueError(f"{name} has the dtype {array.dtype}: use an integer dtype, such as int32")
     check_masks(batch)
 
 
 def check_masks(batch: Batch) -> None:
-    """Raise ValueError for masks with values other than 0 and 1.
+    """Raise ValueError if a mask has values other than 0 and 1.
 
-    Arrays whose values are not available are not checked: tracers, arrays sharded over several
-    processes, and shapes.
+    Skips arrays whose values are unavailable: tracers, abstract arrays, and arrays sharded over several
+    processes.
     """
     for name in MASKS:
         array = batch.get(name, 0)
         if isinstance(array, Tracer | jax.ShapeDtypeStruct) or not getattr(array, "is_fully_addressable", True):
             continue
         values = np.asarray(array)
-        if (odd := values[(values != 0) & (values != 1)]).size:
+        if (invalid := values[(values != 0) & (values != 1)]).size:
             raise ValueError(
-                f"{name} contains {odd[0]}: use 1, or 0 for what does not count. Pass the numbers of packed documents "
-                "as segment_ids; weights per token need an objective of yours"
+                f"{name} contains {invalid[0]}: use 1, or 0 to exclude a token. Pass the numbers of packed documents "
+                "as segment_ids. Weights per token require a custom objective"
             )
 
 
@@ -99,19 +99,19 @@ def rows_of(batch: Batch) -> int:
 
 
 def check_ids(batch: Batch, vocab: int) -> None:
-    """Raise ValueError for ids outside the vocabulary. Reads the arrays, so they cannot be tracers."""
+    """Raise ValueError if an id is outside the vocabulary. The arrays must be concrete."""
     for name in ("tokens", "targets"):
         ids = np.asarray(batch.get(name, 0))
-        for found in (int(np.min(ids, initial=0)), int(np.max(ids, initial=0))):
-            if not 0 <= found < vocab:
+        for value in (int(np.min(ids, initial=0)), int(np.max(ids, initial=0))):
+            if not 0 <= value < vocab:
                 raise ValueError(
-                    f"{name} contains the id {found}, outside the model's vocabulary 0 to {vocab - 1}: use the model's "
-                    "tokenizer; where nothing is to be predicted, set the id and loss_mask to 0"
+                    f"{name} contains the id {value}, outside the model's vocabulary 0 to {vocab - 1}: use the model's "
+                    "tokenizer. For tokens without a target, set the id and loss_mask to 0"
                 )
 
 
 def real_tokens(batch: Batch) -> Array:
-    """Return a mask ``[B, T]``, False for padding: where the attention mask or the segment id is 0."""
+    """Return a mask ``[B, T]`` that is False for padding (attention mask or segment id 0)."""
     real = jnp.ones(jnp.shape(batch["tokens"]), bool)
     if "attention_mask" in batch:
         real &= jnp.asarray(batch["attention_mask"]) != 0
@@ -127,27 +127,27 @@ def targets_of(batch: Batch) -> tuple[Int[Array, "B T"], Float[Array, "B T"]]:
     next token is not padding, is in the same segment and has ``loss_mask`` 1.
     """
     real = real_tokens(batch)
-    counts = real & (jnp.asarray(batch["loss_mask"]) != 0) if "loss_mask" in batch else real
+    counted = real & (jnp.asarray(batch["loss_mask"]) != 0) if "loss_mask" in batch else real
     if "targets" in batch:
-        return jnp.asarray(batch["targets"]), counts.astype(jnp.float32)
-    follows = jnp.roll(counts, -1, axis=1) & _followed(batch, real)
-    return jnp.roll(jnp.asarray(batch["tokens"]), -1, axis=1), follows.astype(jnp.float32)
+        return jnp.asarray(batch["targets"]), counted.astype(jnp.float32)
+    next_counted = jnp.roll(counted, -1, axis=1) & _followed(batch, real)
+    return jnp.roll(jnp.asarray(batch["tokens"]), -1, axis=1), next_counted.astype(jnp.float32)
 
 
 def _followed(batch: Batch, real: Bool[Array, "B T"]) -> Bool[Array, "B T"]:
     """Return a mask of real tokens whose next position is in the same row and segment."""
-    found = real & (jnp.arange(real.shape[1]) < real.shape[1] - 1)[None, :]
+    followed = real & (jnp.arange(real.shape[1]) < real.shape[1] - 1)[None, :]
     if "segment_ids" in batch:
-        segment = jnp.asarray(batch["segment_ids"])
-        found &= jnp.roll(segment, -1, axis=1) == segment
-    return found
+        segments = jnp.asarray(batch["segment_ids"])
+        followed &= jnp.roll(segments, -1, axis=1) == segments
+    return followed
 
 
 class Ahead(NamedTuple):
-    """For each position, the token a number of steps ahead, with its target and weight.
+    """Tokens a fixed number of steps ahead of each position, with their targets and loss weights.
 
     Attributes:
-        there: True if the token belongs to the same document.
+        there: True if the token is in the same document as the position.
     """
 
     tokens: Int[Array, "B T"]
@@ -157,16 +157,16 @@ class Ahead(NamedTuple):
 
 
 def targets_ahead(batch: Batch, steps: int) -> list[Ahead]:
-    """Return the tokens and targets 1, …, ``steps`` steps ahead.
+    """Return the tokens and targets 1, 2, …, ``steps`` steps ahead.
 
-    ``there`` is False and the weight 0 if padding or a different segment comes before the token.
+    ``there`` is False and the weight is 0 if padding or a segment boundary comes before the token.
     """
-    real, found = real_tokens(batch), list[Ahead]()
+    real, steps_ahead = real_tokens(batch), list[Ahead]()
     followed = _followed(batch, real)
-    last = Ahead(jnp.asarray(batch["tokens"]), real, *targets_of(batch))
+    current = Ahead(jnp.asarray(batch["tokens"]), real, *targets_of(batch))
     for _ in range(steps):
-        tokens, there, targets, weights = (jnp.roll(array, -1, axis=1) for array in last)
-        there &= followed
-        last = Ahead(tokens, there, targets, weights * there)
-        found.append(last)
-    return found
+        tokens, same_document, targets, weights = (jnp.roll(array, -1, axis=1) for array in current)
+        same_document &= followed
+        current = Ahead(tokens, same_document, targets, weights * same_document)
+        steps_ahead.append(current)
+    return steps_ahead

@@ -22,7 +22,7 @@ from nnxmoe.runtime.progress import logger, say
 from nnxmoe.train.loop.interface import Progress
 from nnxmoe.train.loop.measured import EVAL_LOSS, EVAL_SECONDS, EVALUATED, Metrics
 
-_NO_LOG = "is not the metrics of a step: use another file for the log, or remove the line"
+_NO_LOG = "is not the metrics of a step: use a different file for the log, or remove the line"
 
 
 class _FolderWriter:
@@ -60,16 +60,18 @@ class _Log(_FolderWriter, abc.ABC):
 
     def _begin(self, step: int) -> None:
         lines, rows = (self._lines(), self.read()) if self.path.exists() else ([], [])
-        head = len(lines) - len(rows)  # number of header lines
-        kept = [line for line, row in zip(lines[head:], rows, strict=True) if self._step_of(row, line) < step]
+        num_header_lines = len(lines) - len(rows)
+        retained = [
+            line for line, row in zip(lines[num_header_lines:], rows, strict=True) if self._step_of(row, line) < step
+        ]
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        beside = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
-        with beside.open("w", newline="", encoding="utf-8") as file:
-            file.writelines(lines[:head] + kept if kept else [])
-        os.replace(beside, self.path)
+        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
+        with temporary.open("w", newline="", encoding="utf-8") as file:
+            file.writelines(lines[:num_header_lines] + retained if retained else [])
+        os.replace(temporary, self.path)
 
     def _lines(self) -> list[str]:
-        """Read the file's lines. Skips blank lines and an incomplete last line, such as after a full disk."""
+        """Read the lines, except blank lines and an incomplete last line (for example after a full disk)."""
         with self.path.open(newline="", encoding="utf-8") as file:
             return [line for line in file if line.endswith("\n") and line.strip()]
 
@@ -90,7 +92,7 @@ class _Log(_FolderWriter, abc.ABC):
 
 
 class JsonLog(_Log):
-    """Log of metrics in JSON lines, one object per step."""
+    """Callback that logs metrics as JSON lines, one object per step."""
 
     def read(self) -> list[dict[str, Any]]:
         rows = []
@@ -107,7 +109,7 @@ class JsonLog(_Log):
 
 
 class CsvLog(_Log):
-    """Log of metrics in CSV, one line per step.
+    """Callback that logs metrics as CSV, one line per step.
 
     The columns are the metrics of the first step and of evaluations. A field is empty if its metric
     was not measured.
@@ -117,15 +119,15 @@ class CsvLog(_Log):
         return list(csv.DictReader(self._lines()))
 
     def add(self, metrics: Metrics) -> None:
-        new = not self.path.stat().st_size
+        is_empty = not self.path.stat().st_size
         names = dict.fromkeys([*metrics, EVAL_LOSS, EVAL_SECONDS])
-        if not new:
+        if not is_empty:
             names = next(csv.reader(self._lines()))
-        if odd := [name for name in metrics if name not in names]:
-            raise ValueError(f"{self.path} has no column for {', '.join(odd)}: use a new file, or JsonLog")
+        if unknown := [name for name in metrics if name not in names]:
+            raise ValueError(f"{self.path} has no column for {', '.join(unknown)}: use a new file, or JsonLog")
         with self.path.open("a", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, list(names))
-            if new:
+            if is_empty:
                 writer.writeheader()
             writer.writerow(metrics)
 
@@ -143,7 +145,7 @@ def _scalars(metrics: Metrics) -> Metrics:
 
 
 class TensorBoardLog(_FolderWriter):
-    """Log of scalars for TensorBoard. Requires the package ``tensorboardX``."""
+    """Callback that logs metrics to TensorBoard. Requires the package ``tensorboardX``."""
 
     late = True
 
@@ -161,20 +163,20 @@ class TensorBoardLog(_FolderWriter):
 
 
 class WandbLog:
-    """Log of metrics to a Weights & Biases run, from start to end of `fit`. Requires ``wandb``.
+    """Callback that logs metrics to Weights & Biases, one run per call of `fit`. Requires ``wandb``.
 
     Args:
         project: Name of the project.
         settings: Arguments of `wandb.init`, such as ``name``, ``config`` or ``mode="offline"``. If the
-            run may be resumed, pass ``id`` and ``resume="allow"``. Steps that wandb has already are
-            identical, and wandb ignores them.
+            run may be resumed, pass ``id`` and ``resume="allow"``. A resumed run repeats some steps
+            with identical metrics, and wandb ignores repeated steps.
     """
 
     late = True
 
     def __init__(self, project: str, **settings: Any) -> None:
         self._init = functools.partial(_installed("wandb", "WandbLog").init, project=project, **settings)
-        self._run: Any = None  # in the first process, while `fit` runs
+        self._run: Any = None  # set in the first process while `fit` runs
 
     def __enter__(self) -> Self:
         self._run = None if jax.process_index() else self._init()
@@ -191,19 +193,19 @@ class WandbLog:
 
 
 class EarlyStopping:
-    """Stops the training after ``patience`` consecutive measurements of a metric without improvement.
+    """Callback that stops training after ``patience`` consecutive measurements without improvement.
 
         train.fit(model, data, evaluate=train.Evaluation(held_out, every=50), …,
                   callbacks=[train.EarlyStopping("eval_loss", patience=3)])
 
     Args:
-        metric: A name in `Fitted.history`, such as ``eval_loss``. Steps that do not measure the metric
+        metric: Name of a metric in `Fitted.history`, such as ``eval_loss``. Steps without this metric
             do not count.
         min_delta: Minimum difference from the best measurement to count as an improvement.
-        mode: ``min`` if smaller is better, ``max`` if larger is better, such as for
+        mode: ``min`` if lower values are better, ``max`` if higher values are better, as for
             ``rewards/accuracies``.
 
-    Counting restarts with each call of `fit`, including resumed runs. Raises ValueError at the first
+    The count restarts in every call of `fit`, including resumed runs. Raises ValueError at the first
     step if the run does not measure the metric, or measures ``eval_loss`` only at the end.
     """
 
@@ -230,9 +232,9 @@ class EarlyStopping:
 
     def __call__(self, progress: Progress) -> bool:
         if self.metric not in progress.measured:
-            needs = "; eval_loss needs evaluate=train.Evaluation(batches, every=…)" if self.late else ""
+            hint = "; eval_loss needs evaluate=train.Evaluation(batches, every=…)" if self.late else ""
             raise ValueError(
-                f"EarlyStopping({self.metric!r}): this run measures {', '.join(sorted(progress.measured))}{needs}"
+                f"EarlyStopping({self.metric!r}): this run measures {', '.join(sorted(progress.measured))}{hint}"
                 f"{did_you_mean(self.metric, progress.measured)}"
             )
         if self.metric not in progress.metrics:
@@ -244,11 +246,11 @@ class EarlyStopping:
 
 
 class Profile(_FolderWriter):
-    """Writes a `jax.profiler` trace of the first ``steps`` steps after compilation into a folder.
+    """Callback that writes a `jax.profiler` trace of the first ``steps`` steps after compilation.
 
     The device is idle before and after these steps. During these steps, device and host overlap as in
-    the rest of the run. Every process writes a file. A log message says how to open the files with
-    xprof or Perfetto. Raises ValueError unless ``steps`` is an int of at least 1.
+    the rest of the run. Every process writes a file to the folder. A log message explains how to open
+    the files with xprof or Perfetto. Raises ValueError unless ``steps`` is an int of at least 1.
     """
 
     def __init__(self, folder: str | os.PathLike[str], steps: int = 3) -> None:
@@ -256,7 +258,7 @@ class Profile(_FolderWriter):
 
     def __enter__(self) -> Self:
         super().__enter__()
-        self._at, self._span = 0, range(0)  # the last finished step; the traced steps
+        self._at, self._span = 0, range(0)  # the last finished step, the traced steps
         self._tracing = False
         return self
 
@@ -264,7 +266,7 @@ class Profile(_FolderWriter):
         if self._tracing:  # training ended early
             self._stop()
         elif kind is None and not self._span:
-            logger.warning("no step was profiled: there was none after the step that compiles")
+            logger.warning("no step was profiled: the run has no step after the step that compiles")
 
     @property
     def late(self) -> bool:
@@ -283,5 +285,5 @@ class Profile(_FolderWriter):
     def _stop(self) -> None:
         jax.profiler.stop_trace()
         self._tracing = False
-        how = "pip install xprof && xprof --logdir %s, or open its .trace.json.gz at https://ui.perfetto.dev"
-        say(f"profiled steps {self._span[0]} to {self._at}: {how}", self.folder)
+        viewers = "pip install xprof && xprof --logdir %s, or open its .trace.json.gz at https://ui.perfetto.dev"
+        say(f"profiled steps {self._span[0]} to {self._at}: {viewers}", self.folder)

@@ -28,7 +28,7 @@ Variables = dict[str, tuple[Any, nnx.Variable]]  # dotted path -> path and varia
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Everything that a step updates, as arrays, shapes or shardings, keyed by dotted path."""
+    """State that a training step updates, as arrays, shapes or shardings keyed by dotted path."""
 
     step: Any  # number of completed steps
     params: dict[str, Any]  # the trained variables, in float32
@@ -43,19 +43,19 @@ class Report:
     """Results of one step. If a gradient is not finite, parameters and optimizer state do not change."""
 
     losses: Losses
-    gradient_norm: Any  # a scalar, or its shape; before the optimizer
-    finite: Any  # bool [P], or its shape: whether each gradient is finite or was skipped, in order of parameters
-    used: Utilization | None = None  # of the experts, for MoE models
-    learning_rate: Any = None  # a scalar, if the optimizer's state has it (`optax.inject_hyperparams`)
-    skipped: Any = None  # steps skipped so far, if the optimizer counts them (`optax.apply_if_finite`)
+    gradient_norm: Any  # scalar, or its shape: global norm before the optimizer's update
+    finite: Any  # bool [P], or its shape: True per parameter if its gradient is finite or was skipped
+    used: Utilization | None = None  # expert utilization, for MoE models
+    learning_rate: Any = None  # scalar, if in the optimizer's state (`optax.inject_hyperparams`)
+    skipped: Any = None  # number of skipped steps, if the optimizer counts them (`optax.apply_if_finite`)
 
 
 class StepDefinition:
     """Training step as pure functions of arrays; see `Step` for the arguments.
 
     Attributes:
-        key: Equal for definitions that compute the same. None if that cannot be determined, see
-            `static_key`.
+        key: Cache key, equal for definitions that compute the same function. None if this cannot be
+            determined, see `static_key`.
     """
 
     def __init__(
@@ -69,34 +69,34 @@ class StepDefinition:
     ):
         self.optimizer, self.objective = optimizer, objective
         self.accumulate, self.bias_rate = accumulate, bias_rate
-        plain = copy.copy(model)
-        vars(plain)["load_report"] = None  # its load times differ between equal models
-        self._graph, params, frozen = nnx.split(plain, trainable, ...)
+        stripped = copy.copy(model)
+        vars(stripped)["load_report"] = None  # its load times differ between equal models
+        self._graph, params, frozen = nnx.split(stripped, trainable, ...)
         self._params, self._frozen = (_without_values(variables_of(state)) for state in (params, frozen))
         self._biases = _biases(model, getattr(objective, "depths", 0))
         settings = static_key(objective, optimizer, accumulate, bias_rate)
         self.key = settings and hashable((self._graph, *map(jax.tree.structure, (params, frozen)), settings))
 
     def init(self, params: dict[str, Array], frozen: dict[str, Array], key: Array) -> TrainState:
-        """Create the state before the first step. Copies all arrays, with floating parameters in float32."""
-        wide = {
+        """Create the initial state. Copies all arrays, and casts floating-point parameters to float32."""
+        float32_params = {
             name: jnp.array(value, jnp.float32 if jnp.issubdtype(value.dtype, jnp.floating) else value.dtype, copy=True)
             for name, value in params.items()
         }
-        copied = {name: jnp.copy(value) for name, value in frozen.items()}
-        return TrainState(jnp.int32(0), wide, copied, self.optimizer.init(wide), key)
+        frozen_copies = {name: jnp.copy(value) for name, value in frozen.items()}
+        return TrainState(jnp.int32(0), float32_params, frozen_copies, self.optimizer.init(float32_params), key)
 
     def merge(self, params: Mapping[str, Array], frozen: Mapping[str, Array]) -> CausalLM:
-        """Build the model with these values of its variables."""
+        """Build the model with these variable values."""
         return merged(self._graph, (self._params, params), (self._frozen, frozen))
 
     def losses(self, state: TrainState, batch: Mapping[str, Array]) -> Losses:
-        """Compute the losses of a batch without a step."""
+        """Compute the losses of a batch without an update."""
         return self.objective(self.merge(state.params, state.frozen), batch, None, None, 1.0)[1]
 
     def step(self, state: TrainState, batch: dict[str, Array]) -> tuple[TrainState, Report]:
-        """Run one step: gradients, the optimizer's update, and the routers' correction biases."""
-        key, later = jax.random.split(state.key)
+        """Compute gradients, apply the optimizer's update, and update the routers' correction biases."""
+        key, next_key = jax.random.split(state.key)
         grads, losses = self.gradients(state, batch, key)
         finite = jnp.stack([jnp.all(jnp.isfinite(grad)) for grad in grads.values()])
         all_finite = jnp.all(finite)
@@ -107,20 +107,25 @@ class StepDefinition:
         update = functools.partial(self._update, state, grads, losses, loss_of)
         if skipped_steps(state.moments) is not None:  # `optax.apply_if_finite` limits consecutive rejections
             params, moments, updates = update()
-            # `optax.apply_if_finite` replaces rejected updates by zeros.
+            # `optax.apply_if_finite` replaces rejected updates with zeros.
             finite |= jnp.all(jnp.stack([jnp.all(update == 0) for update in jax.tree.leaves(updates)]))
-        else:  # `where` makes XLA:CPU copy the old parameters and moments: an update takes 4 times as long
+        else:  # with `jnp.where`, XLA:CPU copies parameters and moments, and an update takes 4 times as long
             params, moments = jax.lax.cond(all_finite, lambda: update()[:2], lambda: (state.params, state.moments))
         frozen = dict(state.frozen)
         for name, rows in self._biases.items() if self.bias_rate else ():
-            moved = updated_bias(frozen[name], losses.load[rows], self.bias_rate)
-            frozen[name] = jnp.where(all_finite, moved, frozen[name])
+            updated_biases = updated_bias(frozen[name], losses.load[rows], self.bias_rate)
+            frozen[name] = jnp.where(all_finite, updated_biases, frozen[name])
         rates = [rate for _, rate in optax.tree.get_all_with_path(moments, "learning_rate") if isinstance(rate, Array)]
-        used = utilization(losses.load, losses.dropped) if len(losses.load) else None
+        expert_utilization = utilization(losses.load, losses.dropped) if len(losses.load) else None
         report = Report(
-            losses, optax.tree.norm(grads), finite, used, rates[0] if rates else None, skipped_steps(moments)
+            losses,
+            optax.tree.norm(grads),
+            finite,
+            expert_utilization,
+            rates[0] if rates else None,
+            skipped_steps(moments),
         )
-        return TrainState(state.step + 1, params, frozen, moments, later), report
+        return TrainState(state.step + 1, params, frozen, moments, next_key), report
 
     def _update(
         self, state: TrainState, grads: dict[str, Array], losses: Losses, loss_of: Callable[[Any], Array]
@@ -132,8 +137,8 @@ class StepDefinition:
 
     def gradients(self, state: TrainState, batch: dict[str, Array], key: Array) -> tuple[dict[str, Array], Losses]:
         """Compute the gradient of each parameter for a batch, and the batch's losses."""
-        slope = jax.grad(functools.partial(self._loss, state.frozen), has_aux=True)
-        return self._accumulated(functools.partial(slope, state.params), batch, key)
+        gradient_fn = jax.grad(functools.partial(self._loss, state.frozen), has_aux=True)
+        return self._accumulated(functools.partial(gradient_fn, state.params), batch, key)
 
     def _loss(
         self, frozen: dict[str, Array], params: dict[str, Array], part: Any, key: Array, count: Any
@@ -156,8 +161,8 @@ class StepDefinition:
             for name, array in batch.items()
         }
         keys = jax.random.split(key, self.accumulate)
-        like = jax.eval_shape(run, jax.tree.map(lambda a: a[0], parts), key, count)
-        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
+        result_shapes = jax.eval_shape(run, jax.tree.map(lambda a: a[0], parts), key, count)
+        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), result_shapes)
         return jax.lax.scan(add, zeros, (parts, keys))[0]
 
 
@@ -167,7 +172,7 @@ def variables_of(state: Any) -> Variables:
 
 
 def merged(graph: Any, *groups: tuple[Variables, Mapping[str, Any]]) -> CausalLM:
-    """Build a model whose variables have these values."""
+    """Build a model with these variable values."""
     flat = [
         (path, variable.replace(values[name])) for group, values in groups for name, (path, variable) in group.items()
     ]
@@ -175,7 +180,7 @@ def merged(graph: Any, *groups: tuple[Variables, Mapping[str, Any]]) -> CausalLM
 
 
 def _without_values(variables: Variables) -> Variables:
-    """Replace arrays by shapes, so that the variables do not retain the model's arrays in memory."""
+    """Replace arrays with abstract arrays, so that the model's arrays are not retained in memory."""
     return {
         name: (path, variable.replace(jax.eval_shape(lambda value: value, variable.get_value())))
         for name, (path, variable) in variables.items()
@@ -183,17 +188,17 @@ def _without_values(variables: Variables) -> Variables:
 
 
 def _biases(model: CausalLM, depths: int) -> dict[str, np.ndarray]:
-    """Map the path of each correction bias to its rows in the loads of the MoE layers.
+    """Map the path of each correction bias to its rows in `Losses.load`.
 
     A bias has one row, or one row per layer of a scanned stack. Prediction layers have rows only if
     ``depths`` > 0.
     """
-    numbers = dict[str, np.ndarray]()
-    wanted = RouterBias if depths else nnx.All(RouterBias, nnx.Not(nnx.PathContains("mtp")))
-    for name, (path, variable) in variables_of(nnx.state(model, wanted)).items():
+    layers = dict[str, np.ndarray]()
+    bias_filter = RouterBias if depths else nnx.All(RouterBias, nnx.Not(nnx.PathContains("mtp")))
+    for name, (path, variable) in variables_of(nnx.state(model, bias_filter)).items():
         stacked = is_stacked(axes_of(variable))
         layer = name_of(model, path).layer
         assert layer is not None
-        numbers[name] = layer + (np.arange(variable.shape[0]) if stacked else np.asarray(0))
-    every = np.unique(np.concatenate([np.ravel(n) for n in numbers.values()])) if numbers else np.zeros(0, int)
-    return {name: np.asarray(np.searchsorted(every, found)) for name, found in numbers.items()}
+        layers[name] = layer + (np.arange(variable.shape[0]) if stacked else np.asarray(0))
+    moe_layers = np.unique(np.concatenate([np.ravel(n) for n in layers.values()])) if layers else np.zeros(0, int)
+    return {name: np.asarray(np.searchsorted(moe_layers, bias_layers)) for name, bias_layers in layers.items()}

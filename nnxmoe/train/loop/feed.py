@@ -28,7 +28,7 @@ _PROCESSES = "processes"  # key of per-process positions, such as with grain.Sha
 class BatchSource:
     """Training data with a position that can be saved.
 
-    The position has the state of the data's iterator, if it has one, and the number of batches read.
+    The position contains the number of batches read and, if available, the state of the data's iterator.
     """
 
     def __init__(self, data: Iterable[Batch]) -> None:
@@ -36,9 +36,9 @@ class BatchSource:
         self.batches: Any = iter(data)
 
     def next(self) -> tuple[Batch, dict[str, Any]]:
-        """Return the next batch, and the position after it. Restarts re-iterable data when exhausted.
+        """Return the next batch and the position after it. Restarts re-iterable data when exhausted.
 
-        Raises ValueError if the data ended.
+        Raises ValueError if the data are exhausted and cannot restart.
         """
         batch = next(self.batches, None)
         if batch is None and iter(self.data) is not self.data:
@@ -50,26 +50,26 @@ class BatchSource:
         return batch, self.position()
 
     def position(self) -> dict[str, Any]:
-        """Return the current position, for `restore`."""
-        own = self.batches.get_state() if _resumes(self.batches) else None
-        own = {_BYTES: base64.b64encode(own).decode()} if isinstance(own, bytes) else own
-        return {"taken": self.taken, "state": own}
+        """Return the current position as an argument for `restore`."""
+        state = self.batches.get_state() if _resumes(self.batches) else None
+        state = {_BYTES: base64.b64encode(state).decode()} if isinstance(state, bytes) else state
+        return {"taken": self.taken, "state": state}
 
     def restore(self, position: Mapping[str, Any]) -> None:
-        """Continue at the position of an earlier run, as returned by `in_every_process`."""
-        if (each := position.get(_PROCESSES)) is not None:
-            if len(each) != jax.process_count():
+        """Restore the position of an earlier run, as returned by `in_every_process`."""
+        if (saved := position.get(_PROCESSES)) is not None:
+            if len(saved) != jax.process_count():
                 raise ValueError(
-                    f"the checkpoint holds a state of the data for each of {len(each)} processes, which differ, and "
-                    f"this run has {jax.process_count()}: resume with {len(each)} processes, or use data whose state "
-                    "is equal in all of them, such as train.batches"
+                    f"the checkpoint contains a different data state for each of {len(saved)} processes, but "
+                    f"this run has {jax.process_count()}: resume with {len(saved)} processes, or use data whose state "
+                    "is equal in all processes, such as train.batches"
                 )
-            position = each[jax.process_index()]
+            position = saved[jax.process_index()]
         if (state := position["state"]) is not None:
             if not _resumes(self.batches):
                 raise ValueError(
-                    "the checkpoint holds the state of an iterator with set_state, and the data given now has no such "
-                    "method: pass the same data as before"
+                    "the checkpoint contains the state of an iterator with set_state, but this run's data have no "
+                    "set_state: pass the same data as in the earlier run"
                 )
             encoded = isinstance(state, Mapping) and state.keys() == {_BYTES}
             self.batches.set_state(base64.b64decode(state[_BYTES]) if encoded else state)
@@ -84,10 +84,10 @@ class BatchSource:
 def in_every_process(position: dict[str, Any]) -> dict[str, Any]:
     """Return the position to save, with the positions of all processes if they differ.
 
-    Collective: every process must call it.
+    Collective: every process must call this function.
     """
-    every = [json.loads(text) for text in gather_texts(json.dumps(position))]
-    return position if all(one == every[0] for one in every) else {_PROCESSES: every}
+    positions = [json.loads(text) for text in gather_texts(json.dumps(position))]
+    return position if all(other == positions[0] for other in positions) else {_PROCESSES: positions}
 
 
 def _resumes(batches: Any) -> bool:
@@ -98,19 +98,19 @@ def put_batch(batch: Batch, step: Step, limit: BatchLimit | None = None) -> dict
     """Put a batch on the step's devices, with rows and tokens sharded over the mesh.
 
     Each process passes its own rows. Raises ValueError if the batch is malformed, has ids outside the
-    vocabulary, exceeds the limit or does not divide over the mesh.
+    vocabulary, exceeds the limit or does not divide evenly over the mesh.
     """
     batch = as_arrays(batch)
     step.objective.check(batch)
     check_ids(batch, step.vocab)
     if limit is not None and "tokens" in batch:
-        rows, *others = np.shape(batch["tokens"])
-        limit.refuse((rows * jax.process_count(), *others))
+        rows, *length = np.shape(batch["tokens"])
+        limit.refuse((rows * jax.process_count(), *length))
     return jax.device_put(batch, step.replicated) if step.mesh is None else put_rows(batch, step.mesh)
 
 
 def check_rows(rows: int, mesh: Mesh | None) -> None:
-    """Raise ValueError if the rows of the global batch do not divide over the mesh."""
+    """Raise ValueError if the mesh does not evenly divide the rows of the global batch."""
     parts = shard_count(mesh, batch_axes(mesh))
     if mesh is not None and rows % parts:
         names = " x ".join(batch_axes(mesh))
@@ -118,12 +118,12 @@ def check_rows(rows: int, mesh: Mesh | None) -> None:
 
 
 def check_length(length: int, mesh: Mesh | None) -> None:
-    """Raise ValueError if the tokens of a row do not divide over the mesh."""
+    """Raise ValueError if the mesh does not evenly divide the tokens of a row."""
     size = 1 if mesh is None else mesh.shape.get(CONTEXT, 1)
     if length % size:
         raise ValueError(
             f"rows of {length} tokens are not divisible by the {size} devices of {CONTEXT}: use a multiple of "
-            f"{size} tokens, best of {2 * size}, which balance the devices' work"
+            f"{size} tokens, preferably of {2 * size}, which balances the devices' work"
         )
 
 
@@ -136,28 +136,28 @@ def put_rows(batch: Batch, mesh: Mesh | None) -> dict[str, Any]:
     if len(shape) == 2:
         check_length(shape[1], mesh)
 
-    def place(shape: tuple[int, ...]) -> NamedSharding:
-        over = context_shard_axes(shape[1], mesh) if len(shape) > 1 else ()
-        return NamedSharding(mesh, PartitionSpec(batch_axes(mesh) or None, *([over] if over else [])))
+    def sharding_of(shape: tuple[int, ...]) -> NamedSharding:
+        context_axes = context_shard_axes(shape[1], mesh) if len(shape) > 1 else ()
+        return NamedSharding(mesh, PartitionSpec(batch_axes(mesh) or None, *([context_axes] if context_axes else [])))
 
-    return {name: _put(np.asarray(array), place(np.shape(array)), rows) for name, array in batch.items()}
+    return {name: _put(np.asarray(array), sharding_of(np.shape(array)), rows) for name, array in batch.items()}
 
 
-def _put(array: np.ndarray, where: NamedSharding, rows: int) -> jax.Array:
+def _put(array: np.ndarray, sharding: NamedSharding, rows: int) -> jax.Array:
     """Build the global array from each process's rows.
 
     If a process's devices need rows, or parts of rows, of a different process, every process gathers
     all rows in process order.
     """
     shape = (rows, *array.shape[1:])
-    if own_rows(where, shape):
-        return jax.make_array_from_process_local_data(where, array, shape)
-    whole = multihost_utils.process_allgather(array, tiled=True)
-    return jax.make_array_from_callback(shape, where, lambda at: whole[at])
+    if own_rows(sharding, shape):
+        return jax.make_array_from_process_local_data(sharding, array, shape)
+    all_rows = multihost_utils.process_allgather(array, tiled=True)
+    return jax.make_array_from_callback(shape, sharding, lambda index: all_rows[index])
 
 
 def rows_of_process(array: jax.Array, rows: int) -> np.ndarray:
-    """Return the ``rows`` of this process from a global array placed by `put_rows`."""
+    """Return this process's ``rows`` rows of a global array that `put_rows` created."""
     if array.is_fully_addressable:
         return np.asarray(array)
     if own_rows(array.sharding, array.shape):
@@ -167,10 +167,12 @@ def rows_of_process(array: jax.Array, rows: int) -> np.ndarray:
 
 
 @functools.lru_cache(maxsize=64)
-def own_rows(where: Sharding, shape: tuple[int, ...]) -> bool:
-    """Check whether every process has equally many rows on its devices and shares no row with others."""
-    found: dict[int, set[Any]] = {device.process_index: set() for device in jax.devices()}
-    for device, at in where.devices_indices_map(shape).items():
-        found[device.process_index].add(at[0].indices(shape[0]))
-    parts = found.values()
-    return len(set(map(len, parts))) == 1 and sum(map(len, parts)) == len(set().union(*parts))
+def own_rows(sharding: Sharding, shape: tuple[int, ...]) -> bool:
+    """Check whether the processes' devices hold disjoint rows, equally many per process."""
+    row_ranges: dict[int, set[Any]] = {device.process_index: set() for device in jax.devices()}
+    for device, index in sharding.devices_indices_map(shape).items():
+        row_ranges[device.process_index].add(index[0].indices(shape[0]))
+    process_ranges = row_ranges.values()
+    return len(set(map(len, process_ranges))) == 1 and sum(map(len, process_ranges)) == len(
+        set().union(*process_ranges)
+    )

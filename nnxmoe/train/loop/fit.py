@@ -53,30 +53,30 @@ def fit(
 ) -> Fitted:
     """Train a copy of a model.
 
-    A later call with an equal model, optimizer, objective and shapes compiles nothing. The last 64
-    programs are cached and compared by value, see `runtime.static_key`. Without ``mesh``, arrays are
-    trained on their current devices. Ctrl-C stops the training after the current step, saves a
-    checkpoint and raises Interrupted with the result so far.
+    A later call with an equal model, optimizer, objective and shapes does not compile again. The last
+    64 programs are cached and compared by value, see `runtime.static_key`. Without ``mesh``, arrays
+    stay on their current devices. Ctrl-C stops the training after the current step, saves a checkpoint
+    and raises Interrupted with the result so far.
 
     Args:
-        data: Batches, dicts with ``tokens [B, T]`` and optionally `train.loop.batch.FIELDS`.
+        data: Batches as dicts with ``tokens [B, T]`` and optionally other `train.loop.batch.FIELDS`.
             Re-iterable data restarts when exhausted.
         optimizer: An optax optimizer such as ``optax.adamw(1e-4)``, or `train.muon`.
         steps: Total number of steps, including the steps of an earlier run.
-        checkpoint: A folder, or `Checkpoints`. A folder gets a checkpoint every 100 steps and retains
-            the last 3. A run found there resumes bit for bit. ``data`` moves to the old position by
-            ``set_state`` (grain's iterators, `train.batches`), or by iterating if it has no
-            ``set_state``. If the run is finished, ``history`` has the metrics of its last step.
-        evaluate: Batches to measure ``eval_loss`` (cross-entropy) at the end, also of a finished run.
-            Pass an `Evaluation` to measure more often.
+        checkpoint: A folder, or `Checkpoints`. In a folder, a checkpoint is saved every 100 steps and
+            the last 3 are retained. An earlier run in the folder resumes bit for bit. ``data`` resumes
+            by ``set_state`` (grain's iterators, `train.batches`), or else by skipping batches. If the
+            earlier run has finished, ``history`` has the metrics of its last step.
+        evaluate: Held-out batches. ``eval_loss`` (cross-entropy) is measured at the end, even if an
+            earlier run has finished. Pass an `Evaluation` to measure it more often.
         callbacks: Called after each step, see `Callback`.
         options: ``objective``, ``trainable``, ``accumulate`` and ``bias_rate`` of `Step`.
             ``trainable`` defaults to the adapters if the model has any, else to `nnx.Param`.
 
     Raises:
         NotFinite: If a gradient is NaN or infinite, unless `optax.apply_if_finite` skips the step.
-        ValueError: If arguments or data are unusable, or if the model or a batch cannot fit in
-            memory. The memory check precedes compilation.
+        ValueError: If arguments or data are invalid, or if the model or a batch cannot fit in
+            memory. Memory is checked before compilation.
     """
     steps, seed = whole_number("steps", steps, 1, 2**31), whole_number("seed", seed, -(2**63))
     model = model if mesh is None else on_mesh(model, mesh)
@@ -86,9 +86,9 @@ def fit(
         checkpoint = Checkpoints(checkpoint)
     with stopping() as stop:
         with checkpoint or contextlib.nullcontext() as checkpoints:
-            held = evaluate if evaluate is None or isinstance(evaluate, Evaluation) else Evaluation(evaluate)
-            given = limit, checkpoints, held, callbacks, stop
-            fitted = Run(step, BatchSource(data), steps, seed, token_flops(model, step.names), *given).go()
+            evaluation = evaluate if evaluate is None or isinstance(evaluate, Evaluation) else Evaluation(evaluate)
+            run_arguments = limit, checkpoints, evaluation, callbacks, stop
+            fitted = Run(step, BatchSource(data), steps, seed, token_flops(model, step.names), *run_arguments).go()
         if any_process(lambda: stop.asked, step.mesh)():
             saved = "" if checkpoints is None else f"; saved in {checkpoints.folder}"
             raise Interrupted(f"interrupted after the last step{saved}", fitted)
@@ -99,8 +99,8 @@ def _step(model: CausalLM, optimizer: optax.GradientTransformation, options: Ste
     """Create the step for a model. Raises ValueError if the model has merged adapters."""
     if model.merged is not None:
         raise ValueError(
-            "the model has merged adapters: call lora.unmerge(model) to train them, or merge them for good with "
-            "lora.merge(model, keep=False)"
+            "the model has merged adapters: call lora.unmerge(model) to train them, or merge them permanently "
+            "with lora.merge(model, keep=False)"
         )
     if options.get("trainable") is None:
         options["trainable"] = _trainable(model)
@@ -116,22 +116,22 @@ def _trainable(model: CausalLM) -> Any:
         return nnx.LoRAParam
     if jax.tree.leaves(nnx.state(model, QuantizedArray)):
         raise ValueError(
-            "the model's kernels are quantised and cannot be trained: add adapters (train.lora.add), name what to "
-            "train (trainable=…), or make them floats (nnxmoe.dequantize)"
+            "the model's kernels are quantized and cannot be trained: add adapters (train.lora.add), select other "
+            "parameters (trainable=…), or dequantize the kernels (nnxmoe.dequantize)"
         )
     return nnx.Param
 
 
 def _limit(step: Step, model: CausalLM, data: Any) -> BatchLimit:
-    """Compute the limit on batch size.
+    """Compute the limit on the batch size.
 
-    Raises ValueError if there are several processes and no mesh, and if the state or batches of known
-    size cannot fit in memory.
+    Raises ValueError if several processes have no mesh, or if the state or batches of known size cannot
+    fit in memory.
     """
     if step.mesh is None and (count := jax.process_count()) > 1:
         raise ValueError(
-            f"mesh=None in a job of {count} processes: each would train a model of its own on its share of the rows; "
-            "pass a mesh over all processes, such as mesh=nnxmoe.make_mesh(fsdp=-1)"
+            f"mesh=None in a job of {count} processes: each process would train a separate model on its rows. "
+            "Pass a mesh over all processes, such as mesh=nnxmoe.make_mesh(fsdp=-1)"
         )
     limit = BatchLimit.of(step, model, refuse_state(step))
     if (size := size_of_batches(data)) is not None:

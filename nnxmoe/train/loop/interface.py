@@ -1,4 +1,4 @@
-"""Types in the interface of `fit`: callbacks and their argument, the result and the errors."""
+"""Types in the interface of `fit`: callbacks, their argument, the result and errors."""
 
 import dataclasses
 import math
@@ -13,7 +13,7 @@ from nnxmoe.train.loop.measured import Metrics
 
 
 class NotFinite(ValueError):
-    """Raised if gradients, or parameters to be saved, are NaN or infinite.
+    """Raised if gradients or updated parameters are NaN or infinite.
 
     The message names the parameters.
     """
@@ -23,8 +23,8 @@ class NotFinite(ValueError):
 class Progress:
     """Argument of callbacks, created after each step.
 
-    ``model()`` returns the current model. The next step donates its arrays. Copy the arrays that you
-    need later (``jax.tree.map(jnp.copy, nnx.state(model))``), or save the model.
+    ``model()`` returns the current model. The next step donates the model's arrays. To use them later,
+    save the model or copy its arrays (``jax.tree.map(jnp.copy, nnx.state(model))``).
     """
 
     step: int
@@ -36,16 +36,17 @@ class Progress:
 
 
 class Callback(Protocol):
-    """Called after each step. Returns True to stop the training.
+    """Function called after each step. It may return True to stop the training.
 
-    True is a bool of Python, NumPy or JAX, or an array with a single bool. Results of other types,
+    True may be a Python, NumPy or JAX bool, or an array with a single bool. Results of other types,
     such as the count returned by ``file.write``, are ignored.
 
-    The next step waits for the callbacks, unless all of them have an attribute ``late = True``. Late
-    callbacks run while the device computes the next step. They can read metrics but not call
+    The next step waits for the callbacks, unless all callbacks have an attribute ``late = True``. Late
+    callbacks run while the device computes the next step. They can read metrics but cannot call
     ``progress.model``. They can stop the training only after a step that is evaluated or saved.
-    A callback that is a context manager is entered before the first step. It is exited after the last
-    step, or when the training ends early.
+
+    If a callback is a context manager, it is entered before the first step. It is exited after the last
+    step, or when training ends early.
     """
 
     def __call__(self, progress: Progress, /) -> Any: ...
@@ -57,7 +58,7 @@ class Fitted:
 
     Attributes:
         model: The trained model.
-        history: Metrics of each step of this call. If the run had already finished: the metrics of
+        history: Metrics of each step of this call. If the run had already finished, the metrics of
             its last step, with a new evaluation if requested.
         state: The final state.
     """
@@ -67,20 +68,23 @@ class Fitted:
     state: TrainState
 
 
-def is_true(answer: Any) -> bool:
+def is_true(result: Any) -> bool:
     """Check whether a callback returned a true boolean.
 
-    Raises ValueError for an array of several booleans.
+    Raises ValueError if the result is an array of several booleans.
     """
-    if getattr(answer, "dtype", None) is not None and str(answer.dtype).removeprefix("torch.") == "bool":
-        if math.prod(answer.shape) != 1:
+    if getattr(result, "dtype", None) is not None and str(result.dtype).removeprefix("torch.") == "bool":
+        if math.prod(result.shape) != 1:
             raise ValueError(
-                f"a callback returned booleans of the shape {list(answer.shape)}: return one, such as .all() of them"
+                f"a callback returned booleans of the shape {list(result.shape)}: return one boolean, "
+                "such as array.all()"
             )
-        return bool(answer)
-    return answer is True
+        return bool(result)
+    return result is True
 
 
 def unseen() -> CausalLM:
-    """Raise ValueError: `Progress.model` for late callbacks."""
-    raise ValueError("the next step has begun when a late callback is called: remove its attribute late to see a model")
+    """Raise ValueError. Used as `Progress.model` for late callbacks."""
+    raise ValueError(
+        "the next step has begun when a late callback is called: remove its attribute late to read the model"
+    )

@@ -21,12 +21,12 @@ Sums = tuple[Float[Array, ""], Float[Array, ""]]
 
 
 class Head(Protocol):
-    """``(x, kernel, targets, weights, z, mesh) -> (loss, cross-entropy)``, weighted sums over all tokens.
+    """Function ``(x, kernel, targets, weights, z, mesh) -> (loss, cross-entropy)``.
 
-    The loss adds ``z * logsumexp(logits) ** 2`` per token. The loss is the sum to differentiate.
-    ``kernel [D V]`` is the kernel of the output head, tied or not. Logits are float32. Products use
-    operands in the dtype of ``x``. Rows are sharded over the batch axes of ``mesh`` and tokens over
-    ``context``, if these axes divide their numbers.
+    Both results are weighted sums over all tokens. The loss is the result to differentiate. It includes
+    ``z * logsumexp(logits) ** 2`` per token. ``kernel [D V]`` is the kernel of the output head, tied or
+    not. Matmul operands have the dtype of ``x``, and logits are float32. Rows are sharded over the
+    batch axes of ``mesh`` and tokens over ``context``, if the axis sizes divide these dimensions.
     """
 
     def __call__(
@@ -42,22 +42,22 @@ class Head(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Whole:
-    """Loss with all logits at once: the reference for tests."""
+    """Loss with fully materialized logits, as a reference for tests."""
 
     def __call__(
         self, x: Array, kernel: Kernel, targets: Array, weights: Array, z: float, mesh: AnyMesh | None = None
     ) -> Sums:
-        each, entropy, _ = _losses(kernel.matmul_f32(x), targets, z)
-        return jnp.sum(each * weights), jax.lax.stop_gradient(jnp.sum(entropy * weights))
+        losses, entropy, _ = _losses(kernel.matmul_f32(x), targets, z)
+        return jnp.sum(losses * weights), jax.lax.stop_gradient(jnp.sum(entropy * weights))
 
 
 @dataclasses.dataclass(frozen=True)
 class ChunkedLoss:
-    """Loss with at most ``logits`` logits per device at a time; the full logits are never materialized.
+    """Loss computed in chunks of at most ``logits`` logits per device, without the full logits.
 
-    The same pass computes the gradients, so no product runs twice. The loss is exact: a token's softmax
-    is never split. Each device gathers the kernel once, in the dtype of ``x``, processes its own tokens
-    in chunks, and sums the kernel's gradients at the end.
+    The forward pass also computes the gradients, so no matmul runs twice. The loss is exact: a token's
+    softmax is never split. Each device gathers the kernel once, in the dtype of ``x``, and processes
+    its tokens in chunks. The kernel's gradients are summed over the devices at the end.
     """
 
     logits: int = 1 << 26
@@ -82,16 +82,16 @@ def log_probabilities(
 ) -> Float[Array, "B T"]:
     """Compute the log-probability of each target; see `Head` and `ChunkedLoss`.
 
-    The result is differentiable. The backward pass computes the logits of each chunk again.
+    The result is differentiable. The backward pass recomputes the logits of each chunk.
     """
     length = x.shape[1] // shard_count(mesh, context_shard_axes(x.shape[1], mesh))
     chunks = -(-length // _tokens_per_chunk(logits, kernel, targets, mesh))
 
     def local(x: Array, cast: Kernel, targets: Array) -> Array:
-        def one(x: Array, targets: Array) -> tuple[Array, None]:
+        def chunk_fn(x: Array, targets: Array) -> tuple[Array, None]:
             return -_losses(cast.matmul_f32(x), targets, 0.0)[1], None
 
-        return map_chunks(one, chunks, x, targets)[0]
+        return map_chunks(chunk_fn, chunks, x, targets)[0]
 
     (axes, rows), cast = _split(targets, mesh), kernel.cast(x.dtype)
     if mesh is None or not axes:
@@ -106,7 +106,7 @@ def _split(targets: Int[Array, "B T"], mesh: AnyMesh | None) -> tuple[tuple[str,
 
 
 def _tokens_per_chunk(logits: int, kernel: Kernel, targets: Array, mesh: AnyMesh | None) -> int:
-    """Return the tokens per row of a chunk, for at most ``logits`` logits per device."""
+    """Return the chunk length in tokens per row that gives at most ``logits`` logits per device."""
     batch, length = targets.shape
     length //= shard_count(mesh, context_shard_axes(length, mesh))
     return min(
@@ -126,91 +126,93 @@ def _chunked(
     x: Array, kernel: Kernel, targets: Array, weights: Array, step: int, z: float, mesh: AnyMesh | None
 ) -> Sums:
     def local(x: Array, cast: Kernel, targets: Array, weights: Array) -> Sums:
-        def one(sums: Sums, chunk: Any) -> tuple[Sums, None]:
+        def chunk_fn(sums: Sums, chunk: Any) -> tuple[Sums, None]:
             x, targets, weights = chunk
-            each, entropy, _ = _losses(cast.matmul_f32(x), targets, z)
-            return (sums[0] + jnp.sum(each * weights), sums[1] + jnp.sum(entropy * weights)), None
+            losses, entropy, _ = _losses(cast.matmul_f32(x), targets, z)
+            return (sums[0] + jnp.sum(losses * weights), sums[1] + jnp.sum(entropy * weights)), None
 
-        return jax.lax.scan(one, (jnp.zeros(()), jnp.zeros(())), split_chunks(step, x, targets, weights))[0]
+        return jax.lax.scan(chunk_fn, (jnp.zeros(()), jnp.zeros(())), split_chunks(step, x, targets, weights))[0]
 
-    (axes, rows), cast, whole = _split(targets, mesh), kernel.cast(x.dtype), PartitionSpec()
+    (axes, rows), cast, replicated = _split(targets, mesh), kernel.cast(x.dtype), PartitionSpec()
     if mesh is None or not axes:
         return local(x, cast, targets, weights)
 
-    def summed(*given: Any) -> Sums:
-        return jax.lax.psum(local(*given), axes)
+    def global_sums(*arguments: Any) -> Sums:
+        return jax.lax.psum(local(*arguments), axes)
 
-    return shard_map(summed, mesh, (rows, whole, rows, rows), whole, axes)(x, cast, targets, weights)
+    return shard_map(global_sums, mesh, (rows, replicated, rows, rows), replicated, axes)(x, cast, targets, weights)
 
 
 def _with_slopes(
     x: Array, kernel: Kernel, targets: Array, weights: Array, step: int, z: float, mesh: AnyMesh | None
 ) -> Any:
-    """Compute the sums and the gradients of the first sum.
-
-    The gradients are with respect to ``x`` and, if it is trained, ``kernel``.
-    """
+    """Compute both sums, and the gradients of the loss for ``x`` and, if trainable, ``kernel``."""
     (axes, rows), cast = _split(targets, mesh), kernel.cast(x.dtype)
     local = functools.partial(_slopes_of_rows, step=step, z=z)
     if mesh is None or not axes:
-        sums, (by_x, slope) = local(x, cast, targets, weights)
+        sums, (x_grad, kernel_grad) = local(x, cast, targets, weights)
     else:
-        whole, count = PartitionSpec(), shard_count(mesh, axes)
-        axes = tuple(sorted(axes, key=lambda axis: axis not in ("fsdp", CONTEXT)))  # parameters' axes first
-        alone = count == mesh.size  # with further axes, XLA would gather their shards before it scatters
-        parted = jax.tree.map(lambda a: alone and bool(a.ndim) and a.shape[-1] % count == 0, cast)
-        of_slope = jax.tree.map(
-            lambda a, part: PartitionSpec(*[None] * (a.ndim - 1), axes) if part else whole, cast, parted
+        replicated, count = PartitionSpec(), shard_count(mesh, axes)
+        axes = tuple(sorted(axes, key=lambda axis: axis not in ("fsdp", CONTEXT)))  # parameter axes first
+        axes_cover_mesh = count == mesh.size  # if the mesh has other axes, XLA would gather before the scatter
+        scattered = jax.tree.map(lambda a: axes_cover_mesh and bool(a.ndim) and a.shape[-1] % count == 0, cast)
+        grad_specs = jax.tree.map(
+            lambda a, part: PartitionSpec(*[None] * (a.ndim - 1), axes) if part else replicated, cast, scattered
         )
 
-        def summed(*given: Any) -> Any:
-            sums, (by_x, slope) = local(*given)
-            if slope is not None:
-                slope = jax.tree.map(lambda a, part: _added(a, axes, part), slope, parted)
-            return jax.lax.psum(sums, axes), (by_x, slope)
+        def global_sums(*arguments: Any) -> Any:
+            sums, (x_grad, kernel_grad) = local(*arguments)
+            if kernel_grad is not None:
+                kernel_grad = jax.tree.map(lambda a, part: _added(a, axes, part), kernel_grad, scattered)
+            return jax.lax.psum(sums, axes), (x_grad, kernel_grad)
 
-        out = (whole, whole), (rows, of_slope if kernel.trainable else None)
-        sums, (by_x, slope) = shard_map(summed, mesh, (rows, whole, rows, rows), out, axes)(x, cast, targets, weights)
-    return sums, (by_x, None if slope is None else jax.tree.map(lambda a, like: a.astype(like.dtype), slope, kernel))
+        out = (replicated, replicated), (rows, grad_specs if kernel.trainable else None)
+        sums, (x_grad, kernel_grad) = shard_map(global_sums, mesh, (rows, replicated, rows, rows), out, axes)(
+            x, cast, targets, weights
+        )
+    return sums, (
+        x_grad,
+        None if kernel_grad is None else jax.tree.map(lambda a, like: a.astype(like.dtype), kernel_grad, kernel),
+    )
 
 
 def _added(a: Array, axes: tuple[str, ...], scatter: bool) -> Array:
-    """Sum over mesh axes. With ``scatter``, each device gets its part of the last dimension."""
+    """Sum over mesh axes. If ``scatter``, each device gets its shard of the last dimension."""
     return jax.lax.psum_scatter(a, axes, scatter_dimension=a.ndim - 1, tiled=True) if scatter else jax.lax.psum(a, axes)
 
 
 def _slopes_of_rows(x: Array, cast: Kernel, targets: Array, weights: Array, step: int, z: float) -> Any:
-    """Run `_with_slopes` on one device. The kernel's gradients are float32."""
+    """Compute `_with_slopes` on one device. The kernel's gradients are float32."""
 
-    def one(carry: Any, chunk: Any) -> Any:
-        total, entropies, slope = carry
+    def chunk_fn(carry: Any, chunk: Any) -> Any:
+        total, entropies, kernel_grad = carry
         x, targets, weights = chunk
         logits = cast.matmul_f32(x)
-        each, entropy, norm = _losses(logits, targets, z)
-        hit = targets[..., None] == jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1)
-        shares = jnp.exp(logits - norm[..., None])
-        by_logits = (shares * (1 + 2 * z * norm)[..., None] - hit) * weights[..., None]
-        by_logits = cast.output_grad(by_logits, logits).astype(x.dtype)
-        if slope is not None:
-            slope = jax.tree.map(jnp.add, slope, cast.vjp_kernel(x, by_logits))
-        sums = total + jnp.sum(each * weights), entropies + jnp.sum(entropy * weights)
-        return (*sums, slope), cast.vjp_input(by_logits)
+        losses, entropy, norm = _losses(logits, targets, z)
+        is_target = targets[..., None] == jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1)
+        probabilities = jnp.exp(logits - norm[..., None])
+        logits_grad = (probabilities * (1 + 2 * z * norm)[..., None] - is_target) * weights[..., None]
+        logits_grad = cast.output_grad(logits_grad, logits).astype(x.dtype)
+        if kernel_grad is not None:
+            kernel_grad = jax.tree.map(jnp.add, kernel_grad, cast.vjp_kernel(x, logits_grad))
+        sums = total + jnp.sum(losses * weights), entropies + jnp.sum(entropy * weights)
+        return (*sums, kernel_grad), cast.vjp_input(logits_grad)
 
-    slope = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), cast) if cast.trainable else None
-    start = (jnp.zeros(()), jnp.zeros(()), slope)
-    (total, entropy, slope), by_x = jax.lax.scan(one, start, split_chunks(step, x, targets, weights))
-    return (total, entropy), (join_chunks(by_x, x.shape[1]), slope)
+    kernel_grad = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), cast) if cast.trainable else None
+    initial = (jnp.zeros(()), jnp.zeros(()), kernel_grad)
+    (total, entropy, kernel_grad), x_grad = jax.lax.scan(chunk_fn, initial, split_chunks(step, x, targets, weights))
+    return (total, entropy), (join_chunks(x_grad, x.shape[1]), kernel_grad)
 
 
-def _chunked_jvp(step: int, z: float, mesh: AnyMesh | None, given: Any, moved: Any) -> Any:
-    x, kernel, targets, weights = given
-    sums, slopes = _with_slopes(x, kernel, targets, weights, step, z, mesh)
+def _chunked_jvp(step: int, z: float, mesh: AnyMesh | None, primals: Any, tangents: Any) -> Any:
+    x, kernel, targets, weights = primals
+    sums, grads = _with_slopes(x, kernel, targets, weights, step, z, mesh)
     total = jnp.zeros(())
-    # An untrained kernel comes last and has no slope, so the lists may differ in length.
-    for slope, along in zip(jax.tree.leaves(slopes), jax.tree.leaves(moved[:2]), strict=False):
-        if not isinstance(along, SymbolicZero):
-            # Float32, also in reverse mode: 1 / tokens in bfloat16 is off by up to 0.4 %, and scales all gradients.
-            total += jnp.sum(slope.astype(jnp.float32) * along.astype(jnp.float32))
+    # A frozen kernel comes last and has no gradient, so the lists may differ in length.
+    for grad, tangent in zip(jax.tree.leaves(grads), jax.tree.leaves(tangents[:2]), strict=False):
+        if not isinstance(tangent, SymbolicZero):
+            # Float32, also in reverse mode: 1 / tokens scales all gradients, and is off by up to 0.4 % in bfloat16.
+            total += jnp.sum(grad.astype(jnp.float32) * tangent.astype(jnp.float32))
     return sums, (total, jnp.zeros(()))
 
 

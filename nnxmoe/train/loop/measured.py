@@ -1,4 +1,4 @@
-"""Metrics of a step: losses, seconds per phase, FLOPs, and the loss of held-out batches."""
+"""Step metrics: losses, seconds per phase, FLOPs, and the loss of held-out batches."""
 
 import contextlib
 import dataclasses
@@ -25,7 +25,7 @@ from nnxmoe.train.loop.step import Step
 Metrics = dict[str, float]
 EVAL_LOSS, EVAL_SECONDS = "eval_loss", "eval_seconds"
 EVALUATED = frozenset({EVAL_LOSS, EVAL_SECONDS})
-# Reserved names of metrics, in addition to the names of the losses.
+# Reserved metric names, in addition to the names of the losses.
 _OWN = {
     *("gradient_norm", "seconds", "learning_rate", "tokens_per_second", "mfu", "skipped"),
     *("data_seconds", "device_seconds", "checkpoint_seconds", *EVALUATED),
@@ -33,28 +33,28 @@ _OWN = {
 
 
 class Spent:
-    """Accumulates the seconds that this process waits, as metrics ``<name>_seconds``."""
+    """Timer that accumulates this process's waiting time, as metrics ``<name>_seconds``."""
 
     def __init__(self, *names: str) -> None:
         self.seconds = dict.fromkeys([f"{name}_seconds" for name in names], 0.0)
 
     @contextlib.contextmanager
     def on(self, name: str) -> Iterator[None]:
-        """Add the seconds of the ``with`` block."""
-        began = time.perf_counter()
+        """Add the duration of the ``with`` block to ``<name>_seconds``."""
+        start = time.perf_counter()
         try:
             yield
         finally:
-            self.seconds[f"{name}_seconds"] += time.perf_counter() - began
+            self.seconds[f"{name}_seconds"] += time.perf_counter() - start
 
     def take(self) -> Metrics:
         """Return the seconds by name and reset them to 0."""
-        taken, self.seconds = self.seconds, dict.fromkeys(self.seconds, 0.0)
-        return taken
+        totals, self.seconds = self.seconds, dict.fromkeys(self.seconds, 0.0)
+        return totals
 
 
 def metrics_of(report: Report, number: int, batch: Batch, seconds: float) -> Metrics:
-    """Compute the metrics of a step that took this many seconds.
+    """Compute the metrics of step ``number``, which took ``seconds``.
 
     Raises ValueError if a metric of the objective has a reserved name.
     """
@@ -64,8 +64,10 @@ def metrics_of(report: Report, number: int, batch: Batch, seconds: float) -> Met
         metrics |= {"cross_entropy": float(losses.cross_entropy), "tokens": float(losses.tokens)}
     if losses.mtp is not None:
         metrics["mtp"] = float(losses.mtp)
-    if same := losses.measured.keys() & {*metrics, *_OWN}:
-        raise ValueError(f"the objective's metric {sorted(same)[0]!r} has the name of one of nnxmoe's: rename it")
+    if conflicts := losses.measured.keys() & {*metrics, *_OWN}:
+        raise ValueError(
+            f"the objective's metric {sorted(conflicts)[0]!r} has the name of one of nnxmoe's metrics: rename it"
+        )
     metrics |= {name: float(value) for name, value in losses.measured.items()}
     metrics |= {"gradient_norm": float(report.gradient_norm), "seconds": seconds}
     if report.learning_rate is not None:
@@ -74,44 +76,44 @@ def metrics_of(report: Report, number: int, batch: Batch, seconds: float) -> Met
         metrics["skipped"] = int(report.skipped)
     if "tokens" in batch:
         metrics["tokens_per_second"] = batch["tokens"].size / seconds
-    if (used := report.used) is not None:
+    if (utilization := report.used) is not None:
         metrics |= {
             "balance": float(losses.balance),
             "router_z": float(losses.router_z),
-            "busiest_expert": float(np.max(used.busiest)),
-            "idle_experts": int(np.sum(used.idle)),
-            "dropped": float(np.max(used.dropped)),
+            "busiest_expert": float(np.max(utilization.busiest)),
+            "idle_experts": int(np.sum(utilization.idle)),
+            "dropped": float(np.max(utilization.dropped)),
         }
     return metrics
 
 
 def shown_metrics(metrics: Metrics) -> dict[str, str]:
-    """Format the metrics shown next to the progress bar. Zeros are left out, except the loss."""
-    names = {
+    """Format the metrics shown next to the progress bar. Omits zeros, except for the loss."""
+    formats = {
         "loss": "{:.4f}",
         "tokens_per_second": "{:.0f}",
         "seconds": "{:.3f}",
         "mfu": "{:.1%}",
         "data_seconds": "{:.3f}",
-        "busiest_expert": "{:.1f}x",  # as a multiple of the even share
+        "busiest_expert": "{:.1f}x",  # relative to a uniform load
         "dropped": "{:.1%}",
         "skipped": "{}",
     }
-    short = {
+    labels = {
         "tokens_per_second": "tok/s",
         "seconds": "s/step",
         "data_seconds": "data s/step",
         "busiest_expert": "busiest expert",
     }
-    shown = {name: form for name, form in names.items() if metrics.get(name) or name == "loss"}
-    return {short.get(name, name): form.format(metrics[name]) for name, form in shown.items()}
+    shown = {name: spec for name, spec in formats.items() if metrics.get(name) or name == "loss"}
+    return {labels.get(name, name): spec.format(metrics[name]) for name, spec in shown.items()}
 
 
 def peak_flops(mesh: Mesh | None) -> float | None:
-    """Return the peak FLOP/s of dense bfloat16 products of all devices of a mesh, if known."""
+    """Return the peak dense bfloat16 FLOP/s of all devices of a mesh, or None if unknown."""
     devices = [jax.devices()[0]] if mesh is None else list(mesh.devices.flat)
-    found = of_device(devices[0].device_kind)
-    return None if found is None else found.flops * len(devices)
+    hardware = of_device(devices[0].device_kind)
+    return None if hardware is None else hardware.flops * len(devices)
 
 
 def token_flops(model: CausalLM, trained: Collection[str]) -> float:
@@ -120,7 +122,7 @@ def token_flops(model: CausalLM, trained: Collection[str]) -> float:
     Counts 4 FLOPs per used parameter (forward pass, and gradient of the input) and 2 more for the
     gradient of each parameter in ``trained`` (dotted paths). Attention scores and rematerialization
     are not counted (PaLM; Chowdhery et al. 2022). If any prediction layer is trained, all prediction
-    layers count, and each adds a use of the output head.
+    layers are counted, each with another use of the output head.
     """
     total, depths = 0.0, len(model.mtp) if any(name.startswith("mtp.") for name in trained) else 0
     head = "embed.table" if model.head is None else "head.kernel"
@@ -136,14 +138,14 @@ def token_flops(model: CausalLM, trained: Collection[str]) -> float:
         elif key == head:
             share = 1.0 + depths
         elif key.endswith(".table"):
-            share = 0.0  # a lookup, not a product; Gemma 4 has a second table
+            share = 0.0  # a lookup, not a matmul; Gemma 4 has a second table
         total += (6 if ".".join(map(str, path)) in trained else 4) * share * size
     return total
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation(KnownFields):
-    """Held-out batches, measured at the end and, if ``every`` is set, every ``every`` steps."""
+    """Held-out batches, evaluated at the end and, if ``every`` is set, every ``every`` steps."""
 
     batches: Iterable[Batch]
     every: int | None = None
@@ -154,28 +156,28 @@ class Evaluation(KnownFields):
         set_positive(self, "every")
 
     def due(self, step: int, last: bool) -> bool:
-        """Check whether the state after a step is measured."""
+        """Check whether the state after a step is evaluated."""
         return last or (self.every is not None and step % self.every == 0)
 
     def of(self, step: Step) -> Callable[[TrainState], float]:
-        """Return a function from a state to the mean cross-entropy of the batches.
+        """Return a function that computes the mean cross-entropy of the batches for a state.
 
-        Raises ValueError if there are no batches or the first batch is unusable. The check runs before
-        training, since an error in the evaluation would lose the steps since the last checkpoint.
+        Raises ValueError if there are no batches or the first batch is invalid. Checking before training
+        avoids an error during evaluation that would lose the steps since the last checkpoint.
         """
         if (first := next(iter(self.batches), None)) is None:
-            raise ValueError("evaluate: there are no batches: pass at least one, or leave it out")
+            raise ValueError("evaluate: there are no batches: pass at least one batch, or omit evaluate")
         put_batch(first, step)
         program = step.shared("losses", step.definition.losses, "the evaluation")
 
         def evaluate(state: TrainState) -> float:
-            found, weights = [], []
+            batch_losses, weights = [], []
             for batch in self.batches:
                 losses = program(state, batch := put_batch(batch, step))
-                found.append(float(losses.total if losses.cross_entropy is None else losses.cross_entropy))
+                batch_losses.append(float(losses.total if losses.cross_entropy is None else losses.cross_entropy))
                 weights.append(float(rows_of(batch) if losses.tokens is None else losses.tokens))
             if not sum(weights):
                 raise ValueError("evaluate: the batches have no token to predict")
-            return float(np.average(found, weights=weights))
+            return float(np.average(batch_losses, weights=weights))
 
         return evaluate

@@ -1,4 +1,4 @@
-"""Lower bounds on training memory, to reject batches and models that cannot fit before compiling."""
+"""Lower bounds on training memory, to reject models and batches that cannot fit before compilation."""
 
 import dataclasses
 import math
@@ -23,29 +23,30 @@ def refuse_state(step: Step) -> float:
     Raises ValueError if they do not fit. Gradients are not subtracted from the result, since activations
     are freed before all gradients exist.
     """
-    state, (have, _) = step.shapes(), memory_bytes()
+    state, (available, _) = step.shapes(), memory_bytes()
     arrays = [*jax.tree.leaves((state.params, state.frozen, state.moments))]
-    held, gradients = (
+    state_bytes, gradient_bytes = (
         local_bytes(
-            (a.shape, np.float32 if jnp.issubdtype(a.dtype, jax.dtypes.prng_key) else a.dtype, a.sharding) for a in each
+            (a.shape, np.float32 if jnp.issubdtype(a.dtype, jax.dtypes.prng_key) else a.dtype, a.sharding)
+            for a in group
         )
-        for each in (arrays, state.params.values())
+        for group in (arrays, state.params.values())
     )
     refuse_beyond_memory(
-        held + gradients,
+        state_bytes + gradient_bytes,
         "training takes, without activations,",
         "train adapters (train.lora.add), fewer parameters (trainable=…) or on more devices (mesh=…)",
     )
-    return have - held
+    return available - state_bytes
 
 
 @dataclasses.dataclass
 class BatchLimit:
-    """Rejects batches whose activations need more than ``room``, the bytes that the state leaves free.
+    """Limit on the batch size: activations must fit in ``room``, the bytes that the state leaves free.
 
-    The need is a lower bound. It counts only the input of each layer that gradients pass through, as
-    if it were sharded over all devices. The backward pass needs these inputs with and without `Remat`.
-    Logits and activations inside layers come on top.
+    The estimate is a lower bound. It counts only the inputs of layers that gradients pass through, as
+    if they were sharded over all devices. The backward pass needs these inputs with and without
+    `Remat`. Logits and activations inside layers are not counted.
     """
 
     room: float
@@ -54,19 +55,19 @@ class BatchLimit:
 
     @classmethod
     def of(cls, step: Step, model: CausalLM, room: float) -> "BatchLimit":
-        """Create the limit for a step. Objectives that may skip tokens have no limit."""
-        known = isinstance(step.objective, RouterLosses)
-        layers = _layers_with_gradients(model, step.names) if known else 0
+        """Create the limit for a step. Custom objectives have no limit, since they may skip tokens."""
+        uses_all_tokens = isinstance(step.objective, RouterLosses)
+        layers = _layers_with_gradients(model, step.names) if uses_all_tokens else 0
         dtype = model.strategy.compute_dtype or model.dtype
         share = 1.0 if step.mesh is None else len(step.mesh.local_devices) / step.mesh.size
         return cls(room, share * layers * model.config.hidden_size * jnp.dtype(dtype).itemsize, step.accumulate)
 
     def refuse(self, shape: tuple[int, ...]) -> None:
         """Raise ValueError if a global batch of this shape cannot fit."""
-        need = math.prod(shape) // self.accumulate * self.bytes_per_token
-        if need > self.room:
+        needed = math.prod(shape) // self.accumulate * self.bytes_per_token
+        if needed > self.room:
             raise ValueError(
-                f"a batch of {shape[0]} rows, {list(shape)}, takes at least {bytes_text(need)} of activations, and "
+                f"a batch of {shape[0]} rows, {list(shape)}, takes at least {bytes_text(needed)} of activations, and "
                 f"{bytes_text(max(self.room, 0))} of memory are left beside the model: use fewer rows (batch_size), "
                 f"more parts (accumulate) or more devices (mesh=…), or set {VARIABLE}=off to try anyway"
             )
@@ -91,6 +92,6 @@ def _layers_with_gradients(model: CausalLM, trained: tuple[str, ...]) -> int:
 
 
 def size_of_batches(data: Any) -> tuple[int, int] | None:
-    """Return rows and tokens per row of batches that declare them, such as `train.batches`, else None."""
+    """Return (rows, tokens per row) if the data declare both, as `train.batches` does, else None."""
     rows, length = getattr(data, "batch_size", None), getattr(data, "seq_len", None)
     return (rows, length) if isinstance(rows, int) and isinstance(length, int) else None

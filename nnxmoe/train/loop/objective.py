@@ -23,17 +23,17 @@ from nnxmoe.train.loop.loss import ChunkedLoss, Head, Sums
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Losses:
-    """Losses of one batch, as arrays or as shapes. None for losses that an objective does not compute."""
+    """Losses of one batch, as arrays or shapes. A field is None if the objective does not compute it."""
 
     total: Any  # the scalar to minimize
     cross_entropy: Any  # mean over the tokens that count
     tokens: Any  # number of tokens, or of pairs of completions, that count
-    balance: Any  # unweighted, like router_z
-    router_z: Any
+    balance: Any  # load-balancing loss, unweighted
+    router_z: Any  # routers' z-loss, unweighted
     load: Any  # int [L, E]: assignments per MoE layer and expert, prediction layers last
     dropped: Any  # int [L]: assignments that exceeded an expert's capacity
     mtp: Any = None  # unweighted mean over the depths of multi-token prediction
-    measured: Any = dataclasses.field(default_factory=dict)  # name -> scalar: metrics that the objective adds
+    measured: Any = dataclasses.field(default_factory=dict)  # name -> scalar: additional metrics of the objective
 
 
 class TrainingObjective(Protocol):
@@ -44,19 +44,19 @@ class TrainingObjective(Protocol):
         ...
 
     def count(self, batch: Batch) -> Any:
-        """Count the tokens of a whole batch, or return None if the loss is not divided by the count."""
+        """Count the tokens of a batch. Returns None if the loss is not divided by a count."""
         ...
 
     def __call__(
         self, model: CausalLM, batch: Batch, key: Any, count: Any, share: float
     ) -> tuple[Float[Array, ""], Losses]:
-        """Compute the scalar to minimize, and its parts.
+        """Compute the scalar to minimize, and its terms.
 
-        With gradient accumulation, the results of the parts of a batch are added.
+        With gradient accumulation, the results of all parts of a batch are summed.
 
         Args:
-            batch: The batch, or a part of it with gradient accumulation.
-            key: For random numbers.
+            batch: A batch, or a part of a batch with gradient accumulation.
+            key: Random key.
             count: Result of `count` for the whole batch, or None without accumulation.
             share: Weight of the terms that are not divided by ``count``.
         """
@@ -69,7 +69,7 @@ class _OfFunction:
 
     def check(self, batch: Batch) -> None:
         if not batch:
-            raise ValueError("a batch must be a dict of arrays, got an empty one: pass at least one array")
+            raise ValueError("a batch must be a dict of arrays, got an empty dict: pass at least one array")
         rows = {name: np.shape(array)[:1] for name, array in batch.items()}
         if len(set(rows.values())) > 1 or () in rows.values():
             raise ValueError(f"the arrays of a batch have different numbers of rows, {rows}: all must be [B, …]")
@@ -80,14 +80,16 @@ class _OfFunction:
     def __call__(
         self, model: CausalLM, batch: Batch, key: Any = None, count: Any = None, share: float = 1.0
     ) -> tuple[Float[Array, ""], Losses]:
-        found = self.function(model, batch)
-        loss, more = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
-        if not isinstance(more, Mapping):
-            raise ValueError(f"the objective returned {type(more).__name__} beside the loss: return a dict of scalars")
-        total, *rest = (_scalar(name, value) * share for name, value in {_LOSS: loss, **more}.items())
-        none = jnp.zeros((0,), jnp.int32)
-        measured = dict(zip(more, rest, strict=True))
-        return total, Losses(total, None, None, None, None, none.reshape(0, 0), none, measured=measured)
+        result = self.function(model, batch)
+        loss, scalars = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+        if not isinstance(scalars, Mapping):
+            raise ValueError(
+                f"the objective returned {type(scalars).__name__} in addition to the loss: return a dict of scalars"
+            )
+        total, *scaled = (_scalar(name, value) * share for name, value in {_LOSS: loss, **scalars}.items())
+        empty = jnp.zeros((0,), jnp.int32)
+        measured = dict(zip(scalars, scaled, strict=True))
+        return total, Losses(total, None, None, None, None, empty.reshape(0, 0), empty, measured=measured)
 
 
 _LOSS = "the loss"
@@ -113,7 +115,7 @@ def of_function(objective: Any) -> TrainingObjective:
     """Wrap a function of model and batch as an objective. Objectives are returned unchanged.
 
     The function is ``(model, batch) -> loss`` or ``-> (loss, {name: scalar})``. The scalars are logged
-    as metrics. Batches are any dicts of arrays with the same number of rows. With accumulation, the
+    as metrics. Batches may be any dicts of arrays with equal numbers of rows. With accumulation, the
     mean over the parts of a batch is minimized.
     """
     if hasattr(objective, "check"):
@@ -125,7 +127,7 @@ def of_function(objective: Any) -> TrainingObjective:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RouterLosses(KnownFields):
-    """The losses of the routers and the loads of the experts, as a base class of objectives.
+    """Base class of objectives that report router losses and expert loads.
 
     Attributes:
         balance: Weight of the mean of ``balance_loss`` over the MoE layers.
@@ -141,28 +143,28 @@ class RouterLosses(KnownFields):
         set_numbers(self, "balance", "router_z_loss")
 
     def of_model(self, model: CausalLM) -> Self:
-        """Return the objective for a model. Raises ValueError if the model lacks layers that it needs."""
+        """Adapt the objective to a model. Raises ValueError if the model lacks layers that it requires."""
         return self
 
     def _body(self, model: CausalLM, batch: Batch, key: Any) -> Body:
-        """Run all layers of the model, with the losses of each router."""
+        """Run all layers of the model, and compute the losses of each router inside its layer."""
         segments = batch.get("segment_ids")
         mask = real_tokens(batch) if segments is not None or "attention_mask" in batch else None
-        given = batch["tokens"], mask, batch.get("positions"), segments, None, key
+        inputs = batch["tokens"], mask, batch.get("positions"), segments, None, key
         request = OutputRequest(all_hidden=False, reduce_routing=self._summarise_routing)
-        return model.body(*given, request)
+        return model.body(*inputs, request)
 
     def _of_routers(
         self, infos: Sequence[Any], share: float
     ) -> tuple[Float[Array, ""], tuple[Array, Array, Array, Array]]:
-        """Return the weighted sum of the routers' losses, and fields ``balance`` to ``dropped`` of `Losses`."""
-        even, router_z = (share * _mean([info.routing[i] for info in infos]) for i in range(2))
+        """Return the weighted router losses, and the fields ``balance`` to ``dropped`` of `Losses`."""
+        balance, router_z = (share * _mean([info.routing[i] for info in infos]) for i in range(2))
         load = jnp.stack([info.dispatch.load for info in infos]) if infos else jnp.zeros((0, 0), jnp.int32)
         dropped = jnp.stack([info.dispatch.dropped for info in infos]) if infos else jnp.zeros((0,), jnp.int32)
-        return self.balance * even + self.router_z_loss * router_z, (even, router_z, load, dropped)
+        return self.balance * balance + self.router_z_loss * router_z, (balance, router_z, load, dropped)
 
     def _summarise_routing(self, routing: Routing) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        """Compute the auxiliary losses inside the layer, so that its scores need not be stored."""
+        """Compute the auxiliary losses inside the layer, so that the router scores need not be stored."""
         return self.balance_loss(routing), balancing.z_loss(routing)
 
 
@@ -172,10 +174,10 @@ class Objective(RouterLosses):
 
     Attributes:
         z_loss: Weight of the mean squared logsumexp of the logits (PaLM; Chowdhery et al. 2022).
-        head: Computes the loss from the output head's input, such as `ChunkedLoss` or `Whole`.
-        mtp: Weight of the multi-token prediction loss (DeepSeek-V3: 0.3, later 0.1): the mean over
-            ``model.mtp`` of the mean cross-entropy of tokens 2, 3, … steps ahead in the same
-            document. With 0, the prediction layers are not computed and `Step` does not train them.
+        head: Loss as a function of the output head's input, such as `ChunkedLoss` or `Whole`.
+        mtp: Weight of the multi-token prediction loss (DeepSeek-V3: 0.3, later 0.1). This loss is the
+            mean over ``model.mtp`` of the mean cross-entropy of tokens 2, 3, … steps ahead in the same
+            document. If 0, the prediction layers are not computed, and `Step` does not train them.
         depths: Number of prediction layers, set by `of_model`.
     """
 
@@ -204,9 +206,9 @@ class Objective(RouterLosses):
         check_batch(batch)
 
     def count(self, batch: Batch) -> tuple[Float[Array, ""], ...]:
-        """Count the tokens in the main loss and at each depth of prediction, at least 1 each."""
+        """Count the tokens in the main loss and at each prediction depth, each at least 1."""
         weights = [targets_of(batch)[1], *(ahead.weights for ahead in targets_ahead(batch, self.depths))]
-        return tuple(jnp.maximum(jnp.sum(each), 1.0) for each in weights)
+        return tuple(jnp.maximum(jnp.sum(mask), 1.0) for mask in weights)
 
     def __call__(
         self,
@@ -216,17 +218,17 @@ class Objective(RouterLosses):
         count: tuple[Float[Array, ""], ...] | None = None,
         share: float = 1.0,
     ) -> tuple[Float[Array, ""], Losses]:
-        """Compute the scalar to minimize and its losses; see `TrainingObjective`."""
+        """Compute the scalar to minimize and its terms; see `TrainingObjective`."""
         body = self._body(model, batch, key)
         targets, weights = targets_of(batch)
         counts = self.of_model(model).count(batch) if count is None else count
         total, entropy = self._sums(model, body.x, targets, weights, self.z_loss)
         total, entropy = total / counts[0], entropy / counts[0]
-        ahead, further = self._predict(model, body.mtp_hidden, batch, key, counts[1:])
-        auxiliary, routers = self._of_routers([body.infos[i] for i in sorted(body.infos)] + further, share)
+        mtp_loss, mtp_infos = self._predict(model, body.mtp_hidden, batch, key, counts[1:])
+        auxiliary, routers = self._of_routers([body.infos[i] for i in sorted(body.infos)] + mtp_infos, share)
         total += auxiliary
-        total = total if ahead is None else total + self.mtp * ahead
-        return total, Losses(total, entropy, jnp.sum(weights), *routers, mtp=ahead)
+        total = total if mtp_loss is None else total + self.mtp * mtp_loss
+        return total, Losses(total, entropy, jnp.sum(weights), *routers, mtp=mtp_loss)
 
     def _sums(self, model: CausalLM, x: Array, targets: Array, weights: Array, z: float) -> Sums:
         """Sum the weighted loss and cross-entropy over all tokens, from the output head's input."""
@@ -238,15 +240,15 @@ class Objective(RouterLosses):
     def _predict(
         self, model: CausalLM, states: Array, batch: Batch, key: Any, counts: Sequence[Array]
     ) -> tuple[Array | None, list[Any]]:
-        """Return the mean loss of the prediction layers and their `MoEInfo`s.
+        """Return the mean loss of the prediction layers, and the `MoEInfo`s of these layers.
 
-        Each layer gets the states of the previous layer. Layers without targets are not computed.
+        Each layer receives the hidden states of the previous layer. Only ``len(counts)`` layers are computed.
         """
         losses, infos = [], []
         for k, (count, ahead) in enumerate(zip(counts, targets_ahead(batch, len(counts)), strict=True)):
-            own = None if key is None else jax.random.fold_in(key, len(model.stacks) + k)
-            given = ahead.tokens, ahead.there, batch.get("positions"), batch.get("segment_ids"), None, own
-            out = model.mtp[k](model, states, *given, self._summarise_routing)
+            layer_key = None if key is None else jax.random.fold_in(key, len(model.stacks) + k)
+            inputs = ahead.tokens, ahead.there, batch.get("positions"), batch.get("segment_ids"), None, layer_key
+            out = model.mtp[k](model, states, *inputs, self._summarise_routing)
             states = out.mtp_hidden
             losses.append(self._sums(model, out.x, ahead.targets, ahead.weights, 0.0)[0] / count)
             infos += out.infos.values()

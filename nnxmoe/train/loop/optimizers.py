@@ -1,4 +1,4 @@
-"""Optax optimizers for a model's parameters: Muon's matrices, shardings of moments, skipped updates."""
+"""Optax optimizers for a model: Muon for each kernel, shardings of moments, skipped updates."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,67 +22,72 @@ def muon(
 ) -> optax.GradientTransformation:
     """Create `optax.contrib.muon` for a model.
 
-    Muon orthogonalizes the kernel of each layer and expert as one matrix ``[I, O]``. Heads are part of
-    I or O. AdamW trains embedding, output head, norms, biases and all other parameters. The optimizer
-    is for models with the same parameter names: call `train.lora.add` first. It raises ValueError for
-    other parameters.
+    Muon orthogonalizes the kernel of each layer and expert as one matrix ``[I, O]``. Attention heads
+    are part of I or O. AdamW trains embedding, output head, norms, biases and all other parameters. The
+    trained model must have the same parameter names as ``model``, so call `train.lora.add` first. The
+    optimizer raises ValueError if a parameter is unknown.
 
     Args:
-        consistent_rms: Scales the updates of matrices to the size of AdamW's updates, so that both
-            use one learning rate (Liu et al. 2025, arXiv 2502.16982). If None, Jordan's scale (2024).
-        options: Further arguments of `optax.contrib.muon`.
+        consistent_rms: Scales matrix updates to the RMS of AdamW's updates, so that both use the same
+            learning rate (Liu et al. 2025, arXiv 2502.16982). If None, uses Jordan's scale (2024).
+        options: Other arguments of `optax.contrib.muon`.
     """
     variables = {".".join(map(str, path)): variable for path, variable in nnx.to_flat_state(nnx.state(model))}
-    numbers = {name: _matrix(variable) for name, variable in variables.items()}
+    matrix_axes = {name: _matrix(variable) for name, variable in variables.items()}
     stacked = {
-        name: jax.vmap if axes_of(v)[0] == "stages" else _one_by_one  # a loop would make XLA gather all stages' layers
-        for name, v in variables.items()
-        if is_kernel(v) and len(ParamWeight(v).lead) > 1
+        name: jax.vmap
+        if axes_of(variable)[0] == "stages"
+        else _one_by_one  # in a loop, XLA gathers the layers of all stages
+        for name, variable in variables.items()
+        if is_kernel(variable) and len(ParamWeight(variable).lead) > 1
     }
 
     def dimension_numbers(params: Any) -> Any:
-        if odd := [name for name in params if name not in numbers]:
-            raise ValueError(
-                f"train.muon was given a model without {odd[0]}: pass the model that is trained, after lora.add"
-            )
-        return {name: numbers[name] for name in params}
+        if unknown := [name for name in params if name not in matrix_axes]:
+            raise ValueError(f"train.muon got a model without {unknown[0]}: pass the trained model, after lora.add")
+        return {name: matrix_axes[name] for name in params}
 
-    made = optax.contrib.muon(
+    optimizer = optax.contrib.muon(
         learning_rate, consistent_rms=consistent_rms, muon_weight_dimension_numbers=dimension_numbers, **options
     )
-    return _per_layer(made, stacked)
+    return _per_layer(optimizer, stacked)
 
 
 _Over = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def _one_by_one(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Map like `jax.vmap`, with temporary arrays for one layer at a time."""
-    return lambda *given: jax.lax.map(lambda layer: run(*layer), given)
+    """Map like `jax.vmap`, but sequentially, with temporary arrays of one layer at a time."""
+    return lambda *arrays: jax.lax.map(lambda layer: run(*layer), arrays)
 
 
 def _per_layer(inner: optax.GradientTransformation, stacked: Mapping[str, _Over]) -> optax.GradientTransformation:
     """Map ``inner`` over the first axis of each ``stacked`` parameter, with separate optimizer states.
 
-    Optax 0.2.8 merges the axes of layers and experts, so XLA gathers the experts of all devices. See
-    ``test_muon_gathers_no_experts``.
+    Workaround: optax 0.2.8 merges the layer and expert axes, so XLA gathers the experts of all devices
+    (``test_muon_gathers_no_experts``).
     """
 
     def parts(arrays: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        own = {name: {name: arrays[name]} for name in arrays if name in stacked}
-        return own | {_OTHERS: {name: array for name, array in arrays.items() if name not in own}}
+        stacked_parts = {name: {name: arrays[name]} for name in arrays if name in stacked}
+        return stacked_parts | {_OTHERS: {name: array for name, array in arrays.items() if name not in stacked_parts}}
 
-    def over(run: Callable[..., Any], name: str) -> Callable[..., Any]:
-        return stacked[name](run) if name in stacked else run
+    def map_layers(transform: Callable[..., Any], name: str) -> Callable[..., Any]:
+        return stacked[name](transform) if name in stacked else transform
 
     def init(params: Any) -> Any:
-        return {name: over(inner.init, name)(part) for name, part in parts(params).items()}
+        return {name: map_layers(inner.init, name)(part) for name, part in parts(params).items()}
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        given = parts(params)
-        done = {name: over(inner.update, name)(part, state[name], given[name]) for name, part in parts(updates).items()}
-        found = {name: update for part, _ in done.values() for name, update in part.items()}
-        return {name: found[name] for name in updates}, {name: later for name, (_, later) in done.items()}
+        param_parts = parts(params)
+        results = {
+            name: map_layers(inner.update, name)(part, state[name], param_parts[name])
+            for name, part in parts(updates).items()
+        }
+        new_updates = {name: update for part, _ in results.values() for name, update in part.items()}
+        return {name: new_updates[name] for name in updates}, {
+            name: new_state for name, (_, new_state) in results.items()
+        }
 
     return optax.GradientTransformation(init, update)
 
@@ -106,30 +111,30 @@ OPTIMIZERS: dict[str, tuple[Callable[[Any, CausalLM], optax.GradientTransformati
 
 
 def moment_shardings(
-    moments: Any, params: Mapping[str, jax.ShapeDtypeStruct], places: Mapping[str, Any], everywhere: Any
+    moments: Any, params: Mapping[str, jax.ShapeDtypeStruct], places: Mapping[str, Any], replicated: Any
 ) -> Any:
     """Return the sharding of each array of an optimizer's state.
 
-    A moment gets its parameter's sharding, also if it lacks one of the dimensions (Adafactor's means of
-    rows and columns). All other arrays get ``everywhere``. The shardings in ``places`` are None for
-    models without values.
+    A moment has its parameter's sharding, even if it lacks one dimension (Adafactor's means over rows
+    and columns). All other arrays have the sharding ``replicated``. ``places`` maps a parameter's name
+    to its sharding, which is None if the model is abstract.
     """
 
-    def place(path: Any, leaf: Any) -> Any:
+    def sharding_of(path: Any, leaf: Any) -> Any:
         name = next((key.key for key in reversed(path) if getattr(key, "key", None) in places), None)
         if name is None:
-            return everywhere
-        whole, own = tuple(params[name].shape), places[name]
-        if leaf.shape == whole:
-            return own
-        reduced = [i for i in range(len(whole)) if whole[:i] + whole[i + 1 :] == leaf.shape]
-        if not reduced or not isinstance(own, NamedSharding):
-            return everywhere
-        spec = [*own.spec, *(None,) * (len(whole) - len(own.spec))]
+            return replicated
+        shape, sharding = tuple(params[name].shape), places[name]
+        if leaf.shape == shape:
+            return sharding
+        reduced = [i for i in range(len(shape)) if shape[:i] + shape[i + 1 :] == leaf.shape]
+        if not reduced or not isinstance(sharding, NamedSharding):
+            return replicated
+        spec = [*sharding.spec, *(None,) * (len(shape) - len(sharding.spec))]
         spec.pop(reduced[0])
-        return NamedSharding(own.mesh, PartitionSpec(*spec))
+        return NamedSharding(sharding.mesh, PartitionSpec(*spec))
 
-    return jax.tree_util.tree_map_with_path(place, moments)
+    return jax.tree_util.tree_map_with_path(sharding_of, moments)
 
 
 def moment_paths(moments: Any) -> list[str]:
@@ -139,5 +144,5 @@ def moment_paths(moments: Any) -> list[str]:
 
 def skipped_steps(moments: Any) -> Array | None:
     """Return the number of steps skipped by `optax.apply_if_finite`, or None for other optimizers."""
-    found = optax.tree.get_all_with_path(moments, "total_notfinite")
-    return found[0][1] if found else None
+    counters = optax.tree.get_all_with_path(moments, "total_notfinite")
+    return counters[0][1] if counters else None

@@ -4,8 +4,8 @@
     data = train.preferences("pairs.jsonl", tokenizer, batch_size=8, seq_len=512)
     train.fit(model, data, objective=train.DPO(train.lora.without, beta=0.1), …)
 
-Without adapters the reference is a second model. ``with_reference(data, model)`` adds its
-log-probabilities to the batches:
+Without adapters, the reference is a second model. ``with_reference(data, model)`` adds the
+log-probabilities of this model to the batches:
 
     train.fit(model, train.with_reference(data, model), objective=train.DPO(), …)
 """
@@ -33,8 +33,8 @@ REFERENCE = "reference_logps"
 
 Pairs = Float[Array, "B 2"]
 PairLoss = Callable[[Pairs, Pairs, float], Float[Array, "B"]]
-"""``(ratios, tokens, beta) -> loss`` of each pair. ``ratios``: how much larger the log-probability of the chosen and of
-the rejected completion is than the reference's; ``tokens``: how many tokens they have."""
+"""Function ``(ratios, tokens, beta) -> loss`` per pair, with columns for the chosen and the rejected completion.
+``ratios`` are log-probabilities minus the reference's log-probabilities. ``tokens`` are numbers of tokens."""
 
 
 def sigmoid_loss(ratios: Pairs, tokens: Pairs, beta: float) -> Float[Array, "B"]:
@@ -43,9 +43,9 @@ def sigmoid_loss(ratios: Pairs, tokens: Pairs, beta: float) -> Float[Array, "B"]
 
 
 def hinge_loss(ratios: Pairs, tokens: Pairs, beta: float) -> Float[Array, "B"]:
-    """Compute SLiC's ``max(0, 1 - beta * margin)`` (Zhao et al. 2023).
+    """Compute SLiC's hinge loss ``max(0, 1 - beta * margin)`` (Zhao et al. 2023).
 
-    The reference normalizes the log-probabilities (Liu et al. 2023).
+    The log-probabilities are relative to the reference (Liu et al. 2023).
     """
     return jax.nn.relu(1 - beta * (ratios[:, 0] - ratios[:, 1]))
 
@@ -53,7 +53,7 @@ def hinge_loss(ratios: Pairs, tokens: Pairs, beta: float) -> Float[Array, "B"]:
 def ipo_loss(ratios: Pairs, tokens: Pairs, beta: float) -> Float[Array, "B"]:
     """Compute the IPO loss ``(margin - 1 / (2 beta)) ** 2`` (Azar et al. 2023, eq. 17).
 
-    The margin is between means over tokens, as in TRL.
+    The margin is the difference of means over tokens, as in TRL.
     """
     means = ratios / jnp.maximum(tokens, 1.0)
     return (means[:, 0] - means[:, 1] - 1 / (2 * beta)) ** 2
@@ -61,20 +61,20 @@ def ipo_loss(ratios: Pairs, tokens: Pairs, beta: float) -> Float[Array, "B"]:
 
 @dataclasses.dataclass(frozen=True)
 class DPO(RouterLosses):
-    """Mean preference loss of a batch's pairs, lower for a larger margin of the chosen completions.
+    """Mean preference loss over the pairs of a batch.
 
-    Batches have three arrays of int ``[B, 2, T]``. ``tokens`` has the chosen and the rejected row of
-    each pair, padded on the right. ``loss_mask`` is 1 for the tokens of the completion.
-    ``attention_mask`` is optional and 0 for padding. A pair counts if both completions have tokens that
-    count. `nnxmoe.train.preferences` creates such batches. Metrics have TRL's names.
+    A batch has three int arrays ``[B, 2, T]``, as created by `nnxmoe.train.preferences`. ``tokens`` has
+    the chosen and the rejected row of each pair, padded on the right. ``loss_mask`` is 1 for the tokens
+    of the completion. ``attention_mask`` is optional and 0 for padding. A pair is excluded if a
+    completion has no unmasked tokens. Metrics have TRL's names.
 
-    The routers' losses cover both rows of each pair. With weights of 0 they are only measured, as by
-    `Objective`.
+    The router losses include both rows of each pair. If their weights are 0, they are only reported, as
+    in `Objective`.
 
     Args:
-        reference: Returns the reference of the trained model, such as `lora.without` for adapters that
-            start at zero. It costs a forward pass per step and no memory for weights. If None, batches
-            have ``reference_logps [B, 2]``, see `with_reference`.
+        reference: Function from the trained model to the reference model, such as `lora.without` for
+            adapters initialized to zero. It costs one forward pass per step and no memory for weights.
+            If None, batches must contain ``reference_logps [B, 2]``, see `with_reference`.
         beta: Factor of the margin in the loss, and of the log-probability ratios in the rewards.
         loss: Loss per pair, such as `sigmoid_loss`, `hinge_loss` or `ipo_loss`.
         label_smoothing: Probability that the labels of a pair are swapped (cDPO, Mitchell 2023).
@@ -102,33 +102,35 @@ class DPO(RouterLosses):
         """Raise ValueError if the batch is malformed or does not have exactly one reference."""
         check_pairs({name: array for name, array in batch.items() if name != REFERENCE})
         if self.reference is not None and REFERENCE in batch:
-            raise ValueError(f"the batch has {REFERENCE} and DPO a reference function: leave out one of them")
+            raise ValueError(f"the batch has {REFERENCE} and DPO has a reference function: leave out one of them")
         if self.reference is None and REFERENCE not in batch:
             raise ValueError(
                 f"the batch has no {REFERENCE}: pass the batches through train.with_reference(batches, model), or for "
                 "new adapters use train.DPO(train.lora.without)"
             )
-        if REFERENCE in batch and (found := list(jnp.shape(batch[REFERENCE]))) != [len(batch["tokens"]), 2]:
-            raise ValueError(f"{REFERENCE} has the shape {found}: it must be [B, 2], {[len(batch['tokens']), 2]}")
+        if REFERENCE in batch and (shape := list(jnp.shape(batch[REFERENCE]))) != [len(batch["tokens"]), 2]:
+            raise ValueError(f"{REFERENCE} has the shape {shape}: it must be [B, 2], {[len(batch['tokens']), 2]}")
 
     def count(self, batch: Batch) -> Float[Array, ""]:
-        """Count the pairs that have tokens in both completions, at least 1."""
+        """Count the pairs that have tokens in both completions. Returns at least 1."""
         return jnp.maximum(jnp.sum(_counting(_tokens_of(_rows(batch)))), 1.0)
 
     def __call__(
         self, model: CausalLM, batch: Batch, key: Any = None, count: Any = None, share: float = 1.0
     ) -> tuple[Float[Array, ""], Losses]:
-        """Compute the scalar to minimize and the metrics; see `TrainingObjective`."""
+        """Compute the scalar to minimize, and the metrics; see `TrainingObjective`."""
         rows = _rows(batch)
         logps, body = self.logps(model, rows, key)
-        known = batch[REFERENCE] if self.reference is None else self.logps(self.reference(model), rows, key)[0]
-        ratios, tokens = logps - jax.lax.stop_gradient(known), _tokens_of(rows)
+        reference_logps = (
+            batch[REFERENCE] if self.reference is None else self.logps(self.reference(model), rows, key)[0]
+        )
+        ratios, tokens = logps - jax.lax.stop_gradient(reference_logps), _tokens_of(rows)
         losses = self.loss(ratios, tokens, self.beta)
         if self.label_smoothing:
-            flipped = self.loss(ratios[:, ::-1], tokens[:, ::-1], self.beta)
-            losses = (1 - self.label_smoothing) * losses + self.label_smoothing * flipped
+            swapped_losses = self.loss(ratios[:, ::-1], tokens[:, ::-1], self.beta)
+            losses = (1 - self.label_smoothing) * losses + self.label_smoothing * swapped_losses
         pairs = _counting(tokens)
-        parts = pairs / (self.count(batch) if count is None else count)
+        pair_weights = pairs / (self.count(batch) if count is None else count)
         auxiliary, routers = self._of_routers([body.infos[i] for i in sorted(body.infos)], share)
         rewards = self.beta * ratios
         measured = {
@@ -139,19 +141,19 @@ class DPO(RouterLosses):
             "logps/chosen": logps[:, 0],
             "logps/rejected": logps[:, 1],
         }
-        total = jnp.sum(losses * parts) + auxiliary
-        means = {name: jnp.sum(value * parts) for name, value in measured.items()}
+        total = jnp.sum(losses * pair_weights) + auxiliary
+        means = {name: jnp.sum(value * pair_weights) for name, value in measured.items()}
         return total, Losses(total, None, jnp.sum(pairs), *routers, measured=means)
 
     def logps(self, model: CausalLM, rows: Batch, key: Any) -> tuple[Pairs, Body]:
-        """Sum the log-probabilities of each completion in rows ``[2 B, T]``, and return the layers' results."""
+        """Return each completion's log-probability in rows ``[2 B, T]``, and the results of the layers."""
         body, (targets, weights) = self._body(model, rows, key), targets_of(rows)
-        each = log_probabilities(body.x, model.head_weight(), targets, model.mesh)
-        return jnp.sum(each * weights, axis=1).reshape(-1, 2), body
+        token_logps = log_probabilities(body.x, model.head_weight(), targets, model.mesh)
+        return jnp.sum(token_logps * weights, axis=1).reshape(-1, 2), body
 
 
 def check_pairs(batch: Batch) -> None:
-    """Raise ValueError unless a batch has the arrays of pairs, all int ``[B, 2, T]``."""
+    """Raise ValueError if a batch does not consist of the arrays of pairs, all int ``[B, 2, T]``."""
     for name in FIELDS[:2]:
         if name not in batch:
             raise ValueError(f"a batch of pairs needs {name} [B, 2, T], got {', '.join(batch) or 'no fields'}")
@@ -160,7 +162,7 @@ def check_pairs(batch: Batch) -> None:
     for name, array in batch.items():
         if len(shape := jnp.shape(array)) != 3 or shape[1] != 2:
             raise ValueError(
-                f"{name} has the shape {list(shape)}: pairs are [B, 2, T], the chosen row before the other"
+                f"{name} has the shape {list(shape)}: pairs are [B, 2, T], the chosen before the rejected row"
             )
     flat = {n: jax.ShapeDtypeStruct((2 * len(a), jnp.shape(a)[2]), a.dtype) for n, a in batch.items()}
     check_batch(flat)
@@ -168,27 +170,27 @@ def check_pairs(batch: Batch) -> None:
 
 
 def _rows(batch: Batch) -> dict[str, Array]:
-    """Reshape ``[B, 2, T] -> [2 B, T]``. The rows of a pair stay adjacent, so a mesh moves no data."""
+    """Reshape ``[B, 2, T] -> [2 B, T]``. The rows of a pair stay adjacent, so no data moves between devices."""
     return {n: jnp.reshape(batch[n], (-1, jnp.shape(batch[n])[-1])) for n in FIELDS if n in batch}
 
 
 def _tokens_of(rows: Batch) -> Pairs:
-    """Count the tokens of each completion that are in the loss."""
+    """Count the unmasked tokens of each completion."""
     return jnp.sum(targets_of(rows)[1], axis=1).reshape(-1, 2)
 
 
 def _counting(tokens: Pairs) -> Float[Array, "B"]:
-    """Return 1 for pairs that count, else 0."""
+    """Return 1 for pairs with unmasked tokens in both completions, else 0."""
     return jnp.all(tokens > 0, axis=1).astype(jnp.float32)
 
 
 def with_reference(batches: Iterable[Batch], model: CausalLM) -> Iterable[Batch]:
     """Add ``reference_logps [B, 2]``, a model's log-probabilities of the completions, to batches of pairs.
 
-    The values are computed when a batch is read. ``list(with_reference(…))`` computes the values of a
-    few batches once. The model stays in memory and must not be changed. With a mesh, the rows are
-    sharded over it. The iterators resume if the iterators of ``batches`` do. Raises ValueError for
-    batches that are not of pairs.
+    The values are computed when a batch is read. To compute them only once for a few batches, use
+    ``list(with_reference(…))``. The model stays in memory and must not be changed. On a mesh, the rows
+    are sharded. The iterators can resume if the iterators of ``batches`` can. Raises ValueError if a
+    batch does not contain pairs.
     """
     return Restartable(lambda: _Referenced(iter(batches), model))
 
@@ -201,11 +203,11 @@ class _Referenced(Iterator[Batch]):
         batch = as_arrays(next(self._batches))
         check_pairs(batch)
         check_ids(batch, self._model.config.vocab_size)
-        found = model_program(self._model, _reference)(put_rows(batch, self._model.mesh))
-        return batch | {REFERENCE: rows_of_process(found, len(batch["tokens"]))}
+        logps = model_program(self._model, _reference)(put_rows(batch, self._model.mesh))
+        return batch | {REFERENCE: rows_of_process(logps, len(batch["tokens"]))}
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._batches, name)  # get_state and set_state, if there are any
+        return getattr(self._batches, name)  # get_state and set_state, if available
 
 
 def _reference(model: CausalLM, batch: dict[str, Array]) -> Pairs:

@@ -1,4 +1,4 @@
-"""The steps of a training run, with evaluation, callbacks and checkpoints between them."""
+"""Training run: steps with evaluation, callbacks and checkpoints in between."""
 
 import contextlib
 import dataclasses
@@ -40,7 +40,7 @@ from nnxmoe.train.loop.step import Step
 
 @dataclasses.dataclass(frozen=True)
 class _StepMade:
-    """A step that was started. ``position`` is the position in the data after the step's batch."""
+    """Started step. ``position`` is the position in the data after the step's batch."""
 
     number: int
     position: dict[str, Any]
@@ -70,7 +70,7 @@ class Run:
         if checkpoints is not None and self.first > self.steps:
             raise ValueError(
                 f"{checkpoints.folder} is at step {self.first}, beyond the total of steps={self.steps}: pass a larger "
-                "number, or another folder"
+                "number, or a different folder"
             )
         if checkpoints is not None:
             broadcast_text(lambda: refuse_unless_writable(checkpoints.folder) or "")
@@ -90,49 +90,49 @@ class Run:
         Reads the report of each step while the device computes the next step, unless a callback, an
         evaluation or a checkpoint reads the state in between.
         """
-        before: _StepMade | None = None  # the step whose report has not been read
-        with contextlib.ExitStack() as shown:
+        pending: _StepMade | None = None  # step whose report has not been read
+        with contextlib.ExitStack() as contexts:
             for callback in self.callbacks:
                 if isinstance(callback, contextlib.AbstractContextManager):
-                    shown.enter_context(callback)
+                    contexts.enter_context(callback)
             for number in range(self.first + 1, self.steps + 1):
                 if self.checkpoints is not None and self.checkpoints.due(number):
                     with self.spent.on("checkpoint"):
                         self.checkpoints.wait()  # a killed process loses at most one interval
-                if before is None:
+                if pending is None:
                     self.since = time.perf_counter()
                 try:
-                    made = self._start(number, shown)
+                    started = self._start(number, contexts)
                 finally:
-                    if before is not None:  # also if the data end or are invalid
-                        previous, before = before, None
+                    if pending is not None:  # also if the data end or are invalid
+                        previous, pending = pending, None
                         self._finish(previous, next_started=True)
-                if self._late and number > self.first + 1 and not self._due(number) and not made.asked():
-                    before = made
-                elif self._finish(made):
+                if self._late and number > self.first + 1 and not self._due(number) and not started.asked():
+                    pending = started
+                elif self._finish(started):
                     break
-        if self.first == self.steps:  # the run was finished before
+        if self.first == self.steps:  # the run had already finished
             self.history.append(self.saved_metrics | self._evaluated())
         return self._fitted()
 
-    def _start(self, number: int, shown: contextlib.ExitStack) -> _StepMade:
+    def _start(self, number: int, contexts: contextlib.ExitStack) -> _StepMade:
         """Start a step with the next batch."""
         with self.spent.on("data"):
             batch, position = self.source.next()
             batch = put_batch(batch, self.step, self.limit)
         if self.step.compiles(batch):
             self._compile(batch)
-        if self.bar is None:  # created after compilation, so that its time estimate excludes it
-            silent = {"disable": True} if jax.process_index() else {}  # False overrides TQDM_DISABLE
-            given = {"total": self.steps, "initial": self.first, "desc": "training", "unit": "step"}
-            self.bar = shown.enter_context(progress_bar(**given, **silent))
-        asked = any_process(lambda: self.stop.asked, self.step.mesh)
+        if self.bar is None:  # created after compilation, to exclude it from the time estimate
+            disabled = {"disable": True} if jax.process_index() else {}  # False overrides TQDM_DISABLE
+            bar_options = {"total": self.steps, "initial": self.first, "desc": "training", "unit": "step"}
+            self.bar = contexts.enter_context(progress_bar(**bar_options, **disabled))
+        is_interrupted = any_process(lambda: self.stop.asked, self.step.mesh)
         with jax.profiler.StepTraceAnnotation("train", step_num=number):
             self.state, report = self.step.run(self.state, batch)
-        return _StepMade(number, position, batch, report, asked)
+        return _StepMade(number, position, batch, report, is_interrupted)
 
     def _compile(self, batch: Batch) -> None:
-        """Compile the step for batches of this shape. The seconds do not count as training time."""
+        """Compile the step for batches of this shape. Compilation does not count as training time."""
         started = time.perf_counter()
         if self.bar is not None:
             self.bar.clear()
@@ -148,19 +148,19 @@ class Run:
         return all(getattr(callback, "late", False) for callback in self.callbacks)
 
     def _due(self, number: int) -> bool:
-        """Check whether the state after this step is read, since the step is the last, saved or evaluated."""
+        """Check whether this step is the last, saved or evaluated, so that the state after it is read."""
         saved = self.checkpoints is not None and self.checkpoints.due(number)
         return number == self.steps or saved or self._evaluates(number)
 
     def _evaluates(self, number: int) -> bool:
         return self.evaluation is not None and self.evaluation.due(number, number == self.steps)
 
-    def _finish(self, made: _StepMade, *, next_started: bool = False) -> bool:
+    def _finish(self, started: _StepMade, *, next_started: bool = False) -> bool:
         """Read a step's report, evaluate, run callbacks and save a checkpoint if due.
 
         Args:
-            made: The step.
-            next_started: Whether the next step has begun. If so, training does not end here, and Ctrl-C is not checked.
+            started: The step.
+            next_started: True if the next step has started. Training then does not end here, and Ctrl-C is not checked.
 
         Returns:
             True if training ends.
@@ -168,9 +168,9 @@ class Run:
         Raises:
             Interrupted: If Ctrl-C was pressed in any process and the step is not the last.
         """
-        number, late = made.number, self._late
-        metrics, load = self._read(made)
-        interrupted = not next_started and made.asked()
+        number, late = started.number, self._late
+        metrics, load = self._read(started)
+        interrupted = not next_started and started.asked()
         if self._evaluates(number):
             metrics |= self._evaluated()
         repeated = self.evaluation is not None and self.evaluation.every is not None
@@ -183,40 +183,40 @@ class Run:
         stop = not next_started and any_process(lambda: stop, self.step.mesh)()
         if stop and not EVALUATED <= metrics.keys():
             metrics |= self._evaluated()
-        ends = stop or number == self.steps
-        self._save(made, metrics, force=ends or interrupted)
+        is_last = stop or number == self.steps
+        self._save(started, metrics, force=is_last or interrupted)
         self.history.append(metrics)
         assert self.bar is not None
         self.bar.set_postfix(shown_metrics(metrics), refresh=False)
         self.bar.update()
-        if interrupted and not ends:
-            told = "nothing is saved: give fit a checkpoint folder to continue another time"
+        if interrupted and not is_last:
+            hint = "nothing is saved: pass a checkpoint folder to fit to be able to continue"
             if self.checkpoints is not None:
                 self.checkpoints.wait()
-                told = f"saved in {self.checkpoints.folder}: the same call continues from there"
-            raise Interrupted(f"interrupted at step {number} of {self.steps}; {told}", self._fitted())
-        return ends
+                hint = f"saved in {self.checkpoints.folder}: the same call continues from there"
+            raise Interrupted(f"interrupted at step {number} of {self.steps}; {hint}", self._fitted())
+        return is_last
 
     def _fitted(self) -> Fitted:
         return Fitted(self.step.model(self.state), self.history, self.state)
 
-    def _read(self, made: _StepMade) -> tuple[Metrics, np.ndarray]:
+    def _read(self, started: _StepMade) -> tuple[Metrics, np.ndarray]:
         """Wait for a step and return its metrics and `Progress.load`.
 
-        Raises ValueError for a batch without tokens to predict, and NotFinite for non-finite gradients.
+        Raises ValueError if the batch has no token to predict, and NotFinite if a gradient is not finite.
         """
         with self.spent.on("device"):
-            report = jax.device_get(made.report)
+            report = jax.device_get(started.report)
         if report.losses.tokens is not None and not report.losses.tokens:
             raise ValueError(
-                f"step {made.number}: the batch has no token to predict. Tokens with segment id 0, attention_mask 0 "
-                "or loss_mask 0 do not count, nor does the only token of a row; check the data"
+                f"step {started.number}: the batch has no token to predict. Tokens with segment id 0, attention_mask 0 "
+                "or loss_mask 0 do not count, nor does the only token of a row. Check the data"
             )
         self.stop.deferred = True
-        self._refuse_nonfinite("gradients", report.finite, made)
+        self._refuse_nonfinite("gradients", report.finite, started)
         now = time.perf_counter()
-        metrics = metrics_of(report, made.number, made.batch, now - self.since) | self.spent.take()
-        if self.peak is not None and "tokens" in made.batch:
+        metrics = metrics_of(report, started.number, started.batch, now - self.since) | self.spent.take()
+        if self.peak is not None and "tokens" in started.batch:
             metrics["mfu"] = self.flops * metrics["tokens_per_second"] / self.peak
         self.since = now
         load = np.asarray(report.losses.load, np.float64)
@@ -226,23 +226,23 @@ class Run:
         """Evaluate the current state. Returns no metrics if there is no evaluation."""
         if self.evaluate is None:
             return {}
-        began = time.perf_counter()
-        return {EVAL_LOSS: self.evaluate(self.state), EVAL_SECONDS: time.perf_counter() - began}
+        start = time.perf_counter()
+        return {EVAL_LOSS: self.evaluate(self.state), EVAL_SECONDS: time.perf_counter() - start}
 
-    def _save(self, made: _StepMade, metrics: Metrics, force: bool) -> None:
+    def _save(self, started: _StepMade, metrics: Metrics, force: bool) -> None:
         """Save a checkpoint if it is due or forced.
 
-        Raises NotFinite if the new values are not finite. A run without checkpoints is checked at the end.
+        Raises NotFinite if a new parameter is not finite. Without checkpoints, only the final parameters are checked.
         """
-        due = self.checkpoints is not None and self.checkpoints.due(made.number)
+        due = self.checkpoints is not None and self.checkpoints.due(started.number)
         if not (force or due):
             return
-        self._refuse_nonfinite("new values", jax.device_get(self.finite(self.state.params)), made)
+        self._refuse_nonfinite("new values", jax.device_get(self.finite(self.state.params)), started)
         if self.checkpoints is not None:
-            extra = {"data": in_every_process(made.position), "base": self.base}
+            extra = {"data": in_every_process(started.position), "base": self.base}
             extra["metrics"] = {name: value for name, value in metrics.items() if math.isfinite(value)}  # JSON: no NaN
             with self.spent.on("checkpoint"):
-                self.checkpoints.save(made.number, self.step.saved(self.state), extra, force=force)
+                self.checkpoints.save(started.number, self.step.saved(self.state), extra, force=force)
 
     def _restored(self) -> TrainState:
         assert self.checkpoints is not None
@@ -252,34 +252,34 @@ class Run:
             if self.step.pipeline is None or self.step.pipeline.stages is not None:
                 raise
             raise CheckpointError(
-                f"{error}\nThe arrays of a model in pipeline stages depend on their number: set it to that of the run, "
+                f"{error}\nThe arrays of a pipelined model depend on the number of stages: use the number of the run, "
                 f"Pipeline({self.step.pipeline.microbatches}, stages=…)"
             ) from error
         if extra.get("base", self.base) != self.base:
             raise CheckpointError(
-                f"{self.checkpoints.folder} holds a run on another base model: the parameters that are not trained "
-                "have other values. Load the model, revision and dtype that the run began with, or use a new folder"
+                f"{self.checkpoints.folder} contains a run with a different base model: the frozen parameters have "
+                "different values. Load the model, revision and dtype of that run, or use a new folder"
             )
         self.saved_metrics = {"step": self.first, **extra.get("metrics", {})}
         self.source.restore(extra["data"])
         logger.info("resuming from step %d of %s", self.first, self.checkpoints.folder)
         return self.step.restored(arrays)
 
-    def _refuse_nonfinite(self, what: str, finite: Iterable[Any], made: _StepMade) -> None:
-        odd = [name for name, good in zip(self.step.names, finite, strict=True) if not good]
-        if odd:
-            where = ""
+    def _refuse_nonfinite(self, what: str, finite: Iterable[Any], started: _StepMade) -> None:
+        invalid = [name for name, is_finite in zip(self.step.names, finite, strict=True) if not is_finite]
+        if invalid:
+            hint = ""
             if self.checkpoints is not None:
                 self.checkpoints.wait()
                 latest = self.checkpoints.latest()
-                where = (
+                hint = (
                     ". There is no checkpoint yet" if latest is None else f". The last checkpoint is of step {latest}"
                 )
-            loss = float(made.report.losses.total)
+            loss = float(started.report.losses.total)
             raise NotFinite(
-                f"step {made.number}: the {what} of {', '.join(odd[:5])}{' …' if len(odd) > 5 else ''} "
-                f"({len(odd)} of {len(self.step.names)} parameters) are NaN or infinite, the loss is "
-                f"{loss:.4g}: lower the learning rate, clip gradients or check the batch{where}"
+                f"step {started.number}: the {what} of {', '.join(invalid[:5])}{' …' if len(invalid) > 5 else ''} "
+                f"({len(invalid)} of {len(self.step.names)} parameters) are NaN or infinite, the loss is "
+                f"{loss:.4g}: lower the learning rate, clip gradients or check the batch{hint}"
             )
 
 

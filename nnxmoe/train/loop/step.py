@@ -1,4 +1,4 @@
-"""Training step as one compiled program: gradients, optimizer update, and correction bias of the routers."""
+"""Training step as one compiled program: gradients, optimizer update, and correction-bias update."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -25,18 +25,18 @@ from nnxmoe.train.loop.optimizers import moment_paths, moment_shardings
 
 
 class Step:
-    """``(state, batch) -> (state, report)`` for one model and optimizer. The state is donated.
+    """Training step ``(state, batch) -> (state, report)`` for a model and an optimizer.
 
-    Parameters are stored in float32. Activations have the model's dtype. Multi-token prediction layers
-    are trained if `Objective.mtp` is not 0. The optimizer may accept ``value``, ``grad`` and
-    ``value_fn``.
+    The step donates the state. Parameters are stored in float32. Activations have the model's dtype.
+    Multi-token prediction layers are trained if `Objective.mtp` is not 0. The optimizer receives
+    ``value``, ``grad`` and ``value_fn`` if it accepts them.
 
     Args:
-        trainable: nnx filter of the variables that get gradients.
-        accumulate: Number of parts that a batch is split into. The parts are processed one after the
-            other. The gradients are equal to the gradients of the whole batch.
-        bias_rate: DeepSeek's u (Wang et al. 2024), by which the correction bias moves after the
-            optimizer's update.
+        trainable: NNX filter that selects the trained variables.
+        accumulate: Number of parts that a batch is split into. The parts are processed sequentially.
+            The gradients are equal to the gradients of the whole batch.
+        bias_rate: Step size of the update of the routers' correction biases, which follows the
+            optimizer's update (u in Wang et al. 2024).
     """
 
     def __init__(
@@ -52,15 +52,17 @@ class Step:
         accumulate = whole_number("accumulate", accumulate, 1, 2**31)
         bias_rate = real_number("bias_rate", bias_rate, 0)
         if not callable(getattr(optimizer, "init", None)) or not callable(getattr(optimizer, "update", None)):
-            raise ValueError(f"optimizer={optimizer!r}: pass one of optax, such as optax.adam(1e-4)")
+            raise ValueError(f"optimizer={optimizer!r}: pass an optax optimizer, such as optax.adam(1e-4)")
         self.optimizer, self.objective = optax.with_extra_args_support(optimizer), of_function(objective or Objective())
         if isinstance(self.objective, RouterLosses):
             self.objective = self.objective.of_model(model)
-            # Unused parameters get no gradient: weight decay would shrink them, and their moments would use memory.
-            idle = ("indexer",) if getattr(self.objective, "depths", 0) else ("indexer", "mtp")
-            trainable = nnx.All(trainable, *(nnx.Not(nnx.PathContains(name)) for name in idle))
+            # Freeze unused parameters: weight decay would shrink them, and their moments would use memory.
+            unused = ("indexer",) if getattr(self.objective, "depths", 0) else ("indexer", "mtp")
+            trainable = nnx.All(trainable, *(nnx.Not(nnx.PathContains(name)) for name in unused))
         if bias_rate and not isinstance(self.objective, RouterLosses):
-            raise ValueError("bias_rate needs the experts' loads, which a function does not report: set it to 0")
+            raise ValueError(
+                "bias_rate needs the experts' loads, but a function objective does not report them: set bias_rate to 0"
+            )
         self.accumulate, self.mesh, self.vocab = accumulate, model.strategy.mesh, model.config.vocab_size
         self.pipeline = model.strategy.pipeline
         self.definition = StepDefinition(model, self.optimizer, self.objective, trainable, accumulate, bias_rate)
@@ -70,32 +72,34 @@ class Step:
         self._start = [{n: v.get_value() for n, (_, v) in group.items()} for group in (self._params, self._frozen)]
         if not self._params:
             raise ValueError(
-                f"the model has no variable that matches trainable={trainable!r}: give a filter of nnx, such as "
+                f"the model has no variable that matches trainable={trainable!r}: pass an NNX filter, such as "
                 "nnx.PathContains('router') or nnx.Param"
             )
         self.dtypes = {name: variable.dtype for name, (_, variable) in self._params.items()}
         self._places, self.replicated = _places(model, {**self._params, **self._frozen})
         self._moving = [n for n, (_, v) in self._frozen.items() if isinstance(v, RouterBias | nnx.RngState)]
         self._programs: dict[Any, Any] = {}  # keyed by batch shapes only: hashing a whole state per step is slow
-        out = self.places, None
-        self._run = self.shared("step", self.definition.step, "the training step", donate_argnums=0, out_shardings=out)
+        out_shardings = self.places, None
+        self._run = self.shared(
+            "step", self.definition.step, "the training step", donate_argnums=0, out_shardings=out_shardings
+        )
 
     def shared(self, what: str, function: Callable[..., Any], name: str | None = None, **options: Any) -> JitProgram:
-        """Return the program of a function of the definition, shared by equal steps; see `shared_program`."""
+        """Return the program for a function of the definition. Equal steps share it, see `shared_program`."""
         key = self.definition.key
         return shared_program(key and (what, key), function, name, **options)
 
     def init(self, seed: int = 0) -> TrainState:
-        """Create the initial state, without arrays shared with the model.
+        """Create the initial state, with copies of the model's arrays.
 
-        Raises ValueError if the model has shapes only.
+        Raises ValueError if the model is abstract.
         """
         require_values(jax.tree.leaves(self._start))
         program = self.shared("init", self.definition.init, out_shardings=self.places)
         return program(*self._start, jax.random.key(seed))
 
     def shapes(self) -> TrainState:
-        """Return the result of `init` as shapes with shardings."""
+        """Return the initial state as abstract arrays with shardings."""
         return jax.tree.map(
             lambda a, place: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), self._shapes, self.places
         )
@@ -107,10 +111,10 @@ class Step:
     @functools.cached_property
     def places(self) -> Any:
         """Sharding of each array of a state, see `moment_shardings`."""
-        everywhere, shapes = self.replicated, self._shapes
+        replicated, shapes = self.replicated, self._shapes
         params = {name: self._places[name] for name in self._params}
-        moments = moment_shardings(shapes.moments, shapes.params, params, everywhere)
-        return TrainState(everywhere, params, {name: self._places[name] for name in self._frozen}, moments, everywhere)
+        moments = moment_shardings(shapes.moments, shapes.params, params, replicated)
+        return TrainState(replicated, params, {name: self._places[name] for name in self._frozen}, moments, replicated)
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Report]:
         """Run one step. Raises ValueError if the batch is malformed."""
@@ -127,13 +131,14 @@ class Step:
     def program(self, state: TrainState, batch: Batch) -> Any:
         """Return the step compiled for batches of these shapes.
 
-        Equal steps share it, see `StepDefinition.key`. Raises ValueError if ``accumulate`` does not divide
+        Equal steps share the program, see `StepDefinition.key`. Raises ValueError if ``accumulate`` does not divide
         the number of rows.
         """
         rows = rows_of(batch)
         if rows % self.accumulate:
             raise ValueError(
-                f"a batch of {rows} rows cannot be cut into accumulate={self.accumulate} parts: use a divisor of {rows}"
+                f"a batch of {rows} rows cannot be split into accumulate={self.accumulate} parts: use a "
+                f"divisor of {rows}"
             )
         if (shapes := shapes_of(dict(batch))) not in self._programs:
             self._programs[shapes] = self._run.prepare(state, dict(batch))
@@ -145,11 +150,11 @@ class Step:
         return self._run.jitted
 
     def compiles(self, batch: Batch) -> bool:
-        """Check whether these shapes are new, so that `program` may have to compile."""
+        """Check whether `program` may have to compile, since the batch has new shapes."""
         return shapes_of(dict(batch)) not in self._programs
 
     def base(self) -> dict[str, Array]:
-        """Return the frozen arrays that no step changes and no checkpoint contains."""
+        """Return the frozen arrays that steps do not change. Checkpoints do not contain these arrays."""
         return {name: value for name, value in self._start[1].items() if name not in self._moving}
 
     def saved(self, state: TrainState) -> dict[str, Any]:
@@ -162,14 +167,14 @@ class Step:
         return {"step": state.step, "key": state.key, "params": state.params, "moving": moving, "moments": moments}
 
     def restored(self, arrays: Mapping[str, Any]) -> TrainState:
-        """Build a state from the arrays of a checkpoint and, for variables that were not saved, of the model.
+        """Build a state from the arrays of a checkpoint. Variables that were not saved come from the model.
 
-        No array is copied twice, so resuming uses no more memory than starting.
+        No array is copied twice, so resuming needs no more memory than starting.
         """
-        leaves = [arrays["moments"][path] for path in moment_paths(self.places.moments)]  # dicts sort them by path
+        leaves = [arrays["moments"][path] for path in moment_paths(self.places.moments)]  # dicts sort arrays by path
         moments = jax.tree.unflatten(jax.tree.structure(self.places.moments), leaves)
-        copied = shared_program("copies", _copies, out_shardings=self.places.frozen)
-        frozen = copied(self._start[1]) | dict(arrays["moving"])
+        copy_arrays = shared_program("copies", _copies, out_shardings=self.places.frozen)
+        frozen = copy_arrays(self._start[1]) | dict(arrays["moving"])
         return TrainState(arrays["step"], dict(arrays["params"]), frozen, moments, arrays["key"])
 
     def model(self, state: TrainState) -> CausalLM:
@@ -194,22 +199,22 @@ def _places(model: CausalLM, variables: Variables) -> tuple[dict[str, Any], Any]
         return places, NamedSharding(mesh, PartitionSpec())
     values = {name: variable.get_value() for name, (_, variable) in variables.items()}
     places = {name: value.sharding for name, value in values.items()}
-    several = [place for place in places.values() if place is not None and place.num_devices > 1]
-    if not several:
+    multi_device = [place for place in places.values() if place is not None and place.num_devices > 1]
+    if not multi_device:
         return places, next(iter(places.values()))
-    if any(AxisType.Explicit in place.mesh.axis_types for place in several if isinstance(place, NamedSharding)):
+    if any(AxisType.Explicit in place.mesh.axis_types for place in multi_device if isinstance(place, NamedSharding)):
         raise ValueError(
             "the model's arrays are on a mesh with explicit axes: make it with axis_types=(jax.sharding.AxisType.Auto, "
             "…), or pass mesh=, such as mesh=nnxmoe.make_mesh(fsdp=-1)"
         )
-    everywhere = _replicated(several[0])
-    places = {name: place if getattr(values[name], "committed", True) else everywhere for name, place in places.items()}
-    if odd := [name for name, place in places.items() if place.device_set != everywhere.device_set]:
+    replicated = _replicated(multi_device[0])
+    places = {name: place if getattr(values[name], "committed", True) else replicated for name, place in places.items()}
+    if misplaced := [name for name, place in places.items() if place.device_set != replicated.device_set]:
         raise ValueError(
-            f"{odd[0]} is on other devices than the model's first sharded array: pass mesh=, such as "
+            f"{misplaced[0]} is on different devices than the model's first sharded array: pass mesh=, such as "
             "mesh=nnxmoe.make_mesh(fsdp=-1), or put all arrays on the same devices"
         )
-    return places, everywhere
+    return places, replicated
 
 
 def _replicated(place: Sharding) -> NamedSharding:
