@@ -431,9 +431,10 @@ def test_error_lists_every_mismatch() -> None:
     for fault in (
         "decoder/layers_0/MoeBlock_0/wo is missing, [8, 48, 32]",
         "decoder/layers_0/extra/kernel [3, 4] is not a parameter",
-        "decoder/layers_0/MoeBlock_0/gate/kernel has shape [8, 32], the config asks for [32, 8] (it looks transposed)",
-        "decoder/layers_0/self_attention/query/kernel has shape [32, 8, 6], the config asks for [32, 4, 12]",
-        "decoder/decoder_norm/scale is int32: weights are float32, bfloat16, float16, float64",
+        "decoder/layers_0/MoeBlock_0/gate/kernel has shape [8, 32], but the config requires [32, 8] "
+        "(it looks transposed)",
+        "decoder/layers_0/self_attention/query/kernel has shape [32, 8, 6], but the config requires [32, 4, 12]",
+        "decoder/decoder_norm/scale is int32; supported dtypes: float32, bfloat16, float16, float64",
     ):
         assert fault in str(caught.value)
 
@@ -444,7 +445,9 @@ def test_invalid_arrays_and_configs() -> None:
     name = "params/token_embedder/embedding"
     with pytest.raises(CheckpointError, match=f"shapes without values: {name}"):
         maxtext.from_tree(params | {name: jax.ShapeDtypeStruct((3, 4), jnp.float32)}, config)
-    with pytest.raises(CheckpointError, match="embedding is float8_e4m3fn: weights are float32, bfloat16, float16"):
+    with pytest.raises(
+        CheckpointError, match="embedding is float8_e4m3fn; supported dtypes: float32, bfloat16, float16"
+    ):
         maxtext.from_tree(params | {name: params[name].astype(jnp.float8_e4m3fn)}, config)
     for wrong in (None, {}):
         with pytest.raises(ValueError, match=r"pass the result of nnxmoe\.config_from_hf"):
@@ -456,7 +459,9 @@ def test_invalid_arrays_and_configs() -> None:
 def test_scanned_arrays_with_unscanned_names_are_refused() -> None:
     params = params_of("mixtral_scanned")
     renamed = {name.replace("/layers/", "/layers_0/"): array for name, array in params.items()}
-    with pytest.raises(CheckpointError, match=r"layers_0/MoeBlock_0/wi_0 has shape \[8, 2, 32, 48\], the config asks"):
+    with pytest.raises(
+        CheckpointError, match=r"layers_0/MoeBlock_0/wi_0 has shape \[8, 2, 32, 48\], but the config requires"
+    ):
         maxtext.from_tree(nested(renamed), config_of("mixtral_scanned"))
 
 

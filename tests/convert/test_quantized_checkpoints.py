@@ -357,7 +357,7 @@ ROTATIONS = {
     "location 'k_cache', 'q_attn'": {
         "config_groups": {"a": {"apply": [{"location": "q_attn"}]}, "b": {"apply": [{"location": "k_cache"}]}}
     },
-    "must hold config_groups": {"config_groups": {"a": {"apply": [{"where": "input"}]}}},
+    "must have config_groups": {"config_groups": {"a": {"apply": [{"where": "input"}]}}},
 }
 
 
@@ -385,7 +385,7 @@ def test_tensors_beside_a_quantised_weight_are_refused(tmp_path: Path, name: str
         odd = found | {f"{Q}.{ending}": np.ones((64, 64), np.float32)}
         folder = write_checkpoint(tmp_path / str(i), fields, odd)
         for keep in (False, True):
-            with pytest.raises(ValueError, match=rf"{Q}\.{ending} belongs to the quantised {Q}, and its use is not"):
+            with pytest.raises(ValueError, match=rf"{Q}\.{ending} belongs to the quantized {Q}, but is not"):
                 nnxmoe.from_pretrained(folder, keep_quantized=keep)
 
 
@@ -400,7 +400,7 @@ def test_layers_that_stay_floats(tmp_path: Path) -> None:
         arrays(nnxmoe.dequantize(model)),
         arrays(nnxmoe.from_pretrained(write_checkpoint(tmp_path / "f", fields, plain))),
     )
-    with pytest.raises(ValueError, match=r"stored in different ways.*keep_quantized.*Unrolled"):
+    with pytest.raises(ValueError, match=r"stored in different formats.*keep_quantized.*Unrolled"):
         nnxmoe.from_pretrained(codes, keep_quantized=True, strategy=SCANNED)
     nnxmoe.save_pretrained(model, tmp_path / "again")
     identical(arrays(nnxmoe.from_pretrained(tmp_path / "again", keep_quantized=True)), arrays(model))
@@ -532,7 +532,7 @@ MALFORMED: list[tuple[str, str, Edit, str]] = [
     ("fp8 without method", DEEPSEEK, field("quant_method", None), "lacks quant_method"),
     ("a method that is a list", DEEPSEEK, field("quant_method", ["fp8"]), "method .* is not supported"),
     ("unknown method", DEEPSEEK, field("quant_method", "hqq"), "method 'hqq' is not supported"),
-    ("another method", DEEPSEEK, field("quant_method", "awq"), "is FP8, but config.json says quant_method 'awq'"),
+    ("another method", DEEPSEEK, field("quant_method", "awq"), "is FP8, but config.json has quant_method 'awq'"),
     ("both scales", DEEPSEEK, adding("weight_scale", np.ones(1, np.float32)), "both weight_scale_inv and weight_scale"),
     ("scalar missing", "autofp8-static", without("weight_scale"), "weight_scale is missing"),
     ("scalar shape", "autofp8-static", adding("weight_scale", np.ones(2, np.float32)), r"has shape \[2\]"),
@@ -544,7 +544,7 @@ MALFORMED: list[tuple[str, str, Edit, str]] = [
         "wide zero points",
         "int-quantized-zero",
         adding("weight_zero_point", np.full((64, 1), 200, np.int32)),
-        "-128 … 127",
+        "from -128 to 127",
     ),
     (
         "zero points of fp8",
@@ -554,7 +554,7 @@ MALFORMED: list[tuple[str, str, Edit, str]] = [
     ),
     ("words cut", PACK, cut("weight_packed"), "needs .*words"),
     ("rows of words cut", PACK, cut("weight_packed", 0), "needs .*words"),
-    ("words of another dtype", PACK, as_dtype("weight_packed", np.uint8), "FP4 has type 'float' and groups of 16"),
+    ("words of another dtype", PACK, as_dtype("weight_packed", np.uint8), "FP4 requires type 'float' and groups of 16"),
     ("scales of packed missing", PACK, without("weight_scale"), "weight_scale is missing"),
     ("shape missing", PACK, without("weight_shape"), "weight_shape is missing"),
     ("shape wrong", PACK, with_value("weight_shape", 63), "weight_shape"),
@@ -571,30 +571,30 @@ MALFORMED: list[tuple[str, str, Edit, str]] = [
         adding("qweight", np.zeros((64, 8), np.int32)),
         "stored twice, as weight_packed and as qweight",
     ),
-    ("groups that do not divide", PACK, weights("group_size", 24), "groups of 24 do not divide its 64 inputs"),
+    ("groups that do not divide", PACK, weights("group_size", 24), "groups of 24 do not divide the 64 inputs"),
     ("another group size", PACK, weights("group_size", 32), r"has shape \[64, 4\]: its scales must be \[64, 2\]"),
     ("group size zero", PACK, weights("group_size", 0), "positive|must be"),
     ("five bits", PACK, weights("num_bits", 5), "num_bits 5 is not supported"),
-    ("eight bits in words of four", PACK, weights("num_bits", 8), "with 8 bits the weight_shape"),
+    ("eight bits in words of four", PACK, weights("num_bits", 8), "with 8 bits, weight_shape"),
     ("another type", PACK, weights("type", "flt"), "type 'flt' is not supported; supported: int, float"),
     ("scales of another default strategy", PACK, weights("strategy", None, "group_size"), r"its scales must be \[1\]"),
     ("strategy", PACK, weights("strategy", "tensor_group"), "strategy 'tensor_group' is supported for type 'float'"),
-    ("no group names it", PACK, group("targets", ["re:.*mlp.*"]), "no group of config_groups names it"),
-    ("a target that is no expression", PACK, group("targets", ["re:("]), "no regular expression"),
+    ("no group names it", PACK, group("targets", ["re:.*mlp.*"]), "the targets of no group in config_groups match it"),
+    ("a target that is no expression", PACK, group("targets", ["re:("]), "is not a valid regular expression"),
     ("targets no list", PACK, group("targets", "Linear"), "must be a list of strings"),
-    ("a group without weights", PACK, group("weights", None), "no group of config_groups names it"),
-    ("weights no object", PACK, group("weights", [4]), "needs an object 'weights'"),
+    ("a group without weights", PACK, group("weights", None), "the targets of no group in config_groups match it"),
+    ("weights no object", PACK, group("weights", [4]), "requires an object 'weights'"),
     ("asymmetric without zero points", ASYMMETRIC, without("weight_zero_point"), "weight_zero_point is missing"),
     ("mxfp6", PACK, field("format", "mxfp6-pack-quantized"), "format 'mxfp6-pack-quantized' is not supported"),
-    ("floats in words", PACK, weights("type", "float"), "floats are packed in U8"),
+    ("floats in words", PACK, weights("type", "float"), "floats must be packed in U8"),
     ("nvfp4 factor missing", NVFP4, without("weight_global_scale"), "weight_global_scale is missing"),
     ("nvfp4 factor zero", NVFP4, with_value("weight_global_scale", 0), "is 0.0: it must be positive and finite"),
     ("nvfp4 factor per row", NVFP4, adding("weight_global_scale", np.ones(64, np.float32)), r"must be \[\] or \[1\]"),
     ("nvfp4 scale NaN", NVFP4, with_value("weight_scale", np.nan), "has a scale of nan"),
     ("nvfp4 scale negative", NVFP4, with_value("weight_scale", -1), "must be finite and not negative"),
     ("nvfp4 scales cut", NVFP4, cut("weight_scale"), r"its scales must be \[64, 4\]"),
-    ("nvfp4 in groups of 32", NVFP4, weights("group_size", 32), "FP4 has type 'float' and groups of 16"),
-    ("nvfp4 zero points", NVFP4, adding("weight_zero_point", np.zeros((64, 4), np.int8)), "its use is not supported"),
+    ("nvfp4 in groups of 32", NVFP4, weights("group_size", 32), "FP4 requires type 'float' and groups of 16"),
+    ("nvfp4 zero points", NVFP4, adding("weight_zero_point", np.zeros((64, 4), np.int8)), "but is not supported"),
     ("modelopt factor negative", OPT, with_value("weight_scale_2", -1), "is -1.0: it must be positive and finite"),
     ("modelopt, bytes of another dtype", OPT, as_dtype("weight", np.int8), "with weight_scale_2 it must be U8"),
     (
@@ -608,7 +608,12 @@ MALFORMED: list[tuple[str, str, Edit, str]] = [
     ("modelopt blocks", "modelopt-fp8-blocks", adding("weight_scale", np.ones((2, 1, 1, 1), np.float32)), "must be"),
     ("mxfp8 NaN", "mxfp8", with_value("weight_scale", 255), "has a scale of nan"),
     ("2:4", PACK, field("format", "marlin-24"), "is not supported"),
-    ("column order", PACK, adding("weight_g_idx", np.zeros(64, np.int32)), "another order are not supported"),
+    (
+        "column order",
+        PACK,
+        adding("weight_g_idx", np.zeros(64, np.int32)),
+        "reordered groups of columns are not supported",
+    ),
     ("zero points cut", ASYMMETRIC, cut("weight_zero_point", 0), r"must be \[8, 4\]"),
     ("awq scales missing", AWQ, without("scales"), "scales is missing"),
     ("awq zero points missing", AWQ, without("qzeros"), "qzeros is missing"),
@@ -628,13 +633,13 @@ MALFORMED: list[tuple[str, str, Edit, str]] = [
         r"its scales|it must be \[4, 8\]",
     ),
     ("gptq words cut", GPTQ, cut("qweight", 0), "must be|g_idx"),
-    ("gptq group out of range", GPTQ, with_value("g_idx", 9), "group 9 does not exist: there are 4"),
+    ("gptq group out of range", GPTQ, with_value("g_idx", 9), "group 9 does not exist: the number of groups is 4"),
     ("gptq negative group", GPTQ, with_value("g_idx", -1), "group -1 does not exist"),
     ("gptq groups of unequal size", GPTQ, with_value("g_idx", 1), "group 0 has 15 inputs: it must have 16"),
     ("gptq g_idx cut", ACT, cut("g_idx"), r"must be \[64\]"),
     ("gptq scales cut", GPTQ, cut("scales"), "must be"),
     ("gptq bits", GPTQ, field("bits", 2), "bits 2 is not supported"),
-    ("gptq bits absent", GPTQ, removed("bits"), "quantization_config lacks bits: give one of 4, 8"),
+    ("gptq bits absent", GPTQ, removed("bits"), "quantization_config lacks bits: set it to one of 4, 8"),
     ("gptq marlin by its newer name", GPTQ, field("format", "marlin"), "checkpoint_format 'marlin' is not supported"),
     ("gptq rotation", GPTQ, field("rotation", "hadamard"), "rotation 'hadamard' rotates activations at run time"),
     ("awq rotation", AWQ, field("rotation", "random"), "rotation 'random' rotates activations at run time"),
@@ -646,10 +651,15 @@ MALFORMED: list[tuple[str, str, Edit, str]] = [
     ("gptq version", GPTQ, field("checkpoint_format", "marlin"), "checkpoint_format 'marlin' is not supported"),
     ("gptq group size", GPTQ, field("group_size", "big"), "group_size must be a positive integer or -1"),
     ("nf4 state missing", "nf4", without("weight.quant_state.bitsandbytes__nf4"), "nf4 is missing"),
-    ("nf4 levels", "nf4", with_value("weight.quant_map", 0.5), "other levels than those of NF4"),
-    ("nf4 fp4", "nf4", state(quant_type="fp4"), "is not a description of NF4"),
+    ("nf4 levels", "nf4", with_value("weight.quant_map", 0.5), "does not contain the NF4 levels"),
+    ("nf4 fp4", "nf4", state(quant_type="fp4"), "is not a valid NF4 description"),
     ("nf4 shape", "nf4", state(shape=[64, 62]), r"needs \[1984, 1\]"),
-    ("nf4 no JSON", "nf4", adding("weight.quant_state.bitsandbytes__nf4", np.zeros(3, np.uint8)), "not a description"),
+    (
+        "nf4 no JSON",
+        "nf4",
+        adding("weight.quant_state.bitsandbytes__nf4", np.zeros(3, np.uint8)),
+        "not a valid NF4 description",
+    ),
     ("nf4 scale NaN", "nf4", with_value("weight.absmax", np.nan), "scales must be finite"),
     ("nf4 nested scales missing", "nf4-nested", without("weight.nested_quant_map"), "nested_quant_map is missing"),
     ("nf4 offset", "nf4-nested", state(nested_offset="much"), "nested_offset"),
@@ -726,10 +736,10 @@ def test_settings_of_modelopt_in_a_file_of_their_own(tmp_path: Path) -> None:
     for folder in (apart, inside):
         model = nnxmoe.from_pretrained(folder, dtype="float32")
         identical(arrays(model), wanted)
-        skipped = model.load_report.skipped["scales of activations and caches (neither is quantised)"]
+        skipped = model.load_report.skipped["scales of activations and caches (which are not quantized)"]
         assert any(name.endswith("k_proj.k_scale") for name in skipped)
     with pytest.raises(
-        nnxmoe.CheckpointError, match="has FP4 codes in groups of other than 32, which compressed-tensors cannot"
+        nnxmoe.CheckpointError, match="has FP4 codes in groups of a size other than 32, which compressed-tensors cannot"
     ):
         nnxmoe.save_pretrained(nnxmoe.from_pretrained(apart, keep_quantized=True), tmp_path / "saved")
     (apart / "hf_quant_config.json").write_text('{"quantization": "FP8"}')
@@ -741,7 +751,7 @@ def test_settings_of_modelopt_in_a_file_of_their_own(tmp_path: Path) -> None:
 def test_settings_without_quantised_weights_are_refused(tmp_path: Path, name: str) -> None:
     fields = {**FIELDS["llama"], "quantization_config": dict(FORMATS[name].config)}
     folder = write_checkpoint(tmp_path / "m", fields, tiny_weights(FIELDS["llama"]))
-    with pytest.raises(ValueError, match=r"quant_method .*no tensor holds quantised weights"):
+    with pytest.raises(ValueError, match=r"quant_method .*no tensor contains quantized weights"):
         nnxmoe.from_pretrained(folder)
 
 
@@ -751,7 +761,7 @@ def test_nan_codes_cannot_be_kept(tmp_path: Path) -> None:
     tensors[f"{Q}.weight"].view(np.uint8)[3, 5] = 0xFF
     save_file(tensors, codes / "model.safetensors")
     assert nnxmoe.from_pretrained(codes).load_report.nonfinite == {f"{Q}.weight": 1}
-    with pytest.raises(ValueError, match=r"q_proj\.weight.* has NaN: load it without keep_quantized"):
+    with pytest.raises(ValueError, match=r"q_proj\.weight.* contains NaN: load the model without keep_quantized"):
         nnxmoe.from_pretrained(codes, keep_quantized=True)
 
 
@@ -769,7 +779,7 @@ def test_experts_stored_in_different_ways_are_refused(tmp_path: Path) -> None:
     stored, _ = form.checkpoint(weights_, lambda name: ".experts." in name and ".experts.2.w1" not in name)
     codes = write_checkpoint(tmp_path / "m", {**fields, "quantization_config": dict(form.config)}, stored)
     nnxmoe.from_pretrained(codes)
-    with pytest.raises(ValueError, match=r"experts\.2\.w1\.weight and .* are stored in different ways"):
+    with pytest.raises(ValueError, match=r"experts\.2\.w1\.weight and .* are stored in different formats"):
         nnxmoe.from_pretrained(codes, keep_quantized=True)
 
 

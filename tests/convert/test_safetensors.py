@@ -157,8 +157,8 @@ def test_file_truncated_after_opening(tmp_path: Path) -> None:
     with Checkpoint.open(folder) as checkpoint:
         assert same(checkpoint.read("a"), A)
         os.truncate(file, file.stat().st_size - 7000)
-        refused(lambda: checkpoint.read("t"), str(file), "'t'", "cut short")
-        refused(lambda: checkpoint.read("t", cols=slice(0, 10)), str(file), "'t'", "cut short")
+        refused(lambda: checkpoint.read("t"), str(file), "'t'", "truncated")
+        refused(lambda: checkpoint.read("t", cols=slice(0, 10)), str(file), "'t'", "truncated")
         assert checkpoint.read("t", slice(0, 98)).shape == (98, 5000)
     whole = Checkpoint.open(make_folder(tmp_path / "second", {"model.safetensors": pack({"a": A})}))
     with open(tmp_path / "second/model.safetensors", "ab") as file:
@@ -385,7 +385,7 @@ def test_shards_with_equal_copies_and_unlisted_tensors(tmp_path: Path) -> None:
     files = {"x.safetensors": pack({"a": A}), "y.safetensors": pack({"a": A, "b": B, "extra": B})}
     folder = make_folder(tmp_path, files, weight_map={"a": "y.safetensors", "b": "y.safetensors", "c": "x.safetensors"})
     with Checkpoint.open(folder) as checkpoint:
-        assert checkpoint.notes == ["model.safetensors.index.json lists c, which no file holds"]
+        assert checkpoint.notes == ["model.safetensors.index.json lists c, which no file contains"]
     make_folder(tmp_path, {"x.safetensors": pack({"a": A, "c": B})}, weight_map=json.loads(
         (folder / "model.safetensors.index.json").read_text())["weight_map"])  # fmt: skip
     with Checkpoint.open(folder) as checkpoint:

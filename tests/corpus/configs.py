@@ -188,7 +188,7 @@ WHOLE: list[tuple[str, Verdict, dict[str, Any], tuple[str, ...]]] = [
     ("FP8 with blocks that are texts", "refuse", {"quantization_config": {"quant_method": "fp8", "weight_block_size": ["1", "1"]}}, (CONFIG, "weight_block_size")),
     ("FP8 of another format", "refuse", {"quantization_config": {"quant_method": "fp8", "fmt": "e5m2", "weight_block_size": [8, 8]}}, (CONFIG, "fmt")),
     ("quantization without its method", "refuse", {"quantization_config": {"bits": 8}}, (CONFIG, "lacks quant_method")),
-    ("quantization by ModelOpt, weights without", "refuse", {"quantization_config": {"quant_algo": "FP8"}}, (CONFIG, "modelopt", "no tensor holds quantised weights")),
+    ("quantization by ModelOpt, weights without", "refuse", {"quantization_config": {"quant_algo": "FP8"}}, (CONFIG, "modelopt", "no tensor contains quantized weights")),
     ("a quantization method of a million letters", "refuse", {"quantization_config": {"quant_method": "x" * 10**6}}, (CONFIG, "quant")),
     ("a null rope_type beside a type", "accept", {"rope_scaling": {"rope_type": None, "type": "default"}}, ()),
     ("an eos id of no token", "report", {"eos_token_id": [1, 53]}, (CONFIG, "eos_token_id 53")),

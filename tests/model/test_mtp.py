@@ -30,7 +30,7 @@ from tests.support.tiny import ORACLE, TINY, build, random_tokens, write_checkpo
 
 TOLERANCE, NOTICED = 2e-5, 0.1
 OF = dict.fromkeys(CASES, TOLERANCE) | {"qwen3_next": MODEL_TOLERANCE}  # recurrent layers round more
-COPIES = "copies of the embedding and the head (those of the model are used)"
+COPIES = "copies of the embedding and the head (the main model's tensors are used)"
 
 
 @pytest.fixture(scope="module")
@@ -348,7 +348,7 @@ def test_copies_that_differ_are_reported(loaded: Loaded, tmp_path: Path, caplog:
     name = "model.layers.3.shared_head.head.weight"
     folder = write_checkpoint(tmp_path, case.fields, case.weights | {name: -case.weights[name]})
     report = nnxmoe.from_pretrained(folder, mtp=True).load_report
-    assert report.notes == (f"{name} differs from lm_head.weight, which is used instead",)
+    assert report.notes == (f"{name} differs from lm_head.weight: the main model's tensor is used",)
     assert name in caplog.text
     without = {n: array for n, array in case.weights.items() if n not in (name, name.replace("shared_head.head", "x"))}
     report = nnxmoe.from_pretrained(write_checkpoint(tmp_path / "b", case.fields, without), mtp=True).load_report

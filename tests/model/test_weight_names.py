@@ -56,7 +56,7 @@ def test_tensors_that_cannot_be_divided_are_faults() -> None:
     }
     odd, flat = split_tensors(table, arrays).values()
     assert odd.fault is not None and "must hold 2 parts of equal size" in odd.fault
-    assert flat.fault is not None and "must hold a kernel per expert" in flat.fault
+    assert flat.fault is not None and "must contain a kernel per expert" in flat.fault
 
 
 def test_parts_of_a_quantised_tensor_stay_quantised() -> None:

@@ -49,7 +49,7 @@ def read_fp4(
     codes: CodeFormat,
     scales: str,
     dtypes: Sequence[str],
-    scaled: Callable[[np.ndarray], np.ndarray] | None = None,
+    scale_function: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> LazyArray:
     """Read an FP4 weight.
 
@@ -59,7 +59,7 @@ def read_fp4(
         codes: Format of the codes, with the group size.
         scales: Suffix of the module's tensor of scales ``[O, I / size]``.
         dtypes: Allowed dtypes of the scales.
-        scaled: Function applied to the scales in float32.
+        scale_function: Function applied to the scales in float32.
 
     Raises:
         MalformedTensor: A tensor is missing or has a wrong dtype or shape.
@@ -70,9 +70,12 @@ def read_fp4(
         raise MalformedTensor(f"{files.where(info)} has rows of {2 * octets} codes: FP4 has groups of {size} here")
     shape = outs, 2 * octets
     scale = files.tensor(scales, dtypes, [codes.scales_shape(*shape)])
-    grid = files.scale(scale, scale.shape, allowed="positive" if scaled is None else "not negative")
-    stored = plain_array(files.checkpoint, dataclasses.replace(info, dtype="U8"))
-    parts = {"codes": unpack_nibbles(stored, size), "scale": grid if scaled is None else grid.map(scaled)}
+    grid = files.scale(scale, scale.shape, allowed="positive" if scale_function is None else "not negative")
+    byte_array = plain_array(files.checkpoint, dataclasses.replace(info, dtype="U8"))
+    parts = {
+        "codes": unpack_nibbles(byte_array, size),
+        "scale": grid if scale_function is None else grid.map(scale_function),
+    }
     return files.weight(codes, shape, parts)
 
 
@@ -89,16 +92,16 @@ def read_nvfp4(files: ModuleTensors, info: TensorInfo, codes: CodeFormat, factor
     Raises:
         MalformedTensor: A tensor is missing or has a wrong dtype, shape or value.
     """
-    one = files.tensor(factor, ("F32",), [(), (1,)])
-    value = files.values(one)
-    if value is not None and not (np.isfinite(value).all() and (value > 0).all()):
-        raise MalformedTensor(f"{files.where(one)} is {value.item()}: it must be positive and finite")
+    factor_info = files.tensor(factor, ("F32",), [(), (1,)])
+    factor_value = files.values(factor_info)
+    if factor_value is not None and not (np.isfinite(factor_value).all() and (factor_value > 0).all()):
+        raise MalformedTensor(f"{files.where(factor_info)} is {factor_value.item()}: it must be positive and finite")
 
-    def scaled(found: np.ndarray) -> np.ndarray:
-        assert value is not None, "headers only"
-        return found / value.reshape(()) if divides else found * value.reshape(())
+    def apply_factor(scales: np.ndarray) -> np.ndarray:
+        assert factor_value is not None, "headers only"
+        return scales / factor_value.reshape(()) if divides else scales * factor_value.reshape(())
 
-    return read_fp4(files, info, codes, "weight_scale", ("F8_E4M3",), scaled)
+    return read_fp4(files, info, codes, "weight_scale", ("F8_E4M3",), apply_factor)
 
 
 def read_modelopt_nvfp4(files: ModuleTensors, info: TensorInfo) -> LazyArray:
@@ -109,21 +112,23 @@ def read_modelopt_nvfp4(files: ModuleTensors, info: TensorInfo) -> LazyArray:
 
 
 def read_gpt_oss(files: ModuleTensors, info: TensorInfo) -> LazyArray:
-    """Read the weights ``[E, O, I]`` of gpt-oss. ``info`` is their tensor of blocks or scales.
+    """Read weights ``[E, O, I]`` of gpt-oss. ``info`` is the tensor of blocks or scales.
 
-    Raises MalformedTensor if the blocks and scales do not fit each other or config.json.
+    Raises MalformedTensor if the blocks and scales are inconsistent with each other or with config.json.
     """
     weight = info.name.removesuffix(BLOCKS).removesuffix(SCALES)
-    files.used |= dict.fromkeys(name for end in ("", BLOCKS, SCALES) if (name := weight + end) in files.tensors)
-    for ending, other in ((BLOCKS, SCALES), (SCALES, BLOCKS)):
+    files.used |= dict.fromkeys(name for suffix in ("", BLOCKS, SCALES) if (name := weight + suffix) in files.tensors)
+    for ending, other_ending in ((BLOCKS, SCALES), (SCALES, BLOCKS)):
         if weight + ending not in files.tensors:
-            raise MalformedTensor(f"{weight}{ending} is missing: {weight}{other} needs it")
+            raise MalformedTensor(f"{weight}{ending} is missing: {weight}{other_ending} requires it")
     if weight in files.tensors:
         raise MalformedTensor(f"{weight} is stored twice, as {weight} and as {weight}{BLOCKS}: remove one of them")
     blocks, kernel = files.tensors[weight + BLOCKS], weight.rpartition(".")[2]
     if files.scheme.method != "mxfp4":
-        says = f"says quant_method {files.scheme.method!r}" if files.scheme.method else "has no quantization_config"
-        raise MalformedTensor(f"{files.where(blocks)} is MXFP4, but config.json {says}")
+        config_text = (
+            f"has quant_method {files.scheme.method!r}" if files.scheme.method else "has no quantization_config"
+        )
+        raise MalformedTensor(f"{files.where(blocks)} is MXFP4, but config.json {config_text}")
     if len(blocks.shape) != 4 or blocks.shape[3] != _OCTETS or 0 in blocks.shape:
         shape = list(blocks.shape)
         raise MalformedTensor(
@@ -131,62 +136,64 @@ def read_gpt_oss(files: ModuleTensors, info: TensorInfo) -> LazyArray:
         )
     scales = files.tensor(kernel + SCALES, ("U8", "F8_E8M0"), [blocks.shape[:3]])
     experts, outs, groups, octets = blocks.shape
-    stored = plain_array(files.checkpoint, dataclasses.replace(blocks, shape=(experts, outs, groups * octets)))
-    parts = {"codes": unpack_nibbles(stored, 32), "scale": files.scale(scales, scales.shape)}
+    byte_array = plain_array(files.checkpoint, dataclasses.replace(blocks, shape=(experts, outs, groups * octets)))
+    parts = {"codes": unpack_nibbles(byte_array, 32), "scale": files.scale(scales, scales.shape)}
     return files.weight(MXFP4, (experts, outs, groups * 32), parts)
 
 
-def gpt_oss_tensors(arrays: LazyArrays, leaves: Mapping[str, ArrayLayout]) -> dict[str, LazyArray]:
+def gpt_oss_tensors(arrays: LazyArrays, layouts: Mapping[str, ArrayLayout]) -> dict[str, LazyArray]:
     """Convert the arrays of a layout to gpt-oss tensors, without rounding. Inverse of `read_gpt_oss`."""
-    found, views = dict[str, LazyArray](), dict[str, TensorPart | None]()
+    tensors, tensor_parts = dict[str, LazyArray](), dict[str, TensorPart | None]()
     for name, array in arrays.items():
-        view, ending = leaves[name].tensor_part, name.rpartition(".")[2]
+        tensor_part, ending = layouts[name].tensor_part, name.rpartition(".")[2]
         if ending in ("codes", "scale"):
-            tensor = name.removesuffix("." + ending) if view is None else view.tensor
+            tensor = name.removesuffix("." + ending) if tensor_part is None else tensor_part.tensor
             tensor += BLOCKS if ending == "codes" else SCALES
             if ending == "codes":
                 array = pack_nibbles(array).reshape((*array.shape[:-1], array.shape[-1] // _OCTETS, _OCTETS))
             else:
                 array = to_exponents(array)
-            view = view and TensorPart(tensor, dataclasses.replace(view.w, transposed=False), view.dim)
-            name = tensor if view is None or view.w.whole else view.name
-        found[name], views[name] = array, view
-    return join_parts(found, views)
+            tensor_part = tensor_part and TensorPart(
+                tensor, dataclasses.replace(tensor_part.w, transposed=False), tensor_part.dim
+            )
+            name = tensor if tensor_part is None or tensor_part.w.whole else tensor_part.name
+        tensors[name], tensor_parts[name] = array, tensor_part
+    return join_parts(tensors, tensor_parts)
 
 
-def unpack_nibbles(stored: LazyArray, size: int) -> LazyArray:
+def unpack_nibbles(byte_array: LazyArray, size: int) -> LazyArray:
     """Convert bytes ``[*E, O, I / 2]`` with two neighboring codes per byte to the packing of `CodeFormat`.
 
-    In the packing of `CodeFormat`, each byte contains one code from each half of a group of ``size`` codes.
+    In the packing of `CodeFormat`, each byte contains one code of each half of a group of ``size`` codes.
     """
 
-    def in_memory(octets: UInt8[np.ndarray, "*rows I"]) -> UInt8[np.ndarray, "*rows I"]:
+    def repack(octets: UInt8[np.ndarray, "*rows I"]) -> UInt8[np.ndarray, "*rows I"]:
         groups = octets.reshape(*octets.shape[:-1], -1, 2, size // 4)
-        first, second = groups[..., 0, :], groups[..., 1, :]
-        pairs = first & 15 | second << 4, first >> 4 | second & 240
+        first_half, second_half = groups[..., 0, :], groups[..., 1, :]
+        pairs = first_half & 15 | second_half << 4, first_half >> 4 | second_half & 240
         return np.stack(pairs, axis=-1).reshape(octets.shape)
 
-    return stored.map_blocks(size // 2, size // 2, in_memory)
+    return byte_array.map_blocks(size // 2, size // 2, repack)
 
 
 def pack_nibbles(codes: LazyArray) -> LazyArray:
     """Invert `unpack_nibbles` for `MXFP4`."""
 
-    def in_file(octets: UInt8[np.ndarray, "*rows I"]) -> UInt8[np.ndarray, "*rows I"]:
+    def repack(octets: UInt8[np.ndarray, "*rows I"]) -> UInt8[np.ndarray, "*rows I"]:
         pairs = octets.reshape(*octets.shape[:-1], -1, _OCTETS // 2, 2)
-        first, second = pairs[..., 0], pairs[..., 1]
-        halves = first & 15 | second << 4, first >> 4 | second & 240
+        even_bytes, odd_bytes = pairs[..., 0], pairs[..., 1]
+        halves = even_bytes & 15 | odd_bytes << 4, even_bytes >> 4 | odd_bytes & 240
         return np.stack(halves, axis=-2).reshape(octets.shape)
 
-    return codes.map_blocks(_OCTETS, _OCTETS, in_file)
+    return codes.map_blocks(_OCTETS, _OCTETS, repack)
 
 
 def to_exponents(scale: LazyArray) -> LazyArray:
     """Convert powers of two to E8M0 bytes."""
 
-    def exponents(values: np.ndarray) -> np.ndarray:
-        half, found = np.frexp(values.astype(np.float32))
-        assert (half == 0.5).all(), "scales of MXFP4 are powers of two"
-        return (found + 126).astype(np.uint8)
+    def extract_exponents(values: np.ndarray) -> np.ndarray:
+        mantissa, exponent = np.frexp(values.astype(np.float32))
+        assert (mantissa == 0.5).all(), "scales of MXFP4 are powers of two"
+        return (exponent + 126).astype(np.uint8)
 
-    return scale.map(exponents, np.uint8)
+    return scale.map(extract_exponents, np.uint8)

@@ -39,22 +39,22 @@ def read_fp8(files: ModuleTensors, info: TensorInfo) -> LazyArray:
 def read_modelopt_fp8(files: ModuleTensors, info: TensorInfo) -> LazyArray:
     """Read FP8 of NVIDIA's ModelOpt, with the formulas of the library's ``QTensor`` classes.
 
-    The dtype and shape of ``weight_scale`` determine the tile: one scale per tensor, per output or per block, or
-    exponents in bytes per 32 inputs (MXFP8). Scales of activations are ignored. A factor on inputs (NVFP4_AWQ) raises
+    The dtype and shape of ``weight_scale`` determine the tile: one scale per tensor, per output or per block, or one
+    exponent byte per 32 inputs (MXFP8). Scales of activations are ignored. A factor on inputs (NVFP4_AWQ) raises
     CheckpointError, because its tensor is not supported.
     """
     outs, ins = files.matrix(info)
     scale = files.tensor("weight_scale", ("F32", "BF16", "U8"))
     blocks = -(-outs // _BLOCK[0]), -(-ins // _BLOCK[1])
     if scale.dtype == "U8":
-        tile, wanted = (1, 32), [(outs, -(-ins // 32))]
+        tile, expected_shapes = (1, 32), [(outs, -(-ins // 32))]
     elif len(scale.shape) > 2 or scale.shape == blocks != (outs, 1):
-        tile, wanted = _BLOCK, [blocks, (blocks[0], 1, blocks[1], 1)]
+        tile, expected_shapes = _BLOCK, [blocks, (blocks[0], 1, blocks[1], 1)]
     elif scale.shape in ((), (1,)):
-        tile, wanted = (FULL, FULL), [(), (1,)]
+        tile, expected_shapes = (FULL, FULL), [(), (1,)]
     else:
-        tile, wanted = (1, FULL), [(outs,), (outs, 1)]
-    files.tensor("weight_scale", (scale.dtype,), wanted)
+        tile, expected_shapes = (1, FULL), [(outs,), (outs, 1)]
+    files.tensor("weight_scale", (scale.dtype,), expected_shapes)
     return files.byte_codes(
         CodeFormat("fp8", tile), info, replace(scale, shape=blocks) if len(scale.shape) > 2 else scale
     )
@@ -68,7 +68,7 @@ def read_packed_fp4(files: ModuleTensors, info: TensorInfo) -> LazyArray:
 def _block(files: ModuleTensors, ending: str) -> tuple[int, int] | None:
     """Return ``weight_block_size``.
 
-    If the field is absent and there are several scales, return (128, 128), the default of transformers.
+    If the field is missing and the weight has several scales, return (128, 128), the default in transformers.
     """
     scale = files.tensors.get(f"{files.module}.{ending}")
     if "weight_block_size" in files.scheme.fields or scale is None or not ending.endswith(_SCALE):
@@ -77,11 +77,11 @@ def _block(files: ModuleTensors, ending: str) -> tuple[int, int] | None:
 
 
 def _ending(files: ModuleTensors) -> str:
-    """Return the suffix of the scales. Raises MalformedTensor if the module has scales under several names."""
-    found = [ending for ending in ("weight_scale_inv", "weight_scale", "scale") if files.has(ending)]
-    if len(found) > 1:
-        raise MalformedTensor(f"{files.module} has both {found[0]} and {found[1]}: remove one of them")
-    return found[0] if found else "weight_scale_inv"
+    """Return the suffix of the scales. Raises MalformedTensor if the module has scales with several suffixes."""
+    endings = [ending for ending in ("weight_scale_inv", "weight_scale", "scale") if files.has(ending)]
+    if len(endings) > 1:
+        raise MalformedTensor(f"{files.module} has both {endings[0]} and {endings[1]}: remove one of them")
+    return endings[0] if endings else "weight_scale_inv"
 
 
 def read_fused_fp8(files: ModuleTensors, info: TensorInfo) -> LazyArray:
@@ -99,10 +99,10 @@ def read_fused_fp8(files: ModuleTensors, info: TensorInfo) -> LazyArray:
     # With one scale per expert, use one tile per kernel, so that the tensor can be split into gate and up.
     codes = CodeFormat("fp8", block or (-(-outs // len(_KERNELS[kernel])), FULL))
     grid = (experts, *codes.scales_shape(outs, ins))
-    whole = grid if block else (experts, 1, 1)
-    one = files.scale(files.tensor(kernel + _SCALE, _dtypes(files), [whole]), whole)
+    scale_shape = grid if block else (experts, 1, 1)
+    stored_scale = files.scale(files.tensor(kernel + _SCALE, _dtypes(files), [scale_shape]), scale_shape)
 
-    scale = one if block else one.take([0] * grid[1], 1)
+    scale = stored_scale if block else stored_scale.take([0] * grid[1], 1)
     parts = {"codes": plain_array(files.checkpoint, replace(info, dtype="U8")), "scale": scale}
     return files.weight(codes, info.shape, parts)
 
@@ -110,31 +110,33 @@ def read_fused_fp8(files: ModuleTensors, info: TensorInfo) -> LazyArray:
 def expert_scales(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
     """Return the scales of single experts as parts of fused scale tensors, for weights that are not fused.
 
-    Maps ``….experts.N.gate_proj.weight_scale_inv`` to a part of ``….experts.gate_up_proj_scale_inv``, for example.
+    For example, ``….experts.N.gate_proj.weight_scale_inv`` is a part of ``….experts.gate_up_proj_scale_inv``.
     """
-    found: dict[str, TensorInfo] = {}
+    scales: dict[str, TensorInfo] = {}
     for name, scale in tensors.items():
         match = FUSED.fullmatch(name.removesuffix(_SCALE))
         if match is None or match[0] == name or len(scale.shape) != 3 or 0 in scale.shape or match[0] in tensors:
             continue
         kernels = _KERNELS[match["kernel"]]
-        for e in range(scale.shape[0]):
-            for i, names in enumerate(kernels):
-                part = _rows(scale.at(e), i, len(kernels))
-                modules = (f"{match['experts']}.{e}.{module}" for module in names)
-                found |= {f"{m}.weight{_SCALE}": part for m in modules if f"{m}.weight" in tensors}
-    return {name: info for name, info in found.items() if name not in tensors}
+        for expert in range(scale.shape[0]):
+            for index, names in enumerate(kernels):
+                part = _rows(scale.at(expert), index, len(kernels))
+                modules = (f"{match['experts']}.{expert}.{module}" for module in names)
+                scales |= {f"{module}.weight{_SCALE}": part for module in modules if f"{module}.weight" in tensors}
+    return {name: info for name, info in scales.items() if name not in tensors}
 
 
-def _rows(info: TensorInfo, i: int, n: int) -> TensorInfo:
-    """Select the i-th of n equal row ranges of a matrix, or the whole matrix if it has a single row."""
+def _rows(info: TensorInfo, index: int, count: int) -> TensorInfo:
+    """Select one of ``count`` equal row ranges of a matrix, or the whole matrix if it has a single row."""
     if info.shape[0] == 1:
         return info
-    rows = info.shape[0] // n
+    rows = info.shape[0] // count
     size = info.nbytes // info.shape[0] * rows
-    return replace(info, shape=(rows, info.shape[1]), begin=info.begin + i * size, end=info.begin + (i + 1) * size)
+    return replace(
+        info, shape=(rows, info.shape[1]), begin=info.begin + index * size, end=info.begin + (index + 1) * size
+    )
 
 
 def _dtypes(files: ModuleTensors) -> tuple[str, ...]:
-    """Return the allowed dtypes of scales. Bytes are allowed, as exponents, if ``scale_fmt`` is ``ue8m0``."""
+    """Return the allowed dtypes of scales. If ``scale_fmt`` is ``ue8m0``, bytes with exponents are also allowed."""
     return (*FLOATS, "F8_E8M0", *(("U8",) if files.scheme.fields.get("scale_fmt") == "ue8m0" else ()))

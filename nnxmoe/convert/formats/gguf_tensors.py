@@ -1,8 +1,8 @@
-"""The tensors of GGUF files as lazy arrays with Hugging Face's names, dequantized when they are read.
+"""The tensors of GGUF files as lazy arrays with Hugging Face names. Reading an array dequantizes it.
 
 llama.cpp stores each kernel of all experts in one tensor, reorders the rotated rows of queries and keys in the Llama
-architecture, and splits the latent up-projection of DeepSeek. Weights of some types can stay quantized. The ``gguf``
-library dequantizes all other types.
+architecture, and splits DeepSeek's latent up-projection. Weights of some types can stay quantized. The ``gguf`` library
+dequantizes all other types.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from nnxmoe.models import family_of, parse_config
 _BLOCK = re.compile(r"blk\.([0-9]{1,6})\.")
 _PARTS = {"gate": "gate", "up": "up", "down": "down"}
 
-# Name in a block, without the block number -> keys of parameters. Each family has one of the keys.
+# Tensor name without the block number -> possible keys of the parameter. Each family has one of the keys.
 _KEYS: dict[str, tuple[str, ...]] = {
     "token_embd.weight": ("embed.table",),
     "output_norm.weight": ("norm.scale",),
@@ -63,7 +63,7 @@ _KEYS: dict[str, tuple[str, ...]] = {
     "nextn.shared_head_norm.weight": ("layer.mtp.norm.scale",),
 }
 
-# The fused tensor with the gate and up outputs of all experts: suffix -> keys of gate and up.
+# Fused tensor with the gate and up outputs of all experts: suffix -> keys of gate and up.
 _FUSED = {
     "weight": ("layer.moe.experts.gate", "layer.moe.experts.up"),
     "bias": ("layer.moe.experts.biases.gate", "layer.moe.experts.biases.up"),
@@ -79,11 +79,11 @@ _KEPT = {
 
 
 def gguf_arrays(checkpoint: Checkpoint) -> dict[str, LazyArray]:
-    """Return lazy arrays by Hugging Face name. Tensors without a parameter keep their name in the file."""
+    """Return lazy arrays by Hugging Face name. Tensors that match no parameter have their GGUF names."""
     model = GGUF.open(checkpoint.folder)
     config, _ = parse_config(checkpoint.config, checkpoint.config_file)
-    table, pairs = family_of(config).hf_names(config), model.text("general.architecture") == "llama"
-    found: dict[str, LazyArray] = {}
+    table, has_row_pairs = family_of(config).hf_names(config), model.text("general.architecture") == "llama"
+    arrays: dict[str, LazyArray] = {}
     halves: dict[str, dict[str, LazyArray]] = {}
     for name, info in model.tensors.items():
         if name == "rope_freqs.weight":  # `rope_fields` converts this tensor to fields of the config
@@ -96,20 +96,20 @@ def gguf_arrays(checkpoint: Checkpoint) -> dict[str, LazyArray]:
         if stem.startswith("ffn_gate_up_exps."):
             for half, key in enumerate(_FUSED[stem.rpartition(".")[2]]):
                 if key in table:
-                    found |= _of_experts(table, key, layer, info, checkpoint, half)
+                    arrays |= _of_experts(table, key, layer, info, checkpoint, half)
             continue
         key = next((key for key in _KEYS.get(stem, ()) if key in table), None)
         if key is None:
-            found[name] = dataclasses.replace(_array(info, checkpoint), tensors=(name,))
-        elif pairs and stem.startswith(("attn_q.", "attn_k.")):
+            arrays[name] = dataclasses.replace(_array(info, checkpoint), tensors=(name,))
+        elif has_row_pairs and stem.startswith(("attn_q.", "attn_k.")):
             heads = config.num_attention_heads if stem.startswith("attn_q.") else config.kv_heads
-            found[_name(table, key, layer)] = _turned_back(_array(info, checkpoint), heads, config.head_width)
+            arrays[_name(table, key, layer)] = _turned_back(_array(info, checkpoint), heads, config.head_width)
         else:
-            found |= _of_experts(table, key, layer, info, checkpoint)
-    for name, both in halves.items():
+            arrays |= _of_experts(table, key, layer, info, checkpoint)
+    for name, kv_halves in halves.items():
         layer = int(name.split(".")[1])
-        found[_name(table, "layer.attention.kv_b.kernel", layer)] = _joined(both, config, name)
-    return found
+        arrays[_name(table, "layer.attention.kv_b.kernel", layer)] = _joined(kv_halves, config, name)
+    return arrays
 
 
 def _name(table: Table, key: str, layer: int | None) -> str:
@@ -120,53 +120,53 @@ def _name(table: Table, key: str, layer: int | None) -> str:
 def _of_experts(
     table: Table, key: str, layer: int | None, info: GGUFInfo, checkpoint: Checkpoint, half: int | None = None
 ) -> dict[str, LazyArray]:
-    """Return the array of a parameter, or one array per expert if Hugging Face's layout has one tensor per expert.
+    """Return the array of a parameter, or one array per expert if the Hugging Face layout has one tensor per expert.
 
-    If ``half`` is 0 or 1, use only this half of the outputs of each expert.
+    If ``half`` is 0 or 1, select only this half of the outputs of each expert.
     """
     w = options(table, key)[0]
 
-    def array(one: GGUFInfo, dim: int) -> LazyArray:
-        read = _array(one, checkpoint)
+    def read_array(tensor_info: GGUFInfo, dim: int) -> LazyArray:
+        tensor = _array(tensor_info, checkpoint)
         if half is None:
-            return read
-        part = TensorPart(one.name, W(one.name).rows(half, 2), dim).select(read)
-        return dataclasses.replace(part, stored=read.stored and (one.kind, one.nbytes // 2))
+            return tensor
+        part = TensorPart(tensor_info.name, W(tensor_info.name).rows(half, 2), dim).select(tensor)
+        return dataclasses.replace(part, stored=tensor.stored and (tensor_info.kind, tensor_info.nbytes // 2))
 
     if not w.per_expert:
-        return {_name(table, key, layer): array(info, 1)}
+        return {_name(table, key, layer): read_array(info, 1)}
     if len(info.values) != 3:
-        fault = f"{info.name} in {info.file.name} has shape {list(info.values)}: it must hold a kernel per expert"
+        fault = f"{info.name} in {info.file.name} has shape {list(info.values)}: it must contain a kernel per expert"
         return {w.tensor(layer, 0): LazyArray.faulty(fault, (info.name,))}
-    return {w.tensor(layer, e): array(info.at(e), 0) for e in range(info.values[0])}
+    return {w.tensor(layer, expert): read_array(info.at(expert), 0) for expert in range(info.values[0])}
 
 
 def _array(info: GGUFInfo, checkpoint: Checkpoint) -> LazyArray:
     """Return a tensor as a lazy array. Quantized blocks are dequantized when they are read."""
     octets = plain_array(checkpoint, info)
     if info.kind in _KEPT:
-        codes, places = _KEPT[info.kind]
-        parts = {name: _part(octets, codes, info, name, place) for name, place in places.items()}
+        codes, byte_ranges = _KEPT[info.kind]
+        parts = {name: _part(octets, codes, info, name, byte_range) for name, byte_range in byte_ranges.items()}
         return dataclasses.replace(coded_array(codes, info.values, parts), stored=(info.kind, info.nbytes))
     if info.shape == info.values:
         return octets
-    kind = library().GGMLQuantizationType[info.kind]
-    group, width = library().GGML_QUANT_SIZES[kind]
-    floats = octets.map_blocks(width, group, lambda found: library().dequantize(found, kind), np.float32)
+    ggml_type = library().GGMLQuantizationType[info.kind]
+    group, width = library().GGML_QUANT_SIZES[ggml_type]
+    floats = octets.map_blocks(width, group, lambda blocks: library().dequantize(blocks, ggml_type), np.float32)
     return dataclasses.replace(floats, stored=(info.kind, info.nbytes))
 
 
-def _part(octets: LazyArray, codes: CodeFormat, info: GGUFInfo, name: str, place: tuple[int, int]) -> LazyArray:
-    """Return one array of a quantized kernel, read from the byte range ``place`` of every block."""
-    begin, end = place
+def _part(octets: LazyArray, codes: CodeFormat, info: GGUFInfo, name: str, byte_range: tuple[int, int]) -> LazyArray:
+    """Return one array of a quantized kernel, read from the same byte range of every block."""
+    begin, end = byte_range
     width = info.shape[-1] // (info.values[-1] // 32)
     dtype = (
         STORAGE_DTYPES[codes.code_dtype] if name == "codes" else np.dtype(np.float16 if end - begin == 2 else np.uint8)
     )
 
-    def read(found: np.ndarray) -> np.ndarray:
-        blocks = found.reshape(*found.shape[:-1], -1, width)[..., begin:end]
-        return np.ascontiguousarray(blocks).view(dtype).reshape(*found.shape[:-1], -1)
+    def read(file_bytes: np.ndarray) -> np.ndarray:
+        blocks = file_bytes.reshape(*file_bytes.shape[:-1], -1, width)[..., begin:end]
+        return np.ascontiguousarray(blocks).view(dtype).reshape(*file_bytes.shape[:-1], -1)
 
     part = octets.map_blocks(width, (end - begin) // dtype.itemsize, read, dtype)
     if name == "codes" or dtype != np.uint8:
@@ -175,10 +175,10 @@ def _part(octets: LazyArray, codes: CodeFormat, info: GGUFInfo, name: str, place
 
 
 def _turned_back(array: LazyArray, heads: int, width: int) -> LazyArray:
-    """Reorder the rows of queries or keys from llama.cpp's order to Hugging Face's order.
+    """Reorder the rows of queries or keys from llama.cpp's order to the Hugging Face order.
 
-    Hugging Face pairs the first half of a head with the second half for rotation. llama.cpp stores the two rows of a
-    pair next to each other.
+    For the rotation, Hugging Face pairs the rows of the first half of a head with the rows of the second half.
+    llama.cpp stores the two rows of a pair next to each other.
     """
     if array.fault is not None or array.shape[0] != heads * width:
         return array  # `load_model` reports the wrong shape
@@ -189,24 +189,24 @@ def _turned_back(array: LazyArray, heads: int, width: int) -> LazyArray:
     return dataclasses.replace(coded_array(array.codes, array.shape, parts), stored=array.stored)
 
 
-def _joined(both: Mapping[str, LazyArray], config: DecoderConfig, name: str) -> LazyArray:
-    """Join ``k [heads, latent, nope]`` and ``v [heads, v, latent]`` to ``kv_b [heads (nope + v), latent]``."""
-    tensors = tuple(tensor for half in both.values() for tensor in half.tensors)
-    shapes = {half: array.shape for half, array in both.items()}
+def _joined(halves: Mapping[str, LazyArray], config: DecoderConfig, name: str) -> LazyArray:
+    """Join ``k [heads, latent, nope]`` and ``v [heads, v, latent]`` into ``kv_b [heads (nope + v), latent]``."""
+    tensors = tuple(tensor for part in halves.values() for tensor in part.tensors)
+    shapes = {part: array.shape for part, array in halves.items()}
     heads = config.num_attention_heads
-    fits = shapes.keys() == {"k", "v"} and all(len(s) == 3 and s[0] == heads for s in shapes.values())
-    if not fits or shapes["k"][1] != shapes["v"][2]:
-        return LazyArray.faulty(f"the halves of {name} do not fit: {shapes}", tensors)
+    is_valid = shapes.keys() == {"k", "v"} and all(len(shape) == 3 and shape[0] == heads for shape in shapes.values())
+    if not is_valid or shapes["k"][1] != shapes["v"][2]:
+        return LazyArray.faulty(f"the halves of {name} have inconsistent shapes: {shapes}", tensors)
     outs = shapes["k"][2] + shapes["v"][1]
 
     def read(box: Box, empty: Empty) -> np.ndarray:
-        first, last = box[0].start // outs, -(-box[0].stop // outs)  # range of heads that contains the rows
-        k, v = (np.asarray(both[half].rows(slice(first, last)), np.float32) for half in "kv")
-        rows = np.concatenate([k.swapaxes(1, 2), v], axis=1).reshape((last - first) * outs, -1)
-        return rows[box[0].start - first * outs : box[0].stop - first * outs, box[1]]
+        first_head, last_head = box[0].start // outs, -(-box[0].stop // outs)  # range of heads that contains the rows
+        k, v = (np.asarray(halves[part].rows(slice(first_head, last_head)), np.float32) for part in "kv")
+        rows = np.concatenate([k.swapaxes(1, 2), v], axis=1).reshape((last_head - first_head) * outs, -1)
+        return rows[box[0].start - first_head * outs : box[0].stop - first_head * outs, box[1]]
 
-    dtype = both["k"].dtype if both["k"].dtype == both["v"].dtype else np.dtype(np.float32)
+    dtype = halves["k"].dtype if halves["k"].dtype == halves["v"].dtype else np.dtype(np.float32)
     shape = heads * outs, shapes["k"][1]
-    # Read at once, because reads of row blocks would dequantize the heads at the borders of blocks twice.
-    array = LazyArray(shape, np.dtype(np.float32), read, AT_ONCE, tensors=tensors, file=both["k"].file)
+    # Read the whole array at once. Reads of row blocks would dequantize the heads at block boundaries twice.
+    array = LazyArray(shape, np.dtype(np.float32), read, AT_ONCE, tensors=tensors, file=halves["k"].file)
     return array.astype(dtype)

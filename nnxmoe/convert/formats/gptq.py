@@ -1,4 +1,4 @@
-"""AWQ and GPTQ weights: codes with inputs first, packed into 32-bit words.
+"""AWQ and GPTQ weights: inputs-first codes, packed into 32-bit words.
 
 The formulas follow AutoAWQ (``modules/linear/gemm.py``, ``utils/packing_utils``), AutoGPTQ and GPTQModel
 (``nn_modules/qlinear``).
@@ -29,64 +29,72 @@ def read_awq(files: ModuleTensors, info: TensorInfo) -> LazyArray:
 
 
 def read_gptq(files: ModuleTensors, info: TensorInfo) -> LazyArray:
-    """Read GPTQ: codes with inputs first, packed along the inputs, and zero points packed along the outputs.
+    """Read GPTQ: inputs-first codes packed along the inputs, and zero points packed along the outputs.
 
-    Version 1 stores zero points minus one.
+    Version 1 of the format stores each zero point minus one.
     """
-    tall, outs = files.matrix(info)
-    bits, group = _settings(files, tall, outs)
-    ins, limit = tall * 32 // bits, (1 << bits) - 1
-    less = files.scheme.choice("checkpoint_format", GPTQ_FORMATS, "gptq") != "gptq_v2"
+    num_word_rows, outs = files.matrix(info)
+    bits, group = _settings(files, num_word_rows, outs)
+    ins, max_code = num_word_rows * 32 // bits, (1 << bits) - 1
+    zero_offset = files.scheme.choice("checkpoint_format", GPTQ_FORMATS, "gptq") != "gptq_v2"
 
     def unpack(packed: np.ndarray) -> np.ndarray:
         return unpack_words(packed.T, bits)[:, :ins]
 
     def unpack_zero(packed: np.ndarray) -> np.ndarray:
-        return (unpack_words(packed, bits)[:, :outs] + np.uint8(less) & np.uint8(limit)).T
+        return (unpack_words(packed, bits)[:, :outs] + np.uint8(zero_offset) & np.uint8(max_code)).T
 
     order = _order(files, ins, group)
     return _inputs_first(files, info, (outs, ins), bits, group, unpack, unpack_zero, order)
 
 
-def _settings(files: ModuleTensors, tall: int, outs: int) -> tuple[int, int]:
+def _settings(files: ModuleTensors, num_word_rows: int, outs: int) -> tuple[int, int]:
     """Return (bits, group size) of a module.
 
-    If ``quantization_config`` has ``dynamic`` (GPTQModel), modules may have different settings. The settings are then
+    With ``dynamic`` (GPTQModel) in ``quantization_config``, modules may have different settings. The settings are then
     derived from the shapes of the module's tensors.
     """
     bits, scheme = files.scheme.choice("bits", (4, 8), None), files.scheme
     if not scheme.fields.get("dynamic"):
-        return bits, scheme.group_size() or tall * 32 // bits
+        return bits, scheme.group_size() or num_word_rows * 32 // bits
     zeros, scales = files.tensor("qzeros", ("I32",)), files.tensor("scales", FLOATS)
-    bits = next((b for b in (bits, 4, 8) if zeros.shape[-1:] == (-(-outs * b // 32),)), bits)
-    ins = tall * 32 // bits
+    bits = next((candidate for candidate in (bits, 4, 8) if zeros.shape[-1:] == (-(-outs * candidate // 32),)), bits)
+    ins = num_word_rows * 32 // bits
     group, groups = scheme.group_size() or ins, scales.shape[0] if scales.shape else 0
-    index = files.values(files.tensor("g_idx", ("I32", "I64"), [(ins,)])) if files.has("g_idx") else None
-    if index is not None and index.min() >= 0:
-        group = int((index == index[0]).sum())
+    group_index = files.values(files.tensor("g_idx", ("I32", "I64"), [(ins,)])) if files.has("g_idx") else None
+    if group_index is not None and group_index.min() >= 0:
+        group = int((group_index == group_index[0]).sum())
     elif -(-ins // group) != groups and groups and ins % groups == 0:
         group = ins // groups
     return bits, group
 
 
 def _order(files: ModuleTensors, ins: int, group: int) -> np.ndarray | None:
-    """Return the indices of the inputs sorted by group (act order), or None if the inputs are in order."""
+    """Return the indices of the inputs sorted by group (act order). `None` if the inputs are already in order."""
     if not files.has("g_idx"):
         return None
-    found = files.values(info := files.tensor("g_idx", ("I32", "I64"), [(ins,)]))
-    if found is None:
+    group_index = files.values(info := files.tensor("g_idx", ("I32", "I64"), [(ins,)]))
+    if group_index is None:
         return None
     groups = -(-ins // group)
-    if found.min() < 0 or found.max() >= groups:
-        bad = int(found.min() if found.min() < 0 else found.max())
-        raise MalformedTensor(f"{files.where(info)}: group {bad} does not exist: there are {groups}")
-    counts = np.bincount(found, minlength=groups)
+    if group_index.min() < 0 or group_index.max() >= groups:
+        invalid_group = int(group_index.min() if group_index.min() < 0 else group_index.max())
+        raise MalformedTensor(
+            f"{files.where(info)}: group {invalid_group} does not exist: the number of groups is {groups}"
+        )
+    counts = np.bincount(group_index, minlength=groups)
     if (counts[:-1] != group).any():
-        bad = int(np.argmax(counts != group))
-        raise MalformedTensor(f"{files.where(info)}: group {bad} has {counts[bad]} inputs: it must have {group}")
+        invalid_group = int(np.argmax(counts != group))
+        raise MalformedTensor(
+            f"{files.where(info)}: group {invalid_group} has {counts[invalid_group]} inputs: it must have {group}"
+        )
     settings = files.scheme.fields
-    wanted = settings.get("desc_act") is True and settings.get("static_groups") is not True and groups > 1
-    return np.argsort(found, kind="stable").astype(np.int32) if wanted or (np.diff(found) < 0).any() else None
+    uses_act_order = settings.get("desc_act") is True and settings.get("static_groups") is not True and groups > 1
+    return (
+        np.argsort(group_index, kind="stable").astype(np.int32)
+        if uses_act_order or (np.diff(group_index) < 0).any()
+        else None
+    )
 
 
 def _inputs_first(
@@ -99,7 +107,7 @@ def _inputs_first(
     unpack_zero: Callable[[np.ndarray], np.ndarray],
     order: np.ndarray | None = None,
 ) -> LazyArray:
-    """Return the quantized weight of a module whose tensors have inputs first.
+    """Return the quantized weight of a module with inputs-first tensors.
 
     Args:
         files: Tensors of the module.
@@ -107,9 +115,9 @@ def _inputs_first(
         shape: Shape ``[O, I]`` of the weight.
         bits: Bits per code.
         group: Inputs per group.
-        unpack: Converts packed codes to codes ``[O, I]``.
-        unpack_zero: Converts packed zero points to ``[O, groups]``.
-        order: Permutation of the inputs, see `QuantizedWeight`.
+        unpack: Function that converts packed codes to codes ``[O, I]``.
+        unpack_zero: Function that converts packed zero points to zero points ``[O, groups]``.
+        order: Permutation of the inputs. See `QuantizedWeight`.
     """
     (outs, ins), groups = shape, -(-shape[1] // group)
     files.tensor("qweight", ("I32",))
@@ -117,12 +125,12 @@ def _inputs_first(
     zero = files.tensor("qzeros", ("I32",), [(groups, -(-outs * bits // 32))])
     codes = CodeFormat("int4" if bits == 4 else "int8", (1, group), rounding_dtype(scale))
 
-    def rows_of(stored: LazyArray, rows: slice) -> np.ndarray:
-        found = unpack(np.asarray(stored))[rows]
-        return found if order is None else found[:, order]
+    def unpack_rows(stored: LazyArray, rows: slice) -> np.ndarray:
+        code_values = unpack(np.asarray(stored))[rows]
+        return code_values if order is None else code_values[:, order]
 
     parts = {
-        "codes": files.codes(codes, shape, info, rows_of),
+        "codes": files.codes(codes, shape, info, unpack_rows),
         "scale": files.scale(scale, codes.scales_shape(outs, ins), transposed=True, allowed="not zero"),
         "zero": files.zero_words(codes, shape, zero, unpack_zero),
     }

@@ -1,4 +1,4 @@
-"""The tensors of a module that form a quantized weight, checked for presence, dtype and shape."""
+"""The tensors of a module that form a quantized weight. Access checks presence, dtype and shape."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +39,7 @@ class ModuleTensors:
         module: Prefix of the tensors' names.
         tensors: Header entries of all tensors in the checkpoint, by name.
         scheme: Quantization settings.
-        checkpoint: Checkpoint to read from, or None if only the headers are available.
+        checkpoint: Checkpoint to read from. `None` if only the headers are available.
         used: Names of the tensors that were accessed, in order, as keys.
     """
 
@@ -57,14 +57,14 @@ class ModuleTensors:
         """Return a tensor of the module. Raises MalformedTensor if it is missing or has a wrong dtype or shape."""
         info = self.tensors.get(f"{self.module}.{ending}")
         if info is None:
-            raise MalformedTensor(f"{self.module}.{ending} is missing: the codes of {self.module} need it")
+            raise MalformedTensor(f"{self.module}.{ending} is missing: the codes of {self.module} require it")
         self.used[info.name] = None
         if info.dtype not in dtypes:
             raise MalformedTensor(f"{self.where(info)} is {info.dtype}: it must be {' or '.join(dtypes)}")
         if shapes is not None and info.shape not in shapes:
-            wanted = " or ".join(str(list(shape)) for shape in shapes)
-            what = "its scales must be" if "scale" in ending else "it must be"
-            raise MalformedTensor(f"{self.where(info)} has shape {list(info.shape)}: {what} {wanted}")
+            expected_shapes = " or ".join(str(list(shape)) for shape in shapes)
+            subject = "its scales must be" if "scale" in ending else "it must be"
+            raise MalformedTensor(f"{self.where(info)} has shape {list(info.shape)}: {subject} {expected_shapes}")
         return info
 
     def has(self, ending: str) -> bool:
@@ -72,14 +72,14 @@ class ModuleTensors:
         return f"{self.module}.{ending}" in self.tensors
 
     def values(self, info: TensorInfo) -> np.ndarray | None:
-        """Read a small tensor. Returns None if only the headers are available."""
+        """Read a small tensor. `None` if only the headers are available."""
         return None if self.checkpoint is None else self.checkpoint.read(info.name)
 
     def matrix(self, info: TensorInfo) -> tuple[int, int]:
         """Return the shape of a tensor of codes. Raises MalformedTensor unless it has two dimensions."""
         self.used[info.name] = None
         if len(info.shape) != 2 or 0 in info.shape:
-            raise MalformedTensor(f"{self.where(info)}: quantised weights have two dimensions, got {list(info.shape)}")
+            raise MalformedTensor(f"{self.where(info)}: quantized weights have two dimensions, got {list(info.shape)}")
         return info.shape[0], info.shape[1]
 
     def scale(
@@ -93,59 +93,66 @@ class ModuleTensors:
             info: Tensor of the scales.
             grid: Shape of the result.
             transposed: Whether the file stores columns first.
-            allowed: Valid scales. AutoRound writes negative scales, to use the code -8 for the largest weight of
-                either sign. Scales that underflow in FP8 are zero.
+            allowed: Valid scales. AutoRound writes negative scales, so that the code -8 can represent the largest
+                weight of either sign. Scales that underflow in FP8 are zero.
         """
         dtype = jnp.dtype(_SCALES[info.dtype])
         stored, compare = plain_array(self.checkpoint, info), _ALLOWED[allowed]
 
         def read(box: Box, empty: Empty) -> np.ndarray:
-            at_once = transposed or info.shape != grid
-            whole = np.asarray(stored) if at_once else stored.read_box(box, np.empty)
+            reads_whole = transposed or info.shape != grid
+            raw_scales = np.asarray(stored) if reads_whole else stored.read_box(box, np.empty)
             if info.dtype == "U8":
-                whole = whole.view(ml_dtypes.float8_e8m0fnu)
-            found = whole.astype(dtype) if whole.dtype != dtype else whole
-            if at_once:
-                found = np.ascontiguousarray(found.T if transposed else found).reshape(grid)[box]
-            values = found.astype(np.float32)
+                raw_scales = raw_scales.view(ml_dtypes.float8_e8m0fnu)
+            scales = raw_scales.astype(dtype) if raw_scales.dtype != dtype else raw_scales
+            if reads_whole:
+                scales = np.ascontiguousarray(scales.T if transposed else scales).reshape(grid)[box]
+            values = scales.astype(np.float32)
             valid = np.isfinite(values) & compare(values, 0)
             if not valid.all():
-                at = tuple(int(i) for i in np.argwhere(~valid)[0])
-                tile = [part.start + i for part, i in zip(box, at, strict=True)]
-                wanted = f"it must be finite and {allowed}"
-                raise MalformedTensor(f"{self.where(info)} has a scale of {values[at]} at tile {tile}: {wanted}")
-            return found
+                index = tuple(int(i) for i in np.argwhere(~valid)[0])
+                tile = [part.start + i for part, i in zip(box, index, strict=True)]
+                requirement = f"it must be finite and {allowed}"
+                raise MalformedTensor(
+                    f"{self.where(info)} has a scale of {values[index]} at tile {tile}: {requirement}"
+                )
+            return scales
 
         return dataclasses.replace(stored, shape=grid, dtype=dtype, read_box=read)
 
     def weight(self, codes: CodeFormat, shape: tuple[int, ...], parts: Mapping[str, LazyArray]) -> LazyArray:
         """Return the quantized weight.
 
-        ``tensors`` of the codes lists all used tensors that no other part lists. Raises MalformedTensor if the number
-        of inputs does not fit the format.
+        `LazyArray.tensors` of the codes includes all used tensors that belong to no other part. Raises MalformedTensor
+        if the format does not support the number of inputs.
         """
         try:
             codes.check_inputs(shape[-1])
         except ValueError as error:
             raise MalformedTensor(f"{self.module}: {error}") from None
-        named = {name for kind, part in parts.items() if kind != "codes" for name in part.tensors}
-        rest = tuple(name for name in self.used if name not in named)
-        first = dataclasses.replace(parts["codes"], tensors=rest)
-        return coded_array(codes, shape, {**parts, "codes": first})
+        listed_names = {name for part_name, part in parts.items() if part_name != "codes" for name in part.tensors}
+        code_tensors = tuple(name for name in self.used if name not in listed_names)
+        codes_array = dataclasses.replace(parts["codes"], tensors=code_tensors)
+        return coded_array(codes, shape, {**parts, "codes": codes_array})
 
     def byte_codes(
-        self, codes: CodeFormat, info: TensorInfo, scale: TensorInfo, allowed: Allowed = "positive", **more: LazyArray
+        self,
+        codes: CodeFormat,
+        info: TensorInfo,
+        scale: TensorInfo,
+        allowed: Allowed = "positive",
+        **extra_parts: LazyArray,
     ) -> LazyArray:
-        """Return a quantized weight with one byte per code, used as stored in the file.
+        """Return a quantized weight that stores one code per byte, without conversion.
 
-        ``more`` are parts other than codes and scales, such as ``zero``.
+        ``extra_parts`` are parts other than codes and scales, such as ``zero``.
         """
         shape = self.matrix(info)
         stored = plain_array(
             self.checkpoint, dataclasses.replace(info, dtype="I8" if codes.code_dtype == "int8" else "U8")
         )
         scales = self.scale(scale, codes.scales_shape(*shape), allowed=allowed)
-        return self.weight(codes, shape, {"codes": stored, "scale": scales, **more})
+        return self.weight(codes, shape, {"codes": stored, "scale": scales, **extra_parts})
 
     def codes(
         self, codes: CodeFormat, shape: tuple[int, int], info: TensorInfo, unpack: Unpack, block: int = AT_ONCE
@@ -156,35 +163,35 @@ class ModuleTensors:
             codes: Format of the codes.
             shape: Shape of the weight.
             info: Tensor in the file.
-            unpack: Returns the unsigned codes of a range of rows, one code per element.
-            block: Efficient size of a read, in bytes.
+            unpack: Function that returns the unsigned codes of a range of rows, one code per element.
+            block: Preferred size of a read in bytes.
         """
         stored = plain_array(self.checkpoint, info)
 
         def read(box: Box, empty: Empty) -> np.ndarray:
-            found = np.ascontiguousarray(unpack(stored, box[0]))
-            return (codes.pack(found) if codes.is_packed else _signed(found))[:, box[1]]
+            code_values = np.ascontiguousarray(unpack(stored, box[0]))
+            return (codes.pack(code_values) if codes.is_packed else _signed(code_values))[:, box[1]]
 
         return LazyArray(codes.codes_shape(*shape), STORAGE_DTYPES[codes.code_dtype], read, block, file=info.file.name)
 
     def zero_words(
         self, codes: CodeFormat, shape: tuple[int, int], info: TensorInfo, unpack: Callable[[np.ndarray], np.ndarray]
     ) -> LazyArray:
-        """Return packed zero points for a weight of shape ``shape``. ``unpack`` returns all zero points, unsigned."""
-        change = unpack if codes.is_packed else lambda packed: _signed(np.ascontiguousarray(unpack(packed)))
+        """Return packed zero points of a weight of shape ``shape``. ``unpack`` returns all zero points, unsigned."""
+        convert = unpack if codes.is_packed else lambda packed: _signed(np.ascontiguousarray(unpack(packed)))
         return plain_array(self.checkpoint, info).map_whole(
-            codes.scales_shape(*shape), STORAGE_DTYPES[codes.code_dtype], change
+            codes.scales_shape(*shape), STORAGE_DTYPES[codes.code_dtype], convert
         )
 
     def zero_numbers(self, info: TensorInfo, grid: tuple[int, int]) -> LazyArray:
         """Return the zero points of int8 codes, stored as one number per zero point."""
 
-        def checked(found: np.ndarray) -> np.ndarray:
-            if found.min() < -128 or found.max() > 127:
-                raise MalformedTensor(f"{self.where(info)}: zero points must lie in -128 … 127")
-            return found.astype(np.int8).reshape(grid)
+        def check(zeros: np.ndarray) -> np.ndarray:
+            if zeros.min() < -128 or zeros.max() > 127:
+                raise MalformedTensor(f"{self.where(info)}: zero points must be from -128 to 127")
+            return zeros.astype(np.int8).reshape(grid)
 
-        return plain_array(self.checkpoint, info).map_whole(grid, np.dtype(np.int8), checked)
+        return plain_array(self.checkpoint, info).map_whole(grid, np.dtype(np.int8), check)
 
 
 def unpack_words(words: Shaped[np.ndarray, "... W"], bits: int) -> UInt8[np.ndarray, "... N"]:
@@ -205,6 +212,6 @@ def _signed(codes: UInt8[np.ndarray, "..."]) -> Shaped[np.ndarray, "..."]:
 
 
 def rounding_dtype(scale: TensorInfo) -> str | None:
-    """Return the dtype of the scales, or None for float32. The tools round dequantized weights to this dtype."""
+    """Return the dtype of the scales, to which the tools round dequantized weights. `None` for float32."""
     dtype = _SCALES[scale.dtype]
     return None if dtype == "float32" else dtype

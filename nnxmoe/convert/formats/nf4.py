@@ -25,9 +25,9 @@ def read_nf4(files: ModuleTensors, info: TensorInfo) -> LazyArray:
     """Read an NF4 weight of bitsandbytes.
 
     The file stores the flattened weight with two codes per byte, the first code in the high bits. Each block of codes
-    (by default 64) shares a scale. The scales may be quantized to 256 levels. The bytes may be stored in any dtype
-    (``bnb_4bit_quant_storage``). Blocks may cross rows. The tile width is therefore the greatest common divisor of
-    block size and row length, so that each tile is within one block.
+    (by default 64) has one scale. The scales may be quantized to 256 levels. The bytes may be stored in any dtype
+    (``bnb_4bit_quant_storage``). A block may span several rows. The tile width is therefore the greatest common divisor
+    of block size and row length, so that each tile is within one block.
     """
     files.used[info.name] = None
     state = _state(files)
@@ -40,21 +40,20 @@ def read_nf4(files: ModuleTensors, info: TensorInfo) -> LazyArray:
     info = dataclasses.replace(info, dtype="U8", shape=(info.nbytes, 1))
     levels = files.values(files.tensor("weight.quant_map", ("F32",), [(16,)]))
     if levels is not None and not np.array_equal(levels, NF4):
-        raise MalformedTensor(f"{files.module}.weight.quant_map has other levels than those of NF4")
+        raise MalformedTensor(f"{files.module}.weight.quant_map does not contain the NF4 levels")
     codes = CodeFormat("nf4", (1, math.gcd(shape[1], block)), str(state["dtype"]))
 
     def unpack(stored: LazyArray, rows: slice) -> np.ndarray:
         first, last = rows.start * shape[1], rows.stop * shape[1]
-        flat = stored.rows(slice(first // 2, -(-last // 2)))
-        flat = np.concatenate([flat >> 4, flat & 15], axis=-1).reshape(-1)
-        return flat[first % 2 :][: last - first].reshape(-1, shape[1])
+        code_values = stored.rows(slice(first // 2, -(-last // 2)))
+        code_values = np.concatenate([code_values >> 4, code_values & 15], axis=-1).reshape(-1)
+        return code_values[first % 2 :][: last - first].reshape(-1, shape[1])
 
     scale = _scales(files, state, codes)
     if not codes.tile[1] % 2:
         return files.weight(codes, shape, {"codes": files.codes(codes, shape, info, unpack), "scale": scale})
-    stored = plain_array(
-        files.checkpoint, info
-    )  # rows of odd length cannot be packed two codes per byte, so the weight is dequantized
+    # Tiles of odd width cannot be packed as two codes per byte, so the weight is dequantized.
+    stored = plain_array(files.checkpoint, info)
 
     def read(box: Box, empty: Empty) -> np.ndarray:
         return (NF4[unpack(stored, box[0])] * np.asarray(scale)[box[0]])[:, box[1]].astype(dtype)
@@ -66,48 +65,56 @@ def read_nf4(files: ModuleTensors, info: TensorInfo) -> LazyArray:
 def _state(files: ModuleTensors) -> dict[str, Any]:
     data = files.values(info := files.tensor(f"weight.{_STATE}", ("U8",)))
     if data is None:
-        raise MalformedTensor(f"{files.where(info)}: the shape of NF4 weights is in the file: download it first")
+        raise MalformedTensor(f"{files.where(info)} contains the shape of the NF4 weights: download the file first")
     try:
         state = json.loads(data.tobytes())
         shape, block, dtype = state["shape"], state["blocksize"], state["dtype"]
-        fine = all(type(n) is int and 0 < n < 2**31 for n in (*shape, block)) and len(shape) == 2 and block % 2 == 0
+        is_valid = (
+            all(type(size) is int and 0 < size < 2**31 for size in (*shape, block))
+            and len(shape) == 2
+            and block % 2 == 0
+        )
     except (ValueError, KeyError, TypeError, RecursionError):
-        state, fine, dtype = {}, False, ""
-    if not fine or state.get("quant_type") != "nf4" or dtype not in ("float32", "bfloat16", "float16"):
-        raise MalformedTensor(f"{files.where(info)} is not a description of NF4: {short(data.tobytes()[:200])}")
+        state, is_valid, dtype = {}, False, ""
+    if not is_valid or state.get("quant_type") != "nf4" or dtype not in ("float32", "bfloat16", "float16"):
+        raise MalformedTensor(f"{files.where(info)} is not a valid NF4 description: {short(data.tobytes()[:200])}")
     return state
 
 
 def _scales(files: ModuleTensors, state: Mapping[str, Any], codes: CodeFormat) -> LazyArray:
-    """Return the scale of every tile, equal to the scale of the tile's block.
+    """Return the scale of every tile, which is the scale of the tile's block.
 
-    With double quantization, the scale of a block is one of 256 levels times a coarser scale, plus an offset.
+    With double quantization, a block's scale is one of 256 levels times a scale of several blocks, plus an offset.
     """
     (outs, ins), block = state["shape"], state["blocksize"]
-    grid, count = codes.scales_shape(outs, ins), -(-outs * ins // block)
-    nested = files.has("weight.nested_absmax")
-    flat = files.tensor("weight.absmax", ("U8" if nested else "F32",), [(count,)])
-    used, coarse, offset = [flat], state.get("nested_blocksize", 0), state.get("nested_offset")
-    if nested:
-        if type(coarse) is not int or coarse < 1 or not (isinstance(offset, int | float) and math.isfinite(offset)):
+    grid, num_blocks = codes.scales_shape(outs, ins), -(-outs * ins // block)
+    is_nested = files.has("weight.nested_absmax")
+    scale_info = files.tensor("weight.absmax", ("U8" if is_nested else "F32",), [(num_blocks,)])
+    tensor_infos, nested_block, offset = [scale_info], state.get("nested_blocksize", 0), state.get("nested_offset")
+    if is_nested:
+        if (
+            type(nested_block) is not int
+            or nested_block < 1
+            or not (isinstance(offset, int | float) and math.isfinite(offset))
+        ):
             raise MalformedTensor(f"{files.module}.weight.{_STATE} lacks nested_blocksize or nested_offset")
-        used.append(files.tensor("weight.nested_quant_map", ("F32",), [(256,)]))
-        used.append(files.tensor("weight.nested_absmax", ("F32",), [(-(-count // coarse),)]))
+        tensor_infos.append(files.tensor("weight.nested_quant_map", ("F32",), [(256,)]))
+        tensor_infos.append(files.tensor("weight.nested_absmax", ("F32",), [(-(-num_blocks // nested_block),)]))
 
-    def values() -> np.ndarray:
+    def read_scales() -> np.ndarray:
         assert files.checkpoint is not None
-        found, *outer = (files.checkpoint.read(info.name) for info in used)
-        if not nested:
-            return found
-        table, scales = outer
-        return table[found] * np.repeat(scales, coarse)[:count] + np.float32(offset)
+        block_scales, *nested_tensors = (files.checkpoint.read(info.name) for info in tensor_infos)
+        if not is_nested:
+            return block_scales
+        table, scales = nested_tensors
+        return table[block_scales] * np.repeat(scales, nested_block)[:num_blocks] + np.float32(offset)
 
     def read(box: Box, empty: Empty) -> np.ndarray:
         starts = np.arange(outs)[box[0], None] * ins + np.arange(grid[1])[None, box[1]] * codes.tile[1]
-        found = values()[starts // block]
-        if not np.isfinite(found).all():  # allow negative scales: double quantization rounds zeros to either side of 0
-            raise MalformedTensor(f"{files.where(flat)}: scales must be finite")
-        return found
+        scales = read_scales()[starts // block]
+        if not np.isfinite(scales).all():  # negative scales are valid: double quantization rounds 0 to either side
+            raise MalformedTensor(f"{files.where(scale_info)}: scales must be finite")
+        return scales
 
-    tensors = (f"{files.module}.weight.quant_map", *(info.name for info in used))
-    return LazyArray(grid, np.dtype(np.float32), read, AT_ONCE, file=flat.file.name, tensors=tensors)
+    tensors = (f"{files.module}.weight.quant_map", *(info.name for info in tensor_infos))
+    return LazyArray(grid, np.dtype(np.float32), read, AT_ONCE, file=scale_info.file.name, tensors=tensors)

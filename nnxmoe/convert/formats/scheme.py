@@ -46,7 +46,7 @@ _PACKINGS |= {"auto_round": _GPTQ_V2, "auto_round:auto_awq": _AWQ, "auto_round:a
 
 
 class MalformedTensor(CheckpointError):
-    """Error for a single malformed tensor. Loading collects these errors and reports all of them at once."""
+    """Error for a malformed tensor. Loading collects these errors and reports them together."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,10 +54,10 @@ class QuantizationScheme:
     """Quantization settings of a checkpoint.
 
     Attributes:
-        method: Key of `METHODS`, or empty without quantization.
+        method: Key of `METHODS`. Empty if the checkpoint is not quantized.
         fields: Fields of ``quantization_config``.
         where: Name of the file, for messages.
-        groups: For compressed-tensors, pairs of (targets that match modules, settings of their weights).
+        groups: For compressed-tensors, pairs of (targets that match modules, settings of the modules' weights).
     """
 
     method: str
@@ -76,33 +76,33 @@ class QuantizationScheme:
         # Older ModelOpt files lack quant_method.
         method = fields.get("quant_method", "modelopt" if "quant_algo" in fields else None)
         if method is None:
-            raise CheckpointError(f"{where} lacks quant_method, the name of the method")
+            raise CheckpointError(f"{where} lacks quant_method, the name of the quantization method")
         if not isinstance(method, str) or method not in METHODS:
-            known = "; ".join(f"{name!r} ({what})" for name, what in METHODS.items())
-            raise CheckpointError(f"{where}: method {short(method)} is not supported; supported: {known}")
+            listing = "; ".join(f"{name!r} ({description})" for name, description in METHODS.items())
+            raise CheckpointError(f"{where}: method {short(method)} is not supported; supported: {listing}")
         for name in ("rotation", "rotation_config", "spinquant_config"):  # GPTQModel's, and AutoRound's
             if fields.get(name):
-                why = "rotates activations at run time, which is not supported"
-                raise CheckpointError(f"{where}: {name} {short(fields[name])} {why}")
-        made = cls(method, _with_older_names(method, fields), where)
+                reason = "rotates activations at run time, which is not supported"
+                raise CheckpointError(f"{where}: {name} {short(fields[name])} {reason}")
+        scheme = cls(method, _with_older_names(method, fields), where)
         if method == "auto-round":
-            made = made._repacked()
-        for name, allowed, default in _FIELDS[made.method]:
-            made.choice(name, allowed, default)
-        if made.method == "compressed-tensors":
-            return dataclasses.replace(made, groups=_groups(made))
-        if made.method == "fp8":
-            made.block()
-        elif made.method in ("awq", "gptq"):
-            made.group_size()
-        if made.method == "gptq" and not isinstance(dynamic := made.fields.get("dynamic"), Mapping | None):
-            raise CheckpointError(f"{made.where}: dynamic must be an object, got {short(dynamic)}")
-        return made
+            scheme = scheme._repacked()
+        for name, allowed, default in _FIELDS[scheme.method]:
+            scheme.choice(name, allowed, default)
+        if scheme.method == "compressed-tensors":
+            return dataclasses.replace(scheme, groups=_groups(scheme))
+        if scheme.method == "fp8":
+            scheme.block()
+        elif scheme.method in ("awq", "gptq"):
+            scheme.group_size()
+        if scheme.method == "gptq" and not isinstance(dynamic := scheme.fields.get("dynamic"), Mapping | None):
+            raise CheckpointError(f"{scheme.where}: dynamic must be an object, got {short(dynamic)}")
+        return scheme
 
     def _repacked(self) -> "QuantizationScheme":
         """Convert AutoRound's settings to the settings of the tool with the same packing.
 
-        ``extra_config`` becomes ``dynamic``: the tensors determine the settings of single modules.
+        ``extra_config`` becomes ``dynamic``, so that the tensors determine the settings of each module.
         """
         self.choice("data_type", ("int",), "int")
         packing = self.choice("packing_format", tuple(_PACKINGS), "auto_round:gptq")
@@ -110,37 +110,37 @@ class QuantizationScheme:
         return QuantizationScheme(fields["quant_method"], fields, f"{self.where} of AutoRound")
 
     def check_use(self, count: int) -> None:
-        """Raise CheckpointError if the settings require quantized weights and ``count``, their number, is 0."""
-        blocks = self.method == "fp8" and self.block() is not None
-        dense = self.fields.get("format") == "dense"
-        excluded = bool(self.fields.get("dynamic"))  # may exclude all modules
-        if self.method and not (count or blocks or dense or excluded):
-            lacks = " without weight_block_size" if self.method == "fp8" else ""
+        """Raise CheckpointError if the settings require quantized weights and ``count`` of these weights is 0."""
+        has_blocks = self.method == "fp8" and self.block() is not None
+        is_dense = self.fields.get("format") == "dense"
+        has_exclusions = bool(self.fields.get("dynamic"))  # may exclude all modules
+        if self.method and not (count or has_blocks or is_dense or has_exclusions):
+            remark = " without weight_block_size" if self.method == "fp8" else ""
             raise CheckpointError(
-                f"{self.where} says quant_method {self.method!r}{lacks}, but no tensor holds quantised weights: check "
-                "that config.json belongs to these files, or remove the field"
+                f"{self.where} has quant_method {self.method!r}{remark}, but no tensor contains quantized weights: "
+                "check that config.json belongs to these files, or remove the field"
             )
 
     def choice(self, name: str, allowed: tuple[Any, ...], default: Any) -> Any:
-        """Return a field's value, text in lower case. Raises CheckpointError if the value is not in ``allowed``."""
+        """Return a field's value, with text in lower case. Raises CheckpointError if it is not in ``allowed``."""
         value = self.fields.get(name, default)
         if value is None and None not in allowed:
-            raise CheckpointError(f"{self.where} lacks {name}: give one of {', '.join(map(repr, allowed))}")
-        same = value.lower() if isinstance(value, str) else value
-        if same not in allowed or isinstance(value, bool) != isinstance(default, bool):
-            shown = ", ".join(map(repr, allowed))
-            raise CheckpointError(f"{self.where}: {name} {short(value)} is not supported; supported: {shown}")
-        return same
+            raise CheckpointError(f"{self.where} lacks {name}: set it to one of {', '.join(map(repr, allowed))}")
+        normalized = value.lower() if isinstance(value, str) else value
+        if normalized not in allowed or isinstance(value, bool) != isinstance(default, bool):
+            listing = ", ".join(map(repr, allowed))
+            raise CheckpointError(f"{self.where}: {name} {short(value)} is not supported; supported: {listing}")
+        return normalized
 
     def group_size(self) -> int | None:
-        """Return the number of inputs per group, or None if all inputs form one group."""
+        """Return the number of inputs per group. `None` if all inputs form one group."""
         value = self.fields.get("group_size", 128)
         if type(value) is not int or (value < 1 and value != -1):
             raise CheckpointError(f"{self.where}: group_size must be a positive integer or -1, got {short(value)}")
         return None if value == -1 else value
 
     def block(self) -> tuple[int, int] | None:
-        """Return DeepSeek's ``weight_block_size`` (rows, columns), or None if the field is absent."""
+        """Return DeepSeek's ``weight_block_size`` (rows, columns). `None` if the field is missing."""
         return self._pair("weight_block_size", self.fields.get("weight_block_size"))
 
     def _pair(self, name: str, value: Any) -> tuple[int, int] | None:
@@ -155,10 +155,10 @@ class QuantizationScheme:
 
         Raises MalformedTensor if no group matches the module.
         """
-        found = [(_nearness(target, module), weights) for targets, weights in self.groups for target in targets]
-        rank, weights = max(found, key=lambda pair: pair[0], default=(0, None))
+        ranked = [(_nearness(target, module), weights) for targets, weights in self.groups for target in targets]
+        rank, weights = max(ranked, key=lambda pair: pair[0], default=(0, None))
         if not rank or weights is None:
-            raise MalformedTensor(f"{module} is quantised, but no group of config_groups names it in its targets")
+            raise MalformedTensor(f"{module} is quantized, but the targets of no group in config_groups match it")
         return weights
 
 
@@ -168,7 +168,7 @@ class WeightScheme:
 
     Attributes:
         bits: Bits per code, 4 or 8.
-        strategy: Weights that share a scale: "tensor", "channel", "group", "tensor_group" or "block".
+        strategy: Granularity of the scales: "tensor", "channel", "group", "tensor_group" or "block".
         size: Number of inputs per group.
         block: Rows and columns per block.
         symmetric: Whether the weights have no zero points.
@@ -189,12 +189,12 @@ class WeightScheme:
         Raises CheckpointError for unsupported settings.
         """
         bits, strategy, size = fields.get("num_bits", 8), fields.get("strategy"), fields.get("group_size")
-        kind = fields.get("type", "int")
+        code_type = fields.get("type", "int")
         where = f"{scheme.where}: config_groups"
         if type(bits) is not int or bits not in (4, 8):
             raise CheckpointError(f"{where}: num_bits {short(bits)} is not supported; supported: 4, 8")
-        if kind not in ("int", "float"):
-            raise CheckpointError(f"{where}: type {short(kind)} is not supported; supported: int, float")
+        if code_type not in ("int", "float"):
+            raise CheckpointError(f"{where}: type {short(code_type)} is not supported; supported: int, float")
         if strategy is None:
             strategy = {None: "tensor", -1: "channel"}.get(size, "group")
         size = None if size == -1 else size
@@ -209,25 +209,25 @@ class WeightScheme:
         if isinstance(block, str) and re.fullmatch("[0-9]{1,9}x[0-9]{1,9}", block):
             block = [int(n) for n in block.split("x")]
         if strategy == "block" and block is None:
-            raise CheckpointError(f"{where}: strategy 'block' needs block_structure")
+            raise CheckpointError(f"{where}: strategy 'block' requires block_structure")
         pair = scheme._pair("block_structure", block) if strategy == "block" else None
-        floats = kind == "float"
+        floats = code_type == "float"
         if strategy == "tensor_group" and not floats:
             raise CheckpointError(f"{where}: strategy 'tensor_group' is supported for type 'float' only (NVFP4)")
         return cls(bits, strategy, size, pair, fields.get("symmetric") is not False, floats)
 
 
 def _with_older_names(method: str, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the settings with ``format`` renamed to its older name. If a file has both, the older name is used."""
+    """Return the settings with ``format`` renamed to its older name. If both names are present, the older name wins."""
     name = {"gptq": "checkpoint_format", "awq": "version"}.get(method)
     if name is None or fields.get(name) is not None:
         return fields
-    stored = "llm-awq" if method == "awq" and fields.get("backend") == "llm-awq" else fields.get("format")
-    return fields if stored is None else {**fields, name: stored}
+    value = "llm-awq" if method == "awq" and fields.get("backend") == "llm-awq" else fields.get("format")
+    return fields if value is None else {**fields, name: value}
 
 
 def _nearness(target: str, module: str) -> int:
-    """Rank how closely a target matches a module: 3 by name, 2 by regular expression, 1 by class, 0 for no match."""
+    """Rank how closely a target matches a module: 3 by name, 2 by regular expression, 1 by class, 0 if not at all."""
     names = module_spellings(module)
     if target in names:
         return 3
@@ -238,14 +238,14 @@ def _nearness(target: str, module: str) -> int:
 
 def _groups(scheme: QuantizationScheme) -> tuple[tuple[list[str], WeightScheme], ...]:
     """Parse the groups of compressed-tensors. Raises CheckpointError if a group is malformed."""
-    groups, found = scheme.fields.get("config_groups"), []
+    groups, parsed_groups = scheme.fields.get("config_groups"), []
     if not isinstance(groups, Mapping):
         raise CheckpointError(f"{scheme.where}: config_groups must be an object, got {short(groups)}")
     for name, group in groups.items():
         where = f"{scheme.where}: config_groups: {short(name)}"
         weights = group.get("weights") if isinstance(group, Mapping) else ""
         if not isinstance(weights, Mapping | None):
-            raise CheckpointError(f"{where} needs an object 'weights', or null")
+            raise CheckpointError(f"{where} requires an object 'weights', or null")
         targets = group.get("targets")
         if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
             raise CheckpointError(f"{where}: targets must be a list of strings, got {short(targets)}")
@@ -253,30 +253,32 @@ def _groups(scheme: QuantizationScheme) -> tuple[tuple[list[str], WeightScheme],
             try:
                 re.compile(target.removeprefix("re:") if target.startswith("re:") else "")
             except re.error as error:
-                raise CheckpointError(f"{where}: target {short(target)} is no regular expression: {error}") from None
+                raise CheckpointError(
+                    f"{where}: target {short(target)} is not a valid regular expression: {error}"
+                ) from None
         if group.get("format") is not None and group["format"] not in _FORMATS:
             raise CheckpointError(
                 f"{where}: format {short(group['format'])} is not supported; supported: {', '.join(_FORMATS)}"
             )
-        if weights is not None:  # null or absent: a group for activations or caches
-            found.append((targets, WeightScheme.from_fields(weights, scheme)))
+        if weights is not None:  # a group without weights is for activations or caches
+            parsed_groups.append((targets, WeightScheme.from_fields(weights, scheme)))
     _refuse_rotations(scheme)
-    return tuple(found)
+    return tuple(parsed_groups)
 
 
 def _refuse_rotations(scheme: QuantizationScheme) -> None:
-    """Raise CheckpointError for transforms of activations at run time.
+    """Raise CheckpointError if activations are transformed at run time.
 
     Transforms of weights are already applied to the stored weights.
     """
     where, fields = f"{scheme.where}: transform_config", scheme.fields.get("transform_config") or {}
     try:
         groups = fields.get("config_groups") or {}
-        found = {one["location"] for group in groups.values() for one in group["apply"]}
+        locations = {entry["location"] for group in groups.values() for entry in group["apply"]}
     except (AttributeError, KeyError, TypeError):
-        raise CheckpointError(f"{where} must hold config_groups with apply and location, got {short(fields)}") from None
-    if online := sorted(map(str, found - {"weight_input", "weight_output"})):
+        raise CheckpointError(f"{where} must have config_groups with apply and location, got {short(fields)}") from None
+    if online_locations := sorted(map(str, locations - {"weight_input", "weight_output"})):
         raise CheckpointError(
-            f"{where} rotates activations at run time (location {', '.join(map(short, online))}), which is not "
-            "supported; rotations that are fused into the weights are"
+            f"{where} rotates activations at run time (location {', '.join(map(short, online_locations))}), which is "
+            "not supported; only rotations that are fused into the weights are supported"
         )

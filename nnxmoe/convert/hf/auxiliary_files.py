@@ -32,7 +32,7 @@ def write_auxiliary_files(
     model: CausalLM,
     config: DecoderConfig,
     dtype: Any = None,
-    more: Mapping[str, Any] | None = None,
+    extra_fields: Mapping[str, Any] | None = None,
 ) -> None:
     """Write config.json and generation_config.json, and copy tokenizer and Python files from the model's source folder.
 
@@ -41,10 +41,10 @@ def write_auxiliary_files(
         model: Model that is saved.
         config: Config to write.
         dtype: Dtype of the saved weights. Defaults to the dtype of the model's matrices.
-        more: Further fields of config.json.
+        extra_fields: Additional fields of config.json.
     """
     dtype = dtype or matrix_dtype(parameter.variable for parameter in parameters(model, codes=True))
-    write_json(stage / "config.json", config.to_hf() | {"dtype": str(dtype)} | dict(more or {}))
+    write_json(stage / "config.json", config.to_hf() | {"dtype": str(dtype)} | dict(extra_fields or {}))
     if model.generation_config:
         write_json(stage / GENERATION, model.generation_config)
     if model.load_report is None or model.load_report.files is None:
@@ -60,22 +60,22 @@ def write_auxiliary_files(
             write_json(stage / name, content)
         return
     if not source.is_dir():
-        logger.warning("%s no longer exists: the tokenizer's files are not copied", source)
+        logger.warning("%s no longer exists: the tokenizer files are not copied", source)
     for path in _companions(source, (*TOKENIZER_FILES, *CODE_FILES)):
         try:
             data = read_bounded(path, _MAX_BYTES, "it was not copied", CheckpointError)
         except CheckpointError as error:  # a missing tokenizer must not prevent saving the model
             logger.warning("%s", error)
         else:
-            copy = stage / path.relative_to(source)
-            copy.parent.mkdir(exist_ok=True)
-            write_bytes(copy, data)
+            target = stage / path.relative_to(source)
+            target.parent.mkdir(exist_ok=True)
+            write_bytes(target, data)
 
 
 def _companions(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
     """Return the files in a folder that match a pattern, including broken links."""
-    found = {folder / name for pattern in patterns for name in glob.glob(pattern, root_dir=folder)}
-    return sorted(path for path in found if not path.is_dir())
+    paths = {folder / name for pattern in patterns for name in glob.glob(pattern, root_dir=folder)}
+    return sorted(path for path in paths if not path.is_dir())
 
 
 def has_tokenizer(folder: str | os.PathLike[str]) -> bool:
@@ -110,8 +110,8 @@ def generation_fields(folder: Path, config: DecoderConfig) -> tuple[FrozenDict, 
         CheckpointError: (a ValueError) A token id is not an integer.
     """
     if is_gguf(folder):
-        found, unused = gguf_config.generation_fields(GGUF.open(folder))
-        return FrozenDict(found), unused
+        gguf_fields, gguf_notes = gguf_config.generation_fields(GGUF.open(folder))
+        return FrozenDict(gguf_fields), gguf_notes
     path = folder / GENERATION
     if not os.path.lexists(path):
         return FrozenDict({}), ()
@@ -123,9 +123,9 @@ def generation_fields(folder: Path, config: DecoderConfig) -> tuple[FrozenDict, 
     for name in ("eos_token_id", "pad_token_id"):
         value = fields.get(name)
         ids = value if isinstance(value, list) and value and name == "eos_token_id" else [value]
-        for one in ids if value is not None else ():
-            if isinstance(one, bool) or not isinstance(one, int | float) or one != int(one):
+        for token_id in ids if value is not None else ():
+            if isinstance(token_id, bool) or not isinstance(token_id, int | float) or token_id != int(token_id):
                 raise CheckpointError(f"{path}: {name} is {short(value)}: it must be a token id, or null")
-            if not 0 <= one < config.vocab_size and (name, one) != ("pad_token_id", -1):
-                notes.append(f"{GENERATION}: {name} {short(one)} is not in the vocabulary and is ignored")
+            if not 0 <= token_id < config.vocab_size and (name, token_id) != ("pad_token_id", -1):
+                notes.append(f"{GENERATION}: {name} {short(token_id)} is not in the vocabulary and is ignored")
     return FrozenDict(fields), tuple(notes)

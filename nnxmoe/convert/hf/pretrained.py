@@ -1,7 +1,7 @@
 """Load models from Hugging Face checkpoints, and save models as folders that transformers loads.
 
 Steps of loading: config.json -> config -> abstract model (shapes only) -> the tensor names of each parameter -> the
-bytes that this process's devices need -> one array per parameter on the devices. Every parameter is read from the
+bytes for this process's devices -> one array per parameter on the devices. Every parameter is read from the
 checkpoint. A missing tensor raises an error.
 """
 
@@ -51,7 +51,7 @@ from nnxmoe.models import family_of, parse_config, refuse_preset
 from nnxmoe.moe.router_variants import TokenExpertTable
 from nnxmoe.runtime.progress import bytes_bar, logger
 
-_REMEDY = "\nCheck that config.json belongs to these files and that all of them are here."
+_REMEDY = "\nCheck that config.json belongs to these files and that no file is missing."
 
 
 @refuses_unknown
@@ -72,21 +72,21 @@ def from_pretrained(
 
     Args:
         path_or_hub_id: Folder, GGUF file, hub id, or GGUF file on the hub (``org/name/file.gguf``).
-        dtype: Dtype of the parameters, except DeepSeek's correction bias (float32). Defaults to the stored dtype, with
-            FP8 blocks as bfloat16 and GGUF blocks as float32.
+        dtype: Dtype of the parameters, except DeepSeek's correction bias (float32). Defaults to the stored dtype.
+            FP8 blocks default to bfloat16, and GGUF blocks to float32.
         mesh: Mesh to shard the parameters over. Defaults to the strategy's mesh.
         strategy: Computation strategy of the model. Defaults to `Strategy.auto()`.
         revision: Branch, tag or commit of a hub repository.
-        local_files_only: Whether to use only files in the hub's cache.
+        local_files_only: Whether to use only files in the local hub cache.
         keep_quantized: Whether quantized weights (FP8, int8, int4, NF4, MXFP4, and GGUF's Q8_0, Q4_0 and Q4_1) stay
             quantized in memory, with identical values. By default they are dequantized.
-        quantize: Method that quantizes kernels during loading. ``load_report`` contains the quantization error.
+        quantize: Quantization method to apply to kernels during loading. ``load_report`` contains the error.
         mtp: Whether to load the multi-token prediction layers as ``model.mtp``. By default they are skipped.
         expect: Expected class of the model, checked before the weights are read.
 
     Raises:
-        CheckpointError, ConfigError: (ValueErrors) The message names the file, tensor or field. A LoadError lists the
-            tensors that are missing or have a wrong shape.
+        CheckpointError, ConfigError: (ValueErrors) The checkpoint or its config is invalid. The message names the file,
+            tensor or field. A LoadError lists the tensors that are missing or have a wrong shape.
     """
     dtype = float_dtype(dtype)
     check_quantize_options(quantize, keep_quantized)
@@ -121,13 +121,13 @@ def _refuse_other_class(checkpoint: Checkpoint, config: DecoderConfig, expect: t
     family = family_of(config).model
     if expect is not None and not issubclass(family, expect):
         raise CheckpointError(
-            f"{checkpoint.folder} holds a {config.model_type} model: use {family.__name__}.from_pretrained "
+            f"{checkpoint.folder} contains a {config.model_type} model: use {family.__name__}.from_pretrained "
             f"or nnxmoe.from_pretrained, not {expect.__name__}.from_pretrained"
         )
 
 
 def _config(checkpoint: Checkpoint) -> tuple[DecoderConfig, tuple[str, ...]]:
-    """Return (config, notes). Set ``tie_word_embeddings`` to False if the stored head differs from the embedding."""
+    """Return (config, notes). The config is untied if the stored head differs from the stored embedding."""
     config, notes = parse_config(checkpoint.config, checkpoint.config_file)
     if untied(config, checkpoint.tensors, checkpoint.same):
         note = f"tie_word_embeddings is true but {HEAD} differs from {EMBED}: both are used, untied"
@@ -143,7 +143,8 @@ def untied(
     Args:
         config: Config of the model.
         tensors: Tensor name -> header entry.
-        same: Compares the bytes of two tensors by name. If None, only the shapes are compared (with the config).
+        same: Function that compares the bytes of two tensors by name. If None, the shapes alone are compared with the
+            config.
     """
     if not config.tie_word_embeddings or not {HEAD, EMBED} <= tensors.keys():
         return False
@@ -152,14 +153,14 @@ def untied(
 
 
 def _other_copies(model: CausalLM, checkpoint: Checkpoint) -> list[str]:
-    """Return a note if prediction layers store an embedding or a head that differs from the main model's."""
-    found = checkpoint.tensors
-    odd = [
-        f"{name} differs from {main}"
-        for name, main in repeated_tensors(model, found).items()
-        if {name, main} <= found.keys() and not checkpoint.same(name, main)
+    """Return a note if prediction layers store an embedding or head that differs from the main model's tensor."""
+    tensors = checkpoint.tensors
+    differences = [
+        f"{name} differs from {original}"
+        for name, original in repeated_tensors(model, tensors).items()
+        if {name, original} <= tensors.keys() and not checkpoint.same(name, original)
     ]
-    return [f"{some(odd)}, which is used instead"] if odd else []
+    return [f"{some(differences)}: the main model's tensor is used"] if differences else []
 
 
 @refuses_unknown
@@ -171,12 +172,11 @@ def save_pretrained(
     overwrite: bool = False,
     dtype: Any = None,
 ) -> None:
-    """Save a model as safetensors files with Hugging Face's tensor names.
+    """Save a model as safetensors files with Hugging Face tensor names.
 
-    Writes config.json and generation_config.json too, and copies the tokenizer files from the folder that the model
-    was loaded from. Quantized kernels are saved in the formats of compressed-tensors without rounding. Only one tensor
-    at a time is in host memory. Each process writes the shards of its devices. If saving fails or is killed, the folder
-    is unchanged.
+    Also writes config.json and generation_config.json, and copies the tokenizer files from the model's source folder.
+    Quantized kernels are saved in compressed-tensors formats without rounding. Only one tensor at a time is in host
+    memory. Each process writes the shards of its devices. If saving fails or is killed, the folder is unchanged.
 
     Args:
         model: Model to save.
@@ -191,63 +191,62 @@ def save_pretrained(
         CheckpointError: (a ValueError) The folder cannot be written, or the model does not fit its config.
     """
     try:
-        size = parse_bytes(max_shard_size)
+        shard_size = parse_bytes(max_shard_size)
     except ValueError as error:
         raise ValueError(f"max_shard_size {error}") from None
-    kind = float_dtype(dtype)
+    save_dtype = float_dtype(dtype)
     refuse_config_mismatch(model)
     if model.load_report is not None and model.load_report.towers:
-        left = ", ".join(model.load_report.towers)
-        logger.warning("%s: the text model is written; %s of %s are not", folder, left, model.load_report.source)
-    found, quantization = _tensors(model, kind)
-    total = sum(array.nbytes for array in found.values())
-    with shared_folder(folder, overwrite) as stage, bytes_bar(total, "writing") as bar:
+        tower_names = ", ".join(model.load_report.towers)
+        logger.warning(
+            "%s: only the text model is saved, without %s of %s", folder, tower_names, model.load_report.source
+        )
+    tensors, quantization = _tensors(model, save_dtype)
+    num_bytes = sum(array.nbytes for array in tensors.values())
+    with shared_folder(folder, overwrite) as temporary_folder, bytes_bar(num_bytes, "writing") as bar:
         if jax.process_index() == 0:
-            more = {"quantization_config": quantization, "model_type": model.config.saved_type}
-            more = {name: value for name, value in more.items() if value is not None}
-            write_auxiliary_files(stage, model, model.config.folded()[0], kind, more)
-        write_sharded(stage, _shares(found, bar), size, process=jax.process_index())
+            extra_fields = {"quantization_config": quantization, "model_type": model.config.saved_type}
+            extra_fields = {name: value for name, value in extra_fields.items() if value is not None}
+            write_auxiliary_files(temporary_folder, model, model.config.folded()[0], save_dtype, extra_fields)
+        write_sharded(temporary_folder, _shares(tensors, bar), shard_size, process=jax.process_index())
 
 
 def arrays(model: CausalLM) -> dict[str, LazyArray]:
-    """Return the lazy tensors that `save_pretrained` would write, by their Hugging Face names.
-
-    A tensor is computed from the parameters when it is read.
-    """
+    """Return the lazy tensors that `save_pretrained` would write, by Hugging Face name."""
     return _tensors(model, None)[0]
 
 
 def _tensors(model: CausalLM, dtype: np.dtype | None) -> tuple[dict[str, LazyArray], Any]:
-    """Return (tensors to save, quantization_config). The tensors include the copies in prediction layers."""
-    leaves = tensor_layout(model, times=model.config.folded()[1])
-    leaves |= {name: leaves[main] for name, main in repeated_tensors(model, leaves).items()}
-    leaves = {re.sub(r"^model\.", family_of(model).hf_root, name): leaf for name, leaf in leaves.items()}
-    found = model_arrays(leaves)
-    for name, leaf in leaves.items():
-        if isinstance(leaf.parts[0].variable, TokenExpertTable):
-            found[name] = found[name].astype(np.dtype(np.int64))  # torch's default integer dtype
-        elif dtype is not None and not keeps_dtype(leaf.parts[0].variable):
-            found[name] = found[name].astype(dtype)
-    found, quantization = compress_tensors(model, leaves, found)
-    return found | empty_tensors(model), quantization
+    """Return (tensors to save, quantization_config). Includes the copies of tensors in prediction layers."""
+    layouts = tensor_layout(model, times=model.config.folded()[1])
+    layouts |= {name: layouts[original] for name, original in repeated_tensors(model, layouts).items()}
+    layouts = {re.sub(r"^model\.", family_of(model).hf_root, name): layout for name, layout in layouts.items()}
+    tensors = model_arrays(layouts)
+    for name, layout in layouts.items():
+        if isinstance(layout.parts[0].variable, TokenExpertTable):
+            tensors[name] = tensors[name].astype(np.dtype(np.int64))  # torch's default integer dtype
+        elif dtype is not None and not keeps_dtype(layout.parts[0].variable):
+            tensors[name] = tensors[name].astype(dtype)
+    tensors, quantization = compress_tensors(model, layouts, tensors)
+    return tensors | empty_tensors(model), quantization
 
 
-def _shares(found: LazyArrays, bar: Any) -> list[tuple[int | None, Tensors]]:
-    """Assign each tensor to the process that writes it: of the processes with all its values, the least loaded.
+def _shares(tensors: LazyArrays, bar: Any) -> list[tuple[int | None, Tensors]]:
+    """Assign each tensor to the least loaded of the processes that have all its values.
 
-    The key is None for tensors whose values no single process has.
+    Tensors that no single process has completely are assigned to None.
     """
     shares: dict[int | None, list[Any]] = {None: []} | {process: [] for process in range(jax.process_count())}
     loads = [0] * jax.process_count()
-    for name, array in found.items():
-        who = [0] if array.holders is None else array.holders
-        writer = min(who, key=lambda process: loads[process]) if who else None
+    for name, array in tensors.items():
+        holders = [0] if array.holders is None else array.holders
+        writer = min(holders, key=lambda process: loads[process]) if holders else None
         if writer is not None:
             loads[writer] += array.nbytes
 
-        def make(array: LazyArray = array) -> np.ndarray:
+        def compute_array(array: LazyArray = array) -> np.ndarray:
             bar.update(array.nbytes)
             return np.ascontiguousarray(array)
 
-        shares[writer].append((name, dtype_code(array.dtype), array.shape, make))
+        shares[writer].append((name, dtype_code(array.dtype), array.shape, compute_array))
     return list(shares.items())

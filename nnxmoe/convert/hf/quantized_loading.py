@@ -1,4 +1,4 @@
-"""Load into quantized kernels: use the codes of the checkpoint, or quantize floats while they are read."""
+"""Load quantized kernels: use the codes of the checkpoint, or quantize floats while reading."""
 
 from typing import Any
 
@@ -26,46 +26,54 @@ from nnxmoe.model.quantization.rounding import kernels_to_quantize
 
 
 def keep_codes(model: CausalLM, arrays: LazyArrays) -> dict[str, LazyArray]:
-    """Quantize the kernels of an abstract model in place wherever the checkpoint contains codes.
+    """Replace kernels of an abstract model with quantized kernels, in place, wherever the checkpoint contains codes.
 
     Args:
         model: Model with shapes but no values.
         arrays: Arrays of the checkpoint by name.
 
     Returns:
-        Arrays to load the model from: ``arrays`` with the codes, scales and zero points of quantized kernels in place
-        of their floats.
+        Arrays to load the model from: ``arrays``, with codes, scales and zero points instead of the floats of quantized
+        kernels.
 
     Raises:
         CheckpointError: (a ValueError) The arrays of one kernel differ in quantization type, tile or zero points.
     """
-    found = dict(arrays)
-    for place, names in _names(model, arrays):
-        kept = {name: one for name in names if name in arrays and (one := arrays[name]).codes is not None}
-        if not kept or any(one.fault for one in kept.values()):  # `load_model` reports the faults
+    result = dict(arrays)
+    for kernel_ref, names in _names(model, arrays):
+        weights = {name: weight for name in names if name in arrays and (weight := arrays[name]).codes is not None}
+        # `load_model` reports the faults.
+        if not weights or any(weight.fault for weight in weights.values()):
             continue
-        first, one = next(iter(kept.items()))
+        first_name, weight = next(iter(weights.items()))
         for name in names:
-            if name not in kept or _form(kept[name]) != _form(one):
+            if name not in weights or _form(weights[name]) != _form(weight):
                 raise CheckpointError(
-                    f"{plain(name)} and {plain(first)} are stored in different ways, and one array would hold both: "
+                    f"{plain(name)} and {plain(first_name)} are stored in different formats, but belong to one array: "
                     "load the model without keep_quantized, or with Strategy(stacking=Unrolled()) if only layers differ"
                 )
-        for name, each in kept.items():
-            found.pop(name, None)  # two kernels may share a fused tensor
-            found |= {f"{name}.{part}": array for part, array in each.parts.items()}
-            if each.kind == "fp8":
-                found[f"{name}.codes"] = _without_nan(each.parts["codes"])
-        assert one.codes is not None
-        zero, order = "zero" in one.parts, "order" in one.parts
-        replace_with_quantized(place, one.codes, model.strategy, scale=one.parts["scale"].dtype, zero=zero, order=order)
-    return found
+        for name, quantized_weight in weights.items():
+            result.pop(name, None)  # two kernels may share a fused tensor
+            result |= {f"{name}.{part}": array for part, array in quantized_weight.parts.items()}
+            if quantized_weight.kind == "fp8":
+                result[f"{name}.codes"] = _without_nan(quantized_weight.parts["codes"])
+        assert weight.codes is not None
+        zero, order = "zero" in weight.parts, "order" in weight.parts
+        replace_with_quantized(
+            kernel_ref,
+            weight.codes,
+            model.strategy,
+            scale=weight.parts["scale"].dtype,
+            zero=zero,
+            order=order,
+        )
+    return result
 
 
 def quantize_while_loading(
     model: CausalLM, arrays: LazyArrays, method: Method | Mixed, dtype: np.dtype | None
 ) -> tuple[dict[str, LazyArray], ErrorMeter]:
-    """Quantize the kernels of an abstract model in place. The codes are computed when their arrays are read.
+    """Quantize the kernels of an abstract model, in place. Codes are computed when their arrays are read.
 
     Args:
         model: Model with shapes but no values.
@@ -74,76 +82,84 @@ def quantize_while_loading(
         dtype: Dtype of the scales. Defaults to the weights' default dtype.
 
     Returns:
-        Tuple of the arrays to load the model from and a meter of the quantization error. Each read of codes adds to
+        Tuple of the arrays to load the model from and a meter of the quantization error. Each read of codes updates
         the meter.
     """
-    found, error = dict(arrays), ErrorMeter()
-    methods = {place.path: one for place, one in kernels_to_quantize(model, method)}
-    for place, names in _names(model, arrays):
-        one = methods.get(place.path)
-        stored = [arrays[name] for name in names if name in arrays and arrays[name].fault is None]
-        if one is None or len(stored) < len(names):  # `load_model` reports missing and faulty arrays
+    result, error = dict(arrays), ErrorMeter()
+    methods = {kernel_ref.path: kernel_method for kernel_ref, kernel_method in kernels_to_quantize(model, method)}
+    for kernel_ref, names in _names(model, arrays):
+        kernel_method = methods.get(kernel_ref.path)
+        float_arrays = [arrays[name] for name in names if name in arrays and arrays[name].fault is None]
+        if kernel_method is None or len(float_arrays) < len(names):  # `load_model` reports missing and faulty arrays
             continue
-        if any(len(array.shape) != 2 for array in stored):
+        if any(len(array.shape) != 2 for array in float_arrays):
             raise CheckpointError(
-                f"{plain(names[0])} does not have two dimensions and cannot be quantised while it is read: load the "
-                "model as floats and call nnxmoe.quantize"
+                f"{plain(names[0])} cannot be quantized during loading, because it does not have two dimensions: "
+                "load the model as floats and call nnxmoe.quantize"
             )
-        kind = dtype or default_dtype(stored)
-        codes = format_for_dtype(one, kind)
-        replace_with_quantized(place, codes, model.strategy, scale=kind)
-        for name, array in zip(names, stored, strict=True):
-            del found[name]
-            found |= _on_reading(name, array, one, codes, kind, error)
-    return found, error
+        scale_dtype = dtype or default_dtype(float_arrays)
+        codes = format_for_dtype(kernel_method, scale_dtype)
+        replace_with_quantized(kernel_ref, codes, model.strategy, scale=scale_dtype)
+        for name, array in zip(names, float_arrays, strict=True):
+            del result[name]
+            result |= _on_reading(name, array, kernel_method, codes, scale_dtype, error)
+    return result, error
 
 
 def _on_reading(
-    name: str, array: LazyArray, method: Method, kind: CodeFormat, dtype: np.dtype, error: ErrorMeter
+    name: str, array: LazyArray, method: Method, code_format: CodeFormat, dtype: np.dtype, error: ErrorMeter
 ) -> dict[str, LazyArray]:
-    """Return codes and scales of a float array ``[O, I]``, each computed from the rows. Every row is read twice."""
+    """Return lazy codes and scales of a float array ``[O, I]``. Reading both reads every row twice."""
     outs, ins = array.shape
-    tile = min(kind.tile[0], outs)
+    tile = min(code_format.tile[0], outs)
 
-    def rounded(first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return weights and scales of a range of rows that starts and ends at tile borders."""
-        rows = array.read_box((slice(first, min(last, outs)), slice(0, ins)), np.empty)
+    def read_scaled_rows(first_row: int, last_row: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return weights and scales of a range of rows that starts and ends at tile boundaries."""
+        rows = array.read_box((slice(first_row, min(last_row, outs)), slice(0, ins)), np.empty)
         try:
             return rows, compute_scales(method, rows, dtype)
-        except ValueError as problem:
-            raise CheckpointError(f"{plain(name)}: {problem}") from None
+        except ValueError as scale_error:
+            raise CheckpointError(f"{plain(name)}: {scale_error}") from None
 
-    def codes(box: Box, empty: Empty) -> np.ndarray:
-        first = box[0].start // tile * tile
-        rows, scale = rounded(first, -(-box[0].stop // tile) * tile)
-        found = encode_weights(kind, rows, scale)
-        part = slice(box[0].start - first, box[0].stop - first)
-        error.add(rows[part], kind.decode(found, scale, None, slice(0, len(found)))[part])
-        return found[part, box[1]]
+    def read_codes(box: Box, empty: Empty) -> np.ndarray:
+        first_row = box[0].start // tile * tile
+        rows, scale = read_scaled_rows(first_row, -(-box[0].stop // tile) * tile)
+        encoded = encode_weights(code_format, rows, scale)
+        part = slice(box[0].start - first_row, box[0].stop - first_row)
+        error.add(rows[part], code_format.decode(encoded, scale, None, slice(0, len(encoded)))[part])
+        return encoded[part, box[1]]
 
-    def scale(box: Box, empty: Empty) -> np.ndarray:
-        return rounded(box[0].start * tile, box[0].stop * tile)[1][:, box[1]].reshape(sizes(box))
+    def read_scale(box: Box, empty: Empty) -> np.ndarray:
+        return read_scaled_rows(box[0].start * tile, box[0].stop * tile)[1][:, box[1]].reshape(sizes(box))
 
-    common: dict[str, Any] = {"file": array.file, "tensors": array.tensors or (name,)}
-    # Blocks of about CHUNK_BYTES floats, unless each read reads the whole source.
-    of_codes, of_scales = (max(AT_ONCE if array.block >= AT_ONCE else 0, CHUNK_BYTES // n) for n in (8, 256))
+    common_fields: dict[str, Any] = {"file": array.file, "tensors": array.tensors or (name,)}
+    # Blocks of about CHUNK_BYTES floats, unless the source must be read whole.
+    codes_block, scale_block = (
+        max(AT_ONCE if array.block >= AT_ONCE else 0, CHUNK_BYTES // divisor) for divisor in (8, 256)
+    )
     return {
         f"{name}.codes": LazyArray(
-            kind.codes_shape(outs, ins), STORAGE_DTYPES[kind.code_dtype], codes, of_codes, **common
+            code_format.codes_shape(outs, ins),
+            STORAGE_DTYPES[code_format.code_dtype],
+            read_codes,
+            codes_block,
+            **common_fields,
         ),
-        f"{name}.scale": LazyArray(kind.scales_shape(outs, ins), dtype, scale, of_scales, **common),
+        f"{name}.scale": LazyArray(
+            code_format.scales_shape(outs, ins), dtype, read_scale, scale_block, **common_fields
+        ),
     }
 
 
 def _names(model: CausalLM, arrays: LazyArrays) -> list[tuple[KernelRef, list[str]]]:
     """Return the quantizable kernels, each with the names of its arrays in the checkpoint."""
     names: dict[Any, list[str]] = {}
-    for name, leaf in tensor_layout(model, arrays).items():
-        for part in leaf.parts:
-            of_kernel = names.setdefault(part.path, [])
-            if name not in of_kernel:
-                of_kernel.append(name)
-    return [(place, names[place.path]) for place in quantizable_kernels(model)]
+    for name, layout in tensor_layout(model, arrays).items():
+        for part in layout.parts:
+            kernel_names = names.setdefault(part.path, [])
+            if name not in kernel_names:
+                kernel_names.append(name)
+    return [(kernel_ref, names[kernel_ref.path]) for kernel_ref in quantizable_kernels(model)]
 
 
 def _form(array: LazyArray) -> Any:
@@ -152,11 +168,13 @@ def _form(array: LazyArray) -> Any:
 
 
 def _without_nan(codes: LazyArray) -> LazyArray:
-    """Raise CheckpointError at reading if FP8 codes contain NaN, because CPU matmuls treat the NaN code as a number."""
+    """Raise CheckpointError when NaN codes are read, because CPU matmuls treat FP8's NaN code as a number."""
 
-    def checked(found: np.ndarray) -> np.ndarray:
-        if ((found & 127) == 127).any():
-            raise CheckpointError(f"{', '.join(codes.tensors)} in {codes.file} has NaN: load it without keep_quantized")
-        return found
+    def check(values: np.ndarray) -> np.ndarray:
+        if ((values & 127) == 127).any():
+            raise CheckpointError(
+                f"{', '.join(codes.tensors)} in {codes.file} contains NaN: load the model without keep_quantized"
+            )
+        return values
 
-    return codes.map(checked)
+    return codes.map(check)

@@ -1,7 +1,7 @@
 """The tensors of a Hugging Face checkpoint as lazy arrays. Quantized weights are dequantized when they are read.
 
-Quantized weights are recognized by their tensors. ``quantization_config`` supplies the settings that the tensors do not
-show. Each quantization tool has a module in `nnxmoe.convert.formats`.
+Quantized weights are detected by the names and dtypes of their tensors. ``quantization_config`` supplies the remaining
+settings. The modules in `nnxmoe.convert.formats` read the formats.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ from nnxmoe.convert.storage.find_checkpoint import group_towers
 
 Reader = Callable[[ModuleTensors, TensorInfo], LazyArray]
 
-# Suffixes of tensors that contain codes, the longest first.
+# Suffixes of tensors with codes, longest first.
 _CODES = ("weight_packed", "qweight", "weight")
 
 
@@ -42,13 +42,13 @@ def tensor_arrays(
     if checkpoint is not None and is_gguf(checkpoint.folder):
         return gguf_arrays(checkpoint)
     scheme = QuantizationScheme.from_config(fields, where)
-    beside = {name for names in group_towers(tensors).values() for name in names}
-    text = {name: info for name, info in tensors.items() if name not in beside}
-    weights = _quantised(text, scheme, checkpoint)
+    tower_names = {name for names in group_towers(tensors).values() for name in names}
+    text_tensors = {name: info for name, info in tensors.items() if name not in tower_names}
+    weights = _quantised(text_tensors, scheme, checkpoint)
     scheme.check_use(len(weights))
-    inside = {name for array in weights.values() for name in array.tensors}
-    plain = {name: plain_array(checkpoint, info) for name, info in tensors.items() if name not in inside}
-    return plain | weights
+    source_names = {name for array in weights.values() for name in array.tensors}
+    plain_arrays = {name: plain_array(checkpoint, info) for name, info in tensors.items() if name not in source_names}
+    return plain_arrays | weights
 
 
 def _quantised(
@@ -58,58 +58,63 @@ def _quantised(
 
     A malformed weight has a ``fault`` and an empty shape.
     """
-    found: dict[str, LazyArray] = {}
-    every = tensors | fp8.expert_scales(tensors) if scheme.method == "fp8" else tensors
+    weights: dict[str, LazyArray] = {}
+    all_tensors = tensors | fp8.expert_scales(tensors) if scheme.method == "fp8" else tensors
     for name, info in tensors.items():
         weight, read = _place_of(name, info, tensors, scheme)
-        if weight is None or weight in found:
+        if weight is None or weight in weights:
             continue
-        files = ModuleTensors(name.rpartition(".")[0], every, scheme, checkpoint)
+        files = ModuleTensors(name.rpartition(".")[0], all_tensors, scheme, checkpoint)
         try:
-            found[weight] = read(files, info)
+            weights[weight] = read(files, info)
         except MalformedTensor as error:
-            float_twin = {weight.removesuffix(fp4.BLOCKS)} & tensors.keys()
-            found |= dict.fromkeys((weight, *float_twin), LazyArray.faulty(str(error), tuple(files.used)))
-    used = {name for array in found.values() for name in array.tensors}
-    for name in tensors.keys() - used:
-        ends = (i for i, letter in enumerate(name) if letter == ".")
-        for module in (name[:end] for end in ends if f"{name[:end]}.weight" in found):
+            float_name = {weight.removesuffix(fp4.BLOCKS)} & tensors.keys()
+            weights |= dict.fromkeys((weight, *float_name), LazyArray.faulty(str(error), tuple(files.used)))
+    used_names = {name for array in weights.values() for name in array.tensors}
+    for name in tensors.keys() - used_names:
+        dots = (position for position, character in enumerate(name) if character == ".")
+        for module in (name[:dot] for dot in dots if f"{name[:dot]}.weight" in weights):
             if name != f"{module}.bias" and not name.endswith(ACTIVATION_SCALES):
-                reason = f"{name} belongs to the quantised {module}, and its use is not supported"
-                array = found[f"{module}.weight"]
-                found[f"{module}.weight"] = replace(array, fault=array.fault or reason, tensors=(*array.tensors, name))
-    return found
+                reason = f"{name} belongs to the quantized {module}, but is not supported"
+                array = weights[f"{module}.weight"]
+                weights[f"{module}.weight"] = replace(
+                    array, fault=array.fault or reason, tensors=(*array.tensors, name)
+                )
+    return weights
 
 
 def _place_of(
     name: str, info: TensorInfo, tensors: Mapping[str, TensorInfo], scheme: QuantizationScheme
 ) -> tuple[str | None, Reader]:
-    """Return (name of the quantized weight that the tensor belongs to, reader). The name is None for other tensors."""
+    """Return (name of the tensor's quantized weight, reader). The name is None if the tensor is not quantized."""
     module, _, ending = name.rpartition(".")
     if info.dtype == "U8" and ending.endswith((fp4.BLOCKS, fp4.SCALES)):
         return name.removesuffix(fp4.BLOCKS).removesuffix(fp4.SCALES) + fp4.BLOCKS, fp4.read_gpt_oss
     if info.dtype == "F8_E4M3" and scheme.method == "fp8" and fp8.FUSED.fullmatch(name):
         return name, fp8.read_fused_fp8
     # Codes in ``….weight``: FP8, int8, or bytes in any dtype with the scales of bitsandbytes or of ModelOpt.
-    beside = (f"{module}.weight.absmax", f"{module}.weight_scale_2")
-    codes = info.dtype in ("F8_E4M3", "I8") or any(name in tensors for name in beside)
-    return f"{module}.weight" if ending in _CODES and (ending != "weight" or codes) else None, _weight
+    scale_names = (f"{module}.weight.absmax", f"{module}.weight_scale_2")
+    has_codes = info.dtype in ("F8_E4M3", "I8") or any(name in tensors for name in scale_names)
+    return f"{module}.weight" if ending in _CODES and (ending != "weight" or has_codes) else None, _weight
 
 
 def _weight(files: ModuleTensors, _: TensorInfo) -> LazyArray:
     """Return the quantized weight of a module. Raises MalformedTensor."""
-    present = [ending for ending in _CODES if files.has(ending)]
-    if len(present) > 1:
-        both = " and as ".join(present)
-        raise MalformedTensor(f"{files.module} is stored twice, as {both}: remove one of them and its scales")
-    info, kind, method = files.tensors[f"{files.module}.{present[0]}"], present[0], files.scheme.method
-    if kind == "weight":
-        packed = {"weight.absmax": "NF4", "weight_scale_2": "NVFP4"}
-        kind = next((kind for ending, kind in packed.items() if files.has(ending)), _FP8_OR_INT.get(info.dtype, ""))
-    read = _READERS.get((kind, method))
+    endings = [ending for ending in _CODES if files.has(ending)]
+    if len(endings) > 1:
+        ending_list = " and as ".join(endings)
+        raise MalformedTensor(f"{files.module} is stored twice, as {ending_list}: remove one of them and its scales")
+    info, format_name, method = files.tensors[f"{files.module}.{endings[0]}"], endings[0], files.scheme.method
+    if format_name == "weight":
+        formats_by_ending = {"weight.absmax": "NF4", "weight_scale_2": "NVFP4"}
+        format_name = next(
+            (format_name for ending, format_name in formats_by_ending.items() if files.has(ending)),
+            _FP8_OR_INT.get(info.dtype, ""),
+        )
+    read = _READERS.get((format_name, method))
     if read is None:
-        says = f"config.json says quant_method {method!r}" if method else "config.json has no quantization_config"
-        raise MalformedTensor(f"{files.where(info)} is {kind}, but {says}")
+        config_text = f"config.json has quant_method {method!r}" if method else "config.json has no quantization_config"
+        raise MalformedTensor(f"{files.where(info)} is {format_name}, but {config_text}")
     return read(files, info)
 
 

@@ -1,4 +1,4 @@
-"""Layout of a model's parameters in Hugging Face tensors, and the tensors that loading may skip."""
+"""Layout of a model's parameters in Hugging Face tensors, and rules for tensors that loading skips."""
 
 import dataclasses
 import math
@@ -28,25 +28,25 @@ from nnxmoe.models.shared.tables import HF_MTP
 HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
 _EXPERT = re.compile(r".*\.experts\.([0-9]{1,9})\.")
 _MTP = "layer.mtp."  # prefix of the keys of multi-token prediction layers
-_COPIED = ("embed.table", "head.kernel")  # parameters that checkpoints repeat in prediction layers
+_COPIED = ("embed.table", "head.kernel")  # parameters that checkpoints duplicate in prediction layers
 Row = list[tuple[str, ArrayLayout, Parameter]]  # arrays of one layer of a parameter: name, layout, part
 
 
 def tensor_layout(model: CausalLM, arrays: LazyArrays | None = None, times: float = 1.0) -> dict[str, ArrayLayout]:
-    """Map tensor names to an `ArrayLayout`, for every parameter of a model.
+    """Return the layouts of a model's Hugging Face tensors, by tensor name.
 
     Args:
-        model: Model, with values or without.
-        arrays: Arrays of a checkpoint. If the family's table lists several names for a parameter, use the first name
-            in ``arrays`` with the right shape, or else the first name in ``arrays``. The choice is made per layer.
-            Without ``arrays``, use the first name of the table.
+        model: Model with or without values.
+        arrays: Arrays of a checkpoint. If the family's table lists several names for a parameter, each layer uses the
+            first name in ``arrays`` with the right shape, or else the first name in ``arrays``. Without ``arrays``,
+            each layer uses the first name in the table.
         times: Factor on the queries. See `DecoderConfig.query_scalar`.
 
     Raises:
         ConfigError: (a ValueError) The family's table has no row for a parameter.
     """
     family = family_of(model)
-    stored, table = {} if arrays is None else arrays, family.hf_names(model.config)
+    stored_arrays, table = {} if arrays is None else arrays, family.hf_names(model.config)
     layouts: dict[str, ArrayLayout] = {}
     for parameter in parameters(model, codes=True):
         key = parameter.key.removesuffix(parameter.ending)
@@ -56,16 +56,16 @@ def tensor_layout(model: CausalLM, arrays: LazyArrays | None = None, times: floa
         for layer, layer_parameter in parameter.layers():
             prefix = _prefix(family, model.config.num_hidden_layers, key, layer)
             rows = [_row(w, prefix, layer_parameter, change) for w in options(table, key)]
-            for name, layout, part in _choose_row(rows, stored):
+            for name, layout, part in _choose_row(rows, stored_arrays):
                 add_part(layouts, name, layout, part)
-    if EMBED in stored or HEAD not in stored or HEAD in layouts:
+    if EMBED in stored_arrays or HEAD not in stored_arrays or HEAD in layouts:
         return layouts
     # The checkpoint of a tied model may contain only the head. The embedding is then read from the head.
     return {HEAD if name == EMBED else name: layout for name, layout in layouts.items()}
 
 
 def _prefix(family: Family, depth: int, key: str, layer: int | None) -> str:
-    """Return the prefix of a parameter's tensor names. Layers with numbers >= ``depth`` are prediction layers."""
+    """Return the prefix of a parameter's tensor names. Layers with an index >= ``depth`` are prediction layers."""
     if layer is None or layer < depth or not family.mtp_prefixes:
         return prefix_of(layer)
     return family.mtp_prefixes[not key.startswith(_MTP)].format(layer - depth)
@@ -90,11 +90,11 @@ def _row(w: W, prefix: str, parameter: Parameter, change: ValueChange) -> Row:
 
 
 def _choose_row(rows: list[Row], arrays: LazyArrays) -> Row:
-    """Return the first row with stored arrays of the right shapes, else with stored arrays, else the first row."""
-    stored = [row for row in rows if any(name in arrays for name, _, _ in row)]
-    if len(stored) < 2:
-        return (stored or rows)[0]
-    return next((row for row in stored if _fits(row, arrays)), stored[0])
+    """Return the first row with stored arrays of the right shapes, else with any stored arrays, else the first row."""
+    stored_rows = [row for row in rows if any(name in arrays for name, _, _ in row)]
+    if len(stored_rows) < 2:
+        return (stored_rows or rows)[0]
+    return next((row for row in stored_rows if _fits(row, arrays)), stored_rows[0])
 
 
 def _fits(row: Row, arrays: LazyArrays) -> bool:
@@ -107,7 +107,7 @@ def _fits(row: Row, arrays: LazyArrays) -> bool:
 
 
 def _copied_names(table: Table, layer: int) -> dict[str, str]:
-    """Map a prediction layer's copies of the embedding and the head to the tensors of the main model, by name."""
+    """Map the names of a prediction layer's copies of embedding and head to the main model's tensor names."""
     names: dict[str, str] = {}
     for key in _COPIED:
         if _MTP + key in table:
@@ -117,18 +117,18 @@ def _copied_names(table: Table, layer: int) -> dict[str, str]:
 
 
 def repeated_tensors(model: CausalLM, names: Container[str]) -> dict[str, str]:
-    """Map the prediction layers' copies of the embedding and the head to the names of the original tensors.
+    """Map the names of the prediction layers' copies of embedding and head to the names of the original tensors.
 
-    Saving writes the copies for readers that expect them. Loading ignores the copies. A quantized head has a copy of
-    each of its arrays. ``names`` are the names of the tensors of the main model.
+    Saving writes the copies for readers that expect them. Loading ignores the copies. Every array of a quantized head
+    is copied. ``names`` are the names of the main model's tensors.
     """
-    repeated: dict[str, str] = {}
-    for k in range(len(model.mtp)):
-        for copy, original in _copied_names(family_of(model).hf, model.config.num_hidden_layers + k).items():
+    originals: dict[str, str] = {}
+    for index in range(len(model.mtp)):
+        for copy, original in _copied_names(family_of(model).hf, model.config.num_hidden_layers + index).items():
             endings = ["", *(f".{array}" for array in ARRAYS)]
-            stored = {copy + ending: original + ending for ending in endings if original + ending in names}
-            repeated |= stored or {copy: EMBED}
-    return repeated
+            copies = {copy + ending: original + ending for ending in endings if original + ending in names}
+            originals |= copies or {copy: EMBED}
+    return originals
 
 
 def empty_tensors(model: CausalLM) -> dict[str, LazyArray]:
@@ -145,42 +145,42 @@ def empty_tensors(model: CausalLM) -> dict[str, LazyArray]:
 def refuse_oversized_config(config: DecoderConfig, arrays: LazyArrays, where: str) -> None:
     """Raise CheckpointError if config.json has far more layers or experts than the files.
 
-    Called before a layout is built, because a layout of such a config could exceed the memory.
+    Call this function before building a layout, because a layout of such a config could exceed the memory.
     """
-    stored = [array.shape for array in arrays.values() if math.prod(array.shape)]
-    fused = [shape[0] for shape in stored if len(shape) == 3]  # all experts in one tensor
+    shapes = [array.shape for array in arrays.values() if math.prod(array.shape)]
+    expert_counts = [shape[0] for shape in shapes if len(shape) == 3]  # all experts in one tensor
     layers, experts = config.num_hidden_layers, config.experts
     # If most layers are dense, layers * experts counts too many tensors. The factor 16 allows for such models.
-    if layers > len(stored) or layers * experts > 16 * (len(stored) + sum(fused)):
+    if layers > len(shapes) or layers * experts > 16 * (len(shapes) + sum(expert_counts)):
         count = f" with {experts} experts each" if experts else ""
         raise CheckpointError(
-            f"{where}: num_hidden_layers is {layers}{count}, and the files hold {len(stored)} tensors in all: check "
-            "that config.json belongs to these files and that all of them are here"
+            f"{where}: num_hidden_layers is {layers}{count}, but the files contain {len(shapes)} tensors in all: check "
+            "that config.json belongs to these files and that no file is missing"
         )
 
 
 def report_tensors(
-    model: CausalLM, leaves: Mapping[str, ArrayLayout], arrays: LazyArrays, report: LoadReport
+    model: CausalLM, layouts: Mapping[str, ArrayLayout], arrays: LazyArrays, report: LoadReport
 ) -> LoadReport:
-    """Add to a report which tensors of a checkpoint are loaded, skipped, unexpected, missing and wrong."""
-    config, report = model.config, compare_arrays(leaves, arrays, report)
-    used = source_tensors(leaves.keys() & arrays.keys(), arrays)
-    left = {name for name in report.unexpected if not source_tensors([name], arrays) <= used}
-    beside = group_towers(left)
-    skipped = {f"{tower} (beside the text model)": tuple(sorted(names)) for tower, names in beside.items()}
-    left -= {name for names in beside.values() for name in names}
-    for rule, test in _skip_rules(model, left, leaves, arrays).items():
-        names = tuple(sorted(name for name in left if test(name)))
-        left -= set(names)
+    """Extend a report with the loaded, skipped, unexpected, missing and wrong tensors of a checkpoint."""
+    config, report = model.config, compare_arrays(layouts, arrays, report)
+    used_names = source_tensors(layouts.keys() & arrays.keys(), arrays)
+    unused_names = {name for name in report.unexpected if not source_tensors([name], arrays) <= used_names}
+    towers = group_towers(unused_names)
+    skipped = {f"{tower} (outside the text model)": tuple(sorted(names)) for tower, names in towers.items()}
+    unused_names -= {name for names in towers.values() for name in names}
+    for rule, test in _skip_rules(model, unused_names, layouts, arrays).items():
+        names = tuple(sorted(name for name in unused_names if test(name)))
+        unused_names -= set(names)
         if names:
             skipped[rule] = names
     return dataclasses.replace(
         report,
-        loaded=tuple(sorted(used)),
-        unexpected=tuple(sorted(left)),
+        loaded=tuple(sorted(used_names)),
+        unexpected=tuple(sorted(unused_names)),
         skipped=skipped,
-        towers=tuple(sorted(beside)),
-        notes=(*report.notes, *_beyond(config, left)),
+        towers=tuple(sorted(towers)),
+        notes=(*report.notes, *_beyond(config, unused_names)),
     )
 
 
@@ -190,39 +190,41 @@ def source_tensors(names: Iterable[str], arrays: LazyArrays) -> set[str]:
 
 
 def _skip_rules(
-    model: CausalLM, left: Set[str], leaves: Iterable[str], arrays: LazyArrays
+    model: CausalLM, unused_names: Set[str], layouts: Iterable[str], arrays: LazyArrays
 ) -> dict[str, Callable[[str], bool]]:
     """Return the rules for tensors to skip: description -> predicate on the tensor's name."""
-    config, table, unused = model.config, family_of(model).hf, model.config.unused_tensors
-    first = config.num_hidden_layers
-    numbers = range(first, first + getattr(config, "num_nextn_predict_layers", 0))
-    # Names that occur only in prediction layers distinguish prediction layers from surplus layers. HF_MTP has the names
-    # for families whose table lacks them.
-    own = {w.name for rows in (HF_MTP, table) for key in rows if key.startswith(_MTP) for w in options(rows, key)}
-    marked = {layer for layer, name in map(layer_of, left) if layer in numbers and name in own}
-    built = {layer for layer, name in map(layer_of, leaves) if layer in numbers and name in own}
-    repeated = {name for layer in built if layer is not None for name in _copied_names(table, layer)}
+    config, table, ignored_names = model.config, family_of(model).hf, model.config.unused_tensors
+    first_index = config.num_hidden_layers
+    mtp_indices = range(first_index, first_index + getattr(config, "num_nextn_predict_layers", 0))
+    # Names that occur only in prediction layers distinguish prediction layers from surplus layers. HF_MTP contains the
+    # names for families whose table lacks these names.
+    mtp_names = {w.name for rows in (HF_MTP, table) for key in rows if key.startswith(_MTP) for w in options(rows, key)}
+    checkpoint_layers = {
+        layer for layer, name in map(layer_of, unused_names) if layer in mtp_indices and name in mtp_names
+    }
+    model_layers = {layer for layer, name in map(layer_of, layouts) if layer in mtp_indices and name in mtp_names}
+    copied_names = {name for layer in model_layers if layer is not None for name in _copied_names(table, layer)}
     return {
         "multi-token prediction layers (not part of the model)": lambda name: (
-            layer_of(name)[0] in marked - built or name.removeprefix("model.").startswith("mtp.")
+            layer_of(name)[0] in checkpoint_layers - model_layers or name.removeprefix("model.").startswith("mtp.")
         ),
-        "copies of the embedding and the head (those of the model are used)": lambda name: name in repeated,
+        "copies of the embedding and the head (the main model's tensors are used)": lambda name: name in copied_names,
         "empty tensors": lambda name: 0 in arrays[name].shape,
-        "tensors that the family does not use": lambda name: name in unused,
+        "tensors that the family does not use": lambda name: name in ignored_names,
         "rotary frequencies (computed)": lambda name: name.endswith("rotary_emb.inv_freq"),
-        "scales of activations and caches (neither is quantised)": lambda name: name.endswith(ACTIVATION_SCALES),
+        "scales of activations and caches (which are not quantized)": lambda name: name.endswith(ACTIVATION_SCALES),
         "head tied to the embedding": lambda name: name == HEAD and config.tie_word_embeddings,
     }
 
 
-def _beyond(config: DecoderConfig, left: Set[str]) -> list[str]:
+def _beyond(config: DecoderConfig, unused_names: Set[str]) -> list[str]:
     """Return likely reasons for unused tensors, derived from the tensor names."""
-    found = []
-    of_experts = ((int(match[1]) if (match := _EXPERT.match(name)) else None) for name in left)
-    numbers = {"layers": {layer_of(name)[0] for name in left}, "experts": set(of_experts)}
-    for what, asked in (("layers", config.num_hidden_layers), ("experts", config.experts)):
-        if more := [str(n) for n in sorted(n for n in numbers[what] if n is not None and n >= asked)]:
-            found.append(f"config.json asks for {asked} {what}, and the files have more: {some(more)}")
-    if any(name.endswith(".bias") and (layer_of(name)[0] or 0) < config.num_hidden_layers for name in left):
-        found.append("the files have biases that config.json does not ask for")
-    return found
+    notes = []
+    expert_indices = ((int(match[1]) if (match := _EXPERT.match(name)) else None) for name in unused_names)
+    indices = {"layers": {layer_of(name)[0] for name in unused_names}, "experts": set(expert_indices)}
+    for noun, expected_count in (("layers", config.num_hidden_layers), ("experts", config.experts)):
+        if surplus := [str(n) for n in sorted(n for n in indices[noun] if n is not None and n >= expected_count)]:
+            notes.append(f"config.json specifies {expected_count} {noun}, but the files contain more: {some(surplus)}")
+    if any(name.endswith(".bias") and (layer_of(name)[0] or 0) < config.num_hidden_layers for name in unused_names):
+        notes.append("the files contain biases that config.json does not enable")
+    return notes
