@@ -1,9 +1,9 @@
 """Caches for decoding: keys and values (or MLA's latents) per layer, and the number of stored tokens per row.
 
-Each row has a separate length. The real tokens of a row fill its slots in order, and padding does not use slots.
-A full cache stores token i of a row in slot i. A ring stores it in slot ``i % size``. The length of a row therefore
-determines which token each slot contains. Caches are pytrees. A model takes them as arguments and returns new caches,
-and callers may donate them.
+Each row has a separate length. The real tokens of a row fill the slots in order. Padding does not use slots. A full
+cache stores token i of a row in slot i. A ring stores token i in slot ``i % size``. The length of a row therefore
+determines which token each slot contains. Caches are pytrees. A model receives a cache as an argument and returns a new
+cache. Callers may donate the argument.
 """
 
 import dataclasses
@@ -22,13 +22,13 @@ from nnxmoe.layers.cache_buffer import Buffer, CacheFormat, Int8Array, as_float,
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SlotMetadata:
-    """Token in each key slot.
+    """Metadata of the token in each key slot.
 
     Attributes:
-        index: Index of the token among the real tokens of its row. Negative for empty slots. Without a batch dimension,
-            all rows have the same indices.
-        valid: Whether the token is real. None if all tokens are real.
-        segment: Segment of the token. None if all tokens are in one segment.
+        index: Index of the token among the real tokens of the row, negative for empty slots. Without a batch dimension,
+            the indices apply to all rows.
+        valid: False for padding. ``None`` if there is no padding.
+        segment: Segment of the token. ``None`` if all tokens are in one segment.
     """
 
     index: Int[Array, "S"] | Int[Array, "B S"]
@@ -39,10 +39,10 @@ class SlotMetadata:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class CacheMetadata:
-    """State that the caches of all layers share in one forward pass.
+    """State of a forward pass that the caches of all layers share.
 
     Attributes:
-        index: Index of each new token in its row. -1 for padding.
+        index: Index of each new token in the row, -1 for padding.
         length_before: Number of tokens stored per row before this pass.
         length_after: Number of tokens stored per row after this pass.
         segment: Segment of each stored token by token index, including the new tokens.
@@ -54,17 +54,17 @@ class CacheMetadata:
     segment: Int[Array, "B C"]
 
     def slots(self, index: Int[Array, "B S"]) -> SlotMetadata:
-        """Return the metadata of slots that contain the tokens with these indices."""
+        """Return the metadata of slots that contain the tokens ``index``."""
         segment = jnp.take_along_axis(self.segment, jnp.maximum(index, 0), axis=1)
         return SlotMetadata(index, None, segment)
 
 
 AppendResult = tuple[Buffer, Array, Int[Array, "B S"]]
-"""The new buffer, the values that may be attended to, and the index of the token of each of these."""
+"""Updated buffer, values that queries may attend to, and token index of each value."""
 
 
 def append_full(buffer: Buffer, new: Array, metadata: CacheMetadata) -> AppendResult:
-    """Write token i to slot i, and return all slots as values. Slots after the last token have index -1."""
+    """Write token i to slot i, and return the values of all slots. Slots after the last token have index -1."""
     size, axis = buffer.shape[-2], new.ndim - 2
     buffer = write_slots(buffer, new, jnp.where(metadata.index < 0, size, metadata.index), axis)
     slots = jnp.arange(size, dtype=jnp.int32)[None]
@@ -74,12 +74,13 @@ def append_full(buffer: Buffer, new: Array, metadata: CacheMetadata) -> AppendRe
 def append_ring(buffer: Buffer, new: Array, metadata: CacheMetadata, lookahead: int) -> AppendResult:
     """Write token i to slot ``i % size``.
 
-    With up to ``1 + lookahead`` new tokens, the values are the new ring. With more new tokens, the values are the
-    previous ring followed by the new tokens, because later tokens overwrite slots that earlier tokens attend to.
+    For up to ``1 + lookahead`` new tokens, the returned values are the updated ring. For more new tokens, the values
+    are the previous ring followed by the new tokens, because later tokens overwrite slots that earlier tokens attend
+    to.
     """
     size, axis, index = buffer.shape[-2], new.ndim - 2, metadata.index
-    stays = (index >= 0) & (index >= metadata.length_after[:, None] - size)
-    new_buffer = write_slots(buffer, new, jnp.where(stays, index % size, size), axis)
+    is_written = (index >= 0) & (index >= metadata.length_after[:, None] - size)
+    new_buffer = write_slots(buffer, new, jnp.where(is_written, index % size, size), axis)
     if index.shape[1] <= 1 + lookahead:
         return new_buffer, as_float(new_buffer, new.dtype), _ring_index(metadata.length_after, size)
     if isinstance(buffer, Int8Array):
@@ -91,7 +92,7 @@ def append_ring(buffer: Buffer, new: Array, metadata: CacheMetadata, lookahead: 
 
 
 def _ring_index(length: Int[Array, "B"], size: int) -> Int[Array, "B S"]:
-    """Return the index of the token in each slot of a ring of ``length`` tokens. Negative for empty slots."""
+    """Return the token index of each slot in a ring with ``length`` tokens. Empty slots have negative indices."""
     newest = length[:, None] - 1
     return newest - (newest - jnp.arange(size, dtype=jnp.int32)[None]) % size
 
@@ -99,13 +100,13 @@ def _ring_index(length: Int[Array, "B"], size: int) -> Int[Array, "B S"]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TokenCache:
-    """Cache of one layer with one slot per token.
+    """Cache of a layer with one slot per token.
 
     Attributes:
-        buffers: Pytree of ``[*L, B, …, S, W]``, such as keys and values ``[*L, B, K, S, H]``, or MLA's latents
-            ``[*L, B, S, W]``, each followed by its rotated key (DeepSeek-V2).
-        ring: Whether the cache stores only the latest tokens, as many as a sliding window covers.
-        lookahead: Number of extra slots for draft tokens, which may be removed again.
+        buffers: Pytree of arrays ``[*L, B, …, S, W]``, such as keys and values ``[*L, B, K, S, H]``, or MLA's latents
+            ``[*L, B, S, W]``, each followed by the rotated key (DeepSeek-V2).
+        ring: Whether the cache is a ring buffer that stores only the most recent tokens, for a sliding window.
+        lookahead: Number of extra slots for draft tokens that may be discarded.
     """
 
     buffers: Any
@@ -117,10 +118,10 @@ class TokenCache:
 
         Args:
             new: Pytree of arrays ``[B, …, T, W]`` with the structure of ``buffers``.
-            metadata: State that all layers share.
+            metadata: State of the pass.
 
         Returns:
-            The cache, all values that queries may attend to, and the tokens of these values.
+            The updated cache, all values that queries may attend to, and the metadata of these values.
         """
         arrays, tree = jax.tree.flatten(new)
         append = functools.partial(append_ring, lookahead=self.lookahead) if self.ring else append_full
@@ -134,30 +135,30 @@ class TokenCache:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RecurrentState:
-    """States of a recurrent layer after each of the newest tokens of a row.
+    """States of a recurrent layer after each of the most recent tokens of a row.
 
-    The state after token i is at ``i % (1 + lookahead)``. A smaller `Cache.length` therefore removes up to
-    ``lookahead`` newest tokens, as for keys and values. A `CacheFormat` does not change the dtype of states.
+    The state after token i is stored at index ``i % (1 + lookahead)``. As for keys and values, up to ``lookahead``
+    tokens can therefore be discarded by reducing `Cache.length`. A `CacheFormat` does not change the dtype of states.
 
     Attributes:
-        states: Pytree of ``[*L, B, 1 + lookahead, ...]``.
+        states: Pytree of arrays ``[*L, B, 1 + lookahead, ...]``.
     """
 
     states: Any
 
     @classmethod
     def empty(cls, zero: Any, lookahead: int) -> Self:
-        """Create the states of rows without tokens.
+        """Create the states of empty rows.
 
         Args:
             zero: Pytree of zeros ``[B, ...]``, the state before the first token.
-            lookahead: Number of newest tokens that may be removed.
+            lookahead: Number of most recent tokens that may be discarded.
         """
         return cls(jax.tree.map(lambda a: jnp.repeat(a[:, None], 1 + lookahead, axis=1), zero))
 
     @property
     def lookahead(self) -> int:
-        """Number of newest tokens that may be removed."""
+        """Number of most recent tokens that may be discarded."""
         return jax.tree.leaves(self.states)[0].shape[1] - 1
 
     def before(self, metadata: CacheMetadata) -> Any:
@@ -172,7 +173,7 @@ class RecurrentState:
         return jax.tree.map(select, self.states)
 
     def write(self, new: Any, index: Int[Array, "B n"]) -> Self:
-        """Store the states ``[B, n, ...]`` after the n tokens with these indices. Skip negative indices."""
+        """Store the states ``[B, n, ...]`` after the n tokens ``index``. Negative indices are skipped."""
 
         def write(states: Array, new: Array) -> Array:
             size = states.shape[1]
@@ -182,14 +183,14 @@ class RecurrentState:
 
 
 def format_caches(layers: Any, cache_format: CacheFormat | None) -> Any:
-    """Convert the buffers of empty caches to a format. Recurrent states are unchanged."""
+    """Convert the buffers of empty caches to ``cache_format``. Recurrent states are unchanged."""
     if cache_format is None:
         return layers
 
-    def is_state(part: Any) -> bool:
-        return isinstance(part, RecurrentState)
+    def is_state(x: Any) -> bool:
+        return isinstance(x, RecurrentState)
 
-    return jax.tree.map(lambda part: part if is_state(part) else cache_format(part), layers, is_leaf=is_state)
+    return jax.tree.map(lambda x: x if is_state(x) else cache_format(x), layers, is_leaf=is_state)
 
 
 @jax.tree_util.register_dataclass
@@ -198,12 +199,12 @@ class Cache:
     """Cache of a model.
 
     Attributes:
-        layers: One entry per stack. The entry of a scanned stack is one cache whose arrays have a leading layer
-            dimension, otherwise a tuple with one cache per layer. The arrays of a ``TokenCache`` are its ``buffers``:
-            ``(keys, values)`` for most attentions, latents for MLA.
+        layers: One entry per stack. The entry of a scanned stack is a single cache whose arrays have a leading layer
+            dimension. All other entries are tuples with one cache per layer. The arrays of a ``TokenCache`` are in
+            ``buffers``: ``(keys, values)`` for most attention layers, latents for MLA.
         length: Number of tokens stored per row.
         segment: Segment id of each stored token, by row and token index.
-        capacity: Number of real tokens that fit in a row.
+        capacity: Maximum number of real tokens per row.
     """
 
     layers: tuple[Any, ...]
@@ -213,44 +214,44 @@ class Cache:
 
     @classmethod
     def empty(cls, layers: tuple[Any, ...], batch: int, capacity: int) -> Self:
-        """Create the cache of ``batch`` empty rows from the layers' empty caches."""
+        """Create a cache with ``batch`` empty rows from the empty caches of the layers."""
         cache = cls(layers, jnp.zeros((batch,), jnp.int32), jnp.zeros((batch, capacity), jnp.int32), capacity)
         return cache.remember_lengths(np.zeros(batch, np.int32))
 
     @property
     def lengths(self) -> np.ndarray | None:
-        """``length`` as a NumPy array, or None if it is traced or not fully addressable by this process.
+        """``length`` as a NumPy array, or ``None`` if ``length`` is traced or not fully addressable by this process.
 
-        Blocks until the device has computed it, unless `remember_lengths` was called.
+        Blocks until the device has computed ``length``, unless `remember_lengths` was called.
         """
         if isinstance(self.length, Tracer) or not self.length.is_fully_addressable:
             return None
-        known = vars(self).get("_lengths")
-        return np.asarray(self.length) if known is None else known
+        lengths = vars(self).get("_lengths")
+        return np.asarray(self.length) if lengths is None else lengths
 
     @property
     def max_length(self) -> int | None:
-        """Largest of `lengths`, or None if they are unknown."""
+        """Maximum of `lengths`, or ``None`` if `lengths` is ``None``."""
         lengths = self.lengths
         return None if lengths is None else int(lengths.max())
 
     def remember_lengths(self, lengths: np.ndarray) -> Self:
-        """Set the value of `lengths` in place. JAX transformations and `dataclasses.replace` drop the value."""
+        """Set `lengths` in place. JAX transformations and `dataclasses.replace` discard the value."""
         object.__setattr__(self, "_lengths", lengths)
         return self
 
     def advance(
         self, count: int, valid: Bool[Array, "B T"] | None, segment: Int[Array, "B T"] | None
     ) -> tuple[Self, CacheMetadata]:
-        """Add new tokens to the lengths and segments. The layers append their keys and values afterwards.
+        """Update lengths and segments for new tokens. The layers append keys and values afterwards.
 
         Args:
             count: Number of new tokens per row, including padding.
-            valid: True for real tokens. None if all tokens are real.
-            segment: Segment ids of the new tokens. If None, 0.
+            valid: False for padding. ``None`` if there is no padding.
+            segment: Segment ids of the new tokens. Defaults to 0.
 
         Returns:
-            The cache with the new lengths, and the metadata for the layers' caches.
+            The cache with updated lengths, and the metadata for the caches of the layers.
         """
         before = self.length[:, None]
         if valid is None:
@@ -261,15 +262,15 @@ class Cache:
             length = self.length + jnp.sum(valid, axis=1, dtype=jnp.int32)
         segment = jnp.zeros(index.shape, jnp.int32) if segment is None else segment
         segments = write_slots(self.segment, segment, jnp.where(index < 0, self.capacity, index), 1)
-        advanced = dataclasses.replace(self, length=length, segment=segments)
-        return advanced, CacheMetadata(index, self.length, length, segments)
+        cache = dataclasses.replace(self, length=length, segment=segments)
+        return cache, CacheMetadata(index, self.length, length, segments)
 
     def nan_if_full(self, x: Float[Array, "B T *D"]) -> Float[Array, "B T *D"]:
-        """Replace ``x`` with NaN in rows with more tokens than ``capacity``."""
+        """Replace ``x`` with NaN in rows whose length exceeds ``capacity``."""
         return jnp.where((self.length > self.capacity).reshape(-1, *(1,) * (x.ndim - 1)), jnp.nan, x)
 
     def shared(self, fresh: bool) -> Self:
-        """Return the cache without its layers.
+        """Return the cache without ``layers``.
 
         Args:
             fresh: Whether the caller requires an empty cache.
@@ -278,5 +279,5 @@ class Cache:
             ValueError: If ``fresh`` is True and the cache is known not to be empty.
         """
         if fresh and self.max_length:
-            raise ValueError(f"fresh=True: {self.max_length} tokens are in the cache; pass an empty cache")
+            raise ValueError(f"fresh=True: {self.max_length} tokens are in the cache. Pass an empty cache.")
         return dataclasses.replace(self, layers=())

@@ -1,4 +1,4 @@
-"""Cache buffers of floats, or of int8 codes with scales, and functions that read, write and gather slots."""
+"""Cache buffers of floats or int8 codes, and functions that read, write and gather slots."""
 
 import dataclasses
 from collections.abc import Callable
@@ -14,14 +14,14 @@ from nnxmoe.layers.linear.xla_cpu import one_cpu, write_rows
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Int8Array:
-    """Array of int8 codes with one float32 scale per vector of the last dimension."""
+    """Array of int8 codes, with one float32 scale per vector along the last dimension."""
 
     codes: Array  # [..., W]
     scale: Array  # [..., 1]
 
     @classmethod
     def quantize(cls, array: Float[Array, "..."]) -> Self:
-        """Round each vector of the last dimension to multiples of its largest magnitude / 127."""
+        """Quantize each vector along the last dimension in steps of 1/127 of the vector's largest magnitude."""
         wide = array.astype(jnp.float32)
         scale = jnp.max(jnp.abs(wide), axis=-1, keepdims=True) / 127
         codes = jnp.round(wide / jnp.where(scale > 0, scale, 1)).astype(jnp.int8)
@@ -40,18 +40,18 @@ Buffer = Array | Int8Array
 
 
 def as_float(buffer: Buffer, dtype: Any) -> Array:
-    """Dequantize an `Int8Array` to ``dtype``. Return a float buffer unchanged."""
+    """Dequantize an `Int8Array` to ``dtype``. Float buffers are returned unchanged."""
     return buffer.dequantize(dtype) if isinstance(buffer, Int8Array) else buffer
 
 
 def write_slots(buffer: Buffer, new: Array, slots: Int[Array, "B T"], axis: int) -> Any:
-    """Write token t of row b of ``new`` to ``slots[b, t]`` along ``axis``. Out-of-range slots are dropped.
+    """Write token t of row b of ``new`` to slot ``slots[b, t]`` along ``axis``. Out-of-range slots are dropped.
 
-    XLA updates the buffer in place if it is donated or a loop carries it.
+    XLA updates the buffer in place if the buffer is donated or carried by a loop.
     """
     if isinstance(buffer, Int8Array):
         quantized = Int8Array.quantize(new)
-        return jax.tree.map(lambda part, values: write_slots(part, values, slots, axis), buffer, quantized)
+        return jax.tree.map(lambda leaf, values: write_slots(leaf, values, slots, axis), buffer, quantized)
     new = new.astype(buffer.dtype)
     if slots.shape[1] == 1 and one_cpu():
         return write_rows(buffer, new, slots, axis)
@@ -59,21 +59,21 @@ def write_slots(buffer: Buffer, new: Array, slots: Int[Array, "B T"], axis: int)
     return jax.vmap(lambda row, new, slots: row.at[(*leading, slots)].set(new, mode="drop"))(buffer, new, slots)
 
 
-def gather_tokens(x: Shaped[Array, "B S ..."], places: Int[Array, "B ..."]) -> Shaped[Array, "B ..."]:
-    """Gather the tokens of each row at the row's ``places``."""
-    return jax.vmap(lambda row, places: row[places])(x, places)
+def gather_tokens(x: Shaped[Array, "B S ..."], indices: Int[Array, "B ..."]) -> Shaped[Array, "B ..."]:
+    """Gather tokens of each row by ``indices``."""
+    return jax.vmap(lambda row, indices: row[indices])(x, indices)
 
 
 CacheFormat = Callable[[Array], Buffer]
-"""``Strategy.cache``: returns an empty buffer ``[..., W]`` of a layer's cache in the format in which it is stored."""
+"""Converts an empty cache buffer ``[..., W]`` to the storage format; see ``Strategy.cache``."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Int8Cache:
     """Cache format that stores keys, values and latents as int8, with one float32 scale per token and head.
 
-    **Changes numbers**: each component of a key or value by up to 1/254 of the largest component. With heads of width
-    128, the cache has 0.52 times the bytes of bfloat16.
+    **Changes numbers**: each component of a key or value changes by up to 1/254 of the largest component. With heads of
+    width 128, the cache needs 0.52 times the memory of bfloat16.
     """
 
     def __call__(self, buffer: Array) -> Int8Array:

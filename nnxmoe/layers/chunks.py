@@ -1,4 +1,4 @@
-"""Loops over chunks of a sequence. Memory contains the activations of one chunk at a time."""
+"""Loops over chunks of a sequence. Only the activations of one chunk are in memory at a time."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ from jaxtyping import Array
 def split_chunks(size: int, *arrays: Array) -> tuple[Array, ...]:
     """Split arrays ``[B, T, …]`` into chunks ``[n, B, size, …]``. The last chunk is padded with zeros.
 
-    Each chunk has tokens of every row, so rows remain on their devices.
+    Each chunk contains tokens of every row, so rows remain on the same devices.
     """
 
     def split(array: Array) -> Array:
@@ -33,12 +33,12 @@ def map_chunks(run: Callable[..., tuple[Array, Any]], chunks: int, *arrays: Arra
     """Apply a function to one chunk of tokens at a time. The backward pass rematerializes each chunk.
 
     Args:
-        run: ``(*arrays) -> y [B, t, …], info``.
-        chunks: Number of chunks. There are at most as many chunks as tokens.
+        run: Function ``(*arrays) -> y [B, t, …], info``.
+        chunks: Maximum number of chunks. There are at most as many chunks as tokens.
         *arrays: Arrays ``[B, T, …]``.
 
     Returns:
-        ``y`` of all tokens, and the ``info`` of all chunks, stacked.
+        The outputs ``y`` of all tokens, and the stacked ``info`` of all chunks.
     """
     length = arrays[0].shape[1]
     size = -(-length // min(chunks, length))

@@ -1,4 +1,4 @@
-"""Interfaces of the two halves of a layer, attention and feed-forward, and the inputs that all layers share."""
+"""Protocols of attention and feed-forward layers, and the inputs that all layers share."""
 
 import dataclasses
 import inspect
@@ -19,13 +19,13 @@ from nnxmoe.layers.rope import RotateFn, Rotations, compute_rotation
 
 @dataclasses.dataclass(frozen=True)
 class OutputRequest:
-    """Outputs that a caller requests from the layers of a pass.
+    """Outputs that a caller requests from the layers.
 
     Attributes:
-        last_token_only: Whether to return the output of the last token only.
-        all_hidden: Whether to return the output of every layer instead of the last layer only.
-        reduce_routing: Maps the routing of each layer to the value that is returned, to save memory. If None, the
-            whole routing is returned.
+        last_token_only: Whether to return only the output of the last token.
+        all_hidden: Whether to return the outputs of all layers instead of only the last layer.
+        reduce_routing: Reduces each layer's routing to the value to return, to save memory. If ``None``, the complete
+            routing is returned.
     """
 
     last_token_only: bool = False
@@ -36,20 +36,21 @@ class OutputRequest:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """Inputs that all layers of a forward pass share: positions, padding, segments and the state of the cache.
+    """Inputs of a forward pass that all layers share: positions, padding, segments and the state of the cache.
 
-    Each attention layer derives its mask, its cache slots and its rotation from the context.
+    Each attention layer derives the mask, the cache slots and the rotation from the context.
 
     Attributes:
-        index: Index of each token among the real tokens of its row. Padding repeats the index of the previous token.
-        valid: True for real tokens. None if all tokens are real.
-        segment: Segment ids of packed documents. None if each row is one segment.
-        past: State of the cache. None without a cache.
-        key: Random key of the router's jitter. None disables jitter.
-        tokens: Token ids, for routers that read them.
-        positions: Positions of the rotary embedding.
-        rotations: Rotations computed once for all layers.
-        fresh: Whether the cache was empty. If so, the tokens attend to each other and the slots are not read.
+        index: Index of each token among the real tokens of the row. Padding repeats the index of the previous token.
+        valid: False for padding. ``None`` if there is no padding.
+        segment: Segment ids of packed documents. ``None`` if each row is a single segment.
+        past: State of the cache. ``None`` for passes without a cache.
+        key: Random key of the router jitter. ``None`` disables jitter.
+        tokens: Token ids, for routers that depend on token ids.
+        positions: Positions for the rotary embedding.
+        rotations: Rotations, computed once for all layers.
+        fresh: Whether the cache was empty before the pass. If so, tokens attend to each other without reading the
+            cache.
         request: Outputs that each layer returns.
     """
 
@@ -68,7 +69,7 @@ class Context:
     def from_lengths(
         cls, rope: Rope, batch: int, length: int, lengths: Integer[Any, "B"] | Sequence[int] | None = None
     ) -> Self:
-        """Create a context without a cache, to call a layer or attention directly.
+        """Create a context without a cache, to call a layer or an attention module directly.
 
             x = jnp.ones((2, 9, config.hidden_size))
             y, _ = model.stacks[0].layers[0].attention(x, Context.from_lengths(config.rope, 2, 9, lengths=[9, 4]))
@@ -77,7 +78,7 @@ class Context:
             rope: Rotary position embedding of the layer.
             batch: Number of rows.
             length: Number of tokens per row.
-            lengths: Number of real tokens per row. Padding follows the real tokens. If None, all tokens are real.
+            lengths: Number of real tokens per row, followed by padding. Defaults to ``length``, without padding.
 
         Raises:
             ValueError: If ``lengths`` is not ``batch`` integers from 0 to ``length``. Traced values are not checked.
@@ -86,12 +87,12 @@ class Context:
         context = cls(index)._rotating((rope,), jnp.broadcast_to(index, (batch, length)))
         if lengths is None:
             return context
-        traced = any(isinstance(part, Tracer) for part in jax.tree.leaves(lengths))
-        counts = jnp.asarray(lengths) if traced else np.asarray(lengths)  # NumPy, so jit does not trace the checks
-        fits = counts.shape == (batch,) and jnp.issubdtype(counts.dtype, jnp.integer)
-        if not fits or not (traced or np.all((counts >= 0) & (counts <= length))):
-            raise ValueError(f"lengths={lengths}: give {batch} numbers of real tokens, from 0 to {length}")
-        counts = jnp.asarray(counts, jnp.int32)  # signed, because the last index of an empty row is -1
+        is_traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(lengths))
+        counts = jnp.asarray(lengths) if is_traced else np.asarray(lengths)  # NumPy avoids tracing the checks under jit
+        is_valid = counts.shape == (batch,) and jnp.issubdtype(counts.dtype, jnp.integer)
+        if not is_valid or not (is_traced or np.all((counts >= 0) & (counts <= length))):
+            raise ValueError(f"lengths={lengths}: pass {batch} token counts from 0 to {length}")
+        counts = jnp.asarray(counts, jnp.int32)  # signed, because empty rows need index -1
         valid = index < counts[:, None]
         return dataclasses.replace(context, index=jnp.minimum(index, counts[:, None] - 1), valid=valid)
 
@@ -99,8 +100,8 @@ class Context:
         """Return the context of one layer or stack.
 
         Args:
-            index: Index of the layer or stack. It is folded into the random key.
-            last_token_only: Replaces ``request.last_token_only`` if not None.
+            index: Index of the layer or stack, folded into the random key.
+            last_token_only: Value for ``request.last_token_only``. If ``None``, the value is unchanged.
         """
         key = None if self.key is None else jax.random.fold_in(self.key, index)
         request = self.request
@@ -109,15 +110,15 @@ class Context:
         return dataclasses.replace(self, key=key, request=request)
 
     def output_tokens(self, x: Shaped[Array, "B T ..."]) -> Shaped[Array, "B asked ..."]:
-        """Select the tokens whose output is requested: all tokens, or the last token."""
+        """Select the tokens whose output is requested: all tokens, or only the last token."""
         return x[:, -1:] if self.request.last_token_only else x
 
     def output_queries(self, mask: Mask) -> Mask:
-        """Select the rows of a mask for the tokens whose output is requested."""
+        """Select the mask queries whose output is requested."""
         return mask.select(slice(-1, None), slice(None)) if self.request.last_token_only else mask
 
     def for_output_tokens(self) -> Self:
-        """Return the context of the tokens whose output is requested."""
+        """Restrict the context to the tokens whose output is requested."""
         valid = None if self.valid is None else self.output_tokens(self.valid)
         tokens = None if self.tokens is None else self.output_tokens(self.tokens)
         return dataclasses.replace(self, valid=valid, tokens=tokens)
@@ -125,7 +126,7 @@ class Context:
     def rotated(
         self, x: Float[Array, "B asked N H"], rope: Rope | None, rotate: RotateFn
     ) -> Float[Array, "B asked N H"]:
-        """Rotate queries or keys by their positions. Return ``x`` unchanged if ``rope`` is None."""
+        """Rotate queries or keys by position. If ``rope`` is None, return ``x`` unchanged."""
         if rope is None:
             return x
         if (rotation := self.rotations.get(rope)) is None:
@@ -134,7 +135,7 @@ class Context:
         return rotate(x, rotation)
 
     def _rotating(self, ropes: tuple[Rope, ...], positions: Int[Array, "B S"]) -> Self:
-        """Return the context with these positions, and with the rotations of all layers."""
+        """Return a copy of the context with ``positions`` and the rotations of all layers."""
         rotations = Rotations({rope: compute_rotation(rope, positions, self.valid) for rope in ropes})
         return dataclasses.replace(self, positions=positions, rotations=rotations)
 
@@ -150,14 +151,14 @@ class Context:
         key: Key[Array, ""] | None,
         fresh: bool,
     ) -> tuple[Self, Cache | None]:
-        """Create the context of a pass over tokens. Also return the cache with the new lengths.
+        """Create the context of a forward pass, and update the lengths of the cache.
 
         Args:
             ropes: Rotary position embeddings of all layers.
-            cache: The cache without its layers; see `Cache.shared`.
+            cache: Cache without ``layers``; see `Cache.shared`.
             tokens, attention_mask, positions, segment_ids, key, fresh: See `CausalLM.body`.
         """
-        past, moved, index, shape = None, None, jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape
+        past, advanced_cache, index, shape = None, None, jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape
         valid = None if attention_mask is None else jnp.asarray(attention_mask) != 0
         segment = None if segment_ids is None else jnp.asarray(segment_ids, jnp.int32)
         if positions is None and cache is None:
@@ -166,39 +167,39 @@ class Context:
             index = jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1
         if cache is not None:
             index = cache.length[:, None] + jnp.broadcast_to(index, shape)
-            moved, past = cache.advance(shape[1], valid, segment)
+            advanced_cache, past = cache.advance(shape[1], valid, segment)
             positions = jnp.maximum(index, 0) if positions is None else positions
         context = cls(index, valid, segment, past, key, tokens, fresh=fresh and cache is not None)
-        return context._rotating(ropes, jnp.asarray(positions)), moved
+        return context._rotating(ropes, jnp.asarray(positions)), advanced_cache
 
     def append_to_cache(self, cache: Any, new: Any, window: int | None) -> tuple[Any, Any, Mask]:
         """Append new tokens to a layer's cache.
 
         Args:
-            cache: Cache of the layer, or None.
+            cache: Cache of the layer, if any.
             new: Keys and values, or latents, of the new tokens.
-            window: Size of the sliding window, or None.
+            window: Size of the sliding window, if any.
 
         Returns:
-            The cache, the keys and values (or latents) that the tokens attend to, and the mask over them.
+            The updated cache, the keys and values (or latents) that the tokens attend to, and the mask.
         """
         slots = SlotMetadata(self.index, self.valid, self.segment)
-        mask, seen = Mask(self.index, self.segment, slots, window, causal=True), new
+        mask, visible = Mask(self.index, self.segment, slots, window, causal=True), new
         if cache is not None:
             assert self.past is not None
-            cache, stored, slots = cache.append(new, self.past)
+            cache, cached_values, slots = cache.append(new, self.past)
             if not self.fresh:
                 segment = jnp.zeros(self.past.index.shape, jnp.int32) if self.segment is None else self.segment
-                seen, mask = stored, Mask(self.index, segment, slots, window)
-        return cache, seen, self.output_queries(mask)
+                visible, mask = cached_values, Mask(self.index, segment, slots, window)
+        return cache, visible, self.output_queries(mask)
 
 
 class Attention(Protocol):
-    """Protocol of the first half of a layer, ``(x, context, cache) -> y, cache``.
+    """Protocol of attention, the first half of a layer: ``(x, context, cache) -> y, cache``.
 
-    If ``context.request.last_token_only``, y has only the last token, otherwise all tokens. Inputs have padding, so
-    tokens may attend to real tokens only (``context.valid``). Calls with a cache, such as generation, also need
-    ``empty_cache``.
+    ``y`` contains all tokens, or only the last token if ``context.request.last_token_only``. Inputs may contain
+    padding. Attention to padding must be masked; see ``context.valid``. Calls with a cache, such as generation, also
+    require ``empty_cache``.
     """
 
     def __call__(
@@ -206,14 +207,14 @@ class Attention(Protocol):
     ) -> tuple[Float[Array, "B asked D"], Any]: ...
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, lookahead: int = 0) -> Any:
-        """Create a cache for ``capacity`` tokens per row. The ``lookahead`` newest tokens may be removed again."""
+        """Create a cache for ``capacity`` tokens per row. The ``lookahead`` most recent tokens may be discarded."""
         ...
 
 
 class FeedForwardOutput(NamedTuple):
-    """Output of a feed-forward with experts, and its `MoEInfo`.
+    """Output and `MoEInfo` of a feed-forward layer with experts.
 
-    This is a named tuple because `nnx.tabulate` fails on dataclasses in plain tuples.
+    This class is a named tuple, because `nnx.tabulate` fails on dataclasses in plain tuples.
     """
 
     y: Float[Array, "B T D"]
@@ -221,13 +222,13 @@ class FeedForwardOutput(NamedTuple):
 
 
 class FeedForward(Protocol):
-    """Protocol of the second half of a layer, a dense `MLP` or a `MoE`: ``(x, context) -> y`` or `FeedForwardOutput`.
+    """Protocol of the feed-forward half of a layer, such as `MLP` or `MoE`. Returns y, or a `FeedForwardOutput`.
 
-    If a feed-forward does not define ``token_independent``, inputs are neither padded nor split.
+    If a feed-forward layer does not define ``token_independent``, the input is neither padded nor split.
 
     Attributes:
-        name: Attribute name in a layer and in parameter keys, ``mlp`` or ``moe``. A feed-forward without ``name`` gets
-            the name of the part that it replaces, or ``mlp``.
+        name: Attribute name in the layer and in parameter keys, ``mlp`` or ``moe``. Defaults to the name of the module
+            that this module replaces, or to ``mlp``.
     """
 
     name: ClassVar[str]
@@ -235,26 +236,26 @@ class FeedForward(Protocol):
     def __call__(self, x: Float[Array, "B T D"], context: Context | None = None) -> Any: ...
 
     def token_independent(self, key: Key[Array, ""] | None) -> bool:
-        """Return whether the output for a token is independent of all other tokens. ``key`` is `Context.key`."""
+        """Return whether a token's output is independent of all other tokens. ``key`` is `Context.key`."""
         ...
 
 
-def token_independent(part: Any, key: Key[Array, ""] | None) -> bool:
-    """Call ``part.token_independent(key)``. Return False if the part does not define it."""
-    separates = getattr(part, "token_independent", None)
-    return separates is not None and separates(key)
+def token_independent(module: Any, key: Key[Array, ""] | None) -> bool:
+    """Return ``module.token_independent(key)``, or False if the module does not define this method."""
+    method = getattr(module, "token_independent", None)
+    return method is not None and method(key)
 
 
-def check_call(name: str, part: Any, *options: str) -> None:
-    """Raise ValueError unless a part of a layer can be called with ``x`` and these keyword arguments.
+def check_call(name: str, module: Any, *options: str) -> None:
+    """Raise ValueError if a module cannot be called with ``x`` and these keyword arguments.
 
     Args:
-        name: Name of the part, for the error message.
-        part: The part.
+        name: Name of the module, for the error message.
+        module: Module of a layer.
         *options: Names of the keyword arguments.
     """
-    known = inspect.signature(part).parameters.values() if callable(part) else ()
-    several = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known)
-    if not callable(part) or not (several or {one.name for one in known} >= set(options)):
+    parameters = inspect.signature(module).parameters.values() if callable(module) else ()
+    has_var_keyword = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+    if not callable(module) or not (has_var_keyword or {parameter.name for parameter in parameters} >= set(options)):
         call = ", ".join(("x", *(f"{option}=…" for option in options)))
-        raise ValueError(f"{name} = {type(part).__name__}(…): it must be a module that is called as ({call})")
+        raise ValueError(f"{name} = {type(module).__name__}(…): it must be a module that accepts ({call})")

@@ -1,4 +1,4 @@
-"""Token embedding. Models with tied embeddings also use it as the output head."""
+"""Token embedding, and the output head of models with tied embeddings."""
 
 import functools
 from typing import Any, Unpack
@@ -16,16 +16,16 @@ from nnxmoe.sharding_rules import RULES, Rules, axes_per_dimension
 
 
 class Embed(nnx.Module):
-    """Table ``[V, D]`` of token embeddings. ``weight`` returns the table as a tied output head.
+    """Token embedding table ``[V, D]``. ``weight`` returns the table as a tied output head.
 
     Attributes:
-        mesh: Mesh that shards the table, or None.
+        mesh: Device mesh that shards the table, if any.
         rules: Sharding rules of the table.
         lora: Adapter of the lookup, ``a [rank, V]`` and ``b [D, rank]``.
         lora_head: Adapter of a tied output head.
     """
 
-    ins_first = False  # whether the head's kernel has the dimension order of Flax, [D, V], as in the Linen bridge
+    ins_first = False  # True if the output head has Flax's dimension order, [D, V], as in the Linen bridge
 
     def __init__(
         self, vocab: int, dim: int, *, mesh: AnyMesh | None = None, rules: Rules = RULES, **kw: Unpack[ParamOptions]
@@ -37,7 +37,7 @@ class Embed(nnx.Module):
         self.table = parameter((vocab, dim), ("vocab", "embed"), init, **kw)
 
     def __call__(self, tokens: Int[Array, "B T"], dtype: Any = None) -> Float[Array, "B T D"]:
-        """Look up the embeddings of tokens. If ``dtype`` is None, they have the dtype of the table."""
+        """Look up token embeddings. ``dtype`` defaults to the dtype of the table."""
         dtype = self.table.dtype if dtype is None else dtype
         embeddings = self._look_up(tokens, dtype)
         return embeddings if self.lora is None else embeddings + self.lora.lookup(tokens).astype(dtype)
@@ -53,7 +53,7 @@ class Embed(nnx.Module):
         if not width_axes or not set(width_axes) <= sharded_axes or set(vocab_axes) & sharded_axes:
             return jnp.take(table, tokens, axis=0).astype(dtype)
         # D is sharded over mesh axes that also shard the tokens. For a plain lookup, XLA would replicate the embeddings
-        # of the whole batch ("involuntary full rematerialization").
+        # of the whole batch, with the warning "involuntary full rematerialization".
         look_up = functools.partial(
             _look_up_shard, vocab=table.shape[0], dtype=dtype, vocab_axes=vocab_axes, width_axes=width_axes
         )
@@ -62,7 +62,7 @@ class Embed(nnx.Module):
         return shard_map(look_up, self.mesh, (table_spec, token_spec), token_spec)(table, tokens)
 
     def weight(self) -> Kernel:
-        """Return the table as the kernel ``[D, V]`` of a tied output head, including the head's adapter, if any."""
+        """Return the table as the kernel ``[D, V]`` of a tied output head, with the head's adapter, if any."""
         table = self.table[...]
         kernel = DenseKernel(table.T, ins_first=True) if self.ins_first else DenseKernel(table)
         return with_adapter(kernel, self.lora_head)
@@ -80,24 +80,24 @@ def _look_up_shard(
     """Look up the embeddings of this device's tokens in a table sharded over ``width_axes`` and ``vocab_axes``.
 
     The tokens are all-gathered over ``width_axes``. Each device looks up its slice of the width for all gathered
-    tokens, with zeros for tokens outside its shard of the vocabulary. The results are summed over ``vocab_axes``. An
-    all-to-all over ``width_axes`` then returns the whole width of each device's tokens.
+    tokens, with zeros for tokens outside its vocabulary shard. The results are summed over ``vocab_axes``. An
+    all-to-all over ``width_axes`` then exchanges the slices, so each device has the full embeddings of its tokens.
     """
     all_tokens = jax.lax.all_gather(tokens, width_axes, axis=0, tiled=True)
     if not vocab_axes:
-        part = jnp.take(table, all_tokens, axis=0).astype(dtype)
+        embeddings = jnp.take(table, all_tokens, axis=0).astype(dtype)
     else:
         index = all_tokens + jnp.where(all_tokens < 0, vocab, 0) - jax.lax.axis_index(vocab_axes) * table.shape[0]
         is_local = (index >= 0) & (index < table.shape[0])
-        local = jnp.take(table, jnp.where(is_local, index, 0), axis=0).astype(dtype)
-        # As with `jnp.take`, tokens outside the vocabulary return NaN.
-        remote = jnp.where((all_tokens >= -vocab) & (all_tokens < vocab), 0, jnp.nan).astype(dtype)
-        part = jax.lax.psum(jnp.where(is_local[..., None], local, remote[..., None]), vocab_axes)
-    return jax.lax.all_to_all(part, width_axes, split_axis=0, concat_axis=2, tiled=True)
+        local_rows = jnp.take(table, jnp.where(is_local, index, 0), axis=0).astype(dtype)
+        # As in `jnp.take`, the embeddings of tokens outside the vocabulary are NaN.
+        remote_rows = jnp.where((all_tokens >= -vocab) & (all_tokens < vocab), 0, jnp.nan).astype(dtype)
+        embeddings = jax.lax.psum(jnp.where(is_local[..., None], local_rows, remote_rows[..., None]), vocab_axes)
+    return jax.lax.all_to_all(embeddings, width_axes, split_axis=0, concat_axis=2, tiled=True)
 
 
 class MuPEmbed(Embed):
-    """`Embed` with embeddings multiplied by ``sqrt(D)`` (Gemma, Trinity). The tied output head is not scaled."""
+    """`Embed` with embeddings scaled by ``sqrt(D)`` (Gemma, Trinity). A tied output head is not scaled."""
 
     def __call__(self, tokens: Int[Array, "B T"], dtype: Any = None) -> Float[Array, "B T D"]:
         return super().__call__(tokens, dtype) * self.table.shape[1] ** 0.5

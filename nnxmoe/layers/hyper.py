@@ -1,4 +1,4 @@
-"""Manifold-constrained hyper-connections: several residual streams (Xie et al. 2026; DeepSeek-V4, 2026)."""
+"""Manifold-constrained hyper-connections: multiple residual streams (Xie et al. 2026; DeepSeek-V4, 2026)."""
 
 from typing import Any, NamedTuple, Unpack
 
@@ -16,12 +16,12 @@ F32 = jnp.dtype(jnp.float32)
 
 
 class Connection(NamedTuple):
-    """Input of one half of a layer, and the weights that add its output to the streams.
+    """Input of an attention or feed-forward module, and the weights that add the module's output to the streams.
 
     Attributes:
-        x: Weighted sum of the streams, the input of the half layer.
+        x: Input of the module: a weighted sum of the streams.
         post: Factor of the output per stream.
-        mix: ``[..., i, o]`` is the share of stream i in the new stream o. Rows and columns sum to 1.
+        mix: Mixing matrix: ``mix[..., i, o]`` is the weight of stream i in the new stream o. Rows and columns sum to 1.
     """
 
     x: Float[Array, "B T D"]
@@ -34,23 +34,25 @@ class Connection(NamedTuple):
 
 
 class StreamWeights(nnx.Module):
-    """Weights per token, ``scale * (fn @ rms_normalize(streams)) + base``, in float32 for any dtype of the model.
+    """Projection to float32 weights per token, ``scale * (fn @ rms_normalize(streams)) + base``.
+
+    The parameters are float32 for any dtype of the model.
 
     Args:
         dim: Width of a stream, D.
         streams: Number of streams.
-        groups: Number of weights per scale. ``sum(groups)`` is the number of weights.
+        groups: Number of weights per scale. The total number of weights is ``sum(groups)``.
         eps: Epsilon of the normalization.
-        rngs: Random keys of the initial values, or None.
+        rngs: Random number generators of the initial values. ``None`` for abstract parameters.
     """
 
     def __init__(self, dim: int, streams: int, groups: tuple[int, ...], eps: float, *, rngs: nnx.Rngs | None):
         self.groups, self.eps = groups, eps
-        count = sum(groups)
+        num_weights = sum(groups)
         kw: dict[str, Any] = {"dtype": F32, "rngs": rngs}
-        self.fn = Linear((streams, dim), (count,), (None, None, None), **kw)
+        self.fn = Linear((streams, dim), (num_weights,), (None, None, None), **kw)
         self.fn.kernel.set_metadata(keeps_dtype=True)
-        self.base = parameter((count,), (None,), nnx.initializers.zeros, keeps_dtype=True, **kw)
+        self.base = parameter((num_weights,), (None,), nnx.initializers.zeros, keeps_dtype=True, **kw)
         self.scale = parameter((len(groups),), (None,), nnx.initializers.ones, keeps_dtype=True, **kw)
 
     def __call__(self, streams: Float[Array, "B T streams D"]) -> Float[Array, "B T count"]:
@@ -61,17 +63,17 @@ class StreamWeights(nnx.Module):
 
 
 class HyperConnection(nnx.Module):
-    """Projection of the streams of each token to the `Connection` of half a layer.
+    """Projection of each token's streams to the `Connection` of an attention or feed-forward module.
 
-    ``iterations`` Sinkhorn-Knopp iterations (1967) normalize ``mix`` to a doubly stochastic matrix.
+    Sinkhorn-Knopp iterations (1967) normalize ``mix`` to a doubly stochastic matrix.
 
     Args:
         dim: Width of a stream, D.
         streams: Number of streams.
         iterations: Number of Sinkhorn-Knopp iterations.
-        eps: Added to ``mix``, to the divisors of the iterations and to the weights of the sum ``x``.
-        norm_eps: Epsilon of the normalization of the streams.
-        rngs: Random keys of the initial values, or None.
+        eps: Value that is added to ``mix``, to the divisors of the iterations, and to the weights of the sum ``x``.
+        norm_eps: Epsilon of the stream normalization.
+        rngs: Random number generators of the initial values. ``None`` for abstract parameters.
     """
 
     def __init__(self, dim: int, streams: int, *, iterations: int, eps: float, norm_eps: float, rngs: nnx.Rngs | None):
@@ -96,14 +98,14 @@ class HyperConnection(nnx.Module):
 def collapse_streams(
     streams: Float[Array, "B T streams D"], weights: Float[Array, "B T streams"]
 ) -> Float[Array, "B T D"]:
-    """Compute the weighted sum of the streams in float32, and return it in their dtype."""
+    """Compute the weighted sum of the streams in float32, and cast the sum to the dtype of the streams."""
     return jnp.einsum("btn,btnd->btd", weights, streams.astype(jnp.float32)).astype(streams.dtype)
 
 
 def mix_streams(
     streams: Float[Array, "B T streams D"], y: Float[Array, "B T D"], connection: Connection
 ) -> Float[Array, "B T streams D"]:
-    """Mix the streams with ``connection.mix``, and add ``y`` times ``connection.post`` to each stream."""
+    """Mix the streams by ``connection.mix``, and add ``y`` times ``connection.post`` to each stream."""
     mixed = jnp.einsum("btio,btid->btod", connection.mix.astype(streams.dtype), streams)
     return connection.post.astype(y.dtype)[..., None] * y[:, :, None] + mixed.astype(y.dtype)
 
@@ -120,7 +122,7 @@ class MeanNorm(RMSNorm):
 
 
 class CollapsedNorm(RMSNorm):
-    """Final norm of a model, applied to a weighted sum of the streams. The weights depend on the token."""
+    """Final norm of a model, applied to a weighted sum of the streams. Weights are computed per token."""
 
     def __init__(self, dim: int, streams: int, *, eps: float, norm_eps: float, **kw: Unpack[ParamOptions]):
         super().__init__(dim, norm_eps, **kw)

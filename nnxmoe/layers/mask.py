@@ -1,4 +1,4 @@
-"""Attention masks in structured form: which keys each query may attend to."""
+"""Structured attention masks."""
 
 import dataclasses
 from collections.abc import Callable
@@ -15,15 +15,15 @@ from nnxmoe.layers.cache import SlotMetadata
 class Mask:
     """Causal attention mask with padding, a sliding window and segments, stored as indices of queries and keys.
 
-    A query attends to keys that are real, not later than the query, inside the window and in the query's segment.
-    Attention kernels use the parts of this structure that they support. `allowed` is the equivalent boolean array.
+    A query attends to real keys up to the query, inside the window and in the query's segment. Attention kernels
+    support some or all of these features. `allowed` computes the equivalent boolean array.
 
     Attributes:
-        query_index: Index of each query among the real tokens of its row.
-        query_segment: Segment of each query. None if all tokens are in one segment.
+        query_index: Index of each query among the real tokens of the row.
+        query_segment: Segment of each query. ``None`` if all tokens are in one segment.
         keys: Index, validity and segment of each key.
-        window: Number of latest keys that a query attends to, including the key of the query's token. None disables
-            the window.
+        window: Number of most recent keys that a query attends to, including the key of the query's token. ``None``
+            disables the window.
         causal: Whether query t and key t are the same token, as in a pass without a cache.
     """
 
@@ -35,7 +35,7 @@ class Mask:
 
     @property
     def is_plain(self) -> bool:
-        """Whether causal order and the window are the whole mask: no cache, padding or segments."""
+        """Whether the mask consists only of causal order and the window, without a cache, padding or segments."""
         return self.causal and self.query_segment is None and self.keys.valid is None
 
     def allowed(self) -> Bool[Array, "#B T S"]:
@@ -54,27 +54,27 @@ class Mask:
         return allowed
 
     def map(self, map_queries: Callable[[Array], Array], map_keys: Callable[[Array], Array]) -> "Mask":
-        """Apply a function to the query arrays and a function to the key arrays. Their last axis is the tokens."""
+        """Apply a function to the query arrays, and a function to the key arrays. The last axis is the token axis."""
         index, segment = jax.tree.map(map_queries, (self.query_index, self.query_segment))
         return Mask(index, segment, jax.tree.map(map_keys, self.keys), self.window)
 
     def select(self, queries: slice | Int[Array, "t"], keys: slice | Int[Array, "s"]) -> "Mask":
-        """Select queries and keys along the token axis. The result is causal if both are the same slice."""
+        """Select queries and keys along the token axis. The result is causal if both slices are equal."""
         causal = self.causal and isinstance(queries, slice) and queries == keys
-        selected = self.map(lambda array: array[..., queries], lambda array: array[..., keys])
-        return dataclasses.replace(selected, causal=causal)
+        mask = self.map(lambda array: array[..., queries], lambda array: array[..., keys])
+        return dataclasses.replace(mask, causal=causal)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ConcatenatedMask:
-    """Masks of two concatenated sets of keys, for `ReferenceAttention` on blocks of queries.
+    """Masks over two concatenated sets of keys, for `ReferenceAttention` on query blocks.
 
     Attributes:
         near: Mask over the first set of keys.
         far: Mask over the second set of keys.
-        selected: True for keys of the second set that a query has selected. A query attends to the selected keys that
-            ``far`` allows. If None, all keys are selected.
+        selected: Selection mask over the second set of keys. A query attends to keys that are selected and that ``far``
+            allows. If ``None``, all keys are selected.
     """
 
     near: Mask

@@ -1,4 +1,4 @@
-"""Feed-forward networks with a gate (SwiGLU, Shazeer 2020) and without, and a gated shared expert."""
+"""Gated (SwiGLU; Shazeer 2020) and ungated feed-forward networks, and a gated shared expert."""
 
 from collections.abc import Callable
 from typing import ClassVar, Unpack
@@ -15,7 +15,7 @@ from nnxmoe.layers.linear.linear import Linear
 
 
 class MLP(nnx.Module):
-    """Feed-forward network with a gate: ``down(activation(gate(x), up(x)))``."""
+    """Gated feed-forward network: ``down(activation(gate(x), up(x)))``."""
 
     name: ClassVar[str] = "mlp"
 
@@ -36,7 +36,7 @@ class MLP(nnx.Module):
 
 
 class UngatedMLP(MLP):
-    """Feed-forward network without a gate: ``down(activation(up(x)))``."""
+    """Ungated feed-forward network: ``down(activation(up(x)))``."""
 
     def __init__(
         self, dim: int, width: int, *, bias: bool, activation: Callable[[Array], Array], **kw: Unpack[ParamOptions]
@@ -50,9 +50,10 @@ class UngatedMLP(MLP):
 
 
 class GatedSharedExpert(MLP):
-    """`MLP` with one gate per token: ``sigmoid(output_gate(x)) * mlp(x)``. ``output_gate`` has a kernel ``[1, D]``.
+    """Shared expert with one gate per token: ``sigmoid(output_gate(x)) * mlp(x)``.
 
-    Shared expert of Qwen1.5-MoE and Qwen2-MoE (Yang et al. 2024). Source: transformers' Qwen2MoeSparseMoeBlock.
+    The kernel of ``output_gate`` is ``[1, D]``. This is the shared expert of Qwen1.5-MoE and Qwen2-MoE (Yang et al.
+    2024). Source: ``Qwen2MoeSparseMoeBlock`` in transformers.
     """
 
     def __init__(self, dim: int, width: int, **kw: Unpack[ParamOptions]):

@@ -1,4 +1,4 @@
-"""Root mean square normalization (Zhang & Sennrich 2019), and layer normalization (Ba et al. 2016)."""
+"""Root mean square normalization (Zhang & Sennrich 2019) and layer normalization (Ba et al. 2016)."""
 
 from collections.abc import Callable
 from typing import Unpack
@@ -18,7 +18,7 @@ def rms_normalize(x: Float[Array, "*rows D"], eps: float) -> Float[Array, "*rows
 
 
 class RMSNorm(nnx.Module):
-    """RMS normalization as in Llama: `rms_normalize`, then a product with the scale in ``x``'s dtype."""
+    """RMS normalization as in Llama: `rms_normalize`, followed by multiplication by the scale in ``x``'s dtype."""
 
     def __init__(self, dim: int, eps: float, **kw: Unpack[ParamOptions]):
         self.eps = eps
@@ -29,7 +29,7 @@ class RMSNorm(nnx.Module):
 
 
 class OffsetNorm(RMSNorm):
-    """RMS normalization with scale ``1 + scale``, in float32, cast back to ``x``'s dtype (Gemma, Qwen3-Next)."""
+    """RMS normalization with scale ``1 + scale``, computed in float32 and cast back (Gemma, Qwen3-Next)."""
 
     def __init__(self, dim: int, eps: float, **kw: Unpack[ParamOptions]):
         self.eps = eps
@@ -41,7 +41,7 @@ class OffsetNorm(RMSNorm):
 
 
 class GatedNorm(nnx.Module):
-    """`RMSNorm` times ``activation(gate)`` in float32, cast back to ``x``'s dtype (Mamba-2, Dao & Gu 2024)."""
+    """`RMSNorm` multiplied by ``activation(gate)`` in float32 and cast back (Mamba-2; Dao & Gu 2024)."""
 
     def __init__(
         self, dim: int, eps: float, *, activation: Callable[[Array], Array] = jax.nn.silu, **kw: Unpack[ParamOptions]
@@ -55,10 +55,7 @@ class GatedNorm(nnx.Module):
 
 
 class LayerNorm(nnx.Module):
-    """Layer normalization ``(x - mean(x)) / sqrt(var(x) + eps) * scale + bias``.
-
-    Computed in float32 and cast back to ``x``'s dtype.
-    """
+    """Layer normalization ``(x - mean(x)) / sqrt(var(x) + eps) * scale + bias``, computed in float32 and cast back."""
 
     def __init__(self, dim: int, eps: float, **kw: Unpack[ParamOptions]):
         self.eps = eps

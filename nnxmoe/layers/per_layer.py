@@ -1,4 +1,4 @@
-"""Per-layer embeddings (Gemma 3n, 2025; Gemma 4 E2B and E4B), and a fixed scale of a layer's output."""
+"""Per-layer embeddings (Gemma 3n, 2025; Gemma 4 E2B and E4B), and a fixed output scale for layers."""
 
 from typing import Any, Unpack
 
@@ -14,7 +14,7 @@ from nnxmoe.layers.norm import RMSNorm
 
 
 class PerLayerEmbed(MuPEmbed):
-    """`MuPEmbed` with a second table that contains one embedding per token and layer.
+    """`MuPEmbed` with a second table of one embedding per token and layer.
 
     Args:
         vocab: Size of the vocabulary, V.
@@ -23,7 +23,7 @@ class PerLayerEmbed(MuPEmbed):
         layers: Number of layers, L.
         width: Width of the per-layer embeddings, P.
         eps: Epsilon of the norm.
-        **options: Options of `Embed`, including dtype and rngs.
+        **options: Arguments of `Embed`, including dtype and rngs.
     """
 
     def __init__(
@@ -36,19 +36,19 @@ class PerLayerEmbed(MuPEmbed):
         self.norm = RMSNorm(width, eps, **kw)
 
     def inputs(self, x: Float[Array, "B T D"], tokens: Int[Array, "B T"]) -> Float[Array, "B T L P"]:
-        """Compute the inputs of all layers, ``(norm(project(x) / sqrt(D)) + sqrt(P) * table[token]) / sqrt(2)``.
+        """Compute the per-layer inputs ``(norm(project(x) / sqrt(D)) + sqrt(P) * table[token]) / sqrt(2)``.
 
         Args:
-            x: Embeddings of the tokens.
+            x: Token embeddings.
             tokens: Token ids.
         """
-        projected = self.norm(self.project(x) * x.shape[-1] ** -0.5)
-        embedded = self.per_layer(tokens, x.dtype).reshape(projected.shape) * projected.shape[-1] ** 0.5
-        return (projected + embedded) * 2**-0.5
+        projection = self.norm(self.project(x) * x.shape[-1] ** -0.5)
+        table_rows = self.per_layer(tokens, x.dtype).reshape(projection.shape) * projection.shape[-1] ** 0.5
+        return (projection + table_rows) * 2**-0.5
 
 
 class PerLayerInput(nnx.Module):
-    """Addition of a layer's `PerLayerEmbed` input to the residual stream: ``norm(project(gelu(gate(x)) * input))``."""
+    """Residual branch for a layer's `PerLayerEmbed` input: ``norm(project(gelu(gate(x)) * layer_input))``."""
 
     def __init__(self, dim: int, width: int, eps: float, **kw: Unpack[ParamOptions]):
         self.gate = Linear((dim,), (width,), ("embed", "latent"), **kw)
@@ -62,7 +62,7 @@ class PerLayerInput(nnx.Module):
 
 
 class Factor(nnx.Variable):
-    """Scale ``[1]`` that is not trained."""
+    """Untrained scale ``[1]``."""
 
 
 class OutputScale(nnx.Module):

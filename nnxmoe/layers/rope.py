@@ -1,4 +1,4 @@
-"""Rotary position embedding of queries and keys, in the feature order of Hugging Face checkpoints."""
+"""Rotary position embeddings, in the feature order of Hugging Face checkpoints."""
 
 import dataclasses
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from nnxmoe.config.rope_parameters import Rope
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rotation:
-    """Cosines and sines of the rotation angles of every token, in float32."""
+    """Cosines and sines of each token's rotation angles, in float32."""
 
     cos: Float[Array, "B T half"]
     sin: Float[Array, "B T half"]
@@ -22,9 +22,9 @@ class Rotation:
 
 @jax.tree_util.register_pytree_node_class
 class Rotations(dict[Rope, Rotation]):
-    """Rotations of a pass by `Rope`.
+    """Rotations of a forward pass, by `Rope`.
 
-    As a pytree it has arrays as direct children, because `nnx.tabulate` fails on dataclasses in containers.
+    The children of this pytree are arrays, because `nnx.tabulate` fails on dataclasses in containers.
     """
 
     def tree_flatten(self) -> tuple[list[Any], Any]:
@@ -38,20 +38,20 @@ class Rotations(dict[Rope, Rotation]):
 
 
 RotateFn = Callable[[Float[Array, "B T N H"], Rotation], Float[Array, "B T N H"]]
-"""Rotates heads. If the `Rotation` has more tokens than ``x``, its last T tokens belong to ``x``."""
+"""Rotates heads. If the `Rotation` has more tokens than ``x``, the last T tokens of the rotation are used."""
 
 
 def compute_rotation(rope: Rope, positions: Int[Array, "B T"], valid: Bool[Array, "B T"] | None = None) -> Rotation:
-    """Compute the `Rotation` of tokens at these positions.
+    """Compute the `Rotation` of tokens at ``positions``.
 
     Args:
-        rope: The rotary position embedding.
+        rope: Rotary position embedding.
         positions: Position of each token.
-        valid: False for padding. Positions of padding are ignored when the sequence length is computed, from which
-            some ropes choose their frequencies.
+        valid: False for padding. Some ropes choose the frequencies by sequence length. The positions of padding do not
+            count towards the sequence length.
     """
-    used = positions if valid is None else jnp.where(valid, positions, 0)
-    frequencies = rope.frequencies(jnp.max(used) + 1)
+    valid_positions = positions if valid is None else jnp.where(valid, positions, 0)
+    frequencies = rope.frequencies(jnp.max(valid_positions) + 1)
     angles = positions[:, :, None].astype(jnp.float32) * frequencies[None, None, :]
     return Rotation(jnp.cos(angles) * rope.factor(), jnp.sin(angles) * rope.factor())
 
@@ -66,40 +66,41 @@ def rotate_halves(x: Float[Array, "B T N H"], rotation: Rotation) -> Float[Array
 def rotate_pairs(x: Float[Array, "B T N H"], rotation: Rotation) -> Float[Array, "B T N H"]:
     """Rotate the pairs ``(2i, 2i + 1)`` (DeepSeek).
 
-    The output is de-interleaved: even components first. Scores do not change if both queries and keys use it.
+    The output is de-interleaved: even components come first. Attention scores do not depend on this order, because
+    queries and keys are permuted equally.
     """
     return rotate_halves(jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1), rotation)
 
 
 @dataclasses.dataclass(frozen=True)
 class PartialRotary:
-    """Rotation by halves of the first ``width`` components of each head. The remaining components are unchanged.
+    """`rotate_halves` of the first ``width`` components of each head. The remaining components are unchanged.
 
-    The `Rotation` must come from a `Rope` of this width (GPT-NeoX-20B, Black et al. 2022; GLM-4.5, MiniMax-M2).
+    The `Rope` of the `Rotation` must have the same width (GPT-NeoX-20B, Black et al. 2022; GLM-4.5, MiniMax-M2).
     """
 
     width: int
 
     def __call__(self, x: Float[Array, "B T N H"], rotation: Rotation) -> Float[Array, "B T N H"]:
-        rotated, rest = x[..., : self.width], x[..., self.width :]
-        return jnp.concatenate([rotate_halves(rotated, rotation), rest], axis=-1)
+        x_rope, x_nope = x[..., : self.width], x[..., self.width :]
+        return jnp.concatenate([rotate_halves(x_rope, rotation), x_nope], axis=-1)
 
 
 @dataclasses.dataclass(frozen=True)
 class TrailingPairs:
-    """Rotation of the pairs ``(2i, 2i + 1)`` of the last ``width`` components of each head (DeepSeek-V4).
+    """Rotation of the pairs ``(2i, 2i + 1)`` in the last ``width`` components of each head (DeepSeek-V4).
 
-    The components keep their order.
+    The order of the components does not change.
     """
 
     width: int
 
     def __call__(self, x: Float[Array, "B T N H"], rotation: Rotation) -> Float[Array, "B T N H"]:
-        rest, rotated = x[..., : -self.width], x[..., -self.width :].astype(jnp.float32)
-        first, second = rotated[..., 0::2], rotated[..., 1::2]
+        x_nope, x_rope = x[..., : -self.width], x[..., -self.width :].astype(jnp.float32)
+        first, second = x_rope[..., 0::2], x_rope[..., 1::2]
         cos, sin = (a[:, -x.shape[1] :, None, :] for a in (rotation.cos, rotation.sin))
         pairs = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1)
-        return jnp.concatenate([rest, pairs.reshape(rotated.shape).astype(x.dtype)], axis=-1)
+        return jnp.concatenate([x_nope, pairs.reshape(x_rope.shape).astype(x.dtype)], axis=-1)
 
     def inverse(self, x: Float[Array, "B T N H"], rotation: Rotation) -> Float[Array, "B T N H"]:
         """Apply the inverse rotation."""

@@ -569,7 +569,7 @@ def test_attention_alone_ignores_padding() -> None:
         alone = attended(x[row : row + 1, :length])
         assert max_error(whole[row : row + 1, :length], alone) < PART_TOLERANCE
     for wrong in ([7, 3], [7, 3, 8], [7, -1, 2]):
-        with pytest.raises(ValueError, match=r"give 3 numbers of real tokens, from 0 to 7"):
+        with pytest.raises(ValueError, match=r"pass 3 token counts from 0 to 7"):
             Context.from_lengths(model.config.rope, 3, 7, lengths=wrong)
 
 
@@ -590,7 +590,7 @@ def test_lengths_may_be_lists_arrays_or_traced() -> None:
     np.testing.assert_array_equal(jax.vmap(valid)(jnp.array([[9, 4], [4, 9]])), [wanted, wanted[::-1]])
     assert int(Context.from_lengths(rope, 2, 9, np.array([9, 0], np.uint8)).index[1, 0]) == -1
     for wrong in ([9, 10], jnp.array([-1, 9]), [9], [9.0, 4.0], np.array([[9, 4]])):
-        with pytest.raises(ValueError, match="give 2 numbers of real tokens, from 0 to 9"):
+        with pytest.raises(ValueError, match="pass 2 token counts from 0 to 9"):
             jax.jit(lambda wrong=wrong: valid(wrong))()
 
 

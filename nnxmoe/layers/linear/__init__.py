@@ -1,1 +1,1 @@
-"""Linear maps: dense and quantized kernels, LoRA adapters, and their matrix products."""
+"""Linear maps: dense and quantized kernels, LoRA adapters, and matrix products."""

@@ -1,9 +1,9 @@
-"""Formats of quantized weights: the storage of codes of 4 or 8 bits, and the values of the codes.
+"""Formats of quantized weights: storage and values of 4-bit and 8-bit codes.
 
     w[o, i] = (value(code[o, i]) - zero[o // rows, i // columns]) * scale[o // rows, i // columns]
 
-A *tile* of ``rows`` outputs by ``columns`` inputs shares one scale, and one zero point or offset if the format has
-them. All functions accept NumPy and JAX arrays with any leading dimensions.
+A *tile* of ``rows`` outputs by ``columns`` inputs shares a scale and, depending on the format, a zero point or an
+offset. All functions accept NumPy and JAX arrays with any leading dimensions.
 """
 
 import dataclasses
@@ -21,11 +21,11 @@ from nnxmoe.layers.linear.xla_cpu import on_cpu
 
 CodeDtype = Literal["int8", "int4", "fp8", "fp4", "nf4"]
 STORAGE_DTYPES = {name: np.dtype(np.int8 if name == "int8" else np.uint8) for name in get_args(CodeDtype)}
-INT4_ZERO = 8  # 4-bit code of the value 0 in formats without zero points
+INT4_ZERO = 8  # 4-bit code for the value 0 in formats without zero points
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
-FULL = 2**31 - 1  # rows or columns of a tile that covers a kernel of any size
+FULL = 2**31 - 1  # number of rows or columns of a tile that covers the whole kernel
 
-# The 16 levels of NormalFloat4 (Dettmers et al. 2023, QLoRA), as bitsandbytes stores them.
+# The 16 levels of NormalFloat4 as in bitsandbytes (QLoRA; Dettmers et al. 2023).
 NF4 = np.array(
     [
         *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
@@ -37,21 +37,22 @@ NF4 = np.array(
 
 # The 16 values of E2M1: 1 sign bit, 2 exponent bits, 1 mantissa bit (OCP Microscaling specification 1.0, 2023).
 FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-CODEBOOKS = {"nf4": NF4, "fp4": FP4}  # code dtype -> value of each code
+CODEBOOKS = {"nf4": NF4, "fp4": FP4}  # value of each code, by code dtype
 
 
 @dataclasses.dataclass(frozen=True)
 class CodeFormat:
-    """Format of a quantized kernel ``[outs, ins]``: the dtype of its codes, and the tile that shares a scale.
+    """Format of a quantized kernel ``[outs, ins]``: the dtype of the codes, and the shape of a tile.
 
     Attributes:
-        code_dtype: ``int8`` codes are -128 … 127. ``int4`` codes are 0 … 15, and formats without zero points
-            subtract 8. ``nf4`` and ``fp4`` codes are indices into `NF4` or `FP4`. ``fp8`` codes are the bits of
-            ``float8_e4m3fn``. A byte contains two 4-bit codes. The low bits are the first half of each tile's columns,
-            the high bits the second half.
-        tile: (rows, columns). Tiles may extend beyond the kernel's edges, except along the columns of 4-bit codes.
-        round_dtype: Dtype to which the quantization tool rounds weights. If None, float32.
-        offset: Whether ``zero`` is a float that is added after scaling, as in GGUF's types with a minimum.
+        code_dtype: ``int8`` codes are -128 … 127. ``int4`` codes are 0 … 15. Formats without zero points subtract 8
+            from ``int4`` codes. ``nf4`` and ``fp4`` codes are indices into `NF4` and `FP4`. ``fp8`` codes are the bits
+            of ``float8_e4m3fn``. Two 4-bit codes are packed into a byte: the low bits contain the first half of each
+            tile's columns, and the high bits contain the second half.
+        tile: Number of rows and columns of a tile. Tiles may extend beyond the edges of the kernel, except along the
+            columns of 4-bit codes.
+        round_dtype: Dtype to which the quantization tool rounds weights. Defaults to float32.
+        offset: Whether ``zero`` is a float that is added after scaling, as in GGUF types with a minimum.
     """
 
     code_dtype: CodeDtype
@@ -61,7 +62,7 @@ class CodeFormat:
 
     @property
     def bits(self) -> int:
-        """Bits per code."""
+        """Number of bits per code."""
         return 4 if self.code_dtype == "int4" or self.code_dtype in CODEBOOKS else 8
 
     @property
@@ -70,7 +71,7 @@ class CodeFormat:
         return self.bits == 4
 
     def check_inputs(self, ins: int) -> None:
-        """Raise ValueError unless the format can store kernels with ``ins`` inputs."""
+        """Raise ValueError if the format cannot store kernels with ``ins`` inputs."""
         if self.is_packed and (self.tile[1] % 2 or ins % self.tile[1]):
             group = math.gcd(ins, self.tile[1])
             remedy = "" if group % 2 else f": use groups of {group} ({self.code_dtype}:{group})"
@@ -86,9 +87,9 @@ class CodeFormat:
         return -(-outs // self.tile[0]), -(-ins // self.tile[1])
 
     def can_shard(self, dim: int, size: int, shards: int) -> bool:
-        """Return whether the outputs (``dim`` 0) or inputs (``dim`` 1) can be sharded evenly without splitting a tile.
+        """Return whether the outputs (``dim`` 0) or inputs (``dim`` 1) can be sharded evenly without splitting tiles.
 
-        A single tile over the whole dimension may be split, because every shard has its scale.
+        A tile that covers the whole dimension may be split, because the tile's scale is replicated over the shards.
         """
         tile = self.tile[dim]
         if tile >= size and not (dim == 1 and self.is_packed):
@@ -96,11 +97,11 @@ class CodeFormat:
         return size % shards == 0 and size // shards % tile == 0
 
     def input_count(self, codes: Any) -> int:
-        """Return the number of inputs of stored codes."""
+        """Return the number of inputs from the shape of stored codes."""
         return codes.shape[-1] * (2 if self.is_packed else 1)
 
     def pack(self, codes: np.ndarray) -> np.ndarray:
-        """Convert an array with one code per element (0 … 15 for 4 bits) to stored codes."""
+        """Convert an array with one code per element (0 … 15 for 4-bit codes) to stored codes."""
         if not self.is_packed:
             return codes
         low, high = self.split_halves(codes.astype(np.uint8))
@@ -114,9 +115,9 @@ class CodeFormat:
         return (codes & 15, codes >> 4) if self.is_packed else (codes,)
 
     def split_halves(self, columns: Any) -> tuple[Any, ...]:
-        """Split an array ``[..., I]`` into the first and the second half of each tile's columns.
+        """Split an array ``[..., I]`` into the first half and the second half of each tile's columns.
 
-        If the format does not pack codes, return one part with all columns.
+        If the format does not pack codes, the result is a single array with all columns.
         """
         if not self.is_packed:
             return (columns,)
@@ -133,18 +134,18 @@ class CodeFormat:
         return xp.concatenate(groups, axis=-1).reshape(*lead, -1)
 
     def decode(self, codes: Any, scale: Any, zero: Any, rows: Any) -> Any:
-        """Decode the weights ``[*E, R, I]`` of a set of rows, in float32.
+        """Decode the weights ``[*E, R, I]`` of a set of rows to float32.
 
         Args:
             codes: Stored codes of these rows, ``[*E, R, stored]``.
             scale: Scales of all rows, ``[*E, …]``.
-            zero: Zero points of all rows, or None.
-            rows: A slice, or row numbers ``[R]``.
+            zero: Zero points of all rows, if any.
+            rows: Slice of rows, or row indices ``[R]``.
         """
         return self.join_halves(self.decode_halves(codes, scale, zero, rows))
 
     def decode_halves(self, codes: Any, scale: Any, zero: Any, rows: Any) -> tuple[Any, ...]:
-        """Decode like `decode`, but return the parts of `split_halves`. In a loop, joining the parts is slow."""
+        """Decode weights as `decode` does, but return the arrays of `split_halves`. In a loop, joining them is slow."""
         weights = []
         for half in self._unpack_halves(codes):
             values = self._look_up(half)
@@ -173,15 +174,15 @@ class CodeFormat:
         return codes.astype(jnp.float32)
 
     def gather_rows(self, grid: Any, rows: Any) -> Any:
-        """Return the scales or zero points of a set of rows, ``[*E, R, groups]`` in float32."""
+        """Return the scales or zero points ``[*E, R, groups]`` of a set of rows, in float32."""
         xp = grid.__array_namespace__()
         if self.tile[0] == 1 and isinstance(rows, slice):
             return grid[..., rows, :].astype(np.float32)
-        numbers = xp.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
-        return xp.take(grid, numbers // self.tile[0], axis=-2).astype(np.float32)
+        indices = xp.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+        return xp.take(grid, indices // self.tile[0], axis=-2).astype(np.float32)
 
     def _apply(self, operation: Any, values: Any, grid: Any, rows: Any) -> Any:
-        """Combine each value with the scale, zero point or offset of its tile."""
+        """Apply ``operation`` to each value and the tile's scale, zero point or offset."""
         shape, columns = values.shape, self.tile[1] // (2 if self.is_packed else 1)
         per_row = self.gather_rows(grid, rows)
         if per_row.shape[-1] > 1 and shape[-1] % columns:
@@ -191,7 +192,7 @@ class CodeFormat:
         return operation(values, per_row).reshape(shape)
 
     def _round(self, weights: Any) -> Any:
-        """Round to ``round_dtype`` with `reduce_precision`, because XLA removes casts to fewer bits and back."""
+        """Round weights to ``round_dtype``, with `reduce_precision` because XLA removes pairs of casts."""
         if self.round_dtype is None:
             return weights
         dtype = jnp.dtype(self.round_dtype)
@@ -203,7 +204,7 @@ class CodeFormat:
 
 @functools.cache
 def _value_table(code_dtype: CodeDtype) -> np.ndarray:
-    """Return the value of every code, indexed by its bits."""
+    """Return the values of all codes, indexed by the bits of the code."""
     if code_dtype in CODEBOOKS:
         return CODEBOOKS[code_dtype]
     bits = np.arange(256, dtype=np.uint8)
@@ -211,13 +212,13 @@ def _value_table(code_dtype: CodeDtype) -> np.ndarray:
 
 
 def _fp8_values(codes: Any) -> Any:
-    """Return the float32 values of float8_e4m3fn bits. NaN is not supported: loading rejects it.
+    """Return the float32 values of float8_e4m3fn bits. NaN is not supported, and is rejected during loading.
 
-    XLA:CPU casts a whole 8-bit float array before a loop that reads parts of it (jax 0.10.2, 0.12.0). On CPUs, the bits
-    are therefore shifted into a float16. Its value is exactly 1/256 of the fp8 value.
+    If a loop reads slices of an 8-bit float array, XLA:CPU casts the whole array before the loop (jax 0.10.2, 0.12.0).
+    On CPUs, the bits are therefore shifted into a float16. The float16 value is exactly 1/256 of the fp8 value.
     """
     if not on_cpu():
         return jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
     bits = codes.astype(jnp.uint16)
-    half = jax.lax.bitcast_convert_type((bits & 128) << 8 | (bits & 127) << 7, jnp.float16)
-    return half.astype(jnp.float32) * 256
+    scaled_values = jax.lax.bitcast_convert_type((bits & 128) << 8 | (bits & 127) << 7, jnp.float16)
+    return scaled_values.astype(jnp.float32) * 256

@@ -1,9 +1,9 @@
-"""Kernels: the weights of linear maps. The rest of the package multiplies with kernels and never reads their arrays.
+"""Kernels: the weights of linear maps. Callers multiply by kernels and never access the arrays directly.
 
-A module stores its ``kernel`` in one of two *storage forms*: an ``nnx.Param`` (one trained float array), or an
-``nnx.Module`` with ``ins``, ``outs`` and ``read()``, such as quantized weights. `as_weight` wraps a parameter in
-`ParamWeight`, so both forms have the same interface. ``read()`` returns a `Kernel`, the operand of products. The kernel
-of a parameter is a `DenseKernel`. An ``nnx.Module`` returns a subclass with at least ``dense`` and ``shape``.
+A module stores ``kernel`` in one of two *storage forms*: an ``nnx.Param`` (a trained float array), or an ``nnx.Module``
+with ``ins``, ``outs`` and ``read()``, such as quantized weights. `as_weight` wraps a parameter in `ParamWeight`, so
+both forms have the same interface. ``read()`` returns a `Kernel`, the operand of products. For a parameter, ``read()``
+returns a `DenseKernel`. For an ``nnx.Module``, ``read()`` returns a subclass with at least ``dense`` and ``shape``.
 """
 
 import dataclasses
@@ -20,42 +20,43 @@ from jaxtyping import Array, Float, Int
 from nnxmoe.axes import LAYER_AXES, axes_of, parameter
 from nnxmoe.layers.linear.matmul import batched_matmul_f32, dot_f32, einsum_f32, matmul, matmul_f32
 
-STACK_AXES = (*LAYER_AXES, "expert")  # logical axes that stack kernels: one linear map per index
+STACK_AXES = (*LAYER_AXES, "expert")  # logical axes of stacked kernels: each index is a separate linear map
 
 Product = Callable[[Array, "Kernel"], Array]
 
 
 class Kernel:
-    """Base class of the operands of products: one linear map ``[I, O]``, or one map per expert ``[E, I, O]``.
+    """Base class of kernels: a single linear map ``[I, O]``, or one map per expert ``[E, I, O]``.
 
-    Subclasses are registered pytrees. If there are experts, all leaves have the expert dimension first. Subclasses must
-    define ``dense`` and ``shape``, and may override the remaining methods with faster versions.
+    Subclasses are registered pytrees. If there are experts, the first dimension of all leaves is the expert dimension.
+    Subclasses must define ``dense`` and ``shape``, and may override the remaining methods with faster implementations.
 
     Attributes:
-        trainable: Whether products have gradients with respect to the kernel. If so, ``vjp_kernel`` must be defined.
+        trainable: Whether products are differentiable with respect to the kernel. If True, ``vjp_kernel`` must be
+            defined.
     """
 
     trainable: ClassVar[bool] = False
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """``(I, O)`` or ``(E, I, O)``, independent of the order in memory."""
+        """Logical shape ``(I, O)`` or ``(E, I, O)``, independent of the memory layout."""
         raise TypeError(f"{type(self).__name__} does not define shape")
 
     def dense(self, dtype: Any = None) -> Float[Array, "*E I O"]:
-        """Return the whole kernel as one array. If ``dtype`` is None, in the precision of the storage form."""
+        """Return the whole kernel as an array. ``dtype`` defaults to the precision of the storage form."""
         raise TypeError(f"{type(self).__name__} does not define dense")
 
     def transposed(self, dtype: Any = None) -> Float[Array, "*E O I"]:
-        """Return `dense` with outputs before inputs, the order in checkpoints."""
+        """Return `dense` with outputs before inputs, as in checkpoints."""
         return jnp.swapaxes(self.dense(dtype), -1, -2)
 
     def cast(self, dtype: Any) -> "Kernel":
-        """Cast the kernel once for several products with operands of this dtype. No-op if products do not cast it."""
+        """Cast the kernel once for several products with operands of dtype ``dtype``. No-op if products do not cast."""
         return self
 
     def __call__(self, x: Float[Array, "*rows I"]) -> Float[Array, "*rows O"]:
-        """Return ``x @ kernel`` in ``x``'s dtype, accumulated in float32."""
+        """Return ``x @ kernel``, accumulated in float32 and cast to ``x``'s dtype."""
         return matmul(x, self.dense(x.dtype))
 
     def matmul_f32(self, x: Float[Array, "*rows I"], precision: PrecisionLike = None) -> Float[Array, "*rows O"]:
@@ -63,34 +64,34 @@ class Kernel:
         return matmul_f32(x, self.dense(x.dtype), precision=precision)
 
     def output_grad(self, d: Float[Array, "*rows O"], y: Float[Array, "*rows O"]) -> Float[Array, "*rows O"]:
-        """Return the gradient of the map's output from the gradient ``d`` and the result ``y`` of `matmul_f32`."""
+        """Convert the gradient ``d`` of the output ``y`` of `matmul_f32` to the gradient for `vjp_input`."""
         return d
 
     def vjp_input(self, d: Float[Array, "*rows O"]) -> Float[Array, "*rows I"]:
-        """Return ``d @ kernel.T`` in ``d``'s dtype, accumulated in float32: the gradient of the input."""
+        """Return the input gradient ``d @ kernel.T``, accumulated in float32 and cast to ``d``'s dtype."""
         return matmul(d, self.dense(d.dtype), True)
 
     def batched_matmul(self, rows: Float[Array, "E R I"]) -> Float[Array, "E R O"]:
-        """Multiply equally many rows per expert. XLA can partition this batched product over devices."""
+        """Multiply the same number of rows per expert. XLA can partition this batched product over devices."""
         return einsum_f32("ERI,EIO->ERO", rows, self.dense(rows.dtype)).astype(rows.dtype)
 
     def matmul_per_head(
         self, x: Float[Array, "N R _"], first: int, count: int, transpose: bool = False
     ) -> Float[Array, "N R _"]:
-        """Multiply the rows of each head by a range of the head's outputs. All ``N`` heads have equally many outputs.
+        """Multiply the rows of each head by a slice of the head's kernel. All ``N`` heads have the same width.
 
         Args:
             x: Rows per head.
-            first: First output of the range.
-            count: Number of outputs in the range.
-            transpose: Whether the columns of ``x`` are these outputs, as in `vjp_input`.
+            first: First output of the slice.
+            count: Number of outputs in the slice.
+            transpose: Whether to multiply by the transposed slice, as in `vjp_input`.
         """
         array = self.transposed(x.dtype)
         head_kernels = array.reshape(len(x), -1, array.shape[-1])[:, first : first + count]
         return batched_matmul_f32(x, head_kernels, -2 if transpose else -1).astype(x.dtype)
 
     def apply(self, x: Float[Array, "..."], product: "Product") -> Float[Array, "..."]:
-        """Return ``product(x, kernel)``. If the kernel is a sum, return the sum of the products with its terms."""
+        """Return ``product(x, kernel)``. For kernels that are sums, add the products with the terms."""
         return product(x, self)
 
     def expert(self, index: int | Int[Array, ""]) -> Self:
@@ -98,12 +99,12 @@ class Kernel:
         return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), self)
 
     def vjp_kernel(self, x: Float[Array, "*rows I"], d: Float[Array, "*rows O"]) -> Self:
-        """Return the gradient ``x.T @ d`` of one linear map, in float32, as a kernel of the same class."""
+        """Return the float32 gradient ``x.T @ d`` of a single linear map, as a kernel of the same class."""
         raise TypeError(f"{type(self).__name__} is not trainable")
 
 
 class Adapter(Protocol):
-    """Protocol of trainable additions to a frozen kernel; see `nnxmoe.layers.linear.lora.LoRA`."""
+    """Protocol of trainable adapters of a frozen kernel; see `nnxmoe.layers.linear.lora.LoRA`."""
 
     def adapt(self, kernel: Kernel) -> Kernel: ...
 
@@ -113,24 +114,24 @@ class Adapter(Protocol):
 
 
 def with_adapter(kernel: Kernel, adapter: Adapter | None) -> Kernel:
-    """Return the kernel with its adapter, or the kernel if ``adapter`` is None."""
+    """Add the adapter to the kernel, if there is an adapter."""
     return kernel if adapter is None else adapter.adapt(kernel)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DenseKernel(Kernel):
-    """Kernel in one float array: ``[*E, O, I]``, or ``[*E, I, O]`` (the order of Flax) if ``ins_first``."""
+    """Kernel stored as a float array ``[*E, O, I]``, or ``[*E, I, O]`` (Flax's order) if ``ins_first``."""
 
-    array: Any  # a float array, or any leaf that a JAX transformation substitutes
+    array: Any  # a float array, or any leaf that a JAX transformation substitutes for the array
     ins_first: bool = dataclasses.field(default=False, metadata={"static": True})
 
     trainable: ClassVar[bool] = True
 
     @property
     def shape(self) -> tuple[int, ...]:
-        *lead, first, last = self.array.shape
-        return (*lead, first, last) if self.ins_first else (*lead, last, first)
+        *lead, rows, columns = self.array.shape
+        return (*lead, rows, columns) if self.ins_first else (*lead, columns, rows)
 
     def dense(self, dtype: Any = None) -> Float[Array, "*E I O"]:
         array = self.cast(dtype).array
@@ -158,45 +159,45 @@ class DenseKernel(Kernel):
 
     def vjp_kernel(self, x: Float[Array, "*rows I"], d: Float[Array, "*rows O"]) -> "DenseKernel":
         x, d = x.reshape(-1, x.shape[-1]), d.reshape(-1, d.shape[-1])
-        pair = (x, d) if self.ins_first else (d, x)
-        return DenseKernel(dot_f32(*pair, -2, -2), self.ins_first)
+        operands = (x, d) if self.ins_first else (d, x)
+        return DenseKernel(dot_f32(*operands, -2, -2), self.ins_first)
 
     def __jax_array__(self) -> Array:
-        """Convert to an array, so a custom `GroupedMatmul` can pass the kernel to `jax.numpy`."""
+        """Convert to an array, so that a custom `GroupedMatmul` can pass the kernel to `jax.numpy`."""
         return self.dense()
 
 
 def as_kernel(kernel: Kernel | Float[Array, "*E I O"]) -> Kernel:
-    """Convert an array ``[*E, I, O]`` to a `DenseKernel`. Return a kernel unchanged."""
+    """Convert an array ``[*E, I, O]`` to a `DenseKernel`. A `Kernel` is returned unchanged."""
     return kernel if isinstance(kernel, Kernel) else DenseKernel(kernel, ins_first=True)
 
 
 def is_kernel(variable: Any) -> bool:
-    """Return whether a variable is the kernel of a linear map, created by `kernel_param`."""
+    """Return whether a variable is a linear map's kernel that `kernel_param` created."""
     return isinstance(variable, nnx.Param) and variable.get_metadata().get("inputs") is not None
 
 
 def as_weight(kernel: Any) -> Any:
     """Return a module's kernel as an object with ``ins``, ``outs``, ``lead``, ``logical_axes`` and ``read()``.
 
-    Wraps a parameter in `ParamWeight`. Modules such as quantized weights are returned unchanged.
+    Parameters are wrapped in `ParamWeight`. Modules such as quantized weights are returned unchanged.
     """
     return ParamWeight(kernel) if isinstance(kernel, nnx.Variable) else kernel
 
 
 @dataclasses.dataclass(frozen=True)
 class ParamWeight:
-    """Trained weight of a linear map in one array ``[*lead, *outs, *ins]``. ``lead`` are layers and experts.
+    """Trained weight of a linear map, stored as an array ``[*lead, *outs, *ins]``. ``lead`` are layers and experts.
 
-    Inputs and outputs may have several dimensions, such as heads. ``read`` flattens them to one dimension each. Outputs
-    come first as in Hugging Face checkpoints, so loading does not transpose arrays. CPUs multiply few rows faster in
-    this order. XLA's dots on GPUs and TPUs accept either order. tokamax's grouped kernel for Hopper is optimized for
-    this order, but its kernel for TPUs needs inputs first. After ``move_inputs_first``, as in Linen, the array is
-    ``[*lead, *ins, *outs]``.
+    Inputs and outputs may have multiple dimensions, such as heads. ``read`` flattens inputs and outputs to one
+    dimension each. Outputs come first as in Hugging Face checkpoints, so loading does not transpose arrays. CPUs
+    multiply a few rows faster in this order. XLA's dot products on GPUs and TPUs accept either order. tokamax's grouped
+    kernel for Hopper is optimized for this order, but the kernel for TPUs requires inputs first. After
+    ``move_inputs_first``, the array is ``[*lead, *ins, *outs]``, as in Linen.
 
     Attributes:
-        variable: An ``nnx.Param`` from `kernel_param`, or an ``nnx.LoRAParam``. Flax's bridge to Linen puts only these
-            types into the collection ``params``.
+        variable: An ``nnx.Param`` from `kernel_param`, or an ``nnx.LoRAParam``. Flax's Linen bridge adds only variables
+            of these types to the collection ``params``.
     """
 
     variable: nnx.Variable
@@ -207,12 +208,12 @@ class ParamWeight:
         return self.variable.get_metadata().get("ins_first", False)
 
     def split(self, dimensions: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
-        """Split a sequence over the dimensions, such as the shape or the logical axes, into (lead, ins, outs)."""
-        first = sum(axis in STACK_AXES for axis in axes_of(self.variable))
+        """Split a sequence with one element per dimension, such as the shape or the axes, into (lead, ins, outs)."""
+        num_lead = sum(axis in STACK_AXES for axis in axes_of(self.variable))
         inputs = self.variable.get_metadata()["inputs"]
-        end = first + inputs if self.ins_first else len(dimensions) - inputs
-        lead, left, right = tuple(dimensions[:first]), tuple(dimensions[first:end]), tuple(dimensions[end:])
-        return (lead, left, right) if self.ins_first else (lead, right, left)
+        end = num_lead + inputs if self.ins_first else len(dimensions) - inputs
+        lead, second, third = tuple(dimensions[:num_lead]), tuple(dimensions[num_lead:end]), tuple(dimensions[end:])
+        return (lead, second, third) if self.ins_first else (lead, third, second)
 
     @property
     def logical_axes(self) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
@@ -221,7 +222,7 @@ class ParamWeight:
 
     @property
     def lead(self) -> tuple[int, ...]:
-        """Sizes of the leading layer and expert dimensions. Inside a scan over layers, there is no layer dimension."""
+        """Sizes of the layer and expert dimensions. Inside a scan over layers, there is no layer dimension."""
         return self.split(self.variable.shape)[0]
 
     @property
@@ -233,14 +234,14 @@ class ParamWeight:
         return self.split(self.variable.shape)[2]
 
     def read(self) -> DenseKernel:
-        """Return the kernel ``[*lead, prod(ins), prod(outs)]`` for products."""
+        """Return the kernel ``[*lead, prod(ins), prod(outs)]``."""
         lead, ins, outs = self.split(self.variable.shape)
         sizes = math.prod(ins), math.prod(outs)
         shape = *lead, *(sizes if self.ins_first else sizes[::-1])
         return DenseKernel(self.variable[...].reshape(shape), self.ins_first)
 
     def move_inputs_first(self) -> None:
-        """Transpose the variable in place so that its inputs come first."""
+        """Transpose the variable in place, so that the input dimensions come first."""
         value = self.variable.get_value()
         if isinstance(value, jax.ShapeDtypeStruct):
             value = jax.ShapeDtypeStruct(flax_order(self.variable, value.shape), value.dtype)
@@ -252,22 +253,22 @@ class ParamWeight:
 
 
 def flax_order(variable: nnx.Variable, dimensions: Sequence[Any]) -> tuple[Any, ...]:
-    """Reorder a sequence over a kernel's dimensions to ``[*lead, *ins, *outs]``, the order of Flax.
+    """Reorder a sequence with one element per kernel dimension to Flax's order, ``[*lead, *ins, *outs]``.
 
     The sequence may omit layers or experts. If the variable is not a kernel, the order does not change.
     """
     inputs = variable.get_metadata().get("inputs")
     if not inputs or variable.get_metadata().get("ins_first"):
         return tuple(dimensions)
-    first = len(dimensions) - sum(axis not in STACK_AXES for axis in axes_of(variable))
+    num_lead = len(dimensions) - sum(axis not in STACK_AXES for axis in axes_of(variable))
     end = len(dimensions) - inputs
-    return (*dimensions[:first], *dimensions[end:], *dimensions[first:end])
+    return (*dimensions[:num_lead], *dimensions[end:], *dimensions[num_lead:end])
 
 
 def fan_in(inputs: Sequence[int], gain: float = 1.0) -> nnx.Initializer:
     """Return a normal initializer with standard deviation ``gain / sqrt(fan_in)``.
 
-    The output of the linear map then has ``gain`` times the scale of its input.
+    The scale of the linear map's output is then ``gain`` times the scale of the input.
     """
     return nnx.initializers.normal(gain * math.prod(inputs) ** -0.5)
 
@@ -285,10 +286,10 @@ def kernel_param(
 ) -> nnx.Param:
     """Create a kernel ``[*lead, *outs, *ins]``. ``axes`` are the logical axes of ``(*lead, *ins, *outs)``.
 
-    If ``rngs`` is None, the kernel has a shape but no values.
+    If ``rngs`` is None, the kernel is abstract: it has a shape but no values.
     """
-    first, end = len(lead), len(lead) + len(ins)
-    shape, names = (*lead, *outs, *ins), (*axes[:first], *axes[end:], *axes[first:end])
+    num_lead, end = len(lead), len(lead) + len(ins)
+    shape, names = (*lead, *outs, *ins), (*axes[:num_lead], *axes[end:], *axes[num_lead:end])
     param = parameter(shape, names, fan_in(ins, gain), dtype=dtype, rngs=rngs, param_type=param_type, inputs=len(ins))
     assert isinstance(param, nnx.Param)
     return param

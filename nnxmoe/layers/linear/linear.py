@@ -13,13 +13,13 @@ from nnxmoe.layers.linear.kernel import Adapter, Kernel, as_weight, kernel_param
 
 
 class Linear(nnx.Module):
-    """Linear map ``x[... *ins] -> [... *outs]`` with a kernel ``[*outs, *ins]`` and an optional flattened bias.
+    """Linear map ``x[... *ins] -> [... *outs]`` with a kernel ``[*outs, *ins]`` and an optional bias ``[prod(outs)]``.
 
     Attributes:
         lora: Adapter of the kernel, set by `nnxmoe.train.lora.add`.
     """
 
-    adapted: ClassVar[Mapping[str, tuple[str, ...]]] = {"lora": ("kernel",)}  # adapter attribute -> its kernels
+    adapted: ClassVar[Mapping[str, tuple[str, ...]]] = {"lora": ("kernel",)}  # kernels of each adapter attribute
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Linear(nnx.Module):
             ins: Sizes of the input dimensions.
             outs: Sizes of the output dimensions, such as heads and head width.
             axes: Logical axes of ``(*ins, *outs)``.
-            bias: Whether the map has a bias.
+            bias: Whether the linear map has a bias.
             gain: Scale of the initial output relative to the input.
             **kw: Parameter dtype and rngs.
         """
@@ -45,12 +45,12 @@ class Linear(nnx.Module):
         self.kernel = kernel_param(ins, outs, axes, gain=gain, **kw)
         if bias:
             self.bias = parameter((math.prod(outs),), (axes[len(ins)],), nnx.initializers.zeros, **kw)
-            self.bias.set_metadata(outs=tuple(outs))  # shape of the bias in layouts with a separate head dimension
+            self.bias.set_metadata(outs=tuple(outs))  # shape of the bias in layouts with a head dimension
         else:
             self.bias = None
 
     def weight(self) -> Kernel:
-        """Return the kernel ``[I, O]`` with flattened inputs and outputs, including the adapter, if any."""
+        """Return the kernel ``[I, O]`` with flattened inputs and outputs, and with the adapter, if any."""
         return with_adapter(as_weight(self.kernel).read(), self.lora)
 
     @property

@@ -16,21 +16,21 @@ LayerRanks = tuple[tuple[int, tuple[int, float]], ...]
 
 
 class UnmergeValue(nnx.Variable):
-    """Value that `nnxmoe.train.lora.merge` stores for ``unmerge``. It is not a parameter."""
+    """Non-trainable value that `nnxmoe.train.lora.merge` stores for ``unmerge``."""
 
 
 class LoRA(nnx.Module):
-    """Adapter of a kernel ``[*lead, *outs, *ins]``.
+    """LoRA adapter of a kernel ``[*lead, *outs, *ins]``.
 
-    Both matrices are ``nnx.LoRAParam``s. Training updates them and freezes the rest of the model.
+    Both matrices are ``nnx.LoRAParam``s. Training updates these matrices and freezes the rest of the model.
 
     Attributes:
-        a: ``[*lead, rank, *ins]``.
-        b: ``[*lead, *outs, rank]``. If several maps share one adapter, such as the experts' gate and up,
-            ``[*lead, maps, *outs, rank]``.
+        a: Matrix ``[*lead, rank, *ins]``.
+        b: Matrix ``[*lead, *outs, rank]``, or ``[*lead, maps, *outs, rank]`` if several linear maps share the adapter,
+            such as gate and up of the experts.
         alpha: Numerator of the scale.
-        layers: Pairs (layer, (rank, alpha)) if stacked layers differ, or None if all layers are equal. Layers without
-            a pair have no adapter. Unused parts of ``a`` and ``b`` are zero and have no gradient.
+        layers: Pairs (layer, (rank, alpha)) if stacked layers differ. ``None`` if all layers are equal. Layers without
+            a pair have no adapter. Unused elements of ``a`` and ``b`` are zero and have no gradient.
     """
 
     def __init__(self, a: nnx.Param, b: nnx.Param, alpha: float, layers: LayerRanks | None = None):
@@ -40,7 +40,7 @@ class LoRA(nnx.Module):
         self.layers = nnx.static(layers)
 
     def rank_and_alpha(self, layer: int) -> tuple[int, float] | None:
-        """Return (rank, alpha) of a layer, or None if the layer has no adapter."""
+        """Return (rank, alpha) of a layer, or ``None`` if the layer has no adapter."""
         return (self.rank, self.alpha) if self.layers is None else dict(self.layers).get(layer)
 
     @property
@@ -54,24 +54,24 @@ class LoRA(nnx.Module):
         return self.alpha / self.rank
 
     def outputs_per_map(self, x: Float[Array, "*rows I"], product: Product) -> list[Float[Array, "*rows O"]]:
-        """Return the adapter's output for each map. All maps share ``x @ a``.
+        """Return the adapter's output for each linear map. All maps share the product ``x @ a``.
 
         ``b`` is indexed before the product, because slicing a sharded output would move data between devices.
         """
-        low, b = product(x, ParamWeight(self.a).read()), self.b[...]
-        return [product(low, DenseKernel(b[..., i, :, :])) * self.scale for i in range(b.shape[-3])]
+        low_rank, b = product(x, ParamWeight(self.a).read()), self.b[...]
+        return [product(low_rank, DenseKernel(b[..., i, :, :])) * self.scale for i in range(b.shape[-3])]
 
     def adapt(self, kernel: Kernel) -> "AdaptedKernel":
         """Return the kernel with this adapter."""
         return AdaptedKernel(kernel, ParamWeight(self.a).read(), ParamWeight(self.b).read(), self.scale)
 
     def lookup(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """Return, in float32, the adapter's addition to embeddings. ``a`` is ``[rank, V]`` and ``b`` ``[D, rank]``."""
-        low = jnp.take(self.a[...], tokens, axis=1)
-        return jnp.einsum("RBT,DR->BTD", low, self.b[...], preferred_element_type=jnp.float32) * self.scale
+        """Return the float32 update of embeddings, for ``a [rank, V]`` and ``b [D, rank]``."""
+        low_rank = jnp.take(self.a[...], tokens, axis=1)
+        return jnp.einsum("RBT,DR->BTD", low_rank, self.b[...], preferred_element_type=jnp.float32) * self.scale
 
     def delta(self) -> Float[Array, "*lead I O"]:
-        """Return the adapter's addition to the kernel, in float32, with inputs and outputs flattened."""
+        """Return the float32 update of the kernel, with flattened inputs and outputs."""
         return _delta(ParamWeight(self.a).read(), ParamWeight(self.b).read(), self.scale)
 
 
@@ -96,9 +96,9 @@ class AdaptedKernel(Kernel):
         return self.base.shape
 
     def dense(self, dtype: Any = None) -> Float[Array, "*E I O"]:
-        """Materialize the sum in float32. Return it in ``dtype``, or in float32 if ``dtype`` is None."""
-        total = self.base.dense(jnp.float32) + _delta(self.a, self.b, self.scale)
-        return total if dtype is None else total.astype(dtype)
+        """Materialize the sum in float32, and cast the sum to ``dtype``. ``dtype`` defaults to float32."""
+        kernel = self.base.dense(jnp.float32) + _delta(self.a, self.b, self.scale)
+        return kernel if dtype is None else kernel.astype(dtype)
 
     def apply(self, x: Float[Array, "..."], product: Product) -> Float[Array, "..."]:
         return product(x, self.base) + product(product(x, self.a), self.b) * self.scale
@@ -110,9 +110,9 @@ class AdaptedKernel(Kernel):
         return self.apply(x, lambda x, kernel: kernel.matmul_f32(x, precision))
 
     def vjp_kernel(self, x: Float[Array, "*rows I"], d: Float[Array, "*rows O"]) -> "AdaptedKernel":
-        """Return the gradients of the adapter and the base kernel. If the base is not trainable, its part is zero."""
+        """Return the gradients of the adapter and the base kernel, with zeros if the base kernel is not trainable."""
         zeros_like = functools.partial(jax.tree.map, lambda leaf: jnp.zeros(leaf.shape, jnp.float32))
         d_base = self.base.vjp_kernel(x, d) if self.base.trainable else zeros_like(self.base)
-        scaled = d * self.scale
-        d_a, d_b = self.a.vjp_kernel(x, self.b.vjp_input(scaled)), self.b.vjp_kernel(self.a(x), scaled)
+        d_adapter = d * self.scale
+        d_a, d_b = self.a.vjp_kernel(x, self.b.vjp_input(d_adapter)), self.b.vjp_kernel(self.a(x), d_adapter)
         return AdaptedKernel(d_base, d_a, d_b, self.scale)

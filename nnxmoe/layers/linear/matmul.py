@@ -1,9 +1,9 @@
-"""Matrix products of arrays, accumulated in float32 by `dot_f32`, with custom backward passes.
+"""Matrix products with float32 accumulation (`dot_f32`) and custom backward passes.
 
 The call path of `nnxmoe.layers.linear.linear.Linear` is ``Linear -> DenseKernel -> matmul``.
 
-Products of float32 operands use the precision set by ``jax.default_matmul_precision``, by default TF32 on NVIDIA GPUs
-and bfloat16 on TPUs. Pass ``precision`` where float32 is needed on every platform.
+The precision of float32 products is set by ``jax.default_matmul_precision``. The default is TF32 on NVIDIA GPUs and
+bfloat16 on TPUs. Pass ``precision`` if full float32 precision is required on every platform.
 """
 
 import jax
@@ -18,9 +18,10 @@ from nnxmoe.layers.linear.multilinear import multilinear
 def matmul(x: Float[Array, "*rows I"], kernel: Float[Array, "_ _"], transpose: bool = False) -> Float[Array, "*rows O"]:
     """Return ``x @ kernel``, or ``x @ kernel.T`` if ``transpose``. The kernel is cast to ``x``'s dtype.
 
-    Products accumulate in float32 and return ``x``'s dtype. This includes the backward pass: JAX's built-in derivative
-    would multiply float32 copies of bfloat16 operands. The gradient of a float32 kernel is accumulated and returned in
-    float32, without rounding to ``x``'s dtype. Supports forward mode and higher derivatives.
+    Products accumulate in float32 and return ``x``'s dtype. This also holds for the backward pass, whereas JAX's
+    built-in derivative would multiply float32 copies of bfloat16 operands. The gradient of a float32 kernel is
+    accumulated and returned in float32, without rounding to ``x``'s dtype. Forward mode and higher-order derivatives
+    are supported.
     """
     kernel_dtype = kernel.dtype
 
@@ -62,9 +63,9 @@ def dot_f32(
     y_axis: int,
     precision: PrecisionLike = None,
 ) -> Float[Array, "*b _ _"]:
-    """Contract dimension ``x_axis`` of x with ``y_axis`` of y (-2 or -1 each), accumulated and returned in float32.
+    """Contract axis ``x_axis`` of x with axis ``y_axis`` of y (-2 or -1), accumulated and returned in float32.
 
-    Batch dimensions come first, because XLA:CPU cannot execute every bfloat16 product with a different order.
+    Batch dimensions come first, because XLA:CPU cannot execute some bfloat16 products with other dimension orders.
     """
     row_axis = -3 - x_axis
     if xla_cpu.casts_kernel_of_single_row(x, row_axis):
@@ -75,9 +76,9 @@ def dot_f32(
 
 
 def batched_matmul_f32(x: Float[Array, "*b M I"], y: Float[Array, "*b _ _"], y_axis: int) -> Float[Array, "*b M N"]:
-    """Return ``x @ y`` per matrix (``y_axis`` -2) or ``x @ y.T`` (-1), accumulated and returned in float32.
+    """Return batched products ``x @ y`` (``y_axis`` -2) or ``x @ y.T`` (``y_axis`` -1) in float32.
 
-    The backward pass casts both operands to float32, and its results back to the operands' dtypes.
+    The backward pass casts the operands to float32, and the gradients to the dtypes of the operands.
     """
     x_dtype, y_dtype = x.dtype, y.dtype
 

@@ -1,4 +1,4 @@
-"""Quantized kernels: weights stored as codes of 8 or 4 bits, their variables in a model, and their products."""
+"""Quantized kernels with 8-bit or 4-bit codes, and the corresponding variables in a model."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -16,11 +16,11 @@ from nnxmoe.layers.linear.kernel import Kernel
 from nnxmoe.layers.linear.matmul import matmul
 from nnxmoe.layers.linear.multilinear import multilinear
 
-ARRAYS = ("codes", "scale", "zero", "order")  # arrays of a quantized kernel; zero and order may be None
+ARRAYS = ("codes", "scale", "zero", "order")  # arrays of a quantized kernel. zero and order may be None.
 
 
 class QuantizedProduct(Protocol):
-    """Protocol of products of rows with the quantized kernel of one linear map."""
+    """Protocol of products of rows with a quantized kernel of a single linear map."""
 
     def __call__(
         self, x: Float[Array, "R _"], kernel: "QuantizedKernel", transpose: bool = False
@@ -35,12 +35,13 @@ class QuantizedKernel(Kernel):
     """Kernel stored as codes, with scales and zero points per tile.
 
     Attributes:
-        codes: Stored codes, ``[*E, O, I]``, or ``[*E, O, I / 2]`` if codes have 4 bits; see `CodeFormat`.
-        scale: One scale per tile.
-        zero: One zero point per tile, or None.
-        order: ``[*E, I]``, the input that column j of the codes multiplies (GPTQ's act order). If None, input j.
+        codes: Stored codes ``[*E, O, I]``, or ``[*E, O, I / 2]`` for 4-bit codes; see `CodeFormat`.
+        scale: Scale of each tile.
+        zero: Zero point or offset of each tile, if the format has these.
+        order: Index of the input that each column of the codes multiplies, ``[*E, I]`` (GPTQ's act order). ``None`` if
+            the columns are in input order.
         format: Format of the codes.
-        product: Product of rows with this kernel.
+        product: Implementation of products of rows with this kernel.
     """
 
     codes: Any
@@ -57,7 +58,7 @@ class QuantizedKernel(Kernel):
         return (*self.codes.shape[:-2], self.format.input_count(self.codes), self.codes.shape[-2])
 
     def transposed(self, dtype: Any = None) -> Float[Array, "*E O I"]:
-        """Decode all weights. If ``dtype`` is None, return them in float32."""
+        """Decode all weights. ``dtype`` defaults to float32."""
         weights = self.format.decode(self.codes, self.scale, self.zero, slice(0, self.codes.shape[-2]))
         if self.order is not None:
             weights = jnp.take_along_axis(weights, jnp.argsort(self.order)[..., None, :], axis=-1)
@@ -67,7 +68,7 @@ class QuantizedKernel(Kernel):
         return jnp.swapaxes(self.transposed(dtype), -1, -2)
 
     def decode_rows(self, start: Int[Array, ""], count: int) -> tuple[Float[Array, "count _"], ...]:
-        """Decode a range of outputs of one linear map to float32, in the parts of `CodeFormat.split_halves`."""
+        """Decode a range of outputs of a single linear map to float32, as the arrays of `CodeFormat.split_halves`."""
         codes, grids = jax.lax.dynamic_slice_in_dim(self.codes, start, count), (self.scale, self.zero)
         if self.format.tile[0] > 1:
             return self.format.decode_halves(codes, *grids, start + jnp.arange(count))
@@ -86,7 +87,7 @@ class QuantizedKernel(Kernel):
     def matmul_per_head(
         self, x: Float[Array, "N R _"], first: int, count: int, transpose: bool = False
     ) -> Float[Array, "N R _"]:
-        """Multiply one head at a time, so only the weights of one head are decoded at once."""
+        """Multiply one head at a time, so only one head's weights are decoded at a time."""
         if self.order is not None:
             return super().matmul_per_head(x, first, count, transpose)
         width = self.shape[-1] // len(x)
@@ -115,13 +116,13 @@ class QuantizedKernel(Kernel):
         return out.reshape(*x.shape[:-1], out.shape[-1])
 
     def _ordered_product(self, x: Float[Array, "R _"], transpose: bool) -> Float[Array, "R _"]:
-        """Apply the product to inputs in the order of the codes' columns."""
-        plain = dataclasses.replace(self, order=None)
+        """Multiply inputs that are permuted to the order of the code columns."""
+        unordered_kernel = dataclasses.replace(self, order=None)
         if self.order is None:
-            return self.product(x, plain, transpose)
+            return self.product(x, unordered_kernel, transpose)
         if transpose:
-            return self.product(x, plain, transpose)[:, jnp.argsort(self.order)]
-        return self.product(x[:, self.order], plain, transpose)
+            return self.product(x, unordered_kernel, transpose)[:, jnp.argsort(self.order)]
+        return self.product(x[:, self.order], unordered_kernel, transpose)
 
     def batched_matmul(self, rows: Float[Array, "E R I"]) -> Float[Array, "E R O"]:
         return jax.lax.map(lambda pair: pair[1](pair[0]), (rows, self))
@@ -134,14 +135,14 @@ class QuantizedArray(nnx.Variable):
 
 
 class QuantizedWeight(nnx.Module):
-    """Variables of a `QuantizedKernel`, stored in a model instead of a parameter.
+    """Variables of a `QuantizedKernel`, the replacement of a kernel parameter in a model.
 
-    The arrays have leading dimensions of layers and experts. Inputs and outputs are flattened.
+    The leading dimensions of the arrays are layers and experts. Inputs and outputs are flattened.
 
     Attributes:
         codes, scale, zero, order, format, product: See `QuantizedKernel`.
-        ins, outs: Sizes of the inputs and outputs before flattening.
-        in_axes, out_axes: Logical axes of the inputs and outputs before flattening.
+        ins, outs: Sizes of the input and output dimensions before flattening.
+        in_axes, out_axes: Logical axes of the input and output dimensions before flattening.
     """
 
     def __init__(
@@ -165,7 +166,7 @@ class QuantizedWeight(nnx.Module):
 
     @property
     def lead(self) -> tuple[int, ...]:
-        """Sizes of the leading layer and expert dimensions. Inside a scan over layers, there is no layer dimension."""
+        """Sizes of the layer and expert dimensions. Inside a scan over layers, there is no layer dimension."""
         return tuple(self.codes.shape[:-2])
 
     @property
@@ -175,12 +176,12 @@ class QuantizedWeight(nnx.Module):
 
     @property
     def arrays(self) -> dict[str, nnx.Variable]:
-        """Variables by name. Zero points and order are omitted if they are None."""
+        """Variables by name. ``zero`` and ``order`` are omitted if they are None."""
         variables = {name: getattr(self, name) for name in ARRAYS}
         return {name: variable for name, variable in variables.items() if variable is not None}
 
     def with_arrays(self, arrays: Mapping[str, nnx.Variable]) -> "QuantizedWeight":
-        """Return a copy of the weight with these variables."""
+        """Return a copy of the weight with other variables."""
         return QuantizedWeight(
             *map(arrays.get, ARRAYS),
             ins=self.ins,
@@ -192,7 +193,7 @@ class QuantizedWeight(nnx.Module):
         )
 
     def read(self) -> QuantizedKernel:
-        """Return the kernel for products."""
+        """Return the variables as a `QuantizedKernel`."""
         zero = None if self.zero is None else self.zero[...]
         order = None if self.order is None else self.order[...]
         return QuantizedKernel(self.codes[...], self.scale[...], zero, order, self.format, self.product)

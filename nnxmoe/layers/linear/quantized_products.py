@@ -1,4 +1,4 @@
-"""Products of rows with a quantized kernel, the options of ``Strategy.quantized``."""
+"""Products of rows with a quantized kernel: the options for ``Strategy.quantized``."""
 
 import dataclasses
 import functools
@@ -15,12 +15,12 @@ from nnxmoe.layers.linear.xla_cpu import carried, on_cpu
 from nnxmoe.sharding import is_static
 
 INT8_MAX = 127.0
-FEW_ROWS = 8  # up to this number of rows, decoding a kernel takes longer on CPUs than multiplying with it
+FEW_ROWS = 8  # maximum number of rows for which CPUs spend more time on decoding than on multiplication
 
 
 @dataclasses.dataclass(frozen=True)
 class DequantizedProduct:
-    """Product that decodes the whole kernel to floats. It is the reference for all other products."""
+    """Product that decodes the whole kernel to floats. This product is the reference for all others."""
 
     def __call__(self, x: Float[Array, "R _"], kernel: QuantizedKernel, transpose: bool = False) -> Float[Array, "R _"]:
         return matmul_f32(x, kernel.transposed(x.dtype), not transpose)
@@ -28,10 +28,9 @@ class DequantizedProduct:
 
 @dataclasses.dataclass(frozen=True)
 class BlockwiseProduct:
-    """Product that decodes and multiplies one block of outputs at a time in a loop.
+    """Product that decodes and multiplies one block of outputs at a time.
 
-    Up to `FEW_ROWS` 16-bit rows are multiplied in float32, because CPUs decode codes faster to float32 than to
-    bfloat16.
+    Up to `FEW_ROWS` 16-bit rows are multiplied in float32, because CPUs decode to float32 faster than to bfloat16.
 
     Attributes:
         size: Maximum number of weights per block. A block has at most a quarter of all outputs.
@@ -46,7 +45,7 @@ class BlockwiseProduct:
         ins, outs = kernel.shape
         block = max(1, min(self.size // ins, outs // 4))
         if x.dtype.itemsize == 2:
-            # The rows are rounded to 16 bits anyway, so the format's rounding of the weights is skipped.
+            # Skip the format's rounding of the weights, because the rows are rounded to 16 bits anyway.
             kernel = dataclasses.replace(kernel, format=dataclasses.replace(kernel.format, round_dtype=None))
             if is_static(x.shape[0]) and x.shape[0] <= FEW_ROWS:
                 x = x.astype(jnp.float32)
@@ -59,7 +58,7 @@ def _multiply_blocks(x: Float[Array, "R I"], kernel: QuantizedKernel, block: int
 
     def step(i: Array, carry: Any) -> Any:
         halves, kernel, out = carry
-        start = jnp.minimum(i * block, outs - block)  # the last block may repeat outputs of the block before
+        start = jnp.minimum(i * block, outs - block)  # the last block may repeat outputs of the previous block
         weights = kernel.decode_rows(start, block)
         products = [matmul_f32(half, w.astype(dtype), True) for half, w in zip(halves, weights, strict=True)]
         out = jax.lax.dynamic_update_slice_in_dim(out, functools.reduce(jnp.add, products), start, 1)
@@ -77,7 +76,7 @@ def _multiply_transposed_blocks(x: Float[Array, "R O"], kernel: QuantizedKernel,
         x, kernel, sums = carry
         start = jnp.minimum(i * block, outs - block)
         columns = jax.lax.dynamic_slice_in_dim(x, start, block, 1)
-        is_new = start + jnp.arange(block) >= i * block  # the last block may repeat outputs of the block before
+        is_new = start + jnp.arange(block) >= i * block  # the last block may repeat outputs of the previous block
         columns = jnp.where(is_new, columns, 0)
         weights = kernel.decode_rows(start, block)
         sums = tuple(s + dot_f32(columns, w.astype(dtype), -1, -2) for s, w in zip(sums, weights, strict=True))
@@ -89,15 +88,15 @@ def _multiply_transposed_blocks(x: Float[Array, "R O"], kernel: QuantizedKernel,
 
 @dataclasses.dataclass(frozen=True)
 class TwoInt8Product:
-    """Integer product of int8 codes with two int8 rows per row.
+    """Integer product of int8 codes with rows that are split into two int8 rows each.
 
-    Each row is split into a sum of two int8 rows. The first int8 row has a step of 1/127 of the row's largest
-    magnitude. The second int8 row is the remainder, with a step 254 times smaller. The error is at most 4e-5 of the
-    largest magnitude. Supports kernels with one scale per output and without zero points.
+    Each row is approximated by a sum of two int8 rows. The first int8 row has a step size of 1/127 of the row's largest
+    magnitude. The second int8 row is the remainder, with a step size 254 times smaller. The error is at most 4e-5 of
+    the largest magnitude. Supported kernels have one scale per output and no zero points.
 
     Attributes:
-        fallback: The product for unsupported kernels, more rows, and transposed kernels.
-        max_rows: Largest number of rows for which two integer products are faster than decoding.
+        fallback: Product for unsupported kernels, for transposed kernels, and for more than ``max_rows`` rows.
+        max_rows: Maximum number of rows for which two integer products are faster than decoding.
     """
 
     fallback: QuantizedProduct = BlockwiseProduct()
@@ -108,20 +107,20 @@ class TwoInt8Product:
             return self.fallback(x, kernel, transpose)
         x = x.astype(jnp.float32)
         step = _int8_step(x)
-        first = jnp.round(x / step)
-        second = jnp.round((x - first * step) * (2 * INT8_MAX) / step)
-        high, low = jnp.split(_multiply_int8(jnp.concatenate([first, second]), kernel), 2)
-        return (high + low / (2 * INT8_MAX)) * (step * _output_scales(kernel))
+        coarse = jnp.round(x / step)
+        fine = jnp.round((x - coarse * step) * (2 * INT8_MAX) / step)
+        coarse_out, fine_out = jnp.split(_multiply_int8(jnp.concatenate([coarse, fine]), kernel), 2)
+        return (coarse_out + fine_out / (2 * INT8_MAX)) * (step * _output_scales(kernel))
 
 
 @dataclasses.dataclass(frozen=True)
 class W8A8Product:
-    """Integer product of int8 codes with rows rounded to int8, with one scale per row. Never a default.
+    """Integer product of int8 codes with rows rounded to int8, with one scale per row. Must be selected explicitly.
 
     **Changes numbers** by about 1 %, unlike all other products.
 
     Attributes:
-        fallback: The product for transposed kernels and for kernels that `TwoInt8Product` does not support.
+        fallback: Product for transposed kernels and for kernels that `TwoInt8Product` does not support.
     """
 
     fallback: QuantizedProduct = BlockwiseProduct()
@@ -131,8 +130,8 @@ class W8A8Product:
             return self.fallback(x, kernel, transpose)
         x = x.astype(jnp.float32)
         step = _int8_step(x)
-        # Add a row of zeros to a single row: XLA:CPU multiplies one row by int8 codes 30 times slower than two rows
-        # (jax 0.10.2).
+        # Append a row of zeros to a single row, because XLA:CPU multiplies one row by int8 codes 30 times slower than
+        # two rows (jax 0.10.2).
         rows = jnp.pad(jnp.round(x / step), ((0, 1 if len(x) == 1 else 0), (0, 0)))
         return _multiply_int8(rows, kernel)[: len(x)] * (step * _output_scales(kernel))
 
@@ -141,8 +140,8 @@ class W8A8Product:
 class CastProduct:
     """Product with the codes cast to the dtype of the rows. On GPUs and TPUs, XLA fuses the cast into the product.
 
-    The result is multiplied by one scale per output. `DequantizedProduct` computes transposed kernels, and kernels with
-    zero points, several scales per output or packed codes.
+    The result is multiplied by the scale of each output. `DequantizedProduct` is used for transposed kernels, and for
+    kernels with zero points, multiple scales per output, or packed codes.
     """
 
     def __call__(self, x: Float[Array, "R _"], kernel: QuantizedKernel, transpose: bool = False) -> Float[Array, "R _"]:
@@ -154,10 +153,10 @@ class CastProduct:
 
 @dataclasses.dataclass(frozen=True)
 class AutoProduct:
-    """Product that depends on the backend: `CastProduct` on GPUs and TPUs.
+    """Product selected by backend: `CastProduct` on GPUs and TPUs.
 
-    CPUs use `BlockwiseProduct` for float32 rows and `TwoInt8Product` for 16-bit rows. The rounding of 16-bit rows is
-    larger than the error of `TwoInt8Product`.
+    CPUs use `BlockwiseProduct` for float32 rows and `TwoInt8Product` for 16-bit rows. The error of `TwoInt8Product` is
+    smaller than the rounding error of 16-bit rows.
     """
 
     def __call__(self, x: Float[Array, "R _"], kernel: QuantizedKernel, transpose: bool = False) -> Float[Array, "R _"]:
@@ -168,7 +167,7 @@ class AutoProduct:
 
 
 def _is_int8_per_output(kernel: QuantizedKernel, x: Float[Array, "R _"]) -> bool:
-    """Return whether a kernel has int8 codes, one scale per output and no zero points, and scales may come last."""
+    """Return whether the kernel has int8 codes, one scale per output and no zero points, and may be scaled last."""
     is_plain = kernel.format.code_dtype == "int8" and kernel.zero is None and kernel.scale.shape[-1] == 1
     return is_plain and _may_scale_result(kernel, x)
 
@@ -176,14 +175,14 @@ def _is_int8_per_output(kernel: QuantizedKernel, x: Float[Array, "R _"]) -> bool
 def _may_scale_result(kernel: QuantizedKernel, x: Float[Array, "R _"]) -> bool:
     """Return whether the result may be multiplied by the scales instead of the weights.
 
-    This skips the rounding of weights to the format's dtype. With 16-bit rows it may be skipped, because the rounding
-    of the rows is equally large.
+    This skips the rounding of the weights to the format's dtype. For 16-bit rows, the rounding may be skipped, because
+    the rounding error of the rows is equally large.
     """
     return kernel.format.round_dtype is None or x.dtype.itemsize == 2
 
 
 def _int8_step(x: Float[Array, "R I"]) -> Float[Array, "R 1"]:
-    """Return the int8 step of each row: 1/127 of the row's largest magnitude, but never 0."""
+    """Return the int8 step size of each row: 1/127 of the row's largest magnitude, with a positive lower bound."""
     return jnp.maximum(jnp.max(jnp.abs(x), axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny * 2**24) / INT8_MAX
 
 

@@ -1,8 +1,8 @@
 """Workarounds for XLA:CPU. Each docstring describes the problem and the affected JAX releases.
 
-Callers apply a workaround only on CPUs. A test runs each operation without its workaround and fails when XLA no longer
-needs the workaround: `tests/layers/test_xla_cpu.py`, and for `write_rows` `tests/model/test_memory_rules.py`. A "cost"
-is the processor time without the workaround divided by the time with the workaround, on two cores with jax 0.10.2.
+Workarounds are applied on CPUs only. Tests run each operation without the workaround, and fail as soon as XLA no longer
+needs the workaround. See `tests/layers/test_xla_cpu.py`, and `tests/model/test_memory_rules.py` for `write_rows`. A
+"cost" is the CPU time without the workaround divided by the CPU time with the workaround, on two cores with jax 0.10.2.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from nnxmoe.sharding import is_static
 
-COPIES_16_BITS = jax.__version_info__ < (0, 12)  # 0.12.0 is the oldest tested release without these copies
+COPIES_16_BITS = jax.__version_info__ < (0, 12)  # jax 0.12.0 is the oldest tested release without these copies
 
 
 def on_cpu() -> bool:
@@ -21,39 +21,39 @@ def on_cpu() -> bool:
 
 
 def one_cpu() -> bool:
-    """Return whether programs run on a single CPU device. Batches are then not sharded."""
+    """Return whether the backend is a single CPU device, so batches are not sharded."""
     return on_cpu() and jax.device_count() == 1
 
 
 def write_rows(buffer: Array, new: Array, slots: Int[Array, "B 1"], axis: int) -> Array:
-    """Write one new token per row into ``buffer``, at the row's slot along ``axis``. Drop out-of-range slots.
+    """Write one new token per row to the row's slot in ``buffer`` along ``axis``. Out-of-range slots are dropped.
 
-    XLA:CPU fuses a write with each use of its result, and copies the whole buffer for each use (jax 0.10.2, 0.12.0). It
-    does not fuse the result of a loop. XLA unrolls a loop of one trip, so the loop has at least two trips. With a
-    single row, the second trip repeats the first. The old values of dropped slots are read before the loop, because XLA
-    casts the whole bfloat16 buffer for a select inside the loop. Cost of a write and the attention that reads 4096
+    XLA:CPU fuses a write with each use of the result, and copies the whole buffer for each use (jax 0.10.2, 0.12.0).
+    The result of a loop is not fused. XLA unrolls loops with one trip, so the loop has at least two trips. With a
+    single row, the second trip repeats the first. The old values of dropped slots are read before the loop, because a
+    select inside the loop would cast the whole bfloat16 buffer. Cost of a write and the attention that reads 4096
     slots: 1.8 in float32, 1.3 in bfloat16.
     """
     size, rows, slots = buffer.shape[axis], buffer.shape[0], slots.astype(jnp.int32)
     starts, in_range = jnp.minimum(slots[:, 0], size - 1), slots < size
-    old = jax.vmap(lambda row, slot: jax.lax.dynamic_slice_in_dim(row, slot, 1, axis - 1))(buffer, starts)
-    new = jnp.where(in_range.reshape(rows, *(1,) * (buffer.ndim - 1)), new, old)
+    old_values = jax.vmap(lambda row, slot: jax.lax.dynamic_slice_in_dim(row, slot, 1, axis - 1))(buffer, starts)
+    new = jnp.where(in_range.reshape(rows, *(1,) * (buffer.ndim - 1)), new, old_values)
     new = jax.lax.optimization_barrier(new)
 
     def write(i: Int[Array, ""], buffer: Array) -> Array:
         row = i.astype(jnp.int32) % rows
-        start = [jnp.int32(0)] * buffer.ndim
-        start[0], start[axis] = row, starts[row]
-        return jax.lax.dynamic_update_slice(buffer, jax.lax.dynamic_slice_in_dim(new, row, 1, 0), start)
+        start_indices = [jnp.int32(0)] * buffer.ndim
+        start_indices[0], start_indices[axis] = row, starts[row]
+        return jax.lax.dynamic_update_slice(buffer, jax.lax.dynamic_slice_in_dim(new, row, 1, 0), start_indices)
 
     return jax.lax.fori_loop(0, max(2, rows), write, buffer)
 
 
 def casts_kernel_of_single_row(x: Float[Array, "..."], axis: int) -> bool:
-    """Return whether XLA casts the whole kernel of a dot to float32, because ``x`` is a single 16-bit row.
+    """Return whether XLA casts the whole kernel of a product to float32, because ``x`` is a single 16-bit row.
 
-    XLA:CPU converts a dot of one bfloat16 row to a matrix-vector product and casts the whole kernel (jax 0.10.2,
-    0.12.0). With two rows it does not cast the kernel; see `add_zero_row`. Cost of the product: 11.
+    XLA:CPU converts a product of a single bfloat16 row to a matrix-vector product and casts the whole kernel (jax
+    0.10.2, 0.12.0). With two rows, XLA:CPU does not cast the kernel; see `add_zero_row`. Cost of the product: 11.
     """
     return on_cpu() and x.shape[axis] == 1 and jnp.finfo(x.dtype).bits == 16
 
@@ -64,45 +64,45 @@ def add_zero_row(x: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
 
 
 def is_faster_with_kernel_first(x: Float[Array, "R I"]) -> bool:
-    """Return whether to compute ``x @ kernel.T`` of a few float32 rows as ``(kernel @ x.T).T``.
+    """Return whether ``(kernel @ x.T).T`` is faster than ``x @ kernel.T``, for a few float32 rows.
 
-    XLA:CPU rearranges the whole right operand before it multiplies. With few rows, this takes up to three times as long
-    as the product. XLA swaps the operands back if it can, so callers add a barrier (jax 0.10.2, 0.12.0). With 256 rows
-    the order does not matter. One row is a matrix-vector product. In bfloat16, swapping is slower below 32 rows. Cost
-    of the product: 3.1 for 2 rows, 1.6 for 16 rows, 1.2 for 64 rows.
+    XLA:CPU rearranges the whole right operand before the multiplication. With few rows, the rearrangement takes up to
+    three times as long as the product. XLA may swap the operands back, so callers add a barrier (jax 0.10.2, 0.12.0).
+    With 256 rows, the order does not matter. A single row is a matrix-vector product. In bfloat16, swapping is slower
+    below 32 rows. Cost of the product: 3.1 for 2 rows, 1.6 for 16 rows, 1.2 for 64 rows.
     """
     return on_cpu() and is_static(x.shape[0]) and 2 <= x.shape[0] <= 128 and x.dtype == jnp.float32
 
 
 def widen(*operands: Float[Array, "..."]) -> tuple[Float[Array, "..."], ...]:
-    """Cast the operands of a contraction of arbitrary dimensions to float32.
+    """Cast the operands of a contraction over arbitrary dimensions to float32.
 
-    XLA:CPU cannot execute a bfloat16 x bfloat16 -> float32 dot unless its batch dimensions come first. It compiles
-    ``bhn,hnr->bhr``, and execution fails with "Unsupported element type for DotThunk" (jax 0.10.2, 0.12.0).
+    XLA:CPU cannot execute a bfloat16 x bfloat16 -> float32 product unless the batch dimensions come first. For example,
+    ``bhn,hnr->bhr`` compiles, but execution fails with "Unsupported element type for DotThunk" (jax 0.10.2, 0.12.0).
     """
     return tuple(operand.astype(jnp.float32) for operand in operands)
 
 
 def carried(*values: Any) -> tuple[Any, ...]:
-    """Return loop invariants for the carry of a loop, behind a barrier, so XLA does not treat them as invariants.
+    """Put a barrier around loop invariants in the carry of a loop, so XLA does not treat the values as invariants.
 
-    XLA:CPU hoists the float32 cast of a 16-bit loop invariant out of the loop, and so copies the whole array
-    (jax 0.10.2). In jax 0.12.0, more float32 rows remain alive around the loops of expert parallelism: a third more
-    temporary memory per step (`tests/model/test_modes.py`). Cost of a product of eight experts in bfloat16: 16 for
-    2 rows, 4 for 256 rows.
+    XLA:CPU hoists the float32 cast of a 16-bit loop invariant out of the loop, and thus copies the whole array
+    (jax 0.10.2). In jax 0.12.0, more float32 rows remain alive around the loops of expert parallelism. The loops then
+    need a third more temporary memory per step (`tests/model/test_modes.py`). Cost of a product with eight experts in
+    bfloat16: 16 for 2 rows, 4 for 256 rows.
     """
     return jax.lax.optimization_barrier(values) if on_cpu() else values
 
 
 def as_bits(array: Array) -> Array:
-    """Bitcast a 16-bit float array to integers for a loop that reads or updates parts of it. No-op if not needed.
+    """Bitcast a 16-bit float array to integers, for a loop that reads or updates slices. No-op if not needed.
 
-    In jax 0.10.2, XLA:CPU updates a part of a bfloat16 array by casting the whole array to float32 and back (3 times
-    the time). If a loop reads parts of an array, XLA allocates a float32 copy of the whole array. jax 0.12.0 does
-    neither. Cost of a product of eight experts: 1.4 for 256 rows.
+    In jax 0.10.2, XLA:CPU updates a slice of a bfloat16 array by casting the whole array to float32 and back, so an
+    update takes 3 times as long. If a loop reads slices, XLA allocates a float32 copy of the whole array. jax 0.12.0
+    does neither. Cost of a product with eight experts: 1.4 for 256 rows.
     """
-    needed = COPIES_16_BITS and on_cpu() and array.dtype.itemsize == 2
-    return jax.lax.bitcast_convert_type(array, jnp.uint16) if needed else array
+    needs_bitcast = COPIES_16_BITS and on_cpu() and array.dtype.itemsize == 2
+    return jax.lax.bitcast_convert_type(array, jnp.uint16) if needs_bitcast else array
 
 
 def from_bits(array: Array, dtype: jnp.dtype) -> Array:

@@ -1,1 +1,1 @@
-"""Layers with a recurrent state instead of keys and values: delta rules, Mamba-2 and their convolutions."""
+"""Layers with a recurrent state instead of keys and values: delta rules, Mamba-2 and short convolutions."""

@@ -1,4 +1,4 @@
-"""GatedDeltaNet (Yang et al. 2024), as in Qwen3-Next and Qwen3.5: linear attention with a state of fixed size."""
+"""Gated DeltaNet (Yang et al. 2024), as in Qwen3-Next and Qwen3.5: linear attention with a fixed-size state."""
 
 import dataclasses
 from collections.abc import Callable
@@ -30,10 +30,10 @@ from nnxmoe.layers.recurrent.recurrence import OrderedTokens
 from nnxmoe.sharding import context_shard_axes, shard_map
 
 ProjectedTokens = tuple[Array, Array, Array, Array]
-"""Queries, keys and values ``[B T channels]``, gates ``z [B T N W]``, and ``b``, ``a [B T N]``."""
+"""Queries, keys and values ``[B T channels]``, gates ``z [B T N W]``, and ``b`` and ``a`` ``[B T N]``."""
 
 DeltaProjection = Callable[[Array], ProjectedTokens]
-"""Projects the layer's input ``x [B T D]``."""
+"""Projection of the layer's input ``x [B T D]``."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,10 +42,10 @@ class DeltaDims:
 
     Attributes:
         dim: Width of the activations.
-        keys: Number of heads of queries and keys.
-        values: Number of heads of values, a multiple of ``keys``.
-        key_dim: Width of a head of queries and keys.
-        value_dim: Width of a head of values.
+        keys: Number of query and key heads.
+        values: Number of value heads, a multiple of ``keys``.
+        key_dim: Width of a query or key head.
+        value_dim: Width of a value head.
     """
 
     dim: int
@@ -60,17 +60,17 @@ class DeltaDims:
         return 2 * self.keys * self.key_dim + self.values * self.value_dim
 
     def split(self, qkvz: Shaped[Array, "*B keys _"], ba: Shaped[Array, "*B keys _"]) -> ProjectedTokens:
-        """Split projections grouped by key head: ``qkvz`` has q, k, v and z per head, ``ba`` has b and a per head."""
+        """Split projections that are grouped by key head: q, k, v and z from ``qkvz``, and b and a from ``ba``."""
         lead, groups = qkvz.shape[:-2], self.values // self.keys
         ends = self.key_dim, 2 * self.key_dim, 2 * self.key_dim + groups * self.value_dim
         q, k, v, z = jnp.split(qkvz, ends, axis=-1)
-        b, a = (part.reshape(*lead, self.values) for part in jnp.split(ba, 2, axis=-1))
-        qkv = jnp.concatenate([part.reshape(*lead, -1) for part in (q, k, v)], axis=-1)
+        b, a = (x.reshape(*lead, self.values) for x in jnp.split(ba, 2, axis=-1))
+        qkv = jnp.concatenate([x.reshape(*lead, -1) for x in (q, k, v)], axis=-1)
         return qkv, z.reshape(*lead, self.values, self.value_dim), b, a
 
 
 class SeparateProjection(nnx.Module):
-    """Input projection with one kernel for queries, keys and values, and one kernel each for z, b and a (Qwen3.5)."""
+    """Input projection with a fused kernel for q, k and v, and separate kernels for z, b and a (Qwen3.5)."""
 
     def __init__(self, dims: DeltaDims, **kw: Unpack[ParamOptions]):
         dim, heads = (dims.dim,), dims.values
@@ -84,7 +84,7 @@ class SeparateProjection(nnx.Module):
 
 
 class FusedProjection(nnx.Module):
-    """Input projection with two kernels (Qwen3-Next): one for q, k, v and z, one for b and a.
+    """Input projection with a fused kernel for q, k, v and z, and a fused kernel for b and a (Qwen3-Next).
 
     The outputs of both kernels are grouped by key head.
     """
@@ -100,20 +100,20 @@ class FusedProjection(nnx.Module):
 
 
 class GatedDeltaNet(nnx.Module):
-    """Linear attention by the gated delta rule: ``out(norm(delta(conv(q, k, v))) * silu(z))``.
+    """Linear attention with the gated delta rule: ``out(norm(delta(conv(q, k, v))) * silu(z))``.
 
-    Decays are ``exp(-exp(a_log) softplus(a + dt_bias))`` and strengths ``sigmoid(b)``. The state of a row is a float32
-    matrix ``[key_dim value_dim]`` per head, and the latest inputs of the convolution. Passes are computed in chunks.
-    Passes of up to ``1 + lookahead`` tokens, and the ``lookahead`` newest tokens of a longer pass, are computed token
-    by token. Source: transformers' Qwen3NextGatedDeltaNet.
+    Decays are ``exp(-exp(a_log) softplus(a + dt_bias))``. Update strengths are ``sigmoid(b)``. The state of a row
+    consists of a float32 matrix ``[key_dim value_dim]`` per head and the most recent inputs of the convolution. Passes
+    are computed in chunks. Passes of up to ``1 + lookahead`` tokens, and the last ``lookahead`` tokens of longer
+    passes, are computed token by token. Source: ``Qwen3NextGatedDeltaNet`` in transformers.
 
     Args:
-        dims: Sizes.
+        dims: Sizes of the layer.
         project: Input projection.
-        taps: Width of the convolution.
+        taps: Filter width of the convolution.
         eps: Epsilon of the norm.
-        mesh: Mesh of the layer. If its axis ``context`` shards tokens, devices exchange their states.
-        recurrence: Computes the chunks, for example with a Pallas kernel. If None, the layer's chunked rule.
+        mesh: Device mesh of the layer. If axis ``context`` shards the tokens, the devices exchange states.
+        recurrence: Computes the chunks, for example with a Pallas kernel. Defaults to the layer's chunked rule.
         **kw: Parameter dtype and rngs.
     """
 
@@ -163,52 +163,55 @@ class GatedDeltaNet(nnx.Module):
         dims, lead = self.dims, qkv.shape[:2]
         width = dims.keys * dims.key_dim
         q, k, v = jnp.split(qkv.astype(jnp.float32), (width, 2 * width), axis=-1)
-        q, k = (_normalize(part.reshape(*lead, dims.keys, dims.key_dim)) for part in (q, k))
+        q, k = (_normalize(x.reshape(*lead, dims.keys, dims.key_dim)) for x in (q, k))
         g, beta = self.log_decays(a), jax.nn.sigmoid(b.astype(jnp.float32))
         v = v.reshape(*lead, dims.values, dims.value_dim)
         return DeltaInputs(q * dims.key_dim**-0.5, k, v, g, beta, tokens.segment)
 
     def log_decays(self, a: Float[Array, "B T N"]) -> Array:
-        """Compute the logarithms of the decays, at most 0, from the output ``a`` of the projection."""
+        """Compute the log decays, at most 0, from the output ``a`` of the projection."""
         return -jnp.exp(self.a_log[...].astype(jnp.float32)) * self.step_sizes(a)
 
     def step_sizes(self, a: Float[Array, "B T N"]) -> Array:
-        """Compute the positive step sizes. The rates of the decays are multiplied by the step sizes."""
+        """Compute the positive step sizes. Log decays are proportional to the step sizes."""
         return jax.nn.softplus(a.astype(jnp.float32) + self.dt_bias[...].astype(jnp.float32))
 
     def _apply_rule(
         self, inputs: DeltaInputs, state: Array, tokens: OrderedTokens, lookahead: int
     ) -> tuple[Float[Array, "B T N W"], Int[Array, "B n"], Float[Array, "B n N H W"]]:
-        """Return the outputs, the places of the newest tokens, and the state after each. Negative places are unused."""
+        """Return the outputs, the indices of the most recent tokens, and the state after each of these tokens.
+
+        Negative indices are unused.
+        """
         batch, length = inputs.beta.shape[:2]
-        places = jnp.broadcast_to(jnp.arange(length), (batch, length))
+        token_index = jnp.broadcast_to(jnp.arange(length), (batch, length))
         if length <= 1 + lookahead:
             outputs, states = recurrent_delta_rule(inputs, state, has_correction=self.has_correction)
-            return outputs, places, states
+            return outputs, token_index, states
         end = tokens.count - lookahead
         if not lookahead:
             outputs, state = self._apply_in_chunks(inputs, state)
             return outputs, (end - 1)[:, None], state[:, None]
-        is_early, state_segment = places < end[:, None], None
+        is_early, state_segment = token_index < end[:, None], None
         early = _mask_inputs(inputs, is_early)
-        if inputs.segment is not None:  # segments that start among the newest tokens must not reset the early state
+        if inputs.segment is not None:  # segments that start in the late tokens must not reset the early state
             state_segment = jnp.max(jnp.where(is_early, inputs.segment, 0), axis=1)
             early = early._replace(segment=jnp.minimum(inputs.segment, state_segment[:, None]))
         outputs, state = self._apply_in_chunks(early, state)
-        late_places = end[:, None] + jnp.arange(lookahead)
-        is_late = late_places >= 0
-        late = jax.tree.map(lambda a: gather_tokens(a, jnp.maximum(late_places, 0)), inputs)
+        late_index = end[:, None] + jnp.arange(lookahead)
+        is_late = late_index >= 0
+        late = jax.tree.map(lambda a: gather_tokens(a, jnp.maximum(late_index, 0)), inputs)
         late = _mask_inputs(late, is_late)
         if late.segment is not None:
             late = late._replace(segment=jnp.where(is_late, late.segment, 0))
         late_outputs, late_states = recurrent_delta_rule(late, state, state_segment, has_correction=self.has_correction)
-        targets = jnp.where(late_places < 0, length, late_places)
+        targets = jnp.where(late_index < 0, length, late_index)
         outputs = jax.vmap(lambda row, new, i: row.at[i].set(new, mode="drop"))(outputs, late_outputs, targets)
-        places = jnp.concatenate([(end - 1)[:, None], late_places], axis=1)
-        return outputs, places, jnp.concatenate([state[:, None], late_states], axis=1)
+        token_index = jnp.concatenate([(end - 1)[:, None], late_index], axis=1)
+        return outputs, token_index, jnp.concatenate([state[:, None], late_states], axis=1)
 
     def _apply_in_chunks(self, inputs: DeltaInputs, state: Array) -> tuple[Array, Array]:
-        """Return the outputs of a pass and the state after it, with context parallelism or ``recurrence`` if set."""
+        """Return the outputs and the final state of a pass. Use context parallelism or ``recurrence`` if set."""
         if self.mesh is not None and context_shard_axes(inputs.beta.shape[1], self.mesh):
             return context_parallel_delta_rule(self._chunk_rule, inputs, state, self.mesh)
         if self.recurrence is not None:
@@ -224,18 +227,18 @@ class GatedDeltaNet(nnx.Module):
         return jnp.zeros((batch, dims.values, dims.key_dim, dims.value_dim), jnp.float32), window
 
     def score_ops(self, keys: float) -> list[tuple[int, float]]:
-        """Return [(multiplications of a token with the state, 1)], independent of the number of earlier ``keys``."""
+        """Return [(multiplications per token, 1)], independent of the number of earlier tokens, ``keys``."""
         dims = self.dims
         return [((2 + self.has_correction) * dims.values * dims.key_dim * dims.value_dim, 1.0)]
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, lookahead: int = 0) -> RecurrentState:
-        """Create ``1 + lookahead`` states, independent of the capacity."""
+        """Create ``1 + lookahead`` states. The capacity has no effect."""
         return RecurrentState.empty(self._empty_state(batch, dtype), lookahead)
 
 
-def _mask_inputs(inputs: DeltaInputs, keep: Bool[Array, "B T"]) -> DeltaInputs:
-    """Mask the inputs so that tokens with ``keep`` False do not change the state."""
-    g, beta = (jnp.where(keep.reshape(*keep.shape, *(1,) * (a.ndim - 2)), a, 0) for a in (inputs.g, inputs.beta))
+def _mask_inputs(inputs: DeltaInputs, mask: Bool[Array, "B T"]) -> DeltaInputs:
+    """Mask the inputs, so that tokens with ``mask`` False do not change the state."""
+    g, beta = (jnp.where(mask.reshape(*mask.shape, *(1,) * (a.ndim - 2)), a, 0) for a in (inputs.g, inputs.beta))
     return inputs._replace(g=g, beta=beta)
 
 
@@ -244,41 +247,40 @@ def _normalize(x: Float[Array, "... H"]) -> Float[Array, "... H"]:
 
 
 def init_log_rates(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
-    """Initialize the logarithms of the rates, with rates uniform in [0.01, 16)."""
+    """Initialize log rates, with rates uniform in [0.01, 16)."""
     return jnp.log(jax.random.uniform(key, shape, jnp.float32, 0.01, 16.0)).astype(dtype)
 
 
 def context_parallel_delta_rule(
     chunk_rule: ChunkedRule, inputs: DeltaInputs, state: Float[Array, "B N H W"], mesh: AnyMesh
 ) -> tuple[Float[Array, "B T N W"], Float[Array, "B N H W"]]:
-    """Compute ``chunk_rule(inputs, state)`` with tokens sharded over ``context``.
+    """Compute ``chunk_rule(inputs, state)`` with tokens sharded over ``context`` (LASP-2; Sun et al. 2025).
 
-    The state after a device's tokens is a linear function ``A S + B`` of the state S before these tokens. Each device
-    first computes A and B of its tokens, as columns of one state. The devices then all-gather A and B, and each device
-    starts from the state after all previous devices (sequence parallelism of linear attention, LASP-2; Sun et al.
-    2025).
+    The state after a device's tokens is a linear function ``A S + B`` of the state S before these tokens. First, each
+    device computes A and B for the local tokens, as columns of a single state. Then the devices all-gather A and B, and
+    each device computes the outputs from the state after the tokens of all previous devices.
     """
     (heads, key_dim, width), count = state.shape[1:], mesh.shape[CONTEXT]
     last_segments = None if inputs.segment is None else inputs.segment.reshape(len(state), count, -1)[:, :, -1]
 
     def run(inputs: DeltaInputs, state: Array, last_segments: Any) -> tuple[Array, Array]:
         device = jax.lax.axis_index(CONTEXT)
-        if inputs.segment is not None:  # count segments from the segment of the device's initial state
+        if inputs.segment is not None:  # renumber segments relative to the device's initial state
             state_segment = jnp.pad(last_segments, ((0, 0), (1, 0)))[:, device, None]
             inputs = inputs._replace(segment=inputs.segment - state_segment)
         zeros = jnp.zeros((*inputs.v.shape[:3], key_dim), inputs.v.dtype)
         identity = jnp.broadcast_to(jnp.eye(key_dim), (len(state), heads, key_dim, key_dim))
-        start = jnp.concatenate([jnp.zeros_like(state), identity], axis=3)
-        _, transition = chunk_rule(inputs._replace(v=jnp.concatenate([inputs.v, zeros], axis=3)), start)
+        init_state = jnp.concatenate([jnp.zeros_like(state), identity], axis=3)
+        _, transition = chunk_rule(inputs._replace(v=jnp.concatenate([inputs.v, zeros], axis=3)), init_state)
 
         def apply(state: Array, transition: Array) -> tuple[Array, Array]:
             state = einsum_f32("bnhi,bniw->bnhw", transition[..., width:], state) + transition[..., :width]
             return state, state
 
-        last, states = jax.lax.scan(apply, state, all_gather_context(transition[None], 0))
+        final_state, states = jax.lax.scan(apply, state, all_gather_context(transition[None], 0))
         outputs, _ = chunk_rule(inputs, jnp.concatenate([state[None], states])[device])
-        return outputs, last
+        return outputs, final_state
 
-    sharded, replicated = PartitionSpec(None, CONTEXT), PartitionSpec()
-    in_specs = sharded, replicated, replicated
-    return shard_map(run, mesh, in_specs, (sharded, replicated), (CONTEXT,))(inputs, state, last_segments)
+    token_spec, replicated_spec = PartitionSpec(None, CONTEXT), PartitionSpec()
+    in_specs = token_spec, replicated_spec, replicated_spec
+    return shard_map(run, mesh, in_specs, (token_spec, replicated_spec), (CONTEXT,))(inputs, state, last_segments)

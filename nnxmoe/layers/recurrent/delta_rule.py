@@ -1,8 +1,8 @@
-"""The gated delta rule (Yang et al. 2024): each token decays and corrects a matrix S per head, in float32.
+"""Gated delta rule (Yang et al. 2024): each token decays and updates a float32 state matrix S per head.
 
     S <- exp(g) S;  S <- S + k (beta (v - S^T k))^T;  o = S^T q
 
-Values have N heads. Queries and keys have K heads, and each of these heads serves N / K consecutive value heads.
+Values have N heads. Queries and keys have K heads, and N / K consecutive value heads share a query and key head.
 Without the correction ``- S^T k``, the rule is the recurrence of Mamba-2 (Dao & Gu 2024). In Kimi Delta Attention (Kimi
 team 2025), g is a vector over the key channels: ``S <- diag(exp(g)) S``.
 """
@@ -18,18 +18,18 @@ CHUNK = 64  # tokens per chunk
 
 
 class DeltaInputs(NamedTuple):
-    """Inputs of the rule for ``T`` tokens, in float32.
+    """Inputs of the delta rule for T tokens, in float32.
 
-    Tokens with ``beta`` and ``g`` 0, such as padding, do not change the state.
+    Tokens whose ``beta`` and ``g`` are 0, such as padding, do not change the state.
 
     Attributes:
         q: Queries.
         k: Keys.
         v: Values.
-        g: Logarithm of the decay, at most 0, per head or per channel of the keys.
-        beta: Strength of the update.
-        segment: Number of segments that start at or before each token. Each segment starts with a zero state. None if
-            all tokens continue the segment of the state.
+        g: Log decays, at most 0, per head or per key channel.
+        beta: Update strengths.
+        segment: Segment of each token: the number of segments that start at or before the token. Each segment starts
+            with a zero state. ``None`` if all tokens continue the segment of the state.
     """
 
     q: Float[Array, "B T K H"]
@@ -41,11 +41,11 @@ class DeltaInputs(NamedTuple):
 
 
 ChunkedRule = Callable[[DeltaInputs, Array], tuple[Array, Array]]
-"""``(inputs, state)`` -> the outputs ``[B T N W]`` and the state ``[B N H W]`` after all tokens."""
+"""Function ``(inputs, state) -> outputs [B T N W], final state [B N H W]``."""
 
 
 Recurrence = Callable[[DeltaInputs, Array, ChunkedRule], tuple[Array, Array]]
-"""``Strategy.recurrence``: how passes compute the rule; the last argument is the layer's own `ChunkedRule`."""
+"""Function ``(inputs, state, chunked_rule) -> outputs, final state``; see ``Strategy.recurrence``."""
 
 
 def einsum_f32(spec: str, *operands: Array) -> Array:
@@ -60,24 +60,24 @@ def recurrent_delta_rule(
     *,
     has_correction: bool = True,
 ) -> tuple[Float[Array, "B T N W"], Float[Array, "B T N H W"]]:
-    """Compute the rule token by token, for decoding. It is the reference for `chunk_delta_rule`.
+    """Compute the delta rule token by token, for decoding. This function is the reference for `chunk_delta_rule`.
 
     Args:
         inputs: Inputs of all tokens.
         state: State before the first token.
-        state_segment: Segment of the state. If None, 0.
+        state_segment: Segment of the state. Defaults to 0.
         has_correction: Whether the rule includes the correction ``- S^T k``.
 
     Returns:
         The outputs, and the state after each token.
     """
     q, k, v, g, beta, segment = inputs
-    groups = v.shape[2] // k.shape[2]
+    heads_per_key = v.shape[2] // k.shape[2]
     state_segment = jnp.zeros(len(q), jnp.int32) if state_segment is None else state_segment
 
     def step(carry: tuple[Array, Array], token: tuple[Array, ...]) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
         (state, state_segment), (q, k, v, g, beta, segment) = carry, token
-        q, k = (jnp.repeat(a, groups, axis=1)[..., None] for a in (q, k))
+        q, k = (jnp.repeat(a, heads_per_key, axis=1)[..., None] for a in (q, k))
         decay = jnp.exp(g) * (segment == state_segment).reshape(-1, *(1,) * (g.ndim - 1))
         state = state * (decay[..., None] if g.ndim == 3 else decay[:, :, None, None])
         update = beta[..., None] * (v - jnp.sum(state * k, axis=2) if has_correction else v)
@@ -96,39 +96,43 @@ def recurrent_delta_rule(
 def chunk_delta_rule(
     inputs: DeltaInputs, state: Float[Array, "B N H W"], chunk: int = CHUNK, *, has_correction: bool = True
 ) -> tuple[Float[Array, "B T N W"], Float[Array, "B N H W"]]:
-    """Compute the rule in chunks by matrix products (the WY form), for ``g [B T N]``.
+    """Compute the delta rule in chunks with matrix products (the WY form), for ``g [B T N]``.
 
-    The corrections of a chunk are the solution of a triangular system. A loop over chunks carries only the state.
+    The corrections within a chunk are the solution of a triangular system. A loop over chunks carries only the state.
 
     Args:
         inputs: Inputs of all tokens.
         state: State before the first token, in segment 0.
-        chunk: Tokens per chunk.
+        chunk: Maximum number of tokens per chunk.
         has_correction: See `recurrent_delta_rule`.
 
     Returns:
-        The outputs, and the state after all tokens.
+        The outputs, and the state after the last token.
     """
     (batch, length, keys, _), (heads, width) = inputs.k.shape, inputs.v.shape[2:]
     size, count = _chunk_size_and_count(length, chunk)
-    groups = heads // keys
+    heads_per_key = heads // keys
 
     def split(a: Array, *shape: int) -> Array:
-        """Split ``[B T …]`` into n chunks of C tokens: ``[n B … C]``, or ``[n B … C W]`` if ``a`` has a width W."""
+        """Split ``[B T …]`` into n chunks of C tokens, ``[n B … C]`` or ``[n B … C W]``."""
         a = jnp.pad(a, ((0, 0), (0, count * size - length), *((0, 0),) * (a.ndim - 2)))
         return jnp.moveaxis(a.reshape(batch, count, size, *shape), (1, 2), (0, 2 + len(shape) - (a.ndim == 4)))
 
     q, k = (split(a, keys, a.shape[-1]) for a in (inputs.q, inputs.k))
-    v, g, beta = split(inputs.v, keys, groups, width), split(inputs.g, keys, groups), split(inputs.beta, keys, groups)
-    total, causal = jnp.cumsum(g, axis=-1), jnp.tril(jnp.ones((size, size), bool))
-    log_decay = total[..., :, None] - total[..., None, :]  # decay between two tokens
-    from_start, to_end = jnp.exp(total), total[..., -1:] - total
+    v, g, beta = (
+        split(inputs.v, keys, heads_per_key, width),
+        split(inputs.g, keys, heads_per_key),
+        split(inputs.beta, keys, heads_per_key),
+    )
+    cumsum, causal = jnp.cumsum(g, axis=-1), jnp.tril(jnp.ones((size, size), bool))
+    log_decay = cumsum[..., :, None] - cumsum[..., None, :]  # log decay between two tokens
+    from_start, to_end = jnp.exp(cumsum), cumsum[..., -1:] - cumsum
     if inputs.segment is not None:  # tokens do not depend on other segments
         segment = jnp.pad(inputs.segment, ((0, 0), (0, count * size - length)), mode="edge")
         segment = jnp.moveaxis(segment.reshape(batch, count, size), 1, 0)
-        previous = jnp.concatenate([jnp.zeros((1, batch, 1), segment.dtype), segment[:-1, :, -1:]])
+        previous_segment = jnp.concatenate([jnp.zeros((1, batch, 1), segment.dtype), segment[:-1, :, -1:]])
         causal = causal & (segment[..., :, None] == segment[..., None, :])[:, :, None, None]
-        from_start = from_start * (segment == previous)[:, :, None, None]
+        from_start = from_start * (segment == previous_segment)[:, :, None, None]
         to_end = jnp.where((segment == segment[..., -1:])[:, :, None, None], to_end, -jnp.inf)
     decay, to_end = jnp.exp(jnp.where(causal, log_decay, -jnp.inf)), jnp.exp(to_end)
     state_decay = from_start[..., -1]
@@ -142,14 +146,14 @@ def chunk_delta_rule(
 
     def step(state: Array, chunk: Any) -> tuple[Array, Array]:
         q, k, values, correction, scores, from_start, to_end, state_decay = chunk
-        new = values if correction is None else values - einsum_f32("bkgch,bkghw->bkgcw", correction, state)
+        new_values = values if correction is None else values - einsum_f32("bkgch,bkghw->bkgcw", correction, state)
         outputs = from_start[..., None] * einsum_f32("bkch,bkghw->bkgcw", q, state)
-        outputs = outputs + einsum_f32("bkgcd,bkgdw->bkgcw", scores, new)
-        update = einsum_f32("bkch,bkgcw->bkghw", k, to_end[..., None] * new)
+        outputs = outputs + einsum_f32("bkgcd,bkgdw->bkgcw", scores, new_values)
+        update = einsum_f32("bkch,bkgcw->bkghw", k, to_end[..., None] * new_values)
         return state_decay[..., None, None] * state + update, outputs
 
     chunks = q, k, values, correction, scores, from_start, to_end, state_decay
-    state, outputs = jax.lax.scan(step, state.reshape(batch, keys, groups, *state.shape[2:]), chunks)
+    state, outputs = jax.lax.scan(step, state.reshape(batch, keys, heads_per_key, *state.shape[2:]), chunks)
     outputs = jnp.moveaxis(outputs, (0, 4), (1, 2)).reshape(batch, count * size, heads, width)
     return outputs[:, :length], state.reshape(batch, heads, *state.shape[3:])
 
@@ -163,7 +167,7 @@ def _chunk_size_and_count(length: int, chunk: int) -> tuple[int, int]:
 def unit_lower_inverse(lower: Float[Array, "*b C C"]) -> Float[Array, "*b C C"]:
     """Compute ``(I + lower)^-1`` for a strictly lower triangular matrix. C must be a power of 2.
 
-    The inverse of a diagonal block is computed from the inverses of two blocks of half the size:
+    The inverse of a diagonal block is computed from the inverses of two half-size blocks:
     ``[[A, 0], [C, B]]^-1 = [[A^-1, 0], [-B^-1 C A^-1, B^-1]]``. If keys are nearly equal, powers of ``lower`` grow, but
     products of these blocks do not.
     """
@@ -182,7 +186,7 @@ def unit_lower_inverse(lower: Float[Array, "*b C C"]) -> Float[Array, "*b C C"]:
 def chunk_channelwise_delta_rule(
     inputs: DeltaInputs, state: Float[Array, "B N H W"], chunk: int = CHUNK
 ) -> tuple[Float[Array, "B T N W"], Float[Array, "B N H W"]]:
-    """Compute `chunk_delta_rule` with decays per channel, ``g [B T N H]``, and equally many key and value heads."""
+    """Compute `chunk_delta_rule` for decays per key channel, ``g [B T N H]``, with as many key heads as value heads."""
     (batch, length, heads, _), width = inputs.k.shape, inputs.v.shape[-1]
     size, count = _chunk_size_and_count(length, chunk)
 
@@ -192,16 +196,16 @@ def chunk_channelwise_delta_rule(
         return jnp.moveaxis(a.reshape(batch, count, size, *a.shape[2:]), (1, 3), (0, 2))
 
     q, k, v, g, beta = map(split, inputs[:5])
-    total = jnp.cumsum(g, axis=-2)
-    system, scores = _decayed_products(k, k, total), _decayed_products(q, k, total)
-    from_start, to_end = jnp.exp(total), jnp.exp(total[..., -1:, :] - total)
+    cumsum = jnp.cumsum(g, axis=-2)
+    system, scores = _decayed_products(k, k, cumsum), _decayed_products(q, k, cumsum)
+    from_start, to_end = jnp.exp(cumsum), jnp.exp(cumsum[..., -1:, :] - cumsum)
     if inputs.segment is not None:  # tokens do not depend on other segments
         segment = jnp.pad(inputs.segment, ((0, 0), (0, count * size - length)), mode="edge")
         segment = jnp.moveaxis(segment.reshape(batch, count, size), 1, 0)[:, :, None]
-        previous = jnp.concatenate([jnp.zeros((1, batch, 1, 1), segment.dtype), segment[:-1, ..., -1:]])
-        is_same = segment[..., :, None] == segment[..., None, :]
-        system, scores = jnp.where(is_same, system, 0), jnp.where(is_same, scores, 0)
-        from_start = from_start * (segment == previous)[..., None]
+        previous_segment = jnp.concatenate([jnp.zeros((1, batch, 1, 1), segment.dtype), segment[:-1, ..., -1:]])
+        is_same_segment = segment[..., :, None] == segment[..., None, :]
+        system, scores = jnp.where(is_same_segment, system, 0), jnp.where(is_same_segment, scores, 0)
+        from_start = from_start * (segment == previous_segment)[..., None]
         to_end = to_end * (segment == segment[..., -1:])[..., None]
     weights = unit_lower_inverse(jnp.tril(beta[..., None] * system, -1)) * beta[..., None, :]
     values = einsum_f32("nbkcd,nbkdw->nbkcw", weights, v)
@@ -209,9 +213,9 @@ def chunk_channelwise_delta_rule(
 
     def step(state: Array, chunk: tuple[Array, ...]) -> tuple[Array, Array]:
         q, k, values, correction, scores, decay = chunk
-        new = values - einsum_f32("bkch,bkhw->bkcw", correction, state)
-        outputs = einsum_f32("bkch,bkhw->bkcw", q, state) + einsum_f32("bkcd,bkdw->bkcw", scores, new)
-        return decay[..., None] * state + einsum_f32("bkch,bkcw->bkhw", k, new), outputs
+        new_values = values - einsum_f32("bkch,bkhw->bkcw", correction, state)
+        outputs = einsum_f32("bkch,bkhw->bkcw", q, state) + einsum_f32("bkcd,bkdw->bkcw", scores, new_values)
+        return decay[..., None] * state + einsum_f32("bkch,bkcw->bkhw", k, new_values), outputs
 
     chunks = q * from_start, k * to_end, values, correction, scores, from_start[..., -1, :]
     state, outputs = jax.lax.scan(step, state, chunks)
@@ -219,27 +223,28 @@ def chunk_channelwise_delta_rule(
     return outputs[:, :length], state
 
 
-def _decayed_products(x: Float[Array, "*b C H"], k: Float[Array, "*b C H"], total: Float[Array, "*b C H"]) -> Array:
-    """Compute ``sum_h x[c, h] k[d, h] exp(total[c, h] - total[d, h])`` for d <= c, else 0, as ``[*b C C]``.
+def _decayed_products(x: Float[Array, "*b C H"], k: Float[Array, "*b C H"], cumsum: Float[Array, "*b C H"]) -> Array:
+    """Compute ``sum_h x[c, h] k[d, h] exp(cumsum[c, h] - cumsum[d, h])`` for d <= c, else 0, as ``[*b C C]``.
 
-    C must be a power of 2. Pairs of diagonal blocks are merged until one block is left. If c is in the later block of a
-    pair and d in the earlier block, the exponent is split at the first token of the later block. Both parts are at most
-    0, so they do not overflow. Each part is a factor of one operand of a matrix product.
+    C must be a power of 2. Pairs of diagonal blocks are merged until a single block remains. If c is in the later block
+    of a pair and d is in the earlier block, the exponent is split at the first token of the later block. Both parts of
+    the exponent are at most 0, so the exponentials do not overflow. Each exponential scales one operand of a matrix
+    product.
 
-    Do not write the small products as sums, and do not batch two x in one call. The gradients of both segfault on
-    XLA:CPU with jax 0.10.2, because the program writes out of bounds. jax 0.12.0 is not affected.
+    Do not write the small products as sums, and do not batch two ``x`` in one call. The gradients of both variants
+    segfault on XLA:CPU with jax 0.10.2, because of out-of-bounds writes. jax 0.12.0 is not affected.
     """
     lead, size = k.shape[:-2], k.shape[-2]
     products, block = jnp.sum(x * k, axis=-1)[..., None, None], 1
     while block < size:
 
         def halves(a: Array, block: int = block) -> tuple[Array, Array]:
-            parts = a.reshape(*lead, size // (2 * block), 2, block, -1)
-            return parts[..., 0, :, :], parts[..., 1, :, :]
+            blocks = a.reshape(*lead, size // (2 * block), 2, block, -1)
+            return blocks[..., 0, :, :], blocks[..., 1, :, :]
 
-        early, late = halves(total)
-        first = late[..., :1, :]
-        rows, columns = halves(x)[1] * jnp.exp(late - first), halves(k)[0] * jnp.exp(first - early)
+        early_sum, late_sum = halves(cumsum)
+        pivot = late_sum[..., :1, :]
+        rows, columns = halves(x)[1] * jnp.exp(late_sum - pivot), halves(k)[0] * jnp.exp(pivot - early_sum)
         corner = einsum_f32("...ch,...dh->...cd", rows, columns)
         early_products, late_products = halves(products)
         upper = jnp.concatenate([early_products, jnp.zeros_like(corner)], axis=-1)

@@ -1,4 +1,4 @@
-"""Kimi Delta Attention (Kimi Linear, Kimi team 2025): a `GatedDeltaNet` with one decay per key channel."""
+"""Kimi Delta Attention (Kimi Linear; Kimi team 2025): a `GatedDeltaNet` with one decay per key channel."""
 
 import dataclasses
 from collections.abc import Callable
@@ -29,11 +29,11 @@ class LowRank(nnx.Module):
 
 
 class KimiProjection(nnx.Module):
-    """Input projection of `KimiDelta`: ``q``, ``k``, ``v``, strengths ``b``, decays ``f`` and gates ``g``.
+    """Input projection of `KimiDelta`: ``q``, ``k``, ``v``, update strengths ``b``, decays ``f`` and gates ``g``.
 
     Args:
         dims: Sizes of the layer.
-        rank: Rank of ``f`` and ``g``. If None, these projections have full rank.
+        rank: Rank of ``f`` and ``g``. ``None`` for full rank.
         **kw: Parameter dtype and rngs.
     """
 
@@ -46,12 +46,12 @@ class KimiProjection(nnx.Module):
         self.b = Linear((dims.dim,), (dims.keys,), ("embed", "heads"), **kw)
 
     def __call__(self, x: Float[Array, "B T D"]) -> ProjectedTokens:
-        qkv = jnp.concatenate([part(x).reshape(*x.shape[:2], -1) for part in (self.q, self.k, self.v)], axis=-1)
+        qkv = jnp.concatenate([project(x).reshape(*x.shape[:2], -1) for project in (self.q, self.k, self.v)], axis=-1)
         return qkv, self.g(x), self.b(x), self.f(x)
 
 
 DecayFn = Callable[[Array, Array], Array]
-"""``(x [B T N H], log rates [N 1])`` -> logarithms of the decays ``[B T N H]``, at most 0."""
+"""Function ``(x [B T N H], log rates [N 1]) -> log decays [B T N H]``. Log decays are at most 0."""
 
 
 def unbounded_decays(x: Float[Array, "B T N H"], rates: Float[Array, "N 1"]) -> Float[Array, "B T N H"]:
@@ -61,7 +61,7 @@ def unbounded_decays(x: Float[Array, "B T N H"], rates: Float[Array, "N 1"]) -> 
 
 @dataclasses.dataclass(frozen=True)
 class BoundedDecays:
-    """Log decays ``min_log_decay * sigmoid(exp(rate) x)``, bounded by ``min_log_decay < 0`` and 0."""
+    """Log decays ``min_log_decay * sigmoid(exp(rate) x)``, between ``min_log_decay < 0`` and 0."""
 
     min_log_decay: float
 
@@ -72,13 +72,13 @@ class BoundedDecays:
 class KimiDelta(GatedDeltaNet):
     """`GatedDeltaNet` with one decay per head and key channel, and sigmoid output gates.
 
-    There are equally many key and value heads. Source: ``KimiLinearDeltaAttention`` in transformers 5.24.
+    The numbers of key heads and value heads are equal. Source: ``KimiLinearDeltaAttention`` in transformers 5.24.
 
     Args:
-        dims: Sizes.
+        dims: Sizes of the layer.
         project: Input projection.
-        decays: Computes the decays from the projection and the rates.
-        rate_shape: Shape of the logarithms of the rates in checkpoints, with one entry per head.
+        decays: Computes the log decays from the projection and the log rates.
+        rate_shape: Shape of the log rates in checkpoints, with one element per head.
         taps, eps, mesh, recurrence: See `GatedDeltaNet`.
         **kw: Parameter dtype and rngs.
     """

@@ -1,4 +1,4 @@
-"""Mamba-2 (Dao & Gu 2024), as in Nemotron-H: a recurrence with one matrix per head as state."""
+"""Mamba-2 (Dao & Gu 2024), as in Nemotron-H: a recurrence whose state is one matrix per head."""
 
 from typing import ClassVar, Unpack
 
@@ -17,7 +17,7 @@ from nnxmoe.layers.recurrent.recurrence import OrderedTokens
 
 
 class MambaProjection(Linear):
-    """Input projection with one kernel for the gates, the inputs of the convolution and the step sizes."""
+    """Input projection with a fused kernel for gates, convolution inputs and step sizes."""
 
     def __init__(self, dims: DeltaDims, *, bias: bool, **kw: Unpack[ParamOptions]):
         width = dims.values * dims.value_dim + dims.channels + dims.values
@@ -32,7 +32,7 @@ class MambaProjection(Linear):
 
 
 class GroupedGatedNorm(nnx.Module):
-    """RMS normalization of ``x * silu(gate)`` in float32 per group of consecutive heads, times the scale.
+    """Float32 RMS normalization of ``x * silu(gate)`` per group of consecutive heads, followed by a scale.
 
     Args:
         dims: Sizes of the layer.
@@ -55,17 +55,17 @@ class GroupedGatedNorm(nnx.Module):
 class Mamba2(GatedDeltaNet):
     """Mamba-2 layer: ``out(norm(y, z))`` with ``y = S^T C + d x`` and ``S <- exp(-exp(a_log) step) S + B (step x)^T``.
 
-    x, B and C are outputs of the convolution, and ``step = max(softplus(projected + dt_bias), min_step)``. Source:
-    ``NemotronHMamba2Mixer`` in transformers 5.24. transformers does not bound the steps of single tokens with a cache.
-    This class bounds all steps.
+    x, B and C are outputs of the convolution. The step size is ``step = max(softplus(projected + dt_bias), min_step)``.
+    Source: ``NemotronHMamba2Mixer`` in transformers 5.24. When decoding single tokens with a cache, transformers does
+    not apply ``min_step``. This class always applies ``min_step``.
 
     Args:
-        dims: Sizes. ``values`` is the number of heads of x, and ``keys`` the number of groups of B and C.
-        taps: Width of the convolution.
+        dims: Sizes of the layer. ``values`` is the number of heads of x. ``keys`` is the number of groups of B and C.
+        taps: Filter width of the convolution.
         bias: Whether the projections have a bias.
         conv_bias: Whether the convolution has a bias.
         eps: Epsilon of the norm.
-        min_step: Lower bound of the step sizes.
+        min_step: Lower bound on the step sizes.
         mesh: See `GatedDeltaNet`.
         **kw: Parameter dtype and rngs.
     """
@@ -97,7 +97,7 @@ class Mamba2(GatedDeltaNet):
         dims, lead, qkv = self.dims, qkv.shape[:2], qkv.astype(jnp.float32)
         width = dims.values * dims.value_dim
         x, b, c = jnp.split(qkv, (width, width + dims.keys * dims.key_dim), axis=-1)
-        b, c = (part.reshape(*lead, dims.keys, dims.key_dim) for part in (b, c))
+        b, c = (projection.reshape(*lead, dims.keys, dims.key_dim) for projection in (b, c))
         x = x.reshape(*lead, dims.values, dims.value_dim)
         return DeltaInputs(c, b, x, self.log_decays(a), self.step_sizes(a), tokens.segment)
 

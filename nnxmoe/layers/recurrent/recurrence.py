@@ -1,4 +1,4 @@
-"""Order of tokens for recurrent layers, and a scan over tokens."""
+"""Token order for recurrent layers, and a scan over tokens."""
 
 import dataclasses
 from collections.abc import Callable
@@ -16,17 +16,18 @@ from nnxmoe.layers.context import Context
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class OrderedTokens:
-    """Sorted order of the tokens of a pass: in each row the real tokens come first, and padding comes last.
+    """Sorted order of a pass's tokens: in each row, real tokens come first and padding comes last.
 
-    Recurrent layers need this order, because a token depends on all earlier tokens of its row.
+    Recurrent layers require this order, because a token depends on all earlier tokens in the row.
 
     Attributes:
         count: Number of real tokens per row.
         length_before: Number of cached tokens per row.
-        real: Whether each token in sorted order is real. None if all tokens are real.
-        order: Place in the pass of each token in sorted order. None if the order does not change.
-        inverse: Place in sorted order of each token of the pass. None if the order does not change.
-        segment: Number of segments that start at or before each token in sorted order. None if there is one segment.
+        real: Mask of the sorted tokens, False for padding. ``None`` if there is no padding.
+        order: Original index of each sorted token. ``None`` if the order does not change.
+        inverse: Sorted index of each original token. ``None`` if the order does not change.
+        segment: Segment of each sorted token: the number of segments that start at or before the token. ``None`` if
+            there is a single segment.
     """
 
     count: Int[Array, "B"]
@@ -38,7 +39,7 @@ class OrderedTokens:
 
     @classmethod
     def from_context(cls, context: Context, batch: int, length: int, cached: bool) -> Self:
-        """Sort the tokens ``[B, T]`` of a context. ``cached`` is True if the layer has a cache."""
+        """Sort the tokens ``[B, T]`` of a context. ``cached`` indicates whether the layer has a cache."""
         past, valid = context.past if cached else None, context.valid
         length_before = jnp.zeros(batch, jnp.int32) if past is None else past.length_before
         tokens = cls(jnp.full(batch, length, jnp.int32), length_before)
@@ -59,17 +60,17 @@ class OrderedTokens:
         return x if self.order is None else gather_tokens(x, self.order)
 
     def unsort(self, x: Shaped[Array, "B T ..."]) -> Shaped[Array, "B T ..."]:
-        """Invert `sort`. Padding gets the values of real tokens."""
+        """Undo `sort`. Values of padding tokens are copies of the values of real tokens."""
         return x if self.inverse is None else gather_tokens(x, self.inverse)
 
     def row_index(self, places: Int[Array, "B n"]) -> Int[Array, "B n"]:
-        """Return the index in the row of the tokens at these places, or -1 for padding and negative places."""
+        """Convert sorted indices to token indices in the row, or to -1 for padding and negative indices."""
         is_real = (places >= 0) & (places < self.count[:, None])
         return jnp.where(is_real, self.length_before[:, None] + places, -1)
 
 
 def _starts_segment(segment: Int[Array, "B T"], past: CacheMetadata | None) -> Bool[Array, "B T"]:
-    """Return whether a token's segment differs from the segment of the previous token in the row or the cache."""
+    """Return whether each token's segment differs from the previous token's segment, in the row or in the cache."""
     if past is None:
         previous = segment[:, :1]
     else:
@@ -83,14 +84,14 @@ def scan_tokens(
     """Scan a recurrence over tokens. Padding does not change the state.
 
     Args:
-        step: ``(state, inputs of a token) -> state, output``.
-        zero: Arrays ``[B, ...]`` of zeros, the state before the first token of a row or segment.
+        step: Function ``(state, token_inputs) -> state, output``.
+        zero: Zero arrays ``[B, ...]``, the state before the first token of a row or segment.
         inputs: Arrays ``[B, T, ...]``.
         context: Context of the pass.
-        cache: A `RecurrentState`, or None.
+        cache: Optional `RecurrentState`.
 
     Returns:
-        The outputs ``[B, T, ...]`` and the cache.
+        The outputs ``[B, T, ...]``, and the updated cache.
     """
     shape = jax.tree.leaves(inputs)[0].shape[:2]
     past = None if cache is None else context.past

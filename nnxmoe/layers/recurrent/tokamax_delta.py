@@ -1,4 +1,4 @@
-"""The gated delta rule (`nnxmoe.layers.recurrent.delta_rule`) with tokamax's Pallas kernels for TPUs."""
+"""Gated delta rule (`nnxmoe.layers.recurrent.delta_rule`) with tokamax's Pallas kernels for TPUs."""
 
 import dataclasses
 import importlib
@@ -24,18 +24,18 @@ def delta_attention() -> Any:
         attention = None
     if attention is None:
         raise ValueError(
-            f"TokamaxDeltaRule() needs tokamax 0.0.17 and Python 3.12 or newer: {install_command('kernels')}"
+            f"TokamaxDeltaRule() requires tokamax 0.0.17 and Python 3.12 or newer. Run {install_command('kernels')}"
         )
     return attention
 
 
 @dataclasses.dataclass(frozen=True)
 class TokamaxDeltaRule(ShardMapKernel):
-    """Delta rule of recurrent layers by ``tokamax.ops.kimi_delta_attention``.
+    """Delta rule of recurrent layers, computed by ``tokamax.ops.kimi_delta_attention``.
 
-    Decays are per channel of the keys (Kimi Linear, Ling 3, GLM-5.3), or per head and repeated for all channels
-    (Qwen3-Next, Qwen3.5). Supports passes with one segment per row and keys of width up to 256. The layer's chunked
-    rule computes packed rows, wider keys, and rows sharded over ``context``.
+    Decays are per key channel (Kimi Linear, Ling 3, GLM-5.3), or per head and broadcast to all channels (Qwen3-Next,
+    Qwen3.5). Passes with one segment per row and keys of width up to 256 are supported. Packed rows, wider keys, and
+    rows sharded over ``context`` use the layer's chunked rule.
 
     Args:
         implementation: "mosaic" for the TPU kernels, or "xla" for a loop over tokens on any backend.
@@ -52,7 +52,7 @@ class TokamaxDeltaRule(ShardMapKernel):
     def __call__(
         self, inputs: DeltaInputs, state: Float[Array, "B N H W"], chunk_rule: ChunkedRule
     ) -> tuple[Float[Array, "B T N W"], Float[Array, "B N H W"]]:
-        """Return the outputs and the state after all tokens. ``chunk_rule`` computes unsupported inputs."""
+        """Return the outputs and the state after the last token. ``chunk_rule`` is used for unsupported inputs."""
         q, k, v, g, beta, segment = inputs
         if segment is not None or k.shape[-1] > MAX_KEY_DIM:
             return chunk_rule(inputs, state)
@@ -63,13 +63,13 @@ class TokamaxDeltaRule(ShardMapKernel):
         return jnp.moveaxis(outputs, 0, 2)[:, : v.shape[1]], state
 
     def _shard_map_kernel(self, *operands: Array) -> tuple[Array, Array]:
-        """Call the kernel on every device with its rows and heads of ``[N B T …]`` and of the state ``[B N H W]``."""
+        """Call the kernel on every device with its shard of operands ``[N B T …]`` and state ``[B N H W]``."""
         if self.mesh is None or self.mesh.size == 1:
             return self._kernel(*operands)
         batch, heads = operands[-1].shape[:2]
         batch_axes, head_axes = batch_and_head_axes(batch, heads, "heads", self.mesh, self.rules)
-        tokens, states = PartitionSpec(head_axes, batch_axes), PartitionSpec(batch_axes, head_axes)
-        return shard_map(self._kernel, self.mesh, (*(tokens,) * 5, states), (tokens, states))(*operands)
+        token_spec, state_spec = PartitionSpec(head_axes, batch_axes), PartitionSpec(batch_axes, head_axes)
+        return shard_map(self._kernel, self.mesh, (*(token_spec,) * 5, state_spec), (token_spec, state_spec))(*operands)
 
     def _kernel(self, q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array) -> tuple[Array, Array]:
         options = {"scale": 1.0, "output_final_state": True, "implementation": self.implementation}
