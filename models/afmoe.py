@@ -1,7 +1,7 @@
 """Trinity (Arcee AI, 2025).
 
-Grouped-query attention with gated outputs. Sliding-window layers rotate queries and keys, full-attention layers do not.
-Norms follow attention and feed-forward. The experts are DeepSeek-V3's with a single group.
+Grouped-query attention has gated outputs. Only sliding-window layers rotate queries and keys. Norms follow attention
+and feed-forward. The experts are as in DeepSeek-V3, with a single group.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ class AfmoeConfig(LayerWindowsConfig):
         "score_func": ("sigmoid",),
     }
     ignored = "use_grouped_mm load_balance_coeff output_router_logits"
-    # Names of fields in DeepSeek-V3, which the shared code reads.
+    # DeepSeek-V3's names of these fields, for shared code.
     n_shared_experts = property(lambda self: self.num_shared_experts)
     first_k_dense_replace = property(lambda self: self.num_dense_layers)
 
@@ -75,7 +75,7 @@ class AfmoeConfig(LayerWindowsConfig):
 
 
 class Afmoe(DenseOrMoE):
-    """Trinity."""
+    """Trinity language model."""
 
     configs = (AfmoeConfig,)
 

@@ -1,7 +1,7 @@
 """Ling 3 (Ant Group, 2026), based on the implementation in transformers.
 
-Differs from Kimi Linear by bounded decays, a rotary embedding and an output gate per head in attention, and experts in
-groups. The multi-token prediction layer is not loaded.
+Unlike Kimi Linear, Ling 3 has bounded decays, experts in groups, and attention with a rotary embedding and an output
+gate per head. The multi-token prediction layer is not loaded.
 """
 
 import dataclasses
@@ -71,7 +71,7 @@ class BailingHybridConfig(KimiMoEConfig):
 
 
 class BailingHybrid(KimiHybrid, DeepSeekV3):
-    """Ling 3.0 Flash."""
+    """Ling 3.0 Flash language model."""
 
     configs = (BailingHybridConfig,)
 

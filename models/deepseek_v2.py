@@ -1,8 +1,8 @@
 """DeepSeek-V2 and V2-Lite (DeepSeek-V2, 2024), based on the implementation in transformers.
 
-The layers are DeepSeek-V3's with a different router: a softmax over all experts without a correction bias. The scores
-of the selected experts are their weights. V2-Lite selects among all experts. V2 selects within groups, and the score of
-a group is the score of its best expert.
+The layers are as in DeepSeek-V3, except for the router. It applies a softmax over all experts, without a correction
+bias. The scores of the selected experts are their weights. V2-Lite selects among all experts. V2 selects within groups,
+and the score of a group is the score of its best expert.
 """
 
 import dataclasses

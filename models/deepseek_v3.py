@@ -1,8 +1,8 @@
 """DeepSeek-V3 and R1 (DeepSeek-V3 technical report, 2024).
 
-Latent attention (MLA) with a rotary embedding of adjacent pairs. The first layers are dense. The other layers have a
-shared expert and routed experts. The router selects experts within the best groups by sigmoid scores plus a correction
-bias, and weights them by the scores without the bias. Multi-token prediction layers are loaded only with ``mtp=True``.
+Latent attention (MLA) rotates adjacent pairs. The first layers are dense. The other layers have a shared expert and
+routed experts. The router selects experts within the best groups by sigmoid scores plus a correction bias, and weights
+them by the scores without the bias. Multi-token prediction layers are loaded only with ``mtp=True``.
 """
 
 import dataclasses
@@ -99,7 +99,7 @@ class DeepSeekV3Config(GroupedExpertsConfig):
 
 
 class DeepSeekV3(DenseOrMoE):
-    """DeepSeek-V3 and R1."""
+    """DeepSeek-V3 and R1 language models."""
 
     configs = (DeepSeekV3Config,)
     supports_mtp = True

@@ -59,7 +59,7 @@ class DeepSeekV32Config(DeepSeekV3Config):
 
 
 class DeepSeekV32(DeepSeekV3):
-    """DeepSeek-V3.2."""
+    """DeepSeek-V3.2 language model."""
 
     configs = (DeepSeekV32Config,)
     rotate_index = staticmethod(rotate_halves)

@@ -193,7 +193,7 @@ class DeepSeekV4Config(DecoderConfig):
 
 
 class DeepSeekV4(StreamedLM):
-    """DeepSeek-V4."""
+    """DeepSeek-V4 language model."""
 
     configs = (DeepSeekV4Config,)
     supports_mtp = True

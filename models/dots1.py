@@ -39,7 +39,7 @@ class Dots1Config(LayerWindowsConfig, GroupedExpertsConfig):
 
 
 class Dots1(NormedHeads, Glm4Moe):
-    """dots.llm1."""
+    """dots.llm1 language model."""
 
     configs = (Dots1Config,)
 

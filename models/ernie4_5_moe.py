@@ -35,7 +35,7 @@ class Ernie45MoeConfig(DecoderConfig):
     architecture = "Ernie4_5_MoeForCausalLM"
     experts_field, chosen_field = "moe_num_experts", "moe_k"
     scale_in_queries = False
-    n_shared_experts = property(lambda self: self.moe_num_shared_experts)  # name in DeepSeek-V3, for the shared code
+    n_shared_experts = property(lambda self: self.moe_num_shared_experts)  # DeepSeek-V3's name, for shared code
     aliases = {"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"}
     fixed = {"use_bias": (None, False)}
     ignored = "output_router_logits router_aux_loss_coef"
@@ -70,7 +70,7 @@ class Ernie45MoeConfig(DecoderConfig):
 
 
 class Ernie45Moe(DenseOrMoE):
-    """ERNIE 4.5 with experts."""
+    """ERNIE 4.5 language model with experts."""
 
     configs = (Ernie45MoeConfig,)
 

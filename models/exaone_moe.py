@@ -36,7 +36,7 @@ class ExaoneMoeConfig(LayerWindowsConfig):
     ignored = "output_router_logits"
     least_group = 2
     attention_bias = False
-    n_shared_experts = property(lambda self: self.num_shared_experts)  # name in DeepSeek-V3, for the shared code
+    n_shared_experts = property(lambda self: self.num_shared_experts)  # DeepSeek-V3's name, for shared code
 
     vocab_size: int = 102400
     intermediate_size: int = 16384
@@ -74,7 +74,7 @@ class ExaoneMoeConfig(LayerWindowsConfig):
 
 
 class ExaoneMoe(NormedHeads, DenseOrMoE):
-    """K-EXAONE."""
+    """K-EXAONE language model."""
 
     configs = (ExaoneMoeConfig,)
 

@@ -1,8 +1,8 @@
-"""The text model of Gemma 4 (Google, 2026), dense or with experts in parallel to a dense feed-forward.
+"""The text model of Gemma 4 (Google, 2026), dense or with experts in parallel with a dense feed-forward.
 
-Sliding-window and full-attention layers differ in head width and rotary embedding. In full-attention layers the keys
-may also be the values. Norms follow attention and feed-forward, and each layer's output has a trained factor. In E2B
-and E4B, each layer also has a separate input per token, and the last layers attend to keys of earlier layers.
+Sliding-window and full-attention layers differ in head width and rotary embedding. Full-attention layers may use their
+keys as values. Norms follow attention and feed-forward, and each layer's output has a trained factor. In E2B and E4B,
+each layer also has a separate input per token, and the last layers attend to keys of earlier layers.
 """
 
 import dataclasses
@@ -47,13 +47,13 @@ class Gemma4TextConfig(LayerRopesConfig):
     Attributes:
         global_head_dim: Head width in full-attention layers.
         attention_k_eq_v: Whether full-attention layers have ``num_global_key_value_heads`` heads with keys as values.
-        per_layer_config: Form in which transformers saves ``global_head_dim`` and ``num_global_key_value_heads``.
+        per_layer_config: Object in which transformers saves ``global_head_dim`` and ``num_global_key_value_heads``.
         final_logit_softcapping: Bound of the logits.
         hidden_size_per_layer_input: Width of the separate input per layer. 0 if layers have no separate inputs.
         vocab_size_per_layer_input: Number of rows of the embedding table of these inputs.
-        num_kv_shared_layers: Number of layers at the end with the keys and values of an earlier layer of their type.
+        num_kv_shared_layers: Number of last layers that use the keys and values of an earlier layer of the same type.
         use_double_wide_mlp: Whether the feed-forwards of these layers have twice the width.
-        enable_moe_block: Whether each layer has ``num_experts`` in parallel to its dense feed-forward.
+        enable_moe_block: Whether each layer has ``num_experts`` experts in parallel with its dense feed-forward.
     """
 
     model_type = "gemma4_text"
@@ -146,7 +146,7 @@ class Gemma4TextConfig(LayerRopesConfig):
                     raise ConfigError(f"enable_moe_block requires {name}, but the field is null or missing")
 
     def to_hf(self) -> dict[str, Any]:
-        unused = "hidden_act", "per_layer_config"  # in transformers per_layer_config overrides fields, even if null
+        unused = "hidden_act", "per_layer_config"  # in transformers, per_layer_config overrides fields even if null
         return {name: value for name, value in super().to_hf().items() if name not in unused}
 
     def rope_of(self, attention_type: str) -> Rope:

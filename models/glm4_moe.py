@@ -46,7 +46,7 @@ class Glm4MoeConfig(GroupedExpertsConfig, PartialRotaryConfig):
 
 
 class Glm4Moe(DenseOrMoE):
-    """GLM-4.5, 4.6 and 4.7."""
+    """GLM-4.5, 4.6 and 4.7 language models."""
 
     configs = (Glm4MoeConfig,)
     supports_mtp = True

@@ -42,7 +42,7 @@ class Glm4MoeLiteConfig(DeepSeekV3Config):
 
 
 class Glm4MoeLite(DeepSeekV3):
-    """GLM-4.7-Flash."""
+    """GLM-4.7-Flash language model."""
 
     configs = (Glm4MoeLiteConfig,)
 

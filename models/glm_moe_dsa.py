@@ -1,7 +1,7 @@
 """GLM-5, 5.1 and 5.2 (Zhipu AI, 2026): DeepSeek-V3.2's layers with indexers that rotate adjacent pairs.
 
-In GLM-5.2 most layers have no indexer. They attend to the keys selected by the last indexer before them. Layers pass
-the selected keys to the next layer together with the hidden states. A prediction layer has an indexer.
+In GLM-5.2, most layers have no indexer. They attend to the keys selected by the last indexer before them. Layers pass
+the selected keys to the next layer together with the hidden states. Prediction layers have indexers.
 """
 
 import dataclasses
@@ -99,7 +99,7 @@ class IndexedLayer(Layer):
 
 
 class GlmMoeDsa(DeepSeekV32):
-    """GLM-5, 5.1 and 5.2."""
+    """GLM-5, 5.1 and 5.2 language models."""
 
     configs = (GlmMoeDsaConfig,)
     rotate_index = staticmethod(rotate_pairs)

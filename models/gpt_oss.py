@@ -1,8 +1,8 @@
 """gpt-oss (OpenAI 2025, arXiv 2508.10925).
 
-Grouped-query attention with YaRN and a trained sink per head. Every other layer attends to a sliding window. All layers
-have experts with biases and a clamped SwiGLU. The router selects the experts with the largest logits. The experts'
-weights are a softmax over these logits. Published checkpoints store the experts' kernels in MXFP4.
+Grouped-query attention uses YaRN and a trained sink per head. Every other layer attends to a sliding window. All layers
+have experts with biases and a clamped SwiGLU. The router selects the experts with the largest logits, and weights them
+by a softmax over these logits. Published checkpoints store the experts' kernels in MXFP4.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ class GptOssConfig(LayerWindowsConfig):
 
     Attributes:
         intermediate_size: Width of an expert.
-        layer_types: Type of each layer. If null, sliding-window and full-attention layers alternate, in this order.
+        layer_types: Type of each layer. If null, layers alternate, starting with a sliding-window layer.
     """
 
     model_type = "gpt_oss"
@@ -68,7 +68,7 @@ class GptOssConfig(LayerWindowsConfig):
 
 
 class GptOss(CausalLM):
-    """gpt-oss."""
+    """gpt-oss language model."""
 
     configs = (GptOssConfig,)
 

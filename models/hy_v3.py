@@ -1,8 +1,8 @@
 """Hy3 (Tencent Hunyuan, 2026), based on the implementation in transformers.
 
-Grouped-query attention with normalized heads. The experts are DeepSeek-V3's with a single group and different names.
-The config lists the dense layers. transformers does not load the multi-token prediction layer. The final norm of this
-layer has a different name than in DeepSeek-V3.
+Grouped-query attention normalizes each head. The experts are as in DeepSeek-V3, with a single group and different
+names. The config lists the dense layers. transformers does not load the multi-token prediction layer. The final norm of
+this layer has a different name than in DeepSeek-V3.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ class HyV3Config(DecoderConfig):
     # The first three fields select which results are rounded to 16 bits.
     ignored = """enable_attention_fp32_softmax enable_lm_head_fp32 enable_moe_fp32_combine eod_token_id use_grouped_mm
         output_router_logits"""
-    n_shared_experts = property(lambda self: self.num_shared_experts)  # name in DeepSeek-V3, for the shared code
+    n_shared_experts = property(lambda self: self.num_shared_experts)  # DeepSeek-V3's name, for shared code
     first_k_dense_replace = 1
 
     vocab_size: int = 120832
@@ -70,7 +70,7 @@ class HyV3Config(DecoderConfig):
 
 
 class HyV3(NormedHeads, DenseOrMoE):
-    """Hy3."""
+    """Hy3 language model."""
 
     configs = (HyV3Config,)
     supports_mtp = True
@@ -84,7 +84,7 @@ _SHARED = {
     f"layer.moe.shared.{x}.kernel": (W(f"mlp.shared_mlp.{x}_proj.weight"), W(f"mlp.shared_experts.{x}_proj.weight"))
     for x in ("gate", "up", "down")
 }
-# Excludes the copies of the embedding and the head.
+# Without the copies of the embedding and the head.
 _MTP = {key: row for key, row in HF_MTP.items() if key.endswith((".scale", "project.kernel"))}
 _HF: Hf = {
     **HF_DECODER, **HF_MOE, **_SHARED, **_MTP,

@@ -13,7 +13,7 @@ class ModuleEntry(NamedTuple):
         model_types: The ``model_type`` of each config.
         classes: Model classes and config classes.
         architectures: Class names in transformers.
-        presets: Presets.
+        presets: Names of presets.
     """
 
     model_types: str

@@ -22,7 +22,7 @@ class KimiK2Config(DeepSeekV3Config):
 
 
 class KimiK2(DeepSeekV3):
-    """Kimi K2 and Moonlight."""
+    """Kimi K2 and Moonlight language models."""
 
     configs = (KimiK2Config,)
 
@@ -64,9 +64,9 @@ FAMILY = Family(
         "moonlight-16b-a3b": "moonshotai/Moonlight-16B-A3B",
     },
     checkpoint_notes={
-        "kimi-k2": "FP8 blocks, 1.03 TB, loaded as bfloat16; its tokenizer, a tiktoken file with code, is not read",
+        "kimi-k2": "FP8 blocks, 1.03 TB, loaded as bfloat16; its tokenizer (tiktoken with code) is not supported",
         "kimi-k2.5": "experts in packed int4, 0.55 TB, loaded as bfloat16 unless keep_quantized=True; vision tower and "
-        "projector are not loaded; its tokenizer, a tiktoken file with code, is not read",
-        "moonlight-16b-a3b": "its tokenizer, a tiktoken file with code, is not read",
+        "projector are not loaded; its tokenizer (tiktoken with code) is not supported",
+        "moonlight-16b-a3b": "its tokenizer (tiktoken with code) is not supported",
     },
 )

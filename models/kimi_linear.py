@@ -1,7 +1,7 @@
 """Kimi Linear (Moonshot AI, 2025), based on the implementation in transformers.
 
 Most layers are recurrent (`KimiDelta`). The other layers have DeepSeek-V3's attention without rotary embedding. The
-experts are DeepSeek-V3's with a single group and Mixtral's names.
+experts are as in DeepSeek-V3, with a single group and Mixtral's names.
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ class KimiLinearConfig(KimiMoEConfig, NestedDeltaConfig):
     """Config of Kimi Linear.
 
     ``linear_attn_config`` may also list the recurrent layers and the attention layers, numbered from 1. Without these
-    lists and ``layer_types``, every fourth layer is attention, from index 4 on.
+    lists and ``layer_types``, every fourth layer is an attention layer, starting at index 4.
     """
 
     model_type = "kimi_linear"
@@ -106,7 +106,7 @@ class KimiLinearConfig(KimiMoEConfig, NestedDeltaConfig):
 
 
 class KimiLinear(KimiHybrid, DeepSeekV3):
-    """Kimi-Linear-48B-A3B."""
+    """Kimi-Linear-48B-A3B language model."""
 
     configs = (KimiLinearConfig,)
 

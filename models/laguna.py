@@ -1,8 +1,8 @@
 """Laguna (Poolside, 2026), based on the implementation in transformers.
 
-Grouped-query attention with normalized heads and softplus output gates. The number of heads differs between layers.
-Sliding-window layers have a different rotary embedding. The experts are DeepSeek-V3's with a single group and a shared
-expert. Router logits may be soft-capped.
+Grouped-query attention has normalized heads and softplus output gates. The number of heads differs between layers.
+Sliding-window layers have a different rotary embedding. The experts are as in DeepSeek-V3, with a single group and a
+shared expert. Router logits may be soft-capped.
 """
 
 import dataclasses
@@ -106,7 +106,7 @@ class CappedTopK(SigmoidGroupTopK):
 
 
 class Laguna(CausalLM):
-    """Laguna."""
+    """Laguna language model."""
 
     configs = (LagunaConfig,)
 

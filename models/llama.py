@@ -71,7 +71,7 @@ class LlamaLike(CausalLM):
 
 
 class Llama(LlamaLike):
-    """Llama and Mistral."""
+    """Llama and Mistral language models."""
 
     configs = (LlamaConfig, MistralConfig)
 

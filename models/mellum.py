@@ -59,7 +59,7 @@ class MellumConfig(LayerRopesConfig):
 
 
 class Mellum(NormedHeads, QwenMoe):
-    """Mellum 2."""
+    """Mellum 2 language model."""
 
     configs = (MellumConfig,)
 

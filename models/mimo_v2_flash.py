@@ -1,8 +1,8 @@
 """MiMo-V2-Flash (Xiaomi, 2025), based on the implementation in transformers.
 
-Grouped-query attention with values that are narrower than the keys. Sliding-window layers have attention sinks and
-twice as many key/value heads. The experts are DeepSeek-V3's without a shared expert. Multi-token prediction layers are
-not loaded.
+In grouped-query attention, values are narrower than keys. Sliding-window layers have attention sinks and twice as many
+key/value heads. The experts are as in DeepSeek-V3, without a shared expert. Multi-token prediction layers are not
+loaded.
 """
 
 import dataclasses
@@ -99,7 +99,7 @@ class MiMoV2FlashConfig(PartialRopesConfig):
 
 
 class MiMoV2Flash(DenseOrMoE):
-    """MiMo-V2-Flash."""
+    """MiMo-V2-Flash language model."""
 
     configs = (MiMoV2FlashConfig,)
 

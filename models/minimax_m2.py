@@ -97,7 +97,7 @@ class MiniMaxM2Config(PartialRotaryConfig):
 
 
 class MiniMaxM2(CausalLM):
-    """MiniMax-M2 and M2.5."""
+    """MiniMax-M2 and M2.5 language models."""
 
     configs = (MiniMaxM2Config,)
 

@@ -1,7 +1,8 @@
 """The text model of MiniMax-M3 (MiniMax, 2026), based on the implementation in transformers.
 
 Grouped-query attention normalizes each head and rotates its first components. In most layers, an indexer selects blocks
-of keys per key/value head. The experts are DeepSeek-V3's with a single group, a shared expert and gpt-oss's activation.
+of keys per key/value head. The experts are as in DeepSeek-V3, with a single group and a shared expert. The activation
+is as in gpt-oss.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """Ministral 3 (Mistral AI, 2025), the text model of ``mistral3`` checkpoints.
 
-The layers are Mistral's with queries that are scaled by position.
+The layers are as in Mistral, with queries scaled by position.
 """
 
 import dataclasses
@@ -77,7 +77,7 @@ def position_scale(rope_fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Ministral3(LlamaLike):
-    """Ministral 3."""
+    """Ministral 3 language model."""
 
     configs = (Ministral3Config,)
 

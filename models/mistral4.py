@@ -1,6 +1,6 @@
 """Mistral Small 4 (Mistral AI, 2026), the text model of ``mistral3`` checkpoints.
 
-The layers are DeepSeek-V3's with a softmax router and queries that are scaled by position.
+The layers are as in DeepSeek-V3, with a softmax router and queries scaled by position.
 """
 
 import dataclasses
@@ -82,7 +82,7 @@ class Mistral4Config(DeepSeekV3Config):
 
 
 class Mistral4(DeepSeekV3):
-    """Mistral Small 4."""
+    """Mistral Small 4 language model."""
 
     configs = (Mistral4Config,)
 

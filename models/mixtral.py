@@ -59,7 +59,7 @@ class MixtralConfig(DecoderConfig):
 
 
 class Mixtral(CausalLM):
-    """Mixtral."""
+    """Mixtral language model."""
 
     configs = (MixtralConfig,)
 

@@ -1,8 +1,8 @@
 """Nemotron-H and Nemotron 3 (NVIDIA, 2025), based on the implementation in transformers.
 
 A layer is a norm and one part: a Mamba-2 recurrence, attention without rotary embedding, a feed-forward, or experts.
-Feed-forwards and experts have no gates. The router is DeepSeek-V3's. There is a shared expert, and routed experts may
-work in a narrower latent space. Multi-token prediction layers are not loaded.
+Feed-forwards and experts have no gates. The router is as in DeepSeek-V3. There is a shared expert, and routed experts
+may compute in a narrower latent space. Multi-token prediction layers are not loaded.
 """
 
 import dataclasses
@@ -141,7 +141,7 @@ class NemotronHConfig(GroupedExpertsConfig):
 
 
 class NemotronH(DenseOrMoE):
-    """Nemotron-H and Nemotron 3."""
+    """Nemotron-H and Nemotron 3 language models."""
 
     configs = (NemotronHConfig,)
 
@@ -179,7 +179,7 @@ class NemotronH(DenseOrMoE):
         return LatentMoE(*parts, reduce=reduce, expand=expand)
 
     def router(self, **kw: Any) -> Router:
-        """Build the router. Its kernel is in float32 for every ``dtype``, as in transformers."""
+        """Build the router. Its kernel is float32 regardless of ``dtype``, as in transformers."""
         router = super().router(**kw | {"dtype": jnp.dtype(jnp.float32)})
         router.kernel.set_metadata(keeps_dtype=True)
         return router

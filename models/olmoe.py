@@ -1,8 +1,8 @@
 """OLMoE (Muennighoff et al. 2024), based on the implementation in transformers.
 
-The layers are Llama's. Before the rotation, queries and keys are normalized over all heads together. Every layer has
-experts. The router applies a softmax over all experts and selects the top experts. Published checkpoints do not rescale
-their weights.
+The layers are as in Llama, with experts in every layer. Before the rotation, queries and keys are normalized over all
+heads together. The router applies a softmax over all experts and selects the top experts. Published checkpoints do not
+rescale the weights of the selected experts.
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ class OlmoeConfig(DecoderConfig):
 
 
 class Olmoe(CausalLM):
-    """OLMoE."""
+    """OLMoE language model."""
 
     configs = (OlmoeConfig,)
 

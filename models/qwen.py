@@ -1,7 +1,7 @@
 """Qwen2 and Qwen2.5 (Yang et al. 2024), and the dense models of Qwen3 (Qwen3 technical report, 2025).
 
-The layers are Llama's. Qwen2 has biases for queries, keys and values. Qwen3 normalizes the heads of queries and keys
-instead. Some layers may attend to a sliding window.
+The layers are as in Llama. Qwen2 has biases for queries, keys and values. Qwen3 normalizes the heads of queries and
+keys instead. Some layers may attend to a sliding window.
 """
 
 import dataclasses
@@ -59,7 +59,7 @@ class Qwen3Config(Qwen2Config):
 
 
 class Qwen2(LlamaLike):
-    """Qwen2 and Qwen2.5."""
+    """Qwen2 and Qwen2.5 language models."""
 
     configs = (Qwen2Config,)
 

@@ -1,6 +1,6 @@
 """Qwen1.5-MoE and Qwen2's mixture-of-experts model (Yang et al. 2024), based on the implementation in transformers.
 
-The attention is Qwen2's, with biases for queries, keys and values. A sigmoid gate per token weights the shared expert.
+Attention is as in Qwen2, with biases for queries, keys and values. A sigmoid gate per token weights the shared expert.
 Published checkpoints do not rescale the weights of the selected experts.
 """
 

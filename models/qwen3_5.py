@@ -1,7 +1,8 @@
 """The text models of Qwen3.5 and Qwen3.6 (Qwen team 2026), dense and with experts.
 
-The layers are Qwen3-Next's. Recurrent layers have separate kernels for z, b and a. The rotary embedding has three
-dimensions. Text has equal positions in all three. The multi-token prediction layer is loaded only with ``mtp=True``.
+The layers are as in Qwen3-Next, but recurrent layers have separate kernels for z, b and a. The rotary embedding has
+three dimensions. Text has equal positions in all three. The multi-token prediction layer is loaded only with
+``mtp=True``.
 """
 
 import dataclasses
@@ -43,7 +44,7 @@ class Qwen3_5Config(QwenHybridConfig):
 
     @property
     def num_nextn_predict_layers(self) -> int:
-        """Name of ``mtp_num_hidden_layers`` in other families, for the shared code."""
+        """Number of prediction layers, under the name that shared code uses."""
         return self.mtp_num_hidden_layers
 
 
@@ -123,7 +124,7 @@ class Qwen3_5MaxText(QwenHybridMaxText):
         return LayerBlocks(super().layers(config).layer_types, "layers/layer_{}")
 
     def columns(self, config: Any) -> Mapping[str, tuple[int, ...]]:
-        """Return the columns of MaxText's arrays, which order outputs by key head like `FusedProjection`."""
+        """Return columns in MaxText's arrays, in which outputs are ordered by key head as in `FusedProjection`."""
         heads = config.delta_heads
         width, ba = heads.channels + heads.values * heads.value_dim, 2 * heads.values
         split_columns = heads.split(*(jnp.arange(size).reshape(heads.keys, -1) for size in (width, ba)))

@@ -1,6 +1,6 @@
 """Qwen3's mixture-of-experts models (Qwen3 technical report, 2025).
 
-The attention is Qwen3's. The router applies a softmax over all experts, selects the top experts and usually rescales
+Attention is as in Qwen3. The router applies a softmax over all experts, selects the top experts and usually rescales
 their weights. Some layers may be dense. There are no shared experts.
 """
 

@@ -52,7 +52,7 @@ class Qwen3NextConfig(QwenHybridConfig, QwenMoeConfig):
 
 
 class Qwen3Next(QwenHybrid, QwenMoe):
-    """Qwen3-Next-80B-A3B."""
+    """Qwen3-Next-80B-A3B language model."""
 
     configs = (Qwen3NextConfig,)
 

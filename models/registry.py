@@ -83,7 +83,7 @@ def family_of(source: CausalLM | DecoderConfig) -> Family:
     """Return the family of a config by its ``model_type``, or of a model by its class or first known base class.
 
     Raises:
-        ConfigError: The model's class and base classes belong to no family.
+        ConfigError: Neither the model's class nor its base classes belong to a family.
         KeyError: The config's ``model_type`` is unknown.
     """
     if isinstance(source, DecoderConfig):
@@ -165,7 +165,7 @@ def _parsed(fields: Mapping[str, Any]) -> tuple[DecoderConfig, tuple[str, ...]]:
 
 
 def parse_config(fields: Mapping[str, Any], where: str) -> tuple[DecoderConfig, tuple[str, ...]]:
-    """Create the config of a parsed config.json.
+    """Create a config from a parsed config.json.
 
     Args:
         where: Name of the file, for errors.
@@ -229,7 +229,7 @@ def refuse_preset(name: str | os.PathLike[str]) -> None:
 
 
 def is_registered(model: CausalLM) -> bool:
-    """Whether loading the model's config builds a model of the same class."""
+    """Return whether loading the model's config builds a model of the same class."""
     model_type = model.config.model_type
     return model_type in MODELS and MODELS[model_type] == (type(model.config), type(model))
 

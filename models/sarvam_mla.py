@@ -12,7 +12,7 @@ from nnxmoe.models.deepseek_v3 import DeepSeekV3, DeepSeekV3Config
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SarvamMLAConfig(DeepSeekV3Config):
-    """Config of Sarvam 105B: the fields of `DeepSeekV3Config`, some with different names in files."""
+    """Config of Sarvam 105B, with the fields of `DeepSeekV3Config`. Some fields have different names in files."""
 
     model_type = "sarvam_mla"
     architecture = "SarvamMLAForCausalLM"
@@ -41,7 +41,7 @@ class SarvamMLAConfig(DeepSeekV3Config):
 
 
 class SarvamMLA(DeepSeekV3):
-    """Sarvam 105B."""
+    """Sarvam 105B language model."""
 
     configs = (SarvamMLAConfig,)
 

@@ -16,7 +16,7 @@ from nnxmoe.models.shared.tables import HF_DECODER, Hf
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SarvamMoEConfig(Glm4MoeConfig):
-    """Config of Sarvam 30B: the fields of `Glm4MoeConfig`, some with different names in files."""
+    """Config of Sarvam 30B, with the fields of `Glm4MoeConfig`. Some fields have different names in files."""
 
     model_type = "sarvam_moe"
     architecture = "SarvamMoEForCausalLM"
@@ -61,7 +61,7 @@ _RENAMED = {
 
 
 class SarvamMoE(Glm4Moe):
-    """Sarvam 30B."""
+    """Sarvam 30B language model."""
 
     configs = (SarvamMoEConfig,)
     supports_mtp = False

@@ -35,7 +35,7 @@ class SolarOpenConfig(GroupedExpertsConfig):
 
 
 class SolarOpen(Glm4Moe):
-    """Solar Open."""
+    """Solar Open language model."""
 
     configs = (SolarOpenConfig,)
 

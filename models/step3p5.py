@@ -1,8 +1,8 @@
 """The text model of Step-3.5-Flash and Step-3.7-Flash (StepFun, 2026), based on the implementation in transformers.
 
-Grouped-query attention with normalized heads and an output gate per head. Sliding-window layers have more heads and a
-different rotary embedding. The experts are DeepSeek-V3's with a single group and a shared expert. The last layers clamp
-their activations. Multi-token prediction layers are not loaded.
+Grouped-query attention has normalized heads and an output gate per head. Sliding-window layers have more heads and a
+different rotary embedding. The experts are as in DeepSeek-V3, with a single group and a shared expert. The last layers
+clamp their activations. Multi-token prediction layers are not loaded.
 """
 
 import dataclasses
@@ -224,7 +224,7 @@ class Step3p5Config(PartialRopesConfig):
         return self.layer_types or [FULL] * self.num_hidden_layers
 
     def activation(self, index: int, *, shared: bool) -> GatedActivation:
-        """Return the activation of a layer's routed experts, or if ``shared`` of its shared expert or dense layer."""
+        """Return the activation of a layer's shared expert or dense feed-forward (``shared``), or of routed experts."""
         limits = self.swiglu_limits_shared if shared else self.swiglu_limits
         limit = limits[index] if limits else None
         return BoundedSwiGLU(limit) if limit else swiglu

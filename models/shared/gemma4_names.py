@@ -38,7 +38,7 @@ HF_GEMMA4: Hf = {
     "layer.moe.router.kernel": W("router.proj.weight"),
     "layer.moe.router.scale": W("router.scale"),
     "layer.moe.router.per_expert": W("router.per_expert_scale"),
-    # Quantized files have the second names.
+    # The second alternatives are the names in quantized files.
     "layer.moe.experts.gate": (_GATE_UP.rows(0, 2), _EXPERTS.each("gate_proj.weight")),
     "layer.moe.experts.up": (_GATE_UP.rows(1, 2), _EXPERTS.each("up_proj.weight")),
     "layer.moe.experts.down": (W("experts.down_proj"), _EXPERTS.each("down_proj.weight")),

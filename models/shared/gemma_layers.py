@@ -1,4 +1,4 @@
-"""Layers of Gemma 4: post-norms, scaled outputs, and experts in parallel to a dense feed-forward.
+"""Layers of Gemma 4: post-norms, scaled outputs, and experts in parallel with a dense feed-forward.
 
 In E2B and E4B, each layer also has a separate input per token, and the last layers attend to keys of earlier layers.
 """
@@ -20,7 +20,7 @@ from nnxmoe.model.layer import Layer, LayerOutput
 
 
 class GemmaLayer(Layer):
-    """A `Layer` with post-norms and a scaled output, optionally with experts in parallel to a dense feed-forward.
+    """A `Layer` with post-norms and a scaled output, optionally with experts in parallel with a dense feed-forward.
 
     With experts, `feed_forward_norm` is the norm of the dense feed-forward's input. The `MoE` has a separate norm.
 

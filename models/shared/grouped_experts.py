@@ -31,7 +31,7 @@ class GroupedExpertsConfig(DecoderConfig):
         n_group: Number of groups of experts.
         topk_group: Number of groups with the highest scores, from which a token's experts are selected.
         norm_topk_prob: Whether to rescale the weights of the selected experts to sum to 1.
-        routed_scaling_factor: Factor of these weights.
+        routed_scaling_factor: Factor of the weights of the selected experts.
     """
 
     experts_field = "n_routed_experts"
@@ -39,7 +39,7 @@ class GroupedExpertsConfig(DecoderConfig):
     aliases = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"}
     fixed = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)}
     ignored = "aux_loss_alpha seq_aux ep_size output_router_logits router_aux_loss_coef"
-    least_group: ClassVar[int] = 2  # minimum experts per group, because a group's score is the sum of its two best
+    least_group: ClassVar[int] = 2  # minimum group size, because a group's score is the sum of its two best experts
 
     moe_intermediate_size: int = count(1408, most=2**24)
     n_routed_experts: int = count(128, most=4096)

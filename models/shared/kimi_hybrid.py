@@ -40,7 +40,7 @@ class KimiHybridConfig(DecoderConfig):
     layer_types: Sequence[str] | None = per_layer(LINEAR, FULL)
 
     def recurrent_by_default(self, index: int) -> bool:
-        """Whether a layer is recurrent if ``layer_types`` is null. By default every fourth layer is attention."""
+        """Return whether a layer is recurrent if ``layer_types`` is null. By default, three of four layers are."""
         return index % 4 != 3
 
     @property
@@ -123,7 +123,7 @@ class KimiHybrid(CausalLM):
         return self.recurrent(**kw) if self.config.recurrent_layers[index] else super().attention(index, **kw)
 
     def recurrent(self, **kw: Any) -> KimiDelta:
-        """Build the recurrent part of a layer."""
+        """Build the recurrence of a recurrent layer."""
         raise TypeError("a model class must define recurrent(**kw)")
 
     def delta(self, decays: DecayFn, rank: int | None, rates: tuple[int, ...], **kw: Any) -> KimiDelta:

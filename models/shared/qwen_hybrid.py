@@ -1,7 +1,7 @@
 """Config fields and layers shared by Qwen3-Next and Qwen3.5 (Qwen team 2025, 2026).
 
-Most layers are `GatedDeltaNet`s. Every fourth layer is grouped-query attention with an output gate. It normalizes each
-head and rotates a quarter of the head. Norms multiply by 1 plus their weight.
+Most layers are `GatedDeltaNet`s. Every fourth layer has grouped-query attention with an output gate. The attention
+normalizes each head and rotates a quarter of the head. Norms multiply by 1 plus their weight.
 """
 
 import dataclasses

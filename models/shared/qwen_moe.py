@@ -25,7 +25,7 @@ class QwenMoeConfig(DecoderConfig):
     Attributes:
         intermediate_size: Width of the dense layers.
         decoder_sparse_step: Every ``decoder_sparse_step``-th layer has experts. Other layers are dense.
-        mlp_only_layers: Indices of further dense layers.
+        mlp_only_layers: Indices of additional dense layers.
         moe_intermediate_size: Width of an expert.
         norm_topk_prob: Whether to rescale the weights of the selected experts to sum to 1.
     """

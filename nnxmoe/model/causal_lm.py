@@ -78,7 +78,7 @@ class CausalLM(nnx.Module):
     config: Any
 
     def attention(self, index: int, **kw: Any) -> Attention:
-        """Build the attention of layer ``index``. In all builders, ``kw`` contains ``dtype`` and ``rngs``."""
+        """Build the attention of layer ``index``. ``kw`` contains ``dtype`` and ``rngs``, as in all builder methods."""
         raise TypeError("a model class must define attention(index, **kw)")
 
     def feed_forward(self, index: int, **kw: Any) -> FeedForward:
@@ -88,20 +88,20 @@ class CausalLM(nnx.Module):
     def layer_type(self, index: int) -> Any:
         """Return a hashable layer type. Consecutive layers of equal type form a stack.
 
-        By default the type is the sliding window and whether the layer has experts. Override this method if layers of
-        the family also differ in other parts.
+        By default, the type is a pair: the sliding window, and whether the layer has experts. Override this method if
+        layers of the family also differ in other parts.
         """
         return self.config.windows[index], self.config.sparse_layers[index]
 
     def layer(self, index: int, form: type[Layer] = Layer, *, dtype: Any, rngs: Any, **options: Any) -> Layer:
-        """Build layer ``index`` as an instance of ``form``, with keyword arguments ``options`` of ``form``."""
+        """Build layer ``index`` as an instance of ``form``. ``options`` are keyword arguments of ``form``."""
         kw: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
         attention, feed_forward = self.attention(index, **kw), self.feed_forward(index, **kw)
         norm1, norm2 = (self.norm_class(self.config.hidden_size, self.config.rms_norm_eps, **kw) for _ in range(2))
         return form(norm1, attention, norm2, feed_forward, **options)
 
     def to_layer_input(self, x: Float[Array, "B T D"], tokens: Ids) -> Any:
-        """Return the input of the first layer for the embedding ``x`` of ``tokens``.
+        """Convert the embedding ``x`` of ``tokens`` to the input of the first layer.
 
         The input is ``x``, or a pytree if layers pass more than hidden states to each other.
         """
@@ -141,12 +141,12 @@ class CausalLM(nnx.Module):
         return form(dims, **kw)
 
     def moe(self, router: Router, width: int, shared: Any = None, **options: Any) -> MoE:
-        """Build a mixture-of-experts feed-forward that the strategy's objects compute.
+        """Build a mixture-of-experts feed-forward with the strategy's dispatch and matrix product.
 
         Args:
-            router: The router. The number of its logits is the number of experts.
+            router: The router. Its number of outputs is the number of experts.
             width: Intermediate size of each expert.
-            shared: Shared experts, added to the output of the routed experts. None if there are none.
+            shared: Shared experts, or None. Their output is added to the output of the routed experts.
             options: Arguments of `Experts` (``dtype``, ``rngs``, activation, biases) and the ``norm`` of `MoE`.
         """
         s, weight = self.strategy, as_weight(router.kernel)
@@ -208,7 +208,7 @@ class CausalLM(nnx.Module):
 
     @property
     def mtp_layer_index(self) -> int:
-        """Index of a layer with the attention and feed-forward of prediction layers. By default the last layer."""
+        """Index of a layer with prediction layers' attention and feed-forward. Defaults to the last layer."""
         return self.config.num_hidden_layers - 1
 
     def _prediction_layers(self) -> Callable[..., list[Any]]:
@@ -268,22 +268,22 @@ class CausalLM(nnx.Module):
 
         Calls with arrays are compiled. A prompt with an empty cache has a separate program. Inside a transformation
         such as ``jax.jit`` the call is traced. T is padded to 64, 96, 128, 192, … to limit the number of programs, and
-        the padding is removed from the output. T is not padded on a mesh, if tokens compete (`token_independent`), or
-        for one token with a cache. Calls are not compiled under ``nnx.capture``, or if a part sows values or sets a
-        variable, because a compiled call would drop these values.
+        the padding is removed from the output. T is not padded on a mesh, for a single token with a cache, or if the
+        model is not token-independent (see `token_independent`). Calls are not compiled under ``nnx.capture``, or if a
+        part sows values or sets a variable, because a compiled call would drop these values.
 
         Args:
             tokens: Token ids ``[B, T]``: a JAX or NumPy array, lists or a torch tensor.
             attention_mask: ``[B, T]``, nonzero for real tokens and 0 for padding. Does not cover cached tokens.
             positions: Rotary positions ``[B, T]``. Default: 0 … T-1, or with a cache the number of real tokens before.
-            segment_ids: ``[B, T]``. Tokens attend to their segment only (packed documents).
+            segment_ids: ``[B, T]``. Tokens attend only to tokens of the same segment (packed documents).
             cache: A cache from `empty_cache`.
             key: Random key for the router's jitter, if the config has jitter. None disables jitter.
             input_ids: Alias of ``tokens``, as in transformers: ``model(**tokenizer(text, return_tensors="np"))`` works.
 
         Raises:
             ValueError: A token id is outside the vocabulary, a shape is wrong, the cache is full, or the model has no
-                values. Inside a transformation the cache's length is unknown: rows that do not fit have NaN logits.
+                values. Inside a transformation, the cache's length is unknown, so rows that do not fit get NaN logits.
         """
         if (tokens is None) == (input_ids is None):
             raise ValueError("pass either tokens or input_ids (the name in transformers), not both")
@@ -349,7 +349,7 @@ class CausalLM(nnx.Module):
         *,
         fresh: bool = False,
     ) -> Body:
-        """Compute the normalized input of the output head, for callers that need logits of some tokens only.
+        """Compute the normalized input of the output head, for callers that need logits of only some tokens.
 
         Args:
             request: Which outputs to return. With ``last_token_only``, ``x`` is ``[B, 1, D]``. If the last layer can
@@ -411,13 +411,13 @@ class CausalLM(nnx.Module):
         return head_input, hidden, self.mtp_hidden(x[:, -1:] if last_token_only else x, head_input)
 
     def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """Apply the output head: logits in float32."""
+        """Compute logits in float32 with the output head."""
         if self.head is not None and not hasattr(self.head, "weight"):  # a replacement without a kernel
             return self.head(x).astype(jnp.float32)
         return self.head_weight().matmul_f32(x)
 
     def head_weight(self) -> Kernel:
-        """Return the kernel ``[D, V]`` of the output head: the embedding's table if the two are tied.
+        """Return the kernel ``[D, V]`` of the output head, or of the embedding if the head is tied to the embedding.
 
         Raises:
             ValueError: The head or embedding was replaced by a module without a method ``weight``.
@@ -434,7 +434,7 @@ class CausalLM(nnx.Module):
         return self.config.vocab_size if table is None else int(table.shape[0])
 
     def token_independent(self, key: Key[Array, ""] | None = None) -> bool:
-        """Whether tokens influence each other only through attention.
+        """Return whether tokens influence each other only through attention.
 
         If True, splitting or padding a pass does not change the result. False with `Capacity`, because tokens compete
         for the slots of an expert.

@@ -38,7 +38,7 @@ def on_mesh(model: CausalLM, mesh: Mesh) -> CausalLM:
     model = nnx.merge(graph, nnx.from_flat_state(leaves))  # the copy has new variables
     model.strategy = strategy
     for _, node in nnx.iter_graph(model):
-        if isinstance(node, CausalLM | MoE | Embed | GatedDeltaNet | PipelinedStack):  # modules with an attribute mesh
+        if isinstance(node, CausalLM | MoE | Embed | GatedDeltaNet | PipelinedStack):  # modules with a `mesh` attribute
             node.mesh = mesh
         if isinstance(node, nnx.Module) and (attention_fn := getattr(node, "attention_fn", None)) is not None:
             setattr(node, "attention_fn", attention_fn_for_mesh(attention_fn, mesh, model.strategy.rules))  # noqa: B010

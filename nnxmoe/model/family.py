@@ -20,7 +20,7 @@ class LayerGroups:
     sparse: str = "layers"
 
     def places(self, sparse: Sequence[bool], scan: bool) -> Places:
-        """Return the place of each layer below ``decoder/``.
+        """Return the group of each layer below ``decoder/``, and the shape of the group's layer axes.
 
         Args:
             sparse: Whether each layer has experts.
@@ -34,7 +34,7 @@ class LayerGroups:
 
 @dataclasses.dataclass(frozen=True)
 class LayerBlocks:
-    """MaxText's repeated blocks of layers of different types.
+    """Repeated blocks of layers of different types in MaxText.
 
     Scanned layers with the same index in their blocks form a group.
 
@@ -52,7 +52,7 @@ class LayerBlocks:
     first: int = 0
 
     def places(self, sparse: Sequence[bool], scan: bool) -> Places:
-        """Return the place of each layer below ``decoder/``. Uses only the length of ``sparse``."""
+        """Return groups and layer axes as `LayerGroups.places`. Uses only the length of ``sparse``."""
         layer_places: Places = [(f"layers_{i}", ()) for i in range(len(sparse))]
         if not scan:
             return layer_places

@@ -16,7 +16,7 @@ class LayerOutput(NamedTuple):
     """Output of a layer.
 
     Attributes:
-        x: Hidden states ``[B requested D]`` of the requested tokens, or a pytree (see `CausalLM.to_layer_input`).
+        x: Hidden states ``[B, T, D]`` of the requested tokens, or a pytree (see `CausalLM.to_layer_input`).
         cache: The layer's updated cache.
         info: `MoEInfo` of the feed-forward. None if the feed-forward is dense.
     """
@@ -113,7 +113,7 @@ class Layer(nnx.Module):
         return getattr(self, f"{self.feed_forward_name}_post_norm")
 
     def token_independent(self, key: Key[Array, ""] | None) -> bool:
-        """Whether the feed-forward declares that its output for a token does not depend on other tokens."""
+        """Return whether the feed-forward declares that its output for a token does not depend on other tokens."""
         return token_independent(self.feed_forward, key)
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype, lookahead: int = 0) -> Any:

@@ -47,7 +47,7 @@ def layerwise_program(
 
 
 def is_deep_on_cpu(model: Any) -> bool:
-    """Whether the model runs on CPUs without a mesh and has more unrolled layers than two programs contain."""
+    """Return whether the model runs on CPUs without a mesh and has more unrolled layers than two programs contain."""
     is_unrolled = all(isinstance(stack, UnrolledStack) for stack in model.stacks)
     depth = sum(stack.depth for stack in model.stacks)
     return on_cpu() and model.mesh is None and is_unrolled and depth > 2 * RUN_LENGTH

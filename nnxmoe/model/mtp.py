@@ -47,7 +47,7 @@ class MTP(nnx.Module):
 
     @property
     def width(self) -> int:
-        """Width of a state."""
+        """Width of the states that the prediction layer reads."""
         return self.hidden_norm.scale.shape[-1]
 
     def __call__(
@@ -103,7 +103,7 @@ _MTP_KEY = "layer.mtp.token_norm.scale"  # the key of a parameter that all predi
 
 
 def has_mtp(config: DecoderConfig, table: Container[str]) -> bool:
-    """Whether the config has prediction layers and the family's ``table`` names their tensors."""
+    """Return whether the config has prediction layers and the family's ``table`` names their tensors."""
     return _MTP_KEY in table and getattr(config, "num_nextn_predict_layers", 0) > 0
 
 
@@ -116,9 +116,9 @@ def check_mtp(depths: int, model: Any) -> None:
 
 
 def last_matching_layer(matches: Iterable[bool]) -> int:
-    """Return the index of the last match: a layer with the attention and feed-forward of prediction layers.
+    """Return the index of the last layer that has the attention and feed-forward of prediction layers.
 
-    Raises ConfigError if no layer matches.
+    ``matches`` contains this condition for each layer. Raises ConfigError if no layer matches.
     """
     indices = [i for i, match in enumerate(matches) if match]
     if not indices:

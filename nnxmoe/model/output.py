@@ -17,7 +17,7 @@ TokenMask = Ids | Bool[Array, "B T"] | Bool[np.ndarray, "B T"]
 
 @jax.tree_util.register_pytree_node_class
 class ByLayer(dict[int, Any]):
-    """A dict from layer index to a value of the layer. Layers without a value are absent.
+    """A dict from layer indices to values. Layers without a value are absent.
 
     Flattens to a list of leaves, because `nnx.tabulate` fails on dicts with integer keys.
     """

@@ -41,6 +41,6 @@ def name_of(model: nnx.Module, path: Sequence[Any]) -> ParamName:
 
 
 def layer_modules(model: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yield path and node of all graph nodes in the layers, prediction layers included."""
+    """Yield path and node of every graph node in the layers, including prediction layers."""
     for name in ("stacks", "mtp"):
         yield from (((name, *path), module) for path, module in nnx.iter_graph(getattr(model, name)))

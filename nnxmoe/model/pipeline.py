@@ -72,7 +72,7 @@ class Pipeline:
             )
 
     def stack(self, mesh: AnyMesh | None, *arguments: Any) -> "PipelinedStack":
-        """Build a stack that is split into stages. ``arguments``: see `Stacking`."""
+        """Build a stack that is split into stages. ``arguments`` are the arguments of a `Stacking`."""
         return PipelinedStack(self, mesh, *arguments)
 
     def refuse_batch(self, batch: int, mesh: AnyMesh) -> None:
@@ -113,8 +113,8 @@ def _rows_over(mesh: AnyMesh) -> tuple[str, ...]:
 class PipelinedStack(ScannedStack):
     """Scanned layers, computed as a pipeline on a mesh with several stages, then the remaining layers ``rest``.
 
-    Input and output batches are sharded over ``pipe`` too. A layer computes one microbatch at a time. Loads and dropped
-    assignments are summed over microbatches. Results of `OutputRequest.reduce_routing` are averaged over microbatches.
+    Batches of inputs and outputs are also sharded over ``pipe``. A layer computes one microbatch at a time. Loads and
+    dropped assignments are summed over microbatches. Results of `OutputRequest.reduce_routing` are averaged.
     """
 
     def __init__(
@@ -233,7 +233,7 @@ def _turns(
         microbatch, slot_index = turn_index - stage, turn_index % layout.held
         slot = jax.lax.dynamic_index_in_dim(slots, slot_index, keepdims=False)
         x = jnp.where(stage == 0, slot, received)
-        x = jnp.where((microbatch >= 0) & (microbatch < count), x, 0)  # a stage that waits computes finite values
+        x = jnp.where((microbatch >= 0) & (microbatch < count), x, 0)  # an idle stage computes finite values
         y, outputs = compute(x, jnp.clip(microbatch, 0, count - 1))
         sent = jnp.stack([y, jnp.where(stage == 0, received, slot)])
         received, slot = jax.lax.ppermute(sent, AXIS, ring)
@@ -244,7 +244,7 @@ def _turns(
     (received, slots), outputs = jax.lax.scan(turn, start, jnp.arange(turns))
     last = jnp.where(stage == 0, received, slots[turns % layout.held])
     slots = slots.at[turns % layout.held].set(jax.lax.ppermute(last, AXIS, ring))
-    outputs = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, stage, count), outputs)  # drops turns of waiting
+    outputs = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, stage, count), outputs)  # drops idle turns
     return jnp.roll(slots, -layout.stages, axis=0), outputs
 
 
@@ -263,7 +263,7 @@ class _Microbatches:
         return self.parts // self.stages
 
     def place(self, part: Any) -> Any:
-        """Return the slot, among all stages, of the microbatch that is computed as number ``part``."""
+        """Return the index, among the slots of all stages, of the microbatch that is computed as number ``part``."""
         return -(part // self.held) % self.stages * self.held + part % self.held
 
     def apart(self, a: Array) -> Array:

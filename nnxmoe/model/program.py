@@ -74,7 +74,7 @@ def _check_ids(tokens: Any, vocab_size: int) -> None:
 
 
 def lengths_after_pass(inputs: ModelInputs, cache: Cache | None) -> np.ndarray | None:
-    """Count the real tokens of each row after a pass, cached tokens included.
+    """Count the real tokens of each row after a pass, including cached tokens.
 
     Returns:
         The counts ``[B]``, or None if the inputs are traced or not fully addressable from this process.
@@ -114,7 +114,7 @@ def warn_beyond_positions(model: Any, tokens: int) -> None:
 
 
 def is_traced(model: Any, arguments: Any) -> bool:
-    """Return whether a call is inside a transformation: the model or the arguments contain tracers.
+    """Return whether the model or the arguments contain tracers, as inside a transformation.
 
     Raises:
         ValueError: The model has shapes without values.
@@ -126,7 +126,7 @@ def is_traced(model: Any, arguments: Any) -> bool:
 
 
 def bucket_size(length: int, smallest: int) -> int:
-    """Round ``length`` up to ``smallest`` times 1, 1.5, 2, 3, 4, 6, …, at most 1.5 times a larger ``length``."""
+    """Round ``length`` up to ``smallest`` times 1, 1.5, 2, 3, 4, 6, … to limit the number of compiled sizes."""
     size = smallest
     while size < length:
         if size * 3 // 2 >= length:

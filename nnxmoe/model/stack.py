@@ -83,7 +83,7 @@ class UnrolledStack(nnx.Module):
         self.remat = remat
 
     def token_independent(self, key: Key[Array, ""] | None) -> bool:
-        """Whether the feed-forwards of all layers are token-independent."""
+        """Return whether the feed-forwards of all layers are token-independent."""
         return all(layer.token_independent(key) for layer in self.layers)
 
     @property
@@ -191,15 +191,15 @@ class ScannedStack(nnx.Module):
         return self.count
 
     def token_independent(self, key: Key[Array, ""] | None) -> bool:
-        """Whether the feed-forwards of the layers are token-independent."""
+        """Return whether the feed-forwards of the layers are token-independent."""
         return self.layer.token_independent(key)
 
     def __call__(self, x: Any, context: Context, cache: Any, first: int | Int[Array, ""] = 0) -> Body:
-        """Scan over the layers. ``first``: index of the first layer if the layers are part of a larger stack."""
+        """Scan over the layers. ``first`` is the index of the first layer if the layers are part of a larger stack."""
         if not is_stateful(self.layer):
             state = nnx.state(self.layer)
             out, new_cache, infos, hidden = scan_layers(self.layer, state, self.remat, x, context, cache, first)
-        if is_stateful(self.layer):  # checked again because tracing the scan may have detected it
+        if is_stateful(self.layer):  # checked again, because tracing the scan detects stateful layers
             return self._in_turn(x, context, cache, first)
         return Body(out, new_cache, by_layer(infos), () if hidden is None else tuple(by_layer(hidden).values()))
 
@@ -241,7 +241,7 @@ class ScannedStack(nnx.Module):
         """Copy the layers to an `UnrolledStack` with separate arrays per layer.
 
         Args:
-            place: Function from a layer's variable to the variable's sharding, or to None.
+            place: Function that returns the sharding of a layer's variable, or None.
         """
         graph, state = nnx.split(self.layer)
         layers: list[list[Any]] = [[] for _ in range(self.count)]

@@ -15,14 +15,14 @@ _changing = weakref.WeakSet[type]()
 
 
 def is_captured(module: nnx.Module) -> bool:
-    """Whether `nnx.capture` collects values from this module."""
+    """Return whether `nnx.capture` collects values from this module."""
     return "__captures__" in vars(module)
 
 
 def is_stateful(module: nnx.Module) -> bool:
-    """Whether calls change the module: under `nnx.capture`, or if a part sows values or sets a variable.
+    """Return whether calls change the module: under `nnx.capture`, or if a part sows values or sets a variable.
 
-    Detects such parts only after `watch` has observed a call of their class.
+    Detects such a part only after `watch` has observed a call of the part's class.
     """
     if is_captured(module):
         return True

@@ -28,7 +28,7 @@ from nnxmoe.moe.grouped_matmul import GroupedMatmul, RaggedDotMatmul
 from nnxmoe.sharding import bind_mesh
 from nnxmoe.sharding_rules import RULES, Rules, check_mesh, check_rules, sharding_of
 
-_WHY = {  # (type, backend or None for any) -> reason; measured by python -m tests.benchmarks --only moe on two cores
+_WHY = {  # (type, backend or None for all) -> reason. Speeds: python -m tests.benchmarks --only moe on two cores
     (
         "BlockedMatmul",
         "cpu",
@@ -187,7 +187,7 @@ class Strategy(KnownFields):
 
     @classmethod
     def auto(cls, platform: str | None = None) -> Self:
-        """Return the defaults for a platform, ``"cpu"``, ``"gpu"`` or ``"tpu"``. Defaults to the current platform.
+        """Return the default strategy for the platform ``"cpu"``, ``"gpu"`` or ``"tpu"``, or for the current platform.
 
         Pass a platform to compile programs for the devices of a different machine. Raises ValueError if it is unknown.
         """
@@ -221,12 +221,12 @@ class Strategy(KnownFields):
         nnx.update(model, nnx.from_flat_state([(p, v.replace(a)) for (p, v), a in zip(shapes, arrays, strict=True)]))
 
     def explain(self) -> str:
-        """Describe each choice in one line: the object, and why it is the default on this backend."""
+        """Describe each choice in one line, with the reason if the choice is the default on this backend."""
         backend = jax.default_backend()
 
         def why(choice: Any) -> str:
             name = type(choice).__name__
-            return f"{choice}: {_WHY.get((name, backend)) or _WHY.get((name, None)) or 'chosen; not a default here'}"
+            return f"{choice}: {_WHY.get((name, backend)) or _WHY.get((name, None)) or 'not a default on this backend'}"
 
         mesh_line, stages = "none, one device", 1 if self.mesh is None else self.mesh.shape.get("pipe", 1)
         if self.mesh is not None:

@@ -12,7 +12,7 @@ _LAYER = re.compile(re.escape(LAYERS) + r"\.([0-9]{1,9})\.")
 class W:
     """The tensor, or part of a tensor, that contains a parameter.
 
-    The tensor is a kernel ``[outs, ins]`` or a vector ``[outs]``. Tensors of all experts have a leading expert axis.
+    The tensor is a kernel ``[outs, ins]`` or a vector ``[outs]``. A tensor of all experts has a leading expert axis.
     For a key ``layer.…``, the name is relative to the layer: it follows ``model.layers.N.``.
 
         W("self_attn.q_proj.weight")                   a tensor
@@ -46,7 +46,7 @@ class W:
 
     @property
     def T(self) -> "W":
-        """The name of a tensor with inputs before outputs."""
+        """This name, marked as a tensor ``[ins, outs]`` with inputs before outputs."""
         return dataclasses.replace(self, transposed=True)
 
     @property

@@ -210,7 +210,7 @@ def dequantize(model: CausalLM, dtype: Any = None) -> CausalLM:
 
 
 def dequantize_kernel(ref: KernelRef, model: CausalLM, dtype: Any = None) -> None:
-    """Replace a quantized kernel with a float kernel in place. ``dtype``: see `dequantize`."""
+    """Replace a quantized kernel with a float kernel of ``dtype`` (see `dequantize`) in place."""
     weight: QuantizedWeight = ref.weight
     dtype = jnp.dtype(model.embed.table.dtype if dtype is None else dtype)
     lead_axes, in_axes, out_axes = weight.logical_axes
@@ -223,7 +223,7 @@ def dequantize_kernel(ref: KernelRef, model: CausalLM, dtype: Any = None) -> Non
 
 @functools.lru_cache(maxsize=64)
 def _to_floats(dtype: np.dtype, shape: tuple[int, ...], sharding: Any) -> Callable[[Kernel], Array]:
-    """Return a compiled function from a quantized kernel to a float array. Kernels of equal structure share it."""
+    """Return a compiled conversion of a quantized kernel to floats. Kernels of equal structure share the function."""
     return jax.jit(lambda kernel: kernel.transposed(dtype).reshape(shape), out_shardings=sharding)
 
 

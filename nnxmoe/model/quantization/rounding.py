@@ -52,7 +52,7 @@ def kernels_to_quantize(model: CausalLM, method: Method | Mixed | None) -> list[
 
 
 def quantize(model: CausalLM, method: Method | Mixed) -> CausalLM:
-    """Return a model with quantized kernels in attention, feed-forwards and experts. Lossy.
+    """Return a model with quantized kernels in attention, feed-forwards and experts. Quantization is lossy.
 
     The arrays of embedding, router, norms and biases are shared, in new variables: assigning a variable of one model
     does not change the other model.
