@@ -1,1 +1,1 @@
-"""The machine that a program runs on: processes, memory, messages and progress bars."""
+"""Runtime environment: processes, memory, compiled programs, log messages and progress bars."""

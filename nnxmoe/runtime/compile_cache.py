@@ -14,38 +14,38 @@ from nnxmoe.runtime.progress import say
 VARIABLE = "NNXMOE_COMPILE_CACHE"
 OFF = ("", "0", "off", "no", "false")
 MAX_BYTES = 2 * 2**30
-_UNFINISHED = 60.0  # seconds until an entry without time stamp counts as left by a killed process
+_UNFINISHED = 60.0  # seconds after which an entry without time stamp must be from a killed process
 
 
 def compile_cache(folder: str | os.PathLike[str] | None = None, max_bytes: int = MAX_BYTES) -> Path | None:
     """Cache compiled programs in a folder, so that the next process reads them instead of compiling.
 
-    Programs depend on shapes, the versions of jax and XLA, and the machine. The command line calls this
-    function. A cache that is already configured in JAX, such as by ``JAX_COMPILATION_CACHE_DIR``, is
-    not changed.
+    A program is reused only for the same shapes, the same versions of JAX and XLA, and the same kind of
+    machine. The command line calls this function. If JAX's cache is already configured, such as by
+    ``JAX_COMPILATION_CACHE_DIR``, it is not changed.
 
         nnxmoe.compile_cache()
         model = nnxmoe.from_pretrained("demo")
 
     Args:
-        folder: The programs are in its subfolder ``nnxmoe/xla``. Nothing else in it is touched.
+        folder: Programs are stored in its subfolder ``nnxmoe/xla``. Other files are not touched.
             Defaults to the environment variable ``NNXMOE_COMPILE_CACHE``, else to the user's cache
             folder (``$XDG_CACHE_HOME``, else ``~/.cache``).
-        max_bytes: Beyond this size, the least recently used programs are deleted.
+        max_bytes: Maximum size of the cache. The least recently used programs are deleted first.
 
     Returns:
-        The folder of the programs. None, without any change, if the variable is ``off`` or the folder
-        is not writable.
+        The folder of the programs, or None if the variable is ``off`` or the folder is not writable.
+        If None, JAX's settings are unchanged.
 
     Raises:
-        ValueError: If an argument is not a path or a number of bytes.
+        ValueError: If ``folder`` is not a path or ``max_bytes`` is not a positive integer.
     """
     if folder is not None:
         path_text(folder)
     if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1:
-        raise ValueError(f"compile_cache(max_bytes={short(max_bytes)}): give a positive number of bytes")
-    if (given := getattr(jax.config, "jax_compilation_cache_dir", None)) is not None:
-        return Path(given)
+        raise ValueError(f"compile_cache(max_bytes={short(max_bytes)}): pass a positive number of bytes")
+    if (configured := getattr(jax.config, "jax_compilation_cache_dir", None)) is not None:
+        return Path(configured)
     if folder is None:
         folder = os.environ.get(VARIABLE)
         if folder is not None and folder.lower() in OFF:
@@ -53,19 +53,19 @@ def compile_cache(folder: str | os.PathLike[str] | None = None, max_bytes: int =
     try:
         folder = folder or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         path = Path(folder).expanduser().absolute() / "nnxmoe" / "xla"
-        new = not path.is_dir()
+        is_new = not path.is_dir()
         path.mkdir(parents=True, exist_ok=True)
-        for entry in path.glob("*-cache"):  # of killed writers: JAX writes the time stamp last and needs both
+        for entry in path.glob("*-cache"):  # remove entries of killed writers: JAX writes the time stamp last
             stamp = entry.with_name(entry.name.removesuffix("-cache") + "-atime")
             if not stamp.exists() and time.time() - entry.stat().st_mtime > _UNFINISHED:
                 entry.unlink(missing_ok=True)
         if not os.access(path, os.W_OK):
-            raise PermissionError(f"{path} cannot be written to")
+            raise PermissionError(f"{path} is not writable")
     except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home directory
-        say("compiled programs are not kept: %s (%s=FOLDER: keep them elsewhere, or off)", error, VARIABLE)
+        say("compiled programs are not cached: %s (set %s to a different folder, or to off)", error, VARIABLE)
         return None
-    if new:
-        say("compiled programs are kept in %s (%s=off: not)", path, VARIABLE)
+    if is_new:
+        say("caching compiled programs in %s (set %s=off to disable the cache)", path, VARIABLE)
     for name, value in {
         "jax_compilation_cache_dir": str(path),
         "jax_compilation_cache_max_size": max_bytes,

@@ -10,9 +10,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def install_command(extra: str) -> str:
-    """Return a command that installs an extra.
+    """Return the pip command that installs an extra.
 
-    It installs from the package's checkout if there is one, else it installs the extra's requirements.
+    Installs the extra from the package's checkout if there is a checkout, else the extra's requirements.
     """
     if (ROOT / "pyproject.toml").is_file():
         folder = "." if os.path.realpath(os.curdir) == str(ROOT) else str(ROOT)

@@ -11,21 +11,22 @@ GPU, TPU, CPU = "gpu", "tpu", "cpu"
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """One kind of device. Rates are per device, in bytes or operations per second.
+    """Device type. Rates are per device, in bytes or operations per second.
 
     Attributes:
-        flops: Dense bfloat16 products.
-        memory: Bytes.
-        bandwidth: To and from the device's memory.
-        link: One way, to devices of the same node (GPU) or along one mesh axis of the torus (TPU).
-        network: One way, to other nodes or slices.
+        flops: Peak rate of dense bfloat16 matmuls.
+        memory: Bytes of device memory.
+        bandwidth: Bandwidth of the device memory.
+        link: One-way bandwidth to devices of the same node (GPU) or along one axis of the torus (TPU).
+        network: One-way bandwidth to other nodes or slices.
         node: Number of devices that share fast links.
-        kinds: JAX's ``device_kind``, or a part of it for GPUs.
-        torus: Physical sizes of a TPU slice, empty if no slice was named.
-        efficiency: Share of the peak that whole steps reach. If None, the share of published runs.
-        topology: The compiler's name of the slice.
-        dimensions: Dimensions of the torus.
-        dies: Devices per chip, which share the chip's links.
+        kinds: Values of JAX's ``device_kind``, or substrings of it for GPUs.
+        torus: Axis sizes of a TPU slice. Empty if no slice is specified.
+        efficiency: Fraction of the peak that whole steps reach. If None, the fraction of published
+            runs is used.
+        topology: XLA's name of the slice.
+        dimensions: Number of dimensions of the torus.
+        dies: Devices per chip. They share the chip's links.
     """
 
     name: str
@@ -55,16 +56,18 @@ class Hardware:
 _GB, _GIB, _T = 1e9, 2**30, 1e12
 
 
-def _gpu(name: str, flops: float, memory: float, bandwidth: float, link: float, network: float, *more: Any) -> Hardware:
-    """Build a row from teraflops, GB, TB/s and GB/s. ``more``: devices per node, and names in JAX."""
+def _gpu(
+    name: str, flops: float, memory: float, bandwidth: float, link: float, network: float, *node_and_kinds: Any
+) -> Hardware:
+    """Build a row from TFLOP/s, GB, TB/s and GB/s, with the devices per node and `Hardware.kinds`."""
     rates = flops * _T, memory * _GB, bandwidth * _T, link * _GB, network * _GB
-    return Hardware(name, GPU, *rates, *more)
+    return Hardware(name, GPU, *rates, *node_and_kinds)
 
 
 def _tpu(
     name: str, flops: float, memory: float, bandwidth: float, link: float, network: float, node: int, *kinds: str
 ) -> Hardware:
-    """Build a row from teraflops, GiB, TB/s and GB/s. The torus has 3 dimensions, or 2 for v5e and v6e."""
+    """Build a row from TFLOP/s, GiB, TB/s and GB/s. The torus has 3 dimensions, or 2 for v5e and v6e."""
     rates = flops * _T, memory * _GIB, bandwidth * _T, link * _GB, network * _GB
     dimensions = 2 if name in ("tpu-v5e", "tpu-v6e") else 3
     return Hardware(name, TPU, *rates, node, kinds, dimensions=dimensions, dies=2 if name == "tpu-7x" else 1)
@@ -73,15 +76,15 @@ def _tpu(
 # Sources:
 # A100: NVIDIA's data sheet of the 80 GB SXM module, with a 200 Gb/s adapter.
 # H100 to B200: XLA's target specs (cores x units x clock), NVLink one way, one 400 Gb/s adapter per GPU.
-# B300, GB200, GB300, MI300X to MI355X, L40S, A10, L4, T4 (float16) and GeForce (float32 sums): vendors' data sheets,
-# dense rates. GB200 and GB300 have 72 GPUs per NVLink domain, and the 300s have 800 Gb/s adapters. The links of MI300X
-# to MI355X are Infinity Fabric to seven other GPUs. Without NVLink the link is PCIe.
-# TPUs: Cloud TPU documentation. Its ICI rates are sums over all links and both directions. The table has the share of
+# B300, GB200, GB300, MI300X to MI355X, L40S, A10, L4, T4 (float16) and GeForce (float32 accumulation): vendors' data
+# sheets, dense rates. GB200 and GB300 have 72 GPUs per NVLink domain, and the 300s have 800 Gb/s adapters. The links of
+# MI300X to MI355X are Infinity Fabric to seven other GPUs. Without NVLink, the link is PCIe.
+# TPUs: Cloud TPU documentation. Its ICI rates are sums over all links and both directions. The table has the rate of
 # a ring along one axis.
-# If a name is a part of another name, the longer name comes first.
+# If a name is a substring of another name, the longer name comes first.
 TABLE: Mapping[str, Hardware] = {
-    kind.name: kind
-    for kind in (
+    hardware.name: hardware
+    for hardware in (
         _gpu("a100", 312, 85.2, 2.04, 300, 25, 8, ("A100",)),
         _gpu("h100", 989, 84.9, 3.35, 450, 50, 8, ("H100",)),
         _gpu("h200", 989, 151.4, 4.8, 450, 50, 8, ("H200",)),
@@ -109,7 +112,7 @@ TABLE: Mapping[str, Hardware] = {
 
 def of_device(kind: str) -> Hardware | None:
     """Return the row of the table for JAX's ``device_kind``, or None if the table lacks the device."""
-    for one in TABLE.values():
-        if kind in one.kinds or (one.platform == GPU and any(part in kind for part in one.kinds)):
-            return one
+    for hardware in TABLE.values():
+        if kind in hardware.kinds or (hardware.platform == GPU and any(part in kind for part in hardware.kinds)):
+            return hardware
     return None

@@ -1,4 +1,4 @@
-"""Ctrl-C during training: finish and save the current step, then raise KeyboardInterrupt."""
+"""Handle Ctrl-C during training: finish and save the current step, then raise KeyboardInterrupt."""
 
 import contextlib
 import dataclasses
@@ -11,7 +11,7 @@ from nnxmoe.runtime.progress import say
 
 
 class Interrupted(KeyboardInterrupt):
-    """Raised after Ctrl-C during training. The message says what is saved and how to continue.
+    """Raised after Ctrl-C during training. The message states what was saved and how to continue.
 
     Attributes:
         fitted: The model, metrics and state after the last step.
@@ -24,11 +24,11 @@ class Interrupted(KeyboardInterrupt):
 
 @dataclasses.dataclass
 class Stop:
-    """State shared by `stopping` and the loop inside it.
+    """State shared by `stopping` and the loop inside its block.
 
     Attributes:
-        asked: Ctrl-C was pressed.
-        deferred: There is something to save, so the first Ctrl-C only sets ``asked``.
+        asked: True if Ctrl-C was pressed.
+        deferred: True if there is something to save. The first Ctrl-C then only sets ``asked``.
     """
 
     asked: bool = False
@@ -37,12 +37,12 @@ class Stop:
 
 @contextlib.contextmanager
 def stopping() -> Iterator[Stop]:
-    """Defer Ctrl-C to the end of a step, as set in `Stop`. A second Ctrl-C raises KeyboardInterrupt at once.
+    """Defer the first Ctrl-C to the end of a step (see `Stop`). The second one raises KeyboardInterrupt.
 
-    No-op outside the main thread, or if SIGINT has a different handler.
+    No-op outside the main thread, or if SIGINT has a custom handler.
     """
-    stop, before = Stop(), signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or before is not signal.default_int_handler:
+    stop, previous_handler = Stop(), signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or previous_handler is not signal.default_int_handler:
         yield stop
         return
 
@@ -50,10 +50,10 @@ def stopping() -> Iterator[Stop]:
         if stop.asked or not stop.deferred:
             raise KeyboardInterrupt
         stop.asked = True
-        say("stopping after this step; Ctrl-C again stops at once")
+        say("stopping after this step; press Ctrl-C again to stop immediately")
 
     signal.signal(signal.SIGINT, handle)
     try:
         yield stop
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous_handler)

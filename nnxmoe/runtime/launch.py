@@ -1,9 +1,9 @@
 """Run a script as several processes on this machine: ``python -m nnxmoe.runtime.launch 2 script.py …``.
 
-Each process gets separate CPU devices, and the environment variables with which
-``nnxmoe.runtime.processes.initialize()`` connects the processes. Ctrl-C interrupts all processes, so
-that training saves its step. A second Ctrl-C kills them. This is a convenience for one machine: on
-a cluster, use the cluster's launcher.
+Each process has separate CPU devices, and the environment variables that
+``nnxmoe.runtime.processes.initialize()`` reads to connect the processes. Ctrl-C interrupts all
+processes, so that training saves the current step. A second Ctrl-C kills all processes. This
+launcher is for a single machine. On a cluster, use the cluster's launcher.
 """
 
 import argparse
@@ -20,14 +20,14 @@ from collections.abc import Sequence
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the processes until all have exited or one has failed, and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m nnxmoe.runtime.launch", description=__doc__)
-    parser.add_argument("--devices", type=int, default=1, metavar="N", help="CPU devices of each process")
-    parser.add_argument("count", type=int, help="how many processes")
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="arguments of python: script.py …, or -m module …")
+    parser.add_argument("--devices", type=int, default=1, metavar="N", help="CPU devices per process")
+    parser.add_argument("count", type=int, help="number of processes")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="arguments for python: script.py …, or -m module …")
     options = parser.parse_args(arguments)
     if not options.command or min(options.count, options.devices) < 1:
-        parser.error("give at least one process, one device and the script to run")
+        parser.error("pass at least one process, one device and a script to run")
     for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores SIGHUP: leave it ignored
+        if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores SIGHUP: do not handle it
             signal.signal(number, lambda number, _: sys.exit(128 + number))
     port, running = free_port(), []
     try:
@@ -46,17 +46,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     finally:
         for process in running:
-            process.kill()  # a process in a collective ignores SIGTERM
+            process.kill()  # a process inside a collective does not react to SIGTERM
             process.wait()
     for i, code in enumerate(codes):
         if code:
-            print(f"nnxmoe: process {i} of {len(codes)} exited with {code}; the others are stopped", file=sys.stderr)
+            print(
+                f"nnxmoe: process {i} of {len(codes)} exited with {code}; the other processes were stopped",
+                file=sys.stderr,
+            )
             return code if code > 0 else 128 - code
     return 0
 
 
 def environment(number: int, count: int, port: int, devices: int) -> dict[str, str]:
-    """Return the environment variables that one process gets in addition to the inherited variables."""
+    """Return the environment variables of one process, in addition to inherited variables."""
     address = f"127.0.0.1:{port}"
     return {
         "JAX_COORDINATOR_ADDRESS": address,
@@ -69,7 +72,7 @@ def environment(number: int, count: int, port: int, devices: int) -> dict[str, s
 
 
 def free_port() -> int:
-    """Return a free port of the loopback interface."""
+    """Return a free port on the loopback interface."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Memory available for weights and caches, to reject what does not fit before it starts."""
+"""Memory available for weights and caches, to reject arrays that do not fit before allocation."""
 
 import contextlib
 import ctypes
@@ -32,15 +32,15 @@ _VERSIONS = (
 
 
 def memory_bytes() -> tuple[float, str]:
-    """Return the bytes for weights and caches of this process, and the name of the limit.
+    """Return the bytes that this process can use for weights and caches, and the name of the limit.
 
     The limit is the memory of the process's accelerators. Without accelerators it is the free memory of
     the machine, within the limits of the process and its container. The environment variable
-    ``NNXMOE_MEMORY`` overrides it with a size such as ``48GB``, or with ``off`` for infinity. The size
-    is unknown and thus infinite on systems without ``sysconf`` (Windows).
+    ``NNXMOE_MEMORY`` overrides it with a size such as ``48GB``, or with ``off`` for infinity. On
+    systems without ``sysconf`` (Windows), the memory is unknown and the result is infinity.
     """
-    if given := os.environ.get(VARIABLE):
-        return _given(given), f"{VARIABLE}={given}"
+    if override := os.environ.get(VARIABLE):
+        return _given(override), f"{VARIABLE}={override}"
     device = jax.local_devices()[0]
     stats = device.memory_stats() or {}
     if device.platform != "cpu" and "bytes_limit" in stats:
@@ -48,24 +48,24 @@ def memory_bytes() -> tuple[float, str]:
         return int(stats["bytes_limit"]) * count, f"{count} x {device.device_kind}"
     if not hasattr(os, "sysconf"):
         return math.inf, "the size of this machine's memory is unknown"
-    rooms = {"this machine's memory": float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))}
+    limits = {"this machine's memory": float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))}
     if free := re.search(rb"^MemAvailable:\s*(\d+) kB", _read(Path("/proc/meminfo")) or b"", re.MULTILINE):
-        rooms["this machine's free memory"] = int(free[1]) * 1024.0
-    rooms["the free memory of this container"] = _container_room()
-    rooms["the process's limit (ulimit -v)"] = _address_space()
-    where = min(rooms, key=lambda name: rooms[name])
-    return rooms[where], where
+        limits["this machine's free memory"] = int(free[1]) * 1024.0
+    limits["the free memory of this container"] = _container_room()
+    limits["the process's limit (ulimit -v)"] = _address_space()
+    limit_name = min(limits, key=lambda name: limits[name])
+    return limits[limit_name], limit_name
 
 
 def _container_room() -> float:
-    """Return the least free memory of the process's control groups, from its direct group to the root."""
+    """Return the minimum free memory of the process's control group and all its parent groups."""
     groups, room = _read(_OF_PROCESS) or b"", math.inf
     for controller, limit, usage, line in _VERSIONS:
         root, match = _CGROUP / controller, line.search(groups)
         path = Path(os.fsdecode(match[1]).strip().lstrip("/")) if match else Path()
         if ".." in path.parts:  # the group is outside the container's view
             path = Path()
-        # In a container, the path may be the host's and not exist, since the container's group is mounted as root.
+        # In a container, the path may be the host's path and not exist: the container's group is mounted as root.
         for group in (path, *path.parents):
             room = min(room, _group_room(root / group, limit, usage))
     return room
@@ -80,17 +80,17 @@ def _group_room(group: Path, limit: str, usage: str) -> float:
     text = _read(group / limit)
     if text is None or text.strip() == b"max":
         return math.inf
-    if (most := _number(text)) is None:
-        logger.warning("%s is %s, not a number of bytes: this limit is not known", group / limit, short(text))
+    if (limit_bytes := _number(text)) is None:
+        logger.warning("%s is %s, not a number of bytes: ignoring this limit", group / limit, short(text))
         return math.inf
     pages = dict[bytes, float]()
     for words in map(bytes.split, (_read(group / "memory.stat") or b"").splitlines()):
         if len(words) == 2 and (value := _number(words[1])) is not None:
             pages[words[0]] = value
     # In version 1 only fields with the prefix total_ include child groups.
-    files = sum(pages.get(b"total_" + name, pages.get(name, 0.0)) for name in (b"active_file", b"inactive_file"))
-    used = _number(_read(group / usage) or b"") or 0.0
-    return max(0.0, most - max(0.0, used - files))
+    cached_bytes = sum(pages.get(b"total_" + name, pages.get(name, 0.0)) for name in (b"active_file", b"inactive_file"))
+    usage_bytes = _number(_read(group / usage) or b"") or 0.0
+    return max(0.0, limit_bytes - max(0.0, usage_bytes - cached_bytes))
 
 
 def _read(file: Path) -> bytes | None:
@@ -114,7 +114,7 @@ def _given(text: str) -> float:
         return math.inf
     match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?([KMGT])B?", text.strip().upper())
     if match is None:
-        raise ValueError(f"{VARIABLE}={short(text)}: give a size such as 48GB, or off")
+        raise ValueError(f"{VARIABLE}={short(text)}: set it to a size such as 48GB, or to off")
     return float(match[1]) * 1000 ** (" KMGT".index(match[2]))
 
 
@@ -131,11 +131,15 @@ def _address_space() -> float:
 
 
 def local_bytes(arrays: Iterable[tuple[Any, Any, Any]]) -> int:
-    """Count this process's bytes of arrays with these shapes, dtypes and shardings, including replicas."""
+    """Return this process's bytes of arrays, given as (shape, dtype, sharding), including replicas."""
     total = 0
-    for shape, dtype, place in arrays:
-        held = 1 if place is None else len(place.addressable_devices)
-        total += math.prod(shape if place is None else place.shard_shape(shape)) * np.dtype(dtype).itemsize * held
+    for shape, dtype, sharding in arrays:
+        num_devices = 1 if sharding is None else len(sharding.addressable_devices)
+        total += (
+            math.prod(shape if sharding is None else sharding.shard_shape(shape))
+            * np.dtype(dtype).itemsize
+            * num_devices
+        )
     return total
 
 
@@ -143,21 +147,22 @@ def refuse_beyond_memory(need: float, what: str, remedy: str) -> None:
     """Raise ValueError if ``need`` bytes do not fit, and warn above 90 % of the memory.
 
     Args:
-        need: Bytes.
+        need: Required bytes.
         what: Start of the message, such as "training takes".
         remedy: Advice in the message, in addition to the override by ``NNXMOE_MEMORY``.
     """
-    have, where = memory_bytes()
-    if need > have:
+    available, limit_name = memory_bytes()
+    if need > available:
         raise ValueError(
-            f"{what} {bytes_text(need)}, {where} is {bytes_text(have)}: {remedy}, or set {VARIABLE}=off to try anyway"
+            f"{what} {bytes_text(need)}, {limit_name} is {bytes_text(available)}: {remedy}, or set "
+            f"{VARIABLE}=off to try anyway"
         )
-    if need > 0.9 * have:
-        logger.warning("%s %s of the %s of %s", what, bytes_text(need), bytes_text(have), where)
+    if need > 0.9 * available:
+        logger.warning("%s %s of the %s of %s", what, bytes_text(need), bytes_text(available), limit_name)
 
 
 def give_back() -> None:
-    """Return freed memory to the system. glibc retains hundreds of MB that other threads freed.
+    """Return freed memory to the system. By default, glibc retains hundreds of MB freed by other threads.
 
     No-op without glibc. ``CDLL(None)`` raises TypeError on Windows.
     """

@@ -1,4 +1,4 @@
-"""Connect the processes of a program, with one timeout for every wait.
+"""Connect the processes of a multi-process program, with a single timeout for every wait.
 
 JAX detects SLURM, Open MPI, Kubernetes and Cloud TPU, connects the processes and checks their
 heartbeats.
@@ -20,33 +20,35 @@ _TIMEOUTS = ("initialization_timeout", "heartbeat_timeout_seconds", "shutdown_ti
 
 
 def initialize(timeout: float = 300.0, **options: Any) -> None:
-    """Connect this process to the others, before any other use of JAX.
+    """Connect this process to the other processes. Call it before any other use of JAX.
 
-    No-op with a log message for a single process.
+    If there is only a single process, the function only logs a message.
 
     Args:
-        timeout: Seconds to wait for other processes at the start, for their heartbeats and at the
-            end. After the timeout, JAX ends this process with a message and a non-zero status.
+        timeout: Seconds to wait for other processes at startup, between heartbeats and at shutdown.
+            After the timeout, JAX ends this process with a message and a non-zero exit status.
         options: Arguments of ``jax.distributed.initialize``. Missing arguments are read from the
             environment: the variables of the cluster's launcher, or ``JAX_COORDINATOR_ADDRESS``,
             ``JAX_NUM_PROCESSES`` and ``JAX_PROCESS_ID``.
 
     Raises:
-        ValueError: For an invalid timeout, incomplete variables, or if the process is connected
-            already.
+        ValueError: If the timeout is invalid, the variables are incomplete, or the process is already
+            connected.
     """
     timeout = real_number("timeout (seconds)", timeout, 0, 2**31, positive=True)
     if jax.distributed.is_initialized():
-        raise ValueError("this process is already connected to the others: call initialize once")
-    given = _from_environment() | options
+        raise ValueError("this process is already connected to the other processes: call initialize only once")
+    settings = _from_environment() | options
     limits: dict[str, Any] = dict.fromkeys(_TIMEOUTS, math.ceil(timeout))
     try:
-        jax.distributed.initialize(**limits | given)
+        jax.distributed.initialize(**limits | settings)
     except Exception as error:
-        set_here = given.keys() & _FROM_ENVIRONMENT.keys()
-        launched = set_here or any(name.startswith(_LAUNCHERS) for name in os.environ)
-        late = "must be called before any JAX" in str(error) and not launched  # JAX was used before, as in a notebook
-        if not late and (set_here or "coordinator_address should" not in str(error)):
+        configured = settings.keys() & _FROM_ENVIRONMENT.keys()
+        launched = configured or any(name.startswith(_LAUNCHERS) for name in os.environ)
+        jax_in_use = (
+            "must be called before any JAX" in str(error) and not launched
+        )  # JAX was used before, as in a notebook
+        if not jax_in_use and (configured or "coordinator_address should" not in str(error)):
             raise
         say("no cluster and no JAX_COORDINATOR_ADDRESS found: running as a single process")
         return
@@ -55,12 +57,12 @@ def initialize(timeout: float = 300.0, **options: Any) -> None:
 
 def _from_environment() -> dict[str, Any]:
     """Read settings from ``JAX_*`` variables. If all are set, cluster detection is disabled."""
-    found: dict[str, Any] = {}
-    for name, kind in _FROM_ENVIRONMENT.items():
+    settings: dict[str, Any] = {}
+    for name, parse in _FROM_ENVIRONMENT.items():
         text = os.environ.get(variable := f"JAX_{name.upper()}")
-        if text is not None and kind is int and not text.isdecimal():
+        if text is not None and parse is int and not text.isdecimal():
             raise ValueError(
-                f"the environment variable {variable}={text!r} is not a number: set it to one, or unset it"
+                f"the environment variable {variable}={text!r} is not a number: set it to a number, or unset it"
             )
-        found |= {} if text is None else {name: kind(text)}
-    return found | ({"cluster_detection_method": "deactivate"} if len(found) == len(_FROM_ENVIRONMENT) else {})
+        settings |= {} if text is None else {name: parse(text)}
+    return settings | ({"cluster_detection_method": "deactivate"} if len(settings) == len(_FROM_ENVIRONMENT) else {})

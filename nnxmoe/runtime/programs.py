@@ -1,4 +1,4 @@
-"""Compiled programs of training, and messages about compilation."""
+"""Cache of compiled programs, and log messages about compilation."""
 
 import contextlib
 import dataclasses
@@ -39,16 +39,18 @@ class JitProgram:
         return self.prepare(*arguments)(*arguments)
 
     def prepare(self, *arguments: Any) -> Any:
-        """Return the program compiled for these shapes, dtypes and shardings. Compiles new combinations."""
+        """Return the program compiled for these shapes, dtypes and shardings. Each combination is compiled once."""
         shapes = shapes_of(arguments)
         if shapes not in self._known:
             leaves = jax.tree.leaves((arguments, self._options))
-            places = [place for leaf in leaves if isinstance(place := getattr(leaf, "sharding", leaf), Sharding)]
-            several = [place.device_set for place in places if len(place.device_set) > 1]
-            in_order = any(device.platform == "cpu" for devices in several for device in devices)
+            shardings = [
+                sharding for leaf in leaves if isinstance(sharding := getattr(leaf, "sharding", leaf), Sharding)
+            ]
+            device_sets = [sharding.device_set for sharding in shardings if len(sharding.device_set) > 1]
+            fix_order = any(device.platform == "cpu" for devices in device_sets for device in devices)
             lowered = self.jitted.lower(*arguments)
             with contextlib.nullcontext() if self._name is None else announced(f"compiling {self._name}"):
-                self._known[shapes] = lowered.compile(_IN_ORDER if in_order else None)
+                self._known[shapes] = lowered.compile(_IN_ORDER if fix_order else None)
         return self._known[shapes]
 
 
@@ -57,10 +59,10 @@ _HARMLESS = re.compile("log|cache|traceback|dump|explain|timeout|transfer_guard|
 
 
 def shared_program(key: Any, function: Callable[..., Any], name: str | None = None, **options: Any) -> JitProgram:
-    """Return the `JitProgram` of an earlier call with an equal key and equal ``out_shardings``, or a new one.
+    """Return a `JitProgram` that is shared by calls with equal keys and equal ``out_shardings``.
 
-    ``function`` must compute the same for equal keys. It should not reference arrays, since recent
-    programs are cached. If the key is None, the program is always new and not cached.
+    ``function`` must compute the same result for equal keys. It should not reference arrays, since
+    recent programs are cached. If the key is None, the program is new and not cached.
     """
     if key is None:
         return JitProgram(function, name, **options)
@@ -75,8 +77,8 @@ def _settings() -> tuple[tuple[str, Any], ...]:
     `jax.default_matmul_precision`. Settings without an attribute are read from `jax.config.values`.
     """
     values = dict(jax.config.values)
-    named = [(name, getattr(jax.config, name, value)) for name, value in sorted(values.items())]
-    return tuple((name, value) for name, value in named if not _HARMLESS.search(name))
+    current = [(name, getattr(jax.config, name, value)) for name, value in sorted(values.items())]
+    return tuple((name, value) for name, value in current if not _HARMLESS.search(name))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,35 +98,35 @@ def _program(request: _Request) -> JitProgram:
 def announced(message: str) -> Iterator[list[str]]:
     """Log ``message`` when XLA starts to compile in this block. Yields a list of the logged messages.
 
-    Programs read from the compilation cache are not reported. JAX reports a cache miss before compiling
-    only to its logger at level DEBUG, so that level is enabled for this block. Without a compilation
-    cache, the message is logged at once.
+    Programs read from the compilation cache are not reported. JAX reports a cache miss only in a DEBUG
+    message of its logger, so this level is enabled in this block. Without a compilation cache, the
+    message is logged immediately.
     """
     settings: Any = jax.config
     if not settings.jax_enable_compilation_cache or settings.jax_compilation_cache_dir is None:
         say("%s", message)
         yield [message]
         return
-    said, thread, logger = [], threading.get_ident(), logging.getLogger("jax._src.compiler")
+    logged, thread, logger = [], threading.get_ident(), logging.getLogger("jax._src.compiler")
 
     def on_record(record: logging.LogRecord) -> bool:
-        if record.thread == thread and "CACHE MISS" in str(record.msg) and not said:
-            said.append(message)
+        if record.thread == thread and "CACHE MISS" in str(record.msg) and not logged:
+            logged.append(message)
             say("%s", message)
-        return record.levelno >= level
+        return record.levelno >= effective_level
 
-    level = logger.getEffectiveLevel()
-    before = logger.level
+    effective_level = logger.getEffectiveLevel()
+    previous_level = logger.level
     logger.addFilter(on_record)
     logger.setLevel(logging.DEBUG)
     try:
-        yield said
+        yield logged
     finally:
-        logger.setLevel(before)
+        logger.setLevel(previous_level)
         logger.removeFilter(on_record)
 
 
 def shapes_of(arguments: Any) -> Any:
-    """Return the structure of a pytree with its arrays' shapes, dtypes and shardings, as a key."""
+    """Return a key of a pytree: its structure, and the shapes, dtypes and shardings of its arrays."""
     leaves, tree = jax.tree.flatten(arguments)
     return tree, tuple((np.shape(a), jax.dtypes.result_type(a), getattr(a, "sharding", None)) for a in leaves)

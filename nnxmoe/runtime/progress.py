@@ -1,9 +1,9 @@
 """Log messages and progress bars.
 
-Messages go through the logger ``nnxmoe``. Importing the package adds no handler to it. In a script
-or notebook without logging set-up, Python therefore prints only warnings, on stderr.
-``logging.basicConfig(level="INFO")`` shows all messages. The command line sets up a handler.
-Progress bars are tqdm's (``TQDM_DISABLE=1`` disables them).
+Messages are logged to the logger ``nnxmoe``, without a handler. If a script or notebook does not
+configure logging, Python therefore prints only warnings, on stderr.
+``logging.basicConfig(level="INFO")`` shows all messages. The command line adds a handler.
+Progress bars use tqdm (``TQDM_DISABLE=1`` disables them).
 """
 
 import contextlib
@@ -12,21 +12,21 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from tqdm import tqdm  # not tqdm.auto: nbconvert and Colab store only the first state of a notebook's widget
+from tqdm import tqdm  # not tqdm.auto: nbconvert and Colab store only the first state of its notebook widget
 
 logger = logging.getLogger("nnxmoe")
 
 
 @contextlib.contextmanager
 def messages_on_stderr() -> Iterator[None]:
-    """Print the package's messages on stderr in this block, unless the program has set up logging."""
+    """Print the package's messages on stderr in this block, unless logging is already configured."""
     level, propagate, handler = logger.level, logger.propagate, logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("nnxmoe: %(message)s"))
-    own = not logging.getLogger().handlers
+    unconfigured = not logging.getLogger().handlers
     logger.setLevel(logging.INFO)
-    if own:
+    if unconfigured:
         logger.addHandler(handler)
-        logger.propagate = False  # a library's logging.info(…) adds a root handler: avoid printing twice
+        logger.propagate = False  # avoid duplicates: a library's logging.info(…) adds a root handler
     try:
         yield
     finally:
@@ -47,5 +47,5 @@ def progress_bar(**options: Any) -> tqdm:
 
 
 def bytes_bar(total: int, description: str) -> tqdm:
-    """Create a progress bar in bytes with the speed. It appears after one second."""
+    """Create a progress bar for bytes that appears after one second."""
     return progress_bar(total=total, desc=description, unit="B", unit_scale=True, unit_divisor=1000, delay=1)

@@ -1,7 +1,7 @@
 """Cache keys for compiled programs that compare functions and settings by value.
 
-`jax.jit` recognizes only the same function object. However, two calls of ``optax.adam(1e-4)``
-return different closures that compute the same. So does a notebook cell that is run twice.
+`jax.jit` compares functions by identity. However, two calls of ``optax.adam(1e-4)`` return different
+closures that compute the same result. A notebook cell that runs twice also creates new functions.
 """
 
 import dataclasses
@@ -21,15 +21,15 @@ _MAX_ELEMENTS = 1024  # largest array that is compared by value
 
 
 class _Opaque(Exception):
-    """Raised for a value that may not always compute the same."""
+    """Raised if a value cannot be compared by value."""
 
 
 def static_key(*values: Any) -> Any:
-    """Return a hashable key that is equal only for values that compute the same.
+    """Return a hashable key that is equal only for values that compute the same result.
 
-    Returns None if that cannot be determined. Functions are compared by their code, defaults, captured
-    variables and the globals they use, except in JAX, Flax, Optax, NumPy and this package. Captured
-    arrays are compared only if they are small. A key references no model and no large array.
+    Returns None if this cannot be determined. Functions are compared by code, defaults, captured
+    variables and globals. The globals of libraries such as JAX and of this package are not compared.
+    Captured arrays are compared only if they are small. A key references no model and no large array.
     """
     try:
         return hashable(tuple(_key(value, {}) for value in values))
@@ -52,20 +52,20 @@ def _is_library(module: Any) -> bool:
 
 
 def _key(value: Any, seen: dict[int, int]) -> Any:
-    kind = type(value)
-    if kind in _PLAIN:
-        return kind, value
-    if kind is float:
-        return kind, value.hex()  # distinguishes 0.0 from -0.0
+    value_type = type(value)
+    if value_type in _PLAIN:
+        return value_type, value
+    if value_type is float:
+        return value_type, value.hex()  # distinguishes 0.0 from -0.0
     if id(value) in seen:  # part of a recursive function
         return "seen", seen[id(value)]
     if isinstance(value, types.FunctionType):
         seen[id(value)] = len(seen)
-        return kind, *(_key(part, seen) for part in _parts(value))
+        return value_type, *(_key(part, seen) for part in _parts(value))
     if isinstance(value, types.MethodType):
-        return kind, _key(value.__func__, seen), _key(value.__self__, seen)
+        return value_type, _key(value.__func__, seen), _key(value.__self__, seen)
     if isinstance(value, functools.partial):
-        return kind, _key(value.func, seen), _key(value.args, seen), _key(value.keywords, seen)
+        return value_type, _key(value.func, seen), _key(value.args, seen), _key(value.keywords, seen)
     if isinstance(value, np.ndarray | jax.Array):
         return _array_key(value)
     if isinstance(value, types.ModuleType):
@@ -74,7 +74,7 @@ def _key(value: Any, seen: dict[int, int]) -> Any:
         return _library_key(value, value.__module__)
     if getattr(sys.modules.get(getattr(value, "__module__", "")), getattr(value, "__qualname__", ""), None) is value:
         return _library_key(value, value.__module__)
-    return _library_key(kind, kind.__module__), _content_key(value, seen)
+    return _library_key(value_type, value_type.__module__), _content_key(value, seen)
 
 
 def _content_key(value: Any, seen: dict[int, int]) -> Any:
@@ -86,7 +86,7 @@ def _content_key(value: Any, seen: dict[int, int]) -> Any:
     if isinstance(value, Mapping):
         return tuple((_key(name, seen), _key(item, seen)) for name, item in value.items())
     if dataclasses.is_dataclass(value):
-        return tuple((each.name, _key(getattr(value, each.name), seen)) for each in dataclasses.fields(value))
+        return tuple((field.name, _key(getattr(value, field.name), seen)) for field in dataclasses.fields(value))
     if type(value).__hash__ in (None, object.__hash__):
         raise _Opaque
     return value
@@ -103,8 +103,8 @@ def _array_key(value: Any) -> Any:
         raise _Opaque
     if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
         raise _Opaque
-    weak = getattr(value, "weak_type", None)
-    return isinstance(value, jax.Array), str(value.dtype), value.shape, weak, np.asarray(value).tobytes()
+    weak_type = getattr(value, "weak_type", None)
+    return isinstance(value, jax.Array), str(value.dtype), value.shape, weak_type, np.asarray(value).tobytes()
 
 
 def _parts(function: types.FunctionType) -> Iterator[Any]:
@@ -113,7 +113,7 @@ def _parts(function: types.FunctionType) -> Iterator[Any]:
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents
-        except ValueError:  # not assigned yet
+        except ValueError:  # unassigned variable
             yield None
     if not _is_library(function.__globals__.get("__name__")):
         for name in sorted(set(_global_names(function.__code__)) & function.__globals__.keys()):
@@ -122,9 +122,9 @@ def _parts(function: types.FunctionType) -> Iterator[Any]:
 
 def _global_names(code: types.CodeType) -> Iterator[str]:
     """Yield the names of the globals used in code and its nested functions."""
-    for step in dis.get_instructions(code):
-        if "GLOBAL" in step.opname or step.opname == "LOAD_NAME":
-            yield step.argval
+    for instruction in dis.get_instructions(code):
+        if "GLOBAL" in instruction.opname or instruction.opname == "LOAD_NAME":
+            yield instruction.argval
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _global_names(constant)

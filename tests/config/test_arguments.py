@@ -147,7 +147,7 @@ def test_wrong_values_are_named(model: nnxmoe.CausalLM) -> None:
         "model is a int: pass an nnxmoe model": lambda: nnxmoe.quantize(5, nnxmoe.Int8()),
         "method=5 is not a method": lambda: nnxmoe.quantize(model, 5),
         "method=None is not a method": lambda: nnxmoe.quantize(model, None),
-        r"compile_cache\(max_bytes='1'\): give a positive": lambda: nnxmoe.compile_cache(max_bytes="1"),
+        r"compile_cache\(max_bytes='1'\): pass a positive": lambda: nnxmoe.compile_cache(max_bytes="1"),
         r"merge\(keep=5\): pass True or False": lambda: lora.merge(model, keep=5),
     }.items():
         with pytest.raises(ValueError, match=message):

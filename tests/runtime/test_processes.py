@@ -270,7 +270,7 @@ def test_finetune_needs_a_mesh_for_several_processes(tmp_path: Path) -> None:
 def test_launcher_stops_every_process_if_one_fails(script: str) -> None:
     done = python("-m", "nnxmoe.runtime.launch", "2", script, "fail")
     assert done.returncode == 1 and "KeyError: 'here'" in done.stderr
-    assert "process 1 of 2 exited with 1; the others are stopped" in done.stderr
+    assert "process 1 of 2 exited with 1; the other processes were stopped" in done.stderr
 
 
 # Runs the launcher with the default SIGINT handler, which background jobs ignore.

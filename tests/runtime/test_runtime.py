@@ -91,7 +91,7 @@ def test_compile_cache_without_a_writable_folder(
     try:
         with caplog.at_level("INFO", logger="nnxmoe"):
             assert nnxmoe.compile_cache(tmp_path / "file" / "below") is None
-        assert "compiled programs are not kept" in caplog.text and compile_cache.VARIABLE in caplog.text
+        assert "compiled programs are not cached" in caplog.text and compile_cache.VARIABLE in caplog.text
         monkeypatch.setenv(compile_cache.VARIABLE, "OFF")
         assert nnxmoe.compile_cache() is None
     finally:
@@ -136,7 +136,7 @@ def test_memory_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
         assert memory.memory_bytes() == (size, f"NNXMOE_MEMORY={text}")
     for text in ("much", "1.2.3GB", ".", "-1GB", "GB"):
         monkeypatch.setenv(memory.VARIABLE, text)
-        with pytest.raises(ValueError, match=r"NNXMOE_MEMORY='.*': give a size such as 48GB, or off"):
+        with pytest.raises(ValueError, match=r"NNXMOE_MEMORY='.*': set it to a size such as 48GB, or to off"):
             memory.memory_bytes()
     monkeypatch.delenv(memory.VARIABLE)
     have, where = memory.memory_bytes()
