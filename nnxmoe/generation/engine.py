@@ -3,8 +3,8 @@
 A row is reused as soon as its request ends. The prompts of waiting requests are prefilled in chunks
 between decoding steps, alone or with prompts of similar length. After prefill, the cache of a prompt is
 copied into a free row. The number of compiled programs is fixed: passes of a few sizes, a step of all
-rows, and copies between caches. Everything runs in the caller's thread. Every process of a job must
-make the same calls.
+rows, and copies between caches. All work runs in the caller's thread. In a job with several processes,
+every process must make the same calls.
 """
 
 import collections
@@ -52,14 +52,14 @@ from nnxmoe.runtime.progress import logger
 
 @dataclasses.dataclass(eq=False)
 class _Prefill:
-    """A prefill in progress.
+    """Prefill in progress.
 
     Attributes:
-        requests: requests of the prompts. Empty if a prefix is prefilled.
+        requests: requests whose prompts are prefilled. Empty for the prefill of a prefix.
         prefix: the prefix that is prefilled, or None.
         chunks: ids and validity masks that remain, each [rows, chunk size].
         result: result of the chunks so far, or of the preceding prefix.
-        shares_result: True if ``result`` belongs to a prefix, whose cache must not be donated.
+        shares_result: True if ``result`` belongs to a prefix, so its cache must not be donated.
     """
 
     requests: list[Request]
@@ -70,7 +70,7 @@ class _Prefill:
 
 
 class Engine:
-    """Continuous-batching engine: generates ids for requests that share a batch of ``slots`` rows.
+    """Continuous-batching engine that generates ids for requests in a shared batch of ``slots`` rows.
 
         engine = Engine(model, slots=8, capacity=1024)
         requests = [engine.submit(ids, RequestOptions(max_new_tokens=100)) for ids in prompts]
@@ -82,26 +82,27 @@ class Engine:
     Args:
         model: the model.
         slots: number of rows.
-        capacity: tokens per row, prompt and new ids.
-        limits: largest options of a request. Default: `EngineLimits()`.
+        capacity: tokens per row, including the prompt and the new ids.
+        limits: maximum sizes of request options. Defaults to `EngineLimits()`.
         logits_processor: JAX function ``(logits [B, V], History) -> logits``, applied in every step
             after biases and before sampling.
-        draft: proposes ids to verify. Changes the speed only. ``"auto"`` uses the model's multi-token
-            prediction layers if there are any, else prompt lookup.
+        draft: proposes ids to verify. Changes only the speed. ``"auto"`` uses the model's multi-token
+            prediction layers if it has them, else prompt lookup.
         ahead: number of steps that the device may run ahead of the results that this process has read.
-        prefix_bytes: memory for the caches of prefixes, so that later prompts skip the prefill of the
-            same ids. Stores first ids that several prompts share, and prompts and answers of ended
-            requests.
-        grouping: chooses which waiting prompts are prefilled together. Default: `as_one_large_chunk`,
-            with a draft `one_by_one`, so that the results do not depend on the drafts, bit for bit.
+        prefix_bytes: memory for the caches of prefixes, in bytes. Prompts that start with a cached prefix
+            skip the prefill of the prefix. The engine caches the first ids that several prompts share,
+            and the prompts and answers of ended requests.
+        grouping: chooses which waiting prompts are prefilled together. Defaults to `as_one_large_chunk`
+            without a draft, and to `one_by_one` with a draft. `one_by_one` makes the results bitwise
+            independent of the drafts.
 
     Raises:
-        ValueError: if the caches do not fit in memory, if a draft is used where tokens compete for
-            experts, if ``"auto"`` finds that drafts do not pay, or if ``capacity`` exceeds the length
-            beyond which dynamic rotary embeddings depend on the longest row.
+        ValueError: if the caches do not fit in memory, if a draft is used although tokens compete for
+            experts, if no draft is expected to be faster for ``"auto"``, or if ``capacity`` exceeds the
+            length beyond which dynamic rotary embeddings depend on the longest row.
     """
 
-    _warned = False  # whether NaN or infinite logits were reported
+    _warned = False  # whether NaN or infinite logits have been reported
 
     def __init__(
         self,
@@ -136,7 +137,7 @@ class Engine:
         self._cache: Any = None
         self._dropped: Any = np.int32(0)
         self._slots: list[Request | None] = [None] * self.slots
-        self._active = np.zeros(self.slots, bool)  # slots whose rows generate, as far as this process has seen
+        self._active = np.zeros(self.slots, bool)  # slots whose rows are running, according to the reports read so far
         self._waiting: collections.deque[Request] = collections.deque()
         self._prefill: _Prefill | None = None
         self._reports: collections.deque[tuple[RowReport, list[Request | None]]] = collections.deque()
@@ -145,8 +146,8 @@ class Engine:
     def cache_bytes(self) -> int:
         """Bytes of the cache of all slots in this process.
 
-        Prefill needs additional memory of up to 8 slots, and each `Prefix` in use needs the memory of
-        one slot.
+        Prefill needs additional memory for up to 8 slots. Each `Prefix` in use needs memory for one
+        slot.
         """
         return self.plan.cache_bytes(self.slots)
 
@@ -157,7 +158,7 @@ class Engine:
 
     @property
     def waiting(self) -> int:
-        """Number of requests that wait for a slot."""
+        """Number of requests that are waiting for a slot."""
         return len(self._waiting)
 
     @property
@@ -170,8 +171,9 @@ class Engine:
 
         Args:
             ids: the prompt.
-            options: default `RequestOptions()`.
-            prefix: first ids of the prompt, prefilled once for all requests with the same object.
+            options: options of the request. Defaults to `RequestOptions()`.
+            prefix: first ids of the prompt. They are prefilled once for all requests with the same
+                object.
 
         Raises:
             ValueError: if the request is invalid or does not fit in this engine.
@@ -189,7 +191,7 @@ class Engine:
         return request
 
     def check(self, ids: Ids, options: RequestOptions | None = None) -> None:
-        """Validate arguments as `submit` does, without appending a request. Raises ValueError."""
+        """Validate the arguments of `submit` without appending a request. Raises ValueError."""
         self._request(ids, options, None)
 
     def _request(self, ids: Ids, options: RequestOptions | None, prefix: Prefix | None) -> Request:
@@ -207,11 +209,11 @@ class Engine:
         row_params = options.row_params(self.limits, self._vocab, len(prompt))
         if len(prompt) + options.max_new_tokens > self.capacity:
             raise ValueError(
-                f"a prompt of {len(prompt)} ids and {options.max_new_tokens} new ones do not fit in the "
-                f"{self.capacity} of a slot: ask for fewer max_new_tokens, or make an engine of a larger capacity"
+                f"a prompt of {len(prompt)} ids and {options.max_new_tokens} new ids exceed the capacity of "
+                f"{self.capacity} tokens per slot: reduce max_new_tokens, or create an engine with a larger capacity"
             )
         if prefix is not None and prompt[: len(prefix.ids)] != prefix.ids:
-            raise ValueError(f"the prompt does not begin with the {len(prefix.ids)} ids of its prefix")
+            raise ValueError(f"the prompt does not start with the {len(prefix.ids)} ids of its prefix")
         return Request(prompt, options, row_params, prefix, progress=options.start_constraint(self._vocab))
 
     def step(self) -> list[Event]:
@@ -220,7 +222,7 @@ class Engine:
         A no-op without requests.
 
         Returns:
-            New ids of earlier steps, except the newest ``ahead`` steps.
+            Events with the new ids of earlier steps, except the newest ``ahead`` steps.
         """
         if self._rows is None:
             raise ValueError("the engine is closed")
@@ -237,7 +239,7 @@ class Engine:
         return events
 
     def run(self) -> None:
-        """Step until all requests are done."""
+        """Run steps until all requests are done."""
         while self._waiting or self.running or self._reports:
             self.step()
 
@@ -250,7 +252,7 @@ class Engine:
             if length > longest:
                 continue
             for count in (1, self.slots):
-                if count > 2:  # prefill of the other prompts while one row decodes
+                if count > 2:  # prefills the other prompts while one row decodes
                     running = self.submit([0], options)
                     while running.steps == 0:
                         self.step()
@@ -260,14 +262,14 @@ class Engine:
         self.prefix_cache = prefix_cache
 
     def cancel(self, request: Request) -> None:
-        """End a request and free its slot. A no-op once the request is done."""
+        """End a request and free its slot. A no-op if the request is done."""
         if not request.done:
             if request in self._waiting:
                 self._waiting.remove(request)
             self._end(request, "cancelled")
 
     def close(self) -> None:
-        """End all requests, and free the cache."""
+        """End all requests and free the cache."""
         for request in [*self._waiting, *filter(None, self._slots)]:
             self.cancel(request)
         self._rows = self._cache = self._prefill = None
@@ -287,9 +289,9 @@ class Engine:
     # Prefill
 
     def _next_prefill(self) -> _Prefill | None:
-        """Plan the next prefill: a prefix that waiting prompts need, else the prompts.
+        """Plan the next prefill: a prefix that waiting prompts need, or else the prompts.
 
-        Returns None if no slot is free or no request waits.
+        Returns None if no slot is free or no request is waiting.
         """
         free_slots = [slot for slot, request in enumerate(self._slots) if request is None]
         if not self._waiting or not free_slots:
@@ -300,7 +302,7 @@ class Engine:
         return self._prefill_of_prompts(prefix, free_slots)
 
     def _prefill_of_prefix(self, prefix: Prefix) -> _Prefill:
-        """Plan the shortest prefix of ``prefix`` that has not been prefilled."""
+        """Plan the prefill of the shortest prefix of ``prefix`` that has not been prefilled."""
         start: Prefix | None = prefix
         while start is not None and start not in self._prefix_results:
             prefix, start = start, self.prefix_cache.starts.get(start, start.start)
@@ -309,7 +311,7 @@ class Engine:
         return self._plan_prefill([ids], group, start, [], prefix)
 
     def _prefill_of_prompts(self, prefix: Prefix | None, free_slots: list[int]) -> _Prefill:
-        """Plan the next prompts that begin with ``prefix``, and assign slots to them."""
+        """Plan the prefill of the next prompts with this prefix, and assign slots to their requests."""
         prompts = list[tuple[int, ...]]()  # without the prefix
         for request in itertools.islice(self._waiting, len(free_slots)):
             if request.prefix is not prefix:
@@ -332,7 +334,7 @@ class Engine:
         requests: list[Request],
         prefix: Prefix | None,
     ) -> _Prefill:
-        """Divide prompts into chunks that follow a copy of the cache of ``start``."""
+        """Split prompts into chunks. Prefill appends the chunks to a copy of the cache of ``start``."""
         rows = self.plan.pad_rows(group.rows)
         chunks = left_padded_chunks(prompts, rows, group.sizes)
         result = None if start is None else self._prefix_results[start]
@@ -342,7 +344,7 @@ class Engine:
         return _Prefill(requests, prefix, collections.deque(chunks), result, start is not None and not chunks)
 
     def _advance_prefill(self, prefill: _Prefill) -> None:
-        """Prefill one chunk. After the last chunk, start the rows of the prompts or store the prefix."""
+        """Prefill one chunk. After the last chunk, start the rows of the prompts, or store the prefix."""
         if prefill.prefix is None and all(request.done for request in prefill.requests):
             self._prefill = None  # all requests were cancelled
             return
@@ -359,8 +361,8 @@ class Engine:
             self.prefix_cache.starts.pop(prefill.prefix, None)  # the start's cache is no longer needed
 
     def _read_chunk(self, prefill: _Prefill, ids: np.ndarray, valid: np.ndarray) -> None:
-        before, size = prefill.result, self.plan.cache_size
-        cache, memory = (None, None) if before is None else (before.cache, before.memory)
+        previous, size = prefill.result, self.plan.cache_size
+        cache, memory = (None, None) if previous is None else (previous.cache, previous.memory)
         mode = LogitsMode(last_only=True, with_states=self.draft is not None)
         result = self._pass(ids, valid, cache, self._dropped, size, mode)
         if self.draft is not None:
@@ -373,7 +375,7 @@ class Engine:
         result = prefill.result
         assert result is not None
         rows = result.logits.shape[0]
-        slots = np.full(rows, self.slots, np.int32)  # out of range: no slot
+        slots = np.full(rows, self.slots, np.int32)  # out-of-range index for rows without a slot
         ids, lengths = np.zeros((rows, self.plan.cache_size.tokens), np.int32), np.ones(rows, np.int32)
         row_params = [self._unused_row] * rows
         row_requests: list[Request | None] = [None] * rows
@@ -393,7 +395,7 @@ class Engine:
             prompts,
             result.logits,
             result.memory,
-            self._active.copy(),  # JAX may read its arguments after this call
+            self._active.copy(),  # a copy, because JAX may read the array after this call
             self._masks(row_requests, rows, 1),
             self.plan.step_options,
             self.draft,
@@ -404,7 +406,7 @@ class Engine:
         self._reports.append((report, row_requests))
 
     def _store_rows(self, cache: Any, slots: np.ndarray, is_shared: bool) -> None:
-        """Copy rows of a cache into slots, or adopt the cache if its rows are already in place."""
+        """Copy rows of a cache into slots, or use the cache itself if its rows are already in place."""
         in_place = all(slot in (row, self.slots) for row, slot in enumerate(slots))
         if len(slots) == self.slots and in_place and not self._active.any() and not is_shared:
             self._cache = cache
@@ -416,7 +418,7 @@ class Engine:
     # Decoding
 
     def _masks(self, requests: Sequence[Request | None], rows: int, width: int) -> np.ndarray | None:
-        """Compute bit masks of the allowed next ids per row. Returns None if no row has a constraint."""
+        """Compute bit masks of the allowed next ids in each row. Returns None if no row has a constraint."""
         masks = None
         for row, request in enumerate(requests):
             if request is not None and request.progress is not None and not request.done:
@@ -427,8 +429,8 @@ class Engine:
     def _start_step(self) -> list[Event]:
         """Start a step of all rows.
 
-        If a row has a constraint, reads all earlier reports and computes the masks while the device
-        runs the pass.
+        If a row has a constraint, reads all earlier reports and computes the masks while the device runs
+        the pass.
 
         Returns:
             Events of the reports that were read.
@@ -475,7 +477,7 @@ class Engine:
         return events
 
     def _keep_prefix(self, request: Request) -> None:
-        """Store the cache of a request that has just ended: its prompt and all new ids except the last."""
+        """Cache the prompt and the new ids of a request that has just ended, except the last id."""
         ids = (*request.prompt, *request.ids[:-1])
         if not self.prefix_cache.max_prefixes or len(ids) < SMALL or self._rows.memory is not None:
             return
@@ -485,11 +487,11 @@ class Engine:
         self._prefix_results[self.prefix_cache.insert(Prefix(ids))] = result
 
     def _warn_of_logits(self, request: Request) -> None:
-        """Warn, once per engine, that a request ended because its logits are NaN or infinite."""
+        """Warn once per engine that a request ended because its logits are NaN or infinite."""
         if not self._warned:
             self._warned = True
-            text = "the logits after %d ids of a prompt and %d new ones are NaN or infinite, so that it ends with "
-            text += "finish='error' (further ones do so without a warning): %s"
+            text = "the logits after %d prompt ids and %d new ids are NaN or infinite, so the request ends with "
+            text += "finish='error' (further such requests are not reported): %s"
             logger.warning(text, len(request.prompt), len(request.ids), unusable_logits(self.model))
 
 
@@ -498,7 +500,7 @@ def _length(prefix: Prefix | None) -> int:
 
 
 def _update_request(request: Request, report: RowReport, row: int, new_ids: list[int]) -> None:
-    """Append the results of one row of a report to its request."""
+    """Append the results in one row of a report to the request of the row."""
     count = len(new_ids)
     request.ids += new_ids
     if request.progress is not None:

@@ -1,4 +1,4 @@
-"""Validate and size the arguments of an `Engine` before anything is allocated."""
+"""Validate the arguments of an `Engine` and compute its sizes before memory is allocated."""
 
 import dataclasses
 from typing import Any
@@ -21,17 +21,17 @@ from nnxmoe.sharding_rules import shard_count
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class EnginePlan:
-    """Sizes and options of an `Engine` that do not change while it runs.
+    """Sizes and options of an `Engine` that remain constant.
 
     Attributes:
         model: the model. Scanned layers are unrolled into a copy if memory permits.
-        limits: largest options of a request, with room for the checkpoint's end tokens.
-        capacity: tokens per row, prompt and generated ids.
+        limits: maximum sizes of request options, with space for the checkpoint's end tokens.
+        capacity: tokens per row, including the prompt and the new ids.
         slots: number of rows, a multiple of ``batch_shards``.
         batch_shards: number of shards of the batch on the mesh.
         draft: proposes ids to verify, or None.
-        cache_size: ``capacity`` with room for the ids of a draft.
-        grouping: policy that chooses which waiting prompts are prefilled together.
+        cache_size: ``capacity`` plus space for the ids of a draft.
+        grouping: chooses which waiting prompts are prefilled together.
         step_options: static options of the compiled step.
         max_prefixes: number of prefixes whose caches fit in ``prefix_bytes``.
     """
@@ -49,24 +49,24 @@ class EnginePlan:
 
     @property
     def step_width(self) -> int:
-        """Number of ids per row and step: the last id and its drafts."""
+        """Number of ids per row and step: the last id and the drafts after it."""
         return 1 + self.cache_size.lookahead
 
     @property
     def masks_ended_rows(self) -> bool:
-        """True if a step must not append to the caches of ended rows.
+        """Whether steps must not append to the caches of ended rows.
 
-        With several rows or drafts, a row can end before the step does. The prefix cache copies ended
+        With several rows or drafts, steps continue after a row has ended. The prefix cache copies ended
         rows.
         """
         return self.slots > 1 or self.step_width > 1 or self.max_prefixes > 0
 
     def pad_rows(self, rows: int) -> int:
-        """Round up to a multiple of ``batch_shards``."""
+        """Round a number of rows up to a multiple of ``batch_shards``."""
         return rows + -rows % self.batch_shards
 
     def cache_bytes(self, rows: int) -> int:
-        """Bytes of a cache of ``rows`` rows in this process."""
+        """Compute the bytes of a cache of ``rows`` rows in this process."""
         return cache_bytes(self.model, rows, self.cache_size)
 
 
@@ -126,14 +126,14 @@ def _check_types(model: Any, limits: Any, **functions: Any) -> None:
 def _resolve_draft(model: CausalLM, draft: draft_cost.DraftOption, slots: int, capacity: int) -> Draft | None:
     if draft is not None and not model.token_independent():
         raise ValueError(
-            f"draft={draft}: with {model.strategy.dispatch} drafts would take the room of real tokens, and change "
-            "what follows: use Strategy(dispatch=nnxmoe.Sorted())"
+            f"draft={draft}: with {model.strategy.dispatch} drafts would compete with real tokens for experts and "
+            "change the output. Use Strategy(dispatch=nnxmoe.Sorted())"
         )
     resolved = draft_cost.resolve(model, draft, slots, capacity)
     if isinstance(resolved, ModelBasedDraft) and resolved.vocab_size != model.vocab_size:
         raise ValueError(
-            f"draft={resolved}: its vocabulary has {resolved.vocab_size} ids and the model's {model.vocab_size}: "
-            "give a model with the same tokenizer and vocab_size"
+            f"draft={resolved}: its vocabulary has {resolved.vocab_size} ids, but the model's has {model.vocab_size}: "
+            "pass a draft model with the same tokenizer and vocab_size"
         )
     return resolved
 
@@ -142,8 +142,8 @@ def _check_rotary_capacity(model: CausalLM, capacity: int) -> None:
     length = model.fixed_positions
     if length is not None and capacity > length:
         raise ValueError(
-            f"capacity={capacity}: the rotary embedding of this model changes with the longest row beyond {length} "
-            "tokens, so requests would change each other: use at most that, or generate()"
+            f"capacity={capacity}: the rotary embedding of this model depends on the longest row beyond {length} "
+            "tokens, so requests would affect each other. Reduce capacity to this length, or use generate()"
         )
 
 
@@ -153,9 +153,9 @@ def _check_memory(plan: EnginePlan, prefix_bytes: int) -> None:
     draft_arrays = [] if draft is None else jax.eval_shape(lambda: jax.tree.leaves(draft.empty(plan.slots, tokens)))
     draft_bytes = sum(array.size * array.dtype.itemsize for array in draft_arrays)
     prefill_bytes = 0
-    if plan.slots > 1 and plan.grouping in (as_one_large_chunk, one_by_one):  # prefill runs while other rows decode
+    if plan.slots > 1 and plan.grouping in (as_one_large_chunk, one_by_one):  # prefills run while other rows decode
         rows = plan.grouping([SMALL] * plan.slots, plan.slots).rows
         prefill_bytes = plan.cache_bytes(plan.pad_rows(rows))
-    what = f"a cache of {tokens} tokens for batch {plan.slots} takes"
+    description = f"a cache of {tokens} tokens for batch {plan.slots} takes"
     remedy = "use fewer max_new_tokens, a smaller capacity, or a smaller batch"
-    refuse_beyond_memory(plan.cache_bytes(plan.slots) + prefill_bytes + draft_bytes + prefix_bytes, what, remedy)
+    refuse_beyond_memory(plan.cache_bytes(plan.slots) + prefill_bytes + draft_bytes + prefix_bytes, description, remedy)

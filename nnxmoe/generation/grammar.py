@@ -1,6 +1,6 @@
 """Constrain output to a JSON schema, a regular expression or a grammar with llguidance.
 
-The output is a text of the grammar, or a prefix of such a text if ``max_new_tokens`` truncates it.
+The output matches the grammar, or is a prefix of a match if ``max_new_tokens`` truncates the output.
 """
 
 import copy
@@ -17,33 +17,33 @@ from nnxmoe.config.printable import short
 from nnxmoe.runtime.extras import install_command
 from nnxmoe.runtime.progress import logger
 
-# Allow a space, or a line break with indentation, between two parts of JSON. Without a bound small models emit white
-# space forever. A schema may override this pattern in "x-guidance".
+# Allows one space, or a line break with indentation, between JSON tokens. Without a limit, small models emit whitespace
+# forever. A schema may override this pattern in "x-guidance".
 _JSON = {"whitespace_pattern": r" ?|\r?\n[ \t]{0,40}"}
 
 
 class ConstraintState(Protocol):
-    """State of the constraint for one text."""
+    """State of a constraint while one text is generated."""
 
     def advance(self, ids: Sequence[int]) -> None:
         """Append generated ids to the text."""
         ...
 
     def masks(self, drafts: Sequence[int], out: UInt32[np.ndarray, "W words"]) -> None:
-        """Write bit masks of the allowed ids: before the first draft, then after each draft.
+        """Write bit masks of the allowed ids: first before all drafts, then after each draft.
 
         Args:
             drafts: ids that may follow the text.
-            out: the masks. Bit v % 32 of word v // 32 is set if id v is allowed.
+            out: output array of the masks. Bit v % 32 of word v // 32 is set if id v is allowed.
         """
         ...
 
 
 class Constraint(Protocol):
-    """Restriction of the new ids of a request."""
+    """Restriction on the new ids of a request."""
 
     def start(self, vocab: int, stop_ids: Sequence[int]) -> ConstraintState:
-        """Return the state before the first id.
+        """Return the state before the first new id.
 
         Args:
             vocab: size of the vocabulary.
@@ -56,7 +56,7 @@ class Constraint(Protocol):
 
 
 class Grammar:
-    """A `Constraint` that runs llguidance (extra ``serve``).
+    """`Constraint` that uses llguidance (extra ``serve``).
 
     Grammars with the same tokenizer share tables. Building the tables takes about a second.
 
@@ -72,15 +72,15 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool | str, tokenizer: Any) -> "Grammar":
-        """Create the grammar of JSON that matches a schema.
+        """Create a grammar for JSON that matches a schema.
 
         Args:
-            schema: the schema, also as JSON text.
+            schema: the schema, as an object, a bool or JSON text.
             tokenizer: tokenizer of the model.
 
         Raises:
-            ValueError: if the schema is not a JSON object or ``true``. Unsupported keywords raise in
-                `start`.
+            ValueError: if the schema is not a JSON object or ``true``. `start` raises for unsupported
+                keywords.
         """
         if isinstance(schema, str):
             try:
@@ -88,39 +88,39 @@ class Grammar:
             except ValueError as error:
                 raise ValueError(f"the schema is not JSON: {error}") from None
         if not isinstance(schema, Mapping | bool):
-            raise ValueError(f"a schema is an object, true or false, got {short(schema)}")
+            raise ValueError(f"a schema must be an object, true or false, got {short(schema)}")
         if schema is False:
-            raise ValueError("the schema false accepts no value: give an object, or true for any value")
+            raise ValueError("the schema false accepts no value: pass an object, or true to accept any value")
         text = json.dumps({} if schema is True else dict(schema))
         return cls(_library().LLMatcher.grammar_from_json_schema(text, defaults=_JSON), tokenizer)
 
     @classmethod
     def json_object(cls, tokenizer: Any) -> "Grammar":
-        """Create the grammar of any JSON object."""
+        """Create a grammar for any JSON object."""
         return cls.json_schema({"type": "object"}, tokenizer)
 
     @classmethod
     def regex(cls, pattern: str, tokenizer: Any) -> "Grammar":
-        """Create the grammar of texts that a regular expression (Rust syntax) matches as a whole.
+        """Create a grammar for texts that fully match a regular expression (Rust syntax).
 
         Raises:
             ValueError: if ``pattern`` is not a str.
         """
         if not isinstance(pattern, str):
-            raise ValueError(f"a regular expression is a text, got {short(pattern)}")
+            raise ValueError(f"a regular expression must be a str, got {short(pattern)}")
         return cls(_library().LLMatcher.grammar_from_regex(pattern), tokenizer)
 
     @classmethod
     def choice(cls, texts: Sequence[str], tokenizer: Any) -> "Grammar":
-        """Create the grammar of a list of texts.
+        """Create a grammar that accepts each text in a list.
 
         Raises:
             ValueError: if the list is empty or has an element that is not a str.
         """
         if isinstance(texts, str) or not isinstance(texts, Sequence) or not texts:
-            raise ValueError(f"choices are a list of texts that is not empty, got {short(texts)}")
-        if wrong := [text for text in texts if not isinstance(text, str)]:
-            raise ValueError(f"a choice must be a text, got {short(wrong[0])}")
+            raise ValueError(f"choices must be a non-empty list of texts, got {short(texts)}")
+        if invalid_choices := [text for text in texts if not isinstance(text, str)]:
+            raise ValueError(f"a choice must be a str, got {short(invalid_choices[0])}")
         return cls.lark("start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts), tokenizer)
 
     @classmethod
@@ -129,28 +129,28 @@ class Grammar:
         return cls(_library().LLMatcher.grammar_from_lark(text), tokenizer)
 
     def within(self, lark: str) -> "Grammar":
-        """Embed this grammar in the grammar ``lark``, where ``@form`` refers to this grammar."""
-        # llguidance returns JSON with a list of grammars, or the unchanged Lark text.
+        """Embed this grammar in the Lark grammar ``lark``, which refers to this grammar as ``@form``."""
+        # The text is JSON with a list of grammars, or unchanged Lark text.
         is_json = self._text.lstrip().startswith("{")
-        form, *more = json.loads(self._text)["grammars"] if is_json else [{"lark_grammar": self._text}]
-        grammars = [{"lark_grammar": lark}, form | {"name": "form"}, *more]
+        form, *other_grammars = json.loads(self._text)["grammars"] if is_json else [{"lark_grammar": self._text}]
+        grammars = [{"lark_grammar": lark}, form | {"name": "form"}, *other_grammars]
         return Grammar(json.dumps({"grammars": grammars}), self._tokenizer)
 
     def start(self, vocab: int, stop_ids: Sequence[int]) -> ConstraintState:
-        """Return the state before the first id.
+        """Return the state before the first new id.
 
         Raises:
             ValueError: if llguidance rejects the grammar, or if ``stop_ids`` is empty.
         """
         ends = tuple(dict.fromkeys(stop_ids))
         if not ends:
-            raise ValueError("a text that follows a grammar needs ids that end it: give eos_token_id (or stop_ids)")
+            raise ValueError("a grammar needs ids that end the text: pass eos_token_id or stop_ids")
         with self._lock:
             if (vocab, ends) not in self._started:
                 tables = _tables(self._tokenizer, vocab, ends)
                 matcher = _library().LLMatcher(tables, self._text, log_level=0)
                 if matcher.is_error():
-                    raise ValueError(f"the grammar is refused: {short(matcher.get_error().strip(), 400)}")
+                    raise ValueError(f"llguidance rejects the grammar: {short(matcher.get_error().strip(), 400)}")
                 self._started[vocab, ends] = matcher
             return _Matching(self._started[vocab, ends].deep_copy(), ends)
 
@@ -163,34 +163,34 @@ class _Matching:
         self._matcher.consume_tokens([int(i) for i in ids])
 
     def masks(self, drafts: Sequence[int], out: np.ndarray) -> None:
-        taken = 0
-        for place, draft in enumerate((*drafts, None)):
-            self._write(out[place])
+        consumed = 0
+        for index, draft in enumerate((*drafts, None)):
+            self._write(out[index])
             if draft is None or self._matcher.is_stopped() or not self._matcher.try_consume_tokens([int(draft)]):
-                break  # masks after a rejected draft are never read
-            taken += 1
-        if taken:
-            self._matcher.rollback(taken)
+                break  # masks after a rejected draft are not used
+            consumed += 1
+        if consumed:
+            self._matcher.rollback(consumed)
 
     def _write(self, row: np.ndarray) -> None:
-        """Write one mask. Allows only stop ids once the text is complete or llguidance has failed."""
+        """Write one mask. If the text is complete or llguidance has failed, the mask allows only stop ids."""
         if not self._matcher.is_stopped():
             self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         if self._matcher.is_stopped():
             if self._matcher.is_error() and not self._warned:
                 self._warned = True
-                why = short(self._matcher.get_error().strip(), 200)
-                logger.warning("a text that follows a grammar is cut: llguidance gave up (%s)", why)
+                reason = short(self._matcher.get_error().strip(), 200)
+                logger.warning("the text of a grammar is truncated, because llguidance failed (%s)", reason)
             row[:] = 0
             for end in self._ends:
                 row[end // 32] |= np.uint32(1 << end % 32)
 
 
 def symbols(tokenizer: Any) -> dict[str, int]:
-    """Return added tokens that llguidance treats as symbols, not as text: ``<[id]>`` in its Lark dialect."""
+    """Return the ids of added tokens that llguidance treats as symbols (``<[id]>`` in Lark), not as text."""
     added = _backend(tokenizer).get_added_tokens_decoder().items()
-    brackets = lambda text: text.startswith("<") and text.endswith(">")  # noqa: E731
-    return {token.content: i for i, token in added if token.special or brackets(token.content)}
+    has_brackets = lambda text: text.startswith("<") and text.endswith(">")  # noqa: E731
+    return {token.content: i for i, token in added if token.special or has_brackets(token.content)}
 
 
 def empty_masks(rows: int, width: int, vocab: int) -> UInt32[np.ndarray, "B W words"]:
@@ -203,15 +203,15 @@ _making = threading.Lock()
 
 
 def _tables(tokenizer: Any, vocab: int, ends: tuple[int, ...]) -> Any:
-    """Build llguidance's tables of a tokenizer. Cached per tokenizer, vocabulary size and stop ids."""
+    """Build llguidance's tables for a tokenizer. Cached per tokenizer, vocabulary size and stop ids."""
     with _making:
-        found = _made.setdefault(tokenizer, {})
-        if (vocab, ends) not in found:
+        tables = _made.setdefault(tokenizer, {})
+        if (vocab, ends) not in tables:
             backend = copy.deepcopy(_backend(tokenizer))
             backend.no_padding()
             backend.no_truncation()
-            found[vocab, ends] = _library().LLTokenizer(backend.to_str(), n_vocab=vocab, eos_token=list(ends))
-        return found[vocab, ends]
+            tables[vocab, ends] = _library().LLTokenizer(backend.to_str(), n_vocab=vocab, eos_token=list(ends))
+        return tables[vocab, ends]
 
 
 def _backend(tokenizer: Any) -> Any:
@@ -222,5 +222,5 @@ def _library() -> Any:
     try:
         import llguidance
     except ImportError as error:
-        raise ValueError(f"schemas and grammars need the library llguidance: {install_command('serve')}") from error
+        raise ValueError(f"schemas and grammars need llguidance: {install_command('serve')}") from error
     return llguidance

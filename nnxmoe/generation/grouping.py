@@ -1,4 +1,4 @@
-"""Policies of prefill: which prompts share a batch, chunk sizes, and which prefixes are cached."""
+"""Prefill policies: prompts that share a batch, chunk sizes, and cached prefixes."""
 
 import collections
 import itertools
@@ -12,17 +12,17 @@ from jaxtyping import Bool, Int
 
 from nnxmoe.generation.request import Prefix
 
-SMALL, LARGE = 64, 512  # tokens per chunk of a prompt
-MAX_SMALL = 6  # up to this many small chunks are less work than a large chunk
-SMALLEST_CACHE, SMALLEST_BATCH = 512, 8  # tokens of up to 8 rows in total; rows of a batch with more than one row
-_MAX_RECENT = 32  # recent prompts that a new prompt is compared with
+SMALL, LARGE = 64, 512  # tokens per prefill chunk
+MAX_SMALL = 6  # maximum number of small chunks that are faster than one large chunk
+SMALLEST_CACHE, SMALLEST_BATCH = 512, 8  # minimum total tokens of up to 8 rows; minimum rows of a batch of several rows
+_MAX_RECENT = 32  # number of recent prompts that a new prompt is compared with
 
 
 def chunk_sizes(length: int) -> list[int]:
     """Return the chunk sizes of a prompt.
 
-    As many `LARGE` chunks as fit, then the fewest `SMALL` chunks for the rest, or a `LARGE` chunk if
-    that is less work.
+    Uses as many `LARGE` chunks as fit. The rest is covered by the fewest `SMALL` chunks, or by a `LARGE`
+    chunk if that is less work.
     """
     large, rest = divmod(length, LARGE)
     small = -(-rest // SMALL)
@@ -30,7 +30,7 @@ def chunk_sizes(length: int) -> list[int]:
 
 
 class PrefillGroup(NamedTuple):
-    """A batch of waiting prompts to prefill.
+    """Batch of waiting prompts to prefill.
 
     Attributes:
         count: number of prompts.
@@ -65,7 +65,7 @@ def one_by_one(lengths: Sequence[int], slots: int) -> PrefillGroup:
 def left_padded_chunks(
     prompts: Sequence[Sequence[int]], rows: int, sizes: Sequence[int]
 ) -> list[tuple[Int[np.ndarray, "R T"], Bool[np.ndarray, "R T"]]]:
-    """Pad prompts on the left and split them into chunks.
+    """Left-pad prompts and split them into chunks.
 
     Args:
         prompts: ids, at most ``sum(sizes)`` per prompt.
@@ -87,14 +87,14 @@ Grouping = Callable[[Sequence[int], int], PrefillGroup]  # (lengths of the waiti
 
 
 class PrefixCache:
-    """LRU cache of prefixes. The engine keeps the KV cache of a prefix while the `Prefix` object is alive.
+    """LRU cache of prefixes. The engine stores the KV cache of a prefix while the `Prefix` object is alive.
 
     Attributes:
         max_prefixes: maximum number of prefixes.
-        starts: maps a prefix that is not prefilled yet to the cached prefix that it begins with. Stored
-            here because callers may share `Prefix` objects between engines.
-        hits: number of prompts that began with a cached prefix.
-        tokens: number of ids that were not computed again.
+        starts: maps a prefix that is not prefilled yet to the cached prefix that it starts with. Not an
+            attribute of `Prefix`, because callers may share `Prefix` objects between engines.
+        hits: number of prompts that started with a cached prefix.
+        tokens: total number of cached ids that were reused.
     """
 
     def __init__(self, max_prefixes: int):
@@ -107,16 +107,16 @@ class PrefixCache:
         return len(self._prefixes)
 
     def match(self, ids: tuple[int, ...]) -> Prefix | None:
-        """Return the longest reusable prefix of a prompt, shorter than the prompt, or None.
+        """Return the longest reusable prefix that is shorter than the prompt, or None.
 
-        The prefix is a cached prefix. If the prompt shares at least `SMALL` more ids with a recent
-        prompt, the shared ids become a new cached prefix and are returned.
+        Usually this is a cached prefix. If the prompt shares at least `SMALL` more ids with a recent
+        prompt, the shared ids become a new cached prefix, which is returned.
         """
         matches = [cached for cached in self._prefixes if len(cached) < len(ids) and ids[: len(cached)] == cached]
         longest = max(matches, key=len, default=())
         common = 0
-        for recent in self._recent_prompts:
-            common = max(common, len(os.path.commonprefix([ids, recent])))  # pyright: ignore
+        for recent_prompt in self._recent_prompts:
+            common = max(common, len(os.path.commonprefix([ids, recent_prompt])))  # pyright: ignore
         common = min(common, len(ids) - 1)
         self._recent_prompts.append(ids)
         prefix = self._prefixes.get(longest)
@@ -131,14 +131,14 @@ class PrefixCache:
         return extended
 
     def link(self, prefix: Prefix) -> None:
-        """Record a cached prefix as the start of a prefix that has no start yet."""
+        """Record the cached prefix that ``prefix`` starts with, unless ``prefix`` has a start."""
         if prefix.start is None and prefix not in self.starts:
             start = self.match(prefix.ids)
             if start is not None:
                 self.starts[prefix] = start
 
     def insert(self, prefix: Prefix) -> Prefix:
-        """Add a prefix and evict the least recently used prefixes beyond ``max_prefixes``. Returns ``prefix``."""
+        """Add a prefix, and evict the least recently used prefixes beyond ``max_prefixes``. Returns ``prefix``."""
         self._prefixes[prefix.ids] = prefix
         self._prefixes.move_to_end(prefix.ids)
         while len(self._prefixes) > self.max_prefixes:

@@ -1,4 +1,4 @@
-"""Validate token ids in arguments: prompts, prefixes, stop ids and keys of logit biases."""
+"""Validate token ids in arguments: prompts, prefixes, stop ids and keys of ``logit_bias``."""
 
 from collections.abc import Iterable, Sequence
 from types import EllipsisType
@@ -11,7 +11,7 @@ from nnxmoe.config.printable import short
 from nnxmoe.config.validate import as_python, whole_number
 
 Ids = Sequence[int] | Integer[Any, "_"]  # ids of one text: a list, or a NumPy, JAX or torch array
-EosIds = int | np.integer | Ids | None | EllipsisType  # `...`: the checkpoint's end tokens
+EosIds = int | np.integer | Ids | None | EllipsisType  # `...` means the checkpoint's end tokens
 T = TypeVar("T", bound=Iterable[Any])
 
 
@@ -19,13 +19,13 @@ def as_token_ids(ids: Any, name: str = "a token id", least: int = 0) -> tuple[in
     """Return token ids as a tuple of ints.
 
     Raises:
-        ValueError: unless ``ids`` is a list or a one-dimensional array of integers >= ``least``.
+        ValueError: if ``ids`` is not a list or one-dimensional array of integers >= ``least``.
     """
     if isinstance(ids, str | bytes | bytearray):
         raise ValueError(f"{ids!r:.60} is a text: encode it with the tokenizer")
     values = ids.tolist() if hasattr(ids, "tolist") else ids
     if not isinstance(values, Sequence):
-        raise ValueError(f"{name}: ids must be a list or an array of one dimension, got {short(ids, 60)}")
+        raise ValueError(f"{name}: ids must be a list or a one-dimensional array, got {short(ids, 60)}")
     return tuple(whole_number(name, value, least) for value in values)
 
 
@@ -38,14 +38,14 @@ def stop_ids(ids: Any, name: str, least: int = 0) -> tuple[int, ...]:
     if ids is None:
         return ()
     ids = as_python(ids)
-    several = hasattr(ids, "tolist") or (isinstance(ids, Sequence) and not isinstance(ids, str | bytes))
-    return as_token_ids(ids if several else [ids], name, least)
+    is_sequence = hasattr(ids, "tolist") or (isinstance(ids, Sequence) and not isinstance(ids, str | bytes))
+    return as_token_ids(ids if is_sequence else [ids], name, least)
 
 
 def check_ids(ids: T, vocab: int, name: str = "token ids") -> T:
     """Return ``ids`` unchanged. Raises ValueError if an id is outside the vocabulary."""
-    for bad in [i for i in ids if not 0 <= i < vocab][:1]:
-        raise ValueError(f"{name} must lie in 0 … {vocab - 1}, got {bad}: is this the model's tokenizer?")
+    for invalid_id in [i for i in ids if not 0 <= i < vocab][:1]:
+        raise ValueError(f"{name} must be in 0 … {vocab - 1}, got {invalid_id}: is this the model's tokenizer?")
     return ids
 
 
@@ -54,8 +54,8 @@ def eos_ids(model: Any, eos_token_id: EosIds) -> tuple[int, ...]:
 
     Args:
         model: the model.
-        eos_token_id: the ids. ``...`` reads them from generation_config.json, or from config.json if
-            absent there, and drops ids outside the vocabulary.
+        eos_token_id: the ids. If ``...``, reads them from generation_config.json, or from config.json if
+            the former has none. Ids outside the vocabulary in these files are dropped.
 
     Raises:
         ValueError: if a value is not a token id.

@@ -1,7 +1,6 @@
 """Compiled programs of generation: passes over ids with a cache, and copies of rows between caches.
 
-Programs depend on the structure of a model and contain no weights. Models with the same structure share
-programs.
+Weights are arguments of the programs, so models with the same structure share programs.
 """
 
 import contextlib
@@ -40,7 +39,7 @@ class CacheSize(NamedTuple):
 
     Attributes:
         tokens: tokens per row.
-        lookahead: number of newest tokens that may be removed again.
+        lookahead: maximum number of newest tokens that may be removed again.
     """
 
     tokens: int
@@ -66,11 +65,12 @@ class PassResult(NamedTuple):
 
 
 class LogitsMode(NamedTuple):
-    """Which outputs a pass computes.
+    """Outputs that a pass computes.
 
     Attributes:
-        last_only: compute logits of the last column only, and skip work that only other columns need.
-        with_states: compute the states of all columns, also with ``last_only``.
+        last_only: whether to compute logits of the last column only, and to skip the work for other
+            columns.
+        with_states: whether to compute the states of all columns even with ``last_only``.
     """
 
     last_only: bool
@@ -83,14 +83,14 @@ def _pass(
     valid: TokenMask | None,
     cache: Cache | None,
     dropped: Any,
-    room: CacheSize,
+    cache_size: CacheSize,
     mode: LogitsMode,
 ) -> PassResult:
-    """Run the model on ids. If ``cache`` is None, starts with an empty cache."""
+    """Run the model on ids. Starts with an empty cache if ``cache`` is None."""
     ids = shard_constraint(ids, model.mesh, batch_axes(model.mesh))
-    only = mode.last_only and not mode.with_states
-    fresh, request = cache is None, dataclasses.replace(LOGITS_ONLY, last_token_only=only)
-    cache = model.empty_cache(ids.shape[0], *room) if cache is None else cache
+    last_token_only = mode.last_only and not mode.with_states
+    fresh, request = cache is None, dataclasses.replace(LOGITS_ONLY, last_token_only=last_token_only)
+    cache = model.empty_cache(ids.shape[0], *cache_size) if cache is None else cache
     body = model.body(ids, valid, cache=cache, request=request, fresh=fresh)
     for info in body.infos.values():
         dropped = dropped + info.dispatch.dropped
@@ -99,24 +99,29 @@ def _pass(
 
 
 def passes(model: CausalLM) -> Callable[..., PassResult]:
-    """Return the compiled `_pass` of a model. Logs compilation once per size, and donates the cache.
+    """Return the compiled `_pass` of a model. The program donates the cache. Logs the compilation once per size.
 
     Raises:
         ValueError: if the model is abstract.
     """
     run = layerwise_program(model, _pass, static=(4, 5), donated=(2,))
-    compiled_sizes, said = split_once(model)[0].program(_sizes)
+    compiled_sizes, logged = split_once(model)[0].program(_sizes)
 
-    def announcing(ids: Any, valid: Any, cache: Any, dropped: Any, room: CacheSize, mode: LogitsMode) -> PassResult:
-        given, size = (ids, valid, cache, dropped, room, mode), (ids.shape, valid is None, cache is None, room, mode)
+    def announcing(
+        ids: Any, valid: Any, cache: Any, dropped: Any, cache_size: CacheSize, mode: LogitsMode
+    ) -> PassResult:
+        arguments, size = (
+            (ids, valid, cache, dropped, cache_size, mode),
+            (ids.shape, valid is None, cache is None, cache_size, mode),
+        )
         if size in compiled_sizes:
-            return run(*given)
+            return run(*arguments)
         compiled_sizes.add(size)
-        text = "compiling a pass of {} x {} ids, up to {} tokens (once per such size)".format(*ids.shape, room.tokens)
-        with contextlib.nullcontext(()) if text in said else announced(text) as new:
-            passed = run(*given)
-        said.update(new)
-        return passed
+        text = "compiling a pass of {} x {} ids, up to {} tokens (once per size)".format(*ids.shape, cache_size.tokens)
+        with contextlib.nullcontext(()) if text in logged else announced(text) as new_messages:
+            result = run(*arguments)
+        logged.update(new_messages)
+        return result
 
     return announcing
 
@@ -128,12 +133,12 @@ def _sizes(graph: Any, tree: Any) -> tuple[set[Any], set[str]]:
 
 
 @functools.partial(jax.jit, donate_argnums=(1,))
-def draft_prefill(draft: rows.Draft, *given: Any) -> Any:
-    """Run `Draft.read` on a chunk of the prompts, compiled. Donates the memory."""
-    return draft.read(*given)
+def draft_prefill(draft: rows.Draft, *arguments: Any) -> Any:
+    """Run a compiled `Draft.read` on a chunk of the prompts. Donates the memory."""
+    return draft.read(*arguments)
 
 
-# Maps scanned models to the structure and arrays that were unrolled, and to the unrolled copy.
+# Scanned model -> its structure and arrays when it was unrolled, and the unrolled copy.
 _copies: "weakref.WeakKeyDictionary[CausalLM, tuple[Any, list[weakref.ref[Any]], CausalLM]]"
 _copies = weakref.WeakKeyDictionary()
 
@@ -141,8 +146,8 @@ _copies = weakref.WeakKeyDictionary()
 def unroll_for_decoding(model: CausalLM) -> CausalLM:
     """Unroll scanned layers into a copy of the model if memory permits.
 
-    A scan copies slices of its weights in every step. The copy lives as long as the model and its
-    arrays.
+    Unrolled layers decode faster, because a scan copies slices of the weights in every step. The copy is
+    cached as long as the model and its arrays exist.
 
     Raises:
         ValueError: if a scanned model is abstract, or if a pipelined stack cannot decode.
@@ -154,42 +159,42 @@ def unroll_for_decoding(model: CausalLM) -> CausalLM:
     if not scanned:
         return model
     graph, state = nnx.split(model)
-    leaves, (before, arrays, copy) = jax.tree.leaves(state), _copies.pop(model, (None, [], model))
+    leaves, (cached_graph, arrays, copy) = jax.tree.leaves(state), _copies.pop(model, (None, [], model))
     require_values(leaves)
-    if before == graph and all(kept() is leaf for kept, leaf in zip(arrays, leaves, strict=True)):
-        _copies[model] = before, arrays, copy
+    if cached_graph == graph and all(reference() is leaf for reference, leaf in zip(arrays, leaves, strict=True)):
+        _copies[model] = cached_graph, arrays, copy
         return copy
     del copy
-    need = local_bytes((a.shape, a.dtype, None) for a in jax.tree.leaves(scanned))
-    if fits(model, need):
+    needed_bytes = local_bytes((a.shape, a.dtype, None) for a in jax.tree.leaves(scanned))
+    if fits(model, needed_bytes):
         _copies[model] = graph, [weakref.ref(leaf) for leaf in leaves], unscan(model)
         return _copies[model][-1]
-    have, where = memory_bytes()
+    total_bytes, memory_name = memory_bytes()
     logger.warning(
-        "the layers are scanned, which decodes slowly, and %s (%s) has no room for a copy of %s: load the "
+        "scanned layers decode slowly, and %s (%s) does not have space for an unrolled copy of %s: load the "
         "model with Strategy(stacking=Unrolled())",
-        where,
-        bytes_text(have),
-        bytes_text(need),
+        memory_name,
+        bytes_text(total_bytes),
+        bytes_text(needed_bytes),
     )
     return model
 
 
 def fits(model: CausalLM, need: int) -> bool:
-    """Return whether every process of the model has memory for ``need`` bytes.
+    """Return whether every process has memory for ``need`` bytes.
 
-    All processes get the same result.
+    The result is the same in all processes of the model's mesh.
     """
-    short = need > memory_bytes()[0]
-    return not any_process(lambda: short, model.mesh)()
+    is_short = need > memory_bytes()[0]
+    return not any_process(lambda: is_short, model.mesh)()
 
 
 def deterministic_blocks(model: CausalLM, tokens: int) -> CausalLM:
-    """Return a copy of the model with a fixed block size of expert rows in passes over ``tokens`` tokens.
+    """Return a copy of the model with a fixed expert block size, for passes over ``tokens`` tokens.
 
     XLA:CPU sums the products of a row in an order that depends on the number of rows (jax 0.10.2,
-    0.12.0). With variable block sizes, the last bits of a token's logits would depend on the drafts of
-    other tokens.
+    0.12.0). With variable block sizes, the last bits of a token's logits would depend on the drafts of other
+    tokens.
     """
     deterministic = nnx.merge(*nnx.split(model))
     for _, part in nnx.iter_graph(deterministic):
@@ -200,29 +205,34 @@ def deterministic_blocks(model: CausalLM, tokens: int) -> CausalLM:
 
 def cache_bytes(model: CausalLM, count: int, room: CacheSize) -> int:
     """Compute the bytes of a cache of ``count`` rows in this process."""
-    made = jax.eval_shape(lambda: jax.tree.leaves(model.empty_cache(count, *room).layers))
-    return local_bytes((b.shape, b.dtype, None) for b in made)
+    arrays = jax.eval_shape(lambda: jax.tree.leaves(model.empty_cache(count, *room).layers))
+    return local_bytes((b.shape, b.dtype, None) for b in arrays)
 
 
 def cache_batch_axes(model: CausalLM, room: CacheSize) -> tuple[int, ...]:
-    """Find the batch axis of every cache array. Caches of scanned stacks have the layer axis first."""
-    one, two = (jax.eval_shape(lambda n=n: jax.tree.leaves(model.empty_cache(n, *room).layers)) for n in (1, 2))
-    pairs = (zip(a.shape, b.shape, strict=True) for a, b in zip(one, two, strict=True))
+    """Find the batch axis of each cache array. It is not the first axis in caches of scanned stacks."""
+    one_row, two_rows = (
+        jax.eval_shape(lambda n=n: jax.tree.leaves(model.empty_cache(n, *room).layers)) for n in (1, 2)
+    )
+    pairs = (zip(a.shape, b.shape, strict=True) for a, b in zip(one_row, two_rows, strict=True))
     return tuple(next(i for i, (m, n) in enumerate(pair) if m != n) for pair in pairs)
 
 
 def _by_row(cache: Cache, axes: tuple[int, ...], change: Callable[..., Array], *others: Cache) -> Cache:
-    """Apply ``change(array, axis, *arrays of the other caches)`` to each array of a cache."""
-    every = [jax.tree.leaves((c.layers, c.length, c.segment)) for c in (cache, *others)]
-    new = [change(a, axis, *more) for a, axis, *more in zip(every[0], (*axes, 0, 0), *every[1:], strict=True)]
+    """Apply ``change(array, axis, *arrays)`` to each array of a cache and the same arrays of other caches."""
+    leaves = [jax.tree.leaves((c.layers, c.length, c.segment)) for c in (cache, *others)]
+    new_leaves = [
+        change(a, axis, *other_arrays)
+        for a, axis, *other_arrays in zip(leaves[0], (*axes, 0, 0), *leaves[1:], strict=True)
+    ]
     tree = jax.tree.structure((cache.layers, cache.length, cache.segment))
-    layers, length, segment = jax.tree.unflatten(tree, new)
+    layers, length, segment = jax.tree.unflatten(tree, new_leaves)
     return dataclasses.replace(cache, layers=layers, length=length, segment=segment)
 
 
 @functools.partial(jax.jit, static_argnums=(3,), donate_argnums=(0,))
 def scatter_rows(cache: Cache, group: Cache, at: Int[Array, "R"], axes: tuple[int, ...]) -> Cache:
-    """Copy the rows of ``group`` to the rows ``at`` of ``cache``. Skips rows that are out of range."""
+    """Copy the rows of ``group`` to the rows ``at`` of ``cache``. Skips out-of-range rows."""
 
     def into(old: Array, axis: int, new: Array) -> Array:
         return old.at[(slice(None),) * axis + (at,)].set(new, mode="drop")
@@ -232,13 +242,13 @@ def scatter_rows(cache: Cache, group: Cache, at: Int[Array, "R"], axes: tuple[in
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def broadcast_row(cache: Cache, count: int, axes: tuple[int, ...], row: Int[Array, ""] | int = 0) -> Cache:
-    """Create a cache of ``count`` rows, each a copy of row ``row`` of ``cache``."""
+    """Create a cache of ``count`` rows that are copies of row ``row`` of ``cache``."""
     return _by_row(cache, axes, lambda a, axis: jnp.take(a, jnp.full(count, row, jnp.int32), axis=axis))
 
 
 @functools.partial(jax.jit, static_argnums=(1,))
 def broadcast_memory(memory: Any, count: int) -> Any:
-    """Create draft memory of ``count`` rows, each a copy of the first row of ``memory``."""
+    """Create draft memory of ``count`` rows that are copies of the first row of ``memory``."""
     return jax.tree.map(lambda a: jnp.take(a, jnp.zeros(count, jnp.int32), axis=0), memory)
 
 

@@ -1,4 +1,4 @@
-"""Requests for generation: options, the limits of an engine, and results so far."""
+"""Generation requests: options, engine limits and results."""
 
 import collections
 import dataclasses
@@ -17,7 +17,7 @@ from nnxmoe.generation.ids import EosIds, as_token_ids, check_ids, stop_ids
 from nnxmoe.generation.rows import BROKEN, FULL, RUNNING, STOPPED, RowParams
 from nnxmoe.generation.sampling import Sampling, StaticSampling, split_sampling
 
-Finish = Literal["stop", "length", "cancelled", "error"]  # error: the logits were NaN or infinite
+Finish = Literal["stop", "length", "cancelled", "error"]  # "error" means that the logits were NaN or infinite
 FINISH_REASONS: Mapping[int, Finish | None] = {RUNNING: None, STOPPED: "stop", FULL: "length", BROKEN: "error"}
 _MAX_BIAS = float(np.finfo(np.float32).max)
 _MAX_INT32 = 2**31 - 1
@@ -25,12 +25,12 @@ _MAX_INT32 = 2**31 - 1
 
 @dataclasses.dataclass(frozen=True)
 class EngineLimits:
-    """Largest options of a request that an `Engine` is compiled for.
+    """Maximum sizes of request options that an `Engine` is compiled for.
 
     Attributes:
-        max_stop_ids: number of stop ids.
-        max_logit_biases: number of ids in ``logit_bias``.
-        max_logprobs: number of most likely ids whose log-probabilities are reported. If None, no
+        max_stop_ids: maximum number of stop ids.
+        max_logit_biases: maximum number of ids in ``logit_bias``.
+        max_logprobs: maximum number of most likely ids whose log-probabilities are reported. If None, no
             log-probabilities are computed.
         sampling: sampling operations that requests may use.
     """
@@ -53,19 +53,19 @@ class EngineLimits:
 class RequestOptions:
     """Options of one request.
 
-    The ids depend on the prompt, ``seed`` and ``sample`` only, not on other requests of the engine.
+    The new ids depend on the prompt and these options, not on other requests of the engine.
 
     Attributes:
         max_new_tokens: maximum number of new ids.
-        min_new_tokens: number of new ids before which no stop id is sampled.
+        min_new_tokens: minimum number of new ids before a stop id can be sampled.
         sampling: sampling options. If None, decoding is greedy.
         stop_ids: ids that end the request. The stop id is the last id of the request. Defaults to the
             checkpoint's end tokens. If None, no id ends the request.
         seed: seed of the random keys.
         sample: index of the sample among the samples of one prompt.
         logit_bias: maps ids to values that are added to their logits.
-        logprobs: number of most likely ids to report per position, besides the log-probabilities of the
-            new ids. If None, no log-probabilities are reported.
+        logprobs: number of most likely ids to report per position, in addition to the log-probabilities
+            of the new ids. If None, no log-probabilities are reported.
         constraint: restricts the ids, for example a `Grammar`. Takes precedence over all other options.
     """
 
@@ -88,9 +88,9 @@ class RequestOptions:
             object.__setattr__(self, "stop_ids", stop_ids(self.stop_ids, "stop_ids"))
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         check_type("sampling", self.sampling, Sampling | None, "nnxmoe.Sampling(…), or None")
-        starts = callable(getattr(self.constraint, "start", None)) and not isinstance(self.constraint, type)
-        if self.constraint is not None and not starts:
-            raise ValueError(f"constraint={short(self.constraint)}: give an object such as nnxmoe.Grammar, or None")
+        has_start = callable(getattr(self.constraint, "start", None)) and not isinstance(self.constraint, type)
+        if self.constraint is not None and not has_start:
+            raise ValueError(f"constraint={short(self.constraint)}: pass an object such as nnxmoe.Grammar, or None")
         if self.min_new_tokens > self.max_new_tokens:
             raise ValueError(f"min_new_tokens={self.min_new_tokens} is more than max_new_tokens={self.max_new_tokens}")
 
@@ -99,7 +99,7 @@ class RequestOptions:
         return self.stop_ids if isinstance(self.stop_ids, tuple) else ()
 
     def start_constraint(self, vocab_size: int) -> ConstraintState | None:
-        """Return the state of the constraint before the first id, or None without a constraint.
+        """Return the constraint's state before the first new id, or None without a constraint.
 
         Raises:
             ValueError: if the constraint is invalid.
@@ -107,12 +107,12 @@ class RequestOptions:
         return None if self.constraint is None else self.constraint.start(vocab_size, self._stop_ids)
 
     def required_limits(self, vocab_size: int) -> EngineLimits:
-        """Return the limits that an engine needs for this request. `Engine` adds the checkpoint's end tokens."""
+        """Return the engine limits that this request requires. `Engine` adds the checkpoint's end tokens."""
         static = split_sampling(self.sampling, vocab_size)[0]
         return EngineLimits(max(1, len(self._stop_ids)), len(self.logit_bias), self.logprobs, static)
 
     def row_params(self, limits: EngineLimits, vocab_size: int, prompt_length: int = 0) -> RowParams:
-        """Convert to the NumPy arrays of one row, without a row dimension.
+        """Convert the options to NumPy arrays for one row, without a row dimension.
 
         Raises:
             ValueError: if an option exceeds the limits or an id is outside the vocabulary.
@@ -121,10 +121,10 @@ class RequestOptions:
         dynamic = split_sampling(self.sampling, vocab_size, limits.sampling.rules)[1]
         stop_ids = np.full(limits.max_stop_ids, -1, np.int32)
         stop_ids[: len(self._stop_ids)] = self._stop_ids
-        biased = np.full(limits.max_logit_biases, vocab_size, np.int32)
+        biased_ids = np.full(limits.max_logit_biases, vocab_size, np.int32)
         biases = np.zeros(limits.max_logit_biases, np.float32)
         count = len(self.logit_bias)
-        biased[:count], biases[:count] = list(self.logit_bias), list(self.logit_bias.values())
+        biased_ids[:count], biases[:count] = list(self.logit_bias), list(self.logit_bias.values())
         min_new_tokens = self.min_new_tokens
         if self.sampling is not None:
             min_new_tokens = max(min_new_tokens, self.sampling.min_new_tokens_after(prompt_length))
@@ -135,7 +135,7 @@ class RequestOptions:
             max_new_tokens=np.int32(min(self.max_new_tokens, _MAX_INT32)),
             min_new_tokens=np.int32(min(min_new_tokens, _MAX_INT32)),
             stop_ids=stop_ids,
-            biased=biased,
+            biased=biased_ids,
             biases=biases,
             logprobs=np.int32(_or_minus_one(self.logprobs)),
         )
@@ -147,10 +147,10 @@ class RequestOptions:
             ("logprobs", _or_minus_one(self.logprobs), _or_minus_one(limits.max_logprobs)),
         ):
             if count > limit:
-                raise ValueError(f"{name}: {count} is more than the {max(limit, 0)} of this engine's {limits}")
+                raise ValueError(f"{name}: {count} exceeds the maximum of {max(limit, 0)} in this engine's {limits}")
         static = split_sampling(self.sampling, vocab_size)[0]
         if limits.sampling | static != limits.sampling:
-            raise ValueError(f"{self.sampling} needs {static}, and this engine has {limits}")
+            raise ValueError(f"{self.sampling} needs {static}, but this engine has {limits}")
         check_ids(self._stop_ids, vocab_size, "stop_ids")
         check_ids(self.logit_bias, vocab_size, "ids of logit_bias")
         if (self.logprobs or 0) > vocab_size:
@@ -159,11 +159,11 @@ class RequestOptions:
 
 @dataclasses.dataclass(eq=False)
 class Prefix:
-    """First ids of several requests. An engine prefills them once while the object is in use.
+    """Shared first ids of several requests. An engine prefills them once while the object is in use.
 
     Attributes:
         ids: the ids.
-        start: a shorter prefix with which this prefix begins, or None.
+        start: a shorter prefix that this prefix starts with, or None.
     """
 
     ids: tuple[int, ...]
@@ -175,24 +175,24 @@ class Prefix:
             raise ValueError("a prefix needs at least one id")
         check_type("start", self.start, Prefix | None, "a Prefix, or None")
         if self.start is not None and self.ids[: len(self.start.ids)] != self.start.ids:
-            raise ValueError(f"the prefix does not begin with the {len(self.start.ids)} ids of its start")
+            raise ValueError(f"the prefix does not start with the {len(self.start.ids)} ids of its start prefix")
 
 
 @dataclasses.dataclass(eq=False)
 class Request:
-    """A request that waits, is in prefill, is decoding or is done. Created by `Engine.submit`.
+    """Request and its results so far. Created by `Engine.submit`.
 
     Attributes:
         prompt: ids of the prompt.
         options: the options.
         row_params: the options as arrays.
-        prefix: the prefix whose cache is reused, until the prompt has been prefilled.
+        prefix: the prefix whose cache is reused. None after the prompt has been prefilled.
         ids: new ids so far.
-        logprobs: log-probability of each new id under the model's distribution, before any option.
+        logprobs: log-probability of each new id under the model's distribution, before options are applied.
         top: most likely ids per position, with their log-probabilities.
         steps: number of steps started for the request.
         accepted: ``accepted[n]`` is the number of steps in which n ids of the draft were accepted.
-        finish: why the request is done, or None.
+        finish: why the request ended, or None while it runs.
         progress: state of the constraint, or None.
         drafts: ids that the draft proposed for the next step.
     """
@@ -212,12 +212,12 @@ class Request:
 
     @property
     def done(self) -> bool:
-        """Whether the request has ended for any reason."""
+        """Whether the request has ended, for any reason."""
         return self.finish is not None
 
 
 class Event(NamedTuple):
-    """New ids of a request.
+    """New ids of a request from one step.
 
     Attributes:
         request: the request.
@@ -231,7 +231,7 @@ class Event(NamedTuple):
 
 
 def _key_data(seed: int) -> np.ndarray:
-    """Create the data of the random key of a 64-bit seed. `jax.random.key` uses the low 32 bits only."""
+    """Create random key data from a 64-bit seed. `jax.random.key` alone uses only the low 32 bits."""
     low, high = seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF
     key = jax.random.key(low)
     return np.asarray(jax.random.key_data(jax.random.fold_in(key, high) if high else key))
@@ -243,18 +243,18 @@ def _or_minus_one(count: int | None) -> int:
 
 def _biases(biases: Any) -> dict[int, float]:
     """Copy ``logit_bias``. Raises ValueError if a key is not an id or a value is neither finite nor -inf."""
-    check_type("logit_bias", biases, Mapping, "a dict of token ids and what is added to their logits")
+    check_type("logit_bias", biases, Mapping, "a dict from token ids to values that are added to their logits")
     ids = as_token_ids(list(biases), "an id of logit_bias")
     values = [as_python(bias) for bias in biases.values()]
     for i, bias in zip(ids, values, strict=True):
-        number = isinstance(bias, int | float) and not isinstance(bias, bool)
-        if not number or not (bias == -math.inf or -_MAX_BIAS <= bias <= _MAX_BIAS):
-            raise ValueError(f"logit_bias[{i}]={short(bias)}: give a finite number, or -inf to exclude the id")
+        is_number = isinstance(bias, int | float) and not isinstance(bias, bool)
+        if not is_number or not (bias == -math.inf or -_MAX_BIAS <= bias <= _MAX_BIAS):
+            raise ValueError(f"logit_bias[{i}]={short(bias)}: pass a finite number, or -inf to exclude the id")
     return dict(zip(ids, map(float, values), strict=True))
 
 
 def unusable_logits(model: Any) -> str:
-    """Return the possible cause of NaN or infinite logits and a remedy, for error messages."""
+    """Return a possible cause of NaN or infinite logits and a remedy, for messages."""
     if jnp.dtype(model.dtype) == jnp.float16:
         return "float16 overflows beyond 65504: load the model with dtype=jnp.bfloat16 or jnp.float32"
-    return "look for NaN and for huge values in the weights, and in what biases, rules and process= do to the logits"
+    return "look for NaN and huge values in the weights, and in the logits after biases, rules and logits_processor"

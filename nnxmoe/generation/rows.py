@@ -1,7 +1,7 @@
 """Rows of a generating batch on the device: request parameters, ids, and one decoding step.
 
-Rows are independent. The ids of a row depend on its prompt, its options and its random key (seed, index
-of the sample, number of ids generated). They do not depend on the index of the row or on other rows.
+Rows are independent. The ids of a row depend on its prompt, its options and its random key (seed, sample
+index, number of new ids). They do not depend on the index of the row or on other rows.
 """
 
 import functools
@@ -29,7 +29,7 @@ class RowParams(NamedTuple):
         key: data of a random key.
         sample: index of the sample among the samples of one prompt.
         max_new_tokens: maximum number of new ids.
-        min_new_tokens: number of new ids before which no stop id is sampled.
+        min_new_tokens: minimum number of new ids before a stop id can be sampled.
         stop_ids: ids that end the row, padded with -1.
         biased: ids whose logits are biased, padded with the vocabulary size.
         biases: values that are added to the logits of ``biased``.
@@ -48,7 +48,7 @@ class RowParams(NamedTuple):
 
 
 class History(NamedTuple):
-    """Ids of every row, prompt and new.
+    """Prompt ids and new ids of every row.
 
     Attributes:
         ids: ``ids[b, i]`` is valid for ``i < count[b]``.
@@ -88,8 +88,8 @@ class RowStates(NamedTuple):
     Attributes:
         params: options of the rows.
         history: prompt and new ids.
-        ids: input of the next pass: the last id of the history, which is not in the cache yet, and its
-            drafts.
+        ids: input of the next pass: the last id of the history and its drafts. The last id is not in
+            the cache yet.
         active: whether the row is running.
         memory: memory of the draft, or None.
     """
@@ -109,7 +109,7 @@ class RowReport(NamedTuple):
         count: number of new ids per row. 0 if the logits are NaN or infinite.
         end: why the row ended, or `RUNNING`.
         drafts: drafts of the next step.
-        logprobs: log-probabilities of ``ids`` under the model's distribution, before any option.
+        logprobs: log-probabilities of ``ids`` under the model's distribution, before options are applied.
         top_ids: most likely ids per position.
         top_logprobs: log-probabilities of ``top_ids``.
     """
@@ -169,13 +169,13 @@ class StepInputs(NamedTuple):
         sample_keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(params.key), params.sample)
         keys = jax.vmap(jax.random.fold_in)(sample_keys, history.new_count)
         ids = sample_ids(scores, seen, static, params.dynamic, keys, counts)
-        # XLA fuses this maximum with `argmax`. Gathering the id's logit instead takes 0.1 ms (151,936 ids, XLA:CPU).
+        # XLA fuses this maximum with `argmax`. Gathering the id's logit would take 0.1 ms (151,936 ids, XLA:CPU).
         return ids, jnp.isfinite(jnp.max(scores, axis=-1))
 
 
 def _append_drafts(history: History, drafts: Int[Array, "B K"]) -> History:
-    row, place = jnp.arange(drafts.shape[0])[:, None], jnp.arange(drafts.shape[1])[None]
-    ids = history.ids.at[row, history.count[:, None] + place].set(drafts, mode="drop")
+    row, offsets = jnp.arange(drafts.shape[0])[:, None], jnp.arange(drafts.shape[1])[None]
+    ids = history.ids.at[row, history.count[:, None] + offsets].set(drafts, mode="drop")
     return History(ids, history.count + drafts.shape[1], history.new_count + drafts.shape[1])
 
 
@@ -189,8 +189,8 @@ def _process_logits(
     stop_ids = jnp.where((params.stop_ids >= 0) & too_early[:, None], params.stop_ids, scores.shape[1])
     scores = scores.at[row, stop_ids].set(-jnp.inf, mode="drop")
     for number, rules in enumerate(options.sampling.rules):
-        changed = rules(scores, *history, params.max_new_tokens)
-        scores = jnp.where((params.dynamic.rules == number)[:, None], changed, scores)
+        restricted = rules(scores, *history, params.max_new_tokens)
+        scores = jnp.where((params.dynamic.rules == number)[:, None], restricted, scores)
     return scores if options.logits_processor is None else options.logits_processor(scores, history)
 
 
@@ -218,7 +218,7 @@ class Draft(Protocol):
     ) -> Any:
         """Update the memory after a chunk of the prompts.
 
-        ``states`` is the `CausalLM.mtp_hidden` of the tokens.
+        ``states`` are the tokens' hidden states from `CausalLM.mtp_hidden`.
         """
         ...
 
@@ -234,10 +234,10 @@ class Draft(Protocol):
 
         Args:
             memory: memory of the rows.
-            inputs: the histories. ``inputs.sample`` samples as the main model does.
+            inputs: the histories. ``inputs.sample`` samples in the same way as the main model.
             ids: newest ids, of which the first ``count`` are valid.
-            states: main-model state that preceded each of ``ids``. If None, use the last state passed
-                to `read`.
+            states: main-model state that precedes each of ``ids``. If None, the last state that was
+                passed to `read`.
             count: number of new ids per row.
 
         Returns:
@@ -248,10 +248,10 @@ class Draft(Protocol):
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 5))
 def empty_rows(like: RowParams, count: int, capacity: int, width: int, memory: Any, mesh: AnyMesh | None) -> RowStates:
-    """Create inactive rows. ``like`` has the shapes and dtypes of the parameters of one row."""
+    """Create inactive rows. ``like`` has the shapes and dtypes of one row's parameters."""
     params = jax.tree.map(lambda a: jnp.zeros((count, *a.shape), a.dtype), like)
-    none = jnp.zeros((count,), jnp.int32)
-    history = History(jnp.zeros((count, capacity), jnp.int32), none, none)
+    zeros = jnp.zeros((count,), jnp.int32)
+    history = History(jnp.zeros((count, capacity), jnp.int32), zeros, zeros)
     ids = jnp.zeros((count, width), jnp.int32)
     return _everywhere(RowStates(params, history, ids, ids > 0, memory), mesh)
 
@@ -273,7 +273,7 @@ def start_rows(
 
     Args:
         rows: state of all rows. Donated.
-        at: index of the row of each prompt. Out-of-range indices are skipped.
+        at: row index of each prompt. Out-of-range indices are skipped.
         params: options of the prompts.
         prompts: ids of the prompts.
         logits: logits after the prompts.
@@ -288,18 +288,18 @@ def start_rows(
         return old.at[at].set(new.astype(old.dtype), mode="drop")
 
     report = _accept(StepInputs(params, prompts, options), logits, jnp.zeros((len(at), 0), jnp.int32), masks)
-    first = report.ids[:, 0]
-    ids = put(rows.history.ids, prompts.ids).at[at, prompts.count].set(first, mode="drop")
+    first_ids = report.ids[:, 0]
+    ids = put(rows.history.ids, prompts.ids).at[at, prompts.count].set(first_ids, mode="drop")
     history = History(
         ids, put(rows.history.count, prompts.count + 1), put(rows.history.new_count, prompts.new_count + 1)
     )
     active = (rows.active[:, 0] & keep).at[at].set(report.end == RUNNING, mode="drop")
-    last, started = put(rows.ids[:, 0], first), jnp.zeros_like(rows.history.count).at[at].set(1, mode="drop")
+    last_ids, started = put(rows.ids[:, 0], first_ids), jnp.zeros_like(rows.history.count).at[at].set(1, mode="drop")
     memory = jax.tree.map(put, rows.memory, memory)
-    moved = rows._replace(params=jax.tree.map(put, rows.params, params), history=history, memory=memory)
-    moved = _next(moved, last, active, last[:, None], None, started, options, draft)
-    report = report._replace(drafts=jnp.take(moved.ids[:, 1:], at, axis=0, mode="clip"))
-    return _everywhere((moved, report), options.mesh)
+    new_rows = rows._replace(params=jax.tree.map(put, rows.params, params), history=history, memory=memory)
+    new_rows = _next(new_rows, last_ids, active, last_ids[:, None], None, started, options, draft)
+    report = report._replace(drafts=jnp.take(new_rows.ids[:, 1:], at, axis=0, mode="clip"))
+    return _everywhere((new_rows, report), options.mesh)
 
 
 @functools.partial(jax.jit, static_argnums=(6,), donate_argnums=(0,))
@@ -333,21 +333,21 @@ def step_rows(
     count = jnp.where(running, report.count, 0)
     report = report._replace(count=count, end=jnp.where(running, report.end, FULL))
     history, width = rows.history, rows.ids.shape[1]
-    place = jnp.arange(width, dtype=jnp.int32)[None]
-    slots = jnp.where(place < count[:, None], history.count[:, None] + place, history.ids.shape[1])
+    offsets = jnp.arange(width, dtype=jnp.int32)[None]
+    slots = jnp.where(offsets < count[:, None], history.count[:, None] + offsets, history.ids.shape[1])
     ids = write_slots(history.ids, report.ids, slots, 1)
-    moved = rows._replace(history=History(ids, history.count + count, history.new_count + count))
-    last = jnp.take_along_axis(report.ids, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
+    new_rows = rows._replace(history=History(ids, history.count + count, history.new_count + count))
+    last_ids = jnp.take_along_axis(report.ids, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
     length = length - jnp.where(rows.active[:, 0], width - count, 0)
     active = running & (report.end == RUNNING)
-    moved = _next(moved, last, active, report.ids, states, count, options, draft)
-    report = report._replace(drafts=moved.ids[:, 1:])
-    return _everywhere((moved, length, report), options.mesh)
+    new_rows = _next(new_rows, last_ids, active, report.ids, states, count, options, draft)
+    report = report._replace(drafts=new_rows.ids[:, 1:])
+    return _everywhere((new_rows, length, report), options.mesh)
 
 
 def _next(
     rows: RowStates,
-    last: Int[Array, "B"],
+    last_ids: Int[Array, "B"],
     active: Bool[Array, "B"],
     ids: Int[Array, "B W"],
     states: Float[Array, "B W S"] | None,
@@ -356,13 +356,13 @@ def _next(
     draft: Any,
 ) -> RowStates:
     """Set the inputs of the next pass. Rows without new ids retain their drafts."""
-    into, memory = last[:, None], rows.memory
+    next_ids, memory = last_ids[:, None], rows.memory
     if draft is not None:
         inputs = StepInputs(rows.params, rows.history, options)
         drafts, memory = draft.propose(memory, inputs, ids, states, count)
         drafts = jnp.where(count[:, None] > 0, drafts.astype(jnp.int32), rows.ids[:, 1:])
-        into = jnp.concatenate([into, drafts], axis=1)
-    return rows._replace(ids=into, active=jnp.broadcast_to(active[:, None], into.shape), memory=memory)
+        next_ids = jnp.concatenate([next_ids, drafts], axis=1)
+    return rows._replace(ids=next_ids, active=jnp.broadcast_to(active[:, None], next_ids.shape), memory=memory)
 
 
 def _everywhere(tree: Any, mesh: AnyMesh | None) -> Any:
@@ -374,7 +374,7 @@ def _accept(
 ) -> RowReport:
     """Sample the next ids, up to the first id that differs from its draft or ends the row.
 
-    The random key of an id does not depend on the drafts, so drafts change the speed only (Daliri,
+    The random key of an id does not depend on the drafts, so drafts change only the speed (Daliri,
     Musco and Suresh 2024). A row ends before an id if a logit is NaN, if no logit is finite, or if the
     log-probability of the id is not finite.
     """
@@ -401,30 +401,34 @@ def _accept(
     return RowReport(report_ids, count - broken, end, drafts, *logprobs)
 
 
-def _masked(one: Float[Array, "B V"], logits: Float[Array, "B V"], allowed: UInt32[Array, "B words"]) -> Array:
-    """Set the logits of ids that are not allowed to -inf.
+def _masked(scores: Float[Array, "B V"], logits: Float[Array, "B V"], allowed: UInt32[Array, "B words"]) -> Array:
+    """Set the scores of ids that are not allowed to -inf.
 
-    Uses the model's logits for rows where the options leave no allowed id.
+    If the options of a row have excluded all allowed ids, the model's logits are used for the row.
     """
     bits = allowed[:, :, None] >> jnp.arange(32, dtype=jnp.uint32) & 1
-    may = bits.reshape(len(one), -1)[:, : one.shape[1]] > 0
-    left = jnp.any(may & (one > -jnp.inf), axis=1, keepdims=True)
-    return jnp.where(may, jnp.where(left, one, logits), -jnp.inf)
+    is_allowed = bits.reshape(len(scores), -1)[:, : scores.shape[1]] > 0
+    has_choice = jnp.any(is_allowed & (scores > -jnp.inf), axis=1, keepdims=True)
+    return jnp.where(is_allowed, jnp.where(has_choice, scores, logits), -jnp.inf)
 
 
 def _logprobs(
-    logits: Float[Array, "B W V"], ids: Int[Array, "B W"], wanted: Int[Array, "B"], top: int | None
+    logits: Float[Array, "B W V"], ids: Int[Array, "B W"], num_requested: Int[Array, "B"], top: int | None
 ) -> tuple[Any, Any, Any]:
-    """Compute log-probabilities of ``ids`` and of the ``top`` most likely ids, if any row requests them."""
+    """Compute log-probabilities of ``ids`` and of the ``top`` most likely ids, if a row requests them."""
     if top is None:
         return None, None, None
 
     def compute() -> tuple[Array, Array, Array]:
-        every = jax.nn.log_softmax(logits, axis=-1)
-        most, which = jax.lax.top_k(every, max(top, 1))
-        return jnp.take_along_axis(every, ids[..., None], axis=-1)[..., 0], which.astype(jnp.int32), most
+        all_logprobs = jax.nn.log_softmax(logits, axis=-1)
+        top_logprobs, top_ids = jax.lax.top_k(all_logprobs, max(top, 1))
+        return (
+            jnp.take_along_axis(all_logprobs, ids[..., None], axis=-1)[..., 0],
+            top_ids.astype(jnp.int32),
+            top_logprobs,
+        )
 
     def skip() -> tuple[Array, Array, Array]:
         return tuple(jnp.zeros(a.shape, a.dtype) for a in jax.eval_shape(compute))  # pyright: ignore
 
-    return jax.lax.cond(jnp.any(wanted >= 0), compute, skip)
+    return jax.lax.cond(jnp.any(num_requested >= 0), compute, skip)

@@ -1,6 +1,6 @@
 """Rules that restrict the next id, as in transformers.
 
-They are the settings of generation_config.json other than sampling.
+The rules are the fields of generation_config.json that do not belong to sampling.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ _MOST = float(np.finfo(np.float32).max)  # largest bias
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """Rules of a request. Static in the compiled step.
+    """Restrictions on the next id of a request. Static in the compiled step.
 
     Attributes:
         ngram: length of id sequences that must not repeat. 0 disables the rule.
@@ -27,7 +27,8 @@ class Rules:
             the preceding ids match the rest of the sequence.
         suppressed: ids that are never generated.
         suppressed_first: ids that are not generated as the first new id.
-        forced_end: the only ids that may be the last of ``max_new_tokens`` ids. Empty for any id.
+        forced_end: the only ids that are allowed as the last of ``max_new_tokens`` ids. If empty, all ids
+            are allowed.
     """
 
     ngram: int = 0
@@ -70,30 +71,30 @@ class Rules:
         if self.forced_end:
             forced = jnp.full_like(logits, -jnp.inf).at[:, np.asarray(self.forced_end)].set(0, mode="drop")
             logits = jnp.where((new_count == limit - 1)[:, None], forced, logits)
-        for suppressed, where in ((self.suppressed, new_count >= 0), (self.suppressed_first, new_count == 0)):
+        for suppressed, applies in ((self.suppressed, new_count >= 0), (self.suppressed_first, new_count == 0)):
             if suppressed:
-                without = logits.at[:, np.asarray(suppressed)].set(-jnp.inf, mode="drop")
-                logits = jnp.where(where[:, None], without, logits)
+                masked = logits.at[:, np.asarray(suppressed)].set(-jnp.inf, mode="drop")
+                logits = jnp.where(applies[:, None], masked, logits)
         return logits
 
     def _repeated(self, logits: Array, ids: Array, count: Array) -> Array:
         """Compute a mask [B, V] of the ids that would repeat a sequence of ``ngram`` ids."""
-        before = self.ngram - 1
-        place = jnp.arange(ids.shape[1])[None]
-        same = place + before < count[:, None]
-        for k in range(before):
-            last = jnp.take_along_axis(ids, jnp.maximum(count - before + k, 0)[:, None], axis=1)
-            same &= jnp.roll(ids, -k, axis=1) == last
-        row = jnp.arange(len(ids))[:, None]
-        return jnp.zeros(logits.shape, bool).at[row, jnp.roll(ids, -before, axis=1)].max(same, mode="drop")
+        prefix_length = self.ngram - 1
+        positions = jnp.arange(ids.shape[1])[None]
+        matches = positions + prefix_length < count[:, None]
+        for k in range(prefix_length):
+            recent_id = jnp.take_along_axis(ids, jnp.maximum(count - prefix_length + k, 0)[:, None], axis=1)
+            matches &= jnp.roll(ids, -k, axis=1) == recent_id
+        rows = jnp.arange(len(ids))[:, None]
+        return jnp.zeros(logits.shape, bool).at[rows, jnp.roll(ids, -prefix_length, axis=1)].max(matches, mode="drop")
 
     def _biased(self, logits: Array, ids: Array, count: Array) -> Array:
         for length in sorted({len(sequence) for sequence, _ in self.biases}):
             group = [(sequence, bias) for sequence, bias in self.biases if len(sequence) == length]
-            before = np.asarray([sequence[:-1] for sequence, _ in group], np.int32)  # [S, length - 1]
-            place = count[:, None] - (length - 1) + np.arange(length - 1)[None]
-            recent = jnp.take_along_axis(ids, jnp.maximum(place, 0), axis=1)
-            same = (recent[:, None, :] == before[None]).all(axis=-1) & (count >= length - 1)[:, None]
-            added = jnp.where(same, np.asarray([bias for _, bias in group], np.float32), 0)
-            logits = logits.at[:, np.asarray([sequence[-1] for sequence, _ in group])].add(added, mode="drop")
+            prefixes = np.asarray([sequence[:-1] for sequence, _ in group], np.int32)  # [S, length - 1]
+            positions = count[:, None] - (length - 1) + np.arange(length - 1)[None]
+            recent = jnp.take_along_axis(ids, jnp.maximum(positions, 0), axis=1)
+            matches = (recent[:, None, :] == prefixes[None]).all(axis=-1) & (count >= length - 1)[:, None]
+            bias_values = jnp.where(matches, np.asarray([bias for _, bias in group], np.float32), 0)
+            logits = logits.at[:, np.asarray([sequence[-1] for sequence, _ in group])].add(bias_values, mode="drop")
         return logits

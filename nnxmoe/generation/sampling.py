@@ -19,8 +19,8 @@ from nnxmoe.generation.rules import Rules
 from nnxmoe.model.causal_lm import CausalLM
 from nnxmoe.runtime.progress import logger
 
-# Fields of generation_config.json that change what transformers generates, with the values that have no effect.
-# Fields in the second table have an effect only with do_sample.
+# Fields of generation_config.json that change what transformers generates -> the values without effect. Fields in
+# the second table have an effect only with do_sample.
 _FIELDS: dict[str, tuple[Any, ...]] = {
     "do_sample": (False,),
     "repetition_penalty": (1,),
@@ -40,7 +40,7 @@ _UNSUPPORTED_SAMPLED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("epsilon_cutoff", "eta_cutoff"), (0,)),
     "top_h": (),
 }
-_TOP_K = 50  # transformers' default with do_sample
+_TOP_K = 50  # default of transformers with do_sample
 _warned: weakref.WeakSet[CausalLM] = weakref.WeakSet()
 
 
@@ -52,7 +52,7 @@ def _whole(value: Any) -> bool:
     return 0 <= value < 2**63 and value == value // 1
 
 
-# field of `Sampling` -> its valid values, in words and as a function
+# Field of `Sampling` -> description of its valid values, and function that validates a value.
 _CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "temperature": ("a number >= 0 (0: greedy)", lambda value: 0 <= value < 1e38),
     "top_k": ("an integer >= 0 (0 or None: off)", _whole),
@@ -75,13 +75,13 @@ class Sampling(KnownFields):
         top_k: keep the k most likely tokens. 0 or None keeps all.
         top_p: keep the fewest tokens whose probabilities sum to p.
         min_p: keep tokens at least p times as likely as the most likely token.
-        repetition_penalty: above 1, tokens of the prompt and of the new text become less likely.
+        repetition_penalty: values above 1 reduce the probability of tokens in the prompt and the new text.
         presence_penalty: subtracted once from the logit of each generated token. As in the OpenAI API
             and vLLM, tokens of the prompt do not count.
         frequency_penalty: subtracted per occurrence of a generated token. Tokens of the prompt do not
             count.
-        min_new_tokens: number of new tokens before which no end id is sampled.
-        min_length: like ``min_new_tokens``, but includes the prompt.
+        min_new_tokens: minimum number of new tokens before an end id can be sampled.
+        min_length: like ``min_new_tokens``, but counts the tokens of the prompt too.
         rules: rules that restrict the next id, or None.
     """
 
@@ -97,19 +97,19 @@ class Sampling(KnownFields):
     rules: Rules | None = None
 
     def __post_init__(self) -> None:
-        for name, (wanted, good) in _CHECKS.items():
+        for name, (description, is_valid) in _CHECKS.items():
             value = as_python(getattr(self, name))
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not (number and good(value)) and not (name == "top_k" and value is None):
-                raise ValueError(f"{name}={short(value).removesuffix('.0')}: it must be {wanted}")
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not (is_number and is_valid(value)) and not (name == "top_k" and value is None):
+                raise ValueError(f"{name}={short(value).removesuffix('.0')}: it must be {description}")
             object.__setattr__(self, name, value)
         check_type("rules", self.rules, Rules | None, "a nnxmoe.generation.rules.Rules, or None")
 
     @classmethod
     def from_checkpoint(cls, model: CausalLM) -> Self:
-        """Read the sampling options of generation_config.json, with the meaning they have in transformers.
+        """Read the sampling options in generation_config.json, with the same meaning as in transformers.
 
-        Without options, decoding is greedy. A warning lists unsupported fields.
+        Without sampling fields, decoding is greedy. A warning lists unsupported fields.
 
         Raises:
             ValueError: if a field has a wrong type or value.
@@ -123,46 +123,51 @@ class Sampling(KnownFields):
             if fields.get("do_sample"):
                 top_k = max(whole_number("top_k", fields.get("top_k", _TOP_K), -(2**63)), 0)
                 options = {"temperature": 1.0, "top_k": top_k, **options}
-            least = {name: fields[name] for name in ("min_new_tokens", "min_length") if name in fields}
-            if "min_new_tokens" in least:  # takes precedence in transformers
-                least.pop("min_length", None)
+            minimums = {name: fields[name] for name in ("min_new_tokens", "min_length") if name in fields}
+            if "min_new_tokens" in minimums:  # min_new_tokens takes precedence in transformers
+                minimums.pop("min_length", None)
             penalty = fields.get("repetition_penalty", 1)
-            given: dict[str, Any] = {"temperature": 0.0, "repetition_penalty": penalty, **options, **least}
-            return cls(rules=_rules(fields, model), **given)
+            sampling_options: dict[str, Any] = {
+                "temperature": 0.0,
+                "repetition_penalty": penalty,
+                **options,
+                **minimums,
+            }
+            return cls(rules=_rules(fields, model), **sampling_options)
         except (TypeError, ValueError, IndexError, KeyError) as error:
             raise ValueError(f"generation_config.json: {listed(fields)}: {error}") from None
 
     def min_new_tokens_after(self, prompt: int) -> int:
-        """Return the minimum number of new tokens after a prompt of this length."""
+        """Return the minimum number of new tokens after a prompt of ``prompt`` tokens."""
         return max(self.min_new_tokens, self.min_length - prompt)
 
 
 def effective_fields(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return fields of generation_config.json that change what transformers generates.
+    """Return the fields of generation_config.json that change what transformers generates.
 
     Returns:
         Supported fields and unsupported fields.
     """
-    drawn = bool(config.get("do_sample"))
-    tables = [_FIELDS | (_SAMPLED if drawn else {}), _UNSUPPORTED | (_UNSUPPORTED_SAMPLED if drawn else {})]
-    found = []
+    do_sample = bool(config.get("do_sample"))
+    tables = [_FIELDS | (_SAMPLED if do_sample else {}), _UNSUPPORTED | (_UNSUPPORTED_SAMPLED if do_sample else {})]
+    results = []
     for table in tables:
-        given = {name: config[name] for name in table if config.get(name) is not None}
-        found.append({name: value for name, value in given.items() if value not in table[name]})
-    return found[0], found[1]
+        set_fields = {name: config[name] for name in table if config.get(name) is not None}
+        results.append({name: value for name, value in set_fields.items() if value not in table[name]})
+    return results[0], results[1]
 
 
 def warn_of_unused(model: CausalLM, sampling: Sampling | None) -> None:
     """Warn once per model if generation_config.json has fields that are not applied.
 
-    A no-op with sampling options. Without options, decoding is greedy here, but transformers would
-    apply the fields.
+    No-op with sampling options. Without options, decoding is greedy, but transformers would apply the
+    fields.
     """
     if sampling is None and model not in _warned:
         fields, ignored = effective_fields(model.generation_config)
         if fields or ignored:
             _warned.add(model)
-            text = "generation_config.json asks for %s, which is not applied here: for what is supported of it, pass "
+            text = "generation_config.json sets %s, which is not applied. To apply the supported fields, pass "
             logger.warning(text + "sampling=Sampling.from_checkpoint(model)", listed(fields | ignored))
 
 
@@ -172,32 +177,32 @@ def listed(fields: Mapping[str, Any]) -> str:
 
 
 def _rules(fields: Mapping[str, Any], model: CausalLM) -> Rules | None:
-    """Read the rules from the fields of generation_config.json. Returns None if there are no rules."""
+    """Read the rules in the fields of generation_config.json. Returns None if there are no rules."""
     ends = eos_ids(model, ...)
-    bad = [tuple(ids) for ids in fields.get("bad_words_ids", ())]
-    bad = [ids for ids in bad if ids not in [(i,) for i in ends]]  # as transformers does
+    bad_words = [tuple(ids) for ids in fields.get("bad_words_ids", ())]
+    bad_words = [ids for ids in bad_words if ids not in [(i,) for i in ends]]  # transformers also ignores end ids here
     biases = [(tuple(ids), bias) for ids, bias in fields.get("sequence_bias", ())]
     rules = Rules(
         fields.get("no_repeat_ngram_size", 0),
-        tuple(biases + [(ids, -math.inf) for ids in bad]),
+        tuple(biases + [(ids, -math.inf) for ids in bad_words]),
         *(_ids(name, fields.get(name)) for name in ("suppress_tokens", "begin_suppress_tokens", "forced_eos_token_id")),
     )
     return None if rules == Rules() else rules
 
 
 def _ids(name: str, value: Any) -> tuple[int, ...]:
-    """Read the ids in a field of generation_config.json. Negative ids mean "no id" and are dropped."""
+    """Read the ids in a field of generation_config.json. Drops negative ids, which mean "no id"."""
     return tuple(i for i in stop_ids(value, name, -(2**63)) if i >= 0)
 
 
 class StaticSampling(NamedTuple):
-    """Sampling operations that any row needs: the static part of all options.
+    """Sampling operations that any row needs: the static part of the options.
 
     Attributes:
-        random: any row is not greedy.
-        penalty: any row has a repetition penalty.
-        cut: any row has top-k, top-p or min-p.
-        counts: any row has a presence or frequency penalty.
+        random: whether any row is not greedy.
+        penalty: whether any row has a repetition penalty.
+        cut: whether any row has top-k, top-p or min-p.
+        counts: whether any row has a presence or frequency penalty.
         rules: rules of all rows.
     """
 
@@ -208,17 +213,17 @@ class StaticSampling(NamedTuple):
     rules: tuple[Rules, ...] = ()
 
     def __or__(self, other: "StaticSampling") -> "StaticSampling":  # type: ignore[override]
-        flags = (one or another for one, another in zip(self[:4], other[:4], strict=True))
+        flags = (flag or other_flag for flag, other_flag in zip(self[:4], other[:4], strict=True))
         return StaticSampling(
             *flags, rules=self.rules + tuple(rules for rules in other.rules if rules not in self.rules)
         )
 
 
 class DynamicSampling(NamedTuple):
-    """Values of the options per row: the part that changes without recompilation.
+    """Option values per row, which can change without recompilation.
 
-    See `Sampling`. ``temperature`` 0 is greedy. ``rules`` is an index into `StaticSampling.rules`, or
-    -1 without rules.
+    See `Sampling`. A ``temperature`` of 0 means greedy. ``rules`` is an index into `StaticSampling.rules`,
+    or -1 without rules.
     """
 
     temperature: Any
@@ -234,12 +239,12 @@ class DynamicSampling(NamedTuple):
 def split_sampling(
     sampling: Sampling | None, vocab: int, known: tuple[Rules, ...] = ()
 ) -> tuple[StaticSampling, DynamicSampling]:
-    """Split sampling options into the static part and the values of one row, without a row dimension.
+    """Split sampling options into the static part and the values for one row, without a row dimension.
 
     Args:
         sampling: the options. If None, decoding is greedy.
         vocab: size of the vocabulary.
-        known: `StaticSampling.rules` of the compiled step.
+        known: ``StaticSampling.rules`` of the compiled step.
     """
     s = sampling or Sampling(temperature=0.0)
     top_k = min(s.top_k or vocab, vocab)
@@ -267,7 +272,7 @@ def sample_ids(
 
     Args:
         logits: logits of the next token.
-        seen: tokens of the prompt and of the new text. None without repetition penalties.
+        seen: mask of the tokens in the prompt and the new text. None without repetition penalties.
         steps: operations to apply.
         dynamic: option values per row.
         keys: random key per row.
@@ -275,30 +280,30 @@ def sample_ids(
             penalties.
     """
     logits = _penalised(logits, seen, counts, steps, dynamic)
-    best, drawn = jnp.argmax(logits, axis=-1).astype(jnp.int32), dynamic.temperature > 0
+    greedy_ids, is_random = jnp.argmax(logits, axis=-1).astype(jnp.int32), dynamic.temperature > 0
     if not steps.random:
-        return best
+        return greedy_ids
 
     def draw() -> Int[Array, "B"]:
-        found = jax.vmap(jax.random.categorical)(keys, _scaled_and_cut(logits, steps, dynamic))
-        return jnp.where(drawn, found.astype(jnp.int32), best)
+        sampled_ids = jax.vmap(jax.random.categorical)(keys, _scaled_and_cut(logits, steps, dynamic))
+        return jnp.where(is_random, sampled_ids.astype(jnp.int32), greedy_ids)
 
-    return jax.lax.cond(jnp.any(drawn), draw, lambda: best)
+    return jax.lax.cond(jnp.any(is_random), draw, lambda: greedy_ids)
 
 
 def generated_counts(
-    ids: Int[Array, "B C"], count: Int[Array, "B"], made: Int[Array, "B"], dynamic: DynamicSampling, vocab: int
+    ids: Int[Array, "B C"], count: Int[Array, "B"], new_count: Int[Array, "B"], dynamic: DynamicSampling, vocab: int
 ) -> Int[Array, "B V"]:
-    """Count each id among the last ``made`` of ``count`` ids.
+    """Count the occurrences of each id among the last ``new_count`` of ``count`` ids.
 
     Returns zeros if no row has a presence or frequency penalty.
     """
-    row, place = jnp.arange(len(ids))[:, None], jnp.arange(ids.shape[1])[None]
+    row, positions = jnp.arange(len(ids))[:, None], jnp.arange(ids.shape[1])[None]
     zeros = jnp.zeros((len(ids), vocab), jnp.int32)
 
     def add() -> Int[Array, "B V"]:
-        new = (place < count[:, None]) & (place >= (count - made)[:, None])
-        return zeros.at[row, ids].add(new.astype(jnp.int32))
+        is_new = (positions < count[:, None]) & (positions >= (count - new_count)[:, None])
+        return zeros.at[row, ids].add(is_new.astype(jnp.int32))
 
     return jax.lax.cond(jnp.any((dynamic.presence != 0) | (dynamic.frequency != 0)), add, lambda: zeros)
 
@@ -313,8 +318,8 @@ def _penalised(
     """Apply the penalties to the logits, in the same order as vLLM."""
     if steps.penalty:
         assert seen is not None
-        by = dynamic.penalty[:, None]
-        logits = jnp.where(seen, jnp.where(logits < 0, logits * by, logits / by), logits)
+        penalty = dynamic.penalty[:, None]
+        logits = jnp.where(seen, jnp.where(logits < 0, logits * penalty, logits / penalty), logits)
     if steps.counts:
         assert counts is not None
         logits = logits - dynamic.frequency[:, None] * counts - dynamic.presence[:, None] * (counts > 0)
@@ -333,11 +338,11 @@ def _threshold(logits: Float[Array, "B V"], dynamic: DynamicSampling) -> Float[A
     """Compute the smallest logit that passes top-k, then top-p, then min-p."""
     ordered = -jnp.sort(-logits, axis=-1)
     rank = jnp.arange(logits.shape[-1])[None, :]
-    least = jnp.take_along_axis(ordered, dynamic.top_k[:, None] - 1, axis=-1)
-    ordered = jnp.where(ordered < least, -jnp.inf, ordered)  # ties with the k-th logit are kept, as in transformers
+    kth_logit = jnp.take_along_axis(ordered, dynamic.top_k[:, None] - 1, axis=-1)
+    ordered = jnp.where(ordered < kth_logit, -jnp.inf, ordered)  # keeps ties with the k-th logit, as in transformers
     probabilities = jax.nn.softmax(ordered, axis=-1)
-    before = jnp.cumsum(probabilities, axis=-1) - probabilities
+    preceding = jnp.cumsum(probabilities, axis=-1) - probabilities
     top_p = dynamic.top_p[:, None]
-    kept = ((before < top_p) | (top_p == 1) | (rank == 0)) & (ordered >= least)
-    kept &= (probabilities >= dynamic.min_p[:, None] * probabilities[:, :1]) | (rank == 0)
-    return jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1)
+    is_kept = ((preceding < top_p) | (top_p == 1) | (rank == 0)) & (ordered >= kth_logit)
+    is_kept &= (probabilities >= dynamic.min_p[:, None] * probabilities[:, :1]) | (rank == 0)
+    return jnp.min(jnp.where(is_kept, ordered, jnp.inf), axis=-1)

@@ -10,19 +10,19 @@ from nnxmoe.tokenizer.tokenizer import TextStream, Tokenizer
 class StopStringFilter:
     """Streaming filter that cuts text before the first stop string.
 
-    Text arrives in pieces (`add`) or as token ids (`add_ids`). Text that may be the start of a stop
-    string is held back until later text decides.
+    Text is added in pieces (`add`) or as token ids (`add_ids`). Text that may be the start of a stop
+    string is held back until more text is added.
 
     Args:
         stop: stop strings.
         tokenizer: decodes ids. If None, ids have no text.
-        context: ids of the prompt. They can affect how the first ids are decoded.
+        context: ids of the prompt, which can affect how the first new ids are decoded.
         keep: ids of special tokens that are part of the text.
 
     Attributes:
         text: text so far, without the text that is held back.
         stopped: whether a stop string was found.
-        count: number of ids up to the end of the stop string.
+        count: number of ids so far, up to the end of the stop string.
     """
 
     def __init__(
@@ -71,14 +71,14 @@ class StopStringFilter:
         return text
 
     def flush(self) -> str:
-        """Return the text that is held back, at the end of generation. Returns "" after a stop string."""
+        """Return the held-back text at the end of generation. Returns "" after a stop string."""
         text, self._held_back = "" if self.stopped else self._held_back, ""
         self.text += text
         return text
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest proper prefix of ``stop`` that is a suffix of the text."""
+    """Return the length of the longest proper prefix of ``stop`` that is a suffix of ``text``."""
     return max((length for length in range(1, len(stop)) if text.endswith(stop[:length])), default=0)
 
 
@@ -96,7 +96,7 @@ def check_stop_strings(
     if not strings:
         return (), ()
     if not all(isinstance(string, str) and string for string in strings):
-        raise ValueError(f"stop={stop!r:.60}: give strings that are not empty")
+        raise ValueError(f"stop={stop!r:.60}: pass non-empty strings")
     if tokenizer is None:
         raise ValueError("stop strings need a tokenizer: pass tokenizer=")
     return split_stop_strings(strings, tokenizer, vocab_size)
@@ -106,8 +106,8 @@ def split_stop_strings(stop: Sequence[str], tokenizer: Any, vocab_size: int) -> 
     """Split stop strings into strings and special tokens.
 
     Returns:
-        Strings to search in the text, and ids of special tokens below ``vocab_size``. Special tokens
-        have no text.
+        Strings to search for in the text, and ids of special tokens below ``vocab_size``. Special tokens
+        do not appear in the text.
     """
     special_ids = tokenizer.special_ids if isinstance(tokenizer, Tokenizer) else frozenset(tokenizer.all_special_ids)
     strings, stop_ids = list[str](), list[int]()

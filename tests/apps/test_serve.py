@@ -405,9 +405,9 @@ CHAT_FAULTS: list[tuple[Json, int, str | None, str]] = [
         "response_format",
         "x",
     ),
-    ({"guided_regex": "(", "stop": None}, 400, "guided_regex", "the grammar is refused"),
+    ({"guided_regex": "(", "stop": None}, 400, "guided_regex", "llguidance rejects the grammar"),
     ({"guided_regex": "a", "guided_choice": ["b"]}, 400, "guided_choice", "exclude each other"),
-    ({"guided_grammar": "start: nothing"}, 400, "guided_grammar", "the grammar is refused"),
+    ({"guided_grammar": "start: nothing"}, 400, "guided_grammar", "llguidance rejects the grammar"),
     ({"guided_json": "{"}, 400, "guided_json", "the schema is not JSON"),
     ({"service_tier": "flex"}, 400, "service_tier", "not supported"),
     ({"modalities": ["text", "audio"]}, 400, "modalities", "not supported"),
@@ -709,7 +709,7 @@ def test_jobs_are_admitted_together_or_not_at_all(demo: Any) -> None:
     async def submit() -> None:
         thread = engine_thread.EngineThread(engine, tokenizer, asyncio.get_running_loop())
         jobs = [engine_thread.SampleJob((5,) * n, nnxmoe.RequestOptions(4), (), lambda piece: None) for n in (8, 61)]
-        with pytest.raises(ValueError, match="do not fit in the 64"):
+        with pytest.raises(ValueError, match="exceed the capacity of 64"):
             await thread.submit(jobs)
         assert engine.waiting == engine.running == 0
         await asyncio.to_thread(thread.close)

@@ -207,7 +207,7 @@ def test_prefixes_belong_to_an_engine() -> None:
         assert request.ids == alone(model, ids, RequestOptions(4))[0] and request.prefix is None
     with pytest.raises(ValueError, match="at least one id"):
         Prefix(())
-    with pytest.raises(ValueError, match="does not begin with the 3 ids of its start"):
+    with pytest.raises(ValueError, match="does not start with the 3 ids of its start"):
         Prefix((5, 6, 8, 9), prefix)
 
 
@@ -242,7 +242,7 @@ def test_dynamic_rotary_embeddings_do_not_count_padding() -> None:
     np.testing.assert_allclose(score.logprobs[-10:], expected, atol=1e-5)
     Engine(model, slots=2, capacity=8)
     assert [len(done.ids) for done in complete(model, [[1, 2], [3]], max_new_tokens=6, eos_token_id=None)] == [6, 6]
-    with pytest.raises(ValueError, match=r"capacity=9.*at most that, or generate"):
+    with pytest.raises(ValueError, match=r"capacity=9.*Reduce capacity .* or use generate"):
         Engine(model, slots=2, capacity=9)
 
 
@@ -337,7 +337,7 @@ def test_a_prefix_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
         wanted = dataclasses.replace(request.options, sample=i)
         assert run(lone, [([*beginning, *end], wanted)])[0].ids == request.ids
     assert len({tuple(request.ids) for request in requests[2:4]}) == 2, "samples differ"
-    with pytest.raises(ValueError, match="does not begin with the 66 ids"):
+    with pytest.raises(ValueError, match="does not start with the 66 ids"):
         engine.submit([1, 2], prefix=first)
 
 
@@ -529,7 +529,7 @@ def test_drafts_are_refused_where_tokens_compete() -> None:
 
 def test_a_draft_of_another_vocabulary_is_refused() -> None:
     other = build_tiny("llama", vocab_size=VOCAB + 3)
-    with pytest.raises(ValueError, match=rf"ModelDraft.*has {VOCAB + 3} ids and the model's {VOCAB}"):
+    with pytest.raises(ValueError, match=rf"ModelDraft.*has {VOCAB + 3} ids, but the model's has {VOCAB}"):
         Engine(tiny(), draft=ModelDraft.of(other))
 
 
@@ -540,12 +540,12 @@ def test_a_draft_of_another_vocabulary_is_refused() -> None:
     ("given", "message"),
     [
         (([], RequestOptions()), "the prompt is empty"),
-        (([53], RequestOptions()), "token ids must lie in 0 … 52, got 53"),
-        (([1] * 50, RequestOptions(11)), "50 ids and 11 new ones do not fit in the 60"),
-        (([1], RequestOptions(stop_ids=range(5))), "stop_ids: 5 is more than the 4"),
-        (([1], RequestOptions(logit_bias={0: 1, 1: 1, 2: 1, 3: 1})), "logit_bias: 4 is more than the 3"),
+        (([53], RequestOptions()), "token ids must be in 0 … 52, got 53"),
+        (([1] * 50, RequestOptions(11)), "50 ids and 11 new ids exceed the capacity of 60"),
+        (([1], RequestOptions(stop_ids=range(5))), "stop_ids: 5 exceeds the maximum of 4"),
+        (([1], RequestOptions(logit_bias={0: 1, 1: 1, 2: 1, 3: 1})), "logit_bias: 4 exceeds the maximum of 3"),
         (([1], RequestOptions(logit_bias={99: 1})), "got 99"),
-        (([1], RequestOptions(logprobs=3)), "logprobs: 3 is more than the 2"),
+        (([1], RequestOptions(logprobs=3)), "logprobs: 3 exceeds the maximum of 2"),
     ],
 )
 def test_requests_that_do_not_fit_are_refused_and_harm_no_other(given: Any, message: str) -> None:
@@ -577,7 +577,7 @@ def test_options_that_the_engine_was_not_compiled_with_are_refused() -> None:
         ({"max_new_tokens": -1}, "max_new_tokens must be a 64-bit integer >= 0, got -1"),
         ({"max_new_tokens": 3, "min_new_tokens": 4}, "min_new_tokens=4 is more than max_new_tokens=3"),
         ({"seed": 2**63}, "seed must be a 64-bit integer"),
-        ({"logit_bias": {3: float("nan")}}, r"logit_bias\[3\]=nan: give a finite number"),
+        ({"logit_bias": {3: float("nan")}}, r"logit_bias\[3\]=nan: pass a finite number"),
         ({"logit_bias": {3: float("inf")}}, r"logit_bias\[3\]=inf"),
         ({"logit_bias": {"3": 1.0}}, "an id of logit_bias must be"),
         ({"logprobs": 1.5}, "logprobs must be a 64-bit integer >= 0, got 1.5"),
@@ -678,7 +678,7 @@ def test_complete_reads_and_writes_text() -> None:
     [
         ({"prompts": ["text"]}, "need a tokenizer"),
         ({"prompts": [[1]], "stop": ["x"]}, "need a tokenizer"),
-        ({"prompts": [[1]], "stop": [""]}, "strings that are not empty"),
+        ({"prompts": [[1]], "stop": [""]}, "pass non-empty strings"),
         ({"prompts": [[1], [2]], "seed": [1]}, "1 seeds for 2 prompts"),
         ({"prompts": [[]]}, "a prompt is empty"),
         ({"prompts": [[1]], "n": 0}, "n must be a 64-bit integer >= 1, got 0"),

@@ -351,9 +351,9 @@ def test_invalid_max_new_tokens(count: Any) -> None:
 
 @pytest.mark.wrong_types
 def test_invalid_prompts() -> None:
-    with pytest.raises(ValueError, match=r"token ids must lie in 0 … 52, got 53"):
+    with pytest.raises(ValueError, match=r"token ids must be in 0 … 52, got 53"):
         run([[1, 53]])
-    with pytest.raises(ValueError, match=r"token ids must lie in 0 … 52, got -1"):
+    with pytest.raises(ValueError, match=r"token ids must be in 0 … 52, got -1"):
         run([[1, -1]])
     with pytest.raises(ValueError, match=r"token ids .* got 53"):
         run([[53]], count=0)

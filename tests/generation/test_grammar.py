@@ -168,20 +168,22 @@ def test_a_constraint_is_an_object(model: nnxmoe.CausalLM, draft: Any) -> None:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda t: Grammar.json_schema({"type": "nonsense"}, t), "the grammar is refused"),
+        (lambda t: Grammar.json_schema({"type": "nonsense"}, t), "llguidance rejects the grammar"),
         (lambda t: Grammar.json_schema("{", t), "the schema is not JSON"),
-        (lambda t: Grammar.json_schema("[1]", t), "a schema is an object, true or false"),
+        (lambda t: Grammar.json_schema("[1]", t), "a schema must be an object, true or false"),
         (lambda t: Grammar.json_schema("false", t), "the schema false accepts no value"),
-        (lambda t: Grammar.choice("yes", t), "choices are a list of texts that is not empty, got 'yes'"),
-        (lambda t: Grammar.choice([], t), "choices are a list of texts that is not empty"),
+        (lambda t: Grammar.choice("yes", t), "choices must be a non-empty list of texts, got 'yes'"),
+        (lambda t: Grammar.choice([], t), "choices must be a non-empty list of texts"),
         pytest.param(
-            lambda t: Grammar.choice(["a", 5], t), "a choice must be a text, got 5", marks=pytest.mark.wrong_types
+            lambda t: Grammar.choice(["a", 5], t), "a choice must be a str, got 5", marks=pytest.mark.wrong_types
         ),
         pytest.param(
-            lambda t: Grammar.regex(None, t), "a regular expression is a text, got None", marks=pytest.mark.wrong_types
+            lambda t: Grammar.regex(None, t),
+            "a regular expression must be a str, got None",
+            marks=pytest.mark.wrong_types,
         ),
-        (lambda t: Grammar.regex("(", t), "the grammar is refused"),
-        (lambda t: Grammar.lark("start: nothing", t), "the grammar is refused"),
+        (lambda t: Grammar.regex("(", t), "llguidance rejects the grammar"),
+        (lambda t: Grammar.lark("start: nothing", t), "llguidance rejects the grammar"),
     ],
 )
 def test_grammars_that_are_refused(
@@ -192,7 +194,7 @@ def test_grammars_that_are_refused(
 
 
 def test_refusals(model: nnxmoe.CausalLM, tokenizer: nnxmoe.Tokenizer, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="needs ids that end it"):
+    with pytest.raises(ValueError, match="needs ids that end the text"):
         list(nnxmoe.complete(model, ["x"], tokenizer, schema=SCHEMA, eos_token_id=None))
     with pytest.raises(ValueError, match="cannot be combined with constraint="):
         nnxmoe.complete(model, ["x"], tokenizer, schema=SCHEMA, constraint=Grammar.json_object(tokenizer))

@@ -230,19 +230,19 @@ def no_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 FAULTS: list[tuple[dict[str, Any], str]] = [
-    ({"prompts": [[1, 2], [3, 4], [5, 99999]]}, r"prompt 2: token ids must lie in 0 … 52, got 99999"),
+    ({"prompts": [[1, 2], [3, 4], [5, 99999]]}, r"prompt 2: token ids must be in 0 … 52, got 99999"),
     ({"prompts": [[1], [2], []]}, "prompt 2: a prompt is empty"),
     ({"prompts": [[1], [2.5]]}, r"prompt 1: .*2\.5"),
     ({"prompts": [[1], None]}, "prompt 1: a prompt is None"),
     ({"prompts": [[1], {2, 3}]}, "prompt 1: "),
-    ({"prompts": ["1 2", "3 60"]}, "prompt 1: token ids must lie in 0 … 52, got 60"),
+    ({"prompts": ["1 2", "3 60"]}, "prompt 1: token ids must be in 0 … 52, got 60"),
     ({"prompts": iter([[1], [-2]])}, "prompt 1: .*-2"),
-    ({"prompts": (ids for ids in ([1], [53]))}, "prompt 1: token ids must lie in 0 … 52, got 53"),
+    ({"prompts": (ids for ids in ([1], [53]))}, "prompt 1: token ids must be in 0 … 52, got 53"),
     ({"logprobs": VOCAB + 1}, "logprobs=54 is more than the 53 ids"),
-    ({"logit_bias": {VOCAB: 1.0}}, "ids of logit_bias must lie in 0 … 52, got 53"),
+    ({"logit_bias": {VOCAB: 1.0}}, "ids of logit_bias must be in 0 … 52, got 53"),
     ({"logit_bias": []}, "logit_bias"),
-    ({"eos_token_id": VOCAB}, "stop_ids must lie in 0 … 52, got 53"),
-    ({"constraint": nnxmoe.Grammar("", None), "eos_token_id": None}, "needs ids that end it"),
+    ({"eos_token_id": VOCAB}, "stop_ids must be in 0 … 52, got 53"),
+    ({"constraint": nnxmoe.Grammar("", None), "eos_token_id": None}, "needs ids that end the text"),
     ({"seed": [1, 2.5, 3]}, r"seed .*2\.5"),
     ({"seed": "abc"}, "seed"),
     ({"stop": 5}, "stop=5"),
@@ -276,7 +276,7 @@ def test_generate_stream_and_score_check_everything_first(no_step: None, monkeyp
         (lambda: nnxmoe.stream(model, Numbers(), [1], draft="on"), "draft"),
         (lambda: nnxmoe.stream(model, Numbers(), [1], constraint=5), "constraint"),  # type: ignore[arg-type]
         (lambda: nnxmoe.stream(model, Numbers(), [1], max_new_tokens=10**15), "takes"),
-        (lambda: nnxmoe.score(model, [[1, 2], [3, 99]]), "text 1: token ids must lie in 0 … 52, got 99"),
+        (lambda: nnxmoe.score(model, [[1, 2], [3, 99]]), "text 1: token ids must be in 0 … 52, got 99"),
         (lambda: nnxmoe.score(model, iter([[1, 2], [3]])), "text 1 has nothing to score"),
         (lambda: nnxmoe.score(model, [[1, 2], [1.5, 2]]), "text 1: "),
         (lambda: nnxmoe.score(model, [[1, 2]], top=1.5), "top"),  # type: ignore[arg-type]
