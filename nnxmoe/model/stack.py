@@ -129,16 +129,12 @@ def scan_layers(
     def step(carry: tuple[Any, Any], inputs: tuple[Any, Array]) -> tuple[tuple[Any, Any], Any]:
         x, caches = carry
         layer_state, i = inputs
-        layer_cache = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, i, keepdims=False), caches)
+        cache = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, i, keepdims=False), caches)
         layer = nnx.merge(graph, layer_state)
         run = layer if remat is None else remat(layer, scanned=count > 1)
-        x, layer_cache, info = watch(
-            run, layer, x, context=context.for_layer(first + i, last_token_only=False), cache=layer_cache
-        )
+        x, cache, info = watch(run, layer, x, context=context.for_layer(first + i, last_token_only=False), cache=cache)
         # The caches are in the carry because XLA copies the complete array of a scanned input or output.
-        caches = jax.tree.map(
-            lambda a, update: jax.lax.dynamic_update_index_in_dim(a, update, i, 0), caches, layer_cache
-        )
+        caches = jax.tree.map(lambda a, update: jax.lax.dynamic_update_index_in_dim(a, update, i, 0), caches, cache)
         return (x, caches), (info, x if context.request.all_hidden else None)
 
     if count == 1:  # unlike a loop body, a single layer may return a pytree with a different structure
