@@ -315,7 +315,7 @@ def test_chats_are_rendered_by_the_template(server: Running, demo: Any) -> None:
     assert one(server, CHATS, CHAT)["finish_reason"] == "stop"  # room by default, up to the slot's end
 
 
-_TEXT = "messages[0].content[0].type '{}' is not supported: give a text, or parts that are texts"
+_TEXT = "messages[0].content[0].type '{}' is not supported: send a text, or text parts"
 COMPLETION_FAULTS: list[tuple[Json, int, str | None, str]] = [
     ({"model": "gpt-4"}, 404, "model", "'tiny'"),
     ({"tools": [{}]}, 400, "tools", "use /v1/chat/completions"),
@@ -335,7 +335,7 @@ COMPLETION_FAULTS: list[tuple[Json, int, str | None, str]] = [
     ({"skip_special_tokens": False}, 400, "skip_special_tokens", "not supported"),
     ({"skip_special_tokens": 1}, 400, "skip_special_tokens", "not supported"),
     ({"stop_token_ids": [768]}, 400, "stop_token_ids", "767"),
-    ({"stop_token_ids": [1] * 16, "stop": "a"}, 400, "stop_token_ids", "17 is more than the 16"),
+    ({"stop_token_ids": [1] * 16, "stop": "a"}, 400, "stop_token_ids", "17 is more than the maximum of 16"),
     ({"ignore_eos": True, "guided_regex": "a"}, 400, "ignore_eos", "guided_regex exclude each other"),
     ({"max_tokens": "5"}, 400, "max_tokens", "max_tokens must be an integer, not a string: write it without quotes"),
     ({"prompt": [5] * 256, "max_tokens": None}, 400, "prompt", "(256 tokens) leaves no room for an answer in 256"),
@@ -359,7 +359,7 @@ COMPLETION_FAULTS: list[tuple[Json, int, str | None, str]] = [
     ({"prompt": [1.5]}, 400, "prompt", "prompt[0] must be an integer, a string or a list"),
     ({"prompt": [768]}, 400, "prompt", "767"),
     ({"prompt": ["a"] * 129}, 400, "prompt", "128"),
-    ({"prompt": ["a"] * 9}, 400, "n", "8 that this server admits"),
+    ({"prompt": ["a"] * 9}, 400, "n", "8 on this server"),
     ({"stop": [""]}, 400, "stop", "0 characters"),
     ({"stop": ["a"] * 17}, 400, "stop", "16"),
     ({"stop": "a" * 257}, 400, "stop", "256"),
@@ -372,8 +372,8 @@ COMPLETION_FAULTS: list[tuple[Json, int, str | None, str]] = [
 CHAT_FAULTS: list[tuple[Json, int, str | None, str]] = [
     ({"messages": []}, 400, "messages", "empty"),
     ({"messages": [{"role": "robot", "content": "hi"}]}, 400, "messages", "unknown role robot"),
-    ({"messages": [{"content": "hi"}]}, 400, "role", 'messages[0].role is missing: give {"role"'),
-    ({"messages": [{"role": "function", "content": "1"}]}, 400, "messages", "give the role tool, with tool_call_id"),
+    ({"messages": [{"content": "hi"}]}, 400, "role", 'messages[0].role is missing: send {"role"'),
+    ({"messages": [{"role": "function", "content": "1"}]}, 400, "messages", "use the role tool, with tool_call_id"),
     ({"messages": ["hi"]}, 400, "messages", "messages[0] must be an object, not a string"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages", _TEXT.format("image_url")),
     (
@@ -389,7 +389,7 @@ CHAT_FAULTS: list[tuple[Json, int, str | None, str]] = [
         {"tool_choice": "any"},
         400,
         "tool_choice",
-        'tool_choice \'any\' is not supported: give "none", "auto", "required"',
+        'tool_choice \'any\' is not supported: send "none", "auto", "required"',
     ),
     ({"best_of": 2}, 400, "best_of", "not supported"),
     ({"add_generation_prompt": False}, 400, "add_generation_prompt", "not supported"),
@@ -397,7 +397,7 @@ CHAT_FAULTS: list[tuple[Json, int, str | None, str]] = [
     ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, 400, "tool_calls", "tool_calls is not supported"),
     ({"messages": [{"role": "user", "content": "hi", "audio": {"id": "a"}}]}, 400, "audio", "does not read it"),
     ({"tool_choice": "required"}, 400, "tool_choice", "tool_choice needs tools"),
-    ({"response_format": {"type": "json_schema"}}, 400, "response_format", "give json_schema"),
+    ({"response_format": {"type": "json_schema"}}, 400, "response_format", "needs the type json_schema"),
     ({"response_format": {"type": "xml"}}, 400, "response_format", "response_format.type 'xml' is not supported"),
     (
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}},
@@ -541,7 +541,7 @@ def test_requests_are_logged(server: Running, caplog: pytest.LogCaptureFixture) 
     assert re.fullmatch(rf"POST /v1/completions 200, {number} s, \d+ \+ 6 tokens, {number} per second", first)
     assert re.fullmatch(rf"POST /v1/chat/completions 200, {number} s, \d+ \+ 3 tokens, {number} per second", second)
     assert [re.sub(r", .*", "", line) for line in refused] == ["GET /v1/\\x1b[2J 404", "GET /v1/models/other 404"]
-    assert ": there is no model 'other' here" in refused[1]
+    assert ": the model 'other' does not exist" in refused[1]
 
 
 def test_offsets_after_characters_of_several_tokens(server: Running, demo: Any) -> None:

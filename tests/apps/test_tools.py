@@ -695,7 +695,10 @@ def test_templates_without_tools() -> None:
     """Are refused by name, as are those whose calls no format describes."""
     tokenizer = nnxmoe.Tokenizer.from_pretrained(DEMO)
     with serving(nnxmoe.from_pretrained(DEMO), tokenizer) as running:
-        for template, why in ((tokenizer.chat_template, "does not read them"), ("{{ tools }}", "in none of the forms")):
+        for template, why in (
+            (tokenizer.chat_template, "does not read tools"),
+            ("{{ tools }}", "none of the call formats"),
+        ):
             tokenizer.chat_templates = {"default": template}
             status, found = running.call(CHATS, CHAT | {"tools": TOOLS})
             assert status == 400 and why in found["error"]["message"] and found["error"]["param"] == "tools"

@@ -14,14 +14,14 @@ from nnxmoe.generation.grammar import Grammar
 
 @dataclasses.dataclass(frozen=True)
 class AnswerForm:
-    """Parts of an answer.
+    """Parts that an answer may have.
 
     Attributes:
-        reasoning: tags of the reasoning, or None.
-        calls: tools that the answer may call, or None.
-        harmony: whether the answer is in the channels of the harmony format.
-        tokens: ids of tokens in tags and calls that are symbols in grammars, not text. They are not
-            removed from the decoded text.
+        reasoning: Tags of the reasoning, or `None`.
+        calls: Tools that the answer may call, or `None`.
+        harmony: Whether the answer uses the channels of the harmony format.
+        tokens: Ids of the special tokens in tags and calls. Grammars refer to these tokens by id. The decoded
+            text includes them.
     """
 
     reasoning: Reasoning | None = None
@@ -34,17 +34,17 @@ class AnswerForm:
         """Return the form of answers for a chat template.
 
         Args:
-            template: the chat template.
-            prompt: end of the rendered chat.
-            calls: tools of the request, or None.
-            symbols: ids of tokens that are symbols in grammars.
+            template: The chat template.
+            prompt: End of the rendered chat.
+            calls: Tools of the request, or `None`.
+            symbols: Ids of the tokens that grammars refer to by id.
         """
         channels = format_of(template) is FORMATS["harmony"]
         tags = None if channels else Reasoning.of(template, prompt)
-        written = [] if tags is None else [tags.start, tags.end]
-        written += [] if calls is None else [*calls.format.marks, calls.format.call, calls.format.closing or ""]
-        written += [harmony.MESSAGE, *harmony.ENDS, *harmony.BEGINS, FORMATS["harmony"].call] if channels else []
-        tokens = {token: i for token, i in symbols.items() if any(token in text for text in written)}
+        tag_texts = [] if tags is None else [tags.start, tags.end]
+        tag_texts += [] if calls is None else [*calls.format.marks, calls.format.call, calls.format.closing or ""]
+        tag_texts += [harmony.MESSAGE, *harmony.ENDS, *harmony.BEGINS, FORMATS["harmony"].call] if channels else []
+        tokens = {token: i for token, i in symbols.items() if any(token in text for text in tag_texts)}
         return cls(tags, calls, channels, tokens)
 
     @property
@@ -66,25 +66,25 @@ class AnswerForm:
         """Split a complete text.
 
         Args:
-            text: the text.
-            cut: whether the text ended at its length limit.
+            text: The complete text.
+            cut: Whether the text ended at the length limit.
 
         Returns:
-            The parts, and the number of tool calls.
+            The parts of the answer, and the number of tool calls.
         """
         splitter = self.splitter()
-        found = splitter.put(text).followed_by(splitter.end(cut))
-        return found._replace(reasoning=found.reasoning.rstrip()), splitter.count
+        part = splitter.put(text).followed_by(splitter.end(cut))
+        return part._replace(reasoning=part.reasoning.rstrip()), splitter.count
 
     def grammar(self, form: Grammar | None, tokenizer: Any) -> Grammar | None:
-        """Create the grammar of answers. It enforces ``form`` and the calls that the request demands.
+        """Create the grammar of answers. It enforces ``form`` and the tool calls that the request requires.
 
         Args:
-            form: grammar of the text, or None.
-            tokenizer: the tokenizer.
+            form: Grammar of the text, or `None`.
+            tokenizer: Tokenizer of the model.
 
         Returns:
-            The grammar, or None if the answer is not constrained.
+            The grammar, or `None` if the answer is not constrained.
         """
         calls = self.calls
         if form is None and (calls is None or not (calls.must or calls.strict or not calls.several)):
@@ -102,7 +102,7 @@ class AnswerForm:
         return Grammar.lark(text, tokenizer) if form is None else form.within(text)
 
     def _free(self, calls: ToolOptions, final: str) -> tuple[Sequence[str], Sequence[str]]:
-        """Return alternatives and rules of answers with text, tool calls or both."""
+        """Return the alternatives and rules for answers with text, tool calls or both."""
         form, any_text = calls.format, r"/(.|\n)*/"
         if self.harmony:
             return ["calls", f"{final} {any_text}"], []
@@ -110,13 +110,13 @@ class AnswerForm:
             return ["calls", rf"/\s*([^\s{escaped(form.marks[0])}](.|\n)*)?/"], []
         if form.marks[0] in self.tokens:
             return [f"{any_text} calls?"], []
-        # The mark is plain text. It ends the content, and the calls follow.
+        # The mark is plain text. The content ends at the mark, and the calls follow.
         outside = " & ".join([any_text, *(rf"~/(.|\n)*{escaped(mark)}(.|\n)*/" for mark in form.marks)])
         rules = [f"SAID: {outside}", rf"until[lazy]: /(.|\n)*{escaped(form.marks[0])}/"]
         return ["SAID", "until rest"], rules
 
     def _thinking(self, rules: list[str]) -> str:
-        """Return the Lark expression of the reasoning before the answer. Appends its rules to ``rules``."""
+        """Return the Lark expression of the reasoning before the answer, and append its rules to ``rules``."""
         if self.harmony:
             before, after = (literal(text, self.tokens) for text in harmony.ANALYSIS)
             return rf"({before} /(.|\n)*/ {after})*"
@@ -151,10 +151,10 @@ class AnswerSplit:
         return self._part(*(("", piece) if self._reasoning is None else self._reasoning.put(piece)))
 
     def end(self, cut: bool = False) -> AnswerPart:
-        """Return the text held back. ``cut``: the text ended at its length limit."""
-        found = self._part(*(("", "") if self._reasoning is None else self._reasoning.end()))
-        return found if self._calls is None else found.followed_by(self._calls.end(cut))
+        """Return the text that was held back. ``cut`` means that the text ended at the length limit."""
+        part = self._part(*(("", "") if self._reasoning is None else self._reasoning.end()))
+        return part if self._calls is None else part.followed_by(self._calls.end(cut))
 
-    def _part(self, thought: str, said: str) -> AnswerPart:
-        part = AnswerPart(content=said) if self._calls is None else self._calls.put(said)
-        return part._replace(reasoning=thought)
+    def _part(self, reasoning: str, content: str) -> AnswerPart:
+        part = AnswerPart(content=content) if self._calls is None else self._calls.put(content)
+        return part._replace(reasoning=reasoning)

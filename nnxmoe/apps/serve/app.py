@@ -1,4 +1,4 @@
-"""The ASGI application: routes, access control and JSON errors."""
+"""ASGI application of the server: routes, access control and JSON errors."""
 
 import asyncio
 import contextlib
@@ -34,18 +34,18 @@ DISCARD_SECONDS = 1.0
 
 
 class Endpoints:
-    """Endpoints of one model.
+    """HTTP endpoints of one model.
 
     Attributes:
-        service: shared state, set while the application runs.
-        started: called when the application starts.
+        service: State that all requests share. Set while the application runs.
+        started: Called when the application starts.
     """
 
     def __init__(self, engine: Engine, tokenizer: Any, settings: ServerSettings, started: Callable[[], None]):
         if (mesh := engine.model.mesh) is not None and mesh.is_multi_process:
             raise ValueError(
-                f"the engine's model is sharded over several processes (mesh {dict(mesh.shape)}), and only one gets "
-                "the requests: load it on a mesh of this process's devices, "
+                f"the engine's model is sharded over several processes (mesh {dict(mesh.shape)}), but only one process "
+                "receives requests: load the model on a mesh of local devices, "
                 "nnxmoe.make_mesh(…, devices=jax.local_devices())"
             )
         self.engine, self.tokenizer, self.settings, self.started = engine, tokenizer, settings, started
@@ -93,39 +93,39 @@ class Endpoints:
             "owned_by": "nnxmoe",
             "max_model_len": self.engine.capacity,
         }
-        asked = request.path_params.get("model")
-        if asked not in (None, name):
-            raise Refused(404, f"there is no model {asked!r:.80} here, only {name!r}", "model", "model_not_found")
-        return json_response({"object": "list", "data": [card]} if asked is None else card)
+        model_name = request.path_params.get("model")
+        if model_name not in (None, name):
+            raise Refused(404, f"the model {model_name!r:.80} does not exist: use {name!r}", "model", "model_not_found")
+        return json_response({"object": "list", "data": [card]} if model_name is None else card)
 
     async def completions(self, request: Request) -> Response:
-        """Respond to ``/v1/completions``."""
-        since, asked = time.monotonic(), decode(await self._body(request), CompletionRequest)
-        plan = await asyncio.to_thread(self.planner.completion, asked)  # tokenizers may take a second
-        return Reply(self.service, plan, CompletionFormat(self.texts, plan.options.logprobs), since)
+        """Handle ``/v1/completions``."""
+        start, body = time.monotonic(), decode(await self._body(request), CompletionRequest)
+        plan = await asyncio.to_thread(self.planner.completion, body)  # tokenization may take a second
+        return Reply(self.service, plan, CompletionFormat(self.texts, plan.options.logprobs), start)
 
     async def chat(self, request: Request) -> Response:
-        """Respond to ``/v1/chat/completions``."""
-        since, asked = time.monotonic(), decode(await self._body(request), ChatRequest)
-        plan = await asyncio.to_thread(self.planner.chat, asked)  # tokenizers and templates may take a second
-        return Reply(self.service, plan, ChatFormat(self.texts, plan.options.logprobs, plan.answer), since)
+        """Handle ``/v1/chat/completions``."""
+        start, body = time.monotonic(), decode(await self._body(request), ChatRequest)
+        plan = await asyncio.to_thread(self.planner.chat, body)  # templates and tokenization may take a second
+        return Reply(self.service, plan, ChatFormat(self.texts, plan.options.logprobs, plan.answer), start)
 
     async def _body(self, request: Request) -> bytes:
-        """Read the body, with limits on its size and time."""
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":  # browsers send it cross-site only after a CORS preflight
-            raise Refused(415, f"the Content-Type is {kind!r:.60}: send application/json")
-        most = self.settings.body
-        too_large = Refused(413, f"the body is larger than {most} bytes")
+        """Read the request body, with limits on size and time."""
+        content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if content_type != "application/json":  # browsers send JSON cross-site only after a CORS preflight
+            raise Refused(415, f"the Content-Type is {content_type!r:.60}: send application/json")
+        max_bytes = self.settings.body
+        too_large = Refused(413, f"the body is larger than {max_bytes} bytes")
         length = request.headers.get("content-length", "0")
-        if length.isdecimal() and int(length) > most:
+        if length.isdecimal() and int(length) > max_bytes:
             raise too_large
         body = bytearray()
         try:
             async with asyncio.timeout(self.settings.body_seconds):
-                async for part in request.stream():
-                    body += part
-                    if len(body) > most:
+                async for chunk in request.stream():
+                    body += chunk
+                    if len(body) > max_bytes:
                         raise too_large
         except TimeoutError:
             raise Refused(408, f"the body did not arrive within {self.settings.body_seconds:g} s") from None
@@ -133,10 +133,10 @@ class Endpoints:
 
 
 class _Body:
-    """Wrapper of the ``receive`` of a request.
+    """Wrapper around the ``receive`` callable of a request.
 
     Attributes:
-        unread: whether the body may have unread parts.
+        unread: Whether parts of the body may be unread.
     """
 
     def __init__(self, receive: Receive, headers: Mapping[bytes, bytes]):
@@ -151,7 +151,8 @@ class _Body:
     async def discard(self) -> None:
         """Read the remaining body for up to DISCARD_SECONDS.
 
-        A client that still sends receives a reset before it reads the response.
+        Otherwise the connection of a client that is still sending would be reset before the client reads the
+        response.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DISCARD_SECONDS):
@@ -160,7 +161,7 @@ class _Body:
 
 
 class Guard:
-    """Middleware: checks the Host header and the API key, and counts responses by path and status.
+    """Middleware that checks the Host header and the API key, and counts responses by path and status.
 
     Reads the remaining body of rejected requests.
     """
@@ -169,16 +170,16 @@ class Guard:
         self._app, self._endpoints, self._paths = app, endpoints, paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forward or reject a request. Removes a slash at the end of the path."""
+        """Forward or reject a request. Strips trailing slashes from the path."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        since, status = time.monotonic(), 499  # client disconnected, unless a response sets the status
+        since, status = time.monotonic(), 499  # the client disconnected, unless a response sets the status
         scope = {**scope, "path": scope["path"].rstrip("/") or "/", COUNTS: [0, 0, ""]}
 
         headers = dict(scope["headers"])
         body = _Body(receive, headers)
 
-        async def counted(message: Message) -> None:
+        async def count_and_send(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -186,15 +187,15 @@ class Guard:
                 self._endpoints.service.metrics.requests[path, message["status"]] += 1
                 if message["status"] >= 400:
                     await body.discard()
-                if body.unread:  # else the server parses the rest as the next request
+                if body.unread:  # otherwise the server parses the rest as the next request
                     message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
             await send(message)
 
-        refused = self._refused(scope["path"], headers)
-        scope[COUNTS][2] = "" if refused is None else refused.why
-        app = self._app if refused is None else _error(refused)
+        rejection = self._refused(scope["path"], headers)
+        scope[COUNTS][2] = "" if rejection is None else rejection.why
+        app = self._app if rejection is None else _error(rejection)
         try:
-            await app(scope, body.receive, counted)
+            await app(scope, body.receive, count_and_send)
         finally:
             if self._endpoints.settings.access_log and not (scope["path"] in POLLED and status < 400):
                 _log(scope, status, time.monotonic() - since)
@@ -217,16 +218,20 @@ class Guard:
 
 def _log(scope: Scope, status: int, seconds: float) -> None:
     """Log one line per request: method, path, status, seconds, token counts and the reason of a rejection."""
-    given, made, why = scope[COUNTS]
-    tokens = f", {given} + {made} tokens, {made / seconds:.1f} per second" if given else ""
-    why = f": {plain(why)}" if why else ""
-    say("%s %s %d, %.3f s%s%s", scope["method"], plain(scope["path"]), status, seconds, tokens, why)
+    prompt_tokens, generated_tokens, reason = scope[COUNTS]
+    tokens = (
+        f", {prompt_tokens} + {generated_tokens} tokens, {generated_tokens / seconds:.1f} per second"
+        if prompt_tokens
+        else ""
+    )
+    reason = f": {plain(reason)}" if reason else ""
+    say("%s %s %d, %.3f s%s%s", scope["method"], plain(scope["path"]), status, seconds, tokens, reason)
 
 
-def _error(refused: Refused) -> Response:
-    headers = {"retry-after": "1"} if refused.status == 429 else {}
-    headers |= {"www-authenticate": "Bearer"} if refused.status == 401 else {}
-    return json_response(refused.body(), refused.status, headers)
+def _error(rejection: Refused) -> Response:
+    headers = {"retry-after": "1"} if rejection.status == 429 else {}
+    headers |= {"www-authenticate": "Bearer"} if rejection.status == 401 else {}
+    return json_response(rejection.body(), rejection.status, headers)
 
 
 async def _failed(request: Request, error: Exception) -> Response:
@@ -239,28 +244,28 @@ async def _failed(request: Request, error: Exception) -> Response:
         case ClientDisconnect():  # disconnected while sending the body: no client reads this response
             return Response(status_code=499)
         case _:
-            return _error(Refused(500, f"internal error: {type(error).__name__}; see its log"))
+            return _error(Refused(500, f"internal error: {type(error).__name__}; see the server's log"))
 
 
 def make_app(engine: Engine, tokenizer: Any, settings: ServerSettings, started: Callable[[], None]) -> ASGIApp:
-    """Create the application that serves an engine. The application closes the engine when it ends.
+    """Create the application that serves an engine. The application closes the engine on shutdown.
 
     Args:
-        engine: the engine.
-        tokenizer: the tokenizer.
-        settings: settings of the server.
-        started: called once the application runs.
+        engine: See `serving_engine`.
+        tokenizer: Tokenizer of the model.
+        settings: Settings of the server.
+        started: Called once the application runs.
     """
-    ends = Endpoints(engine, tokenizer, settings, started)
+    endpoints = Endpoints(engine, tokenizer, settings, started)
     routes = [
-        Route("/", ends.page),
-        Route("/health", ends.health),
-        Route("/metrics", ends.metrics),
-        Route("/v1/models", ends.models),
-        Route("/v1/models/{model:path}", ends.models),
-        Route("/v1/completions", ends.completions, methods=["POST"]),
-        Route("/v1/chat/completions", ends.chat, methods=["POST"]),
+        Route("/", endpoints.page),
+        Route("/health", endpoints.health),
+        Route("/metrics", endpoints.metrics),
+        Route("/v1/models", endpoints.models),
+        Route("/v1/models/{model:path}", endpoints.models),
+        Route("/v1/completions", endpoints.completions, methods=["POST"]),
+        Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
     ]
     handlers: Any = dict.fromkeys((Refused, HTTPException, ClientDisconnect, Exception), _failed)
-    app = Starlette(routes=routes, exception_handlers=handlers, lifespan=ends.lifespan)
-    return Guard(app, ends, frozenset(route.path for route in routes))
+    app = Starlette(routes=routes, exception_handlers=handlers, lifespan=endpoints.lifespan)
+    return Guard(app, endpoints, frozenset(route.path for route in routes))

@@ -1,6 +1,6 @@
 """Convert the text of tool-call arguments to values, by the JSON schema of the tool.
 
-Used for arguments that are written one by one.
+This applies to formats that write each argument in tags.
 """
 
 import ast
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 _PYTHON = {"True": True, "False": False, "None": None}
-_TYPES: Mapping[type, tuple[str, ...]] = {  # Python type of a JSON value -> names of the type in JSON Schema
+_TYPES: Mapping[type, tuple[str, ...]] = {  # maps the Python type of a JSON value to names in JSON Schema
     str: ("string",),
     bool: ("boolean",),
     type(None): ("null",),
@@ -19,20 +19,20 @@ _TYPES: Mapping[type, tuple[str, ...]] = {  # Python type of a JSON value -> nam
     list: ("array",),
     dict: ("object",),
 }
-_DEPTH = 8  # maximum depth of references and alternatives, because they may be recursive
+_DEPTH = 8  # maximum depth of references and alternatives, which may be recursive
 
 
 def value_of(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
     """Convert the text of an argument to a value.
 
-    The value is the text if the schema allows strings only. Otherwise the text is parsed as JSON or a
-    Python literal. If the schema allows strings and the parsed type is not allowed, the value is the
-    text, for example a postcode of digits that may also be null.
+    If the schema allows only strings, the value is the text. Otherwise the text is parsed as JSON or as a Python
+    literal. If the schema does not allow the parsed type but allows strings, the value is the text. An example
+    is a postcode of digits with the types string and null.
 
     Args:
-        text: text of the argument.
-        schema: schema of the argument.
-        root: schema that contains ``schema``, for references.
+        text: Text of the argument.
+        schema: Schema of the argument.
+        root: Schema that contains ``schema``, for references.
     """
     types = _types(schema, root)
     value = text if is_text(resolved(schema, root)) else _read(text)
@@ -41,8 +41,8 @@ def value_of(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
 
 def properties(schema: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """Return the schemas of a tool's arguments by name."""
-    found = (schema or {}).get("properties")
-    return found if isinstance(found, Mapping) else {}
+    schemas = (schema or {}).get("properties")
+    return schemas if isinstance(schemas, Mapping) else {}
 
 
 def resolved(schema: Any, root: Mapping[str, Any] | None) -> Mapping[str, Any]:
@@ -50,10 +50,10 @@ def resolved(schema: Any, root: Mapping[str, Any] | None) -> Mapping[str, Any]:
     for _ in range(_DEPTH):
         if not (isinstance(schema, Mapping) and isinstance(path := schema.get("$ref"), str) and path[:2] == "#/"):
             break
-        found: Any = root
+        node: Any = root
         for part in path[2:].split("/"):
-            found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
-        schema = found
+            node = node.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(node, Mapping) else None
+        schema = node
     return schema if isinstance(schema, Mapping) else {}
 
 
@@ -63,19 +63,19 @@ def listed(schema: Mapping[str, Any]) -> list[Any]:
 
 
 def is_text(schema: Mapping[str, Any]) -> bool:
-    """Return whether a resolved schema allows strings only. The argument is then its text without quotes."""
+    """Return whether a resolved schema allows only strings. Such arguments are written without quotes."""
     values = listed(schema)
-    return all(isinstance(one, str) for one in values) if values else schema.get("type") == "string"
+    return all(isinstance(value, str) for value in values) if values else schema.get("type") == "string"
 
 
 def _types(schema: Any, root: Mapping[str, Any], depth: int = _DEPTH) -> set[str]:
-    """Return the JSON types that a schema allows. Empty if the schema does not restrict the type."""
+    """Return the JSON types that a schema allows, or an empty set if the schema does not restrict the type."""
     schema = resolved(schema, root)
-    kinds = schema.get("type")
-    found = {one for one in ([kinds] if isinstance(kinds, str) else _list(kinds)) if isinstance(one, str)}
-    found |= {_TYPES[type(one)][0] for one in listed(schema)} if not found else set()
-    others = [one for name in ("anyOf", "oneOf", "allOf") for one in _list(schema.get(name))] if depth else []
-    return found.union(*(_types(one, root, depth - 1) for one in others))
+    declared = schema.get("type")
+    types = {item for item in ([declared] if isinstance(declared, str) else _list(declared)) if isinstance(item, str)}
+    types |= {_TYPES[type(item)][0] for item in listed(schema)} if not types else set()
+    alternatives = [item for name in ("anyOf", "oneOf", "allOf") for item in _list(schema.get(name))] if depth else []
+    return types.union(*(_types(item, root, depth - 1) for item in alternatives))
 
 
 def _list(value: Any) -> list[Any]:
@@ -83,13 +83,13 @@ def _list(value: Any) -> list[Any]:
 
 
 def _read(text: str) -> Any:
-    """Parse JSON or a Python literal (models write both). Returns the text if parsing fails."""
-    found = text.strip()
-    if found in _PYTHON:
-        return _PYTHON[found]
-    for read in (json.loads, ast.literal_eval) if found[:1] in ("[", "{") else (json.loads,):
+    """Parse JSON or a Python literal, since models write both. Returns the text if parsing fails."""
+    stripped_text = text.strip()
+    if stripped_text in _PYTHON:
+        return _PYTHON[stripped_text]
+    for parse in (json.loads, ast.literal_eval) if stripped_text[:1] in ("[", "{") else (json.loads,):
         with contextlib.suppress(ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-            value = read(found)
-            json.dumps(value, allow_nan=False)  # raises for values that JSON does not have, such as NaN and sets
+            value = parse(stripped_text)
+            json.dumps(value, allow_nan=False)  # raises for values that are not valid JSON, such as NaN and sets
             return value
     return text

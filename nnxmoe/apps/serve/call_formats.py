@@ -1,7 +1,7 @@
-"""Formats of tool calls per model family.
+"""Tool-call formats of the model families.
 
-`FORMATS` contains the text of a call per family, with placeholders. The patterns of the parser
-(`CallSplit`) and the grammar (`ToolOptions`) are derived from that text.
+`FORMATS` contains the text of a call per family, with placeholders. The patterns of the parser (`CallSplit`)
+and the grammar (`ToolOptions`) are derived from this text.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 
 NAME = r"(?P<name>[\w.-]+)"
-_SPACES = r"\s*+"  # possessive, so that matching long runs of white space is linear
+_SPACES = r"\s*+"  # possessive, so that matching long white space takes linear time
 _TAG = re.compile(r'</?[\w:]+>|<[\w:]+=|<\w+ name="|<[|\uff5c].*?[|\uff5c]>|\[[A-Z_]+\]')
 
 
@@ -18,15 +18,15 @@ class ArgumentTags:
     """Tags around each argument, for families that write arguments one by one.
 
     Args:
-        template: the tags, with the placeholders ``KEY`` and ``VALUE``.
+        template: The tags, with the placeholders ``KEY`` and ``VALUE``.
 
     Attributes:
-        before: the template up to the value.
-        after: the template after the value.
-        opening: the template up to the key.
-        end_tag: the tag after a value.
-        space: white space between a value and ``end_tag``.
-        head: pattern of the text before a value. Models omit tags after the name.
+        before: The template up to the value.
+        after: The template after the value.
+        opening: The template up to the key.
+        end_tag: The tag after a value.
+        space: White space between a value and ``end_tag``.
+        head: Pattern of the text before a value. Models may omit a tag after the key.
     """
 
     def __init__(self, template: str):
@@ -47,16 +47,16 @@ class CallFormat:
     """Format of the calls of a family: ``opening``, calls separated by ``between``, and ``closing``.
 
     Attributes:
-        template_words: words that identify a chat template of the family.
-        marks: texts that begin a call.
-        call: a call, with the placeholders ``NAME``, ``ARGUMENTS``, and for some families ``INDEX`` and
+        template_words: Words that identify a chat template of the family.
+        marks: Texts that start a call.
+        call: A call, with the placeholders ``NAME``, ``ARGUMENTS``, and for some families ``INDEX`` and
             ``IDENTIFIER``.
-        opening: text before the first call.
-        between: text between two calls.
-        closing: text after the last call, or None if the answer ends there.
-        argument: tags of each argument, or None if the arguments are one JSON object.
-        only_at_start: whether calls are at the start of the answer, without text before them.
-        text_prefix: start of an answer without calls. Formats with a prefix allow one call per answer.
+        opening: Text before the first call.
+        between: Text between two calls.
+        closing: Text after the last call, or `None` if the answer ends after the last call.
+        argument: Tags of each argument, or `None` if the arguments are one JSON object.
+        only_at_start: Whether calls must be at the start of the answer.
+        text_prefix: Prefix of an answer without calls. Formats with this prefix allow one call per answer.
     """
 
     template_words: tuple[str, ...]
@@ -100,40 +100,39 @@ class CallFormat:
     def tail(self) -> re.Pattern[str]:
         """Pattern of the text after the arguments of a call.
 
-        Further fields of the call are skipped. Models may write the last brace twice or not at all.
+        The pattern skips further fields of the call. Models may write the last brace twice or not at all.
         """
         fields = r"(?:\s*+,(?:[^{}]|\{[^{}]*\})*+\})?[\s}]*+" if self.is_object else r"\s*+"
         return re.compile(fields + _pattern(self.after_arguments.removeprefix("}")))
 
     @functools.cached_property
     def end(self) -> re.Pattern[str] | None:
-        """Pattern of the text that ends the last call, or None if the answer ends there."""
+        """Pattern of the text after the last call, or `None` if the answer ends after the last call."""
         if self.closing is None:
             return None
         if not self.closing:
             return self.tail
-        closing = (
-            rf"\s*+{_pattern(self.closing).removesuffix(_SPACES)}"  # white space after the closing text is content
-        )
+        # White space after the closing text is content.
+        closing = rf"\s*+{_pattern(self.closing).removesuffix(_SPACES)}"
         return re.compile(f"(?:{self.tail.pattern})?{closing}")
 
     @functools.cached_property
     def stops(self) -> tuple[str, ...]:
-        """Tags around calls. A tag ends arguments whose end is missing."""
+        """Tags around calls. They end arguments whose end is missing."""
         around = " ".join((self.opening, self.call, self.closing or "", *self.marks))
         after = self.after_arguments.removeprefix("}").strip()
         return tuple(dict.fromkeys([*_TAG.findall(around), *(["```"] if after.startswith("```") else [])]))
 
     @functools.cached_property
     def leftover(self) -> re.Pattern[str]:
-        """Pattern of the remainder of a call's end at the start of a text."""
+        """Pattern of the remainder of the end of a call, at the start of a text."""
         tags = "|".join(map(re.escape, _TAG.findall(self.after_arguments + (self.closing or "")))) or "$."
         brace = r"\s}" if self.is_object else r"\s"
         return re.compile(rf"^(?:{self.tail.pattern})?(?:[{brace}]*+(?:{tags}))*+{'[}]*+' if self.is_object else ''}")
 
     @functools.cached_property
     def argument_tags(self) -> re.Pattern[str]:
-        """Pattern of the tags among arguments in tags, with the groups head, end and stop."""
+        """Pattern of the tags of arguments, with the groups head, end and stop."""
         assert self.argument is not None
         head = self.argument.head.pattern.removeprefix(r"\s*").replace("?P<key>", "?:")
         stops = "|".join(map(re.escape, self.stops))
@@ -146,24 +145,31 @@ class CallFormat:
 
 
 def _pattern(text: str, newline: str = _SPACES) -> str:
-    """Convert a template to a regular expression. White space may differ, also around special tokens."""
+    """Convert a template to a regular expression. White space may differ from the template."""
     parts = re.split(r"(\s+|NAME|INDEX|IDENTIFIER|functions\.|<[|\uff5c].*?[|\uff5c]>|\[[A-Z_]+\])", text)
-    known = {"NAME": NAME, "INDEX": r"(?P<index>\d+)", "IDENTIFIER": r"(?P<id>\w+)", "functions.": r"(?:functions\.)?"}
+    regex = {"NAME": NAME, "INDEX": r"(?P<index>\d+)", "IDENTIFIER": r"(?P<id>\w+)", "functions.": r"(?:functions\.)?"}
     pattern = ""
     for part in parts:
         around = _SPACES if re.match(r"<[|\uff5c]|\[[A-Z]", part) else ""
         space = newline if "\n" in part else _SPACES
-        pattern += space if part.isspace() else around + (known.get(part) or re.escape(part)) + around
+        pattern += space if part.isspace() else around + (regex.get(part) or re.escape(part)) + around
     return pattern
 
 
 def _deepseek(call: str, between: str, *words: str) -> CallFormat:
     """Create a format of DeepSeek. Its special tokens contain a wide vertical bar."""
-    wide = str.maketrans("|", "\uff5c")
-    first, begin, end, last = (
-        f"<|tool▁{name}|>".translate(wide) for name in ("calls▁begin", "call▁begin", "call▁end", "calls▁end")
+    to_fullwidth = str.maketrans("|", "\uff5c")
+    calls_begin, call_begin, call_end, calls_end = (
+        f"<|tool▁{name}|>".translate(to_fullwidth) for name in ("calls▁begin", "call▁begin", "call▁end", "calls▁end")
     )
-    return CallFormat((first, *words), (first, begin), begin + call.translate(wide) + end, first, between, last)
+    return CallFormat(
+        (calls_begin, *words),
+        (calls_begin, call_begin),
+        call_begin + call.translate(to_fullwidth) + call_end,
+        calls_begin,
+        between,
+        calls_end,
+    )
 
 
 FORMATS: Mapping[str, CallFormat] = {
@@ -205,7 +211,7 @@ FORMATS: Mapping[str, CallFormat] = {
     ),
     "qwen xml": CallFormat(
         ("<tool_call>", "<function="),
-        ("<tool_call>", "<function="),  # models omit the first mark
+        ("<tool_call>", "<function="),  # models may omit the first mark
         "<function=NAME>\nARGUMENTS</function>",
         "<tool_call>\n",
         "\n</tool_call>\n<tool_call>\n",
@@ -236,7 +242,7 @@ FORMATS: Mapping[str, CallFormat] = {
 
 
 def format_of(template: str) -> CallFormat | None:
-    """Return the format that a chat template uses, or None if it is not in `FORMATS`."""
+    """Return the format that a chat template uses, or `None` if `FORMATS` does not contain the format."""
     for form in FORMATS.values():
         if all(word in template for word in form.template_words):
             return form

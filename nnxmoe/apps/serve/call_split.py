@@ -1,4 +1,4 @@
-"""Split streamed text into content and tool calls, and stream the arguments of the calls."""
+"""Split streamed text into content and tool calls, and stream the arguments of the tool calls."""
 
 import json
 import math
@@ -23,10 +23,10 @@ class CallPiece(NamedTuple):
     """Piece of a tool call.
 
     Attributes:
-        index: index of the call.
-        arguments: next piece of the arguments.
-        name: name of the tool, in the first piece.
-        id: id of the call, in the first piece.
+        index: Index of the call in the answer.
+        arguments: Next piece of the arguments.
+        name: Name of the tool in the first piece, else `None`.
+        id: Id of the call in the first piece, else `None`.
     """
 
     index: int
@@ -44,23 +44,23 @@ class AnswerPart(NamedTuple):
 
     def followed_by(self, other: "AnswerPart") -> "AnswerPart":
         """Append the next part."""
-        joined = (self.reasoning + other.reasoning, self.content + other.content)
-        return AnswerPart(*joined, (*self.calls, *other.calls))
+        texts = (self.reasoning + other.reasoning, self.content + other.content)
+        return AnswerPart(*texts, (*self.calls, *other.calls))
 
 
 def new_id() -> str:
-    """Create an id of a call: nine letters and digits, as Mistral's templates require."""
+    """Create the id of a call: nine letters or digits, as Mistral's templates require."""
     return "".join(secrets.choice(_LETTERS) for _ in range(9))
 
 
 class CallSplit:
     """Streaming splitter of text into content and tool calls.
 
-    At the end, text that is not a valid call becomes content. The parts do not depend on how the text
-    is divided into pieces.
+    At the end, text that is not a valid call becomes content. The way in which the text is divided into pieces
+    does not affect the parts.
 
     Attributes:
-        count: number of calls so far.
+        count: Number of calls so far.
     """
 
     def __init__(self, tools: ToolOptions):
@@ -74,44 +74,44 @@ class CallSplit:
         """Read a piece and return the parts that can be emitted now.
 
         Args:
-            piece: the next piece of text.
-            final: whether the text ends with this piece.
-            cut: see `end`.
+            piece: The next piece of text.
+            final: Whether the text ends with this piece.
+            cut: See `end`.
         """
         self._buffer += piece
-        found = AnswerPart()
+        result = AnswerPart()
         while (part := self._next(final, cut)) is not None:
-            found = found.followed_by(part)
-        return found
+            result = result.followed_by(part)
+        return result
 
     def end(self, cut: bool = False) -> AnswerPart:
-        """Return the text held back, and complete the arguments of a call without an end.
+        """Return the text that was held back, and complete the arguments of a call without an end.
 
         Args:
-            cut: whether the text ended at its length limit. Arguments then stay incomplete, so that
-                clients notice.
+            cut: Whether the text ended at the length limit. If so, arguments stay incomplete, so that clients
+                notice.
         """
-        found = self.put("", final=True, cut=cut)
+        result = self.put("", final=True, cut=cut)
         rest, self._buffer = self._buffer, ""
-        return found.followed_by(self._left(rest))
+        return result.followed_by(self._left(rest))
 
     def _left(self, text: str) -> AnswerPart:
-        """Return text without a call as content, without the remainder of the previous call."""
+        """Return text without a call as content, after removing the remainder of the previous call."""
         text, self._space = self._space + text, ""
         if self._state == "calls" and self.count:
             text = "" if self._is_rest(text) else self._format.leftover.sub("", text, count=1)
         return AnswerPart(content="" if self.count and text.isspace() else text)
 
     def _is_rest(self, text: str) -> bool:
-        """Return whether a text belongs to the end of a call.
+        """Return whether a text is the end of a call.
 
-        Models omit a part of the end or are cut there.
+        Models may omit a part of the end, or reach the length limit there.
         """
-        form, got = self._format, "".join(text.split()).removesuffix(self._format.between.strip())
+        form, letters = self._format, "".join(text.split()).removesuffix(self._format.between.strip())
         after = form.after_arguments + (form.closing or "")
         opening = "" if form.argument is None else form.argument.opening
-        wholes = ["".join(part.split()) for part in (after, opening)]
-        return any(whole.startswith(got) for whole in wholes) or form.tail.fullmatch(text.rstrip()) is not None
+        endings = ["".join(part.split()) for part in (after, opening)]
+        return any(ending.startswith(letters) for ending in endings) or form.tail.fullmatch(text.rstrip()) is not None
 
     def _next(self, final: bool, cut: bool) -> AnswerPart | None:
         """Return the next part, or None if more text is needed."""
@@ -140,57 +140,57 @@ class CallSplit:
                 return AnswerPart(content=text) if text else None
             if not text.strip():
                 return None
-            places = [len(text) - len(text.lstrip())] if text.lstrip().startswith(marks) else []
-            keep = 0
+            mark_positions = [len(text) - len(text.lstrip())] if text.lstrip().startswith(marks) else []
+            num_held = 0
         else:
-            places = [at for at in map(text.find, marks) if at >= 0]
-            keep = held(text, marks)
-        if places:
-            said, self._buffer = text[: min(places)].rstrip(), text[min(places) :]
-            self._state, self._space = "calls", text[len(said) : min(places)]
-            return AnswerPart(content=said)
-        said, self._buffer = text[: len(text) - keep], text[len(text) - keep :]
-        self._said = self._said or bool(said)
-        return AnswerPart(content=said) if said else None
+            mark_positions = [position for position in map(text.find, marks) if position >= 0]
+            num_held = held(text, marks)
+        if mark_positions:
+            content, self._buffer = text[: min(mark_positions)].rstrip(), text[min(mark_positions) :]
+            self._state, self._space = "calls", text[len(content) : min(mark_positions)]
+            return AnswerPart(content=content)
+        content, self._buffer = text[: len(text) - num_held], text[len(text) - num_held :]
+        self._said = self._said or bool(content)
+        return AnswerPart(content=content) if content else None
 
     def _call(self, final: bool) -> AnswerPart | None:
-        """Read the head of a call. At the end of the text, the name of a tool of the request suffices."""
+        """Read the head of a call. At the end of the text, the name of a tool in the request is enough."""
         form = self._format
-        if (found := form.head.match(self._buffer)) is None:
+        if (match := form.head.match(self._buffer)) is None:
             return None
-        rest, known = self._buffer[found.end() :], found["name"] in self._tools.parameters
-        ends = final and known and not _NOTHING.sub("", rest).strip()
+        rest, is_tool = self._buffer[match.end() :], match["name"] in self._tools.parameters
+        is_end = final and is_tool and not _NOTHING.sub("", rest).strip()
         if rest.startswith("{"):
             self._arguments = JsonArguments(form.stops)
         elif form.argument is not None:
             part = next_tag(form, rest)
-            first = part is not None and part.start() == 0 and not rest.startswith(form.marks)
-            if not (ends or first or (known and (part is not None or (final and rest.startswith("<"))))):
+            is_tag_first = part is not None and part.start() == 0 and not rest.startswith(form.marks)
+            if not (is_end or is_tag_first or (is_tool and (part is not None or (final and rest.startswith("<"))))):
                 return None
-            self._arguments = TaggedArguments(self._tools, found["name"])
-        elif ends or _NOTHING.sub("", rest).lstrip().startswith(form.stops):
+            self._arguments = TaggedArguments(self._tools, match["name"])
+        elif is_end or _NOTHING.sub("", rest).lstrip().startswith(form.stops):
             self._arguments, rest = JsonArguments(form.stops), _NOTHING.sub("", rest).lstrip()
         else:
             return None
         self._state, self._buffer = "arguments", rest
-        parts = found.groupdict()
-        if (index := parts.get("index")) is not None:  # Kimi's templates need ids in Kimi's format
-            return self._new(found["name"], f"functions.{found['name']}:{index}")
-        return self._new(found["name"], parts.get("id"))
+        parts = match.groupdict()
+        if (index := parts.get("index")) is not None:  # Kimi's templates require ids in Kimi's format
+            return self._new(match["name"], f"functions.{match['name']}:{index}")
+        return self._new(match["name"], parts.get("id"))
 
     def _new(self, name: str, id: str | None = None, arguments: str = "") -> AnswerPart:
         self.count, self._space = self.count + 1, ""
         return AnswerPart(calls=[CallPiece(self.count - 1, arguments, name, id or new_id())])
 
     def _whole(self, final: bool) -> AnswerPart | None:
-        """Read a call that is one JSON object with fields in a different order or with different names.
+        """Read a call that is one JSON object whose fields differ from the format in order or name.
 
-        At the end of the text, the object may be incomplete if it names a tool of the request.
+        At the end of the text, the object may be incomplete if it has the name of a tool in the request.
         """
         form = self._format
-        if (found := form.object_head.match(self._buffer)) is None:
+        if (match := form.object_head.match(self._buffer)) is None:
             return None
-        text = self._buffer[found.end() :]
+        text = self._buffer[match.end() :]
         try:
             body, end = _DECODER.raw_decode(text)
         except (ValueError, RecursionError):
@@ -208,31 +208,31 @@ class CallSplit:
         name = body.get("name")
         if not isinstance(name, str) or not re.fullmatch(NAME, name) or not isinstance(arguments, dict):
             return None
-        brace = "}" if form.is_object else ""  # `tail` expects the brace, as `JsonArguments` leaves it in the buffer
+        brace = "}" if form.is_object else ""  # `tail` expects the brace that `JsonArguments` leaves in the buffer
         self._buffer = brace + text[end:]
         return self._new(name, None, json.dumps(arguments, ensure_ascii=False))
 
     def _last(self) -> AnswerPart | None:
-        end = self._format.end
-        if not self.count or end is None or (found := end.match(self._buffer)) is None:
+        end_pattern = self._format.end
+        if not self.count or end_pattern is None or (match := end_pattern.match(self._buffer)) is None:
             return None
-        self._state, self._buffer = "text", self._buffer[found.end() :]
+        self._state, self._buffer = "text", self._buffer[match.end() :]
         return AnswerPart()
 
     def _skip(self) -> AnswerPart | None:
-        """Return the text before the next tag of a call. Used at the end of the text."""
+        """Return the text before the next tag of a call, at the end of the answer."""
         form, text = self._format, self._buffer
         tags = () if form.only_at_start else form.stops if self.count else form.marks
-        start = max(1, found.end() if self.count and (found := form.leftover.match(text)) else 1)
-        places = [at for tag in tags if (at := text.find(tag, start)) > 0]
-        if not places:
+        start = max(1, match.end() if self.count and (match := form.leftover.match(text)) else 1)
+        tag_positions = [position for tag in tags if (position := text.find(tag, start)) > 0]
+        if not tag_positions:
             return None
-        text, self._buffer = self._buffer[: min(places)], self._buffer[min(places) :]
+        text, self._buffer = self._buffer[: min(tag_positions)], self._buffer[min(tag_positions) :]
         return self._left(text)
 
 
 def _number(text: str) -> float | str:
-    """Parse a JSON number. Returns the text if the number is too large for a float."""
+    """Parse a JSON number, or return the text if the number is too large for a float."""
     return value if math.isfinite(value := float(text)) else text
 
 
@@ -240,7 +240,7 @@ _DECODER = json.JSONDecoder(parse_constant=str, parse_float=_number)
 
 
 def _loaded(text: str) -> dict[str, Any] | None:
-    """Parse a JSON object. Returns None if it is nested too deeply."""
+    """Parse a JSON object, or return `None` if it is nested too deeply."""
     try:
         return _DECODER.decode(text)
     except RecursionError:

@@ -1,6 +1,6 @@
-"""The thread that runs the engine.
+"""Thread that runs the engine.
 
-Other threads send commands, and the engine thread returns the results of each step.
+Other threads send commands. The engine thread passes the results of each step to the event loop.
 """
 
 import asyncio
@@ -25,16 +25,16 @@ logger = logging.getLogger("nnxmoe")
 
 @dataclasses.dataclass
 class Sample:
-    """A sample, or the additions of one step.
+    """A generated sample, or the piece of a sample that one step adds.
 
     Attributes:
-        text: decoded text. May lag behind ``ids``.
-        ids: new ids.
-        logprobs: log-probability per id.
-        top: most likely ids per position, with their log-probabilities.
-        finish: why the sample is done, or None.
-        echoed: number of prompt ids at the start of ``ids`` in a response.
-        start: index in ``text`` where the new text begins.
+        text: Decoded text. May lag behind ``ids``.
+        ids: New ids.
+        logprobs: Log-probability per id.
+        top: Most likely ids per position, with their log-probabilities.
+        finish: Why the sample is done, or `None`.
+        echoed: Number of prompt ids at the start of ``ids``, if the response echoes the prompt.
+        start: Index in ``text`` at which the generated text starts.
     """
 
     text: str = ""
@@ -59,14 +59,14 @@ class SampleJob:
     """A sample to generate.
 
     Attributes:
-        ids: ids of the prompt.
-        options: options of the request.
-        stop: stop strings.
-        put: receives the pieces of the sample, or the exception that ended it. Runs in the thread of
-            the event loop.
-        prefix: prefix of the prompt, or None.
-        keep: ids of special tokens that are part of the text.
-        request: the request, set once the engine has accepted it.
+        ids: Ids of the prompt.
+        options: Options of the request.
+        stop: Stop strings.
+        put: Callback for the pieces of the sample, or for the exception that ended it. Called in the
+            thread of the event loop.
+        prefix: Prefix that several samples of the prompt share, or `None`.
+        keep: Ids of special tokens that the decoded text includes.
+        request: The request of the engine, set once the engine has accepted the job.
     """
 
     ids: tuple[int, ...]
@@ -81,11 +81,11 @@ class SampleJob:
 class EngineThread:
     """Thread that runs an engine.
 
-    Call the methods, except `close`, in the thread of ``loop``. They return immediately.
+    All methods except `close` must be called in the thread of ``loop``, and return immediately.
 
     Attributes:
-        engine: the engine.
-        failure: exception that ended the thread, or None. Every job receives it.
+        engine: The engine that the thread runs.
+        failure: Exception that ended the thread, or `None`. Every job receives the exception.
     """
 
     def __init__(self, engine: Engine, tokenizer: Any, loop: asyncio.AbstractEventLoop):
@@ -93,7 +93,7 @@ class EngineThread:
         self.failure: BaseException | None = None
         self._tokenizer, self._loop = tokenizer, loop
         self._inbox: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._lock, self._open = threading.Lock(), True  # the thread reads the inbox while it is open
+        self._lock, self._open = threading.Lock(), True  # while open, the thread reads the inbox
         self._running: dict[Request, tuple[SampleJob, StopStringFilter]] = {}
         self._scoring: collections.deque[Callable[[], None]] = collections.deque()
         self._thread = threading.Thread(target=self._run, name="nnxmoe engine", daemon=True)
@@ -102,30 +102,33 @@ class EngineThread:
     def submit(self, jobs: Sequence[SampleJob]) -> asyncio.Future[None]:
         """Append jobs to the engine's queue.
 
-        The future raises ValueError if a job is invalid. In that case no job runs.
+        The future raises ValueError if a job is invalid. In this case, no job runs.
         """
         task, accepted = self._task(self._accept, jobs)
         self._send(task, task)
         return accepted
 
     def cancel(self, jobs: Sequence[SampleJob]) -> None:
-        """End jobs and free their slots. No-op for jobs that are done."""
+        """Cancel jobs and free their slots. No-op for jobs that are done."""
         self._send(lambda: self._cancel(jobs))
 
     def score(self, texts: Sequence[tuple[int, ...]], top: int) -> asyncio.Future[list[Score]]:
-        """Compute log-probabilities of ids, between two steps. Cancelling the future cancels the work."""
+        """Compute the log-probabilities of texts between two engine steps.
+
+        Cancelling the future cancels the computation.
+        """
         task, scores = self._task(self._score, texts, top)
         self._send(lambda: self._scoring.append(task), task)
         return scores
 
     def close(self, seconds: float = 60.0) -> None:
-        """End all jobs and the thread. Waits up to ``seconds`` for the current step."""
+        """Stop all jobs and the thread. Waits up to ``seconds`` for the current step."""
         with self._lock:
             self._inbox.put(None)
         self._thread.join(seconds)
 
-    def _task(self, call: Callable[..., Any], *given: Any) -> tuple[Callable[[], None], asyncio.Future[Any]]:
-        """Create a command that runs ``call``, and the future of its result or of `failure`."""
+    def _task(self, call: Callable[..., Any], *arguments: Any) -> tuple[Callable[[], None], asyncio.Future[Any]]:
+        """Create a command that runs ``call``, and a future of the result. The future raises `failure` if set."""
         future = concurrent.futures.Future[Any]()
 
         def run() -> None:
@@ -134,25 +137,25 @@ class EngineThread:
             try:
                 if self.failure is not None:
                     raise self.failure
-                future.set_result(call(*given))
+                future.set_result(call(*arguments))
             except BaseException as error:
                 future.set_exception(error)
 
         return run, asyncio.wrap_future(future, loop=self._loop)
 
     def _send(self, run: Callable[[], object], otherwise: Callable[[], object] = lambda: None) -> None:
-        """Run ``run`` in the thread. If the thread has ended, run ``otherwise`` in the calling thread."""
+        """Call ``run`` in the engine thread, or ``otherwise`` in the calling thread if the engine thread has ended."""
         with self._lock:
             if self._open:
                 return self._inbox.put(run)
         otherwise()
 
-    # The methods below run in the engine's thread.
+    # The methods below run in the engine thread.
 
     def _run(self) -> None:
         try:
             while self.failure is None and self._obey(wait=not (self._running or self._scoring)):
-                if self._scoring:  # one pass at a time, so that steps of other requests wait for one pass at most
+                if self._scoring:  # one pass per step, so that other requests wait for at most one pass
                     self._scoring.popleft()()
                 if self._running:
                     self._deliver(self.engine.step())
@@ -176,8 +179,8 @@ class EngineThread:
             texts = [StopStringFilter(job.stop, self._tokenizer, job.ids, job.keep) for job in jobs]
             for job in jobs:
                 job.request = self.engine.submit(job.ids, job.options, job.prefix)
-                job.prefix = None  # the engine frees a prefix with the last request that needs it
-        except Exception:  # errors of a tokenizer must not end other requests
+                job.prefix = None  # lets the engine free the prefix with the last request that needs it
+        except Exception:  # a tokenizer error must not end other requests
             self._cancel(jobs)
             raise
         done = []
@@ -203,26 +206,26 @@ class EngineThread:
             job, text = self._running[event.request]
             try:
                 piece = self._piece(event, text)
-                broken = piece.finish == "error"
-                pieces.append((job, dataclasses.replace(piece, finish=None) if broken else piece))
-                if broken:
+                is_broken = piece.finish == "error"
+                pieces.append((job, dataclasses.replace(piece, finish=None) if is_broken else piece))
+                if is_broken:
                     pieces.append((job, self._broken()))
-            except Exception as error:  # errors of a tokenizer must not end other requests
+            except Exception as error:  # a tokenizer error must not end other requests
                 logger.exception("a request failed")
                 self._cancel([job])
                 pieces.append((job, error))
         self._hand_out(pieces)
 
     def _piece(self, event: Event, text: StopStringFilter) -> Sample:
-        """Convert an event to text. At a stop string, ends the request and drops the ids that follow."""
-        request, before = event.request, text.count
-        new = text.add_ids(event.ids, event.finish)
+        """Convert an event to text. At a stop string, ends the request and drops the ids after the string."""
+        request, previous_count = event.request, text.count
+        new_text = text.add_ids(event.ids, event.finish)
         finish = "stop" if text.stopped else event.finish
         if finish is not None:
             self.engine.cancel(request)
             del self._running[request]
-        at = slice(before, text.count)
-        return Sample(new, request.ids[at], [*request.logprobs[at]], [*request.top[at]], finish)
+        span = slice(previous_count, text.count)
+        return Sample(new_text, request.ids[span], [*request.logprobs[span]], [*request.top[span]], finish)
 
     def _score(self, texts: Sequence[tuple[int, ...]], top: int) -> list[Score]:
         try:
@@ -233,31 +236,31 @@ class EngineThread:
             logger.exception("the engine failed")
             self.failure = error
             raise
-        if any(math.isnan(one.total) for one in scores):
+        if any(math.isnan(text_score.total) for text_score in scores):
             raise self._broken()
         return scores
 
     def _broken(self) -> Refused:
         """Create the error for a request whose logits are NaN or infinite."""
-        why = "the model's logits are NaN or infinite after these ids, so there is no answer: "
-        return Refused(500, why + unusable_logits(self.engine.model))
+        reason = "the model's logits are NaN or infinite after these ids, so there is no answer: "
+        return Refused(500, reason + unusable_logits(self.engine.model))
 
     def _hand_out(self, pieces: Sequence[tuple[SampleJob, Sample | BaseException]]) -> None:
         try:
             if pieces:
                 self._loop.call_soon_threadsafe(lambda: [job.put(piece) for job, piece in pieces])
-        except RuntimeError:  # the event loop is closed because the server has ended
-            logger.debug("an answer came after the server's end")
+        except RuntimeError:  # the event loop is closed because the server has stopped
+            logger.debug("the server stopped before an answer could be delivered")
 
     def _end(self) -> None:
-        self.failure = error = self.failure or RuntimeError("the server stops")
+        self.failure = error = self.failure or RuntimeError("the server is shutting down")
         with self._lock:
             self._open = False
         self._hand_out([(job, error) for job, _ in self._running.values()])
         self._running.clear()
         self.engine.close()
-        unread = [self._inbox.get() for _ in range(self._inbox.qsize())]
-        for command in filter(None, unread):
+        pending_commands = [self._inbox.get() for _ in range(self._inbox.qsize())]
+        for command in filter(None, pending_commands):
             command()
         for task in self._scoring:
             task()

@@ -1,4 +1,4 @@
-"""Fields of request bodies: values without effect, and errors that name a field as the client wrote it."""
+"""Fields of request bodies: drop fields without effect, and report errors with the names that the client used."""
 
 import difflib
 import re
@@ -7,8 +7,8 @@ from typing import Any
 
 from nnxmoe.apps.serve.settings import Refused
 
-# Fields of OpenAI, vLLM, SGLang, llama.cpp and others -> values without effect (null never has one). Fields with these
-# values are dropped. Unsupported fields with other values raise Refused.
+# Maps fields of OpenAI, vLLM, SGLang, llama.cpp and other servers to the values that have no effect. (Null never has an
+# effect.) Fields with these values are dropped. Unsupported fields with other values raise Refused.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("audio", "moderation", "prediction", "web_search_options", "prompt_logprobs"), ()),
     **dict.fromkeys(("truncate_prompt_tokens", "max_new_tokens", "n_predict", "random_seed"), ()),
@@ -53,10 +53,10 @@ COMPLETION_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "top_logprobs": (0,),
 }
-# Fields that never change an answer.
+# Fields that never affect the answer.
 LABELS = {"cache_prompt", "cache_salt", "keep_alive", "metadata", "prompt_cache_key", "prompt_cache_options"}
 LABELS |= {"prompt_cache_retention", "request_id", "rid", "safety_identifier", "user"}
-CACHE = "cache_control"  # Anthropic's field in messages, parts and tools. Caching does not change answers.
+CACHE = "cache_control"  # Anthropic's field in messages, parts and tools. Caching does not affect answers.
 _INSTEAD: Mapping[str, str] = {
     "allowed_token_ids": "logit_bias",
     "bad_words": "logit_bias",
@@ -75,14 +75,14 @@ _INSTEAD: Mapping[str, str] = {
 }
 _TOOL = 'write {"type": "function", "function": {"name": …, "description": …, "parameters": …}}'
 _REMEDIES: Mapping[str, str] = {  # remedy by path, also for nested fields
-    "messages": 'give [{"role": …, "content": …}]',
-    "messages[]": 'give {"role": …, "content": …}',
-    "messages[].content": 'give a text, or parts that are texts, {"type": "text", "text": …}',
-    "response_format": 'give {"type": "json_object"}, or "json_schema" with {"json_schema": {"schema": …}}',
-    "stream_options": "give include_usage and continuous_usage_stats only",
-    "tool_choice": 'give "none", "auto", "required" (any tool) or {"type": "function", "function": {"name": …}}',
+    "messages": 'send [{"role": …, "content": …}]',
+    "messages[]": 'send {"role": …, "content": …}',
+    "messages[].content": 'send a text, or text parts {"type": "text", "text": …}',
+    "response_format": 'send {"type": "json_object"}, or "json_schema" with {"json_schema": {"schema": …}}',
+    "stream_options": "send include_usage and continuous_usage_stats only",
+    "tool_choice": 'send "none", "auto", "required" (any tool) or {"type": "function", "function": {"name": …}}',
     "tools[]": _TOOL,
-    "tools[].function.name": 'give 1 to 64 letters, digits, "_", "." and "-"',
+    "tools[].function.name": 'use 1 to 64 letters, digits, "_", "." and "-"',
 }
 _TYPES: Mapping[str, str] = {
     "array": "a list",
@@ -97,21 +97,21 @@ _NESTED: Mapping[str, str] = {"response_format": "json_schema", "tools": "functi
 
 
 def effective(body: Mapping[str, Any], known: Collection[str], chat: bool) -> dict[str, Any]:
-    """Return the fields of a body that have an effect. Nested fields without effect are dropped.
+    """Return the fields of a body that have an effect. Also drops nested fields without effect.
 
     Args:
-        body: the request body.
-        known: names of supported fields.
-        chat: whether the request is a chat.
+        body: The decoded request body.
+        known: Names of supported fields.
+        chat: Whether the request is a chat.
 
     Raises:
-        Refused: if an unsupported field has a value with an effect.
+        Refused: If an unsupported field has a value with an effect.
     """
     table = NEUTRAL | (CHAT_NEUTRAL if chat else COMPLETION_NEUTRAL)
     fields = {name: value for name, value in body.items() if value is not None}
     for name in fields.keys() & table.keys():
         value = _without_null(fields[name]) if name in _NESTED else fields[name]
-        if any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in table[name]):
+        if any(value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in table[name]):
             del fields[name]
         elif name not in known:
             hint = f", or use {_INSTEAD[name]}" if name in _INSTEAD else ""
@@ -127,10 +127,10 @@ def _without_null(value: Any, child: str | None = None) -> Any:
     Also drops them from the objects in the field ``child``.
     """
     if isinstance(value, list):
-        return [_without_null(one, child) for one in value]
+        return [_without_null(item, child) for item in value]
     if not isinstance(value, dict):
         return value
-    fields = {name: one for name, one in value.items() if one is not None and name != CACHE}
+    fields = {name: item for name, item in value.items() if item is not None and name != CACHE}
     return fields | ({child: _without_null(fields[child])} if child in fields else {})
 
 
@@ -140,34 +140,34 @@ def content_parts(content: Any) -> Any:
 
 
 def refusal(message: str, known: Collection[str]) -> Refused:
-    """Convert an error message of msgspec to a Refused.
+    """Convert an error message of msgspec to Refused.
 
-    It names the field as the client wrote it, and the remedy.
+    The new message has the name that the client used for the field, and a remedy.
     """
-    what, _, place = message.partition(" - at ")
+    problem, _, place = message.partition(" - at ")
     path = place.rpartition("$")[2].rstrip("`").lstrip(".")
-    if found := re.search(r"unknown field `(\w+)`", what):
-        name = f"{path}.{found[1]}" if path else found[1]
-        near = [] if path else difflib.get_close_matches(name, [*known, *NEUTRAL, *LABELS], 1)
-        remedy = _remedy(path) or (f"did you mean {near[0]}?" if near else "leave it out")
-        return Refused(400, f"{name} is not a field of this API: {remedy}", found[1])
-    if found := re.search(r"required field `(\w+)`", what):
-        name = f"{path}.{found[1]}" if path else found[1]
-        return Refused(400, _with(f"{name} is missing", _remedy(name)), found[1])
+    if match := re.search(r"unknown field `(\w+)`", problem):
+        name = f"{path}.{match[1]}" if path else match[1]
+        close_names = [] if path else difflib.get_close_matches(name, [*known, *NEUTRAL, *LABELS], 1)
+        remedy = _remedy(path) or (f"did you mean {close_names[0]}?" if close_names else "leave it out")
+        return Refused(400, f"{name} is not a field of this API: {remedy}", match[1])
+    if match := re.search(r"required field `(\w+)`", problem):
+        name = f"{path}.{match[1]}" if path else match[1]
+        return Refused(400, _with(f"{name} is missing", _remedy(name)), match[1])
     is_key = place.startswith("`key`")
     name = f"a key of {path}" if is_key else path or "the body"
     param = re.match(r"\w+", path)
-    if found := re.match(r"Invalid enum value (.*)", what):
-        text = f"{name} {found[1]} is not supported"
-    elif found := re.match(r"Expected (.*?)(?:, got `(\w+)`)?$", what):
-        wanted = re.sub(r"`([^`]*)`", lambda types: _listed(types[1]), found[1])
-        whole = found[2] == "float" and "int" in found[1]
-        other = "a number with a fraction" if whole else _listed(found[2] or "null")
-        text = f"{name} must be {wanted}" + (f", not {other}" if found[2] else "")
-        if found[2] == "str" and not is_key and found[1].startswith(("`int", "`float", "`bool")):
+    if match := re.match(r"Invalid enum value (.*)", problem):
+        text = f"{name} {match[1]} is not supported"
+    elif match := re.match(r"Expected (.*?)(?:, got `(\w+)`)?$", problem):
+        expected_types = re.sub(r"`([^`]*)`", lambda types: _listed(types[1]), match[1])
+        is_fraction = match[2] == "float" and "int" in match[1]
+        got_type = "a number with a fraction" if is_fraction else _listed(match[2] or "null")
+        text = f"{name} must be {expected_types}" + (f", not {got_type}" if match[2] else "")
+        if match[2] == "str" and not is_key and match[1].startswith(("`int", "`float", "`bool")):
             return Refused(400, text + ": write it without quotes", param[0] if param else None)
     else:
-        text = f"{name}: {what}"
+        text = f"{name}: {problem}"
     return Refused(400, _with(text, _remedy(path)), param[0] if param else None)
 
 

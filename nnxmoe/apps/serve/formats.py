@@ -1,8 +1,8 @@
-"""Responses of the OpenAI API: completions and chats, whole or in chunks.
+"""Responses of the OpenAI API for completions and chats, whole or in chunks.
 
 A format has the attributes ``name`` (object name of a whole response), ``chunk`` (object name of a
-chunk) and ``prefix`` (of response ids). `opening` creates the choices before the first piece, `choice`
-a choice of a whole response, and `delta` a choice of a chunk.
+chunk) and ``prefix`` (prefix of response ids). `opening` creates the choices before the first piece,
+`choice` creates a choice of a whole response, and `delta` creates a choice of a chunk.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ Json = dict[str, Any]
 
 
 def _byte_level() -> dict[str, int]:
-    """Return the mapping from characters to bytes of GPT-2 and of byte-level vocabularies."""
+    """Return the mapping from characters to bytes of GPT-2's byte-level vocabulary."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -43,7 +43,7 @@ class TokenTexts:
         self.text = functools.lru_cache(maxsize=1 << 18)(self._text)
 
     def _text(self, token: int) -> str:
-        """Return the text of a token, with U+FFFD for bytes that are not a whole character."""
+        """Return the text of a token, with U+FFFD for an incomplete character."""
         return self._tokenizer.decode([*self._before, token])[self._skip :]
 
     def bytes(self, token: int) -> list[int] | None:
@@ -51,27 +51,26 @@ class TokenTexts:
         text = self.text(token)
         if "\ufffd" not in text:
             return list(text.encode())
-        raw = self._tokenizer.backend.id_to_token(token) or ""
-        if found := re.fullmatch("<0x([0-9A-F]{2})>", raw):
-            return [int(found.group(1), 16)]
-        return [BYTE_LEVEL[letter] for letter in raw] if raw and all(letter in BYTE_LEVEL for letter in raw) else None
+        key = self._tokenizer.backend.id_to_token(token) or ""
+        if byte_match := re.fullmatch("<0x([0-9A-F]{2})>", key):
+            return [int(byte_match.group(1), 16)]
+        return [BYTE_LEVEL[letter] for letter in key] if key and all(letter in BYTE_LEVEL for letter in key) else None
 
     def stream(self) -> TextStream:
-        """Create a stream of text that follows other text."""
+        """Create a text stream that continues a text."""
         return TextStream(self._tokenizer, context=self._before)
 
     def offsets(self, ids: Sequence[int], text: str) -> list[int]:
-        """Return the start of each id in a text. Special tokens that are not in the text have length 0."""
-        stream, found, at = TextStream(self._tokenizer, skip_special_tokens=False), list[int](), 0
+        """Return the start of each id in a text. Special tokens that the text does not contain have length 0."""
+        stream, starts, offset = TextStream(self._tokenizer, skip_special_tokens=False), list[int](), 0
         for token in ids:
-            found.append(at)
+            starts.append(offset)
             piece = stream.put(token)
-            shown = (
-                piece if text.startswith(piece, at) else piece.lstrip()
-            )  # SentencePiece drops the space of the first token
-            hidden = token in self._tokenizer.special_ids and not text.startswith(shown, at)
-            at += 0 if hidden else len(shown)
-        return found
+            # SentencePiece drops the space of the first token.
+            visible_piece = piece if text.startswith(piece, offset) else piece.lstrip()
+            is_hidden = token in self._tokenizer.special_ids and not text.startswith(visible_piece, offset)
+            offset += 0 if is_hidden else len(visible_piece)
+        return starts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,9 +78,9 @@ class CompletionFormat:
     """Format of ``/v1/completions``.
 
     Attributes:
-        texts: texts of tokens.
-        logprobs: number of most likely tokens to report, or None.
-        places: per sample, the stream of new text and the current length of the text.
+        texts: Texts of tokens.
+        logprobs: Number of most likely tokens to report, or `None`.
+        places: Maps a sample to the stream of new text and the current text length.
     """
 
     texts: TokenTexts
@@ -91,11 +90,11 @@ class CompletionFormat:
     prefix = "cmpl-"
 
     def opening(self, index: int) -> list[Json]:
-        """Return no choices: streams of completions start with the first text."""
+        """Return no choices, because a stream of completions starts with the first text."""
         return []
 
     def choice(self, index: int, sample: Sample) -> Json:
-        """Create a choice with ``text``, and ``logprobs`` per token."""
+        """Create a choice with the text and the log-probabilities."""
         logprobs = None if self.logprobs is None else self._logprobs(index, sample)
         return {"index": index, "text": sample.text, "logprobs": logprobs, "finish_reason": sample.finish}
 
@@ -104,8 +103,8 @@ class CompletionFormat:
     def _logprobs(self, index: int, sample: Sample) -> Json:
         """Format log-probabilities.
 
-        The most likely tokens of each position include the token itself. If several tokens have the
-        same text (parts of characters), only the most likely token is listed.
+        The most likely tokens of a position include the sampled token. If several tokens have the same text
+        (parts of characters), only the most likely token is listed.
         """
         tokens, tops = [self.texts.text(token) for token in sample.ids], []
         for token, logprob, top in zip(tokens, sample.logprobs, sample.top, strict=True):
@@ -120,13 +119,13 @@ class CompletionFormat:
         return {"tokens": tokens, "token_logprobs": sample.logprobs, "top_logprobs": tops, **places}
 
     def _offsets(self, index: int, sample: Sample) -> list[int]:
-        """Return the start of each id's text. Ids that form one character share its start."""
+        """Return the start of each id's text. Ids that form one character have the same start."""
         offsets = self.texts.offsets(sample.ids[: sample.echoed], sample.text[: sample.start])
-        stream, at = self.places.get(index) or (self.texts.stream(), sample.start)
+        stream, offset = self.places.get(index) or (self.texts.stream(), sample.start)
         for token in sample.ids[sample.echoed :]:
-            offsets.append(at)
-            at += len(stream.put(token))
-        self.places[index] = stream, at
+            offsets.append(offset)
+            offset += len(stream.put(token))
+        self.places[index] = stream, offset
         return offsets
 
 
@@ -135,10 +134,10 @@ class ChatFormat:
     """Format of ``/v1/chat/completions``.
 
     Attributes:
-        texts: texts of tokens.
-        logprobs: number of most likely tokens to report, or None.
-        answer: form of the answer. Splits the text of a sample.
-        splits: splitter per streamed sample.
+        texts: Texts of tokens.
+        logprobs: Number of most likely tokens to report, or `None`.
+        answer: Form of the answer. Splits the text of a sample.
+        splits: Maps a streamed sample to its splitter.
     """
 
     texts: TokenTexts
@@ -148,33 +147,33 @@ class ChatFormat:
     name, chunk, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
 
     def opening(self, index: int) -> list[Json]:
-        """Create the first choice of a stream, with the role."""
+        """Create the first choice of a stream. It has the role."""
         delta = {"role": "assistant", "content": ""}
         return [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]
 
     def choice(self, index: int, sample: Sample) -> Json:
         """Create a choice of a whole response."""
-        found, count = self.answer.split(sample.text, cut=sample.finish == "length")
-        message = {"role": "assistant", "content": found.content or (None if count else ""), "refusal": None}
-        message |= {"reasoning_content": found.reasoning or None} if self.answer.reasons else {}
-        message |= {"tool_calls": _calls(found.calls, whole=True)} if count else {}
+        parts, count = self.answer.split(sample.text, cut=sample.finish == "length")
+        message = {"role": "assistant", "content": parts.content or (None if count else ""), "refusal": None}
+        message |= {"reasoning_content": parts.reasoning or None} if self.answer.reasons else {}
+        message |= {"tool_calls": _calls(parts.calls, whole=True)} if count else {}
         return self._with(index, sample, {"message": message}, count)
 
     def delta(self, index: int, part: Sample) -> Json:
         """Create a choice of a chunk from the new part of a sample."""
         splitter = self.splits.setdefault(index, self.answer.splitter())
-        found = splitter.put(part.text)
-        found = found.followed_by(splitter.end(cut=part.finish == "length")) if part.finish else found
-        calls = _calls(found.calls, whole=False)
-        parts = {"reasoning_content": found.reasoning, "content": found.content, "tool_calls": calls}
-        return self._with(index, part, {"delta": {name: one for name, one in parts.items() if one}}, splitter.count)
+        answer_part = splitter.put(part.text)
+        answer_part = answer_part.followed_by(splitter.end(cut=part.finish == "length")) if part.finish else answer_part
+        calls = _calls(answer_part.calls, whole=False)
+        parts = {"reasoning_content": answer_part.reasoning, "content": answer_part.content, "tool_calls": calls}
+        return self._with(index, part, {"delta": {name: item for name, item in parts.items() if item}}, splitter.count)
 
     def _with(self, index: int, sample: Sample, body: Json, calls: int) -> Json:
         logprobs = None if self.logprobs is None else {"content": self._logprobs(sample), "refusal": None}
-        finish: str | None = sample.finish
-        if finish == "stop" and calls and self.answer.calls is not None and not self.answer.calls.named:
-            finish = "tool_calls"
-        return {"index": index, **body, "logprobs": logprobs, "finish_reason": finish}
+        finish_reason: str | None = sample.finish
+        if finish_reason == "stop" and calls and self.answer.calls is not None and not self.answer.calls.named:
+            finish_reason = "tool_calls"
+        return {"index": index, **body, "logprobs": logprobs, "finish_reason": finish_reason}
 
     def _logprobs(self, sample: Sample) -> list[Json]:
         return [
@@ -190,23 +189,23 @@ class ChatFormat:
 def _calls(pieces: Sequence[CallPiece], whole: bool) -> list[Json]:
     """Join the pieces of each call.
 
-    In a stream (not ``whole``), calls have an index, and only the first piece of a call has a name.
+    If not ``whole``, calls have an index, and only the first piece of a call has a name.
     """
-    found: dict[int, Json] = {}
+    calls: dict[int, Json] = {}
     for piece in pieces:
-        if piece.index not in found:
-            named = {} if piece.name is None else {"id": piece.id, "type": "function"}
+        if piece.index not in calls:
+            identity = {} if piece.name is None else {"id": piece.id, "type": "function"}
             function = {} if piece.name is None else {"name": piece.name}
-            number = {} if whole else {"index": piece.index}
-            found[piece.index] = {**number, **named, "function": {**function, "arguments": ""}}
-        found[piece.index]["function"]["arguments"] += piece.arguments
-    return list(found.values())
+            index_field = {} if whole else {"index": piece.index}
+            calls[piece.index] = {**index_field, **identity, "function": {**function, "arguments": ""}}
+        calls[piece.index]["function"]["arguments"] += piece.arguments
+    return list(calls.values())
 
 
 Format = CompletionFormat | ChatFormat
 
 
 def usage(prompts: Sequence[Sequence[int]], made: int) -> Json:
-    """Create the token counts. ``made`` is the number of generated tokens."""
-    given = sum(map(len, prompts))
-    return {"prompt_tokens": given, "completion_tokens": made, "total_tokens": given + made}
+    """Create the token counts of a response. ``made`` is the number of generated tokens."""
+    prompt_tokens = sum(map(len, prompts))
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": made, "total_tokens": prompt_tokens + made}

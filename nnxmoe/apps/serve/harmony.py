@@ -1,6 +1,6 @@
 """The harmony format of gpt-oss.
 
-An answer consists of messages in channels. The channel ``analysis`` is the reasoning.
+An answer consists of messages in channels. The channel ``analysis`` contains the reasoning.
 """
 
 import re
@@ -20,10 +20,10 @@ _CALLED = re.compile(rf"to=functions\.{NAME}(?=\s|<\|)")
 
 
 class HarmonySplit:
-    """Streaming splitter of an answer with its special tokens.
+    """Streaming splitter of an answer that includes the special tokens.
 
     Attributes:
-        count: number of calls so far.
+        count: Number of calls so far.
     """
 
     def __init__(self) -> None:
@@ -35,58 +35,58 @@ class HarmonySplit:
     def put(self, piece: str) -> AnswerPart:
         """Read a piece and return the parts that can be emitted now."""
         self._buffer += piece
-        found = AnswerPart()
+        result = AnswerPart()
         while (part := self._header() if self._in == "header" else self._body()) is not None:
-            found = found.followed_by(part)
-        return found
+            result = result.followed_by(part)
+        return result
 
     def end(self, cut: bool = False) -> AnswerPart:
-        """Return the text held back. Incomplete arguments are completed, unless the text was ``cut``."""
+        """Return the text that was held back. Completes incomplete arguments unless the text was ``cut``."""
         rest, self._buffer = self._buffer, ""
         if self._in != "header":
             return self._part(rest, final=True, cut=cut)
-        if (found := _CALLED.search(rest)) is not None:  # a call without a message
-            return self._call(found["name"]) if cut else self._call(found["name"], "{}")
+        if (match := _CALLED.search(rest)) is not None:  # a call without a message
+            return self._call(match["name"]) if cut else self._call(match["name"], "{}")
         return AnswerPart() if self._seen else AnswerPart(content=rest)  # a text without a message is content
 
     def _header(self) -> AnswerPart | None:
         head, mark, rest = self._buffer.partition(MESSAGE)
-        early, called, after = self._buffer.partition(CALLED)
-        if called and len(early) < len(head) and (found := _CALLED.search(self._buffer)):  # a call without a message
+        prefix, tag, after = self._buffer.partition(CALLED)
+        if tag and len(prefix) < len(head) and (match := _CALLED.search(self._buffer)):  # a call without a message
             self._buffer = after
-            return self._call(found["name"], "{}")
+            return self._call(match["name"], "{}")
         if not mark:
             return None
         self._buffer = rest
-        if found := _CALLED.search(head + mark):
-            self._in, self._name, self._arguments = "call", found["name"], JsonArguments(())
+        if match := _CALLED.search(head + mark):
+            self._in, self._name, self._arguments = "call", match["name"], JsonArguments(())
             return AnswerPart()
         self._in = "reasoning" if re.search(r"<\|channel\|>\s*analysis", head) else "content"
-        again = self._in in self._seen
+        is_repeated = self._in in self._seen
         self._seen.add(self._in)
-        return self._part("\n" if again else "")
+        return self._part("\n" if is_repeated else "")
 
     def _body(self) -> AnswerPart | None:
-        places = [(at, mark) for mark in (*ENDS, *BEGINS) if (at := self._buffer.find(mark)) >= 0]
-        if places:
-            at, mark = min(places)
-            part = self._part(self._buffer[:at], final=True)
-            self._buffer = self._buffer[at + (len(mark) if mark in ENDS else 0) :]
+        mark_positions = [(position, mark) for mark in (*ENDS, *BEGINS) if (position := self._buffer.find(mark)) >= 0]
+        if mark_positions:
+            position, mark = min(mark_positions)
+            part = self._part(self._buffer[:position], final=True)
+            self._buffer = self._buffer[position + (len(mark) if mark in ENDS else 0) :]
             self._in = "header"
             return part
-        at = len(self._buffer) - held(self._buffer, (*ENDS, *BEGINS))
-        text, self._buffer = self._buffer[:at], self._buffer[at:]
+        position = len(self._buffer) - held(self._buffer, (*ENDS, *BEGINS))
+        text, self._buffer = self._buffer[:position], self._buffer[position:]
         return self._part(text) if text else None
 
     def _part(self, text: str, final: bool = False, cut: bool = False) -> AnswerPart:
-        """Convert text of the current message to a part of the answer. ``final``: the message ends here."""
+        """Convert text of the current message to a part of the answer. ``final`` means that the message ends."""
         if self._in == "call":
             text, self._held = (self._held + text).lstrip(), ""
             if not final and any(word.startswith(text) for word in NOTHING):
                 self._held = text
                 return AnswerPart()
             text = "" if text.rstrip() in NOTHING else text
-            if text and not text.startswith("{"):  # words in place of arguments
+            if text and not text.startswith("{"):  # words instead of arguments
                 self._in = "content"
                 return AnswerPart(content=text)
             self._in = "arguments"

@@ -1,6 +1,6 @@
 """Streaming parser of tool-call arguments that are one JSON object.
 
-Valid JSON is returned unchanged. Invalid JSON is repaired, so that clients can always parse the result.
+Valid JSON is returned unchanged. Invalid JSON is repaired so that clients can always parse the result.
 """
 
 import copy
@@ -17,19 +17,19 @@ _CLOSERS = {"{": "}", "[": "]"}
 
 
 class JsonObject:
-    """Streaming reader of a JSON object, character by character from its opening brace.
+    """Streaming reader of a JSON object, character by character from the opening brace.
 
     Attributes:
-        done: whether the closing brace was read.
-        repaired: whether the text is not valid JSON. It has missing or superfluous quotes, commas or
-            brackets, single quotes, line breaks in strings, or Python literals such as ``True``.
+        done: Whether the closing brace was read.
+        repaired: Whether the text was invalid JSON: missing or superfluous quotes, commas or brackets, single
+            quotes, line breaks in strings, or Python literals such as ``True``.
     """
 
     def __init__(self) -> None:
         self.done = self.repaired = False
-        self._stack, self._mode = "", "value"  # open brackets; state of the parser
+        self._stack, self._mode = "", "value"  # the open brackets, and the state of the parser
         self._is_key, self._quote, self._escape = False, "", ""
-        self._pending = ""  # an unquoted word, or a comma and white space, held back until the next character
+        self._pending = ""  # an unquoted word, or a comma with white space, held back until the next character
 
     @property
     def in_string(self) -> bool:
@@ -72,11 +72,11 @@ class JsonObject:
         return text
 
     def rest(self) -> str:
-        """Return the text held back, without completing the object."""
+        """Return the text that was held back, without completing the object."""
         return self._pending + self._escape
 
     def _start(self, letter: str) -> str:
-        """Read the first character of a member's name or of a value."""
+        """Read the first character of a key or of a value."""
         text, self._pending = self._pending, ""
         if self._mode == "colon":
             self._mode = "value"
@@ -91,7 +91,7 @@ class JsonObject:
             self._stack += letter
             self._mode = self._member
             return text + letter
-        if letter in "{[:":  # neither a name nor a value may start here
+        if letter in "{[:":  # neither a key nor a value starts with this character
             self.repaired, self._pending = True, text
             return ""
         if letter in "\"'":
@@ -135,20 +135,20 @@ class JsonObject:
         return json.dumps(self._quote + text[1:])[1:-1] + self.put(letter)
 
     def _escaped(self, letter: str) -> str:
-        """Read a character of an escape sequence. Sequences that JSON does not define are kept as text."""
-        before, text = self._escape, self._escape + letter
-        short = len(text) == 2
-        if (short and letter == "u") or (not short and letter in "0123456789abcdefABCDEF"):
+        """Read a character of an escape sequence. Sequences that JSON does not define become text."""
+        escape, text = self._escape, self._escape + letter
+        is_first = len(text) == 2
+        if (is_first and letter == "u") or (not is_first and letter in "0123456789abcdefABCDEF"):
             self._escape = text if len(text) < 6 else ""
             return "" if self._escape else text
         self._escape = ""
-        if short and letter in '"\\/bfnrt':
+        if is_first and letter in '"\\/bfnrt':
             return text
         self.repaired = True
-        return letter if short and letter == "'" else "\\" + before + self._string(letter)
+        return letter if is_first and letter == "'" else "\\" + escape + self._string(letter)
 
     def _word(self, cut: bool = False) -> str:
-        """Emit the unquoted name or value that was read. ``cut``: the word may be incomplete."""
+        """Emit the unquoted key or value that was read. ``cut`` means that the word may be incomplete."""
         text, self._pending = self._pending, ""
         word = text.rstrip()
         space = text[len(word) :]
@@ -163,7 +163,7 @@ class JsonObject:
         return (_NAMES.get(word) if not self._is_key else None) or json.dumps(word, ensure_ascii=False) + space
 
     def _value(self) -> str:
-        """Emit null for a name without a value."""
+        """Emit null for a key without a value."""
         if self._mode == "colon":
             self._mode, self.repaired = "comma", True
             return ": null"
@@ -180,7 +180,7 @@ class JsonObject:
         return text
 
     def _close(self, letter: str) -> str:
-        """Close the innermost object or list that this bracket matches, and everything open inside it."""
+        """Close the innermost object or list that this bracket matches, and all objects and lists inside it."""
         if _OPENERS[letter] not in self._stack:
             self.repaired = True
             return ""
@@ -188,19 +188,19 @@ class JsonObject:
         text, self._pending = self._value() + self._pending.removeprefix(","), ""
         while (opener := self._stack[-1]) != _OPENERS[letter]:
             text, self._stack, self.repaired = text + _CLOSERS[opener], self._stack[:-1], True
-        # The closed object or list is a value of the enclosing object or list.
+        # The closed object or list is a complete value of the enclosing object or list.
         self._stack, self._mode, self.done = self._stack[:-1], "comma", len(self._stack) == 1
         return text + letter
 
 
 class Taken(NamedTuple):
-    """Result of reading a text.
+    """Result of reading a piece of text.
 
     Attributes:
-        arguments: the arguments as JSON.
-        said: text between the arguments.
-        rest: unread text.
-        done: whether the arguments end before ``rest``.
+        arguments: Arguments as JSON.
+        said: Text between the arguments.
+        rest: Unread text.
+        done: Whether the arguments end before ``rest``.
     """
 
     arguments: str = ""
@@ -212,9 +212,9 @@ class Taken(NamedTuple):
 class JsonArguments:
     """Streaming reader of arguments that are one JSON object.
 
-    The arguments end at the closing brace, or at one of ``stops`` outside a string. A stop inside a
-    string ends the arguments only if the object would otherwise be invalid, because the model omitted
-    the end of the object.
+    The arguments end at the closing brace, or at one of ``stops`` outside a string. A stop inside a string ends
+    the arguments only if the object would otherwise be invalid. In this case, the model omitted the end of the
+    object.
     """
 
     def __init__(self, stops: Sequence[str]):
@@ -225,33 +225,33 @@ class JsonArguments:
         """Read a text.
 
         Args:
-            text: the text.
-            final: whether the text is complete.
-            cut: whether the text ended at its length limit. The object is then left open.
+            text: Unread text.
+            final: Whether the text is complete.
+            cut: Whether the text ended at the length limit. If so, the object is left incomplete.
         """
-        found = list[str]()
-        for at, letter in enumerate(text):
+        pieces = list[str]()
+        for position, letter in enumerate(text):
             if letter in self._letters:
-                if not final and len(text) - at < self._longest and self._is_start(text[at:]):
-                    return Taken("".join(found), rest=text[at:])
-                if text.startswith(self._stops, at):  # pyright: ignore[reportArgumentType]
-                    ends = self._ends(text[at:], final, cut)
-                    if ends is None:
-                        return Taken("".join(found), rest=text[at:])
-                    if ends:
-                        return Taken("".join([*found, self._object.completion()]), rest=text[at:], done=True)
-            found.append(self._object.put(letter))
+                if not final and len(text) - position < self._longest and self._is_start(text[position:]):
+                    return Taken("".join(pieces), rest=text[position:])
+                if text.startswith(self._stops, position):  # pyright: ignore[reportArgumentType]
+                    ends_object = self._ends(text[position:], final, cut)
+                    if ends_object is None:
+                        return Taken("".join(pieces), rest=text[position:])
+                    if ends_object:
+                        return Taken("".join([*pieces, self._object.completion()]), rest=text[position:], done=True)
+            pieces.append(self._object.put(letter))
             if self._object.done:
-                return Taken("".join(found), rest=text[at + 1 :], done=True)
+                return Taken("".join(pieces), rest=text[position + 1 :], done=True)
         if final:
-            found.append(self._object.rest() if cut else self._object.completion())
-        return Taken("".join(found), done=final)
+            pieces.append(self._object.rest() if cut else self._object.completion())
+        return Taken("".join(pieces), done=final)
 
     def _is_start(self, text: str) -> bool:
         return any(stop != text and stop.startswith(text) for stop in self._stops)
 
     def _ends(self, text: str, final: bool, cut: bool) -> bool | None:
-        """Return whether the stop at the start of this text ends the object, or None if more text decides."""
+        """Return whether the stop at the start of ``text`` ends the object, or `None` if more text is needed."""
         if not self._object.in_string:
             return True
         trial = copy.copy(self._object)
@@ -264,5 +264,5 @@ class JsonArguments:
 
 
 def json_object(text: str) -> str:
-    """Convert a text that begins with a brace to a JSON object."""
+    """Convert a text that starts with a brace to a JSON object."""
     return JsonArguments(()).take(text, final=True).arguments

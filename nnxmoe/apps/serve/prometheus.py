@@ -7,23 +7,23 @@ from collections.abc import Callable, Iterator
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 HELP = {
     "requests_total": "Requests by endpoint and HTTP status",
-    "cancelled_total": "Requests whose client went away before the end",
-    "prompt_tokens_total": "Tokens of prompts that were accepted",
-    "generated_tokens_total": "Tokens that were made and sent",
-    "slots": "Samples that can be made at once",
-    "slots_running": "Slots that are taken",
+    "cancelled_total": "Requests whose client disconnected before the end",
+    "prompt_tokens_total": "Tokens of accepted prompts",
+    "generated_tokens_total": "Tokens generated and sent",
+    "slots": "Samples that can be generated concurrently",
+    "slots_running": "Slots in use",
     "samples_waiting": "Samples that wait for a slot",
-    "samples_admitted": "Samples of requests that are being served",
-    "prefixes_kept": "Beginnings of prompts whose caches are kept",
-    "prefix_hits": "Prompts that began with a kept one, since the start",
-    "prefix_tokens": "Tokens that were not read again for it, since the start",
-    "first_token_seconds": "Time from a request's arrival to its first token",
-    "request_seconds": "Time from a request's arrival to its end",
+    "samples_admitted": "Samples of requests in progress",
+    "prefixes_kept": "Prompt prefixes in the prefix cache",
+    "prefix_hits": "Prompts with a prefix in the prefix cache, since the start",
+    "prefix_tokens": "Prompt tokens that the prefix cache saved, since the start",
+    "first_token_seconds": "Time from the arrival of a request to the first token",
+    "request_seconds": "Time from the arrival of a request to the end of the response",
 }
 
 
 class Histogram:
-    """Counts of values by upper bound, and their sum."""
+    """Histogram of durations, with the bucket bounds `SECONDS`."""
 
     def __init__(self) -> None:
         self.counts, self.sum = [0] * (len(SECONDS) + 1), 0.0
@@ -34,7 +34,7 @@ class Histogram:
         self.sum += value
 
     def lines(self, name: str) -> Iterator[str]:
-        """Yield the cumulative counts, the sum and the total count."""
+        """Yield lines with the cumulative counts, the sum and the total count."""
         total = 0
         for bound, count in zip((*SECONDS, "+Inf"), self.counts, strict=True):
             total += count
@@ -47,7 +47,7 @@ class Metrics:
     """Counters, histograms and gauges.
 
     Args:
-        gauges: functions by name, called for each report.
+        gauges: Maps the name of a gauge to a function that returns the current value.
     """
 
     def __init__(self, gauges: dict[str, Callable[[], int]]) -> None:
@@ -61,16 +61,18 @@ class Metrics:
         """Return all metrics in the Prometheus text format."""
         lines = []
 
-        def say(name: str, kind: str, values: Iterator[str] | list[str]) -> None:
-            lines.extend([f"# HELP nnxmoe_{name} {HELP[name]}.", f"# TYPE nnxmoe_{name} {kind}", *values])
+        def add_metric(name: str, metric_type: str, values: Iterator[str] | list[str]) -> None:
+            lines.extend([f"# HELP nnxmoe_{name} {HELP[name]}.", f"# TYPE nnxmoe_{name} {metric_type}", *values])
 
         by_status = sorted(self.requests.items())
-        counts = [f'nnxmoe_requests_total{{path="{path}",status="{s}"}} {count}' for (path, s), count in by_status]
-        say("requests_total", "counter", counts)
+        counts = [
+            f'nnxmoe_requests_total{{path="{path}",status="{status}"}} {count}' for (path, status), count in by_status
+        ]
+        add_metric("requests_total", "counter", counts)
         for name, value in self.counters.items():
-            say(name, "counter", [f"nnxmoe_{name} {value}"])
+            add_metric(name, "counter", [f"nnxmoe_{name} {value}"])
         for name, read in self._gauges.items():
-            say(name, "gauge", [f"nnxmoe_{name} {read()}"])
+            add_metric(name, "gauge", [f"nnxmoe_{name} {read()}"])
         for name, histogram in (("first_token_seconds", self.first_token), ("request_seconds", self.seconds)):
-            say(name, "histogram", histogram.lines(f"nnxmoe_{name}"))
+            add_metric(name, "histogram", histogram.lines(f"nnxmoe_{name}"))
         return "\n".join([*lines, ""])

@@ -1,7 +1,7 @@
 """Responses of the server: admission, pieces from the engine thread, whole responses and streams.
 
-Samples are cancelled when their request ends for any reason or the client disconnects. This frees their
-slots.
+Samples are cancelled when the request ends for any reason, for example because the client disconnects. This
+frees the slots of the samples.
 """
 
 import asyncio
@@ -24,17 +24,17 @@ from nnxmoe.apps.serve.settings import Refused, ServerSettings, public
 from nnxmoe.generation.score import TOKENS, Score
 
 COUNTS = "nnxmoe.counts"  # key in the ASGI scope: prompt tokens, generated tokens, reason of a rejection
-LAST_WORDS = 1.0  # seconds to send an error into a stream whose client may not read
+LAST_WORDS = 1.0  # time limit in seconds for an error at the end of a stream, since the client may not read
 
 
 class Service:
     """State that all requests share.
 
     Attributes:
-        thread: the engine thread.
-        settings: settings of the server.
-        admitted: number of samples of current requests.
-        metrics: metrics of the server.
+        thread: The engine thread.
+        settings: Settings of the server.
+        admitted: Number of samples of the requests in progress.
+        metrics: Metrics of the server.
     """
 
     def __init__(self, thread: EngineThread, settings: ServerSettings):
@@ -53,45 +53,45 @@ class Service:
 
 
 class Reply(Response):
-    """Response to a planned request, whole or as server-sent events. Generated while it is sent."""
+    """Response to a planned request, whole or as server-sent events. Samples are generated while it is sent."""
 
     def __init__(self, service: Service, plan: Planned, form: Format, since: float):
         super().__init__()
         self._service, self._plan, self._form, self._since = service, plan, form, since
-        made = {"created": int(time.time()), "model": service.settings.name}
-        self._head: Json = {"id": form.prefix + secrets.token_hex(12), **made}
+        common_fields = {"created": int(time.time()), "model": service.settings.name}
+        self._head: Json = {"id": form.prefix + secrets.token_hex(12), **common_fields}
         self._samples = [Sample() for _ in range(len(plan.prompts) * plan.n)]
         self._queue: asyncio.Queue[tuple[int, Sample | BaseException]] = asyncio.Queue()
         self._admitted, self._started, self._made = False, False, 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the response. Stops if the client disconnects or the time limit is reached."""
-        work = asyncio.ensure_future(self._send_stream(send) if self._plan.stream else self._send_whole(send))
-        gone = asyncio.ensure_future(_gone(receive))
+        """Run the request and send the response. Stops at the time limit, or if the client disconnects."""
+        response = asyncio.ensure_future(self._send_stream(send) if self._plan.stream else self._send_whole(send))
+        disconnect = asyncio.ensure_future(_gone(receive))
         try:
             done, _ = await asyncio.wait(
-                (work, gone), timeout=self._service.settings.seconds, return_when=asyncio.FIRST_COMPLETED
+                (response, disconnect), timeout=self._service.settings.seconds, return_when=asyncio.FIRST_COMPLETED
             )
         finally:
-            for task in (work, gone):
+            for task in (response, disconnect):
                 task.cancel()
-            await asyncio.gather(work, gone, return_exceptions=True)
+            await asyncio.gather(response, disconnect, return_exceptions=True)
             if self._admitted:
                 scope[COUNTS][:2] = sum(map(len, self._plan.prompts)), self._made
             self._service.metrics.seconds.add(time.monotonic() - self._since)
-        if work in done:
+        if response in done:
             try:
-                work.result()
+                response.result()
             except Refused as refused:
                 await self._fail(send, refused)
-        elif gone in done:
+        elif disconnect in done:
             self._service.metrics.counters["cancelled_total"] += 1
         else:
-            why = f"the request took longer than {self._service.settings.seconds:g} s: ask for fewer tokens"
-            await self._fail(send, Refused(504, why))
+            reason = f"the request took longer than {self._service.settings.seconds:g} s: request fewer tokens"
+            await self._fail(send, Refused(504, reason))
 
     async def _fail(self, send: Send, refused: Refused) -> None:
-        """Raise the error, or send it as the last event if the response has started."""
+        """Raise the error, or send the error as the last event if the response has started."""
         if not self._started:
             raise refused
         with contextlib.suppress(TimeoutError):
@@ -100,41 +100,48 @@ class Reply(Response):
 
     @contextlib.asynccontextmanager
     async def _running(self) -> AsyncIterator[None]:
-        """Start the samples of the plan, and cancel unfinished samples on exit. Raises Refused."""
-        service, plan, count = self._service, self._plan, len(self._samples)
-        most = service.thread.engine.slots + service.settings.queue
-        if count > most:
-            raise Refused(400, f"{count} samples are more than the {most} that this server admits", "n")
-        if service.admitted + count > most:
-            raise Refused(429, f"{service.admitted} samples are running or waiting, of {most} at most: try again later")
-        keep = frozenset(plan.answer.tokens.values())
+        """Start the samples of the plan, and cancel unfinished samples on exit.
+
+        Raises Refused if the server does not admit that many samples.
+        """
+        service, plan, num_samples = self._service, self._plan, len(self._samples)
+        max_samples = service.thread.engine.slots + service.settings.queue
+        if num_samples > max_samples:
+            raise Refused(400, f"{num_samples} samples are more than the maximum of {max_samples} on this server", "n")
+        if service.admitted + num_samples > max_samples:
+            raise Refused(
+                429, f"{service.admitted} samples are running or waiting, of {max_samples} at most: try again later"
+            )
+        special_ids = frozenset(plan.answer.tokens.values())
         jobs = [
-            SampleJob(ids, wanted, plan.stop, lambda piece, i=i: self._queue.put_nowait((i, piece)), prefix, keep)
-            for i, (ids, wanted, prefix) in enumerate(plan.samples())
+            SampleJob(
+                ids, options, plan.stop, lambda piece, i=i: self._queue.put_nowait((i, piece)), prefix, special_ids
+            )
+            for i, (ids, options, prefix) in enumerate(plan.samples())
         ]
-        service.admitted, self._admitted = service.admitted + count, True
+        service.admitted, self._admitted = service.admitted + num_samples, True
         try:
             await _refusing(service.thread.submit(jobs))
             service.metrics.counters["prompt_tokens_total"] += sum(map(len, plan.prompts))
             yield
         finally:
-            service.admitted -= count
+            service.admitted -= num_samples
             if not all(sample.finish for sample in self._samples):
                 service.thread.cancel(jobs)
 
     async def _scores(self) -> list[Score | None]:
-        """Score the prompts of the plan. The score of a prompt with a single id is None."""
-        plan, found = self._plan, list[Score | None]()
+        """Score the prompts of the plan. The score of a prompt with a single id is `None`."""
+        plan, scores_so_far = self._plan, list[Score | None]()
         top = min(1, plan.options.logprobs or 0) if (plan.options.logprobs or 0) < 2 else 5
-        while texts := plan.prompts[len(found) :]:
+        while texts := plan.prompts[len(scores_so_far) :]:
             sizes = itertools.accumulate(map(len, texts))
-            some = texts[: max(1, sum(size <= TOKENS for size in sizes))]  # texts that fit in one pass
-            scores = iter(await _refusing(self._service.thread.score([ids for ids in some if len(ids) > 1], top)))
-            found += [next(scores) if len(ids) > 1 else None for ids in some]
-        return found
+            batch = texts[: max(1, sum(size <= TOKENS for size in sizes))]  # texts that fit in one pass
+            scores = iter(await _refusing(self._service.thread.score([ids for ids in batch if len(ids) > 1], top)))
+            scores_so_far += [next(scores) if len(ids) > 1 else None for ids in batch]
+        return scores_so_far
 
     async def _parts(self) -> AsyncIterator[dict[int, Sample]]:
-        """Yield new pieces by sample whenever the client is ready, until all samples are done."""
+        """Yield the new pieces per sample, as fast as the client reads, until all samples are done."""
         metrics = self._service.metrics
         while not all(sample.finish for sample in self._samples):
             news, pending = dict[int, Sample](), [await self._queue.get()]
@@ -144,7 +151,7 @@ class Reply(Response):
                 if isinstance(piece, Refused):
                     raise piece
                 if isinstance(piece, BaseException):
-                    raise Refused(503, f"the server cannot go on: {public(piece)}") from piece
+                    raise Refused(503, f"the server cannot continue: {public(piece)}") from piece
                 if piece.ids and not self._made:
                     metrics.first_token.add(time.monotonic() - self._since)
                 self._made += len(piece.ids)
@@ -164,7 +171,7 @@ class Reply(Response):
         choices = [self._form.choice(index, sample) for index, sample in enumerate(self._samples)]
         body = {**self._head, "object": self._form.name, "choices": choices, "usage": usage(plan.prompts, self._made)}
         self._started = True
-        unread: Any = None  # a whole response does not read
+        unread: Any = None  # a whole response does not call `receive`
         await json_response(body)({"type": "http"}, unread, send)
 
     async def _send_stream(self, send: Send) -> None:
@@ -186,7 +193,7 @@ class Reply(Response):
             await _send(send, events)
 
     def _usage(self, index: int) -> Json:
-        """Return the token counts of a sample so far, as in a chunk."""
+        """Return the field ``usage`` of a chunk, with the token counts of the sample so far."""
         plan = self._plan
         if plan.usage != "always":
             return {} if plan.usage is None else {"usage": None}
@@ -194,15 +201,15 @@ class Reply(Response):
 
 
 def _echo(sample: Sample, plan: Planned, prompt: int, scores: Sequence[Score | None]) -> None:
-    """Insert the prompt before the new text if the request echoes it. The first id has no log-probability."""
+    """Insert the prompt before the new text if the request echoes it. The first id has the log-probability None."""
     if plan.texts is None:
         return
     sample.text, sample.start = plan.texts[prompt] + sample.text, len(plan.texts[prompt])
     if plan.scored:
-        found, sample.echoed = scores[prompt], len(plan.prompts[prompt])
+        score, sample.echoed = scores[prompt], len(plan.prompts[prompt])
         sample.ids = [*plan.prompts[prompt], *sample.ids]
-        sample.logprobs = [None, *([] if found is None else found.logprobs.tolist()), *sample.logprobs]
-        sample.top = [None, *([] if found is None else found.top), *sample.top]
+        sample.logprobs = [None, *([] if score is None else score.logprobs.tolist()), *sample.logprobs]
+        sample.top = [None, *([] if score is None else score.top), *sample.top]
 
 
 def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -219,7 +226,7 @@ async def _send(send: Send, body: bytes) -> None:
 
 
 async def _gone(receive: Receive) -> None:
-    """Return when the client has disconnected."""
+    """Wait until the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -231,4 +238,4 @@ async def _refusing(future: asyncio.Future[Any]) -> Any:
     except ValueError as error:
         raise Refused(400, public(error)) from None
     except RuntimeError as error:
-        raise Refused(503, f"the server cannot go on: {public(error)}") from None
+        raise Refused(503, f"the server cannot continue: {public(error)}") from None

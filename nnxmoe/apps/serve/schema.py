@@ -1,7 +1,7 @@
 """Request bodies of the OpenAI API.
 
-Unknown fields, wrong types and values out of range raise an error with the name of the field. Null,
-values without effect (`fields.NEUTRAL`) and labels count as absent.
+Unknown fields, wrong types and values out of range raise an error with the name of the field. Null values,
+values without effect (`fields.NEUTRAL`) and labels are treated as absent.
 """
 
 from typing import Annotated, Any, Literal, TypeVar
@@ -25,10 +25,10 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
     """Options of a stream.
 
     Attributes:
-        include_usage: append a chunk with the token counts.
-        continuous_usage_stats: with ``include_usage``, all chunks contain the counts so far, as in
-            vLLM.
-        include_obfuscation: has no effect.
+        include_usage: Whether to append a chunk with the token counts.
+        continuous_usage_stats: Whether all chunks contain the counts so far, if ``include_usage`` is set, as
+            in vLLM.
+        include_obfuscation: No effect.
     """
 
     include_usage: bool = False
@@ -37,7 +37,7 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
 
     @property
     def usage(self) -> Literal["last", "always"] | None:
-        """Chunks that report token counts, or None."""
+        """Which chunks report token counts, or `None`."""
         return None if not self.include_usage else "always" if self.continuous_usage_stats else "last"
 
 
@@ -45,8 +45,7 @@ class JsonSchema(Struct):
     """A JSON schema of answers.
 
     Attributes:
-        schema: the schema. Answers follow it unless they are truncated. The other fields have no
-            effect.
+        schema: Schema that answers follow unless they are truncated. The other fields have no effect.
     """
 
     schema: dict[str, Any] | bool
@@ -66,10 +65,10 @@ class Function(Struct):
     """A function that the model may call.
 
     Attributes:
-        name: name of the function.
-        description: description for the model.
+        name: Name of the function.
+        description: Description for the model.
         parameters: JSON schema of the arguments.
-        strict: whether arguments follow ``parameters``, unless the answer is truncated.
+        strict: Whether to enforce ``parameters``, unless the answer is truncated.
     """
 
     name: Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
@@ -88,7 +87,7 @@ class Tool(Struct, forbid_unknown_fields=True):
         """Convert the tool to the dict that chat templates read."""
         fields = {"name": self.function.name, "description": self.function.description}
         fields["parameters"] = self.function.parameters or {"type": "object", "properties": {}}
-        return {"type": "function", "function": {key: one for key, one in fields.items() if one is not None}}
+        return {"type": "function", "function": {key: value for key, value in fields.items() if value is not None}}
 
 
 class FunctionName(Struct, forbid_unknown_fields=True):
@@ -140,10 +139,10 @@ class CompletionRequest(BaseRequest, kw_only=True):
     """Body of ``POST /v1/completions``.
 
     Attributes:
-        prompt: a text, several texts, token ids, or several lists of token ids.
-        echo: whether the response includes the prompt.
-        logprobs: number of most likely tokens to report.
-        best_of: must equal ``n``.
+        prompt: A text, several texts, token ids, or several lists of token ids.
+        echo: Whether the response includes the prompt.
+        logprobs: Number of most likely tokens to report.
+        best_of: Must equal ``n``.
     """
 
     prompt: str | list[str | Id | list[Id]]
@@ -163,9 +162,9 @@ class Message(Struct):
     """A message of a chat.
 
     Attributes:
-        role: role of the author.
-        content: text, or text parts.
-        more: other fields, for the chat template.
+        role: Role of the author.
+        content: Text, or text parts.
+        more: Further fields for the chat template.
     """
 
     role: str
@@ -201,13 +200,13 @@ Body = TypeVar("Body", bound=BaseRequest)
 def decode(body: bytes, kind: type[Body]) -> Body:
     """Decode a request body. Raises Refused with status 400 and the name of the field."""
     try:
-        found = msgspec.json.decode(body)
-        if isinstance(found, dict):
-            found = {name: value for name, value in found.items() if name not in LABELS}
-            found = effective(found, kind.__struct_fields__, chat=issubclass(kind, ChatRequest))
-            if isinstance(messages := found.get("messages"), list):
-                found["messages"] = [_split(message) if isinstance(message, dict) else message for message in messages]
-        request = msgspec.convert(found, kind, str_keys=True)
+        fields = msgspec.json.decode(body)
+        if isinstance(fields, dict):
+            fields = {name: value for name, value in fields.items() if name not in LABELS}
+            fields = effective(fields, kind.__struct_fields__, chat=issubclass(kind, ChatRequest))
+            if isinstance(messages := fields.get("messages"), list):
+                fields["messages"] = [_split(message) if isinstance(message, dict) else message for message in messages]
+        request = msgspec.convert(fields, kind, str_keys=True)
     except msgspec.ValidationError as error:
         raise refusal(str(error), kind.__struct_fields__) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -221,7 +220,7 @@ def decode(body: bytes, kind: type[Body]) -> Body:
 def _split(message: dict[str, Any]) -> dict[str, Any]:
     """Convert an object to the fields of `Message`.
 
-    Null fields, and empty lists as in answers of OpenAI, count as absent.
+    Null fields, and empty lists as in OpenAI's answers, are treated as absent.
     """
     fields = {name: value for name, value in message.items() if value not in (None, []) and name != CACHE}
     known = {name: content_parts(fields.pop(name)) for name in ("role", "content") if name in fields}
@@ -232,22 +231,22 @@ def _refuse_combinations(request: BaseRequest) -> None:
     """Raise Refused for fields that exclude each other."""
     if isinstance(request, CompletionRequest):
         if request.best_of not in (None, request.n or 1):
-            raise Refused(400, "best_of is not supported: leave it out, or give the same number as n", "best_of")
+            raise Refused(400, "best_of is not supported: leave it out, or set it to the value of n", "best_of")
         if request.echo and request.stream:
-            raise Refused(400, "echo is not supported with stream: leave one of them out", "echo")
+            raise Refused(400, "echo is not supported with stream: leave out echo or stream", "echo")
     if isinstance(request, ChatRequest):
         for i, message in enumerate(request.messages):
             if message.role == "function":
-                why = f"messages[{i}].role 'function' is not supported: give the role tool, with tool_call_id"
+                why = f"messages[{i}].role 'function' is not supported: use the role tool, with tool_call_id"
                 raise Refused(400, why, "messages")
     forms = [name for name in GUIDED if getattr(request, name) is not None]
     if len(forms) > 1:
         raise Refused(400, f"{forms[0]} and {forms[1]} exclude each other", forms[1])
     if forms and request.ignore_eos:
-        raise Refused(400, f"ignore_eos and {forms[0]} exclude each other: the form says where it ends", "ignore_eos")
+        raise Refused(400, f"ignore_eos and {forms[0]} exclude each other: the format ends the answer", "ignore_eos")
     form = request.response_format
     if form is not None and (form.type == "json_schema") != (form.json_schema is not None):
-        raise Refused(400, "response_format: give json_schema with the type json_schema", "response_format")
+        raise Refused(400, "response_format: json_schema needs the type json_schema, and vice versa", "response_format")
     options = request.stream_options or StreamOptions()
     if (options.include_usage or options.continuous_usage_stats) and not request.stream:
         raise Refused(400, "stream_options needs stream: true", "stream_options")

@@ -25,9 +25,9 @@ from nnxmoe.runtime.progress import say
 from nnxmoe.tokenizer.tokenizer import Tokenizer
 
 BIASES = 64  # maximum number of logit biases per request
-KEPT = 4  # default prefix cache, in slots of memory
+KEPT = 4  # default size of the prefix cache, in slots
 CONNECTIONS = 1024
-HEAD_SECONDS = 30.0  # time limit for the head of a request
+HEAD_SECONDS = 30.0  # time limit for the request line and headers
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
@@ -37,18 +37,18 @@ def serving_engine(
     """Create an engine whose limits cover every option of the API.
 
     Args:
-        model: the model.
-        slots: see `Engine`.
-        capacity: see `Engine`. At most the model's ``max_position_embeddings``.
-        draft: see `Engine`.
-        prefix_bytes: see `Engine`. If None, the memory of `KEPT` slots.
+        model: The model to serve.
+        slots: See `Engine`.
+        capacity: See `Engine`. Limited to the model's ``max_position_embeddings``.
+        draft: See `Engine`.
+        prefix_bytes: See `Engine`. Defaults to the memory of `KEPT` slots.
     """
     rules = default_sampling(model).rules
     steps = StaticSampling(rules=() if rules is None else (rules,))
     limits = EngineLimits(len(eos_ids(model, ...)) + ServerSettings.stops, BIASES, CHAT_LOGPROBS, steps)
     capacity = min(capacity, model.config.max_position_embeddings)
-    kept = KEPT * cache_bytes(model, 1, CacheSize(capacity, 0)) if prefix_bytes is None else prefix_bytes
-    return Engine(model, slots=slots, capacity=capacity, limits=limits, draft=draft, prefix_bytes=kept)
+    cache_bytes_limit = KEPT * cache_bytes(model, 1, CacheSize(capacity, 0)) if prefix_bytes is None else prefix_bytes
+    return Engine(model, slots=slots, capacity=capacity, limits=limits, draft=draft, prefix_bytes=cache_bytes_limit)
 
 
 def serve(
@@ -61,19 +61,19 @@ def serve(
 ) -> None:
     """Serve an engine until SIGTERM or Ctrl-C.
 
-    Then the server accepts no new connections, running requests have ``settings.drain`` seconds to
-    finish, and the engine is closed.
+    On shutdown, the server rejects new connections, waits up to ``settings.drain`` seconds for running
+    requests, and closes the engine.
 
     Args:
-        engine: the engine, see `serving_engine`.
-        tokenizer: the tokenizer.
-        settings: settings of the server.
-        host: address to bind.
-        port: port to bind. 0 chooses a free port.
-        started: called with the URL once requests are answered.
+        engine: See `serving_engine`.
+        tokenizer: Tokenizer of the model.
+        settings: Settings of the server.
+        host: Address to bind.
+        port: Port to bind, or 0 for a free port.
+        started: Called with the URL once the server accepts requests.
 
     Raises:
-        OSError: if the port is in use.
+        OSError: If the port is in use.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, port), family=family, backlog=CONNECTIONS)
@@ -106,7 +106,7 @@ def make_server(app: ASGIApp, settings: ServerSettings) -> uvicorn.Server:
 
 
 class _Punctual(H11Protocol):
-    """HTTP protocol with a time limit for the request head, because uvicorn has no such limit."""
+    """HTTP protocol with a time limit for the request head. uvicorn has no such limit."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -125,12 +125,12 @@ class _Punctual(H11Protocol):
 
 @contextlib.contextmanager
 def _quiet_signals() -> Iterator[None]:
-    """Ignore SIGTERM in this block. uvicorn raises the signal again after it has stopped."""
+    """Ignore SIGTERM in the block, because uvicorn raises the signal again after it has stopped."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    previous_handler = signal.signal(signal.SIGTERM, lambda number, frame: None)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous_handler)

@@ -9,19 +9,19 @@ class ServerSettings:
     """Settings of a server.
 
     Attributes:
-        name: name of the model.
-        key: bearer token that clients must send. If None, no token is required.
-        hosts: accepted values of the Host header without port. If None, any value is accepted.
-        queue: maximum number of samples that wait for a slot.
-        seconds: time limit per request.
-        body: maximum size of a request body in bytes.
-        body_seconds: time limit to receive a request body.
-        prompts: maximum number of prompts per request.
-        samples: maximum number of samples per prompt.
-        stops: maximum number of stop strings.
-        stop_length: maximum number of characters per stop string.
-        drain: seconds to finish running requests when the server stops.
-        access_log: log one line per request.
+        name: Name of the model.
+        key: Bearer token that clients must send. If `None`, no token is required.
+        hosts: Accepted values of the Host header, without port. If `None`, any value is accepted.
+        queue: Maximum number of samples that wait for a slot.
+        seconds: Time limit per request.
+        body: Maximum size of a request body in bytes.
+        body_seconds: Time limit to receive a request body.
+        prompts: Maximum number of prompts per request.
+        samples: Maximum number of samples per prompt.
+        stops: Maximum number of stop strings per request.
+        stop_length: Maximum number of characters per stop string.
+        drain: Seconds to finish running requests when the server stops.
+        access_log: Whether to log one line per request.
     """
 
     name: str
@@ -40,18 +40,18 @@ class ServerSettings:
 
 
 def public(error: object) -> str:
-    """Return the text of an error for clients, without local paths."""
+    """Convert an error to text for clients, without local paths."""
     return re.sub(r"(?<![\w.])(?:/[^\s/:'\"]+)+/(?=[^\s/])", "", f"{error}")[:300]
 
 
 class Refused(Exception):
-    """Error for a rejected request.
+    """Error that rejects a request.
 
     Attributes:
         status: HTTP status.
-        why: reason, for the client.
-        param: field that caused the error, or None.
-        code: error code of OpenAI, or None.
+        why: Reason for the client.
+        param: Field that caused the error, or `None`.
+        code: Error code of OpenAI's API, or `None`.
     """
 
     def __init__(self, status: int, why: str, param: str | None = None, code: str | None = None):
@@ -59,7 +59,7 @@ class Refused(Exception):
         self.status, self.why, self.param, self.code = status, why, param, code
 
     def body(self) -> dict[str, object]:
-        """Return the error in OpenAI's JSON form."""
-        kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-        kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": {"message": self.why, "type": kind, "param": self.param, "code": self.code}}
+        """Return the error as a JSON object of OpenAI's API."""
+        error_types = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+        error_type = error_types.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.why, "type": error_type, "param": self.param, "code": self.code}}

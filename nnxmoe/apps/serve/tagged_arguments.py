@@ -1,6 +1,6 @@
-"""Streaming parser of tool-call arguments that are written one by one in tags.
+"""Streaming parser of tool-call arguments in tags.
 
-Returns the arguments as one JSON object.
+The parser returns the arguments as one JSON object.
 """
 
 import json
@@ -18,8 +18,8 @@ QUOTE = '"'
 class TaggedArguments:
     """Streaming reader of arguments in tags. Emits each argument once it is complete.
 
-    A value ends at its closing tag. The value includes balanced tags, and a closing tag that is
-    followed by a second closing tag before any other tag. If the closing tag is missing, the value ends
+    A value ends at its closing tag. Balanced tags are part of the value. If a second closing tag follows before
+    any other tag, the first closing tag is part of the value too. If the closing tag is missing, the value ends
     at the next tag of a different kind.
     """
 
@@ -32,16 +32,16 @@ class TaggedArguments:
         """Read a text.
 
         Args:
-            text: the text.
-            final: whether the text is complete.
-            cut: whether the text ended at its length limit. The object is then left open.
+            text: Unread text.
+            final: Whether the text is complete.
+            cut: Whether the text ended at the length limit. If so, the object is left incomplete.
         """
         form = self._format
-        if found := self._tags.head.match(text):
-            if (value := self._value(text, found.end(), final)) is None:
+        if head_match := self._tags.head.match(text):
+            if (value := self._value(text, head_match.end(), final)) is None:
                 return Taken(rest=text)
-            written, rest, ended = value
-            return Taken(self._member(found["key"].strip(), written, cut and not ended), rest=rest)
+            value_text, rest, is_complete = value
+            return Taken(self._member(head_match["key"].strip(), value_text, cut and not is_complete), rest=rest)
         part = next_tag(form, text)
         if part is not None and not text[: part.start()].strip():
             return Taken("}" if self._count else "{}", rest=text, done=True)
@@ -52,41 +52,42 @@ class TaggedArguments:
         return Taken("" if cut else "}" if self._count else "{}", rest=text, done=True)
 
     def _member(self, key: str, text: str, cut: bool) -> str:
-        """Format an argument as a member of the object. A truncated member is left open."""
+        """Format an argument as a member of the object. A truncated member is left incomplete."""
         value = _json(self._tools.value(self._tool, key, text))
         self._count += 1
         comma = ", " if self._count > 1 else "{"
         return f"{comma}{_json(key)}: {value.removesuffix(QUOTE) if cut else value}"
 
     def _value(self, text: str, start: int, final: bool) -> tuple[str, str, bool] | None:
-        """Find the value that begins at ``start``.
+        """Find the value that starts at ``start``.
 
         Returns:
-            The value, the text after it, and whether it is complete. None if more text is needed.
+            The value, the text after the value, and whether the value is complete. `None` if more text is
+            needed.
         """
         tag, space = self._tags.end_tag, self._tags.space
         if not final and tag not in text:
             return None
-        parts, depth = list(self._format.argument_tags.finditer(text, start)), 0
-        for i, part in enumerate(parts):
-            if part.lastgroup != "end":
-                depth += part.lastgroup == "head"
+        tag_matches, depth = list(self._format.argument_tags.finditer(text, start)), 0
+        for i, tag_match in enumerate(tag_matches):
+            if tag_match.lastgroup != "end":
+                depth += tag_match.lastgroup == "head"
             elif depth:
                 depth -= 1
-            elif not final and i + 1 == len(parts):
+            elif not final and i + 1 == len(tag_matches):
                 return None
-            elif i + 1 == len(parts) or parts[i + 1].lastgroup != "end":
-                return text[start : part.start()].removesuffix(space), text[part.end() :], True
+            elif i + 1 == len(tag_matches) or tag_matches[i + 1].lastgroup != "end":
+                return text[start : tag_match.start()].removesuffix(space), text[tag_match.end() :], True
         if not final:
             return None
-        if (part := next_tag(self._format, text, start)) is not None:
-            return text[start : part.start()].rstrip(), text[part.start() :], True
+        if (tag_match := next_tag(self._format, text, start)) is not None:
+            return text[start : tag_match.start()].rstrip(), text[tag_match.start() :], True
         rest = text[start:]
         return rest[: len(rest) - held(rest, (tag, *self._format.stops))].rstrip(), "", False
 
 
 def next_tag(form: CallFormat, text: str, start: int = 0) -> re.Match[str] | None:
-    """Find the first tag after ``start`` that does not end a value."""
+    """Find the first tag from ``start`` that does not end a value."""
     return next((part for part in form.argument_tags.finditer(text, start) if part.lastgroup != "end"), None)
 
 

@@ -1,4 +1,4 @@
-"""Tools of a request: JSON schemas, and grammars of answers with tool calls."""
+"""Tools of a request: the JSON schemas of their arguments, and the grammar of answers with tool calls."""
 
 import dataclasses
 import json
@@ -9,10 +9,8 @@ from typing import Any
 from nnxmoe.apps.serve.argument_values import is_text, listed, properties, resolved, value_of
 from nnxmoe.apps.serve.call_formats import CallFormat
 
-_SPACE = {
-    "whitespace_pattern": " ?"
-}  # white space in arguments: a single line, as in the training data of all families
-_NUMBERS = {"INDEX": "/[0-9]{1,3}/", "IDENTIFIER": "/[a-zA-Z0-9]{9}/"}  # placeholders of a call, in Lark
+_SPACE = {"whitespace_pattern": " ?"}  # arguments are on a single line, as in the training data of all families
+_NUMBERS = {"INDEX": "/[0-9]{1,3}/", "IDENTIFIER": "/[a-zA-Z0-9]{9}/"}  # Lark expressions of a call's placeholders
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -21,12 +19,12 @@ class ToolOptions:
     """Tools of a request, and the grammar of their calls.
 
     Attributes:
-        format: format of the model's calls.
-        parameters: JSON schema of the arguments per tool.
-        must: whether the answer must call a tool.
-        strict: whether the grammar enforces the schemas of the arguments.
-        several: whether more than one call is allowed.
-        named: whether the request names the tool to call.
+        format: Format of the model's calls.
+        parameters: Maps the name of a tool to the JSON schema of its arguments.
+        must: Whether the answer must call a tool.
+        strict: Whether the grammar enforces the schemas of the arguments.
+        several: Whether more than one call is allowed.
+        named: Whether the request names the tool to call.
     """
 
     format: CallFormat
@@ -37,15 +35,15 @@ class ToolOptions:
     named: bool = False
 
     def value(self, tool: str, key: str, text: str) -> Any:
-        """Read the text of an argument in tags. See `value_of`."""
+        """Convert the text of an argument to a value. See `value_of`."""
         root = self.parameters.get(tool) or {}
         return value_of(text, properties(root).get(key), root)
 
     def rules(self, tokens: Mapping[str, int]) -> Iterator[str]:
-        """Yield Lark rules. ``calls`` matches the calls, and ``rest`` the calls without their first mark.
+        """Yield Lark rules. ``calls`` matches the calls, and ``rest`` matches the calls without the first mark.
 
         Args:
-            tokens: ids of tokens that are symbols in grammars.
+            tokens: Ids of the tokens that grammars refer to by id.
         """
         form, mark = self.format, self.format.marks[0]
         before, after = form.before_arguments, literal(form.after_arguments, tokens)
@@ -59,34 +57,36 @@ class ToolOptions:
                 yield from self._tags(i, schema, tokens)
         yield "one: " + " | ".join(calls)
         yield "first: " + " | ".join(rests)
-        more = f"({literal(form.between, tokens)} one)*" if self.several and not form.text_prefix else ""
+        more_calls = f"({literal(form.between, tokens)} one)*" if self.several and not form.text_prefix else ""
         closing = literal(form.closing or "", tokens)
-        yield f"calls: {literal(form.opening, tokens)} one {more} {closing}"
+        yield f"calls: {literal(form.opening, tokens)} one {more_calls} {closing}"
         opening = literal(form.opening.removeprefix(mark), tokens)
-        yield f"rest: {opening} {'one' if form.opening else 'first'} {more} {closing}"
+        yield f"rest: {opening} {'one' if form.opening else 'first'} {more_calls} {closing}"
 
     def _tags(self, index: int, schema: Mapping[str, Any] | None, tokens: Mapping[str, int]) -> Iterator[str]:
         """Yield the rules of arguments in tags, in the order of the schema.
 
-        Required arguments must occur. The other arguments are optional.
+        Arguments that the schema does not require are optional.
         """
         tags = self.format.argument
         assert tags is not None
-        parts = []
-        for j, (key, written) in enumerate(properties(schema).items()):
-            head, value = literal(tags.before.replace("KEY", key), tokens), resolved(written, schema)
+        expressions = []
+        for j, (key, argument_schema) in enumerate(properties(schema).items()):
+            head, value = literal(tags.before.replace("KEY", key), tokens), resolved(argument_schema, schema)
             if value.get("type") == "string" and not value.keys() & {"enum", "const"}:
-                rest = tags.after[len(tags.after.rstrip()) :]
+                trailing_space = tags.after[len(tags.after.rstrip()) :]
                 yield f"value_{index}_{j}[lazy]: /(.|\\n)*{escaped(tags.end_tag)}/"
-                part = f"{head} value_{index}_{j} {literal(rest, tokens)}"
+                expression = f"{head} value_{index}_{j} {literal(trailing_space, tokens)}"
             else:
                 texts = [literal(text, tokens) for text in listed(value) if isinstance(text, str)]
-                definitions = {name: part for name, part in (schema or {}).items() if name in ("$defs", "definitions")}
-                whole = written if isinstance(written, bool) else {**definitions, **value}
-                values = [*texts, *([] if is_text(value) else [_json(whole)])]
-                part = f"{head} ({' | '.join(values)}) {literal(tags.after, tokens)}"
-            parts.append(part if key in (schema or {}).get("required", ()) else f"({part})?")
-        yield f"arguments_{index}: " + (" ".join(parts) or '""')
+                definitions = {
+                    name: expression for name, expression in (schema or {}).items() if name in ("$defs", "definitions")
+                }
+                full_schema = argument_schema if isinstance(argument_schema, bool) else {**definitions, **value}
+                values = [*texts, *([] if is_text(value) else [_json(full_schema)])]
+                expression = f"{head} ({' | '.join(values)}) {literal(tags.after, tokens)}"
+            expressions.append(expression if key in (schema or {}).get("required", ()) else f"({expression})?")
+        yield f"arguments_{index}: " + (" ".join(expressions) or '""')
 
 
 def _head(text: str, name: str, tokens: Mapping[str, int]) -> str:
@@ -100,10 +100,10 @@ def _json(schema: Any) -> str:
 
 
 def literal(text: str, tokens: Mapping[str, int]) -> str:
-    """Convert a text to Lark. Each of the ``tokens`` in the text becomes its id."""
-    special = sorted((token for token in tokens if token in text), key=len, reverse=True)
-    parts = re.split("(" + "|".join(map(re.escape, special)) + ")", text) if special else [text]
-    return " ".join(f"<[{tokens[part]}]>" if part in special else json.dumps(part) for part in parts if part)
+    """Convert a text to a Lark expression that refers to ``tokens`` by id."""
+    tokens_in_text = sorted((token for token in tokens if token in text), key=len, reverse=True)
+    parts = re.split("(" + "|".join(map(re.escape, tokens_in_text)) + ")", text) if tokens_in_text else [text]
+    return " ".join(f"<[{tokens[part]}]>" if part in tokens_in_text else json.dumps(part) for part in parts if part)
 
 
 def escaped(text: str) -> str:
