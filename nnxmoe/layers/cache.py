@@ -84,17 +84,17 @@ def append_ring(buffer: Buffer, new: Array, metadata: CacheMetadata, lookahead: 
     if index.shape[1] <= 1 + lookahead:
         return new_buffer, as_float(new_buffer, new.dtype), _ring_index(metadata.length_after, size)
     if isinstance(buffer, Int8Array):
-        rounded = Int8Array.quantize(new).dequantize(new.dtype)
+        rounded_new = Int8Array.quantize(new).dequantize(new.dtype)
     else:
-        rounded = new.astype(buffer.dtype)
-    values = jnp.concatenate([as_float(buffer, new.dtype), rounded], axis=axis)
+        rounded_new = new.astype(buffer.dtype)
+    values = jnp.concatenate([as_float(buffer, new.dtype), rounded_new], axis=axis)
     return new_buffer, values, jnp.concatenate([_ring_index(metadata.length_before, size), index], axis=1)
 
 
 def _ring_index(length: Int[Array, "B"], size: int) -> Int[Array, "B S"]:
     """Return the token index of each slot in a ring with ``length`` tokens. Empty slots have negative indices."""
-    newest = length[:, None] - 1
-    return newest - (newest - jnp.arange(size, dtype=jnp.int32)[None]) % size
+    newest_index = length[:, None] - 1
+    return newest_index - (newest_index - jnp.arange(size, dtype=jnp.int32)[None]) % size
 
 
 @jax.tree_util.register_dataclass
@@ -126,8 +126,8 @@ class TokenCache:
         arrays, tree = jax.tree.flatten(new)
         append = functools.partial(append_ring, lookahead=self.lookahead) if self.ring else append_full
         buffers = tree.flatten_up_to(self.buffers)
-        appended = [append(buffer, array, metadata) for buffer, array in zip(buffers, arrays, strict=True)]
-        buffers, values, (index, *_) = zip(*appended, strict=True)
+        results = [append(buffer, array, metadata) for buffer, array in zip(buffers, arrays, strict=True)]
+        buffers, values, (index, *_) = zip(*results, strict=True)
         cache = dataclasses.replace(self, buffers=tree.unflatten(buffers))
         return cache, tree.unflatten(values), metadata.slots(index)
 
@@ -253,12 +253,12 @@ class Cache:
         Returns:
             The cache with updated lengths, and the metadata for the caches of the layers.
         """
-        before = self.length[:, None]
+        length_before = self.length[:, None]
         if valid is None:
-            index = before + jnp.arange(count, dtype=jnp.int32)[None]
+            index = length_before + jnp.arange(count, dtype=jnp.int32)[None]
             length = self.length + count
         else:
-            index = jnp.where(valid, before + jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1, -1)
+            index = jnp.where(valid, length_before + jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1, -1)
             length = self.length + jnp.sum(valid, axis=1, dtype=jnp.int32)
         segment = jnp.zeros(index.shape, jnp.int32) if segment is None else segment
         segments = write_slots(self.segment, segment, jnp.where(index < 0, self.capacity, index), 1)

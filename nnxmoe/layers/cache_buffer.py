@@ -22,9 +22,9 @@ class Int8Array:
     @classmethod
     def quantize(cls, array: Float[Array, "..."]) -> Self:
         """Quantize each vector along the last dimension in steps of 1/127 of the vector's largest magnitude."""
-        wide = array.astype(jnp.float32)
-        scale = jnp.max(jnp.abs(wide), axis=-1, keepdims=True) / 127
-        codes = jnp.round(wide / jnp.where(scale > 0, scale, 1)).astype(jnp.int8)
+        array_f32 = array.astype(jnp.float32)
+        scale = jnp.max(jnp.abs(array_f32), axis=-1, keepdims=True) / 127
+        codes = jnp.round(array_f32 / jnp.where(scale > 0, scale, 1)).astype(jnp.int8)
         return cls(codes, scale)
 
     def dequantize(self, dtype: Any) -> Float[Array, "..."]:
@@ -50,13 +50,13 @@ def write_slots(buffer: Buffer, new: Array, slots: Int[Array, "B T"], axis: int)
     XLA updates the buffer in place if the buffer is donated or carried by a loop.
     """
     if isinstance(buffer, Int8Array):
-        quantized = Int8Array.quantize(new)
-        return jax.tree.map(lambda leaf, values: write_slots(leaf, values, slots, axis), buffer, quantized)
+        quantized_new = Int8Array.quantize(new)
+        return jax.tree.map(lambda leaf, values: write_slots(leaf, values, slots, axis), buffer, quantized_new)
     new = new.astype(buffer.dtype)
     if slots.shape[1] == 1 and one_cpu():
         return write_rows(buffer, new, slots, axis)
-    leading = (slice(None),) * (axis - 1)
-    return jax.vmap(lambda row, new, slots: row.at[(*leading, slots)].set(new, mode="drop"))(buffer, new, slots)
+    leading_slices = (slice(None),) * (axis - 1)
+    return jax.vmap(lambda row, new, slots: row.at[(*leading_slices, slots)].set(new, mode="drop"))(buffer, new, slots)
 
 
 def gather_tokens(x: Shaped[Array, "B S ..."], indices: Int[Array, "B ..."]) -> Shaped[Array, "B ..."]:

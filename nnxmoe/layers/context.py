@@ -184,14 +184,14 @@ class Context:
             The updated cache, the keys and values (or latents) that the tokens attend to, and the mask.
         """
         slots = SlotMetadata(self.index, self.valid, self.segment)
-        mask, visible = Mask(self.index, self.segment, slots, window, causal=True), new
+        mask, attended_values = Mask(self.index, self.segment, slots, window, causal=True), new
         if cache is not None:
             assert self.past is not None
             cache, cached_values, slots = cache.append(new, self.past)
             if not self.fresh:
                 segment = jnp.zeros(self.past.index.shape, jnp.int32) if self.segment is None else self.segment
-                visible, mask = cached_values, Mask(self.index, segment, slots, window)
-        return cache, visible, self.output_queries(mask)
+                attended_values, mask = cached_values, Mask(self.index, segment, slots, window)
+        return cache, attended_values, self.output_queries(mask)
 
 
 class Attention(Protocol):

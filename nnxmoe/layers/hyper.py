@@ -56,8 +56,8 @@ class StreamWeights(nnx.Module):
         self.scale = parameter((len(groups),), (None,), nnx.initializers.ones, keeps_dtype=True, **kw)
 
     def __call__(self, streams: Float[Array, "B T streams D"]) -> Float[Array, "B T count"]:
-        flat = streams.reshape(*streams.shape[:2], -1).astype(jnp.float32)
-        weights = self.fn.weight().matmul_f32(rms_normalize(flat, self.eps), jax.lax.Precision.HIGHEST)
+        flat_streams = streams.reshape(*streams.shape[:2], -1).astype(jnp.float32)
+        weights = self.fn.weight().matmul_f32(rms_normalize(flat_streams, self.eps), jax.lax.Precision.HIGHEST)
         scales = [jnp.broadcast_to(s, (n,)) for s, n in zip(self.scale[...], self.groups, strict=True)]
         return weights * jnp.concatenate(scales) + self.base[...]
 
@@ -106,8 +106,8 @@ def mix_streams(
     streams: Float[Array, "B T streams D"], y: Float[Array, "B T D"], connection: Connection
 ) -> Float[Array, "B T streams D"]:
     """Mix the streams by ``connection.mix``, and add ``y`` times ``connection.post`` to each stream."""
-    mixed = jnp.einsum("btio,btid->btod", connection.mix.astype(streams.dtype), streams)
-    return connection.post.astype(y.dtype)[..., None] * y[:, :, None] + mixed.astype(y.dtype)
+    mixed_streams = jnp.einsum("btio,btid->btod", connection.mix.astype(streams.dtype), streams)
+    return connection.post.astype(y.dtype)[..., None] * y[:, :, None] + mixed_streams.astype(y.dtype)
 
 
 class MeanNorm(RMSNorm):

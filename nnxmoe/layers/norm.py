@@ -50,8 +50,8 @@ class GatedNorm(nnx.Module):
         self.scale = parameter((dim,), ("norm",), nnx.initializers.ones, **kw)
 
     def __call__(self, x: Float[Array, "*rows D"], gate: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
-        scaled = rms_normalize(x, self.eps) * jnp.broadcast_to(self.scale[...].astype(x.dtype), x.shape)
-        return (scaled.astype(jnp.float32) * self.activation(gate.astype(jnp.float32))).astype(x.dtype)
+        scaled_x = rms_normalize(x, self.eps) * jnp.broadcast_to(self.scale[...].astype(x.dtype), x.shape)
+        return (scaled_x.astype(jnp.float32) * self.activation(gate.astype(jnp.float32))).astype(x.dtype)
 
 
 class LayerNorm(nnx.Module):
@@ -64,6 +64,6 @@ class LayerNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
         x32 = x.astype(jnp.float32)
-        unit = rms_normalize(x32 - jnp.mean(x32, axis=-1, keepdims=True), self.eps)
+        unit_x = rms_normalize(x32 - jnp.mean(x32, axis=-1, keepdims=True), self.eps)
         scale, bias = (jnp.broadcast_to(a[...].astype(jnp.float32), x.shape) for a in (self.scale, self.bias))
-        return (unit * scale + bias).astype(x.dtype)
+        return (unit_x * scale + bias).astype(x.dtype)

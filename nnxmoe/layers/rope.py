@@ -58,9 +58,9 @@ def compute_rotation(rope: Rope, positions: Int[Array, "B T"], valid: Bool[Array
 
 def rotate_halves(x: Float[Array, "B T N H"], rotation: Rotation) -> Float[Array, "B T N H"]:
     """Rotate the pairs ``(i, i + H/2)`` in float32 (Llama, Mistral, Mixtral)."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    x1, x2 = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = (a[:, -x.shape[1] :, None, :] for a in (rotation.cos, rotation.sin))
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x.dtype)
 
 
 def rotate_pairs(x: Float[Array, "B T N H"], rotation: Rotation) -> Float[Array, "B T N H"]:
@@ -97,9 +97,9 @@ class TrailingPairs:
 
     def __call__(self, x: Float[Array, "B T N H"], rotation: Rotation) -> Float[Array, "B T N H"]:
         x_nope, x_rope = x[..., : -self.width], x[..., -self.width :].astype(jnp.float32)
-        first, second = x_rope[..., 0::2], x_rope[..., 1::2]
+        x1, x2 = x_rope[..., 0::2], x_rope[..., 1::2]
         cos, sin = (a[:, -x.shape[1] :, None, :] for a in (rotation.cos, rotation.sin))
-        pairs = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1)
+        pairs = jnp.stack([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
         return jnp.concatenate([x_nope, pairs.reshape(x_rope.shape).astype(x.dtype)], axis=-1)
 
     def inverse(self, x: Float[Array, "B T N H"], rotation: Rotation) -> Float[Array, "B T N H"]:

@@ -1,6 +1,6 @@
 """Expert load balancing: auxiliary losses, DeepSeek's auxiliary-loss-free bias update, and load statistics.
 
-The losses are pure functions of a `Routing`. They ignore padding. Callers multiply them by their coefficients.
+The losses are pure functions of a `Routing`. They ignore padding. Callers apply the loss coefficients.
 """
 
 import dataclasses
@@ -66,7 +66,7 @@ def z_loss(routing: Routing) -> Float[Array, ""]:
 
 
 def updated_bias(bias: Float[Array, "*L E"], load: Int[Array, "*L E"], rate: float) -> Float[Array, "*L E"]:
-    """Raise the correction bias of experts below the mean load by ``rate``, and lower it for experts above the mean.
+    """Increase the correction bias of experts below the mean load by ``rate``, and decrease it for experts above.
 
     Implements auxiliary-loss-free load balancing (Wang et al. 2024, arXiv 2408.15664, algorithm 1). Call this function
     after the optimizer step.

@@ -53,22 +53,23 @@ class Capacity:
         check_batch("Capacity", batch, mesh, batch_axes(mesh))
         slots = self.slots(length, experts_per_token, num_experts)
         ids, weights = mask_padding(routing)
-        assigned = jax.nn.one_hot(ids, num_experts, dtype=jnp.int32)  # all zeros for padding: the id is out of range
+        # Padding has an out-of-range id, so the mask is all zeros for padding.
+        assignment_mask = jax.nn.one_hot(ids, num_experts, dtype=jnp.int32)
         # Each assignment takes the expert's next free slot, in sequence order.
-        flat_assigned = assigned.reshape(batch, length * experts_per_token, num_experts)
-        position = (jnp.cumsum(flat_assigned, axis=1) - flat_assigned).reshape(assigned.shape)
-        accepted = assigned * (position < slots)
+        flat_mask = assignment_mask.reshape(batch, length * experts_per_token, num_experts)
+        position = (jnp.cumsum(flat_mask, axis=1) - flat_mask).reshape(assignment_mask.shape)
+        accepted_mask = assignment_mask * (position < slots)
         # A token has at most one assignment per expert, so the X axis can be summed before the one-hot over slots.
-        slot = jax.nn.one_hot(jnp.sum(position * accepted, axis=2), slots, dtype=x.dtype)
-        dispatch_mask = slot * jnp.sum(accepted, axis=2)[..., None].astype(x.dtype)
-        combine_weights = jnp.sum(accepted * weights[..., None], axis=2).astype(x.dtype)[..., None] * dispatch_mask
+        slot = jax.nn.one_hot(jnp.sum(position * accepted_mask, axis=2), slots, dtype=x.dtype)
+        dispatch_mask = slot * jnp.sum(accepted_mask, axis=2)[..., None].astype(x.dtype)
+        combine_weights = jnp.sum(accepted_mask * weights[..., None], axis=2).astype(x.dtype)[..., None] * dispatch_mask
         axes, by_batch = expert_row_axes(batch_axes(mesh)), (None, batch_axes(mesh))
-        dispatched = shard_constraint(jnp.einsum("BTEC,BTD->EBCD", dispatch_mask, x), mesh, *by_batch)
-        rows = shard_constraint(dispatched, mesh, *axes).reshape(num_experts, batch * slots, x.shape[-1])
-        outputs = shard_constraint(experts(rows, None).reshape(dispatched.shape), mesh, *axes)
+        expert_inputs = shard_constraint(jnp.einsum("BTEC,BTD->EBCD", dispatch_mask, x), mesh, *by_batch)
+        rows = shard_constraint(expert_inputs, mesh, *axes).reshape(num_experts, batch * slots, x.shape[-1])
+        outputs = shard_constraint(experts(rows, None).reshape(expert_inputs.shape), mesh, *axes)
         outputs = shard_constraint(outputs, mesh, *by_batch)
         y = einsum_f32("BTEC,EBCD->BTD", combine_weights, outputs)
-        return y.astype(x.dtype), dispatch_info(routing, jnp.sum(assigned) - jnp.sum(accepted))
+        return y.astype(x.dtype), dispatch_info(routing, jnp.sum(assignment_mask) - jnp.sum(accepted_mask))
 
 
 @dataclasses.dataclass(frozen=True)

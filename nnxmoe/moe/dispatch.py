@@ -2,7 +2,7 @@
 
 An assignment is a pair of a token and one of the token's X experts. A dispatch creates one row per assignment, calls
 the experts with rows grouped by expert, multiplies the outputs by the router's weights and sums them per token. All
-dispatches return the same output, except for dropped assignments. `DispatchInfo` counts these. Padding is not assigned
+dispatches return the same output, except for dropped assignments, see `DispatchInfo`. Padding is not assigned
 to experts, and the output for padding is 0.
 """
 
@@ -142,6 +142,6 @@ def dispatch_info(routing: Routing, dropped: Any = 0, dropped_by_shard: Any = No
     """Count the assignments per expert over all shards. ``dropped_by_shard`` defaults to a single shard."""
     dropped = jnp.asarray(dropped, jnp.int32)
     dropped_by_shard = dropped[None] if dropped_by_shard is None else dropped_by_shard
-    hits = jax.nn.one_hot(mask_padding(routing).ids, routing.scores.shape[-1], dtype=bool)
-    load = jnp.sum(hits, axis=tuple(range(hits.ndim - 1)), dtype=jnp.int32)
+    expert_mask = jax.nn.one_hot(mask_padding(routing).ids, routing.scores.shape[-1], dtype=bool)
+    load = jnp.sum(expert_mask, axis=tuple(range(expert_mask.ndim - 1)), dtype=jnp.int32)
     return DispatchInfo(load, dropped, dropped_by_shard)

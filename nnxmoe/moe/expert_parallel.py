@@ -82,9 +82,9 @@ class ExpertParallel:
             return self.inner(x, routing, experts)
         data_axes = batch_axes(mesh) if self.data_axes is None else self.data_axes
         axes = (*(axis for axis in data_axes if axis != self.axis), self.axis)
-        missing = [axis for axis in axes if axis not in mesh.shape]
-        if missing:
-            raise ValueError(f"ExpertParallel: the mesh {dict(mesh.shape)} has no axis {missing[0]!r}")
+        missing_axes = [axis for axis in axes if axis not in mesh.shape]
+        if missing_axes:
+            raise ValueError(f"ExpertParallel: the mesh {dict(mesh.shape)} has no axis {missing_axes[0]!r}")
         size = mesh.shape[self.axis]
         if experts.count % size:
             raise ValueError(f"{experts.count} experts are not divisible by the {size} devices of {self.axis}")
@@ -137,13 +137,13 @@ class RaggedAllToAll(BufferedExchange):
         # Send the rows to the shards of their experts.
         max_rows = min(tokens * min(experts_per_token, local_experts), capacity)
         exchange = functools.partial(ragged_all_to_all, axis=axis, max_rows=max_rows)
-        received = exchange(rows, capacity, plan.send, plan.receive)
+        received_rows = exchange(rows, capacity, plan.send, plan.receive)
         # Sort the received rows by local expert, apply the experts, and restore the order.
-        grouped, local_order = permute(received, plan.expert[:, None], capacity, local_experts)
-        outputs = unpermute(experts(grouped, plan.sizes), local_order)
+        grouped_rows, local_order = permute(received_rows, plan.expert[:, None], capacity, local_experts)
+        outputs = unpermute(experts(grouped_rows, plan.sizes), local_order)
         # Send the outputs back. Dropped rows stay zero.
-        returned = exchange(outputs, ids.size, plan.receive, plan.send)
-        return combine(returned, order, weights).reshape(x.shape), plan.dropped
+        returned_rows = exchange(outputs, ids.size, plan.receive, plan.send)
+        return combine(returned_rows, order, weights).reshape(x.shape), plan.dropped
 
 
 @jax.tree_util.register_dataclass
@@ -174,22 +174,22 @@ class ExchangePlan:
             shard: Index of this shard.
             capacity: Number of rows in the receive buffer. Excess rows are dropped.
         """
-        requested = jnp.sum(counts, axis=-1)
-        send_offsets = jnp.cumsum(requested, axis=1) - requested  # row offsets on the sender
-        receive_offsets = jnp.cumsum(requested, axis=0) - requested  # row offsets in the receiver's buffer
-        sent = jnp.clip(capacity - receive_offsets, 0, requested)
+        requests = jnp.sum(counts, axis=-1)
+        send_offsets = jnp.cumsum(requests, axis=1) - requests  # row offsets on the sender
+        receive_offsets = jnp.cumsum(requests, axis=0) - requests  # row offsets in the receiver's buffer
+        sent_counts = jnp.clip(capacity - receive_offsets, 0, requests)
         receive_offsets = jnp.minimum(receive_offsets, capacity)
-        arriving = counts[:, shard].reshape(-1)  # in buffer order: by sender, then by expert
-        accepted = clip_to_capacity(arriving, capacity)
-        ends = jnp.cumsum(accepted)
+        incoming_counts = counts[:, shard].reshape(-1)  # in buffer order: by sender, then by expert
+        accepted_counts = clip_to_capacity(incoming_counts, capacity)
+        ends = jnp.cumsum(accepted_counts)
         expert = jnp.searchsorted(ends, jnp.arange(capacity), side="right").astype(jnp.int32) % counts.shape[-1]
         expert = jnp.where(jnp.arange(capacity) < ends[-1], expert, counts.shape[-1])
         return cls(
-            send=TransferPlan(send_offsets[shard], sent[shard], receive_offsets[shard]),
-            receive=TransferPlan(receive_offsets[:, shard], sent[:, shard], send_offsets[:, shard]),
+            send=TransferPlan(send_offsets[shard], sent_counts[shard], receive_offsets[shard]),
+            receive=TransferPlan(receive_offsets[:, shard], sent_counts[:, shard], send_offsets[:, shard]),
             expert=expert,
-            sizes=jnp.sum(accepted.reshape(counts.shape[0], -1), axis=0, dtype=jnp.int32),
-            dropped=jnp.sum(arriving) - jnp.sum(accepted),
+            sizes=jnp.sum(accepted_counts.reshape(counts.shape[0], -1), axis=0, dtype=jnp.int32),
+            dropped=jnp.sum(incoming_counts) - jnp.sum(accepted_counts),
         )
 
 
@@ -205,13 +205,13 @@ class RingOfExperts(BufferedExchange):
     ) -> tuple[Float[Array, "B T D"], Int[Array, ""]]:
         shards, local_experts = jax.lax.axis_size(axis), experts.count
         all_tokens = jax.lax.all_gather(x, axis, axis=0, tiled=True)
-        packed = jnp.concatenate([array.astype(jnp.float32) for array in assignments], axis=-1)
-        ids, weights = jnp.split(jax.lax.all_gather(packed, axis, axis=0, tiled=True), 2, axis=-1)
+        packed_assignments = jnp.concatenate([array.astype(jnp.float32) for array in assignments], axis=-1)
+        ids, weights = jnp.split(jax.lax.all_gather(packed_assignments, axis, axis=0, tiled=True), 2, axis=-1)
         local_ids = ids.astype(jnp.int32) - jax.lax.axis_index(axis) * local_experts
         local_ids = jnp.where((local_ids >= 0) & (local_ids < local_experts), local_ids, local_experts)
         capacity = buffer_size(self.buffer_factor, x.shape[0] * x.shape[1], ids.shape[-1], shards, local_experts)
-        partial, dropped = apply_sorted(all_tokens, Assignments(local_ids, weights), experts, max_rows=capacity)
-        y = jax.lax.psum_scatter(partial.astype(x.dtype), axis, scatter_dimension=0, tiled=True)
+        partial_outputs, dropped = apply_sorted(all_tokens, Assignments(local_ids, weights), experts, max_rows=capacity)
+        y = jax.lax.psum_scatter(partial_outputs.astype(x.dtype), axis, scatter_dimension=0, tiled=True)
         return y.astype(jnp.float32), dropped
 
 

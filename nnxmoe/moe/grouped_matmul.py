@@ -52,22 +52,22 @@ class RaggedDotMatmul:
 
     def __call__(self, rows: Float[Array, "R I"], kernel: GroupedKernel, sizes: Int[Array, "E"]) -> Float[Array, "R O"]:
         rows = zero_unused_rows(rows, sizes)
-        dense = as_kernel(kernel).dense(rows.dtype)
-        out = jax.lax.ragged_dot(rows, dense, sizes, preferred_element_type=jnp.float32)
+        dense_kernel = as_kernel(kernel).dense(rows.dtype)
+        out = jax.lax.ragged_dot(rows, dense_kernel, sizes, preferred_element_type=jnp.float32)
         return zero_unused_rows(out, sizes).astype(rows.dtype)
 
 
 def zero_unused_rows(rows: Float[Array, "R D"], sizes: Int[Array, "E"]) -> Float[Array, "R D"]:
     """Zero the rows beyond ``sum(sizes)``. Backends may return arbitrary values or gradients for these rows."""
-    used = jnp.arange(rows.shape[0]) < jnp.sum(sizes)
-    return jnp.where(used[:, None], rows, 0)
+    is_used = jnp.arange(rows.shape[0]) < jnp.sum(sizes)
+    return jnp.where(is_used[:, None], rows, 0)
 
 
 @dataclasses.dataclass(frozen=True)
 class AlignedMatmul:
     """Grouped product that pads each group to a multiple of ``block`` rows and calls ``inner``.
 
-    Padding adds at most ``E * (block - 1)`` rows in total, rounded up to a multiple of ``block`` rows.
+    The padded array has ``R + E * (block - 1)`` rows, rounded up to a multiple of ``block``.
     """
 
     inner: GroupedMatmul

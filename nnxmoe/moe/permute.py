@@ -32,8 +32,8 @@ def sort_by_expert(ids: Int[Array, "R"], num_rows: int, num_experts: int) -> Sor
     if (num_experts + 1) << bits > jnp.iinfo(jnp.int32).max:
         order = jnp.argsort(ids, stable=True).astype(jnp.int32)
     else:
-        packed = (ids.astype(jnp.int32) << bits) | jnp.arange(ids.size, dtype=jnp.int32)
-        order = jnp.sort(packed, stable=False) & ((1 << bits) - 1)
+        packed_keys = (ids.astype(jnp.int32) << bits) | jnp.arange(ids.size, dtype=jnp.int32)
+        order = jnp.sort(packed_keys, stable=False) & ((1 << bits) - 1)
     inverse = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=jnp.int32), unique_indices=True)
     return SortOrder(order[:num_rows], jnp.minimum(inverse, num_rows))
 

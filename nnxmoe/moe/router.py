@@ -139,12 +139,12 @@ class SigmoidGroupTopK:
 
     def __call__(self, logits: Float[Array, "*rows E"], bias: Float[Array, "E"] | None) -> Routing:
         scores = jax.nn.sigmoid(logits)
-        biased = _add_bias(scores, bias)
-        grouped = biased.reshape(*biased.shape[:-1], self.groups, -1)
-        group_scores = jnp.sum(jax.lax.top_k(grouped, 2)[0], axis=-1)
+        biased_scores = _add_bias(scores, bias)
+        grouped_scores = biased_scores.reshape(*biased_scores.shape[:-1], self.groups, -1)
+        group_scores = jnp.sum(jax.lax.top_k(grouped_scores, 2)[0], axis=-1)
         group_mask = _top_k_mask(group_scores, self.top_groups)
-        masked = jnp.where(group_mask[..., None], grouped, -jnp.inf).reshape(biased.shape)
-        _, experts = jax.lax.top_k(masked, self.k)
+        masked_scores = jnp.where(group_mask[..., None], grouped_scores, -jnp.inf).reshape(biased_scores.shape)
+        _, experts = jax.lax.top_k(masked_scores, self.k)
         weights = jnp.take_along_axis(scores, experts, axis=-1)
         if self.normalize:
             weights = _normalize(weights)
@@ -171,10 +171,10 @@ class SoftmaxGroupTopK:
 
     def __call__(self, logits: Float[Array, "*rows E"], bias: Float[Array, "E"] | None) -> Routing:
         scores = jax.nn.softmax(logits, axis=-1)
-        grouped = scores.reshape(*scores.shape[:-1], self.groups, -1)
-        group_mask = _top_k_mask(jnp.max(grouped, axis=-1), self.top_groups)
-        masked = jnp.where(group_mask[..., None], grouped, 0.0).reshape(scores.shape)
-        weights, experts = jax.lax.top_k(masked, self.k)
+        grouped_scores = scores.reshape(*scores.shape[:-1], self.groups, -1)
+        group_mask = _top_k_mask(jnp.max(grouped_scores, axis=-1), self.top_groups)
+        masked_scores = jnp.where(group_mask[..., None], grouped_scores, 0.0).reshape(scores.shape)
+        weights, experts = jax.lax.top_k(masked_scores, self.k)
         return Routing(experts, weights * self.scale, scores, logits)
 
 
@@ -216,8 +216,8 @@ def _normalize(weights: Float[Array, "*rows X"]) -> Float[Array, "*rows X"]:
     """Divide by ``sum + 1e-20``. If all weights of a token underflow, the gradient is 0 instead of NaN."""
     weight_sum = jnp.sum(weights, axis=-1, keepdims=True)
     has_underflow = weight_sum < 1e-15
-    normalized = weights / (jnp.where(has_underflow, 1.0, weight_sum) + 1e-20)
-    return jnp.where(has_underflow, jax.lax.stop_gradient(weights / (weight_sum + 1e-20)), normalized)
+    normalized_weights = weights / (jnp.where(has_underflow, 1.0, weight_sum) + 1e-20)
+    return jnp.where(has_underflow, jax.lax.stop_gradient(weights / (weight_sum + 1e-20)), normalized_weights)
 
 
 class Router(nnx.Module):

@@ -38,9 +38,9 @@ def shard_map_dispatch(
     """Run ``body(x, assignments, experts) -> y, dropped`` on the shards of every device.
 
     Experts remain sharded over ``expert_axis``. The hidden width remains sharded over mesh axes that do not shard
-    tokens. In this case, the devices along these axes compute partial outputs ``y``, and the partial outputs are
-    summed. Only one of these devices uses parameters with metadata ``added_once``. All other kernel dimensions are
-    all-gathered in the dtype of ``x``. Gradients are reduce-scattered in the kernel's dtype.
+    tokens. The partial outputs of devices along these axes are summed. Only one of these devices uses
+    parameters with ``added_once``. All other kernel dimensions are all-gathered in the dtype of ``x``. Gradients are
+    reduce-scattered in the kernel's dtype.
 
     Args:
         body: Function to run per shard. Returns the outputs and the number of dropped assignments.
@@ -82,13 +82,10 @@ def shard_map_dispatch(
         y, dropped = body(x, assignments, nnx.merge(graph, local_state))
         return (jax.lax.psum(y, sum_axes) if sum_axes else y), dropped[None]
 
-    tokens, dropped_spec = (
-        PartitionSpec(tuple(axes) or None, context_axes or None),
-        PartitionSpec((*axes, *context_axes)),
-    )
+    tokens, counts = PartitionSpec(tuple(axes) or None, context_axes or None), PartitionSpec((*axes, *context_axes))
     specs = [partition_spec(axes_of(variable), variable.shape, mesh, experts.rules) for variable in variables]
     values = [variable.get_value() for variable in variables]
-    return shard_map(run_on_shard, mesh, (tokens, tokens, specs), (tokens, dropped_spec))(x, assignments, values)
+    return shard_map(run_on_shard, mesh, (tokens, tokens, specs), (tokens, counts))(x, assignments, values)
 
 
 def _sharded_dims(variable: nnx.Variable, mesh: AnyMesh, rules: Rules) -> list[_ShardedDim]:

@@ -97,12 +97,14 @@ class TritonProduct:
         return self if mesh is None or mesh.size == 1 else self.fallback
 
     def __call__(self, x: Float[Array, "R _"], kernel: QuantizedKernel, transpose: bool = False) -> Float[Array, "R _"]:
-        stacked = jax.tree.map(lambda leaf: leaf[None], kernel)
+        stacked_kernel = jax.tree.map(lambda leaf: leaf[None], kernel)
         is_supported = 0 < x.shape[0] <= self.max_rows and x.dtype.itemsize == 2
-        tiles = _tiles(x, stacked, transpose) if is_supported else None
+        tiles = _tiles(x, stacked_kernel, transpose) if is_supported else None
         if tiles is None:
             return self.fallback(x, kernel, transpose)
-        return _multiply(x, stacked, jnp.array([x.shape[0]]), transpose, tiles, self.interpret, jnp.dtype(jnp.float32))
+        return _multiply(
+            x, stacked_kernel, jnp.array([x.shape[0]]), transpose, tiles, self.interpret, jnp.dtype(jnp.float32)
+        )
 
 
 def _tiles(rows: Array, kernel: Kernel, transpose: bool) -> Tiles | None:

@@ -48,9 +48,9 @@ class BlockIndexer(nnx.Module):
     """Indexer that selects key blocks for each query and each group of heads.
 
     Each token has one query per group and one key. Queries and keys are normalized and rotated. The score of a block is
-    the maximum of ``q · key`` over the block's keys up to the query. The first block starts at the first token of each
-    segment. In transformers, the first block starts at the first slot, even if the slot is padding. The selection has
-    no gradient. Source: ``MiniMaxM3VLIndexer`` in transformers 5.24.
+    the maximum of ``q · key`` over the block's keys up to the query. Blocks are counted from the first token of each
+    segment. Unlike transformers, this class does not count padding. The selection has no gradient. Source:
+    ``MiniMaxM3VLIndexer`` in transformers 5.24.
 
     Args:
         dim: Width of the layer's input, D.
@@ -106,8 +106,8 @@ class BlockIndexer(nnx.Module):
         q, keys = jax.lax.stop_gradient((q, gather_tokens(keys, order) if has_padding else keys))
 
         def select(allowed: Bool[Array, "B T S"], key_slice: slice, q: Float[Array, "B T N H"]) -> Int[Array, "B T _"]:
-            places = self._select_places(q, keys[:, key_slice], allowed, offset[:, key_slice], is_packed)
-            slots = gather_or_none(order, places) if has_padding else places
+            key_indices = self._select_places(q, keys[:, key_slice], allowed, offset[:, key_slice], is_packed)
+            slots = gather_or_none(order, key_indices) if has_padding else key_indices
             return slots.reshape(*slots.shape[:2], -1)
 
         heads, mask = q.shape[2], dataclasses.replace(mask, keys=tokens)

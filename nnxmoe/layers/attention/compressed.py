@@ -53,19 +53,19 @@ class RowMetadata(CacheMetadata):
         """Create the metadata for a pass over ``batch`` rows of ``length`` tokens."""
         if context.past is not None:
             past = context.past
-            before, after, index, segment = past.length_before, past.length_after, past.index, past.segment
+            start, end, index, segment = past.length_before, past.length_after, past.index, past.segment
         else:
             index = jnp.broadcast_to(context.index, (batch, length))
             if context.valid is not None:
                 index = jnp.where(context.valid, index, -1)
-            before, after = jnp.zeros((batch,), jnp.int32), jnp.max(index, axis=1) + 1
+            start, end = jnp.zeros((batch,), jnp.int32), jnp.max(index, axis=1) + 1
             segment = jnp.zeros((batch, length), jnp.int32)
             if context.segment is not None:
-                segment = gather_by_index(context.segment[..., None], index, before, length)[..., 0]
+                segment = gather_by_index(context.segment[..., None], index, start, length)[..., 0]
         token_index = jnp.arange(segment.shape[1], dtype=jnp.int32)
         starts = jnp.where(segment[:, 1:] != segment[:, :-1], token_index[1:], 0)
         segment_start = jax.lax.cummax(jnp.pad(starts, ((0, 0), (1, 0))), axis=1)
-        return cls(index, before, after, segment, token_index - segment_start)
+        return cls(index, start, end, segment, token_index - segment_start)
 
     def window_ends(self, rate: int) -> Int[Array, "B n"]:
         """Return the index of the last token in each slot's window, or -1 for slots without an entry."""
@@ -172,10 +172,10 @@ class Compressor(nnx.Module):
         self, x: Float[Array, "B T D"], context: Context, rows: RowMetadata, cache: CompressedCache | None
     ) -> CompressorOutput:
         """Compress the windows that end in ``x``, and append the new entries to the cache."""
-        projected, length = jnp.concatenate([self.kv(x), self.gate(x)], axis=-1), x.shape[1]
-        open_tokens, tokens, index = None, projected, rows.index
+        projection, length = jnp.concatenate([self.kv(x), self.gate(x)], axis=-1), x.shape[1]
+        open_tokens, tokens, index = None, projection, rows.index
         if cache is not None:  # lookahead -1 also returns the stored tokens
-            open_tokens, tokens, index = append_ring(cache.open.states, projected, rows, -1)
+            open_tokens, tokens, index = append_ring(cache.open.states, projection, rows, -1)
         tokens = gather_by_index(tokens, index, rows.length_before - self.reach, self.reach + length)
         ends = rows.window_ends(self.rate)
         may_continue = cache is not None and not context.fresh  # the first window may start before this pass

@@ -56,10 +56,8 @@ class ContextShards:
         size = self.length // self.count
         if not self.balanced:
             return device * size + jnp.arange(size)
-        chunk_offset = jnp.arange(size // 2)
-        return jnp.concatenate(
-            [device * size // 2 + chunk_offset, (2 * self.count - 1 - device) * size // 2 + chunk_offset]
-        )
+        offset = jnp.arange(size // 2)
+        return jnp.concatenate([device * size // 2 + offset, (2 * self.count - 1 - device) * size // 2 + offset])
 
     def balance(self, x: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
         """Exchange shards of consecutive tokens between devices, so each device has the tokens in `tokens`.
@@ -120,15 +118,15 @@ def all_gather_context(x: Float[Array, "..."], axis: int) -> Float[Array, "..."]
     """
     count, device, size = jax.lax.axis_size(CONTEXT), jax.lax.axis_index(CONTEXT), x.shape[axis]
 
-    def insert(gathered: Array, shard: Array, step: Any) -> Array:
-        return jax.lax.dynamic_update_slice_in_dim(gathered, shard, (device - step) % count * size, axis)
+    def insert(output: Array, shard: Array, step: Any) -> Array:
+        return jax.lax.dynamic_update_slice_in_dim(output, shard, (device - step) % count * size, axis)
 
     def receive(carry: tuple[Array, Array], step: Array) -> tuple[tuple[Array, Array], None]:
         shard = ppermute_next(carry[0])
         return (shard, insert(carry[1], shard, step)), None
 
-    gathered = jnp.zeros((*x.shape[:axis], count * size, *x.shape[axis + 1 :]), x.dtype)
-    return jax.lax.scan(receive, (x, insert(gathered, x, 0)), jnp.arange(1, count))[0][1]
+    output = jnp.zeros((*x.shape[:axis], count * size, *x.shape[axis + 1 :]), x.dtype)
+    return jax.lax.scan(receive, (x, insert(output, x, 0)), jnp.arange(1, count))[0][1]
 
 
 def ppermute_next(x: Any, steps: int = 1) -> Any:
@@ -182,8 +180,13 @@ class AllGatherAttention:
             latents = all_gather_context(latents, 1)
 
             def attend(q: Array, softmax: MaskedSoftmax) -> Array:
-                local = {"q_nope": q[..., :nope_width], "q_rope": q[..., nope_width:], "latents": latents, "kv_b": kv_b}
-                return mla(dataclasses.replace(inputs, **local), softmax, self.inner)
+                local_inputs = {
+                    "q_nope": q[..., :nope_width],
+                    "q_rope": q[..., nope_width:],
+                    "latents": latents,
+                    "kv_b": kv_b,
+                }
+                return mla(dataclasses.replace(inputs, **local_inputs), softmax, self.inner)
 
             return self._attend_balanced(attend, q, softmax, 1)
 

@@ -65,11 +65,11 @@ class FlashAttention:
     def _split(self, q: Array, k: Array, v: Array, softmax: MaskedSoftmax) -> Blocks:
         """Group the queries by key head, and pad the queries, keys, values and mask to whole blocks."""
         (batch, heads, length, width), kv_heads, keys = q.shape, k.shape[1], k.shape[2]
-        grouped = q.reshape(batch, kv_heads, heads // kv_heads, length, width)
+        grouped_q = q.reshape(batch, kv_heads, heads // kv_heads, length, width)
         max_q = self.block_q or (512 if heads == kv_heads else 256)
         block_q, block_k = _even_block(length, max_q), _even_block(keys, self.block_k)
         q_padding, k_padding = -length % block_q, -keys % block_k
-        q, k, v = _pad(grouped, q_padding), _pad(k, k_padding), _pad(v, k_padding)
+        q, k, v = _pad(grouped_q, q_padding), _pad(k, k_padding), _pad(v, k_padding)
         mask = _pad_mask(softmax.mask, q_padding, k_padding)
         leaves, tree = jax.tree.flatten(dataclasses.replace(softmax, mask=mask, sinks=None))
         return Blocks(((block_q, block_k), tree), q, k, v, leaves)
@@ -126,7 +126,7 @@ def _pad(x: Array, padding: int, axis: int = -2, value: int = 0) -> Array:
 
 
 def _pad_mask(mask: Mask, queries: int, keys: int) -> Mask:
-    """Pad the mask with queries and keys of index -1. Keys of padding tokens also get index -1, which masks them."""
+    """Pad the mask with queries and keys of index -1. Padding keys also get index -1 and are thus masked."""
     slots = mask.keys
     index = slots.index if slots.valid is None else jnp.where(slots.valid, slots.index, -1)
     mask = dataclasses.replace(mask, keys=SlotMetadata(index, None, slots.segment))
@@ -184,13 +184,13 @@ def _attend(static: Static, q: Grouped, k: Array, v: Array, sinks: Sinks, leaves
 
 
 def _products(q: Float[Array, "B K G R H"], k: Keys) -> Float[Array, "B K G R S"]:
-    flat = q.reshape(*q.shape[:2], -1, q.shape[4])
-    return dot_f32(flat, k, -1, -1).reshape(*q.shape[:4], k.shape[2])
+    flat_q = q.reshape(*q.shape[:2], -1, q.shape[4])
+    return dot_f32(flat_q, k, -1, -1).reshape(*q.shape[:4], k.shape[2])
 
 
 def _weighted_sums(weights: Float[Array, "B K G R S"], v: Keys) -> Float[Array, "B K G R H"]:
-    flat = weights.reshape(*weights.shape[:2], -1, weights.shape[4])
-    return dot_f32(flat, v, -1, -2).reshape(*weights.shape[:4], v.shape[3])
+    flat_weights = weights.reshape(*weights.shape[:2], -1, weights.shape[4])
+    return dot_f32(flat_weights, v, -1, -2).reshape(*weights.shape[:4], v.shape[3])
 
 
 def _transposed_sums(weights: Float[Array, "B K G R S"], y: Float[Array, "B K G R H"]) -> Keys:
@@ -229,16 +229,16 @@ def _forward(
         q_block = _read_block(q, i, shape[0])
         maximum = _initial_maximum(sinks, q_block.shape[:4])
         exp_sum = jnp.zeros_like(maximum) if sinks is None else jnp.ones_like(maximum)
-        init_state = maximum, exp_sum, jnp.zeros((*maximum.shape, v.shape[3]), jnp.float32)
+        init = maximum, exp_sum, jnp.zeros((*maximum.shape, v.shape[3]), jnp.float32)
         add_block = functools.partial(add_keys, i, q_block)
-        maximum, exp_sum, outputs = jax.lax.fori_loop(first_blocks[i], end_blocks[i], add_block, init_state)
+        maximum, exp_sum, outputs = jax.lax.fori_loop(first_blocks[i], end_blocks[i], add_block, init)
         has_no_keys = maximum == LOWEST
         outputs = jnp.where(has_no_keys[..., None], 0, outputs / exp_sum[..., None]).astype(dtype)
         logsumexp = jnp.where(has_no_keys, jnp.inf, maximum + jnp.log(exp_sum))
         return _write_block(all_outputs, as_bits(outputs), i), _write_block(all_logsumexp, logsumexp, i, -1)
 
-    init_state = as_bits(jnp.zeros((*q.shape[:4], v.shape[3]), dtype)), jnp.zeros(q.shape[:4], jnp.float32)
-    outputs, logsumexp = jax.lax.fori_loop(0, q.shape[3] // shape[0], add_queries, init_state)
+    init = as_bits(jnp.zeros((*q.shape[:4], v.shape[3]), dtype)), jnp.zeros(q.shape[:4], jnp.float32)
+    outputs, logsumexp = jax.lax.fori_loop(0, q.shape[3] // shape[0], add_queries, init)
     return from_bits(outputs, dtype), logsumexp
 
 
@@ -273,14 +273,12 @@ def _backward(static: Static, residuals: Any, d_outputs: Grouped) -> tuple[Array
         all_d_q, d_k, d_v = state
         blocks = (_read_block(x, i, shape[0]).astype(jnp.float32) for x in (q, d_outputs))
         rows = *blocks, *(_read_block(x, i, shape[0], -1) for x in (logsumexp, output_products))
-        init_state = jnp.zeros(rows[0].shape, jnp.float32), d_k, d_v
-        d_q, d_k, d_v = jax.lax.fori_loop(
-            first_blocks[i], end_blocks[i], functools.partial(add_keys, i, rows), init_state
-        )
+        init = jnp.zeros(rows[0].shape, jnp.float32), d_k, d_v
+        d_q, d_k, d_v = jax.lax.fori_loop(first_blocks[i], end_blocks[i], functools.partial(add_keys, i, rows), init)
         return _write_block(all_d_q, as_bits(d_q.astype(q.dtype)), i), d_k, d_v
 
-    init_state = as_bits(jnp.zeros_like(q)), *(jnp.zeros(y.shape, jnp.float32) for y in (k, v))
-    d_q, d_k, d_v = jax.lax.fori_loop(0, q.shape[3] // shape[0], add_queries, init_state)
+    init = as_bits(jnp.zeros_like(q)), *(jnp.zeros(y.shape, jnp.float32) for y in (k, v))
+    d_q, d_k, d_v = jax.lax.fori_loop(0, q.shape[3] // shape[0], add_queries, init)
     sink_operands = (a.reshape(len(a), -1, a.shape[3]) for a in (logsumexp, output_products))
     d_sinks = None if sinks is None else sinks_gradient(sinks, *sink_operands)
     return from_bits(d_q, q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), d_sinks, None

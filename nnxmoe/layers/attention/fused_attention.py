@@ -95,13 +95,11 @@ class FusedAttention(ShardMapKernel):
             check_object("FusedAttention", "fallback", self.fallback, "BlockwiseAttention()")
 
     def __call__(self, q: Queries, k: Keys, v: Values, softmax: MaskedSoftmax) -> HeadOutputs:
-        width, mask, unsupported = v.shape[3], softmax.mask, self._unsupported(q, v, softmax)
-        if self.fallback is not None and (unsupported is not None or not mask.is_plain):
+        width, mask, reason = v.shape[3], softmax.mask, self._unsupported(q, v, softmax)
+        if self.fallback is not None and (reason is not None or not mask.is_plain):
             return self.fallback(q, k, v, softmax)
-        if unsupported is not None:
-            raise ValueError(
-                f"FusedAttention {unsupported}. Use ReferenceAttention(), or set FusedAttention(fallback=…)."
-            )
+        if reason is not None:
+            raise ValueError(f"FusedAttention {reason}. Use ReferenceAttention(), or set FusedAttention(fallback=…).")
         v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, k.shape[3] - width)))  # keys and values must have the same width
         window = None if mask.window is None else (mask.window - 1, 0)
         allowed = None if mask.is_plain else mask.allowed()

@@ -180,8 +180,8 @@ def sort_padding_last(
 def gather_or_none(x: Int[Array, "B S ..."], indices: Int[Array, "B ..."]) -> Int[Array, "B ..."]:
     """Gather the tokens of each row at ``indices``. The result for index `NO_SLOT` is `NO_SLOT`."""
     is_missing = indices == NO_SLOT
-    gathered = gather_tokens(x, jnp.where(is_missing, 0, indices))
-    return jnp.where(is_missing.reshape(*indices.shape, *(1,) * (x.ndim - 2)), NO_SLOT, gathered)
+    values = gather_tokens(x, jnp.where(is_missing, 0, indices))
+    return jnp.where(is_missing.reshape(*indices.shape, *(1,) * (x.ndim - 2)), NO_SLOT, values)
 
 
 def topk_slots(scores: Float[Array, "*rows S"], allowed: Bool[Array, "*#rows S"], count: int) -> Int[Array, "*rows X"]:
@@ -201,8 +201,8 @@ def topk_slots(scores: Float[Array, "*rows S"], allowed: Bool[Array, "*#rows S"]
 
     threshold = jax.lax.fori_loop(0, 32, add_bit, jnp.full(ranks.shape[:-1], lowest))[..., None]
     is_above, is_equal = ranks > threshold, (ranks == threshold) & (ranks > lowest)
-    remaining = count - jnp.sum(is_above, axis=-1, keepdims=True)
-    is_selected = is_above | (is_equal & (jnp.cumsum(is_equal, axis=-1) <= remaining))
+    num_equal = count - jnp.sum(is_above, axis=-1, keepdims=True)
+    is_selected = is_above | (is_equal & (jnp.cumsum(is_equal, axis=-1) <= num_equal))
 
     def nonzero(row: Bool[Array, "S"]) -> Int[Array, "X"]:
         return jnp.nonzero(row, size=count, fill_value=NO_SLOT)[0].astype(jnp.int32)

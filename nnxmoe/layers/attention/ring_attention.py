@@ -217,9 +217,9 @@ def _ring_backward(ring: Ring, residuals: Any, d_outputs: Array) -> tuple[Array,
     steps = ring.step_count(ring.softmax_tree.unflatten(softmax_leaves))
     zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), (q, shard, floats))
     _, (d_q, d_shard, d_floats) = jax.lax.fori_loop(0, steps, backward_step, (shard, zeros))
-    remaining = -steps % ring.shards.count
-    if remaining:
-        d_shard = ppermute_next(d_shard, remaining)
+    remaining_steps = -steps % ring.shards.count
+    if remaining_steps:
+        d_shard = ppermute_next(d_shard, remaining_steps)
     products = jnp.sum(d_outputs.astype(jnp.float32) * outputs.astype(jnp.float32), axis=-1)
     d_sinks = None if sinks is None else sinks_gradient(sinks, logsumexp, products)
     d_q, d_shard, d_floats = jax.tree.map(lambda d, a: d.astype(a.dtype), (d_q, d_shard, d_floats), (q, shard, floats))

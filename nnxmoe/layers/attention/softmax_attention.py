@@ -106,8 +106,8 @@ class ReferenceAttention:
     def __call__(self, q: Queries, k: Keys, v: Values, softmax: MaskedSoftmax) -> HeadOutputs:
         batch, heads, length, _ = q.shape
         kv_heads, keys = k.shape[1], k.shape[2]
-        grouped = q.reshape(batch, kv_heads, heads // kv_heads * length, q.shape[3])
-        products = batched_matmul_f32(grouped, k.astype(q.dtype), -1)
+        grouped_q = q.reshape(batch, kv_heads, heads // kv_heads * length, q.shape[3])
+        products = batched_matmul_f32(grouped_q, k.astype(q.dtype), -1)
         products = products.reshape(batch, kv_heads, heads // kv_heads, length, keys)
         weights = softmax.weights(products, q).astype(v.dtype).reshape(batch, kv_heads, -1, keys)
         outputs = batched_matmul_f32(weights, v, -2).astype(q.dtype)

@@ -67,7 +67,7 @@ class SparseMLA(MLA):
             if self.indexer is not None and index_keys is not None:
                 selected = self.indexer.select(x, q_latent, index_keys, mask=mask, topk=self.topk, context=context)
             if selected is None:
-                raise ValueError("no keys are selected: the layer or an earlier layer must have an indexer")
+                raise ValueError("no keys are selected: this layer or an earlier layer must have an indexer")
             attention_fn = SparseAttention(selected, self.attention_fn)
         heads = self._attend(self.q.b(q_latent), latents, mask, context, attention_fn)
         return self.project_out(x, heads), selected, cache

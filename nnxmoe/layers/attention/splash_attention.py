@@ -15,7 +15,7 @@ from nnxmoe.layers.attention.flash_attention import FlashAttention
 from nnxmoe.layers.attention.fused_attention import FusedAttention, ShardMapKernel, shard_map_heads
 from nnxmoe.layers.attention.softmax_attention import AttentionFn, HeadOutputs, Keys, MaskedSoftmax, Queries, Values
 
-LANES = 128  # lanes of a TPU register; block sizes of the kernel are multiples
+LANES = 128  # number of lanes of a TPU register. Block sizes of the kernel are multiples of LANES.
 BLOCK_SIZES = (512, 256, LANES)
 REMOTE_CAPABILITY: tuple[int, int] = (8, 0)  # assumed compute capability of GPUs on other machines
 
@@ -96,8 +96,8 @@ def _splash_kernel(shape: tuple[int, ...], softmax: MaskedSoftmax, interpret: bo
     """Create the kernel for queries ``[N, T, H]``, and map the kernel over the batch and the segments."""
     splash = importlib.import_module("jax.experimental.pallas.ops.tpu.splash_attention")
     heads, length, window = shape[0], shape[1], softmax.mask.window
-    square = (length, length)
-    head_mask = splash.CausalMask(square) if window is None else splash.LocalMask(square, (window - 1, 0), 0)
+    mask_shape = (length, length)
+    head_mask = splash.CausalMask(mask_shape) if window is None else splash.LocalMask(mask_shape, (window - 1, 0), 0)
     block_size = next(size for size in BLOCK_SIZES if length % size == 0)
     names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
     kernel = splash.make_splash_mha(

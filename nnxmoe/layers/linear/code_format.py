@@ -145,7 +145,7 @@ class CodeFormat:
         return self.join_halves(self.decode_halves(codes, scale, zero, rows))
 
     def decode_halves(self, codes: Any, scale: Any, zero: Any, rows: Any) -> tuple[Any, ...]:
-        """Decode weights as `decode` does, but return the arrays of `split_halves`. In a loop, joining them is slow."""
+        """Like `decode`, but return the arrays of `split_halves`. Joining these arrays in a loop is slow."""
         weights = []
         for half in self._unpack_halves(codes):
             values = self._look_up(half)
@@ -184,15 +184,15 @@ class CodeFormat:
     def _apply(self, operation: Any, values: Any, grid: Any, rows: Any) -> Any:
         """Apply ``operation`` to each value and the tile's scale, zero point or offset."""
         shape, columns = values.shape, self.tile[1] // (2 if self.is_packed else 1)
-        per_row = self.gather_rows(grid, rows)
-        if per_row.shape[-1] > 1 and shape[-1] % columns:
-            per_row = per_row.__array_namespace__().repeat(per_row, columns, axis=-1)[..., : shape[-1]]
-        elif per_row.shape[-1] > 1:
-            values, per_row = values.reshape(*shape[:-1], -1, columns), per_row[..., None]
-        return operation(values, per_row).reshape(shape)
+        row_scales = self.gather_rows(grid, rows)
+        if row_scales.shape[-1] > 1 and shape[-1] % columns:
+            row_scales = row_scales.__array_namespace__().repeat(row_scales, columns, axis=-1)[..., : shape[-1]]
+        elif row_scales.shape[-1] > 1:
+            values, row_scales = values.reshape(*shape[:-1], -1, columns), row_scales[..., None]
+        return operation(values, row_scales).reshape(shape)
 
     def _round(self, weights: Any) -> Any:
-        """Round weights to ``round_dtype``, with `reduce_precision` because XLA removes pairs of casts."""
+        """Round weights to ``round_dtype``. XLA removes casts to fewer bits and back, but not `reduce_precision`."""
         if self.round_dtype is None:
             return weights
         dtype = jnp.dtype(self.round_dtype)

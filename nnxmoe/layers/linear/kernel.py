@@ -64,7 +64,7 @@ class Kernel:
         return matmul_f32(x, self.dense(x.dtype), precision=precision)
 
     def output_grad(self, d: Float[Array, "*rows O"], y: Float[Array, "*rows O"]) -> Float[Array, "*rows O"]:
-        """Convert the gradient ``d`` of the output ``y`` of `matmul_f32` to the gradient for `vjp_input`."""
+        """Convert the gradient ``d`` of `matmul_f32`'s result ``y`` to the gradient of the linear map's output."""
         return d
 
     def vjp_input(self, d: Float[Array, "*rows O"]) -> Float[Array, "*rows I"]:
@@ -212,8 +212,8 @@ class ParamWeight:
         num_lead = sum(axis in STACK_AXES for axis in axes_of(self.variable))
         inputs = self.variable.get_metadata()["inputs"]
         end = num_lead + inputs if self.ins_first else len(dimensions) - inputs
-        lead, second, third = tuple(dimensions[:num_lead]), tuple(dimensions[num_lead:end]), tuple(dimensions[end:])
-        return (lead, second, third) if self.ins_first else (lead, third, second)
+        lead, middle, last = tuple(dimensions[:num_lead]), tuple(dimensions[num_lead:end]), tuple(dimensions[end:])
+        return (lead, middle, last) if self.ins_first else (lead, last, middle)
 
     @property
     def logical_axes(self) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:

@@ -29,7 +29,7 @@ def multilinear(function: Function, transposes: Mapping[int, Function], forward:
     Returns:
         The function with custom derivatives.
     """
-    wrapped = jax.custom_jvp(function)
+    custom_function = jax.custom_jvp(function)
 
     def jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
         out, d_out = (forward or function)(*primals), None
@@ -39,14 +39,14 @@ def multilinear(function: Function, transposes: Mapping[int, Function], forward:
             others = (*primals[:i], *primals[i + 1 :])
 
             def linear_in_i(*args: Any, i: int = i) -> Any:
-                return wrapped(*args[:i], args[-1], *args[i:-1])
+                return custom_function(*args[:i], args[-1], *args[i:-1])
 
             term = _linear.bind(*others, tangents[i], function=linear_in_i, transpose=transpose)
             d_out = term if d_out is None else d_out + term
         return out, SymbolicZero(jax.typeof(out)) if d_out is None else d_out
 
-    wrapped.defjvp(jvp, symbolic_zeros=True)
-    return wrapped
+    custom_function.defjvp(jvp, symbolic_zeros=True)
+    return custom_function
 
 
 # Evaluates ``function(*constants, x)``, which is linear in x. The gradient of x is ``transpose(*constants, d_out)``.

@@ -16,7 +16,7 @@ from nnxmoe.layers.linear.kernel import Kernel
 from nnxmoe.layers.linear.matmul import matmul
 from nnxmoe.layers.linear.multilinear import multilinear
 
-ARRAYS = ("codes", "scale", "zero", "order")  # arrays of a quantized kernel. zero and order may be None.
+ARRAYS = ("codes", "scale", "zero", "order")  # arrays of a quantized kernel, of which zero and order are optional
 
 
 class QuantizedProduct(Protocol):

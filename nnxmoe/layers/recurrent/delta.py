@@ -152,10 +152,10 @@ class GatedDeltaNet(nnx.Module):
         if tokens.real is not None:
             inputs = _mask_inputs(inputs, tokens.real)
         lookahead = 0 if cache is None else cache.lookahead
-        heads, places, states = self._apply_rule(inputs, state, tokens, lookahead)
+        heads, token_index, states = self._apply_rule(inputs, state, tokens, lookahead)
         if cache is not None:
-            windows = self.conv.windows(conv_inputs, places, tokens.segment)
-            cache = cache.write((states, windows), tokens.row_index(places))
+            windows = self.conv.windows(conv_inputs, token_index, tokens.segment)
+            cache = cache.write((states, windows), tokens.row_index(token_index))
         heads, z = (context.output_tokens(tokens.unsort(a)) for a in (heads.astype(x.dtype), z))
         return self.out(self.norm(heads, z)), cache
 

@@ -72,12 +72,12 @@ def recurrent_delta_rule(
         The outputs, and the state after each token.
     """
     q, k, v, g, beta, segment = inputs
-    heads_per_key = v.shape[2] // k.shape[2]
+    groups = v.shape[2] // k.shape[2]
     state_segment = jnp.zeros(len(q), jnp.int32) if state_segment is None else state_segment
 
     def step(carry: tuple[Array, Array], token: tuple[Array, ...]) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
         (state, state_segment), (q, k, v, g, beta, segment) = carry, token
-        q, k = (jnp.repeat(a, heads_per_key, axis=1)[..., None] for a in (q, k))
+        q, k = (jnp.repeat(a, groups, axis=1)[..., None] for a in (q, k))
         decay = jnp.exp(g) * (segment == state_segment).reshape(-1, *(1,) * (g.ndim - 1))
         state = state * (decay[..., None] if g.ndim == 3 else decay[:, :, None, None])
         update = beta[..., None] * (v - jnp.sum(state * k, axis=2) if has_correction else v)
@@ -111,7 +111,7 @@ def chunk_delta_rule(
     """
     (batch, length, keys, _), (heads, width) = inputs.k.shape, inputs.v.shape[2:]
     size, count = _chunk_size_and_count(length, chunk)
-    heads_per_key = heads // keys
+    groups = heads // keys
 
     def split(a: Array, *shape: int) -> Array:
         """Split ``[B T …]`` into n chunks of C tokens, ``[n B … C]`` or ``[n B … C W]``."""
@@ -119,11 +119,7 @@ def chunk_delta_rule(
         return jnp.moveaxis(a.reshape(batch, count, size, *shape), (1, 2), (0, 2 + len(shape) - (a.ndim == 4)))
 
     q, k = (split(a, keys, a.shape[-1]) for a in (inputs.q, inputs.k))
-    v, g, beta = (
-        split(inputs.v, keys, heads_per_key, width),
-        split(inputs.g, keys, heads_per_key),
-        split(inputs.beta, keys, heads_per_key),
-    )
+    v, g, beta = split(inputs.v, keys, groups, width), split(inputs.g, keys, groups), split(inputs.beta, keys, groups)
     cumsum, causal = jnp.cumsum(g, axis=-1), jnp.tril(jnp.ones((size, size), bool))
     log_decay = cumsum[..., :, None] - cumsum[..., None, :]  # log decay between two tokens
     from_start, to_end = jnp.exp(cumsum), cumsum[..., -1:] - cumsum
@@ -153,7 +149,7 @@ def chunk_delta_rule(
         return state_decay[..., None, None] * state + update, outputs
 
     chunks = q, k, values, correction, scores, from_start, to_end, state_decay
-    state, outputs = jax.lax.scan(step, state.reshape(batch, keys, heads_per_key, *state.shape[2:]), chunks)
+    state, outputs = jax.lax.scan(step, state.reshape(batch, keys, groups, *state.shape[2:]), chunks)
     outputs = jnp.moveaxis(outputs, (0, 4), (1, 2)).reshape(batch, count * size, heads, width)
     return outputs[:, :length], state.reshape(batch, heads, *state.shape[3:])
 

@@ -47,9 +47,9 @@ class GroupedGatedNorm(nnx.Module):
         self.scale = parameter((width,), ("heads",), nnx.initializers.ones, **kw)
 
     def __call__(self, x: Float[Array, "B T N W"], gate: Float[Array, "B T N W"]) -> Float[Array, "B T N W"]:
-        gated = x.astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))
-        unit = rms_normalize(gated.reshape(*x.shape[:2], self.groups, -1), self.eps).reshape(x.shape).astype(x.dtype)
-        return unit * jnp.broadcast_to(self.scale[...].astype(x.dtype).reshape(x.shape[2:]), x.shape)
+        gated_x = x.astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))
+        y = rms_normalize(gated_x.reshape(*x.shape[:2], self.groups, -1), self.eps).reshape(x.shape).astype(x.dtype)
+        return y * jnp.broadcast_to(self.scale[...].astype(x.dtype).reshape(x.shape[2:]), x.shape)
 
 
 class Mamba2(GatedDeltaNet):
@@ -107,5 +107,5 @@ class Mamba2(GatedDeltaNet):
     def _apply_rule(
         self, inputs: DeltaInputs, state: Array, tokens: OrderedTokens, lookahead: int
     ) -> tuple[Array, Array, Array]:
-        outputs, places, states = super()._apply_rule(inputs, state, tokens, lookahead)
-        return outputs + self.d[...].astype(jnp.float32)[:, None] * inputs.v, places, states
+        outputs, token_index, states = super()._apply_rule(inputs, state, tokens, lookahead)
+        return outputs + self.d[...].astype(jnp.float32)[:, None] * inputs.v, token_index, states

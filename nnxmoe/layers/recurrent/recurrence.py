@@ -72,10 +72,10 @@ class OrderedTokens:
 def _starts_segment(segment: Int[Array, "B T"], past: CacheMetadata | None) -> Bool[Array, "B T"]:
     """Return whether each token's segment differs from the previous token's segment, in the row or in the cache."""
     if past is None:
-        previous = segment[:, :1]
+        previous_segment = segment[:, :1]
     else:
-        previous = jnp.take_along_axis(past.segment, jnp.maximum(past.length_before - 1, 0)[:, None], axis=1)
-    return segment != jnp.concatenate([previous, segment[:, :-1]], axis=1)
+        previous_segment = jnp.take_along_axis(past.segment, jnp.maximum(past.length_before - 1, 0)[:, None], axis=1)
+    return segment != jnp.concatenate([previous_segment, segment[:, :-1]], axis=1)
 
 
 def scan_tokens(
@@ -105,9 +105,9 @@ def scan_tokens(
         return jax.tree.map(lambda a, b: jnp.where(condition.reshape(-1, *(1,) * (a.ndim - 1)), a, b), new, old)
 
     def scan_step(carry: tuple[Any, Any], token: tuple[Any, Array, Array, Array]) -> tuple[tuple[Any, Any], Array]:
-        (state, cache), (x, real, starts_segment, index) = carry, token
-        new, output = step(where(starts_segment, zero, state), x)
-        state = where(real, new, state)
+        (state, cache), (x, is_real, starts_segment, index) = carry, token
+        new_state, output = step(where(starts_segment, zero, state), x)
+        state = where(is_real, new_state, state)
         if cache is not None:
             cache = cache.write(jax.tree.map(lambda a: a[:, None], state), index[:, None])
         return (state, cache), output

@@ -58,8 +58,10 @@ class TokamaxDeltaRule(ShardMapKernel):
             return chunk_rule(inputs, state)
         q, k = (jnp.repeat(a, v.shape[2] // k.shape[2], axis=2) for a in (q, k))
         g = g if g.ndim == 4 else jnp.broadcast_to(g[..., None], q.shape)
-        padded = [jnp.pad(a, ((0, 0), (0, -a.shape[1] % CHUNK), *((0, 0),) * (a.ndim - 2))) for a in (q, k, v, g, beta)]
-        outputs, state = self._shard_map_kernel(*(jnp.moveaxis(a, 2, 0) for a in padded), state)
+        padded_inputs = [
+            jnp.pad(a, ((0, 0), (0, -a.shape[1] % CHUNK), *((0, 0),) * (a.ndim - 2))) for a in (q, k, v, g, beta)
+        ]
+        outputs, state = self._shard_map_kernel(*(jnp.moveaxis(a, 2, 0) for a in padded_inputs), state)
         return jnp.moveaxis(outputs, 0, 2)[:, : v.shape[1]], state
 
     def _shard_map_kernel(self, *operands: Array) -> tuple[Array, Array]:
