@@ -66,7 +66,7 @@ class GlmMoeDsaConfig(DeepSeekV32Config):
         if pattern is not None and (len(pattern) != self.num_hidden_layers or {*pattern} - {*"FS", "full", "shared"}):
             raise ConfigError(f"index_topk_pattern {pattern!r} must have an F or S for each layer")
         if not self.indexed[0]:
-            raise ConfigError("the first layer is shared, but has no layer before it: its indexer type must be full")
+            raise ConfigError("the first layer has no earlier layer to share keys with: its indexer type must be full")
 
     @property
     def indexed(self) -> Sequence[bool]:

@@ -80,7 +80,7 @@ class LagunaConfig(PartialRopesConfig):
             type(n) is not int or not 0 < n <= max_heads or n % self.kv_heads for n in counts
         ):
             raise ConfigError(
-                f"num_attention_heads_per_layer {short(self.num_attention_heads_per_layer)} must have a multiple of "
+                f"num_attention_heads_per_layer {short(self.num_attention_heads_per_layer)} must list a multiple of "
                 f"num_key_value_heads {self.kv_heads} for each of the {self.num_hidden_layers} layers"
             )
 

@@ -49,8 +49,8 @@ def unscan(model: CausalLM) -> CausalLM:
     """Return a copy of a scanned model with separate arrays per layer, for faster decoding.
 
     Copies the stacked arrays, so both models need memory until ``model`` is deleted. `nnxmoe.generate` caches such a
-    copy of a scanned model. The other arrays are shared, but all variables are new: assigning a variable of one model
-    does not change the other model. Returns ``model`` itself if it has no scanned layers.
+    copy of a scanned model. The models share the other arrays, but have separate variables: assigning a variable of one
+    model does not change the other model. Returns ``model`` itself if it has no scanned layers.
 
         model = nnxmoe.unscan(nnxmoe.train.fit(model, …).model)
     """

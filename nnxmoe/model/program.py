@@ -1,4 +1,4 @@
-"""Steps of a model's call: argument checks, padding, and programs that are compiled per model structure."""
+"""Steps of a model's call: argument checks, padding, and compiled programs per model structure."""
 
 import copy
 import dataclasses
@@ -22,7 +22,7 @@ from nnxmoe.sharding import is_static
 
 
 class ModelInputs(NamedTuple):
-    """The input arrays ``[B, T]`` of a model. Optional arrays may be None."""
+    """Input arrays ``[B, T]`` of a model. Optional arrays may be None."""
 
     tokens: Any
     attention_mask: Any

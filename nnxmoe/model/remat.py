@@ -23,7 +23,7 @@ NAMES = (
 
 @dataclasses.dataclass(frozen=True)
 class Remat:
-    """Recompute a layer's activations in the backward pass, except for the layer's input and the named activations.
+    """Rematerialization of a layer's activations, except for the layer's input and the named activations.
 
     Names of activations (most are also options of MaxText's ``remat_policy: custom``):
 
@@ -41,8 +41,8 @@ class Remat:
             memory.
 
     Raises:
-        ValueError: A name is unknown or is both saved and offloaded, or names are combined with a policy. When called:
-            the device cannot address ``pinned_host`` memory.
+        ValueError: A name is unknown or is both saved and offloaded, or names are combined with a policy. Calls raise
+            it if the device cannot address ``pinned_host`` memory.
     """
 
     policy: Callable[..., bool] | None = None

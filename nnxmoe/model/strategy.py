@@ -1,7 +1,7 @@
 """Execution choices of a model, such as kernels, mesh and rematerialization.
 
-The choices change results by rounding only, with three exceptions: objects that drop assignments (`Capacity`, a
-``buffer_factor``), objects with lossy formats (`W8A8Product`, `Int8Cache`), and a ``compute_dtype`` of fewer bits.
+The choices affect results only by rounding, with three exceptions: objects that drop assignments (`Capacity`, a
+``buffer_factor``), objects with lossy formats (`W8A8Product`, `Int8Cache`), and a ``compute_dtype`` with fewer bits.
 """
 
 import dataclasses
@@ -102,7 +102,7 @@ _EXAMPLES = {
 
 @dataclasses.dataclass(frozen=True)
 class Strategy(KnownFields):
-    """The execution choices of a model. Each choice is an object that performs the computation.
+    """Execution choices of a model. Each choice is an object that performs the computation.
 
     Attributes:
         dispatch: Moves token rows to experts and back.

@@ -37,7 +37,7 @@ class W:
         return dataclasses.replace(self, per_expert=name)
 
     def rows(self, part: int, parts: int, span: int = 1) -> "W":
-        """Divide the outputs into ``parts`` equal ranges and select ``span`` ranges from index ``part`` on."""
+        """Divide the outputs into ``parts`` equal ranges and select ``span`` ranges, starting at index ``part``."""
         return dataclasses.replace(self, part=part, parts=parts, span=span)
 
     def every(self, part: int, parts: int) -> "W":

@@ -1,4 +1,4 @@
-"""Quantizable kernels of a model, and their replacement by quantized kernels and back."""
+"""Lookup, replacement and dequantization of a model's quantizable kernels."""
 
 import dataclasses
 import functools
@@ -192,8 +192,8 @@ def update_report(model: CausalLM, error: float | None = None) -> None:
 def dequantize(model: CausalLM, dtype: Any = None) -> CausalLM:
     """Return a new model with float kernels in place of the quantized kernels.
 
-    The other arrays are shared, in new variables: assigning a variable of one model does not change the other model.
-    Values are computed in float32 and rounded once.
+    The models share the other arrays, but have separate variables: assigning a variable of one model does not change
+    the other model. Values are computed in float32 and rounded once.
 
     Args:
         dtype: Dtype of the kernels. Defaults to the dtype of the embedding.

@@ -32,7 +32,7 @@ from nnxmoe.sharding import spans_hosts
 
 
 def kernels_to_quantize(model: CausalLM, method: Method | Mixed | None) -> list[tuple[KernelRef, Method]]:
-    """Return the kernels to quantize, with the method of each.
+    """Return each kernel to quantize, with the method for the kernel.
 
     Args:
         method: A method for all kernels except the output head, a `Mixed`, or None for no kernel.
@@ -54,8 +54,8 @@ def kernels_to_quantize(model: CausalLM, method: Method | Mixed | None) -> list[
 def quantize(model: CausalLM, method: Method | Mixed) -> CausalLM:
     """Return a model with quantized kernels in attention, feed-forwards and experts. Quantization is lossy.
 
-    The arrays of embedding, router, norms and biases are shared, in new variables: assigning a variable of one model
-    does not change the other model.
+    The models share the arrays of embedding, router, norms and biases, but have separate variables: assigning a
+    variable of one model does not change the other model.
 
     Args:
         model: A model with values.
@@ -77,7 +77,7 @@ def quantize(model: CausalLM, method: Method | Mixed) -> CausalLM:
 
 
 def quantize_structure(model: CausalLM, method: Method | Mixed | None, dtype: Any, mesh: AnyMesh | None = None) -> None:
-    """Replace the kernels that `quantize` would quantize with quantized kernels without values, in place.
+    """Replace, in place, the kernels that `quantize` would quantize with quantized kernels without values.
 
     Args:
         dtype: Dtype of the kernels.
