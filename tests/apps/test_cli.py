@@ -564,7 +564,7 @@ def test_adapters_on_the_command_line(
     fields = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(fields | {"base_model_name_or_path": None}))
     assert cli.main(["generate", str(tmp_path / "adapter"), *line]) == 1
-    assert "names no base model: give that model, and this folder as --adapter" in capsys.readouterr().err
+    assert "specifies no base model: pass the base model, and this folder as --adapter" in capsys.readouterr().err
 
 
 def test_inspect_agrees_with_loading(

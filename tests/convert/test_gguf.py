@@ -140,7 +140,7 @@ def test_the_rotation_of_llama3_is_found_from_its_factors(tmp_path: Path) -> Non
     at = infos["rope_freqs.weight"].begin + 8
     data[at : at + 4] = struct.pack("<f", 1.5)
     file.write_bytes(data)
-    with pytest.raises(CheckpointError, match=r"rope_freqs.weight has factors that are not Llama 3's"):
+    with pytest.raises(CheckpointError, match=r"rope_freqs.weight has factors that differ from Llama 3's"):
         nnxmoe.from_pretrained(file)
 
 
@@ -261,11 +261,11 @@ def test_split_files_are_one_model(tmp_path: Path) -> None:
     found = written(nnxmoe.from_pretrained(parts[1]))
     assert all(np.array_equal(found[name], values) for name, values in wanted.items())
     moved = parts[1].rename(tmp_path / "elsewhere.gguf")
-    with pytest.raises(CheckpointError, match=r"split-00002-of-\d+.gguf is not beside it: fetch it"):
+    with pytest.raises(CheckpointError, match=r"split-00002-of-\d+.gguf is not in the folder: download it"):
         nnxmoe.from_pretrained(parts[0])
     moved.rename(parts[1])
     parts[2].write_bytes(parts[1].read_bytes())
-    with pytest.raises(CheckpointError, match=r"do not rename it"):
+    with pytest.raises(CheckpointError, match=r"restore the original name"):
         nnxmoe.from_pretrained(parts[0])
 
 
@@ -351,12 +351,12 @@ def test_sentencepiece_merges_come_from_the_scores(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"tokenizer.ggml.model": "bert"}, "tokenizer.ggml.model 'bert' is not read; gpt2 and llama are"),
+        ({"tokenizer.ggml.model": "bert"}, "tokenizer.ggml.model 'bert' is not supported; supported: gpt2 and llama"),
         ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "jina"}, "tokenizer.ggml.pre 'jina' is not known"),
-        ({"tokenizer.ggml.scores": [0.0]}, "tokenizer.ggml.scores has 1 entries, and there are 271 tokens"),
+        ({"tokenizer.ggml.scores": [0.0]}, "tokenizer.ggml.scores has 1 entries, but there are 271 tokens"),
         ({"tokenizer.ggml.token_type": [1]}, "tokenizer.ggml.token_type has 1 entries"),
-        ({"tokenizer.ggml.eos_token_id": 999}, "tokenizer.ggml.eos_token_id is 999, and there are 271 tokens"),
-        ({"tokenizer.ggml.tokens": [1, 2]}, "tokenizer.ggml.tokens must be a list of texts"),
+        ({"tokenizer.ggml.eos_token_id": 999}, "tokenizer.ggml.eos_token_id is 999, but there are 271 tokens"),
+        ({"tokenizer.ggml.tokens": [1, 2]}, "tokenizer.ggml.tokens must be a list of strings"),
     ],
 )
 def test_tokenizers_that_are_refused(change: dict[str, Any], says: str, tmp_path: Path) -> None:
@@ -410,7 +410,7 @@ def test_special_tokens_that_a_file_does_not_name(tmp_path: Path) -> None:
     assert (config.bos_token_id, config.eos_token_id) == (None, (1, 2))  # 11 is no control token here
     few = {"tokenizer.ggml.tokens": bpe["tokenizer.ggml.tokens"][:9], "tokenizer.ggml.token_type": [3] * 9}
     file = llama_cpp.write(tmp_path / "few.gguf", bpe | few | {"tokenizer.ggml.add_bos_token": True})
-    with pytest.raises(CheckpointError, match=r"add_bos_token is true, and tokenizer\.ggml\.bos_token_id is missing"):
+    with pytest.raises(CheckpointError, match=r"add_bos_token is true, but tokenizer\.ggml\.bos_token_id is missing"):
         nnxmoe.Tokenizer.from_pretrained(file)
 
 
@@ -609,11 +609,11 @@ def swap(old: str, new: str) -> Callable[[bytes], bytes]:
 # A string's length is before it; after a key come its type (4 bytes) and its value; after a tensor's name its rank (4),
 # its sizes (8 each), its type (4) and its offset (8).
 MALFORMED: dict[str, tuple[Callable[[bytes], bytes], str]] = {
-    "an empty file": (lambda _: b"", "takes 4 bytes, and the header can have 0 more"),
+    "an empty file": (lambda _: b"", "takes 4 bytes, but the header can have at most 0 more"),
     "another format": (lambda data: b"PK\3\4" + data[4:], "is not a GGUF file"),
     "only the magic number": (lambda data: data[:4], "the version at byte 4"),
-    "version 1": (patch(4, "I", 1), "version 1 is not read, 2 and 3 are"),
-    "a later version": (patch(4, "I", 9), "version 9 is not read"),
+    "version 1": (patch(4, "I", 1), "version 1 is not supported, only 2 and 3"),
+    "a later version": (patch(4, "I", 9), "version 9 is not supported"),
     "big-endian": (patch(4, "I", 3 << 24), "it is big-endian"),
     "2**60 tensors": (patch(8, "Q", 1 << 60), "tensors and"),
     "2**60 fields": (patch(16, "Q", 1 << 60), "fields; at most"),
@@ -632,16 +632,19 @@ MALFORMED: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "a key twice": (swap("llama.rope.dimension_count", "llama.attention.key_length"), "occurs twice"),
     "a missing key": (swap("llama.embedding_length", "llama.embedding_lengtx"), "llama.embedding_length is missing"),
     "no architecture": (swap("general.architecture", "general.architecturx"), "general.architecture must be text"),
-    "an unknown architecture": (swap("llama", "clipx"), "models of the architecture 'clipx' are not read from GGUF"),
+    "an unknown architecture": (swap("llama", "clipx"), "the architecture 'clipx' is not supported in GGUF files"),
     "a rank of 9": (after("blk.0.attn_q.weight", "I", 9), "has 9 dimensions, more than 4"),
     "2**61 columns": (after("blk.0.attn_q.weight", "Q", 1 << 61, skip=4), "is too large"),
     "2**40 columns": (after("blk.0.attn_q.weight", "Q", 1 << 40, skip=4), "ends beyond the file's"),
-    "other columns": (after("blk.0.attn_q.weight", "Q", 12, skip=4), "begins at"),
+    "other columns": (after("blk.0.attn_q.weight", "Q", 12, skip=4), "starts at"),
     "an unknown tensor type": (after("blk.0.attn_q.weight", "I", 200, skip=20), "has the type 200"),
     "a removed tensor type": (after("blk.0.attn_q.weight", "I", 4, skip=20), "has the type 4"),
-    "rows that are no blocks": (after("blk.0.attn_q.weight", "I", 2, skip=20), "are not made of Q4_0 blocks of 32"),
-    "an offset elsewhere": (after("blk.0.attn_q.weight", "Q", 64, skip=24), "begins at 64 instead of"),
-    "an offset of 2**63": (after("blk.0.attn_q.weight", "Q", 1 << 63, skip=24), "begins at"),
+    "rows that are no blocks": (
+        after("blk.0.attn_q.weight", "I", 2, skip=20),
+        "cannot be divided into Q4_0 blocks of 32",
+    ),
+    "an offset elsewhere": (after("blk.0.attn_q.weight", "Q", 64, skip=24), "starts at 64 instead of"),
+    "an offset of 2**63": (after("blk.0.attn_q.weight", "Q", 1 << 63, skip=24), "starts at"),
     "a tensor twice": (swap("blk.0.attn_k.weight", "blk.0.attn_q.weight"), "occurs twice"),
     "a missing tensor": (swap("blk.0.attn_k.weight", "blk.0.attn_z.weight"), "model.layers.0.self_attn.k_proj.weight"),
     "no embedding": (swap("token_embd.weight", "token_embx.weight"), "token_embd.weight is missing"),

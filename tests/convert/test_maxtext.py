@@ -205,8 +205,8 @@ def test_what_newer_families_of_maxtext_do_not_have_is_refused() -> None:
     assert "decoder/layers_0/mhc_attention/mhc_norm/scale has shape [3]" in str(raised.value)
     for kind, changes, message in (
         ("deepseek_v4", {"compress_ratios": [0, 0, 4, 4, 128, 4, 128]}, "blocks of hca, csa layers, and .* csa, hca"),
-        ("qwen3_next", {"num_hidden_layers": 6}, "scans qwen3_next in blocks of 4 layers, and this model has 6 layers"),
-        ("qwen3_next", {"mlp_only_layers": [1]}, "or differ in more"),
+        ("qwen3_next", {"num_hidden_layers": 6}, "scans qwen3_next in blocks of 4 layers, but this model has 6 layers"),
+        ("qwen3_next", {"mlp_only_layers": [1]}, "or differ in other ways"),
         ("qwen3_5_moe", {"layer_types": ["full_attention"] * 8}, "layers are global, global, .*: choose another"),
         ("gemma4", {"num_hidden_layers": 11}, "repeats blocks of local, local, local, local, local, global layers"),
         ("gemma4", {"hidden_size_per_layer_input": 4}, "gemma4_text has no parameter like embed.norm.scale"),
@@ -244,11 +244,11 @@ def test_training_states_are_reduced_to_parameters(caplog: pytest.LogCaptureFixt
     state = {**tree, "opt_state": {"mu": moments, "count": np.int32(3)}, "step": np.int32(3)}
     model = maxtext.from_tree(state, config)
     identical(flat(maxtext.to_tree(model)), params)
-    assert model.load_report is not None and model.load_report.skipped == {"state of a training": ("opt_state", "step")}
+    assert model.load_report is not None and model.load_report.skipped == {"state of training": ("opt_state", "step")}
     with pytest.raises(CheckpointError, match=r"ema/params/decoder/decoder_norm/scale \[32\] is not a parameter"):
         maxtext.from_tree({**tree, "ema": moments}, config)
     with pytest.raises(
-        CheckpointError, match="there are two arrays decoder/decoder_norm/scale, one of them at params/params/"
+        CheckpointError, match="two arrays are named decoder/decoder_norm/scale, one of them at params/params/"
     ):
         maxtext.from_tree({**tree["params"]["params"], "params": moments}, config)
 
@@ -275,9 +275,9 @@ def test_nested_training_states_are_skipped_and_reported(around: str, boxed: boo
     model = maxtext.from_tree(nested(state), config)
     identical(flat(maxtext.to_tree(model)), params)
     assert model.load_report is not None
-    skipped, generators = model.load_report.skipped, "state of random generators"
+    skipped, generators = model.load_report.skipped, "state of random number generators"
     trained = {"opt_state", "optimizer", "step", f"{around}mu", f"{around}nu", f"{around}decoder/count"}
-    assert set(skipped["state of a training"]) == trained
+    assert set(skipped["state of training"]) == trained
     places = (
         "decoder/dropout/rngs",
         "decoder/layers/dropout/rngs",
@@ -316,11 +316,14 @@ def test_training_states_in_checkpoints_are_reported(tmp_path: Path) -> None:
         identical(flat(maxtext.to_tree(model)), params)
         assert model.load_report is not None
         skipped = model.load_report.skipped
-        assert set(skipped["state of a training"]) == {"step", "opt_state"}
-        assert set(skipped["state of random generators"]) == {"rngs", *(["model/rngs"] if "model" in around else [])}
+        assert set(skipped["state of training"]) == {"step", "opt_state"}
+        assert set(skipped["state of random number generators"]) == {
+            "rngs",
+            *(["model/rngs"] if "model" in around else []),
+        }
     with ocp.PyTreeCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "ema", {"params": tree, "ema": tree})
-    with pytest.raises(CheckpointError, match="holds ema beside the parameters"):
+    with pytest.raises(CheckpointError, match="holds ema in addition to the parameters"):
         maxtext.load(tmp_path / "ema", config)
 
 
@@ -368,11 +371,11 @@ def test_prediction_layers_of_maxtext_are_skipped() -> None:
 def test_what_is_no_tree_of_arrays_is_refused() -> None:
     params, config = params_of("mixtral_scanned"), config_of("mixtral_scanned")
     for tree in (None, [params], nnx.Rngs(0), np.ones(3)):
-        with pytest.raises(ValueError, match=rf"the tree is a {type(tree).__name__}: give nested dicts of arrays"):
+        with pytest.raises(ValueError, match=rf"the tree is a {type(tree).__name__}: pass nested dicts of arrays"):
             maxtext.from_tree(tree, config)
     name = "params/decoder/decoder_norm/scale"
     for leaf in (None, "x", [1.0] * 32, nnx.relu):
-        with pytest.raises(ValueError, match=rf"not arrays of JAX or NumPy: {name} \({type(leaf).__name__}\)"):
+        with pytest.raises(ValueError, match=rf"not JAX or NumPy arrays: {name} \({type(leaf).__name__}\)"):
             maxtext.from_tree(params | {name: leaf}, config)
 
 
@@ -593,7 +596,7 @@ def test_items_of_any_name_and_trees_without_params(tmp_path: Path) -> None:
         identical(flat(maxtext.to_tree(maxtext.load(folder, config))), wanted)
     shutil.copytree(tmp_path / "item/state", tmp_path / "item/other")
     for read in (lambda folder: maxtext.load(folder, config), lambda folder: detect_format(str(folder))):
-        with pytest.raises(CheckpointError, match="item holds other, state: give the folder of one of these"):
+        with pytest.raises(CheckpointError, match="item holds other, state: pass the folder of one of these"):
             read(tmp_path / "item")
     tree = jax.tree.map(lambda a: {"value": jnp.asarray(a)}, nested(wanted)["params"])
     ocp.PyTreeCheckpointer().save(tmp_path / "nnx", tree)
@@ -626,7 +629,7 @@ def test_incomplete_step_is_skipped_with_a_warning(tmp_path: Path, caplog: pytes
     assert not caplog.text
     (tmp_path / "12" / "items").mkdir(parents=True)
     identical(flat(maxtext.to_tree(maxtext.load(tmp_path, config_of(case.name)))), params_of(case.name))
-    assert "step 007 is read; incomplete: 12" in caplog.text
+    assert "reading step 007; incomplete steps: 12" in caplog.text
 
 
 DAMAGES: dict[str, Any] = {
@@ -649,10 +652,10 @@ def test_missing_array_files_are_reported(tmp_path: Path) -> None:
     where = shutil.copytree(CASES / "mixtral_scanned" / "orbax_param_only", tmp_path / "a")
     for path in where.rglob("d/*"):
         path.unlink()
-    with pytest.raises(CheckpointError, match="is damaged, or no checkpoint that Orbax reads"):
+    with pytest.raises(CheckpointError, match="is damaged, or not an Orbax checkpoint"):
         maxtext.load(where, config_of("mixtral_scanned"))
 
 
 def test_folders_that_hold_no_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="holds no Orbax checkpoint"):
+    with pytest.raises(CheckpointError, match="contains no Orbax checkpoint"):
         maxtext.load(tmp_path, config_of("mixtral_scanned"))

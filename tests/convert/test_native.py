@@ -213,7 +213,7 @@ def test_invalid_format_versions(saved: Path, fields: Any, message: str) -> None
 
 def test_missing_parameters_folder(saved: Path) -> None:
     shutil.rmtree(saved / "parameters")
-    with pytest.raises(CheckpointError, match="parameters holds no Orbax checkpoint"):
+    with pytest.raises(CheckpointError, match="parameters contains no Orbax checkpoint"):
         nnxmoe.load(saved)
 
 
@@ -308,7 +308,7 @@ def test_failed_or_interrupted_save_leaves_no_files(
             raise self.failure
 
     monkeypatch.setattr(orbax_folder.tensorstore, "open", Store().open)
-    with pytest.raises(CheckpointError, match=r"cannot write: .*No space left on device; make room"):
+    with pytest.raises(CheckpointError, match=r"cannot write: .*No space left on device; free disk space"):
         save(model, tmp_path / "a")
     assert not list(tmp_path.iterdir()) and "Traceback" not in capfd.readouterr().err
     monkeypatch.undo()

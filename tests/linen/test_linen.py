@@ -900,7 +900,7 @@ def test_malformed_mappings_and_trees_are_refused() -> None:
         broken = mapping | {"embed/table": (mapping["embed/table"], lambda a: {}["x"])}
         linen.from_linen(tree, model.config, mapping=broken)
     for odd in (None, [tree], nnx.Rngs(0)):
-        with pytest.raises(ValueError, match=r"the tree is a .*: give nested dicts of arrays"):
+        with pytest.raises(ValueError, match=r"the tree is a .*: pass nested dicts of arrays"):
             linen.from_linen(odd, model.config)
 
 

@@ -262,7 +262,7 @@ def test_adapters_that_peft_has_no_layers_for(tmp_path: Path, caplog: pytest.Log
     model = build(load("minimax_m3_vl_text").fields, load("minimax_m3_vl_text").weights)
     lora.add(model, 2, targets=["router", "shared"], rngs=nnx.Rngs(0))
     lora.save(model, tmp_path / "adapter")
-    assert "of shared.gate, shared.up: load them here" in caplog.text
+    assert "of shared.gate, shared.up: use nnxmoe to load them" in caplog.text
     modules = {name.split(".layers.1.")[-1] for name in load_file(tmp_path / "adapter" / "adapter_model.safetensors")}
     assert {"mlp.gate.lora_A.weight", "mlp.shared_experts.down_proj.lora_A.weight"} <= modules
     lora.remove(model)
@@ -475,9 +475,9 @@ def test_maxtext_layout(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("qwen3", "3 runs of layers"),
-        ("qwen3_moe", "3 runs of layers"),
-        ("qwen2", "runs of layers"),
+        ("qwen3", "3 stacks of different layers"),
+        ("qwen3_moe", "3 stacks of different layers"),
+        ("qwen2", "stacks of different layers"),
         ("glm4_moe_lite", "no table of MaxText's names for 'glm4_moe_lite'"),
         ("glm_moe_dsa", "no table of MaxText's names for 'glm_moe_dsa'"),
         ("olmoe", "no table of MaxText's names for 'olmoe'"),

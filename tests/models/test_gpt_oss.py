@@ -310,12 +310,12 @@ def test_maxtext_layout(tmp_path: Path) -> None:
     [
         (
             {"layer_types": ["full_attention", "sliding_attention"]},
-            "gpt_oss repeats blocks of local, global layers, and this model's layers are global, local, or",
+            "gpt_oss repeats blocks of local, global layers, but this model's layers are global, local, or",
         ),
         ({"layer_types": ["full_attention"] * 2, "sliding_window": None}, "layers are global, global, or"),
         (
             {"num_hidden_layers": 3, "layer_types": None},
-            "blocks of 2 layers, and this model has 3 layers: leave .*=False",
+            "blocks of 2 layers, but this model has 3 layers: save .*=False",
         ),
     ],
 )

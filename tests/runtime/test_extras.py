@@ -48,4 +48,4 @@ def test_guides_do_not_install_from_an_index() -> None:
 def test_message_for_a_missing_library(tmp_path: Path) -> None:
     code = "import sys; sys.modules['gguf'] = None; from nnxmoe.convert.gguf.gguf_file import library; library()"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.stderr.endswith(f"need the library gguf: pip install -e '{ROOT}[gguf]'\n")
+    assert done.stderr.endswith(f"require the gguf library: pip install -e '{ROOT}[gguf]'\n")

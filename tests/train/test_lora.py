@@ -478,7 +478,10 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any], dict[str, np.ndarray]], Any], 
         lambda c, t: c.update(rank_pattern={"(a+)+$": 2}),
         r"rank_pattern .* is not supported: it repeats a group",
     ),
-    "no pattern": (lambda c, t: c.update(target_modules="(q_proj"), r"target_modules '\(q_proj' is no regular"),
+    "no pattern": (
+        lambda c, t: c.update(target_modules="(q_proj"),
+        r"target_modules '\(q_proj' is not a valid regular",
+    ),
     "list": (lambda c, t: c.update(alpha_pattern=[1]), r"alpha_pattern \[1\] is not an object"),
     "number": (lambda c, t: c.update(target_parameters=7), "target_parameters 7 is not a list of names"),
     "text": (lambda c, t: c.update(use_rslora="no"), "use_rslora 'no' is not true or false"),
@@ -495,7 +498,7 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any], dict[str, np.ndarray]], Any], 
     "mlx-lm": (lambda c, t: c.update(fine_tune_type="lora"), "mlx-lm's format"),
     "another embedding": (
         lambda c, t: t.update({"base_model.model.model.embed_tokens.weight": np.ones((53, 24), np.float32)}),
-        r"embed_tokens.weight in .* is not the model's",
+        r"embed_tokens.weight in .* differs from the model's tensor",
     ),
 }
 
@@ -513,7 +516,7 @@ def test_invalid_adapters_are_refused(tmp_path: Path, what: str) -> None:
 
 def test_whole_models_are_no_adapters(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(nnxmoe.CheckpointError, match="holds a whole model and no adapter: load it as the model"):
+    with pytest.raises(nnxmoe.CheckpointError, match="contains a whole model and no adapter: load it as the model"):
         lora.load(build_tiny("llama"), tmp_path)
 
 
@@ -726,21 +729,24 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "no rank": (lambda m: lora.add(m, {"mlp": 2}, targets="attention", rngs=None), "rank has no value .* attention.k"),
     "an idle rank": (
         lambda m: lora.add(m, {"attention": 2, "mlp": 4}, targets="attention", rngs=None),
-        "rank has a value for mlp, which no adapter takes",
+        "rank has a value for mlp, which no adapter uses",
     ),
-    "a misspelt rank": (lambda m: lora.add(m, {"expert": 2}, rngs=None), "expert names no projection .* attention"),
+    "a misspelt rank": (lambda m: lora.add(m, {"expert": 2}, rngs=None), "expert matches no projection .* attention"),
     "no experts": (lambda m: lora.split_ranks(m, 4), "a llama model has no experts"),
     "indivisible": (
         lambda m: lora.split_ranks(build_tiny("deepseek_v3"), 8),
         "rank 8 cannot be split over the 3 experts per token: .* such as 9",
     ),
-    "target": (lambda m: lora.add(m, 4, targets=["atention"], rngs=None), "atention names no projection .* attention"),
+    "target": (
+        lambda m: lora.add(m, 4, targets=["atention"], rngs=None),
+        "atention matches no projection .* attention",
+    ),
     "another's": (
         lambda m: lora.add(m, 4, targets=["experts"], rngs=None),
-        "experts names no projection of a llama model",
+        "experts matches no projection of a llama model",
     ),
-    "half a name": (lambda m: lora.add(m, 4, targets="attention.qk", rngs=None), "attention.qk names no projection"),
-    "no targets": (lambda m: lora.add(m, 4, targets=[], rngs=None), "an empty list names no projection"),
+    "half a name": (lambda m: lora.add(m, 4, targets="attention.qk", rngs=None), "attention.qk matches no projection"),
+    "no targets": (lambda m: lora.add(m, 4, targets=[], rngs=None), "an empty list matches no projection"),
     "dtype": (lambda m: lora.add(m, 4, dtype="int8", rngs=None), "dtype int8 is not supported"),
     "merge": (lora.merge, "cannot merge: the model has no adapters"),
     "unmerge": (lora.unmerge, "cannot unmerge: no adapters were merged"),

@@ -1,7 +1,6 @@
 """Convert the metadata of a GGUF file to the fields of a config.json.
 
-Sources: the converter and the readers of llama.cpp. Fields that llama.cpp derives from tensors or does not store are
-derived from the tensors here too.
+Sources: the converter and the readers of llama.cpp. Fields that GGUF files do not store are derived from the tensors.
 """
 
 from collections.abc import Mapping
@@ -61,7 +60,7 @@ _READ: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
 _MIXTRAL = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
 _SAMPLING = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
 _SAMPLING |= {name: name for name in ("top_k", "top_p", "min_p")}
-# Keys that follow from other keys or from the tensors, and keys that do not affect any computation.
+# Keys that follow from other keys or from the tensors, and keys that affect no computation.
 _IMPLIED = {
     *("vocab_size", "tensor_data_layout", "rope.dimension_count", "expert_gating_func", "attention.causal"),
     *("attention.key_length", "attention.value_length", "attention.key_length_mla", "attention.value_length_mla"),
@@ -76,7 +75,7 @@ _IMPLIED = {
     *(f"rope.scaling.{name}" for name in ("attn_factor", "yarn_beta_fast", "yarn_beta_slow", "finetuned", "alpha")),
     *(f"rope.scaling.{name}" for name in ("yarn_attn_factor", "yarn_ext_factor")),
 }
-# Keys that change results in ways that no config above supports, unless the value is 0.
+# Keys that change results in a way that no config above supports, unless the value is 0.
 _REFUSED = {
     *("attention.clamp_kqv", "attention.scale", "attention.max_alibi_bias", "attention.sliding_window"),
     *("attention.key_length_swa", "attention.value_length_swa", "attention.sliding_window_pattern"),
@@ -87,12 +86,12 @@ _REFUSED = {
     *("embedding_length_per_layer_input", "activation_sparsity_scale", "expert_chunk_feed_forward_length"),
     *("n_deepstack_layers", "ssm.conv_kernel"),
 }
-# Keys that change results in ways that no config above supports, unless the value is 0 or 1.
+# Keys that change results in a way that no config above supports, unless the value is 0 or 1.
 _REFUSED_FACTORS = {
     *("logit_scale", "residual_scale", "embedding_scale", "attention.output_scale", "expert_weights_scale"),
     *("expert_group_scale", "moe_every_n_layers", "interleave_moe_layer_step"),
 }
-# llama.cpp's number of the router's scoring function per model type. 0 means that the file does not set it.
+# Model type -> llama.cpp's number of the router's scoring function. 0 means that the file does not set the function.
 _GATES = {"mixtral": 1, "qwen3_moe": 1, "olmoe": 1, "gpt_oss": 3, "glm4_moe": 2}
 
 
@@ -104,7 +103,7 @@ def config_fields(model: GGUF) -> tuple[dict[str, Any], tuple[str, ...]]:
     name = model.text("general.architecture")
     if name not in _READ:
         raise model.error(
-            f"models of the architecture {short(name)} are not read from GGUF files, those of {', '.join(_READ)} are: "
+            f"the architecture {short(name)} is not supported in GGUF files (supported: {', '.join(_READ)}): "
             "load the model's safetensors files"
         )
     kind, more, missing = _READ[name]
@@ -134,7 +133,7 @@ def config_fields(model: GGUF) -> tuple[dict[str, Any], tuple[str, ...]]:
 
 
 def _refuse(model: GGUF, name: str, kind: str, given: Mapping[str, Any]) -> None:
-    """Raise CheckpointError for metadata that changes results and that the config of ``kind`` cannot express."""
+    """Raise CheckpointError for metadata that changes results and that the model type's config cannot express."""
     for key, value in sorted(given.items()):
         values = set(value) if isinstance(value, tuple) else {value}
         neutral = (
@@ -156,7 +155,7 @@ def _alternates(pattern: Any) -> bool:
 
 
 def _add_defaults(kind: str, fields: dict[str, Any]) -> None:
-    """Add llama.cpp's defaults for absent keys, and replace zeros that mean "not used" by neutral values."""
+    """Add llama.cpp's defaults for missing keys, and replace zeros that mean "not used" with neutral values."""
     fields.setdefault("rope_theta", 10_000.0)
     fields.setdefault("num_key_value_heads", fields["num_attention_heads"])
     for field, unused in {"routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "q_lora_rank": None}.items():
@@ -185,7 +184,7 @@ def generation_fields(model: GGUF) -> tuple[dict[str, Any], tuple[str, ...]]:
 
 
 def _one(model: GGUF, key: str, value: Any) -> Any:
-    """Return a single number for a number or equal numbers per layer, with float32 as the shortest decimal.
+    """Convert a number, or equal numbers per layer, to a single number. Floats have the shortest decimal form.
 
     Raises CheckpointError if the numbers differ between layers.
     """
@@ -200,7 +199,7 @@ def _add_shapes(model: GGUF, given: Mapping[str, Any], fields: dict[str, Any]) -
     """Add the fields that follow from the tensors, and the widths that llama.cpp stores as sums."""
     embed = model.tensors.get("token_embd.weight")
     if embed is None or len(embed.values) != 2:
-        raise model.error("tensor token_embd.weight is missing or not a matrix: the file holds no language model")
+        raise model.error("tensor token_embd.weight is missing or not a matrix: the file contains no language model")
     fields |= {"vocab_size": embed.values[0], "tie_word_embeddings": "output.weight" not in model.tensors}
     kind, heads = fields["model_type"], fields.get("num_attention_heads")
     if kind in ("llama", "qwen3", "qwen3_moe", "glm4_moe"):
@@ -238,18 +237,18 @@ def _add_latent(model: GGUF, given: Mapping[str, Any], fields: dict[str, Any], h
         given.get(f"attention.{name}_length_mla", given.get(f"attention.{name}_length")) for name in ("key", "value")
     )
     if not all(type(size) is int for size in (rotated, width, values)):
-        raise model.error("deepseek2 needs rope.dimension_count, attention.key_length and attention.value_length")
+        raise model.error("deepseek2 requires rope.dimension_count, attention.key_length and attention.value_length")
     fields |= {"qk_nope_head_dim": width - rotated, "qk_rope_head_dim": rotated, "v_head_dim": values}
     fields |= {"num_key_value_heads": heads}  # the file has 1, because llama.cpp computes in the latent space
     corrected = any(name.endswith("exp_probs_b.bias") for name in model.tensors)
-    # Older files of GLM-4.7-Flash, a model with sigmoid routers, lack the key. As in llama.cpp, recognize this model by
-    # its number of layers and vocabulary size.
+    # Older files of GLM-4.7-Flash, a model with sigmoid routers, lack the key. As in llama.cpp, the number of layers
+    # and the vocabulary size identify this model.
     sized = (fields["num_hidden_layers"], fields["vocab_size"]) == (47, 154_880)
     gate = given.get("expert_gating_func") or (2 if sized else 1)
     if gate not in (1, 2) or (gate == 1 and corrected):
         more = " with exp_probs_b.bias" if corrected else ""
         raise model.error(
-            f"deepseek2.expert_gating_func {short(gate)}{more} is not supported; softmax 1 and sigmoid 2 are"
+            f"deepseek2.expert_gating_func {short(gate)}{more} is not supported; supported: 1 (softmax) and 2 (sigmoid)"
         )
     if gate == 1:
         grouped = fields["n_group"] and fields["n_group"] > 1

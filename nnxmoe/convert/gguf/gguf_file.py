@@ -1,8 +1,8 @@
 """Read the headers of GGUF files, llama.cpp's format: metadata and the location of each tensor.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. This module checks all sizes against the file size
-before it allocates memory. The reader of the ``gguf`` library maps the file and does not terminate if a count is wrong
-(gguf 0.19). The ``gguf`` library defines the types of tensors and dequantizes them.
+before it allocates memory. The reader of the ``gguf`` library maps the file into memory and does not terminate if a
+count is wrong (gguf 0.19). The ``gguf`` library defines the tensor types and dequantizes tensors.
 """
 
 import functools
@@ -69,7 +69,7 @@ class GGUF:
 
     @classmethod
     def open(cls, file: Path) -> "GGUF":
-        """Read the header of a file and, if the file is a split, of the other splits in the folder.
+        """Read the header of a file. If the file is a split, also read the other splits in the folder.
 
         Raises CheckpointError if a file is malformed or missing.
         """
@@ -79,13 +79,17 @@ class GGUF:
         for number, (each, (found, infos)) in enumerate(zip(files, headers, strict=True)):
             if (found.get("split.no", 0), found.get("split.count", 1) or 1) != (number, len(files)):
                 says = f"split.no {short(found.get('split.no', 0))}, split.count {short(found.get('split.count', 1))}"
-                raise CheckpointError(f"{each}: {says}, and its name says {number} of {len(files)}: do not rename it")
+                raise CheckpointError(
+                    f"{each}: {says}, but its name says {number} of {len(files)}: restore the original name"
+                )
             if twice := sorted(tensors.keys() & infos.keys()):
-                raise _damaged(each, f"tensor {short(twice[0])} is in another split too")
+                raise _damaged(each, f"tensor {short(twice[0])} is also in another split")
             tensors |= infos
         wanted = fields.get("split.tensors.count", len(tensors))
         if wanted != len(tensors):
-            raise CheckpointError(f"{file}: split.tensors.count is {short(wanted)}, the splits hold {len(tensors)}")
+            raise CheckpointError(
+                f"{file}: split.tensors.count is {short(wanted)}, but the splits contain {len(tensors)}"
+            )
         return cls(file, tuple(files), fields, tensors)
 
     def error(self, message: str) -> CheckpointError:
@@ -109,7 +113,7 @@ def library() -> Any:
     try:
         import gguf
     except ImportError as error:
-        raise CheckpointError(f"GGUF files need the library gguf: {install_command('gguf')}") from error
+        raise CheckpointError(f"GGUF files require the gguf library: {install_command('gguf')}") from error
     return gguf
 
 
@@ -119,15 +123,18 @@ def _splits(file: Path) -> list[Path]:
         return [file]
     count, start = int(match[2]), file.name[: match.start()]
     if not 1 <= count <= _MAX_FIELDS:
-        raise CheckpointError(f"{file}: its name says that it is one of {count} files")
+        raise CheckpointError(f"{file}: its name specifies an unsupported split into {count} files")
     files = [file.with_name(f"{start}-{number:05d}-of-{count:05d}.gguf") for number in range(1, count + 1)]
     if missing := [each.name for each in files if not os.path.lexists(each)]:
-        raise CheckpointError(f"{file} is one of {count} files, and {missing[0]} is not beside it: fetch it")
+        raise CheckpointError(f"{file} is one of {count} files, but {missing[0]} is not in the folder: download it")
     return files
 
 
 class _Reader:
-    """Sequential reader of numbers and strings. A read beyond the end of the file or MAX_HEADER raises."""
+    """Sequential reader of numbers and strings.
+
+    Raises CheckpointError on a read beyond the end of the file or MAX_HEADER.
+    """
 
     def __init__(self, path: Path, size: int, file: Any) -> None:
         self.path, self.size, self.file, self.at = path, min(size, MAX_HEADER), file, 0
@@ -135,7 +142,7 @@ class _Reader:
     def take(self, count: int, what: str) -> bytes:
         if count > self.size - self.at:
             takes = f"{what} at byte {self.at} takes {count} bytes"
-            raise _damaged(self.path, f"{takes}, and the header can have {self.size - self.at} more")
+            raise _damaged(self.path, f"{takes}, but the header can have at most {self.size - self.at} more")
         data = self.file.read(count)
         if len(data) < count:
             raise _damaged(self.path, f"it ends at byte {self.at + len(data)}, within {what}")
@@ -148,7 +155,7 @@ class _Reader:
     def string(self, what: str, most: int = MAX_HEADER) -> str:
         (length,) = self.numbers("Q", 1, what)
         if length > most:
-            raise _damaged(self.path, f"{what} has a length of {length}, at most {most} are allowed")
+            raise _damaged(self.path, f"{what} has a length of {length}, but at most {most} are allowed")
         return self.take(length, what).decode("utf-8", errors="replace")
 
     def value(self, kind: int, what: str, inside: bool = False) -> Any:
@@ -163,7 +170,7 @@ class _Reader:
         if element in _NUMBERS:
             return self.numbers(_NUMBERS[element], count, what) if count else ()
         if 8 * count > self.size - self.at:  # a string takes at least 8 bytes
-            raise _damaged(self.path, f"{what} is an array of {count}, more than the file can hold")
+            raise _damaged(self.path, f"{what} is an array of {count}, more than the file can contain")
         return tuple(self.value(element, what, inside=True) for _ in range(count))
 
 
@@ -181,11 +188,11 @@ def _header(path: Path, _modified: int) -> tuple[Mapping[str, Any], Mapping[str,
 
 def _parse(reader: _Reader, path: Path, size: int) -> tuple[Mapping[str, Any], Mapping[str, GGUFInfo]]:
     if reader.take(4, "the magic number") != GGUF_MAGIC:
-        raise CheckpointError(f"{path} is not a GGUF file: it does not begin with the letters GGUF")
+        raise CheckpointError(f"{path} is not a GGUF file: it does not start with the bytes GGUF")
     (version,) = reader.numbers("I", 1, "the version")
     if version not in (2, 3):
         big = version and version & 0xFFFF == 0
-        why = "it is big-endian" if big else f"version {version} is not read, 2 and 3 are"
+        why = "it is big-endian" if big else f"version {version} is not supported, only 2 and 3"
         raise CheckpointError(f"{path}: {why}: convert the model again with a current llama.cpp")
     count, pairs = reader.numbers("Q", 2, "the counts")
     if count > _MAX_TENSORS or pairs > _MAX_FIELDS:
@@ -213,7 +220,7 @@ def _parse(reader: _Reader, path: Path, size: int) -> tuple[Mapping[str, Any], M
 def _located(
     path: Path, entries: list[tuple[str, tuple[int, ...], int, int]], start: int, align: int, size: int
 ) -> dict[str, GGUFInfo]:
-    """Locate the tensors. As in llama.cpp, the data must be in the order of the header, without gaps except padding."""
+    """Locate the tensors. As in llama.cpp, the data must be in header order, without gaps except for padding."""
     types, sizes = library().GGMLQuantizationType, library().GGML_QUANT_SIZES
     found, at = dict[str, GGUFInfo](), 0
     for name, shape, number, offset in entries:
@@ -221,17 +228,17 @@ def _located(
         if name in found:
             raise _damaged(path, f"{tensor} occurs twice")
         if number not in set(types) or types(number) not in sizes:
-            known = f"which gguf {importlib.metadata.version('gguf')} does not know: update it"
+            known = f"which gguf {importlib.metadata.version('gguf')} does not support: update gguf"
             raise CheckpointError(f"{path}: {tensor} has the type {number}, {known}")
         kind, (group, width) = types(number).name, sizes[types(number)]
         if math.prod(max(1, n) for n in shape) >= 2**60:
             raise _damaged(path, f"{tensor}: shape {short(list(shape))} is too large")
         last = shape[-1] if shape else 1
         if last % group:
-            raise _damaged(path, f"{tensor}: rows of {last} are not made of {kind} blocks of {group}")
+            raise _damaged(path, f"{tensor}: rows of {last} cannot be divided into {kind} blocks of {group}")
         octets = math.prod(shape[:-1]) * (last // group) * width
         if offset != at or start + offset + octets > size:
-            why = f"begins at {offset} instead of {at}" if offset != at else f"ends beyond the file's {size} bytes"
+            why = f"starts at {offset} instead of {at}" if offset != at else f"ends beyond the file's {size} bytes"
             raise _damaged(path, f"{tensor} {why}")
         at = -(-(offset + octets) // align) * align
         plain = kind in DTYPES

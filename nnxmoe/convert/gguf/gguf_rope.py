@@ -20,7 +20,7 @@ def shortest(value: Any) -> Any:
 def rope_fields(model: GGUF, name: str, given: Mapping[str, Any], theta: float) -> dict[str, Any]:
     """Return the rope fields of config.json.
 
-    Absent keys have llama.cpp's defaults: linear scaling by a factor of 1. llama.cpp stores Llama 3's scaling as one
+    Missing keys have llama.cpp's defaults: linear scaling by a factor of 1. llama.cpp stores Llama 3's scaling as one
     factor per frequency, in the tensor ``rope_freqs.weight``.
 
     Args:
@@ -35,7 +35,9 @@ def rope_fields(model: GGUF, name: str, given: Mapping[str, Any], theta: float) 
     factors = model.tensors.get("rope_freqs.weight")
 
     def refuse(key: str, value: Any, why: str = "") -> None:
-        raise model.error(f"{name}.rope.scaling.{key} {short(value)}{why} is not supported; linear and yarn are")
+        raise model.error(
+            f"{name}.rope.scaling.{key} {short(value)}{why} is not supported; linear and yarn are supported"
+        )
 
     if kind not in ("none", "linear", "yarn"):
         refuse("type", kind)
@@ -54,7 +56,7 @@ def rope_fields(model: GGUF, name: str, given: Mapping[str, Any], theta: float) 
 
 
 def _refuse_unused(kind: str, scaling: Mapping[str, Any], refuse: Any) -> None:
-    """Call ``refuse`` for values that change results in ways that no rope of nnxmoe supports."""
+    """Call ``refuse`` for values that change results in a way that no rope of nnxmoe supports."""
     if kind != "yarn" and scaling.get("attn_factor", 1) != 1:
         refuse("attn_factor", scaling["attn_factor"], f" with type {kind}")
     if scaling.get("alpha"):
@@ -77,7 +79,7 @@ def _yarn(name: str, factor: float, scaling: Mapping[str, Any], refuse: Any) -> 
         attention = 1.0
     elif log:
         refuse("yarn_log_multiplier", log)
-    # The converter stores transformers' attention_factor. llama.cpp overrides it with its own value if the two differ.
+    # The converter stores transformers' attention_factor. llama.cpp replaces a different value with its own value.
     if not math.isclose(scaling.get("yarn_attn_factor", attention), attention, rel_tol=1e-5):
         if scaling["yarn_attn_factor"] != 1:
             refuse("yarn_attn_factor", scaling["yarn_attn_factor"])
@@ -88,7 +90,7 @@ def _yarn(name: str, factor: float, scaling: Mapping[str, Any], refuse: Any) -> 
 
 def _llama3(model: GGUF, info: Any, theta: float) -> dict[str, Any]:
     if info.kind != "F32" or len(info.values) != 1 or not 1 <= info.values[0] <= 1 << 15:
-        raise model.error(f"rope_freqs.weight is {info.kind} {list(info.values)}: it must be a vector of F32")
+        raise model.error(f"rope_freqs.weight is {info.kind} {list(info.values)}: it must be an F32 vector")
     with open(info.file, "rb") as file:
         file.seek(info.begin)
         found = np.frombuffer(file.read(info.nbytes), "<f4")
@@ -102,7 +104,7 @@ def _llama3(model: GGUF, info: Any, theta: float) -> dict[str, Any]:
     wanted = Llama3Rope(2 * len(found), theta, most, low, high, positions)
     if not np.allclose(plain / np.asarray(wanted.frequencies(jnp.int32(0))), found, rtol=1e-4):
         raise model.error(
-            f"rope_freqs.weight has factors that are not Llama 3's: not supported: {short(found.tolist())}"
+            f"rope_freqs.weight has factors that differ from Llama 3's, which is not supported: {short(found.tolist())}"
         )
     rope = {"factor": most, "low_freq_factor": low, "high_freq_factor": high}
     return {"rope_scaling": {"rope_type": "llama3", **rope, "original_max_position_embeddings": positions}}

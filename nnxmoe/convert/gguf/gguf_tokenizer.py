@@ -1,7 +1,7 @@
-"""Convert the tokenizer in the metadata of a GGUF file to the content of tokenizer.json and tokenizer_config.json.
+"""Convert the tokenizer in a GGUF file's metadata to the content of tokenizer.json and tokenizer_config.json.
 
 Sources: llama.cpp's ``llama-vocab.cpp`` for the regular expressions that split a text before the merges, and the
-tokenizer.json files of the models.
+models' tokenizer.json files.
 """
 
 import itertools
@@ -14,7 +14,7 @@ from nnxmoe.convert.gguf.gguf_file import GGUF
 
 logger = logging.getLogger(__name__)
 
-_UNKNOWN, _CONTROL, _OWN = 2, 3, 4  # types of tokens; _OWN: user-defined, matched as a whole, not special
+_UNKNOWN, _CONTROL, _OWN = 2, 3, 4  # token types; _OWN is user-defined: matched as a whole, but not special
 _NAMES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _KEY = "tokenizer.ggml."
 
@@ -78,7 +78,8 @@ _SPLITS: dict[str, list[str]] = {
 _WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken")
 # Value of tokenizer.ggml.model -> default ids of special tokens.
 _DEFAULT_IDS = {"llama": {"bos": 1, "eos": 2, "unknown": 0}, "gpt2": {"bos": 11, "eos": 11}}
-# Tokens that end an answer in every file that has them, regardless of their type. Files name at most two of them.
+# Tokens that end an answer in every file that contains them, regardless of their type. A file's metadata specifies at
+# most two of these tokens.
 _ENDS = {
     *("</s>", "<eos>", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>"),
     *("<|return|>", "<|call|>", "<|calls|>", "<|flush|>", "<end_of_turn>", "<end_of_utterance>", "<EOT>", "_<EOT>"),
@@ -100,16 +101,16 @@ def tokenizer_files(model: GGUF) -> dict[str, dict[str, Any]]:
     """
     tokens, kinds = _texts(model, "tokens"), model.fields.get(f"{_KEY}token_type", ())
     if len(kinds) not in (0, len(tokens)):
-        raise model.error(f"{_KEY}token_type has {len(kinds)} entries, and there are {len(tokens)} tokens")
+        raise model.error(f"{_KEY}token_type has {len(kinds)} entries, but there are {len(tokens)} tokens")
     kind, split = model.text(f"{_KEY}model"), model.fields.get(f"{_KEY}pre", "default")
     if kind == "gpt2":
         if f"{_KEY}pre" not in model.fields:
-            logger.warning("%s names no tokenizer.ggml.pre: texts are split as llama.cpp does by default", model.file)
+            logger.warning("%s has no tokenizer.ggml.pre: texts are split by llama.cpp's default rule", model.file)
         parts = _byte_level(model, tokens, split)
     elif kind == "llama":
         parts = _sentencepiece(model, tokens)
     else:
-        raise model.error(f"{_KEY}model {short(kind)} is not read; gpt2 and llama are")
+        raise model.error(f"{_KEY}model {short(kind)} is not supported; supported: gpt2 and llama")
     ids = special_ids(model)
     named = {name: tokens[ids[key]] for name, key in _NAMES.items() if key in ids}
     whole = {
@@ -135,15 +136,15 @@ def tokenizer_files(model: GGUF) -> dict[str, dict[str, Any]]:
 def _texts(model: GGUF, key: str) -> tuple[str, ...]:
     value = model.fields.get(f"{_KEY}{key}")
     if not isinstance(value, tuple) or not value or not isinstance(value[0], str):
-        raise model.error(f"{_KEY}{key} must be a list of texts, got {short(value)}")
+        raise model.error(f"{_KEY}{key} must be a list of strings, got {short(value)}")
     return value
 
 
 def special_ids(model: GGUF) -> dict[str, int]:
     """Return the ids of special tokens set by the file or its format.
 
-    The keys are ``bos``, ``eos``, ``eot``, ``eom``, ``unknown`` and ``padding``. For byte-level vocabularies, the
-    format's default is Falcon's id. This default applies only to control tokens.
+    The keys are ``bos``, ``eos``, ``eot``, ``eom``, ``unknown`` and ``padding``. The default ids of byte-level
+    vocabularies are Falcon's ids, and apply only if the token is a control token.
     """
     tokens, kinds = model.fields.get(f"{_KEY}tokens") or (), model.fields.get(f"{_KEY}token_type") or ()
     kind = model.fields.get(f"{_KEY}model")
@@ -159,7 +160,7 @@ def special_ids(model: GGUF) -> dict[str, int]:
 
 
 def end_ids(model: GGUF) -> list[int]:
-    """Return the ids that end an answer: first the ids set by the file, then the ids of well-known end tokens."""
+    """Return the ids that end an answer: the ids set by the file, followed by the ids of well-known end tokens."""
     tokens, ids = model.fields.get(f"{_KEY}tokens") or (), special_ids(model)
     ends = [ids[key] for key in ("eos", "eot", "eom") if key in ids]
     texts = _ENDS & set(tokens)
@@ -171,7 +172,7 @@ def end_ids(model: GGUF) -> list[int]:
 
 
 def _added(model: GGUF, tokens: tuple[str, ...], kinds: tuple[int, ...]) -> list[dict[str, Any]]:
-    """Return the tokens that are matched before a text is split. In Phi-3, a match includes the following spaces."""
+    """Return the tokens to match before a text is split. In Phi-3, a match includes the spaces after the token."""
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     phi3 = any(part in str(model.fields.get("general.name", "")).lower() for part in ("phi-3", "phi3"))
     ends, types = set(end_ids(model)), kinds or (1,) * len(tokens)
@@ -191,16 +192,16 @@ def _end(model: GGUF, tokens: tuple[str, ...], key: str) -> str:
     default = _DEFAULT_IDS[model.text(f"{_KEY}model")][key]
     if (number := special_ids(model).get(key)) is None:
         if model.fields.get(f"{_KEY}pre") in ("glm4", "chatglm-bpe") or default >= len(tokens):
-            raise model.error(f"{_KEY}add_{key}_token is true, and {_KEY}{key}_token_id is missing")
+            raise model.error(f"{_KEY}add_{key}_token is true, but {_KEY}{key}_token_id is missing")
         number = default
-        logger.warning("%s: no %s%s_token_id: by default %d, %r", model.file, _KEY, key, number, tokens[number])
+        logger.warning("%s has no %s%s_token_id: using %d, %r", model.file, _KEY, key, number, tokens[number])
     return tokens[number]
 
 
 def _id(model: GGUF, key: str, count: int) -> int | None:
     value = model.fields.get(f"{_KEY}{key}_token_id")
     if value is not None and (type(value) is not int or not 0 <= value < (count or 1 << 31)):
-        raise model.error(f"{_KEY}{key}_token_id is {short(value)}, and there are {count} tokens")
+        raise model.error(f"{_KEY}{key}_token_id is {short(value)}, but there are {count} tokens")
     return value
 
 
@@ -214,7 +215,7 @@ def _vocabulary(tokens: tuple[str, ...]) -> dict[str, int]:
 def _byte_level(model: GGUF, tokens: tuple[str, ...], split: Any) -> dict[str, Any]:
     if split not in _SPLITS:
         raise model.error(
-            f"{_KEY}pre {short(split)} is not known here, and decides how texts are split: load the tokenizer of the "
+            f"{_KEY}pre {short(split)}, the rule for splitting texts, is not supported: load the tokenizer from the "
             "model's original folder with nnxmoe.Tokenizer.from_pretrained"
         )
     patterns, merges = _SPLITS[split], _texts(model, "merges")
@@ -240,7 +241,7 @@ def _byte_level(model: GGUF, tokens: tuple[str, ...], split: Any) -> dict[str, A
 def _sentencepiece(model: GGUF, tokens: tuple[str, ...]) -> dict[str, Any]:
     scores, vocab = model.fields.get(f"{_KEY}scores", ()), _vocabulary(tokens)
     if len(scores) != len(tokens):
-        raise model.error(f"{_KEY}scores has {len(scores)} entries, and there are {len(tokens)} tokens")
+        raise model.error(f"{_KEY}scores has {len(scores)} entries, but there are {len(tokens)} tokens")
     first = bool(model.fields.get(f"{_KEY}add_space_prefix", True))
     unknown = special_ids(model).get("unknown")
     bpe = {"type": "BPE", "dropout": None, "unk_token": None if unknown is None else tokens[unknown], "fuse_unk": True}
@@ -260,9 +261,10 @@ def _sentencepiece(model: GGUF, tokens: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _merges(vocab: Mapping[str, int], scores: tuple[float, ...]) -> list[list[str]]:
-    """Return the pairs that form tokens, best score first. Pairs with equal scores are sorted by length, longest first.
+    """Return the pairs that form tokens, best score first, and longest first among equal scores.
 
-    llama.cpp merges the leftmost of equal pairs. ``tokenizers`` cannot do so. SentencePiece's scores are distinct.
+    llama.cpp merges the leftmost of several pairs with equal scores, which ``tokenizers`` does not support.
+    SentencePiece's scores are distinct.
     """
     pairs = [
         (text[:cut], text[cut:], scores[number])
@@ -272,13 +274,13 @@ def _merges(vocab: Mapping[str, int], scores: tuple[float, ...]) -> list[list[st
     ]
     texts = {left + right for left, right, _ in pairs}
     if len({scores[vocab[text]] for text in texts}) < len(texts):
-        logger.warning("tokenizer.ggml.scores has equal scores: of such tokens the longer one is merged first")
+        logger.warning("tokenizer.ggml.scores has equal scores: longer tokens with equal scores are merged first")
     pairs.sort(key=lambda pair: (pair[2], len(pair[0]), len(pair[1])), reverse=True)
     return [[left, right] for left, right, _ in pairs]
 
 
 def _with_ends(first: str | None, last: str | None, ids: Mapping[str, int]) -> dict[str, Any]:
-    """Return the post-processor that adds the first and the last token of a text."""
+    """Return the post-processor that adds a first and a last token to a text."""
 
     def ends(parts: list[tuple[str, int]]) -> list[dict[str, Any]]:
         texts = [{"Sequence": {"id": name, "type_id": kind}} for name, kind in parts]

@@ -1,4 +1,4 @@
-"""Convert from and to MaxText's layout: nested dicts with MaxText's names and shapes, and MaxText's Orbax checkpoints.
+"""Convert models to and from MaxText's layout: parameter trees and Orbax checkpoints with MaxText's names and shapes.
 
 `nnxmoe.convert.maxtext.layout` describes the differences from nnxmoe's layout.
 """
@@ -52,7 +52,7 @@ from nnxmoe.models import family_of, parse_config
 from nnxmoe.runtime.progress import bytes_bar, logger
 
 _MTP = "mtp_block"  # MaxText's prediction layers, next to ``decoder``
-BIASES = "MoEBiasVar"  # MaxText 0.2.5's collection of the routers' correction biases
+BIASES = "MoEBiasVar"  # MaxText 0.2.5's collection of router correction biases
 _BARE = ("decoder", "token_embedder")  # top-level names of a tree without ``params``
 _TOPS = ("params", "model", "state", "nnx_aux", *_BARE, _MTP)  # top-level names in a checkpoint folder
 _LEVELS = ("params", "model", "state")  # levels around a tree, in any number and order
@@ -64,7 +64,7 @@ _NO_ITEM = re.compile(r"^\d+$|\.orbax-checkpoint-tmp")  # a step, or a temporary
 
 
 def roundings(model: CausalLM, found: LazyArrays) -> list[str]:
-    """Describe the tensors whose values MaxText's arrays ``found`` round below float32's precision."""
+    """Describe the tensors that MaxText's layout scales by a factor and rounds to less than float32 precision."""
     narrow, change = {a.dtype for a in found.values()} - {np.dtype(np.float32)}, value_changes(model)
     factors = [("queries divided", change[QUERY].over), ("embeddings multiplied", change[EMBED].times)]
     kinds = ", ".join(sorted(map(str, narrow)))
@@ -81,8 +81,8 @@ def to_tree(model: CausalLM, scan_layers: bool = True, dtype: Any = None) -> dic
     """Convert a model to MaxText's parameter tree ``{"params": {"decoder": …, "token_embedder": …}}``.
 
     Arrays that are equal in both layouts are not copied. Queries are divided by sqrt(head width) in float32 and rounded
-    once. The result is exact if sqrt(head width) is a power of two. For a bfloat16 model, ``dtype=float32`` avoids the
-    rounding. The arrays are NumPy arrays, or JAX arrays if the model spans processes.
+    once. The division is exact if sqrt(head width) is a power of two. For a bfloat16 model, ``dtype=float32`` avoids
+    the rounding. The arrays are NumPy arrays, or JAX arrays if the model spans processes.
 
     Args:
         scan_layers: Whether to stack the layers, as MaxText does with ``scan_layers=True``.
@@ -105,7 +105,7 @@ def from_tree(
     """Build a model from MaxText's parameter tree.
 
     Args:
-        tree: Nested mappings of arrays, scanned or not, boxed or not, inside any levels of ``params``, ``model`` or
+        tree: Nested mappings of arrays, scanned or not, boxed or not, below any levels named ``params``, ``model`` or
             ``state``. The state of optimizers and random number generators is skipped and listed in
             ``load_report.skipped``.
         config: Config of the model.
@@ -120,7 +120,7 @@ def from_tree(
     found, skipped = split_off_states(flatten_tree(tree))
     check_arrays(found)
     if empty := [name for name, leaf in found.items() if isinstance(leaf, jax.ShapeDtypeStruct)]:
-        raise CheckpointError(f"the tree holds shapes without values: {some(empty)}")
+        raise CheckpointError(f"the tree contains shapes without values: {some(empty)}")
     report = LoadReport("the tree", skipped=skipped)
     return _model(
         {name: LazyArray.from_array(leaf) for name, leaf in found.items()}, report, config, strategy, mesh, dtype
@@ -141,14 +141,14 @@ def _model(
     config, times = fold_query_scale_if_cast(carried, [array for array, _ in names.values()], kind)
     model = abstract_model(config, strategy, mesh)
     scan, back = is_scanned(model, names), {key: change.inverse for key, change in value_changes(model).items()}
-    # The factor on the queries is either part of the config or in `times`.
+    # Either the config or `times` contains the factor on the queries.
     wanted = maxtext_layout(model, scan, back | {QUERY: dataclasses.replace(back[KEY], times=times)})
     # MaxText 0.2.5 also stores values that are not parameters in nnx_aux, such as random number generator states.
     ahead = {name for name in names if name.startswith(f"{_MTP}/")}
     aside = {name for name, (_, aux) in names.items() if aux and name not in wanted} - ahead
     rules = {
-        f"prediction layers, which are MaxText's own ({_MTP})": ahead,
-        "no parameter of the model (nnx_aux)": aside,
+        f"prediction layers in MaxText's format ({_MTP})": ahead,
+        "values that are not parameters (nnx_aux)": aside,
     }
     skipped = {**report.skipped, **{rule: tuple(sorted(left)) for rule, left in rules.items() if left}}
     names = {name: found for name, found in names.items() if name not in ahead | aside}
@@ -222,7 +222,7 @@ def load(
     where = absolute_path(folder)
     if config is None and not os.path.lexists(where / "config.json"):
         raise CheckpointError(
-            f"{where} has no config.json; MaxText does not write one. Pass the config (nnxmoe convert: --config)"
+            f"{where} has no config.json, because MaxText does not write it. Pass the config (nnxmoe convert: --config)"
         )
     notes: tuple[str, ...] = ()
     if config is None:
@@ -233,7 +233,7 @@ def load(
     )
     if unread := [name for name in unread if not name.endswith("Var")]:
         raise CheckpointError(
-            f"{where} holds {some(unread)} beside the parameters: remove it, or give a tree to from_tree"
+            f"{where} holds {some(unread)} in addition to the parameters: remove it, or pass a tree to from_tree"
         )
     for state, names in states.items():
         skipped[state] = (*skipped.get(state, ()), *names)
@@ -251,8 +251,8 @@ def read(folder: str | os.PathLike[str]) -> dict[str, LazyArray]:
 def items(folder: pathlib.Path) -> pathlib.Path:
     """Return the folder with the arrays: the folder itself, its item, or the item of the last complete step.
 
-    The item is the folder ``items``, or else the only item, such as ``default``. Raises CheckpointError if there is no
-    item, or several items without ``items``.
+    The item is the folder ``items``, or else the only item, such as ``default``. Raises CheckpointError if the folder
+    has no item, or several items but not ``items``.
     """
     steps = sorted(
         (path for path in folder.glob("*") if path.name.isdecimal()), key=lambda p: int(p.name), reverse=True
@@ -261,37 +261,38 @@ def items(folder: pathlib.Path) -> pathlib.Path:
         found = sorted(path.parent for path in where.glob("*/_METADATA") if not _NO_ITEM.search(path.parent.name))
         found = [where] if (where / "_METADATA").is_file() else [p for p in found if p.name == "items"] or found
         if len(found) > 1:
-            raise CheckpointError(f"{where} holds {some([p.name for p in found])}: give the folder of one of these")
+            raise CheckpointError(f"{where} holds {some([p.name for p in found])}: pass the folder of one of these")
         if found:
             if incomplete := steps[: steps.index(where)] if where in steps else []:
                 names = ", ".join(step.name for step in incomplete)
-                logger.warning("%s: step %s is read; incomplete: %s", folder, where.name, names)
+                logger.warning("%s: reading step %s; incomplete steps: %s", folder, where.name, names)
             return found[0]
     raise CheckpointError(
-        f"{folder} holds no Orbax checkpoint: neither _METADATA, items nor a step such as 0/items; give the folder "
-        "that holds _METADATA"
+        f"{folder} contains no Orbax checkpoint: neither _METADATA, items nor a step such as 0/items; pass the folder "
+        "that contains _METADATA"
     )
 
 
 def _names(found: LazyArrays) -> dict[str, tuple[LazyArray, bool]]:
-    """Map names without prefixes such as ``params/`` to (array, whether a collection other than ``params`` has it).
+    """Map names without prefixes such as ``params/`` to (array, whether it is in a collection other than ``params``).
 
-    Besides ``params``, MaxText 0.2.5 has the collection ``nnx_aux`` and a collection per class of variables, such as
-    ``MoEBiasVar``. If an array is in ``params`` and in the collection of a class, the array in ``params`` is skipped,
-    as in MaxText.
+    Besides ``params``, MaxText 0.2.5 has the collection ``nnx_aux`` and a collection per variable class, such as
+    ``MoEBiasVar``. As in MaxText, the collection of a class overrides ``params``.
     """
     names: dict[str, tuple[LazyArray, bool]] = {}
     for name in sorted(found, key=lambda name: "Var/" in name):
         prefix = _AROUND.match(name)
-        short = (name[prefix.end() :] if prefix else name).removesuffix("/value")  # saved boxes and nnx.States have it
+        short = (name[prefix.end() :] if prefix else name).removesuffix(
+            "/value"
+        )  # suffix in saved boxes and nnx.States
         if short in names and "Var/" not in name:
-            raise CheckpointError(f"there are two arrays {short}, one of them at {name}: remove one of them")
+            raise CheckpointError(f"two arrays are named {short}, one of them at {name}: remove one of them")
         names[short] = found[name], bool(prefix and prefix["aux"])
     return names
 
 
 def _layers_first(shapes: Mapping[str, tuple[int, ...]], wanted: Mapping[str, ArrayLayout]) -> bool:
-    """Return whether MaxText scanned layers on axis 0 (``param_scan_axis: 0``), judged by all unambiguous shapes."""
+    """Return whether all unambiguous shapes have scanned layers on axis 0 (MaxText's ``param_scan_axis: 0``)."""
     if any(leaf.rearrange is not None for leaf in wanted.values()):
         return False
     pairs = [(shapes[n], leaf.shape) for n, leaf in wanted.items() if leaf.axis is not None and n in shapes]

@@ -1,7 +1,4 @@
-"""Read the array trees of MaxText and Flax: nested dicts or states, boxed or not.
-
-A tree may contain state other than parameters.
-"""
+"""Read array trees of MaxText and Flax: nested dicts or states, boxed or not, with parameters and other state."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
@@ -17,18 +14,18 @@ from nnxmoe.config.printable import some
 Tree = Mapping[str, Any]
 T = TypeVar("T")
 _ARRAYS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, int, float)
-# Kind of state -> names of branches with such state, and names of integer arrays of such state, anywhere in a tree.
+# Type of state -> names of branches with this state, and names of integer arrays with this state, anywhere in a tree.
 _STATES = {
-    "state of random generators": (frozenset({"rngs", "rng"}), frozenset({"key"})),
-    "state of a training": (frozenset({"opt_state", "optimizer", "mu", "nu"}), frozenset({"step", "count"})),
+    "state of random number generators": (frozenset({"rngs", "rng"}), frozenset({"key"})),
+    "state of training": (frozenset({"opt_state", "optimizer", "mu", "nu"}), frozenset({"step", "count"})),
 }
 
 
 def flatten_arrays(tree: Tree) -> dict[str, Any]:
     """Flatten a tree of mappings, boxed or not, to arrays by name, without random keys.
 
-    As in MaxText, NNX variables that are not parameters have names below ``nnx_aux``. Raises ValueError for values that
-    are not arrays.
+    As in MaxText, the names of NNX variables that are not parameters start with ``nnx_aux``. Raises ValueError for
+    values that are not arrays.
     """
     keys = jax.dtypes.prng_key
     found = {
@@ -41,7 +38,7 @@ def flatten_arrays(tree: Tree) -> dict[str, Any]:
 def check_arrays(found: Mapping[str, Any]) -> None:
     """Raise ValueError unless all values are arrays or numbers."""
     if odd := [f"{name} ({type(a).__name__})" for name, a in found.items() if not isinstance(a, _ARRAYS)]:
-        raise ValueError(f"the tree holds values that are not arrays of JAX or NumPy: {some(odd)}")
+        raise ValueError(f"the tree contains values that are not JAX or NumPy arrays: {some(odd)}")
 
 
 def flatten_tree(tree: Tree) -> dict[str, Any]:
@@ -51,7 +48,7 @@ def flatten_tree(tree: Tree) -> dict[str, Any]:
     """
     if not isinstance(tree, Mapping):
         raise ValueError(
-            f"the tree is a {type(tree).__name__}: give nested dicts of arrays, such as state.params or "
+            f"the tree is a {type(tree).__name__}: pass nested dicts of arrays, such as state.params or "
             "nnx.state(module)"
         )
     return dict(_leaves(tree, ()))
@@ -72,7 +69,7 @@ def split_off_states(found: Mapping[str, T]) -> tuple[dict[str, T], dict[str, tu
     """Separate parameters from other state.
 
     Returns:
-        Tuple of the values that may be parameters, by name, and kind of state -> names of skipped branches.
+        Tuple of the values that may be parameters, by name, and the names of skipped branches, by type of state.
     """
     kept, skipped = dict[str, T](), dict[str, set[str]]()
     for name, value in found.items():

@@ -2,8 +2,8 @@
 
 Differences from nnxmoe's layout:
 
-- Scanned layers, including vectors, are stacked on axis 1. If layer types alternate, there is one array per type
-  (layer 5 of gpt-oss is number 2 of ``layers/layers_1``). If all layers of a block except the last are scanned
+- Scanned layers, including vectors, are stacked on axis 1. If layer types alternate, each type has its own array
+  (layer 5 of gpt-oss has index 2 in ``layers/layers_1``). If all layers of a block except the last are scanned
   separately (Qwen3-Next, Gemma 4), layers are on axes 1 and 2.
 - Queries of grouped-query attention are divided by sqrt(head width) in most families.
 - With Llama 3.1's rope, the two halves of a head's features are interleaved.
@@ -42,18 +42,18 @@ from nnxmoe.models import family_of
 KEY, EMBED = "layer.attention.k.", "embed.table"
 NO_CHANGES: Mapping[str, ValueChange] = {}
 _KIND = "{kind}"  # placeholder for the layer type in the name of a row
-_SHARED = " of "  # separates MaxText's name from the parameter's key, for arrays that contain several parameters
+_SHARED = " of "  # separator between MaxText's name and the parameter's key, for arrays with several parameters
 
 
 class MaxTextRow(NamedTuple):
     """Row of a family's table.
 
-    If MaxText's array has fewer axes than nnxmoe's, the heads are flattened. If it has one axis more, it has one head.
+    If MaxText's array has fewer axes than nnxmoe's array, the heads are flattened. An additional axis is a single head.
 
     Attributes:
         name: MaxText's name of the array.
         axes: Logical axes of MaxText's array.
-        order: nnxmoe's dimensions in the order of MaxText's array. Empty for the same order.
+        order: nnxmoe's dimensions in the order of MaxText's array. Empty if the order is the same.
     """
 
     name: str
@@ -64,10 +64,10 @@ class MaxTextRow(NamedTuple):
 def maxtext_layout(
     model: CausalLM, scan_layers: bool, changes: Mapping[str, ValueChange] = NO_CHANGES
 ) -> dict[str, ArrayLayout]:
-    """Map MaxText's names to an `ArrayLayout`, for every parameter of a model.
+    """Return the layouts of a model's MaxText arrays, by name.
 
     Args:
-        model: Model, with values or without.
+        model: Model with or without values.
         scan_layers: Whether MaxText's layers are scanned.
         changes: Prefix of parameter keys -> change of the values.
 
@@ -80,7 +80,7 @@ def maxtext_layout(
         raise CheckpointError(f"there is no table of MaxText's names for {kind!r} models: choose another format")
     if model.mtp:
         raise CheckpointError(
-            "MaxText has no place for the own norm (shared_head.norm) of multi-token prediction layers, and gives them "
+            "MaxText does not support the norm (shared_head.norm) of multi-token prediction layers, and uses hidden "
             "states before the final norm: choose another format, or load a Hugging Face folder "
             "(nnxmoe.save_pretrained) without mtp=True"
         )
@@ -119,9 +119,9 @@ def maxtext_layout(
 def _rearrange(
     parameter: Parameter, row: MaxTextRow, dims: tuple[int, ...], columns: tuple[int, ...] | None
 ) -> Rearrange | None:
-    """Return the rearrangement of MaxText's array to the array of a layout, or None if both are equal.
+    """Return the rearrangement of MaxText's array to the array of a layout. `None` if both are equal.
 
-    ``dims`` are the sizes of the dimensions that MaxText scans.
+    ``dims`` are the sizes of the scanned dimensions in MaxText's array.
     """
     shape, ins = parameter.of_layer, parameter.inputs or 0
     shape = shape if len(row.axes) <= len(shape) else (shape[0], 1, *shape[1:])
@@ -150,7 +150,7 @@ def _places(model: CausalLM, stacks: Mapping[int | None, int], scan: bool) -> Pl
     kind, groups = config.model_type, [group for group, _ in layers.places(config.sparse_layers, True)]
     if isinstance(layers, LayerGroups) and len({groups[first] for first in stacks.values()}) < len(stacks):
         raise CheckpointError(
-            f"MaxText's {kind} has equal layers only, and this model has {len(stacks)} runs of layers that differ: "
+            f"MaxText's {kind} requires equal layers, but this model has {len(stacks)} stacks of different layers: "
             "choose another format"
         )
     if isinstance(layers, LayerBlocks):
@@ -158,12 +158,12 @@ def _places(model: CausalLM, stacks: Mapping[int | None, int], scan: bool) -> Pl
         differ = len({(i % block, model.layer_type(first + i)) for i in range(len(found))}) > block
         if differ or any(one != layers.layer_types[i % block] for i, one in enumerate(found)):
             raise CheckpointError(
-                f"MaxText's {kind} repeats blocks of {some(layers.layer_types, 8)} layers, and this model's layers are "
-                f"{some(found, 8)}, or differ in more: choose another format"
+                f"MaxText's {kind} repeats blocks of {some(layers.layer_types, 8)} layers, but this model's layers are "
+                f"{some(found, 8)}, or differ in other ways: choose another format"
             )
         if scan and len(found) % block:
             raise CheckpointError(
-                f"MaxText scans {kind} in blocks of {block} layers, and this model has {len(found)} layers: leave "
+                f"MaxText scans {kind} in blocks of {block} layers, but this model has {len(found)} layers: save "
                 "them unscanned (scan_layers=False)"
             )
     return layers.places(config.sparse_layers, scan)
@@ -177,7 +177,7 @@ def is_scanned(model: CausalLM, names: Iterable[str]) -> bool:
 
 
 def value_changes(model: CausalLM) -> dict[str, ValueChange]:
-    """Return the changes of values from a model's parameters to MaxText's layout, by prefix of parameter keys."""
+    """Return the changes of values from a model's parameters to MaxText's arrays, by prefix of the parameter key."""
     config = model.config
     features = "pairs" if config.scale_in_queries and isinstance(config.rope, Llama3Rope) else "as they are"
     key = ValueChange(features=features)
@@ -187,7 +187,7 @@ def value_changes(model: CausalLM) -> dict[str, ValueChange]:
 
 
 def maxtext_arrays(model: CausalLM, scan_layers: bool, dtype: Any = None) -> dict[str, LazyArray]:
-    """Return MaxText's lazy arrays by name, computed from the model's parameters when they are read."""
+    """Return lazy arrays in MaxText's layout by name, computed from the model's parameters when they are read."""
     layouts = maxtext_layout(model, scan_layers, value_changes(model))
     arrays, columns = dict[str, LazyArray](), dict[str, list[tuple[LazyArray, tuple[int, ...]]]]()
     for name, array in model_arrays(layouts, float_dtype(dtype)).items():
@@ -225,7 +225,7 @@ def from_maxtext(layouts: Mapping[str, ArrayLayout], stored: LazyArrays, streams
         if array.fault is not None:
             arrays[name] = array
         elif array.shape != shape:
-            fault = f"{plain(stored_name)} has shape {list(array.shape)}, the config asks for {list(shape)}"
+            fault = f"{plain(stored_name)} has shape {list(array.shape)}, but the config requires {list(shape)}"
             arrays[name] = LazyArray.faulty(fault, (stored_name,))
         else:
             arrays[name] = layout.rearrange(array if layout.columns is None else array.take(layout.columns, -1))

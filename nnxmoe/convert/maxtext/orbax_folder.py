@@ -1,4 +1,4 @@
-"""Read and write Orbax checkpoints of lazy arrays. Arrays are computed, written and read one at a time."""
+"""Read and write Orbax checkpoints with lazy arrays. Arrays are computed, written and read one at a time."""
 
 import contextlib
 import dataclasses
@@ -34,9 +34,9 @@ class _Spread:
 
 
 class _Writer:
-    """Handler base class: compute each array just before writing, and free the array once it is on disk.
+    """Base class of handlers that compute each array just before writing it, and free it once it is on disk.
 
-    Errors are stored and raised at the end. If a process raised earlier, the other processes would wait for it forever.
+    Errors are stored and raised at the end. If a process raised earlier, the other processes would wait forever.
     """
 
     def __init__(self, bar: Any, **options: Any):
@@ -66,13 +66,13 @@ class _HostWriter(_Writer, type_handlers.NumpyHandler):
         self._busy = threading.Lock()
 
     def stop(self, failure: BaseException) -> None:
-        """Cancel further writes and wait for the current one."""
+        """Cancel further writes, and wait for the current write."""
         self.failure = failure
         with self._busy:
             return
 
     async def _open_and_write(self, value: LazyArray, tspec: Any, ts_context: Any) -> None:
-        """Write a chunk of rows at a time. Orbax would need memory for the whole array and a compressed copy."""
+        """Write one chunk of rows at a time. Orbax would need memory for the whole array and a compressed copy."""
         with self._busy:
             try:
                 if self.failure is None:
@@ -119,12 +119,12 @@ def _writer(folder: Path, bar: Any) -> Iterator[Any]:
         raise
     if failure := writers[0].failure or writers[1].failure or failure:
         raise CheckpointError(
-            f"cannot write: {error_summary(failure)}; make room, or choose another folder"
+            f"cannot write: {error_summary(failure)}; free disk space, or choose another folder"
         ) from failure
 
 
 def write(folder: Path, tree: Mapping[str, Any], bar: Any, *, step: bool = False) -> None:
-    """Write a tree of `LazyArray` leaves to a folder. If ``step``, write step 0, in ``0/items``."""
+    """Write a tree of `LazyArray` leaves to a folder. If ``step``, write it as step 0, to ``0/items``."""
     spread = jax.tree.map(
         lambda x: _Spread(x, x.global_array) if isinstance(x, LazyArray) and x.global_array else x, tree
     )
@@ -139,7 +139,7 @@ def write(folder: Path, tree: Mapping[str, Any], bar: Any, *, step: bool = False
 
 
 def _chunks(leaf: Any) -> ocp.SaveArgs:
-    """Return options to write large arrays in chunks of at most _CHUNK_BYTES, split along axis 0 if rows are long."""
+    """Return options that write large arrays in chunks of at most _CHUNK_BYTES, split along axis 0 if rows are long."""
     array: Any = leaf.array if isinstance(leaf, _Spread) else leaf
     if isinstance(array, int) or array.nbytes <= _CHUNK_BYTES:
         return ocp.SaveArgs()
@@ -166,7 +166,7 @@ def top_level_names(folder: Path) -> list[str]:
 def _stored(folder: Path) -> tuple[Any, dict[str, Any]]:
     """Return (handler for reading, metadata of the tree in a folder)."""
     if not (folder / "_METADATA").is_file():
-        raise CheckpointError(f"{folder} holds no Orbax checkpoint: it has no _METADATA")
+        raise CheckpointError(f"{folder} contains no Orbax checkpoint: _METADATA is missing")
     check_orbax_path(folder)
     reader = handler((np.ndarray, _Opener()))
     with _readable(folder):
@@ -183,8 +183,8 @@ def read(folder: Path, tops: Sequence[str] | None) -> dict[str, LazyArray]:
     wanted = stored if tops is None else {top: stored[top] for top in tops if top in stored}
     if tops is not None and not wanted:
         raise CheckpointError(
-            f"{folder} has no {tops[0]!r}, only {some(list(map(repr, stored))) or 'nothing'}: give the folder of "
-            "MaxText's checkpoint, or for nnxmoe.load the one that holds nnxmoe.json"
+            f"{folder} has no {tops[0]!r}, only {some(list(map(repr, stored))) or 'nothing'}: pass the folder of "
+            "a MaxText checkpoint, or to nnxmoe.load the folder that contains nnxmoe.json"
         )
     given = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), wanted)
     args = ocp.args.PyTreeRestore(item=wanted, restore_args=given, partial_restore=True)
@@ -199,16 +199,16 @@ def read(folder: Path, tops: Sequence[str] | None) -> dict[str, LazyArray]:
 
 @contextlib.contextmanager
 def _readable(folder: Path) -> Iterator[None]:
-    """Convert any exception of Orbax for a damaged checkpoint to CheckpointError."""
+    """Convert any exception that Orbax raises for a damaged checkpoint to CheckpointError."""
     try:
         yield
     except Exception as error:
-        text = f"{folder} is damaged, or no checkpoint that Orbax reads: {error_summary(error)}; copy it again"
+        text = f"{folder} is damaged, or not an Orbax checkpoint: {error_summary(error)}; copy it again"
         raise CheckpointError(text) from error
 
 
 def _read_bytes(store: Any) -> int:
-    """Return the bytes per read, at least one chunk, because chunks are decompressed as a whole."""
+    """Return the bytes per read, at least one chunk, because chunks are decompressed whole."""
     chunk = math.prod(store.chunk_layout.read_chunk.shape or ()) * store.dtype.numpy_dtype.itemsize
     return max(_BLOCK_BYTES, chunk)
 

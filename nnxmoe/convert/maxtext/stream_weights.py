@@ -2,8 +2,9 @@
 
 In a family's table, ``mhc_…/alpha``, ``beta`` and ``alpha_scale`` name nnxmoe's parameters. ``alpha`` maps all streams
 to the weights for reading, adding and mixing the streams. ``beta`` contains the offsets of these weights, and
-``alpha_scale`` one factor for each of the three. MaxText splits each parameter into ``pre``, ``post`` and ``res``.
-MaxText also multiplies the streams by a scale first. The scale is 1 in checkpoints converted from Hugging Face.
+``alpha_scale`` contains one factor for each of the three weights. MaxText splits each parameter into ``pre``, ``post``
+and ``res``. MaxText also multiplies the streams by a scale before ``alpha``. The scale is 1 in checkpoints converted
+from Hugging Face.
 """
 
 import math
@@ -18,7 +19,7 @@ _NORM, _PARTS, _KINDS = "mhc_norm/scale", ("pre", "post", "res"), ("alpha", "bet
 
 
 def split_streams(found: LazyArrays, streams: int) -> dict[str, LazyArray]:
-    """Replace nnxmoe's arrays of streams by MaxText's arrays. ``streams`` is the number of residual streams."""
+    """Replace nnxmoe's arrays of streams with MaxText's arrays. ``streams`` is the number of residual streams."""
     made = dict(found)
     for name, array in found.items():
         folder, kind = _of_streams(name)
@@ -66,13 +67,13 @@ def join_streams(given: LazyArrays, names: Iterable[str], streams: int) -> dict[
 
 
 def _of_streams(name: str) -> tuple[str, str]:
-    """Return (folder, kind) of an array of streams. The kind is empty for other arrays."""
+    """Return (folder, name of the parameter) for an array of streams. The name is empty for other arrays."""
     folder, _, kind = name.rpartition("/")
     return folder, kind if folder.rpartition("/")[2].startswith("mhc_") and kind in _KINDS else ""
 
 
 def _sections(kind: str, streams: int) -> Iterator[tuple[str, range, tuple[int, ...]]]:
-    """Yield (MaxText's name, columns in nnxmoe's array, MaxText's shape without layers and inputs) for each part."""
+    """Yield (MaxText's name, columns in nnxmoe's array, MaxText's shape without layers and inputs) of each part."""
     square = (streams, streams) if kind == "beta" else (streams**2,)
     shapes = ((1,),) * 3 if kind == "alpha_scale" else ((streams,), (streams,), square)
     first = 0

@@ -1,4 +1,4 @@
-"""Read an adapter's tensors, including files of transformers 4 with one adapter per expert and projection."""
+"""Read an adapter's tensors, including transformers 4 files with one adapter per expert and projection."""
 
 import collections
 from pathlib import Path
@@ -17,7 +17,7 @@ from nnxmoe.model.weight_names import options
 from nnxmoe.models import family_of
 
 WEIGHTS_FILE = "adapter_model.safetensors"
-_OUTSIDE = "base_model.model."  # prefix of the base model's names in PEFT's names
+_OUTSIDE = "base_model.model."  # PEFT's prefix of the base model's names
 _FLOATS = ("F32", "BF16", "F16")
 
 
@@ -34,7 +34,7 @@ class AdapterFile:
         self.faults: list[str] = []
         if not path.is_file() and (pickled := path.with_name("adapter_model.bin")).is_file():
             raise CheckpointError(
-                f"{pickled} is pickled, which is not read here: convert it to safetensors, with peft's "
+                f"{pickled} is pickled, which is not supported: convert it to safetensors with peft's "
                 "PeftModel.from_pretrained(…).save_pretrained(…)"
             )
         header = read_header(path)
@@ -87,10 +87,10 @@ class AdapterFile:
 def read_expert_adapters(
     model: CausalLM, slot: AdapterSlot, layer: int, settings: Settings, file: AdapterFile
 ) -> AdapterValues | None:
-    """Combine the adapters per expert of a layer into a single adapter. Returns None if the file has no such adapters.
+    """Combine a layer's adapters per expert into a single adapter. Returns None if the file has no such adapters.
 
     The rank of the result is the sum of the ranks of gate and up. Each projection has its own rows of ``a``, and ``b``
-    is zero for the other rows. Experts without an adapter have zeros.
+    is zero for the other rows. The values of experts without an adapter are zero.
     """
     (lead, (ins,), (outs,)), _ = slot.dimensions
     found: dict[tuple[int, int], tuple[str, tuple[int, float]]] = {}

@@ -1,10 +1,10 @@
 """Save and load adapters in PEFT's format: ``adapter_config.json`` and ``adapter_model.safetensors``.
 
-Names follow PEFT 0.21 with transformers 5. The experts of a layer are two parameters, and one adapter covers all
-experts: ``lora_A [E * rank, ins]`` and ``lora_B [outs, rank * E]`` with the experts innermost, also if the base
-parameter is transposed. The outputs are in the order of the base parameter: first gate, then up, or alternating
-(gpt-oss). If both parameters of a module are adapted, PEFT nests the first adapter in the second as ``base_layer``.
-`load` also reads files of transformers 4, with one adapter per expert and projection.
+Names follow PEFT 0.21 with transformers 5. A layer's experts are two parameters, and one adapter covers all experts:
+``lora_A [E * rank, ins]`` and ``lora_B [outs, rank * E]`` with the experts innermost, even if the base parameter is
+transposed. The outputs are in the order of the base parameter: first gate, then up, or alternating (gpt-oss). If both
+parameters of a module are adapted, PEFT nests the first adapter in the second as ``base_layer``. `load` also reads
+transformers 4 files, with one adapter per expert and projection.
 """
 
 import collections
@@ -70,14 +70,14 @@ def save(model: CausalLM, folder: str | os.PathLike[str], *, overwrite: bool = F
         if slot.adapter is not None and (numbers := slot.adapter.rank_and_alpha(layer)) is not None
     )
     if not pieces:
-        raise ValueError("cannot save: the model has no adapters; nnxmoe.save_pretrained writes whole models")
+        raise ValueError("cannot save: the model has no adapters; use nnxmoe.save_pretrained to save a whole model")
     report = model.load_report
     if report is not None and report.towers:
-        logger.warning("%s: an adapter of the text model alone, to load here or beside its save_pretrained", folder)
+        logger.warning("%s: the adapter fits the text model only, as loaded here or saved by save_pretrained", folder)
     if unknown := sorted({one.slot.name for one in pieces if one.slot.name.startswith(family_of(model).peft_excluded)}):
-        logger.warning("%s: peft has no layers for the adapters of %s: load them here", folder, ", ".join(unknown))
+        logger.warning("%s: peft does not support adapters of %s: use nnxmoe to load them", folder, ", ".join(unknown))
     if report is not None and report.files is not None and is_gguf(report.files):
-        text = "%s: its base model is the GGUF file %s, which peft cannot load: give peft the original model instead"
+        text = "%s: the base model is the GGUF file %s, which peft cannot load: pass the original model to peft"
         logger.warning(text, folder, report.source)
     base = {"base_model_name_or_path": report and report.source, "revision": report and report.revision}
     with shared_folder(folder, overwrite, ADAPTER_FILES) as stage:
@@ -90,31 +90,31 @@ def save(model: CausalLM, folder: str | os.PathLike[str], *, overwrite: bool = F
 def open_adapter(folder: str | os.PathLike[str]) -> tuple[Settings, AdapterFile]:
     """Return (settings, tensor headers) of the adapter in a folder.
 
-    Commands call this function before loading a model, because it raises CheckpointError for any adapter that `load`
-    does not support in any model.
+    Commands call this function before loading a model. It raises CheckpointError for adapters that `load` supports in
+    no model.
     """
     where = absolute_path(folder)
     return Settings.read(where / CONFIG_FILE), AdapterFile(where)
 
 
 def base_model_name(folder: str | os.PathLike[str]) -> str | None:
-    """Return the name of an adapter's base model, or None if the folder contains no adapter, or a whole model.
+    """Return the name of an adapter's base model. `None` if the folder contains no adapter, or a whole model.
 
-    Raises CheckpointError if the adapter names no base model.
+    Raises CheckpointError if the adapter does not specify a base model.
     """
     path = absolute_path(folder) / CONFIG_FILE
     if not path.is_file() or path.with_name("config.json").is_file():
         return None
-    name = read_object(path, "every adapter folder has this file", CheckpointError).get("base_model_name_or_path")
+    name = read_object(path, "an adapter folder must have this file", CheckpointError).get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
-        raise CheckpointError(f"{path} names no base model: give that model, and this folder as --adapter")
+        raise CheckpointError(f"{path} specifies no base model: pass the base model, and this folder as --adapter")
     return name
 
 
 def _settings(model: CausalLM, pieces: list[LayerAdapter]) -> dict[str, Any]:
     """Return the fields of adapter_config.json.
 
-    Names are relative to the layer if all layers have equal adapters, and full names otherwise.
+    Names are relative to the layer if all layers have equal ranks and alphas, and full names otherwise.
     """
     numbers = {(piece.slot.name, piece.layer): piece.numbers for piece in pieces}
     groups: dict[str, dict[str, Numbers | None]] = collections.defaultdict(dict)
@@ -161,7 +161,7 @@ def load(model: CausalLM, folder: str | os.PathLike[str], dtype: Any = None) -> 
         dtype: Dtype of the adapters. Defaults to the stored dtype.
 
     Raises:
-        ValueError: The kind of adapter is not supported, or tensors are missing, unexpected or of a wrong shape. The
+        ValueError: The adapter type is not supported, or tensors are missing, unexpected or have a wrong shape. The
             message lists all these tensors. The model is unchanged.
     """
     refuse_adapters(model)
@@ -192,7 +192,7 @@ def _targeted(
 ) -> Iterator[tuple[AdapterSlot, int, Numbers, str]]:
     """Yield (slot, layer, (rank, alpha), parameter name) for each adapter in the settings.
 
-    Older files use different parameter names. If there is a choice, prefer the name whose tensors are in the file.
+    Older files use different parameter names. If several names match, prefer a name whose tensors are in the file.
     """
     for slot in adapter_slots(model):
         rows = () if slot.name == "head" else options(family_of(model).hf_names(model.config), slot.key)
@@ -211,7 +211,7 @@ def _targeted(
 
 
 def _check_tables(model: CausalLM, file: AdapterFile) -> None:
-    """Raise CheckpointError if the file contains an embedding or a head that differs from the model's.
+    """Raise CheckpointError if the file contains an embedding or head that differs from the model's tensor.
 
     peft stores embedding and head if they have adapters or were resized.
     """
@@ -225,11 +225,12 @@ def _check_tables(model: CausalLM, file: AdapterFile) -> None:
             given = file.take(name, variable.shape).astype(ours.dtype)
             if not file.faults and not bool(jnp.all(put_array(given, model.strategy.sharding_of(variable)) == ours)):
                 raise CheckpointError(
-                    f"{name} in {file.folder} is not the model's: the adapter was trained with another base model, or "
-                    "with a resized or trained vocabulary, and then has to be merged with peft (merge_and_unload)"
+                    f"{name} in {file.folder} differs from the model's tensor: the adapter was trained with a "
+                    "different base model, or with a resized or trained vocabulary. In the latter case, merge the "
+                    "adapter with peft (merge_and_unload)"
                 )
 
 
 def put_array(host: np.ndarray, place: Any) -> jax.Array:
-    """Put a host array on the devices with sharding ``place``, or on the default device if ``place`` is None."""
+    """Put a host array on the devices with a sharding, or on the default device if the sharding is None."""
     return jnp.asarray(host) if place is None else jax.make_array_from_callback(host.shape, place, host.__getitem__)

@@ -23,13 +23,13 @@ class AdapterSlot:
     """Attribute of a module that can contain an adapter, with the kernels that the adapter covers.
 
     Attributes:
-        name: Name of the slot, equal in all layers.
+        name: Name of the slot, the same in all layers.
         key: Key of the first kernel in the family's table of names.
         path: Path of the module in the model.
         owner: The module.
         attribute: Name of the attribute.
         kernels: Attribute names of the adapted kernels in the module.
-        first: Number of the layer, or of the first layer of a scanned stack.
+        first: Index of the layer, or of the first layer of a scanned stack.
     """
 
     name: str
@@ -47,7 +47,7 @@ class AdapterSlot:
 
     @property
     def adapter(self) -> LoRA | None:
-        """Adapter in the slot, or None."""
+        """Adapter in the slot. `None` if the slot is empty."""
         return getattr(self.owner, self.attribute)
 
     def put(self, adapter: LoRA | None) -> None:
@@ -67,7 +67,7 @@ class AdapterSlot:
 
     @property
     def dimensions(self) -> tuple[Any, Any]:
-        """Pair of sizes and logical axes of the kernel, each a tuple (lead, ins, outs)."""
+        """Sizes and logical axes of the kernel, each as a tuple (lead, ins, outs)."""
         kernel: Any = self.base[0]
         if isinstance(self.owner, Embed):  # table [V, D]: ins = V for the embedding, ins = D for a tied head
             turn = slice(None, None, 1 if self.attribute == "lora" else -1)
@@ -77,7 +77,7 @@ class AdapterSlot:
 
     @property
     def layers(self) -> range:
-        """Layer numbers of the slot. The embedding and the head count as a single layer."""
+        """Layer indices of the slot. The embedding and the head count as a single layer."""
         return range(self.first, self.first + (self.depth or 1))
 
     def shapes(self, rank: int, alpha: float, dtype: np.dtype) -> LoRA:
@@ -93,7 +93,7 @@ class AdapterSlot:
 
 
 def adapter_slots(model: CausalLM) -> list[AdapterSlot]:
-    """Return all slots in the order of the layers. The embedding and the head are last."""
+    """Return all slots in layer order, followed by the embedding and the head."""
     found = []
     for path, module in layer_modules(model):
         for attribute, kernels in getattr(module, "adapted", {}).items():
@@ -113,7 +113,7 @@ def select_slots(model: CausalLM, targets: str | Sequence[str] | None) -> list[A
 
     Args:
         model: Model with or without adapters.
-        targets: Target or list of targets. If None, select all slots except router, embedding, head, indexers (they
+        targets: Target or list of targets. If None, select all slots except router, embedding, head, indexers (which
             have no gradient), and the names in `Family.peft_excluded`.
 
     Raises:
@@ -125,13 +125,13 @@ def select_slots(model: CausalLM, targets: str | Sequence[str] | None) -> list[A
         left_out = "router", "embed", "head", "attention.indexer", *family_of(model).peft_excluded
         return [slot for slot in every if not slot.name.startswith(left_out)]
     if not isinstance(targets, Iterable) or isinstance(targets, bytes):
-        raise ValueError(f"targets={short(targets)}: give the name of a projection, or a list of them")
+        raise ValueError(f"targets={short(targets)}: pass the name of a projection, or a list of names")
     asked, names = [targets] if isinstance(targets, str) else list(targets), sorted({slot.name for slot in every})
     known = {target: [name for name in names if f"{name}.".startswith(f"{target}.")] for target in asked}
     if odd := [target for target in asked if not known[target]] if asked else [""]:
         groups = ", ".join(sorted({name.partition(".")[0] for name in names}))
         raise ValueError(
-            f"targets: {plain(str(odd[0])) or 'an empty list'} names no projection of a {model.config.model_type} "
+            f"targets: {plain(str(odd[0])) or 'an empty list'} matches no projection of a {model.config.model_type} "
             f"model; use {groups}, or single projections: {', '.join(n for n in names if '.' in n)}"
         )
     wanted = {name for found in known.values() for name in found}
@@ -143,12 +143,12 @@ def values_per_slot(found: Sequence[AdapterSlot], given: Any, what: str) -> list
 
     Args:
         found: Slots.
-        given: Value for all slots, or a mapping from targets to values. A slot gets the value of the longest target
-            that matches the slot's name.
+        given: Value for all slots, or a mapping from targets to values. The longest target that matches the slot's name
+            determines the slot's value.
         what: Name of the value in error messages.
 
     Raises:
-        ValueError: A slot has no matching target, or a target is used by no slot.
+        ValueError: A slot matches no target, or a target matches no slot.
     """
     if not isinstance(given, Mapping):
         return [given] * len(found)
@@ -156,7 +156,7 @@ def values_per_slot(found: Sequence[AdapterSlot], given: Any, what: str) -> list
     if None in keys:
         raise ValueError(f"{what} has no value for the target {found[keys.index(None)].name}: add one")
     if idle := [target for target in given if target not in keys]:
-        raise ValueError(f"{what} has a value for {plain(str(idle[0]))}, which no adapter takes: remove it")
+        raise ValueError(f"{what} has a value for {plain(str(idle[0]))}, which no adapter uses: remove it")
     return [given[key] for key in keys]
 
 
@@ -170,13 +170,13 @@ def refuse_adapters(model: CausalLM) -> None:
     check_model(model)
     if model.merged is not None:
         raise ValueError(
-            "the model has merged adapters: call lora.unmerge(model), or merge them for good with "
+            "the model has merged adapters: call lora.unmerge(model), or merge them permanently with "
             "lora.merge(model, keep=False)"
         )
     if found := adapted_slots(model):
         raise ValueError(
             f"the model already has {len(found)} adapters, the first at {found[0].name}: remove them with "
-            "lora.remove(model), or make them part of the kernels with lora.merge(model, keep=False)"
+            "lora.remove(model), or merge them into the kernels with lora.merge(model, keep=False)"
         )
 
 

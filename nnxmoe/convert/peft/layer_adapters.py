@@ -1,4 +1,4 @@
-"""Adapters of single layers: their names and layout in PEFT's files, and stacking to adapters of scanned layers."""
+"""Adapters of single layers: names and layout in PEFT's files, and stacking into adapters of scanned layers."""
 
 import collections
 import dataclasses
@@ -26,10 +26,10 @@ class AdapterTensor:
         one: Shape of one layer in nnxmoe.
         rank: Rank of the adapter.
         experts: Number of experts, or 1.
-        in_turn: Number of kernels whose outputs alternate, or 1 if the kernels' outputs are consecutive.
+        in_turn: Number of kernels with alternating outputs, or 1 if the kernels' outputs are consecutive.
         is_a: Whether the tensor is ``a`` instead of ``b``.
-        times: Factor from values of ``b`` in nnxmoe to values in the file: the factor on the queries from
-            `DecoderConfig.folded` for query projections, else 1.
+        times: Factor from values of ``b`` in nnxmoe to values in the file. For query projections, the factor on the
+            queries from `DecoderConfig.folded`, else 1.
     """
 
     name: str
@@ -69,7 +69,7 @@ class LayerAdapter:
 
     Attributes:
         slot: Slot in the model.
-        layer: Number of the layer.
+        layer: Index of the layer.
         numbers: Rank and alpha.
         module: Name of the module in PEFT's files.
     """
@@ -128,8 +128,8 @@ class AdapterValues:
 def stack_layers(slot: AdapterSlot, layers: Mapping[int, AdapterValues]) -> tuple[LoRA, np.ndarray, np.ndarray]:
     """Stack the adapters of all layers of a slot.
 
-    In a scanned stack, layers without an adapter have zeros, and lower ranks are padded with zeros. If ``alpha / rank``
-    of a layer differs from the most common scale, the layer's ``b`` is multiplied by the ratio.
+    In a scanned stack, layers without an adapter have zeros, and lower ranks are padded with zeros. If a layer's
+    ``alpha / rank`` differs from the most common scale, the layer's ``b`` is multiplied by the ratio.
 
     Returns:
         Tuple of an adapter with shapes but no values, and the values of ``a`` and ``b``.
@@ -154,7 +154,7 @@ def stack_layers(slot: AdapterSlot, layers: Mapping[int, AdapterValues]) -> tupl
 
 
 def scale_b(b: np.ndarray, times: float) -> np.ndarray:
-    """Multiply ``b`` by a number. Unless the number is a power of two, the result is float32, to avoid rounding."""
+    """Multiply ``b`` by a factor. Unless the factor is a power of two, return float32 to avoid rounding."""
     if abs(times - 1) < 1e-9:
         return b
     exact = math.frexp(times)[0] == 0.5

@@ -15,7 +15,7 @@ from nnxmoe.convert.files.untrusted_files import read_object
 
 CONFIG_FILE = "adapter_config.json"
 
-# Fields that do not affect a trained adapter, or that follow from the names and shapes of its tensors.
+# Fields that this module reads, that do not affect a trained adapter, or that follow from the adapter's tensors.
 _KNOWN = {
     *("peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path", "revision"),
     *("inference_mode", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "lora_dropout"),
@@ -27,9 +27,9 @@ _HARMLESS_INIT = (True, False, None, "gaussian", "eva", "orthogonal")  # other v
 # In models with experts, adapters of these modules must target the parameter instead of the module. PEFT 0.21 assumes
 # that modules with these names are the experts of transformers 4, and a router is not a torch.nn.Linear.
 _TAKEN = {"gate_proj", "up_proj", "down_proj", "gate", "router"}
-_REPEATED_GROUP = re.compile(r"\)[*+{]")  # a pattern with a repeated group can take exponential time to match
-# Kinds of adapters and fields of LoRA that peft 0.21 cannot merge: they add to the prompt, depend on the input, or need
-# a bias that the base model lacks.
+_REPEATED_GROUP = re.compile(r"\)[*+{]")  # matching a pattern with a repeated group can take exponential time
+# Adapter types and LoRA fields that peft 0.21 cannot merge: they add to the prompt, depend on the input, or need a bias
+# that the base model lacks.
 _UNMERGEABLE_TYPES = {
     *("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CPT", "CARTRIDGE", "ADAPTION_PROMPT"),
     *("BEFT", "LILY", "POLY", "SHADOW", "XLORA"),
@@ -40,7 +40,7 @@ _UNMERGEABLE_FIELDS = {"alora_invocation_tokens", "arrow_config", "lora_bias"}
 def _remedy(mergeable: bool) -> str:
     if mergeable:
         return "merge it into its base model with peft (merge_and_unload), and load the result"
-    return "peft cannot merge it into the base model either: use it with peft, or train a plain LoRA adapter"
+    return "peft cannot merge it into the base model: use it with peft, or train a plain LoRA adapter"
 
 
 Numbers = tuple[int, float]
@@ -50,7 +50,7 @@ def settings_of(numbers: Mapping[str, Numbers], *, has_experts: bool) -> dict[st
     """Return the fields of adapter_config.json.
 
     Args:
-        numbers: Parameter name, or a suffix of it such as ``mlp.up_proj.weight`` -> (rank, alpha).
+        numbers: Parameter name, or a suffix such as ``mlp.up_proj.weight`` -> (rank, alpha).
         has_experts: Whether the model has MoE layers.
     """
 
@@ -90,13 +90,13 @@ class Settings:
     def read(cls, path: Path) -> Self:
         """Read the settings from a file. Raises CheckpointError for adapters other than plain LoRA."""
         if not os.path.lexists(path) and os.path.lexists(path.with_name("config.json")):
-            raise CheckpointError(f"{path.parent} holds a whole model and no adapter: load it as the model")
-        fields = read_object(path, "every adapter folder has this file", CheckpointError)
+            raise CheckpointError(f"{path.parent} contains a whole model and no adapter: load it as the model")
+        fields = read_object(path, "an adapter folder must have this file", CheckpointError)
         if "fine_tune_type" in fields:
-            raise CheckpointError(f"{path} is of an adapter in mlx-lm's format: fuse it with mlx_lm.fuse")
+            raise CheckpointError(f"{path} describes an adapter in mlx-lm's format: fuse the adapter with mlx_lm.fuse")
         if (kind := str(fields.get("peft_type"))) != "LORA":
             raise CheckpointError(
-                f"{path}: peft_type {short(fields.get('peft_type'))} is not 'LORA', the only kind that is supported; "
+                f"{path}: peft_type {short(fields.get('peft_type'))} is not 'LORA', the only supported type; "
                 f"{_remedy(kind not in _UNMERGEABLE_TYPES)}"
             )
         odd = [name for name, value in fields.items() if name not in _KNOWN and value]
@@ -129,8 +129,8 @@ class Settings:
             "target_parameters": (names, "a list of names"),
             "target_modules": (lambda value: isinstance(value, str) or names(value), "a pattern or a list of names"),
             "exclude_modules": (lambda value: isinstance(value, str) or names(value), "a pattern or a list of names"),
-            "layers_pattern": (lambda value: isinstance(value, str) or names(value), "a pattern or a list of them"),
-            "layers_to_transform": (indices, "an integer or a list of them"),
+            "layers_pattern": (lambda value: isinstance(value, str) or names(value), "a pattern or a list of patterns"),
+            "layers_to_transform": (indices, "an integer or a list of integers"),
             "rank_pattern": (patterns, "an object"),
             "alpha_pattern": (patterns, "an object"),
             "use_rslora": (lambda value: isinstance(value, bool), "true or false"),
@@ -140,7 +140,7 @@ class Settings:
                 raise CheckpointError(f"{self.path}: {name} {short(value)} is not {what}")
 
     def _matches(self, field: str, pattern: str, name: str, *, whole: bool = True) -> re.Match[str] | None:
-        """Match a name with a pattern from a field, as a whole or from the start.
+        """Match a whole name, or the start of a name, with a pattern from a field.
 
         Raises CheckpointError if the pattern is not a valid regular expression, or if it repeats a group.
         """
@@ -149,7 +149,9 @@ class Settings:
         try:
             return re.fullmatch(pattern, name) if whole else re.match(pattern, name)
         except re.error as error:
-            raise CheckpointError(f"{self.path}: {field} {short(pattern)} is no regular expression: {error}") from None
+            raise CheckpointError(
+                f"{self.path}: {field} {short(pattern)} is not a valid regular expression: {error}"
+            ) from None
 
     def has_parameter(self, name: str) -> bool:
         """Return whether ``target_parameters`` lists a parameter such as ``model.layers.0.mlp.experts.down_proj``."""
@@ -197,7 +199,7 @@ class Settings:
         return rank, float(alpha) * (math.sqrt(rank) if self.fields.get("use_rslora") else 1.0)
 
     def _number(self, field: str, patterns: str, name: str) -> Any:
-        """Return the value of the first pattern that matches the name, else the value of the field (default 8).
+        """Return the value of the first pattern that matches the name, else the field's value (default 8).
 
         Follows peft's ``get_pattern_key``.
         """
