@@ -25,7 +25,7 @@ class SlotMetadata:
     """Metadata of the token in each key slot.
 
     Attributes:
-        index: Index of the token among the real tokens of the row, negative for empty slots. Without a batch dimension,
+        index: Index of the token among the real tokens of the row. Negative for empty slots. Without a batch dimension,
             the indices apply to all rows.
         valid: False for padding. ``None`` if there is no padding.
         segment: Segment of the token. ``None`` if all tokens are in one segment.
@@ -42,7 +42,7 @@ class CacheMetadata:
     """State of a forward pass that the caches of all layers share.
 
     Attributes:
-        index: Index of each new token in the row, -1 for padding.
+        index: Index of each new token in the row, or -1 for padding.
         length_before: Number of tokens stored per row before this pass.
         length_after: Number of tokens stored per row after this pass.
         segment: Segment of each stored token by token index, including the new tokens.

@@ -195,7 +195,7 @@ class Context:
 
 
 class Attention(Protocol):
-    """Protocol of attention, the first half of a layer: ``(x, context, cache) -> y, cache``.
+    """Protocol for attention modules, the first half of a layer: ``(x, context, cache) -> y, cache``.
 
     ``y`` contains all tokens, or only the last token if ``context.request.last_token_only``. Inputs may contain
     padding. Attention to padding must be masked; see ``context.valid``. Calls with a cache, such as generation, also
@@ -222,9 +222,10 @@ class FeedForwardOutput(NamedTuple):
 
 
 class FeedForward(Protocol):
-    """Protocol of the feed-forward half of a layer, such as `MLP` or `MoE`. Returns y, or a `FeedForwardOutput`.
+    """Protocol for feed-forward modules, the second half of a layer, such as `MLP` and `MoE`.
 
-    If a feed-forward layer does not define ``token_independent``, the input is neither padded nor split.
+    Returns ``y``, or a `FeedForwardOutput`. If a module does not define ``token_independent``, the input is neither
+    padded nor split.
 
     Attributes:
         name: Attribute name in the layer and in parameter keys, ``mlp`` or ``moe``. Defaults to the name of the module

@@ -20,7 +20,7 @@ class Connection(NamedTuple):
 
     Attributes:
         x: Input of the module: a weighted sum of the streams.
-        post: Factor of the output per stream.
+        post: Scale factor for the output, per stream.
         mix: Mixing matrix: ``mix[..., i, o]`` is the weight of stream i in the new stream o. Rows and columns sum to 1.
     """
 
@@ -42,7 +42,7 @@ class StreamWeights(nnx.Module):
         dim: Width of a stream, D.
         streams: Number of streams.
         groups: Number of weights per scale. The total number of weights is ``sum(groups)``.
-        eps: Epsilon of the normalization.
+        eps: Epsilon for the normalization.
         rngs: Random number generators of the initial values. ``None`` for abstract parameters.
     """
 
@@ -72,7 +72,7 @@ class HyperConnection(nnx.Module):
         streams: Number of streams.
         iterations: Number of Sinkhorn-Knopp iterations.
         eps: Value that is added to ``mix``, to the divisors of the iterations, and to the weights of the sum ``x``.
-        norm_eps: Epsilon of the stream normalization.
+        norm_eps: Epsilon for the stream normalization.
         rngs: Random number generators of the initial values. ``None`` for abstract parameters.
     """
 

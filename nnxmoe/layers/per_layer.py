@@ -22,7 +22,7 @@ class PerLayerEmbed(MuPEmbed):
         per_layer_vocab: Number of rows of the second table.
         layers: Number of layers, L.
         width: Width of the per-layer embeddings, P.
-        eps: Epsilon of the norm.
+        eps: Epsilon for the norm.
         **options: Arguments of `Embed`, including dtype and rngs.
     """
 

@@ -1,4 +1,4 @@
-"""Grouped matrix product that loops over blocks of rows. FLOPs scale with the number of rows on every backend."""
+"""Grouped matmul that loops over blocks of rows. FLOPs scale with the number of rows on every backend."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ from nnxmoe.sharding import is_static
 
 @dataclasses.dataclass(frozen=True)
 class BlockedMatmul:
-    """Grouped product that loops over blocks of rows. All rows of a block belong to the same group.
+    """Grouped matmul that loops over blocks of rows. All rows of a block belong to the same group.
 
     FLOPs scale with the number of rows, not with the number of experts. The backward pass saves only the inputs.
     Compute Hessian-vector products in forward-over-reverse mode, because JAX 0.10 cannot apply reverse mode twice to
@@ -140,7 +140,7 @@ def _window(block, start, end, rows):
 
 @functools.partial(jax.jit, static_argnums=(0, 4))  # without jit, each eager call would recompile the loops
 def _apply(blocks, rows, kernel, sizes, transpose):
-    """Compute the grouped product. If ``transpose``, multiply by the transposed kernels."""
+    """Compute the grouped matmul. If ``transpose``, multiply by the transposed kernels."""
     num_rows, width = rows.shape[0], kernel.shape[1 if transpose else 2]
 
     def group_product(block, is_last_size, start, end, group, carry):
@@ -214,7 +214,7 @@ def differentiable_grouped_matmul(
     transpose: bool = False,
     primal: Callable[..., Array] | None = None,
 ) -> Callable[..., Array]:
-    """Return a grouped product ``(rows, sizes, *leaves) -> rows`` that is differentiable to any order.
+    """Return a grouped matmul ``(rows, sizes, *leaves) -> rows`` that is differentiable to any order.
 
     Derivatives of any order are again products with the kernels, products with the transposed kernels, or outer
     products per group.

@@ -45,7 +45,7 @@ class Assignments(NamedTuple):
 
 
 class Dispatch(Protocol):
-    """Protocol of dispatches.
+    """Protocol for dispatches.
 
     A dispatch with ``token_independent = True`` computes each token's output independently of the other tokens.
     Without this attribute, tokens are assumed to compete for capacity, so the layer always receives the whole batch.

@@ -27,7 +27,7 @@ from nnxmoe.sharding import batch_axes
 
 
 class Exchange(Protocol):
-    """Protocol of token exchanges between shards. An exchange runs inside ``shard_map`` and receives local shards.
+    """Protocol for token exchanges between shards. An exchange runs inside ``shard_map`` and receives local shards.
 
     An exchange returns the outputs in float32 and the number of dropped assignments.
     """

@@ -16,7 +16,7 @@ from nnxmoe.sharding_rules import RULES, Rules
 
 
 class ExpertFn(Protocol):
-    """Protocol of experts. Dispatches pass rows grouped by expert.
+    """Protocol for experts. Dispatches pass rows grouped by expert.
 
     The rows are ``[R D]``, sorted by expert, with ``sizes[e]`` rows for expert e. If ``sizes`` is ``None``, the rows
     are ``[E R D]``, with R rows per expert. Outputs of rows beyond ``sum(sizes)`` are zero.
@@ -45,7 +45,7 @@ class Experts(nnx.Module):
         dim: Width of the rows, D.
         width: Hidden width, F.
         experts: Number of experts, E.
-        matmul: Grouped product for rows sorted by expert.
+        matmul: Grouped matmul for rows sorted by expert.
         rules: Sharding rules of the parameters.
         activation: Maps the outputs of ``gate`` and ``up`` to the input of ``down``.
         biases: Optional `ExpertBiases`.

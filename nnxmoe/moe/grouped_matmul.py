@@ -1,4 +1,4 @@
-"""Grouped matrix products: rows are sorted by group, and each group has a separate kernel.
+"""Grouped matmuls: rows are sorted by group, and each group has a separate kernel.
 
 Outputs of rows beyond ``sum(sizes)`` are zero on every backend.
 """
@@ -19,7 +19,7 @@ GroupedKernel = Kernel | Float[Array, "E I O"]
 
 
 class GroupedMatmul(Protocol):
-    """Protocol of differentiable grouped products. For each group e, multiplies ``sizes[e]`` rows by ``kernel[e]``."""
+    """Protocol for differentiable grouped matmuls. For each group e, multiplies ``sizes[e]`` rows by ``kernel[e]``."""
 
     def __call__(
         self, rows: Float[Array, "R I"], kernel: GroupedKernel, sizes: Int[Array, "E"]
@@ -27,15 +27,15 @@ class GroupedMatmul(Protocol):
 
 
 def batched_matmul(rows: Float[Array, "E R I"], kernel: GroupedKernel) -> Float[Array, "E R O"]:
-    """Multiply equally sized groups by their kernels. XLA can partition this batched product over devices."""
+    """Multiply groups of equal size by their kernels. XLA can partition this batched matmul over devices."""
     return as_kernel(kernel).batched_matmul(rows)
 
 
 @dataclasses.dataclass(frozen=True)
 class MaskedMatmul:
-    """Grouped product that multiplies every row by every kernel and masks the results.
+    """Grouped matmul that multiplies every row by every kernel and masks the results.
 
-    This product costs E times the FLOPs and is the reference for all other implementations.
+    This implementation costs E times the FLOPs and is the reference for all others.
     """
 
     def __call__(self, rows: Float[Array, "R I"], kernel: GroupedKernel, sizes: Int[Array, "E"]) -> Float[Array, "R O"]:
@@ -48,7 +48,7 @@ class MaskedMatmul:
 
 @dataclasses.dataclass(frozen=True)
 class RaggedDotMatmul:
-    """Grouped product with `jax.lax.ragged_dot`: a grouped kernel on TPUs, a masked dense product on CPUs and GPUs."""
+    """Grouped matmul with `jax.lax.ragged_dot`: a grouped kernel on TPUs, a masked dense product on CPUs and GPUs."""
 
     def __call__(self, rows: Float[Array, "R I"], kernel: GroupedKernel, sizes: Int[Array, "E"]) -> Float[Array, "R O"]:
         rows = zero_unused_rows(rows, sizes)
@@ -65,7 +65,7 @@ def zero_unused_rows(rows: Float[Array, "R D"], sizes: Int[Array, "E"]) -> Float
 
 @dataclasses.dataclass(frozen=True)
 class AlignedMatmul:
-    """Grouped product that pads each group to a multiple of ``block`` rows and calls ``inner``.
+    """Grouped matmul that pads each group to a multiple of ``block`` rows and calls ``inner``.
 
     The padded array has ``R + E * (block - 1)`` rows, rounded up to a multiple of ``block``.
     """

@@ -28,7 +28,7 @@ class Routing:
 
     Attributes:
         experts: Ids of the X selected experts.
-        weights: Factors of the selected experts' outputs, in float32.
+        weights: Weights of the selected experts' outputs, in float32.
         scores: Probabilities (softmax) or affinities (sigmoid) of all E experts, without the correction bias.
         logits: Outputs of the router's linear map.
         valid: Boolean mask, False for padding. Padding uses no capacity and is excluded from statistics. ``None`` if
@@ -43,7 +43,7 @@ class Routing:
 
 
 class Select(Protocol):
-    """Protocol of functions that select experts from the router's logits. Ties go to the lower expert id.
+    """Protocol for functions that select experts from the router's logits. Ties go to the lower expert id.
 
     Attributes:
         token_independent: Whether the routing of a token is independent of other tokens. If True, each device routes
@@ -76,7 +76,7 @@ class SoftmaxTopK:
     Attributes:
         k: Number of experts per token.
         normalize: Whether to divide the weights by their sum. This is equivalent to a softmax over the top-k logits.
-        scale: Factor of the weights.
+        scale: Scale factor for the weights.
         min_weight_sum: Lower bound on the divisor used by ``normalize`` (ERNIE 4.5). 0 disables the bound.
     """
 
@@ -213,7 +213,7 @@ def _top_k_mask(values: Float[Array, "*rows groups"], k: int) -> Bool[Array, "*r
 
 
 def _normalize(weights: Float[Array, "*rows X"]) -> Float[Array, "*rows X"]:
-    """Divide by ``sum + 1e-20``. If all weights of a token underflow, the gradient is 0 instead of NaN."""
+    """Divide the weights by ``sum + 1e-20``. If all weights of a token underflow, the gradient is 0 instead of NaN."""
     weight_sum = jnp.sum(weights, axis=-1, keepdims=True)
     has_underflow = weight_sum < 1e-15
     normalized_weights = weights / (jnp.where(has_underflow, 1.0, weight_sum) + 1e-20)

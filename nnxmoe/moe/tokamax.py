@@ -1,4 +1,4 @@
-"""Grouped matrix products with tokamax's Pallas Mosaic kernels, for TPUs and for NVIDIA GPUs since Hopper."""
+"""Grouped matmuls with tokamax's Pallas Mosaic kernels, for TPUs and for NVIDIA GPUs since Hopper."""
 
 import dataclasses
 import importlib
@@ -32,7 +32,7 @@ def _library() -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class TokamaxMatmul:
-    """Grouped product with ``tokamax.ragged_dot``, for float and quantized kernels.
+    """Grouped matmul with ``tokamax.ragged_dot``, for float and quantized kernels.
 
     On NVIDIA GPUs, tokamax 0.0.17 rejects widths that are not multiples of 64.
 

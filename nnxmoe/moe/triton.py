@@ -1,4 +1,4 @@
-"""Grouped matrix products in a single Pallas Triton kernel for GPUs, with float, 8-bit or 4-bit weights."""
+"""Grouped matmuls in a single Pallas Triton kernel for GPUs, with float, 8-bit or 4-bit weights."""
 
 import dataclasses
 import functools
@@ -19,8 +19,8 @@ from nnxmoe.moe.blocked import BlockedMatmul, differentiable_grouped_matmul
 from nnxmoe.moe.grouped_matmul import GroupedKernel, GroupedMatmul
 from nnxmoe.sharding_rules import Rules
 
-SIZES = (128, 64, 32, 16)  # candidate tile sizes, from which the first divisor is used
-COMPUTED = ("int8", "int4", "fp8", "fp4")  # code dtypes decoded by arithmetic instead of a lookup table
+SIZES = (128, 64, 32, 16)  # candidate tile sizes. The largest divisor is used.
+COMPUTED = ("int8", "int4", "fp8", "fp4")  # code dtypes that are dequantized without a lookup table
 
 
 class Tiles(NamedTuple):
@@ -43,13 +43,13 @@ class Tiles(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TritonMatmul:
-    """Grouped product in a single Triton kernel, for 16-bit rows and widths that are multiples of 16.
+    """Grouped matmul in a single Triton kernel, for 16-bit rows and widths that are multiples of 16.
 
     Each program multiplies a tile of one group's rows by a tile of the group's kernel. 4-bit and 8-bit codes are
     dequantized tile by tile, so a decoding step reads the codes of each selected expert once.
 
     Attributes:
-        fallback: Product for unsupported rows and kernels.
+        fallback: Implementation for unsupported rows and kernels.
         interpret: Whether to run in Pallas's interpreter, on any backend.
     """
 

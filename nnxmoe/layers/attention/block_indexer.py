@@ -57,7 +57,7 @@ class BlockIndexer(nnx.Module):
         heads: Number of groups of heads.
         head_dim: Width of queries and keys, H.
         blocks: Block selection parameters.
-        eps: Epsilon of the norms.
+        eps: Epsilon for the norms.
         rotary: Rotary position embedding.
         rotate: Rotates queries and keys.
         **kw: Parameter dtype and rngs.

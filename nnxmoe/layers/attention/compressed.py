@@ -136,7 +136,7 @@ class Compressor(nnx.Module):
         width: Width of an entry, W.
         rate: Number of tokens per window.
         series: Number of windows per entry.
-        eps: Epsilon of the norm.
+        eps: Epsilon for the norm.
         rotary: Rotary position embedding of the entries.
         rotate: Rotates entries.
         **kw: Parameter dtype and rngs.

@@ -25,7 +25,7 @@ from nnxmoe.sharding_rules import Rules
 
 @runtime_checkable
 class ContextParallelAttention(Protocol):
-    """Protocol of attention functions that exchange keys and values, or latents, over the mesh axis ``context``."""
+    """Protocol for attention functions that exchange keys and values, or latents, over the mesh axis ``context``."""
 
     def attend_latents(self, mla: Any, inputs: Any, softmax: MaskedSoftmax) -> Float[Array, "B T N v"]:
         """Call the `MLAFn` ``mla`` with `MLAInputs` whose tokens are sharded over ``context``."""

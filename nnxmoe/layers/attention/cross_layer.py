@@ -22,7 +22,7 @@ class ValueNormGQA(GQA):
     Args:
         dims: Sizes of the projections.
         keys_as_values: Whether to use the keys before norm and rotation as values. If so, there is no projection ``v``.
-        eps: Epsilon of the value norm.
+        eps: Epsilon for the value norm.
         **options: Arguments of `GQA`.
     """
 
@@ -51,7 +51,7 @@ class CrossLayerAttention(nnx.Module):
         rotary: Rotary position embedding of the queries.
         window: Sliding window size of the earlier layer, if any. Only `score_ops` uses the window.
         attention_fn: Implementation of softmax attention.
-        eps: Epsilon of the query norm.
+        eps: Epsilon for the query norm.
         **kw: Parameter dtype and rngs.
     """
 

@@ -1,4 +1,4 @@
-"""Attention whose forward and backward passes use memory linear in the number of queries and keys.
+"""Memory-efficient attention: forward and backward memory is linear in the number of queries and keys.
 
 A running maximum and a running sum per query replace the softmax over all keys (Rabe and Staats 2021). The forward pass
 saves the output and the log-sum-exp of each query. The backward pass recomputes the scores of each block
@@ -80,7 +80,7 @@ class FlashAttention:
         """Attend to a subset of the keys, without sinks. Use `partial_backward` to compute gradients.
 
         Returns:
-            The outputs in float32, and the log-sum-exp of each query's scores, inf for queries without keys.
+            The outputs in float32, and the log-sum-exp of each query's scores: inf for queries without keys.
         """
         blocks = self._split(q, k, v, softmax)
         outputs, logsumexp = _forward(blocks.static, blocks.q, blocks.k, blocks.v, None, blocks.leaves, jnp.float32)
@@ -209,7 +209,7 @@ def _initial_maximum(sinks: Sinks, shape: tuple[int, ...]) -> Float[Array, "B K 
 def _forward(
     static: Static, q: Grouped, k: Array, v: Array, sinks: Sinks, leaves: list[Array], dtype: Any
 ) -> tuple[Array, Float[Array, "B K G T"]]:
-    """Return the outputs, and the log-sum-exp of each query's scores, inf for queries without keys."""
+    """Return the outputs, and the log-sum-exp of each query's scores: inf for queries without keys."""
     shape, softmax = static[0], static[1].unflatten(leaves)
     first_blocks, end_blocks = _key_ranges(softmax.mask, shape)
 

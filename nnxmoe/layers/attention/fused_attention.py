@@ -17,7 +17,7 @@ from nnxmoe.sharding_rules import RULES, Rules, rule_axes, shard_count
 
 @dataclasses.dataclass(frozen=True)
 class ShardMapKernel:
-    """Base class of kernels that XLA cannot partition. Each device computes its shard of the rows and heads.
+    """Base class for kernels that XLA cannot partition. Each device computes its shard of the rows and heads.
 
     Attributes:
         mesh: Device mesh, set by ``Strategy``.

@@ -71,7 +71,7 @@ class Sinks(nnx.Module):
 
 
 class Gate(Protocol):
-    """Protocol of gates. A gate scales the head outputs before the output projection.
+    """Protocol for gates. A gate scales the head outputs before the output projection.
 
     ``x`` is the layer's input. ``gate_inputs`` are the extra outputs of the query projection.
 
@@ -146,9 +146,9 @@ class AttentionDims:
         head_dim: Width of a query or key head, H.
         bias: Whether ``q``, ``k`` and ``v`` have a bias.
         out_bias: Whether ``o`` has a bias. Defaults to ``bias``.
-        scale: Factor of the scores. Defaults to ``H ** -0.5``. For any other scale, the query kernel is initialized
-            such that the scores have the same variance. MaxText uses scale 1 and folds the default scale into the query
-            kernel.
+        scale: Scale factor for the scores. Defaults to ``H ** -0.5``. For any other value, the query kernel is
+            initialized such that the variance of the scores is the same. MaxText uses scale 1 and folds the default
+            scale into the query kernel.
         value_dim: Width of a value head. Defaults to H.
     """
 

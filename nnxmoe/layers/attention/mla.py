@@ -75,7 +75,7 @@ class LatentExpansion:
 
 
 class MLAFn(Protocol):
-    """Protocol of latent attention implementations, the type of ``Strategy.mla``."""
+    """Protocol for latent attention implementations, the type of ``Strategy.mla``."""
 
     def __call__(
         self, inputs: MLAInputs, softmax: MaskedSoftmax, attention_fn: AttentionFn
@@ -183,7 +183,7 @@ class MLADims:
         nope: Number of query and key components without rotation.
         rope: Number of rotated query and key components.
         v_dim: Width of a value head.
-        eps: Epsilon of the latent norms.
+        eps: Epsilon for the latent norms.
     """
 
     dim: int
@@ -201,7 +201,7 @@ class MLA(nnx.Module):
 
     Args:
         dims: Sizes of the projections.
-        scale: Factor of the scores.
+        scale: Scale factor for the scores.
         bias: Whether the down projections and the output projection have a bias.
         rotary, rotate: See `GQA`.
         mla: Implementation of latent attention.

@@ -133,7 +133,7 @@ class SharedKV(nnx.Module):
         dim: Width of the layer's input, D.
         dims: Sizes of the heads and projections.
         window: Size of the sliding window.
-        eps: Epsilon of the norms.
+        eps: Epsilon for the norms.
         rotary: Rotary position embedding.
         attention_fn: Attention function for layers without a compressor.
         compressor: Computes the entries. If ``None``, queries attend to the window only.

@@ -26,7 +26,7 @@ class MaskedSoftmax:
 
     Attributes:
         mask: A `Mask`. `ReferenceAttention` also accepts a `ConcatenatedMask`.
-        scale: Factor of the products.
+        scale: Scale factor for the products.
         softcap: Maps a scaled product s to ``softcap * tanh(s / softcap)`` (Gemma 2, 2024). ``None`` disables the cap.
         sinks: Attention sinks: the score of an extra key without a value, per query head (gpt-oss, 2025). Every query
             attends to the extra key. ``None`` disables sinks.
@@ -90,7 +90,7 @@ def _where_allowed_jvp(primals: tuple[Array, ...], tangents: tuple[Any, ...]) ->
 
 
 class AttentionFn(Protocol):
-    """Protocol of softmax attention functions. N is a multiple of K. Query head n uses key head ``n // (N / K)``."""
+    """Protocol for softmax attention functions. N is a multiple of K. Query head n uses key head ``n // (N / K)``."""
 
     def __call__(self, q: Queries, k: Keys, v: Values, softmax: MaskedSoftmax, /) -> HeadOutputs: ...
 

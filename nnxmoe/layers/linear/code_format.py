@@ -134,7 +134,7 @@ class CodeFormat:
         return xp.concatenate(groups, axis=-1).reshape(*lead, -1)
 
     def decode(self, codes: Any, scale: Any, zero: Any, rows: Any) -> Any:
-        """Decode the weights ``[*E, R, I]`` of a set of rows to float32.
+        """Dequantize the weights ``[*E, R, I]`` of a set of rows to float32.
 
         Args:
             codes: Stored codes of these rows, ``[*E, R, stored]``.

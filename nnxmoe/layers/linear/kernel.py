@@ -26,7 +26,7 @@ Product = Callable[[Array, "Kernel"], Array]
 
 
 class Kernel:
-    """Base class of kernels: a single linear map ``[I, O]``, or one map per expert ``[E, I, O]``.
+    """Base class for kernels: a single linear map ``[I, O]``, or one map per expert ``[E, I, O]``.
 
     Subclasses are registered pytrees. If there are experts, the first dimension of all leaves is the expert dimension.
     Subclasses must define ``dense`` and ``shape``, and may override the remaining methods with faster implementations.
@@ -104,7 +104,7 @@ class Kernel:
 
 
 class Adapter(Protocol):
-    """Protocol of trainable adapters of a frozen kernel; see `nnxmoe.layers.linear.lora.LoRA`."""
+    """Protocol for trainable adapters of a frozen kernel; see `nnxmoe.layers.linear.lora.LoRA`."""
 
     def adapt(self, kernel: Kernel) -> Kernel: ...
 

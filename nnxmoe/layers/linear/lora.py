@@ -50,7 +50,7 @@ class LoRA(nnx.Module):
 
     @property
     def scale(self) -> float:
-        """Factor of the adapter's output, ``alpha / rank``."""
+        """Scale factor for the adapter's output, ``alpha / rank``."""
         return self.alpha / self.rank
 
     def outputs_per_map(self, x: Float[Array, "*rows I"], product: Product) -> list[Float[Array, "*rows O"]]:

@@ -20,7 +20,7 @@ ARRAYS = ("codes", "scale", "zero", "order")  # arrays of a quantized kernel, of
 
 
 class QuantizedProduct(Protocol):
-    """Protocol of products of rows with a quantized kernel of a single linear map."""
+    """Protocol for products of rows with a quantized kernel of a single linear map."""
 
     def __call__(
         self, x: Float[Array, "R _"], kernel: "QuantizedKernel", transpose: bool = False
@@ -58,7 +58,7 @@ class QuantizedKernel(Kernel):
         return (*self.codes.shape[:-2], self.format.input_count(self.codes), self.codes.shape[-2])
 
     def transposed(self, dtype: Any = None) -> Float[Array, "*E O I"]:
-        """Decode all weights. ``dtype`` defaults to float32."""
+        """Dequantize all weights. ``dtype`` defaults to float32."""
         weights = self.format.decode(self.codes, self.scale, self.zero, slice(0, self.codes.shape[-2]))
         if self.order is not None:
             weights = jnp.take_along_axis(weights, jnp.argsort(self.order)[..., None, :], axis=-1)
@@ -68,7 +68,7 @@ class QuantizedKernel(Kernel):
         return jnp.swapaxes(self.transposed(dtype), -1, -2)
 
     def decode_rows(self, start: Int[Array, ""], count: int) -> tuple[Float[Array, "count _"], ...]:
-        """Decode a range of outputs of a single linear map to float32, as the arrays of `CodeFormat.split_halves`."""
+        """Dequantize a range of outputs of one linear map to float32, as the arrays of `CodeFormat.split_halves`."""
         codes, grids = jax.lax.dynamic_slice_in_dim(self.codes, start, count), (self.scale, self.zero)
         if self.format.tile[0] > 1:
             return self.format.decode_halves(codes, *grids, start + jnp.arange(count))
@@ -87,7 +87,7 @@ class QuantizedKernel(Kernel):
     def matmul_per_head(
         self, x: Float[Array, "N R _"], first: int, count: int, transpose: bool = False
     ) -> Float[Array, "N R _"]:
-        """Multiply one head at a time, so only one head's weights are decoded at a time."""
+        """Multiply one head at a time, so only one head's weights are dequantized at a time."""
         if self.order is not None:
             return super().matmul_per_head(x, first, count, transpose)
         width = self.shape[-1] // len(x)

@@ -15,12 +15,12 @@ from nnxmoe.layers.linear.xla_cpu import carried, on_cpu
 from nnxmoe.sharding import is_static
 
 INT8_MAX = 127.0
-FEW_ROWS = 8  # maximum number of rows for which CPUs spend more time on decoding than on multiplication
+FEW_ROWS = 8  # maximum number of rows for which dequantization takes longer than multiplication on CPUs
 
 
 @dataclasses.dataclass(frozen=True)
 class DequantizedProduct:
-    """Product that decodes the whole kernel to floats. This product is the reference for all others."""
+    """Product that dequantizes the whole kernel. This product is the reference for all others."""
 
     def __call__(self, x: Float[Array, "R _"], kernel: QuantizedKernel, transpose: bool = False) -> Float[Array, "R _"]:
         return matmul_f32(x, kernel.transposed(x.dtype), not transpose)
@@ -28,9 +28,9 @@ class DequantizedProduct:
 
 @dataclasses.dataclass(frozen=True)
 class BlockwiseProduct:
-    """Product that decodes and multiplies one block of outputs at a time.
+    """Product that dequantizes and multiplies one block of outputs at a time.
 
-    Up to `FEW_ROWS` 16-bit rows are multiplied in float32, because CPUs decode to float32 faster than to bfloat16.
+    Up to `FEW_ROWS` 16-bit rows are multiplied in float32, because CPUs dequantize to float32 faster than to bfloat16.
 
     Attributes:
         size: Maximum number of weights per block. A block has at most a quarter of all outputs.
@@ -96,7 +96,7 @@ class TwoInt8Product:
 
     Attributes:
         fallback: Product for unsupported kernels, for transposed kernels, and for more than ``max_rows`` rows.
-        max_rows: Maximum number of rows for which two integer products are faster than decoding.
+        max_rows: Maximum number of rows for which two integer products are faster than dequantization.
     """
 
     fallback: QuantizedProduct = BlockwiseProduct()

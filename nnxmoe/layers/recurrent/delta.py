@@ -111,7 +111,7 @@ class GatedDeltaNet(nnx.Module):
         dims: Sizes of the layer.
         project: Input projection.
         taps: Filter width of the convolution.
-        eps: Epsilon of the norm.
+        eps: Epsilon for the norm.
         mesh: Device mesh of the layer. If axis ``context`` shards the tokens, the devices exchange states.
         recurrence: Computes the chunks, for example with a Pallas kernel. Defaults to the layer's chunked rule.
         **kw: Parameter dtype and rngs.

@@ -37,7 +37,7 @@ class GroupedGatedNorm(nnx.Module):
     Args:
         dims: Sizes of the layer.
         groups: Number of groups of heads.
-        eps: Epsilon of the norm.
+        eps: Epsilon for the norm.
         **kw: Parameter dtype and rngs.
     """
 
@@ -64,7 +64,7 @@ class Mamba2(GatedDeltaNet):
         taps: Filter width of the convolution.
         bias: Whether the projections have a bias.
         conv_bias: Whether the convolution has a bias.
-        eps: Epsilon of the norm.
+        eps: Epsilon for the norm.
         min_step: Lower bound on the step sizes.
         mesh: See `GatedDeltaNet`.
         **kw: Parameter dtype and rngs.

@@ -56,7 +56,7 @@ class OrderedTokens:
         return dataclasses.replace(tokens, segment=jnp.cumsum(is_first, axis=1, dtype=jnp.int32))
 
     def sort(self, x: Shaped[Array, "B T ..."]) -> Shaped[Array, "B T ..."]:
-        """Move real tokens before padding."""
+        """Move the real tokens of each row before the padding."""
         return x if self.order is None else gather_tokens(x, self.order)
 
     def unsort(self, x: Shaped[Array, "B T ..."]) -> Shaped[Array, "B T ..."]:
