@@ -191,9 +191,7 @@ class Planner:
         biases, min_tokens = request.logit_bias or {}, request.min_tokens or 0
         _at_most("logit_bias", len(biases), self.biases)
         if min_tokens > max_tokens:
-            raise Refused(
-                400, f"min_tokens={min_tokens} is more than the limit of {max_tokens} new tokens", "min_tokens"
-            )
+            raise Refused(400, f"min_tokens={min_tokens} is more than the limit of {max_tokens} tokens", "min_tokens")
         with _refusing("logit_bias"):
             check_ids(biases, self.vocab)
         stops = self._stops(request.stop, len(request.stop_token_ids or ()))
