@@ -28,7 +28,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--out", required=True, metavar="DIR", help="new or empty folder, or a run to resume; gets metrics.jsonl")
     add("--lora", type=count, metavar="RANK", help="train LoRA adapters of this rank (default: all weights)")
     add_quantize(parser)
-    add("--adapter-only", action="store_true", help="write the adapter in peft's format, unmerged")
+    add("--adapter-only", action="store_true", help="write the unmerged adapter in PEFT's format")
     add("--lora-alpha", type=float, metavar="A", help="scale adapters by A / rank (default: the rank)")
     add("--split-rank", action="store_true", help="divide the rank of experts' adapters by the experts per token")
     length = parser.add_mutually_exclusive_group().add_argument
@@ -36,7 +36,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     length("--epochs", type=count, metavar="N", help="passes over the data, instead of --steps")
     add("--warmup", type=int, metavar="N", help="steps until the peak learning rate (default: a tenth)")
     add("--preferences", action="store_true", help="train with DPO on chosen and rejected completions")
-    add("--beta", type=float, metavar="B", help="beta of DPO, higher stays closer to the original (default 0.1)")
+    add(
+        "--beta",
+        type=float,
+        metavar="B",
+        help="DPO's beta: higher values stay closer to the original model (default 0.1)",
+    )
     help_text = "accumulate gradients over N microbatches to save memory"
     add("--accumulate", type=count, default=1, metavar="N", help=help_text)
     add("--eval", dest="evaluation", metavar="DATA.json", help="held-out data, evaluated at every checkpoint")
@@ -46,7 +51,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--seq-len", type=count, default=512, metavar="T", help="tokens per row (default 512)")
     add("--optimizer", default="adam", metavar="NAME", help="adam (default), muon, adafactor or lion")
     add(
-        "--learning-rate", type=float, metavar="LR", help="peak (default 2e-5, or 2e-4 with --lora; lion / 5; DPO / 20)"
+        "--learning-rate",
+        type=float,
+        metavar="LR",
+        help="peak learning rate (default 2e-5, or 2e-4 with --lora; lion / 5, DPO / 20)",
     )
     help_text = "save a checkpoint every K steps (default 100)"
     add("--save-every", type=count, default=100, metavar="K", help=help_text)
@@ -56,7 +64,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Fine-tune a model on texts or chats. Repeat the command to resume an interrupted run."""
+    """Fine-tune a model on texts or chats. Rerun the command to resume an interrupted run."""
     from nnxmoe.train import finetune as tuning
     from nnxmoe.train.loop.measured import EVAL_LOSS
 
@@ -78,12 +86,12 @@ def run(options: argparse.Namespace) -> None:
     if jax.process_index() > 0:
         return
     if result is not None and result.history:
-        first, last = result.history[0], result.history[-1]
-        name = "cross_entropy" if "cross_entropy" in first else "loss"
-        steps = f"steps {first['step']} to {last['step']}"
-        print(f"{steps}: {name.replace('_', '-')} {first[name]:.4f} -> {last[name]:.4f}")
-        if EVAL_LOSS in last:
-            print(f"on {options.evaluation}: {last[EVAL_LOSS]:.4f}")
+        first_metrics, last_metrics = result.history[0], result.history[-1]
+        name = "cross_entropy" if "cross_entropy" in first_metrics else "loss"
+        steps = f"steps {first_metrics['step']} to {last_metrics['step']}"
+        print(f"{steps}: {name.replace('_', '-')} {first_metrics[name]:.4f} -> {last_metrics[name]:.4f}")
+        if EVAL_LOSS in last_metrics:
+            print(f"on {options.evaluation}: {last_metrics[EVAL_LOSS]:.4f}")
     output = "adapter in PEFT's format" if options.adapter_only else "fine-tuned model"
     hub = {"revision": options.revision, "local_files_only": options.local_files_only}
     has_template = nnxmoe.Tokenizer.from_pretrained(task.model, **hub).chat_template is not None

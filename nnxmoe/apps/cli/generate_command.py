@@ -153,9 +153,9 @@ def read_prompts(path: str) -> list[PromptLine]:
 def _read_lines(text: str, path: str, only_text: bool) -> list[PromptLine]:
     prompts = list[PromptLine]()
     for number, line in enumerate(text.split("\n"), 1):  # splitlines would also split inside JSON strings
-        where = f"{path}: line {number}"
+        location = f"{path}: line {number}"
         if not only_text and line.lstrip().startswith("{"):
-            prompts.append(_record(_json(line, f"{where} begins with {{"), where, number))
+            prompts.append(_record(_json(line, f"{location} begins with {{"), location, number))
         elif line.strip():
             prompts.append(PromptLine(line.rstrip("\r"), number, {}))
     return prompts
@@ -168,21 +168,21 @@ def _json(text: str, description: str) -> Any:
         raise ValueError(f"{description} but is not JSON ({error}): if it is text, rename the file to .txt") from None
 
 
-def _record(record: Any, where: str, number: int) -> PromptLine:
+def _record(record: Any, location: str, number: int) -> PromptLine:
     if not isinstance(record, dict):
-        raise ValueError(f"{where}: each item of the array must be an object, got {record!r:.60}")
+        raise ValueError(f"{location}: each item of the array must be an object, got {record!r:.60}")
     fields = {name: value for name, value in record.items() if value is not None}
     names = {"prompt", "messages"} & fields.keys()
     if len(names) != 1:
-        raise ValueError(f'{where}: use exactly one of "prompt" and "messages", got {sorted(fields)}')
+        raise ValueError(f'{location}: use exactly one of "prompt" and "messages", got {sorted(fields)}')
     name = names.pop()
     prompt = fields.pop(name)
     if name == "prompt" and prompt == "":
-        raise ValueError(f"{where}: prompt is empty")
+        raise ValueError(f"{location}: prompt is empty")
     item_type, expected_type = (int, "a text or a list of ids") if name == "prompt" else (dict, "a list of messages")
     is_list = isinstance(prompt, list) and prompt and all(isinstance(item, item_type) for item in prompt)
     if not is_list and not (name == "prompt" and isinstance(prompt, str)):
-        raise ValueError(f"{where}: {name} must be {expected_type}, got {prompt!r:.60}")
+        raise ValueError(f"{location}: {name} must be {expected_type}, got {prompt!r:.60}")
     return PromptLine(prompt, number, fields)
 
 

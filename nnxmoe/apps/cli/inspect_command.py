@@ -66,8 +66,8 @@ def run(options: argparse.Namespace) -> None:
     if summary.missing or summary.misshapen:
         missing, misshapen = len(summary.missing), len(summary.misshapen)
         raise ValueError(
-            f"{summary.source} cannot be loaded: {missing} tensors are missing and {misshapen} contradict config.json, "
-            f"{plain([*summary.missing, *summary.misshapen][0])} among them"
+            f"{summary.source} cannot be loaded: {missing} tensors are missing and {misshapen} do not match "
+            f"config.json, {plain([*summary.missing, *summary.misshapen][0])} among them"
         )
 
 
@@ -75,10 +75,10 @@ def _print_memory(summary: "Summary", batch: int, context: int, shards: list[str
     """Print the memory of weights and cache, and without ``shards`` whether this machine has enough memory."""
     from nnxmoe.runtime.memory import memory_bytes
 
-    total, (memory, where) = summary.needed(batch, context), memory_bytes()
+    total, (memory, device) = summary.needed(batch, context), memory_bytes()
     size = f"{count_text(summary.parameters)} parameters, {count_text(summary.active)} active per token"
     print(f"{summary.source}: {summary.config.model_type} of {size}")
-    fits = f"{'fits' if total <= memory else 'does not fit'}: {bytes_text(total)} of {bytes_text(memory)} ({where})"
+    fits = f"{'fits' if total <= memory else 'does not fit'}: {bytes_text(total)} of {bytes_text(memory)} ({device})"
     print(f"memory      {bytes_text(total)} on all devices together" if shards else f"memory      {fits}")
     cache = f"{bytes_text(total - summary.weight_bytes)} of cache for batch {batch}, {context} tokens"
     print(f"            {bytes_text(summary.weight_bytes)} of weights in {' and '.join(summary.weights)}, {cache}")

@@ -1,4 +1,4 @@
-"""Functions that several commands share: load models, select devices, sampling and drafts, report speed."""
+"""Functions that commands share: load models, select devices, sampling and drafts, and measure speed."""
 
 import argparse
 import dataclasses

@@ -90,7 +90,7 @@ def add_quantize(parser: argparse.ArgumentParser, *, keep: bool = True) -> None:
     help_text = "quantize to int8, int4, int4:32 (groups of 32), fp8 or, by part, experts=int4,others=int8,head=int8"
     parser.add_argument("--quantize", type=_quantization, metavar="METHOD", help=help_text)
     if keep:
-        help_text = "leave FP8, MXFP4, int8, int4 or NF4 weights quantized in memory, as in the checkpoint"
+        help_text = "keep the checkpoint's FP8, MXFP4, int8, int4 or NF4 weights quantized in memory"
         parser.add_argument("--keep-quantized", action="store_true", help=help_text)
 
 

@@ -101,8 +101,8 @@ def run(options: argparse.Namespace) -> None:
         best = plan(options.model, options.mesh, compile_for=options.compile_for, **work)
         text = str(best)
         if options.compare is not None:
-            other = plan(options.model, options.compare, advise=False, **work)
-            text = printing.compared([best, other])
+            second_plan = plan(options.model, options.compare, advise=False, **work)
+            text = printing.compared([best, second_plan])
     print(text)
     if options.tokens is not None:
         cost = printing.cost(best, options.tokens, options.price) if best.fits else "no time or cost: it does not fit"
@@ -129,7 +129,7 @@ def _more_devices(options: argparse.Namespace, search_meshes: Callable[..., Any]
 
     for factor in (2, 4, 8, 16):
         devices = factor * options.search
-        with contextlib.suppress(ValueError):  # no such mesh on this hardware, or the batch does not divide
+        with contextlib.suppress(ValueError):  # no such mesh on this hardware, or the batch is not divisible
             best = search_meshes(options.model, devices, most=1, **work)[0]
             if best.fits:
                 size = f"{axes_text(best)}, {bytes_text(best.memory)} each"

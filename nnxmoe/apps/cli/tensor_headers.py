@@ -48,41 +48,41 @@ def read_headers(
     return _checked(fields, tensors, f"{name}/config.json")
 
 
-def _read_folder(folder: Path, where: str) -> tuple[DecoderConfig, LazyArrays]:
+def _read_folder(folder: Path, source: str) -> tuple[DecoderConfig, LazyArrays]:
     if has_weights(folder):
         with Checkpoint.open(folder) as checkpoint:
-            config, arrays = _checked(checkpoint.config, checkpoint.tensors, where, checkpoint)
-            _warn([*generation_fields(checkpoint.folder, config)[1], *checkpoint.notes], where)
+            config, arrays = _checked(checkpoint.config, checkpoint.tensors, source, checkpoint)
+            _warn([*generation_fields(checkpoint.folder, config)[1], *checkpoint.notes], source)
             return config, arrays
     fields = read_config_fields(folder)
-    config = _config(fields, where)
+    config = _config(fields, source)
     try:
-        QuantizationScheme.from_config(fields, where)
+        QuantizationScheme.from_config(fields, source)
     except CheckpointError as error:
         logger.warning("%s. The sizes below are for the model without quantization", error)
     return config, {}
 
 
 def _checked(
-    fields: Mapping[str, Any], tensors: Mapping[str, TensorInfo], where: str, checkpoint: Checkpoint | None = None
+    fields: Mapping[str, Any], tensors: Mapping[str, TensorInfo], source: str, checkpoint: Checkpoint | None = None
 ) -> tuple[DecoderConfig, LazyArrays]:
     """Return the config that loading would use, and the tensors.
 
     Raises CheckpointError if the quantization is not supported.
     """
-    config = _config(fields, where)
+    config = _config(fields, source)
     tied = config.tie_word_embeddings and not untied(config, tensors)
     table = family_of(config).hf_names(config)
-    arrays = split_tensors(table, tensor_arrays(dict(tensors), fields, where, checkpoint))
+    arrays = split_tensors(table, tensor_arrays(dict(tensors), fields, source, checkpoint))
     return dataclasses.replace(config, tie_word_embeddings=tied), arrays
 
 
-def _config(fields: Mapping[str, Any], where: str) -> DecoderConfig:
-    config, notes = parse_config(fields, where)
-    _warn(notes, where)
+def _config(fields: Mapping[str, Any], source: str) -> DecoderConfig:
+    config, notes = parse_config(fields, source)
+    _warn(notes, source)
     return config
 
 
-def _warn(notes: Iterable[str], where: str) -> None:
+def _warn(notes: Iterable[str], source: str) -> None:
     for note in notes:
-        logger.warning("%s: %s", where.removesuffix("/config.json"), note)
+        logger.warning("%s: %s", source.removesuffix("/config.json"), note)

@@ -1,1 +1,1 @@
-"""Plan memory, time and network traffic of a model on a mesh without its devices: `nnxmoe.plan`."""
+"""Plan the memory, time and network traffic of a model on a mesh without its devices: `nnxmoe.plan`."""

@@ -46,8 +46,8 @@ def _candidates(device: Hardware, mesh: Mapping[str, int], work: Work) -> Iterat
         return _Change(text, device, mesh, dataclasses.replace(work, **choices))
 
     if mesh["expert"] > 1 and mesh["fsdp"] > 1 and "expert" not in (work.rules["embed"] or ()):
-        wide = ("fsdp", "context", "expert")
-        yield choose("rules embed -> (fsdp, context, expert)", rules={**work.rules, "embed": wide})
+        embed_axes = ("fsdp", "context", "expert")
+        yield choose("rules embed -> (fsdp, context, expert)", rules={**work.rules, "embed": embed_axes})
     if work.train and mesh["expert"] > 1 and work.buffer_factor is None:
         for chunks in (4 * (work.chunks or 1), 16 * (work.chunks or 1)):
             yield choose(f"ChunkedExchange(RaggedAllToAll(), {chunks})", chunks=chunks)
@@ -70,10 +70,12 @@ def _candidates(device: Hardware, mesh: Mapping[str, int], work: Work) -> Iterat
             larger_mesh = {**mesh, axis: mesh[axis] * factor}
             yield _Change(f"{factor} x the devices, {axis}={larger_mesh[axis]}", no_torus, larger_mesh, work)
     upgrades = [
-        other for other in TABLE.values() if _maker(other) == _maker(device) and other.memory > 1.1 * device.memory
+        candidate
+        for candidate in TABLE.values()
+        if _maker(candidate) == _maker(device) and candidate.memory > 1.1 * device.memory
     ]
-    for other in sorted(upgrades, key=lambda other: other.memory)[:2]:
-        yield _Change(f"on {other.name}", other, mesh, work)
+    for candidate in sorted(upgrades, key=lambda candidate: candidate.memory)[:2]:
+        yield _Change(f"on {candidate.name}", candidate, mesh, work)
 
 
 def _maker(device: Hardware) -> tuple[str, bool]:

@@ -24,12 +24,12 @@ def adapters(step: PlannedStep) -> int:
             f"split_rank: rank {work.lora} cannot be split over the {active} experts per token of {config.model_type}: "
             f"use a multiple of {active}"
         )
-    for part in step.parts:
-        if part.kernel and part.layers and "router" not in part.key:
-            width = part.width - (config.hidden_size if part.key.endswith("experts.up") else 0)
-            axes = [axis for axis in part.axes if axis in ("expert", AXIS)]
-            rank = work.lora // config.experts_per_token if part.experts and work.split_rank else work.lora
-            total += rank * width * part.layers * (part.experts or 1) // shard_count(step.mesh, axes)
+    for param in step.parts:
+        if param.kernel and param.layers and "router" not in param.key:
+            width = param.width - (config.hidden_size if param.key.endswith("experts.up") else 0)
+            axes = [axis for axis in param.axes if axis in ("expert", AXIS)]
+            rank = work.lora // config.experts_per_token if param.experts and work.split_rank else work.lora
+            total += rank * width * param.layers * (param.experts or 1) // shard_count(step.mesh, axes)
     return total
 
 
@@ -62,9 +62,9 @@ class Bytes:
 def bytes_of(step: PlannedStep) -> Bytes:
     """Compute the bytes of a step on one device."""
     work, rows = step.work, step.rows
-    trained = sum(step.held(part) for part in step.parts if part.trained)
-    frozen = sum(step.held(part) * part.itemsize for part in step.parts if not part.trained)
-    stored = int(sum(step.held(part) * part.stored for part in step.parts if part.trained))
+    trained = sum(step.held(param) for param in step.parts if param.trained)
+    frozen = sum(step.held(param) * param.itemsize for param in step.parts if not param.trained)
+    stored = int(sum(step.held(param) * param.stored for param in step.parts if param.trained))
     if not work.train:  # estimate: float32 logits, and the scores of one layer
         scores = rows * (step.config.vocab_size + step.config.num_attention_heads * work.seq) * 4
         return Bytes(stored + frozen, 0, 0, _cache_bytes(step), rows * 4, scores)
@@ -82,13 +82,13 @@ def bytes_read(step: PlannedStep) -> float:
     the expected number of experts that uniform routing selects for the rows of the device.
     """
     config, total = step.config, float(_cache_bytes(step))
-    for part in step.parts:
-        if part.is_table and part.role != "head":
+    for param in step.parts:
+        if param.is_table and param.role != "head":
             continue  # only one row per token is read
-        rows = step.rows * (step.mesh.shape["expert"] if "expert" in part.axes else 1)
-        used = 1 - (1 - config.experts_per_token / part.experts) ** rows if part.experts else 1.0
-        numbers = step.gathered(part) * max(1, part.layers)
-        total += numbers * (part.stored if part.trained else part.itemsize) * used
+        rows = step.rows * (step.mesh.shape["expert"] if "expert" in param.axes else 1)
+        used = 1 - (1 - config.experts_per_token / param.experts) ** rows if param.experts else 1.0
+        numbers = step.gathered(param) * max(1, param.layers)
+        total += numbers * (param.stored if param.trained else param.itemsize) * used
     return total
 
 
@@ -128,7 +128,7 @@ def _temporary(step: PlannedStep) -> int:
     rows = step.rows // work.accumulate or 1
     tokens, tensor, width = rows * step.tokens_per_row, mesh.shape["tensor"], config.hidden_size * VALUES
     has_exchange = mesh.shape["expert"] > 1
-    num_staged_layers = max((part.layers for part in step.parts if part.staged), default=0)
+    num_staged_layers = max((param.layers for param in step.parts if param.staged), default=0)
     runs, slots = [_LayerRun.of(step, False, tokens, config.num_hidden_layers - num_staged_layers)], 0
     if work.pipeline is not None:  # every turn stores the inputs of the layers of a stage
         stages = stages_of(mesh)
@@ -149,17 +149,17 @@ def _temporary(step: PlannedStep) -> int:
         layer += 3 * rows * work.seq * step.keys_per_token // config.num_hidden_layers
     head = config.vocab_size * config.hidden_size // tensor * (VALUES + (0 if work.lora else STATE))
     logits = min(ChunkedLoss().logits, tokens * config.vocab_size // tensor) * _LOGITS
-    trained = [part for part in step.parts if part.trained]
+    trained = [param for param in step.parts if param.trained]
     # The accumulated gradients exist in addition to the gradients of the current part or turn.
-    accumulated_parts = [part for part in trained if not work.lora and (work.accumulate > 1 or part.staged)]
-    slots += sum(map(step.held, accumulated_parts)) * STATE
+    accumulated_params = [param for param in trained if not work.lora and (work.accumulate > 1 or param.staged)]
+    slots += sum(map(step.held, accumulated_params)) * STATE
     if has_exchange:
         return int(inputs + layer + head + logits + slots)
     return int(inputs + max(layer, head + logits) + sum(map(step.held, trained)) * VALUES + slots)
 
 
 class _LayerRun(NamedTuple):
-    """Layers that are computed on the same number of tokens.
+    """Layers with the same number of tokens per computation.
 
     Attributes:
         kernels: Kernels of one layer of the stack with the most parameters, such as DeepSeek's layers with
@@ -175,19 +175,21 @@ class _LayerRun(NamedTuple):
     @classmethod
     def of(cls, step: PlannedStep, staged: bool, tokens: int, times: int) -> "_LayerRun":
         stacks: dict[int | None, list[ParamSize]] = {}
-        for part in step.parts:
-            if part.staged == staged and part.kernel and part.layers:
-                stacks.setdefault(part.stack, []).append(part)
-        return cls(max(stacks.values(), key=lambda stack: sum(part.size for part in stack), default=[]), tokens, times)
+        for param in step.parts:
+            if param.staged == staged and param.kernel and param.layers:
+                stacks.setdefault(param.stack, []).append(param)
+        return cls(
+            max(stacks.values(), key=lambda stack: sum(param.size for param in stack), default=[]), tokens, times
+        )
 
 
 def _activation_bytes(step: PlannedStep, run: _LayerRun) -> float:
     """Estimate the bytes of the inputs and outputs of a layer's linear maps, with their gradients."""
-    routed_width = sum(part.width for part in run.kernels if part.experts)
-    attention_width = sum(part.width for part in run.kernels if ".attention." in part.key)
-    other_width = sum(part.width for part in run.kernels) - routed_width - attention_width
+    routed_width = sum(param.width for param in run.kernels if param.experts)
+    attention_width = sum(param.width for param in run.kernels if ".attention." in param.key)
+    other_width = sum(param.width for param in run.kernels) - routed_width - attention_width
     experts_per_token, size = step.config.experts_per_token, step.mesh.shape["expert"]
-    experts, tokens = max((part.experts for part in run.kernels), default=0), run.tokens
+    experts, tokens = max((param.experts for param in run.kernels), default=0), run.tokens
     rows = tokens * experts_per_token
     if size > 1 and experts:  # rows of the receive buffer for the experts of a device
         chunk = -(-tokens // step.chunks)

@@ -96,8 +96,8 @@ def compile_program(job: CompileJob) -> Program:
             )
         if process.returncode or not program_file.exists():
             lines = [line for line in process.stderr.splitlines() if re.search("Error|exceed|required", line)]
-            last = lines[-1] if lines else process.stderr.strip()[-500:] or f"exit status {process.returncode}"
-            raise RuntimeError(f"the step does not compile for {device}: {last.strip()}")
+            reason = lines[-1] if lines else process.stderr.strip()[-500:] or f"exit status {process.returncode}"
+            raise RuntimeError(f"the step does not compile for {device}: {reason.strip()}")
         program: Any = pickle.loads(program_file.read_bytes())
     return dataclasses.replace(program, warnings=process.stderr.count("Involuntary full rematerialization"))
 

@@ -22,12 +22,12 @@ def operations(step: PlannedStep) -> float:
     passes. The experts of a chunked exchange cost one more forward pass.
     """
     config, work = step.config, step.work
-    kernels = [part for part in step.parts if part.kernel and part.layers]
-    dense = sum(2 * part.size for part in kernels if not part.experts)
-    experts = sum(2 * part.size * (config.experts_per_token / part.experts) for part in kernels if part.experts)
+    kernels = [param for param in step.parts if param.kernel and param.layers]
+    dense = sum(2 * param.size for param in kernels if not param.experts)
+    experts = sum(2 * param.size * (config.experts_per_token / param.experts) for param in kernels if param.experts)
     head = 2 * config.vocab_size * config.hidden_size
     queries = work.seq if work.train else 1
-    scores = work.batch * sum(2 * width * seen * queries for width, seen in _scores(step))
+    scores = work.batch * sum(2 * width * keys_per_query * queries for width, keys_per_query in _scores(step))
     if not work.train:
         return work.tokens * (dense + experts + head) + scores
     backward = FORWARDS if work.remat else FORWARDS - 1
@@ -40,7 +40,7 @@ def operations(step: PlannedStep) -> float:
 def _scores(step: PlannedStep) -> Iterator[tuple[int, float]]:
     """Yield pairs (multiplications per query and key, keys per query) for every attention layer and indexer.
 
-    For attention, the multiplications are those of scores and values. For an indexer, they are those of scores.
+    Attention multiplies for scores and values. An indexer multiplies for scores only.
     """
     seq, train = step.work.seq, step.work.train
     causal_keys = seq / 2 if train else seq

@@ -96,7 +96,7 @@ class PlannedStep:
         Raises ValueError if the rules cannot shard a variable, or if ``quantize`` applies to no variable.
         """
         stages = None if work.pipeline is None else stages_of(mesh)
-        model, parts = _scanned(config, stages), list[ParamSize]()
+        model, params = _scanned(config, stages), list[ParamSize]()
         check_context(model, mesh)
         check_mesh(model, mesh, work.rules)
         codes = {} if work.quantize is None else _bytes_of_codes(config, stages, work.quantize)
@@ -107,7 +107,7 @@ class PlannedStep:
                 shape[axes.index("expert")] if "expert" in axes else 0,
                 shape[0] if is_stacked(axes) else 0,
             )
-            part = ParamSize(
+            param = ParamSize(
                 key,
                 math.prod(shape),
                 over=axes_per_dimension(axes, mesh, work.rules),
@@ -122,8 +122,8 @@ class PlannedStep:
                 width=sum(map(math.prod, ParamWeight(variable).split(shape)[1:])) if is_kernel(variable) else 0,
                 stored=codes.get(tuple(path), 2.0 * variable.size) / variable.size,
             )
-            parts.append(part)
-        return cls(config, mesh, work, tuple(parts))
+            params.append(param)
+        return cls(config, mesh, work, tuple(params))
 
     @property
     def chunks(self) -> int:
@@ -146,12 +146,12 @@ class PlannedStep:
     @property
     def tokens_per_row(self) -> int:
         """Tokens per row on one device. Raises ValueError if ``context`` does not divide the row."""
-        seq, parts = self.work.seq, self.mesh.shape[CONTEXT]
+        seq, context_size = self.work.seq, self.mesh.shape[CONTEXT]
         if not self.work.train:
             return 1
-        if seq % parts:
-            raise ValueError(f"rows of {seq} tokens are not divisible by {CONTEXT}={parts}: use a multiple")
-        return seq // parts
+        if seq % context_size:
+            raise ValueError(f"rows of {seq} tokens are not divisible by {CONTEXT}={context_size}: use a multiple")
+        return seq // context_size
 
     @property
     def keys_per_token(self) -> int:
@@ -160,7 +160,7 @@ class PlannedStep:
         The tensor axis shards keys, but not latents. Recurrent states are not counted, since their size
         does not depend on the number of tokens.
         """
-        has_keys = any(part.key.endswith("attention.k.kernel") for part in self.parts)
+        has_keys = any(param.key.endswith("attention.k.kernel") for param in self.parts)
         size = sum(size for slots, size in cache_sizes(self.config).items() if slots != 1)
         return size // (self.mesh.shape["tensor"] if has_keys else 1)
 

@@ -101,9 +101,9 @@ class Efficiency:
         return cls(min(*shares, 0.75 * median), median, min(0.95, max(*shares, 1.25 * median)), runs_text + device_text)
 
 
-def nearest(model: str, kind: Hardware, experts: bool, devices: int, train: bool) -> PublishedRun:
+def nearest(model: str, device: Hardware, experts: bool, devices: int, train: bool) -> PublishedRun:
     """Return the published run most similar to a plan: by experts, device, model and number of devices."""
-    name = kind.name.partition(":")[0]
+    name = device.name.partition(":")[0]
 
     def distance(run: PublishedRun) -> tuple[bool, bool, float]:
         count = math.prod(run.mesh.values())

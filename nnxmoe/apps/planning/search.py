@@ -49,8 +49,8 @@ def search(
     _check_options(config, devices, microbatches, **options)
     for mesh in _meshes(devices, microbatches or 1, _contexts(**options)):
         try:
-            parts = microbatches if mesh[AXIS] > 1 else None
-            candidate = plan(config, mesh, advise=False, microbatches=parts, **options)
+            stage_microbatches = microbatches if mesh[AXIS] > 1 else None
+            candidate = plan(config, mesh, advise=False, microbatches=stage_microbatches, **options)
             plans.append(dataclasses.replace(candidate, model=name))
         except ValueError as error:
             reason = reason or str(error)
@@ -76,13 +76,13 @@ def best_of(
     devices, most = check_positive("search", "devices", devices), check_positive("search", "most", most)
     seq = check_positive("search", "seq", seq)
     options, plans, meshes = {"seq": seq, "train": train, **options}, list[Plan](), list[Plan]()
-    for parts in _contexts(**options):
-        if devices % parts == 0:
-            expected_errors = (ValueError,) if parts > 1 else ()  # raised if the model does not support sharded rows
-            with contextlib.suppress(*expected_errors):
-                rows = devices // parts * options.get("accumulate", 1)
+    for context_size in _contexts(**options):
+        if devices % context_size == 0:
+            errors = (ValueError,) if context_size > 1 else ()  # raised if the model does not support sharded rows
+            with contextlib.suppress(*errors):
+                rows = devices // context_size * options.get("accumulate", 1)
                 all_plans = search(model, devices, batch=rows, most=1000, **options)
-                meshes += [candidate for candidate in all_plans if candidate.mesh[CONTEXT] == parts][:6]
+                meshes += [candidate for candidate in all_plans if candidate.mesh[CONTEXT] == context_size][:6]
     name = meshes[0].model
     for candidate in meshes:
         for rows in (1, 2, 4, 8, 16, 32, 64):
@@ -126,16 +126,16 @@ def _contexts(*, seq: int, train: bool = True, **_: Any) -> list[int]:
 
     These are 1 and, for training, larger sizes with at least 8192 tokens per shard of a row.
     """
-    return [parts for parts in (1, 2, 4, 8, 16, 32) if parts == 1 or (train and seq // parts >= 8192)]
+    return [size for size in (1, 2, 4, 8, 16, 32) if size == 1 or (train and seq // size >= 8192)]
 
 
 def _meshes(devices: int, stages: int, contexts: list[int]) -> list[dict[str, int]]:
     sizes = [n for n in range(1, devices + 1) if devices % n == 0]
     all_shapes = [
-        {AXIS: pipe, "data": data, CONTEXT: parts, "expert": expert, "tensor": tensor}
+        {AXIS: pipe, "data": data, CONTEXT: context_size, "expert": expert, "tensor": tensor}
         for pipe in sizes
         for data in sizes
-        for parts in contexts
+        for context_size in contexts
         for expert in sizes
         for tensor in sizes
         if pipe <= stages and tensor <= 8

@@ -18,16 +18,16 @@ def hardware(name: str | Hardware) -> Hardware:
         return name
     if not isinstance(name, str):
         raise ValueError(f"hardware {short(name)}: use a name such as 'h100', or a Hardware")
-    kind, _, shape = name.lower().partition(":")
-    if kind not in TABLE or (shape and (TABLE[kind].platform != TPU or not re.fullmatch(r"\d+(x\d+){1,2}", shape))):
-        near = did_you_mean(kind, TABLE) if kind not in TABLE else ""
-        known = f"use one of {', '.join(TABLE)}, or for a TPU slice a name such as tpu-v5p:4x8x8"
-        raise ValueError(f"hardware {name!r} is not known: {known}{near}")
-    device = TABLE[kind]
+    base, _, shape = name.lower().partition(":")
+    if base not in TABLE or (shape and (TABLE[base].platform != TPU or not re.fullmatch(r"\d+(x\d+){1,2}", shape))):
+        suggestion = did_you_mean(base, TABLE) if base not in TABLE else ""
+        choices = f"use one of {', '.join(TABLE)}, or for a TPU slice a name such as tpu-v5p:4x8x8"
+        raise ValueError(f"hardware {name!r} is not known: {choices}{suggestion}")
+    device = TABLE[base]
     if not shape:
         return device
     torus = tuple(int(size) for size in shape.split("x"))
-    return dataclasses.replace(device, name=f"{kind}:{shape}", torus=torus, topology=f"{_TOPOLOGIES[kind]}:{shape}")
+    return dataclasses.replace(device, name=f"{base}:{shape}", torus=torus, topology=f"{_TOPOLOGIES[base]}:{shape}")
 
 
 def refuse_unheld(device: Hardware, mesh: Mapping[str, int]) -> None:
@@ -79,7 +79,7 @@ class Route:
 
     Attributes:
         name: Name of the slowest link.
-        near: Number of the axis' devices in one node or slice.
+        near: Number of devices of the axis in one node or slice.
         far: Number of nodes or slices that the axis spans.
         link: Bytes per second and device inside a node or slice.
         network: Bytes per second and device between nodes or slices.

@@ -58,8 +58,8 @@ def traffic(step: PlannedStep) -> list[Traffic]:
     the next stage in the forward pass, and to the previous stage in the backward pass.
     """
     config, work, mesh, sums = step.config, step.work, step.mesh, _Sums()
-    for part in step.parts:
-        _parameter(step, part, sums)
+    for param in step.parts:
+        _parameter(step, param, sums)
     _activations(step, sums)
     if work.train and mesh.shape[CONTEXT] > 1:
         _keys(step, sums)
@@ -69,35 +69,35 @@ def traffic(step: PlannedStep) -> list[Traffic]:
         sums.add("collective-permute", (AXIS,), "tokens", 2 * size, 2 * work.turns(mesh))
         sums.add("collective-permute", (AXIS,), "tokens", size, 2 * work.accumulate)
     collectives = list[Traffic]()
-    for (kind, axes, what), size in sums.bytes.items():
-        to_experts = (kind, what) == ("all-to-all", "tokens")
+    for (kind, axes, data), size in sums.bytes.items():
+        to_experts = (kind, data) == ("all-to-all", "tokens")
         copies = config.experts_per_token if work.node_copies and to_experts else 0
-        collectives.append(Traffic(kind, axes, size, int(sums.times[kind, axes, what]), what, copies))
+        collectives.append(Traffic(kind, axes, size, int(sums.times[kind, axes, data]), data, copies))
     return collectives
 
 
-def _parameter(step: PlannedStep, part: ParamSize, sums: _Sums) -> None:
+def _parameter(step: PlannedStep, param: ParamSize, sums: _Sums) -> None:
     """Add the all-gathers of a parameter and the reductions of its gradients."""
     work, mesh = step.work, step.mesh
     token_axes = tuple(axis for axis in TOKEN_AXES if mesh.shape[axis] > 1)
     # A device computes only the experts and layers of its shard, so these axes are not gathered.
-    computed_axes = (*(("expert",) if part.experts else ()), *((AXIS,) if part.staged else ()))
-    axes = tuple(axis for axis in part.axes if axis in token_axes and axis not in computed_axes)
-    size, times, fraction = step.gathered(part), step.runs(part), 1 - 1 / shard_count(mesh, axes)
-    if part.is_table and axes:
-        _embeddings(step, axes, part.over[0], sums)
-    is_gathered = axes and (not part.is_table or part.role == "head")
+    computed_axes = (*(("expert",) if param.experts else ()), *((AXIS,) if param.staged else ()))
+    axes = tuple(axis for axis in param.axes if axis in token_axes and axis not in computed_axes)
+    size, times, fraction = step.gathered(param), step.runs(param), 1 - 1 / shard_count(mesh, axes)
+    if param.is_table and axes:
+        _embeddings(step, axes, param.over[0], sums)
+    is_gathered = axes and (not param.is_table or param.role == "head")
     if is_gathered:
-        passes = 2 if work.train and work.remat and part.role != "head" else 1
-        sums.add("all-gather", axes, part.role, size * part.stored * fraction, times * passes)
-    if not work.train or not part.trained or work.lora:
+        passes = 2 if work.train and work.remat and param.role != "head" else 1
+        sums.add("all-gather", axes, param.role, size * param.stored * fraction, times * passes)
+    if not work.train or not param.trained or work.lora:
         return
     if is_gathered:
-        sums.add("reduce-scatter", axes, part.role, size * STATE * fraction, times)
-    replicated = tuple(axis for axis in token_axes if axis not in part.axes)
+        sums.add("reduce-scatter", axes, param.role, size * STATE * fraction, times)
+    replicated = tuple(axis for axis in token_axes if axis not in param.axes)
     if replicated:
         shard = size / shard_count(mesh, axes) * STATE
-        sums.add("all-reduce", replicated, part.role, 2 * shard * (1 - 1 / shard_count(mesh, replicated)), times)
+        sums.add("all-reduce", replicated, param.role, 2 * shard * (1 - 1 / shard_count(mesh, replicated)), times)
 
 
 def _embeddings(step: PlannedStep, axes: tuple[str, ...], vocab_axes: tuple[str, ...], sums: _Sums) -> None:
@@ -118,37 +118,37 @@ def _activations(step: PlannedStep, sums: _Sums) -> None:
     experts, tensor = mesh.shape["expert"], mesh.shape["tensor"]
     if experts > 1:
         recomputed = int(work.train and step.chunks > 1)  # the backward pass recomputes each chunk
-        for run in _runs(part for part in step.parts if part.experts):
+        for run in _runs(param for param in step.parts if param.experts):
             size = _tokens(step, run) * step.config.experts_per_token * width * (1 - 1 / experts)
             sums.add("all-to-all", ("expert",), "tokens", size, 2 * (passes + recomputed) * step.runs(run))
     if tensor > 1:
-        for run in _runs(part for part in step.parts if part.layers and part.key.endswith("attention_norm.scale")):
+        for run in _runs(param for param in step.parts if param.layers and param.key.endswith("attention_norm.scale")):
             size = 2 * _tokens(step, run) * width * (1 - 1 / tensor)
             sums.add("all-reduce", ("tensor",), "tokens", size, 2 * passes * step.runs(run))
 
 
-def _runs(parts: Iterable[ParamSize]) -> Iterable[ParamSize]:
+def _runs(params: Iterable[ParamSize]) -> Iterable[ParamSize]:
     """Return one parameter per run of layers."""
-    return {(part.stack, part.staged): part for part in parts}.values()
+    return {(param.stack, param.staged): param for param in params}.values()
 
 
-def _tokens(step: PlannedStep, part: ParamSize) -> float:
+def _tokens(step: PlannedStep, param: ParamSize) -> float:
     """Return the tokens per device and layer computation that uses the parameter."""
     tokens = step.rows * step.tokens_per_row / step.work.accumulate
-    if part.staged and step.work.pipeline is not None:
+    if param.staged and step.work.pipeline is not None:
         tokens *= stages_of(step.mesh) / step.work.pipeline.microbatches
     return tokens
 
 
 def _keys(step: PlannedStep, sums: _Sums) -> None:
-    """Add the passing of keys and values, or latents, from neighbor to neighbor, and of their gradients back.
+    """Add the ring exchange of keys and values, or latents, and of their gradients.
 
     Also adds the permutation of queries to the balanced order, and of attention outputs back.
     """
     config, work, mesh = step.config, step.work, step.mesh
     tokens = step.rows * step.tokens_per_row / work.accumulate
     times = (3 if work.remat else 2) * config.num_hidden_layers * work.accumulate
-    width = max(part.width for part in step.parts if part.key.endswith("attention.o.kernel")) - config.hidden_size
+    width = max(param.width for param in step.parts if param.key.endswith("attention.o.kernel")) - config.hidden_size
     size = step.keys_per_token / config.num_hidden_layers * VALUES / 2
     sums.add("collective-permute", (CONTEXT,), "keys", tokens * size, times * (mesh.shape[CONTEXT] - 1))
     sums.add("collective-permute", (CONTEXT,), "tokens", tokens * width / mesh.shape["tensor"] * VALUES, 2 * times)

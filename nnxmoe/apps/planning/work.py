@@ -14,7 +14,7 @@ from nnxmoe.moe.capacity import check_factor
 from nnxmoe.moe.expert_parallel import ChunkedExchange, ExpertParallel, RaggedAllToAll
 from nnxmoe.sharding_rules import RULES, Rules, check_rules
 
-# Fields of `Work` that only the arithmetic supports: no strategy implements them, or compiled steps lack them.
+# Fields of `Work` that only the arithmetic supports, because strategies or compiled steps do not implement them.
 PLANNED_ONLY = ("interleaved", "node_copies", "lora", "split_rank", "compute", "quantize")
 
 Compute = Literal["bf16", "fp8"]

@@ -96,8 +96,8 @@ class AnswerForm:
             if form is not None:
                 answers.append(f"{final} @form")
             elif calls is not None:
-                answers, free = self._free(calls, final)
-                rules += free
+                answers, text_rules = self._free(calls, final)
+                rules += text_rules
         text = "\n".join([f"start: {self._thinking(rules)} ({' | '.join(answers)})", *rules])
         return Grammar.lark(text, tokenizer) if form is None else form.within(text)
 
@@ -111,24 +111,24 @@ class AnswerForm:
         if form.marks[0] in self.tokens:
             return [f"{any_text} calls?"], []
         # The mark is plain text. The content ends at the mark, and the calls follow.
-        outside = " & ".join([any_text, *(rf"~/(.|\n)*{escaped(mark)}(.|\n)*/" for mark in form.marks)])
-        rules = [f"SAID: {outside}", rf"until[lazy]: /(.|\n)*{escaped(form.marks[0])}/"]
+        content = " & ".join([any_text, *(rf"~/(.|\n)*{escaped(mark)}(.|\n)*/" for mark in form.marks)])
+        rules = [f"SAID: {content}", rf"until[lazy]: /(.|\n)*{escaped(form.marks[0])}/"]
         return ["SAID", "until rest"], rules
 
     def _thinking(self, rules: list[str]) -> str:
         """Return the Lark expression of the reasoning before the answer, and append its rules to ``rules``."""
         if self.harmony:
-            before, after = (literal(text, self.tokens) for text in harmony.ANALYSIS)
-            return rf"({before} /(.|\n)*/ {after})*"
+            prefix, suffix = (literal(text, self.tokens) for text in harmony.ANALYSIS)
+            return rf"({prefix} /(.|\n)*/ {suffix})*"
         tags = self.reasoning
         if tags is None or tags.closed:
             return ""
         if tags.end in self.tokens:
-            rest = rf"/(.|\n)*/ {literal(tags.end, self.tokens)} /\n{{0,2}}/"
+            reasoning = rf"/(.|\n)*/ {literal(tags.end, self.tokens)} /\n{{0,2}}/"
         else:
             rules.append(rf"thought[lazy]: /(.|\n)*{escaped(tags.end)}/")
-            rest = r"thought /\n{0,2}/"
-        return rest if tags.inside else f"({literal(tags.start, self.tokens)} {rest})?"
+            reasoning = r"thought /\n{0,2}/"
+        return reasoning if tags.inside else f"({literal(tags.start, self.tokens)} {reasoning})?"
 
 
 PLAIN = AnswerForm()

@@ -92,8 +92,8 @@ class CallFormat:
     @functools.cached_property
     def object_head(self) -> re.Pattern[str]:
         """Pattern of the text before a call that is one JSON object. Any model may write such calls."""
-        before, brace, _ = self.before_arguments.partition('{"name"')
-        start = _pattern(before) if brace else f"(?:{'|'.join(map(re.escape, self.marks))})?"
+        prefix, brace, _ = self.before_arguments.partition('{"name"')
+        start = _pattern(prefix) if brace else f"(?:{'|'.join(map(re.escape, self.marks))})?"
         return re.compile(self._between_calls + start + r"\s*+(?=\{)")
 
     @functools.cached_property
@@ -120,8 +120,8 @@ class CallFormat:
     def stops(self) -> tuple[str, ...]:
         """Tags around calls. They end arguments whose end is missing."""
         around = " ".join((self.opening, self.call, self.closing or "", *self.marks))
-        after = self.after_arguments.removeprefix("}").strip()
-        return tuple(dict.fromkeys([*_TAG.findall(around), *(["```"] if after.startswith("```") else [])]))
+        suffix = self.after_arguments.removeprefix("}").strip()
+        return tuple(dict.fromkeys([*_TAG.findall(around), *(["```"] if suffix.startswith("```") else [])]))
 
     @functools.cached_property
     def leftover(self) -> re.Pattern[str]:
@@ -146,13 +146,13 @@ class CallFormat:
 
 def _pattern(text: str, newline: str = _SPACES) -> str:
     """Convert a template to a regular expression. White space may differ from the template."""
-    parts = re.split(r"(\s+|NAME|INDEX|IDENTIFIER|functions\.|<[|\uff5c].*?[|\uff5c]>|\[[A-Z_]+\])", text)
+    pieces = re.split(r"(\s+|NAME|INDEX|IDENTIFIER|functions\.|<[|\uff5c].*?[|\uff5c]>|\[[A-Z_]+\])", text)
     regex = {"NAME": NAME, "INDEX": r"(?P<index>\d+)", "IDENTIFIER": r"(?P<id>\w+)", "functions.": r"(?:functions\.)?"}
     pattern = ""
-    for part in parts:
-        around = _SPACES if re.match(r"<[|\uff5c]|\[[A-Z]", part) else ""
-        space = newline if "\n" in part else _SPACES
-        pattern += space if part.isspace() else around + (regex.get(part) or re.escape(part)) + around
+    for piece in pieces:
+        around = _SPACES if re.match(r"<[|\uff5c]|\[[A-Z]", piece) else ""
+        space = newline if "\n" in piece else _SPACES
+        pattern += space if piece.isspace() else around + (regex.get(piece) or re.escape(piece)) + around
     return pattern
 
 

@@ -108,9 +108,9 @@ class CallSplit:
         Models may omit a part of the end, or reach the length limit there.
         """
         form, letters = self._format, "".join(text.split()).removesuffix(self._format.between.strip())
-        after = form.after_arguments + (form.closing or "")
+        suffix = form.after_arguments + (form.closing or "")
         opening = "" if form.argument is None else form.argument.opening
-        endings = ["".join(part.split()) for part in (after, opening)]
+        endings = ["".join(part.split()) for part in (suffix, opening)]
         return any(ending.startswith(letters) for ending in endings) or form.tail.fullmatch(text.rstrip()) is not None
 
     def _next(self, final: bool, cut: bool) -> AnswerPart | None:
@@ -126,11 +126,11 @@ class CallSplit:
                     or (self._skip() if final else None)
                 )
             case "arguments":
-                taken = self._arguments.take(self._buffer, final, cut)
-                changed = taken.done or taken.rest != self._buffer
-                self._buffer, self._state = taken.rest, "calls" if taken.done else "arguments"
-                calls = [CallPiece(self.count - 1, taken.arguments)] if taken.arguments else []
-                return AnswerPart(content=taken.said, calls=calls) if changed else None
+                result = self._arguments.take(self._buffer, final, cut)
+                changed = result.done or result.rest != self._buffer
+                self._buffer, self._state = result.rest, "calls" if result.done else "arguments"
+                calls = [CallPiece(self.count - 1, result.arguments)] if result.arguments else []
+                return AnswerPart(content=result.said, calls=calls) if changed else None
 
     def _text(self) -> AnswerPart | None:
         text, marks = self._buffer, self._format.marks
@@ -196,8 +196,8 @@ class CallSplit:
         except (ValueError, RecursionError):
             if not final:
                 return None
-            taken = JsonArguments(form.stops).take(text, final=True)
-            body, end = _loaded(taken.arguments), len(text) - len(taken.rest)
+            result = JsonArguments(form.stops).take(text, final=True)
+            body, end = _loaded(result.arguments), len(text) - len(result.rest)
             if body is None or not isinstance(name := body.get("name"), str) or not body.keys() <= _FIELDS:
                 return None
             if name not in self._tools.parameters:

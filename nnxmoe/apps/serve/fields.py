@@ -96,12 +96,12 @@ _TYPES: Mapping[str, str] = {
 _NESTED: Mapping[str, str] = {"response_format": "json_schema", "tools": "function", "tool_choice": "function"}
 
 
-def effective(body: Mapping[str, Any], known: Collection[str], chat: bool) -> dict[str, Any]:
+def effective(body: Mapping[str, Any], supported_fields: Collection[str], chat: bool) -> dict[str, Any]:
     """Return the fields of a body that have an effect. Also drops nested fields without effect.
 
     Args:
         body: The decoded request body.
-        known: Names of supported fields.
+        supported_fields: Names of supported fields.
         chat: Whether the request is a chat.
 
     Raises:
@@ -113,7 +113,7 @@ def effective(body: Mapping[str, Any], known: Collection[str], chat: bool) -> di
         value = _without_null(fields[name]) if name in _NESTED else fields[name]
         if any(value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in table[name]):
             del fields[name]
-        elif name not in known:
+        elif name not in supported_fields:
             hint = f", or use {_INSTEAD[name]}" if name in _INSTEAD else ""
             raise Refused(400, f"{name} is not supported: leave it out{hint}", name)
     for name in fields.keys() & {"stream_options", *_NESTED}:
@@ -139,22 +139,22 @@ def content_parts(content: Any) -> Any:
     return _without_null(content) if isinstance(content, list) else content
 
 
-def refusal(message: str, known: Collection[str]) -> Refused:
+def refusal(message: str, supported_fields: Collection[str]) -> Refused:
     """Convert an error message of msgspec to Refused.
 
     The new message has the name that the client used for the field, and a remedy.
     """
-    problem, _, place = message.partition(" - at ")
-    path = place.rpartition("$")[2].rstrip("`").lstrip(".")
+    problem, _, location = message.partition(" - at ")
+    path = location.rpartition("$")[2].rstrip("`").lstrip(".")
     if match := re.search(r"unknown field `(\w+)`", problem):
         name = f"{path}.{match[1]}" if path else match[1]
-        close_names = [] if path else difflib.get_close_matches(name, [*known, *NEUTRAL, *LABELS], 1)
+        close_names = [] if path else difflib.get_close_matches(name, [*supported_fields, *NEUTRAL, *LABELS], 1)
         remedy = _remedy(path) or (f"did you mean {close_names[0]}?" if close_names else "leave it out")
         return Refused(400, f"{name} is not a field of this API: {remedy}", match[1])
     if match := re.search(r"required field `(\w+)`", problem):
         name = f"{path}.{match[1]}" if path else match[1]
         return Refused(400, _with(f"{name} is missing", _remedy(name)), match[1])
-    is_key = place.startswith("`key`")
+    is_key = location.startswith("`key`")
     name = f"a key of {path}" if is_key else path or "the body"
     param = re.match(r"\w+", path)
     if match := re.match(r"Invalid enum value (.*)", problem):

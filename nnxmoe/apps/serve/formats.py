@@ -23,8 +23,8 @@ Json = dict[str, Any]
 def _byte_level() -> dict[str, int]:
     """Return the mapping from characters to bytes of GPT-2's byte-level vocabulary."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    unprintable = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(unprintable)}
 
 
 BYTE_LEVEL = _byte_level()
@@ -108,15 +108,15 @@ class CompletionFormat:
         """
         tokens, tops = [self.texts.text(token) for token in sample.ids], []
         for token, logprob, top in zip(tokens, sample.logprobs, sample.top, strict=True):
-            pairs = [] if top is None else [(self.texts.text(one), value) for one, value in top[: self.logprobs]]
-            found: dict[str, float] = {}
+            pairs = [] if top is None else [(self.texts.text(i), value) for i, value in top[: self.logprobs]]
+            logprobs: dict[str, float] = {}
             for text, value in pairs:
-                found.setdefault(text, value)
+                logprobs.setdefault(text, value)
             if logprob is not None:
-                found.setdefault(token, logprob)
-            tops.append(found or None)
-        places = {"text_offset": self._offsets(index, sample)}
-        return {"tokens": tokens, "token_logprobs": sample.logprobs, "top_logprobs": tops, **places}
+                logprobs.setdefault(token, logprob)
+            tops.append(logprobs or None)
+        offsets = {"text_offset": self._offsets(index, sample)}
+        return {"tokens": tokens, "token_logprobs": sample.logprobs, "top_logprobs": tops, **offsets}
 
     def _offsets(self, index: int, sample: Sample) -> list[int]:
         """Return the start of each id's text. Ids that form one character have the same start."""
@@ -205,7 +205,11 @@ def _calls(pieces: Sequence[CallPiece], whole: bool) -> list[Json]:
 Format = CompletionFormat | ChatFormat
 
 
-def usage(prompts: Sequence[Sequence[int]], made: int) -> Json:
-    """Create the token counts of a response. ``made`` is the number of generated tokens."""
+def usage(prompts: Sequence[Sequence[int]], generated_tokens: int) -> Json:
+    """Create the token counts of a response."""
     prompt_tokens = sum(map(len, prompts))
-    return {"prompt_tokens": prompt_tokens, "completion_tokens": made, "total_tokens": prompt_tokens + made}
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": generated_tokens,
+        "total_tokens": prompt_tokens + generated_tokens,
+    }

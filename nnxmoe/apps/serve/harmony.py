@@ -51,9 +51,9 @@ class HarmonySplit:
 
     def _header(self) -> AnswerPart | None:
         head, mark, rest = self._buffer.partition(MESSAGE)
-        prefix, tag, after = self._buffer.partition(CALLED)
+        prefix, tag, rest_after_call = self._buffer.partition(CALLED)
         if tag and len(prefix) < len(head) and (match := _CALLED.search(self._buffer)):  # a call without a message
-            self._buffer = after
+            self._buffer = rest_after_call
             return self._call(match["name"], "{}")
         if not mark:
             return None
@@ -92,10 +92,10 @@ class HarmonySplit:
             self._in = "arguments"
             return self._call(self._name).followed_by(self._part(text, final, cut))
         if self._in == "arguments":
-            taken = self._arguments.take(text, final, cut)
-            calls = [CallPiece(self.count - 1, taken.arguments)] if taken.arguments else []
-            self._in = "after" if taken.done else "arguments"
-            return AnswerPart(calls=calls).followed_by(self._part(taken.rest) if taken.done else AnswerPart())
+            result = self._arguments.take(text, final, cut)
+            calls = [CallPiece(self.count - 1, result.arguments)] if result.arguments else []
+            self._in = "after" if result.done else "arguments"
+            return AnswerPart(calls=calls).followed_by(self._part(result.rest) if result.done else AnswerPart())
         if self._in == "after":  # superfluous braces are not content
             text = text.lstrip("} \n")
             self._in = "content" if text else "after"

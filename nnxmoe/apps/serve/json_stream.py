@@ -222,7 +222,7 @@ class JsonArguments:
         self._letters, self._longest = {stop[0] for stop in stops}, max(map(len, stops), default=0)
 
     def take(self, text: str, final: bool = False, cut: bool = False) -> Taken:
-        """Read a text.
+        """Read arguments from a text.
 
         Args:
             text: Unread text.

@@ -24,7 +24,7 @@ from nnxmoe.apps.serve.settings import Refused, ServerSettings, public
 from nnxmoe.generation.score import TOKENS, Score
 
 COUNTS = "nnxmoe.counts"  # key in the ASGI scope: prompt tokens, generated tokens, reason of a rejection
-LAST_WORDS = 1.0  # time limit in seconds for an error at the end of a stream, since the client may not read
+LAST_WORDS = 1.0  # time limit in seconds for sending an error into a stream, because the client may not read
 
 
 class Service:
@@ -182,14 +182,18 @@ class Reply(Response):
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             for index in range(len(self._samples)):
                 await self._chunks(send, head, self._form.opening(index))
-            async for news in self._parts():
-                await self._chunks(send, head, [self._form.delta(index, part) for index, part in sorted(news.items())])
+            async for pieces in self._parts():
+                await self._chunks(
+                    send, head, [self._form.delta(index, piece) for index, piece in sorted(pieces.items())]
+                )
         if self._plan.usage is not None:
             await _send(send, _event({**head, "choices": [], "usage": usage(self._plan.prompts, self._made)}))
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
 
     async def _chunks(self, send: Send, head: Json, choices: Sequence[Json]) -> None:
-        if events := b"".join(_event({**head, "choices": [one], **self._usage(one["index"])}) for one in choices):
+        if events := b"".join(
+            _event({**head, "choices": [choice], **self._usage(choice["index"])}) for choice in choices
+        ):
             await _send(send, events)
 
     def _usage(self, index: int) -> Json:

@@ -73,7 +73,7 @@ class Planned:
 
 
 class Planner:
-    """Validator of requests for an engine. ``sampling`` applies to requests without sampling fields."""
+    """Planner that validates requests for an engine. ``sampling`` applies to requests without sampling fields."""
 
     def __init__(self, engine: Engine, tokenizer: Any, settings: ServerSettings):
         self.tokenizer, self.settings, self.capacity = tokenizer, settings, engine.capacity
@@ -171,8 +171,8 @@ class Planner:
         """Convert a message to a dict for the template. Raises Refused if the template would drop a field."""
         if names := [name for name in CONTENT if name in message.more and not self._reads(name)]:
             raise Refused(400, f"{names[0]} is not supported: the model's chat template does not read it", names[0])
-        plain = message.plain()  # the role developer becomes system unless the template reads it
-        return plain | {"role": "system"} if plain["role"] == "developer" and not self._reads("developer") else plain
+        entry = message.plain()  # the role developer becomes system unless the template reads it
+        return entry | {"role": "system"} if entry["role"] == "developer" and not self._reads("developer") else entry
 
     def _reads(self, word: str) -> bool:
         """Return whether a chat template contains a word. A quoted word matches with single or double quotes."""

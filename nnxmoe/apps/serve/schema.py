@@ -55,7 +55,7 @@ class JsonSchema(Struct):
 
 
 class ResponseFormat(Struct, forbid_unknown_fields=True):
-    """Form of an answer."""
+    """Format of an answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -223,8 +223,8 @@ def _split(message: dict[str, Any]) -> dict[str, Any]:
     Null fields, and empty lists as in OpenAI's answers, are treated as absent.
     """
     fields = {name: value for name, value in message.items() if value not in (None, []) and name != CACHE}
-    known = {name: content_parts(fields.pop(name)) for name in ("role", "content") if name in fields}
-    return {**known, "more": fields}
+    content_fields = {name: content_parts(fields.pop(name)) for name in ("role", "content") if name in fields}
+    return {**content_fields, "more": fields}
 
 
 def _refuse_combinations(request: BaseRequest) -> None:
@@ -237,8 +237,8 @@ def _refuse_combinations(request: BaseRequest) -> None:
     if isinstance(request, ChatRequest):
         for i, message in enumerate(request.messages):
             if message.role == "function":
-                why = f"messages[{i}].role 'function' is not supported: use the role tool, with tool_call_id"
-                raise Refused(400, why, "messages")
+                reason = f"messages[{i}].role 'function' is not supported: use the role tool, with tool_call_id"
+                raise Refused(400, reason, "messages")
     forms = [name for name in GUIDED if getattr(request, name) is not None]
     if len(forms) > 1:
         raise Refused(400, f"{forms[0]} and {forms[1]} exclude each other", forms[1])

@@ -29,7 +29,7 @@ class TaggedArguments:
         self._tool, self._count = tool, 0
 
     def take(self, text: str, final: bool = False, cut: bool = False) -> Taken:
-        """Read a text.
+        """Read arguments from a text.
 
         Args:
             text: Unread text.
