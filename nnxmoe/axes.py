@@ -22,9 +22,9 @@ MESH_AXES = ("pipe", "data", "fsdp", "context", "expert", "tensor")
 # Axes that shard the rows of a batch. Attention needs no communication over these axes. Inside a pipeline stage,
 # ``pipe`` does not shard the batch.
 BATCH_AXES = ("pipe", "data", "fsdp", "expert")
-CONTEXT = "context"  # shards the tokens of each row, so attention exchanges keys and values over this axis
-TOKEN_AXES = (*BATCH_AXES, CONTEXT)  # devices along these axes have different tokens, so gradients are summed
-LAYER_AXES = ("layers", "stages")  # logical axes of stacked layers; only a parameter's first axis can be one of them
+CONTEXT = "context"  # Shards the tokens of each row. Attention exchanges keys and values over it.
+TOKEN_AXES = (*BATCH_AXES, CONTEXT)  # Devices along these axes have different tokens, so gradients are summed.
+LAYER_AXES = ("layers", "stages")  # Logical axes of stacked layers. Only the first axis of a parameter can be one.
 AnyMesh = Mesh | AbstractMesh
 
 
@@ -59,7 +59,7 @@ def parameter(
         param_type: Type of the variable.
         inputs: Number of trailing dimensions that a linear layer contracts. None if the parameter is not the kernel of
             a linear layer.
-        keeps_dtype: True if casting the model does not cast this parameter.
+        keeps_dtype: True if casting the model leaves the dtype of this parameter unchanged.
         **kw: See `ParamOptions`.
     """
     shape, axes = tuple(shape), tuple(axes)

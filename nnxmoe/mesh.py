@@ -51,12 +51,12 @@ def make_mesh(
         text = ", ".join(f"{name}={short(size)}" for name, size in sizes.items())
         raise ValueError(f"mesh sizes {text}: pass integers >= 1. One size may be -1 to use all remaining devices")
     sizes = {name: size for name, size in counts.items() if size is not None}
-    fixed = math.prod(size for size in sizes.values() if size != -1)
-    if device_array.size % fixed or (device_array.size != fixed and not open_axes):
+    fixed_size = math.prod(size for size in sizes.values() if size != -1)
+    if device_array.size % fixed_size or (device_array.size != fixed_size and not open_axes):
         multiple = "a multiple of " if open_axes else ""
-        raise ValueError(f"mesh sizes {sizes} need {multiple}{fixed} devices, but there are {device_array.size}")
+        raise ValueError(f"mesh sizes {sizes} need {multiple}{fixed_size} devices, but there are {device_array.size}")
     if open_axes:
-        sizes[open_axes[0]] = device_array.size // fixed
+        sizes[open_axes[0]] = device_array.size // fixed_size
     if across is not None and across not in sizes:
         raise ValueError(f"across={across!r} is not a mesh axis; the axes are {', '.join(MESH_AXES)}")
     is_torus = device_array.flat[0].platform == "tpu" and device_array.size > 1

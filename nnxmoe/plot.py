@@ -18,12 +18,12 @@ import numpy as np
 from nnxmoe.moe.router import Routing
 from nnxmoe.runtime.extras import install_command
 
-Axes = Any  # matplotlib.axes.Axes or None. Any, because Matplotlib is optional
-Loads = Mapping[int, Routing] | Sequence[Any] | Any  # {layer: Routing}, or counts or shares [L, E]
+Axes = Any  # matplotlib.axes.Axes or None. The type is Any, because Matplotlib is optional.
+Loads = Mapping[int, Routing] | Sequence[Any] | Any  # {layer: Routing}, or counts or shares [L, E].
 Numbers = Mapping[str, float] | Mapping[str, Mapping[str, float]]
 
 PALETTE = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#BBBBBB")
-_MAP, _CELLS = "cividis", 160  # color map; largest number of cells for which a heat map shows values
+_MAP, _CELLS = "cividis", 160  # Color map. Heat maps with at most this many cells show values.
 
 
 def shares(loads: Loads) -> np.ndarray:
@@ -93,10 +93,10 @@ def over_steps(loads: Any, steps: Sequence[int] | None = None, ax: Axes = None) 
     """
     values = shares(loads)
     values = values.T * values.shape[1]
-    first, last = (1, values.shape[1]) if steps is None else (steps[0], steps[-1])
-    half = (last - first) / max(values.shape[1] - 1, 1) / 2 or 0.5
+    first_step, last_step = (1, values.shape[1]) if steps is None else (steps[0], steps[-1])
+    half = (last_step - first_step) / max(values.shape[1] - 1, 1) / 2 or 0.5
     ax = _axes(ax, (6, 1.1 + 0.22 * len(values)))
-    _heat(ax, values, extent=(first - half, last + half, len(values) - 0.5, -0.5))
+    _heat(ax, values, extent=(first_step - half, last_step + half, len(values) - 0.5, -0.5))
     ax.set(xlabel="step", ylabel="expert")
     return ax
 
@@ -117,8 +117,8 @@ def strip(pieces: Sequence[str], routing: Mapping[int, Routing] | Routing, row: 
         cells = {f"choice {i}": (choice, routing.valid) for i, choice in enumerate(choices, 1)}
     else:
         cells = {f"layer {i}": (np.asarray(r.experts)[row, :, 0], r.valid) for i, r in sorted(routing.items())}
-    if short := [len(experts) for experts, _ in cells.values() if len(experts) < len(pieces)]:
-        raise ValueError(f"{len(pieces)} pieces, but the row has only {short[0]} tokens")
+    if lengths := [len(experts) for experts, _ in cells.values() if len(experts) < len(pieces)]:
+        raise ValueError(f"{len(pieces)} pieces, but the row has only {lengths[0]} tokens")
     ax = _axes(ax, (1 + 0.27 * len(pieces), 0.9 + 0.27 * len(cells)))
     for y, (experts, valid) in enumerate(cells.values()):
         token_mask = np.ones(len(experts), bool) if valid is None else np.asarray(valid)[row]
@@ -183,12 +183,12 @@ def bars(values: Numbers, unit: str = "", ax: Axes = None, *, form: str = "{:g}"
     stacked = {label: dict(v) if isinstance(v, Mapping) else {"": v} for label, v in values.items()}
     parts = list(dict.fromkeys(part for bar in stacked.values() for part in bar))
     ax = _axes(ax, (6 + 1.5 * (len(parts) > 1), 0.7 + 0.32 * len(stacked)))
-    left = np.zeros(len(stacked))
+    offsets = np.zeros(len(stacked))
     for part, color in zip(parts, itertools.cycle(("#0072B2", *PALETTE) if len(parts) == 1 else PALETTE), strict=False):
         widths = np.array([bar.get(part, 0.0) for bar in stacked.values()], float)
-        ax.barh(range(len(stacked)), widths, 0.7, left, color=color, label=part)
-        left += widths
-    for y, total in enumerate(left):
+        ax.barh(range(len(stacked)), widths, 0.7, offsets, color=color, label=part)
+        offsets += widths
+    for y, total in enumerate(offsets):
         side: dict[str, Any] = {"xytext": (3, 0)} if total >= 0 else {"xytext": (-3, 0), "ha": "right"}
         ax.annotate(form.format(total), (total, y), textcoords="offset points", va="center", fontsize=9, **side)
     ax.set(yticks=range(len(stacked)), yticklabels=list(stacked), xlabel=unit)

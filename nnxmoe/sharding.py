@@ -76,8 +76,8 @@ def shard_constraint(x: Any, mesh: AnyMesh | None, *axes: str | Sequence[str] | 
 def shard_batch(x: jax.Array, mesh: AnyMesh | None) -> jax.Array:
     """Shard the rows of ``x [B, T, ...]`` over the batch axes and the tokens over ``context``.
 
-    Replicates a dimension if the mesh does not divide the size, and logs a warning. A single token is replicated
-    without a warning.
+    If the mesh does not divide a dimension, the dimension is replicated and a warning is logged. A single token is
+    replicated without a warning.
     """
     rows, tokens = x.shape[:2]
     row_axes, token_axes = batch_shard_axes(rows, mesh), context_shard_axes(tokens, mesh)

@@ -25,15 +25,15 @@ RULES: Rules = FrozenDict(
         "head": None,
         "mlp": "tensor",
         "expert": "expert",
-        "latent": None,  # output of MLA's down projections
-        "q_rank": ("fsdp", CONTEXT),  # input of MLA's up projections
+        "latent": None,  # Output of MLA's down projections.
+        "q_rank": ("fsdp", CONTEXT),  # Input of MLA's up projections.
         "kv_rank": ("fsdp", CONTEXT),
         "norm": None,
         "router": None,
         "layers": None,
-        "stages": "pipe",  # stacked layers of a pipeline
-        "rank": None,  # rank of a LoRA adapter
-        "gate_up": None,  # gate and up projections with a shared LoRA adapter
+        "stages": "pipe",  # Stacked layers of a pipeline.
+        "rank": None,  # Rank of a LoRA adapter.
+        "gate_up": None,  # Gate and up projections with a shared LoRA adapter.
     }
 )
 
@@ -156,7 +156,7 @@ def check_rules(where: str, rules: Any) -> None:
 
 def check_mesh(model: nnx.Module, mesh: AnyMesh, rules: Rules) -> None:
     """Raise ValueError unless the mesh divides every parameter. The error suggests the largest valid mesh sizes."""
-    forms = dict[tuple[Any, ...], str]()  # (logical axes, shape) -> path of the first parameter
+    forms = dict[tuple[Any, ...], str]()  # (logical axes, shape) -> path of the first parameter with them
     for path, variable in nnx.to_flat_state(nnx.state(model)):
         forms.setdefault((axes_of(variable), tuple(variable.shape)), ".".join(map(str, path)))
     for (axes, shape), path in forms.items():
@@ -169,7 +169,7 @@ def check_mesh(model: nnx.Module, mesh: AnyMesh, rules: Rules) -> None:
 
 
 def _largest_fitting_sizes(forms: Sequence[tuple[Any, ...]], mesh: AnyMesh, rules: Rules) -> dict[str, int]:
-    """Find per mesh axis the largest size that divides all parameters, at most the size in ``mesh``.
+    """Find the largest size of each mesh axis, up to its size in ``mesh``, that divides all parameters.
 
     Axes are resolved in order. The sizes of earlier axes limit the sizes of later axes.
     """

@@ -47,17 +47,17 @@ class DecoderConfig(KnownFields):
 
     model_type: ClassVar[str]
     architecture: ClassVar[str]
-    saved_type: ClassVar[str | None] = None  # model_type in saved files, if it differs from `model_type`
+    saved_type: ClassVar[str | None] = None  # The model_type in saved files if it differs.
     # Subclasses add entries to ``aliases`` (alternative name -> field), ``fixed`` (field of config.json without a
     # dataclass field -> supported values, first the value to save) and ``ignored`` (fields that do not affect the
     # forward pass).
     aliases: ClassVar[Mapping[str, str]] = {}
     fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {"partial_rotary_factor": (None, 1)}
-    experts_field: ClassVar[str] = ""  # field with the number of experts per layer, empty for dense models
-    chosen_field: ClassVar[str] = "num_experts_per_tok"  # field with the number of experts per token
-    rope_field: ClassVar[str] = "head_dim"  # field that determines the rotated width
-    rope_keys: ClassVar[frozenset[str]] = ROPE_FIELDS  # fields of a rope object that the family reads
-    scale_in_queries: ClassVar[bool] = True  # whether the query kernel can absorb the attention scale
+    experts_field: ClassVar[str] = ""  # Field with the number of experts per layer. Empty for dense models.
+    chosen_field: ClassVar[str] = "num_experts_per_tok"  # Field with the number of experts per token.
+    rope_field: ClassVar[str] = "head_dim"  # Field that determines the rotated width.
+    rope_keys: ClassVar[frozenset[str]] = ROPE_FIELDS  # Fields of a rope object that the family reads.
+    scale_in_queries: ClassVar[bool] = True  # Whether the query kernel can absorb the attention scale.
     ignored: ClassVar[str] = ""
     # Defaults for families without these fields. They are not dataclass fields, because they have no annotations.
     mlp_layer_types = None

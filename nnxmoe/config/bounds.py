@@ -89,7 +89,7 @@ def _flag(name: str, value: object) -> None:
 
 
 def count(default: int | None, *, least: int = 1, most: int = 2**31 - 1) -> Any:
-    """Declare an integer config field. The bounds exceed all known models and limit memory allocation."""
+    """Declare an integer config field. The bounds exceed all known models, but limit memory allocation."""
     return dataclasses.field(default=default, metadata={"check": Count(least, most)})
 
 

@@ -16,8 +16,8 @@ from nnxmoe.config.printable import short, some
 SHARED: dict[str, tuple[Any, ...]] = {
     "is_causal": (None, True),  # if false, every token attends to all tokens
     "is_encoder_decoder": (None, False),
-    "sliding_window": (None,),  # caches drop keys outside the window
-    "attention_chunk_size": (None,),  # caches drop keys outside the chunk
+    "sliding_window": (None,),  # Caches drop keys outside the window.
+    "attention_chunk_size": (None,),  # Caches drop keys outside the chunk.
     "layer_types": (None,),
     "mtp_layer_types": (None,),
     "kv_sharing_modes": (None, []),
@@ -140,8 +140,8 @@ def refuse_effective(config: Any, unknown_fields: Mapping[str, Any], fields: Map
         if not is_one_of(unknown_fields[name], neutral_values[name]):
             allowed = ", ".join(short(value) for value in neutral_values[name])
             raise ConfigError(
-                f"{name} {short(unknown_fields[name])} is not supported for {config.model_type} models, and "
-                f"transformers reads the field. Supported: {allowed}"
+                f"{name} {short(unknown_fields[name])} is not supported for {config.model_type} models, because "
+                f"transformers does not ignore it. Supported: {allowed}"
             )
     unknown_texts = describe_fields(unknown_fields)
     if unknown_texts and fields.get("auto_map"):

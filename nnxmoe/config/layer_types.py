@@ -45,8 +45,8 @@ class LayerWindowsConfig(DecoderConfig):
     @property
     def attention_types(self) -> Sequence[str]:
         """``layer_types``, or the family's default."""
-        first = self.num_hidden_layers if self.layer_window is None else self.max_window_layers
-        return self.layer_types or [SLIDING if i >= first else FULL for i in range(self.num_hidden_layers)]
+        first_sliding = self.num_hidden_layers if self.layer_window is None else self.max_window_layers
+        return self.layer_types or [SLIDING if i >= first_sliding else FULL for i in range(self.num_hidden_layers)]
 
     @property
     def windows(self) -> Sequence[int | None]:

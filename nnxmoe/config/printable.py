@@ -26,8 +26,8 @@ def plain(name: str) -> str:
 
 def some(names: Sequence[str], limit: int = 3) -> str:
     """Join up to ``limit`` names, followed by the number of remaining names."""
-    shown = ", ".join(plain(name) for name in names[:limit])
-    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+    text = ", ".join(plain(name) for name in names[:limit])
+    return text if len(names) <= limit else f"{text} and {len(names) - limit} more"
 
 
 def did_you_mean(name: str, known: Iterable[str], most: int = 1, cutoff: float = 0.6) -> str:

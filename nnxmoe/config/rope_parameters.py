@@ -92,10 +92,10 @@ class Llama3Rope(Rope):
     original_positions: int
 
     def frequencies(self, length: Int[Array, ""]) -> Float[Array, "half"]:
-        plain = self._plain()
-        turns = self.original_positions * plain / (2 * np.pi)
+        unscaled = self._plain()
+        turns = self.original_positions * unscaled / (2 * np.pi)
         ramp = np.clip((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0, 1)
-        return jnp.asarray((1 - ramp) * plain / self.scale + ramp * plain, jnp.float32)
+        return jnp.asarray((1 - ramp) * unscaled / self.scale + ramp * unscaled, jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,8 +124,8 @@ class YarnRope(Rope):
         if low == high:
             high += 0.001
         ramp = np.clip((np.arange(self.dim // 2) - low) / (high - low), 0, 1)
-        plain = self._plain()
-        return jnp.asarray(plain / self.scale * ramp + plain * (1 - ramp), jnp.float32)
+        unscaled = self._plain()
+        return jnp.asarray(unscaled / self.scale * ramp + unscaled * (1 - ramp), jnp.float32)
 
     def _dimension(self, rotations: float) -> float:
         """Return the (fractional) index of the pair that rotates ``rotations`` times over the original context."""

@@ -41,7 +41,7 @@ def as_number(value: Any) -> int | float | None:
 def as_integer(value: Any, least: int, below: int = 2**32) -> int | None:
     """Convert a number with an integral value (int, float or scalar array) to an int.
 
-    Returns None for bools, other values, and integers outside ``least`` <= value < ``below``.
+    Returns None for bools, for other values, and for integers outside ``least`` <= value < ``below``.
     """
     number = as_number(value)
     return int(number) if number is not None and least <= number < below and number == int(number) else None
@@ -104,7 +104,7 @@ def floating_dtype(where: str, name: str, value: Any) -> Any:
 
 
 def check_positive(where: str, name: str, value: Any) -> int:
-    """Convert a value with `as_integer`. Raises ValueError with ``where(name=value)`` if it is not positive."""
+    """Convert a positive integer with `as_integer`, or raise ValueError with ``where(name=value)``."""
     if (number := as_integer(value, 1)) is None:
         raise ValueError(f"{where}({name}={short(value)}): pass a positive integer")
     return number

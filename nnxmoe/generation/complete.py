@@ -264,7 +264,7 @@ def _completion(request: Request, prompt: int, text: StopStringFilter) -> Comple
 
 
 def encode_prompt(prompt: Prompt, tokenizer: Any) -> tuple[int, ...]:
-    """Encode a text, a chat (with the chat template) or ids. Raises ValueError if the prompt is empty."""
+    """Convert a text, a chat or ids to token ids. Raises ValueError if the prompt is empty."""
     if prompt is None:
         raise ValueError("a prompt is None: pass a text, a chat or token ids")
     is_text = isinstance(prompt, str)

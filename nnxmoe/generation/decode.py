@@ -68,22 +68,22 @@ def generate(
     options = RequestOptions(max_new_tokens, 0, sampling, eos, seed)
     # Dynamic NTK scaling depends on the longest row of the batch. In transformers, ended rows still grow. With dynamic
     # scaling, rows therefore also continue here after their end.
-    ends = set(eos) if model.fixed_positions is not None and len(tokens) > 1 else set[int]()
-    if ends and sampling is not None and sampling.min_new_tokens_after(0):
+    end_ids = set(eos) if model.fixed_positions is not None and len(tokens) > 1 else set[int]()
+    if end_ids and sampling is not None and sampling.min_new_tokens_after(0):
         raise ValueError(
             f"{sampling}: with dynamic rotary embeddings, rows continue after their end, so min_new_tokens and "
             "min_length are not supported for several rows. Generate one row at a time"
         )
-    engine_options = dataclasses.replace(options, stop_ids=None) if ends else options
+    engine_options = dataclasses.replace(options, stop_ids=None) if end_ids else options
     engine, requests = _requests(model, tokens, attention_mask, engine_options, draft)
     try:
-        while not all(request.done or not ends.isdisjoint(request.ids) for request in requests):
+        while not all(request.done or not end_ids.isdisjoint(request.ids) for request in requests):
             engine.step()
     finally:
         _report_dropped(engine)
     new_ids = list[list[int]]()
     for request in requests:
-        through_end = next((i + 1 for i, token_id in enumerate(request.ids) if token_id in ends), None)
+        through_end = next((i + 1 for i, token_id in enumerate(request.ids) if token_id in end_ids), None)
         new_ids.append(request.ids[:through_end])
     padded_ids = np.full((len(tokens), max(map(len, new_ids))), _pad_id(model, eos), tokens.dtype)
     for row, ids in zip(padded_ids, new_ids, strict=True):

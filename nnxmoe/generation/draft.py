@@ -1,4 +1,4 @@
-"""Drafts: proposed ids that the model verifies, several per pass. Drafts change the speed, never the ids."""
+"""Drafts for speculative decoding: ids that the model verifies in one pass. They change the speed, never the ids."""
 
 import abc
 import dataclasses
@@ -23,9 +23,9 @@ from nnxmoe.model.program import split_arrays, strip_metadata
 class PromptLookup:
     """Draft that copies the ids after an earlier occurrence of the newest ids.
 
-    Prompt lookup decoding (Saxena 2023). Searches the prompt and the new ids for an earlier occurrence of
-    the newest ids: the longest match of up to ``ngram`` ids, and the latest of several. Does not run a
-    second model. Useful if answers copy from the prompt, such as quotes, code or summaries.
+    Prompt lookup decoding (Saxena 2023). Searches the prompt and the new ids for earlier occurrences of
+    the newest ids. Uses the longest match of up to ``ngram`` ids, or the latest of several such matches.
+    Does not run a second model. Useful if answers copy from the prompt, such as quotes, code or summaries.
 
     Attributes:
         count: number of ids per draft.
@@ -89,9 +89,9 @@ class ModelBasedDraft(abc.ABC):
     count: int = dataclasses.field(metadata={"static": True})
 
     @classmethod
-    def _of(cls, parts: Any, count: int) -> Self:
+    def _of(cls, modules: Any, count: int) -> Self:
         check_positive(cls.__name__, "count", count := as_python(count))
-        return cls(*split_arrays(parts), count)
+        return cls(*split_arrays(modules), count)
 
     @property
     def modules(self) -> Any:
@@ -104,7 +104,7 @@ class ModelBasedDraft(abc.ABC):
         return self.modules["decoder"].vocab_size
 
     @abc.abstractmethod
-    def _pass(self, parts: Any, cache: Cache, ids: Array, valid: Array, states: Array) -> Body:
+    def _pass(self, modules: Any, cache: Cache, ids: Array, valid: Array, states: Array) -> Body:
         """Run the draft model on ids.
 
         Args:
@@ -116,19 +116,19 @@ class ModelBasedDraft(abc.ABC):
         self, memory: _Memory, inputs: StepInputs, ids: Array, states: Any, count: Array
     ) -> tuple[Int[Array, "B count"], _Memory]:
         """Draft ids one at a time. Each id is sampled with the random key that the main model will use."""
-        parts, valid = self.modules, jnp.arange(ids.shape[1])[None] < count[:, None]
+        modules, valid = self.modules, jnp.arange(ids.shape[1])[None] < count[:, None]
         states = memory.state[:, None] if states is None else states
-        body = self._pass(parts, memory.cache, ids, valid, states)
+        body = self._pass(modules, memory.cache, ids, valid, states)
         assert body.cache is not None
         length, cache = body.cache.length, body.cache
         last_index = jnp.maximum(count - 1, 0)[:, None, None]
         x, states = (jnp.take_along_axis(array, last_index, axis=1) for array in (body.x, body.mtp_hidden))
         drafts = jnp.zeros((ids.shape[0], 0), jnp.int32)
         for step in range(self.count):
-            next_ids = inputs.sample(parts["decoder"].logits(x)[:, 0], drafts)[0][:, None]
+            next_ids = inputs.sample(modules["decoder"].logits(x)[:, 0], drafts)[0][:, None]
             drafts = jnp.concatenate([drafts, next_ids], axis=1)
             if step + 1 < self.count:
-                body = self._pass(parts, cache, next_ids, valid[:, :1], states)
+                body = self._pass(modules, cache, next_ids, valid[:, :1], states)
                 x, states, cache = body.x, body.mtp_hidden, body.cache
         assert cache is not None
         return drafts, memory._replace(
@@ -158,15 +158,15 @@ class ModelDraft(ModelBasedDraft):
         """Append the chunk to the cache of the smaller model."""
         return memory._replace(cache=self._pass(self.modules, memory.cache, ids, valid, states).cache)
 
-    def _pass(self, parts: Any, cache: Cache, ids: Array, valid: Array, states: Array) -> Body:
-        return parts["decoder"].body(ids, valid, cache=cache, request=LOGITS_ONLY)
+    def _pass(self, modules: Any, cache: Cache, ids: Array, valid: Array, states: Array) -> Body:
+        return modules["decoder"].body(ids, valid, cache=cache, request=LOGITS_ONLY)
 
 
 @jax.tree_util.register_dataclass
 class MTPDraft(ModelBasedDraft):
     """Draft by the model's multi-token prediction layer: ``MTPDraft.of(model)``.
 
-    Requires a model that was loaded with ``mtp=True``. The layer of the first depth predicts one
+    Requires a model that was loaded with ``mtp=True``. The first-depth layer predicts one
     additional id. For more drafts, the layer reads its previous output states. The layer was not trained
     on these states, so fewer of these drafts are accepted.
     """
@@ -181,9 +181,9 @@ class MTPDraft(ModelBasedDraft):
 
     def empty(self, rows: int, capacity: int) -> _Memory:
         """Create an empty cache of the prediction layer with space for the drafts."""
-        parts = self.modules
-        cache = parts["mtp"].empty_cache(parts["decoder"], rows, capacity + self.count)
-        return _Memory(cache, jnp.zeros((rows, parts["mtp"].width), parts["decoder"].dtype), jnp.zeros(rows, bool))
+        modules = self.modules
+        cache = modules["mtp"].empty_cache(modules["decoder"], rows, capacity + self.count)
+        return _Memory(cache, jnp.zeros((rows, modules["mtp"].width), modules["decoder"].dtype), jnp.zeros(rows, bool))
 
     def read(self, memory: _Memory, ids: Array, valid: Array, states: Array) -> _Memory:
         """Append the chunk to the cache. Each id is combined with the state of the previous id.
@@ -196,8 +196,8 @@ class MTPDraft(ModelBasedDraft):
         assert cache is not None
         return _Memory(cache, states[:, -1].astype(memory.state.dtype), memory.known | valid[:, -1])
 
-    def _pass(self, parts: Any, cache: Cache, ids: Array, valid: Array, states: Array) -> Body:
-        return parts["mtp"](parts["decoder"], states, ids, valid, cache=cache, reduce_routing=drop_routing)
+    def _pass(self, modules: Any, cache: Cache, ids: Array, valid: Array, states: Array) -> Body:
+        return modules["mtp"](modules["decoder"], states, ids, valid, cache=cache, reduce_routing=drop_routing)
 
 
 def mtp_modules(model: CausalLM) -> Any:

@@ -39,8 +39,8 @@ CPU_FLOAT32 = 3.0
 # section 5.4.3; vLLM #12755). Prompt lookup: 1.5 ids per step on GSM8K, far more if answers copy the prompt.
 MTP, LOOKUP = "multi-token prediction", "prompt lookup"
 REACHABLE = {MTP: 0.85, LOOKUP: 1 / 3}
-LEAST = 1.1  # minimum expected speedup for "auto". A smaller speedup is within the error of the estimate
-MOST = 7  # maximum number of ids that "auto" drafts with prompt lookup
+LEAST = 1.1  # Minimum expected speedup for "auto". A smaller speedup is within the error of the estimate.
+MOST = 7  # Maximum number of ids that "auto" drafts with prompt lookup.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,17 +139,17 @@ class _Weights:
         return self.dense + sum(size * (1 - (1 - share) ** tokens) for share, size in self.experts)
 
     def time(self, tokens: int, cache: float = 0.0) -> float:
-        """Return the time of a pass, as the number of bytes that memory delivers in this time."""
-        read, operations, platform = self.read(tokens) + cache, self.operations * tokens, jax.default_backend()
+        """Return the time of a pass, in units of the time to read one byte."""
+        read_bytes, operations, platform = self.read(tokens) + cache, self.operations * tokens, jax.default_backend()
         if platform == "cpu" and self.dtype == jnp.float32:
-            return read + (operations / CPU_FLOAT32 if tokens > 1 else 0.0)
-        return max(read, operations / BALANCE.get(platform, BALANCE["gpu"]))
+            return read_bytes + (operations / CPU_FLOAT32 if tokens > 1 else 0.0)
+        return max(read_bytes, operations / BALANCE.get(platform, BALANCE["gpu"]))
 
 
 def _weights(module: nnx.Module, head: CausalLM) -> _Weights:
     """Measure the weights of a module that ends with the output head of a decoder.
 
-    Excludes the embedding, because a pass reads only a few rows of it.
+    Excludes the embedding, because a pass reads only a few embedding rows.
     """
     dense, operations = _bytes(module), _operations(module)
     if head.head is None:
@@ -173,8 +173,8 @@ def _bytes(module: nnx.Module) -> int:
 
 def _operations(module: nnx.Module) -> float:
     """Count the operations of all linear layers per token, including all experts."""
-    parts = [part for _, part in nnx.iter_graph(module) if isinstance(part, QuantizedWeight) or is_kernel(part)]
-    weights = map(as_weight, parts)
+    kernels = [node for _, node in nnx.iter_graph(module) if isinstance(node, QuantizedWeight) or is_kernel(node)]
+    weights = map(as_weight, kernels)
     return 2.0 * sum(math.prod((*weight.lead, *weight.ins, *weight.outs)) for weight in weights)
 
 
@@ -187,7 +187,7 @@ def _cost(model: CausalLM, source: str, count: int, draft_modules: Any, slots: i
     decoder = strip_metadata(model)
     weights, cache = _weights(decoder, decoder), cache_bytes(model, slots, CacheSize(capacity, 0))
     tokens = slots * (count + 1)
-    time, read = weights.time(tokens, cache), weights.read(tokens) + cache
+    time, read_bytes = weights.time(tokens, cache), weights.read(tokens) + cache
     if draft_modules is not None:  # one pass over the verified ids, then one pass per additional draft
         passes = [tokens, *[slots] * (count - 1)]
         drafts, layer = _weights(draft_modules, draft_modules["decoder"]), getattr(draft_modules, "mtp", None)
@@ -199,8 +199,8 @@ def _cost(model: CausalLM, source: str, count: int, draft_modules: Any, slots: i
         buffers = jax.eval_shape(lambda: jax.tree.leaves(empty_cache(slots, capacity).layers))
         cache_read = sum(math.prod(b.shape) * b.dtype.itemsize for b in buffers)
         time += sum(drafts.time(pass_tokens, cache_read) for pass_tokens in passes)
-        read += sum(drafts.read(pass_tokens) + cache_read for pass_tokens in passes)
-    return DraftCost(source, count, weights.read(slots) + cache, read, time / weights.time(slots, cache))
+        read_bytes += sum(drafts.read(pass_tokens) + cache_read for pass_tokens in passes)
+    return DraftCost(source, count, weights.read(slots) + cache, read_bytes, time / weights.time(slots, cache))
 
 
 def draft_cost(model: CausalLM, draft: Draft, *, slots: int = 1, capacity: int = 2048) -> DraftCost:

@@ -3,8 +3,8 @@
 A row is reused as soon as its request ends. The prompts of waiting requests are prefilled in chunks
 between decoding steps, alone or with prompts of similar length. After prefill, the cache of a prompt is
 copied into a free row. The number of compiled programs is fixed: passes of a few sizes, a step of all
-rows, and copies between caches. All work runs in the caller's thread. In a job with several processes,
-every process must make the same calls.
+rows, and copies between caches. All work runs in the caller's thread. In a multi-process job, every
+process must make the same calls.
 """
 
 import collections
@@ -219,7 +219,7 @@ class Engine:
     def step(self) -> list[Event]:
         """Prefill a chunk of waiting prompts if a slot is free, and start a step of all rows.
 
-        A no-op without requests.
+        No-op if there are no requests.
 
         Returns:
             Events with the new ids of earlier steps, except the newest ``ahead`` steps.
@@ -262,7 +262,7 @@ class Engine:
         self.prefix_cache = prefix_cache
 
     def cancel(self, request: Request) -> None:
-        """End a request and free its slot. A no-op if the request is done."""
+        """End a request and free its slot. No-op if the request has already ended."""
         if not request.done:
             if request in self._waiting:
                 self._waiting.remove(request)

@@ -21,7 +21,7 @@ from nnxmoe.sharding_rules import shard_count
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class EnginePlan:
-    """Sizes and options of an `Engine` that remain constant.
+    """Constant sizes and options of an `Engine`.
 
     Attributes:
         model: the model. Scanned layers are unrolled into a copy if memory permits.

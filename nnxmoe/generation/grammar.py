@@ -23,14 +23,14 @@ _JSON = {"whitespace_pattern": r" ?|\r?\n[ \t]{0,40}"}
 
 
 class ConstraintState(Protocol):
-    """State of a constraint while one text is generated."""
+    """Constraint state of one generated text."""
 
     def advance(self, ids: Sequence[int]) -> None:
         """Append generated ids to the text."""
         ...
 
     def masks(self, drafts: Sequence[int], out: UInt32[np.ndarray, "W words"]) -> None:
-        """Write bit masks of the allowed ids: first before all drafts, then after each draft.
+        """Write a bit mask of the allowed ids before the first draft and after each draft.
 
         Args:
             drafts: ids that may follow the text.
@@ -112,7 +112,7 @@ class Grammar:
 
     @classmethod
     def choice(cls, texts: Sequence[str], tokenizer: Any) -> "Grammar":
-        """Create a grammar that accepts each text in a list.
+        """Create a grammar that accepts one of several texts.
 
         Raises:
             ValueError: if the list is empty or has an element that is not a str.
@@ -142,17 +142,17 @@ class Grammar:
         Raises:
             ValueError: if llguidance rejects the grammar, or if ``stop_ids`` is empty.
         """
-        ends = tuple(dict.fromkeys(stop_ids))
-        if not ends:
+        end_ids = tuple(dict.fromkeys(stop_ids))
+        if not end_ids:
             raise ValueError("a grammar needs ids that end the text: pass eos_token_id or stop_ids")
         with self._lock:
-            if (vocab, ends) not in self._started:
-                tables = _tables(self._tokenizer, vocab, ends)
+            if (vocab, end_ids) not in self._started:
+                tables = _tables(self._tokenizer, vocab, end_ids)
                 matcher = _library().LLMatcher(tables, self._text, log_level=0)
                 if matcher.is_error():
                     raise ValueError(f"llguidance rejects the grammar: {short(matcher.get_error().strip(), 400)}")
-                self._started[vocab, ends] = matcher
-            return _Matching(self._started[vocab, ends].deep_copy(), ends)
+                self._started[vocab, end_ids] = matcher
+            return _Matching(self._started[vocab, end_ids].deep_copy(), end_ids)
 
 
 class _Matching:
@@ -180,10 +180,10 @@ class _Matching:
             if self._matcher.is_error() and not self._warned:
                 self._warned = True
                 reason = short(self._matcher.get_error().strip(), 200)
-                logger.warning("the text of a grammar is truncated, because llguidance failed (%s)", reason)
+                logger.warning("a text with a grammar is truncated, because llguidance failed (%s)", reason)
             row[:] = 0
-            for end in self._ends:
-                row[end // 32] |= np.uint32(1 << end % 32)
+            for end_id in self._ends:
+                row[end_id // 32] |= np.uint32(1 << end_id % 32)
 
 
 def symbols(tokenizer: Any) -> dict[str, int]:
@@ -202,16 +202,16 @@ _made: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionar
 _making = threading.Lock()
 
 
-def _tables(tokenizer: Any, vocab: int, ends: tuple[int, ...]) -> Any:
+def _tables(tokenizer: Any, vocab: int, end_ids: tuple[int, ...]) -> Any:
     """Build llguidance's tables for a tokenizer. Cached per tokenizer, vocabulary size and stop ids."""
     with _making:
         tables = _made.setdefault(tokenizer, {})
-        if (vocab, ends) not in tables:
+        if (vocab, end_ids) not in tables:
             backend = copy.deepcopy(_backend(tokenizer))
             backend.no_padding()
             backend.no_truncation()
-            tables[vocab, ends] = _library().LLTokenizer(backend.to_str(), n_vocab=vocab, eos_token=list(ends))
-        return tables[vocab, ends]
+            tables[vocab, end_ids] = _library().LLTokenizer(backend.to_str(), n_vocab=vocab, eos_token=list(end_ids))
+        return tables[vocab, end_ids]
 
 
 def _backend(tokenizer: Any) -> Any:

@@ -12,10 +12,10 @@ from jaxtyping import Bool, Int
 
 from nnxmoe.generation.request import Prefix
 
-SMALL, LARGE = 64, 512  # tokens per prefill chunk
-MAX_SMALL = 6  # maximum number of small chunks that are faster than one large chunk
-SMALLEST_CACHE, SMALLEST_BATCH = 512, 8  # minimum total tokens of up to 8 rows; minimum rows of a batch of several rows
-_MAX_RECENT = 32  # number of recent prompts that a new prompt is compared with
+SMALL, LARGE = 64, 512  # Tokens per prefill chunk.
+MAX_SMALL = 6  # Up to this many small chunks are faster than one large chunk.
+SMALLEST_CACHE, SMALLEST_BATCH = 512, 8  # Minimum tokens of up to 8 rows in total. Minimum rows above 1.
+_MAX_RECENT = 32  # Number of recent prompts that a new prompt is compared with.
 
 
 def chunk_sizes(length: int) -> list[int]:
@@ -24,8 +24,8 @@ def chunk_sizes(length: int) -> list[int]:
     Uses as many `LARGE` chunks as fit. The rest is covered by the fewest `SMALL` chunks, or by a `LARGE`
     chunk if that is less work.
     """
-    large, rest = divmod(length, LARGE)
-    small = -(-rest // SMALL)
+    large, remainder = divmod(length, LARGE)
+    small = -(-remainder // SMALL)
     return [LARGE] * large + ([SMALL] * small if small <= MAX_SMALL else [LARGE])
 
 
@@ -109,8 +109,8 @@ class PrefixCache:
     def match(self, ids: tuple[int, ...]) -> Prefix | None:
         """Return the longest reusable prefix that is shorter than the prompt, or None.
 
-        Usually this is a cached prefix. If the prompt shares at least `SMALL` more ids with a recent
-        prompt, the shared ids become a new cached prefix, which is returned.
+        Usually returns a cached prefix. If the prompt shares at least `SMALL` more ids with a recent
+        prompt, adds the shared ids to the cache and returns them.
         """
         matches = [cached for cached in self._prefixes if len(cached) < len(ids) and ids[: len(cached)] == cached]
         longest = max(matches, key=len, default=())

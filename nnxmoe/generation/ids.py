@@ -10,8 +10,8 @@ from jaxtyping import Integer
 from nnxmoe.config.printable import short
 from nnxmoe.config.validate import as_python, whole_number
 
-Ids = Sequence[int] | Integer[Any, "_"]  # ids of one text: a list, or a NumPy, JAX or torch array
-EosIds = int | np.integer | Ids | None | EllipsisType  # `...` means the checkpoint's end tokens
+Ids = Sequence[int] | Integer[Any, "_"]  # Ids of one text: a list, or a NumPy, JAX or torch array.
+EosIds = int | np.integer | Ids | None | EllipsisType  # `...` means the checkpoint's end tokens.
 T = TypeVar("T", bound=Iterable[Any])
 
 

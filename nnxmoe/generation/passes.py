@@ -1,4 +1,4 @@
-"""Compiled programs of generation: passes over ids with a cache, and copies of rows between caches.
+"""Compiled programs for generation: passes over ids with a cache, and copies of rows between caches.
 
 Weights are arguments of the programs, so models with the same structure share programs.
 """
@@ -197,9 +197,9 @@ def deterministic_blocks(model: CausalLM, tokens: int) -> CausalLM:
     tokens.
     """
     deterministic = nnx.merge(*nnx.split(model))
-    for _, part in nnx.iter_graph(deterministic):
-        if isinstance(part, Experts) and part.matmul == BlockedMatmul():
-            part.matmul = BlockedMatmul(min(8, tokens))
+    for _, module in nnx.iter_graph(deterministic):
+        if isinstance(module, Experts) and module.matmul == BlockedMatmul():
+            module.matmul = BlockedMatmul(min(8, tokens))
     return deterministic
 
 
@@ -210,7 +210,7 @@ def cache_bytes(model: CausalLM, count: int, room: CacheSize) -> int:
 
 
 def cache_batch_axes(model: CausalLM, room: CacheSize) -> tuple[int, ...]:
-    """Find the batch axis of each cache array. It is not the first axis in caches of scanned stacks."""
+    """Find the batch axis of each cache array. In caches of scanned stacks, the layer axis comes first."""
     one_row, two_rows = (
         jax.eval_shape(lambda n=n: jax.tree.leaves(model.empty_cache(n, *room).layers)) for n in (1, 2)
     )
@@ -219,7 +219,7 @@ def cache_batch_axes(model: CausalLM, room: CacheSize) -> tuple[int, ...]:
 
 
 def _by_row(cache: Cache, axes: tuple[int, ...], change: Callable[..., Array], *others: Cache) -> Cache:
-    """Apply ``change(array, axis, *arrays)`` to each array of a cache and the same arrays of other caches."""
+    """Apply ``change(array, axis, *arrays)`` to each array of a cache and the matching arrays of other caches."""
     leaves = [jax.tree.leaves((c.layers, c.length, c.segment)) for c in (cache, *others)]
     new_leaves = [
         change(a, axis, *other_arrays)

@@ -1,4 +1,4 @@
-"""Rows of a generating batch on the device: request parameters, ids, and one decoding step.
+"""State of a batch of requests on the device, and the decoding step that updates it.
 
 Rows are independent. The ids of a row depend on its prompt, its options and its random key (seed, sample
 index, number of new ids). They do not depend on the index of the row or on other rows.
@@ -61,8 +61,8 @@ class History(NamedTuple):
     new_count: Int[Array, "B"]
 
 
-Masks = UInt32[Array, "B W words"]  # bit v % 32 of word v // 32 is set if id v is allowed (llguidance layout)
-LogitsProcessor = Callable[[Float[Array, "B V"], History], Float[Array, "B V"]]  # logits -> logits
+Masks = UInt32[Array, "B W words"]  # Bit v % 32 of word v // 32 is set if id v is allowed, as in llguidance.
+LogitsProcessor = Callable[[Float[Array, "B V"], History], Float[Array, "B V"]]  # Logits -> logits.
 
 
 class StepOptions(NamedTuple):
@@ -124,7 +124,7 @@ class RowReport(NamedTuple):
 
 
 class StepInputs(NamedTuple):
-    """Inputs of sampling besides the logits.
+    """Inputs of sampling other than the logits.
 
     Attributes:
         params: options of the rows.
@@ -197,8 +197,8 @@ def _process_logits(
 class Draft(Protocol):
     """Source of proposed ids for the model to verify. Changes the speed of generation, never the ids.
 
-    A pytree whose arrays are arguments of the compiled programs. Its memory is a pytree with a leading
-    row dimension.
+    A pytree whose arrays are arguments of the compiled programs. The memory of a draft is a pytree with a
+    leading row dimension.
     """
 
     @property
@@ -393,12 +393,12 @@ def _accept(
     count = 1 + jnp.sum(accepted, axis=1, dtype=jnp.int32)
     new_count = inputs.history.new_count[:, None] + 1 + jnp.arange(width, dtype=jnp.int32)[None]
     stopped = jnp.any(report_ids[:, :, None] == params.stop_ids[:, None, :], axis=-1)
-    ends = stopped | ~valid | (new_count >= params.max_new_tokens[:, None])
-    count = jnp.minimum(count, jnp.where(jnp.any(ends, axis=1), jnp.argmax(ends, axis=1) + 1, width))
-    last = (count - 1)[:, None]
-    stopped, broken, ends = (jnp.take_along_axis(a, last, axis=1)[:, 0] for a in (stopped, ~valid, ends))
-    end = jnp.where(broken, BROKEN, jnp.where(stopped, STOPPED, jnp.where(ends, FULL, RUNNING))).astype(jnp.int32)
-    return RowReport(report_ids, count - broken, end, drafts, *logprobs)
+    is_end = stopped | ~valid | (new_count >= params.max_new_tokens[:, None])
+    count = jnp.minimum(count, jnp.where(jnp.any(is_end, axis=1), jnp.argmax(is_end, axis=1) + 1, width))
+    last_index = (count - 1)[:, None]
+    stopped, broken, is_end = (jnp.take_along_axis(a, last_index, axis=1)[:, 0] for a in (stopped, ~valid, is_end))
+    state = jnp.where(broken, BROKEN, jnp.where(stopped, STOPPED, jnp.where(is_end, FULL, RUNNING))).astype(jnp.int32)
+    return RowReport(report_ids, count - broken, state, drafts, *logprobs)
 
 
 def _masked(scores: Float[Array, "B V"], logits: Float[Array, "B V"], allowed: UInt32[Array, "B words"]) -> Array:

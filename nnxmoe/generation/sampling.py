@@ -71,10 +71,10 @@ class Sampling(KnownFields):
     """Sampling options. Each option is off at its default.
 
     Attributes:
-        temperature: divides the logits, after the penalties. 0 is greedy.
-        top_k: keep the k most likely tokens. 0 or None keeps all.
-        top_p: keep the fewest tokens whose probabilities sum to p.
-        min_p: keep tokens at least p times as likely as the most likely token.
+        temperature: divides the logits after the penalties. 0 means greedy decoding.
+        top_k: sample from the k most likely tokens. 0 or None disables the limit.
+        top_p: sample from the fewest tokens whose probabilities sum to p.
+        min_p: sample from tokens that are at least p times as likely as the most likely token.
         repetition_penalty: values above 1 reduce the probability of tokens in the prompt and the new text.
         presence_penalty: subtracted once from the logit of each generated token. As in the OpenAI API
             and vLLM, tokens of the prompt do not count.
@@ -117,7 +117,7 @@ class Sampling(KnownFields):
         fields, ignored = effective_fields(model.generation_config)
         if ignored and model not in _warned:
             _warned.add(model)
-            logger.warning("generation_config.json: %s: not supported and ignored", listed(ignored))
+            logger.warning("generation_config.json: %s: not supported, so ignored", listed(ignored))
         try:
             options = {name: fields[name] for name in ("temperature", "top_p", "min_p") if name in fields}
             if fields.get("do_sample"):
@@ -178,9 +178,10 @@ def listed(fields: Mapping[str, Any]) -> str:
 
 def _rules(fields: Mapping[str, Any], model: CausalLM) -> Rules | None:
     """Read the rules in the fields of generation_config.json. Returns None if there are no rules."""
-    ends = eos_ids(model, ...)
+    end_ids = eos_ids(model, ...)
     bad_words = [tuple(ids) for ids in fields.get("bad_words_ids", ())]
-    bad_words = [ids for ids in bad_words if ids not in [(i,) for i in ends]]  # transformers also ignores end ids here
+    # transformers also removes the end ids from the bad words.
+    bad_words = [ids for ids in bad_words if ids not in [(i,) for i in end_ids]]
     biases = [(tuple(ids), bias) for ids, bias in fields.get("sequence_bias", ())]
     rules = Rules(
         fields.get("no_repeat_ngram_size", 0),

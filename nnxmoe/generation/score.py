@@ -24,9 +24,9 @@ from nnxmoe.runtime.progress import logger
 from nnxmoe.sharding import batch_axes, replicate, shard_constraint
 from nnxmoe.sharding_rules import shard_count
 
-TOKENS = 4096  # tokens per pass (rows x length), unless a single row is longer
-ROWS = (1, 8, TOKENS)  # row counts per pass. Each count needs a compiled program, so there are few
-LOGITS = 1 << 24  # maximum number of logits in memory per device
+TOKENS = 4096  # Tokens per pass (rows x length), unless a single row is longer.
+ROWS = (1, 8, TOKENS)  # Row counts per pass. Each count needs a compiled program, so there are few.
+LOGITS = 1 << 24  # Maximum number of logits in memory per device.
 
 Text = str | Ids
 
@@ -53,7 +53,7 @@ class Score:
 
     @property
     def top(self) -> list[list[tuple[int, float]]]:
-        """Most likely ids per position, as pairs of id and log-probability like in `Request`."""
+        """Most likely ids per position, as pairs (id, log-probability) like `Request.top`."""
         places = zip(self.top_ids.tolist(), self.top_logprobs.tolist(), strict=True)
         return [list(zip(ids, logprobs, strict=True)) for ids, logprobs in places]
 
@@ -101,17 +101,17 @@ def score(
             raise ValueError(f"text {number} has nothing to score: {reason}")
     scores: list[Score | None] = [None] * len(items)
     order = sorted(range(len(items)), key=lambda i: len(items[i][0]))
-    program, parts = model_program(model, _score, static=(2,)), shard_count(model.mesh, batch_axes(model.mesh))
-    fixed = model.fixed_positions
+    program, num_shards = model_program(model, _score, static=(2,)), shard_count(model.mesh, batch_axes(model.mesh))
+    max_positions = model.fixed_positions
     warn_beyond_positions(model, max((len(ids) for ids, _ in items), default=0))
     while order:
         longest = len(items[order[-1]][0])
         length = bucket_size(longest, 64)
         rows = max(1, min(TOKENS // length, next(rows for rows in ROWS if rows >= min(len(order), ROWS[-1]))))
-        if fixed is not None and longest > fixed:
+        if max_positions is not None and longest > max_positions:
             rows = 1  # longer rows change the rotary embedding of the shorter rows
         batch, order = order[-rows:], order[:-rows]
-        shape = rows + -rows % parts, length
+        shape = rows + -rows % num_shards, length
         padded, valid = np.zeros(shape, np.int32), np.zeros(shape, bool)
         for row, i in enumerate(batch):
             ids, _ = items[i]
@@ -154,13 +154,13 @@ def _split(item: Any, tokenizer: Any, vocab: int) -> tuple[tuple[int, ...], int]
         if context_ids:
             raise ValueError("the context is ids, but the continuation is text: pass both as text, or both as ids")
         ids = encode.encode(context_text + text)
-        first = len(os.path.commonprefix([encode.encode(context_text), ids])) if context_text else 1
-        if not first and ids:
+        first_scored = len(os.path.commonprefix([encode.encode(context_text), ids])) if context_text else 1
+        if not first_scored and ids:
             raise ValueError(
                 f"the first token of {context_text + text!r:.60} spans the context {context_text!r:.60}, so it has no "
                 "log-probability: pass a longer context"
             )
-        return check_ids(tuple(ids), vocab), first
+        return check_ids(tuple(ids), vocab), first_scored
     if isinstance(context, str) and context:
         raise ValueError("the context is text, but the continuation is ids: pass both as text, or both as ids")
     return check_ids((*context_ids, *as_token_ids(text)), vocab), max(1, len(context_ids))

@@ -15,7 +15,7 @@ class StopStringFilter:
 
     Args:
         stop: stop strings.
-        tokenizer: decodes ids. If None, ids have no text.
+        tokenizer: decodes ids. If None, ids are only counted.
         context: ids of the prompt, which can affect how the first new ids are decoded.
         keep: ids of special tokens that are part of the text.
 

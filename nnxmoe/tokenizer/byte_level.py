@@ -75,10 +75,10 @@ def add_bos_and_eos(
         token if config.get(name) else None
         for name, token in zip(("add_bos_token", "add_eos_token"), ends, strict=True)
     )
-    parts = [f"{bos}:0" if bos else "", "$A:0", f"{eos}:0" if eos else ""]
+    pieces = [f"{bos}:0" if bos else "", "$A:0", f"{eos}:0" if eos else ""]
     special = [(token, backend.token_to_id(token)) for token in {bos, eos} if token]
     backend.post_processor = processors.TemplateProcessing(
-        single=" ".join(filter(None, parts)), pair="$A:0 $B:1", special_tokens=special
+        single=" ".join(filter(None, pieces)), pair="$A:0 $B:1", special_tokens=special
     )
 
 

@@ -8,8 +8,8 @@ from nnxmoe.tokenizer.chat_template import to_json_types
 from nnxmoe.tokenizer.tokenizer_files import TokenizerError
 from nnxmoe.tokenizer.tool_calls import parse_tool_calls
 
-REASONING = ("reasoning_content", "thinking", "reasoning")  # names of the reasoning field in different templates
-_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # ends in a space to detect whether the template strips messages
+REASONING = ("reasoning_content", "thinking", "reasoning")  # Names of the reasoning field in different templates.
+_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # Ends in a space to detect whether the template strips messages.
 
 
 def is_message(value: Any) -> bool:
@@ -53,7 +53,7 @@ def mark_end(messages: list[dict[str, Any]], field: str) -> tuple[list[dict[str,
     """Append a mark to a field of the last message.
 
     If the field is a list of blocks, the mark is appended to the last block with "text". Reasoning is
-    marked under all its names.
+    marked in all fields that contain it.
 
     Returns:
         The messages, and the text of the field without the mark.

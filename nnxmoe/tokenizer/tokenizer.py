@@ -1,7 +1,7 @@
-"""Tokenizer with chat templates, and streaming decoder.
+"""Tokenizer with chat templates, and a streaming text decoder.
 
-The ``tokenizers`` library computes ids from ``tokenizer.json``. For such files, ``add_bos_token`` in
-``tokenizer_config.json`` is ignored, as in transformers 5.
+The ``tokenizers`` library computes ids from ``tokenizer.json``. As in transformers 5, ``add_bos_token`` in
+``tokenizer_config.json`` is then ignored.
 """
 
 import copy
@@ -67,8 +67,8 @@ class Tokenizer:
         source: str,
         template_file: str | None = None,
     ) -> None:
-        if backend.truncation is not None or backend.padding is not None:  # settings saved for training batches
-            backend = copy.deepcopy(backend)  # do not change the caller's backend
+        if backend.truncation is not None or backend.padding is not None:  # Settings saved for training batches.
+            backend = copy.deepcopy(backend)  # Do not change the caller's backend.
             backend.no_truncation()
             backend.no_padding()
         self.backend = backend
@@ -78,9 +78,9 @@ class Tokenizer:
         self._template_file = template_file or source
         self.vocab_size: int = max(backend.get_vocab().values(), default=-1) + 1
         self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
-        named = [special_tokens.get(f"{name}_token") for name in ("bos", "eos", "pad", "unk")]
-        self.bos_token, self.eos_token, self.pad_token, self.unk_token = named
-        ids = [None if token is None else backend.token_to_id(token) for token in named]
+        named_tokens = [special_tokens.get(f"{name}_token") for name in ("bos", "eos", "pad", "unk")]
+        self.bos_token, self.eos_token, self.pad_token, self.unk_token = named_tokens
+        ids = [None if token is None else backend.token_to_id(token) for token in named_tokens]
         self.bos_token_id, self.eos_token_id, self.pad_token_id, _ = ids
         self._warned: set[str] = set()
 
@@ -98,9 +98,9 @@ class Tokenizer:
         config = read_config(folder)
         merges = byte_level.has_merges(folder)
         backend, defaults = byte_level.build_byte_level_bpe(folder, config) if merges else (read_backend(folder), {})
-        named = read_special_tokens(folder, config, defaults)
-        add_declared_tokens(backend, folder, config, named)
-        special = {name: value if isinstance(value, str) else value["content"] for name, value in named.items()}
+        named_tokens = read_special_tokens(folder, config, defaults)
+        add_declared_tokens(backend, folder, config, named_tokens)
+        special = {name: value if isinstance(value, str) else value["content"] for name, value in named_tokens.items()}
         if merges:
             byte_level.add_bos_and_eos(backend, config, (special.get("bos_token"), special.get("eos_token")))
         templates, template_file = read_chat_templates(folder, config)
@@ -165,7 +165,7 @@ class Tokenizer:
     def encode_with_offsets(
         self, text: str, add_special_tokens: bool = True
     ) -> tuple[list[int], list[tuple[int, int]]]:
-        """Encode a text with character offsets.
+        """Encode a text and compute character offsets.
 
         Returns:
             Token ids, and the character range of each token. Tokens that encode parts of the same
@@ -192,7 +192,7 @@ class Tokenizer:
         return self.decode_list([int(i) for i in row.reshape(-1)], skip_special_tokens)
 
     def decode_list(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """Decode ids without validation, for loops. See `decode`."""
+        """Decode ids without validation, for use in loops. See `decode`."""
         if skip_special_tokens:  # `tokenizers` 0.23 does not skip special tokens that the normalizer changes
             ids = [i for i in ids if i not in self.special_ids]
         try:
@@ -255,7 +255,7 @@ class Tokenizer:
         """
         for name in ("tools", "documents"):
             value = variables.setdefault(name, None)
-            if value is not None and not all(isinstance(one, Mapping) for one in value):
+            if value is not None and not all(isinstance(item, Mapping) for item in value):
                 raise TokenizerError(f"{name} is {value!r:.100}: it must be a list of dicts (tools are JSON schemas)")
             variables[name] = value if value is None else list(value)
         try:
@@ -281,7 +281,7 @@ class Tokenizer:
                 name, {*template_names, "add_generation_prompt", "continue_final_message"}, 1
             )
             hint = f": did you mean {matches[0]!r}?" if matches else ""
-            logger.warning("the chat template does not read %r, which has no effect%s", name, hint)
+            logger.warning("the chat template does not read %r, so it has no effect%s", name, hint)
 
     def _template(self, name: str | None, with_tools: bool) -> str:
         """Return a chat template by name.
@@ -319,7 +319,7 @@ class TextStream:
         keep: ids of special tokens that are not skipped.
     """
 
-    LONGEST_WAIT = 64  # in tokens. Valid UTF-8 needs only a few tokens
+    LONGEST_WAIT = 64  # In tokens. A character of valid UTF-8 needs only a few tokens.
 
     def __init__(
         self,
@@ -334,8 +334,8 @@ class TextStream:
         self._skip, self._skips_later = skip_special_tokens, skip_special_tokens and not keep
         ids = (int(i) for i in context)
         self._window = [i for i in ids if not (skip_special_tokens and i in self._special)][-8:]
-        self._returned_chars = len(self._decode())  # characters of the window's text that have been returned
-        self._returned_tokens = len(self._window)  # tokens of the window whose text has been returned
+        self._returned_chars = len(self._decode())  # Characters of the window's text that have been returned.
+        self._returned_tokens = len(self._window)  # Tokens of the window whose text has been returned.
 
     def put(self, token_id: Any) -> str:
         """Return the text that this token completes, possibly empty."""

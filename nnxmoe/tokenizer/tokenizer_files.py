@@ -122,8 +122,8 @@ def _check_growth(path: Path, backend: tokenizers.Tokenizer) -> None:
     ``tokenizers`` runs out of memory on such steps and aborts the process.
     """
     for name in ("normalizer", "decoder"):
-        part, growth = getattr(backend, name), 1.0
-        for step in _steps(json.loads(part.__getstate__()) if part is not None else None):
+        component, growth = getattr(backend, name), 1.0
+        for step in _steps(json.loads(component.__getstate__()) if component is not None else None):
             pattern, content = step.get("pattern"), step.get("content")
             if isinstance(pattern, dict) and isinstance(content, str):
                 growth *= max(1.0, len(content) / max(1, len(pattern.get("String") or "")))
@@ -133,12 +133,12 @@ def _check_growth(path: Path, backend: tokenizers.Tokenizer) -> None:
             )
 
 
-def _steps(part: Any) -> Iterator[dict[str, Any]]:
+def _steps(component: Any) -> Iterator[dict[str, Any]]:
     """Iterate over the steps of a normalizer or decoder, with sequences flattened."""
-    if isinstance(part, dict):
-        yield part
+    if isinstance(component, dict):
+        yield component
         for name in ("normalizers", "decoders"):
-            for step in part.get(name) or ():
+            for step in component.get(name) or ():
                 yield from _steps(step)
 
 
@@ -195,18 +195,18 @@ def read_chat_templates(folder: Path, config: Mapping[str, Any]) -> tuple[dict[s
     Returns:
         Templates by name, and the path of their file or folder.
     """
-    found = sorted((folder / ADDITIONAL_TEMPLATES).glob("*.jinja"))
-    files = {path.stem: path for path in found} | {"default": folder / TEMPLATE}
-    read = {name: _read_template(path) for name, path in files.items() if os.path.lexists(path)}
-    if read:
-        return read, files["default"] if "default" in read else folder / ADDITIONAL_TEMPLATES
-    where, found = folder / CONFIG, config.get("chat_template")
-    if found is None:
+    candidates = sorted((folder / ADDITIONAL_TEMPLATES).glob("*.jinja"))
+    files = {path.stem: path for path in candidates} | {"default": folder / TEMPLATE}
+    jinja_templates = {name: _read_template(path) for name, path in files.items() if os.path.lexists(path)}
+    if jinja_templates:
+        return jinja_templates, files["default"] if "default" in jinja_templates else folder / ADDITIONAL_TEMPLATES
+    where, candidates = folder / CONFIG, config.get("chat_template")
+    if candidates is None:
         where = folder / LEGACY_TEMPLATE
-        found = read_json(where).get("chat_template")
-    if found is None:
+        candidates = read_json(where).get("chat_template")
+    if candidates is None:
         return {}, where
-    entries = found if isinstance(found, list) else [{"name": "default", "template": found}]
+    entries = candidates if isinstance(candidates, list) else [{"name": "default", "template": candidates}]
     templates: dict[str, str] = {}
     for entry in entries:
         name, template = (entry.get("name"), entry.get("template")) if isinstance(entry, dict) else (None, None)

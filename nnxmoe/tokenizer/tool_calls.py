@@ -17,8 +17,8 @@ from nnxmoe.convert.files.untrusted_files import parse_json
 from nnxmoe.tokenizer.tokenizer_files import TokenizerError
 
 Messages = list[dict[str, Any]]
-_Mark = tuple[int, int, str]  # index of the message, index of the call, marker in its arguments
-_ARGUMENT_ALIASES = ("parameters", "args", "input", "kwargs")  # names of "arguments" in formats other than OpenAI's
+_Mark = tuple[int, int, str]  # Index of the message, index of the call, marker in its arguments.
+_ARGUMENT_ALIASES = ("parameters", "args", "input", "kwargs")  # Names of "arguments" in other formats.
 
 
 class _CallForm(NamedTuple):

@@ -582,7 +582,7 @@ def test_arguments_unused_by_the_template_are_reported_once(caplog: pytest.LogCa
     tokenizer = made_with("{% if date is not defined %}{% set date = 'today' %}{% endif %}{{ date }}")
     assert tokenizer.apply_chat_template(HI, date="Monday") == "Monday" and not caplog.text
     assert tokenizer.apply_chat_template(HI, dat="Monday", enable_thinking=False) == "today"
-    assert "'dat', which has no effect: did you mean 'date'?" in caplog.text and "'enable_thinking'" in caplog.text
+    assert "'dat', so it has no effect: did you mean 'date'?" in caplog.text and "'enable_thinking'" in caplog.text
     caplog.clear()
     tokenizer.apply_chat_template(HI, dat="Monday", add_generation_promt=True)
     assert "'dat'" not in caplog.text and "did you mean 'add_generation_prompt'" in caplog.text
