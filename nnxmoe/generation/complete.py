@@ -104,11 +104,9 @@ def complete(
 
     Args:
         prompts: texts, chats (see `Tokenizer.apply_chat_template`) or token ids. An iterator is
-            consumed before generation starts. Prefixes that prompts or samples share are computed
-            once.
+            consumed before generation starts. Prefixes that prompts or samples share are computed once.
         tokenizer: a `Tokenizer`. Defaults to the tokenizer of the checkpoint, if it has one.
         sampling: sampling options. If None, decoding is greedy.
-        n: number of samples per prompt.
         stop: stop strings. The text is cut before the first stop string.
         seed: one seed, or one seed per prompt. A sample depends only on its prompt, seed and index.
         slots: maximum number of rows that are decoded together.

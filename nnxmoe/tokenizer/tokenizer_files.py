@@ -165,9 +165,9 @@ def _check_added_tokens(path: Path, data: bytes, backend: tokenizers.Tokenizer) 
 def _explain(path: Path) -> None:
     """Raise a clearer error than ``tokenizers`` for invalid JSON and unknown models."""
     model = read_json(path).get("model")
-    model_type = model.get("type") if isinstance(model, dict) else None
-    if model_type not in (None, "BPE", "Unigram", "WordPiece", "WordLevel"):
-        raise TokenizerError(f"{path}: unknown tokenizer model {model_type!r:.60}. Try a newer 'tokenizers'") from None
+    algorithm = model.get("type") if isinstance(model, dict) else None
+    if algorithm not in (None, "BPE", "Unigram", "WordPiece", "WordLevel"):
+        raise TokenizerError(f"{path}: unknown tokenizer model {algorithm!r:.60}. Try a newer 'tokenizers'") from None
 
 
 def backend_failure(error: BaseException, what: str, folder: str = "") -> BaseException:
