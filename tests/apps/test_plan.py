@@ -376,7 +376,7 @@ def test_the_table_of_hardware_can_be_changed() -> None:
         (lambda: nnxmoe.plan("mixtral-8x7b", {}, batch=0, seq=8), r"plan\(batch=0\): pass a positive integer"),
         (lambda: nnxmoe.plan("mixtral-8x7b", {}, batch=1, seq=8, chunks=0), r"plan\(chunks=0\): pass a positive"),
         (lambda: nnxmoe.plan("mixtral-8x7b", {"fsdp": -1}, batch=1, seq=8), r"mesh\(fsdp=-1\): pass a positive"),
-        (lambda: nnxmoe.plan("mixtral-8x7b", {}, batch=1, seq=8, buffer_factor=-1.0), "give a positive multiple"),
+        (lambda: nnxmoe.plan("mixtral-8x7b", {}, batch=1, seq=8, buffer_factor=-1.0), "a positive multiple"),
         (
             lambda: nnxmoe.plan("mixtral-8x7b", {}, batch=2, seq=8, accumulate=2, train=False),
             "accumulate=2: decoding does not accumulate",

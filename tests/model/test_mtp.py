@@ -166,7 +166,7 @@ def test_a_cache_gives_what_the_whole_pass_gives(kind: str, loaded: Loaded) -> N
         assert not np.isfinite(np.asarray(x)[~fits]).any()
         assert max_error(x[fits, 0], pairs(wanted, index)[fits, 0]) < 1e-5, at
     assert not fits.all() and fits.any()
-    with pytest.raises(ValueError, match="pass an empty cache"):
+    with pytest.raises(ValueError, match="Pass an empty cache"):
         depth(model, hidden[:, :1], given[:, :1], cache=cache, fresh=True)
 
 

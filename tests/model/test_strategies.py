@@ -469,7 +469,7 @@ def test_invalid_meshes_and_batch_sizes(eight: Callable[..., Any], kind: str, me
 def test_invalid_strategy_arguments() -> None:
     for make_one, message in (
         (lambda: ExpertParallel(Sorted(), RaggedAllToAll(), data_axes=("data", "expert")), "also in data_axes"),
-        (lambda: ExpertParallel(Sorted(), RaggedAllToAll(), data_axes=("data", "data")), "named twice"),
+        (lambda: ExpertParallel(Sorted(), RaggedAllToAll(), data_axes=("data", "data")), "repeated in data_axes"),
         (lambda: ExpertParallel(Dense, RaggedAllToAll()), r"ExpertParallel\(inner=.*such as Sorted\(\)"),
         (lambda: ExpertParallel(Sorted(), RaggedAllToAll), "an object"),
         (lambda: RaggedAllToAll(0.0), "buffer_factor=0.0"),
