@@ -558,7 +558,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "sarvam_moe",
         {"use_qkv_bias": True, "attention_bias": False},
-        "use_qkv_bias True and attention_bias False are one",
+        "use_qkv_bias True and attention_bias False set the same",
     ),
     ("exaone_moe", {"sliding_window_pattern": "LLLG"}, "sliding_window_pattern 'LLLG' without layer_types"),
     ("exaone_moe", {"sliding_window_pattern": 0}, "sliding_window_pattern 0 must be an integer >= 1"),

@@ -242,7 +242,7 @@ def test_vocab_and_merges(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe"}')
     assert Tokenizer.from_pretrained(tmp_path).encode("123") == [16, 17, 18]
     (tmp_path / "merges.txt").write_text("a b\n")
-    with pytest.raises(TokenizerError, match=r"vocab\.json and merges\.txt are not a vocabulary"):
+    with pytest.raises(TokenizerError, match=r"vocab\.json and merges\.txt are not a byte-level BPE vocabulary"):
         Tokenizer.from_pretrained(tmp_path)
 
 
